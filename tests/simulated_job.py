@@ -13,7 +13,7 @@ from megackpt.comm import Group
 from megackpt.mapping import ShardedStateDict
 from megackpt.optim import DistributedOptimizer
 from megackpt.parallel import ParallelGroups, ParallelLayout
-from megackpt.simulation import JobLayout, ModelSizes
+from megackpt.simulation import ModelSizes
 from megackpt.testing.world import SimulatedWorld
 from models.config import GPTConfig
 from models.gpt import GPT
@@ -24,7 +24,7 @@ SIZES = ModelSizes(vocab_size=300, hidden_size=64, num_layers=3, num_heads=4, ff
 TIED = replace(SIZES, tied_embeddings=True, linear_bias=True)
 
 
-def real_state(sizes: ModelSizes, layout: JobLayout, rank: int) -> ShardedStateDict:
+def real_state(sizes: ModelSizes, layout: ParallelLayout, rank: int) -> ShardedStateDict:
     """What a rank that trains the model would save."""
     where = ParallelLayout(tp=layout.tp, pp=layout.pp, dp=layout.dp)
     groups = ParallelGroups.offline(where, rank)
@@ -48,7 +48,7 @@ def real_state(sizes: ModelSizes, layout: JobLayout, rank: int) -> ShardedStateD
     return state
 
 
-def save_for_real(sizes: ModelSizes, layout: JobLayout, directory: Path) -> None:
+def save_for_real(sizes: ModelSizes, layout: ParallelLayout, directory: Path) -> None:
     """Save what all ranks would, with ranks as threads."""
 
     def save(group: Group) -> None:
@@ -56,4 +56,4 @@ def save_for_real(sizes: ModelSizes, layout: JobLayout, directory: Path) -> None
         options = megackpt.SaveOptions(sample_replicas=megackpt.Policy.IGNORE)
         megackpt.save(real_state(sizes, layout, group.rank), directory, options=options, group=group)
 
-    SimulatedWorld(layout.world).run(save)
+    SimulatedWorld(layout.world_size).run(save)

@@ -16,7 +16,7 @@ from megackpt.errors import DeclarationError
 from megackpt.metadata import DIGEST_BLOCK_BYTES
 
 if TYPE_CHECKING:
-    from megackpt.simulation import JobLayout, Model
+    from megackpt.simulation import Model, ParallelLayout
     from megackpt.simulation.outcome import LoadOutcome, SaveOutcome
 
 _PIPED_WIDTH = 120  # columns of a table that goes to a file
@@ -24,7 +24,9 @@ _PIPED_WIDTH = 120  # columns of a table that goes to a file
 
 @click.command(name="plan")
 @click.argument("subject", metavar="MODEL|CHECKPOINT", type=LocalPath())
-@click.option("--from", "source", help="Layout of the job that saves, as tp8,pp16,dp128 (ep, world).")
+@click.option(
+    "--from", "source", help="Layout of the job that saves, as tp8,pp16,dp128 (cp, vpp, ep, etp, world)."
+)
 @click.option("--to", "target", help="Layout of the job that loads; left out: that of --from.")
 @click.option("--weights-only", is_flag=True, help="Without the state of a distributed Adam optimizer.")
 @click.option(
@@ -66,7 +68,7 @@ def command(
 
     megackpt plan llama3-405b --from tp8,pp16,dp128 --to tp4,pp8,dp512 --write-gbps 10 --mtbf-hours 3
     """
-    from megackpt.simulation import Cluster, JobLayout, PlanReport, estimate
+    from megackpt.simulation import Cluster, PlanReport, estimate, parse_layout
 
     cluster = Cluster(
         ranks_per_node=ranks_per_node,
@@ -79,7 +81,7 @@ def command(
     )
     check_chart(chart)
     check_output(json_path)
-    at, to = (None if text is None else JobLayout.parse(text) for text in (source, target))
+    at, to = (None if text is None else parse_layout(text) for text in (source, target))
     if Path(subject).is_dir():
         name, parameters, save, load = _of_checkpoint(Path(subject), at, to, ranks_planned)
     else:
@@ -105,8 +107,8 @@ _Planned: TypeAlias = "tuple[str, int | None, SaveOutcome, LoadOutcome | None]"
 
 def _of_model(
     subject: str,
-    source: JobLayout | None,
-    target: JobLayout | None,
+    source: ParallelLayout | None,
+    target: ParallelLayout | None,
     ranks_planned: int | None,
     *,
     states: tuple[str, ...] | None,
@@ -121,10 +123,10 @@ def _of_model(
     target = target or source
     for layout in (source, target):  # before the first is planned, which takes a while
         check_layout(model, layout)
-    with RankCountBar("planning the save", source.world) as bar:
+    with RankCountBar("planning the save", source.world_size) as bar:
         save, plan = simulate_save(model, source, states=states, advance=bar.advance)
     stored = StoredCheckpoint(plan.table, plan.writer, DIGEST_BLOCK_BYTES, name)
-    with RankCountBar("planning the load", min(target.world, ranks_planned or target.world)) as bar:
+    with RankCountBar("planning the load", min(target.world_size, ranks_planned or target.world_size)) as bar:
         load = simulate_load(
             model, target, stored, states=states, ranks_planned=ranks_planned, advance=bar.advance
         )
@@ -132,20 +134,20 @@ def _of_model(
 
 
 def _of_checkpoint(
-    path: Path, source: JobLayout | None, target: JobLayout | None, ranks_planned: int | None
+    path: Path, source: ParallelLayout | None, target: ParallelLayout | None, ranks_planned: int | None
 ) -> _Planned:
-    from megackpt.simulation import open_stored, simulate_load
+    from megackpt.simulation import layout_title, open_stored, simulate_load
 
     if source is not None:
         raise DeclarationError(
-            f"--from {source} is given for {path}, which is a checkpoint and has been saved. Leave it out; "
-            f"the layout to load at is --to.",
+            f"--from {layout_title(source)} is given for {path}, which is a checkpoint and has been saved. "
+            f"Leave it out; the layout to load at is --to.",
             path=str(path),
         )
     save, stored, model, states = open_stored(path)
     if target is None:
         return str(path), None, save, None
-    with RankCountBar("planning the load", min(target.world, ranks_planned or target.world)) as bar:
+    with RankCountBar("planning the load", min(target.world_size, ranks_planned or target.world_size)) as bar:
         load = simulate_load(
             model, target, stored, states=states, ranks_planned=ranks_planned, advance=bar.advance
         )

@@ -1,8 +1,9 @@
 """Jobs that need not exist: their declarations, planned for real without a process group or a GPU."""
 
+from megackpt.parallel import ParallelLayout
 from megackpt.simulation.arrays import job_arrays
 from megackpt.simulation.estimate import Cluster, Estimate, advise, estimate
-from megackpt.simulation.layout import JobLayout
+from megackpt.simulation.layout import layout_title, parse_layout
 from megackpt.simulation.load import simulate_load
 from megackpt.simulation.model import Model, check_layout
 from megackpt.simulation.presets import PRESETS
@@ -17,9 +18,9 @@ __all__ = [
     "PRESETS",
     "Cluster",
     "Estimate",
-    "JobLayout",
     "Model",
     "ModelSizes",
+    "ParallelLayout",
     "PlanReport",
     "StoredCheckpoint",
     "advise",
@@ -27,7 +28,9 @@ __all__ = [
     "check_layout",
     "estimate",
     "job_arrays",
+    "layout_title",
     "open_stored",
+    "parse_layout",
     "read_sizes",
     "replica_groups",
     "simulate_load",

@@ -47,6 +47,8 @@ class JobArrays:
     def of_part(self, weight: Weight, name: str) -> list[int]:
         """Return the numbers of a part's array and of its states, in the order of `states`."""
         key = part_key(weight, name)
+        if not weight.is_trained:
+            return [self.number[key]] * (1 + len(self.states))  # rows of states are left out elsewhere
         return [self.number[key], *(self.number[state_key(state, key)] for state in self.states)]
 
     def step_of(self, weight: Weight) -> int:
@@ -62,19 +64,20 @@ def job_arrays(model: Model, *, tp: int, states: tuple[str, ...] | None = None) 
     the moments are like; others are their own.
     """
     if states is None:
-        is_narrow = any(DTYPES[weight.dtype].itemsize < 4 for weight, _ in model.placed())
+        is_narrow = any(DTYPES[weight.dtype].itemsize < 4 for weight, _ in model.weights())
         states = (MASTER, *MOMENTS) if is_narrow else MOMENTS
     specs: dict[str, ArraySpec] = {}
-    for weight, axes in model.placed():
+    for weight, axes in model.weights():
         is_narrow = DTYPES[weight.dtype].itemsize < 4
         wide = "float32" if is_narrow else weight.dtype
         for name, extent in weight.parts:
             key, rows = part_key(weight, name), padded_rows(weight, extent, model, tp)
-            shape = (*axes, rows, *weight.inner)
+            experts = (weight.experts,) if weight.experts else ()
+            shape = (*axes, *experts, rows, *weight.inner)
             specs[key] = ArraySpec(key, weight.dtype, shape)
-            for state in states:
+            for state in states if weight.is_trained else ():
                 specs[state_key(state, key)] = ArraySpec(state_key(state, key), wide, shape)
-        if states:
+        if states and weight.is_trained:
             key = state_key(STEP, weight.key)
             specs[key] = ArraySpec(key, "float32", axes)
     keys = sorted(specs)

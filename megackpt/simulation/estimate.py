@@ -144,21 +144,23 @@ def advise(save_s: float, *, mtbf_s: float, restart_s: float) -> Interval:
 def _load_times(load: LoadOutcome, cluster: Cluster) -> tuple[float | None, float | None]:
     """Return the seconds of reading alone, and of reading and exchanging."""
     layout, per_node = load.layout, cluster.ranks_per_node
-    group = np.arange(layout.world) % layout.tp + layout.tp * (
-        np.arange(layout.world) // (layout.tp * layout.dp)
+    group = np.arange(layout.world_size) % layout.tp + layout.tp * (
+        np.arange(layout.world_size) // (layout.stage_size)
     )
     read, needed = _of_all_ranks(load.read, load), _of_all_ranks(load.needed, load)
     direct = slowest(read, per_node, cluster.read, cluster.total_read)
-    shared = slowest((load.shared_read // layout.dp)[group], per_node, cluster.read, cluster.total_read)
+    shared = slowest(
+        (load.shared_read // layout.size("dp_cp"))[group], per_node, cluster.read, cluster.total_read
+    )
     if shared is None:
         return direct, None
-    received = np.maximum(needed - (load.unique // layout.dp)[group], 0)
+    received = np.maximum(needed - (load.unique // layout.size("dp_cp"))[group], 0)
     sent = slowest(received, per_node, cluster.network, None)
     return direct, max(shared, sent or 0.0)
 
 
 def _of_all_ranks(of_planned: Ints, load: LoadOutcome) -> Ints:
     """Give ranks that were not planned what the last planned one before them has."""
-    at = np.searchsorted(load.planned, np.arange(load.layout.world), side="right") - 1
+    at = np.searchsorted(load.planned, np.arange(load.layout.world_size), side="right") - 1
     spread: Ints = of_planned[np.maximum(at, 0)]
     return spread

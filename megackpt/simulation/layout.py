@@ -1,113 +1,112 @@
-"""Layouts of simulated jobs: sizes along each axis, and the numbering of ranks.
+"""Layouts of simulated jobs as text, and numpy columns of their ranks.
 
-A layout is written as `tp8,pp16,dp128`. Unlike
-`megackpt.parallel.ParallelLayout`, which runs models, it knows expert parallelism.
+A layout is written as `tp8,pp16,dp128`.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
 from megackpt.errors import DeclarationError
 from megackpt.geometry import Ints
-from megackpt.parallel import StageTable
+from megackpt.parallel import ParallelLayout, StageTable
 
-_ITEM = re.compile(r"(tp|pp|ep|dp|world)\s*=?\s*(\d+)", re.IGNORECASE)
+_ITEM = re.compile(r"(tp|cp|etp|ep|pp|vpp|dp|world)\s*=?\s*(\d+)", re.IGNORECASE)
 
 MAX_WORLD = 1 << 17
-"""More ranks than this are taken for a slip of the pen."""
+"""More ranks than this are taken for a typing error."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class JobLayout:
-    """How many ways a job is cut along each axis; `tp` is the fastest in rank order, then `dp`, then `pp`.
+def parse_layout(text: str) -> ParallelLayout:
+    """Return the layout that text names: sizes of axes, separated by commas.
 
-    Experts regroup the ranks of dp: neighbours in `ep` hold different experts, and `dp / ep` ranks hold the
-    same ones. Each expert is cut over tp like any other weight.
+    `world` stands for dp times the others.
 
-    >>> JobLayout.parse("tp8,pp16,world16384")
-    JobLayout(tp=8, pp=16, dp=128, ep=1)
+    >>> parse_layout("tp8,pp16,ep32,world16384")
+    ParallelLayout(tp=8, pp=16, dp=128, cp=1, ep=32, etp=8, vpp=1)
 
     Raises:
-        DeclarationError: a size below 1, ep that does not divide dp, or too many ranks.
-
-    Source: Megatron-Core's default order of ranks, `tp-cp-ep-dp-pp` (`parallel_state.RankGenerator`).
+        DeclarationError: text is no layout, names an axis twice, its sizes contradict each other, or there
+            are too many ranks.
     """
-
-    tp: int = 1
-    pp: int = 1
-    dp: int = 1
-    ep: int = 1
-
-    def __post_init__(self) -> None:
-        for name in ("tp", "pp", "dp", "ep"):
-            if getattr(self, name) < 1:
-                raise DeclarationError(f"layout {self}: {name} must be at least 1.")
-        if self.dp % self.ep:
-            raise DeclarationError(
-                f"layout {self}: ep={self.ep} does not divide dp={self.dp}, whose ranks share the experts. "
-                f"Choose a divisor."
-            )
-        if self.world > MAX_WORLD:
-            raise DeclarationError(f"layout {self} has {self.world} ranks; at most {MAX_WORLD} are planned.")
-
-    @classmethod
-    def parse(cls, text: str) -> JobLayout:
-        """Return the layout that text names, sizes of axes by commas; `world` stands for dp times the others.
-
-        Raises:
-            DeclarationError: text is no layout, names an axis twice, or its sizes contradict each other.
-        """
-        items = [item.strip() for item in text.split(",")]
-        matches = [_ITEM.fullmatch(item) for item in items]
-        wrong = [item for item, match in zip(items, matches, strict=True) if match is None]
-        names = [match[1].lower() for match in matches if match is not None]
-        if wrong or len(set(names)) < len(names):
-            raise DeclarationError(
-                f"{text!r} is no layout: "
-                + (f"{wrong[0]!r} is not an axis with its size." if wrong else "it names an axis twice.")
-                + " Write one as tp8,pp16,dp128, with ep or world where wanted."
-            )
-        sizes = {name: int(match[2]) for name, match in zip(names, matches, strict=True) if match is not None}
-        world = sizes.pop("world", None)
-        model = sizes.get("tp", 1) * sizes.get("pp", 1)
-        if world is not None and "dp" not in sizes and model:
-            sizes["dp"] = max(1, world // model)
-        layout = cls(**sizes)
-        if world is not None and layout.world != world:
-            raise DeclarationError(
-                f"{text!r}: {world} ranks cannot be divided so; tp={layout.tp} x pp={layout.pp} x "
-                f"dp={layout.dp} are {layout.world}. Give a world that is a multiple of tp x pp, or leave it "
-                f"out."
-            )
-        return layout
-
-    def __str__(self) -> str:
-        return f"TP{self.tp} PP{self.pp} DP{self.dp}" + (f" EP{self.ep}" if self.ep > 1 else "")
-
-    @property
-    def world(self) -> int:
-        """Number of ranks."""
-        return self.tp * self.pp * self.dp
-
-    def ranks_of(self, *, tp: int, pp: int) -> Ints:
-        """Return the data-parallel ranks of one part of the model, in order, `[dp]`."""
-        return tp + self.tp * (np.arange(self.dp, dtype=np.int64) + self.dp * pp)
+    items = [item.strip() for item in text.split(",")]
+    matches = [_ITEM.fullmatch(item) for item in items]
+    wrong = [item for item, match in zip(items, matches, strict=True) if match is None]
+    names = [match[1].lower() for match in matches if match is not None]
+    if wrong or len(set(names)) < len(names):
+        raise DeclarationError(
+            f"{text!r} is no layout: "
+            + (f"{wrong[0]!r} is not an axis with its size." if wrong else "it names an axis twice.")
+            + " Write one as tp8,pp16,dp128, with cp, ep, etp, vpp or world where wanted."
+        )
+    sizes = {name: int(match[2]) for name, match in zip(names, matches, strict=True) if match is not None}
+    world = sizes.pop("world", None)
+    replica = sizes.get("tp", 1) * sizes.get("cp", 1) * sizes.get("pp", 1)
+    if world is not None and "dp" not in sizes and replica:
+        sizes["dp"] = max(1, world // replica)
+    layout = ParallelLayout(**sizes)
+    if world is not None and layout.world_size != world:
+        raise DeclarationError(
+            f"{text!r}: {world} ranks cannot be divided so; tp={layout.tp} x cp={layout.cp} x "
+            f"pp={layout.pp} x dp={layout.dp} are {layout.world_size}. Give a world that is "
+            f"a multiple of tp x cp x pp, or leave it out."
+        )
+    if layout.world_size > MAX_WORLD:
+        raise DeclarationError(
+            f"{text!r} has {layout.world_size} ranks; at most {MAX_WORLD} are planned. Give fewer."
+        )
+    return layout
 
 
-def layers_of_stages(num_layers: int, stages: int, *, ends_count: bool) -> Sequence[Sequence[int]]:
-    """Return the layers of each stage; with ends_count embedding and output layer count as one each.
+def layout_title(layout: ParallelLayout) -> str:
+    """Return a layout in a few letters; axes of size 1 are left out, but for tp, pp and dp.
 
-    >>> [len(owned) for owned in layers_of_stages(126, 16, ends_count=True)]
+    >>> layout_title(ParallelLayout(tp=2, dp=4, ep=4, etp=1))
+    'TP2 PP1 DP4 EP4 ETP1'
+    """
+    others = [
+        ("CP", layout.cp, 1),
+        ("VPP", layout.vpp, 1),
+        ("EP", layout.ep, 1),
+        ("ETP", layout.etp, layout.tp),
+    ]
+    texts = [f"TP{layout.tp}", f"PP{layout.pp}", f"DP{layout.dp}"]
+    return " ".join(texts + [f"{name}{size}" for name, size, default in others if size != default])
+
+
+def replica_ranks(layout: ParallelLayout, *, tp: int, pp: int) -> Ints:
+    """Return the ranks that have the dense weights of one (tp, pp), ascending, `[dp * cp]`."""
+    number = layout.dp * layout.cp
+    return tp + layout.tp * (np.arange(number, dtype=np.int64) + number * pp)
+
+
+def expert_replica_ranks(layout: ParallelLayout, *, etp: int, ep: int, pp: int) -> Ints:
+    """Return the ranks that have the experts of one (etp, ep, pp), ascending, `[edp]`."""
+    number = np.arange(layout.edp, dtype=np.int64) + layout.edp * pp
+    return etp + layout.etp * (ep + layout.ep * number)
+
+
+def layers_of_stages(num_layers: int, layout: ParallelLayout, *, ends_count: bool) -> list[tuple[int, ...]]:
+    """Return the layers of each pipeline stage, those of all of its model chunks in order.
+
+    With ends_count embedding and output layer count as one layer each.
+
+    >>> stages = layers_of_stages(126, ParallelLayout(pp=16), ends_count=True)
+    >>> [len(layers) for layers in stages]
     [7, 8, 8, 8, 8, 8, 8, 8, 8, 8, 8, 8, 8, 8, 8, 7]
+    >>> layers_of_stages(8, ParallelLayout(pp=2, vpp=2), ends_count=False)
+    [(0, 1, 4, 5), (2, 3, 6, 7)]
 
     Raises:
-        DeclarationError: fewer layers than stages.
+        DeclarationError: fewer layers than virtual stages.
     """
-    ends = ends_count and stages > 1
-    table = StageTable.even(num_layers, pp=stages, account_for_embedding=ends, account_for_loss=ends)
-    return table.layers
+    ends = ends_count and layout.pp > 1
+    table = StageTable.even(
+        num_layers, pp=layout.pp, vpp=layout.vpp, account_for_embedding=ends, account_for_loss=ends
+    )
+    return [
+        tuple(layer for chunk in range(layout.vpp) for layer in table.layers_of(stage, chunk))
+        for stage in range(layout.pp)
+    ]

@@ -12,10 +12,10 @@ import numpy as np
 
 from megackpt.geometry import Ints
 from megackpt.metadata import DeclaredChunks
+from megackpt.parallel import ParallelLayout
 from megackpt.planning.overlaps import StoredPositions
 from megackpt.simulation import run_planner
 from megackpt.simulation.arrays import JobArrays, job_arrays
-from megackpt.simulation.layout import JobLayout
 from megackpt.simulation.model import Model, check_layout
 from megackpt.simulation.outcome import LoadOutcome
 from megackpt.simulation.reads import copied_nbytes, read_nbytes
@@ -32,7 +32,7 @@ from megackpt.simulation.save import Advance, StoredCheckpoint, table_nbytes
 
 def simulate_load(
     model: Model,
-    layout: JobLayout,
+    layout: ParallelLayout,
     stored: StoredCheckpoint,
     *,
     states: tuple[str, ...] | None = None,
@@ -52,18 +52,18 @@ def simulate_load(
     check_layout(model, layout)
     arrays = job_arrays(model, tp=layout.tp, states=states)
     stages = replica_groups(model, layout, arrays, bucket_size=bucket_size)
-    chosen = _chosen(layout.world, ranks_planned)
-    is_chosen = np.zeros(layout.world, np.bool_)
+    chosen = _chosen(layout.world_size, ranks_planned)
+    is_chosen = np.zeros(layout.world_size, np.bool_)
     is_chosen[chosen] = True
     counts, positions = _Counts(), StoredPositions.of(stored.table)
     for stage in stages:
         for dense, experts in data_parallel_groups(stage):
-            _count_group([dense, *experts], arrays, stored, positions, counts)
-            for ep in range(max(1, len(experts))):
-                groups = [dense, *experts[ep : ep + 1]]
-                members = groups[-1].ranks[is_chosen[groups[-1].ranks]]
-                _plan_ranks(groups, members, arrays, stored, positions, counts)
-                advance(len(members))
+            _count_group([dense, *(group for group, _ in experts)], arrays, stored, positions, counts)
+            members = [([dense, group], ranks) for group, ranks in experts] or [([dense], dense.ranks)]
+            for groups, ranks in members:
+                planned = ranks[is_chosen[ranks]]
+                _plan_ranks(groups, planned, arrays, stored, positions, counts)
+                advance(len(planned))
     order = np.argsort(np.array(counts.rank, np.int64))
     return LoadOutcome(
         layout=layout,
@@ -101,7 +101,11 @@ def _count_group(
     positions: StoredPositions,
     counts: _Counts,
 ) -> None:
-    """Count what data-parallel ranks ask for together: their flat ranges tile the boxes."""
+    """Count what ranks with the same dense weights ask for together: their flat ranges tile the boxes.
+
+    Where etp differs from tp, some states of their experts are asked for by other ranks only, and counted
+    here, too: the number is an upper bound.
+    """
     boxes = _stored_only(boxes_of(groups, arrays), stored)
     region = run_planner.region_of(boxes.table, stored.table, positions)
     copies, _ = run_planner.plan_rank(boxes, region, where=stored.where)

@@ -11,7 +11,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from megackpt.errors import DeclarationError, truncated_list
-from megackpt.simulation.layout import JobLayout
+from megackpt.parallel import ParallelLayout
+from megackpt.simulation.layout import layout_title
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,9 +25,11 @@ class Weight:
             empty name where it is not fused.
         inner: extents of the dims behind it; empty for a vector.
         tp_dim: the dim that tp cuts; None: every rank of tp has all of it.
-        experts: so many of them stand along an axis behind that of the layers; 0: it is no expert's.
+        experts: extent of the axis over experts, behind that of the layers; 0: it is no expert's. Experts are
+            stacked in one parameter, and `tp_dim` is cut over etp.
         is_vocabulary: whether dim 0 is padded to what tp divides.
         dtype: of the parameter; its master copy and moments follow from it.
+        is_trained: whether an optimizer has state for it; False for a buffer.
     """
 
     key: str
@@ -36,6 +39,7 @@ class Weight:
     experts: int = 0
     is_vocabulary: bool = False
     dtype: str = "bfloat16"
+    is_trained: bool = True
 
     @property
     def numel(self) -> int:
@@ -89,13 +93,13 @@ class Model:
         """Number of layers over all stages."""
         return sum(stack.layers for stack in self.stacks)
 
-    def placed(self) -> Iterator[tuple[Weight, tuple[int, ...]]]:
-        """Yield all parameters with the extents of the axes that stand before their own."""
+    def weights(self) -> Iterator[tuple[Weight, tuple[int, ...]]]:
+        """Yield all parameters, each with the extents of its leading axes over layers."""
         for weight in (*self.first, *self.last):
-            yield weight, _leading(weight, ())
+            yield weight, ()
         for stack in self.stacks:
             for weight in stack.weights:
-                yield weight, _leading(weight, (stack.layers,) if stack.has_axis else ())
+                yield weight, (stack.layers,) if stack.has_axis else ()
 
     def copies_of(self, part: str, *, tp: int) -> int:
         """Return how many neighbouring ranks of tp hold the same slice of a part.
@@ -112,39 +116,37 @@ class Model:
         return ends + sum(stack.layers * w.numel for stack in self.stacks for w in stack.weights)
 
 
-def check_layout(model: Model, layout: JobLayout) -> None:
+def check_layout(model: Model, layout: ParallelLayout) -> None:
     """Check that a layout can hold a model. Pure.
 
     Raises:
-        DeclarationError: tp does not divide heads or an extent that it cuts, neither of tp and the query
-            groups divides the other, ep does not divide the experts, or there are more stages than layers;
-            all of them are named.
+        DeclarationError: tp (etp, in experts) does not divide heads or an extent that it cuts, neither of tp
+            and the query groups divides the other, ep does not divide the experts, or there are more stages
+            than layers; all of them are named.
     """
     tp = layout.tp
     faults = [f"{name} {n} is not a multiple of tp={tp}" for name, n in model.heads.items() if n % tp]
     groups = model.query_groups
     if groups is not None and groups % tp and tp % groups:
         faults.append(f"neither of query_groups {groups} and tp={tp} divides the other")
-    experts = {weight.experts for weight, _ in model.placed() if weight.experts}
-    for weight, _ in model.placed():
+    experts = {weight.experts for weight, _ in model.weights() if weight.experts}
+    for weight, _ in model.weights():
+        axis, size = ("etp", layout.etp) if weight.experts else ("tp", tp)
         faults += [
-            f"{weight.key} has {extent} along the dim that tp={tp} cuts"
-            for extent, copies in _cut_extents(weight, model, tp)
-            if extent * copies % tp
+            f"{weight.key} has {extent} along the dim that {axis}={size} cuts"
+            for extent, copies in _cut_extents(weight, model, size)
+            if extent * copies % size
         ]
     faults += [f"{n} experts cannot be shared by ep={layout.ep}" for n in sorted(experts) if n % layout.ep]
     if layout.ep > 1 and not experts:
         faults.append(f"there are no experts to share by ep={layout.ep}")
-    if layout.pp > max(model.layers, 1):
-        faults.append(f"{model.layers} layers are fewer than pp={layout.pp} stages")
+    stages = layout.pp * layout.vpp
+    if stages > max(model.layers, 1):
+        virtual = f" x vpp={layout.vpp}" if layout.vpp > 1 else ""
+        faults.append(f"{model.layers} layers are fewer than pp={layout.pp}{virtual} stages")
     if faults:
-        raise DeclarationError(
-            f"The model does not fit {layout}:\n{truncated_list(list(dict.fromkeys(faults)))}\nChange either."
-        )
-
-
-def _leading(weight: Weight, stacked: tuple[int, ...]) -> tuple[int, ...]:
-    return (*stacked, weight.experts) if weight.experts else stacked
+        lines = truncated_list(list(dict.fromkeys(faults)))
+        raise DeclarationError(f"The model does not fit {layout_title(layout)}:\n{lines}\nChange either.")
 
 
 def _cut_extents(weight: Weight, model: Model, tp: int) -> list[tuple[int, int]]:

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megackpt.geometry import Ints
-from megackpt.simulation.layout import JobLayout
+from megackpt.parallel import ParallelLayout
 
 Seconds = npt.NDArray[np.float64]
 
@@ -39,7 +39,7 @@ class SaveOutcome:
         plan_nbytes: memory that the plan takes there; other ranks have their own rows.
     """
 
-    layout: JobLayout | None
+    layout: ParallelLayout | None
     nbytes: Ints
     chunks: Ints
     arrays: int
@@ -69,6 +69,17 @@ class SaveOutcome:
         return balance_of(self.nbytes)
 
     @property
+    def stage_balance(self) -> float | None:
+        """The worst balance among the ranks of one pipeline stage; None for a checkpoint.
+
+        Optimizer state stays on the stage of its layer, so this is what planning decides. Stages differ by
+        their layers.
+        """
+        if self.layout is None:
+            return None
+        return max(balance_of(of_stage) for of_stage in self.nbytes.reshape(self.layout.pp, -1))
+
+    @property
     def coordinator_s(self) -> float:
         """Time that rank 0 needs in all, without its own part."""
         return self.merge_s + self.prove_s + self.plan_s + self.pack_s + self.index_s
@@ -83,6 +94,7 @@ class SaveOutcome:
             "total_bytes": self.total_nbytes,
             "bytes_by_rank": spread_json(self.nbytes),
             "balance": self.balance,
+            "stage_balance": self.stage_balance,
             "index_bytes": self.index_nbytes,
             "plan_bytes": self.plan_nbytes,
             "planning": {
@@ -115,7 +127,7 @@ class LoadOutcome:
         shared_read: bytes that are read where the group reads each block once, `[groups]`.
     """
 
-    layout: JobLayout
+    layout: ParallelLayout
     planned: Ints
     needed: Ints
     read: Ints
@@ -174,7 +186,7 @@ class LoadOutcome:
                 "read_bytes_by_group": spread_json(self.shared_read),
                 "over_read": self.shared_over_read,
                 "sent_bytes_at_least": self.exchanged,
-                "ranks_in_group": self.layout.dp,
+                "ranks_in_group": self.layout.size("dp_cp"),
             },
             "planning": {
                 "find_rows_s": spread_json(self.region_s),
@@ -185,9 +197,9 @@ class LoadOutcome:
 
     def _of_all(self, of_planned: Ints) -> int:
         total = int(of_planned.sum())
-        if len(self.planned) == self.layout.world:
+        if len(self.planned) == self.layout.world_size:
             return total
-        return round(total * self.layout.world / max(1, len(self.planned)))
+        return round(total * self.layout.world_size / max(1, len(self.planned)))
 
 
 def balance_of(numbers: Ints) -> float:
@@ -196,9 +208,10 @@ def balance_of(numbers: Ints) -> float:
     return float(numbers.max()) / mean if mean else 1.0
 
 
-def layout_json(layout: JobLayout) -> dict[str, int]:
+def layout_json(layout: ParallelLayout) -> dict[str, int]:
     """Return a layout as plain JSON."""
-    return {"tp": layout.tp, "pp": layout.pp, "dp": layout.dp, "ep": layout.ep, "world": layout.world}
+    axes = ("tp", "cp", "pp", "vpp", "dp", "ep", "etp")
+    return {axis: getattr(layout, axis) for axis in axes} | {"world": layout.world_size}
 
 
 def spread_json(numbers: Ints | Seconds) -> dict[str, float | int] | None:

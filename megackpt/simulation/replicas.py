@@ -7,6 +7,7 @@ optimizer, which differ, for all of them at once.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -18,8 +19,9 @@ import numpy.typing as npt
 from megackpt.geometry import Ints
 from megackpt.metadata import ChunkTable, DeclaredChunks, itemsizes, merge_declarations
 from megackpt.optim.ranges import BufferLayout, plan_buffer
+from megackpt.parallel import ParallelLayout
 from megackpt.simulation.arrays import JobArrays, padded_rows
-from megackpt.simulation.layout import JobLayout, layers_of_stages
+from megackpt.simulation.layout import expert_replica_ranks, layers_of_stages, replica_ranks
 from megackpt.simulation.model import Model, Weight
 
 BUCKET_SIZE = 40_000_000
@@ -37,10 +39,14 @@ class Parts:
         arrays: numbers of the part's array and of those of its states, `[p, 1 + states]`.
         start: first element of the box, `[p, dims]`.
         shape: its extents, `[p, dims]`.
-        offset: where it begins in the flattened local parameter, in elements.
+        offset: where it begins in the flattened local parameter, in elements; in that of one expert, where
+            several experts are stacked.
         numel: its elements.
+        experts: how many are stacked; 1 if none are.
+        stride: elements of the local parameter, of one expert.
         main: whether these ranks, and not others, hold what is saved.
         resizable: whether the global shape depends on tp.
+        trained: whether an optimizer has state for it.
     """
 
     param: Ints
@@ -49,8 +55,18 @@ class Parts:
     shape: Ints
     offset: Ints
     numel: Ints
+    experts: Ints
+    stride: Ints
     main: Flags
     resizable: Flags
+    trained: Flags
+
+    def position(self, of_param: Ints) -> Ints:
+        """Return how many elements of each part precede an element of its flattened parameter, `[d, p]`."""
+        of_expert = self.numel // self.experts
+        expert, inside = np.divmod(of_param, self.stride)
+        positions: Ints = expert * of_expert + np.clip(inside - self.offset, 0, of_expert)
+        return positions
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -96,11 +112,11 @@ class ReplicaGroup:
     Attributes:
         ranks: the ranks, in the order in which they own slices, `[d]`.
         parts: the parameters' parts.
-        step: number of each parameter's array of counts, `[m]`; empty without an optimizer.
+        step: number of each parameter's array of counts, `[m]`; -1 for a buffer; empty without an optimizer.
         step_start: where its count stands there, `[m, dims]`.
         step_main: whether it is these ranks' that is saved, `[m]`.
         packed: how the parameters are packed, and the slices of these ranks.
-        holds_experts: whether they are parameters of experts.
+        has_experts: whether they are parameters of experts.
     """
 
     ranks: Ints
@@ -121,12 +137,14 @@ class ReplicaGroup:
 
     def boxes(self, arrays: JobArrays) -> _GroupDeclarations:
         """Return the boxes of everything that these ranks hold together, as one rank would declare them."""
-        whole = self.parts.arrays.reshape(-1)  # every part in each of its arrays
-        rows = np.repeat(np.arange(len(self.parts.param)), self.parts.arrays.shape[1])
-        numel, ones = self.parts.numel[rows], np.ones_like(self.step)
-        start, shape = self.step_start, np.ones_like(self.step_start)
+        # Every part in each of its arrays; what is not trained is in the first one only.
+        exists = self.parts.trained[:, None] | (np.arange(self.parts.arrays.shape[1]) == 0)
+        whole, (rows, _) = self.parts.arrays[exists], np.nonzero(exists)
+        has_step = self.step >= 0
+        steps, start = self.step[has_step], self.step_start[has_step]
+        numel, ones, shape = self.parts.numel[rows], np.ones_like(steps), np.ones_like(start)
         boxes = _Rows(whole, self.parts.start[rows], self.parts.shape[rows], np.zeros_like(numel), numel)
-        counts = _Rows(self.step, start, shape, ones - 1, ones)
+        counts = _Rows(steps, start, shape, ones - 1, ones)
         resizable = np.concatenate([self.parts.resizable[rows], np.zeros(len(ones), np.bool_)])
         none = np.zeros(len(resizable), np.int64)
         return _GroupDeclarations(_stacked([boxes, counts]), none.astype(np.bool_), resizable, none)
@@ -144,8 +162,7 @@ class ReplicaGroup:
             return
         low, high = self.packed.owned(members)  # [d, m]
         parts = self.parts
-        start = np.maximum(low[:, parts.param] - parts.offset, 0)  # [d, p]
-        stop = np.minimum(high[:, parts.param] - parts.offset, parts.numel)
+        start, stop = parts.position(low[:, parts.param]), parts.position(high[:, parts.param])  # [d, p]
         at, row = np.nonzero(start < stop)
         begin, end = start[at, row], stop[at, row]
         for state in range(1, parts.arrays.shape[1]):
@@ -165,44 +182,67 @@ class ReplicaGroup:
         yield _GroupDeclarations(rows, main, np.zeros(len(param), np.bool_), self.ranks[members[at]])
 
 
+@dataclass(frozen=True, slots=True)
+class _Shard:
+    """Which slice of parameters a group of ranks has: its index and the number of slices.
+
+    In experts, tp is etp, and ep says which of the experts they are; elsewhere ep is `(0, 1)`.
+    """
+
+    tp: tuple[int, int]
+    ep: tuple[int, int] = (0, 1)
+
+
 def replica_groups(
-    model: Model, layout: JobLayout, arrays: JobArrays, *, bucket_size: int = BUCKET_SIZE
+    model: Model, layout: ParallelLayout, arrays: JobArrays, *, bucket_size: int = BUCKET_SIZE
 ) -> list[list[ReplicaGroup]]:
-    """Return what ranks hold, by stage. A rank is in one group of its stage, or in two with experts. Pure.
+    """Return what ranks have, by stage. A rank is in one group of its stage, or in two with experts. Pure.
 
     Raises:
         DeclarationError: there are more stages than layers.
     """
-    layers = layers_of_stages(model.layers, layout.pp, ends_count=model.ends_count_as_layers)
-    groups = []
+    layers = layers_of_stages(model.layers, layout, ends_count=model.ends_count_as_layers)
+    stages: list[list[ReplicaGroup]] = []
     for pp in range(layout.pp):
-        of_stage = []
-        for tp in range(layout.tp):
-            ranks = layout.ranks_of(tp=tp, pp=pp)
-            placed = list(_of_stage(model, layers[pp], is_first=pp == 0, is_last=pp == layout.pp - 1))
-            dense = [p for p in placed if not p.weight.experts]
-            of_stage.append(_replica_group(dense, model, arrays, ranks, tp, layout, bucket_size))
-            experts = [p for p in placed if p.weight.experts]
-            for ep in range(layout.ep if experts else 0):
-                of_ep = list(_of_experts(experts, ep, layout.ep))
-                of_stage.append(
-                    _replica_group(of_ep, model, arrays, ranks[ep :: layout.ep], tp, layout, bucket_size)
-                )
-        groups.append(of_stage)
-    return groups
+        params = list(_of_stage(model, layers[pp], is_first=pp == 0, is_last=pp == layout.pp - 1))
+        dense = [param for param in params if not param.weight.experts]
+        experts = [param for param in params if param.weight.experts]
+        groups = [
+            _shard(
+                dense,
+                _Shard((tp, layout.tp)),
+                model,
+                arrays,
+                replica_ranks(layout, tp=tp, pp=pp),
+                bucket_size,
+            )
+            for tp in range(layout.tp)
+        ]
+        for ep, etp in itertools.product(range(layout.ep if experts else 0), range(layout.etp)):
+            shard, ranks = (
+                _Shard((etp, layout.etp), (ep, layout.ep)),
+                expert_replica_ranks(layout, etp=etp, ep=ep, pp=pp),
+            )
+            groups.append(_shard(experts, shard, model, arrays, ranks, bucket_size))
+        stages.append(groups)
+    return stages
 
 
 def data_parallel_groups(
     stage: Sequence[ReplicaGroup],
-) -> list[tuple[ReplicaGroup, list[ReplicaGroup]]]:
-    """Return each group of a stage that holds no experts with those that hold the experts of its ranks."""
-    groups_of: list[tuple[ReplicaGroup, list[ReplicaGroup]]] = []
-    for group in stage:
-        if group.has_experts:
-            groups_of[-1][1].append(group)
-        else:
-            groups_of.append((group, []))
-    return groups_of
+) -> list[tuple[ReplicaGroup, list[tuple[ReplicaGroup, Ints]]]]:
+    """Return each group without experts, and with it the groups that have the experts of its ranks.
+
+    Of each of those, the ranks that are in both are returned, too: some of its ranks only, where etp differs
+    from tp.
+    """
+    dense = [group for group in stage if not group.has_experts]
+    experts = [group for group in stage if group.has_experts]
+    pairs = []
+    for group in dense:
+        both = [(other, np.intersect1d(group.ranks, other.ranks)) for other in experts]
+        pairs.append((group, [(other, ranks) for other, ranks in both if len(ranks)]))
+    return pairs
 
 
 def boxes_of(groups: Sequence[ReplicaGroup], arrays: JobArrays) -> DeclaredChunks:
@@ -254,50 +294,37 @@ def _of_stage(
     """Yield the parameters of a stage in order of registration."""
     if is_first:
         yield from (_StageParameter(weight) for weight in model.first)
-    begin = 0
-    for stack in model.stacks:
-        for layer in (layer for layer in owned if begin <= layer < begin + stack.layers):
-            leading = ((layer - begin, stack.layers),) if stack.has_axis else ()
-            yield from (_StageParameter(weight, leading) for weight in stack.weights)
-        begin += stack.layers
+    begins = np.cumsum([0, *(stack.layers for stack in model.stacks)])
+    for layer in owned:
+        number = int(np.searchsorted(begins, layer, side="right")) - 1
+        stack = model.stacks[number]
+        leading = ((layer - int(begins[number]), stack.layers),) if stack.has_axis else ()
+        yield from (_StageParameter(weight, leading) for weight in stack.weights)
     if is_last:
         yield from (_StageParameter(weight) for weight in model.last)
         if model.shared is not None and not is_first:
             yield _StageParameter(model.shared, is_copy=True)
 
 
-def _of_experts(placed: Sequence[_StageParameter], ep: int, of: int) -> Iterator[_StageParameter]:
-    """Yield the parameters of the experts that one of `of` groups of ranks holds."""
-    for param in placed:
-        count = param.weight.experts // of
-        for expert in range(ep * count, (ep + 1) * count):
-            yield _StageParameter(param.weight, (*param.leading, (expert, param.weight.experts)))
-
-
-def _replica_group(
-    placed: Sequence[_StageParameter],
+def _shard(
+    params: Sequence[_StageParameter],
+    shard: _Shard,
     model: Model,
     arrays: JobArrays,
     ranks: Ints,
-    tp: int,
-    layout: JobLayout,
     bucket_size: int,
 ) -> ReplicaGroup:
-    """Place the local parameters of one tp rank in their arrays, and pack them for the optimizer."""
+    """Cut the parameters of a stage, find their boxes in the arrays, and pack them for the optimizer."""
     dims = arrays.dims
-    rows: list[tuple[int, list[int], list[int], list[int], int, int, bool, bool]] = []
+    rows: list[tuple[int, list[int], list[int], list[int], int, int, int, int, bool, bool, bool]] = []
     numels, step, step_start, step_main = [], [], [], []
-    for at, param in enumerate(placed):
+    for at, param in enumerate(params):
         weight, index = param.weight, [i for i, _ in param.leading]
-        offset, is_cut = 0, weight.tp_dim is not None
-        for name, extent in weight.parts:
-            copies = model.copies_of(name, tp=layout.tp) if is_cut else 1
-            main = not param.is_copy and (tp % copies == 0 if is_cut else tp == 0)
-            shape = [padded_rows(weight, extent, model, layout.tp), *weight.inner]
-            start = [0] * len(shape)
-            if weight.tp_dim is not None:
-                shape[weight.tp_dim] = shape[weight.tp_dim] * copies // layout.tp
-                start[weight.tp_dim] = tp // copies * shape[weight.tp_dim]
+        boxes = [_local_box(weight, name, extent, shard, model) for name, extent in weight.parts]
+        count = weight.experts // shard.ep[1] if weight.experts else 1
+        stride = sum(math.prod(shape) for _, shape, _ in boxes) // count
+        offset = 0
+        for (name, _), (start, shape, is_first_copy) in zip(weight.parts, boxes, strict=True):
             numel = math.prod(shape)
             fill = dims - len(index) - len(shape)
             rows.append(
@@ -308,19 +335,22 @@ def _replica_group(
                     [*([1] * len(index)), *shape, *([1] * fill)],
                     offset,
                     numel,
-                    main,
+                    count,
+                    stride,
+                    is_first_copy and not param.is_copy,
                     weight.is_vocabulary,
+                    weight.is_trained,
                 )
             )
-            offset += numel
-        numels.append(offset)
+            offset += numel // count
+        numels.append(count * stride if weight.is_trained else 0)  # an optimizer does not know a buffer
         if arrays.states:
-            step.append(arrays.step_of(weight))
+            step.append(arrays.step_of(weight) if weight.is_trained else -1)
             step_start.append([*index, *([0] * (dims - len(index)))])
-            # Another slice over tp has the same count.
-            step_main.append(not param.is_copy and tp == 0)
-    columns = list(zip(*rows, strict=True)) or [()] * 8
-    kinds: list[type] = [np.int64] * 6 + [np.bool_] * 2
+            # The other slices, and the other experts, have the same count.
+            step_main.append(not param.is_copy and shard.tp[0] == shard.ep[0] == 0)
+    columns = list(zip(*rows, strict=True)) or [()] * 11
+    kinds: list[type] = [np.int64] * 8 + [np.bool_] * 3
     width = {1: 1 + len(arrays.states), 2: dims, 3: dims}
     made: list[npt.NDArray[Any]] = [
         np.array(column, kind).reshape((len(rows), width[i]) if i in width else (len(rows),))
@@ -333,8 +363,28 @@ def _replica_group(
         step_start=np.array(step_start, np.int64).reshape(len(step), dims),
         step_main=np.array(step_main, np.bool_),
         packed=BucketedParameters.of(plan_buffer(numels, dp=len(ranks), bucket_size=bucket_size)),
-        has_experts=any(param.weight.experts for param in placed),
+        has_experts=any(param.weight.experts for param in params),
     )
+
+
+def _local_box(
+    weight: Weight, name: str, extent: int, shard: _Shard, model: Model
+) -> tuple[list[int], list[int], bool]:
+    """Return start and shape of a part's local box, and whether this is the first slice that has it."""
+    tp, tp_size = shard.tp
+    shape = [padded_rows(weight, extent, model, tp_size), *weight.inner]
+    start = [0] * len(shape)
+    is_first_copy = tp == 0
+    if weight.tp_dim is not None:
+        copies = model.copies_of(name, tp=tp_size)
+        shape[weight.tp_dim] = shape[weight.tp_dim] * copies // tp_size
+        start[weight.tp_dim] = tp // copies * shape[weight.tp_dim]
+        is_first_copy = tp % copies == 0
+    if weight.experts:
+        ep, ep_size = shard.ep
+        count = weight.experts // ep_size
+        return [ep * count, *start], [count, *shape], is_first_copy
+    return start, shape, is_first_copy
 
 
 def _pairs(rows: int, members: Ints) -> tuple[Ints, Ints]:

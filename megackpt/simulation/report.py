@@ -12,7 +12,9 @@ from rich.table import Table
 
 from megackpt.geometry import Ints
 from megackpt.options import LoadOptions
+from megackpt.parallel import ParallelLayout
 from megackpt.simulation.estimate import Cluster, Estimate
+from megackpt.simulation.layout import layout_title
 from megackpt.simulation.outcome import LoadOutcome, SaveOutcome, Seconds
 from megackpt.storage import COMMON_POOL, FileOptions
 
@@ -76,7 +78,7 @@ class PlanReport:
         yield _table(self._save_title(), _save_lines(self.save))
         if self.load is not None:
             layout = self.load.layout
-            yield _table(f"Load at {layout}, {layout.world} ranks", _load_lines(self.load))
+            yield _table(f"Load at {layout_title(layout)}, {layout.world_size} ranks", _load_lines(self.load))
         yield _table(
             "Host memory of a rank, in addition to the state",
             [(n, decimal(b)) for n, b in self.host_memory.items()],
@@ -89,7 +91,7 @@ class PlanReport:
         layout = self.save.layout
         if layout is None:
             return f"{self.subject}, as it is stored"
-        return f"Save of {self.subject} at {layout}, {layout.world} ranks"
+        return f"Save of {self.subject} at {layout_title(layout)}, {layout.world_size} ranks"
 
     def _time_lines(self) -> Iterator[Line]:
         times = self.times
@@ -115,6 +117,8 @@ def _save_lines(save: SaveOutcome) -> Iterator[Line]:
     yield f"bytes {per}: least, median, most", _bytes(save.nbytes)
     yield f"chunks {per}: least, median, most", _numbers(save.chunks)
     yield "balance, most over mean", f"{save.balance:.3f}"
+    if save.stage_balance is not None:
+        yield "balance within a stage", f"{save.stage_balance:.3f}"
     yield "index", decimal(save.index_nbytes)
     if save.layout is None:
         return
@@ -128,16 +132,16 @@ def _save_lines(save: SaveOutcome) -> Iterator[Line]:
 
 
 def _load_lines(load: LoadOutcome) -> Iterator[Line]:
-    if len(load.planned) < load.layout.world:
+    if len(load.planned) < load.layout.world_size:
         yield "ranks planned", f"{len(load.planned):,}; sums are taken to be in proportion"
     yield "bytes that all ranks need", decimal(load.total_needed)
     yield "bytes a rank needs: least, median, most", _bytes(load.needed)
     yield "files a rank reads from: least, median, most", _numbers(load.files)
     yield "each by itself: bytes read", decimal(load.total_read)
     yield "each by itself: over-read", f"{load.over_read:.3f}"
-    yield f"exchange over DP{load.layout.dp}: bytes read", decimal(int(load.shared_read.sum()))
-    yield f"exchange over DP{load.layout.dp}: over-read", f"{load.shared_over_read:.3f}"
-    yield f"exchange over DP{load.layout.dp}: bytes sent, at least", decimal(load.exchanged)
+    yield f"exchange over {_group_text(load.layout)}: bytes read", decimal(int(load.shared_read.sum()))
+    yield f"exchange over {_group_text(load.layout)}: over-read", f"{load.shared_over_read:.3f}"
+    yield f"exchange over {_group_text(load.layout)}: bytes sent, at least", decimal(load.exchanged)
     yield "measured: find rows of the index, a rank", _times(load.region_s)
     yield "measured: plan, a rank", _times(load.plan_s)
 
@@ -176,3 +180,7 @@ def _seconds(seconds: float) -> str:
     if seconds < 600:
         return f"{seconds:.1f} s"
     return f"{seconds / 60:.1f} min" if seconds < 36000 else f"{seconds / 3600:.1f} h"
+
+
+def _group_text(layout: ParallelLayout) -> str:
+    return f"DP{layout.dp}" if layout.cp == 1 else f"DP{layout.dp} x CP{layout.cp}"

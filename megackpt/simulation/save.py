@@ -13,16 +13,15 @@ import numpy as np
 
 from megackpt.geometry import Ints
 from megackpt.metadata import ChunkTable, DeclaredChunks, PackedDeclarations
+from megackpt.parallel import ParallelLayout
 from megackpt.planning import SavePlan
 from megackpt.simulation import run_planner
 from megackpt.simulation.arrays import JobArrays, job_arrays
-from megackpt.simulation.layout import JobLayout
 from megackpt.simulation.model import Model, check_layout
 from megackpt.simulation.outcome import SaveOutcome, Seconds
 from megackpt.simulation.replicas import (
     BUCKET_SIZE,
     ReplicaGroup,
-    data_parallel_groups,
     joined,
     replica_groups,
 )
@@ -50,7 +49,7 @@ class StoredCheckpoint:
 
 def simulate_save(
     model: Model,
-    layout: JobLayout,
+    layout: ParallelLayout,
     *,
     states: tuple[str, ...] | None = None,
     bucket_size: int = BUCKET_SIZE,
@@ -64,7 +63,7 @@ def simulate_save(
     check_layout(model, layout)
     arrays = job_arrays(model, tp=layout.tp, states=states)
     stages = replica_groups(model, layout, arrays, bucket_size=bucket_size)
-    sent = _Sent.nothing(layout.world)
+    sent = _Sent.nothing(layout.world_size)
     for rank, declared in each_rank(stages, arrays):
         sent.add(rank, *run_planner.list_of(declared))
         advance(1)
@@ -75,7 +74,7 @@ def simulate_save(
         _, seconds = run_planner.take_rows(rows[rank], declared, sent.lists[rank], rank=rank)
         sent.seconds[rank] += seconds
     del rows
-    index_nbytes, index_s = run_planner.build_index(plan, world=layout.world)
+    index_nbytes, index_s = run_planner.build_index(plan, world=layout.world_size)
     return _outcome(arrays, layout, plan, sent, coordinated, index_nbytes, index_s), plan
 
 
@@ -84,13 +83,12 @@ def each_rank(
 ) -> Iterator[tuple[int, DeclaredChunks]]:
     """Yield every rank of a job and what it declares."""
     for stage in stages:
-        for dense, experts in data_parallel_groups(stage):
-            for at, rank in enumerate(dense.ranks.tolist()):
-                declared = [dense.declare(arrays, np.array([at]))]
-                if experts:  # neighbours hold different ones
-                    dp_ranks = np.array([at // len(experts)])
-                    declared.append(experts[at % len(experts)].declare(arrays, dp_ranks))
-                yield rank, joined(declared)
+        groups_of: dict[int, list[tuple[ReplicaGroup, int]]] = {}
+        for group in stage:
+            for at, rank in enumerate(group.ranks.tolist()):
+                groups_of.setdefault(rank, []).append((group, at))
+        for rank, memberships in groups_of.items():
+            yield rank, joined([group.declare(arrays, np.array([at])) for group, at in memberships])
 
 
 @dataclass(slots=True)
@@ -140,20 +138,20 @@ def table_nbytes(table: ChunkTable) -> int:
 
 def _outcome(
     arrays: JobArrays,
-    layout: JobLayout,
+    layout: ParallelLayout,
     plan: SavePlan,
     sent: _Sent,
     coordinated: run_planner.CoordinatorTimes,
     index_nbytes: int,
     index_s: float,
 ) -> SaveOutcome:
-    nbytes = np.zeros(layout.world, np.int64)
+    nbytes = np.zeros(layout.world_size, np.int64)
     np.add.at(nbytes, plan.writer, plan.table.nbytes)
     columns = (plan.writer, plan.entity, plan.offset_bytes)
     return SaveOutcome(
         layout=layout,
         nbytes=nbytes,
-        chunks=np.bincount(plan.writer, minlength=layout.world).astype(np.int64),
+        chunks=np.bincount(plan.writer, minlength=layout.world_size).astype(np.int64),
         arrays=len(arrays.specs),
         index_nbytes=index_nbytes,
         rank_s=sent.seconds,

@@ -1,9 +1,8 @@
 """A real checkpoint as the source of a simulated load.
 
 Its index is read, and the model is guessed from it: which arrays belong to one parameter, which have an
-    axis of layers,
-which dim tp cuts. Guesses use names and how chunks are cut. The order of parameters in the optimizer's
-buffers is not stored, so the order of keys is taken.
+axis of layers, which dim tp cuts. Guesses use names and how chunks are cut. The order of parameters in the
+buffers of the optimizer is not stored, so the order of keys is taken.
 """
 
 from __future__ import annotations
@@ -26,6 +25,7 @@ from megackpt.storage import open_store
 _FUSED = (("q", "k", "v"), ("gate", "up"))
 _STATE = re.compile(r"optimizer\.state\.(?P<state>\w+)\.(?P<key>.+)")
 _LAYER = re.compile(r"[._]layers\.(?P<index>\d+\.)?")
+_EXPERTS = re.compile(r"\.experts\.(?!\d)")
 _VOCABULARY = re.compile(r"(word_embeddings|output_layer|embed_tokens|lm_head)\.weight$")
 _ROWS = re.compile(r"(qkv|query_key_value|[qkv]_proj|fc1|(gate|up|gate_up)_proj|h_to_4h)\.(weight|bias)$")
 _COLUMNS = re.compile(
@@ -116,8 +116,9 @@ def _weight(
     leading = _leading_axes(key, shapes[0], arrays)
     if len(shapes[0]) <= leading:
         return None, 0
-    is_expert = ".experts." in key and leading > 0
+    is_expert = _is_stack_of_experts(key, shapes[0], arrays)
     has_layers = leading - is_expert > 0
+    has_state = any(_STATE.fullmatch(name) for name in arrays)
     tp_dim = _tp_dim(key, len(shapes[0]) - leading, {d - leading for k in keys for d in cut[k]})
     weight = Weight(
         key=key,
@@ -127,19 +128,28 @@ def _weight(
         experts=shapes[0][leading - 1] if is_expert else 0,
         is_vocabulary=_VOCABULARY.search(key) is not None,
         dtype=arrays[keys[0]].dtype,
+        is_trained=not has_state or state_key(STEP, key) in arrays,
     )
     return weight, shapes[0][0] if has_layers else 0
 
 
 def _leading_axes(key: str, shape: tuple[int, ...], arrays: Mapping[str, ArraySpec]) -> int:
-    """Return how many axes stand before a parameter's own: as many as its count of updates has, if any."""
+    """Return how many axes over layers and experts precede a parameter's own."""
+    return _layer_axes(key, arrays) + _is_stack_of_experts(key, shape, arrays)
+
+
+def _layer_axes(key: str, arrays: Mapping[str, ArraySpec]) -> int:
+    """Return the number of axes over layers: as many as the count of updates has, where there is one."""
     counted = arrays.get(state_key(STEP, key))
     if counted is not None:
         return len(counted.global_shape)
     layer = _LAYER.search(key)
-    leading = int(layer is not None and not layer["index"])
-    is_expert = ".experts." in key and len(shape) > leading + 2
-    return leading + is_expert
+    return int(layer is not None and not layer["index"])
+
+
+def _is_stack_of_experts(key: str, shape: tuple[int, ...], arrays: Mapping[str, ArraySpec]) -> bool:
+    own_dims = 1 if key.endswith("bias") else 2
+    return _EXPERTS.search(key) is not None and len(shape) == _layer_axes(key, arrays) + 1 + own_dims
 
 
 def _tp_dim(key: str, dims: int, cut: set[int]) -> int | None:

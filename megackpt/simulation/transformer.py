@@ -2,7 +2,8 @@
 
 It has the keys and the order of registration of Megatron-style layers as
 `megackpt.parallel` declares them: the layers of a stack are one array with a leading axis, a fused weight is
-one parameter of several named parts. An expert is a parameter of its own, with a second leading axis.
+one parameter of several named parts. The experts of a layer are one parameter, too. Layers of several kinds
+have keys of their own, `decoder.layers.<index>`, and no axis.
 """
 
 from __future__ import annotations
@@ -55,12 +56,13 @@ def _stacks(sizes: ModelSizes) -> tuple[Stack, ...]:
         return (Stack(layers=sizes.num_layers, weights=_layer(sizes, "decoder.layers", routed=False)),)
     if not experts.dense_layers:
         return (Stack(layers=sizes.num_layers, weights=_layer(sizes, "decoder.layers", routed=True)),)
-    # Layers of two kinds have different arrays, so they are two stacks.
-    dense = _layer(sizes, "decoder.dense_layers", routed=False)
-    routed = _layer(sizes, "decoder.layers", routed=True)
-    return (
-        Stack(layers=experts.dense_layers, weights=dense),
-        Stack(layers=sizes.num_layers - experts.dense_layers, weights=routed),
+    return tuple(
+        Stack(
+            layers=1,
+            weights=_layer(sizes, f"decoder.layers.{index}", routed=index >= experts.dense_layers),
+            has_axis=False,
+        )
+        for index in range(sizes.num_layers)
     )
 
 
@@ -72,7 +74,14 @@ def _layer(sizes: ModelSizes, prefix: str, *, routed: bool) -> tuple[Weight, ...
     experts, router = sizes.experts, f"{prefix}.mlp.router"
     weights.append(Weight(key=f"{router}.weight", parts=(("", experts.count),), inner=(sizes.hidden_size,)))
     if experts.router_bias:
-        weights.append(Weight(key=f"{router}.expert_bias", parts=(("", experts.count),)))
+        weights.append(
+            Weight(
+                key=f"{router}.expert_bias",
+                parts=(("", experts.count),),
+                dtype="float32",
+                is_trained=False,
+            )
+        )
     weights += _mlp(f"{prefix}.mlp.experts", sizes, experts.ffn_size, experts=experts.count)
     if experts.shared_ffn_size:
         weights += _mlp(f"{prefix}.mlp.shared_experts", sizes, experts.shared_ffn_size)
@@ -139,4 +148,4 @@ def _vectors(prefix: str, extent: int, sizes: ModelSizes) -> list[Weight]:
 
 
 def _typed(weights: Iterable[Weight], sizes: ModelSizes) -> tuple[Weight, ...]:
-    return tuple(replace(weight, dtype=sizes.dtype) for weight in weights)
+    return tuple(replace(weight, dtype=sizes.dtype) if weight.is_trained else weight for weight in weights)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from megackpt.cli import main
-from megackpt.simulation import JobLayout
+from megackpt.simulation import parse_layout
 from tests.simulated_job import SIZES, save_for_real
 
 BANDWIDTHS = ["--write-gbps", "2", "--read-gbps", "2", "--network-gbps", "20", "--mtbf-hours", "24"]
@@ -17,8 +17,8 @@ BANDWIDTHS = ["--write-gbps", "2", "--read-gbps", "2", "--network-gbps", "20", "
 KEYS = {
     "schema": 1,
     "save": {
-        "layout", "arrays", "chunks", "files", "total_bytes", "bytes_by_rank", "balance", "index_bytes",
-        "plan_bytes", "planning",
+        "layout", "arrays", "chunks", "files", "total_bytes", "bytes_by_rank", "balance", "stage_balance",
+        "index_bytes", "plan_bytes", "planning",
     },
     "load": {
         "layout", "ranks_planned", "needed_bytes", "needed_bytes_by_rank", "files_by_rank", "direct",
@@ -50,7 +50,9 @@ def test_the_json_says_what_the_tables_do(
     assert set(message) == {"subject", "parameters", "host_memory_bytes", *KEYS}
     for part in ("save", "load", "estimate_s"):
         assert set(message[part]) == KEYS[part], part
-    assert message["save"]["layout"] == {"tp": 2, "pp": 3, "dp": 2, "ep": 1, "world": 12}
+    assert message["save"]["layout"] == {
+        "tp": 2, "cp": 1, "pp": 3, "vpp": 1, "dp": 2, "ep": 1, "etp": 2, "world": 12
+    }  # fmt: skip
     assert message["load"]["ranks_planned"] == message["load"]["layout"]["world"] == 4
     assert message["save"]["files"] == 12
     # Seconds of bandwidth alone, as both fit into one machine of 8 ranks, or two.
@@ -89,7 +91,7 @@ def test_the_chart_is_a_picture(model: str, tmp_path: Path, ending: str) -> None
 
 def test_a_checkpoint_is_looked_into_and_its_load_planned(tmp_path: Path) -> None:
     directory = tmp_path / "checkpoint"
-    save_for_real(SIZES, JobLayout.parse("tp2,dp2"), directory)
+    save_for_real(SIZES, parse_layout("tp2,dp2"), directory)
     message = plan(str(directory), "--to", "tp1,pp3,dp2", out=tmp_path / "plan.json")
     assert message["parameters"] is None
     assert message["save"]["layout"] is None

@@ -12,7 +12,8 @@ from megackpt.engine.state.flatten import flatten_state
 from megackpt.geometry import rectangles_of
 from megackpt.mapping.describe import describe
 from megackpt.metadata import DeclaredChunks
-from megackpt.simulation import JobLayout, ModelSizes, build_model, job_arrays, replica_groups
+from megackpt.parallel import ParallelLayout
+from megackpt.simulation import ModelSizes, build_model, job_arrays, parse_layout, replica_groups
 from megackpt.simulation.replicas import boxes_of, joined
 from megackpt.simulation.sizes import Experts
 from megackpt.validation import check_coverage
@@ -34,7 +35,7 @@ def rows_of(declared: DeclaredChunks) -> list[tuple[Any, ...]]:
     )
 
 
-def simulated(sizes: ModelSizes, layout: JobLayout) -> DeclaredChunks:
+def simulated(sizes: ModelSizes, layout: ParallelLayout) -> DeclaredChunks:
     """All ranks."""
     model = build_model(sizes)
     arrays = job_arrays(model, tp=layout.tp)
@@ -46,14 +47,14 @@ def simulated(sizes: ModelSizes, layout: JobLayout) -> DeclaredChunks:
 @pytest.mark.parametrize("sizes", [SIZES, TIED])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_simulated_ranks_declare_what_real_ones_do(layout: str, sizes: ModelSizes, dtype: str) -> None:
-    check_declarations(replace(sizes, dtype=dtype), JobLayout.parse(layout))
+    check_declarations(replace(sizes, dtype=dtype), parse_layout(layout))
 
 
-def check_declarations(sizes: ModelSizes, where: JobLayout) -> None:
+def check_declarations(sizes: ModelSizes, where: ParallelLayout) -> None:
     everyone = simulated(sizes, where)
-    for rank in range(where.world):
+    for rank in range(where.world_size):
         mine = everyone.take(everyone.rank == rank)
-        flattened = flatten_state(real_state(sizes, where, rank), rank=rank, ranks=where.world)
+        flattened = flatten_state(real_state(sizes, where, rank), rank=rank, ranks=where.world_size)
         assert rows_of(mine) == rows_of(describe(flattened.entities, rank=rank))
         assert sorted(mine.entity.tolist()) == list(range(len(mine)))
 
@@ -63,30 +64,37 @@ def test_fewer_key_heads_than_ranks_of_tp_are_declared_as_real_layers_do(
     layout: str, query_groups: int
 ) -> None:
     sizes = replace(TIED, query_groups=query_groups)
-    check_declarations(sizes, JobLayout.parse(layout))
-    check_coverage(simulated(sizes, JobLayout.parse(layout)))
+    check_declarations(sizes, parse_layout(layout))
+    check_coverage(simulated(sizes, parse_layout(layout)))
 
 
-@pytest.mark.parametrize("layout", ["tp2,pp2,dp4,ep2", "tp1,pp3,dp4,ep4", "pp1,dp2"])
-def test_experts_are_held_once_by_each_group_that_shares_them(layout: str) -> None:
-    experts = Experts(count=8, ffn_size=48, shared_ffn_size=16, dense_layers=1, router_bias=True)
-    sizes = replace(SIZES, experts=experts)
-    where = JobLayout.parse(layout)
+@pytest.mark.parametrize(
+    "layout",
+    ["tp2,pp2,dp4,ep2", "tp1,pp3,dp4,ep4", "pp1,dp2", "tp2,dp4,ep4,etp1", "tp1,cp2,dp2,ep2,etp2", "pp2,vpp2"],
+)
+@pytest.mark.parametrize("dense_layers", [0, 1])
+def test_each_rank_has_its_share_of_the_experts(layout: str, dense_layers: int) -> None:
+    experts = Experts(count=8, ffn_size=48, shared_ffn_size=16, dense_layers=dense_layers, router_bias=True)
+    sizes, where = replace(SIZES, num_layers=4, experts=experts), parse_layout(layout)
     declared = simulated(sizes, where)
     check_coverage(declared)
     table = declared.table
-    of_expert = np.array([".experts." in spec.key and "optimizer" not in spec.key for spec in table.arrays])
-    owned = of_expert[table.array] & (declared.rank == where.world - 1)
-    numbers = set(table.start[owned, 1].tolist())
-    assert numbers == set(range(8 - 8 // where.ep, 8))
-    boxes = [(int(a), *map(int, s)) for a, s in zip(table.array[owned], table.start[owned, :2], strict=True)]
-    copies = of_expert[table.array] & (table.array == boxes[0][0])
-    copies &= (table.start[:, :2] == boxes[0][1:3]).all(axis=1)
-    assert copies.sum() == where.tp * where.dp // where.ep
+    keys = np.array([spec.key for spec in table.arrays])
+    of_expert = np.array([".experts." in key and "optimizer" not in key for key in keys])
+    axis = 0 if dense_layers else 1  # behind that of the layers, where there is one
+    for rank in range(where.world_size):
+        owned = of_expert[table.array] & (declared.rank == rank)
+        ep, count = where.expert_coordinates(rank).ep, 8 // where.ep
+        assert set(table.start[owned, axis].tolist()) == {ep * count}
+        assert set(table.shape[owned, axis].tolist()) == {count}
+    # edp ranks have each slice of the gate.
+    gate = of_expert[table.array] & np.char.endswith(keys, "fc1.weight.gate")[table.array]
+    boxes = np.column_stack([table.array[gate], table.start[gate]])
+    assert set(np.unique(boxes, axis=0, return_counts=True)[1].tolist()) == {where.edp}
 
 
 def test_the_flat_ranges_of_a_group_tile_its_boxes() -> None:
-    layout = JobLayout.parse("tp2,dp5")
+    layout = parse_layout("tp2,dp5")
     model = build_model(SIZES)
     arrays = job_arrays(model, tp=2)
     (stage,) = replica_groups(model, layout, arrays, bucket_size=BUCKET)

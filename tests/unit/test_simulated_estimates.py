@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from megackpt.errors import DeclarationError
-from megackpt.simulation import Cluster, JobLayout, advise, estimate
+from megackpt.parallel import ParallelLayout
+from megackpt.simulation import Cluster, advise, estimate
 from megackpt.simulation.estimate import slowest
 from megackpt.simulation.outcome import LoadOutcome, SaveOutcome
 
@@ -19,7 +20,7 @@ GB = 10**9
 def save_of(*nbytes: int) -> SaveOutcome:
     written = np.array(nbytes, np.int64)
     return SaveOutcome(
-        layout=JobLayout(dp=len(nbytes)),
+        layout=ParallelLayout(dp=len(nbytes)),
         nbytes=written,
         chunks=np.ones_like(written),
         arrays=1,
@@ -33,7 +34,7 @@ def save_of(*nbytes: int) -> SaveOutcome:
 def load_of(*, planned: list[int], needed: list[int], read: list[int], **group: int) -> LoadOutcome:
     """A load of four ranks of one data-parallel group."""
     return LoadOutcome(
-        layout=JobLayout(dp=4),
+        layout=ParallelLayout(dp=4),
         planned=np.array(planned, np.int64),
         needed=np.array(needed, np.int64),
         read=np.array(read, np.int64),

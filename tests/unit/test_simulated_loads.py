@@ -14,16 +14,17 @@ from megackpt.planning import plan_load, plan_reads
 from megackpt.planning.exchange import plan_exchange
 from megackpt.planning.overlaps import search_order, with_bounding_boxes
 from megackpt.simulation import (
-    JobLayout,
     ModelSizes,
     StoredCheckpoint,
     build_model,
     job_arrays,
     open_stored,
+    parse_layout,
     replica_groups,
     simulate_load,
     simulate_save,
 )
+from megackpt.simulation.layout import replica_ranks
 from megackpt.simulation.outcome import LoadOutcome
 from megackpt.simulation.reads import copied_nbytes, read_nbytes
 from megackpt.simulation.replicas import joined
@@ -42,8 +43,8 @@ def planned(
     states: tuple[str, ...] | None = None,
 ) -> tuple[LoadOutcome, StoredCheckpoint, list[DeclaredChunks]]:
     """Return the outcome of a load, what it loads from, and what each rank asks for."""
-    model, layout = build_model(sizes), JobLayout.parse(target)
-    _, plan = simulate_save(model, JobLayout.parse(source), bucket_size=BUCKET, states=states)
+    model, layout = build_model(sizes), parse_layout(target)
+    _, plan = simulate_save(model, parse_layout(source), bucket_size=BUCKET, states=states)
     stored = StoredCheckpoint(plan.table, plan.writer, DIGEST_BLOCK_BYTES, "the checkpoint")
     outcome = simulate_load(
         model, layout, stored, bucket_size=BUCKET, ranks_planned=ranks_planned, states=states
@@ -51,7 +52,7 @@ def planned(
     arrays = job_arrays(model, tp=layout.tp, states=states)
     groups = [g for stage in replica_groups(model, layout, arrays, bucket_size=BUCKET) for g in stage]
     everyone = joined([g.declare(arrays, np.arange(len(g.ranks))) for g in groups])
-    return outcome, stored, [everyone.take(everyone.rank == rank) for rank in range(layout.world)]
+    return outcome, stored, [everyone.take(everyone.rank == rank) for rank in range(layout.world_size)]
 
 
 EXPERTS = Experts(count=4, ffn_size=256, dense_layers=1)
@@ -87,7 +88,7 @@ def test_a_group_reads_and_sends_what_an_exchange_would(states: tuple[str, ...] 
     layout, sent = outcome.layout, 0
     for tp in range(layout.tp):
         plan = plan_exchange(
-            [requests[rank] for rank in layout.ranks_of(tp=tp, pp=0).tolist()],
+            [requests[rank] for rank in replica_ranks(layout, tp=tp, pp=0).tolist()],
             stored.table,
             position=np.arange(len(stored.table)),
             block_bytes=DIGEST_BLOCK_BYTES,
@@ -121,7 +122,7 @@ def test_a_load_at_the_same_layout_reads_what_it_needs() -> None:
 
 
 def test_the_states_of_a_checkpoint_are_those_of_its_model(tmp_path: Path) -> None:
-    layout = JobLayout.parse("tp2,pp3,dp2")
+    layout = parse_layout("tp2,pp3,dp2")
     save_for_real(TIED, layout, tmp_path)
     outcome, stored, model, states = open_stored(tmp_path)
     simulated, plan = simulate_save(build_model(TIED), layout, bucket_size=BUCKET)
@@ -129,12 +130,12 @@ def test_the_states_of_a_checkpoint_are_those_of_its_model(tmp_path: Path) -> No
     assert outcome.index_nbytes == simulated.index_nbytes
     assert set(states) == {"fp32_param", "exp_avg", "exp_avg_sq"}
     assert model.layers == 3
-    found = {weight.key: weight for weight, _ in model.placed()}
-    for weight, _ in build_model(TIED).placed():
+    found = {weight.key: weight for weight, _ in model.weights()}
+    for weight, _ in build_model(TIED).weights():
         mine = found[weight.key]
         assert (mine.inner, mine.tp_dim, mine.dtype) == (weight.inner, weight.tp_dim, weight.dtype)
         assert mine.is_vocabulary or mine.parts == weight.parts
-    target = JobLayout.parse("tp2,pp1,dp2")
+    target = parse_layout("tp2,pp1,dp2")
     load = simulate_load(model, target, stored, states=states, bucket_size=BUCKET)
     same = simulate_load(
         build_model(TIED),

@@ -12,13 +12,14 @@ import pytest
 
 from megackpt.errors import DeclarationError
 from megackpt.metadata import ArraySpec, ChunkTable, pad_shapes
+from megackpt.parallel import ParallelLayout
 from megackpt.simulation import (
     PRESETS,
-    JobLayout,
     ModelSizes,
     StoredCheckpoint,
     build_model,
     check_layout,
+    parse_layout,
     read_sizes,
     simulate_load,
     simulate_save,
@@ -62,23 +63,25 @@ def test_vocabularies_are_padded_to_what_tp_divides() -> None:
 
 def test_first_and_last_stage_have_a_layer_less_where_the_ends_count() -> None:
     # Dubey et al. 2024, section 3.3.2.
-    counts = [len(owned) for owned in layers_of_stages(126, 16, ends_count=True)]
+    counts = [len(owned) for owned in layers_of_stages(126, ParallelLayout(pp=16), ends_count=True)]
     assert counts == [7] + [8] * 14 + [7]
-    assert [len(owned) for owned in layers_of_stages(126, 16, ends_count=False)] == [8] * 14 + [7] * 2
-    assert [len(owned) for owned in layers_of_stages(5, 1, ends_count=True)] == [5]
+    counts = [len(owned) for owned in layers_of_stages(126, ParallelLayout(pp=16), ends_count=False)]
+    assert counts == [8] * 14 + [7] * 2
+    assert [len(owned) for owned in layers_of_stages(5, ParallelLayout(), ends_count=True)] == [5]
 
 
 @pytest.mark.parametrize(
     ("text", "layout"),
     [
-        ("tp8,pp16,dp128", JobLayout(tp=8, pp=16, dp=128)),
-        ("TP8, PP16, world=16384", JobLayout(tp=8, pp=16, dp=128)),
-        ("dp8,ep4", JobLayout(dp=8, ep=4)),
-        ("world4", JobLayout(dp=4)),
+        ("tp8,pp16,dp128", ParallelLayout(tp=8, pp=16, dp=128)),
+        ("TP8, PP16, world=16384", ParallelLayout(tp=8, pp=16, dp=128)),
+        ("dp8,ep4", ParallelLayout(dp=8, ep=4)),
+        ("world4", ParallelLayout(dp=4)),
+        ("tp2,cp2,pp2,vpp2,ep4,etp1,world16", ParallelLayout(tp=2, cp=2, pp=2, dp=2, vpp=2, ep=4, etp=1)),
     ],
 )
-def test_layouts_are_read_as_they_are_written(text: str, layout: JobLayout) -> None:
-    assert JobLayout.parse(text) == layout
+def test_layouts_are_read_as_they_are_written(text: str, layout: ParallelLayout) -> None:
+    assert parse_layout(text) == layout
 
 
 @pytest.mark.parametrize(
@@ -87,16 +90,16 @@ def test_layouts_are_read_as_they_are_written(text: str, layout: JobLayout) -> N
         ("", "'' is not an axis"),
         ("tp8,xp2", "'xp2' is not an axis"),
         ("tp8,tp4", "names an axis twice"),
-        ("tp0", "tp must be at least 1"),
-        ("tp3,pp2,world16", r"16 ranks cannot be divided so; tp=3 x pp=2 x dp=2 are 12"),
+        ("tp0", "tp=0.*at least 1"),
+        ("tp3,pp2,world16", r"16 ranks cannot be divided so; tp=3 x cp=1 x pp=2 x dp=2 are 12"),
         ("tp2,dp3,world8", "8 ranks cannot be divided"),
-        ("dp6,ep4", "ep=4 does not divide dp=6"),
+        ("dp6,ep4", "ep=4 = 4 does not divide"),
         ("tp8,pp512,dp128", "at most 131072"),
     ],
 )
 def test_a_layout_that_cannot_be_is_refused(text: str, message: str) -> None:
     with pytest.raises(DeclarationError, match=message):
-        JobLayout.parse(text)
+        parse_layout(text)
 
 
 @pytest.mark.parametrize(
@@ -112,14 +115,14 @@ def test_a_layout_that_cannot_be_is_refused(text: str, message: str) -> None:
 )
 def test_a_layout_that_cannot_hold_a_model_is_refused(preset: str, layout: str, message: str) -> None:
     with pytest.raises(DeclarationError, match=message):
-        check_layout(build_model(PRESETS[preset]), JobLayout.parse(layout))
+        check_layout(build_model(PRESETS[preset]), parse_layout(layout))
 
 
 def test_query_groups_divide_tp_or_the_other_way_round() -> None:
-    check_layout(build_model(PRESETS["llama3-8b"]), JobLayout.parse("tp16"))
+    check_layout(build_model(PRESETS["llama3-8b"]), parse_layout("tp16"))
     sizes = ModelSizes(vocab_size=64, hidden_size=24, num_layers=2, num_heads=12, ffn_size=48, query_groups=4)
     with pytest.raises(DeclarationError, match="neither of query_groups 4 and tp=6 divides the other"):
-        check_layout(build_model(sizes), JobLayout.parse("tp6"))
+        check_layout(build_model(sizes), parse_layout("tp6"))
 
 
 def test_sizes_come_back_from_json(tmp_path: Path) -> None:
@@ -193,11 +196,13 @@ def test_a_model_is_recognised_by_the_arrays_of_one_process(
 ) -> None:
     # A multiple of 128, so that no padding is taken for a part of the vocabulary.
     model = build_model(replace(PRESETS[preset], num_layers=5, vocab_size=1024))
-    _, plan = simulate_save(model, JobLayout(), states=states)
+    _, plan = simulate_save(model, ParallelLayout(), states=states)
     found, found_states = model_of(plan.table)
     assert found.layers == 5
-    assert {w.key: (w, axes) for w, axes in found.placed()} == {
-        w.key: (w, axes) for w, axes in model.placed()
+    assert {w.key: (w, axes) for w, axes in found.weights()} == {
+        # Without an optimizer nothing tells a buffer from a parameter.
+        w.key: (replace(w, is_trained=w.is_trained or states == ()), axes)
+        for w, axes in model.weights()
     }
     assert set(found_states) == (set() if states == () else {"fp32_param", "exp_avg", "exp_avg_sq"})
 
@@ -214,13 +219,13 @@ def test_layers_with_keys_of_their_own_are_recognised_by_their_numbers() -> None
     ]
     table = arrays_of(*layers, ("model.embed_tokens.weight", (64, 8)), ("lm_head.weight", (64, 8)))
     model, _ = model_of(table)
-    cuts = {weight.key.rpartition(".layers.")[2]: weight.tp_dim for weight, _ in model.placed()}
+    cuts = {weight.key.rpartition(".layers.")[2]: weight.tp_dim for weight, _ in model.weights()}
     assert model.layers == 3
     assert cuts["2.mlp.down_proj.weight"] == 1
     assert cuts["0.self_attn.q_proj.weight"] == 0
     assert cuts["1.input_layernorm.weight"] is None
     assert cuts["model.embed_tokens.weight"] == cuts["lm_head.weight"] == 0
     stored = StoredCheckpoint(table, np.zeros(len(table), np.int64), 1, "x")
-    load = simulate_load(model, JobLayout.parse("tp2,pp3"), stored, states=())
+    load = simulate_load(model, parse_layout("tp2,pp3"), stored, states=())
     # Norms are needed on both tp ranks, all else once.
     assert load.total_needed == int(table.nbytes.sum()) + 2 * 3 * 8
