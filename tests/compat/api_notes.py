@@ -1,9 +1,9 @@
-"""What docs/megatron-compat.md says of single names; page_head.md is what it says before the table."""
+"""Notes on single names in docs/megatron-compat.md. page_head.md has the text before the table."""
 
-# Names that are not here, and what does their work.
+# Names that megackpt does not have, and what replaces them.
 RENAMED: dict[str, str] = {
     "validation.StrictHandling.requires_explicit_ckpt_mismatch_check": (
-        "A load always compares its request with the index; what follows is `StrictHandling.on_unexpected`."
+        "A load always compares its request with the index; `StrictHandling.on_unexpected` says what follows."
     ),
     "validation.StrictHandling.requires_global_app_metadata": "`StrictHandling.looks_for_missing_keys`.",
     "validation.StrictHandling.requires_returning_mismatch_keys": "`StrictHandling.returns_keys`.",
@@ -12,10 +12,11 @@ RENAMED: dict[str, str] = {
 }
 
 _STAGES = (
-    "A step inside of the writer there. `get_save_function_and_args` gives the one function that writes."
+    "An internal step of Megatron-Core's writer. `get_save_function_and_args` returns the function that "
+    "writes."
 )
 
-# Names that are not here, and why.
+# Names that megackpt does not have, and why.
 ABSENT: dict[str, str] = {
     "strategies.filesystem_async.FileSystemWriterAsync.preload_tensors": _STAGES,
     "strategies.filesystem_async.FileSystemWriterAsync.prepare_decentralized_global_plan": _STAGES,
@@ -23,32 +24,32 @@ ABSENT: dict[str, str] = {
     "strategies.filesystem_async.FileSystemWriterAsync.write_preloaded_data_multiproc": _STAGES,
     "strategies.filesystem_async.FileSystemWriterAsync.write_preloaded_data_multithread": _STAGES,
     "strategies.torch.HAVE_NVRX": (
-        "Says whether an import worked; `strategies.nvrx.is_nvrx_min_version` asks for the installed version."
+        "Says whether an import worked; `strategies.nvrx.is_nvrx_min_version` checks the installed version."
     ),
     "exchange_utils.HAVE_TE_FLOAT8TENSOR": (
-        "Says whether an import worked; `is_float8tensor` looks at the class and imports nothing."
+        "Says whether an import worked; `is_float8tensor` checks the class and imports nothing."
     ),
     "strategies.fully_parallel.FullyParallelLoadStrategyWrapper.fill_in_deferred_sharded_objects": (
-        "Nothing is deferred: what a rank needs arrives in its tensors."
+        "Nothing is deferred: the load fills the tensors of the rank."
     ),
     "strategies.fully_parallel.FullyParallelLoadStrategyWrapper.fill_in_deferred_sharded_tensors": (
-        "Nothing is deferred: what a rank needs arrives in its tensors."
+        "Nothing is deferred: the load fills the tensors of the rank."
     ),
     "strategies.fully_parallel.FullyParallelLoadStrategyWrapper.exchange_loaded_tensors_broadcast": (
-        "The engine exchanges: `exchange_algo` says how."
+        "The load engine makes the exchange; `exchange_algo` selects the algorithm."
     ),
     "strategies.fully_parallel.FullyParallelLoadStrategyWrapper.exchange_loaded_tensors_gather_object": (
-        "The engine exchanges: `exchange_algo` says how."
+        "The load engine makes the exchange; `exchange_algo` selects the algorithm."
     ),
     "strategies.fully_parallel.FullyParallelLoadStrategyWrapper.exchange_loaded_tensors_gather_rounds": (
-        "The engine exchanges: `exchange_algo` says how."
+        "The load engine makes the exchange; `exchange_algo` selects the algorithm."
     ),
 }
 
-_PROPERTY = "A property, as in its base class; there the decorator is missing."
-_BACKEND = "It is given a backend, and is named so in its base class too."
+_PROPERTY = "A property, as in its base class; Megatron-Core's method has no decorator."
+_BACKEND = "The argument is a backend, and has this name in the base class, too."
 
-# What to know of names that are here. Every signature that differs needs one.
+# Notes on names that megackpt has. Every signature that differs needs one.
 NOTES: dict[str, str] = {
     "core.check_is_distributed_checkpoint": (
         "Takes a path, or a Store of megackpt. Damaged JSON in metadata.json is an error."
@@ -56,55 +57,57 @@ NOTES: dict[str, str] = {
     "core.maybe_load_config": "Fields of metadata.json that Megatron-Core does not know are left out.",
     "core.save_config": "Raises UnsupportedError: metadata.json is the commit, and `save` writes it.",
     "mapping.ShardedTensor.from_rank_offsets": (
-        "`allow_shape_mismatch` is all that was left to give in `init_kwargs`; flat shards have "
-        "`from_rank_offsets_flat`. An axis given twice is an error."
+        "`init_kwargs` takes only `allow_shape_mismatch`; flat shards have `from_rank_offsets_flat`. A "
+        "repeated axis is an error."
     ),
     "mapping.ShardedTensor.from_rank_offsets_flat": "The same arguments, spelled out.",
     "mapping.apply_factory_merges": "Errors are DeclarationErrors, which are ValueErrors.",
-    "optimizer.get_param_id_to_sharded_param_map": "Entities that hold detached copies are an error.",
-    "optimizer.optim_state_to_sharding_state": "Takes 0-dim states, such as Adam's `step`, too.",
+    "optimizer.get_param_id_to_sharded_param_map": "Entities with detached copies are an error.",
+    "optimizer.optim_state_to_sharding_state": "Also takes 0-dim states, such as Adam's `step`.",
     "serialization.load": (
-        "A call by position may leave out `common_strategy`, as from 0.19 on. Keys by `strict`, "
-        "see `StrictHandling`; `validate_access_integrity` has no effect, as a load is not "
-        "harmed by what other ranks leave out. Errors are raised on every rank. Another dtype or shape than "
-        "stored is an error; `install(silent_cast=True)` lets values be converted. What is asked for and not "
-        "stored, and shapes that do not fit, raise an error that is also torch's `CheckpointException`."
+        "A positional call may leave out `common_strategy`, as from 0.19 on. `strict` decides about keys, "
+        "see `StrictHandling`. `validate_access_integrity` has no effect, because a load does not depend on "
+        "the requests of other ranks. Errors are raised on every rank. Another dtype or shape than the "
+        "stored one is an error; `install(silent_cast=True)` allows conversion of values. For keys that are "
+        "not stored, and for shapes that differ, the error is also torch's `CheckpointException`."
     ),
     "serialization.save": (
-        "A call by position may leave out `common_strategy`, as from 0.19 on. `async_strategy` has no "
-        "effect. Makes the directory, changes neither the state dict nor its entities, and writes format "
-        "`megackpt` if "
-        "no strategy is given. Common state that differs between ranks is an error, and so is a value "
-        "without "
-        "a codec (nothing is pickled). Errors are raised on every rank. "
-        "With `async_sharded_save` tensors are read when the request is scheduled."
+        "A positional call may leave out `common_strategy`, as from 0.19 on. `async_strategy` has no "
+        "effect. Makes the directory, does not change the state dict or its entities, and writes format "
+        "`megackpt` without a strategy. Common state that differs between ranks is an error, and so is a "
+        "value without a codec (nothing is pickled). Errors are raised on every rank. "
+        "With `async_sharded_save`, tensors are read when the request is scheduled."
     ),
     "serialization.get_default_save_sharded_strategy": (
         "Without arguments it is `torch_dist`, which Megatron-Core reads; `save` without a strategy writes "
         "`megackpt`."
     ),
     "serialization.load_plain_tensors": "An error of one rank is raised on all, after all have read.",
-    "serialization.load_common_state_dict": "Has the content metadata under `content_metadata`, as there.",
+    "serialization.load_common_state_dict": (
+        "Has the content metadata under `content_metadata`, as in Megatron-Core."
+    ),
     "serialization.remove_sharded_tensors": "Atomic; one process calls it.",
-    "state_dict_utils.save_preprocess": "The given state dict is not changed.",
+    "state_dict_utils.save_preprocess": "Does not change the given state dict.",
     "strategies.async_utils.AsyncCallsQueue.schedule_async_request": (
-        "Saves of ours go to a writer process, which is kept; other functions are called in a thread."
+        "Saves of megackpt go to a writer process, which is kept; other functions are called in a thread."
     ),
     "strategies.async_utils.AsyncCallsQueue.maybe_finalize_async_calls": (
         "A failure on one rank is raised on all; the request is then no longer in the queue."
     ),
     "strategies.async_utils.AsyncRequest": "Later versions put three fields before `is_frozen`.",
-    "strategies.base.LoadStrategyBase": "Its own constructor there only logs that it is deprecated.",
+    "strategies.base.LoadStrategyBase": "Megatron-Core's constructor only logs that it is deprecated.",
     "strategies.base.LoadStrategyBase.check_backend_compatibility": _BACKEND,
-    "strategies.base.get_default_strategy": "To load, any format gives the strategy that detects the format.",
+    "strategies.base.get_default_strategy": (
+        "For a load, every format returns the strategy that detects the format."
+    ),
     "strategies.common.TorchCommonLoadStrategy.check_backend_compatibility": _BACKEND,
     "strategies.common.TorchCommonSaveStrategy.can_handle_sharded_objects": _PROPERTY,
     "strategies.common.TorchCommonSaveStrategy.save_common": (
-        "Called together with a sharded strategy of a user; our formats store common state by themselves."
+        "Called together with a user's sharded strategy; megackpt's formats store common state themselves."
     ),
     "strategies.fully_parallel.FullyParallelLoadStrategyWrapper": (
-        "`exchange_algo` may also be `all_to_all`. Objects are exchanged too. Every load makes its own plan, "
-        "whatever `do_cache_distribution` says. Around a strategy of a user's nothing is exchanged."
+        "`exchange_algo` may also be `all_to_all`. Objects are exchanged, too. Every load makes its own "
+        "plan, for any `do_cache_distribution`. Around a user's strategy nothing is exchanged."
     ),
     "strategies.fully_parallel.FullyParallelLoadStrategyWrapper.check_backend_compatibility": _BACKEND,
     "strategies.filesystem_async.FileSystemWriterAsync": (
@@ -112,11 +115,11 @@ NOTES: dict[str, str] = {
         "have no effect."
     ),
     "strategies.state_dict_saver.save_state_dict_async_plan": (
-        "Returns what `save_state_dict_async_finalize` is given, as nvidia-resiliency-ext does; "
-        "Megatron-Core's own returns its plans too. Plans are not kept."
+        "Returns the arguments of `save_state_dict_async_finalize`, as nvidia-resiliency-ext does; "
+        "Megatron-Core's function also returns its plans. Plans are not kept."
     ),
     "strategies.fully_parallel.FullyParallelSaveStrategyWrapper": (
-        "Chunks that several ranks hold are spread over those in the main replica's group, or over all ranks "
+        "Chunks of several ranks are spread over the owners in the main replica's group, or over all owners "
         "without a group. `do_cache_distribution` keeps plans."
     ),
     "strategies.fully_parallel.determine_main_replica_uniform_distribution": (
@@ -126,17 +129,17 @@ NOTES: dict[str, str] = {
         "A request for a whole checkpoint."
     ),
     "strategies.two_stage.TwoStageDataParallelLoadShardedStrategy": (
-        "Loads any format, objects too, by an exchange plan; `times` has the times of the last load. Where a "
-        "subclass replaces steps, `load` takes the steps, one chunk after the other."
+        "Loads any format, with objects, by an exchange plan; `times` has the times of the last load. If a "
+        "subclass replaces steps, `load` calls the steps, one chunk after the other."
     ),
     "strategies.two_stage.TwoStageDataParallelLoadShardedStrategy.load_tensor_from_storage": (
-        "Opens the checkpoint anew for each chunk."
+        "Opens the checkpoint again for each chunk."
     ),
     "strategies.two_stage.TwoStageDataParallelLoadShardedStrategy.summarize_load_times": (
-        "Logs the phases over all ranks, and the most and mean of all `timers`, also of those that only some "
-        "ranks have: there it could hang."
+        "Logs the phases over all ranks, and the maximum and mean of all `timers`, also of those that only "
+        "some ranks have. Megatron-Core could hang on these."
     ),
-    "strategies.resharding.is_nd_flattened_tensor": "True of one-dimensional arrays too, as in 0.12.",
+    "strategies.resharding.is_nd_flattened_tensor": "Also true for one-dimensional arrays, as in 0.12.",
     "exchange_utils.ShardDistribution": "Plain data; `all_ranks_for_shard` may be left out, as in 0.8.",
     "strategies.torch.TorchDistLoadShardedStrategy": "Detects the format, and reads those that megackpt "
     "reads.",
@@ -145,15 +148,17 @@ NOTES: dict[str, str] = {
     "strategies.tensorstore.TensorStoreLoadShardedStrategy.check_backend_compatibility": _BACKEND,
     "strategies.zarr.ZarrLoadShardedStrategy.check_backend_compatibility": _BACKEND,
     "strategies.torch.TorchDistLoadShardedStrategy.load_tensors_metadata": (
-        "`metadata` is that of torch.distributed.checkpoint, which is not read here."
+        "`metadata` is that of torch.distributed.checkpoint; this method does not read it."
     ),
-    "strategies.torch.TorchDistSaveShardedStrategy": "`thread_count` is 1 from 0.17 on, 2 here and before.",
+    "strategies.torch.TorchDistSaveShardedStrategy": (
+        "The default of `thread_count` is 1 from 0.17 on; it is 2 in megackpt and in earlier versions."
+    ),
     "strategies.torch.TorchDistSaveShardedStrategy.async_save": "A request for a whole checkpoint.",
     "strategies.torch.TorchDistSaveShardedStrategy.can_handle_sharded_objects": _PROPERTY,
     "utils.logger_stack": "Nested per thread.",
     "validation.StrictHandling": "The same modes and values.",
     "validation.validate_sharding_integrity": (
-        "Raises on every rank, also where common state differs; there rank 0 raises, and a difference is "
-        "logged."
+        "Raises on every rank, also if common state differs. In Megatron-Core only rank 0 raises, and a "
+        "difference in common state is logged."
     ),
 }
