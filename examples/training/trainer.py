@@ -18,7 +18,7 @@ from megackpt import Checkpointer, CheckpointError, Groups, Retention, SaveSched
 from megackpt.optim import DistributedOptimizer, MixedPrecisionOptimizer
 from megackpt.parallel import MicroBatch, ParallelGroups, ParallelRng, forward_backward, share_losses
 from megackpt.training_state import DataPosition, RankPosition, RngState, ScheduleState, TrainingState
-from models import GPT, GPTConfig, init_weights
+from models import GPTConfig, build_gpt, init_weights
 from training.arguments import Arguments, exit_with_error
 from training.report import Report
 from training.schedule import CosineSchedule
@@ -38,8 +38,12 @@ class Trainer:
         self.text = text
         self.groups = ParallelGroups.create(arguments.layout)
         self.rng = ParallelRng(arguments.seed, self.groups)
-        self.model = GPT(
-            arguments.model, self.groups, self.rng, sequence_parallel=arguments.sequence_parallel
+        self.model = build_gpt(
+            arguments.model,
+            self.groups,
+            self.rng,
+            sequence_parallel=arguments.sequence_parallel,
+            stages=arguments.stages,
         )
         init_weights(self.model, arguments.seed)
         self.schedule = CosineSchedule(
@@ -71,7 +75,7 @@ class Trainer:
 
     def _make_checkpointer(self, root: Path | str) -> Checkpointer:
         knobs = self.arguments.knobs
-        dp = self.groups.dp.group
+        replicas = self.groups.dp_cp.group
         return Checkpointer(
             root,
             retention=Retention(keep_last=knobs.keep_last, keep_every=knobs.keep_every),
@@ -84,8 +88,8 @@ class Trainer:
             save_options=knobs.save_options(),
             load_options=knobs.load_options(),
             group=Groups(
-                spread=dp if knobs.dist_ckpt_parallel_save_within_dp else None,
-                exchange=dp if knobs.dist_ckpt_parallel_load else None,
+                spread=replicas if knobs.dist_ckpt_parallel_save_within_dp else None,
+                exchange=replicas if knobs.dist_ckpt_parallel_load else None,
             ),
         )
 
@@ -147,8 +151,14 @@ class Trainer:
 
     @property
     def layout(self) -> dict[str, int]:
-        """The sizes of the parallel layout, as they are stored with a checkpoint."""
-        return {axis: getattr(self.arguments.layout, axis) for axis in ("tp", "pp", "dp")}
+        """The sizes of the parallel layout, as they are stored with a checkpoint; without axes of size 1.
+
+        tp, pp and dp are always there, and etp only where it is not tp.
+        """
+        layout = self.arguments.layout
+        sizes = {axis: getattr(layout, axis) for axis in ("tp", "pp", "dp")}
+        sizes |= {axis: size for axis in ("cp", "vpp", "ep") if (size := getattr(layout, axis)) > 1}
+        return sizes | ({"etp": layout.etp} if layout.etp != layout.tp else {})
 
     def save(self, checkpointer: Checkpointer, report: Report) -> None:
         """Save the current step; with --on-save-error warn it may fail."""
@@ -273,11 +283,11 @@ class Trainer:
         return [list(share[k * size : (k + 1) * size]) for k in range(parts)]
 
     def _mean_loss(self, losses: Tensor) -> float:
-        """The mean over micro-batches and data-parallel ranks, which all have equally many tokens."""
-        mean = losses.mean()
-        if self.groups.dp.group is not None:
-            dist.all_reduce(mean, group=self.groups.dp.group)
-            mean /= self.groups.dp.size
+        """The mean over micro-batches, sequence parts and data-parallel ranks, all with as many tokens."""
+        mean, ranks = losses.mean(), self.groups.dp_cp
+        if ranks.group is not None:
+            dist.all_reduce(mean, group=ranks.group)
+            mean /= ranks.size
         return float(mean)
 
     def _gathered(self, numbers: list[int]) -> list[int]:

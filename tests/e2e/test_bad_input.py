@@ -55,6 +55,30 @@ CASES = {
         ranks=8,
     ),
     "stages": Case("--pp=8", r".*num_layers 4 are fewer than pp=8 stages.*", ranks=8),
+    "pipeline layout": Case(
+        "--pp=2 --pipeline-layout=Ett|tL --num-layers=4",
+        r"the stage table 'Ett\|tL' has 3 layers, but the model has 4\. .*",
+        ranks=2,
+    ),
+    "letters of the layout": Case(
+        "--pp=2 --pipeline-layout=Ett|xtL",
+        r"layout 'Ett\|xtL' has at position 4 'x', which is no letter .*",
+        ranks=2,
+    ),
+    "interleaved micro-batches": Case(
+        "--pp=2 --vpp=2 --micro-batches=1",
+        r"--micro-batches 1 is not a multiple of --pp 2, which .* schedule of --vpp 2 needs; make .*",
+        ranks=2,
+    ),
+    "chunks of one stage": Case("--vpp=2", r"vpp=2 interleaves .* but pp is 1\. Set vpp=1, .*"),
+    "expert ranks": Case(
+        "--tp=2 --ep=3", r"etp=2 x ep=3 = 6 does not divide the tp=2 x cp=1 x dp=2 = 4 ranks .*", ranks=4
+    ),
+    "sequence parts": Case(
+        "--cp=4 --seq-length=20",
+        r"--seq-length 20 cannot be cut into 2 x --cp 4 equal parts; make it a multiple of 8",
+        ranks=4,
+    ),
     "format": Case(
         "--dist-ckpt-format=tar", r"No strategy saves format 'tar'\. Known are megackpt version 1.*"
     ),

@@ -18,6 +18,7 @@ PHASES = (  # two steps each
     ("DP4", "plain"),
     ("PP4", "distributed"),
     ("PP2xDP2", "plain"),
+    ("TP2xPP2xVPP2", "distributed"),
     ("1 rank", "distributed"),
     ("TP2xDP2", "distributed"),
 )

@@ -39,6 +39,7 @@ LAYOUTS = {
     "TP2xPP2": ParallelLayout(tp=2, pp=2),
     "TP2xDP2": ParallelLayout(tp=2, dp=2),
     "PP2xDP2": ParallelLayout(pp=2, dp=2),
+    "TP2xPP2xVPP2": ParallelLayout(tp=2, pp=2, vpp=2),
 }
 
 
@@ -53,7 +54,8 @@ def write_text(path: Path) -> Path:
 def arguments_for(layout: ParallelLayout, flags: Sequence[str]) -> Arguments:
     """Return what pretrain_gpt.py would run with, at a layout."""
     return parse_arguments(
-        [*SMALL_MODEL, f"--tp={layout.tp}", f"--pp={layout.pp}", *flags], world_size=layout.world_size
+        [*SMALL_MODEL, f"--tp={layout.tp}", f"--pp={layout.pp}", f"--vpp={layout.vpp}", *flags],
+        world_size=layout.world_size,
     )
 
 
