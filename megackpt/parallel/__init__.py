@@ -11,21 +11,34 @@ from megackpt.parallel.attributes import (
 from megackpt.parallel.chunks import ModelChunks
 from megackpt.parallel.collectives import (
     all_reduce,
+    collect_rows,
     collect_sequence,
     copy_to,
     copy_to_neighbours,
+    exchange_rows,
     gather_from,
+    gather_rows,
     gather_sequence,
     reduce_from,
+    reduce_scatter_rows,
     reduce_scatter_sequence,
+    scatter_rows,
     scatter_sequence,
     scatter_to,
 )
+from megackpt.parallel.dispatch import Capacity, TokenDispatcher
 from megackpt.parallel.embedding import (
     VocabParallelEmbedding,
     VocabParallelOutput,
     padded_vocab_size,
     vocab_parallel_cross_entropy,
+)
+from megackpt.parallel.expert_stack import ExpertStack
+from megackpt.parallel.experts import (
+    GatedExperts,
+    GroupedColumnLinear,
+    GroupedRowLinear,
+    divide_over_ep,
 )
 from megackpt.parallel.groups import Axis, ParallelGroups
 from megackpt.parallel.layout import Coordinates, ExpertCoordinates, ParallelLayout
@@ -42,6 +55,7 @@ from megackpt.parallel.mixin import (
     second_copy,
     sharded_state_dict,
 )
+from megackpt.parallel.moe import Experts, MixtureOfExperts
 from megackpt.parallel.norm import LayerNorm, RMSNorm
 from megackpt.parallel.pipeline import (
     MicroBatch,
@@ -52,6 +66,13 @@ from megackpt.parallel.pipeline import (
     share_losses,
 )
 from megackpt.parallel.rng import ParallelDropout, ParallelRng, dropout, stable_seed
+from megackpt.parallel.router import (
+    Router,
+    mean_auxiliary_losses,
+    set_auxiliary_loss_scale,
+    update_expert_bias,
+)
+from megackpt.parallel.routing import Routing, RoutingOptions
 from megackpt.parallel.schedule import (
     Action,
     Backward,
@@ -69,15 +90,22 @@ __all__ = [
     "Action",
     "Axis",
     "Backward",
+    "Capacity",
     "ColumnParallelLinear",
     "Coordinates",
     "Declarations",
     "ExpertCoordinates",
+    "ExpertStack",
+    "Experts",
     "Forward",
+    "GatedExperts",
+    "GroupedColumnLinear",
+    "GroupedRowLinear",
     "LayerNorm",
     "LayerStack",
     "Metadata",
     "MicroBatch",
+    "MixtureOfExperts",
     "ModelChunks",
     "ParallelDropout",
     "ParallelGroups",
@@ -87,41 +115,54 @@ __all__ = [
     "PipelineStage",
     "QKVParallelLinear",
     "RMSNorm",
+    "Router",
+    "Routing",
+    "RoutingOptions",
     "RowParallelLinear",
     "RowRange",
     "ShardedModule",
     "StageTable",
+    "TokenDispatcher",
     "TpSharding",
     "Transfer",
     "VocabParallelEmbedding",
     "VocabParallelOutput",
     "all_reduce",
+    "collect_rows",
     "collect_sequence",
     "copied_rows",
     "copy_to",
     "copy_to_neighbours",
     "declare_module",
+    "divide_over_ep",
     "divide_over_tp",
     "dropout",
     "exchange",
+    "exchange_rows",
     "forward_backward",
     "forward_only",
     "gather_from",
+    "gather_rows",
     "gather_sequence",
     "is_marked",
     "mark",
     "mark_copied_rows",
+    "mean_auxiliary_losses",
     "padded_vocab_size",
     "plan_1f1b",
     "plan_forward",
     "plan_interleaved",
     "reduce_from",
+    "reduce_scatter_rows",
     "reduce_scatter_sequence",
+    "scatter_rows",
     "scatter_sequence",
     "scatter_to",
     "second_copy",
+    "set_auxiliary_loss_scale",
     "sharded_state_dict",
     "share_losses",
     "stable_seed",
+    "update_expert_bias",
     "vocab_parallel_cross_entropy",
 ]

@@ -14,6 +14,13 @@ each rank (parallel).
     collect_sequence         gather dim 0              own slice of dim 0        sequence -> replicated
     gather_sequence          gather dim 0              sum, own slice of dim 0   sequence -> parallel
     reduce_scatter_sequence  sum, own slice of dim 0   gather dim 0              parallel -> sequence
+    exchange_rows            rows to their ranks       rows back                 own rows -> others' rows
+    gather_rows              join rows                 sum, own rows             own rows -> parallel
+    reduce_scatter_rows      sum, own rows             join rows                 parallel -> own rows
+    collect_rows             join rows                 own rows                  own rows -> replicated
+    scatter_rows             own rows                  join rows                 replicated -> own rows
+
+The last five are for rows of dim 0 of which each rank may have another number, or none.
 
 All are collective over the axis; over an axis of size 1 they return their input. None changes its input.
 
@@ -100,6 +107,39 @@ def gather_sequence(x: Tensor, axis: Axis) -> Tensor:
 def reduce_scatter_sequence(x: Tensor, axis: Axis) -> Tensor:
     """Sum the partial results `[s, ...]` of the ranks and keep this rank's `[s/size, ...]`. Collective."""
     return _exchange(x, axis, _reduce_scatter_first, _gather_first)
+
+
+def exchange_rows(x: Tensor, axis: Axis, sent: Sequence[int], received: Sequence[int]) -> Tensor:
+    """Send the first `sent[0]` rows to the first rank of the axis, the next to the second, .... Collective.
+
+    Returns the rows that this rank gets, `received[i]` from the i-th rank, in the order of the ranks.
+    """
+    there = partial(_all_to_all, sent=sent, received=received)
+    back = partial(_all_to_all, sent=received, received=sent)
+    return _exchange(x, axis, there, back)
+
+
+def gather_rows(x: Tensor, axis: Axis, counts: Sequence[int]) -> Tensor:
+    """Join the `counts[i]` rows of the ranks, for computation that each rank does a part of. Collective."""
+    return _exchange(x, axis, partial(_join_rows, counts=counts), partial(_sum_of_own_rows, counts=counts))
+
+
+def reduce_scatter_rows(x: Tensor, axis: Axis, counts: Sequence[int]) -> Tensor:
+    """Sum the partial results of the ranks and keep this rank's `counts[rank]` rows. Collective.
+
+    The sum is in the order of the ranks, and so the same in every run.
+    """
+    return _exchange(x, axis, partial(_sum_of_own_rows, counts=counts), partial(_join_rows, counts=counts))
+
+
+def collect_rows(x: Tensor, axis: Axis, counts: Sequence[int]) -> Tensor:
+    """Join the `counts[i]` rows of the ranks, for computation equal on all ranks. Collective."""
+    return _exchange(x, axis, partial(_join_rows, counts=counts), partial(_own_rows, counts=counts))
+
+
+def scatter_rows(x: Tensor, axis: Axis, counts: Sequence[int]) -> Tensor:
+    """Return this rank's `counts[rank]` rows of an `x` that is equal on all ranks. Collective."""
+    return _exchange(x, axis, partial(_own_rows, counts=counts), partial(_join_rows, counts=counts))
 
 
 def all_reduce(x: Tensor, axis: Axis, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
@@ -195,3 +235,24 @@ def _split_first(x: Tensor, axis: Axis) -> Tensor:
 
 def _gather_first(x: Tensor, axis: Axis) -> Tensor:
     return _gather(x, axis, 0)
+
+
+def _all_to_all(x: Tensor, axis: Axis, sent: Sequence[int], received: Sequence[int]) -> Tensor:
+    result = x.new_empty((sum(received), *x.shape[1:]))
+    dist.all_to_all_single(result, x.contiguous(), list(received), list(sent), group=_group(axis))
+    return result
+
+
+def _join_rows(x: Tensor, axis: Axis, counts: Sequence[int]) -> Tensor:
+    # An all-gather would need as many rows on every rank.
+    return _all_to_all(torch.cat([x] * axis.size), axis, sent=[len(x)] * axis.size, received=counts)
+
+
+def _sum_of_own_rows(x: Tensor, axis: Axis, counts: Sequence[int]) -> Tensor:
+    own = counts[axis.rank]
+    parts = _all_to_all(x, axis, sent=counts, received=[own] * axis.size)
+    return parts.view(axis.size, own, *x.shape[1:]).sum(dim=0)
+
+
+def _own_rows(x: Tensor, axis: Axis, counts: Sequence[int]) -> Tensor:
+    return torch.split_with_sizes(x, list(counts))[axis.rank].contiguous()

@@ -38,16 +38,16 @@ INIT_STD = 0.02
 
 
 def divide_over_tp(what: str, size: int, groups: ParallelGroups) -> int:
-    """Return `size / tp`, the extent of one rank's slice of `what`.
+    """Return `size / tp`, the extent of one rank's slice of `what`; with `groups.experts`, `size / etp`.
 
     Raises:
         DeclarationError: tp does not divide `size`.
     """
-    tp = groups.tp.size
+    tp, axis = groups.tp.size, "etp" if groups.for_experts else "tp"
     if size % tp:
         raise DeclarationError(
-            f"{what} {size} cannot be cut into tp={tp} equal slices. Choose a multiple of {tp}, or a "
-            f"smaller tp.",
+            f"{what} {size} cannot be cut into {axis}={tp} equal slices. Choose a multiple of {tp}, or a "
+            f"smaller {axis}.",
             rank=groups.rank,
         )
     return size // tp

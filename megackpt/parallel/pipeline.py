@@ -16,6 +16,7 @@ from torch import Tensor
 from megackpt.errors import DeclarationError
 from megackpt.parallel.chunks import ModelChunks
 from megackpt.parallel.groups import Axis, ParallelGroups
+from megackpt.parallel.router import set_auxiliary_loss_scale
 from megackpt.parallel.schedule import (
     Action,
     Backward,
@@ -56,7 +57,8 @@ def forward_backward(
     A stage with one model runs 1F1B, one with several model chunks the interleaved schedule.
 
     Gradients accumulate in the parameters: `loss_scale` times those of the mean over this rank's
-    micro-batches. Sums over dp, tp (sequence_parallel) and the tied embedding are left to the caller.
+    micro-batches, and those of the auxiliary losses of routers by the same factor. Sums over dp, tp
+    (sequence_parallel) and the tied embedding are left to the caller.
 
     Args:
         model: this rank's stage, or its model chunks; as many on every stage.
@@ -77,6 +79,7 @@ def forward_backward(
         plan = plan_1f1b(pp.size, pp.rank, count)
     else:
         plan = plan_interleaved(pp.size, pp.rank, len(chunks), count)
+    set_auxiliary_loss_scale(model, loss_scale / count)
     return _PlanExecution(chunks, micro_batches, pp, grad=loss_scale / count).execute(plan)
 
 

@@ -1,0 +1,208 @@
+"""The experts of a layer whose matrices are stacked: one weight for all experts of this rank.
+
+The axis over the experts is cut over `groups.ep`, and every expert over `groups.etp`, which may be another
+number of ranks than tp. `expert_stack` has experts that are modules of their own; `dispatch` brings tokens to
+the ranks of their experts.
+
+Initial values are drawn from torch's global generator and depend on the layout; see `models.init`.
+
+Source: Megatron-Core `moe.experts.TEGroupedMLP` (names and what is cut).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megackpt.errors import DeclarationError
+from megackpt.parallel.groups import ParallelGroups
+from megackpt.parallel.linear import INIT_STD, divide_over_tp
+from megackpt.parallel.mixin import ShardedModule
+from megackpt.parallel.tp_sharding import TpSharding
+
+
+def divide_over_ep(num_experts: int, groups: ParallelGroups) -> int:
+    """Return the number of experts of one rank.
+
+    Raises:
+        DeclarationError: ep does not divide `num_experts`.
+    """
+    if num_experts % groups.ep.size:
+        raise DeclarationError(
+            f"{num_experts} experts cannot be spread evenly over ep={groups.ep.size} ranks. Choose a "
+            f"multiple of {groups.ep.size}, or a smaller ep.",
+            rank=groups.rank,
+        )
+    return num_experts // groups.ep.size
+
+
+class GroupedColumnLinear(ShardedModule):
+    """`y = x W[e]^T + b[e]`, every W[e] cut by rows: weight `[experts/ep, out/etp, in]`. Local.
+
+    Input `[rows, in]` sorted by expert, output `[rows, out/etp]`.
+
+    Args:
+        num_experts: number of experts on all ranks.
+        in_features: extent of the last dim of the input.
+        components: names and extents of the components of the whole output (gate and up). A rank's slice is
+            its slice of the first one, then of the second, and so on. Each is an array of its own in the
+            checkpoint, `weight.gate` with shape `[experts, gate, in]`.
+        groups: the ranks around this one.
+        bias: whether there is a bias `[experts/ep, out/etp]`.
+        dtype: dtype of the parameters.
+        device: where the parameters are.
+
+    Raises:
+        DeclarationError: ep does not divide the experts, or etp a component.
+    """
+
+    expert_axis = {"weight": 0, "bias": 0}  # noqa: RUF012 - read-only by its type in ShardedModule
+
+    def __init__(
+        self,
+        num_experts: int,
+        in_features: int,
+        components: Mapping[str, int],
+        groups: ParallelGroups,
+        *,
+        bias: bool = True,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        local = {n: divide_over_tp(f"component {n!r}", s, groups.experts) for n, s in components.items()}
+        sharding = TpSharding(dim=1, components=local)
+        super().__init__(groups, tp_sharding={"weight": sharding, "bias": sharding})
+        experts, rows = divide_over_ep(num_experts, groups), sum(local.values())
+        self.local_components = local
+        self.weight = nn.Parameter(torch.empty(experts, rows, in_features, dtype=dtype, device=device))
+        self.bias = nn.Parameter(torch.empty(experts, rows, dtype=dtype, device=device)) if bias else None
+        _reset(self.weight, self.bias)
+
+    def forward(self, x: Tensor, counts: Sequence[int]) -> Tensor:
+        """Return this rank's slice of the outputs; `counts[e]` rows are of local expert e."""
+        return _grouped_linear(x, self.weight, self.bias, counts)
+
+    def split(self, y: Tensor) -> tuple[Tensor, ...]:
+        """Return the components of an output `y`, in order. Local."""
+        return torch.split_with_sizes(y, list(self.local_components.values()), dim=-1)
+
+
+class GroupedRowLinear(ShardedModule):
+    """`y = x W[e]^T + b[e]`, every W[e] cut by columns: weight `[experts/ep, out, in/etp]`. Local.
+
+    Input `[rows, in/etp]` sorted by expert. The output `[rows, out]` is this rank's part of a sum over etp;
+    the bias `[experts/ep, out]` is in the part of the first rank.
+
+    Args:
+        num_experts: number of experts on all ranks.
+        in_features: extent of the last dim of the whole input.
+        out_features: extent of the last dim of the output.
+        groups: the ranks around this one.
+        bias: whether there is a bias.
+        dtype: dtype of the parameters.
+        device: where the parameters are.
+
+    Raises:
+        DeclarationError: ep does not divide the experts, or etp in_features.
+    """
+
+    expert_axis = {"weight": 0, "bias": 0}  # noqa: RUF012 - read-only by its type in ShardedModule
+    tp_sharding = {"weight": 2}  # noqa: RUF012
+
+    def __init__(
+        self,
+        num_experts: int,
+        in_features: int,
+        out_features: int,
+        groups: ParallelGroups,
+        *,
+        bias: bool = True,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__(groups)
+        experts = divide_over_ep(num_experts, groups)
+        local = divide_over_tp("in_features", in_features, groups.experts)
+        self.weight = nn.Parameter(torch.empty(experts, out_features, local, dtype=dtype, device=device))
+        self.bias = (
+            nn.Parameter(torch.empty(experts, out_features, dtype=dtype, device=device)) if bias else None
+        )
+        _reset(self.weight, self.bias)
+
+    def forward(self, x: Tensor, counts: Sequence[int]) -> Tensor:
+        """Return this rank's part of the outputs; `counts[e]` rows are of local expert e."""
+        bias: Tensor | None = self.bias
+        if bias is not None and not self.groups.etp.is_first:
+            # Nothing is added here, but the gradient is the same as on the first rank.
+            bias = bias - bias.detach()
+        return _grouped_linear(x, self.weight, bias, counts)
+
+
+class GatedExperts(ShardedModule):
+    """`down(silu(gate(x)) * up(x))` of every expert of this rank. Local.
+
+    Input and output `[rows, hidden]`, sorted by expert. All ranks of etp get the same rows; the output is
+    this rank's part of a sum over etp (see `output_is_partial`).
+
+    Args:
+        num_experts: number of experts on all ranks.
+        hidden_size: extent of input and output.
+        ffn_hidden_size: extent inside of one expert.
+        groups: the ranks around this one.
+        bias: whether the linear layers have biases.
+        dtype: dtype of the parameters.
+        device: where the parameters are.
+
+    Raises:
+        DeclarationError: ep does not divide the experts, or etp ffn_hidden_size.
+    """
+
+    output_is_partial = True
+
+    def __init__(
+        self,
+        num_experts: int,
+        hidden_size: int,
+        ffn_hidden_size: int,
+        groups: ParallelGroups,
+        *,
+        bias: bool = False,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__(groups)
+        self.num_experts = num_experts
+        components = {"gate": ffn_hidden_size, "up": ffn_hidden_size}
+        self.linear_fc1 = GroupedColumnLinear(
+            num_experts, hidden_size, components, groups, bias=bias, dtype=dtype, device=device
+        )
+        self.linear_fc2 = GroupedRowLinear(
+            num_experts, ffn_hidden_size, hidden_size, groups, bias=bias, dtype=dtype, device=device
+        )
+
+    def forward(self, rows: Tensor, counts: Sequence[int]) -> Tensor:
+        """Return the outputs of `rows`, of which `counts[e]` are of local expert e, in order."""
+        gate, up = self.linear_fc1.split(self.linear_fc1(rows, counts))  # each [rows, ffn/etp]
+        out: Tensor = self.linear_fc2(F.silu(gate) * up, counts)
+        return out
+
+
+def _grouped_linear(x: Tensor, weight: Tensor, bias: Tensor | None, counts: Sequence[int]) -> Tensor:
+    """Apply the e-th of the stacked weights to the e-th group of rows.
+
+    An expert without rows takes part all the same, so that its gradient is 0 and not missing.
+    """
+    weights = weight.unbind()
+    biases = [None] * len(weights) if bias is None else bias.unbind()
+    groups = torch.split_with_sizes(x, list(counts))
+    return torch.cat([F.linear(rows, w, b) for rows, w, b in zip(groups, weights, biases, strict=True)])
+
+
+def _reset(weight: Tensor, bias: Tensor | None) -> None:
+    with torch.no_grad():
+        weight.normal_(std=INIT_STD)
+        if bias is not None:
+            bias.zero_()
