@@ -26,7 +26,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 COMPUTES = hasattr(torch.cpu.current_stream(), "record_event")
 """Whether this torch runs fully_shard on the CPU; older ones shard, but do not compute."""
 
-# Old ones also refuse uneven shards of what TP has cut.
+# Old ones also reject uneven shards of what TP has cut.
 VOCAB, HIDDEN, WIDE, LAYERS = 13, 8, 22 if COMPUTES else 24, 2
 RANKS = {"fsdp1": 1, "fsdp2": 2, "fsdp4": 4, "hsdp2x2": 4, "fsdp2xtp2": 4}
 """Meshes by name, and the ranks they take."""

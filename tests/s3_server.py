@@ -107,7 +107,7 @@ def kind_of(method: str, target: str) -> str:
 
 
 FAULTS = ("500", "503", "cut", "lost", "half", "stall")
-"""Refused; connection closed before doing anything, after it, and within the answer; no answer in time."""
+"""Rejected; connection closed before doing anything, after it, and within the answer; no answer in time."""
 
 _ANNOUNCED = {
     "500": "<Error><Code>InternalError</Code><Message>We encountered an internal error.</Message></Error>",

@@ -30,9 +30,9 @@ def wait_for(claim: Callable[[], bool]) -> None:
         time.sleep(0.01)
 
 
-def refusing(store: Store) -> Store:
+def rejecting(store: Store) -> Store:
     """A hook of a writer process."""
-    raise StorageError(f"{os.path.basename(store.location)} is refused by the hook")
+    raise StorageError(f"{os.path.basename(store.location)} is rejected by the hook")
 
 
 class GatedStrategy(NativeSaveStrategy):

@@ -53,7 +53,7 @@ def _many_names(metadata: Any) -> None:
     metadata.storage_data[type(index)(name)] = metadata.storage_data.pop(index)
 
 
-def _same_place(metadata: Any) -> None:
+def _same_position(metadata: Any) -> None:
     first = next(iter(metadata.storage_data.values()))
     metadata.storage_data.update(dict.fromkeys(metadata.storage_data, first))
 
@@ -97,7 +97,7 @@ METADATA: dict[str, Callable[[Any], None]] = {
     "keys_with_surrogates": lambda m: m.state_dict_metadata.update({"\ud800": _block(m)}),
     "entries_of_text": lambda m: m.state_dict_metadata.update(block="entry"),
     "objects_without_end": _many_names,
-    "same_place_of_all": _same_place,
+    "same_place_of_all": _same_position,
 }
 attacks_with(DCP, ".metadata lies: {}", METADATA, _edit_metadata)
 

@@ -1,6 +1,6 @@
 """Crafted directories before every reader: nothing runs, hangs, takes memory or reads what is outside.
 
-What cannot be, is refused by an error of ours that names the file, or every value is that which was saved.
+What cannot be raises an error of ours that names the file, or every value is the one that was saved.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ def faults_of(message: dict[str, Any]) -> list[str]:
     bad = ("WRONG",) if kind == "another" else ("WRONG", "other")
     faults = [f"{reader}: {what}" for reader, what in outcomes.items() if what.startswith(bad)]
     faults += message["seen"]
-    refused = [f"{reader}: {what}" for reader, what in outcomes.items() if what.startswith("refused")]
-    if kind == "refused" and not refused and outcomes.get("verify") == "exit 0":
-        faults.append("nobody refuses it")
+    rejected = [f"{reader}: {what}" for reader, what in outcomes.items() if what.startswith("rejected")]
+    if kind == "rejected" and not rejected and outcomes.get("verify") == "exit 0":
+        faults.append("nobody rejects it")
     # verify makes no objects, so a class that is not known is no damage to it.
-    damaged = [what for what in refused if "UnknownClassError" not in what]
-    if kind == "refused" and damaged and outcomes.get("verify") == "exit 0":
+    damaged = [what for what in rejected if "UnknownClassError" not in what]
+    if kind == "rejected" and damaged and outcomes.get("verify") == "exit 0":
         faults.append(f"verify says that it is whole; {damaged[0]}")
-    if kind == "harmless" and refused:
-        faults.append(f"refused although harmless: {refused[0]}")
+    if kind == "harmless" and rejected:
+        faults.append(f"rejected although harmless: {rejected[0]}")
     return [f"{message['attack']} ({message['claim']}): {fault}" for fault in faults]
 
 
@@ -62,6 +62,6 @@ def test_no_crafted_directory_gets_anywhere(tmp_path: Path, pytestconfig: pytest
     assert [one["attack"] for one in message] == chosen, done.stderr[-3000:]
     faults = [fault for one in message for fault in faults_of(one)]
     assert not faults, "\n".join(fault[:600] for fault in faults[:40])
-    refused = sum("refused" in str(one["outcomes"]) for one in message)
-    print(f"{len(message)} directories, {refused} of them refused")
-    assert refused > len(message) // 2
+    rejected = sum("rejected" in str(one["outcomes"]) for one in message)
+    print(f"{len(message)} directories, {rejected} of them rejected")
+    assert rejected > len(message) // 2

@@ -78,7 +78,7 @@ class Watch:
 
 
 def outcomes(attack: Attack, location: Location, base: Base, scratch: Path) -> dict[str, str]:
-    """Run all readers; return what each did: "equal", "refused: ...", "exit N", or what it must not do."""
+    """Run all readers; return what each did: "equal", "rejected: ...", "exit N", or what it must not do."""
     found: dict[str, str] = {}
     for name, read in values(attack.base).items():
         found[name] = _value(name, lambda read=read: read(location.directory), base.expected)  # type: ignore[misc]
@@ -88,7 +88,7 @@ def outcomes(attack: Attack, location: Location, base: Base, scratch: Path) -> d
     if found["convert"] == "exit 0" and converted.exists():
         read = values(attack.base)["load"]
         loaded = _value("load", lambda: read(converted), base.expected)
-        if found["load"].startswith("refused: UnknownClassError") and "ForeignObject(" in loaded:
+        if found["load"].startswith("rejected: UnknownClassError") and "ForeignObject(" in loaded:
             # A conversion carries an object of an unknown class along, as a stand-in that is never made.
             loaded = loaded.replace("other: ", "stands in: ")
         found["load of converted"] = loaded
@@ -107,7 +107,7 @@ def _value(name: str, read: Any, expected: dict[str, Any]) -> str:
             return f"WRONG: shows what is outside: {text[:300]}"
         if error.path is None and error.key is None:
             return f"WRONG: names neither file nor key: {text[:300]}"
-        return f"refused: {text[:300]}"
+        return f"rejected: {text[:300]}"
     except BaseException as error:  # noqa: BLE001 - what must not be seen, whatever it is
         return _wrong(error)
     try:
@@ -224,7 +224,7 @@ def attempt(attack: Attack, root: Path, base: Base) -> dict[str, Any]:
     if _listing(home / "outside") != there:
         message["seen"].append("what lies outside was changed")
     seconds = time.monotonic() - began
-    kind = "harmless" if attack.is_harmless else "another" if attack.is_another else "refused"
+    kind = "harmless" if attack.is_harmless else "another" if attack.is_another else "rejected"
     shutil.rmtree(home)
     return {"attack": attack.name, "claim": attack.claim, "kind": kind, "s": seconds, **message}
 

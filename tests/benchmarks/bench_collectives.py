@@ -45,7 +45,7 @@ def measured(work: Callable[[], object], times: int) -> torch.Tensor:
     return torch.stack(ranks)
 
 
-def say(name: str, found: torch.Tensor) -> None:
+def print_times(name: str, found: torch.Tensor) -> None:
     """Print a line on rank 0; found is `[ranks, 3]`."""
     if dist.get_rank() == 0:
         wall, (cpu, switches), first = found[:, 0].max(), found[:, 1:].mean(0), found[0, 1]
@@ -72,7 +72,7 @@ def compare_collectives() -> None:
     }
     for name, way in ways.items():
         way()
-        say(name, measured(way, COLLECTIVES))
+        print_times(name, measured(way, COLLECTIVES))
 
 
 def compare_saves(directory: Path, repeats: int) -> None:
@@ -89,7 +89,7 @@ def compare_saves(directory: Path, repeats: int) -> None:
             if dist.get_rank() == 0:
                 shutil.rmtree(location)
     for name, found in runs.items():
-        say(f"small save, {name}", torch.stack(found[2:]).median(0).values)
+        print_times(f"small save, {name}", torch.stack(found[2:]).median(0).values)
 
 
 def main() -> None:

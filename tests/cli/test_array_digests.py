@@ -101,7 +101,9 @@ def test_diff_reads_and_measures_the_array_that_differs_and_no_other(
     assert message["nbytes"] == ARRAYS[key].nbytes
 
 
-def test_arrays_that_have_changed_places_differ(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_arrays_that_have_changed_positions_differ(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     one = saved(tmp_path / "one")
     two = saved(tmp_path / "two", half=ARRAYS["twin"], twin=ARRAYS["half"])
     code, message = run(capsys, "diff", one, two)
@@ -216,7 +218,7 @@ def test_a_save_that_cannot_have_digests_is_an_error_on_all_ranks_before_anythin
     assert not files_below(tmp_path, "*.safetensors")
 
 
-def test_without_the_library_digests_are_compared_with_each_other_and_verify_tells_what_it_left_out(
+def test_without_the_library_digests_are_compared_with_each_other_and_verify_reports_what_it_left_out(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     one, two = saved(tmp_path / "one", ranks=2), saved(tmp_path / "two")

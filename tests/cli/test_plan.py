@@ -1,4 +1,4 @@
-"""`megackpt plan`: tables, JSON and a picture of a job that is not there, and what it refuses."""
+"""`megackpt plan`: tables, JSON and a picture of a job that is not there, and what it rejects."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def plan(*arguments: str, out: Path) -> dict[str, Any]:
     return message
 
 
-def test_the_json_says_what_the_tables_do(
+def test_the_json_has_the_content_of_the_tables(
     model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     layouts = ["--from", "tp2,pp3,dp2", "--to", "tp1,dp4"]
@@ -119,7 +119,7 @@ def test_a_checkpoint_is_looked_into_and_its_load_planned(tmp_path: Path) -> Non
         ([".", "--to", "tp2"], "is not a checkpoint"),
     ],
 )
-def test_what_cannot_be_planned_is_refused(
+def test_what_cannot_be_planned_raises_an_error(
     arguments: list[str],
     message: str,
     capsys: pytest.CaptureFixture[str],

@@ -38,7 +38,7 @@ def data_files(directory: Path) -> list[Path]:
     return files_below(directory / "data", "*.safetensors")
 
 
-def place_of(file: Path, tensor: str) -> tuple[int, int]:
+def position_of(file: Path, tensor: str) -> tuple[int, int]:
     """Return the byte range of a tensor of a data file, by its safetensors header."""
     data = file.read_bytes()
     length = int.from_bytes(data[:8], "little")
@@ -63,10 +63,10 @@ def test_an_undamaged_checkpoint_is_called_whole_only_if_every_byte_was_checked(
 
 def test_every_flipped_block_is_named_with_key_box_file_and_bytes(tmp_path: Path, verify: RunCommand) -> None:
     first, second = data_files(saved(tmp_path))
-    long = place_of(first, "long[0:200000]")
+    long = position_of(first, "long[0:200000]")
     flip(first, long[0])
     flip(first, long[0] + 2 * DIGEST_BLOCK_BYTES + 5)
-    block = place_of(second, "block[0:6, 4:8]")
+    block = position_of(second, "block[0:6, 4:8]")
     flip(second, block[1] - 1)
     code, message = verify(tmp_path)
     assert (code, message["is_undamaged"], message["is_whole"]) == (
@@ -101,7 +101,7 @@ def test_the_verdict_names_what_was_checked_and_nothing_more(
     directory, unchecked = saved(tmp_path / "a"), saved(tmp_path / "b", ("zarr", 1))
     assert verdict(directory, "--deep") == "whole (every byte read)"
     assert verdict(unchecked, "--deep") == "structure whole (every byte read, not all have digests)"
-    flip(data_files(directory)[0], place_of(data_files(directory)[0], "long[0:200000]")[0])
+    flip(data_files(directory)[0], position_of(data_files(directory)[0], "long[0:200000]")[0])
     assert verdict(directory) == "structure whole (bytes not read, --deep reads them)"
     assert verdict(directory, "--deep") == "1 damages (every byte read)"
     data_files(directory)[0].unlink()
@@ -110,7 +110,7 @@ def test_the_verdict_names_what_was_checked_and_nothing_more(
 
 def test_damaged_blocks_that_follow_each_other_are_one_damage(tmp_path: Path, verify: RunCommand) -> None:
     file = data_files(saved(tmp_path))[0]
-    begin, end = place_of(file, "long[0:200000]")
+    begin, end = position_of(file, "long[0:200000]")
     data = file.read_bytes()
     file.write_bytes(data[:begin] + bytes(end - begin) + data[end:])
     _, message = verify(tmp_path, "--deep")
@@ -119,7 +119,7 @@ def test_damaged_blocks_that_follow_each_other_are_one_damage(tmp_path: Path, ve
 
 def test_a_damaged_object_is_named(tmp_path: Path, verify: RunCommand) -> None:
     file = data_files(saved(tmp_path))[1]
-    start, stop = place_of(file, "object[1:2]")
+    start, stop = position_of(file, "object[1:2]")
     flip(file, stop - 1)
     code, message = verify(tmp_path, "--deep")
     (damage,) = message["damages"]
@@ -222,7 +222,7 @@ def inspected_files(directory: Path) -> list[str]:
 
 def test_a_truncated_data_file_names_every_chunk_that_is_cut(tmp_path: Path, verify: RunCommand) -> None:
     file = data_files(saved(tmp_path))[0]
-    begin, _ = place_of(file, "long[0:200000]")
+    begin, _ = position_of(file, "long[0:200000]")
     file.write_bytes(file.read_bytes()[: begin + 10])
     _, message = verify(tmp_path)
     cut = {d["key"] for d in message["damages"] if "file ends at" in d["what"]}
@@ -291,7 +291,7 @@ def test_arrays_that_were_taken_out_leave_no_damage(tmp_path: Path, verify: RunC
 
 def test_damage_is_a_table_and_exit_code_1(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = data_files(saved(tmp_path))[0]
-    begin, end = place_of(file, "block[0:6, 0:4]")
+    begin, end = position_of(file, "block[0:6, 0:4]")
     flip(file, begin)
     assert main(["verify", str(tmp_path), "--deep"]) == 1
     out = capsys.readouterr().out

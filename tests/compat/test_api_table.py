@@ -40,7 +40,7 @@ def test_every_name_of_a_version_is_accounted_for(version: str) -> None:
 
 
 @pytest.mark.parametrize("version", VERSIONS)
-def test_a_signature_that_differs_says_why(version: str) -> None:
+def test_a_signature_that_differs_reports_why(version: str) -> None:
     unexplained = [
         name
         for name, fact in load_facts(version).items()
@@ -108,7 +108,7 @@ def _raised(use: Callable[[], Any]) -> BaseException | None:
     return None
 
 
-def test_every_name_that_the_page_calls_unsupported_raises_an_error_that_says_so() -> None:
+def test_every_name_that_the_page_calls_unsupported_raises_an_error_that_reports_it() -> None:
     unsupported = [(name, kind) for name, kind, status in _all_rows() if status == "unsupported"]
     assert len(unsupported) > 40
     for name, kind in unsupported:
@@ -118,7 +118,7 @@ def test_every_name_that_the_page_calls_unsupported_raises_an_error_that_says_so
         assert "  " not in str(error), f"{name}: {error}"
 
 
-def test_nothing_else_refuses() -> None:
+def test_no_other_name_is_unsupported() -> None:
     for name, kind, status in _all_rows():
         if status in ("same", "wider", "differs"):
             error = _used(name, kind)

@@ -56,7 +56,7 @@ def test_values_are_visited_and_mapped_in_order() -> None:
     assert d.dict_list_map_inplace(str, 3) == "3"
 
 
-def test_merging_is_in_place_and_refuses_two_values_at_one_path() -> None:
+def test_merging_is_in_place_and_rejects_two_values_at_one_path() -> None:
     base = {"a": {"b": 1}, "l": [{"x": 1}, {}]}
     assert d.merge(base, {"a": {"c": 2}, "l": [{}, {"y": 2}], "d": 3}) is base
     assert base == {"a": {"b": 1, "c": 2}, "l": [{"x": 1}, {"y": 2}], "d": 3}

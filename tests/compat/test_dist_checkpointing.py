@@ -168,7 +168,7 @@ def _save_other_common_state(path: str) -> list[str]:
     return warned
 
 
-def test_common_state_that_ranks_disagree_about_is_that_of_rank_0_and_one_warning_says_where(
+def test_common_state_that_ranks_disagree_about_is_that_of_rank_0_and_one_warning_names_the_path(
     rank_pool: RankPool, tmp_path: Path
 ) -> None:
     path = str(tmp_path / "iter_1")

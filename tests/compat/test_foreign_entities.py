@@ -114,7 +114,7 @@ def test_they_are_saved_and_loaded_like_ours(tmp_path: Path) -> None:
     assert set(megackpt.load_plain_tensors(tmp_path / "c")) == {"f.0", "f.1"}
 
 
-def test_an_entity_that_lacks_a_field_is_refused_by_its_path() -> None:
+def test_an_entity_that_lacks_a_field_raises_an_error_with_its_path() -> None:
     broken = _flat("w", torch.zeros(2), 0)
     del broken.global_offset
     with pytest.raises(
@@ -129,6 +129,6 @@ def test_what_only_looks_similar_is_not_changed() -> None:
     assert adopt_megatron_entities({"a": stranger}, {type(stranger)})["a"] is stranger
 
 
-def test_an_entity_inside_of_a_tuple_is_refused_at_save(tmp_path: Path) -> None:
+def test_an_entity_inside_of_a_tuple_raises_an_error_at_save(tmp_path: Path) -> None:
     with pytest.raises(megackpt.UnserializableError, match="ShardedObject"):
         megackpt.save({"a": (ShardedObject("o", 1, (1,), (0,)),)}, tmp_path / "c")

@@ -54,7 +54,7 @@ else:
 
 
 @needs_megatron
-def test_install_after_megatron_core_was_imported_is_refused_with_the_way_out() -> None:
+def test_install_after_megatron_core_was_imported_raises_an_error_with_the_way_out() -> None:
     done = _run("""
 import megatron.core
 from megackpt.compat import megatron

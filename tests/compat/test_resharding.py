@@ -68,7 +68,7 @@ def test_flat_ranges_are_taken_out_of_the_chunks_of_another_layout(
         assert all(torch.equal(restored["model"][key], data) for key, data in expected.items())
 
 
-def test_what_does_not_fit_is_refused() -> None:
+def test_what_does_not_fit_raises_an_error() -> None:
     flat = next(iter(parts((2, 3), cut=2).values()))
     plain = S.from_rank_offsets("p", torch.zeros(3))
     assert [resharding.is_nd_flattened_tensor(x) for x in (flat, plain, 7)] == [True, False, False]

@@ -59,7 +59,7 @@ def test_the_training_loop_s_strategies_save_and_load(
         fully_parallel.FullyParallelLoadStrategyWrapper(reader.base_strategy, exchange_algo="pigeons")
 
 
-def test_a_format_that_does_not_exist_is_refused() -> None:
+def test_a_format_that_does_not_exist_raises_an_error() -> None:
     with pytest.raises(megackpt.CheckpointingException, match="No strategy saves format"):
         serialization.get_default_save_sharded_strategy("parchment", 1)
     with pytest.raises(megackpt.CheckpointingException, match="no load_common strategy"):
@@ -75,7 +75,7 @@ def test_a_registered_strategy_stands_before_our_own() -> None:
         base.default_strategies["save_sharded"].clear()
 
 
-def test_what_is_not_offered_says_why_and_what_to_use(tmp_path: Path) -> None:
+def test_what_is_not_offered_reports_why_and_what_to_use(tmp_path: Path) -> None:
     path = str(tmp_path / "iter_1")
     unsupported_name: list[tuple[str, Any]] = [
         ("Use AsyncCallsQueue", lambda: async_utils.TemporalAsyncCaller()),
@@ -154,7 +154,7 @@ def test_attributes_of_a_default_strategy_take_effect_when_they_are_set(
     assert not (tmp_path / "none").exists()
 
 
-def test_a_setting_that_a_strategy_lacks_is_refused() -> None:
+def test_a_setting_that_a_strategy_lacks_raises_an_error() -> None:
     strategy = serialization.get_default_save_sharded_strategy("torch_dist")
     with pytest.raises(AttributeError, match=r"no setting 'threads', .* separation_hint, thread_count, use_"):
         strategy.threads = 3  # type: ignore[attr-defined]
@@ -217,7 +217,7 @@ def test_a_constant_structure_is_planned_once_and_spread_each_time(
         assert written == [[0, 1], [0, 1], [0], [0, 1]]
 
 
-def test_a_refused_class_can_be_named_and_subclassed() -> None:
+def test_an_unsupported_class_can_be_named_and_subclassed() -> None:
     class Planner(torch_dist.MCoreSavePlanner):  # type: ignore[misc]
         pass
 

@@ -378,7 +378,7 @@ def test_no_method_of_a_subclass_is_passed_over(tmp_path: Path) -> None:
         dist_checkpointing.load(small_state(), path, Reading(Naming()))
 
 
-def test_what_is_no_strategy_is_refused(tmp_path: Path) -> None:
+def test_what_is_no_strategy_raises_an_error(tmp_path: Path) -> None:
     for wrong in (7, object(), user.LoadFilePerRank()):
         with pytest.raises(megackpt.CheckpointingException, match="is not a save strategy"):
             dist_checkpointing.save(small_state(), str(tmp_path / "c"), wrong)  # type: ignore[arg-type]

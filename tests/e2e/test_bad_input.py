@@ -182,7 +182,7 @@ def test_bad_input_ends_in_one_line_and_exit_code_2(root: Path, ends: Ends, name
     assert ended.returncode == 2
 
 
-def test_a_directory_that_may_not_be_written_to_is_refused(
+def test_a_directory_that_may_not_be_written_to_raises_an_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(os, "access", lambda path, mode: False)  # root, who may run tests, may write anywhere
@@ -204,7 +204,7 @@ def test_a_directory_that_may_not_be_written_to_is_refused(
         ),
     ],
 )
-def test_flags_that_make_no_sense_are_refused(
+def test_flags_that_make_no_sense_raise_an_error(
     flags: str, message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit, match="2"):

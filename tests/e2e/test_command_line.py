@@ -93,9 +93,9 @@ def test_a_run_killed_in_a_save_goes_on_from_the_step_before_at_another_layout(t
 
 
 def test_torchrun_shows_one_line_of_ours_for_bad_flags() -> None:
-    refused = run_torchrun(RANKS, ["--tp=3"])
-    assert refused.returncode != 0
-    ours = [line for line in refused.stderr.splitlines() if line.startswith("pretrain_gpt.py:")]
+    rejected = run_torchrun(RANKS, ["--tp=3"])
+    assert rejected.returncode != 0
+    ours = [line for line in rejected.stderr.splitlines() if line.startswith("pretrain_gpt.py:")]
     assert len(ours) == 1
     assert "2 ranks cannot be divided among model replicas of tp=3 x pp=1" in ours[0]
-    assert refused.stderr.count("exitcode  : 2") >= 1  # torchrun's own report
+    assert rejected.stderr.count("exitcode  : 2") >= 1  # torchrun's own report

@@ -141,7 +141,7 @@ def vars_of_help() -> list[str]:
         ({"timeout_s": float("nan")}, "timeout_s is nan"),
     ],
 )
-def test_knobs_that_make_no_sense_are_refused(wrong: dict[str, object], message: str) -> None:
+def test_knobs_that_make_no_sense_raise_an_error(wrong: dict[str, object], message: str) -> None:
     with pytest.raises((DeclarationError, ValueError), match=message):
         CheckpointConfig(**wrong)  # type: ignore[arg-type]
 

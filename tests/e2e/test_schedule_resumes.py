@@ -49,7 +49,7 @@ def test_the_schedule_goes_on_where_it_was(rank_pool: RankPool, tmp_path: Path) 
     assert [saved["step"] for saved in events_of(tmp_path / "run", "save")] == [4, 8]
 
 
-def test_the_schedule_of_the_checkpoint_is_followed_where_asked_for_and_says_so(
+def test_the_schedule_of_the_checkpoint_is_followed_where_asked_for_and_reported(
     rank_pool: RankPool, tmp_path: Path
 ) -> None:
     data = trained_to_step_4(rank_pool, tmp_path)

@@ -41,11 +41,11 @@ class Notes:
         found = [json.loads(self._rank(rank).read_text())["writer"] for rank in range(RANKS)]
         return [pid for pid in found if pid]
 
-    def tell_processes(self, writer: int | None) -> None:
+    def report_processes(self, writer: int | None) -> None:
         """Note the processes of this rank."""
         _put(self._rank(dist.get_rank()), json.dumps({"rank": os.getpid(), "writer": writer}))
 
-    def tell_duration(self, seconds: float) -> None:
+    def report_duration(self, seconds: float) -> None:
         """Note how long a save takes, right before the next one."""
         _put(self._saving(), str(seconds))
 
@@ -54,7 +54,7 @@ class Notes:
         wait_for(self._saving())
         return float(self._saving().read_text())
 
-    def tell_step(self, step: int) -> None:
+    def report_step(self, step: int) -> None:
         """Note that the save of a step begins."""
         _put(self._step(), str(step))
 
@@ -90,7 +90,7 @@ def save_one_step_after_the_other(root: Path, notes: Notes, *, async_save: bool)
     checkpointer = Checkpointer(root, keep_last=2, async_save=options)
     rank, size = dist.get_rank(), dist.get_world_size()
     saver = checkpointer._async_saving and checkpointer._async_saving.saver
-    notes.tell_processes(saver.writer_pid if saver is not None else None)
+    notes.report_processes(saver.writer_pid if saver is not None else None)
     notes.await_go()
     tensors = [torch.empty(NUMEL) for _ in range(TENSORS)]
     parts = [ShardedTensor.from_rank_offsets(f"t{i}", t, (0, rank, size)) for i, t in enumerate(tensors)]
@@ -101,13 +101,13 @@ def save_one_step_after_the_other(root: Path, notes: Notes, *, async_save: bool)
             tensor.fill_(step)
         state = {"model": dict(zip(map(str, range(TENSORS)), parts, strict=True)), "step": step}
         if rank == 0:
-            notes.tell_step(step)
+            notes.report_step(step)
         began = time.monotonic()
         checkpointer.save(step, state)
         if step == first + 1:  # of the first save, a writer process may have begun late
             checkpointer.wait()
             if rank == 0:
-                notes.tell_duration(time.monotonic() - began)
+                notes.report_duration(time.monotonic() - began)
         dist.barrier()
         step += 1
 

@@ -21,7 +21,7 @@ from tests.states import filled
 Strategy = tuple[str, int]
 STRATEGIES: list[Strategy] = [("megackpt", 1), ("torch_dist", 1), ("zarr", 1), ("zarr", 3)]
 PAIRS = list(itertools.permutations(STRATEGIES, 2))
-REFUSED = (("torch_dist", 1), ("zarr", 1))  # its common.pt would be replaced before the commit
+REJECTED = (("torch_dist", 1), ("zarr", 1))  # its common.pt would be replaced before the commit
 
 
 def state(value: float, names: str = "ab") -> dict[str, object]:
@@ -94,7 +94,7 @@ def test_a_save_over_another_format_leaves_only_its_own_files(
     save(state(1.0, "abz"), tmp_path / "c", sharded_strategy=first)
     (tmp_path / "c/notes.txt").write_text("mine")
     (tmp_path / "c/common-notes.txt").write_text("mine")
-    if pair == REFUSED:
+    if pair == REJECTED:
         before = files_of(tmp_path / "c")
         with pytest.raises(StorageError, match="checkpoint of another format"):
             save(state(2.0), tmp_path / "c", sharded_strategy=second)
@@ -108,7 +108,7 @@ def test_a_save_over_another_format_leaves_only_its_own_files(
     )
 
 
-@pytest.mark.parametrize("pair", [p for p in PAIRS if p != REFUSED], ids=str)
+@pytest.mark.parametrize("pair", [p for p in PAIRS if p != REJECTED], ids=str)
 def test_a_save_over_another_format_that_dies_anywhere_leaves_the_old_or_the_new_and_is_cleaned_up(
     tmp_path: Path, pair: tuple[Strategy, Strategy]
 ) -> None:

@@ -1,4 +1,4 @@
-"""A store that refuses at any one operation: the save fails as a whole, or has succeeded."""
+"""A store that rejects at any one operation: the save fails as a whole, or has succeeded."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ from megackpt.testing.faulty_store import FaultyStore
 from megackpt.testing.world import SimulatedWorld
 
 RANKS = 2
-Refuse = Callable[[Path], contextlib.AbstractContextManager[None]]
+Reject = Callable[[Path], contextlib.AbstractContextManager[None]]
 
 
 def state(group: Group, value: float) -> dict[str, object]:
@@ -96,7 +96,7 @@ def limited(root: Path) -> Iterator[None]:
 
 
 @pytest.mark.parametrize(
-    ("refuse", "message"),
+    ("reject", "message"),
     [
         (full, "No space left on device"),
         (read_only, "Read-only file system"),
@@ -106,7 +106,7 @@ def limited(root: Path) -> Iterator[None]:
 )
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_training_goes_on_after_a_failed_save_and_none_of_its_files_is_left(
-    disk: Path, caplog: pytest.LogCaptureFixture, refuse: Refuse, message: str, asynchronous: bool
+    disk: Path, caplog: pytest.LogCaptureFixture, reject: Reject, message: str, asynchronous: bool
 ) -> None:
     def train(group: Group) -> tuple[list[bool], int, float]:
         made = []
@@ -115,7 +115,7 @@ def test_training_goes_on_after_a_failed_save_and_none_of_its_files_is_left(
         ) as checkpointer:
             for step in (1, 2, 3):
                 if step == 2:
-                    with refuse(disk) if group.rank == 0 else contextlib.nullcontext():
+                    with reject(disk) if group.rank == 0 else contextlib.nullcontext():
                         before = files_of(disk) if group.rank == 0 else {}
                         group.all_gather(b"")
                         made.append(checkpointer.maybe_save(2, lambda: state(group, 2.0)))

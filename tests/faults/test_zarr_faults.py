@@ -117,7 +117,7 @@ def test_files_of_others_are_never_removed_nor_overwritten(tmp_path: Path) -> No
     assert all((tmp_path / name).read_text() == "mine" for name in mine)
 
 
-def test_arrays_of_an_unfinished_save_by_others_are_refused_before_anything_is_written(
+def test_arrays_of_an_unfinished_save_by_others_raise_an_error_before_anything_is_written(
     tmp_path: Path,
 ) -> None:
     save(state(1.0), tmp_path, sharded_strategy=("zarr", 1))

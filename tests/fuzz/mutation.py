@@ -50,12 +50,15 @@ def checkpoint(backend: tuple[str, int]) -> Files:
     return {name: store.read(name, max_bytes=1 << 20) for name in store.names()}
 
 
-def places_in(tree: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+def positions_in(tree: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
     """Return the paths of all values in a JSON tree."""
     subdirectory = (
         tree.items() if isinstance(tree, dict) else enumerate(tree) if isinstance(tree, list) else ()
     )
-    return [path, *(location for key, value in subdirectory for location in places_in(value, (*path, key)))]
+    return [
+        path,
+        *(location for key, value in subdirectory for location in positions_in(value, (*path, key))),
+    ]
 
 
 def replaced(tree: Any, path: tuple[Any, ...], value: Any) -> Any:
@@ -70,7 +73,7 @@ def replaced(tree: Any, path: tuple[Any, ...], value: Any) -> Any:
 def with_document(files: Files, name: str, choose: Callable[[int], int]) -> Files:
     """Replace one value of a JSON document."""
     tree = json.loads(files[name])
-    locations = places_in(tree)
+    locations = positions_in(tree)
     tree = replaced(tree, locations[choose(len(locations))], HOSTILE[choose(len(HOSTILE))])
     return refitted({**files, name: json.dumps(tree).encode()}, name)
 
@@ -102,7 +105,7 @@ def with_header(files: Files, name: str, choose: Callable[[int], int]) -> Files:
     data = files[name]
     (length,) = struct.unpack("<Q", data[:8])
     tree = json.loads(data[8 : 8 + length])
-    locations = places_in(tree)
+    locations = positions_in(tree)
     text = json.dumps(
         replaced(tree, locations[choose(len(locations))], HOSTILE[choose(len(HOSTILE))])
     ).encode()

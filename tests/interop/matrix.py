@@ -226,10 +226,10 @@ def judge_one(read: Read, result: Outcome) -> tuple[str, str]:
     """Return what one reading adds to a cell."""
     if result.error.startswith("absent"):
         return ("cannot", result.error)
-    if read.refused:
+    if read.rejected:
         ok = read.text in result.error and result.error
         return (
-            ("cannot", read.refused)
+            ("cannot", read.rejected)
             if ok
             else ("wrong", f"expected {read.text!r}: {last_line(result.error) or 'passed'}")
         )

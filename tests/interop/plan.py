@@ -96,14 +96,14 @@ class Read:
         written: what is read.
         program: by whom.
         layout: at which layout.
-        refused: why the peer cannot; "" if it must.
+        rejected: why the peer cannot; "" if it must.
         text: part of the error that shows it.
     """
 
     written: Written
     program: Program
     layout: Layout
-    refused: str = ""
+    rejected: str = ""
     text: str = ""
 
 
@@ -235,7 +235,7 @@ def unsupported_reason(written: Written, reader: Program) -> tuple[str, str]:
             "not a distributed checkpoint",
         )
     if written.form == "fully_sharded_model_space" and reader is STOCK_NEW:
-        return "0.16 refuses every flattened_range", "flattened_range is not supported"
+        return "0.16 rejects every flattened_range", "flattened_range is not supported"
     if written.form == "fully_sharded_model_space" and reader is STOCK_DCP and written.program is STOCK_OLD:
         return (
             "0.12 stores flat slices under a global shape that DCP takes for the tensor's own",

@@ -28,7 +28,7 @@ def test_here_every_peer_reads_what_the_others_wrote_at_another_layout(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", [TORCH_DIST, ZARR_1, ZARR_3], ids=lambda b: f"{b[0]}{b[1]}")
-def test_every_cell_passes_or_says_why_that_peer_cannot(
+def test_every_cell_passes_or_reports_why_that_peer_cannot(
     backend: Backend, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
     if not request.config.getoption("--interop"):

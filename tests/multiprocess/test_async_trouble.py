@@ -42,14 +42,14 @@ from tests.writer_faults import (
 pytestmark = pytest.mark.multiprocess
 
 
-class Refused(Checkpointer):
-    _writer_hook = "tests.writer_faults:refusing"
+class WithRejectingStore(Checkpointer):
+    _writer_hook = "tests.writer_faults:rejecting"
 
 
 def test_tests_can_stand_between_a_writer_and_its_store(tmp_path: Path) -> None:
-    checkpointer = Refused(tmp_path, async_save=True, group=SingleProcess())
+    checkpointer = WithRejectingStore(tmp_path, async_save=True, group=SingleProcess())
     checkpointer.save(1, {"w": ShardedTensor.from_rank_offsets("w", torch.ones(4))})
-    with pytest.raises(StorageError, match="iter_0000001 is refused by the hook"):
+    with pytest.raises(StorageError, match="iter_0000001 is rejected by the hook"):
         checkpointer.close()
 
 
@@ -218,7 +218,7 @@ def test_nothing_survives_a_training_process_that_is_killed(rank_pool: RankPool,
 
 
 def fail_in_the_block(root: Path) -> None:
-    with Refused(root, async_save=True, group=SingleProcess()) as checkpointer:
+    with WithRejectingStore(root, async_save=True, group=SingleProcess()) as checkpointer:
         checkpointer.save(1, ones())
         raise KeyError("the user's own")
 
@@ -228,7 +228,7 @@ def test_the_error_that_ends_a_block_is_not_hidden_by_that_of_a_save(
 ) -> None:
     with pytest.raises(KeyError, match="the user's own"):
         fail_in_the_block(tmp_path)
-    assert "iter_0000001 is refused by the hook" in caplog.text
+    assert "iter_0000001 is rejected by the hook" in caplog.text
 
 
 def test_ctrl_c_while_a_state_is_copied_fails_that_save_and_no_other(

@@ -1,4 +1,4 @@
-"""torch.distributed.checkpoint over megackpt: saves and loads that fail, and what is refused."""
+"""torch.distributed.checkpoint over megackpt: saves and loads that fail, and what raises an error."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ def _save_twice_with_a_kept_plan(root: str) -> None:
 
 
 @pytest.mark.skipif("enable_plan_caching" not in arguments_of(DefaultSavePlanner), reason="keeps no plans")
-def test_plans_that_dcp_keeps_are_refused(rank_pool: RankPool, tmp_path: Path) -> None:
+def test_plans_that_dcp_keeps_raise_an_error(rank_pool: RankPool, tmp_path: Path) -> None:
     for outcome in rank_pool.outcomes(_save_twice_with_a_kept_plan, 2, str(tmp_path)):
         assert "enable_plan_caching lets DCP use the plan of an earlier save" in str(outcome.error)
     assert not (tmp_path / "1" / "metadata.json").exists()
@@ -189,7 +189,7 @@ def _load_wrongly(path: str, kind: str) -> None:
         ("damaged, own", "'w' .*digest differs"),
     ],
 )
-def test_a_load_that_fails_says_why_on_every_rank(
+def test_a_load_that_fails_reports_why_on_every_rank(
     kind: str, text: str, rank_pool: RankPool, tmp_path: Path
 ) -> None:
     for outcome in rank_pool.outcomes(_load_wrongly, 2, str(tmp_path / "step"), kind):
@@ -216,6 +216,8 @@ def test_what_the_checkpoint_lacks_stays_when_that_is_allowed(rank_pool: RankPoo
     "options",
     [{"exclude": ("w",)}, {"rename": {"a": "b"}}, {"exchange": "all_to_all"}, {"load_on_device": False}],
 )
-def test_options_that_a_dcp_load_does_not_follow_are_refused(options: dict[str, Any], tmp_path: Path) -> None:
+def test_options_that_a_dcp_load_does_not_follow_raise_an_error(
+    options: dict[str, Any], tmp_path: Path
+) -> None:
     with pytest.raises(megackpt.DeclarationError, match=f"does not follow LoadOptions.{next(iter(options))}"):
         MegackptStorageReader(tmp_path, options=megackpt.LoadOptions(**options))

@@ -1,4 +1,4 @@
-"""DTensors of any placement: what is stored of them, and what is refused."""
+"""DTensors of any placement: what is stored of them, and what raises an error."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def _data_nbytes(file: Path) -> int:
     return len(content) - 8 - int.from_bytes(content[:8], "little")
 
 
-def test_such_copies_that_differ_are_refused_naming_them(rank_pool: RankPool, tmp_path: Path) -> None:
+def test_such_copies_that_differ_raise_an_error_that_names_them(rank_pool: RankPool, tmp_path: Path) -> None:
     for outcome in rank_pool.outcomes(_copies, 4, str(tmp_path / "step"), "unequal"):
         assert isinstance(outcome.error, megackpt.MismatchError)
         assert outcome.error.key == "norm"
@@ -159,7 +159,7 @@ def test_copies_are_compared_and_stored_once_with_a_plan_that_was_kept(
         assert sum(_data_nbytes(file) for file in (tmp_path / step / "data").iterdir()) == 16
 
 
-def _refused(path: str, kind: str) -> None:
+def _error_of(path: str, kind: str) -> None:
     mesh = init_device_mesh("cpu", (2,))
     sharded = distribute_tensor(torch.arange(4.0), mesh, [Shard(0)])
     states: dict[str, Any] = {
@@ -196,10 +196,10 @@ def _refused(path: str, kind: str) -> None:
         ("tuple", megackpt.DeclarationError, r"a: a DTensor is inside of a tuple. Use a list or a dict"),
     ],
 )
-def test_what_cannot_be_saved_is_refused_saying_what_to_do(
+def test_what_cannot_be_saved_raises_an_error_with_what_to_do(
     kind: str, kept: type[Exception], text: str, rank_pool: RankPool, tmp_path: Path
 ) -> None:
-    for outcome in rank_pool.outcomes(_refused, 2, str(tmp_path / "step"), kind):
+    for outcome in rank_pool.outcomes(_error_of, 2, str(tmp_path / "step"), kind):
         with pytest.raises(kept, match=text):
             raise outcome.error or AssertionError("it was saved")
 
@@ -210,7 +210,7 @@ def _dtensor_in_an_entity(path: str) -> None:
     megackpt.save({"w": megackpt.ShardedTensor.from_rank_offsets("w", sharded)}, path)
 
 
-def test_a_dtensor_as_the_data_of_an_entity_is_refused(rank_pool: RankPool, tmp_path: Path) -> None:
+def test_a_dtensor_as_the_data_of_an_entity_raises_an_error(rank_pool: RankPool, tmp_path: Path) -> None:
     for outcome in rank_pool.outcomes(_dtensor_in_an_entity, 2, str(tmp_path / "step")):
         with pytest.raises(megackpt.DeclarationError, match=r"'w': data is a DTensor.*to_local"):
             raise outcome.error or AssertionError("it was saved")

@@ -292,7 +292,7 @@ def load_with_different_bounds(directory: Path) -> None:
     megackpt.load(replicated(False), directory, options=options)
 
 
-def test_ranks_that_do_not_agree_how_to_exchange_are_told_so(rank_pool: RankPool, tmp_path: Path) -> None:
+def test_ranks_that_choose_different_exchanges_raise_an_error(rank_pool: RankPool, tmp_path: Path) -> None:
     rank_pool.run(save_replicated, 2, tmp_path / "c")
     for outcome in rank_pool.outcomes(load_in_different_ways, 2, tmp_path / "c"):
         assert isinstance(outcome.error, MismatchError)

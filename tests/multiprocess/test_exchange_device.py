@@ -98,6 +98,6 @@ def test_tensors_on_a_device_are_loaded_through_the_host(
 def test_tensors_on_a_device_are_broadcast_between_devices(
     rank_pool: RankPool, tmp_path: Path, way: str
 ) -> None:
-    # The ranks share a device here, which gloo can broadcast on and NCCL refuses.
+    # The ranks share a device here, which gloo can broadcast on and NCCL rejects.
     (first,), (second,) = rank_pool.run(load_to, 2, tmp_path / "c", "cuda", way, False)
     assert first == second > 0

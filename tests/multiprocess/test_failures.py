@@ -134,7 +134,7 @@ UNLIKE = {
 
 
 @pytest.mark.parametrize("case", UNLIKE)
-def test_ranks_that_give_unlike_arguments_to_a_load_are_told_the_same_at_once(
+def test_ranks_that_give_unlike_arguments_to_a_load_raise_the_same_error_at_once(
     rank_pool: RankPool, tmp_path: Path, case: str
 ) -> None:
     rank_pool.run(save_well, 2, tmp_path / "c")
@@ -154,7 +154,7 @@ def take_different_steps() -> None:
         run_on_all_ranks(group, lambda: b"\xff", doing="reading" if first else "writing")
 
 
-def test_ranks_at_different_steps_are_told_so(rank_pool: RankPool) -> None:
+def test_ranks_at_different_steps_raise_an_error(rank_pool: RankPool) -> None:
     errors = [outcome.error for outcome in rank_pool.outcomes(take_different_steps, 3)]
     for error, other in (
         (errors[0], "rank(s) 1, 2 sent what belongs to 'writing' while"),

@@ -167,7 +167,7 @@ def test_copies_of_hybrid_sharding_are_stored_once(rank_pool: RankPool, tmp_path
 
 
 def _several(root: str) -> list[Any]:
-    """Several shards on one rank, none on others, columns and rows; and what is refused."""
+    """Several shards on one rank, none on others, columns and rows; and which shards raise an error."""
     rank = dist.get_rank()
     rows = {0: [slice(0, 2), slice(5, 7)], 2: [slice(2, 5)]}
 
@@ -200,13 +200,13 @@ def _several(root: str) -> list[Any]:
     for state in ({"bare": bare}, {"sparse": sparse}, inside):
         for call in (megackpt.save, megackpt.load):
             try:
-                call(state, f"{root}/0" if call is megackpt.load else f"{root}/refused")
+                call(state, f"{root}/0" if call is megackpt.load else f"{root}/rejected")
             except megackpt.CheckpointError as error:
                 found.append(str(error))
     return found
 
 
-def test_any_shards_load_into_any_others_and_what_has_none_is_refused(
+def test_any_shards_load_into_any_others_and_what_has_none_raises_an_error(
     rank_pool: RankPool, tmp_path: Path
 ) -> None:
     for output in rank_pool.run(_several, 4, str(tmp_path)):

@@ -47,7 +47,7 @@ def meet_differently() -> None:
         group.gather(b"\xff" * 300)
 
 
-def test_ranks_in_collectives_of_different_kinds_raise_an_error_that_says_so(rank_pool: RankPool) -> None:
+def test_ranks_in_collectives_of_different_kinds_raise_an_error_that_names_both(rank_pool: RankPool) -> None:
     errors = [outcome.error for outcome in rank_pool.outcomes(meet_differently, 3)]
     assert all(isinstance(error, RankFailedError) for error in errors)
     for error in errors:

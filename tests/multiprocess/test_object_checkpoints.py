@@ -200,7 +200,7 @@ def test_pins_metrics_and_the_tracker_are_next_to_the_steps(s3_proxy: FaultyProx
     assert checkpointer.load({}) == {"value": 5}
 
 
-def test_training_survives_a_store_that_refuses(
+def test_training_survives_a_store_that_rejects_writes(
     s3_proxy: FaultyProxy, caplog: pytest.LogCaptureFixture
 ) -> None:
     options = options_for(s3_proxy.port, max_retries=1)
@@ -296,14 +296,14 @@ def test_with_one_request_in_twenty_spoiled_nothing_is_lost(
     assert left == {"iter_0000003", "iter_0000004", "latest_checkpointed_iteration.txt"}
 
 
-def _refused_save(url: str, options: ObjectOptions) -> str:
+def _failing_save(url: str, options: ObjectOptions) -> str:
     rank, ranks = dist.get_rank(), dist.get_world_size()
     with pytest.raises(StorageError) as caught:
         megackpt.save(state(rank, ranks, axis=0, seed=2), ObjectStore(url, options=options))
     return str(caught.value)
 
 
-def test_a_save_that_the_store_refuses_leaves_the_previous_one(
+def test_a_save_that_the_store_rejects_leaves_the_previous_one(
     rank_pool: RankPool, s3_server: S3Server, s3_proxy: FaultyProxy
 ) -> None:
     url, options = new_url(), options_for(s3_proxy.port, max_retries=1)
@@ -311,7 +311,7 @@ def test_a_save_that_the_store_refuses_leaves_the_previous_one(
     megackpt.save(state(0, 1, axis=0, seed=1), store, group=SingleProcess())
     before = store.names()
     s3_proxy.choose = lambda kind, path: "503" if kind == "complete" else ""
-    texts = rank_pool.run(_refused_save, 2, url, options)
+    texts = rank_pool.run(_failing_save, 2, url, options)
     assert texts[0] == texts[1]
     assert "cannot write: the server answered 503" in texts[0]
     assert store.names() == before

@@ -106,7 +106,7 @@ def _scatter_uneven() -> None:
     scatter_sequence(torch.zeros(3, 2), groups.tp)
 
 
-def test_a_sequence_that_does_not_divide_is_refused_on_every_rank(rank_pool: RankPool) -> None:
+def test_a_sequence_that_does_not_divide_raises_an_error_on_every_rank(rank_pool: RankPool) -> None:
     for rank, outcome in enumerate(rank_pool.outcomes(_scatter_uneven, 2)):
         assert isinstance(outcome.error, DeclarationError)
         assert "dim 0 of a tensor of shape (3, 2) cannot be cut into 2" in str(outcome.error)
@@ -135,7 +135,7 @@ def _groups_of(layout: ParallelLayout) -> dict[str, tuple[int, int, tuple[int, .
     ],
     ids=str,
 )
-def test_groups_join_the_ranks_that_the_layout_says(rank_pool: RankPool, layout: ParallelLayout) -> None:
+def test_groups_join_the_ranks_of_the_layout(rank_pool: RankPool, layout: ParallelLayout) -> None:
     for rank, seen in enumerate(rank_pool.run(_groups_of, 4, layout)):
         offline = ParallelGroups.offline(layout, rank)
         for name, (size, index, ranks, total) in seen.items():

@@ -48,18 +48,18 @@ def _save_and_go_on(root: str) -> tuple[bytes, bool]:
     model, optimizer = build(1)
     for seed in range(2):
         train_step(model, optimizer, seed)
-    refused = False
+    rejected = False
     try:
-        megackpt.save(state_of(model, optimizer), f"{root}/refused")
+        megackpt.save(state_of(model, optimizer), f"{root}/rejected")
     except CommonStateError as error:
-        refused = "model['1.running_mean']" in str(error)
+        rejected = "model['1.running_mean']" in str(error)
     megackpt.save(state_of(model, optimizer), f"{root}/sync", options=RANK_0S)
     with Checkpointer(f"{root}/async", async_save=True, save_options=RANK_0S) as checkpointer:
         for step in (1, 2):  # the second takes the plan of the first
             checkpointer.save(step, state_of(model, optimizer))
             checkpointer.wait()
     train_step(model, optimizer, 2)
-    return bits(model), refused
+    return bits(model), rejected
 
 
 def _resume(location: str, exchange: Any) -> bytes:
@@ -74,7 +74,7 @@ def _resume(location: str, exchange: Any) -> bytes:
 
 def test_training_goes_on_bit_for_bit(rank_pool: RankPool, tmp_path: Path) -> None:
     found = rank_pool.run(_save_and_go_on, 2, str(tmp_path))
-    assert [refused for _, refused in found] == [True, True]
+    assert [rejected for _, rejected in found] == [True, True]
     trained = found[0][0]
     for location, exchange in (("sync", "direct"), ("async/iter_0000002", "all_to_all")):
         data = sorted(file.stat().st_size for file in (tmp_path / location / "data").iterdir())

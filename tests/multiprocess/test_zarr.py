@@ -112,7 +112,7 @@ def save_bad_key(directory: str) -> str:
     return "saved"
 
 
-def test_a_key_that_one_rank_cannot_store_is_refused_on_all(tmp_path: Path, rank_pool: RankPool) -> None:
+def test_a_key_that_one_rank_cannot_store_raises_an_error_on_all(tmp_path: Path, rank_pool: RankPool) -> None:
     found = rank_pool.run(save_bad_key, 2, str(tmp_path / "c"))
     assert found == ["DeclarationError up/../../x"] * 2
     assert not [p for p in tmp_path.rglob("*") if p.is_file()]

@@ -16,7 +16,7 @@ class TestNpyFiles(FormatConformance):
         return megackpt_npyfiles.FORMAT
 
 
-def test_it_is_found_by_its_name_and_by_what_a_manifest_says() -> None:
+def test_it_is_found_by_its_name_and_by_a_manifest() -> None:
     assert isinstance(save_strategy("npyfiles"), megackpt_npyfiles.Save)
     manifest = {"sharded_backend": "npyfiles", "sharded_backend_version": 1}
     assert isinstance(load_strategy(manifest, where="here"), megackpt_npyfiles.Load)

@@ -64,6 +64,6 @@ def test_what_cannot_be_loaded_and_what_is_not_known_is_named() -> None:
         megackpt.load(tensor(0), "nowhere://x")
 
 
-def test_a_package_does_not_take_the_place_of_our_object_stores() -> None:
+def test_a_package_does_not_replace_our_object_stores() -> None:
     assert not isinstance(open_store("s3://bucket/run"), ShelfStore)
     assert isinstance(open_store("s3://bucket/run"), ObjectStore)

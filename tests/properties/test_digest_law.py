@@ -123,7 +123,7 @@ def test_parts_of_chunks_from_anywhere_and_of_any_length_make_up_the_digest(
 
 @settings(deadline=None)
 @given(data=st.data(), shape=st.lists(st.integers(1, 6), max_size=4).map(tuple))
-def test_runs_are_the_places_of_the_bytes_of_a_box(data: st.DataObject, shape: tuple[int, ...]) -> None:
+def test_runs_are_the_positions_of_the_bytes_of_a_box(data: st.DataObject, shape: tuple[int, ...]) -> None:
     location = np.arange(math.prod(shape) * 2).reshape(*shape, 2)
     for box in data.draw(boxes(shape)):
         if box.numel:

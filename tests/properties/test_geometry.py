@@ -19,7 +19,7 @@ def test_fragments_tile_the_dim_without_gap_or_overlap(rows: int, parts: int) ->
     assert [e for start, stop in shares for e in range(start, stop)] == list(range(rows))
 
 
-def test_split_range_refuses_a_part_that_does_not_exist() -> None:
+def test_split_range_rejects_a_part_that_does_not_exist() -> None:
     with pytest.raises(GeometryError, match=r"part 4 of 10 elements in 4 parts.*0 <= index < parts"):
         split_range(10, parts=4, index=4)
 

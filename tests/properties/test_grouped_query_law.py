@@ -81,7 +81,7 @@ def test_any_layout_loads_what_any_other_saved(
     SimulatedWorld(target.world_size).run(load_rank)
 
 
-def test_a_copy_that_is_declared_as_a_main_replica_is_refused() -> None:
+def test_a_copy_that_is_declared_as_a_main_replica_raises_an_error() -> None:
     layout = ParallelLayout(tp=4)
 
     def save_rank(group: Group) -> None:

@@ -1,7 +1,7 @@
 """Chunks that overlap, and chunks that leave gaps: a load gives stored elements only, or raises.
 
 The reference paints every stored chunk, in the order of the index, into an array of the whole shape: that is
-what a load has to give, and an element that no chunk has is one that it has to refuse.
+what a load has to give, and an element that no chunk has is one that it has to reject.
 """
 
 from __future__ import annotations

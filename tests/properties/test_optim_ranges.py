@@ -72,7 +72,7 @@ def test_parameters_are_packed_in_reverse_order_of_registration() -> None:
     assert layout.buckets == (FlatRange(0, 50), FlatRange(50, 60))
 
 
-def test_sizes_that_cannot_be_packed_are_refused() -> None:
+def test_sizes_that_cannot_be_packed_raise_an_error() -> None:
     with pytest.raises(GeometryError, match=r"sizes \[-1\] for dp=2.*Give sizes >= 0"):
         plan_buffer([-1], dp=2, bucket_size=10)
     with pytest.raises(GeometryError, match=r"dp=0.*others >= 1"):

@@ -37,9 +37,9 @@ class Reader:
         self.capacity, self.consumed = capacity, 0
         self.news = threading.Condition()
         self.beats = 0
-        self.stream = StagedStream(self.tell, Heartbeat(self.tell))
+        self.stream = StagedStream(self.send, Heartbeat(self.send))
 
-    def tell(self, message: FromWriter) -> None:
+    def send(self, message: FromWriter) -> None:
         if isinstance(message, AliveMessage):
             self.beats += 1
             return

@@ -243,7 +243,7 @@ def a_rank_declares_a_box_twice(w: World) -> Found:
 
 
 @fault
-def a_box_stands_at_the_place_of_another(w: World) -> Found:
+def a_box_has_the_position_of_another(w: World) -> Found:
     tp = int(w.rng.integers(0, TP))
     here, there = rank_of(0, tp, 0), rank_of(0, 1 - tp, 0)
     w.spoil(there, "regular", global_offset=w.tensor(here, "regular").global_offset)
@@ -664,7 +664,7 @@ def keys_of_common_state_come_in_another_order(w: World) -> None:
     ],
     ids=lambda fn: fn.__name__,
 )
-def test_what_is_still_saved_exactly_once_is_not_refused(change: Callable[[World], None], seed: int) -> None:
+def test_what_is_still_saved_exactly_once_raises_no_error(change: Callable[[World], None], seed: int) -> None:
     world, store = valid_world(seed), MemoryStore()
     change(world)
     assert outcomes_of(world, store) == [None] * RANKS

@@ -1,4 +1,4 @@
-"""The proof of coverage against counting every element, and valid worlds that it must not refuse."""
+"""The proof of coverage against counting every element, and valid worlds that it must not reject."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def test_too_many_faults_of_one_array_are_named_by_the_box_around_them(
 
 @settings(max_examples=sample_of(300), deadline=None, suppress_health_check=list(HealthCheck))
 @given(data=st.data(), ranks=st.integers(1, 4), grid=st.lists(st.integers(1, 3), max_size=2))
-def test_a_valid_world_is_never_refused(data: st.DataObject, ranks: int, grid: list[int]) -> None:
+def test_a_valid_world_never_raises_an_error(data: st.DataObject, ranks: int, grid: list[int]) -> None:
     entities: list[list[ShardedTensor | ShardedObject]] = [[] for _ in range(ranks)]
     for number, array in enumerate(data.draw(st.lists(arrays(), max_size=4))):
         for owned in data.draw(owned_chunks(tuple(array.shape), ranks=ranks)):

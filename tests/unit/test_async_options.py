@@ -1,4 +1,4 @@
-"""What asynchronous saving refuses before anything is started."""
+"""What asynchronous saving rejects before anything is started."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Unsendable(NativeSaveStrategy):
         self.made = (n for n in range(3))
 
 
-def test_a_strategy_that_cannot_be_sent_to_the_writer_is_refused() -> None:
+def test_a_strategy_that_cannot_be_sent_to_the_writer_raises_an_error() -> None:
     class Local(NativeSaveStrategy):
         pass
 
@@ -45,7 +45,7 @@ def test_a_strategy_that_cannot_be_sent_to_the_writer_is_refused() -> None:
     assert sendable(strategy) is strategy
 
 
-def test_memory_that_cannot_be_allocated_is_an_error_that_says_what_to_do() -> None:
+def test_memory_that_cannot_be_allocated_is_an_error_with_what_to_do() -> None:
     arena = StagingMemory()
     with pytest.raises(
         StorageError, match=r"cannot be allocated .* AsyncOptions.staging_bytes a smaller number"

@@ -26,7 +26,7 @@ VAST = 2**40
         (MAX_CHUNKS + 1, "has 4,194,305 chunks, more than the 4,194,304"),
     ],
 )
-def test_an_array_of_zarr_with_too_many_chunks_is_refused_before_its_files_are_looked_for(
+def test_an_array_of_zarr_with_too_many_chunks_raises_an_error_before_its_files_are_looked_for(
     tmp_path: Path, count: int, message: str
 ) -> None:
     save({"a": ShardedTensor.from_rank_offsets("a", torch.ones(3))}, tmp_path, ("zarr", 1))
@@ -40,7 +40,7 @@ def test_an_array_of_zarr_with_too_many_chunks_is_refused_before_its_files_are_l
 
 
 @pytest.mark.parametrize("exchange", ["direct", "all_to_all"])
-def test_an_object_that_is_longer_than_its_file_is_refused_before_memory_is_taken(
+def test_an_object_that_is_longer_than_its_file_raises_an_error_before_memory_is_taken(
     tmp_path: Path, exchange: str
 ) -> None:
     build_base(NATIVE, tmp_path / "c")
@@ -64,7 +64,7 @@ def test_an_object_that_is_longer_than_its_file_is_refused_before_memory_is_take
         assert "It was cut short" in str(outcome)
 
 
-def test_an_array_that_ends_behind_its_file_is_refused_before_any_chunk_is_read(tmp_path: Path) -> None:
+def test_an_array_that_ends_behind_its_file_raises_an_error_before_any_chunk_is_read(tmp_path: Path) -> None:
     save({"a": ShardedTensor.from_rank_offsets("a", torch.ones(100_000))}, tmp_path)
     (file,) = (tmp_path / "data").iterdir()
     with file.open("r+b") as opened:

@@ -120,7 +120,7 @@ def test_a_decode_function_that_raises_is_named_with_the_path() -> None:
         unpack(blob, where="f")
 
 
-def test_an_unknown_registered_name_says_what_to_import(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unknown_registered_name_is_an_error_with_what_to_import(monkeypatch: pytest.MonkeyPatch) -> None:
     register_codec(Color, "test.Color")
     blob = pack({"a": [Color.RED]})
     monkeypatch.setattr(REGISTRY, "_by_name", {})

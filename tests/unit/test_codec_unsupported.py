@@ -25,7 +25,7 @@ class MyDict(dict[str, int]):
 
 
 class Slot:
-    """Anything: refused by default."""
+    """Anything: rejected by default."""
 
 
 WRAPPERS: list[Callable[[object], object]] = [
@@ -43,7 +43,7 @@ WRAPPERS: list[Callable[[object], object]] = [
 ]
 
 
-REFUSED = [
+REJECTED = [
     (
         Slot(),
         r"A value of type .*test_codec_unsupported\.Slot has no codec, "
@@ -92,7 +92,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(
-    ("value", "reason"), REFUSED, ids=lambda item: item[:25] if isinstance(item, str) else ""
+    ("value", "reason"), REJECTED, ids=lambda item: item[:25] if isinstance(item, str) else ""
 )
 def test_rejected_values_are_named_by_path_type_and_remedy(value: object, reason: str) -> None:
     tree = {"args": argparse.Namespace(optimizer={"layers.0": [0, value]})}

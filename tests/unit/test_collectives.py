@@ -65,7 +65,7 @@ def test_a_failure_of_one_rank_is_that_of_all(kind: str) -> None:
 
 @kinds
 @pytest.mark.parametrize("other", ["run_on_all_ranks", "run_and_compare"])
-def test_ranks_that_compare_while_others_do_something_else_are_told_so(kind: str, other: str) -> None:
+def test_ranks_that_compare_while_others_do_something_else_raise_an_error(kind: str, other: str) -> None:
     def run(simulated: Group) -> object:
         group = KINDS[kind](simulated)
         if group.rank == 1 and other == "run_on_all_ranks":
@@ -93,7 +93,7 @@ def test_rank_0_gives_each_rank_its_part_and_gathers_what_they_have(kind: str, r
 
 
 @kinds
-def test_what_rank_0_finds_wrong_with_others_is_said_as_it_is(kind: str) -> None:
+def test_what_rank_0_finds_wrong_with_others_is_reported_unchanged(kind: str) -> None:
     def find() -> list[bytes]:
         raise CoverageError("nobody saves 'w'", key="w", rank=2)
 

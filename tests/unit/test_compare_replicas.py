@@ -103,7 +103,7 @@ def test_copies_that_differ_are_named_on_all_ranks_and_nothing_is_written(
     assert len({str(found) for found in outcomes}) == 1
 
 
-def test_warn_says_the_same_and_saves(caplog: pytest.LogCaptureFixture) -> None:
+def test_warn_logs_the_same_text_and_saves(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
         outcomes, store = outcome(change_one, SaveOptions(compare_replicas=Policy.WARN))
     assert not any(isinstance(o, BaseException) for o in outcomes)
@@ -117,7 +117,7 @@ def test_nothing_is_compared_unless_asked() -> None:
     assert not any(isinstance(o, BaseException) for o in outcomes)
 
 
-def test_ranks_that_do_not_all_compare_are_refused() -> None:
+def test_ranks_that_do_not_all_compare_raise_an_error() -> None:
     def save_rank(group: Group) -> None:
         options = ERROR if group.rank == 1 else SaveOptions()
         save(state(group.rank, nothing), MemoryStore(), options=options, group=group)

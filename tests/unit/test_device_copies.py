@@ -106,7 +106,7 @@ def test_copies_that_nobody_takes_give_their_buffers_back() -> None:
     assert buffers.nbytes == (AHEAD + 1) * 8
 
 
-def test_buffers_are_used_again_and_no_more_of_them_kept_than_said() -> None:
+def test_buffers_are_used_again_and_no_more_of_them_kept_than_the_limit() -> None:
     buffers = HostBuffers(32, limit=2)
     taken = [buffers.take() for _ in range(5)]
     assert len({buffer.data_ptr() for buffer in taken}) == 5
@@ -124,7 +124,7 @@ def test_a_buffer_made_in_inference_mode_is_filled_outside_of_it() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.int16, torch.int64, torch.complex128])
-def test_blocks_go_up_packed_and_to_their_places_from_several_threads(dtype: torch.dtype) -> None:
+def test_blocks_go_up_packed_and_to_their_positions_from_several_threads(dtype: torch.dtype) -> None:
     stored = torch.arange(600).to(dtype).reshape(20, 30)
     data = memoryview(stored.numpy().tobytes())
     target = torch.zeros(30, 20, dtype=dtype)

@@ -23,7 +23,7 @@ MODULES = [found.name for found in FOUND if not found.ispkg and has_examples(fou
 
 
 @pytest.mark.parametrize("name", MODULES)
-def test_the_examples_of_a_module_do_what_they_say(
+def test_the_examples_of_a_module_print_what_they_show(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)

@@ -140,7 +140,7 @@ def test_the_order_of_cuts_can_be_given() -> None:
         assert plain == mesh_boxes((8,), (2, 2), at, [MeshCut(0, 2), MeshCut(0)])
 
 
-def test_a_mesh_that_does_not_fit_is_refused() -> None:
+def test_a_mesh_that_does_not_fit_raises_an_error() -> None:
     for mesh, at, cut in (((2,), (2,), MeshCut(0)), ((2,), (0, 0), MeshCut(0)), ((2,), (0,), MeshCut(1))):
         with pytest.raises(megackpt.GeometryError, match="do not fit an array of shape"):
             mesh_boxes((4,), mesh, at, [cut])

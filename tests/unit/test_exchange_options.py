@@ -1,4 +1,4 @@
-"""What is refused about exchanges, and what a report says of them."""
+"""Which options of exchanges raise an error, and what a report has about exchanges."""
 
 from __future__ import annotations
 
@@ -40,12 +40,12 @@ def state(replica: int = 0) -> dict[str, ShardedTensor]:
         ({"cpu_transfer": False, "exchange": "all_to_all"}, "only 'broadcast' and 'two_stage'"),
     ],
 )
-def test_options_that_make_no_sense_are_refused(options: dict[str, Any], message: str) -> None:
+def test_options_that_make_no_sense_raise_an_error(options: dict[str, Any], message: str) -> None:
     with pytest.raises(DeclarationError, match=message):
         LoadOptions(**options)
 
 
-def test_groups_that_make_no_sense_are_refused() -> None:
+def test_groups_that_make_no_sense_raise_an_error() -> None:
     store = MemoryStore()
     save(state(), store)
     with pytest.raises(

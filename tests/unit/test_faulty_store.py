@@ -47,7 +47,7 @@ def test_faulty_store_fails_at_each_operation_in_turn(tmp_path: Path, index: int
     assert not LocalStore(tmp_path).exists("commit")
 
 
-def test_faulty_store_fails_where_a_function_says_and_may_do_the_work_first() -> None:
+def test_faulty_store_fails_where_a_function_chooses_and_may_do_the_work_first() -> None:
     inner = MemoryStore()
     store = FaultyStore(
         inner, fail_at=lambda op: op.kind == "replace", error=access_denied, after=True, kinds={"replace"}

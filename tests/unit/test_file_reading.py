@@ -150,12 +150,12 @@ def test_a_file_system_that_has_no_direct_reads_is_read_through_its_cache(
     monkeypatch.setattr(file_reader, "is_cached", lambda *_: False)
     real = os.preadv
 
-    def refuse(descriptor: int, buffers: list[memoryview], offset: int) -> int:
+    def reject(descriptor: int, buffers: list[memoryview], offset: int) -> int:
         if fcntl.fcntl(descriptor, fcntl.F_GETFL) & rawio._O_DIRECT:
-            raise OSError(errno.EINVAL, "direct I/O is refused")
+            raise OSError(errno.EINVAL, "direct I/O is not supported")
         return real(descriptor, buffers, offset)
 
-    monkeypatch.setattr(os, "preadv", refuse)
+    monkeypatch.setattr(os, "preadv", reject)
     out = bytearray(NBYTES - 5)
     store.read_into("a", 5, memoryview(out))
     assert out == content[5:]
@@ -167,13 +167,13 @@ def test_a_rejection_that_another_thread_got_first_is_no_error(
     monkeypatch.setattr(file_reader, "is_cached", lambda *_: False)
     real = os.preadv
 
-    def refuse(descriptor: int, buffers: list[memoryview], offset: int) -> int:
+    def reject(descriptor: int, buffers: list[memoryview], offset: int) -> int:
         if fcntl.fcntl(descriptor, fcntl.F_GETFL) & rawio._O_DIRECT:
             rawio.disable_direct(descriptor)  # the other thread, which comes through here before this one
-            raise OSError(errno.EINVAL, "direct I/O is refused")
+            raise OSError(errno.EINVAL, "direct I/O is not supported")
         return real(descriptor, buffers, offset)
 
-    monkeypatch.setattr(os, "preadv", refuse)
+    monkeypatch.setattr(os, "preadv", reject)
     out = bytearray(NBYTES)
     store.read_into("a", 0, memoryview(out))
     assert out == content

@@ -153,7 +153,7 @@ def test_an_object_of_another_class_is_not_a_strategy() -> None:
         save_strategy(Capabilities())  # type: ignore[arg-type]
 
 
-def test_the_defaults_of_chunks_say_that_nothing_is_known() -> None:
+def test_the_defaults_of_chunks_are_that_nothing_is_known() -> None:
     class Plain(Chunks):
         def describe(self, row: int) -> str:
             return ""

@@ -178,7 +178,7 @@ def test_half_precision_weights_are_the_rounded_full_ones() -> None:
         assert torch.equal(a.bfloat16(), b)
 
 
-def test_a_parameter_without_an_initial_rule_is_refused() -> None:
+def test_a_parameter_without_an_initial_rule_raises_an_error() -> None:
     model = GPT(CONFIG, ONE)
     model.gain = torch.nn.Parameter(torch.ones(1))
     with pytest.raises(DeclarationError, match=r"'gain'.*no rule.*models/init\.py") as caught:
@@ -299,12 +299,12 @@ def test_training_on_a_gpu_continues_bit_for_bit_after_the_streams_are_restored(
         ({"dropout": 1.0}, r"dropout is 1\.0.*\[0, 1\)"),
     ],
 )
-def test_sizes_that_make_no_model_are_refused(changes: dict[str, object], message: str) -> None:
+def test_sizes_that_make_no_model_raise_an_error(changes: dict[str, object], message: str) -> None:
     with pytest.raises(DeclarationError, match=message):
         replace(CONFIG, **changes)
 
 
-def test_a_layout_that_cannot_hold_the_model_is_refused_with_all_reasons() -> None:
+def test_a_layout_that_does_not_fit_the_model_raises_an_error_with_all_reasons() -> None:
     config = replace(CONFIG, num_heads=6, hidden_size=24, num_query_groups=6, ffn_hidden_size=6)
     with pytest.raises(DeclarationError) as caught:
         GPT(config, ParallelGroups.offline(ParallelLayout(tp=4, pp=5), 0))
@@ -320,11 +320,11 @@ def test_a_layout_that_cannot_hold_the_model_is_refused_with_all_reasons() -> No
         assert reason in str(caught.value)
 
 
-def test_a_sequence_longer_than_the_model_is_made_for_is_refused() -> None:
+def test_a_sequence_longer_than_the_model_is_made_for_raises_an_error() -> None:
     with pytest.raises(DeclarationError, match=r"9 tokens.*seq_length is 8.*Cut them"):
         GPT(CONFIG, ONE)(torch.zeros(1, 9, dtype=torch.int64))
 
 
-def test_dropout_without_streams_is_refused() -> None:
+def test_dropout_without_streams_raises_an_error() -> None:
     with pytest.raises(DeclarationError, match=r"dropout of 0\.1.*rng"):
         GPT(replace(CONFIG, dropout=0.1), ONE)

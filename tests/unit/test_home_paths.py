@@ -70,7 +70,7 @@ def test_commands_find_the_home_directory(home: Path, capsys: pytest.CaptureFixt
     capsys.readouterr()
 
 
-def test_a_file_in_the_place_of_a_directory_is_named_and_nobody_else_is_blamed(tmp_path: Path) -> None:
+def test_a_file_where_a_directory_is_needed_is_named_and_nobody_else_is_blamed(tmp_path: Path) -> None:
     file = tmp_path / "file"
     file.write_text("x")
     for path in (file, file / "below" / "it"):

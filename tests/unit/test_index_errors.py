@@ -75,7 +75,7 @@ def test_damage_elsewhere_neither_stops_a_load_nor_is_believed() -> None:
 
 
 @pytest.mark.parametrize(("change", "error"), [(-1, IntegrityError), (1, FormatError)])
-def test_an_index_of_another_length_is_refused(change: int, error: type[CheckpointError]) -> None:
+def test_an_index_of_another_length_raises_an_error(change: int, error: type[CheckpointError]) -> None:
     store, message, stored = small()
     data = store.read("index", max_bytes=2**30)
     store.write("index", data[:change] if change < 0 else data + b"\0")
@@ -148,7 +148,7 @@ def cut(name: str) -> Callable[[dict[str, Any]], object]:
         (lambda columns: columns.update(nbytes=columns["nbytes"].astype(np.uint8)), "column 'nbytes' is U8"),
     ],
 )
-def test_a_head_that_lies_is_refused(edit: Callable[[dict[str, Any]], object], match: str) -> None:
+def test_a_head_that_lies_raises_an_error(edit: Callable[[dict[str, Any]], object], match: str) -> None:
     with pytest.raises(FormatError, match=f"index: .*{match}"):
         ask(*forged(edit))
 
@@ -187,7 +187,7 @@ def test_digests_of_arrays_are_read_with_the_head_or_the_whole_index(whole_bytes
     ],
     ids=str,
 )
-def test_digests_of_arrays_that_do_not_fit_them_are_refused(columns: Any, whole_bytes: int) -> None:
+def test_digests_of_arrays_that_do_not_fit_them_raise_an_error(columns: Any, whole_bytes: int) -> None:
     store, message, _ = forged(with_digests(**columns))
     with pytest.raises(FormatError, match=r"index: .*(array\.(has_)?crc64nvme'|digests of arrays).* damaged"):
         index_reader.open_index(store, message, whole_bytes=whole_bytes)
@@ -215,7 +215,7 @@ def test_damage_to_digests_of_arrays_is_found() -> None:
         ({"block_digests": 2**63}, "are the head"),
     ],
 )
-def test_an_entry_that_lies_is_refused(entry: Json, match: str) -> None:
+def test_an_entry_that_lies_raises_an_error(entry: Json, match: str) -> None:
     store, message, stored = small()
     message["index"]["head"] |= entry
     with pytest.raises(FormatError, match=f"index: .*({match})"):
@@ -253,7 +253,7 @@ def with_header(edit: Callable[[Json], object]) -> tuple[MemoryStore, Json, Stor
         (lambda h: h.update(nbytes=[1]), "its header is malformed"),
     ],
 )
-def test_a_header_that_lies_is_refused(edit: Callable[[Json], object], match: str) -> None:
+def test_a_header_that_lies_raises_an_error(edit: Callable[[Json], object], match: str) -> None:
     with pytest.raises(FormatError, match=f"index: {match}"):
         ask(*with_header(edit))
 
@@ -264,7 +264,7 @@ def test_a_column_without_elements_may_not_claim_any_extent() -> None:
         require(columns, "global_shape", ("I64",), (-1, -1), "index")
 
 
-def test_a_head_without_a_header_is_refused() -> None:
+def test_a_head_without_a_header_raises_an_error() -> None:
     store, message, stored = small()
     for text in (b"[" * 10_000, b"null", b"\xff" * 50, b'{"a":1}'):
         head = len(text).to_bytes(8, "little") + text
@@ -291,7 +291,9 @@ def test_a_head_without_a_header_is_refused() -> None:
         ("files", 0, StorageError, "is absolute"),
     ],
 )
-def test_rows_that_lie_are_refused(name: str, value: int, error: type[CheckpointError], match: str) -> None:
+def test_rows_that_lie_raise_an_error(
+    name: str, value: int, error: type[CheckpointError], match: str
+) -> None:
     store, _, stored = small()
     row = 64 + 16
     if name == "files":
@@ -307,12 +309,12 @@ def test_rows_that_lie_are_refused(name: str, value: int, error: type[Checkpoint
         ask(store, message, stored)
 
 
-def test_a_block_with_more_digests_than_its_rows_is_refused() -> None:
+def test_a_block_with_more_digests_than_its_rows_raises_an_error() -> None:
     with pytest.raises(FormatError, match="index: of the chunks 64:96 some have more or fewer digests"):
         ask(*forged(put("block.digest_start", 6, 193)))
 
 
-def test_a_row_with_more_digests_than_its_block_is_refused() -> None:
+def test_a_row_with_more_digests_than_its_block_raises_an_error() -> None:
     store, _, stored = small()
     arrays = tuple(replace(a, dtype="object") for a in stored.table.arrays)  # of any length
     ones = np.ones(len(stored), np.int64)

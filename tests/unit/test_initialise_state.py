@@ -199,7 +199,7 @@ def test_modes_that_log_log_it(tmp_path: Path, strict: Any, caplog: pytest.LogCa
         (LoadOptions(exclude=("optimizer.*",)), "assume_ok_unexpected"),
     ],
 )
-def test_what_is_said_to_be_left_out_is(tmp_path: Path, options: LoadOptions, strict: Any) -> None:
+def test_what_is_listed_as_left_out_is(tmp_path: Path, options: LoadOptions, strict: Any) -> None:
     save(moments(), tmp_path / "c")
     load(NOTHING, tmp_path / "c", strict=strict, options=options)
     load({}, tmp_path / "c")
@@ -223,7 +223,7 @@ def test_what_another_rank_asks_for_is_not_lost(tmp_path: Path) -> None:
         assert "'optimizer.state': 1 keys, 'optimizer.state.0.exp_avg' for one" in str(outcome)
 
 
-def test_dcp_with_our_planner_refuses_it_too(tmp_path: Path) -> None:
+def test_dcp_with_our_planner_raises_the_error_too(tmp_path: Path) -> None:
     model = model_of()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     train_step(model, optimizer, 0)

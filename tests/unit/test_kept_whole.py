@@ -47,7 +47,9 @@ def test_an_array_of_a_dtype_that_cannot_be_loaded_is_no_missing_key(with_comple
         load_plain_tensors(with_complex32)
 
 
-def test_a_conversion_that_would_leave_an_array_out_is_refused(with_complex32: Path, tmp_path: Path) -> None:
+def test_a_conversion_that_would_leave_an_array_out_raises_an_error(
+    with_complex32: Path, tmp_path: Path
+) -> None:
     source, target = LocalStore(with_complex32), LocalStore(tmp_path / "new")
     with pytest.raises(FormatError, match=r"'z' is stored as complex32"):
         convert(source, target, ("megackpt", 1))
@@ -67,7 +69,7 @@ def test_common_state_of_the_save_before_is_not_that_of_what_dcp_saved_over_it(
 
 
 @pytest.mark.parametrize("content", [None, {"a": 1}], ids=["without", "with content metadata"])
-def test_a_key_of_the_users_that_zarr_1_uses_itself_is_refused(tmp_path: Path, content: object) -> None:
+def test_a_key_of_the_users_that_zarr_1_uses_itself_raises_an_error(tmp_path: Path, content: object) -> None:
     state = {"w": tensor("w"), "content_metadata": "mine"}
     with pytest.raises(UnserializableError, match="state dict has this key"):
         save(state, tmp_path, sharded_strategy=("zarr", 1), content_metadata=content)

@@ -71,6 +71,6 @@ def test_a_leaf_without_codec_is_named() -> None:
         leaf_digests({"a": [(object(),)]}, path="c")
 
 
-def test_leaves_of_endless_values_are_refused() -> None:
+def test_leaves_of_endless_values_raise_an_error() -> None:
     with pytest.raises(UnserializableError, match=r"nested more than 64 levels deep, or contain themselves"):
         leaf_digests(recursive_list())

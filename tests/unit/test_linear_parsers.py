@@ -151,7 +151,7 @@ def _one_hash(n: int) -> bytes:
     return b"\x80\x02}(" + pairs + b"u."
 
 
-def _refusing(parse: Callable[[], Any]) -> Work:
+def _raising(parse: Callable[[], Any]) -> Work:
     def run() -> object:
         with suppress(FormatError, pickle.UnpicklingError):
             return parse()
@@ -161,31 +161,31 @@ def _refusing(parse: Callable[[], Any]) -> Work:
 
 
 def _text(text: str) -> Work:
-    return _refusing(lambda: load_tree(text, where="w"))
+    return _raising(lambda: load_tree(text, where="w"))
 
 
 def _document(data: bytes) -> Work:
-    return _refusing(lambda: parse_document(data, where="w"))
+    return _raising(lambda: parse_document(data, where="w"))
 
 
 def _decoded(encoded: EncodedValue) -> Work:
-    return _refusing(lambda: decode(encoded))
+    return _raising(lambda: decode(encoded))
 
 
 def _unpacked(blob: bytes) -> Work:
-    return _refusing(lambda: unpack(blob, where="w"))
+    return _raising(lambda: unpack(blob, where="w"))
 
 
 def _opcodes(data: bytes) -> Work:
-    return _refusing(lambda: check_opcodes(data))
+    return _raising(lambda: check_opcodes(data))
 
 
 def _dcp(data: bytes) -> Work:
-    return _refusing(lambda: load_metadata(data, where="w"))
+    return _raising(lambda: load_metadata(data, where="w"))
 
 
 def _torch(data: bytes) -> Work:
-    return _refusing(lambda: load_value(data, where="w"))
+    return _raising(lambda: load_value(data, where="w"))
 
 
 def _seconds(work: Work) -> float:
@@ -221,7 +221,7 @@ def test_a_repeated_key_is_named() -> None:
         parse_document(_repeated(10).encode(), where="w")
 
 
-def test_keys_of_one_hash_are_refused_and_others_are_not() -> None:
+def test_keys_of_one_hash_raise_an_error_and_others_do_not() -> None:
     with pytest.raises(FormatError, match="more than 200 keys have the same hash"):
         decode(_tree_of_int_keys(201, lambda i: i * _P + 5))
     assert len(decode(_tree_of_int_keys(200, lambda i: i * _P + 5))) == 200

@@ -30,7 +30,7 @@ def test_a_model_on_the_meta_device_gets_tensors_in_host_memory(tmp_path: Path) 
         )
 
 
-def test_a_meta_tensor_to_save_is_refused_without_advice_for_loads(tmp_path: Path) -> None:
+def test_a_meta_tensor_to_save_raises_an_error_without_advice_for_loads(tmp_path: Path) -> None:
     tensor = ShardedTensor.from_rank_offsets("w", torch.empty(4, 3, device="meta"))
     with pytest.raises(DeclarationError, match=r"'w': .*meta device.*to_empty") as caught:
         save({"w": tensor}, tmp_path)

@@ -13,7 +13,7 @@ from megackpt.metadata import ArraySpec, ChunkTable, DeclaredChunks
 from megackpt.planning import completeness, plan_load
 
 
-def test_arrays_that_are_together_longer_than_64_bits_are_told_apart() -> None:
+def test_arrays_that_are_together_longer_than_64_bits_are_distinguished() -> None:
     length, arrays = 2**59, 40
     specs = tuple(ArraySpec(f"k{i:02d}", "int8", (length,)) for i in range(arrays))
     array = np.repeat(np.arange(arrays), 2)
@@ -56,7 +56,7 @@ def test_equal_chunks_are_one_whatever_their_number() -> None:
     assert (copies.stored.tolist(), copies.shape.tolist()) == ([999], [[1000]])
 
 
-def test_chunks_with_many_times_the_elements_of_their_array_are_refused() -> None:
+def test_chunks_with_many_times_the_elements_of_their_array_raise_an_error() -> None:
     begin = np.arange(1000)[:, None]
     nested = boxes(begin, 2000 - 2 * begin, (2000,))
     with pytest.raises(FormatError, match=r"'w' overlap: .* more than 64 times the 2,000 elements") as raised:
@@ -64,7 +64,7 @@ def test_chunks_with_many_times_the_elements_of_their_array_are_refused() -> Non
     assert raised.value.key == "w"
 
 
-def test_overlaps_that_are_too_many_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_overlaps_that_are_too_many_raise_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     begin = np.arange(10)[:, None] * 9
     crossing = boxes(begin, np.full((10, 1), 10), (91,))
     assert plan_load(all_of((91,)), crossing, where="here").shape[:, 0].tolist() == [9] * 9 + [10]

@@ -65,7 +65,7 @@ def test_an_unexpected_key_is_an_error_and_nothing_is_read(checkpoint: Path, str
 
 
 @pytest.mark.parametrize("strict", ["log_unexpected", "log_all", "ignore_all"])
-def test_an_unexpected_key_is_left_out_and_logged_as_the_mode_says(
+def test_an_unexpected_key_is_left_out_and_logged_by_the_mode(
     checkpoint: Path, strict: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.WARNING):
@@ -103,7 +103,7 @@ def test_a_key_is_missing_only_if_no_rank_at_all_asks_for_it(checkpoint: Path) -
     assert SimulatedWorld(2).run(load_one) == [{"o"}, {"o"}]
 
 
-def test_an_unknown_mode_is_refused_with_those_there_are(checkpoint: Path) -> None:
+def test_an_unknown_mode_raises_an_error_that_lists_the_modes(checkpoint: Path) -> None:
     with pytest.raises(
         DeclarationError, match=r"strict='lenient' is not a mode. Give one of 'assume_ok_unexpected'"
     ):
@@ -215,7 +215,7 @@ def test_stored_keys_can_be_asked_for_by_other_names(tmp_path: Path) -> None:
     assert loaded["o"] == "r"
 
 
-def test_bad_renames_are_refused(tmp_path: Path) -> None:
+def test_bad_renames_raise_an_error(tmp_path: Path) -> None:
     save({"a": whole("a.x", torch.ones(1)), "b": whole("b.x", torch.ones(1))}, tmp_path / "c")
     with pytest.raises(MismatchError, match=r"'a.x' and 'b.x' the same name 'z.x'"):
         load({}, tmp_path / "c", options=LoadOptions(rename={"a.*": "z.*", "b.*": "z.*"}))
@@ -231,7 +231,7 @@ def test_excluded_keys_keep_their_data_and_need_not_be_in_the_checkpoint(checkpo
     assert loaded["x"].tolist() == [0.0]
 
 
-def test_the_report_says_what_was_done_with_bytes(tmp_path: Path) -> None:
+def test_the_report_lists_what_was_done_with_bytes(tmp_path: Path) -> None:
     save(
         {
             "same": whole("same", torch.ones(4)),

@@ -33,7 +33,7 @@ def store(tmp_path: Path) -> Iterator[LocalStore]:
     local.close()
 
 
-# What the system refuses.
+# What the system rejects.
 
 
 @pytest.mark.parametrize(
@@ -138,10 +138,10 @@ def _fallocate_answering(code: int) -> Callable[[int, int, int, int], int]:
 
 
 def _raiser(code: int) -> Callable[..., None]:
-    def refuse(*args: object, **kwargs: object) -> None:
+    def reject(*args: object, **kwargs: object) -> None:
         raise OSError(code, os.strerror(code))
 
-    return refuse
+    return reject
 
 
 # Streams around the page cache.
@@ -172,7 +172,7 @@ def test_a_file_system_without_direct_io_still_stores(
     if where == "open":
         monkeypatch.setattr(rawio, "_O_DIRECT", 0)
     else:
-        monkeypatch.setattr(os, "pwrite", _refusing_direct(os.pwrite))
+        monkeypatch.setattr(os, "pwrite", _rejecting_direct(os.pwrite))
     write_stream(store, "a", some_bytes(MEGABYTES), part_bytes=100_000)
     assert store.read("a", max_bytes=MEGABYTES) == some_bytes(MEGABYTES)
 
@@ -273,7 +273,7 @@ def _record_pwrite(monkeypatch: pytest.MonkeyPatch) -> list[tuple[bool, int, int
     return requests
 
 
-def _refusing_direct(real: Callable[..., int]) -> Callable[..., int]:
+def _rejecting_direct(real: Callable[..., int]) -> Callable[..., int]:
     def pwrite(descriptor: int, data: memoryview, offset: int) -> int:
         if fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_DIRECT:
             raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))

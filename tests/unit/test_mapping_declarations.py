@@ -92,7 +92,7 @@ CONTRADICTIONS = {
 
 
 @pytest.mark.parametrize(("change", "text"), CONTRADICTIONS.values(), ids=CONTRADICTIONS)
-def test_fields_that_contradict_each_other_are_refused_with_the_key(
+def test_fields_that_contradict_each_other_raise_an_error_with_the_key(
     change: dict[str, Any], text: str
 ) -> None:
     with pytest.raises(DeclarationError, match=re.escape(text)) as caught:
@@ -122,7 +122,7 @@ def test_shapes_of_any_integer_sequence_become_tuples_of_ints() -> None:
     assert all(type(n) is int for n in tensor.global_offset)
 
 
-def test_an_irregular_grid_may_place_a_block_anywhere_and_has_no_chunk_position() -> None:
+def test_an_irregular_grid_may_have_a_block_anywhere_and_has_no_chunk_position() -> None:
     uneven = ShardedTensor(
         **{**FIELDS, "global_shape": (7, 3), "global_offset": (3, 0), "axis_fragmentations": None}
     )
@@ -154,17 +154,17 @@ def test_prepended_axes_lead_the_global_shape_and_are_ints_in_the_slice() -> Non
 
 
 @pytest.mark.parametrize("offset", [(3, 0, 2), (-1, 0, 2), (0, 2, 2), (0, -1, 2), (0, 0, 0)])
-def test_rank_offsets_outside_of_the_array_are_refused(offset: tuple[int, int, int]) -> None:
+def test_rank_offsets_outside_of_the_array_raise_an_error(offset: tuple[int, int, int]) -> None:
     with pytest.raises(DeclarationError, match=r"'w': invalid rank offset .* with 0 <= index < fragments"):
         ShardedTensor.from_rank_offsets("w", torch.zeros(2, 3), offset)
 
 
-def test_an_axis_that_is_given_twice_is_refused() -> None:
+def test_an_axis_that_is_given_twice_raises_an_error() -> None:
     with pytest.raises(DeclarationError, match=r"Give each axis of 0\.\.1 at most once"):
         ShardedTensor.from_rank_offsets("w", torch.zeros(2, 3), (0, 0, 2), (0, 1, 2))
 
 
-def test_a_flat_shard_of_rank_offsets_has_the_place_of_its_block() -> None:
+def test_a_flat_shard_of_rank_offsets_has_the_position_of_its_block() -> None:
     tensor = ShardedTensor.from_rank_offsets_flat(
         "w", torch.zeros(4), (2, 3), (1, 1, 2), flattened_range=slice(1, 5), replica_id=(0, 0, 1)
     )

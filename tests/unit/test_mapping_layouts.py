@@ -124,7 +124,7 @@ def test_a_part_without_elements_is_declared_by_flat_shards_too() -> None:
     ]
 
 
-def test_a_layout_without_data_declares_the_same_places() -> None:
+def test_a_layout_without_data_declares_the_same_boxes() -> None:
     layout = ShardedLayout.stack("w", torch.zeros(2, 6), 1, 3, (0, 1, 4), replica_id=(0, 0, 1))
     bare = layout.without_data()
     assert stored(bare) == stored(layout)
@@ -139,7 +139,7 @@ def test_data_of_any_strides_is_viewed_in_place() -> None:
     assert bool((w == 1).all())
 
 
-REFUSED: dict[str, tuple[Callable[[torch.Tensor], ShardedLayout], str]] = {
+REJECTED: dict[str, tuple[Callable[[torch.Tensor], ShardedLayout], str]] = {
     "sizes": (
         lambda t: ShardedLayout.split("w", t, 0, {"a": 1, "b": 2}),
         "'w': components {'a': 1, 'b': 2} do not add up to axis 0 of the shape (6, 4). Give the local size",
@@ -206,8 +206,8 @@ REFUSED: dict[str, tuple[Callable[[torch.Tensor], ShardedLayout], str]] = {
 }
 
 
-@pytest.mark.parametrize(("make", "text"), REFUSED.values(), ids=REFUSED)
-def test_a_layout_that_does_not_fit_its_tensor_is_refused(
+@pytest.mark.parametrize(("make", "text"), REJECTED.values(), ids=REJECTED)
+def test_a_layout_that_does_not_fit_its_tensor_raises_an_error(
     make: Callable[[torch.Tensor], ShardedLayout], text: str
 ) -> None:
     with pytest.raises(DeclarationError, match=re.escape(text)):

@@ -77,7 +77,7 @@ def test_narrowed_flat_shards_make_up_the_narrowed_array(dim: int, start: int, l
 @pytest.mark.parametrize(
     ("dim", "start", "length"), [(2, 0, 1), (-1, 0, 1), (0, 4, 3), (0, -1, 2), (0, 2, -1)]
 )
-def test_narrow_refuses_what_is_no_part_of_the_block(dim: int, start: int, length: int) -> None:
+def test_narrow_rejects_what_is_no_part_of_the_block(dim: int, start: int, length: int) -> None:
     tensor = ShardedTensor.from_rank_offsets("w", torch.zeros(6, 2))
     text = (
         f"'w': [{start}:{start + length}) of dim {dim} is no part of local_shape (6, 2). Count dims without"

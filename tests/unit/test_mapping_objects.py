@@ -49,7 +49,7 @@ def test_an_old_unique_key_that_lacks_the_last_extent_leaves_it_unknown(tmp_path
 @pytest.mark.parametrize(
     "text", ["rng", "rng/shard_0", "/shard_0_1", "rng/shard_a_1", "rng/shard_0._1", "rng/shard_0_1 "]
 )
-def test_what_is_no_unique_key_is_refused_with_the_form_it_should_have(text: str) -> None:
+def test_what_is_no_unique_key_raises_an_error_with_the_right_form(text: str) -> None:
     expected = f"{text!r}: this is not the unique key of an object: key/shard_OFFSET_SHAPE"
     with pytest.raises(DeclarationError, match=re.escape(expected)):
         ShardedObject.empty_from_unique_key(text)
@@ -72,7 +72,7 @@ def test_what_is_no_unique_key_is_refused_with_the_form_it_should_have(text: str
         ),
     ],
 )
-def test_an_object_outside_of_its_array_is_refused(change: dict[str, Any], text: str) -> None:
+def test_an_object_outside_of_its_array_raises_an_error(change: dict[str, Any], text: str) -> None:
     fields: dict[str, Any] = {"key": "o", "data": 1, "global_shape": (4,), "global_offset": (3,), **change}
     with pytest.raises(DeclarationError, match=re.escape(f"{fields['key']!r}: {text}")):
         ShardedObject(**fields)

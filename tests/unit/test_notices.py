@@ -77,7 +77,7 @@ def test_values_that_every_rank_keeps_are_warned_of_once(
     assert len(warnings_of(caplog)) == 1
 
 
-def test_going_back_to_an_older_step_is_said_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_going_back_to_an_older_step_is_logged_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with Checkpointer(tmp_path) as checkpointer:
         for step in (1, 2):
             checkpointer.save(step, {"a": whole("a", torch.ones(4))})

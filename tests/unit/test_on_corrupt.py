@@ -133,7 +133,7 @@ def spoil_common(directory: Path) -> None:
 
 
 @pytest.mark.parametrize("damage", [lose_index, lose_commit, spoil_common], ids=lambda d: d.__name__)
-def test_a_copy_takes_the_place_of_small_files(damage: Callable[[Path], None], tmp_path: Path) -> None:
+def test_a_copy_replaces_small_files(damage: Callable[[Path], None], tmp_path: Path) -> None:
     copy = copy_of(saved(tmp_path / "it"))
     damage(tmp_path / "it")
     report = read(tmp_path / "it", LoadOptions(on_corrupt="fallback", copies=(copy,)))
@@ -157,7 +157,7 @@ def test_a_copy_of_another_save_is_not_used_and_the_error_names_all_that_were_tr
     assert f"  {tmp_path / 'nowhere'}: " in text
 
 
-def test_a_copy_of_another_save_does_not_take_the_place_of_a_lost_index(tmp_path: Path) -> None:
+def test_a_copy_of_another_save_does_not_replace_a_lost_index(tmp_path: Path) -> None:
     lose_index(saved(tmp_path / "it"))
     other = saved(tmp_path / "other", value=5.0)
     with pytest.raises(StorageError, match=f"{other} holds another save"):
@@ -179,7 +179,7 @@ def test_what_another_library_has_saved_is_never_mixed_with_a_copy(tmp_path: Pat
         load(wanted, tmp_path / "it", options=options)
 
 
-def test_a_second_damage_at_the_same_place_is_an_error_and_not_a_value(tmp_path: Path) -> None:
+def test_a_second_damage_at_the_same_position_is_an_error_and_not_a_value(tmp_path: Path) -> None:
     first, second, _ = data_files(saved(tmp_path, SaveOptions(parity=3)))
     flip(first, 5000)
     flip(second, 6000)
@@ -191,7 +191,7 @@ def test_a_second_damage_at_the_same_place_is_an_error_and_not_a_value(tmp_path:
     assert len(read(tmp_path).recovered) == 2
 
 
-def test_without_any_source_the_error_says_so(tmp_path: Path) -> None:
+def test_without_any_source_the_error_names_none(tmp_path: Path) -> None:
     flip(data_files(saved(tmp_path))[0], -1)
     with pytest.raises(IntegrityError, match="saved without parity, and no copies were given"):
         read(tmp_path)
@@ -225,7 +225,7 @@ def test_a_load_without_damage_opens_no_source_and_sends_no_more_messages(tmp_pa
 
 
 @pytest.mark.parametrize("format", [("torch_dist", 1), ("zarr", 3)], ids=str)
-def test_other_formats_fall_back_to_copies_and_refuse_parity(format: tuple[str, int], tmp_path: Path) -> None:
+def test_other_formats_fall_back_to_copies_and_reject_parity(format: tuple[str, int], tmp_path: Path) -> None:
     if format[0] == "zarr":
         pytest.importorskip("tensorstore")
     single = {"w": ShardedTensor.from_rank_offsets("w", torch.arange(1000.0))}
@@ -252,7 +252,7 @@ def test_other_formats_fall_back_to_copies_and_refuse_parity(format: tuple[str, 
         ({"on_corrupt": "fallback", "verify": False}, "needs verify=True"),
     ],
 )
-def test_options_that_contradict_each_other_are_refused(options: dict[str, Any], message: str) -> None:
+def test_options_that_contradict_each_other_raise_an_error(options: dict[str, Any], message: str) -> None:
     with pytest.raises(DeclarationError, match=message):
         LoadOptions(**options)
 
@@ -263,7 +263,7 @@ def test_parity_is_a_number_of_files(parity: Any) -> None:
         SaveOptions(parity=parity)
 
 
-def test_options_that_dcp_cannot_follow_are_refused() -> None:
+def test_options_that_dcp_cannot_follow_raise_an_error() -> None:
     with pytest.raises(DeclarationError, match=r"does not follow SaveOptions\.parity, compare_replicas"):
         MegackptStorageWriter(options=SaveOptions(parity=2, compare_replicas=Policy.WARN))
     with pytest.raises(DeclarationError, match=r"does not follow LoadOptions\.on_corrupt"):
@@ -309,13 +309,13 @@ def test_the_next_save_removes_parity_files(tmp_path: Path) -> None:
 def test_a_failed_save_leaves_no_parity_files() -> None:
     store = MemoryStore()
 
-    class Refuses(MemoryStore):
+    class WithoutDeletes(MemoryStore):
         def write(self, name: str, data: bytes) -> None:
             if name.startswith("parity-"):
                 raise StorageError("no")
             super().write(name, data)
 
-    store = Refuses()
+    store = WithoutDeletes()
     single = {"w": ShardedTensor.from_rank_offsets("w", torch.ones(3))}
     with pytest.raises(StorageError):
         save(single, store, options=SaveOptions(parity=2))

@@ -178,7 +178,7 @@ def test_states_that_cannot_be_declared_are_rejected(ids: Any, states: dict[str,
         ((0, 1), r"'w': replica_id \(0, 1\) does not have the three elements.*Give all three"),
     ],
 )
-def test_replica_ids_that_do_not_tell_their_axes_are_rejected(replica_id: Any, match: str) -> None:
+def test_replica_ids_that_do_not_show_their_axes_are_rejected(replica_id: Any, match: str) -> None:
     param = Parameter(torch.zeros(2))
     optimizer = DistributedOptimizer(
         [param], torch.optim.AdamW, ParallelGroups.offline(ParallelLayout(tp=2), 0)

@@ -22,7 +22,7 @@ def undocumented(names: list[str], text: str) -> list[str]:
     return [name for name in names if not re.search(rf"(?<![\w-]){re.escape(name)}(?![\w-])", text)]
 
 
-def test_the_page_of_options_says_what_docstrings_say() -> None:
+def test_the_page_of_options_has_the_text_of_the_docstrings() -> None:
     assert PAGE.read_text() == page(), "run: python -m tests.options_page"
 
 

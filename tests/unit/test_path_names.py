@@ -1,4 +1,4 @@
-"""Paths that are one text when joined with dots: each leaf keeps its own value, or the name is refused."""
+"""Paths that are one text when joined with dots: each leaf keeps its value, or the name is an error."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_a_flat_request_is_answered_by_nested_values_and_the_other_way_round(tmp
     assert flat.tolist() == nested.tolist() == ONE.tolist()
 
 
-def test_a_name_that_does_not_tell_which_value_is_meant_is_refused(tmp_path: Path) -> None:
+def test_an_ambiguous_name_of_a_value_raises_an_error(tmp_path: Path) -> None:
     save({"a": {"b.c": ONE}, "a.b": {"c": TWO}}, tmp_path / "two")
     with pytest.raises(DeclarationError, match=r"two values of the checkpoint") as caught:
         load({"a.b.c": torch.zeros(3)}, tmp_path / "two")
@@ -72,7 +72,7 @@ def test_a_name_that_does_not_tell_which_value_is_meant_is_refused(tmp_path: Pat
         load({"a.b.c": torch.zeros(3), "a": {"b": {"c": torch.zeros(3)}}}, tmp_path / "one")
 
 
-def test_two_tensors_that_would_be_filled_from_one_array_are_refused(tmp_path: Path) -> None:
+def test_two_tensors_that_would_be_filled_from_one_array_raise_an_error(tmp_path: Path) -> None:
     save({"x": ShardedTensor.from_rank_offsets("a.b", ONE)}, tmp_path / "c")
     with pytest.raises(DeclarationError, match=r"'a\.b': two tensors.*\['a'\]\['b'\] and \['a\.b'\]"):
         load({"a.b": torch.zeros(3), "a": {"b": torch.zeros(3)}}, tmp_path / "c")
@@ -80,7 +80,7 @@ def test_two_tensors_that_would_be_filled_from_one_array_are_refused(tmp_path: P
         load({"a.b": torch.zeros(3), "a": {"b": HALVES.tensor(torch.zeros(4, 5), 0)}}, tmp_path / "c")
 
 
-def test_two_tensors_of_xla_with_one_name_are_refused(tmp_path: Path) -> None:
+def test_two_tensors_of_xla_with_one_name_raise_an_error(tmp_path: Path) -> None:
     def state() -> dict[str, Any]:
         return {name: HALVES.tensor(torch.zeros(4, 5), 0) for name in ("a.b",)} | {
             "a": {"b": HALVES.tensor(torch.ones(4, 5), 0)}
@@ -108,7 +108,7 @@ def test_a_value_next_to_an_array_of_its_name_is_the_one_at_its_path(tmp_path: P
 
 
 @pytest.mark.parametrize("value", [TWO, 7])
-def test_dcp_refuses_a_name_that_an_entity_has_too(tmp_path: Path, value: object) -> None:
+def test_dcp_rejects_a_name_that_an_entity_has_too(tmp_path: Path, value: object) -> None:
     state = {"x": ShardedTensor.from_rank_offsets("a.b", ONE), "a": {"b": value}}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

@@ -245,7 +245,7 @@ def test_ranks_read_for_each_other(tmp_path: Path, exchange: Any) -> None:
         assert same(loaded, saved)
 
 
-def test_other_formats_refuse_it() -> None:
+def test_other_formats_raise_an_error() -> None:
     for backend in ("torch_dist", "zarr"):
         with pytest.raises(UnsupportedError, match="Save in the native format, or without SaveOptions"):
             save({"w": torch.ones(2)}, MemoryStore(), backend, options=ARRAYS)
@@ -357,7 +357,7 @@ def test_a_comparison_finds_what_differs_between_an_array_and_common_state(
         assert not found["arrays"]
 
 
-def test_conversion_refuses_arrays_that_are_damaged(tmp_path: Path) -> None:
+def test_conversion_rejects_arrays_that_are_damaged(tmp_path: Path) -> None:
     save({"w": torch.ones(5000)}, tmp_path / "c")
     (data,) = (tmp_path / "c" / "data").iterdir()
     stored = bytearray(data.read_bytes())
@@ -386,7 +386,7 @@ def test_inspect_shows_the_arrays_that_common_state_refers_to(
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-def test_dcp_reads_them_at_their_places(tmp_path: Path) -> None:
+def test_dcp_reads_them_at_their_paths(tmp_path: Path) -> None:
     save(SAVED, tmp_path / "arrays")
     save(SAVED, tmp_path / "common", options=SaveOptions(plain_tensors="common"))
     found = []

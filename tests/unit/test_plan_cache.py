@@ -189,7 +189,9 @@ def test_an_assumed_structure_is_not_compared_between_ranks_but_with_what_a_rank
         {"w": torch.zeros(2, 3), "more": torch.zeros(1)},
     ],
 )
-def test_an_assumed_structure_that_differs_in_anything_is_refused(other: dict[str, torch.Tensor]) -> None:
+def test_an_assumed_structure_that_differs_in_anything_raises_an_error(
+    other: dict[str, torch.Tensor],
+) -> None:
     options, plans = SaveOptions(assume_constant_structure=True), PlanCache()
 
     def declared(values: dict[str, torch.Tensor]) -> dict[str, ShardedTensor]:

@@ -149,7 +149,7 @@ def test_a_slice_reads_only_the_chunks_that_hold_it(tmp_path: Path) -> None:
 
 
 def test_the_reader_is_in_the_package_and_needs_no_torch(tmp_path: Path) -> None:
-    """Also where torch is not installed: in an interpreter that refuses to import it."""
+    """Also where torch is not installed: in an interpreter that cannot import it."""
     save({"w": ShardedTensor.from_rank_offsets("w", torch.arange(3))}, tmp_path / "c")
     program = (
         "import sys, runpy; sys.modules['torch'] = None; "

@@ -70,7 +70,7 @@ def test_a_large_array_loads_as_several_columns_of_one_rank_and_twice(tmp_path: 
     assert torch.equal(whole[1], array)
 
 
-def test_blocks_that_no_read_can_hold_are_refused() -> None:
+def test_blocks_that_are_longer_than_a_read_raise_an_error() -> None:
     stored = stored_as((4, 4), torch.float32)
     whole = ShardedTensor.from_rank_offsets("w", torch.empty((4, 4)))
     copies = plan_load(describe([whole], rank=0), stored.table, where="here")

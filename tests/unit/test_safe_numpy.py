@@ -1,4 +1,4 @@
-"""Values of numpy in pickles: plain ones come back bit by bit, forged ones are refused and never made."""
+"""Values of numpy in pickles: plain ones come back bit by bit, forged ones are errors and are never made."""
 
 from __future__ import annotations
 
@@ -166,7 +166,7 @@ FORGED = {
 
 
 @pytest.mark.parametrize("value", FORGED.values(), ids=FORGED)
-def test_anything_but_plain_values_is_refused(value: Any) -> None:
+def test_anything_but_plain_values_raises_an_error(value: Any) -> None:
     with pytest.raises(FormatError, match="the file"):
         load_value(written(value), where="the file")
 
@@ -175,7 +175,7 @@ def test_the_constructor_of_arrays_makes_an_empty_one_whatever_it_is_asked_for()
     check_array(load_value(written(Reduced(np.ndarray, ((64,), F8))), where="it"), np.zeros(0, np.int8))
 
 
-def test_a_dtype_that_changes_after_it_was_used_is_refused() -> None:
+def test_a_dtype_that_changes_after_it_was_used_raises_an_error() -> None:
     state = b"(K\x03X\x01\x00\x00\x00|NNNJ\x00\x00\x01\x00K\x01K\x00t"
     array = b"cnumpy._core.multiarray\n_reconstruct\ncnumpy\nndarray\nK\x01\x85"
     dtype = b"cnumpy\ndtype\nX\x02\x00\x00\x00S8\x89\x88\x87Rq\x01"
@@ -184,7 +184,7 @@ def test_a_dtype_that_changes_after_it_was_used_is_refused() -> None:
         load_value(archive(pickled), where="the file")
 
 
-def test_an_array_that_is_filled_twice_is_refused() -> None:
+def test_an_array_that_is_filled_twice_raises_an_error() -> None:
     function, arguments, state = np.zeros(2).__reduce__()
     once = torch.PyTorchFileReader(io.BytesIO(written(Reduced(function, arguments, state))))
     pickled = once.get_record("data.pkl")
@@ -194,7 +194,7 @@ def test_an_array_that_is_filled_twice_is_refused() -> None:
         load_value(archive(pickled[:-1] + b"h" + pickled[-3:-2] + b"b."), where="the file")
 
 
-def test_objects_are_refused_by_name_of_what_is_wrong_and_at_save_already() -> None:
+def test_objects_raise_an_error_that_names_them_at_save_already() -> None:
     value = np.array([None, []], object)
     with pytest.raises(FormatError, match=r"no objects, no structures.*Nothing was run"):
         load_value(written({"a": value}), where="the file")
@@ -236,9 +236,9 @@ def test_a_forged_common_state_does_not_crash_the_reader(tmp_path: Path) -> None
     program = (
         "import sys; from megackpt import FormatError; from megackpt.formats.safe_pickle import load_value\n"
         "try: print(repr(load_value(open(sys.argv[1], 'rb').read(), where='it')['x']['f'][0])[:9])\n"
-        "except FormatError as error: print('refused', error)"
+        "except FormatError as error: print('rejected', error)"
     )
     ran = subprocess.run(
         [sys.executable, "-c", program, str(tmp_path / "forged")], capture_output=True, text=True, check=False
     )
-    assert (ran.returncode, ran.stdout[:7]) == (0, "refused"), ran.stderr
+    assert (ran.returncode, ran.stdout[:8]) == (0, "rejected"), ran.stderr

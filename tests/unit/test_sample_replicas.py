@@ -142,7 +142,7 @@ def test_a_plan_that_was_kept_is_not_sampled_again_and_a_new_structure_is() -> N
     assert all(isinstance(found, MismatchError) for found in save_all(1.0, 4))
 
 
-def test_ranks_that_do_not_all_sample_are_refused() -> None:
+def test_ranks_that_do_not_all_sample_raise_an_error() -> None:
     def save_rank(group: Group) -> None:
         options = IGNORE if group.rank else SaveOptions()
         save(held(group.rank, torch.ones(3)), MemoryStore(), options=options, group=group)

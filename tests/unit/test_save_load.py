@@ -232,7 +232,7 @@ def test_overwriting_replaces_the_checkpoint_and_leaves_no_old_files_but_strange
     ]  # fmt: skip
 
 
-def test_a_copied_checkpoint_loads_from_its_new_place(tmp_path: Path) -> None:
+def test_a_copied_checkpoint_loads_from_its_new_path(tmp_path: Path) -> None:
     save({"w": whole("w", torch.ones(2))}, tmp_path / "c")
     shutil.copytree(tmp_path / "c", tmp_path / "d")
     shutil.rmtree(tmp_path / "c")
@@ -254,7 +254,7 @@ def test_a_load_may_name_the_format_that_it_wants(saved_as: tuple[str, int], tmp
             load_with_report({"w": whole("w", torch.zeros(4))}, tmp_path, other)
 
 
-def test_a_load_refuses_what_is_no_format(tmp_path: Path) -> None:
+def test_a_load_rejects_what_is_no_format(tmp_path: Path) -> None:
     save({"w": whole("w", torch.arange(4.0))}, tmp_path)
     for wrong, message in [("tar", "'tar'"), (("zarr", 9), "9"), (3, "sharded_strategy is 3")]:
         with pytest.raises(DeclarationError, match=message):

@@ -52,7 +52,7 @@ def test_a_missing_key_is_named_with_the_most_similar_one(tmp_path: Path) -> Non
         ),
     ],
 )
-def test_another_shape_or_dtype_than_stored_is_refused_before_anything_is_read(
+def test_another_shape_or_dtype_than_stored_raises_an_error_before_anything_is_read(
     tmp_path: Path, asked: torch.Tensor, message: str
 ) -> None:
     save({"w": whole("w", torch.ones(2))}, tmp_path / "c")
@@ -121,14 +121,14 @@ def test_common_state_that_differs_is_named_by_path_and_rank(tmp_path: Path) -> 
     assert load_common_state_dict(tmp_path / "c")["args"]["rank"] == 0
 
 
-def test_a_value_without_a_codec_is_refused_at_save_by_its_path_and_type(tmp_path: Path) -> None:
+def test_a_value_without_a_codec_raises_an_error_at_save_with_its_path_and_type(tmp_path: Path) -> None:
     with pytest.raises(UnserializableError, match=r"args\.hooks\[1\].*(function|lambda)") as caught:
         save({"args": {"hooks": [1, lambda: None]}, "w": whole("w", torch.zeros(1))}, tmp_path / "c")
     assert "register_codec" in str(caught.value)
     assert not (tmp_path / "c" / "metadata.json").exists()
 
 
-def test_a_sharded_entity_in_a_tuple_is_refused_by_its_path(tmp_path: Path) -> None:
+def test_a_sharded_entity_in_a_tuple_raises_an_error_with_its_path(tmp_path: Path) -> None:
     with pytest.raises(
         DeclarationError, match=r"model\.pair: a ShardedTensor is inside of a tuple.*list or a dict"
     ):
@@ -208,7 +208,7 @@ def test_a_missing_or_truncated_data_file_is_named(tmp_path: Path) -> None:
         load({"w": whole("w", torch.zeros(2000))}, tmp_path / "c")
 
 
-def test_an_unknown_format_or_version_is_refused_with_what_is_known(tmp_path: Path) -> None:
+def test_an_unknown_format_or_version_raises_an_error_that_lists_the_known_ones(tmp_path: Path) -> None:
     save({}, tmp_path / "c")
     manifest = tmp_path / "c" / "metadata.json"
     manifest.write_text(

@@ -1,4 +1,4 @@
-"""Requests and accidents that could end in silently wrong weights: answered exactly, or refused by name."""
+"""Requests and accidents that could end in silently wrong weights: answered exactly, or rejected by name."""
 
 from __future__ import annotations
 
@@ -55,18 +55,18 @@ def test_only_what_lies_outside_of_the_stored_shape_is_padded(tmp_path: Path) ->
             load({"w": whole("w", torch.zeros(numel), allow_shape_mismatch=True)}, tmp_path / "c")
 
 
-def test_a_strategy_that_refuses_its_rounds_on_one_rank_is_an_error_of_all() -> None:
-    class Refusing(NativeSaveStrategy):
+def test_a_strategy_whose_rounds_fail_on_one_rank_is_an_error_of_all() -> None:
+    class WithFailingRounds(NativeSaveStrategy):
         def rounds(self, plan: SavePlan, rank: int) -> list[Ints]:
             if rank == 1:
                 raise UnserializableError("no such rows", key="w")
             return super().rounds(plan, rank)
 
-    def refuse(group: Group) -> None:
+    def run(group: Group) -> None:
         tensor = ShardedTensor.from_rank_offsets("w", torch.ones(2), (0, group.rank, 3))
-        save({"w": tensor}, MemoryStore(), Refusing(), group=group)
+        save({"w": tensor}, MemoryStore(), WithFailingRounds(), group=group)
 
-    outcomes = SimulatedWorld(3).outcomes(refuse)
+    outcomes = SimulatedWorld(3).outcomes(run)
     assert {type(outcome) for outcome in outcomes} == {UnserializableError}
     assert {str(outcome) for outcome in outcomes} == {str(outcomes[1])}
 
@@ -82,7 +82,7 @@ def test_without_validation_ranks_that_disagree_all_learn_it(tmp_path: Path) -> 
         assert "'v'" in str(error)
 
 
-def test_ranks_that_open_different_checkpoints_are_told(tmp_path: Path) -> None:
+def test_ranks_that_open_different_checkpoints_raise_an_error(tmp_path: Path) -> None:
     for name, value in (("old", 1.0), ("new", 2.0)):
         save({"w": whole("w", torch.full((2,), value))}, tmp_path / name)
 
@@ -94,7 +94,7 @@ def test_ranks_that_open_different_checkpoints_are_told(tmp_path: Path) -> None:
         assert f"{tmp_path}/old on rank 0 and {tmp_path}/new on rank 1" in str(error)
 
 
-def test_a_checkpoint_that_was_saved_anew_while_ranks_opened_it_is_refused() -> None:
+def test_a_checkpoint_that_was_saved_anew_while_ranks_opened_it_raises_an_error() -> None:
     stores = [MemoryStore("run"), MemoryStore("run")]
     for value, store in enumerate(stores):
         save({"w": whole("w", torch.full((2,), float(value)))}, store)
@@ -141,7 +141,7 @@ def test_a_loaded_value_that_is_a_container_is_not_mixed_with_common_state(tmp_p
         (torch.zeros(5, dtype=torch.complex64).as_strided((4,), (0,)), "overlapping"),
     ],
 )
-def test_a_tensor_that_cannot_be_filled_in_place_is_refused_by_key(
+def test_a_tensor_that_cannot_be_filled_in_place_raises_an_error_with_its_key(
     tmp_path: Path, target: torch.Tensor, message: str
 ) -> None:
     save({"w": whole("w", torch.ones(4, dtype=torch.complex64))}, tmp_path / "c")
@@ -161,7 +161,9 @@ def test_an_expanded_tensor_is_saved_as_what_it_looks_like(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("hide", [lambda e: (e,), lambda e: ((e,),), lambda e: deque([e]), lambda e: ([e],)])
-def test_entities_inside_of_other_containers_are_refused_at_save_and_load(tmp_path: Path, hide: Any) -> None:
+def test_entities_inside_of_other_containers_raise_an_error_at_save_and_load(
+    tmp_path: Path, hide: Any
+) -> None:
     state = {"model": {"pair": hide(whole("w", torch.zeros(1)))}}
     with pytest.raises(DeclarationError, match=r"model\.pair: a ShardedTensor is inside of a (tuple|deque)"):
         save(state, tmp_path / "c")
@@ -170,7 +172,7 @@ def test_entities_inside_of_other_containers_are_refused_at_save_and_load(tmp_pa
         load(state, tmp_path / "c")
 
 
-def test_a_state_dict_that_contains_itself_is_refused(tmp_path: Path) -> None:
+def test_a_state_dict_that_contains_itself_raises_an_error(tmp_path: Path) -> None:
     cycle: dict[str, Any] = {}
     cycle["again"] = cycle
     with pytest.raises(UnserializableError, match="contains itself"):
@@ -179,7 +181,7 @@ def test_a_state_dict_that_contains_itself_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("validate", [True, False])
 @pytest.mark.parametrize("value", [defaultdict(lambda: 1), "lone \udc80", {1, (2, frozenset({object()}))}])
-def test_what_has_no_codec_is_refused_before_anything_is_written(
+def test_what_has_no_codec_raises_an_error_before_anything_is_written(
     tmp_path: Path, value: Any, validate: bool
 ) -> None:
     state = {"w": whole("w", torch.ones(2)), "args": {"x": [value]}}
@@ -188,12 +190,12 @@ def test_what_has_no_codec_is_refused_before_anything_is_written(
     assert not (tmp_path / "c" / "data").exists()
 
 
-def test_a_key_that_is_not_unicode_is_refused(tmp_path: Path) -> None:
+def test_a_key_that_is_not_unicode_raises_an_error(tmp_path: Path) -> None:
     with pytest.raises(DeclarationError, match="without lone surrogates"):
         save({"w": whole("w\udc80", torch.zeros(1))}, tmp_path / "c")
 
 
-def test_of_two_saves_to_one_place_the_later_commit_does_not_point_to_what_is_gone(tmp_path: Path) -> None:
+def test_of_two_saves_to_one_path_the_later_commit_does_not_point_to_what_is_gone(tmp_path: Path) -> None:
     class SecondJobFinishesFirst(LocalStore):
         def write(self, name: str, data: bytes) -> None:
             if name.startswith("common-"):

@@ -114,7 +114,7 @@ def test_giving_out_equal_chunks_at_once_ends_like_giving_them_out_one_by_one(
     assert flat[chosen].tolist() == writers_one_by_one(nbytes.tolist(), owners, ranks)
 
 
-def test_a_rank_plans_its_own_main_replicas_as_the_plan_of_all_ranks_says() -> None:
+def test_a_rank_plans_its_own_main_replicas_as_in_the_plan_of_all_ranks() -> None:
     per_rank = []
     for rank in range(3):
         mine = torch.empty(5 + rank, dtype=torch.bfloat16)

@@ -128,7 +128,7 @@ def test_a_kept_plan_is_not_taken_for_another_spread() -> None:
     assert written(stores[1]) == {0: SIZE}
 
 
-def test_ranks_that_spread_differently_are_told_so() -> None:
+def test_ranks_that_spread_differently_raise_an_error() -> None:
     def run(group: SimulatedRank) -> None:
         options = SaveOptions(spread="world" if group.rank else "none")
         save(state(group, dp=8, fill=True), MemoryStore(), options=options, group=group)

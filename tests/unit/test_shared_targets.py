@@ -1,4 +1,4 @@
-"""Targets of a load that share memory: loaded where their stored values are equal, else refused by name."""
+"""Targets of a load that share memory: loaded where their stored values are equal, else rejected by name."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def stored(*values: torch.Tensor) -> MemoryStore:
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_two_keys_into_one_tensor_are_refused_on_every_rank_where_their_values_differ(mode: Any) -> None:
+def test_two_keys_into_one_tensor_raise_an_error_on_every_rank_where_their_values_differ(mode: Any) -> None:
     store = stored(torch.ones(4), torch.zeros(4), torch.ones(4))
 
     def into_one(group: Group, second: str) -> torch.Tensor:
@@ -61,7 +61,7 @@ def test_views_that_overlap_are_compared_element_by_element() -> None:
     assert raised.value.key == "a"
 
 
-def test_boxes_of_one_key_that_share_memory_are_refused() -> None:
+def test_boxes_of_one_key_that_share_memory_raise_an_error() -> None:
     store = stored(torch.arange(8.0))
     target = torch.zeros(4)
     parts = [ShardedTensor.from_rank_offsets("a", target, (0, rank, 2)) for rank in (0, 1)]
@@ -92,7 +92,7 @@ def test_nans_are_equal_to_themselves_and_grad_does_not_matter() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-def test_a_dcp_load_into_one_tensor_is_refused(tmp_path: Path) -> None:
+def test_a_dcp_load_into_one_tensor_raises_an_error(tmp_path: Path) -> None:
     save({key: whole(key, torch.full((2,), float(i))) for i, key in enumerate("ab")}, tmp_path)
     target = torch.zeros(2)
     with pytest.raises(CheckpointException, match="'a' and 'b' were loaded into the same memory"):

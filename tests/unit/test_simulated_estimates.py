@@ -106,6 +106,6 @@ def slowdown(interval: float, save_s: float, mtbf_s: float) -> float:
 
 
 @pytest.mark.parametrize("value", [0.0, -1.0, float("nan"), float("inf")])
-def test_a_bandwidth_that_cannot_be_is_refused(value: float) -> None:
+def test_a_bandwidth_that_cannot_be_raises_an_error(value: float) -> None:
     with pytest.raises(DeclarationError, match=r"network is .*; give a finite number above 0"):
         Cluster(network=value)

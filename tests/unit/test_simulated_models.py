@@ -97,7 +97,7 @@ def test_layouts_are_read_as_they_are_written(text: str, layout: ParallelLayout)
         ("tp8,pp512,dp128", "at most 131072"),
     ],
 )
-def test_a_layout_that_cannot_be_is_refused(text: str, message: str) -> None:
+def test_a_layout_that_cannot_be_raises_an_error(text: str, message: str) -> None:
     with pytest.raises(DeclarationError, match=message):
         parse_layout(text)
 
@@ -113,7 +113,7 @@ def test_a_layout_that_cannot_be_is_refused(text: str, message: str) -> None:
         ("gpt-125m", "tp5", r"linear_fc1.weight has 3072 along the dim that tp=5 cuts"),
     ],
 )
-def test_a_layout_that_cannot_hold_a_model_is_refused(preset: str, layout: str, message: str) -> None:
+def test_a_layout_that_does_not_fit_a_model_raises_an_error(preset: str, layout: str, message: str) -> None:
     with pytest.raises(DeclarationError, match=message):
         check_layout(build_model(PRESETS[preset]), parse_layout(layout))
 
@@ -153,12 +153,12 @@ SMALL = {"vocab_size": 64, "hidden_size": 8, "num_layers": 2, "num_heads": 2, "f
         ({"dtype": "bf16"}, "'bf16' is none of"),
     ],
 )
-def test_a_description_that_is_wrong_is_refused(changed: dict[str, Any], message: str) -> None:
+def test_a_description_that_is_wrong_raises_an_error(changed: dict[str, Any], message: str) -> None:
     with pytest.raises(DeclarationError, match=message):
         sizes_from_json({**SMALL, **changed}, where="model")
 
 
-def test_a_file_that_is_no_description_is_refused(tmp_path: Path) -> None:
+def test_a_file_that_is_no_description_raises_an_error(tmp_path: Path) -> None:
     (tmp_path / "text").write_text("hello")
     for name in ("text", "absent"):
         with pytest.raises(DeclarationError, match=f"{name}: not a description of a model"):

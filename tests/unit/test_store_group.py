@@ -114,7 +114,7 @@ def test_those_who_wait_learn_that_a_rank_has_given_up(server: Any) -> None:
     assert host.is_aborted("job")
 
 
-def test_a_store_that_goes_away_is_an_error_that_says_so() -> None:
+def test_a_store_that_goes_away_is_an_error_that_names_it() -> None:
     owned = [dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)]
     client = connect_store(StoreAddress("localhost", owned[0].port), timeout_s=30)
     group = StoreGroup(client, prefix="job", rank=1, size=2, timeout_s=30)

@@ -1,4 +1,4 @@
-"""Pickles that want to run something, and files that are not what they say: refused, with the name of it."""
+"""Pickles that want to run something, and files that are not what they say: rejected, with the name of it."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ EVIL = [with_evil_metadata, with_evil_object, with_evil_tensor, with_evil_common
 
 
 @pytest.mark.parametrize("spoil", EVIL)
-def test_a_pickle_that_names_a_function_is_refused_with_its_name_and_not_run(
+def test_a_pickle_that_names_a_function_raises_an_error_with_its_name_and_is_not_run(
     checkpoint: Path, tmp_path: Path, spoil: Any
 ) -> None:
     spoil(checkpoint, tmp_path / "ran")
@@ -189,7 +189,7 @@ def test_enumerations_of_megatron_have_stand_ins_where_it_is_not_imported(
     assert loaded == ForeignMember("megatron.core.enums", "ModelType", None, 1)
 
 
-def test_what_could_not_be_loaded_again_is_refused_at_save_with_its_path(tmp_path: Path) -> None:
+def test_what_could_not_be_loaded_again_raises_an_error_at_save_with_its_path(tmp_path: Path) -> None:
     with pytest.raises(UnserializableError, match=r"rng/state: .*Fraction, which torch\.load\(weights_only"):
         safe_pickle.save_value({"a": Fraction(1)}, path="rng/state")
     with pytest.raises(UnserializableError, match="rng: a function cannot be pickled"):
@@ -239,7 +239,7 @@ def no_tables(metadata: Metadata) -> None:
     metadata.state_dict_metadata = [1, 2]
 
 
-def two_at_one_place(metadata: Metadata) -> None:
+def two_at_one_position(metadata: Metadata) -> None:
     entry = metadata.state_dict_metadata["w"]
     entry.chunks.append(type(entry.chunks[0])(torch.Size([0]), torch.Size([3])))
 
@@ -273,14 +273,14 @@ WRONG = [
     (set_size((2**40, 2**40)), FormatError, "no array can have the shape"),
     (no_storage, FormatError, "no file is named"),
     (no_tables, FormatError, "no tables of keys"),
-    (two_at_one_place, FormatError, "two chunks begin at"),
+    (two_at_one_position, FormatError, "two chunks begin at"),
     (overlapping, FormatError, "chunks overlap"),
     (transformed, FormatError, "went through .*zstd"),
 ]
 
 
 @pytest.mark.parametrize(("change", "error", "text"), WRONG)
-def test_metadata_that_cannot_be_is_refused(
+def test_metadata_that_cannot_be_raises_an_error(
     checkpoint: Path, change: Any, error: type[Exception], text: str
 ) -> None:
     (checkpoint.parent.parent / "secret").write_bytes(b"x" * 4096)
@@ -301,7 +301,7 @@ def test_metadata_that_cannot_be_is_refused(
         b"\x80\x04]",
     ],
 )
-def test_a_pickle_that_would_take_more_memory_than_it_has_bytes_is_refused(
+def test_a_pickle_that_would_take_more_memory_than_it_has_bytes_raises_an_error(
     checkpoint: Path, pickled: bytes
 ) -> None:
     (checkpoint / ".metadata").write_bytes(pickled)
@@ -309,7 +309,7 @@ def test_a_pickle_that_would_take_more_memory_than_it_has_bytes_is_refused(
         load(request(), checkpoint)
 
 
-def test_a_link_out_of_the_checkpoint_is_refused(checkpoint: Path, tmp_path: Path) -> None:
+def test_a_link_out_of_the_checkpoint_raises_an_error(checkpoint: Path, tmp_path: Path) -> None:
     (data,) = checkpoint.glob("*.distcp")
     data.rename(tmp_path / "elsewhere")
     data.symlink_to(tmp_path / "elsewhere")
@@ -317,7 +317,7 @@ def test_a_link_out_of_the_checkpoint_is_refused(checkpoint: Path, tmp_path: Pat
         load(request(), checkpoint)
 
 
-def test_a_directory_without_metadata_is_refused(checkpoint: Path) -> None:
+def test_a_directory_without_metadata_raises_an_error(checkpoint: Path) -> None:
     (checkpoint / "metadata.json").write_text(
         '{"sharded_backend": "torch_dist", "sharded_backend_version": 1}'
     )
@@ -329,7 +329,7 @@ def test_a_directory_without_metadata_is_refused(checkpoint: Path) -> None:
 def test_damaged_metadata_is_an_error_of_ours_or_loads_what_was_saved(checkpoint: Path) -> None:
     whole = (checkpoint / ".metadata").read_bytes()
     generator = random.Random(11)
-    refused = 0
+    rejected = 0
     for _ in range(700):
         damaged = bytearray(whole)
         for _ in range(generator.randint(1, 3)):
@@ -340,6 +340,6 @@ def test_damaged_metadata_is_an_error_of_ours_or_loads_what_was_saved(checkpoint
         try:
             load_plain_tensors(checkpoint)
         except CheckpointError:
-            refused += 1
-    print(f"{refused} of 700 damaged files refused")
-    assert refused > 250
+            rejected += 1
+    print(f"{rejected} of 700 damaged files rejected")
+    assert rejected > 250

@@ -136,7 +136,7 @@ def test_items_that_are_not_row_major_are_loaded_all_the_same(tmp_path: Path) ->
         assert torch.equal(loaded[key], tensor), key
 
 
-def test_an_item_that_holds_another_tensor_than_was_said_is_refused(tmp_path: Path) -> None:
+def test_an_item_with_another_tensor_than_its_metadata_raises_an_error(tmp_path: Path) -> None:
     for tensor in (torch.zeros(5), torch.zeros(4, dtype=torch.int32), torch.zeros(4).to_sparse()):
         writer = Writer(tmp_path / f"{tensor.dtype}{len(tensor)}{tensor.is_sparse}")
         writer.array("w", (4,))
@@ -238,7 +238,7 @@ def test_arrays_that_megatron_has_flattened_by_fragments_load_at_any_layout(
         ((2, 2, 1, 12), ("2", 4, 6), "is none"),
     ],
 )
-def test_fragments_that_do_not_fit_their_array_are_refused(
+def test_fragments_that_do_not_fit_their_array_raise_an_error(
     tmp_path: Path, stored: tuple[int, ...], original: Any, text: str
 ) -> None:
     writer = Writer(tmp_path / "c")

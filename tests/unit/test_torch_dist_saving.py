@@ -136,7 +136,7 @@ def test_stock_dcp_loads_every_array_bit_for_bit(saved: Path) -> None:
         assert same_bits(loaded[key], array), key
 
 
-def test_stock_dcp_finds_all_there_is_without_being_told(saved: Path, tmp_path: Path) -> None:
+def test_stock_dcp_finds_all_there_is_without_hints(saved: Path, tmp_path: Path) -> None:
     found: dict[str, Any] = {}
     dcp.state_dict_loader._load_state_dict(
         found,
@@ -206,7 +206,7 @@ def test_a_changed_byte_of_a_tensor_is_found(tmp_path: Path) -> None:
         load_plain_tensors(tmp_path / "c")
 
 
-def test_chunks_that_overlap_are_refused_where_they_were_not_proved_right(tmp_path: Path) -> None:
+def test_chunks_that_overlap_raise_an_error_where_they_were_not_validated(tmp_path: Path) -> None:
     state = [ShardedTensor("w", torch.zeros(n), torch.float32, (n,), (4,), (0,), None) for n in (4, 2)]
     with pytest.raises(DeclarationError, match="cannot hold two chunks that begin at"):
         save({"w": state}, tmp_path / "c", "torch_dist", validate_access_integrity=False)
@@ -221,7 +221,7 @@ def test_a_replica_that_two_ranks_store_unproved_is_stored_once(tmp_path: Path) 
     assert load_plain_tensors(tmp_path / "c")["w"].tolist() == [1.0] * 4
 
 
-def test_content_metadata_and_a_key_of_its_name_are_told_apart(tmp_path: Path) -> None:
+def test_content_metadata_and_a_key_of_its_name_are_distinguished(tmp_path: Path) -> None:
     state = {"content_metadata": "mine", "step": 1}
     save(state, tmp_path / "c", "torch_dist")
     assert load_common_state_dict(tmp_path / "c") == state

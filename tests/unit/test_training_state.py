@@ -33,13 +33,13 @@ class Counter:
         self.value = state["value"]
 
 
-def place(rank: int, *, dp: int, tp: int) -> RankPosition:
+def position(rank: int, *, dp: int, tp: int) -> RankPosition:
     return RankPosition(layout={"dp": dp, "tp": tp}, coordinates={"dp": rank // tp, "tp": rank % tp})
 
 
 def save_of_each(path: Path, declare: Any, *, dp: int, tp: int) -> None:
     def run(group: Any) -> None:
-        where = place(group.rank, dp=dp, tp=tp)
+        where = position(group.rank, dp=dp, tp=tp)
         save({"o": declare(Counter(where.index("dp")), where).sharded_state_dict("o.")}, path, group=group)
 
     SimulatedWorld(dp * tp).run(run)
@@ -48,7 +48,7 @@ def save_of_each(path: Path, declare: Any, *, dp: int, tp: int) -> None:
 def values_of_each(path: Path, declare: Any, *, dp: int, tp: int) -> list[tuple[Any, str]]:
     def run(group: Any) -> tuple[Any, str]:
         counter = Counter("mine")
-        part = declare(counter, place(group.rank, dp=dp, tp=tp))
+        part = declare(counter, position(group.rank, dp=dp, tp=tp))
         note = part.resume(load({"o": part.sharded_state_dict("o.")}, path, group=group)["o"], step=1)
         return counter.value, note
 
@@ -81,7 +81,7 @@ def test_a_state_of_each_rank_is_kept_elsewhere_where_asked_for(tmp_path: Path) 
         assert "saved at dp 2, tp 2, and this run is at dp 4, tp 1: each rank keeps" in note
 
 
-def test_parts_are_saved_and_resumed_together_and_say_what_does_not_go_on(tmp_path: Path) -> None:
+def test_parts_are_saved_and_resumed_together_and_report_what_does_not_go_on(tmp_path: Path) -> None:
     def parts(**schedule: float) -> tuple[TrainingState, DataPosition, Counter]:
         data, counter = DataPosition({"files": "v1"}), Counter(0)
         found = {

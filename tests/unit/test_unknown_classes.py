@@ -1,4 +1,4 @@
-"""What a conversion or a comparison does not understand it carries along; a load refuses it; nothing runs."""
+"""What a conversion or a comparison does not understand it carries along; a load rejects it; nothing runs."""
 
 from __future__ import annotations
 
@@ -126,12 +126,12 @@ def test_a_conversion_there_and_back_changes_nothing(tmp_path: Path, library: An
     assert found.partial.keywords == {"approximate": "tanh"}
 
 
-def test_stand_ins_say_what_they_stand_for(tmp_path: Path, library: Any) -> None:
+def test_stand_ins_show_what_they_stand_for(tmp_path: Path, library: Any) -> None:
     _write_torch_dist(tmp_path / "source", library)
     _convert(tmp_path / "source", tmp_path / "native", "megackpt")
     args = megackpt.load({}, str(tmp_path / "native"))[
         "args"
-    ]  # of the native format there is nothing to refuse
+    ]  # of the native format there is nothing to reject
     assert isinstance(args.config, ForeignObject)
     assert (args.config.module, args.config.qualname) == ("someones_library", "Config")
     assert args.config.state["lr"] == 0.5
@@ -148,7 +148,7 @@ def test_stand_ins_say_what_they_stand_for(tmp_path: Path, library: Any) -> None
     assert megackpt.load({}, str(tmp_path / "native"))["args"].mode is library.Mode.ON
 
 
-def test_a_load_refuses_what_it_was_asked_for(tmp_path: Path, library: Any) -> None:
+def test_a_load_rejects_what_it_was_asked_for(tmp_path: Path, library: Any) -> None:
     _write_torch_dist(tmp_path / "source", library)
     with pytest.raises(UnknownClassError, match=r"names .*someones_library\.Config.*Nothing was run"):
         megackpt.load_common_state_dict(str(tmp_path / "source"))
@@ -211,7 +211,7 @@ def test_some_names_are_never_carried_along(name: str) -> None:
         load_value(_zipped(b"\x80\x02c" + name.encode() + b"\nX\x01\x00\x00\x00a\x85R."), where="w")
 
 
-def test_nothing_that_a_carried_name_says_is_run(tmp_path: Path) -> None:
+def test_nothing_that_a_carried_name_names_is_run(tmp_path: Path) -> None:
     path = str(tmp_path / "made").encode()
     text = b"X" + len(path).to_bytes(4, "little") + path
     for name in (b"shutil\nrmtree", b"pathlib\nPath.mkdir", b"builtins\neval", b"subprocess\ncheck_output"):
@@ -221,7 +221,7 @@ def test_nothing_that_a_carried_name_says_is_run(tmp_path: Path) -> None:
     assert not (tmp_path / "made").exists()
 
 
-def test_too_many_unknown_names_are_refused() -> None:
+def test_too_many_unknown_names_raise_an_error() -> None:
     names = b"".join(b"clib\nC%d\n0" % n for n in range(201))
     allowed = set(torch.serialization.get_safe_globals())
     with keep_unknown_values(), pytest.raises(FormatError, match="more than 200 unknown classes"):
@@ -242,13 +242,13 @@ def test_threads_that_carry_and_do_not_keep_to_themselves(library: Any) -> None:
                 if not isinstance(load_value(data.getvalue(), where="w")[0]["args"].config, ForeignObject):
                     faults.append("carry")
 
-    def refuse() -> None:
+    def reject() -> None:
         for _ in range(30):
             try:
                 load_value(data.getvalue(), where="w")
             except FormatError:
                 continue
-            faults.append("refuse")
+            faults.append("reject")
 
     def run(work: Callable[[], None]) -> None:
         try:
@@ -256,7 +256,7 @@ def test_threads_that_carry_and_do_not_keep_to_themselves(library: Any) -> None:
         except Exception as error:  # noqa: BLE001 - shown by the test
             faults.append(error)
 
-    threads = [threading.Thread(target=run, args=(work,)) for work in (carry, refuse, carry, refuse)]
+    threads = [threading.Thread(target=run, args=(work,)) for work in (carry, reject, carry, reject)]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -294,7 +294,7 @@ def test_members_of_other_pythons_are_understood() -> None:
         )
 
 
-def test_a_value_that_no_member_has_is_refused() -> None:
+def test_a_value_that_no_member_has_raises_an_error() -> None:
     data = _zipped(f"\x80\x02c{__name__}\nLocal\nK\x09\x85R.".encode("latin1"))
     with pytest.raises(FormatError, match=r"9 as a value of .*Local, which has no such member"):
         load_value(data, where="w")

@@ -110,7 +110,7 @@ def test_arrays_of_very_many_elements_are_proved_too() -> None:
     assert caught.value.key == "w17"
 
 
-def test_places_sort_like_array_and_start_even_where_they_do_not_fit_into_64_bits() -> None:
+def test_positions_sort_like_array_and_start_even_where_they_do_not_fit_into_64_bits() -> None:
     rng = np.random.default_rng(0)
     for large in (5, 2**30):
         shapes = {f"w{i}": (large, large, 4) for i in range(9)}
@@ -150,7 +150,7 @@ def test_a_list_of_equal_bytes_but_other_extents_is_not_taken_for_a_known_one() 
 @pytest.mark.parametrize(
     ("shape", "ndim"), [((-1, -4), 2), ((2**31, 2**31), 2), ((2**61, 0), 2), ((2, 2), 1)]
 )
-def test_a_shape_that_no_array_can_have_is_refused(shape: tuple[int, int], ndim: int) -> None:
+def test_a_shape_that_no_array_can_have_raises_an_error(shape: tuple[int, int], ndim: int) -> None:
     columns = sent(declared({"a": (2, 2), "b": (1, 1)}))
     columns["global_shape"] = np.array([(2, 2), shape])
     columns["ndim"] = np.array([2, ndim], np.uint8)

@@ -63,7 +63,7 @@ def test_a_rank_that_reads_nothing_for_so_long_is_named_and_others_stop_reading(
     disk.set()
 
 
-def test_a_rank_that_finds_much_damage_tells_of_the_first() -> None:
+def test_a_rank_that_finds_much_damage_reports_the_first() -> None:
     def look(progress: Progress, share: tuple[int, int]) -> ShareReport:
         return ShareReport(damages=tuple(Damage(what=str(number)) for number in range(1000)))
 

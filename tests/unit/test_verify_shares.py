@@ -72,7 +72,7 @@ def protected(directory: Path, ranks: int) -> Path:
     return directory
 
 
-def test_parity_files_are_shared_too_and_each_byte_of_them_is_told(tmp_path: Path) -> None:
+def test_parity_files_are_shared_too_and_each_byte_of_them_is_reported(tmp_path: Path) -> None:
     directory = protected(tmp_path / "c", 4)
     parity = sum((directory / file).stat().st_size for file in files_below(directory, "parity/*.safetensors"))
     whole = Counted()

@@ -110,7 +110,7 @@ def test_no_word_of_the_list_is_used() -> None:
     assert found == []
 
 
-def test_no_name_of_the_package_has_a_word_that_says_nothing() -> None:
+def test_no_name_of_the_package_has_a_vague_word() -> None:
     found = [
         f"{path.relative_to(ROOT)}:{number}: {name}"
         for path in sorted((ROOT / "megackpt").rglob("*.py"))

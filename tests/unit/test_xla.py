@@ -92,12 +92,12 @@ def test_a_key_of_ones_own_is_declared(tmp_path: Path) -> None:
     assert list(megackpt.load_plain_tensors(tmp_path)) == ["decoder.weight"]
 
 
-def test_declaring_a_tensor_that_xla_has_not_sharded_is_refused() -> None:
+def test_declaring_a_tensor_that_xla_has_not_sharded_raises_an_error() -> None:
     with pytest.raises(DeclarationError, match=r"'w': a Tensor that XLA has not sharded.*mark_sharding"):
         declare_xla("w", torch.zeros(2))
 
 
-def test_a_shard_that_its_indices_do_not_describe_is_refused(tmp_path: Path) -> None:
+def test_a_shard_that_its_indices_do_not_describe_raises_an_error(tmp_path: Path) -> None:
     tensor = HALVES_TWICE.tensor(ARRAY, 0)
     tensor.devices[2].data = ARRAY.clone()  # the whole array where half of it is said to be
     with pytest.raises(DeclarationError, match=r"'w': a shard of shape \(4, 5\) at \(2, 0\).*sync"):

@@ -165,9 +165,9 @@ def test_every_missing_file_is_an_error_that_names_key_and_chunk(tmp_path: Path,
     for file in files:
         hidden = file.rename(tmp_path / "hidden")
         chunk = str(file.relative_to(array))
-        with pytest.raises(FormatError, match=rf"'a': chunk '{chunk}' of .* is missing") as refused:
+        with pytest.raises(FormatError, match=rf"'a': chunk '{chunk}' of .* is missing") as rejected:
             loaded(tmp_path)
-        assert refused.value.key == "a"
+        assert rejected.value.key == "a"
         hidden.rename(file)
     assert torch.equal(loaded(tmp_path), DATA)
 
@@ -189,10 +189,10 @@ def test_every_flipped_bit_of_version_3_is_found(tmp_path: Path) -> None:
     whole = file.read_bytes()
     for at in range(len(whole)):
         file.write_bytes(whole[:at] + bytes([whole[at] ^ 4]) + whole[at + 1 :])
-        with pytest.raises((FormatError, IntegrityError)) as refused:
+        with pytest.raises((FormatError, IntegrityError)) as rejected:
             loaded(tmp_path)
-        assert refused.value.key == "a"
-        assert file.name in str(refused.value.path)
+        assert rejected.value.key == "a"
+        assert file.name in str(rejected.value.path)
 
 
 def test_a_chunk_that_is_missing_in_a_shard_is_an_error_and_not_the_fill_value(tmp_path: Path) -> None:
@@ -213,7 +213,7 @@ def test_a_chunk_that_is_missing_in_a_shard_is_an_error_and_not_the_fill_value(t
         loaded(tmp_path)
 
 
-def test_a_pickle_that_names_a_class_is_refused_unless_it_is_trusted(tmp_path: Path) -> None:
+def test_a_pickle_that_names_a_class_raises_an_error_unless_it_is_trusted(tmp_path: Path) -> None:
     save({"o": ShardedObject("o", 1, (1,), (0,)), "x": 1}, tmp_path, sharded_strategy=("zarr", 1))
     torch.save(Trap(), tmp_path / "o/shard_0_1.pt")
     with pytest.raises(FormatError, match=r"Trap|trap_sprung|getpid"):
@@ -272,22 +272,22 @@ ATTACKS: dict[str, Any] = {
 }
 
 
-def test_documents_that_lie_are_refused(tmp_path: Path) -> None:
+def test_documents_that_lie_raise_an_error(tmp_path: Path) -> None:
     document = saved(tmp_path, 1) / ".zarray"
     right = json.loads(document.read_text())
     for field, values in ATTACKS.items():
         for value in values:
             document.write_text(json.dumps(right | {field: value}))
-            with pytest.raises(CheckpointError) as refused:
+            with pytest.raises(CheckpointError) as rejected:
                 loaded(tmp_path)
-            assert isinstance(refused.value, FormatError), (field, value)
+            assert isinstance(rejected.value, FormatError), (field, value)
     for text in ("", "[]", "[" * 100_000, "\xff"):
         document.write_text(text)
         with pytest.raises(FormatError):
             loaded(tmp_path)
 
 
-def test_documents_of_version_3_that_lie_are_refused(tmp_path: Path) -> None:
+def test_documents_of_version_3_that_lie_raise_an_error(tmp_path: Path) -> None:
     document = saved(tmp_path, 3) / "zarr.json"
     right = json.loads(document.read_text())
     sharding = right["codecs"][0]["configuration"]
@@ -311,9 +311,9 @@ def test_documents_of_version_3_that_lie_are_refused(tmp_path: Path) -> None:
     for field, values in attacks.items():
         for value in values:
             document.write_text(json.dumps(right | {field: value}))
-            with pytest.raises(CheckpointError) as refused:
+            with pytest.raises(CheckpointError) as rejected:
                 loaded(tmp_path)
-            assert isinstance(refused.value, FormatError), (field, value, refused.value)
+            assert isinstance(rejected.value, FormatError), (field, value, rejected.value)
 
 
 @pytest.mark.parametrize(

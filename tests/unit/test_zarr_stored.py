@@ -128,7 +128,7 @@ def test_stock_zarr_lists_version_3_as_a_group_with_shards_and_true_dtypes(tmp_p
     assert torch.equal(torch.from_numpy(array[...]).view(torch.bfloat16), data)
 
 
-def test_keys_that_are_no_paths_are_refused_by_version_1_and_encoded_by_version_3(tmp_path: Path) -> None:
+def test_keys_that_are_no_paths_are_errors_in_version_1_and_encoded_by_version_3(tmp_path: Path) -> None:
     keys = [
         "../up", "/abs", "a//b", "a/../b", "metadata.json", "common.pt", "x/.zarray", ".megackpt-x",
         "w/0", "w", "nul\0", "back\\slash", "..", "zarr.json", "__reserved", "50%", "ünï",
@@ -140,17 +140,17 @@ def test_keys_that_are_no_paths_are_refused_by_version_1_and_encoded_by_version_
     outside = {p for p in tmp_path.iterdir()}
     assert outside == {tmp_path / "3"}
     for key in keys[:8]:
-        with pytest.raises(DeclarationError, match=r"every key in the directory of its name") as refused:
+        with pytest.raises(DeclarationError, match=r"every key in the directory of its name") as rejected:
             save({"t": tensor(key, torch.ones(1))}, tmp_path / "1", sharded_strategy=ONE)
-        assert refused.value.key == key
-        assert repr(key) in str(refused.value)
+        assert rejected.value.key == key
+        assert repr(key) in str(rejected.value)
     with pytest.raises(DeclarationError, match=r"'w/0' lies in the directory of 'w'"):
         save({key: tensor(key, torch.ones(1)) for key in ("w/0", "w")}, tmp_path / "1", sharded_strategy=ONE)
     with pytest.raises(DeclarationError, match=r"longer than 255 bytes"):
         save({"t": tensor("k" * 256, torch.ones(1))}, tmp_path / "3", sharded_strategy=THREE)
 
 
-def test_a_save_without_validation_is_refused(tmp_path: Path) -> None:
+def test_a_save_without_validation_raises_an_error(tmp_path: Path) -> None:
     with pytest.raises(DeclarationError, match="validate_access_integrity"):
         save(
             {"a": tensor("a", torch.ones(1))}, tmp_path, sharded_strategy=ONE, validate_access_integrity=False
@@ -167,7 +167,7 @@ def test_removed_arrays_are_gone_and_others_stay(tmp_path: Path, strategy: tuple
     assert not [p for p in tmp_path.rglob("*") if p.is_file() and "optim" in str(p)]
 
 
-def test_objects_that_would_not_be_loaded_are_refused_by_version_1(tmp_path: Path) -> None:
+def test_objects_that_would_not_be_loaded_are_errors_in_version_1(tmp_path: Path) -> None:
     value = ShardedObject("o", {"f": Path}, (1,), (0,))
     with pytest.raises(UnserializableError):
         save({"o": value}, tmp_path, sharded_strategy=ONE)

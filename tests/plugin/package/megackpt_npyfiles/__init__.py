@@ -50,7 +50,7 @@ class Save(SaveStrategy):
     backend, version, file_names = BACKEND, VERSION, FILE_NAMES
 
     def check_common(self, common: Any) -> None:
-        """Refuse what megackpt's own codec cannot hold."""
+        """Reject what megackpt's own codec cannot hold."""
         pack(common, path="common state")
 
     def encode_object(self, value: Any, *, path: str) -> bytes:

@@ -1,4 +1,4 @@
-"""Arguments of the wrong kind or out of range: refused by name, wherever they are options."""
+"""Arguments of the wrong kind or out of range: rejected by name, wherever they are options."""
 
 from __future__ import annotations
 
@@ -64,14 +64,14 @@ ARGUMENTS = [name for name in inspect.signature(Checkpointer).parameters if name
 
 
 @pytest.mark.parametrize(("kind", "name"), ALL, ids=[f"{kind.__name__}.{name}" for kind, name in ALL])
-def test_an_option_of_no_kind_that_makes_sense_is_refused_by_name(kind: type, name: str) -> None:
+def test_an_option_of_a_wrong_kind_raises_an_error_with_its_name(kind: type, name: str) -> None:
     for value in (object(), math.nan, b"bytes"):
         with pytest.raises(DeclarationError, match=re.escape(name.removeprefix("dist_ckpt_"))):
             kind(**{**REQUIRED[kind], name: value})
 
 
 @pytest.mark.parametrize("name", ARGUMENTS)
-def test_an_argument_of_a_checkpointer_of_no_kind_that_makes_sense_is_refused_by_name(
+def test_an_argument_of_a_checkpointer_of_a_wrong_kind_raises_an_error_with_its_name(
     tmp_path: Path, name: str
 ) -> None:
     for value in (object(), math.nan, b"bytes"):
@@ -104,13 +104,15 @@ def test_an_argument_of_a_checkpointer_of_no_kind_that_makes_sense_is_refused_by
         (SaveSchedule, {"agree_s": None}, "SaveSchedule.agree_s is None"),
     ],
 )
-def test_what_is_refused_is_said_with_what_to_give(kind: type, given: dict[str, Any], message: str) -> None:
+def test_the_error_states_what_to_give(kind: type, given: dict[str, Any], message: str) -> None:
     with pytest.raises(DeclarationError, match=message):
         kind(**given)
 
 
 @pytest.mark.parametrize("step", ["2", 2.0, math.nan, None, True, -1, 1 << 70, torch.zeros(2)])
-def test_a_step_that_is_no_whole_number_is_refused_wherever_it_is_given(tmp_path: Path, step: Any) -> None:
+def test_a_step_that_is_no_whole_number_raises_an_error_wherever_it_is_given(
+    tmp_path: Path, step: Any
+) -> None:
     checkpointer = Checkpointer(tmp_path)
     asked = [checkpointer.should_save, checkpointer.pin, checkpointer.metrics, checkpointer.directory]
     for ask in (*asked, lambda step: checkpointer.save(step, {})):
@@ -141,7 +143,7 @@ def test_what_is_no_location_is_an_error_of_every_function_that_takes_one(locati
             use(location)
 
 
-def test_arguments_of_functions_are_refused_by_name(tmp_path: Path) -> None:
+def test_wrong_arguments_of_functions_raise_an_error_with_their_names(tmp_path: Path) -> None:
     for given in ({"options": LoadOptions()}, {"plans": 3}, {"group": "world"}):
         with pytest.raises(DeclarationError, match=f"{next(iter(given))} is "):
             save({}, tmp_path, **given)  # type: ignore[arg-type]

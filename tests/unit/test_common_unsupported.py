@@ -1,4 +1,4 @@
-"""Common state that only one format refuses is refused by that format, before anything is written."""
+"""Common state that one format alone cannot store: saves in it raise an error before anything is written."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from megackpt.storage import MemoryStore
 
 
 @pytest.mark.parametrize("strategy", [("torch_dist", 1), ("zarr", 1)], ids=str)
-def test_a_key_that_is_the_formats_own_is_refused_before_anything_is_written(
+def test_a_key_that_is_the_formats_own_raises_an_error_before_anything_is_written(
     strategy: tuple[str, int],
 ) -> None:
     store = MemoryStore()
@@ -22,7 +22,7 @@ def test_a_key_that_is_the_formats_own_is_refused_before_anything_is_written(
         save(state, store, strategy)
 
 
-def test_a_format_that_holds_any_text_does_not_refuse_that_key() -> None:
+def test_a_format_that_stores_any_text_accepts_that_key() -> None:
     state = {"content_metadata": "mine"}
     for strategy in ("megackpt", ("zarr", 3)):
         save(state, MemoryStore(), strategy, content_metadata={"v": 1})
