@@ -60,7 +60,7 @@ def run_bench(settings: BenchSettings) -> Report | None:
 
 
 def _check_room(settings: BenchSettings) -> None:
-    """Refuse a size that cannot be: nothing is begun that would fill the disk before it fails."""
+    """Raise an error for a size that cannot be, before anything is begun that would fill the disk."""
     directory = Path(settings.directory).absolute()
     free = shutil.disk_usage(next(path for path in (directory, *directory.parents) if path.exists())).free
     if settings.size > free:

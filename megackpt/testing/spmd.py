@@ -140,7 +140,7 @@ class XLAShardedTensor(torch.Tensor):
     def __torch_dispatch__(  # type: ignore[override]  # torch declares a function there, not a method
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        """Refuse every operation on the elements of the whole array."""
+        """Raise an error for every operation on the elements of the whole array."""
         if func is torch.ops.aten.detach.default:
             return args[0]
         raise ValueError(f"{func}: the whole array would have to be gathered from all hosts")

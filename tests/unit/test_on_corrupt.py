@@ -151,7 +151,7 @@ def test_a_copy_of_another_save_is_not_used_and_the_error_names_all_that_were_tr
     with pytest.raises(StorageError) as caught:
         read(tmp_path / "it", options)
     text = str(caught.value)
-    assert "Nothing could take its place:" in text
+    assert "No other source could replace it:" in text
     assert "  parity: " in text
     assert f"  {other} holds another save" in text
     assert f"  {tmp_path / 'nowhere'}: " in text

@@ -136,7 +136,7 @@ class FallbackSource:
         if not tried:
             tried = ["the checkpoint was saved without parity, and no copies were given (LoadOptions.copies)"]
         lines = truncated_list([" ".join(line.split()) for line in tried])
-        text = f"{error}\nNothing could take its place:\n{lines}"
+        text = f"{error}\nNo other source could replace it:\n{lines}"
         return type(error)(text, key=error.key, rank=error.rank, path=error.path)
 
     def _open(self, store: Store) -> Contents:
@@ -156,7 +156,7 @@ class FallbackSource:
                 continue
             damage = damage_of(error, location=self.location)
             notice(
-                log, f"{damage.file} cannot be opened, and {store.location} takes its place: {damage.what}"
+                log, f"{damage.file} cannot be opened, and that of {store.location} is used: {damage.what}"
             )
             self.record(RecoveredBytes(source=store.location, why=damage.what, file=damage.file))
             self._copies = self._copies[number + 1 :]  # only later copies remain as replacements

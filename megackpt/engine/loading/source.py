@@ -1,4 +1,4 @@
-"""Where the bytes of a load come from: the checkpoint itself, or what can take the place of damaged bytes."""
+"""Where the bytes of a load come from: the checkpoint itself, or what can replace damaged bytes."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ class MegackptLoadPlanner(LoadPlanner):
     ones.
 
     Args:
-        allow_partial_load: leave out what the checkpoint does not have, instead of refusing.
+        allow_partial_load: leave out what the checkpoint does not have, instead of raising an error.
         process_group: the group that `dcp.load` is given; None for all ranks.
     """
 

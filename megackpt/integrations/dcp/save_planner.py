@@ -92,8 +92,8 @@ class MegackptSavePlanner(SavePlanner):
     """Plans a `dcp.save` of DTensors, megackpt's entities, plain tensors and values.
 
     A DTensor or plain tensor is a global array under its path in the state dict, joined with dots; an entity
-    is one under its key. Everything else is encoded without pickle and must have a codec. What it refuses,
-    `dcp.save` raises on all ranks, within its CheckpointException.
+    is one under its key. Everything else is encoded without pickle and must have a codec. `dcp.save`
+    raises the planner's errors on all ranks, within its CheckpointException.
 
     Args:
         validate: prove before anything is written that every element has exactly one main replica, and that
