@@ -28,9 +28,9 @@ def part(value: float, rows: int = 1000) -> ShardedTensor:
 
 
 def saver_of(checkpointer: Checkpointer) -> AsyncSaver:
-    found = checkpointer._async_saving and checkpointer._async_saving.saver
-    assert found is not None
-    return found
+    saver = checkpointer._async_saving and checkpointer._async_saving.saver
+    assert saver is not None
+    return saver
 
 
 def single_process_checkpointer(

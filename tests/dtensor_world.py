@@ -126,11 +126,11 @@ def full(state: Any, path: str = "") -> dict[str, Any]:
     return {path: state.full_tensor() if isinstance(state, DTensor) else state}
 
 
-def same(found: dict[str, Any], expected: dict[str, Any]) -> list[str]:
+def same(actual: dict[str, Any], expected: dict[str, Any]) -> list[str]:
     """Return the paths at which two results of `full` differ in a bit."""
-    differing = sorted(found.keys() ^ expected.keys())
-    for path in found.keys() & expected.keys():
-        a, b = found[path], expected[path]
+    differing = sorted(actual.keys() ^ expected.keys())
+    for path in actual.keys() & expected.keys():
+        a, b = actual[path], expected[path]
         if not (torch.equal(a, b) and a.dtype == b.dtype if isinstance(a, Tensor) else a == b):
             differing.append(path)
     return differing

@@ -191,15 +191,15 @@ def model_state(params: Iterable[WorldParam]) -> ShardedStateDict:
 
 def tensors_of(sharded_state_dict: Any) -> list[ShardedTensor]:
     """Return every ShardedTensor that the state dict stands for."""
-    found: list[ShardedTensor] = []
+    results: list[ShardedTensor] = []
     for _, leaf in iter_leaves({"": sharded_state_dict}):
         if isinstance(leaf, ShardedTensorFactory):
-            found += tensors_of(leaf.build())
+            results += tensors_of(leaf.build())
         elif isinstance(leaf, ShardedLayout):
-            found += leaf.tensors()
+            results += leaf.tensors()
         elif isinstance(leaf, ShardedTensor):
-            found.append(leaf)
-    return found
+            results.append(leaf)
+    return results
 
 
 def gather(world: Iterable[ShardedStateDict]) -> Arrays:

@@ -74,19 +74,19 @@ _ENTRY = re.compile(r"^(?P<name>\w+): (?P<text>.*?)(?=^\w+: |\Z)", re.MULTILINE 
 def page() -> str:
     """Return the text of the page."""
     parts = [HEAD]
-    for function, given in FUNCTIONS.items():
+    for function, receivers in FUNCTIONS.items():
         parameters = signature(function).parameters.values()
         defaults = {p.name: "" if p.default is p.empty else f"`{_shown(p.default)}`" for p in parameters}
-        parts.append(_section(f"{function.__name__}()", given, _described(function, "Args"), defaults))
-    for kind, given in CLASSES.items():
+        parts.append(_section(f"{function.__name__}()", receivers, _described(function, "Args"), defaults))
+    for kind, receivers in CLASSES.items():
         defaults = {field.name: _default(field) for field in fields(kind) if field.init}
-        parts.append(_section(kind.__name__, given, _described(kind, "Attributes"), defaults))
+        parts.append(_section(kind.__name__, receivers, _described(kind, "Attributes"), defaults))
     return "\n".join(parts)
 
 
-def _section(name: str, given: str, message: dict[str, str], defaults: dict[str, str]) -> str:
-    lines = [f"## {name}", "", f"Given to {given}.", "", "| name | default | meaning |", "|---|---|---|"]
-    rows = [f"| `{each}` | {default} | {message[each]} |" for each, default in defaults.items()]
+def _section(name: str, receivers: str, message: dict[str, str], defaults: dict[str, str]) -> str:
+    lines = [f"## {name}", "", f"Given to {receivers}.", "", "| name | default | meaning |", "|---|---|---|"]
+    rows = [f"| `{option}` | {default} | {message[option]} |" for option, default in defaults.items()]
     return "\n".join([*lines, *rows, ""])
 
 

@@ -133,14 +133,14 @@ class FaultyProxy:
 
     def counts(self) -> dict[str, int]:
         """Return the number of requests by kind."""
-        return dict(Counter(one.kind for one in self.asked))
+        return dict(Counter(request.kind for request in self.asked))
 
     @contextlib.contextmanager
     def counting(self) -> Iterator[dict[str, int]]:
         """Yield what is, after the block, the number of requests in it by kind."""
-        before, found = Counter(self.counts()), dict[str, int]()
-        yield found
-        found.update(Counter(self.counts()) - before)
+        before, added = Counter(self.counts()), dict[str, int]()
+        yield added
+        added.update(Counter(self.counts()) - before)
 
     def close(self) -> None:
         self._http.shutdown()
@@ -174,12 +174,12 @@ def _handler(proxy: FaultyProxy, port: int, stall_s: float) -> type[BaseHTTPRequ
                 self.close_connection = True
                 return
             self.upstream.request(self.command, self.path, body, dict(self.headers))
-            found = self.upstream.getresponse()
-            data = found.read()
+            response = self.upstream.getresponse()
+            data = response.read()
             if fault == "lost":
                 self.close_connection = True
                 return
-            self._answer(found.status, dict(found.getheaders()), data, cut=fault == "half")
+            self._answer(response.status, dict(response.getheaders()), data, cut=fault == "half")
 
         def _answer(self, status: int, headers: dict[str, str], data: bytes, *, cut: bool = False) -> None:
             self.send_response_only(status)

@@ -112,14 +112,14 @@ OWNERS: dict[str, set[str]] = {
 
 def imports_of(path: Path) -> set[str]:
     """Every module that a file imports, anywhere in it."""
-    found: set[str] = set()
+    modules: set[str] = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
+            modules |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path}: relative imports hide who imports whom"
-            found |= {f"{node.module}.{alias.name}" for alias in node.names} | {node.module or ""}
-    return found
+            modules |= {f"{node.module}.{alias.name}" for alias in node.names} | {node.module or ""}
+    return modules
 
 
 def part_of(path: Path) -> str:
@@ -201,5 +201,5 @@ def test_every_public_name_exists() -> None:
 
 
 def _packages() -> list[object]:
-    found = pkgutil.iter_modules(megackpt.__path__, "megackpt.")
-    return [importlib.import_module(m.name) for m in found if m.ispkg and not m.name.endswith(".testing")]
+    modules = pkgutil.iter_modules(megackpt.__path__, "megackpt.")
+    return [importlib.import_module(m.name) for m in modules if m.ispkg and not m.name.endswith(".testing")]

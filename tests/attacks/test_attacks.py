@@ -59,9 +59,9 @@ def test_no_crafted_directory_gets_anywhere(tmp_path: Path, pytestconfig: pytest
         check=False,
     )
     message = [json.loads(line) for line in done.stdout.splitlines()]
-    assert [one["attack"] for one in message] == chosen, done.stderr[-3000:]
-    faults = [fault for one in message for fault in faults_of(one)]
+    assert [directory["attack"] for directory in message] == chosen, done.stderr[-3000:]
+    faults = [fault for directory in message for fault in faults_of(directory)]
     assert not faults, "\n".join(fault[:600] for fault in faults[:40])
-    rejected = sum("rejected" in str(one["outcomes"]) for one in message)
+    rejected = sum("rejected" in str(directory["outcomes"]) for directory in message)
     print(f"{len(message)} directories, {rejected} of them rejected")
     assert rejected > len(message) // 2

@@ -79,23 +79,24 @@ class Watch:
 
 def outcomes(attack: Attack, location: Location, base: Base, scratch: Path) -> dict[str, str]:
     """Run all readers; return what each did: "equal", "rejected: ...", "exit N", or what it must not do."""
-    found: dict[str, str] = {}
+    outcome_of: dict[str, str] = {}
     for name, read in values(attack.base).items():
-        found[name] = _value(name, lambda read=read: read(location.directory), base.expected)  # type: ignore[misc]
+        outcome_of[name] = _value(name, lambda read=read: read(location.directory), base.expected)  # type: ignore[misc]
     for name, arguments in commands(base.good, scratch).items():
-        found[name] = _command(arguments(location.directory))
+        outcome_of[name] = _command(arguments(location.directory))
     converted = scratch / "converted"
-    if found["convert"] == "exit 0" and converted.exists():
+    if outcome_of["convert"] == "exit 0" and converted.exists():
         read = values(attack.base)["load"]
         loaded = _value("load", lambda: read(converted), base.expected)
-        if found["load"].startswith("rejected: UnknownClassError") and "ForeignObject(" in loaded:
+        if outcome_of["load"].startswith("rejected: UnknownClassError") and "ForeignObject(" in loaded:
             # A conversion carries an object of an unknown class along, as a stand-in that is never made.
             loaded = loaded.replace("other: ", "stands in: ")
-        found["load of converted"] = loaded
-    if found["load"] != "equal":  # what is listed of it need not be what was saved, if it cannot be loaded
+        outcome_of["load of converted"] = loaded
+    # What is listed of a checkpoint that cannot be loaded need not be what was saved.
+    if outcome_of["load"] != "equal":
         for name in ("load_sharded_metadata", "load_tensors_metadata"):
-            found[name] = found[name].replace("other: ", "lists: ")
-    return found
+            outcome_of[name] = outcome_of[name].replace("other: ", "lists: ")
+    return outcome_of
 
 
 def _value(name: str, read: Any, expected: dict[str, Any]) -> str:
@@ -242,12 +243,12 @@ def _watched(attack: Attack, location: Location, base: Base, scratch: Path) -> d
     watch = Watch((sys.prefix, sys.base_prefix, "/proc/", "/sys/", "/dev/null", *map(str, own)))
     sys.addaudithook(watch)
     watch.is_on = True
-    found = outcomes(attack, location, base, scratch)
+    by_reader = outcomes(attack, location, base, scratch)
     watch.is_on = False
     grown = _peak_bytes() - before
     if grown > MOST_BYTES // 2:
         watch.seen.append(f"memory grew by {grown:,} bytes")
-    return {"outcomes": found, "seen": watch.seen[:10], "grown": grown}
+    return {"outcomes": by_reader, "seen": watch.seen[:10], "grown": grown}
 
 
 def _peak_bytes() -> int:
@@ -289,8 +290,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("root", type=Path, help="an empty directory")
     parser.add_argument("names", nargs="*", help="names, or parts with a * behind; all without any")
-    given = parser.parse_args()
-    for message in trials(given.root, given.names):
+    arguments = parser.parse_args()
+    for message in trials(arguments.root, arguments.names):
         print(json.dumps(message), flush=True)
 
 

@@ -97,29 +97,29 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("directory", type=Path)
     parser.add_argument("--turns", type=int, default=5)
-    given = parser.parse_args()
+    arguments = parser.parse_args()
     dist.init_process_group("gloo")
     logging.disable(logging.WARNING)
     if dist.get_rank() == 0:
-        rates(given.turns)
+        rates(arguments.turns)
     times = Times()
-    locations = [given.directory / f"bench-array-digests-{name}" for name in ("a", "b", "c")]
+    locations = [arguments.directory / f"bench-array-digests-{name}" for name in ("a", "b", "c")]
     for name, state in (("rows", shards()), ("columns", columns())):
-        for _ in range(given.turns):
+        for _ in range(arguments.turns):
             for case, options in (("save", SaveOptions()), ("save, digests", DIGESTED)):
                 emptied(locations[0])
                 times.take(f"{name}: {case}", lambda o=options, s=state: save(s, locations[0], options=o))  # type: ignore[misc]
     for location in locations[:2]:
         save(state, emptied(location), options=DIGESTED)
     if dist.get_rank() == 0:
-        one, two = map(open_store, locations[:2])
-        for _ in range(given.turns):
+        first, second = map(open_store, locations[:2])
+        for _ in range(arguments.turns):
             for case, read_all in (("diff", False), ("diff --read", True)):
-                times.take_alone(case, lambda r=read_all: diff(one, two, read_all=r))  # type: ignore[misc]
+                times.take_alone(case, lambda r=read_all: diff(first, second, read_all=r))  # type: ignore[misc]
     dist.barrier()
     save(state, emptied(locations[2]))
     if dist.get_rank() == 0:
-        for _ in range(given.turns):
+        for _ in range(arguments.turns):
             for case, location in (("verify --deep, digests", locations[0]), ("verify --deep", locations[2])):
                 store = open_store(location)
                 times.take_alone(

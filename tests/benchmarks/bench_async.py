@@ -112,8 +112,8 @@ class Dcp:
         )
 
     def wait(self) -> None:
-        found = self._future
-        getattr(found, "upload_completion", found).result()
+        future = self._future
+        getattr(future, "upload_completion", future).result()
         dist.barrier()
         if dist.get_rank() == 0:
             shutil.rmtree(self._root / str(self._number))
@@ -363,24 +363,24 @@ def cpu_s(process: int) -> float:
 def resident(process: int) -> float:
     """Return the private and shared memory that a process has in RAM, without files, in MiB."""
     status = Path(f"/proc/{process}/status").read_text()
-    found = dict(line.split(":", 1) for line in status.splitlines())
-    return sum(int(found[name].split()[0]) for name in ("RssAnon", "RssShmem")) / 1024
+    fields = dict(line.split(":", 1) for line in status.splitlines())
+    return sum(int(fields[name].split()[0]) for name in ("RssAnon", "RssShmem")) / 1024
 
 
-def run_rank(rank: int, given: argparse.Namespace, root: str, name: str, port: int) -> None:
+def run_rank(rank: int, arguments: argparse.Namespace, root: str, name: str, port: int) -> None:
     """Measure on one rank; rank 0 writes the row."""
     os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(given.ranks)}
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(arguments.ranks)}
     torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=timedelta(minutes=30))
-    if given.case == "stall":
-        row = stall(Path(root), name, given.mib, given.saves)
-    elif given.case == "tiers":
-        row = tiers(Path(root), given.mib, given.saves)
-    elif given.case == "interference":
-        row = interference(Path(root), given.mib, given.saves)
+    if arguments.case == "stall":
+        row = stall(Path(root), name, arguments.mib, arguments.saves)
+    elif arguments.case == "tiers":
+        row = tiers(Path(root), arguments.mib, arguments.saves)
+    elif arguments.case == "interference":
+        row = interference(Path(root), arguments.mib, arguments.saves)
     else:
-        row = memory(Path(root), given.mib, given.saves)
+        row = memory(Path(root), arguments.mib, arguments.saves)
     dist.barrier()
     if rank == 0:
         (Path(root) / "row.json").write_text(json.dumps(row))
@@ -388,9 +388,9 @@ def run_rank(rank: int, given: argparse.Namespace, root: str, name: str, port: i
 
 
 def free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("localhost", 0))
-        return int(found.getsockname()[1])
+    with socket.socket() as listener:
+        listener.bind(("localhost", 0))
+        return int(listener.getsockname()[1])
 
 
 def main() -> None:
@@ -404,21 +404,25 @@ def main() -> None:
         "--vs", nargs="*", default=[], choices=sorted(set(CONTENDERS) - {BackgroundSaver.name})
     )
     parser.add_argument("--json")
-    given = parser.parse_args()
-    root = Path(tempfile.mkdtemp(prefix="bench-async-", dir=given.dir))
+    arguments = parser.parse_args()
+    root = Path(tempfile.mkdtemp(prefix="bench-async-", dir=arguments.dir))
     rows: list[Row] = []
     try:
-        for name in [BackgroundSaver.name, *given.vs] if given.case == "stall" else [BackgroundSaver.name]:
-            mp.spawn(run_rank, (given, str(root), name, free_port()), nprocs=given.ranks)
+        for name in (
+            [BackgroundSaver.name, *arguments.vs] if arguments.case == "stall" else [BackgroundSaver.name]
+        ):
+            mp.spawn(run_rank, (arguments, str(root), name, free_port()), nprocs=arguments.ranks)
             rows.append(json.loads((root / "row.json").read_text()))
             for key, value in rows[-1].items():
                 shown = f"{value:.4g}" if isinstance(value, float) else value
                 print(f"{name:10} {key:20} {shown}")
     finally:
         shutil.rmtree(root)
-    if given.json:
+    if arguments.json:
         load = os.getloadavg()
-        Path(given.json).write_text(json.dumps({"case": vars(given), "load": load, "rows": rows}, indent=1))
+        Path(arguments.json).write_text(
+            json.dumps({"case": vars(arguments), "load": load, "rows": rows}, indent=1)
+        )
 
 
 if __name__ == "__main__":

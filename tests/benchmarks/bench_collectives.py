@@ -39,16 +39,18 @@ def measured(work: Callable[[], object], times: int) -> torch.Tensor:
     for _ in range(times):
         work()
     wall = time.perf_counter() - began
-    mine = torch.tensor([wall, *(b - a for a, b in zip(before, spent(), strict=True))], dtype=torch.float64)
-    ranks = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
-    dist.all_gather(ranks, mine / times)
+    own_times = torch.tensor(
+        [wall, *(b - a for a, b in zip(before, spent(), strict=True))], dtype=torch.float64
+    )
+    ranks = [torch.empty_like(own_times) for _ in range(dist.get_world_size())]
+    dist.all_gather(ranks, own_times / times)
     return torch.stack(ranks)
 
 
-def print_times(name: str, found: torch.Tensor) -> None:
+def print_times(name: str, times: torch.Tensor) -> None:
     """Print a line on rank 0; found is `[ranks, 3]`."""
     if dist.get_rank() == 0:
-        wall, (cpu, switches), first = found[:, 0].max(), found[:, 1:].mean(0), found[0, 1]
+        wall, (cpu, switches), first = times[:, 0].max(), times[:, 1:].mean(0), times[0, 1]
         of_processor = f"CPU {1e3 * cpu:6.2f} ms a rank, {1e3 * first:6.2f} ms rank 0"
         print(f"{name:22} {1e3 * wall:8.2f} ms   {of_processor}   {switches:5.1f} switches a rank")
 
@@ -57,16 +59,16 @@ def compare_collectives() -> None:
     """Find the largest numbers in several ways."""
     size, rank = dist.get_world_size(), dist.get_rank()
     numbers = torch.arange(WORDS)
-    each = [torch.empty_like(numbers) for _ in range(size)]
+    of_ranks = [torch.empty_like(numbers) for _ in range(size)]
     received, messages = torch.empty(size * WORDS, dtype=torch.int64), numbers.repeat(size)
 
     def by_root() -> None:
-        dist.gather(numbers, each if rank == 0 else None, dst=0)
+        dist.gather(numbers, of_ranks if rank == 0 else None, dst=0)
         dist.broadcast(numbers, 0)
 
     ways: dict[str, Callable[[], object]] = {
         "all-reduce": lambda: dist.all_reduce(numbers, dist.ReduceOp.MAX),
-        "all-gather": lambda: dist.all_gather(each, numbers),
+        "all-gather": lambda: dist.all_gather(of_ranks, numbers),
         "gather, broadcast": by_root,
         "each to each": lambda: dist.all_to_all_single(received, messages),
     }
@@ -88,8 +90,8 @@ def compare_saves(directory: Path, repeats: int) -> None:
             runs[library.name].append(measured(partial(library.save, declared, location), 1))
             if dist.get_rank() == 0:
                 shutil.rmtree(location)
-    for name, found in runs.items():
-        print_times(f"small save, {name}", torch.stack(found[2:]).median(0).values)
+    for name, times in runs.items():
+        print_times(f"small save, {name}", torch.stack(times[2:]).median(0).values)
 
 
 def main() -> None:

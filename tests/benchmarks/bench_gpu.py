@@ -145,24 +145,31 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--device", type=torch.device, default=torch.device("cuda"))
     parser.add_argument("--json", type=Path)
-    given = parser.parse_args()
+    arguments = parser.parse_args()
     warnings.filterwarnings("ignore", module="torch.distributed")
-    name = torch.cuda.get_device_name(given.device) if given.device.type == "cuda" else "no device: the host"
-    given.dir.mkdir(parents=True, exist_ok=True)
-    root = Path(tempfile.mkdtemp(dir=given.dir, prefix="bench-gpu-"))
+    name = (
+        torch.cuda.get_device_name(arguments.device)
+        if arguments.device.type == "cuda"
+        else "no device: the host"
+    )
+    arguments.dir.mkdir(parents=True, exist_ok=True)
+    root = Path(tempfile.mkdtemp(dir=arguments.dir, prefix="bench-gpu-"))
     try:
-        speeds = measure(root, int(given.size_gib * GIB), given.repeats, given.device)
+        speeds = measure(root, int(arguments.size_gib * GIB), arguments.repeats, arguments.device)
     finally:
         shutil.rmtree(root)
-    print(f"{name}, torch {torch.__version__}, {given.size_gib} GiB, medians of {given.repeats}, {given.dir}")
+    print(
+        f"{name}, torch {torch.__version__}, {arguments.size_gib} GiB, medians of {arguments.repeats}, "
+        f"{arguments.dir}"
+    )
     for what, speed in speeds.items():
         print(f"{what:32} {speed:8.2f} GB/s")
     of_link = speeds["copies to the host"] / speeds["link to the host"]
     of_dcp = speeds["save"] / max(speed for what, speed in speeds.items() if what.startswith("save, DCP"))
     print(f"copies to the host are {of_link:.2f} of the link (goal: 0.9)")
     print(f"a save is {of_dcp:.1f} x, a load {speeds['load'] / speeds['load, DCP']:.1f} x as fast as DCP's")
-    if given.json is not None:
-        given.json.write_text(json.dumps({"device": name, "GB/s": speeds}, indent=1))
+    if arguments.json is not None:
+        arguments.json.write_text(json.dumps({"device": name, "GB/s": speeds}, indent=1))
 
 
 if __name__ == "__main__":

@@ -88,25 +88,25 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("directory", type=Path)
     parser.add_argument("--turns", type=int, default=5)
-    given = parser.parse_args()
+    arguments = parser.parse_args()
     dist.init_process_group("gloo")
-    location, times = given.directory / "bench-integrity", Times()
+    location, times = arguments.directory / "bench-integrity", Times()
     logging.disable(logging.WARNING)
     state = shards()
     protected = {f"save, parity={k}": SaveOptions(parity=k) for k in (4, 2)}
-    saves(times, location, state, given.turns, {"save": SaveOptions()} | protected)
+    saves(times, location, state, arguments.turns, {"save": SaveOptions()} | protected)
     save(state, emptied(location), options=SaveOptions(parity=4))
-    for _ in range(given.turns):
+    for _ in range(arguments.turns):
         times.take("load", lambda: load(state, location))
         times.take("load, fallback, whole", lambda: load(state, location, options=FALLBACK))
     dist.barrier()
     if dist.get_rank() == 0:
         min((location / "data").iterdir()).unlink()
     dist.barrier()
-    for _ in range(given.turns):
+    for _ in range(arguments.turns):
         times.take("load, fallback, a file lost", lambda: load(state, location, options=FALLBACK))
     compared = {"save of copies, compared": SaveOptions(compare_replicas=Policy.ERROR)}
-    saves(times, location, copies(), given.turns, {"save of copies": SaveOptions()} | compared)
+    saves(times, location, copies(), arguments.turns, {"save of copies": SaveOptions()} | compared)
     emptied(location)
     if dist.get_rank() == 0:
         times.show()

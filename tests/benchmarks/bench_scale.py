@@ -164,7 +164,7 @@ def bench_ours(layout: Layout) -> dict[str, float]:
     for p, t in np.ndindex(layout.pp, layout.tp):
         for rank, of_rank in declare(layout, p, t):
             declared[rank] = of_rank
-    found = {"declared rows": sum(map(len, declared)), "build inputs s": clock.lap()}
+    measured = {"declared rows": sum(map(len, declared)), "build inputs s": clock.lap()}
     lists: list[PackedDeclarations] = []
     digests: list[str] = []
     own_s = np.zeros(ranks)
@@ -179,14 +179,14 @@ def bench_ours(layout: Layout) -> dict[str, float]:
     sent = np.array([len(of.main_rows) for of in lists])
     sent[list(first.values())] += [len(lists[rank].replica_rows) for rank in first.values()]
     plan, rows, laps = _coordinate(lists, digests, first)
-    found |= laps
+    measured |= laps
     for rank in range(ranks):
         clock.lap()
         own = unpack_rows(rows[rank], declared[rank], lists[rank].entities, rank=rank)
         own_s[rank] += clock.lap()
         assert len(own.table) == np.count_nonzero(plan.writer == rank) or rank % 97
     written = np.bincount(plan.writer, plan.table.nbytes, minlength=ranks)
-    found |= {
+    measured |= {
         "coordinator s": sum(laps.values()),
         "rank median ms": float(np.median(own_s)) * 1e3,
         "rank max ms": float(own_s.max()) * 1e3,
@@ -200,7 +200,7 @@ def bench_ours(layout: Layout) -> dict[str, float]:
         "smallest / mean": float(written.min() / written.mean()),
         "rows of a rank, max": int(np.bincount(plan.writer).max()),
     }
-    return found
+    return measured
 
 
 def _coordinate(
@@ -294,11 +294,11 @@ def main() -> None:
     if args.peer_ranks:
         print(json.dumps({"Megatron-Core": args.peer_ranks} | bench_megatron(args.peer_ranks), indent=1))
         return
-    found = bench_ours(Layout(args.tp, args.pp, args.dp))
-    found["rank: digests of all ms"] = bench_collective(args.tp * args.pp * args.dp) * 1e3
-    found["rank: kept plan ms"] = bench_kept_plan(80) * 1e3
-    found["peak MiB"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-    print(json.dumps(found, indent=1))
+    measured = bench_ours(Layout(args.tp, args.pp, args.dp))
+    measured["rank: digests of all ms"] = bench_collective(args.tp * args.pp * args.dp) * 1e3
+    measured["rank: kept plan ms"] = bench_kept_plan(80) * 1e3
+    measured["peak MiB"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    print(json.dumps(measured, indent=1))
 
 
 if __name__ == "__main__":

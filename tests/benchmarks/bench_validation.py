@@ -46,18 +46,18 @@ def megatron_world(chunks: int) -> list[Rank]:
     arrays = max(4, chunks // (tp * pp * dp))
     ranks: list[Rank] = []
     for p, t, d in np.ndindex(pp, tp, dp):
-        mine: Rank = {}
+        declared: Rank = {}
         for a in range(arrays):
             box = (3, 128 + a % 7, 64)  # layers, rows, columns on one rank
             start = (p * box[0], t * box[1], 0)
             whole = (pp * box[0], tp * box[1], box[2])
             numel = math.prod(box)
             if a % 4 == 0:
-                mine[f"decoder.layers.p{a:05d}"] = (whole, [(start, box, 0, numel, d == 0)])
+                declared[f"decoder.layers.p{a:05d}"] = (whole, [(start, box, 0, numel, d == 0)])
             else:  # ranges as a distributed optimizer cuts them: not at rows
                 ends = [numel * i // dp + (37 if 0 < i < dp else 0) for i in (d, d + 1)]
-                mine[f"optimizer.p{a:05d}"] = (whole, [(start, box, ends[0], ends[1], True)])
-        ranks.append(mine)
+                declared[f"optimizer.p{a:05d}"] = (whole, [(start, box, ends[0], ends[1], True)])
+        ranks.append(declared)
     return ranks
 
 
@@ -92,7 +92,7 @@ def stacked_world(chunks: int) -> list[Rank]:
     shares = max(dp, chunks // (arrays * tp * pp * layers))
     ranks: list[Rank] = []
     for p, t, d in np.ndindex(pp, tp, dp):
-        mine: Rank = {}
+        declared: Rank = {}
         for a in range(arrays):
             box = (1, 512 + 8 * a, 256)
             numel = math.prod(box)
@@ -101,8 +101,8 @@ def stacked_world(chunks: int) -> list[Rank]:
                 for i in range(layers)
                 for n in range(shares * d // dp, shares * (d + 1) // dp)
             ]
-            mine[f"layers.p{a:02d}"] = ((pp * layers, tp * box[1], box[2]), owned)
-        ranks.append(mine)
+            declared[f"layers.p{a:02d}"] = ((pp * layers, tp * box[1], box[2]), owned)
+        ranks.append(declared)
     return ranks
 
 
@@ -122,12 +122,12 @@ def _messages(ranks: list[Rank]) -> list[bytes]:
     from megackpt.metadata import ArraySpec, ChunkTable, DeclaredChunks, pack_columns
 
     def of(rank: int) -> bytes:
-        mine = ranks[rank]
-        keys = sorted(mine)
-        rows = [(i, *chunk) for i, key in enumerate(keys) for chunk in mine[key][1]]
+        own_state = ranks[rank]
+        keys = sorted(own_state)
+        rows = [(i, *chunk) for i, key in enumerate(keys) for chunk in own_state[key][1]]
         array, start, shape, low, high, main = (np.array(c) for c in zip(*rows, strict=True))
         table = ChunkTable(
-            tuple(ArraySpec(key, "float32", mine[key][0]) for key in keys),
+            tuple(ArraySpec(key, "float32", own_state[key][0]) for key in keys),
             array, start, shape, low, high, (high - low) * 4,
         )  # fmt: skip
         none = np.zeros(len(rows), np.bool_)
@@ -350,21 +350,21 @@ def main() -> None:
     index = ("B/chunk", "load ms", "read %", "all ms")
     print(("{:14} {:10} {:>9} {:>7}" + " {:>10}" * 7 + " {:>7}" * 4).format(*head, *index))
     for who, world, chunks in todo:
-        found = _medians(who, world, chunks)
-        if isinstance(found, str):
-            print(f"{who:14} {world:10} {found}")
+        medians = _medians(who, world, chunks)
+        if isinstance(medians, str):
+            print(f"{who:14} {world:10} {medians}")
             continue
-        laps = [f"{found[name]:.2f}" if name in found else "-" for name in named]
-        total = sum(found[name] for name in named if name in found)
+        laps = [f"{medians[name]:.2f}" if name in medians else "-" for name in named]
+        total = sum(medians[name] for name in named if name in medians)
         of_index = [
-            f"{found[name] * factor:.{digits}f}" if name in found else "-"
+            f"{medians[name] * factor:.{digits}f}" if name in medians else "-"
             for name, factor, digits in (
                 ("chunk_nbytes", 1, 1), ("load_ms", 1, 1), ("load_read", 100, 1), ("all_ms", 1, 1)
             )
         ]  # fmt: skip
         print(
-            f"{who:14} {world:10} {found['rows']:9,.0f} {found['arrays']:7,.0f} "
-            + " ".join(f"{text:>10}" for text in (*laps, f"{total:.2f}", f"{found['peak_mib']:,.0f}"))
+            f"{who:14} {world:10} {medians['rows']:9,.0f} {medians['arrays']:7,.0f} "
+            + " ".join(f"{text:>10}" for text in (*laps, f"{total:.2f}", f"{medians['peak_mib']:,.0f}"))
             + " "
             + " ".join(f"{text:>7}" for text in of_index),
             flush=True,

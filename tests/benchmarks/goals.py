@@ -115,9 +115,9 @@ def _of_resharded(report: Report) -> Iterator[Goal]:
     for case in dict.fromkeys(row.case for row in report.rows if " to " in row.case):
         yield _ratio(report, case, "raw", 0.8)
         row = report.row(case, OURS)
-        found = row.over_read if row is not None else None
+        ratio = row.over_read if row is not None else None
         yield Goal(
-            what=case, of="x what is needed read", bound=_MOST_OVER_READ, is_least=False, measured=found
+            what=case, of="x what is needed read", bound=_MOST_OVER_READ, is_least=False, measured=ratio
         )
         for peer in ("dcp", "mcore"):
             if report.row(case, peer) is not None:
@@ -141,9 +141,9 @@ def _of_figures(report: Report) -> Iterator[Goal]:
 
 def _ratio(report: Report, case: str, against: str, bound: float) -> Goal:
     row = report.row(case, OURS)
-    found = report.ratios(row).get(against) if row is not None else None
+    ratio = report.ratios(row).get(against) if row is not None else None
     of = "raw" if against == "raw" else f"x as fast as {against}"
-    return Goal(what=case, of=of, bound=bound, is_least=True, measured=found)
+    return Goal(what=case, of=of, bound=bound, is_least=True, measured=ratio)
 
 
 def _figure(

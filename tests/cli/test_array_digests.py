@@ -66,19 +66,19 @@ def run(capsys: pytest.CaptureFixture[str], *arguments: Any) -> tuple[int, Any]:
 def test_diff_does_not_read_arrays_whose_digests_are_equal(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    one, two = saved(tmp_path / "one"), saved(tmp_path / "two", ranks=2)
-    code, message = run(capsys, "diff", one, two, "--read")
+    first, second = saved(tmp_path / "one"), saved(tmp_path / "two", ranks=2)
+    code, message = run(capsys, "diff", first, second, "--read")
     assert (code, message["compared"], message["by_digest"], message["by_digest_nbytes"]) == (0, 6, 0, 0)
     assert message["nbytes"] == 1_200_000 + 2 * 96 + 8
-    for directory in (one, two):
+    for directory in (first, second):
         shutil.rmtree(directory / "data")
     keys = [flag for key in ARRAYS for flag in ("--keys", key)]  # the object has no such digest
-    code, message = run(capsys, "diff", one, two, *keys)
+    code, message = run(capsys, "diff", first, second, *keys)
     assert (code, message["is_equal"], message["compared"], message["nbytes"]) == (0, True, 5, 0)
     assert (message["by_digest"], message["by_digest_nbytes"]) == (5, 1_200_000 + 2 * 96 + 8)
-    assert main(["diff", str(one), str(two), *keys]) == 0
+    assert main(["diff", str(first), str(second), *keys]) == 0
     assert "5 arrays, 1.2 MB, are equal by their digests" in capsys.readouterr().out
-    assert main(["diff", str(one), str(two), *keys, "--read"]) == 2
+    assert main(["diff", str(first), str(second), *keys, "--read"]) == 2
 
 
 @pytest.mark.parametrize(
@@ -94,9 +94,9 @@ def test_diff_does_not_read_arrays_whose_digests_are_equal(
 def test_diff_reads_and_measures_the_array_that_differs_and_no_other(
     key: str, change: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    one = saved(tmp_path / "one", ranks=2)
+    first = saved(tmp_path / "one", ranks=2)
     two = saved(tmp_path / "two", **{key: change(ARRAYS[key])})
-    code, message = run(capsys, "diff", one, two)
+    code, message = run(capsys, "diff", first, two)
     assert (code, message["by_digest"], [a["key"] for a in message["arrays"]]) == (1, 4, [key])
     assert message["nbytes"] == ARRAYS[key].nbytes
 
@@ -104,19 +104,21 @@ def test_diff_reads_and_measures_the_array_that_differs_and_no_other(
 def test_arrays_that_have_changed_positions_differ(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    one = saved(tmp_path / "one")
+    first = saved(tmp_path / "one")
     two = saved(tmp_path / "two", half=ARRAYS["twin"], twin=ARRAYS["half"])
-    code, message = run(capsys, "diff", one, two)
+    code, message = run(capsys, "diff", first, two)
     assert (code, [a["key"] for a in message["arrays"]]) == (1, ["half", "twin"])
 
 
 def test_arrays_of_another_dtype_or_without_digests_are_not_taken_for_equal(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    one = saved(tmp_path / "one")
-    code, message = run(capsys, "diff", one, saved(tmp_path / "two", half=ARRAYS["half"].view(torch.float16)))
+    first = saved(tmp_path / "one")
+    code, message = run(
+        capsys, "diff", first, saved(tmp_path / "two", half=ARRAYS["half"].view(torch.float16))
+    )
     assert (code, message["by_digest"], list(message["declared"])) == (1, 4, ["half"])
-    code, message = run(capsys, "diff", one, saved(tmp_path / "bare", options=SaveOptions()))
+    code, message = run(capsys, "diff", first, saved(tmp_path / "bare", options=SaveOptions()))
     assert (code, message["by_digest"], message["nbytes"]) == (0, 0, 1_200_000 + 2 * 96 + 8)
 
 
@@ -169,10 +171,10 @@ def test_ranks_that_each_verify_a_share_combine_their_digests(ranks: int, tmp_pa
     saved(tmp_path, ranks=2)
     assert SimulatedWorld(ranks).run(verify) == [[]] * ranks
     with_digest(with_digest(tmp_path, "twin", 2), "long", 1)
-    found = SimulatedWorld(ranks).run(verify)
-    assert [damage.key for damage in found[0]] == ["long", "twin"]
-    assert found == [found[0]] * ranks
-    assert all("the digest that is stored of the whole array" in damage.what for damage in found[0])
+    results = SimulatedWorld(ranks).run(verify)
+    assert [damage.key for damage in results[0]] == ["long", "twin"]
+    assert results == [results[0]] * ranks
+    assert all("the digest that is stored of the whole array" in damage.what for damage in results[0])
 
 
 def test_a_damaged_block_is_reported_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -187,15 +189,15 @@ def test_a_damaged_block_is_reported_once(tmp_path: Path, capsys: pytest.Capture
 def test_removing_and_converting_keep_or_make_digests(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    one = saved(tmp_path / "one", ranks=2)
-    code, _ = run(capsys, "convert", one, tmp_path / "new", "--to", "megackpt", "--array-digests")
+    first = saved(tmp_path / "one", ranks=2)
+    code, _ = run(capsys, "convert", first, tmp_path / "new", "--to", "megackpt", "--array-digests")
     assert code == 0
-    code, message = run(capsys, "diff", one, tmp_path / "new")
+    code, message = run(capsys, "diff", first, tmp_path / "new")
     assert (code, message["by_digest"]) == (0, 5)
     megackpt.remove_sharded_tensors(tmp_path / "new", "half")
-    code, message = run(capsys, "diff", one, tmp_path / "new")
+    code, message = run(capsys, "diff", first, tmp_path / "new")
     assert (code, message["only_first"], message["by_digest"]) == (1, ["half"], 4)
-    assert main(["convert", str(one), str(tmp_path / "z"), "--to", "torch_dist", "--array-digests"]) == 2
+    assert main(["convert", str(first), str(tmp_path / "z"), "--to", "torch_dist", "--array-digests"]) == 2
     assert "stores no digests of arrays" in capsys.readouterr().err
 
 
@@ -221,10 +223,10 @@ def test_a_save_that_cannot_have_digests_is_an_error_on_all_ranks_before_anythin
 def test_without_the_library_digests_are_compared_with_each_other_and_verify_reports_what_it_left_out(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    one, two = saved(tmp_path / "one", ranks=2), saved(tmp_path / "two")
+    first, second = saved(tmp_path / "one", ranks=2), saved(tmp_path / "two")
     monkeypatch.setitem(sys.modules, "awscrt.checksums", None)
-    assert run(capsys, "diff", one, two)[1]["by_digest"] == 5
-    code, message = run(capsys, "verify", one, "--deep")
+    assert run(capsys, "diff", first, second)[1]["by_digest"] == 5
+    code, message = run(capsys, "verify", first, "--deep")
     assert (code, message["array_digests"], message["compared_array_digests"]) == (0, 5, 0)
-    assert main(["verify", str(one), "--deep"]) == 0
+    assert main(["verify", str(first), "--deep"]) == 0
     assert "0 of 5 digests of whole arrays were compared" in " ".join(capsys.readouterr().out.split())

@@ -72,7 +72,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 @pytest.mark.multiprocess
 def test_the_json_has_a_row_for_every_case_and_contender(results: dict[str, Any]) -> None:
-    found = {(row["case"], row["who"]) for row in results["report"]["rows"]}
+    measured = {(row["case"], row["who"]) for row in results["report"]["rows"]}
     both, leaders = {*OURS, "dcp", "torch"}, {"megackpt", "dcp", "torch"}
     wanted = {(case, who) for case in ("save", "load, cold", "load, warm", *RESHARDED, *FLAT) for who in both}
     wanted |= {(case, who) for case in SMALL for who in leaders}
@@ -85,7 +85,7 @@ def test_the_json_has_a_row_for_every_case_and_contender(results: dict[str, Any]
         wanted |= {("digests: load, cold", who) for who in ("megackpt", names.UNCHECKED)}
         wanted |= {(c, w) for c in COLD - {"load, cold"} for w in ("megackpt", *names.RAW)}
         wanted |= {(f"{case}, cold", "dcp") for case in RESHARDED}
-    assert found == wanted
+    assert measured == wanted
 
 
 @pytest.mark.multiprocess

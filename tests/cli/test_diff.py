@@ -47,8 +47,8 @@ def diff(first: Path, second: Path, capsys: pytest.CaptureFixture[str], *flags: 
 def test_one_rank_and_two_ranks_in_any_format_are_equal_both_ways(
     tmp_path: Path, format: tuple[str, int], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    two, one = saved(tmp_path / "two", format), save_whole(tmp_path / "one")
-    for first, second in ((one, two), (two, one)):
+    two, whole_path = saved(tmp_path / "two", format), save_whole(tmp_path / "one")
+    for first, second in ((whole_path, two), (two, whole_path)):
         code, message = diff(first, second, capsys)
         assert (code, message["is_equal"], message["compared"]) == (0, True, 5)
         assert message["nbytes"] == 48 * 4 * 2 + LONG.nbytes + 6
@@ -81,8 +81,8 @@ def test_signs_of_zeros_and_bits_of_nans_differ_without_a_distance(
     for name, tensor in (("a", bits), ("b", other)):
         megackpt.save({"w": ShardedTensor.from_rank_offsets("w", tensor)}, tmp_path / name)
     code, message = diff(tmp_path / "a", tmp_path / "b", capsys)
-    (found,) = message["arrays"]
-    assert (code, found["elements"], found["largest"], found["nan_elements"]) == (1, 2, 0.0, 1)
+    (array,) = message["arrays"]
+    assert (code, array["elements"], array["largest"], array["nan_elements"]) == (1, 2, 0.0, 1)
 
 
 @pytest.mark.parametrize(
@@ -104,8 +104,8 @@ def test_every_kind_of_dtype_is_measured(
     for name, tensor in (("a", first), ("b", second)):
         megackpt.save({"w": ShardedTensor.from_rank_offsets("w", tensor)}, tmp_path / name)
     code, message = diff(tmp_path / "a", tmp_path / "b", capsys)
-    (found,) = message["arrays"]
-    assert (code, found["elements"], found["largest"]) == (1, 1, largest)
+    (array,) = message["arrays"]
+    assert (code, array["elements"], array["largest"]) == (1, 1, largest)
 
 
 def test_keys_dtypes_and_shapes_that_differ_are_named(
@@ -155,16 +155,16 @@ def test_small_buffers_and_many_threads_find_the_same(tmp_path: Path) -> None:
     changed[::1000] += 1
     first, second = open_store(saved(tmp_path / "a")), open_store(save_whole(tmp_path / "b", long=changed))
     for options in ({}, {"buffer_bytes": 1000, "threads": 1}, {"threads": 5}):
-        (found,) = megackpt.diff(first, second, **options).arrays
-        assert (found.key, found.elements, found.first, found.largest) == ("long", 400, (0,), 1.0)
+        (array,) = megackpt.diff(first, second, **options).arrays
+        assert (array.key, array.elements, array.first, array.largest) == ("long", 400, (0,), 1.0)
 
 
 def test_a_damaged_checkpoint_is_an_error_and_no_difference(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    one, two = saved(tmp_path / "one"), saved(tmp_path / "two", NATIVE)
-    flip(sorted((two / "data").iterdir())[0], -1)
-    assert main(["diff", str(one), str(two)]) == 1
+    first, second = saved(tmp_path / "one"), saved(tmp_path / "two", NATIVE)
+    flip(sorted((second / "data").iterdir())[0], -1)
+    assert main(["diff", str(first), str(second)]) == 1
     message = capsys.readouterr()
     assert "digest differs" in message.err
     assert "different" not in message.out

@@ -27,8 +27,8 @@ def test_arrays_objects_files_and_common_state_of_any_format_are_listed(
 ) -> None:
     message = inspected(saved(tmp_path, format), capsys)
     assert (message["backend"], message["version"]) == format
-    found = {a["key"]: (a["dtype"], a["shape"]) for a in message["arrays"]}
-    assert found == {
+    shown = {a["key"]: (a["dtype"], a["shape"]) for a in message["arrays"]}
+    assert shown == {
         "block": ("float32", [6, 8]),
         "flat": ("float32", [6, 8]),
         "half": ("bfloat16", [3]),

@@ -34,8 +34,8 @@ def root(tmp_path: Path) -> Path:
 def test_steps_come_with_state_format_ranks_and_size(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["ls", str(root), "--json"]) == 0
     result = json.loads(capsys.readouterr().out)
-    found = [(s["step"], s["state"], s["format"], s["world_size"]) for s in result["steps"]]
-    assert found == [
+    listed = [(s["step"], s["state"], s["format"], s["world_size"]) for s in result["steps"]]
+    assert listed == [
         (1, "committed", "torch_dist:1", None),
         (2, "committed", "megackpt:1", 1),
         (3, "incomplete", None, None),
@@ -107,8 +107,8 @@ def test_a_url_is_listed_as_a_directory_is(
     assert main(["ls", url, "--json"]) == 0
     result = json.loads(capsys.readouterr().out)
     assert result["latest"] == 2
-    found = [(s["step"], s["state"], s["format"], s["pinned"]) for s in result["steps"]]
-    assert found == [
+    listed = [(s["step"], s["state"], s["format"], s["pinned"]) for s in result["steps"]]
+    assert listed == [
         (1, "committed", "megackpt:1", True),
         (2, "committed", "megackpt:1", False),
         (3, "incomplete", None, False),

@@ -103,8 +103,8 @@ def test_gc_leaves_a_step_alone_that_a_job_saves_again(
     )
     saving.start()
     assert slow.is_written.wait(60)
-    found = run_json(capsys, "gc", str(root), "--keep-last", "1")
-    assert (found["left_alone"], found["code"]) == ([step], 0)
+    planned = run_json(capsys, "gc", str(root), "--keep-last", "1")
+    assert (planned["left_alone"], planned["code"]) == ([step], 0)
     assert main(["gc", str(root), "--keep-last", "1"]) == 0
     assert "left alone" in capsys.readouterr().out
     slow.goes_on.set()

@@ -75,10 +75,10 @@ def test_every_flipped_block_is_named_with_key_box_file_and_bytes(tmp_path: Path
         None,
     )  # what is not read is not known
     code, message = verify(tmp_path, "--deep")
-    found = [(d["file"], d["key"], d["box"], d["start"], d["stop"]) for d in message["damages"]]
+    damages = [(d["file"], d["key"], d["box"], d["start"], d["stop"]) for d in message["damages"]]
     last = DIGEST_BLOCK_BYTES * 2 + long[0]
     assert code == 1
-    assert found == [
+    assert damages == [
         (f"data/{first.name}", "long", "[0:200000]", long[0], long[0] + DIGEST_BLOCK_BYTES),
         (f"data/{first.name}", "long", "[0:200000]", last, last + DIGEST_BLOCK_BYTES),
         (f"data/{second.name}", "block", "[0:6, 4:8]", *block),
@@ -232,9 +232,9 @@ def test_a_truncated_data_file_names_every_chunk_that_is_cut(tmp_path: Path, ver
 
 def test_swapped_data_files_are_damage(tmp_path: Path, verify: RunCommand) -> None:
     first, second = data_files(saved(tmp_path))
-    one, two = first.read_bytes(), second.read_bytes()
-    first.write_bytes(two)
-    second.write_bytes(one)
+    first_bytes, second_bytes = first.read_bytes(), second.read_bytes()
+    first.write_bytes(second_bytes)
+    second.write_bytes(first_bytes)
     code, message = verify(tmp_path)
     assert code == 1
     assert {d["file"] for d in message["damages"]} == {f"data/{first.name}", f"data/{second.name}"}
@@ -322,9 +322,9 @@ def test_any_number_of_threads_finds_the_same(tmp_path: Path) -> None:
     for file in data_files(saved(tmp_path)):
         flip(file, -1)
         flip(file, len(file.read_bytes()) // 2)
-    found = [megackpt.verify(tmp_path, deep=True, threads=n).damages for n in (1, 2, 7)]
-    assert len(found[0]) >= 4
-    assert found[0] == found[1] == found[2]
+    damages = [megackpt.verify(tmp_path, deep=True, threads=n).damages for n in (1, 2, 7)]
+    assert len(damages[0]) >= 4
+    assert damages[0] == damages[1] == damages[2]
 
 
 SMALL_FILES = [

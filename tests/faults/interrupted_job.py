@@ -38,8 +38,8 @@ class Notes:
 
     def writers(self) -> list[int]:
         """Return the process ids of the writers of the ranks; none if saves are synchronous."""
-        found = [json.loads(self._rank(rank).read_text())["writer"] for rank in range(RANKS)]
-        return [pid for pid in found if pid]
+        writer_pids = [json.loads(self._rank(rank).read_text())["writer"] for rank in range(RANKS)]
+        return [pid for pid in writer_pids if pid]
 
     def report_processes(self, writer: int | None) -> None:
         """Note the processes of this rank."""
@@ -141,21 +141,21 @@ class Tally:
 
     def look(self, root: Path, notes: Notes) -> None:
         """Check that all that is committed loads, bit for bit, and that no incomplete step is chosen."""
-        found = Checkpointer(root, group=SingleProcess()).scan()
-        newest = found.committed[-1]
+        steps = Checkpointer(root, group=SingleProcess()).scan()
+        newest = steps.committed[-1]
         assert newest > self.newest
-        for asked in (*found.committed[:-1], None):
+        for asked in (*steps.committed[:-1], None):
             step, values = load_in_one_process(root, asked)
             assert step == (newest if asked is None else asked)
             assert torch.equal(values, torch.full_like(values, step))
         # Incomplete is the step that was being saved, or an old one that was being removed.
         assert all(
-            incomplete == newest + 1 or incomplete < found.committed[0] for incomplete in found.incomplete
+            incomplete == newest + 1 or incomplete < steps.committed[0] for incomplete in steps.incomplete
         )
         self.newest = newest
         self.kills += 1
         self.interrupted += notes.step() > newest
-        self.incomplete += any(incomplete > newest for incomplete in found.incomplete)
+        self.incomplete += any(incomplete > newest for incomplete in steps.incomplete)
 
     def __str__(self) -> str:
         return (

@@ -96,7 +96,7 @@ def test_any_damage_is_harmless_or_named(original: Files) -> None:
         files, what = damaged(original, case)
         began = time.thread_time()
         try:
-            found = loaded(files)
+            result = loaded(files)
         except CheckpointError as error:
             outcomes[type(error).__name__] += 1
             if error.path is None and error.key is None:
@@ -105,7 +105,7 @@ def test_any_damage_is_harmless_or_named(original: Files) -> None:
             faults.append(f"{what}: {type(error).__name__}: {error}")
         else:
             outcomes["equal"] += 1
-            if (reason := difference(found, expected)) is not None:
+            if (reason := difference(result, expected)) is not None:
                 faults.append(f"{what}: wrong: {reason}")
         if time.thread_time() - began > 2:
             faults.append(f"{what}: took {time.thread_time() - began:.1f} s")
@@ -177,13 +177,13 @@ def test_any_damage_of_an_index_that_is_read_in_blocks_is_harmless_or_named(bloc
     for case in range(BLOCKWISE_CASES):
         files, what = damaged_index(blockwise, case)
         try:
-            found = read(files, case)
+            values = read(files, case)
         except CheckpointError as error:
             outcomes[type(error).__name__] += 1
             named = error.path is not None or error.key is not None
         else:
             outcomes["equal"] += 1
-            named = difference(found, expected[case]) is None
+            named = difference(values, expected[case]) is None
         assert named, what
     print(outcomes)
     assert min(outcomes["IntegrityError"], outcomes["equal"]) > BLOCKWISE_CASES // 10
@@ -246,8 +246,8 @@ def test_any_damage_to_one_data_file_is_recovered_by_parity(protected: Files) ->
     recovered = 0
     for case in range(PROTECTED_CASES):
         files, name, what = damaged_data(protected, case)
-        found, report = read(files)
-        assert difference(found, expected) is None, what
+        values, report = read(files)
+        assert difference(values, expected) is None, what
         assert {m.file for m in report.recovered} <= {name}, what
         assert {m.source for m in report.recovered} <= {"parity"}, what
         recovered += bool(report.recovered)

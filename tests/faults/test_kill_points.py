@@ -42,17 +42,17 @@ def state(value: int | None, *, rank: int = 0, ranks: int = 1) -> dict[str, obje
 def value_of(files: Files) -> int | None:
     """Load all there is, bit for bit what was saved with one value, and return that; None if nothing is."""
     try:
-        found = load(state(None), MemoryStore(files=files))
+        loaded = load(state(None), MemoryStore(files=files))
     except NotACheckpointError:
         return None
-    value = found["value"]
+    value = loaded["value"]
     expected = {
         "value": value,
         "blob": torch.full((3,), value),
         "model": [torch.full((ROWS, 3), value, dtype=d) for d in DTYPES.values()],
         "o": {"n": value},
     }
-    assert difference(found, expected) is None
+    assert difference(loaded, expected) is None
     return int(value)
 
 
@@ -132,10 +132,10 @@ def test_a_crash_at_any_moment_of_a_save_leaves_the_old_checkpoint_or_the_new_on
                 before, stop_at=Moment(rank=rank, index=index, only_this_rank=only_this_rank)
             )
             run_save(machine, 2, ranks=ranks, strategy=strategy)
-            found = {tally.look(machine.restarted(loss).disk.files_after(Loss.NOTHING)) for loss in losses}
-            outcomes |= found
+            seen = {tally.look(machine.restarted(loss).disk.files_after(Loss.NOTHING)) for loss in losses}
+            outcomes |= seen
             if not machine.has_stopped:  # all of the save's moments have been seen
-                assert found == {2}
+                assert seen == {2}
                 break
         assert index >= 8
     assert outcomes == {over, 2}

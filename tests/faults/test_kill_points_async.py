@@ -180,11 +180,11 @@ def before(over: int | None) -> Files:
 @pytest.mark.parametrize("over", [None, 1])
 def test_an_asynchronous_save_does_what_a_synchronous_one_does(ranks: int, over: int | None) -> None:
     """So that what is shown of the one, with every strategy, holds for the other."""
-    one, other = Listening(before(over)), Listening(before(over))
-    run_save(one, 2, ranks=ranks, strategy=NATIVE)
+    first, other = Listening(before(over)), Listening(before(over))
+    run_save(first, 2, ranks=ranks, strategy=NATIVE)
     assert save_asynchronously(other, 2, ranks=ranks) == [""] * ranks
-    assert {r: texts for r, texts in other.texts.items()} == one.texts
-    assert other.disk.files_after(Loss.NOTHING) == one.disk.files_after(Loss.NOTHING)
+    assert {r: texts for r, texts in other.texts.items()} == first.texts
+    assert other.disk.files_after(Loss.NOTHING) == first.disk.files_after(Loss.NOTHING)
 
 
 @pytest.mark.parametrize(

@@ -30,9 +30,9 @@ def state(step: int, *, rank: int = 0, ranks: int = 1) -> dict[str, object]:
 
 
 def check_loads(checkpointer: Checkpointer, step: int) -> None:
-    found = checkpointer.load(state(0), step)
-    assert found["step"] == step
-    assert torch.equal(found["w"], torch.full((ROWS, 3), float(step), dtype=torch.bfloat16))
+    loaded = checkpointer.load(state(0), step)
+    assert loaded["step"] == step
+    assert torch.equal(loaded["w"], torch.full((ROWS, 3), float(step), dtype=torch.bfloat16))
 
 
 def run_save(machine: CrashMachine, step: int, *, ranks: int) -> None:
@@ -42,8 +42,8 @@ def run_save(machine: CrashMachine, step: int, *, ranks: int) -> None:
         retention = Retention(keep_last=1, keep_best=KeepBest(metric="loss"))
         root = machine.store(rank=group.rank)
         with Checkpointer(root, retention=retention, group=group) as checkpointer:
-            given = state(step, rank=group.rank, ranks=group.size)
-            checkpointer.save(step, given, metrics={"loss": LOSSES[step]})
+            saved = state(step, rank=group.rank, ranks=group.size)
+            checkpointer.save(step, saved, metrics={"loss": LOSSES[step]})
 
     # Equal saves write equal files, so that most directories need to be looked at only once.
     with (

@@ -130,8 +130,8 @@ def save_at_once(run: Run, nodes: Nodes, step: int) -> None:
 
 
 def files_of(run: Run) -> dict[str, bytes]:
-    found = (path for path in run.base.rglob("*") if path.is_file())
-    return {str(path.relative_to(run.base)): path.read_bytes() for path in found}
+    paths = (path for path in run.base.rglob("*") if path.is_file())
+    return {str(path.relative_to(run.base)): path.read_bytes() for path in paths}
 
 
 def test_an_asynchronous_save_into_a_tier_does_what_a_synchronous_one_does(tmp_path: Path) -> None:
@@ -158,7 +158,7 @@ def test_writers_killed_at_any_operation_of_a_save_into_a_tier_leave_the_old_ste
     save_asynchronously(run_of(tmp_path / "whole"), whole, 2)
     count = sum(map(len, whole.seen.values()))
     points = range(count) if is_thorough() else sorted(random.Random(seed()).sample(range(count), 4))
-    found = set()
+    results = set()
     for point, only_this_rank in product(points, (False, True)):
         run, nodes = (
             run_of(tmp_path / f"{point}-{only_this_rank}"),
@@ -173,8 +173,8 @@ def test_writers_killed_at_any_operation_of_a_save_into_a_tier_leave_the_old_ste
         used = run.load(nodes=range(2))
         assert used.step in (1, 2), point
         assert used.skipped == (), point
-        found.add(used.step)
+        results.add(used.step)
         run.save(3, nodes=range(2))
         assert [run.kept(node) for node in range(2)] == [["iter_0000003"]] * 2, point
     print(f"{len(points)} of {count} operations")
-    assert len(points) < 10 or found == {1, 2}
+    assert len(points) < 10 or results == {1, 2}

@@ -53,11 +53,11 @@ def state(step: int) -> dict[str, Any]:
 
 
 def started(
-    root: Path, timeout_s: float, kind: type[Checkpointer] = Checkpointer, **given: Any
+    root: Path, timeout_s: float, kind: type[Checkpointer] = Checkpointer, **arguments: Any
 ) -> Checkpointer:
     """Return a checkpointer whose writers are there: how long they take to start is not of interest here."""
     options = AsyncOptions(nice=0)  # the time-out is short, and the machine may be busy
-    checkpointer = kind(root, async_save=options, timeout_s=timeout_s, **given)
+    checkpointer = kind(root, async_save=options, timeout_s=timeout_s, **arguments)
     saver = checkpointer._async_saving and checkpointer._async_saving.saver
     assert saver is not None
     saver._session.running().wait_ready()
@@ -83,11 +83,11 @@ def end_in_trouble(root: Path, how: Trouble, before: int, location: Where) -> tu
     dist.barrier()
     if dist.get_rank() == TROUBLED:
         Order(trainer=os.getpid(), before=before, how=how).give(root)
-    given: dict[str, Any] = {}
+    arguments: dict[str, Any] = {}
     if location == "tier":
         tier = LocalTier(root.parent / "node-{node}", keep_last=1)
-        given = {"tiers": [tier], "every": 10**9, "node": dist.get_rank()}
-    checkpointer = started(root, PATIENT_S if how == "raises" else TIMEOUT_S, Troubled, **given)
+        arguments = {"tiers": [tier], "every": 10**9, "node": dist.get_rank()}
+    checkpointer = started(root, PATIENT_S if how == "raises" else TIMEOUT_S, Troubled, **arguments)
     message = ""
     began = time.monotonic()
     try:

@@ -87,15 +87,15 @@ class Stop:
 def stops(count: int, seed: int) -> list[Stop]:
     """Return so many moments of each kind of work."""
     chance = random.Random(seed)
-    found = []
+    stopped = []
     for work in get_args(Work):
         is_async = work in ("async save", "wait")
         of_work = [
             v for v in get_args(Victim) if is_async or not v.startswith(("writer", "last writer", "node"))
         ]
         for number in range(count):
-            found.append(Stop(work, of_work[number % len(of_work)], chance.uniform(0, DELAY_S)))
-    return found
+            stopped.append(Stop(work, of_work[number % len(of_work)], chance.uniform(0, DELAY_S)))
+    return stopped
 
 
 def part(value: float) -> ShardedTensor:
@@ -271,8 +271,8 @@ def test_a_process_that_is_stopped_at_any_moment_is_named_within_twice_the_deadl
             futures = []
             for lane, pool in enumerate(pools):
                 (tmp_path / str(lane)).mkdir()
-                mine = cases[lane::LANES]
-                futures.append(threads.submit(try_all, mine, tmp_path / str(lane), pool, ranks=2))
+                own_cases = cases[lane::LANES]
+                futures.append(threads.submit(try_all, own_cases, tmp_path / str(lane), pool, ranks=2))
             wrong = [text for future in futures for text in future.result()]
     finally:
         for pool in pools:

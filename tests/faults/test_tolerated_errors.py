@@ -84,7 +84,7 @@ def in_the_way(root: Path) -> Iterator[None]:
 def limited(root: Path) -> Iterator[None]:
     """A limit of processes: no file may be larger (Python ignores the signal that comes with it)."""
     lists = Path("/proc/self/task").glob("*/children")  # writer processes are among them
-    processes = [os.getpid(), *(int(pid) for each in lists for pid in each.read_text().split())]
+    processes = [os.getpid(), *(int(pid) for pids in lists for pid in pids.read_text().split())]
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     for pid in processes:
         resource.prlimit(pid, resource.RLIMIT_FSIZE, (2048, limits[1]))

@@ -57,11 +57,11 @@ def test_an_overwriting_save_that_stops_anywhere_leaves_old_or_new_or_none(
         except StorageError:
             done = False
         try:
-            found = value_of(directory)
+            value = value_of(directory)
         except NotACheckpointError:
-            found = 0.0
-        outcomes.append(found)
-        assert found == 2.0 or not done
+            value = 0.0
+        outcomes.append(value)
+        assert value == 2.0 or not done
         save(state(3.0), directory, sharded_strategy=strategy)
         assert value_of(directory) == 3.0
         assert files_of(directory) == {*expected, "notes.txt"}
@@ -104,17 +104,17 @@ def test_a_first_save_that_dies_anywhere_is_cleaned_up_by_the_next(
 
 def test_files_of_others_are_never_removed_nor_overwritten(tmp_path: Path) -> None:
     save(state(1.0), tmp_path, sharded_strategy=("zarr", 1))
-    mine = ["t.a/README", "t.a/0.0.bak", "other/0.0", "t.n/0.0", "t.n/notes"]
-    for name in mine:
+    user_files = ["t.a/README", "t.a/0.0.bak", "other/0.0", "t.n/0.0", "t.n/notes"]
+    for name in user_files:
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text("mine")
     save(state(2.0, names="b"), tmp_path, sharded_strategy=("zarr", 1))
-    assert all((tmp_path / name).read_text() == "mine" for name in mine)
+    assert all((tmp_path / name).read_text() == "mine" for name in user_files)
     assert not (tmp_path / "t.a/.zarray").exists()
     with pytest.raises(StorageError, match=r"no part of a checkpoint(.|\n)*t\.n/0\.0"):
         save(state(3.0, names="bn"), tmp_path, sharded_strategy=("zarr", 1))
     assert value_of(tmp_path) == 2.0
-    assert all((tmp_path / name).read_text() == "mine" for name in mine)
+    assert all((tmp_path / name).read_text() == "mine" for name in user_files)
 
 
 def test_arrays_of_an_unfinished_save_by_others_raise_an_error_before_anything_is_written(

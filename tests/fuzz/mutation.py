@@ -130,7 +130,7 @@ def with_bytes(files: Files, name: str, choose: Callable[[int], int]) -> Files:
 
 def refitted(files: Files, name: str) -> Files:
     """Let documents that name a file say its length and digest, so that they do not end the matter."""
-    found = dict(files)
+    copy_of_files = dict(files)
     for document, text in files.items():
         if document == name or not (document == "metadata.json" or document.startswith("megackpt-")):
             continue
@@ -144,8 +144,8 @@ def refitted(files: Files, name: str) -> Files:
                 head = entry.get("head")
                 if isinstance(head, dict) and head["nbytes"] <= len(files[name]):
                     head["xxh3_128"] = digest_of(files[name][: head["nbytes"]])
-        found[document] = json.dumps(message).encode()
-    return found
+        copy_of_files[document] = json.dumps(message).encode()
+    return copy_of_files
 
 
 WAYS = (with_document, with_column, with_header, with_bytes)
@@ -173,11 +173,11 @@ def outcome(files: Files, expected: Mapping[str, Any]) -> str:
     messages: list[str] = []
     for name, read in READERS.items():
         try:
-            found = read(MemoryStore(files=dict(files)))
+            values = read(MemoryStore(files=dict(files)))
         except CheckpointError as error:
             messages.append(type(error).__name__)
             continue
-        if name in expected and difference(found, expected[name]) is not None:
+        if name in expected and difference(values, expected[name]) is not None:
             messages.append("other")
     return ",".join(sorted(set(messages))) or "equal"
 

@@ -139,9 +139,9 @@ def test_a_load_comes_after_what_the_stream_was_doing_and_before_what_follows(tm
     with busy_stream():
         target.fill_(7)
         load(declared({"w": target}), tmp_path / "c")
-        found = target.clone()
+        before = target.clone()
     torch.cuda.synchronize()
-    assert is_same(found, values)
+    assert is_same(before, values)
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])

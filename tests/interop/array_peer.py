@@ -161,21 +161,21 @@ def read_dcp(job: Job, arrays: list[Array]) -> str:
 
     expected = {array.key: as_dtensor(job, array, array.value()).to_local() for array in arrays}
     if job.naming == "megatron":
-        found = {array.key: as_dtensor(job, array, torch.zeros_like(array.value())) for array in arrays}
-        dcp.load(found, checkpoint_id=job.path)
+        tensors = {array.key: as_dtensor(job, array, torch.zeros_like(array.value())) for array in arrays}
+        dcp.load(tensors, checkpoint_id=job.path)
     else:
         module, optimizer, state = dcp_state(job, arrays, zero=True)
         wanted = {"model": state["model"]}
         if optimizer is not None:
             wanted["optim"] = {"state": state["optim"]["state"]}
         dcp.load(wanted, checkpoint_id=job.path)
-        found = {f"model.{name}": p for name, p in module.named_parameters()}
+        tensors = {f"model.{name}": p for name, p in module.named_parameters()}
         if optimizer is not None:
             for name, states in state["optim"]["state"].items():
-                found.update({f"optim.state.{name}.{k}": v for k, v in states.items()})
+                tensors.update({f"optim.state.{name}.{k}": v for k, v in states.items()})
                 check_equal(states["step"], torch.tensor(float(STEP)), f"optim.state.{name}.step")
     for key, value in expected.items():
-        check_equal(found[key].to_local(), value, key)
+        check_equal(tensors[key].to_local(), value, key)
     return f"{sum(e.numel() for e in expected.values())} values compared"
 
 

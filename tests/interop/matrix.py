@@ -97,8 +97,8 @@ def run_jobs(program: Program, ranks: int, jobs: list[Job]) -> list[Outcome]:
 def write_all(written: Iterable[Written], root: Path) -> dict[Written, Outcome]:
     """Write every checkpoint, those of one program in one process."""
     groups: dict[tuple[Program, int], list[Written]] = defaultdict(list)
-    for one in written:
-        groups[one.program, one.layout[2]].append(one)
+    for write in written:
+        groups[write.program, write.layout[2]].append(write)
     outcomes: dict[Written, Outcome] = {}
     for (program, ranks), ones in groups.items():
         outcomes |= zip(
@@ -110,8 +110,8 @@ def write_all(written: Iterable[Written], root: Path) -> dict[Written, Outcome]:
 def read_all(asked: Iterable[Read], root: Path) -> dict[Read, Outcome]:
     """Do every reading, those of one program in one process."""
     groups: dict[tuple[Program, int], list[Read]] = defaultdict(list)
-    for one in asked:
-        groups[one.program, one.layout[2]].append(one)
+    for read in asked:
+        groups[read.program, read.layout[2]].append(read)
     outcomes: dict[Read, Outcome] = {}
     for (program, ranks), ones in groups.items():
         jobs = [job_of(r.written, r.layout, "read", root, form=asked_form(r)) for r in ones]
@@ -184,13 +184,18 @@ def table_of(backend: Backend, root: Path, *, few: bool) -> Table:
     planned = checkpoints(backend, few=few)
     written = write_all(planned, root)
     asked = [r for w in planned if not written[w].error for r in reads(w, few=few)]
-    found = read_all(asked, root)
+    readings = read_all(asked, root)
     rows: dict[tuple[str, str, str], dict[str, list[tuple[str, str]]]] = {}
-    for one in planned:
-        row = rows.setdefault((KINDS[one.kind], form_of(one), one.program.peer), defaultdict(list))
+    for planned_write in planned:
+        row = rows.setdefault(
+            (KINDS[planned_write.kind], form_of(planned_write), planned_write.program.peer), defaultdict(list)
+        )
         for reader in READERS[backend]:
             row[reader] += judge(
-                one, written[one], reader, [(r, found[r]) for r in asked if r.written == one]
+                planned_write,
+                written[planned_write],
+                reader,
+                [(r, readings[r]) for r in asked if r.written == planned_write],
             )
     return Table(
         backend,
@@ -216,10 +221,10 @@ def judge(
         if reason and text in outcome.error:
             return [("cannot", f"cannot be written: {reason}")]
         return [("wrong", f"writing at {written.layout}: {last_line(outcome.error)}")]
-    mine = [(r, o) for r, o in readings if r.program.peer == reader]
-    if not mine:
+    of_reader = [(r, o) for r, o in readings if r.program.peer == reader]
+    if not of_reader:
         return [("cannot", unread(written, reader))]
-    return [judge_one(read, result) for read, result in mine]
+    return [judge_one(read, result) for read, result in of_reader]
 
 
 def judge_one(read: Read, result: Outcome) -> tuple[str, str]:

@@ -340,14 +340,14 @@ def states_of(part: Any) -> list[tuple[torch.Tensor, dict[str, torch.Tensor], sl
     if not hasattr(part, "gbuf_ranges"):
         inner = part.optimizer
         return [(p, inner.state[p], None) for group in inner.param_groups for p in group["params"]]
-    found = []
+    results = []
     for buffers in part.gbuf_ranges:
         for buckets in buffers.values():
             for bucket in buckets:
                 for param, ranges in bucket["param_map"].items():
                     where = slice(ranges["param"].start, ranges["param"].end)
-                    found.append((param, part._get_main_param_and_optimizer_states(param), where))
-    return found
+                    results.append((param, part._get_main_param_and_optimizer_states(param), where))
+    return results
 
 
 def all_leaves(declared: Any) -> list[Any]:
@@ -362,24 +362,24 @@ def all_leaves(declared: Any) -> list[Any]:
 def check_common(loaded: dict[str, Any], expected: Any = None) -> int:
     """Compare common state with what was saved; return the number of values."""
     if expected is not None:
-        found = loaded["rng_state"]
-        compare({"rng_state": found}, {"rng_state": expected}, "")
+        random_state = loaded["rng_state"]
+        compare({"rng_state": random_state}, {"rng_state": expected}, "")
         return 1
     compare({k: loaded.get(k) for k in common()}, common(), "")
     return len(common())
 
 
-def compare(found: Any, expected: Any, path: str) -> None:
+def compare(actual: Any, expected: Any, path: str) -> None:
     """Raise ValueError where two nested values differ."""
     if isinstance(expected, dict):
-        if not isinstance(found, dict) or set(found) != set(expected):
-            raise ValueError(f"{path}: {found!r}, expected {expected!r}")
+        if not isinstance(actual, dict) or set(actual) != set(expected):
+            raise ValueError(f"{path}: {actual!r}, expected {expected!r}")
         for key, value in expected.items():
-            compare(found[key], value, f"{path}.{key}")
+            compare(actual[key], value, f"{path}.{key}")
     elif isinstance(expected, torch.Tensor):
-        check_equal(found, expected, path)
-    elif type(found) is not type(expected) or found != expected:
-        raise ValueError(f"{path}: {found!r}, expected {expected!r}")
+        check_equal(actual, expected, path)
+    elif type(actual) is not type(expected) or actual != expected:
+        raise ValueError(f"{path}: {actual!r}, expected {expected!r}")
 
 
 if __name__ == "__main__":

@@ -129,12 +129,12 @@ class Trainer:
         group = parallel_state.get_data_parallel_group()
         seeded = torch.Generator().manual_seed(self.iteration % SAVE_AT)
         everything = torch.randint(0, VOCAB, (SAMPLES, SEQUENCE + 1), generator=seeded)
-        mine = everything.chunk(group.size())[group.rank()]
-        positions = torch.arange(SEQUENCE).expand(len(mine), SEQUENCE)
+        own_samples = everything.chunk(group.size())[group.rank()]
+        positions = torch.arange(SEQUENCE).expand(len(own_samples), SEQUENCE)
         mask = torch.triu(torch.ones(1, 1, SEQUENCE, SEQUENCE), 1).bool()
         self.model.zero_grad_buffer()
         self.optimizer.zero_grad()
-        loss = self.model(mine[:, :-1], positions, mask, labels=mine[:, 1:]).float().mean()
+        loss = self.model(own_samples[:, :-1], positions, mask, labels=own_samples[:, 1:]).float().mean()
         loss.backward()
         self.model.finish_grad_sync()
         self.optimizer.step()

@@ -40,15 +40,15 @@ def rng_state(rank: int) -> dict[str, Any]:
     return {"rank": rank, "state": torch.arange(4, dtype=torch.uint8) + rank, "name": f"rank {rank}"}
 
 
-def check_equal(found: torch.Tensor, expected: torch.Tensor, what: str) -> None:
+def check_equal(actual: torch.Tensor, expected: torch.Tensor, what: str) -> None:
     """Raise ValueError unless two tensors are the same bit for bit."""
-    if found.shape != expected.shape or found.dtype != expected.dtype:
+    if actual.shape != expected.shape or actual.dtype != expected.dtype:
         raise ValueError(
-            f"{what}: {tuple(found.shape)} {found.dtype}, expected {tuple(expected.shape)} {expected.dtype}"
+            f"{what}: {tuple(actual.shape)} {actual.dtype}, expected {tuple(expected.shape)} {expected.dtype}"
         )
-    if not torch.equal(as_bytes(found), as_bytes(expected)):
-        wrong = int((found != expected).sum())
-        raise ValueError(f"{what}: {wrong} of {found.numel()} elements differ")
+    if not torch.equal(as_bytes(actual), as_bytes(expected)):
+        wrong = int((actual != expected).sum())
+        raise ValueError(f"{what}: {wrong} of {actual.numel()} elements differ")
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
@@ -116,10 +116,10 @@ def arrays_of(kind: str, *, naming: str, optimizer_format: str) -> list[Array]:
         "adam": ["exp_avg", "exp_avg_sq"],
         "distopt": ["exp_avg", "exp_avg_sq", "fp32_param"],
     }[kind]
-    found = []
+    results = []
     for name, shape, tp_dim, layers in PARAMETERS:
         key = f"model.{name}" if naming == "dcp" else name
-        found.append(Array(key, name, shape, dtype, tp_dim, layers))
+        results.append(Array(key, name, shape, dtype, tp_dim, layers))
         for state in states:
             value_key = f"optimizer.state.{state}.{name}"
             if naming == "dcp":
@@ -131,5 +131,7 @@ def arrays_of(kind: str, *, naming: str, optimizer_format: str) -> list[Array]:
                     "param" if state == "fp32_param" and optimizer_format == "fully_reshardable" else state
                 )
                 key = f"optimizer.state.{stored}.{name}"
-            found.append(Array(key, value_key, shape, torch.float32, tp_dim, layers, flat=kind == "distopt"))
-    return found
+            results.append(
+                Array(key, value_key, shape, torch.float32, tp_dim, layers, flat=kind == "distopt")
+            )
+    return results

@@ -137,10 +137,10 @@ KNOWN_BUG = (
 
 def checkpoints(backend: Backend, *, few: bool) -> list[Written]:
     """Return what is written in a format."""
-    found = [w for kind in ("model", "adam", "distopt") for w in _of_kind(backend, kind)]
+    writes = [w for kind in ("model", "adam", "distopt") for w in _of_kind(backend, kind)]
     if few:
-        return [w for w in found if w.program.env == HERE and w.layout == SOURCES[0]]
-    return found
+        return [w for w in writes if w.program.env == HERE and w.layout == SOURCES[0]]
+    return writes
 
 
 def _of_kind(backend: Backend, kind: str) -> Iterator[Written]:

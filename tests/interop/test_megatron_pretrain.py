@@ -29,5 +29,7 @@ def test_training_saves_and_resumes_with_equal_losses(checkout: str, tmp_path: P
         resumed = pretrain(checkout, "--load", theirs, "--ckpt-step", "3", *layout, megackpt=False)
         assert sorted(resumed) == [4, 5, 6]
         for path, megackpt in ((ours, True), (theirs, True), (ours, False), (later, False)):
-            found = pretrain(checkout, "--load", path, "--ckpt-step", "3", *layout, megackpt=megackpt)
-            assert found == resumed, f"{path} under {'megackpt' if megackpt else 'Megatron itself'}, {layout}"
+            losses = pretrain(checkout, "--load", path, "--ckpt-step", "3", *layout, megackpt=megackpt)
+            assert losses == resumed, (
+                f"{path} under {'megackpt' if megackpt else 'Megatron itself'}, {layout}"
+            )

@@ -44,7 +44,7 @@ def test_megatron_and_megackpt_resume_each_other_s_checkpoints_with_equal_losses
     made = [Run(save=theirs), Run(load=theirs), Run(2, theirs)]
     whole, resumed, at_tp2 = losses_of(made, tmp_path / "theirs", megackpt=False)
     runs = [Run(save=ours), Run(save=queued, is_async=True), Run(load=ours), Run(load=theirs)]
-    found = losses_of([*runs, Run(2, ours), Run(2, theirs)], tmp_path / "ours", megackpt=True)
-    assert found == [whole, whole, resumed, resumed, at_tp2, at_tp2]
+    losses = losses_of([*runs, Run(2, ours), Run(2, theirs)], tmp_path / "ours", megackpt=True)
+    assert losses == [whole, whole, resumed, resumed, at_tp2, at_tp2]
     back = [Run(load=ours), Run(load=queued), Run(2, ours)]
     assert losses_of(back, tmp_path / "back", megackpt=False) == [resumed, resumed, at_tp2]

@@ -193,7 +193,7 @@ def verify_saves(root: Path) -> str:
     with Damaged(root, save_options=OPTIONS, **options) as checkpointer:
         checkpointer.save(1, {"w": part(1.0), **objects})
         checkpointer.save(2, {"w": part(2.0)})
-        with pytest.raises(IntegrityError) as found:
+        with pytest.raises(IntegrityError) as raised:
             checkpointer.wait()
         dist.barrier()
         assert checkpointer.steps() == (1,)
@@ -205,7 +205,7 @@ def verify_saves(root: Path) -> str:
             checkpointer.wait()
             dist.barrier()
             assert checkpointer.steps() == (step,)
-    return str(found.value)
+    return str(raised.value)
 
 
 def test_writers_verify_what_they_have_committed_each_its_share(rank_pool: RankPool, tmp_path: Path) -> None:

@@ -71,10 +71,10 @@ def survive_failures(root: Path, gate: Path) -> None:
 
     pid = saver_of(checkpointer).writer_pid
     checkpointer.save(5, {"w": part(5.0)}, sharded_strategy=KilledStrategy())
-    with pytest.raises(RankFailedError, match=r"writer process of rank 1 .* was killed by SIGKILL") as found:
+    with pytest.raises(RankFailedError, match=r"writer process of rank 1 .* was killed by SIGKILL") as raised:
         checkpointer.wait()
-    assert found.value.rank == 1
-    assert "step 5" in str(found.value)
+    assert raised.value.rank == 1
+    assert "step 5" in str(raised.value)
     checkpointer.save(6, {"w": part(6.0)})
     assert (saver_of(checkpointer).writer_pid == pid) == (dist.get_rank() != 1)
 
@@ -119,10 +119,10 @@ def end_by_a_mistake(root: Path) -> list[str]:
             checkpointer.save(1, {"w": part(1.0)}, sharded_strategy=MistakenStrategy(1))
             checkpointer.wait()
 
-        with pytest.raises(CheckpointError) as found:
+        with pytest.raises(CheckpointError) as raised:
             save()
         assert checkpointer.failed_saves == 0
-        message.append(f"{type(found.value).__name__} of {found.value.rank}: {found.value}")
+        message.append(f"{type(raised.value).__name__} of {raised.value.rank}: {raised.value}")
         checkpointer.save(2, {"w": part(2.0)})
         checkpointer.close()
     return message
@@ -141,9 +141,9 @@ def test_a_mistake_in_the_strategy_of_a_rank_alone_is_raised(
 ) -> None:
     with single_process_checkpointer(tmp_path, on_error="warn") as checkpointer:
         checkpointer.save(1, ones(), sharded_strategy=MistakenStrategy(0))
-        with pytest.raises(RankFailedError, match=r"Rank 0 failed while saving step 1: OwnMistake") as found:
+        with pytest.raises(RankFailedError, match=r"Rank 0 failed while saving step 1: OwnMistake") as raised:
             checkpointer.wait()
-        assert not isinstance(found.value, WriterFailedError)
+        assert not isinstance(raised.value, WriterFailedError)
         assert "in write_chunks" in capfd.readouterr().err  # where it comes from
         checkpointer.save(2, ones(), sharded_strategy=LeavingStrategy())
         checkpointer.wait()  # does not hang, and the error is tolerated, as that of a writer that was killed
@@ -159,7 +159,7 @@ def outlast_hung_writers(root: Path) -> str:
     dist.barrier()
     os.kill(saver_of(checkpointer).writer_pid, signal.SIGSTOP)
     checkpointer.save(1, {"w": part(1.0)})
-    with pytest.raises(WriterFailedError) as found:  # all hang, so none waits for another and gives it up
+    with pytest.raises(WriterFailedError) as raised:  # all hang, so none waits for another and gives it up
         checkpointer.wait()
     dist.barrier()
     checkpointer.close()
@@ -167,7 +167,7 @@ def outlast_hung_writers(root: Path) -> str:
     patient.save(2, {"w": part(2.0)})
     patient.close()
     assert patient.steps() == (2,)
-    return str(found.value)
+    return str(raised.value)
 
 
 def test_writers_that_hang_are_given_up_and_replaced(rank_pool: RankPool, tmp_path: Path) -> None:
@@ -203,9 +203,9 @@ def die_while_saving(root: Path, gate: Path) -> str:
     other = int((gate / "writer.1").read_text())
     wait_for(lambda: not is_alive(other))
     (gate / "go").touch()
-    with pytest.raises(RankFailedError) as found:
+    with pytest.raises(RankFailedError) as raised:
         checkpointer.close()
-    return str(found.value)
+    return str(raised.value)
 
 
 def test_nothing_survives_a_training_process_that_is_killed(rank_pool: RankPool, tmp_path: Path) -> None:
@@ -292,9 +292,9 @@ def test_a_writer_that_is_alone_and_makes_no_progress_is_given_up_also_if_it_can
         message = (
             rf"of rank 0 \(process {pid}\) made no progress for 1.5 s and was killed while saving step 1"
         )
-        with pytest.raises(WriterFailedError, match=message) as found:
+        with pytest.raises(WriterFailedError, match=message) as raised:
             checkpointer.wait()
-        assert found.value.rank == 0
+        assert raised.value.rank == 0
         assert is_alive(pid)
         checkpointer.save(2, ones())
     assert checkpointer.steps() == (2,)
@@ -339,9 +339,9 @@ def look_where_the_store_listens(root: Path) -> set[str]:
         checkpointer.save(1, {"w": part(1.0)})
         store = saver_of(checkpointer).store
         assert store is not None
-        found = listening(store.address.port)
+        addresses = listening(store.address.port)
         dist.barrier()
-    return found
+    return addresses
 
 
 @pytest.mark.skipif(not Path("/proc/net/tcp").exists(), reason="the system's table is read")
@@ -349,4 +349,4 @@ def test_the_store_of_a_job_on_one_host_listens_on_the_loopback_address_alone(
     rank_pool: RankPool, tmp_path: Path
 ) -> None:
     loopback = ({"0100007F"}, {"00000000000000000000000001000000"})
-    assert all(found in loopback for found in rank_pool.run(look_where_the_store_listens, 2, tmp_path))
+    assert all(address in loopback for address in rank_pool.run(look_where_the_store_listens, 2, tmp_path))

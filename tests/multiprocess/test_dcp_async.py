@@ -25,7 +25,7 @@ pytestmark = pytest.mark.multiprocess
 
 
 def _save_in_background(root: str) -> list[tuple[list[float], int, list[float]]]:
-    found = []
+    results = []
     for by in ("stock", "own"):
         planner = DefaultSavePlanner() if by == "stock" else MegackptSavePlanner()
         state, entity = six_sharded(1.0), torch.full((2,), 1.0)
@@ -43,8 +43,8 @@ def _save_in_background(root: str) -> list[tuple[list[float], int, list[float]]]
             "e", torch.full((2,), 1.0), (0, dist.get_rank(), dist.get_world_size())
         )
         loaded = megackpt.load({**six_sharded(0.0), **({"e": asked} if by == "own" else {})}, f"{root}/{by}")
-        found.append((loaded["w"].full_tensor().tolist(), loaded["epoch"], asked.data.tolist()))
-    return found
+        results.append((loaded["w"].full_tensor().tolist(), loaded["epoch"], asked.data.tolist()))
+    return results
 
 
 def test_a_save_in_the_background_stores_the_state_at_the_call(rank_pool: RankPool, tmp_path: Path) -> None:

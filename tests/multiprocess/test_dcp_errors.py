@@ -51,8 +51,8 @@ class _GivesBytesOnly(DefaultSavePlanner):
 
 class _ConvertsSilently(DefaultSavePlanner):
     def resolve_data(self, write_item: Any) -> Any:
-        found = super().resolve_data(write_item)
-        return found.to(torch.float16) if isinstance(found, torch.Tensor) else found
+        data = super().resolve_data(write_item)
+        return data.to(torch.float16) if isinstance(data, torch.Tensor) else data
 
 
 def _save_wrongly(path: str, kind: str) -> list[float]:
@@ -208,8 +208,8 @@ def _load_partly(path: str) -> dict[str, Any]:
 
 
 def test_what_the_checkpoint_lacks_stays_when_that_is_allowed(rank_pool: RankPool, tmp_path: Path) -> None:
-    (found,) = rank_pool.run(_load_partly, 1, str(tmp_path / "step"))
-    assert not same(found, {"/w": torch.ones(6), "/epoch": 1, "/note": "mine"})
+    (results,) = rank_pool.run(_load_partly, 1, str(tmp_path / "step"))
+    assert not same(results, {"/w": torch.ones(6), "/epoch": 1, "/note": "mine"})
 
 
 @pytest.mark.parametrize(

@@ -88,7 +88,7 @@ def _entities(*, filled: bool) -> dict[str, Any]:
     scale = 1.0 if filled else 0.0
     whole = torch.arange(1.0, 57.0).reshape(8, 7) * scale
     rows = 8 // ranks
-    mine = whole[rank * rows : (rank + 1) * rows]
+    local = whole[rank * rows : (rank + 1) * rows]
     flat = slice(rank * 56 // ranks + (rank > 0), (rank + 1) * 56 // ranks + (rank < ranks - 1))
     return {
         "flat": megackpt.ShardedTensor.from_rank_offsets_flat(
@@ -101,11 +101,11 @@ def _entities(*, filled: bool) -> dict[str, Any]:
             for layer in range(rank, 4, ranks)
         ],
         "mlp": megackpt.ShardedLayout.split(
-            "mlp.fc1", torch.cat([mine, -mine]), 0, {"gate": rows, "up": rows}, (0, rank, ranks)
+            "mlp.fc1", torch.cat([local, -local]), 0, {"gate": rows, "up": rows}, (0, rank, ranks)
         ),
         "made": megackpt.ShardedTensorFactory(
             "made",
-            mine.clone(),
+            local.clone(),
             lambda key, data, replica, flat_range: [
                 megackpt.ShardedTensor.from_rank_offsets(key, data, (0, rank, ranks), replica_id=replica)
             ],
@@ -129,14 +129,14 @@ def _expected(*, same_ranks: bool) -> dict[str, Any]:
     """The leaves of what `_entities` declares, loaded."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     state = _entities(filled=True)
-    mine = torch.arange(1.0, 57.0).reshape(8, 7)[rank * 8 // ranks : (rank + 1) * 8 // ranks]
+    local = torch.arange(1.0, 57.0).reshape(8, 7)[rank * 8 // ranks : (rank + 1) * 8 // ranks]
     return full(
         {
             **state,
             "flat": state["flat"].data,
             "stacked": [entity.data for entity in state["stacked"]],
             "mlp": state["mlp"].data,
-            "made": mine,
+            "made": local,
             "layer_seeds": {layer: entity.data for layer, entity in state["layer_seeds"].items()},
             "seed": float(rank) if same_ranks else 0.0,
             "stream": float(rank) if same_ranks else 0.0,

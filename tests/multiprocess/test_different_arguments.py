@@ -76,16 +76,16 @@ def caught(act: Callable[[], object]) -> tuple[str, float]:
 def _make_different_checkpointers(root: str) -> dict[str, tuple[str, float]]:
     with Checkpointer(root, **SAVED) as checkpointer:
         checkpointer.save(1, state())
-    found = {}
+    results = {}
     for name, pair in different_checkpointers(root).items():
         own = SAVED | pair[dist.get_rank()]
         unlike = Checkpointer(own.pop("root", root), **own)
         begin = unlike.should_save if "SaveSchedule" in name else _begin_save(unlike)
-        found[name] = caught(lambda begin=begin: begin(2))  # type: ignore[misc]
+        results[name] = caught(lambda begin=begin: begin(2))  # type: ignore[misc]
         unlike.close()
         dist.barrier()
     assert Checkpointer(root).steps() == (1,)
-    return found
+    return results
 
 
 def _begin_save(checkpointer: Checkpointer) -> Callable[[int], bool]:
@@ -95,9 +95,9 @@ def _begin_save(checkpointer: Checkpointer) -> Callable[[int], bool]:
 def test_checkpointers_that_differ_are_an_error_on_all_ranks_before_anything_is_done(
     rank_pool: RankPool, tmp_path: Path
 ) -> None:
-    found = rank_pool.run(_make_different_checkpointers, 2, str(tmp_path / "run"))
+    results = rank_pool.run(_make_different_checkpointers, 2, str(tmp_path / "run"))
     for name in different_checkpointers(""):
-        (first, took), (second, _) = (of_rank[name] for of_rank in found)
+        (first, took), (second, _) = (of_rank[name] for of_rank in results)
         assert first == second
         assert first.startswith(
             f"DeclarationError: Ranks have different Checkpointers: {name.rstrip(' 23')} is "
@@ -118,9 +118,9 @@ def test_deadlines_that_differ_are_an_error(rank_pool: RankPool, tmp_path: Path)
 def _call_differently(root: str) -> dict[str, tuple[str, float]]:
     rank = dist.get_rank()
 
-    def saved(**given: Any) -> Callable[[], object]:
-        step = given.pop("step", 2)
-        return lambda: Checkpointer(root, **SAVED).save(step, state(), **given)
+    def saved(**arguments: Any) -> Callable[[], object]:
+        step = arguments.pop("step", 2)
+        return lambda: Checkpointer(root, **SAVED).save(step, state(), **arguments)
 
     def both() -> object:
         checkpointer = Checkpointer(root, **SAVED)
@@ -145,19 +145,19 @@ def _call_differently(root: str) -> dict[str, tuple[str, float]]:
         ),
     }
     Checkpointer(root, **SAVED).save(2, state())
-    found = {}
+    results = {}
     for name, act in acts.items():
-        found[name] = caught(act)
+        results[name] = caught(act)
         dist.barrier()
     assert Checkpointer(root).steps() == (1, 2)
-    return found
+    return results
 
 
 def test_calls_that_differ_are_an_error_on_all_ranks_that_names_the_difference(
     rank_pool: RankPool, tmp_path: Path
 ) -> None:
-    found = rank_pool.run(_call_differently, 2, str(tmp_path / "run"))
-    for of_rank in found:
+    results = rank_pool.run(_call_differently, 2, str(tmp_path / "run"))
+    for of_rank in results:
         for name, (message, took) in of_rank.items():
             assert name in message, (name, message)
             assert took < TIMEOUT_S / 2, name

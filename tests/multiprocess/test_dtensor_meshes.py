@@ -134,9 +134,9 @@ def _raw_optimizer(path: str, seed: int, *, load: bool) -> tuple[dict[str, Any],
 
 def _raw_optimizer_round_trip(path: str) -> list[str]:
     expected, _ = _raw_optimizer(path, 1, load=False)
-    found, numbers = _raw_optimizer(path, 2, load=True)
+    loaded, numbers = _raw_optimizer(path, 2, load=True)
     assert all(isinstance(number, int) for number in numbers)
-    return same(found, expected)
+    return same(loaded, expected)
 
 
 def test_an_optimizers_own_state_dict_with_numbers_for_keys_comes_back(
@@ -237,8 +237,8 @@ def test_weights_of_megatron_style_layers_load_into_fsdp_over_tp(rank_pool: Rank
     rank_pool.run(_save_megatron_style, 2, path)
     stored = megackpt.load_plain_tensors(path)
     names = rename_keys(stored, {new: old for old, new in NAMES.items()})
-    for found in rank_pool.run(_load_into_fsdp, 4, path):
-        assert len(found) == len(stored) == 1 + 8 * LAYERS
+    for result in rank_pool.run(_load_into_fsdp, 4, path):
+        assert len(result) == len(stored) == 1 + 8 * LAYERS
         for key, whole in stored.items():
-            weight = found["/" + names[key].removeprefix("model.")]
+            weight = result["/" + names[key].removeprefix("model.")]
             assert torch.equal(weight, whole[: len(weight)]), key

@@ -40,7 +40,7 @@ def build(mesh: str, name: str, seed: int) -> tuple[nn.Module, torch.optim.Optim
 
 
 def _save_and_go_on(mesh: str, root: str) -> dict[str, Any]:
-    found = {}
+    results = {}
     for name in OPTIMIZERS:
         model, optimizer = build(mesh, name, 1)
         for seed in range(2):
@@ -49,8 +49,11 @@ def _save_and_go_on(mesh: str, root: str) -> dict[str, Any]:
         saved = full({"model": model.state_dict(), "optimizer": optimizer.state_dict()["state"]})
         saved = copy.deepcopy(saved)  # counters are no DTensors: the next step changes them
         train_step(model, optimizer, seed=2)
-        found[name] = saved, full({"model": model.state_dict(), "optimizer": optimizer.state_dict()["state"]})
-    return found
+        results[name] = (
+            saved,
+            full({"model": model.state_dict(), "optimizer": optimizer.state_dict()["state"]}),
+        )
+    return results
 
 
 def _resume(mesh: str, root: str, expected: dict[str, Any]) -> list[str]:

@@ -28,9 +28,9 @@ def _distributed(name: str, *, filled: bool = True) -> DTensor:
     grid = init_device_mesh("cpu", (2, 2))
     if name == "strided":  # on each rank two boxes, of which one may be smaller
         local = [whole[[*range(3), *range(6, 9)]], whole[[*range(3, 6), *range(9, 11)]]]
-        mine = local[grid.get_coordinate()[0]].clone()
+        own = local[grid.get_coordinate()[0]].clone()
         placements = [_StridedShard(0, split_factor=2), Replicate()]
-        return DTensor.from_local(mine, grid, placements, shape=whole.shape, stride=whole.stride())
+        return DTensor.from_local(own, grid, placements, shape=whole.shape, stride=whole.stride())
     if name == "reordered":  # the right mesh dim cuts first
         first, second = grid.get_coordinate()
         order = (_dtensor_spec.ShardOrderEntry(tensor_dim=0, mesh_dims=(1, 0)),)
@@ -151,8 +151,8 @@ def _saves_of_one_structure(root: str) -> list[Any]:
 def test_copies_are_compared_and_stored_once_with_a_plan_that_was_kept(
     rank_pool: RankPool, tmp_path: Path
 ) -> None:
-    for found, texts in rank_pool.run(_saves_of_one_structure, 4, str(tmp_path)):
-        assert found == [2.0] * 4
+    for result, texts in rank_pool.run(_saves_of_one_structure, 4, str(tmp_path)):
+        assert result == [2.0] * 4
         assert "'norm[0:2]': ranks 0 and ranks 1 hold different values" in texts[0]
         assert "'norm': elements [0:4] are saved by more than one main replica" in texts[1]
     for step in ("iter_0000001", "iter_0000002"):

@@ -58,7 +58,7 @@ def test_a_checkpoint_that_moved_to_another_layout_is_proved_equal_without_being
     steps = [tmp_path / f"iter_000000{step}" for step in (1, 2)]
     for step in steps:
         shutil.rmtree(step / "data")
-    found = diff(*steps)
-    assert found.is_equal
-    assert (found.compared, found.by_digest, found.nbytes) == (3, 3, 0)
-    assert found.by_digest_nbytes == WEIGHT.nbytes + MASTER.nbytes + 200
+    difference = diff(*steps)
+    assert difference.is_equal
+    assert (difference.compared, difference.by_digest, difference.nbytes) == (3, 3, 0)
+    assert difference.by_digest_nbytes == WEIGHT.nbytes + MASTER.nbytes + 200

@@ -99,27 +99,27 @@ def load_a_key_that_only_rank_3_misspells(directory: Path) -> None:
 
 def load_unlike_the_other(directory: Path, case: str) -> None:
     first = dist.get_rank() == 0
-    given: dict[str, Any] = {"options": LoadOptions(timeout_s=60)}
+    arguments: dict[str, Any] = {"options": LoadOptions(timeout_s=60)}
     group = dist.new_group([0, 1])
     if case == "cpu_transfer":
-        given["options"] = LoadOptions(timeout_s=60, exchange="broadcast", cpu_transfer=not first)
+        arguments["options"] = LoadOptions(timeout_s=60, exchange="broadcast", cpu_transfer=not first)
     elif case == "direct with a group":
-        given["exchange_group"] = group if first else None
+        arguments["exchange_group"] = group if first else None
     elif case == "group of one":
-        given["options"] = LoadOptions(timeout_s=60, exchange="all_to_all")
-        given["exchange_group"] = group if first else None
+        arguments["options"] = LoadOptions(timeout_s=60, exchange="all_to_all")
+        arguments["exchange_group"] = group if first else None
     elif case == "other groups":
         single_process_checkpointer = [dist.new_group([rank]) for rank in range(2)]
-        given["options"] = LoadOptions(timeout_s=60, exchange="all_to_all")
-        given["exchange_group"] = group if first else single_process_checkpointer[1]
+        arguments["options"] = LoadOptions(timeout_s=60, exchange="all_to_all")
+        arguments["exchange_group"] = group if first else single_process_checkpointer[1]
     elif case == "no group at all":
-        given["options"] = LoadOptions(timeout_s=60, exchange="all_to_all")
-        given["exchange_group"] = group if first else "tp"
+        arguments["options"] = LoadOptions(timeout_s=60, exchange="all_to_all")
+        arguments["exchange_group"] = group if first else "tp"
     elif case == "strict":
-        given["strict"] = "raise_all" if first else "assume_ok_unexpected"
+        arguments["strict"] = "raise_all" if first else "assume_ok_unexpected"
     elif case == "no mode":
-        given["strict"] = "raise_all" if first else "lenient"
-    megackpt.load({"w": shard()}, directory, **given)
+        arguments["strict"] = "raise_all" if first else "lenient"
+    megackpt.load({"w": shard()}, directory, **arguments)
 
 
 UNLIKE = {

@@ -84,8 +84,10 @@ def _gathered(state: Any, path: str = "") -> dict[str, Any]:
     if not isinstance(state, ShardedTensor):
         return {path: state}
     shards: list[Any] = [None] * dist.get_world_size()
-    mine = [(shard.metadata.shard_offsets, shard.tensor.detach().clone()) for shard in state.local_shards()]
-    dist.all_gather_object(shards, mine)
+    local_shards = [
+        (shard.metadata.shard_offsets, shard.tensor.detach().clone()) for shard in state.local_shards()
+    ]
+    dist.all_gather_object(shards, local_shards)
     result = torch.full(tuple(state.size()), float("nan"), dtype=state.dtype)
     for offsets, tensor in (shard for of_rank in shards for shard in of_rank):
         result[tuple(slice(o, o + n) for o, n in zip(offsets, tensor.shape, strict=True))] = tensor
@@ -172,22 +174,24 @@ def _several(root: str) -> list[Any]:
     rows = {0: [slice(0, 2), slice(5, 7)], 2: [slice(2, 5)]}
 
     def made(of: torch.Tensor) -> ShardedTensor:
-        mine = [Shard.from_tensor_and_offsets(of[r].clone(), [r.start, 0], rank) for r in rows.get(rank, [])]
-        return init_from_local_shards(mine, 7, 6)
+        local_shards = [
+            Shard.from_tensor_and_offsets(of[r].clone(), [r.start, 0], rank) for r in rows.get(rank, [])
+        ]
+        return init_from_local_shards(local_shards, 7, 6)
 
     def columns(of: torch.Tensor) -> ShardedTensor:
-        mine = of[:, 2 * rank : 2 * rank + 2].clone()
-        shards = [Shard.from_tensor_and_offsets(mine, [0, 2 * rank], rank)] if rank < 3 else []
+        local_shards = of[:, 2 * rank : 2 * rank + 2].clone()
+        shards = [Shard.from_tensor_and_offsets(local_shards, [0, 2 * rank], rank)] if rank < 3 else []
         return init_from_local_shards(shards, 7, 6)
 
-    found = []
+    results = []
     for i, source in enumerate((made, columns)):
         megackpt.save({"w": [source(WHOLE)]}, f"{root}/{i}")
         for target in (made, columns):
             asked = target(torch.zeros_like(WHOLE))
             loaded = megackpt.load({"w": [asked]}, f"{root}/{i}")["w"][0]
             pairs = zip(loaded.local_shards(), target(WHOLE).local_shards(), strict=True)
-            found.append(loaded is asked and all(torch.equal(a.tensor, b.tensor) for a, b in pairs))
+            results.append(loaded is asked and all(torch.equal(a.tensor, b.tensor) for a, b in pairs))
 
     spec = ChunkShardingSpec(0, [f"rank:{r}/cpu" for r in range(4)])
     bare = ShardedTensor.__new__(
@@ -202,8 +206,8 @@ def _several(root: str) -> list[Any]:
             try:
                 call(state, f"{root}/0" if call is megackpt.load else f"{root}/rejected")
             except megackpt.CheckpointError as error:
-                found.append(str(error))
-    return found
+                results.append(str(error))
+    return results
 
 
 def test_any_shards_load_into_any_others_and_what_has_none_raises_an_error(

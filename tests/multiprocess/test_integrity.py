@@ -42,10 +42,10 @@ def save_and_lose(directory: str) -> list[str]:
     if rank == 0:
         (Path(directory) / "data" / min(f.name for f in (Path(directory) / "data").iterdir())).unlink()
     torch.distributed.barrier()
-    found, report = load_with_report(
+    loaded, report = load_with_report(
         state(rank, 0.0), directory, options=LoadOptions(on_corrupt="fallback", exchange="all_to_all")
     )
-    assert torch.equal(found["rows"], state(rank, 1.0)["rows"].data)
+    assert torch.equal(loaded["rows"], state(rank, 1.0)["rows"].data)
     return sorted({m.source for m in report.recovered})
 
 
@@ -84,10 +84,10 @@ def go_back(root: str) -> tuple[int, float, int]:
         if rank == 0:
             shutil.rmtree(f"{root}/iter_0000002/data")
         torch.distributed.barrier()
-        found = checkpointer.load(state(rank, 0.0))
+        loaded = checkpointer.load(state(rank, 0.0))
         assert checkpointer.last_load is not None
         protected = len(list(Path(root).glob("iter_*/parity/*")))
-        return checkpointer.last_load.step, float(found["rows"][1]) - rank, protected
+        return checkpointer.last_load.step, float(loaded["rows"][1]) - rank, protected
 
 
 def test_ranks_go_back_to_one_step_of_those_they_saved_asynchronously(

@@ -28,8 +28,10 @@ def exchange_of(nbytes: int) -> None:
     assert run_and_gather(group, lambda: parts[rank], doing="sending") == (parts if rank == 0 else [])
     assert run_on_all_ranks(group, lambda: parts[rank], doing="sharing") == parts
     assert broadcast_from_rank_0(group, parts[-1] if rank == 0 else b"", doing="telling") == parts[-1]
-    found = run_and_compare(group, lambda: Numbers((1, rank), (rank,)), equal=2, largest=1, doing="comparing")
-    assert found == Numbers((1, 0), (size - 1,))
+    compared = run_and_compare(
+        group, lambda: Numbers((1, rank), (rank,)), equal=2, largest=1, doing="comparing"
+    )
+    assert compared == Numbers((1, 0), (size - 1,))
 
 
 @pytest.mark.parametrize("nbytes", [3, 680, 681, 400_000])  # 2040 bytes of rank 3 are sent along

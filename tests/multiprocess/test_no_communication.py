@@ -97,7 +97,7 @@ PLANNING = [
 
 def calls_of_four_saves(directory: Path) -> list[tuple[list[str], list[str]]]:
     """Return collectives until the end of planning and after it, for saves of two structures in turn."""
-    plans, found = megackpt.PlanCache(), []
+    plans, counts = megackpt.PlanCache(), []
     megackpt.save({}, directory)  # makes the process group, once
     for number in range(4):
         rows = 2 + number % 2
@@ -111,8 +111,8 @@ def calls_of_four_saves(directory: Path) -> list[tuple[list[str], list[str]]]:
             megackpt.save({"w": shard, "o": noted, "step": number}, directory, strategy, plans=plans)
         assert strategy.at_end_of_planning is not None
         planning = strategy.at_end_of_planning[0]
-        found.append((planning, traffic.calls[len(planning) :]))
-    return found
+        counts.append((planning, traffic.calls[len(planning) :]))
+    return counts
 
 
 def test_planning_with_a_plan_that_is_kept_is_one_collective(rank_pool: RankPool, tmp_path: Path) -> None:

@@ -57,12 +57,12 @@ def _save_and_reshard(url: str, options: ObjectOptions) -> list[bool]:
     rank, ranks = dist.get_rank(), dist.get_world_size()
     store = ObjectStore(url, options=options)
     megackpt.save(state(rank, ranks, axis=0, seed=1), store)
-    found = []
+    results = []
     for axis in (0, 1):
         loaded = megackpt.load(state(rank, ranks, axis=axis, seed=None), store)
-        found.append(is_loaded(loaded, rank, ranks, axis=axis, seed=1))
+        results.append(is_loaded(loaded, rank, ranks, axis=axis, seed=1))
     store.close()
-    return found
+    return results
 
 
 def test_ranks_save_and_load_at_the_same_and_at_other_layouts(
@@ -109,7 +109,7 @@ def test_a_save_is_its_parts_and_a_constant_and_a_load_lists_nothing(
     # A header makes the last part of each rank; what is put are index, common state and commit.
     parts = ranks * (8 // ranks + 1)
     assert asked == {"begin": ranks, "part": parts, "complete": ranks, "put": 3, "list": 4}
-    last = [one for one in s3_proxy.asked if one.kind in ("put", "complete")][-1]
+    last = [request for request in s3_proxy.asked if request.kind in ("put", "complete")][-1]
     assert last.path.endswith("/metadata.json")
     with s3_proxy.counting() as asked:
         SimulatedWorld(ranks).run(load)
@@ -126,7 +126,7 @@ def test_a_root_is_scanned_by_one_listing_and_a_request_a_step(s3_proxy: FaultyP
         with s3_proxy.counting() as asked:
             assert checkpointer.steps() == (1, 2, 3)
     assert asked == {"list": 1, "head": 3}
-    (listing,) = [one.path for one in s3_proxy.asked if one.kind == "list"][-1:]
+    (listing,) = [request.path for request in s3_proxy.asked if request.kind == "list"][-1:]
     assert "delimiter" in listing  # the steps, and not what is in them
 
 
@@ -239,9 +239,9 @@ def test_a_removal_that_breaks_off_leaves_no_half_of_a_step(s3_proxy: FaultyProx
 def test_an_asynchronous_save_goes_on_behind(s3_server: S3Server) -> None:
     options = options_for(s3_server.port)
     with Checkpointer(new_url(), async_save=True, objects=options, group=SingleProcess()) as checkpointer:
-        given = state(0, 1, axis=0, seed=5)
-        checkpointer.save(1, given)
-        given["w"].data.zero_()  # type: ignore[attr-defined]
+        saved = state(0, 1, axis=0, seed=5)
+        checkpointer.save(1, saved)
+        saved["w"].data.zero_()  # type: ignore[attr-defined]
         checkpointer.wait()
         assert is_loaded(checkpointer.load(state(0, 1, axis=0, seed=None)), 0, 1, axis=0, seed=5)
 
@@ -268,14 +268,14 @@ def test_other_formats_are_written_and_read_there(s3_server: S3Server, to: str) 
 
 def _save_steps(url: str, options: ObjectOptions) -> list[bool]:
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    found = []
+    results = []
     with Checkpointer(url, keep_last=2, objects=options) as checkpointer:
         for step in range(1, 5):
             checkpointer.save(step, state(rank, ranks, axis=0, seed=step))
             loaded = checkpointer.load(state(rank, ranks, axis=1, seed=None))
-            found.append(is_loaded(loaded, rank, ranks, axis=1, seed=step))
-        found.append(checkpointer.steps() == (3, 4))
-    return found
+            results.append(is_loaded(loaded, rank, ranks, axis=1, seed=step))
+        results.append(checkpointer.steps() == (3, 4))
+    return results
 
 
 def test_with_one_request_in_twenty_spoiled_nothing_is_lost(
@@ -286,7 +286,7 @@ def test_with_one_request_in_twenty_spoiled_nothing_is_lost(
     url = new_url()
     options = options_for(s3_proxy.port, part_bytes=32 << 10, timeout_s=0.8)
     assert rank_pool.run(_save_steps, 2, url, options) == [[True] * 5] * 2
-    asked, spoiled = s3_proxy.counts(), Counter(one.fault for one in s3_proxy.asked if one.fault)
+    asked, spoiled = s3_proxy.counts(), Counter(request.fault for request in s3_proxy.asked if request.fault)
     print(f"{sum(asked.values())} requests {asked}, of which were spoiled {dict(spoiled)}")
     assert sum(spoiled.values()) >= 15
     assert set(spoiled) == set(FAULTS)

@@ -85,8 +85,8 @@ def _column(sequence_parallel: bool, gather_output: bool) -> None:
     )
     whole = {"weight": _random(1, 8, 12).requires_grad_(), "bias": _random(2, 8).requires_grad_()}
     _set(layer, groups, whole)
-    dense, mine, leaf = _whole_input(3, groups, sequence_parallel)
-    expected, actual = F.linear(dense, whole["weight"], whole["bias"]), layer(mine)
+    dense, local_input, leaf = _whole_input(3, groups, sequence_parallel)
+    expected, actual = F.linear(dense, whole["weight"], whole["bias"]), layer(local_input)
     joined = actual if gather_output else gather_from(actual, groups.tp)
     torch.testing.assert_close(joined, expected, **TOLERANCE)
     joined.square().sum().backward()
@@ -103,16 +103,16 @@ def _row(sequence_parallel: bool, input_is_parallel: bool) -> None:
     whole = {"weight": _random(1, 8, 12).requires_grad_(), "bias": _random(2, 8).requires_grad_()}
     _set(layer, groups, whole)
     dense, leaf = _random(3, 8, 2, 12).requires_grad_(), _random(3, 8, 2, 12)
-    mine = leaf.chunk(groups.tp.size, -1)[groups.tp.rank] if input_is_parallel else leaf
-    mine = mine.clone().requires_grad_()
-    expected, actual = F.linear(dense, whole["weight"], whole["bias"]), layer(mine)
+    local_input = leaf.chunk(groups.tp.size, -1)[groups.tp.rank] if input_is_parallel else leaf
+    local_input = local_input.clone().requires_grad_()
+    expected, actual = F.linear(dense, whole["weight"], whole["bias"]), layer(local_input)
     joined = collect_sequence(actual, groups.tp) if sequence_parallel else actual
     torch.testing.assert_close(joined, expected, **TOLERANCE)
     joined.square().sum().backward()
     expected.square().sum().backward()
     assert dense.grad is not None
     grad = dense.grad.chunk(groups.tp.size, -1)[groups.tp.rank] if input_is_parallel else dense.grad
-    torch.testing.assert_close(mine.grad, grad, **TOLERANCE)
+    torch.testing.assert_close(local_input.grad, grad, **TOLERANCE)
     _check_grads(layer, groups, whole)
 
 
@@ -143,9 +143,9 @@ def _norms() -> None:
                           (LayerNorm(12, groups, sequence_parallel=True), ["weight", "bias"])):  # fmt: skip
         whole = {name: _random(i, 12).requires_grad_() for i, name in enumerate(weight)}
         _set(layer, groups, whole)
-        dense, mine, leaf = _whole_input(3, groups, sequence_parallel=True)
+        dense, local_input, leaf = _whole_input(3, groups, sequence_parallel=True)
         reference = F.rms_norm if isinstance(layer, RMSNorm) else F.layer_norm
-        expected, joined = reference(dense, (12,), *whole.values(), eps=1e-5), layer(mine)
+        expected, joined = reference(dense, (12,), *whole.values(), eps=1e-5), layer(local_input)
         expected.square().sum().backward()
         joined.square().sum().backward()  # this rank's share: the whole loss is the sum over tp
         torch.testing.assert_close(leaf.grad, dense.grad, **TOLERANCE)

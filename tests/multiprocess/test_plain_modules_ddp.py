@@ -73,9 +73,9 @@ def _resume(location: str, exchange: Any) -> bytes:
 
 
 def test_training_goes_on_bit_for_bit(rank_pool: RankPool, tmp_path: Path) -> None:
-    found = rank_pool.run(_save_and_go_on, 2, str(tmp_path))
-    assert [rejected for _, rejected in found] == [True, True]
-    trained = found[0][0]
+    results = rank_pool.run(_save_and_go_on, 2, str(tmp_path))
+    assert [rejected for _, rejected in results] == [True, True]
+    trained = results[0][0]
     for location, exchange in (("sync", "direct"), ("async/iter_0000002", "all_to_all")):
         data = sorted(file.stat().st_size for file in (tmp_path / location / "data").iterdir())
         assert len(data) == 2

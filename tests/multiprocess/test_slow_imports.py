@@ -67,15 +67,15 @@ def save_unlike(root: str) -> list[tuple[str, float]]:
     rank = dist.get_rank()
     options = SaveOptions(timeout_s=TIMEOUT_S)
     save(state(0.0), f"{root}/warm", options=options)
-    found = []
+    results = []
     for number, choices in enumerate(UNLIKE):
         dist.barrier()
         began = time.monotonic()
         try:
             save(state(1.0), f"{root}/{number}", choices[rank], options=options)
-            found.append(("nothing", 0.0))
+            results.append(("nothing", 0.0))
         except CheckpointError as error:
-            found.append((f"{type(error).__name__}: {error}", time.monotonic() - began))
+            results.append((f"{type(error).__name__}: {error}", time.monotonic() - began))
     checkpointer = Checkpointer(f"{root}/run", async_save=True, timeout_s=TIMEOUT_S)
     saver_of(checkpointer)._session.running().wait_ready()
     dist.barrier()
@@ -83,11 +83,11 @@ def save_unlike(root: str) -> list[tuple[str, float]]:
     try:
         checkpointer.save(1, state(1.0), sharded_strategy=UNLIKE[0][rank])
     except CheckpointError as error:
-        found.append((f"{type(error).__name__}: {error}", time.monotonic() - began))
+        results.append((f"{type(error).__name__}: {error}", time.monotonic() - began))
     checkpointer.close()
     assert imported() == []
     del sys.meta_path[0]
-    return found
+    return results
 
 
 def save_equal(root: str) -> None:
@@ -108,11 +108,11 @@ def test_ranks_that_chose_different_formats_learn_it_before_a_slow_import(
     first, second = fresh_pool.run(save_unlike, 2, str(tmp_path))
     names = {None: ["megackpt", 1], "megackpt": ["megackpt", 1], "torch_dist": ["torch_dist", 1]}
     for (message, took), (other, _), choices in zip(first, second, (*UNLIKE, UNLIKE[0]), strict=True):
-        given = [names.get(choice) or list(choice) for choice in choices]
+        choices_of_ranks = [names.get(choice) or list(choice) for choice in choices]
         assert message == other
         assert message.startswith(
             "DeclarationError: Ranks save differently: "
-            f"format is {given[0]} on rank 0 and {given[1]} on rank 1"
+            f"format is {choices_of_ranks[0]} on rank 0 and {choices_of_ranks[1]} on rank 1"
         )
         print(f"{message[:100]} after {took:.2f} s")
     assert not list(tmp_path.glob("[0-9]/metadata.json"))

@@ -104,8 +104,8 @@ def test_the_newest_step_in_memory_survives_the_loss_of_any_node_and_without_it_
         shutil.copytree(memory_path / "run", memory_path / "restarted")
         shutil.rmtree(memory_path / "restarted" / "root")
         shutil.rmtree(memory_path / "restarted" / f"node-{lost}")
-        found = rank_pool.run(resume, RANKS, memory_path / "restarted", 2 if lost else 4)
-        assert {(used.step, used.skipped, used.damaged) for used in found} == {(3, (), ())}
+        results = rank_pool.run(resume, RANKS, memory_path / "restarted", 2 if lost else 4)
+        assert {(used.step, used.skipped, used.damaged) for used in results} == {(3, (), ())}
         for node in range(NODES):
             steps = sorted(path.name for path in (memory_path / "restarted" / f"node-{node}").iterdir())
             assert steps == ["iter_0000003", "iter_0000004"], (
@@ -115,6 +115,6 @@ def test_the_newest_step_in_memory_survives_the_loss_of_any_node_and_without_it_
 
     for lost in (0, 1):
         shutil.rmtree(memory_path / "run" / f"node-{lost}")
-    found = rank_pool.run(resume, RANKS, memory_path / "run", 1)
-    assert {(used.step, used.where) for used in found} == {(1, str(memory_path / "run" / "root"))}
-    assert [passed.step for passed in found[0].skipped] == [3, 2]
+    results = rank_pool.run(resume, RANKS, memory_path / "run", 1)
+    assert {(used.step, used.where) for used in results} == {(1, str(memory_path / "run" / "root"))}
+    assert [passed.step for passed in results[0].skipped] == [3, 2]

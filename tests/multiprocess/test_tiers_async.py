@@ -71,15 +71,15 @@ def checkpointer(base: Path, timeout_s: float = DEADLINE_S, **options: Any) -> C
 def load(base: Path) -> LastLoad:
     """Load the newest step that is whole, and compare every bit."""
     tiers = Tiers([MemoryTier(f"{base}/node-{{node}}")], root_every=100, node=dist.get_rank())
-    found = Checkpointer(base / "root", tiers=tiers)
+    restarted = Checkpointer(base / "root", tiers=tiers)
     asked = state(0)
-    loaded = found.load(asked)
-    assert found.last_load is not None
-    expected = state(found.last_load.step)
+    loaded = restarted.load(asked)
+    assert restarted.last_load is not None
+    expected = state(restarted.last_load.step)
     for key in ("weight", "share"):
         assert torch.equal(loaded[key], expected[key].data), key
-    assert (loaded["rng"], loaded["step"]) == (expected["rng"].data, found.last_load.step)
-    return found.last_load
+    assert (loaded["rng"], loaded["step"]) == (expected["rng"].data, restarted.last_load.step)
+    return restarted.last_load
 
 
 class LogRecorder(logging.Handler):
@@ -110,10 +110,10 @@ def order(base: Path, **what: str) -> None:
 
 def train(base: Path, received: LogRecorder) -> None:
     with checkpointer(base) as run:
-        given = state(1)
-        run.warm_up(given)
+        saved = state(1)
+        run.warm_up(saved)
         store = saver_of(run).store
-        run.save(1, given, to_root=True)
+        run.save(1, saved, to_root=True)
         run.save(2, state(2))
         run.wait()
         dist.barrier()
@@ -123,9 +123,9 @@ def train(base: Path, received: LogRecorder) -> None:
         assert steps_on(base) == ["iter_0000001", "iter_0000002"]
 
         order(base, node="node-1", kind="create", how="held")
-        given = state(3)
-        assert run.save(3, given)
-        given["share"].data.zero_()  # what is saved is what it was
+        saved = state(3)
+        assert run.save(3, saved)
+        saved["share"].data.zero_()  # what is saved is what it was
         wait_for((base / "begun").exists)
         assert run.poll()
         assert steps_on(base) == ["iter_0000001", "iter_0000002"]
@@ -162,11 +162,11 @@ def lose_a_writer(base: Path, how: str, timeout_s: float) -> tuple[str, float]:
     order(base, node="node-1", kind="writer.write", name="00000.safetensors", how=how)
     began = time.monotonic()
     run.save(6, state(6), to_root=True)
-    with pytest.raises(WriterFailedError) as found:
+    with pytest.raises(WriterFailedError) as raised:
         run.wait()
     elapsed = time.monotonic() - began
     order(base)
-    assert found.value.rank == 1
+    assert raised.value.rank == 1
     assert steps_on(base)[-1] == "iter_0000005"
     assert run.steps() == (1, 4)
     run.save(7, state(7))
@@ -174,7 +174,7 @@ def lose_a_writer(base: Path, how: str, timeout_s: float) -> tuple[str, float]:
     dist.barrier()
     assert steps_on(base)[-1] == "iter_0000007"
     shutil.rmtree(base / f"node-{dist.get_rank()}" / "iter_0000007")
-    return str(found.value), elapsed
+    return str(raised.value), elapsed
 
 
 def train_in_trouble(base: Path, troubles: list[str]) -> list[tuple[str, float]]:
@@ -202,8 +202,8 @@ def test_tiers_are_written_asynchronously_and_survive_a_lost_node_a_full_one_and
     for lost in range(RANKS) if is_thorough() else [random.randrange(RANKS)]:
         shutil.copytree(memory_path, restarted := memory_path / "restarted")
         shutil.rmtree(restarted / f"node-{lost}")
-        found = rank_pool.run(load, RANKS, restarted)
-        assert {(used.step, used.damaged) for used in found} == {(5, ())}
+        results = rank_pool.run(load, RANKS, restarted)
+        assert {(used.step, used.damaged) for used in results} == {(5, ())}
         shutil.rmtree(restarted)
 
 
@@ -219,12 +219,12 @@ def lose_a_node(base: Path) -> tuple[str, float]:
     if dist.get_rank() == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     began = time.monotonic()
-    with pytest.raises(WriterFailedError) as found:
+    with pytest.raises(WriterFailedError) as raised:
         run.wait()
     elapsed = time.monotonic() - began
-    assert found.value.rank == 1
+    assert raised.value.rank == 1
     saver_of(run).abandon()
-    return str(found.value), elapsed
+    return str(raised.value), elapsed
 
 
 @only_thorough("connections that break are in test_writer_group.py")

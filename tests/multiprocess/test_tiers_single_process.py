@@ -73,10 +73,10 @@ def test_a_step_for_several_destinations_is_copied_once(
         tmp_path / "root", tiers=Tiers(tiers, root_every=2), async_save=options
     ) as run:
         for step in range(1, 5):
-            given = state(step)
-            run.save(step, given)
+            saved_state = state(step)
+            run.save(step, saved_state)
             run.wait_staged()
-            given["w"].data.zero_()
+            saved_state["w"].data.zero_()
     assert len(copied_ranges) == 4
     check(tmp_path / "root", [2, 4])
     for name in "ab":

@@ -80,9 +80,9 @@ def test_what_dcp_saves_from_dtensors_loads_at_any_layout(rank_pool: RankPool, t
     rank_pool.run(dcp_saves, 4, tmp_path / "c")
     for ranks in (1, 3):
         rank_pool.run(we_load, ranks, tmp_path / "c")
-    found = load_plain_tensors(tmp_path / "c")
+    loaded = load_plain_tensors(tmp_path / "c")
     for i, (key, (shape, _)) in enumerate(PLACED.items()):
-        assert torch.equal(found[f"model.{key}"], whole(i, *shape)), key
+        assert torch.equal(loaded[f"model.{key}"], whole(i, *shape)), key
 
 
 def we_save(directory: Path) -> None:
@@ -105,10 +105,10 @@ def placed(array: torch.Tensor, placement: Any) -> DTensor:
     """Return a DTensor over all ranks; one of float8 by way of bytes, which can be split."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     is_float8 = array.dtype == torch.float8_e4m3fn
-    found = distribute_tensor(array.view(torch.uint8) if is_float8 else array, mesh, [placement])
+    distributed = distribute_tensor(array.view(torch.uint8) if is_float8 else array, mesh, [placement])
     if not is_float8:
-        return found
-    local = found.to_local().view(array.dtype)
+        return distributed
+    local = distributed.to_local().view(array.dtype)
     return DTensor.from_local(
         local, mesh, [placement], run_check=False, shape=array.shape, stride=array.stride()
     )

@@ -113,6 +113,6 @@ def save_bad_key(directory: str) -> str:
 
 
 def test_a_key_that_one_rank_cannot_store_raises_an_error_on_all(tmp_path: Path, rank_pool: RankPool) -> None:
-    found = rank_pool.run(save_bad_key, 2, str(tmp_path / "c"))
-    assert found == ["DeclarationError up/../../x"] * 2
+    results = rank_pool.run(save_bad_key, 2, str(tmp_path / "c"))
+    assert results == ["DeclarationError up/../../x"] * 2
     assert not [p for p in tmp_path.rglob("*") if p.is_file()]

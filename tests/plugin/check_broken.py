@@ -25,9 +25,9 @@ class ReadsFromTheStart(megackpt_npyfiles.Load):
         broken = contents.chunks
 
         def chunks(keys: Any) -> Any:
-            found = broken(keys)
-            found.__class__ = AlwaysFromTheStart
-            return found
+            actual = broken(keys)
+            actual.__class__ = AlwaysFromTheStart
+            return actual
 
         return Contents(contents.arrays, chunks, contents.common, contents.decode_object, contents.identity)
 

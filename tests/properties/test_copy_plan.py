@@ -41,11 +41,11 @@ def test_parts_follow_each_other_in_the_bytes_of_their_chunk(
     width = array.element_size()
     assert (cut.nbytes <= max(most, width)).all()
     for row in range(len(table)):
-        mine = np.flatnonzero(of == row)
-        mine = mine[np.argsort(start[mine])]
-        assert start[mine].tolist() == [0, *np.cumsum(cut.nbytes[mine]).tolist()][:-1]
-        parts = [numbers_of(cut, part) for part in mine.tolist()]
-        assert [len(p) * width for p in parts] == cut.nbytes[mine].tolist()
+        parts_of_row = np.flatnonzero(of == row)
+        parts_of_row = parts_of_row[np.argsort(start[parts_of_row])]
+        assert start[parts_of_row].tolist() == [0, *np.cumsum(cut.nbytes[parts_of_row]).tolist()][:-1]
+        parts = [numbers_of(cut, part) for part in parts_of_row.tolist()]
+        assert [len(p) * width for p in parts] == cut.nbytes[parts_of_row].tolist()
         assert np.array_equal(np.concatenate(parts), numbers_of(table, row))
 
 

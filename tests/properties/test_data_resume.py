@@ -35,8 +35,8 @@ def test_an_epoch_is_a_permutation_and_a_function_of_the_index(samples: int, see
     order = SampleOrder(samples=samples, seed=seed)
     whole = order.numbers(range(epoch * samples, (epoch + 1) * samples))
     assert sorted(whole.tolist()) == list(range(samples))
-    one = SampleOrder(samples=samples, seed=seed).numbers([epoch * samples + samples // 2])
-    assert one.tolist() == [whole[samples // 2]]
+    numbers = SampleOrder(samples=samples, seed=seed).numbers([epoch * samples + samples // 2])
+    assert numbers.tolist() == [whole[samples // 2]]
 
 
 def test_orders_of_other_seeds_and_epochs_are_others_and_none_ever_changes() -> None:
@@ -68,15 +68,17 @@ def test_every_sample_comes_once_an_epoch_in_the_same_order_at_any_sequence_of_d
             data = DataPosition(order.to_json())
             if phase:
                 data.resume(load({"d": data.sharded_state_dict()}, store, group=group)["d"], step=phase)
-            mine = [
+            own_samples = [
                 order.numbers(data.take(batch, dp_rank=group.rank, dp_size=group.size)).tolist()
                 for _ in range(steps)
             ]
             save({"d": data.sharded_state_dict()}, store, group=group)
-            return mine
+            return own_samples
 
         of_ranks = SimulatedWorld(dp).run(run)
-        visited += [number for step in range(steps) for mine in of_ranks for number in mine[step]]
+        visited += [
+            number for step in range(steps) for own_samples in of_ranks for number in own_samples[step]
+        ]
 
     assert visited == order.numbers(range(len(visited))).tolist()
     whole, rest = divmod(len(visited), samples)
@@ -108,11 +110,11 @@ def read_shards(
         if phase:
             loaded = load({"d": data.sharded_state_dict("d.")}, store, group=group)
             assert data.resume(loaded["d"], step=phase) == ""
-        mine = [next(data) for _ in range(draws)]
-        assert {name for name, _ in mine} <= set(data.my_shards)
+        drawn = [next(data) for _ in range(draws)]
+        assert {name for name, _ in drawn} <= set(data.my_shards)
         assert data.my_shards == tuple(sorted(lengths))[location.index("dp") :: dp]
         save({"d": data.sharded_state_dict("d.")}, store, group=group)
-        return mine
+        return drawn
 
     of_ranks = SimulatedWorld(2 * dp).run(run)
     assert of_ranks[0::2] == of_ranks[1::2]
@@ -128,8 +130,8 @@ def test_shards_that_change_their_readers_lose_and_repeat_nothing(
     store = MemoryStore("run")
     read: dict[str, list[int]] = {name: [] for name in lengths}
     for phase, (dp, draws, _) in enumerate(phases):
-        for mine in read_shards(store, lengths, buffer, phase, dp, draws):
-            for name, number in mine:
+        for drawn in read_shards(store, lengths, buffer, phase, dp, draws):
+            for name, number in drawn:
                 read[name].append(number)
 
     for name, numbers in read.items():

@@ -30,8 +30,8 @@ OPTIONS = SaveOptions(array_digests=True)
 
 def digest_of(array: torch.Tensor) -> int:
     """The reference: all bytes at once."""
-    found: int = checksums.crc64nvme(bytes(byte_view(as_bits(array.contiguous()))))
-    return found
+    crc: int = checksums.crc64nvme(bytes(byte_view(as_bits(array.contiguous()))))
+    return crc
 
 
 @settings(max_examples=sample_of(400), deadline=None, suppress_health_check=list(HealthCheck))
@@ -47,8 +47,8 @@ def test_a_save_at_any_layout_stores_the_digest_of_the_array(
         save({"shards": shards}, store, options=OPTIONS, group=group, validate_access_integrity=validates)
 
     SimulatedWorld(ranks).run(save_rank)
-    found = open_checkpoint(store, allow_unsafe_pickle=False).array_digests
-    assert found == {"array": digest_of(array)}
+    digests = open_checkpoint(store, allow_unsafe_pickle=False).array_digests
+    assert digests == {"array": digest_of(array)}
 
 
 def test_a_chunk_that_several_ranks_write_parts_of_counts_once() -> None:
@@ -129,6 +129,6 @@ def test_runs_are_the_positions_of_the_bytes_of_a_box(data: st.DataObject, shape
         if box.numel:
             runs = box_ranges(box.start, box.shape, shape, itemsize=2)
             begins = [runs.begin_of(run) for run in range(runs.count)]
-            found = [begin + at for begin in begins for at in range(runs.nbytes)]
-            assert found == location[box.slices()].reshape(-1).tolist()
+            positions = [begin + at for begin in begins for at in range(runs.nbytes)]
+            assert positions == location[box.slices()].reshape(-1).tolist()
             assert all(extent > 1 for extent in runs.extents)

@@ -45,7 +45,7 @@ def bits_of(tensor: torch.Tensor) -> bytes:
 def declared(whole: torch.Tensor, rank: int, ranks: int, *, fill: bool) -> StateDict:
     """One rank's part of the tensor as each kind of entity: rows, rows from the other end as flat ranges."""
     rows, columns = len(whole) // ranks, whole.shape[1]
-    mine = whole.chunk(ranks)[rank]
+    local = whole.chunk(ranks)[rank]
 
     def own(part: torch.Tensor) -> torch.Tensor:
         return part.clone() if fill else torch.zeros_like(part)
@@ -54,21 +54,21 @@ def declared(whole: torch.Tensor, rank: int, ranks: int, *, fill: bool) -> State
         turned = data.t().contiguous()
         return ShardedTensor.from_rank_offsets(key, turned, (1, rank, ranks), replica_id=replica_id)
 
-    cut = mine.numel() // 3 + 1
-    layout = ShardedLayout.transpose("layout", mine, (1, 0), (1, rank, ranks))
+    cut = local.numel() // 3 + 1
+    layout = ShardedLayout.transpose("layout", local, (1, 0), (1, rank, ranks))
     return {
-        "box": ShardedTensor.from_rank_offsets("box", own(mine), (0, rank, ranks)),
+        "box": ShardedTensor.from_rank_offsets("box", own(local), (0, rank, ranks)),
         "flat": [
             ShardedTensor.from_rank_offsets_flat(
-                "flat", own(mine.reshape(-1)[r]), (rows, columns), (0, rank, ranks), flattened_range=r
+                "flat", own(local.reshape(-1)[r]), (rows, columns), (0, rank, ranks), flattened_range=r
             )
-            for r in (slice(0, cut), slice(cut, mine.numel()))
+            for r in (slice(0, cut), slice(cut, local.numel()))
         ],
         "layout": [
-            layout.retarget(key="layout", data=own(mine.reshape(-1)[r]), flattened_range=r)
-            for r in (slice(0, cut), slice(cut, mine.numel()))
+            layout.retarget(key="layout", data=own(local.reshape(-1)[r]), flattened_range=r)
+            for r in (slice(0, cut), slice(cut, local.numel()))
         ],
-        "factory": ShardedTensorFactory("factory", own(mine), build, torch.t),
+        "factory": ShardedTensorFactory("factory", own(local), build, torch.t),
         "common": own(whole),
     }
 
@@ -85,7 +85,7 @@ def test_every_entity_keeps_the_bits_of(name: str) -> None:
 
     SimulatedWorld(2).run(save_rank)
     loaded = load(declared(whole, 0, 1, fill=False), store)
-    found = {
+    results = {
         "box": loaded["box"],
         "flat": torch.cat([t.view(torch.uint8) for t in loaded["flat"]]),
         "layout": torch.cat([t.view(torch.uint8) for t in loaded["layout"]]),
@@ -93,6 +93,6 @@ def test_every_entity_keeps_the_bits_of(name: str) -> None:
         "common": loaded["common"],
     }
     assert loaded["common"].dtype == whole.dtype
-    assert {kind: bits_of(tensor) == bits_of(whole) for kind, tensor in found.items()} == dict.fromkeys(
-        found, True
+    assert {kind: bits_of(tensor) == bits_of(whole) for kind, tensor in results.items()} == dict.fromkeys(
+        results, True
     )

@@ -87,13 +87,13 @@ def test_any_way_loads_what_direct_reading_loads(
             for tensor in tensors:
                 as_bits(tensor.data).fill_(1)  # something that is not the answer
         thing = ShardedObject("object", None, (source_ranks,), (group.rank % source_ranks,))
-        (mine,) = [ranks for ranks in groups_of(target_ranks, parts) if group.rank in ranks]
+        (own_ranks,) = [ranks for ranks in groups_of(target_ranks, parts) if group.rank in ranks]
         loaded = load(
             {**wanted, "object": thing},
             store,
             options=LoadOptions(exchange=way, exchange_bytes=exchange_bytes),
             group=group,
-            exchange_group=group.subgroup(mine),
+            exchange_group=group.subgroup(own_ranks),
         )
         assert loaded["object"] == {"rank": group.rank % source_ranks}
         return [tensor for tensors in wanted.values() for tensor in tensors]

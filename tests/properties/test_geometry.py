@@ -42,10 +42,10 @@ def test_rectangles_of_a_flat_range_are_its_elements_in_order(
     got = rectangles_of(shapes, starts, stops)
     for row, (shape, start, stop) in enumerate(ranges):
         elements = np.arange(math.prod(shape)).reshape(shapes[row])
-        mine = np.flatnonzero(got.row == row)
-        assert len(mine) <= 2 * dims - 1
+        rows = np.flatnonzero(got.row == row)
+        assert len(rows) <= 2 * dims - 1
         flat: list[int] = []
-        for i in mine:
+        for i in rows:
             index = tuple(slice(a, a + n) for a, n in zip(got.start[i], got.shape[i], strict=True))
             flat += elements[index].ravel().tolist()
         assert flat == list(range(start, stop))

@@ -138,10 +138,10 @@ def test_parts_of_an_index_give_the_load_plan_of_the_whole(
     assert index.arrays == stored.table.arrays
     for _ in range(3 if stored.table.arrays else 0):
         asked = data.draw(st.lists(requests(stored.table.arrays), min_size=1, max_size=2))
-        mine = index.of_boxes([a.table for a in asked])
-        assert set(map(repr, rows_of(mine))) <= set(map(repr, rows_of(whole)))
-        for one in asked:
-            assert copies_of(one, mine) == copies_of(one, whole)
+        chunks = index.of_boxes([a.table for a in asked])
+        assert set(map(repr, rows_of(chunks))) <= set(map(repr, rows_of(whole)))
+        for request in asked:
+            assert copies_of(request, chunks) == copies_of(request, whole)
         keys = {a.key for a in asked[0].table.arrays}
         of_keys = np.array([a.key in keys for a in whole.table.arrays], np.bool_)
         assert rows_of(index.of_keys(keys)) == rows_of(whole.take(of_keys[whole.table.array]))

@@ -55,13 +55,13 @@ def worlds(draw: st.DrawFn) -> World:
     tp = draw(st.sampled_from([n for n in (1, 2, 3) if ranks % n == 0]))
     for i in range(draw(st.integers(0, 4))):
         data = torch.zeros(draw(st.integers(1, 9)), 3)
-        for rank, mine in enumerate(world):
-            mine.insert(
-                draw(st.integers(0, len(mine))),
+        for rank, declared in enumerate(world):
+            declared.insert(
+                draw(st.integers(0, len(declared))),
                 ShardedTensor.from_rank_offsets(f"dp {i}", data, (0, rank % tp, tp), replica_id=rank // tp),
             )
-    for rank, mine in enumerate(world):
-        mine.append(ShardedObject("o", None, (1,), (0,), replica_id=rank))
+    for rank, declared in enumerate(world):
+        declared.append(ShardedObject("o", None, (1,), (0,), replica_id=rank))
     return world
 
 
@@ -97,11 +97,11 @@ def test_parts_of_long_chunks_cover_them_once_and_are_written_by_their_owners(
     yes, no = np.ones(rows, np.bool_), np.zeros(rows, np.bool_)
     check_coverage(DeclaredChunks(plan.table, yes, no, plan.writer, plan.entity))
     for row in range(rows):
-        mine = declared[int(plan.writer[row])]
+        of_writer = declared[int(plan.writer[row])]
         entity = int(lists[int(plan.writer[row])].entities[plan.entity[row]])
         key = plan.table.arrays[int(plan.table.array[row])].key
-        assert mine.table.arrays[int(mine.table.array[entity])].key == key
-        assert is_inside(plan, row, mine, entity)
+        assert of_writer.table.arrays[int(of_writer.table.array[entity])].key == key
+        assert is_inside(plan, row, of_writer, entity)
 
 
 def is_inside(plan: SavePlan, row: int, declared: DeclaredChunks, entity: int) -> bool:

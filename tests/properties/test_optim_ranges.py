@@ -31,9 +31,9 @@ def test_owned_ranges_tile_every_parameter_exactly_once(layout: BufferLayout) ->
 @given(layouts)
 def test_an_owned_range_lies_in_the_owned_slices_of_the_buffer(layout: BufferLayout) -> None:
     for rank in range(layout.dp):
-        mine = {e for s in layout.owned_slices(rank) for e in range(s.start, s.stop)}
+        elements = {e for s in layout.owned_slices(rank) for e in range(s.start, s.stop)}
         for param, owned in zip(layout.params, layout.owned_ranges(rank), strict=True):
-            assert {param.start + e for e in range(owned.start, owned.stop)} <= mine
+            assert {param.start + e for e in range(owned.start, owned.stop)} <= elements
 
 
 @given(layouts)

@@ -54,8 +54,8 @@ def elements(table: ChunkTable, row: int) -> set[tuple[int, int]]:
 )
 def test_pairs_that_share_an_element_are_found(wanted: list[Row], stored: list[Row]) -> None:
     want, have = table_of(wanted), table_of(stored)
-    asked, found = overlapping_chunks(want, have)
-    pairs = list(zip(asked.tolist(), found.tolist(), strict=True))
+    asked, candidates = overlapping_chunks(want, have)
+    pairs = list(zip(asked.tolist(), candidates.tolist(), strict=True))
     assert pairs == sorted(set(pairs))
     for a in range(len(want)):
         for b in range(len(have)):

@@ -94,16 +94,16 @@ def test_rows_arrive_as_they_were(pages: int, saves: list[list[int]], part_bytes
         rows = [generator.integers(0, 256, n).astype(np.uint8) for n in sizes]
         layout = lay_out_rows(np.array(sizes, np.int64))
         assert (layout.start % 64 == 0).all()
-        found: list[bytes] = []
+        results: list[bytes] = []
 
         def read(
             count: int = len(sizes),
             start: int = start,
-            found: list[bytes] = found,
+            results: list[bytes] = results,
             layout: RowLayout = layout,
         ) -> None:
             parts = StreamRowParts(reader.stream, seen, range(count), layout, job_at(start))
-            found += [b"".join(map(bytes, row_parts)) for row_parts in parts.in_order(range(count))]
+            results += [b"".join(map(bytes, row_parts)) for row_parts in parts.in_order(range(count))]
             reader.stream.consume(start + layout.stop)
 
         thread = threading.Thread(target=read)
@@ -111,7 +111,7 @@ def test_rows_arrive_as_they_were(pages: int, saves: list[list[int]], part_bytes
         target = StreamRange(start=start, layout=layout)
         copy_rows(memory.array, target, range(len(rows)), RowParts(rows, part_bytes), reader)
         thread.join(20)
-        assert found == [row.tobytes() for row in rows]
+        assert results == [row.tobytes() for row in rows]
         start += layout.stop
     memory.close()
 

@@ -64,7 +64,9 @@ class World:
         self.entities[rank][key] = changed
 
     def mains_of(self, key: str) -> list[int]:
-        return [rank for rank, mine in enumerate(self.entities) if key in mine and _is_main(mine[key])]
+        return [
+            rank for rank, entities in enumerate(self.entities) if key in entities and _is_main(entities[key])
+        ]
 
     def any_main(self, key: str) -> int:
         return int(self.rng.choice(self.mains_of(key)))
@@ -84,7 +86,7 @@ def valid_world(seed: int) -> World:
         block, rank = pp * TP + tp, rank_of(pp, tp, dp)
         flat = slice(0, cut[block]) if dp == 0 else slice(cut[block], rows * cols)
         uneven = torch.zeros(edges[block + 1] - edges[block], cols)
-        mine: dict[str, ShardedBase] = {
+        entities: dict[str, ShardedBase] = {
             "regular": ShardedTensor.from_rank_offsets(
                 "regular", torch.zeros(rows, cols), (0, pp, PP), (1, tp, TP), replica_id=(0, 0, dp),
                 prepend_axis_num=1,
@@ -104,10 +106,12 @@ def valid_world(seed: int) -> World:
             "grid": ShardedObject("grid", [1], (PP, TP), (pp, tp), replica_id=(0, 0, dp)),
         }  # fmt: skip
         if pp == 0:
-            mine["norm"] = ShardedTensor.from_rank_offsets("norm", torch.zeros(cols), replica_id=(0, tp, dp))
+            entities["norm"] = ShardedTensor.from_rank_offsets(
+                "norm", torch.zeros(cols), replica_id=(0, tp, dp)
+            )
         if rank < 5:
-            mine["pinwheel"] = pinwheel(rank)
-        world.entities[rank] = mine
+            entities["pinwheel"] = pinwheel(rank)
+        world.entities[rank] = entities
         world.common.append({"lr": 0.5, "step": 3, "names": ["a", "b"], "nan": math.nan, "none": None})
     return world
 
@@ -580,10 +584,10 @@ def test_a_fault_is_found_on_every_rank_and_named_before_anything_is_written(nam
     outcomes = outcomes_of(world, store)
     for outcome in outcomes:
         assert isinstance(outcome, CheckpointError), f"{name} was not found"
-    found = [o for o in outcomes if isinstance(o, expected.error)]
-    assert found, f"found as {outcomes[0]!r}"
+    raised = [o for o in outcomes if isinstance(o, expected.error)]
+    assert raised, f"found as {outcomes[0]!r}"
     for text in expected.message:
-        assert any(text in str(error) for error in found), f"{text!r} is not in {found[0]}"
+        assert any(text in str(error) for error in raised), f"{text!r} is not in {raised[0]}"
     assert len({type(o) for o in outcomes}) == 1
     with pytest.raises(CheckpointError, match="is not a checkpoint"):
         load({}, store)

@@ -28,9 +28,9 @@ def counts_by_brute_force(parts: Rectangles, whole: np.ndarray) -> list[np.ndarr
 
 def counts_by_regions(parts: Rectangles, whole: np.ndarray) -> list[np.ndarray]:
     counts = [np.ones(shape, int) for shape in whole.tolist()]
-    for found in uncovered_regions(parts, whole):
-        for start, stop, count in zip(found.start, found.stop, found.count, strict=True):
-            region = counts[found.array][tuple(slice(a, b) for a, b in zip(start, stop, strict=True))]
+    for regions in uncovered_regions(parts, whole):
+        for start, stop, count in zip(regions.start, regions.stop, regions.count, strict=True):
+            region = counts[regions.array][tuple(slice(a, b) for a, b in zip(start, stop, strict=True))]
             assert region.size, "a region has elements"
             assert (region == 1).all(), "no two regions overlap"
             region[...] = count
@@ -71,8 +71,8 @@ def test_regions_are_what_counting_every_element_finds(
 ) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tiling, "ADDRESSES", addresses)  # with few, arrays are proved in several parts
-        found = counts_by_regions(*world)
-    for got, expected in zip(found, counts_by_brute_force(*world), strict=True):
+        counts = counts_by_regions(*world)
+    for got, expected in zip(counts, counts_by_brute_force(*world), strict=True):
         assert np.array_equal(got, expected)
 
 
@@ -81,8 +81,12 @@ def test_too_many_faults_of_one_array_are_named_by_the_box_around_them(
 ) -> None:
     monkeypatch.setattr(tiling, "MAX_CELLS", 30)
     squares = np.array([[i, i] for i in range(2, 10)])
-    (found,) = uncovered_regions(Rectangles(np.zeros(8, int), squares, squares + 1), np.array([[12, 12]]))
-    assert (found.start.tolist(), found.stop.tolist(), found.count.tolist()) == ([[0, 0]], [[12, 12]], [-1])
+    (regions,) = uncovered_regions(Rectangles(np.zeros(8, int), squares, squares + 1), np.array([[12, 12]]))
+    assert (regions.start.tolist(), regions.stop.tolist(), regions.count.tolist()) == (
+        [[0, 0]],
+        [[12, 12]],
+        [-1],
+    )
 
 
 @settings(max_examples=sample_of(300), deadline=None, suppress_health_check=list(HealthCheck))
@@ -95,7 +99,9 @@ def test_a_valid_world_never_raises_an_error(data: st.DataObject, ranks: int, gr
     for offset in np.ndindex(*grid):
         for replica, rank in enumerate(data.draw(st.permutations(range(ranks)))):
             entities[rank].append(ShardedObject("objects", None, tuple(grid), offset, replica))
-    check_coverage(merge_declarations([describe(mine, rank=rank) for rank, mine in enumerate(entities)]))
+    check_coverage(
+        merge_declarations([describe(of_rank, rank=rank) for rank, of_rank in enumerate(entities)])
+    )
 
 
 @settings(max_examples=sample_of(300), deadline=None, suppress_health_check=list(HealthCheck))

@@ -60,10 +60,10 @@ def test_the_chunks_of_a_flat_shard_are_its_elements_each_once_and_in_place(
     start, stop = sorted((data.draw(st.integers(0, numel)), data.draw(st.integers(0, numel))))
     stride = data.draw(st.integers(1, 2))
     shard = torch.arange(start * stride, stop * stride)[::stride]  # position p holds p * stride
-    found = torch.full(tuple(block.shape), -1)
+    actual = torch.full(tuple(block.shape), -1)
     parts = chunks_of_view(view, shard, slice(start, stop))
     for share in parts:
-        location = found[tuple(slice(a, a + n) for a, n in zip(share.start, share.shape, strict=True))]
+        location = actual[tuple(slice(a, a + n) for a, n in zip(share.start, share.shape, strict=True))]
         assert share.data is not None
         assert share.data.numel() > 0
         assert share.data.untyped_storage().data_ptr() == shard.untyped_storage().data_ptr()
@@ -75,7 +75,7 @@ def test_the_chunks_of_a_flat_shard_are_its_elements_each_once_and_in_place(
             flat[share.flattened_range] = share.data
             location.copy_(flat.view(location.shape))
     owned = (block >= start) & (block < stop)
-    assert torch.equal(found, torch.where(owned, block * stride, -1))
+    assert torch.equal(actual, torch.where(owned, block * stride, -1))
     assert len(parts) <= max(1, 2 * len(view.axes) - 1)
 
 

@@ -73,9 +73,9 @@ def test_spmd_worlds_and_ranks_load_what_the_other_saved(
     save_spmd(array, spmd, store)
 
     def through_ranks(group: Group) -> None:
-        mine = {"shards": declare(owned, wrong_values(array), group.rank)}
-        load(mine, store, group=group)
-        save(mine, back, group=group)
+        request = {"shards": declare(owned, wrong_values(array), group.rank)}
+        load(request, store, group=group)
+        save(request, back, group=group)
 
     SimulatedWorld(ranks).run(through_ranks)
     assert_on_all_devices(spmd, load_spmd(wrong_values(array), spmd, back), array)

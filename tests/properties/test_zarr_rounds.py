@@ -85,7 +85,7 @@ def test_no_two_ranks_touch_one_file_in_one_round(
             writers.setdefault((int(rounds.round[row]), file), set()).add(int(plan.writer[row]))
             first.setdefault(file, set()).add(int(rounds.round[row]))
     assert all(len(ranks) == 1 for ranks in writers.values())
-    several = sorted(min(found) for found in first.values() if len(found) > 1)
+    several = sorted(min(numbers) for numbers in first.values() if len(numbers) > 1)
     assert sorted(rounds.first_round.values()) == several
 
 

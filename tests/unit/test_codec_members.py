@@ -95,19 +95,19 @@ def _tree(**fields: Any) -> Any:
     ],
 )
 def test_a_member_that_is_not_imported_is_a_stand_in_that_is_saved_unchanged(tree: Any) -> None:
-    found = decode(EncodedValue(tree, ()))
-    assert isinstance(found, ForeignMember)
-    assert found == decode(EncodedValue(tree, ()))
-    assert {found: 1}[decode(EncodedValue(tree, ()))] == 1
-    assert encode(found).tree == tree
-    assert leaf_digests([found]) == leaf_digests([decode(EncodedValue(tree, ()))])
+    decoded = decode(EncodedValue(tree, ()))
+    assert isinstance(decoded, ForeignMember)
+    assert decoded == decode(EncodedValue(tree, ()))
+    assert {decoded: 1}[decode(EncodedValue(tree, ()))] == 1
+    assert encode(decoded).tree == tree
+    assert leaf_digests([decoded]) == leaf_digests([decode(EncodedValue(tree, ()))])
 
 
 def test_a_stand_in_shows_and_compares_name_and_value() -> None:
-    found = decode(EncodedValue(_tree(module="elsewhere"), ()))
-    assert repr(found) == "<elsewhere.Scope.MLP: 'mlp'>"
-    assert found != decode(EncodedValue(_tree(module="elsewhere", name="ATTN"), ()))
-    assert found != decode(EncodedValue(_tree(module="elsewhere", value="attn"), ()))
+    decoded = decode(EncodedValue(_tree(module="elsewhere"), ()))
+    assert repr(decoded) == "<elsewhere.Scope.MLP: 'mlp'>"
+    assert decoded != decode(EncodedValue(_tree(module="elsewhere", name="ATTN"), ()))
+    assert decoded != decode(EncodedValue(_tree(module="elsewhere", value="attn"), ()))
 
 
 def test_the_name_decides_where_the_value_has_changed() -> None:
@@ -153,14 +153,14 @@ class Watched(enum.Flag, metaclass=_WatchingEnumMeta):
 def test_no_code_of_a_class_or_module_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "no_module", Watched.ONE)  # type: ignore[arg-type]
     import_watching_module(monkeypatch, Watched=Watched)
-    found = [
+    members = [
         decode(EncodedValue({"$enum": {"module": where, "class": name, "name": of, "value": 3}}, ()))
         for where in ("watching_module", "no_module")
         for name, of in (("Watched", "ONE"), ("Watched", None), ("Missing", "ONE"), ("Watched.ONE", "ONE"))
     ]
     assert ran == []
-    assert found[0] is Watched.ONE
-    assert all(type(value) is ForeignMember for value in found[1:])
+    assert members[0] is Watched.ONE
+    assert all(type(value) is ForeignMember for value in members[1:])
 
 
 def test_nothing_is_imported() -> None:
@@ -183,12 +183,12 @@ OBJECT = ForeignObject(
 
 def test_a_stand_in_of_an_object_is_saved_unchanged() -> None:
     encoded = encode({"config": OBJECT})
-    found = decode(encoded)["config"]
-    assert (found.module, found.qualname, found.args) == ("lib.config", "Config", OBJECT.args)
-    assert found.is_called
-    assert found.items == OBJECT.items
-    assert difference(found.state, OBJECT.state) is None
-    assert encode({"config": found}).tree == encoded.tree
+    decoded = decode(encoded)["config"]
+    assert (decoded.module, decoded.qualname, decoded.args) == ("lib.config", "Config", OBJECT.args)
+    assert decoded.is_called
+    assert decoded.items == OBJECT.items
+    assert difference(decoded.state, OBJECT.state) is None
+    assert encode({"config": decoded}).tree == encoded.tree
 
 
 def test_an_object_that_stands_for_a_member_becomes_the_member() -> None:

@@ -111,8 +111,8 @@ def test_a_named_tuple_loads_as_itself(value: Any) -> None:
 
 def test_named_tuples_can_be_keys_and_contain_other_values() -> None:
     counts = {Caller("loss", 1): [CALL], (Caller("grad"), 1): {Caller("set")}}
-    for found in (round_trip(counts), load_value(save_value(counts, path="v"), where="w")):
-        assert difference(found, counts) is None
+    for result in (round_trip(counts), load_value(save_value(counts, path="v"), where="w")):
+        assert difference(result, counts) is None
     assert round_trip(Box(Corner.LEFT)) == (Corner.LEFT,)
 
 
@@ -126,7 +126,7 @@ def test_a_class_that_has_a_codec_keeps_it(monkeypatch: pytest.MonkeyPatch) -> N
         value: object
 
     monkeypatch.setattr(sys.modules[HERE], "Mine", Mine, raising=False)
-    megackpt.register_codec(Mine, f"{HERE}.Mine", lambda mine: 5, lambda value: Mine(value))
+    megackpt.register_codec(Mine, f"{HERE}.Mine", lambda instance: 5, lambda value: Mine(value))
     encoded = {"$registered": {"name": f"{HERE}.Mine", "value": 5}}
     assert encode(Mine(len)).tree == encoded
     assert leaf_digests([Mine(len)]) == leaf_digests([Mine(max)])
@@ -197,21 +197,21 @@ ELSEWHERE = [
 @pytest.mark.parametrize("tree", ELSEWHERE, ids=str)
 def test_a_named_tuple_that_is_not_imported_is_a_stand_in_that_is_saved_unchanged(tree: Any) -> None:
     ran.clear()
-    found, again = decode(EncodedValue(tree, ())), decode(EncodedValue(tree, ()))
-    assert isinstance(found, ForeignNamedTuple)
-    assert found == again
-    assert {found: 1}[again] == 1
-    assert encode(found).tree == tree
-    assert leaf_digests([found]) == leaf_digests([again])
+    decoded, again = decode(EncodedValue(tree, ())), decode(EncodedValue(tree, ()))
+    assert isinstance(decoded, ForeignNamedTuple)
+    assert decoded == again
+    assert {decoded: 1}[again] == 1
+    assert encode(decoded).tree == tree
+    assert leaf_digests([decoded]) == leaf_digests([again])
     assert ran == []
 
 
 def test_a_stand_in_shows_and_compares_its_fields() -> None:
-    found = decode(EncodedValue(_tree(module="elsewhere"), ()))
-    assert repr(found) == "<elsewhere.Caller(message='a', rank=1)>"
+    decoded = decode(EncodedValue(_tree(module="elsewhere"), ()))
+    assert repr(decoded) == "<elsewhere.Caller(message='a', rank=1)>"
     other_message = _tree(module="elsewhere", fields=(("message", "b"), ("rank", 1)))
-    assert found != decode(EncodedValue(other_message, ()))
-    assert found != decode(EncodedValue(_tree(module="elsewhere", fields=(("text", "a"), ("rank", 1))), ()))
+    assert decoded != decode(EncodedValue(other_message, ()))
+    assert decoded != decode(EncodedValue(_tree(module="elsewhere", fields=(("text", "a"), ("rank", 1))), ()))
 
 
 MALFORMED = [
@@ -257,9 +257,9 @@ def test_no_code_of_a_class_or_module_runs(monkeypatch: pytest.MonkeyPatch) -> N
         _tree(name, (("a", 1), ("b", 2)), module="watching_module")
         for name in ("Watched", "Missing", "Watched.x")
     ]
-    found = [decode(EncodedValue({"$dict": [[tree, 1]]}, ())) for tree in trees]
+    decoded = [decode(EncodedValue({"$dict": [[tree, 1]]}, ())) for tree in trees]
     assert ran == []
-    made = next(iter(found[0]))
+    made = next(iter(decoded[0]))
     assert type(made) is Watched
     ran.clear()
     state = load_value(zipped(pickled(named("watching_module", "Watched"), b"K\x01K\x02\x86\x81")), where="w")
@@ -314,9 +314,9 @@ def test_conversions_there_and_back_change_nothing(tmp_path: Path, library: Any,
     assert difference(megackpt.load({}, str(tmp_path / "0")), state) is None
     del sys.modules[library.__name__]
     if first == "megackpt":
-        found = megackpt.load({}, str(tmp_path / "0"))["failed"]
+        loaded = megackpt.load({}, str(tmp_path / "0"))["failed"]
         caller = ForeignNamedTuple(library.__name__, "Caller", ("message", "rank"), ("loss", 3))
-        assert found == ForeignNamedTuple(library.__name__, "Call", ("caller", "sequence"), (caller, 7))
+        assert loaded == ForeignNamedTuple(library.__name__, "Call", ("caller", "sequence"), (caller, 7))
     else:
         with pytest.raises(UnknownClassError, match=r"library\.Call"):
             megackpt.load({}, str(tmp_path / "0"))

@@ -43,8 +43,8 @@ def test_ranks_learn_what_is_equal_and_what_is_largest(kind: str, ranks: int) ->
         text = Numbers((7, 5 + (group.rank == 1), 0), (group.rank, 2**61))
         return run_and_compare(KINDS[kind](group), lambda: text, equal=3, largest=2, doing="comparing")
 
-    for found in SimulatedWorld(ranks).run(run):
-        assert found == Numbers((1, int(ranks == 1), 1), (ranks - 1, 2**61))
+    for result in SimulatedWorld(ranks).run(run):
+        assert result == Numbers((1, int(ranks == 1), 1), (ranks - 1, 2**61))
 
 
 @kinds
@@ -88,8 +88,8 @@ def test_rank_0_gives_each_rank_its_part_and_gathers_what_they_have(kind: str, r
         return part, shared, run_and_gather(group, lambda: part, doing="gathering")
 
     parts = [bytes([r] * r) for r in range(ranks)]
-    for rank, found in enumerate(SimulatedWorld(ranks).run(run)):
-        assert found == (parts[rank], b"abc", parts if rank == 0 else [])
+    for rank, results in enumerate(SimulatedWorld(ranks).run(run)):
+        assert results == (parts[rank], b"abc", parts if rank == 0 else [])
 
 
 @kinds

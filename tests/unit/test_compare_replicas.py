@@ -97,10 +97,10 @@ def test_copies_that_differ_are_named_on_all_ranks_and_nothing_is_written(
 ) -> None:
     outcomes, store = outcome(change)
     assert store.names() == []
-    for found in outcomes:
+    for failure in outcomes:
         with pytest.raises(MismatchError, match=message):
-            raise found  # type: ignore[misc]
-    assert len({str(found) for found in outcomes}) == 1
+            raise failure  # type: ignore[misc]
+    assert len({str(failure) for failure in outcomes}) == 1
 
 
 def test_warn_logs_the_same_text_and_saves(caplog: pytest.LogCaptureFixture) -> None:
@@ -122,9 +122,9 @@ def test_ranks_that_do_not_all_compare_raise_an_error() -> None:
         options = ERROR if group.rank == 1 else SaveOptions()
         save(state(group.rank, nothing), MemoryStore(), options=options, group=group)
 
-    for found in SimulatedWorld(RANKS).outcomes(save_rank):
-        assert isinstance(found, CheckpointError)
-        assert "SaveOptions.compare_replicas is 'ignore' on rank 0 and 'error' on rank 1" in str(found)
+    for failure in SimulatedWorld(RANKS).outcomes(save_rank):
+        assert isinstance(failure, CheckpointError)
+        assert "SaveOptions.compare_replicas is 'ignore' on rank 0 and 'error' on rank 1" in str(failure)
 
 
 def test_divergences_are_those_of_a_slow_comparison() -> None:

@@ -33,17 +33,17 @@ def test_many_values_are_those_of_one_by_one(nbytes: int, count: int) -> None:
     crc = Crc64()
     data = np.random.default_rng(7).integers(0, 256, count * nbytes, dtype=np.uint8)
     parts = [memoryview(data.tobytes())[at : at + nbytes] for at in range(0, len(data), nbytes)]
-    each = crc.of_each(memoryview(data.tobytes()), nbytes)
-    assert each.tolist() == [crc.of(part) for part in parts]
-    assert crc.shift(each, 77).tolist() == [crc.shifted(value, 77) for value in each.tolist()]
+    values = crc.of_each(memoryview(data.tobytes()), nbytes)
+    assert values.tolist() == [crc.of(part) for part in parts]
+    assert crc.shift(values, 77).tolist() == [crc.shifted(value, 77) for value in values.tolist()]
 
 
 @pytest.mark.parametrize("shape", [(1, 1), (3, 7), (2, 64), (70, 3), (5, 101)])
 def test_rows_fold_to_the_value_of_their_bytes(shape: tuple[int, int]) -> None:
     crc, (rows, count) = Crc64(), shape
     data = np.random.default_rng(7).integers(0, 256, (rows, count, 10), dtype=np.uint8)
-    each = np.array([crc.of_each(row.tobytes(), 10) for row in data])  # type: ignore[arg-type]
-    assert crc.fold(each, 10).tolist() == [crc.of(memoryview(row.tobytes())) for row in data]
+    values = np.array([crc.of_each(row.tobytes(), 10) for row in data])  # type: ignore[arg-type]
+    assert crc.fold(values, 10).tolist() == [crc.of(memoryview(row.tobytes())) for row in data]
 
 
 def test_without_the_library_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -52,9 +52,9 @@ def is_error_class(value: object) -> bool:
 
 
 def examples_of(text: str) -> list[Example]:
-    found = list(_BLOCK.finditer(text))
+    blocks = list(_BLOCK.finditer(text))
     examples = []
-    for block, following in itertools.zip_longest(found, found[1:]):
+    for block, following in itertools.zip_longest(blocks, blocks[1:]):
         if block[1] != "python":
             continue
         between = text[block.end() : following.start()] if following else "none"
@@ -129,9 +129,9 @@ def imported_parts(code: str) -> set[str]:
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda p: str(p.relative_to(ROOT)))
 def test_examples_import_public_parts_only(path: Path) -> None:
     text = path.read_text()
-    found = {part for example in examples_of(text) for part in imported_parts(example.code)}
+    parts = {part for example in examples_of(text) for part in imported_parts(example.code)}
     allowed = PUBLIC_PARTS | ({"formats"} if path.name == "contributing.md" else set())
-    assert found - allowed == set()
+    assert parts - allowed == set()
     assert not re.search(r"\bmegackpt\.(engine|maintenance)\b", text)
 
 

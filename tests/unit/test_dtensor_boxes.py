@@ -50,8 +50,8 @@ def cut_by_definition(
 
 def chunks(tensor: torch.Tensor, parts: int, dim: int) -> list[torch.Tensor]:
     """torch.chunk, filled up with empty ones."""
-    found = list(tensor.chunk(parts, dim))
-    return found + [tensor.narrow(dim, 0, 0)] * (parts - len(found))
+    chunks = list(tensor.chunk(parts, dim))
+    return chunks + [tensor.narrow(dim, 0, 0)] * (parts - len(chunks))
 
 
 class Mesh:

@@ -55,17 +55,17 @@ def plan(
 def held(plan: ExchangePlan) -> np.ndarray:
     """Bytes that each rank holds at most, `[size]`: of two rounds that it gives, and one that it takes."""
     parts, deliveries = plan.parts, plan.deliveries
-    given = np.zeros((plan.rounds + 1, plan.size), np.int64)
+    sent_bytes = np.zeros((plan.rounds + 1, plan.size), np.int64)
     taken = np.zeros((plan.rounds + 1, plan.size), np.int64)
-    np.add.at(given, (parts.round, parts.reader), aligned(parts.nbytes))
+    np.add.at(sent_bytes, (parts.round, parts.reader), aligned(parts.nbytes))
     source = parts.reader[deliveries.part]
     sent = deliveries.rank != source
     packed = np.where(sent & deliveries.is_batched, aligned(deliveries.nbytes), 0)
-    np.add.at(given, (parts.round[deliveries.part], source), packed)
+    np.add.at(sent_bytes, (parts.round[deliveries.part], source), packed)
     np.add.at(
         taken, (parts.round[deliveries.part], deliveries.rank), np.where(sent, aligned(deliveries.nbytes), 0)
     )
-    return (given[:-1] + given[1:]).max(axis=0, initial=0) + taken.max(axis=0)
+    return (sent_bytes[:-1] + sent_bytes[1:]).max(axis=0, initial=0) + taken.max(axis=0)
 
 
 def replicated(ranks: int) -> tuple[list[DeclaredChunks], ChunkTable]:
@@ -148,9 +148,9 @@ def test_deliveries_hold_every_element_that_a_rank_asks_for_once(
     rank = np.repeat(made.deliveries.rank, counts)
     assert np.array_equal(np.repeat(made.deliveries.part, counts), made.copies.stored)
     for number, entities in enumerate(asked):
-        mine = rank == number
+        is_own = rank == number
         for number, entity in enumerate(entities):
-            numel = made.copies.shape[mine & (made.copies.entity == number)].prod(axis=1).sum()
+            numel = made.copies.shape[is_own & (made.copies.entity == number)].prod(axis=1).sum()
             assert numel == (0 if entity.data is None else entity.data.numel())
     again = plan(requested, table, mode, 1 << 20)
     assert again.fingerprint() == plan(requested, table, mode, 1 << 20).fingerprint()
@@ -219,8 +219,8 @@ def test_planning_equal_requests_once_gives_the_plan_of_planning_each(
     combined = plan(requested, table, mode)
     for field in ("parts", "deliveries", "copies"):
         for name in type(getattr(combined, field)).__slots__:
-            found, expected = (getattr(getattr(p, field), name) for p in (combined, one_by_one))
-            assert np.array_equal(found, expected), (field, name)
+            actual, expected = (getattr(getattr(p, field), name) for p in (combined, one_by_one))
+            assert np.array_equal(actual, expected), (field, name)
 
 
 def test_ranks_that_ask_for_the_same_are_planned_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -266,8 +266,8 @@ def test_one_stage_accumulates_the_gradient_of_the_mean_loss() -> None:
     generator = torch.Generator().manual_seed(0)
     batches = [MicroBatch(*torch.randint(0, 13, (2, 2, 8), generator=generator).unbind()) for _ in range(3)]
     model, reference = GPT(CONFIG, ONE), GPT(CONFIG, ONE)
-    for each in (model, reference):
-        init_weights(each, seed=1)
+    for network in (model, reference):
+        init_weights(network, seed=1)
     losses = forward_backward(model, batches, ONE, loss_scale=8.0)
     expected = torch.stack([reference(*batch) for batch in batches])
     expected.mean().backward()

@@ -50,8 +50,8 @@ def test_a_rank_reads_a_small_part_of_a_large_index() -> None:
     assert message["index"]["head"]["nbytes"] < 0.01 * nbytes
     index = index_reader.open_index(store, message)
     assert isinstance(index, PartialIndex)
-    mine = index.of_boxes([box(stored, k, (64, 0, 0), (2, 256, 300_000)) for k in (2, 3)])
-    assert len(mine) == 2 * 2 * 256
+    chunks = index.of_boxes([box(stored, k, (64, 0, 0), (2, 256, 300_000)) for k in (2, 3)])
+    assert len(chunks) == 2 * 2 * 256
     assert sum(store.requests) < 0.05 * nbytes
     assert len(store.requests) < 50
 

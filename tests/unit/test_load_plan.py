@@ -95,9 +95,9 @@ def test_rows_of_another_array_are_not_taken_where_an_index_is_not_sorted() -> N
     four = np.full(2, 4)
     stored = ChunkTable(specs, np.array([1, 0]), column, four[:, None], 0 * four, four, four)
     for number, spec in enumerate(specs):
-        one = np.ones(1, np.int64)
-        wanted = ChunkTable((spec,), 0 * one, column[:1], four[:1, None], 0 * one, 4 * one, 4 * one)
-        requested = DeclaredChunks(wanted, one > 0, one < 0, 0 * one, 0 * one)
+        ones = np.ones(1, np.int64)
+        wanted = ChunkTable((spec,), 0 * ones, column[:1], four[:1, None], 0 * ones, 4 * ones, 4 * ones)
+        requested = DeclaredChunks(wanted, ones > 0, ones < 0, 0 * ones, 0 * ones)
         try:
             copies = plan_load(requested, stored, where="here")
         except FormatError:

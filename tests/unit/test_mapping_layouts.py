@@ -91,7 +91,7 @@ def test_every_layout_saved_whole_loads_in_place_into_flat_shards_and_back(
         for data, r in zip(shards, ranges, strict=True)
     ]
     loaded = load({"w": flat}, tmp_path / "whole")["w"]
-    assert all(got is given for got, given in zip(loaded, shards, strict=True))
+    assert all(got is shard for got, shard in zip(loaded, shards, strict=True))
     assert torch.equal(torch.cat(shards), w.reshape(-1))
     save({"w": flat}, tmp_path / "flat")
     again = torch.zeros(6, 6)

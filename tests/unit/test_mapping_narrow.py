@@ -58,20 +58,20 @@ def test_a_flat_shard_that_holds_nothing_of_the_part_gives_nothing() -> None:
 def test_narrowed_flat_shards_make_up_the_narrowed_array(dim: int, start: int, length: int) -> None:
     shape = (3, 3, 4)
     blocks = torch.arange(72).reshape(2, *shape)  # two ranks of an array [6, 3, 4]
-    found = torch.full((6, 3, 4), -1).narrow(dim, 0, 2 * length if dim == 0 else length).clone()
+    actual = torch.full((6, 3, 4), -1).narrow(dim, 0, 2 * length if dim == 0 else length).clone()
     for rank, block in enumerate(blocks):
         for low, high in ((0, 7), (7, 20), (20, 36)):
             flat = ShardedTensor.from_rank_offsets_flat(
                 "w", block.reshape(-1)[low:high], shape, (0, rank, 2), flattened_range=slice(low, high)
             )
             for part in flat.narrow(dim, start, length):
-                assert part.global_shape == tuple(found.shape)
+                assert part.global_shape == tuple(actual.shape)
                 assert part.data is not None
                 assert part.data.untyped_storage().data_ptr() == blocks.untyped_storage().data_ptr()
                 index = tuple(torch.from_numpy(axis) for axis in part.global_coordinates())
-                assert bool((found[index] == -1).all())
-                found[index] = part.data.reshape(-1)
-    assert torch.equal(found, torch.cat([block.narrow(dim, start, length) for block in blocks]))
+                assert bool((actual[index] == -1).all())
+                actual[index] = part.data.reshape(-1)
+    assert torch.equal(actual, torch.cat([block.narrow(dim, start, length) for block in blocks]))
 
 
 @pytest.mark.parametrize(

@@ -33,17 +33,21 @@ def test_an_object_is_found_again_from_its_unique_key(
     key: str, shape: tuple[int, ...], offset: tuple[int, ...]
 ) -> None:
     declared = ShardedObject(key, "value", shape, offset)
-    found = ShardedObject.empty_from_unique_key(declared.unique_key, replica_id=3)
-    assert (found.key, found.global_shape, found.global_offset) == (key, shape, offset)
-    assert (found.data, found.replica_id) == (None, 3)
+    actual = ShardedObject.empty_from_unique_key(declared.unique_key, replica_id=3)
+    assert (actual.key, actual.global_shape, actual.global_offset) == (key, shape, offset)
+    assert (actual.data, actual.replica_id) == (None, 3)
 
 
 def test_an_old_unique_key_that_lacks_the_last_extent_leaves_it_unknown(tmp_path: Path) -> None:
-    found = ShardedObject.empty_from_unique_key("model/state/shard_0.3.1_2.4")
-    assert (found.key, found.global_offset, found.global_shape) == ("model/state", (0, 3, 1), (2, 4, UNKNOWN))
-    found.data = "value"
+    actual = ShardedObject.empty_from_unique_key("model/state/shard_0.3.1_2.4")
+    assert (actual.key, actual.global_offset, actual.global_shape) == (
+        "model/state",
+        (0, 3, 1),
+        (2, 4, UNKNOWN),
+    )
+    actual.data = "value"
     with pytest.raises(CheckpointError):
-        save({"o": found}, tmp_path / "c")
+        save({"o": actual}, tmp_path / "c")
 
 
 @pytest.mark.parametrize(
@@ -167,10 +171,10 @@ def test_a_factory_may_build_one_entity_or_a_layout_that_loads_in_place(tmp_path
     def build(k: str, t: torch.Tensor, r: ReplicaId, _: slice | None) -> ShardedLayout:
         return ShardedLayout.transpose(k, t, (1, 0), replica_id=r)
 
-    w, mine = torch.arange(6.0).reshape(2, 3), torch.zeros(2, 3)
+    w, target = torch.arange(6.0).reshape(2, 3), torch.zeros(2, 3)
     save({"w": ShardedTensorFactory("w", w, build, lambda t: t)}, tmp_path / "c")
-    assert load({"w": ShardedTensorFactory("w", mine, build, lambda t: t)}, tmp_path / "c")["w"] is mine
-    assert torch.equal(mine, w)
+    assert load({"w": ShardedTensorFactory("w", target, build, lambda t: t)}, tmp_path / "c")["w"] is target
+    assert torch.equal(target, w)
 
 
 @pytest.mark.parametrize("name", ["build_fn", "merge_fn"])
@@ -192,9 +196,9 @@ def test_a_factory_needs_a_key() -> None:
 
 def test_a_nonpersistent_value_is_not_saved_and_answers_with_the_local_one(tmp_path: Path) -> None:
     save({"a": 1, "own": LocalNonpersistentObject("of the saver")}, tmp_path / "c")
-    mine = object()
-    loaded = load({"a": None, "own": LocalNonpersistentObject(mine)}, tmp_path / "c")
-    assert loaded["own"] is mine
+    stored_value = object()
+    loaded = load({"a": None, "own": LocalNonpersistentObject(stored_value)}, tmp_path / "c")
+    assert loaded["own"] is stored_value
     assert "own" not in load({}, tmp_path / "c")
 
 
@@ -210,8 +214,8 @@ def test_a_list_of_common_sharded_and_local_elements_comes_back_as_that_list(tmp
         ]
 
     save({"list": mixed(1, "saver")}, tmp_path / "c")
-    one, w, local, deep, empty = load({"list": mixed(2, "loader")}, tmp_path / "c")["list"]
-    assert (one, w.tolist(), local, deep, empty) == (1, [1, 1], "loader", {"deep": [None, "loader"]}, [])
+    first, w, local, deep, empty = load({"list": mixed(2, "loader")}, tmp_path / "c")["list"]
+    assert (first, w.tolist(), local, deep, empty) == (1, [1, 1], "loader", {"deep": [None, "loader"]}, [])
 
 
 def test_a_dict_with_integer_keys_stays_a_dict(tmp_path: Path) -> None:

@@ -449,8 +449,8 @@ def test_states_loaded_without_their_step_are_kept() -> None:
 def test_a_rank_that_owns_nothing_and_a_group_without_parameters_are_fine() -> None:
     groups = ParallelGroups.offline(ParallelLayout(dp=8), 7)
     w = Parameter(torch.ones(3))
-    given = [{"params": [w], "name": "all"}, {"params": [], "name": "none"}]
-    optimizer = DistributedOptimizer(given, OPTIMIZERS["adamw"], groups)
+    param_groups = [{"params": [w], "name": "all"}, {"params": [], "name": "none"}]
+    optimizer = DistributedOptimizer(param_groups, OPTIMIZERS["adamw"], groups)
     state = optimizer.sharded_state_dict({"w": ShardedTensor.from_rank_offsets("w", w)})
     assert state["state"] == {}
     assert list(state["param_groups"]) == ["all", "none"]
@@ -493,7 +493,7 @@ W = Parameter(torch.zeros(2))
 
 
 @pytest.mark.parametrize(
-    ("given", "match"),
+    ("params", "match"),
     [
         ([], r"got no parameters. Pass model.parameters\(\)"),
         ([W, W], r"The parameter of shape \(2,\) in group '0' occurs twice. List each"),
@@ -504,9 +504,9 @@ W = Parameter(torch.zeros(2))
         ([{"params": [W], "name": 3}], r"group 0 has the name 3. Give a non-empty string"),
     ],
 )
-def test_parameters_that_make_no_sense_are_rejected(given: Any, match: str) -> None:
+def test_parameters_that_make_no_sense_are_rejected(params: Any, match: str) -> None:
     with pytest.raises(DeclarationError, match=match):
-        DistributedOptimizer(given, OPTIMIZERS["sgd"], ALONE)
+        DistributedOptimizer(params, OPTIMIZERS["sgd"], ALONE)
 
 
 def test_a_step_without_communication_is_rejected_where_ranks_must_communicate() -> None:

@@ -64,7 +64,7 @@ def test_a_stream_is_as_many_requests_as_it_has_parts_and_two_and_a_short_one_is
     with s3_proxy.counting() as asked:
         write_stream(store, "long", some_bytes(LARGE), part_bytes=100_001)
     assert asked == {"begin": 1, "part": 10, "complete": 1}
-    sizes = sorted(one.nbytes for one in s3_proxy.asked if one.kind == "part")
+    sizes = sorted(request.nbytes for request in s3_proxy.asked if request.kind == "part")
     assert sizes == [12_345] + [PART] * 9
     with s3_proxy.counting() as asked:
         write_stream(store, "short", some_bytes(PART), part_bytes=100_001)

@@ -70,11 +70,11 @@ def asked() -> dict[str, object]:
 
 def read(location: Any, options: LoadOptions = FALLBACK) -> LoadReport:
     """Load everything, compare it with what was saved, and return the report."""
-    found, report = load_with_report(asked(), location, options=options)
+    loaded, report = load_with_report(asked(), location, options=options)
     expected = torch.cat([torch.arange(float(LONG)) * (rank + 1) for rank in range(RANKS)])
-    assert torch.equal(found["rows"], expected)
-    assert torch.equal(found["small"], torch.ones(3))
-    assert (found["o"], found["step"]) == ({"v": 1.0}, 7)
+    assert torch.equal(loaded["rows"], expected)
+    assert torch.equal(loaded["small"], torch.ones(3))
+    assert (loaded["o"], loaded["step"]) == ({"v": 1.0}, 7)
     return report
 
 
@@ -206,8 +206,8 @@ def test_ranks_that_exchange_fall_back_as_well(exchange: Any, tmp_path: Path) ->
     options = LoadOptions(on_corrupt="fallback", exchange=exchange)
 
     def load_rank(group: Group) -> float:
-        found = load(state(group.rank, value=None), tmp_path, options=options, group=group)
-        return float(found["rows"][1])
+        loaded = load(state(group.rank, value=None), tmp_path, options=options, group=group)
+        return float(loaded["rows"][1])
 
     assert SimulatedWorld(RANKS).run(load_rank) == [1.0, 2.0, 3.0]
 
@@ -235,8 +235,8 @@ def test_other_formats_fall_back_to_copies_and_reject_parity(format: tuple[str, 
     (tmp_path / "it" / file.name).unlink()
     wanted = {"w": ShardedTensor.from_rank_offsets("w", torch.zeros(1000))}
     options = LoadOptions(on_corrupt="fallback", copies=(copy,))
-    found, report = load_with_report(wanted, tmp_path / "it", options=options)
-    assert torch.equal(found["w"], torch.arange(1000.0))
+    loaded, report = load_with_report(wanted, tmp_path / "it", options=options)
+    assert torch.equal(loaded["w"], torch.arange(1000.0))
     assert {(m.file, m.source) for m in report.recovered} == {(file.name, str(copy))}
     with pytest.raises(UnsupportedError, match="has no parity files"):
         save(single, tmp_path / "no", format, options=SaveOptions(parity=2))
@@ -334,10 +334,10 @@ def run_steps(root: Path, *, steps: int) -> None:
 def load_latest(root: Path, options: LoadOptions, step: int | None = None) -> list[Any]:
     def run(group: Group) -> Any:
         with Checkpointer(root, group=group, load_options=options) as checkpointer:
-            found = checkpointer.load(state(group.rank, value=None), step=step)
+            loaded = checkpointer.load(state(group.rank, value=None), step=step)
             assert checkpointer.last_load is not None
             passed = [over.step for over in checkpointer.last_load.skipped]
-            return checkpointer.last_load.step, passed, float(found["small"][0]), float(found["rows"][1])
+            return checkpointer.last_load.step, passed, float(loaded["small"][0]), float(loaded["rows"][1])
 
     return SimulatedWorld(RANKS).outcomes(run)
 

@@ -50,8 +50,8 @@ def test_entities_are_found_by_their_parameter() -> None:
         "other": ShardedObject("o", object(), (1,), (0,)),
         "lr": 3,
     }
-    found = get_param_id_to_sharded_param_map(state, [c, absent, a, b])
-    assert {i: e.key for i, e in found.items()} == {0: "c", 2: "a", 3: "b"}
+    param_of = get_param_id_to_sharded_param_map(state, [c, absent, a, b])
+    assert {i: e.key for i, e in param_of.items()} == {0: "c", 2: "a", 3: "b"}
     assert get_optim_param_to_id_map([c, a, c]) == {id(c): 0, id(a): 1}
 
 

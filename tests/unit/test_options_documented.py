@@ -27,8 +27,8 @@ def test_the_page_of_options_has_the_text_of_the_docstrings() -> None:
 
 
 def test_no_class_of_options_is_missing_there() -> None:
-    found = {kind for kind in vars(options).values() if isinstance(kind, type) and is_dataclass(kind)}
-    assert found - CLASSES.keys() == set()
+    kinds = {kind for kind in vars(options).values() if isinstance(kind, type) and is_dataclass(kind)}
+    assert kinds - CLASSES.keys() == set()
 
 
 def test_every_argument_of_a_checkpointer_is_on_its_page() -> None:
@@ -42,4 +42,4 @@ def test_every_flag_and_every_knob_is_named_in_the_documents(name: str) -> None:
     if name in COMMANDS:
         command: click.Command = importlib.import_module(f"megackpt.cli.{name}").command
         names = [param.opts[0] for param in command.params if isinstance(param, click.Option)]
-    assert undocumented(names, "\n".join(each.read_text() for each in DOCS.glob("*.md"))) == []
+    assert undocumented(names, "\n".join(path.read_text() for path in DOCS.glob("*.md"))) == []

@@ -218,8 +218,8 @@ def test_components_cannot_be_padded() -> None:
 
 def test_metadata_reaches_every_child_that_can_ask_for_it() -> None:
     class Asked(nn.Module):
-        def sharded_state_dict(self, **given: Any) -> dict[str, Any]:  # records what it was given
-            self.given = given
+        def sharded_state_dict(self, **arguments: Any) -> dict[str, Any]:  # records what it was given
+            self.given = arguments
             return {}
 
     asked = Asked()

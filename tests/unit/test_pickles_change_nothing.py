@@ -107,18 +107,18 @@ def _state_of_process() -> dict[str, dict[str, int]]:
         "torch._utils", "torch.serialization", _META, "torch.distributed.checkpoint.planner", "types", HERE,
         "megackpt.formats.safe_numpy", "megackpt.formats.safe_pickle", "megackpt.formats.unknown_classes",
     ]  # fmt: skip
-    found: dict[str, dict[str, int]] = {}
+    changes: dict[str, dict[str, int]] = {}
     for module in modules:
         names = vars(sys.modules[module])
-        found[module] = {name: id(value) for name, value in names.items()}
+        changes[module] = {name: id(value) for name, value in names.items()}
         for name, value in names.items():
             if isinstance(value, type):
-                found[f"{module}.{name}"] = {key: id(item) for key, item in vars(value).items()}
+                changes[f"{module}.{name}"] = {key: id(item) for key, item in vars(value).items()}
             elif isinstance(value, enum.Enum) or callable(value):
-                found[f"{module}.{name}"] = dict.fromkeys(map(repr, vars_of(value).items()), 0)
+                changes[f"{module}.{name}"] = dict.fromkeys(map(repr, vars_of(value).items()), 0)
     members = [*signal.Signals, *Shade, *dcp_metadata._MEM_FORMAT_ENCODING]
-    found["members"] = {repr(member): hash(repr(vars(member))) for member in members}
-    return found
+    changes["members"] = {repr(member): hash(repr(vars(member))) for member in members}
+    return changes
 
 
 def vars_of(value: object) -> dict[str, Any]:
@@ -166,9 +166,9 @@ def test_members_modules_and_values_cannot_be_called(reader: Callable[[bytes], A
 
 def test_what_a_pickle_has_made_can_be_given_attributes() -> None:
     ordered = named("collections", "OrderedDict") + b")R"
-    found = _of_torch(pickled(ordered, text("a") + b"K\x01s", b"}" + text("_metadata") + b"K\x02s", b"b"))
-    assert found == {"a": 1}
-    assert vars(found) == {"_metadata": 2}
+    actual = _of_torch(pickled(ordered, text("a") + b"K\x01s", b"}" + text("_metadata") + b"K\x02s", b"b"))
+    assert actual == {"a": 1}
+    assert vars(actual) == {"_metadata": 2}
     made = named(_META, "MetadataIndex") + b")\x81"
     state = b"}" + text("fqn") + text("w") + b"s" + text("offset") + b"Ns" + text("index") + b"Ns"
     assert _of_dcp(pickled(made, state, b"b")) == dcp_metadata.MetadataIndex("w")

@@ -113,18 +113,18 @@ def bn(rank: int) -> dict[str, Any]:
 @pytest.mark.parametrize("plain_tensors", ["arrays", "common"])
 def test_buffers_that_differ_are_named_and_rank_0s_can_be_taken(tmp_path: Path, plain_tensors: Any) -> None:
     options = SaveOptions(plain_tensors=plain_tensors)
-    for found in SimulatedWorld(3).outcomes(lambda g: save(bn(g.rank), tmp_path, options=options, group=g)):
-        assert isinstance(found, CommonStateError)
-        assert "SaveOptions(rank0_values=(...))" in str(found)
+    for outcome in SimulatedWorld(3).outcomes(lambda g: save(bn(g.rank), tmp_path, options=options, group=g)):
+        assert isinstance(outcome, CommonStateError)
+        assert "SaveOptions(rank0_values=(...))" in str(outcome)
         if plain_tensors == "arrays":
-            assert "\"model['bn.running_mean']\" on rank(s) 1, 2" in str(found)
-            assert "'w'" not in str(found)
+            assert "\"model['bn.running_mean']\" on rank(s) 1, 2" in str(outcome)
+            assert "'w'" not in str(outcome)
     options = SaveOptions(plain_tensors=plain_tensors, rank0_values=("model.*.running_*",))
     SimulatedWorld(3).run(lambda g: save(bn(g.rank), tmp_path, options=options, group=g))
     assert load({}, tmp_path)["model"]["bn.running_mean"].tolist() == [0.0, 0.0]
     wrong = SaveOptions(plain_tensors=plain_tensors, rank0_values=("model.other.*",))
-    for found in SimulatedWorld(3).outcomes(lambda g: save(bn(g.rank), tmp_path, options=wrong, group=g)):
-        assert isinstance(found, CommonStateError)  # only what the globs name may differ
+    for outcome in SimulatedWorld(3).outcomes(lambda g: save(bn(g.rank), tmp_path, options=wrong, group=g)):
+        assert isinstance(outcome, CommonStateError)  # only what the globs name may differ
 
 
 def test_buffers_of_each_rank_can_be_kept(tmp_path: Path) -> None:
@@ -147,9 +147,11 @@ def test_buffers_of_each_rank_can_be_kept(tmp_path: Path) -> None:
     ],
 )
 def test_tensors_that_some_ranks_lack_or_have_otherwise_are_named(tmp_path: Path, state: Any) -> None:
-    for found in SimulatedWorld(2).outcomes(lambda g: save(state(g.rank), tmp_path, options=ARRAYS, group=g)):
-        assert isinstance(found, CommonStateError)
-        assert "'w' on rank(s) 1" in str(found)
+    for outcome in SimulatedWorld(2).outcomes(
+        lambda g: save(state(g.rank), tmp_path, options=ARRAYS, group=g)
+    ):
+        assert isinstance(outcome, CommonStateError)
+        assert "'w' on rank(s) 1" in str(outcome)
 
 
 @pytest.mark.parametrize(
@@ -257,8 +259,8 @@ def test_ranks_give_equal_options() -> None:
             {"w": torch.ones(2)}, MemoryStore(), options=ARRAYS if group.rank else SaveOptions(), group=group
         )
 
-    for found in SimulatedWorld(2).outcomes(save_rank):
-        assert "SaveOptions.plain_tensors is 'auto' on rank 0 and 'arrays' on rank 1" in str(found)
+    for outcome in SimulatedWorld(2).outcomes(save_rank):
+        assert "SaveOptions.plain_tensors is 'auto' on rank 0 and 'arrays' on rank 1" in str(outcome)
 
 
 def test_an_array_that_no_file_could_fill_takes_no_memory(tmp_path: Path) -> None:
@@ -289,8 +291,8 @@ def test_they_are_arrays_by_default_where_the_format_has_it(tmp_path: Path) -> N
 def test_another_number_of_ranks_loads_them(tmp_path: Path, ranks: int) -> None:
     saved = state_of(*trained())
     SimulatedWorld(3).run(lambda group: save(saved, tmp_path / "c", group=group))
-    for found in SimulatedWorld(ranks).run(lambda g: load({}, tmp_path / "c", strict="raise_all", group=g)):
-        assert same(found, saved)
+    for result in SimulatedWorld(ranks).run(lambda g: load({}, tmp_path / "c", strict="raise_all", group=g)):
+        assert same(result, saved)
 
 
 def test_what_a_load_returns_as_common_state_is_no_missing_key(tmp_path: Path) -> None:
@@ -307,8 +309,8 @@ def test_what_a_load_returns_as_common_state_is_no_missing_key(tmp_path: Path) -
 
 def test_metadata_lists_them_and_can_be_loaded_by(tmp_path: Path) -> None:
     save({"model": {"w": torch.arange(5.0)}, "step": 4}, tmp_path)
-    for found in (load_sharded_metadata(tmp_path), load_tensors_metadata(tmp_path)):
-        loaded = load(found, tmp_path)
+    for metadata in (load_sharded_metadata(tmp_path), load_tensors_metadata(tmp_path)):
+        loaded = load(metadata, tmp_path)
         assert sorted(loaded) == ["model.w", "step"]
         assert loaded["model.w"].tolist() == list(range(5))
 
@@ -331,8 +333,8 @@ def test_conversion_keeps_what_a_load_returns(tmp_path: Path, backend: str) -> N
     asked = {"model": {"w": torch.zeros(5)}}
     assert same(load(asked, target), SAVED)
     assert asked["model"]["w"].tolist() == list(range(5))
-    for found in (load({}, target), load_common_state_dict(target)):
-        assert same(found, SAVED)
+    for result in (load({}, target), load_common_state_dict(target)):
+        assert same(result, SAVED)
     assert set(load_plain_tensors(target)) == {"x"} | (
         {"model.w", "list.0", "state.0.m"} if backend == "megackpt" else set()
     )
@@ -351,10 +353,10 @@ def test_a_comparison_finds_what_differs_between_an_array_and_common_state(
     save({"model": {"w": changed}}, tmp_path / "b", options=SaveOptions(plain_tensors="common"))
     for first, second in (("a", "b"), ("b", "a")):
         assert main(["diff", str(tmp_path / first), str(tmp_path / second), "--json"]) == 1
-        found = json.loads(capsys.readouterr().out)
-        assert [value["path"] for value in found["values"]] == ["common state: model.w"]
-        assert found["only_first"] + found["only_second"] == ["model.gone"]
-        assert not found["arrays"]
+        message = json.loads(capsys.readouterr().out)
+        assert [value["path"] for value in message["values"]] == ["common state: model.w"]
+        assert message["only_first"] + message["only_second"] == ["model.gone"]
+        assert not message["arrays"]
 
 
 def test_conversion_rejects_arrays_that_are_damaged(tmp_path: Path) -> None:
@@ -389,13 +391,13 @@ def test_inspect_shows_the_arrays_that_common_state_refers_to(
 def test_dcp_reads_them_at_their_paths(tmp_path: Path) -> None:
     save(SAVED, tmp_path / "arrays")
     save(SAVED, tmp_path / "common", options=SaveOptions(plain_tensors="common"))
-    found = []
+    results = []
     for name in ("arrays", "common"):
         reader = MegackptStorageReader(tmp_path / name)
         metadata = reader.read_metadata()
         assert metadata.planner_data is not None
-        found.append((metadata.planner_data, set(metadata.state_dict_metadata)))
+        results.append((metadata.planner_data, set(metadata.state_dict_metadata)))
         asked = {"model": {"w": torch.zeros(5)}, "list": [torch.zeros(2), 0], "step": 0}
         dcp.load(asked, storage_reader=reader, no_dist=True)
         assert same(asked, {"model": {"w": SAVED["model"]["w"]}, "list": SAVED["list"], "step": 4})
-    assert found[0] == found[1]
+    assert results[0] == results[1]

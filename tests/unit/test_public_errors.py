@@ -13,13 +13,13 @@ PACKAGE = Path(megackpt.__file__).parent
 
 def error_classes(module: Path, known: set[str]) -> set[str]:
     """Return the public classes of a module that derive from known error classes, directly or not."""
-    found: set[str] = set()
+    names: set[str] = set()
     for node in ast.walk(ast.parse(module.read_text())):
         if isinstance(node, ast.ClassDef):
             bases = {ast.unparse(base).rpartition(".")[2] for base in node.bases}
-            if bases & (known | found):
-                found.add(node.name)
-    return {name for name in found if not name.startswith("_")}
+            if bases & (known | names):
+                names.add(node.name)
+    return {name for name in names if not name.startswith("_")}
 
 
 def test_every_error_class_of_the_package_is_exported() -> None:

@@ -36,13 +36,13 @@ def test_a_step_stays_exactly_if_something_asks_for_it(
 ) -> None:
     retention = Retention(keep_last=last, keep_every=every, keep_best=best)
     metrics = {step: {"loss": loss} for step, loss in losses.items()}
-    found = decide(retention, committed, pinned=pinned, good=good, metrics=metrics)
+    decision = decide(retention, committed, pinned=pinned, good=good, metrics=metrics)
 
     def better(step: int) -> int:
         """How many committed steps are better than one."""
         known = {s: v for s, v in losses.items() if s in committed and math.isfinite(v)}
-        mine = (known[step], -step)
-        return sum((value, -other) < mine for other, value in known.items())
+        own_rank = (known[step], -step)
+        return sum((value, -other) < own_rank for other, value in known.items())
 
     for step in committed:
         newer = sum(other > step for other in committed)
@@ -52,17 +52,17 @@ def test_a_step_stays_exactly_if_something_asks_for_it(
         stays |= last is None and every is None and best is None
         is_known = math.isfinite(losses.get(step, math.nan))
         stays |= best is not None and is_known and better(step) < best.n
-        assert (step in found.kept) == stays
-        assert (step in found.removed) != stays
-    assert set(found.kept) | set(found.removed) == committed
+        assert (step in decision.kept) == stays
+        assert (step in decision.removed) != stays
+    assert set(decision.kept) | set(decision.removed) == committed
 
 
 def test_with_mode_max_the_largest_is_best_and_reasons_are_returned() -> None:
     retention = Retention(keep_last=1, keep_every=4, keep_best=KeepBest(metric="acc", mode="max"))
     metrics = {1: {"acc": 0.9}, 2: {"acc": 0.7}, 3: {"acc": math.inf}, 4: {"loss": 9.0}, 5: {}}
-    found = decide(retention, range(1, 6), metrics=metrics, pinned={3})
-    assert found.kept == {1: ("best acc",), 3: ("pinned",), 4: ("every 4",), 5: ("newest", "last 1")}
-    assert found.removed == (2,)
+    decision = decide(retention, range(1, 6), metrics=metrics, pinned={3})
+    assert decision.kept == {1: ("best acc",), 3: ("pinned",), 4: ("every 4",), 5: ("newest", "last 1")}
+    assert decision.removed == (2,)
 
 
 def test_leftovers_are_removed_up_to_a_commit_unless_pinned() -> None:

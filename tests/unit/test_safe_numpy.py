@@ -60,15 +60,15 @@ def archive(pickled: bytes) -> bytes:
     return out.getvalue()
 
 
-def check_array(found: Any, expected: np.ndarray[Any, Any]) -> None:
-    assert type(found) is np.ndarray
-    assert found.dtype == expected.dtype
-    assert found.dtype.str == expected.dtype.str
-    assert found.shape == expected.shape
-    assert found.tobytes() == expected.tobytes()
-    assert found.flags.f_contiguous == expected.copy("A").flags.f_contiguous
-    assert found.flags.writeable
-    assert found.flags.owndata
+def check_array(actual: Any, expected: np.ndarray[Any, Any]) -> None:
+    assert type(actual) is np.ndarray
+    assert actual.dtype == expected.dtype
+    assert actual.dtype.str == expected.dtype.str
+    assert actual.shape == expected.shape
+    assert actual.tobytes() == expected.tobytes()
+    assert actual.flags.f_contiguous == expected.copy("A").flags.f_contiguous
+    assert actual.flags.writeable
+    assert actual.flags.owndata
 
 
 @pytest.mark.parametrize("change", [bytes, as_numpy_1], ids=["numpy 2", "numpy 1"])
@@ -76,12 +76,14 @@ def check_array(found: Any, expected: np.ndarray[Any, Any]) -> None:
 def test_arrays_scalars_and_dtypes_come_back_bit_by_bit(array: np.ndarray[Any, Any], change: Any) -> None:
     scalar = array.reshape(-1)[-1] if array.size else np.float32(1)
     expected = pickle.loads(pickle.dumps(array, 2))  # numpy makes native arrays of swapped ones
-    found, again, one, dtype = load_value(change(written((array, array, scalar, array.dtype))), where="here")
-    check_array(found, expected)
-    assert again is found
-    assert type(one) is type(scalar)
-    assert one.tobytes() == scalar.tobytes()
-    assert one.dtype == scalar.dtype
+    loaded, again, number, dtype = load_value(
+        change(written((array, array, scalar, array.dtype))), where="here"
+    )
+    check_array(loaded, expected)
+    assert again is loaded
+    assert type(number) is type(scalar)
+    assert number.tobytes() == scalar.tobytes()
+    assert number.dtype == scalar.dtype
     assert dtype == array.dtype
     assert dtype.str == array.dtype.str
 
@@ -102,21 +104,21 @@ def test_arrays_are_found_wherever_a_value_can_hold_them() -> None:
         "empty": np.str_(""),
         "bytes": b"",
     }
-    found = load_value(written(value), where="here")
-    assert list(found) == list(value)
-    assert found[dtype] == 1
-    assert list(found["order"]) == ["b", "a"]
-    assert found["order"]["a"] == dtype
-    assert found["count"] == value["count"]
-    assert found["frozen"] == value["frozen"]
-    deep, types = found["container"].inner[0]["deep"]
+    loaded = load_value(written(value), where="here")
+    assert list(loaded) == list(value)
+    assert loaded[dtype] == 1
+    assert list(loaded["order"]) == ["b", "a"]
+    assert loaded["order"]["a"] == dtype
+    assert loaded["count"] == value["count"]
+    assert loaded["frozen"] == value["frozen"]
+    deep, types = loaded["container"].inner[0]["deep"]
     check_array(deep, array)
     assert types == {dtype}
-    assert deep is found["order"]["b"] is found["cycle"][0]
-    assert found["cycle"][1] is found["cycle"]
-    assert found["bytes"] == b""
-    assert (found["scalar"], found["empty"]) == ("text", "")
-    assert type(found["empty"]) is np.str_
+    assert deep is loaded["order"]["b"] is loaded["cycle"][0]
+    assert loaded["cycle"][1] is loaded["cycle"]
+    assert loaded["bytes"] == b""
+    assert (loaded["scalar"], loaded["empty"]) == ("text", "")
+    assert type(loaded["empty"]) is np.str_
 
 
 class Reduced:
@@ -211,8 +213,8 @@ def test_what_a_user_has_allowed_of_numpy_stays_allowed_and_is_not_used_for_a_ch
             load_value(written(struct_of_pointers()), where="the file")
         check_array(load_value(written(np.arange(3.0)), where="the file"), np.arange(3.0))
         assert set(torch.serialization.get_safe_globals()) == before >= set(allowed)
-        found = torch.load(io.BytesIO(written(np.arange(3.0))), weights_only=True)
-        check_array(found, np.arange(3.0))
+        loaded = torch.load(io.BytesIO(written(np.arange(3.0))), weights_only=True)
+        check_array(loaded, np.arange(3.0))
     finally:
         torch._weights_only_unpickler._remove_safe_globals(allowed)
 
@@ -224,8 +226,8 @@ def test_another_thread_of_torch_load_gets_what_its_user_has_allowed_meanwhile()
     torch.serialization.add_safe_globals(allowed)
     try:
         with safe_pickle._harmless_classes():  # as while a checkpoint is being loaded elsewhere
-            found = torch.load(io.BytesIO(written(np.arange(3.0))), weights_only=True)
-        check_array(found, np.arange(3.0))
+            loaded = torch.load(io.BytesIO(written(np.arange(3.0))), weights_only=True)
+        check_array(loaded, np.arange(3.0))
     finally:
         torch._weights_only_unpickler._remove_safe_globals(allowed)
 

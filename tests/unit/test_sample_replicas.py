@@ -47,13 +47,13 @@ def save_module(options: SaveOptions | None = None) -> tuple[list[Any], MemorySt
 def test_a_parameter_that_tp_cuts_undeclared_is_named_with_its_ranks_and_the_remedy() -> None:
     outcomes, store = save_module()
     assert store.names() == []
-    for found in outcomes:
-        assert isinstance(found, MismatchError)
-        assert "'model.proj' [0:32, 0:64]: no majority: ranks 0, 2 | ranks 1, 3 hold" in str(found)
-        assert "tp_sharding = {'name': dim}" in str(found)
-        assert "norm" not in str(found)
-        assert found.key == "model.proj"
-    assert len({str(found) for found in outcomes}) == 1
+    for outcome in outcomes:
+        assert isinstance(outcome, MismatchError)
+        assert "'model.proj' [0:32, 0:64]: no majority: ranks 0, 2 | ranks 1, 3 hold" in str(outcome)
+        assert "tp_sharding = {'name': dim}" in str(outcome)
+        assert "norm" not in str(outcome)
+        assert outcome.key == "model.proj"
+    assert len({str(outcome) for outcome in outcomes}) == 1
 
 
 def test_it_can_be_a_warning_or_nothing(caplog: pytest.LogCaptureFixture) -> None:
@@ -83,9 +83,9 @@ def test_the_begin_the_middle_and_the_end_are_sampled(location: slice, dtype: to
         data[location] = rank
         return held(rank, data.to(dtype).view(100, 100))
 
-    for found in outcomes_of(make):
-        assert isinstance(found, MismatchError)
-        assert "'w' [0:100, 0:100]" in str(found)
+    for outcome in outcomes_of(make):
+        assert isinstance(outcome, MismatchError)
+        assert "'w' [0:100, 0:100]" in str(outcome)
 
 
 @pytest.mark.parametrize(
@@ -139,7 +139,7 @@ def test_a_plan_that_was_kept_is_not_sampled_again_and_a_new_structure_is() -> N
 
     assert save_all(0.0, 3) == [None, None]
     assert save_all(1.0, 3) == [None, None]  # they have drifted apart, which only a full comparison finds
-    assert all(isinstance(found, MismatchError) for found in save_all(1.0, 4))
+    assert all(isinstance(error, MismatchError) for error in save_all(1.0, 4))
 
 
 def test_ranks_that_do_not_all_sample_raise_an_error() -> None:
@@ -147,5 +147,5 @@ def test_ranks_that_do_not_all_sample_raise_an_error() -> None:
         options = IGNORE if group.rank else SaveOptions()
         save(held(group.rank, torch.ones(3)), MemoryStore(), options=options, group=group)
 
-    for found in SimulatedWorld(2).outcomes(save_rank):
-        assert "SaveOptions.sample_replicas is 'error' on rank 0 and 'ignore' on rank 1" in str(found)
+    for outcome in SimulatedWorld(2).outcomes(save_rank):
+        assert "SaveOptions.sample_replicas is 'error' on rank 0 and 'ignore' on rank 1" in str(outcome)

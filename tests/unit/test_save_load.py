@@ -38,10 +38,10 @@ def whole(key: str, data: torch.Tensor, **fields: object) -> ShardedTensor:
 def test_load_fills_the_given_tensors_in_place_and_returns_them(tmp_path: Path) -> None:
     weight = torch.randn(4, 3)
     save({"w": whole("w", weight.clone())}, tmp_path / "c")
-    mine = torch.zeros(4, 3)
-    loaded = load({"w": whole("w", mine)}, tmp_path / "c")
-    assert loaded["w"] is mine
-    assert torch.equal(mine, weight)
+    target = torch.zeros(4, 3)
+    loaded = load({"w": whole("w", target)}, tmp_path / "c")
+    assert loaded["w"] is target
+    assert torch.equal(target, weight)
 
 
 def test_a_parameter_is_filled_in_place_and_still_requires_grad(tmp_path: Path) -> None:
@@ -125,9 +125,11 @@ def test_a_layout_stores_each_part_under_its_own_key_and_loads_in_place(tmp_path
     parts = load_plain_tensors(tmp_path / "c")
     assert torch.equal(parts["w.gate"], fused[:2])
     assert torch.equal(parts["w.up"], fused[2:])
-    mine = torch.zeros(6, 4)
-    assert load({"w": ShardedLayout.split("w", mine, 0, {"gate": 2, "up": 4})}, tmp_path / "c")["w"] is mine
-    assert torch.equal(mine, fused)
+    target = torch.zeros(6, 4)
+    assert (
+        load({"w": ShardedLayout.split("w", target, 0, {"gate": 2, "up": 4})}, tmp_path / "c")["w"] is target
+    )
+    assert torch.equal(target, fused)
 
 
 def test_objects_come_back_by_their_offset(tmp_path: Path) -> None:

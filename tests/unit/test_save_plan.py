@@ -107,7 +107,7 @@ def test_giving_out_equal_chunks_at_once_ends_like_giving_them_out_one_by_one(
     owners = [sets[i] for i in rng.integers(0, len(sets), 1500)]
     nbytes = rng.integers(0, sizes, 1500) * 16
     starts = np.cumsum([0, *map(len, owners)])
-    flat = np.array([rank for mine in owners for rank in mine])
+    flat = np.array([rank for members in owners for rank in members])
     chosen = assign_writers(nbytes, starts, flat, ranks=ranks)
     assert (starts[:-1] <= chosen).all()
     assert (chosen < starts[1:]).all()
@@ -117,10 +117,10 @@ def test_giving_out_equal_chunks_at_once_ends_like_giving_them_out_one_by_one(
 def test_a_rank_plans_its_own_main_replicas_as_in_the_plan_of_all_ranks() -> None:
     per_rank = []
     for rank in range(3):
-        mine = torch.empty(5 + rank, dtype=torch.bfloat16)
+        weight = torch.empty(5 + rank, dtype=torch.bfloat16)
         entities = [
             ShardedTensor.from_rank_offsets("a", torch.empty(4), (0, rank, 3)),
-            ShardedTensor.from_rank_offsets(f"own{rank}", mine),
+            ShardedTensor.from_rank_offsets(f"own{rank}", weight),
             ShardedTensor.from_rank_offsets("shared", torch.empty(2), replica_id=rank),
         ]
         per_rank.append(describe(entities, rank=rank))

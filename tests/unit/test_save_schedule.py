@@ -52,9 +52,9 @@ def test_rank_0s_clock_decides_for_all_ranks_which_synchronise_about_once_a_seco
                 trigger.saved(step)
         return saved
 
-    found = world.run(train)
-    assert found[0] == found[1] == found[2] == found[3]
-    times = [step * 0.01 if step <= 9_000 else 90 + (step - 9_000) * 0.1 for step in found[0]]
+    results = world.run(train)
+    assert results[0] == results[1] == results[2] == results[3]
+    times = [step * 0.01 if step <= 9_000 else 90 + (step - 9_000) * 0.1 for step in results[0]]
     late = [b - a - 30 for a, b in zip([0.0, *times], times, strict=False)]
     assert len(times) == 5
     assert all(-1e-6 < seconds < 1.2 for seconds in late[:2] + late[3:])

@@ -31,26 +31,26 @@ def state(group: SimulatedRank, *, dp: int, fill: bool) -> dict[str, ShardedTens
 
 def written(store: MemoryStore) -> dict[int, int]:
     """Return the bytes of chunks in the file of each rank."""
-    found = {}
+    results = {}
     for name in store.names("data/"):
         content = store.read(name, max_bytes=1 << 30)
-        found[int(name.rsplit("-", 1)[1].split(".")[0])] = (
+        results[int(name.rsplit("-", 1)[1].split(".")[0])] = (
             len(content) - 8 - struct.unpack("<Q", content[:8])[0]
         )
-    return found
+    return results
 
 
 def saved(dp: int, spread: Any, groups: list[list[int]] | None = None) -> dict[int, int]:
     store = MemoryStore()
 
     def run(group: SimulatedRank) -> None:
-        mine = next((g for g in groups or [] if group.rank in g), None)
+        own_group = next((g for g in groups or [] if group.rank in g), None)
         save(
             state(group, dp=dp, fill=True),
             store,
             options=SaveOptions(spread=spread),
             group=group,
-            spread_group=group.subgroup(mine) if mine else None,
+            spread_group=group.subgroup(own_group) if own_group else None,
         )
         wanted = state(group, dp=dp, fill=False)
         load(wanted, store, group=group)
@@ -95,9 +95,13 @@ def test_without_spreading_main_replicas_write() -> None:
 def test_a_group_and_the_option_belong_together() -> None:
     def run(options: SaveOptions, subgroup: bool) -> None:
         def rank(group: SimulatedRank) -> None:
-            mine = group.subgroup([group.rank]) if subgroup else None
+            own_group = group.subgroup([group.rank]) if subgroup else None
             save(
-                state(group, dp=8, fill=True), MemoryStore(), options=options, group=group, spread_group=mine
+                state(group, dp=8, fill=True),
+                MemoryStore(),
+                options=options,
+                group=group,
+                spread_group=own_group,
             )
 
         SimulatedWorld(2).run(rank)

@@ -90,9 +90,9 @@ def test_no_call_of_a_store_whose_process_is_stopped_outlasts_its_deadline(
         connect_store(address, timeout_s=0.2)
     clients["group"]._answer_s = 0.2
     group = StoreGroup(clients["group"], prefix="job", rank=1, size=2, timeout_s=60)
-    with pytest.raises(WriterFailedError, match=r"Rank 0, which hosts the store .* did not answer") as found:
+    with pytest.raises(WriterFailedError, match=r"Rank 0, which hosts the store .* did not answer") as raised:
         group.all_gather(b"")
-    assert found.value.rank == 0
+    assert raised.value.rank == 0
     group.leave()
     assert time.monotonic() - began < 10.0
 

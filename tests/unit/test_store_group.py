@@ -53,14 +53,14 @@ def test_messages_arrive_and_nothing_of_them_stays(server: Any, nbytes: int) -> 
     parts = [bytes([65 + rank]) * (nbytes * rank) for rank in range(RANKS)]
 
     def meet(group: StoreGroup) -> None:
-        mine = parts[group.rank]
-        assert run_on_all_ranks(group, lambda: mine, doing="sharing") == parts
-        assert run_and_gather(group, lambda: mine, doing="sending") == ([] if group.rank else parts)
-        assert scatter_from_rank_0(group, lambda: parts, doing="giving") == mine
-        found = run_and_compare(
+        own_parts = parts[group.rank]
+        assert run_on_all_ranks(group, lambda: own_parts, doing="sharing") == parts
+        assert run_and_gather(group, lambda: own_parts, doing="sending") == ([] if group.rank else parts)
+        assert scatter_from_rank_0(group, lambda: parts, doing="giving") == own_parts
+        compared = run_and_compare(
             group, lambda: Numbers((1, group.rank), (group.rank,)), equal=2, largest=1, doing="x"
         )
-        assert found == Numbers((1, 0), (RANKS - 1,))
+        assert compared == Numbers((1, 0), (RANKS - 1,))
         group.leave()
 
     before = server.num_keys()
@@ -119,9 +119,9 @@ def test_a_store_that_goes_away_is_an_error_that_names_it() -> None:
     client = connect_store(StoreAddress("localhost", owned[0].port), timeout_s=30)
     group = StoreGroup(client, prefix="job", rank=1, size=2, timeout_s=30)
     threading.Timer(0.3, owned.clear).start()
-    with pytest.raises(RankFailedError, match="Rank 0 hosts it") as found:
+    with pytest.raises(RankFailedError, match="Rank 0 hosts it") as raised:
         run_on_all_ranks(group, lambda: b"", doing="waiting")
-    assert found.value.rank == 0
+    assert raised.value.rank == 0
 
 
 def test_a_store_that_cannot_be_reached_is_named() -> None:
@@ -135,11 +135,11 @@ def test_of_several_that_give_up_at_once_all_learn_of_the_first(server: Any) -> 
 
     def give_up(group: StoreGroup) -> list[bytes]:
         host = StoreHost(connect_store(address, timeout_s=30), address)
-        mine = encode_error(RankFailedError("gone", rank=group.rank))
+        encoded = encode_error(RankFailedError("gone", rank=group.rank))
         message = []
         for number in range(200):
             together_now.wait()
-            message.append(host.abort(f"job-{number}", mine))
+            message.append(host.abort(f"job-{number}", encoded))
         return message
 
     first, *others = on_ranks(server, give_up)

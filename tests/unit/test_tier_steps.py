@@ -102,9 +102,9 @@ class Run:
                 assert loaded["rng"] == expected["rng"].data
             return checkpointer.last_load
 
-        found = SimulatedWorld(self.per_node * len(nodes)).run(act)
-        assert all(one == found[0] for one in found)
-        return found[0]
+        results = SimulatedWorld(self.per_node * len(nodes)).run(act)
+        assert all(result == results[0] for result in results)
+        return results[0]
 
     def node(self, node: int, tier: str = "memory") -> Path:
         return self.base / f"node-{node}" / tier
@@ -308,8 +308,8 @@ def test_a_damaged_index_or_commit_of_one_node_is_replaced_by_that_of_another(
     assert run.load().step == 1
     assert file.read_bytes() == whole
     flip(file, len(whole) // 2)
-    found = SimulatedWorld(8).run(lambda group: run.checkpointer(group, range(4)).find_latest())
-    assert found == [1] * 8
+    results = SimulatedWorld(8).run(lambda group: run.checkpointer(group, range(4)).find_latest())
+    assert results == [1] * 8
     assert run.load().step == 1
     assert file.read_bytes() == whole
 
@@ -423,8 +423,8 @@ def test_copies_go_to_other_nodes_whatever_their_number_and_the_jump() -> None:
         for copies in range(1, 5):
             for jump in range(1, 7):
                 for rank, keepers in enumerate(nodes.keepers(copies=copies, jump=jump)):
-                    found = [nodes.of_rank[rank], *(nodes.of_rank[keeper] for keeper in keepers)]
-                    assert len(set(found)) == len(found) == min(copies, count)
+                    nodes_with_copies = [nodes.of_rank[rank], *(nodes.of_rank[keeper] for keeper in keepers)]
+                    assert len(set(nodes_with_copies)) == len(nodes_with_copies) == min(copies, count)
     assert Nodes((0, 0, 1, 1, 2, 2, 3, 3)).keepers(copies=2, jump=2)[:3] == ((4,), (5,), (6,))
 
 

@@ -91,10 +91,10 @@ def expected() -> dict[str, torch.Tensor]:
     return arrays
 
 
-def same_bits(found: torch.Tensor, wanted: torch.Tensor) -> bool:
-    if found.shape != wanted.shape or found.dtype != wanted.dtype or not wanted.numel():
-        return found.shape == wanted.shape and found.dtype == wanted.dtype
-    a, b = (t.contiguous().reshape(-1).view(torch.uint8) for t in (found, wanted))
+def same_bits(actual: torch.Tensor, wanted: torch.Tensor) -> bool:
+    if actual.shape != wanted.shape or actual.dtype != wanted.dtype or not wanted.numel():
+        return actual.shape == wanted.shape and actual.dtype == wanted.dtype
+    a, b = (t.contiguous().reshape(-1).view(torch.uint8) for t in (actual, wanted))
     return torch.equal(a, b)
 
 
@@ -137,22 +137,22 @@ def test_stock_dcp_loads_every_array_bit_for_bit(saved: Path) -> None:
 
 
 def test_stock_dcp_finds_all_there_is_without_hints(saved: Path, tmp_path: Path) -> None:
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     dcp.state_dict_loader._load_state_dict(
-        found,
+        results,
         storage_reader=dcp.FileSystemReader(saved),
         planner=_EmptyStateDictLoadPlanner(),
         no_dist=True,
     )
     objects = {f"rng/shard_{rank}_2": [{"rank": rank}] for rank in range(2)}  # in lists, as Megatron's
     values = {"step": 7, "schedule": {"lr": 0.5, "betas": (0.9, 0.99)}}
-    assert set(found) == {*expected(), *objects, *values}
-    assert {key: found[key] for key in values} == values
+    assert set(results) == {*expected(), *objects, *values}
+    assert {key: results[key] for key in values} == values
     for key, array in expected().items():
-        assert same_bits(found[key], array), key
-    assert {key: found[key] for key in objects} == objects
+        assert same_bits(results[key], array), key
+    assert {key: results[key] for key in objects} == objects
     dcp_to_torch_save(saved, tmp_path / "all.pt")
-    assert set(torch.load(tmp_path / "all.pt", weights_only=False)) == set(found)
+    assert set(torch.load(tmp_path / "all.pt", weights_only=False)) == set(results)
 
 
 @pytest.mark.parametrize("has_index", [True, False])
@@ -177,8 +177,8 @@ def test_we_load_it_at_another_layout_with_our_index_and_without(
             assert same_bits(loaded[key], whole(key.partition(".")[2])[:, rank : rank + 1]), key
         assert loaded["rng"] == {"rank": rank % 2}
         assert loaded["step"] == 7
-    found = load_plain_tensors(directory)
-    assert all(same_bits(found[key], array) for key, array in expected().items())
+    result = load_plain_tensors(directory)
+    assert all(same_bits(result[key], array) for key, array in expected().items())
     assert load_content_metadata(directory) == {"a": 1}
 
 
@@ -190,8 +190,8 @@ def test_each_rank_writes_as_many_files_as_asked_for_balanced_by_bytes(tmp_path:
     sizes = [file.stat().st_size for file in (tmp_path / "c").glob("*.distcp")]
     assert len(sizes) == threads
     assert max(sizes) < 1.3 * min(sizes)
-    found = load_plain_tensors(tmp_path / "c")
-    assert all(torch.equal(found[k], t) for k, t in tensors.items())
+    loaded = load_plain_tensors(tmp_path / "c")
+    assert all(torch.equal(loaded[k], t) for k, t in tensors.items())
     with pytest.raises(DeclarationError, match="thread_count is 0"):
         TorchDistSaveStrategy(thread_count=0)
 
@@ -239,12 +239,12 @@ def test_arrays_are_removed_for_us_and_for_dcp(tmp_path: Path) -> None:
     for prefix, left in (("b.", {"a"}), ("nothing", {"a"}), ("a", set())):
         remove_sharded_tensors(tmp_path / "c", prefix)
         assert set(load_sharded_metadata(tmp_path / "c")) == left
-        found: dict[str, Any] = {}
+        results: dict[str, Any] = {}
         reader = dcp.FileSystemReader(tmp_path / "c")
         dcp.state_dict_loader._load_state_dict(
-            found, storage_reader=reader, planner=_EmptyStateDictLoadPlanner(), no_dist=True
+            results, storage_reader=reader, planner=_EmptyStateDictLoadPlanner(), no_dist=True
         )
-        assert set(found) == {*left, "step"}  # common state stays
+        assert set(results) == {*left, "step"}  # common state stays
         assert len(list((tmp_path / "c").glob("__*.distcp"))) == len(left)
         assert load_common_state_dict(tmp_path / "c") == {"step": 3}
         assert len(list((tmp_path / "c").glob("megackpt-*"))) == 2
@@ -260,11 +260,11 @@ def values(value: float) -> dict[str, Any]:
 
 def value_of(store: MemoryStore) -> float:
     """Load everything there is and return the one value that all of it has."""
-    found = {float(v) for t in load_plain_tensors(store).values() for v in t.unique()}
+    result = {float(v) for t in load_plain_tensors(store).values() for v in t.unique()}
     loaded = load({"o": ShardedObject("o", None, (1,), (0,))}, store)
-    found |= {loaded["value"], loaded["o"]}
-    assert len(found) == 1, f"a mixture: {found}"
-    return found.pop()
+    result |= {loaded["value"], loaded["o"]}
+    assert len(result) == 1, f"a mixture: {result}"
+    return result.pop()
 
 
 def saved_in_memory(value: float, *, is_foreign: bool = False) -> MemoryStore:

@@ -73,12 +73,12 @@ SCHEDULES: dict[str, Make] = {
 
 
 def rates(optimizer: SGD, schedule: Any, steps: int) -> list[float]:
-    found = []
+    results = []
     for _ in range(steps):
         optimizer.step()
         schedule.step(*([1.0] if isinstance(schedule, lr_scheduler.ReduceLROnPlateau) else []))
-        found.append(optimizer.param_groups[0]["lr"])
-    return found
+        results.append(optimizer.param_groups[0]["lr"])
+    return results
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
@@ -128,15 +128,15 @@ def test_megatron_s_schedule_goes_on_and_is_compared(tmp_path: Path) -> None:
     trained.step(increment=7)
     path = tmp_path / "c"
     save({"schedule": ScheduleState(trained).sharded_state_dict()}, path)
-    found = {}
+    results = {}
     for when, changes in [("error", {}), ("checkpoint", {"max_lr": 1.0}), ("given", {"max_lr": 1.0})]:
         again = scheduler(**changes)
         state = ScheduleState(again, when_different=when)  # type: ignore[arg-type]
         state.resume(load({"schedule": state.sharded_state_dict()}, path)["schedule"], step=7)
         assert again.num_steps == 7
-        found[when] = again.optimizer.param_groups[0]["lr"]
-    assert found["error"] == found["checkpoint"] == trained.optimizer.param_groups[0]["lr"]
-    assert found["given"] > 0.5
+        results[when] = again.optimizer.param_groups[0]["lr"]
+    assert results["error"] == results["checkpoint"] == trained.optimizer.param_groups[0]["lr"]
+    assert results["given"] > 0.5
     different = ScheduleState(scheduler(max_lr=1.0))
     loaded = load({"schedule": different.sharded_state_dict()}, path)["schedule"]
     with pytest.raises(MismatchError, match=r"max_lr: 0\.001 stored, 1\.0 given"):

@@ -84,12 +84,12 @@ def test_a_state_of_each_rank_is_kept_elsewhere_where_asked_for(tmp_path: Path) 
 def test_parts_are_saved_and_resumed_together_and_report_what_does_not_go_on(tmp_path: Path) -> None:
     def parts(**schedule: float) -> tuple[TrainingState, DataPosition, Counter]:
         data, counter = DataPosition({"files": "v1"}), Counter(0)
-        found = {
+        results = {
             "data": data,
             "schedule": ScheduleState(schedule, when_different="checkpoint"),
             "mine": CommonObject(counter),
         }
-        return TrainingState(found), data, counter
+        return TrainingState(results), data, counter
 
     state, data, counter = parts(peak=1.0)
     data.take(12)

@@ -25,17 +25,17 @@ def loaded(root: Path, step: int) -> float:
 def test_a_save_under_way_fails_when_another_commits_a_newer_step_and_no_committed_step_is_removed(
     tmp_path: Path,
 ) -> None:
-    one, other, slow = Checkpointer(tmp_path), Checkpointer(tmp_path), SlowStrategy()
-    one.save(1, state(1.0))
+    first, other, slow = Checkpointer(tmp_path), Checkpointer(tmp_path), SlowStrategy()
+    first.save(1, state(1.0))
     with ThreadPoolExecutor(1) as threads:
-        saving = threads.submit(one.save, 2, state(2.0), sharded_strategy=slow)
+        saving = threads.submit(first.save, 2, state(2.0), sharded_strategy=slow)
         assert slow.is_written.wait(60)
         other.save(3, state(3.0))
         slow.goes_on.set()
         with pytest.raises(StorageError, match=r"is gone. Another job saves to the same directory"):
             saving.result()
     assert Checkpointer(tmp_path).steps() == (1, 3)
-    one.save(2, state(2.0))
+    first.save(2, state(2.0))
     assert [loaded(tmp_path, step) for step in (1, 2, 3)] == [1.0, 2.0, 3.0]
 
 

@@ -114,16 +114,16 @@ def test_a_conversion_there_and_back_changes_nothing(tmp_path: Path, library: An
         assert megackpt.diff(*stores).is_equal
     # Where the library is there again, what torch_dist holds are its objects.
     sys.modules["someones_library"] = library
-    found = torch.load(tmp_path / "back" / "common.pt", weights_only=False)["args"]
-    assert type(found.config) is library.Config
-    assert type(found.config.table) is library.Table
-    assert torch.equal(found.config.table.pop("a"), torch.ones(2))
-    assert found.config.table == {"b": [library.Mode.ON]}
+    loaded = torch.load(tmp_path / "back" / "common.pt", weights_only=False)["args"]
+    assert type(loaded.config) is library.Config
+    assert type(loaded.config.table) is library.Table
+    assert torch.equal(loaded.config.table.pop("a"), torch.ones(2))
+    assert loaded.config.table == {"b": [library.Mode.ON]}
     for name in ("mode", "activation", "call", "signal", "counts"):
-        assert getattr(found, name) == getattr(expected["args"], name)
-    assert type(found.made) is library.Made
-    assert found.partial.func is torch.nn.functional.gelu
-    assert found.partial.keywords == {"approximate": "tanh"}
+        assert getattr(loaded, name) == getattr(expected["args"], name)
+    assert type(loaded.made) is library.Made
+    assert loaded.partial.func is torch.nn.functional.gelu
+    assert loaded.partial.keywords == {"approximate": "tanh"}
 
 
 def test_stand_ins_show_what_they_stand_for(tmp_path: Path, library: Any) -> None:
@@ -152,8 +152,8 @@ def test_a_load_rejects_what_it_was_asked_for(tmp_path: Path, library: Any) -> N
     _write_torch_dist(tmp_path / "source", library)
     with pytest.raises(UnknownClassError, match=r"names .*someones_library\.Config.*Nothing was run"):
         megackpt.load_common_state_dict(str(tmp_path / "source"))
-    found = megackpt.inspect(tmp_path / "source")
-    assert "ForeignObject" in found.common["args.config"]
+    summary = megackpt.inspect(tmp_path / "source")
+    assert "ForeignObject" in summary.common["args.config"]
 
 
 def test_a_comparison_sees_what_differs_in_unknown_objects(tmp_path: Path, library: Any) -> None:
@@ -216,8 +216,8 @@ def test_nothing_that_a_carried_name_names_is_run(tmp_path: Path) -> None:
     text = b"X" + len(path).to_bytes(4, "little") + path
     for name in (b"shutil\nrmtree", b"pathlib\nPath.mkdir", b"builtins\neval", b"subprocess\ncheck_output"):
         with keep_unknown_values():
-            found = load_value(_zipped(b"\x80\x02c" + name + b"\n" + text + b"\x85R."), where="w")
-        assert isinstance(found, ForeignObject)
+            loaded = load_value(_zipped(b"\x80\x02c" + name + b"\n" + text + b"\x85R."), where="w")
+        assert isinstance(loaded, ForeignObject)
     assert not (tmp_path / "made").exists()
 
 
@@ -325,13 +325,13 @@ def test_a_verification_does_not_fail_on_classes_that_nobody_asked_for(tmp_path:
     _write_torch_dist(tmp_path / "source", library)
     _convert(tmp_path / "source", tmp_path / "back", "torch_dist")
     for name in ("source", "back", "enum"):
-        found = megackpt.verify(tmp_path / name, deep=True)
-        assert (found.damages, found.unknown_values) == ((), 1), name
+        verification = megackpt.verify(tmp_path / name, deep=True)
+        assert (verification.damages, verification.unknown_values) == ((), 1), name
         ran = CliRunner().invoke(verify_command, [str(tmp_path / name), "--deep"])
         assert "1 values (objects or common state) hold classes that are not known here" in ran.output
         assert "damage" not in ran.output
     common = tmp_path / "source" / "common.pt"
     for wrong in (_zipped(b"\x80\x02cos\nsystem\nX\x01\x00\x00\x00a\x85R."), common.read_bytes()[:-900]):
         common.write_bytes(wrong)
-        found = megackpt.verify(tmp_path / "source", deep=True)
-        assert [damage.file for damage in found.damages] == ["common.pt"]
+        verification = megackpt.verify(tmp_path / "source", deep=True)
+        assert [damage.file for damage in verification.damages] == ["common.pt"]

@@ -25,11 +25,11 @@ def test_a_rank_whose_share_takes_longer_than_the_time_out_is_waited_for() -> No
                 progress.advance(1)
         return ShareReport(damages=(Damage(what=f"of {share}"), Damage(what="of all")))
 
-    found = SimulatedWorld(RANKS, timeout_s=TIMEOUT_S).run(
+    results = SimulatedWorld(RANKS, timeout_s=TIMEOUT_S).run(
         lambda group: verify_on_all_ranks(group, look, timeout_s=TIMEOUT_S)
     )
-    assert found[0] == [Damage(what=f"of {(0, 3)}"), Damage(what="of all"), *map(_of, (1, 2))]
-    assert found[1] == found[2] == found[0]
+    assert results[0] == [Damage(what=f"of {(0, 3)}"), Damage(what="of all"), *map(_of, (1, 2))]
+    assert results[1] == results[2] == results[0]
 
 
 def _of(rank: int) -> Damage:
@@ -67,5 +67,5 @@ def test_a_rank_that_finds_much_damage_reports_the_first() -> None:
     def look(progress: Progress, share: tuple[int, int]) -> ShareReport:
         return ShareReport(damages=tuple(Damage(what=str(number)) for number in range(1000)))
 
-    found, _ = SimulatedWorld(2).run(lambda group: verify_on_all_ranks(group, look, timeout_s=60))
-    assert [damage.what for damage in found] == [*map(str, range(20)), "980 more that one rank has found"]
+    damages, _ = SimulatedWorld(2).run(lambda group: verify_on_all_ranks(group, look, timeout_s=60))
+    assert [damage.what for damage in damages] == [*map(str, range(20)), "980 more that one rank has found"]

@@ -33,8 +33,10 @@ class Counted:
 
 def shares_of(directory: Path, count: int) -> tuple[list[tuple[object, ...]], list[Counted]]:
     counted = [Counted() for _ in range(count)]
-    found = [verify_share(LocalStore(directory), DEEP, counted[i], (i, count)).damages for i in range(count)]
-    return found, counted
+    damages = [
+        verify_share(LocalStore(directory), DEEP, counted[i], (i, count)).damages for i in range(count)
+    ]
+    return damages, counted
 
 
 @pytest.mark.parametrize(("format", "count"), [*((format, 3) for format in FORMATS), (NATIVE, 64)], ids=str)
@@ -42,12 +44,12 @@ def test_shares_add_up_to_the_whole(tmp_path: Path, format: tuple[str, int], cou
     saved(tmp_path / "c", format)
     whole = Counted()
     verified = verify_checkpoint(LocalStore(tmp_path / "c"), DEEP, whole)
-    found, counted = shares_of(tmp_path / "c", count)
-    assert not any(found)
-    assert sum(one.planned for one in counted) == whole.planned == verified.nbytes
-    assert [one.done for one in counted] == [one.planned for one in counted]
+    damages, counted = shares_of(tmp_path / "c", count)
+    assert not any(damages)
+    assert sum(progress.planned for progress in counted) == whole.planned == verified.nbytes
+    assert [progress.done for progress in counted] == [progress.planned for progress in counted]
     largest = 4 * 200_000 if format[0] != "zarr" else whole.planned
-    assert max(one.planned for one in counted) <= whole.planned / count + largest
+    assert max(progress.planned for progress in counted) <= whole.planned / count + largest
 
 
 def test_damage_is_found_by_the_share_in_which_it_lies(tmp_path: Path) -> None:
@@ -56,8 +58,8 @@ def test_damage_is_found_by_the_share_in_which_it_lies(tmp_path: Path) -> None:
         flip(file, -1)
     whole = verify_checkpoint(LocalStore(tmp_path / "c"), DEEP, Counted()).damages
     assert len(whole) == 2
-    found, _ = shares_of(tmp_path / "c", 3)
-    assert sorted(map(str, (damage for share in found for damage in share))) == sorted(map(str, whole))
+    damages, _ = shares_of(tmp_path / "c", 3)
+    assert sorted(map(str, (damage for share in damages for damage in share))) == sorted(map(str, whole))
 
 
 def protected(directory: Path, ranks: int) -> Path:
@@ -78,10 +80,10 @@ def test_parity_files_are_shared_too_and_each_byte_of_them_is_reported(tmp_path:
     whole = Counted()
     verified = verify_checkpoint(LocalStore(directory), DEEP, whole)
     assert whole.planned == whole.done == verified.nbytes + parity
-    found, counted = shares_of(directory, 6)
-    assert not any(found)
-    assert sum(one.done for one in counted) == whole.done
-    assert max(one.done for one in counted) < whole.done / 3  # one file each
+    damages, counted = shares_of(directory, 6)
+    assert not any(damages)
+    assert sum(progress.done for progress in counted) == whole.done
+    assert max(progress.done for progress in counted) < whole.done / 3  # one file each
 
 
 @pytest.mark.parametrize("harm", ["flip", "cut", "remove"])
@@ -96,6 +98,6 @@ def test_damage_to_a_parity_file_is_found_by_one_share(tmp_path: Path, harm: str
         file.unlink()
     whole = verify_checkpoint(LocalStore(directory), DEEP, Counted()).damages
     assert [damage.file for damage in whole] == [str(file.relative_to(directory))]
-    found, counted = shares_of(directory, 3)
-    assert [damage for share in found for damage in share] == list(whole)
-    assert [one.done for one in counted] == [one.planned for one in counted]
+    damages, counted = shares_of(directory, 3)
+    assert [damage for share in damages for damage in share] == list(whole)
+    assert [progress.done for progress in counted] == [progress.planned for progress in counted]

@@ -100,33 +100,33 @@ def documents() -> list[Path]:
 
 
 def test_no_word_of_the_list_is_used() -> None:
-    found = [
+    faults = [
         f"{path.relative_to(ROOT)}:{number}: {word!r}; say {WORDS[word]}"
         for path in documents()
         for number, line in enumerate(path.read_text().splitlines(), 1)
         for word in words_of(line)
         if word in WORDS
     ]
-    assert found == []
+    assert faults == []
 
 
 def test_no_name_of_the_package_has_a_vague_word() -> None:
-    found = [
+    faults = [
         f"{path.relative_to(ROOT)}:{number}: {name}"
         for path in sorted((ROOT / "megackpt").rglob("*.py"))
         if "testing" not in path.parts
         for name, number in defined_names(ast.parse(path.read_text()))
         if set(words_of(name)) & NAMES
     ]
-    assert found == []
+    assert faults == []
 
 
 @pytest.mark.parametrize("formula", [r'^(""")?Owns\b', r"Whether it is so\."])
 def test_no_docstring_uses_a_formula(formula: str) -> None:
-    found = [
+    faults = [
         f"{path.relative_to(ROOT)}:{number}"
         for path in documents()
         for number, line in enumerate(path.read_text().splitlines(), 1)
         if re.search(formula, line)
     ]
-    assert found == []
+    assert faults == []

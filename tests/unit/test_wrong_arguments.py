@@ -80,7 +80,7 @@ def test_an_argument_of_a_checkpointer_of_a_wrong_kind_raises_an_error_with_its_
 
 
 @pytest.mark.parametrize(
-    ("kind", "given", "message"),
+    ("kind", "arguments", "message"),
     [
         (SaveOptions, {"timeout_s": "60"}, "timeout_s is '60'; give a finite number above 0"),
         (SaveOptions, {"timeout_s": True}, "timeout_s is True"),
@@ -104,9 +104,9 @@ def test_an_argument_of_a_checkpointer_of_a_wrong_kind_raises_an_error_with_its_
         (SaveSchedule, {"agree_s": None}, "SaveSchedule.agree_s is None"),
     ],
 )
-def test_the_error_states_what_to_give(kind: type, given: dict[str, Any], message: str) -> None:
+def test_the_error_states_what_to_give(kind: type, arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(DeclarationError, match=message):
-        kind(**given)
+        kind(**arguments)
 
 
 @pytest.mark.parametrize("step", ["2", 2.0, math.nan, None, True, -1, 1 << 70, torch.zeros(2)])
@@ -144,9 +144,9 @@ def test_what_is_no_location_is_an_error_of_every_function_that_takes_one(locati
 
 
 def test_wrong_arguments_of_functions_raise_an_error_with_their_names(tmp_path: Path) -> None:
-    for given in ({"options": LoadOptions()}, {"plans": 3}, {"group": "world"}):
-        with pytest.raises(DeclarationError, match=f"{next(iter(given))} is "):
-            save({}, tmp_path, **given)  # type: ignore[arg-type]
+    for arguments in ({"options": LoadOptions()}, {"plans": 3}, {"group": "world"}):
+        with pytest.raises(DeclarationError, match=f"{next(iter(arguments))} is "):
+            save({}, tmp_path, **arguments)  # type: ignore[arg-type]
     with pytest.raises(DeclarationError, match=r"consistancy_check is 3; give a function"):
         save({}, tmp_path, preprocess_common_before_consistancy_check=3)  # type: ignore[arg-type]
     with pytest.raises(DeclarationError, match=r"3.5 is not a save strategy: .* Give the name of a format"):

@@ -64,9 +64,9 @@ def loaded(directory: Path) -> torch.Tensor:
     return got
 
 
-def assert_equal(found: torch.Tensor, values: np.ndarray[Any, Any]) -> None:
-    assert found.numpy().tobytes() == np.ascontiguousarray(values).tobytes()
-    assert tuple(found.shape) == values.shape
+def assert_equal(actual: torch.Tensor, values: np.ndarray[Any, Any]) -> None:
+    assert actual.numpy().tobytes() == np.ascontiguousarray(values).tobytes()
+    assert tuple(actual.shape) == values.shape
 
 
 VALUES = {
@@ -92,11 +92,11 @@ def test_what_stock_zarr_wrote_without_a_metadata_json_is_loaded(tmp_path: Path,
     nested = group.create_array("layer/weight", shape=(4,), chunks=(2,), dtype="i2")
     nested[...] = np.arange(1, 5)
     assert check_is_distributed_checkpoint(tmp_path)
-    found = load_plain_tensors(tmp_path)
-    assert set(found) == {*VALUES, "layer/weight"}
+    result = load_plain_tensors(tmp_path)
+    assert set(result) == {*VALUES, "layer/weight"}
     for name, values in VALUES.items():
-        assert_equal(found[name], values)
-    assert found["layer/weight"].tolist() == [1, 2, 3, 4]
+        assert_equal(result[name], values)
+    assert result["layer/weight"].tolist() == [1, 2, 3, 4]
     assert load_common_state_dict(tmp_path) == {}
 
 
@@ -152,9 +152,9 @@ def test_what_tensorstore_wrote_in_shards_and_in_dtypes_that_zarr_lacks_is_read(
     path = {"driver": "file", "path": f"{tmp_path}/a/"}
     opened = ts.open({"driver": "zarr3", "kvstore": path, "schema": schema, "create": True}).result()
     opened.write(data.view(torch.int16).numpy().view(opened.dtype.numpy_dtype)).result()
-    found = load_plain_tensors(tmp_path)["a"]
-    assert found.dtype == torch.bfloat16
-    assert torch.equal(found, data)
+    result = load_plain_tensors(tmp_path)["a"]
+    assert result.dtype == torch.bfloat16
+    assert torch.equal(result, data)
 
 
 @pytest.mark.parametrize("version", [1, 3])
@@ -359,8 +359,8 @@ def test_metadata_of_arrays_and_objects_is_listed(tmp_path: Path) -> None:
     for version in (1, 3):
         state = {"a": tensor("a", DATA), "o": ShardedObject("o", 1, (1,), (0,))}
         save(state, tmp_path / str(version), sharded_strategy=("zarr", version))
-        found = load_sharded_metadata(tmp_path / str(version))
-        assert {key: value.global_shape for key, value in found.items()} == {
+        metadata = load_sharded_metadata(tmp_path / str(version))
+        assert {key: value.global_shape for key, value in metadata.items()} == {
             "a": (6, 10),
             "o/shard_0_1": (1,),
         }

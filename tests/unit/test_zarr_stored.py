@@ -92,10 +92,10 @@ def test_all_dtypes_and_shapes_are_read_by_stock_zarr_and_tensorstore(
     ):
         directory = tmp_path / str(strategy.version)
         save({"a": tensor("a", data)}, directory, sharded_strategy=strategy)
-        found = load_plain_tensors(directory)["a"]
-        assert found.dtype == data.dtype
-        assert found.shape == data.shape
-        assert bits(found) == bits(data)
+        loaded = load_plain_tensors(directory)["a"]
+        assert loaded.dtype == data.dtype
+        assert loaded.shape == data.shape
+        assert bits(loaded) == bits(data)
         if strategy.version == 1:
             driver, path = "zarr", directory / "a"
         else:
@@ -135,8 +135,8 @@ def test_keys_that_are_no_paths_are_errors_in_version_1_and_encoded_by_version_3
     ]  # fmt: skip
     state = {key: tensor(key, torch.tensor([float(i)])) for i, key in enumerate(keys)}
     save(state, tmp_path / "3", sharded_strategy=THREE)
-    found = load_plain_tensors(tmp_path / "3")
-    assert {key: value.item() for key, value in found.items()} == {key: i for i, key in enumerate(keys)}
+    loaded = load_plain_tensors(tmp_path / "3")
+    assert {key: value.item() for key, value in loaded.items()} == {key: i for i, key in enumerate(keys)}
     outside = {p for p in tmp_path.iterdir()}
     assert outside == {tmp_path / "3"}
     for key in keys[:8]:

@@ -97,8 +97,8 @@ def main(directory: Path) -> None:
             model.weight.add_(1)
         torch_xla.sync()
         megackpt.save({"w": model.weight}, store)
-        found = megackpt.load_plain_tensors(store)["w"]
-        assert torch.equal(found, model.weight.detach().cpu()), step
+        result = megackpt.load_plain_tensors(store)["w"]
+        assert torch.equal(result, model.weight.detach().cpu()), step
     print("every device has what was saved")
 
 
