@@ -64,7 +64,7 @@ HEAD = """# Every option
 
 What can be set, by where it is given, with its default; made from the docstrings by
 `python -m tests.options_page`. Arguments of a `Checkpointer` have a [table of their
-own](checkpointer.md#options), and `megackpt COMMAND --help` tells the flags of a command. `CheckpointConfig`,
+own](checkpointer.md#options), and `megackpt COMMAND --help` lists the flags of a command. `CheckpointConfig`,
 names that users of Megatron-Core know, is in [strategies](strategies.md).
 """
 

@@ -53,10 +53,10 @@ def test_simulated_ranks_declare_what_real_ones_do(layout: str, sizes: ModelSize
 def check_declarations(sizes: ModelSizes, where: ParallelLayout) -> None:
     everyone = simulated(sizes, where)
     for rank in range(where.world_size):
-        mine = everyone.take(everyone.rank == rank)
+        declared = everyone.take(everyone.rank == rank)
         flattened = flatten_state(real_state(sizes, where, rank), rank=rank, ranks=where.world_size)
-        assert rows_of(mine) == rows_of(describe(flattened.entities, rank=rank))
-        assert sorted(mine.entity.tolist()) == list(range(len(mine)))
+        assert rows_of(declared) == rows_of(describe(flattened.entities, rank=rank))
+        assert sorted(declared.entity.tolist()) == list(range(len(declared)))
 
 
 @pytest.mark.parametrize(("layout", "query_groups"), [("tp4,pp2,dp2", 2), ("tp4,dp3", 1), ("tp2,dp2", 1)])

@@ -130,11 +130,15 @@ def test_the_states_of_a_checkpoint_are_those_of_its_model(tmp_path: Path) -> No
     assert outcome.index_nbytes == simulated.index_nbytes
     assert set(states) == {"fp32_param", "exp_avg", "exp_avg_sq"}
     assert model.layers == 3
-    found = {weight.key: weight for weight, _ in model.weights()}
+    weights = {weight.key: weight for weight, _ in model.weights()}
     for weight, _ in build_model(TIED).weights():
-        mine = found[weight.key]
-        assert (mine.inner, mine.tp_dim, mine.dtype) == (weight.inner, weight.tp_dim, weight.dtype)
-        assert mine.is_vocabulary or mine.parts == weight.parts
+        weight_of_key = weights[weight.key]
+        assert (weight_of_key.inner, weight_of_key.tp_dim, weight_of_key.dtype) == (
+            weight.inner,
+            weight.tp_dim,
+            weight.dtype,
+        )
+        assert weight_of_key.is_vocabulary or weight_of_key.parts == weight.parts
     target = parse_layout("tp2,pp1,dp2")
     load = simulate_load(model, target, stored, states=states, bucket_size=BUCKET)
     same = simulate_load(
@@ -161,15 +165,15 @@ def test_a_bounding_box_holds_the_same_elements_in_the_same_order(
     high = data.draw(st.integers(low, numel))
     start = [data.draw(st.integers(0, 3)) for _ in shape]
     whole = ArraySpec("w", "float32", tuple(a + n for a, n in zip(start, shape, strict=True)))
-    one = np.array([0], np.int64)
+    ones = np.array([0], np.int64)
     table = ChunkTable(
         (whole,),
-        one,
+        ones,
         np.array([start]),
         np.array([shape]),
-        one + low,
-        one + high,
-        one + 4 * (high - low),
+        ones + low,
+        ones + high,
+        ones + 4 * (high - low),
     )
     messages = with_bounding_boxes(table)
     assert elements(messages) == elements(table)
@@ -212,9 +216,9 @@ def test_plans_by_bounding_boxes_are_the_plans_by_boxes() -> None:
 
 def chunk(shape: tuple[int, ...], *, of: ArraySpec) -> ChunkTable:
     """The first box of this shape."""
-    one, numel = np.zeros(1, np.int64), int(np.prod(shape))
+    ones, numel = np.zeros(1, np.int64), int(np.prod(shape))
     start = np.zeros((1, len(shape)), np.int64)
-    return ChunkTable((of,), one, start, np.array([shape]), one, one + numel, one + 4 * numel)
+    return ChunkTable((of,), ones, start, np.array([shape]), ones, ones + numel, ones + 4 * numel)
 
 
 @pytest.mark.parametrize("block", [1, 64, 1 << 18])

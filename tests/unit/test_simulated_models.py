@@ -197,9 +197,9 @@ def test_a_model_is_recognised_by_the_arrays_of_one_process(
     # A multiple of 128, so that no padding is taken for a part of the vocabulary.
     model = build_model(replace(PRESETS[preset], num_layers=5, vocab_size=1024))
     _, plan = simulate_save(model, ParallelLayout(), states=states)
-    found, found_states = model_of(plan.table)
-    assert found.layers == 5
-    assert {w.key: (w, axes) for w, axes in found.weights()} == {
+    described, found_states = model_of(plan.table)
+    assert described.layers == 5
+    assert {w.key: (w, axes) for w, axes in described.weights()} == {
         # Without an optimizer nothing tells a buffer from a parameter.
         w.key: (replace(w, is_trained=w.is_trained or states == ()), axes)
         for w, axes in model.weights()
