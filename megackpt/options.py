@@ -208,6 +208,11 @@ class LoadOptions:
         rename: stored keys under other names, `{"old.*": "new.*"}`: the stored key `old.x` answers a request
             for `new.x`. Each `*` matches any text, in order; the first pattern that matches counts.
         exclude: globs of requested keys that are not loaded: those entities keep their data.
+        complete: prove, before anything is read, that the ranks together request all of the checkpoint: each
+            stored key (unless a rule ignores `missing`), and each element of each array from exactly one main
+            replica, as a save proves it; and that common state in the request is equal on all ranks. So a
+            layer or an expert that no rank requests, or two ranks, is an error. Needs one gather of what the
+            ranks request.
         allow_unsafe_pickle: in formats that contain pickles (never the native one), load any class they name.
             Unpickling runs code that the file chooses: set it only for a checkpoint you trust.
         load_on_device: load straight into the given tensors. False: tensors that are not in host memory stay
@@ -240,6 +245,7 @@ class LoadOptions:
     rules: tuple[KeyRule, ...] = ()
     rename: Mapping[str, str] = field(default_factory=dict)
     exclude: tuple[str, ...] = ()
+    complete: bool = False
     allow_unsafe_pickle: bool = False
     load_on_device: bool = True
     exchange: Exchange = "direct"
@@ -249,7 +255,7 @@ class LoadOptions:
     copies: tuple[Any, ...] = ()  # str, os.PathLike or Store, which options do not know
 
     def __post_init__(self) -> None:
-        for name in ("verify", "allow_unsafe_pickle", "load_on_device", "cpu_transfer"):
+        for name in ("verify", "complete", "allow_unsafe_pickle", "load_on_device", "cpu_transfer"):
             check_flag(name, getattr(self, name))
         self._check_fallback()
         self._check_keys()

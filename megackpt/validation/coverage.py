@@ -1,4 +1,4 @@
-"""Proof that every element of every global array, and every object, is saved exactly once.
+"""Proof that every element of every global array, and every object, is saved (or requested) exactly once.
 
 The chunks of main replicas become rectangles, and `geometry.tiling` proves that they tile the arrays. Ranks
 may cut an array in any way: fragments need not be equal, as long as their union is the array and none
@@ -8,7 +8,8 @@ overlap.
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Literal, TypeAlias
 
 import numpy as np
 
@@ -16,6 +17,8 @@ from megackpt.errors import CoverageError, rank_list, truncated_list
 from megackpt.geometry import Ints, rectangles_of
 from megackpt.geometry.tiling import Mask, Rectangles, Regions, uncovered_regions
 from megackpt.metadata import OBJECT, ArraySpec, ChunkTable, DeclaredChunks
+
+Doing: TypeAlias = Literal["saved", "requested"]
 
 SHOWN = 10
 """How many faults of one kind the error describes. The others are only counted."""
@@ -33,6 +36,7 @@ class Fault:
         savers: ranks whose main replicas overlap the region.
         copies: ranks whose other replicas overlap it.
         declarers: ranks that declare any chunk of the array.
+        doing: what the ranks' declarations are for.
     """
 
     spec: ArraySpec
@@ -42,6 +46,7 @@ class Fault:
     savers: tuple[int, ...]
     copies: tuple[int, ...]
     declarers: tuple[int, ...]
+    doing: Doing = "saved"
 
     def __str__(self) -> str:
         is_object = self.spec.dtype == OBJECT and self.count >= 0
@@ -60,22 +65,22 @@ def _object_fault(fault: Fault) -> str:
     offset, shape = (".".join(map(str, numbers)) for numbers in (fault.start, fault.spec.global_shape))
     name = f"object {f'{fault.spec.key}/shard_{offset}_{shape}'!r}"
     if fault.count == 0:
-        return f"{name} is saved by no rank"
-    return f"{name} is saved by more than one main replica ({_savers_text(fault)})"
+        return f"{name} is {fault.doing} by no rank"
+    return f"{name} is {fault.doing} by more than one main replica ({_savers_text(fault)})"
 
 
 def _element_fault(fault: Fault) -> str:
     region = ", ".join(f"{a}:{b}" for a, b in zip(fault.start, fault.stop, strict=True))
     shape = f"(global shape {fault.spec.global_shape})"
     if fault.count == 0:
-        return f"{fault.spec.key!r}: elements [{region}] are saved by no rank {shape}"
+        return f"{fault.spec.key!r}: elements [{region}] are {fault.doing} by no rank {shape}"
     if fault.count < 0:
         return (
-            f"{fault.spec.key!r}: many elements within [{region}] are saved by no rank or by more than one "
-            f"main replica {shape}"
+            f"{fault.spec.key!r}: many elements within [{region}] are {fault.doing} by no rank or by more "
+            f"than one main replica {shape}"
         )
     return (
-        f"{fault.spec.key!r}: elements [{region}] are saved by more than one main replica "
+        f"{fault.spec.key!r}: elements [{region}] are {fault.doing} by more than one main replica "
         f"({_savers_text(fault)}) {shape}"
     )
 
@@ -107,8 +112,12 @@ def coverage_faults(table: ChunkTable, keys: Collection[str]) -> list[Fault]:
     return faults
 
 
-def check_coverage(declared: DeclaredChunks) -> None:
+def check_coverage(declared: DeclaredChunks, *, doing: Doing = "saved") -> None:
     """Prove that main replicas cover every element of every array exactly once.
+
+    Args:
+        declared: what all ranks declare.
+        doing: what they declare it for; a word of the error.
 
     Raises:
         CoverageError: lists the first faults of each kind, sorted by key and region, and how many there are.
@@ -118,7 +127,7 @@ def check_coverage(declared: DeclaredChunks) -> None:
     is_counted = declared.main & (table.flat_stop > table.flat_start)
     regions = uncovered_regions(_rectangles(table, is_counted), table.padded_global_shape())
     if regions:
-        raise _coverage_error(declared, regions)
+        raise _coverage_error(declared, regions, doing)
 
 
 def _rectangles(table: ChunkTable, is_counted: Mask) -> Rectangles:
@@ -169,18 +178,19 @@ def _filled_boxes(table: ChunkTable, numel: Ints) -> tuple[Ints, Ints]:
     return first[is_filled], np.flatnonzero(np.repeat(~is_filled, np.diff(np.append(first, len(table)))))
 
 
-def _coverage_error(declared: DeclaredChunks, regions: Sequence[Regions]) -> CoverageError:
+def _coverage_error(declared: DeclaredChunks, regions: Sequence[Regions], doing: Doing) -> CoverageError:
     """Describe the faults, kind by kind: elements, then objects; saved by no rank, then by several."""
     is_object = np.array([spec.dtype == OBJECT for spec in declared.table.arrays])
     faults_of_kinds: list[list[Fault]] = []
     sections: list[str] = []
     for of_objects in (False, True):
         of_kind = [r for r in regions if is_object[r.array] == of_objects]
-        for title, several in (("Saved by no rank", False), ("Saved more than once", True)):
+        for title, several in (("by no rank", False), ("more than once", True)):
             faults, total = _first_faults(declared, of_kind, several=several, one_by_one=of_objects)
             if total:
                 faults_of_kinds.append(faults)
-                sections.append(f"{title}:\n{truncated_list([str(f) for f in faults], total=total)}")
+                lines = [str(replace(fault, doing=doing)) for fault in faults]
+                sections.append(f"{doing.capitalize()} {title}:\n{truncated_list(lines, total=total)}")
     first = min((faults[0] for faults in faults_of_kinds), key=lambda f: (f.spec.key, f.start))
     return CoverageError(
         "The ranks' declarations do not cover everything exactly once.\n" + "\n".join(sections) + "\n"

@@ -27,14 +27,16 @@ log = logging.getLogger(__name__)
 class LoadRules:
     """What a load does about each difference: the first rule for the key, else the default of the mode."""
 
-    def __init__(self, rules: Sequence[KeyRule], strict: StrictHandling) -> None:
+    def __init__(self, rules: Sequence[KeyRule], strict: StrictHandling, *, complete: bool = False) -> None:
         self._rules = rules
         self._strict = strict
+        self._missing = Policy.ERROR if complete else strict.on_missing
+        self._looks_for_missing_keys = complete or strict.looks_for_missing_keys
 
     @property
     def look_for_missing_keys(self) -> bool:
         """Whether missing keys matter, so that ranks must exchange their requested keys."""
-        return self._strict.looks_for_missing_keys or any(
+        return self._looks_for_missing_keys or any(
             r.missing not in (None, Policy.IGNORE) for r in self._rules
         )
 
@@ -67,11 +69,11 @@ class LoadRules:
         if not self.look_for_missing_keys:
             return []
         by_key = [f"{r.keys}: {r.missing.value}" for r in self._rules if r.missing is not None]
-        return [f"*: {self._strict.on_missing.value}", *by_key]
+        return [f"*: {self._missing.value}", *by_key]
 
     def on_missing(self, key: str) -> Policy:
         """Return what to do about a key that no rank requests."""
-        return self.policy("missing", key, default=self._strict.on_missing)
+        return self.policy("missing", key, default=self._missing)
 
     def on_empty_container(self, key: str) -> Policy:
         """Return what to do about a key that no rank requests, below an empty dict or list of the request.
@@ -135,7 +137,8 @@ def check_missing_keys(
         return MissingKeyError(
             f"{where} holds {len(keys)} keys that no rank asks "
             f"for:\n{truncated_list([repr(k) for k in keys])}\n"
-            f"Ask for them, or load with a mode of strict= that lets them be.",
+            f"Ask for them, or leave them: with KeyRule(keys=..., missing=Policy.IGNORE), or by a mode of "
+            f"strict= or LoadOptions(complete=False).",
             key=keys[0],
             path=where,
         )

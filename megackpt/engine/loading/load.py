@@ -21,6 +21,7 @@ from megackpt.engine.loading.rank_checks import (
     find_missing_keys,
 )
 from megackpt.engine.loading.reading import Reader, check_exchange_group, connect_reader
+from megackpt.engine.loading.request_coverage import check_request_coverage
 from megackpt.engine.loading.source import open_source
 from megackpt.errors import RankFailedError, truncated_list
 from megackpt.mapping import StateDict
@@ -60,6 +61,8 @@ def load_state(request: LoadRequest, group: Group) -> LoadResult:
             log_notices(ranks.values("notices"))
         check_empty_requests(prepared, ranks, group)
         missing = find_missing_keys(prepared, ranks, group)
+        if request.options.complete:
+            check_request_coverage(prepared, group)
 
         reader = connect_reader(request, prepared, group)
         state, messages = run_and_all_gather(
@@ -77,7 +80,7 @@ def load_state(request: LoadRequest, group: Group) -> LoadResult:
 def _open_and_prepare(request: LoadRequest, group: Group, resources: ExitStack) -> tuple[PreparedLoad, bytes]:
     """Do everything that needs no other rank and reads no tensor; return what the other ranks compare."""
     options = request.options
-    rules = LoadRules(options.rules, StrictHandling.of(request.strict))
+    rules = LoadRules(options.rules, StrictHandling.of(request.strict), complete=options.complete)
     check_exchange_group(options, request.exchange_group)
     with collected_notices() as notices:
         store = resources.enter_context(request.open_store())

@@ -44,6 +44,7 @@ def answer_of(request: LoadRequest, prepared: PreparedLoad, notices: Notices) ->
         "requested": sorted(prepared.keys.requested) if looks_for_missing else [],
         "empty_containers": prepared.empty_containers,
         "missing_key_rules": [rules.about_missing_keys, dict(options.rename) if looks_for_missing else 0],
+        "complete": options.complete,
         "notices": notices,
         "exchange": options.exchange,
         "cpu_transfer": options.cpu_transfer,
@@ -57,6 +58,7 @@ _EQUAL_FIELDS = {
     "timeout_s": "LoadOptions.timeout_s",
     "cpu_transfer": "cpu_transfer",
     "has_exchange_group": "whether they give an exchange_group",
+    "complete": "LoadOptions.complete",
     "missing_key_rules": "what they do about missing keys (strict, rules and rename)",
 }
 """Fields that must be equal on all ranks, and what to call them."""

@@ -22,7 +22,7 @@ from megackpt.engine.data.device_copies import follow, host_parts, parts_in_buff
 from megackpt.engine.data.tensor_bytes import check_source
 from megackpt.engine.saving.plan_cache import CachedPlan
 from megackpt.engine.saving.save_request import SaveRequest
-from megackpt.engine.saving.unmarked_replicas import choose_lowest_rank_as_main, digests_of_unmarked_replicas
+from megackpt.engine.saving.unmarked_replicas import digests_of_unmarked_replicas
 from megackpt.engine.state.flatten import FlattenedState, flatten_state
 from megackpt.errors import DeclarationError, UnsupportedError
 from megackpt.formats.strategy import ChunkParts, SaveStrategy
@@ -31,7 +31,7 @@ from megackpt.mapping import ShardedTensor, is_main_replica
 from megackpt.mapping.describe import describe
 from megackpt.mapping.tree import ABSENT, Steps, dotted, without_empty
 from megackpt.metadata import DIGEST_BLOCK_BYTES, DeclaredChunks, PackedDeclarations, pack_declarations
-from megackpt.planning import SavePlan
+from megackpt.planning import SavePlan, choose_lowest_rank_as_main
 from megackpt.storage import digest_of, digest_of_parts
 
 

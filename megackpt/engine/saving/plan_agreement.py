@@ -23,7 +23,6 @@ from megackpt.comm import (
 )
 from megackpt.engine.saving.local_state import LocalState
 from megackpt.engine.saving.save_hook import PlanCompletion
-from megackpt.engine.saving.unmarked_replicas import choose_main_replicas
 from megackpt.errors import CoverageError
 from megackpt.geometry import Ints
 from megackpt.metadata import (
@@ -38,6 +37,7 @@ from megackpt.metadata import (
 )
 from megackpt.planning import (
     SavePlan,
+    choose_main_replicas,
     object_sizes,
     pack_rows,
     plan_main_replicas,

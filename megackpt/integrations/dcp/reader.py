@@ -185,7 +185,7 @@ def _check_followed(options: LoadOptions) -> None:
         DeclarationError: naming them, and what to do instead.
     """
     default = LoadOptions()
-    names = ("rename", "exclude", "exchange", "load_on_device", "on_corrupt")
+    names = ("rename", "exclude", "complete", "exchange", "load_on_device", "on_corrupt")
     ignored = [name for name in names if getattr(options, name) != getattr(default, name)]
     if ignored:
         raise DeclarationError(

@@ -34,11 +34,7 @@ from torch.distributed.checkpoint.planner import (
 
 from megackpt.codec import leaf_digests, pack
 from megackpt.engine.data.tensor_bytes import check_source
-from megackpt.engine.saving.unmarked_replicas import (
-    choose_lowest_rank_as_main,
-    digests_of_unmarked_replicas,
-    keep_lowest_main,
-)
+from megackpt.engine.saving.unmarked_replicas import digests_of_unmarked_replicas
 from megackpt.engine.state.flatten import FlattenedState, flatten_state
 from megackpt.errors import DeclarationError
 from megackpt.integrations.dcp.location import rank_and_size
@@ -56,7 +52,7 @@ from megackpt.metadata import (
     pack_columns,
     unpack_columns,
 )
-from megackpt.planning import plan_save
+from megackpt.planning import choose_lowest_rank_as_main, keep_lowest_main, plan_save
 from megackpt.validation import (
     check_common_equal,
     check_copies_equal,

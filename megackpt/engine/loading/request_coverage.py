@@ -1,0 +1,104 @@
+"""Proof that the ranks of a load together request the whole checkpoint, each element from one main replica.
+
+Without it a load is content with what each rank requests, so that a part of a checkpoint can be loaded: a
+layer or an expert that all ranks leave out keeps its initial values, and nobody notices. The proofs are those
+of a save. Ranks send what they request to rank 0, equal lists of replicas once.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from megackpt.codec import leaf_digests
+from megackpt.comm import Group, rank_0_errors_on_all_ranks, run_and_gather, run_on_all_ranks
+from megackpt.engine.checkpoint.common_arrays import map_common
+from megackpt.engine.loading.prepare import PreparedLoad
+from megackpt.errors import CoverageError
+from megackpt.mapping.describe import describe
+from megackpt.mapping.tree import ABSENT, Steps, without_empty
+from megackpt.metadata import PackedDeclarations, merge_packed_declarations, pack_declarations
+from megackpt.planning import choose_main_replicas
+from megackpt.storage import digest_of
+from megackpt.validation import check_common_equal, check_coverage
+
+_DOING = "comparing requests"
+
+
+def check_request_coverage(prepared: PreparedLoad, group: Group) -> None:
+    """Prove that main replicas of all ranks request every element of every requested array once. Collective.
+
+    Plain tensors, which every rank requests as a whole, and objects are not part of the proof. Common state
+    of the request must be equal on all ranks, tensors aside, though it is not loaded into: a stage table in
+    it shows ranks that disagree about the stages.
+
+    Raises:
+        CoverageError: names the elements that no rank requests, or several, and the ranks.
+        MismatchError: ranks request an array with different shapes or dtypes.
+        CommonStateError: names the leaves of common state that differ, and the ranks.
+    """
+    _check_common(prepared, group)
+    packed = _packed_request(prepared, group.rank)
+    digest = digest_of(packed.replica_rows).encode()
+    digests = run_on_all_ranks(group, lambda: digest, doing=_DOING)
+    is_first = digests.index(digest) == group.rank
+    replica_rows = packed.replica_rows if is_first else b""
+    head = len(packed.main_rows).to_bytes(8, "little")
+    messages = run_and_gather(group, lambda: head + packed.main_rows + replica_rows, doing=_DOING)
+    with rank_0_errors_on_all_ranks(group, _DOING):
+        if group.rank == 0:
+            _check(messages, digests)
+
+
+def _check_common(prepared: PreparedLoad, group: Group) -> None:
+    digests_of_ranks = run_on_all_ranks(
+        group, lambda: digest_of(_common_digests(prepared)).encode(), doing=_DOING
+    )
+    if len(set(digests_of_ranks)) == 1:
+        return
+    digests = run_and_gather(group, lambda: _common_digests(prepared), doing=_DOING)
+    with rank_0_errors_on_all_ranks(group, _DOING):
+        if group.rank == 0:
+            check_common_equal([json.loads(of_rank) for of_rank in digests])
+
+
+def _common_digests(prepared: PreparedLoad) -> bytes:
+    """Return digests of the leaves of common state of the request, without tensors, as sorted JSON."""
+    common = without_empty(map_common(_without_tensor, prepared.flattened.common))
+    return json.dumps(leaf_digests({} if common is ABSENT else common), sort_keys=True).encode()
+
+
+def _without_tensor(steps: Steps, leaf: Any) -> Any:
+    return ABSENT if isinstance(leaf, torch.Tensor) else leaf
+
+
+def _packed_request(prepared: PreparedLoad, rank: int) -> PackedDeclarations:
+    flattened = prepared.flattened
+    not_proved = prepared.keys.left_out | prepared.common.unanswered
+    tensors = [tensor for tensor in flattened.tensors if tensor.key not in not_proved]
+    return pack_declarations(
+        describe(tensors, rank=rank), replicated=flattened.replicated, on_some_ranks=flattened.on_some_ranks
+    )
+
+
+def _check(messages: Sequence[bytes], digests: Sequence[bytes]) -> None:
+    stops = [8 + int.from_bytes(message[:8], "little") for message in messages]
+    ranks_of_digest: dict[bytes, list[int]] = {}
+    for rank, digest in enumerate(digests):
+        ranks_of_digest.setdefault(digest, []).append(rank)
+    owner_groups = list(ranks_of_digest.values())
+    merged, marks = merge_packed_declarations(
+        [message[8:stop] for message, stop in zip(messages, stops, strict=True)],
+        [messages[ranks[0]][stops[ranks[0]] :] for ranks in owner_groups],  # sent by the lowest rank
+        [np.array(ranks, np.int64) for ranks in owner_groups],
+    )
+    merged = choose_main_replicas(merged, marks)
+    try:
+        check_coverage(merged.declared, doing="requested")
+    except CoverageError:
+        check_coverage(merged.expanded(), doing="requested")  # raises the same error, and names every rank
+        raise
