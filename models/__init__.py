@@ -1,7 +1,7 @@
 """Models composed of megackpt's parallel layers. They declare; no offset is computed here."""
 
-from models.config import GPTConfig
+from models.config import GPTConfig, MoEConfig
 from models.gpt import GPT, build_gpt
 from models.init import init_weights
 
-__all__ = ["GPT", "GPTConfig", "build_gpt", "init_weights"]
+__all__ = ["GPT", "GPTConfig", "MoEConfig", "build_gpt", "init_weights"]

@@ -5,12 +5,76 @@ Sizes and choices, and the check that a parallel layout is possible with them.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
 from megackpt.errors import DeclarationError
-from megackpt.parallel import ParallelLayout, StageTable
+from megackpt.parallel import Capacity, ParallelLayout, RoutingOptions, StageTable
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MoEConfig:
+    """The mixture of experts that some or all layers have instead of one gated MLP.
+
+    Attributes:
+        num_experts: routed experts of a layer.
+        ffn_hidden_size: extent inside of one of them.
+        routing: how tokens are routed, and which losses balance the experts.
+        capacity: limit on the tokens of an expert; None drops no token.
+        shared_ffn_hidden_size: extent inside of the shared experts, which all tokens go to; 0 for none.
+        shared_gate: whether the shared experts' output is multiplied by a sigmoid of the token.
+        layer_freq: which layers have experts: layers 0, n, 2n, ... for a number n; for a sequence, those with
+            a 1 of the 0 and 1 for each layer.
+
+    Raises:
+        DeclarationError: a size below 1, routing options that do not fit the number of experts, a gate
+            without shared experts, a sequence of other values than 0 and 1.
+
+    Source: Megatron-Core `TransformerConfig` (`moe_layer_freq`, `moe_shared_expert_intermediate_size`).
+    """
+
+    num_experts: int
+    ffn_hidden_size: int
+    routing: RoutingOptions = field(default_factory=RoutingOptions)
+    capacity: Capacity | None = None
+    shared_ffn_hidden_size: int = 0
+    shared_gate: bool = False
+    layer_freq: int | tuple[int, ...] = 1
+
+    def __post_init__(self) -> None:
+        for name in ("num_experts", "ffn_hidden_size"):
+            if getattr(self, name) < 1:
+                raise DeclarationError(f"MoEConfig.{name} is {getattr(self, name)}. It must be at least 1.")
+        if faults := self.routing.faults(self.num_experts):
+            raise DeclarationError(f"MoEConfig.routing does not fit: {'; '.join(faults)}. Change either.")
+        if self.shared_ffn_hidden_size < 0 or (self.shared_gate and not self.shared_ffn_hidden_size):
+            raise DeclarationError(
+                f"MoEConfig.shared_ffn_hidden_size is {self.shared_ffn_hidden_size} and shared_gate is "
+                f"{self.shared_gate}. Give the shared experts a size, or have neither."
+            )
+        if isinstance(self.layer_freq, int):
+            if self.layer_freq < 1:
+                raise DeclarationError(f"MoEConfig.layer_freq is {self.layer_freq}. It must be at least 1.")
+        elif set(self.layer_freq) - {0, 1}:
+            raise DeclarationError(
+                f"MoEConfig.layer_freq is {self.layer_freq}. Give a 0 (dense) or 1 (experts) for each layer."
+            )
+
+    def pattern(self, num_layers: int) -> tuple[bool, ...]:
+        """Return for each of `num_layers` layers whether it has experts. Pure."""
+        if isinstance(self.layer_freq, int):
+            return tuple(index % self.layer_freq == 0 for index in range(num_layers))
+        return tuple(map(bool, self.layer_freq))
+
+    def faults(self, layout: ParallelLayout) -> list[str]:
+        """Return what does not fit `layout`, in words; empty if all does. Pure."""
+        cuts = (
+            ("num_experts", self.num_experts, "ep", layout.ep),
+            ("ffn_hidden_size of experts", self.ffn_hidden_size, "etp", layout.etp),
+            ("shared_ffn_hidden_size", self.shared_ffn_hidden_size, "tp", layout.tp),
+        )
+        return [f"{name} {n} is not a multiple of {axis}={size}" for name, n, axis, size in cuts if n % size]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,9 +97,11 @@ class GPTConfig:
         init_std: standard deviation of the initial weights.
         make_vocab_divisible: rows of the vocabulary per tp rank are a multiple of this.
         params_dtype: dtype of parameters and activations.
+        moe: the mixture of experts that layers have instead of the MLP; None if all layers are dense.
 
     Raises:
-        DeclarationError: a size below 1, heads that do not divide, or a probability outside of [0, 1).
+        DeclarationError: a size below 1, heads that do not divide, a probability outside of [0, 1), or a
+            sequence of layers with experts that has another length than num_layers.
     """
 
     vocab_size: int
@@ -53,6 +119,7 @@ class GPTConfig:
     init_std: float = 0.02
     make_vocab_divisible: int = 128
     params_dtype: torch.dtype = torch.float32
+    moe: MoEConfig | None = None
 
     def __post_init__(self) -> None:
         for name in ("vocab_size", "hidden_size", "num_layers", "num_heads", "seq_length"):
@@ -73,6 +140,11 @@ class GPTConfig:
             raise DeclarationError(f"GPTConfig.ffn_hidden_size is {self.ffn_size}. It must be at least 1.")
         if not 0 <= self.dropout < 1:
             raise DeclarationError(f"GPTConfig.dropout is {self.dropout}. It must be in [0, 1).")
+        if len(self.moe_layers) != self.num_layers:
+            raise DeclarationError(
+                f"GPTConfig.moe has a layer_freq of {len(self.moe_layers)} layers, but num_layers is "
+                f"{self.num_layers}. Give one number for each layer."
+            )
 
     @property
     def head_dim(self) -> int:
@@ -91,15 +163,23 @@ class GPTConfig:
             return self.ffn_hidden_size
         return -(-8 * self.hidden_size // (3 * 64)) * 64  # three matrices as large as the usual two of 4 h
 
+    @property
+    def moe_layers(self) -> tuple[bool, ...]:
+        """For each layer, whether it has a mixture of experts."""
+        return (False,) * self.num_layers if self.moe is None else self.moe.pattern(self.num_layers)
+
     def check_layout(self, layout: ParallelLayout, stages: StageTable | None = None) -> None:
         """Check that `layout`, with a table of its stages or an even one, can hold this model. Pure.
 
         Raises:
             DeclarationError: tp does not divide the heads or MLP, neither of tp and the query groups divides
-                the other, or there are more stages than layers and no table that says so; all of them are
-                named. Or the table is one for another layout or number of layers.
+                the other, ep does not divide the experts or etp one of them, or there are more stages than
+                layers and no table that says so; all of them are named. Or the table is one for another
+                layout or number of layers.
         """
-        cut = {"num_heads": self.num_heads, "ffn_hidden_size": self.ffn_size}
+        cut = {"num_heads": self.num_heads}
+        if not all(self.moe_layers):
+            cut["ffn_hidden_size"] = self.ffn_size
         faults = [
             f"{name} {size} is not a multiple of tp={layout.tp}"
             for name, size in cut.items()
@@ -109,6 +189,8 @@ class GPTConfig:
             faults.append(
                 f"num_query_groups {self.query_groups} is neither a multiple nor a divisor of tp={layout.tp}"
             )
+        if self.moe is not None:
+            faults += self.moe.faults(layout)
         if stages is None and self.num_layers < layout.pp * layout.vpp:
             chunks = f"pp={layout.pp} stages" + (f" x vpp={layout.vpp}" if layout.vpp > 1 else "")
             faults.append(f"num_layers {self.num_layers} are fewer than {chunks}")

@@ -75,9 +75,11 @@ class Decoder(ShardedModule):
         super().__init__(stage.groups)
 
         def build(index: int) -> TransformerLayer:
-            return TransformerLayer(stage)
+            return TransformerLayer(stage, index)
 
-        self.layers = LayerStack(build, owned, stage.config.num_layers, stage.groups)
+        config = stage.config
+        equal = len(set(config.moe_layers)) == 1
+        self.layers = LayerStack(build, owned, config.num_layers, stage.groups, homogeneous=equal)
         self.final_layernorm = block_norm(stage) if is_last else None
 
     def forward(self, x: Tensor) -> Tensor:

@@ -22,6 +22,7 @@ from megackpt.parallel import ModelChunks, stable_seed
 from models.config import GPTConfig
 from models.gpt import GPT
 
+STACKED_EXPERTS = ".experts."  # in the keys of arrays whose first axis after the layers' is over experts
 RESIDUAL_PROJECTIONS = ("linear_proj", "linear_fc2")
 
 
@@ -50,16 +51,29 @@ def _init_chunk(model: GPT, seed: int) -> None:
     with torch.no_grad():
         for tensor in _tensors(model.sharded_state_dict()):
             assert tensor.data is not None
-            prepended = tensor.prepend_axis_num
-            whole = initial_values(
-                tensor.key,
-                tensor.global_shape[prepended:],
-                tensor.global_offset[:prepended],
-                seed,
-                config=model.config,
-                padded=tensor.allow_shape_mismatch,
-            )
-            tensor.data.copy_(whole[tensor.global_slice()[prepended:]])
+            axes = tensor.prepend_axis_num
+            leading = tensor.global_offset[:axes]
+            if STACKED_EXPERTS not in tensor.key:
+                _fill(tensor.data, tensor, leading, seed, model.config)
+                continue
+            # One expert after the other: together, those of a layer may be larger than this rank's memory.
+            for local, expert in enumerate(tensor.data):
+                _fill(expert, tensor, (*leading, tensor.global_offset[axes] + local), seed, model.config)
+
+
+def _fill(
+    data: Tensor, tensor: ShardedTensor, leading: tuple[int, ...], seed: int, config: GPTConfig
+) -> None:
+    """Set `data`, this rank's box of `tensor` at `leading`, the indices along its first axes."""
+    whole = initial_values(
+        tensor.key,
+        tensor.global_shape[len(leading) :],
+        leading,
+        seed,
+        config=config,
+        padded=tensor.allow_shape_mismatch,
+    )
+    data.copy_(whole[tensor.global_slice()[len(leading) :]])
 
 
 def initial_values(
@@ -71,12 +85,12 @@ def initial_values(
     config: GPTConfig,
     padded: bool,
 ) -> Tensor:
-    """Return one layer's slice of the global array `key`, float32 of `shape`. Pure.
+    """Return one layer's (and expert's) slice of the global array `key`, float32 of `shape`. Pure.
 
     Args:
         key: key of the array.
-        shape: its global shape without the leading axis over layers.
-        layer: index along the leading axes; empty for what is no part of a stack.
+        shape: its global shape without the leading axes over layers and experts.
+        layer: index along these axes; empty for what is no part of a stack.
         seed: seed of the model.
         config: the model's sizes.
         padded: dim 0 is the padded vocabulary.
@@ -97,11 +111,11 @@ def initial_values(
 
 def _rule(key: str, config: GPTConfig) -> _Normal:
     name = key.split(".")
-    if "bias" in name:
+    if "bias" in name or "expert_bias" in name:
         return _Normal(mean=0.0, std=0.0)
     if "weight" in name and any("layernorm" in part for part in name):
         return _Normal(mean=1.0, std=0.0)
-    if "weight" in name:
+    if "weight" in name or "gate_weight" in name:
         residual = any(part in RESIDUAL_PROJECTIONS for part in name)
         return _Normal(
             std=config.init_std / math.sqrt(2 * config.num_layers) if residual else config.init_std

@@ -2,6 +2,7 @@
 
 from models.blocks.attention import SelfAttention
 from models.blocks.mlp import GatedMLP
+from models.blocks.moe import MoE, SharedExperts
 from models.blocks.transformer import TransformerLayer
 
-__all__ = ["GatedMLP", "SelfAttention", "TransformerLayer"]
+__all__ = ["GatedMLP", "MoE", "SelfAttention", "SharedExperts", "TransformerLayer"]

@@ -15,14 +15,20 @@ from models.stage import Stage
 
 
 class GatedMLP(ShardedModule):
-    """`down(silu(gate(x)) * up(x))` over `[s, b, hidden]` (`[s/tp, b, hidden]`). Collective over tp."""
+    """`down(silu(gate(x)) * up(x))` over `[s, b, hidden]` (`[s/tp, b, hidden]`). Collective over tp.
 
-    def __init__(self, stage: Stage) -> None:
+    Args:
+        stage: what it is made with.
+        ffn_size: extent between the two projections; None takes that of the config.
+    """
+
+    def __init__(self, stage: Stage, ffn_size: int | None = None) -> None:
         super().__init__(stage.groups)
         config = stage.config
+        ffn_size = config.ffn_size if ffn_size is None else ffn_size
         self.linear_fc1 = ColumnParallelLinear(
             config.hidden_size,
-            {"gate": config.ffn_size, "up": config.ffn_size},
+            {"gate": ffn_size, "up": ffn_size},
             stage.groups,
             bias=config.linear_bias,
             sequence_parallel=stage.sequence_parallel,
@@ -30,7 +36,7 @@ class GatedMLP(ShardedModule):
             device=stage.device,
         )
         self.linear_fc2 = RowParallelLinear(
-            config.ffn_size,
+            ffn_size,
             config.hidden_size,
             stage.groups,
             bias=config.linear_bias,

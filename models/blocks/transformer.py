@@ -1,4 +1,4 @@
-"""One transformer layer: attention and MLP, each behind a norm and added to what came in.
+"""One transformer layer: attention and MLP or experts, each behind a norm and added to what came in.
 
 The residual path and its dropout.
 """
@@ -10,18 +10,24 @@ from torch import Tensor
 from megackpt.parallel import ParallelDropout, RMSNorm, ShardedModule
 from models.blocks.attention import SelfAttention
 from models.blocks.mlp import GatedMLP
+from models.blocks.moe import MoE
 from models.stage import Stage
 
 
 class TransformerLayer(ShardedModule):
-    """A pre-norm layer over `[s, b, hidden]` (`[s/tp, b, hidden]`). Collective over tp."""
+    """A pre-norm layer over `[s, b, hidden]` (`[s/tp, b, hidden]`). As collective as its blocks.
 
-    def __init__(self, stage: Stage) -> None:
+    Args:
+        stage: what its parts are made with.
+        index: global index of the layer, which decides whether it has an MLP or a mixture of experts.
+    """
+
+    def __init__(self, stage: Stage, index: int) -> None:
         super().__init__(stage.groups)
         self.input_layernorm = block_norm(stage)
         self.self_attention = SelfAttention(stage)
         self.pre_mlp_layernorm = block_norm(stage)
-        self.mlp = GatedMLP(stage)
+        self.mlp = MoE(stage) if stage.config.moe_layers[index] else GatedMLP(stage)
         self.dropout = residual_dropout(stage)
 
     def forward(self, x: Tensor) -> Tensor:

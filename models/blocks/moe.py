@@ -1,0 +1,85 @@
+"""The mixture of experts of a transformer layer: routed experts, and shared ones that all tokens go to.
+
+The sizes and the shared experts; the rest is that of `megackpt.parallel.MixtureOfExperts`.
+
+Source: DeepSeek-V3, section 2.1.2; Megatron-Core `moe.shared_experts.SharedExpertMLP` (the gate).
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megackpt.errors import DeclarationError
+from megackpt.parallel import GatedExperts, MixtureOfExperts, Router, mark
+from models.blocks.mlp import GatedMLP
+from models.config import MoEConfig
+from models.stage import Stage
+
+
+class SharedExperts(GatedMLP):
+    """A gated MLP, times a sigmoid of the token if there is a gate. Collective over tp; shapes as GatedMLP.
+
+    The gate's weight `[1, hidden]` is equal on all ranks of tp.
+    """
+
+    def __init__(self, stage: Stage, ffn_size: int, *, gate: bool) -> None:
+        super().__init__(stage, ffn_size)
+        self.gate_weight: nn.Parameter | None = None
+        if gate:
+            shape, config = (1, stage.config.hidden_size), stage.config
+            weight = torch.zeros(shape, dtype=config.params_dtype, device=stage.device)
+            self.gate_weight = nn.Parameter(weight)
+            if stage.sequence_parallel:
+                mark(self.gate_weight, "sequence_parallel")
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the output, shaped like `x`."""
+        out = super().forward(x)
+        return out if self.gate_weight is None else out * F.linear(x, self.gate_weight).sigmoid()
+
+
+class MoE(MixtureOfExperts):
+    """A mixture of gated experts over `[s, b, hidden]` (`[s/tp, b, hidden]`).
+
+    Collective over tp, cp, ep and etp.
+
+    Raises:
+        DeclarationError: the config has no experts.
+    """
+
+    def __init__(self, stage: Stage) -> None:
+        config, moe = stage.config, _experts_of(stage)
+        router = Router(
+            config.hidden_size,
+            moe.num_experts,
+            stage.groups,
+            moe.routing,
+            dtype=config.params_dtype,
+            device=stage.device,
+        )
+        experts = GatedExperts(
+            moe.num_experts,
+            config.hidden_size,
+            moe.ffn_hidden_size,
+            stage.groups,
+            bias=config.linear_bias,
+            dtype=config.params_dtype,
+            device=stage.device,
+        )
+        shared_size = moe.shared_ffn_hidden_size
+        super().__init__(
+            router,
+            experts,
+            stage.groups,
+            capacity=moe.capacity,
+            shared_experts=SharedExperts(stage, shared_size, gate=moe.shared_gate) if shared_size else None,
+            sequence_parallel=stage.sequence_parallel,
+        )
+
+
+def _experts_of(stage: Stage) -> MoEConfig:
+    if stage.config.moe is None:
+        raise DeclarationError("GPTConfig.moe is None: there are no experts. Give a MoEConfig.")
+    return stage.config.moe

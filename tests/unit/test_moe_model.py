@@ -1,0 +1,189 @@
+"""GPT with experts as every rank declares it: initial weights, coverage, keys and marks, in one process."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import Tensor
+
+import models.init
+from megackpt.errors import DeclarationError
+from megackpt.mapping import ShardedLayout, ShardedTensor, is_main_replica
+from megackpt.parallel import Capacity, ParallelGroups, ParallelLayout, RoutingOptions, is_marked
+from models import GPT, GPTConfig, MoEConfig, build_gpt, init_weights
+
+MOE = MoEConfig(
+    num_experts=8,
+    ffn_hidden_size=12,
+    routing=RoutingOptions(score_function="sigmoid", bias_rate=0.01),
+    shared_ffn_hidden_size=8,
+    shared_gate=True,
+)
+CONFIG = GPTConfig(
+    vocab_size=13,
+    hidden_size=16,
+    num_layers=4,
+    num_heads=4,
+    ffn_hidden_size=8,
+    seq_length=8,
+    make_vocab_divisible=1,
+    linear_bias=True,
+    moe=MOE,
+)
+MIXED = replace(CONFIG, moe=replace(MOE, layer_freq=(0, 1, 1, 0)))
+ONE = ParallelGroups.create(ParallelLayout())
+LAYOUTS = [
+    ParallelLayout(tp=4),
+    ParallelLayout(dp=8, ep=8),
+    ParallelLayout(tp=2, cp=2, dp=2, ep=2, etp=4),
+    ParallelLayout(tp=2, dp=2, pp=2, vpp=2, ep=4, etp=1),
+]
+
+
+def _tensors(layout: ParallelLayout, rank: int, config: GPTConfig) -> Iterator[ShardedTensor]:
+    model = build_gpt(config, ParallelGroups.offline(layout, rank))
+    init_weights(model, seed=7)
+    for entity in model.sharded_state_dict().values():
+        yield from entity.tensors() if isinstance(entity, ShardedLayout) else [entity]
+
+
+def _joined(config: GPTConfig, layout: ParallelLayout) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Return the global arrays of all ranks' models, and how many main replicas have each element."""
+    arrays: dict[str, Tensor] = {}
+    covered: dict[str, Tensor] = {}
+    for rank in range(layout.world_size):
+        for t in _tensors(layout, rank, config):
+            whole = arrays.setdefault(t.key, torch.full(t.global_shape, float("nan")))
+            count = covered.setdefault(t.key, torch.zeros(t.global_shape, dtype=torch.int64))
+            box = t.global_slice()
+            known = ~whole[box].isnan()
+            assert torch.equal(whole[box][known], t.data.detach()[known]), f"replicas of {t.key} differ"
+            whole[box] = t.data.detach()
+            count[box] += is_main_replica(t.replica_id)
+    return arrays, covered
+
+
+@pytest.mark.parametrize("config", [CONFIG, MIXED], ids=["all", "mixed"])
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_initial_weights_are_equal_at_every_layout_and_each_element_is_saved_once(
+    layout: ParallelLayout, config: GPTConfig
+) -> None:
+    expected, _ = _joined(config, ParallelLayout())
+    actual, covered = _joined(config, layout)
+    assert actual.keys() == expected.keys()
+    for key, whole in expected.items():
+        assert torch.equal(actual[key][: len(whole)], whole), key  # the vocabulary is padded
+        assert torch.all(covered[key] == 1), key
+
+
+def test_experts_start_different_and_shared_experts_are_not_stacked() -> None:
+    arrays, _ = _joined(CONFIG, ParallelLayout())
+    prefix = "decoder.layers.mlp."
+    assert arrays[prefix + "experts.linear_fc1.weight.gate"].shape == (4, 8, 12, 16)
+    assert arrays[prefix + "experts.linear_fc1.bias.up"].shape == (4, 8, 12)
+    assert arrays[prefix + "experts.linear_fc2.weight"].shape == (4, 8, 16, 12)
+    assert arrays[prefix + "shared_experts.linear_fc1.weight.gate"].shape == (4, 8, 16)
+    assert arrays[prefix + "shared_experts.gate_weight"].shape == (4, 1, 16)
+    assert arrays[prefix + "router.weight"].shape == (4, 8, 16)
+    assert torch.equal(arrays[prefix + "router.expert_bias"], torch.zeros(4, 8))
+    weights = arrays[prefix + "experts.linear_fc2.weight"].flatten(0, 1)
+    assert len({weight.sum().item() for weight in weights}) == 32
+    # 16 * 12 * 32 numbers: the sample deviation lies within 5 * std / sqrt(2n) = 4.5 % of std.
+    assert weights.std().item() == pytest.approx(0.02 / 8**0.5, rel=0.045)
+
+
+def test_no_rank_draws_more_than_one_expert_at_a_time() -> None:
+    shapes = {}
+
+    def record(key: str, shape: tuple[int, ...], *args: object, **kwargs: object) -> Tensor:
+        shapes[key] = shape
+        return torch.zeros(shape)
+
+    with patch.object(models.init, "initial_values", record):
+        list(_tensors(ParallelLayout(), 0, CONFIG))
+    assert shapes["decoder.layers.mlp.experts.linear_fc1.weight.gate"] == (12, 16)
+
+
+def test_layers_of_both_kinds_have_keys_with_their_global_index() -> None:
+    groups = ParallelGroups.offline(ParallelLayout(dp=2, pp=2, ep=2), 3)
+    model = GPT(MIXED, groups)
+    state = model.sharded_state_dict("model.")
+    assert list(state) == [f"model.{name}" for name in model.state_dict()]
+    keys = {key for entity in state.values() for key in [entity.key] if "fc2.weight" in key}
+    assert keys == {
+        "model.decoder.layers.2.mlp.experts.linear_fc2.weight",
+        "model.decoder.layers.2.mlp.shared_experts.linear_fc2.weight",
+        "model.decoder.layers.3.mlp.linear_fc2.weight",
+    }
+    experts = state["model.decoder.layers.0.mlp.experts.linear_fc2.weight"]
+    assert (experts.global_shape, experts.global_offset) == ((8, 16, 12), (4, 0, 0))
+
+
+@pytest.mark.parametrize(
+    ("freq", "expected"),
+    [(1, (1, 1, 1, 1, 1)), (2, (1, 0, 1, 0, 1)), (3, (1, 0, 0, 1, 0)), ((0, 1, 1, 1, 0), (0, 1, 1, 1, 0))],
+)
+def test_layer_freq_says_which_layers_have_experts(freq: int | tuple[int, ...], expected: object) -> None:
+    config = replace(CONFIG, num_layers=5, moe=replace(MOE, layer_freq=freq))
+    assert config.moe_layers == expected
+
+
+def test_parameters_are_marked_for_the_optimizer() -> None:
+    model = GPT(CONFIG, ParallelGroups.offline(ParallelLayout(tp=2), 0), sequence_parallel=True)
+    mlp = model.decoder.layers[0].get_submodule("mlp")
+    marked = {
+        flag: {name for name, p in mlp.named_parameters() if is_marked(p, flag)}
+        for flag in ("expert_parallel", "sequence_parallel")
+    }
+    assert marked["expert_parallel"] == {n for n, _ in mlp.named_parameters() if n.startswith("experts.")}
+    assert marked["sequence_parallel"] == {
+        "router.weight",
+        "shared_experts.gate_weight",
+        "shared_experts.linear_fc2.bias",
+    }
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"num_experts": 0}, r"num_experts is 0"),
+        ({"ffn_hidden_size": 0}, r"ffn_hidden_size is 0"),
+        ({"routing": RoutingOptions(top_k=9)}, r"routing does not fit: top_k 9 is larger than the 8 experts"),
+        ({"shared_ffn_hidden_size": 0}, r"shared_ffn_hidden_size is 0 and shared_gate is True"),
+        ({"layer_freq": 0}, r"layer_freq is 0"),
+        ({"layer_freq": (0, 2)}, r"layer_freq is \(0, 2\). Give a 0 \(dense\) or 1 \(experts\)"),
+    ],
+)
+def test_experts_that_cannot_be_are_rejected(changes: dict[str, object], text: str) -> None:
+    with pytest.raises(DeclarationError, match=text):
+        replace(MOE, **changes)
+
+
+def test_a_pattern_of_another_number_of_layers_is_rejected() -> None:
+    with pytest.raises(DeclarationError, match=r"layer_freq of 4 layers, but num_layers is 5"):
+        replace(MIXED, num_layers=5)
+
+
+def test_a_layout_that_does_not_fit_the_experts_is_rejected_with_all_reasons() -> None:
+    layout = ParallelLayout(tp=3, dp=40, ep=3, etp=5)
+    with pytest.raises(DeclarationError) as caught:
+        GPT(CONFIG, ParallelGroups.offline(layout, 0))
+    for reason in (
+        "num_experts 8 is not a multiple of ep=3",
+        "ffn_hidden_size of experts 12 is not a multiple of etp=5",
+        "shared_ffn_hidden_size 8 is not a multiple of tp=3",
+    ):
+        assert reason in str(caught.value)
+    assert "; ffn_hidden_size 8" not in str(caught.value)  # no layer is dense
+
+
+def test_a_capacity_reaches_the_dispatch() -> None:
+    config = replace(CONFIG, moe=replace(MOE, capacity=Capacity(factor=1e-9)))
+    model = GPT(config, ONE)
+    init_weights(model, seed=1)
+    dispatcher = model.decoder.layers[0].get_submodule("mlp").dispatcher
+    assert dispatcher.capacity == Capacity(factor=1e-9)
