@@ -2,8 +2,7 @@
 
 from megackpt.geometry.box import Box, BoxRanges, box_ranges, row_major_strides
 from megackpt.geometry.flat import Ints, Rectangles, rectangles_of, strides_of
-from megackpt.geometry.ranges import joined_ranges, split_range
-from megackpt.geometry.sort_keys import lexicographic_keys, position_bases
+from megackpt.geometry.ranges import joined_ranges, lexicographic_keys, position_bases, split_range
 from megackpt.geometry.view import Axis, View
 
 __all__ = [

@@ -11,9 +11,13 @@ from megackpt.mapping.base import (
 from megackpt.mapping.factory import ShardedTensorFactory
 from megackpt.mapping.layout import Layout
 from megackpt.mapping.sharded_layout import ComponentPlacement, LayoutComponent, ShardedLayout
-from megackpt.mapping.sharded_object import ShardedObject
+from megackpt.mapping.sharded_object import (
+    LocalNonpersistentObject,
+    PerRankValue,
+    ReplicatedValue,
+    ShardedObject,
+)
 from megackpt.mapping.sharded_tensor import ShardedTensor
-from megackpt.mapping.values import LocalNonpersistentObject, PerRankValue, ReplicatedValue
 
 __all__ = [
     "ComponentPlacement",

@@ -1,4 +1,4 @@
-"""How one local tensor is made of named components: a description without a tensor.
+"""How one local tensor is made of named components, and views of its elements.
 
 A fused gate/up or QKV weight has, on every rank, the rank's share of each component one after the other.
 Stored under one key, the shares of all ranks would interleave, and a load at another tensor-parallel size
@@ -6,12 +6,18 @@ would read them in the wrong order. A `Layout` tells which elements each compone
 it is stored. It only splits, permutes and cuts axes, so every component is a strided view of the local
 tensor, and of any flat shard of it. `ShardedLayout` gives each component its position in a global array of
 its own.
+
+`Layout` describes, without a tensor. `whole_view` and `chunks_of_view` return the elements, which share the
+memory of the local tensor: a load fills the views, and by that the tensor of the user.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import torch
 
 from megackpt.errors import DeclarationError, GeometryError
 from megackpt.geometry import View
@@ -126,3 +132,72 @@ class Layout:
 
     def _error(self, what: str) -> DeclarationError:
         return DeclarationError(f"{self.key!r}: {what}", key=self.key)
+
+
+class ViewChunk(NamedTuple):
+    """A chunk of a view that a flat shard has: a box of the view, or a flat range of a box.
+
+    Attributes:
+        start: first element of the box in the view, one int per axis.
+        shape: extents of the box.
+        flattened_range: which slice of the flattened box the shard has; None for all of it.
+        data: the elements, as a view of the shard, 1-D with a flattened_range; None without data.
+    """
+
+    start: tuple[int, ...]
+    shape: tuple[int, ...]
+    flattened_range: slice | None
+    data: torch.Tensor | None
+
+
+def whole_view(view: View, data: torch.Tensor | None) -> torch.Tensor | None:
+    """Return the elements of a view of a whole local tensor, which has shape `view.base` and any strides."""
+    if data is None:
+        return None
+    data = data.detach()
+    strides = tuple(data.stride(axis.dim) * axis.step for axis in view.axes)
+    first = sum(i * s for i, s in zip(view.start, data.stride(), strict=True))
+    return _strided(data, view.shape, strides, first)
+
+
+def chunks_of_view(view: View, data: torch.Tensor | None, shard: slice) -> list[ViewChunk]:
+    """Return the chunks of a view that lie in one slice of the flattened `view.base`.
+
+    A view whose elements are evenly spaced gives at most one flat range, any other view up to `2 n - 1`
+    boxes.
+
+    Args:
+        view: elements of a local tensor.
+        data: the flat shard of the local tensor, 1-D; None without data.
+        shard: which slice of the flattened local tensor the shard is.
+    """
+    if view.uniform_stride is not None:
+        start, stop = view.flat_range_in(shard.start, shard.stop)
+        return [_flat_range(view, data, shard, start, stop)] if start < stop else []
+    chunks = []
+    for box in view.boxes_in(shard.start, shard.stop):
+        first = view.position_of(box.start) - shard.start
+        chunks.append(ViewChunk(box.start, box.shape, None, _of_flat(data, box.shape, view.strides, first)))
+    return chunks
+
+
+def _flat_range(view: View, data: torch.Tensor | None, shard: slice, start: int, stop: int) -> ViewChunk:
+    step = view.uniform_stride or 1
+    elements = _of_flat(data, (stop - start,), (step,), view.first + start * step - shard.start)
+    return ViewChunk((0,) * len(view.axes), view.shape, slice(start, stop), elements)
+
+
+def _of_flat(
+    data: torch.Tensor | None, shape: tuple[int, ...], strides: tuple[int, ...], first: int
+) -> torch.Tensor | None:
+    """Return a view of elements of a 1-D tensor, which may itself be strided."""
+    if data is None:
+        return None
+    (step,) = data.stride()
+    return _strided(data.detach(), shape, tuple(s * step for s in strides), first * step)
+
+
+def _strided(
+    data: torch.Tensor, shape: tuple[int, ...], strides: tuple[int, ...], first: int
+) -> torch.Tensor:
+    return data.as_strided(shape, strides, data.storage_offset() + first)

@@ -13,10 +13,9 @@ from megackpt.errors import DeclarationError
 from megackpt.mapping.base import ReplicaId
 from megackpt.mapping.factory import ShardedTensorFactory
 from megackpt.mapping.recognition import MEGATRON_MODULE
-from megackpt.mapping.sharded_object import ShardedObject
+from megackpt.mapping.sharded_object import LocalNonpersistentObject, ShardedObject
 from megackpt.mapping.sharded_tensor import ShardedTensor
 from megackpt.mapping.tree import map_leaves
-from megackpt.mapping.values import LocalNonpersistentObject
 
 _TENSOR_FIELDS = (
     "key",

@@ -23,9 +23,8 @@ from megackpt.mapping.checks import (
     check_replica_id,
     declaration_error,
 )
-from megackpt.mapping.layout import Layout
+from megackpt.mapping.layout import Layout, ViewChunk, chunks_of_view, whole_view
 from megackpt.mapping.sharded_tensor import ShardedTensor, declare_chunk, grid_position
-from megackpt.mapping.views import ViewChunk, chunks_of_view, whole_view
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,7 +27,7 @@ from megackpt.mapping.checks import (
     data_shape,
     declaration_error,
 )
-from megackpt.mapping.views import ViewChunk, chunks_of_view, whole_view
+from megackpt.mapping.layout import ViewChunk, chunks_of_view, whole_view
 
 
 @dataclass(eq=False)

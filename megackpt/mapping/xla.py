@@ -17,9 +17,9 @@ from megackpt.errors import DeclarationError
 from megackpt.mapping.base import ReplicaId
 from megackpt.mapping.factory import ShardedTensorFactory
 from megackpt.mapping.recognition import XLA_PACKAGE, XlaShard, XlaTensor, may_have_xla, xla_tensor_of
+from megackpt.mapping.sharded_object import LocalNonpersistentObject
 from megackpt.mapping.sharded_tensor import ShardedTensor
 from megackpt.mapping.tree import PathKeys, Steps, add_step, map_leaves
-from megackpt.mapping.values import LocalNonpersistentObject
 
 
 def adopt_xla_tensors(state: Any, kinds: Set[type], names: PathKeys) -> Any:

@@ -1,9 +1,14 @@
 """What a checkpoint contains, as plain columns. No torch, no I/O."""
 
 from megackpt.metadata.chunk_table import (
+    DIGEST_BLOCK_BYTES,
+    DTYPES,
+    OBJECT,
     ArraySpec,
     ChunkTable,
     DecodedArrays,
+    StoredChunks,
+    block_counts,
     decode_arrays,
     itemsizes,
     pad_shapes,
@@ -19,7 +24,6 @@ from megackpt.metadata.columns import (
     unpack_strings,
 )
 from megackpt.metadata.declarations import DeclaredChunks, decode_declarations, merge_declarations
-from megackpt.metadata.dtypes import DTYPES, OBJECT
 from megackpt.metadata.merged_declarations import (
     ON_SOME_RANKS,
     REPLICATED_VALUE,
@@ -28,7 +32,6 @@ from megackpt.metadata.merged_declarations import (
     merge_packed_declarations,
     pack_declarations,
 )
-from megackpt.metadata.stored_chunks import DIGEST_BLOCK_BYTES, StoredChunks, block_counts
 
 __all__ = [
     "DIGEST_BLOCK_BYTES",

@@ -2,6 +2,9 @@
 
 One row is one chunk. Rows are padded with trailing extents of 1 to the number of dims of the widest array, so
 that every column is one numpy array; trailing 1s do not change the row-major order. No torch, no I/O.
+
+Here are also the dtypes that a checkpoint can hold, and `StoredChunks`: the chunk table with the file, offset and
+digests of every chunk. That is the decoded index. Its encoding on disk belongs to the formats.
 """
 
 from __future__ import annotations
@@ -9,8 +12,9 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from itertools import chain
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -18,7 +22,45 @@ import numpy.typing as npt
 from megackpt.errors import FormatError
 from megackpt.geometry import Ints, lexicographic_keys
 from megackpt.metadata.columns import Column, column, integers, pack_strings, unpack_strings
-from megackpt.metadata.dtypes import DTYPES, OBJECT
+
+
+class DtypeInfo(NamedTuple):
+    """Size of an element in bytes and the dtype string in a safetensors header."""
+
+    itemsize: int
+    safetensors: str
+
+
+DTYPES: dict[str, DtypeInfo] = {
+    "float64": DtypeInfo(8, "F64"),
+    "float32": DtypeInfo(4, "F32"),
+    "float16": DtypeInfo(2, "F16"),
+    "bfloat16": DtypeInfo(2, "BF16"),
+    "float8_e4m3fn": DtypeInfo(1, "F8_E4M3"),
+    "float8_e5m2": DtypeInfo(1, "F8_E5M2"),
+    "float8_e4m3fnuz": DtypeInfo(1, "U8"),
+    "float8_e5m2fnuz": DtypeInfo(1, "U8"),
+    "float8_e8m0fnu": DtypeInfo(1, "U8"),
+    "int64": DtypeInfo(8, "I64"),
+    "int32": DtypeInfo(4, "I32"),
+    "int16": DtypeInfo(2, "I16"),
+    "int8": DtypeInfo(1, "I8"),
+    "uint64": DtypeInfo(8, "U64"),
+    "uint32": DtypeInfo(4, "U32"),
+    "uint16": DtypeInfo(2, "U16"),
+    "uint8": DtypeInfo(1, "U8"),
+    "bool": DtypeInfo(1, "BOOL"),
+    "complex64": DtypeInfo(8, "U8"),
+    "complex128": DtypeInfo(16, "U8"),
+}
+"""Every dtype by its torch name without the `torch.` prefix.
+
+One that stock safetensors lacks is stored as raw bytes (`U8`). Its true name is in the index.
+"""
+
+OBJECT = "object"
+"""The dtype name of an array of encoded Python objects. Each element has a length of its own."""
+
 
 Rows = npt.NDArray[np.int64] | npt.NDArray[np.bool_]
 
@@ -292,3 +334,55 @@ def widen(values: Ints, dims: int, *, fill: int) -> Ints:
     if values.shape[1] == dims:
         return values
     return np.pad(values, ((0, 0), (0, dims - values.shape[1])), constant_values=fill)
+
+
+DIGEST_BLOCK_BYTES = 256 * 1024
+"""Bytes of a chunk under one digest. Small enough that a resharded read, which must read whole blocks to
+check them, reads little more than it needs; large enough that the index stays under 100 bytes a chunk for
+ordinary chunks, and that hashing releases the interpreter's lock."""
+
+_DIGEST_BLOCK_BITS = DIGEST_BLOCK_BYTES.bit_length() - 1
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StoredChunks:
+    """Chunks in files.
+
+    Attributes:
+        table: the chunks, sorted by array, start and flat range.
+        file: index into `files`, `[n]`.
+        offset_bytes: where the chunk begins in its file, `[n]`.
+        digest_start: where its block digests begin in `digests`, `[n]`.
+        digests: xxh3-64 of each block of `DIGEST_BLOCK_BYTES` of each chunk, the last block shorter; None
+            where none were stored.
+        files: names in the checkpoint.
+        array_digests: CRC-64/NVME of the elements of arrays, by key, where stored.
+    """
+
+    table: ChunkTable
+    file: Ints
+    offset_bytes: Ints
+    digest_start: Ints
+    digests: npt.NDArray[np.uint64] | None
+    files: tuple[str, ...]
+    array_digests: Mapping[str, int] = field(default_factory=dict)
+
+    def __len__(self) -> int:
+        return len(self.table)
+
+    def take(self, rows: Rows) -> StoredChunks:
+        """Return the chosen rows; digests and files are shared with this table."""
+        return replace(
+            self,
+            table=self.table.take(rows),
+            file=self.file[rows],
+            offset_bytes=self.offset_bytes[rows],
+            # `digest_start` points into all digests, so they need not be copied for a few rows.
+            digest_start=self.digest_start[rows],
+        )
+
+
+def block_counts(nbytes: Ints) -> Ints:
+    """Return the number of digest blocks of chunks of these lengths in bytes, `[n]`."""
+    counts: Ints = -(-nbytes >> _DIGEST_BLOCK_BITS)  # rounded up; a shift is much faster than a division
+    return counts

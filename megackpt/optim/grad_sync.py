@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from megackpt.geometry import View
-from megackpt.mapping.views import chunks_of_view
+from megackpt.mapping.layout import chunks_of_view
 from megackpt.optim.ranges import FlatRange
 from megackpt.parallel.attributes import ParameterFlag, copied_rows, is_marked
 from megackpt.parallel.collectives import all_reduce

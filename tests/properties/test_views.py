@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megackpt.geometry import View
-from megackpt.mapping.views import chunks_of_view, whole_view
+from megackpt.mapping.layout import chunks_of_view, whole_view
 from megackpt.testing.layout_programs import LayoutProgram, layout_programs
 from tests.effort import sample_of
 
