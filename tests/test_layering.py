@@ -82,7 +82,7 @@ ANYTHING = {"testing", "__init__"}
 
 # The subpackages of `engine`: each may import those before it.
 ENGINE_ORDER = [
-    "data", "checkpoint", "state", "saving", "loading", "verification", "tiers", "background",
+    "data", "checkpoint", "saving", "loading", "verification", "tiers", "background",
 ]  # fmt: skip
 
 # Packages of others that a part must not touch.

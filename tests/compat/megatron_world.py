@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 import megackpt
 from megackpt.compat import megatron
-from megackpt.engine.state.flatten import flatten_state
+from megackpt.mapping.flatten import flatten_state
 
 VOCAB, SEQUENCE, BATCH, HIDDEN = 64, 16, 2, 32
 

@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megackpt.engine.state.flatten import flatten_state
 from megackpt.geometry import rectangles_of
 from megackpt.mapping.describe import describe
+from megackpt.mapping.flatten import flatten_state
 from megackpt.metadata import DeclaredChunks
 from megackpt.parallel import ParallelLayout
 from megackpt.simulation import ModelSizes, build_model, job_arrays, parse_layout, replica_groups

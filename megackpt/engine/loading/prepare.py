@@ -26,11 +26,11 @@ from megackpt.engine.data.tensor_bytes import check_target
 from megackpt.engine.loading.common_request import CommonRequest, match_common_state
 from megackpt.engine.loading.shared_targets import SharedTargets
 from megackpt.engine.loading.source import Source
-from megackpt.engine.state.flatten import FlattenedState, flatten_state
 from megackpt.errors import MismatchError, MissingKeyError
 from megackpt.formats.contents import Chunks, Contents
 from megackpt.mapping import PerRankValue, ShardedObject, ShardedStateDict, ShardedTensor, StateDict
 from megackpt.mapping.describe import describe
+from megackpt.mapping.flatten import FlattenedState, flatten_state
 from megackpt.mapping.tree import Steps, dotted, empty_containers, keys_by_container
 from megackpt.metadata import OBJECT, ArraySpec, DeclaredChunks
 from megackpt.notices import notice

@@ -23,12 +23,12 @@ from megackpt.engine.data.tensor_bytes import check_source
 from megackpt.engine.saving.plan_cache import CachedPlan
 from megackpt.engine.saving.save_request import SaveRequest
 from megackpt.engine.saving.unmarked_replicas import digests_of_unmarked_replicas
-from megackpt.engine.state.flatten import FlattenedState, flatten_state
 from megackpt.errors import DeclarationError, UnsupportedError
 from megackpt.formats.strategy import ChunkParts, SaveStrategy
 from megackpt.geometry import Ints, strides_of
 from megackpt.mapping import ShardedTensor, is_main_replica
 from megackpt.mapping.describe import describe
+from megackpt.mapping.flatten import FlattenedState, flatten_state
 from megackpt.mapping.tree import ABSENT, Steps, dotted, without_empty
 from megackpt.metadata import DIGEST_BLOCK_BYTES, DeclaredChunks, PackedDeclarations, pack_declarations
 from megackpt.planning import SavePlan, choose_lowest_rank_as_main

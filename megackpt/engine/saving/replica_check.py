@@ -16,8 +16,8 @@ from megackpt.comm import Group, broadcast_from_rank_0, rank_0_errors_on_all_ran
 from megackpt.engine.data.device_copies import host_parts
 from megackpt.engine.saving.local_state import encoded_leaf_digests
 from megackpt.engine.saving.save_hook import SaveHook
-from megackpt.engine.state.flatten import FlattenedState
 from megackpt.errors import MismatchError, truncated_list
+from megackpt.mapping.flatten import FlattenedState
 from megackpt.metadata import DeclaredChunks
 from megackpt.options import Policy
 from megackpt.storage import digest_of, digest_of_parts

@@ -17,9 +17,9 @@ import torch
 
 from megackpt.engine.data.tensor_bytes import as_bits
 from megackpt.engine.saving.save_hook import SaveHook
-from megackpt.engine.state.flatten import FlattenedState
 from megackpt.errors import MismatchError, truncated_list
 from megackpt.geometry import Ints
+from megackpt.mapping.flatten import FlattenedState
 from megackpt.metadata import ChunkTable, DeclaredChunks
 from megackpt.options import Policy
 from megackpt.storage import digest_of

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from megackpt.comm import Group
-from megackpt.engine.state.flatten import FlattenedState
 from megackpt.formats.strategy import Json, SaveStrategy
 from megackpt.geometry import Ints
+from megackpt.mapping.flatten import FlattenedState
 from megackpt.metadata import ChunkTable, DeclaredChunks
 from megackpt.planning import SavePlan
 from megackpt.storage import Store

@@ -6,9 +6,9 @@
 from __future__ import annotations
 
 from megackpt.engine.data.device_copies import host_parts
-from megackpt.engine.state.flatten import FlattenedState
 from megackpt.geometry import Box
 from megackpt.mapping import is_main_replica
+from megackpt.mapping.flatten import FlattenedState
 from megackpt.metadata import DIGEST_BLOCK_BYTES
 from megackpt.storage import BlockDigester, digest_of
 

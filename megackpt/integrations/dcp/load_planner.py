@@ -26,12 +26,12 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 
 from megackpt.codec import unpack
 from megackpt.engine.data.tensor_bytes import check_target
-from megackpt.engine.state.flatten import flatten_state
 from megackpt.errors import MismatchError, MissingKeyError
 from megackpt.integrations.dcp.location import rank_and_size
 from megackpt.integrations.dcp.names import flatten, replace_leaves, update
 from megackpt.integrations.dcp.rectangles import Rectangle, rectangles
 from megackpt.mapping import ShardedObject, ShardedTensor
+from megackpt.mapping.flatten import flatten_state
 from megackpt.mapping.tree import dotted, empty_containers, keys_by_container
 from megackpt.notices import notice
 

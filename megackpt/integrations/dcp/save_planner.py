@@ -35,13 +35,13 @@ from torch.distributed.checkpoint.planner import (
 from megackpt.codec import leaf_digests, pack
 from megackpt.engine.data.tensor_bytes import check_source
 from megackpt.engine.saving.unmarked_replicas import digests_of_unmarked_replicas
-from megackpt.engine.state.flatten import FlattenedState, flatten_state
 from megackpt.errors import DeclarationError
 from megackpt.integrations.dcp.location import rank_and_size
 from megackpt.integrations.dcp.names import Steps, flatten
 from megackpt.integrations.dcp.rectangles import Rectangle, rectangles
 from megackpt.mapping import ShardedObject, ShardedTensor, is_main_replica
 from megackpt.mapping.describe import describe, dtype_name
+from megackpt.mapping.flatten import FlattenedState, flatten_state
 from megackpt.mapping.plain_tensors import declare_whole_tensors
 from megackpt.mapping.tree import ABSENT, iter_leaves, map_leaves, without_positions
 from megackpt.metadata import (

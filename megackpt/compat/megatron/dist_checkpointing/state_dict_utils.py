@@ -1,6 +1,6 @@
 """A state dict before it is saved or loaded. Source: Megatron-Core `dist_checkpointing.state_dict_utils`.
 
-`save` and `load` flatten a state dict themselves (`megackpt.engine.state.flatten`); these functions are for
+`save` and `load` flatten a state dict themselves (`megackpt.mapping.flatten`); these functions are for
 programs that do it by hand. None of them changes the dict that it is given.
 """
 

@@ -30,10 +30,10 @@ from megackpt.compat.megatron.integrity import (
     verify_integrity_manifest,
 )
 from megackpt.compat.megatron.unsupported import unsupported_name
-from megackpt.engine.state.flatten import flatten_state
 from megackpt.errors import DeclarationError, FormatError, MissingKeyError, NotACheckpointError
 from megackpt.mapping import ShardedBase, ShardedStateDict, StateDict
 from megackpt.mapping.describe import describe
+from megackpt.mapping.flatten import flatten_state
 from megackpt.metadata import merge_declarations
 from megackpt.validation import StrictHandling, check_coverage
 from megackpt.validation.common import check_common_equal
