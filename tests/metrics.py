@@ -32,7 +32,7 @@ CALLS_OF_A_SAVE = (
     ("megackpt.engine.saving.write", "write_and_commit"),
     ("megackpt.engine.saving.write", "write_chunks"),
     ("megackpt.formats.native.save", "NativeSaveStrategy.write_chunks"),
-    ("megackpt.formats.buffered_writer", "BufferedWriter.write"),
+    ("megackpt.storage.store", "BufferedWriter.write"),
     ("megackpt.storage.file_writer", "FileWriter.write"),
     ("megackpt.storage.file_writer", "CachedOutput.append"),
     ("megackpt.storage.rawio", "write_fully"),

@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 
 from megackpt.errors import FormatError, StorageError
-from megackpt.formats.buffered_writer import BufferedWriter
 from megackpt.formats.documents import read_small_file
 from megackpt.formats.index_layout import (
     BLOCK_DIGESTS,
@@ -40,7 +39,7 @@ from megackpt.metadata import (
     unpack_columns,
     unpack_strings,
 )
-from megackpt.storage import Store, block_digests, check_name, digest_of_parts
+from megackpt.storage import BufferedWriter, Store, block_digests, check_name, digest_of_parts
 
 _MAX_BYTES = 2**62
 """Bound of offsets and lengths: twice as much still fits into int64, so ends can be computed and compared."""

@@ -1,7 +1,7 @@
 """Ranges of integers, and integers as sort keys.
 
-One length is split into ranges; many ranges are expanded into the numbers they hold. Sort keys are integers that
-sort and compare as several columns do, since sorting one column is many times faster.
+One length is split into ranges; many ranges are expanded into the numbers they hold. Sort keys are integers
+that sort and compare as several columns do, since sorting one column is many times faster.
 """
 
 from __future__ import annotations

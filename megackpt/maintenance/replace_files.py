@@ -14,7 +14,7 @@ import numpy as np
 from megackpt.errors import CheckpointError, UnsupportedError
 from megackpt.formats.strategy import MANIFEST, MANIFEST_MAX_BYTES
 from megackpt.storage import Store
-from megackpt.storage.names import is_temporary_name_of, temporary_name
+from megackpt.storage.store import is_temporary_name_of, temporary_name
 from megackpt.storage.views import Patch, PatchedStore
 
 _STEP_BYTES = 4 * 1024 * 1024

@@ -1,6 +1,7 @@
-"""Leaves that are no tensors: objects that are sharded, values per rank or replicated, and what is not stored.
+"""Leaves that are no tensors: sharded objects, values per rank or replicated, and what is not stored.
 
-Any other plain leaf is common state, which must be equal on all ranks: only rank 0's is stored. `codec` encodes
+Any other plain leaf is common state, which must be equal on all ranks: only rank 0's is stored. `codec`
+    encodes
 objects and values.
 """
 

@@ -3,8 +3,8 @@
 One row is one chunk. Rows are padded with trailing extents of 1 to the number of dims of the widest array, so
 that every column is one numpy array; trailing 1s do not change the row-major order. No torch, no I/O.
 
-Here are also the dtypes that a checkpoint can hold, and `StoredChunks`: the chunk table with the file, offset and
-digests of every chunk. That is the decoded index. Its encoding on disk belongs to the formats.
+Here are also the dtypes that a checkpoint can hold, and `StoredChunks`: the chunk table with the file,
+offset and digests of every chunk. That is the decoded index. Its encoding on disk belongs to the formats.
 """
 
 from __future__ import annotations

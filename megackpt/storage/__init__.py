@@ -9,7 +9,6 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from megackpt.storage.buffers import COMMON_POOL, MAX_BORROWED_BYTES
 from megackpt.storage.digests import (
     BlockDigester,
     FileDigester,
@@ -19,11 +18,10 @@ from megackpt.storage.digests import (
     digest_of_parts,
 )
 from megackpt.storage.local import LocalStore, absolute_path, expanded_path
-from megackpt.storage.names import check_name, is_allowed_name
 from megackpt.storage.opening import Location, as_store, checked_path, is_url, open_store, opened_store
 from megackpt.storage.options import FileOptions, ObjectOptions
-from megackpt.storage.rawio import is_in_memory
-from megackpt.storage.store import Store, StreamWriter
+from megackpt.storage.rawio import COMMON_POOL, MAX_BORROWED_BYTES, is_in_memory
+from megackpt.storage.store import BufferedWriter, Store, StreamWriter, check_name, is_allowed_name
 
 if TYPE_CHECKING:
     from megackpt.storage.memory import MemoryStore
@@ -34,6 +32,7 @@ __all__ = [
     "COMMON_POOL",
     "MAX_BORROWED_BYTES",
     "BlockDigester",
+    "BufferedWriter",
     "FileDigester",
     "FileOptions",
     "ForwardingStore",

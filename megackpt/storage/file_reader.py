@@ -16,10 +16,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megackpt.storage.buffers import COMMON_POOL, MAX_BORROWED_BYTES, ByteArray
 from megackpt.storage.error_translation import short_file_error, translated_errors
 from megackpt.storage.rawio import (
     ALIGNMENT,
+    COMMON_POOL,
+    MAX_BORROWED_BYTES,
+    ByteArray,
     enable_direct,
     is_cached,
     is_in_memory,

@@ -20,10 +20,17 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import numpy as np
 
-from megackpt.storage.buffers import BufferPool, ByteArray
 from megackpt.storage.error_translation import translated_errors
 from megackpt.storage.options import FileOptions
-from megackpt.storage.rawio import ALIGNMENT, enable_direct, is_in_memory, reserve, write_fully
+from megackpt.storage.rawio import (
+    ALIGNMENT,
+    BufferPool,
+    ByteArray,
+    enable_direct,
+    is_in_memory,
+    reserve,
+    write_fully,
+)
 from megackpt.storage.store import SizedWriter
 
 # Measured on ext4, 1 GiB into fresh pages: 0.35 GB/s without flushing, 0.37 when only asking for early

@@ -14,15 +14,13 @@ from collections.abc import Iterable, Iterator
 from functools import partial
 from typing import Any
 
-from megackpt.storage.buffers import COMMON_POOL, BufferPool
 from megackpt.storage.error_translation import large_file_error, translated_errors
 from megackpt.storage.file_reader import FileReader, read_through_cache
 from megackpt.storage.file_writer import FileWriter
-from megackpt.storage.names import check_name, temporary_name
 from megackpt.storage.options import FileOptions
-from megackpt.storage.rawio import write_fully
+from megackpt.storage.rawio import COMMON_POOL, BufferPool, write_fully
 from megackpt.storage.sandbox import Sandbox, flush_directory
-from megackpt.storage.store import Store
+from megackpt.storage.store import Store, check_name, temporary_name
 
 _MAX_IDLE_BUFFERS = 8  # of a store whose buffers are not of the common size
 

@@ -13,8 +13,7 @@ from collections.abc import Iterable, Mapping
 
 from megackpt.errors import StorageError
 from megackpt.storage.error_translation import large_file_error, short_file_error, storage_error
-from megackpt.storage.names import check_name
-from megackpt.storage.store import SizedWriter, Store
+from megackpt.storage.store import SizedWriter, Store, check_name
 
 
 class MemoryStore(Store):

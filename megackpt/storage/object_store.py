@@ -21,7 +21,6 @@ import numpy as np
 
 from megackpt.errors import StorageError
 from megackpt.storage.error_translation import large_file_error, short_file_error
-from megackpt.storage.names import check_name, is_allowed_name
 from megackpt.storage.object_client import (
     checked_url,
     obstore,
@@ -31,7 +30,7 @@ from megackpt.storage.object_client import (
 )
 from megackpt.storage.object_upload import ObjectWriter
 from megackpt.storage.options import ObjectOptions
-from megackpt.storage.store import Store, check_borrowed_range
+from megackpt.storage.store import Store, check_borrowed_range, check_name, is_allowed_name
 
 T = TypeVar("T")
 

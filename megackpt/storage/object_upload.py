@@ -16,9 +16,9 @@ from typing import Any
 
 import numpy as np
 
-from megackpt.storage.buffers import BUFFER_BYTES, COMMON_POOL, ByteArray
 from megackpt.storage.object_client import obstore, translated_object_errors, with_retries
 from megackpt.storage.options import ObjectOptions
+from megackpt.storage.rawio import BUFFER_BYTES, COMMON_POOL, ByteArray
 from megackpt.storage.store import SizedWriter
 
 _MAX_PARTS = 10_000  # Source: Amazon S3, limits of multipart uploads.

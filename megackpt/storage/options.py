@@ -7,8 +7,7 @@ from dataclasses import dataclass, field
 
 from megackpt.arguments import check_count, check_flag, check_seconds
 from megackpt.errors import DeclarationError
-from megackpt.storage.buffers import BUFFER_BYTES
-from megackpt.storage.rawio import ALIGNMENT
+from megackpt.storage.rawio import ALIGNMENT, BUFFER_BYTES
 
 OBJECT_SCHEMES = ("s3", "gs", "az")
 """Schemes of the URLs of object stores. Only s3 is tested."""

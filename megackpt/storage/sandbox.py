@@ -14,7 +14,7 @@ import stat
 from collections.abc import Callable, Iterator
 
 from megackpt.errors import StorageError
-from megackpt.storage.names import check_name, is_allowed_name
+from megackpt.storage.store import check_name, is_allowed_name
 
 _OPEN_DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 # O_NONBLOCK: opening a named pipe must not wait for somebody to write to it.

@@ -1,4 +1,4 @@
-"""The interface of a store of files, and of a writer of one file.
+"""The interface of a store of files and of a writer of one file, and the names that files may have.
 
 `Store` is the base class of all stores: its abstract methods are what a store must have, the others have
 defaults. What the bytes mean is up to `formats`.
@@ -7,14 +7,17 @@ defaults. What the bytes mean is up to `formats`.
 from __future__ import annotations
 
 import contextlib
+import re
+import secrets
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import Protocol
 
-from megackpt.storage.buffers import COMMON_POOL, MAX_BORROWED_BYTES
+from megackpt.errors import StorageError
 from megackpt.storage.error_translation import closed_writer_error, excess_bytes_error, incomplete_file_error
+from megackpt.storage.rawio import COMMON_POOL, MAX_BORROWED_BYTES
 
 _COPY_BYTES = 4 << 20
 
@@ -107,6 +110,37 @@ class SizedWriter(ABC):
     @abstractmethod
     def _abandon(self) -> None:
         """Stop writing and remove the partial file."""
+
+
+_SHORT_BYTES = 32 << 10
+_BUFFER_BYTES = 1 << 20
+
+
+class BufferedWriter:
+    """Passes bytes to a writer, in order; short writes are collected in a buffer first.
+
+    A write of a kilobyte takes a store about as long as one of a few hundred.
+    """
+
+    def __init__(self, writer: StreamWriter) -> None:
+        self._writer = writer
+        self._buffer = bytearray()
+
+    def write(self, data: memoryview) -> None:
+        """Take the next bytes; their memory may be used again when this returns."""
+        if len(data) > _SHORT_BYTES:
+            self.flush()
+            self._writer.write(data)
+            return
+        self._buffer += data
+        if len(self._buffer) >= _BUFFER_BYTES:
+            self.flush()
+
+    def flush(self) -> None:
+        """Pass on what is in the buffer."""
+        if self._buffer:
+            self._writer.write(memoryview(self._buffer))
+            self._buffer = bytearray()
 
 
 class Store(ABC):
@@ -286,3 +320,69 @@ def _borrow_from_pool(store: Store, name: str, offset_bytes: int, nbytes: int) -
         data = buffer.data[:nbytes]
         store.read_into(name, offset_bytes, data)
         yield data
+
+
+def check_name(name: str, *, location: str) -> None:
+    """Reject a name that could mean a file outside of the store, or that some systems cannot store.
+
+    Raises:
+        StorageError: `name` is empty, absolute, has an empty, '.' or '..' part, a backslash, a NUL or a
+            character that UTF-8 cannot encode.
+
+    >>> check_name("data/rank-00000.safetensors", location="/ckpt")
+    """
+    fault = _fault_of(name)
+    if fault is not None:
+        raise StorageError(
+            f"{location}: the file name {name!r} {fault}, so it is not allowed. Names inside a checkpoint "
+            "are relative, with parts joined by '/'. If it was read from a checkpoint, that checkpoint is "
+            "damaged or forged.",
+            path=location,
+        )
+
+
+def is_allowed_name(name: str) -> bool:
+    """Return whether `check_name` accepts a name."""
+    return _fault_of(name) is None
+
+
+def _fault_of(name: str) -> str | None:
+    if not name:
+        return "is empty"
+    if name.startswith("/"):
+        return "is absolute"
+    if "\0" in name:
+        return "contains a NUL"
+    if "\\" in name:
+        return "contains a backslash"
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        return "is not valid Unicode"
+    for part in name.split("/"):
+        if part in ("", ".", ".."):
+            return f"has the part {part!r}"
+    return None
+
+
+# A file that must change at once is written under a temporary name in the same directory, then renamed. A
+# crash leaves the temporary file; its name tells the next save that it can be deleted. See docs/format.md.
+_TEMPORARY_END = r"\.[0-9a-f]{16}\.tmp"
+_TEMPORARY = re.compile(rf"\..+{_TEMPORARY_END}")
+
+
+def temporary_name(name: str) -> str:
+    """Return a new name for a temporary file in the directory of the file `name`."""
+    head, slash, leaf = name.rpartition("/")
+    return f"{head}{slash}.{leaf}.{secrets.token_hex(8)}.tmp"
+
+
+def is_temporary_name(name: str) -> bool:
+    """Return whether a name was made by `temporary_name`, for any file."""
+    return _TEMPORARY.fullmatch(name.rpartition("/")[2]) is not None
+
+
+def is_temporary_name_of(name: str, file: str) -> bool:
+    """Return whether a name was made by `temporary_name` for this file."""
+    head, slash, leaf = file.rpartition("/")
+    return re.fullmatch(re.escape(f"{head}{slash}.{leaf}") + _TEMPORARY_END, name) is not None

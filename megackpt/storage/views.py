@@ -13,8 +13,7 @@ from typing import NoReturn
 
 from megackpt.errors import StorageError
 from megackpt.storage.error_translation import large_file_error, short_file_error
-from megackpt.storage.names import check_name
-from megackpt.storage.store import Store, StreamWriter
+from megackpt.storage.store import Store, StreamWriter, check_name
 
 
 class ForwardingStore(Store):

@@ -14,7 +14,7 @@ from megackpt import Checkpointer, KeyRule, LoadOptions, Policy, SaveOptions, Sh
 from megackpt.engine.data.device_copies import COMMON_BUFFERS, HostBuffers, host_parts, to_host
 from megackpt.engine.data.tensor_bytes import as_bits, byte_view, parts_of
 from megackpt.metadata import DTYPES
-from megackpt.storage.buffers import BUFFER_BYTES
+from megackpt.storage.rawio import BUFFER_BYTES
 
 pytestmark = pytest.mark.gpu
 

@@ -26,8 +26,7 @@ from megackpt.storage import (
     file_reader,
     rawio,
 )
-from megackpt.storage.buffers import COMMON_POOL, ByteArray
-from megackpt.storage.rawio import is_cached
+from megackpt.storage.rawio import COMMON_POOL, ByteArray, is_cached
 
 NBYTES = 9 * 1024 * 1024 + 123  # several buffers, and an end that is not aligned
 RANGES = [(0, NBYTES), (0, 4096), (1, NBYTES - 1), (4095, 4097 + (1 << 20)), (NBYTES - 70_001, 70_001)]

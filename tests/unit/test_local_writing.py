@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from megackpt.errors import FormatError, StorageError
-from megackpt.storage import FileOptions, LocalStore, buffers, file_writer, rawio
+from megackpt.storage import FileOptions, LocalStore, file_writer, rawio
 from megackpt.testing.store_suite import read_range, some_bytes, write_stream
 
 # Small buffers, so that streams of a few megabytes go around the pipeline many times.
@@ -219,9 +219,9 @@ def test_a_writer_uses_no_more_buffers_than_allowed(
     store: LocalStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made: list[int] = []
-    real = buffers.mmap.mmap
+    real = rawio.mmap.mmap
     monkeypatch.setattr(
-        buffers.mmap, "mmap", lambda fd, nbytes, **kind: made.append(nbytes) or real(fd, nbytes, **kind)
+        rawio.mmap, "mmap", lambda fd, nbytes, **kind: made.append(nbytes) or real(fd, nbytes, **kind)
     )
     for name in ("a", "b"):
         write_stream(store, name, bytes(MEGABYTES), part_bytes=MEGABYTES)

@@ -19,7 +19,7 @@ from megackpt.formats.documents import read_manifest_file
 from megackpt.formats.registry import attempt_of, detect, fixed_names
 from megackpt.formats.strategy import MANIFEST, Json, SaveStrategy
 from megackpt.storage import Store
-from megackpt.storage.names import is_temporary_name
+from megackpt.storage.store import is_temporary_name
 
 _ATTEMPT = re.compile(r"[0-9a-f]{16}")
 

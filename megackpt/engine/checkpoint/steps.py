@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from megackpt.engine.checkpoint.manifest import files_of_saves, is_leftover
 from megackpt.formats.strategy import MANIFEST
 from megackpt.storage import Store
-from megackpt.storage.names import is_temporary_name
+from megackpt.storage.store import is_temporary_name
 from megackpt.storage.views import PrefixStore
 
 _MAX_STEP = 1 << 62  # as in `megackpt.arguments.checked_step`

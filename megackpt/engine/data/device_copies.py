@@ -24,7 +24,7 @@ import numpy.typing as npt
 import torch
 
 from megackpt.engine.data.tensor_bytes import as_bits, as_elements, byte_view, parts_of
-from megackpt.storage.buffers import BUFFER_BYTES
+from megackpt.storage.rawio import BUFFER_BYTES
 
 log = logging.getLogger(__name__)
 

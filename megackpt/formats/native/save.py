@@ -13,7 +13,6 @@ import safetensors.torch
 import torch
 
 from megackpt.codec import encode, pack
-from megackpt.formats.buffered_writer import BufferedWriter
 from megackpt.formats.documents import attempt_in_manifest, write_small_file
 from megackpt.formats.file_names import NATIVE
 from megackpt.formats.index_file import (
@@ -37,7 +36,7 @@ from megackpt.metadata import (
     unpack_columns,
 )
 from megackpt.planning import SavePlan, first_of_equal_chunks
-from megackpt.storage import BlockDigester, Store
+from megackpt.storage import BlockDigester, BufferedWriter, Store
 
 if TYPE_CHECKING:
     from megackpt.formats.array_digests import ArrayDigester, ChunkDigest, Contributions
