@@ -7,14 +7,14 @@ Megatron-Core's `dist_checkpointing.serialization`.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, Literal, TypeAlias, TypeVar, overload
+from typing import Any, TypeVar, overload
 
 import torch
 
 from megackpt.arguments import check_kind
-from megackpt.comm import AnyGroup, Group, SingleProcess, check_group, subgroup_label, world_group
+from megackpt.comm import AnyGroup, Group, SingleProcess, check_group, world_group
 from megackpt.engine.checkpoint.manifest import is_committed, read_manifest, remove_arrays
 from megackpt.engine.checkpoint.opening import (
     check_arrays_complete,
@@ -22,37 +22,18 @@ from megackpt.engine.checkpoint.opening import (
     open_checkpoint,
     read_common,
 )
-from megackpt.engine.loading.load import LoadRequest, LoadResult, load_state
-from megackpt.engine.saving.hooks import hooks_for
+from megackpt.engine.loading.load import LoadResult, load_state
+from megackpt.engine.loading.load_request import LoadRequest
 from megackpt.engine.saving.plan_cache import PlanCache
 from megackpt.engine.saving.save import save_state
-from megackpt.engine.saving.save_request import SaveRequest
-from megackpt.errors import DeclarationError
-from megackpt.formats.contents import Contents
-from megackpt.formats.registry import LoadChoice, SaveChoice, check_format, not_imported, save_strategy
+from megackpt.engine.saving.save_request import save_request
+from megackpt.formats.registry import LoadChoice, SaveChoice, check_format, save_strategy
 from megackpt.mapping import ShardedBase, ShardedObject, ShardedStateDict, ShardedTensor, StateDict
 from megackpt.metadata import OBJECT
 from megackpt.options import LoadOptions, SaveOptions
 from megackpt.storage import Location, Store, checked_path, is_url, opened_store
-from megackpt.validation import LoadReport, StrictHandling
+from megackpt.validation import LoadReport, ReturnsKeys, ReturnsState, StrictHandling
 
-ReturnsKeys: TypeAlias = Literal[
-    StrictHandling.RETURN_UNEXPECTED, StrictHandling.RETURN_ALL, "return_unexpected", "return_all"
-]
-ReturnsState: TypeAlias = Literal[
-    StrictHandling.ASSUME_OK_UNEXPECTED,
-    StrictHandling.LOG_UNEXPECTED,
-    StrictHandling.LOG_ALL,
-    StrictHandling.RAISE_UNEXPECTED,
-    StrictHandling.RAISE_ALL,
-    StrictHandling.IGNORE_ALL,
-    "assume_ok_unexpected",
-    "log_unexpected",
-    "log_all",
-    "raise_unexpected",
-    "raise_all",
-    "ignore_all",
-]
 Options = TypeVar("Options", SaveOptions, LoadOptions)
 
 
@@ -126,66 +107,6 @@ def save(
     )
     with opened_store(checkpoint_dir) as store:
         save_state(request, store, group, options)
-
-
-def save_request(
-    sharded_state_dict: ShardedStateDict,
-    sharded_strategy: SaveChoice = None,
-    *,
-    options: SaveOptions,
-    group: Group,
-    validate_access_integrity: bool = True,
-    preprocess_common_before_consistancy_check: Callable[[Any], Any] | None = None,
-    content_metadata: Any = None,
-    plans: PlanCache | None = None,
-    spread_group: AnyGroup | None = None,
-    equal_arguments: Mapping[str, Any] | None = None,
-) -> SaveRequest:
-    """Return the request of a save with these arguments of `save`. Local.
-
-    equal_arguments is that of `SaveRequest`.
-
-    Raises:
-        DeclarationError: preprocess_common_before_consistancy_check cannot be called.
-    """
-    if not callable(preprocess_common_before_consistancy_check or len):
-        raise DeclarationError(
-            f"preprocess_common_before_consistancy_check is {preprocess_common_before_consistancy_check!r}; "
-            f"give a function that takes the common state, or None."
-        )
-    return SaveRequest(
-        state=sharded_state_dict,
-        choose=lambda: save_strategy(sharded_strategy),
-        not_imported=lambda: not_imported(sharded_strategy),
-        content_metadata=content_metadata,
-        validate=validate_access_integrity,
-        common_to_compare=preprocess_common_before_consistancy_check,
-        plans=plans,
-        assume_constant_structure=options.assume_constant_structure,
-        spread=options.spread,
-        spread_label=lambda: label_to_spread(options, spread_group, rank=group.rank),
-        plain_tensors=options.plain_tensors,
-        rank0_values=options.rank0_values,
-        hooks=hooks_for(options),
-        equal_arguments=equal_arguments or {},
-    )
-
-
-def label_to_spread(options: SaveOptions, spread_group: AnyGroup | None, *, rank: int) -> int:
-    """Return a number that is equal on the ranks of one spread group; 0 without a group.
-
-    Collective over the spread group, unless it is a group of torch.
-
-    Raises:
-        DeclarationError: the options and the group do not fit each other.
-    """
-    if (spread_group is not None) != (options.spread == "group"):
-        presence = "given" if spread_group is not None else "not given"
-        raise DeclarationError(
-            f"spread_group is {presence}, and SaveOptions.spread is {options.spread!r}. Give both, a group "
-            f"and spread='group', or neither."
-        )
-    return 0 if spread_group is None else subgroup_label(spread_group, rank=rank)
 
 
 @overload
@@ -367,32 +288,18 @@ def load_sharded_metadata(
     with opened_store(checkpoint_dir) as store:
         contents = open_checkpoint(store, allow_unsafe_pickle=allow_unsafe_pickle)
         entities: dict[str, ShardedBase] = {}
-        starts = _object_starts(contents)
-        for spec in contents.arrays.values():
-            if spec.dtype == OBJECT:
-                for start in starts.get(spec.key, []):
-                    entity = ShardedObject(spec.key, None, spec.global_shape, start)
-                    entities[entity.unique_key] = entity
-            else:
-                dtype = getattr(torch, spec.dtype)
-                origin, ones = (0,) * len(spec.global_shape), (1,) * len(spec.global_shape)
-                entities[spec.key] = ShardedTensor(
-                    spec.key, None, dtype, spec.global_shape, spec.global_shape, origin, ones
-                )
+        objects = [key for key, spec in contents.arrays.items() if spec.dtype == OBJECT]
+        # The rows of all keys at once, since a format may read them now.
+        offsets = contents.chunks(objects).object_rows() if objects else ()
+        for key, offset in offsets:
+            entity = ShardedObject(key, None, contents.arrays[key].global_shape, offset)
+            entities[entity.unique_key] = entity
+        for key, spec in contents.arrays.items():
+            if spec.dtype != OBJECT:
+                shape, dtype = spec.global_shape, getattr(torch, spec.dtype)
+                origin, ones = (0,) * len(shape), (1,) * len(shape)
+                entities[key] = ShardedTensor(key, None, dtype, shape, shape, origin, ones)
         return entities
-
-
-def _object_starts(contents: Contents) -> dict[str, list[tuple[int, ...]]]:
-    """Return the offsets of the stored objects of each key."""
-    keys = [spec.key for spec in contents.arrays.values() if spec.dtype == OBJECT]
-    starts: dict[str, list[tuple[int, ...]]] = {}
-    if not keys:
-        return starts
-    table = contents.chunks(keys).table  # of all keys at once, since a format may read its rows now
-    for array, start in zip(table.array.tolist(), table.start.tolist(), strict=True):
-        spec = table.arrays[array]
-        starts.setdefault(spec.key, []).append(tuple(start[: len(spec.global_shape)]))
-    return starts
 
 
 def load_tensors_metadata(

@@ -17,8 +17,8 @@ from typing import Any, cast
 from unittest import mock
 
 import megackpt.engine.data.read as engine_read
+import megackpt.engine.loading.load_request as engine_source
 import megackpt.engine.loading.prepare as engine_prepare
-import megackpt.engine.loading.source as engine_source
 import megackpt.formats.file_chunks as file_chunks
 from megackpt.formats.strategy import MANIFEST, ChunkParts, Json, SaveStrategy
 from megackpt.geometry import Ints

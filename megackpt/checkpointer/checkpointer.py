@@ -13,7 +13,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal, SupportsFloat
 
-from megackpt.api import ReturnsState, save_request
 from megackpt.arguments import check_flag, check_kind, checked_step
 from megackpt.checkpointer.async_saving import AsyncSaving
 from megackpt.checkpointer.loading import LastLoad, RootLoading, StepLoading
@@ -40,13 +39,13 @@ from megackpt.checkpointer.tiers import TierLoading, TierSaving, TierSet
 from megackpt.comm import Group, world_group
 from megackpt.engine.background.prepared_save import for_a_writer, pickled_for_a_writer
 from megackpt.engine.saving.plan_cache import PlanCache
-from megackpt.engine.saving.save_request import SaveRequest
+from megackpt.engine.saving.save_request import SaveRequest, save_request
 from megackpt.errors import CheckpointError, DeclarationError
 from megackpt.formats.registry import SaveChoice
 from megackpt.mapping import ShardedStateDict, StateDict
 from megackpt.options import AsyncOptions, LoadOptions, SaveOptions, VerifyOptions
 from megackpt.storage import ObjectOptions, Store
-from megackpt.validation import StrictHandling
+from megackpt.validation import ReturnsState, StrictHandling
 
 log = logging.getLogger(__name__)
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
-from megackpt.api import ReturnsState, load_with_report
+from megackpt.api import load_with_report
 from megackpt.checkpointer.root_files import newest_step, scan
 from megackpt.comm import AnyGroup, Group, run_on_all_ranks
 from megackpt.engine.checkpoint.steps import StepDirectories, step_name
@@ -18,7 +18,7 @@ from megackpt.engine.loading.fallback import DAMAGE_ERRORS
 from megackpt.errors import CheckpointError, DeclarationError, NotACheckpointError
 from megackpt.mapping import ShardedStateDict, StateDict
 from megackpt.options import LoadOptions
-from megackpt.validation import LoadReport
+from megackpt.validation import LoadReport, ReturnsState
 
 log = logging.getLogger(__name__)
 

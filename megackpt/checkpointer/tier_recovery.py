@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
-from megackpt.api import ReturnsState
 from megackpt.checkpointer.loading import LastLoad, RootLoading, SkippedStep, with_copies_of_step
 from megackpt.checkpointer.root_files import scan
 from megackpt.checkpointer.tier_survey import ROOT, StepCandidate, TierSurvey
@@ -22,7 +21,8 @@ from megackpt.comm import Group, broadcast_from_rank_0, run_and_gather, run_on_a
 from megackpt.engine.checkpoint.step_roots import LocalSteps
 from megackpt.engine.checkpoint.steps import step_name
 from megackpt.engine.loading.fallback import DAMAGE_ERRORS
-from megackpt.engine.loading.load import LoadRequest, load_state
+from megackpt.engine.loading.load import load_state
+from megackpt.engine.loading.load_request import LoadRequest
 from megackpt.engine.tiers.node_steps import (
     NodeStep,
     StepFiles,
@@ -36,6 +36,7 @@ from megackpt.errors import CheckpointError, NotACheckpointError, truncated_list
 from megackpt.mapping import ShardedStateDict, StateDict
 from megackpt.planning.redundancy import Nodes
 from megackpt.storage import Store
+from megackpt.validation import ReturnsState
 
 log = logging.getLogger(__name__)
 

@@ -10,7 +10,6 @@ import socket
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from megackpt.api import ReturnsState
 from megackpt.checkpointer.loading import LastLoad, RootLoading
 from megackpt.checkpointer.options import MemoryTier, Tier, Tiers
 from megackpt.checkpointer.tier_recovery import Recovery, TierDirectories
@@ -27,6 +26,7 @@ from megackpt.formats.registry import save_strategy
 from megackpt.mapping import ShardedStateDict, StateDict
 from megackpt.options import SaveOptions
 from megackpt.planning.redundancy import Nodes
+from megackpt.validation import ReturnsState
 
 log = logging.getLogger(__name__)
 

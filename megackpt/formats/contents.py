@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megackpt.geometry import Ints
-from megackpt.metadata import ArraySpec, ChunkTable
+from megackpt.metadata import OBJECT, ArraySpec, ChunkTable
 
 
 class Part(NamedTuple):
@@ -83,6 +83,16 @@ class Chunks(ABC):
     table: ChunkTable
     position: Ints
     block_bytes: int = 1
+
+    def object_rows(self) -> dict[tuple[str, tuple[int, ...]], int]:
+        """Return the row of each object in the table, by the key of its array and its offset there."""
+        table = self.table
+        is_object = np.array([spec.dtype == OBJECT for spec in table.arrays], np.bool_)
+        rows = {}
+        for row in np.flatnonzero(is_object[table.array]).tolist():
+            spec = table.arrays[int(table.array[row])]
+            rows[spec.key, tuple(table.start[row, : len(spec.global_shape)].tolist())] = row
+        return rows
 
     @abstractmethod
     def describe(self, row: int) -> str:

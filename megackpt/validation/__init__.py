@@ -21,7 +21,7 @@ from megackpt.validation.request import (
     check_unexpected_keys,
     report_arrays,
 )
-from megackpt.validation.strictness import StrictHandling
+from megackpt.validation.strictness import ReturnsKeys, ReturnsState, StrictHandling
 
 __all__ = [
     "PARITY",
@@ -31,6 +31,8 @@ __all__ = [
     "LoadTimes",
     "PhaseTimes",
     "RecoveredBytes",
+    "ReturnsKeys",
+    "ReturnsState",
     "StrictHandling",
     "TimeSummary",
     "check_common_equal",

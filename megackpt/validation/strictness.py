@@ -9,6 +9,7 @@ Source: Megatron-Core `dist_checkpointing.validation.StrictHandling`.
 from __future__ import annotations
 
 from enum import Enum
+from typing import Literal, TypeAlias
 
 from megackpt.errors import DeclarationError
 from megackpt.options import Policy
@@ -76,3 +77,24 @@ _ON_UNEXPECTED = {
     StrictHandling.IGNORE_ALL: Policy.IGNORE,
 }
 _ON_MISSING = {StrictHandling.LOG_ALL: Policy.WARN, StrictHandling.RAISE_ALL: Policy.ERROR}
+
+ReturnsKeys: TypeAlias = Literal[
+    StrictHandling.RETURN_UNEXPECTED, StrictHandling.RETURN_ALL, "return_unexpected", "return_all"
+]
+"""Modes in which `load` returns also missing and unexpected keys."""
+
+ReturnsState: TypeAlias = Literal[
+    StrictHandling.ASSUME_OK_UNEXPECTED,
+    StrictHandling.LOG_UNEXPECTED,
+    StrictHandling.LOG_ALL,
+    StrictHandling.RAISE_UNEXPECTED,
+    StrictHandling.RAISE_ALL,
+    StrictHandling.IGNORE_ALL,
+    "assume_ok_unexpected",
+    "log_unexpected",
+    "log_all",
+    "raise_unexpected",
+    "raise_all",
+    "ignore_all",
+]
+"""Modes in which `load` returns the state dict only."""

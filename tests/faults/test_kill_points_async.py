@@ -23,13 +23,13 @@ import torch
 import torch.distributed as dist
 
 from megackpt import AsyncOptions, Checkpointer, CheckpointError, RankFailedError, SaveOptions, ShardedTensor
-from megackpt.api import save_request
 from megackpt.comm import Group
 from megackpt.comm.store_group import StoreGroup
 from megackpt.engine.background.messages import CheckpointLocation, Job
 from megackpt.engine.background.prepared_save import Destination
 from megackpt.engine.background.saver import AsyncSaver
 from megackpt.engine.background.writer_main import Writer
+from megackpt.engine.saving.save_request import save_request
 from megackpt.storage import Store
 from megackpt.testing.cached_disk import Loss
 from megackpt.testing.crash_store import CrashMachine, Moment, Stopped

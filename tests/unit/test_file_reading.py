@@ -22,7 +22,6 @@ from megackpt.storage import (
     FileOptions,
     LocalStore,
     MemoryStore,
-    buffers,
     file_reader,
     rawio,
 )
@@ -233,13 +232,13 @@ def test_direct_reading_can_be_switched_off(
 def test_buffers_are_used_again_by_other_stores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     COMMON_POOL.clear()
     made: list[int] = []
-    real = buffers._new_buffer
+    real = rawio._new_buffer
 
     def fresh(nbytes: int) -> ByteArray:
         made.append(nbytes)
         return real(nbytes)
 
-    monkeypatch.setattr(buffers, "_new_buffer", fresh)
+    monkeypatch.setattr(rawio, "_new_buffer", fresh)
     for name in "ab":
         store = LocalStore(tmp_path / name)
         store.create()

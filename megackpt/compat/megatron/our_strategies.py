@@ -32,7 +32,7 @@ from megackpt.compat.megatron.load_errors import also_of_torch
 from megackpt.compat.megatron.process_options import OPTIONS
 from megackpt.compat.megatron.settings import KnownSettings
 from megackpt.engine.saving.plan_cache import PlanCache
-from megackpt.engine.saving.save_request import SaveRequest
+from megackpt.engine.saving.save_request import SaveRequest, save_request
 from megackpt.errors import CommonStateError, DeclarationError
 from megackpt.formats.registry import DEFAULT_BACKEND, SaveChoice, save_strategy
 from megackpt.mapping import ShardedStateDict, StateDict
@@ -257,7 +257,7 @@ def request_by(
     def request(group: Group, options: SaveOptions, may_differ: bool) -> SaveRequest:
         compared = {_PREPROCESS: _nothing_of} if may_differ else {}
         with_all = {**given, **compared, "options": options, "group": group}
-        return api.save_request(sharded_state_dict, choice, **with_all)
+        return save_request(sharded_state_dict, choice, **with_all)
 
     deferred = DeferredSave(
         now=lambda: save_as_rank_0(strategy, sharded_state_dict, checkpoint_dir, **arguments),

@@ -8,15 +8,14 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence, Set
-from contextlib import AbstractContextManager
+from collections.abc import Container, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 
 import numpy as np
 import torch
 
-from megackpt.comm import AnyGroup, Group
+from megackpt.comm import Group
 from megackpt.engine.checkpoint.opening import (
     check_arrays_complete,
     check_readable,
@@ -24,8 +23,8 @@ from megackpt.engine.checkpoint.opening import (
 )
 from megackpt.engine.data.tensor_bytes import check_target
 from megackpt.engine.loading.common_request import CommonRequest, match_common_state
+from megackpt.engine.loading.load_request import Source
 from megackpt.engine.loading.shared_targets import SharedTargets
-from megackpt.engine.loading.source import Source
 from megackpt.errors import MismatchError, MissingKeyError
 from megackpt.formats.contents import Chunks, Contents
 from megackpt.mapping import PerRankValue, ShardedObject, ShardedStateDict, ShardedTensor, StateDict
@@ -36,12 +35,10 @@ from megackpt.metadata import OBJECT, ArraySpec, DeclaredChunks
 from megackpt.notices import notice
 from megackpt.options import LoadOptions
 from megackpt.planning import Copies, plan_load
-from megackpt.storage import Store
 from megackpt.validation import (
     LoadReport,
     LoadRules,
     PhaseTimes,
-    StrictHandling,
     check_dtypes_and_shapes,
     check_resharding,
     check_unexpected_keys,
@@ -55,28 +52,6 @@ _LOAD_ON_META = (
     "load returns then holds tensors in host memory, for load_state_dict(..., assign=True). DTensors need "
     "memory."
 )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LoadRequest:
-    """The arguments of a load.
-
-    Attributes:
-        state: the sharded state dict to fill.
-        open_store: returns the store of the checkpoint, open until the load ends. A rank may fail in it.
-        options: options of the load.
-        strict: what to do about missing and unexpected keys.
-        exchange_group: ranks that read for each other, this one among them; None for all.
-        file_readers: ranks that can read a file of chunks, ascending, by its name; None if all ranks can read
-            all files.
-    """
-
-    state: ShardedStateDict
-    open_store: Callable[[], AbstractContextManager[Store]]
-    options: LoadOptions
-    strict: StrictHandling | str
-    exchange_group: AnyGroup | None = None
-    file_readers: Mapping[str, Sequence[int]] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,24 +142,10 @@ class PreparedLoad:
     plan: ReadPlan
     report: LoadReport
 
-    @property
-    def tensors(self) -> Sequence[ShardedTensor]:
-        """Tensors that are read into."""
-        return self.targets.tensors
-
-    def requested_below(self, names: Set[str]) -> list[str]:
-        """Return the requested keys below these containers."""
-        by_name = keys_by_container(sorted(self.keys.requested), names)
-        return [key for keys in by_name.values() for key in keys]
-
-    def stored_below(self, names: Set[str], requested: Set[str]) -> dict[str, list[str]]:
-        """Return the stored keys below these containers that are not requested, by container."""
-        return keys_by_container(self.loadable, names, requested)
-
     def clear_padding(self) -> None:
         """Set the tensors of which not every element is stored to 0."""
         padded = {array.key for array in self.report.arrays if array.padded_nbytes}
-        for tensor in self.tensors:
+        for tensor in self.targets.tensors:
             if tensor.key in padded and tensor.data is not None:
                 tensor.data.detach().zero_()
 
@@ -424,7 +385,7 @@ def _object_rows(objects: Sequence[ShardedObject], chunks: Chunks, where: str) -
     """
     if not objects:
         return []
-    rows = _rows_by_offset(chunks)
+    rows = chunks.object_rows()
     missing = [o.unique_key for o in objects if (o.key, o.global_offset) not in rows]
     if missing:
         raise MissingKeyError(
@@ -434,14 +395,3 @@ def _object_rows(objects: Sequence[ShardedObject], chunks: Chunks, where: str) -
             path=where,
         )
     return [rows[o.key, o.global_offset] for o in objects]
-
-
-def _rows_by_offset(chunks: Chunks) -> Mapping[tuple[str, tuple[int, ...]], int]:
-    """Return the rows of objects by their keys and offsets."""
-    table = chunks.table
-    is_object = np.array([a.dtype == OBJECT for a in table.arrays], np.bool_)
-    rows = {}
-    for row in np.flatnonzero(is_object[table.array]).tolist():
-        spec = table.arrays[int(table.array[row])]
-        rows[spec.key, tuple(table.start[row, : len(spec.global_shape)].tolist())] = row
-    return rows

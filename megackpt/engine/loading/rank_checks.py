@@ -12,8 +12,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from megackpt.comm import Group, run_on_all_ranks, subgroup_members
-from megackpt.engine.loading.prepare import LoadRequest, PreparedLoad
+from megackpt.engine.loading.load_request import LoadRequest
+from megackpt.engine.loading.prepare import PreparedLoad
 from megackpt.errors import MismatchError
+from megackpt.mapping.tree import keys_by_container
 from megackpt.notices import Notices, collected_notices, log_notices
 from megackpt.validation import check_empty_containers, check_missing_keys
 
@@ -158,14 +160,18 @@ def check_empty_requests(prepared: PreparedLoad, ranks: RankAnswers, group: Grou
     if not names:
         return
     doing = "comparing keys"
-    below = run_on_all_ranks(group, lambda: json.dumps(prepared.requested_below(names)).encode(), doing=doing)
+
+    def requested_below() -> bytes:
+        by_name = keys_by_container(sorted(prepared.keys.requested), names)
+        return json.dumps([key for keys in by_name.values() for key in keys]).encode()
+
+    below = run_on_all_ranks(group, requested_below, doing=doing)
     requested = {key for keys in below for key in json.loads(keys)}
 
     def check() -> bytes:
         with collected_notices() as notices:
-            check_empty_containers(
-                prepared.stored_below(names, requested), prepared.rules, where=prepared.where
-            )
+            stored_below = keys_by_container(prepared.loadable, names, requested)
+            check_empty_containers(stored_below, prepared.rules, where=prepared.where)
         return json.dumps(notices).encode()
 
     notices = run_on_all_ranks(group, check, doing=doing)

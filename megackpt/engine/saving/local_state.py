@@ -22,7 +22,10 @@ from megackpt.engine.data.device_copies import follow, host_parts, parts_in_buff
 from megackpt.engine.data.tensor_bytes import check_source
 from megackpt.engine.saving.plan_cache import CachedPlan
 from megackpt.engine.saving.save_request import SaveRequest
-from megackpt.engine.saving.unmarked_replicas import digests_of_unmarked_replicas
+from megackpt.engine.saving.unmarked_replicas import (
+    digests_of_unmarked_replicas,
+    value_digest,
+)
 from megackpt.errors import DeclarationError, UnsupportedError
 from megackpt.formats.strategy import ChunkParts, SaveStrategy
 from megackpt.geometry import Ints, strides_of
@@ -96,7 +99,7 @@ class LocalState:
         These are replicated values, by key, and chunks of DTensors, by `key[box]`.
         """
         values = {o.key: o.data for o in self.flattened.objects if o.key in self.flattened.replicated}
-        replicated = {key: digest_of(encoded_leaf_digests(value)) for key, value in values.items()}
+        replicated = {key: value_digest(value) for key, value in values.items()}
         return {"replicated": replicated, "copies": digests_of_unmarked_replicas(self.flattened)}
 
     def packed_declarations(self) -> PackedDeclarations:
@@ -322,8 +325,3 @@ def _with_object_sizes(declared: DeclaredChunks, sizes: Sequence[int]) -> Declar
     nbytes = declared.table.nbytes.copy()
     nbytes[-len(sizes) :] = sizes
     return replace(declared, table=replace(declared.table, nbytes=nbytes))
-
-
-def encoded_leaf_digests(value: Any) -> bytes:
-    """Return digests of the leaves of a value as sorted JSON, which is equal for equal values."""
-    return json.dumps(leaf_digests(value), sort_keys=True).encode()

@@ -14,8 +14,8 @@ import numpy as np
 
 from megackpt.comm import Group, broadcast_from_rank_0, rank_0_errors_on_all_ranks, run_and_gather
 from megackpt.engine.data.device_copies import host_parts
-from megackpt.engine.saving.local_state import encoded_leaf_digests
 from megackpt.engine.saving.save_hook import SaveHook
+from megackpt.engine.saving.unmarked_replicas import value_digest
 from megackpt.errors import MismatchError, truncated_list
 from megackpt.mapping.flatten import FlattenedState
 from megackpt.metadata import DeclaredChunks
@@ -102,7 +102,7 @@ class _LocalReplicas:
 
     def _digest(self, row: int, part_bytes: int) -> str:
         if row >= len(self._tensors):
-            return digest_of(encoded_leaf_digests(self._objects[row - len(self._tensors)].data))
+            return value_digest(self._objects[row - len(self._tensors)].data)
         data = self._tensors[row].data
         assert data is not None  # a tensor without data cannot be saved, which was checked before
         return digest_of_parts(host_parts(data, part_bytes=part_bytes))

@@ -1,4 +1,7 @@
-"""What a save is asked for."""
+"""What a save is asked for, and the hooks of the features that its options ask for.
+
+The modules of features that are not used are not imported.
+"""
 
 from __future__ import annotations
 
@@ -6,11 +9,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from megackpt.comm import AnyGroup, Group, subgroup_label
 from megackpt.engine.saving.plan_cache import PlanCache
 from megackpt.engine.saving.save_hook import SaveHook
+from megackpt.errors import DeclarationError
+from megackpt.formats.registry import SaveChoice, not_imported, save_strategy
 from megackpt.formats.strategy import SaveStrategy
 from megackpt.mapping import ShardedStateDict
-from megackpt.options import PlainTensors, Spread
+from megackpt.options import PlainTensors, Policy, SaveOptions, Spread
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,3 +73,85 @@ class SaveRequest:
     def assumes_structure(self) -> bool:
         """Whether this save uses the last plan without comparing declarations."""
         return self.assume_constant_structure and self.plans is not None and bool(self.plans.names)
+
+
+def hooks_for(options: SaveOptions) -> tuple[SaveHook, ...]:
+    """Return the hooks of the features that the options ask for."""
+    hooks: list[SaveHook] = []
+    if options.parity is not None:
+        from megackpt.engine.saving.parity import ParityHook
+
+        hooks.append(ParityHook(max_files=options.parity))
+    if options.array_digests:
+        from megackpt.engine.saving.array_digests import ArrayDigestHook
+
+        hooks.append(ArrayDigestHook())
+    if options.compare_replicas is not Policy.IGNORE:  # compares all bits, so no samples are needed
+        from megackpt.engine.saving.replica_check import ReplicaCheckHook
+
+        hooks.append(ReplicaCheckHook(options.compare_replicas, part_bytes=options.part_bytes))
+    elif options.sample_replicas is not Policy.IGNORE:
+        from megackpt.engine.saving.replica_samples import ReplicaSampleHook
+
+        hooks.append(ReplicaSampleHook(options.sample_replicas))
+    return tuple(hooks)
+
+
+def save_request(
+    sharded_state_dict: ShardedStateDict,
+    sharded_strategy: SaveChoice = None,
+    *,
+    options: SaveOptions,
+    group: Group,
+    validate_access_integrity: bool = True,
+    preprocess_common_before_consistancy_check: Callable[[Any], Any] | None = None,
+    content_metadata: Any = None,
+    plans: PlanCache | None = None,
+    spread_group: AnyGroup | None = None,
+    equal_arguments: Mapping[str, Any] | None = None,
+) -> SaveRequest:
+    """Return the request of a save with these arguments of `save`. Local.
+
+    equal_arguments is that of `SaveRequest`.
+
+    Raises:
+        DeclarationError: preprocess_common_before_consistancy_check cannot be called.
+    """
+    if not callable(preprocess_common_before_consistancy_check or len):
+        raise DeclarationError(
+            f"preprocess_common_before_consistancy_check is {preprocess_common_before_consistancy_check!r}; "
+            f"give a function that takes the common state, or None."
+        )
+    return SaveRequest(
+        state=sharded_state_dict,
+        choose=lambda: save_strategy(sharded_strategy),
+        not_imported=lambda: not_imported(sharded_strategy),
+        content_metadata=content_metadata,
+        validate=validate_access_integrity,
+        common_to_compare=preprocess_common_before_consistancy_check,
+        plans=plans,
+        assume_constant_structure=options.assume_constant_structure,
+        spread=options.spread,
+        spread_label=lambda: _label_to_spread(options, spread_group, rank=group.rank),
+        plain_tensors=options.plain_tensors,
+        rank0_values=options.rank0_values,
+        hooks=hooks_for(options),
+        equal_arguments=equal_arguments or {},
+    )
+
+
+def _label_to_spread(options: SaveOptions, spread_group: AnyGroup | None, *, rank: int) -> int:
+    """Return a number that is equal on the ranks of one spread group; 0 without a group.
+
+    Collective over the spread group, unless it is a group of torch.
+
+    Raises:
+        DeclarationError: the options and the group do not fit each other.
+    """
+    if (spread_group is not None) != (options.spread == "group"):
+        presence = "given" if spread_group is not None else "not given"
+        raise DeclarationError(
+            f"spread_group is {presence}, and SaveOptions.spread is {options.spread!r}. Give both, a group "
+            f"and spread='group', or neither."
+        )
+    return 0 if spread_group is None else subgroup_label(spread_group, rank=rank)

@@ -1,19 +1,47 @@
-"""Where the bytes of a load come from: the checkpoint itself, or what can replace damaged bytes."""
+"""What a load is asked for, and where its bytes come from.
+
+They come from the checkpoint itself, or from what can replace damaged bytes.
+"""
 
 from __future__ import annotations
 
-from contextlib import ExitStack
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias
 
+from megackpt.comm import AnyGroup
 from megackpt.engine.checkpoint.opening import open_checkpoint
 from megackpt.formats.contents import Contents
+from megackpt.mapping import ShardedStateDict
 from megackpt.options import LoadOptions
 from megackpt.storage import Store
-from megackpt.validation import RecoveredBytes
+from megackpt.validation import RecoveredBytes, StrictHandling
 
 if TYPE_CHECKING:
     from megackpt.engine.loading.fallback import FallbackSource
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadRequest:
+    """The arguments of a load.
+
+    Attributes:
+        state: the sharded state dict to fill.
+        open_store: returns the store of the checkpoint, open until the load ends. A rank may fail in it.
+        options: options of the load.
+        strict: what to do about missing and unexpected keys.
+        exchange_group: ranks that read for each other, this one among them; None for all.
+        file_readers: ranks that can read a file of chunks, ascending, by its name; None if all ranks can read
+            all files.
+    """
+
+    state: ShardedStateDict
+    open_store: Callable[[], AbstractContextManager[Store]]
+    options: LoadOptions
+    strict: StrictHandling | str
+    exchange_group: AnyGroup | None = None
+    file_readers: Mapping[str, Sequence[int]] | None = None
 
 
 @dataclass(frozen=True, slots=True)
