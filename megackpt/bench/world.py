@@ -1,4 +1,8 @@
-"""Runs the benchmark on the ranks of torchrun, or else on processes that it starts."""
+"""Runs the benchmark on the ranks of torchrun, or else on processes that it starts.
+
+Before anything is measured, each peer tries a few numbers of writing threads and keeps the fastest, which
+depends on the machine and the file system.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +11,7 @@ import logging
 import os
 import platform
 import shutil
+import statistics
 import tempfile
 import time
 import warnings
@@ -30,7 +35,7 @@ from megackpt.bench.peers import check_peers
 from megackpt.bench.profile import profile
 from megackpt.bench.report import Report
 from megackpt.bench.settings import BenchSettings
-from megackpt.bench.thread_trials import settle_threads
+from megackpt.bench.state import GridLayout, make_model, make_state
 from megackpt.comm.child_processes import without_current_directory
 from megackpt.errors import DeclarationError, RankFailedError
 
@@ -159,7 +164,7 @@ def _measure(settings: BenchSettings, root: Path) -> Report | None:
     load_before = os.getloadavg()[0]
     _silence_peers()
     run = BenchRun(settings, root)
-    settled = settle_threads(run)
+    settled = _settle_threads(run)
     spent: dict[str, float] = {}
     for measure in dict.fromkeys(CASES[case] for case in CASES if case in settings.cases):
         began = time.perf_counter()
@@ -213,3 +218,31 @@ def _machine(settings: BenchSettings, *, load_before: float) -> dict[str, Any]:
         "python": platform.python_version(),
         "packages": packages,
     }
+
+
+_TRIAL_BYTES = 512 << 20  # at most; large enough that starting threads or processes does not decide
+_TRIALS = 3  # of which the first does not count
+
+
+def _settle_threads(run: BenchRun) -> dict[str, str]:
+    """Choose the number of threads of each peer that has a choice. Collective.
+
+    Returns:
+        The choice and the times of all trials, as text, by peer.
+    """
+    choices: dict[str, str] = {}
+    size = min(run.settings.size, _TRIAL_BYTES)
+    model = make_model(size, ranks=run.ranks, dtype=run.dtype)
+    source = make_state(model, GridLayout(tp=run.ranks), run.rank, run.dtype)
+    for peer in run.peers:
+        seconds: dict[int, float] = {}
+        for threads in peer.thread_counts:
+            peer.threads = threads
+            runs = [run.save(peer, source) for _ in range(_TRIALS)]
+            seconds[threads] = statistics.median(runs[1:])
+        if seconds:
+            peer.threads = min(seconds, key=lambda threads: seconds[threads])
+            tried = ", ".join(f"{threads}: {spent:.3f} s" for threads, spent in seconds.items())
+            choices[peer.name] = f"{peer.threads} threads (a save with {tried})"
+    run.clear()
+    return choices

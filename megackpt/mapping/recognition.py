@@ -1,7 +1,7 @@
 """Entities and tensors of other libraries, recognised by their classes without importing these libraries.
 
 A library that is not loaded has no instances. What a tensor or entity declares is read by an adapter
-(`dtensor`, `torch_sharded`, `xla`, `megatron_entities`), which is imported only where a state dict holds one.
+(`torch_sharded`, `xla`, `megatron_entities`), which is imported only where a state dict holds one.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ from megackpt import (
 )
 from megackpt.comm import SingleProcess
 from megackpt.engine.background import saver
-from megackpt.engine.background.staging import StreamRange
+from megackpt.engine.background.staging_memory import StreamRange
 from tests.async_saves import saver_of, single_process_checkpointer
 from tests.writer_faults import TierOrder, in_a_tier, wait_for
 

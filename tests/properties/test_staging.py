@@ -22,8 +22,14 @@ from megackpt.engine.background.messages import (
     FromWriter,
     Job,
 )
-from megackpt.engine.background.staging import StreamRange, copy_rows
-from megackpt.engine.background.staging_memory import RowLayout, StagingMemory, lay_out_rows, map_memory
+from megackpt.engine.background.staging_memory import (
+    RowLayout,
+    StagingMemory,
+    StreamRange,
+    copy_rows,
+    lay_out_rows,
+    map_memory,
+)
 from megackpt.engine.background.stream import StagedStream, StreamRowParts
 from megackpt.formats.strategy import ChunkParts
 

@@ -37,8 +37,7 @@ from megackpt.engine.background.messages import (
     store_prefix,
 )
 from megackpt.engine.background.process_start import start_writer
-from megackpt.engine.background.staging import StreamClosedError
-from megackpt.engine.background.staging_memory import StagingMemory
+from megackpt.engine.background.staging_memory import StagingMemory, StreamClosedError
 from megackpt.engine.background.submitted_job import CommitHandler, FailureHandler, SubmittedJob
 from megackpt.engine.saving.save_hook import PlanCompletion
 from megackpt.errors import CheckpointError, RankFailedError, WriterFailedError

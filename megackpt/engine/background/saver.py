@@ -22,7 +22,7 @@ from megackpt.comm.store_group import StoreHost
 from megackpt.engine.background.messages import Job, store_prefix
 from megackpt.engine.background.prepared_save import Destination, PreparedSave, shares_bytes
 from megackpt.engine.background.session import WriterSession, end_forgotten
-from megackpt.engine.background.staging import StreamClosedError, StreamRange, copy_rows
+from megackpt.engine.background.staging_memory import StreamClosedError, StreamRange, copy_rows
 from megackpt.engine.background.submitted_job import SubmittedJob
 from megackpt.engine.saving.preparation import WriterStatus, prepare_on_all_ranks
 from megackpt.engine.saving.save import plan_prepared

@@ -1,10 +1,15 @@
 """What a rank keeps between asynchronous saves: a writer process, its memory, and the store of all writers.
 
 A session starts another process if one has ended, sizes the memory, and connects the writers of all ranks.
+
+Starting a process takes seconds of a processor, most of them to import torch. So a writer process that is
+no longer used is kept, without staging memory, for the next saver with the same options. It ends with this
+process.
 """
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import logging
 import threading
@@ -16,9 +21,9 @@ from typing import Any
 from megackpt.comm import Group, encode_error
 from megackpt.comm.messages import decode_error
 from megackpt.comm.store_group import StoreHost, host_store
-from megackpt.engine.background.idle_writers import return_writer, take_writer
 from megackpt.engine.background.prepared_save import PreparedSave
 from megackpt.engine.background.process import WriterProcess
+from megackpt.engine.background.staging_memory import StagingMemory
 from megackpt.engine.background.submitted_job import SubmittedJob
 from megackpt.engine.saving.preparation import WriterStatus
 from megackpt.errors import CheckpointError, DeclarationError
@@ -63,7 +68,7 @@ class WriterSession:
     @classmethod
     def start(cls, options: AsyncOptions, *, hook: str | None) -> WriterSession:
         """Start a process or take an idle one; allocate its memory in a thread, if the size is known."""
-        session = cls(options, hook, take_writer(options, hook=hook))
+        session = cls(options, hook, _take_writer(options, hook=hook))
         if options.staging_bytes is not None:
             session.allocation = threading.Thread(
                 target=_allocate, args=(session.writer, options.staging_bytes), daemon=True
@@ -76,7 +81,7 @@ class WriterSession:
         if self.writer.is_lost:
             nbytes = self.writer.memory.nbytes
             self.writer.close()
-            writer = take_writer(self.options, hook=self.hook)
+            writer = _take_writer(self.options, hook=self.hook)
             if self.joined is not None:  # first: a writer that knows of no others writes as if alone
                 self._send_join(writer, *self.joined)
             self.writer = writer
@@ -196,7 +201,7 @@ class WriterSession:
             self.allocation.join()
         self.writer.wait_until(0)
         if keeps_writer and not self.writer.is_lost:
-            return_writer(self.writer)
+            _return_writer(self.writer)
         else:
             self.writer.close()
         if self.host is not None:
@@ -220,3 +225,51 @@ def end_forgotten(session: WriterSession) -> None:
 def _allocate(writer: WriterProcess, nbytes: int) -> None:
     with contextlib.suppress(CheckpointError):  # the first save tries again, and raises the error
         writer.resize(nbytes)
+
+
+_Kind = tuple[int, str | None, str | None]
+
+_MAX_IDLE = 1
+
+
+def _take_writer(options: AsyncOptions, *, hook: str | None) -> WriterProcess:
+    """Return a process that nobody else uses, with staging memory of size 0."""
+    kind = _kind(options, hook)
+    with _LOCK:
+        for writer in list(_IDLE):
+            if writer.is_lost:
+                _IDLE.remove(writer)
+                writer.close()
+            elif writer.kind == kind:
+                _IDLE.remove(writer)
+                return writer
+    return WriterProcess(options, memory=StagingMemory(), kind=kind)
+
+
+def _return_writer(writer: WriterProcess) -> None:
+    """Keep a process that has nothing to do; end those that are too many."""
+    writer.rest()
+    with _LOCK:
+        if not _IDLE:
+            atexit.register(_end_all)
+        _IDLE.append(writer)
+        surplus = _IDLE[:-_MAX_IDLE]
+        del _IDLE[:-_MAX_IDLE]
+    for old in surplus:
+        old.close()
+
+
+def _kind(options: AsyncOptions, hook: str | None) -> _Kind:
+    return options.nice, options.ionice, hook
+
+
+def _end_all() -> None:
+    atexit.unregister(_end_all)
+    with _LOCK:
+        idle, _IDLE[:] = list(_IDLE), []
+    for writer in idle:
+        writer.close()
+
+
+_IDLE: list[WriterProcess] = []
+_LOCK = threading.Lock()

@@ -1,7 +1,7 @@
 """The stream of bytes that a rank stages, as its writer process reads it.
 
 The stream passes through the staging memory: the writer waits until bytes are there, and reports which memory
-is free again. How the rank writes it is in `staging`.
+is free again. How the rank writes it is in `staging_memory`.
 """
 
 from __future__ import annotations

@@ -18,8 +18,7 @@ from megackpt.comm import (
 )
 from megackpt.engine.data.progress import Progress
 from megackpt.engine.verification.arrays import ArrayShare, compare_arrays
-from megackpt.engine.verification.shares import WHOLE, Share
-from megackpt.engine.verification.verify import ShareReport
+from megackpt.engine.verification.verify import WHOLE, Share, ShareReport
 from megackpt.errors import StorageError
 from megackpt.formats.damage import Damage
 

@@ -2,6 +2,7 @@
 
 The checks go from the outside in: the commit, the files that a format lists, the index, the structure of each
 array (`structure`), and with `deep` every byte (`digests`) and the digests of whole arrays (`arrays`).
+Several processes verify shares of about equal bytes, of chunks that lie together.
 """
 
 from __future__ import annotations
@@ -16,16 +17,48 @@ from megackpt.engine.checkpoint.opening import open_checkpoint, read_common
 from megackpt.engine.data.progress import Progress
 from megackpt.engine.verification.arrays import ArrayShare, array_check, compare_arrays
 from megackpt.engine.verification.digests import ByteCheck, can_decode, check_whole_files
-from megackpt.engine.verification.shares import WHOLE, Share, in_share, sizes_of
 from megackpt.engine.verification.structure import check_coverage, check_files
 from megackpt.errors import CheckpointError, NotACheckpointError, StorageError
 from megackpt.formats.contents import Chunks, Contents
 from megackpt.formats.damage import Damage, damage_of
 from megackpt.formats.registry import load_strategy
-from megackpt.formats.strategy import MANIFEST, LoadStrategy
+from megackpt.formats.strategy import MANIFEST, LoadStrategy, WholeFile
+from megackpt.geometry import Ints
 from megackpt.metadata import OBJECT
 from megackpt.options import VerifyOptions
 from megackpt.storage import Store
+
+Share = tuple[int, int]
+"""(i, n): the share of process i of n processes."""
+
+WHOLE: Share = (0, 1)
+"""The share of a process that verifies everything."""
+
+
+def in_share(
+    sizes: Ints, share: Share, *, before: int = 0, after: Ints | None = None
+) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
+    """Return which items are in a share, `[n]`; each item is in the share of exactly one process. Pure.
+
+    Args:
+        sizes: the sizes of the items in bytes, `[n]`.
+        share: the share.
+        before: bytes of other items that are shared out first.
+        after: sizes of other items that are shared out afterwards.
+
+    >>> [in_share(np.array([4, 4]), (i, 2), after=np.array([8])).tolist() for i in (0, 1)]
+    [[True, True], [False, False]]
+    """
+    nbytes = sizes + 1  # so that empty items are shared out, too
+    total = before + int(nbytes.sum()) + (0 if after is None else int(after.sum()))
+    number, count = share
+    start = before + np.cumsum(nbytes) - nbytes
+    return np.asarray(start * count // max(total, 1) == number, np.bool_)
+
+
+def sizes_of(files: Sequence[WholeFile]) -> Ints:
+    """Return the sizes of files, in bytes, `[n]`."""
+    return np.array([file.nbytes for file in files], np.int64)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
