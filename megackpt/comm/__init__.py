@@ -1,4 +1,11 @@
-"""Communication between ranks: messages, bulk bytes, errors that are raised on all ranks, deadlines."""
+"""Communication between ranks: messages, bulk bytes, errors that are raised on all ranks, deadlines.
+
+What only several ranks need, `TorchGroup`, is imported when it is first used.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
 
 from megackpt.comm.collectives import (
     Numbers,
@@ -24,7 +31,9 @@ from megackpt.comm.process_groups import (
     subgroup_members,
     world_group,
 )
-from megackpt.comm.torch_group import TorchGroup
+
+if TYPE_CHECKING:
+    from megackpt.comm.torch_group import TorchGroup
 
 __all__ = [
     "MAX_NUMBERS",
@@ -53,3 +62,12 @@ __all__ = [
     "subgroup_members",
     "world_group",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """Import `TorchGroup` when it is first used."""
+    if name != "TorchGroup":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from megackpt.comm.torch_group import TorchGroup
+
+    return TorchGroup

@@ -1,6 +1,7 @@
 """Groups for the process groups of torch.distributed, made once and used again.
 
-Also what a caller may give in place of a group of ours: `AnyGroup`, its check and its members.
+Also what a caller may give in place of a group of ours: `AnyGroup`, its check and its members. A
+single process does not import `torch_group`.
 """
 
 from __future__ import annotations
@@ -9,14 +10,16 @@ import atexit
 import hashlib
 import weakref
 from collections.abc import Sequence
-from typing import TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch.distributed as dist
 
 from megackpt.comm.collectives import gather_results
 from megackpt.comm.group import Group, SingleProcess
-from megackpt.comm.torch_group import TorchGroup
 from megackpt.errors import DeclarationError
+
+if TYPE_CHECKING:
+    from megackpt.comm.torch_group import TorchGroup
 
 AnyGroup: TypeAlias = "Group | dist.ProcessGroup"
 """A group of ours, or a process group of torch."""
@@ -65,6 +68,8 @@ def process_group_ranks(group: dist.ProcessGroup) -> tuple[int, ...]:
 
 
 def _connect(ranks: Sequence[int] | None, timeout_s: float) -> TorchGroup:
+    from megackpt.comm.torch_group import TorchGroup
+
     group = TorchGroup(ranks=ranks, timeout_s=timeout_s)
     if not _CONNECTED:
         atexit.register(_close_idle_groups)
@@ -115,13 +120,8 @@ def subgroup_members(group: AnyGroup) -> str:
     The text begins with the number of members and a colon, so that it can be counted how many ranks give this
     group. It is empty for a group whose members are not known here.
     """
-    if isinstance(group, dist.ProcessGroup):
-        ranks = process_group_ranks(group)
-    elif isinstance(group, TorchGroup):
-        ranks = group.ranks
-    else:
-        return ""
-    return f"{len(ranks)}:{hashlib.sha256(repr(ranks).encode()).hexdigest()[:16]}"
+    ranks = _member_ranks(group)
+    return "" if ranks is None else f"{len(ranks)}:{hashlib.sha256(repr(ranks).encode()).hexdigest()[:16]}"
 
 
 def subgroup_label(group: AnyGroup, *, rank: int) -> int:
@@ -137,11 +137,20 @@ def subgroup_label(group: AnyGroup, *, rank: int) -> int:
         DeclarationError: group is not a group.
     """
     check_group_argument("spread_group", group)
-    if isinstance(group, dist.ProcessGroup):
-        return min(process_group_ranks(group))
+    ranks = _member_ranks(group)
+    if ranks is None:
+        assert isinstance(group, Group)
+        ranks = [int(message) for message in group.all_gather(str(rank).encode())]
+    return min(ranks)
+
+
+def _member_ranks(group: AnyGroup) -> Sequence[int] | None:
+    """Return the members of a group as ranks of torch.distributed; None if they are not known here. Local."""
+    from megackpt.comm.torch_group import TorchGroup
+
     if isinstance(group, TorchGroup):
-        return min(group.ranks)
-    return min(int(message) for message in group.all_gather(str(rank).encode()))
+        return group.ranks
+    return process_group_ranks(group) if isinstance(group, dist.ProcessGroup) else None
 
 
 # Connecting a group is a collective and takes file descriptors, so there is one for each process group and

@@ -1,8 +1,7 @@
 """Leaves that are no tensors: sharded objects, values per rank or replicated, and what is not stored.
 
 Any other plain leaf is common state, which must be equal on all ranks: only rank 0's is stored. `codec`
-    encodes
-objects and values.
+encodes objects and values.
 """
 
 from __future__ import annotations

@@ -110,8 +110,8 @@ def parts_of(tensor: torch.Tensor, part_bytes: int) -> Iterator[torch.Tensor]:
 def as_bits(tensor: torch.Tensor) -> torch.Tensor:
     """View a tensor as integers of the size of its elements; 16-byte elements as complex128.
 
-    The view shares memory with the tensor, unless the tensor is lazily conjugated or negated: then it is a
-        copy.
+    The view shares memory with the tensor, unless the tensor is lazily conjugated or negated: then it is
+    a copy.
     """
     tensor = tensor.detach().resolve_conj().resolve_neg()
     integer = _SAME_SIZE.get(tensor.element_size())

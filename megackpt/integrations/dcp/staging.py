@@ -1,8 +1,7 @@
 """The copy that a save in the background takes of a state dict, for torch releases that take none.
 
 A workaround: before DCP had stagers, its async_save copied tensors of devices only, and shared tensors in
-    host memory
-with the training.
+host memory with the training.
 """
 
 from __future__ import annotations
