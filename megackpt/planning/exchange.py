@@ -67,24 +67,48 @@ def plan_exchange(
     groups = equal_requests(requested)
     merged = merge_requests([requested[ranks[0]] for ranks in groups], stored)
     width = np.maximum(itemsizes(stored.arrays), 1)[stored.array] if len(stored) else stored.array
-    dims = max(merged.table.dims, stored.dims)
-    chunks = np.unique(overlapping_chunks(merged.table.padded_to(dims), stored.padded_to(dims))[1])
     # For now `entity` is the row of the merged requests, which tells the group and the entity.
     numbered = replace(merged, entity=np.arange(len(merged), dtype=np.int64))
-    if exceed_arrays(stored.take(chunks)):  # chunks overlap: read only those that something is copied from
-        chunks = np.unique(plan_load(numbered, stored, where=where).stored)
+    chunks = _chunks_to_read(numbered, stored, where)
     bounds = _bounds(merged, stored.nbytes[chunks], mode, buffer_bytes, size)
     # Parts are chunks as well, so a load is planned from them as from stored chunks.
-    table, chunk, start = _cut(stored, chunks, width, bounds.part_bytes, block_bytes)
+    table, parts = _cut(stored, chunks, width, bounds.part_bytes, block_bytes)
     copies = plan_load(numbered, table, where=where)
     is_object = np.array([a.dtype == OBJECT for a in stored.arrays], np.bool_)
     copies = _objects_as_bytes(copies, is_object[table.array], table.nbytes)
     group = merged.rank[copies.entity]
     copies = replace(copies, entity=merged.entity[copies.entity])
-    copies, rank = for_each_rank(copies, group, groups)
-    return _plan(
-        stored, chunk, start, width, copies, rank, position, block_bytes, mode, size, bounds, readers
+    copies, rank = for_each_rank(copies, group, groups)  # sorted by part and rank
+    parts, copies = _narrowed(parts, copies, stored.nbytes, block_bytes)
+    deliveries = _deliveries(copies, rank, parts.width)
+
+    # Who reads which part, and in which round it is sent.
+    rank_start = np.searchsorted(deliveries.part, np.arange(len(parts) + 1))
+    if mode == "two_stage":
+        reader = np.zeros(len(parts), np.int64)
+    else:
+        reader = assign_readers(
+            parts.nbytes, rank_start, deliveries.rank, parts.chunk, readers=readers, ranks=size
+        )
+    parts = replace(parts, reader=reader)
+    rounds = assign_rounds(
+        _buffer_sizes(parts, deliveries, rank_start, mode, size),
+        order=np.lexsort((parts.start, position[parts.chunk])),
+        most_sent=bounds.sent,
+        most_received=bounds.received,
     )
+    # Each reader reads the parts of a round in the order in which reading is cheap.
+    order = np.lexsort((parts.start, position[parts.chunk], reader, rounds))
+    return _ordered(replace(parts, round=rounds), deliveries, copies, order, mode, size)
+
+
+def _chunks_to_read(requested: DeclaredChunks, stored: ChunkTable, where: str) -> Ints:
+    """Return the rows of the stored chunks that something is copied from."""
+    dims = max(requested.table.dims, stored.dims)
+    chunks = np.unique(overlapping_chunks(requested.table.padded_to(dims), stored.padded_to(dims))[1])
+    if exceed_arrays(stored.take(chunks)):  # chunks overlap, so not all of them are needed
+        chunks = np.unique(plan_load(requested, stored, where=where).stored)
+    return chunks
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,8 +144,8 @@ def _bounds(merged: DeclaredChunks, nbytes: Ints, mode: Exchange, buffer_bytes: 
 
 def _cut(
     stored: ChunkTable, rows: Ints, width: Ints, part_bytes: int, block_bytes: int
-) -> tuple[ChunkTable, Ints, Ints]:
-    """Cut chunks into parts of whole blocks and elements; returns the parts, their chunks and first bytes.
+) -> tuple[ChunkTable, ChunkParts]:
+    """Cut chunks into parts of whole blocks and elements; return the parts as chunks, and without readers.
 
     A part is a flat range of its chunk's box, so it has the form of a chunk. Objects stay whole.
     """
@@ -140,7 +164,9 @@ def _cut(
     table = stored.take(chunk)
     flat_start = np.where(is_object[of], table.flat_start, table.flat_start + start // wide[of])
     flat_stop = np.where(is_object[of], table.flat_stop, table.flat_start + stop // wide[of])
-    return replace(table, flat_start=flat_start, flat_stop=flat_stop, nbytes=stop - start), chunk, start
+    table = replace(table, flat_start=flat_start, flat_stop=flat_stop, nbytes=stop - start)
+    unknown = np.zeros_like(chunk)  # readers, rounds and offsets are assigned later
+    return table, ChunkParts(chunk, start, stop, wide[of], unknown, unknown, unknown)
 
 
 def _objects_as_bytes(copies: Copies, is_object: npt.NDArray[np.bool_], nbytes: Ints) -> Copies:
@@ -162,70 +188,42 @@ def _objects_as_bytes(copies: Copies, is_object: npt.NDArray[np.bool_], nbytes: 
     return replace(copies, **columns)
 
 
-def _plan(
-    stored: ChunkTable,
-    chunk: Ints,
-    start: Ints,
-    width: Ints,
-    copies: Copies,
-    rank: Ints,
-    position: Ints,
-    block_bytes: int,
-    mode: Exchange,
-    size: int,
-    bounds: _Bounds,
-    readers: Readers | None,
-) -> ExchangePlan:
-    """Narrow parts to what is needed of them, assign readers and rounds, and sort everything by round.
+def _narrowed(
+    parts: ChunkParts, copies: Copies, chunk_nbytes: Ints, block_bytes: int
+) -> tuple[ChunkParts, Copies]:
+    """Drop parts that nothing is copied from, and the blocks at both ends of the others that nobody needs.
 
-    copies and rank are sorted by part and rank.
+    Args:
+        parts: the parts, without readers.
+        copies: the copies from them, sorted by part.
+        chunk_nbytes: length of each stored chunk, `[n]`.
+        block_bytes: parts begin and end at multiples of this in their chunk.
     """
-    # Parts that nothing is copied from drop out, and the others lose the blocks at both ends that nobody
-    # needs.
-    needed, copies = _renumbered(copies)
-    chunk, start = chunk[needed], start[needed]
-    wide = width[chunk]
-    low, high = _source_ranges(copies)
-    part_first = np.flatnonzero(np.diff(copies.stored, prepend=-1))
-    lowest = _reduced(np.minimum, low, part_first) * wide
-    highest = _reduced(np.maximum, high, part_first) * wide
-    block = np.lcm(min(block_bytes, 2**40), wide)
-    begin = (start + lowest) // block * block
-    end = np.minimum(-(-(start + highest) // block) * block, stored.nbytes[chunk])
-    # Sources count from the part's first element, which may have moved.
-    shift = ((begin - start) // wide)[copies.stored]
-    copies = replace(copies, source_first=copies.source_first - shift)
-
-    # One delivery for each pair of a part and a rank: its copies are neighbours.
-    pair_first = np.flatnonzero((np.diff(copies.stored, prepend=-1) != 0) | (np.diff(rank, prepend=-1) != 0))
-    part, to = copies.stored[pair_first], rank[pair_first]
-    rank_start = np.append(np.searchsorted(part, np.arange(len(chunk))), len(part))
-    if mode == "two_stage":
-        reader = np.zeros(len(chunk), np.int64)
-    else:
-        reader = assign_readers(end - begin, rank_start, to, chunk, readers=readers, ranks=size)
-    deliveries = _deliveries(copies, pair_first, to, wide, low - shift, high - shift)
-    parts = ChunkParts(chunk, begin, end, wide, reader, np.zeros_like(chunk), np.zeros_like(chunk))
-    rounds = assign_rounds(
-        _buffer_sizes(parts, deliveries, rank_start, mode, size),
-        order=np.lexsort((begin, position[chunk])), most_sent=bounds.sent, most_received=bounds.received,
-    )  # fmt: skip
-    # Each reader reads the parts of a round in the order in which reading is cheap.
-    order = np.lexsort((begin, position[chunk], reader, rounds))
-    return _ordered(replace(parts, round=rounds), deliveries, copies, order, mode, size)
-
-
-def _renumbered(copies: Copies) -> tuple[Ints, Copies]:
-    """Return the parts that something is copied from, and the copies with their numbers among these."""
     needed, number = np.unique(copies.stored, return_inverse=True)
-    return needed, replace(copies, stored=number.reshape(-1).astype(np.int64))
+    parts = _take(parts, needed)
+    part = number.reshape(-1).astype(np.int64)
+    low, high = _source_ranges(copies)
+    first = np.flatnonzero(np.diff(part, prepend=-1))
+    lowest = _reduced(np.minimum, low, first) * parts.width
+    highest = _reduced(np.maximum, high, first) * parts.width
+    block = np.lcm(min(block_bytes, 2**40), parts.width)
+    start = (parts.start + lowest) // block * block
+    stop = np.minimum(-(-(parts.start + highest) // block) * block, chunk_nbytes[parts.chunk])
+    # Sources count from the part's first element, which may have moved.
+    shift = ((start - parts.start) // parts.width)[part]
+    copies = replace(copies, stored=part, source_first=copies.source_first - shift)
+    return replace(parts, start=start, stop=stop), copies
+
+
+def _take(parts: ChunkParts, rows: Ints) -> ChunkParts:
+    """Return the chosen parts, in the order of rows."""
+    return ChunkParts(*(getattr(parts, name)[rows] for name in ChunkParts.__slots__))
 
 
 def _source_ranges(copies: Copies) -> tuple[Ints, Ints]:
     """Return the first element and one past the last that each copy reads in its part."""
-    return copies.source_first, copies.source_first + ((copies.shape - 1) * copies.source_stride).sum(
-        axis=1
-    ) + 1
+    last = copies.source_first + ((copies.shape - 1) * copies.source_stride).sum(axis=1)
+    return copies.source_first, last + 1
 
 
 def _reduced(function: np.ufunc, values: Ints, first: Ints) -> Ints:
@@ -233,17 +231,26 @@ def _reduced(function: np.ufunc, values: Ints, first: Ints) -> Ints:
     return reduced
 
 
-def _deliveries(copies: Copies, first: Ints, rank: Ints, wide: Ints, low: Ints, high: Ints) -> Deliveries:
-    """Return what each rank receives of each part: one range if all of it is needed, else packed elements."""
-    part = copies.stored[first]
+def _deliveries(copies: Copies, rank: Ints, width: Ints) -> Deliveries:
+    """Return what each rank receives of each part: one range if all of it is needed, else packed elements.
+
+    Args:
+        copies: all copies, sorted by part and rank.
+        rank: the rank of each copy.
+        width: bytes per element of each part.
+    """
+    # One delivery for each pair of a part and a rank: its copies are neighbours.
+    first = np.flatnonzero((np.diff(copies.stored, prepend=-1) != 0) | (np.diff(rank, prepend=-1) != 0))
+    part, rank, wide = copies.stored[first], rank[first], width[copies.stored[first]]
+    low, high = _source_ranges(copies)
     lowest, highest = _reduced(np.minimum, low, first), _reduced(np.maximum, high, first)
     numel = _reduced(np.add, copies.shape.prod(axis=1), first)
     is_dense = numel >= highest - lowest
-    nbytes = np.where(is_dense, highest - lowest, numel) * wide[part]
+    nbytes = np.where(is_dense, highest - lowest, numel) * wide
     return Deliveries(
         part=part,
         rank=rank,
-        start=np.where(is_dense, lowest, 0) * wide[part],
+        start=np.where(is_dense, lowest, 0) * wide,
         nbytes=nbytes,
         is_dense=is_dense,
         is_batched=~is_dense | (nbytes < SMALL_BYTES),
@@ -273,7 +280,7 @@ def _ordered(
     number = np.empty(len(order), np.int64)
     number[order] = np.arange(len(order))
     # After this, the parts of one reader and round are neighbours: they lie in one buffer.
-    parts = ChunkParts(*(getattr(parts, name)[order] for name in ChunkParts.__slots__))
+    parts = _take(parts, order)
     parts = replace(parts, offset=_offsets(aligned(parts.nbytes), parts.round, parts.reader))
     part = number[deliveries.part]
     rows = np.lexsort((deliveries.rank, part))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ import torch
 
 from megackpt.engine.data.device_copies import AHEAD, HostBuffers, Uploads, host_parts, rows_to_host, to_host
 from megackpt.engine.data.tensor_bytes import parts_of, source_block, target_block
+from megackpt.engine.saving import local_state
 from megackpt.planning import StridedCopy
 
 VALUES = torch.arange(420, dtype=torch.int16).reshape(7, 6, 10)
@@ -62,38 +64,68 @@ def test_a_part_stays_while_the_next_are_copied_and_no_more_of_them_than_asked()
     assert buffers.nbytes == (AHEAD + 1) * 64
 
 
-def test_copies_run_ahead_into_the_next_row_and_other_rows_take_no_buffer() -> None:
-    rows = {0: [b"aa", b"bb"], 1: [b"in place"], 2: [b"cc"], 3: [], 4: [b"dd", b"ee", b"ff"]}
-    copied, asked = (0, 2, 4), []
+def test_copies_run_ahead_into_the_next_row() -> None:
+    rows, asked = [[b"aa", b"bb"], [b"cc"], [b"dd", b"ee", b"ff"]], []
 
-    def parts(row: int) -> Iterator[torch.Tensor]:
-        for data in rows[row]:
+    def parts(row: list[bytes]) -> Iterator[torch.Tensor]:
+        for data in row:
             asked.append(data)
             yield torch.frombuffer(bytearray(data), dtype=torch.uint8)
 
     buffers = HostBuffers(2, limit=8)
-    in_order = rows_to_host(
-        list(rows),
-        is_copied=lambda row: row in copied,
-        parts=parts,
-        as_they_lie=lambda row: (memoryview(data) for data in rows[row]),
-        buffers=buffers,
-    )
+    in_order = rows_to_host(map(parts, rows), buffers)
     assert [bytes(share) for share in next(in_order)] == rows[0]
     assert asked == [b"aa", b"bb", b"cc", b"dd", b"ee"]
-    assert [[bytes(share) for share in of_row] for of_row in in_order] == [rows[row] for row in (1, 2, 3, 4)]
+    assert [[bytes(share) for share in row] for row in in_order] == rows[1:]
     assert buffers.nbytes == (AHEAD + 1) * 2
+
+
+class OnDevice(torch.Tensor):
+    """A tensor in host memory that says that it is on a device."""
+
+    is_cuda = property(lambda self: True)
+
+
+class LocalRows:
+    """Stands for the local state of a save with one row for each tensor."""
+
+    def __init__(self, tensors: list[torch.Tensor]) -> None:
+        self.tensors = tensors
+        self.flattened = SimpleNamespace(tensors=[SimpleNamespace(data=tensor) for tensor in tensors])
+
+    def elements(self, plan: object, row: int) -> torch.Tensor:
+        return self.tensors[row]
+
+    def row_parts(self, plan: object, row: int, *, part_bytes: int) -> Iterator[memoryview]:
+        return iter([memoryview(self.tensors[row].numpy())])
+
+
+def test_rows_of_devices_and_of_host_memory_come_in_order_and_only_those_of_devices_take_buffers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    tensors = [torch.arange(n, dtype=torch.uint8) for n in (9, 5, 7, 0, 4)]
+    tensors = [t.as_subclass(OnDevice) if row in (0, 2, 3, 4) else t for row, t in enumerate(tensors)]
+    plan = SimpleNamespace(
+        entity=np.arange(5), table=SimpleNamespace(nbytes=np.array([t.numel() for t in tensors]))
+    )
+    monkeypatch.setattr(local_state, "follow", lambda tensors: None)
+    copied: list[int] = []
+
+    def note_copied(tensor: torch.Tensor, part_bytes: int) -> Iterator[torch.Tensor]:
+        copied.append(len(tensor))
+        return parts_of(tensor, part_bytes)
+
+    monkeypatch.setattr(local_state, "parts_in_buffers", note_copied)
+    rows = local_state.StateRowParts(LocalRows(tensors), plan, part_bytes=4)  # type: ignore[arg-type]
+    data = [b"".join(map(bytes, parts)) for parts in rows.in_order(range(5))]
+    assert data == [bytes(range(n)) for n in (9, 5, 7, 0, 4)]
+    assert copied == [9, 7, 4]  # neither the row in host memory nor the empty one
 
 
 def test_what_is_left_of_a_row_is_passed_over() -> None:
     rows_of_bytes = [[bytes([row, i]) for i in range(4)] for row in range(3)]
-    in_order = rows_to_host(
-        range(3),
-        is_copied=lambda row: True,
-        parts=lambda row: (torch.frombuffer(bytearray(b), dtype=torch.uint8) for b in rows_of_bytes[row]),
-        as_they_lie=lambda row: iter(()),
-        buffers=HostBuffers(2, limit=8),
-    )
+    rows = ([torch.frombuffer(bytearray(b), dtype=torch.uint8) for b in row] for row in rows_of_bytes)
+    in_order = rows_to_host(rows, HostBuffers(2, limit=8))
     assert [bytes(next(of_row)) for of_row in in_order] == [bytes([row, 0]) for row in range(3)]
 
 

@@ -11,7 +11,7 @@ import contextlib
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from functools import cache
 from itertools import groupby
@@ -149,28 +149,19 @@ def to_host(
 
 
 def rows_to_host(
-    rows: Sequence[int],
-    *,
-    is_copied: Callable[[int], bool],
-    parts: Callable[[int], Iterator[torch.Tensor]],
-    as_they_lie: Callable[[int], Iterator[memoryview]],
-    buffers: HostBuffers = COMMON_BUFFERS,
+    rows: Iterable[Iterable[torch.Tensor]], buffers: HostBuffers = COMMON_BUFFERS
 ) -> Iterator[Iterator[memoryview]]:
     """Yield the bytes of each row, in parts. Copies run ahead across rows.
 
     A part is valid until the next one is taken, of the same row or of the next.
 
     Args:
-        rows: the rows, in order.
-        is_copied: says whether a row goes through buffers.
-        parts: returns the parts of a row that is copied; at least one.
-        as_they_lie: returns the bytes of any other row; called when it is the turn of the row.
+        rows: the parts of each row, at least one, as for `to_host`. They are asked for as they are copied.
         buffers: where parts are copied to.
     """
-    labelled = ((row, part) for row in rows if is_copied(row) for part in parts(row))
-    arriving = groupby(to_host(labelled, buffers), key=itemgetter(0))
-    for row in rows:
-        yield (part for _, part in next(arriving)[1]) if is_copied(row) else as_they_lie(row)
+    labelled = ((number, part) for number, parts in enumerate(rows) for part in parts)
+    for _, arriving in groupby(to_host(labelled, buffers), key=itemgetter(0)):
+        yield (part for _, part in arriving)
 
 
 class Uploads:

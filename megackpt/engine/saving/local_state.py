@@ -193,12 +193,12 @@ class StateRowParts(ChunkParts):
         """Yield the bytes of each row; copies from devices begin before their row is taken."""
         if not self._copied:
             return map(self, rows)
-        return rows_to_host(
-            rows,
-            is_copied=self._is_copied,
-            parts=lambda row: parts_in_buffers(self._local.elements(self._plan, row), self._part_bytes),
-            as_they_lie=self,
+        arriving = rows_to_host(
+            parts_in_buffers(self._local.elements(self._plan, row), self._part_bytes)
+            for row in rows
+            if self._is_copied(row)
         )
+        return (next(arriving) if self._is_copied(row) else self(row) for row in rows)
 
     def _is_copied(self, row: int) -> bool:
         return int(self._plan.entity[row]) in self._copied and self._plan.table.nbytes[row] > 0
