@@ -1,28 +1,24 @@
 """A group of writer processes that send messages through a key-value store, without torch's collectives.
 
-Rank 0 hosts the store, a TCPStore. Messages of writer processes never wait behind the collectives of the
-training, nor these behind them. All messages go through one server, so they must be short.
+Rank 0 hosts the store, a TCPStore, see `store_host`. Messages of writer processes never wait behind the
+collectives of the training, nor these behind them. All messages go through one server, so they must be short.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
-import os
-import socket
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, NoReturn, TypeVar
 
 import torch.distributed as dist
 
-from megackpt.comm.collectives import run_on_all_ranks, scatter_from_rank_0
 from megackpt.comm.group import Group
-from megackpt.comm.hosts import is_loopback, listen
 from megackpt.comm.messages import decode_error, describe_ranks, encode_error, first_line
 from megackpt.comm.store_client import StoreClient, StoreTimeoutError
+from megackpt.comm.store_host import abort_key, first_error, left_key
 from megackpt.errors import CheckpointError, RankFailedError, WriterFailedError
 
 T = TypeVar("T")
@@ -33,147 +29,11 @@ PART_BYTES = 4 << 20
 LOOK_EVERY_S = 1.0
 """How often a rank that waits for a message checks whether another rank has given up."""
 
-_CONNECTING_S = 0.5
-
 LEAVE_S = 5.0
 """How long rank 0 waits for the others to have read its last words."""
 
 LEAVE_ABORTED_S = 2 * LOOK_EVERY_S
 """How long if they were given up: until those that wait have looked. One that is lost will not come."""
-
-
-@dataclass(frozen=True, slots=True)
-class StoreAddress:
-    """Where a store is served."""
-
-    host: str
-    port: int
-
-
-class StoreHost:
-    """One end of a store: the server on rank 0, a client elsewhere.
-
-    The server runs in threads of its own that need no interpreter lock.
-    """
-
-    def __init__(self, store: StoreClient, address: StoreAddress) -> None:
-        self._store: StoreClient | None = store
-        self.address = address
-
-    def abort(self, prefix: str, error: bytes) -> bytes:
-        """Let the ranks that meet under a prefix fail with an error; a store that is gone is no matter.
-
-        Return the error with which they fail: the first that a rank has given, from which others follow.
-        """
-        with contextlib.suppress(RuntimeError):
-            return _first_error(self._client, prefix, error)
-        return error
-
-    def is_aborted(self, prefix: str) -> bool:
-        """Say whether a rank that meets under a prefix has given up."""
-        with contextlib.suppress(RuntimeError):
-            return self._client.check([_abort_key(prefix)])
-        return False
-
-    def leave(self, prefix: str) -> None:
-        """Leave the groups with a prefix for a process that died."""
-        with contextlib.suppress(RuntimeError):
-            self._client.add(_left_key(prefix), 1)
-
-    def key_count(self) -> int:
-        """Return how many keys the store holds."""
-        return self._client.num_keys()
-
-    def close(self) -> None:
-        """Let go of the server or the connection."""
-        store, self._store = self._store, None
-        if store is not None:
-            store.close()
-
-    @property
-    def _client(self) -> StoreClient:
-        if self._store is None:
-            raise RuntimeError("the store is closed")
-        return self._store
-
-
-def host_store(group: Group, *, timeout_s: float, host: str | None = None) -> StoreHost:
-    """Serve a store on rank 0, and connect to it. Collective over the group.
-
-    host is the name or address under which others reach rank 0; None to find it. Where all ranks have one
-    host name, the store is served on the loopback address alone; elsewhere on all addresses, and others find
-    it at MASTER_ADDR if that is set, else at rank 0's full name.
-
-    Raises:
-        RankFailedError: a rank cannot reach it, or rank 0 cannot serve.
-    """
-    served: list[StoreClient] = []
-    names = run_on_all_ranks(
-        group, lambda: socket.gethostname().encode(), doing="naming the hosts of the writers"
-    )
-
-    def serve() -> list[bytes]:
-        is_one_host = host is None and len(set(names)) == 1
-        listener = listen(only_here=is_one_host)
-        at, port = listener.getsockname()[:2]
-        if not is_one_host:
-            at = host or os.environ.get("MASTER_ADDR") or socket.getfqdn()
-        served.append(_open_store(StoreAddress(at, port), listener=listener, timeout_s=timeout_s))
-        return [json.dumps([at, port]).encode()] * group.size
-
-    address = StoreAddress(
-        *json.loads(scatter_from_rank_0(group, serve, doing="serving the store of the writers"))
-    )
-
-    def connect() -> bytes:
-        if group.rank:
-            served.append(connect_store(address, timeout_s=timeout_s))
-        return b""
-
-    run_on_all_ranks(group, connect, doing="connecting to the store of the writers")
-    return StoreHost(served[0], address)
-
-
-def connect_store(address: StoreAddress, *, timeout_s: float) -> StoreClient:
-    """Return a client of a store. Local.
-
-    It has half of timeout_s to connect, and every call of it has a third: a store that is silent for so long
-    is lost, and a rank that waits for others after that still does so for less than twice timeout_s in all.
-
-    Raises:
-        RankFailedError: it cannot be reached.
-    """
-    try:
-        return _open_store(address, timeout_s=timeout_s)
-    except RuntimeError as error:
-        raise RankFailedError(
-            f"The store of rank 0 at {address.host}:{address.port} cannot be reached: {error}. Look at the "
-            f"log of rank 0; if that host has another name here, give it as coordinator_host.",
-            rank=0,
-        ) from error
-
-
-def _open_store(
-    address: StoreAddress, *, timeout_s: float, listener: socket.socket | None = None
-) -> StoreClient:
-    """Return a client of a store; with a listener, which the store takes over, also its server."""
-    connect_s = timeout_s / 2
-
-    def connect() -> Any:
-        return dist.TCPStore(  # type: ignore[attr-defined]
-            address.host if listener is None or is_loopback(address.host) else "localhost",
-            address.port,
-            is_master=listener is not None,
-            wait_for_workers=False,
-            timeout=timedelta(seconds=connect_s),
-            multi_tenant=False,
-            master_listen_fd=None if listener is None else listener.detach(),
-        )
-
-    # More than a TCPStore has itself, which says what is wrong where it can.
-    return StoreClient(
-        connect, port=address.port, connect_s=connect_s + _CONNECTING_S, answer_s=timeout_s / 3
-    )
 
 
 class StoreGroup(Group):
@@ -245,7 +105,7 @@ class StoreGroup(Group):
 
         If a rank does not leave, rank 0 waits a short time without an error, and the last messages stay.
         """
-        left = _left_key(self._prefix)
+        left = left_key(self._prefix)
         with contextlib.suppress(RuntimeError):
             if self.rank:
                 self._store.add(left, 1)
@@ -253,12 +113,12 @@ class StoreGroup(Group):
             began = time.monotonic()
             while self._store.add(left, 0) < self.size - 1:
                 # Whose rank waits longer for one that is lost is taken for stuck itself, and killed.
-                is_aborted = self._store.check([_abort_key(self._prefix)])
+                is_aborted = self._store.check([abort_key(self._prefix)])
                 most = LEAVE_ABORTED_S if is_aborted else LEAVE_S
                 if time.monotonic() - began > min(most, self._timeout_s):
                     return  # one may still come, and is to find that it was given up
                 time.sleep(0.005)
-            for key in (*self._sent_keys, left, _abort_key(self._prefix)):
+            for key in (*self._sent_keys, left, abort_key(self._prefix)):
                 self._store.delete_key(key)
 
     def _gather_on_root(self, data: bytes) -> list[bytes]:
@@ -327,7 +187,7 @@ class StoreGroup(Group):
                 return
 
     def _look_for_abort(self) -> None:
-        key = _abort_key(self._prefix)
+        key = abort_key(self._prefix)
         if self._ask(self._store.check, [key]):
             raise decode_error(self._ask(self._store.get, key))
 
@@ -353,7 +213,7 @@ class StoreGroup(Group):
         """Let the others fail with an error, unless one has given up before; return with which. Local."""
         encoded = encode_error(error)
         with contextlib.suppress(RuntimeError):  # without the store they fail anyhow
-            encoded = _first_error(self._store, self._prefix, encoded)
+            encoded = first_error(self._store, self._prefix, encoded)
         return decode_error(encoded)
 
     def _ask(self, request: Callable[..., T], *arguments: Any) -> T:
@@ -379,22 +239,6 @@ class StoreGroup(Group):
 
     def _key(self, name: str) -> str:
         return f"{self._prefix}/{self._collectives}/{name}"
-
-
-def _first_error(store: StoreClient, prefix: str, error: bytes) -> bytes:
-    """Leave an error for the ranks that meet under a prefix, unless there is one; return which is there.
-
-    One request to the store's server, so that two ranks that give up at once do so with one error.
-    """
-    return store.compare_set(_abort_key(prefix), "", error.decode())
-
-
-def _abort_key(prefix: str) -> str:
-    return f"{prefix}/abort"
-
-
-def _left_key(prefix: str) -> str:
-    return f"{prefix}/left"
 
 
 def _joined(parts: Sequence[bytes]) -> bytes:

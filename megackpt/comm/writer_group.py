@@ -13,10 +13,10 @@ from typing import NoReturn
 
 from megackpt.comm import store_group
 from megackpt.comm.group import PeerBuffer, all_gather_by_exchange
-from megackpt.comm.hosts import host_towards
 from megackpt.comm.messages import first_line
 from megackpt.comm.store_client import StoreClient
-from megackpt.comm.store_group import StoreAddress, StoreGroup
+from megackpt.comm.store_group import StoreGroup
+from megackpt.comm.store_host import StoreAddress, host_towards
 from megackpt.comm.transport import LatePeersError, LostPeerError, Transport
 from megackpt.comm.transport_choice import open_transport
 from megackpt.errors import WriterFailedError

@@ -19,7 +19,7 @@ import torch.distributed as dist
 import megackpt
 from megackpt import LoadOptions, ShardedTensor, WriterFailedError
 from megackpt.comm import run_on_all_ranks
-from megackpt.comm.store_group import StoreAddress, connect_store
+from megackpt.comm.store_host import StoreAddress, connect_store
 from megackpt.comm.transport_choice import TRANSPORT_VARIABLE
 from megackpt.comm.writer_group import WriterGroup
 from megackpt.testing.ranks import RankPool

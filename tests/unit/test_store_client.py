@@ -15,7 +15,8 @@ import torch.distributed as dist
 
 from megackpt import WriterFailedError
 from megackpt.comm.store_client import StoreClient, StoreTimeoutError
-from megackpt.comm.store_group import StoreAddress, StoreGroup, connect_store
+from megackpt.comm.store_group import StoreGroup
+from megackpt.comm.store_host import StoreAddress, connect_store
 
 _SERVER = """
 import sys, time
@@ -32,7 +33,7 @@ others = socket.socketpair(), socket.socket()  # connections that are none of ou
 server, port = int(sys.argv[1]), int(sys.argv[2])
 # Registered first, so called last: a thread that waits for it would come back while the interpreter ends.
 atexit.register(os.kill, server, signal.SIGKILL)
-from megackpt.comm.store_group import StoreAddress, connect_store
+from megackpt.comm.store_host import StoreAddress, connect_store
 client = connect_store(StoreAddress("127.0.0.1", port), timeout_s=30)
 client._answer_s = 0.3
 os.kill(server, signal.SIGSTOP)

@@ -21,7 +21,8 @@ from megackpt.comm import (
     scatter_from_rank_0,
     store_group,
 )
-from megackpt.comm.store_group import PART_BYTES, StoreAddress, StoreGroup, StoreHost, connect_store
+from megackpt.comm.store_group import PART_BYTES, StoreGroup
+from megackpt.comm.store_host import StoreAddress, StoreHost, connect_store
 
 RANKS = 3
 

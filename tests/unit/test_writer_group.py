@@ -17,8 +17,7 @@ import torch.distributed as dist
 
 from megackpt import WriterFailedError
 from megackpt.comm import run_on_all_ranks, store_group, writer_group
-from megackpt.comm.hosts import host_towards
-from megackpt.comm.store_group import StoreAddress, connect_store
+from megackpt.comm.store_host import StoreAddress, connect_store, host_towards
 from megackpt.comm.transport_choice import open_transport
 from megackpt.comm.writer_group import WriterGroup
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from multiprocessing.reduction import ForkingPickler
 from typing import TypeAlias
 
-from megackpt.comm.store_group import StoreAddress
+from megackpt.comm.store_host import StoreAddress
 from megackpt.engine.checkpoint.step_roots import step_directories
 from megackpt.engine.saving.save_hook import PlanCompletion, SaveHook
 from megackpt.engine.saving.write import CommonFiles

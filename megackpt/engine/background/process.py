@@ -17,7 +17,7 @@ import threading
 import time
 
 from megackpt.comm.messages import common_error, decode_error, encode_error
-from megackpt.comm.store_group import StoreHost
+from megackpt.comm.store_host import StoreHost
 from megackpt.engine.background.heartbeat import BEAT_S, ProgressWatch
 from megackpt.engine.background.messages import (
     CancelledMessage,

@@ -18,7 +18,7 @@ from typing import Any
 
 from megackpt.comm import Group, Numbers, compare_step, encode_error, errors_on_all_ranks
 from megackpt.comm.messages import common_error
-from megackpt.comm.store_group import StoreHost
+from megackpt.comm.store_host import StoreHost
 from megackpt.engine.background.messages import Job, store_prefix
 from megackpt.engine.background.prepared_save import Destination, PreparedSave, shares_bytes
 from megackpt.engine.background.session import WriterSession, end_forgotten

@@ -20,7 +20,7 @@ from typing import Any
 
 from megackpt.comm import Group, encode_error
 from megackpt.comm.messages import decode_error
-from megackpt.comm.store_group import StoreHost, host_store
+from megackpt.comm.store_host import StoreHost, host_store
 from megackpt.engine.background.prepared_save import PreparedSave
 from megackpt.engine.background.process import WriterProcess
 from megackpt.engine.background.staging_memory import StagingMemory

@@ -24,7 +24,8 @@ import torch
 
 from megackpt.comm import Group, SingleProcess
 from megackpt.comm.messages import encode_error
-from megackpt.comm.store_group import StoreGroup, connect_store
+from megackpt.comm.store_group import StoreGroup
+from megackpt.comm.store_host import connect_store
 from megackpt.comm.writer_group import WriterGroup
 from megackpt.engine.background.jobs import StagedJob, StoreHook, carry_out, failure_of
 from megackpt.engine.background.messages import (

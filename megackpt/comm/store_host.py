@@ -1,0 +1,223 @@
+"""The store through which writer processes exchange messages: rank 0 serves it, the others connect.
+
+Also the addresses of this host: where a server of this process listens, and how other hosts reach it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from megackpt.comm.collectives import run_on_all_ranks, scatter_from_rank_0
+from megackpt.comm.group import Group
+from megackpt.comm.store_client import StoreClient
+from megackpt.errors import RankFailedError
+
+_CONNECTING_S = 0.5
+_MAX_WAITING = 1024  # connections that the server has not accepted yet
+_LOOPBACK, _LOOPBACK_6 = "127.0.0.1", "::1"
+
+
+@dataclass(frozen=True, slots=True)
+class StoreAddress:
+    """Where a store is served."""
+
+    host: str
+    port: int
+
+
+class StoreHost:
+    """One end of a store: the server on rank 0, a client elsewhere.
+
+    The server runs in threads of its own that need no interpreter lock.
+    """
+
+    def __init__(self, store: StoreClient, address: StoreAddress) -> None:
+        self._store: StoreClient | None = store
+        self.address = address
+
+    def abort(self, prefix: str, error: bytes) -> bytes:
+        """Let the ranks that meet under a prefix fail with an error; a store that is gone is no matter.
+
+        Return the error with which they fail: the first that a rank has given, from which others follow.
+        """
+        with contextlib.suppress(RuntimeError):
+            return first_error(self._client, prefix, error)
+        return error
+
+    def is_aborted(self, prefix: str) -> bool:
+        """Say whether a rank that meets under a prefix has given up."""
+        with contextlib.suppress(RuntimeError):
+            return self._client.check([abort_key(prefix)])
+        return False
+
+    def leave(self, prefix: str) -> None:
+        """Leave the groups with a prefix for a process that died."""
+        with contextlib.suppress(RuntimeError):
+            self._client.add(left_key(prefix), 1)
+
+    def key_count(self) -> int:
+        """Return how many keys the store holds."""
+        return self._client.num_keys()
+
+    def close(self) -> None:
+        """Let go of the server or the connection."""
+        store, self._store = self._store, None
+        if store is not None:
+            store.close()
+
+    @property
+    def _client(self) -> StoreClient:
+        if self._store is None:
+            raise RuntimeError("the store is closed")
+        return self._store
+
+
+def host_store(group: Group, *, timeout_s: float, host: str | None = None) -> StoreHost:
+    """Serve a store on rank 0, and connect to it. Collective over the group.
+
+    host is the name or address under which others reach rank 0; None to find it. Where all ranks have one
+    host name, the store is served on the loopback address alone; elsewhere on all addresses, and others find
+    it at MASTER_ADDR if that is set, else at rank 0's full name.
+
+    Raises:
+        RankFailedError: a rank cannot reach it, or rank 0 cannot serve.
+    """
+    served: list[StoreClient] = []
+    names = run_on_all_ranks(
+        group, lambda: socket.gethostname().encode(), doing="naming the hosts of the writers"
+    )
+
+    def serve() -> list[bytes]:
+        is_one_host = host is None and len(set(names)) == 1
+        listener = listen(only_here=is_one_host)
+        at, port = listener.getsockname()[:2]
+        if not is_one_host:
+            at = host or os.environ.get("MASTER_ADDR") or socket.getfqdn()
+        served.append(_open_store(StoreAddress(at, port), listener=listener, timeout_s=timeout_s))
+        return [json.dumps([at, port]).encode()] * group.size
+
+    address = StoreAddress(
+        *json.loads(scatter_from_rank_0(group, serve, doing="serving the store of the writers"))
+    )
+
+    def connect() -> bytes:
+        if group.rank:
+            served.append(connect_store(address, timeout_s=timeout_s))
+        return b""
+
+    run_on_all_ranks(group, connect, doing="connecting to the store of the writers")
+    return StoreHost(served[0], address)
+
+
+def connect_store(address: StoreAddress, *, timeout_s: float) -> StoreClient:
+    """Return a client of a store. Local.
+
+    It has half of timeout_s to connect, and every call of it has a third: a store that is silent for so long
+    is lost, and a rank that waits for others after that still does so for less than twice timeout_s in all.
+
+    Raises:
+        RankFailedError: it cannot be reached.
+    """
+    try:
+        return _open_store(address, timeout_s=timeout_s)
+    except RuntimeError as error:
+        raise RankFailedError(
+            f"The store of rank 0 at {address.host}:{address.port} cannot be reached: {error}. Look at the "
+            f"log of rank 0; if that host has another name here, give it as coordinator_host.",
+            rank=0,
+        ) from error
+
+
+def _open_store(
+    address: StoreAddress, *, timeout_s: float, listener: socket.socket | None = None
+) -> StoreClient:
+    """Return a client of a store; with a listener, which the store takes over, also its server."""
+    connect_s = timeout_s / 2
+
+    def connect() -> Any:
+        return dist.TCPStore(  # type: ignore[attr-defined]
+            address.host if listener is None or is_loopback(address.host) else "localhost",
+            address.port,
+            is_master=listener is not None,
+            wait_for_workers=False,
+            timeout=timedelta(seconds=connect_s),
+            multi_tenant=False,
+            master_listen_fd=None if listener is None else listener.detach(),
+        )
+
+    # More than a TCPStore has itself, which says what is wrong where it can.
+    return StoreClient(
+        connect, port=address.port, connect_s=connect_s + _CONNECTING_S, answer_s=timeout_s / 3
+    )
+
+
+def first_error(store: StoreClient, prefix: str, error: bytes) -> bytes:
+    """Leave an error for the ranks that meet under a prefix, unless there is one; return which is there.
+
+    One request to the store's server, so that two ranks that give up at once do so with one error.
+    """
+    return store.compare_set(abort_key(prefix), "", error.decode())
+
+
+def abort_key(prefix: str) -> str:
+    """Return the key under which the first error of the ranks that meet under a prefix is stored."""
+    return f"{prefix}/abort"
+
+
+def left_key(prefix: str) -> str:
+    """Return the key that counts the ranks which have left the groups with a prefix."""
+    return f"{prefix}/left"
+
+
+def listen(*, only_here: bool) -> socket.socket:
+    """Listen on a free port: of the loopback address, or of all addresses of this host."""
+    if only_here:
+        try:
+            listener = socket.create_server((_LOOPBACK, 0), backlog=_MAX_WAITING)
+        except OSError:  # a host without IPv4
+            listener = socket.create_server((_LOOPBACK_6, 0), family=socket.AF_INET6, backlog=_MAX_WAITING)
+    else:
+        listener = _listen_everywhere()
+    listener.setblocking(False)
+    return listener
+
+
+def is_loopback(host: str) -> bool:
+    """Return whether an address is one on which `listen` listens for this host alone."""
+    return host in (_LOOPBACK, _LOOPBACK_6)
+
+
+def host_towards(host: str, port: int) -> str:
+    """Return the name or number of this host that is known to processes which reach another host.
+
+    That is the number of the interface with the route to the other host, or the given name if the other host
+    is this one.
+
+    Args:
+        host: name or number of a host that serves a store.
+        port: of the store.
+    """
+    for family, kind, _, _, address in socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM):
+        with contextlib.suppress(OSError), socket.socket(family, kind) as probe:
+            probe.connect(address)  # chooses the route; UDP sends nothing yet
+            own = probe.getsockname()[0]
+            is_here = own == address[0] or own == "::1" or own.startswith("127.")
+            return host if is_here else str(own)
+    return host
+
+
+def _listen_everywhere() -> socket.socket:
+    if socket.has_dualstack_ipv6():
+        with contextlib.suppress(OSError):
+            return socket.create_server(
+                ("", 0), family=socket.AF_INET6, backlog=_MAX_WAITING, dualstack_ipv6=True
+            )
+    return socket.create_server(("", 0), backlog=_MAX_WAITING)
