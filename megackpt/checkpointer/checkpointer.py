@@ -29,7 +29,6 @@ from megackpt.checkpointer.options import (
     schedule_of,
     tiers_of,
 )
-from megackpt.checkpointer.retention import Cleanup
 from megackpt.checkpointer.run import Run
 from megackpt.checkpointer.saving import OnError, RootSaving, SaveFailures
 from megackpt.checkpointer.schedule import DestinationChoice, SaveTrigger, SignalWatch
@@ -43,7 +42,7 @@ from megackpt.engine.saving.save_request import SaveRequest, save_request
 from megackpt.errors import CheckpointError, DeclarationError
 from megackpt.formats.registry import SaveChoice
 from megackpt.mapping import ShardedStateDict, StateDict
-from megackpt.options import AsyncOptions, LoadOptions, SaveOptions, VerifyOptions
+from megackpt.options import AsyncOptions, LoadOptions, SaveOptions
 from megackpt.storage import ObjectOptions, Store
 from megackpt.validation import ReturnsState, StrictHandling
 
@@ -150,24 +149,14 @@ class Checkpointer(Run):
             load_options=self._load_options,
         )
         self._is_compared = False
-        self._plans = PlanCache()
-        self._failures = SaveFailures(on_error)
+        self._plans, self._failures = PlanCache(), SaveFailures(on_error)
         tier_set = TierSet(self.tiers)
-        root_loading = RootLoading(
-            directories=self._directories,
-            options=self._load_options,
-            exchange_group=self._groups.exchange,
+        root_saving = RootSaving.of(self._directories, self._settings, self._failures)
+        self._loading: StepLoading = RootLoading(
+            directories=self._directories, options=self._load_options, exchange_group=self._groups.exchange
         )
-        self._loading: StepLoading = root_loading
         if len(tier_set):
-            self._loading = TierLoading(tiers=tier_set, root=root_loading)
-        root_saving = RootSaving(
-            directories=self._directories,
-            cleanup=Cleanup(self._directories, self.retention, allow_unsafe_pickle=trusted),
-            failures=self._failures,
-            options=self._save_options,
-            verify=VerifyOptions(deep=True, allow_unsafe_pickle=trusted) if verify_after_save else None,
-        )
+            self._loading = TierLoading(tiers=tier_set, root=self._loading)
         self._async_saving: AsyncSaving | None = None
         if async_options is not None:
             self._async_saving = AsyncSaving(

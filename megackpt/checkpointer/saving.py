@@ -13,6 +13,7 @@ from typing import Literal, SupportsFloat, get_args
 
 from megackpt.checkpointer.retention import Cleanup
 from megackpt.checkpointer.root_files import checked_metrics, remove_metrics, scan, write_metrics
+from megackpt.checkpointer.settings import RunSettings
 from megackpt.comm import Group, run_on_all_ranks
 from megackpt.engine.checkpoint.steps import StepDirectories, step_name
 from megackpt.engine.saving.save import plan_save
@@ -117,6 +118,19 @@ class RootSaving:
     failures: SaveFailures
     options: SaveOptions
     verify: VerifyOptions | None
+
+    @classmethod
+    def of(cls, directories: StepDirectories, settings: RunSettings, failures: SaveFailures) -> RootSaving:
+        """Return what saves the steps of a run with these settings."""
+        trusted = settings.load_options.allow_unsafe_pickle
+        verifies = settings.verify_after_save
+        return cls(
+            directories=directories,
+            cleanup=Cleanup(directories, settings.retention, allow_unsafe_pickle=trusted),
+            failures=failures,
+            options=settings.save_options,
+            verify=VerifyOptions(deep=True, allow_unsafe_pickle=trusted) if verifies else None,
+        )
 
     def save(
         self, step: int, request: SaveRequest, metrics: Mapping[str, SupportsFloat] | None, group: Group

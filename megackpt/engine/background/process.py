@@ -133,9 +133,8 @@ class WriterProcess:
         """
         self.memory.resize(nbytes)
         if self._capacity != self.memory.nbytes:
-            self._send(
-                MemoryMessage(self.memory.nbytes)
-            )  # before the capacity is noted: it may be sent twice, never left out
+            # Before the capacity is noted: the message may be sent twice, and is never left out.
+            self._send(MemoryMessage(self.memory.nbytes))
             self._capacity = self.memory.nbytes
 
     def use_plan(self, plan: SavePlan, complete: PlanCompletion | None) -> int:
@@ -364,9 +363,8 @@ class WriterProcess:
         """Let all jobs fail, here and on other ranks, because the process has ended."""
         with self._lock:
             lost = list(self._jobs)
-        errors = [
-            self._lost_on_all_ranks(submitted) for submitted in lost
-        ]  # without the lock, as this takes time
+        # Without the lock, as this takes time.
+        errors = [self._lost_on_all_ranks(submitted) for submitted in lost]
         with self._lock:
             for submitted, error in zip(lost, errors, strict=True):
                 if not submitted.is_over:
