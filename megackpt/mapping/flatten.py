@@ -7,7 +7,7 @@ an entity is copied before anything fills it.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Container, Mapping, Set
+from collections.abc import Container, Mapping, Set
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -46,8 +46,61 @@ from megackpt.mapping.tree import (
 
 DroppedKeys = Set[str]
 """Keys for which nothing was loaded."""
-LeafResult = Callable[[DroppedKeys], Any]
-"""Returns a leaf after the load; ABSENT if the key of the leaf was dropped."""
+
+
+@dataclass(slots=True, eq=False)
+class EntityLeaf:
+    """A leaf whose loaded value is the data of an entity.
+
+    Attributes:
+        entity: has the data when the load is done.
+        keys: what it is stored as.
+    """
+
+    entity: ShardedTensor | ShardedObject | ShardedLayout | TorchShardedTensor
+    keys: tuple[str, ...]
+
+    def loaded(self, dropped: DroppedKeys) -> Any:
+        """Return the loaded value; ABSENT if nothing was loaded for one of the keys."""
+        if dropped and any(key in dropped for key in self.keys):
+            return ABSENT
+        data = self.entity.data
+        return ABSENT if data is None and isinstance(self.entity, ShardedTensor) else data
+
+
+@dataclass(slots=True, eq=False)
+class LocalLeaf:
+    """A leaf that is not stored; a load answers it with the local value."""
+
+    leaf: LocalNonpersistentObject
+
+    def loaded(self, dropped: DroppedKeys) -> Any:
+        """Return the local value."""
+        return self.leaf.unwrap()
+
+
+@dataclass(slots=True, eq=False)
+class FactoryLeaf:
+    """A leaf that is stored as what a factory has built of it.
+
+    Attributes:
+        factory: merges the loaded values.
+        built: what it has built, with a leaf of these classes for each entity.
+    """
+
+    factory: ShardedTensorFactory
+    built: Any
+
+    def loaded(self, dropped: DroppedKeys) -> Any:
+        """Return what the factory merges; ABSENT if nothing was loaded for one of its entities."""
+        # Each value is computed once: it may be of a factory whose merge_fn works in place.
+        values = {id(leaf): leaf.loaded(dropped) for _, leaf in iter_leaves([self.built])}
+        if any(value is ABSENT for value in values.values()):
+            return ABSENT
+        return self.factory.merge_fn(map_leaves(lambda _, leaf: values[id(leaf)], self.built))
+
+
+ShardedLeaf = EntityLeaf | LocalLeaf | FactoryLeaf
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +116,7 @@ class FlattenedState:
             have all ranks. Other ranks may hold replicas that are not marked as such by a replica id.
         common: the tree without sharded and non-persistent leaves.
         tree: the tree with all leaves.
-        leaf_results: for each leaf of the tree that is not common state, how to get it after a load.
+        leaves: how each leaf of the tree that is not common state is answered after a load, in order.
     """
 
     tensors: tuple[ShardedTensor, ...]
@@ -73,7 +126,7 @@ class FlattenedState:
     on_some_ranks: frozenset[str]
     common: Any
     tree: Any
-    leaf_results: tuple[LeafResult, ...]
+    leaves: tuple[ShardedLeaf, ...]
 
     @property
     def entities(self) -> list[ShardedTensor | ShardedObject]:
@@ -82,10 +135,10 @@ class FlattenedState:
 
     def unflatten(self, stored_common: Any, dropped: DroppedKeys) -> Any:
         """Return the loaded state dict: the common state of a checkpoint, with the loaded leaves in it."""
-        results = iter([result(dropped) for result in self.leaf_results])
+        values = iter([leaf.loaded(dropped) for leaf in self.leaves])
 
         def loaded_leaf(_: str, leaf: Any) -> Any:
-            value = next(results) if isinstance(leaf, _NOT_COMMON) else ABSENT
+            value = next(values) if isinstance(leaf, _NOT_COMMON) else ABSENT
             return ABSENT if value is ABSENT else _LoadedLeaf(value)
 
         loaded = map_leaves(loaded_leaf, self.tree)
@@ -143,7 +196,7 @@ def flatten_state(
         on_some_ranks=frozenset(collector.on_some_ranks),
         common={} if common_state is ABSENT else without_positions(common_state),
         tree=state,
-        leaf_results=tuple(collector.leaf_results),
+        leaves=tuple(collector.leaves),
     )
 
 
@@ -166,7 +219,7 @@ class _LoadedLeaf:
 
 
 class _LeafCollector:
-    """Collects the entities of the leaves, and how to get each leaf after a load."""
+    """Collects the entities of the leaves, and how each leaf is answered after a load."""
 
     def __init__(self, rank: int, ranks: int, *, in_host_memory: bool) -> None:
         self.tensors: list[ShardedTensor] = []
@@ -174,7 +227,7 @@ class _LeafCollector:
         self.per_rank: dict[str, PerRankValue] = {}
         self.replicated: set[str] = set()
         self.on_some_ranks: set[str] = set()
-        self.leaf_results: list[LeafResult] = []  # in the order of the tree
+        self.leaves: list[ShardedLeaf] = []  # in the order of the tree
         self._rank = rank
         self._ranks = ranks
         self._in_host_memory = in_host_memory
@@ -182,17 +235,17 @@ class _LeafCollector:
     def collect(self, path: str, leaf: Any) -> Any:
         """Collect a leaf; return it if it is common state, else ABSENT."""
         if isinstance(leaf, _NOT_COMMON):
-            self.leaf_results.append(self._add(path, leaf))
+            self.leaves.append(self._add(path, leaf))
             return ABSENT
         _check_no_hidden_entities(leaf, path)
         return leaf
 
-    def _add(self, path: str, leaf: Any) -> LeafResult:
+    def _add(self, path: str, leaf: Any) -> ShardedLeaf:
         match leaf:
             case ShardedTensor():
                 return self._add_tensor(leaf)
             case LocalNonpersistentObject():
-                return lambda _: leaf.unwrap()
+                return LocalLeaf(leaf)
             case TorchShardedTensor():
                 return self._add_torch_sharded(leaf)
             case ShardedLayout():
@@ -221,23 +274,23 @@ class _LeafCollector:
                 path=path,
             )
 
-    def _add_tensor(self, tensor: ShardedTensor) -> LeafResult:
+    def _add_tensor(self, tensor: ShardedTensor) -> ShardedLeaf:
         target = tensor.with_data(self._on_host(tensor.data))
         self.tensors.append(target)
-        return lambda dropped: ABSENT if target.key in dropped or target.data is None else target.data
+        return EntityLeaf(target, (target.key,))
 
     def _on_host(self, data: torch.Tensor | None) -> torch.Tensor | None:
         if not self._in_host_memory or data is None or data.device.type == "cpu":
             return data
         return torch.empty_like(data, device="cpu", requires_grad=False)
 
-    def _add_torch_sharded(self, tensor: TorchShardedTensor) -> LeafResult:
+    def _add_torch_sharded(self, tensor: TorchShardedTensor) -> ShardedLeaf:
         self.tensors.extend(tensor.chunks)
         if tensor.ranks < self._ranks:
             self.on_some_ranks.add(tensor.key)
-        return lambda dropped: ABSENT if tensor.key in dropped else tensor.data
+        return EntityLeaf(tensor, (tensor.key,))
 
-    def _add_layout(self, path: str, layout: ShardedLayout) -> LeafResult:
+    def _add_layout(self, path: str, layout: ShardedLayout) -> ShardedLeaf:
         if layout.data is None:
             raise DeclarationError(
                 f"{path}: the layout {layout.key!r} has no data to save or fill.", key=layout.key
@@ -245,14 +298,14 @@ class _LeafCollector:
         layout = replace(layout, data=self._on_host(layout.data))
         tensors = layout.tensors()
         self.tensors.extend(tensors)
-        return lambda dropped: ABSENT if any(t.key in dropped for t in tensors) else layout.data
+        return EntityLeaf(layout, tuple(t.key for t in tensors))
 
-    def _add_object(self, target: ShardedObject) -> LeafResult:
+    def _add_object(self, target: ShardedObject) -> ShardedLeaf:
         self.objects.append(target)
-        return lambda dropped: ABSENT if target.key in dropped else target.data
+        return EntityLeaf(target, (target.key,))
 
-    def _add_factory(self, path: str, factory: ShardedTensorFactory) -> LeafResult:
-        def result_of(inner: str, leaf: Any) -> LeafResult:
+    def _add_factory(self, path: str, factory: ShardedTensorFactory) -> ShardedLeaf:
+        def leaf_of(inner: str, leaf: Any) -> ShardedLeaf:
             if not isinstance(leaf, _NOT_COMMON):
                 raise DeclarationError(
                     f"{inner}: the factory of {factory.key!r} built a {type(leaf).__name__}. It must build "
@@ -261,16 +314,7 @@ class _LeafCollector:
                 )
             return self._add(inner, leaf)
 
-        results = map_leaves(result_of, _built(factory), path)
-
-        def merged(dropped: DroppedKeys) -> Any:
-            # Each result is computed once: it may be of a factory whose merge_fn works in place.
-            loaded = {id(result): result(dropped) for _, result in iter_leaves([results])}
-            if any(value is ABSENT for value in loaded.values()):
-                return ABSENT
-            return factory.merge_fn(map_leaves(lambda _, result: loaded[id(result)], results))
-
-        return merged
+        return FactoryLeaf(factory, map_leaves(leaf_of, _built(factory), path))
 
 
 def _built(factory: ShardedTensorFactory) -> Any:
