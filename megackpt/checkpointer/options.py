@@ -245,10 +245,7 @@ def retention_of(retention: Retention | None, keep_last: int | None) -> Retentio
         return retention or Retention()
     check_count("keep_last", keep_last, otherwise=", or None")
     if retention is not None:
-        raise DeclarationError(
-            f"keep_last={keep_last} is given besides retention={retention}. keep_last is short for a "
-            f"Retention with nothing else: write Retention(keep_last={keep_last}, ...)."
-        )
+        raise _both_given_error("keep_last", keep_last, "retention", retention, "keep_last")
     return Retention(keep_last=keep_last)
 
 
@@ -263,11 +260,19 @@ def schedule_of(schedule: SaveSchedule | None, save_interval: int | None) -> Sav
         return schedule or SaveSchedule()
     check_count("save_interval", save_interval, otherwise=", or None; or give schedule=SaveSchedule(...)")
     if schedule is not None:
-        raise DeclarationError(
-            f"save_interval={save_interval} is given besides schedule={schedule}. save_interval is short for "
-            f"a SaveSchedule with nothing else: write SaveSchedule(steps={save_interval}, ...)."
-        )
+        raise _both_given_error("save_interval", save_interval, "schedule", schedule, "steps")
     return SaveSchedule(steps=save_interval)
+
+
+def _both_given_error(
+    short: str, number: int, name: str, value: Retention | SaveSchedule, field: str
+) -> DeclarationError:
+    """Return the error of an argument that is short for a field of another one, which is given as well."""
+    kind = type(value).__name__
+    return DeclarationError(
+        f"{short}={number} is given besides {name}={value}. {short} is short for a {kind} with nothing else: "
+        f"write {kind}({field}={number}, ...)."
+    )
 
 
 def tiers_of(tiers: Sequence[Tier] | Tiers) -> Tiers:

@@ -12,8 +12,7 @@ from typing import Any
 
 import torch
 
-from megackpt.mapping.base import ReplicaId, ShardedBase
-from megackpt.mapping.checks import check_key, check_replica_id, declaration_error
+from megackpt.mapping.base import ReplicaId, ShardedBase, check_key, check_replica_id, declaration_error
 
 BuildFn = Callable[[str, Any, ReplicaId, "slice | None"], Any]  # returns an entity or a list/dict of them
 MergeFn = Callable[[Any], Any]  # the same structure with loaded tensors -> the local tensor

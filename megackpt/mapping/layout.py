@@ -21,7 +21,7 @@ import torch
 
 from megackpt.errors import DeclarationError, GeometryError
 from megackpt.geometry import View
-from megackpt.mapping.checks import as_extents
+from megackpt.mapping.base import as_extents
 
 
 @dataclass(frozen=True, slots=True)

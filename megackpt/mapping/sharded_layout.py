@@ -14,8 +14,10 @@ from dataclasses import dataclass, replace
 import torch
 
 from megackpt.geometry import View
-from megackpt.mapping.base import RankOffset, ReplicaId, ShardedBase
-from megackpt.mapping.checks import (
+from megackpt.mapping.base import (
+    RankOffset,
+    ReplicaId,
+    ShardedBase,
     as_extents,
     check_data,
     check_flattened_range,

@@ -12,8 +12,14 @@ from typing import Any, Literal
 
 import torch
 
-from megackpt.mapping.base import ReplicaId, ShardedBase
-from megackpt.mapping.checks import as_extents, check_key, check_replica_id, declaration_error
+from megackpt.mapping.base import (
+    ReplicaId,
+    ShardedBase,
+    as_extents,
+    check_key,
+    check_replica_id,
+    declaration_error,
+)
 
 UNKNOWN = -1
 """The last extent of a ShardedObject whose unique key was written by an old version, which left it out."""

@@ -15,8 +15,10 @@ import torch
 
 from megackpt.errors import DeclarationError
 from megackpt.geometry import Ints, View, row_major_strides
-from megackpt.mapping.base import RankOffset, ReplicaId, ShardedBase
-from megackpt.mapping.checks import (
+from megackpt.mapping.base import (
+    RankOffset,
+    ReplicaId,
+    ShardedBase,
     as_extents,
     check_box,
     check_data,

@@ -15,7 +15,7 @@ import torch
 
 from megackpt.errors import DeclarationError
 from megackpt.geometry.mesh import MeshCut, mesh_boxes
-from megackpt.mapping.checks import declaration_error
+from megackpt.mapping.base import declaration_error
 from megackpt.mapping.recognition import is_dtensor, is_torch_sharded, is_torch_sharded_class
 from megackpt.mapping.sharded_tensor import ShardedTensor, TorchShardedTensor
 from megackpt.mapping.tree import PathKeys, Steps, add_step, map_leaves
