@@ -26,7 +26,6 @@ from megackpt.engine.loading.rank_checks import (
     check_empty_requests,
     find_missing_keys,
 )
-from megackpt.engine.loading.request_coverage import check_request_coverage
 from megackpt.errors import DeclarationError, RankFailedError, truncated_list
 from megackpt.mapping import StateDict
 from megackpt.notices import collected_notices, log_notices
@@ -69,6 +68,8 @@ def load_state(request: LoadRequest, group: Group) -> LoadResult:
         check_empty_requests(prepared, ranks, group)
         missing = find_missing_keys(prepared, ranks, group)
         if request.options.complete:
+            from megackpt.engine.loading.request_coverage import check_request_coverage
+
             check_request_coverage(prepared, group)
 
         reader = connect_reader(request, prepared, group)
