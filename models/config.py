@@ -173,9 +173,9 @@ class GPTConfig:
 
         Raises:
             DeclarationError: tp does not divide the heads or MLP, neither of tp and the query groups divides
-                the other, ep does not divide the experts or etp one of them, or there are more stages than
-                layers and no table that says so; all of them are named. Or the table is one for another
-                layout or number of layers.
+                the other, sequences cannot be cut into two parts for each rank of cp, ep does not divide the
+                experts or etp one of them, or there are more stages than layers and no table that says so;
+                all of them are named. Or the table is one for another layout or number of layers.
         """
         cut = {"num_heads": self.num_heads}
         if not all(self.moe_layers):
@@ -191,6 +191,8 @@ class GPTConfig:
             )
         if self.moe is not None:
             faults += self.moe.faults(layout)
+        if layout.cp > 1 and self.seq_length % (2 * layout.cp):
+            faults.append(f"seq_length {self.seq_length} is not a multiple of 2 x cp={layout.cp}")
         if stages is None and self.num_layers < layout.pp * layout.vpp:
             chunks = f"pp={layout.pp} stages" + (f" x vpp={layout.vpp}" if layout.vpp > 1 else "")
             faults.append(f"num_layers {self.num_layers} are fewer than {chunks}")

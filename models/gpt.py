@@ -151,22 +151,23 @@ class GPT(ShardedModule):
     def forward(self, inputs: Tensor, labels: Tensor | None = None) -> Tensor:
         """Run this chunk.
 
+        With context parallelism, tokens and labels are this rank's share, as `context_share` cuts them: s
+        counts the tokens of this rank, and the loss is the mean over them. The loss of the batch is the mean
+        over `groups.dp_cp`.
+
         Args:
             inputs: token ids `[b, s]` for the first chunk, hidden states `[s (/tp), b, hidden]` for others.
             labels: token ids `[b, s]`; looked at by the last chunk only.
 
         Returns:
-            Hidden states `[s (/tp), b, hidden]`; of the last chunk the mean loss over all tokens (0-dim,
+            Hidden states `[s (/tp), b, hidden]`; of the last chunk the mean loss over the tokens (0-dim,
             float32) or, without labels, this rank's logits `[s, b, padded_vocab/tp]`.
 
         Raises:
             DeclarationError: in the first chunk, a sequence longer than the model is made for.
         """
-        if self.embedding is not None and inputs.shape[1] > self.config.seq_length:
-            raise DeclarationError(
-                f"the sequences have {inputs.shape[1]} tokens, but GPTConfig.seq_length is "
-                f"{self.config.seq_length}. Cut them, or make the model for longer ones."
-            )
+        if self.embedding is not None:
+            self._check_length(inputs.shape[1])
         hidden = inputs if self.embedding is None else self.embedding(inputs)
         hidden = cast(Tensor, self.decoder(hidden))
         if self.output_layer is None:
@@ -195,6 +196,17 @@ class GPT(ShardedModule):
         if self._has_two_copies and self.output_layer is not None:
             result[prefix + OUTPUT_KEY] = second_copy(result[prefix + OUTPUT_KEY], prefix + EMBEDDING_KEY)
         return result
+
+    def _check_length(self, own: int) -> None:
+        """Raise an error if sequences, of which this rank of cp has `own` tokens, are too long."""
+        cp, allowed = self.groups.cp.size, self.config.seq_length
+        if own * cp > allowed:
+            shares = f" ({own} on each of {cp} ranks of cp)" if cp > 1 else ""
+            hint = ", give each rank of cp its context_share" if cp > 1 else ""
+            raise DeclarationError(
+                f"the sequences have {own * cp} tokens{shares}, but GPTConfig.seq_length is {allowed}. Cut "
+                f"them{hint}, or make the model for longer ones."
+            )
 
     def _tied_weight(self) -> Tensor | None:
         """The embedding, where the output layer has no weight of its own: tied, on a single stage."""

@@ -26,6 +26,15 @@ from megackpt.parallel.collectives import (
     scatter_sequence,
     scatter_to,
 )
+from megackpt.parallel.context import (
+    AttentionPart,
+    attention_parts,
+    causal_attention,
+    context_positions,
+    context_share,
+    gather_context,
+    join_context,
+)
 from megackpt.parallel.dispatch import Capacity, TokenDispatcher
 from megackpt.parallel.embedding import (
     VocabParallelEmbedding,
@@ -88,6 +97,7 @@ from megackpt.parallel.tp_sharding import Declarations, TpSharding
 
 __all__ = [
     "Action",
+    "AttentionPart",
     "Axis",
     "Backward",
     "Capacity",
@@ -128,8 +138,12 @@ __all__ = [
     "VocabParallelEmbedding",
     "VocabParallelOutput",
     "all_reduce",
+    "attention_parts",
+    "causal_attention",
     "collect_rows",
     "collect_sequence",
+    "context_positions",
+    "context_share",
     "copied_rows",
     "copy_to",
     "copy_to_neighbours",
@@ -141,10 +155,12 @@ __all__ = [
     "exchange_rows",
     "forward_backward",
     "forward_only",
+    "gather_context",
     "gather_from",
     "gather_rows",
     "gather_sequence",
     "is_marked",
+    "join_context",
     "mark",
     "mark_copied_rows",
     "mean_auxiliary_losses",

@@ -24,6 +24,7 @@ from megackpt.parallel import (
     ParallelRng,
     StageTable,
     all_reduce,
+    context_share,
     forward_backward,
     forward_only,
     is_marked,
@@ -52,10 +53,11 @@ Grads = dict[str, Tensor]
 
 
 def _batches(groups: ParallelGroups) -> list[MicroBatch]:
-    """Return this dp rank's share of the job's micro-batches."""
+    """Return this dp rank's share of the job's micro-batches, and of them this cp rank's tokens."""
     generator = torch.Generator().manual_seed(3)
     draw = functools.partial(torch.randint, 0, CONFIG.vocab_size, (2, 8), generator=generator)
-    return [MicroBatch(draw(), draw()) for _ in range(MICRO_BATCHES)][groups.dp.rank :: groups.dp.size]
+    whole = [(draw(), draw()) for _ in range(MICRO_BATCHES)][groups.dp.rank :: groups.dp.size]
+    return [MicroBatch(*(context_share(x, groups.cp, dim=1) for x in batch)) for batch in whole]
 
 
 def _train(
@@ -76,7 +78,8 @@ def _train(
         for t in moved.tensors() if isinstance(moved, ShardedLayout) else [moved]:
             main = is_main_replica(t.replica_id)
             boxes.append((t.key, t.global_shape, t.global_slice(), t.data.numpy(), main))
-    return share_losses(losses, len(batches), groups).tolist(), boxes
+    shared = share_losses(losses, len(batches), groups)
+    return (all_reduce(shared, groups.cp) / groups.cp.size).tolist(), boxes
 
 
 def _reduced(param: Tensor, groups: ParallelGroups) -> Tensor:
@@ -86,7 +89,7 @@ def _reduced(param: Tensor, groups: ParallelGroups) -> Tensor:
         grad = all_reduce(grad, groups.tp)
     if is_marked(param, "shared_embedding"):
         grad = all_reduce(grad, groups.embedding)
-    return all_reduce(grad, groups.dp) / groups.dp.size
+    return all_reduce(grad, groups.dp_cp) / groups.dp_cp.size
 
 
 def _join(per_rank: list[tuple[list[float], list[tuple]]]) -> Grads:
@@ -126,6 +129,12 @@ LAYOUTS = {
     "tp2-dp2": (ParallelLayout(tp=2, dp=2), False, None),
     "tp2-dp2-sequence": (ParallelLayout(tp=2, dp=2), True, None),
     "pp2-dp2": (ParallelLayout(pp=2, dp=2), False, None),
+    "cp2": (ParallelLayout(cp=2), False, None),
+    "cp4": (ParallelLayout(cp=4), False, None),
+    "tp2-cp2": (ParallelLayout(tp=2, cp=2), False, None),
+    "tp2-cp2-sequence": (ParallelLayout(tp=2, cp=2), True, None),
+    "cp2-dp2": (ParallelLayout(cp=2, dp=2), False, None),
+    "cp2-pp2": (ParallelLayout(cp=2, pp=2), False, None),
 }
 
 

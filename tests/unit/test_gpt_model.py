@@ -10,6 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from megackpt import load, load_plain_tensors, save
+from megackpt.comm import Group
 from megackpt.errors import DeclarationError
 from megackpt.mapping import ShardedLayout, ShardedTensor, is_main_replica
 from megackpt.parallel import (
@@ -22,6 +24,8 @@ from megackpt.parallel import (
     forward_backward,
     is_marked,
 )
+from megackpt.storage import MemoryStore
+from megackpt.testing.world import SimulatedWorld
 from models import GPT, GPTConfig, build_gpt, init_weights
 from models.blocks.attention import rotate
 
@@ -44,6 +48,8 @@ LAYOUTS = [
     ParallelLayout(pp=3),
     ParallelLayout(tp=2, pp=2, dp=2),
     ParallelLayout(pp=2, vpp=2),
+    ParallelLayout(tp=2, cp=2, pp=2),
+    ParallelLayout(cp=2, dp=2),
 ]
 
 
@@ -96,6 +102,36 @@ def test_initial_weights_are_equal_at_every_layout_bit_for_bit(layout: ParallelL
 def test_every_element_has_exactly_one_main_replica(layout: ParallelLayout, tied: bool) -> None:
     _, covered = _joined(replace(CONFIG, tied_embeddings=tied), layout)
     assert all(torch.all(count == 1) for count in covered.values())
+
+
+def _save_at(
+    layout: ParallelLayout, seed: int, store: MemoryStore, source: MemoryStore | None = None
+) -> None:
+    """Save the model of a layout, with the weights of a seed, or those of another checkpoint."""
+
+    def save_rank(group: Group) -> None:
+        model = GPT(CONFIG, ParallelGroups.offline(layout, group.rank))
+        init_weights(model, seed)
+        if source is not None:
+            load(model.sharded_state_dict(), source, group=group)
+        save(model.sharded_state_dict(), store, group=group)
+
+    SimulatedWorld(layout.world_size).run(save_rank)
+
+
+@pytest.mark.parametrize("cp", [2, 4])
+def test_the_checkpoint_knows_nothing_of_cp(cp: int) -> None:
+    without, with_cp, passed_on = MemoryStore("without"), MemoryStore("with"), MemoryStore("on")
+    _save_at(ParallelLayout(tp=2), 7, without)
+    _save_at(ParallelLayout(tp=2, cp=cp), 7, with_cp)
+    _save_at(ParallelLayout(tp=2, cp=8 // cp), 8, passed_on, source=with_cp)
+    expected = load_plain_tensors(without)
+    for store in (with_cp, passed_on):
+        actual = load_plain_tensors(store)
+        assert actual.keys() == expected.keys()
+        for key, array in expected.items():
+            assert actual[key].shape == array.shape
+            assert torch.equal(actual[key].view(torch.int32), array.view(torch.int32)), key
 
 
 def test_keys_are_free_of_layer_numbers_and_stages() -> None:
@@ -214,7 +250,8 @@ def test_a_token_does_not_see_the_ones_behind_it() -> None:
 
 def test_rotary_scores_depend_on_the_distance_only() -> None:
     q, k = torch.randn(2, 1, 1, 1, 8, generator=torch.Generator().manual_seed(0)).expand(2, 1, 1, 9, 8)
-    scores = rotate(q, 100.0) @ rotate(k, 100.0).transpose(-1, -2)  # [1, 1, s, s]
+    positions = torch.arange(9)
+    scores = rotate(q, 100.0, positions) @ rotate(k, 100.0, positions).transpose(-1, -2)  # [1, 1, s, s]
     for distance in range(9):
         diagonal = scores[0, 0].diagonal(-distance)
         torch.testing.assert_close(diagonal, diagonal[:1].expand_as(diagonal), rtol=1e-4, atol=1e-5)
@@ -307,12 +344,13 @@ def test_sizes_that_make_no_model_raise_an_error(changes: dict[str, object], mes
 def test_a_layout_that_does_not_fit_the_model_raises_an_error_with_all_reasons() -> None:
     config = replace(CONFIG, num_heads=6, hidden_size=24, num_query_groups=6, ffn_hidden_size=6)
     with pytest.raises(DeclarationError) as caught:
-        GPT(config, ParallelGroups.offline(ParallelLayout(tp=4, pp=5), 0))
+        GPT(config, ParallelGroups.offline(ParallelLayout(tp=4, cp=3, pp=5), 0))
     for reason in (
         "num_heads 6",
         "num_query_groups 6 is neither",
         "ffn_hidden_size 6",
         "tp=4",
+        "seq_length 8 is not a multiple of 2 x cp=3",
         "num_layers 4",
         "pp=5",
         "Change either",
@@ -321,8 +359,23 @@ def test_a_layout_that_does_not_fit_the_model_raises_an_error_with_all_reasons()
 
 
 def test_a_sequence_longer_than_the_model_is_made_for_raises_an_error() -> None:
-    with pytest.raises(DeclarationError, match=r"9 tokens.*seq_length is 8.*Cut them"):
+    with pytest.raises(DeclarationError, match=r"9 tokens, but .*seq_length is 8. Cut them, or"):
         GPT(CONFIG, ONE)(torch.zeros(1, 9, dtype=torch.int64))
+
+
+def test_the_length_of_a_sequence_counts_the_tokens_of_all_ranks_of_cp() -> None:
+    model = GPT(CONFIG, ParallelGroups.offline(ParallelLayout(cp=2), 0))
+    with pytest.raises(
+        DeclarationError, match=r"16 tokens \(8 on each of 2 ranks of cp\).* its context_share"
+    ):
+        model(torch.zeros(1, 8, dtype=torch.int64))
+
+
+def test_a_rank_of_cp_receives_activations_of_its_own_tokens() -> None:
+    groups = ParallelGroups.offline(ParallelLayout(cp=2, tp=2, pp=2), 5)
+    tokens = torch.zeros(3, 4, dtype=torch.int64)
+    assert GPT(CONFIG, groups).activation_buffer(tokens).shape == (4, 3, 16)
+    assert GPT(CONFIG, groups, sequence_parallel=True).activation_buffer(tokens).shape == (2, 3, 16)
 
 
 def test_dropout_without_streams_raises_an_error() -> None:

@@ -1,0 +1,198 @@
+"""Context parallelism: each rank of cp has a share of every sequence, and all have the same weights.
+
+A sequence is cut into `2 * cp` parts of equal length. Rank `i` has parts `i` and `2 * cp - 1 - i`, one after
+the other, as the `i`-th of the first half and the `i`-th last of the second. A token attends to all tokens
+before it, so late parts cost more than early ones; with one of each, all ranks have equally much to do.
+
+Only attention looks at other tokens. All other layers work on a rank's share as on a shorter sequence:
+
+* the data path gives each rank its share of tokens and labels (`context_share`);
+* what depends on positions, such as rotary embeddings, uses `context_positions`;
+* attention calls `causal_attention`, or `attention_parts` if it computes the scores itself;
+* each rank's loss is the mean over its own tokens; the mean over `groups.dp_cp` is that of the batch, for
+  losses and for gradients.
+
+Attention gathers the keys and values of the whole sequence over cp, and its backward pass reduce-scatters
+their gradients. For each layer that keeps `2 * batch * sequence * heads * head_dim` elements (key heads of
+this rank), cp times as many as its own. With grouped queries this is little compared with the other
+activations. The alternative passes keys and values around a ring of ranks while it computes, and merges
+partial softmaxes: it keeps only a rank's own, and hides the communication, but needs kernels of its own.
+
+The checkpoint knows nothing of cp: its ranks are replicas, `groups.dp_cp` counts them.
+
+Source: Dubey et al. 2024 (Llama 3), section 3.3.2: two parts for each rank, keys and values all-gathered. A
+rank's parts are those of Megatron-LM's `get_batch_on_this_cp_rank`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megackpt.errors import DeclarationError
+from megackpt.parallel.collectives import gather_sequence
+from megackpt.parallel.groups import Axis
+
+
+def context_share(x: Tensor, cp: Axis, *, dim: int) -> Tensor:
+    """Return this rank's share of `x`, which has whole sequences along `dim`. Local, pure.
+
+    For tokens and labels `[b, s]` give `dim=1`, for hidden states `[s, b, ...]` `dim=0`. With a cp of size 1
+    it is `x` itself.
+
+    Raises:
+        DeclarationError: the sequence length is not a multiple of `2 * cp`.
+    """
+    if cp.size == 1:
+        return x
+    length, count = x.shape[dim], 2 * cp.size
+    if length % count:
+        raise DeclarationError(
+            f"A sequence of {length} tokens cannot be cut into 2 x cp={cp.size} = {count} equal parts. "
+            f"Choose a sequence length that is a multiple of {count}, or a smaller cp.",
+            rank=cp.ranks[cp.rank],
+        )
+    parts = x.chunk(count, dim=dim)
+    return torch.cat([parts[number] for number in _numbers(cp)], dim=dim)
+
+
+def context_positions(length: int, cp: Axis, *, device: torch.device | str | None = None) -> Tensor:
+    """Return the positions, int64 `[length / cp]`, of this rank's tokens in a sequence of `length`. Local.
+
+    Raises:
+        DeclarationError: `length`, that of the whole sequence, is not a multiple of `2 * cp`.
+    """
+    return context_share(torch.arange(length, device=device), cp, dim=0)
+
+
+def join_context(shares: Sequence[Tensor], *, dim: int) -> Tensor:
+    """Return whole sequences along `dim`, from the shares of all ranks of cp in their order. Local, pure.
+
+    The inverse of `context_share`.
+
+    Raises:
+        DeclarationError: a share cannot be cut into its two parts.
+    """
+    if len(shares) == 1:
+        return shares[0]
+    return _in_order(torch.cat(list(shares), dim=dim), len(shares), dim=dim)
+
+
+def gather_context(x: Tensor, cp: Axis, *, dim: int) -> Tensor:
+    """Return whole sequences along `dim`, from this rank's share `x`. Collective over cp.
+
+    For computation that each rank does a part of: gradients are summed over cp, and each rank gets those of
+    its share.
+
+    Raises:
+        DeclarationError: the share cannot be cut into its two parts.
+    """
+    if cp.size == 1:
+        return x
+    joined = gather_sequence(x.movedim(dim, 0), cp)
+    return _in_order(joined, cp.size, dim=0).movedim(0, dim)
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionPart:
+    """Queries that are neighbours in the sequence, with all keys and values up to the last of them.
+
+    Attributes:
+        queries: `[..., n, head_dim]`, of the last `n` of the `m` positions.
+        keys: `[..., m, head_dim]`, of positions 0 to m - 1.
+        values: `[..., m, value_dim]`, of the same positions.
+    """
+
+    queries: Tensor
+    keys: Tensor
+    values: Tensor
+
+    @property
+    def is_square(self) -> bool:
+        """Whether there are as many queries as keys: the part begins at position 0."""
+        return self.queries.shape[-2] == self.keys.shape[-2]
+
+    @property
+    def mask(self) -> Tensor:
+        """Which keys each query attends to, bool `[n, m]`: its own position and those before it."""
+        queries, keys = self.queries.shape[-2], self.keys.shape[-2]
+        # The last query attends to the last key. `is_causal` of torch aligns the first ones instead.
+        all_keys = torch.ones(queries, keys, dtype=torch.bool, device=self.queries.device)
+        return all_keys.tril(keys - queries)
+
+
+def attention_parts(queries: Tensor, keys: Tensor, values: Tensor, cp: Axis) -> tuple[AttentionPart, ...]:
+    """Gather keys and values over cp, and return each part of this rank's queries with those it attends to.
+
+    Collective over cp. There are two parts, or one with a cp of size 1. Attention of a rank is that of its
+    parts, one after the other along dim -2.
+
+    Args:
+        queries: `[..., s/cp, head_dim]`, this rank's share.
+        keys: `[..., s/cp, head_dim]`, this rank's share; the leading dims may differ from those of queries.
+        values: `[..., s/cp, value_dim]`, this rank's share; leading dims as of keys.
+        cp: the ranks that have the other shares.
+
+    Raises:
+        DeclarationError: the share cannot be cut into its two parts.
+    """
+    if cp.size == 1:
+        return (AttentionPart(queries, keys, values),)
+    head_dim = keys.shape[-1]
+    both = gather_context(torch.cat((keys, values), dim=-1), cp, dim=-2)  # one collective instead of two
+    keys, values = both[..., :head_dim], both[..., head_dim:]
+    ends = [(number + 1) * queries.shape[-2] // 2 for number in _numbers(cp)]
+    return tuple(
+        AttentionPart(part, keys[..., :end, :], values[..., :end, :])
+        for part, end in zip(queries.chunk(2, dim=-2), ends, strict=True)
+    )
+
+
+def causal_attention(queries: Tensor, keys: Tensor, values: Tensor, cp: Axis) -> Tensor:
+    """Return causal attention of this rank's tokens over the whole sequence. Collective over cp.
+
+    With a cp of size 1 it is `scaled_dot_product_attention(queries, keys, values, is_causal=True)`.
+
+    Args:
+        queries: `[b, heads, s/cp, head_dim]`, this rank's share.
+        keys: `[b, key_heads, s/cp, head_dim]`, this rank's share; `key_heads` divide `heads`.
+        values: `[b, key_heads, s/cp, value_dim]`, this rank's share.
+        cp: the ranks that have the other shares.
+
+    Returns:
+        `[b, heads, s/cp, value_dim]`.
+
+    Raises:
+        DeclarationError: the share cannot be cut into its two parts.
+    """
+    attended = [_attend(part) for part in attention_parts(queries, keys, values, cp)]
+    return attended[0] if len(attended) == 1 else torch.cat(attended, dim=-2)
+
+
+def _attend(part: AttentionPart) -> Tensor:
+    mask = None if part.is_square else part.mask  # kernels have a fast path for squares
+    return F.scaled_dot_product_attention(
+        part.queries, part.keys, part.values, attn_mask=mask, is_causal=part.is_square, enable_gqa=True
+    )
+
+
+def _numbers(cp: Axis) -> tuple[int, int]:
+    """Return the numbers of the two parts that this rank has."""
+    return cp.rank, 2 * cp.size - 1 - cp.rank
+
+
+def _in_order(joined: Tensor, size: int, *, dim: int) -> Tensor:
+    """Return sequences in the order of positions, from the shares of `size` ranks one after the other."""
+    length = joined.shape[dim]
+    if length % (2 * size):
+        raise DeclarationError(
+            f"Shares of {length // size} tokens cannot be cut into their two parts. Give each rank its share "
+            f"as context_share cuts it, from a sequence whose length is a multiple of {2 * size}."
+        )
+    parts = joined.chunk(2 * size, dim=dim)
+    first, second = parts[0::2], parts[1::2]  # rank i has part i, and part 2 * size - 1 - i
+    return torch.cat([*first, *reversed(second)], dim=dim)
