@@ -74,7 +74,7 @@ class RngState:
     def sharded_state_dict(self, prefix: str = "") -> ShardedStateDict:
         """Declare `prefix + "rng"`, an object for each rank, and the layout as common state. Local."""
         return {
-            "layout": dict(self.position.layout),
+            "layout": self.position.stored_layout,
             "sources": sorted(self.sources),
             "states": ShardedObject(
                 f"{prefix}rng",
@@ -112,7 +112,7 @@ class RngState:
 
     def _difference(self, loaded: Any) -> str:
         """Return in words what differs between the save and this run; "" if nothing does."""
-        layout = dict(self.position.layout)
+        layout = self.position.stored_layout
         if loaded["layout"] != layout:
             return f"at {layout_text(loaded['layout'])}, and this run is at {layout_text(layout)}"
         if loaded["sources"] != sorted(self.sources):

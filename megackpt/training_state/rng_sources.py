@@ -26,15 +26,19 @@ Ranks that differ along other axes read the same samples and have to augment the
 ACTIVATION_AXES = ("pp", "dp", "cp")
 """Axes along which torch's generators are seeded differently.
 
-All ranks of tp have the same activations and have to drop the same ones.
+All ranks of tp have the same activations and have to drop the same ones. Ranks of dp and cp have different
+tokens.
 """
 
 TRACKED_AXES: Mapping[str, tuple[str, ...]] = {
     "data-parallel-rng": ("pp",),
     "model-parallel-rng": ("pp", "tp"),
-    "expert-parallel-rng": ("pp", "tp", "ep", "etp"),
+    "expert-parallel-rng": ("pp", "ep", "etp"),
 }
 """Axes along which the named states of Megatron's tracker are seeded differently.
+
+Ranks of dp and cp draw the same numbers, as they do in Megatron unless its streams are seeded for each rank
+of dp (`--data-parallel-random-init`). The state of experts is equal on the replicas of an expert.
 
 Source: Megatron-Core `tensor_parallel.random.model_parallel_cuda_manual_seed`.
 """

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megackpt import DeclarationError, MismatchError, load, save
+from megackpt.parallel import Coordinates, ParallelGroups, ParallelLayout
 from megackpt.storage import MemoryStore
 from megackpt.testing.world import SimulatedWorld
 from megackpt.training_state import (
@@ -24,8 +25,20 @@ from megackpt.training_state import (
     ShuffleBuffer,
 )
 
-# Phases of a run: ranks of dp, steps, samples of a global batch.
-PHASES = st.lists(st.tuples(st.integers(1, 4), st.integers(0, 5), st.integers(1, 9)), min_size=1, max_size=5)
+# The other axes, whose ranks read the same samples as the first rank of their dp.
+OTHER_AXES = st.sampled_from(
+    [
+        {},
+        {"tp": 2},
+        {"cp": 2},
+        {"cp": 2, "pp": 2},
+        {"tp": 2, "cp": 2, "ep": 4, "etp": 1},
+        {"cp": 2, "ep": 2, "etp": 1},
+    ]
+)
+LAYOUTS = st.builds(lambda dp, axes: ParallelLayout(dp=dp, **axes), st.integers(1, 4), OTHER_AXES)
+# Phases of a run: layout, steps, samples of a global batch.
+PHASES = st.lists(st.tuples(LAYOUTS, st.integers(0, 5), st.integers(1, 9)), min_size=1, max_size=5)
 SHARDS = st.lists(st.integers(1, 7), min_size=4, max_size=8)
 
 
@@ -54,28 +67,41 @@ def test_orders_of_other_seeds_and_epochs_are_others_and_none_ever_changes() -> 
 PINNED = [774, 204, 140, 431, 664, 666]
 
 
+def one_of_each_dp(of_ranks: list[Any], layout: ParallelLayout) -> list[Any]:
+    """Return what the ranks of dp have read; ranks that differ along other axes have read the same."""
+    of_dp = [of_ranks[layout.rank_at(Coordinates(dp=dp))] for dp in range(layout.dp)]
+    assert of_ranks == [of_dp[layout.coordinates(rank).dp] for rank in range(layout.world_size)]
+    return of_dp
+
+
 @given(samples=st.integers(1, 40), phases=PHASES)
 @settings(max_examples=25, deadline=None)
-def test_every_sample_comes_once_an_epoch_in_the_same_order_at_any_sequence_of_dp(
-    samples: int, phases: list[tuple[int, int, int]]
+def test_every_sample_comes_once_an_epoch_in_the_same_order_at_any_sequence_of_layouts(
+    samples: int, phases: list[tuple[ParallelLayout, int, int]]
 ) -> None:
     order = SampleOrder(samples=samples, seed=3)
     store = MemoryStore("run")
     visited: list[int] = []
-    for phase, (dp, steps, batch) in enumerate(phases):
+    for phase, (layout, steps, batch) in enumerate(phases):
 
-        def run(group: Any, phase: int = phase, steps: int = steps, batch: int = batch) -> list[list[int]]:
-            data = DataPosition(order.to_json())
+        def run(
+            group: Any,
+            phase: int = phase,
+            layout: ParallelLayout = layout,
+            steps: int = steps,
+            batch: int = batch,
+        ) -> list[list[int]]:
+            data, dp = DataPosition(order.to_json()), ParallelGroups.offline(layout, group.rank).dp
             if phase:
                 data.resume(load({"d": data.sharded_state_dict()}, store, group=group)["d"], step=phase)
             own_samples = [
-                order.numbers(data.take(batch, dp_rank=group.rank, dp_size=group.size)).tolist()
+                order.numbers(data.take(batch, dp_rank=dp.rank, dp_size=dp.size)).tolist()
                 for _ in range(steps)
             ]
             save({"d": data.sharded_state_dict()}, store, group=group)
             return own_samples
 
-        of_ranks = SimulatedWorld(dp).run(run)
+        of_ranks = one_of_each_dp(SimulatedWorld(layout.world_size).run(run), layout)
         visited += [
             number for step in range(steps) for own_samples in of_ranks for number in own_samples[step]
         ]
@@ -98,39 +124,35 @@ def open_shard(lengths: dict[str, int], buffer: int) -> Any:
 
 
 def read_shards(
-    store: MemoryStore, lengths: dict[str, int], buffer: int, phase: int, dp: int, draws: int
+    store: MemoryStore, lengths: dict[str, int], buffer: int, phase: int, layout: ParallelLayout, draws: int
 ) -> list[list[tuple[str, int]]]:
-    """Resume what there is, read on each of dp ranks (two of tp each), save; return what was read."""
+    """Resume what there is, read on each rank, save; return what the ranks of dp have read."""
 
     def run(group: Any) -> list[tuple[str, int]]:
-        location = RankPosition(
-            layout={"dp": dp, "tp": 2}, coordinates={"dp": group.rank // 2, "tp": group.rank % 2}
-        )
+        location = RankPosition.of(ParallelGroups.offline(layout, group.rank))
         data = ShardedData(list(lengths), open_shard(lengths, buffer), location)
         if phase:
             loaded = load({"d": data.sharded_state_dict("d.")}, store, group=group)
             assert data.resume(loaded["d"], step=phase) == ""
         drawn = [next(data) for _ in range(draws)]
         assert {name for name, _ in drawn} <= set(data.my_shards)
-        assert data.my_shards == tuple(sorted(lengths))[location.index("dp") :: dp]
+        assert data.my_shards == tuple(sorted(lengths))[location.index("dp") :: layout.dp]
         save({"d": data.sharded_state_dict("d.")}, store, group=group)
         return drawn
 
-    of_ranks = SimulatedWorld(2 * dp).run(run)
-    assert of_ranks[0::2] == of_ranks[1::2]
-    return of_ranks[0::2]
+    return one_of_each_dp(SimulatedWorld(layout.world_size).run(run), layout)
 
 
 @given(shards=SHARDS, phases=PHASES, buffer=st.sampled_from([0, 1, 3]))
 @settings(max_examples=15, deadline=None)
 def test_shards_that_change_their_readers_lose_and_repeat_nothing(
-    shards: list[int], phases: list[tuple[int, int, int]], buffer: int
+    shards: list[int], phases: list[tuple[ParallelLayout, int, int]], buffer: int
 ) -> None:
     lengths = {f"{'s' * n}": length for n, length in enumerate(shards, start=1)}
     store = MemoryStore("run")
     read: dict[str, list[int]] = {name: [] for name in lengths}
-    for phase, (dp, draws, _) in enumerate(phases):
-        for drawn in read_shards(store, lengths, buffer, phase, dp, draws):
+    for phase, (layout, draws, _) in enumerate(phases):
+        for drawn in read_shards(store, lengths, buffer, phase, layout, draws):
             for name, number in drawn:
                 read[name].append(number)
 
@@ -149,22 +171,29 @@ def test_shards_that_change_their_readers_lose_and_repeat_nothing(
         }
 
 
-@given(shards=SHARDS, dp=st.integers(1, 4), until=st.integers(0, 20), buffer=st.sampled_from([0, 3]))
+@given(
+    shards=SHARDS,
+    dp=st.integers(1, 4),
+    axes=st.tuples(OTHER_AXES, OTHER_AXES),
+    until=st.integers(0, 20),
+    buffer=st.sampled_from([0, 3]),
+)
 @settings(max_examples=10, deadline=None)
 def test_at_the_same_dp_sharded_data_goes_on_as_if_it_had_not_stopped(
-    shards: list[int], dp: int, until: int, buffer: int
+    shards: list[int], dp: int, axes: tuple[dict[str, int], dict[str, int]], until: int, buffer: int
 ) -> None:
     lengths = {f"{'s' * n}": length for n, length in enumerate(shards, start=1)}
-    whole = read_shards(MemoryStore("whole"), lengths, buffer, 0, dp, 25)
+    before, after = (ParallelLayout(dp=dp, **other) for other in axes)
+    whole = read_shards(MemoryStore("whole"), lengths, buffer, 0, before, 25)
     store = MemoryStore("parts")
-    first = read_shards(store, lengths, buffer, 0, dp, until)
-    second = read_shards(store, lengths, buffer, 1, dp, 25 - until)
+    first = read_shards(store, lengths, buffer, 0, before, until)
+    second = read_shards(store, lengths, buffer, 1, after, 25 - until)
     assert [a + b for a, b in zip(first, second, strict=True)] == whole
 
 
 def test_a_rank_visits_all_samples_of_its_shards_before_any_of_the_next_epoch() -> None:
     lengths = {"a": 5, "b": 1, "c": 3}
-    (read,) = read_shards(MemoryStore("run"), lengths, 0, 0, 1, 18)
+    (read,) = read_shards(MemoryStore("run"), lengths, 0, 0, ParallelLayout(), 18)
     assert len(set(read[:9])) == len(set(read[9:])) == 9
     assert read[:3] == [("a", 0), ("b", 0), ("c", 0)]
 

@@ -27,7 +27,14 @@ from megackpt.training_state import (
 )
 
 LAYOUT = ParallelLayout(tp=2, pp=2, dp=2)
-OTHERS = [ParallelLayout(tp=2, dp=4), ParallelLayout(tp=4, pp=2), ParallelLayout(tp=2, dp=2)]
+OTHERS = [
+    ParallelLayout(tp=2, dp=4),
+    ParallelLayout(tp=4, pp=2),
+    ParallelLayout(tp=2, dp=2),
+    ParallelLayout(tp=2, pp=2, cp=2),
+    ParallelLayout(tp=2, pp=2, dp=2, ep=2),  # the same ranks of dense layers, with other experts
+    ParallelLayout(tp=2, pp=2, dp=2, etp=1),
+]
 
 
 @pytest.fixture
@@ -92,7 +99,7 @@ def states_of(layout: ParallelLayout, rank: int, **options: Any) -> tuple[RngSta
     own = torch.Generator().manual_seed(rank)
     sources = {"parallel": ParallelStreams(rng), "own": TorchRng(own, "own")}
     state = RngState(RankPosition.of(groups), seed=1, sources=sources, **options)
-    return state, [rng.replicated, rng.distinct, own]
+    return state, [rng.replicated, rng.distinct, own, rng.expert]
 
 
 def drawn(generators: list[torch.Generator]) -> tuple[float, ...]:
@@ -123,10 +130,28 @@ def resumed_at(layout: ParallelLayout, path: Path, **options: Any) -> list[tuple
     return SimulatedWorld(layout.world_size).run(run)
 
 
+@pytest.mark.parametrize("layout", [LAYOUT, ParallelLayout(tp=2, cp=2, dp=2, ep=4, etp=1)], ids=str)
 @pytest.mark.parametrize("elsewhere", ["error", "reseed"])
-def test_at_the_same_layout_each_rank_gets_its_own_state(tmp_path: Path, elsewhere: str) -> None:
-    expected = saved_at(LAYOUT, tmp_path / "c")
-    assert [drawn for _, drawn in resumed_at(LAYOUT, tmp_path / "c", elsewhere=elsewhere)] == expected
+def test_at_the_same_layout_each_rank_gets_its_own_state(
+    tmp_path: Path, elsewhere: str, layout: ParallelLayout
+) -> None:
+    expected = saved_at(layout, tmp_path / "c")
+    assert [drawn for _, drawn in resumed_at(layout, tmp_path / "c", elsewhere=elsewhere)] == expected
+
+
+def test_states_from_before_there_were_experts_resume_at_the_same_layout(tmp_path: Path) -> None:
+    def state(layout: ParallelLayout, generator: torch.Generator, *, before: bool) -> RngState:
+        position = RankPosition.of(ParallelGroups.offline(layout, 0))
+        if before:
+            position = RankPosition(layout=position.layout, coordinates=position.coordinates)
+        return RngState(position, seed=1, sources={"own": TorchRng(generator, "own")})
+
+    layout, generator = ParallelLayout(), torch.Generator().manual_seed(6)
+    save(state(layout, generator, before=True).sharded_state_dict(), tmp_path / "c")
+    resumed = torch.Generator()
+    now = state(layout, resumed, before=False)
+    assert now.resume(load(now.sharded_state_dict(), tmp_path / "c"), step=1) == ""
+    assert torch.equal(torch.rand(3, generator=resumed), torch.rand(3, generator=generator))
 
 
 @pytest.mark.parametrize("layout", OTHERS, ids=str)
@@ -189,6 +214,19 @@ def test_a_tracker_s_states_begin_anew_along_the_axes_that_megatron_gives_them()
     }
     with pytest.raises(DeclarationError, match=r"random state 'mine', and it is not known along which axes"):
         TrackedRng(tracker_of("mine")).reseed(Seeds(base=1, step=3, position=RankPosition.single_process()))
+
+
+@pytest.mark.parametrize(
+    "layout", [ParallelLayout(tp=4, cp=2, ep=2, etp=1), ParallelLayout(tp=2, dp=4, ep=2, etp=4)], ids=str
+)
+def test_a_tracker_s_state_of_experts_is_equal_on_the_replicas_of_an_expert(layout: ParallelLayout) -> None:
+    ranks: dict[bytes, set[int]] = {}
+    for rank in range(layout.world_size):
+        tracker = tracker_of("expert-parallel-rng")
+        position = RankPosition.of(ParallelGroups.offline(layout, rank))
+        TrackedRng(tracker).reseed(Seeds(base=1, step=3, position=position))
+        ranks.setdefault(tracker.get_states()["expert-parallel-rng"].numpy().tobytes(), set()).add(rank)
+    assert list(ranks.values()) == [set(replicas) for replicas in layout.all_ranks_of("edp")]
 
 
 def test_a_tracker_s_generators_stay_the_same_objects() -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from megackpt import Checkpointer, DeclarationError, MismatchError, load, save
+from megackpt.parallel import ParallelGroups, ParallelLayout
 from megackpt.testing.world import SimulatedWorld
 from megackpt.training_state import (
     CommonObject,
@@ -79,6 +80,41 @@ def test_a_state_of_each_rank_is_kept_elsewhere_where_asked_for(tmp_path: Path) 
     for value, note in values_of_each(tmp_path / "c", declare, dp=4, tp=1):
         assert value == "mine"
         assert "saved at dp 2, tp 2, and this run is at dp 4, tp 1: each rank keeps" in note
+
+
+def test_states_of_experts_are_stored_once_for_each_and_found_at_another_dense_layout(tmp_path: Path) -> None:
+    def part(layout: ParallelLayout, rank: int, counter: Counter) -> RankObject:
+        position = RankPosition.of(ParallelGroups.offline(layout, rank))
+        return RankObject(counter, position, axes=("ep", "etp"))
+
+    saved = ParallelLayout(tp=4, cp=2, ep=2, etp=2)
+
+    def save_rank(group: Any) -> None:
+        expert = saved.expert_coordinates(group.rank)
+        counter = Counter([expert.ep, expert.etp])
+        save({"o": part(saved, group.rank, counter).sharded_state_dict("o.")}, tmp_path / "c", group=group)
+
+    SimulatedWorld(saved.world_size).run(save_rank)
+    layout = ParallelLayout(dp=4, ep=2, etp=2)
+
+    def load_rank(group: Any) -> list[int]:
+        counter = Counter()
+        resumed = part(layout, group.rank, counter)
+        loaded = load({"o": resumed.sharded_state_dict("o.")}, tmp_path / "c", group=group)
+        assert resumed.resume(loaded["o"], step=1) == ""
+        return list(counter.value)
+
+    assert SimulatedWorld(4).run(load_rank) == [[0, 0], [0, 1], [1, 0], [1, 1]]
+
+
+def test_axes_of_dense_layers_and_of_experts_do_not_mix() -> None:
+    position = RankPosition.of(ParallelGroups.offline(ParallelLayout(tp=2, ep=2, etp=1), 1))
+    assert position.replica_index(["pp", "tp"]) == 0
+    assert position.replica_index(["pp", "ep"]) == 0
+    with pytest.raises(
+        DeclarationError, match=r"ep are axes of experts, and tp of dense layers: .* one kind"
+    ):
+        position.replica_index(["ep", "tp", "pp"])
 
 
 def test_parts_are_saved_and_resumed_together_and_report_what_does_not_go_on(tmp_path: Path) -> None:
