@@ -9,6 +9,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, replace
 from operator import attrgetter, is_
+from typing import Literal
 
 import numpy as np
 import torch
@@ -53,6 +54,8 @@ class ShardedTensor(ShardedBase):
             padding). A load fills the common elements, and the rest of the request with zeros.
         flattened_range: `slice(start, stop)` of the row-major flattening of the local box: data is that
             slice.
+        if_missing: what a load does if the checkpoint has no array `key`: what its mode says (`error`), or
+            load nothing and keep `data` (`keep`), for arrays that older checkpoints lack.
 
     Raises:
         DeclarationError: the fields contradict each other.
@@ -71,6 +74,7 @@ class ShardedTensor(ShardedBase):
     prepend_axis_num: int = 0
     allow_shape_mismatch: bool = False
     flattened_range: slice | None = None
+    if_missing: Literal["error", "keep"] = field(default="error", kw_only=True)
     # The other fields at the last check; see `with_data`.
     _checked: tuple[object, ...] = field(default=(object(),), init=False, repr=False, compare=False)
 

@@ -271,6 +271,7 @@ def _check_keys(
     check_readable(requested - excluded, contents.unreadable, where=where)
     excluded |= _kept_per_rank_values(flattened.per_rank, contents.arrays, group.size, where)
     excluded |= _kept_objects(flattened.objects, contents.arrays)
+    excluded |= {t.key for t in flattened.tensors if t.if_missing == "keep" and t.key not in contents.arrays}
     # A missing plain tensor is judged less strictly, unless an entity requests the same key.
     counts = Counter(keys_of_entities)
     unexpected = check_unexpected_keys(
