@@ -212,7 +212,7 @@ def gather(world: Iterable[ShardedStateDict]) -> Arrays:
         assert tuple(array.shape) == tensor.global_shape, tensor.key
         assert array.dtype == tensor.dtype, tensor.key
         if is_main_replica(tensor.replica_id):
-            index = _elements(tensor)
+            index = elements_of(tensor)
             array.view(-1)[index] = _data(tensor).reshape(-1)
             count.view(-1)[index] += 1
     for key, count in writers.items():
@@ -225,7 +225,7 @@ def scatter(sharded_state_dict: ShardedStateDict, arrays: Arrays) -> None:
     for tensor in tensors_of(sharded_state_dict):
         data = _data(tensor)
         assert tuple(arrays[tensor.key].shape) == tensor.global_shape, tensor.key
-        data.copy_(arrays[tensor.key].reshape(-1)[_elements(tensor)].view(data.shape))
+        data.copy_(arrays[tensor.key].reshape(-1)[elements_of(tensor)].view(data.shape))
 
 
 def loaded(sharded_state_dict: Any) -> Any:
@@ -235,7 +235,8 @@ def loaded(sharded_state_dict: Any) -> Any:
     return getattr(sharded_state_dict, "data", sharded_state_dict)
 
 
-def _elements(tensor: ShardedTensor) -> Tensor:
+def elements_of(tensor: ShardedTensor) -> Tensor:
+    """Return the places of the tensor's elements in the flattened global array, in order."""
     everything = torch.arange(math.prod(tensor.global_shape)).view(tensor.global_shape)
     box = tuple(slice(o, o + n) for o, n in zip(tensor.global_offset, tensor.box_shape, strict=True))
     block = everything[box].reshape(-1)

@@ -14,7 +14,10 @@ from torch.nn import Parameter
 from torch.utils.hooks import RemovableHandle
 
 from megackpt.errors import OptimizerError
+from megackpt.optim.grad_sync import groups_of
 from megackpt.optim.ranges import BufferLayout, plan_buffer
+from megackpt.parallel.attributes import is_marked
+from megackpt.parallel.groups import ParallelGroups
 
 _HOOK = "_megackpt_grad_hook"  # where a parameter keeps the hook that the last buffer gave it
 
@@ -34,7 +37,9 @@ class _GradHook:
 
 
 class ParamGradBuffer:
-    """Parameters of one dtype on one device, and their gradients, packed in two flat tensors.
+    """Parameters of one dtype on one device, equal on one group of ranks, and their gradients.
+
+    They are packed in two flat tensors.
 
     Building one re-points `param.data` to a view into `data`, sets `param.main_grad` to a view into `grad`,
     and registers a hook that adds `param.grad` to `main_grad` and frees it whenever autograd has
@@ -43,14 +48,24 @@ class ParamGradBuffer:
     Attributes:
         params: the parameters, in order of registration.
         layout: where they are.
+        groups: the ranks around this one as these parameters see them: `groups.experts` for experts. The
+            buffer is cut over their `dp_cp`.
         data: the parameters `[layout.numel]`, in their dtype; zeros between them.
         grad: their gradients `[layout.numel]`, in `grad_dtype`; zeros between them.
         touched: for each parameter, whether it got a gradient since the last `zero_grad`.
     """
 
-    def __init__(self, params: Sequence[Parameter], layout: BufferLayout, *, grad_dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        params: Sequence[Parameter],
+        layout: BufferLayout,
+        groups: ParallelGroups,
+        *,
+        grad_dtype: torch.dtype,
+    ) -> None:
         self.params = tuple(params)
         self.layout = layout
+        self.groups = groups
         first = self.params[0]
         self.data = torch.zeros(layout.numel, dtype=first.dtype, device=first.device)
         self.grad = torch.zeros(layout.numel, dtype=grad_dtype, device=first.device)
@@ -117,20 +132,23 @@ class ParamGradBuffer:
 
 
 def make_buffers(
-    params: Sequence[Parameter], *, dp: int, bucket_size: int, grad_dtype: torch.dtype
+    params: Sequence[Parameter], groups: ParallelGroups, *, bucket_size: int, grad_dtype: torch.dtype
 ) -> tuple[ParamGradBuffer, ...]:
-    """Pack parameters into one buffer for each dtype and device, in order of their first occurrence. Local.
+    """Pack parameters into buffers, in order of their first occurrence. Local.
 
-    The gradients of fp64 parameters are fp64 whatever grad_dtype is.
+    There is one for each dtype and device of the dense parameters, and of the experts' parameters, which are
+    equal on other ranks. The gradients of fp64 parameters are fp64 whatever grad_dtype is.
     """
-    kinds: dict[tuple[torch.dtype, torch.device], list[Parameter]] = {}
+    kinds: dict[tuple[torch.dtype, torch.device, bool], list[Parameter]] = {}
     for param in params:
-        kinds.setdefault((param.dtype, param.device), []).append(param)
+        kind = (param.dtype, param.device, is_marked(param, "expert_parallel"))
+        kinds.setdefault(kind, []).append(param)
     buffers = []
-    for (dtype, _), members in kinds.items():
-        layout = plan_buffer([p.numel() for p in members], dp=dp, bucket_size=bucket_size)
+    for (dtype, _, _), members in kinds.items():
+        around = groups_of(members[0], groups)
+        layout = plan_buffer([p.numel() for p in members], dp=around.dp_cp.size, bucket_size=bucket_size)
         wide = torch.float64 if dtype == torch.float64 else grad_dtype
-        buffers.append(ParamGradBuffer(members, layout, grad_dtype=wide))
+        buffers.append(ParamGradBuffer(members, layout, around, grad_dtype=wide))
     return tuple(buffers)
 
 

@@ -25,13 +25,16 @@ _reduce_scatter_single: Callable[..., Any] = (
 )
 
 
-def reduce_scatter_mean(bucket: Tensor, axis: Axis) -> None:
-    """Write the mean over the axis into this rank's slice of `bucket` (1-D, a multiple of `axis.size`).
+def reduce_scatter_grads(bucket: Tensor, axis: Axis, *, divisor: int) -> None:
+    """Write the sum over the axis, divided by `divisor`, into this rank's slice of `bucket`. Collective.
 
-    The content of the other slices is undefined afterwards. On CPU the ranks are added in rank order, in at
-    least fp32, so that the result does not depend on the backend's algorithm. Collective.
+    bucket is 1-D, a multiple of `axis.size`. The content of the other slices is undefined afterwards. On CPU
+    the ranks are added in rank order, in at least fp32, so that the result does not depend on the backend's
+    algorithm.
     """
     if axis.size == 1:
+        if divisor != 1:
+            bucket.div_(divisor)
         return
     own_slice = bucket.view(axis.size, -1)[axis.rank]
     if bucket.device.type == "cpu":
@@ -42,11 +45,11 @@ def reduce_scatter_mean(bucket: Tensor, axis: Axis) -> None:
         total = slices[0].to(torch.promote_types(bucket.dtype, torch.float32))
         for received_slice in slices[1:]:
             total += received_slice
-        own_slice.copy_(total.div_(axis.size))
+        own_slice.copy_(total.div_(divisor))
     else:
         reduced = torch.empty_like(own_slice)  # not every backend may reduce into its own input
         _reduce_scatter_single(reduced, bucket, group=_group(axis))
-        own_slice.copy_(reduced.div_(axis.size))
+        own_slice.copy_(reduced.div_(divisor))
 
 
 def all_gather_slices(bucket: Tensor, axis: Axis) -> None:

@@ -17,8 +17,9 @@ from torch.nn import Parameter
 
 from megackpt.errors import DeclarationError
 from megackpt.mapping import ShardedBase, ShardedStateDict, ShardedTensor
-from megackpt.optim.collectives import all_gather_slices, reduce_scatter_mean
+from megackpt.optim.collectives import all_gather_slices, reduce_scatter_grads
 from megackpt.optim.gather import StateRange, gather_states, join_states
+from megackpt.optim.grad_sync import groups_of
 from megackpt.optim.master_optimizer import MasterOptimizer
 from megackpt.optim.owned_params import OwnedParam
 from megackpt.optim.ranges import BufferLayout, FlatRange
@@ -30,11 +31,14 @@ from megackpt.optim.sharded_state import (
     replica_of,
 )
 from megackpt.optim.state_probe import OptimizerBuilder, ProbeKind, check_elementwise
-from megackpt.parallel.groups import Axis
+from megackpt.parallel.attributes import is_marked
+from megackpt.parallel.groups import Axis, ParallelGroups
 
 
 class DistributedOptimizer(MasterOptimizer):
-    """Any elementwise torch optimizer, with its state sharded over `groups.dp`.
+    """Any elementwise torch optimizer, with its state sharded over the ranks that have equal parameters.
+
+    Those are `groups.dp_cp` for dense parameters and `groups.edp` for parameters of experts.
 
     Args:
         params_or_groups: parameters, or groups of them, as torch.optim takes them; a group may have a `name`.
@@ -67,35 +71,48 @@ class DistributedOptimizer(MasterOptimizer):
         """Declare this rank's optimizer state; see `MasterOptimizer.sharded_state_dict`.
 
         Local, unless `gathered` is set. Then the shards of each parameter are gathered on the first
-        data-parallel rank, in host memory, and only that rank declares them (collective over dp). The
+        data-parallel rank, in host memory, and only that rank declares them (collective over dp and cp, and
+        over edp for experts). The
         checkpoint has the same arrays in fewer files and larger chunks, at the cost of the exchange and of
         memory on that rank. To load, declare without it.
         """
         declared = super().sharded_state_dict(model_sharded_state_dict, is_loading)
-        if not gathered or self.groups.dp.size == 1:
+        if not gathered:
             return declared
+        entities = find_param_entities(model_sharded_state_dict, self._params)
+        # Dense parameters first, on all ranks: a rank sends its ranges of the two to different ranks.
+        for groups in self._groups_in_use:
+            if groups.dp_cp.size > 1:
+                self._declare_gathered(declared["state"], entities, groups)
+        return declared
+
+    def _declare_gathered(
+        self,
+        declared: dict[int, dict[str, ShardedBase]],
+        entities: Sequence[ParamEntity],
+        groups: ParallelGroups,
+    ) -> None:
+        """Replace the ranges of the parameters that are cut over `groups.dp_cp` by whole states."""
         own = [
             StateRange(owned_param.position, name, owned_param.flat_range, value)
             for owned_param in self._owned_params
             for name, value in self._inner.states(owned_param)
-            if self._is_elementwise(owned_param, name, value)
+            if is_marked(owned_param.param, "expert_parallel") == groups.for_experts
+            and self._is_elementwise(owned_param, name, value)
         ]
         for state in own:
-            del declared["state"][state.position][state.state]
-        gathered_states = gather_states(own, self.groups.dp)
-        entities = find_param_entities(model_sharded_state_dict, self._params)
-        for (position, name), data in join_states(gathered_states, [p.numel() for p in self._params]).items():
-            entity = entities[position]
-            declared["state"].setdefault(position, {})[name] = entity.retarget(
+            del declared[state.position][state.state]
+        gathered = join_states(gather_states(own, groups.dp_cp), [p.numel() for p in self._params])
+        for (position, name), data in gathered.items():
+            entity, param = entities[position], self._params[position]
+            declared.setdefault(position, {})[name] = entity.retarget(
                 key=f"optimizer.state.{name}.{entity.key}",
-                data=data.view(self._params[position].shape),
-                replica_id=(*self._model_replica(entity), 0),
+                data=data.view(param.shape),
+                replica_id=(*self._model_replica(param, entity), 0),
             )
-        return declared
 
-    def _ownership(self, layout: BufferLayout) -> tuple[Sequence[FlatRange], Sequence[FlatRange]]:
-        rank = self.groups.dp.rank
-        return layout.owned_slices(rank), layout.owned_ranges(rank)
+    def _ownership(self, layout: BufferLayout, axis: Axis) -> tuple[Sequence[FlatRange], Sequence[FlatRange]]:
+        return layout.owned_slices(axis.rank), layout.owned_ranges(axis.rank)
 
     def _shape_master(self, flat: Tensor, param: Parameter) -> Tensor:
         return flat
@@ -103,14 +120,11 @@ class DistributedOptimizer(MasterOptimizer):
     def _check_inner(self, build: OptimizerBuilder, kinds: Sequence[Sequence[ProbeKind]]) -> None:
         check_elementwise(build, kinds)
 
-    def _average_grads(self, bucket: Tensor) -> None:
-        reduce_scatter_mean(bucket, self.groups.dp)
+    def _reduce_bucket(self, bucket: Tensor, axis: Axis) -> None:
+        reduce_scatter_grads(bucket, axis, divisor=self._grad_divisor)
 
-    def _share_params(self, bucket: Tensor) -> None:
-        all_gather_slices(bucket, self.groups.dp)
-
-    def _norm_axes(self) -> Sequence[Axis]:
-        return self.groups.dp, self.groups.tp, self.groups.pp
+    def _share_params(self, bucket: Tensor, axis: Axis) -> None:
+        all_gather_slices(bucket, axis)
 
     def _declare_tensor(
         self, owned_param: OwnedParam, entity: ParamEntity, prefix: str, tensor: Tensor
@@ -120,18 +134,20 @@ class DistributedOptimizer(MasterOptimizer):
             tensor,
             prefix=prefix,
             flattened_range=owned_param.flat_range.as_slice(),
-            replica=self._model_replica(entity),
+            replica=self._model_replica(owned_param.param, entity),
         )
 
     def _declare_scalar(
         self, owned_param: OwnedParam, entity: ParamEntity, prefix: str, scalar: Tensor
     ) -> ShardedTensor:
         # Of the ranks with elements of the parameter, the one with its first element has the main replica.
-        dp = 0 if owned_param.flat_range.start == 0 else 1 + self.groups.dp.rank
-        return make_sharded_scalar(entity, scalar, prefix=prefix, replica=(*self._model_replica(entity), dp))
+        axis = groups_of(owned_param.param, self.groups).dp_cp
+        dp = 0 if owned_param.flat_range.start == 0 else 1 + axis.rank
+        replica = (*self._model_replica(owned_param.param, entity), dp)
+        return make_sharded_scalar(entity, scalar, prefix=prefix, replica=replica)
 
-    def _model_replica(self, entity: ParamEntity) -> tuple[int, int]:
-        is_one_rank = self.groups.tp.size == 1 and self.groups.pp.size == 1
+    def _model_replica(self, param: Parameter, entity: ParamEntity) -> tuple[int, int]:
+        is_one_rank = groups_of(param, self.groups).tp.size == 1 and self.groups.pp.size == 1
         if isinstance(entity.replica_id, int) and not is_one_rank:
             raise DeclarationError(
                 f"{entity.key!r}: replica_id {entity.replica_id} is a single number, which does not say "

@@ -1,7 +1,16 @@
 """Sums of gradients over the ranks of one model replica, before data-parallel reduction, and their norm.
 
 The attributes of a parameter (see `megackpt.parallel.attributes`) decide whether its gradient is summed over
-tp or over the two ends of the pipeline, and whether it counts in the global norm.
+tp or over the two ends of the pipeline, and whether it counts in the global norm. For a parameter of experts,
+tp is etp everywhere.
+
+A gradient is the mean over the samples of dp x cp ranks: a dense one is summed over these ranks and divided
+by their number. Experts get the tokens of all ranks of their etp x ep group, of which several are dp or cp
+ranks. So the sum over edp alone is already the sum over all tokens, and it is divided by the same dp x cp:
+a mean over edp would be too large. This requires that each token reaches each slice of its experts once:
+where tp is larger than 1, every tp rank dispatches its own part of the sequence.
+
+Source: Megatron-Core `DistributedDataParallel`, `expert_gradient_scaling_factor`.
 """
 
 from __future__ import annotations
@@ -21,14 +30,19 @@ from megackpt.parallel.collectives import all_reduce
 from megackpt.parallel.groups import Axis, ParallelGroups
 
 
+def groups_of(param: Tensor, groups: ParallelGroups) -> ParallelGroups:
+    """Return the ranks around this one as `param` sees them: `groups.experts` for one of experts. Local."""
+    return groups.experts if is_marked(param, "expert_parallel") else groups
+
+
 def sum_over_model_ranks(params: Sequence[Parameter], groups: ParallelGroups) -> None:
     """Sum `main_grad` over the ranks of one model replica that each have a part of the sum. Collective.
 
-    Those are tp for sequence-parallel parameters, and both ends of the pipeline for a tied embedding. All
-    ranks of an axis must have their marked parameters in the same order.
+    Those are tp (etp for experts) for sequence-parallel parameters, and both ends of the pipeline for a tied
+    embedding. All ranks of an axis must have their marked parameters in the same order.
     """
-    for axis, flag in _sums(groups):
-        _sum_in_place([_main_grad(p) for p in params if is_marked(p, flag)], axis)
+    for axis, marked in _sums(params, groups):
+        _sum_in_place([_main_grad(params[i]) for i in marked], axis)
 
 
 def touched_on_any_rank(
@@ -37,25 +51,27 @@ def touched_on_any_rank(
     """Return for each parameter whether any of the ranks that share its gradient has one. Collective.
 
     A parameter that no rank touched is not updated, as torch does with `grad=None`. One that only some ranks
-    touched (an expert that got no tokens on the others) must be updated by all of them.
+    touched must be updated by all of them. The experts of a stacked weight are one parameter that ep cuts:
+    if any expert got a token, the others have a gradient of zero, on all ranks.
     """
     if not params:
         return ()
     flags = torch.tensor(touched, dtype=torch.int32, device=params[0].device)
-    for axis, flag in _sums(groups):
-        marked = torch.tensor([is_marked(p, flag) for p in params], device=flags.device)
-        if axis.size > 1 and bool(marked.any()):
-            flags[marked] = all_reduce(flags[marked], axis)
-    any_rank = all_reduce(flags, groups.dp)
+    sums = [*_sums(params, groups), *_sharing_ranks(params, groups)]
+    for axis, members in sums:
+        if axis.size > 1 and members:
+            index = torch.tensor(members, device=flags.device)
+            flags[index] = all_reduce(flags[index], axis)
     # `tolist` waits for the device. If this rank touched everything, as is usual, the result is known.
-    return tuple(touched) if all(touched) else tuple(bool(flag) for flag in any_rank.tolist())
+    return tuple(touched) if all(touched) else tuple(bool(flag) for flag in flags.tolist())
 
 
 def global_grad_norm(
     grads: Iterable[tuple[Parameter, FlatRange, Tensor]],
     groups: ParallelGroups,
     *,
-    axes: Sequence[Axis],
+    has_experts: bool,
+    is_sharded: bool,
     device: torch.device,
 ) -> Tensor:
     """Return the L2 norm of the whole model's gradient, a 0-dim fp64 tensor equal on all ranks. Collective.
@@ -68,22 +84,28 @@ def global_grad_norm(
     Args:
         grads: of this rank: a parameter, a range of its elements and the gradient of that range.
         groups: the ranks around this one.
-        axes: the axes over which these ranges differ.
+        has_experts: whether this stage has parameters of experts; equal on all ranks of the stage.
+        is_sharded: whether the ranges differ over the ranks with equal parameters (dp_cp, or edp).
         device: where the norm is computed and exchanged.
 
     Source: `torch.nn.utils.clip_grad_norm_`, over all ranks.
     """
-    squares = [
-        torch.linalg.vector_norm(counted, dtype=torch.float64).square().to(device)
-        for param, flat_range, grad in grads
-        if _counts(param, groups.tp)
-        for counted in _without_copies(param, flat_range, grad)
-    ]
-    zero = torch.zeros((), dtype=torch.float64, device=device)  # a rank may own nothing that counts
-    total = torch.stack([zero, *squares]).sum()
-    for axis in axes:
-        total = all_reduce(total, axis)
-    return total.sqrt()
+    # Summed apart: the ranks over which the gradients of experts differ cut across those of dense ones.
+    squares: dict[bool, list[Tensor]] = {False: [], True: []}
+    tp = {False: groups.tp, True: groups.etp}
+    for param, flat_range, grad in grads:
+        is_expert = is_marked(param, "expert_parallel")
+        if _counts(param, tp[is_expert]):
+            squares[is_expert] += [
+                torch.linalg.vector_norm(counted, dtype=torch.float64).square().to(device)
+                for counted in _without_copies(param, flat_range, grad)
+            ]
+    cut = [groups.dp_cp] if is_sharded else []
+    total = _sum_over(squares[False], [*cut, groups.tp], device)
+    if has_experts:
+        cut = [groups.edp] if is_sharded else []
+        total = total + _sum_over(squares[True], [*cut, groups.etp, groups.ep], device)
+    return all_reduce(total, groups.pp).sqrt()
 
 
 def clip_factor(norm: Tensor, max_norm: float) -> Tensor:
@@ -94,8 +116,34 @@ def clip_factor(norm: Tensor, max_norm: float) -> Tensor:
     return torch.clamp(max_norm / (norm + 1e-6), max=1.0)
 
 
-def _sums(groups: ParallelGroups) -> tuple[tuple[Axis, ParameterFlag], ...]:
-    return (groups.tp, "sequence_parallel"), (groups.embedding, "shared_embedding")
+def _sums(params: Sequence[Parameter], groups: ParallelGroups) -> list[tuple[Axis, list[int]]]:
+    """Return the axes over which ranks have parts of gradients, and the indices of these parameters."""
+    summed: tuple[tuple[Axis, ParameterFlag, bool], ...] = (
+        (groups.tp, "sequence_parallel", False),
+        (groups.etp, "sequence_parallel", True),
+        (groups.embedding, "shared_embedding", False),
+    )
+    is_expert = [is_marked(param, "expert_parallel") for param in params]
+    return [
+        (axis, [i for i, p in enumerate(params) if is_marked(p, flag) and is_expert[i] == of_experts])
+        for axis, flag, of_experts in summed
+    ]
+
+
+def _sharing_ranks(params: Sequence[Parameter], groups: ParallelGroups) -> list[tuple[Axis, list[int]]]:
+    """Return the axes over which data is spread, and the indices of the parameters that share it."""
+    of_experts = [index for index, param in enumerate(params) if is_marked(param, "expert_parallel")]
+    stacked = [index for index in of_experts if is_marked(params[index], "expert_stack")]
+    dense = sorted(set(range(len(params))) - set(of_experts))
+    return [(groups.dp_cp, dense), (groups.edp, of_experts), (groups.etp, stacked), (groups.ep, stacked)]
+
+
+def _sum_over(squares: Sequence[Tensor], axes: Sequence[Axis], device: torch.device) -> Tensor:
+    zero = torch.zeros((), dtype=torch.float64, device=device)  # a rank may own nothing that counts
+    total = torch.stack([zero, *squares]).sum()
+    for axis in axes:
+        total = all_reduce(total, axis)
+    return total
 
 
 def _counts(param: Parameter, tp: Axis) -> bool:

@@ -8,7 +8,7 @@ is declared.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,16 +20,21 @@ from megackpt.errors import MismatchError, MissingKeyError, truncated_list
 from megackpt.mapping import ShardedBase, ShardedStateDict, ShardedTensor, StateDict
 from megackpt.optim.buffers import make_buffers
 from megackpt.optim.grad_sync import clip_factor, global_grad_norm, sum_over_model_ranks, touched_on_any_rank
+from megackpt.optim.group_numbers import declare_group_numbers, need_numbers, stored_group_names
 from megackpt.optim.inner_optimizer import InnerOptimizer, OptimizerFactory
 from megackpt.optim.owned_params import OwnedParam, OwnedSlice, cut_params, cut_slices
 from megackpt.optim.param_groups import (
+    Hyperparameters,
     ParamsOrGroups,
     hyperparameters,
     parse_param_groups,
     restore_hyperparameters,
 )
 from megackpt.optim.ranges import BufferLayout, FlatRange
-from megackpt.optim.sharded_state import ParamEntity, find_param_entities
+from megackpt.optim.sharded_state import (
+    ParamEntity,
+    find_param_entities,
+)
 from megackpt.optim.state_probe import OptimizerBuilder, ProbeKind
 from megackpt.parallel.groups import Axis, ParallelGroups
 
@@ -43,8 +48,10 @@ class MasterOptimizer(ABC):
     Attributes:
         groups: the ranks around this one.
         clip_grad: largest global gradient norm; 0 or less does not clip.
-        buffers: parameters and gradients, one for each dtype and device.
+        buffers: parameters and gradients, one for each dtype and device of dense parameters and of experts.
     """
+
+    _is_sharded = True  # whether a rank owns ranges of parameters, and not all of them
 
     def __init__(
         self,
@@ -58,15 +65,13 @@ class MasterOptimizer(ABC):
     ) -> None:
         self.groups = groups
         self.clip_grad = clip_grad
-        param_groups = parse_param_groups(params_or_groups)
-        self._params = [p for group in param_groups for p in group.params]
-        self.buffers = make_buffers(
-            self._params, dp=groups.dp.size, bucket_size=bucket_size, grad_dtype=grad_dtype
-        )
-        ownership = [self._ownership(buffer.layout) for buffer in self.buffers]
+        self._groups = parse_param_groups(params_or_groups)
+        self._params = [p for group in self._groups for p in group.params]
+        self.buffers = make_buffers(self._params, groups, bucket_size=bucket_size, grad_dtype=grad_dtype)
+        ownership = [self._ownership(buffer.layout, buffer.groups.dp_cp) for buffer in self.buffers]
         self._slices = [cut_slices(b, slices) for b, (slices, _) in zip(self.buffers, ownership, strict=True)]
         self._owned_params = self._cut_params([ranges for _, ranges in ownership])
-        self._inner = InnerOptimizer(param_groups, self._owned_params, optimizer_factory, self._check_inner)
+        self._inner = InnerOptimizer(self._groups, self._owned_params, optimizer_factory, self._check_inner)
 
     @property
     def inner(self) -> Optimizer:
@@ -82,9 +87,9 @@ class MasterOptimizer(ABC):
     def step(self) -> Tensor:
         """Take one training step and return the global gradient norm before clipping, 0-dim fp64. Collective.
 
-        In this order: sums over tp and the ends of the pipeline; mean over dp; norm and clipping; the inner
-        optimizer on the master weights; parameters from master weights. A parameter without a gradient on
-        any rank does not change.
+        In this order: sums over tp and the ends of the pipeline; mean over dp x cp; norm and clipping; the
+        inner optimizer on the master weights; parameters from master weights. A parameter without a gradient
+        on any rank does not change.
 
         Raises:
             OptimizerError: called twice without `zero_grad` between.
@@ -98,7 +103,8 @@ class MasterOptimizer(ABC):
                 for owned_param in self._owned_params
             ),
             self.groups,
-            axes=self._norm_axes(),
+            has_experts=any(buffer.groups.for_experts for buffer in self.buffers),
+            is_sharded=self._is_sharded,
             device=self._device,
         )
         if self.clip_grad > 0:
@@ -120,12 +126,13 @@ class MasterOptimizer(ABC):
 
     @torch.no_grad()
     def sync_params(self) -> None:
-        """Write the master weights into the model's parameters, on all ranks. Collective over dp."""
+        """Write the master weights into the model's parameters, on all ranks. Collective."""
         for buffer, slices in zip(self.buffers, self._slices, strict=True):
             for owned_slice in slices:
                 if owned_slice.has_copy:
                     owned_slice.data.copy_(owned_slice.master)
-                self._share_params(buffer.data[buffer.layout.buckets[owned_slice.bucket].as_slice()])
+                bucket = buffer.layout.buckets[owned_slice.bucket]
+                self._share_params(buffer.data[bucket.as_slice()], buffer.groups.dp_cp)
 
     @torch.no_grad()
     def reload_model_params(self) -> None:
@@ -138,7 +145,10 @@ class MasterOptimizer(ABC):
                 owned_slice.master.copy_(owned_slice.data)
 
     def state_dict(self) -> StateDict:
-        """Return the hyperparameters of every group by name; tensors are in `sharded_state_dict`. Local."""
+        """Return the hyperparameters of every group by name; tensors are in `sharded_state_dict`. Local.
+
+        The name of a group without one is its position.
+        """
         return {"param_groups": hyperparameters(self.inner.param_groups)}
 
     def load_state_dict(self, state_dict: StateDict) -> None:
@@ -167,8 +177,9 @@ class MasterOptimizer(ABC):
 
         Returns:
             `state`, by position of the parameter and name of the state, with the keys
-            `optimizer.state.<state>.<model key>`; and `param_groups`, hyperparameters by group name, which
-            must be equal on all ranks.
+            `optimizer.state.<state>.<model key>`; `param_groups`, hyperparameters by group name, which must
+            be equal on all ranks; and, of several groups of which some have no name, `param_group_of`: the
+            number of each parameter's group, with the keys `optimizer.param_group.<model key>`.
 
         Raises:
             DeclarationError: a parameter of the optimizer is not in model_sharded_state_dict, or entities
@@ -187,30 +198,40 @@ class MasterOptimizer(ABC):
             }
             for owned_param, entity in zip(self._owned_params, entities, strict=True)
         }
-        return {"state": state, **self.state_dict()}
+        declared: ShardedStateDict = {"state": state, **self.state_dict()}
+        if need_numbers(self._groups):
+            declared["param_group_of"] = declare_group_numbers(self._groups, model_sharded_state_dict)
+        return declared
 
     @torch.no_grad()
     def load_sharded_state_dict(self, loaded: StateDict) -> None:
-        """Restore what a load of `sharded_state_dict` returned. Load the model before. Local.
+        """Restore what a load of `sharded_state_dict` returned. Load the model before.
+
+        Local, but collective over pp where there are several groups, some without a name: these are matched
+        by their parameters, of which a stage has a part. In a checkpoint that does not have the numbers of
+        groups (of an older version) they are matched by position.
 
         Tensors that were loaded in place are not copied, others are. State that was not loaded does not
         change; master weights that were not loaded are copied from the model's parameters. Loaded master
         weights must round to the loaded parameters on every rank; then nothing needs to be exchanged.
 
         Raises:
-            MismatchError: the names of the groups differ, a tensor has another size, or parameters are not
-                the rounded master weights.
+            MismatchError: the names of the groups differ, groups without a name were made of other
+                parameters, a tensor has another size, or parameters are not the rounded master weights.
         """
         if "param_groups" in loaded:
-            self.load_state_dict(loaded)
+            self._restore_hyperparameters(loaded["param_groups"], loaded.get("param_group_of", {}))
         states = loaded.get("state", {})
         for owned_param in self._owned_params:
             self._inner.restore(owned_param, states.get(owned_param.position, {}))
         self._check_params_are_rounded_masters()
 
     @abstractmethod
-    def _ownership(self, layout: BufferLayout) -> tuple[Sequence[FlatRange], Sequence[FlatRange]]:
-        """Return the ranges that this rank owns: of the buffer in each bucket, and of each parameter."""
+    def _ownership(self, layout: BufferLayout, axis: Axis) -> tuple[Sequence[FlatRange], Sequence[FlatRange]]:
+        """Return the ranges that this rank owns: of the buffer in each bucket, and of each parameter.
+
+        axis has the ranks with equal parameters.
+        """
 
     @abstractmethod
     def _shape_master(self, flat: Tensor, param: Parameter) -> Tensor:
@@ -221,16 +242,12 @@ class MasterOptimizer(ABC):
         """Raise an error if the inner optimizer cannot work on such masters."""
 
     @abstractmethod
-    def _average_grads(self, bucket: Tensor) -> None:
-        """Average the owned range of a bucket of gradients over dp. Collective."""
+    def _reduce_bucket(self, bucket: Tensor, axis: Axis) -> None:
+        """Average the owned range of a bucket of gradients; axis has the ranks that share it. Collective."""
 
     @abstractmethod
-    def _share_params(self, bucket: Tensor) -> None:
+    def _share_params(self, bucket: Tensor, axis: Axis) -> None:
         """Send the owned range of a bucket of parameters to the ranks that need it. Collective."""
-
-    @abstractmethod
-    def _norm_axes(self) -> Sequence[Axis]:
-        """Return the axes over which owned ranges differ."""
 
     @abstractmethod
     def _declare_tensor(
@@ -243,6 +260,23 @@ class MasterOptimizer(ABC):
         self, owned_param: OwnedParam, entity: ParamEntity, prefix: str, scalar: Tensor
     ) -> ShardedTensor:
         """Declare a 0-dim state of the whole parameter."""
+
+    def _restore_hyperparameters(self, stored: Hyperparameters, numbers: Mapping[int, Tensor]) -> None:
+        names: Mapping[str, str] = {}
+        if need_numbers(self._groups):
+            names = stored_group_names(self._groups, numbers, stored, pp=self.groups.pp, device=self._device)
+        restore_hyperparameters(self.inner.param_groups, stored, names)
+
+    @property
+    def _grad_divisor(self) -> int:
+        """Number of ranks with tokens of their own, of whose losses the mean is minimised."""
+        return self.groups.dp_cp.size
+
+    @property
+    def _groups_in_use(self) -> list[ParallelGroups]:
+        """The ranks as dense parameters see them, and as those of experts do, where there are such."""
+        in_use = {buffer.groups.for_experts: buffer.groups for buffer in self.buffers}
+        return [in_use[for_experts] for for_experts in sorted(in_use)]
 
     @property
     def _device(self) -> torch.device:
@@ -261,11 +295,11 @@ class MasterOptimizer(ABC):
         return sorted(owned_params, key=lambda owned_param: owned_param.position)
 
     def _reduce_grads(self) -> set[int]:
-        """Average the owned gradients over dp; return the ids of parameters that any rank touched."""
+        """Average the owned gradients; return the ids of parameters that any rank touched."""
         sum_over_model_ranks(self._params, self.groups)
         for buffer in self.buffers:
             for bucket in buffer.layout.buckets:
-                self._average_grads(buffer.grad[bucket.as_slice()])
+                self._reduce_bucket(buffer.grad[bucket.as_slice()], buffer.groups.dp_cp)
         flags = {id(p): t for b in self.buffers for p, t in zip(b.params, b.touched, strict=True)}
         touched = touched_on_any_rank(self._params, [flags[id(p)] for p in self._params], self.groups)
         return {id(param) for param, is_touched in zip(self._params, touched, strict=True) if is_touched}

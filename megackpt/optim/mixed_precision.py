@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from megackpt.mapping import ShardedBase, ShardedTensor
-from megackpt.optim.collectives import all_gather_slices, reduce_scatter_mean
+from megackpt.optim.collectives import all_gather_slices, reduce_scatter_grads
 from megackpt.optim.master_optimizer import MasterOptimizer
 from megackpt.optim.owned_params import OwnedParam
 from megackpt.optim.ranges import BufferLayout, FlatRange
@@ -34,7 +34,9 @@ class MixedPrecisionOptimizer(MasterOptimizer):
     of the parameters, and the same averaged gradients, bit for bit.
     """
 
-    def _ownership(self, layout: BufferLayout) -> tuple[Sequence[FlatRange], Sequence[FlatRange]]:
+    _is_sharded = False
+
+    def _ownership(self, layout: BufferLayout, axis: Axis) -> tuple[Sequence[FlatRange], Sequence[FlatRange]]:
         return layout.buckets, [FlatRange(0, param.numel) for param in layout.params]
 
     def _shape_master(self, flat: Tensor, param: Parameter) -> Tensor:
@@ -43,16 +45,13 @@ class MixedPrecisionOptimizer(MasterOptimizer):
     def _check_inner(self, build: OptimizerBuilder, kinds: Sequence[Sequence[ProbeKind]]) -> None:
         """Do nothing: whole parameters suit every optimizer."""
 
-    def _average_grads(self, bucket: Tensor) -> None:
+    def _reduce_bucket(self, bucket: Tensor, axis: Axis) -> None:
         # An all-reduce as two steps, which add in the same order as DistributedOptimizer does.
-        reduce_scatter_mean(bucket, self.groups.dp)
-        all_gather_slices(bucket, self.groups.dp)
+        reduce_scatter_grads(bucket, axis, divisor=self._grad_divisor)
+        all_gather_slices(bucket, axis)
 
-    def _share_params(self, bucket: Tensor) -> None:
+    def _share_params(self, bucket: Tensor, axis: Axis) -> None:
         """Do nothing: every rank has computed all of them."""
-
-    def _norm_axes(self) -> Sequence[Axis]:
-        return self.groups.tp, self.groups.pp
 
     def _declare_tensor(
         self, owned_param: OwnedParam, entity: ParamEntity, prefix: str, tensor: Tensor

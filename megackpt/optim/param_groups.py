@@ -1,7 +1,6 @@
-"""Parameter groups by name, and their hyperparameters as plain data.
+"""Parameter groups, and their hyperparameters as plain data.
 
-Groups are matched by name, never by position: a position changes when a group is added, and means nothing in
-an error.
+A group with a name is matched with the stored group of that name; `group_numbers` matches the others.
 """
 
 from __future__ import annotations
@@ -31,11 +30,13 @@ class ParamGroup:
 
     Attributes:
         name: unique among the groups; the group's position as text where the user gave none.
+        is_named: whether the user gave the name.
         params: the parameters that train; frozen ones (`requires_grad=False`) and empty ones are left out.
         options: the group's own hyperparameters, as the user gave them.
     """
 
     name: str
+    is_named: bool
     params: tuple[Parameter, ...]
     options: Mapping[str, Any]
 
@@ -71,13 +72,24 @@ def hyperparameters(inner_groups: Sequence[Mapping[str, Any]]) -> Hyperparameter
     }
 
 
-def restore_hyperparameters(inner_groups: Sequence[dict[str, Any]], loaded: Hyperparameters) -> None:
-    """Overwrite the options of every group with those loaded under its name. Local.
+def restore_hyperparameters(
+    inner_groups: Sequence[dict[str, Any]],
+    loaded: Hyperparameters,
+    stored_names: Mapping[str, str] | None = None,
+) -> None:
+    """Overwrite the options of every group with those loaded for it. Local.
+
+    Args:
+        inner_groups: the groups of the torch optimizer.
+        loaded: what `hyperparameters` returned.
+        stored_names: the name in loaded of each group that has another name there.
 
     Raises:
         MismatchError: the names differ. Nothing is changed in that case.
     """
-    ours, theirs = {group["name"] for group in inner_groups}, set(loaded)
+    renamed = {} if stored_names is None else stored_names
+    ours = {renamed.get(group["name"], group["name"]) for group in inner_groups}
+    theirs = set(loaded)
     if ours != theirs:
         raise MismatchError(
             f"'param_groups': the checkpoint has the groups {sorted(theirs)} and this optimizer "
@@ -87,7 +99,8 @@ def restore_hyperparameters(inner_groups: Sequence[dict[str, Any]], loaded: Hype
             path="param_groups",
         )
     for group in inner_groups:
-        group.update({option: _copy(value) for option, value in loaded[group["name"]].items()})
+        options = loaded[renamed.get(group["name"], group["name"])]
+        group.update({option: _copy(value) for option, value in options.items()})
 
 
 def _parse(group: dict[str, Any], index: int) -> ParamGroup:
@@ -106,7 +119,7 @@ def _parse(group: dict[str, Any], index: int) -> ParamGroup:
         raise DeclarationError(f"Parameter group {index} has the name {name!r}. Give a non-empty string.")
     trained = tuple(p for p in members if isinstance(p, Parameter) and p.requires_grad and p.numel())
     options = {option: value for option, value in group.items() if option not in ("params", "name")}
-    return ParamGroup(name=name, params=trained, options=options)
+    return ParamGroup(name=name, is_named="name" in group, params=trained, options=options)
 
 
 def _check_unique(

@@ -11,6 +11,13 @@ They decide which gradients are summed over which axis, and which parameters cou
     is_duplicate            the last stage's copy of the tied embedding: not counted in the norm
     expert_parallel         a parameter of experts: its slice is that of `etp`, not of `tp`, and its replicas
                             are the ranks of `groups.edp`
+    expert_stack            a parameter of several experts, of which ep cuts a dim: one parameter on all ranks
+                            of `groups.ep`, which are updated together
+
+For a parameter of experts, tp is etp in all of these. `sequence_parallel` then says that each etp rank has a
+part of the gradient: for a bias that a rank adds to its own tokens, after the sums over etp were cut again
+into the tokens of each rank, or that only one of them adds to its partial sums. A bias that every etp rank
+adds to all tokens of the group has the whole gradient on each, and is not marked.
 
 A parameter that tp cuts may have rows that are the same on several ranks: key and value heads, where tp has
 more ranks than there are heads. `copied_rows` are the `RowRange`s that are a copy on this rank; they do not
@@ -39,7 +46,12 @@ class RowRange:
 
 
 ParameterFlag = Literal[
-    "tensor_model_parallel", "sequence_parallel", "shared_embedding", "is_duplicate", "expert_parallel"
+    "tensor_model_parallel",
+    "sequence_parallel",
+    "shared_embedding",
+    "is_duplicate",
+    "expert_parallel",
+    "expert_stack",
 ]
 
 

@@ -1,0 +1,84 @@
+"""Gradients, global norm and clipping of dense and expert parameters at each layout: those of one process."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from megackpt.mapping import ShardedTensor
+from megackpt.optim import DistributedOptimizer, MixedPrecisionOptimizer
+from megackpt.optim.master_optimizer import MasterOptimizer
+from megackpt.parallel.groups import ParallelGroups
+from megackpt.parallel.layout import ParallelLayout
+from megackpt.testing.ranks import RankPool
+from tests.expert_world import build, random_weights, tokens_of
+from tests.optim_world import Arrays, gather, tensors_of
+
+pytestmark = pytest.mark.multiprocess
+
+Kind = type[MasterOptimizer]
+LAYOUTS = [
+    ParallelLayout(dp=4, ep=4),
+    ParallelLayout(tp=2, dp=2, ep=2),
+    ParallelLayout(tp=2, dp=2, ep=2, etp=1),
+    ParallelLayout(tp=2, cp=2, ep=1, etp=4),
+    ParallelLayout(cp=2, dp=2, ep=2),
+    ParallelLayout(tp=1, dp=4, etp=2, ep=2),
+]
+LARGE_LAYOUTS = [ParallelLayout(tp=2, cp=2, dp=2, ep=8, etp=1), ParallelLayout(cp=2, dp=4, ep=2, etp=2)]
+
+
+def sgd(groups: Any) -> torch.optim.Optimizer:
+    # The learning rate is 1: the weights after a step differ as the gradients do. Weight decay shows whether
+    # an expert without tokens is updated with the others of its stack.
+    return torch.optim.SGD(groups, lr=1.0, weight_decay=0.1)
+
+
+def run_step(
+    kind: Kind, layout: ParallelLayout, clip_grad: float
+) -> tuple[float, list[ShardedTensor], list[ShardedTensor]]:
+    """Take one step; return the norm, this rank's part of the weights then, and of the numbers of steps."""
+    groups = ParallelGroups.create(layout)
+    model = build(groups, random_weights(seed=1), torch.float64)
+    optimizer = kind(model.parameters(), sgd, groups, clip_grad=clip_grad, bucket_size=150)
+    x, expert_of = tokens_of(groups, step=3)
+    model(x.double(), expert_of).backward()
+    norm = float(optimizer.step())
+    declared = model.sharded_state_dict()
+    return norm, tensors_of(declared), tensors_of(optimizer.sharded_state_dict(declared))
+
+
+@pytest.fixture(scope="module")
+def reference() -> dict[float, tuple[float, Arrays]]:
+    """The norm and the weights after a step of plain torch in one process, by the largest norm."""
+    results = {}
+    for clip_grad in (0.0, 0.5):
+        alone = ParallelGroups.offline(ParallelLayout(), 0)
+        model = build(alone, random_weights(seed=1), torch.float64)
+        x, expert_of = tokens_of(alone, step=3)
+        model(x.double(), expert_of).backward()
+        norm = float(torch.nn.utils.clip_grad_norm_(model.parameters(), clip_grad or 1e9))
+        sgd(model.parameters()).step()
+        results[clip_grad] = norm, gather([model.sharded_state_dict()])
+    return results
+
+
+@pytest.mark.parametrize("layout", [*LAYOUTS, *LARGE_LAYOUTS], ids=str)
+@pytest.mark.parametrize("kind", [DistributedOptimizer, MixedPrecisionOptimizer])
+def test_a_step_equals_that_of_one_process(
+    rank_pool: RankPool, kind: Kind, layout: ParallelLayout, reference: dict[float, tuple[float, Arrays]]
+) -> None:
+    for clip_grad, (norm, weights) in reference.items():
+        results = rank_pool.run(run_step, layout.world_size, kind, layout, clip_grad)
+        assert norm > 0.5
+        for got_norm, _, _ in results:
+            assert got_norm == pytest.approx(norm, rel=1e-12)  # in fp64: only the order of sums differs
+            assert got_norm == results[0][0]
+        got = gather([{"model": tensors} for _, tensors, _ in results])
+        assert got.keys() == weights.keys()
+        for key, wanted in weights.items():
+            torch.testing.assert_close(got[key], wanted, rtol=1e-10, atol=1e-12)
+        state = gather([{"optimizer": tensors} for _, _, tensors in results])
+        assert all(bool((steps == 1).all()) for key, steps in state.items() if ".step." in key)
