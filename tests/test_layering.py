@@ -107,6 +107,7 @@ OWNERS: dict[str, set[str]] = {
     "formats/torch_dist": {"pickle", "torch.distributed"},
     "formats/safe_pickle.py": {"pickle"},
     "formats/pickle_limits.py": {"pickle"},  # its errors
+    "formats/pickle_keys.py": {"pickle"},  # its errors, and opcodes; no class is looked up
 }
 
 

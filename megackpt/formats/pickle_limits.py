@@ -10,19 +10,26 @@ import io
 import pickle
 import pickletools
 import zipfile
-from _compat_pickle import IMPORT_MAPPING, NAME_MAPPING
 
-from megackpt.codec.hashes import NumberHashes
+from megackpt.codec.hashes import MAX_UNCHECKED_KEYS, NumberHashes
+from megackpt.formats.pickle_keys import TABLE_CLASSES, check_keys, name_in_python_3
 
 _MAX_DEPTH = 500  # values of real checkpoints are nested a few dozen levels deep
 _MAX_WEIGHT = 1 << 24  # values in one value, counted as often as they occur, besides a few per byte
 _ZIP = b"PK\3\4"
+_OLD_PICKLES = 5  # of a file that is no zip file: magic number, version, system, value, names of storages
 
 # Opcodes by their effect on the stack, as far as the depth of values depends on it.
 _MARK = ord("(")
 _TUPLES = {ord(")"): 0, 0x85: 1, 0x86: 2, 0x87: 3}
-_TO_MARK = frozenset(b"tldeuoi\x90\x91")
+_TO_MARK = frozenset(b"tldeu\x90\x91")
 _APPENDS = frozenset(b"eu\x90")  # put the values above the mark into the one below
+_KEYS = {
+    ord("u"): 2,
+    ord("d"): 2,
+    0x90: 1,
+    0x91: 1,
+}  # which of the values above the mark are hashed: one of ...
 _PUTS = frozenset(b"pqr")
 _GETS = frozenset(b"ghj")
 _POPS_TWO = frozenset(b"Rb\x81a")  # the lower one stays, and contains the upper one
@@ -41,63 +48,78 @@ def check_opcodes(data: bytes, *, calls_make_new: bool = True) -> set[tuple[str,
     It is also rejected if it needs memory beyond its own size, or unbounded stack or time. Numbers of the
     memo are sequential in an honest pickle, but a forged one makes a table of 64 GiB, and an unpickler trusts
     lengths before the bytes are there. Tuples in tuples, 100,000 levels deep or each twice in the next, end
-    the process when they are hashed, or never.
+    the process when they are hashed, or never. Keys of dicts and elements of sets can be chosen so that they
+    collide; where more than a few are no strings, `check_keys` looks at all of them. Without calls_make_new,
+    the caller's functions do that for what calls make, and instances have hashes that cannot be chosen.
 
     Raises:
         pickle.UnpicklingError: the pickle is not harmless, or incomplete.
 
     Source: the opcodes of Python's pickletools.
     """
-    position, end = 0, len(data)
+    return _check_pickle(data, 0, calls_make_new=calls_make_new)[0]
+
+
+def _check_pickle(data: bytes, begin: int, *, calls_make_new: bool) -> tuple[set[tuple[str, str]], int]:
+    """Check the pickle that begins at a byte; return the names in it, and where it ends."""
+    position, end = begin, len(data)
     named: set[tuple[str, str]] = set()
     numbers = NumberHashes()
     values = _StackModel(most=4 * end + _MAX_WEIGHT, calls_make_new=calls_make_new)
     # Most opcodes push a plain value; a function call for each would double the time.
-    arguments, plain, stack = _ARGUMENTS, _PUSH_PLAIN, values.stack
+    arguments, plain, stack, memo = _ARGUMENTS, _PUSH_PLAIN, values.stack, values.memo
     while position < end:
         code = data[position]
         kind = arguments.get(code)
         position += 1
         if kind is None:
-            raise pickle.UnpicklingError(f"unknown opcode {code}")
+            raise pickle.UnpicklingError(f"opcode {code} is unknown, or not used by Python 3")
         if code == 46:  # "."
-            return named
-        begin = position
+            if values.keys > MAX_UNCHECKED_KEYS or values.makes_tables:
+                check_keys(data[begin:position])
+            return named, position
+        start = position
         if kind >= 0:
             position += kind
         elif kind == pickletools.UP_TO_NEWLINE:
             # Two lines: module and name.
-            for _ in range(2 if code in b"ci" else 1):
+            for _ in range(2 if code == _GLOBAL else 1):
                 position = data.find(b"\n", position) + 1 or end + 1
         else:
             # The argument begins with its length.
             width = _COUNT_BYTES[kind]
             position += width + int.from_bytes(data[position : position + width], "little")
-        is_long = code in _INTEGERS and position - begin > 8
-        if is_long and numbers.add(_integer(code, data[begin:position])):
+        is_long = code in _INTEGERS and position - start > 8
+        if is_long and numbers.add(_integer(code, data[start:position])):
             raise pickle.UnpicklingError("integers have the same hash, as if to make this slow")
         if code in plain:
-            stack.append(_PLAIN)
+            stack.append(plain[code])
             continue
         if code == _GLOBAL:
-            named.add(_name(data[begin:position]))
+            name = _name(data[start:position])
+            named.add(name)
+            stack.append(_TABLE_CLASS if name in TABLE_CLASSES else _PLAIN)
+            continue
         if code in _NUMBERED:
-            number = _number(code, data[begin:position])
+            number = _number(code, data[start:position])
             if number > end:
                 raise pickle.UnpicklingError("a number of the memo is larger than the pickle")
-            values.number = number
+            if code in _GETS:
+                stack.append(memo.get(number, _PLAIN))
+            elif number > len(memo) + 1:  # Python 2 counts from 1
+                raise pickle.UnpicklingError("numbers of the memo are not in sequence")
+            else:
+                memo[number] = stack[-1] if stack else _PLAIN
+            continue
         values.take(code)
     raise pickle.UnpicklingError("the pickle has no end")
 
 
 _ARGUMENTS = {ord(o.code): o.arg.n if o.arg is not None else 0 for o in pickletools.opcodes}
-_ARGUMENTS |= {ord(code): pickletools.UP_TO_NEWLINE for code in "ci"}
+_ARGUMENTS[_GLOBAL] = pickletools.UP_TO_NEWLINE
+for _code in b"io\x82\x83\x84":  # INST, OBJ and EXT make instances, or look up classes, by other means
+    del _ARGUMENTS[_code]
 _NUMBERED = _PUTS | _GETS
-_PUSH_PLAIN = frozenset(
-    ord(o.code)
-    for o in pickletools.opcodes
-    if not o.stack_before and len(o.stack_after) == 1 and o.code not in "()ghjc"
-)
 _INTEGERS = frozenset(b"IL\x8a\x8b")
 _MAX_DIGITS = 4300  # the limit of Python itself
 _COUNT_BYTES = {
@@ -121,9 +143,7 @@ def _integer(code: int, argument: bytes) -> int:
 def _name(argument: bytes) -> tuple[str, str]:
     """Return module and name of a GLOBAL, in the names of Python 3."""
     module, name = argument.decode("utf-8", "replace").split("\n")[:2]
-    if (module, name) in NAME_MAPPING:
-        return NAME_MAPPING[module, name]
-    return IMPORT_MAPPING.get(module, module), name
+    return name_in_python_3(module, name)
 
 
 def _number(code: int, argument: bytes) -> int:
@@ -136,29 +156,53 @@ def _number(code: int, argument: bytes) -> int:
     return int.from_bytes(argument, "little")
 
 
+# Kinds of values: plain integers, as members of an enumeration would make the check slower by a third.
+_OTHER = 0
+_MADE = 1  # an instance that the pickle itself has made
+_TEXT = 2  # a string or bytes, whose hash is salted
+_TABLES = 3  # a class of dicts or sets
+
+_Value = tuple[int, int, int]  # depth, weight, kind
+_PLAIN: _Value = (0, 1, _OTHER)
+_PLAIN_TEXT: _Value = (0, 1, _TEXT)
+_TABLE_CLASS: _Value = (0, 1, _TABLES)
+_CALLS = frozenset((_REDUCE, _NEWOBJ, _NEWOBJ_EX))
+_TEXTS = (pickletools.pyunicode, pickletools.pybytes, pickletools.pybytes_or_str)
+_PUSH_PLAIN = {
+    ord(o.code): _PLAIN_TEXT if o.stack_after[0] in _TEXTS else _PLAIN
+    for o in pickletools.opcodes
+    if not o.stack_before and len(o.stack_after) == 1 and o.code not in "()ghjc"
+}
+
+
 class _StackModel:
     """Follows an unpickler's stack: how deep and heavy its values are, and whether the pickle has made them.
 
     A container that grows after it was put into the memo counts there as it was then. That is enough, as such
     a container cannot be hashed: only values that are complete when they are made matter.
+
+    Attributes:
+        stack: the values.
+        memo: values by their numbers.
+        keys: how many keys of dicts and elements of sets are no strings.
+        makes_tables: whether a call makes a dict or a set of something.
     """
 
     def __init__(self, *, most: int, calls_make_new: bool) -> None:
-        self.number = 0  # the argument of an opcode that reads or writes the memo
-        self._most = most
-        self._making = {_NEWOBJ, _NEWOBJ_EX, *([_REDUCE] if calls_make_new else [])}
         self.stack: list[_Value] = []
+        self.memo: dict[int, _Value] = {}
+        self.keys = 0
+        self.makes_tables = False
+        self._most = most
+        self._hashed = 0  # weight of the keys: each is hashed anew
+        self._making = {_NEWOBJ, _NEWOBJ_EX, *([_REDUCE] if calls_make_new else [])}
+        self._salted = {_TEXT} if calls_make_new else {_TEXT, _MADE}
         self._marks: list[int] = []
-        self._memo: dict[int, _Value] = {}
 
     def take(self, code: int) -> None:
         """Apply the effect of an opcode."""
         stack = self.stack
-        if code in _PUTS:
-            self._memo[self.number] = stack[-1] if stack else _PLAIN
-        elif code in _GETS:
-            stack.append(self._memo.get(self.number, _PLAIN))
-        elif code == _MARK:
+        if code == _MARK:
             self._marks.append(len(stack))
             if len(self._marks) > _MAX_DEPTH:
                 raise pickle.UnpicklingError(f"values are nested more than {_MAX_DEPTH} deep")
@@ -166,21 +210,17 @@ class _StackModel:
             count = _TUPLES[code]
             self._push(stack[len(stack) - count :] if count else [], count)
         elif code in _TO_MARK:
-            mark = self._marks.pop() if self._marks else 0
-            inner, is_new = stack[mark:], False
-            if code in _APPENDS and mark:
-                inner, mark, is_new = stack[mark - 1 :], mark - 1, stack[mark - 1][2]
-            self._push(inner, len(stack) - mark, is_new)
-        elif code == _GLOBAL:
-            stack.append(_PLAIN)
+            self._take_to_mark(code)
         elif code == _MEMOIZE:
-            self._memo[len(self._memo)] = stack[-1] if stack else _PLAIN
+            self.memo[len(self.memo)] = stack[-1] if stack else _PLAIN
         elif code in _POPS_TWO:
-            self._push(stack[-2:], 2, self._is_new(code, 2))
+            self._push(stack[-2:], 2, self._kind_of_result(code, 2))
         elif code in (_SETITEM, _NEWOBJ_EX):
-            self._push(stack[-3:], 3, self._is_new(code, 3))
+            if code == _SETITEM:
+                self._hash(stack[-2:-1])
+            self._push(stack[-3:], 3, self._kind_of_result(code, 3))
         elif code == _STACK_GLOBAL:
-            self._push([], 2)
+            self._push([], 2, _TABLES if _REDUCE in self._making else _OTHER)
         elif code == _POP:
             # If nothing was pushed since the last mark, POP removes the mark.
             if self._marks and self._marks[-1] == len(stack):
@@ -192,20 +232,47 @@ class _StackModel:
         elif code == _DUP:
             stack.append(stack[-1] if stack else _PLAIN)
 
-    def _is_new(self, code: int, count: int) -> bool:
-        """Return whether the pickle has made the value that an opcode leaves of the last `count` values.
+    def _take_to_mark(self, code: int) -> None:
+        stack = self.stack
+        mark = self._marks.pop() if self._marks else 0
+        inner, kind = stack[mark:], _OTHER
+        if code in _KEYS:
+            self._hash(inner[:: _KEYS[code]])
+        if code in _APPENDS and mark:
+            inner, mark, kind = stack[mark - 1 :], mark - 1, stack[mark - 1][2]
+        self._push(inner, len(stack) - mark, kind)
+
+    def _hash(self, keys: list[_Value]) -> None:
+        """Count keys that an unpickler inserts.
+
+        Raises:
+            pickle.UnpicklingError: their hashes take too long, as the same large tuples are hashed again and
+                again.
+        """
+        for _, weight, kind in keys:
+            if kind not in self._salted:
+                self.keys += 1
+                self._hashed += weight
+        if self._hashed > self._most:
+            raise pickle.UnpicklingError("keys are repeated without measure")
+
+    def _kind_of_result(self, code: int, count: int) -> int:
+        """Return the kind of the value that an opcode leaves of the last `count` values.
 
         Raises:
             pickle.UnpicklingError: the opcode would set attributes of a value that the pickle has not made.
         """
-        if code in _CALLS:
-            return code in self._making
         target = self.stack[-count] if len(self.stack) >= count else _PLAIN
-        if code == _BUILD and not target[2]:
+        if code in _CALLS:
+            if target[2] == _TABLES and self.stack[1 - count][1] > 1:
+                self.makes_tables = True
+                self._hash([(0, self.stack[1 - count][1], _OTHER)])
+            return _MADE if code in self._making else _OTHER
+        if code == _BUILD and target[2] != _MADE:
             raise pickle.UnpicklingError("it sets attributes (BUILD) of something that it has not made")
         return target[2]
 
-    def _push(self, parts: list[_Value], count: int, is_new: bool = False) -> None:
+    def _push(self, parts: list[_Value], count: int, kind: int = _OTHER) -> None:
         """Replace the last `count` values of the stack by one that contains the parts."""
         depth = weight = 1
         for part_depth, part_weight, _ in parts:
@@ -217,26 +284,25 @@ class _StackModel:
             raise pickle.UnpicklingError("values are repeated in each other without measure")
         if count:
             del self.stack[-count:]
-        self.stack.append((depth, weight, is_new))
-
-
-_Value = tuple[int, int, bool]  # depth, weight, and whether it is an instance that the pickle has made
-_PLAIN: _Value = (0, 1, False)
-_CALLS = frozenset((_REDUCE, _NEWOBJ, _NEWOBJ_EX))
+        self.stack.append((depth, weight, kind))
 
 
 def check_archive(data: bytes | memoryview) -> set[tuple[str, str]]:
     """Return the modules and names in a file of torch.save, after checking the zip records.
 
     torch.save never writes records that are compressed or listed twice, or share bytes, so these are errors.
-    A file that is not a zip file, as old versions of torch wrote, is left to torch's own unpickler.
+    A file that is not a zip file, as old versions of torch wrote, is a sequence of pickles, and storages.
 
     Raises:
         pickle.UnpicklingError: the file has such records, or a pickle that `check_opcodes` rejects.
     """
-    if bytes(data[:4]) != _ZIP:
-        return set()
     named: set[tuple[str, str]] = set()
+    if bytes(data[:4]) != _ZIP:
+        data, position = bytes(data), 0
+        for _ in range(_OLD_PICKLES):
+            names, position = _check_pickle(data, position, calls_make_new=True)
+            named |= names
+        return named
     try:
         with zipfile.ZipFile(io.BytesIO(data)) as archive:
             records = archive.infolist()

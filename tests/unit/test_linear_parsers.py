@@ -8,8 +8,9 @@ import json
 import pickle
 import struct
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -32,10 +33,11 @@ from megackpt.formats.pickle_limits import check_opcodes
 from megackpt.formats.safe_pickle import load_value
 from megackpt.formats.torch_dist.metadata_unpickler import load_metadata
 from megackpt.storage import LocalStore, MemoryStore
-from tests.attacks.opcodes import zipped
+from tests.attacks.opcodes import named, pickled, zipped
+from tests.colliding_keys import P as _P
+from tests.colliding_keys import integers_that_crowd_a_table, tuples_of_one_hash
 from tests.small_index import box, stack
 
-_P = 2**61 - 1  # integers that differ by multiples of it have one hash
 _TRIES = 6
 _MOST = 2.5
 
@@ -132,6 +134,10 @@ PARSERS: dict[str, tuple[int, Callable[[int, Path], Work]]] = {
         50_000,
         lambda n, _: _opcodes(pickle.dumps([0] * n + [i * _P for i in range(n)], 2)),
     ),
+    "integers in a pickle that crowd a table": (
+        20_000,
+        lambda n, _: _opcodes(pickle.dumps([i + 8 * _P for i in _crowding(n)], 2)),
+    ),
     ".metadata": (4_000, lambda n, _: _dcp(_metadata(n))),
     "keys of one hash in .metadata": (
         20_000,
@@ -139,6 +145,50 @@ PARSERS: dict[str, tuple[int, Callable[[int, Path], Work]]] = {
     ),
     "torch.save": (10_000, lambda n, _: _torch(_torch_saved({str(i): [i, (i,)] for i in range(n)}))),
     "keys of one hash in torch.save": (20_000, lambda n, _: _torch(zipped(_one_hash(n)))),
+    "tuples of one hash as keys": (
+        20_000,
+        lambda n, _: _decoded(EncodedValue({"$dict": [[{"$tuple": list(t)}, 0] for t in _tuples_of(n)]}, ())),
+    ),
+    "integers that crowd a table": (
+        20_000,
+        lambda n, _: _decoded(EncodedValue({"$dict": [[{"$int": hex(i)}, 0] for i in _crowding(n)]}, ())),
+    ),
+    "tuples of one hash in .metadata": (20_000, lambda n, _: _dcp(_dict_of(map(_pair, _tuples_of(n))))),
+    "tuples of one hash in torch.save": (
+        20_000,
+        lambda n, _: _torch(zipped(_dict_of(map(_pair, _tuples_of(n))))),
+    ),
+    "tuples of one hash in an old file": (
+        20_000,
+        lambda n, _: _torch(_old(_dict_of(map(_pair, _tuples_of(n))))),
+    ),
+    "integers that crowd a table of .metadata": (
+        20_000,
+        lambda n, _: _dcp(_dict_of(map(_long, _crowding(n)))),
+    ),
+    "integers that crowd a table of torch.save": (
+        20_000,
+        lambda n, _: _torch(zipped(_dict_of(map(_long, _crowding(n))))),
+    ),
+    "a set of tuples of one hash": (20_000, lambda n, _: _torch(zipped(_set_of(map(_pair, _tuples_of(n)))))),
+    "frozensets of one hash": (
+        20_000,
+        lambda n, _: _torch(zipped(_dict_of(_frozen(_pair(t)) for t in _tuples_of(n)))),
+    ),
+    "sizes of one hash": (20_000, lambda n, _: _dcp(_dict_of(map(_size, _tuples_of(n))))),
+    "sizes of one hash in torch.save": (
+        20_000,
+        lambda n, _: _torch(zipped(_dict_of(map(_size, _tuples_of(n))))),
+    ),
+    "indices of one hash in .metadata": (
+        20_000,
+        lambda n, _: _dcp(_dict_of(map(_stored_index, _tuples_of(n)))),
+    ),
+    "an ordered dict of tuples of one hash": (
+        20_000,
+        lambda n, _: _torch(zipped(_ordered(map(_pair, _tuples_of(n))))),
+    ),
+    "one large tuple as many keys": (2_000, lambda n, _: _torch(zipped(_same_key(n)))),
     "whole index": (64 * 400, lambda n, _: _index(n, whole=True)),
     "part of an index": (64 * 800, lambda n, _: _index(n, whole=False)),
     "directory": (1_000, _listing),
@@ -149,6 +199,67 @@ def _one_hash(n: int) -> bytes:
     """A pickle of a dict with such keys, written by hand: to make the dict takes as long as the attack."""
     pairs = b"".join(b"\x8a\x0a" + (i * _P).to_bytes(10, "little", signed=True) + b"K\x00" for i in range(n))
     return b"\x80\x02}(" + pairs + b"u."
+
+
+@cache
+def _tuples_of(n: int) -> list[tuple[int, int]]:
+    return tuples_of_one_hash(n)
+
+
+@cache
+def _crowding(n: int) -> list[int]:
+    return integers_that_crowd_a_table(n)
+
+
+def _long(number: int) -> bytes:
+    """Opcodes of an integer of eight bytes."""
+    return b"\x8a\x08" + number.to_bytes(8, "little", signed=True)
+
+
+def _pair(pair: tuple[int, int]) -> bytes:
+    return _long(pair[0]) + _long(pair[1]) + b"\x86"
+
+
+def _size(pair: tuple[int, int]) -> bytes:
+    return named("torch", "Size") + _pair(pair) + b"\x85R"
+
+
+def _frozen(opcodes: bytes) -> bytes:
+    return named("builtins", "frozenset") + b"](" + opcodes + b"e\x85R"
+
+
+def _stored_index(pair: tuple[int, int]) -> bytes:
+    """Opcodes of an index of .metadata whose name is no string, so that nothing of it is salted."""
+    module = "torch.distributed.checkpoint.metadata"
+    fields = (b"U\x03fqnK\x01", b"U\x06offset" + _size(pair), b"U\x05indexN")
+    return named(module, "MetadataIndex") + b")\x81}(" + b"".join(fields) + b"ub"
+
+
+def _dict_of(keys: Iterable[bytes]) -> bytes:
+    """A pickle of a dict with these keys, written by hand as above."""
+    return pickled(b"}(" + b"".join(key + b"K\x00" for key in keys) + b"u")
+
+
+def _set_of(elements: Iterable[bytes]) -> bytes:
+    return pickled(named("builtins", "set") + b"](" + b"".join(elements) + b"e\x85R")
+
+
+def _ordered(keys: Iterable[bytes]) -> bytes:
+    pairs = b"".join(key + b"K\x00\x86" for key in keys)
+    return pickled(named("collections", "OrderedDict") + b"](" + pairs + b"e\x85R")
+
+
+def _same_key(n: int) -> bytes:
+    """A pickle that hashes a tuple of 2**18 numbers again and again."""
+    large = b"K\x01" + b"2\x86" * 18 + b"q\x00"
+    return pickled(large + b"}h\x00K\x00s0" * n)
+
+
+def _old(data: bytes) -> bytes:
+    """A file as torch.save wrote it before version 1.6."""
+    numbers = (torch.serialization.MAGIC_NUMBER, torch.serialization.PROTOCOL_VERSION, {})
+    head = b"".join(pickle.dumps(number, protocol=2) for number in numbers)
+    return head + data + pickle.dumps([], protocol=2)
 
 
 def _raising(parse: Callable[[], Any]) -> Work:
@@ -230,3 +341,29 @@ def test_keys_of_one_hash_raise_an_error_and_others_do_not() -> None:
     with pytest.raises(pickle.UnpicklingError, match="integers have the same hash"):
         check_opcodes(pickle.dumps([i * _P for i in range(300)]))
     check_opcodes(pickle.dumps([7 * _P] * 300 + list(many)))
+
+
+def test_keys_that_crowd_a_table_are_refused_and_multiples_are_not() -> None:
+    with pytest.raises(FormatError, match="keys collide in a hash table"):
+        decode(_tree_of_int_keys(5000, _crowding(5000).__getitem__))
+    with pytest.raises(FormatError, match="keys collide in a hash table"):
+        load_value(zipped(_dict_of(map(_long, _crowding(5000)))), where="w")
+    for shift in (0, 3, 12, 20, 33, 47, 52, 64):
+        many = {i << shift: i for i in range(3000)}
+        assert unpack(pack(many), where="w") == many
+        assert load_value(_torch_saved(many), where="w") == many
+
+
+def test_keys_of_a_pickle_are_found_however_they_are_inserted() -> None:
+    pairs = [_pair(pair) for pair in _tuples_of(500)]
+    in_parts = b"".join(b"h\x00(" + b"".join(key + b"K\x00" for key in pairs[i::5]) + b"u0" for i in range(5))
+    by_memo = pickled(b"}q\x000" + in_parts + b"h\x00")
+    one_by_one = pickled(b"}" + b"".join(key + b"K\x00s" for key in pairs[:250]))
+    by_dict = pickled(b"(" + b"".join(key + b"K\x00" for key in pairs) + b"d")
+    by_set = _set_of(pairs)
+    by_set_of_2 = by_set.replace(b"builtins", b"__builtin__")
+    of_frozensets = pickled(b"}(" + b"".join(b"(" + key + b"\x91K\x00" for key in pairs) + b"u")
+    padding = b"](" + b"".join(b"}K\x01K\x00s" for _ in range(1000)) + b"e0"  # so that there are many keys
+    for data in (by_memo, one_by_one, by_dict, by_set, by_set_of_2, of_frozensets, _ordered(pairs)):
+        with pytest.raises(pickle.UnpicklingError, match="200 keys have the same hash"):
+            check_opcodes(data[:2] + padding + data[2:])

@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from megackpt.codec.hashes import check_collisions
 from megackpt.errors import FormatError
 from megackpt.formats.torch_dist import names
 from megackpt.metadata import DTYPES, OBJECT, ArraySpec, ChunkTable, itemsizes, pad_shapes
@@ -166,6 +167,10 @@ class DcpMetadata:
                 plain.append(name)
         objects: dict[str, tuple[Extents, dict[Extents, tuple[str, bool]]]] = {}
         for key, members in sharded.items():
+            try:
+                check_collisions([offset for offset, _ in members.values()])
+            except ValueError as error:
+                raise self._damaged(key, f"offsets of objects: {error}") from error
             shape = _common_shape(list(members.values()))
             if shape is None or (key in self._entries and not self._is_copy(key)):
                 # Shapes contradict each other, or a tensor has the same name: each is an array of its own.
@@ -203,7 +208,7 @@ class DcpMetadata:
     def _chunks_of(self, number: int, spec: ArraySpec) -> list[tuple[_Row, Item]]:
         key, entry = spec.key, self._entries[spec.key]
         fragments = self._fragments(spec, entry) if self._original_shape(key) is not None else None
-        by_offsets: dict[Extents, tuple[_Row, Item]] = {}
+        by_offsets: dict[str, tuple[_Row, Item]] = {}  # by their text, whose hash a file cannot choose
         total = 0
         for chunk in getattr(entry, "chunks", None) or ():
             offsets = self._extents(key, getattr(chunk, "offsets", None))
@@ -216,11 +221,12 @@ class DcpMetadata:
             else:
                 row = self._reformulated_row(number, spec, fragments, offsets, shape)
             # DCP finds items by offsets: the chunk is listed twice, or `.metadata` is damaged.
-            if offsets in by_offsets:
-                if by_offsets[offsets][0] != row:
+            before = by_offsets.get(str(offsets))
+            if before is not None:
+                if before[0] != row:
                     raise self._damaged(key, f"two chunks begin at {offsets}")
                 continue
-            by_offsets[offsets] = row, self._item(key, offsets, spec.dtype, shape)
+            by_offsets[str(offsets)] = row, self._item(key, offsets, spec.dtype, shape)
             total += numel
         # Too many elements are an overlap for certain; gaps are found when a load is planned.
         if total > spec.numel:

@@ -20,7 +20,9 @@ import torch.distributed.checkpoint.filesystem as dcp_filesystem
 import torch.distributed.checkpoint.metadata as dcp_metadata
 import torch.distributed.checkpoint.planner as dcp_planner
 
+from megackpt.codec.hashes import check_collisions
 from megackpt.errors import FormatError
+from megackpt.formats.pickle_keys import check_keys
 from megackpt.formats.pickle_limits import check_opcodes
 from megackpt.formats.safe_pickle import ADVICE, inert_class
 from megackpt.formats.unknown_classes import EnumMembers
@@ -41,13 +43,27 @@ _OF_MEGATRON = {
     "megatron.core.dist_checkpointing.strategies.resharding": ("TensorReformulationMetadata",),
 }
 
-# These only hold their arguments, and take no more memory than the pickle.
+
+def _size(extents: Any = ()) -> torch.Size:
+    return torch.Size(extents)
+
+
+def _ordered_dict() -> collections.OrderedDict[Any, Any]:
+    return collections.OrderedDict()
+
+
+def _default_dict(factory: Any = None) -> collections.defaultdict[Any, Any]:
+    return collections.defaultdict(factory)
+
+
+# These only hold their arguments, and take no more memory than the pickle. The functions take what Python's
+# own pickles give the classes: no items to insert, and no NEWOBJ of a class whose hashes can be chosen.
 _PLAIN: dict[tuple[str, str], Any] = {
-    ("torch", "Size"): torch.Size,
+    ("torch", "Size"): _size,
     ("torch", "device"): torch.device,
     ("torch.serialization", "_get_layout"): torch.serialization._get_layout,
-    ("collections", "OrderedDict"): collections.OrderedDict,
-    ("collections", "defaultdict"): collections.defaultdict,
+    ("collections", "OrderedDict"): _ordered_dict,
+    ("collections", "defaultdict"): _default_dict,
     ("builtins", "set"): set,
     ("builtins", "frozenset"): frozenset,
     ("builtins", "slice"): slice,
@@ -60,14 +76,30 @@ _PLAIN: dict[tuple[str, str], Any] = {
 }
 
 
+_BUILTINS = b"builtins"
+"""Part of every pickle that names set, frozenset, slice, dict or list."""
+
+
 class _ForbiddenClassError(pickle.UnpicklingError):
     pass
+
+
+def _hashed_by_identity(cls: type, made: list[Any]) -> type:
+    """Return a subclass whose instances have hashes that a file cannot choose, and are listed in `made`."""
+
+    def new(kind: type, *_: Any) -> Any:
+        made.append(object.__new__(kind))
+        return made[-1]
+
+    own = {"__new__": new, "__eq__": object.__eq__, "__hash__": object.__hash__}
+    return type(cls.__name__, (cls,), own)
 
 
 class _MetadataUnpickler(pickle.Unpickler):
     def __init__(self, data: bytes, *, allow_unsafe: bool) -> None:
         super().__init__(io.BytesIO(data))
         self._allow_unsafe = allow_unsafe
+        self._made: list[Any] = []  # instances of subclasses that are replaced at the end
 
     def find_class(self, module: str, name: str) -> Any:
         """Return a class of the format, or an inert one; any other is an error."""
@@ -75,8 +107,10 @@ class _MetadataUnpickler(pickle.Unpickler):
             if module == known.__name__ and name in names and hasattr(known, name):
                 value = getattr(known, name)
                 # Of an enumeration only its members: a pickle could set attributes of the class.
-                is_enum = isinstance(value, type) and issubclass(value, enum.Enum)
-                return EnumMembers(value, is_allowed=True) if is_enum else value
+                if issubclass(value, enum.Enum):
+                    return EnumMembers(value, is_allowed=True)
+                is_key = value.__hash__ is not None and not self._allow_unsafe
+                return _hashed_by_identity(value, self._made) if is_key else value
         if name in _OF_MEGATRON.get(module, ()):
             return inert_class(module, name)
         plain = _PLAIN.get((module.removesuffix("._local"), name))
@@ -88,6 +122,21 @@ class _MetadataUnpickler(pickle.Unpickler):
             return super().find_class(module, name)
         raise _ForbiddenClassError(f"{module}.{name}")
 
+    def load(self) -> Any:
+        """Return the object; its classes are those of the format.
+
+        Raises:
+            ValueError: keys of `storage_data` collide more often than chance allows.
+        """
+        metadata = super().load()
+        for instance in self._made:
+            object.__setattr__(instance, "__class__", type(instance).__base__)
+        stored = getattr(metadata, "storage_data", None)
+        if self._made and type(stored) is dict:
+            check_collisions(list(stored))
+            metadata.storage_data = dict(stored.items())
+        return metadata
+
 
 def load_metadata(data: bytes, *, where: str, allow_unsafe: bool = False) -> Any:
     """Unpickle a `.metadata`. Its attributes are not checked.
@@ -97,6 +146,8 @@ def load_metadata(data: bytes, *, where: str, allow_unsafe: bool = False) -> Any
     """
     try:
         check_opcodes(data, calls_make_new=allow_unsafe)
+        if _BUILTINS in data:
+            check_keys(data)
         return _MetadataUnpickler(data, allow_unsafe=allow_unsafe).load()
     except _ForbiddenClassError as error:
         raise FormatError(
