@@ -208,7 +208,7 @@ def _load_into_megatron_style(path: str, expected: dict[str, Any]) -> int:
 def test_weights_of_fsdp_load_into_megatron_style_tensor_parallel_layers(
     source: str, saved: Saved, rank_pool: RankPool
 ) -> None:
-    from megackpt.validation.renaming import rename_keys
+    from megackpt.engine.checkpoint.renamed_contents import rename_keys
 
     path, then, _ = saved[source]
     weights = {k.removeprefix("/").replace("/", "."): v for k, v in then.items() if k.startswith("/model/")}
@@ -231,7 +231,7 @@ def _load_into_fsdp(path: str) -> dict[str, Any]:
 
 
 def test_weights_of_megatron_style_layers_load_into_fsdp_over_tp(rank_pool: RankPool, tmp_path: Path) -> None:
-    from megackpt.validation.renaming import rename_keys
+    from megackpt.engine.checkpoint.renamed_contents import rename_keys
 
     path = str(tmp_path / "step")
     rank_pool.run(_save_megatron_style, 2, path)

@@ -1,22 +1,25 @@
 """A view of a checkpoint in which stored arrays have the names that `LoadOptions.rename` gives them.
 
-`validation.renaming` decides the new name of each key.
+Patterns like `{"old.*": "new.*"}` decide the new name of each key, so that no two keys get one name.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import re
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import replace
 
+from megackpt.errors import DeclarationError, MismatchError
 from megackpt.formats.contents import Chunks, Contents, FileRanges, RawRanges
 from megackpt.metadata import ChunkTable
-from megackpt.validation.renaming import rename_keys
 
 
-def with_renamed_keys(contents: Contents, patterns: Mapping[str, str]) -> Contents:
-    """Return the same contents with keys renamed by patterns, which are those of `LoadOptions.rename`."""
-    if not patterns:
-        return contents
+def with_renamed_keys(contents: Contents, patterns: Mapping[str, str]) -> tuple[Contents, Container[str]]:
+    """Return contents with keys renamed by the patterns of `LoadOptions.rename`, and the keys that stay.
+
+    Raises:
+        DeclarationError, MismatchError: as `rename_keys`.
+    """
     new_name = rename_keys(contents.arrays, patterns)
     old_name = {new: old for old, new in new_name.items()}
 
@@ -29,7 +32,8 @@ def with_renamed_keys(contents: Contents, patterns: Mapping[str, str]) -> Conten
         )
 
     arrays = {new_name[key]: replace(spec, key=new_name[key]) for key, spec in contents.arrays.items()}
-    return replace(contents, arrays=arrays, chunks=chunks, chunks_overlapping=chunks_overlapping)
+    renamed = replace(contents, arrays=arrays, chunks=chunks, chunks_overlapping=chunks_overlapping)
+    return renamed, {old for old, new in new_name.items() if old == new}
 
 
 class _RenamedChunks(Chunks):
@@ -64,3 +68,46 @@ class _RenamedChunks(Chunks):
 def _with_keys(table: ChunkTable, new_name: Mapping[str, str]) -> ChunkTable:
     """Return the same table with the keys of its arrays replaced."""
     return replace(table, arrays=tuple(replace(a, key=new_name[a.key]) for a in table.arrays))
+
+
+def rename_keys(keys: Iterable[str], patterns: Mapping[str, str]) -> dict[str, str]:
+    """Return the new name of each key, by the first pattern that matches it; other keys keep their names.
+
+    >>> rename_keys(["a.x.w", "b"], {"a.*.w": "z.*"})
+    {'a.x.w': 'z.x', 'b': 'b'}
+
+    Raises:
+        DeclarationError: a pattern and its replacement have different numbers of `*`.
+        MismatchError: two keys would get one name.
+    """
+    compiled = [(_compiled(pattern, new), new) for pattern, new in patterns.items()]
+    renamed = {key: _renamed(key, compiled) for key in keys}
+    first: dict[str, str] = {}
+    for key, new in renamed.items():
+        # Keys that keep their names count as well: a renamed key must not replace one of them.
+        if first.setdefault(new, key) != key:
+            raise MismatchError(
+                f"rename gives the stored keys {first[new]!r} and {key!r} the same name {new!r}. Make the "
+                f"patterns narrower.",
+                key=new,
+            )
+    return renamed
+
+
+def _compiled(pattern: str, new: str) -> re.Pattern[str]:
+    if pattern.count("*") != new.count("*"):
+        raise DeclarationError(
+            f"rename {{{pattern!r}: {new!r}}}: {pattern.count('*')} and {new.count('*')} stars. The text "
+            f"that a star matches replaces the star at the same position, so give as many on both sides."
+        )
+    return re.compile("(.*)".join(re.escape(text) for text in pattern.split("*")), re.DOTALL)
+
+
+def _renamed(key: str, compiled: list[tuple[re.Pattern[str], str]]) -> str:
+    for pattern, new in compiled:
+        match = pattern.fullmatch(key)
+        if match:
+            # The stars of the replacement take the texts of the pattern's in their order.
+            matched = iter(match.groups())
+            return "".join(next(matched) if text == "*" else text for text in re.split(r"(\*)", new))
+    return key

@@ -247,11 +247,8 @@ def _with_renamed_keys(stored: Contents, options: LoadOptions) -> tuple[Contents
     if not options.rename:
         return stored, stored.arrays
     from megackpt.engine.checkpoint.renamed_contents import with_renamed_keys
-    from megackpt.validation.renaming import rename_keys
 
-    new_names = rename_keys(stored.arrays, options.rename)
-    unrenamed = {key for key, new_name in new_names.items() if key == new_name}
-    return with_renamed_keys(stored, options.rename), unrenamed
+    return with_renamed_keys(stored, options.rename)
 
 
 def _check_keys(
