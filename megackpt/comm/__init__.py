@@ -21,7 +21,7 @@ from megackpt.comm.collectives import (
     scatter_from_rank_0,
     scatter_step,
 )
-from megackpt.comm.group import MAX_NUMBERS, Group, PeerBuffer, SingleProcess, check_group
+from megackpt.comm.group import Group, PeerBuffer, SingleProcess, check_group
 from megackpt.comm.messages import encode_error
 from megackpt.comm.process_groups import (
     AnyGroup,
@@ -36,7 +36,6 @@ if TYPE_CHECKING:
     from megackpt.comm.torch_group import TorchGroup
 
 __all__ = [
-    "MAX_NUMBERS",
     "AnyGroup",
     "Group",
     "Numbers",

@@ -1,7 +1,7 @@
 """Pure integer geometry of global arrays: boxes, splits, flat ranges. No torch, no I/O."""
 
 from megackpt.geometry.box import Box, BoxRanges, box_ranges, row_major_strides
-from megackpt.geometry.flat import Ints, Rectangles, rectangles_of, strides_of
+from megackpt.geometry.flat import Ints, rectangles_of, strides_of
 from megackpt.geometry.ranges import joined_ranges, lexicographic_keys, position_bases, split_range
 from megackpt.geometry.view import Axis, View
 
@@ -10,7 +10,6 @@ __all__ = [
     "Box",
     "BoxRanges",
     "Ints",
-    "Rectangles",
     "View",
     "box_ranges",
     "joined_ranges",

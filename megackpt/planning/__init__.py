@@ -9,7 +9,6 @@ from megackpt.planning.main_replicas import (
 )
 from megackpt.planning.read_plan import Reads, group_reads, needed_ranges, plan_reads
 from megackpt.planning.save_plan import (
-    CopyPlan,
     SavePlan,
     first_of_equal_chunks,
     object_sizes,
@@ -26,7 +25,6 @@ from megackpt.planning.save_plan import (
 __all__ = [
     "CompactCopies",
     "Copies",
-    "CopyPlan",
     "Reads",
     "SavePlan",
     "StridedCopy",

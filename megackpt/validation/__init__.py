@@ -9,7 +9,6 @@ from megackpt.validation.report import (
     LoadTimes,
     PhaseTimes,
     RecoveredBytes,
-    TimeSummary,
     merge_recovered,
 )
 from megackpt.validation.request import (
@@ -34,7 +33,6 @@ __all__ = [
     "ReturnsKeys",
     "ReturnsState",
     "StrictHandling",
-    "TimeSummary",
     "check_common_equal",
     "check_copies_equal",
     "check_coverage",
