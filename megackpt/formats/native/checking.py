@@ -18,6 +18,7 @@ import numpy as np
 from megackpt.errors import CheckpointError
 from megackpt.formats.damage import Damage, damage_of
 from megackpt.formats.documents import file_entry
+from megackpt.formats.file_names import NATIVE
 from megackpt.formats.index_file import read_index
 from megackpt.formats.index_head import read_head
 from megackpt.formats.native import names
@@ -72,7 +73,7 @@ def _check_manifest(manifest: Json) -> Iterator[Damage]:
     for entry in ("index", "common", "common_tensors", "parity"):
         named = manifest.get(entry)
         name = named.get("file") if isinstance(named, dict) else None
-        if isinstance(name, str) and names.attempt_of(name) != attempt:
+        if isinstance(name, str) and NATIVE.attempt_of(name) != attempt:
             yield Damage(file=MANIFEST, what=f"it is of attempt {attempt}, and its {entry} is {name!r:.200}")
 
 
@@ -81,7 +82,7 @@ def _check_named(store: Store, manifest: Json) -> Iterator[Damage]:
     entries = [manifest.get(entry) for entry in ("common", "common_tensors", "parity")]
     named = [entry["file"] for entry in entries if isinstance(entry, dict) and "file" in entry]
     for name in (*store.names("common-"), *store.names("parity-")):
-        if names.attempt_of(name) == manifest.get("attempt") and name not in named:
+        if NATIVE.attempt_of(name) == manifest.get("attempt") and name not in named:
             yield Damage(file=MANIFEST, what=f"it does not name {name!r}, which is of its attempt")
 
 

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import re
 
-from megackpt.formats.file_names import NATIVE
-
 BACKEND = "megackpt"
 VERSION = 1
 
@@ -54,8 +52,3 @@ def parity_file(attempt: str, number: int) -> str:
 def parity_list(attempt: str, *, revision: int = 0) -> str:
     """Return the name of the list of parity files; revisions above 0 are later ones, with fewer files."""
     return f"parity-{attempt}-{revision:05d}.json" if revision else f"parity-{attempt}.json"
-
-
-def attempt_of(name: str) -> str | None:
-    """Return the attempt in a file name of this format; None for any other file."""
-    return NATIVE.attempt_of(name)

@@ -10,6 +10,7 @@ from typing import Any
 from megackpt.errors import FormatError
 from megackpt.formats.contents import Contents
 from megackpt.formats.documents import parse_document
+from megackpt.formats.file_names import ZARR_V3
 from megackpt.formats.strategy import Json
 from megackpt.formats.zarr import names
 from megackpt.formats.zarr.array_documents import (
@@ -85,7 +86,7 @@ def find_arrays_v3(store: Store, listed: Iterable[str], *, directory: str) -> li
         if path in (name, directory) or not name.startswith(directory) or not path.endswith("/"):
             continue
         # In a directory of others, arrays of our attempts are what saves without a commit have left.
-        if not directory and names.attempt_of_native(name) is not None:
+        if not directory and ZARR_V3.attempt_of(name) is not None:
             continue
         where = f"{store.location}/{name}"
         document = parse_document(store.read(name, max_bytes=MAX_DOCUMENT_BYTES), where=where)

@@ -7,7 +7,6 @@ from collections.abc import Iterable, Sequence
 from urllib.parse import unquote
 
 from megackpt.errors import DeclarationError, truncated_list
-from megackpt.formats.file_names import ZARR_V1, ZARR_V3
 from megackpt.metadata import OBJECT, ArraySpec
 from megackpt.storage import is_allowed_name
 
@@ -39,11 +38,6 @@ def attempt_of_marker(name: str) -> str | None:
     return match.group(1) if match else None
 
 
-def attempt_of_staged(name: str) -> str | None:
-    """Return the attempt of a file that is not published yet, or of the temporary file of a marker."""
-    return ZARR_V1.attempt_of(name)
-
-
 def arrays_directory(attempt: str) -> str:
     """Return the zarr group of an attempt of version 3."""
     return f"zarr-{attempt}/"
@@ -62,11 +56,6 @@ def common_file(attempt: str) -> str:
 def files_file(attempt: str) -> str:
     """Return the file that lists the files of an attempt of version 3."""
     return f"files-{attempt}.json"
-
-
-def attempt_of_native(name: str) -> str | None:
-    """Return the attempt of a file of version 3."""
-    return ZARR_V3.attempt_of(name)
 
 
 def shard_file(offset: Sequence[int], shape: Sequence[int], *, suffix: str) -> str:

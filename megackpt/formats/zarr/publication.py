@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from megackpt.errors import CheckpointError, FormatError, StorageError, truncated_list
 from megackpt.formats.documents import read_manifest_file
+from megackpt.formats.file_names import ZARR_V1
 from megackpt.formats.strategy import MANIFEST, MANIFEST_MAX_BYTES
 from megackpt.formats.zarr import names
 from megackpt.formats.zarr.array_documents import V2_ATTRIBUTES, V2_FILE
@@ -187,7 +188,7 @@ def check_marked(store: Store, listed: Sequence[str]) -> None:
     Raises:
         FormatError: a file is missing, or the marker is damaged.
     """
-    waiting = {names.attempt_of_staged(name) for name in listed}
+    waiting = {ZARR_V1.attempt_of(name) for name in listed}
     for name in listed:
         attempt = names.attempt_of_marker(name)
         if attempt is None or attempt in waiting:

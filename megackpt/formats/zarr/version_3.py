@@ -154,7 +154,7 @@ class ZarrV3LoadStrategy(LoadStrategy):
         Arrays in deeper directories are of other checkpoints: those of the steps of a training.
         """
         listed = store.names()
-        documents = [n for n in listed if n.endswith(f"/{V3_FILE}") and names.attempt_of_native(n) is None]
+        documents = [n for n in listed if n.endswith(f"/{V3_FILE}") and ZARR_V3.attempt_of(n) is None]
         is_group = V3_FILE in listed and bool(documents)
         if is_group or any(_is_array(store, name) for name in documents if name.count("/") == 1):
             return {"sharded_backend": names.BACKEND, "sharded_backend_version": 3, "detected": True}
