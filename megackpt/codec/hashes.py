@@ -52,7 +52,7 @@ def _are_crowded(hashes: npt.NDArray[np.uint64]) -> bool:
     A table grows when it is two thirds full, to at most eight times the number of its keys.
     """
     sizes = range((8 * len(hashes)).bit_length() - 1, MAX_UNCHECKED_KEYS.bit_length(), -1)
-    # A set looks at nine more slots beside each one, where the table has so many.
+    # A set looks at the nine slots after each one, too, where the table has so many.
     return any(
         _takes_long(hashes[: (2 << bits) // 3], bits=bits, neighbours=neighbours)
         for neighbours in (0, 9)

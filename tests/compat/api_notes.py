@@ -65,15 +65,16 @@ NOTES: dict[str, str] = {
     "optimizer.get_param_id_to_sharded_param_map": "Entities with detached copies are an error.",
     "optimizer.optim_state_to_sharding_state": "Also takes 0-dim states, such as Adam's `step`.",
     "serialization.load": (
-        "A positional call may leave out `common_strategy`, as from 0.19 on. `strict` decides about keys, "
-        "see `StrictHandling`. `validate_access_integrity` has no effect, because a load does not depend on "
-        "the requests of other ranks. Errors are raised on every rank. Another dtype or shape than the "
-        "stored one is an error; `install(silent_cast=True)` allows conversion of values. For keys that are "
-        "not stored, and for shapes that differ, the error is also torch's `CheckpointException`."
+        "The fourth positional argument is that of the version that the program uses. `strict` decides "
+        "about keys, see `StrictHandling`. `validate_access_integrity` has no effect: a load does not depend "
+        "on the requests of other ranks, so a request for a part of an array is no error. Errors are raised "
+        "on every rank. Another dtype or shape than the stored one is an error; `install(silent_cast=True)` "
+        "allows conversion of values. For keys that are not stored, and for shapes that "
+        "differ, the error is also torch's `CheckpointException`."
     ),
     "serialization.save": (
-        "A positional call may leave out `common_strategy`, as from 0.19 on. `async_strategy` has no "
-        "effect. Makes the directory, does not change the state dict or its entities, and writes format "
+        "The fourth positional argument is that of the version that the program uses. `async_strategy` has "
+        "no effect. Makes the directory, does not change the state dict or its entities, and writes format "
         "`megackpt` without a strategy. Common state that differs between ranks is an error, and so is a "
         "value without a codec (nothing is pickled). Errors are raised on every rank. "
         "With `async_sharded_save`, tensors are read when the request is scheduled."

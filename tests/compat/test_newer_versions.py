@@ -8,6 +8,7 @@ import inspect
 import os
 import subprocess
 import sys
+import types
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from imports_table import IMPORT_VERSIONS, load_imports
 from torch.distributed.checkpoint.api import CheckpointException
 
 import megackpt
-from megackpt.compat.megatron import dist_checkpointing, process_options
+from megackpt.compat.megatron import core_version, dist_checkpointing, process_options
 from megackpt.compat.megatron.dist_checkpointing import (
     core,
     gpt_checkpoint_interop,
@@ -73,20 +74,92 @@ def test_every_name_that_megatron_imports_is_found_under_install() -> None:
     assert done.returncode == 0, done.stderr[-2000:]
 
 
-def test_calls_by_position_mean_the_same_with_and_without_common_strategy(tmp_path: Path) -> None:
-    old, new = str(tmp_path / "old"), str(tmp_path / "new")
-    dist_checkpointing.save(small_state(), old, None, None, True, False, None, {"v": 1}, "nvrx", True)
-    dist_checkpointing.save(small_state(), new, None, True, False, None, {"v": 1}, "nvrx", True)
+_BY_POSITION = {
+    "0.18.2": (None, None, True, False, None, {"v": 1}, "nvrx", True),
+    "0.19.0": (None, True, False, None, {"v": 1}, "nvrx", True),
+}
+"""Arguments of save after the directory, as each version orders them."""
+
+
+@pytest.mark.parametrize("version", _BY_POSITION)
+def test_calls_by_position_follow_the_installed_version(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, version: str
+) -> None:
+    monkeypatch.setattr(core_version.metadata, "version", lambda name: version)
+    monkeypatch.delitem(sys.modules, "megatron.core", raising=False)
+    path, others = str(tmp_path / "here"), [v for v in _BY_POSITION if v != version]
+    dist_checkpointing.save(small_state(), path, *_BY_POSITION[version])
     wanted = {**small_state(0.0), "new": S.from_rank_offsets("new", torch.zeros(1))}
-    for path in (old, new):
-        assert (Path(path) / "integrity.json").exists()
-        assert serialization.load_content_metadata(path) == {"v": 1}
-        for first in ((None,), ()):
-            _, missing, unexpected = dist_checkpointing.load(
-                wanted, path, None, *first, True, "return_all", True, None
-            )
-            assert (missing, unexpected) == (set(), {"new"})
+    assert (Path(path) / "integrity.json").exists()
+    assert serialization.load_content_metadata(path) == {"v": 1}
+    first = (None,) if version == "0.18.2" else ()
+    _, missing, unexpected = dist_checkpointing.load(
+        wanted, path, None, *first, True, "return_all", True, None
+    )
+    assert (missing, unexpected) == (set(), {"new"})
+    for other in others:
+        with pytest.raises(
+            DeclarationError, match=rf"fourth argument .*Megatron-Core {version} \(which is inst"
+        ):
+            dist_checkpointing.save(small_state(), str(tmp_path / other), *_BY_POSITION[other])
+    assert not (tmp_path / others[0]).exists()
+    loaded = dist_checkpointing.load(
+        small_state(0.0), path, common_strategy=None, validate_access_integrity=False
+    )
+    assert loaded["step"] == 7
     assert list(inspect.signature(serialization.load).parameters)[3] == "common_strategy"
+
+
+def test_without_megatron_core_calls_have_the_order_of_the_newest_version(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def version(name: str) -> str:
+        raise core_version.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(core_version.metadata, "version", version)
+    monkeypatch.delitem(sys.modules, "megatron.core", raising=False)
+    dist_checkpointing.save(small_state(), str(tmp_path / "a"), None, False)
+    with pytest.raises(DeclarationError, match=r"Megatron-Core 0\.19\.2 \(the newest known one"):
+        dist_checkpointing.save(small_state(), str(tmp_path / "b"), None, None)
+    # A checkout that was not installed has its version in the module.
+    monkeypatch.setitem(sys.modules, "megatron.core", types.SimpleNamespace(__version__="0.16.1+abc"))
+    dist_checkpointing.save(small_state(), str(tmp_path / "b"), None, None, False)
+    with pytest.raises(DeclarationError, match=r"Megatron-Core 0\.16\.1\+abc \(which is imported"):
+        dist_checkpointing.save(small_state(), str(tmp_path / "c"), None, True)
+
+
+@pytest.mark.parametrize("validate", [True, False])
+def test_a_request_for_a_part_loads_whatever_validate_access_integrity_says(
+    tmp_path: Path, validate: bool
+) -> None:
+    # Megatron-Core raises for it with True: no rank asks for the other half.
+    path = str(tmp_path / "a")
+    dist_checkpointing.save({"w": S.from_rank_offsets("w", torch.arange(8.0))}, path)
+    half = {"w": S.from_rank_offsets("w", torch.zeros(4), (0, 1, 2))}
+    loaded = dist_checkpointing.load(half, path, validate_access_integrity=validate)
+    assert torch.equal(loaded["w"], torch.arange(4.0, 8.0))
+
+
+def test_pg_cache_path_and_its_kin_are_accepted(tmp_path: Path) -> None:
+    cached = {"pg_cache_path": str(tmp_path / "cache"), "pg_cache_create": True}
+    saver = fully_parallel.FullyParallelSaveStrategyWrapper(
+        torch_dist.TorchDistSaveShardedStrategy("torch_dist", 1),
+        None,
+        False,
+        "torch_dist",
+        1,
+        False,
+        **cached,
+    )
+    path = str(tmp_path / "a")
+    dist_checkpointing.save(small_state(), path, saver)
+    saver.pg_cache_create = False
+    loader = fully_parallel.FullyParallelLoadStrategyWrapper(
+        torch_dist.TorchDistLoadShardedStrategy(), None, False, "broadcast", True, **cached
+    )
+    assert dist_checkpointing.load(small_state(0.0), path, loader)["step"] == 7
+    assert fully_parallel.determine_main_replica_uniform_distribution({}, None, True, **cached) is None
+    assert not (tmp_path / "cache").exists()
 
 
 def test_integrity_json_finds_a_changed_file_and_a_lost_one(tmp_path: Path) -> None:

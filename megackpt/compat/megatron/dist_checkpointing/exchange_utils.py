@@ -83,11 +83,13 @@ def determine_main_replica_uniform_distribution(
     sharded_state_dict: ShardedStateDict,
     parallelization_group: dist.ProcessGroup | None = None,
     ignore_groups: bool = False,
+    pg_cache_path: str | None = None,
+    pg_cache_create: bool = False,
 ) -> ShardDistribution | None:
     """Choose one rank of a group for each tensor shard, so that bytes are even; None for a group of one.
 
     Collective over the group, None for all ranks. Shards whose main replica is in another group are left
-    out, unless ignore_groups.
+    out, unless ignore_groups. pg_cache_path and pg_cache_create have no effect: nothing is kept in files.
 
     Source: Megatron-Core `determine_main_replica_uniform_distribution`. `megackpt.save` plans by itself, also
     parts of shards; this is for strategies of a user's.

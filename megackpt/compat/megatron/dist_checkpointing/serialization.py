@@ -1,7 +1,7 @@
 """The entry points in Megatron-Core's order of arguments.
 
-Each version up to 0.18 has added arguments at the end. 0.19 has taken `common_strategy` out of the middle: a
-call by position is understood in both orders, as what follows is a flag, which no strategy is.
+Each version up to 0.18 has added arguments at the end. 0.19 has taken `common_strategy` out of the middle.
+Calls by position follow the order of the version that the program uses; calls by name work with all.
 
 Source: Megatron-Core `dist_checkpointing.serialization`, for names and signatures.
 """
@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from megackpt import api
 from megackpt.comm import run_on_all_ranks, subgroup, world_group
+from megackpt.compat.megatron.core_version import core_version
 from megackpt.compat.megatron.dist_checkpointing.core import maybe_load_config
 from megackpt.compat.megatron.dist_checkpointing.strategies import (
     torch as _torch_strategies,  # noqa: F401 - sets the strategies of the format torch_dist
@@ -81,19 +82,36 @@ CkptShardedMetadata = dict[str, ShardedBase]
 logger = logging.getLogger(__name__)
 
 
-def _in_both_orders(function: F) -> F:
-    """Let calls by position leave out the fourth argument, `common_strategy`, as from 0.19 on."""
+def _in_order_of_version(function: F) -> F:
+    """Let calls by position leave out the fourth argument, `common_strategy`, where the version does.
+
+    Raises:
+        DeclarationError: a call has the order of other versions.
+    """
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
-        if len(args) > 3 and isinstance(args[3], bool):
-            args = (*args[:3], None, *args[3:])
+        if len(args) > 3:
+            args = _with_common_strategy(function.__name__, args)
         return function(*args, **kwargs)
 
     return cast(F, call)
 
 
-@_in_both_orders
+def _with_common_strategy(name: str, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    version = core_version()
+    expected = "common_strategy" if version.has_common_strategy else "validate_access_integrity"
+    # No strategy is a flag, so the fourth argument shows which order was meant.
+    if isinstance(args[3], bool) == version.has_common_strategy:
+        raise DeclarationError(
+            f"{name}() got {args[3]!r:.80} as its fourth argument by position, which is {expected} in "
+            f"Megatron-Core {version.text} ({version.source}). Pass it, and what follows, by name: "
+            f"common_strategy stands there up to 0.18, validate_access_integrity from 0.19 on."
+        )
+    return args if version.has_common_strategy else (*args[:3], None, *args[3:])
+
+
+@_in_order_of_version
 def load(
     sharded_state_dict: ShardedStateDict,
     checkpoint_dir: str,
@@ -108,9 +126,14 @@ def load(
 
     The format is detected, whatever strategy of ours is given. A strategy of a user's, or one that is
     registered for what metadata.json names, loads what it is for: it is handed the sharded state dict after
-    factories. validate_access_integrity has no effect: every rank is given what it asks for, so no proof is
-    needed that the ranks ask for everything once. verify_integrity first compares every file with the SHA-256
-    in integrity.json, on rank 0. With process_group only its ranks load.
+    factories.
+
+    validate_access_integrity has no effect. Megatron-Core proves with it that the ranks together ask for
+    every element exactly once, because there ranks may read for each other by replica ids. Here each rank is
+    given what it asks for, whatever other ranks ask for, so a request for a part is no error.
+
+    verify_integrity first compares every file with the SHA-256 in integrity.json, on rank 0. With
+    process_group only its ranks load.
 
     Raises:
         IntegrityError: verify_integrity finds a file that differs, or no integrity.json.
@@ -216,7 +239,7 @@ def remove_sharded_tensors(checkpoint_dir: str, key_prefix: str) -> None:
     api.remove_sharded_tensors(checkpoint_dir, key_prefix)
 
 
-@_in_both_orders
+@_in_order_of_version
 def save(
     sharded_state_dict: ShardedStateDict,
     checkpoint_dir: str,

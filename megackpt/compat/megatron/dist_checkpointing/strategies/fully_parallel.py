@@ -71,6 +71,10 @@ class FullyParallelSaveStrategyWrapper(KnownSettings, AsyncSaveShardedStrategy):
         parallelization_group: the group.
         do_cache_distribution: keep the plan of each structure that was saved, as `use_cached_ckpt_structure`
             of the wrapped strategy does.
+        validate_access_integrity: only kept; that of `save` counts.
+        pg_cache_path, pg_cache_create: only kept. Newer versions of Megatron-Core write distributions into
+            files there, and take them in later runs. Here they are computed anew, with one exchange of
+            declarations, so a file that no longer fits the model cannot be taken.
     """
 
     SETTINGS: ClassVar[tuple[str, ...]] = (
@@ -79,6 +83,9 @@ class FullyParallelSaveStrategyWrapper(KnownSettings, AsyncSaveShardedStrategy):
         "base_strategy",
         "parallelization_group",
         "do_cache_distribution",
+        "validate_access_integrity",
+        "pg_cache_path",
+        "pg_cache_create",
     )
 
     def __init__(
@@ -88,6 +95,9 @@ class FullyParallelSaveStrategyWrapper(KnownSettings, AsyncSaveShardedStrategy):
         do_cache_distribution: bool = False,
         backend: str | None = None,
         version: int | None = None,
+        validate_access_integrity: bool = True,
+        pg_cache_path: str | None = None,
+        pg_cache_create: bool = False,
     ) -> None:
         if is_saved_by_us(strategy):
             save_choice(strategy)  # raises at once what is out of range
@@ -95,6 +105,8 @@ class FullyParallelSaveStrategyWrapper(KnownSettings, AsyncSaveShardedStrategy):
         self.base_strategy = strategy
         self.parallelization_group = parallelization_group
         self.do_cache_distribution = do_cache_distribution
+        self.validate_access_integrity = validate_access_integrity
+        self.pg_cache_path, self.pg_cache_create = pg_cache_path, pg_cache_create
         self._plans = PlanCache()
         self._distribution: ShardDistribution | None = None
 
@@ -184,6 +196,8 @@ class FullyParallelLoadStrategyWrapper(KnownSettings, LoadShardedStrategy):
         do_cache_distribution: only kept: a plan of a load costs one exchange of requests, and every load
             makes its own.
         exchange_algo: one of Megatron-Core's, or `all_to_all`, which needs the least memory and traffic.
+        per_rank_object_load: only kept: objects are exchanged as tensors are.
+        pg_cache_path, pg_cache_create: only kept, see `FullyParallelSaveStrategyWrapper`.
         cached_global_metadata: that of the wrapped strategy.
 
     Raises:
@@ -195,6 +209,9 @@ class FullyParallelLoadStrategyWrapper(KnownSettings, LoadShardedStrategy):
         "parallelization_group",
         "do_cache_distribution",
         "exchange_algo",
+        "per_rank_object_load",
+        "pg_cache_path",
+        "pg_cache_create",
     )
 
     def __init__(
@@ -203,12 +220,17 @@ class FullyParallelLoadStrategyWrapper(KnownSettings, LoadShardedStrategy):
         parallelization_group: ProcessGroup | None = None,
         do_cache_distribution: bool = False,
         exchange_algo: str = "broadcast",
+        per_rank_object_load: bool = False,
+        pg_cache_path: str | None = None,
+        pg_cache_create: bool = False,
     ) -> None:
         is_loaded_by_us(strategy)  # raises at once what is no load strategy
         self.base_strategy = strategy
         self.parallelization_group = parallelization_group
         self.do_cache_distribution = do_cache_distribution
         self.exchange_algo = exchange_algo
+        self.per_rank_object_load = per_rank_object_load
+        self.pg_cache_path, self.pg_cache_create = pg_cache_path, pg_cache_create
 
     @property
     def exchange_algo(self) -> str:
