@@ -14,7 +14,7 @@ from torch.nn import Parameter
 from torch.utils.hooks import RemovableHandle
 
 from megackpt.errors import OptimizerError
-from megackpt.optim.grad_sync import groups_of
+from megackpt.optim.grad_sync import groups_of, is_summed_over_model_ranks
 from megackpt.optim.ranges import BufferLayout, plan_buffer
 from megackpt.parallel.attributes import is_marked
 from megackpt.parallel.groups import ParallelGroups
@@ -53,6 +53,7 @@ class ParamGradBuffer:
         data: the parameters `[layout.numel]`, in their dtype; zeros between them.
         grad: their gradients `[layout.numel]`, in `grad_dtype`; zeros between them.
         touched: for each parameter, whether it got a gradient since the last `zero_grad`.
+        on_grad: called with the index of a parameter whenever it got a gradient, if not None.
     """
 
     def __init__(
@@ -70,6 +71,8 @@ class ParamGradBuffer:
         self.data = torch.zeros(layout.numel, dtype=first.dtype, device=first.device)
         self.grad = torch.zeros(layout.numel, dtype=grad_dtype, device=first.device)
         self.touched = [False] * len(self.params)
+        self.on_grad: Callable[[int], None] | None = None
+        self._closed: set[int] = set()
         self._reduced = False
         for index, (param, flat_range) in enumerate(zip(self.params, layout.params, strict=True)):
             view = self.data[flat_range.as_slice()].view(param.shape)
@@ -97,11 +100,16 @@ class ParamGradBuffer:
                 param.grad_added_to_main_grad = False  # type: ignore[attr-defined]
         self._reduced = True
 
+    def close(self, bucket: int) -> None:
+        """Let no more gradients be added to a bucket before `zero_grad`, as its reduction starts. Local."""
+        self._closed.add(bucket)
+
     def zero_grad(self) -> None:
         """Set all gradients to zero, and reset which parameters have one. Local."""
         self.grad.zero_()
         self.touched = [False] * len(self.params)
         self._reduced = False
+        self._closed = set()
         for param in self.params:
             param.grad = None
 
@@ -110,10 +118,17 @@ class ParamGradBuffer:
 
     def _accumulate(self, index: int, param: Tensor) -> None:
         self._check_not_reduced("a backward pass was run")
+        self._check_open(index)
         assert param.grad is not None
         if getattr(param, "grad_added_to_main_grad", False):
             param.grad = None  # a placeholder: the kernel has added the real gradient already
-            return
+        else:
+            self._add(index, param)
+        if self.on_grad is not None:
+            self.on_grad(index)
+
+    def _add(self, index: int, param: Tensor) -> None:
+        assert param.grad is not None
         main_grad = self.grad[self.layout.params[index].as_slice()].view(param.shape)
         if self.touched[index]:
             main_grad.add_(param.grad)
@@ -121,6 +136,14 @@ class ParamGradBuffer:
             main_grad.copy_(param.grad)  # not 0 + grad, which would turn -0.0 into 0.0
         self.touched[index] = True
         param.grad = None
+
+    def _check_open(self, index: int) -> None:
+        if self.layout.bucket_of_param[index] in self._closed:
+            raise OptimizerError(
+                f"a parameter of shape {tuple(self.params[index].shape)} got a gradient after the reduction "
+                f"of its bucket was started. With overlap_grad_reduce that is after optimizer.micro_batches "
+                f"backward passes: set it to the number of backward passes before each step."
+            )
 
     def _check_not_reduced(self, action: str) -> None:
         if self._reduced:
@@ -132,19 +155,27 @@ class ParamGradBuffer:
 
 
 def make_buffers(
-    params: Sequence[Parameter], groups: ParallelGroups, *, bucket_size: int, grad_dtype: torch.dtype
+    params: Sequence[Parameter],
+    groups: ParallelGroups,
+    *,
+    bucket_size: int,
+    grad_dtype: torch.dtype,
+    sums_apart: bool = False,
 ) -> tuple[ParamGradBuffer, ...]:
     """Pack parameters into buffers, in order of their first occurrence. Local.
 
     There is one for each dtype and device of the dense parameters, and of the experts' parameters, which are
-    equal on other ranks. The gradients of fp64 parameters are fp64 whatever grad_dtype is.
+    equal on other ranks. With sums_apart, parameters whose gradients are first summed over other ranks (norm
+    weights, a tied embedding) have buffers of their own. The gradients of fp64 parameters are fp64 whatever
+    grad_dtype is.
     """
-    kinds: dict[tuple[torch.dtype, torch.device, bool], list[Parameter]] = {}
+    kinds: dict[tuple[torch.dtype, torch.device, bool, bool], list[Parameter]] = {}
     for param in params:
-        kind = (param.dtype, param.device, is_marked(param, "expert_parallel"))
+        is_apart = sums_apart and is_summed_over_model_ranks(param, groups)
+        kind = (param.dtype, param.device, is_marked(param, "expert_parallel"), is_apart)
         kinds.setdefault(kind, []).append(param)
     buffers = []
-    for (dtype, _, _), members in kinds.items():
+    for (dtype, *_), members in kinds.items():
         around = groups_of(members[0], groups)
         layout = plan_buffer([p.numel() for p in members], dp=around.dp_cp.size, bucket_size=bucket_size)
         wide = torch.float64 if dtype == torch.float64 else grad_dtype

@@ -10,18 +10,22 @@ reshard to any layout.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 from torch.nn import Parameter
 
 from megackpt.errors import DeclarationError
-from megackpt.mapping import ShardedBase, ShardedStateDict, ShardedTensor
+from megackpt.mapping import ShardedBase, ShardedStateDict, ShardedTensor, StateDict
 from megackpt.optim.collectives import all_gather_slices, reduce_scatter_grads
 from megackpt.optim.gather import StateRange, gather_states, join_states
 from megackpt.optim.grad_sync import groups_of
-from megackpt.optim.master_optimizer import MasterOptimizer
+from megackpt.optim.inner_optimizer import OptimizerFactory
+from megackpt.optim.master_optimizer import DEFAULT_BUCKET_SIZE, MasterOptimizer
+from megackpt.optim.overlap import GradientReductions, ParameterGathers, buckets_in_order
 from megackpt.optim.owned_params import OwnedParam
+from megackpt.optim.param_groups import ParamsOrGroups
 from megackpt.optim.ranges import BufferLayout, FlatRange
 from megackpt.optim.sharded_state import (
     ParamEntity,
@@ -50,6 +54,14 @@ class DistributedOptimizer(MasterOptimizer):
         clip_grad: largest global gradient norm; 0 does not clip.
         bucket_size: elements that are exchanged at a time.
         grad_dtype: of the buffer that gradients are summed in.
+        overlap_grad_reduce: start to reduce a bucket of gradients in the backward pass that completes it: the
+            last of `micro_batches`, which you set if gradients of several backward passes are summed.
+        overlap_param_gather: modules of the model; parameters are gathered after `step` has returned, and
+            each of these modules waits for its own before its forward pass. Give the layers, in the order in
+            which they run. A module may use its own parameters, those of modules that ran before, and those
+            that none of the modules has. Call `finish_param_sync` before anything else reads parameters.
+
+    Both overlaps leave the result of a step as it is, bit for bit.
 
     >>> import torch
     >>> from megackpt.parallel.groups import ParallelGroups
@@ -65,6 +77,90 @@ class DistributedOptimizer(MasterOptimizer):
         OptimizerError: the inner optimizer is not elementwise, or keeps state that cannot be declared.
     """
 
+    def __init__(
+        self,
+        params_or_groups: ParamsOrGroups,
+        optimizer_factory: OptimizerFactory,
+        groups: ParallelGroups,
+        *,
+        clip_grad: float = 0.0,
+        bucket_size: int = DEFAULT_BUCKET_SIZE,
+        grad_dtype: torch.dtype = torch.float32,
+        overlap_grad_reduce: bool = False,
+        overlap_param_gather: Iterable[nn.Module] = (),
+    ) -> None:
+        # Buckets with gradients that are summed over other ranks first cannot be reduced early.
+        self._sums_apart = overlap_grad_reduce
+        super().__init__(
+            params_or_groups,
+            optimizer_factory,
+            groups,
+            clip_grad=clip_grad,
+            bucket_size=bucket_size,
+            grad_dtype=grad_dtype,
+        )
+        buckets = buckets_in_order(self.buffers, self._params)
+        modules = tuple(overlap_param_gather)
+        self._reductions: GradientReductions | None = None
+        if overlap_grad_reduce:
+            self._reductions = GradientReductions(buckets, groups, divisor=self._grad_divisor)
+        self._gathers = ParameterGathers(buckets, modules) if modules else None
+
+    @property
+    def micro_batches(self) -> int:
+        """Number of backward passes before a step; only `overlap_grad_reduce` needs it. 1 at first."""
+        return 1 if self._reductions is None else self._reductions.micro_batches
+
+    @micro_batches.setter
+    def micro_batches(self, count: int) -> None:
+        if self._reductions is not None:
+            self._reductions.micro_batches = count
+
+    def step(self) -> Tensor:
+        """Take one training step; see `MasterOptimizer.step`. Collective.
+
+        With `overlap_param_gather`, parameters are still being gathered when it returns.
+        """
+        self.finish_param_sync()
+        return super().step()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Set all gradients to zero. Call it between a step and the next backward pass. Local.
+
+        Raises:
+            OptimizerError: the backward pass has started to reduce them, and no step was taken.
+        """
+        if self._reductions is not None:
+            self._reductions.reset()
+        super().zero_grad(set_to_none)
+
+    def skip_step(self) -> None:
+        """Drop the gradients without a step, also those that the backward pass reduces. Collective."""
+        if self._reductions is not None:
+            self._reductions.finish()
+        self.zero_grad()
+
+    def finish_param_sync(self) -> None:
+        """Wait until the parameters of the last step are gathered. Local."""
+        if self._gathers is not None:
+            self._gathers.finish()
+
+    def sync_params(self) -> None:
+        """Write the master weights into the model's parameters, on all ranks. Collective."""
+        self.finish_param_sync()
+        super().sync_params()
+        self.finish_param_sync()
+
+    def reload_model_params(self) -> None:
+        """Copy the model's parameters to the master weights; see `MasterOptimizer`. Local."""
+        self.finish_param_sync()
+        super().reload_model_params()
+
+    def load_sharded_state_dict(self, loaded: StateDict) -> None:
+        """Restore what a load of `sharded_state_dict` returned; see `MasterOptimizer`."""
+        self.finish_param_sync()
+        super().load_sharded_state_dict(loaded)
+
     def sharded_state_dict(
         self, model_sharded_state_dict: ShardedStateDict, is_loading: bool = False, *, gathered: bool = False
     ) -> ShardedStateDict:
@@ -76,6 +172,7 @@ class DistributedOptimizer(MasterOptimizer):
         checkpoint has the same arrays in fewer files and larger chunks, at the cost of the exchange and of
         memory on that rank. To load, declare without it.
         """
+        self.finish_param_sync()  # what is declared, of the model too, may be saved at once
         declared = super().sharded_state_dict(model_sharded_state_dict, is_loading)
         if not gathered:
             return declared
@@ -122,6 +219,18 @@ class DistributedOptimizer(MasterOptimizer):
 
     def _reduce_bucket(self, bucket: Tensor, axis: Axis) -> None:
         reduce_scatter_grads(bucket, axis, divisor=self._grad_divisor)
+
+    def _average_grads(self) -> None:
+        if self._reductions is None:
+            super()._average_grads()
+        else:
+            self._reductions.finish()
+
+    def _share_all_params(self) -> None:
+        if self._gathers is None:
+            super()._share_all_params()
+        else:
+            self._gathers.start()
 
     def _share_params(self, bucket: Tensor, axis: Axis) -> None:
         all_gather_slices(bucket, axis)

@@ -45,6 +45,11 @@ def sum_over_model_ranks(params: Sequence[Parameter], groups: ParallelGroups) ->
         _sum_in_place([_main_grad(params[i]) for i in marked], axis)
 
 
+def is_summed_over_model_ranks(param: Parameter, groups: ParallelGroups) -> bool:
+    """Return whether `sum_over_model_ranks` exchanges the gradient of `param`. Local."""
+    return any(marked and axis.size > 1 for axis, marked in _sums([param], groups))
+
+
 def touched_on_any_rank(
     params: Sequence[Parameter], touched: Sequence[bool], groups: ParallelGroups
 ) -> tuple[bool, ...]:

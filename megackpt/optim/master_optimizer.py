@@ -52,6 +52,7 @@ class MasterOptimizer(ABC):
     """
 
     _is_sharded = True  # whether a rank owns ranges of parameters, and not all of them
+    _sums_apart = False  # see `make_buffers`
 
     def __init__(
         self,
@@ -67,7 +68,13 @@ class MasterOptimizer(ABC):
         self.clip_grad = clip_grad
         self._groups = parse_param_groups(params_or_groups)
         self._params = [p for group in self._groups for p in group.params]
-        self.buffers = make_buffers(self._params, groups, bucket_size=bucket_size, grad_dtype=grad_dtype)
+        self.buffers = make_buffers(
+            self._params,
+            groups,
+            bucket_size=bucket_size,
+            grad_dtype=grad_dtype,
+            sums_apart=self._sums_apart,
+        )
         ownership = [self._ownership(buffer.layout, buffer.groups.dp_cp) for buffer in self.buffers]
         self._slices = [cut_slices(b, slices) for b, (slices, _) in zip(self.buffers, ownership, strict=True)]
         self._owned_params = self._cut_params([ranges for _, ranges in ownership])
@@ -112,7 +119,8 @@ class MasterOptimizer(ABC):
             for owned_slice in self._all_slices():
                 owned_slice.grad.mul_(factor.to(owned_slice.grad.device, owned_slice.grad.dtype))
         self._inner.step(touched)
-        self.sync_params()
+        self._copy_masters()
+        self._share_all_params()
         return norm
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -127,12 +135,8 @@ class MasterOptimizer(ABC):
     @torch.no_grad()
     def sync_params(self) -> None:
         """Write the master weights into the model's parameters, on all ranks. Collective."""
-        for buffer, slices in zip(self.buffers, self._slices, strict=True):
-            for owned_slice in slices:
-                if owned_slice.has_copy:
-                    owned_slice.data.copy_(owned_slice.master)
-                bucket = buffer.layout.buckets[owned_slice.bucket]
-                self._share_params(buffer.data[bucket.as_slice()], buffer.groups.dp_cp)
+        self._copy_masters()
+        self._share_all_params()
 
     @torch.no_grad()
     def reload_model_params(self) -> None:
@@ -297,12 +301,25 @@ class MasterOptimizer(ABC):
     def _reduce_grads(self) -> set[int]:
         """Average the owned gradients; return the ids of parameters that any rank touched."""
         sum_over_model_ranks(self._params, self.groups)
-        for buffer in self.buffers:
-            for bucket in buffer.layout.buckets:
-                self._reduce_bucket(buffer.grad[bucket.as_slice()], buffer.groups.dp_cp)
+        self._average_grads()
         flags = {id(p): t for b in self.buffers for p, t in zip(b.params, b.touched, strict=True)}
         touched = touched_on_any_rank(self._params, [flags[id(p)] for p in self._params], self.groups)
         return {id(param) for param, is_touched in zip(self._params, touched, strict=True) if is_touched}
+
+    def _average_grads(self) -> None:
+        for buffer in self.buffers:
+            for bucket in buffer.layout.buckets:
+                self._reduce_bucket(buffer.grad[bucket.as_slice()], buffer.groups.dp_cp)
+
+    def _copy_masters(self) -> None:
+        for owned_slice in self._all_slices():
+            if owned_slice.has_copy:
+                owned_slice.data.copy_(owned_slice.master)
+
+    def _share_all_params(self) -> None:
+        for buffer in self.buffers:
+            for bucket in buffer.layout.buckets:
+                self._share_params(buffer.data[bucket.as_slice()], buffer.groups.dp_cp)
 
     def _declare(self, owned_param: OwnedParam, entity: ParamEntity, name: str, value: Any) -> ShardedBase:
         prefix = f"optimizer.state.{name}"
