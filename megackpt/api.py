@@ -1,6 +1,6 @@
-"""The public functions that save, load and look into a checkpoint.
+"""The public functions that save, load and inspect a checkpoint.
 
-They check and translate arguments; the engine does the work. Names and order of the arguments are those of
+They check and translate arguments; the engine does the work. The arguments have the names and the order of
 Megatron-Core's `dist_checkpointing.serialization`.
 """
 
@@ -53,9 +53,9 @@ def save(
     """Save a sharded state dict as one checkpoint, atomically and durably.
 
     Collective: every rank of the group calls it with its own part of the state. When it returns, the
-    checkpoint is committed. Until then, an older checkpoint in the same directory stays as it was (in zarr
-    version 1, unless the process dies while it is replaced). The state dict, its entities and its tensors are
-    not changed.
+    checkpoint is committed. Until then, an older checkpoint in the same directory does not change (in zarr
+    version 1, unless the process dies during the replacement). The function does not change the state dict,
+    its entities or its tensors.
 
     Args:
         sharded_state_dict: nested dicts and lists. Leaves are sharded entities or DTensors, which become
@@ -67,21 +67,22 @@ def save(
         validate_access_integrity: check before writing that every element has exactly one main replica and
             that common state is equal on all ranks. False checks nothing and exchanges no declarations: each
             rank then writes its own main replicas.
-        preprocess_common_before_consistancy_check: takes the common state and returns what of it must be
+        preprocess_common_before_consistancy_check: takes the common state and returns the part that must be
             equal on all ranks.
         content_metadata: any value that describes the content; see `load_content_metadata`.
-        options: tunables.
+        options: options of the save.
         group: the ranks that save; None for all ranks of torch.distributed, or for this process only if
             torch.distributed is not initialised.
-        plans: caches the plans of earlier saves. Ranks then exchange digests, and declarations only if the
-            structure is new. Each rank gives its own cache, and uses it with the same ranks each time.
+        plans: a cache of the plans of earlier saves. With a cache, ranks exchange digests, and declarations
+            only if the structure is new. Each rank passes its own cache, and uses it with the same ranks each
+            time.
         spread_group: with `SaveOptions(spread="group")`, the ranks that may write a chunk which several of
-            them hold; this rank is one of them. A group of megackpt or of torch. Groups of different ranks
+            them have; this rank is one of them. A group of megackpt or of torch. The groups of two ranks
             are equal or have no rank in common.
 
     Raises:
         CoverageError: an element has no main replica, or more than one.
-        MismatchError: ranks disagree about an array or about common state.
+        MismatchError: ranks have different declarations of an array, or different common state.
         UnserializableError: no codec can encode a value; the text names its path in the state dict.
         StorageError: the store raised an error (disk full, no permission, ...).
         RankFailedError: a rank died, is stuck, or raised an error of another class.
@@ -147,40 +148,41 @@ def load(
 ) -> StateDict | tuple[StateDict, set[str], set[str]]:
     """Load a checkpoint, saved at any layout, into the tensors of a sharded state dict.
 
-    Collective: every rank of the group calls it and requests what it needs. Tensors are filled in place. The
-    result has the structure of the request: each entity is replaced by its loaded tensor or object,
-    non-persistent objects by their own values, and the common state of the checkpoint is merged in. A
-    DTensor stays itself.
+    Collective: every rank of the group calls it with its own request. Tensors are filled in place. The
+    result has the structure of the request. In it, each entity is replaced by its loaded tensor or object,
+    and non-persistent objects by their own values. A DTensor is returned itself. The common state of the
+    checkpoint is merged in.
 
-    A plain tensor is filled with the stored array whose key is its path, joined with dots: so a model without
-    DTensors loads what was saved from DTensors. If common state has a value of equal shape and dtype at its
-    path (a buffer), the tensor is filled with that and returned. If nothing is stored for its path, the path
-    is an unexpected key; the default mode warns of it. Other leaves are dropped.
+    A plain tensor is filled with the stored array whose key is its path, joined with dots. So a model without
+    DTensors loads a checkpoint that was saved from DTensors. If common state has a value of equal shape and
+    dtype at its path (a buffer), the tensor is filled with this value and returned. If nothing is stored for
+    its path, the path is an unexpected key, and the default mode logs a warning. Other leaves are dropped.
 
     Args:
         sharded_state_dict: as for `save`; an entity without data gets a new tensor.
         checkpoint_dir: the directory of a committed checkpoint; its format is detected.
         sharded_strategy: the format that the checkpoint must have: a strategy, `(backend, version)` or a
             backend name; None for any.
-        strict: what to do about keys that only one side has. Entities and plain tensors with an unexpected
-            key (not in the checkpoint) that is no error are left out of the result.
-        options: tunables, and rules for keys and arrays that differ.
+        strict: what to do about keys that are only in the request or only in the checkpoint. If a key that is
+            not in the checkpoint (unexpected) is not an error, its entity or plain tensor is left out of the
+            result.
+        options: options of the load, with rules for keys and arrays that differ.
         group: as for `save`.
-        exchange_group: with `LoadOptions(exchange=...)`, the ranks that read for each other, this one among
-            them: a group of ours or of torch; None for all ranks of the load. Groups of different ranks have
+        exchange_group: with `LoadOptions(exchange=...)`, the ranks that read for each other; this rank is one
+            of them. A group of megackpt or of torch; None for all ranks of the load. Different groups have
             no rank in common, and exchange at the same time.
 
     Returns:
-        The state dict; with `RETURN_UNEXPECTED` and `RETURN_ALL` also the missing keys (in the checkpoint,
-        and requested by no rank; only `RETURN_ALL` looks for them) and this rank's unexpected ones.
+        The state dict. With `RETURN_UNEXPECTED` and `RETURN_ALL` also the missing keys (in the checkpoint,
+        and requested by no rank; only `RETURN_ALL` looks for them) and the unexpected keys of this rank.
 
     Raises:
-        NotACheckpointError: nothing was committed in this directory.
+        NotACheckpointError: there is no committed checkpoint in this directory.
         MissingKeyError: a requested key is not in the checkpoint; the text has the most similar one.
         MismatchError: the checkpoint has another format than sharded_strategy, or an array is stored with
             another dtype or global shape.
-        IntegrityError: stored bytes are damaged, and no other source may or can replace them, see
-            `LoadOptions.on_corrupt`; the text names key, file and byte range.
+        IntegrityError: stored bytes are damaged, and no other source replaces them (see
+            `LoadOptions.on_corrupt`); the text names key, file and byte range.
         CheckpointError: base class of these and of every other error of a load. It is raised on all ranks,
             and names the rank that failed.
 
@@ -204,10 +206,10 @@ def load_with_report(
     group: Group | None = None,
     exchange_group: AnyGroup | None = None,
 ) -> tuple[StateDict, LoadReport]:
-    """Load as `load` does, and return the state dict with a report of what was done.
+    """Load as `load` does, and return the state dict and a report on this rank's load.
 
-    Collective. The report is that of this rank; print it, or use its fields. It lists missing keys if the
-    mode or a rule looks for them.
+    Collective. Print the report, or use its fields. It lists missing keys if the mode or a rule looks for
+    them.
     """
     loaded = _load(
         sharded_state_dict, checkpoint_dir, options, group, strict, exchange_group, sharded_strategy
@@ -249,7 +251,7 @@ def _opened_in_format(location: Location, choice: LoadChoice) -> Iterator[Store]
 def load_common_state_dict(checkpoint_dir: Location, *, allow_unsafe_pickle: bool = False) -> StateDict:
     """Return the common state of a checkpoint. Local.
 
-    A list that also held sharded entities is returned as a dict by position. allow_unsafe_pickle is as in
+    A list that also had sharded entities is returned as a dict by position. allow_unsafe_pickle is as in
     `LoadOptions`.
 
     Source: Megatron-Core `dist_checkpointing.load_common_state_dict`.
@@ -279,8 +281,8 @@ def load_sharded_metadata(
 ) -> dict[str, ShardedBase]:
     """Return the arrays and objects of a checkpoint, without data. Local.
 
-    Each global array is a ShardedTensor of all of it, under its key. Each object is a ShardedObject, under
-    its `unique_key`. Tensors of common state that are stored as arrays are among the arrays.
+    Each global array is one ShardedTensor of the whole array, under its key. Each object is a ShardedObject,
+    under its `unique_key`. Tensors of common state that are stored as arrays are among the arrays.
     allow_unsafe_pickle is as in `LoadOptions`.
 
     Source: Megatron-Core `dist_checkpointing.load_sharded_metadata`.
@@ -318,7 +320,7 @@ def load_plain_tensors(
 ) -> dict[str, torch.Tensor]:
     """Return every global array of a checkpoint as a whole tensor, by key.
 
-    Local; needs memory for all of them.
+    Local. Needs memory for all arrays.
 
     Raises:
         FormatError: an array is stored in a form that cannot be loaded.
@@ -341,9 +343,9 @@ def load_plain_tensors(
 def remove_sharded_tensors(checkpoint_dir: Location, key_prefix: str) -> None:
     """Remove every array and object whose key begins with key_prefix from a checkpoint, atomically.
 
-    Local: one process calls it. Tensors of common state that are stored as arrays are removed as well: a
-    load then returns common state without them. Files that held nothing else are removed; in other files the
-    bytes stay, and cannot be loaded any more.
+    Local: one process calls it. Tensors of common state that are stored as arrays are removed as well; a
+    load then returns common state without them. A file is deleted if nothing else in it is in use; in other
+    files the bytes stay, but can no longer be loaded.
 
     Source: Megatron-Core `dist_checkpointing.remove_sharded_tensors`.
     """
@@ -355,7 +357,7 @@ def remove_sharded_tensors(checkpoint_dir: Location, key_prefix: str) -> None:
 
 
 def check_is_distributed_checkpoint(checkpoint_dir: Location) -> bool:
-    """Say whether a directory holds a committed checkpoint of any format. Local.
+    """Return whether a directory has a committed checkpoint of any format. Local.
 
     Source: Megatron-Core `dist_checkpointing.check_is_distributed_checkpoint`.
     """
@@ -364,7 +366,7 @@ def check_is_distributed_checkpoint(checkpoint_dir: Location) -> bool:
 
 
 def _comparable_location(location: Location) -> str | None:
-    """Return the location that must be equal on all ranks; None for a store, which each rank names itself."""
+    """Return the location that must be equal on all ranks; None for a store, whose name may differ."""
     if not isinstance(location, (str, os.PathLike)):
         return None
     text = checked_path(location)

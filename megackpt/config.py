@@ -1,4 +1,4 @@
-"""The settings of distributed checkpointing under the names that users of Megatron-Core know.
+"""The settings of distributed checkpointing under Megatron-LM's names.
 
 `CheckpointConfig` translates them into a strategy and into options of `save` and `load`. Nothing else in the
 library uses it.
@@ -36,30 +36,33 @@ class CheckpointConfig:
     """How a training run saves and loads its checkpoints. docs/strategies.md says which values to choose.
 
     Attributes:
-        dist_ckpt_format: backend of new checkpoints: `megackpt`, `torch_dist`, `zarr`, or one of a package
-            that adds a format; with a version as in `zarr:1`, else the newest. Loading detects it.
-        dist_ckpt_load_on_device: load straight into tensors on their device; False: into tensors in host
-            memory, which the loaded state dict then holds.
+        dist_ckpt_format: format of new checkpoints: `megackpt`, `torch_dist`, `zarr`, or a format that
+            another package adds. A version may follow, as in `zarr:1`; default is the newest. Loads detect
+            the format.
+        dist_ckpt_load_on_device: load straight into tensors on their device. False: load into new tensors in
+            host memory, which the loaded state dict then has.
         dist_ckpt_parallel_save: spread replicated chunks over the ranks that declare them; False: main
             replicas write.
-        dist_ckpt_parallel_save_within_dp: spread them inside of the data-parallel group only.
-        dist_ckpt_parallel_load: each byte is read once in a data-parallel group and sent on; False: every
-            rank reads what it needs.
-        dist_ckpt_exchange_algo: how it is sent on: `all_to_all`, or as Megatron-Core does, `broadcast`,
+        dist_ckpt_parallel_save_within_dp: spread them only over the ranks of the data-parallel group.
+        dist_ckpt_parallel_load: one rank of a data-parallel group reads each byte and sends it to the others.
+            False: every rank reads the bytes that it needs.
+        dist_ckpt_exchange_algo: how ranks send these bytes: `all_to_all`, or as in Megatron-Core `broadcast`,
             `gather_rounds`, `gather_object`.
         dist_ckpt_torch_dist_multiproc: files and writer threads of a rank in format `torch_dist`.
         dist_ckpt_assume_constant_structure: reuse the plan of the last save without comparing digests.
         dist_ckpt_parallel_dist_opt: the distributed optimizer's state is saved as it is sharded; False: it is
-            gathered on the first data-parallel rank. Loads into any layout either way.
+            gathered on the first data-parallel rank. Both load into any layout.
         dist_ckpt_load_strictness: a `StrictHandling` or its value; None (`null` in a configuration file) is
             the default mode.
         async_save: return from a save as soon as the state is copied to host memory.
-        async_when_busy: what a save does then while an earlier one is under way: `wait`, `queue` or `skip`.
-        async_staging_bytes: host memory of a rank for copies of the state; None for as much as it needs.
+        async_when_busy: what an asynchronous save does while an earlier save is not finished: `wait`, `queue`
+            or `skip`.
+        async_staging_bytes: host memory of a rank for copies of the state; None for the size of its share.
         keep_last: how many checkpoints are kept; None keeps all.
-        keep_every: also keep the checkpoints of steps that this number divides; None keeps no others.
+        keep_every: also keep the checkpoints of steps that are multiples of this number; None keeps no
+            others.
         save_interval: steps between checkpoints; None saves only the last step.
-        save_interval_seconds: most seconds between checkpoints; None for no limit.
+        save_interval_seconds: maximum of seconds between checkpoints; None for no limit.
         exit_signal: name of a signal at which a run saves and ends, such as `SIGTERM`; None for no signal.
         save_signal: `SIGUSR1` or `SIGUSR2`, at which a run saves and continues; None for no signal.
         on_save_error: `raise` ends the run if the store raises an error in a save; `warn` continues it.
@@ -100,8 +103,8 @@ class CheckpointConfig:
         object.__setattr__(self, "dist_ckpt_load_strictness", _mode(self.dist_ckpt_load_strictness))
         if self.dist_ckpt_parallel_save_within_dp and not self.dist_ckpt_parallel_save:
             raise DeclarationError(
-                "dist_ckpt_parallel_save_within_dp says where to spread what dist_ckpt_parallel_save=False "
-                "does not spread. Set dist_ckpt_parallel_save, too."
+                "dist_ckpt_parallel_save_within_dp=True has no effect with dist_ckpt_parallel_save=False, "
+                "which does not spread chunks. Set dist_ckpt_parallel_save, too."
             )
         check_count("dist_ckpt_torch_dist_multiproc", self.dist_ckpt_torch_dist_multiproc)
         check_choice("async_when_busy", self.async_when_busy, get_args(WhenBusy))
@@ -124,8 +127,8 @@ class CheckpointConfig:
             self.exit_signal not in signal.Signals.__members__ or self.exit_signal in SAVE_SIGNALS
         ):
             raise DeclarationError(
-                f"exit_signal={self.exit_signal!r} is no signal of this system that ends a run. Give a name "
-                f"such as SIGTERM; at {' and '.join(SAVE_SIGNALS)} a run can save and go on (save_signal)."
+                f"exit_signal={self.exit_signal!r} is not a signal that can end a run. Give a name such as "
+                f"SIGTERM. {' and '.join(SAVE_SIGNALS)} can be used for save_signal, to save and go on."
             )
         if self.save_signal is not None and self.save_signal not in SAVE_SIGNALS:
             raise DeclarationError(
@@ -156,7 +159,7 @@ class CheckpointConfig:
         return save_strategy(self._format)
 
     def save_options(self) -> SaveOptions:
-        """Return the options of a save. For `spread="group"`, give `save` the data-parallel group too."""
+        """Return the options of a save. For `spread="group"`, also pass the data-parallel group to `save`."""
         spread = "group" if self.dist_ckpt_parallel_save_within_dp else "world"
         return SaveOptions(
             timeout_s=self.timeout_s,
@@ -169,7 +172,7 @@ class CheckpointConfig:
         return AsyncOptions(when_busy=self.async_when_busy, staging_bytes=self.async_staging_bytes)
 
     def load_options(self) -> LoadOptions:
-        """Return the options of a load. Unless it is direct, give `load` the group that exchanges as well."""
+        """Return the options of a load. For a parallel load, also pass the `exchange_group` to `load`."""
         return LoadOptions(
             timeout_s=self.timeout_s,
             exchange=self.dist_ckpt_exchange_algo if self.dist_ckpt_parallel_load else "direct",  # type: ignore[arg-type]

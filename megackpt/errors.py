@@ -1,22 +1,20 @@
-"""All errors that megackpt raises on purpose; `megackpt` exports every one of them.
+"""The error classes of megackpt; `megackpt` exports all of them.
 
-CheckpointError (also spelled CheckpointingException, Megatron-Core's name)
-|- GeometryError          ValueError         a box, split or flat range that cannot exist
-|- DeclarationError       ValueError         an entity, state dict or argument that contradicts itself
-|- CoverageError          ValueError         an element that no rank saves, or two ranks
-|- MismatchError          ValueError         ranks, or the request and the checkpoint, disagree
+CheckpointError (CheckpointingException, Megatron-Core's name, is the same class)
+|- GeometryError          ValueError         a box, split or flat range is impossible
+|- DeclarationError       ValueError         an entity, state dict or argument contradicts itself
+|- CoverageError          ValueError         an element is saved by no rank, or by two
+|- MismatchError          ValueError         ranks, or the request and the checkpoint, differ
 |  `- CommonStateError    ValueError         ranks have different common state
 |- MissingKeyError        KeyError           a requested key is not in the checkpoint
-|- UnserializableError    TypeError          a value without a codec; the text has its path in the state
-dict
-|- NotACheckpointError    FileNotFoundError  no committed checkpoint at this path
+|- UnserializableError    TypeError          a value has no codec; the text has its path
+|- NotACheckpointError    FileNotFoundError  there is no committed checkpoint at this path
 |- FormatError            ValueError         a file does not have the form that its format requires
-|  `- UnknownClassError   ValueError         a stored value of a class that this process does not know
+|  `- UnknownClassError   ValueError         a stored value has a class that this process does not know
 |- IntegrityError         ValueError         stored bytes do not have their digest
 |- StorageError           OSError            the file system or object store raised an error
-|- OptimizerError         RuntimeError       an optimizer that cannot be sharded, or calls in a wrong
-order
-|- UnsupportedError       NotImplementedError  a name of another library that is not offered here
+|- OptimizerError         RuntimeError       an optimizer cannot be sharded, or the order of calls is wrong
+|- UnsupportedError       NotImplementedError  a format, a store or megackpt does not support a feature
 |- MissingExtraError      ImportError        an optional dependency is not installed
 `- RankFailedError        RuntimeError       another rank failed, or did not answer before the deadline
    `- WriterFailedError   RuntimeError       a process that writes asynchronous saves failed; no rank did
@@ -29,12 +27,12 @@ from itertools import pairwise
 
 
 class CheckpointError(Exception):
-    """Base of all errors of megackpt.
+    """Base class of all errors of megackpt.
 
     Attributes:
-        key: the global array or object concerned, if there is one.
-        rank: the rank that found or caused it, if known.
-        path: the file, directory or state-dict path concerned, if there is one.
+        key: the key of the array or object, if the error is about one.
+        rank: the rank that found or caused the error, if it is known.
+        path: the file, directory or state-dict path, if the error is about one.
     """
 
     def __init__(
@@ -55,7 +53,7 @@ CheckpointingException = CheckpointError
 
 
 class GeometryError(CheckpointError, ValueError):
-    """A box, split or flat range that cannot exist."""
+    """A box, split or flat range is impossible."""
 
 
 class DeclarationError(CheckpointError, ValueError):
@@ -63,15 +61,15 @@ class DeclarationError(CheckpointError, ValueError):
 
 
 class CoverageError(CheckpointError, ValueError):
-    """An element of a global array is covered by no main replica, or by more than one."""
+    """An element of a global array has no main replica, or more than one."""
 
 
 class MismatchError(CheckpointError, ValueError):
-    """Two ranks, or the request and the checkpoint, disagree about shape, dtype or content."""
+    """Two ranks, or the request and the checkpoint, differ in shape, dtype or content."""
 
 
 class CommonStateError(MismatchError):
-    """Ranks have different common state, of which rank 0's would be stored; `path` is one that differs."""
+    """Ranks have different common state, but only rank 0's is stored; `path` is one that differs."""
 
 
 class MissingKeyError(CheckpointError, KeyError):
@@ -91,7 +89,7 @@ class FormatError(CheckpointError, ValueError):
 
 
 class UnknownClassError(FormatError):
-    """A stored value is of a class that this process does not know, or may not load; it may be undamaged."""
+    """A stored value has a class that this process does not know, or may not load; it may be undamaged."""
 
 
 class IntegrityError(CheckpointError, ValueError):
@@ -103,11 +101,11 @@ class StorageError(CheckpointError, OSError):
 
 
 class OptimizerError(CheckpointError, RuntimeError):
-    """The state of an inner optimizer cannot be sharded, or calls are in an order that loses data."""
+    """The state of an inner optimizer cannot be sharded, or the order of calls loses data."""
 
 
 class UnsupportedError(CheckpointError, NotImplementedError):
-    """A feature of another library under this name is not supported; the text says what to use instead."""
+    """A format, a store or megackpt does not support a feature; the text says what to use instead."""
 
 
 class MissingExtraError(CheckpointError, ImportError):
@@ -123,9 +121,9 @@ class WriterFailedError(RankFailedError):
 
 
 def truncated_list(lines: list[str], *, limit: int = 10, total: int | None = None) -> str:
-    """Join the first `limit` lines, indented, and append how many were left out.
+    """Join the first `limit` lines, indented, and append the number of lines that are left out.
 
-    total is the number of all lines, if `lines` holds only the first ones.
+    total is the number of all lines, if `lines` has only the first ones.
     """
     shown = [f"  {line}" for line in lines[:limit]]
     total = len(lines) if total is None else total
@@ -135,7 +133,7 @@ def truncated_list(lines: list[str], *, limit: int = 10, total: int | None = Non
 
 
 def rank_list(ranks: Iterable[int], *, limit: int = 8) -> str:
-    """Join ranks, ascending; if they are many, as ranges, so that gaps can be seen.
+    """Join ranks, ascending. Many ranks are joined as ranges, so that gaps can be seen.
 
     >>> rank_list([4, 2]), rank_list(rank for rank in range(64) if rank != 17)
     ('2, 4', '0-16, 18-63 (63 in all)')

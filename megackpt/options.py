@@ -33,7 +33,7 @@ OnCorrupt: TypeAlias = Literal["error", "fallback"]
 """What a load does if stored bytes are damaged."""
 
 WhenBusy: TypeAlias = Literal["wait", "queue", "skip"]
-"""What an asynchronous save does while an earlier one is under way."""
+"""What an asynchronous save does while an earlier one is not finished."""
 
 IoClass: TypeAlias = Literal["idle", "low"]
 """I/O scheduling class of a writer process."""
@@ -94,35 +94,36 @@ class SaveOptions:
     """How to save.
 
     Attributes:
-        timeout_s: how long a rank waits for the others in each collective, in seconds; and for a writer
-            process of an asynchronous save that shows no progress.
-        part_bytes: how many bytes of a tensor that is not contiguous in host memory are copied at once; from
+        timeout_s: how long a rank waits for the others in each collective, in seconds. In an asynchronous
+            save also how long it waits for a writer process that makes no progress.
+        part_bytes: how many bytes are copied at once if a tensor is not contiguous in host memory; from
             a CUDA device at most 4 MiB.
         assume_constant_structure: with a plan cache, use the plan of the last save without comparing
-            declarations and common state between ranks. What this rank declares is still compared with the
-            plan.
+            declarations and common state between ranks. Each rank still compares its own declarations with
+            the plan.
         spread: which rank writes a chunk that several ranks declare. `world`: any of them, so that all ranks
-            write about as many bytes; `group`: any of those in the `spread_group` of its main replica;
-            `none`: its main replica. Without `validate_access_integrity` ranks do not know what others
-            declare, and main replicas write in every case.
+            write about the same number of bytes; `group`: any of those in the `spread_group` of its main
+            replica; `none`: its main replica. Without `validate_access_integrity`, ranks do not know the
+            declarations of other ranks, and main replicas write in every case.
         plain_tensors: how tensors of common state are stored, for example the `state_dict()` of a module
             without sharding. `arrays`: as global arrays under their paths, written by all ranks; only the
             native format can do this. `common`: by rank 0, in one file with the rest of common state.
             `auto`: as arrays if the format can. See docs/plain-modules.md.
         rank0_values: globs of paths of common state, joined with dots, that may differ between ranks. The
-            values of rank 0 are stored, and those of other ranks are not compared. For buffers that each
-            rank updates on its own, such as `("model.*.running_*",)` of a BatchNorm.
-        parity: how many data files share one parity file, at most; if one of them is lost or damaged, it is
-            computed from the others. None writes no parity. Only the native format can do this. See
-            docs/integrity.md for the cost.
+            values of rank 0 are stored; those of other ranks are not compared. Use it for buffers that each
+            rank updates separately, such as `("model.*.running_*",)` of a BatchNorm.
+        parity: the maximum number of data files that share one parity file. If one of them is lost or
+            damaged, it is computed from the others. None writes no parity. Only the native format can do
+            this. See docs/integrity.md for the cost.
         compare_replicas: what to do if ranks that declare the same chunk of a tensor, or the same object,
-            hold different bits. IGNORE does not compare; otherwise every rank digests everything it declares.
-        sample_replicas: what to do if ranks that declare the same chunk of a tensor hold different bits in
-            samples of it, 3 KiB of each chunk. ERROR finds a parameter that is sharded and was not declared
-            so. Samples are compared when a save makes a new plan, not when it reuses one; IGNORE compares
-            none. If `compare_replicas` compares all bits, nothing is sampled.
-        array_digests: store a digest of each array that does not depend on its sharding. With it `megackpt
-            diff` proves arrays of two checkpoints equal without reading them. Only the native format can do
+            have different bits. IGNORE does not compare; otherwise every rank computes digests of everything
+            that it declares.
+        sample_replicas: what to do if ranks that declare the same chunk of a tensor have different bits in
+            samples of it, 3 KiB of each chunk. ERROR finds a parameter that is sharded but not declared as
+            sharded. Samples are compared when a save makes a new plan, not when it reuses one; IGNORE
+            compares none. If `compare_replicas` compares all bits, nothing is sampled.
+        array_digests: store a digest of each array that does not depend on its sharding. With it, `megackpt
+            diff` compares arrays of two checkpoints without reading them. Only the native format can do
             this, and it needs the extra `digests`. See docs/integrity.md for the cost.
     """
 
@@ -157,19 +158,19 @@ class AsyncOptions:
 
     Attributes:
         staging_bytes: host memory of each rank for states that are saved and not yet written, in bytes,
-            allocated before the first save. A larger state goes through it in several waves, for which
-            `save` waits. None: as much as a rank writes, allocated when that is known: by
+            allocated before the first save. A larger state goes through it in several parts, and `save`
+            waits for them. None: the number of bytes that a rank writes. This memory is allocated by
             `Checkpointer.warm_up`, or by the first save, which then takes longer.
-        when_busy: what `save` does while an earlier save is under way. `wait`: it waits until that one is
-            committed; `queue`: it copies the state as staging memory becomes free, and is written after the
-            earlier one; `skip`: it does nothing and returns False.
-        stage_in_background: return from `save` before the state is copied; the caller then has to call
+        when_busy: what `save` does while an earlier save is not finished. `wait`: it waits until that save is
+            committed; `queue`: it copies the state as staging memory becomes free, and the state is written
+            after the earlier one; `skip`: it does nothing and returns False.
+        stage_in_background: return from `save` before the state is copied. The caller must then call
             `wait_staged` before it changes the state.
         nice: niceness of the writer process, added to that of the training process; 0 leaves it unchanged.
         ionice: I/O class of the writer process: `idle`: only while no other process uses the disk; `low`:
             after other processes; None leaves it unchanged. Not every I/O scheduler of Linux uses it.
         start_timeout_s: how long a writer process may take to start, in seconds.
-        coordinator_host: name or address at which other hosts reach the host of rank 0; None finds it.
+        coordinator_host: name or address of the host of rank 0 for other hosts; None finds it.
     """
 
     staging_bytes: int | None = None
@@ -201,42 +202,40 @@ class LoadOptions:
     Attributes:
         timeout_s: how long a rank waits for the others in each collective, in seconds.
         verify: check the digest of every block that is read.
-        threads: how many reads are under way at once, at most; each may use a buffer of 8 MiB. If all files
-            are in memory, at most as many as there are processors for each rank of this machine.
-        rules: what to do about keys and arrays that differ; of the rules whose glob matches, the first one
-            with a policy decides.
+        threads: the maximum number of reads at the same time; each may use a buffer of 8 MiB. If all files
+            are in memory, at most the number of processors for each rank of this machine.
+        rules: what to do about keys and arrays that differ. The first rule that matches and has a policy
+            decides.
         rename: stored keys under other names, `{"old.*": "new.*"}`: the stored key `old.x` answers a request
             for `new.x`. Each `*` matches any text, in order; the first pattern that matches counts.
         exclude: globs of requested keys that are not loaded: those entities keep their data.
-        complete: prove, before anything is read, that the ranks together request all of the checkpoint: each
+        complete: before anything is read, prove that the ranks together request the whole checkpoint: each
             stored key (unless a rule ignores `missing`), and each element of each array from exactly one main
-            replica, as a save proves it; and that common state in the request is equal on all ranks. So a
-            layer or an expert that no rank requests, or two ranks, is an error. Needs one gather of what the
-            ranks request.
-        allow_unsafe_pickle: in formats that contain pickles (never the native one), load any class they name.
+            replica, as in a save; and that common state in the request is equal on all ranks. So it is an
+            error if no rank, or two ranks, request a layer or an expert. Needs one gather of the requests.
+        allow_unsafe_pickle: in formats with pickles (never the native one), load any class that they name.
             Unpickling runs code that the file chooses: set it only for a checkpoint you trust.
         load_on_device: load straight into the given tensors. False: tensors that are not in host memory stay
-            unchanged, and the loaded state dict holds tensors in host memory instead, for example for a
+            unchanged, and the loaded state dict has tensors in host memory instead, for example for a
             model that was built on the meta device. DTensors are always loaded in place.
         exchange: who reads bytes that several ranks of the `exchange_group` need. `direct`: each of them.
-            Otherwise one rank reads them and sends them to the others, and all ranks read about as many
-            bytes. `all_to_all` sends each rank exactly the elements that it needs; `broadcast` and
+            Otherwise one rank reads them and sends them to the others, and all ranks read about the same
+            number of bytes. `all_to_all` sends each rank exactly the elements that it needs; `broadcast` and
             `gather_rounds` send everything to all ranks; `gather_object` sends everything to all ranks at
             once, which needs memory for all of it. `two_stage`: the first rank of the group reads everything
             and broadcasts it. The loaded bits are the same.
-        exchange_bytes: bound of all buffers of one rank for reading, sending and receiving, in bytes.
-            `gather_object` uses more, and so does a single block of the format that is larger. `two_stage`
-            also stays within twice the largest chunk.
-        cpu_transfer: whether data that is exchanged for tensors on a device goes through host memory. False,
-            for `broadcast` and `two_stage`: it is broadcast between devices by the backend of the exchange
-            group.
-        on_corrupt: what to do if bytes are not those that were saved, or a file is lost or too short.
-            `error`: raise an error. `fallback`: read what is damaged from parity files
-            (`SaveOptions.parity`) or from copies, if the digests of the save prove it undamaged there; the
+        exchange_bytes: limit of all buffers of one rank for reading, sending and receiving, in bytes.
+            `gather_object` uses more, and so does any load if a single block of the format is larger.
+            `two_stage` also stays within twice the largest chunk.
+        cpu_transfer: whether exchanged data for tensors on a device goes through host memory. False, only for
+            `broadcast` and `two_stage`: the backend of the exchange group broadcasts between devices.
+        on_corrupt: what to do if stored bytes are damaged, or a file is lost or too short.
+            `error`: raise an error. `fallback`: read damaged bytes from parity files
+            (`SaveOptions.parity`) or from copies, if they have the digests of the save there; the
             log and the load report list these bytes. A `Checkpointer` that loads its newest step then falls
             back to older steps.
-        copies: for `fallback`, where the same save may be found: directories, URLs or open stores, tried in
-            this order. For a `Checkpointer`, roots that may have the same steps.
+        copies: for `fallback`, locations that may have the same save: directories, URLs or open stores, tried
+            in this order. For a `Checkpointer`, roots that may have the same steps.
     """
 
     timeout_s: float = 600.0
@@ -293,7 +292,7 @@ class LoadOptions:
         if not is_locations:
             raise DeclarationError(f"copies={self.copies!r}: give a tuple of locations, none of them empty.")
         if self.copies and self.on_corrupt != "fallback":
-            raise DeclarationError("copies are given, and are never read: set on_corrupt='fallback' as well.")
+            raise DeclarationError("copies are given but never read: set on_corrupt='fallback' as well.")
         if self.on_corrupt == "fallback" and not self.verify:
             raise DeclarationError(
                 "on_corrupt='fallback' needs verify=True: without digests no damage is found."
@@ -306,10 +305,10 @@ class VerifyOptions:
 
     Attributes:
         deep: read every byte, compare it with its digest, and decode objects and common state.
-        threads: how many reads are under way at once; each uses a buffer of 4 MiB.
+        threads: the number of reads at the same time; each uses a buffer of 4 MiB.
         allow_unsafe_pickle: as in `LoadOptions`.
-        skip_unknown_classes: count an object or common state of a class that this process does not know, or
-            may not load, as undamaged if its bytes are, even if `convert` could not read the value.
+        skip_unknown_classes: if an object or common state has a class that this process does not know, or
+            may not load, count it as undamaged if its bytes are, even if `convert` could not read the value.
             Otherwise it counts as damage.
     """
 

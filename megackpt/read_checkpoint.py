@@ -1,6 +1,6 @@
-"""Read a megackpt checkpoint with nothing but the standard library and numpy.
+"""Read a megackpt checkpoint with only the standard library and numpy.
 
-The proof that docs/format.md is all there is: no torch, no other file of megackpt.
+It shows that docs/format.md is enough to write a reader, without torch and other files of megackpt.
 
     python -m megackpt.read_checkpoint CHECKPOINT [KEY]     lists arrays and common state, or prints an array
 
@@ -22,7 +22,7 @@ import numpy.typing as npt
 Array = npt.NDArray[Any]
 NUMPY = {"F64": "f8", "F32": "f4", "F16": "f2", "I64": "i8", "I32": "i4", "I16": "i2", "I8": "i1"}
 NUMPY |= {"U64": "u8", "U32": "u4", "U16": "u2", "U8": "u1", "BOOL": "?"}
-# Dtypes that numpy lacks are read as unsigned integers that hold their bits; of these bfloat16 is decoded.
+# Dtypes that numpy lacks are read as unsigned integers with the same bits; only bfloat16 is decoded.
 RAW_BITS = {"bfloat16": "u2", "float8_e4m3fn": "u1", "float8_e5m2": "u1"}
 RAW_BITS |= {"float8_e4m3fnuz": "u1", "float8_e5m2fnuz": "u1", "float8_e8m0fnu": "u1"}
 
@@ -42,20 +42,20 @@ def read_safetensors(data: bytes) -> tuple[dict[str, Array], dict[str, str]]:
 
 
 def strings(columns: dict[str, Array], name: str) -> list[str]:
-    """Return a list of strings, stored as UTF-8 and the end of each."""
+    """Return a list of strings. It is stored as two columns: UTF-8 text, and the end of each string."""
     ends = columns[f"{name}.ends"].tolist()
     text = columns[f"{name}.utf8"].tobytes()
     return [text[a:b].decode() for a, b in zip([0, *ends[:-1]], ends, strict=True)] if ends else []
 
 
 def bounds(index: Any, shape: tuple[int, ...]) -> tuple[list[int], list[int], tuple[Any, ...]]:
-    """Return where a slice starts and ends along each dim, and what drops the dims that an integer takes."""
+    """Return start and end of a slice along each dim, and an index that drops dims with an integer."""
     parts = index if isinstance(index, tuple) else (index,)
     at = parts.index(...) if ... in parts else len(parts)
     rest = [slice(None)] * (len(shape) - len(parts) + (... in parts))
     taken = [range(n)[part] for n, part in zip(shape, (*parts[:at], *rest, *parts[at + 1 :]), strict=True)]
     if any(isinstance(r, range) and r.step != 1 for r in taken):
-        raise IndexError(f"{index!r}: slices have steps of 1. Take every other element of what is returned.")
+        raise IndexError(f"{index!r}: the steps of slices must be 1. Apply other steps to the result.")
     whole = [r if isinstance(r, range) else range(r, r + 1) for r in taken]
     drop = tuple(slice(None) if isinstance(r, range) else 0 for r in taken)
     return [r.start for r in whole], [r.start + len(r) for r in whole], drop
@@ -88,9 +88,9 @@ class Checkpoint:
         return list(self.number)
 
     def array(self, key: str, index: Any = ..., *, raw: bool = False) -> Array:
-        """Return a global array, or a slice of it, put together from its chunks.
+        """Return a global array, or a slice of it, assembled from its chunks.
 
-        raw leaves bfloat16 as the integers that hold its bits.
+        raw returns bfloat16 as unsigned integers with the same bits.
         """
         number = self.number[key]
         shape, name = self.shapes[number], self.dtypes[number]
@@ -108,7 +108,7 @@ class Checkpoint:
                 source = tuple(slice(a, b) for a, b in zip(begin - start, end - start, strict=True))
                 target = tuple(slice(a, b) for a, b in zip(begin - low, end - low, strict=True))
                 values[target] = data.reshape(box)[source]
-            else:  # a flat range of the box: the row-major positions first..last
+            else:  # a flat range of the box: row-major positions from first to last
                 inside = np.stack(np.unravel_index(np.arange(first, last), box)) + (start - low)[:, None]
                 is_asked = ((inside >= 0) & (inside < np.subtract(high, low)[:, None])).all(axis=0)
                 values[tuple(inside[:, is_asked])] = data[is_asked]

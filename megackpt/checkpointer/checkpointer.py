@@ -55,33 +55,33 @@ class Checkpointer(Run):
     """Saves and loads numbered steps under a root, `iter_0000100` for step 100.
 
     Saving, loading, finding and `should_save` are collective over the group. A step that is not committed is
-    never loaded; what an incomplete save left is removed once a step as new as it is committed.
+    never loaded. The files of an incomplete save are removed after the commit of the same step or a newer one.
 
-    All ranks give equal arguments. In their first collective call they compare them, and all raise the same
-    `DeclarationError` if they differ.
+    All ranks must pass equal arguments. In the first collective call ranks compare their arguments. If they
+    differ, all ranks raise the same `DeclarationError`.
 
     Args:
-        root: a directory, the URL of one in an object store, `s3://bucket/run`, or any `Store`, of which each
-            rank gives its own object for the same files. With async_save a `Store` has to be picklable, and
-            its copy in another process has to reach the same files.
+        root: a directory, the URL of one in an object store, `s3://bucket/run`, or any `Store`. Each rank
+            passes its own `Store` for the same files. With async_save it must be picklable, and
+            its copy in another process must access the same files.
         keep_last: the number of newest steps that stay; short for `Retention(keep_last=...)`. None: all stay.
         retention: which steps stay. Others are removed once a newer step is committed.
         save_interval: the number of steps between saves; short for `SaveSchedule(steps=...)`.
-        schedule: when `should_save` and `maybe_save` save: by steps, time and signals.
+        schedule: when a save is due: by steps, time and signals.
         async_save: True, or `AsyncOptions`: `save` returns as soon as the state is copied to host memory, and
             a process of each rank writes and commits it in the background, to the root and into tiers. The
             next `save`, `wait`, `poll` or `close` raises its error. The process starts with the Checkpointer.
-        tiers: storage of the nodes, into which newer steps go as well: a list of tiers, or `Tiers`. `load`
+        tiers: storage of the nodes, in which steps are also saved: a list of tiers, or `Tiers`. `load`
             then takes the newest step that is complete over tiers and root.
-        on_error: what to do if the store rejects a save, or a step is found damaged: `raise`, or `warn` and
-            let training go on.
+        on_error: what to do if the store rejects a save, or a step is damaged: `raise`, or `warn` and
+            continue training.
         verify_after_save: read every byte of a step after its commit, each rank its share, before older steps
             are removed. A damaged step is removed instead, and the save fails.
         timeout_s: deadline of saves and loads, in seconds, instead of those in save_options and load_options.
         save_options: how to save, as for `megackpt.save`.
         load_options: how to load, as for `megackpt.load`.
-        group: the ranks that save and load together; None: all ranks of torch.distributed. `Groups` also
-            names those that spread replicated chunks and those that exchange what they read.
+        group: the ranks that save and load; None: all ranks of torch.distributed. `Groups` also
+            names the ranks that spread replicated chunks, and the ranks that read for each other.
         objects: options of the object store, if the root is a URL.
 
     Raises:
@@ -90,12 +90,12 @@ class Checkpointer(Run):
     Attributes:
         root: the directory, or the URL as text.
         retention: which steps stay.
-        schedule: when `should_save` returns True.
+        schedule: when a save is due.
         tiers: storage of the nodes.
         async_save: whether `save` returns before the step is committed.
-        on_error: as given.
-        verify_after_save: as given.
-        last_load: what the last `load` has used; None before.
+        on_error: the argument.
+        verify_after_save: the argument.
+        last_load: the step that the last `load` used, with a report; None before a load.
 
     >>> with Checkpointer("ckpt", async_save=True, keep_last=3) as checkpointer:        # doctest: +SKIP
     ...     checkpointer.save(100, {"model": model.sharded_state_dict()})
@@ -190,14 +190,14 @@ class Checkpointer(Run):
             log.error("A save has failed, too: %s", failure)  # raised here it would hide the first error
 
     def should_save(self, step: int) -> bool:
-        """Return whether the schedule asks for a save of this step; the same on all ranks.
+        """Return whether a save of this step is due; the same on all ranks.
 
         Collective: all ranks call it at every step, with the same step. Most calls send nothing. In the first
-        collective call ranks compare their arguments; if the schedule has seconds or signals, they exchange
+        collective call, ranks compare their arguments. If the schedule has seconds or signals, ranks exchange
         248 bytes about once a second.
 
         Raises:
-            DeclarationError: ranks ask about different steps, or have different options.
+            DeclarationError: ranks pass different steps, or have different options.
             RankFailedError: a rank did not answer before the deadline.
         """
         group = self._ranks(self._save_options.timeout_s)
@@ -216,13 +216,13 @@ class Checkpointer(Run):
 
         Args:
             step: its number.
-            make_state: returns what to save; called only if the step is due.
+            make_state: returns the state to save; called only if the step is due.
             metrics: as for `save`.
             content_metadata: as for `save`.
             sharded_strategy: as for `save`.
 
         Returns:
-            What `save` returned; False if the step is not due.
+            The result of `save`; False if the step is not due.
 
         Raises:
             CheckpointError: as `should_save` and `save`.
@@ -237,7 +237,7 @@ class Checkpointer(Run):
 
     @property
     def exit_requested(self) -> bool:
-        """Whether a signal has asked to end after the save; the same on all ranks after `should_save`."""
+        """Whether the run should end after the save, because of a signal; equal on all ranks after `should_save`."""
         return self._trigger.exit_signal is not None
 
     @property
@@ -261,29 +261,29 @@ class Checkpointer(Run):
         sharded_strategy: SaveChoice = None,
         to_root: bool | None = None,
     ) -> bool:
-        """Save a step, then remove older steps that are not kept and what incomplete saves left. Collective.
+        """Save a step, then remove older steps that are not kept, and files of incomplete saves. Collective.
 
-        A step that a signal asked for goes to the root, whatever `Tiers.root_every` is. Where a step was
-        skipped because an earlier save was under way, the next step goes.
+        A step that is saved because of a signal goes to the root, for any `Tiers.root_every`. If a step was
+        skipped because an earlier save was not finished, the next step goes to its destinations.
 
         Args:
             step: its number.
-            state: what to save.
-            metrics: numbers that say how good the step is, for `KeepBest` and `megackpt ls`. Those of rank 0
-                count; all ranks give some, or none does.
+            state: the sharded state dict, as for `megackpt.save`.
+            metrics: numbers that say how good the step is, for `KeepBest` and `megackpt ls`. The values of
+                rank 0 are used; either all ranks pass metrics or none does.
             content_metadata: as for `megackpt.save`.
             sharded_strategy: as for `megackpt.save`, for the root; tiers have the native format.
-            to_root: whether the step goes to the root; None: as `Tiers.root_every` says. Give True for the
+            to_root: whether the step goes to the root; None: as `Tiers.root_every` says. Pass True for the
                 last step of a run.
 
         Returns:
-            Whether the step is saved or, with async_save, being saved. False if on_error="warn" and the save
-            failed; with `AsyncOptions.when_busy="skip"` while an earlier save is under way (unless
-            `exit_requested`); or if neither the root nor a tier takes this step.
+            Whether the step is saved or, with async_save, being saved. False in three cases: the save failed
+            with on_error="warn"; an earlier save is not finished and `AsyncOptions.when_busy` is "skip"
+            (unless `exit_requested`); neither the root nor a tier takes this step.
 
         Raises:
-            CheckpointError: as `megackpt.save`; older steps are untouched. With on_error="warn", not if the
-                store rejected the save, or the step was found damaged.
+            CheckpointError: as `megackpt.save`; older steps do not change. With on_error="warn", not if the
+                store rejected the save, or the step is damaged.
         """
         step = checked_step(step)
         group = self._ranks(self._save_options.timeout_s)
@@ -302,8 +302,8 @@ class Checkpointer(Run):
     ) -> None:
         """Prepare the first asynchronous save of a state, so that it takes no longer than others. Collective.
 
-        It is planned, the memory for its copy is made, and the writer processes are waited for. Nothing is
-        written. Without async_save nothing is done.
+        Plans the save, allocates the memory for its copy, and waits for the writer processes. Writes nothing.
+        Does nothing without async_save.
 
         Raises:
             CheckpointError: as `save` does before anything is written.
@@ -313,19 +313,19 @@ class Checkpointer(Run):
             self._async_saving.warm_up(self._request(state, content_metadata, sharded_strategy, group), group)
 
     def wait_staged(self) -> None:
-        """Return when the state that was saved may change. Local.
+        """Wait until the saved state may change. Local.
 
-        It returns at once, unless `AsyncOptions.stage_in_background` is set: then call it before
-        `optimizer.step()`.
+        With `AsyncOptions.stage_in_background`, call it before `optimizer.step()`. Otherwise it returns at
+        once.
         """
         if self._async_saving is not None:
             self._async_saving.wait_staged()
 
     def poll(self) -> bool:
-        """Return whether an asynchronous save is under way on this rank. Local.
+        """Return whether an asynchronous save is pending on this rank. Local.
 
         Raises:
-            CheckpointError: a save has failed; older steps are untouched. on_error decides which errors are
+            CheckpointError: a save has failed; older steps do not change. on_error decides which errors are
                 raised, as for `save`.
         """
         if self._async_saving is not None:
@@ -347,7 +347,7 @@ class Checkpointer(Run):
         return for_a_writer(request) if self.async_save else request
 
     def wait(self) -> None:
-        """Return when no save is under way any more: all are committed, or have failed. Local.
+        """Wait until every save is committed or has failed. Local.
 
         Raises:
             CheckpointError: a save has failed; older steps are untouched. on_error decides which errors are
@@ -358,7 +358,7 @@ class Checkpointer(Run):
 
     @property
     def is_saving(self) -> bool:
-        """Whether an asynchronous save is under way on this rank. Local."""
+        """Whether an asynchronous save is pending on this rank. Local."""
         return self._async_saving is not None and self._async_saving.is_busy
 
     def load(
@@ -370,13 +370,13 @@ class Checkpointer(Run):
     ) -> StateDict:
         """Load a step. Collective.
 
-        "latest" and None mean the newest committed step that rank 0 finds. With tiers, it is the newest step
-        that is complete over all nodes and the root: a damaged or incomplete one is skipped with a warning.
-        Without tiers, a damaged step is skipped only with `LoadOptions(on_corrupt="fallback")`. A step that
-        is asked for by its number is never replaced by another. `last_load` tells what was used.
+        "latest" and None mean the newest committed step that rank 0 finds. With tiers, they mean the newest
+        step that is complete over all nodes and the root; a damaged or incomplete step is skipped with a
+        warning. Without tiers, a damaged step is skipped only with `LoadOptions(on_corrupt="fallback")`. If
+        step is a number, no other step is loaded. `last_load` has the step that was used.
 
         Args:
-            state: what to load, as for `megackpt.load`.
+            state: the request, as for `megackpt.load`.
             step: the number of a step, "latest" or None.
             strict: as for `megackpt.load`.
 
@@ -385,7 +385,7 @@ class Checkpointer(Run):
 
         Raises:
             DeclarationError: step is neither a number nor "latest".
-            NotACheckpointError: there is no committed step, or not the one asked for.
+            NotACheckpointError: there is no committed step, or the given step is not committed.
             CheckpointError: as `megackpt.load`.
         """
         if isinstance(step, str) and step != "latest":
@@ -400,21 +400,20 @@ class Checkpointer(Run):
     def find_latest(self) -> int | None:
         """Return the step that `load` would take, the same on all ranks; None if there is none. Collective.
 
-        Waits for saves that are under way. Without tiers it is the newest committed step that rank 0 finds,
-        and a newer incomplete step is a warning. With tiers it is the newest step of which every byte is
-        stored.
+        Waits for pending saves. Without tiers, the step is the newest committed one that rank 0 finds; a
+        newer incomplete step is a warning. With tiers, it is the newest step of which every byte is stored.
 
         Raises:
-            CheckpointError: a save under way failed.
+            CheckpointError: a pending save failed.
         """
         self.wait()
         return self._loading.find_latest(self._ranks(self._load_options.timeout_s))
 
     def close(self) -> None:
-        """Wait for saves that are under way, end the writer process, and restore the handlers of signals.
+        """Wait for pending saves, end the writer process, and restore the handlers of signals.
 
-        Collective, if anything was saved asynchronously. If signals are watched, call it in the main thread.
-        The checkpointer can be used again, but then watches no signals.
+        Collective, if anything was saved asynchronously. If the schedule has signals, call it in the main
+        thread. The checkpointer can be used again, but no longer handles signals.
 
         Raises:
             CheckpointError: a save under way failed.
@@ -426,7 +425,7 @@ class Checkpointer(Run):
             self._signals.close()
 
     def _ranks(self, timeout_s: float) -> Group:
-        """Return the group; at the first call compare the arguments of all ranks. Collective."""
+        """Return the group. The first call compares the arguments of all ranks. Collective."""
         group = self._groups.world or world_group(timeout_s=timeout_s)
         if not self._is_compared:
             self._settings.compare(group)

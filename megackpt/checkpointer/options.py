@@ -26,8 +26,8 @@ class KeepBest:
     steps with equal values, the newer is better.
 
     Attributes:
-        metric: its name.
-        n: how many steps.
+        metric: the name of the metric.
+        n: how many steps stay.
         mode: `min` if small values are good, `max` if large ones are.
     """
 
@@ -43,7 +43,7 @@ class KeepBest:
             raise DeclarationError(f"KeepBest(mode={self.mode!r}): give 'min' or 'max'.")
 
     def best_of(self, metrics: Mapping[int, Mapping[str, float]]) -> tuple[int, ...]:
-        """Return the best steps of those whose metrics are given, the best first."""
+        """Return the best steps, the best first. metrics has the metrics of each step."""
         sign = 1 if self.mode == "min" else -1
         finite = {
             step: values[self.metric]
@@ -55,13 +55,13 @@ class KeepBest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Retention:
-    """Which steps stay: those that any of the fields asks for; all steps if no field is given.
+    """Which steps stay: those that any of the fields keeps; all steps if no field is given.
 
     The newest step and pinned steps always stay.
 
     Attributes:
         keep_last: the number of newest steps that stay.
-        keep_every: steps that this number divides stay.
+        keep_every: multiples of this number stay.
         keep_best: the best steps by a metric stay.
     """
 
@@ -89,15 +89,15 @@ class Retention:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SaveSchedule:
-    """When `Checkpointer.should_save` returns True: whichever of the fields comes first.
+    """When a save is due: at whichever of the fields comes first.
 
     Attributes:
         steps: at each multiple of this number of steps.
         seconds: when this time has passed since the last save, by rank 0's clock.
         signals: when any rank has received one of these signals, as `(signal.SIGTERM, signal.SIGUSR1)`.
-            SIGUSR1 and SIGUSR2 ask for a save only; any other also sets `Checkpointer.exit_requested`.
-        agree_s: about how long it takes, in seconds of training, until all ranks know of a signal or that
-            the time has come.
+            SIGUSR1 and SIGUSR2 only cause a save; any other also sets `Checkpointer.exit_requested`.
+        agree_s: about how many seconds of training pass until all ranks know of a signal, or that a save is
+            due by time.
     """
 
     steps: int | None = None
@@ -120,11 +120,11 @@ class Tier:
 
     Attributes:
         path: a directory with the same path on every node; `{node}` in it stands for the node's name.
-        every: steps that are multiples of it are saved here.
-        keep_last: how many steps stay; while the next is written there is one more.
-        replication_factor: how many nodes have each byte. 1 survives the death of processes, 2 the loss of a
-            node. With fewer nodes, every node has it.
-        jump: how many nodes further the next copy is; choose it so that they fail independently.
+        every: multiples of this step number are saved here.
+        keep_last: how many steps stay; while the next step is written, it is there in addition.
+        replication_factor: how many nodes have each byte. With 1 a step survives the death of processes, with
+            2 the loss of a node. With fewer nodes, every node has each byte.
+        jump: the distance, in nodes, to the next copy. Choose it so that both nodes fail independently.
     """
 
     kind: ClassVar[str] = "tier"
@@ -151,7 +151,7 @@ class Tier:
 class MemoryTier(Tier):
     """A directory in the memory of each node, such as `/dev/shm/run`.
 
-    Steps there survive the death of processes and, with a replication_factor above 1, the loss of a node, but
+    Its steps survive the death of processes and, with a replication_factor above 1, the loss of a node, but
     not of all nodes.
 
     >>> MemoryTier("/dev/shm/run", every=10).replication_factor
@@ -163,19 +163,19 @@ class MemoryTier(Tier):
 
 @dataclass(frozen=True, slots=True)
 class LocalTier(Tier):
-    """A directory on a disk of each node. Steps there survive a loss of power if the node comes back."""
+    """A directory on a disk of each node. Its steps survive a loss of power if the node comes back."""
 
     kind: ClassVar[str] = "local disk"
 
 
 @dataclass(frozen=True, slots=True)
 class Tiers:
-    """Storage of the nodes, where steps are kept besides the root. See docs/tiers.md.
+    """Storage of the nodes for steps, in addition to the root. See docs/tiers.md.
 
     Attributes:
-        tiers: `MemoryTier`s and `LocalTier`s, each with a directory of its own. Of tiers that have the same
+        tiers: `MemoryTier`s and `LocalTier`s, each with its own directory. If several tiers have the same
             step, a load takes the first.
-        root_every: steps that are multiples of it go to the root; other steps go into tiers only.
+        root_every: multiples of this step number go to the root; other steps go into tiers only.
         node: name or number of this rank's node. None: groups of LOCAL_WORLD_SIZE ranks share a node, as
             torchrun places them; without that variable, ranks with the same host name.
 
@@ -199,7 +199,7 @@ class Tiers:
         paths = [absolute_path(tier.path) for tier in tiers]
         twice = next((path for path in paths if paths.count(path) > 1), None)
         if twice is not None:
-            raise DeclarationError(f"Two tiers are in {twice}. Give each a directory of its own.")
+            raise DeclarationError(f"Two tiers are in {twice}. Give each its own directory.")
         check_count(
             "Tiers.root_every",
             self.root_every,
@@ -235,7 +235,7 @@ class Groups:
 
 
 def retention_of(retention: Retention | None, keep_last: int | None) -> Retention:
-    """Return the retention that `Checkpointer(retention=..., keep_last=...)` asks for.
+    """Return the retention of `Checkpointer(retention=..., keep_last=...)`.
 
     Raises:
         DeclarationError: both are given, or one is of the wrong type.
@@ -250,7 +250,7 @@ def retention_of(retention: Retention | None, keep_last: int | None) -> Retentio
 
 
 def schedule_of(schedule: SaveSchedule | None, save_interval: int | None) -> SaveSchedule:
-    """Return the schedule that `Checkpointer(schedule=..., save_interval=...)` asks for.
+    """Return the schedule of `Checkpointer(schedule=..., save_interval=...)`.
 
     Raises:
         DeclarationError: both are given, or one is of the wrong type.
@@ -270,13 +270,13 @@ def _both_given_error(
     """Return the error of an argument that is short for a field of another one, which is given as well."""
     kind = type(value).__name__
     return DeclarationError(
-        f"{short}={number} is given besides {name}={value}. {short} is short for a {kind} with nothing else: "
-        f"write {kind}({field}={number}, ...)."
+        f"{short}={number} and {name}={value} are both given. {short} is short for a {kind} with nothing "
+        f"else: write {kind}({field}={number}, ...)."
     )
 
 
 def tiers_of(tiers: Sequence[Tier] | Tiers) -> Tiers:
-    """Return the tiers that `Checkpointer(tiers=...)` asks for: a list is short for `Tiers(list)`.
+    """Return the tiers of `Checkpointer(tiers=...)`; a list is short for `Tiers(list)`.
 
     Raises:
         DeclarationError: as `Tiers`.
@@ -313,10 +313,10 @@ def options_of(
 
 
 def groups_of(group: Group | Groups | None) -> Groups:
-    """Return the groups that `Checkpointer(group=...)` asks for: a group is short for `Groups(world=group)`.
+    """Return the groups of `Checkpointer(group=...)`; a group is short for `Groups(world=group)`.
 
     Raises:
-        DeclarationError: it is neither.
+        DeclarationError: the argument is neither a group nor `Groups`.
     """
     if isinstance(group, Groups):
         return group

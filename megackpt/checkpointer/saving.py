@@ -31,10 +31,10 @@ log = logging.getLogger(__name__)
 OnError = Literal["raise", "warn"]
 
 TOLERATED_ERRORS = (StorageError, IntegrityError, WriterFailedError)
-"""Errors that on_error="warn" turns into warnings: those of the store, and of processes that are restarted.
+"""Errors that on_error="warn" turns into warnings: errors of the store, and of processes that are restarted.
 
-Other errors are raised even so. A mistake of the caller, or an error in a user's strategy, would be repeated
-by every later save; and the connections of a lost rank do not recover.
+Other errors are raised in any case: a mistake of the caller, or an error in a user's strategy, would recur in
+every later save, and the connections of a lost rank do not recover.
 """
 
 
@@ -58,7 +58,7 @@ class SaveFailures:
         return SaveAttempt(self, what, rank)
 
     def handle(self, what: str, error: CheckpointError, *, rank: int) -> bool:
-        """Count an error, once if it passes several blocks. Return whether it is only a warning."""
+        """Count an error, only once even if it passes several blocks. Return whether it is only a warning."""
         if self._last is not None and self._last() is error:
             return False
         self._last = weakref.ref(error)
@@ -107,10 +107,10 @@ class RootSaving:
 
     Attributes:
         directories: the step directories under the root.
-        cleanup: what is done after a commit or a failure.
+        cleanup: removes files after a commit or a failure.
         failures: counts failed saves.
-        options: of the saves.
-        verify: how every byte is read again after a commit; None: it is not.
+        options: options of the saves.
+        verify: how to verify every byte after a commit; None: no verification.
     """
 
     directories: StepDirectories
@@ -176,7 +176,7 @@ class RootSaving:
         run_on_all_ranks(group, clean_up_after_commit, doing=work_after_commit(damages))
 
     def clean_up(self, step: int, group: Group) -> None:
-        """Remove on rank 0 what belongs to a step whose save failed. Local."""
+        """Remove on rank 0 the files of a step whose save failed. Local."""
         if group.rank == 0:
             self.cleanup.after_failure(step)
 
@@ -194,11 +194,11 @@ class RootSaving:
             )
 
     def store_metrics(self, step: int, metrics: Mapping[str, SupportsFloat] | None, group: Group) -> None:
-        """Store metrics before the commit, so that no committed step lacks its own. Collective."""
+        """Store metrics before the commit, so that every committed step has its metrics. Collective."""
         root = self.directories.root
         if metrics is None:
-            # Metrics of an earlier save of this step are removed without asking the other ranks, which needs
-            # no synchronisation; an error here is none of this save.
+            # Metrics of an earlier save of this step are removed without synchronisation with other ranks. An
+            # error here is not an error of this save.
             with contextlib.suppress(OSError):
                 if group.rank == 0:
                     remove_metrics(root, step)

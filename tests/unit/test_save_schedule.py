@@ -208,11 +208,11 @@ def test_signals_that_cannot_be_watched_leave_all_handlers_as_they_were(tmp_path
         ({"save_interval": 2.5}, "save_interval is 2.5"),
         (
             {"save_interval": 2, "schedule": SaveSchedule(seconds=9)},
-            r"save_interval=2 is given besides schedule=.*write SaveSchedule\(steps=2, \.\.\.\)",
+            r"save_interval=2 and schedule=.* are both given.*write SaveSchedule\(steps=2, \.\.\.\)",
         ),
         (
             {"keep_last": 2, "retention": Retention(keep_every=9)},
-            r"keep_last=2 is given besides retention=.*write Retention\(keep_last=2, \.\.\.\)",
+            r"keep_last=2 and retention=.* are both given.*write Retention\(keep_last=2, \.\.\.\)",
         ),
         ({"on_error": "ignore"}, "on_error='ignore'"),
         ({"timeout_s": 0.0}, "timeout_s is 0.0"),
