@@ -28,12 +28,12 @@ class AsyncSaving:
     """Saves steps into tiers and a root with a writer process of each rank.
 
     Args:
-        root_saving: how steps are saved into the root.
-        tiers: those of the run.
-        options: of the writer process.
+        root_saving: saves steps into the root.
+        tiers: the tiers of the run.
+        options: options of the writer process.
         objects: options of the object store, if the root is a URL.
         store: the root, pickled, if it is neither a path nor a URL.
-        hook: for tests: what stands between writer processes and their stores.
+        hook: for tests: wraps the stores of writer processes.
 
     Attributes:
         saver: stages and writes; None after `close`, until the next save.
@@ -61,7 +61,7 @@ class AsyncSaving:
 
     @property
     def is_busy(self) -> bool:
-        """Whether a save is under way on this rank."""
+        """Whether a save is pending on this rank."""
         return self.saver is not None and self.saver.is_busy
 
     def save(
@@ -72,13 +72,13 @@ class AsyncSaving:
         metrics: Mapping[str, SupportsFloat] | None,
         group: Group,
     ) -> bool:
-        """Begin to save a step; return whether a save is under way. Collective, after `may_save`.
+        """Begin to save a step; return whether a save is pending. Collective, after `may_save`.
 
         Tiers come first: an error of the root must not keep the step out of them.
 
         Raises:
-            CheckpointError: the same on every rank: the save has failed already, and the error is not
-                tolerated.
+            CheckpointError: the save has already failed, and the error is not tolerated; the same on every
+                rank.
         """
         earlier, self._step = self._last_save(), step
         destinations = list(destinations_in_tiers(self._tiers, to.tiers, step, request, group))
@@ -90,7 +90,7 @@ class AsyncSaving:
         return False  # a tolerated error
 
     def warm_up(self, request: SaveRequest, group: Group) -> None:
-        """Do what a first save would do except copying. Collective."""
+        """Do everything that a first save does, except the copy. Collective."""
         self.wait()
         requests = [request]
         if len(self._tiers):
@@ -100,7 +100,7 @@ class AsyncSaving:
             self._started_saver().warm_up(request_in_format, group, self._root_saving.options)
 
     def wait_staged(self) -> None:
-        """Return when the state that was saved may change. Local."""
+        """Wait until the saved state may change. Local."""
         if self.saver is not None:
             self.saver.wait_staged()
 
@@ -111,7 +111,7 @@ class AsyncSaving:
                 self.saver.poll()
 
     def wait(self) -> None:
-        """Return when no save is under way; raise errors as `poll` does. Local."""
+        """Wait until no save is pending; raise errors as `poll` does. Local."""
         if self.saver is not None:
             with self._last_save():
                 self.saver.wait()
@@ -124,10 +124,10 @@ class AsyncSaving:
                 saver.close()
 
     def may_save(self, group: Group, *, is_last: bool = False) -> bool:
-        """Wait for earlier saves as the options say; return whether the next save is to be made. Collective.
+        """Wait for earlier saves as the options say; return whether to make the next save. Collective.
 
-        With is_last, the last save of a run, it always is. Ranks synchronise here only if saves may be
-        skipped; otherwise the next save looks for errors of earlier ones.
+        With is_last, for the last save of a run, it returns True. Ranks synchronise here only if saves may be
+        skipped; otherwise the next save finds errors of earlier ones.
 
         Raises:
             CheckpointError: an earlier save has failed, and the error is not tolerated.
@@ -186,13 +186,13 @@ def _check_visible(root_saving: RootSaving, step: int) -> None:
     """Check that this process sees the step that the writer process committed.
 
     Raises:
-        StorageError: the writer's copy of the store does not write what this process reads.
+        StorageError: the writer's copy of the store writes to other files than this process reads.
     """
     if not root_saving.directories.committed([step_name(step)]):
         where = root_saving.directories.location
         raise StorageError(
-            f"{where}: the writer process has committed step {step} with its copy of this store, and this "
-            f"process does not see it. A store for asynchronous saves must reach the same files after it was "
-            f"pickled; one that keeps files in the memory of a process does not.",
+            f"{where}: the writer process has committed step {step} with its copy of this store, but this "
+            f"process does not see it. A pickled copy of a store for asynchronous saves must reach the same "
+            f"files; the copy of a store in the memory of a process does not.",
             path=where,
         )

@@ -55,7 +55,7 @@ class Checkpointer(Run):
     """Saves and loads numbered steps under a root, `iter_0000100` for step 100.
 
     Saving, loading, finding and `should_save` are collective over the group. A step that is not committed is
-    never loaded. The files of an incomplete save are removed after the commit of the same step or a newer one.
+    never loaded. After the commit of this step or a newer one, the files of incomplete saves are removed.
 
     All ranks must pass equal arguments. In the first collective call ranks compare their arguments. If they
     differ, all ranks raise the same `DeclarationError`.
@@ -237,7 +237,7 @@ class Checkpointer(Run):
 
     @property
     def exit_requested(self) -> bool:
-        """Whether the run should end after the save, because of a signal; equal on all ranks after `should_save`."""
+        """Whether a signal asks to end the run after the save; equal on all ranks after `should_save`."""
         return self._trigger.exit_signal is not None
 
     @property

@@ -25,12 +25,12 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SkippedStep:
-    """A step that was not loaded although it is newer than the one that was.
+    """A step that was not loaded although it is newer than the loaded step.
 
     Attributes:
         step: its number.
-        where: the tier or root it lies in.
-        why: what is wrong with it, in words.
+        where: the tier or root that has it.
+        why: the reason, as text.
     """
 
     step: int
@@ -43,14 +43,14 @@ class SkippedStep:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LastLoad:
-    """What the last load of a `Checkpointer` has used.
+    """The step that the last load of a `Checkpointer` used.
 
     Attributes:
         step: the step.
-        where: the tier or root it came from.
-        skipped: newer steps, or the same ones elsewhere, that were not used; newest first.
-        damaged: copies of files that were not used because they are damaged, with the node they are on.
-        report: the load report of this rank; None of a `Checkpointer` with tiers.
+        where: the tier or root that it was loaded from.
+        skipped: newer steps, or the same step in other places, that were not used; newest first.
+        damaged: damaged copies of files, which were not used, with their nodes.
+        report: the load report of this rank; None for a `Checkpointer` with tiers.
     """
 
     step: int
@@ -66,7 +66,7 @@ class StepLoading(Protocol):
     def load(
         self, state: ShardedStateDict, step: int | None, strict: ReturnsState, group: Group
     ) -> tuple[StateDict, LastLoad]:
-        """Load a step, or for None the newest that can be loaded; return also what was used. Collective.
+        """Load a step, or for None the newest that can be loaded; also return which was used. Collective.
 
         Raises:
             NotACheckpointError: there is no committed step, or not the one asked for.
@@ -74,7 +74,7 @@ class StepLoading(Protocol):
         """
 
     def find_latest(self, group: Group) -> int | None:
-        """Return the step that a load of the newest uses, None if there is none. Collective."""
+        """Return the step that a load of the newest step uses; None if there is none. Collective."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,8 +83,8 @@ class RootLoading:
 
     Attributes:
         directories: the step directories under the root.
-        options: of the loads.
-        exchange_group: of the loads.
+        options: options of the loads.
+        exchange_group: exchange group of the loads.
     """
 
     directories: StepDirectories
@@ -137,13 +137,13 @@ class RootLoading:
             )
 
     def find_latest(self, group: Group) -> int | None:
-        """Return the newest committed step as rank 0 sees it. Collective."""
+        """Return the newest committed step that rank 0 finds. Collective."""
         return _answer_of_rank_0(
             group, lambda: newest_step(self.directories), doing="looking for the newest checkpoint"
         )
 
     def _find_older(self, step: int, group: Group) -> int | None:
-        """Return the newest committed step before another, as rank 0 sees it. Collective."""
+        """Return the newest committed step before another that rank 0 finds. Collective."""
         return _answer_of_rank_0(
             group,
             lambda: max((s for s in scan(self.directories).committed if s < step), default=None),
@@ -167,7 +167,7 @@ def with_copies_of_step(options: LoadOptions, name: str) -> LoadOptions:
 
 
 def _error_of_all(failures: Sequence[tuple[int, CheckpointError]]) -> CheckpointError:
-    """Return an error that names all steps, of the class and with the fields of the newest step's error."""
+    """Return an error that names all steps. Its class and fields are those of the newest step's error."""
     newest = failures[0][1]
     steps = ", ".join(str(step) for step, _ in failures)
     text = f"None of the steps {steps} can be loaded. Of the newest: {newest}"

@@ -1,7 +1,7 @@
-"""Which steps of a run stay, and what is done after a commit or a failed save.
+"""Which steps of a run stay, and the removal of others after a commit or a failed save.
 
-The order of these actions is such that a crash at any moment leaves every step that should stay. Everything
-here is local, and for one process at a time: rank 0, or a command.
+The order of these actions ensures that after a crash at any moment every step that should stay exists. All
+functions are local, and for one process at a time: rank 0, or a command.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class RetentionDecision:
     """Which committed steps stay and which are removed.
 
     Attributes:
-        kept: the reasons of each step that stays, by step, ascending.
+        kept: by step, ascending, the reasons why it stays.
         removed: steps to remove, ascending.
     """
 
@@ -60,8 +60,8 @@ def decide(
 ) -> RetentionDecision:
     """Decide which committed steps stay. Pure.
 
-    Besides those that `retention` asks for, the newest step stays, pinned steps, and the steps in `good`: the
-    one that was committed just now, or the newest one that is known to be undamaged.
+    The steps that `retention` keeps stay, the newest step, pinned steps, and the steps in `good`: the step
+    that was just committed, or the newest step that is known to be undamaged.
 
     >>> decide(Retention(keep_last=1, keep_every=100), [50, 100, 150, 200, 250], pinned={50}).removed
     (150,)
@@ -109,14 +109,14 @@ class Removals:
     incomplete: tuple[int, ...]
 
     def without(self, steps: Collection[int]) -> Removals:
-        """Return the removals that are left if these steps are not removed."""
+        """Return the same removals without these steps."""
         removed = tuple(step for step in self.retention.removed if step not in steps)
         incomplete = tuple(step for step in self.incomplete if step not in steps)
         return Removals(retention=replace(self.retention, removed=removed), incomplete=incomplete)
 
 
 class Cleanup:
-    """What is done below a root after commits and failed saves. Local; one process at a time."""
+    """Removes steps and leftovers of a root after commits and failed saves. Local; one process at a time."""
 
     def __init__(
         self,
@@ -133,15 +133,15 @@ class Cleanup:
     def after_commit(self, step: int, damages: Sequence[Damage] | None = None) -> None:
         """Write the tracker, and remove steps that are not kept.
 
-        What cannot be written or removed now is tried again after the next save, with a warning: the step is
-        saved.
+        The step is saved: if a write or removal fails, a warning is logged, and it is tried again after the
+        next save.
 
         Args:
             step: the step that was committed.
-            damages: what ranks found when they verified the step; None if it was not verified.
+            damages: the damage that ranks found when they verified the step; None if it was not verified.
 
         Raises:
-            IntegrityError: the step is damaged. It is removed, if the store permits, and no other step is.
+            IntegrityError: the step is damaged. Only this step is removed, if the store permits.
         """
         self._metrics.pop(step, None)
         if damages:
@@ -152,14 +152,14 @@ class Cleanup:
             self.remove(removals, steps, upto=step)
 
     def after_failure(self, step: int) -> None:
-        """Remove what belongs to a step whose save failed and has removed its files."""
+        """Remove the metrics and the directory of a step whose save failed and has removed its files."""
         with contextlib.suppress(OSError):
             if not self._directories.committed([step_name(step)]):
                 remove_metrics(self._directories.root, step)
             self._directories.prune(step_name(step))
 
     def plan(self, steps: StepList, *, upto: int, good: Iterable[int]) -> Removals:
-        """Decide what to remove: not the steps in good, and incomplete steps only up to `upto`."""
+        """Decide which steps to remove: not those in good, and incomplete steps only up to `upto`."""
         pinned = read_pins(self._directories.root)
         metrics = self._metrics_of(steps.committed) if self._retention.keep_best is not None else {}
         return Removals(
@@ -170,10 +170,10 @@ class Cleanup:
         )
 
     def being_saved(self, removals: Removals, *, within_s: float) -> frozenset[int]:
-        """Return the steps that a job may be saving now: something was written there in the last seconds.
+        """Return the steps that a job may be saving now, because a file was written in the last seconds.
 
-        A committed step is among them only if it also has files that its commit does not name. Where a store
-        has no times of its files, no step is.
+        A committed step is among them only if it also has files that its commit does not name. If the store
+        has no times of files, the result is empty.
         """
         busy = {step for step in removals.incomplete if self._was_written(step, within_s)}
         for step in removals.retention.removed:
@@ -187,13 +187,13 @@ class Cleanup:
         return idle_s is not None and idle_s < within_s
 
     def remove(self, removals: Removals, steps: StepList, *, upto: int) -> tuple[int, ...]:
-        """Remove steps, unless they were pinned meanwhile; return those that are gone.
+        """Remove steps, unless they were pinned meanwhile; return those that no longer exist.
 
-        Their metrics are removed with them, and metrics before upto whose steps do not exist: saves that were
-        cut short before they wrote anything else left them.
+        Their metrics are removed with them. Metrics before upto whose steps do not exist are also removed:
+        they are left over from saves that were interrupted before they wrote anything else.
 
         Args:
-            removals: what to remove.
+            removals: the steps to remove.
             steps: the steps that existed before.
             upto: see above.
         """
@@ -207,7 +207,7 @@ class Cleanup:
         return gone
 
     def _remove(self, step: int) -> bool:
-        """Remove a step; return whether it is gone."""
+        """Remove a step; return whether it no longer exists."""
         is_gone = False
         with _storage_errors_logged(f"removing step {step}"):
             if not is_pinned(self._directories.root, step):
@@ -251,10 +251,10 @@ class Cleanup:
             self._directories.remove(step_name(step))
             self._update_tracker()
         raise IntegrityError(
-            f"{where} is damaged right after it was saved, so it is removed again, and older steps stay:\n"
+            f"{where} is damaged right after it was saved. The step is removed, and older steps stay:\n"
             f"{truncated_list([str(damage) for damage in damages])}\n"
-            f"The bytes that were read are not those that were written: look at the disk or mount, at the "
-            f"memory of the machines that wrote, and at their logs.",
+            f"The bytes read differ from the bytes written. Check the disk or mount, the memory of the "
+            f"machines that wrote them, and their logs.",
             key=damages[0].key,
             path=f"{where}/{damages[0].file}" if damages[0].file else where,
         )

@@ -1,7 +1,7 @@
-"""What lies below the root of a run: its steps, and small files of the run about them.
+"""The files below the root of a run: its steps, and small files about them.
 
-The files are written next to the steps, so that formats need not know of them. Those of one kind share a
-prefix, so that one listing finds all of them.
+The small files are next to the steps, so formats need not know of them. Files of one kind share a prefix, so
+one listing finds all of them.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ class StepList:
 
     Attributes:
         committed: steps that can be loaded.
-        incomplete: steps whose save or removal did not finish. Directories that contain anything else than
-            files of a save are not among them.
+        incomplete: steps whose save or removal did not finish. A directory with other files than those of a
+            save is not among them.
     """
 
     committed: tuple[int, ...]
@@ -72,8 +72,8 @@ def newest_step(directories: StepDirectories) -> int | None:
     return newest
 
 
-# Metrics of steps: `.megackpt/metrics/iter_0000100.json`. They are written before the step is committed, so
-# that every committed step that was given metrics has them, also after a restart.
+# Metrics of steps: `.megackpt/metrics/iter_0000100.json`. They are written before the step is committed. So
+# every committed step that was saved with metrics has them, also after a restart.
 
 
 def checked_metrics(metrics: Mapping[str, SupportsFloat]) -> dict[str, float]:
@@ -98,14 +98,14 @@ def checked_metrics(metrics: Mapping[str, SupportsFloat]) -> dict[str, float]:
 
 def write_metrics(root: Store, step: int, metrics: Mapping[str, float]) -> None:
     """Store the metrics of a step durably, in place of earlier ones."""
-    # JSON has no NaN and no infinity. Neither is ever the best, but it is kept that the value was so.
+    # JSON has no NaN and no infinity: they are stored as text. They are never the best.
     plain = {name: value if math.isfinite(value) else str(value) for name, value in metrics.items()}
     root.create()
     root.replace(_metrics_file(step), json.dumps(plain, sort_keys=True).encode())
 
 
 def read_metrics(root: Store, step: int) -> dict[str, float]:
-    """Return the metrics of a step; none if there are none, or if they are damaged."""
+    """Return the metrics of a step; an empty dict if there are none, or if they are damaged."""
     if not root.exists(_metrics_file(step)):
         return {}
     try:
@@ -131,8 +131,8 @@ def _metrics_file(step: int) -> str:
     return f"{_METRICS}{step_name(step)}.json"
 
 
-# Pins: `.megackpt/pins/iter_0000100`. A pin is there or not, whatever the file contains, so a crash cannot
-# leave an incomplete one.
+# Pins: `.megackpt/pins/iter_0000100`. A pin is the presence of this file, with any content. So a crash cannot
+# leave an incomplete pin.
 
 
 def read_pins(root: Store) -> frozenset[int]:
@@ -162,8 +162,8 @@ def _pin_file(step: int) -> str:
     return f"{_PINS}{step_name(step)}"
 
 
-# The tracker: the newest committed step, for scripts and for Megatron-LM. It is written after a commit and
-# never read here, since only commits count.
+# The tracker: the newest committed step, for scripts and for Megatron-LM. It is written after a commit, and
+# megackpt never reads it, because only commits count.
 
 
 def write_tracker(root: Store, newest: int | None) -> None:

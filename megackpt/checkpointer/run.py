@@ -1,4 +1,4 @@
-"""The steps of a run, without ranks: for anybody to look at, also while a job is running."""
+"""The steps of a run, without ranks: any process can read them, also while a job is running."""
 
 from __future__ import annotations
 
@@ -51,11 +51,11 @@ class Run:
         self.root: Path | str = Path(location) if is_path else location
 
     def location(self, step: int) -> str:
-        """Return the path or URL where a step is or would be."""
+        """Return the path or URL of a step, even if the step does not exist."""
         return f"{self._directories.location}/{step_name(checked_step(step))}"
 
     def directory(self, step: int) -> Path:
-        """Return the directory where a step is or would be.
+        """Return the directory of a step, even if the step does not exist.
 
         Raises:
             UnsupportedError: the root is a URL; see `location`.
@@ -83,22 +83,22 @@ class Run:
         """Protect a committed step from removal until `unpin`. One rank calls it.
 
         Raises:
-            NotACheckpointError: the step is not committed, or is being removed right now.
+            NotACheckpointError: the step is not committed, or another process is removing it.
             StorageError: the pin could not be written.
         """
         step = checked_step(step)
         self._check_committed(step)
         write_pin(self._directories.root, step)
         try:
-            self._check_committed(step)  # a removal that began before the pin was written goes on
+            self._check_committed(step)  # a removal that began before the pin was written continues
         except NotACheckpointError:
             remove_pin(self._directories.root, step)
             raise
 
     def unpin(self, step: int) -> None:
-        """Permit the removal of a step again, after the next save at the earliest. One rank calls it.
+        """Permit the next save to remove a step again. One rank calls it.
 
-        Nothing happens if the step is not pinned.
+        Does nothing if the step is not pinned.
         """
         remove_pin(self._directories.root, checked_step(step))
 
@@ -107,18 +107,18 @@ class Run:
         return tuple(sorted(read_pins(self._directories.root)))
 
     def metrics(self, step: int) -> dict[str, float]:
-        """Return the metrics that a step was saved with; an empty dict if it had none."""
+        """Return the metrics of a step; an empty dict if it was saved without metrics."""
         return read_metrics(self._directories.root, checked_step(step))
 
     def content_metadata(self, step: int) -> Any:
-        """Return the `content_metadata` that a step was saved with."""
+        """Return the `content_metadata` of a step."""
         with contextlib.closing(self._directories.open(step_name(checked_step(step)))) as store:
             return load_content_metadata(store, allow_unsafe_pickle=self._allow_unsafe_pickle)
 
     def _check_committed(self, step: int) -> None:
         if not self._directories.committed([step_name(step)]):
             raise NotACheckpointError(
-                f"{self.location(step)} is not committed, so it cannot be pinned. Committed are "
+                f"{self.location(step)} is not committed, so it cannot be pinned. The committed steps are "
                 f"{list(self.steps())}.",
                 path=self.location(step),
             )

@@ -1,7 +1,7 @@
-"""When a step is saved, and where to: the same answer on all ranks.
+"""When a step is saved, and to which destinations: the same answer on all ranks.
 
-Multiples of steps need no communication. Time and signals do: each rank sends 248 bytes to each other, about
-once a second, at a step that rank 0 chose in the last exchange.
+Multiples of steps need no communication. Time and signals need it: about once a second, each rank sends 248
+bytes to each other rank. Rank 0 chooses the step of the next exchange in the last exchange.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ _SAVE_ONLY_SIGNALS = (signal.SIGUSR1, signal.SIGUSR2)
 
 
 class SaveTrigger:
-    """Answers `should_save`, and remembers what was saved last and which signals all ranks know of.
+    """Decides whether a save is due. Has the step of the last save, and the signals that all ranks know of.
 
     Args:
         schedule: when to save.
-        signals: what this process has received.
-        clock: returns seconds; that of rank 0 counts.
+        signals: the signals that this process has received.
+        clock: returns seconds; only rank 0's is used.
     """
 
     def __init__(
@@ -47,12 +47,12 @@ class SaveTrigger:
 
     @property
     def exit_signal(self) -> int | None:
-        """The signal that asks to end after a save, once all ranks know of it."""
+        """The signal at which the run ends after a save, once all ranks know of it."""
         return self._exit_signal
 
     @property
     def is_signalled(self) -> bool:
-        """Whether a signal has asked for a save, and none was tried since; the same on all ranks."""
+        """Whether a save is due because of a signal, and none was tried since; the same on all ranks."""
         return self._is_signalled
 
     def should_save(self, step: int, group: Group) -> bool:
@@ -76,14 +76,14 @@ class SaveTrigger:
         return is_due
 
     def saved(self, step: int) -> None:
-        """Note that a save of a step was tried. Also if it failed, the next one is due after the interval."""
+        """Note that a save of a step was tried. Even if it failed, the next one is due after the interval."""
         self._restart_interval(step)
         for signum in self._signals.signals:
-            if not asks_to_exit(signum):  # the save of this step also answers what came during it
+            if not asks_to_exit(signum):  # the save of this step also covers signals that arrived during it
                 self._signals.clear(signum)
 
     def loaded(self, step: int) -> None:
-        """Note that training goes on from a step."""
+        """Note that training continues from a step."""
         self._restart_interval(step)
         self._next_exchange, self._last_exchange, self._steps_apart = 0, None, 1
 
@@ -92,7 +92,7 @@ class SaveTrigger:
         self._is_signalled = False
 
     def _exchange(self, step: int, group: Group) -> bool:
-        """Exchange time and signals with all ranks; return whether they ask for a save. Collective."""
+        """Exchange time and signals with all ranks; return whether a save is due. Collective."""
         signals = self._signals.signals
         settings = zlib.crc32(repr((self._schedule, signals)).encode())
 
@@ -109,7 +109,7 @@ class SaveTrigger:
         if not all(answers.equal):
             what = "the same schedule" if answers.equal[0] else "the same step"
             raise DeclarationError(
-                f"Ranks differ in what they ask should_save or maybe_save: give {what} on all of them, and "
+                f"Ranks call should_save or maybe_save differently: give {what} on all of them, and "
                 f"call it on all ranks at every step (this is rank {group.rank}, step {step}).",
                 rank=group.rank,
             )
@@ -125,7 +125,7 @@ class SaveTrigger:
         return bool(is_time or received)
 
     def _time_and_distance(self, step: int) -> tuple[int, int]:
-        """Return 1 if the time has come, else 0; and the number of steps until the next exchange."""
+        """Return 1 if a save is due by time, else 0; and the number of steps until the next exchange."""
         now, seconds = self._clock(), self._schedule.seconds
         is_time = int(seconds is not None and now - self._since_s >= seconds)
         if self._last_exchange is None:
@@ -141,7 +141,7 @@ class SaveTrigger:
 
 
 def passes_multiple(steps: int | None, *, step: int, since: int) -> bool:
-    """Return whether a multiple of `steps` is above since and at most step.
+    """Return whether a multiple of `steps` is greater than since and at most step.
 
     >>> passes_multiple(100, step=100, since=99), passes_multiple(100, step=199, since=100)
     (True, False)
@@ -150,14 +150,14 @@ def passes_multiple(steps: int | None, *, step: int, since: int) -> bool:
 
 
 def steps_until_exchange(*, steps_since: int, seconds_since: float, before: int, agree_s: float) -> int:
-    """Return the number of steps until the next exchange, so that it is about agree_s away.
+    """Return the number of steps until the next exchange, which should come after about agree_s.
 
-    The number at most doubles each time, so that a few fast steps do not put the next exchange far away.
+    The number at most doubles each time, so that a few fast steps do not delay the next exchange for long.
 
     Args:
         steps_since: steps since the last exchange.
         seconds_since: how long they took.
-        before: what this function returned at the last exchange.
+        before: the result of this function at the last exchange.
         agree_s: as in `SaveSchedule`.
 
     >>> steps_until_exchange(steps_since=8, seconds_since=0.2, before=8, agree_s=1.0)
@@ -171,15 +171,15 @@ def steps_until_exchange(*, steps_since: int, seconds_since: float, before: int,
 
 
 def asks_to_exit(signum: int) -> bool:
-    """Return whether a signal asks to end after the save: all but SIGUSR1 and SIGUSR2 do."""
+    """Return whether a run ends after the save of a signal: for all signals but SIGUSR1 and SIGUSR2."""
     return signum not in _SAVE_ONLY_SIGNALS
 
 
 class SignalWatch:
-    """Notes which of some signals this process has received, from construction to `close`.
+    """Records which of some signals this process has received, from construction to `close`.
 
-    A handler only sets a flag: what a save needs (locks, memory, other ranks) must not be touched in the
-    middle of anything. Handlers that were set before are called as well, except Python's own one for SIGINT,
+    A handler only sets a flag: at an arbitrary point of the program, a save could not use locks, memory or
+    other ranks. Handlers that were set before are called as well, except Python's own handler for SIGINT,
     which would end the process.
 
     Raises:
@@ -205,7 +205,7 @@ class SignalWatch:
                 ) from error
 
     def received(self) -> tuple[int, ...]:
-        """Return for each signal 1 if it was received and not cleared since, else 0."""
+        """Return 1 for each signal that was received and not cleared since, else 0."""
         return tuple(int(self._flags[signum]) for signum in self.signals)
 
     def clear(self, signum: int) -> None:
@@ -213,9 +213,9 @@ class SignalWatch:
         self._flags[signum] = False
 
     def close(self) -> None:
-        """Restore the earlier handlers, except where a later handler has replaced ours.
+        """Restore the earlier handlers, unless a later handler has replaced this one.
 
-        A later handler may still call ours, or restore it: then ours does what the earlier one does.
+        A later handler may still call this one, or restore it. Then this one does what the earlier one does.
         """
         self._is_closed = True
         for signum, handler in self._earlier_handlers.items():
@@ -236,7 +236,7 @@ class SignalWatch:
 
 @dataclass(frozen=True, slots=True)
 class Destinations:
-    """Where a step is saved. False if nowhere.
+    """The destinations of a step. False if there are none.
 
     Attributes:
         tiers: numbers of tiers, ascending.
@@ -251,7 +251,7 @@ class Destinations:
 
 
 class DestinationChoice:
-    """Chooses where steps are saved: the same on all ranks, since all skip the same steps. Local.
+    """Chooses the destinations of steps: the same on all ranks, because all skip the same steps. Local.
 
     >>> from megackpt import Tier
     >>> choice = DestinationChoice(Tiers([Tier("a", every=2)], root_every=4))
@@ -265,7 +265,7 @@ class DestinationChoice:
     def __init__(self, tiers: Tiers) -> None:
         self._root_every = tiers.root_every
         self._tiers = tiers.tiers
-        self._deferred = Destinations((), root=False)  # where a skipped step was to be saved
+        self._deferred = Destinations((), root=False)  # destinations of a skipped step
 
     @property
     def depends_on_step(self) -> bool:
@@ -273,12 +273,12 @@ class DestinationChoice:
         return bool(self._tiers) or self._root_every > 1
 
     def of(self, step: int, *, to_root: bool | None = None, is_signalled: bool = False) -> Destinations:
-        """Return where a step is saved.
+        """Return the destinations of a step.
 
         Args:
             step: its number.
-            to_root: whether it is saved to the root; None: if it is due there.
-            is_signalled: whether a signal has asked for it, which makes it due in the root.
+            to_root: whether it is saved to the root; None: only if it is due there.
+            is_signalled: whether it is saved because of a signal; then it is due in the root.
         """
         if to_root is None:
             to_root = step % self._root_every == 0 or is_signalled or self._deferred.root
@@ -286,11 +286,11 @@ class DestinationChoice:
         return Destinations(tuple(due), root=to_root)
 
     def skipped(self, destinations: Destinations) -> None:
-        """Note that a step was skipped: the next step is saved there instead."""
+        """Note that a step was skipped: the next step is saved to its destinations instead."""
         tiers = {*self._deferred.tiers, *destinations.tiers}
         self._deferred = Destinations(tuple(sorted(tiers)), root=self._deferred.root or destinations.root)
 
     def saved(self, destinations: Destinations) -> None:
-        """Note that a step is saved there."""
+        """Note that a step is saved to these destinations."""
         tiers = tuple(n for n in self._deferred.tiers if n not in destinations.tiers)
         self._deferred = Destinations(tiers, root=self._deferred.root and not destinations.root)

@@ -1,7 +1,7 @@
 """The arguments of a Checkpointer that must be equal on all ranks.
 
-Ranks compare them in their first collective call. A rank that alone saves asynchronously, into tiers, or at
-another interval would leave the others waiting, or remove steps that they keep.
+Ranks compare them in their first collective call. If only one rank saved asynchronously, into tiers, or at
+another interval, the others would wait for it, or it would remove steps that they keep.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ class RunSettings:
     load_options: LoadOptions
 
     def compare(self, group: Group) -> None:
-        """Raise an error if ranks were given different arguments. Collective.
+        """Raise an error if ranks have different arguments. Collective.
 
         Raises:
             DeclarationError: the same on every rank; it names the first argument that differs.
-            RankFailedError: a rank did not come, or calls another collective function.
+            RankFailedError: a rank did not answer, or calls another collective function.
         """
         if group.size > 1:
             compare_settings(
@@ -51,7 +51,7 @@ class RunSettings:
             )
 
     def _values(self) -> dict[str, Any]:
-        """Return what is compared, as JSON values, by the names that the error gives."""
+        """Return the compared values as JSON, by the names that error texts use."""
         best = self.retention.keep_best
         schedule, options = self.schedule, self.async_options
         return {

@@ -23,7 +23,7 @@ class StepSaving:
         tier_saving: saves into tiers.
         async_saving: saves into both in the background; None for synchronous saves.
         choice: chooses the destinations of each step.
-        trigger: knows the signals, and is notified of each save.
+        trigger: has the signals, and is notified of each save.
     """
 
     def __init__(
@@ -40,7 +40,7 @@ class StepSaving:
         self._trigger = trigger
 
     def destinations(self, step: int, to_root: bool | None, group: Group) -> Destinations:
-        """Return where a step is to be saved.
+        """Return the destinations of a step.
 
         Raises:
             DeclarationError: ranks would save it to different destinations.

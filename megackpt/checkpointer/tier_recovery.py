@@ -1,8 +1,7 @@
 """Finding and loading the newest complete step, over all nodes, all tiers and the root.
 
-Rank 0 decides from what all nodes report, and broadcasts each decision; every rank carries it out. Where a
-step turns out to be incomplete or damaged, the next candidate is tried. A load takes each byte from a node
-that has it.
+Rank 0 decides from the reports of all nodes and broadcasts each decision; every rank executes it. If a step
+is incomplete or damaged, the next candidate is tried. A load takes each byte from a node that has it.
 """
 
 from __future__ import annotations
@@ -45,12 +44,12 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TierDirectories:
-    """Where the tiers of a job are.
+    """The directories of the tiers of a job.
 
     Attributes:
-        nodes: those of the job.
+        nodes: the nodes of the job.
         tiers: this node's directory of each tier.
-        names: what each tier is called in messages.
+        names: the name of each tier in messages.
     """
 
     nodes: Nodes
@@ -60,13 +59,14 @@ class TierDirectories:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _StepPlacement:
-    """Where the files of a step are.
+    """The files of a step, and the ranks that can read them.
 
     Attributes:
-        files: what it consists of.
+        files: the files of the step.
         source: a rank of a node that has index and common state.
         readers: by file of chunks, the ranks that can read it, ascending.
-        missing: by leader of a node that lacks some, its small files, and whether it lacks the commit.
+        missing: for nodes that lack files, by the leader of the node: the small files that it lacks, and
+            whether it lacks the commit.
     """
 
     files: StepFiles
@@ -89,11 +89,11 @@ class Recovery:
 
     @classmethod
     def begin(cls, group: Group, directories: TierDirectories, root: RootLoading) -> Recovery:
-        """Return a recovery that knows what all nodes and the root have. Collective."""
+        """Return a recovery with the steps of all nodes and of the root. Collective."""
         return cls(group, directories, root, _survey(group, directories, root))
 
     def find(self) -> int | None:
-        """Return the newest step of which a node or the root has every byte; None if there is none.
+        """Return the newest step that is complete, in the root or over all nodes of a tier; None without one.
 
         Raises:
             CheckpointError: a rank failed.
@@ -106,7 +106,7 @@ class Recovery:
     def load(
         self, state: ShardedStateDict, step: int | None, strict: ReturnsState
     ) -> tuple[StateDict, LastLoad]:
-        """Load the newest complete step, or the one asked for, from the first tier that has all of it.
+        """Load the newest complete step, or the given step, from the first tier that has all of it.
 
         Raises:
             NotACheckpointError: there is none.
@@ -150,9 +150,9 @@ class Recovery:
         return self._attempt(candidate, lambda: self._find_files(candidate))
 
     def _attempt(self, candidate: StepCandidate, act: Callable[[], T | None]) -> T | None:
-        """Do something with a step; None if it is too damaged.
+        """Call a function on a step; return None if the step is too damaged.
 
-        As long as damage is found that was not known, the attempt is repeated without the damaged copies.
+        If new damage is found, the call is repeated without the damaged copies.
         """
         while True:
             try:
@@ -167,7 +167,7 @@ class Recovery:
         """Find the nodes that have the files of a step of a tier; None if some files are lost.
 
         Raises:
-            FormatError, IntegrityError: the index is damaged on the node that was asked.
+            FormatError, IntegrityError: the index is damaged on the node that reads it.
         """
         group, survey, name = self._group, self._survey, step_name(candidate.step)
         leaders = self._nodes.leaders()
@@ -212,7 +212,7 @@ class Recovery:
     def _load_from_tier(
         self, candidate: StepCandidate, state: ShardedStateDict, strict: ReturnsState
     ) -> StateDict | None:
-        """Load a step of a tier: a rank that can reach a byte reads it and sends it to those that need it."""
+        """Load a step of a tier: a rank that can read a byte sends it to the ranks that need it."""
         placement = self._find_files(candidate)
         if placement is None:
             return None
@@ -233,7 +233,7 @@ class Recovery:
             return load_state(request, group).state
 
     def _find_damage(self, candidate: StepCandidate) -> bool:
-        """Let every node check its files of a step; return whether damage was found that was not known."""
+        """Check the files of a step on every node; return whether new damage was found."""
         group, leaders, name = self._group, self._nodes.leaders(), step_name(candidate.step)
 
         def damage_on_node() -> bytes:
@@ -266,7 +266,7 @@ class Recovery:
         return self._root.directories.location if is_root else self._names[candidate.tier]
 
     def _finish(self, candidate: StepCandidate, *, is_newest: bool) -> LastLoad:
-        """Return what was used; after a load of the newest step, remove steps that cannot be loaded."""
+        """Return the step that was used; after a load of the newest, remove steps that cannot be loaded."""
         survey = self._survey
         damaged = sorted(f"node {node}: {name}/{file}" for _, name, node, file in survey.damaged)
         useless: list[tuple[int, str]] = []
@@ -300,7 +300,7 @@ class Recovery:
 
 
 def _survey(group: Group, directories: TierDirectories, root: RootLoading) -> TierSurvey:
-    """Ask all nodes what they have; return it on rank 0, and an empty survey elsewhere. Collective."""
+    """Gather the steps of all nodes; return them on rank 0, and an empty survey elsewhere. Collective."""
     leaders = directories.nodes.leaders()
 
     def steps_on_node() -> bytes:
@@ -320,7 +320,7 @@ def _survey(group: Group, directories: TierDirectories, root: RootLoading) -> Ti
 def _steps_in(tier: LocalSteps) -> list[list[object]]:
     try:
         return [step.to_json() for step in list_node_steps(tier)]
-    except OSError as error:  # other nodes may have what is needed
+    except OSError as error:  # other nodes may have the needed files
         log.warning("%s cannot be listed, so nothing is loaded from it: %s", tier.location, error)
         return []
 
@@ -328,7 +328,7 @@ def _steps_in(tier: LocalSteps) -> list[list[object]]:
 def _root_steps(root: RootLoading) -> Sequence[int]:
     try:
         return scan(root.directories).committed
-    except OSError as error:  # the tiers may have what is needed
+    except OSError as error:  # the tiers may have the needed step
         location = root.directories.location
         log.warning("%s cannot be listed, so only the tiers are searched: %s", location, error)
         return []

@@ -1,4 +1,4 @@
-"""What nodes and root have of a run's steps, and which step can be loaded from where. Pure."""
+"""The steps of a run on nodes and in the root, and which of them can be loaded from where. Pure."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from megackpt.engine.checkpoint.steps import step_name, step_of
 from megackpt.engine.tiers.node_steps import NodeStep, StepFiles
 
 ROOT = -1
-"""Stands for the root where numbers stand for tiers."""
+"""The number of the root among the numbers of tiers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,7 +30,7 @@ class StepCandidate:
 
 @dataclass(slots=True)
 class TierSurvey:
-    """What nodes and root have; known to rank 0.
+    """The steps of nodes and root; only rank 0 has them.
 
     Attributes:
         node_steps: by tier and node, the steps there by name.
@@ -45,9 +45,9 @@ class TierSurvey:
     damaged_indexes: set[tuple[int, str, int]] = field(default_factory=set)
 
     def candidates(self) -> list[StepCandidate]:
-        """Return committed steps: the newest first; of one step the tiers in their order, then the root.
+        """Return committed steps, the newest first. For one step, tiers in their order come before the root.
 
-        Where nodes have different commits of a step, the one that more nodes have comes first.
+        If nodes have different commits of a step, the commit that more nodes have comes first.
         """
         ranked: list[tuple[int, int, int, StepCandidate]] = []
         for tier, nodes in enumerate(self.node_steps):
@@ -72,7 +72,7 @@ class TierSurvey:
         return None
 
     def nodes_with_data(self, candidate: StepCandidate, needed: StepFiles) -> dict[str, list[int]]:
-        """Return by file of chunks the nodes that have all of it, without known damage."""
+        """Return for each file of chunks the nodes that have all of it, without known damage."""
         name = step_name(candidate.step)
         nodes_of: dict[str, list[int]] = {file: [] for file in needed.data}
         for node, steps in enumerate(self.node_steps[candidate.tier]):
@@ -86,7 +86,7 @@ class TierSurvey:
     def missing_on_nodes(
         self, candidate: StepCandidate, needed: StepFiles
     ) -> dict[int, tuple[list[str], bool]]:
-        """Return which small files each node lacks, and whether it lacks the commit.
+        """Return the small files that each node lacks, and whether it lacks the commit.
 
         Nodes that lack nothing are left out. A damaged file counts as missing.
         """
@@ -105,7 +105,7 @@ class TierSurvey:
         return missing
 
     def note_damage(self, candidate: StepCandidate, node: int, files: Iterable[tuple[str, bool]]) -> bool:
-        """Note damaged files of a node; return whether any was not known.
+        """Note damaged files of a node; return whether any of them is new.
 
         Args:
             candidate: the step.

@@ -1,4 +1,4 @@
-"""The tiers of a job: which directory of which node each tier is; saving steps there and loading them."""
+"""The tiers of a job: their directories on the nodes, and how steps are saved to and loaded from them."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class TierSet:
         return self._tiers[number]
 
     def open(self, group: Group) -> TierDirectories:
-        """Return where the tiers are. Collective at the first call.
+        """Return the directories of the tiers. Collective at the first call.
 
         Raises:
             DeclarationError: nodes share a directory, or ranks of one node have different ones.
@@ -72,7 +72,7 @@ class TierSet:
         return TierDirectories(nodes=nodes, tiers=steps, names=[str(tier) for tier in self._tiers])
 
     def location(self, number: int, step: int, group: Group) -> NodeLocation:
-        """Return where a step lies in a tier, as this rank sees it. Collective as `open` is."""
+        """Return the path of a step in a tier on this rank's node. Collective, as `open` is."""
         directories, tier = self.open(group), self._tiers[number]
         return NodeLocation(
             root=directories.tiers[number].location,
@@ -95,7 +95,7 @@ def _label(node: str | int | None, rank: int) -> str:
 
 
 def _identity(steps: LocalSteps) -> str:
-    """Return what distinguishes a directory from others; empty without one: the first save explains why."""
+    """Return the identity of a directory; empty if there is none: then the first save raises the error."""
     try:
         return steps.identity()
     except OSError:
@@ -103,13 +103,13 @@ def _identity(steps: LocalSteps) -> str:
 
 
 def _check_directories(tier: Tier, identities: Sequence[str], labels: Sequence[str], nodes: Nodes) -> None:
-    """Check that a tier has one directory for each node. Every rank comes to the same result.
+    """Check that a tier has one directory for each node. Every rank gets the same result.
 
     Args:
         tier: the tier.
-        identities: of each rank's directory.
-        labels: name of each rank's node.
-        nodes: those of the job.
+        identities: the identity of each rank's directory.
+        labels: the name of each rank's node.
+        nodes: the nodes of the job.
 
     Raises:
         DeclarationError: nodes share a directory, or ranks of one node have different ones.
@@ -122,8 +122,8 @@ def _check_directories(tier: Tier, identities: Sequence[str], labels: Sequence[s
         other = first_rank.setdefault(identity, rank)
         if nodes.of_rank[other] != node:
             raise DeclarationError(
-                f"{tier.path}: ranks {other} and {rank} are said to be on different nodes, "
-                f"{labels[other]!r} and {labels[rank]!r}, and write into the same directory, so a copy there "
+                f"{tier.path}: ranks {other} and {rank} are declared to be on different nodes, "
+                f"{labels[other]!r} and {labels[rank]!r}, but write into the same directory, so a copy there "
                 f"protects nothing. Put {{node}} into the path, or give ranks that share a node the same "
                 f"`Tiers.node`.",
                 rank=rank,
@@ -131,8 +131,8 @@ def _check_directories(tier: Tier, identities: Sequence[str], labels: Sequence[s
             )
         if of_node.setdefault(node, identity) != identity:
             raise DeclarationError(
-                f"{tier.path}: rank {rank} is said to be on node {labels[rank]!r}, and another rank there "
-                f"has another directory. Give ranks of different machines a different `Tiers.node` each.",
+                f"{tier.path}: rank {rank} is declared to be on node {labels[rank]!r}, but another rank of "
+                f"this node has another directory. Give ranks of different machines different `Tiers.node`.",
                 rank=rank,
                 path=str(tier.path),
             )
@@ -159,8 +159,8 @@ class TierSaving:
     """Saves steps into tiers, and returns when the nodes have committed.
 
     Attributes:
-        tiers: those of the run.
-        options: of the saves.
+        tiers: the tiers of the run.
+        options: options of the saves.
     """
 
     tiers: TierSet
@@ -169,7 +169,7 @@ class TierSaving:
     def save(self, step: int, due: Iterable[int], request: SaveRequest, group: Group) -> bool:
         """Save a step into the tiers with these numbers; return whether one of them has it. Collective.
 
-        A tier that cannot store the step is a warning: its older steps stay.
+        If a tier cannot store the step, a warning is logged, and its older steps stay.
 
         Raises:
             CheckpointError: the state is invalid, or a rank was lost; the same on every rank.
@@ -233,7 +233,7 @@ def _destination(location: NodeLocation, tier: Tier, request: SaveRequest, group
 
 
 def in_native_format(request: SaveRequest) -> SaveRequest:
-    """Return the request for a tier, whose format is the native one, whatever the root's is."""
+    """Return the request for a tier, whose format is always the native one."""
     return replace(request, choose=lambda: save_strategy(None), not_imported=lambda: None)
 
 
@@ -252,7 +252,7 @@ def warn_of_newer(location: NodeLocation, tier: Tier) -> None:
         newest = max((step for step in steps if step is not None), default=location.step)
         if newest > location.step:
             log.warning(
-                "Step %s goes into %s although step %s is there, which stays the one that is loaded.",
+                "Step %s goes into %s although step %s is there. Loads take the newer step.",
                 location.step, tier, newest,
             )  # fmt: skip
 
@@ -276,7 +276,7 @@ class TierLoading:
         return self._begin_recovery(group).load(state, step, strict)
 
     def find_latest(self, group: Group) -> int | None:
-        """Return the newest step of which a node or the root has every byte."""
+        """Return the newest step that is complete, in the root or over all nodes of a tier."""
         return self._begin_recovery(group).find()
 
     def _begin_recovery(self, group: Group) -> Recovery:
