@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 import megackpt
-from megackpt.parallel import ParallelLayout
 from megackpt.storage import LocalStore
 from megackpt.testing.ranks import RankPool
 from tests.multiprocess.test_layout_pairs import assert_equal, build, load_and_save, train_and_save
@@ -15,8 +14,8 @@ from tests.multiprocess.test_layout_pairs import assert_equal, build, load_and_s
 pytestmark = pytest.mark.multiprocess
 
 
-def load_and_save_gathered(layout: ParallelLayout, source: Path, target: Path) -> None:
-    model, optimizer, _ = build(layout, tied=True, seed=2)
+def load_and_save_gathered(name: str, source: Path, target: Path) -> None:
+    model, optimizer, _ = build(name, tied=True, seed=2)
     sharded = model.sharded_state_dict()
     loaded = megackpt.load({"model": sharded, "optimizer": optimizer.sharded_state_dict(sharded)}, source)
     optimizer.load_sharded_state_dict(loaded["optimizer"])
@@ -36,10 +35,9 @@ def test_gathered_and_sharded_state_are_one_checkpoint_and_load_at_any_layout(
     rank_pool: RankPool, tmp_path: Path
 ) -> None:
     source, gathered, again = tmp_path / "source", tmp_path / "gathered", tmp_path / "again"
-    rank_pool.run(train_and_save, 4, ParallelLayout(dp=4), True, source)
-    layout = ParallelLayout(tp=2, dp=2)
-    rank_pool.run(load_and_save_gathered, 4, layout, source, gathered)
+    rank_pool.run(train_and_save, 4, "DP4", True, source)
+    rank_pool.run(load_and_save_gathered, 4, "TP2xDP2", source, gathered)
     assert_equal(source, gathered)
     assert chunks_of(gathered) < chunks_of(source)
-    rank_pool.run(load_and_save, 4, ParallelLayout(pp=2, dp=2), True, gathered, again)
+    rank_pool.run(load_and_save, 4, "PP2xDP2", True, gathered, again)
     assert_equal(source, again)
