@@ -15,7 +15,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from megackpt.mapping import ShardedLayout, ShardedTensor
 from megackpt.parallel import (
     ColumnParallelLinear,
     ExpertStack,
@@ -27,9 +26,7 @@ from megackpt.parallel import (
     RoutingOptions,
     RowParallelLinear,
     TokenDispatcher,
-    all_reduce,
     collect_sequence,
-    is_marked,
     mean_auxiliary_losses,
     set_auxiliary_loss_scale,
     stable_seed,
@@ -37,6 +34,7 @@ from megackpt.parallel import (
 )
 from megackpt.parallel.routing import Routing
 from megackpt.testing.ranks import RankPool
+from tests.gradients import Box, assert_all_close, assert_close, gradient_boxes, join, tensors_of
 
 pytestmark = pytest.mark.multiprocess
 
@@ -83,11 +81,11 @@ class Case(NamedTuple):
 
 
 class Result(NamedTuple):
-    """What one rank has after its micro-batches; boxes are `(key, shape, box, data)`."""
+    """What one rank has after its micro-batches."""
 
     outputs: list[tuple[int, int, Tensor]]  # micro-batch, cp rank, [s/cp, b, hidden]
     input_grads: list[tuple[int, int, Tensor]]
-    grads: list[tuple[str, tuple[int, ...], tuple[slice, ...], Tensor]]
+    grads: list[Box]
     losses: list[float]
     bias: Tensor
 
@@ -109,25 +107,13 @@ def _layer(groups: ParallelGroups, case: Case) -> MixtureOfExperts:
         shared_experts=Mlp(groups, case.sequence_parallel),
         sequence_parallel=case.sequence_parallel,
     )
-    for tensor in _tensors(layer):
+    for tensor in tensors_of(layer.sharded_state_dict()):
         whole = _random(*tensor.global_shape, key=tensor.key) * 0.3
         if tensor.key == "router.expert_bias" and case.skewed:
             whole[2:4] += 100.0  # two experts of one group get two of each token's choices
         with torch.no_grad():
             tensor.data.copy_(whole[tensor.global_slice()])
     return layer
-
-
-def _tensors(layer: MixtureOfExperts, grads: dict[str, Tensor] | None = None) -> list[ShardedTensor]:
-    """Return the declarations of the state, or of the gradients where there is one."""
-    tensors: list[ShardedTensor] = []
-    for name, entity in layer.sharded_state_dict().items():
-        if grads is not None:
-            if name not in grads:
-                continue
-            entity = entity.retarget(key=entity.key, data=grads[name])
-        tensors += entity.tensors() if isinstance(entity, ShardedLayout) else [entity]
-    return tensors
 
 
 def _train(layout: ParallelLayout, case: Case) -> Result:
@@ -153,20 +139,10 @@ def _train(layout: ParallelLayout, case: Case) -> Result:
         assert x.grad is not None
         grad = collect_sequence(x.grad, groups.tp) if case.sequence_parallel else x.grad
         input_grads.append((k, groups.cp.rank, grad / groups.dp_cp.size))
-    grads = {name: _reduced(param, groups) for name, param in layer.named_parameters()}
-    boxes = [(t.key, t.global_shape, t.global_slice(), t.data) for t in _tensors(layer, grads)]
+    boxes = gradient_boxes(layer, layer.sharded_state_dict(), groups)
     losses = mean_auxiliary_losses(layer, groups)[0].tolist()
     update_expert_bias(layer, groups)
     return Result(outputs, input_grads, boxes, losses, layer.router.expert_bias)
-
-
-def _reduced(param: Tensor, groups: ParallelGroups) -> Tensor:
-    """Reduce a gradient as the optimizer does."""
-    assert param.grad is not None
-    if is_marked(param, "expert_parallel"):
-        return all_reduce(param.grad, groups.edp) / groups.dp_cp.size
-    grad = all_reduce(param.grad, groups.tp) if is_marked(param, "sequence_parallel") else param.grad
-    return all_reduce(grad, groups.dp_cp) / groups.dp_cp.size
 
 
 def _join_tokens(parts: list[tuple[int, int, Tensor]], cp: int) -> Tensor:
@@ -179,26 +155,9 @@ def _join_tokens(parts: list[tuple[int, int, Tensor]], cp: int) -> Tensor:
     return whole.flatten(1, 2)
 
 
-def _join_grads(results: list[Result]) -> dict[str, Tensor]:
-    whole: dict[str, Tensor] = {}
-    for result in results:
-        for key, shape, box, data in result.grads:
-            joined = whole.setdefault(key, torch.full(shape, float("nan")))
-            known = ~joined[box].isnan()
-            assert torch.equal(joined[box][known], data[known]), f"replicas of {key} differ"
-            joined[box] = data
-    return whole
-
-
 @functools.cache
 def _reference(case: Case) -> Result:
     return _train(ParallelLayout(), case)
-
-
-def _check_close(actual: Tensor, expected: Tensor, what: str) -> None:
-    assert actual.shape == expected.shape
-    error = (actual - expected).abs().max() / expected.abs().max().clamp(min=1e-30)
-    assert error <= RELATIVE, f"{what}: off by {error:.1e} of the largest element"
 
 
 LAYOUTS = {
@@ -236,18 +195,16 @@ def test_outputs_losses_and_gradients_are_those_of_one_rank(
     expected = _reference(case._replace(sequence_parallel=False))
     for part in ("outputs", "input_grads"):
         actual = _join_tokens([p for r in results for p in getattr(r, part)], layout.cp)
-        _check_close(actual, _join_tokens(getattr(expected, part), 1), part)
-    grads, known = _join_grads(results), _join_grads([expected])
-    assert grads.keys() == known.keys()
-    for key in known:
-        _check_close(grads[key], known[key], key)
+        assert_close(actual, _join_tokens(getattr(expected, part), 1), part, relative=RELATIVE)
+    grads = join(box for result in results for box in result.grads)
+    assert_all_close(grads, join(expected.grads), relative=RELATIVE)
     for result in results:
         assert result.losses == pytest.approx(expected.losses, rel=RELATIVE)
         assert torch.equal(result.bias, expected.bias)
 
 
 def test_an_expert_without_tokens_has_a_gradient_of_zeros() -> None:
-    grads = _join_grads([_reference(Case(skewed=True))])["experts.linear_fc2.weight"]
+    grads = join(_reference(Case(skewed=True)).grads)["experts.linear_fc2.weight"]
     assert grads[2:4].abs().amax(dim=(1, 2)).min() > 0
     assert (grads.abs().amax(dim=(1, 2)) == 0).any()
 
