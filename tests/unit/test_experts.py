@@ -1,0 +1,170 @@
+"""Experts of one rank: stacked ones and modules of their own against plain torch, and what they declare."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megackpt.errors import DeclarationError
+from megackpt.parallel import (
+    ColumnParallelLinear,
+    ExpertStack,
+    GatedExperts,
+    MixtureOfExperts,
+    ParallelGroups,
+    ParallelLayout,
+    Router,
+    RoutingOptions,
+    RowParallelLinear,
+    ShardedModule,
+    is_marked,
+)
+
+ONE = ParallelGroups.create(ParallelLayout())
+EXPERTS, HIDDEN, FFN = 4, 6, 5
+COUNTS = (3, 0, 4, 1)
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> None:
+    torch.manual_seed(0)
+
+
+def _rows() -> Tensor:
+    return torch.randn(sum(COUNTS), HIDDEN, generator=torch.Generator().manual_seed(1))
+
+
+def test_stacked_experts_are_gated_mlps_one_by_one() -> None:
+    experts = GatedExperts(EXPERTS, HIDDEN, FFN, ONE, bias=True)
+    for param in experts.parameters():
+        nn.init.normal_(param)
+    fc1, fc2 = experts.linear_fc1, experts.linear_fc2
+    out = experts(_rows(), COUNTS)
+    parts = []
+    for expert, rows in enumerate(_rows().split(COUNTS)):
+        gate, up = (rows @ fc1.weight[expert].T + fc1.bias[expert]).chunk(2, dim=1)
+        parts.append((F.silu(gate) * up) @ fc2.weight[expert].T + fc2.bias[expert])
+    torch.testing.assert_close(out, torch.cat(parts))  # the same products; sums of 6 terms
+    out.sum().backward()
+    for param in experts.parameters():
+        assert param.grad is not None
+        used = param.grad.flatten(1).abs().amax(1) > 0
+        assert used.tolist() == [True, False, True, True]
+
+
+def test_biases_have_equal_gradients_on_all_ranks_of_etp() -> None:
+    for rank in range(2):
+        groups = ParallelGroups.offline(ParallelLayout(dp=2, etp=2), rank)
+        experts = GatedExperts(EXPERTS, HIDDEN, 4, groups, bias=True)
+        nn.init.ones_(experts.linear_fc2.bias)
+        nn.init.zeros_(experts.linear_fc2.weight)
+        out = experts(_rows(), COUNTS)
+        assert torch.equal(out, torch.full_like(out, 1.0 - rank))  # added once
+        out.sum().backward()
+        assert experts.linear_fc2.bias.grad is not None
+        assert experts.linear_fc2.bias.grad[:, 0].tolist() == list(COUNTS)
+
+
+class Expert(nn.Module):
+    """A user's expert that knows nothing of megackpt."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(HIDDEN, HIDDEN)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.linear(x)
+        return out
+
+
+def test_experts_of_their_own_get_their_rows() -> None:
+    stack = ExpertStack(lambda index: Expert(), EXPERTS, ONE)
+    out = stack(_rows(), COUNTS)
+    parts = zip(stack.children(), _rows().split(COUNTS), strict=True)
+    torch.testing.assert_close(out, torch.cat([expert(rows) for expert, rows in parts]))
+    out.sum().backward()
+    assert all(param.grad is not None for param in stack.parameters())
+    assert all(is_marked(param, "expert_parallel") for param in stack.parameters())
+
+
+def test_experts_of_their_own_are_one_array_with_an_axis_over_experts() -> None:
+    built = []
+
+    def build(index: int) -> Expert:
+        built.append(index)
+        return Expert()
+
+    stack = ExpertStack(build, 8, ParallelGroups.offline(ParallelLayout(dp=4, ep=2), 3))
+    assert built == [4, 5, 6, 7]
+    state = stack.sharded_state_dict("mlp.experts.", ((0, 1, 3),))
+    assert list(state) == [f"mlp.experts.{name}" for name in stack.state_dict()]
+    last = state["mlp.experts.3.linear.weight"]
+    assert (last.key, last.global_shape) == ("mlp.experts.linear.weight", (3, 8, HIDDEN, HIDDEN))
+    assert (last.global_offset, last.replica_id) == ((1, 7, 0, 0), (0, 0, 1))
+
+
+def test_an_expert_is_cut_over_etp_and_not_over_tp() -> None:
+    groups = ParallelGroups.offline(ParallelLayout(tp=4, etp=2), 3)
+    stack = ExpertStack(lambda index: ColumnParallelLinear(HIDDEN, 8, groups.experts), 2, groups)
+    weight = stack.sharded_state_dict()["0.weight"]
+    assert (weight.global_shape, weight.global_offset) == ((2, 8, HIDDEN), (0, 4, 0))
+
+
+def test_an_expert_made_with_the_groups_of_dense_layers_is_rejected() -> None:
+    groups = ParallelGroups.offline(ParallelLayout(tp=4, etp=2), 3)
+
+    def build(index: int) -> nn.Module:
+        return nn.Sequential(ColumnParallelLinear(HIDDEN, 8, groups.experts), RowParallelLinear(8, 6, groups))
+
+    with pytest.raises(DeclarationError, match=r"expert 0: 1 \(RowParallelLinear\).*with groups\.experts"):
+        ExpertStack(build, 2, groups)
+    with pytest.raises(DeclarationError, match=r"expert 0: it \(RowParallelLinear\)"):
+        ExpertStack(lambda index: RowParallelLinear(8, 6, groups), 2, groups)
+
+
+@pytest.mark.parametrize("kind", ["stacked", "modules"])
+def test_experts_that_cannot_be_spread_evenly_are_rejected(kind: str) -> None:
+    groups = ParallelGroups.offline(ParallelLayout(dp=3, ep=3), 0)
+    make = {
+        "stacked": lambda: GatedExperts(EXPERTS, HIDDEN, FFN, groups),
+        "modules": lambda: ExpertStack(lambda index: Expert(), EXPERTS, groups),
+    }
+    with pytest.raises(DeclarationError, match=r"4 experts cannot be spread evenly over ep=3 ranks"):
+        make[kind]()
+
+
+def test_experts_that_etp_does_not_divide_are_rejected() -> None:
+    groups = ParallelGroups.offline(ParallelLayout(dp=2, etp=2), 0)
+    with pytest.raises(DeclarationError, match=r"component 'gate' 5 cannot be cut into etp=2"):
+        GatedExperts(EXPERTS, HIDDEN, FFN, groups)
+
+
+class Doubled(ShardedModule):
+    """Stacked experts of a user: one weight with a declared expert axis."""
+
+    expert_axis = {"weight": 0}  # noqa: RUF012 - read-only by its type in ShardedModule
+    output_is_partial = False
+
+    def __init__(self, num_experts: int, groups: ParallelGroups) -> None:
+        super().__init__(groups)
+        self.num_experts = num_experts
+        self.weight = nn.Parameter(torch.full((num_experts // groups.ep.size, HIDDEN), 2.0))
+
+    def forward(self, rows: Tensor, counts: list[int]) -> Tensor:
+        return rows * self.weight.repeat_interleave(torch.tensor(counts), dim=0)
+
+
+def test_a_mixture_takes_any_experts_and_any_shared_experts() -> None:
+    router = Router(HIDDEN, EXPERTS, ONE, RoutingOptions(scaling_factor=3.0))
+    layer = MixtureOfExperts(router, Doubled(EXPERTS, ONE), ONE, shared_experts=nn.Identity())
+    x = torch.randn(7, 2, HIDDEN)
+    torch.testing.assert_close(layer(x), x * 7)  # 2 times the sum of the weights, and x itself
+    assert list(layer.sharded_state_dict("mlp.")) == ["mlp.router.weight", "mlp.experts.weight"]
+
+
+def test_a_router_of_another_number_of_experts_is_rejected() -> None:
+    router = Router(HIDDEN, EXPERTS, ONE, RoutingOptions())
+    with pytest.raises(DeclarationError, match=r"router chooses among 4 experts, but there are 8"):
+        MixtureOfExperts(router, Doubled(8, ONE), ONE)
