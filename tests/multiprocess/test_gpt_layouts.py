@@ -135,6 +135,8 @@ LAYOUTS = {
     "tp2-cp2-sequence": (ParallelLayout(tp=2, cp=2), True, None),
     "cp2-dp2": (ParallelLayout(cp=2, dp=2), False, None),
     "cp2-pp2": (ParallelLayout(cp=2, pp=2), False, None),
+    "cp2-pp2-vpp2": (ParallelLayout(cp=2, pp=2, vpp=2), False, None),
+    "tp2-cp2-pp2-sequence": (ParallelLayout(tp=2, cp=2, pp=2), True, None),
 }
 
 
@@ -174,9 +176,11 @@ def test_evaluation_gives_the_losses_and_no_gradients(rank_pool: RankPool, vpp: 
         assert not has_grads
 
 
-def _train_with_dropout(sequence_parallel: bool) -> tuple[list[float], list[float], list[float]]:
+def _train_with_dropout(
+    layout: ParallelLayout, sequence_parallel: bool
+) -> tuple[list[float], list[float], list[float]]:
     """Return losses, the losses after restoring the streams, and those after reseeding."""
-    groups = ParallelGroups.create(ParallelLayout(tp=2, pp=2))
+    groups = ParallelGroups.create(layout)
     rng = ParallelRng(5, groups)
     model = GPT(replace(CONFIG, dropout=0.3), groups, rng, sequence_parallel=sequence_parallel)
     init_weights(model, seed=11)
@@ -193,11 +197,12 @@ def _train_with_dropout(sequence_parallel: bool) -> tuple[list[float], list[floa
     return expected, step(), reseeded
 
 
+@pytest.mark.parametrize("layout", [ParallelLayout(tp=2, pp=2), ParallelLayout(tp=2, cp=2)], ids=str)
 @pytest.mark.parametrize("sequence_parallel", [False, True], ids=["whole", "sequence"])
 def test_dropout_is_reproduced_bit_for_bit_after_the_streams_are_restored(
-    rank_pool: RankPool, sequence_parallel: bool
+    rank_pool: RankPool, layout: ParallelLayout, sequence_parallel: bool
 ) -> None:
-    ranks = rank_pool.run(_train_with_dropout, 4, sequence_parallel)
+    ranks = rank_pool.run(_train_with_dropout, 4, layout, sequence_parallel)
     for expected, restored, reseeded in ranks:
         assert restored == expected
         assert reseeded != expected

@@ -344,13 +344,13 @@ def test_sizes_that_make_no_model_raise_an_error(changes: dict[str, object], mes
 def test_a_layout_that_does_not_fit_the_model_raises_an_error_with_all_reasons() -> None:
     config = replace(CONFIG, num_heads=6, hidden_size=24, num_query_groups=6, ffn_hidden_size=6)
     with pytest.raises(DeclarationError) as caught:
-        GPT(config, ParallelGroups.offline(ParallelLayout(tp=4, cp=3, pp=5), 0))
+        GPT(config, ParallelGroups.offline(ParallelLayout(tp=4, cp=8, pp=5), 0))
     for reason in (
         "num_heads 6",
         "num_query_groups 6 is neither",
         "ffn_hidden_size 6",
         "tp=4",
-        "seq_length 8 is not a multiple of 2 x cp=3",
+        "seq_length 8 is not a multiple of 2 x cp=8",
         "num_layers 4",
         "pp=5",
         "Change either",
