@@ -1,4 +1,4 @@
-"""Layers that know their sharding, over tensor, pipeline, data and sequence parallelism."""
+"""Layers that know their sharding, over tensor, sequence, context, expert, pipeline and data parallelism."""
 
 from megackpt.parallel.attributes import (
     ParameterFlag,

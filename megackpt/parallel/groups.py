@@ -99,8 +99,8 @@ class ParallelGroups:
             hint = "" if running else " torch.distributed is not initialised: call init_process_group first."
             raise MismatchError(
                 f"{layout} needs {layout.world_size} ranks but {world_size} run.{hint} "
-                f"ParallelLayout.infer({world_size}, tp={layout.tp}, pp={layout.pp}) gives the dp that "
-                f"fits, if any."
+                f"ParallelLayout.infer({world_size}, tp={layout.tp}, cp={layout.cp}, pp={layout.pp}) gives "
+                f"the dp that fits, if any."
             )
         rank = dist.get_rank() if running else 0
         # Every rank creates every group, in this order: new_group is collective over the world, and two

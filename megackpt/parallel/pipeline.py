@@ -29,7 +29,10 @@ from megackpt.parallel.schedule import (
 
 
 class MicroBatch(NamedTuple):
-    """Input and target of one forward: token ids and labels, both `[batch, sequence]`, on every stage."""
+    """Input and target of one forward: token ids and labels, both `[batch, sequence]`, on every stage.
+
+    With context parallelism they are this rank's share of the sequences, as `context_share` cuts it.
+    """
 
     tokens: Tensor
     labels: Tensor
