@@ -14,11 +14,12 @@ Only attention looks at other tokens. All other layers work on a rank's share as
 
 Attention gathers the keys and values of the whole sequence over cp, and its backward pass reduce-scatters
 their gradients. For each layer that keeps `2 * batch * sequence * heads * head_dim` elements (key heads of
-this rank), cp times as many as its own. With grouped queries this is little compared with the other
-activations. The alternative passes keys and values around a ring of ranks while it computes, and merges
-partial softmaxes: it keeps only a rank's own, and hides the communication, but needs kernels of its own.
+this rank), cp times as many as its own. At cp=16, with 8 query heads for each key head, that is as much as
+four hidden states of the rank's share. The alternative passes keys and values around a ring of ranks while it
+computes, and merges partial softmaxes: it keeps only a rank's own, and hides the communication, but needs
+kernels of its own.
 
-The checkpoint knows nothing of cp: its ranks are replicas, `groups.dp_cp` counts them.
+A checkpoint does not depend on cp: its ranks are replicas, and `groups.dp_cp` counts them.
 
 Source: Dubey et al. 2024 (Llama 3), section 3.3.2: two parts for each rank, keys and values all-gathered. A
 rank's parts are those of Megatron-LM's `get_batch_on_this_cp_rank`.

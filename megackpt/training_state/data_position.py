@@ -123,7 +123,8 @@ class DataPosition:
     def take(self, batch: int, *, dp_rank: int = 0, dp_size: int = 1) -> range:
         """Return this rank's indices of the next global batch, and advance by the whole batch.
 
-        Local; every rank calls it, also those that read no data.
+        Local; every rank calls it, also those that read no data. Ranks with the same index in dp get the same
+        samples, whatever their index along tp, cp and pp. Ranks of cp then take a share of every sample.
 
         Args:
             batch: samples of the global batch.
