@@ -156,6 +156,14 @@ NOTES: dict[str, str] = {
     ),
     "strategies.torch.TorchDistSaveShardedStrategy.async_save": "A request for a whole checkpoint.",
     "strategies.torch.TorchDistSaveShardedStrategy.can_handle_sharded_objects": _PROPERTY,
+    "strategies.checkpointable.CheckpointableShardedTensor": (
+        "For programs that call torch.distributed.checkpoint. Prepended axes have extent 1 in the stored "
+        "chunk; a flat range is an error."
+    ),
+    "strategies.checkpointable.LocalShardsContainer": "Shards of different arrays are an error.",
+    "strategies.torch.MCoreLoadPlanner": (
+        "For programs that call torch.distributed.checkpoint. Does not change the metadata that it is given."
+    ),
     "utils.logger_stack": "Nested per thread.",
     "validation.StrictHandling": "The same modes and values.",
     "validation.validate_sharding_integrity": (

@@ -15,6 +15,7 @@ from megackpt.compat.megatron.dist_checkpointing.strategies.state_dict_saver imp
     save_state_dict_async_finalize,
     save_state_dict_async_plan,
 )
+from megackpt.compat.megatron.load_planner import MCoreLoadPlanner as MCoreLoadPlanner
 from megackpt.compat.megatron.our_strategies import DetectingLoadStrategy, FormatSaveStrategy, SaveArguments
 from megackpt.compat.megatron.unsupported import unsupported_name
 from megackpt.errors import DeclarationError
@@ -26,7 +27,8 @@ from megackpt.options import SaveOptions
 _PLUMBING = {
     "because": "it is how Megatron-Core hands its entities to torch.distributed.checkpoint, and they are "
     "never handed there.",
-    "instead": "Use save() and load().",
+    "instead": "Use save() and load(); to call that library yourself, pass entities as "
+    "strategies.checkpointable.CheckpointableShardedTensor with its default planners, or MCoreLoadPlanner.",
 }
 MSC_PREFIX = "msc://"
 """Prefix of the object-store paths that Megatron-Core takes; megackpt takes a Store of its own instead."""
@@ -187,7 +189,6 @@ def get_async_strategy(async_strategy: str = "nvrx", module: str | None = None) 
     return "mcore", known if module is None else known[module]
 
 
-MCoreLoadPlanner = unsupported_name("MCoreLoadPlanner", **_PLUMBING)
 MCoreMetadata = unsupported_name("MCoreMetadata", **_PLUMBING)
 MCoreSavePlan = unsupported_name("MCoreSavePlan", **_PLUMBING)
 MCoreSavePlanner = unsupported_name("MCoreSavePlanner", **_PLUMBING)
