@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import gc
 import hashlib
+import multiprocessing
+import os
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,6 +33,9 @@ class Case:
         tied: share the embedding with the output layer.
         rope: rotary positions; otherwise learned ones.
         experts: number of experts of each layer; 0 for a dense MLP.
+        sigmoid: sigmoid scores with a bias for each expert, instead of a softmax.
+        shared: extent inside of the shared experts; 0 for none.
+        every: experts in layers 0, n, 2n, ...
     """
 
     name: str
@@ -39,6 +44,9 @@ class Case:
     rope: bool = True
     swiglu: bool = True
     experts: int = 0
+    sigmoid: bool = False
+    shared: int = 0
+    every: int = 1
 
 
 @dataclass(frozen=True)
@@ -69,7 +77,10 @@ def build(case: Case, layout: Layout, *, seed: int, installed: bool) -> torch.nn
     _without_gpu()
     from megatron.core import parallel_state
     from megatron.core.models.gpt import GPTModel
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.models.gpt.gpt_layer_specs import (
+        get_gpt_decoder_block_spec,
+        get_gpt_layer_local_spec,
+    )
     from megatron.core.tensor_parallel.random import initialize_rng_tracker
     from megatron.core.transformer import TransformerConfig
 
@@ -84,6 +95,10 @@ def build(case: Case, layout: Layout, *, seed: int, installed: bool) -> torch.nn
             "moe_router_topk": 2,
             "moe_token_dispatcher_type": "allgather",
             "moe_aux_loss_coeff": 0.0,
+            "moe_router_score_function": "sigmoid" if case.sigmoid else "softmax",
+            "moe_router_enable_expert_bias": case.sigmoid,
+            "moe_shared_expert_intermediate_size": case.shared or None,
+            "moe_layer_freq": case.every,
         }
         if case.experts
         else {}
@@ -112,9 +127,13 @@ def build(case: Case, layout: Layout, *, seed: int, installed: bool) -> torch.nn
         pipeline_dtype=torch.float32,
         **moe,
     )
+    if case.every > 1:
+        spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization=case.norm)
+    else:
+        spec = get_gpt_layer_local_spec(num_experts=case.experts or None, normalization=case.norm)
     model = GPTModel(
         config,
-        get_gpt_layer_local_spec(num_experts=case.experts or None, normalization=case.norm),
+        spec,
         vocab_size=VOCAB,
         max_sequence_length=SEQUENCE,
         pre_process=parallel_state.is_pipeline_first_stage(),
@@ -149,12 +168,14 @@ def _without_gpu() -> None:
     """Answer for the GPU that this torch does not have.
 
     Megatron-Core 0.16.1 puts tensors on `torch.cuda.current_device()` and calls `Tensor.cuda()` even where
-    everything else is on CPU: torch, not Megatron-Core, is told that this device is the CPU. And where
+    everything else is on CPU: torch, not Megatron-Core, is told that this device is the CPU. Its save waits
+    for the GPU. And where
     Transformer Engine is absent its `moe_utils` never defines a name that it then compares with None.
     """
     if torch.cuda.is_available():
         return
     torch.cuda.current_device = lambda: torch.device("cpu")  # type: ignore[assignment,return-value]
+    torch.cuda.synchronize = lambda *_: None  # type: ignore[assignment]
     torch.Tensor.cuda = lambda self, *_, **__: self  # type: ignore[method-assign]
     from megatron.core.transformer.moe import moe_utils
 
@@ -184,6 +205,26 @@ def save_filled(case: Case, layout: Layout, path: str, installed: bool) -> torch
     state = model.sharded_state_dict()
     fill(state)
     _faces(installed).save(state, path)
+    return logits_of(model, layout)
+
+
+def save_genuine(case: Case, layout: Layout, path: str) -> torch.Tensor | None:
+    """Build, fill from the oracle, save with Megatron-Core itself; return the logits on the last stage."""
+    model: Any = build(case, layout, seed=1, installed=False)
+    from megatron.core import dist_checkpointing
+
+    state = model.sharded_state_dict()
+    fill(state)
+    if dist.get_rank() == 0:
+        os.makedirs(path, exist_ok=True)
+    dist.barrier()
+    # It starts a process for its queues, which a daemonic process, as a worker is one, may not.
+    process: Any = multiprocessing.current_process()
+    process._config["daemon"] = False
+    try:
+        dist_checkpointing.save(state, path)
+    finally:
+        process._config["daemon"] = True
     return logits_of(model, layout)
 
 
