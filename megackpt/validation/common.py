@@ -9,9 +9,25 @@ from collections.abc import Mapping, Sequence
 
 from megackpt.errors import CommonStateError, MismatchError, rank_list, truncated_list
 
+_SAVED = (
+    "Common state (what is not sharded) must be equal on all ranks, as only rank 0's is stored.",
+    "Wrap what belongs to one rank in a ShardedObject (stored for each) or a LocalNonpersistentObject (not "
+    "stored), or remove it. To store rank 0's value although others differ, as for the buffers of a "
+    "BatchNorm, save with SaveOptions(rank0_values=(...)), globs of paths.",
+)
+_REQUESTED = (
+    "LoadOptions(complete=True) loads only if the common state in the request is equal on all ranks.",
+    "Give all ranks the same (a stage table, for example), or leave out what belongs to one rank.",
+)
+"""What is wrong, and what to do, where common state differs between ranks."""
 
-def check_common_equal(per_rank: Sequence[Mapping[str, str]]) -> None:
+
+def check_common_equal(per_rank: Sequence[Mapping[str, str]], *, requested: bool = False) -> None:
     """Compare the digests of the leaves of every rank's common state with those of rank 0.
+
+    Args:
+        per_rank: digests by path, of each rank.
+        requested: whether it is the common state of a load request, and not of a save; for the error's text.
 
     Raises:
         CommonStateError: lists each path that differs, is missing or is extra, and the ranks where it does.
@@ -34,13 +50,9 @@ def check_common_equal(per_rank: Sequence[Mapping[str, str]]) -> None:
     lines = [
         f"{path!r} on rank(s) {rank_list(ranks)}{note}" for (path, note), ranks in sorted(faults.items())
     ]
+    what, remedy = _REQUESTED if requested else _SAVED
     raise CommonStateError(
-        f"Common state (what is not sharded) must be equal on all ranks, as only rank 0's is stored. It "
-        f"differs from rank 0's at:\n{truncated_list(lines)}\n"
-        f"Wrap what belongs to one rank in a ShardedObject (stored for each) or a "
-        f"LocalNonpersistentObject (not stored), or remove it. To store rank 0's value although others "
-        f"differ, as for the buffers of a BatchNorm, save with SaveOptions(rank0_values=(...)), globs of "
-        f"paths.",
+        f"{what} It differs from rank 0's at:\n{truncated_list(lines)}\n{remedy}",
         path=min(path for path, _ in faults),
         rank=min(min(ranks) for ranks in faults.values()),
     )

@@ -63,7 +63,7 @@ def _check_common(prepared: PreparedLoad, group: Group) -> None:
     digests = run_and_gather(group, lambda: _common_digests(prepared), doing=_DOING)
     with rank_0_errors_on_all_ranks(group, _DOING):
         if group.rank == 0:
-            check_common_equal([json.loads(of_rank) for of_rank in digests])
+            check_common_equal([json.loads(of_rank) for of_rank in digests], requested=True)
 
 
 def _common_digests(prepared: PreparedLoad) -> bytes:
