@@ -1,4 +1,4 @@
-"""`megackpt bench`: what a directory and this machine can do, and what checkpoints make of it."""
+"""`megackpt bench`: the speed of a directory and this machine, and of saves and loads in it."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class _Size(click.ParamType[int]):
             return value
         match = _SIZE.fullmatch(str(value).strip())
         if match is None:
-            self.fail(f"{value!r} is no size; give one as 2GiB, 512MiB or a number of bytes.", param, ctx)
+            self.fail(f"{value!r} is not a size; give one as 2GiB, 512MiB or a number of bytes.", param, ctx)
         return int(float(match["number"]) * _UNITS[match["unit"].upper()])
 
 
@@ -46,11 +46,9 @@ class _Size(click.ParamType[int]):
     "directory",
     required=True,
     type=LocalPath(file_okay=False),
-    help="Where to write; what is written is removed. It takes several times --size.",
+    help="The directory to write to; written files are removed. Needs several times --size.",
 )
-@click.option(
-    "--ranks", default=4, show_default=True, help="Processes to start; torchrun's where it is used."
-)
+@click.option("--ranks", default=4, show_default=True, help="Processes to start; under torchrun its ranks.")
 @click.option("--size", type=_Size(), default="2GiB", show_default=True, help="Bytes of the whole state.")
 @click.option(
     "--dtype", type=click.Choice(DTYPES), default=DTYPES[0], show_default=True, help="Of parameters."
@@ -60,14 +58,14 @@ class _Size(click.ParamType[int]):
     "--vs",
     "peers",
     default="",
-    help=f"Libraries to compare with, by commas: {', '.join(PEERS)}, or module:class.",
+    help=f"Libraries to compare with, separated by commas: {', '.join(PEERS)}, or module:class.",
 )
-@click.option("--formats", help="Our other formats, by commas; all that can be saved if not given.")
+@click.option("--formats", help="Other formats of megackpt, separated by commas; default all.")
 @click.option(
-    "--cases", default=",".join(CASES), show_default=True, help="What to measure, by commas; some of these."
+    "--cases", default=",".join(CASES), show_default=True, help="The cases to measure, separated by commas."
 )
 @click.option(
-    "--scaling", default=8, show_default=True, help="Ranks to compare with one rank; torchrun's all."
+    "--scaling", default=8, show_default=True, help="Ranks to compare with one rank; under torchrun all."
 )
 @click.option("--long-run", default=50, show_default=True, help="Saves and loads of the case long.")
 @click.option("--json", "json_path", type=LocalPath(dir_okay=False), help="Write all numbers to a file.")

@@ -1,4 +1,4 @@
-"""`megackpt diff`: what differs between two checkpoints."""
+"""`megackpt diff`: the differences between two checkpoints."""
 
 from __future__ import annotations
 
@@ -56,10 +56,10 @@ def command(
 ) -> int:
     """Compare the checkpoints in the directories A and B, of any formats, saved at any layouts.
 
-    Keys, dtypes, shapes, every element, objects, and common state by path are compared. Elements are equal if
-    all their bits are. Both checkpoints are read once, in bounded memory, and every block is checked against
-    its digest. Arrays of which both checkpoints store a digest of the whole array (saved with array_digests)
-    are not read if these digests are equal. With --json all rows are printed, by key.
+    Compares keys, dtypes, shapes, every element, objects, and common state by path. Elements are equal if
+    all their bits are equal. Both checkpoints are read once, in limited memory, and every block is checked
+    against its digest. If both checkpoints store a digest of a whole array (saved with array_digests) and
+    these digests are equal, the array is not read. With --json all rows are printed, by key.
     """
     from megackpt.maintenance.diff import diff
 

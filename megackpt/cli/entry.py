@@ -1,7 +1,7 @@
-"""The entry point of the command line: how commands are found, exit codes, errors and JSON.
+"""The entry point of the command line: commands, exit codes, errors and JSON.
 
 A command is a module of this package with a click command named `command`, and a line in COMMANDS. It is
-imported when it is called. It prints its result with `print_result` and lets errors of megackpt pass. It
+imported when it is called. It prints its result with `print_result` and does not catch errors of megackpt. It
 imports torch only when it runs, so that its help does not wait for torch.
 
 An error of megackpt is printed as one line on stderr, without a traceback. For exit codes see EXIT_CODES.
@@ -31,15 +31,15 @@ COMMANDS = {
     "bench": "Measure saving and loading in a directory.",
     "convert": "Write a checkpoint in another format.",
     "diff": "Compare two checkpoints, bit by bit.",
-    "gc": "Remove incomplete steps and steps not kept.",
-    "inspect": "Show what a checkpoint holds.",
+    "gc": "Remove incomplete steps, and steps that no rule keeps.",
+    "inspect": "Show the content of a checkpoint.",
     "ls": "List the steps of a run.",
-    "pin": "Keep a step, whatever a run's retention says.",
+    "pin": "Protect a step from removal.",
     "plan": "Plan saves and loads of a job of any size, without running it.",
     "repair": "Repair a damaged checkpoint.",
     "verify": "Find damage in a checkpoint.",
 }
-"""What each command does, by its name, which is also the name of its module in this package."""
+"""The one-line help of each command, by its name, which is also the name of its module in this package."""
 
 FAILED_CHECK = 1
 BAD_INPUT = 2
@@ -50,7 +50,7 @@ _CHECKS = (IntegrityError, CoverageError, MismatchError)
 _UNREADABLE = (NotACheckpointError, FormatError)
 
 EXIT_CODES = (
-    "Exit codes: 0 done, and nothing is wrong; 1 a check has failed: damaged, incomplete or different; 2 bad "
+    "Exit codes: 0 done, no fault found; 1 a check has failed: damaged, incomplete or different; 2 bad "
     "usage or input; 3 no checkpoint, or none that can be read here."
 )
 """The last lines of the help of a command."""
@@ -73,7 +73,7 @@ class _Commands(click.Group):
         return command
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write what each command does, without importing it."""
+        """Write the one-line help of each command, without importing it."""
         with formatter.section("Commands"):
             formatter.write_dl(sorted(COMMANDS.items()))
 

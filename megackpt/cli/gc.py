@@ -82,10 +82,10 @@ def command(
 ) -> int:
     """Remove leftovers of incomplete saves, and steps that no rule keeps, from the run in ROOT.
 
-    ROOT is a directory or a URL. One of the --keep options must be given: a step is kept if any of them keeps
-    it. In any case the newest step, pinned steps, and the newest step without visible damage (found without
-    reading its chunks) are kept. An incomplete step is removed only if a newer step is committed, or with
-    --incomplete-newest, and only if nothing was written to it within --min-age.
+    ROOT is a directory or a URL. Give one of the --keep options: a step is kept if any of them keeps it. The
+    newest step, pinned steps, and the newest step without damage (without reading its chunks) are always
+    kept. An incomplete step is removed only if a newer step is committed, or with --incomplete-newest, and
+    only if nothing was written to it within --min-age.
     """
     from megackpt.checkpointer.options import Retention
     from megackpt.checkpointer.retention import Cleanup
@@ -139,10 +139,10 @@ def command(
 
 
 def _check_metric(name: str, metrics: Sequence[Mapping[str, float]], root: str) -> None:
-    """Check that a metric is known: one that no step has may be misspelt, and would keep no step.
+    """Check that a step has the metric: otherwise it may be misspelt, and no step would be kept.
 
     Raises:
-        DeclarationError: no committed step was saved with it.
+        DeclarationError: no committed step has the metric.
     """
     known = sorted({metric for of_step in metrics for metric in of_step})
     if name not in known:
@@ -155,7 +155,7 @@ def _check_metric(name: str, metrics: Sequence[Mapping[str, float]], root: str) 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Result:
-    """What was removed, or would be.
+    """The steps that were removed, or with --dry-run would be.
 
     Attributes:
         plan: what the rules remove and keep.

@@ -1,4 +1,4 @@
-"""`megackpt inspect`: what a checkpoint holds."""
+"""`megackpt inspect`: the content of a checkpoint."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ if TYPE_CHECKING:
 def command(
     path: str, *, keys: tuple[str, ...], limit: int, allow_unsafe_pickle: bool, as_json: bool
 ) -> None:
-    """Show what the checkpoint in the directory PATH holds, without reading a tensor.
+    """Show the content of the checkpoint in the directory PATH, without reading a tensor.
 
-    Its commit, arrays and objects with dtype, shape, chunks and bytes, files, bytes by rank, common state.
-    With --json all rows are printed.
+    Shows the commit; arrays and objects with dtype, shape, chunks and bytes; files; bytes by rank; common
+    state. With --json all rows are printed.
     """
     from megackpt.maintenance.inspect import inspect
 

@@ -25,13 +25,13 @@ class LocalPath(click.Path):
 
 
 def checkpoint_location(path: str, *, takes_latest: bool = True) -> str:
-    """Return the location of a checkpoint; for the root of a run that of its latest step, named on stderr.
+    """Return the location of a checkpoint. For the root of a run: its latest step, named on stderr.
 
-    takes_latest is False for commands that change the checkpoint: a step must be named for them.
+    takes_latest is False for commands that change the checkpoint: they need the path of a step.
 
     Raises:
-        NotACheckpointError: it is a file; or it is the root of a run, and a step must be named.
-        StorageError: it is a URL that no store serves.
+        NotACheckpointError: the location is a file, or the root of a run if a step is needed.
+        StorageError: the location is a URL that no store serves.
     """
     step = _latest_step(path)
     if step is None:
@@ -63,11 +63,11 @@ def _latest_step(path: str) -> str | None:
 
 
 def check_run_root(root: str) -> None:
-    """Check that the root of a run exists if it is on a file system; behind a URL there may be nothing yet.
+    """Check that the root of a run exists if it is on a file system. The root at a URL may still be empty.
 
     Raises:
-        NotACheckpointError: it is not a directory.
-        StorageError: it is a URL that no store serves.
+        NotACheckpointError: the root is not a directory.
+        StorageError: the root is a URL that no store serves.
     """
     open_store(root)
     if not is_url(root) and not Path(expanded_path(root)).is_dir():
@@ -89,7 +89,7 @@ def check_output(path: str | None) -> None:
 
 
 def check_chart(path: str | None) -> None:
-    """Check that a chart can be drawn to a file, before what it shows is computed. None is accepted.
+    """Check that a chart can be drawn to a file, before its data is computed. None is accepted.
 
     Raises:
         DeclarationError: the suffix names no known format, or the directory of the file does not exist.

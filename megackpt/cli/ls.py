@@ -42,7 +42,7 @@ class Step:
         format: backend and version; None unless committed.
         world_size: number of ranks that saved it; None if its commit does not name it.
         pinned: whether it is protected from removal.
-        metrics: the metrics that it was saved with; as text if they are not finite.
+        metrics: the metrics of the step; as text if they are not finite.
     """
 
     step: int
@@ -62,7 +62,7 @@ class Step:
 def command(root: str, *, as_json: bool) -> None:
     """List the steps that a Checkpointer keeps in ROOT, a directory or a URL, oldest first.
 
-    An incomplete step is left of a save that did not finish, or is being written right now. It is never
+    An incomplete step is the leftover of a save that did not finish, or is still being written. It is never
     loaded. The latest step is the newest committed one.
     """
     steps = list_steps(root)
@@ -81,7 +81,7 @@ def list_steps(root: str | os.PathLike[str]) -> list[Step]:
     """Return the steps in a directory or behind a URL, ascending.
 
     Raises:
-        NotACheckpointError: it is not a directory, or is itself a checkpoint.
+        NotACheckpointError: the location is not a directory, or is itself a checkpoint.
     """
     from megackpt.checkpointer.root_files import read_pins, scan
     from megackpt.engine.checkpoint.step_roots import step_directories
@@ -164,7 +164,7 @@ def _number(value: float | str) -> str:
 
 
 def age_as_text(seconds: float) -> str:
-    """Return a time as text, in the largest unit that it has at least two of.
+    """Return a time as text, in the largest unit of which it has at least two.
 
     >>> age_as_text(3.2), age_as_text(100), age_as_text(7300), age_as_text(86400 * 30)
     ('3 s', '100 s', '2 h', '30 d')

@@ -1,4 +1,4 @@
-"""`megackpt plan`: what saves and loads of a job would do, without the job."""
+"""`megackpt plan`: the cost of saves and loads of a job, without the job."""
 
 from __future__ import annotations
 
@@ -62,9 +62,9 @@ def command(
 ) -> None:
     """Plan the save of a job at one layout and its load at another, for every rank, in this process.
 
-    MODEL is the name of a published model (an unknown name lists them) or a JSON file with its sizes. The
-    directory of a CHECKPOINT takes its place where only loads of it matter. No GPU is used, no process is
-    started, no tensor is made. What is planned is what a real job would do: the planner is run, and timed.
+    MODEL is the name of a published model (an unknown name lists them) or a JSON file with its sizes. To plan
+    only loads, give the directory of a CHECKPOINT instead. The command uses no GPU, starts no process and
+    makes no tensor. It runs and times the planner of real jobs.
 
     megackpt plan llama3-405b --from tp8,pp16,dp128 --to tp4,pp8,dp512 --write-gbps 10 --mtbf-hours 3
     """

@@ -45,7 +45,7 @@ def command(
 ) -> int:
     """Repair the checkpoint in the directory PATH.
 
-    Every byte is read. Damaged and lost files are computed from parity files, if the checkpoint was saved
+    Reads every byte. Damaged and lost files are computed from parity files, if the checkpoint was saved
     with them, or taken from copies. Each new file is written next to the old one, verified, and replaces it
     in one step. If some damage cannot be repaired, nothing is changed, unless --partial is given. Do not
     repair while a job saves to the same directory.

@@ -1,8 +1,8 @@
 """Tables on stdout.
 
-Keys are text from files that anybody may have written, so characters that move the cursor are escaped. On a
-terminal, a key that is too long for its column wraps at dots, and is repeated below the table on a line of
-its own, to be copied. In a file or pipe nothing wraps: a row is a line.
+Keys are text from files of any origin, so characters that move the cursor are escaped. On a terminal, a key
+that is too long for its column wraps at dots, and is repeated on one line below the table, to be copied. In a
+file or pipe nothing wraps: a row is a line.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`megackpt verify`: what is damaged in a checkpoint."""
+"""`megackpt verify`: the damage of a checkpoint."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ if TYPE_CHECKING:
 @unsafe_pickle_option
 @json_option
 def command(path: str, *, deep: bool, threads: int, allow_unsafe_pickle: bool, as_json: bool) -> int:
-    """Find everything that is wrong with the checkpoint in the directory PATH. Nothing is changed.
+    """Find all damage of the checkpoint in the directory PATH. Nothing is changed.
 
-    Without --deep the structure is checked: the commit, the index and its digest, that every file is there
-    and as long as it must be, that every chunk lies inside its file, and that chunks cover every array
+    Without --deep the structure is checked: the commit, the index and its digest, that every file exists
+    with the right length, that every chunk is inside its file, and that chunks cover every array
     exactly once. No bytes of tensors are read, so damage in them is not found.
 
-    With --deep every byte is read as well, in bounded memory, and compared with its digest; objects and
+    With --deep every byte is also read, in limited memory, and compared with its digest; objects and
     common state are decoded. Arrays that were saved with array_digests are also compared as a whole.
 
-    All damage is listed: file, bytes, key and chunk.
+    All damage is listed, with file, bytes, key and chunk.
     """
     from megackpt.maintenance.verify import verify
 
@@ -78,7 +78,7 @@ def _show(report: VerifyReport) -> None:
 
 
 def _verdict(report: VerifyReport) -> str:
-    """Return what is known of the checkpoint, and what was checked."""
+    """Return the verdict on the checkpoint, and what was checked."""
     if not report.deep:
         checked = "bytes not read, --deep reads them"
     else:

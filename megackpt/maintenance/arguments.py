@@ -14,7 +14,7 @@ def checked_globs(globs: Sequence[str]) -> tuple[str, ...]:
     """Return globs of keys as a tuple.
 
     Raises:
-        DeclarationError: they are a single text, or not texts.
+        DeclarationError: the argument is a single text, or has other values than texts.
     """
     texts = tuple(globs) if isinstance(globs, list) else globs
     check_texts("keys", texts, example="('decoder.*',)")
@@ -31,10 +31,10 @@ def matching(keys: Iterable[str], globs: Sequence[str]) -> list[str]:
 
 
 def checked_progress(progress: Progress | None) -> Progress:
-    """Return an object that takes reports of progress; one that ignores them for None.
+    """Return an object that takes reports of progress; for None, an object that ignores them.
 
     Raises:
-        DeclarationError: it lacks a method.
+        DeclarationError: the object lacks a method.
     """
     if progress is None:
         return NoProgress()

@@ -1,6 +1,6 @@
-"""Compares chunks of one checkpoint with the same elements of another, however that one is cut.
+"""Compares chunks of one checkpoint with the same elements of another checkpoint with other chunks.
 
-The other checkpoint is read as a load would read it, a bounded number of bytes at a time.
+The other checkpoint is read as in a load, with a limited number of bytes in memory.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from megackpt.planning import plan_load
 ByteArray = npt.NDArray[np.uint8]  # [n]
 
 PARTS_AT_A_TIME = 4096
-"""Parts of small chunks that are planned as one load: planning each alone would cost more than reading it."""
+"""Parts of small chunks that are planned as one load: to plan each alone would cost more than to read it."""
 
 _OPTIONS = LoadOptions(threads=2)
 _ALIGNMENT = 64  # bytes: a tensor of any dtype may begin there
@@ -39,7 +39,7 @@ class BytePair:
     """The same elements of two checkpoints, as bytes. Valid until the next pair is made.
 
     Attributes:
-        part: which part of which chunk of the first checkpoint.
+        part: the part of a chunk of the first checkpoint.
         first: the bytes in the first checkpoint, `[n]`.
         second: the bytes in the second checkpoint, `[n]`.
     """
@@ -60,11 +60,11 @@ def check_equal(
 ) -> None:
     """Check that another checkpoint has the same elements as these parts, none of which is an object. Local.
 
-    where is what error texts call the other checkpoint; progress is called with the number of compared bytes.
+    where names the other checkpoint in error texts; progress is called with the number of compared bytes.
 
     Raises:
-        IntegrityError: it has other bits, or is damaged.
-        FormatError: it lacks elements.
+        IntegrityError: the other checkpoint has other bits, or is damaged.
+        FormatError: the other checkpoint lacks elements.
     """
     for pair in byte_pairs(parts, chunks, other, buffer_bytes=buffer_bytes, where=where):
         if not np.array_equal(pair.first, pair.second):
@@ -77,12 +77,12 @@ def byte_pairs(
 ) -> Iterator[BytePair]:
     """Yield the bytes of these parts, none of which is an object, in both checkpoints. Local.
 
-    Parts are cut so that at most buffer_bytes of each checkpoint are in memory at a time; where is what error
-    texts call the other checkpoint.
+    Parts are cut so that at most buffer_bytes of each checkpoint are in memory at a time. where names the
+    other checkpoint in error texts.
 
     Raises:
-        IntegrityError: one of them is damaged.
-        FormatError: the other lacks elements.
+        IntegrityError: one of the checkpoints is damaged.
+        FormatError: the other checkpoint lacks elements.
     """
     # Both buffers are reused, and grow to the largest part and the largest batch.
     first_buffer, second_buffer = np.empty(0, np.uint8), torch.empty(0, dtype=torch.uint8)
@@ -124,7 +124,7 @@ def _batches(parts: Sequence[Part], chunks: Chunks, buffer_bytes: int) -> Iterat
 
 
 def _offsets(parts: Sequence[Part]) -> list[int]:
-    """Return where each part begins in one buffer, and where the last one ends."""
+    """Return the position of each part in one buffer, and the end of the last part."""
     rounded = [-(-(part.stop - part.start) // _ALIGNMENT) * _ALIGNMENT for part in parts]
     return [0, *itertools.accumulate(rounded)]
 

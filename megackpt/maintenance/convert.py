@@ -1,7 +1,7 @@
 """`megackpt.convert`: write a checkpoint in another format, chunk by chunk, in bounded memory.
 
-The chunks of the source are shared out between the ranks of the group, go through small buffers, and are
-committed in one step, as in a save.
+The ranks of the group divide the chunks of the source between them. Chunks are copied through small buffers
+and committed in one step, as in a save.
 """
 
 from __future__ import annotations
@@ -46,8 +46,7 @@ class ConvertReport:
         version: the version of its format.
         arrays: number of global arrays.
         objects: number of objects.
-        chunks: number of chunks in the new checkpoint, objects among them. Long chunks of the source are
-            cut.
+        chunks: number of chunks in the new checkpoint, with objects. Long chunks of the source are cut.
         nbytes: bytes of all chunks of the source.
         is_verified: whether the new checkpoint was read again and is equal to the source.
     """
@@ -76,23 +75,22 @@ def convert(
     group: Group | None = None,
     progress: Progress | None = None,
 ) -> ConvertReport:
-    """Write a checkpoint of any known format again, in another format or in the same one.
+    """Write a copy of a checkpoint of any known format, in another format or in the same one.
 
-    Collective: every rank of the group calls it. The group may have any size, whatever the number of ranks
-    that saved the source, and needs no GPU and no model. The target becomes a checkpoint in one step; if
-    anything fails, there is none. Values of classes that this process does not know are carried over
-    unchanged.
+    Collective: every rank of the group calls it. The group may have another size than the job that saved the
+    source, and needs no GPU and no model. The target becomes a checkpoint in one step; if anything fails,
+    there is none. Values of classes that this process does not know are copied unchanged.
 
     Args:
         source: a path, a URL or an open store of one checkpoint (not the root of a run).
-        target: where to write; made if it does not exist.
+        target: the location of the new checkpoint; created if it does not exist.
         to: the new format: a backend name (`"megackpt"`, `"torch_dist"`, `"zarr"`), `(backend, version)`,
             or a strategy.
         verify: read the new checkpoint again, and compare every byte with the source.
         overwrite: replace a checkpoint of the same format at the target.
         array_digests: store a digest of each array, as `SaveOptions(array_digests=True)` does.
         allow_unsafe_pickle: as in `megackpt.verify`.
-        buffer_bytes: how much of a chunk is in memory at a time, if its format can be read in parts.
+        buffer_bytes: how many bytes of a chunk are in memory at a time, if its format can be read in parts.
         timeout_s: how long a rank waits for the others at each synchronisation point, in seconds.
         group: the ranks that take part; None for all ranks of torch.distributed, or this process alone.
         progress: as in `megackpt.verify`, for this rank's share.
@@ -101,11 +99,11 @@ def convert(
         Counts of the whole checkpoint, the same on all ranks.
 
     Raises:
-        NotACheckpointError: nothing was committed at the source.
-        DeclarationError: there is a checkpoint at the target already, the format is unknown or only read, or
-            an argument is invalid.
+        NotACheckpointError: there is no committed checkpoint at the source.
+        DeclarationError: there is already a checkpoint at the target, the format is unknown or can only be
+            read, or an argument is invalid.
         IntegrityError: the source is damaged, or the new checkpoint differs from it.
-        UnserializableError: the new format cannot hold an object or the common state.
+        UnserializableError: the new format cannot store an object or the common state.
         UnsupportedError, MissingExtraError: the format has no digests of arrays, or needs an extra that is
             not installed.
         CheckpointError: each of these, and every other error; the same on all ranks.
@@ -155,11 +153,11 @@ def convert(
 
 @dataclass(frozen=True, slots=True)
 class _PreparedTarget:
-    """What only rank 0 knows before the conversion writes.
+    """The data that only rank 0 has before the conversion writes.
 
     Attributes:
         common: common state and content metadata, as the new format stores them.
-        state: what was at the target.
+        state: the files at the target before the conversion.
     """
 
     common: tuple[Any, Any] = (None, None)
@@ -168,7 +166,7 @@ class _PreparedTarget:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Conversion:
-    """The steps of a conversion, with what all of them need; see the arguments of `convert`."""
+    """The steps of a conversion; for the fields see the arguments of `convert`."""
 
     source: Store
     target: Store
@@ -282,7 +280,7 @@ class _CopiedParts(ChunkParts):
     def __call__(self, row: int) -> Iterator[memoryview]:
         """Yield the parts of a row."""
         for part in self._copied.read(row, self._buffers, self._buffer_bytes):
-            # Before the part is written: a format may not ask for another part after the last one.
+            # Reported before the part is written: a format may not request another part after the last one.
             self._progress.advance(len(part))
             yield part
 

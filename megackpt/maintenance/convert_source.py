@@ -1,4 +1,4 @@
-"""The source of a conversion: what is in it, and which rank copies which chunk of it."""
+"""The source of a conversion: its content, and which rank copies which chunk."""
 
 from __future__ import annotations
 
@@ -23,17 +23,18 @@ from megackpt.validation import check_coverage
 
 @dataclass(frozen=True, slots=True)
 class SourceCheckpoint:
-    """The source of a conversion, as one rank sees it.
+    """The source of a conversion on one rank.
 
-    Nothing is resharded: its chunks, long ones cut into blocks of rows, become those of the new checkpoint.
+    Nothing is resharded: the chunks of the source become those of the new checkpoint; long chunks are cut
+    into blocks of rows.
 
     Attributes:
         stored: the opened checkpoint.
-        contents: the same without the arrays that the new format holds as tensors of common state.
+        contents: the same without the arrays that the new format stores as tensors of common state.
         chunks: all of its chunks.
-        plan: which rank writes which chunk, or which part of a long one, `[n]`. The entity of a row is the
+        plan: which rank writes which chunk, or which part of a long chunk, `[n]`. The entity of a row is the
             row of its chunk in the source.
-        start: where each row of the plan begins in its chunk of the source, in bytes, `[n]`.
+        start: position of each row of the plan in its chunk of the source, in bytes, `[n]`.
         blobs: this rank's objects, encoded for the new format, by row of the plan.
     """
 
@@ -51,9 +52,9 @@ class SourceCheckpoint:
         """Open a checkpoint, plan the copies of all ranks, and encode this rank's objects. Local.
 
         Raises:
-            FormatError: something in it cannot be loaded.
-            CoverageError: it is incomplete.
-            UnserializableError: the new format cannot hold an object.
+            FormatError: an array, an object or the common state cannot be loaded.
+        CoverageError: the checkpoint is incomplete.
+        UnserializableError: the new format cannot store an object.
         """
         stored = open_checkpoint(store, allow_unsafe_pickle=allow_unsafe_pickle)
         contents = stored if strategy.capabilities.refers_to_arrays else without_referenced(stored, store)
@@ -103,7 +104,7 @@ class SourceCheckpoint:
 def read_common_for(strategy: SaveStrategy, contents: Contents, store: Store) -> tuple[Any, Any]:
     """Return common state and content metadata as a format stores them. Local.
 
-    A format that cannot refer to arrays holds them as tensors of common state: these are read into memory,
+    A format that cannot refer to arrays stores them as tensors of common state. These are read into memory,
     as in a save.
     """
     if strategy.capabilities.refers_to_arrays:
@@ -112,9 +113,9 @@ def read_common_for(strategy: SaveStrategy, contents: Contents, store: Store) ->
 
 
 def _without_other_arrays(table: ChunkTable, keys: Container[str]) -> ChunkTable:
-    """Return a chunk table without those of its arrays that have no chunks in it.
+    """Return a chunk table without the arrays that have no chunks in it.
 
-    A format may list all arrays of a file for the chunks of a few.
+    A format may list all arrays of a file even if the table has chunks of only a few.
     """
     is_kept = np.array([spec.key in keys for spec in table.arrays], np.bool_)
     if is_kept.all():

@@ -1,4 +1,4 @@
-"""Where a conversion writes to: what was there before, and how a failed conversion is removed again."""
+"""The target of a conversion: the files that were there before, and the removal of a failed conversion."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from megackpt.storage import LocalStore, ObjectStore, Store
 
 @dataclass(frozen=True, slots=True)
 class TargetState:
-    """What was at the target before the conversion began to write; known to rank 0.
+    """The files at the target before the conversion began to write; only rank 0 has this.
 
     Attributes:
-        earlier: what earlier saves have left there.
+        earlier: leftovers of earlier saves.
         names: all files that were there; None if they are a committed checkpoint.
     """
 
@@ -26,7 +26,7 @@ class TargetState:
 
 
 def prepare_target(target: Store, strategy: SaveStrategy) -> TargetState:
-    """Create the target and return what is in it. Rank 0 calls it; no rank writes before."""
+    """Create the target and return its files. Rank 0 calls it before any rank writes."""
     target.create()
     earlier = manifest.find_leftover_files(target, strategy)
     names = None if manifest.is_committed(target) else frozenset(target.names())
@@ -37,7 +37,7 @@ def check_target(target: Store, source: Store, strategy: SaveStrategy, *, overwr
     """Check that no checkpoint would be lost.
 
     Raises:
-        DeclarationError: there is a checkpoint, and it must not be replaced, or cannot be in one step.
+        DeclarationError: there is a checkpoint that must not be replaced, or cannot be replaced in one step.
     """
     if _is_same_location(target, source):
         raise DeclarationError(
@@ -48,14 +48,14 @@ def check_target(target: Store, source: Store, strategy: SaveStrategy, *, overwr
         return
     if not overwrite:
         raise DeclarationError(
-            f"{target.location} holds a checkpoint already. Name another directory, or set overwrite.",
+            f"{target.location} has a checkpoint already. Name another directory, or set overwrite.",
             path=target.location,
         )
     commit = manifest.read_manifest(target)
     backend, version = commit.get("sharded_backend"), commit.get("sharded_backend_version")
     if (backend, version) != (strategy.backend, strategy.version):
         raise DeclarationError(
-            f"{target.location} holds a checkpoint of format {backend!r} version {version!r}, which a "
+            f"{target.location} has a checkpoint of format {backend!r} version {version!r}, which a "
             f"checkpoint of another format cannot replace in one step. Name another directory, or remove it "
             f"first.",
             path=target.location,
@@ -65,8 +65,8 @@ def check_target(target: Store, source: Store, strategy: SaveStrategy, *, overwr
 def remove_attempt(target: Store, state: TargetState, *, attempt: str, strategy: SaveStrategy) -> None:
     """Remove the files of a failed conversion, as far as possible, the commit first. Rank 0 calls it.
 
-    If there was no checkpoint before, these are all files that were not there before: not all formats put
-    the attempt id into the names of their files.
+    If there was no checkpoint before, all new files are removed, because not all formats put the attempt id
+    into the names of their files.
     """
     if state.names is None:
         manifest.withdraw(target, attempt=attempt, strategy=strategy)

@@ -1,4 +1,4 @@
-"""`megackpt.diff`: what differs between two checkpoints of any formats, saved at any layouts.
+"""`megackpt.diff`: the differences between two checkpoints of any formats, saved at any layouts.
 
 Arrays whose stored digests are equal need not be read. All others are read once from both checkpoints, part
 by part.
@@ -31,7 +31,7 @@ class ValueDifference:
     """A leaf of an object, of common state or of content metadata that differs.
 
     Attributes:
-        path: the object, or which part of common state, and the path of the leaf in it.
+        path: the object or the part of common state, and the path of the leaf in it.
         first: the leaf in the first checkpoint, as shortened text; None if it has none there.
         second: the leaf in the second checkpoint.
     """
@@ -46,15 +46,15 @@ class CheckpointDifference:
     """The result of `megackpt.diff`.
 
     Attributes:
-        only_first: keys that only the first checkpoint has.
-        only_second: keys that only the second checkpoint has.
+        only_first: keys that are only in the first checkpoint.
+        only_second: keys that are only in the second checkpoint.
         declared: keys with another dtype or shape, with dtype and shape in the first and in the second.
         arrays: arrays with different elements, by key.
         values: leaves of objects, common state and content metadata that differ.
-        compared: number of arrays and arrays of objects that both have, with one dtype and shape.
-        nbytes: bytes of arrays that were read and compared, of one checkpoint.
-        by_digest: number of arrays, of those compared, that are equal by their digests and were not read.
-        by_digest_nbytes: bytes of these, of one checkpoint.
+        compared: number of arrays and arrays of objects that both have, with equal dtype and shape.
+        nbytes: bytes of arrays that were read and compared, in one checkpoint.
+        by_digest: number of compared arrays that are equal by their digests and were not read.
+        by_digest_nbytes: bytes of these arrays, in one checkpoint.
     """
 
     only_first: tuple[str, ...]
@@ -87,9 +87,9 @@ def diff(
 ) -> CheckpointDifference:
     """Compare two checkpoints bit by bit. Local; nothing is changed.
 
-    How the checkpoints are sharded, which ranks wrote them and in which format does not matter. -0.0 differs
-    from 0.0, and so do two NaNs with different bits. Values of classes that this process does not know are
-    compared by the names of their classes and by their contents.
+    The checkpoints may have different shardings, numbers of ranks and formats. -0.0 differs from 0.0, and two
+    NaNs with different bits differ. Values of classes that this process does not know are compared by the
+    names of their classes and by their contents.
 
     Args:
         first: a path, a URL or an open store of one checkpoint (not the root of a run).
@@ -97,19 +97,19 @@ def diff(
         keys: globs such as `"decoder.*"`; only arrays and objects whose key matches one of them are
             compared. All are compared if there are none.
         common: compare common state and content metadata as well.
-        read_all: also read arrays of which both checkpoints have a digest of the whole array. Otherwise
+        read_all: also read arrays for which both checkpoints have a digest of the whole array. Otherwise
             such arrays are read only if these digests differ.
         allow_unsafe_pickle: as in `megackpt.verify`.
-        threads: concurrent comparisons.
-        buffer_bytes: how much of each checkpoint one comparison holds in memory at a time.
+        threads: number of concurrent comparisons.
+        buffer_bytes: how many bytes of each checkpoint one comparison has in memory at a time.
         progress: as in `megackpt.verify`.
 
     Returns:
-        What differs; `is_equal` is true if nothing does.
+        The differences; `is_equal` is true if there are none.
 
     Raises:
-        NotACheckpointError: nothing was committed at one of the locations.
-        FormatError: a checkpoint is in a format that is not known here, or the second lacks elements.
+        NotACheckpointError: there is no committed checkpoint at one of the locations.
+        FormatError: a checkpoint has an unknown format, or the second lacks elements.
         IntegrityError, CoverageError: a checkpoint is damaged or incomplete.
         DeclarationError: an argument is invalid.
 
@@ -190,7 +190,7 @@ def _spec_text(spec: ArraySpec) -> str:
 
 
 def _equal_by_digest(keys: Iterable[str], first: Contents, second: Contents) -> set[str]:
-    """Return the keys of arrays of which both checkpoints store a digest, the same."""
+    """Return the keys of arrays for which both checkpoints store the same digest."""
     digests, others = first.array_digests, second.array_digests
     return {key for key in keys if key in digests and digests[key] == others.get(key)}
 
@@ -228,7 +228,7 @@ def _object_readers(
 
 
 _ABSENT = object()
-"""Stands for an object that one checkpoint does not have."""
+"""The value of an object that a checkpoint does not have."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,7 +236,7 @@ class _CommonStates:
     """The common states of two checkpoints, made comparable.
 
     Attributes:
-        states: both, with tensors in the place of the arrays in inline.
+        states: both common states, with tensors instead of the arrays in inline.
         contents: the content metadata of both.
         inline: for each checkpoint, keys of arrays that the other one stores as tensors of common state.
     """

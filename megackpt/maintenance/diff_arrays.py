@@ -1,6 +1,6 @@
 """Compares arrays of two checkpoints: how many elements differ, which is the first, and by how much.
 
-Elements are equal if all their bits are. Values are computed with only for elements that differ.
+Elements are equal if all their bits are equal. Distances are computed only for elements that differ.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ class ArrayDifference:
     """An array that both checkpoints have, with different elements.
 
     Attributes:
-        key: its name.
+        key: the key of the array.
         dtype: its dtype in both.
         shape: its global shape in both.
         elements: how many elements differ in any bit.
         first: the index of the first of them in row-major order.
-        largest: the largest absolute difference of two values. Infinite if one of them is. None for integers
-            and bools, and if one of each two values is NaN.
-        nan_elements: how many of these elements are NaN in one checkpoint or in both.
+        largest: the largest absolute difference of two values. Infinite if one of the values is infinite.
+            None for integers and bools, and if in every pair of values at least one is NaN.
+        nan_elements: how many of the elements that differ are NaN in one checkpoint or in both.
     """
 
     key: str
@@ -74,12 +74,12 @@ def diff_arrays(
 ) -> list[ArrayDifference]:
     """Compare arrays that both checkpoints declare equally, and return those that differ, by key.
 
-    where is what error texts call the second checkpoint.
+    where names the second checkpoint in error texts.
 
     Raises:
         CoverageError: the first checkpoint lacks elements of one of these arrays.
-        FormatError: the second lacks elements.
-        IntegrityError: one of them is damaged.
+        FormatError: the second checkpoint lacks elements.
+        IntegrityError: one of the checkpoints is damaged.
     """
     chunks = first.chunks(keys)
     _check_coverage(chunks, keys)
@@ -94,14 +94,14 @@ class _Comparison:
     """Compares chunks with the arrays of another checkpoint. Safe for several threads.
 
     Attributes:
-        differences: what differs, by key.
+        differences: the differences, by key.
     """
 
     def __init__(
         self, chunks: Chunks, other: Contents, *, buffer_bytes: int, where: str, progress: Progress
     ) -> None:
         self._chunks, self._other, self._where, self._progress = chunks, other, where, progress
-        # A buffer holds whole elements, so that a part never ends inside one.
+        # A buffer has whole elements, so that a part never ends within an element.
         self._buffer_bytes = max(buffer_bytes // _WIDEST_ELEMENT, 1) * _WIDEST_ELEMENT
         self._lock = threading.Lock()
         self.differences: dict[str, ArrayDifference] = {}
@@ -152,7 +152,7 @@ def _check_coverage(chunks: Chunks, keys: Sequence[str]) -> None:
 
 
 def _part_difference(pair: BytePair, chunks: Chunks) -> ArrayDifference:
-    """Return what differs in a part of a chunk, as a difference of its array."""
+    """Return the differences in a part of a chunk, as a difference of its array."""
     table, row = chunks.table, pair.part.row
     spec = table.arrays[int(table.array[row])]
     positions = differing_elements(pair.first, pair.second, spec.dtype)
@@ -196,7 +196,7 @@ def element_distance(
     if not (kind.is_floating_point or kind.is_complex):
         return None, 0
     width = kind.itemsize
-    # Few elements differ as a rule, so only those are converted to a wide dtype.
+    # Usually few elements differ, so only these are converted to a wide dtype.
     wide = torch.complex128 if kind.is_complex else torch.float64
     left, right = (
         torch.from_numpy(data.reshape(-1, width)[positions]).reshape(-1).view(kind).to(wide)

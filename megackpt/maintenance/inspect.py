@@ -1,4 +1,4 @@
-"""`megackpt.inspect`: what a checkpoint holds, without reading any tensor."""
+"""`megackpt.inspect`: the content of a checkpoint, without reading any tensor."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class StoredArray:
     """An array of a checkpoint, or an array of objects.
 
     Attributes:
-        key: its name.
+        key: the key of the array.
         dtype: the dtype of its elements; `object` for objects.
         shape: its global shape.
         chunks: number of its chunks.
@@ -46,12 +46,12 @@ class StoredArray:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredFile:
-    """A file of a checkpoint that holds chunks.
+    """A file of a checkpoint that has chunks.
 
     Attributes:
         name: its name in the checkpoint.
-        rank: the rank that wrote it; None if its name has none.
-        chunks: number of chunks in it, of those that are shown.
+        rank: the rank that wrote it; None if its name does not contain a rank.
+        chunks: number of shown chunks in it.
         nbytes: bytes of these chunks, before compression.
     """
 
@@ -70,13 +70,13 @@ class CheckpointSummary:
         backend: its format.
         version: the version of its format.
         manifest: the content of `metadata.json`; for a format without that file, its equivalent.
-        arrays: the arrays and objects that were asked for, sorted by key.
-        files: the files that hold their chunks; empty if the format does not know.
-        rank_nbytes: bytes of these chunks by the rank that wrote them, as far as the format knows.
-        unreadable: keys that cannot be loaded, and why.
+        arrays: the chosen arrays and objects, sorted by key.
+        files: the files with their chunks; empty if the format does not know them.
+        rank_nbytes: bytes of these chunks by the rank that wrote them, as far as the format knows it.
+        unreadable: keys that cannot be loaded, with the reason.
         common: leaves of the common state as shortened text, by path. A tensor that is stored as an array
             appears as `array 'KEY'`.
-        content: leaves of the content metadata, likewise.
+        content: leaves of the content metadata, in the same form.
         common_error: why common state and content metadata could not be read; empty if they were read.
     """
 
@@ -107,7 +107,7 @@ class CheckpointSummary:
 def inspect(
     checkpoint_dir: Location, *, keys: Sequence[str] = (), allow_unsafe_pickle: bool = False
 ) -> CheckpointSummary:
-    """Return what a checkpoint of any known format holds. Local; no tensor is read.
+    """Return the content of a checkpoint of any known format. Local; no tensor is read.
 
     Args:
         checkpoint_dir: a path, a URL or an open store of one checkpoint (not the root of a run).
@@ -119,7 +119,7 @@ def inspect(
         A summary of arrays, objects, files and common state.
 
     Raises:
-        NotACheckpointError: nothing was committed there.
+        NotACheckpointError: there is no committed checkpoint at this location.
         FormatError, IntegrityError, StorageError: the checkpoint cannot be opened.
         DeclarationError: an argument is invalid.
 

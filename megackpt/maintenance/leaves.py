@@ -1,4 +1,4 @@
-"""Values of a checkpoint as text for people: one shortened line for each leaf.
+"""Values of a checkpoint as text for human readers: one shortened line for each leaf.
 
 Paths are those of `megackpt.codec.leaf_digests`, so that a leaf whose digest differs can be shown.
 """

@@ -1,9 +1,9 @@
 """`megackpt.repair`: replace damaged files of a checkpoint, from parity files or from copies.
 
-`repair_search` finds which files can be repaired, and from where. Here they are replaced, so that a crash
-at any moment leaves the checkpoint no worse: all new files are written next to the old ones and flushed;
-then each takes its name by one rename, the commit last. Each new file is right on its own, so it does not
-matter how many of them a crash lets through.
+`repair_search` finds which files can be repaired, and from which source. This module replaces them, so that a
+crash at any moment does no harm: all new files are written next to the old ones and flushed. Then each is
+renamed over the old one, the commit last. Each new file is right on its own, so after a crash any number of
+them may have been renamed.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class RepairReport:
         location: the checkpoint.
         damages: all damage that was found at first.
         files: the files that were replaced, or can be replaced.
-        remaining: the damage that is left, or would be left if these files were replaced.
+        remaining: the damage that is left after the replacement of these files.
         unusable_sources: why a copy, or parity, could not be used.
         is_applied: whether files were replaced. False: nothing was changed.
     """
@@ -64,30 +64,30 @@ def repair(
     allow_unsafe_pickle: bool = False,
     progress: Progress | None = None,
 ) -> RepairReport:
-    """Replace damaged and lost files of a checkpoint by what parity files and copies hold. Local.
+    """Replace damaged and lost files of a checkpoint with bytes from parity files and copies. Local.
 
-    The checkpoint is verified three times, every byte of it: as it is; as it would be after the repair,
-    before anything is replaced; and afterwards. Each new file is written next to the old one and then takes
-    its name in one step, `metadata.json` last, so that a crash leaves each file old or new, and every new one
-    is right. Call it in one process, and not while a job saves to the same directory.
+    Every byte of the checkpoint is verified three times: as it is; as it would be after the repair, before
+    anything is replaced; and afterwards. Each new file is written next to the old one, and then replaces it
+    in one step, `metadata.json` last. After a crash each file is the old one or the new one, and every new
+    one is right. Call it in one process, and not while a job saves to the same directory.
 
     Args:
         checkpoint_dir: a path, a URL or an open store of one checkpoint (not the root of a run).
-        copies: paths, URLs or open stores that hold copies of the same save; they are tried in this order,
+        copies: paths, URLs or open stores with copies of the same save; they are tried in this order,
             after parity files.
         dry_run: find out what can be repaired, and change nothing.
-        partial: repair what can be repaired, even if other damage is left. Otherwise nothing is changed
+        partial: repair some damage even if other damage is left. Otherwise nothing is changed
             unless all damage can be repaired.
-        threads: concurrent reads; each holds a buffer of 4 MiB.
+        threads: number of concurrent reads; each has a buffer of 4 MiB.
         allow_unsafe_pickle: as in `megackpt.verify`.
         progress: as in `megackpt.verify`.
 
     Returns:
-        A report of the damage, the replaced files and what is left.
+        A report of the damage, the replaced files and the remaining damage.
 
     Raises:
-        NotACheckpointError: nothing was committed there, and no copy can tell which save it was.
-        FormatError: the checkpoint is in a format that is not known here.
+        NotACheckpointError: there is no readable commit, and no copy of the same save has one.
+        FormatError: the checkpoint has an unknown format.
         UnsupportedError: the store cannot replace a file in one step.
         StorageError: a file could not be written. New files next to the old ones are removed.
         DeclarationError: an argument is invalid.

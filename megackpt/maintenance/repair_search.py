@@ -1,7 +1,6 @@
-"""Finds out which damaged files of a checkpoint can be repaired, and from which source.
+"""Finds which damaged files of a checkpoint can be repaired, and from which source.
 
-A repair is tried on a view of the checkpoint: patches are laid over it, and the view is verified. Nothing is
-written here.
+A repair is tried on a view of the checkpoint: the view has the patches, and is verified. Nothing is written.
 """
 
 from __future__ import annotations
@@ -30,9 +29,9 @@ class RepairedFile:
 
     Attributes:
         file: its name in the checkpoint.
-        source: where its new bytes come from: `parity`, or the location of a copy.
+        source: the source of its new bytes: `parity`, or the location of a copy.
         nbytes: its length.
-        ranges: which bytes are replaced, half-open; the others are its own.
+        ranges: the replaced bytes, half-open; other bytes stay.
     """
 
     file: str
@@ -47,7 +46,7 @@ class RepairState:
 
     Attributes:
         view: the checkpoint.
-        damages: what is wrong with it.
+        damages: the damage that it has.
         files: the repaired files, in the order in which their repairs were found.
     """
 
@@ -63,13 +62,13 @@ class RepairState:
 
 @dataclass(frozen=True, slots=True)
 class _Source:
-    """Where repairs can come from.
+    """A source of repairs.
 
     Attributes:
         name: `parity`, or the location of a copy.
         store: has the files.
-        small_files: the commit, index and the like, of a copy. If one of them is damaged in the checkpoint,
-            other files may be called damaged that are not.
+        small_files: the commit, index and similar files of a copy. If one of them is damaged in the
+            checkpoint, other files may seem to be damaged.
     """
 
     name: str
@@ -92,10 +91,10 @@ class RepairSearch:
         self.unusable_sources: list[str] = []
 
     def begin(self) -> RepairState:
-        """Return the checkpoint as it is.
+        """Return the checkpoint without repairs.
 
         Raises:
-            NotACheckpointError, FormatError: it has no commit that can be read, and no copy of the same save.
+            NotACheckpointError, FormatError: there is no readable commit, and no copy of the same save.
         """
         try:
             report = verify_checkpoint(self._store, self._options, self._progress)
@@ -108,7 +107,7 @@ class RepairSearch:
             return RepairState(self._store, (Damage(file=MANIFEST, what=what),))
 
     def verify(self, view: Store) -> tuple[Damage, ...]:
-        """Return what is wrong with a checkpoint. An error on opening it is returned as damage."""
+        """Return the damage of a checkpoint. An error in opening it is returned as damage."""
         try:
             return verify_checkpoint(view, self._options, self._progress).damages
         except CheckpointError as error:
@@ -145,7 +144,7 @@ class RepairSearch:
                 yield _Source(copy.location, copy, (MANIFEST, *_small_files(manifest)))
 
     def _repair_from(self, source: _Source, state: RepairState) -> RepairState:
-        """Return the state with those damaged files repaired that a source can repair."""
+        """Return the state after the repair of all damaged files that a source can repair."""
         repaired = self._try_patches(state, source, state.damaged_files)
         small = set(source.small_files)
         if repaired is not state or not small or not _concerns(state, small):
@@ -155,7 +154,7 @@ class RepairSearch:
         return state if _concerns(repaired, small) else repaired
 
     def _try_patches(self, state: RepairState, source: _Source, names: set[str]) -> RepairState:
-        """Return the state with the files of a source that have no damage afterwards; the same if none."""
+        """Return the state with the files of a source that are undamaged then; the same state without any."""
         patches = _patches(state, source.store, names)
         if not patches:
             return state
@@ -184,7 +183,7 @@ def _rebuilt_from_parity(view: Store) -> Store | None:
 
 
 def _concerns(state: RepairState, small_files: set[str]) -> bool:
-    """Return whether a small file is damaged, or some damage is of no known file."""
+    """Return whether a small file is damaged, or a damage has no known file."""
     return bool(state.damaged_files & small_files) or any(not damage.file for damage in state.damages)
 
 
@@ -204,11 +203,11 @@ def _strategy_of(manifest: Json) -> SaveStrategy | None:
 
 
 def _is_same_save(copy: Store, manifest: Json, store: Store) -> bool:
-    """Return whether a copy, with this commit, is of the save whose files are in a store.
+    """Return whether a copy, with this commit, has the same save as a store.
 
-    A save is known by its attempt id. If the commit in the store can no longer be read, the attempt ids in
-    the names of its files decide. Values of one step and those of another cannot be told apart in formats
-    without attempt ids, so checkpoints that other libraries saved are never taken for the same save.
+    The attempt id identifies a save. If the commit in the store cannot be read, the attempt ids in the names
+    of its files decide. Without attempt ids, the values of two steps cannot be distinguished. So checkpoints
+    that other libraries saved never count as the same save.
     """
     strategy = _strategy_of(manifest)
     if strategy is None:
@@ -268,7 +267,7 @@ def _is_same_file(first: Store, second: Store, name: str, nbytes: int) -> bool:
 
 
 def _damaged_ranges(damages: Sequence[Damage]) -> list[tuple[int, int]] | None:
-    """Return which bytes of a file are damaged; None for all of it."""
+    """Return the damaged ranges of a file; None for the whole file."""
     ranges: list[tuple[int, int]] = []
     for damage in damages:
         if damage.start is None or damage.stop is None:

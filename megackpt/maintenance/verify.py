@@ -1,4 +1,4 @@
-"""`megackpt.verify`: everything that is wrong with a checkpoint."""
+"""`megackpt.verify`: all damage of a checkpoint."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ def verify(
     allow_unsafe_pickle: bool = False,
     progress: Progress | None = None,
 ) -> VerifyReport:
-    """Find everything that is wrong with a checkpoint of any known format. Local; nothing is changed.
+    """Find all damage of a checkpoint of any known format. Local; nothing is changed.
 
-    Without `deep` the structure is checked: the commit, the index and its digest, that every file is there
-    and as long as it must be, that every chunk lies inside its file, and that chunks cover every array
+    Without `deep` the structure is checked: the commit, the index and its digest, that every file exists
+    with the right length, that every chunk is inside its file, and that chunks cover every array
     exactly once. No bytes of arrays are read.
 
     Args:
         checkpoint_dir: a path, a URL or an open store of one checkpoint (not the root of a run).
         deep: also read every byte and compare it with its digest, decode objects and common state, and
-            compare digests of whole arrays where they are stored.
-        threads: concurrent reads; each holds a buffer of 4 MiB.
+            compare stored digests of whole arrays.
+        threads: number of concurrent reads; each has a buffer of 4 MiB.
         allow_unsafe_pickle: load any class that pickles of other formats name. Unpickling runs code that
             the file chooses: set it only for a checkpoint you trust.
         progress: an object with the methods `begin(doing, nbytes)`, called when a phase begins, and
@@ -37,9 +37,9 @@ def verify(
         A report with all damage, in the order of files. Damage is returned, not raised.
 
     Raises:
-        NotACheckpointError: nothing was committed there.
-        FormatError: the checkpoint is in a format that is not known here.
-        StorageError: the store cannot say whether there is a checkpoint: no permission, no connection.
+        NotACheckpointError: there is no committed checkpoint at this location.
+        FormatError: the checkpoint has an unknown format.
+        StorageError: the store cannot be read: no permission, no connection.
         DeclarationError: an argument is invalid.
 
     >>> verify("run/iter_0000100", deep=True).is_whole  # doctest: +SKIP

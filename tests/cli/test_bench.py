@@ -170,7 +170,7 @@ def test_the_trace_has_the_phases_of_both_on_every_rank(results: dict[str, Any])
     ("arguments", "message"),
     [
         (["--ranks", "3"], "ranks is 3"),
-        (["--size", "many"], "'many' is no size"),
+        (["--size", "many"], "'many' is not a size"),
         (["--vs", "zip"], "'zip' is no peer"),
         (["--vs", "no.such.module:Peer"], "The peer 'no.such.module:Peer' cannot be imported"),
         (["--repeats", "0"], "repeats is 0"),

@@ -262,7 +262,7 @@ def test_a_checkpoint_at_the_target_is_replaced_only_if_that_is_asked_for(
     megackpt.save({"old": 1}, target)
     arguments = ["convert", str(source), str(target), "--to", NATIVE]
     assert main(arguments) == 2
-    assert "holds a checkpoint already" in capsys.readouterr().err
+    assert "has a checkpoint already" in capsys.readouterr().err
     assert megackpt.load_common_state_dict(target) == {"old": 1}
     assert main([*arguments, "--overwrite"]) == 0
     assert difference(everything_in(source), everything_in(target)) is None

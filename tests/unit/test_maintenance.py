@@ -181,7 +181,7 @@ def test_convert_of_a_damaged_checkpoint_is_an_error_on_all_ranks_and_leaves_not
 def test_convert_keeps_a_checkpoint_that_is_there_already(tmp_path: Path) -> None:
     saved(tmp_path / "a")
     megackpt.save({"old": 1}, tmp_path / "b")
-    with pytest.raises(DeclarationError, match=r"holds a checkpoint already.*set overwrite"):
+    with pytest.raises(DeclarationError, match=r"has a checkpoint already.*set overwrite"):
         megackpt.convert(tmp_path / "a", tmp_path / "b", "megackpt")
     assert megackpt.load_common_state_dict(tmp_path / "b") == {"old": 1}
     megackpt.convert(tmp_path / "a", tmp_path / "b", "megackpt", overwrite=True)
