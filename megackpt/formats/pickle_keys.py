@@ -6,6 +6,7 @@ chosen to collide takes time that grows with the square of their number.
 
 from __future__ import annotations
 
+import datetime
 import io
 import pickle
 from _compat_pickle import IMPORT_MAPPING, NAME_MAPPING
@@ -196,11 +197,15 @@ def _encoded(text: Any, encoding: Any = None) -> bytes:
     return text.encode("latin1") if type(text) is str and encoding in ("latin1", b"latin1") else b""
 
 
+TIME_CLASSES = (datetime.timedelta, datetime.date, datetime.time, datetime.datetime, datetime.timezone)
+"""Classes of the standard library whose instances are made of numbers, and have their hashes."""
+
 # Calls that make numbers, tuples, or bytes for them. A slice has the hash of a tuple.
 _MADE: dict[str, Any] = {
     "builtins.complex": complex,
     "builtins.slice": lambda *args: args,
     "builtins.bytes": no_bytes,
+    **{f"datetime.{cls.__name__}": cls for cls in TIME_CLASSES},
     "_codecs.encode": _encoded,
     **{name: STAND_INS[name] for name in STAND_INS if name.endswith((".dtype", ".scalar"))},
 }

@@ -33,6 +33,7 @@ from megackpt.codec.stand_ins import (
     keep_unknown_values,
 )
 from megackpt.errors import CheckpointError, FormatError, UnknownClassError, UnserializableError
+from megackpt.formats.pickle_keys import TIME_CLASSES
 from megackpt.formats.pickle_limits import check_archive
 from megackpt.formats.safe_numpy import STAND_INS, UnsupportedValueError, no_bytes, plain_values, stand_ins
 from megackpt.formats.unknown_classes import (
@@ -239,12 +240,19 @@ def _has_unknown(substitutes: Iterable[Any]) -> bool:
 @cache
 def _harmless() -> tuple[Any, ...]:
     """Return classes, and functions by their names in pickles, that hold data and do nothing else."""
-    path = type(pathlib.Path())
-    paths = [(path, f"{module}.{path.__name__}") for module in ("pathlib", "pathlib._local")]
+    classes = (type(pathlib.Path()), pathlib.PurePosixPath, pathlib.PureWindowsPath)
+    paths = [(cls, f"{module}.{cls.__name__}") for cls in classes for module in ("pathlib", "pathlib._local")]
     plain: list[Any] = [argparse.Namespace, types.SimpleNamespace, io.BytesIO]
     # Not defaultdict or deque: torch's unpickler cannot fill them.
     builtin = [frozenset, slice, complex]
-    return (*paths, *plain, *builtin, (no_bytes, "builtins.bytes"), (member_by_getattr, "builtins.getattr"))
+    return (
+        *paths,
+        *plain,
+        *builtin,
+        *TIME_CLASSES,
+        (no_bytes, "builtins.bytes"),
+        (member_by_getattr, "builtins.getattr"),
+    )
 
 
 _lock = threading.Lock()

@@ -11,12 +11,20 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
 
+import megackpt
+from megackpt.compat.megatron.dist_checkpointing import serialization
 from megackpt.compat.megatron.dist_checkpointing.mapping import ShardedTensor
 from megackpt.compat.megatron.dist_checkpointing.strategies.checkpointable import (
     CheckpointableShardedTensor,
     LocalShardsContainer,
 )
-from megackpt.compat.megatron.dist_checkpointing.strategies.torch import MCoreLoadPlanner
+from megackpt.compat.megatron.dist_checkpointing.strategies.fully_parallel import (
+    FullyParallelSaveStrategyWrapper,
+)
+from megackpt.compat.megatron.dist_checkpointing.strategies.torch import (
+    MCoreLoadPlanner,
+    TorchDistSaveShardedStrategy,
+)
 from megackpt.errors import DeclarationError, MismatchError, MissingKeyError
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # torch's, about a save by one process
@@ -110,3 +118,20 @@ def test_what_dcp_cannot_take_is_an_error() -> None:
         LocalShardsContainer([])
     with pytest.raises(NotImplementedError, match="Use the tensor of its ShardedTensor"):
         shards + 1
+
+
+@pytest.mark.parametrize("kind", ["pair", "class", "default", "wrapped"])
+def test_the_face_writes_no_copies_of_values_for_dcp(kind: str, tmp_path: Path) -> None:
+    strategies: dict[str, Any] = {
+        "pair": ("torch_dist", 1),
+        "class": TorchDistSaveShardedStrategy(),
+        "default": serialization.get_default_save_sharded_strategy("torch_dist"),
+        "wrapped": FullyParallelSaveStrategyWrapper(TorchDistSaveShardedStrategy()),
+    }
+    state = {"w": ShardedTensor.from_rank_offsets("w", torch.zeros(2)), "step": 3}
+    serialization.save(state, str(tmp_path / "a"), strategies[kind])
+    listed = dcp.FileSystemReader(tmp_path / "a").read_metadata().state_dict_metadata
+    assert list(listed) == ["w"]  # Megatron-Core's strict modes cannot read an entry of the name `step`
+    megackpt.save(state, tmp_path / "b", ("torch_dist", 1))
+    listed = dcp.FileSystemReader(tmp_path / "b").read_metadata().state_dict_metadata
+    assert sorted(listed) == ["step", "w"]

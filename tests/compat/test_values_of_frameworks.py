@@ -1,0 +1,152 @@
+"""Values that Megatron-Bridge, torchtitan and NeMo (Lightning) put into common state load as they were saved.
+
+Source: the state dicts of megatron-bridge 0.3.1, torchtitan 0.1 and 0.3.0, and Lightning 2 as NeMo uses it.
+"""
+
+from __future__ import annotations
+
+import datetime
+import io
+import pathlib
+import pickle
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import megackpt
+from megackpt.compat.megatron import dist_checkpointing
+from megackpt.errors import UnserializableError
+from megackpt.testing.identical import difference
+
+
+def _of_bridge() -> dict[str, Any]:
+    """TrainState.state_dict(), and the random states of a rank, as Megatron-LM has them, too."""
+    rng = {
+        "random_rng_state": random.Random(1).getstate(),
+        "np_rng_state": np.random.RandomState(1).get_state(),
+        "torch_rng_state": torch.Generator().manual_seed(1).get_state(),
+        "cuda_rng_state": torch.arange(16, dtype=torch.uint8),
+        "rng_tracker_states": {"model-parallel-rng": torch.arange(16, dtype=torch.uint8)},
+    }
+    train_state = {
+        "step": torch.tensor(7, dtype=torch.int32),
+        "floating_point_operations_so_far": torch.tensor(1e21, dtype=torch.float64),
+        "do_train": torch.tensor(True),
+    }
+    scheduler = {"max_lr": 3e-4, "lr_decay_style": "cosine", "num_steps": 512, "start_wd": None}
+    return {
+        "checkpoint_version": 3.0,
+        "iteration": 7,
+        "train_state_metadata": train_state,
+        "opt_param_scheduler": scheduler,
+        "rng": [rng],
+        "content_metadata_of_run": {
+            "distrib_optim_sharding_type": "dp_reshardable",
+            "singleton_local_shards": True,
+        },
+    }
+
+
+def _of_torchtitan() -> dict[str, Any]:
+    """TrainState with losses in BytesIO, as 0.1 has it; the data loader with pickled bytes; its data sets."""
+    losses = io.BytesIO()
+    torch.save([2.5, 1.25], losses)
+    generator = random.Random(2)
+    return {
+        "train_state": {
+            "step": torch.tensor(3, dtype=torch.int32),
+            "global_avg_losses": losses,
+            "log_steps": io.BytesIO(b""),
+            "ntokens_seen": 1 << 40,
+        },
+        "dataloader": {"dp_rank_0": pickle.dumps({"_snapshot": {"worker_0": 5}}), "world_size": 1},
+        "lr_scheduler": {"last_epoch": 3},
+        "dataset": {
+            "rng_state": generator.getstate(),
+            "sources": {0: {"sample_idx": 4, "inputs_buffer": [1, 2, 3]}, 1: {"data": {"epoch": 0}}},
+            "packer_state": {
+                "packed_samples": [{"input_ids": torch.arange(4)}],
+                "sample_buffer": [[1, 2]],
+            },
+        },
+    }
+
+
+def _of_nemo() -> dict[str, Any]:
+    """What Lightning's trainer dumps besides weights: loops, callbacks, schedulers, hyperparameters."""
+    progress = {"total": {"ready": 3, "started": 3, "completed": 3}, "current": {"ready": 3, "completed": 3}}
+    checkpoints = {
+        "monitor": "val_loss",
+        "best_model_score": torch.tensor(0.5),
+        "best_k_models": {"/results/step=1.ckpt": torch.tensor(0.5)},
+        "kth_value": torch.tensor(float("inf")),
+        "dirpath": pathlib.Path("/results"),
+    }
+    return {
+        "epoch": 0,
+        "global_step": 3,
+        "pytorch-lightning_version": "2.5.0",
+        "loops": {"fit_loop": {"state_dict": {}, "epoch_loop.batch_progress": progress}},
+        "callbacks": {"ModelCheckpoint{'monitor': 'val_loss'}": checkpoints},
+        "lr_schedulers": [{"_step_count": 4, "base_lrs": [1e-4], "_last_lr": [np.float64(1e-5)]}],
+        "hparams_name": "kwargs",
+        "hyper_parameters": {"layers": 2, "betas": (0.9, 0.95), "activation": None},
+        "MixedPrecision": {"scale": 65536.0, "_growth_tracker": 0},
+    }
+
+
+STATES: dict[str, Callable[[], dict[str, Any]]] = {
+    "bridge": _of_bridge,
+    "torchtitan": _of_torchtitan,
+    "nemo": _of_nemo,
+}
+
+
+@pytest.mark.parametrize("backend", ["megackpt", "torch_dist"])
+@pytest.mark.parametrize("name", STATES)
+def test_values_of_frameworks_round_trip(name: str, backend: str, tmp_path: Path) -> None:
+    state = STATES[name]()
+    dist_checkpointing.save(state, str(tmp_path / "a"), (backend, 1))
+    loaded = dist_checkpointing.load({}, str(tmp_path / "a"))
+    assert difference(STATES[name](), loaded) is None
+
+
+@pytest.mark.parametrize("name", STATES)
+def test_values_of_frameworks_survive_a_conversion_and_back(name: str, tmp_path: Path) -> None:
+    megackpt.save(STATES[name](), tmp_path / "a")
+    megackpt.convert(tmp_path / "a", tmp_path / "b", to="torch_dist")
+    megackpt.convert(tmp_path / "b", tmp_path / "c", to="megackpt")
+    assert difference(STATES[name](), megackpt.load_common_state_dict(tmp_path / "c")) is None
+
+
+def test_times_and_paths_are_values_of_both_formats(tmp_path: Path) -> None:
+    zone = datetime.timezone(datetime.timedelta(hours=2))
+    state = {
+        "times": [datetime.datetime(2026, 1, 2, 3, tzinfo=zone), datetime.date(2026, 1, 2), datetime.time(4)],
+        "paths": [pathlib.PurePosixPath("a/b"), pathlib.PureWindowsPath("c:/d"), pathlib.Path("e")],
+        "elapsed": {datetime.timedelta(seconds=i): i for i in range(1100)},  # so many that keys are checked
+    }
+    megackpt.save(state, tmp_path / "a", ("torch_dist", 1))
+    megackpt.convert(tmp_path / "a", tmp_path / "b", to="megackpt")
+    megackpt.convert(tmp_path / "b", tmp_path / "c", to="torch_dist")
+    for name in "abc":
+        assert difference(state, megackpt.load_common_state_dict(tmp_path / name)) is None
+
+
+@dataclass
+class RunConfig:
+    """Stands for the configuration objects of Bridge and torchtitan, which these write as YAML or JSON."""
+
+    steps: int
+
+
+def test_a_configuration_object_is_an_error_that_says_what_to_do(tmp_path: Path) -> None:
+    with pytest.raises(UnserializableError, match=r"run_config.*RunConfig") as error:
+        megackpt.save({"run_config": RunConfig(3)}, tmp_path / "a")
+    assert "register_codec" in str(error.value)
