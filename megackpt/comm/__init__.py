@@ -1,6 +1,6 @@
 """Communication between ranks: messages, bulk bytes, errors that are raised on all ranks, deadlines.
 
-What only several ranks need, `TorchGroup`, is imported when it is first used.
+`TorchGroup`, which only jobs of several ranks need, is imported at its first use.
 """
 
 from __future__ import annotations

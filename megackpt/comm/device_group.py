@@ -15,7 +15,7 @@ from megackpt.errors import DeclarationError, RankFailedError
 class DeviceGroup:
     """The ranks of a torch process group, and a device of this process that its backend reaches.
 
-    Without a group that of all ranks.
+    Without a process group, the ranks are all ranks of torch.distributed.
 
     Raises:
         DeclarationError: a group of another kind, or torch.distributed is not initialised.
@@ -41,15 +41,15 @@ class DeviceGroup:
         return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
 
     def broadcast(self, data: torch.Tensor, *, root: int) -> torch.Tensor:
-        """Return what root has in data, on the device of each rank. Collective; root counts in the group.
+        """Return root's data on the device of each rank. Collective; root is a rank of the group.
 
         Raises:
-            RankFailedError: the backend could not; its deadline may have passed.
+            RankFailedError: the broadcast failed; the deadline of the backend may have passed.
         """
         on_device = data.to(self._device)
         try:
             dist.broadcast(on_device, dist.get_global_rank(self._group, root), group=self._group)
-            if on_device.is_cuda:  # the host buffer behind it is filled anew after this
+            if on_device.is_cuda:  # the caller fills the host buffer again after this
                 torch.cuda.synchronize(self._device)
         except RuntimeError as error:
             raise RankFailedError(

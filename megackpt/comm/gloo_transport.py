@@ -1,9 +1,9 @@
 """Transports over point-to-point messages of gloo, the engine of torch.distributed for hosts.
 
 The ranks of a training job have a gloo process group already, which `MeshTransport` uses. Writer processes
-have none: in a `PairTransport` each pair of ranks that sends each other something has a process group of two
-ranks. So an error of gloo tells which peer it is about, a deadline that passes closes no other connection,
-and a job of many ranks has as few connections as it needs.
+have none: in a `PairTransport` each pair of ranks that exchanges bytes has a process group of two
+ranks. So an error of gloo belongs to one peer, a missed deadline closes no other connection,
+and a job of many ranks has only the connections that it needs.
 """
 
 from __future__ import annotations
@@ -210,8 +210,8 @@ def _serve(
 class _Rendezvous(dist.Store):  # type: ignore[misc, name-defined]
     """A view of a store in which gloo finds a peer, and that never waits inside of a call of the store.
 
-    A TCPStore that waits holds a lock, behind which every other call of this process waits as well: also the
-    call by which this rank learns that another one has given up.
+    A TCPStore that waits holds a lock, and every other call of this process waits for this lock. One of these
+    calls tells this rank that another rank has given up.
     """
 
     def __init__(self, client: StoreClient, prefix: str) -> None:

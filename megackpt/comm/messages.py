@@ -77,7 +77,7 @@ def error_class(name: str) -> type[CheckpointError]:
 def first_line(error: BaseException) -> str:
     """Return the first line of an error's text; errors of C++ libraries have their stack in the others.
 
-    Without what gloo adds to the reason, which is advice for users of collectives.
+    gloo's advice for users of collectives, which follows the reason, is left out.
     """
     lines = str(error).partition(" This is typically")[0].strip().splitlines()
     return lines[0] if lines else "no reason given"

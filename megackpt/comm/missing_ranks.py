@@ -1,7 +1,7 @@
 """The ranks that are missing after a collective broke, found out through the store of torch.distributed.
 
-That store may be what is lost: rank 0, the launcher or a process of its own serves it, and that process may
-be stopped. So every request has a deadline.
+The store may be lost, too: rank 0, the launcher or a separate process serves it, and that process may be
+stopped. So every request has a deadline.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch.distributed as dist
 from megackpt.comm.messages import describe_ranks
 from megackpt.comm.store_client import StoreClient
 
-_REPORTS_S = 3.0  # how long the survivors of a collective wait for the reports of the others
+_REPORTS_S = 3.0  # how long the other ranks of a broken collective wait for each other's reports
 _PAUSE_S = 0.05
 
 

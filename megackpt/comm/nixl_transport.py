@@ -62,11 +62,11 @@ class _SendState:
 
 @dataclass(slots=True)
 class _Exchange:
-    """What is left of one exchange.
+    """The unfinished part of one exchange.
 
     Attributes:
         parts: address and length of the parts to send, by peer.
-        buffers: what is to be filled, by peer; the first buffer of each is its rest.
+        buffers: the buffers to fill, by peer; the first buffer of each is the rest of a buffer.
         under_way: peer and handle of the parts that are being written.
         registered: memory that is registered for the exchange.
     """
@@ -77,7 +77,7 @@ class _Exchange:
     registered: list[Any] = field(default_factory=list)
 
     def unfinished(self) -> set[int]:
-        """Return the peers with which something is left to do."""
+        """Return the peers with unfinished messages."""
         return {*self.parts, *self.buffers, *(peer for peer, _ in self.under_way)}
 
 
@@ -162,7 +162,7 @@ class NixlTransport(Transport):
         return exchange
 
     def _publish_ring(self, peer: int) -> None:
-        """Let a peer know, through the store, how to reach this rank and where it may write to."""
+        """Publish in the store, for a peer, the address of this rank and the memory to write to."""
         if peer in self._receiving:
             return
         ring = np.empty(PART_BYTES * RING_PARTS, np.uint8)
@@ -184,7 +184,7 @@ class NixlTransport(Transport):
         return self._sending[peer]
 
     def _read_notifications(self) -> bool:
-        """Note what peers have written and copied out; return whether there was anything."""
+        """Note which parts peers have written and copied out; return whether there were any."""
         notifications = self._agent.get_new_notifs()
         for name, messages in notifications.items():
             peer = int(name.rpartition("/")[2])

@@ -1,6 +1,6 @@
 """Groups for the process groups of torch.distributed, made once and used again.
 
-Also what a caller may give in place of a group of ours: `AnyGroup`, its check and its members. A
+Also `AnyGroup`, the type of a group argument (a group of megackpt or of torch), its check and its members. A
 single process does not import `torch_group`.
 """
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from megackpt.comm.torch_group import TorchGroup
 
 AnyGroup: TypeAlias = "Group | dist.ProcessGroup"
-"""A group of ours, or a process group of torch."""
+"""A group of megackpt, or a process group of torch."""
 
 
 def world_group(*, timeout_s: float) -> Group:
@@ -91,7 +91,7 @@ def _close_idle_groups() -> None:
 
 
 def subgroup(group: AnyGroup, *, timeout_s: float) -> Group:
-    """Return the group of ours for a group, which is the group itself unless it is a process group of torch.
+    """Return the group of megackpt for a process group of torch; a group of megackpt is returned itself.
 
     Collective over its ranks at the first call with a process group of torch.
 
@@ -105,7 +105,7 @@ def check_group_argument(name: str, group: object) -> None:
     """Check that an argument is an `AnyGroup`. Local.
 
     Raises:
-        DeclarationError: it is something else.
+        DeclarationError: the argument is something else.
     """
     if not isinstance(group, (dist.ProcessGroup, Group)):
         raise DeclarationError(

@@ -1,8 +1,8 @@
-"""Calls that may block for ever, made so that the caller does not.
+"""Deadlines for calls that may block for ever.
 
-torch's TCPStore knows no deadline: every call of it, `wait` and the constructor included, blocks in the
-socket as long as the process that serves the store is stopped. So a thread makes the calls, and the caller
-waits for the thread with a deadline. The calls are in C++ and release the interpreter lock.
+torch's TCPStore has no deadline that always holds: every call, with `wait` and the constructor, blocks in the
+socket while the process that serves the store is stopped. So a thread makes the calls, and the caller waits
+for the thread with a deadline. The calls are in C++ and release the interpreter lock.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class CallThread:
         weakref.finalize(self, self._requests.put, None)
 
     def call(self, act: Callable[[], T], *, timeout_s: float) -> T:
-        """Return what act returns, or raise what it raises. Any thread may call this.
+        """Return the result of act, or raise its error. Any thread may call this.
 
         Raises:
             TimeoutError: act did not return within timeout_s, or an earlier call did not in its time.

@@ -38,8 +38,8 @@ def storage_error(error: OSError, *, action: str, path: str, nbytes: int | None 
     """Return the StorageError for an OSError; the caller chains the two.
 
     Args:
-        error: what the operating system raised.
-        action: what was tried, as a verb: "write", "open", ...
+        error: the error that the operating system raised.
+        action: the attempted action, as a verb: "write", "open", ...
         path: the file or directory concerned.
         nbytes: how many bytes of space the action needed, if any.
     """

@@ -42,7 +42,7 @@ class FileReader:
 
     Args:
         open_file: opens a name for reading and returns the descriptor.
-        path: returns what messages call a name.
+        path: returns the name of a file in messages.
         direct: whether to read past the page cache what is not in it.
         open_files: unused descriptors to keep at most, of each kind: with and without O_DIRECT.
     """
@@ -57,7 +57,7 @@ class FileReader:
     ) -> None:
         def open_direct(name: str) -> int:
             descriptor = open_file(name)
-            enable_direct(descriptor)  # where this fails, reads go through the page cache
+            enable_direct(descriptor)  # if this fails, reads go through the page cache
             return descriptor
 
         self._cached_files = DescriptorCache(open_file, limit=open_files)
@@ -154,8 +154,8 @@ def read_through_cache(descriptor: int, path: str, offset: int, out: memoryview)
 
     Args:
         descriptor: a file open for reading.
-        path: what messages call the file.
-        offset: where to begin, in bytes.
+        path: the name of the file in messages.
+        offset: position of the first byte.
         out: the memory to fill.
 
     Raises:

@@ -44,10 +44,10 @@ class FileWriter(SizedWriter):
     Args:
         descriptor: open for writing; the writer closes it.
         nbytes: the size of the file.
-        path: what messages call the file.
+        path: the name of the file in messages.
         remove: deletes the file; called if it cannot be completed.
         options: how files are written.
-        pool: where staging buffers come from.
+        pool: the source of staging buffers.
     """
 
     def __init__(
@@ -143,7 +143,7 @@ class DirectOutput:
     Args:
         descriptor: has O_DIRECT.
         options: how many buffers and threads.
-        pool: where the buffers come from.
+        pool: the source of the buffers.
     """
 
     def __init__(self, descriptor: int, *, options: FileOptions, pool: BufferPool) -> None:

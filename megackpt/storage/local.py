@@ -61,7 +61,7 @@ class LocalStore(Store):
         self._lock = threading.Lock()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle the arguments: the process that writes asynchronous saves opens files of its own."""
+        """Pickle the arguments: the process that writes asynchronous saves opens its own files."""
         return partial(type(self), files=self._options, open_files=self._open_files), (self._root,)
 
     @property
@@ -184,7 +184,7 @@ class LocalStore(Store):
     def names(self, prefix: str = "") -> list[str]:
         """Return the names of all regular files that begin with `prefix`, sorted.
 
-        Leaves out what this store does not open: symbolic links, pipes, names that are not allowed.
+        Leaves out files that this store does not open: symbolic links, pipes, names that are not allowed.
         """
         with translated_errors("list", self._root):
             return sorted(self._files.names(prefix))

@@ -1,6 +1,6 @@
 """A store in memory, for tests and simulated worlds: many simulated ranks may share one.
 
-It rejects what a directory would reject, so that code which works here works there.
+It rejects the same calls as a directory, so that code which works here also works there.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class MemoryStore(Store):
     A streamed file becomes visible when its writer is closed.
 
     Args:
-        location: what messages call the store.
+        location: the name of the store in messages.
         files: content of the store at the beginning, by name.
     """
 
@@ -114,7 +114,7 @@ class MemoryStore(Store):
         """Do nothing: nothing is durable here."""
 
     def close(self) -> None:
-        """Do nothing; the content stays, as that of a directory would."""
+        """Do nothing; the content stays, as in a directory."""
 
     def _content(self, name: str, *, action: str) -> bytes:
         check_name(name, location=self._location)

@@ -219,7 +219,7 @@ class ObjectStore(Store):
             return self._threads
 
     def _request(self, action: str, name: str, request: Callable[[], T]) -> T:
-        """Return the result of an idempotent request; repeat it where that may help."""
+        """Return the result of an idempotent request; repeat it if that may help."""
         with translated_object_errors(action, self._checked_path(name)):
             return with_retries(request, self._options)
 

@@ -112,7 +112,7 @@ class ObjectWriter(SizedWriter):
         client: the library's.
         key: the object's name in the client.
         nbytes: the size of the object.
-        path: what messages call the object.
+        path: the name of the object in messages.
         options: sizes and numbers of requests.
     """
 

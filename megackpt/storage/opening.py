@@ -111,7 +111,7 @@ def as_store(location: object) -> Store:
     An object that has the methods of a store without deriving from `Store` is wrapped.
 
     Raises:
-        DeclarationError: the object lacks what every use of a store begins with.
+        DeclarationError: the object lacks the methods that every use of a store needs.
     """
     if isinstance(location, Store):
         return location

@@ -119,7 +119,7 @@ _BUFFER_BYTES = 1 << 20
 class BufferedWriter:
     """Passes bytes to a writer, in order; short writes are collected in a buffer first.
 
-    A write of a kilobyte takes a store about as long as one of a few hundred.
+    In a store, a write of a kilobyte takes about as long as a write of a few hundred kilobytes.
     """
 
     def __init__(self, writer: StreamWriter) -> None:
@@ -137,7 +137,7 @@ class BufferedWriter:
             self.flush()
 
     def flush(self) -> None:
-        """Pass on what is in the buffer."""
+        """Write the content of the buffer to the store."""
         if self._buffer:
             self._writer.write(memoryview(self._buffer))
             self._buffer = bytearray()
@@ -260,7 +260,7 @@ class Store(ABC):
 
         Args:
             name: the file.
-            offset_bytes: where the range begins in the file.
+            offset_bytes: position of the range in the file.
             nbytes: its length, at most MAX_BORROWED_BYTES.
 
         Raises:
