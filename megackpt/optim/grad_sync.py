@@ -138,7 +138,7 @@ def _sums(params: Sequence[Parameter], groups: ParallelGroups) -> list[tuple[Axi
 def _sharing_ranks(params: Sequence[Parameter], groups: ParallelGroups) -> list[tuple[Axis, list[int]]]:
     """Return the axes over which data is spread, and the indices of the parameters that share it."""
     of_experts = [index for index, param in enumerate(params) if is_marked(param, "expert_parallel")]
-    stacked = [index for index in of_experts if is_marked(params[index], "expert_stack")]
+    stacked = [index for index in of_experts if is_marked(params[index], "stacked_experts")]
     dense = sorted(set(range(len(params))) - set(of_experts))
     return [(groups.dp_cp, dense), (groups.edp, of_experts), (groups.etp, stacked), (groups.ep, stacked)]
 

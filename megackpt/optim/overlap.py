@@ -166,7 +166,7 @@ class ParameterGathers:
         covered = {id(p) for module, _ in used for p in module.parameters()}
         others = {n for param, n in number.items() if param not in covered}
         for module, numbers in used:
-            module.register_forward_pre_hook(partial(self._before_forward, sorted(numbers | others)))
+            module.register_forward_pre_hook(_ForwardHook(self, sorted(numbers | others)))
 
     def start(self) -> None:
         """Start to gather all buckets. Collective."""
@@ -175,13 +175,26 @@ class ParameterGathers:
 
     def finish(self) -> None:
         """Wait for all buckets. Local."""
-        self._wait_for(sorted(self._running))
+        self.wait_for(sorted(self._running))
 
-    def _wait_for(self, numbers: Iterable[int]) -> None:
+    def wait_for(self, numbers: Iterable[int]) -> None:
+        """Wait for those of some buckets, by number, that are under way. Local."""
         for number in numbers:
             gather = self._running.pop(number, None)
             if gather is not None:
                 gather.finish()
 
-    def _before_forward(self, numbers: Sequence[int], module: nn.Module, args: Any) -> None:
-        self._wait_for(numbers)
+
+class _ForwardHook:
+    """Waits for the buckets of a module; a copy or pickle of the module has one that waits for nothing."""
+
+    def __init__(self, gathers: ParameterGathers | None = None, numbers: Sequence[int] = ()) -> None:
+        self._gathers = gathers
+        self._numbers = numbers
+
+    def __call__(self, module: nn.Module, args: Any) -> None:
+        if self._gathers is not None:
+            self._gathers.wait_for(self._numbers)
+
+    def __reduce__(self) -> tuple[type[_ForwardHook], tuple[()]]:
+        return _ForwardHook, ()

@@ -11,7 +11,7 @@ They decide which gradients are summed over which axis, and which parameters cou
     is_duplicate            the last stage's copy of the tied embedding: not counted in the norm
     expert_parallel         a parameter of experts: its slice is that of `etp`, not of `tp`, and its replicas
                             are the ranks of `groups.edp`
-    expert_stack            a parameter of several experts, of which ep cuts a dim: one parameter on all ranks
+    stacked_experts         a parameter of several experts, of which ep cuts a dim: one parameter on all ranks
                             of `groups.ep`, which are updated together
 
 For a parameter of experts, tp is etp in all of these. `sequence_parallel` then says that each etp rank has a
@@ -51,7 +51,7 @@ ParameterFlag = Literal[
     "shared_embedding",
     "is_duplicate",
     "expert_parallel",
-    "expert_stack",
+    "stacked_experts",
 ]
 
 

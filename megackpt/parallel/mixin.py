@@ -66,7 +66,7 @@ class ShardedModule(nn.Module):
 
     Parameters are marked for the optimizer when they are assigned: `tensor_model_parallel` if they are named
     in tp_sharding, `expert_parallel` if they are named in expert_axis or the module was made with
-    `groups.experts`, and `expert_stack` if they are named in expert_axis.
+    `groups.experts`, and `stacked_experts` if they are named in expert_axis.
     """
 
     groups: ParallelGroups
@@ -91,7 +91,7 @@ class ShardedModule(nn.Module):
         if is_expert:
             mark(param, "expert_parallel")
         if name in self.expert_axis:
-            mark(param, "expert_stack")
+            mark(param, "stacked_experts")
         if name in self.tp_sharding:
             mark(param, "tensor_model_parallel")
             tp = self.groups.etp if is_expert else self.groups.tp

@@ -10,6 +10,7 @@ import torch
 from megackpt.mapping import ShardedTensor
 from megackpt.optim import DistributedOptimizer, MixedPrecisionOptimizer
 from megackpt.optim.master_optimizer import MasterOptimizer
+from megackpt.parallel.attributes import is_marked
 from megackpt.parallel.groups import ParallelGroups
 from megackpt.parallel.layout import ParallelLayout
 from megackpt.testing.ranks import RankPool
@@ -28,6 +29,12 @@ LAYOUTS = [
     ParallelLayout(tp=1, dp=4, etp=2, ep=2),
 ]
 LARGE_LAYOUTS = [ParallelLayout(tp=2, cp=2, dp=2, ep=8, etp=1), ParallelLayout(cp=2, dp=4, ep=2, etp=2)]
+
+PIPELINES = [
+    ParallelLayout(tp=2, pp=2, dp=2, ep=2, etp=1),
+    ParallelLayout(pp=2, cp=2, dp=2, ep=2, etp=2, vpp=2),
+    ParallelLayout(tp=2, pp=2, dp=2, etp=4),
+]
 
 
 def sgd(groups: Any) -> torch.optim.Optimizer:
@@ -82,3 +89,35 @@ def test_a_step_equals_that_of_one_process(
             torch.testing.assert_close(got[key], wanted, rtol=1e-10, atol=1e-12)
         state = gather([{"optimizer": tensors} for _, _, tensors in results])
         assert all(bool((steps == 1).all()) for key, steps in state.items() if ".step." in key)
+
+
+def run_given_grads(kind: Kind, layout: ParallelLayout) -> tuple[float, list[ShardedTensor]]:
+    """Step on gradients of which each rank has such a part that the whole is known."""
+    groups = ParallelGroups.create(layout)
+    model = build(groups, random_weights(seed=1), torch.float64)
+    grads = build(groups, random_weights(seed=2), torch.float64)  # a model, for its cuts
+    optimizer = kind(model.parameters(), sgd, groups, clip_grad=1.0, bucket_size=150)
+    for param, grad in zip(model.parameters(), grads.parameters(), strict=True):
+        share = 1.0
+        if is_marked(param, "expert_parallel"):
+            share = layout.dp * layout.cp / layout.edp
+        if is_marked(param, "sequence_parallel"):
+            share /= layout.etp if is_marked(param, "expert_parallel") else layout.tp
+        param.grad = grad.detach() * share
+    return float(optimizer.step()), tensors_of(model.sharded_state_dict())
+
+
+@pytest.mark.parametrize("layout", PIPELINES, ids=str)
+@pytest.mark.parametrize("kind", [DistributedOptimizer, MixedPrecisionOptimizer])
+def test_the_norm_counts_every_element_of_all_stages_once(
+    rank_pool: RankPool, kind: Kind, layout: ParallelLayout
+) -> None:
+    weights, grads = random_weights(seed=1), random_weights(seed=2)
+    norm = sum(float(grad.double().square().sum()) for grad in grads.values()) ** 0.5
+    results = rank_pool.run(run_given_grads, layout.world_size, kind, layout)
+    got = gather([{"model": tensors} for _, tensors in results])
+    for got_norm, _ in results:
+        assert got_norm == pytest.approx(norm, rel=1e-12)  # in fp64: only the order of sums differs
+    for key, weight in weights.items():
+        wanted = 0.9 * weight.double() - grads[key].double() / (norm + 1e-6)
+        torch.testing.assert_close(got[key], wanted, rtol=1e-10, atol=1e-12)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis.strategies import DrawFn, composite, sampled_from
 from torch import nn
 
@@ -54,6 +54,7 @@ def _declared(layout: ParallelLayout, rank: int) -> list[ShardedTensor]:
     return tensors
 
 
+@settings(deadline=None)
 @given(layout=expert_layouts())
 def test_main_replicas_tile_the_arrays_of_a_layer_once(layout: ParallelLayout) -> None:
     shapes = {"moe.weight.gate": (FFN, HIDDEN), "moe.weight.up": (FFN, HIDDEN), "moe.bias": (HIDDEN,)}

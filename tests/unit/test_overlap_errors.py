@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
+
 import pytest
 import torch
 from torch import nn
@@ -30,6 +33,13 @@ def build(micro_batches: int) -> tuple[nn.Module, DistributedOptimizer]:
 
 def backward(model: nn.Module) -> None:
     model(torch.ones(2, 3)).sum().backward()
+
+
+def test_a_copy_of_a_model_does_not_wait_for_the_optimizer_of_the_model() -> None:
+    model, optimizer = build(micro_batches=1)
+    optimizer._gathers._waiting = lambda: None  # type: ignore[union-attr]  # cannot be copied or pickled
+    for twin in (pickle.loads(pickle.dumps(model)), copy.deepcopy(model)):
+        assert torch.equal(twin(torch.ones(3)), model(torch.ones(3)))
 
 
 def test_a_gradient_after_the_reduction_of_its_bucket_is_rejected() -> None:
