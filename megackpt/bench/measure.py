@@ -161,7 +161,7 @@ class BenchRun:
         return self.root / name.replace(":", "-")
 
     def drop(self, directory: Path) -> bool:
-        """Take the files below a directory out of memory; say whether that was possible."""
+        """Take the files below a directory out of memory; return whether that was possible."""
         dist.barrier()
         dropped = self.rank != 0 or page_cache.drop(directory)
         return all_true(dropped)

@@ -97,13 +97,13 @@ class RawFiles:
 
 
 def _perform(move: Callable[[_Request], int], requests: Iterable[_Request], *, threads: int) -> None:
-    def one(request: _Request) -> None:
+    def transfer(request: _Request) -> None:
         count = move(request)
         if count != len(request.memory):
             raise OSError(f"{count} of {len(request.memory)} bytes at {request.offset_bytes} were moved")
 
     with ThreadPoolExecutor(threads) as pool:
-        for done in [pool.submit(one, request) for request in requests]:
+        for done in [pool.submit(transfer, request) for request in requests]:
             done.result()
 
 

@@ -110,7 +110,7 @@ class StoreClient:
         return int(self._call(lambda: self._store.add(key, amount)))
 
     def check(self, keys: Sequence[str]) -> bool:
-        """Say whether all keys are there."""
+        """Return whether all keys are there."""
         return bool(self._call(lambda: self._store.check(list(keys))))
 
     def compare_set(self, key: str, expected: str, desired: str) -> bytes:
@@ -118,7 +118,7 @@ class StoreClient:
         return bytes(self._call(lambda: self._store.compare_set(key, expected, desired)))
 
     def delete_key(self, key: str) -> bool:
-        """Remove a key; say whether it was there."""
+        """Remove a key; return whether it was there."""
         return bool(self._call(lambda: self._store.delete_key(key)))
 
     def num_keys(self) -> int:

@@ -83,7 +83,7 @@ class StageTable:
         Raises:
             DeclarationError: fewer layers than chunks.
 
-        Source: Megatron-Core `transformer_layer.get_transformer_layer_offset`, which refuses what cannot be
+        Source: Megatron-Core `transformer_layer.get_transformer_layer_offset`, which rejects what cannot be
         divided without a rest.
         """
         chunks = pp * vpp

@@ -99,19 +99,19 @@ def _run_on_layout(op: Operation, layout: Layout, sizes: list[int]) -> Layout:
 def _run_on_views(
     op: Operation, views: Mapping[str, torch.Tensor], sizes: list[int]
 ) -> dict[str, torch.Tensor]:
-    def each(change: Callable[[torch.Tensor], torch.Tensor]) -> dict[str, torch.Tensor]:
+    def each_part(change: Callable[[torch.Tensor], torch.Tensor]) -> dict[str, torch.Tensor]:
         return {name: change(view) for name, view in views.items()}
 
     match op.kind:
         case "unflatten":
-            return each(lambda v: _unflatten(v, op.axis, sizes))
+            return each_part(lambda v: _unflatten(v, op.axis, sizes))
         case "transpose":
-            return each(lambda v: v.permute(op.order))
+            return each_part(lambda v: v.permute(op.order))
         case "split":
             return _split(views, op.axis, sizes)
         case "interleave":
-            return _split(each(lambda v: _unflatten(v, op.axis, (-1, sum(sizes)))), op.axis + 1, sizes)
-    return each(lambda v: _unflatten(v, op.axis, (sizes[0], -1)).movedim(op.axis, 0))
+            return _split(each_part(lambda v: _unflatten(v, op.axis, (-1, sum(sizes)))), op.axis + 1, sizes)
+    return each_part(lambda v: _unflatten(v, op.axis, (sizes[0], -1)).movedim(op.axis, 0))
 
 
 def _split(views: Mapping[str, torch.Tensor], axis: int, sizes: list[int]) -> dict[str, torch.Tensor]:

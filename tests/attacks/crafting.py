@@ -51,7 +51,7 @@ class Location:
     ran: Path
     other: Path
 
-    def one(self, pattern: str) -> Path:
+    def only_file(self, pattern: str) -> Path:
         """Return the first file that fits a pattern."""
         return min(path for path in self.directory.glob(pattern) if not path.is_dir())
 
@@ -225,7 +225,7 @@ def put_named(location: Location, entry: str, data: bytes) -> None:
 
 def edit_index(location: Location, change: Callable[[dict[str, Any]], None]) -> None:
     """Change columns of the index; sizes and digests then fit, so that only the columns lie."""
-    columns = dict(load((location.one("index-*")).read_bytes()))
+    columns = dict(load((location.only_file("index-*")).read_bytes()))
     change(columns)
     kept = {name: np.ascontiguousarray(c) for name, c in columns.items()}
     put_named(location, "index", save(kept))

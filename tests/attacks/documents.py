@@ -59,48 +59,52 @@ SIZES = {
 
 @attack(NATIVE, "metadata.json is nested 100,000 deep")
 def manifest_is_deep(location: Location) -> None:
-    location.one("metadata.json").write_text('{"a":' * DEEP + "1" + "}" * DEEP)
+    location.only_file("metadata.json").write_text('{"a":' * DEEP + "1" + "}" * DEEP)
 
 
 @attack(NATIVE, "a field of metadata.json is nested 100,000 deep")
 def manifest_has_a_deep_field(location: Location) -> None:
-    text = location.one("metadata.json").read_text().rstrip()[:-1]
-    location.one("metadata.json").write_text(text + ',"x":' + "[" * DEEP + "]" * DEEP + "}")
+    text = location.only_file("metadata.json").read_text().rstrip()[:-1]
+    location.only_file("metadata.json").write_text(text + ',"x":' + "[" * DEEP + "]" * DEEP + "}")
 
 
 @attack(NATIVE, "metadata.json has a million lists", is_harmless=True)
 def manifest_is_wide(location: Location) -> None:
-    text = location.one("metadata.json").read_text().rstrip()[:-1]
-    location.one("metadata.json").write_text(text + ',"x":[' + "[]," * 100_000 + "[]]}")
+    text = location.only_file("metadata.json").read_text().rstrip()[:-1]
+    location.only_file("metadata.json").write_text(text + ',"x":[' + "[]," * 100_000 + "[]]}")
 
 
 @attack(NATIVE, "metadata.json has a number of 100,000 digits")
 def manifest_has_a_huge_number(location: Location) -> None:
-    text = location.one("metadata.json").read_text().replace('"world_size": 2', '"world_size": ' + "9" * DEEP)
-    location.one("metadata.json").write_text(text)
+    text = (
+        location.only_file("metadata.json")
+        .read_text()
+        .replace('"world_size": 2', '"world_size": ' + "9" * DEEP)
+    )
+    location.only_file("metadata.json").write_text(text)
 
 
 @attack(NATIVE, "metadata.json is a terabyte long")
 def manifest_is_endless(location: Location) -> None:
-    with location.one("metadata.json").open("r+b") as file:
+    with location.only_file("metadata.json").open("r+b") as file:
         file.truncate(1 << 40)
 
 
 @attack(NATIVE, "metadata.json names two indexes")
 def manifest_repeats_a_key(location: Location) -> None:
-    text = location.one("metadata.json").read_text()
+    text = location.only_file("metadata.json").read_text()
     entry = json.dumps({"file": "../../outside/secret", "nbytes": 4, "xxh3_128": ""})
-    location.one("metadata.json").write_text('{"index": ' + entry + "," + text.lstrip()[1:])
+    location.only_file("metadata.json").write_text('{"index": ' + entry + "," + text.lstrip()[1:])
 
 
 @attack(NATIVE, "a key stands twice in an entry of metadata.json")
 def manifest_repeats_a_nested_key(location: Location) -> None:
-    text = location.one("metadata.json").read_text()
-    location.one("metadata.json").write_text(text.replace('"nbytes": ', '"nbytes": 7, "nbytes": '))
+    text = location.only_file("metadata.json").read_text()
+    location.only_file("metadata.json").write_text(text.replace('"nbytes": ', '"nbytes": 7, "nbytes": '))
 
 
 def manifest_is(location: Location, text: bytes) -> None:
-    location.one("metadata.json").write_bytes(text)
+    location.only_file("metadata.json").write_bytes(text)
 
 
 attacks_with(
@@ -168,7 +172,7 @@ def index_of_another_checkpoint(location: Location) -> None:
 
 @attack(NATIVE, "the common state is that of another attempt, under the name of this one")
 def common_under_another_name(location: Location) -> None:
-    location.one("common-*.json").write_bytes(b'{"state_dict":{},"content_metadata":null}')
+    location.only_file("common-*.json").write_bytes(b'{"state_dict":{},"content_metadata":null}')
 
 
 def common_is(location: Location, text: str | bytes) -> None:
@@ -262,24 +266,24 @@ attacks_with(
 
 @attack(TORCH_DIST, "the note of the save names a file outside")
 def note_names_a_file_outside(location: Location) -> None:
-    note = location.one("megackpt-*.json")
+    note = location.only_file("megackpt-*.json")
     message = json.loads(note.read_bytes())
     edit_json(note, index={**message["index"], "file": "../../outside/secret"})
 
 
 @attack(TORCH_DIST, "the note of the save is nested 100,000 deep")
 def note_is_deep(location: Location) -> None:
-    location.one("megackpt-*.json").write_text("[" * DEEP)
+    location.only_file("megackpt-*.json").write_text("[" * DEEP)
 
 
 @attack(TORCH_DIST, "the note of the save is a list")
 def note_is_a_list(location: Location) -> None:
-    location.one("megackpt-*.json").write_text("[1]")
+    location.only_file("megackpt-*.json").write_text("[1]")
 
 
 @attack(ZARR_1, "the list of files names a file outside", is_harmless=True)
 def marker_names_a_file_outside(location: Location) -> None:
-    marker = location.one(".megackpt-*.json")
+    marker = location.only_file(".megackpt-*.json")
     message = json.loads(marker.read_bytes())
     entry = next(name for name, value in message.items() if isinstance(value, list))
     edit_json(marker, **{entry: [*message[entry], "../../outside/secret"]})
@@ -287,7 +291,7 @@ def marker_names_a_file_outside(location: Location) -> None:
 
 @attack(ZARR_1, "the list of files is an object")
 def marker_is_no_list(location: Location) -> None:
-    location.one(".megackpt-*.json").write_text('{"files": {"a": 1}, "checkpoint": 7}')
+    location.only_file(".megackpt-*.json").write_text('{"files": {"a": 1}, "checkpoint": 7}')
 
 
 @attack(ZARR_3, "the list of files is no list of names")

@@ -36,33 +36,33 @@ def _link_to(file: Path, target: Path) -> None:
 
 def link_outside(location: Location, pattern: str) -> None:
     """The same bytes, which lie outside."""
-    file = location.one(pattern)
+    file = location.only_file(pattern)
     moved = location.outside / "moved"
     shutil.move(file, moved)
     file.symlink_to(moved)
 
 
 def link_to_secret(location: Location, pattern: str) -> None:
-    _link_to(location.one(pattern), location.outside / "secret")
+    _link_to(location.only_file(pattern), location.outside / "secret")
 
 
 def link_to_itself(location: Location, pattern: str) -> None:
-    file = location.one(pattern)
+    file = location.only_file(pattern)
     _link_to(file, file)
 
 
 def link_to_zeros(location: Location, pattern: str) -> None:
-    _link_to(location.one(pattern), Path("/dev/zero"))
+    _link_to(location.only_file(pattern), Path("/dev/zero"))
 
 
 def pipe(location: Location, pattern: str) -> None:
-    file = location.one(pattern)
+    file = location.only_file(pattern)
     file.unlink()
     os.mkfifo(file)
 
 
 def socket_file(location: Location, pattern: str) -> None:
-    file = location.one(pattern)
+    file = location.only_file(pattern)
     file.unlink()
     here = os.getcwd()
     os.chdir(file.parent)  # the name of a socket may not be long
@@ -74,18 +74,18 @@ def socket_file(location: Location, pattern: str) -> None:
 
 
 def directory(location: Location, pattern: str) -> None:
-    file = location.one(pattern)
+    file = location.only_file(pattern)
     file.unlink()
     file.mkdir()
     (file / "inner").write_bytes(b"x")
 
 
 def empty(location: Location, pattern: str) -> None:
-    location.one(pattern).write_bytes(b"")
+    location.only_file(pattern).write_bytes(b"")
 
 
 def half_gone(location: Location, pattern: str) -> None:
-    file = location.one(pattern)
+    file = location.only_file(pattern)
     os.truncate(file, file.stat().st_size // 2)
 
 
@@ -112,7 +112,7 @@ for build in SOME:
 
 
 def _device(location: Location, pattern: str) -> None:
-    file = location.one(pattern)
+    file = location.only_file(pattern)
     file.unlink()
     try:
         os.mknod(file, 0o666 | 0o020000, os.makedev(1, 5))  # /dev/zero
@@ -157,11 +157,11 @@ def swapped_data(location: Location) -> None:
 
 @attack(NATIVE, "a data file goes on for a terabyte", is_harmless=True)
 def endless_data(location: Location) -> None:
-    os.truncate(location.one("data/*"), 1 << 40)
+    os.truncate(location.only_file("data/*"), 1 << 40)
 
 
 def endless(location: Location, pattern: str) -> None:
-    os.truncate(location.one(pattern), 1 << 40)
+    os.truncate(location.only_file(pattern), 1 << 40)
 
 
 attacks_with(

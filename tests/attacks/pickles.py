@@ -120,7 +120,7 @@ attacks_with(ZARR_1, "common.pt runs code by {}", {name: name for name in _makes
 
 
 def object_weighs(location: Location, data: bytes) -> None:
-    location.one("object/*.pt").write_bytes(zipped(data))
+    location.only_file("object/*.pt").write_bytes(zipped(data))
 
 
 attacks_with(
@@ -290,4 +290,4 @@ def object_is_a_pickled_array(location: Location) -> None:
         np.array([_Holds(os.mkdir, (str(location.ran),))], object),
         allow_pickle=True,
     )
-    location.one("object/*.pt").write_bytes((location.outside / "a.npy").read_bytes())
+    location.only_file("object/*.pt").write_bytes((location.outside / "a.npy").read_bytes())

@@ -38,7 +38,7 @@ def _set(chosen: Callable[[Any], Iterable[Any]]) -> Callable[..., Callable[[Any]
     return with_fields
 
 
-_places = _set(lambda metadata: metadata.storage_data.values())
+_file_entries = _set(lambda metadata: metadata.storage_data.values())
 _entry = _set(lambda metadata: [_block(metadata)])
 _chunk = _set(lambda metadata: [_block(metadata).chunks[0]])
 _properties = _set(lambda metadata: [_block(metadata).properties])
@@ -59,23 +59,23 @@ def _same_position(metadata: Any) -> None:
 
 
 METADATA: dict[str, Callable[[Any], None]] = {
-    "files_outside": _places(relative_path="../../outside/secret"),
-    "files_absolute": _places(relative_path="/etc/passwd"),
-    "files_devices": _places(relative_path="/dev/zero"),
-    "files_with_nul": _places(relative_path="__0_0\0.distcp"),
-    "files_bytes": _places(relative_path=b"__0_0.distcp"),
-    "files_metadata": _places(relative_path=".metadata", offset=0, length=10),
-    "files_directories": _places(relative_path="."),
-    "files_long": _places(relative_path="x" * 100_000),
-    "offsets_negative": _places(offset=-1),
-    "offsets_beyond": _places(offset=2**40),
-    "offsets_highest": _places(offset=2**63 - 1),
-    "offsets_wrapping": _places(offset=2**62, length=2**62),
-    "offsets_fractions": _places(offset=0.5),
-    "lengths_vast": _places(length=2**40),
-    "lengths_zero": _places(length=0),
-    "lengths_truths": _places(length=True),
-    "transforms": _places(transform_descriptors=["stream.os.system"]),
+    "files_outside": _file_entries(relative_path="../../outside/secret"),
+    "files_absolute": _file_entries(relative_path="/etc/passwd"),
+    "files_devices": _file_entries(relative_path="/dev/zero"),
+    "files_with_nul": _file_entries(relative_path="__0_0\0.distcp"),
+    "files_bytes": _file_entries(relative_path=b"__0_0.distcp"),
+    "files_metadata": _file_entries(relative_path=".metadata", offset=0, length=10),
+    "files_directories": _file_entries(relative_path="."),
+    "files_long": _file_entries(relative_path="x" * 100_000),
+    "offsets_negative": _file_entries(offset=-1),
+    "offsets_beyond": _file_entries(offset=2**40),
+    "offsets_highest": _file_entries(offset=2**63 - 1),
+    "offsets_wrapping": _file_entries(offset=2**62, length=2**62),
+    "offsets_fractions": _file_entries(offset=0.5),
+    "lengths_vast": _file_entries(length=2**40),
+    "lengths_zero": _file_entries(length=0),
+    "lengths_truths": _file_entries(length=True),
+    "transforms": _file_entries(transform_descriptors=["stream.os.system"]),
     "chunk_beyond": _chunk(offsets=torch.Size([2**40, 0])),
     "chunk_vast": _chunk(sizes=torch.Size([2**40, 8])),
     "chunk_negative": _chunk(sizes=(-6, -8)),

@@ -141,7 +141,7 @@ def array_in_an_array(position: Location) -> None:
 
 @attack(ZARR_1, "objects are of an array of 10**15")
 def objects_without_end(position: Location) -> None:
-    file = position.one("object/*.pt")
+    file = position.only_file("object/*.pt")
     file.rename(file.with_name("shard_0_1000000000000000.pt"))
 
 
@@ -154,12 +154,12 @@ def object_beyond(position: Location) -> None:
 
 @attack(ZARR_1, "an object has a thousand dims")
 def object_of_a_thousand_dims(position: Location) -> None:
-    file = position.one("object/*.pt")
+    file = position.only_file("object/*.pt")
     file.rename(file.with_name(f"shard_{'0.' * 50}0_{'1.' * 50}1.pt"))
 
 
 def _document_3(position: Location) -> Any:
-    return position.one("zarr-*/half/zarr.json")
+    return position.only_file("zarr-*/half/zarr.json")
 
 
 def document_3_is(position: Location, fields: dict[str, Any]) -> None:
@@ -235,7 +235,7 @@ def _crc32c(data: bytes) -> bytes:
 
 def set_shard_entry(position: Location, entry: tuple[int, int]) -> None:
     """The index of a shard of one chunk says that it lies elsewhere."""
-    file = position.one("zarr-*/half/c/0")
+    file = position.only_file("zarr-*/half/c/0")
     index = struct.pack("<QQ", *entry)
     file.write_bytes(file.read_bytes()[:-20] + index + _crc32c(index))
 
@@ -258,14 +258,14 @@ def shard_expands(position: Location, how: tuple[list[Any], Callable[[], bytes]]
     codecs, data = how
     edit_json(_document_3(position), **_sharding([3], codecs))
     chunk = data()
-    position.one("zarr-*/half/c/0").write_bytes(chunk + struct.pack("<QQ", 0, len(chunk)))
+    position.only_file("zarr-*/half/c/0").write_bytes(chunk + struct.pack("<QQ", 0, len(chunk)))
 
 
 def chunk_3_expands(position: Location, how: tuple[list[Any], Callable[[], bytes]]) -> None:
     """The chunk of an array without shards, 6 bytes, is compressed anew."""
     codecs, data = how
     edit_json(_document_3(position), codecs=codecs)
-    position.one("zarr-*/half/c/0").write_bytes(data())
+    position.only_file("zarr-*/half/c/0").write_bytes(data())
 
 
 def _twice() -> bytes:
@@ -311,7 +311,7 @@ def shards_of_chunks_without_end(position: Location) -> None:
 
 @attack(ZARR_3, "a group's document is a pipe", is_harmless=True)
 def group_is_odd(position: Location) -> None:
-    file = position.one("zarr-*/zarr.json")
+    file = position.only_file("zarr-*/zarr.json")
     file.unlink()
     os.mkfifo(file)
 

@@ -158,7 +158,7 @@ class Megatron:
         self._peer._queue.close()
 
 
-CONTENDERS = {one.name: one for one in (BackgroundSaver, Dcp, Megatron)}
+CONTENDERS = {kind.name: kind for kind in (BackgroundSaver, Dcp, Megatron)}
 
 
 def slowest(act: Callable[[], None]) -> float:
@@ -221,7 +221,7 @@ def tiers(root: Path, mib: int, saves: int) -> Row:
         for target, source in zip(warm, sources, strict=True):
             np.copyto(target, source)
 
-    def one(name: str, is_async: bool) -> Checkpointer:
+    def checkpointer_of(name: str, is_async: bool) -> Checkpointer:
         tier = MemoryTier(root / name / "node-{node}")
         return Checkpointer(
             root / name / "root",
@@ -232,7 +232,7 @@ def tiers(root: Path, mib: int, saves: int) -> Row:
     copies: list[float] = []
     stalls: dict[str, list[float]] = {"sync": [], "async": []}
     drains: list[float] = []
-    both = {"sync": one("sync", False), "async": one("async", True)}
+    both = {"sync": checkpointer_of("sync", False), "async": checkpointer_of("async", True)}
     both["async"].warm_up(declare(state))
     for step in range(1, saves + 1):
         copies.append(statistics.median(slowest(copy) for _ in range(3)))

@@ -44,7 +44,9 @@ FLAT = ("flat optimizer, DP2 to PP2", "flat optimizer, DP2 to TP2")
 COLD = {"load, cold", *(f"{case}, cold" for case in (*RESHARDED, *FLAT))}
 ASYNC_TOTAL = ("async, stall", "async, total")
 SMALL = ("small state, save", "small state, load")
-ALONE = tuple(f"{case}, {ranks}" for case in ("save", "load, warm") for ranks in ("1 rank", "2 ranks"))
+SCALING_CASES = tuple(
+    f"{case}, {ranks}" for case in ("save", "load, warm") for ranks in ("1 rank", "2 ranks")
+)
 
 
 @pytest.fixture(scope="module")
@@ -78,7 +80,7 @@ def test_the_json_has_a_row_for_every_case_and_contender(results: dict[str, Any]
     wanted |= {(case, who) for case in SMALL for who in leaders}
     wanted |= {(case, who) for case in ASYNC_TOTAL for who in ("megackpt", "dcp")}
     wanted |= {(f"digests: {c}", w) for c in ("save", "load, warm") for w in ("megackpt", names.UNCHECKED)}
-    wanted |= {(case, "megackpt") for case in ALONE}
+    wanted |= {(case, "megackpt") for case in SCALING_CASES}
     wanted |= {(case, names.RAW_DIRECT) for case in ("save", "load, cold", "save, 1 rank", "save, 2 ranks")}
     wanted |= {(case, names.RAW_BUFFERED) for case in ("save", "load, cold", "load, warm", *RESHARDED, *FLAT)}
     if results["report"]["machine"]["has_cold_files"]:

@@ -98,9 +98,9 @@ def test_a_checkpoint_is_looked_into_and_its_load_planned(tmp_path: Path) -> Non
     assert message["save"]["files"] == len(list((directory / "data").iterdir()))
     assert message["load"]["layout"]["world"] == 6
     assert message["load"]["needed_bytes"] >= message["save"]["total_bytes"]
-    alone = plan(str(directory), out=tmp_path / "alone.json")
-    assert alone["load"] is None
-    assert alone["save"] == message["save"]
+    of_directory = plan(str(directory), out=tmp_path / "alone.json")
+    assert of_directory["load"] is None
+    assert of_directory["save"] == message["save"]
 
 
 @pytest.mark.parametrize(

@@ -89,7 +89,7 @@ def kill_under_torchrun(directory: Path, kills: int, *, seed: int) -> str:
     script = [str(Path(interrupted_job.__file__)), str(root), str(directory)]
     with open(directory / "log", "wb") as log:
         agent = subprocess.Popen([*start, *restarts, *script], stdout=log, stderr=log)
-    tally, alone, slowest = Tally(), 0, 0.0
+    tally, of_one_rank, slowest = Tally(), 0, 0.0
     try:
         Notes(directory, 0).allow()
         for kill in range(kills):
@@ -98,7 +98,7 @@ def kill_under_torchrun(directory: Path, kills: int, *, seed: int) -> str:
             check_no_names(notes)
             ranks = notes.processes()
             killed = generator.choice([ranks, *([pid] for pid in ranks)])
-            alone += len(killed) == 1
+            of_one_rank += len(killed) == 1
             for pid in killed:
                 os.kill(pid, signal.SIGKILL)
             await_end(ranks, 60)  # torchrun ends those that live
@@ -112,7 +112,7 @@ def kill_under_torchrun(directory: Path, kills: int, *, seed: int) -> str:
         agent.wait(60)
     await_end([*last.processes(), *last.writers()], 60)
     assert tally.interrupted >= kills // 4
-    return f"{tally}; {alone} of one rank alone; writers ended within {slowest:.3f} s of their ranks"
+    return f"{tally}; {of_one_rank} of one rank alone; writers ended within {slowest:.3f} s of their ranks"
 
 
 def check_no_names(notes: Notes) -> None:

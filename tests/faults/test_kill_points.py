@@ -92,22 +92,22 @@ class Tally:
     strategy: Strategy
     before: int | None
     clean: list[str]
-    found: dict[frozenset[tuple[str, bytes]], int | None] = field(default_factory=dict)
+    value_of_files: dict[frozenset[tuple[str, bytes]], int | None] = field(default_factory=dict)
     crashes: int = 0
 
     def look(self, files: Files) -> int | None:
         """Check that a directory has the old or the new state, and that the next save works and cleans up."""
         self.crashes += 1
         seen = frozenset(files.items())
-        if seen not in self.found:
-            self.found[seen] = value_of(files)
-            assert self.found[seen] in (self.before, 2)
+        if seen not in self.value_of_files:
+            self.value_of_files[seen] = value_of(files)
+            assert self.value_of_files[seen] in (self.before, 2)
             after = CrashMachine(files)
             run_save(after, 3, ranks=1, strategy=self.strategy)
             kept = after.restarted(Loss.EVERYTHING).disk.files_after(Loss.NOTHING)
             assert value_of(kept) == 3
             assert names_of(kept) == self.clean
-        return self.found[seen]
+        return self.value_of_files[seen]
 
 
 @pytest.mark.parametrize(
@@ -139,7 +139,7 @@ def test_a_crash_at_any_moment_of_a_save_leaves_the_old_checkpoint_or_the_new_on
                 break
         assert index >= 8
     assert outcomes == {over, 2}
-    print(f"{tally.crashes} crashes, {len(tally.found)} different directories")
+    print(f"{tally.crashes} crashes, {len(tally.value_of_files)} different directories")
 
 
 def test_a_crash_at_any_moment_of_a_save_with_parity_leaves_nothing_that_stays() -> None:

@@ -84,16 +84,16 @@ class Tally:
     """What was found after crashes, and which directories were looked at already."""
 
     ranks: int
-    found: dict[frozenset[tuple[str, bytes]], int] = field(default_factory=dict)
+    step_of_files: dict[frozenset[tuple[str, bytes]], int] = field(default_factory=dict)
     crashes: int = 0
 
     def look(self, files: Files) -> int:
         """Return the newest step, and check that all is right and that the next save puts it in order."""
         self.crashes += 1
         seen = frozenset(files.items())
-        if seen not in self.found:
-            self.found[seen] = self._look(files)
-        return self.found[seen]
+        if seen not in self.step_of_files:
+            self.step_of_files[seen] = self._look(files)
+        return self.step_of_files[seen]
 
     def _look(self, files: Files) -> int:
         checkpointer = Checkpointer(MemoryStore(files=files))
@@ -148,5 +148,5 @@ def test_a_crash_at_any_moment_of_a_retention_pass_loses_nothing_that_should_sta
     durable = outcomes.index({5})
     assert outcomes[durable:] == [{5}] * (len(outcomes) - durable)
     print(f"{len(outcomes)} moments, {len(outcomes) - durable} of them after the commit; ", end="")
-    print(f"{tally.crashes} crashes, {len(tally.found)} different directories")
+    print(f"{tally.crashes} crashes, {len(tally.step_of_files)} different directories")
     assert len(outcomes) - durable > 15

@@ -36,7 +36,7 @@ class Nodes:
         self.seen: dict[int, list[str]] = {}
         self.has_stopped = False
         self.stopped: int | None = None  # the rank
-        self._stop_at, self._alone = stop_at, only_this_rank
+        self._stop_at, self._only_this_rank = stop_at, only_this_rank
         self._count = 0
         self._lock = threading.Lock()
 
@@ -56,7 +56,7 @@ class Nodes:
 
     def check_alive(self, rank: int) -> None:
         """Raise what ends a process that is no more."""
-        if self.has_stopped and (rank == self.stopped or not self._alone):
+        if self.has_stopped and (rank == self.stopped or not self._only_this_rank):
             raise Stopped(f"rank {rank}")
 
 

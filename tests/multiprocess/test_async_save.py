@@ -165,12 +165,12 @@ def test_every_format_is_saved_asynchronously(rank_pool: RankPool, tmp_path: Pat
 
 
 def descriptors_after_many(root: Path) -> list[int]:
-    def one(number: int) -> int:
+    def descriptors_after(number: int) -> int:
         with Checkpointer(root / str(number), async_save=True) as checkpointer:
             checkpointer.save(1, {"w": part(1.0)})
         return len(os.listdir("/proc/self/fd"))
 
-    return [one(number) for number in range(3)]
+    return [descriptors_after(number) for number in range(3)]
 
 
 class Damaged(Checkpointer):

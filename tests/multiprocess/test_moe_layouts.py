@@ -119,10 +119,10 @@ def _layer(groups: ParallelGroups, case: Case) -> MixtureOfExperts:
 def _train(layout: ParallelLayout, case: Case) -> Result:
     groups = ParallelGroups.create(layout)
     layer = _layer(groups, case)
-    mine = range(MICRO_BATCHES)[groups.dp.rank :: groups.dp.size]
-    set_auxiliary_loss_scale(layer, 1 / len(mine))
+    own_batches = range(MICRO_BATCHES)[groups.dp.rank :: groups.dp.size]
+    set_auxiliary_loss_scale(layer, 1 / len(own_batches))
     outputs, input_grads = [], []
-    for k in mine:
+    for k in own_batches:
         x, target = (
             _random(SEQUENCE, BATCH, HIDDEN, key=f"{what} {k}").chunk(groups.cp.size)[groups.cp.rank]
             for what in ("input", "target")
@@ -134,7 +134,7 @@ def _train(layout: ParallelLayout, case: Case) -> Result:
         if case.sequence_parallel:
             out = collect_sequence(out, groups.tp)
         loss = (out * target).sum(-1).mean()
-        (loss / len(mine)).backward()
+        (loss / len(own_batches)).backward()
         outputs.append((k, groups.cp.rank, out.detach()))
         assert x.grad is not None
         grad = collect_sequence(x.grad, groups.tp) if case.sequence_parallel else x.grad

@@ -83,7 +83,7 @@ def test_a_step_for_several_destinations_is_copied_once(
         check(tmp_path / name, [3, 4])
 
 
-class HeldCheckpointer(Checkpointer):
+class WaitingCheckpointer(Checkpointer):
     _writer_hook = f"{in_a_tier.__module__}:{in_a_tier.__name__}"
 
 
@@ -91,7 +91,7 @@ def test_staged_bytes_for_several_destinations_stay_until_the_last_has_them(tmp_
     TierOrder(node="b", kind="create", how="held").give(tmp_path)
     tiers = [LocalTier(tmp_path / name) for name in "ab"]
     options = AsyncOptions(when_busy="queue", stage_in_background=True)
-    with HeldCheckpointer(
+    with WaitingCheckpointer(
         tmp_path / "root", tiers=Tiers(tiers, root_every=9), async_save=options, group=SingleProcess()
     ) as run:
         run.save(1, state(1))

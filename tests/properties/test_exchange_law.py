@@ -109,11 +109,11 @@ def test_any_way_loads_what_direct_reading_loads(
 
 
 @pytest.mark.parametrize("exchange_bytes", [1 << 17, 1 << 24])
-@pytest.mark.parametrize("alone", [None, "flat", "columns"])
+@pytest.mark.parametrize("only_key", [None, "flat", "columns"])
 @pytest.mark.parametrize("backend", ["megackpt", "torch_dist", "zarr"])
 @pytest.mark.parametrize("way", WAYS)
 def test_parts_that_begin_within_a_unit_and_have_gaps_arrive_right(
-    backend: str, way: Any, alone: str | None, exchange_bytes: int
+    backend: str, way: Any, only_key: str | None, exchange_bytes: int
 ) -> None:
     big = torch.arange(700 * 512, dtype=torch.int32).reshape(700, 512)
     small = torch.arange(64 * 96, dtype=torch.int16).reshape(64, 96)
@@ -156,8 +156,8 @@ def test_parts_that_begin_within_a_unit_and_have_gaps_arrive_right(
 
     def load_rank(group: SimulatedRank) -> dict[str, ShardedTensor]:
         state = wanted(group.rank, fill=False)
-        if alone is not None:
-            state = {alone: state[alone]}
+        if only_key is not None:
+            state = {only_key: state[only_key]}
         load(state, store, options=LoadOptions(exchange=way, exchange_bytes=exchange_bytes), group=group)
         return state
 

@@ -39,8 +39,8 @@ def gathered(world: Sequence[DeclaredChunks]) -> tuple[MergedDeclarations, list[
     lists = [pack_declarations(declared, replicated=set(), on_some_ranks=set()) for declared in world]
     kinds = list(dict.fromkeys(of.replica_rows for of in lists))
     owner_groups = [np.flatnonzero([of.replica_rows == kind for of in lists]) for kind in kinds]
-    held, _ = merge_packed_declarations([of.main_rows for of in lists], kinds, owner_groups)
-    return held, lists
+    merged, _ = merge_packed_declarations([of.main_rows for of in lists], kinds, owner_groups)
+    return merged, lists
 
 
 @st.composite
@@ -50,8 +50,8 @@ def worlds(draw: st.DrawFn) -> World:
     world: World = [[] for _ in range(ranks)]
     for i in range(draw(st.integers(1, 3))):
         array = draw(arrays(max_dims=3))
-        for held in draw(owned_chunks(tuple(array.shape), ranks=ranks)):
-            world[held.rank].append(held.declare(f"array {i}", array))
+        for owned in draw(owned_chunks(tuple(array.shape), ranks=ranks)):
+            world[owned.rank].append(owned.declare(f"array {i}", array))
     tp = draw(st.sampled_from([n for n in (1, 2, 3) if ranks % n == 0]))
     for i in range(draw(st.integers(0, 4))):
         data = torch.zeros(draw(st.integers(1, 9)), 3)
@@ -74,8 +74,8 @@ def test_the_plan_is_that_from_the_declarations_of_all(
     ranks, merged = len(world), merge_declarations(declared)
     labels = np.arange(ranks) // 2
     expected = plan_save(merged, ranks=ranks, spread=spread, labels=labels, part_bytes=part_bytes)
-    held, lists = gathered(declared)
-    plan = plan_merged_save(held, spread=spread, labels=labels, part_bytes=part_bytes)
+    merged, lists = gathered(declared)
+    plan = plan_merged_save(merged, spread=spread, labels=labels, part_bytes=part_bytes)
     assert plan.table.arrays == expected.table.arrays
     for column in ("array", "start", "shape", "flat_start", "flat_stop", "nbytes"):
         assert np.array_equal(getattr(plan.table, column), getattr(expected.table, column))
@@ -91,8 +91,8 @@ def test_parts_of_long_chunks_cover_them_once_and_are_written_by_their_owners(
     world: World, part_bytes: int
 ) -> None:
     declared = described(world)
-    held, lists = gathered(declared)
-    plan = plan_merged_save(held, part_bytes=part_bytes)
+    merged, lists = gathered(declared)
+    plan = plan_merged_save(merged, part_bytes=part_bytes)
     rows = len(plan.table)
     yes, no = np.ones(rows, np.bool_), np.zeros(rows, np.bool_)
     check_coverage(DeclaredChunks(plan.table, yes, no, plan.writer, plan.entity))
@@ -120,16 +120,16 @@ def replicated(rows: int) -> World:
 
 
 def test_one_long_chunk_is_spread_over_all_its_owners() -> None:
-    held, _ = gathered(described(replicated(8000)))
-    plan = plan_merged_save(held, part_bytes=100)
+    merged, _ = gathered(described(replicated(8000)))
+    plan = plan_merged_save(merged, part_bytes=100)
     written = np.bincount(plan.writer, plan.table.nbytes, minlength=8)
     assert written.max() <= 1.05 * written.mean()
 
 
 def test_equal_lists_are_sent_once() -> None:
-    held, _ = gathered(described(replicated(8)))
-    assert len(held.declared) == 2  # that of the main replica, and that of seven others
-    assert [ranks.tolist() for ranks in held.owner_groups] == [[0], list(range(1, 8))]
+    merged, _ = gathered(described(replicated(8)))
+    assert len(merged.declared) == 2  # that of the main replica, and that of seven others
+    assert [ranks.tolist() for ranks in merged.owner_groups] == [[0], list(range(1, 8))]
 
 
 def raised(do: object, *args: object) -> CheckpointError:
@@ -149,7 +149,7 @@ def test_ranks_are_named_as_if_all_had_sent_everything() -> None:
 
     world = replicated(8)
     world[0] = []
-    held, _ = gathered(described(world))
-    error = raised(check_coverage, held.expanded())
+    merged, _ = gathered(described(world))
+    error = raised(check_coverage, merged.expanded())
     assert isinstance(error, CoverageError)
     assert str(error) == str(raised(check_coverage, merge_declarations(described(world))))

@@ -111,7 +111,7 @@ def test_raw_bytes_must_be_bytes() -> None:
 def test_an_empty_tensor_of_absurd_shape_costs_nothing() -> None:
     tree = {"$tensor": {"dtype": "complex64", "shape": [0, 2**52, 2**52], "bytes": 0}}
     assert decode(EncodedValue(tree, (torch.zeros(0, dtype=torch.uint8),)), where="f").numel() == 0
-    assert unpack(blob_of(one(entry(0, 0, shape=[0, 2**62, 2**62]))), where="f").numel() == 0
+    assert unpack(blob_of(described_as(entry(0, 0, shape=[0, 2**62, 2**62]))), where="f").numel() == 0
 
 
 def test_a_deep_tree_is_rejected() -> None:
@@ -155,7 +155,7 @@ def entry(start: int, end: int, *, dtype: str = "U8", shape: object = None) -> d
     return {"dtype": dtype, "shape": [end - start] if shape is None else shape, "data_offsets": [start, end]}
 
 
-def one(described: object) -> dict[str, object]:
+def described_as(described: object) -> dict[str, object]:
     return header_of('{"$tensor":0}', **{"0": described})
 
 
@@ -180,18 +180,24 @@ def one(described: object) -> dict[str, object]:
         (blob_of(header_of("[" * 50_000)), r"nested too deeply"),
         (blob_of(header_of('{"$tensor":0}')), r"there is no tensor 0"),
         (blob_of(header_of(x=entry(0, 0))), r"does not describe tensor 0"),
-        (blob_of(one([])), r"does not describe tensor 0"),
-        (blob_of(one({"dtype": "U8", "shape": []})), r"does not describe tensor 0"),
-        (blob_of(one(entry(0, 1, dtype="F7")), b"1"), r"tensor 0 has the unknown dtype 'F7'"),
-        (blob_of(one(entry(0, 1, shape=[-1])), b"1"), r"tensor 0 has the shape \[-1\]"),
-        (blob_of(one(entry(0, 1, shape=[1] * 65)), b"1"), r"tensor 0 has the shape"),
-        (blob_of(one(entry(0, 1, shape=[2**63])), b"1"), r"tensor 0 has the shape"),
-        (blob_of(one(entry(0, 1, shape=[True])), b"1"), r"tensor 0 has the shape"),
-        (blob_of(one({**entry(0, 1), "data_offsets": [0]}), b"1"), r"tensor 0 has the data_offsets \[0\]"),
-        (blob_of(one(entry(0, 1, shape=[2**62, 2**62])), b"1"), r"tensor 0 of .* claims bytes \[0:1\)"),
-        (blob_of(one(entry(0, 2)), b"1"), r"claims bytes \[0:2\), but \[0:2\) of 1 are expected"),
-        (blob_of(one(entry(1, 2)), b"12"), r"claims bytes \[1:2\)"),
-        (blob_of(one(entry(0, 1)), b"12"), r"1 bytes at its end belong to no tensor"),
+        (blob_of(described_as([])), r"does not describe tensor 0"),
+        (blob_of(described_as({"dtype": "U8", "shape": []})), r"does not describe tensor 0"),
+        (blob_of(described_as(entry(0, 1, dtype="F7")), b"1"), r"tensor 0 has the unknown dtype 'F7'"),
+        (blob_of(described_as(entry(0, 1, shape=[-1])), b"1"), r"tensor 0 has the shape \[-1\]"),
+        (blob_of(described_as(entry(0, 1, shape=[1] * 65)), b"1"), r"tensor 0 has the shape"),
+        (blob_of(described_as(entry(0, 1, shape=[2**63])), b"1"), r"tensor 0 has the shape"),
+        (blob_of(described_as(entry(0, 1, shape=[True])), b"1"), r"tensor 0 has the shape"),
+        (
+            blob_of(described_as({**entry(0, 1), "data_offsets": [0]}), b"1"),
+            r"tensor 0 has the data_offsets \[0\]",
+        ),
+        (
+            blob_of(described_as(entry(0, 1, shape=[2**62, 2**62])), b"1"),
+            r"tensor 0 of .* claims bytes \[0:1\)",
+        ),
+        (blob_of(described_as(entry(0, 2)), b"1"), r"claims bytes \[0:2\), but \[0:2\) of 1 are expected"),
+        (blob_of(described_as(entry(1, 2)), b"12"), r"claims bytes \[1:2\)"),
+        (blob_of(described_as(entry(0, 1)), b"12"), r"1 bytes at its end belong to no tensor"),
     ],
     ids=lambda item: item if isinstance(item, str) else "",
 )

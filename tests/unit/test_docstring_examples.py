@@ -19,7 +19,7 @@ def has_examples(name: str) -> bool:
 
 
 FOUND = pkgutil.walk_packages(megackpt.__path__, "megackpt.")
-MODULES = [found.name for found in FOUND if not found.ispkg and has_examples(found.name)]
+MODULES = [module.name for module in FOUND if not module.ispkg and has_examples(module.name)]
 
 
 @pytest.mark.parametrize("name", MODULES)

@@ -52,7 +52,7 @@ def plan(
     )
 
 
-def held(plan: ExchangePlan) -> np.ndarray:
+def buffered_bytes(plan: ExchangePlan) -> np.ndarray:
     """Bytes that each rank holds at most, `[size]`: of two rounds that it gives, and one that it takes."""
     parts, deliveries = plan.parts, plan.deliveries
     sent_bytes = np.zeros((plan.rounds + 1, plan.size), np.int64)
@@ -96,7 +96,7 @@ def test_no_rank_holds_more_than_its_buffers(ranks: int) -> None:
     for buffer_bytes in (4 * MIB, 16 * MIB, 64 * MIB):
         made = plan(requested, table, buffer_bytes=buffer_bytes)
         # A block is the least that can be read: one that is given, one that is read, and one from a peer.
-        assert held(made).max() <= max(buffer_bytes, 4 * DIGEST_BLOCK_BYTES)
+        assert buffered_bytes(made).max() <= max(buffer_bytes, 4 * DIGEST_BLOCK_BYTES)
 
 
 def test_two_stages_hold_at_most_two_of_the_largest_tensors() -> None:
@@ -104,7 +104,7 @@ def test_two_stages_hold_at_most_two_of_the_largest_tensors() -> None:
     requested = [describe(entities, rank=rank) for rank in range(4)]
     made = plan(requested, stored(entities), "two_stage", 1024 * MIB)
     assert made.parts.reader.max() == 0
-    assert held(made).max() <= 2 * (2 * MIB)
+    assert buffered_bytes(made).max() <= 2 * (2 * MIB)
     assert made.rounds == 20
 
 

@@ -23,7 +23,7 @@ from tests.optim_world import gather, loaded, scatter
 
 Kind = type[MasterOptimizer]
 KINDS = [DistributedOptimizer, MixedPrecisionOptimizer]
-ALONE = ParallelGroups.offline(ParallelLayout(), 0)
+SINGLE_PROCESS = ParallelGroups.offline(ParallelLayout(), 0)
 
 
 class Lion(Optimizer):
@@ -136,7 +136,7 @@ def assert_same_weights(a: nn.Module, b: nn.Module) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_training_equals_plain_torch_bit_for_bit(kind: Kind, name: str) -> None:
     model, reference = make_model(), make_model()
-    optimizer = kind(model.parameters(), OPTIMIZERS[name], ALONE)
+    optimizer = kind(model.parameters(), OPTIMIZERS[name], SINGLE_PROCESS)
     train(model, optimizer, range(4))
     train(reference, OPTIMIZERS[name](reference.parameters()), range(4))
     assert_same_weights(model, reference)
@@ -149,9 +149,9 @@ def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit(
     source: Kind, target: Kind, name: str, saved_after: int
 ) -> None:
     model, fresh = make_model(), make_model(seed=7)
-    optimizer = source(model.parameters(), OPTIMIZERS[name], ALONE)
+    optimizer = source(model.parameters(), OPTIMIZERS[name], SINGLE_PROCESS)
     train(model, optimizer, range(saved_after))
-    resumed = target(fresh.parameters(), OPTIMIZERS[name], ALONE)
+    resumed = target(fresh.parameters(), OPTIMIZERS[name], SINGLE_PROCESS)
     move(model, optimizer, fresh, resumed)
     train(fresh, resumed, range(saved_after, saved_after + 3))
     train(model, optimizer, range(saved_after, saved_after + 3))
@@ -162,9 +162,9 @@ def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit(
 def test_loading_into_an_optimizer_that_has_trained_makes_it_the_saved_one(kind: Kind) -> None:
     for saved_after in (0, 2):
         model, other = make_model(), make_model(seed=7)
-        optimizer = kind(model.parameters(), OPTIMIZERS["sgd_dampening"], ALONE)
+        optimizer = kind(model.parameters(), OPTIMIZERS["sgd_dampening"], SINGLE_PROCESS)
         train(model, optimizer, range(saved_after))
-        trained = kind(other.parameters(), OPTIMIZERS["sgd_dampening"], ALONE)
+        trained = kind(other.parameters(), OPTIMIZERS["sgd_dampening"], SINGLE_PROCESS)
         train(other, trained, range(50, 53))
         move(model, optimizer, other, trained)
         train(model, optimizer, range(10, 12))
@@ -176,7 +176,7 @@ def test_loading_into_an_optimizer_that_has_trained_makes_it_the_saved_one(kind:
 def test_a_parameter_without_gradient_is_left_alone_and_starts_later_as_new(kind: Kind) -> None:
     model, reference = make_model(), make_model()
     factory = OPTIMIZERS["sgd_dampening"]  # whose first step differs from later ones
-    optimizer, plain = kind(model.parameters(), factory, ALONE), factory(reference.parameters())
+    optimizer, plain = kind(model.parameters(), factory, SINGLE_PROCESS), factory(reference.parameters())
     for step in range(4):
         for m in (model, reference):
             first = m[0].requires_grad_(step >= 2)
@@ -197,7 +197,7 @@ def test_a_frozen_parameter_has_no_state_and_does_not_move(kind: Kind) -> None:
     model = make_model()
     model[2].requires_grad_(False)
     before = model[2].weight.clone()
-    optimizer = kind(model.parameters(), OPTIMIZERS["adamw"], ALONE)
+    optimizer = kind(model.parameters(), OPTIMIZERS["adamw"], SINGLE_PROCESS)
     train(model, optimizer, range(2))
     assert torch.equal(model[2].weight, before)
     keys = gather([optimizer.sharded_state_dict(declare(model))])
@@ -210,7 +210,7 @@ def test_bf16_weights_are_the_rounded_masters_of_an_fp32_run_on_the_same_gradien
     model = make_model(torch.bfloat16)
     masters = [p.detach().float() for p in model.parameters()]
     reference = OPTIMIZERS["adamw"](masters)
-    optimizer = kind(model.parameters(), OPTIMIZERS["adamw"], ALONE)
+    optimizer = kind(model.parameters(), OPTIMIZERS["adamw"], SINGLE_PROCESS)
     for step in range(5):
         for micro in range(2):  # two micro-batches: their bf16 gradients are added in fp32
             twin = make_model(torch.bfloat16)
@@ -231,7 +231,7 @@ def test_bf16_weights_are_the_rounded_masters_of_an_fp32_run_on_the_same_gradien
 @pytest.mark.parametrize("max_norm", [0.5, 1e6])
 def test_clipping_equals_that_of_torch(kind: Kind, max_norm: float) -> None:
     model, reference = make_model(), make_model()
-    optimizer = kind(model.parameters(), OPTIMIZERS["sgd"], ALONE, clip_grad=max_norm)
+    optimizer = kind(model.parameters(), OPTIMIZERS["sgd"], SINGLE_PROCESS, clip_grad=max_norm)
     plain = OPTIMIZERS["sgd"](reference.parameters())
     for step in range(3):
         backward(model, step)
@@ -256,7 +256,7 @@ def test_groups_keep_their_own_options_and_are_restored_by_name(kind: Kind) -> N
         ]
 
     model, reference, fresh = make_model(), make_model(), make_model(seed=7)
-    optimizer = kind(grouped(model), OPTIMIZERS["adamw"], ALONE)
+    optimizer = kind(grouped(model), OPTIMIZERS["adamw"], SINGLE_PROCESS)
     train(model, optimizer, range(3))
     train(reference, torch.optim.AdamW(grouped(reference), lr=0.01), range(3))
     assert_same_weights(model, reference)
@@ -267,7 +267,7 @@ def test_groups_keep_their_own_options_and_are_restored_by_name(kind: Kind) -> N
     assert stored["matrices"]["lr"] == 0.125
     assert stored["matrices"]["betas"] == (0.9, 0.999)
     assert not {"params", "foreach", "fused", "capturable", "name"} & set(stored["1"])
-    resumed = kind(grouped(fresh), OPTIMIZERS["adamw"], ALONE)
+    resumed = kind(grouped(fresh), OPTIMIZERS["adamw"], SINGLE_PROCESS)
     resumed.load_state_dict(optimizer.state_dict())
     assert [g["lr"] for g in resumed.param_groups] == [0.125, 0.01]
     assert [g["weight_decay"] for g in resumed.param_groups] == [0.5, 0.0]
@@ -276,7 +276,7 @@ def test_groups_keep_their_own_options_and_are_restored_by_name(kind: Kind) -> N
 def test_groups_of_another_name_are_rejected_and_nothing_is_changed() -> None:
     model = make_model()
     optimizer = DistributedOptimizer(
-        [{"params": model.parameters(), "name": "all"}], OPTIMIZERS["adamw"], ALONE
+        [{"params": model.parameters(), "name": "all"}], OPTIMIZERS["adamw"], SINGLE_PROCESS
     )
     with pytest.raises(
         MismatchError, match=r"only in the checkpoint: \['0'\], only here: \['all'\].*same 'name'"
@@ -289,7 +289,7 @@ def test_groups_of_another_name_are_rejected_and_nothing_is_changed() -> None:
 
 def test_a_learning_rate_scheduler_drives_the_inner_optimizer() -> None:
     model, reference = make_model(), make_model()
-    optimizer = DistributedOptimizer(model.parameters(), OPTIMIZERS["sgd"], ALONE)
+    optimizer = DistributedOptimizer(model.parameters(), OPTIMIZERS["sgd"], SINGLE_PROCESS)
     plain = OPTIMIZERS["sgd"](reference.parameters())
     schedules = [torch.optim.lr_scheduler.StepLR(o, 1, gamma=0.5) for o in (optimizer.inner, plain)]
     for step in range(3):
@@ -313,7 +313,7 @@ def test_an_optimizer_whose_state_cannot_be_declared_is_rejected(
     kind: Kind, factory: Callable[[Any], Optimizer], match: str
 ) -> None:
     with pytest.raises(OptimizerError, match=match):
-        kind(make_model().parameters(), factory, ALONE)
+        kind(make_model().parameters(), factory, SINGLE_PROCESS)
 
 
 @pytest.mark.parametrize("factory", [Lamb, lambda g: torch.optim.Adafactor(g, lr=0.1)])
@@ -323,12 +323,12 @@ def test_an_optimizer_that_is_not_elementwise_is_rejected_for_shards(
     with pytest.raises(
         OptimizerError, match=r"(Lamb|Adafactor) is not elementwise.*Use MixedPrecisionOptimizer"
     ):
-        DistributedOptimizer(make_model().parameters(), factory, ALONE)
+        DistributedOptimizer(make_model().parameters(), factory, SINGLE_PROCESS)
 
 
 def test_an_optimizer_that_is_not_elementwise_trains_on_whole_masters() -> None:
     model, reference = make_model(), make_model()
-    optimizer = MixedPrecisionOptimizer(model.parameters(), Lamb, ALONE)
+    optimizer = MixedPrecisionOptimizer(model.parameters(), Lamb, SINGLE_PROCESS)
     train(model, optimizer, range(2))
     train(reference, Lamb(reference.parameters()), range(2))
     assert_same_weights(model, reference)
@@ -336,7 +336,7 @@ def test_an_optimizer_that_is_not_elementwise_trains_on_whole_masters() -> None:
 
 def test_gradients_may_not_be_added_to_reduced_ones() -> None:
     model = make_model()
-    optimizer = DistributedOptimizer(model.parameters(), OPTIMIZERS["sgd"], ALONE)
+    optimizer = DistributedOptimizer(model.parameters(), OPTIMIZERS["sgd"], SINGLE_PROCESS)
     backward(model, 0)
     optimizer.step()
     with pytest.raises(OptimizerError, match=r"step\(\) was called again.*Call optimizer.zero_grad\(\)"):
@@ -347,7 +347,7 @@ def test_gradients_may_not_be_added_to_reduced_ones() -> None:
 
 def test_gradients_set_by_hand_or_added_by_a_kernel_are_taken_in() -> None:
     w, v = Parameter(torch.zeros(3)), Parameter(torch.zeros(2))
-    optimizer = DistributedOptimizer([w, v], lambda g: torch.optim.SGD(g, lr=1.0), ALONE)
+    optimizer = DistributedOptimizer([w, v], lambda g: torch.optim.SGD(g, lr=1.0), SINGLE_PROCESS)
     w.grad = torch.ones(3)
     v.main_grad.add_(2.0)  # type: ignore[attr-defined]
     v.grad_added_to_main_grad = True  # type: ignore[attr-defined]
@@ -358,7 +358,7 @@ def test_gradients_set_by_hand_or_added_by_a_kernel_are_taken_in() -> None:
 
 def test_parameters_and_gradients_live_in_the_buffers() -> None:
     model = make_model(torch.bfloat16)
-    optimizer = DistributedOptimizer(model.parameters(), OPTIMIZERS["sgd"], ALONE)
+    optimizer = DistributedOptimizer(model.parameters(), OPTIMIZERS["sgd"], SINGLE_PROCESS)
     (buffer,) = optimizer.buffers
     backward(model, 0)
     for p in model.parameters():
@@ -371,25 +371,27 @@ def test_parameters_and_gradients_live_in_the_buffers() -> None:
 
 def test_a_new_optimizer_takes_over_the_gradients_of_its_parameters() -> None:
     model, reference = make_model(), make_model()
-    DistributedOptimizer(model.parameters(), OPTIMIZERS["sgd"], ALONE)
-    train(model, DistributedOptimizer(model.parameters(), OPTIMIZERS["sgd"], ALONE), range(2))
+    DistributedOptimizer(model.parameters(), OPTIMIZERS["sgd"], SINGLE_PROCESS)
+    train(model, DistributedOptimizer(model.parameters(), OPTIMIZERS["sgd"], SINGLE_PROCESS), range(2))
     train(reference, OPTIMIZERS["sgd"](reference.parameters()), range(2))
     assert_same_weights(model, reference)
 
 
 def test_a_model_under_an_optimizer_can_be_pickled_and_copied() -> None:
     model = make_model()
-    DistributedOptimizer(model.parameters(), OPTIMIZERS["sgd"], ALONE)
+    DistributedOptimizer(model.parameters(), OPTIMIZERS["sgd"], SINGLE_PROCESS)
     for twin in (pickle.loads(pickle.dumps(model)), copy.deepcopy(model)):
         assert_same_weights(model, twin)
-        train(twin, DistributedOptimizer(twin.parameters(), OPTIMIZERS["sgd"], ALONE), range(1))
+        train(twin, DistributedOptimizer(twin.parameters(), OPTIMIZERS["sgd"], SINGLE_PROCESS), range(1))
 
 
 def test_parameters_of_several_dtypes_train_together() -> None:
     half, single, double = (
         Parameter(torch.ones(3, dtype=d)) for d in (torch.bfloat16, torch.float32, torch.float64)
     )
-    optimizer = DistributedOptimizer([half, single, double], lambda g: torch.optim.SGD(g, lr=0.5), ALONE)
+    optimizer = DistributedOptimizer(
+        [half, single, double], lambda g: torch.optim.SGD(g, lr=0.5), SINGLE_PROCESS
+    )
     assert [p.main_grad.dtype for p in (half, single, double)] == [
         torch.float32,
         torch.float32,
@@ -403,8 +405,8 @@ def test_parameters_of_several_dtypes_train_together() -> None:
 
 def test_weights_that_are_not_the_rounded_masters_are_rejected_after_load() -> None:
     model, other = make_model(torch.bfloat16), make_model(torch.bfloat16, seed=7)
-    optimizer = DistributedOptimizer(model.parameters(), OPTIMIZERS["adamw"], ALONE)
-    resumed = DistributedOptimizer(other.parameters(), OPTIMIZERS["adamw"], ALONE)
+    optimizer = DistributedOptimizer(model.parameters(), OPTIMIZERS["adamw"], SINGLE_PROCESS)
+    resumed = DistributedOptimizer(other.parameters(), OPTIMIZERS["adamw"], SINGLE_PROCESS)
     request = resumed.sharded_state_dict(declare(other))
     scatter(request, gather([optimizer.sharded_state_dict(declare(model))]))
     with pytest.raises(
@@ -418,7 +420,7 @@ def test_weights_that_are_not_the_rounded_masters_are_rejected_after_load() -> N
 
 def test_masters_that_a_checkpoint_lacks_are_made_from_the_weights() -> None:
     model = make_model(torch.bfloat16)
-    optimizer = DistributedOptimizer(model.parameters(), OPTIMIZERS["adamw"], ALONE)
+    optimizer = DistributedOptimizer(model.parameters(), OPTIMIZERS["adamw"], SINGLE_PROCESS)
     answer = loaded(optimizer.sharded_state_dict(declare(model)))
     for states in answer["state"].values():
         del states["fp32_param"]
@@ -435,7 +437,7 @@ def test_masters_that_a_checkpoint_lacks_are_made_from_the_weights() -> None:
 
 def test_states_loaded_without_their_step_are_kept() -> None:
     w = Parameter(torch.ones(3))
-    optimizer = DistributedOptimizer([w], lambda g: torch.optim.Adam(g, lr=0.0), ALONE)
+    optimizer = DistributedOptimizer([w], lambda g: torch.optim.Adam(g, lr=0.0), SINGLE_PROCESS)
     answer = loaded(optimizer.sharded_state_dict({"w": ShardedTensor.from_rank_offsets("w", w)}))
     del answer["state"][0]["step"]
     answer["state"][0]["exp_avg"].fill_(8.0)
@@ -459,7 +461,7 @@ def test_a_rank_that_owns_nothing_and_a_group_without_parameters_are_fine() -> N
 
 def test_reload_model_params_trains_on_from_loaded_weights() -> None:
     model = make_model(torch.bfloat16)
-    optimizer = DistributedOptimizer(model.parameters(), lambda g: torch.optim.SGD(g, lr=0.0), ALONE)
+    optimizer = DistributedOptimizer(model.parameters(), lambda g: torch.optim.SGD(g, lr=0.0), SINGLE_PROCESS)
     model.load_state_dict(make_model(torch.bfloat16, seed=7).state_dict())
     optimizer.reload_model_params()
     train(model, optimizer, range(1))
@@ -468,7 +470,7 @@ def test_reload_model_params_trains_on_from_loaded_weights() -> None:
 
 def test_loaded_tensors_of_another_size_are_rejected() -> None:
     model = make_model()
-    optimizer = DistributedOptimizer(model.parameters(), OPTIMIZERS["adamw"], ALONE)
+    optimizer = DistributedOptimizer(model.parameters(), OPTIMIZERS["adamw"], SINGLE_PROCESS)
     answer = loaded(optimizer.sharded_state_dict(declare(model)))
     answer["state"][0]["exp_avg"] = torch.zeros(7)
     with pytest.raises(
@@ -479,8 +481,8 @@ def test_loaded_tensors_of_another_size_are_rejected() -> None:
 
 def test_tensors_that_were_not_filled_in_place_are_copied() -> None:
     model, fresh = make_model(), make_model()
-    optimizer = DistributedOptimizer(model.parameters(), OPTIMIZERS["adamw"], ALONE)
-    resumed = DistributedOptimizer(fresh.parameters(), OPTIMIZERS["adamw"], ALONE)
+    optimizer = DistributedOptimizer(model.parameters(), OPTIMIZERS["adamw"], SINGLE_PROCESS)
+    resumed = DistributedOptimizer(fresh.parameters(), OPTIMIZERS["adamw"], SINGLE_PROCESS)
     train(model, optimizer, range(2))
     fresh.load_state_dict(model.state_dict())
     resumed.load_sharded_state_dict(loaded(optimizer.sharded_state_dict(declare(model))))
@@ -506,7 +508,7 @@ W = Parameter(torch.zeros(2))
 )
 def test_parameters_that_make_no_sense_are_rejected(params: Any, match: str) -> None:
     with pytest.raises(DeclarationError, match=match):
-        DistributedOptimizer(params, OPTIMIZERS["sgd"], ALONE)
+        DistributedOptimizer(params, OPTIMIZERS["sgd"], SINGLE_PROCESS)
 
 
 def test_a_step_without_communication_is_rejected_where_ranks_must_communicate() -> None:
@@ -519,7 +521,7 @@ def test_a_step_without_communication_is_rejected_where_ranks_must_communicate()
 def test_grads_of_main_grad_dtype_bf16_are_cast_for_the_masters() -> None:
     w = Parameter(torch.ones(4, dtype=torch.bfloat16))
     optimizer = DistributedOptimizer(
-        [w], lambda g: torch.optim.SGD(g, lr=1.0), ALONE, grad_dtype=torch.bfloat16
+        [w], lambda g: torch.optim.SGD(g, lr=1.0), SINGLE_PROCESS, grad_dtype=torch.bfloat16
     )
     (w * torch.tensor(0.25, dtype=torch.bfloat16)).sum().backward()
     main_grad: Tensor = w.main_grad  # type: ignore[attr-defined]

@@ -83,7 +83,7 @@ def test_long_tensors_are_written_in_parts_by_all_that_hold_them(kind: type[Noti
     rows, store = 40 * 1024, MemoryStore()
     true = torch.arange(rows * 256, dtype=torch.int32).reshape(rows, 256)
 
-    def held(rank: int, data: torch.Tensor) -> dict[str, ShardedTensor]:
+    def declared_state(rank: int, data: torch.Tensor) -> dict[str, ShardedTensor]:
         cut = (0, rows * 256 // 3, rows * 256)
         low, high = cut[rank % 2], cut[rank % 2 + 1]
         deep = {"deep": ShardedTensor.from_rank_offsets("deep", torch.zeros(1, 1, 1, 1))}
@@ -111,7 +111,7 @@ def test_long_tensors_are_written_in_parts_by_all_that_hold_them(kind: type[Noti
         }
 
     def run(group: SimulatedRank) -> None:
-        save(held(group.rank, true), store, kind(), group=group)
+        save(declared_state(group.rank, true), store, kind(), group=group)
 
     SimulatedWorld(RANKS).run(run)
     sizes = [len(store.read(name, max_bytes=1 << 30)) for name in store.names("data/")]
@@ -119,7 +119,7 @@ def test_long_tensors_are_written_in_parts_by_all_that_hold_them(kind: type[Noti
     assert max(sizes) - min(sizes) <= PART_BYTES
     wanted = {key: torch.zeros_like(true) for key in ("plain", "strided", "flat", "flat whole")}
     load({key: ShardedTensor.from_rank_offsets(key, data) for key, data in wanted.items()}, store)
-    stacked = held(0, torch.zeros_like(true))["stacked"]
+    stacked = declared_state(0, torch.zeros_like(true))["stacked"]
     load({"stacked": stacked}, store)
     assert torch.equal(stacked.data, true)  # type: ignore[arg-type]
     assert all(torch.equal(data, true) for data in wanted.values())

@@ -219,14 +219,14 @@ def test_components_cannot_be_padded() -> None:
 def test_metadata_reaches_every_child_that_can_ask_for_it() -> None:
     class Asked(nn.Module):
         def sharded_state_dict(self, **arguments: Any) -> dict[str, Any]:  # records what it was given
-            self.given = arguments
+            self.arguments = arguments
             return {}
 
     asked = Asked()
     stack = LayerStack(lambda _: nn.Sequential(asked), range(1, 2), 4, ONE)
     sharded_state_dict(nn.ModuleDict({"s": stack}), ONE, "m.", metadata={"format": 2})
     expected = {"prefix": "m.s.0.", "sharded_offsets": ((0, 1, 4),), "metadata": {"format": 2}}
-    assert asked.given == expected
+    assert asked.arguments == expected
 
 
 def test_components_that_do_not_add_up_are_an_error() -> None:

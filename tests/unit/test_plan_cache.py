@@ -205,7 +205,7 @@ def test_an_assumed_structure_that_differs_in_anything_raises_an_error(
 def test_a_plan_of_other_ranks_is_not_taken() -> None:
     plans, stores = [PlanCache() for _ in range(RANKS)], [MemoryStore(), MemoryStore(), MemoryStore()]
 
-    def held(number: int, replica: int = 0) -> dict[str, ShardedTensor]:
+    def declared_state(number: int, replica: int = 0) -> dict[str, ShardedTensor]:
         values = {key: torch.full((5,), number) for key in "abcd"}
         return {k: ShardedTensor.from_rank_offsets(k, v, replica_id=replica) for k, v in values.items()}
 
@@ -213,13 +213,14 @@ def test_a_plan_of_other_ranks_is_not_taken() -> None:
         for number, ranks in enumerate([(0, 1, 2, 3), (1, 2), (2, 1)]):
             if group.rank in ranks:
                 part = group.subgroup(ranks) if number else group
-                state = held(number, int(group.rank != 1))  # the main one is the same in every group
+                # The main replica is the same in every group.
+                state = declared_state(number, int(group.rank != 1))
                 save(state, stores[number], group=part, plans=plans[group.rank])
 
     SimulatedWorld(RANKS).run(run)
     assert {cache.hits for cache in plans} == {0}
     for number, store in enumerate(stores):
-        loaded = load(held(99), store)
+        loaded = load(declared_state(99), store)
         assert all(torch.equal(value, torch.full((5,), number)) for value in loaded.values())
 
 

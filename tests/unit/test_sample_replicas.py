@@ -66,7 +66,7 @@ def test_it_can_be_a_warning_or_nothing(caplog: pytest.LogCaptureFixture) -> Non
         assert ("'model.proj' [0:32, 0:64]" in caplog.text) is message
 
 
-def held(rank: int, data: torch.Tensor) -> dict[str, ShardedTensor]:
+def declared_state(rank: int, data: torch.Tensor) -> dict[str, ShardedTensor]:
     return {"w": ShardedTensor.from_rank_offsets("w", data, replica_id=rank)}
 
 
@@ -81,7 +81,7 @@ def test_the_begin_the_middle_and_the_end_are_sampled(location: slice, dtype: to
     def make(rank: int) -> dict[str, Any]:
         data = torch.zeros(10_000)
         data[location] = rank
-        return held(rank, data.to(dtype).view(100, 100))
+        return declared_state(rank, data.to(dtype).view(100, 100))
 
     for outcome in outcomes_of(make):
         assert isinstance(outcome, MismatchError)
@@ -105,7 +105,7 @@ def test_the_begin_the_middle_and_the_end_are_sampled(location: slice, dtype: to
     ],
 )
 def test_equal_replicas_of_any_kind_are_saved(make: Callable[[], torch.Tensor]) -> None:
-    assert outcomes_of(lambda rank: held(rank, make())) == [None, None]
+    assert outcomes_of(lambda rank: declared_state(rank, make())) == [None, None]
 
 
 def test_the_sample_of_a_tensor_that_is_not_contiguous_is_that_of_its_values() -> None:
@@ -133,7 +133,7 @@ def test_a_plan_that_was_kept_is_not_sampled_again_and_a_new_structure_is() -> N
     def save_all(value: float, rows: int) -> list[Any]:
         def save_rank(group: Group) -> None:
             data = torch.full((rows,), value * group.rank)
-            save(held(group.rank, data), store, group=group, plans=caches[group.rank])
+            save(declared_state(group.rank, data), store, group=group, plans=caches[group.rank])
 
         return SimulatedWorld(2).outcomes(save_rank)
 
@@ -145,7 +145,7 @@ def test_a_plan_that_was_kept_is_not_sampled_again_and_a_new_structure_is() -> N
 def test_ranks_that_do_not_all_sample_raise_an_error() -> None:
     def save_rank(group: Group) -> None:
         options = IGNORE if group.rank else SaveOptions()
-        save(held(group.rank, torch.ones(3)), MemoryStore(), options=options, group=group)
+        save(declared_state(group.rank, torch.ones(3)), MemoryStore(), options=options, group=group)
 
     for outcome in SimulatedWorld(2).outcomes(save_rank):
         assert "SaveOptions.sample_replicas is 'error' on rank 0 and 'ignore' on rank 1" in str(outcome)

@@ -126,7 +126,7 @@ def test_a_rank_plans_its_own_main_replicas_as_in_the_plan_of_all_ranks() -> Non
         per_rank.append(describe(entities, rank=rank))
     whole = plan_main_replicas(merge_declarations(per_rank))
     for rank, declared in enumerate(per_rank):
-        alone = plan_main_replicas(declared)
+        own_plan = plan_main_replicas(declared)
         rows = whole.rows_of(rank)
-        assert alone.entity[alone.rows_of(rank)].tolist() == whole.entity[rows].tolist()
-        assert alone.offset_bytes[alone.rows_of(rank)].tolist() == whole.offset_bytes[rows].tolist()
+        assert own_plan.entity[own_plan.rows_of(rank)].tolist() == whole.entity[rows].tolist()
+        assert own_plan.offset_bytes[own_plan.rows_of(rank)].tolist() == whole.offset_bytes[rows].tolist()

@@ -38,7 +38,7 @@ def on_ranks(server: Any, act: Callable[[StoreGroup], Any], *, timeout_s: float 
     """Run on every rank, each with a client of its own; return results or errors."""
     address = StoreAddress("localhost", server.port)
 
-    def one(rank: int) -> Any:
+    def run_rank(rank: int) -> Any:
         client = connect_store(address, timeout_s=30)
         try:
             return act(StoreGroup(client, prefix="job", rank=rank, size=RANKS, timeout_s=timeout_s))
@@ -46,7 +46,7 @@ def on_ranks(server: Any, act: Callable[[StoreGroup], Any], *, timeout_s: float 
             return error
 
     with ThreadPoolExecutor(RANKS) as threads:
-        return list(threads.map(one, range(RANKS)))
+        return list(threads.map(run_rank, range(RANKS)))
 
 
 @pytest.mark.parametrize("nbytes", [0, 3, PART_BYTES + 5])

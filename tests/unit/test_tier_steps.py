@@ -231,10 +231,10 @@ def test_a_tier_or_a_root_that_cannot_be_listed_is_a_warning(
     run.save(1)
     names = LocalSteps.names
 
-    def names_or_error(places: LocalSteps) -> list[str]:
-        if places.location.endswith("root") or "/node-2/" in places.location:
-            raise PermissionError(13, "Permission denied", places.location)
-        return names(places)
+    def names_or_error(local_steps: LocalSteps) -> list[str]:
+        if local_steps.location.endswith("root") or "/node-2/" in local_steps.location:
+            raise PermissionError(13, "Permission denied", local_steps.location)
+        return names(local_steps)
 
     monkeypatch.setattr(LocalSteps, "names", names_or_error)
     with caplog.at_level(logging.WARNING):
@@ -326,12 +326,12 @@ def test_a_damaged_step_of_the_root_is_skipped_too(memory_path: Path) -> None:
 
 @pytest.fixture
 def stores(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """Lets stores of tiers fail where `strike` is true of the store's place and the operation."""
+    """Lets stores of tiers fail where `strike` is true of the store's location and the operation."""
     acts: dict[str, Any] = {"strike": None}
     open_well = LocalSteps.open
 
-    def open_to_fail(places: LocalSteps, name: str) -> Store:
-        store = open_well(places, name)
+    def open_to_fail(local_steps: LocalSteps, name: str) -> Store:
+        store = open_well(local_steps, name)
         strike = acts["strike"]
         if strike is None or not isinstance(store, LocalStore) or "/node-" not in store.location:
             return store
@@ -352,8 +352,8 @@ COPY = "00003.safetensors"  # of what a rank of node 1 has written
 def test_a_full_tier_is_a_warning_and_the_root_still_gets_its_step(
     memory_path: Path, stores: dict[str, Any], kind: str, name: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def strike(place: str, operation: Operation) -> bool:
-        return "/node-2/" in place and operation.kind == kind and name in operation.name
+    def strike(location: str, operation: Operation) -> bool:
+        return "/node-2/" in location and operation.kind == kind and name in operation.name
 
     run = Run(memory_path)
     run.save(1)
@@ -397,7 +397,7 @@ def test_a_job_killed_at_any_operation_of_a_save_has_the_old_step_or_the_new_one
         run.save(1, nodes=range(2))
         left = iter(range(len(seen), -1, -1))
 
-        def strike(place: str, operation: Operation, left: Iterator[int] = left) -> bool:
+        def strike(location: str, operation: Operation, left: Iterator[int] = left) -> bool:
             if not next(left, 0):  # and whatever another process is about to do is not done either
                 raise Killed
             return False

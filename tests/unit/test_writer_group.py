@@ -38,7 +38,7 @@ def on_ranks(
     """Run on every rank, each with a client of its own; return results or errors."""
     address = StoreAddress("localhost", server.port)
 
-    def one(rank: int) -> Any:
+    def run_rank(rank: int) -> Any:
         group = WriterGroup(
             connect_store(address, timeout_s=30),
             address=address,
@@ -55,7 +55,7 @@ def on_ranks(
             group.leave()
 
     with ThreadPoolExecutor(ranks) as threads:
-        return list(threads.map(one, range(ranks)))
+        return list(threads.map(run_rank, range(ranks)))
 
 
 def text(rank: int, other: int, nbytes: int) -> memoryview:
@@ -162,15 +162,15 @@ def test_a_rank_that_is_late_is_named_also_by_those_who_wait_for_others(server: 
         assert "No answer from the writer process of rank(s) 3 within 0.6 s" in str(error)
 
 
-@pytest.mark.parametrize("says_why", [False, True])
-def test_a_rank_that_is_gone_is_named_by_all_long_before_the_deadline(server: Any, says_why: bool) -> None:
+@pytest.mark.parametrize("reports_why", [False, True])
+def test_a_rank_that_is_gone_is_named_by_all_long_before_the_deadline(server: Any, reports_why: bool) -> None:
     def meet(group: WriterGroup) -> None:
         if group.rank < 2:
             receive_from_next(group)
             return
         run_on_all_ranks(group, lambda: b"", doing="beginning")
         group.exchange([(1, memoryview(bytearray(2)))], [])  # half of what it waits for
-        if says_why:
+        if reports_why:
             group.abort(WriterFailedError("rank 2 was killed", rank=2))
         raise KeyError("gone")
 
@@ -179,7 +179,7 @@ def test_a_rank_that_is_gone_is_named_by_all_long_before_the_deadline(server: An
     assert time.monotonic() - began < 30
     assert str(first) == str(second)
     assert first.rank == second.rank == 2
-    message = "rank 2 was killed" if says_why else "The connection to the writer process of rank 2 broke"
+    message = "rank 2 was killed" if reports_why else "The connection to the writer process of rank 2 broke"
     assert message in str(first)
 
 

@@ -107,7 +107,7 @@ def _leaves(tree: Any, steps: Steps) -> Iterator[tuple[Steps, Any]]:
 
 
 def _is_name(steps: Steps) -> bool:
-    """Say whether steps joined with dots are a key that can be stored as text."""
+    """Return whether steps joined with dots are a key that can be stored as text."""
     try:
         return all(type(step) in (str, int) for step in steps) and bool(dotted(steps).encode())
     except UnicodeEncodeError:

@@ -25,7 +25,7 @@ _ATTEMPT = re.compile(r"[0-9a-f]{16}")
 
 
 def is_committed(store: Store) -> bool:
-    """Say whether a store holds a checkpoint of a known format."""
+    """Return whether a store holds a checkpoint of a known format."""
     return store.exists(MANIFEST) or detect(store) is not None
 
 
@@ -76,7 +76,7 @@ def find_leftover_files(store: Store, strategy: SaveStrategy) -> LeftoverFiles:
 
 
 def is_leftover(store: Store) -> bool:
-    """Say whether a store holds no commit, and only files that a save of a known format has written."""
+    """Return whether a store holds no commit, and only files that a save of a known format has written."""
     return not store.exists(MANIFEST) and set(store.names()) <= set(files_of_saves(store))
 
 
@@ -94,7 +94,7 @@ def files_of_saves(store: Store) -> list[str]:
 
 
 def has_other_attempts(store: Store) -> bool:
-    """Say whether a store holds files of an attempt that is not committed: failed, or still under way."""
+    """Return whether a store holds files of an attempt that is not committed: failed, or still under way."""
     manifest: Json = {}
     with contextlib.suppress(FormatError):
         manifest = read_manifest_file(store) or {}

@@ -78,7 +78,7 @@ class LocalSteps(StepDirectories):
         return [name for name in names if (self._root / name / MANIFEST).is_file()]
 
     def is_leftover(self, name: str) -> bool:
-        """Say whether a directory is a leftover.
+        """Return whether a directory is a leftover.
 
         A link never is one, nor a directory with anything under the name of a commit.
         """
@@ -136,7 +136,7 @@ class LocalSteps(StepDirectories):
         return f"{_machine_id()}:{status.st_dev}:{status.st_ino}"
 
     def is_in_memory(self) -> bool:
-        """Say whether the root, which exists, is on a file system in memory."""
+        """Return whether the root, which exists, is on a file system in memory."""
         descriptor = os.open(self._root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
             return is_in_memory(descriptor)
@@ -185,7 +185,7 @@ class ObjectSteps(StepDirectories):
             return [name for name, exists in zip(names, exist, strict=True) if exists]
 
     def is_leftover(self, name: str) -> bool:
-        """Say whether a directory is a leftover."""
+        """Return whether a directory is a leftover."""
         with contextlib.closing(self.open(name)) as store:
             return is_leftover(store)
 

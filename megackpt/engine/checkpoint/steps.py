@@ -82,7 +82,7 @@ class StepDirectories:
         return [name for name in names if self.root.exists(f"{name}/{MANIFEST}")]
 
     def is_leftover(self, name: str) -> bool:
-        """Say whether a directory holds no commit, and only files that a save has written."""
+        """Return whether a directory holds no commit, and only files that a save has written."""
         return is_leftover(self.open(name))
 
     def open(self, name: str) -> Store:

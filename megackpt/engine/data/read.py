@@ -156,7 +156,7 @@ def with_target_strides(
 
 
 def _is_plain(target: Target) -> bool:
-    """Say whether stored bytes can be copied as they are into contiguous host memory."""
+    """Return whether stored bytes can be copied as they are into contiguous host memory."""
     return target.memory.is_cpu and not target.is_cast and target.memory.is_contiguous()
 
 

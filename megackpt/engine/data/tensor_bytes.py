@@ -69,7 +69,7 @@ def check_target(tensor: ShardedTensor, *, on_meta: str = _MATERIALISE) -> None:
 
 
 def _overlaps_itself(data: torch.Tensor) -> bool:
-    """Say whether two elements may share memory.
+    """Return whether two elements may share memory.
 
     They may if a stride is not larger than what the dims with smaller strides span.
     """

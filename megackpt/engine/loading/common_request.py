@@ -178,6 +178,6 @@ def _whole_array(spec: ArraySpec, target: torch.Tensor | None, options: LoadOpti
 
 
 def _is_filled(path: str, tensor: torch.Tensor, options: LoadOptions) -> bool:
-    """Say whether a plain tensor that common state answers is filled in place."""
+    """Return whether a plain tensor that common state answers is filled in place."""
     is_here = options.load_on_device or tensor.device.type == "cpu"
     return is_here and not any(fnmatchcase(path, glob) for glob in options.exclude)

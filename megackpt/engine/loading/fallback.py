@@ -327,7 +327,7 @@ class ChunksWithFallback(Chunks):
 
 
 def _may_be_same_save(store: Store, other: Store) -> bool:
-    """Say whether the commits in two stores name the same attempt, or a commit that names none is damaged."""
+    """Return whether two commits name the same attempt, or one that names none is damaged."""
     attempts = []
     for one_store in (store, other):
         try:

@@ -66,7 +66,7 @@ class SharedTargets:
                 self.targets[i].detach().copy_(value)
 
     def is_shared(self, name: str) -> bool:
-        """Say whether a target of this name shares memory with another one."""
+        """Return whether a target of this name shares memory with another one."""
         return any(self.names[i] == name for i in self.partners)
 
     def check(self, where: str, values: Mapping[str, torch.Tensor]) -> None:
@@ -139,7 +139,7 @@ def _address_range(tensor: torch.Tensor) -> tuple[str, int, int]:
 
 
 def _share_memory(first: torch.Tensor, second: torch.Tensor) -> bool:
-    """Say whether two tensors whose address ranges overlap have an element in common."""
+    """Return whether two tensors whose address ranges overlap have an element in common."""
     if first.is_contiguous() and second.is_contiguous():
         return True
     views = _AddressArray(first).array(), _AddressArray(second).array()
@@ -168,6 +168,6 @@ class _AddressArray:
 
 
 def _same_bits(first: torch.Tensor, second: torch.Tensor) -> bool:
-    """Say whether two tensors have the same bits, so that a NaN equals itself."""
+    """Return whether two tensors have the same bits, so that a NaN equals itself."""
     pair = (t.detach().to(first.device).contiguous() for t in (first, second))
     return torch.equal(*(t.reshape(-1).view(torch.uint8) for t in pair))

@@ -86,7 +86,7 @@ def update(target: Any, loaded: Any) -> None:
 
 
 def is_walked(value: Any) -> bool:
-    """Say whether a value is a branch of a state dict, not a leaf."""
+    """Return whether a value is a branch of a state dict, not a leaf."""
     if isinstance(value, Mapping):
         return True
     return isinstance(value, list) and any(isinstance(v, torch.Tensor) or is_walked(v) for v in value)
