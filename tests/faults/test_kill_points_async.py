@@ -215,7 +215,8 @@ def test_a_crash_of_writers_at_any_moment_leaves_the_old_checkpoint_or_the_new_o
             outcomes.add(tally.look(machine.restarted(loss).disk.files_after(Loss.NOTHING)))
     if len(moments) > 10:
         assert outcomes == {over, 2}
-    print(f"{len(moments)} moments, {tally.crashes} crashes, {len(tally.value_of_files)} different directories")
+    directories = len(tally.value_of_files)
+    print(f"{len(moments)} moments, {tally.crashes} crashes, {directories} different directories")
 
 
 class Mortal(Checkpointer):

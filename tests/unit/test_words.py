@@ -8,6 +8,7 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterable, Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -119,12 +120,17 @@ def test_no_word_of_the_list_is_used() -> None:
     assert faults == []
 
 
-def names_in(*parts: str) -> Iterator[tuple[str, str]]:
-    """Yield where a name is defined in these folders, and the name."""
-    for path in (path for part in parts for path in sorted((ROOT / part).rglob("*.py"))):
-        relative = str(path.relative_to(ROOT))
-        for name, number in defined_names(ast.parse(path.read_text())):
-            yield f"{relative}:{number}", name
+@cache
+def names_in_file(path: Path) -> list[tuple[str, str]]:
+    """Return where each name of a file is defined, and the name."""
+    relative = path.relative_to(ROOT)
+    return [(f"{relative}:{line}", name) for name, line in defined_names(ast.parse(path.read_text()))]
+
+
+def names_in(*parts: str) -> list[tuple[str, str]]:
+    """Return where each name in these folders is defined, and the name."""
+    paths = [path for part in parts for path in sorted((ROOT / part).rglob("*.py"))]
+    return [pair for path in paths for pair in names_in_file(path)]
 
 
 def faults_of(names: Iterable[tuple[str, str]], words: set[str]) -> list[str]:
