@@ -53,7 +53,7 @@ class StoreHost:
         return error
 
     def is_aborted(self, prefix: str) -> bool:
-        """Say whether a rank that meets under a prefix has given up."""
+        """Return whether a rank that meets under a prefix has given up."""
         with contextlib.suppress(RuntimeError):
             return self._client.check([abort_key(prefix)])
         return False

@@ -62,7 +62,7 @@ def render(signature: Signature) -> str:
 
 
 def accepts(theirs: Signature, ours: Signature) -> bool:
-    """Say whether every call that fits `theirs` fits `ours` and means the same."""
+    """Return whether every call that fits `theirs` fits `ours` and means the same."""
     named = {p.name: p for p in ours if p.kind in ("", "kw")}
     in_order = [p.name for p in ours if p.kind == ""]
     positional = [p for p in theirs if p.kind == ""]
@@ -84,7 +84,7 @@ def accepts(theirs: Signature, ours: Signature) -> bool:
 
 def facts_of(root: Path) -> dict[str, dict[str, str]]:
     """Return kind and signature of every public name in a `dist_checkpointing` folder, by qualified name."""
-    found: dict[str, dict[str, str]] = {}
+    names_of_version: dict[str, dict[str, str]] = {}
     for path in sorted(root.rglob("*.py")):
         module = ".".join(path.relative_to(root).with_suffix("").parts).removesuffix("__init__").strip(".")
         for name, kind, signature in _names_in(
@@ -93,8 +93,8 @@ def facts_of(root: Path) -> dict[str, dict[str, str]]:
             entry = {"kind": kind}
             if signature is not None:
                 entry["signature"] = render(signature)
-            found[f"{module}.{name}".strip(".")] = entry
-    return found
+            names_of_version[f"{module}.{name}".strip(".")] = entry
+    return names_of_version
 
 
 def _names_in(tree: ast.Module, *, is_package: bool) -> Iterator[tuple[str, str, Signature | None]]:
@@ -141,15 +141,15 @@ def _constructor(node: ast.ClassDef) -> Signature | None:
     is_data = any("dataclass" in ast.unparse(d) for d in node.decorator_list)
     if is_data or any(ast.unparse(base) == "NamedTuple" for base in node.bases):
         fields = [m for m in node.body if isinstance(m, ast.AnnAssign) and isinstance(m.target, ast.Name)]
-        given = [f for f in fields if "init=False" not in ast.unparse(f)]
-        return tuple(Parameter(ast.unparse(f.target), "", _field_default(f.value)) for f in given)
+        in_init = [f for f in fields if "init=False" not in ast.unparse(f)]
+        return tuple(Parameter(ast.unparse(f.target), "", _field_default(f.value)) for f in in_init)
     return None
 
 
 def _field_default(value: ast.expr | None) -> str | None:
     if isinstance(value, ast.Call) and ast.unparse(value.func) == "field":
-        given = {k.arg: ast.unparse(k.value) for k in value.keywords}
-        return given.get("default", given.get("default_factory"))
+        arguments = {k.arg: ast.unparse(k.value) for k in value.keywords}
+        return arguments.get("default", arguments.get("default_factory"))
     return None if value is None else ast.unparse(value)
 
 
@@ -157,11 +157,11 @@ def _parameters(node: ast.FunctionDef) -> Signature:
     a = node.args
     positional = [*a.posonlyargs, *a.args]
     defaults: list[ast.expr | None] = [*[None] * (len(positional) - len(a.defaults)), *a.defaults]
-    found = [Parameter(p.arg, "", _text(d)) for p, d in zip(positional, defaults, strict=True)]
-    found += [Parameter(a.vararg.arg, "*")] if a.vararg else []
-    found += [Parameter(p.arg, "kw", _text(d)) for p, d in zip(a.kwonlyargs, a.kw_defaults, strict=True)]
-    found += [Parameter(a.kwarg.arg, "**")] if a.kwarg else []
-    return tuple(found[1:] if found and found[0].name in ("self", "cls") else found)
+    parameters = [Parameter(p.arg, "", _text(d)) for p, d in zip(positional, defaults, strict=True)]
+    parameters += [Parameter(a.vararg.arg, "*")] if a.vararg else []
+    parameters += [Parameter(p.arg, "kw", _text(d)) for p, d in zip(a.kwonlyargs, a.kw_defaults, strict=True)]
+    parameters += [Parameter(a.kwarg.arg, "**")] if a.kwarg else []
+    return tuple(parameters[1:] if parameters and parameters[0].name in ("self", "cls") else parameters)
 
 
 def _text(default: ast.expr | None) -> str | None:
@@ -190,33 +190,33 @@ def find_ours(name: str) -> Any:
     for cut in range(len(parts), -1, -1):
         module_name = ".".join([OURS, *parts[:cut]])
         try:
-            found: Any = importlib.import_module(module_name)
+            member: Any = importlib.import_module(module_name)
         except ModuleNotFoundError as error:
             if error.name is None or not module_name.startswith(error.name):
                 raise
             continue
         for part in parts[cut:]:
-            if is_unsupported_name(found):
-                return found
-            found = inspect.getattr_static(found, part, None)
-        return found
+            if is_unsupported_name(member):
+                return member
+            member = inspect.getattr_static(member, part, None)
+        return member
     return None
 
 
-def signature_of(found: Any) -> Signature | None:
+def signature_of(member: Any) -> Signature | None:
     """Return the signature of our function, method or class, read from its source as theirs is."""
-    found = getattr(found, "__func__", found)
-    if isinstance(found, type):
-        for cls in found.__mro__[:-1]:
+    member = getattr(member, "__func__", member)
+    if isinstance(member, type):
+        for cls in member.__mro__[:-1]:
             node = ast.parse(textwrap.dedent(inspect.getsource(cls))).body[0]
             assert isinstance(node, ast.ClassDef)
             signature = _constructor(node)
             if signature is not None:
                 return signature
         return None
-    if not inspect.isfunction(inspect.unwrap(found)):
+    if not inspect.isfunction(inspect.unwrap(member)):
         return None
-    node = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(found)))).body[0]
+    node = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(member)))).body[0]
     assert isinstance(node, ast.FunctionDef)
     return _parameters(node)
 
@@ -239,22 +239,22 @@ class Verdict:
 
 def judge(name: str, fact: dict[str, str]) -> Verdict:
     """Compare one name of one version with ours."""
-    found = find_ours(name)
-    if found is None:
+    member = find_ours(name)
+    if member is None:
         if name in RENAMED:
             return Verdict("renamed", RENAMED[name])
         return Verdict("not offered", ABSENT[name]) if name in ABSENT else Verdict("gap")
-    if is_unsupported_name(found):
+    if is_unsupported_name(member):
         if fact["kind"] in ("method", "property"):
             return Verdict("unsupported", "With its class.")
-        because = found.reason[0].upper() + found.reason[1:]
-        return Verdict("unsupported", f"{because} {found.alternative}")
+        because = member.reason[0].upper() + member.reason[1:]
+        return Verdict("unsupported", f"{because} {member.alternative}")
     note = NOTES.get(name, "")
     if note.startswith(ALWAYS_RAISES):
         return Verdict("unsupported", note)
     if "signature" not in fact:
         return Verdict("same", note)
-    theirs, ours = parse_signature(fact["signature"]), signature_of(found)
+    theirs, ours = parse_signature(fact["signature"]), signature_of(member)
     if ours is None or (theirs and not ours):
         return Verdict("differs", f"`{fact['signature']}` there, no arguments here. {note}".strip())
     if ours == theirs:
@@ -265,11 +265,11 @@ def judge(name: str, fact: dict[str, str]) -> Verdict:
 
 def judge_import(name: str) -> str:
     """Say what an imported name is here: `offered`, `raises when used` with its reason, or `missing`."""
-    found = find_private(name)
-    if found is MISSING:
+    member = find_private(name)
+    if member is MISSING:
         return "missing"
-    if is_unsupported_name(found):
-        return f"raises when used: {found.reason} {found.alternative}"
+    if is_unsupported_name(member):
+        return f"raises when used: {member.reason} {member.alternative}"
     return "offered"
 
 

@@ -23,7 +23,7 @@ Imports = dict[str, list[str]]
 
 def imports_of(root: Path) -> Imports:
     """Return each imported name, qualified within dist_checkpointing, and the modules that import it."""
-    found: dict[str, set[str]] = {}
+    imports: dict[str, set[str]] = {}
     for path in sorted((root / "megatron").rglob("*.py")):
         parts = path.relative_to(root).with_suffix("").parts
         if ".".join(parts[:3]) == PACKAGE:
@@ -32,8 +32,8 @@ def imports_of(root: Path) -> Imports:
         for name in _imported(ast.parse(path.read_text()), package):
             if name.startswith(PACKAGE + "."):
                 module = ".".join(parts).removesuffix(".__init__")
-                found.setdefault(name.removeprefix(PACKAGE + "."), set()).add(module)
-    return {name: sorted(modules) for name, modules in sorted(found.items())}
+                imports.setdefault(name.removeprefix(PACKAGE + "."), set()).add(module)
+    return {name: sorted(modules) for name, modules in sorted(imports.items())}
 
 
 def _imported(tree: ast.Module, package: tuple[str, ...]) -> Iterator[str]:

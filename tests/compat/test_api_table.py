@@ -79,11 +79,11 @@ def _used(name: str, kind: str) -> BaseException | None:
             if is_unsupported_name(cls):
                 return _raised(lambda: getattr(cls, attribute))
             bare = types.SimpleNamespace() if inspect.isabstract(cls) else cls.__new__(cls)
-            found = inspect.getattr_static(cls, attribute)
-            if isinstance(found, property):
-                return _raised(lambda: found.__get__(bare))
-            call = found.__get__(None, cls) if isinstance(found, classmethod | staticmethod) else found
-            first = () if isinstance(found, classmethod | staticmethod) else (bare,)
+            member = inspect.getattr_static(cls, attribute)
+            if isinstance(member, property):
+                return _raised(lambda: member.__get__(bare))
+            call = member.__get__(None, cls) if isinstance(member, classmethod | staticmethod) else member
+            first = () if isinstance(member, classmethod | staticmethod) else (bare,)
         else:
             call, first = api_table.find_ours(name), ()
             if not callable(call):
@@ -139,10 +139,10 @@ def test_what_the_page_calls_the_same_takes_the_same_arguments(version: str) -> 
     for name, fact in load_facts(version).items():
         if "signature" not in fact or judge(name, fact).status != "same":
             continue
-        found = api_table.find_ours(name)
-        found = getattr(found, "__func__", found)
+        member = api_table.find_ours(name)
+        member = getattr(member, "__func__", member)
         theirs = [p.name for p in parse_signature(fact["signature"])]
-        ours = [p for p in inspect.signature(found).parameters if p not in ("self", "cls")]
+        ours = [p for p in inspect.signature(member).parameters if p not in ("self", "cls")]
         assert ours == theirs, name
         compared += 1
     assert compared > 50
@@ -192,10 +192,10 @@ def test_the_stored_imports_hold_those_of_the_installed_megatron_core() -> None:
     from importlib.metadata import distribution
 
     package = distribution("megatron-core")
-    found, stored = imports_of(Path(str(package.locate_file("")))), load_imports("0.16.1")
-    assert len(found) > 15
-    assert set(found) <= set(stored)
-    assert all(set(modules) <= set(stored[name]) for name, modules in found.items())
+    imported, stored = imports_of(Path(str(package.locate_file("")))), load_imports("0.16.1")
+    assert len(imported) > 15
+    assert set(imported) <= set(stored)
+    assert all(set(modules) <= set(stored[name]) for name, modules in imported.items())
 
 
 def test_imports_are_found_in_every_way_to_write_them(tmp_path: Path) -> None:

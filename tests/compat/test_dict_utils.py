@@ -15,11 +15,11 @@ def _is_int(x: object) -> bool:
 
 def test_matching_and_other_values_keep_the_structure() -> None:
     tree = {"a": 1, "b": {"c": "x", "d": [2, "y", []]}, "e": {}, "f": (3,)}
-    found, others = d.extract_matching_values(tree, _is_int)
-    assert found == {"a": 1, "b": {"d": [2]}}
+    matching, others = d.extract_matching_values(tree, _is_int)
+    assert matching == {"a": 1, "b": {"d": [2]}}
     assert others == {"b": {"c": "x", "d": ["y", []]}, "e": {}, "f": (3,)}
-    found, others = d.extract_matching_values(["x", 5], _is_int, return_lists_as_dicts=True)
-    assert (found, others) == ({1: 5}, {0: "x"})
+    matching, others = d.extract_matching_values(["x", 5], _is_int, return_lists_as_dicts=True)
+    assert (matching, others) == ({1: 5}, {0: "x"})
     with pytest.raises(ValueError, match="dict or a list is expected at the top, not int"):
         d.extract_matching_values(3, _is_int)  # type: ignore[arg-type]
 

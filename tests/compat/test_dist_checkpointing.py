@@ -180,7 +180,7 @@ def test_common_state_that_ranks_disagree_about_is_that_of_rank_0_and_one_warnin
 
 
 def test_every_entity_can_be_asked_whether_its_fields_agree() -> None:
-    factory = mapping.ShardedTensorFactory("w", torch.zeros(2), lambda *a: [], lambda found: found)
+    factory = mapping.ShardedTensorFactory("w", torch.zeros(2), lambda *a: [], lambda built: built)
     for entity in (factory, mapping.ShardedObject("o", 1, (1,), (0,))):
         entity.validate_metadata_integrity()
     factory.build_fn = None  # type: ignore[assignment]

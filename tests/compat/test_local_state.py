@@ -30,18 +30,18 @@ def _check_small(loaded: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("algo", ["atomic", "fully_parallel"])
 def test_a_state_dict_survives_without_its_tensors(algo: str) -> None:
-    given = small_state()
-    kept, cached = MCoreTensorAwareStateDict.from_state_dict(given, algo)
+    original = small_state()
+    kept, cached = MCoreTensorAwareStateDict.from_state_dict(original, algo)
     assert kept.common_state_dict == {"step": 7}
     kept.copy_tensors_to_cpu(non_blocking=True)
-    given["model"]["w"].data.zero_()
+    original["model"]["w"].data.zero_()
     assert [t.sum().item() for t in kept.tensors] == [6.0, 2.0, 4.0], "a copy must not change with the model"
     copies = list(kept.tensors)
     kept.copy_tensors_to_cpu()
     assert all(a is b for a, b in zip(kept.tensors, copies, strict=True)), "copied twice"
     tensors = kept.pop_tensors()
     assert kept.is_hollow
-    assert given["model"]["w"].data is not None, "the caller's entities must stay as they are"
+    assert original["model"]["w"].data is not None, "the caller's entities must stay as they are"
     with pytest.raises(DeclarationError, match="were taken out"):
         kept.pop_tensors()
     file = io.BytesIO()
@@ -124,7 +124,7 @@ def _save_and_load_local(path: str, is_async: bool) -> tuple[int, list[float], i
 def test_the_manager_of_nvidia_resiliency_ext_saves_finds_and_loads(
     rank_pool: RankPool, tmp_path: Path, is_async: bool
 ) -> None:
-    found = rank_pool.run(_save_and_load_local, 2, str(tmp_path), is_async)
-    for rank, (latest, values, iteration) in enumerate(found):
+    results = rank_pool.run(_save_and_load_local, 2, str(tmp_path), is_async)
+    for rank, (latest, values, iteration) in enumerate(results):
         assert (latest, iteration) == (2, 2)
         assert values == [2.0 + rank] * 4 + [2.0] * 3 + [2.0 + rank]

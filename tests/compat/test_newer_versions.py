@@ -197,7 +197,7 @@ def _verify_and_load(path: str) -> list[str]:
         loaded = dist_checkpointing.load({"w": alone}, path, process_group=pair, verify_integrity=True)
         assert loaded["w"].tolist() == [0.0]
         local, everyone = validation.determine_global_metadata({"w": alone}, process_group=pair)
-        assert [entity.global_offset for one in everyone for entity in one] == [(0,), (1,)]
+        assert [entity.global_offset for of_rank in everyone for entity in of_rank] == [(0,), (1,)]
         assert local[0].global_offset == (rank,)
     torch.distributed.barrier()
     if rank == 0:
@@ -220,10 +220,10 @@ def _verify_and_load(path: str) -> list[str]:
 def test_integrity_and_process_groups_over_ranks_and_errors_on_all(
     rank_pool: RankPool, tmp_path: Path
 ) -> None:
-    found = rank_pool.run(_verify_and_load, 2, str(tmp_path / "iter_1"))
-    assert found[0] == found[1], "an error of one rank is raised on all"
-    assert found[0][0] == "IntegrityError"
-    assert len(found[0]) == 2
+    results = rank_pool.run(_verify_and_load, 2, str(tmp_path / "iter_1"))
+    assert results[0] == results[1], "an error of one rank is raised on all"
+    assert results[0][0] == "IntegrityError"
+    assert len(results[0]) == 2
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -252,10 +252,10 @@ def test_what_is_not_stored_or_does_not_fit_raises_torch_s_error_too(tmp_path: P
     for caught in (CheckpointException, megackpt.MissingKeyError, KeyError):
         with pytest.raises(caught, match="new"):
             dist_checkpointing.load(unknown, path)
-    with pytest.raises(CheckpointException) as found:
+    with pytest.raises(CheckpointException) as raised:
         dist_checkpointing.load({"w": S.from_rank_offsets("w", torch.zeros(5, 3))}, path)
-    assert isinstance(found.value, MismatchError)
-    assert [type(error) for error, _ in found.value.failures.values()] == [MismatchError]
+    assert isinstance(raised.value, MismatchError)
+    assert [type(error) for error, _ in raised.value.failures.values()] == [MismatchError]
     with pytest.raises(megackpt.MissingKeyError) as plain:
         megackpt.load(unknown, path)
     assert not isinstance(plain.value, CheckpointException), "only the face of Megatron-Core does so"

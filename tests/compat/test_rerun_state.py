@@ -64,10 +64,10 @@ def save_and_resume(root: Path) -> None:
     for name in ("megackpt", "torch_dist", "to_megackpt", "to_torch_dist"):
         again = rerun.RerunStateMachine(mode=rerun.RerunMode.VALIDATE_RESULTS)
         request = {"rerun_state_machine": again.state_dict(iterator, "torch_dist", force=True)}
-        found = megackpt.load(request, str(root / name))
-        assert difference(found["failures"], {call.caller: [call]}) is None
-        assert again.validate_state_dict(found["rerun_state_machine"])
-        again.load_state_dict(found["rerun_state_machine"])
+        loaded = megackpt.load(request, str(root / name))
+        assert difference(loaded["failures"], {call.caller: [call]}) is None
+        assert again.validate_state_dict(loaded["rerun_state_machine"])
+        again.load_state_dict(loaded["rerun_state_machine"])
         for attribute in _KEPT:
             first, second = getattr(machine, attribute), getattr(again, attribute)
             assert difference(first, second) is None, (name, attribute)

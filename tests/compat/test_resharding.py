@@ -22,14 +22,14 @@ LAYERS = torch.stack([WHOLE, -WHOLE])
 
 def parts(chunks: tuple[int, int], *, cut: int, layers: bool = False) -> dict[str, Any]:
     """Return the flat ranges, two of each chunk, of an array in so many chunks along each dim."""
-    found: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     chunk = tuple(extent // count for extent, count in zip(SHAPE, chunks, strict=True))
     for layer, row, column in product(range(1 + layers), range(chunks[0]), range(chunks[1])):
         source = LAYERS[layer] if layers else WHOLE
         box = source[row * chunk[0] :, column * chunk[1] :][: chunk[0], : chunk[1]].reshape(-1)
         offsets = [(int(layers), row, chunks[0]), (1 + int(layers), column, chunks[1])]
         for flat in (slice(0, cut), slice(cut, box.numel())):
-            found[f"{layer}.{row}.{column}.{flat.start}"] = S.from_rank_offsets_flat(
+            values[f"{layer}.{row}.{column}.{flat.start}"] = S.from_rank_offsets_flat(
                 "w",
                 box[flat].clone(),
                 chunk,
@@ -38,7 +38,7 @@ def parts(chunks: tuple[int, int], *, cut: int, layers: bool = False) -> dict[st
                 flattened_range=flat,
                 prepend_axis_num=int(layers),
             )
-    return found
+    return values
 
 
 @pytest.mark.parametrize("layers", [False, True])

@@ -84,11 +84,14 @@ def test_entities_are_picked_out_by_kind() -> None:
 
 
 def test_logging_nests_names_and_loggers(caplog: pytest.LogCaptureFixture) -> None:
-    mine = logging.getLogger("mine")
+    own_logger = logging.getLogger("mine")
     with caplog.at_level(logging.DEBUG):
-        with utils.logger_stack("outer", mine), utils.debug_time("inner"):
+        with utils.logger_stack("outer", own_logger), utils.debug_time("inner"):
             utils.debug_msg("hello")
-        with utils.debug_time("slow", mine, threshold=0.0), utils.debug_time("never", mine, threshold=1e9):
+        with (
+            utils.debug_time("slow", own_logger, threshold=0.0),
+            utils.debug_time("never", own_logger, threshold=1e9),
+        ):
             pass
     lines = [(r.name, r.levelname, r.getMessage().split(" took")[0]) for r in caplog.records]
     assert lines == [

@@ -67,10 +67,10 @@ def test_a_format_that_does_not_exist_raises_an_error() -> None:
 
 
 def test_a_registered_strategy_stands_before_our_own() -> None:
-    mine = serialization.get_default_save_sharded_strategy("megackpt", 1)
-    base.register_default_strategy(base.StrategyAction.SAVE_SHARDED, "mine", 1, mine)
+    native = serialization.get_default_save_sharded_strategy("megackpt", 1)
+    base.register_default_strategy(base.StrategyAction.SAVE_SHARDED, "mine", 1, native)
     try:
-        assert serialization.get_default_save_sharded_strategy("mine", 1) is mine
+        assert serialization.get_default_save_sharded_strategy("mine", 1) is native
     finally:
         base.default_strategies["save_sharded"].clear()
 
@@ -117,10 +117,10 @@ def test_strategies_of_megatrons_names_save_their_format(tmp_path: Path, strateg
 def _data_files(path: Path) -> dict[str, set[str]]:
     """Return the keys in each data file, as torch.distributed.checkpoint lists them."""
     metadata = torch.distributed.checkpoint.FileSystemReader(path).read_metadata()
-    found: dict[str, set[str]] = {}
+    names_of: dict[str, set[str]] = {}
     for index, info in metadata.storage_data.items():
-        found.setdefault(info.relative_path, set()).add(index.fqn)
-    return found
+        names_of.setdefault(info.relative_path, set()).add(index.fqn)
+    return names_of
 
 
 @pytest.mark.parametrize("is_wrapped", [False, True])
@@ -174,8 +174,8 @@ def test_a_setting_that_a_strategy_lacks_raises_an_error() -> None:
     class Mine(torch_dist.TorchDistSaveShardedStrategy):
         pass
 
-    mine = Mine("torch_dist", 1)
-    mine.anything = 3  # type: ignore[attr-defined]  # a user's class may have attributes of its own
+    own_strategy = Mine("torch_dist", 1)
+    own_strategy.anything = 3  # type: ignore[attr-defined]  # a user's class may have attributes of its own
     for wrong in [("megackpt", 1), ("torch_dist", 2)]:
         with pytest.raises(megackpt.CheckpointingException, match="saves format"):
             torch_dist.TorchDistSaveShardedStrategy(*wrong)

@@ -76,11 +76,11 @@ def together(kind: type[BaseException], match: str, call: Any) -> None:
 
 
 def save_and_load(root: Path) -> None:
-    strategy, mine = user.FilePerRank(), state(3.0)
-    before = {id(entity) for entity in mine["model"].values()}
-    dist_checkpointing.save(mine, str(root), strategy, content_metadata={"kind": "test"})
-    assert {id(entity) for entity in mine["model"].values()} == before, "the state dict stays as it is"
-    assert strategy.handed["model"]["w"] is not mine["model"]["w"]
+    strategy, saved = user.FilePerRank(), state(3.0)
+    before = {id(entity) for entity in saved["model"].values()}
+    dist_checkpointing.save(saved, str(root), strategy, content_metadata={"kind": "test"})
+    assert {id(entity) for entity in saved["model"].values()} == before, "the state dict stays as it is"
+    assert strategy.handed["model"]["w"] is not saved["model"]["w"]
     assert [part.key for part in strategy.handed["model"]["fused"]] == ["fused.0", "fused.1"]
     assert set(strategy.handed) == {"model"}
     assert manifest(root) == {
@@ -92,8 +92,8 @@ def save_and_load(root: Path) -> None:
     check(root, 3.0, sharded_strategy=user.LoadFilePerRank())
     assert dist_checkpointing.load_content_metadata(str(root)) == {"kind": "test"}
     assert dist_checkpointing.load_common_state_dict(str(root))["step"] == 3
-    found = serialization.load_sharded_metadata(str(root), user.LoadFilePerRank())
-    assert {entity.key for entity in found.values()} == {"w", "same", "fused.0", "fused.1", "extra"}
+    metadata = serialization.load_sharded_metadata(str(root), user.LoadFilePerRank())
+    assert {entity.key for entity in metadata.values()} == {"w", "same", "fused.0", "fused.1", "extra"}
     together(
         megackpt.CheckpointingException, "'file_per_rank'", lambda: dist_checkpointing.load({}, str(root))
     )
@@ -297,15 +297,15 @@ def delegate(root: Path) -> None:
         check(path, 3.0)
     queue.close()
     dist_checkpointing.save(state(4.0), str(root / "renamed"), Renaming("torch_dist", 1))
-    found = dist_checkpointing.load_tensors_metadata(str(root / "renamed"))
-    assert set(found) == {"w", "renamed", "fused.0", "fused.1"}
+    metadata = dist_checkpointing.load_tensors_metadata(str(root / "renamed"))
+    assert set(metadata) == {"w", "renamed", "fused.0", "fused.1"}
     assert dist_checkpointing.load_common_state_dict(str(root / "renamed"))["step"] == 4
 
 
 def store_common_state_otherwise(root: Path) -> None:
-    mine: Any = user.OneFileCommon("one_file", 2)
+    common_strategy: Any = user.OneFileCommon("one_file", 2)
     reads = {"sharded_strategy": user.LoadFilePerRank(), "common_strategy": user.LoadOneFileCommon()}
-    dist_checkpointing.save(state(2.0), str(root), user.FilePerRank(), mine)
+    dist_checkpointing.save(state(2.0), str(root), user.FilePerRank(), common_strategy)
     assert (manifest(root)["common_backend"], manifest(root)["common_backend_version"]) == ("one_file", 2)
     assert sorted(name for name in os.listdir(root) if name.endswith((".common", ".object"))) == [
         "extra__shard_0_2.object",
@@ -316,7 +316,7 @@ def store_common_state_otherwise(root: Path) -> None:
     together(
         UnsupportedError,
         "would not be used",
-        lambda: dist_checkpointing.save(state(2.0), str(root / "ours"), None, mine),
+        lambda: dist_checkpointing.save(state(2.0), str(root / "ours"), None, common_strategy),
     )
 
     class Counted(common.TorchCommonLoadStrategy):
@@ -368,8 +368,8 @@ def test_no_method_of_a_subclass_is_passed_over(tmp_path: Path) -> None:
     path, ours = str(tmp_path / "c"), torch_dist.TorchDistSaveShardedStrategy("torch_dist", 1)
     dist_checkpointing.save(small_state(), path, ours)
     assert set(dist_checkpointing.load_tensors_metadata(path, Naming())) == {"mine"}
-    found = serialization.load_sharded_metadata(path, Naming())
-    assert {entity.key for entity in found.values()} == {"w", "fused.0", "fused.1", "extra"}
+    metadata = serialization.load_sharded_metadata(path, Naming())
+    assert {entity.key for entity in metadata.values()} == {"w", "fused.0", "fused.1", "extra"}
     with pytest.raises(
         UnsupportedError, match=r"Spreading\.apply_saving_parallelization would not be called"
     ):

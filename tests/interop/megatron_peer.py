@@ -246,14 +246,14 @@ def declare_optimizer(optimizer: Any, model: dict[str, Any], job: Job, is_loadin
 
 
 def takes_metadata(optimizer: Any) -> bool:
-    """Say whether this Megatron-Core chooses the optimizer's format by metadata (from 0.14 on)."""
+    """Return whether this Megatron-Core chooses the optimizer's format by metadata (from 0.14 on)."""
     import inspect
 
     return "metadata" in inspect.signature(parts_of(optimizer)[0].sharded_state_dict).parameters
 
 
 def takes_content_metadata() -> bool:
-    """Say whether this Megatron-Core's save takes content metadata (from 0.13 on)."""
+    """Return whether this Megatron-Core's save takes content metadata (from 0.13 on)."""
     import inspect
 
     from megatron.core import dist_checkpointing

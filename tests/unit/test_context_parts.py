@@ -68,7 +68,7 @@ def test_without_cp_attention_has_one_part_of_the_same_tensors() -> None:
 
 
 @pytest.mark.parametrize("length", [6, 2, 7])
-def test_a_sequence_that_cannot_be_cut_is_an_error_that_says_what_fits(length: int) -> None:
+def test_a_sequence_that_cannot_be_cut_is_an_error_with_what_fits(length: int) -> None:
     message = rf"sequence of {length} tokens .* 2 x cp=2 = 4 equal parts.*multiple of 4"
     with pytest.raises(DeclarationError, match=message) as caught:
         context_share(torch.zeros(1, length), _axes(2)[1], dim=1)

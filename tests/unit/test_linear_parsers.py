@@ -343,7 +343,7 @@ def test_keys_of_one_hash_raise_an_error_and_others_do_not() -> None:
     check_opcodes(pickle.dumps([7 * _P] * 300 + list(many)))
 
 
-def test_keys_that_crowd_a_table_are_refused_and_multiples_are_not() -> None:
+def test_keys_that_crowd_a_table_are_rejected_and_multiples_are_not() -> None:
     with pytest.raises(FormatError, match="keys collide in a hash table"):
         decode(_tree_of_int_keys(5000, _crowding(5000).__getitem__))
     with pytest.raises(FormatError, match="keys collide in a hash table"):

@@ -19,7 +19,7 @@ def declare(key: str, value: float, if_missing: Literal["error", "keep"]) -> Sha
 
 
 @pytest.mark.parametrize("strict", ["assume_ok_unexpected", "raise_all", "raise_unexpected", "log_all"])
-def test_a_missing_array_is_kept_where_the_declaration_says_so(tmp_path: Path, strict: str) -> None:
+def test_a_missing_array_is_kept_where_it_is_declared_so(tmp_path: Path, strict: str) -> None:
     megackpt.save({"old": declare("old", 1.0, "error")}, tmp_path)
     request = {"old": declare("old", 5.0, "keep"), "new": declare("new", 7.0, "keep")}
     loaded = megackpt.load(request, tmp_path, strict=strict)

@@ -127,7 +127,7 @@ def test_layers_of_both_kinds_have_keys_with_their_global_index() -> None:
     ("freq", "expected"),
     [(1, (1, 1, 1, 1, 1)), (2, (1, 0, 1, 0, 1)), (3, (1, 0, 0, 1, 0)), ((0, 1, 1, 1, 0), (0, 1, 1, 1, 0))],
 )
-def test_layer_freq_says_which_layers_have_experts(freq: int | tuple[int, ...], expected: object) -> None:
+def test_layer_freq_chooses_which_layers_have_experts(freq: int | tuple[int, ...], expected: object) -> None:
     config = replace(CONFIG, num_layers=5, moe=replace(MOE, layer_freq=freq))
     assert config.moe_layers == expected
 

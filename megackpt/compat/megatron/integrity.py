@@ -106,10 +106,10 @@ def _listed(store: Store, checkpoint_dir: str | os.PathLike[str]) -> dict[str, s
 def _fault(store: Store, name: str, digest: str) -> str:
     """Return how a file differs from its hash; an empty text where it does not."""
     try:
-        found = _sha256(store, name)
+        actual = _sha256(store, name)
     except (CheckpointError, OSError) as error:
         return f"it cannot be read ({error})"
-    return "" if found == digest else f"its SHA-256 is {found[:16]}..., not {str(digest)[:16]}..."
+    return "" if actual == digest else f"its SHA-256 is {actual[:16]}..., not {str(digest)[:16]}..."
 
 
 def _sha256(store: Store, name: str) -> str:

@@ -150,7 +150,7 @@ def save_choice(strategy: Any) -> SaveChoice:
 
 
 def is_saved_by_us(strategy: Any) -> bool:
-    """Say whether a strategy given to `save` stands for a format of ours, and does nothing by itself.
+    """Return whether a strategy given to `save` stands for a format of ours, and does nothing by itself.
 
     A subclass of one of ours that has a `save` or `async_save` of its own is a user's strategy.
 
@@ -166,7 +166,7 @@ def is_saved_by_us(strategy: Any) -> bool:
 
 
 def is_loaded_by_us(strategy: Any) -> bool:
-    """Say whether a strategy given to `load` leaves the work to `megackpt.load`, see `is_saved_by_us`.
+    """Return whether a strategy given to `load` leaves the work to `megackpt.load`, see `is_saved_by_us`.
 
     Raises:
         DeclarationError: it is no load strategy at all.
@@ -184,7 +184,7 @@ def is_loaded_by_us(strategy: Any) -> bool:
 
 
 def has_own_steps(strategy: Any) -> bool:
-    """Say whether a subclass has replaced steps of a load, which `megackpt.load` would not take."""
+    """Return whether a subclass has replaced steps of a load, which `megackpt.load` would not take."""
     return not _is_of_ours(strategy, "load", getattr(type(strategy), "STEPS", ()))
 
 
@@ -194,7 +194,7 @@ def _check_has(strategy: Any, method: str, what: str) -> None:
 
 
 def _is_of_ours(strategy: Any, attribute: str, methods: tuple[str, ...]) -> bool:
-    """Say whether the class has an attribute, and methods that all are defined in this package."""
+    """Return whether the class has an attribute, and methods that all are defined in this package."""
     cls = type(strategy)
     defined_in = [getattr(getattr(cls, name, None), "__module__", "") for name in methods]
     return hasattr(cls, attribute) and all(name.startswith(_PACKAGE) for name in defined_in)
@@ -251,12 +251,12 @@ def request_by(
     choice = save_choice(strategy)
     save_strategy(choice)
     sharded_state_dict, arguments = _enclosed(sharded_state_dict, checkpoint_dir, arguments)
-    given = _all_of(strategy, arguments)
-    options = given.pop("options")
+    all_arguments = _all_of(strategy, arguments)
+    options = all_arguments.pop("options")
 
     def request(group: Group, options: SaveOptions, may_differ: bool) -> SaveRequest:
         compared = {_PREPROCESS: _nothing_of} if may_differ else {}
-        with_all = {**given, **compared, "options": options, "group": group}
+        with_all = {**all_arguments, **compared, "options": options, "group": group}
         return save_request(sharded_state_dict, choice, **with_all)
 
     deferred = DeferredSave(
@@ -289,14 +289,14 @@ def _all_of(strategy: Any, arguments: SaveArguments) -> SaveArguments:
     Where the plan of an earlier save is kept, the proof is the comparison of digests by which that plan is
     taken, and without it the save would not be spread over ranks. So only common state is left uncompared.
     """
-    given = {**getattr(strategy, "save_arguments", {}), **arguments}
-    plans = given.get("plans")
-    if not given.get("validate_access_integrity", True) and plans is not None and plans.names:
-        given |= {"validate_access_integrity": True, _PREPROCESS: _nothing_of}
-    options = given.get("options") or SaveOptions()
+    merged = {**getattr(strategy, "save_arguments", {}), **arguments}
+    plans = merged.get("plans")
+    if not merged.get("validate_access_integrity", True) and plans is not None and plans.names:
+        merged |= {"validate_access_integrity": True, _PREPROCESS: _nothing_of}
+    options = merged.get("options") or SaveOptions()
     if options.plain_tensors == "auto":
         options = dataclasses.replace(options, plain_tensors="common")
-    return given | {"options": options}
+    return merged | {"options": options}
 
 
 def _nothing_of(common: StateDict) -> StateDict:
@@ -317,14 +317,14 @@ def load_by(
     """
     if isinstance(strategy, (tuple, list)):
         strategy = get_default_strategy(StrategyAction.LOAD_SHARDED, *strategy)
-    given = dict(getattr(strategy, "load_arguments", {}))
+    arguments = dict(getattr(strategy, "load_arguments", {}))
     if OPTIONS.silent_cast:
-        options = given.get("options") or LoadOptions()
+        options = arguments.get("options") or LoadOptions()
         converts = KeyRule(keys="*", cast=Policy.IGNORE)
-        given["options"] = dataclasses.replace(options, rules=(*options.rules, converts))
+        arguments["options"] = dataclasses.replace(options, rules=(*options.rules, converts))
     with also_of_torch():
         loaded, report = api.load_with_report(
-            sharded_state_dict, checkpoint_dir, strict=strict, group=group, **given
+            sharded_state_dict, checkpoint_dir, strict=strict, group=group, **arguments
         )
     if hasattr(strategy, "times"):
         strategy.times = report.times

@@ -50,5 +50,5 @@ def unsupported_name(name: str, *, because: str, instead: str) -> Any:
 
 
 def is_unsupported_name(value: object) -> bool:
-    """Say whether this stands for a name that is not offered."""
+    """Return whether this stands for a name that is not offered."""
     return isinstance(value, _UnsupportedName)

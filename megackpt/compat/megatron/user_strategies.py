@@ -231,7 +231,7 @@ def _prepare_state(
     Raises:
         CheckpointError: the same on every rank; nothing was written.
     """
-    found: list[tuple[ShardedStateDict, StateDict]] = []
+    states: list[tuple[ShardedStateDict, StateDict]] = []
 
     def describe_own() -> bytes:
         tree = dict(_with_our_entities(state))
@@ -240,7 +240,7 @@ def _prepare_state(
         sharded, common = save_preprocess(tree, validate_access_integrity=False)
         sharded = dict_list_map_outplace(copy.copy, sharded)
         entities = [_checked(entity) for entity in nested_values(sharded)]
-        found.append((sharded, common))
+        states.append((sharded, common))
         if not validate:
             return b""
         declared = pack_columns(describe(entities, rank=group.rank).to_columns())
@@ -261,7 +261,7 @@ def _prepare_state(
             check_common_equal([json.loads(answer[8 : 8 + length]) for answer, length in pairs])
         except CommonStateError as error:
             log.warning("%s Rank 0's is stored, as Megatron-Core does.", error)
-    return found[0]
+    return states[0]
 
 
 def _with_our_entities(state: ShardedStateDict) -> ShardedStateDict:
@@ -288,7 +288,7 @@ def _kinds_in(tree: Any, path: str) -> set[str]:
         return {"local" if is_local else "sharded" if isinstance(tree, ShardedBase) else "common"}
     steps = tree.items() if isinstance(tree, dict) else enumerate(tree)
     kinds = [_kinds_in(value, f"{path}[{step!r}]") for step, value in steps]
-    if isinstance(tree, list) and any(found != kinds[0] for found in kinds):
+    if isinstance(tree, list) and any(kind != kinds[0] for kind in kinds):
         raise DeclarationError(
             f"{path}: some elements of this list are sharded and some are not, or in part. A strategy is "
             f"handed what is sharded in a list of its own, in which their positions would be lost. Use a "
@@ -367,13 +367,13 @@ def _split_objects(
     return objects, rest
 
 
-def _as_request(given: Any, strategy: Any) -> AsyncRequest:
-    if isinstance(given, AsyncRequest):
-        return given
-    if hasattr(given, "_asdict"):  # one of Megatron-Core's own, which may lack fields
-        return AsyncRequest(**given._asdict())
+def _as_request(returned: Any, strategy: Any) -> AsyncRequest:
+    if isinstance(returned, AsyncRequest):
+        return returned
+    if hasattr(returned, "_asdict"):  # one of Megatron-Core's own, which may lack fields
+        return AsyncRequest(**returned._asdict())
     raise DeclarationError(
-        f"async_save of {type(strategy).__name__} returned a {type(given).__name__}. It has to return an "
+        f"async_save of {type(strategy).__name__} returned a {type(returned).__name__}. It has to return an "
         f"AsyncRequest."
     )
 
@@ -405,8 +405,8 @@ def _requested_values(asked: Any, loaded: Any, path: str = "") -> Any:
                 f"{path}[{step!r}] was asked for, and the strategy's load() returned nothing for it. It has "
                 f"to return the state dict that it was given with a value in the place of each entity."
             )
-    found = [_requested_values(asked[step], loaded[step], f"{path}[{step!r}]") for step in steps]
-    return dict(zip(steps, found, strict=True)) if isinstance(asked, dict) else found
+    values = [_requested_values(asked[step], loaded[step], f"{path}[{step!r}]") for step in steps]
+    return dict(zip(steps, values, strict=True)) if isinstance(asked, dict) else values
 
 
 def _loaded_factories(factories: Any, loaded: Any) -> Any:

@@ -34,20 +34,20 @@ def extract_matching_values(
     """
     if not isinstance(x, (dict, list)):
         raise DeclarationError(f"A dict or a list is expected at the top, not {type(x).__name__}.")
-    found: dict[Any, Any] = {}
+    matching: dict[Any, Any] = {}
     others: dict[Any, Any] = {}
     for key, value in _items(x):
         if isinstance(value, (dict, list)) and value:
             inside, outside = extract_matching_values(value, predicate, return_lists_as_dicts)
-            found.update({key: inside} if inside else {})
+            matching.update({key: inside} if inside else {})
             others.update({key: outside} if outside else {})
         else:
             empty_in_dict = isinstance(x, dict) and isinstance(value, (dict, list))
-            target = found if not empty_in_dict and predicate(value) else others
+            target = matching if not empty_in_dict and predicate(value) else others
             target[key] = value
     if isinstance(x, list) and not return_lists_as_dicts:
-        return list(found.values()), list(others.values())
-    return found, others
+        return list(matching.values()), list(others.values())
+    return matching, others
 
 
 def diff(x1: Any, x2: Any, prefix: tuple[Any, ...] = ()) -> tuple[list[Any], list[Any], list[Any]]:

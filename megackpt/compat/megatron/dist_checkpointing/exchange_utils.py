@@ -126,7 +126,7 @@ def shard_id(tensor: ShardedTensor) -> tuple[str, tuple[int, ...], tuple[int, in
 
 
 def is_float8tensor(tensor: torch.Tensor) -> bool:
-    """Say whether a tensor is one that Transformer Engine keeps in 8 bits, by its class; none is imported."""
+    """Return whether Transformer Engine keeps a tensor in 8 bits, by its class; none is imported."""
     return any(
         cls.__module__.startswith("transformer_engine") and "Float8" in cls.__name__
         for cls in type(tensor).__mro__

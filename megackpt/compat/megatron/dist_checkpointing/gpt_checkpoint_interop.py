@@ -55,14 +55,14 @@ class GPTCompatLayerMaps:
         """
         if number in self.fresh_init:
             return None
-        found = self.attention_to_gpt.get(number, self.mlp_to_gpt.get(number))
-        if found is None:
+        layer = self.attention_to_gpt.get(number, self.mlp_to_gpt.get(number))
+        if layer is None:
             raise DeclarationError(
                 f"{key!r} is of layer {number}, which the hybrid pattern does not have. Give the pattern "
                 f"that the model was built with.",
                 key=key,
             )
-        return found
+        return layer
 
 
 def gpt_compatible_layer_maps(hybrid_layer_pattern: str) -> GPTCompatLayerMaps:
@@ -150,9 +150,9 @@ def retarget_fsdp_state_dict_to_gpt_checkpoint(
 def _retargeted(leaf: Any, maps: GPTCompatLayerMaps) -> Any:
     if not isinstance(leaf, ShardedBase):
         return leaf
-    found = _LAYER.search(leaf.key)
-    layer = maps.gpt_layer(int(found[1]), leaf.key) if found else None
-    if leaf.key.endswith(_NOT_STORED) or (found and layer is None):
+    match = _LAYER.search(leaf.key)
+    layer = maps.gpt_layer(int(match[1]), leaf.key) if match else None
+    if leaf.key.endswith(_NOT_STORED) or (match and layer is None):
         return LocalNonpersistentObject(leaf.data)
     if layer is None:
         leaf.key = leaf.key.replace(*_NORMS, 1)
@@ -187,9 +187,9 @@ def _as_layer(entity: ShardedBase, layer: int, layers: int) -> ShardedBase:
 
 def _name_in_gpt(name: str, maps: GPTCompatLayerMaps, stored: frozenset[str] | None) -> str | None:
     """Return a name as a GPT checkpoint has it; None for what it does not have."""
-    found = _LAYER.search(name)
-    layer = maps.gpt_layer(int(found[1]), name) if found else None
-    if name.endswith(_NOT_STORED) or (found and layer is None):
+    layer_match = _LAYER.search(name)
+    layer = maps.gpt_layer(int(layer_match[1]), name) if layer_match else None
+    if name.endswith(_NOT_STORED) or (layer_match and layer is None):
         return None
     if layer is None:
         name = name.replace(*_NORMS, 1)

@@ -183,12 +183,12 @@ def load_sharded_metadata(
     sharded = _chosen(StrategyAction.LOAD_SHARDED, sharded_strategy, checkpoint_dir)
     common = _chosen(StrategyAction.LOAD_COMMON, common_strategy, checkpoint_dir)
     if sharded is not None:
-        found = dict(sharded.load_sharded_metadata(Path(checkpoint_dir)))
+        metadata = dict(sharded.load_sharded_metadata(Path(checkpoint_dir)))
         if not sharded.can_handle_sharded_objects:
             common = common or TorchCommonLoadStrategy()
             validate_sharded_objects_handling(sharded, common)
-            found |= common.load_sharded_metadata(Path(checkpoint_dir))
-        return found
+            metadata |= common.load_sharded_metadata(Path(checkpoint_dir))
+        return metadata
     return api.load_sharded_metadata(checkpoint_dir)
 
 
@@ -316,7 +316,7 @@ def _with_integrity(request: AsyncRequest | None, checkpoint_dir: str) -> AsyncR
 
 
 def _legacy_common_state_exists(checkpoint_dir: str | os.PathLike[str]) -> bool:
-    """Say whether common state lies in a file of its own, as Megatron-Core up to 0.18 wrote it. Local."""
+    """Return whether common state lies in a file of its own, as Megatron-Core up to 0.18 wrote it. Local."""
     return os.path.exists(os.path.join(checkpoint_dir, COMMON_STATE_FNAME))
 
 
@@ -326,14 +326,14 @@ def get_default_save_sharded_strategy(backend: str = "torch_dist", version: int 
     Raises:
         DeclarationError: there is no such format.
     """
-    found: SaveShardedStrategy = get_default_strategy(StrategyAction.SAVE_SHARDED, backend, version)
-    return found
+    strategy: SaveShardedStrategy = get_default_strategy(StrategyAction.SAVE_SHARDED, backend, version)
+    return strategy
 
 
 def get_default_save_common_strategy(backend: str = "torch", version: int = 1) -> SaveCommonStrategy:
     """Return what stands for the common state of a checkpoint in a save."""
-    found: SaveCommonStrategy = get_default_strategy(StrategyAction.SAVE_COMMON, backend, version)
-    return found
+    strategy: SaveCommonStrategy = get_default_strategy(StrategyAction.SAVE_COMMON, backend, version)
+    return strategy
 
 
 def get_default_load_sharded_strategy(checkpoint_dir: str | None = None) -> LoadShardedStrategy:
@@ -343,8 +343,8 @@ def get_default_load_sharded_strategy(checkpoint_dir: str | None = None) -> Load
         NotACheckpointError: nothing was committed there.
     """
     if checkpoint_dir is None:
-        found: LoadShardedStrategy = get_default_strategy(StrategyAction.LOAD_SHARDED, "torch_dist", 1)
-        return found
+        strategy: LoadShardedStrategy = get_default_strategy(StrategyAction.LOAD_SHARDED, "torch_dist", 1)
+        return strategy
     return verify_checkpoint_and_load_strategy(checkpoint_dir)[0]
 
 
@@ -371,5 +371,5 @@ def _chosen(action: StrategyAction, strategy: Any, checkpoint_dir: str | os.Path
 
 
 def _is_common_of_ours(strategy: Any) -> bool:
-    """Say whether a common strategy is one of ours as it is, and not a subclass with methods of its own."""
+    """Return whether a common strategy is one of ours, and not a subclass with methods of its own."""
     return type(strategy) in (type(None), TorchCommonSaveStrategy, TorchCommonLoadStrategy)

@@ -216,13 +216,13 @@ class MCoreTensorAwareStateDict(_Base):  # type: ignore[misc]
         return [leaf for leaf in nested_values(self.sharded_state_dict) if isinstance(leaf, ShardedTensor)]
 
     def _filled(self) -> list[tuple[int, ShardedTensor, torch.Tensor]]:
-        found = [(n, entity, entity.data) for n, entity in enumerate(self._entities())]
-        lost = [entity.key for _, entity, tensor in found if tensor is None]
+        tensors = [(n, entity, entity.data) for n, entity in enumerate(self._entities())]
+        lost = [entity.key for _, entity, tensor in tensors if tensor is None]
         if lost:
             raise DeclarationError(
                 f"{lost[0]!r} is declared without data, so it cannot be kept.", key=lost[0]
             )
-        return [(n, entity, tensor) for n, entity, tensor in found if tensor is not None]
+        return [(n, entity, tensor) for n, entity, tensor in tensors if tensor is not None]
 
     def _check_hollow(self, expected: bool) -> None:
         if self._is_hollow != expected:

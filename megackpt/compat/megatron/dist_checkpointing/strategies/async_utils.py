@@ -198,19 +198,21 @@ class AsyncCallsQueue:
             if no_dist:
                 return self._is_over(call, blocking)
             group = world_group(timeout_s=_TIMEOUT_S)
-            found = run_and_compare(group, look, equal=1, largest=1, doing="looking after asynchronous saves")
+            compared = run_and_compare(
+                group, look, equal=1, largest=1, doing="looking after asynchronous saves"
+            )
         except Exception:
             self._calls.remove(call)
             raise
-        if not found.equal[0]:
+        if not compared.equal[0]:
             raise DeclarationError(
                 f"Ranks have different requests in their queues; this one is at number {call.number}. "
                 f"Schedule and finalize in the same order on all ranks."
             )
-        return not found.largest[0]
+        return not compared.largest[0]
 
     def _is_over(self, call: _Call, blocking: bool) -> bool:
-        """Say whether a request has ended here; raise its error. Local."""
+        """Return whether a request has ended here; raise its error. Local."""
         if call.future is not None:
             if not blocking and not call.future.done():
                 return False

@@ -163,7 +163,7 @@ def _rank() -> int:
 
 
 def _is_read_here(checkpoint_dir: str | os.PathLike[str]) -> bool:
-    """Say whether a format of ours is there, and not the files of a user's strategy, whatever its name."""
+    """Return whether a format of ours is there, and not the files of a user's strategy, whatever its name."""
     try:
         api.load_tensors_metadata(checkpoint_dir)
     except (FormatError, NotACheckpointError):

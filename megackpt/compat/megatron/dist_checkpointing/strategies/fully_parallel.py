@@ -132,14 +132,14 @@ class FullyParallelSaveStrategyWrapper(KnownSettings, AsyncSaveShardedStrategy):
     @property
     def save_arguments(self) -> SaveArguments:
         """What of `megackpt.save`'s arguments this strategy stands for, as it is set now."""
-        given = dict(getattr(self.base_strategy, "save_arguments", {}))
+        arguments = dict(getattr(self.base_strategy, "save_arguments", {}))
         if self.do_cache_distribution:
-            given.setdefault("plans", self._plans)
-        options = given.get("options", SaveOptions())
+            arguments.setdefault("plans", self._plans)
+        options = arguments.get("options", SaveOptions())
         if self.parallelization_group is None:
-            return given | {"options": replace(options, spread="world")}
+            return arguments | {"options": replace(options, spread="world")}
         spread = {"options": replace(options, spread="group"), "spread_group": self.parallelization_group}
-        return given | spread
+        return arguments | spread
 
     def async_save(
         self,
@@ -169,14 +169,14 @@ class FullyParallelSaveStrategyWrapper(KnownSettings, AsyncSaveShardedStrategy):
 
         Collective over the group. A save in a format of ours does not need it: its plan says who writes.
         """
-        found = self._distribution if self.do_cache_distribution else None
-        if found is None:
+        distribution = self._distribution if self.do_cache_distribution else None
+        if distribution is None:
             group = self.parallelization_group
-            found = determine_main_replica_uniform_distribution(sharded_state_dict, group)
+            distribution = determine_main_replica_uniform_distribution(sharded_state_dict, group)
         distribute_main_replicas_with_precomputed_distribution(
-            sharded_state_dict, self.parallelization_group, found
+            sharded_state_dict, self.parallelization_group, distribution
         )
-        self._distribution = found
+        self._distribution = distribution
 
     @property
     def can_handle_sharded_objects(self) -> bool:

@@ -35,7 +35,7 @@ def make_nvrx_async_request(
 
 
 def is_nvrx_min_version(version: str = NVRX_MIN_VERSION) -> bool:
-    """Say whether nvidia-resiliency-ext is installed in this version or a later one."""
+    """Return whether nvidia-resiliency-ext is installed in this version or a later one."""
     try:
         return _numbers(metadata.version("nvidia-resiliency-ext")) >= _numbers(version)
     except metadata.PackageNotFoundError:

@@ -54,19 +54,19 @@ class TensorReformulationMetadata:
         is_even = len(shape) == len(chunks) and all(
             count > 0 and extent % count == 0 for extent, count in zip(shape, chunks, strict=True)
         )
-        found = tuple(e // c for e, c in zip(shape, chunks, strict=True)) if is_even else ()
-        if not is_even or math.prod(found) != self.ckpt_reform_global_shape[-1]:
+        chunk_extents = tuple(e // c for e, c in zip(shape, chunks, strict=True)) if is_even else ()
+        if not is_even or math.prod(chunk_extents) != self.ckpt_reform_global_shape[-1]:
             raise DeclarationError(
                 f"{key!r}: the shape {shape} is not {self.ckpt_reform_global_shape} when it is reformulated. "
                 f"Give the number of chunks along each dim, which divide it evenly, and the elements of a "
                 f"chunk.",
                 key=key,
             )
-        return found
+        return chunk_extents
 
 
 def is_nd_flattened_tensor(sh_ten: Any) -> bool:
-    """Say whether something is a ShardedTensor that is a flat range of a chunk."""
+    """Return whether something is a ShardedTensor that is a flat range of a chunk."""
     return isinstance(sh_ten, ShardedTensor) and sh_ten.flattened_range is not None
 
 
