@@ -67,8 +67,10 @@ def test_entities_are_saved_and_loaded_by_dcp(saved: Path) -> None:
     assert torch.equal(plain["w"], torch.arange(14.0).reshape(7, 2))
     assert plain["layers"].flatten().tolist() == list(range(6))
     target = torch.zeros(4, 2)
-    one = ShardedTensor("w", target, target.dtype, (4, 2), (7, 2), (2, 0), None)
-    dcp.load({"w": CheckpointableShardedTensor.from_sh_ten(one)}, storage_reader=dcp.FileSystemReader(saved))
+    narrow = ShardedTensor("w", target, target.dtype, (4, 2), (7, 2), (2, 0), None)
+    dcp.load(
+        {"w": CheckpointableShardedTensor.from_sh_ten(narrow)}, storage_reader=dcp.FileSystemReader(saved)
+    )
     assert torch.equal(target, torch.arange(4.0, 12.0).reshape(4, 2))
 
 

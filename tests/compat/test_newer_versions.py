@@ -129,7 +129,7 @@ def test_without_megatron_core_calls_have_the_order_of_the_newest_version(
 
 
 @pytest.mark.parametrize("validate", [True, False])
-def test_a_request_for_a_part_loads_whatever_validate_access_integrity_says(
+def test_a_request_for_a_part_loads_with_any_validate_access_integrity(
     tmp_path: Path, validate: bool
 ) -> None:
     # Megatron-Core raises for it with True: no rank asks for the other half.

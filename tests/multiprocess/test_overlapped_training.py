@@ -100,10 +100,10 @@ def test_overlap_changes_no_bit(
     assert are_equal(both, late)
     if layout.tp == layout.etp == 1:  # nothing is summed before: the buffers are the same
         assert are_equal(late, plain)
-    one, other = (gather([{"all": tensors} for tensors, _ in ranks]) for ranks in (plain, late))
-    for key, array in one.items():
+    first, second = (gather([{"all": tensors} for tensors, _ in ranks]) for ranks in (plain, late))
+    for key, array in first.items():
         # Shards end elsewhere, and a kernel may round the end of a shard unlike its middle.
-        torch.testing.assert_close(other[key], array, rtol=1e-2 if array.dtype == dtype else 1e-5, atol=1e-5)
+        torch.testing.assert_close(second[key], array, rtol=1e-2 if array.dtype == dtype else 1e-5, atol=1e-5)
     assert moments(plain, 1) == moments(early, 0) == moments(late, 1) == moments(early, 2) == {0}
     assert min(moments(early, 1)) > 0
     assert min(moments(both, 2)) > 0
