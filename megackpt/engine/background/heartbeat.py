@@ -1,4 +1,4 @@
-"""How a rank knows that its writer process is not stuck: by its messages and by the bytes that it moves.
+"""How a rank detects that its writer process is stuck: by its messages and by the bytes that it moves.
 
 `Heartbeat` runs in the writer process, `ProgressWatch` in the rank that has started it. `process` decides how
 long a process may show no progress, and what is done then.
@@ -29,7 +29,7 @@ class Heartbeat:
         self._last = time.monotonic()
 
     def beat(self) -> None:
-        """Note progress: bytes were moved, or what this process waits for has a deadline of its own."""
+        """Note progress: bytes were moved, or this process waits for something that has its own deadline."""
         now = time.monotonic()
         with self._lock:
             if now - self._last < BEAT_S:

@@ -1,4 +1,4 @@
-"""What a writer process does for one save, into a root or into a tier.
+"""The steps of a writer process for one save, into a root or into a tier.
 
 The steps are those of a synchronous save: open the store, write, commit, verify; then the training does what
 follows a commit.
@@ -54,7 +54,7 @@ def carry_out(
     """Write this rank's part of a save; when all ranks have, commit, and follow up. Collective.
 
     Args:
-        staged: what is written.
+        staged: the staged rows to write.
         group: the writer processes of all ranks.
         trainer: the training process of this rank.
         hook: wraps the store; None in production.

@@ -51,13 +51,13 @@ class Job:
     Attributes:
         number: its number; jobs are done one after the other.
         label: its name in messages.
-        attempt: id of the attempt; also in the prefix of what writers exchange.
+        attempt: id of the attempt; also in the prefix of the keys that writers exchange.
         location: a checkpoint below a root, or the directories of a tier on the nodes.
         strategy: the strategy, pickled: if it cannot be unpickled, only this job fails.
         hooks: optional features of the save.
         plan: number of the plan.
         sizes: sizes of the objects in the plan, in bytes.
-        report: what this rank reports to rank 0 after writing.
+        report: the report of this rank to rank 0 after writing.
         common: common state; on rank 0.
         start: position of the stream at which its first row starts.
         in_order: whether the strategy takes the rows in order, so that memory is free as soon as it is read.
@@ -131,7 +131,7 @@ class CancelledMessage:
 
 @dataclass(frozen=True, slots=True)
 class FollowUpDoneMessage:
-    """To the writer: the training has done what follows a commit; error is encoded, None without one."""
+    """To the writer: the training process has done the work after a commit; error is encoded, or None."""
 
     job: int
     error: bytes | None

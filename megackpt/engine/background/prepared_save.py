@@ -25,14 +25,14 @@ def _do_nothing() -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Destination:
-    """One location to which a state is to be saved, and what is done about the outcome.
+    """One location to which a state is saved, and the functions to call after a commit or a failure.
 
     Attributes:
         request: the state, in the format for this destination.
         location: a checkpoint below a root, equal on all ranks, or the directories of a tier on the nodes.
         label: its name in messages; equal on all ranks.
         on_planned: called on every rank when all have agreed on a plan, and nothing is staged. Collective.
-        on_commit: called on rank 0 after the commit, in a thread of its own.
+        on_commit: called on rank 0 after the commit, in its own thread.
         on_failure: called on every rank when the save has failed, in planning too; or `on_planned` has.
         verify: how the ranks read the committed checkpoint again; None if they do not. Not on nodes.
     """
@@ -48,10 +48,10 @@ class Destination:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PreparedSave:
-    """A save of which this rank knows everything, before its bytes are staged.
+    """A save that is completely planned on this rank, before its bytes are staged.
 
     Attributes:
-        planned: what all ranks have agreed on.
+        planned: the plan that all ranks have agreed on.
         strategy: the strategy, pickled.
         common: common state, encoded; on rank 0.
         rows: the rows that this rank writes.
@@ -68,7 +68,7 @@ class PreparedSave:
 
     @classmethod
     def of(cls, planned: PlannedSave, *, rank: int) -> PreparedSave:
-        """Encode what is not tensors, and lay out the rows. Local."""
+        """Encode objects and common state, and lay out the rows. Local."""
         strategy = planned.strategy
         common = None
         if rank == 0:  # here, where the user's types are known, and now, before their values change

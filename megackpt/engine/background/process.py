@@ -52,7 +52,7 @@ _LOOK_EVERY_S = 1.0
 _GRACE_S = 3.0
 """How long a writer may be stuck after its time is up, or other ranks have given it up, before it is killed.
 
-Other ranks know more of what is wrong, so they are to report it first.
+Other ranks have more information about the failure, so they should report it first.
 """
 _STUCK_ADVICE = " Look at the disk or mount that it writes to. Raise timeout_s if that is only slow."
 
@@ -126,7 +126,7 @@ class WriterProcess:
         self._send(JoinMessage(rank=rank, size=size, address=address, timeout_s=timeout_s))
 
     def resize(self, nbytes: int) -> None:
-        """Change the size of the memory, when nothing is under way; do nothing if it has this size.
+        """Change the size of the memory while no job is pending; do nothing if it has this size.
 
         Raises:
             StorageError: there is not enough memory.
@@ -227,7 +227,7 @@ class WriterProcess:
             )
 
     def wait_until(self, count: int) -> None:
-        """Return when at most count jobs are under way. Their errors are not raised here.
+        """Wait until at most count jobs are pending. Does not raise their errors.
 
         A process that hangs is killed once other ranks have given up waiting for it.
         """
@@ -244,7 +244,7 @@ class WriterProcess:
                 self._process.kill()
 
     def close(self) -> None:
-        """End it, and release the memory. Jobs that are under way are lost."""
+        """End the process, and release the memory. Pending jobs are lost."""
         if not self.is_ours:
             return
         self._send(LeaveMessage())
@@ -262,7 +262,7 @@ class WriterProcess:
         self.memory.close()
 
     def kill(self) -> None:
-        """Let it end at once. Jobs that are under way fail."""
+        """End the process immediately. Pending jobs fail."""
         self._process.kill()
 
     def _send(self, message: ToWriter) -> None:
@@ -336,7 +336,7 @@ class WriterProcess:
         return self._process.returncode is not None
 
     def _follow_up(self, committed: CommittedMessage) -> None:
-        """Do what follows a commit, in a thread of its own: it may take long."""
+        """Do the work after a commit, in its own thread: it may take long."""
         error: bytes | None = None
         submitted = self._submitted(committed.job)
         submitted.is_followed_up = True

@@ -55,7 +55,7 @@ class AsyncSaver:
 
     @property
     def is_busy(self) -> bool:
-        """Whether a save is under way on this rank."""
+        """Whether a save is pending on this rank."""
         return self._session.writer.is_busy
 
     @property
@@ -74,7 +74,7 @@ class AsyncSaver:
         return self._session.host
 
     def warm_up(self, request: SaveRequest, group: Group, options: SaveOptions) -> None:
-        """Do what a first save does besides copying: plan, allocate staging memory, start. Collective.
+        """Do all steps of a first save except the copy: plan, allocate staging memory, start. Collective.
 
         Raises:
             CheckpointError: as `save`.
@@ -90,7 +90,7 @@ class AsyncSaver:
     def may_save(self, group: Group, options: SaveOptions, *, waits: bool = False) -> bool:
         """Wait as long as `when_busy` says; return whether the next save is to be made. Collective.
 
-        If waits is true, this waits until no save is under way, whatever `when_busy` says.
+        If waits is true, this waits until no save is pending, for any `when_busy`.
 
         Raises:
             CheckpointError: the same on every rank: an earlier save has failed.
@@ -101,7 +101,7 @@ class AsyncSaver:
 
     @property
     def skips(self) -> bool:
-        """Whether a save is left out if an earlier one is under way; ranks then have to call `may_save`."""
+        """Whether a save is skipped if an earlier one is pending; ranks must then call `may_save`."""
         return self._options.when_busy == "skip"
 
     def turn(self, *, waits: bool = False) -> None:
@@ -179,7 +179,7 @@ class AsyncSaver:
         self._session.wait_staged()
 
     def wait(self) -> None:
-        """Return when no save is under way. Local.
+        """Wait until no save is pending. Local.
 
         Raises:
             CheckpointError: a save has failed since the last call that raises such errors.
@@ -211,13 +211,13 @@ class AsyncSaver:
             self._session.end(keeps_writer=True)
 
     def abandon(self) -> None:
-        """End the process at once. What it has not committed stays incomplete; no error is raised. Local."""
+        """End the process immediately. Uncommitted saves stay incomplete; no error is raised. Local."""
         self._closing.detach()
         self._session.writer.kill()
         self._session.end(keeps_writer=False)
 
     def _exchange_status(self, group: Group, options: SaveOptions, *, doing: str) -> bool:
-        """Exchange the status of all ranks' writers; return whether a save is under way on any. Collective.
+        """Exchange the status of all ranks' writers; return whether a save is pending on any. Collective.
 
         Raises:
             CheckpointError: the error of a save that has failed, of the first rank that has one.

@@ -1,4 +1,4 @@
-"""What a rank keeps between asynchronous saves: a writer process, its memory, and the store of all writers.
+"""The resources of a rank between asynchronous saves: writer process, memory, and the store of all writers.
 
 A session starts another process if one has ended, sizes the memory, and connects the writers of all ranks.
 
@@ -82,7 +82,7 @@ class WriterSession:
             nbytes = self.writer.memory.nbytes
             self.writer.close()
             writer = _take_writer(self.options, hook=self.hook)
-            if self.joined is not None:  # first: a writer that knows of no others writes as if alone
+            if self.joined is not None:  # first: a writer without connections writes as a single process
                 self._send_join(writer, *self.joined)
             self.writer = writer
             self.writer.resize(nbytes)
@@ -154,7 +154,7 @@ class WriterSession:
         return errors[0] if errors else None
 
     def status(self, group: Group, *, with_failure: bool) -> WriterStatus:
-        """Return whether a save has failed on this rank, whether one is under way, whether to connect. Local.
+        """Return whether a save has failed on this rank, whether one is pending, whether to connect. Local.
 
         with_failure says whether `follow_status` is going to raise the error of a save that has failed.
         """
@@ -195,7 +195,7 @@ class WriterSession:
             self.connect(group, timeout_s=timeout_s)
 
     def end(self, *, keeps_writer: bool) -> None:
-        """Wait for the saves that are under way, and release everything."""
+        """Wait for pending saves, and release all resources."""
         self.wait_staged()
         if self.allocation is not None:
             self.allocation.join()

@@ -1,4 +1,4 @@
-"""Staging memory that a rank and its writer process share, and copying into it what is saved.
+"""Staging memory that a rank and its writer process share, and the copy of a state into it.
 
 It is a ring buffer: position p of a stream lies at byte `p % capacity`, so a stream of any length passes
 through it. Its users keep track of the positions up to which they have written and read. What a rank writes
@@ -208,7 +208,7 @@ def copy_rows(
             data = np.frombuffer(part, np.uint8)
             while data.size:
                 if free_until <= position:
-                    # No room: what is staged is all that the reader can free.
+                    # No room: the reader can only free the staged bytes.
                     reader.report_staged(position)
                     reported = position
                     free_until = reader.room_from(position)

@@ -22,13 +22,13 @@ class SubmittedJob:
     """A job that was submitted to the writer process, and its state.
 
     Attributes:
-        job: what is sent to the process.
+        job: the job that is sent to the process.
         stop: one past the last position of the stream that belongs to it.
         on_commit: called here when the job is committed.
         on_failure: called here when the job has failed.
         is_sent: whether the job was sent to the process.
         is_staged: whether all that it writes was staged, or never will be.
-        is_followed_up: whether `on_commit` is under way.
+        is_followed_up: whether `on_commit` is running.
         is_over: whether the job has ended.
         error: why it failed; None if it has not, or `on_failure` has handled the error.
     """

@@ -45,10 +45,10 @@ class TrainerConnection:
         self._follow_ups.put(message)
 
     def follow_up(self, job: int, damages: Sequence[Damage] | None) -> None:
-        """Let the training do what follows the commit of a job, and wait until that is done.
+        """Request the work after the commit of a job from the training process, and wait until it is done.
 
         Raises:
-            CheckpointError: what the training has raised.
+            CheckpointError: the error of the training process.
         """
         self.send(CommittedMessage(job, None if damages is None else tuple(damages)))
         message = self._follow_ups.get()

@@ -1,4 +1,4 @@
-"""A writer process: writes and commits what its rank has staged, one save after the other.
+"""A writer process: writes and commits the saves that its rank has staged, one after the other.
 
 It lives as long as the training process that has started it, and no longer: otherwise it could commit while a
 restarted training job already writes. It uses no CUDA, and runs nothing of the user's script.
@@ -177,14 +177,14 @@ def main(settings: dict[str, Any]) -> None:
     """
     _end_with(settings["parent"])
     threading.excepthook = _end_with_worker
-    # These signals are meant for the training, which decides what becomes of a save.
+    # These signals are for the training process, which decides about the save.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
     torch.set_num_threads(1)
     _lower_priority(settings["nice"], settings["ionice"])
     hook = _import_attribute(settings["hook"]) if settings["hook"] else None
     Writer(Connection(settings["connection"]), settings["memory"], hook).run()
-    os._exit(0)  # what is under way is not to be finished
+    os._exit(0)  # pending saves must not be finished
 
 
 def _end_with_worker(args: threading.ExceptHookArgs) -> None:

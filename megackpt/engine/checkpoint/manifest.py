@@ -25,7 +25,7 @@ _ATTEMPT = re.compile(r"[0-9a-f]{16}")
 
 
 def is_committed(store: Store) -> bool:
-    """Return whether a store holds a checkpoint of a known format."""
+    """Return whether a store has a checkpoint of a known format."""
     return store.exists(MANIFEST) or detect(store) is not None
 
 
@@ -94,7 +94,7 @@ def files_of_saves(store: Store) -> list[str]:
 
 
 def has_other_attempts(store: Store) -> bool:
-    """Return whether a store holds files of an attempt that is not committed: failed, or still under way."""
+    """Return whether a store has files of an attempt that is not committed: failed, or not finished."""
     manifest: Json = {}
     with contextlib.suppress(FormatError):
         manifest = read_manifest_file(store) or {}
@@ -119,7 +119,7 @@ def commit(
 
     Args:
         store: where the attempt was written.
-        entries: what the strategy returned about its files.
+        entries: the strategy's entries about its files.
         attempt: id of the attempt.
         earlier: files that were there when this save began. Other files belong to a save that began later, or
             to other programs, and stay.
@@ -137,7 +137,7 @@ def commit(
         )
     manifest = strategy.publish(store, attempt=attempt, entries=entries)
     store.replace(MANIFEST, json.dumps(manifest, indent=1, sort_keys=True).encode())
-    # From here on the save has succeeded. What cannot be removed now is removed by the next save.
+    # From here on the save has succeeded. If a removal fails now, the next save repeats it.
     with contextlib.suppress(CheckpointError):
         store.delete(_stale_files(store, attempt=attempt, earlier=earlier, strategy=strategy))
         store.sync()
@@ -148,7 +148,7 @@ def _stale_files(store: Store, *, attempt: str, earlier: LeftoverFiles, strategy
     names = dict.fromkeys(store.names())
     stale = [name for name in names if is_temporary_name(name)]
     if fixed := [name for name in earlier.fixed if name in names]:
-        # The new checkpoint may have a file of its own under the same name.
+        # The new checkpoint may have a file with the same name.
         own = set(strategy.fixed_names(store))
         stale += [name for name in fixed if name not in own]
     if old_attempts := earlier.attempts - {attempt}:

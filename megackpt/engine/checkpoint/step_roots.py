@@ -74,7 +74,7 @@ class LocalSteps(StepDirectories):
         return []
 
     def committed(self, names: Iterable[str]) -> list[str]:
-        """Return those of the directories that hold a commit."""
+        """Return the directories that have a commit."""
         return [name for name in names if (self._root / name / MANIFEST).is_file()]
 
     def is_leftover(self, name: str) -> bool:
@@ -175,7 +175,7 @@ class ObjectSteps(StepDirectories):
         return self._store.directories()
 
     def committed(self, names: Iterable[str]) -> list[str]:
-        """Return those of the directories that hold a commit."""
+        """Return the directories that have a commit."""
         names = list(names)
         if not names:
             return []

@@ -78,7 +78,7 @@ class StepDirectories:
         return [name for name in self.root.names(".") if is_temporary_name(name)]
 
     def committed(self, names: Iterable[str]) -> list[str]:
-        """Return those of the directories that hold a commit."""
+        """Return the directories that have a commit."""
         return [name for name in names if self.root.exists(f"{name}/{MANIFEST}")]
 
     def is_leftover(self, name: str) -> bool:
@@ -109,7 +109,7 @@ class StepDirectories:
         """Remove a directory. Its commit is removed first, so that no part of it can be loaded.
 
         Raises:
-            OSError: it could not be removed completely; what is left is no checkpoint.
+            OSError: it could not be removed completely; the rest is not a checkpoint.
         """
         store = self.open(name)
         remove_saved_files(store)
@@ -123,7 +123,7 @@ class StepDirectories:
 def remove_saved_files(store: Store) -> None:
     """Remove the commit of a directory, then the files that saves have written.
 
-    Files that no save wrote stay, and so do those of a format whose checkpoints have no metadata.json.
+    Files that no save wrote stay. So do the files of a format whose checkpoints have no metadata.json.
     """
     store.delete([MANIFEST])
     store.sync()  # else a loss of power could bring the commit back when other files are gone

@@ -1,4 +1,4 @@
-"""Copies between devices and host memory that are under way while other work is done.
+"""Copies between devices and host memory that run while other work is done.
 
 Copies of CUDA tensors run on a stream of their own, through pinned buffers that this process keeps. Copies
 of other tensors are done at once. If memory cannot be pinned, buffers are used unpinned: slower, with the
@@ -29,7 +29,7 @@ from megackpt.storage.rawio import BUFFER_BYTES
 log = logging.getLogger(__name__)
 
 AHEAD = 2
-"""How many copies to the host are under way while the previous one is written. Each has a buffer."""
+"""How many copies to the host run while the previous one is written. Each has a buffer."""
 
 _KEPT = 8
 
@@ -165,7 +165,7 @@ def rows_to_host(
 
 
 class Uploads:
-    """Copies into tensors on devices, under way while the next bytes are read. Any thread may copy.
+    """Copies into tensors on devices that run while the next bytes are read. Any thread may copy.
 
     The thread that owns the tensors enters and leaves the context. Copies wait for the work that its streams
     had before, and are done when it leaves.

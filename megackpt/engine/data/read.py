@@ -1,6 +1,6 @@
-"""Reading a load plan into tensors, with several reads under way at once.
+"""Reading a load plan into tensors, with several reads at the same time.
 
-`planning` decides what is read for which tensor. This module decides how: a long contiguous read goes
+`planning` decides which bytes are read for which tensor. This module decides how: a long contiguous read goes
 straight into its tensor, short reads that are neighbours in a file are joined, and other reads go through a
 buffer.
 """

@@ -1,7 +1,7 @@
 """Tensors as bytes: yielded in parts, or filled by strided blocks.
 
 Bits are moved, never values: every dtype is viewed as integers of its size, so that NaN payloads and signed
-zeros are kept. `device_copies` copies what is not in host memory.
+zeros are kept. `device_copies` copies tensors that are not in host memory.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def check_target(tensor: ShardedTensor, *, on_meta: str = _MATERIALISE) -> None:
 def _overlaps_itself(data: torch.Tensor) -> bool:
     """Return whether two elements may share memory.
 
-    They may if a stride is not larger than what the dims with smaller strides span.
+    They may if a stride is not larger than the span of the dims with smaller strides.
     """
     if data.is_contiguous():
         return False

@@ -57,7 +57,7 @@ def run_jobs(jobs: Iterable[Job], *, threads: int, name: str) -> None:
         work()
     except BaseException as error:  # noqa: BLE001 - an interrupt, or no thread could start; raised below
         failed.append((-1, error))
-    # No thread may touch the memory of the jobs after this returns, whatever happened.
+    # No thread may use the memory of the jobs after this returns, even after an error.
     for thread in others:
         thread.join()
     if failed:

@@ -1,4 +1,4 @@
-"""What a load request asks of stored common state: plain tensors, and arrays that common state refers to.
+"""The part of a load request for common state: plain tensors, and arrays that common state refers to.
 
 Tensors of common state are stored by value, or as global arrays with an `ArrayReference` in their place. A
 plain tensor of the request is answered by a leaf of common state at the same steps, or of the same dotted

@@ -1,4 +1,4 @@
-"""Carries an exchange plan out: reads the parts of one round while those of the round before are sent.
+"""Executes an exchange plan: reads the parts of one round while those of the previous round are sent.
 
 Before every round the ranks gather whether one of them has failed, so that no rank waits for bytes that do
 not come. `planning` decides who reads and who needs what; `rounds` lays out the buffers and moves the bytes.
@@ -35,7 +35,7 @@ from megackpt.validation import PhaseTimes
 
 @dataclass(frozen=True, slots=True)
 class ExchangeRanks:
-    """The ranks that exchange what they read.
+    """The ranks that exchange the bytes that they read.
 
     Attributes:
         group: the ranks.
@@ -51,7 +51,7 @@ class ExchangeRanks:
 
 @dataclass(frozen=True, slots=True)
 class RankRequest:
-    """What one rank loads of a checkpoint.
+    """The request of one rank in a load.
 
     Attributes:
         requested: declarations of the rank; entities are those of tensors, then of objects.
@@ -72,7 +72,7 @@ class RankRequest:
 
 @dataclass(frozen=True, slots=True)
 class ExchangeReader:
-    """Reads a share of what the ranks of a group need, sends it on, and receives the rest.
+    """Reads a share of the bytes that the ranks of a group need, sends it to them, and receives the rest.
 
     Attributes:
         ranks: the group.
@@ -172,7 +172,7 @@ def _readers(chunks: Chunks, file_readers: Mapping[str, Sequence[int]]) -> Reade
 
 
 class RankExchange:
-    """What one rank does in an exchange: it reads its parts, sends them, and copies what arrives."""
+    """One rank's side of an exchange: reads its parts, sends them, and copies the bytes that arrive."""
 
     def __init__(
         self,
@@ -244,7 +244,7 @@ class RankExchange:
         return [pool.submit(self._read, rank_round, number % 2, part) for part in rank_round.parts]
 
     def _read(self, rank_round: RankRound, parity: int, part: int) -> tuple[float, float]:
-        """Read a part, copy what this rank needs of it, and pack batches; return when it began and ended."""
+        """Read a part, copy the bytes that this rank needs, and pack batches; return start and end time."""
         began = time.perf_counter()
         parts, deliveries = self._plan.parts, self._plan.deliveries
         data = self._buffers.part(parity, int(parts.offset[part]), int(parts.nbytes[part]))
@@ -274,7 +274,7 @@ class RankExchange:
         return self._blocks.copies(int(first[delivery]), int(first[delivery + 1]))
 
     def _pack(self, delivery: int, data: torch.Tensor, batch: torch.Tensor) -> None:
-        """Copy what a delivery needs of a part into the batch for its rank."""
+        """Copy the bytes of a delivery from a part into the batch for its rank."""
         deliveries = self._plan.deliveries
         start, nbytes = int(deliveries.start[delivery]), int(deliveries.nbytes[delivery])
         offset = int(deliveries.offset[delivery])
@@ -291,7 +291,7 @@ class RankExchange:
             at += copy.numel
 
     def _copy_arrivals(self, arrivals: Sequence[Arrival]) -> Exception | None:
-        """Copy what has arrived into the targets; return the error if there was one."""
+        """Copy the bytes that have arrived into the targets; return the error if there was one."""
         try:
             for arrival in arrivals:
                 self._copy_to_targets(arrival)

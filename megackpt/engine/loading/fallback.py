@@ -47,7 +47,7 @@ class Replacement:
     """A source of bytes that the checkpoint itself has lost.
 
     Attributes:
-        name: what errors and reports call it.
+        name: its name in errors and reports.
         contents: the same save, opened in that source.
     """
 
@@ -56,7 +56,7 @@ class Replacement:
 
 
 class FallbackSource:
-    """A checkpoint that may be damaged, and the replacements for what is damaged. Local.
+    """A checkpoint that may be damaged, and the replacements for damaged bytes. Local.
 
     Replacements are, in this order: parity, then each copy and the parity of that copy. Several threads may
     read at once.
@@ -195,7 +195,7 @@ class FallbackSource:
             self._unusable.append(f"{name}: {failure}")
 
     def _first(self, get: Callable[[Contents], Any]) -> Any:
-        """Return what the checkpoint gives, or the first replacement that gives it."""
+        """Return the result from the checkpoint, or from the first replacement that has it."""
         try:
             return get(self._primary)
         except DAMAGE_ERRORS as error:
@@ -223,7 +223,7 @@ class ChunksWithFallback(Chunks):
     Args:
         chunks: the chunks of the checkpoint.
         get: returns the same chunks of a replacement.
-        source: has the replacements, and records what is read from them.
+        source: has the replacements, and records the bytes read from them.
     """
 
     def __init__(self, chunks: Chunks, get: Callable[[Contents], Chunks], source: FallbackSource) -> None:

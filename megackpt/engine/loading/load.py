@@ -1,6 +1,6 @@
 """A load, as a recipe: open, flatten the request, check, plan, read, put together.
 
-Every rank reads what it needs. Ranks synchronise only to compare what they load, and to make errors common.
+Every rank reads the bytes that it needs. Ranks synchronise only to compare requests and to share errors.
 Options hang on two hooks: `open_source` chooses where bytes come from (parity and copies of a damaged
 checkpoint), `connect_reader` who reads them (ranks that read for each other).
 """
@@ -41,11 +41,11 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class LoadResult:
-    """What a load returns.
+    """The result of a load.
 
     Attributes:
         state: the loaded state dict.
-        report: what was done, as this rank saw it.
+        report: the load report of this rank.
     """
 
     state: StateDict
@@ -56,7 +56,7 @@ def load_state(request: LoadRequest, group: Group) -> LoadResult:
     """Load into a sharded state dict. Collective over the group.
 
     Raises:
-        CheckpointError: the same on every rank. If reading had begun, the given tensors may hold anything.
+        CheckpointError: the same on every rank. If reading had begun, the given tensors may have any content.
     """
     with ExitStack() as resources:
         prepared, messages = run_and_all_gather(
@@ -86,7 +86,7 @@ def load_state(request: LoadRequest, group: Group) -> LoadResult:
 
 
 def _open_and_prepare(request: LoadRequest, group: Group, resources: ExitStack) -> tuple[PreparedLoad, bytes]:
-    """Do everything that needs no other rank and reads no tensor; return what the other ranks compare."""
+    """Do all steps that need no other rank and read no tensor; return the data that ranks compare."""
     options = request.options
     rules = LoadRules(options.rules, StrictHandling.of(request.strict), complete=options.complete)
     check_exchange_group(options, request.exchange_group)
@@ -129,7 +129,7 @@ failed that raises its error itself."""
 
 @dataclass(frozen=True, slots=True)
 class DirectReader:
-    """Reads on each rank what this rank needs; no rank waits for another."""
+    """Reads the bytes of this rank's request; no rank waits for another."""
 
     options: LoadOptions
 

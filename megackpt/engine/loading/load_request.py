@@ -1,6 +1,6 @@
-"""What a load is asked for, and where its bytes come from.
+"""The request of a load, and the source of its bytes.
 
-They come from the checkpoint itself, or from what can replace damaged bytes.
+Bytes come from the checkpoint itself, or from replacements of damaged bytes.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class LoadRequest:
         state: the sharded state dict to fill.
         open_store: returns the store of the checkpoint, open until the load ends. A rank may fail in it.
         options: options of the load.
-        strict: what to do about missing and unexpected keys.
+        strict: the mode for missing and unexpected keys.
         exchange_group: ranks that read for each other, this one among them; None for all.
         file_readers: ranks that can read a file of chunks, ascending, by its name; None if all ranks can read
             all files.

@@ -56,7 +56,7 @@ _LOAD_ON_META = (
 
 @dataclass(frozen=True, slots=True)
 class ReadResult:
-    """What a reader returns when it has filled the tensors of a load.
+    """The result of a reader when it has filled the tensors of a load.
 
     Attributes:
         object_bytes: the bytes of each object.
@@ -69,7 +69,7 @@ class ReadResult:
 
 @dataclass(frozen=True, slots=True)
 class RequestedKeys:
-    """Keys that one rank requests, by what becomes of them.
+    """Keys that one rank requests, by the way they are handled.
 
     Attributes:
         requested: all of them.
@@ -89,7 +89,7 @@ class RequestedKeys:
 
 @dataclass(frozen=True, slots=True)
 class ReadPlan:
-    """What one rank reads.
+    """The reads of one rank.
 
     Attributes:
         requested: declarations of the tensors, then of the objects.
@@ -114,7 +114,7 @@ class PreparedLoad:
         contents: the opened checkpoint, its keys under the names that the request uses.
         rules: what to do about differences.
         flattened: the request, flattened.
-        common: what the request asks of common state.
+        common: the part of the request for common state.
         common_arrays: arrays that common state refers to, those that are left out as well, by steps.
         keys: the requested keys.
         loadable: stored keys that `LoadOptions.exclude` does not name.
@@ -163,7 +163,7 @@ class PreparedLoad:
         for entity, data in zip(self.objects, object_bytes, strict=True):
             entity.data = self.contents.decode_object(data, f"{self.where}: object {entity.unique_key!r}")
         left_out, targets = self.keys.left_out, self.common.targets
-        # An excluded array that answers a plain tensor leaves that tensor as it is.
+        # An excluded array does not change the plain tensor that it would fill.
         arrays = {
             steps: targets[steps] if array.key in left_out else array.data
             for steps, array in self.common_arrays.items()
@@ -185,7 +185,7 @@ def prepare_load(
     Raises:
         MissingKeyError, MismatchError: the checkpoint lacks a key, or holds it with another shape or dtype.
         DeclarationError: the request contradicts itself, or a target cannot be filled in place.
-        FormatError: a requested array is stored as what cannot be loaded.
+        FormatError: a requested array is stored in a form that cannot be loaded.
     """
     where = source.location
     contents, unrenamed = _with_renamed_keys(source.contents, options)

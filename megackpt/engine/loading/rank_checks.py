@@ -1,4 +1,4 @@
-"""What ranks compare before they read: that they load the same checkpoint, with options that fit together.
+"""Comparisons between ranks before they read: the same checkpoint, with options that match.
 
 If ranks gave different options, some of them would wait for messages that never come.
 """
@@ -22,7 +22,7 @@ from megackpt.validation import check_empty_containers, check_missing_keys
 
 @dataclass(frozen=True, slots=True)
 class RankAnswers:
-    """What every rank has sent about its prepared load, in rank order; see `answer_of` for the fields."""
+    """The messages of all ranks about their prepared loads, in rank order; see `answer_of` for the fields."""
 
     answers: Sequence[Mapping[str, Any]]
 
@@ -36,7 +36,7 @@ class RankAnswers:
 
 
 def answer_of(request: LoadRequest, prepared: PreparedLoad, notices: Notices) -> bytes:
-    """Return what this rank sends about its prepared load, as JSON."""
+    """Return this rank's message about its prepared load, as JSON."""
     options, group, rules = request.options, request.exchange_group, prepared.rules
     looks_for_missing = rules.look_for_missing_keys
     answer = {
@@ -63,14 +63,14 @@ _EQUAL_FIELDS = {
     "complete": "LoadOptions.complete",
     "missing_key_rules": "what they do about missing keys (strict, rules and rename)",
 }
-"""Fields that must be equal on all ranks, and what to call them."""
+"""Fields that must be equal on all ranks, and their names in error texts."""
 
 
 def check_answers(messages: Sequence[bytes], where: str) -> RankAnswers:
     """Return the answers of all ranks if they fit together. All ranks come to the same result.
 
     Raises:
-        MismatchError: ranks differ; the text names what differs, and on which rank.
+        MismatchError: ranks differ; the text names the difference and the rank.
     """
     ranks = RankAnswers([json.loads(message) for message in messages])
     _check_same_checkpoint(ranks, where)
@@ -148,7 +148,7 @@ def find_missing_keys(prepared: PreparedLoad, ranks: RankAnswers, group: Group) 
 
 
 def check_empty_requests(prepared: PreparedLoad, ranks: RankAnswers, group: Group) -> None:
-    """Check what is stored below empty dicts and lists of the request. Collective.
+    """Check the keys stored below empty dicts and lists of the request. Collective.
 
     What one rank leaves empty another may request: the stages of a pipeline. So the requested keys below
     these containers are gathered, where a rank has any.

@@ -1,8 +1,8 @@
-"""The rounds of an exchange: what a rank sends and receives in each, and how.
+"""The rounds of an exchange: the bytes that a rank sends and receives in each, and how.
 
 A rank reads its parts of a round into one of two sending buffers, which take turns, so that it can read the
 next round while it sends this one. Behind the parts lie the batches: one for each peer, with all that is too
-short to be sent alone. What arrives lies in the receiving buffer, unless it can go straight into the target.
+short to be sent alone. Bytes arrive in the receiving buffer, unless they can go straight into the target.
 Both sides of a delivery derive the layout of the buffers from the plan.
 """
 
@@ -42,7 +42,7 @@ class Arrival:
 
 @dataclass(frozen=True, slots=True)
 class RankRound:
-    """What one rank reads, sends and receives in one round. Lengths and offsets are in bytes.
+    """The reads, sends and receives of one rank in one round. Lengths and offsets are in bytes.
 
     Attributes:
         parts: parts that the rank reads.
@@ -72,7 +72,7 @@ class RankRound:
 
 
 def rounds_of(plan: ExchangePlan, rank: int) -> list[RankRound]:
-    """Return what a rank does in each round of a plan."""
+    """Return the actions of a rank in each round of a plan."""
     # Parts are sorted by round, and deliveries by part: each round has a range of both.
     numbers = np.arange(plan.rounds + 1)
     parts = np.searchsorted(plan.parts.round, numbers).tolist()
@@ -180,7 +180,7 @@ class RoundExchange(ABC):
 
     @abstractmethod
     def move(self, rank_round: RankRound, parity: int) -> list[Arrival]:
-        """Send and receive the bytes of a round; return what has to be copied into targets. Collective."""
+        """Send and receive the bytes of a round; return the copies into targets. Collective."""
 
     def _arrivals(self, rank_round: RankRound, sections: Mapping[int, torch.Tensor]) -> list[Arrival]:
         """Return the deliveries to this rank, for modes that send whole sections to all ranks."""
@@ -220,7 +220,7 @@ def round_exchange_for(
 
 
 class _AllToAll(RoundExchange):
-    """Sends each rank what it needs: long deliveries as they lie in the part, short ones in a batch."""
+    """Sends each rank the bytes that it needs: long deliveries straight from the part, others in a batch."""
 
     def __init__(
         self, plan: ExchangePlan, group: Group, buffers: RoundBuffers, target_memory: TargetMemory
@@ -271,7 +271,7 @@ class _AllToAll(RoundExchange):
 
 
 class _Broadcast(RoundExchange):
-    """Lets each reader in turn broadcast what it has read."""
+    """Lets each reader in turn broadcast the bytes that it has read."""
 
     def __init__(
         self, plan: ExchangePlan, group: Group, buffers: RoundBuffers, device: DeviceGroup | None
