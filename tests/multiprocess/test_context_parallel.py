@@ -6,6 +6,8 @@ The GPT's losses and gradients at layouts with cp are in `test_gpt_layouts`.
 from __future__ import annotations
 
 import functools
+import importlib.util
+import warnings
 
 import pytest
 import torch
@@ -67,6 +69,22 @@ def test_gathered_sequences_are_in_order_and_their_gradients_are_summed(
     weights = [_integers(10 + rank, 3, LENGTH, 2, LENGTH) for rank in range(ranks)]
     # Small integers: sums are exact in any order.
     assert torch.equal(join_context(grads, dim=dim), torch.stack(weights).sum(0))
+
+
+def _shares_of_megatron() -> tuple[list[list[int]], list[list[int]]]:
+    """Return the share of some tokens that Megatron-Core gives this rank, and ours."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from megatron.core.utils import get_batch_on_this_cp_rank
+    cp, tokens = _cp(), torch.arange(2 * LENGTH).view(2, LENGTH)
+    batch = get_batch_on_this_cp_rank({"tokens": tokens}, cp_group=cp.group)
+    return batch["tokens"].tolist(), context_share(tokens, cp, dim=1).tolist()
+
+
+@pytest.mark.skipif(importlib.util.find_spec("megatron") is None, reason="Megatron-Core is not installed")
+def test_a_rank_has_the_tokens_that_it_has_in_megatron(rank_pool: RankPool) -> None:
+    for expected, actual in rank_pool.run(_shares_of_megatron, 2):
+        assert actual == expected
 
 
 def _inputs() -> list[Tensor]:
