@@ -146,7 +146,7 @@ class RunConfig:
     steps: int
 
 
-def test_a_configuration_object_is_an_error_that_says_what_to_do(tmp_path: Path) -> None:
+def test_a_configuration_object_is_an_error_with_a_remedy(tmp_path: Path) -> None:
     with pytest.raises(UnserializableError, match=r"run_config.*RunConfig") as error:
         megackpt.save({"run_config": RunConfig(3)}, tmp_path / "a")
     assert "register_codec" in str(error.value)
