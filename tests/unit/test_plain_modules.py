@@ -36,6 +36,7 @@ from megackpt import (
 )
 from megackpt.cli import main
 from megackpt.comm import Group
+from megackpt.engine.loading.common_request import CommonRequest
 from megackpt.errors import UnsupportedError
 from megackpt.integrations.dcp import MegackptStorageReader
 from megackpt.storage import MemoryStore
@@ -401,3 +402,25 @@ def test_dcp_reads_them_at_their_paths(tmp_path: Path) -> None:
         dcp.load(asked, storage_reader=reader, no_dist=True)
         assert same(asked, {"model": {"w": SAVED["model"]["w"]}, "list": SAVED["list"], "step": 4})
     assert results[0] == results[1]
+
+
+def test_the_work_for_one_plain_tensor_does_not_depend_on_their_number(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tables: list[int] = []
+    targets = CommonRequest.targets.fget
+
+    def counted(self: CommonRequest) -> Any:
+        tables.append(1)
+        return targets(self)  # type: ignore[misc]
+
+    monkeypatch.setattr(CommonRequest, "targets", property(counted))
+    made = []
+    for count in (4, 40):
+        state = {f"w{i}": torch.full((2,), float(i)) for i in range(count)}
+        megackpt.save(state, tmp_path / str(count))
+        tables.clear()
+        loaded = megackpt.load({key: torch.zeros(2) for key in state}, tmp_path / str(count))
+        assert all(torch.equal(loaded[key], state[key]) for key in state)
+        made.append(len(tables))
+    assert made[0] == made[1]  # a table of all of them for each one would be quadratic

@@ -8,7 +8,7 @@ name.
 from __future__ import annotations
 
 from collections.abc import Container, Iterable, Mapping, Set
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -171,7 +171,7 @@ def _whole_array(spec: ArraySpec, target: torch.Tensor | None, options: LoadOpti
     shape, dtype = spec.global_shape, getattr(torch, spec.dtype)
     is_filled = (
         target is not None
-        and _is_filled(spec.key, target, replace(options, exclude=()))
+        and _is_in_reach(target, options)
         and can_be_filled(target, torch.empty(shape, dtype=dtype, device="meta"))
     )
     return ShardedTensor(spec.key, target if is_filled else None, dtype, shape, shape, (0,) * len(shape))
@@ -179,5 +179,8 @@ def _whole_array(spec: ArraySpec, target: torch.Tensor | None, options: LoadOpti
 
 def _is_filled(path: str, tensor: torch.Tensor, options: LoadOptions) -> bool:
     """Return whether a plain tensor that common state answers is filled in place."""
-    is_here = options.load_on_device or tensor.device.type == "cpu"
-    return is_here and not any(fnmatchcase(path, glob) for glob in options.exclude)
+    return _is_in_reach(tensor, options) and not any(fnmatchcase(path, glob) for glob in options.exclude)
+
+
+def _is_in_reach(tensor: torch.Tensor, options: LoadOptions) -> bool:
+    return options.load_on_device or tensor.device.type == "cpu"
