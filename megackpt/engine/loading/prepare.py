@@ -296,8 +296,8 @@ def _allocate_targets(
         DeclarationError: a tensor cannot be filled in place.
     """
     loaded = {steps: array for steps, array in common_arrays.items() if array.key not in keys.left_out}
-    given = common.targets  # a property that makes a dict each time
-    allocated = {array.key for steps, array in loaded.items() if steps not in given}
+    plain_targets = common.targets  # a property that makes a dict each time
+    allocated = {array.key for steps, array in loaded.items() if steps not in plain_targets}
     if allocated and source.only_store is not None:
         check_arrays_complete(source.only_store, contents.chunks(sorted(allocated)), sorted(allocated))
     tensors = [t for t in flattened.tensors if t.key not in keys.left_out]
