@@ -22,7 +22,7 @@ from megackpt.comm.collectives import (
     scatter_step,
 )
 from megackpt.comm.group import Group, PeerBuffer, SingleProcess, check_group
-from megackpt.comm.messages import encode_error
+from megackpt.comm.messages import encode_error, join_fields, split_fields
 from megackpt.comm.process_groups import (
     AnyGroup,
     check_group_argument,
@@ -49,6 +49,7 @@ __all__ = [
     "encode_error",
     "errors_on_all_ranks",
     "gather_step",
+    "join_fields",
     "rank_0_errors_on_all_ranks",
     "run_and_all_gather",
     "run_and_compare",
@@ -56,6 +57,7 @@ __all__ = [
     "run_on_all_ranks",
     "scatter_from_rank_0",
     "scatter_step",
+    "split_fields",
     "subgroup",
     "subgroup_label",
     "subgroup_members",

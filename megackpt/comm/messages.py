@@ -1,4 +1,4 @@
-"""The encoding of what ranks send each other about a step: its name, and the error that ended it."""
+"""The encoding of what ranks send each other: fields, the name of a step, and the error that ended it."""
 
 from __future__ import annotations
 
@@ -7,6 +7,25 @@ from collections.abc import Sequence
 
 from megackpt import errors
 from megackpt.errors import CheckpointError, RankFailedError
+
+
+def join_fields(fields: Sequence[bytes]) -> bytes:
+    """Return byte strings as one message, from which `split_fields` returns them again.
+
+    >>> split_fields(join_fields([b"rows", b"", b"values"]))
+    [b'rows', b'', b'values']
+    """
+    return b"".join(part for field in fields for part in (len(field).to_bytes(8, "little"), field))
+
+
+def split_fields(message: bytes) -> list[bytes]:
+    """Return the byte strings that `join_fields` has joined."""
+    fields, position = [], 0
+    while position < len(message):
+        start = position + 8
+        position = start + int.from_bytes(message[start - 8 : start], "little")
+        fields.append(message[start:position])
+    return fields
 
 
 def step_header(doing: str) -> bytes:

@@ -16,7 +16,14 @@ from typing import Any, NoReturn, TypeVar
 import torch.distributed as dist
 
 from megackpt.comm.group import Group
-from megackpt.comm.messages import decode_error, describe_ranks, encode_error, first_line
+from megackpt.comm.messages import (
+    decode_error,
+    describe_ranks,
+    encode_error,
+    first_line,
+    join_fields,
+    split_fields,
+)
 from megackpt.comm.store_client import StoreClient, StoreTimeoutError
 from megackpt.comm.store_host import abort_key, first_error, left_key
 from megackpt.errors import CheckpointError, RankFailedError, WriterFailedError
@@ -76,7 +83,7 @@ class StoreGroup(Group):
     def all_gather(self, data: bytes) -> list[bytes]:
         """Return what every rank gave, in rank order."""
         everyone = self._gather_on_root(data)
-        return _split(self._broadcast_from_root(_joined(everyone)))
+        return split_fields(self._broadcast_from_root(join_fields(everyone)))
 
     def gather(self, data: bytes) -> list[bytes]:
         """Return on rank 0 what every rank gave; nothing on the others, which do not wait."""
@@ -239,16 +246,3 @@ class StoreGroup(Group):
 
     def _key(self, name: str) -> str:
         return f"{self._prefix}/{self._collectives}/{name}"
-
-
-def _joined(parts: Sequence[bytes]) -> bytes:
-    return b"".join(len(part).to_bytes(8, "little") + part for part in parts)
-
-
-def _split(data: bytes) -> list[bytes]:
-    parts, at = [], 0
-    while at < len(data):
-        end = at + 8 + int.from_bytes(data[at : at + 8], "little")
-        parts.append(data[at + 8 : end])
-        at = end
-    return parts

@@ -1,7 +1,7 @@
 """Checks of declarations, requests and replicas before a byte is read or written. Pure."""
 
 from megackpt.validation.common import check_common_equal, check_copies_equal, check_replicated_equal
-from megackpt.validation.coverage import check_coverage, coverage_faults
+from megackpt.validation.coverage import check_coverage, check_merged_coverage, coverage_faults
 from megackpt.validation.report import (
     PARITY,
     ArrayReport,
@@ -38,6 +38,7 @@ __all__ = [
     "check_coverage",
     "check_dtypes_and_shapes",
     "check_empty_containers",
+    "check_merged_coverage",
     "check_missing_keys",
     "check_replicated_equal",
     "check_resharding",

@@ -16,7 +16,7 @@ import numpy as np
 from megackpt.errors import CoverageError, rank_list, truncated_list
 from megackpt.geometry import Ints, rectangles_of
 from megackpt.geometry.tiling import Mask, Rectangles, Regions, uncovered_regions
-from megackpt.metadata import OBJECT, ArraySpec, ChunkTable, DeclaredChunks
+from megackpt.metadata import OBJECT, ArraySpec, ChunkTable, DeclaredChunks, MergedDeclarations
 
 Doing: TypeAlias = Literal["saved", "requested"]
 
@@ -128,6 +128,19 @@ def check_coverage(declared: DeclaredChunks, *, doing: Doing = "saved") -> None:
     regions = uncovered_regions(_rectangles(table, is_counted), table.padded_global_shape())
     if regions:
         raise _coverage_error(declared, regions, doing)
+
+
+def check_merged_coverage(merged: MergedDeclarations, *, doing: Doing = "saved") -> None:
+    """Prove the same of merged declarations, in which ranks with equal replicas are one owner group.
+
+    Raises:
+        CoverageError: as `check_coverage`; it names every rank.
+    """
+    try:
+        check_coverage(merged.declared, doing=doing)
+    except CoverageError:
+        check_coverage(merged.expanded(), doing=doing)  # raises the same error, and names every rank
+        raise
 
 
 def _rectangles(table: ChunkTable, is_counted: Mask) -> Rectangles:

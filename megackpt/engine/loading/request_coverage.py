@@ -15,16 +15,22 @@ import numpy as np
 import torch
 
 from megackpt.codec import leaf_digests
-from megackpt.comm import Group, rank_0_errors_on_all_ranks, run_and_gather, run_on_all_ranks
+from megackpt.comm import (
+    Group,
+    join_fields,
+    rank_0_errors_on_all_ranks,
+    run_and_gather,
+    run_on_all_ranks,
+    split_fields,
+)
 from megackpt.engine.checkpoint.common_arrays import map_common
 from megackpt.engine.loading.prepare import PreparedLoad
-from megackpt.errors import CoverageError
 from megackpt.mapping.describe import describe
 from megackpt.mapping.tree import ABSENT, Steps, without_empty
 from megackpt.metadata import PackedDeclarations, merge_packed_declarations, pack_declarations
 from megackpt.planning import choose_main_replicas
 from megackpt.storage import digest_of
-from megackpt.validation import check_common_equal, check_coverage
+from megackpt.validation import check_common_equal, check_merged_coverage
 
 _DOING = "comparing requests"
 
@@ -47,8 +53,8 @@ def check_request_coverage(prepared: PreparedLoad, group: Group) -> None:
     digests = run_on_all_ranks(group, lambda: digest, doing=_DOING)
     is_first = digests.index(digest) == group.rank
     replica_rows = packed.replica_rows if is_first else b""
-    head = len(packed.main_rows).to_bytes(8, "little")
-    messages = run_and_gather(group, lambda: head + packed.main_rows + replica_rows, doing=_DOING)
+    message = join_fields([packed.main_rows, replica_rows])
+    messages = run_and_gather(group, lambda: message, doing=_DOING)
     with rank_0_errors_on_all_ranks(group, _DOING):
         if group.rank == 0:
             _check(messages, digests)
@@ -86,19 +92,15 @@ def _packed_request(prepared: PreparedLoad, rank: int) -> PackedDeclarations:
 
 
 def _check(messages: Sequence[bytes], digests: Sequence[bytes]) -> None:
-    stops = [8 + int.from_bytes(message[:8], "little") for message in messages]
+    rows_of_ranks = [split_fields(message) for message in messages]
     ranks_of_digest: dict[bytes, list[int]] = {}
     for rank, digest in enumerate(digests):
         ranks_of_digest.setdefault(digest, []).append(rank)
     owner_groups = list(ranks_of_digest.values())
     merged, marks = merge_packed_declarations(
-        [message[8:stop] for message, stop in zip(messages, stops, strict=True)],
-        [messages[ranks[0]][stops[ranks[0]] :] for ranks in owner_groups],  # sent by the lowest rank
+        [main_rows for main_rows, _ in rows_of_ranks],
+        [rows_of_ranks[ranks[0]][1] for ranks in owner_groups],  # sent by the lowest rank
         [np.array(ranks, np.int64) for ranks in owner_groups],
     )
     merged = choose_main_replicas(merged, marks)
-    try:
-        check_coverage(merged.declared, doing="requested")
-    except CoverageError:
-        check_coverage(merged.expanded(), doing="requested")  # raises the same error, and names every rank
-        raise
+    check_merged_coverage(merged, doing="requested")

@@ -17,17 +17,17 @@ from megackpt.comm import (
     Group,
     broadcast_from_rank_0,
     gather_step,
+    join_fields,
     rank_0_errors_on_all_ranks,
     run_on_all_ranks,
     scatter_step,
+    split_fields,
 )
 from megackpt.engine.saving.local_state import LocalState
 from megackpt.engine.saving.save_hook import PlanCompletion
-from megackpt.errors import CoverageError
 from megackpt.geometry import Ints
 from megackpt.metadata import (
     ChunkTable,
-    MergedDeclarations,
     column,
     decode_declarations,
     merge_declarations,
@@ -49,7 +49,7 @@ from megackpt.storage import digest_of
 from megackpt.validation import (
     check_common_equal,
     check_copies_equal,
-    check_coverage,
+    check_merged_coverage,
     check_replicated_equal,
 )
 
@@ -140,11 +140,11 @@ class _DeclarationMessage:
     attachment: bytes
 
     def pack(self) -> bytes:
-        return _join([self.main_rows, self.replica_rows, self.values, self.attachment])
+        return join_fields([self.main_rows, self.replica_rows, self.values, self.attachment])
 
     @classmethod
     def unpack(cls, message: bytes) -> _DeclarationMessage:
-        return cls(*_split(message, 4))
+        return cls(*split_fields(message))
 
 
 def plan_on_rank_0(local: LocalState, group: Group, to_compare: ValuesToCompare) -> PlanAgreement:
@@ -242,7 +242,7 @@ def _checked_plan(
         ranks_of_senders,
     )
     merged = choose_main_replicas(merged, marks)
-    _check_coverage(merged)
+    check_merged_coverage(merged)
     _check_attachments(local, messages, summaries["attachment"], merged.declared.table)
     if values:
         _check_values(values)
@@ -263,17 +263,9 @@ def _is_first(digests: np.ndarray[Any, Any], rank: int) -> bool:
     return not bool(np.any(digests[:rank] == digests[rank]))
 
 
-def _check_coverage(merged: MergedDeclarations) -> None:
-    try:
-        check_coverage(merged.declared)
-    except CoverageError:
-        check_coverage(merged.expanded())  # raises the same error, and names every rank
-        raise
-
-
 def _attachment(local: LocalState) -> bytes:
     """Return what the hooks of this save send with the declarations; empty without hooks."""
-    return _join(
+    return join_fields(
         [hook.attachment(local.flattened, local.declared, ranks=local.ranks) for hook in local.request.hooks]
     )
 
@@ -286,7 +278,7 @@ def _check_attachments(
 ) -> None:
     hooks = local.request.hooks
     _, first, number_of_rank = np.unique(digests, return_index=True, return_inverse=True)
-    distinct = [_split(messages[rank].attachment, len(hooks)) for rank in first.tolist()]
+    distinct = [split_fields(messages[rank].attachment) for rank in first.tolist()]
     for number, hook in enumerate(hooks):
         of_hook = [attachments[number] for attachments in distinct]
         hook.check_attachments(of_hook, number_of_rank.reshape(-1), table)
@@ -327,17 +319,6 @@ def _plan_from_rank_0(plan: SavePlan | None, group: Group) -> SavePlan:
 
 def _digest(data: bytes) -> bytes:
     return bytes.fromhex(digest_of(data))
-
-
-def _join(fields: Sequence[bytes]) -> bytes:
-    return b"".join((*(len(field).to_bytes(8, "little") for field in fields), *fields))
-
-
-def _split(message: bytes, count: int) -> list[bytes]:
-    """Return the fields that `_join` has joined."""
-    lengths = [int.from_bytes(message[8 * i : 8 * i + 8], "little") for i in range(count)]
-    stops = [8 * count + sum(lengths[: i + 1]) for i in range(count)]
-    return [message[stop - length : stop] for length, stop in zip(lengths, stops, strict=True)]
 
 
 def _decode_sizes(reports: Sequence[bytes]) -> Ints:

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from megackpt.comm import Group, errors_on_all_ranks, gather_step
+from megackpt.comm import Group, errors_on_all_ranks, gather_step, join_fields, split_fields
 from megackpt.engine.checkpoint import manifest
 from megackpt.engine.saving.save_hook import PlanCompletion, SaveHook, WrittenChunks
 from megackpt.formats.strategy import ChunkParts, Json, SaveStrategy
@@ -133,9 +133,9 @@ def write_chunks(planned: PlannedSave, store: Store, group: Group) -> WrittenChu
                 rows=rounds[len(messages_of_rounds)],
                 parts=planned.parts,
             )
-            step.data = _pack_report(b"" if messages_of_rounds else planned.report, receipt)
+            step.data = join_fields([b"" if messages_of_rounds else planned.report, receipt])
         messages_of_rounds.append(step.results)
-    unpacked = [[_unpack_report(message) for message in messages] for messages in messages_of_rounds]
+    unpacked = [[split_fields(message) for message in messages] for messages in messages_of_rounds]
     return WrittenChunks(
         attempt=planned.attempt,
         receipts=[[receipt for _, receipt in of_rank] for of_rank in zip(*unpacked, strict=True)],
@@ -143,15 +143,6 @@ def write_chunks(planned: PlannedSave, store: Store, group: Group) -> WrittenChu
         own_plan=plan,
         complete=planned.complete,
     )
-
-
-def _pack_report(report: bytes, receipt: bytes) -> bytes:
-    return len(report).to_bytes(8, "little") + report + receipt
-
-
-def _unpack_report(message: bytes) -> tuple[bytes, bytes]:
-    stop = 8 + int.from_bytes(message[:8], "little")
-    return message[8:stop], message[stop:]
 
 
 def commit_attempt(
