@@ -32,10 +32,10 @@ from megackpt.bench.cases import CASES
 from megackpt.bench.measure import BenchRun
 from megackpt.bench.ours import other_formats
 from megackpt.bench.peers import check_peers
-from megackpt.bench.profile import profile
 from megackpt.bench.report import Report
 from megackpt.bench.settings import BenchSettings
 from megackpt.bench.state import GridLayout, make_model, make_state
+from megackpt.bench.tracing import profile
 from megackpt.comm.child_processes import without_current_directory
 from megackpt.errors import DeclarationError, RankFailedError
 

@@ -1,4 +1,8 @@
-"""A planned save as a writer process takes it: strategy pickled, common state encoded, rows laid out."""
+"""An asynchronous save on its way to a writer process: its destination, what is prepared, the submitted job.
+
+A writer process takes a planned save with its strategy pickled, its common state encoded and its rows laid
+out.
+"""
 
 from __future__ import annotations
 
@@ -8,15 +12,22 @@ from multiprocessing.reduction import ForkingPickler
 
 import numpy as np
 
-from megackpt.engine.background.messages import CheckpointLocation
+from megackpt.engine.background.messages import CheckpointLocation, Job
 from megackpt.engine.background.staging_memory import RowLayout, lay_out_rows
-from megackpt.engine.background.submitted_job import CommitHandler, FailureHandler
 from megackpt.engine.saving.save_request import SaveRequest
 from megackpt.engine.saving.write import CommonFiles, PlannedSave
 from megackpt.engine.tiers.save import NodeLocation
-from megackpt.errors import DeclarationError
+from megackpt.errors import CheckpointError, DeclarationError
+from megackpt.formats.damage import Damage
 from megackpt.formats.strategy import SaveStrategy
 from megackpt.options import VerifyOptions
+
+CommitHandler = Callable[[Sequence[Damage] | None], None]
+"""Does what follows a commit. It is given the damage that was found in the checkpoint; None if the
+checkpoint was not verified."""
+
+FailureHandler = Callable[[Exception], bool]
+"""Does what follows a failure. It returns whether the error is handled, so that it is not raised."""
 
 
 def _do_nothing() -> None:
@@ -78,6 +89,33 @@ class PreparedSave:
         pickled = bytes(ForkingPickler.dumps(strategy))
         in_order = strategy.capabilities.writes_in_order
         return cls(planned, pickled, common, rows.tolist(), layout, in_order)
+
+
+@dataclass(slots=True, eq=False)
+class SubmittedJob:
+    """A job that was submitted to the writer process, and its state.
+
+    Attributes:
+        job: the job that is sent to the process.
+        stop: one past the last position of the stream that belongs to it.
+        on_commit: called here when the job is committed.
+        on_failure: called here when the job has failed.
+        is_sent: whether the job was sent to the process.
+        is_staged: whether all that it writes was staged, or never will be.
+        is_followed_up: whether `on_commit` is running.
+        is_over: whether the job has ended.
+        error: why it failed; None if it has not, or `on_failure` has handled the error.
+    """
+
+    job: Job
+    stop: int
+    on_commit: CommitHandler
+    on_failure: FailureHandler
+    is_sent: bool = False
+    is_staged: bool = False
+    is_followed_up: bool = False
+    is_over: bool = False
+    error: CheckpointError | None = None
 
 
 def shares_bytes(first: PreparedSave, second: PreparedSave) -> bool:

@@ -36,9 +36,9 @@ from megackpt.engine.background.messages import (
     ToWriter,
     store_prefix,
 )
+from megackpt.engine.background.prepared_save import CommitHandler, FailureHandler, SubmittedJob
 from megackpt.engine.background.process_start import start_writer
 from megackpt.engine.background.staging_memory import StagingMemory, StreamClosedError
-from megackpt.engine.background.submitted_job import CommitHandler, FailureHandler, SubmittedJob
 from megackpt.engine.saving.save_hook import PlanCompletion
 from megackpt.errors import CheckpointError, RankFailedError, WriterFailedError
 from megackpt.options import AsyncOptions

@@ -20,10 +20,9 @@ from megackpt.comm import Group, Numbers, compare_step, encode_error, errors_on_
 from megackpt.comm.messages import common_error
 from megackpt.comm.store_host import StoreHost
 from megackpt.engine.background.messages import Job, store_prefix
-from megackpt.engine.background.prepared_save import Destination, PreparedSave, shares_bytes
+from megackpt.engine.background.prepared_save import Destination, PreparedSave, SubmittedJob, shares_bytes
 from megackpt.engine.background.session import WriterSession, end_forgotten
 from megackpt.engine.background.staging_memory import StreamClosedError, StreamRange, copy_rows
-from megackpt.engine.background.submitted_job import SubmittedJob
 from megackpt.engine.saving.preparation import WriterStatus, prepare_on_all_ranks
 from megackpt.engine.saving.save import plan_prepared
 from megackpt.engine.saving.save_request import SaveRequest

@@ -21,10 +21,9 @@ from typing import Any
 from megackpt.comm import Group, encode_error
 from megackpt.comm.messages import decode_error
 from megackpt.comm.store_host import StoreHost, host_store
-from megackpt.engine.background.prepared_save import PreparedSave
+from megackpt.engine.background.prepared_save import PreparedSave, SubmittedJob
 from megackpt.engine.background.process import WriterProcess
 from megackpt.engine.background.staging_memory import StagingMemory
-from megackpt.engine.background.submitted_job import SubmittedJob
 from megackpt.engine.saving.preparation import WriterStatus
 from megackpt.errors import CheckpointError, DeclarationError
 from megackpt.options import AsyncOptions
