@@ -61,7 +61,8 @@ class DistributedOptimizer(MasterOptimizer):
             which they run. A module may use its own parameters, those of modules that ran before, and those
             that none of the modules has. Call `finish_param_sync` before anything else reads parameters.
 
-    Both overlaps leave the result of a step as it is, bit for bit.
+    With either of the two, making the optimizer is collective: it creates process groups. Both leave the sums
+    of a step as they are, bit for bit.
 
     >>> import torch
     >>> from megackpt.parallel.groups import ParallelGroups
@@ -89,6 +90,10 @@ class DistributedOptimizer(MasterOptimizer):
         overlap_grad_reduce: bool = False,
         overlap_param_gather: Iterable[nn.Module] = (),
     ) -> None:
+        modules = tuple(overlap_param_gather)
+        if overlap_grad_reduce or modules:
+            # The model may use the same ranks for exchanges of its own (ep, cp), at the same time.
+            groups = groups.with_own_process_groups("dp_cp", "edp")
         # Buckets with gradients that are summed over other ranks first cannot be reduced early.
         self._sums_apart = overlap_grad_reduce
         super().__init__(
@@ -100,7 +105,6 @@ class DistributedOptimizer(MasterOptimizer):
             grad_dtype=grad_dtype,
         )
         buckets = buckets_in_order(self.buffers, self._params)
-        modules = tuple(overlap_param_gather)
         self._reductions: GradientReductions | None = None
         if overlap_grad_reduce:
             self._reductions = GradientReductions(buckets, groups, divisor=self._grad_divisor)

@@ -7,7 +7,8 @@ the same as without overlap, so the results are equal bit for bit.
 Ranks need not get their gradients in the same order, and one may get none for some bucket. Collectives over a
 group must nevertheless be started in one order on all of its ranks. So all buckets, of dense parameters and
 of experts, have one order, which follows from the parameters alone. A bucket waits for those before it, and
-what a rank could not start in the backward pass it starts in the step.
+what a rank could not start in the backward pass it starts in the step. The process groups are the optimizer's
+own, as the model may exchange tokens over the same ranks.
 
 Source: Megatron-Core `DistributedDataParallelConfig.overlap_grad_reduce`, `overlap_param_gather`.
 """

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch.distributed as dist
 
@@ -142,6 +143,22 @@ class ParallelGroups:
             edp=axes["edp"],
             embedding=axes["embedding"],
         )
+
+    def with_own_process_groups(self, *axes: AxisName) -> ParallelGroups:
+        """Return these groups, with process groups for `axes` that nothing else uses. Collective.
+
+        Every rank calls it. Axes with equal ranks share a process group otherwise (dp x cp and ep, for
+        instance), and collectives over one process group must be started in the same order on all ranks:
+        whatever starts them at times of its own needs a process group of its own. Offline groups are returned
+        as they are.
+        """
+        made: dict[str, Any] = {}
+        for name in axes:
+            group = getattr(self, name).group
+            if group is not None:
+                partition = self.layout.all_ranks_of(name)
+                made[name] = _axis_with_group(partition, self.rank, dist.get_backend(group))
+        return replace(self, **made)
 
     @property
     def experts(self) -> ParallelGroups:

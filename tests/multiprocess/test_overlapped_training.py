@@ -25,6 +25,8 @@ LAYOUTS = [
     ParallelLayout(dp=4, ep=2),
     ParallelLayout(tp=2, dp=2, ep=2, etp=1),
     ParallelLayout(cp=2, dp=2, etp=2),
+    # Tokens are exchanged over the ranks that dense gradients are reduced over, and one rank gets none.
+    ParallelLayout(dp=8, ep=8),
 ]
 Run = tuple[list[ShardedTensor], list[int]]
 
@@ -90,7 +92,7 @@ def test_overlap_changes_no_bit(
     rank_pool: RankPool, layout: ParallelLayout, clip_grad: float, dtype: torch.dtype
 ) -> None:
     def run(*overlap: bool, micro_batches: int = MICRO_BATCHES) -> list[Run]:
-        return rank_pool.run(train, 4, layout, *overlap, micro_batches, clip_grad, dtype)
+        return rank_pool.run(train, layout.world_size, layout, *overlap, micro_batches, clip_grad, dtype)
 
     plain, gathers = run(False, False), run(False, True)
     late, early = run(True, False, micro_batches=NEVER), run(True, False)
@@ -105,7 +107,8 @@ def test_overlap_changes_no_bit(
         # Shards end elsewhere, and a kernel may round the end of a shard unlike its middle.
         torch.testing.assert_close(second[key], array, rtol=1e-2 if array.dtype == dtype else 1e-5, atol=1e-5)
     assert moments(plain, 1) == moments(early, 0) == moments(late, 1) == moments(early, 2) == {0}
-    assert min(moments(early, 1)) > 0
+    assert max(moments(early, 1)) > 0
+    assert min(moments(early, 1)) > 0 or layout.ep == 8  # a rank without tokens starts nothing early
     assert min(moments(both, 2)) > 0
 
 
