@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from megackpt.parallel import (
+    Capacity,
     ColumnParallelLinear,
     ExpertStack,
     GatedExperts,
@@ -72,12 +73,21 @@ class Mlp(nn.Module):
 
 
 class Case(NamedTuple):
-    """What a job runs: kind of experts, name of the options, sequence parallelism, tokens to two experts."""
+    """What a job runs.
+
+    Attributes:
+        experts: whether they are stacked, or modules of their own.
+        options: name of the routing options.
+        sequence_parallel: whether the input is cut along the sequence.
+        skewed: whether two experts get two of each token's choices.
+        capacity: limit on the tokens of an expert.
+    """
 
     experts: str = "stacked"
     options: str = "deepseek"
     sequence_parallel: bool = False
     skewed: bool = False
+    capacity: Capacity | None = None
 
 
 class Result(NamedTuple):
@@ -104,13 +114,14 @@ def _layer(groups: ParallelGroups, case: Case) -> MixtureOfExperts:
         Router(HIDDEN, EXPERTS, groups, OPTIONS[case.options]),
         experts,
         groups,
+        capacity=case.capacity,
         shared_experts=Mlp(groups, case.sequence_parallel),
         sequence_parallel=case.sequence_parallel,
     )
     for tensor in tensors_of(layer.sharded_state_dict()):
         whole = _random(*tensor.global_shape, key=tensor.key) * 0.3
         if tensor.key == "router.expert_bias" and case.skewed:
-            whole[2:4] += 100.0  # two experts of one group get two of each token's choices
+            whole[2:4] += 100.0  # both are in one group
         with torch.no_grad():
             tensor.data.copy_(whole[tensor.global_slice()])
     return layer
@@ -166,6 +177,7 @@ LAYOUTS = {
     "dp8-ep8": ParallelLayout(dp=4, cp=2, ep=8),
     "tp4-ep8-etp1": ParallelLayout(tp=4, cp=2, ep=8, etp=1),
     "tp2-dp2-ep1-etp1": ParallelLayout(tp=2, dp=2, etp=1),
+    "dp4-ep4": ParallelLayout(dp=4, ep=4),
     "tp1-dp4-ep2-etp2": ParallelLayout(dp=4, ep=2, etp=2),
     "tp2-dp4-ep2-etp4": ParallelLayout(tp=2, dp=4, ep=2, etp=4),
     "tp2-cp2-dp2-ep2": ParallelLayout(tp=2, cp=2, dp=2, ep=2),
@@ -201,6 +213,30 @@ def test_outputs_losses_and_gradients_are_those_of_one_rank(
     for result in results:
         assert result.losses == pytest.approx(expected.losses, rel=RELATIVE)
         assert torch.equal(result.bias, expected.bias)
+
+
+@pytest.mark.parametrize(
+    "capacity",
+    [
+        Capacity(factor=0.7),
+        Capacity(factor=0.7, drop="position"),
+        Capacity(factor=0.7, pad=True),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("name", ["dp4-ep4", "tp1-dp4-ep2-etp2"])
+def test_dropped_tokens_are_those_of_one_rank_that_has_the_same_tokens(
+    rank_pool: RankPool, name: str, capacity: Capacity
+) -> None:
+    case, layout = Case(capacity=capacity), LAYOUTS[name]  # tp and cp are 1: a rank has whole sequences
+    results = rank_pool.run(_train, layout.world_size, layout, case)
+    expected = _reference(case)
+    outputs = _join_tokens([p for r in results for p in r.outputs], 1)
+    assert_close(outputs, _join_tokens(expected.outputs, 1), "outputs", relative=RELATIVE)
+    dropless = _join_tokens(_reference(Case()).outputs, 1)
+    assert (outputs - dropless).abs().max() > 0.01
+    grads = join(box for result in results for box in result.grads)
+    assert_all_close(grads, join(expected.grads), relative=RELATIVE)
 
 
 def test_an_expert_without_tokens_has_a_gradient_of_zeros() -> None:

@@ -14,14 +14,20 @@ from torch import Tensor
 
 from megackpt.errors import DeclarationError
 from megackpt.parallel import (
+    Axis,
     ParallelGroups,
     ParallelLayout,
+    collect_rows,
     collect_sequence,
     copy_to,
+    exchange_rows,
     gather_from,
+    gather_rows,
     gather_sequence,
     reduce_from,
+    reduce_scatter_rows,
     reduce_scatter_sequence,
+    scatter_rows,
     scatter_sequence,
     scatter_to,
 )
@@ -40,6 +46,50 @@ def _sums_sliced(xs: list[Tensor]) -> list[Tensor]:
     return list(torch.stack(xs).sum(0).chunk(len(xs), 0))
 
 
+def _counts(ranks: int) -> list[int]:
+    """Rows of each rank: different numbers, and one without any."""
+    return [3, 0, 4, 1][:ranks]
+
+
+def _sent(rank: int, ranks: int) -> list[int]:
+    """Rows that a rank sends to each other one."""
+    return [(2 * rank + peer) % 3 for peer in range(ranks)]
+
+
+def _exchange_rows(x: Tensor, axis: Axis) -> Tensor:
+    received = [_sent(peer, axis.size)[axis.rank] for peer in range(axis.size)]
+    sent = _sent(axis.rank, axis.size)
+    return exchange_rows(x[: sum(sent)], axis, sent, received)
+
+
+def _rows_for_each(xs: list[Tensor]) -> list[Tensor]:
+    parts = [x[: sum(_sent(r, len(xs)))].split(_sent(r, len(xs))) for r, x in enumerate(xs)]
+    return [torch.cat([part[peer] for part in parts]) for peer in range(len(xs))]
+
+
+def _own(collective: Callable[..., Tensor]) -> Callable[[Tensor, Axis], Tensor]:
+    """Return the collective for as many rows as the rank has."""
+    return lambda x, axis: collective(x[: _counts(axis.size)[axis.rank]], axis, _counts(axis.size))
+
+
+def _all(collective: Callable[..., Tensor]) -> Callable[[Tensor, Axis], Tensor]:
+    """Return the collective for the rows of all ranks."""
+    return lambda x, axis: collective(x[: sum(_counts(axis.size))], axis, _counts(axis.size))
+
+
+def _joined_rows(xs: list[Tensor]) -> list[Tensor]:
+    return [torch.cat([x[:count] for x, count in zip(xs, _counts(len(xs)), strict=True)])] * len(xs)
+
+
+def _own_rows(xs: list[Tensor]) -> list[Tensor]:
+    counts = _counts(len(xs))
+    return [x[: sum(counts)].split(counts)[r] for r, x in enumerate(xs)]
+
+
+def _summed_rows(xs: list[Tensor]) -> list[Tensor]:
+    return _own_rows([torch.stack(xs).sum(0)] * len(xs))
+
+
 # function -> (collective, what rank r gets written densely, inputs equal on all ranks, outputs equal on all
 # ranks)
 CASES: dict[str, tuple[Callable[..., Tensor], Dense, bool, bool]] = {
@@ -51,6 +101,11 @@ CASES: dict[str, tuple[Callable[..., Tensor], Dense, bool, bool]] = {
     "collect_sequence": (collect_sequence, lambda xs: [torch.cat(xs, 0)] * len(xs), False, True),
     "gather_sequence": (gather_sequence, lambda xs: [torch.cat(xs, 0)] * len(xs), False, False),
     "reduce_scatter_sequence": (reduce_scatter_sequence, _sums_sliced, False, False),
+    "exchange_rows": (_exchange_rows, _rows_for_each, False, False),
+    "gather_rows": (_own(gather_rows), _joined_rows, False, False),
+    "reduce_scatter_rows": (_all(reduce_scatter_rows), _summed_rows, False, False),
+    "collect_rows": (_own(collect_rows), _joined_rows, False, True),
+    "scatter_rows": (_all(scatter_rows), _own_rows, True, False),
 }
 
 
