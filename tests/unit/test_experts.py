@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from megackpt.errors import DeclarationError
 from megackpt.parallel import (
@@ -20,6 +21,8 @@ from megackpt.parallel import (
     RowParallelLinear,
     ShardedModule,
     is_marked,
+    mean_auxiliary_losses,
+    update_expert_bias,
 )
 
 ONE = ParallelGroups.create(ParallelLayout())
@@ -162,6 +165,27 @@ def test_a_mixture_takes_any_experts_and_any_shared_experts() -> None:
     x = torch.randn(7, 2, HIDDEN)
     torch.testing.assert_close(layer(x), x * 7)  # 2 times the sum of the weights, and x itself
     assert list(layer.sharded_state_dict("mlp.")) == ["mlp.router.weight", "mlp.experts.weight"]
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_activations_may_be_computed_again(reentrant: bool) -> None:
+    options = RoutingOptions(balance_loss=1.0, z_loss=0.1, bias_rate=0.1)
+    grads, biases, losses = [], [], []
+    for recompute in (False, True):
+        torch.manual_seed(1)
+        layer = MixtureOfExperts(
+            Router(HIDDEN, EXPERTS, ONE, options), GatedExperts(EXPERTS, HIDDEN, FFN, ONE), ONE
+        )
+        x = torch.randn(7, 2, HIDDEN, requires_grad=True)
+        out = checkpoint(layer, x, use_reentrant=reentrant) if recompute else layer(x)
+        out.square().sum().backward()
+        grads.append([param.grad for param in layer.parameters()] + [x.grad])
+        losses.append(mean_auxiliary_losses(layer, ONE))
+        update_expert_bias(layer, ONE)
+        biases.append(layer.router.expert_bias)
+    assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
+    assert torch.equal(*losses)
+    assert torch.equal(*biases)
 
 
 def test_a_router_of_another_number_of_experts_is_rejected() -> None:
