@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import time
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megackpt import Checkpointer, CheckpointError, Groups, Retention, SaveSchedule, StrictHandling
+from megackpt import (
+    Checkpointer,
+    CheckpointError,
+    Groups,
+    Policy,
+    Retention,
+    SaveSchedule,
+    StrictHandling,
+)
 from megackpt.optim import DistributedOptimizer, MixedPrecisionOptimizer
 from megackpt.parallel import MicroBatch, ParallelGroups, ParallelRng, forward_backward, share_losses
 from megackpt.training_state import DataPosition, RankPosition, RngState, ScheduleState, TrainingState
@@ -86,12 +94,18 @@ class Trainer:
             verify_after_save=knobs.verify_after_save,
             async_save=knobs.async_options() if knobs.async_save else False,
             save_options=knobs.save_options(),
-            load_options=knobs.load_options(),
+            load_options=replace(knobs.load_options(), complete=self._must_load_all),
             group=Groups(
                 spread=replicas if knobs.dist_ckpt_parallel_save_within_dp else None,
                 exchange=replicas if knobs.dist_ckpt_parallel_load else None,
             ),
         )
+
+    @property
+    def _must_load_all(self) -> bool:
+        """Whether a load proves that the ranks request all of a checkpoint: unless a mode tolerates less."""
+        mode = StrictHandling.of(self.arguments.knobs.dist_ckpt_load_strictness)
+        return mode.on_unexpected is Policy.ERROR
 
     def run(self) -> int:
         """Resume if there is a checkpoint, then train to the end, saving when it is due.
@@ -146,6 +160,7 @@ class Trainer:
         return {
             "model": model,
             "optimizer": self.optimizer.sharded_state_dict(model, **how),
+            "stages": self.arguments.stages.to_json(),
             **self.training_state.sharded_state_dict(),
         }
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections import Counter
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis.strategies import integers
 
 from megackpt.errors import DeclarationError
 from megackpt.parallel import Action, Backward, Forward, Transfer, plan_1f1b, plan_forward, plan_interleaved
 
+UNTIMED = settings(deadline=None)  # a busy machine is no error
 stages_ = integers(1, 6)
 micro_batches_ = integers(0, 12)
 chunks_ = integers(1, 4)
@@ -118,17 +119,20 @@ def interleaved(stages: int, chunks: int, micro_batches: int) -> Plans:
     return [plan_interleaved(stages, stage, chunks, micro_batches) for stage in range(stages)]
 
 
+@UNTIMED
 @given(stages=stages_, micro_batches=micro_batches_)
 def test_1f1b_ends_without_deadlock_even_if_nothing_is_buffered(stages: int, micro_batches: int) -> None:
     Network([plan_1f1b(stages, stage, micro_batches) for stage in range(stages)]).run()
 
 
+@UNTIMED
 @given(stages=stages_, micro_batches=micro_batches_)
 def test_forward_plan_ends_without_deadlock(stages: int, micro_batches: int) -> None:
     done = Network([plan_forward(stages, stage, micro_batches) for stage in range(stages)]).run()
     assert sum(isinstance(action, Forward) for _, action in done) == stages * micro_batches
 
 
+@UNTIMED
 @given(stages=stages_, micro_batches=micro_batches_)
 def test_each_stage_runs_every_micro_batch_once_each_way_in_order(stages: int, micro_batches: int) -> None:
     for stage in range(stages):
@@ -137,6 +141,7 @@ def test_each_stage_runs_every_micro_batch_once_each_way_in_order(stages: int, m
         assert [a.micro_batch for a in plan if isinstance(a, Backward)] == list(range(micro_batches))
 
 
+@UNTIMED
 @given(stages=stages_, micro_batches=micro_batches_)
 def test_micro_batches_in_flight_are_bounded_by_the_stages_to_come(stages: int, micro_batches: int) -> None:
     for stage in range(stages):
@@ -144,6 +149,7 @@ def test_micro_batches_in_flight_are_bounded_by_the_stages_to_come(stages: int, 
         assert most == min(stages - stage, micro_batches)
 
 
+@UNTIMED
 @given(stages=stages_, chunks=chunks_, rounds=rounds_)
 def test_interleaving_ends_without_deadlock_and_every_message_has_its_receiver(
     stages: int, chunks: int, rounds: int
@@ -158,6 +164,7 @@ def test_interleaving_ends_without_deadlock_and_every_message_has_its_receiver(
     assert all(messages[end] == hops for end in ENDS)
 
 
+@UNTIMED
 @given(stages=stages_, chunks=chunks_, rounds=rounds_)
 def test_interleaved_chunks_take_turns_of_as_many_micro_batches_as_stages(
     stages: int, chunks: int, rounds: int
@@ -174,6 +181,7 @@ def test_interleaved_chunks_take_turns_of_as_many_micro_batches_as_stages(
         assert backwards == turns
 
 
+@UNTIMED
 @given(stages=stages_, chunks=chunks_, rounds=rounds_)
 def test_interleaved_forwards_in_flight_are_bounded(stages: int, chunks: int, rounds: int) -> None:
     for stage, plan in enumerate(interleaved(stages, chunks, rounds * stages)):
@@ -181,6 +189,7 @@ def test_interleaved_forwards_in_flight_are_bounded(stages: int, chunks: int, ro
         assert most_in_flight(plan) == min(bound, rounds * stages * chunks)
 
 
+@UNTIMED
 @given(stages=stages_, chunks=integers(2, 4), rounds=rounds_)
 def test_forward_plan_of_several_chunks_ends_without_deadlock(stages: int, chunks: int, rounds: int) -> None:
     plans = [plan_forward(stages, stage, rounds * stages, chunks=chunks) for stage in range(stages)]
@@ -189,6 +198,7 @@ def test_forward_plan_of_several_chunks_ends_without_deadlock(stages: int, chunk
     assert sum(isinstance(action, Forward) for _, action in done) == stages * chunks * rounds * stages
 
 
+@UNTIMED
 @given(stages=integers(2, 6), chunks=integers(2, 4), micro_batches=micro_batches_)
 def test_micro_batches_that_are_no_multiple_of_the_stages_are_rejected(
     stages: int, chunks: int, micro_batches: int

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis.strategies import SearchStrategy, booleans, composite, integers, lists
 
 from megackpt.parallel import StageTable
+
+UNTIMED = settings(deadline=None)  # a busy machine is no error
 
 
 @composite
@@ -29,12 +31,14 @@ def tables(draw: SearchStrategy) -> StageTable:
     )
 
 
+@UNTIMED
 @given(table=tables())
 def test_a_table_is_read_back_from_its_string_and_its_json(table: StageTable) -> None:
     assert StageTable.from_string(str(table), pp=table.pp) == table
     assert StageTable.from_json(table.to_json()) == table
 
 
+@UNTIMED
 @given(table=tables())
 def test_chunks_in_the_order_of_the_forward_pass_have_all_layers(table: StageTable) -> None:
     visited = [
@@ -45,6 +49,7 @@ def test_chunks_in_the_order_of_the_forward_pass_have_all_layers(table: StageTab
         assert layer in table.layers_of(*table.stage_of(layer))
 
 
+@UNTIMED
 @given(layers=integers(1, 40), pp=integers(1, 8), vpp=integers(1, 3))
 def test_an_even_table_is_even(layers: int, pp: int, vpp: int) -> None:
     vpp = vpp if pp > 1 else 1

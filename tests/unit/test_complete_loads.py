@@ -87,6 +87,11 @@ def test_flat_ranges_of_a_box_are_one_request_of_it(checkpoint: Path) -> None:
     assert torch.cat((first["w"], second["w"])).tolist() == list(range(12))
 
 
+def test_plain_tensors_that_arrays_answer_are_whole_on_every_rank(checkpoint: Path) -> None:
+    outcomes = load_on_two_ranks(checkpoint, lambda group: {"w": torch.zeros(4, 3), "b": bias(group)})
+    assert all(outcome["w"].flatten().tolist() == list(range(12)) for outcome in outcomes)
+
+
 def error_of(path: Path, state_of: Callable[[SimulatedRank], dict[str, Any]]) -> CheckpointError:
     error = load_on_two_ranks(path, state_of)[0]
     assert isinstance(error, CheckpointError)
