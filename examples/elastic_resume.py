@@ -1,16 +1,18 @@
 """Train a small GPT on real text with 4 processes, changing the parallel layout every 10 steps.
 
-    python examples/elastic_resume.py
+    python examples/elastic_resume.py          # a dense model over changing TP, PP and DP
+    python examples/elastic_resume.py --moe    # a mixture of experts, over changing EP, ETP, CP and VPP too
 
 Every phase is a run of pretrain_gpt.py under torchrun that ends after its steps. The next phase resumes from
 the checkpoint at another layout. The losses are compared with those of a run that was never interrupted,
-printed as a table and drawn as a picture. It takes about two minutes on 2 cores.
+printed as a table and drawn as a picture. It takes about two minutes on 2 cores, twice as long with experts.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import shutil
 import subprocess
@@ -33,23 +35,44 @@ chaotic: after 60 steps even two uninterrupted runs at different layouts are 4e-
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
-    """A parallel layout of 4 processes."""
+class Run:
+    """What is trained, and at which layouts of 4 processes, one for each phase.
 
-    tp: int
-    pp: int
+    Attributes:
+        title: of the picture.
+        flags: of pretrain_gpt.py, besides those of the layout.
+        phases: the sizes of the axes in each phase; the remaining ranks are data-parallel.
+    """
 
-    @property
-    def dp(self) -> int:
-        """The number of data-parallel ranks."""
-        return PROCESSES // (self.tp * self.pp)
-
-    def __str__(self) -> str:
-        axes = {"TP": self.tp, "PP": self.pp, "DP": self.dp}
-        return " x ".join(f"{axis}{size}" for axis, size in axes.items() if size > 1)
+    title: str
+    flags: tuple[str, ...]
+    phases: tuple[dict[str, int], ...]
 
 
-PHASES = (Layout(2, 2), Layout(1, 1), Layout(4, 1), Layout(1, 2), Layout(2, 1), Layout(1, 4))
+DENSE = Run(
+    "A GPT on real text",
+    (),
+    ({"tp": 2, "pp": 2}, {}, {"tp": 4}, {"pp": 2}, {"tp": 2}, {"pp": 4}),
+)
+MOE = Run(
+    "A mixture of experts on real text",
+    ("--experts=8", "--top-k=2", "--shared-experts=1", "--expert-ffn-hidden-size=64", "--hidden-size=64"),
+    (
+        {"tp": 2, "pp": 2, "ep": 2, "etp": 1},
+        {"ep": 4},
+        {"cp": 2, "ep": 2},
+        {"pp": 2, "vpp": 2, "ep": 2},
+        {"tp": 4, "ep": 2, "etp": 2},
+        {},
+    ),
+)
+
+
+def layout_text(axes: dict[str, int]) -> str:
+    """Return a layout in a few letters, with the data-parallel ranks that its axes leave."""
+    dp = PROCESSES // math.prod(axes.get(axis, 1) for axis in ("tp", "pp", "cp"))
+    sizes = {**axes, "dp": dp}
+    return " ".join(f"{axis.upper()}{size}" for axis, size in sizes.items() if size > 1 or axis == "etp")
 
 
 def main() -> int:
@@ -57,42 +80,50 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--out", type=Path, default=Path("out/elastic_resume"), help="where the results go")
-    out: Path = parser.parse_args().out
+    parser.add_argument("--moe", action="store_true", help="train a mixture of experts, over all axes")
+    parser.add_argument(
+        "--out",
+        type=Path,
+        help="where the results go; default: out/elastic_resume, with --moe out/elastic_moe",
+    )
+    arguments = parser.parse_args()
+    trained = MOE if arguments.moe else DENSE
+    out: Path = arguments.out or Path("out/elastic_moe" if arguments.moe else "out/elastic_resume")
     if find_spec("matplotlib") is None:
         parser.error("the picture needs matplotlib; install it with: pip install -e '.[examples]'")
     shutil.rmtree(out, ignore_errors=True)
     out.mkdir(parents=True)
-    steps = STEPS_PER_PHASE * len(PHASES)
+    steps = STEPS_PER_PHASE * len(trained.phases)
     console = Console()
     began = time.monotonic()
 
-    console.print(f"[bold]Uninterrupted[/]: {steps} steps at {PHASES[0]}")
-    run(PHASES[0], out / "uninterrupted", steps=steps, until=steps)
-    for number, layout in enumerate(PHASES):
+    console.print(f"[bold]Uninterrupted[/]: {steps} steps at {layout_text(trained.phases[0])}")
+    run(trained, 0, out / "uninterrupted", steps=steps, until=steps)
+    for number, axes in enumerate(trained.phases):
         first, last = number * STEPS_PER_PHASE + 1, (number + 1) * STEPS_PER_PHASE
-        console.print(f"[bold]Elastic[/]: steps {first} to {last} at {layout}")
-        run(layout, out / "elastic", steps=steps, until=last)
+        console.print(f"[bold]Elastic[/]: steps {first} to {last} at {layout_text(axes)}")
+        run(trained, number, out / "elastic", steps=steps, until=last)
 
     whole, switched = losses(out / "uninterrupted"), losses(out / "elastic")
     differences = {step: abs(switched[step] - whole[step]) / whole[step] for step in range(1, steps + 1)}
-    console.print(comparison(whole, switched, differences))
-    draw(whole, switched, out / "losses.png")
+    console.print(comparison(trained, whole, switched, differences))
+    draw(trained, whole, switched, out / "losses.png")
     worst = max(differences.values())
     verdict = "agree" if worst <= ALLOWED_DIFFERENCE else "DIFFER"
     console.print(
         f"The losses {verdict}: at most {worst:.1e} relative apart (allowed: {ALLOWED_DIFFERENCE:.0e}) over "
-        f"{steps} steps with {len(PHASES) - 1} changes of layout. {time.monotonic() - began:.0f} s. "
+        f"{steps} steps with {len(trained.phases) - 1} changes of layout. {time.monotonic() - began:.0f} s. "
         f"Picture: {out / 'losses.png'}",
         soft_wrap=True,
     )
     return 0 if worst <= ALLOWED_DIFFERENCE else 1
 
 
-def run(layout: Layout, directory: Path, *, steps: int, until: int) -> None:
+def run(trained: Run, phase: int, directory: Path, *, steps: int, until: int) -> None:
     """Run pretrain_gpt.py in 4 processes, from the newest checkpoint in the directory to step `until`."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={PROCESSES}"]
-    command += [str(EXAMPLES / "pretrain_gpt.py"), f"--tp={layout.tp}", f"--pp={layout.pp}"]
+    command += [str(EXAMPLES / "pretrain_gpt.py"), *trained.flags]
+    command += [f"--{axis}={size}" for axis, size in trained.phases[phase].items()]
     command += [f"--ckpt={directory}", f"--steps={steps}", f"--exit-after={until}", f"--save-every={steps}"]
     command += ["--micro-batches=2", "--global-batch-size=8", "--keep-last=2"]
     subprocess.run(command, check=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
@@ -104,20 +135,22 @@ def losses(directory: Path) -> dict[int, float]:
     return {line["step"]: line["loss"] for line in lines if "loss" in line}
 
 
-def comparison(whole: dict[int, float], switched: dict[int, float], differences: dict[int, float]) -> Table:
-    """Return a table with a row for each phase; all arguments are by step."""
+def comparison(
+    trained: Run, whole: dict[int, float], switched: dict[int, float], differences: dict[int, float]
+) -> Table:
+    """Return a table with a row for each phase; losses and differences are by step."""
     table = Table(title="Loss at the last step of each phase")
     for column in ("steps", "layout", "uninterrupted", "elastic", "largest relative difference"):
         table.add_column(column, justify="left" if column == "layout" else "right")
-    for number, layout in enumerate(PHASES):
+    for number, axes in enumerate(trained.phases):
         first, last = number * STEPS_PER_PHASE + 1, (number + 1) * STEPS_PER_PHASE
         largest = max(differences[step] for step in range(first, last + 1))
         ends = (f"{run_losses[last]:.6f}" for run_losses in (whole, switched))
-        table.add_row(f"{first}-{last}", str(layout), *ends, f"{largest:.1e}")
+        table.add_row(f"{first}-{last}", layout_text(axes), *ends, f"{largest:.1e}")
     return table
 
 
-def draw(whole: dict[int, float], switched: dict[int, float], path: Path) -> None:
+def draw(trained: Run, whole: dict[int, float], switched: dict[int, float], path: Path) -> None:
     """Draw both loss curves with the changes of layout marked."""
     import matplotlib
 
@@ -125,17 +158,17 @@ def draw(whole: dict[int, float], switched: dict[int, float], path: Path) -> Non
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(figsize=(9, 4.5), layout="constrained")
-    label = f"uninterrupted, {PHASES[0]}"
+    label = f"uninterrupted, {layout_text(trained.phases[0])}"
     axes.plot(list(whole), list(whole.values()), color="0.7", linewidth=5, label=label)
     axes.plot(list(switched), list(switched.values()), color="tab:blue", label="layout changes")
     top = 1.08 * max(whole.values())  # leaves room for the names of the layouts above the curves
     axes.set_ylim(top=top)
-    for number, layout in enumerate(PHASES):
+    for number, phase in enumerate(trained.phases):
         begin = number * STEPS_PER_PHASE + 0.5
         if number:
             axes.axvline(begin, color="tab:red", linewidth=0.8, linestyle="--")
-        axes.text(begin + 0.3, 0.99 * top, str(layout), fontsize=9, color="tab:red", va="top")
-    title = f"A GPT on real text: resumed at another layout every {STEPS_PER_PHASE} steps"
+        axes.text(begin + 0.3, 0.99 * top, layout_text(phase), fontsize=9, color="tab:red", va="top")
+    title = f"{trained.title}: resumed at another layout every {STEPS_PER_PHASE} steps"
     axes.set(xlabel="step", ylabel="loss", title=title)
     axes.legend(loc="center right")
     figure.savefig(path, dpi=110)

@@ -14,9 +14,9 @@ from pathlib import Path
 import torch
 
 from megackpt import CheckpointConfig, CheckpointError
-from megackpt.parallel import ParallelLayout, StageTable
+from megackpt.parallel import Capacity, ParallelLayout, RoutingOptions, StageTable
 from megackpt.training_state import WhenDifferent
-from models import GPTConfig
+from models import GPTConfig, MoEConfig
 from training.flags import exit_with_error, make_parser
 from training.text import VOCAB_SIZE
 
@@ -42,6 +42,8 @@ class Arguments:
     micro_batches: int
     global_batch_size: int
     sequence_parallel: bool
+    overlap_grad_reduce: bool
+    overlap_param_gather: bool
     optimizer: str
     steps: int
     exit_after: int
@@ -91,6 +93,7 @@ def parse_arguments(argv: list[str] | None = None, *, world_size: int | None = N
             tied_embeddings=not flags.untie_embeddings,
             make_vocab_divisible=1,
             params_dtype=torch.bfloat16 if flags.bf16 else torch.float32,
+            moe=_experts(flags),
         )
         model.check_layout(layout, table)
         stages = StageTable.even(model.num_layers, pp=layout.pp, vpp=layout.vpp) if table is None else table
@@ -106,6 +109,28 @@ def parse_arguments(argv: list[str] | None = None, *, world_size: int | None = N
     flags.when_schedule_differs = _when_schedule_differs(flags)
     others = {name: getattr(flags, name) for name in Arguments.__slots__ if hasattr(flags, name)}
     return Arguments(layout=layout, stages=stages, model=model, knobs=knobs, **others)
+
+
+def _experts(flags: argparse.Namespace) -> MoEConfig | None:
+    """Return the mixture of experts that the flags describe; None without --experts."""
+    if flags.experts is None:
+        return None
+    width = flags.expert_ffn_hidden_size or flags.ffn_hidden_size or flags.hidden_size
+    return MoEConfig(
+        num_experts=flags.experts,
+        ffn_hidden_size=width,
+        routing=RoutingOptions(
+            top_k=flags.top_k,
+            score_function=flags.router_score,
+            normalise=flags.top_k > 1,
+            balance_loss=flags.balance_loss,
+            z_loss=flags.z_loss,
+            bias_rate=flags.expert_bias_rate,
+        ),
+        capacity=None if flags.capacity_factor is None else Capacity(factor=flags.capacity_factor),
+        shared_ffn_hidden_size=flags.shared_experts * width,
+        layer_freq=flags.moe_layer_freq,
+    )
 
 
 def _given_stages(flags: argparse.Namespace) -> StageTable | None:
@@ -140,15 +165,19 @@ def _check(flags: argparse.Namespace, layout: ParallelLayout) -> None:
             f"--global-batch-size {flags.global_batch_size} does not split into dp={layout.dp} x "
             f"--micro-batches={flags.micro_batches}; make it a multiple of {share}"
         )
+    if flags.experts is None and (layout.ep > 1 or layout.etp != layout.tp):
+        exit_with_error(
+            f"--ep {layout.ep} and --etp {layout.etp} spread experts over ranks, but there are none; give "
+            f"--experts, or leave both out"
+        )
+    if flags.optimizer == "plain" and (flags.overlap_grad_reduce or flags.overlap_param_gather):
+        exit_with_error(
+            "--overlap-grad-reduce and --overlap-param-gather are for --optimizer=distributed; leave them out"
+        )
     if layout.vpp > 1 and flags.micro_batches % layout.pp:
         exit_with_error(
             f"--micro-batches {flags.micro_batches} is not a multiple of --pp {layout.pp}, which the "
             f"interleaved schedule of --vpp {layout.vpp} needs; make it one"
-        )
-    if layout.cp > 1 and flags.seq_length % (2 * layout.cp):
-        exit_with_error(
-            f"--seq-length {flags.seq_length} cannot be cut into 2 x --cp {layout.cp} equal parts; make it a "
-            f"multiple of {2 * layout.cp}"
         )
     if flags.sequence_parallel and flags.seq_length % (layout.tp * layout.cp):
         sizes = f"--tp {layout.tp}" if layout.cp == 1 else f"--tp {layout.tp} x --cp {layout.cp}"

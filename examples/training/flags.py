@@ -40,6 +40,7 @@ def make_parser() -> argparse.ArgumentParser:
     )
     _add_layout(parser.add_argument_group("layout"))
     _add_model(parser.add_argument_group("model"))
+    _add_experts(parser.add_argument_group("mixture of experts"))
     _add_training(parser.add_argument_group("training"))
     _add_data(parser.add_argument_group("data"))
     _add_checkpoints(parser.add_argument_group("checkpoints and reports"))
@@ -75,6 +76,8 @@ def _add_layout(group: argparse._ArgumentGroup) -> None:
         group, "--sequence-parallel", "split activations along the sequence between tensor-parallel blocks"
     )
     _count(group, "--micro-batches", 1, "micro-batches per step and data-parallel rank")
+    _switch(group, "--overlap-grad-reduce", "reduce gradients while the backward pass goes on")
+    _switch(group, "--overlap-param-gather", "gather parameters while the next forward pass begins")
     _count(group, "--global-batch-size", 8, "samples per step, over all ranks")
 
 
@@ -88,6 +91,36 @@ def _add_model(group: argparse._ArgumentGroup) -> None:
     _number(group, "--dropout", 0.0, "dropout probability")
     _switch(group, "--untie-embeddings", "give the output layer weights of its own")
     _switch(group, "--bf16", "bfloat16 parameters with float32 master weights")
+
+
+def _add_experts(group: argparse._ArgumentGroup) -> None:
+    _count(group, "--experts", None, "experts of a layer; if not given, layers have one MLP")
+    _count(group, "--top-k", 2, "experts of each token")
+    _count(
+        group, "--expert-ffn-hidden-size", None, "width inside of an expert; if not given, --ffn-hidden-size"
+    )
+    _count(group, "--shared-experts", 0, "experts that every token goes to, joined into one of their width")
+    _count(group, "--moe-layer-freq", 1, "layers 0, N, 2N, ... have experts, the others one MLP")
+    group.add_argument(
+        "--router-score",
+        choices=("softmax", "sigmoid"),
+        default="softmax",
+        help="what makes scores of the router's outputs (default: %(default)s)",
+    )
+    _number(group, "--balance-loss", 0.01, "coefficient of the load-balancing loss")
+    _number(group, "--z-loss", 0.0, "coefficient of the loss on large outputs of the router")
+    group.add_argument(
+        "--expert-bias-rate",
+        type=float,
+        metavar="X",
+        help="balance the load by a bias of each expert that changes by this much per step; default: no bias",
+    )
+    group.add_argument(
+        "--capacity-factor",
+        type=float,
+        metavar="X",
+        help="drop tokens above this multiple of an even load; default: no token is dropped",
+    )
 
 
 def _add_training(group: argparse._ArgumentGroup) -> None:

@@ -24,15 +24,21 @@ from megackpt import (
     StrictHandling,
 )
 from megackpt.optim import DistributedOptimizer, MixedPrecisionOptimizer
-from megackpt.parallel import MicroBatch, ParallelGroups, ParallelRng, forward_backward, share_losses
+from megackpt.parallel import (
+    MicroBatch,
+    ParallelGroups,
+    ParallelRng,
+    context_share,
+    forward_backward,
+    share_losses,
+    update_expert_bias,
+)
 from megackpt.training_state import DataPosition, RankPosition, RngState, ScheduleState, TrainingState
 from models import GPTConfig, build_gpt, init_weights
 from training.arguments import Arguments, exit_with_error
 from training.report import Report
 from training.schedule import CosineSchedule
 from training.text import Text
-
-OPTIMIZERS = {"distributed": DistributedOptimizer, "plain": MixedPrecisionOptimizer}
 
 
 class Trainer:
@@ -60,12 +66,7 @@ class Trainer:
             warmup=arguments.warmup_steps,
             steps=arguments.steps,
         )
-        self.optimizer = OPTIMIZERS[arguments.optimizer](
-            self._param_groups(),
-            lambda groups: torch.optim.AdamW(groups, lr=arguments.lr, betas=(0.9, 0.95)),
-            self.groups,
-            clip_grad=arguments.clip_grad,
-        )
+        self.optimizer = self._make_optimizer()
         self.step = 0
         self.data = DataPosition(text.order)
         self.schedule_state = ScheduleState(
@@ -80,6 +81,24 @@ class Trainer:
             timeout_s=arguments.knobs.timeout_s,
         )
         self.checkpointer = None if arguments.ckpt is None else self._make_checkpointer(arguments.ckpt)
+
+    def _make_optimizer(self) -> DistributedOptimizer | MixedPrecisionOptimizer:
+        arguments, groups = self.arguments, self._param_groups()
+        if arguments.optimizer == "plain":
+            return MixedPrecisionOptimizer(groups, self._adam, self.groups, clip_grad=arguments.clip_grad)
+        optimizer = DistributedOptimizer(
+            groups,
+            self._adam,
+            self.groups,
+            clip_grad=arguments.clip_grad,
+            overlap_grad_reduce=arguments.overlap_grad_reduce,
+            overlap_param_gather=list(self.model) if arguments.overlap_param_gather else (),
+        )
+        optimizer.micro_batches = arguments.micro_batches
+        return optimizer
+
+    def _adam(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(groups, lr=self.arguments.lr, betas=(0.9, 0.95))
 
     def _make_checkpointer(self, root: Path | str) -> Checkpointer:
         knobs = self.arguments.knobs
@@ -270,7 +289,7 @@ class Trainer:
         began = time.monotonic()
         first = self.data.consumed
         numbers = self._next_samples()
-        micro_batches = [MicroBatch(*self.text.batch(part)) for part in numbers]
+        micro_batches = [self._micro_batch(part) for part in numbers]
         learning_rate = self.schedule.at(self.step + 1)
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate
@@ -278,6 +297,7 @@ class Trainer:
         losses = forward_backward(self.model, micro_batches, self.groups)
         loss = self._mean_loss(share_losses(losses, len(micro_batches), self.groups))
         norm = float(self.optimizer.step())
+        update_expert_bias(self.model, self.groups)
         self.step += 1
         measured = {
             "loss": loss,
@@ -296,6 +316,12 @@ class Trainer:
         share = self.data.take(self.arguments.global_batch_size, dp_rank=dp.rank, dp_size=dp.size)
         size = len(share) // parts
         return [list(share[k * size : (k + 1) * size]) for k in range(parts)]
+
+    def _micro_batch(self, numbers: list[int]) -> MicroBatch:
+        """The tokens and labels of samples: of each sequence, what this rank of cp has."""
+        tokens, labels = self.text.batch(numbers)
+        cp = self.groups.cp
+        return MicroBatch(context_share(tokens, cp, dim=1), context_share(labels, cp, dim=1))
 
     def _mean_loss(self, losses: Tensor) -> float:
         """The mean over micro-batches, sequence parts and data-parallel ranks, all with as many tokens."""

@@ -74,9 +74,24 @@ CASES = {
     "expert ranks": Case(
         "--tp=2 --ep=3", r"etp=2 x ep=3 = 6 does not divide the tp=2 x cp=1 x dp=2 = 4 ranks .*", ranks=4
     ),
+    "experts": Case(
+        "--experts=6 --ep=4", r".*num_experts 6 is not a multiple of ep=4\. Change either\.", ranks=4
+    ),
+    "slices of experts": Case(
+        "--experts=4 --expert-ffn-hidden-size=30 --tp=4",
+        r".*ffn_hidden_size of experts 30 is not a multiple of etp=4.*Change either\.",
+        ranks=4,
+    ),
+    "no experts": Case(
+        "--ep=2", r"--ep 2 and --etp 1 spread experts over ranks, but there are none; give .*", ranks=2
+    ),
+    "choices": Case("--experts=2 --top-k=3", r".*top_k 3 .*"),
+    "overlap without shards": Case(
+        "--optimizer=plain --overlap-grad-reduce", r"--overlap-grad-reduce and .* are for .*leave them out"
+    ),
     "sequence parts": Case(
         "--cp=4 --seq-length=20",
-        r"--seq-length 20 cannot be cut into 2 x --cp 4 equal parts; make it a multiple of 8",
+        r".*seq_length 20 is not a multiple of 2 x cp=4\. Change either\.",
         ranks=4,
     ),
     "format": Case(

@@ -40,6 +40,10 @@ LAYOUTS = {
     "TP2xDP2": ParallelLayout(tp=2, dp=2),
     "PP2xDP2": ParallelLayout(pp=2, dp=2),
     "TP2xPP2xVPP2": ParallelLayout(tp=2, pp=2, vpp=2),
+    "CP2xDP2": ParallelLayout(cp=2, dp=2),
+    "EP4": ParallelLayout(dp=4, ep=4),
+    "TP2xPP2xEP2xETP1": ParallelLayout(tp=2, pp=2, ep=2, etp=1),
+    "CP2xDP2xEP2": ParallelLayout(cp=2, dp=2, ep=2),
 }
 
 
@@ -54,7 +58,11 @@ def write_text(path: Path) -> Path:
 def arguments_for(layout: ParallelLayout, flags: Sequence[str]) -> Arguments:
     """Return what pretrain_gpt.py would run with, at a layout."""
     return parse_arguments(
-        [*SMALL_MODEL, f"--tp={layout.tp}", f"--pp={layout.pp}", f"--vpp={layout.vpp}", *flags],
+        [
+            *SMALL_MODEL,
+            *(f"--{axis}={getattr(layout, axis)}" for axis in ("tp", "pp", "vpp", "cp", "ep", "etp")),
+            *flags,
+        ],
         world_size=layout.world_size,
     )
 
