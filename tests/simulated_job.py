@@ -12,11 +12,10 @@ import megackpt
 from megackpt.comm import Group
 from megackpt.mapping import ShardedStateDict
 from megackpt.optim import DistributedOptimizer
-from megackpt.parallel import ParallelGroups, ParallelLayout
+from megackpt.parallel import ParallelGroups, ParallelLayout, RoutingOptions
 from megackpt.simulation import ModelSizes
 from megackpt.testing.world import SimulatedWorld
-from models.config import GPTConfig
-from models.gpt import GPT
+from models import GPTConfig, MoEConfig, build_gpt
 
 BUCKET = 20_000  # elements: several parameters in some buckets, one in others
 
@@ -26,8 +25,7 @@ TIED = replace(SIZES, tied_embeddings=True, linear_bias=True)
 
 def real_state(sizes: ModelSizes, layout: ParallelLayout, rank: int) -> ShardedStateDict:
     """What a rank that trains the model would save."""
-    where = ParallelLayout(tp=layout.tp, pp=layout.pp, dp=layout.dp)
-    groups = ParallelGroups.offline(where, rank)
+    groups = ParallelGroups.offline(layout, rank)
     config = GPTConfig(
         vocab_size=sizes.vocab_size,
         hidden_size=sizes.hidden_size,
@@ -38,14 +36,29 @@ def real_state(sizes: ModelSizes, layout: ParallelLayout, rank: int) -> ShardedS
         tied_embeddings=sizes.tied_embeddings,
         linear_bias=sizes.linear_bias,
         params_dtype=getattr(torch, sizes.dtype),
+        moe=_experts(sizes),
     )
-    model = GPT(config, groups)
+    model = build_gpt(config, groups)
     optimizer = DistributedOptimizer(
         model.parameters(), lambda g: torch.optim.AdamW(g), groups, bucket_size=BUCKET
     )
     declared = model.sharded_state_dict()
     state: dict[str, Any] = {"model": declared, "optimizer": optimizer.sharded_state_dict(declared)}
     return state
+
+
+def _experts(sizes: ModelSizes) -> MoEConfig | None:
+    experts = sizes.experts
+    if experts is None:
+        return None
+    is_routed = [int(layer >= experts.dense_layers) for layer in range(sizes.num_layers)]
+    return MoEConfig(
+        num_experts=experts.count,
+        ffn_hidden_size=experts.ffn_size,
+        routing=RoutingOptions(bias_rate=1e-3 if experts.router_bias else None),
+        shared_ffn_hidden_size=experts.shared_ffn_size,
+        layer_freq=tuple(is_routed) if experts.dense_layers else 1,
+    )
 
 
 def save_for_real(sizes: ModelSizes, layout: ParallelLayout, directory: Path) -> None:

@@ -50,6 +50,16 @@ def test_simulated_ranks_declare_what_real_ones_do(layout: str, sizes: ModelSize
     check_declarations(replace(sizes, dtype=dtype), parse_layout(layout))
 
 
+@pytest.mark.parametrize(
+    "layout", ["dp4,ep4", "tp2,pp2,dp2,ep2", "tp2,dp2,ep4,etp1", "cp2,dp2,ep2,etp2", "pp2,vpp2,dp2,ep2"]
+)
+@pytest.mark.parametrize("dense_layers", [0, 1])
+def test_experts_are_declared_as_real_layers_do(layout: str, dense_layers: int) -> None:
+    experts = Experts(count=8, ffn_size=48, shared_ffn_size=16, dense_layers=dense_layers, router_bias=True)
+    sizes = replace(SIZES, num_layers=4, experts=experts, dtype="bfloat16")
+    check_declarations(sizes, parse_layout(layout))
+
+
 def check_declarations(sizes: ModelSizes, where: ParallelLayout) -> None:
     everyone = simulated(sizes, where)
     for rank in range(where.world_size):
