@@ -19,14 +19,8 @@ from megackpt.simulation.arrays import JobArrays, job_arrays
 from megackpt.simulation.model import Model, check_layout
 from megackpt.simulation.outcome import LoadOutcome
 from megackpt.simulation.reads import copied_nbytes, read_nbytes
-from megackpt.simulation.replicas import (
-    BUCKET_SIZE,
-    ReplicaGroup,
-    boxes_of,
-    data_parallel_groups,
-    joined,
-    replica_groups,
-)
+from megackpt.simulation.replica_group import ReplicaGroup, boxes_of, joined
+from megackpt.simulation.replicas import BUCKET_SIZE, data_parallel_groups, replica_groups
 from megackpt.simulation.save import Advance, StoredCheckpoint, table_nbytes
 
 

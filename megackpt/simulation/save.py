@@ -19,12 +19,8 @@ from megackpt.simulation import run_planner
 from megackpt.simulation.arrays import JobArrays, job_arrays
 from megackpt.simulation.model import Model, check_layout
 from megackpt.simulation.outcome import SaveOutcome, Seconds
-from megackpt.simulation.replicas import (
-    BUCKET_SIZE,
-    ReplicaGroup,
-    joined,
-    replica_groups,
-)
+from megackpt.simulation.replica_group import ReplicaGroup, joined
+from megackpt.simulation.replicas import BUCKET_SIZE, replica_groups
 
 Advance = Callable[[int], None]
 """Told how many ranks have been planned since it was called last."""

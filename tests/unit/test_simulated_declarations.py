@@ -14,7 +14,7 @@ from megackpt.mapping.flatten import flatten_state
 from megackpt.metadata import DeclaredChunks
 from megackpt.parallel import ParallelLayout
 from megackpt.simulation import ModelSizes, build_model, job_arrays, parse_layout, replica_groups
-from megackpt.simulation.replicas import boxes_of, joined
+from megackpt.simulation.replica_group import boxes_of, joined
 from megackpt.simulation.sizes import Experts
 from megackpt.validation import check_coverage
 from tests.simulated_job import BUCKET, SIZES, TIED, real_state

@@ -27,7 +27,7 @@ from megackpt.simulation import (
 from megackpt.simulation.layout import replica_ranks
 from megackpt.simulation.outcome import LoadOutcome
 from megackpt.simulation.reads import copied_nbytes, read_nbytes
-from megackpt.simulation.replicas import joined
+from megackpt.simulation.replica_group import joined
 from megackpt.simulation.sizes import Experts
 from tests.simulated_job import BUCKET, TIED, save_for_real
 

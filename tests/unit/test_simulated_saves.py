@@ -12,7 +12,8 @@ import pytest
 from megackpt.parallel import ParallelLayout
 from megackpt.planning import plan_save
 from megackpt.simulation import PRESETS, build_model, job_arrays, parse_layout, simulate_save
-from megackpt.simulation.replicas import joined, replica_groups
+from megackpt.simulation.replica_group import joined
+from megackpt.simulation.replicas import replica_groups
 from megackpt.simulation.sizes import Experts
 from tests.simulated_job import BUCKET, SIZES, TIED, save_for_real
 
