@@ -15,7 +15,7 @@ from megackpt.parallel.groups import ParallelGroups
 from megackpt.parallel.layout import ParallelLayout
 from megackpt.testing.ranks import RankPool
 from tests.expert_world import build, random_weights, tokens_of
-from tests.optim_world import Arrays, gather, tensors_of
+from tests.optim_world import Arrays, elements_of, gather, tensors_of
 
 pytestmark = pytest.mark.multiprocess
 
@@ -85,8 +85,10 @@ def test_a_step_equals_that_of_one_process(
             assert got_norm == results[0][0]
         got = gather([{"model": tensors} for _, tensors, _ in results])
         assert got.keys() == weights.keys()
-        for key, wanted in weights.items():
-            torch.testing.assert_close(got[key], wanted, rtol=1e-10, atol=1e-12)
+        for tensor in (tensor for _, tensors, _ in results for tensor in tensors):  # replicas, too
+            assert tensor.data is not None
+            wanted = weights[tensor.key].reshape(-1)[elements_of(tensor)]
+            torch.testing.assert_close(tensor.data.detach().reshape(-1), wanted, rtol=1e-10, atol=1e-12)
         state = gather([{"optimizer": tensors} for _, _, tensors in results])
         assert all(bool((steps == 1).all()) for key, steps in state.items() if ".step." in key)
 
