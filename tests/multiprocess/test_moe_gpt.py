@@ -1,8 +1,8 @@
 """A GPT with experts at every parallel layout: the one-rank model's loss and gradients, the same checkpoint.
 
 Tolerance: everything is fp32 and only the order of sums differs. An element of a gradient is a sum of about
-tokens * layers * width = 64 * 4 * 32 = 8192 rounded terms; random rounding errors add up to sqrt(8192) *
-2^-24 = 5e-6 of the largest element of its array. A wrong or missing reduction is off by a factor of two.
+tokens * layers * width = 128 * 4 * 32 = 16384 rounded terms; random rounding errors add up to sqrt(16384) *
+2^-24 = 8e-6 of the largest element of its array. A wrong or missing reduction is off by a factor of two.
 """
 
 from __future__ import annotations
@@ -20,67 +20,23 @@ from megackpt import load, load_plain_tensors, save
 from megackpt.engine.data.tensor_bytes import as_bits
 from megackpt.options import LoadOptions
 from megackpt.parallel import (
-    MicroBatch,
-    ModelChunks,
     ParallelGroups,
     ParallelLayout,
-    RoutingOptions,
-    StageTable,
     all_reduce,
-    context_share,
     forward_backward,
     mean_auxiliary_losses,
     share_losses,
     update_expert_bias,
 )
 from megackpt.testing.ranks import RankPool
-from models import GPTConfig, MoEConfig, build_gpt, init_weights
+from models import GPTConfig
 from tests.gradients import Box, assert_all_close, gradient_boxes, join
+from tests.moe_gpt_world import ALL_MOE, CONFIG, Case, build, micro_batches
 
 pytestmark = pytest.mark.multiprocess
 
 RELATIVE = 1e-5
-MICRO_BATCHES = 4  # in the whole job, divided among dp
-
-CONFIG = GPTConfig(
-    vocab_size=29,
-    hidden_size=32,
-    num_layers=4,
-    num_heads=8,
-    num_query_groups=4,
-    ffn_hidden_size=24,
-    seq_length=8,
-    make_vocab_divisible=1,
-    linear_bias=True,
-    moe=MoEConfig(
-        num_experts=8,
-        ffn_hidden_size=16,
-        routing=RoutingOptions(
-            top_k=3,
-            score_function="sigmoid",
-            scaling_factor=2.5,
-            num_groups=4,
-            group_top_k=2,
-            balance_loss=0.3,
-            z_loss=0.02,
-            bias_rate=0.01,
-        ),
-        shared_ffn_hidden_size=16,
-        shared_gate=True,
-        layer_freq=(0, 1, 1, 1),
-    ),
-)
-ALL_MOE = replace(CONFIG, moe=replace(CONFIG.moe, layer_freq=1), tied_embeddings=False)
-CONFIGS = {"mixed": CONFIG, "all": ALL_MOE}
-
-
-class Case(NamedTuple):
-    """A layout and choices that change no result."""
-
-    layout: ParallelLayout
-    sequence_parallel: bool = False
-    stages: str | None = None
-
+CONFIGS = {"mixed": CONFIG, "all": replace(ALL_MOE, tied_embeddings=False)}
 
 CASES = {
     "dp4-ep4": Case(ParallelLayout(dp=4, ep=4)),
@@ -104,29 +60,10 @@ class Result(NamedTuple):
     biases: list[Box]
 
 
-def _batches(groups: ParallelGroups) -> list[MicroBatch]:
-    """Return this dp rank's micro-batches, and of them this cp rank's tokens."""
-    generator = torch.Generator().manual_seed(3)
-    draw = functools.partial(torch.randint, 0, CONFIG.vocab_size, (2, 8), generator=generator)
-    whole = [(draw(), draw()) for _ in range(MICRO_BATCHES)][groups.dp.rank :: groups.dp.size]
-    return [MicroBatch(*(context_share(x, groups.cp, dim=1) for x in batch)) for batch in whole]
-
-
-def _build(case: Case, config: GPTConfig, seed: int) -> tuple[ModelChunks, ParallelGroups]:
-    groups = ParallelGroups.create(case.layout)
-    table = None if case.stages is None else StageTable.from_string(case.stages, pp=case.layout.pp)
-    model = build_gpt(config, groups, sequence_parallel=case.sequence_parallel, stages=table)
-    init_weights(model, seed=seed)
-    with torch.no_grad():  # scores far from each other, so that rounding does not change a choice
-        for name, param in model.named_parameters():
-            if name.endswith("router.weight"):
-                param *= 20
-    return model, groups
-
-
 def _train(case: Case, config: GPTConfig) -> Result:
-    model, groups = _build(case, config, seed=11)
-    batches = _batches(groups)
+    groups = ParallelGroups.create(case.layout)
+    model = build(case, config, groups, seed=11)
+    batches = micro_batches(groups)
     losses = share_losses(forward_backward(model, batches, groups), len(batches), groups)
     losses = all_reduce(losses, groups.cp) / groups.cp.size
     grads = gradient_boxes(model, model.sharded_state_dict(), groups)
@@ -168,14 +105,15 @@ def test_losses_gradients_and_biases_are_those_of_one_rank(rank_pool: RankPool, 
 
 def _save(case: Case, directory: Path) -> None:
     """Save a model whose biases are no longer those of a new one."""
-    model, groups = _build(case, CONFIG, seed=1)
-    forward_backward(model, _batches(groups), groups)
+    groups = ParallelGroups.create(case.layout)
+    model = build(case, CONFIG, groups, seed=1)
+    forward_backward(model, micro_batches(groups), groups)
     update_expert_bias(model, groups)
     save({"model": model.sharded_state_dict()}, directory)
 
 
 def _load_and_save(case: Case, source: Path, target: Path) -> None:
-    model, _ = _build(case, CONFIG, seed=2)
+    model = build(case, CONFIG, ParallelGroups.create(case.layout), seed=2)
     load({"model": model.sharded_state_dict()}, source, options=LoadOptions(complete=True))
     save({"model": model.sharded_state_dict()}, target)
 

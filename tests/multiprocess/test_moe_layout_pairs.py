@@ -1,0 +1,140 @@
+"""A GPT with experts and its optimizer, saved at each layout, loaded at each other, saved again: bit-equal.
+
+CI takes a sample of the 182 pairs. All: `pytest tests/multiprocess/test_moe_layout_pairs.py --all-pairs`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+import megackpt
+from megackpt import LoadOptions, load_common_state_dict, load_plain_tensors
+from megackpt.engine.data.tensor_bytes import as_bits
+from megackpt.optim.master_optimizer import MasterOptimizer
+from megackpt.parallel import ModelChunks, ParallelGroups, forward_backward, update_expert_bias
+from megackpt.testing.ranks import RankPool
+from tests.moe_gpt_world import ALL_MOE, LAYOUTS, build, micro_batches, state_of
+
+pytestmark = pytest.mark.multiprocess
+
+CONFIG = replace(ALL_MOE, params_dtype=torch.bfloat16)
+NAMES = list(LAYOUTS)
+# Target: sources. From all experts on a rank to one on a rank and back, and changes of all axes at once.
+SAMPLE = {
+    "dp8-ep8": ["dp8", "tp2-pp2-vpp2-dp2-ep4-etp1-uneven"],
+    "dp8": ["dp8-ep8"],
+    "tp2-cp2-dp2-ep2-etp4": ["tp2-pp2-vpp2-dp2-ep4-etp1-uneven", "dp8-ep8"],
+    "tp2-pp2-vpp2-dp2-ep4-etp1-uneven": ["dp8"],
+}
+STATES = ("exp_avg", "exp_avg_sq", "fp32_param", "step")
+
+
+def build_rank(name: str, *, seed: int) -> tuple[ModelChunks, MasterOptimizer, ParallelGroups]:
+    groups = ParallelGroups.create(LAYOUTS[name].layout)
+    model = build(LAYOUTS[name], CONFIG, groups, seed=seed)
+    optimizer = LAYOUTS[name].optimizer(
+        [
+            {"name": "matrices", "params": [p for p in model.parameters() if p.ndim > 1]},
+            {"name": "others", "params": [p for p in model.parameters() if p.ndim == 1], "weight_decay": 0.0},
+        ],
+        lambda params: torch.optim.AdamW(params, lr=0.01, betas=(0.8, 0.9)),
+        groups,
+        bucket_size=1001,  # shards begin and end at odd places of parameters
+    )
+    return model, optimizer, groups
+
+
+def train_and_save(name: str, directory: Path) -> None:
+    """One step makes moments, numbers of steps and biases of experts that no new model has."""
+    model, optimizer, groups = build_rank(name, seed=NAMES.index(name))
+    forward_backward(model, micro_batches(groups), groups)
+    optimizer.step()
+    update_expert_bias(model, groups)
+    megackpt.save(state_of(model, optimizer), directory)
+
+
+def load_and_save(name: str, sources: dict[str, Path], directory: Path) -> None:
+    """Load each checkpoint into one model of another seed and its optimizer, and save again.
+
+    Every source was made of another seed, so what stays of the load before is seen.
+    """
+    model, optimizer, _ = build_rank(name, seed=len(NAMES))
+    for source, path in sources.items():
+        state = state_of(model, optimizer)
+        loaded = megackpt.load(state, path, options=LoadOptions(complete=True))
+        optimizer.load_sharded_state_dict(loaded["optimizer"])
+        megackpt.save(state_of(model, optimizer), directory / source)
+
+
+def arrays_of(checkpoint: Path) -> dict[str, torch.Tensor]:
+    """Return all arrays; those of the vocabulary without padding, whose size depends on the layout."""
+    arrays = load_plain_tensors(checkpoint)
+    padded = {key for key, array in arrays.items() if array.ndim and "word_embeddings" in key}
+    return {k: a[: CONFIG.vocab_size] if k in padded else a for k, a in arrays.items()}
+
+
+def assert_equal(first: Path, second: Path) -> None:
+    a, b = arrays_of(first), arrays_of(second)
+    assert a.keys() == b.keys()
+    for key in a:
+        assert a[key].shape == b[key].shape, key
+        assert torch.equal(as_bits(a[key]), as_bits(b[key])), key
+    assert load_common_state_dict(first) == load_common_state_dict(second)
+
+
+class Sources:
+    """The checkpoint of each layout, made when a test first asks for it."""
+
+    def __init__(self, pool: RankPool, directory: Path) -> None:
+        self._pool = pool
+        self._directory = directory
+        self._saved: set[str] = set()
+
+    def path(self, name: str) -> Path:
+        """Return the checkpoint of a layout."""
+        path = self._directory / name
+        if name not in self._saved:
+            self._pool.run(train_and_save, LAYOUTS[name].layout.world_size, name, path)
+            self._saved.add(name)
+        return path
+
+
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory: pytest.TempPathFactory, rank_pool: RankPool) -> Sources:
+    return Sources(rank_pool, tmp_path_factory.mktemp("pairs"))
+
+
+@pytest.mark.parametrize("target", NAMES)
+def test_what_any_layout_saved_a_layout_loads_and_saves_bit_equal(
+    target: str, sources: Sources, rank_pool: RankPool, tmp_path: Path, pytestconfig: pytest.Config
+) -> None:
+    every = pytestconfig.getoption("--all-pairs")
+    names = [n for n in NAMES if n != target] if every else SAMPLE.get(target, [])
+    if not names:
+        pytest.skip("not in the sample of layout pairs; --all-pairs runs all 182")
+    paths = {name: sources.path(name) for name in names}
+    rank_pool.run(load_and_save, LAYOUTS[target].layout.world_size, target, paths, tmp_path)
+    for name, path in paths.items():
+        assert_equal(path, tmp_path / name)
+
+
+def test_the_checkpoints_hold_experts_biases_masters_moments_and_steps(sources: Sources) -> None:
+    arrays = arrays_of(sources.path("dp8-ep8"))
+    model = {key for key in arrays if not key.startswith("optimizer.")}
+    assert arrays["decoder.layers.mlp.experts.linear_fc1.weight.gate"].shape == (4, 8, 16, 32)
+    bias = "decoder.layers.mlp.router.expert_bias"
+    assert arrays[bias].dtype == torch.float32
+    assert bool(arrays[bias].any())
+    trained = model - {bias}
+    for state in STATES:
+        prefix = f"optimizer.state.{state}."
+        kept = {key.removeprefix(prefix) for key in arrays if key.startswith(prefix)}
+        if state == "step":  # one number a parameter, whatever parts it is stored in
+            assert kept
+            assert all(bool((arrays[prefix + key] == 1).all()) for key in kept)
+        else:
+            assert kept == trained, state
