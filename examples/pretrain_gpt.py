@@ -1,11 +1,18 @@
 """Pre-train a small GPT on text, with checkpoints that resume at any layout.
 
-    export OMP_NUM_THREADS=1    # threads of each rank; torchrun warns where it has to choose torchrun
-    --nproc-per-node 4 examples/pretrain_gpt.py --tp 2 --pp 2 --ckpt /tmp/run --steps 200 --exit-after 100
-    torchrun --nproc-per-node 2 examples/pretrain_gpt.py --ckpt /tmp/run --steps 200
+    export OMP_NUM_THREADS=1    # threads of each rank; torchrun warns where it has to choose
+    export RUN="--ckpt /tmp/run --steps 200"
+    torchrun --nproc-per-node 4 examples/pretrain_gpt.py --tp 2 --pp 2 $RUN --exit-after 100
+    torchrun --nproc-per-node 2 examples/pretrain_gpt.py $RUN
 
-The first command ends half-way; the second goes on from there, on half as many ranks. `--help` lists all
-flags. Where to look next: `training/trainer.py` shows how a training loop declares, saves and resumes its
+The first run ends half-way; the second goes on from there, on half as many ranks. The same with a mixture of
+8 experts, over expert parallelism, then over interleaved pipeline stages with context parallelism:
+
+    export RUN="--ckpt /tmp/moe --steps 200 --experts 8 --shared-experts 1"
+    torchrun --nproc-per-node 4 examples/pretrain_gpt.py --ep 4 $RUN --exit-after 100
+    torchrun --nproc-per-node 4 examples/pretrain_gpt.py --pp 2 --vpp 2 --cp 2 --micro-batches 2 $RUN
+
+`--help` lists all flags. Where to look next: `training/trainer.py` shows how a training loop declares, saves and resumes its
 state.
 """
 

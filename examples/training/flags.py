@@ -130,7 +130,7 @@ def _add_training(group: argparse._ArgumentGroup) -> None:
         "--optimizer",
         choices=("distributed", "plain"),
         default="distributed",
-        help="distributed: each data-parallel rank keeps its share of AdamW's state; plain: each keeps all "
+        help="distributed: ranks with equal parameters share AdamW's state; plain: each has all of it "
         "(default: %(default)s; a checkpoint of either loads into both)",
     )
     _number(group, "--lr", 1e-3, "peak learning rate")

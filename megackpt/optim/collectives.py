@@ -123,7 +123,7 @@ def all_gather_slices(bucket: Tensor, axis: Axis) -> None:
 def _group(axis: Axis) -> dist.ProcessGroup:
     if axis.group is None:
         raise DeclarationError(
-            f"an optimizer step over data-parallel ranks {axis.ranks} was called, but these groups were "
+            f"an optimizer step over ranks {axis.ranks} was called, but these groups were "
             f"made without communication (ParallelGroups.offline). Make them with ParallelGroups.create on "
             f"all ranks to train.",
             rank=axis.ranks[axis.rank],

@@ -1,9 +1,9 @@
-"""DistributedOptimizer: state sharded over data-parallel ranks (ZeRO-1), declared without communication.
+"""DistributedOptimizer: state sharded over the ranks with equal parameters, declared without communication.
 
 A rank owns a slice of every bucket. So it has master weights and optimizer state of flat ranges of
 parameters, and declares exactly those. `master_optimizer` has the order of a step.
 
-Source: Rajbhandari et al. 2020, section 5.1 (P_os); Megatron-Core `DistributedOptimizer`. The stored form
+Source: Rajbhandari et al. 2020, section 5.1 (P_os, ZeRO-1); Megatron-Core `DistributedOptimizer`. The stored form
 is that of Megatron-Core's former `fully_sharded_model_space`: flat ranges of model parameters, which
 reshard to any layout.
 """
@@ -170,11 +170,10 @@ class DistributedOptimizer(MasterOptimizer):
     ) -> ShardedStateDict:
         """Declare this rank's optimizer state; see `MasterOptimizer.sharded_state_dict`.
 
-        Local, unless `gathered` is set. Then the shards of each parameter are gathered on the first
-        data-parallel rank, in host memory, and only that rank declares them (collective over dp and cp, and
-        over edp for experts). The
-        checkpoint has the same arrays in fewer files and larger chunks, at the cost of the exchange and of
-        memory on that rank. To load, declare without it.
+        Local, unless `gathered` is set. Then the shards of each parameter are gathered on the first of the
+        ranks that have it, in host memory, and only that rank declares them (collective over dp and cp, and
+        over edp for experts). The checkpoint has the same arrays in fewer files and larger chunks, at the
+        cost of the exchange and of memory on that rank. To load, declare without it.
         """
         self.finish_param_sync()  # what is declared, of the model too, may be saved at once
         declared = super().sharded_state_dict(model_sharded_state_dict, is_loading)

@@ -1,4 +1,4 @@
-"""Gathers sharded optimizer state on the first data-parallel rank, for checkpoints of few files.
+"""Gathers sharded optimizer state on the first of the ranks that share it, for checkpoints of few files.
 
 The optimizer decides which state is gathered and how the result is declared.
 

@@ -1,4 +1,4 @@
-"""Sums of gradients over the ranks of one model replica, before data-parallel reduction, and their norm.
+"""Sums of gradients over the ranks of one model replica, before they are averaged, and their global norm.
 
 The attributes of a parameter (see `megackpt.parallel.attributes`) decide whether its gradient is summed over
 tp or over the two ends of the pipeline, and whether it counts in the global norm. For a parameter of experts,

@@ -345,8 +345,7 @@ class MasterOptimizer(ABC):
                 f"were loaded, for {len(wrong)} parameters:\n{truncated_list(lines)}\nLoad the model from "
                 f"the same checkpoint before the optimizer. If the weights were meant to come from "
                 f"elsewhere, call reload_model_params() to train on from them; if the dtype changed since "
-                f"the checkpoint was saved, call sync_params() on all data-parallel ranks. Everything else "
-                f"is restored.",
+                f"the checkpoint was saved, call sync_params() on all ranks. Everything else is restored.",
                 rank=self.groups.rank,
             )
 

@@ -1,8 +1,8 @@
-"""MixedPrecisionOptimizer: whole fp32 master weights on every data-parallel rank.
+"""MixedPrecisionOptimizer: whole fp32 master weights on every rank that has the parameters.
 
-Every rank updates all of its parameters and declares whole states, replicated over dp. The keys are those of
-`DistributedOptimizer`, so each optimizer loads what the other saved. `master_optimizer` has the order of a
-step.
+Every rank updates all of its parameters and declares whole states, which are replicated like the parameters:
+over dp x cp, those of experts over edp. The keys are those of `DistributedOptimizer`, so each optimizer loads
+what the other saved. `master_optimizer` has the order of a step.
 """
 
 from __future__ import annotations

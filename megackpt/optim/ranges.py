@@ -1,12 +1,12 @@
-"""Where parameters are in a flat buffer, and which elements of each a data-parallel rank owns.
+"""Where parameters are in a flat buffer, and which elements of each a rank owns.
 
 Pure integers: no tensors, no communication. Every rank computes the layout of all ranks from the sizes of
 the parameters alone, which is why sharded optimizer state can be declared without communication.
 
 Parameters are packed in reverse order of registration: gradients become ready roughly in that order, so
-buckets complete one after the other during the backward pass. A bucket is cut into `dp` equal slices, and
-data-parallel rank r owns the r-th slice of every bucket. Slices cross parameter borders at arbitrary
-elements.
+buckets complete one after the other during the backward pass. A bucket is cut into `dp` equal slices, and rank r
+of those that have the parameters owns the r-th slice of every bucket: of dp x cp for dense parameters, of edp
+for those of experts. Slices cross parameter borders at arbitrary elements.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class BufferLayout:
     """How parameters are packed into one flat buffer that `dp` ranks share.
 
     Attributes:
-        dp: number of data-parallel ranks.
+        dp: number of ranks with equal parameters (dp x cp, or edp for experts).
         params: where each parameter lies in the buffer, in order of registration.
         bucket_of_param: index of the bucket that each parameter lies in.
         buckets: consecutive ranges that cover the whole buffer. Each length is a multiple of `dp`, and no
@@ -60,7 +60,7 @@ class BufferLayout:
         return self.buckets[-1].stop if self.buckets else 0
 
     def owned_slices(self, rank: int) -> tuple[FlatRange, ...]:
-        """Return the range of the buffer that data-parallel `rank` owns in each bucket."""
+        """Return the range of the buffer that `rank` of these ranks owns in each bucket."""
         lengths = [bucket.numel // self.dp for bucket in self.buckets]
         return tuple(
             FlatRange(bucket.start + rank * length, bucket.start + (rank + 1) * length)
@@ -96,7 +96,7 @@ def plan_buffer(
 
     Args:
         numels: size of each parameter in elements, in order of registration.
-        dp: number of data-parallel ranks.
+        dp: number of ranks with equal parameters (dp x cp, or edp for experts).
         bucket_size: in elements.
         alignment: in elements.
 

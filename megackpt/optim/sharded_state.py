@@ -108,8 +108,8 @@ def make_flat_optimizer_tensor(
 ) -> ParamEntity:
     """Declare a 1-D shard of an optimizer state: a range of the flattening of the local parameter. Local.
 
-    Data-parallel ranks have different ranges and no copies, so the last element of the replica id is 0;
-    `replica` gives the first two.
+    Ranks with equal parameters have different ranges and no copies, so the last element of the replica id
+    is 0; `replica` gives the first two.
     """
     return model_param.retarget(
         key=f"{prefix}.{model_param.key}",
@@ -132,7 +132,7 @@ def make_sharded_scalar(
         model_param: the parameter's entity.
         scalar: a 0-dim tensor.
         prefix: of the key.
-        replica: the replica id of the parameter, as `(pp, tp, dp)`.
+        replica: the replica id of the parameter, as `(copy, tp, dp)`.
     """
     shape, offset, prepended, copy = _first_box(model_param)
     return ShardedTensor.from_rank_offsets(
