@@ -12,8 +12,8 @@ The first run ends half-way; the second goes on from there, on half as many rank
     torchrun --nproc-per-node 4 examples/pretrain_gpt.py --ep 4 $RUN --exit-after 100
     torchrun --nproc-per-node 4 examples/pretrain_gpt.py --pp 2 --vpp 2 --cp 2 --micro-batches 2 $RUN
 
-`--help` lists all flags. Where to look next: `training/trainer.py` shows how a training loop declares, saves and resumes its
-state.
+`--help` lists all flags. Where to look next: `training/trainer.py` shows how a training loop declares, saves
+and resumes its state.
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
 A rank owns a slice of every bucket. So it has master weights and optimizer state of flat ranges of
 parameters, and declares exactly those. `master_optimizer` has the order of a step.
 
-Source: Rajbhandari et al. 2020, section 5.1 (P_os, ZeRO-1); Megatron-Core `DistributedOptimizer`. The stored form
-is that of Megatron-Core's former `fully_sharded_model_space`: flat ranges of model parameters, which
+Source: Rajbhandari et al. 2020, section 5.1 (P_os, ZeRO-1); Megatron-Core `DistributedOptimizer`. The stored
+form is that of Megatron-Core's former `fully_sharded_model_space`: flat ranges of model parameters, which
 reshard to any layout.
 """
 

@@ -4,9 +4,9 @@ Pure integers: no tensors, no communication. Every rank computes the layout of a
 the parameters alone, which is why sharded optimizer state can be declared without communication.
 
 Parameters are packed in reverse order of registration: gradients become ready roughly in that order, so
-buckets complete one after the other during the backward pass. A bucket is cut into `dp` equal slices, and rank r
-of those that have the parameters owns the r-th slice of every bucket: of dp x cp for dense parameters, of edp
-for those of experts. Slices cross parameter borders at arbitrary elements.
+buckets complete one after the other during the backward pass. A bucket is cut into `dp` equal slices. Of the
+ranks that have the parameters (dp x cp for dense ones, edp for those of experts), rank r owns the r-th slice
+of every bucket. Slices cross parameter borders at arbitrary elements.
 """
 
 from __future__ import annotations
