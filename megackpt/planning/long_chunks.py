@@ -42,7 +42,7 @@ def split_long_chunks(
     # Chunks of one array and shape are split in the same way, so they are handled together.
     rows = np.flatnonzero(long)
     widths = itemsizes(table.arrays)
-    grids = {int(array): _grid_steps(table, int(array)) for array in np.unique(table.array[rows])}
+    grids = _grid_steps(table, np.unique(table.array[rows]))
     _, kind = np.unique(table.take(rows).shape_keys(), return_inverse=True)
     by_kind = np.split(rows[np.argsort(kind, kind="stable")], np.cumsum(np.bincount(kind))[:-1])
     cut = _joined([_split_kind(table, of_kind, most, widths, grids) for of_kind in by_kind])
@@ -73,16 +73,23 @@ def _joined(cuts: Sequence[_Cut]) -> _Cut:
     return _Cut(*(np.concatenate([getattr(cut, f.name) for cut in cuts]) for f in fields(_Cut)))
 
 
-def _grid_steps(table: ChunkTable, array: int) -> list[int]:
+def _grid_steps(table: ChunkTable, arrays: Ints) -> dict[int, list[int]]:
     """Return the step of the grid on which all ends of an array's chunks lie, for each dim; 0 for no ends.
 
-    An end at the edge of the array does not count.
+    An end at the edge of the array does not count. `arrays` are ascending.
     """
-    rows = table.array == array
-    extents = np.array(table.arrays[array].global_shape, np.int64)
-    dims = len(extents)
-    ends = np.concatenate([table.start[rows], table.start[rows] + table.shape[rows]])[:, :dims]
-    return [int(np.gcd.reduce(ends[(ends[:, d] < extents[d]), d], initial=0)) for d in range(dims)]
+    rows = np.flatnonzero(np.isin(table.array, arrays))
+    rows = rows[np.argsort(table.array[rows], kind="stable")]  # the chunks of each array follow each other
+    extents = table.padded_global_shape()[table.array[rows]]
+    start, end = table.start[rows], table.start[rows] + table.shape[rows]
+    # gcd(0, n) is n, so what does not count becomes 0.
+    step = np.gcd(np.where(start < extents, start, 0), np.where(end < extents, end, 0))
+    begins = np.searchsorted(table.array[rows], arrays)
+    steps = np.gcd.reduceat(step, begins, axis=0)
+    return {
+        number: steps[i, : len(table.arrays[number].global_shape)].tolist()
+        for i, number in enumerate(arrays.tolist())
+    }
 
 
 def _split_kind(
