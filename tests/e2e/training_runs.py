@@ -44,6 +44,7 @@ LAYOUTS = {
     "EP4": ParallelLayout(dp=4, ep=4),
     "TP2xPP2xEP2xETP1": ParallelLayout(tp=2, pp=2, ep=2, etp=1),
     "CP2xDP2xEP2": ParallelLayout(cp=2, dp=2, ep=2),
+    "CP2xPP2xVPP2xEP2": ParallelLayout(cp=2, pp=2, vpp=2, ep=2),
 }
 
 
