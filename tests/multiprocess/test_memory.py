@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 import megackpt
 from megackpt import LoadOptions, ShardedTensor
+from megackpt.parallel import GatedExperts, ParallelGroups, ParallelLayout
 from megackpt.testing.ranks import RankPool
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.slow]
@@ -134,3 +135,62 @@ def test_an_exchange_keeps_within_its_buffers(rank_pool: RankPool, tmp_path: Pat
     extra = rank_pool.run(peak_of_an_exchange, 3, tmp_path / "c", way, 16 * MIB, 6)
     print(f"{way}: peaks beyond the state {[round(e / MIB, 1) for e in extra]} MiB")
     assert max(extra) <= 16 * MIB + 8 * MIB
+
+
+EXPERT_BYTES = 480 * MIB  # of all experts: 8 of 3 matrices of 1024 x 5120 in float32
+
+
+def experts_of(groups: ParallelGroups) -> GatedExperts:
+    """Return this rank's experts, each filled with its number."""
+    experts = GatedExperts(8, 1024, 5120, groups)
+    with torch.no_grad():
+        for param in experts.parameters():
+            for local, expert in enumerate(param):
+                expert.fill_(groups.ep.rank * len(param) + local)
+    return experts
+
+
+def peaks_of_experts(source: Path | None, target: Path, warm: Path) -> tuple[int, int, int]:
+    """Load stacked experts, and save them; return the peaks of both beyond the state, and its size."""
+    ranks = dist.get_world_size()
+    groups = ParallelGroups.create(ParallelLayout(dp=ranks, ep=ranks))
+    experts = experts_of(groups)
+    state = experts.sharded_state_dict("experts.")
+    small = {"warm": ShardedTensor.from_rank_offsets("warm", torch.zeros(10), replica_id=groups.rank)}
+    megackpt.save(small, warm)  # what is imported lazily is not the state's memory
+    megackpt.load(small, warm)
+    loading = 0
+    if source is not None:
+        with torch.no_grad():
+            for param in experts.parameters():
+                param.zero_()
+        before = start_of_peak()
+        megackpt.load(state, source, options=LoadOptions(complete=True))
+        loading = resident("VmHWM") - before
+    before = start_of_peak()
+    megackpt.save(state, target)
+    saving = resident("VmHWM") - before
+    for param in experts.parameters():
+        for local, expert in enumerate(param):
+            number = float(groups.ep.rank * len(param) + local)
+            assert all(bool((row == number).all()) for row in expert)
+    return loading, saving, sum(p.nbytes for p in experts.parameters())
+
+
+def start_of_peak() -> int:
+    """Start to measure a peak of resident memory; return how much is resident now."""
+    ctypes.CDLL(None).malloc_trim(0)  # what was freed before shall not serve unseen
+    Path("/proc/self/clear_refs").write_text("5")
+    return resident("VmRSS")
+
+
+def test_experts_of_two_ranks_on_one_and_back_add_at_most_64_mib(rank_pool: RankPool, tmp_path: Path) -> None:
+    source = None
+    for step, ranks in enumerate((2, 1, 2)):
+        target = tmp_path / f"{step}"
+        results = rank_pool.run(peaks_of_experts, ranks, source, target, tmp_path / f"warm-{step}")
+        for loading, saving, state in results:
+            print(f"ep={ranks}: state {state / MIB} MiB, load {loading / MIB:.1f}, save {saving / MIB:.1f}")
+            assert state == EXPERT_BYTES // ranks
+            assert max(loading, saving) <= ALLOWED_BYTES
+        source = target
