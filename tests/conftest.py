@@ -54,7 +54,9 @@ def memory_path(tmp_path: Path) -> Iterator[Path]:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--all-pairs", action="store_true", help="test all 100 pairs of layouts, not a sample")
+    parser.addoption(
+        "--all-pairs", action="store_true", help="test all pairs of layouts, not a sample (minutes)"
+    )
     parser.addoption("--thorough", action="store_true", help="all examples and kills, not a sample (minutes)")
     parser.addoption("--all-attacks", action="store_true", help="put all attack directories before readers")
     parser.addoption("--interop", action="store_true", help="run the whole interop matrix (minutes)")

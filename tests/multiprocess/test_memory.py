@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -150,10 +151,11 @@ def experts_of(groups: ParallelGroups) -> GatedExperts:
     return experts
 
 
-def peaks_of_experts(source: Path | None, target: Path, warm: Path) -> tuple[int, int, int]:
+def peaks_of_experts(
+    layout: ParallelLayout, source: Path | None, target: Path, warm: Path
+) -> tuple[int, int, int]:
     """Load stacked experts, and save them; return the peaks of both beyond the state, and its size."""
-    ranks = dist.get_world_size()
-    groups = ParallelGroups.create(ParallelLayout(dp=ranks, ep=ranks))
+    groups = ParallelGroups.create(layout)
     experts = experts_of(groups)
     state = experts.sharded_state_dict("experts.")
     small = {"warm": ShardedTensor.from_rank_offsets("warm", torch.zeros(10), replica_id=groups.rank)}
@@ -184,13 +186,22 @@ def start_of_peak() -> int:
     return resident("VmRSS")
 
 
-def test_experts_of_two_ranks_on_one_and_back_add_at_most_64_mib(rank_pool: RankPool, tmp_path: Path) -> None:
+def test_experts_of_two_ranks_on_one_in_slices_and_back_add_at_most_64_mib(
+    rank_pool: RankPool, tmp_path: Path
+) -> None:
+    by_expert, by_slice = ParallelLayout(dp=2, ep=2), ParallelLayout(dp=2, etp=2)
     source = None
-    for step, ranks in enumerate((2, 1, 2)):
-        target = tmp_path / f"{step}"
-        results = rank_pool.run(peaks_of_experts, ranks, source, target, tmp_path / f"warm-{step}")
+    for step, layout in enumerate((by_expert, ParallelLayout(), by_slice, by_expert)):
+        ranks = layout.world_size
+        target, warm = tmp_path / f"{step}", tmp_path / f"warm-{step}"
+        results = rank_pool.run(peaks_of_experts, ranks, layout, source, target, warm)
         for loading, saving, state in results:
-            print(f"ep={ranks}: state {state / MIB} MiB, load {loading / MIB:.1f}, save {saving / MIB:.1f}")
+            print(
+                f"{ranks} ranks, ep={layout.ep}, etp={layout.etp}: state {state / MIB} MiB, peaks beyond it: "
+                f"load {loading / MIB:.1f} MiB, save {saving / MIB:.1f} MiB"
+            )
             assert state == EXPERT_BYTES // ranks
             assert max(loading, saving) <= ALLOWED_BYTES
+        if source is not None:
+            shutil.rmtree(source)
         source = target
