@@ -51,7 +51,7 @@ class CheckpointConfig:
         dist_ckpt_torch_dist_multiproc: files and writer threads of a rank in format `torch_dist`.
         dist_ckpt_assume_constant_structure: reuse the plan of the last save without comparing digests.
         dist_ckpt_parallel_dist_opt: the distributed optimizer's state is saved as it is sharded; False: it is
-            gathered on the first data-parallel rank. Both load into any layout.
+            gathered on the first of the ranks that share it. Both load into any layout.
         dist_ckpt_load_strictness: a `StrictHandling` or its value; None (`null` in a configuration file) is
             the default mode.
         async_save: return from a save as soon as the state is copied to host memory.
