@@ -1,4 +1,6 @@
-"""Gradients, global norm and clipping of a GPT with experts, at each layout of 8 ranks: those of one process.
+"""Gradients, norm, clipping and biases of a GPT with experts at layouts of 8 ranks: those of one process.
+
+Each layout has one model and one optimizer, with `--thorough` both models and both optimizers.
 
 Tolerance: everything is fp32 and only the order of sums differs. An element of a gradient is a sum of about
 tokens * layers * width = 128 * 4 * 32 = 16384 rounded terms; random rounding errors add up to sqrt(16384) *
@@ -9,13 +11,17 @@ elements, whose errors average out. A wrong or missing reduction is off by a fac
 from __future__ import annotations
 
 import functools
+import itertools
+from dataclasses import replace
 
 import pytest
 import torch
 
-from megackpt.mapping import ShardedTensor
-from megackpt.parallel import ParallelGroups, ParallelLayout, forward_backward
+from megackpt.mapping import ShardedStateDict, ShardedTensor
+from megackpt.optim import DistributedOptimizer, MixedPrecisionOptimizer
+from megackpt.parallel import ParallelGroups, ParallelLayout, forward_backward, update_expert_bias
 from megackpt.testing.ranks import RankPool
+from tests.effort import is_thorough
 from tests.gradients import assert_all_close, gradient_boxes, join
 from tests.moe_gpt_world import ALL_MOE, CONFIG, LAYOUTS, Case, build, micro_batches, state_of
 from tests.optim_world import Arrays, gather, tensors_of
@@ -27,10 +33,16 @@ RELATIVE, RELATIVE_OF_NORM = 1e-5, 1e-6
 PREFIX = "optimizer.state.momentum_buffer."
 CONFIGS = {"mixed": CONFIG, "all": ALL_MOE}
 MODEL_OF = dict(zip(LAYOUTS, ["all", "mixed"] * 7, strict=True))
+OPTIMIZERS = (DistributedOptimizer, MixedPrecisionOptimizer)
+CASES = [
+    pytest.param(replace(case, optimizer=optimizer), kind, id=f"{name}-{kind}-{optimizer.__name__}")
+    for (name, case), kind, optimizer in itertools.product(LAYOUTS.items(), CONFIGS, OPTIMIZERS)
+    if is_thorough() or (kind == MODEL_OF[name] and optimizer == case.optimizer)
+]
 
 
 def run_step(case: Case, kind: str) -> tuple[float, list[ShardedTensor]]:
-    """Take one step; return the norm, and this rank's part of the optimizer's state.
+    """Take one step; return the norm, and this rank's part of the optimizer's state and of the biases.
 
     After the first step, the momentum is the reduced and clipped gradient.
     """
@@ -45,27 +57,36 @@ def run_step(case: Case, kind: str) -> tuple[float, list[ShardedTensor]]:
     )
     forward_backward(model, micro_batches(groups), groups)
     norm = float(optimizer.step())
-    return norm, tensors_of(state_of(model, optimizer)["optimizer"])
+    update_expert_bias(model, groups)
+    state = state_of(model, optimizer)
+    return norm, tensors_of(state["optimizer"]) + biases_of(state["model"])
+
+
+def biases_of(declared: ShardedStateDict) -> list[ShardedTensor]:
+    return [tensor for tensor in tensors_of(declared) if tensor.key.endswith(".expert_bias")]
 
 
 @functools.cache
-def reference(kind: str) -> tuple[float, Arrays]:
-    """The norm and the clipped gradients of plain torch in one process."""
+def reference(kind: str) -> tuple[float, Arrays, Arrays]:
+    """Return the norm and the clipped gradients of plain torch in one process, and the biases after it."""
     groups = ParallelGroups.create(ParallelLayout())
     model = build(Case(groups.layout), CONFIGS[kind], groups, seed=11)
     forward_backward(model, micro_batches(groups), groups)
     params = list(model.parameters())
     norm = sum(float(p.grad.double().square().sum()) for p in params if p.grad is not None) ** 0.5
     torch.nn.utils.clip_grad_norm_(params, CLIP_GRAD)
-    return norm, join(gradient_boxes(model, model.sharded_state_dict(), groups))
+    declared = model.sharded_state_dict()
+    update_expert_bias(model, groups)
+    return norm, join(gradient_boxes(model, declared, groups)), gather([{"": biases_of(declared)}])
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
-def test_norm_and_clipped_gradients_are_those_of_one_process(rank_pool: RankPool, name: str) -> None:
-    kind = MODEL_OF[name]
-    norm, expected = reference(kind)
+@pytest.mark.parametrize(("case", "kind"), CASES)
+def test_norm_clipped_gradients_and_biases_are_those_of_one_process(
+    rank_pool: RankPool, case: Case, kind: str
+) -> None:
+    norm, expected, biases = reference(kind)
     assert norm > 2 * CLIP_GRAD
-    results = rank_pool.run(run_step, LAYOUTS[name].layout.world_size, LAYOUTS[name], kind)
+    results = rank_pool.run(run_step, case.layout.world_size, case, kind)
     for norm_of_rank, _ in results:
         assert norm_of_rank == pytest.approx(norm, rel=RELATIVE_OF_NORM)
         assert norm_of_rank == results[0][0]
@@ -77,3 +98,7 @@ def test_norm_and_clipped_gradients_are_those_of_one_process(rank_pool: RankPool
         if key.startswith(PREFIX)
     }
     assert_all_close(actual, expected, relative=RELATIVE)
+    assert biases
+    for key, bias in biases.items():
+        assert bool(bias.any())
+        assert torch.equal(state[key], bias), key  # counts of tokens are exact
