@@ -61,8 +61,10 @@ class DistributedOptimizer(MasterOptimizer):
             which they run. A module may use its own parameters, those of modules that ran before, and those
             that none of the modules has. Call `finish_param_sync` before anything else reads parameters.
 
-    With either of the two, making the optimizer is collective: it creates process groups. Both leave the sums
-    of a step as they are, bit for bit.
+    With either of the two, making the optimizer is collective: it creates process groups. Results are equal
+    bit for bit to those without them, with one exception: `overlap_grad_reduce` puts parameters whose
+    gradients are first summed over other ranks (tp, a tied embedding) into buckets of their own. Shards then
+    end elsewhere, which may change the last bits of a step.
 
     >>> import torch
     >>> from megackpt.parallel.groups import ParallelGroups

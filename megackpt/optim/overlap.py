@@ -1,8 +1,9 @@
 """Exchanges of a distributed optimizer that run while the model computes.
 
 `GradientReductions` starts the reduction of a bucket in the backward pass, `ParameterGathers` gathers
-parameters during the next forward pass. Which elements are exchanged, and in which order they are added, is
-the same as without overlap, so the results are equal bit for bit.
+parameters during the next forward pass. The elements of a bucket are exchanged, and added in the same order,
+as without overlap. So results are equal bit for bit where the buckets are the same; `DistributedOptimizer`
+names the exception.
 
 Ranks need not get their gradients in the same order, and one may get none for some bucket. Collectives over a
 group must nevertheless be started in one order on all of its ranks. So all buckets, of dense parameters and
