@@ -14,6 +14,7 @@ CheckpointError (CheckpointingException, Megatron-Core's name, is the same class
 |- IntegrityError         ValueError         stored bytes do not have their digest
 |- StorageError           OSError            the file system or object store raised an error
 |- OptimizerError         RuntimeError       an optimizer cannot be sharded, or the order of calls is wrong
+|- MapError               ValueError         a map between families of names is wrong, or does not fit
 |- UnsupportedError       NotImplementedError  a format, a store or megackpt does not support a feature
 |- MissingExtraError      ImportError        an optional dependency is not installed
 `- RankFailedError        RuntimeError       another rank failed, or did not answer before the deadline
@@ -102,6 +103,10 @@ class StorageError(CheckpointError, OSError):
 
 class OptimizerError(CheckpointError, RuntimeError):
     """The state of an inner optimizer cannot be sharded, or the order of calls loses data."""
+
+
+class MapError(CheckpointError, ValueError):
+    """A map between two families of names is wrong, or does not fit the arrays of a checkpoint."""
 
 
 class UnsupportedError(CheckpointError, NotImplementedError):

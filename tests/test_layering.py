@@ -24,6 +24,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "metadata": {"geometry", "errors"},
     "mapping": {"metadata", "geometry", "errors"},
     "planning": {"metadata", "geometry", "errors", "options"},
+    # Maps between families of names: rules and their proofs, and requests in another family's names.
+    "maps": {"mapping", "geometry", "notices", "errors"},
     "validation": {"planning", "metadata", "geometry", "notices", "errors", "options"},
     "codec": {"errors"},
     "comm": {"errors"},

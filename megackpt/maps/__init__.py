@@ -1,0 +1,25 @@
+"""Maps between families of names: ours, those of Hugging Face, and those of Megatron-Core.
+
+A map says which box of an array of one family has the same elements as which box of another. It is made of
+rules for a model's config, proved a bijection, and used on the index of a checkpoint: no model is built.
+"""
+
+from megackpt.maps.family import Family, FamilyRules, families, family, family_of
+from megackpt.maps.layers import bound_to
+from megackpt.maps.regions import MappedArray, Region, RegionMap, RegionPair
+from megackpt.maps.rules import Rule, region_map
+
+__all__ = [
+    "Family",
+    "FamilyRules",
+    "MappedArray",
+    "Region",
+    "RegionMap",
+    "RegionPair",
+    "Rule",
+    "bound_to",
+    "families",
+    "family",
+    "family_of",
+    "region_map",
+]

@@ -1,0 +1,61 @@
+"""Reading the sizes of a model from the `config.json` of a Hugging Face folder."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, TypeAlias
+
+from megackpt.errors import MapError
+
+Config: TypeAlias = Mapping[str, Any]
+"""The parsed `config.json` of a Hugging Face folder."""
+
+
+def size_of(config: Config, *names: str) -> int:
+    """Return the first of some sizes that a config has.
+
+    Raises:
+        MapError: it has none of them, or it is not a positive integer.
+    """
+    for name in names:
+        value = config.get(name)
+        if value is not None:
+            if type(value) is not int or value < 1:
+                raise MapError(f"config.json: {name} is {value!r}. It must be a positive integer.", key=name)
+            return value
+    raise MapError(
+        f"config.json has no {' or '.join(names)}, which the map needs. Give the config of the model.",
+        key=names[0],
+    )
+
+
+def decoder_sizes(config: Config) -> dict[str, int]:
+    """Return the sizes that decoders have in common, by the names of axes in rules.
+
+    `v` vocabulary, `h` hidden state, `i` inside of the MLP, `d` one head, `q` all query heads, `k` all key
+    (or value) heads, `heads` queries, `groups` keys.
+    """
+    hidden, heads = size_of(config, "hidden_size"), size_of(config, "num_attention_heads")
+    groups = heads if config.get("num_key_value_heads") is None else size_of(config, "num_key_value_heads")
+    if config.get("head_dim") is None and hidden % heads:
+        raise MapError(
+            f"config.json: hidden_size {hidden} is not a multiple of num_attention_heads {heads}, and there "
+            f"is no head_dim. Give head_dim.",
+            key="head_dim",
+        )
+    head_dim = hidden // heads if config.get("head_dim") is None else size_of(config, "head_dim")
+    if heads % groups:
+        raise MapError(
+            f"config.json: num_key_value_heads {groups} does not divide num_attention_heads {heads}.",
+            key="num_key_value_heads",
+        )
+    return {
+        "v": size_of(config, "vocab_size"),
+        "h": hidden,
+        "i": size_of(config, "intermediate_size"),
+        "d": head_dim,
+        "q": heads * head_dim,
+        "k": groups * head_dim,
+        "heads": heads,
+        "groups": groups,
+    }

@@ -1,0 +1,214 @@
+"""Maps between two families of arrays: which box of an array has the same elements as which box of another.
+
+Two families name, split and order the same tensors differently. A `RegionMap` is a list of pairs. A pair is
+a box of an array of the left family, the box of an array of the right family that has the same elements, and
+the order of their axes. No tensor is needed to make, prove, invert or join maps. Pure; no torch, no I/O.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
+
+import numpy as np
+
+from megackpt.errors import MapError
+from megackpt.geometry import Box, Ints
+from megackpt.geometry.tiling import Rectangles, uncovered_regions
+
+
+class MappedArray(NamedTuple):
+    """The shape of an array in a family.
+
+    Attributes:
+        stored: the shape in the files of the family.
+        viewed: the shape in which the pairs count: that of the files, or with some dims split in row-major
+            order, so that every element has the same position in memory.
+        is_padded: whether files may have more rows along dim 0, which are padding (a vocabulary).
+    """
+
+    stored: tuple[int, ...]
+    viewed: tuple[int, ...]
+    is_padded: bool = False
+
+
+class Region(NamedTuple):
+    """A box of the viewed array `key`."""
+
+    key: str
+    box: Box
+
+
+@dataclass(frozen=True, slots=True)
+class RegionPair:
+    """Two boxes with the same elements.
+
+    Attributes:
+        left: the box of the left family.
+        right: the box of the right family.
+        axes: for each dim of the right box, the dim of the left box that runs along it; -1 for a dim of
+            extent 1 without a partner. Left dims that are not named have extent 1.
+        added: value of a left element minus the value of the right one: 1 for a norm that the right family
+            stores zero-centred and the left one does not; otherwise 0.
+    """
+
+    left: Region
+    right: Region
+    axes: tuple[int, ...]
+    added: int = 0
+
+    def inverse(self) -> RegionPair:
+        """Return the pair with both sides exchanged."""
+        return RegionPair(
+            self.right, self.left, inverse_axes(self.axes, len(self.left.box.shape)), -self.added
+        )
+
+    def within_left(self, box: Box) -> RegionPair | None:
+        """Return the part whose left elements lie in a box of the left array; None if there is none."""
+        own = self.left.box
+        low = [max(a, b) for a, b in zip(own.start, box.start, strict=True)]
+        high = [min(a, b) for a, b in zip(own.stop, box.stop, strict=True)]
+        if any(a >= b for a, b in zip(low, high, strict=True)):
+            return None
+        shift = [a - b for a, b in zip(low, own.start, strict=True)]
+        shape = tuple(b - a for a, b in zip(low, high, strict=True))
+        other = self.right.box
+        right = Box(
+            tuple(s + (shift[a] if a >= 0 else 0) for s, a in zip(other.start, self.axes, strict=True)),
+            tuple(shape[a] if a >= 0 else 1 for a in self.axes),
+        )
+        left = Region(self.left.key, Box(tuple(low), shape))
+        return RegionPair(left, Region(self.right.key, right), self.axes, self.added)
+
+
+def inverse_axes(axes: tuple[int, ...], dims: int) -> tuple[int, ...]:
+    """Return for each of `dims` left dims the right dim that runs along it, or -1."""
+    partner = [-1] * dims
+    for right, left in enumerate(axes):
+        if left >= 0:
+            partner[left] = right
+    return tuple(partner)
+
+
+class _PairTable(NamedTuple):
+    """The pairs of one left array, with their left boxes in columns."""
+
+    pairs: list[RegionPair]
+    start: Ints
+    stop: Ints
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RegionMap:
+    """A correspondence between the arrays of two families.
+
+    Attributes:
+        left: arrays of the left family, by key.
+        right: arrays of the right family, by key.
+        pairs: boxes with the same elements.
+    """
+
+    left: Mapping[str, MappedArray]
+    right: Mapping[str, MappedArray]
+    pairs: tuple[RegionPair, ...]
+    _tables: dict[str, _PairTable] = field(default_factory=dict, repr=False)
+
+    def inverse(self) -> RegionMap:
+        """Return the map with both sides exchanged."""
+        return RegionMap(self.right, self.left, tuple(pair.inverse() for pair in self.pairs))
+
+    def pairs_within(self, key: str, box: Box) -> Iterator[RegionPair]:
+        """Yield the pairs of a box of the left array `key`; nothing for an array that is not mapped."""
+        if key not in self.left:
+            return
+        table = self._table(key)
+        is_hit = ((table.start < np.array(box.stop)) & (table.stop > np.array(box.start))).all(axis=1)
+        for number in np.flatnonzero(is_hit).tolist():
+            pair = table.pairs[number].within_left(box)
+            if pair is not None:
+                yield pair
+
+    def joined(self, other: RegionMap) -> RegionMap:
+        """Return the map from this left family to the right family of another map, through the common one.
+
+        Elements of the common family that only one of both maps has are left out: `check` tells.
+        """
+        pairs = []
+        for pair in self.pairs:
+            for after in other.pairs_within(*pair.right):
+                before = pair.inverse().within_left(after.left.box)
+                assert before is not None  # a part of the pair
+                inward = inverse_axes(before.axes, len(before.left.box.shape))
+                axes = tuple(inward[a] if a >= 0 else -1 for a in after.axes)
+                pairs.append(RegionPair(before.right, after.right, axes, pair.added + after.added))
+        return RegionMap(self.left, other.right, tuple(pairs))
+
+    def with_left_keys(self, renamed: Mapping[str, str]) -> RegionMap:
+        """Return the map with other keys of left arrays; keys that are not named stay."""
+        return RegionMap(
+            {renamed.get(key, key): array for key, array in self.left.items()},
+            self.right,
+            tuple(
+                replace(pair, left=Region(renamed.get(pair.left.key, pair.left.key), pair.left.box))
+                for pair in self.pairs
+            ),
+        )
+
+    def check(self, *, name: str) -> None:
+        """Prove that the map is a bijection: every element of both families is in exactly one pair. Pure.
+
+        Args:
+            name: of the map, for the error.
+
+        Raises:
+            MapError: an element is in no pair, or in more than one; the text names array and region.
+        """
+        for side, arrays, regions in (
+            ("left", self.left, [pair.left for pair in self.pairs]),
+            ("right", self.right, [pair.right for pair in self.pairs]),
+        ):
+            faults = _uncovered(arrays, regions)
+            if faults:
+                raise MapError(
+                    f"The map {name} is no bijection: on the {side}, {faults[0]}"
+                    f"{f' ({len(faults)} such regions)' if len(faults) > 1 else ''}. Correct its rules.",
+                )
+
+    def _table(self, key: str) -> _PairTable:
+        if not self._tables:
+            by_key = defaultdict(list)
+            for pair in self.pairs:
+                by_key[pair.left.key].append(pair)
+            for left, array in self.left.items():
+                pairs, dims = by_key[left], len(array.viewed)
+                start = np.array([p.left.box.start for p in pairs], np.int64).reshape(-1, dims)
+                stop = np.array([p.left.box.stop for p in pairs], np.int64).reshape(-1, dims)
+                self._tables[left] = _PairTable(pairs, start, stop)
+        return self._tables[key]
+
+
+def _uncovered(arrays: Mapping[str, MappedArray], regions: Iterable[Region]) -> list[str]:
+    """Return a text for each region of an array that is not covered exactly once."""
+    keys = list(arrays)
+    number = {key: i for i, key in enumerate(keys)}
+    dims = max((len(a.viewed) for a in arrays.values()), default=1) or 1
+    whole = np.array([_widened(arrays[key].viewed, dims, 1) for key in keys], np.int64).reshape(-1, dims)
+    rows = [(number[key], _widened(box.start, dims, 0), _widened(box.shape, dims, 1)) for key, box in regions]
+    start = np.array([row[1] for row in rows], np.int64).reshape(-1, dims)
+    shape = np.array([row[2] for row in rows], np.int64).reshape(-1, dims)
+    array = np.array([row[0] for row in rows], np.int64)
+    faults = []
+    for fault in uncovered_regions(Rectangles(array, start, start + shape), whole):
+        key = keys[fault.array]
+        real = len(arrays[key].viewed)
+        for low, high, count in zip(fault.start, fault.stop, fault.count.tolist(), strict=True):
+            box = Box(tuple(low[:real].tolist()), tuple((high - low)[:real].tolist()))
+            times = "in no pair" if count == 0 else "in more than one pair"
+            faults.append(f"{key!r} {arrays[key].viewed} {box} is {times}")
+    return faults
+
+
+def _widened(extents: tuple[int, ...], dims: int, fill: int) -> tuple[int, ...]:
+    return extents + (fill,) * (dims - len(extents))
