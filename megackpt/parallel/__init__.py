@@ -93,6 +93,7 @@ from megackpt.parallel.schedule import (
 )
 from megackpt.parallel.stack import LayerStack
 from megackpt.parallel.stages import StageTable
+from megackpt.parallel.swiglu import SwiGLU
 from megackpt.parallel.tp_sharding import Declarations, TpSharding
 
 __all__ = [
@@ -132,6 +133,7 @@ __all__ = [
     "RowRange",
     "ShardedModule",
     "StageTable",
+    "SwiGLU",
     "TokenDispatcher",
     "TpSharding",
     "Transfer",

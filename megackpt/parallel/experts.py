@@ -11,7 +11,8 @@ Source: Megatron-Core `moe.experts.TEGroupedMLP` (names and what is cut).
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -21,7 +22,11 @@ from megackpt.errors import DeclarationError
 from megackpt.parallel.groups import ParallelGroups
 from megackpt.parallel.linear import INIT_STD, divide_over_tp
 from megackpt.parallel.mixin import ShardedModule
+from megackpt.parallel.swiglu import SwiGLU
 from megackpt.parallel.tp_sharding import TpSharding
+
+GatedActivation: TypeAlias = Callable[[Tensor, Tensor], Tensor]
+"""From gate and up, both `[rows, ffn/etp]`, to the input of the projection down, element by element."""
 
 
 def divide_over_ep(num_experts: int, groups: ParallelGroups) -> int:
@@ -142,7 +147,7 @@ class GroupedRowLinear(ShardedModule):
 
 
 class GatedExperts(ShardedModule):
-    """`down(silu(gate(x)) * up(x))` of every expert of this rank. Local.
+    """`down(activation(gate(x), up(x)))` of every expert of this rank. Local.
 
     Input and output `[rows, hidden]`, sorted by expert. All ranks of etp get the same rows; the output is
     this rank's part of a sum over etp (see `output_is_partial`).
@@ -153,6 +158,7 @@ class GatedExperts(ShardedModule):
         ffn_hidden_size: extent inside of one expert.
         groups: the ranks around this one.
         bias: whether the linear layers have biases.
+        activation: between the projections; None for `silu(gate) * up`.
         dtype: dtype of the parameters.
         device: where the parameters are.
 
@@ -170,11 +176,13 @@ class GatedExperts(ShardedModule):
         groups: ParallelGroups,
         *,
         bias: bool = False,
+        activation: GatedActivation | None = None,
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__(groups)
         self.num_experts = num_experts
+        self.activation = SwiGLU() if activation is None else activation
         components = {"gate": ffn_hidden_size, "up": ffn_hidden_size}
         self.linear_fc1 = GroupedColumnLinear(
             num_experts, hidden_size, components, groups, bias=bias, dtype=dtype, device=device
@@ -186,7 +194,7 @@ class GatedExperts(ShardedModule):
     def forward(self, rows: Tensor, counts: Sequence[int]) -> Tensor:
         """Return the outputs of `rows`, of which `counts[e]` are of local expert e, in order."""
         gate, up = self.linear_fc1.split(self.linear_fc1(rows, counts))  # each [rows, ffn/etp]
-        out: Tensor = self.linear_fc2(F.silu(gate) * up, counts)
+        out: Tensor = self.linear_fc2(self.activation(gate, up), counts)
         return out
 
 

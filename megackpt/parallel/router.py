@@ -35,19 +35,20 @@ from megackpt.parallel.routing import (
 
 
 class Router(ShardedModule):
-    """Chooses the experts of each token by `x W^T`; weight `[experts, hidden]`. Collective over tp and cp.
+    """Chooses the experts of each token by `x W^T + b`. Collective over tp and cp.
 
-    Each rank routes tokens of its own: ranks of tp have different ones, too. So the gradients of the weight
-    are partial sums over tp, and it is marked `sequence_parallel`. Everything after the weight is computed in
-    float32.
+    The weight is `[experts, hidden]`, the bias `[experts]`. Each rank routes tokens of its own: ranks of tp
+    have different ones, too. So the gradients of both are partial sums over tp, and they are marked
+    `sequence_parallel`. Everything after the weight is computed in float32.
 
     Args:
         hidden_size: extent of the last dim of the input.
         num_experts: number of experts on all ranks.
         groups: the ranks around this one.
         options: how tokens are routed.
-        dtype: dtype of the weight.
-        device: where the weight is.
+        bias: whether there is a trained bias, initially 0.
+        dtype: dtype of weight and bias.
+        device: where they are.
 
     Attributes:
         expert_bias: float32 `[experts]`, whatever dtype the model is cast to: steps of `bias_rate` are lost
@@ -71,6 +72,7 @@ class Router(ShardedModule):
         groups: ParallelGroups,
         options: RoutingOptions,
         *,
+        bias: bool = False,
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
     ) -> None:
@@ -86,8 +88,11 @@ class Router(ShardedModule):
         mark(self.weight, "sequence_parallel")
         with torch.no_grad():
             self.weight.normal_(std=INIT_STD)
-        bias = torch.zeros(num_experts, dtype=torch.float32, device=device)
-        self.register_buffer("expert_bias", None if options.bias_rate is None else bias)
+        self.bias = nn.Parameter(torch.zeros(num_experts, dtype=dtype, device=device)) if bias else None
+        if self.bias is not None:
+            mark(self.bias, "sequence_parallel")
+        even = torch.zeros(num_experts, dtype=torch.float32, device=device)
+        self.register_buffer("expert_bias", None if options.bias_rate is None else even)
         self.chosen: Tensor | None = None
         self.losses: Tensor | None = None
         self.micro_batches = 0
@@ -104,7 +109,8 @@ class Router(ShardedModule):
                 if there is one sequence.
             num_sequences: sequences of the micro-batch.
         """
-        logits = F.linear(tokens.float(), self.weight.float())  # [n, experts]
+        bias = None if self.bias is None else self.bias.float()
+        logits = F.linear(tokens.float(), self.weight.float(), bias)  # [n, experts]
         scores = scores_of(logits, self.options)
         experts, weights = choose_experts(scores, self.expert_bias, self.options)
         if not (self.training and torch.is_grad_enabled()):

@@ -28,7 +28,8 @@ class RoutingOptions:
     Attributes:
         top_k: experts of each token.
         score_function: what makes scores of logits: a softmax over the experts, or a sigmoid of each.
-        normalise: divide the weights of a token's experts by their sum.
+        normalise: divide the weights of a token's experts by their sum. With a softmax over all experts this
+            is the softmax over the logits of the chosen ones alone.
         scaling_factor: factor on the weights, after that.
         num_groups: number of groups of neighbouring experts (those of one node or device), for
             `group_top_k`; 1 for none.

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from megackpt.errors import DeclarationError
 from megackpt.parallel import GatedExperts, MixtureOfExperts, Router, mark
 from models.blocks.mlp import GatedMLP
-from models.config import MoEConfig
+from models.moe_config import MoEConfig
 from models.stage import Stage
 
 
@@ -56,6 +56,7 @@ class MoE(MixtureOfExperts):
             moe.num_experts,
             stage.groups,
             moe.routing,
+            bias=moe.router_bias,
             dtype=config.params_dtype,
             device=stage.device,
         )
@@ -64,7 +65,8 @@ class MoE(MixtureOfExperts):
             config.hidden_size,
             moe.ffn_hidden_size,
             stage.groups,
-            bias=config.linear_bias,
+            bias=config.linear_bias if moe.bias is None else moe.bias,
+            activation=moe.activation,
             dtype=config.params_dtype,
             device=stage.device,
         )
