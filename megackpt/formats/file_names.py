@@ -83,3 +83,12 @@ ZARR_V3 = FileNames(
     attempt=rf"(?:zarr|objects)-{_ATTEMPT}/.*|common-{_ATTEMPT}\.safetensors|files-{_ATTEMPT}\.json",
     foreign=r".*/zarr\.json",
 )
+
+HUGGINGFACE = FileNames(
+    attempt=NOTHING,
+    # An index, or a safetensors file in the folder itself that no save of another format has written.
+    foreign=(
+        r"model\.safetensors\.index\.json"
+        rf"|(?!(?:index|common|megackpt)-{_ATTEMPT}(?:-\d{{5,}})?\.safetensors\Z)[^/]+\.safetensors"
+    ),
+)

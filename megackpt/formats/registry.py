@@ -17,7 +17,7 @@ from importlib.metadata import entry_points
 from typing import TypeAlias
 
 from megackpt.errors import CheckpointError, DeclarationError, FormatError, MismatchError
-from megackpt.formats.file_names import NATIVE, TORCH_DIST, ZARR_V1, ZARR_V3, FileNames
+from megackpt.formats.file_names import HUGGINGFACE, NATIVE, TORCH_DIST, ZARR_V1, ZARR_V3, FileNames
 from megackpt.formats.strategy import Format, Json, LoadStrategy, SaveStrategy
 from megackpt.notices import notice
 from megackpt.storage import Store
@@ -36,8 +36,12 @@ _BUILT_IN: dict[Name, tuple[str, FileNames]] = {
     ("torch_dist", 1): ("megackpt.formats.torch_dist", TORCH_DIST),
     ("zarr", 1): ("megackpt.formats.zarr.version_1", ZARR_V1),
     ("zarr", 3): ("megackpt.formats.zarr.version_3", ZARR_V3),
+    ("huggingface", 1): ("megackpt.formats.huggingface", HUGGINGFACE),
 }
 """The module of each built-in format, which names it as FORMAT; and the names of its files."""
+
+_READ_ONLY: frozenset[Name] = frozenset({("huggingface", 1)})
+"""Built-in formats without a save strategy, known without importing them."""
 
 
 def save_strategy(choice: SaveChoice) -> SaveStrategy:
@@ -82,9 +86,11 @@ def not_imported(choice: SaveChoice) -> Name | None:
             # The entry point of another package is imported when it is looked up.
             if _format(name).save is not None:
                 return None
+        elif name in _READ_ONLY:
+            continue
         elif name[0] == DEFAULT_BACKEND or _BUILT_IN[name][0] in sys.modules:
             return None
-        else:  # all built-in formats can be saved
+        else:
             return name
     return None
 

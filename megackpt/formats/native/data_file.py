@@ -6,11 +6,11 @@ alone, so that a checkpoint of one process opens as expected in any safetensors 
 
 from __future__ import annotations
 
-import json
 import math
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
+from megackpt.formats.safetensors_header import encode_header
 from megackpt.metadata import DTYPES, OBJECT, ArraySpec, ChunkTable
 from megackpt.metadata.chunk_table import region_text
 
@@ -22,25 +22,8 @@ METADATA = {"format": "megackpt", "version": "1"}
 
 
 def header_of(chunks: ChunkTable) -> bytes:
-    """Return the first bytes of a file that holds these chunks in this order.
-
-    Source: the safetensors format, https://huggingface.co/docs/safetensors (8 bytes of header length,
-    little-endian, then JSON, which may be padded with spaces).
-    """
-    entries: dict[str, object] = {"__metadata__": METADATA}
-    position = 0
-    for chunk in _chunks_of(chunks):
-        dtype, shape = chunk.stored_as()
-        entries[_unique(chunk.name(), entries)] = {
-            "dtype": dtype,
-            "shape": shape,
-            "data_offsets": [position, position + chunk.nbytes],
-        }
-        position += chunk.nbytes
-    text = json.dumps(entries, separators=(",", ":")).encode()
-    # Safetensors has no gap between header and data, so spaces at the end of the header align the data.
-    padded = -(-(8 + len(text)) // HEADER_ALIGNMENT) * HEADER_ALIGNMENT - 8
-    return padded.to_bytes(8, "little") + text.ljust(padded)
+    """Return the first bytes of a file that holds these chunks in this order."""
+    return encode_header(_named_tensors(chunks), metadata=METADATA, alignment=HEADER_ALIGNMENT)
 
 
 def tensors_of(chunks: ChunkTable) -> Iterator[tuple[str, str, list[int]]]:
@@ -90,7 +73,16 @@ def _chunks_of(table: ChunkTable) -> Iterator[_Chunk]:
         yield _Chunk(spec, start[:dims], shape[:dims], *numbers)
 
 
-def _unique(name: str, taken: dict[str, object]) -> str:
+def _named_tensors(chunks: ChunkTable) -> Iterator[tuple[str, str, list[int], int]]:
+    """Yield name, dtype, shape and size of the tensor of each chunk, each name once."""
+    taken = {"__metadata__"}
+    for chunk in _chunks_of(chunks):
+        name = _unique(chunk.name(), taken)
+        taken.add(name)
+        yield name, *chunk.stored_as(), chunk.nbytes
+
+
+def _unique(name: str, taken: Collection[str]) -> str:
     """Return a name, numbered if it is taken: keys are free text, so one may look like another's region."""
     candidate, number = name, 1
     while candidate in taken:
