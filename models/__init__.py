@@ -1,8 +1,36 @@
 """Models composed of megackpt's parallel layers. They declare; no offset is computed here."""
 
+from models.block_config import (
+    AttentionConfig,
+    DynamicScaling,
+    LearnedPositions,
+    LinearScaling,
+    Llama3Scaling,
+    MLPConfig,
+    NormConfig,
+    RotaryConfig,
+    SlidingWindow,
+    YarnScaling,
+)
 from models.config import GPTConfig
 from models.gpt import GPT, build_gpt
 from models.init import init_weights
 from models.moe_config import MoEConfig
 
-__all__ = ["GPT", "GPTConfig", "MoEConfig", "build_gpt", "init_weights"]
+__all__ = [
+    "GPT",
+    "AttentionConfig",
+    "DynamicScaling",
+    "GPTConfig",
+    "LearnedPositions",
+    "LinearScaling",
+    "Llama3Scaling",
+    "MLPConfig",
+    "MoEConfig",
+    "NormConfig",
+    "RotaryConfig",
+    "SlidingWindow",
+    "YarnScaling",
+    "build_gpt",
+    "init_weights",
+]

@@ -5,40 +5,59 @@ Sizes and choices, and the check that a parallel layout is possible with them.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, field
+from typing import cast
 
 import torch
 
 from megackpt.errors import DeclarationError
 from megackpt.parallel import ParallelLayout, StageTable
+from models.block_config import (
+    AttentionConfig,
+    LearnedPositions,
+    MLPConfig,
+    NormConfig,
+    RotaryConfig,
+)
 from models.moe_config import MoEConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GPTConfig:
-    """Sizes and choices of a decoder-only transformer with rotary positions and gated MLPs.
+    """Sizes and choices of a decoder-only transformer.
+
+    As it stands, one with rotary positions, RMSNorm and gated MLPs; the choices of the blocks are values of
+    their own.
 
     Attributes:
         vocab_size: number of token ids, without padding.
         hidden_size: extent of a hidden state.
         num_layers: transformer layers over all pipeline stages.
-        num_heads: query heads; they divide hidden_size.
+        num_heads: query heads; they divide hidden_size, unless attention.head_dim says how large one is.
         num_query_groups: key and value heads (grouped-query attention); None gives one per query head.
-        ffn_hidden_size: extent inside the gated MLP; None gives about 8/3 of hidden_size, in steps of 64.
+        ffn_hidden_size: extent inside the MLP; None gives about 8/3 of hidden_size, in steps of 64.
         seq_length: longest sequence.
         dropout: probability, for attention weights and for the output of each block.
         tied_embeddings: use the embedding as the output weight too.
         linear_bias: whether the linear layers of the blocks have biases.
-        rope_base: base of the rotary frequencies.
-        norm_eps: added to the mean square in RMSNorm.
+        rope_base: base of the rotary frequencies, if `positions` is None.
+        norm_eps: added to the mean square, or variance, in the norms.
         init_std: standard deviation of the initial weights.
         make_vocab_divisible: rows of the vocabulary per tp rank are a multiple of this.
         params_dtype: dtype of parameters and activations.
         moe: the mixture of experts that layers have instead of the MLP; None if all layers are dense.
+        positions: how layers see positions; None for rotary ones of rope_base.
+        norm: choices of the norms.
+        attention: choices of self-attention.
+        mlp: choices of the MLP.
+        embedding_scale: what embeddings of tokens are multiplied by; None leaves them as they are.
+        logit_softcap: logits become `softcap * tanh(logits / softcap)`; None leaves them as they are.
 
     Raises:
-        DeclarationError: a size below 1, heads that do not divide, a probability outside of [0, 1), or a
-            sequence of layers with experts that has another length than num_layers.
+        DeclarationError: a size below 1, heads that do not divide, a probability outside of [0, 1), a
+            sequence with a value for each layer that has another length than num_layers, an odd number of
+            rotated dims, or fewer learned positions than seq_length.
     """
 
     vocab_size: int
@@ -57,17 +76,19 @@ class GPTConfig:
     make_vocab_divisible: int = 128
     params_dtype: torch.dtype = torch.float32
     moe: MoEConfig | None = None
+    positions: RotaryConfig | LearnedPositions | None = None
+    norm: NormConfig = field(default_factory=NormConfig)
+    attention: AttentionConfig = field(default_factory=AttentionConfig)
+    mlp: MLPConfig = field(default_factory=MLPConfig)
+    embedding_scale: float | None = None
+    logit_softcap: float | None = None
 
     def __post_init__(self) -> None:
         for name in ("vocab_size", "hidden_size", "num_layers", "num_heads", "seq_length"):
             if getattr(self, name) < 1:
                 raise DeclarationError(f"GPTConfig.{name} is {getattr(self, name)}. It must be at least 1.")
-        if self.hidden_size % self.num_heads or self.head_dim % 2:
-            raise DeclarationError(
-                f"GPTConfig.hidden_size {self.hidden_size} cannot be cut into num_heads {self.num_heads} "
-                "heads of even size, which rotary positions need. Choose hidden_size as a multiple of "
-                f"{2 * self.num_heads}."
-            )
+        self._check_heads()
+        self._check_positions()
         if self.query_groups < 1 or self.num_heads % self.query_groups:
             raise DeclarationError(
                 f"GPTConfig.num_query_groups {self.query_groups} does not divide num_heads {self.num_heads}. "
@@ -82,11 +103,65 @@ class GPTConfig:
                 f"GPTConfig.moe has a layer_freq of {len(self.moe_layers)} layers, but num_layers is "
                 f"{self.num_layers}. Give one number for each layer."
             )
+        if self.logit_softcap is not None and not 0 < self.logit_softcap < math.inf:
+            raise DeclarationError(
+                f"GPTConfig.logit_softcap is {self.logit_softcap}. Give a positive number, or None."
+            )
+
+    def _check_heads(self) -> None:
+        if self.attention.head_dim is None and self.hidden_size % self.num_heads:
+            raise DeclarationError(
+                f"GPTConfig.hidden_size {self.hidden_size} cannot be cut into num_heads {self.num_heads} "
+                f"heads of even size. Choose hidden_size as a multiple of {2 * self.num_heads}, or give "
+                "attention.head_dim."
+            )
+
+    def _check_positions(self) -> None:
+        """Check the dims that rotary positions need, the count of learned ones, and the list of windows."""
+        if isinstance(self.positions, LearnedPositions) and self.positions.count < self.seq_length:
+            raise DeclarationError(
+                f"GPTConfig.positions has {self.positions.count} learned positions, but seq_length is "
+                f"{self.seq_length}. Give as many, or a smaller seq_length."
+            )
+        window = self.attention.window
+        if window is not None and window.layers is not None and len(window.layers) != self.num_layers:
+            raise DeclarationError(
+                f"GPTConfig.attention.window.layers has {len(window.layers)} layers, but num_layers is "
+                f"{self.num_layers}. Give one value for each layer."
+            )
+        for rotary in {self.rotary_of(layer) for layer in range(self.num_layers)} - {None}:
+            dims = cast(RotaryConfig, rotary).rotated_dims(self.head_dim)
+            if dims % 2 or not dims:
+                raise DeclarationError(
+                    f"GPTConfig: rotary positions rotate {dims} of the {self.head_dim} dims of a head "
+                    f"(hidden_size {self.hidden_size}, num_heads {self.num_heads}), but need an even number "
+                    f"of at least 2. Choose heads of another size, such as hidden_size a multiple of "
+                    f"{2 * self.num_heads}, or another fraction."
+                )
 
     @property
     def head_dim(self) -> int:
         """Extent of one attention head."""
-        return self.hidden_size // self.num_heads
+        given_dim = self.attention.head_dim
+        return self.hidden_size // self.num_heads if given_dim is None else given_dim
+
+    def window_of(self, layer: int) -> int | None:
+        """Return how many tokens a token attends to in a layer, itself included; None for all before it."""
+        window = self.attention.window
+        return window.size if window is not None and self._has_window(layer) else None
+
+    def rotary_of(self, layer: int) -> RotaryConfig | None:
+        """Return the rotary positions of a layer; None if it has none."""
+        window = self.attention.window
+        if window is not None and window.rotary is not None and self._has_window(layer):
+            return window.rotary
+        if self.positions is None:
+            return RotaryConfig(base=self.rope_base)
+        return self.positions if isinstance(self.positions, RotaryConfig) else None
+
+    def _has_window(self, layer: int) -> bool:
+        window = self.attention.window
+        return window is not None and (window.layers is None or window.layers[layer])
 
     @property
     def query_groups(self) -> int:
@@ -95,7 +170,7 @@ class GPTConfig:
 
     @property
     def ffn_size(self) -> int:
-        """Extent inside the gated MLP."""
+        """Extent inside the MLP."""
         if self.ffn_hidden_size is not None:
             return self.ffn_hidden_size
         return -(-8 * self.hidden_size // (3 * 64)) * 64  # three matrices as large as the usual two of 4 h

@@ -24,42 +24,20 @@ from megackpt.parallel import (
     ParallelRng,
     ShardedModule,
     StageTable,
-    VocabParallelEmbedding,
     VocabParallelOutput,
     divide_over_tp,
     mark,
     second_copy,
     vocab_parallel_cross_entropy,
 )
-from models.blocks.transformer import TransformerLayer, block_norm, residual_dropout
+from models.blocks.embedding import Embedding
+from models.blocks.norm import block_norm
+from models.blocks.transformer import TransformerLayer
 from models.config import GPTConfig
 from models.stage import Stage
 
 EMBEDDING_KEY = "embedding.word_embeddings.weight"
 OUTPUT_KEY = "output_layer.weight"
-
-
-class Embedding(ShardedModule):
-    """Token ids `[b, s]` to hidden states `[s, b, hidden]` (`[s/tp, b, hidden]`). Collective over tp."""
-
-    def __init__(self, stage: Stage) -> None:
-        super().__init__(stage.groups)
-        config = stage.config
-        self.word_embeddings = VocabParallelEmbedding(
-            config.vocab_size,
-            config.hidden_size,
-            stage.groups,
-            make_divisible=config.make_vocab_divisible,
-            sequence_parallel=stage.sequence_parallel,
-            dtype=config.params_dtype,
-            device=stage.device,
-        )
-        self.dropout = residual_dropout(stage)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        """Return the hidden states of `tokens`."""
-        out: Tensor = self.dropout(self.word_embeddings(tokens.transpose(0, 1)))
-        return out
 
 
 class Decoder(ShardedModule):
@@ -173,6 +151,8 @@ class GPT(ShardedModule):
         if self.output_layer is None:
             return hidden
         logits = cast(Tensor, self.output_layer(hidden, self._tied_weight()))
+        if (cap := self.config.logit_softcap) is not None:
+            logits = cap * torch.tanh(logits / cap)
         if labels is None:
             return logits
         losses = vocab_parallel_cross_entropy(

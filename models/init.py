@@ -38,7 +38,8 @@ def init_weights(model: GPT | ModelChunks, seed: int) -> None:
     """Set every parameter of `model` to its initial value. Local: call it on every rank with the same seed.
 
     Weights are normal with std `config.init_std`, those that end on the residual path divided by
-    `sqrt(2 * num_layers)`; norms are 1, biases and padding rows 0. Drawn on the CPU in float32, then cast.
+    `sqrt(2 * num_layers)`; norms are 1 (0 where the weight is what is added to 1), biases and padding rows 0.
+    Drawn on the CPU in float32, then cast.
 
     Raises:
         DeclarationError: a parameter for whose name there is no rule.
@@ -114,8 +115,8 @@ def _rule(key: str, config: GPTConfig) -> _Normal:
     if "bias" in name or "expert_bias" in name:
         return _Normal(mean=0.0, std=0.0)
     if "weight" in name and any("layernorm" in part for part in name):
-        return _Normal(mean=1.0, std=0.0)
-    if "weight" in name or "gate_weight" in name:
+        return _Normal(mean=0.0 if config.norm.zero_centred else 1.0, std=0.0)
+    if "weight" in name or "gate_weight" in name or "softmax_offset" in name:
         residual = any(part in RESIDUAL_PROJECTIONS for part in name)
         return _Normal(
             std=config.init_std / math.sqrt(2 * config.num_layers) if residual else config.init_std

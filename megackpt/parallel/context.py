@@ -106,11 +106,13 @@ class AttentionPart:
         queries: `[..., n, head_dim]`, of the last `n` of the `m` positions.
         keys: `[..., m, head_dim]`, of positions 0 to m - 1.
         values: `[..., m, value_dim]`, of the same positions.
+        window: how many positions a query attends to at most, its own included; None for all.
     """
 
     queries: Tensor
     keys: Tensor
     values: Tensor
+    window: int | None = None
 
     @property
     def is_square(self) -> bool:
@@ -119,14 +121,20 @@ class AttentionPart:
 
     @property
     def mask(self) -> Tensor:
-        """Which keys each query attends to, bool `[n, m]`: its own position and those before it."""
+        """Which keys each query attends to, bool `[n, m]`: its own position and those before it.
+
+        With a window, only its last positions.
+        """
         queries, keys = self.queries.shape[-2], self.keys.shape[-2]
         # The last query attends to the last key. `is_causal` of torch aligns the first ones instead.
         all_keys = torch.ones(queries, keys, dtype=torch.bool, device=self.queries.device)
-        return all_keys.tril(keys - queries)
+        causal = all_keys.tril(keys - queries)
+        return causal if self.window is None else causal.triu(keys - queries - self.window + 1)
 
 
-def attention_parts(queries: Tensor, keys: Tensor, values: Tensor, cp: Axis) -> tuple[AttentionPart, ...]:
+def attention_parts(
+    queries: Tensor, keys: Tensor, values: Tensor, cp: Axis, *, window: int | None = None
+) -> tuple[AttentionPart, ...]:
     """Gather keys and values over cp, and return each part of this rank's queries with those it attends to.
 
     Collective over cp. There are two parts, or one with a cp of size 1. Attention of a rank is that of its
@@ -137,23 +145,32 @@ def attention_parts(queries: Tensor, keys: Tensor, values: Tensor, cp: Axis) -> 
         keys: `[..., s/cp, head_dim]`, this rank's share; the leading dims may differ from those of queries.
         values: `[..., s/cp, value_dim]`, this rank's share; leading dims as of keys.
         cp: the ranks that have the other shares.
+        window: how many tokens a token attends to at most, itself included; None for all before it.
 
     Raises:
         DeclarationError: the share cannot be cut into its two parts.
     """
     if cp.size == 1:
-        return (AttentionPart(queries, keys, values),)
+        return (AttentionPart(queries, keys, values, window),)
     head_dim = keys.shape[-1]
     both = gather_context(torch.cat((keys, values), dim=-1), cp, dim=-2)  # one collective instead of two
     keys, values = both[..., :head_dim], both[..., head_dim:]
     ends = [(number + 1) * queries.shape[-2] // 2 for number in _numbers(cp)]
     return tuple(
-        AttentionPart(part, keys[..., :end, :], values[..., :end, :])
+        AttentionPart(part, keys[..., :end, :], values[..., :end, :], window)
         for part, end in zip(queries.chunk(2, dim=-2), ends, strict=True)
     )
 
 
-def causal_attention(queries: Tensor, keys: Tensor, values: Tensor, cp: Axis) -> Tensor:
+def causal_attention(
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    cp: Axis,
+    *,
+    window: int | None = None,
+    scale: float | None = None,
+) -> Tensor:
     """Return causal attention of this rank's tokens over the whole sequence. Collective over cp.
 
     With a cp of size 1 it is `scaled_dot_product_attention(queries, keys, values, is_causal=True)`.
@@ -163,6 +180,8 @@ def causal_attention(queries: Tensor, keys: Tensor, values: Tensor, cp: Axis) ->
         keys: `[b, key_heads, s/cp, head_dim]`, this rank's share; `key_heads` divide `heads`.
         values: `[b, key_heads, s/cp, value_dim]`, this rank's share.
         cp: the ranks that have the other shares.
+        window: how many tokens a token attends to at most, itself included; None for all before it.
+        scale: what scores are multiplied by; None for `1 / sqrt(head_dim)`.
 
     Returns:
         `[b, heads, s/cp, value_dim]`.
@@ -170,14 +189,21 @@ def causal_attention(queries: Tensor, keys: Tensor, values: Tensor, cp: Axis) ->
     Raises:
         DeclarationError: the share cannot be cut into its two parts.
     """
-    attended = [_attend(part) for part in attention_parts(queries, keys, values, cp)]
+    parts = attention_parts(queries, keys, values, cp, window=window)
+    attended = [_attend(part, scale) for part in parts]
     return attended[0] if len(attended) == 1 else torch.cat(attended, dim=-2)
 
 
-def _attend(part: AttentionPart) -> Tensor:
-    mask = None if part.is_square else part.mask  # kernels have a fast path for squares
+def _attend(part: AttentionPart, scale: float | None) -> Tensor:
+    is_triangle = part.is_square and (part.window is None or part.window >= part.keys.shape[-2])
     return F.scaled_dot_product_attention(
-        part.queries, part.keys, part.values, attn_mask=mask, is_causal=part.is_square, enable_gqa=True
+        part.queries,
+        part.keys,
+        part.values,
+        attn_mask=None if is_triangle else part.mask,  # kernels have a fast path for whole triangles
+        is_causal=is_triangle,
+        scale=scale,
+        enable_gqa=True,
     )
 
 

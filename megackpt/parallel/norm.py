@@ -23,11 +23,13 @@ class RMSNorm(ShardedModule):
         hidden_size: extent of the last dim.
         groups: the ranks around this one.
         eps: added to the mean square.
+        zero_centred: multiply by `1 + weight`; the weight starts at 0.
         sequence_parallel: the input is this rank's part of the sequence.
         dtype: dtype of the weight; the statistics are computed in float32.
         device: where the weight is.
 
-    Source: Zhang and Sennrich 2019, equation 4.
+    Source: Zhang and Sennrich 2019, equation 4; `zero_centred` is Megatron-Core's
+    `layernorm_zero_centered_gamma`.
     """
 
     def __init__(
@@ -36,13 +38,16 @@ class RMSNorm(ShardedModule):
         groups: ParallelGroups,
         *,
         eps: float = 1e-5,
+        zero_centred: bool = False,
         sequence_parallel: bool = False,
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__(groups)
         self.eps = eps
-        self.weight = nn.Parameter(torch.ones(hidden_size, dtype=dtype, device=device))
+        self.zero_centred = zero_centred
+        start = 0.0 if zero_centred else 1.0
+        self.weight = nn.Parameter(torch.full((hidden_size,), start, dtype=dtype, device=device))
         if sequence_parallel:
             mark(self.weight, "sequence_parallel")
 
@@ -50,7 +55,8 @@ class RMSNorm(ShardedModule):
         """Normalise `x` `[..., hidden]`; shape and dtype do not change."""
         wide = x.float()
         wide = wide * torch.rsqrt(wide.square().mean(dim=-1, keepdim=True) + self.eps)
-        return (wide * self.weight.float()).to(x.dtype)
+        weight = 1.0 + self.weight.float() if self.zero_centred else self.weight.float()
+        return (wide * weight).to(x.dtype)
 
 
 class LayerNorm(ShardedModule):

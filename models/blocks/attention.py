@@ -1,9 +1,8 @@
-"""Causal self-attention with rotary positions and grouped queries, heads cut over tp, sequences over cp.
+"""Causal self-attention with grouped queries, heads cut over tp, sequences over cp.
 
 The arithmetic between the two projections.
 
-Source: Su et al. 2021, section 3.4.2 (rotary positions, halves rotated as in GPT-NeoX); Ainslie et al. 2023
-(grouped queries).
+Source: Ainslie et al. 2023 (grouped queries); Gemma 2, section 2 (soft caps); transformers `gpt_oss` (sinks).
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ from __future__ import annotations
 import math
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from megackpt.parallel import (
     AttentionPart,
@@ -23,36 +22,51 @@ from megackpt.parallel import (
     causal_attention,
     context_positions,
 )
+from models.blocks.norm import head_norm
+from models.blocks.rotary import rotate, rotation
 from models.stage import Stage
 
 
 class SelfAttention(ShardedModule):
     """Self-attention over `[s, b, hidden]` (`[s/tp, b, hidden]`). Collective over tp and cp.
 
-    s is the number of tokens that this rank of cp has of each sequence; it attends to all of them.
+    s is the number of tokens that this rank of cp has of each sequence; it attends to all of them, or to the
+    last ones if the layer has a window.
+
+    Args:
+        stage: what its parts are made with.
+        index: global index of the layer, which decides about the window and the positions.
     """
 
-    def __init__(self, stage: Stage) -> None:
+    tp_sharding = {"softmax_offset": 0}  # noqa: RUF012 - read-only by its type in ShardedModule
+
+    def __init__(self, stage: Stage, index: int = 0) -> None:
         super().__init__(stage.groups)
-        config = stage.config
+        config, choices = stage.config, stage.config.attention
         self.head_dim = config.head_dim
-        self.rope_base = config.rope_base
+        self.scale = self.head_dim**-0.5 if choices.scale is None else choices.scale
+        self.softcap = choices.softcap
+        self.window = config.window_of(index)
+        self.rotary = config.rotary_of(index)
         self.linear_qkv = QKVParallelLinear(
             config.hidden_size,
             config.num_heads,
             config.query_groups,
             config.head_dim,
             stage.groups,
-            bias=config.linear_bias,
+            bias=config.linear_bias if choices.qkv_bias is None else choices.qkv_bias,
             sequence_parallel=stage.sequence_parallel,
             dtype=config.params_dtype,
             device=stage.device,
         )
+        self.q_layernorm = head_norm(stage) if choices.qk_norm else None
+        self.k_layernorm = head_norm(stage) if choices.qk_norm else None
+        self.softmax_offset = _sinks(stage)
         self.linear_proj = RowParallelLinear(
-            config.hidden_size,
+            config.num_heads * config.head_dim,
             config.hidden_size,
             stage.groups,
-            bias=config.linear_bias,
+            bias=config.linear_bias if choices.output_bias is None else choices.output_bias,
             sequence_parallel=stage.sequence_parallel,
             dtype=config.params_dtype,
             device=stage.device,
@@ -63,11 +77,11 @@ class SelfAttention(ShardedModule):
     def forward(self, x: Tensor) -> Tensor:
         """Return the block's output, shaped like `x`."""
         q, k, v = (self._heads(part) for part in self.linear_qkv.split(self.linear_qkv(x)))
-        cp = self.groups.cp
-        positions = context_positions(q.shape[2] * cp.size, cp, device=q.device)
-        q, k = rotate(q, self.rope_base, positions), rotate(k, self.rope_base, positions)
+        if self.q_layernorm is not None and self.k_layernorm is not None:
+            q, k = self.q_layernorm(q), self.k_layernorm(k)
+        q, k = self._with_positions(q, k)
         context = self._attend(q, k, v)  # [b, heads/tp, s, head_dim]
-        merged = context.permute(2, 0, 1, 3).flatten(2)  # [s, b, hidden/tp]
+        merged = context.permute(2, 0, 1, 3).flatten(2)  # [s, b, heads/tp * head_dim]
         out: Tensor = self.linear_proj(merged)
         return out
 
@@ -75,27 +89,49 @@ class SelfAttention(ShardedModule):
         """`[s, b, n * head_dim]` to `[b, n, s, head_dim]`."""
         return part.view(*part.shape[:2], -1, self.head_dim).permute(1, 2, 0, 3)
 
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        if not self.dropout.is_active:
-            return causal_attention(q, k, v, self.groups.cp)
-        parts = attention_parts(q, k, v, self.groups.cp)
-        return torch.cat([self._attend_with_dropout(part) for part in parts], dim=2)
+    def _with_positions(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        if self.rotary is None:
+            return q, k
+        cp = self.groups.cp
+        length = q.shape[2] * cp.size
+        positions = context_positions(length, cp, device=q.device)
+        turn = rotation(self.rotary, self.head_dim, positions, length)
+        return rotate(q, turn), rotate(k, turn)
 
-    def _attend_with_dropout(self, part: AttentionPart) -> Tensor:
-        """The fused kernels draw from torch's global generator, which no checkpoint of ours restores."""
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        if not self.dropout.is_active and self.softcap is None and self.softmax_offset is None:
+            return causal_attention(q, k, v, self.groups.cp, window=self.window, scale=self.scale)
+        parts = attention_parts(q, k, v, self.groups.cp, window=self.window)
+        return torch.cat([self._attend_to(part) for part in parts], dim=2)
+
+    def _attend_to(self, part: AttentionPart) -> Tensor:
+        """Attention as it is written in papers, for what the fused kernels do not have.
+
+        They have neither soft caps nor sinks, and draw from torch's global generator, which no checkpoint of
+        ours restores.
+        """
         q, shared = part.queries, part.queries.shape[1] // part.keys.shape[1]
         k, v = (x.repeat_interleave(shared, dim=1) for x in (part.keys, part.values))
-        scores = (q @ k.transpose(-1, -2)).float() / math.sqrt(self.head_dim)  # [b, heads/tp, n, m]
-        weights = scores.masked_fill(~part.mask, float("-inf")).softmax(dim=-1).to(v.dtype)
+        scores = (q @ k.transpose(-1, -2)).float() * self.scale  # [b, heads/tp, n, m]
+        if self.softcap is not None:
+            scores = self.softcap * torch.tanh(scores / self.softcap)
+        weights = self._softmax(scores.masked_fill(~part.mask, -math.inf)).to(v.dtype)
         dropped: Tensor = self.dropout(weights)
         return dropped @ v
 
+    def _softmax(self, scores: Tensor) -> Tensor:
+        """Softmax over the keys; a sink is one more key, whose value is zero."""
+        if self.softmax_offset is None:
+            return scores.softmax(dim=-1)
+        batch, heads, queries, _ = scores.shape
+        sinks = self.softmax_offset.float().view(1, heads, 1, 1).expand(batch, heads, queries, 1)
+        return torch.cat([scores, sinks], dim=-1).softmax(dim=-1)[..., :-1]
 
-def rotate(x: Tensor, base: float, positions: Tensor) -> Tensor:
-    """Return queries or keys `[b, n, s, head_dim]` with rotary embeddings of `positions` `[s]`. Pure."""
-    half = x.shape[-1] // 2
-    frequency = base ** (-torch.arange(half, dtype=torch.float32, device=x.device) / half)
-    angle = torch.outer(positions.float(), frequency)  # [s, head_dim/2]
-    cos, sin = angle.cos(), angle.sin()
-    first, second = x.float().chunk(2, dim=-1)
-    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(x.dtype)
+
+def _sinks(stage: Stage) -> nn.Parameter | None:
+    """Return the scores of nothing of this rank's heads, `[heads/tp]`; None if there are none."""
+    config = stage.config
+    if not config.attention.sinks:
+        return None
+    heads = config.num_heads // stage.groups.tp.size  # QKVParallelLinear has checked that tp divides them
+    return nn.Parameter(torch.zeros(heads, dtype=config.params_dtype, device=stage.device))

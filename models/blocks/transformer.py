@@ -1,16 +1,17 @@
 """One transformer layer: attention and MLP or experts, each behind a norm and added to what came in.
 
-The residual path and its dropout.
+The residual path, its dropout and the norms on it.
 """
 
 from __future__ import annotations
 
 from torch import Tensor
 
-from megackpt.parallel import ParallelDropout, RMSNorm, ShardedModule
+from megackpt.parallel import ParallelDropout, ShardedModule
 from models.blocks.attention import SelfAttention
-from models.blocks.mlp import GatedMLP
+from models.blocks.mlp import build_mlp
 from models.blocks.moe import MoE
+from models.blocks.norm import block_norm
 from models.stage import Stage
 
 
@@ -19,21 +20,31 @@ class TransformerLayer(ShardedModule):
 
     Args:
         stage: what its parts are made with.
-        index: global index of the layer, which decides whether it has an MLP or a mixture of experts.
+        index: global index of the layer, which decides whether it has an MLP or a mixture of experts, and
+            what its attention sees.
     """
 
     def __init__(self, stage: Stage, index: int) -> None:
         super().__init__(stage.groups)
+        after_blocks = stage.config.norm.after_blocks
         self.input_layernorm = block_norm(stage)
-        self.self_attention = SelfAttention(stage)
+        self.self_attention = SelfAttention(stage, index)
+        self.post_self_attn_layernorm = block_norm(stage) if after_blocks else None
         self.pre_mlp_layernorm = block_norm(stage)
-        self.mlp = MoE(stage) if stage.config.moe_layers[index] else GatedMLP(stage)
+        self.mlp = MoE(stage) if stage.config.moe_layers[index] else build_mlp(stage)
+        self.post_mlp_layernorm = block_norm(stage) if after_blocks else None
         self.dropout = residual_dropout(stage)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the layer's output, shaped like `x`."""
-        x = x + self.dropout(self.self_attention(self.input_layernorm(x)))
-        x = x + self.dropout(self.mlp(self.pre_mlp_layernorm(x)))
+        attended = self.self_attention(self.input_layernorm(x))
+        if self.post_self_attn_layernorm is not None:
+            attended = self.post_self_attn_layernorm(attended)
+        x = x + self.dropout(attended)
+        out = self.mlp(self.pre_mlp_layernorm(x))
+        if self.post_mlp_layernorm is not None:
+            out = self.post_mlp_layernorm(out)
+        x = x + self.dropout(out)
         return x
 
 
@@ -45,16 +56,4 @@ def residual_dropout(stage: Stage) -> ParallelDropout:
     """
     return ParallelDropout(
         stage.config.dropout, stage.rng, "distinct" if stage.sequence_parallel else "replicated"
-    )
-
-
-def block_norm(stage: Stage) -> RMSNorm:
-    """Return the norm that stands before a block, and at the end of the model."""
-    return RMSNorm(
-        stage.config.hidden_size,
-        stage.groups,
-        eps=stage.config.norm_eps,
-        sequence_parallel=stage.sequence_parallel,
-        dtype=stage.config.params_dtype,
-        device=stage.device,
     )

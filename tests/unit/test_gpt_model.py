@@ -26,8 +26,8 @@ from megackpt.parallel import (
 )
 from megackpt.storage import MemoryStore
 from megackpt.testing.world import SimulatedWorld
-from models import GPT, GPTConfig, build_gpt, init_weights
-from models.blocks.attention import rotate
+from models import GPT, GPTConfig, RotaryConfig, build_gpt, init_weights
+from models.blocks.rotary import rotate, rotation
 
 CONFIG = GPTConfig(
     vocab_size=13,
@@ -250,8 +250,8 @@ def test_a_token_does_not_see_the_ones_behind_it() -> None:
 
 def test_rotary_scores_depend_on_the_distance_only() -> None:
     q, k = torch.randn(2, 1, 1, 1, 8, generator=torch.Generator().manual_seed(0)).expand(2, 1, 1, 9, 8)
-    positions = torch.arange(9)
-    scores = rotate(q, 100.0, positions) @ rotate(k, 100.0, positions).transpose(-1, -2)  # [1, 1, s, s]
+    turn = rotation(RotaryConfig(base=100.0), 8, torch.arange(9), 9)
+    scores = rotate(q, turn) @ rotate(k, turn).transpose(-1, -2)  # [1, 1, s, s]
     for distance in range(9):
         diagonal = scores[0, 0].diagonal(-distance)
         torch.testing.assert_close(diagonal, diagonal[:1].expand_as(diagonal), rtol=1e-4, atol=1e-5)

@@ -1,0 +1,229 @@
+"""Choices of the blocks of a transformer, one value for each decision. Sizes are those of `GPTConfig`."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+from megackpt.errors import DeclarationError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NormConfig:
+    """The norms of the model: those before the blocks, and the one at its end.
+
+    Attributes:
+        kind: "rms" divides by the root mean square; "layer" subtracts the mean too, and has a bias.
+        zero_centred: the weight is what is added to 1, so it starts at 0 (Gemma). For "rms" only.
+        after_blocks: the output of attention and that of the MLP pass a norm of their own before they are
+            added to the residual path (Gemma 2 and 3).
+
+    Raises:
+        DeclarationError: a kind that does not exist, or a zero-centred "layer".
+    """
+
+    kind: Literal["rms", "layer"] = "rms"
+    zero_centred: bool = False
+    after_blocks: bool = False
+
+    def __post_init__(self) -> None:
+        if self.kind not in ("rms", "layer"):
+            raise DeclarationError(f"NormConfig.kind is {self.kind!r}. Give 'rms' or 'layer'.")
+        if self.zero_centred and self.kind == "layer":
+            raise DeclarationError(
+                "NormConfig.zero_centred is for kind 'rms' only. Set it to False, or choose that kind."
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinearScaling:
+    """All rotary frequencies divided by `factor`: positions are interpolated.
+
+    Source: Chen et al. 2023 (position interpolation).
+    """
+
+    factor: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DynamicScaling:
+    """A larger base for sequences that are longer than `original_length` (NTK-aware scaling).
+
+    The base depends on the length of the sequence that the model is called with. It is not remembered: a
+    short sequence after a long one is computed as if it came first.
+
+    Source: transformers, rope type "dynamic".
+    """
+
+    factor: float
+    original_length: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Llama3Scaling:
+    """Low frequencies divided by `factor`, high ones kept, those between interpolated.
+
+    A frequency is low if it turns fewer than `low_frequency_factor` times within `original_length` tokens,
+    and high if more than `high_frequency_factor` times.
+
+    Source: Llama 3.1; transformers, rope type "llama3".
+    """
+
+    factor: float
+    low_frequency_factor: float
+    high_frequency_factor: float
+    original_length: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class YarnScaling:
+    """Low frequencies divided by `factor`, high ones kept, with a ramp between; sines and cosines grow.
+
+    Attributes:
+        factor: how many times longer sequences may be.
+        original_length: tokens of the sequences before.
+        fast_turns: frequencies with at least so many turns within `original_length` are kept.
+        slow_turns: frequencies with at most so many turns are divided by `factor`.
+        magnitude: what sines and cosines are multiplied by; None for `0.1 ln(factor) + 1`.
+        whole_dims: whether the ends of the ramp are rounded to whole dims, outwards.
+
+    Source: Peng et al. 2023 (YaRN), section 3; transformers, rope type "yarn".
+    """
+
+    factor: float
+    original_length: int
+    fast_turns: float = 32.0
+    slow_turns: float = 1.0
+    magnitude: float | None = None
+    whole_dims: bool = True
+
+
+RotaryScaling: TypeAlias = LinearScaling | DynamicScaling | Llama3Scaling | YarnScaling
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RotaryConfig:
+    """Rotary positions.
+
+    Attributes:
+        base: base of the frequencies.
+        fraction: part of each head that is rotated, its first dims; the others do not see positions.
+        scaling: how the frequencies change for longer sequences; None if they do not.
+
+    Raises:
+        DeclarationError: a base or factor that is not positive, or a fraction outside of (0, 1].
+    """
+
+    base: float = 10000.0
+    fraction: float = 1.0
+    scaling: RotaryScaling | None = None
+
+    def __post_init__(self) -> None:
+        if self.base <= 0:
+            raise DeclarationError(f"RotaryConfig.base is {self.base}. It must be positive.")
+        if not 0 < self.fraction <= 1:
+            raise DeclarationError(f"RotaryConfig.fraction is {self.fraction}. It must be in (0, 1].")
+        if self.scaling is not None and self.scaling.factor <= 0:
+            raise DeclarationError(
+                f"RotaryConfig.scaling has factor {self.scaling.factor}; give a positive one."
+            )
+
+    def rotated_dims(self, head_dim: int) -> int:
+        """Return how many of the dims of a head are rotated. Pure."""
+        return int(head_dim * self.fraction)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LearnedPositions:
+    """A vector for each position, added to the embeddings (GPT-2). `count` of them."""
+
+    count: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SlidingWindow:
+    """Attention to the last tokens only, in some or all layers.
+
+    Attributes:
+        size: tokens that a token attends to, itself included.
+        layers: for each layer of the model, whether it has the window; None if all have.
+        rotary: rotary positions of the layers with the window; None for those of the other layers.
+
+    Raises:
+        DeclarationError: a size below 1.
+    """
+
+    size: int
+    layers: tuple[bool, ...] | None = None
+    rotary: RotaryConfig | None = None
+
+    def __post_init__(self) -> None:
+        if self.size < 1:
+            raise DeclarationError(f"SlidingWindow.size is {self.size}. It must be at least 1.")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionConfig:
+    """Choices of self-attention.
+
+    Attributes:
+        head_dim: extent of one head; None for hidden_size / num_heads.
+        qkv_bias: whether the projection of queries, keys and values has a bias; None for `linear_bias`.
+        output_bias: whether the projection of the output has one; None for `linear_bias`.
+        qk_norm: whether each head of the queries and keys passes a norm, before its positions.
+        scale: what the scores are multiplied by; None for `1 / sqrt(head_dim)`.
+        softcap: scores become `softcap * tanh(scores / softcap)`; None leaves them as they are.
+        sinks: whether each head has a learned score of nothing, which takes part in the softmax (GPT-OSS).
+        window: which layers see the last tokens only; None if none does.
+
+    Raises:
+        DeclarationError: a head_dim below 1, or a softcap that is not positive.
+
+    Source: Megatron-Core `TransformerConfig` (`kv_channels`, `qk_layernorm`, `softmax_scale`, `softmax_type`,
+    `window_size`).
+    """
+
+    head_dim: int | None = None
+    qkv_bias: bool | None = None
+    output_bias: bool | None = None
+    qk_norm: bool = False
+    scale: float | None = None
+    softcap: float | None = None
+    sinks: bool = False
+    window: SlidingWindow | None = None
+
+    def __post_init__(self) -> None:
+        if self.head_dim is not None and self.head_dim < 1:
+            raise DeclarationError(f"AttentionConfig.head_dim is {self.head_dim}. It must be at least 1.")
+        if self.softcap is not None and not 0 < self.softcap < math.inf:
+            raise DeclarationError(
+                f"AttentionConfig.softcap is {self.softcap}. Give a positive number or None."
+            )
+
+
+Activation: TypeAlias = Literal["silu", "gelu", "gelu_tanh", "relu"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MLPConfig:
+    """Choices of the MLP.
+
+    Attributes:
+        gated: `down(activation(gate(x)) * up(x))`; otherwise `down(activation(up(x)))`.
+        activation: the function between; "gelu_tanh" is the approximation of GELU by a tanh.
+        bias: whether its linear layers have biases; None for `linear_bias`.
+
+    Raises:
+        DeclarationError: an activation that does not exist.
+    """
+
+    gated: bool = True
+    activation: Activation = "silu"
+    bias: bool | None = None
+
+    def __post_init__(self) -> None:
+        if self.activation not in ("silu", "gelu", "gelu_tanh", "relu"):
+            raise DeclarationError(
+                f"MLPConfig.activation is {self.activation!r}. Give one of silu, gelu, gelu_tanh, relu."
+            )

@@ -1,0 +1,71 @@
+"""What comes before the layers: the embedding of tokens, and of positions where they are learned."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from megackpt.parallel import ShardedModule, VocabParallelEmbedding, context_positions, mark
+from models.block_config import LearnedPositions
+from models.blocks.transformer import residual_dropout
+from models.stage import Stage
+
+
+class Embedding(ShardedModule):
+    """Token ids `[b, s]` to hidden states `[s, b, hidden]` (`[s/tp, b, hidden]`). Collective over tp."""
+
+    def __init__(self, stage: Stage) -> None:
+        super().__init__(stage.groups)
+        config = stage.config
+        self.scale = config.embedding_scale
+        self.word_embeddings = VocabParallelEmbedding(
+            config.vocab_size,
+            config.hidden_size,
+            stage.groups,
+            make_divisible=config.make_vocab_divisible,
+            sequence_parallel=stage.sequence_parallel,
+            dtype=config.params_dtype,
+            device=stage.device,
+        )
+        positions = config.positions
+        self.position_embeddings = (
+            PositionEmbedding(stage, positions.count) if isinstance(positions, LearnedPositions) else None
+        )
+        self.dropout = residual_dropout(stage)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Return the hidden states of `tokens`."""
+        hidden: Tensor = self.word_embeddings(tokens.transpose(0, 1))
+        if self.scale is not None:
+            # Rounded to the dtype of the embeddings first, as Gemma was trained.
+            hidden = hidden * torch.tensor(self.scale, dtype=hidden.dtype, device=hidden.device)
+        if self.position_embeddings is not None:
+            hidden = hidden + self.position_embeddings(tokens.shape[1])
+        out: Tensor = self.dropout(hidden)
+        return out
+
+
+class PositionEmbedding(ShardedModule):
+    """A learned vector for each position; weight `[count, hidden]`, equal on all ranks of tp. Local.
+
+    Args:
+        stage: what it is made with.
+        count: positions that have a vector.
+    """
+
+    def __init__(self, stage: Stage, count: int) -> None:
+        super().__init__(stage.groups)
+        config = stage.config
+        weight = torch.zeros(count, config.hidden_size, dtype=config.params_dtype, device=stage.device)
+        self.weight = nn.Parameter(weight.normal_(std=config.init_std))
+        self.sequence_parallel = stage.sequence_parallel
+        if stage.sequence_parallel:
+            mark(self.weight, "sequence_parallel")
+
+    def forward(self, own: int) -> Tensor:
+        """Return the vectors `[s (/tp), 1, hidden]` of this rank's tokens; this rank of cp has `own`."""
+        cp, tp = self.groups.cp, self.groups.tp
+        positions = context_positions(own * cp.size, cp, device=self.weight.device)
+        if self.sequence_parallel:
+            positions = positions.chunk(tp.size)[tp.rank]
+        return self.weight[positions].unsqueeze(1)
