@@ -11,7 +11,15 @@ from training.arguments import Arguments
 
 from megackpt import Checkpointer, load_plain_tensors
 from megackpt.testing.ranks import RankPool
-from tests.e2e.training_runs import LAYOUTS, arguments_for, deterministic, make_trainer, train, write_text
+from tests.e2e.training_runs import (
+    LAYOUTS,
+    MOE,
+    arguments_for,
+    deterministic,
+    make_trainer,
+    train,
+    write_text,
+)
 
 pytestmark = pytest.mark.multiprocess
 
@@ -21,18 +29,15 @@ VOCABULARY = 257  # rows beyond are padding, whose number depends on tp
 
 
 @pytest.fixture(scope="module")
-def checkpoints(rank_pool: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return where step 2 of a bfloat16 run at TP2xPP2 is, and its text."""
-    root = tmp_path_factory.mktemp("bf16")
-    train(
-        rank_pool,
-        "TP2xPP2",
-        root / "ckpt",
-        f"--data={write_text(root / 'text')}",
-        f"--steps={STEPS}",
-        "--bf16",
-    )
-    return root / "ckpt"
+def checkpoints(rank_pool: RankPool, tmp_path_factory: pytest.TempPathFactory) -> dict[bool, Path]:
+    """Return where step 2 of a bfloat16 run at TP2xPP2 is, without experts and with, each beside its text."""
+    found = {}
+    for has_experts in (False, True):
+        root = tmp_path_factory.mktemp("bf16")
+        found[has_experts] = root / "ckpt"
+        flags = [f"--data={write_text(root / 'text')}", f"--steps={STEPS}", "--bf16"]
+        train(rank_pool, "TP2xPP2", found[has_experts], *flags, *(MOE if has_experts else ()))
+    return found
 
 
 def resume_and_save(arguments: Arguments, directory: Path) -> tuple[int, int]:
@@ -76,14 +81,17 @@ def assert_weights_are_rounded_masters(arrays: dict[str, Tensor]) -> None:
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_weights_are_the_rounded_masters(
-    rank_pool: RankPool, checkpoints: Path, tmp_path: Path, layout: str
+    rank_pool: RankPool, checkpoints: dict[bool, Path], tmp_path: Path, layout: str
 ) -> None:
-    flags = [f"--ckpt={checkpoints}", f"--data={checkpoints.parent / 'text'}", f"--steps={STEPS}", "--bf16"]
+    has_experts = LAYOUTS[layout].ep > 1
+    source = checkpoints[has_experts]
+    flags = [f"--ckpt={source}", f"--data={source.parent / 'text'}", f"--steps={STEPS}", "--bf16"]
+    flags += MOE if has_experts else ()
     ranks = LAYOUTS[layout].world_size
     per_rank = rank_pool.run(resume_and_save, ranks, arguments_for(LAYOUTS[layout], flags), tmp_path)
     assert all(compared and not differing for compared, differing in per_rank)
 
-    stored = real_rows(load_plain_tensors(checkpoints / "iter_0000002"))
+    stored = real_rows(load_plain_tensors(source / "iter_0000002"))
     resaved = real_rows(load_plain_tensors(tmp_path / "iter_0000002"))
     assert resaved.keys() == stored.keys()
     assert all(torch.equal(resaved[key], stored[key]) for key in stored)

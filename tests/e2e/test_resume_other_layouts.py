@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from megackpt.testing.ranks import RankPool
-from tests.e2e.training_runs import metrics_of, train, write_text
+from tests.e2e.training_runs import MOE, metrics_of, train, write_text
 
 pytestmark = pytest.mark.multiprocess
 
@@ -30,7 +30,6 @@ MOE_PHASES = (
     ("CP2xDP2xEP2", "distributed"),
     ("1 rank", "plain"),
 )
-MOE = ("--experts=4", "--shared-experts=1", "--expert-ffn-hidden-size=16", "--expert-bias-rate=1e-3")
 ALLOWED = 1e-5
 """Relative. In float32 without dropout layouts differ by the order of sums only, each rounded at 6e-8; 1e-7
 was seen after 16 steps, and a machine that sums otherwise may have a few times that. What resuming can get

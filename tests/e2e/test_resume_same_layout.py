@@ -12,18 +12,17 @@ import torch
 
 from megackpt import load_plain_tensors
 from megackpt.testing.ranks import RankPool
-from tests.e2e.training_runs import metrics_of, train, write_text
+from tests.e2e.training_runs import MOE, metrics_of, train, write_text
 
 pytestmark = pytest.mark.multiprocess
 
 STEPS = 6
-MOE = ["--experts=4", "--shared-experts=1", "--expert-ffn-hidden-size=16", "--expert-bias-rate=1e-3"]
 RUNS = {
     "1 rank": ("1 rank", []),
     "TP2xPP2": ("TP2xPP2", []),
     "TP2xDP2, sequence parallel": ("TP2xDP2", ["--sequence-parallel"]),
     "experts, TP2xPP2xEP2xETP1": ("TP2xPP2xEP2xETP1", [*MOE, "--sequence-parallel"]),
-    "experts, CP2xPP2xVPP2xEP2": ("CP2xPP2xVPP2xEP2", MOE),
+    "experts, CP2xPP2xVPP2xEP2": ("CP2xPP2xVPP2xEP2", [*MOE]),
 }
 
 

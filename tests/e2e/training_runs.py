@@ -31,6 +31,7 @@ SMALL_MODEL = [
     "--lr=3e-3",
     "--min-lr=3e-4",
 ]
+MOE = ("--experts=4", "--shared-experts=1", "--expert-ffn-hidden-size=16", "--expert-bias-rate=1e-3")
 LAYOUTS = {
     "1 rank": ParallelLayout(),
     "TP4": ParallelLayout(tp=4),

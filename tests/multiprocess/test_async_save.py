@@ -277,7 +277,7 @@ def test_a_store_of_a_user_is_saved_to_asynchronously(tmp_path: Path, kind: str)
 def test_a_store_whose_copy_writes_elsewhere_is_an_error(tmp_path: Path) -> None:
     checkpointer = single_process_checkpointer(KeepsNothing(tmp_path / "here"))
     checkpointer.save(1, ones())
-    with pytest.raises(StorageError, match=r"committed step 1 with its copy of this store, and this process"):
+    with pytest.raises(StorageError, match=r"committed step 1 with its copy of this store, but this process"):
         checkpointer.close()
 
 
