@@ -6,6 +6,7 @@ that move `param.grad` into the gradient buffer. The optimizers decide when grad
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 
 import torch
@@ -79,7 +80,7 @@ class ParamGradBuffer:
             view.copy_(param.detach())
             param.data = view
             param.main_grad = self.grad[flat_range.as_slice()].view(param.shape)  # type: ignore[attr-defined]
-            _replace_hook(param, self._hook(index))
+            _replace_hook(param, _AccumulateHook(self, index))
 
     def collect(self) -> None:
         """Add gradients that no hook saw, and close the gradients for reduction. Local.
@@ -94,7 +95,7 @@ class ParamGradBuffer:
         self._check_not_reduced("optimizer.step() was called again")
         for index, param in enumerate(self.params):
             if param.grad is not None:
-                self._accumulate(index, param)
+                self.accumulate(index, param)
             if getattr(param, "grad_added_to_main_grad", False):
                 self.touched[index] = True
                 param.grad_added_to_main_grad = False  # type: ignore[attr-defined]
@@ -113,10 +114,12 @@ class ParamGradBuffer:
         for param in self.params:
             param.grad = None
 
-    def _hook(self, index: int) -> Callable[[Tensor], None]:
-        return lambda param: self._accumulate(index, param)
+    def accumulate(self, index: int, param: Tensor) -> None:
+        """Add `param.grad` to the gradient of a parameter, and free it. Local; called after backward.
 
-    def _accumulate(self, index: int, param: Tensor) -> None:
+        Raises:
+            OptimizerError: the gradients, or those of the parameter's bucket, are being reduced.
+        """
         self._check_not_reduced("a backward pass was run")
         self._check_open(index)
         assert param.grad is not None
@@ -152,6 +155,23 @@ class ParamGradBuffer:
                 f"gradient buffer then has averaged gradients of this rank's slices, to which no gradient "
                 f"can be added. Call optimizer.zero_grad() after every optimizer.step()."
             )
+
+
+class _AccumulateHook:
+    """Adds the gradient of a parameter to a buffer.
+
+    It does not keep the buffer alive: the parameter refers to the hook from C++, where Python's garbage
+    collector does not see it, so that model, buffer and process groups would never be freed.
+    """
+
+    def __init__(self, buffer: ParamGradBuffer, index: int) -> None:
+        self._buffer, self._index = weakref.ref(buffer), index
+
+    def __call__(self, param: Tensor) -> None:
+        """Add the gradient, unless the optimizer is gone, whose buffer it was."""
+        buffer = self._buffer()
+        if buffer is not None:
+            buffer.accumulate(self._index, param)
 
 
 def make_buffers(

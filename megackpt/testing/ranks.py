@@ -7,6 +7,7 @@ the size that it asks for. A job that takes too long is an error, and its proces
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import pickle
 import sys
@@ -152,6 +153,7 @@ def _serve(connection: Connection) -> None:
         "PYTHONSAFEPATH", None
     )  # it was for the start of this process, not for those that it starts
     torch.set_num_threads(1)
+    gc.freeze()  # what is imported is never garbage; so each collection looks at the jobs' objects alone
     while True:
         try:
             search_path, job, rank, ranks, rendezvous, timeout_s = connection.recv()
@@ -167,6 +169,10 @@ def _serve(connection: Connection) -> None:
         except BaseException as error:  # noqa: BLE001 - the last line of a worker: the error is handed over
             answer = (None, error, traceback.format_exc())
         connection.send_bytes(_pickled(answer))
+        del answer, job
+        # Groups of torch that a model or a traceback in a cycle refers to live on, and each has a thread of
+        # gloo that wakes a hundred times a second. Hundreds of them would take the processors' time.
+        gc.collect()
 
 
 def _call(job: bytes, rank: int, ranks: int, rendezvous: str, timeout_s: float) -> Any:
