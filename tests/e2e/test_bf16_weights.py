@@ -103,6 +103,6 @@ def test_weights_are_the_rounded_masters(
     trained = real_rows(load_plain_tensors(tmp_path / "iter_0000003"))
     assert_weights_are_rounded_masters(trained)
     assert not torch.equal(
-        trained[MASTER + "decoder.layers.mlp.linear_fc2.weight"],
-        resaved[MASTER + "decoder.layers.mlp.linear_fc2.weight"],
+        trained[MASTER + "decoder.layers.self_attention.linear_proj.weight"],
+        resaved[MASTER + "decoder.layers.self_attention.linear_proj.weight"],
     )
