@@ -27,7 +27,8 @@ ROOT = Path(__file__).parents[2]
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
 
 PUBLIC_PARTS = {
-    "", "compat", "geometry", "integrations", "maps", "optim", "parallel", "storage", "testing", "training_state"
+    "", "compat", "geometry", "integrations", "maps", "optim", "parallel", "storage", "testing",
+    "training_state",
 }  # fmt: skip
 """Parts of megackpt that users import from; most names are in the package itself."""
 
