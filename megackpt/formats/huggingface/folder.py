@@ -142,6 +142,8 @@ def _folder_of(headers: Mapping[str, Header]) -> Folder:
 
 def _why_unreadable(entry: HeaderEntry) -> str:
     """Return why a tensor cannot be loaded; "" if it can."""
+    if not entry.name:
+        return "has an empty name, which is no key"
     if entry.dtype not in DTYPE_NAMES:
         return f"is stored as {entry.dtype}, which cannot be loaded"
     if len(entry.shape) > _MAX_DIMS:
