@@ -1,0 +1,136 @@
+"""Rotary positions as a Hugging Face `config.json` describes them.
+
+transformers 4 has `rope_theta` and `rope_scaling` in the file itself, transformers 5 puts all of it into
+`rope_parameters`, which may be one mapping for each type of layer.
+
+Source: transformers 4.57 and 5.23, `modeling_rope_utils`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from models.block_config import (
+    DynamicScaling,
+    LinearScaling,
+    Llama3Scaling,
+    RotaryConfig,
+    RotaryScaling,
+    YarnScaling,
+)
+from models.huggingface_fields import ConfigFields
+
+
+def rotary_of(fields: ConfigFields, *, partial: bool = False) -> RotaryConfig:
+    """Return the rotary positions that all layers have.
+
+    Args:
+        fields: those of the file.
+        partial: whether models of this family look at `partial_rotary_factor`.
+
+    Raises:
+        DeclarationError: a kind of scaling or a parameter that is not supported.
+    """
+    # The older spelling counts if a file has both.
+    scaling, parameters = fields.value("rope_scaling"), fields.value("rope_parameters")
+    name = "rope_scaling" if scaling else "rope_parameters"
+    outer = {key: fields.value(key) for key in ("rope_theta", "partial_rotary_factor")}
+    return rotary_in(fields, name, scaling or parameters or {}, outer, partial=partial)
+
+
+def rotary_by_layer_type(fields: ConfigFields) -> tuple[RotaryConfig, RotaryConfig]:
+    """Return the rotary positions of layers that see all tokens, and of those with a window (Gemma 3).
+
+    Raises:
+        DeclarationError: a kind of scaling or a parameter that is not supported.
+    """
+    nested = fields.value("rope_parameters") or {}
+    whole, windowed = nested.get("full_attention") or {}, nested.get("sliding_attention") or {}
+    by_type = fields.inside("rope_parameters", nested, {})
+    by_type.skip(("full_attention", "sliding_attention"))
+    by_type.check_all_read()
+    whole = {**whole, **(fields.value("rope_scaling") or {})}
+    bases = {"rope_theta": fields.value("rope_theta")}, {"rope_theta": fields.value("rope_local_base_freq")}
+    return (
+        rotary_in(fields, "rope_parameters.full_attention", whole, bases[0]),
+        rotary_in(fields, "rope_parameters.sliding_attention", windowed, bases[1]),
+    )
+
+
+def rotary_in(
+    fields: ConfigFields,
+    name: str,
+    parameters: Mapping[str, Any],
+    outer: Mapping[str, Any],
+    *,
+    partial: bool = False,
+) -> RotaryConfig:
+    """Return the rotary positions of one mapping of parameters.
+
+    Args:
+        fields: those of the file.
+        name: that of the mapping, for errors.
+        parameters: the mapping.
+        outer: parameters that it may leave out, as the file has them.
+        partial: whether models of this family look at `partial_rotary_factor`.
+    """
+    length = fields.integer("max_position_embeddings")
+    original = parameters.get("original_max_position_embeddings") or length
+    inner = fields.inside(name, parameters, {**outer, "original_max_position_embeddings": original})
+    fraction = inner.value("partial_rotary_factor")
+    if not partial and fraction not in (None, 1, 1.0):
+        raise inner.error("partial_rotary_factor", "models of this family do not have")
+    scaling = _scaling(inner, length)
+    base = inner.number("rope_theta")
+    inner.check_all_read()
+    return RotaryConfig(base=base, fraction=1.0 if fraction is None else float(fraction), scaling=scaling)
+
+
+def _scaling(rope: ConfigFields, length: int) -> RotaryScaling | None:
+    kind = rope.value("rope_type") or rope.value("type") or "default"
+    rope.skip(("type", "rope_type"))  # some files have both
+    if kind == "default":
+        return None
+    if kind == "linear":
+        return LinearScaling(factor=rope.number("factor"))
+    if kind == "dynamic":
+        return DynamicScaling(factor=rope.number("factor"), original_length=length)
+    if kind == "llama3":
+        return Llama3Scaling(
+            factor=rope.number("factor"),
+            low_frequency_factor=rope.number("low_freq_factor"),
+            high_frequency_factor=rope.number("high_freq_factor"),
+            original_length=rope.integer("original_max_position_embeddings"),
+        )
+    if kind == "yarn":
+        return _yarn(rope, length)
+    raise rope.error(
+        "rope_type" if rope.has("rope_type") else "type",
+        "is not supported; default, linear, dynamic, llama3 and yarn are",
+    )
+
+
+def _yarn(rope: ConfigFields, length: int) -> YarnScaling:
+    original = rope.integer("original_max_position_embeddings")
+    factor = rope.number("factor") if rope.has("factor") else length / original
+    return YarnScaling(
+        factor=factor,
+        original_length=original,
+        fast_turns=rope.number("beta_fast") if rope.value("beta_fast") else 32.0,
+        slow_turns=rope.number("beta_slow") if rope.value("beta_slow") else 1.0,
+        magnitude=_magnitude(rope, factor),
+        whole_dims=rope.flag("truncate") if rope.has("truncate") else True,
+    )
+
+
+def _magnitude(rope: ConfigFields, factor: float) -> float | None:
+    """Return what sines and cosines are multiplied by; None for the usual function of the factor."""
+    weights = rope.value("mscale"), rope.value("mscale_all_dim")
+    if rope.has("attention_factor"):
+        return rope.number("attention_factor")
+    if not all(weights):
+        return None
+    growth = 0.1 * math.log(max(factor, 1.0))
+    return (rope.number("mscale") * growth + 1.0) / (rope.number("mscale_all_dim") * growth + 1.0)

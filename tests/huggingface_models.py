@@ -1,0 +1,256 @@
+"""Small dense models of Hugging Face families: random configs and weights, and our arrays of them."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tests.optim_world import Arrays
+
+SEQUENCE = 24  # longer than the windows and the original lengths that are drawn
+Fields = dict[str, Any]
+
+
+def random_config(family: str, seed: int) -> Any:
+    """Return a transformers config of odd sizes; that of seed 0 can be cut into 2 for tp and for pp."""
+    from transformers import AutoConfig
+
+    draw = random.Random(f"{family} {seed}")
+    common = _common_fields(draw, seed)
+    if family == "gpt2":
+        common = {name: common[name] for name in ("vocab_size", "tie_word_embeddings")}
+    config = AutoConfig.for_model(family, **{**common, **_FAMILIES[family](draw, seed)})
+    config._attn_implementation = "eager"
+    return config
+
+
+def _common_fields(draw: random.Random, seed: int) -> Fields:
+    groups = 2 if seed == 0 else draw.choice([1, 2, 3])
+    heads = groups * draw.choice([1, 2, 3])
+    head_dim = draw.choice([4, 6, 8])
+    return {
+        "vocab_size": draw.choice([31, 37, 53]),
+        "hidden_size": heads * head_dim,
+        "intermediate_size": draw.choice([10, 14, 22]),
+        "num_hidden_layers": 4 if seed == 0 else draw.choice([2, 3]),
+        "num_attention_heads": heads,
+        "num_key_value_heads": groups,
+        "max_position_embeddings": 64,
+        "tie_word_embeddings": draw.random() < 0.5,
+        "rms_norm_eps": draw.choice([1e-6, 1e-3]),
+        "pad_token_id": None,
+    }
+
+
+def _rope(draw: random.Random, seed: int) -> Fields:
+    """Return parameters of rotary positions; each kind is drawn by one of five seeds."""
+    base = draw.choice([100.0, 10000.0])
+    kinds: list[Fields] = [
+        {
+            "rope_type": "llama3",
+            "factor": 4.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 16,
+        },
+        {"rope_type": "default"},
+        {"rope_type": "linear", "factor": draw.choice([2.0, 3.5])},
+        {
+            "rope_type": "yarn",
+            "factor": 4.0,
+            "original_max_position_embeddings": 16,
+            "beta_fast": 4.0,
+            "truncate": draw.random() < 0.5,
+        },
+        {"rope_type": "dynamic", "factor": 3.0},
+        {
+            "rope_type": "yarn",
+            "factor": 2.0,
+            "original_max_position_embeddings": 32,
+            "mscale": 0.7,
+            "mscale_all_dim": 0.9,
+        },
+    ]
+    return {"rope_theta": base, **kinds[seed % len(kinds)]}
+
+
+def _llama(draw: random.Random, seed: int) -> Fields:
+    rope = _rope(draw, seed)
+    shorter = {"max_position_embeddings": SEQUENCE // 2} if rope["rope_type"] == "dynamic" else {}
+    biases = {name: draw.random() < 0.5 for name in ("attention_bias", "mlp_bias")}
+    head_dim = {"head_dim": draw.choice([4, 10])} if seed % 2 else {}
+    return {"rope_parameters": rope, **biases, **shorter, **head_dim}
+
+
+def _mistral(draw: random.Random, seed: int) -> Fields:
+    return {"sliding_window": None if seed == 1 else draw.choice([1, 3, 7]), "head_dim": draw.choice([4, 6])}
+
+
+def _phi3(draw: random.Random, seed: int) -> Fields:
+    rope = {"rope_theta": 500.0, "partial_rotary_factor": draw.choice([0.5, 0.75]), "rope_type": "default"}
+    window = {"sliding_window": draw.choice([None, 5])}
+    heads = {"hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": draw.choice([2, 4])}
+    return {"rope_parameters": rope, **window, **heads}
+
+
+def _qwen2(draw: random.Random, seed: int) -> Fields:
+    windowed = seed % 2 == 0
+    window = {"use_sliding_window": windowed, "sliding_window": 5, "max_window_layers": draw.choice([0, 1])}
+    return {"rope_parameters": _rope(draw, 2 * seed + 1), **window}
+
+
+def _qwen3(draw: random.Random, seed: int) -> Fields:
+    return {**_qwen2(draw, seed), "head_dim": draw.choice([4, 8, 14]), "attention_bias": draw.random() < 0.5}
+
+
+def _gemma2(draw: random.Random, seed: int) -> Fields:
+    return {
+        "head_dim": draw.choice([4, 8]),
+        "query_pre_attn_scalar": draw.choice([2, 5, 16]),
+        "sliding_window": draw.choice([2, 5]),
+        "attn_logit_softcapping": None if seed == 1 else draw.choice([0.5, 2.0]),
+        "final_logit_softcapping": None if seed == 2 else draw.choice([1.0, 5.0]),
+        "attention_bias": draw.random() < 0.5,
+        "layer_types": None if seed else ["full_attention", "sliding_attention"] * 2,
+    }
+
+
+def _gemma3(draw: random.Random, seed: int) -> Fields:
+    layers = 4 if seed == 0 else 3
+    rope = {
+        "full_attention": {"rope_theta": 1000.0, "rope_type": "linear", "factor": 8.0},
+        "sliding_attention": {"rope_theta": 10.0, "rope_type": "default"},
+    }
+    return {
+        **_gemma2(draw, seed),
+        "attn_logit_softcapping": None,
+        "num_hidden_layers": layers,
+        "layer_types": [draw.choice(["full_attention", "sliding_attention"]) for _ in range(layers)],
+        "rope_parameters": None if seed == 1 else rope,
+    }
+
+
+def _gpt2(draw: random.Random, seed: int) -> Fields:
+    heads = 2 if seed == 0 else draw.choice([1, 3, 4])
+    return {
+        "n_positions": 32,
+        "n_embd": heads * draw.choice([4, 5, 7]),
+        "n_layer": 4 if seed == 0 else draw.choice([2, 3]),
+        "n_head": heads,
+        "n_inner": None if seed == 1 else draw.choice([10, 22]),
+        "activation_function": draw.choice(["gelu_new", "gelu", "relu"]) if seed else "gelu_new",
+        "layer_norm_epsilon": draw.choice([1e-5, 1e-2]),
+        "scale_attn_weights": seed != 2,
+    }
+
+
+_FAMILIES: Mapping[str, Callable[[random.Random, int], Fields]] = {
+    "gemma2": _gemma2,
+    "gemma3_text": _gemma3,
+    "gpt2": _gpt2,
+    "llama": _llama,
+    "mistral": _mistral,
+    "phi3": _phi3,
+    "qwen2": _qwen2,
+    "qwen3": _qwen3,
+}
+FAMILIES = tuple(_FAMILIES)
+SEEDS = 6  # configs of each family
+
+
+def random_model(config: Any, seed: int) -> nn.Module:
+    """Return a model with random weights, biases and norms, in evaluation mode."""
+    from transformers import AutoModelForCausalLM
+
+    model: nn.Module = AutoModelForCausalLM.from_config(config).eval()
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, param in model.named_parameters():
+            noise = torch.randn(param.shape, generator=generator)
+            # Matrices keep the size of what they multiply; norms are 1 (0 if zero-centred) and some.
+            param.copy_(param + 0.4 * noise if param.ndim == 1 else noise / param.shape[-1] ** 0.5)
+            assert param.abs().max() > 0, name
+    return model
+
+
+def arrays_in_our_names(model: nn.Module) -> Arrays:
+    """Return the weights of a transformers model as our arrays, layers stacked."""
+    arrays: Arrays = {}
+    layers: dict[str, dict[int, Tensor]] = {}
+    for name, value in model.state_dict().items():
+        for ours, part in _renamed(name, value, model.config):
+            outer, is_layer, inner = ours.partition("layers.")
+            if not is_layer:
+                arrays[ours] = part
+                continue
+            number, _, key = inner.partition(".")
+            layers.setdefault(f"{outer}layers.{key}", {})[int(number)] = part
+    for key, parts in layers.items():
+        arrays[key] = torch.stack([parts[number] for number in range(len(parts))])
+    if model.config.tie_word_embeddings:
+        del arrays["output_layer.weight"]
+    return arrays
+
+
+_NAMES = {
+    "model.embed_tokens.": "embedding.word_embeddings.",
+    "model.norm.": "decoder.final_layernorm.",
+    "lm_head.": "output_layer.",
+    "model.layers.": "decoder.layers.",
+    "self_attn.o_proj.": "self_attention.linear_proj.",
+    "self_attn.q_norm.": "self_attention.q_layernorm.",
+    "self_attn.k_norm.": "self_attention.k_layernorm.",
+    "pre_feedforward_layernorm.": "pre_mlp_layernorm.",
+    "post_feedforward_layernorm.": "post_mlp_layernorm.",
+    "mlp.down_proj.": "mlp.linear_fc2.",
+    "transformer.wte.": "embedding.word_embeddings.",
+    "transformer.wpe.": "embedding.position_embeddings.",
+    "transformer.ln_f.": "decoder.final_layernorm.",
+    "transformer.h.": "decoder.layers.",
+    "ln_1.": "input_layernorm.",
+    "ln_2.": "pre_mlp_layernorm.",
+    "attn.c_proj.": "self_attention.linear_proj.",
+    "mlp.c_fc.": "mlp.linear_fc1.",
+    "mlp.c_proj.": "mlp.linear_fc2.",
+}
+_PARTS = {
+    **{f"self_attn.{part}_proj.": ("self_attention.linear_qkv.", part) for part in "qkv"},
+    "self_attn.qkv_proj.": ("self_attention.linear_qkv.", "q k v"),
+    "attn.c_attn.": ("self_attention.linear_qkv.", "q k v"),
+    "mlp.gate_proj.": ("mlp.linear_fc1.", "gate"),
+    "mlp.up_proj.": ("mlp.linear_fc1.", "up"),
+    "mlp.gate_up_proj.": ("mlp.linear_fc1.", "gate up"),
+}
+
+
+def _renamed(name: str, value: Tensor, config: Any) -> list[tuple[str, Tensor]]:
+    """Return our names of the parts of a tensor, and the parts."""
+    if ".c_" in name and value.ndim == 2:
+        value = value.t()  # GPT-2 has its matrices transposed
+    has_norms_after_blocks = config.model_type.startswith("gemma")
+    after = "post_self_attn_layernorm." if has_norms_after_blocks else "pre_mlp_layernorm."
+    ours = name
+    for theirs, own in {**_NAMES, "post_attention_layernorm.": after}.items():
+        ours = ours.replace(theirs, own)
+    for theirs, (own, parts) in _PARTS.items():
+        if theirs in ours:
+            names = parts.split()
+            return [
+                (f"{ours.replace(theirs, own)}.{part}", rows)
+                for part, rows in zip(names, _split(value, names, config), strict=True)
+            ]
+    return [(ours, value)]
+
+
+def _split(value: Tensor, names: list[str], config: Any) -> tuple[Tensor, ...]:
+    """Return the rows of fused projections."""
+    if names != ["q", "k", "v"] or config.model_type == "gpt2":
+        return value.chunk(len(names))
+    queries = len(value) * config.num_attention_heads
+    queries //= config.num_attention_heads + 2 * config.num_key_value_heads
+    keys = (len(value) - queries) // 2
+    return value.split([queries, keys, keys])
