@@ -20,7 +20,7 @@ class MoEConfig:
         shared_ffn_hidden_size: extent inside of the shared experts, which all tokens go to; 0 for none.
         shared_gate: whether the shared experts' output is multiplied by a sigmoid of the token.
         activation: of the routed experts, between their projections.
-        bias: whether the routed experts' linear layers have biases; None: as those of dense layers.
+        bias: whether the routed experts' linear layers have biases; None for `linear_bias`.
         router_bias: whether the router's logits have a trained bias. It has an influence on the weights, too,
             which the bias of `RoutingOptions.bias_rate` has not.
         layer_freq: which layers have experts: layers 0, n, 2n, ... for a number n; for a sequence, those with
