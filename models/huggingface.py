@@ -24,7 +24,7 @@ from models.block_config import (
     SlidingWindow,
 )
 from models.config import GPTConfig
-from models.huggingface_experts import experts_of
+from models.huggingface_experts import gpt_oss_experts, mixtral_experts, qwen_experts
 from models.huggingface_fields import WITHOUT_EFFECT, ConfigFields
 from models.huggingface_rotary import rotary_by_layer_type, rotary_of
 
@@ -72,8 +72,7 @@ def _mistral(fields: ConfigFields) -> GPTConfig:
 
 
 def _mixtral(fields: ConfigFields) -> GPTConfig:
-    fields.skip(("num_local_experts", "num_experts_per_tok", "router_jitter_noise"))
-    return _with_experts(fields, _mistral(fields))
+    return replace(_mistral(fields), moe=mixtral_experts(fields))
 
 
 def _phi3(fields: ConfigFields) -> GPTConfig:
@@ -101,40 +100,24 @@ def _qwen3(fields: ConfigFields) -> GPTConfig:
     return _decoder(fields, attention, rotary_of(fields))
 
 
-_FIELDS_OF_QWEN_EXPERTS = (
-    "num_experts",
-    "num_local_experts",
-    "num_experts_per_tok",
-    "moe_intermediate_size",
-    "shared_expert_intermediate_size",
-    "norm_topk_prob",
-    "decoder_sparse_step",
-    "mlp_only_layers",
-)
-
-
 def _qwen2_moe(fields: ConfigFields) -> GPTConfig:
-    fields.skip(_FIELDS_OF_QWEN_EXPERTS)
     window = _window(fields, _layer_types(fields, _is_even_and_before_max_window_layers))
     attention = replace(_attention(fields), qkv_bias=fields.flag("qkv_bias"), window=window)
-    return _with_experts(fields, _decoder(fields, attention, rotary_of(fields)))
+    model = _decoder(fields, attention, rotary_of(fields))
+    return replace(model, moe=qwen_experts(fields, shared=True))
 
 
 def _qwen3_moe(fields: ConfigFields) -> GPTConfig:
-    fields.skip(
-        (*_FIELDS_OF_QWEN_EXPERTS, "max_window_layers")
-    )  # all layers have the window, if there is one
+    fields.skip(("max_window_layers",))  # all layers have the window, if there is one
     bias = fields.flag("attention_bias")
     attention = replace(
         _attention(fields), qkv_bias=bias, output_bias=bias, qk_norm=True, window=_window(fields)
     )
-    return _with_experts(fields, _decoder(fields, attention, rotary_of(fields)))
+    model = _decoder(fields, attention, rotary_of(fields))
+    return replace(model, moe=qwen_experts(fields, shared=False))
 
 
 def _gpt_oss(fields: ConfigFields) -> GPTConfig:
-    fields.skip(
-        ("num_local_experts", "num_experts_per_tok", "experts_per_token", "swiglu_alpha", "swiglu_limit")
-    )
     fields.skip(("initial_context_length",))  # not looked at
     bias = fields.flag("attention_bias")
     attention = replace(
@@ -144,7 +127,7 @@ def _gpt_oss(fields: ConfigFields) -> GPTConfig:
         sinks=True,
         window=_window(fields, _layer_types(fields, _is_even)),
     )
-    return _with_experts(fields, _decoder(fields, attention, rotary_of(fields)))
+    return replace(_decoder(fields, attention, rotary_of(fields)), moe=gpt_oss_experts(fields))
 
 
 def _gemma2(fields: ConfigFields) -> GPTConfig:
@@ -224,10 +207,6 @@ def _decoder(
 
 def _attention(fields: ConfigFields) -> AttentionConfig:
     return AttentionConfig(head_dim=fields.integer("head_dim") if fields.has("head_dim") else None)
-
-
-def _with_experts(fields: ConfigFields, model: GPTConfig) -> GPTConfig:
-    return replace(model, moe=experts_of(fields.config))
 
 
 def _window(fields: ConfigFields, layers: tuple[bool, ...] | None = None) -> SlidingWindow | None:

@@ -32,7 +32,14 @@ MISTRAL: Mapping[str, Any] = {
     "max_position_embeddings": 131072,
     "sliding_window": 4096,
 }
-MIXTRAL: Mapping[str, Any] = {**MISTRAL, "sliding_window": None, "rms_norm_eps": 1e-5, "rope_theta": 1e6}
+MIXTRAL: Mapping[str, Any] = {
+    **MISTRAL,
+    "sliding_window": None,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 1e6,
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+}
 PHI3: Mapping[str, Any] = {
     **LLAMA,
     "vocab_size": 32064,
@@ -60,6 +67,11 @@ QWEN2_MOE: Mapping[str, Any] = {
     "num_attention_heads": 16,
     "num_key_value_heads": 16,
     "qkv_bias": True,
+    "decoder_sparse_step": 1,
+    "num_experts": 60,
+    "num_experts_per_tok": 4,
+    "moe_intermediate_size": 1408,
+    "shared_expert_intermediate_size": 5632,
 }
 QWEN3_MOE: Mapping[str, Any] = {
     **QWEN2,
@@ -67,6 +79,10 @@ QWEN3_MOE: Mapping[str, Any] = {
     "intermediate_size": 6144,
     "num_hidden_layers": 24,
     "num_key_value_heads": 4,
+    "decoder_sparse_step": 1,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 768,
 }
 GPT_OSS: Mapping[str, Any] = {
     "vocab_size": 201088,
@@ -81,6 +97,10 @@ GPT_OSS: Mapping[str, Any] = {
     "rope_theta": 150000.0,
     "sliding_window": 128,
     "attention_bias": True,
+    "num_experts": 128,
+    "num_experts_per_tok": 4,
+    "swiglu_alpha": 1.702,
+    "swiglu_limit": 7.0,
     "rope_parameters": {
         "rope_type": "yarn",
         "factor": 32.0,

@@ -1,156 +1,121 @@
-"""The mixture of experts of a Hugging Face model, read from its `config.json`.
-
-Mixtral, Qwen2-MoE, Qwen3-MoE and GPT-OSS, as transformers 4 and 5 write them.
+"""The mixtures of experts of Hugging Face models, read from `config.json`.
 
 transformers adds a load-balancing loss if `output_router_logits` is set, over all layers at once; ours are of
 each layer. So `router_aux_loss_coef` is not taken over: choose the losses of a training run yourself, with
 `dataclasses.replace(moe.routing, balance_loss=...)`.
 
-Source: transformers 4.57 and 5.23, `MixtralConfig`, `Qwen2MoeConfig`, `Qwen3MoeConfig`, `GptOssConfig` and
-their models.
+Source: transformers 4.57 and 5.23, `modeling_*.py` of the families.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Collection
 from typing import Any
 
-from megackpt.errors import DeclarationError
 from megackpt.parallel import RoutingOptions, SwiGLU
+from models.huggingface_fields import ConfigFields
 from models.moe_config import MoEConfig
 
-_NUMBER_OF_EXPERTS = ("num_local_experts", "num_experts")
-# How other families, which have other routers, spell it.
-_SIGNS_OF_EXPERTS = (*_NUMBER_OF_EXPERTS, "n_routed_experts", "moe_num_experts")
 
-
-def experts_of(config: Mapping[str, Any]) -> MoEConfig | None:
-    """Return the experts that a Hugging Face `config.json` describes; None if all layers are dense. Pure.
-
-    Args:
-        config: the parsed file.
+def mixtral_experts(fields: ConfigFields) -> MoEConfig:
+    """Return the experts of Mixtral.
 
     Raises:
-        DeclarationError: a family whose experts are not supported, a field that is missing or no number in
-            its range, or one that changes what the model computes in a way that is not supported. The message
-            has its name.
+        DeclarationError: a field that is missing, out of range, or has a value that is not supported.
     """
-    family = config.get("model_type")
-    read = _FAMILIES.get(family) if isinstance(family, str) else None
-    if read is not None:
-        return read(config)
-    signs = [f"{name} {config[name]}" for name in _SIGNS_OF_EXPERTS if config.get(name)]
-    if signs:
-        raise DeclarationError(
-            f"config.json: model_type {family!r} has experts ({', '.join(signs)}), which are not supported. "
-            f"Families with experts that are: {', '.join(_FAMILIES)}."
-        )
-    return None
-
-
-def _mixtral(config: Mapping[str, Any]) -> MoEConfig:
-    _require(config, "hidden_act", "silu", default="silu")
-    _require(config, "router_jitter_noise", 0, default=0)
+    _require_silu(fields)
+    fields.require("router_jitter_noise", None, 0)
     return MoEConfig(
-        num_experts=_num_experts(config),
-        ffn_hidden_size=_integer(config, "intermediate_size"),
-        routing=_routing(config, normalise=True),
+        num_experts=fields.integer(_name_of_count(fields)),
+        ffn_hidden_size=fields.integer("intermediate_size"),
+        routing=_routing(fields, normalise=True),
         bias=False,
     )
 
 
-def _qwen(config: Mapping[str, Any]) -> MoEConfig | None:
-    """Qwen2-MoE and Qwen3-MoE: the first has shared experts with a gate."""
-    layers = _sparse_layers(config)
-    if not any(layers) or _num_experts(config) == 0:
+def qwen_experts(fields: ConfigFields, *, shared: bool) -> MoEConfig | None:
+    """Return the experts of Qwen2-MoE, whose layers also have shared ones with a gate, or of Qwen3-MoE.
+
+    None if all layers are dense.
+
+    Raises:
+        DeclarationError: a field that is missing, out of range, or has a value that is not supported.
+    """
+    layers, count = _layers_with_experts(fields), _name_of_count(fields)
+    if not any(layers) or fields.value(count) == 0:
+        fields.skip(("num_experts_per_tok", "norm_topk_prob"))
+        fields.skip(("moe_intermediate_size", "shared_expert_intermediate_size"))
         return None
-    _require(config, "hidden_act", "silu", default="silu")
-    has_shared = config["model_type"] == "qwen2_moe"
+    _require_silu(fields)
     return MoEConfig(
-        num_experts=_num_experts(config),
-        ffn_hidden_size=_integer(config, "moe_intermediate_size"),
-        routing=_routing(config, normalise=bool(config.get("norm_topk_prob", False))),
-        shared_ffn_hidden_size=_integer(config, "shared_expert_intermediate_size") if has_shared else 0,
-        shared_gate=has_shared,
+        num_experts=fields.integer(count),
+        ffn_hidden_size=fields.integer("moe_intermediate_size"),
+        routing=_routing(fields, normalise=fields.flag("norm_topk_prob")),
+        shared_ffn_hidden_size=fields.integer("shared_expert_intermediate_size") if shared else 0,
+        shared_gate=shared,
         layer_freq=1 if all(layers) else tuple(map(int, layers)),
         bias=False,
     )
 
 
-def _gpt_oss(config: Mapping[str, Any]) -> MoEConfig:
-    # The activation does not depend on hidden_act. transformers 4 has its numbers in the model's code.
+def gpt_oss_experts(fields: ConfigFields) -> MoEConfig:
+    """Return the experts of GPT-OSS, which have biases and an activation of their own.
+
+    Raises:
+        DeclarationError: a field that is missing, out of range, or has a value that is not supported.
+    """
+    fields.skip(("experts_per_token",))  # an older name of num_experts_per_tok, which is not looked at
     return MoEConfig(
-        num_experts=_num_experts(config),
-        ffn_hidden_size=_integer(config, "intermediate_size"),
-        routing=_routing(config, normalise=True),
+        num_experts=fields.integer(_name_of_count(fields)),
+        ffn_hidden_size=fields.integer("intermediate_size"),
+        routing=_routing(fields, normalise=True),
         activation=SwiGLU(
-            alpha=_number(config, "swiglu_alpha", 1.702),
-            limit=_number(config, "swiglu_limit", 7.0),
-            up_offset=1.0,
+            alpha=fields.number("swiglu_alpha"), limit=fields.number("swiglu_limit"), up_offset=1.0
         ),
         bias=True,
         router_bias=True,
     )
 
 
-_FAMILIES: Mapping[str, Callable[[Mapping[str, Any]], MoEConfig | None]] = {
-    "mixtral": _mixtral,
-    "qwen2_moe": _qwen,
-    "qwen3_moe": _qwen,
-    "gpt_oss": _gpt_oss,
-}
-
-
-def _sparse_layers(config: Mapping[str, Any]) -> list[bool]:
-    """Return for each layer whether it has experts."""
-    step = _integer(config, "decoder_sparse_step", default=1, at_least=1)
-    dense = config.get("mlp_only_layers") or ()
+def _layers_with_experts(fields: ConfigFields) -> list[bool]:
+    step, dense = fields.integer("decoder_sparse_step"), _dense_layers(fields)
     return [
-        layer not in dense and (layer + 1) % step == 0
-        for layer in range(_integer(config, "num_hidden_layers"))
+        layer not in dense and (layer + 1) % step == 0 for layer in range(fields.integer("num_hidden_layers"))
     ]
 
 
-def _routing(config: Mapping[str, Any], *, normalise: bool) -> RoutingOptions:
-    top_k, num_experts = _integer(config, "num_experts_per_tok"), _num_experts(config)
+def _dense_layers(fields: ConfigFields) -> Collection[Any]:
+    dense = fields.value("mlp_only_layers") or ()
+    if not isinstance(dense, list | tuple) or any(type(layer) is not int for layer in dense):
+        raise fields.error("mlp_only_layers", "must be a list of layers")
+    return dense
+
+
+def _routing(fields: ConfigFields, *, normalise: bool) -> RoutingOptions:
+    top_k, num_experts = fields.integer("num_experts_per_tok"), fields.integer(_name_of_count(fields))
     if top_k > num_experts:
-        raise _unsupported(config, "num_experts_per_tok", f"at most the number of experts, {num_experts}")
+        raise fields.error("num_experts_per_tok", f"must be at most the number of experts, {num_experts}")
     if top_k == 1 and normalise:
         # Its weight would always be 1, so that the router would get no gradient: see RoutingOptions.
-        raise _unsupported(config, "num_experts_per_tok", "at least 2, as their weights are normalised")
+        raise fields.error("num_experts_per_tok", "must be at least 2, as their weights are normalised")
     return RoutingOptions(top_k=top_k, normalise=normalise)
 
 
-def _num_experts(config: Mapping[str, Any]) -> int:
-    names = [name for name in _NUMBER_OF_EXPERTS if config.get(name) is not None]
-    if len({config[name] for name in names}) > 1:
-        spelled = " and ".join(f"{name} {config[name]}" for name in names)
-        raise DeclarationError(f"config.json: {spelled} are two names of one number. Remove the wrong one.")
-    return _integer(config, names[0] if names else _NUMBER_OF_EXPERTS[0], at_least=0)
+def _name_of_count(fields: ConfigFields) -> str:
+    """Return the name under which the file has the number of experts: `num_local_experts` is the newer one.
+
+    Raises:
+        DeclarationError: it has both names, with two values.
+    """
+    older, newer = (fields.config.get(name) for name in ("num_experts", "num_local_experts"))
+    fields.skip(("num_experts", "num_local_experts"))
+    if newer is None:
+        return "num_experts"
+    if older not in (None, newer):
+        raise fields.error("num_experts", f"must be equal to num_local_experts, {newer!r}")
+    return "num_local_experts"
 
 
-def _integer(config: Mapping[str, Any], name: str, *, default: int | None = None, at_least: int = 1) -> int:
-    value = config.get(name, default)
-    if not isinstance(value, int) or isinstance(value, bool) or value < at_least:
-        raise _unsupported(config, name, f"an integer of at least {at_least}")
-    return value
-
-
-def _number(config: Mapping[str, Any], name: str, default: float) -> float:
-    value = config.get(name, default)
-    if not isinstance(value, int | float) or isinstance(value, bool) or not value > 0:
-        raise _unsupported(config, name, "a number larger than 0")
-    return float(value)
-
-
-def _require(config: Mapping[str, Any], name: str, value: object, *, default: object) -> None:
-    if config.get(name, default) != value:
-        raise _unsupported(config, name, repr(value))
-
-
-def _unsupported(config: Mapping[str, Any], name: str, supported: str) -> DeclarationError:
-    state = f"{name} is {config[name]!r}" if name in config else f"there is no {name}"
-    return DeclarationError(
-        f"config.json of model_type {config['model_type']!r}: {state}. Supported is {supported}. Correct the "
-        f"file, or choose another model."
-    )
+def _require_silu(fields: ConfigFields) -> None:
+    if fields.activation("hidden_act") != "silu":
+        raise fields.error("hidden_act", "is not supported for experts; silu is")

@@ -6,6 +6,7 @@ tokens * hidden = 21 * 72 = 1512 rounded terms, which is sqrt(1512) * 2^-24 = 2e
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -13,9 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from megackpt.parallel import ParallelGroups, ParallelLayout
-from models import GPTConfig
 from models.blocks import MoE
-from models.huggingface_experts import experts_of
+from models.huggingface import gpt_config
 from models.stage import Stage
 from tests.gradients import assert_all_close, gradient_boxes, join
 from tests.huggingface_experts import FAMILIES, experts_in_our_names, fill, random_config, randomise
@@ -41,14 +41,7 @@ def _theirs(config: Any) -> nn.Module:
 
 
 def _ours(config: Any) -> MoE:
-    gpt = GPTConfig(
-        vocab_size=8,
-        hidden_size=config.hidden_size,
-        num_layers=config.num_hidden_layers,
-        num_heads=1,
-        moe=experts_of(config.to_dict()),
-    )
-    return MoE(Stage(config=gpt, groups=ONE))
+    return MoE(Stage(config=gpt_config(json.loads(config.to_json_string())), groups=ONE))
 
 
 def _step(layer: nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:
