@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import entry_points
@@ -45,29 +45,47 @@ class Family:
     Attributes:
         name: its name, as in `--map llama`.
         model_types: the `model_type`s of Hugging Face configs that it is for.
-        rules: returns its rules for a config (a parsed `config.json`).
+        rules: returns its rules for a config (a parsed `config.json`) and the keys of a folder, which tell
+            how the folder spells what a family spells in several ways. For a folder to be written there are
+            no keys, and the rules are those of what transformers writes.
     """
 
     name: str
     model_types: tuple[str, ...]
-    rules: Callable[[Mapping[str, Any]], FamilyRules]
+    rules: Callable[[Mapping[str, Any], Collection[str]], FamilyRules]
 
-    def region_map(self, config: Mapping[str, Any]) -> RegionMap:
+    def region_map(self, config: Mapping[str, Any], keys: Collection[str] = ()) -> RegionMap:
         """Return the proved map for a config: our arrays on the left, the family's on the right. Pure.
 
         Our arrays have keys for each layer; see `bound_to`.
 
+        Args:
+            config: the parsed `config.json`.
+            keys: of the folder that is read; none for a folder to be written.
+
         Raises:
-            MapError: the config lacks a size or contradicts itself, or the rules are no bijection.
+            MapError: the config lacks a size or contradicts itself, the weights are quantised, or the rules
+                are no bijection.
         """
-        family = self.rules(config)
+        family = self.rules(config, keys)
         made = region_map(family.rules, family.sizes)
         made.check(name=self.name)
         return made
 
 
 _BUILT_IN = {
+    "gemma": "megackpt.maps.families.gemma:GEMMA",
+    "gemma2": "megackpt.maps.families.gemma:GEMMA2",
+    "gemma3": "megackpt.maps.families.gemma:GEMMA3",
+    "gpt2": "megackpt.maps.families.gpt2:GPT2",
+    "gpt_oss": "megackpt.maps.families.gpt_oss:GPT_OSS",
     "llama": "megackpt.maps.families.llama:LLAMA",
+    "mistral": "megackpt.maps.families.llama:MISTRAL",
+    "mixtral": "megackpt.maps.families.experts:MIXTRAL",
+    "qwen2": "megackpt.maps.families.llama:QWEN2",
+    "qwen2_moe": "megackpt.maps.families.experts:QWEN2_MOE",
+    "qwen3": "megackpt.maps.families.llama:QWEN3",
+    "qwen3_moe": "megackpt.maps.families.experts:QWEN3_MOE",
 }
 """The built-in families by name, as module and attribute."""
 

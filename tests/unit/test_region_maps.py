@@ -6,12 +6,12 @@ import random
 
 import pytest
 import torch
-from torch import Tensor
 
 from megackpt import MapError, ShardedTensor
 from megackpt.geometry import Box
-from megackpt.maps import RegionMap, Rule, bound_to, family_of, region_map
-from megackpt.maps.requests import in_order_of, mapped_tensors
+from megackpt.maps import Rule, bound_to, family_of, region_map
+from megackpt.maps.requests import mapped_tensors
+from tests.mapped_arrays import assembled, random_arrays
 
 SIZES = {"q": 8, "h": 4, "i": 6, "expert": 3, "groups": 2, "r": 4, "d": 2, "v": 7}
 CONV1D = [
@@ -29,21 +29,6 @@ INTERLEAVED = [
     Rule(ours="qkv.v", theirs="qkv", axes="(groups d) h", their_axes="(groups d@r+d/r+2d) h"),
 ]
 RULES = [*CONV1D, *FUSED_EXPERTS, *MODULES, *INTERLEAVED]
-
-
-def assembled(made: RegionMap, theirs: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return the left arrays, copied pair by pair from the right ones."""
-    ours = {key: torch.full(array.viewed, float("nan")) for key, array in made.left.items()}
-    views = {key: theirs[key].view(array.viewed) for key, array in made.right.items()}
-    for pair in made.pairs:
-        into = in_order_of(ours[pair.left.key][pair.left.box.slices()], pair.axes)
-        into.copy_(views[pair.right.key][pair.right.box.slices()] + pair.added)
-    return ours
-
-
-def random_arrays(made: RegionMap, seed: int) -> dict[str, Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    return {key: torch.randn(array.stored, generator=generator) for key, array in made.right.items()}
 
 
 def test_each_operation_takes_the_elements_that_its_axes_name() -> None:

@@ -1,91 +1,56 @@
-"""Llama 2 and 3, Mistral, Qwen2, Qwen3 and others that differ from them in biases and norms only."""
+"""Llama 2 and 3, Mistral, Qwen2 and Qwen3: dense decoders that differ in biases, norms and defaults only.
+
+Source: transformers 5.23, `LlamaConfig`, `MistralConfig`, `Qwen2Config`, `Qwen3Config` and their models.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection
 
-from megackpt.maps.families.sizes import Config, decoder_sizes, size_of
+from megackpt.maps.families.decoder import attention_rules, gated_mlp_rules, norm_rules, outer_rules
+from megackpt.maps.families.sizes import Config, decoder_sizes, size_of, with_defaults
 from megackpt.maps.family import Family, FamilyRules
-from megackpt.maps.rules import Rule
-
-OURS, THEIRS = "decoder.layers.{layer}.", "model.layers.{layer}."
 
 
-def llama_rules(config: Config) -> FamilyRules:
-    """Return the rules of a dense decoder with gated MLPs."""
-    layers = range(size_of(config, "num_hidden_layers"))
-    rules = [*outer_rules(config), *attention_rules(config, layers), *norm_rules(layers)]
-    rules += gated_mlp_rules(layers, has_bias=bool(config.get("mlp_bias")))
-    return FamilyRules(tuple(rules), decoder_sizes(config))
+def llama_rules(config: Config, keys: Collection[str]) -> FamilyRules:
+    """Return the rules of Llama, in which attention and MLPs may have biases."""
+    config = with_defaults(config, keys)
+    return _dense_rules(config, mlp_bias=bool(config.get("mlp_bias")))
 
 
-def outer_rules(config: Config) -> list[Rule]:
-    """Return the rules of what is outside of the layers."""
-    rules = [
-        Rule(
-            ours="embedding.word_embeddings.weight",
-            theirs="model.embed_tokens.weight",
-            axes="v h",
-            is_padded=True,
-        ),
-        Rule(ours="decoder.final_layernorm.weight", theirs="model.norm.weight", axes="h"),
-    ]
-    if not config.get("tie_word_embeddings", False):
-        rules.append(Rule(ours="output_layer.weight", theirs="lm_head.weight", axes="v h", is_padded=True))
-    return rules
+def mistral_rules(config: Config, keys: Collection[str]) -> FamilyRules:
+    """Return the rules of Mistral, which has no biases."""
+    return _dense_rules(with_defaults(config, keys, num_key_value_heads=8), qkv_bias=False, output_bias=False)
 
 
-def norm_rules(layers: Sequence[int]) -> list[Rule]:
-    """Return the rules of the norms before attention and MLP."""
-    return [
-        _rule("input_layernorm.weight", "input_layernorm.weight", "h", layers),
-        _rule("pre_mlp_layernorm.weight", "post_attention_layernorm.weight", "h", layers),
-    ]
+def qwen2_rules(config: Config, keys: Collection[str]) -> FamilyRules:
+    """Return the rules of Qwen2, whose queries, keys and values have biases."""
+    return _dense_rules(with_defaults(config, keys, num_key_value_heads=32), qkv_bias=True, output_bias=False)
 
 
-def attention_rules(
+def qwen3_rules(config: Config, keys: Collection[str]) -> FamilyRules:
+    """Return the rules of Qwen3, whose queries and keys pass a norm."""
+    config = with_defaults(config, keys, num_key_value_heads=32, head_dim=128)
+    return _dense_rules(config, has_qk_norm=True)
+
+
+def _dense_rules(
     config: Config,
-    layers: Sequence[int],
     *,
     qkv_bias: bool | None = None,
     output_bias: bool | None = None,
     has_qk_norm: bool = False,
-) -> list[Rule]:
-    """Return the rules of attention; None takes the config's `attention_bias`."""
-    bias = bool(config.get("attention_bias"))
-    qkv, output = (bias if choice is None else choice for choice in (qkv_bias, output_bias))
-    rules = [
-        _rule("self_attention.linear_proj.weight", "self_attn.o_proj.weight", "h q", layers),
-    ]
-    for part, axis in (("q", "q"), ("k", "k"), ("v", "k")):
-        ours, theirs = "self_attention.linear_qkv", f"self_attn.{part}_proj"
-        rules.append(_rule(f"{ours}.weight.{part}", f"{theirs}.weight", f"{axis} h", layers))
-        if qkv:
-            rules.append(_rule(f"{ours}.bias.{part}", f"{theirs}.bias", axis, layers))
-    if output:
-        rules.append(_rule("self_attention.linear_proj.bias", "self_attn.o_proj.bias", "h", layers))
-    if has_qk_norm:
-        rules += [
-            _rule(f"self_attention.{part}_layernorm.weight", f"self_attn.{part}_norm.weight", "d", layers)
-            for part in "qk"
-        ]
-    return rules
+    mlp_bias: bool = False,
+) -> FamilyRules:
+    layers = range(size_of(config, "num_hidden_layers"))
+    rules = [*outer_rules(config), *norm_rules(layers), *gated_mlp_rules(layers, has_bias=mlp_bias)]
+    rules += attention_rules(
+        config, layers, qkv_bias=qkv_bias, output_bias=output_bias, has_qk_norm=has_qk_norm
+    )
+    return FamilyRules(tuple(rules), decoder_sizes(config))
 
 
-def gated_mlp_rules(layers: Sequence[int], *, has_bias: bool = False) -> list[Rule]:
-    """Return the rules of a gated MLP."""
-    rules = [_rule("mlp.linear_fc2.weight", "mlp.down_proj.weight", "h i", layers)]
-    for part in ("gate", "up"):
-        rules.append(_rule(f"mlp.linear_fc1.weight.{part}", f"mlp.{part}_proj.weight", "i h", layers))
-        if has_bias:
-            rules.append(_rule(f"mlp.linear_fc1.bias.{part}", f"mlp.{part}_proj.bias", "i", layers))
-    if has_bias:
-        rules.append(_rule("mlp.linear_fc2.bias", "mlp.down_proj.bias", "h", layers))
-    return rules
-
-
-def _rule(ours: str, theirs: str, axes: str, layers: Sequence[int]) -> Rule:
-    return Rule(ours=OURS + ours, theirs=THEIRS + theirs, axes=axes, layers=tuple(layers))
-
-
-LLAMA = Family("llama", ("llama", "mistral"), llama_rules)
+LLAMA = Family("llama", ("llama",), llama_rules)
+MISTRAL = Family("mistral", ("mistral",), mistral_rules)
+QWEN2 = Family("qwen2", ("qwen2",), qwen2_rules)
+QWEN3 = Family("qwen3", ("qwen3",), qwen3_rules)

@@ -2,13 +2,42 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Collection, Mapping
 from typing import Any, TypeAlias
 
 from megackpt.errors import MapError
 
 Config: TypeAlias = Mapping[str, Any]
 """The parsed `config.json` of a Hugging Face folder."""
+
+_QUANTISED = re.compile(r".*(_blocks|_scales|\.weight_scale(_inv)?|\.qweight|\.weight_packed|\.absmax)")
+"""Keys of weights in a quantised folder: MXFP4, FP8, GPTQ and AWQ, compressed tensors, bitsandbytes."""
+
+
+def with_defaults(config: Config, keys: Collection[str], **defaults: object) -> Config:
+    """Return a config with the defaults of its family for what it does not name.
+
+    Args:
+        config: the config.
+        keys: of the folder; none for one to be written.
+        **defaults: of the family, where they decide which arrays there are and of which shape.
+
+    Raises:
+        MapError: the weights are quantised.
+    """
+    quantised = sorted(key for key in keys if _QUANTISED.fullmatch(key))
+    quantisation = config.get("quantization_config")
+    if quantised or (quantisation and not keys):
+        method = quantisation.get("quant_method") if isinstance(quantisation, Mapping) else None
+        where = f"{quantised[0]!r}" if quantised else "quantization_config of config.json"
+        raise MapError(
+            f"The weights are quantised ({method or 'unknown method'}; {where}). A map moves elements and "
+            f"cannot compute weights of codes and scales: dequantise the model with transformers "
+            f"(from_pretrained, dequantize) and save it with save_pretrained first.",
+            key=quantised[0] if quantised else "quantization_config",
+        )
+    return {**defaults, **config}
 
 
 def size_of(config: Config, *names: str) -> int:
@@ -59,3 +88,13 @@ def decoder_sizes(config: Config) -> dict[str, int]:
         "heads": heads,
         "groups": groups,
     }
+
+
+def layers_with_experts(config: Config) -> list[int]:
+    """Return the layers of a Qwen model that have experts instead of one MLP."""
+    if 0 in (config.get("num_experts"), config.get("num_local_experts")):
+        return []
+    step = 1 if config.get("decoder_sparse_step") is None else size_of(config, "decoder_sparse_step")
+    dense = config.get("mlp_only_layers") or ()
+    layers = range(size_of(config, "num_hidden_layers"))
+    return [layer for layer in layers if layer not in dense and (layer + 1) % step == 0]

@@ -1,0 +1,84 @@
+"""Rules that most decoders share: embeddings, attention, norms and gated MLPs, under Llama's names."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from megackpt.maps.families.sizes import Config
+from megackpt.maps.rules import Rule
+
+OURS, THEIRS = "decoder.layers.{layer}.", "model.layers.{layer}."
+
+
+def layer_rule(ours: str, theirs: str, axes: str, layers: Sequence[int], their_axes: str = "") -> Rule:
+    """Return the rule of one array of each layer, by its names inside of the layer."""
+    return Rule(
+        ours=OURS + ours, theirs=THEIRS + theirs, axes=axes, their_axes=their_axes, layers=tuple(layers)
+    )
+
+
+def outer_rules(config: Config) -> list[Rule]:
+    """Return the rules of what is outside of the layers."""
+    rules = [
+        Rule(
+            ours="embedding.word_embeddings.weight",
+            theirs="model.embed_tokens.weight",
+            axes="v h",
+            is_padded=True,
+        ),
+        Rule(ours="decoder.final_layernorm.weight", theirs="model.norm.weight", axes="h"),
+    ]
+    if not config.get("tie_word_embeddings", False):
+        rules.append(Rule(ours="output_layer.weight", theirs="lm_head.weight", axes="v h", is_padded=True))
+    return rules
+
+
+def norm_rules(layers: Sequence[int]) -> list[Rule]:
+    """Return the rules of the norms before attention and MLP."""
+    return [
+        layer_rule("input_layernorm.weight", "input_layernorm.weight", "h", layers),
+        layer_rule("pre_mlp_layernorm.weight", "post_attention_layernorm.weight", "h", layers),
+    ]
+
+
+def attention_rules(
+    config: Config,
+    layers: Sequence[int],
+    *,
+    qkv_bias: bool | None = None,
+    output_bias: bool | None = None,
+    has_qk_norm: bool = False,
+) -> list[Rule]:
+    """Return the rules of attention; None takes the config's `attention_bias`."""
+    bias = bool(config.get("attention_bias"))
+    qkv, output = (bias if choice is None else choice for choice in (qkv_bias, output_bias))
+    rules = [
+        layer_rule("self_attention.linear_proj.weight", "self_attn.o_proj.weight", "h q", layers),
+    ]
+    for part, axis in (("q", "q"), ("k", "k"), ("v", "k")):
+        ours, theirs = "self_attention.linear_qkv", f"self_attn.{part}_proj"
+        rules.append(layer_rule(f"{ours}.weight.{part}", f"{theirs}.weight", f"{axis} h", layers))
+        if qkv:
+            rules.append(layer_rule(f"{ours}.bias.{part}", f"{theirs}.bias", axis, layers))
+    if output:
+        rules.append(layer_rule("self_attention.linear_proj.bias", "self_attn.o_proj.bias", "h", layers))
+    if has_qk_norm:
+        rules += [
+            layer_rule(
+                f"self_attention.{part}_layernorm.weight", f"self_attn.{part}_norm.weight", "d", layers
+            )
+            for part in "qk"
+        ]
+    return rules
+
+
+def gated_mlp_rules(layers: Sequence[int], *, has_bias: bool = False) -> list[Rule]:
+    """Return the rules of a gated MLP."""
+    rules = [layer_rule("mlp.linear_fc2.weight", "mlp.down_proj.weight", "h i", layers)]
+    for part in ("gate", "up"):
+        rules.append(layer_rule(f"mlp.linear_fc1.weight.{part}", f"mlp.{part}_proj.weight", "i h", layers))
+        if has_bias:
+            rules.append(layer_rule(f"mlp.linear_fc1.bias.{part}", f"mlp.{part}_proj.bias", "i", layers))
+    if has_bias:
+        rules.append(layer_rule("mlp.linear_fc2.bias", "mlp.down_proj.bias", "h", layers))
+    return rules

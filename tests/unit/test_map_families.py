@@ -1,0 +1,156 @@
+"""Families of names: their arrays are those of transformers' folders, and each element is moved once."""
+
+from __future__ import annotations
+
+import json
+import random
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from megackpt import MapError
+from megackpt.maps import RegionMap, Rule, family, family_of, region_map
+from tests.huggingface_configs import FAMILIES, random_fields
+from tests.mapped_arrays import assembled
+
+SEEDS = range(6)
+
+
+def saved_model(
+    model_type: str, seed: int, folder: Path, **options: Any
+) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Save a random model of transformers; return its config.json and its arrays."""
+    transformers = pytest.importorskip("transformers")
+    config = transformers.AutoConfig.for_model(model_type, **random_fields(model_type, seed))
+    torch.manual_seed(seed)
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    model.save_pretrained(folder, **options)
+    return json.loads((folder / "config.json").read_text()), load_file(folder / "model.safetensors")
+
+
+def assert_same_arrays(made: RegionMap, theirs: dict[str, Tensor]) -> None:
+    assert {k: a.stored for k, a in made.right.items()} == {k: tuple(t.shape) for k, t in theirs.items()}
+    ours = assembled(made, theirs)
+    assert not any(array.isnan().any() for array in ours.values())
+    back = assembled(made.inverse(), ours)
+    for key, array in theirs.items():
+        assert torch.equal(back[key], array), key
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_arrays_are_those_that_transformers_saves(model_type: str, seed: int, tmp_path: Path) -> None:
+    config, theirs = saved_model(model_type, seed, tmp_path)
+    assert_same_arrays(family_of(config).region_map(config), theirs)
+    assert_same_arrays(family_of(config).region_map(config, list(theirs)), theirs)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("model_type", ["mixtral", "qwen2_moe", "qwen3_moe"])
+def test_fused_experts_are_read_as_the_same_arrays_of_ours(
+    model_type: str, seed: int, tmp_path: Path
+) -> None:
+    config, fused = saved_model(model_type, seed, tmp_path / "fused", save_original_format=False)
+    made = family_of(config).region_map(config, list(fused))
+    assert_same_arrays(made, fused)
+    _, modules = saved_model(model_type, seed, tmp_path / "modules")
+    ours, same = assembled(made, fused), assembled(family_of(config).region_map(config), modules)
+    assert ours.keys() == same.keys()
+    assert all(torch.equal(ours[key], same[key]) for key in ours)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_a_fault_in_the_rules_is_always_found(model_type: str, seed: int) -> None:
+    config = {"model_type": model_type, **random_fields(model_type, seed)}
+    correct = family_of(config).rules(config, ())
+    whole = region_map(correct.rules, correct.sizes)
+    chance = random.Random(seed)
+    number = chance.randrange(len(correct.rules))
+    others = [*correct.rules[:number], *correct.rules[number + 1 :]]
+    faulty = [others, [*correct.rules, correct.rules[number]]]
+    shifted = [rule for rule in correct.rules if _shifted(rule) is not None]
+    if shifted:
+        part = chance.choice(shifted)
+        faulty.append([rule if rule != part else _shifted(rule) or rule for rule in correct.rules])
+    for rules in faulty:
+        made = region_map(rules, correct.sizes)
+        with pytest.raises(MapError, match="no bijection"):
+            RegionMap(whole.left, whole.right, made.pairs).check(name="faulty")
+
+
+def _shifted(rule: Rule) -> Rule | None:
+    """Return a rule whose part of their array begins elsewhere; None if it has all of it."""
+    start = rule.their_axes.find("@")
+    if start >= 0:
+        end = rule.their_axes.index("/", start)
+        is_first = rule.their_axes[start:end] == "@0"
+        return replace(
+            rule, their_axes=f"{rule.their_axes[:start]}@{1 if is_first else 0}{rule.their_axes[end:]}"
+        )
+    if "0/2]" in rule.their_axes:
+        return replace(rule, their_axes=rule.their_axes.replace("0/2]", "1/2]"))
+    return None
+
+
+DEFAULTED = (
+    "attention_bias",
+    "decoder_sparse_step",
+    "head_dim",
+    "mlp_bias",
+    "mlp_only_layers",
+    "n_inner",
+    "num_key_value_heads",
+    "qkv_bias",
+    "tie_word_embeddings",
+)
+"""Entries that decide which arrays there are, and that a config.json may leave out."""
+
+
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_entries_that_are_left_out_have_the_defaults_of_transformers(model_type: str) -> None:
+    transformers = pytest.importorskip("transformers")
+    fields = {} if model_type == "gpt2" else {"hidden_size": 4 * 64, "num_attention_heads": 64}
+    config = transformers.AutoConfig.for_model(model_type, **fields).to_dict()
+    config |= {"num_hidden_layers": 2, "n_layer": 2}
+    complete = family_of(config).region_map(config)
+    for name in DEFAULTED:
+        left_out = {key: value for key, value in config.items() if key != name}
+        assert family_of(config).region_map(left_out).right == complete.right, name
+
+
+@pytest.mark.parametrize(
+    ("model_type", "change", "keys", "text"),
+    [
+        (
+            "gpt_oss",
+            {},
+            ["model.layers.0.mlp.experts.gate_up_proj_blocks"],
+            "quantised .*gate_up_proj_blocks.*dequant",
+        ),
+        ("gpt_oss", {"quantization_config": {"quant_method": "mxfp4"}}, [], "quantised .mxfp4.*config.json"),
+        ("qwen3", {}, ["model.layers.0.mlp.up_proj.weight_scale_inv"], "quantised.*weight_scale_inv"),
+        ("gpt2", {"add_cross_attention": True}, [], "add_cross_attention is set"),
+        ("gpt2", {"n_head": 5}, [], "not a multiple of n_head 5"),
+        ("mixtral", {"num_experts": None}, [], "has no num_local_experts or num_experts"),
+        ("qwen3_moe", {"decoder_sparse_step": 0}, [], "decoder_sparse_step is 0"),
+    ],
+)
+def test_a_config_that_no_map_fits_is_an_error(
+    model_type: str, change: dict[str, Any], keys: list[str], text: str
+) -> None:
+    config = {"model_type": model_type, **random_fields(model_type, 0), **change}
+    with pytest.raises(MapError, match=text):
+        family_of(config).region_map(config, keys)
+
+
+def test_a_dequantised_folder_is_read_whatever_its_config_says() -> None:
+    config = {"model_type": "gpt_oss", **random_fields("gpt_oss", 0)}
+    expected = family("gpt_oss").region_map(config).right
+    config["quantization_config"] = {"quant_method": "mxfp4"}
+    assert family("gpt_oss").region_map(config, list(expected)).right == expected
