@@ -223,7 +223,8 @@ def _window(fields: ConfigFields, layers: tuple[bool, ...] | None = None) -> Sli
     if not is_off and fields.has("sliding_window"):
         return SlidingWindow(size=fields.integer("sliding_window"), layers=layers)
     if layers is not None:
-        raise fields.error("sliding_window", "must be a positive integer, as layers have a window")
+        fault = "needs use_sliding_window" if is_off else "must be a positive integer"
+        raise fields.error("sliding_window", f"{fault}, as layers have a window")
     return None
 
 

@@ -161,6 +161,17 @@ class ConfigFields:
             raise self.error(name, f"is not supported; {', '.join(ACTIVATIONS)} are")
         return ACTIVATIONS[value]
 
+    def mapping(self, name: str) -> Mapping[str, Any]:
+        """Return a mapping inside of the file; an empty one if it is missing or null.
+
+        Raises:
+            DeclarationError: it is something else.
+        """
+        value = self.value(name)
+        if value is not None and not isinstance(value, Mapping):
+            raise self.error(name, "must be a mapping")
+        return value or {}
+
     def require(self, name: str, *allowed: object) -> None:
         """Check that a field that changes the function has a value that is supported.
 

@@ -34,10 +34,10 @@ def rotary_of(fields: ConfigFields, *, partial: bool = False) -> RotaryConfig:
         DeclarationError: a kind of scaling or a parameter that is not supported.
     """
     # The older spelling counts if a file has both.
-    scaling, parameters = fields.value("rope_scaling"), fields.value("rope_parameters")
+    scaling, parameters = fields.mapping("rope_scaling"), fields.mapping("rope_parameters")
     name = "rope_scaling" if scaling else "rope_parameters"
     outer = {key: fields.value(key) for key in ("rope_theta", "partial_rotary_factor")}
-    return rotary_in(fields, name, scaling or parameters or {}, outer, partial=partial)
+    return rotary_in(fields, name, scaling or parameters, outer, partial=partial)
 
 
 def rotary_by_layer_type(fields: ConfigFields) -> tuple[RotaryConfig, RotaryConfig]:
@@ -46,12 +46,10 @@ def rotary_by_layer_type(fields: ConfigFields) -> tuple[RotaryConfig, RotaryConf
     Raises:
         DeclarationError: a kind of scaling or a parameter that is not supported.
     """
-    nested = fields.value("rope_parameters") or {}
-    whole, windowed = nested.get("full_attention") or {}, nested.get("sliding_attention") or {}
-    by_type = fields.inside("rope_parameters", nested, {})
-    by_type.skip(("full_attention", "sliding_attention"))
+    by_type = fields.inside("rope_parameters", fields.mapping("rope_parameters"), {})
+    whole, windowed = by_type.mapping("full_attention"), by_type.mapping("sliding_attention")
     by_type.check_all_read()
-    whole = {**whole, **(fields.value("rope_scaling") or {})}
+    whole = {**whole, **fields.mapping("rope_scaling")}
     bases = {"rope_theta": fields.value("rope_theta")}, {"rope_theta": fields.value("rope_local_base_freq")}
     return (
         rotary_in(fields, "rope_parameters.full_attention", whole, bases[0]),

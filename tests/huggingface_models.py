@@ -1,14 +1,19 @@
-"""Small dense models of Hugging Face families: random configs and weights, and our arrays of them."""
+"""Small models of Hugging Face families: random configs and weights, and our arrays of them."""
 
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
+from megackpt.parallel import ParallelGroups, ParallelLayout, context_share, gather_context, gather_from
+from models import GPTConfig, build_gpt
+from tests import huggingface_experts as experts
 from tests.optim_world import Arrays
 
 SEQUENCE = 24  # longer than the windows and the original lengths that are drawn
@@ -19,6 +24,8 @@ def random_config(family: str, seed: int) -> Any:
     """Return a transformers config of odd sizes; that of seed 0 can be cut into 2 for tp and for pp."""
     from transformers import AutoConfig
 
+    if family in experts.FAMILIES:
+        return experts.random_config(family, seed)
     draw = random.Random(f"{family} {seed}")
     common = _common_fields(draw, seed)
     if family == "gpt2":
@@ -158,7 +165,7 @@ _FAMILIES: Mapping[str, Callable[[random.Random, int], Fields]] = {
     "qwen2": _qwen2,
     "qwen3": _qwen3,
 }
-FAMILIES = tuple(_FAMILIES)
+FAMILIES = (*_FAMILIES, *experts.FAMILIES)
 SEEDS = 6  # configs of each family
 
 
@@ -167,6 +174,9 @@ def random_model(config: Any, seed: int) -> nn.Module:
     from transformers import AutoModelForCausalLM
 
     model: nn.Module = AutoModelForCausalLM.from_config(config).eval()
+    if config.model_type in experts.FAMILIES:
+        experts.randomise(model, seed)
+        return model
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, param in model.named_parameters():
@@ -178,22 +188,38 @@ def random_model(config: Any, seed: int) -> nn.Module:
 
 
 def arrays_in_our_names(model: nn.Module) -> Arrays:
-    """Return the weights of a transformers model as our arrays, layers stacked."""
+    """Return the weights of a transformers model as our arrays; equal layers are stacked."""
     arrays: Arrays = {}
-    layers: dict[str, dict[int, Tensor]] = {}
     for name, value in model.state_dict().items():
-        for ours, part in _renamed(name, value, model.config):
-            outer, is_layer, inner = ours.partition("layers.")
-            if not is_layer:
-                arrays[ours] = part
-                continue
-            number, _, key = inner.partition(".")
-            layers.setdefault(f"{outer}layers.{key}", {})[int(number)] = part
-    for key, parts in layers.items():
-        arrays[key] = torch.stack([parts[number] for number in range(len(parts))])
+        arrays.update(_renamed(name, value, model.config))
+    if model.config.model_type in experts.FAMILIES:
+        arrays = {key: value for key, value in arrays.items() if ".mlp." not in key}
+        for layer in range(model.config.num_hidden_layers):
+            theirs, ours = f"model.layers.{layer}.mlp.", f"decoder.layers.{layer}.mlp."
+            arrays.update(experts.experts_in_our_names(model.state_dict(), theirs, ours))
     if model.config.tie_word_embeddings:
         del arrays["output_layer.weight"]
-    return arrays
+    return _stacked(arrays, model.config.num_hidden_layers)
+
+
+def _stacked(arrays: Arrays, count: int) -> Arrays:
+    """Return arrays of layers under keys without their numbers, if all layers have the same ones."""
+    stacked: Arrays = {}
+    layers: dict[str, list[Tensor]] = {}
+    for key, value in sorted(arrays.items(), key=_layer_number):
+        name, changes = re.subn(r"layers\.\d+\.", "layers.", key)
+        if changes:
+            layers.setdefault(name, []).append(value)
+        else:
+            stacked[key] = value
+    if any(len(values) < count for values in layers.values()):
+        return arrays
+    return stacked | {name: torch.stack(values) for name, values in layers.items()}
+
+
+def _layer_number(item: tuple[str, Tensor]) -> int:
+    number = re.search(r"layers\.(\d+)\.", item[0])
+    return -1 if number is None else int(number[1])
 
 
 _NAMES = {
@@ -204,6 +230,7 @@ _NAMES = {
     "self_attn.o_proj.": "self_attention.linear_proj.",
     "self_attn.q_norm.": "self_attention.q_layernorm.",
     "self_attn.k_norm.": "self_attention.k_layernorm.",
+    "self_attn.sinks": "self_attention.softmax_offset",
     "pre_feedforward_layernorm.": "pre_mlp_layernorm.",
     "post_feedforward_layernorm.": "post_mlp_layernorm.",
     "mlp.down_proj.": "mlp.linear_fc2.",
@@ -254,3 +281,34 @@ def _split(value: Tensor, names: list[str], config: Any) -> tuple[Tensor, ...]:
     queries //= config.num_attention_heads + 2 * config.num_key_value_heads
     keys = (len(value) - queries) // 2
     return value.split([queries, keys, keys])
+
+
+def token_ids(vocab_size: int) -> Tensor:
+    """Return token ids `[b, s]`."""
+    return torch.randint(0, vocab_size, (2, SEQUENCE), generator=torch.Generator().manual_seed(5))
+
+
+def logits(config: GPTConfig, weights: Any, layout: ParallelLayout, sequence_parallel: bool = False) -> Any:
+    """Return the logits `[b, s, vocab]` of our model, of ranks of the last stage; of others None.
+
+    Arrays come and go as numpy's, which need no shared memory.
+    """
+    groups = ParallelGroups.create(layout)
+    model = build_gpt(config, groups, sequence_parallel=sequence_parallel)
+    keys = experts.fill(
+        model.sharded_state_dict(), {key: torch.from_numpy(array) for key, array in weights.items()}
+    )
+    assert layout.pp > 1 or keys == weights.keys()
+    (chunk,) = model
+    inputs = own = context_share(token_ids(config.vocab_size), groups.cp, dim=1)
+    pp = groups.pp
+    with torch.no_grad():
+        if pp.rank > 0:
+            inputs = chunk.activation_buffer(own)
+            dist.recv(inputs, pp.ranks[pp.rank - 1])
+        out = chunk(inputs)
+        if pp.rank < pp.size - 1:
+            dist.send(out.contiguous(), pp.ranks[pp.rank + 1])
+            return None
+        whole = gather_context(gather_from(out, groups.tp), groups.cp, dim=0)
+    return whole.transpose(0, 1)[..., : config.vocab_size].numpy()
