@@ -3,6 +3,12 @@
 from megackpt.optim.distributed import DistributedOptimizer
 from megackpt.optim.initial_state import initialise_state
 from megackpt.optim.mixed_precision import MixedPrecisionOptimizer
+from megackpt.optim.remainders import (
+    declare_remainder_masters,
+    join_master,
+    restore_remainder_masters,
+    split_master,
+)
 from megackpt.optim.sharded_state import (
     get_optim_param_to_id_map,
     get_param_id_to_sharded_param_map,
@@ -13,9 +19,13 @@ from megackpt.optim.sharded_state import (
 __all__ = [
     "DistributedOptimizer",
     "MixedPrecisionOptimizer",
+    "declare_remainder_masters",
     "get_optim_param_to_id_map",
     "get_param_id_to_sharded_param_map",
     "initialise_state",
+    "join_master",
     "make_sharded_optimizer_tensor",
     "optim_state_to_sharding_state",
+    "restore_remainder_masters",
+    "split_master",
 ]
