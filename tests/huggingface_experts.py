@@ -60,11 +60,15 @@ def _qwen2(draw: random.Random, seed: int) -> dict[str, Any]:
     return _qwen(draw, seed) | {
         "shared_expert_intermediate_size": draw.choice([6, 14]),
         "qkv_bias": draw.random() < 0.5,
+        "use_sliding_window": draw.random() < 0.5,
+        "sliding_window": 5,
+        "max_window_layers": draw.choice([1, 28]),
     }
 
 
 def _qwen3(draw: random.Random, seed: int) -> dict[str, Any]:
-    return _qwen(draw, seed) | {"attention_bias": draw.random() < 0.5}
+    window = {"use_sliding_window": draw.random() < 0.5, "sliding_window": 5}
+    return _qwen(draw, seed) | window | {"attention_bias": draw.random() < 0.5}
 
 
 def _gpt_oss(draw: random.Random, seed: int) -> dict[str, Any]:
@@ -72,6 +76,7 @@ def _gpt_oss(draw: random.Random, seed: int) -> dict[str, Any]:
         "swiglu_limit": draw.choice([0.5, 1.5]),  # some values are clamped
         "swiglu_alpha": draw.choice([1.702, 0.9]),
         "sliding_window": draw.choice([3, 128]),
+        "attention_bias": draw.random() < 0.5,
     }
 
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import functools
+import json
 import random
 import re
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,9 +16,11 @@ from torch import Tensor, nn
 
 from megackpt.parallel import ParallelGroups, ParallelLayout, context_share, gather_context, gather_from
 from models import GPTConfig, build_gpt
+from models.huggingface import gpt_config
 from tests import huggingface_experts as experts
 from tests.optim_world import Arrays
 
+RELATIVE = 1e-5
 SEQUENCE = 24  # longer than the windows and the original lengths that are drawn
 Fields = dict[str, Any]
 
@@ -288,10 +293,29 @@ def token_ids(vocab_size: int) -> Tensor:
     return torch.randint(0, vocab_size, (2, SEQUENCE), generator=torch.Generator().manual_seed(5))
 
 
+@functools.cache
+def reference(family: str, seed: int) -> tuple[GPTConfig, Arrays, Tensor]:
+    """Return our config, the weights as our arrays, and the logits `[b, s, vocab]` of transformers."""
+    config = random_config(family, seed)
+    model = random_model(config, seed)
+    ours = gpt_config(json.loads(config.to_json_string()))
+    if ours.seq_length < SEQUENCE:  # drawn with a scaling for longer sequences
+        ours = replace(ours, seq_length=SEQUENCE)
+    ours = replace(ours, make_vocab_divisible=1)
+    with torch.no_grad():
+        return ours, arrays_in_our_names(model), model(token_ids(ours.vocab_size)).logits
+
+
+def assert_close(actual: Any, expected: Tensor) -> None:
+    """Compare logits, numpy's with torch's, relative to the largest one."""
+    error = (torch.from_numpy(actual) - expected).abs().max() / expected.abs().max()
+    assert error <= RELATIVE, f"off by {error:.1e} of the largest logit"
+
+
 def logits(config: GPTConfig, weights: Any, layout: ParallelLayout, sequence_parallel: bool = False) -> Any:
     """Return the logits `[b, s, vocab]` of our model, of ranks of the last stage; of others None.
 
-    Arrays come and go as numpy's, which need no shared memory.
+    Each rank of dp has its part of the batch. Arrays come and go as numpy's, which need no shared memory.
     """
     groups = ParallelGroups.create(layout)
     model = build_gpt(config, groups, sequence_parallel=sequence_parallel)
@@ -300,7 +324,8 @@ def logits(config: GPTConfig, weights: Any, layout: ParallelLayout, sequence_par
     )
     assert layout.pp > 1 or keys == weights.keys()
     (chunk,) = model
-    inputs = own = context_share(token_ids(config.vocab_size), groups.cp, dim=1)
+    batch = token_ids(config.vocab_size).chunk(groups.dp.size)[groups.dp.rank]
+    inputs = own = context_share(batch, groups.cp, dim=1)
     pp = groups.pp
     with torch.no_grad():
         if pp.rank > 0:
