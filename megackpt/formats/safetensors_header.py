@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -48,6 +49,8 @@ DTYPE_NAMES: dict[str, str] = {code: name for name, code in DTYPE_CODES.items()}
 # Bits of an element of dtypes that have no name here: several elements share a byte.
 _SUB_BYTE_BITS = {"F4": 4, "F6_E2M3": 6, "F6_E3M2": 6}
 _FIELDS = ("dtype", "shape", "data_offsets")
+_ENTRY_MAX_CHARACTERS = 4096  # of JSON for one tensor; 100 are usual
+_SPACE = re.compile(r"[ \t\n\r]*")
 _MAX_UINT = 2**64 - 1
 _MAX_DIGITS = 20  # of 2**64 - 1; longer integers are only looked at as floats, which takes linear time
 
@@ -129,13 +132,20 @@ def parse_header(text: bytes, *, data_nbytes: int, where: str) -> Header:
     Raises:
         FormatError: the text is not a header, or does not fit to data of this size.
     """
-    document = _parse_json(text, where)
-    metadata = document.pop(METADATA, None)
-    if metadata is None:
-        metadata = {}
-    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
-        raise _error(f"its {METADATA} is not an object of strings", where)
-    entries = [_entry(name, fields, where) for name, fields in document.items()]
+    entries: list[HeaderEntry] = []
+    metadata: dict[str, str] = {}
+    try:
+        reader = _HeaderText(text.decode())
+        for name in reader.members():
+            if name == METADATA:
+                metadata = reader.strings()
+            else:
+                entries.append(_entry(name, reader.fields(name), where))
+        reader.check_end()
+    except FormatError:
+        raise
+    except (ValueError, RecursionError) as error:
+        raise _error(f"its header is not that of a safetensors file ({error})", where) from error
     entries.sort(key=_byte_range)
     _check_ranges(entries, data_nbytes, where)
     return Header(tuple(entries), LENGTH_BYTES + len(text), metadata, digest_of(text))
@@ -170,25 +180,6 @@ def encode_header(
     return padded.to_bytes(LENGTH_BYTES, "little") + text.ljust(padded)
 
 
-def _parse_json(text: bytes, where: str) -> dict[str, Any]:
-    """Return the JSON object of a header, parsed as strictly as the safetensors library parses it."""
-    try:
-        document = json.loads(
-            text.decode(),
-            object_pairs_hook=object_of,
-            parse_int=_integer,
-            parse_float=_finite_float,
-            parse_constant=_reject_constant,
-        )
-        if b"\\u" in text:  # an escape can stand for half of a character, which no text has
-            json.dumps(document, ensure_ascii=False).encode()
-    except (ValueError, RecursionError) as error:
-        raise _error(f"its header is not JSON ({error})", where) from error
-    if not isinstance(document, dict):
-        raise _error("its header is not a JSON object", where)
-    return document
-
-
 def _integer(digits: str) -> int | float:
     # Like the Rust parser: what is no integer of 64 bits is a float, and so no extent and no offset.
     return _finite_float(digits) if digits == "-0" or len(digits) > _MAX_DIGITS else int(digits)
@@ -205,12 +196,107 @@ def _reject_constant(text: str) -> Any:
     raise ValueError(f"the constant {text}")
 
 
+_DECODER = json.JSONDecoder(
+    object_pairs_hook=object_of,
+    parse_int=_integer,
+    parse_float=_finite_float,
+    parse_constant=_reject_constant,
+)
+
+
+class _HeaderText:
+    """The JSON text of a header, read from front to back, as strictly as the safetensors library reads it.
+
+    A header has up to 100 MB. It is read one tensor at a time, and the text of each is limited: so a text
+    that only costs memory, such as a long list of lists, is rejected at its first tensor.
+
+    Methods raise ValueError for any other text.
+    """
+
+    def __init__(self, text: str) -> None:
+        self._text = text
+        self._has_escapes = "\\u" in text
+        self._at = 0
+        self._skip_space()
+
+    def members(self) -> Iterator[str]:
+        """Yield the name of each member of an object, whose value has to be read before the next name."""
+        self._expect("{")
+        names: set[str] = set()
+        is_last = self._take("}")
+        while not is_last:
+            name = self._string()
+            if name in names:
+                raise ValueError(f"the key {name!r:.80} is repeated in one object")
+            names.add(name)
+            self._expect(":")
+            yield name
+            is_last = not self._take(",")
+            if is_last:
+                self._expect("}")
+
+    def strings(self) -> dict[str, str]:
+        """Return an object of strings; an empty one for null."""
+        return {} if self._take("null") else {name: self._string() for name in self.members()}
+
+    def fields(self, name: str) -> Any:
+        """Return the value of a tensor, which should be an object; its text has a limited length."""
+        text = self._text[self._at : self._at + _ENTRY_MAX_CHARACTERS]
+        try:
+            value, length = _DECODER.raw_decode(text)
+        except ValueError as error:
+            raise ValueError(f"at {name!r:.200}: {error}") from error
+        self._advance(length)
+        if self._has_escapes:
+            _check_characters(value)
+        return value
+
+    def check_end(self) -> None:
+        """Check that the text has been read to its end."""
+        if self._at != len(self._text):
+            raise ValueError(f"there is more after character {self._at:,}")
+
+    def _string(self) -> str:
+        if not self._text.startswith('"', self._at):
+            raise ValueError(f"a string is expected at character {self._at:,}")
+        value, end = _DECODER.raw_decode(self._text, self._at)
+        self._advance(end - self._at)
+        if self._has_escapes:
+            _check_characters(value)
+        return str(value)
+
+    def _take(self, word: str) -> bool:
+        """Skip a word and the space after it, if it is next; return whether it was."""
+        is_next = self._text.startswith(word, self._at)
+        if is_next:
+            self._advance(len(word))
+        return is_next
+
+    def _expect(self, word: str) -> None:
+        if not self._take(word):
+            raise ValueError(f"{word!r} is expected at character {self._at:,}")
+
+    def _advance(self, length: int) -> None:
+        self._at += length
+        self._skip_space()
+
+    def _skip_space(self) -> None:
+        match = _SPACE.match(self._text, self._at)
+        assert match is not None  # it matches an empty text
+        self._at = match.end()
+
+
+def _check_characters(value: Any) -> None:
+    """Check that no escape in a value stands for half of a character, which no text can have."""
+    json.dumps(value, ensure_ascii=False).encode()
+
+
 def _entry(name: str, fields: Any, where: str) -> HeaderEntry:
     """Return the checked entry of a tensor; whether it fits to the others is checked later."""
     if not isinstance(fields, dict) or not all(field in fields for field in _FIELDS):
         raise _error("it has no dtype, shape and data_offsets in the header", where, key=name)
     dtype, shape, offsets = (fields[field] for field in _FIELDS)
-    # The library ignores other fields, however deep; here their depth is limited by that of plain values.
+    # The library ignores other fields, but not those that are nested too deeply.
     if len(fields) > len(_FIELDS) and any(
         isinstance(value, (dict, list)) for field, value in fields.items() if field not in _FIELDS
     ):

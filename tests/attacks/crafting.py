@@ -18,6 +18,7 @@ import numpy as np
 import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.numpy import load, save
+from safetensors.torch import save_file
 
 import megackpt
 from megackpt import SaveOptions, ShardedObject, ShardedTensor
@@ -30,6 +31,7 @@ STEP = "iter_0000007"
 CANARY = b"CANARY-of-a-file-outside"
 NATIVE, TORCH_DIST, DCP = "megackpt:1", "torch_dist:1", "dcp"
 ZARR_1, ZARR_3, ZARR_ZLIB = "zarr:1", "zarr:3", "zarr-zlib"
+HUGGINGFACE = "huggingface"
 COMMON = {"step": 7, "args": {"lr": 3e-4, "betas": [0.9, 0.95]}, "rng": torch.arange(4)}
 OBJECTS = ({"rank": 0, "seen": [1, 2.0]}, {"rank": 1, "seen": [1, 2.0]})
 BLOCK = torch.arange(48.0).reshape(6, 8)
@@ -144,6 +146,11 @@ def request(*, empty: bool, ranks: tuple[int, ...] = (0, 1)) -> ShardedStateDict
     return state if empty else {**state, **COMMON}
 
 
+def arrays_request() -> ShardedStateDict:
+    """What a load asks of a Hugging Face folder: the arrays of `request`."""
+    return {key: value for key, value in request(empty=True).items() if isinstance(value, ShardedTensor)}
+
+
 def dcp_request() -> ShardedStateDict:
     """What a load asks of a checkpoint of stock DCP."""
     return {
@@ -158,6 +165,9 @@ def build_base(kind: str, directory: Path) -> None:
         dcp.save({"block": BLOCK, "object": "some text"}, checkpoint_id=directory, no_dist=True)
         message = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
         (directory / "metadata.json").write_text(json.dumps({**message, "common_backend": "torch"}))
+        return
+    if kind == HUGGINGFACE:
+        _build_folder(directory)
         return
     backend, _, version = (ZARR_1 if kind == ZARR_ZLIB else kind).partition(":")
 
@@ -174,6 +184,23 @@ def build_base(kind: str, directory: Path) -> None:
     SimulatedWorld(2).run(save_rank)
     if kind == ZARR_ZLIB:
         _compress(directory)
+
+
+def _build_folder(directory: Path) -> None:
+    """Write a Hugging Face folder with two arrays in files of their own.
+
+    It has a metadata.json, without which a `Checkpointer` takes no directory for a step.
+    """
+    directory.mkdir(parents=True)
+    arrays = {"block": BLOCK, "half": torch.ones(3).bfloat16()}
+    files = {key: f"model-0000{i}-of-00002.safetensors" for i, key in enumerate(arrays, 1)}
+    for key, array in arrays.items():
+        save_file({key: array}, directory / files[key], metadata={"format": "pt"})
+    index = {"metadata": {"total_size": 390}, "weight_map": files}
+    (directory / "model.safetensors.index.json").write_text(json.dumps(index))
+    (directory / "config.json").write_text('{"model_type": "gpt2"}')
+    manifest = {"sharded_backend": "huggingface", "sharded_backend_version": 1}
+    (directory / "metadata.json").write_text(json.dumps(manifest))
 
 
 def _compress(directory: Path) -> None:

@@ -14,11 +14,13 @@ from typing import Any
 import megackpt
 from megackpt.checkpointer import Checkpointer
 from megackpt.cli import main
-from tests.attacks.crafting import DCP, dcp_request, request
+from tests.attacks.crafting import DCP, HUGGINGFACE, arrays_request, dcp_request, request
 
 
 def asked(base: str) -> Any:
     """What a load asks for."""
+    if base == HUGGINGFACE:
+        return arrays_request()
     return dcp_request() if base == DCP else request(empty=True)
 
 

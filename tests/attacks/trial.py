@@ -26,13 +26,21 @@ from typing import Any
 
 import megackpt
 from megackpt.testing.identical import difference
-from tests.attacks import documents, files_and_links, indexes, pickles, pickles_of_dcp, zarr_arrays
+from tests.attacks import (
+    documents,
+    files_and_links,
+    huggingface_folders,
+    indexes,
+    pickles,
+    pickles_of_dcp,
+    zarr_arrays,
+)
 from tests.attacks.crafting import ATTACKS, CANARY, DCP, NATIVE, STEP, Attack, Location, build_base, copy_of
 from tests.attacks.readers import commands, run, values
 
 DEADLINE_S = 20.0
 MOST_BYTES = 1 << 30
-BUILDERS = (documents, files_and_links, indexes, pickles, pickles_of_dcp, zarr_arrays)
+BUILDERS = (documents, files_and_links, huggingface_folders, indexes, pickles, pickles_of_dcp, zarr_arrays)
 _STARTS = ("os.system", "os.exec", "os.posix_spawn", "subprocess.Popen", "os.fork", "os.forkpty", "pty.spawn")
 _WRITES = (
     "os.remove",

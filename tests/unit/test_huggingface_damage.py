@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save, save_file
 
@@ -189,6 +189,7 @@ HOSTILE = st.none() | st.integers() | st.sampled_from(
 ) | st.text(max_size=3)  # fmt: skip
 
 
+@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     names=st.dictionaries(
         st.sampled_from(["a", "b", "c", "d", ""]) | st.text(max_size=2), HOSTILE, max_size=4

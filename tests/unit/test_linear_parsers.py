@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
@@ -27,10 +28,12 @@ from torch.distributed.checkpoint.metadata import (
 from megackpt.codec import EncodedValue, decode, load_tree, pack, unpack
 from megackpt.errors import FormatError
 from megackpt.formats.documents import parse_document
+from megackpt.formats.huggingface.folder import read_folder
 from megackpt.formats.index_file import write_index
 from megackpt.formats.index_reader import open_index
 from megackpt.formats.pickle_limits import check_opcodes
 from megackpt.formats.safe_pickle import load_value
+from megackpt.formats.safetensors_header import parse_header
 from megackpt.formats.torch_dist.metadata_unpickler import load_metadata
 from megackpt.storage import LocalStore, MemoryStore
 from tests.attacks.opcodes import named, pickled, zipped
@@ -94,6 +97,44 @@ def _header(n: int) -> bytes:
     return struct.pack("<Q", len(text)) + text
 
 
+def _entries(n: int, *, nbytes: int = 1) -> bytes:
+    """The header of so many tensors of so many bytes each."""
+    fields = {"dtype": "U8", "shape": [nbytes]}
+    entries = {f"w{i}": {**fields, "data_offsets": [i * nbytes, (i + 1) * nbytes]} for i in range(n)}
+    return json.dumps(entries).encode()
+
+
+def _extents(n: int, extent: int) -> bytes:
+    shape = ",".join([str(extent)] * n)
+    return f'{{"w":{{"dtype":"U8","shape":[{shape}],"data_offsets":[0,1]}}}}'.encode()
+
+
+def _safetensors(header: bytes) -> Work:
+    return _raising(lambda: parse_header(header, data_nbytes=header.count(b'"U8"'), where="w"))
+
+
+def _folder(n: int, *, files: int) -> Work:
+    """A Hugging Face folder of so many tensors of a byte in so many files."""
+    store, weight_map = MemoryStore(), {}
+    for number in range(files):
+        names = [f"{number}.{i}" for i in range(n // files)]
+        store.write(f"{number}.safetensors", save({name: torch.ones(1, dtype=torch.uint8) for name in names}))
+        weight_map |= dict.fromkeys(names, f"{number}.safetensors")
+    store.write("model.safetensors.index.json", json.dumps({"weight_map": weight_map}).encode())
+    return _opened(store)
+
+
+def _index_only(n: int, file: str) -> MemoryStore:
+    store = MemoryStore()
+    index = {"weight_map": {f"w{i}": f"{file}{i}" for i in range(n)}}
+    store.write("model.safetensors.index.json", json.dumps(index).encode())
+    return store
+
+
+def _opened(store: MemoryStore) -> Work:
+    return _raising(lambda: read_folder(store, "model.safetensors.index.json"))
+
+
 def _tree_of_int_keys(n: int, key: Callable[[int], int]) -> EncodedValue:
     return EncodedValue({"$dict": [[{"$int": hex(key(i))}, 0] for i in range(n)]}, ())
 
@@ -127,6 +168,15 @@ PARSERS: dict[str, tuple[int, Callable[[int, Path], Work]]] = {
         20_000,
         lambda n, _: _decoded(EncodedValue({"$set": [{"$int": hex(i * _P)} for i in range(n)]}, ())),
     ),
+    "header of a safetensors file": (10_000, lambda n, _: _safetensors(_entries(n))),
+    "tensors of one range": (10_000, lambda n, _: _safetensors(_entries(n, nbytes=0))),
+    "extents of a tensor": (1_000_000, lambda n, _: _safetensors(_extents(n, 1))),
+    "extents that multiply": (1_000_000, lambda n, _: _safetensors(_extents(n, 3))),
+    "lists in a header": (300_000, lambda n, _: _safetensors(b'{"w":[' + b"[]," * n + b"[]]}")),
+    "escapes in a header": (300_000, lambda n, _: _safetensors(b'{"' + b"\\u00e9" * n + b'": 5}')),
+    "tensors of a folder": (4_000, lambda n, _: _folder(n, files=8)),
+    "files of a folder": (200, lambda n, _: _folder(n, files=n)),
+    "names outside of a folder": (50_000, lambda n, _: _opened(_index_only(n, "../x"))),
     "blob": (1_000, lambda n, _: _unpacked(pack([torch.ones(2) for _ in range(n)]))),
     "header of a blob": (20_000, lambda n, _: _unpacked(_header(n))),
     "opcodes": (100_000, lambda n, _: _opcodes(pickle.dumps([[i, (i, str(i))] for i in range(n)], 2))),

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import example, given
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from safetensors import SafetensorError, deserialize
 from safetensors.torch import save as save_bytes
@@ -57,28 +57,31 @@ def is_read_by_library(data: bytes) -> bool:
 REJECTED = {
     "an empty file": (b"", "has 0 bytes"),
     "a cut length": (b"\x08\x00\x00", "has 3 bytes"),
-    "no header": (struct.pack("<Q", 0) + DATA, "not JSON"),
+    "no header": (struct.pack("<Q", 0) + DATA, "not that of a safetensors file"),
     "a huge length": (struct.pack("<Q", 2**63), "header has 9,223,372,036,854,775,808 bytes"),
     "a negative length": (struct.pack("<q", -1) + b"{}", "header has 18,446,744,073,709,551,615 bytes"),
     "a length over the limit": (struct.pack("<Q", MAX_HEADER_BYTES + 1) + b"{}", "at most 100,000,000"),
     "a header beyond the file": (struct.pack("<Q", 100) + b"{}", "the file has only 10"),
-    "no JSON": (file_of(b"abc"), "not JSON"),
-    "no object": (file_of([]), "not a JSON object"),
-    "no UTF-8": (file_of(b'{"\xff": {}}'), "not JSON"),
-    "UTF-16": (file_of('{"__metadata__": {}}'.encode("utf-16"), b""), "not JSON"),
-    "a byte order mark": (file_of(b"\xef\xbb\xbf{}", b""), "not JSON"),
-    "half of a character": (file_of(b'{"\\ud800": %s}' % json.dumps(entry()).encode()), "not JSON"),
-    "a deep list": (file_of(b"[" * 200_000), "not JSON"),
-    "deep objects": (file_of(b'{"a":' * 200_000), "not JSON"),
-    "text after the object": (file_of(b"{}x", b""), "not JSON"),
-    "a constant": (file_of(b'{"a": NaN}'), "not JSON"),
-    "an infinite number": (file_of(b'{"a": 1e999}'), "not JSON"),
-    "an integer of many digits": (file_of(b'{"a": %s}' % (b"9" * 5000)), "not JSON"),
+    "no JSON": (file_of(b"abc"), "not that of a safetensors file"),
+    "no object": (file_of([]), "not that of a safetensors file"),
+    "no UTF-8": (file_of(b'{"\xff": {}}'), "not that of a safetensors file"),
+    "UTF-16": (file_of('{"__metadata__": {}}'.encode("utf-16"), b""), "not that of a safetensors file"),
+    "a byte order mark": (file_of(b"\xef\xbb\xbf{}", b""), "not that of a safetensors file"),
+    "half of a character": (
+        file_of(b'{"\\ud800": %s}' % json.dumps(entry()).encode()),
+        "not that of a safetensors file",
+    ),
+    "a deep list": (file_of(b"[" * 200_000), "not that of a safetensors file"),
+    "deep objects": (file_of(b'{"a":' * 200_000), "not that of a safetensors file"),
+    "text after the object": (file_of(b"{}x", b""), "not that of a safetensors file"),
+    "a constant": (file_of(b'{"a": NaN}'), "not that of a safetensors file"),
+    "an infinite number": (file_of(b'{"a": 1e999}'), "not that of a safetensors file"),
+    "an integer of many digits": (file_of(b'{"a": %s}' % (b"9" * 5000)), "not that of a safetensors file"),
     "metadata that is no text": (
         file_of({"__metadata__": {"a": 1}, "w": entry()}),
-        "not an object of strings",
+        "a string is expected",
     ),
-    "metadata that is a list": (file_of({"__metadata__": [], "w": entry()}), "not an object of strings"),
+    "metadata that is a list": (file_of({"__metadata__": [], "w": entry()}), "'{' is expected"),
     "metadata twice": (file_of(b'{"__metadata__": {}, "__metadata__": {}}', b""), "is repeated"),
     "a field twice": (
         file_of(b'{"w": {"dtype": "U8", "dtype": "U8", "shape": [8], "data_offsets": [0, 8]}}'),
@@ -116,7 +119,7 @@ REJECTED = {
         file_of({"v": entry(shape=[4], stop=4), "w": entry(shape=[5], start=3)}),
         "'w': its bytes .* overlaps another",
     ),
-    "the same bytes twice": (file_of({"v": entry(), "w": entry()}), "overlaps another"),
+    "the same bytes twice": (file_of({"v": entry(), "w": entry()}), "'w': .* overlaps another"),
     "a gap": (file_of({"v": entry(shape=[3], stop=3), "w": entry(shape=[4], start=4)}), "'w': .* a gap"),
     "a gap at the beginning": (file_of({"w": entry(shape=[7], start=1)}), "'w': its bytes .* a gap"),
     "data after the last tensor": (file_of({"w": entry(shape=[7], stop=7)}), "1 bytes after its last tensor"),
@@ -136,6 +139,7 @@ def test_a_bad_header_is_one_error_with_the_file(name: str) -> None:
     with pytest.raises(FormatError, match=message) as caught:
         megackpt.load_plain_tensors(store_with(data))
     assert NAME in str(caught.value)
+    assert caught.value.key == ("w" if "'w': " in message else None)
     assert caught.value.path is not None
     assert caught.value.path.endswith(NAME)
 
@@ -259,6 +263,7 @@ def nearly_valid_files(draw: st.DrawFn) -> bytes:
     return file
 
 
+@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(file=nearly_valid_files() | st.binary(max_size=40))
 @example(file=file_of(b'{"w": ["U8", [8], [0, 8]]}'))
 def test_a_header_at_random_is_read_as_the_library_reads_it_or_is_an_error(file: bytes) -> None:
