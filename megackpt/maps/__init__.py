@@ -6,6 +6,7 @@ rules for a model's config, proved a bijection, and used on the index of a check
 
 from megackpt.maps.family import Family, FamilyRules, families, family, family_of
 from megackpt.maps.layers import bound_to
+from megackpt.maps.megatron import checkpoint_map, has_megatron_keys, megatron_map
 from megackpt.maps.regions import MappedArray, Region, RegionMap, RegionPair
 from megackpt.maps.rules import Rule, region_map
 
@@ -18,8 +19,11 @@ __all__ = [
     "RegionPair",
     "Rule",
     "bound_to",
+    "checkpoint_map",
     "families",
     "family",
     "family_of",
+    "has_megatron_keys",
+    "megatron_map",
     "region_map",
 ]

@@ -83,6 +83,7 @@ def _declared(
         global_shape=made.right[pair.right.key].viewed,
         global_offset=pair.right.box.start,
         replica_id=tensor.replica_id,
+        allow_shape_mismatch=made.right[pair.right.key].is_padded,
     )
 
 

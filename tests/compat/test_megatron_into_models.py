@@ -16,7 +16,7 @@ import torch.distributed as dist
 from megatron_world import Case, Layout
 
 import megackpt
-from megackpt.errors import DeclarationError
+from megackpt.errors import MapError
 from megackpt.parallel import ParallelGroups, ParallelLayout, RoutingOptions, gather_from
 from megackpt.testing.ranks import RankPool
 from models import GPTConfig, MoEConfig, build_gpt
@@ -126,7 +126,5 @@ def test_logits_are_those_of_the_model_that_was_saved(
 
 def test_an_array_that_the_checkpoint_lacks_is_named() -> None:
     model = build_gpt(config_of(DENSE), ParallelGroups.create(ParallelLayout()))
-    with pytest.raises(
-        DeclarationError, match=r"word_embeddings.*no array 'model\.embedding\.word_emb.*prefix"
-    ):
+    with pytest.raises(MapError, match=r"word_embeddings.*no array 'model\.embedding\.word_emb.*prefix"):
         megatron_state(model, ["embedding.word_embeddings.weight"], prefix="model.")

@@ -1,0 +1,250 @@
+"""The arrays of Megatron-Core's GPT: its keys, and where in its arrays each of ours is.
+
+It joins some tensors that we store one by one: queries, keys and values by query group, gate and up one after
+the other. A norm is stored with the projection that follows it. Layers are stacked along an axis or have keys
+of their own, and so have experts; the keys of a checkpoint tell.
+
+Source: Megatron-Core 0.12.1, 0.16.1 and 0.19.2, `GPTModel.sharded_state_dict` with its local and its
+Transformer Engine layers (`gpt_layer_specs`, `transformer.mlp`, `transformer.moe.experts`,
+`transformer.dot_product_attention`), also with `singleton_local_shards`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from megackpt.errors import MapError, truncated_list
+from megackpt.geometry import Box
+from megackpt.maps.family import Family
+from megackpt.maps.layers import bound_to
+from megackpt.maps.regions import MappedArray, Region, RegionMap, RegionPair
+
+_LAYER = re.compile(r"decoder\.layers\.(?P<number>\d+)\.(?P<name>.+)")
+_COMPONENT = re.compile(r"(?P<fused>.+\.(?:weight|bias))\.(?P<component>q|k|v|gate|up)")
+_SINGLETON = re.compile(r".*\.(linear_fc1\.(weight|bias)_[wv]|experts\.experts\.\d+\..*)")
+_OF_MODEL = re.compile(r"(decoder|embedding|output_layer)\.(?!.*_extra_state).*")
+
+# The first is written, of `pre_mlp_layernorm` in layers with experts the second.
+_NAMES = {
+    "input_layernorm.": ("self_attention.linear_qkv.layer_norm_", "input_layernorm."),
+    "pre_mlp_layernorm.": ("mlp.linear_fc1.layer_norm_", "pre_mlp_layernorm."),
+    "self_attention.softmax_offset": ("self_attention.core_attention.softmax_offset",),
+    "mlp.experts.": ("mlp.experts.experts.",),
+    "post_self_attn_layernorm.": (
+        "post_self_attn_layernorm.",
+        "self_attention.linear_proj.post_layernorm.",
+    ),
+    "post_mlp_layernorm.": ("post_mlp_layernorm.", "mlp.linear_fc2.post_layernorm."),
+}
+"""Names that Megatron-Core has for one of ours inside of a layer, by how they begin."""
+
+
+def has_megatron_keys(keys: Collection[str]) -> bool:
+    """Return whether a checkpoint has the keys of Megatron-Core's GPT, and not ours. Pure."""
+    return any(key.endswith(".self_attention.linear_qkv.weight") for key in keys)
+
+
+def checkpoint_map(
+    family: Family, config: Mapping[str, Any], keys: Collection[str], *, prefix: str = ""
+) -> RegionMap:
+    """Return the proved map between a checkpoint, ours or Megatron-Core's, and the arrays of a family. Pure.
+
+    Args:
+        family: the family on the right, as it is written.
+        config: the model's parsed `config.json`.
+        keys: of the checkpoint, which is on the left.
+        prefix: of the checkpoint's keys of Megatron-Core.
+
+    Raises:
+        MapError: the config makes no sense, or a checkpoint of Megatron-Core lacks an array of the model, or
+            has one more.
+    """
+    made = family.region_map(config)
+    if not has_megatron_keys(keys):
+        return bound_to(made, keys)
+    theirs = megatron_map(made.left, family.rules(config, ()).sizes, keys, prefix=prefix)
+    unknown = sorted(
+        key
+        for key in keys
+        if key not in theirs.right and key.startswith(prefix) and _OF_MODEL.fullmatch(key[len(prefix) :])
+    )
+    if unknown:
+        raise MapError(
+            f"The checkpoint has arrays that a model of {family.name} with this config has not: "
+            f"{truncated_list(unknown)}. Give the config of the model that was saved.",
+            key=unknown[0],
+        )
+    joined = theirs.inverse().joined(made)
+    joined.check(name=f"of Megatron-Core and {family.name}")
+    return joined
+
+
+def megatron_map(
+    ours: Mapping[str, MappedArray],
+    sizes: Mapping[str, int],
+    keys: Collection[str] = (),
+    *,
+    prefix: str = "",
+) -> RegionMap:
+    """Return the map between our arrays and those of Megatron-Core, which are on the right. Pure.
+
+    Args:
+        ours: our arrays, with keys for each layer: the left side of the map of another family.
+        sizes: `heads`, `groups` and `d` (extent of a head), as in `FamilyRules`.
+        keys: of the checkpoint of Megatron-Core. For one to be written there are none, and it gets the keys
+            of layers with Transformer Engine, stacked where all layers have the same arrays.
+        prefix: of its keys.
+
+    Raises:
+        MapError: the checkpoint has no array for one of ours, or the heads do not fit the arrays.
+    """
+    checkpoint = _Checkpoint(frozenset(keys), prefix, any(_SINGLETON.fullmatch(key) for key in keys))
+    right: dict[str, MappedArray] = {}
+    pairs = []
+    for key, array in ours.items():
+        for part in _parts(key, array, sizes):
+            theirs = checkpoint.key_of(key, ours)
+            for pair, stored in checkpoint.placed(key, theirs, part, array):
+                right[pair.right.key] = MappedArray(stored, stored, array.is_padded)
+                pairs.append(pair)
+    made = RegionMap(dict(ours), right, tuple(pairs))
+    made.check(name="of Megatron-Core")
+    return bound_to(made.inverse(), keys or _stacked_keys(right)).inverse()
+
+
+class _Part(NamedTuple):
+    """Rows of one of our arrays, and of the joined array that they are in.
+
+    Attributes:
+        axis: along which arrays are joined.
+        start: first row of ours.
+        rows: number of rows.
+        to: first row of theirs.
+        extent: rows of theirs.
+        component: which of the joined tensors ours is; '' if it is one of its own.
+    """
+
+    axis: int
+    start: int
+    rows: int
+    to: int
+    extent: int
+    component: str
+
+
+def _parts(key: str, array: MappedArray, sizes: Mapping[str, int]) -> Iterator[_Part]:
+    match = _COMPONENT.fullmatch(key)
+    if match is None:
+        rows = array.viewed[0]
+        yield _Part(0, 0, rows, 0, rows, "")
+        return
+    component = match["component"]
+    axis = len(array.viewed) - (2 if match["fused"].endswith("weight") else 1)
+    rows = array.viewed[axis]
+    if component in ("gate", "up"):
+        yield _Part(axis, 0, rows, rows if component == "up" else 0, 2 * rows, component)
+        return
+    # The rows of each query group follow each other: its queries, its key, its value.
+    groups, d = sizes["groups"], sizes["d"]
+    queries = sizes["heads"] // groups * d
+    count = queries if component == "q" else d
+    before = {"q": 0, "k": queries, "v": queries + d}[component]
+    if rows != groups * count:
+        raise MapError(
+            f"{key!r} has {rows} rows, and {groups} query groups with {count} rows each are "
+            f"{groups * count}. Correct the numbers of heads.",
+            key=key,
+        )
+    for group in range(groups):
+        to = group * (queries + 2 * d) + before
+        yield _Part(axis, group * count, count, to, groups * (queries + 2 * d), component)
+
+
+@dataclass(frozen=True, slots=True)
+class _Checkpoint:
+    """How a checkpoint spells the arrays.
+
+    Attributes:
+        keys: its keys; empty for one to be written.
+        prefix: of its keys.
+        has_singletons: whether each expert, and each of gate and up, has a key of its own.
+    """
+
+    keys: frozenset[str]
+    prefix: str
+    has_singletons: bool
+
+    def key_of(self, key: str, ours: Collection[str]) -> str:
+        """Return the key of the array in which one of ours is, with a layer but no expert."""
+        match = _COMPONENT.fullmatch(key)
+        fused = key if match is None else match["fused"]
+        layer = _LAYER.fullmatch(fused)
+        if layer is None:
+            names = [fused]
+        else:
+            names = [f"decoder.layers.{layer['number']}.{name}" for name in _megatron_names(layer["name"])]
+            if not self.keys and f"decoder.layers.{layer['number']}.mlp.router.weight" in ours:
+                names = names[::-1] if layer["name"].startswith("pre_mlp_layernorm.") else names
+        names = [self.prefix + name for name in names]
+        found = next((name for name in names if not self.keys or self._has(name, match)), None)
+        if found is None:
+            raise MapError(
+                f"{key!r}: the checkpoint has no array {' or '.join(map(repr, names))}, which are "
+                f"Megatron-Core's names for it. Give a model with the same parts (experts, ties, biases), or "
+                f"the prefix of its keys.",
+                key=key,
+            )
+        return found
+
+    def _has(self, name: str, component: re.Match[str] | None) -> bool:
+        if self.has_singletons:
+            name = name.replace(".experts.experts.", ".experts.experts.0.")
+            name += _suffix(component["component"]) if component is not None else ""
+        return name in self.keys or re.sub(r"(\blayers)\.\d+\.", r"\1.", name, count=1) in self.keys
+
+    def placed(
+        self, key: str, theirs: str, part: _Part, array: MappedArray
+    ) -> Iterator[tuple[RegionPair, tuple[int, ...]]]:
+        """Yield the pairs of a part, each with the shape of the array that it is in."""
+        shape, axis = array.viewed, part.axis
+        to, extent = part.to, part.extent
+        if self.has_singletons and part.component in ("gate", "up"):
+            theirs, to, extent = theirs + _suffix(part.component), 0, part.rows
+        start = tuple(part.start if a == axis else 0 for a in range(len(shape)))
+        count = tuple(part.rows if a == axis else n for a, n in enumerate(shape))
+        other = tuple(to if a == axis else 0 for a in range(len(shape)))
+        stored = tuple(extent if a == axis else n for a, n in enumerate(shape))
+        axes = tuple(range(len(shape)))
+        if not self.has_singletons or ".experts.experts." not in theirs:
+            yield RegionPair(Region(key, Box(start, count)), Region(theirs, Box(other, count)), axes), stored
+            return
+        for expert in range(shape[0]):
+            one = theirs.replace(".experts.experts.", f".experts.experts.{expert}.")
+            left = Region(key, Box((expert, *start[1:]), (1, *count[1:])))
+            yield RegionPair(left, Region(one, Box(other[1:], count[1:])), axes[1:]), stored[1:]
+
+
+def _suffix(component: str) -> str:
+    return {"gate": "_w", "up": "_v"}.get(component, "")
+
+
+def _megatron_names(name: str) -> list[str]:
+    for ours, theirs in _NAMES.items():
+        if name.startswith(ours):
+            return [other + name[len(ours) :] for other in theirs]
+    return [name]
+
+
+def _stacked_keys(arrays: Mapping[str, MappedArray]) -> set[str]:
+    """Return the keys without layers, if all layers have the same arrays."""
+    layers: dict[str, set[tuple[str, MappedArray]]] = {}
+    stacked = set()
+    for key, array in arrays.items():
+        match = re.fullmatch(r"(.*decoder\.layers\.)(\d+)\.(.+)", key)
+        if match is not None:
+            layers.setdefault(match[2], set()).add((match[3], array))
+            stacked.add(match[1] + match[3])
+    return stacked if len(set(map(frozenset, layers.values()))) == 1 else set()
