@@ -64,6 +64,7 @@ if TYPE_CHECKING:
     from megackpt.maintenance.convert import ConvertReport, convert
     from megackpt.maintenance.diff import CheckpointDifference, ValueDifference, diff
     from megackpt.maintenance.diff_arrays import ArrayDifference
+    from megackpt.maintenance.export_huggingface import HuggingFaceExport, export_huggingface
     from megackpt.maintenance.inspect import CheckpointSummary, StoredArray, StoredFile, inspect
     from megackpt.maintenance.repair import RepairReport, repair
     from megackpt.maintenance.repair_search import RepairedFile
@@ -107,6 +108,7 @@ __all__ = [
     "FormatError",
     "GeometryError",
     "Groups",
+    "HuggingFaceExport",
     "IntegrityError",
     "KeepBest",
     "KeyRule",
@@ -152,6 +154,7 @@ __all__ = [
     "check_is_distributed_checkpoint",
     "convert",
     "diff",
+    "export_huggingface",
     "inspect",
     "load",
     "load_common_state_dict",
@@ -249,6 +252,10 @@ _NAMES_OF = {
         "diff",
     ),
     "megackpt.maintenance.diff_arrays": ("ArrayDifference",),
+    "megackpt.maintenance.export_huggingface": (
+        "HuggingFaceExport",
+        "export_huggingface",
+    ),
     "megackpt.maintenance.inspect": (
         "CheckpointSummary",
         "StoredArray",

@@ -39,7 +39,7 @@ def check_target(target: Store, source: Store, strategy: SaveStrategy, *, overwr
     Raises:
         DeclarationError: there is a checkpoint that must not be replaced, or cannot be replaced in one step.
     """
-    if _is_same_location(target, source):
+    if is_same_location(target, source):
         raise DeclarationError(
             f"{target.location} cannot be converted into itself. Name another directory.",
             path=target.location,
@@ -79,7 +79,8 @@ def remove_attempt(target: Store, state: TargetState, *, attempt: str, strategy:
         target.sync()
 
 
-def _is_same_location(first: Store, second: Store) -> bool:
+def is_same_location(first: Store, second: Store) -> bool:
+    """Return whether two stores are one directory, one prefix of a bucket, or one object."""
     if isinstance(first, LocalStore) and isinstance(second, LocalStore):
         return os.path.realpath(first.location) == os.path.realpath(second.location)
     if isinstance(first, ObjectStore) and isinstance(second, ObjectStore):

@@ -1,0 +1,367 @@
+"""`megackpt.export_huggingface`: write a checkpoint as a Hugging Face folder.
+
+It takes bounded memory, and no model.
+
+The map says which elements of the checkpoint each tensor of the folder has. Files are planned first. Ranks
+and threads then write whole files, and rank 0 writes the index when all files are there.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal
+
+import torch
+
+from megackpt.arguments import check_count, check_flag, check_seconds
+from megackpt.comm import Group, check_group, errors_on_all_ranks, run_on_all_ranks, world_group
+from megackpt.engine.checkpoint.common_reading import stored_references
+from megackpt.engine.checkpoint.opening import open_checkpoint, read_common_and_references
+from megackpt.engine.data.progress import Progress
+from megackpt.engine.data.workers import run_jobs
+from megackpt.errors import DeclarationError, MapError, MismatchError
+from megackpt.formats.contents import Contents
+from megackpt.formats.huggingface.names import INDEX
+from megackpt.maintenance.arguments import checked_progress
+from megackpt.maintenance.convert_target import is_same_location
+from megackpt.maintenance.huggingface_model_files import ConfigSource, ModelFiles
+from megackpt.maintenance.huggingface_plan import (
+    PlannedFile,
+    PlannedTensor,
+    index_text,
+    plan_digest,
+    plan_files,
+    position_in_model,
+)
+from megackpt.maintenance.huggingface_target import Digests, ExportTarget
+from megackpt.maintenance.huggingface_writing import FileExport, written_small_files
+from megackpt.maintenance.mapped_reading import (
+    MappedCheckpoint,
+    check_can_be_read,
+    check_fits,
+    checked_dtype,
+    is_floating,
+)
+from megackpt.maps import Family, RegionMap, bound_to, family, family_of
+from megackpt.metadata import ArraySpec
+from megackpt.storage import Location, Store, opened_store
+
+MASTER = "optimizer.state.fp32_param."
+"""What the key of a float32 master weight begins with; the key of its parameter follows."""
+
+_OPTIMIZER = "optimizer."
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HuggingFaceExport:
+    """The result of `megackpt.export_huggingface`.
+
+    Attributes:
+        location: the folder.
+        map: name of the map.
+        dtype: the dtype of most of its bytes, which config.json names.
+        tensors: number of tensors.
+        files: number of files with tensors.
+        kept_files: how many of them an interrupted export had finished before.
+        nbytes: bytes of all tensors.
+        is_verified: whether all files were read again and are equal to what was written.
+    """
+
+    location: str
+    map: str
+    dtype: str
+    tensors: int
+    files: int
+    kept_files: int
+    nbytes: int
+    is_verified: bool
+
+
+def export_huggingface(
+    source: Location,
+    target: Location,
+    *,
+    map: str | Family | RegionMap = "auto",
+    config: ConfigSource = None,
+    dtype: torch.dtype | str | None = None,
+    weights: Literal["model", "masters"] = "model",
+    max_file_bytes: int = 5_000_000_000,
+    buffer_bytes: int = 32 * 1024 * 1024,
+    workers: int = 2,
+    verify: bool = True,
+    overwrite: bool = False,
+    prefix: str = "",
+    allow_unsafe_pickle: bool = False,
+    timeout_s: float = 600.0,
+    group: Group | None = None,
+    progress: Progress | None = None,
+) -> HuggingFaceExport:
+    """Write the weights of a checkpoint as a folder that `from_pretrained` of transformers loads.
+
+    Collective: every rank of the group calls it. It needs no GPU and no model. Ranks divide whole files among
+    themselves. If it is interrupted, the next call with the same arguments keeps the finished files. The
+    index, or the only file, comes last; until then the folder is no model.
+
+    Args:
+        source: a path, a URL or an open store of one checkpoint of any format (not the root of a run).
+        target: the folder; created if it does not exist.
+        map: from our names to those of the folder: the name of a family, `"auto"` for that of the config's
+            `model_type`, a family, or a map.
+        config: a parsed config.json, the path of one, or a folder that has one. Of a folder, the generation
+            config and the files of the tokenizer are copied as well. None: the config in the content metadata
+            of the checkpoint, `huggingface_config`.
+        dtype: dtype of floating-point tensors, rounded to the nearest value, ties to even; None keeps that of
+            the checkpoint.
+        weights: `"masters"` takes the float32 master weights of the optimizer where there are any.
+        max_file_bytes: limit of the tensors in one file.
+        buffer_bytes: bytes that are read and written at a time; each worker has two such buffers.
+        workers: number of files that this rank writes at a time.
+        verify: read each file again, and compare a digest of each tensor with what was written.
+        overwrite: replace a model that is at the target.
+        prefix: what the keys of the model begin with in the checkpoint, such as `"model."`.
+        allow_unsafe_pickle: as in `megackpt.verify`.
+        timeout_s: how long a rank waits for the others at each synchronisation point, in seconds.
+        group: the ranks that take part; None for all ranks of torch.distributed, or this process alone.
+        progress: as in `megackpt.verify`, for this rank's share.
+
+    Returns:
+        Counts of the whole folder, the same on all ranks.
+
+    Raises:
+        NotACheckpointError: there is no committed checkpoint at the source.
+        MapError: there is no such map, the config contradicts itself, or the checkpoint has missing or
+            additional tensors or other shapes. Nothing is written.
+        DeclarationError: there is a model at the target, no config, or an argument is invalid.
+        IntegrityError, FormatError: the source is damaged, or a written file differs from it.
+        StorageError: a file cannot be written. Finished files stay, and no index.
+        CheckpointError: each of these, and every other error; the same on all ranks.
+
+    >>> export_huggingface("run/iter_0000100", "folder", config="original_folder").files  # doctest: +SKIP
+    3
+    """
+    check_seconds("timeout_s", timeout_s)
+    counts = {"buffer_bytes": buffer_bytes, "max_file_bytes": max_file_bytes, "workers": workers}
+    for name, count in counts.items():
+        check_count(name, count)
+    flags = {"verify": verify, "overwrite": overwrite, "allow_unsafe_pickle": allow_unsafe_pickle}
+    for name, flag in flags.items():
+        check_flag(name, flag)
+    if weights not in ("model", "masters"):
+        raise DeclarationError(f"weights is {weights!r}; give 'model' or 'masters'.")
+    progress = checked_progress(progress)
+    if group is None:
+        group = world_group(timeout_s=timeout_s)
+    check_group(group)
+    with ExitStack() as stack:
+        with errors_on_all_ranks(group, "planning the export"):
+            opened = _OpenedSource.open(
+                stack.enter_context(opened_store(source)), config, allow_unsafe_pickle=allow_unsafe_pickle
+            )
+            choice = _MapChoice(map, prefix, weights)
+            planned = _plan(opened, choice, checked_dtype(dtype), max_file_bytes=max_file_bytes)
+            store = stack.enter_context(opened_store(target))
+            if is_same_location(store, opened.store):
+                raise DeclarationError(
+                    f"{store.location} is the source. Name another directory for the target."
+                )
+            folder = ExportTarget(store, planned.digest, planned.files)
+            if group.rank == 0:
+                folder.check(overwrite=overwrite)
+        finished = _begin(folder, planned.model_files, group)
+        export = FileExport(planned.source, folder, buffer_bytes, verify, progress)
+        with errors_on_all_ranks(group, "writing files"):
+            _write_share(export, finished, group, workers=workers)
+        with errors_on_all_ranks(group, "writing the index"):
+            if group.rank == 0:
+                _end(folder)
+    return HuggingFaceExport(
+        location=store.location,
+        map=choice.name(opened.files.config),
+        dtype=planned.dtype,
+        tensors=sum(len(file.tensors) for file in planned.files),
+        files=len(planned.files),
+        kept_files=len(finished),
+        nbytes=sum(tensor.nbytes for file in planned.files for tensor in file.tensors),
+        is_verified=verify,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _OpenedSource:
+    """A checkpoint on one rank, and the files besides the weights."""
+
+    store: Store
+    contents: Contents
+    files: ModelFiles
+    references: frozenset[str]
+
+    @classmethod
+    def open(cls, store: Store, config: ConfigSource, *, allow_unsafe_pickle: bool) -> _OpenedSource:
+        contents = open_checkpoint(store, allow_unsafe_pickle=allow_unsafe_pickle)
+        common, content = read_common_and_references(contents, where=store.location)
+        references = frozenset(stored_references(common, contents).values())
+        return cls(store, contents, ModelFiles.of(config, content, where=store.location), references)
+
+    def weights(self, prefix: str) -> dict[str, ArraySpec]:
+        """Return the arrays that a model with this prefix has, by key."""
+        return {
+            key: spec
+            for key, spec in self.contents.arrays.items()
+            if key.startswith(prefix)
+            and is_floating(spec.dtype)
+            and not key.startswith(_OPTIMIZER)
+            and key not in self.references
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class _MapChoice:
+    """The arguments of an export that say which array of the checkpoint is which tensor of the folder."""
+
+    map: str | Family | RegionMap
+    prefix: str
+    weights: str
+
+    def name(self, config: Mapping[str, Any]) -> str:
+        """Return the name of the map."""
+        if isinstance(self.map, RegionMap):
+            return "given"
+        return self._family(config).name
+
+    def bound(self, opened: _OpenedSource) -> RegionMap:
+        """Return the map from the arrays of a checkpoint to the folder, and check that it fits."""
+        config = opened.files.config
+        made = self.map if isinstance(self.map, RegionMap) else self._family(config).region_map(config)
+        stored = opened.weights(self.prefix)
+        made = bound_to(made, [key.removeprefix(self.prefix) for key in stored])
+        made = made.with_left_keys({key: self.prefix + key for key in made.left})
+        if self.weights == "masters":
+            arrays = opened.contents.arrays
+            masters = {key: MASTER + key for key in made.left if MASTER + key in arrays}
+            if not masters:
+                raise MapError(
+                    f"{opened.store.location} has no master weights ({MASTER}...). Export the weights of the "
+                    f"model.",
+                    path=opened.store.location,
+                )
+            made = made.with_left_keys(masters)
+            stored = {masters.get(key, key): arrays[masters.get(key, key)] for key in stored}
+        check_fits(made.left, stored, name=self.name(config), where=opened.store.location)
+        return made
+
+    def _family(self, config: Mapping[str, Any]) -> Family:
+        if isinstance(self.map, Family):
+            return self.map
+        if not isinstance(self.map, str):
+            raise DeclarationError(
+                f"map is a {type(self.map).__name__}. Give the name of a family, 'auto', a Family or a "
+                f"RegionMap."
+            )
+        return family_of(config) if self.map == "auto" else family(self.map)
+
+
+@dataclass(frozen=True, slots=True)
+class _PlannedExport:
+    """What is written, the same on all ranks."""
+
+    source: MappedCheckpoint
+    files: tuple[PlannedFile, ...]
+    model_files: Mapping[str, bytes]
+    dtype: str
+    digest: str
+
+
+def _plan(
+    opened: _OpenedSource, choice: _MapChoice, dtype: str | None, *, max_file_bytes: int
+) -> _PlannedExport:
+    """Choose the map, check that it fits the checkpoint, and plan the files. Local; nothing is written."""
+    bound = choice.bound(opened)
+    check_can_be_read(opened.contents, list(bound.left), opened.store)
+    source = MappedCheckpoint(opened.contents, bound.inverse(), opened.store.location)
+    files = plan_files(_tensors(source, dtype), max_file_bytes=max_file_bytes)
+    written = Counter[str]()
+    for file in files:
+        for tensor in file.tensors:
+            written[tensor.dtype] += tensor.nbytes
+    main = dtype or written.most_common(1)[0][0]
+    model_files = opened.files.files(main)
+    about = {
+        "source": opened.contents.identity,
+        "map": choice.name(opened.files.config),
+        "weights": sorted(bound.left),
+        "config": opened.files.config,
+    }
+    return _PlannedExport(source, files, model_files, main, plan_digest(files, json.loads(json.dumps(about))))
+
+
+def _tensors(source: MappedCheckpoint, dtype: str | None) -> list[PlannedTensor]:
+    """Return the tensors of the folder, in the order of the model."""
+    made = source.map
+    position: dict[str, tuple[int, int]] = {}
+    for pair in made.pairs:
+        at = position_in_model(pair.right.key)
+        position[pair.left.key] = min(at, position.get(pair.left.key, at))
+    tensors = []
+    for name in sorted(made.left, key=position.__getitem__):
+        array, stored = made.left[name], source.stored_dtypes(name)
+        if dtype is None and len(stored) > 1:
+            raise MapError(
+                f"{name!r} is made of arrays of the dtypes {', '.join(stored)}. Choose one with dtype=.",
+                key=name,
+            )
+        own = dtype if dtype is not None and is_floating(stored[0]) else stored[0]
+        tensors.append(PlannedTensor(name, own, array.stored, array.viewed))
+    return tensors
+
+
+def _begin(folder: ExportTarget, model_files: Mapping[str, bytes], group: Group) -> dict[str, Digests]:
+    """Make the folder ready on rank 0; return the files that are finished already. Collective.
+
+    Raises:
+        MismatchError: ranks have opened different checkpoints.
+    """
+
+    def message() -> bytes:
+        finished = {}
+        if group.rank == 0:
+            finished = folder.begin()
+            written_small_files(folder.store, dict(model_files))
+        return json.dumps([folder.plan, finished]).encode()
+
+    messages = [json.loads(data) for data in run_on_all_ranks(group, message, doing="preparing the target")]
+    if any(plan != messages[0][0] for plan, _ in messages):
+        raise MismatchError("Ranks see different checkpoints, or have other arguments. Export again.")
+    return dict(messages[0][1])
+
+
+def _write_share(export: FileExport, finished: Mapping[str, Digests], group: Group, *, workers: int) -> None:
+    """Write the files of this rank, or check those that are finished."""
+    share = export.target.files[group.rank :: group.size]
+    times = 2 if export.verify else 1
+    nbytes = sum(sum(t.nbytes for t in f.tensors) * (1 if f.name in finished else times) for f in share)
+    export.progress.begin("writing and verifying" if export.verify else "writing", nbytes)
+    run_jobs(_jobs(export, share, finished), threads=workers, name="megackpt-export")
+
+
+def _jobs(
+    export: FileExport, share: Sequence[PlannedFile], finished: Mapping[str, Digests]
+) -> list[Callable[[], None]]:
+    jobs: list[Callable[[], None]] = []
+    for file in share:
+        if file.name not in finished:
+            jobs.append(partial(export.write, file))
+        elif export.verify:
+            jobs.append(partial(export.check, file, file.name, finished[file.name]))
+    return jobs
+
+
+def _end(folder: ExportTarget) -> None:
+    if len(folder.files) > 1:
+        folder.store.replace(INDEX, index_text(folder.files).encode())
+    folder.store.sync()
+    folder.end()

@@ -1,0 +1,103 @@
+"""The files of a Hugging Face folder besides its weights: config.json, generation_config.json, tokenizer.
+
+They come from a folder that is given, or from the content metadata of a checkpoint.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+from megackpt.errors import DeclarationError
+from megackpt.formats.documents import parse_document
+from megackpt.formats.huggingface.names import CONFIG, GENERATION_CONFIG, INDEX
+from megackpt.storage import Location, Store, opened_store
+
+ConfigSource: TypeAlias = "Mapping[str, Any] | str | os.PathLike[str] | None"
+"""A parsed config.json, the path of one, a folder (path or URL) that has one, or None."""
+
+_ENDS = (".json", ".txt", ".model", ".jinja", ".tiktoken")
+_MAX_BYTES = 256 * 1024 * 1024  # tokenizers with large vocabularies have some 30 MB
+_DTYPE_KEYS = ("dtype", "torch_dtype")
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFiles:
+    """The files besides the weights.
+
+    Attributes:
+        config: the parsed config.json.
+        others: the content of the other files, by name.
+    """
+
+    config: Mapping[str, Any]
+    others: Mapping[str, bytes]
+
+    @classmethod
+    def of(cls, source: ConfigSource, content_metadata: Any, *, where: str) -> ModelFiles:
+        """Read them. Local.
+
+        Args:
+            source: the argument `config` of an export.
+            content_metadata: of the checkpoint, used if there is no source.
+            where: the checkpoint, for the error.
+
+        Raises:
+            DeclarationError: there is no config.
+            FormatError, StorageError: a file cannot be read.
+        """
+        if source is None:
+            return _of_metadata(content_metadata, where)
+        if isinstance(source, Mapping):
+            return cls(source, {})
+        if isinstance(source, (str, os.PathLike)):
+            return _of_path(os.fspath(source))
+        raise DeclarationError(
+            f"config is a {type(source).__name__}. Give the parsed config.json, its path, or a folder."
+        )
+
+    def files(self, dtype: str) -> dict[str, bytes]:
+        """Return the content of all files by name, where weights are written in this dtype."""
+        config = {**self.config}
+        names = [name for name in _DTYPE_KEYS if name in config] or [_DTYPE_KEYS[0]]
+        # transformers loads weights in the dtype that the config names, whatever the files hold.
+        config.update(dict.fromkeys(names, dtype))
+        return {**self.others, CONFIG: (json.dumps(config, indent=2, sort_keys=True) + "\n").encode()}
+
+
+def _of_metadata(content: Any, where: str) -> ModelFiles:
+    config = content.get("huggingface_config") if isinstance(content, Mapping) else None
+    if not isinstance(config, Mapping):
+        raise DeclarationError(
+            f"{where}: the content metadata has no huggingface_config, and a Hugging Face folder needs a "
+            f"config.json. Give config=, the config or a folder that has it.",
+            path=where,
+        )
+    generation = content.get("huggingface_generation_config")
+    others = {}
+    if isinstance(generation, Mapping):
+        others[GENERATION_CONFIG] = (json.dumps(generation, indent=2, sort_keys=True) + "\n").encode()
+    return ModelFiles(config, others)
+
+
+def _of_path(path: str) -> ModelFiles:
+    """Read config.json alone, or with its neighbours if path is a folder."""
+    is_file = path.endswith(".json")
+    folder: Location = (os.path.dirname(path) or ".") if is_file else path
+    name = os.path.basename(path) if is_file else CONFIG
+    with opened_store(folder) as store:
+        config = parse_document(store.read(name, max_bytes=_MAX_BYTES), where=f"{store.location}/{name}")
+        return ModelFiles(config, {} if is_file else _others_in(store))
+
+
+def _others_in(store: Store) -> dict[str, bytes]:
+    names = [
+        name
+        for name in store.names()
+        if name.endswith(_ENDS) and "/" not in name and not name.startswith(".")
+        and name != CONFIG and not name.endswith(".index.json")
+    ]  # fmt: skip
+    return {name: store.read(name, max_bytes=_MAX_BYTES) for name in names if name != INDEX}

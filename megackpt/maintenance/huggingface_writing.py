@@ -1,0 +1,156 @@
+"""Writing the files of a Hugging Face folder: read a window, write it, read the next one meanwhile."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from megackpt.engine.data.progress import Progress
+from megackpt.errors import IntegrityError
+from megackpt.formats.safetensors_header import read_header
+from megackpt.maintenance.huggingface_plan import PlannedFile, Segment, Window
+from megackpt.maintenance.huggingface_target import Digests, ExportTarget
+from megackpt.maintenance.mapped_reading import MappedCheckpoint
+from megackpt.mapping import ShardedTensor
+from megackpt.storage import BufferedWriter, FileDigester, Store
+from megackpt.storage.store import temporary_name
+
+ByteArray = npt.NDArray[np.uint8]  # [n]
+
+
+@dataclass(frozen=True, slots=True)
+class FileExport:
+    """Writes files of a folder. Safe for many threads.
+
+    Attributes:
+        source: the checkpoint, read in the names of the folder.
+        target: the folder.
+        buffer_bytes: length of a window; two are in memory for each file that is being written.
+        verify: read each file again when it is written.
+        progress: for bytes written and bytes read again.
+    """
+
+    source: MappedCheckpoint
+    target: ExportTarget
+    buffer_bytes: int
+    verify: bool
+    progress: Progress
+
+    def write(self, file: PlannedFile) -> None:
+        """Write a file; it gets its name when it is whole and, with `verify`, equal to what was written.
+
+        Raises:
+            IntegrityError: the file differs from what was written.
+            CheckpointError: reading or writing failed. There is no file of that name.
+        """
+        store = self.target.store
+        name = file.name if store.replaces_on_close else temporary_name(file.name)
+        digests = self._write(file, name)
+        if self.verify:
+            try:
+                self.check(file, name, digests)
+            except IntegrityError:
+                store.delete([name])
+                raise
+        if name != file.name:
+            store.move(name, file.name)
+        store.sync()
+        self.target.record(file, digests)
+
+    def check(self, file: PlannedFile, name: str, digests: Digests) -> None:
+        """Read a written file again, and compare the digest of each tensor.
+
+        Raises:
+            IntegrityError: the file differs from what was written.
+        """
+        where = f"{self.target.store.location}/{file.name}"
+        if read_header(self.target.store, name).file_nbytes != file.nbytes:
+            raise _difference(where, None)
+        position = len(file.header)
+        for tensor in file.tensors:
+            if self._digest(name, position, tensor.nbytes) != digests[tensor.name]:
+                raise _difference(where, tensor.name)
+            position += tensor.nbytes
+
+    def _write(self, file: PlannedFile, name: str) -> dict[str, str]:
+        digesters = {tensor.name: FileDigester() for tensor in file.tensors}
+        with self.target.store.open_writer(name, file.nbytes) as writer:
+            buffered = BufferedWriter(writer)
+            buffered.write(memoryview(file.header))
+            for window, data in _filled(list(file.windows(self.buffer_bytes)), self._fill):
+                for segment in window.segments:
+                    digesters[segment.tensor.name].update(_bytes_of(segment, data).data)
+                buffered.write(data[: window.nbytes].data)
+                self.progress.advance(window.nbytes)
+            buffered.flush()
+        return {tensor: digester.result() for tensor, digester in digesters.items()}
+
+    def _fill(self, window: Window, data: ByteArray) -> None:
+        self.source.read([_request(segment, data) for segment in window.segments])
+
+    def _digest(self, name: str, position: int, nbytes: int) -> str:
+        digester = FileDigester()
+        buffer = memoryview(bytearray(min(nbytes, self.buffer_bytes)))
+        for start in range(0, nbytes, self.buffer_bytes):
+            part = buffer[: min(self.buffer_bytes, nbytes - start)]
+            self.target.store.read_into(name, position + start, part)
+            digester.update(part)
+            self.progress.advance(len(part))
+        return digester.result()
+
+
+def written_small_files(store: Store, files: dict[str, bytes]) -> None:
+    """Write small files, each atomically."""
+    for name, data in sorted(files.items()):
+        store.replace(name, data)
+
+
+def _filled(
+    windows: list[Window], fill: Callable[[Window, ByteArray], None]
+) -> Iterator[tuple[Window, ByteArray]]:
+    """Yield each window with its bytes, which are valid until the next one; that one is read meanwhile."""
+    longest = max((window.nbytes for window in windows), default=0)
+    buffers = [np.empty(longest, np.uint8) for _ in windows[:2]]
+    with ThreadPoolExecutor(1, thread_name_prefix="megackpt-fill") as thread:
+        if windows:
+            filling = thread.submit(fill, windows[0], buffers[0])
+        for number, window in enumerate(windows):
+            filling.result()
+            if number + 1 < len(windows):
+                filling = thread.submit(fill, windows[number + 1], buffers[(number + 1) % 2])
+            yield window, buffers[number % 2]
+
+
+def _bytes_of(segment: Segment, data: ByteArray) -> ByteArray:
+    return data[segment.at : segment.at + segment.nbytes]
+
+
+def _request(segment: Segment, data: ByteArray) -> ShardedTensor:
+    """Return a segment as a flat range of its array, with its bytes of the window as memory."""
+    tensor = segment.tensor
+    dtype = getattr(torch, tensor.dtype)
+    memory = torch.from_numpy(_bytes_of(segment, data)).view(dtype)
+    shape = tensor.viewed
+    return ShardedTensor(
+        tensor.name,
+        memory,
+        dtype,
+        shape,
+        shape,
+        (0,) * len(shape),
+        flattened_range=slice(segment.start, segment.stop),
+    )
+
+
+def _difference(where: str, tensor: str | None) -> IntegrityError:
+    return IntegrityError(
+        f"{where}: {'the header' if tensor is None else repr(tensor)} differs from what was written. The "
+        f"file is removed. Suspect the storage.",
+        key=tensor,
+        path=where,
+    )

@@ -1,0 +1,142 @@
+"""Reading a checkpoint in the names of another family: any part of any of its arrays, in bounded memory.
+
+The caller gives memory, as tensors that declare which part of an array of the other family they are. Each is
+filled from the stored chunks that hold its elements, wherever these lie and however they are cut.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from megackpt.engine.checkpoint.opening import check_arrays_complete, check_readable
+from megackpt.engine.data.read import read_tensors
+from megackpt.errors import MapError, truncated_list
+from megackpt.formats.contents import Contents
+from megackpt.geometry import Box
+from megackpt.mapping import ShardedTensor
+from megackpt.mapping.describe import describe, dtype_name
+from megackpt.maps import MappedArray, RegionMap
+from megackpt.maps.requests import mapped_tensors
+from megackpt.metadata import OBJECT, ArraySpec
+from megackpt.options import LoadOptions
+from megackpt.planning import plan_load
+from megackpt.storage import Store
+
+READ_OPTIONS = LoadOptions(threads=4)
+
+
+@dataclass(frozen=True, slots=True)
+class MappedCheckpoint:
+    """An opened checkpoint, and a map to the names in which it is read. Safe for many threads.
+
+    Attributes:
+        contents: the checkpoint.
+        map: the names in which it is read on the left, its own on the right.
+        where: its location, for errors.
+    """
+
+    contents: Contents
+    map: RegionMap
+    where: str
+
+    def read(self, tensors: Sequence[ShardedTensor]) -> None:
+        """Fill tensors, whose keys are on the left of the map. Local.
+
+        Stored elements of another dtype are converted as torch does it: to the nearest, ties to even.
+
+        Raises:
+            IntegrityError, FormatError, StorageError: the bytes are damaged, or cannot be read.
+        """
+        parts = [part for tensor in tensors for part in mapped_tensors(tensor, tensor.key, self.map)]
+        # What is added is added in the stored dtype, before the sum is rounded.
+        requests = [self._in_stored_dtype(p.theirs) if p.added else p.theirs for p in parts]
+        requested = describe(requests, rank=0)
+        chunks = self.contents.chunks_for([requested.table])
+        copies = plan_load(requested, chunks.table, where=self.where)
+        read_tensors(chunks, copies, requests, READ_OPTIONS)
+        for part, request in zip(parts, requests, strict=True):
+            if part.added:
+                assert part.theirs.data is not None
+                assert request.data is not None
+                part.theirs.data.copy_(request.data + part.added)
+
+    def stored_dtypes(self, key: str) -> list[str]:
+        """Return the names of the dtypes in which the parts of a left array are stored, sorted."""
+        shape = self.map.left[key].viewed
+        whole = Box((0,) * len(shape), shape)
+        keys = {pair.right.key for pair in self.map.pairs_within(key, whole)}
+        return sorted({self.contents.arrays[stored].dtype for stored in keys})
+
+    def _in_stored_dtype(self, request: ShardedTensor) -> ShardedTensor:
+        dtype = getattr(torch, self.contents.arrays[request.key].dtype)
+        return replace(request, data=torch.empty(request.local_shape, dtype=dtype), dtype=dtype)
+
+
+def check_fits(
+    expected: Mapping[str, MappedArray], stored: Mapping[str, ArraySpec], *, name: str, where: str
+) -> None:
+    """Check that a map has exactly the arrays of a checkpoint, in their shapes. Pure.
+
+    Args:
+        expected: the arrays of the map.
+        stored: those of the checkpoint which the map should have.
+        name: of the map, for the error.
+        where: the checkpoint, for the error.
+
+    Raises:
+        MapError: arrays are missing, additional, or of other shapes; the text lists them.
+    """
+    faults = []
+    for key, array in expected.items():
+        spec = stored.get(key)
+        if spec is None or spec.dtype == OBJECT:
+            faults.append((key, f"{key!r} {array.stored} is missing"))
+        elif not _has_shape(spec.global_shape, array):
+            faults.append((key, f"{key!r} has the shape {spec.global_shape}, and by the map {array.stored}"))
+    faults += [(key, f"{key!r} {stored[key].global_shape} is additional") for key in stored.keys() - expected]
+    if faults:
+        faults.sort()
+        raise MapError(
+            f"{where} does not fit the map {name}:\n{truncated_list([text for _, text in faults])}\nGive the "
+            f"config.json and the map of the model that was saved, and its prefix if its keys have one.",
+            key=faults[0][0],
+            path=where,
+        )
+
+
+def check_can_be_read(contents: Contents, keys: Sequence[str], store: Store) -> None:
+    """Check that the files of a checkpoint hold every element of some arrays. Local; no chunk is read.
+
+    Raises:
+        FormatError: an element is in no file, or an array cannot be loaded.
+    """
+    check_readable(keys, contents.unreadable, where=store.location)
+    check_arrays_complete(store, contents.chunks(sorted(keys)), sorted(keys))
+
+
+def is_floating(dtype: str) -> bool:
+    """Return whether a dtype of this name holds floating-point numbers. Pure."""
+    return dtype != OBJECT and bool(getattr(torch, dtype).is_floating_point)
+
+
+def checked_dtype(dtype: torch.dtype | str | None) -> str | None:
+    """Return the name of a floating-point dtype that is given as such, by name, or not at all. Pure.
+
+    Raises:
+        MapError: it is no floating-point dtype.
+    """
+    if dtype is None:
+        return None
+    found = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
+    if not isinstance(found, torch.dtype) or not found.is_floating_point:
+        raise MapError(f"dtype is {dtype!r}. Give a floating-point dtype, such as 'bfloat16', or None.")
+    return dtype_name(found)
+
+
+def _has_shape(shape: tuple[int, ...], array: MappedArray) -> bool:
+    if array.is_padded and len(shape) == len(array.stored):
+        return shape[0] >= array.stored[0] and shape[1:] == array.stored[1:]
+    return shape == array.stored
