@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import time
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -34,9 +34,10 @@ from megackpt.parallel import (
     update_expert_bias,
 )
 from megackpt.training_state import DataPosition, RankPosition, RngState, ScheduleState, TrainingState
-from models import GPTConfig, build_gpt, init_weights
+from models import build_gpt, init_weights
 from training.arguments import Arguments, exit_with_error
 from training.report import Report
+from training.saved_model import differences, plain_fields
 from training.schedule import CosineSchedule
 from training.text import Text
 
@@ -202,7 +203,7 @@ class Trainer:
             self.state(to_save=True),
             content_metadata={
                 "layout": self.layout,
-                "model": _plain(self.arguments.model),
+                "model": plain_fields(self.arguments.model),
                 "steps": self.schedule.steps,
             },
             sharded_strategy=self.arguments.knobs.save_strategy(),
@@ -248,12 +249,7 @@ class Trainer:
         """Exit if the checkpoint has another model; return the layout it was saved at."""
         if not isinstance(metadata, dict) or not {"layout", "model"} <= set(metadata):
             exit_with_error(f"{location} was not saved by pretrain_gpt.py; give another --ckpt")
-        ours, saved = _plain(self.arguments.model), metadata["model"]
-        other = [
-            f"{name} {saved.get(name)} instead of {value}"
-            for name, value in ours.items()
-            if name != "dropout" and saved.get(name) != value
-        ]
+        other = differences(self.arguments.model, metadata["model"])
         if other:
             exit_with_error(
                 f"{location} holds another model, with {', '.join(other)}; give the flags it was trained "
@@ -357,8 +353,3 @@ class Trainer:
 
 def _text(layout: dict[str, int]) -> str:
     return " ".join(f"{axis}{size}" for axis, size in layout.items())
-
-
-def _plain(model: GPTConfig) -> dict[str, int | float | bool | str | None]:
-    """Return the fields of a model's configuration, with the dtype as text."""
-    return asdict(model) | {"params_dtype": str(model.params_dtype)}
