@@ -30,14 +30,14 @@ VOCABULARY = 257  # rows beyond are padding, whose number depends on tp
 
 @pytest.fixture(scope="module")
 def checkpoints(rank_pool: RankPool, tmp_path_factory: pytest.TempPathFactory) -> dict[bool, Path]:
-    """Return where step 2 of a bfloat16 run at TP2xPP2 is, without experts and with, each beside its text."""
-    found = {}
+    """Return where step 2 of a bfloat16 run at TP2xPP2 is, by whether it has experts."""
+    runs = {}
     for has_experts in (False, True):
         root = tmp_path_factory.mktemp("bf16")
-        found[has_experts] = root / "ckpt"
+        runs[has_experts] = root / "ckpt"
         flags = [f"--data={write_text(root / 'text')}", f"--steps={STEPS}", "--bf16"]
-        train(rank_pool, "TP2xPP2", found[has_experts], *flags, *(MOE if has_experts else ()))
-    return found
+        train(rank_pool, "TP2xPP2", runs[has_experts], *flags, *(MOE if has_experts else ()))
+    return runs
 
 
 def resume_and_save(arguments: Arguments, directory: Path) -> tuple[int, int]:
