@@ -12,7 +12,6 @@ import torch
 
 from megackpt.engine.data.progress import Progress
 from megackpt.errors import IntegrityError
-from megackpt.formats.safetensors_header import read_header
 from megackpt.maintenance.huggingface_plan import PlannedFile, Segment, Window
 from megackpt.maintenance.huggingface_target import Digests, ExportTarget
 from megackpt.maintenance.mapped_reading import MappedCheckpoint
@@ -52,30 +51,42 @@ class FileExport:
         name = file.name if store.replaces_on_close else temporary_name(file.name)
         digests = self._write(file, name)
         if self.verify:
-            try:
-                self.check(file, name, digests)
-            except IntegrityError:
-                store.delete([name])
-                raise
+            self.check(file, name, digests)
         if name != file.name:
             store.move(name, file.name)
         store.sync()
         self.target.record(file, digests)
 
     def check(self, file: PlannedFile, name: str, digests: Digests) -> None:
-        """Read a written file again, and compare the digest of each tensor.
+        """Read a written file again, under the name that it has now, and compare a digest of each tensor.
 
         Raises:
-            IntegrityError: the file differs from what was written.
+            IntegrityError: the file differs from what was written. It is removed.
         """
-        where = f"{self.target.store.location}/{file.name}"
-        if read_header(self.target.store, name).file_nbytes != file.nbytes:
-            raise _difference(where, None)
+        store = self.target.store
+        difference = self._difference(file, name, digests)
+        if difference is not None:
+            store.delete([name])
+            store.sync()
+            where = f"{store.location}/{file.name}"
+            raise IntegrityError(
+                f"{where}: {difference} differs from what was written. The file is removed. Suspect the "
+                f"storage.",
+                path=where,
+            )
+
+    def _difference(self, file: PlannedFile, name: str, digests: Digests) -> str | None:
+        """Return what differs from what was written; None if nothing does."""
+        header = bytearray(len(file.header))
+        self.target.store.read_into(name, 0, memoryview(header))
+        if header != file.header:
+            return "the header"
         position = len(file.header)
         for tensor in file.tensors:
             if self._digest(name, position, tensor.nbytes) != digests[tensor.name]:
-                raise _difference(where, tensor.name)
+                return repr(tensor.name)
             position += tensor.nbytes
+        return None
 
     def _write(self, file: PlannedFile, name: str) -> dict[str, str]:
         digesters = {tensor.name: FileDigester() for tensor in file.tensors}
@@ -144,13 +155,4 @@ def _request(segment: Segment, data: ByteArray) -> ShardedTensor:
         shape,
         (0,) * len(shape),
         flattened_range=slice(segment.start, segment.stop),
-    )
-
-
-def _difference(where: str, tensor: str | None) -> IntegrityError:
-    return IntegrityError(
-        f"{where}: {'the header' if tensor is None else repr(tensor)} differs from what was written. The "
-        f"file is removed. Suspect the storage.",
-        key=tensor,
-        path=where,
     )
