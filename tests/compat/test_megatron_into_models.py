@@ -19,7 +19,7 @@ import megackpt
 from megackpt.errors import MapError
 from megackpt.parallel import ParallelGroups, ParallelLayout, RoutingOptions, gather_from
 from megackpt.testing.ranks import RankPool
-from models import GPTConfig, MoEConfig, build_gpt
+from models import GPTConfig, LearnedPositions, MLPConfig, MoEConfig, NormConfig, build_gpt
 from models.megatron import megatron_state
 
 pytestmark = [
@@ -33,6 +33,7 @@ pytestmark = [
 RELATIVE = 1e-5
 DENSE = Case("rmsnorm-swiglu-gqa-rope-untied")
 TIED = Case("rmsnorm-swiglu-rope-tied", tied=True)
+LEARNED = Case("layernorm-gelu-learned-tied", norm="LayerNorm", tied=True, rope=False, swiglu=False)
 MOE = Case("moe", experts=4)
 SIGMOID = Case("moe-sigmoid-bias-shared", experts=4, sigmoid=True, shared=16)
 MIXED = Case("moe-every-other-layer", experts=4, every=2)
@@ -42,6 +43,8 @@ CASES = [
     (DENSE, Layout(), ParallelLayout(tp=2, pp=2, vpp=2)),
     (TIED, Layout(pp=2), ParallelLayout(tp=2)),
     (TIED, Layout(tp=2), ParallelLayout(pp=2)),
+    (LEARNED, Layout(tp=2, pp=2), ParallelLayout()),
+    (LEARNED, Layout(), ParallelLayout(tp=2, pp=2)),
     (MOE, Layout(ep=2), ParallelLayout()),
     (MOE, Layout(pp=2, ep=2), ParallelLayout(dp=4, ep=4)),
     (MOE, Layout(pp=2, ep=2), ParallelLayout(tp=2, dp=2, ep=2)),
@@ -63,6 +66,10 @@ def config_of(case: Case) -> GPTConfig:
         seq_length=world.SEQUENCE,
         tied_embeddings=case.tied,
         make_vocab_divisible=1,
+        linear_bias=not case.swiglu,
+        positions=None if case.rope else LearnedPositions(count=world.SEQUENCE),
+        norm=NormConfig(kind="rms" if case.norm == "RMSNorm" else "layer"),
+        mlp=MLPConfig() if case.swiglu else MLPConfig(gated=False, activation="gelu"),
         moe=MoEConfig(
             num_experts=case.experts,
             ffn_hidden_size=48,

@@ -12,6 +12,7 @@ from megackpt.parallel import (
     ParallelGroups,
     ParallelLayout,
     attention_parts,
+    causal_attention,
     context_positions,
     context_share,
     join_context,
@@ -57,6 +58,27 @@ def test_the_mask_lets_a_query_attend_to_itself_and_to_what_is_before_it(queries
     position = torch.arange(keys - queries, keys)
     assert torch.equal(part.mask, torch.arange(keys) <= position.unsqueeze(1))
     assert part.is_square == (queries == keys)
+
+
+@pytest.mark.parametrize(("queries", "keys"), [(3, 3), (2, 6), (1, 5)])
+@pytest.mark.parametrize("window", [1, 2, 6, 9])
+def test_with_a_window_a_query_attends_to_its_last_positions(window: int, queries: int, keys: int) -> None:
+    part = AttentionPart(*(torch.zeros(1, n, 4) for n in (queries, keys, keys)), window)
+    distance = torch.arange(keys - queries, keys).unsqueeze(1) - torch.arange(keys)
+    assert torch.equal(part.mask, (distance >= 0) & (distance < window))
+
+
+@pytest.mark.parametrize(("window", "scale"), [(None, 0.3), (2, None), (5, 0.7), (9, None)])
+def test_attention_with_a_window_and_a_scale_is_that_of_the_definition(
+    window: int | None, scale: float | None
+) -> None:
+    generator = torch.Generator().manual_seed(1)
+    q, k, v = torch.randn(3, 1, 2, 5, 4, generator=generator).unbind()
+    scores = q @ k.transpose(-1, -2) * (0.5 if scale is None else scale)
+    mask = AttentionPart(q, k, v, window).mask
+    expected = scores.masked_fill(~mask, float("-inf")).softmax(dim=-1) @ v
+    actual = causal_attention(q, k, v, _axes(1)[0], window=window, scale=scale)
+    torch.testing.assert_close(actual, expected)
 
 
 def test_without_cp_attention_has_one_part_of_the_same_tensors() -> None:

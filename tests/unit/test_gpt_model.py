@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
 import torch
-from torch import Tensor
 
 from megackpt import load, load_plain_tensors, save
 from megackpt.comm import Group
 from megackpt.errors import DeclarationError
-from megackpt.mapping import ShardedLayout, ShardedTensor, is_main_replica
 from megackpt.parallel import (
     MicroBatch,
-    ModelChunks,
     ParallelGroups,
     ParallelLayout,
     ParallelRng,
@@ -28,6 +24,7 @@ from megackpt.storage import MemoryStore
 from megackpt.testing.world import SimulatedWorld
 from models import GPT, GPTConfig, RotaryConfig, build_gpt, init_weights
 from models.blocks.rotary import rotate, rotation
+from tests.gpt_families import joined
 
 CONFIG = GPTConfig(
     vocab_size=13,
@@ -58,36 +55,12 @@ def _seed() -> None:
     torch.manual_seed(0)
 
 
-def _tensors(model: GPT | ModelChunks) -> Iterator[ShardedTensor]:
-    for entity in model.sharded_state_dict().values():
-        yield from entity.tensors() if isinstance(entity, ShardedLayout) else [entity]
-
-
-def _joined(config: GPTConfig, layout: ParallelLayout) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Build every rank's model; return the global arrays and how many main replicas hold each element."""
-    arrays: dict[str, Tensor] = {}
-    covered: dict[str, Tensor] = {}
-    for rank in range(layout.world_size):
-        model = build_gpt(config, ParallelGroups.offline(layout, rank))
-        init_weights(model, seed=7)
-        for t in _tensors(model):
-            whole = arrays.setdefault(t.key, torch.full(t.global_shape, float("nan")))
-            count = covered.setdefault(t.key, torch.zeros(t.global_shape, dtype=torch.int64))
-            assert t.data is not None
-            box = t.global_slice()
-            known = ~whole[box].isnan()
-            assert torch.equal(whole[box][known], t.data.detach()[known]), f"replicas of {t.key} differ"
-            whole[box] = t.data.detach()
-            count[box] += is_main_replica(t.replica_id)
-    return arrays, covered
-
-
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_initial_weights_are_equal_at_every_layout_bit_for_bit(layout: ParallelLayout, tied: bool) -> None:
     config = replace(CONFIG, tied_embeddings=tied)
-    expected, _ = _joined(config, ParallelLayout())
-    actual, _ = _joined(config, layout)
+    expected, _ = joined(config, ParallelLayout())
+    actual, _ = joined(config, layout)
     assert actual.keys() == expected.keys()
     for key, whole in expected.items():
         vocabulary = key in ("embedding.word_embeddings.weight", "output_layer.weight")
@@ -100,7 +73,7 @@ def test_initial_weights_are_equal_at_every_layout_bit_for_bit(layout: ParallelL
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_every_element_has_exactly_one_main_replica(layout: ParallelLayout, tied: bool) -> None:
-    _, covered = _joined(replace(CONFIG, tied_embeddings=tied), layout)
+    _, covered = joined(replace(CONFIG, tied_embeddings=tied), layout)
     assert all(torch.all(count == 1) for count in covered.values())
 
 

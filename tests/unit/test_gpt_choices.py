@@ -1,0 +1,126 @@
+"""Choices of the blocks of a GPT: parameters at every layout, initial values, windows, and wrong values."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+from megackpt.errors import DeclarationError
+from megackpt.parallel import ParallelGroups, ParallelLayout
+from models import (
+    GPT,
+    AttentionConfig,
+    GPTConfig,
+    LearnedPositions,
+    LinearScaling,
+    MLPConfig,
+    NormConfig,
+    RotaryConfig,
+    SlidingWindow,
+    init_weights,
+)
+from tests.gpt_families import FAMILIES, as_family, joined
+
+CONFIG = GPTConfig(
+    vocab_size=13,
+    hidden_size=16,
+    num_layers=4,
+    num_heads=4,
+    num_query_groups=2,
+    ffn_hidden_size=8,
+    seq_length=8,
+    make_vocab_divisible=1,
+    linear_bias=True,
+)
+
+ONE = ParallelGroups.create(ParallelLayout())
+LAYOUTS = [
+    ParallelLayout(tp=4),
+    ParallelLayout(tp=2, pp=2, dp=2),
+    ParallelLayout(pp=2, vpp=2),
+]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_parameters_have_equal_values_and_one_main_replica_at_every_layout(
+    layout: ParallelLayout, family: str
+) -> None:
+    config = as_family(CONFIG, family)
+    expected, _ = joined(config, ParallelLayout())
+    actual, covered = joined(config, layout)
+    assert actual.keys() == expected.keys()
+    for key, whole in expected.items():
+        assert torch.equal(actual[key][: len(whole)], whole), key
+        assert torch.all(covered[key] == 1), key
+
+
+def test_norms_start_as_the_identity_and_sinks_and_positions_at_random() -> None:
+    gemma, gpt2, sinks = (joined(as_family(CONFIG, family), ParallelLayout())[0] for family in FAMILIES)
+    norms = [key for key in gemma if "layernorm" in key]
+    assert len(norms) == 7  # 4 of a layer, 2 of its heads, 1 at the end
+    assert all(torch.count_nonzero(gemma[key]) == 0 for key in norms)
+    assert torch.all(gpt2["decoder.final_layernorm.weight"] == 1)
+    assert torch.count_nonzero(gpt2["decoder.final_layernorm.bias"]) == 0
+    assert torch.all(gpt2["embedding.position_embeddings.weight"] != 0)
+    assert sinks["decoder.layers.self_attention.softmax_offset"].shape == (4, 4)
+    assert torch.all(sinks["decoder.layers.self_attention.softmax_offset"] != 0)
+
+
+@pytest.mark.parametrize(("family", "last"), [("gemma", 4), ("gpt2", 7), ("gpt-oss", 4)])
+def test_a_token_is_seen_by_those_whose_window_it_is_in(family: str, last: int) -> None:
+    config = as_family(CONFIG, family)
+    if config.attention.window is not None:
+        config = replace(config, attention=replace(config.attention, window=SlidingWindow(size=3)))
+    model = GPT(replace(config, num_layers=1), ONE)
+    init_weights(model, seed=3)
+    tokens = torch.arange(8).unsqueeze(0)
+    changed = tokens.clone()
+    changed[0, 2] = 12
+    differs = (model(tokens) != model(changed)).any(dim=-1)[:, 0].tolist()  # of [s, b, vocab]
+    assert differs == [2 <= position <= last for position in range(8)]
+
+
+def _with_window(**choices: object) -> AttentionConfig:
+    return AttentionConfig(window=SlidingWindow(size=2, **choices))
+
+
+@pytest.mark.parametrize(
+    ("kind", "choices", "message"),
+    [
+        (NormConfig, {"kind": "batch"}, r"kind is 'batch'.*'rms' or 'layer'"),
+        (NormConfig, {"kind": "layer", "zero_centred": True}, r"zero_centred is for kind 'rms' only"),
+        (RotaryConfig, {"base": 0.0}, r"base is 0\.0.*positive"),
+        (RotaryConfig, {"fraction": 1.5}, r"fraction is 1\.5.*\(0, 1\]"),
+        (RotaryConfig, {"scaling": LinearScaling(factor=0.0)}, r"factor 0\.0; give a positive"),
+        (SlidingWindow, {"size": 0}, r"size is 0.*at least 1"),
+        (AttentionConfig, {"head_dim": 0}, r"head_dim is 0.*at least 1"),
+        (AttentionConfig, {"softcap": math.inf}, r"softcap is inf.*positive"),
+        (MLPConfig, {"activation": "tanh"}, r"activation is 'tanh'.*silu, gelu"),
+    ],
+)
+def test_choices_that_there_are_not_raise_an_error(
+    kind: type, choices: dict[str, object], message: str
+) -> None:
+    with pytest.raises(DeclarationError, match=message):
+        kind(**choices)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"logit_softcap": 0.0}, r"logit_softcap is 0\.0.*positive"),
+        ({"positions": LearnedPositions(count=7)}, r"7 learned positions, but seq_length is 8"),
+        ({"positions": RotaryConfig(fraction=0.75)}, r"rotate 3 of the 4 dims of a head.*another fraction"),
+        ({"positions": RotaryConfig(fraction=0.2)}, r"rotate 0 of the 4 dims.*at least 2"),
+        ({"attention": AttentionConfig(head_dim=5)}, r"rotate 5 of the 5 dims"),
+        ({"attention": _with_window(rotary=RotaryConfig(fraction=0.75))}, r"rotate 3 of the 4 dims"),
+        ({"attention": _with_window(layers=(True,) * 3)}, r"layers has 3 layers, but num_layers is 4"),
+    ],
+)
+def test_choices_that_do_not_fit_the_sizes_raise_an_error(changes: dict[str, object], message: str) -> None:
+    with pytest.raises(DeclarationError, match=message):
+        replace(CONFIG, **changes)
