@@ -7,7 +7,7 @@ Megatron-Core's `dist_checkpointing.serialization`.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, TypeVar, overload
 
@@ -29,6 +29,7 @@ from megackpt.engine.saving.save import save_state
 from megackpt.engine.saving.save_request import save_request
 from megackpt.formats.registry import LoadChoice, SaveChoice, check_format, save_strategy
 from megackpt.mapping import ShardedBase, ShardedObject, ShardedStateDict, ShardedTensor, StateDict
+from megackpt.maps import MapChoice
 from megackpt.metadata import OBJECT
 from megackpt.options import LoadOptions, SaveOptions
 from megackpt.storage import Location, Store, checked_path, is_url, opened_store
@@ -120,6 +121,8 @@ def load(
     options: LoadOptions | None = ...,
     group: Group | None = ...,
     exchange_group: AnyGroup | None = ...,
+    maps: MapChoice | None = ...,
+    config: Mapping[str, Any] | None = ...,
 ) -> tuple[StateDict, set[str], set[str]]: ...
 
 
@@ -133,6 +136,8 @@ def load(
     options: LoadOptions | None = ...,
     group: Group | None = ...,
     exchange_group: AnyGroup | None = ...,
+    maps: MapChoice | None = ...,
+    config: Mapping[str, Any] | None = ...,
 ) -> StateDict: ...
 
 
@@ -145,6 +150,8 @@ def load(
     options: LoadOptions | None = None,
     group: Group | None = None,
     exchange_group: AnyGroup | None = None,
+    maps: MapChoice | None = None,
+    config: Mapping[str, Any] | None = None,
 ) -> StateDict | tuple[StateDict, set[str], set[str]]:
     """Load a checkpoint, saved at any layout, into the tensors of a sharded state dict.
 
@@ -171,6 +178,14 @@ def load(
         exchange_group: with `LoadOptions(exchange=...)`, the ranks that read for each other; this rank is one
             of them. A group of megackpt or of torch; None for all ranks of the load. Different groups have
             no rank in common, and exchange at the same time.
+        maps: for a checkpoint in another family's names, such as a Hugging Face folder: the name of the
+            family ("llama"), "auto" for that of the config, a `megackpt.maps.Family` or a `RegionMap`. Then
+            the request has weights and float32 masters only (see `megackpt.maps.weights_of`); floats are
+            cast to the dtypes of the request (to the nearest value, ties to even), which the load report
+            says; rows of the vocabulary that are padding become 0; common state is not merged in; and in the
+            modes of `strict` in which an unexpected key is an error, an array of the checkpoint that no rank
+            asks for is one too.
+        config: the config of the other model, a parsed `config.json`; None for that of the folder.
 
     Returns:
         The state dict. With `RETURN_UNEXPECTED` and `RETURN_ALL` also the missing keys (in the checkpoint,
@@ -179,6 +194,7 @@ def load(
     Raises:
         NotACheckpointError: there is no committed checkpoint in this directory.
         MissingKeyError: a requested key is not in the checkpoint; the text has the most similar one.
+        MapError: there is no map for the checkpoint, or it lacks a requested array.
         MismatchError: the checkpoint has another format than sharded_strategy, or an array is stored with
             another dtype or global shape.
         IntegrityError: stored bytes are damaged, and no other source replaces them (see
@@ -189,7 +205,15 @@ def load(
     Source: Megatron-Core `dist_checkpointing.load`.
     """
     loaded = _load(
-        sharded_state_dict, checkpoint_dir, options, group, strict, exchange_group, sharded_strategy
+        sharded_state_dict,
+        checkpoint_dir,
+        options,
+        group,
+        strict,
+        exchange_group,
+        sharded_strategy,
+        maps,
+        config,
     )
     if StrictHandling.of(strict).returns_keys:
         return loaded.state, set(loaded.report.missing), set(loaded.report.unexpected)
@@ -205,6 +229,8 @@ def load_with_report(
     options: LoadOptions | None = None,
     group: Group | None = None,
     exchange_group: AnyGroup | None = None,
+    maps: MapChoice | None = None,
+    config: Mapping[str, Any] | None = None,
 ) -> tuple[StateDict, LoadReport]:
     """Load as `load` does, and return the state dict and a report on this rank's load.
 
@@ -212,7 +238,15 @@ def load_with_report(
     them.
     """
     loaded = _load(
-        sharded_state_dict, checkpoint_dir, options, group, strict, exchange_group, sharded_strategy
+        sharded_state_dict,
+        checkpoint_dir,
+        options,
+        group,
+        strict,
+        exchange_group,
+        sharded_strategy,
+        maps,
+        config,
     )
     return loaded.state, loaded.report
 
@@ -225,6 +259,8 @@ def _load(
     strict: StrictHandling | str,
     exchange_group: AnyGroup | None = None,
     choice: LoadChoice = None,
+    maps: MapChoice | None = None,
+    config: Mapping[str, Any] | None = None,
 ) -> LoadResult:
     options = _options_or_default(options, LoadOptions)
     group = _group_or_world(group, timeout_s=options.timeout_s)
@@ -235,6 +271,8 @@ def _load(
         options=options,
         strict=strict,
         exchange_group=exchange_group,
+        maps=maps,
+        config=config,
     )
     return load_state(request, group)
 

@@ -34,8 +34,8 @@ MAY_IMPORT: dict[str, set[str]] = {
         "planning", "metadata", "mapping", "geometry", "codec", "storage", "options", "notices", "errors",
     },
     "engine": {
-        "formats", "validation", "planning", "mapping", "metadata", "geometry", "codec", "comm", "storage",
-        "options", "notices", "errors",
+        "formats", "validation", "planning", "maps", "mapping", "metadata", "geometry", "codec", "comm",
+        "storage", "options", "notices", "errors",
     },
     # Public functions on whole checkpoints; the command line prints what they return.
     "maintenance": {
@@ -43,8 +43,8 @@ MAY_IMPORT: dict[str, set[str]] = {
         "comm", "storage", "options", "arguments", "notices", "errors",
     },
     "api": {
-        "engine", "formats", "validation", "mapping", "metadata", "comm", "storage", "options", "arguments",
-        "errors",
+        "engine", "formats", "validation", "maps", "mapping", "metadata", "comm", "storage", "options",
+        "arguments", "errors",
     },
     "config": {"formats", "validation", "options", "arguments", "errors"},
     "checkpointer": {

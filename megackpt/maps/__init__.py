@@ -4,15 +4,18 @@ A map says which box of an array of one family has the same elements as which bo
 rules for a model's config, proved a bijection, and used on the index of a checkpoint: no model is built.
 """
 
+from megackpt.maps.choice import MapChoice, chosen_map
 from megackpt.maps.family import Family, FamilyRules, families, family, family_of
 from megackpt.maps.layers import bound_to
 from megackpt.maps.megatron import checkpoint_map, has_megatron_keys, megatron_map
 from megackpt.maps.regions import MappedArray, Region, RegionMap, RegionPair
 from megackpt.maps.rules import Rule, region_map
+from megackpt.maps.weights import weights_of
 
 __all__ = [
     "Family",
     "FamilyRules",
+    "MapChoice",
     "MappedArray",
     "Region",
     "RegionMap",
@@ -20,10 +23,12 @@ __all__ = [
     "Rule",
     "bound_to",
     "checkpoint_map",
+    "chosen_map",
     "families",
     "family",
     "family_of",
     "has_megatron_keys",
     "megatron_map",
     "region_map",
+    "weights_of",
 ]

@@ -124,9 +124,16 @@ def check_unexpected_keys(
 
 
 def check_missing_keys(
-    asked: Iterable[str], stored: Iterable[str], rules: LoadRules, *, where: str
+    asked: Iterable[str],
+    stored: Iterable[str],
+    rules: LoadRules,
+    *,
+    where: str,
+    our_names: Mapping[str, str] | None = None,
 ) -> frozenset[str]:
     """Return the stored keys that are not in asked, the requested keys of all ranks.
+
+    our_names has the names in the request of stored keys, as text, if they differ.
 
     Raises:
         MissingKeyError: rules make some of them errors. All of these are listed.
@@ -134,9 +141,12 @@ def check_missing_keys(
     missing = sorted(set(stored) - set(asked))
 
     def error(keys: list[str]) -> MissingKeyError:
+        lines = [repr(key) for key in keys]
+        if our_names:
+            lines = [f"{key!r} (ours: {our_names.get(key, 'none in the map')})" for key in keys]
         return MissingKeyError(
             f"{where} holds {len(keys)} keys that no rank asks "
-            f"for:\n{truncated_list([repr(k) for k in keys])}\n"
+            f"for:\n{truncated_list(lines)}\n"
             f"Ask for them, or leave them: with KeyRule(keys=..., missing=Policy.IGNORE), or by a mode of "
             f"strict= or LoadOptions(complete=False).",
             key=keys[0],

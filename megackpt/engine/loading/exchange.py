@@ -86,7 +86,7 @@ class ExchangeReader:
 
     def read(self, prepared: PreparedLoad) -> ReadResult | None:
         """Fill the tensors of a load and return the bytes of its objects; see `load_by_exchange`."""
-        request = RankRequest(prepared.plan.requested, prepared.targets.tensors, self.object_buffers)
+        request = RankRequest(prepared.plan.requested, prepared.plan.tensors, self.object_buffers)
         times = load_by_exchange(prepared.contents, request, self.ranks, self.options, where=prepared.where)
         if times is None:
             return None

@@ -29,7 +29,7 @@ from megackpt.engine.loading.rank_checks import (
 from megackpt.errors import DeclarationError, RankFailedError, truncated_list
 from megackpt.mapping import StateDict
 from megackpt.notices import collected_notices, log_notices
-from megackpt.options import LoadOptions
+from megackpt.options import LoadOptions, Policy
 from megackpt.validation import LoadReport, LoadRules, LoadTimes, PhaseTimes, StrictHandling
 
 if TYPE_CHECKING:
@@ -88,12 +88,20 @@ def load_state(request: LoadRequest, group: Group) -> LoadResult:
 def _open_and_prepare(request: LoadRequest, group: Group, resources: ExitStack) -> tuple[PreparedLoad, bytes]:
     """Do all steps that need no other rank and read no tensor; return the data that ranks compare."""
     options = request.options
-    rules = LoadRules(options.rules, StrictHandling.of(request.strict), complete=options.complete)
+    strict = StrictHandling.of(request.strict)
+    # With a map, an array that nobody asks for shows a model that is not the stored one.
+    needs_all = request.maps is not None and strict.on_unexpected is Policy.ERROR
+    rules = LoadRules(options.rules, strict, complete=options.complete or needs_all)
     check_exchange_group(options, request.exchange_group)
     with collected_notices() as notices:
         store = resources.enter_context(request.open_store())
         source = open_source(store, options, resources)
-        prepared = prepare_load(request.state, source, options, rules, group)
+        if request.maps is None:
+            prepared = prepare_load(request.state, source, options, rules, group)
+        else:
+            from megackpt.engine.loading.mapped import prepare_mapped_load
+
+            prepared = prepare_mapped_load(request, source, rules, group)
     return prepared, answer_of(request, prepared, notices)
 
 
@@ -136,7 +144,7 @@ class DirectReader:
     def read(self, prepared: PreparedLoad) -> ReadResult:
         """Fill the tensors of a load and return the bytes of its objects. Local."""
         plan, began = prepared.plan, time.perf_counter()
-        read_tensors(plan.chunks, plan.copies, prepared.targets.tensors, self.options)
+        read_tensors(plan.chunks, plan.copies, plan.tensors, self.options)
         object_bytes = [read_chunk(plan.chunks, row) for row in plan.object_rows]
         return ReadResult(object_bytes, PhaseTimes(read=time.perf_counter() - began))
 

@@ -8,12 +8,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from megackpt.comm import AnyGroup
 from megackpt.engine.checkpoint.opening import open_checkpoint
 from megackpt.formats.contents import Contents
 from megackpt.mapping import ShardedStateDict
+from megackpt.maps import MapChoice
 from megackpt.options import LoadOptions
 from megackpt.storage import Store
 from megackpt.validation import RecoveredBytes, StrictHandling
@@ -34,6 +35,9 @@ class LoadRequest:
         exchange_group: ranks that read for each other, this one among them; None for all.
         file_readers: ranks that can read a file of chunks, ascending, by its name; None if all ranks can read
             all files.
+        maps: the map to the names of the checkpoint, or what it is made by; None if it has the names of the
+            request.
+        config: the config of the other model; None for that of the checkpoint.
     """
 
     state: ShardedStateDict
@@ -42,6 +46,8 @@ class LoadRequest:
     strict: StrictHandling | str
     exchange_group: AnyGroup | None = None
     file_readers: Mapping[str, Sequence[int]] | None = None
+    maps: MapChoice | None = None
+    config: Mapping[str, Any] | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Container, Iterable, Mapping, Sequence, Set
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 
 import numpy as np
@@ -47,7 +47,7 @@ from megackpt.validation import (
 
 log = logging.getLogger(__name__)
 
-_LOAD_ON_META = (
+LOAD_ON_META = (
     "Give it memory first (to_empty), or load with LoadOptions(load_on_device=False): the state dict that "
     "load returns then holds tensors in host memory, for load_state_dict(..., assign=True). DTensors need "
     "memory."
@@ -93,15 +93,30 @@ class ReadPlan:
 
     Attributes:
         requested: declarations of the tensors, then of the objects.
+        tensors: what is read into.
         chunks: the stored chunks that hold them.
         copies: from these chunks into the tensors.
         object_rows: row of `chunks.table` of each object.
     """
 
     requested: DeclaredChunks
+    tensors: Sequence[ShardedTensor]
     chunks: Chunks
     copies: Copies
     object_rows: Sequence[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Addition:
+    """A number to add to loaded values, which another family stores with another zero.
+
+    Attributes:
+        values: what is read into.
+        added: the number.
+    """
+
+    values: torch.Tensor
+    added: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,10 +135,13 @@ class PreparedLoad:
         loadable: stored keys that `LoadOptions.exclude` does not name.
         empty_containers: names of empty dicts and lists of the request for which something is stored.
         filled: tensors that are filled with stored values of common state, by the steps of the value.
-        targets: memory that is read into.
+        targets: memory that is filled.
         objects: the objects that are loaded.
         plan: what is read.
         report: how each array is loaded.
+        additions: numbers to add to what was read.
+        our_names: the names in the request of stored keys, as text; empty if they are the same.
+        map_digest: of the map between the names; empty without one.
     """
 
     where: str
@@ -141,6 +159,9 @@ class PreparedLoad:
     objects: Sequence[ShardedObject]
     plan: ReadPlan
     report: LoadReport
+    additions: Sequence[Addition] = ()
+    our_names: Mapping[str, str] = field(default_factory=dict)
+    map_digest: str = ""
 
     def clear_padding(self) -> None:
         """Set the tensors of which not every element is stored to 0."""
@@ -159,6 +180,9 @@ class PreparedLoad:
             MismatchError: two keys were loaded into the same memory, and are stored with different values.
             FormatError: an object cannot be decoded.
         """
+        with torch.no_grad():
+            for addition in self.additions:
+                addition.values.detach().add_(addition.added)
         self.targets.copy_to_shared()
         for entity, data in zip(self.objects, object_bytes, strict=True):
             entity.data = self.contents.decode_object(data, f"{self.where}: object {entity.unique_key!r}")
@@ -188,7 +212,7 @@ def prepare_load(
         FormatError: a requested array is stored in a form that cannot be loaded.
     """
     where = source.location
-    contents, unrenamed = _with_renamed_keys(source.contents, options)
+    contents, unrenamed = with_options_renamed(source.contents, options)
     arrays = contents.arrays
     objects = {key for key, spec in arrays.items() if spec.dtype == OBJECT}
     common = match_common_state(
@@ -242,7 +266,7 @@ def prepare_load(
     )
 
 
-def _with_renamed_keys(stored: Contents, options: LoadOptions) -> tuple[Contents, Container[str]]:
+def with_options_renamed(stored: Contents, options: LoadOptions) -> tuple[Contents, Container[str]]:
     """Return contents with keys renamed as `LoadOptions.rename` says, and the keys that keep their names."""
     if not options.rename:
         return stored, stored.arrays
@@ -304,7 +328,7 @@ def _allocate_targets(
     tensors += loaded.values()
     for tensor in tensors:
         tensor.init_data()
-        check_target(tensor, on_meta=_LOAD_ON_META)
+        check_target(tensor, on_meta=LOAD_ON_META)
     return tensors
 
 
@@ -324,7 +348,7 @@ def _plan_reads(
     requested = replace(requested, resizable=requested.resizable | may_resize[requested.table.array])
     chunks = contents.chunks_for([requested.table])
     copies = plan_load(requested.take(np.arange(len(tensors))), chunks.table, where=where)
-    return ReadPlan(requested, chunks, copies, _object_rows(objects, chunks, where))
+    return ReadPlan(requested, tensors, chunks, copies, _object_rows(objects, chunks, where))
 
 
 @dataclass(frozen=True, slots=True)

@@ -47,6 +47,7 @@ def answer_of(request: LoadRequest, prepared: PreparedLoad, notices: Notices) ->
         "empty_containers": prepared.empty_containers,
         "missing_key_rules": [rules.about_missing_keys, dict(options.rename) if looks_for_missing else 0],
         "complete": options.complete,
+        "maps": prepared.map_digest,
         "notices": notices,
         "exchange": options.exchange,
         "cpu_transfer": options.cpu_transfer,
@@ -61,6 +62,7 @@ _EQUAL_FIELDS = {
     "cpu_transfer": "cpu_transfer",
     "has_exchange_group": "whether they give an exchange_group",
     "complete": "LoadOptions.complete",
+    "maps": "maps and config, which make the map between names",
     "missing_key_rules": "what they do about missing keys (strict, rules and rename)",
 }
 """Fields that must be equal on all ranks, and their names in error texts."""
@@ -140,7 +142,11 @@ def find_missing_keys(prepared: PreparedLoad, ranks: RankAnswers, group: Group) 
         return frozenset()
     with collected_notices() as notices:  # the same on all ranks
         missing = check_missing_keys(
-            ranks.union("requested"), prepared.contents.arrays, rules, where=prepared.where
+            ranks.union("requested"),
+            prepared.contents.arrays,
+            rules,
+            where=prepared.where,
+            our_names=prepared.our_names,
         )
     if group.rank == 0:
         log_notices([notices])
