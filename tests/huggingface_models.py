@@ -14,7 +14,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from megackpt.parallel import ParallelGroups, ParallelLayout, context_share, gather_context, gather_from
+from megackpt.parallel import (
+    ModelChunks,
+    ParallelGroups,
+    ParallelLayout,
+    context_share,
+    gather_context,
+    gather_from,
+)
 from models import GPTConfig, build_gpt
 from models.huggingface import gpt_config
 from tests import huggingface_experts as experts
@@ -323,6 +330,11 @@ def logits(config: GPTConfig, weights: Any, layout: ParallelLayout, sequence_par
         model.sharded_state_dict(), {key: torch.from_numpy(array) for key, array in weights.items()}
     )
     assert layout.pp > 1 or keys == weights.keys()
+    return logits_of(model, config, groups)
+
+
+def logits_of(model: ModelChunks, config: GPTConfig, groups: ParallelGroups) -> Any:
+    """Return the logits of `logits` of a model with weights."""
     (chunk,) = model
     batch = token_ids(config.vocab_size).chunk(groups.dp.size)[groups.dp.rank]
     inputs = own = context_share(batch, groups.cp, dim=1)

@@ -1,0 +1,139 @@
+"""Folders of transformers are the start of a run at any layout: weights, masters, logits, bytes read, errors.
+
+The tolerance of logits is that of `test_huggingface_logits`. Everything else is compared bit for bit with
+arrays that these tests make from the transformers model itself, without a map.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+from torch import Tensor
+
+import megackpt
+from megackpt import LoadOptions, ShardedTensor
+from megackpt.maps import weights_of
+from megackpt.maps.weights import parameter_key
+from megackpt.optim import DistributedOptimizer
+from megackpt.parallel import ParallelGroups, ParallelLayout
+from models import GPTConfig, build_gpt
+from models.huggingface import gpt_config
+from tests.huggingface_models import (
+    FAMILIES,
+    SEQUENCE,
+    arrays_in_our_names,
+    logits_of,
+    random_config,
+    random_model,
+    token_ids,
+)
+from tests.optim_world import tensors_of
+
+pytest.importorskip("transformers", reason="the extra huggingface is not installed")
+
+RELATIVE = 1e-5
+SEEDS = 5
+MAPPED = [family for family in FAMILIES if family != "phi3"]  # which no map is for
+Arrays = Mapping[str, npt.NDArray[Any]]
+
+
+class Folder(NamedTuple):
+    """A folder that transformers has written."""
+
+    path: Path
+    config: GPTConfig
+    arrays: Arrays  # its weights in our names
+    logits: Tensor
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Return a function that writes a folder of a random model once, by family and seed."""
+    root = tmp_path_factory.mktemp("folders")
+
+    @functools.cache
+    def folder(family: str, seed: int) -> Folder:
+        path = root / f"{family}-{seed}"
+        model = random_model(random_config(family, seed), seed)
+        model.save_pretrained(path, max_shard_size="40KB")
+        config = gpt_config(json.loads((path / "config.json").read_text()))
+        # Rows of the vocabulary are padded, and a scaling for longer sequences is used.
+        config = replace(config, make_vocab_divisible=8, seq_length=max(config.seq_length, SEQUENCE))
+        arrays = {key: array.detach().numpy() for key, array in arrays_in_our_names(model).items()}
+        with torch.no_grad():
+            return Folder(path, config, arrays, model(token_ids(config.vocab_size)).logits)
+
+    return folder
+
+
+def _state(config: GPTConfig, groups: ParallelGroups) -> tuple[Any, dict[str, Any]]:
+    """Return a model whose parameters are all NaN, and its whole state with an optimizer."""
+    model = build_gpt(config, groups)
+    with torch.no_grad():
+        for param in model.parameters():
+            param.fill_(torch.nan)
+    named = [{"params": list(model.parameters()), "name": "all"}]
+    optimizer = DistributedOptimizer(named, lambda given: torch.optim.AdamW(given, lr=1e-3), groups)
+    declared = model.sharded_state_dict()
+    return model, {"model": declared, "optimizer": optimizer.sharded_state_dict(declared)}
+
+
+def _expected(tensor: ShardedTensor, arrays: Arrays) -> npt.NDArray[Any]:
+    """Return the elements of a tensor, of a box or a flat range; 0 for padding of the vocabulary."""
+    array = arrays[parameter_key(tensor.key)]
+    at = tensor.global_coordinates()
+    is_stored = at[0] < array.shape[0]
+    values: npt.NDArray[Any] = np.zeros(at[0].shape, np.float32)
+    values[is_stored] = array[tuple(axis[is_stored] for axis in at)]
+    return values
+
+
+def _check_weights(state: dict[str, Any], arrays: Arrays) -> set[str]:
+    """Check parameters and masters bit for bit; return the keys of those with elements."""
+    keys = set()
+    for tensor in tensors_of(state):
+        assert tensor.data is not None
+        expected = torch.from_numpy(_expected(tensor, arrays)).to(tensor.dtype)
+        assert torch.equal(tensor.data.detach().flatten(), expected), tensor.key
+        keys.add(tensor.key)
+    return keys
+
+
+def _import(
+    path: Path | str, config: GPTConfig, arrays: Arrays, layout: ParallelLayout, **options: Any
+) -> tuple[Any, set[str]]:
+    """Import at a layout with bfloat16 and with float32 parameters; return logits of the latter."""
+    groups = ParallelGroups.create(layout)
+    keys: set[str] = set()
+    for dtype in (torch.bfloat16, torch.float32):
+        model, state = _state(replace(config, params_dtype=dtype), groups)
+        weights = weights_of(state)
+        _, report = megackpt.load_with_report(weights, path, maps="auto", options=LoadOptions(**options))
+        params = {tensor.key for tensor in tensors_of(weights["model"])}
+        assert {array.key for array in report.cast} == (params if dtype == torch.bfloat16 else set())
+        keys |= _check_weights(weights, arrays)
+    return logits_of(model, config, groups), keys
+
+
+def _assert_close(actual: Any, expected: Tensor) -> None:
+    error = (torch.from_numpy(actual) - expected).abs().max() / expected.abs().max()
+    assert error <= RELATIVE, f"off by {error:.1e} of the largest logit"
+
+
+@pytest.mark.parametrize("seed", range(SEEDS))
+@pytest.mark.parametrize("family", MAPPED)
+def test_a_folder_is_imported_on_one_rank(folders: Any, family: str, seed: int) -> None:
+    folder = folders(family, seed)
+    logits, keys = _import(folder.path, folder.config, folder.arrays, ParallelLayout())
+    _assert_close(logits, folder.logits)
+    assert {key for key in keys if key == parameter_key(key)} == set(folder.arrays)
+    assert {parameter_key(key) for key in keys if key != parameter_key(key)} == set(folder.arrays)
