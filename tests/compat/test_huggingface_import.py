@@ -82,9 +82,13 @@ def _state(config: GPTConfig, groups: ParallelGroups) -> tuple[Any, dict[str, An
         for param in model.parameters():
             param.fill_(torch.nan)
     named = [{"params": list(model.parameters()), "name": "all"}]
-    optimizer = DistributedOptimizer(named, lambda given: torch.optim.AdamW(given, lr=1e-3), groups)
+    optimizer = DistributedOptimizer(named, _adam, groups)
     declared = model.sharded_state_dict()
     return model, {"model": declared, "optimizer": optimizer.sharded_state_dict(declared)}
+
+
+def _adam(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(groups, lr=1e-3)
 
 
 def _expected(tensor: ShardedTensor, arrays: Arrays) -> npt.NDArray[Any]:
