@@ -36,6 +36,9 @@ class Case:
         sigmoid: sigmoid scores with a bias for each expert, instead of a softmax.
         shared: extent inside of the shared experts; 0 for none.
         every: experts in layers 0, n, 2n, ...
+        groups: key and value heads; there are 8 query heads.
+        qk_norm: queries and keys pass a norm.
+        singletons: each expert, and each of gate and up, is saved under a key of its own.
     """
 
     name: str
@@ -47,6 +50,9 @@ class Case:
     sigmoid: bool = False
     shared: int = 0
     every: int = 1
+    groups: int = 4
+    qk_norm: bool = False
+    singletons: bool = False
 
 
 @dataclass(frozen=True)
@@ -107,7 +113,8 @@ def build(case: Case, layout: Layout, *, seed: int, installed: bool) -> torch.nn
         num_layers=4,
         hidden_size=HIDDEN,
         num_attention_heads=8,
-        num_query_groups=4,
+        num_query_groups=case.groups,
+        qk_layernorm=case.qk_norm,
         ffn_hidden_size=48,
         use_cpu_initialization=True,
         gated_linear_unit=case.swiglu,
@@ -130,7 +137,9 @@ def build(case: Case, layout: Layout, *, seed: int, installed: bool) -> torch.nn
     if case.every > 1:
         spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization=case.norm)
     else:
-        spec = get_gpt_layer_local_spec(num_experts=case.experts or None, normalization=case.norm)
+        spec = get_gpt_layer_local_spec(
+            num_experts=case.experts or None, normalization=case.norm, qk_layernorm=case.qk_norm
+        )
     model = GPTModel(
         config,
         spec,
@@ -213,7 +222,8 @@ def save_genuine(case: Case, layout: Layout, path: str) -> torch.Tensor | None:
     model: Any = build(case, layout, seed=1, installed=False)
     from megatron.core import dist_checkpointing
 
-    state = model.sharded_state_dict()
+    metadata = {"singleton_local_shards": True} if case.singletons else None
+    state = model.sharded_state_dict(metadata=metadata)
     fill(state)
     if dist.get_rank() == 0:
         os.makedirs(path, exist_ok=True)

@@ -1,0 +1,150 @@
+"""Maps of Megatron-Core's keys: every spelling has the same elements, and each is moved once."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megackpt import MapError
+from megackpt.maps import RegionMap, bound_to, checkpoint_map, family_of, has_megatron_keys, megatron_map
+from tests.huggingface_configs import FAMILIES, random_fields
+from tests.mapped_arrays import assembled, random_arrays
+
+SEEDS = range(5)
+
+
+def config_of(model_type: str, seed: int) -> dict[str, Any]:
+    return {"model_type": model_type, **random_fields(model_type, seed)}
+
+
+def map_of(config: dict[str, Any], keys: tuple[str, ...] = (), prefix: str = "") -> RegionMap:
+    family = family_of(config)
+    made = family.region_map(config)
+    return megatron_map(made.left, family.rules(config, ()).sizes, keys, prefix=prefix)
+
+
+def per_layer(keys: list[str], config: dict[str, Any]) -> tuple[str, ...]:
+    """Return keys with layers instead of stacked ones."""
+    layers = range(config.get("num_hidden_layers") or config["n_layer"])
+    return tuple(re.sub(r"layers\.(?!\d)", f"layers.{layer}.", key) for key in keys for layer in layers)
+
+
+def singletons(keys: tuple[str, ...], config: dict[str, Any]) -> tuple[str, ...]:
+    """Return keys for each expert, and each of gate and up, as `singleton_local_shards` has them."""
+    spelled: list[str] = []
+    for key in keys:
+        halves = (key + "_w", key + "_v") if re.search(r"linear_fc1\.(weight|bias)$", key) else (key,)
+        experts = range(config.get("num_experts", 0)) if "experts.experts." in key else [None]
+        for half in halves:
+            spelled += [
+                half if e is None else half.replace("experts.experts.", f"experts.experts.{e}.")
+                for e in experts
+            ]
+    return tuple(spelled)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_every_spelling_is_picked_by_the_keys_and_holds_the_same_elements(model_type: str, seed: int) -> None:
+    config = config_of(model_type, seed)
+    hub = family_of(config).region_map(config)
+    theirs = random_arrays(hub, seed)
+    ours = assembled(hub, theirs)
+    written = map_of(config)
+    assert has_megatron_keys(written.right)
+    spellings = [tuple(written.right), per_layer(list(written.right), config)]
+    if model_type != "gpt2":  # singletons are those of gated MLPs
+        spellings.append(singletons(spellings[1], config))
+    for keys in spellings:
+        for prefix in ("", "model."):
+            named = tuple(prefix + key for key in keys)
+            made = checkpoint_map(family_of(config), config, named, prefix=prefix)
+            assert set(made.left) == set(named)
+            stored = assembled(made, theirs)
+            assert_equal(assembled(made.inverse(), stored), theirs)
+            assert_equal(assembled(map_of(config, named, prefix), stored), ours)
+
+
+def assert_equal(arrays: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert arrays.keys() == expected.keys()
+    for key, array in expected.items():
+        assert torch.equal(arrays[key], array), key
+
+
+def test_queries_keys_and_values_are_joined_by_query_group() -> None:
+    config = config_of("qwen3", 0) | {"num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 4}
+    hub = family_of(config).region_map(config)
+    ours = assembled(hub, random_arrays(hub, 0))
+    stored = assembled(map_of(config).inverse(), ours)["decoder.layers.self_attention.linear_qkv.weight"]
+    q, k, v = (ours[f"decoder.layers.0.self_attention.linear_qkv.weight.{part}"] for part in "qkv")
+    expected = torch.cat([q[:12], k[:4], v[:4], q[12:], k[4:], v[4:]])
+    assert torch.equal(stored[0], expected)
+
+
+def test_gate_and_up_follow_each_other_in_each_expert() -> None:
+    config = config_of("mixtral", 1)
+    hub = family_of(config).region_map(config)
+    ours = assembled(hub, random_arrays(hub, 0))
+    stored = assembled(map_of(config).inverse(), ours)["decoder.layers.mlp.experts.experts.linear_fc1.weight"]
+    gate, up = (ours[f"decoder.layers.0.mlp.experts.linear_fc1.weight.{part}"] for part in ("gate", "up"))
+    assert torch.equal(stored[0], torch.cat([gate, up], dim=1))
+
+
+def test_layers_with_and_without_experts_have_keys_of_their_own() -> None:
+    config = config_of("qwen3_moe", 0) | {
+        "num_hidden_layers": 2,
+        "mlp_only_layers": [0],
+        "decoder_sparse_step": 1,
+    }
+    keys = set(map_of(config).right)
+    assert "decoder.layers.0.mlp.linear_fc1.layer_norm_weight" in keys
+    assert "decoder.layers.1.pre_mlp_layernorm.weight" in keys
+    assert "decoder.layers.1.mlp.experts.experts.linear_fc2.weight" in keys
+    assert not any(key.startswith("decoder.layers.mlp") for key in keys)
+
+
+def test_local_layers_with_experts_may_store_their_norm_as_dense_ones_do() -> None:
+    config = config_of("mixtral", 0)
+    keys = tuple(
+        key.replace("pre_mlp_layernorm.", "mlp.linear_fc1.layer_norm_") for key in map_of(config).right
+    )
+    assert set(map_of(config, keys).right) == set(keys)
+
+
+def test_a_checkpoint_of_ours_is_mapped_by_its_own_keys() -> None:
+    config = config_of("llama", 0)
+    hub = family_of(config).region_map(config)
+    keys = {re.sub(r"layers\.\d+\.", "layers.", key) for key in hub.left}
+    made = checkpoint_map(family_of(config), config, keys)
+    assert set(made.left) == keys
+    assert made.pairs == bound_to(hub, keys).pairs
+
+
+@pytest.mark.parametrize(
+    ("lacking", "added", "text"),
+    [
+        ("decoder.layers.self_attention.linear_proj.weight", "", r"linear_proj\.weight.*has no array"),
+        ("embedding.word_embeddings.weight", "", r"has no array.*prefix"),
+        ("", "decoder.layers.mlp.router.expert_bias", r"has not:.*expert_bias.*Give the config"),
+        ("", "output_layer.bias", r"has not:.*output_layer\.bias"),
+    ],
+)
+def test_a_checkpoint_that_does_not_fit_the_config_is_an_error(lacking: str, added: str, text: str) -> None:
+    config = config_of("llama", 0)
+    keys = (
+        {*map_of(config).right, "optimizer.state.exp_avg.x", "decoder.layers.mlp._extra_state"} | {added}
+    ) - {lacking, ""}
+    with pytest.raises(MapError, match=f"(?s){text}"):
+        checkpoint_map(family_of(config), config, keys)
+
+
+def test_heads_that_do_not_fit_the_arrays_are_an_error() -> None:
+    config = config_of("llama", 0)
+    family = family_of(config)
+    sizes = {**family.rules(config, ()).sizes, "groups": 7}
+    with pytest.raises(MapError, match="7 query groups with"):
+        megatron_map(family.region_map(config).left, sizes)
