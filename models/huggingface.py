@@ -101,7 +101,7 @@ def _qwen3(fields: ConfigFields) -> GPTConfig:
 
 
 def _qwen2_moe(fields: ConfigFields) -> GPTConfig:
-    window = _window(fields, _layer_types(fields, _is_even_and_before_max_window_layers))
+    window = _window(fields, _layer_types(fields, _has_no_window))
     attention = replace(_attention(fields), qkv_bias=fields.flag("qkv_bias"), window=window)
     model = _decoder(fields, attention, rotary_of(fields))
     return replace(model, moe=qwen_experts(fields, shared=True))
@@ -252,12 +252,16 @@ def _is_after_max_window_layers(fields: ConfigFields, layer: int) -> bool:
     return layer >= int(fields.value("max_window_layers"))
 
 
-def _is_even_and_before_max_window_layers(fields: ConfigFields, layer: int) -> bool:
-    return (
-        fields.flag("use_sliding_window")
-        and _is_even(fields, layer)
-        and (layer < int(fields.value("max_window_layers")))
-    )
+def _has_no_window(fields: ConfigFields, layer: int) -> bool:
+    """The rule of Qwen2-MoE, which has one only if windows are off.
+
+    With windows, transformers 4 masks all layers, and transformers 5 those of even number.
+    """
+    if fields.flag("use_sliding_window"):
+        raise fields.error(
+            "layer_types", "has to list the layers with the window: transformers 4 and 5 differ"
+        )
+    return False
 
 
 def _is_before_the_last_of_a_pattern(fields: ConfigFields, layer: int) -> bool:

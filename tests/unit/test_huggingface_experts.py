@@ -134,6 +134,7 @@ def test_a_model_of_dense_layers_has_none(config: dict[str, Any]) -> None:
         (QWEN3 | {"mlp_only_layers": 2}, "mlp_only_layers is 2, which must be a list of layers"),
         (QWEN3 | {"norm_topk_prob": 1}, "norm_topk_prob is 1"),
         (QWEN3 | {"shared_expert_intermediate_size": 8}, "not supported.*shared_expert_intermediate_size"),
+        (QWEN2 | {"use_sliding_window": True}, "layer_types is missing and has to list the layers"),
         (QWEN2 | {"shared_expert_intermediate_size": 0}, "shared_expert_intermediate_size is 0"),
         (GPT_OSS | {"swiglu_limit": None}, "swiglu_limit is missing and must be a positive number"),
         (GPT_OSS | {"swiglu_limit": float("nan")}, "swiglu_limit is nan"),
