@@ -116,7 +116,7 @@ class CheckpointConfig:
             check_seconds("save_interval_seconds", self.save_interval_seconds, otherwise=", or None")
         check_choice("on_save_error", self.on_save_error, ("raise", "warn"))
         self._check_signals()
-        check_known(self._format)
+        check_known(self._format, to_save=True)
         # Values that the options reject are rejected here as well.
         self.save_options()
         self.load_options()

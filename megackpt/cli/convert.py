@@ -49,9 +49,9 @@ def command(
 ) -> None:
     """Write a copy of the checkpoint in the directory SRC, in another format, to the directory DST.
 
-    The format of SRC is detected. Chunks are streamed through small buffers and are not resharded; no GPU and
-    no model is needed. DST becomes a checkpoint in one step, and is then compared with SRC byte by byte. If
-    anything fails, DST is not a checkpoint. To use several processes:
+    The format of SRC is detected; a Hugging Face folder is read, too. Chunks are streamed through small
+    buffers and are not resharded; no GPU and no model is needed. DST becomes a checkpoint in one step, and is
+    then compared with SRC byte by byte. If anything fails, DST is not a checkpoint. To use several processes:
 
     torchrun --nproc-per-node 4 -m megackpt.cli convert SRC DST --to FORMAT
     """

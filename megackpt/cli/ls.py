@@ -84,17 +84,20 @@ def list_steps(root: str | os.PathLike[str]) -> list[Step]:
         NotACheckpointError: the location is not a directory, or is itself a checkpoint.
     """
     from megackpt.checkpointer.root_files import read_pins, scan
+    from megackpt.engine.checkpoint.manifest import is_committed
     from megackpt.engine.checkpoint.step_roots import step_directories
 
     check_run_root(str(root))
     directories = step_directories(root, objects=None)
-    if directories.root.exists(MANIFEST):
+    steps = scan(directories)
+    has_steps = steps.committed or steps.incomplete
+    # Checkpoints of other libraries have no metadata.json; to recognise one takes a list of all files.
+    if directories.root.exists(MANIFEST) or (not has_steps and is_committed(directories.root)):
         raise NotACheckpointError(
             f"{root} is a single checkpoint and has no steps. Look into it with `megackpt inspect`, or name "
             f"the directory above it.",
             path=str(root),
         )
-    steps = scan(directories)
     describe = partial(
         _describe_step, directories, committed=steps.committed, pins=read_pins(directories.root)
     )

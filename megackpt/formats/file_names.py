@@ -84,6 +84,9 @@ ZARR_V3 = FileNames(
     foreign=r".*/zarr\.json",
 )
 
+HUGGINGFACE_MODELS = ("model.safetensors", "model.safetensors.index.json")
+"""The only file with tensors, or the index of several, in the order in which transformers looks for them."""
+
 HUGGINGFACE = FileNames(
     attempt=NOTHING,
     # An index, or a safetensors file in the folder itself that no save of another format has written.

@@ -68,8 +68,7 @@ def save_strategy(choice: SaveChoice) -> SaveStrategy:
         save = _format(name).save
         if save is not None:
             return save()
-    hint = " (it is only read)" if known else ""
-    raise DeclarationError(f"No strategy saves format {choice!r}{hint}. Known are {_list(_names())}.")
+    raise _unknown(choice, known)
 
 
 def not_imported(choice: SaveChoice) -> Name | None:
@@ -95,14 +94,22 @@ def not_imported(choice: SaveChoice) -> Name | None:
     return None
 
 
-def check_known(choice: str | Name) -> None:
+def check_known(choice: str | Name, *, to_save: bool = False) -> None:
     """Check that a name stands for a format; nothing is imported.
 
     Raises:
-        DeclarationError: there is no such backend or version.
+        DeclarationError: there is no such backend or version; or, with to_save, the format is a built-in one
+            that can only be read.
     """
-    if not any(choice in (name, name[0]) for name in _names()):
-        raise DeclarationError(f"No strategy saves format {choice!r}. Known are {_list(_names())}.")
+    known = [name for name in _names() if choice in (name, name[0])]
+    if not known or (to_save and _READ_ONLY.issuperset(known)):
+        raise _unknown(choice, known)
+
+
+def _unknown(choice: object, known: Sequence[Name]) -> DeclarationError:
+    """Return the error for a format that cannot be saved; known are those that the choice stands for."""
+    hint = " (it is only read)" if known else ""
+    return DeclarationError(f"No strategy saves format {choice!r}{hint}. Known are {_list(_names())}.")
 
 
 def check_format(choice: SaveStrategy | LoadStrategy | Name | str, manifest: Json, *, where: str) -> None:

@@ -130,6 +130,9 @@ def test_commands_show_and_check_a_folder(tmp_path: Path, capsys: pytest.Capture
     assert "embed.weight" in shown
     assert "huggingface_config.model_type" in shown
     assert main(["verify", folder]) == 0
+    capsys.readouterr()
+    assert main(["ls", folder]) == 3
+    assert "is a single checkpoint and has no steps" in capsys.readouterr().err
     (tmp_path / "config.json").write_text("{")
     capsys.readouterr()
     assert main(["verify", folder]) == 1
@@ -172,6 +175,15 @@ def test_a_folder_in_an_object_store_is_read(tmp_path: Path, s3_server: S3Server
     store.close()
 
 
+def test_a_folder_of_links_as_in_the_cache_of_hugging_face_is_an_error_that_says_so(tmp_path: Path) -> None:
+    folder = two_files(tmp_path / "blobs")
+    (tmp_path / "snapshot").mkdir()
+    for path in folder.iterdir():
+        (tmp_path / "snapshot" / path.name).symlink_to(f"../blobs/{path.name}")
+    with pytest.raises(NotACheckpointError, match=r"symbolic links.*hf download REPO --local-dir"):
+        megackpt.load_plain_tensors(tmp_path / "snapshot")
+
+
 @pytest.mark.parametrize(
     "names",
     [
@@ -209,3 +221,5 @@ def test_the_format_is_only_read() -> None:
     with pytest.raises(DeclarationError, match=r"No strategy saves format 'huggingface' \(it is only read\)"):
         save_strategy("huggingface")
     assert not_imported("huggingface") is None
+    with pytest.raises(DeclarationError, match="it is only read"):
+        megackpt.CheckpointConfig(dist_ckpt_format="huggingface")

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 from megackpt.errors import CheckpointError, FormatError, NotACheckpointError, StorageError
 from megackpt.formats.documents import read_manifest_file
+from megackpt.formats.file_names import HUGGINGFACE_MODELS
 from megackpt.formats.registry import attempt_of, detect, fixed_names
 from megackpt.formats.strategy import MANIFEST, Json, SaveStrategy
 from megackpt.storage import Store
@@ -39,6 +40,13 @@ def read_manifest(store: Store) -> Json:
     manifest = read_manifest_file(store)
     if manifest is None:
         manifest = detect(store)
+    if manifest is None and _has_linked_model(store):
+        raise NotACheckpointError(
+            f"{store.location} is not a checkpoint: its files are symbolic links, which are not followed, so "
+            f"that reading it can reach nothing else. The cache of Hugging Face has such folders: get one "
+            f"with regular files by `hf download REPO --local-dir DIR`, or copy it with `cp -rL`.",
+            path=store.location,
+        )
     if manifest is None:
         raise NotACheckpointError(
             f"{store.location} is not a checkpoint: it has no {MANIFEST}. Either nothing was saved there or "
@@ -46,6 +54,18 @@ def read_manifest(store: Store) -> Json:
             path=store.location,
         )
     return manifest
+
+
+def _has_linked_model(store: Store) -> bool:
+    """Return whether a Hugging Face folder cannot be read because it consists of symbolic links."""
+    for name in HUGGINGFACE_MODELS:
+        try:
+            store.exists(name)
+        except StorageError as error:
+            if error.errno is None:  # the system has no error; the store follows no links
+                return True
+            raise
+    return False
 
 
 @dataclass(frozen=True, slots=True)

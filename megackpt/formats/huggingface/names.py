@@ -5,13 +5,12 @@ from __future__ import annotations
 import re
 from collections.abc import Collection
 
-from megackpt.formats.file_names import HUGGINGFACE, NATIVE, TORCH_DIST, ZARR_V1, ZARR_V3
+from megackpt.formats.file_names import HUGGINGFACE, HUGGINGFACE_MODELS, NATIVE, TORCH_DIST, ZARR_V1, ZARR_V3
 
 BACKEND = "huggingface"
 VERSION = 1
 
-MODEL = "model.safetensors"
-INDEX = "model.safetensors.index.json"
+MODEL, INDEX = HUGGINGFACE_MODELS
 CONFIG = "config.json"
 GENERATION_CONFIG = "generation_config.json"
 
