@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, TypeAlias
 
 from megackpt.errors import DeclarationError, MapError
@@ -13,12 +13,15 @@ MapChoice: TypeAlias = str | Family | RegionMap
 """The name of a family, `"auto"` for that of the config, a family, or a map."""
 
 
-def chosen_map(choice: MapChoice, config: Mapping[str, Any] | None, *, where: str) -> RegionMap:
+def chosen_map(
+    choice: MapChoice, config: Mapping[str, Any] | None, keys: Collection[str], *, where: str
+) -> RegionMap:
     """Return the map that a choice means: our arrays on the left, the other family's on the right. Pure.
 
     Args:
         choice: the map, or what it is made by.
         config: the parsed `config.json` of the other model; None if there is none. A map needs none.
+        keys: of the checkpoint, which tell how it spells what a family spells in several ways.
         where: the checkpoint, for errors.
 
     Raises:
@@ -41,8 +44,8 @@ def chosen_map(choice: MapChoice, config: Mapping[str, Any] | None, *, where: st
     if not isinstance(config, Mapping):
         raise DeclarationError(f"config is a {type(config).__name__}. Give the parsed config.json as a dict.")
     if choice == "auto":
-        return family_of(config).region_map(config)
-    return (family(choice) if isinstance(choice, str) else choice).region_map(config)
+        return family_of(config).region_map(config, keys)
+    return (family(choice) if isinstance(choice, str) else choice).region_map(config, keys)
 
 
 def _name_of(choice: str | Family) -> str:

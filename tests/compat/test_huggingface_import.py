@@ -20,17 +20,19 @@ import torch
 from torch import Tensor
 
 import megackpt
-from megackpt import LoadOptions, ShardedTensor
+from megackpt import DeclarationError, LoadOptions, ShardedTensor
 from megackpt.maps import weights_of
 from megackpt.maps.weights import parameter_key
 from megackpt.optim import DistributedOptimizer
 from megackpt.parallel import ParallelGroups, ParallelLayout
+from megackpt.testing.ranks import RankPool
 from models import GPTConfig, build_gpt
 from models.huggingface import gpt_config
 from tests.huggingface_models import (
     FAMILIES,
     SEQUENCE,
     arrays_in_our_names,
+    assert_close,
     logits_of,
     random_config,
     random_model,
@@ -40,7 +42,6 @@ from tests.optim_world import tensors_of
 
 pytest.importorskip("transformers", reason="the extra huggingface is not installed")
 
-RELATIVE = 1e-5
 SEEDS = 5
 MAPPED = [family for family in FAMILIES if family != "phi3"]  # which no map is for
 Arrays = Mapping[str, npt.NDArray[Any]]
@@ -63,7 +64,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Any:
     @functools.cache
     def folder(family: str, seed: int) -> Folder:
         path = root / f"{family}-{seed}"
-        model = random_model(random_config(family, seed), seed)
+        model: Any = random_model(random_config(family, seed), seed)
         model.save_pretrained(path, max_shard_size="40KB")
         config = gpt_config(json.loads((path / "config.json").read_text()))
         # Rows of the vocabulary are padded, and a scaling for longer sequences is used.
@@ -75,9 +76,11 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return folder
 
 
-def _state(config: GPTConfig, groups: ParallelGroups) -> tuple[Any, dict[str, Any]]:
+def _state(
+    config: GPTConfig, groups: ParallelGroups, *, sequence_parallel: bool = False
+) -> tuple[Any, dict[str, Any]]:
     """Return a model whose parameters are all NaN, and its whole state with an optimizer."""
-    model = build_gpt(config, groups)
+    model = build_gpt(config, groups, sequence_parallel=sequence_parallel)
     with torch.no_grad():
         for param in model.parameters():
             param.fill_(torch.nan)
@@ -119,7 +122,7 @@ def _import(
     groups = ParallelGroups.create(layout)
     keys: set[str] = set()
     for dtype in (torch.bfloat16, torch.float32):
-        model, state = _state(replace(config, params_dtype=dtype), groups)
+        model, state = _state(replace(config, params_dtype=dtype), groups, sequence_parallel=layout.tp > 1)
         weights = weights_of(state)
         _, report = megackpt.load_with_report(weights, path, maps="auto", options=LoadOptions(**options))
         params = {tensor.key for tensor in tensors_of(weights["model"])}
@@ -128,16 +131,46 @@ def _import(
     return logits_of(model, config, groups), keys
 
 
-def _assert_close(actual: Any, expected: Tensor) -> None:
-    error = (torch.from_numpy(actual) - expected).abs().max() / expected.abs().max()
-    assert error <= RELATIVE, f"off by {error:.1e} of the largest logit"
-
-
 @pytest.mark.parametrize("seed", range(SEEDS))
 @pytest.mark.parametrize("family", MAPPED)
 def test_a_folder_is_imported_on_one_rank(folders: Any, family: str, seed: int) -> None:
     folder = folders(family, seed)
     logits, keys = _import(folder.path, folder.config, folder.arrays, ParallelLayout())
-    _assert_close(logits, folder.logits)
+    assert_close(logits, folder.logits)
     assert {key for key in keys if key == parameter_key(key)} == set(folder.arrays)
     assert {parameter_key(key) for key in keys if key != parameter_key(key)} == set(folder.arrays)
+
+
+def _import_all(cases: list[tuple[Any, ...]]) -> list[tuple[Any, set[str]]]:
+    return [_import(*case) for case in cases]
+
+
+def _layout_of(config: GPTConfig) -> ParallelLayout:
+    """Return a layout of 4 ranks with as many kinds of cuts as a config allows."""
+    if config.moe is not None:
+        layouts = [ParallelLayout(tp=2, pp=2, ep=2, etp=1), ParallelLayout(pp=2, cp=2, ep=2)]
+    else:
+        layouts = [ParallelLayout(tp=2, pp=2)]
+    for layout in layouts:
+        try:
+            config.check_layout(layout)
+        except DeclarationError:
+            continue
+        return layout
+    return ParallelLayout(pp=2, cp=2)
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("family", MAPPED)
+def test_a_folder_is_imported_on_several_ranks(rank_pool: RankPool, folders: Any, family: str) -> None:
+    written = [folders(family, seed) for seed in range(SEEDS)]
+    cases = [(f.path, f.config, f.arrays, _layout_of(f.config)) for f in written]
+    assert cases[0][-1].tp == 2
+    assert cases[0][-1].ep == (1 if written[0].config.moe is None else 2)
+    for results in zip(*rank_pool.run(_import_all, 4, cases), strict=True):
+        folder = written.pop(0)
+        assert {parameter_key(key) for _, keys in results for key in keys} == set(folder.arrays)
+        assert any(key != parameter_key(key) for _, keys in results for key in keys)
+        for logits, _ in results:
+            if logits is not None:
+                assert_close(logits, folder.logits)

@@ -39,7 +39,7 @@ from megackpt.maps import RegionMap, bound_to
 from megackpt.maps.choice import chosen_map
 from megackpt.maps.requests import mapped_tensors
 from megackpt.maps.weights import is_weight, parameter_key
-from megackpt.metadata import OBJECT
+from megackpt.metadata import OBJECT, ArraySpec
 from megackpt.planning import plan_load
 from megackpt.storage import digest_of
 from megackpt.validation import LoadReport, LoadRules
@@ -57,7 +57,10 @@ def prepare_mapped_load(request: LoadRequest, source: Source, rules: LoadRules, 
     where, options = source.location, request.options
     contents = with_options_renamed(source.contents, options)[0]
     assert request.maps is not None
-    made = chosen_map(request.maps, _config_of(request, contents, where), where=where)
+    config = _config_of(request, contents, where)
+    made = _with_stored_padding(
+        chosen_map(request.maps, config, contents.arrays, where=where), contents.arrays
+    )
     flattened = flatten_state(
         request.state,
         rank=group.rank,
@@ -115,6 +118,17 @@ def _config_of(request: LoadRequest, contents: Contents, where: str) -> Mapping[
         return request.config
     content = read_common(contents, where=where)[1]
     return content.get("huggingface_config") if isinstance(content, dict) else None
+
+
+def _with_stored_padding(made: RegionMap, stored: Mapping[str, ArraySpec]) -> RegionMap:
+    """Return the map with the padded rows that arrays of the other family have in this checkpoint."""
+    right = dict(made.right)
+    for key, array in made.right.items():
+        shape = stored[key].global_shape if key in stored else ()
+        if array.is_padded and shape[:1] > array.stored[:1] and array.stored == array.viewed:
+            padded = (shape[0], *array.stored[1:])
+            right[key] = array._replace(stored=padded, viewed=padded)
+    return replace(made, right=right)
 
 
 @dataclass(frozen=True, slots=True)
