@@ -15,10 +15,12 @@ from megackpt.optim.sharded_state import (
     make_sharded_optimizer_tensor,
     optim_state_to_sharding_state,
 )
+from megackpt.optim.whole_matrix import WholeMatrixOptimizer
 
 __all__ = [
     "DistributedOptimizer",
     "MixedPrecisionOptimizer",
+    "WholeMatrixOptimizer",
     "declare_remainder_masters",
     "get_optim_param_to_id_map",
     "get_param_id_to_sharded_param_map",

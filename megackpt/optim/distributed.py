@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-from megackpt.errors import DeclarationError
 from megackpt.mapping import ShardedBase, ShardedStateDict, ShardedTensor, StateDict
 from megackpt.optim.collectives import all_gather_slices, reduce_scatter_grads
 from megackpt.optim.gather import StateRange, gather_states, join_states
@@ -26,15 +25,15 @@ from megackpt.optim.master_optimizer import DEFAULT_BUCKET_SIZE, MasterOptimizer
 from megackpt.optim.overlap import GradientReductions, ParameterGathers, buckets_in_order
 from megackpt.optim.owned_params import OwnedParam
 from megackpt.optim.param_groups import ParamsOrGroups
+from megackpt.optim.param_positions import model_replica
 from megackpt.optim.ranges import BufferLayout, FlatRange
 from megackpt.optim.sharded_state import (
     ParamEntity,
     find_param_entities,
     make_flat_optimizer_tensor,
     make_sharded_scalar,
-    replica_of,
 )
-from megackpt.optim.state_probe import OptimizerBuilder, ProbeKind, check_elementwise
+from megackpt.optim.state_probe import OptimizerBuilder, StateSpec, check_elementwise, probe_shards
 from megackpt.parallel.attributes import is_marked
 from megackpt.parallel.groups import Axis, ParallelGroups
 
@@ -210,7 +209,7 @@ class DistributedOptimizer(MasterOptimizer):
             declared.setdefault(position, {})[name] = entity.retarget(
                 key=f"optimizer.state.{name}.{entity.key}",
                 data=data.view(param.shape),
-                replica_id=(*self._model_replica(param, entity), 0),
+                replica_id=(*model_replica(param, entity, self.groups), 0),
             )
 
     def _ownership(self, layout: BufferLayout, axis: Axis) -> tuple[Sequence[FlatRange], Sequence[FlatRange]]:
@@ -219,8 +218,11 @@ class DistributedOptimizer(MasterOptimizer):
     def _shape_master(self, flat: Tensor, param: Parameter) -> Tensor:
         return flat
 
-    def _check_inner(self, build: OptimizerBuilder, kinds: Sequence[Sequence[ProbeKind]]) -> None:
-        check_elementwise(build, kinds)
+    def _probe_inner(
+        self, build: OptimizerBuilder, masters: Sequence[Sequence[Tensor]]
+    ) -> list[list[StateSpec]]:
+        check_elementwise(build, masters)
+        return probe_shards(build, masters)
 
     def _reduce_bucket(self, bucket: Tensor, axis: Axis) -> None:
         reduce_scatter_grads(bucket, axis, divisor=self._grad_divisor)
@@ -248,7 +250,7 @@ class DistributedOptimizer(MasterOptimizer):
             tensor,
             prefix=prefix,
             flattened_range=owned_param.flat_range.as_slice(),
-            replica=self._model_replica(owned_param.param, entity),
+            replica=model_replica(owned_param.param, entity, self.groups),
         )
 
     def _declare_scalar(
@@ -257,17 +259,5 @@ class DistributedOptimizer(MasterOptimizer):
         # Of the ranks with elements of the parameter, the one with its first element has the main replica.
         axis = groups_of(owned_param.param, self.groups).dp_cp
         dp = 0 if owned_param.flat_range.start == 0 else 1 + axis.rank
-        replica = (*self._model_replica(owned_param.param, entity), dp)
+        replica = (*model_replica(owned_param.param, entity, self.groups), dp)
         return make_sharded_scalar(entity, scalar, prefix=prefix, replica=replica)
-
-    def _model_replica(self, param: Parameter, entity: ParamEntity) -> tuple[int, int]:
-        is_one_rank = groups_of(param, self.groups).tp.size == 1 and self.groups.pp.size == 1
-        if isinstance(entity.replica_id, int) and not is_one_rank:
-            raise DeclarationError(
-                f"{entity.key!r}: replica_id {entity.replica_id} is a single number, which does not say "
-                f"whether it counts tp, pp or dp ranks. Give the tuple (pipeline copy, tp rank if not "
-                f"sharded over tp, dp rank).",
-                key=entity.key,
-                rank=self.groups.rank,
-            )
-        return replica_of(entity)[:2]

@@ -16,10 +16,10 @@ from torch.optim import Optimizer
 from megackpt.errors import MismatchError
 from megackpt.optim.owned_params import OwnedParam
 from megackpt.optim.param_groups import ParamGroup
-from megackpt.optim.state_probe import OptimizerBuilder, ProbeKind, probe_state
+from megackpt.optim.state_probe import OptimizerBuilder, StateSpec, entries
 
 OptimizerFactory: TypeAlias = Callable[[list[dict[str, Any]]], Optimizer]  # groups as torch.optim takes them
-OptimizerCheck: TypeAlias = Callable[[OptimizerBuilder, Sequence[Sequence[ProbeKind]]], None]
+StateProbe: TypeAlias = Callable[[OptimizerBuilder, Sequence[Sequence[Tensor]]], list[list[StateSpec]]]
 
 MASTER = "fp32_param"
 """Name under which master weights are stored, as in Megatron-Core."""
@@ -34,7 +34,8 @@ class InnerOptimizer:
         param_groups: the groups of the whole model part, in order.
         owned_params: what this rank updates of their parameters.
         factory: creates the torch optimizer.
-        check: raises an error for an optimizer that cannot work on such masters.
+        probe: returns the structure of the state of the masters of each group, or raises an error for an
+            optimizer that cannot work on such masters.
 
     Attributes:
         optimizer: the torch optimizer.
@@ -45,21 +46,19 @@ class InnerOptimizer:
         param_groups: Sequence[ParamGroup],
         owned_params: Sequence[OwnedParam],
         factory: OptimizerFactory,
-        check: OptimizerCheck,
+        probe: StateProbe,
     ) -> None:
         self._param_groups = param_groups
         self._owned_params = owned_params
         self._factory = factory
         group_of = {id(p): index for index, group in enumerate(param_groups) for p in group.params}
         members = [[s for s in owned_params if group_of[id(s.param)] == g] for g in range(len(param_groups))]
-        kinds = [list(dict.fromkeys(ProbeKind.of(s.master) for s in group)) for group in members]
-        check(self._build, kinds)
-        specs = probe_state(self._build, kinds)
-        self.optimizer = self._build([[s.master for s in group] for group in members])
-        for group, spec_of in zip(members, specs, strict=True):
-            for owned_param in group:
-                spec = spec_of[ProbeKind.of(owned_param.master)]
-                owned_param.scalars = frozenset(spec.scalars)
+        masters = [[s.master for s in group] for group in members]
+        specs = probe(self._build, masters)
+        self.optimizer = self._build(masters)
+        for group, group_specs in zip(members, specs, strict=True):
+            for owned_param, spec in zip(group, group_specs, strict=True):
+                owned_param.scalars, owned_param.arrays = frozenset(spec.scalars), spec.arrays
                 owned_param.updates = None if STEP in spec.scalars else torch.zeros((), dtype=torch.int64)
                 # Some optimizers (Adagrad) create their state when they are built: it is real from the start.
                 owned_param.lazy = owned_param.fresh = not self.optimizer.state.get(owned_param.master)
@@ -87,15 +86,13 @@ class InnerOptimizer:
         """Yield name and value of everything that is stored for an owned parameter. Local.
 
         A value has the shape of the owned parameter's master, or is one number: a tensor of one element, or a
-        Python number.
+        Python number. Whole masters may have states of other shapes, too.
         """
         if owned_param.has_copy:
             yield MASTER, owned_param.master
         if owned_param.updates is not None:
             yield STEP, owned_param.updates
-        for name, value in self.optimizer.state.get(owned_param.master, {}).items():
-            if value is not None:
-                yield name, value
+        yield from entries(self.optimizer.state.get(owned_param.master, {}))
 
     def restore(self, owned_param: OwnedParam, loaded: Mapping[str, Tensor]) -> None:
         """Take over what was loaded for an owned parameter, by name. Local.

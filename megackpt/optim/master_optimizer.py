@@ -19,7 +19,12 @@ from torch.optim import Optimizer
 from megackpt.errors import MismatchError, MissingKeyError, truncated_list
 from megackpt.mapping import ShardedBase, ShardedStateDict, ShardedTensor, StateDict
 from megackpt.optim.buffers import make_buffers
-from megackpt.optim.grad_sync import clip_factor, global_grad_norm, sum_over_model_ranks, touched_on_any_rank
+from megackpt.optim.grad_sync import (
+    clip_factor,
+    global_grad_norm,
+    sum_over_model_ranks,
+    touched_on_any_rank,
+)
 from megackpt.optim.group_numbers import declare_group_numbers, need_numbers, stored_group_names
 from megackpt.optim.inner_optimizer import InnerOptimizer, OptimizerFactory
 from megackpt.optim.owned_params import OwnedParam, OwnedSlice, cut_params, cut_slices
@@ -30,13 +35,15 @@ from megackpt.optim.param_groups import (
     parse_param_groups,
     restore_hyperparameters,
 )
+from megackpt.optim.param_positions import cuts_of
 from megackpt.optim.ranges import BufferLayout, FlatRange
 from megackpt.optim.remainders import is_weight_of_master
 from megackpt.optim.sharded_state import (
     ParamEntity,
     find_param_entities,
+    make_own_array,
 )
-from megackpt.optim.state_probe import OptimizerBuilder, ProbeKind
+from megackpt.optim.state_probe import OptimizerBuilder, StateSpec
 from megackpt.parallel.groups import Axis, ParallelGroups
 
 DEFAULT_BUCKET_SIZE = 40_000_000
@@ -79,7 +86,7 @@ class MasterOptimizer(ABC):
         ownership = [self._ownership(buffer.layout, buffer.groups.dp_cp) for buffer in self.buffers]
         self._slices = [cut_slices(b, slices) for b, (slices, _) in zip(self.buffers, ownership, strict=True)]
         self._owned_params = self._cut_params([ranges for _, ranges in ownership])
-        self._inner = InnerOptimizer(self._groups, self._owned_params, optimizer_factory, self._check_inner)
+        self._inner = InnerOptimizer(self._groups, self._owned_params, optimizer_factory, self._probe_inner)
 
     @property
     def inner(self) -> Optimizer:
@@ -243,8 +250,13 @@ class MasterOptimizer(ABC):
         """Return the view of a parameter's owned range that the inner optimizer gets."""
 
     @abstractmethod
-    def _check_inner(self, build: OptimizerBuilder, kinds: Sequence[Sequence[ProbeKind]]) -> None:
-        """Raise an error if the inner optimizer cannot work on such masters."""
+    def _probe_inner(
+        self, build: OptimizerBuilder, masters: Sequence[Sequence[Tensor]]
+    ) -> list[list[StateSpec]]:
+        """Return the structure of the state of each master, by group.
+
+        Raise an error if the inner optimizer cannot work on such masters.
+        """
 
     @abstractmethod
     def _reduce_bucket(self, bucket: Tensor, axis: Axis) -> None:
@@ -326,12 +338,16 @@ class MasterOptimizer(ABC):
         prefix = f"optimizer.state.{name}"
         if self._is_elementwise(owned_param, name, value):
             return self._declare_tensor(owned_param, entity, prefix, value)
-        return self._declare_scalar(owned_param, entity, prefix, _as_scalar(value))
+        if name in owned_param.arrays:
+            return make_own_array(
+                entity, _as_tensor(value), prefix=prefix, cuts=cuts_of(owned_param.param, self.groups)
+            )
+        return self._declare_scalar(owned_param, entity, prefix, _as_tensor(value).view(()))
 
     def _is_elementwise(self, owned_param: OwnedParam, name: str, value: Any) -> bool:
         """Return whether a state has one value for each element of the master, and not one for all."""
         of_one_shape = isinstance(value, Tensor) and value.shape == owned_param.master.shape
-        return of_one_shape and name not in owned_param.scalars
+        return of_one_shape and name not in owned_param.scalars | owned_param.arrays
 
     def _check_params_are_rounded_masters(self) -> None:
         wrong = [
@@ -351,10 +367,10 @@ class MasterOptimizer(ABC):
             )
 
 
-def _as_scalar(value: Tensor | float) -> Tensor:
-    """Return a 0-dim tensor: a view of a tensor, so that loading fills it in place, or a copy of a number."""
+def _as_tensor(value: Tensor | float) -> Tensor:
+    """Return the tensor itself, so that loading fills it in place, or a 0-dim copy of a number."""
     if isinstance(value, Tensor):
-        return value.view(())
+        return value
     return torch.tensor(value, dtype=torch.float64 if isinstance(value, float) else torch.int64)
 
 

@@ -23,15 +23,19 @@ from megackpt.optim.sharded_state import (
     make_sharded_scalar,
     replica_of,
 )
-from megackpt.optim.state_probe import OptimizerBuilder, ProbeKind
+from megackpt.optim.state_probe import OptimizerBuilder, StateSpec, probe_whole
 from megackpt.parallel.groups import Axis
 
 
 class MixedPrecisionOptimizer(MasterOptimizer):
-    """Any torch optimizer whose state has the shape of the parameters, on whole master weights.
+    """Any torch optimizer that steps without a closure, on whole master weights.
 
     The arguments are those of `DistributedOptimizer`. The inner optimizer gets master weights in the shapes
     of the parameters, and the same averaged gradients, bit for bit.
+
+    State that has not the shape of the parameter (Adafactor's factors, norms, scales of blocks) is stored in
+    arrays of its own. They can be loaded at any pp and dp, but belong to slices of parameters: another tp, or
+    another ep of stacked experts, is an error when they are loaded.
     """
 
     _is_sharded = False
@@ -42,8 +46,10 @@ class MixedPrecisionOptimizer(MasterOptimizer):
     def _shape_master(self, flat: Tensor, param: Parameter) -> Tensor:
         return flat.view(param.shape) if param.ndim else flat  # 0-dim state would look like a number
 
-    def _check_inner(self, build: OptimizerBuilder, kinds: Sequence[Sequence[ProbeKind]]) -> None:
-        """Do nothing: whole parameters suit every optimizer."""
+    def _probe_inner(
+        self, build: OptimizerBuilder, masters: Sequence[Sequence[Tensor]]
+    ) -> list[list[StateSpec]]:
+        return probe_whole(build, masters)
 
     def _reduce_bucket(self, bucket: Tensor, axis: Axis) -> None:
         # An all-reduce as two steps, which add in the same order as DistributedOptimizer does.

@@ -53,6 +53,7 @@ class OwnedParam:
         master: what the inner optimizer updates.
         has_copy: whether master is an fp32 copy and not data itself.
         scalars: names of the inner optimizer's states that are one number for the whole parameter.
+        arrays: names of those that have neither the shape of the master nor a number for all ranks.
         updates: 0-dim int64, updates so far, where the inner optimizer keeps no `step` of its own.
         lazy: whether the inner optimizer makes the state in the first step.
         fresh: whether the state is a placeholder; only where lazy.
@@ -67,6 +68,7 @@ class OwnedParam:
     master: Tensor
     has_copy: bool
     scalars: frozenset[str] = frozenset()
+    arrays: frozenset[str] = frozenset()
     updates: Tensor | None = None
     lazy: bool = False
     fresh: bool = False

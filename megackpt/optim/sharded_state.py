@@ -145,6 +145,32 @@ def make_sharded_scalar(
     )
 
 
+def make_own_array(
+    model_param: ParamEntity, value: Tensor, *, prefix: str, cuts: Sequence[tuple[int, int]]
+) -> ShardedTensor:
+    """Declare state of this rank's slice of a parameter that has another shape. Local.
+
+    The key is `prefix.<model key>`; the global array has the prepended axes of the parameter, then an axis
+    for each cut, then those of value: `[num_layers, tp, *value.shape]`. So at other cuts its shape is
+    another, and a load is an error. Ranks with an equal slice have copies.
+
+    Args:
+        model_param: the parameter's entity.
+        value: of any shape, the same for each slice.
+        prefix: of the key.
+        cuts: this rank's position along each axis that cuts the parameter, and the size of that axis.
+    """
+    shape, offset, prepended, _ = _first_box(model_param)
+    return ShardedTensor.from_rank_offsets(
+        f"{prefix}.{model_param.key}",
+        value,
+        *((axis, offset[axis], shape[axis]) for axis in range(prepended)),
+        *((prepended + number, position, size) for number, (position, size) in enumerate(cuts)),
+        replica_id=replica_of(model_param),
+        prepend_axis_num=prepended + len(cuts),
+    )
+
+
 def optim_state_to_sharding_state(
     optim_state_dict: StateDict,
     id_to_sharded_param_map: Mapping[int, ParamEntity],

@@ -7,12 +7,17 @@ for one, differs from all later ones. So the structure is taken from a *probe*, 
 second optimizer from the same factory takes steps, and real parameters get zeros of that structure as
 placeholders. Before the first real update of a parameter its placeholder is dropped, and the inner optimizer
 starts exactly as if it had just been built.
+
+State that has not the shape of the parameter (factored moments, matrix factors, scales of blocks) has a
+structure that depends on the parameter's shape. Where a probe shows such state, each whole parameter gets a
+probe of its own shape.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 import torch
@@ -25,7 +30,8 @@ OptimizerBuilder: TypeAlias = Callable[
     [Sequence[Sequence[Tensor]]], Optimizer
 ]  # tensors of each group -> inner optimizer
 
-_EXTENT = 8  # of a probe, along each dim
+_EXTENT = 8  # of a small probe along its last dim
+_LARGE = 8192  # elements of a large probe: 8-bit optimizers keep the state of small parameters in float32
 _CUT = 3  # not in the middle: an optimizer that uses a whole tensor cannot treat both sides equally by chance
 _STEPS = 2
 
@@ -46,54 +52,117 @@ class ProbeKind:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StateSpec:
-    """The structure of one parameter's state.
+    """The structure of one parameter's state. Names are those of `entries`.
 
     Attributes:
+        optimizer: class of the optimizer, for errors.
         elementwise: dtype of each state that has the shape of the parameter, by name.
-        scalars: an example of each state that is one number, by name: a tensor of one element, or a number.
+        scalars: an example of each state that is one number, equal on all ranks, by name: a tensor of one
+            element, or a number.
+        arrays: names of tensors of another shape, and of numbers that depend on the parameter's values.
+        has_lists: whether some states are in lists.
+        placeholder_state: zeros of this structure for one parameter; None if they follow from the other
+            fields.
     """
 
+    optimizer: str
     elementwise: Mapping[str, torch.dtype]
     scalars: Mapping[str, Tensor | float]
+    arrays: frozenset[str]
+    has_lists: bool
+    placeholder_state: dict[str, Any] | None = field(default=None, repr=False)
 
     def placeholder(self, param: Tensor) -> dict[str, Any]:
         """Return zeros of this structure for `param`."""
+        if self.placeholder_state is not None:
+            return self.placeholder_state
         state: dict[str, Any] = {
             name: torch.zeros_like(param, dtype=dtype) for name, dtype in self.elementwise.items()
         }
-        for name, example in self.scalars.items():
-            state[name] = torch.zeros_like(example) if isinstance(example, Tensor) else type(example)(0)
-        return state
+        return state | {name: _zeros_like(value) for name, value in self.scalars.items()}
+
+    def follows_from_kind(self, other: StateSpec) -> bool:
+        """Return whether the structure is that of `other`, of a probe of another size, and has no arrays."""
+        same = dict(self.elementwise) == dict(other.elementwise) and set(self.scalars) == set(other.scalars)
+        return same and not (self.arrays or other.arrays or self.has_lists or other.has_lists)
+
+    def check_no_arrays(self) -> None:
+        """Raise unless every state is elementwise or one number, as those of shards have to be."""
+        if self.arrays or self.has_lists:
+            raise OptimizerError(
+                f"{self.optimizer} keeps state that is neither of the parameter's shape nor one number that "
+                f"all ranks have: {', '.join(map(repr, sorted(self.arrays))) or 'lists'}. A "
+                f"DistributedOptimizer cuts parameters between ranks at any element, so such state would be "
+                f"that of a range and not of the parameter. Use MixedPrecisionOptimizer or "
+                f"WholeMatrixOptimizer, which keep parameters whole, or an elementwise optimizer such as "
+                f"AdamW."
+            )
 
 
-def probe_state(
-    build: OptimizerBuilder, kinds: Sequence[Sequence[ProbeKind]]
-) -> list[dict[ProbeKind, StateSpec]]:
-    """Return, for each group, the structure of the state of each kind of parameter in it. Local.
+def entries(state: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Yield name and value of everything in a parameter's state that can be stored.
+
+    The members of a list have names such as `GG.0`; None and empty lists are left out.
+    """
+    for name, value in state.items():
+        if isinstance(value, (list, tuple)):
+            yield from ((f"{name}.{i}", member) for i, member in enumerate(value) if not _is_nothing(member))
+        elif value is not None:
+            yield name, value
+
+
+def probe_shards(build: OptimizerBuilder, groups: Sequence[Sequence[Tensor]]) -> list[list[StateSpec]]:
+    """Return the structure of the state of each master, by group; masters are flat ranges. Local.
 
     Raises:
         OptimizerError: the optimizer cannot step on plain dense tensors, or keeps a state that is neither of
             the parameter's shape nor a number.
     """
-    probes = [[_values(kind) for kind in group] for group in kinds]
-    optimizer = _after_steps(build, probes)
+    small, large = (_probe_kinds(build, groups, numel) for numel in (0, _LARGE))
+    for specs in (*small, *large):
+        for spec in specs.values():
+            spec.check_no_arrays()
+    return _of_masters(small, groups)
+
+
+def probe_whole(build: OptimizerBuilder, groups: Sequence[Sequence[Tensor]]) -> list[list[StateSpec]]:
+    """Return the structure of the state of each master, by group; masters are whole parameters. Local.
+
+    If that state has other shapes than the parameters, it needs memory for one parameter more, with its
+    gradient and its state.
+
+    Raises:
+        OptimizerError: the optimizer cannot step on plain dense tensors, or keeps a state of another type.
+    """
+    small, large = (_probe_kinds(build, groups, numel) for numel in (0, _LARGE))
+    specs = _of_masters(large, groups)
+    pairs = [
+        (of_small[kind], spec)
+        for of_small, of_large in zip(small, large, strict=True)
+        for kind, spec in of_large.items()
+    ]
+    if all(spec.follows_from_kind(other) for spec, other in pairs):
+        return specs
     return [
-        {kind: _spec(optimizer, probe) for kind, probe in zip(group, members, strict=True)}
-        for group, members in zip(kinds, probes, strict=True)
+        [
+            _exact_spec(build, len(groups), number, master, spec)
+            for master, spec in zip(group, of_group, strict=True)
+        ]
+        for number, (group, of_group) in enumerate(zip(groups, specs, strict=True))
     ]
 
 
-def check_elementwise(build: OptimizerBuilder, kinds: Sequence[Sequence[ProbeKind]]) -> None:
+def check_elementwise(build: OptimizerBuilder, groups: Sequence[Sequence[Tensor]]) -> None:
     """Check that an optimizer updates a parameter that is cut in two like the whole one. Local.
 
     Args:
         build: creates the optimizer.
-        kinds: of each group, of one dim, as flat shards are.
+        groups: the masters of each group, of one dim, as flat shards are.
 
     Raises:
         OptimizerError: it does not.
     """
-    whole = [[_values(kind) for kind in group] for group in kinds]
+    whole = [[_values(kind) for kind in dict.fromkeys(map(ProbeKind.of, group))] for group in groups]
     cut = [[side.clone() for p in group for side in (p[:_CUT], p[_CUT:])] for group in whole]
     optimizer = _after_steps(build, whole)
     _after_steps(build, cut)
@@ -110,10 +179,70 @@ def check_elementwise(build: OptimizerBuilder, kinds: Sequence[Sequence[ProbeKin
             )
 
 
-def _values(kind: ProbeKind) -> Tensor:
-    numel = _EXTENT**kind.ndim
-    values = torch.linspace(0.5, 2.5, numel, dtype=kind.dtype, device=kind.device)
-    return values.view((_EXTENT,) * kind.ndim)
+def _values(kind: ProbeKind, numel: int = 0) -> Tensor:
+    """Return a small probe, or one of at least `numel` elements, of which no two dims are of one extent.
+
+    So no state has the shape of the probe by chance.
+    """
+    extent = max(_EXTENT, math.ceil(numel ** (1 / kind.ndim)))
+    shape = tuple(range(extent + kind.ndim - 1, extent - 1, -1))
+    values = torch.linspace(0.5, 2.5, math.prod(shape), dtype=kind.dtype, device=kind.device)
+    return values.view(shape)
+
+
+def _probe_kinds(
+    build: OptimizerBuilder, groups: Sequence[Sequence[Tensor]], numel: int
+) -> list[dict[ProbeKind, StateSpec]]:
+    """Return the structure of the state of each kind of master, by group."""
+    kinds = [dict.fromkeys(ProbeKind.of(master) for master in group) for group in groups]
+    # Of each kind two probes with other values, by which numbers that depend on values are found.
+    probes = [[_values(kind, numel) * factor for kind in group for factor in (1.0, 0.75)] for group in kinds]
+    optimizer = _after_steps(build, probes)
+    return [
+        {
+            kind: _spec(optimizer, *pair)
+            for kind, pair in zip(group, zip(members[::2], members[1::2], strict=True), strict=True)
+        }
+        for group, members in zip(kinds, probes, strict=True)
+    ]
+
+
+def _of_masters(
+    specs: Sequence[Mapping[ProbeKind, StateSpec]], groups: Sequence[Sequence[Tensor]]
+) -> list[list[StateSpec]]:
+    """Return the structure that was found for the kind of each master."""
+    return [[of_kind[ProbeKind.of(m)] for m in group] for of_kind, group in zip(specs, groups, strict=True)]
+
+
+def _exact_spec(
+    build: OptimizerBuilder, num_groups: int, number: int, master: Tensor, spec: StateSpec
+) -> StateSpec:
+    """Return the structure of the state of one master of group `number`, from a probe of its shape.
+
+    Args:
+        build: creates the optimizer.
+        num_groups: of the optimizer.
+        number: of the master's group.
+        master: whole.
+        spec: of a probe whose dims have different extents, which says by name what is elementwise. The
+            master may be square, and a factor of it then has its shape.
+    """
+    probe = torch.linspace(0.5, 2.5, master.numel(), dtype=master.dtype, device=master.device).view(
+        master.shape
+    )
+    optimizer = _after_steps(build, [[probe] if group == number else [] for group in range(num_groups)])
+    exact = _spec(optimizer, probe, probe)
+    arrays = exact.arrays | (spec.arrays & {*exact.elementwise, *exact.scalars})
+    return StateSpec(
+        optimizer=spec.optimizer,
+        has_lists=exact.has_lists,
+        elementwise={name: dtype for name, dtype in exact.elementwise.items() if name not in arrays},
+        scalars={name: value for name, value in exact.scalars.items() if name not in arrays},
+        arrays=arrays,
+        placeholder_state={
+            name: _zeros_like(value) for name, value in optimizer.state.get(probe, {}).items()
+        },
+    )
 
 
 def _after_steps(build: OptimizerBuilder, probes: Sequence[Sequence[Tensor]]) -> Optimizer:
@@ -138,21 +267,45 @@ def _after_steps(build: OptimizerBuilder, probes: Sequence[Sequence[Tensor]]) ->
     return optimizer
 
 
-def _spec(optimizer: Optimizer, probe: Tensor) -> StateSpec:
+def _spec(optimizer: Optimizer, probe: Tensor, other: Tensor) -> StateSpec:
+    """Return the structure of the state of a probe; `other` is one of the same kind with other values."""
     elementwise: dict[str, torch.dtype] = {}
     scalars: dict[str, Tensor | float] = {}
-    for name, value in optimizer.state.get(probe, {}).items():
+    arrays: set[str] = set()
+    of_other = dict(entries(optimizer.state.get(other, {})))
+    state = optimizer.state.get(probe, {})
+    for name, value in entries(state):
         if isinstance(value, Tensor) and value.shape == probe.shape:
             elementwise[name] = value.dtype
-        elif isinstance(value, (int, float)) or (isinstance(value, Tensor) and value.numel() == 1):
-            scalars[name] = value
-        elif value is not None:
-            shape = (
-                f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"type {type(value).__name__}"
-            )
+        elif isinstance(value, Tensor) and value.numel() != 1:
+            arrays.add(name)
+        elif isinstance(value, (int, float, Tensor)):
+            if name in of_other and bool(value == of_other[name]):
+                scalars[name] = value
+            else:  # it depends on the values of the parameter, as a norm does
+                arrays.add(name)
+        else:
             raise OptimizerError(
-                f"{type(optimizer).__name__} keeps a state {name!r} of {shape} for a parameter of shape "
-                f"{tuple(probe.shape)}. Only a tensor of the parameter's shape or a single number can be "
-                f"declared like the parameter. Use an optimizer without such state, such as AdamW."
+                f"{type(optimizer).__name__} keeps a state {name!r} of type {type(value).__name__} for a "
+                f"parameter of shape {tuple(probe.shape)}. Only tensors, lists of tensors and numbers can be "
+                f"stored. Use an optimizer without such state, such as AdamW."
             )
-    return StateSpec(elementwise=elementwise, scalars=scalars)
+    return StateSpec(
+        optimizer=type(optimizer).__name__,
+        elementwise=elementwise,
+        scalars=scalars,
+        arrays=frozenset(arrays),
+        has_lists=any(isinstance(value, (list, tuple)) for value in state.values()),
+    )
+
+
+def _is_nothing(value: Any) -> bool:
+    return value is None or (isinstance(value, (list, tuple)) and not value)
+
+
+def _zeros_like(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return torch.zeros_like(value)
+    if isinstance(value, (list, tuple)):
+        return type(value)(_zeros_like(member) for member in value)
+    return None if value is None else type(value)(0)

@@ -69,6 +69,17 @@ class RowMoments(Optimizer):
             self.state[p]["row"] = p.grad.new_zeros(p.shape[0], 2)
 
 
+class Named(Optimizer):
+    """Keeps a text."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {})
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for p in self.param_groups[0]["params"]:
+            self.state[p]["kind"] = "matrix"
+
+
 OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
     "adam": lambda g: torch.optim.Adam(g, lr=0.01),
     "adam_amsgrad_decay": lambda g: torch.optim.Adam(g, lr=0.01, amsgrad=True, weight_decay=0.1),
@@ -306,7 +317,7 @@ def test_a_learning_rate_scheduler_drives_the_inner_optimizer() -> None:
     [
         (lambda g: torch.optim.LBFGS(g[0]["params"]), r"LBFGS cannot be used here.*closure"),
         (lambda g: torch.optim.SparseAdam(g), r"SparseAdam cannot be used here.*dense gradients"),
-        (RowMoments, r"RowMoments keeps a state 'row' of shape \(8, 2\).*Use an optimizer without"),
+        (Named, r"Named keeps a state 'kind' of type str.*Use an optimizer without"),
     ],
 )
 def test_an_optimizer_whose_state_cannot_be_declared_is_rejected(
@@ -314,6 +325,12 @@ def test_an_optimizer_whose_state_cannot_be_declared_is_rejected(
 ) -> None:
     with pytest.raises(OptimizerError, match=match):
         kind(make_model().parameters(), factory, SINGLE_PROCESS)
+
+
+def test_state_of_another_shape_is_rejected_for_shards() -> None:
+    match = "RowMoments keeps state that is neither.*'row'.*Use MixedPrecisionOptimizer"
+    with pytest.raises(OptimizerError, match=match):
+        DistributedOptimizer(make_model().parameters(), RowMoments, SINGLE_PROCESS)
 
 
 @pytest.mark.parametrize("factory", [Lamb, lambda g: torch.optim.Adafactor(g, lr=0.1)])
