@@ -173,7 +173,7 @@ def a_rank(layout: ParallelLayout, rank: int, kind: Any) -> tuple[Any, MasterOpt
     return params, kind([p.param for p in params], Factors, groups)
 
 
-def fill_by_place(optimizer: MasterOptimizer) -> None:
+def fill_by_slice(optimizer: MasterOptimizer) -> None:
     """Give each factor a value that says which layer and slice it belongs to."""
     for owned in optimizer._owned_params:
         for number, factor in enumerate(optimizer.inner.state[owned.master]["GG"]):
@@ -187,7 +187,7 @@ def test_each_layer_and_slice_keeps_its_own_array_when_dp_and_pp_change(kind: An
     world = []
     for rank in range(source.world_size):
         params, optimizer = a_rank(source, rank, kind)
-        fill_by_place(optimizer)
+        fill_by_slice(optimizer)
         world.append(optimizer.sharded_state_dict(model_state(params)))
     arrays = gather(world)
     assert tuple(arrays["optimizer.state.GG.0.layers.fc2"].shape) == (4, 2, 12, 12)  # layers, tp, factor
