@@ -61,9 +61,7 @@ def gpt_config(config: Mapping[str, Any], *, ignored: Collection[str] = ()) -> G
 
 
 def _llama(fields: ConfigFields) -> GPTConfig:
-    attention = replace(_attention(fields), qkv_bias=fields.flag("attention_bias"))
-    attention = replace(attention, output_bias=attention.qkv_bias)
-    model = _decoder(fields, attention, rotary_of(fields))
+    model = _decoder(fields, _attention_with_biases(fields), rotary_of(fields))
     return replace(model, mlp=replace(model.mlp, bias=fields.flag("mlp_bias")))
 
 
@@ -77,31 +75,28 @@ def _mixtral(fields: ConfigFields) -> GPTConfig:
 
 def _phi3(fields: ConfigFields) -> GPTConfig:
     """Phi-3, which rotates a part of each head. Its longer sequences have a scaling that is not supported."""
-    fields.require("rope_scaling", None)
     fields.skip(("original_max_position_embeddings",))  # used by that scaling only
     attention = replace(_attention(fields), window=_window(fields))
-    return _decoder(fields, attention, rotary_of(fields, partial=True))
+    rotary = rotary_of(fields, partial=True)
+    if rotary.scaling is not None:
+        name = "rope_scaling" if fields.has("rope_scaling") else "rope_parameters"
+        raise fields.error(name, "is not supported; null, or rope_type default, is")
+    return _decoder(fields, attention, rotary)
 
 
 def _qwen2(fields: ConfigFields) -> GPTConfig:
-    window = _window(fields, _layer_types(fields, _is_after_max_window_layers))
+    window = _switched_window(fields, _layer_types(fields, _is_after_max_window_layers))
     return _decoder(fields, replace(_attention(fields), qkv_bias=True, window=window), rotary_of(fields))
 
 
 def _qwen3(fields: ConfigFields) -> GPTConfig:
-    bias = fields.flag("attention_bias")
-    attention = replace(
-        _attention(fields),
-        qkv_bias=bias,
-        output_bias=bias,
-        qk_norm=True,
-        window=_window(fields, _layer_types(fields, _is_after_max_window_layers)),
-    )
+    window = _switched_window(fields, _layer_types(fields, _is_after_max_window_layers))
+    attention = replace(_attention_with_biases(fields), qk_norm=True, window=window)
     return _decoder(fields, attention, rotary_of(fields))
 
 
 def _qwen2_moe(fields: ConfigFields) -> GPTConfig:
-    window = _window(fields, _layer_types(fields, _has_no_window))
+    window = _switched_window(fields, _layer_types(fields, _has_no_window))
     attention = replace(_attention(fields), qkv_bias=fields.flag("qkv_bias"), window=window)
     model = _decoder(fields, attention, rotary_of(fields))
     return replace(model, moe=qwen_experts(fields, shared=True))
@@ -109,31 +104,22 @@ def _qwen2_moe(fields: ConfigFields) -> GPTConfig:
 
 def _qwen3_moe(fields: ConfigFields) -> GPTConfig:
     fields.skip(("max_window_layers",))  # all layers have the window, if there is one
-    bias = fields.flag("attention_bias")
-    attention = replace(
-        _attention(fields), qkv_bias=bias, output_bias=bias, qk_norm=True, window=_window(fields)
-    )
+    attention = replace(_attention_with_biases(fields), qk_norm=True, window=_switched_window(fields))
     model = _decoder(fields, attention, rotary_of(fields))
     return replace(model, moe=qwen_experts(fields, shared=False))
 
 
 def _gpt_oss(fields: ConfigFields) -> GPTConfig:
     fields.skip(("initial_context_length",))  # not looked at
-    bias = fields.flag("attention_bias")
-    attention = replace(
-        _attention(fields),
-        qkv_bias=bias,
-        output_bias=bias,
-        sinks=True,
-        window=_window(fields, _layer_types(fields, _is_even)),
-    )
+    window = _window(fields, _layer_types(fields, _is_even))
+    attention = replace(_attention_with_biases(fields), sinks=True, window=window)
     return replace(_decoder(fields, attention, rotary_of(fields)), moe=gpt_oss_experts(fields))
 
 
 def _gemma2(fields: ConfigFields) -> GPTConfig:
     window = _window(fields, _layer_types(fields, _is_even))
     softcap = fields.number("attn_logit_softcapping") if fields.has("attn_logit_softcapping") else None
-    attention = replace(_attention(fields), window=window, softcap=softcap)
+    attention = replace(_attention_with_biases(fields), window=window, softcap=softcap)
     return _gemma(fields, attention, rotary_of(fields))
 
 
@@ -143,17 +129,14 @@ def _gemma3(fields: ConfigFields) -> GPTConfig:
     window = _window(fields, _layer_types(fields, _is_before_the_last_of_a_pattern))
     if window is not None:
         window = replace(window, rotary=windowed)
-    return _gemma(fields, replace(_attention(fields), window=window, qk_norm=True), whole)
+    return _gemma(fields, replace(_attention_with_biases(fields), window=window, qk_norm=True), whole)
 
 
 def _gemma(fields: ConfigFields, attention: AttentionConfig, rotary: RotaryConfig) -> GPTConfig:
     """What Gemma 2 and 3 have in common."""
     fields.skip(("hidden_act", "sliding_window_size"))  # neither is looked at
     fields.require("use_bidirectional_attention", None, False)
-    bias = fields.flag("attention_bias")
-    attention = replace(
-        attention, qkv_bias=bias, output_bias=bias, scale=fields.number("query_pre_attn_scalar") ** -0.5
-    )
+    attention = replace(attention, scale=fields.number("query_pre_attn_scalar") ** -0.5)
     softcap = fields.number("final_logit_softcapping") if fields.has("final_logit_softcapping") else None
     return replace(
         _decoder(fields, attention, rotary, activation="hidden_activation"),
@@ -209,22 +192,34 @@ def _attention(fields: ConfigFields) -> AttentionConfig:
     return AttentionConfig(head_dim=fields.integer("head_dim") if fields.has("head_dim") else None)
 
 
+def _attention_with_biases(fields: ConfigFields) -> AttentionConfig:
+    bias = fields.flag("attention_bias")
+    return replace(_attention(fields), qkv_bias=bias, output_bias=bias)
+
+
 def _window(fields: ConfigFields, layers: tuple[bool, ...] | None = None) -> SlidingWindow | None:
     """Return the window of the layers that have one; None for `layers` stands for all of them.
 
     Raises:
         DeclarationError: layers have a window, but its size is missing.
     """
-    switch = fields.value("use_sliding_window")
-    is_off = switch is not None and not fields.flag("use_sliding_window")
     if layers is not None and not any(layers):
         fields.skip(("sliding_window",))
         return None
-    if not is_off and fields.has("sliding_window"):
+    if fields.has("sliding_window"):
         return SlidingWindow(size=fields.integer("sliding_window"), layers=layers)
     if layers is not None:
-        fault = "needs use_sliding_window" if is_off else "must be a positive integer"
-        raise fields.error("sliding_window", f"{fault}, as layers have a window")
+        raise fields.error("sliding_window", "must be a positive integer, as layers have a window")
+    return None
+
+
+def _switched_window(fields: ConfigFields, layers: tuple[bool, ...] | None = None) -> SlidingWindow | None:
+    """Return the window as `_window` does, if `use_sliding_window` is true."""
+    if fields.flag("use_sliding_window"):
+        return _window(fields, layers)
+    fields.skip(("sliding_window",))
+    if layers is not None and any(layers):
+        raise fields.error("use_sliding_window", "must be true, as layers have a window")
     return None
 
 
@@ -249,7 +244,7 @@ def _is_even(fields: ConfigFields, layer: int) -> bool:
 def _is_after_max_window_layers(fields: ConfigFields, layer: int) -> bool:
     if not fields.flag("use_sliding_window") or not fields.has("sliding_window"):
         return False
-    return layer >= int(fields.value("max_window_layers"))
+    return layer >= fields.integer("max_window_layers", at_least=0)
 
 
 def _has_no_window(fields: ConfigFields, layer: int) -> bool:

@@ -21,6 +21,7 @@ ACTIVATIONS: Mapping[str, Activation] = {
 WITHOUT_EFFECT = frozenset(
     [
         "architectures",
+        "auto_map",
         "cache_implementation",
         "chunk_size_feed_forward",
         "dtype",
@@ -117,15 +118,15 @@ class ConfigFields:
         self._read.add(name)
         return self.config.get(name, self._defaults.get(name))
 
-    def integer(self, name: str) -> int:
-        """Return a positive integer.
+    def integer(self, name: str, *, at_least: int = 1) -> int:
+        """Return a positive integer; with `at_least=0`, 0 too.
 
         Raises:
             DeclarationError: the field is missing, or something else.
         """
         value = self.value(name)
-        if type(value) is not int or value < 1:
-            raise self.error(name, "must be a positive integer")
+        if type(value) is not int or value < at_least:
+            raise self.error(name, "must be a positive integer" + (" or 0" if at_least == 0 else ""))
         return value
 
     def number(self, name: str) -> float:
@@ -191,7 +192,7 @@ class ConfigFields:
         self._read.update(names)
 
     def check_all_read(self) -> None:
-        """Check that no field is left that may change the function.
+        """Check that no field is left that may change the function: what is null, false or empty does not.
 
         Raises:
             DeclarationError: there is one; all are named.
@@ -199,7 +200,7 @@ class ConfigFields:
         unknown = [
             self._path + name
             for name, value in self.config.items()
-            if name not in self._read and not name.startswith("_") and value not in (None, {}, [])
+            if name not in self._read and not name.startswith("_") and _is_set(value)
         ]
         if unknown:
             raise DeclarationError(
@@ -227,3 +228,7 @@ class ConfigFields:
     def inside(self, name: str, config: Mapping[str, Any], defaults: Mapping[str, Any]) -> ConfigFields:
         """Return the fields of a mapping inside of the file."""
         return ConfigFields(config, {**defaults, "model_type": self.family}, f"{self._path}{name}.")
+
+
+def _is_set(value: Any) -> bool:
+    return not (value is None or value is False or value == {} or value == [])

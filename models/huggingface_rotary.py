@@ -1,7 +1,8 @@
 """Rotary positions as a Hugging Face `config.json` describes them.
 
 transformers 4 has `rope_theta` and `rope_scaling` in the file itself, transformers 5 puts all of it into
-`rope_parameters`, which may be one mapping for each type of layer.
+`rope_parameters`, which may be one mapping for each type of layer. The factor of YaRN is the one that the
+file has, as in version 5; version 4 takes the quotient of the longest and the original length instead.
 
 Source: transformers 4.57 and 5.23, `modeling_rope_utils`.
 """

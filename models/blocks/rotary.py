@@ -1,7 +1,7 @@
 """Rotary positions: the frequencies of each kind of scaling, and the rotation of queries and keys.
 
 Frequencies are float32 and computed in the order of operations of transformers: at position 100,000 the last
-bit of a frequency is a hundredth of a turn.
+bit of a frequency turns by a hundredth of a radian.
 
 Source: Su et al. 2021, section 3.4.2 (halves rotated as in GPT-NeoX); the scalings name theirs.
 """
@@ -27,7 +27,7 @@ class Rotation(NamedTuple):
 def rotation(config: RotaryConfig, head_dim: int, positions: Tensor, length: int) -> Rotation:
     """Return the rotation at `positions` `[s]` of sequences of `length` tokens. Pure."""
     dims = config.rotated_dims(head_dim)
-    frequency = rotary_frequencies(config, dims, length).to(positions.device)
+    frequency = rotary_frequencies(config, dims, length, device=positions.device)
     angle = torch.outer(positions.float(), frequency)
     magnitude = rotary_magnitude(config)
     return Rotation(angle.cos() * magnitude, angle.sin() * magnitude)
@@ -41,19 +41,22 @@ def rotate(x: Tensor, by: Rotation) -> Tensor:
     return torch.cat([first * cos - second * sin, second * cos + first * sin, rest], dim=-1).to(x.dtype)
 
 
-def rotary_frequencies(config: RotaryConfig, dims: int, length: int) -> Tensor:
-    """Return the angles per position, float32 `[dims / 2]` on the CPU, for sequences of `length` tokens."""
+def rotary_frequencies(
+    config: RotaryConfig, dims: int, length: int, *, device: torch.device | None = None
+) -> Tensor:
+    """Return the angles per position, float32 `[dims / 2]`, for sequences of `length` tokens. Pure."""
     scaling = config.scaling
     base = config.base
     if isinstance(scaling, DynamicScaling):
         base *= _dynamic_growth(scaling, dims, length)
-    frequency = 1.0 / base ** (torch.arange(0, dims, 2, dtype=torch.float32) / dims)
+    power = base ** (torch.arange(0, dims, 2, dtype=torch.float32, device=device) / dims)
+    frequency = 1.0 / power
     if isinstance(scaling, LinearScaling):
         return frequency / scaling.factor
     if isinstance(scaling, Llama3Scaling):
         return _llama3(frequency, scaling)
     if isinstance(scaling, YarnScaling):
-        return _yarn(frequency, scaling, base)
+        return _yarn(power, scaling, base)
     return frequency
 
 
@@ -82,18 +85,17 @@ def _llama3(frequency: Tensor, scaling: Llama3Scaling) -> Tensor:
     return torch.where(is_low, frequency / scaling.factor, torch.where(is_high, frequency, between))
 
 
-def _yarn(frequency: Tensor, scaling: YarnScaling, base: float) -> Tensor:
-    dims = 2 * len(frequency)
+def _yarn(power: Tensor, scaling: YarnScaling, base: float) -> Tensor:
+    dims = 2 * len(power)
     start, stop = (_dim_of(turns, scaling, dims, base) for turns in (scaling.fast_turns, scaling.slow_turns))
     if scaling.whole_dims:
         start, stop = math.floor(start), math.ceil(stop)
     start, stop = max(start, 0), min(stop, dims - 1)
     if start == stop:
         stop += 0.001  # a step instead of a ramp
-    interpolated = ((torch.arange(dims // 2, dtype=torch.float32) - start) / (stop - start)).clamp(0, 1)
-    kept = 1 - interpolated
-    slow = 1.0 / (scaling.factor * base ** (torch.arange(0, dims, 2, dtype=torch.float32) / dims))
-    return slow * (1 - kept) + frequency * kept
+    numbers = torch.arange(dims // 2, dtype=torch.float32, device=power.device)
+    kept = 1 - ((numbers - start) / (stop - start)).clamp(0, 1)
+    return 1.0 / (scaling.factor * power) * (1 - kept) + 1.0 / power * kept
 
 
 def _dim_of(turns: float, scaling: YarnScaling, dims: int, base: float) -> float:

@@ -26,6 +26,7 @@ LLAMA: dict[str, Any] = {
 GEMMA3 = {**LLAMA, "model_type": "gemma3_text", "num_key_value_heads": 2, "head_dim": 4}
 GPT2 = {"model_type": "gpt2", "n_embd": 16, "n_head": 4, "n_layer": 2, "n_positions": 8, "vocab_size": 11}
 QWEN2 = {**LLAMA, "model_type": "qwen2", "num_key_value_heads": 2, "max_window_layers": 1}
+PHI3 = {**LLAMA, "model_type": "phi3"}
 YARN = {"rope_type": "yarn", "factor": 4.0}
 
 
@@ -62,7 +63,13 @@ YARN = {"rope_type": "yarn", "factor": 4.0}
         (GEMMA3, {"layer_types": ["full_attention", "chunked_attention"]}, r"layer_types.*not supported"),
         (GEMMA3, {"sliding_window": None}, r"sliding_window is missing.*as layers have a window"),
         (GEMMA3, {"rope_parameters": {"rope_type": "linear"}}, r"rope_parameters\.rope_type"),
-        (QWEN2, {"layer_types": ["sliding_attention"] * 2}, r"sliding_window is 4096, which.*use_sliding"),
+        (
+            QWEN2,
+            {"layer_types": ["sliding_attention"] * 2},
+            r"use_sliding_window is False, which must be true",
+        ),
+        (PHI3, {"rope_scaling": {"type": "yarn", "factor": 4.0}}, r"rope_scaling is .*rope_type default, is"),
+        (PHI3, {"rope_parameters": {"type": "longrope"}}, r"rope_parameters\.type is 'longrope'"),
         (GPT2, {"scale_attn_by_inverse_layer_idx": True}, r"scale_attn_by_inverse_layer_idx is True"),
         (GPT2, {"add_cross_attention": True}, r"add_cross_attention is True"),
     ],
@@ -85,8 +92,8 @@ def test_fields_that_the_caller_knows_are_ignored() -> None:
     assert gpt_config({**LLAMA, "new_kind": 1}, ignored=["new_kind"]) == gpt_config(LLAMA)
 
 
-def test_empty_and_private_fields_change_nothing() -> None:
-    empty = {"_name_or_path": "here", "pruned_heads": {}, "quantization_config": None}
+def test_empty_false_and_private_fields_change_nothing() -> None:
+    empty = {"_name_or_path": "here", "pruned_heads": {}, "quantization_config": None, "use_mrope": False}
     assert gpt_config({**LLAMA, **empty}) == gpt_config(LLAMA)
 
 
