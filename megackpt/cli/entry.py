@@ -34,6 +34,7 @@ COMMANDS = {
     "gc": "Remove incomplete steps, and steps that no rule keeps.",
     "inspect": "Show the content of a checkpoint.",
     "ls": "List the steps of a run.",
+    "maps": "Show where our arrays are in other families of names.",
     "pin": "Protect a step from removal.",
     "plan": "Plan saves and loads of a job of any size, without running it.",
     "repair": "Repair a damaged checkpoint.",

@@ -5,7 +5,7 @@ rules for a model's config, proved a bijection, and used on the index of a check
 """
 
 from megackpt.maps.choice import MapChoice, chosen_map
-from megackpt.maps.family import Family, FamilyRules, families, family, family_of
+from megackpt.maps.family import Family, FamilyRules, family, family_of, known_families
 from megackpt.maps.layers import bound_to
 from megackpt.maps.megatron import checkpoint_map, has_megatron_keys, megatron_map
 from megackpt.maps.regions import MappedArray, Region, RegionMap, RegionPair
@@ -24,10 +24,10 @@ __all__ = [
     "bound_to",
     "checkpoint_map",
     "chosen_map",
-    "families",
     "family",
     "family_of",
     "has_megatron_keys",
+    "known_families",
     "megatron_map",
     "region_map",
     "weights_of",

@@ -96,7 +96,7 @@ def family(name: str) -> Family:
     Raises:
         MapError: there is no such family.
     """
-    known = families()
+    known = known_families()
     if name not in known:
         raise MapError(f"No map is called {name!r}. Known are {', '.join(sorted(known))}.", key=name)
     return known[name]
@@ -109,18 +109,18 @@ def family_of(config: Mapping[str, Any]) -> Family:
         MapError: no family is for it.
     """
     kind = config.get("model_type")
-    for candidate in families().values():
+    for candidate in known_families().values():
         if kind in candidate.model_types:
             return candidate
     raise MapError(
-        f"No map is for model_type {kind!r} of config.json. Known are {', '.join(sorted(families()))}: name "
-        f"one of them, or register a family (docs/huggingface.md).",
+        f"No map is for model_type {kind!r} of config.json. Known are {', '.join(sorted(known_families()))}: "
+        f"name one of them, or register a family (docs/huggingface.md).",
         key="model_type",
     )
 
 
 @cache
-def families() -> dict[str, Family]:
+def known_families() -> dict[str, Family]:
     """Return all families by name. One of another package that cannot be used is left out, with a warning."""
     known = {}
     for name, path in _BUILT_IN.items():
