@@ -65,6 +65,7 @@ if TYPE_CHECKING:
     from megackpt.maintenance.diff import CheckpointDifference, ValueDifference, diff
     from megackpt.maintenance.diff_arrays import ArrayDifference
     from megackpt.maintenance.export_huggingface import HuggingFaceExport, export_huggingface
+    from megackpt.maintenance.import_huggingface import HuggingFaceImport, import_huggingface
     from megackpt.maintenance.inspect import CheckpointSummary, StoredArray, StoredFile, inspect
     from megackpt.maintenance.repair import RepairReport, repair
     from megackpt.maintenance.repair_search import RepairedFile
@@ -109,6 +110,7 @@ __all__ = [
     "GeometryError",
     "Groups",
     "HuggingFaceExport",
+    "HuggingFaceImport",
     "IntegrityError",
     "KeepBest",
     "KeyRule",
@@ -155,6 +157,7 @@ __all__ = [
     "convert",
     "diff",
     "export_huggingface",
+    "import_huggingface",
     "inspect",
     "load",
     "load_common_state_dict",
@@ -255,6 +258,10 @@ _NAMES_OF = {
     "megackpt.maintenance.export_huggingface": (
         "HuggingFaceExport",
         "export_huggingface",
+    ),
+    "megackpt.maintenance.import_huggingface": (
+        "HuggingFaceImport",
+        "import_huggingface",
     ),
     "megackpt.maintenance.inspect": (
         "CheckpointSummary",

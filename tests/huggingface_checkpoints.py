@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import megackpt
@@ -106,6 +107,33 @@ def saved_model(
 
     SimulatedWorld(ranks).run(save_rank)
     return theirs
+
+
+def write_folder(
+    folder: Path, config: Mapping[str, Any], tensors: Mapping[str, Tensor], *, files: int = 1
+) -> None:
+    """Write a folder with the safetensors library."""
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    names = sorted(tensors)
+    parts = [names[number::files] for number in range(files)]
+    where = {}
+    for number, part in enumerate(parts, 1):
+        name = f"model-{number:05d}-of-{files:05d}.safetensors" if files > 1 else "model.safetensors"
+        save_file({key: tensors[key].contiguous() for key in part}, folder / name)
+        where |= dict.fromkeys(part, name)
+    if files > 1:
+        (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": where}))
+
+
+def loaded_arrays(directory: Path) -> dict[str, Tensor]:
+    """Return all arrays of a checkpoint."""
+    shapes = megackpt.load_tensors_metadata(directory)
+    request = {
+        key: ShardedTensor.from_rank_offsets(key, torch.empty(spec.global_shape, dtype=spec.dtype))
+        for key, spec in shapes.items()
+    }
+    return dict(megackpt.load(request, directory))
 
 
 def folder_tensors(folder: Path) -> dict[str, Tensor]:

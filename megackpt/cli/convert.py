@@ -1,12 +1,13 @@
-"""`megackpt convert`: write a checkpoint in another format."""
+"""`megackpt convert`: write a checkpoint in another format, also as a Hugging Face folder or from one."""
 
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
-from typing import TYPE_CHECKING
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
 
 import click
 from rich.filesize import decimal
@@ -17,6 +18,9 @@ from megackpt.cli.progress import ByteBars
 
 if TYPE_CHECKING:
     from megackpt.comm import Group
+    from megackpt.maintenance.convert import ConvertReport
+    from megackpt.maintenance.export_huggingface import HuggingFaceExport
+    from megackpt.maintenance.import_huggingface import HuggingFaceImport
 
 _TIMEOUT_S = 600.0
 
@@ -29,11 +33,41 @@ _TIMEOUT_S = 600.0
     "name",
     required=True,
     metavar="FORMAT[:VERSION]",
-    help="The new format: megackpt, torch_dist, zarr, or that of a package; by default its newest version.",
+    help="The new format: megackpt, torch_dist, zarr, huggingface, or that of a package; by default its "
+    "newest version.",
 )
+@click.option(
+    "--from",
+    "source_format",
+    type=click.Choice(["huggingface"]),
+    help="huggingface: SRC is a Hugging Face folder; give its tensors the names of megackpt.",
+)
+@click.option(
+    "--map",
+    "map_name",
+    metavar="NAME",
+    help="With huggingface: the family of names, such as llama; by default that of the config's model_type.",
+)
+@click.option(
+    "--config",
+    metavar="PATH",
+    help="With huggingface: a config.json, or a folder that has one; with --to also its tokenizer is copied.",
+)
+@click.option("--dtype", metavar="NAME", help="With huggingface: round floating-point tensors to this dtype.")
+@click.option(
+    "--weights",
+    type=click.Choice(["model", "masters"]),
+    help="With --to huggingface: the weights of the model, or the float32 masters of its optimizer.",
+)
+@click.option(
+    "--max-file-size", metavar="SIZE", help="With --to huggingface: longest file, such as 5GB (the default)."
+)
+@click.option("--prefix", metavar="TEXT", help="With huggingface: what the checkpoint's keys begin with.")
 @click.option("--overwrite", is_flag=True, help="Replace a checkpoint of the same format at DST.")
 @click.option("--array-digests", is_flag=True, help="Store a digest of each array (format megackpt only).")
-@click.option("--no-verify", is_flag=True, help="Do not read the new checkpoint again to compare it.")
+@click.option(
+    "--verify/--no-verify", default=True, help="Read the new checkpoint again to compare it (the default)."
+)
 @unsafe_pickle_option
 @json_option
 def command(
@@ -41,11 +75,13 @@ def command(
     target: str,
     name: str,
     *,
+    source_format: str | None,
     overwrite: bool,
     array_digests: bool,
-    no_verify: bool,
+    verify: bool,
     allow_unsafe_pickle: bool,
     as_json: bool,
+    **options: Any,  # of Hugging Face folders
 ) -> None:
     """Write a copy of the checkpoint in the directory SRC, in another format, to the directory DST.
 
@@ -54,30 +90,117 @@ def command(
     then compared with SRC byte by byte. If anything fails, DST is not a checkpoint. To use several processes:
 
     torchrun --nproc-per-node 4 -m megackpt.cli convert SRC DST --to FORMAT
-    """
-    from megackpt.maintenance.convert import convert
 
-    to = _format(name)
+    With --to huggingface, DST becomes a folder that transformers loads. If that is interrupted, the same
+    command goes on after the files that are finished.
+    """
+    folder = _FolderOptions.of(options)
+    common: dict[str, Any] = {"verify": verify, "overwrite": overwrite, "timeout_s": _TIMEOUT_S}
+    read: dict[str, Any] = {"allow_unsafe_pickle": allow_unsafe_pickle}
+    written: dict[str, Any] = {"array_digests": array_digests}
+    is_export = name.partition(":")[0] == "huggingface"
+    folder.check(is_export=is_export, is_import=source_format is not None, array_digests=array_digests)
     with _torchrun_group() as group, ByteBars() as bars:
-        report = convert(
-            checkpoint_location(source),
-            target,
-            to,
-            verify=not no_verify,
-            overwrite=overwrite,
-            array_digests=array_digests,
-            allow_unsafe_pickle=allow_unsafe_pickle,
-            timeout_s=_TIMEOUT_S,
-            group=group,
-            progress=bars,
-        )
-    checked = "read again and equal" if report.is_verified else "not verified"
-    print_result(
-        {"source": source, "target": target, **asdict(report)},
+        common |= {"group": group, "progress": bars}
+        if is_export:
+            from megackpt.maintenance.export_huggingface import export_huggingface
+
+            location = checkpoint_location(source)
+            exported = export_huggingface(location, target, **folder.of_export(), **common, **read)
+            counts, text = asdict(exported), _export_text(target, exported)
+        elif source_format is not None:
+            from megackpt.maintenance.import_huggingface import import_huggingface
+
+            imported = import_huggingface(
+                source, target, _format(name), **folder.of_import(), **common, **written
+            )
+            counts, text = asdict(imported), _import_text(target, imported)
+        else:
+            from megackpt.maintenance.convert import convert
+
+            location = checkpoint_location(source)
+            converted = convert(location, target, _format(name), **common, **read, **written)
+            counts, text = asdict(converted), _convert_text(target, converted)
+    print_result({"source": source, "target": target, **counts}, text, as_json=as_json)
+
+
+def _convert_text(target: str, report: ConvertReport) -> str:
+    return (
         f"{target}: {report.arrays} arrays and {report.objects} objects, {decimal(report.nbytes)} in "
-        f"{report.chunks} chunks, as {report.backend} version {report.version}; {checked}.",
-        as_json=as_json,
+        f"{report.chunks} chunks, as {report.backend} version {report.version}; {_checked(report)}."
     )
+
+
+def _import_text(target: str, report: HuggingFaceImport) -> str:
+    return (
+        f"{target}: {report.arrays} arrays, {decimal(report.nbytes)} in {report.chunks} chunks, as "
+        f"{report.backend} version {report.version}, by the map {report.map}; {_checked(report)}."
+    )
+
+
+def _export_text(target: str, report: HuggingFaceExport) -> str:
+    kept = f" ({report.kept_files} kept from an interrupted export)" if report.kept_files else ""
+    return (
+        f"{target}: {report.tensors} tensors, {decimal(report.nbytes)} in {report.files} files{kept}, as "
+        f"{report.dtype}, by the map {report.map}; {_checked(report)}."
+    )
+
+
+def _checked(report: ConvertReport | HuggingFaceImport | HuggingFaceExport) -> str:
+    return "read again and equal" if report.is_verified else "not verified"
+
+
+@dataclass(frozen=True, slots=True)
+class _FolderOptions:
+    """The options of Hugging Face folders, by their names; None where they were not given."""
+
+    given: dict[str, Any]
+
+    @classmethod
+    def of(cls, options: dict[str, Any]) -> _FolderOptions:
+        return cls({name: value for name, value in options.items() if value is not None})
+
+    def check(self, *, is_export: bool, is_import: bool, array_digests: bool) -> None:
+        """Check that options, and formats, are given that go together.
+
+        Raises:
+            click.UsageError: they do not.
+        """
+        if is_export and is_import:
+            raise click.UsageError("Give --from huggingface or --to huggingface, not both.")
+        if is_export and array_digests:
+            raise click.UsageError("--array-digests does not go with --to huggingface.")
+        allowed = {"map_name", "config", "dtype", "prefix"} if is_export or is_import else set()
+        if is_export:
+            allowed |= {"weights", "max_file_size"}
+        for name in self.given.keys() - allowed:
+            option = "--map" if name == "map_name" else f"--{name.replace('_', '-')}"
+            raise click.UsageError(f"{option} does not go with these formats: see the help of the option.")
+
+    def of_import(self) -> dict[str, Any]:
+        """Return arguments of `import_huggingface`."""
+        names = self.given.keys() & {"config", "dtype", "prefix"}
+        return {"map": self.given.get("map_name", "auto"), **{name: self.given[name] for name in names}}
+
+    def of_export(self) -> dict[str, Any]:
+        """Return arguments of `export_huggingface`."""
+        arguments = self.of_import()
+        if "weights" in self.given:
+            arguments["weights"] = self.given["weights"]
+        if "max_file_size" in self.given:
+            arguments["max_file_bytes"] = _size(self.given["max_file_size"])
+        return arguments
+
+
+def _size(text: str) -> int:
+    """Return a number of bytes from a text such as `5GB`, `500MB` or `1GiB`."""
+    match = re.fullmatch(r"(\d+) ?([KMGT]?)(i?)B?", text, re.IGNORECASE)
+    if match is None or int(match[1]) == 0:
+        raise click.BadParameter(
+            f"{text!r} is not a size; give one such as 5GB.", param_hint="--max-file-size"
+        )
+    power = " KMGT".index(match[2].upper() or " ")
+    return int(match[1]) * int((1024 if match[3] else 1000) ** power)
 
 
 def _format(name: str) -> str | tuple[str, int]:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 
@@ -29,6 +29,7 @@ from megackpt.formats.contents import Contents
 from megackpt.formats.huggingface.names import INDEX
 from megackpt.maintenance.arguments import checked_progress
 from megackpt.maintenance.convert_target import is_same_location
+from megackpt.maintenance.huggingface_map import MapChoice
 from megackpt.maintenance.huggingface_model_files import ConfigSource, ModelFiles
 from megackpt.maintenance.huggingface_plan import (
     PlannedFile,
@@ -45,9 +46,10 @@ from megackpt.maintenance.mapped_reading import (
     check_can_be_read,
     check_fits,
     checked_dtype,
+    dtype_of,
     is_floating,
 )
-from megackpt.maps import Family, RegionMap, bound_to, family, family_of
+from megackpt.maps import Family, RegionMap
 from megackpt.metadata import ArraySpec
 from megackpt.storage import Location, Store, opened_store
 
@@ -162,8 +164,12 @@ def export_huggingface(
             opened = _OpenedSource.open(
                 stack.enter_context(opened_store(source)), config, allow_unsafe_pickle=allow_unsafe_pickle
             )
-            choice = _MapChoice(map, prefix, weights)
-            planned = _plan(opened, choice, checked_dtype(dtype), max_file_bytes=max_file_bytes)
+            choice = MapChoice(map, prefix)
+            made = _map_of(opened, choice, weights)
+            planned = _plan(
+                opened, made, checked_dtype(dtype), name=choice.name(opened.files.config),
+                max_file_bytes=max_file_bytes,
+            )  # fmt: skip
             store = stack.enter_context(opened_store(target))
             if is_same_location(store, opened.store):
                 raise DeclarationError(
@@ -220,52 +226,6 @@ class _OpenedSource:
 
 
 @dataclass(frozen=True, slots=True)
-class _MapChoice:
-    """The arguments of an export that say which array of the checkpoint is which tensor of the folder."""
-
-    map: str | Family | RegionMap
-    prefix: str
-    weights: str
-
-    def name(self, config: Mapping[str, Any]) -> str:
-        """Return the name of the map."""
-        if isinstance(self.map, RegionMap):
-            return "given"
-        return self._family(config).name
-
-    def bound(self, opened: _OpenedSource) -> RegionMap:
-        """Return the map from the arrays of a checkpoint to the folder, and check that it fits."""
-        config = opened.files.config
-        made = self.map if isinstance(self.map, RegionMap) else self._family(config).region_map(config)
-        stored = opened.weights(self.prefix)
-        made = bound_to(made, [key.removeprefix(self.prefix) for key in stored])
-        made = made.with_left_keys({key: self.prefix + key for key in made.left})
-        if self.weights == "masters":
-            arrays = opened.contents.arrays
-            masters = {key: MASTER + key for key in made.left if MASTER + key in arrays}
-            if not masters:
-                raise MapError(
-                    f"{opened.store.location} has no master weights ({MASTER}...). Export the weights of the "
-                    f"model.",
-                    path=opened.store.location,
-                )
-            made = made.with_left_keys(masters)
-            stored = {masters.get(key, key): arrays[masters.get(key, key)] for key in stored}
-        check_fits(made.left, stored, name=self.name(config), where=opened.store.location)
-        return made
-
-    def _family(self, config: Mapping[str, Any]) -> Family:
-        if isinstance(self.map, Family):
-            return self.map
-        if not isinstance(self.map, str):
-            raise DeclarationError(
-                f"map is a {type(self.map).__name__}. Give the name of a family, 'auto', a Family or a "
-                f"RegionMap."
-            )
-        return family_of(config) if self.map == "auto" else family(self.map)
-
-
-@dataclass(frozen=True, slots=True)
 class _PlannedExport:
     """What is written, the same on all ranks."""
 
@@ -276,11 +236,31 @@ class _PlannedExport:
     digest: str
 
 
+def _map_of(opened: _OpenedSource, choice: MapChoice, weights: str) -> RegionMap:
+    """Return the map from the arrays of a checkpoint to the folder, and check that it fits. Local.
+
+    Raises:
+        MapError: it does not, or there are no master weights.
+    """
+    config, where, arrays = opened.files.config, opened.store.location, opened.contents.arrays
+    stored = opened.weights(choice.prefix)
+    made = choice.of_checkpoint(config, stored)
+    if weights == "masters":
+        masters = {key: MASTER + key for key in made.left if MASTER + key in arrays}
+        if not masters:
+            raise MapError(
+                f"{where} has no master weights ({MASTER}...). Export the weights of the model.", path=where
+            )
+        made = made.with_left_keys(masters)
+        stored = {masters.get(key, key): arrays[masters.get(key, key)] for key in stored}
+    check_fits(made.left, stored, name=choice.name(config), where=where)
+    return made
+
+
 def _plan(
-    opened: _OpenedSource, choice: _MapChoice, dtype: str | None, *, max_file_bytes: int
+    opened: _OpenedSource, bound: RegionMap, dtype: str | None, *, name: str, max_file_bytes: int
 ) -> _PlannedExport:
-    """Choose the map, check that it fits the checkpoint, and plan the files. Local; nothing is written."""
-    bound = choice.bound(opened)
+    """Check that the checkpoint can be read, and plan the files. Local; nothing is written."""
     check_can_be_read(opened.contents, list(bound.left), opened.store)
     source = MappedCheckpoint(opened.contents, bound.inverse(), opened.store.location)
     files = plan_files(_tensors(source, dtype), max_file_bytes=max_file_bytes)
@@ -292,7 +272,7 @@ def _plan(
     model_files = opened.files.files(main)
     about = {
         "source": opened.contents.identity,
-        "map": choice.name(opened.files.config),
+        "map": name,
         "weights": sorted(bound.left),
         "config": opened.files.config,
     }
@@ -304,18 +284,13 @@ def _tensors(source: MappedCheckpoint, dtype: str | None) -> list[PlannedTensor]
     made = source.map
     position: dict[str, tuple[int, int]] = {}
     for pair in made.pairs:
-        at = position_in_model(pair.right.key)
+        start = pair.right.box.start
+        at = position_in_model(pair.right.key, start[0] if start else 0)
         position[pair.left.key] = min(at, position.get(pair.left.key, at))
     tensors = []
     for name in sorted(made.left, key=position.__getitem__):
-        array, stored = made.left[name], source.stored_dtypes(name)
-        if dtype is None and len(stored) > 1:
-            raise MapError(
-                f"{name!r} is made of arrays of the dtypes {', '.join(stored)}. Choose one with dtype=.",
-                key=name,
-            )
-        own = dtype if dtype is not None and is_floating(stored[0]) else stored[0]
-        tensors.append(PlannedTensor(name, own, array.stored, array.viewed))
+        array = made.left[name]
+        tensors.append(PlannedTensor(name, dtype_of(source, name, dtype), array.stored, array.viewed))
     return tensors
 
 

@@ -20,7 +20,7 @@ from megackpt.metadata import DTYPES
 from megackpt.storage import digest_of
 
 _ALIGNMENT = 8  # of the data in a file, as safetensors has it
-_LAYER = re.compile(r"(?:.*\.)?layers\.(\d+)\..*")
+_LAYER = re.compile(r"(?:.*\.)?layers\.(?:(\d+)\.)?.*")
 
 
 class PlannedTensor(NamedTuple):
@@ -160,15 +160,19 @@ def plan_digest(files: Sequence[PlannedFile], source: Mapping[str, Any]) -> str:
     return digest_of(json.dumps(document, sort_keys=True).encode())
 
 
-def position_in_model(key: str) -> tuple[int, int]:
-    """Return where one of our arrays stands in a model: embeddings, layers by number, norm, output.
+def position_in_model(key: str, first: int) -> tuple[int, int]:
+    """Return where part of an array of a checkpoint stands in a model: embeddings, layers, norm, output.
 
-    >>> sorted(["output_layer.weight", "decoder.layers.10.a", "decoder.layers.9.a"], key=position_in_model)
-    ['decoder.layers.9.a', 'decoder.layers.10.a', 'output_layer.weight']
+    Args:
+        key: of the array, which has one layer, or all of them along its first axis.
+        first: where the part begins along that axis.
+
+    >>> position_in_model("decoder.layers.mlp.linear_fc2.weight", 10)
+    (1, 10)
     """
     match = _LAYER.fullmatch(key)
     if match is not None:
-        return 1, int(match[1])
+        return 1, int(match[1]) if match[1] else first
     if "embedding" in key:
         return 0, 0
     return (3, 0) if "output_layer" in key else (2, 0)

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
-import numpy as np
-import numpy.typing as npt
 import torch
 
 from megackpt.engine.data.progress import Progress
@@ -15,11 +11,10 @@ from megackpt.errors import IntegrityError
 from megackpt.maintenance.huggingface_plan import PlannedFile, Segment, Window
 from megackpt.maintenance.huggingface_target import Digests, ExportTarget
 from megackpt.maintenance.mapped_reading import MappedCheckpoint
+from megackpt.maintenance.windows import ByteArray, filled_windows
 from megackpt.mapping import ShardedTensor
 from megackpt.storage import BufferedWriter, FileDigester, Store
 from megackpt.storage.store import temporary_name
-
-ByteArray = npt.NDArray[np.uint8]  # [n]
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +88,7 @@ class FileExport:
         with self.target.store.open_writer(name, file.nbytes) as writer:
             buffered = BufferedWriter(writer)
             buffered.write(memoryview(file.header))
-            for window, data in _filled(list(file.windows(self.buffer_bytes)), self._fill):
+            for window, data in filled_windows(list(file.windows(self.buffer_bytes)), self._fill):
                 for segment in window.segments:
                     digesters[segment.tensor.name].update(_bytes_of(segment, data).data)
                 buffered.write(data[: window.nbytes].data)
@@ -119,22 +114,6 @@ def written_small_files(store: Store, files: dict[str, bytes]) -> None:
     """Write small files, each atomically."""
     for name, data in sorted(files.items()):
         store.replace(name, data)
-
-
-def _filled(
-    windows: list[Window], fill: Callable[[Window, ByteArray], None]
-) -> Iterator[tuple[Window, ByteArray]]:
-    """Yield each window with its bytes, which are valid until the next one; that one is read meanwhile."""
-    longest = max((window.nbytes for window in windows), default=0)
-    buffers = [np.empty(longest, np.uint8) for _ in windows[:2]]
-    with ThreadPoolExecutor(1, thread_name_prefix="megackpt-fill") as thread:
-        if windows:
-            filling = thread.submit(fill, windows[0], buffers[0])
-        for number, window in enumerate(windows):
-            filling.result()
-            if number + 1 < len(windows):
-                filling = thread.submit(fill, windows[number + 1], buffers[(number + 1) % 2])
-            yield window, buffers[number % 2]
 
 
 def _bytes_of(segment: Segment, data: ByteArray) -> ByteArray:

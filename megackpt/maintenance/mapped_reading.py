@@ -53,10 +53,7 @@ class MappedCheckpoint:
         parts = [part for tensor in tensors for part in mapped_tensors(tensor, tensor.key, self.map)]
         # What is added is added in the stored dtype, before the sum is rounded.
         requests = [self._in_stored_dtype(p.theirs) if p.added else p.theirs for p in parts]
-        requested = describe(requests, rank=0)
-        chunks = self.contents.chunks_for([requested.table])
-        copies = plan_load(requested, chunks.table, where=self.where)
-        read_tensors(chunks, copies, requests, READ_OPTIONS)
+        read_parts(self.contents, requests, where=self.where)
         for part, request in zip(parts, requests, strict=True):
             if part.added:
                 assert part.theirs.data is not None
@@ -73,6 +70,18 @@ class MappedCheckpoint:
     def _in_stored_dtype(self, request: ShardedTensor) -> ShardedTensor:
         dtype = getattr(torch, self.contents.arrays[request.key].dtype)
         return replace(request, data=torch.empty(request.local_shape, dtype=dtype), dtype=dtype)
+
+
+def read_parts(contents: Contents, tensors: Sequence[ShardedTensor], *, where: str) -> None:
+    """Fill tensors that declare parts of stored arrays. Local.
+
+    Raises:
+        IntegrityError, FormatError, StorageError: the bytes are damaged, or cannot be read.
+    """
+    requested = describe(tensors, rank=0)
+    chunks = contents.chunks_for([requested.table])
+    copies = plan_load(requested, chunks.table, where=where)
+    read_tensors(chunks, copies, tensors, READ_OPTIONS)
 
 
 def check_fits(
@@ -115,6 +124,28 @@ def check_can_be_read(contents: Contents, keys: Sequence[str], store: Store) -> 
     """
     check_readable(keys, contents.unreadable, where=store.location)
     check_arrays_complete(store, contents.chunks(sorted(keys)), sorted(keys))
+
+
+def dtype_of(source: MappedCheckpoint, key: str, dtype: str | None) -> str:
+    """Return the name of the dtype in which a left array is written. Pure.
+
+    Args:
+        source: the checkpoint that is read.
+        key: of the array.
+        dtype: that of floating-point arrays; None keeps the stored one.
+
+    Raises:
+        MapError: parts of the array are stored in different dtypes, and none was chosen.
+    """
+    stored = source.stored_dtypes(key)
+    if len(stored) > 1 and (dtype is None or not all(is_floating(name) for name in stored)):
+        raise MapError(
+            f"{source.where}: {key!r} is made of arrays of the dtypes {', '.join(stored)}. Choose one with "
+            f"dtype=.",
+            key=key,
+            path=source.where,
+        )
+    return dtype if dtype is not None and is_floating(stored[0]) else stored[0]
 
 
 def is_floating(dtype: str) -> bool:

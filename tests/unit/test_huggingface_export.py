@@ -62,6 +62,11 @@ def test_files_and_index_are_those_that_transformers_expects(tmp_path: Path) -> 
     assert index["metadata"]["total_size"] == total
     assert index["weight_map"].keys() == expected.keys()
     assert index["weight_map"]["model.embed_tokens.weight"] == shards[0]
+    layers = [
+        (file, int(name.split(".")[2])) for name, file in index["weight_map"].items() if "layers" in name
+    ]
+    numbers = [number for _, number in sorted(layers)]
+    assert numbers == sorted(numbers), "layers are not in the order of files"
     for name, file in index["weight_map"].items():
         tensors = folder_tensors_of(tmp_path / "folder" / file)
         assert name in tensors

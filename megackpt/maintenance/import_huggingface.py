@@ -1,0 +1,355 @@
+"""`megackpt.import_huggingface`: write a Hugging Face folder as a checkpoint in our names.
+
+It takes bounded memory, and no model. Ranks divide the chunks of the new checkpoint, read each from the files
+of the folder, and commit in one step, as in a save.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from megackpt.arguments import check_count, check_flag, check_seconds
+from megackpt.comm import Group, check_group, errors_on_all_ranks, run_on_all_ranks, world_group
+from megackpt.engine.checkpoint import manifest
+from megackpt.engine.checkpoint.opening import open_checkpoint, read_common
+from megackpt.engine.checkpoint.viewed_contents import with_views
+from megackpt.engine.data.progress import Progress
+from megackpt.engine.saving.array_digests import with_array_digests
+from megackpt.engine.saving.write import PlannedSave, write_and_commit
+from megackpt.errors import IntegrityError, MismatchError
+from megackpt.formats.contents import Contents
+from megackpt.formats.registry import SaveChoice, save_strategy
+from megackpt.formats.strategy import ChunkParts, SaveStrategy
+from megackpt.maintenance.arguments import checked_progress
+from megackpt.maintenance.convert_target import TargetState, check_target, prepare_target, remove_attempt
+from megackpt.maintenance.huggingface_map import MapChoice
+from megackpt.maintenance.huggingface_model_files import ConfigSource, ModelFiles
+from megackpt.maintenance.import_plan import (
+    ImportPlan,
+    RowWindow,
+    new_arrays,
+    with_stacked_layers_where_equal,
+)
+from megackpt.maintenance.mapped_reading import (
+    MappedCheckpoint,
+    check_can_be_read,
+    check_fits,
+    checked_dtype,
+    dtype_of,
+    read_parts,
+)
+from megackpt.maintenance.windows import ByteArray, filled_windows
+from megackpt.maps import Family, RegionMap
+from megackpt.storage import Location, Store, digest_of_parts, opened_store
+
+_BUFFERS = re.compile(r".*\.(rotary_emb\.inv_freq|attn\.(masked_)?bias)")
+"""Tensors that older versions of transformers stored, and computed again when they loaded a model."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HuggingFaceImport:
+    """The result of `megackpt.import_huggingface`.
+
+    Attributes:
+        location: the new checkpoint.
+        map: name of the map.
+        backend: format of the checkpoint.
+        version: the version of its format.
+        arrays: number of arrays.
+        chunks: number of chunks.
+        nbytes: bytes of all arrays.
+        is_verified: whether the checkpoint was read again and is equal to what was written.
+    """
+
+    location: str
+    map: str
+    backend: str
+    version: int
+    arrays: int
+    chunks: int
+    nbytes: int
+    is_verified: bool
+
+
+def import_huggingface(
+    source: Location,
+    target: Location,
+    to: SaveChoice = "megackpt",
+    *,
+    map: str | Family | RegionMap = "auto",
+    config: ConfigSource = None,
+    dtype: torch.dtype | str | None = None,
+    stacked: bool = True,
+    prefix: str = "",
+    verify: bool = True,
+    overwrite: bool = False,
+    array_digests: bool = False,
+    buffer_bytes: int = 32 * 1024 * 1024,
+    timeout_s: float = 600.0,
+    group: Group | None = None,
+    progress: Progress | None = None,
+) -> HuggingFaceImport:
+    """Write a Hugging Face folder as a checkpoint with our names, from which a model of any layout loads.
+
+    Collective: every rank of the group calls it. It needs no GPU and no model. The target becomes a
+    checkpoint in one step; if anything fails, there is none. Its content metadata has the config as
+    `huggingface_config`, so that `export_huggingface` gives the folder back, bit for bit.
+
+    Args:
+        source: a path, a URL or an open store of the folder.
+        target: the location of the new checkpoint; created if it does not exist.
+        to: its format, as for `megackpt.convert`.
+        map: as for `export_huggingface`.
+        config: as for `export_huggingface`; None: the config.json of the folder.
+        dtype: as for `export_huggingface`.
+        stacked: store each array of the layers once, with an axis over layers, if all layers have the same
+            arrays, as models of equal layers do; else each layer has keys of its own.
+        prefix: what the keys of the new checkpoint begin with.
+        verify: read the new checkpoint again, and compare digests with what was written.
+        overwrite: replace a checkpoint of the same format at the target.
+        array_digests: store a digest of each array, as `SaveOptions(array_digests=True)` does.
+        buffer_bytes: bytes that are read and written at a time; there are two such buffers.
+        timeout_s: how long a rank waits for the others at each synchronisation point, in seconds.
+        group: the ranks that take part; None for all ranks of torch.distributed, or this process alone.
+        progress: as in `megackpt.verify`, for this rank's share.
+
+    Returns:
+        Counts of the whole checkpoint, the same on all ranks.
+
+    Raises:
+        NotACheckpointError: there is no folder with weights at the source.
+        MapError: there is no such map, the config contradicts itself, or the folder has missing or additional
+            tensors or other shapes. Nothing is written.
+        DeclarationError: there is already a checkpoint at the target, no config, or an argument is invalid.
+        FormatError, IntegrityError: the folder is damaged, or the new checkpoint differs from it.
+        CheckpointError: each of these, and every other error; the same on all ranks.
+
+    >>> import_huggingface("folder", "run/imported").is_verified  # doctest: +SKIP
+    True
+    """
+    check_seconds("timeout_s", timeout_s)
+    check_count("buffer_bytes", buffer_bytes)
+    flags = {"stacked": stacked, "verify": verify, "overwrite": overwrite, "array_digests": array_digests}
+    for name, flag in flags.items():
+        check_flag(name, flag)
+    progress = checked_progress(progress)
+    if group is None:
+        group = world_group(timeout_s=timeout_s)
+    check_group(group)
+    with ExitStack() as stack:
+        with errors_on_all_ranks(group, "opening the folder"):
+            strategy = save_strategy(to)
+            run = _Import(
+                source=stack.enter_context(opened_store(source)),
+                target=stack.enter_context(opened_store(target)),
+                strategy=with_array_digests(strategy) if array_digests else strategy,
+                group=group,
+                progress=progress,
+                buffer_bytes=buffer_bytes,
+            )
+            planned = run.plan(MapChoice(map, prefix), config, checked_dtype(dtype), stacked=stacked)
+            state = run.prepare(planned, overwrite=overwrite)
+        run.write(planned, state, run.attempt(planned), verify=verify)
+    table = planned.rows.plan.table
+    return HuggingFaceImport(
+        location=run.target.location,
+        map=planned.map,
+        backend=strategy.backend,
+        version=strategy.version,
+        arrays=len(table.arrays),
+        chunks=len(table),
+        nbytes=int(table.nbytes.sum()),
+        is_verified=verify,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _PlannedImport:
+    """What is written, the same on all ranks."""
+
+    source: MappedCheckpoint
+    rows: ImportPlan
+    common: Mapping[str, Any]
+    map: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Import:
+    """The steps of an import; for the fields see the arguments of `import_huggingface`."""
+
+    source: Store
+    target: Store
+    strategy: SaveStrategy
+    group: Group
+    progress: Progress
+    buffer_bytes: int
+
+    def plan(
+        self, choice: MapChoice, config: ConfigSource, dtype: str | None, *, stacked: bool
+    ) -> _PlannedImport:
+        """Open the folder, check that the map fits, and plan the chunks. Local; nothing is written."""
+        where = self.source.location
+        contents = open_checkpoint(self.source)
+        _, content = read_common(contents, where=where)
+        config = ModelFiles.of(config, content, where=where).config
+        made = choice.of_folder(config, list(contents.arrays))
+        if stacked:
+            made = with_stacked_layers_where_equal(made)
+        made = made.with_left_keys({key: choice.prefix + key for key in made.left})
+        _check_folder(contents, made, config, name=choice.name(config), where=where)
+        check_can_be_read(contents, list(made.right), self.source)
+        views = {key: array.viewed for key, array in made.right.items()}
+        source = MappedCheckpoint(with_views(contents, views, where=where), made, where)
+        dtypes = {key: dtype_of(source, key, dtype) for key in made.left}
+        rows = ImportPlan.of(new_arrays(made, dtypes), ranks=self.group.size)
+        metadata = {**content, "huggingface_config": config}
+        return _PlannedImport(
+            source, rows, {"state_dict": {}, "content_metadata": metadata}, choice.name(config)
+        )
+
+    def prepare(self, planned: _PlannedImport, *, overwrite: bool) -> TargetState:
+        """Check and create the target on rank 0."""
+        if self.group.rank > 0:
+            return TargetState()
+        check_target(self.target, self.source, self.strategy, overwrite=overwrite)
+        self.strategy.check_common(planned.common)
+        return prepare_target(self.target, self.strategy)
+
+    def attempt(self, planned: _PlannedImport) -> str:
+        """Return rank 0's attempt id. Collective.
+
+        Raises:
+            MismatchError: ranks have opened different folders.
+        """
+        message = {"identity": planned.source.contents.identity, "attempt": manifest.new_attempt()}
+        messages = [
+            json.loads(data)
+            for data in run_on_all_ranks(
+                self.group, json.dumps(message).encode, doing="comparing the opened folder"
+            )
+        ]
+        if any(message["identity"] != messages[0]["identity"] for message in messages):
+            raise MismatchError(
+                f"{self.source.location} changed while it was opened: ranks see different folders. Import "
+                f"again.",
+                path=self.source.location,
+            )
+        return str(messages[0]["attempt"])
+
+    def write(self, planned: _PlannedImport, state: TargetState, attempt: str, *, verify: bool) -> None:
+        """Write and commit the checkpoint, and read it again. Collective.
+
+        If anything fails, the new checkpoint is removed.
+        """
+        rows = planned.rows.plan.rows_of(self.group.rank)
+        nbytes = planned.rows.nbytes_of(rows)
+        parts = _ImportedParts(planned, self)
+        self.progress.begin("writing", nbytes)
+        try:
+            save = PlannedSave(
+                attempt=attempt,
+                plan=planned.rows.plan,
+                parts=parts,
+                common=planned.common,
+                strategy=self.strategy,
+                leftovers=state.earlier,
+            )
+            write_and_commit(save, self.target, self.group)
+            if verify:
+                self.progress.begin("verifying", nbytes)
+                with errors_on_all_ranks(self.group, "verifying the new checkpoint"):
+                    self._verify(planned, parts.digests)
+        except Exception:
+            if self.group.rank == 0:
+                remove_attempt(self.target, state, attempt=attempt, strategy=self.strategy)
+            raise
+
+    def _verify(self, planned: _PlannedImport, digests: Mapping[int, str]) -> None:
+        """Read this rank's rows of the new checkpoint, and compare their digests with those written.
+
+        Raises:
+            IntegrityError: they differ.
+        """
+        reread = _WrittenRows(open_checkpoint(self.target), planned.rows, self.target.location)
+        windows = list(planned.rows.windows(list(digests), self.buffer_bytes))
+        for window, data in filled_windows(windows, reread.fill):
+            for row, part in planned.rows.parts(window, data):
+                if digest_of_parts([part]) != digests[row]:
+                    raise _difference(planned, row, self.target.location)
+                self.progress.advance(len(part))
+
+
+class _ImportedParts(ChunkParts):
+    """The bytes of this rank's rows, read from the folder. Keeps their digests, and reports progress."""
+
+    def __init__(self, planned: _PlannedImport, run: _Import) -> None:
+        self._planned, self._buffer_bytes, self._progress = planned, run.buffer_bytes, run.progress
+        self.digests: dict[int, str] = {}
+
+    def __call__(self, row: int) -> Iterator[memoryview]:
+        """Yield the bytes of a row."""
+        for parts in self.in_order([row]):
+            yield from parts
+
+    def in_order(self, rows: Sequence[int]) -> Iterator[Iterator[memoryview]]:
+        """Yield the bytes of each row; the next rows are read meanwhile."""
+        windows = list(self._planned.rows.windows(rows, self._buffer_bytes))
+        for window, data in filled_windows(windows, self._fill):
+            for row, part in self._planned.rows.parts(window, data):
+                self.digests[row] = digest_of_parts([part])
+                self._progress.advance(len(part))
+                yield iter([part])
+
+    def _fill(self, window: RowWindow, data: ByteArray) -> None:
+        self._planned.source.read(self._planned.rows.requests(window, data))
+
+
+@dataclass(frozen=True, slots=True)
+class _WrittenRows:
+    """Rows of the new checkpoint."""
+
+    contents: Contents
+    rows: ImportPlan
+    where: str
+
+    def fill(self, window: RowWindow, data: ByteArray) -> None:
+        """Read the rows of a window."""
+        read_parts(self.contents, self.rows.requests(window, data), where=self.where)
+
+
+def _check_folder(
+    contents: Contents, made: RegionMap, config: Mapping[str, Any], *, name: str, where: str
+) -> None:
+    """Check that a map has exactly the tensors of a folder.
+
+    Raises:
+        MapError: it has not.
+    """
+    stored = {key: spec for key, spec in contents.arrays.items() if not _is_computed(key, made, config)}
+    check_fits(made.right, stored, name=name, where=where)
+
+
+def _is_computed(key: str, made: RegionMap, config: Mapping[str, Any]) -> bool:
+    """Return whether a tensor is one that models compute again, or that is tied to another one."""
+    if key in made.right:
+        return False
+    return _BUFFERS.fullmatch(key) is not None or (
+        key == "lm_head.weight" and config.get("tie_word_embeddings") is True
+    )
+
+
+def _difference(planned: _PlannedImport, row: int, where: str) -> IntegrityError:
+    table = planned.rows.plan.table
+    key = table.arrays[int(table.array[row])].key
+    return IntegrityError(
+        f"{key!r} {table.describe(row)}: {where} has other bytes than were written. Suspect the storage.",
+        key=key,
+        path=where,
+    )

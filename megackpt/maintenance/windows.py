@@ -1,0 +1,45 @@
+"""Windows: stretches of bytes that are read while the previous one is written, in two buffers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Protocol, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+ByteArray = npt.NDArray[np.uint8]  # [n]
+
+
+class SizedWindow(Protocol):
+    """What is read together."""
+
+    @property
+    def nbytes(self) -> int:
+        """Size in bytes."""
+        ...
+
+
+W = TypeVar("W", bound=SizedWindow)
+
+
+def filled_windows(
+    windows: Sequence[W], fill: Callable[[W, ByteArray], None]
+) -> Iterator[tuple[W, ByteArray]]:
+    """Yield each window with its bytes, which are valid until the next one; that one is read meanwhile.
+
+    Args:
+        windows: the windows, in order.
+        fill: fills a buffer, which may be longer than the window. It is called by another thread.
+    """
+    longest = max((window.nbytes for window in windows), default=0)
+    buffers = [np.empty(longest, np.uint8) for _ in windows[:2]]
+    with ThreadPoolExecutor(1, thread_name_prefix="megackpt-window") as thread:
+        filling = [thread.submit(fill, windows[0], buffers[0])] if windows else []
+        for number, window in enumerate(windows):
+            filling.pop().result()
+            if number + 1 < len(windows):
+                following = number + 1
+                filling.append(thread.submit(fill, windows[following], buffers[following % 2]))
+            yield window, buffers[number % 2]
