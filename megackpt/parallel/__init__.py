@@ -49,6 +49,7 @@ from megackpt.parallel.experts import (
     GroupedRowLinear,
     divide_over_ep,
 )
+from megackpt.parallel.foreign_modules import ForeignDeclaration, Metadata, register_package
 from megackpt.parallel.groups import Axis, ParallelGroups
 from megackpt.parallel.layout import Coordinates, ExpertCoordinates, ParallelLayout
 from megackpt.parallel.linear import (
@@ -58,9 +59,9 @@ from megackpt.parallel.linear import (
     divide_over_tp,
 )
 from megackpt.parallel.mixin import (
-    Metadata,
     ShardedModule,
     declare_module,
+    declare_tensor,
     second_copy,
     sharded_state_dict,
 )
@@ -108,6 +109,7 @@ __all__ = [
     "ExpertCoordinates",
     "ExpertStack",
     "Experts",
+    "ForeignDeclaration",
     "Forward",
     "GatedExperts",
     "GroupedColumnLinear",
@@ -150,6 +152,7 @@ __all__ = [
     "copy_to",
     "copy_to_neighbours",
     "declare_module",
+    "declare_tensor",
     "divide_over_ep",
     "divide_over_tp",
     "dropout",
@@ -173,6 +176,7 @@ __all__ = [
     "reduce_from",
     "reduce_scatter_rows",
     "reduce_scatter_sequence",
+    "register_package",
     "scatter_rows",
     "scatter_sequence",
     "scatter_to",

@@ -10,8 +10,9 @@ from collections.abc import Iterator, Sequence
 from torch import nn
 
 from megackpt.mapping import RankOffset, ShardedStateDict
+from megackpt.parallel.foreign_modules import Metadata
 from megackpt.parallel.groups import ParallelGroups
-from megackpt.parallel.mixin import Metadata, ShardedModule, sharded_state_dict
+from megackpt.parallel.mixin import ShardedModule, sharded_state_dict
 
 
 class ModelChunks(ShardedModule):

@@ -15,8 +15,9 @@ from megackpt.errors import DeclarationError
 from megackpt.mapping import RankOffset, ShardedStateDict
 from megackpt.parallel.attributes import mark
 from megackpt.parallel.experts import divide_over_ep
+from megackpt.parallel.foreign_modules import Metadata
 from megackpt.parallel.groups import ParallelGroups
-from megackpt.parallel.mixin import Metadata, ShardedModule, sharded_state_dict
+from megackpt.parallel.mixin import ShardedModule, sharded_state_dict
 
 
 class ExpertStack(ShardedModule):

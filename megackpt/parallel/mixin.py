@@ -26,7 +26,7 @@ slice, the second element counts them.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -41,10 +41,9 @@ from megackpt.mapping import (
     ShardedTensor,
 )
 from megackpt.parallel.attributes import RowRange, is_marked, mark, mark_copied_rows
+from megackpt.parallel.foreign_modules import Metadata, declaration_of
 from megackpt.parallel.groups import ParallelGroups
 from megackpt.parallel.tp_sharding import Declarations, TpSharding, as_sharding
-
-Metadata: TypeAlias = "Mapping[str, Any] | None"  # hints of the caller, passed on to children
 
 
 class ShardedModule(nn.Module):
@@ -126,12 +125,14 @@ def sharded_state_dict(
 ) -> ShardedStateDict:
     """Declare what this rank has of any `module`. Local.
 
-    Calls the module's own `sharded_state_dict` if it has one. Any other module is taken as equal on all ranks
-    of tp, and its children are treated in the same way. Arguments and errors are those of `declare_module`.
+    Calls the module's own `sharded_state_dict` if it has one, or else the function that was registered for
+    the package of its class (see `register_package`). Any other module is taken as equal on all ranks of tp,
+    and its children are treated in the same way. Arguments and errors are those of `declare_module`.
     """
     method = getattr(module, "sharded_state_dict", None)
     if method is None:
-        return declare_module(module, groups, prefix, sharded_offsets, metadata)
+        declare = declaration_of(module) or declare_module
+        return declare(module, groups, prefix, sharded_offsets, metadata)
     declared: ShardedStateDict = method(
         prefix=prefix, sharded_offsets=tuple(sharded_offsets), metadata=metadata
     )
@@ -185,11 +186,11 @@ def declare_module(
     for name, value in own.items():
         if name in expert_dims:
             of_experts = (expert_dims[name] + len(stack), groups.ep.rank, groups.ep.size)
-            entity = _declare(
+            entity = declare_tensor(
                 prefix + name, value, declared.get(name), groups.experts, stack, (*stack, of_experts)
             )
         else:
-            entity = _declare(prefix + name, value, declared.get(name), groups, stack, stack)
+            entity = declare_tensor(prefix + name, value, declared.get(name), groups, stack, stack)
         result[prefix + name] = entity
     for name, child in module.named_children():
         result.update(sharded_state_dict(child, groups, f"{prefix}{name}.", stack, metadata))
@@ -223,15 +224,25 @@ def _own_state(module: nn.Module) -> dict[str, Any]:
     return own
 
 
-def _declare(
+def declare_tensor(
     key: str,
-    value: Any,  # a tensor, or the module's extra state, which may be anything
+    value: Any,
     declared: int | TpSharding | None,
     groups: ParallelGroups,
     stack: tuple[RankOffset, ...],
     cuts: tuple[RankOffset, ...],
 ) -> ShardedBase:
-    """Declare one tensor: `stack` are its leading axes, `cuts` all axes that something else than tp cuts."""
+    """Declare one tensor or extra state of a module. Local.
+
+    Args:
+        key: its key.
+        value: the tensor, or the module's extra state, which becomes a `ShardedObject`.
+        declared: how tp cuts it; None if it is equal on all ranks of tp.
+        groups: the ranks around this one; `groups.experts` for a tensor of experts.
+        stack: `(axis, index, fragments)` of the leading axes that the tensor lacks.
+        cuts: the same, of all axes that something else than tp cuts: those of `stack`, and an axis of the
+            tensor itself over the experts.
+    """
     replicated = (0, groups.tp.rank, groups.dp_cp.rank)
     if not isinstance(value, Tensor):
         shape, offset = tuple(n for _, _, n in stack) or (1,), tuple(i for _, i, _ in stack) or (0,)

@@ -12,8 +12,9 @@ from typing import cast, overload
 from torch import Tensor, nn
 
 from megackpt.mapping import RankOffset, ShardedStateDict
+from megackpt.parallel.foreign_modules import Metadata
 from megackpt.parallel.groups import ParallelGroups
-from megackpt.parallel.mixin import Metadata, ShardedModule, sharded_state_dict
+from megackpt.parallel.mixin import ShardedModule, sharded_state_dict
 
 
 class LayerStack(ShardedModule):
