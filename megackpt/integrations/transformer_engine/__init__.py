@@ -1,0 +1,34 @@
+"""Transformer Engine's modules declare themselves, under the names of our own layers.
+
+Modules are known by the names of their classes and attributes. Transformer Engine is not imported. To import
+this package is enough for `ShardedModule`, `LayerStack` and `megackpt.parallel.sharded_state_dict` to accept
+TE modules as children:
+
+    from megackpt.integrations import transformer_engine as te_checkpoints
+
+    state = te_checkpoints.sharded_state_dict(model, groups)
+    megackpt.save(state, path)
+"""
+
+from megackpt.integrations.transformer_engine.declare import declare_module_of_te, sharded_state_dict
+from megackpt.integrations.transformer_engine.mixin import TransformerEngineMixin
+from megackpt.integrations.transformer_engine.names import (
+    ALIASES,
+    Names,
+    canonical_key,
+    use_stored_names,
+)
+from megackpt.integrations.transformer_engine.site import ParallelMode, set_components, set_parallel_mode
+
+__all__ = [
+    "ALIASES",
+    "Names",
+    "ParallelMode",
+    "TransformerEngineMixin",
+    "canonical_key",
+    "declare_module_of_te",
+    "set_components",
+    "set_parallel_mode",
+    "sharded_state_dict",
+    "use_stored_names",
+]

@@ -1,0 +1,90 @@
+"""Grouped linear layers of Transformer Engine: the experts of one rank.
+
+Every expert is a matrix of its own (`weight0`, `weight1`, ...), or all are one grouped tensor `weight`. Both
+are stored as one array `weight` with an axis over all experts, after the axes of the layers: `[experts, out,
+in]`. It is cut over ep, and each matrix over etp as `parallel_mode` says.
+
+Source: TE `pytorch.module.grouped_linear`; Megatron-Core `TEGroupedLinear._sharded_state_dict_grouped`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from torch import Tensor
+
+from megackpt.integrations.transformer_engine.site import (
+    Site,
+    check_plain,
+    linear_sharding,
+    own_tensors,
+    parallel_mode,
+)
+from megackpt.mapping import ShardedBase, ShardedStateDict
+from megackpt.parallel import TpSharding, declare_tensor
+
+
+def declare_grouped(module: Any, site: Site, parts: Sequence[str] | None = None) -> ShardedStateDict:
+    """Declare a `GroupedLinear`, whose rows are the equal components `parts` (see `linear_sharding`)."""
+    site = replace(site, groups=site.groups.experts)
+    count = number_of_experts(module)
+    mode = parallel_mode(module, site)
+    state: ShardedStateDict = {}
+    for name, value in own_tensors(module).items():
+        kind, expert = _kind_and_expert(name)
+        rows = value.shape[1 if expert is None else 0]
+        sharding = linear_sharding(module, kind, rows, mode, site, parts)
+        if expert is None:
+            plain = plain_view(site.prefix + name, value)
+            state[site.prefix + name] = _declare_stacked(kind, plain, sharding, site)
+        else:
+            state[site.prefix + name] = _declare_expert(kind, value, sharding, site, expert, count)
+    return state
+
+
+def number_of_experts(module: Any) -> int:
+    """Return the number of experts of a grouped module on this rank."""
+    count: int = module.num_gemms if hasattr(module, "num_gemms") else module.num_groups
+    return count
+
+
+def _kind_and_expert(name: str) -> tuple[str, int | None]:
+    """Split `weight3` into its kind and local expert; a grouped tensor has no single one."""
+    kind = name.rstrip("0123456789")
+    return kind, int(name[len(kind) :]) if name != kind else None
+
+
+def _declare_expert(
+    kind: str, value: Tensor, sharding: int | TpSharding | None, site: Site, expert: int, count: int
+) -> ShardedBase:
+    ep = site.groups.ep
+    axes = (*site.stack, (len(site.stack), ep.rank * count + expert, ep.size * count))
+    check_plain(site.prefix + kind, value)
+    return declare_tensor(site.key(kind), value, sharding, site.groups, axes, axes)
+
+
+def _declare_stacked(kind: str, value: Tensor, sharding: int | TpSharding | None, site: Site) -> ShardedBase:
+    ep = site.groups.ep
+    if isinstance(sharding, int):
+        sharding += 1
+    elif sharding is not None:
+        sharding = replace(sharding, dim=sharding.dim + 1)
+    cuts = (*site.stack, (len(site.stack), ep.rank, ep.size))
+    return declare_tensor(site.key(kind), value, sharding, site.groups, site.stack, cuts)
+
+
+def plain_view(key: str, value: Tensor) -> Tensor:
+    """Return the elements of a grouped tensor `[experts, ...]`, as a tensor in the same memory.
+
+    Raises:
+        DeclarationError: they are quantised.
+    """
+    data = getattr(value, "rowwise_data", None)
+    if data is None:
+        return value
+    if getattr(value, "quantizer", None) is not None:
+        check_plain(key, value)
+    view: Tensor = data.view(value.shape)
+    return view

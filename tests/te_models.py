@@ -1,0 +1,207 @@
+"""Modules of Transformer Engine for tests, built for one rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import nn
+
+from megackpt.integrations.transformer_engine import set_components, set_parallel_mode
+from megackpt.parallel import LayerStack, ParallelGroups
+from tests.te_stub import cpu_for_cuda, transformer_engine
+
+te = transformer_engine()
+
+HIDDEN, FFN, HEADS, EXPERTS = 16, 32, 8, 8
+
+
+class Group:
+    """A process group whose size is all that TE asks for."""
+
+    def __init__(self, size: int) -> None:
+        self.size_ = size
+
+    def size(self) -> int:
+        return self.size_
+
+    def rank(self) -> int:
+        return 0
+
+
+def linear(mode: str | None, **kwargs: Any) -> Callable[[ParallelGroups], nn.Module]:
+    size = HIDDEN, FFN
+
+    def build(groups: ParallelGroups) -> nn.Module:
+        tp = groups.tp.size if mode else 1
+        module: nn.Module = te.Linear(*size, parallel_mode=mode, tp_size=tp, device="cpu", **kwargs)
+        return module
+
+    return build
+
+
+def gated_linear(groups: ParallelGroups) -> nn.Module:
+    module = linear("column")(groups)
+    set_components(module, "gate", "up")
+    return module
+
+
+def norm_linear(groups: ParallelGroups) -> nn.Module:
+    module: nn.Module = te.LayerNormLinear(
+        HIDDEN, FFN, parallel_mode="column", tp_size=groups.tp.size, device="cpu"
+    )
+    return module
+
+
+def mlp(activation: str, *, parallel: bool = True) -> Callable[[ParallelGroups], nn.Module]:
+    def build(groups: ParallelGroups) -> nn.Module:
+        tp = groups.tp.size if parallel else 1
+        module: nn.Module = te.LayerNormMLP(
+            HIDDEN, FFN, activation=activation, set_parallel_mode=parallel, tp_size=tp, device="cpu"
+        )
+        return module
+
+    return build
+
+
+def norm(name: str) -> Callable[[ParallelGroups], nn.Module]:
+    return lambda groups: getattr(te, name)(HIDDEN, device="cpu")
+
+
+def attention_core(groups: ParallelGroups) -> nn.Module:
+    module: nn.Module = te.DotProductAttention(HEADS, 2, softmax_type="learnable", tp_size=groups.tp.size)
+    return module
+
+
+def attention(**kwargs: Any) -> Callable[[ParallelGroups], nn.Module]:
+    def build(groups: ParallelGroups) -> nn.Module:
+        module: nn.Module = te.MultiheadAttention(
+            HIDDEN,
+            HEADS,
+            num_gqa_groups=4,
+            tp_size=groups.tp.size,
+            set_parallel_mode=True,
+            qk_norm_type="RMSNorm",
+            softmax_type="learnable",
+            device="cpu",
+            **kwargs,
+        )
+        return module
+
+    return build
+
+
+def layer(groups: ParallelGroups, **kwargs: Any) -> nn.Module:
+    options = {"num_gqa_groups": 4, "activation": "swiglu", "fuse_qkv_params": True, **kwargs}
+    module: nn.Module = te.TransformerLayer(
+        HIDDEN, FFN, HEADS, set_parallel_mode=True, tp_size=groups.tp.size, device="cpu", **options
+    )
+    return module
+
+
+def layers(groups: ParallelGroups) -> nn.Module:
+    """Four layers, cut over pp."""
+    pp, each = groups.pp, 4 // groups.pp.size
+    owned = range(pp.rank * each, (pp.rank + 1) * each)
+    return LayerStack(lambda index: layer(groups), owned, 4, groups)
+
+
+def experts(mode: str | None) -> Callable[[ParallelGroups], nn.Module]:
+    def build(groups: ParallelGroups) -> nn.Module:
+        # As Megatron-Core builds them: TE is told nothing of etp.
+        etp, count = groups.etp.size, EXPERTS // groups.ep.size
+        sizes = (HIDDEN, FFN // etp) if mode == "column" else (HIDDEN // etp, FFN)
+        module: nn.Module = te.GroupedLinear(count, *sizes, device="cpu")
+        set_parallel_mode(module, mode)  # type: ignore[arg-type]
+        if mode == "column":
+            set_components(module, "gate", "up")
+        return module
+
+    return build
+
+
+def grouped_experts(groups: ParallelGroups) -> nn.Module:
+    """All experts of a rank as one parameter."""
+    module: nn.Module = te.GroupedLinear(
+        EXPERTS // groups.ep.size,
+        HIDDEN,
+        FFN // groups.etp.size,
+        single_grouped_weight=True,
+        single_grouped_bias=True,
+        device="cpu",
+    )
+    set_parallel_mode(module, "column")
+    set_components(module, "gate", "up")
+    return module
+
+
+def fused_mlp(activation: str, **options: Any) -> Callable[[ParallelGroups], nn.Module]:
+    def build(groups: ParallelGroups) -> nn.Module:
+        ops, size = te.ops, groups.tp.size
+        parallel = {"tensor_parallel_group": Group(size)} if size > 1 else {}
+        columns = {"tensor_parallel_mode": "column", **parallel} if size > 1 else {}
+        rows = {"tensor_parallel_mode": "row", **parallel} if size > 1 else {}
+        inner = 2 * FFN if activation.endswith("GLU") else FFN
+        module: nn.Module = ops.Sequential(
+            ops.LayerNorm(HIDDEN, device="cpu"),
+            ops.Linear(HIDDEN, inner, device="cpu", **columns),
+            getattr(ops, activation)(**options),
+            ops.Linear(FFN, HIDDEN, device="cpu", bias=False, **rows),
+        )
+        return module
+
+    return build
+
+
+def fused_experts(groups: ParallelGroups) -> nn.Module:
+    """Experts as a sequence of operations, not cut over etp."""
+    ops, count = te.ops, EXPERTS // groups.ep.size
+    module: nn.Module = ops.Sequential(
+        ops.GroupedLinear(count, HIDDEN, 2 * FFN, bias=False, device="cpu"),
+        ops.ScaledSwiGLU(),
+        ops.GroupedLinear(count, FFN, HIDDEN, bias=False, device="cpu"),
+    )
+    return module
+
+
+MODULES: Mapping[str, Callable[[ParallelGroups], nn.Module]] = {
+    "linear": linear(None),
+    "linear column": linear("column"),
+    "linear row": linear("row"),
+    "linear split": linear("column", parameters_split={"query": 16, "key": 8, "value": 8}),
+    "linear gate and up": gated_linear,
+    "norm and linear": norm_linear,
+    "gated mlp": mlp("swiglu"),
+    "plain mlp": mlp("gelu"),
+    "gated mlp, whole": mlp("geglu", parallel=False),
+    "layer norm": norm("LayerNorm"),
+    "rms norm": norm("RMSNorm"),
+    "softmax offset": attention_core,
+    "attention, interleaved": attention(fuse_qkv_params=True, input_layernorm=True),
+    "attention, one after the other": attention(fuse_qkv_params=True, qkv_weight_interleaved=False),
+    "attention, three parameters": attention(input_layernorm=True),
+    "cross attention": attention(attention_type="cross", input_layernorm=True),
+    "cross attention, interleaved": attention(attention_type="cross", fuse_qkv_params=True),
+    "layer": layer,
+    "decoder layer": lambda groups: layer(groups, layer_type="decoder", output_layernorm=True),
+    "fused gated mlp": fused_mlp("SwiGLU"),
+    "fused gated mlp, interleaved": fused_mlp("SwiGLU", glu_interleave_size=4),
+    "fused plain mlp": fused_mlp("GELU"),
+}
+
+
+def build(make: Callable[[ParallelGroups], nn.Module], groups: ParallelGroups, *, seed: int = 0) -> nn.Module:
+    """Build a module and fill it with values that depend on the seed and this rank."""
+    with cpu_for_cuda(), mock.patch.object(torch.distributed, "get_world_size", _world_size):
+        module = make(groups)
+    generator = torch.Generator().manual_seed(1000 * seed + groups.rank)
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator))
+    return module
+
+
+def _world_size(group: Any = None) -> int:
+    return group.size() if isinstance(group, Group) else 1
