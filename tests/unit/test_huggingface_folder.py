@@ -13,11 +13,14 @@ from safetensors.torch import load_file, save_file
 import megackpt
 from megackpt import ShardedTensor
 from megackpt.cli import main
+from megackpt.comm import Group
 from megackpt.errors import DeclarationError, NotACheckpointError
+from megackpt.formats.file_names import HUGGINGFACE
 from megackpt.formats.registry import detect, not_imported, save_strategy
 from megackpt.formats.safetensors_header import read_header
 from megackpt.storage import LocalStore, MemoryStore, ObjectStore
 from megackpt.testing.identical import difference
+from megackpt.testing.world import SimulatedWorld
 from tests.s3_server import BUCKET, S3Server, options_for
 
 INDEX = "model.safetensors.index.json"
@@ -100,6 +103,8 @@ def test_a_folder_of_transformers_is_read_bit_for_bit(
 def test_a_single_file_is_read_with_and_without_a_config(tmp_path: Path, name: str) -> None:
     save_file(tensors(), tmp_path / name, metadata={"format": "pt"})
     assert difference(megackpt.load_plain_tensors(tmp_path), tensors()) is None
+    chunks = {array.key: array.chunks for array in megackpt.inspect(tmp_path).arrays}
+    assert chunks == {key: int(key != "empty") for key in tensors()}
     assert megackpt.load_content_metadata(tmp_path) == {}
     (tmp_path / "config.json").write_text('{"a": [1, Infinity]}')  # as transformers writes it for Mamba
     assert megackpt.load_content_metadata(tmp_path) == {"huggingface_config": {"a": [1, float("inf")]}}
@@ -167,6 +172,21 @@ def test_columns_of_a_tensor_are_read(tmp_path: Path) -> None:
     assert torch.equal(data, tensors()["embed.weight"][:, 3:])
 
 
+def test_ranks_load_their_parts_together(tmp_path: Path) -> None:
+    folder = two_files(tmp_path)
+
+    def load(group: Group) -> torch.Tensor:
+        data = torch.zeros(4, 6)
+        wanted = ShardedTensor.from_rank_offsets("embed.weight", data, (0, group.rank, 4))
+        scale = ShardedTensor.from_rank_offsets("scale", torch.zeros(()))
+        loaded = megackpt.load({"w": wanted, "scale": scale}, folder, group=group)
+        assert loaded["scale"] == 0.5
+        return loaded["w"]
+
+    loaded = SimulatedWorld(4).run(load)
+    assert torch.equal(torch.cat(loaded), tensors()["embed.weight"])
+
+
 def test_a_folder_in_an_object_store_is_read(tmp_path: Path, s3_server: S3Server) -> None:
     store = ObjectStore(f"s3://{BUCKET}/huggingface-folder", options=options_for(s3_server.port))
     for path in two_files(tmp_path).iterdir():
@@ -209,6 +229,14 @@ def test_other_directories_are_no_folders(names: list[str]) -> None:
     assert detect(store) is None
     with pytest.raises(NotACheckpointError):
         megackpt.load_plain_tensors(store)
+
+
+@pytest.mark.parametrize("prefix", ["index", "common", "megackpt"])
+def test_the_format_is_not_imported_for_what_our_saves_leave(prefix: str) -> None:
+    assert not HUGGINGFACE.is_foreign(f"{prefix}-8c6f0e1d2b3a4958.safetensors")
+    assert not HUGGINGFACE.is_foreign(f"{prefix}-8c6f0e1d2b3a4958-00001.safetensors")
+    assert not HUGGINGFACE.is_foreign("data/8c6f0e1d2b3a4958-00000.safetensors")
+    assert HUGGINGFACE.is_foreign(f"{prefix}-of-a-model.safetensors")
 
 
 def test_a_checkpoint_of_ours_in_a_folder_comes_first(tmp_path: Path) -> None:
