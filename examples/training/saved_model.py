@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import MISSING, Field, asdict, fields, is_dataclass
 from typing import Any
@@ -10,8 +11,8 @@ from models import GPTConfig
 
 
 def plain_fields(model: GPTConfig) -> dict[str, Any]:
-    """Return the fields of a model's configuration, with the dtype as text."""
-    return asdict(model) | {"params_dtype": str(model.params_dtype)}
+    """Return the fields of a model's configuration as JSON has them, with the dtype as text."""
+    return _as_json(asdict(model) | {"params_dtype": str(model.params_dtype)})
 
 
 def differences(model: GPTConfig, saved: Mapping[str, Any]) -> list[str]:
@@ -19,12 +20,18 @@ def differences(model: GPTConfig, saved: Mapping[str, Any]) -> list[str]:
 
     A field that was not saved is newer than the checkpoint: its model had the default.
     """
-    complete = _with_defaults(model, saved)
+    complete = _as_json(_with_defaults(model, saved))
     return [
         f"{name} {complete.get(name)} instead of {value}"
         for name, value in plain_fields(model).items()
         if name != "dropout" and complete.get(name) != value
     ]
+
+
+def _as_json(document: dict[str, Any]) -> dict[str, Any]:
+    """Return a document with lists for tuples; checkpoints give back either, by their format."""
+    plain: dict[str, Any] = json.loads(json.dumps(document))
+    return plain
 
 
 def _with_defaults(config: Any, saved: Mapping[str, Any]) -> dict[str, Any]:

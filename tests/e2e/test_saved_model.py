@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+import json
+from dataclasses import asdict, replace
 
 from training.saved_model import differences, plain_fields
 
 from megackpt.parallel import SwiGLU
-from models import GPTConfig, MoEConfig, NormConfig
+from models import AttentionConfig, GPTConfig, MoEConfig, NormConfig, SlidingWindow
 
 MODEL = GPTConfig(
     vocab_size=8,
@@ -21,6 +22,16 @@ MODEL = GPTConfig(
 def test_a_model_does_not_differ_from_itself_but_for_dropout() -> None:
     assert differences(MODEL, plain_fields(MODEL)) == []
     assert differences(replace(MODEL, dropout=0.1), plain_fields(MODEL)) == []
+
+
+def test_lists_of_a_checkpoint_are_the_tuples_of_a_model_and_the_other_way_round() -> None:
+    window = SlidingWindow(size=2, layers=(True, False))
+    windowed = replace(MODEL, attention=AttentionConfig(window=window))
+    as_json = json.loads(json.dumps(plain_fields(windowed)))
+    with_tuples = plain_fields(windowed) | {"attention": asdict(windowed.attention)}
+    for saved in (as_json, with_tuples):
+        assert differences(windowed, saved) == []
+        assert [text.split()[0] for text in differences(MODEL, saved)] == ["attention"]
 
 
 def test_what_differs_has_its_name_and_both_values() -> None:
