@@ -154,7 +154,7 @@ def _checked(report: ConvertReport | HuggingFaceImport | HuggingFaceExport) -> s
 class _FolderOptions:
     """The options of Hugging Face folders, by their names; None where they were not given."""
 
-    given: dict[str, Any]
+    options: dict[str, Any]
 
     @classmethod
     def of(cls, options: dict[str, Any]) -> _FolderOptions:
@@ -173,22 +173,22 @@ class _FolderOptions:
         allowed = {"map_name", "config", "dtype", "prefix"} if is_export or is_import else set()
         if is_export:
             allowed |= {"weights", "max_file_size"}
-        for name in self.given.keys() - allowed:
+        for name in self.options.keys() - allowed:
             option = "--map" if name == "map_name" else f"--{name.replace('_', '-')}"
             raise click.UsageError(f"{option} does not go with these formats: see the help of the option.")
 
     def of_import(self) -> dict[str, Any]:
         """Return arguments of `import_huggingface`."""
-        names = self.given.keys() & {"config", "dtype", "prefix"}
-        return {"map": self.given.get("map_name", "auto"), **{name: self.given[name] for name in names}}
+        names = self.options.keys() & {"config", "dtype", "prefix"}
+        return {"map": self.options.get("map_name", "auto"), **{name: self.options[name] for name in names}}
 
     def of_export(self) -> dict[str, Any]:
         """Return arguments of `export_huggingface`."""
         arguments = self.of_import()
-        if "weights" in self.given:
-            arguments["weights"] = self.given["weights"]
-        if "max_file_size" in self.given:
-            arguments["max_file_bytes"] = _size(self.given["max_file_size"])
+        if "weights" in self.options:
+            arguments["weights"] = self.options["weights"]
+        if "max_file_size" in self.options:
+            arguments["max_file_bytes"] = _size(self.options["max_file_size"])
         return arguments
 
 

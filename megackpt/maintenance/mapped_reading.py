@@ -161,10 +161,10 @@ def checked_dtype(dtype: torch.dtype | str | None) -> str | None:
     """
     if dtype is None:
         return None
-    found = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
-    if not isinstance(found, torch.dtype) or not found.is_floating_point:
+    chosen = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
+    if not isinstance(chosen, torch.dtype) or not chosen.is_floating_point:
         raise MapError(f"dtype is {dtype!r}. Give a floating-point dtype, such as 'bfloat16', or None.")
-    return dtype_name(found)
+    return dtype_name(chosen)
 
 
 def _has_shape(shape: tuple[int, ...], array: MappedArray) -> bool:

@@ -36,10 +36,10 @@ def filled_windows(
     longest = max((window.nbytes for window in windows), default=0)
     buffers = [np.empty(longest, np.uint8) for _ in windows[:2]]
     with ThreadPoolExecutor(1, thread_name_prefix="megackpt-window") as thread:
-        filling = [thread.submit(fill, windows[0], buffers[0])] if windows else []
+        pending = [thread.submit(fill, windows[0], buffers[0])] if windows else []
         for number, window in enumerate(windows):
-            filling.pop().result()
+            pending.pop().result()
             if number + 1 < len(windows):
                 following = number + 1
-                filling.append(thread.submit(fill, windows[following], buffers[following % 2]))
+                pending.append(thread.submit(fill, windows[following], buffers[following % 2]))
             yield window, buffers[number % 2]

@@ -78,7 +78,7 @@ def folder_tensors_of(file: Path) -> dict[str, Any]:
     return dict(load_file(file))
 
 
-def test_values_are_rounded_to_nearest_even_and_config_says_the_dtype(tmp_path: Path) -> None:
+def test_values_are_rounded_to_nearest_even_and_the_dtype_is_in_config_json(tmp_path: Path) -> None:
     expected = saved_model(tmp_path / "saved", {**LLAMA, "torch_dtype": "float32"}, 2)
     report = megackpt.export_huggingface(tmp_path / "saved", tmp_path / "folder", dtype=torch.bfloat16)
     assert_same_tensors(

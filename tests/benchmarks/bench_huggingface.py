@@ -1,0 +1,292 @@
+"""Hugging Face folders: rate and memory of exports and imports, compared with raw copies and with DCP.
+
+Everything runs on the disk of `--directory`, in processes of their own, in turns, `--rounds` times; medians
+are printed, and ratios of times of the same round. Before each run the files that it reads are dropped from
+the page cache. Everything that is written is durable when the time ends: we and the raw copy flush each file,
+and after DCP, which does not, the whole file system is flushed.
+
+    python tests/benchmarks/bench_huggingface.py --gib 4 --directory /work/bench
+
+What is compared with DCP: its writer gets the state in memory and writes and consolidates a folder; our
+export gets a checkpoint on the disk, and "save and export" the state in memory. Its reader fills tensors in
+memory; so does `megackpt.load` from the same folder, while our import also writes a checkpoint.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+MIB, GIB = 1 << 20, 1 << 30
+HIDDEN, FFN, VOCAB, HEADS, GROUPS = 2048, 5632, 32_000, 16, 4
+COPY_BYTES = 8 * MIB
+
+
+def config_of(gib: float) -> dict[str, Any]:
+    """Return a Llama of about so many GiB in bfloat16."""
+    layer = HIDDEN * (2 * HIDDEN + 2 * HIDDEN * GROUPS // HEADS + 3 * FFN)
+    layers = max(1, round((gib * GIB / 2 - 2 * VOCAB * HIDDEN) / layer))
+    return {
+        "model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": VOCAB,
+        "hidden_size": HIDDEN, "intermediate_size": FFN, "num_hidden_layers": layers,
+        "num_attention_heads": HEADS, "num_key_value_heads": GROUPS, "torch_dtype": "bfloat16",
+    }  # fmt: skip
+
+
+def arrays_of(config: dict[str, Any], *, theirs: bool) -> dict[str, Any]:
+    """Return tensors in the names of the folder or in ours, with bits that do not repeat in a tensor."""
+    import torch
+
+    from megackpt.maintenance.import_plan import with_stacked_layers_where_equal
+    from megackpt.maps import family_of
+
+    made = with_stacked_layers_where_equal(family_of(config).region_map(config))
+    arrays = made.right if theirs else made.left
+    generator = torch.Generator().manual_seed(1)
+    return {
+        key: torch.empty(array.stored, dtype=torch.int16)
+        .random_(-(2**15), 2**15, generator=generator)
+        .view(torch.bfloat16)
+        for key, array in arrays.items()
+    }
+
+
+def save_ours(directory: Path, config: dict[str, Any]) -> float:
+    """Save the state in our names; return the time of the save in seconds."""
+    import megackpt
+    from megackpt import ShardedTensor
+
+    arrays = arrays_of(config, theirs=False)
+    state = {key: ShardedTensor.from_rank_offsets(key, array) for key, array in arrays.items()}
+    directory.mkdir(parents=True)
+    began = time.perf_counter()
+    megackpt.save(state, directory, content_metadata={"huggingface_config": config})
+    return time.perf_counter() - began
+
+
+def export(source: Path, target: Path, options: dict[str, Any]) -> float:
+    import megackpt
+
+    began = time.perf_counter()
+    megackpt.export_huggingface(source, target, **options)
+    return time.perf_counter() - began
+
+
+def import_(source: Path, target: Path, options: dict[str, Any]) -> float:
+    import megackpt
+
+    began = time.perf_counter()
+    megackpt.import_huggingface(source, target, **options)
+    return time.perf_counter() - began
+
+
+def raw_copy(source: Path, target: Path, options: dict[str, Any]) -> float:
+    """Copy all files through one buffer, and flush each."""
+    buffer = memoryview(bytearray(COPY_BYTES))
+    target.mkdir(parents=True)
+    began = time.perf_counter()
+    for number, file in enumerate(files_below(source)):
+        with file.open("rb", buffering=0) as read, (target / str(number)).open("wb", buffering=0) as write:
+            while count := read.readinto(buffer):  # type: ignore[attr-defined]
+                write.write(buffer[:count])
+            os.fsync(write.fileno())
+    return time.perf_counter() - began
+
+
+def direct_copy(source: Path, target: Path, options: dict[str, Any]) -> float:
+    """Copy all files with dd, past the page cache."""
+    target.mkdir(parents=True)
+    began = time.perf_counter()
+    for number, file in enumerate(files_below(source)):
+        command = ["dd", f"if={file}", f"of={target / str(number)}", "bs=8M", "conv=fsync", "status=none"]
+        is_long = file.stat().st_size > 64 * MIB
+        subprocess.run([*command, *(["iflag=direct", "oflag=direct"] if is_long else [])], check=True)
+    return time.perf_counter() - began
+
+
+def dcp_save(source: Path, target: Path, options: dict[str, Any]) -> float:
+    """Write the state with DCP, consolidated into as many files as our export has."""
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
+
+    index = json.loads((source / "model.safetensors.index.json").read_text())["weight_map"]
+    state = arrays_of(json.loads((source / "config.json").read_text()), theirs=True)
+    numbers = {key: int(file.split("-")[1]) for key, file in index.items()}
+    writer = HuggingFaceStorageWriter(
+        str(target), fqn_to_index_mapping=numbers, thread_count=2, save_distributed=True,
+        enable_consolidation=True, thread_count_consolidation=2,
+    )  # fmt: skip
+    began = time.perf_counter()
+    dcp.save(state, storage_writer=writer, no_dist=True)
+    os.sync()
+    return time.perf_counter() - began
+
+
+def dcp_load(source: Path, target: Path, options: dict[str, Any]) -> float:
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
+
+    state = empty_state(source)
+    began = time.perf_counter()
+    dcp.load(state, storage_reader=HuggingFaceStorageReader(str(source), thread_count=2), no_dist=True)
+    return time.perf_counter() - began
+
+
+def our_load(source: Path, target: Path, options: dict[str, Any]) -> float:
+    import megackpt
+    from megackpt import ShardedTensor
+
+    state = {key: ShardedTensor.from_rank_offsets(key, data) for key, data in empty_state(source).items()}
+    began = time.perf_counter()
+    megackpt.load(state, source)
+    return time.perf_counter() - began
+
+
+def empty_state(folder: Path) -> dict[str, Any]:
+    """Return tensors of the folder's shapes whose memory is touched."""
+    import torch
+
+    from megackpt.maps import family_of
+
+    config = json.loads((folder / "config.json").read_text())
+    arrays = family_of(config).region_map(config).right
+    return {key: torch.ones(array.stored, dtype=torch.bfloat16) for key, array in arrays.items()}
+
+
+WORK: dict[str, Callable[[Path, Path, dict[str, Any]], float]] = {
+    "export": export, "import": import_, "raw": raw_copy, "direct": direct_copy, "dcp save": dcp_save,
+    "dcp load": dcp_load, "load": our_load,
+}  # fmt: skip
+
+
+def run_child(name: str, source: Path, target: Path, options: dict[str, Any]) -> None:
+    """Do one piece of work in this process; print its time, and by how much it raised resident memory."""
+    import torch  # noqa: F401
+
+    import megackpt
+
+    megackpt.export_huggingface, megackpt.import_huggingface  # noqa: B018 - imported before memory is measured
+    Path("/proc/self/clear_refs").write_text("5")  # resets the peak
+    before = resident("VmRSS")
+    seconds = WORK[name](source, target, options)
+    print(json.dumps({"seconds": seconds, "peak": resident("VmHWM") - before}))
+
+
+def resident(field: str) -> int:
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(field):
+            return int(line.split()[1]) * 1024
+    raise AssertionError(f"/proc/self/status has no {field}")
+
+
+def files_below(directory: Path) -> Iterator[Path]:
+    return (path for path in sorted(directory.rglob("*")) if path.is_file())
+
+
+def drop_from_cache(directory: Path) -> None:
+    for path in files_below(directory):
+        descriptor = os.open(path, os.O_RDONLY)
+        os.fsync(descriptor)
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+        os.close(descriptor)
+
+
+def measured(
+    name: str, source: Path, target: Path, *, keep: bool = False, **options: Any
+) -> dict[str, float]:
+    """Return the seconds and the peak of one run in a process of its own, whose files are then removed."""
+    drop_from_cache(source)
+    command = [sys.executable, __file__, "--child", name, str(source), str(target), json.dumps(options)]
+    ran = subprocess.run(command, capture_output=True, text=True, check=False)
+    if ran.returncode:
+        raise SystemExit(f"{name}: {ran.stderr[-3000:]}")
+    if not keep:
+        shutil.rmtree(target, ignore_errors=True)
+        os.sync()
+    result: dict[str, float] = json.loads(ran.stdout.splitlines()[-1])
+    return result
+
+
+def compare_speed(source: Path, folder: Path, scratch: Path, *, rounds: int, file_bytes: int) -> None:
+    times: dict[str, list[float]] = {}
+    runs = [
+        ("raw", source, {}),
+        ("direct", source, {}),
+        ("export", source, {"verify": False, "max_file_bytes": file_bytes}),
+        ("dcp save", folder, {}),
+        ("import", folder, {"verify": False}),
+        ("load", folder, {}),
+        ("dcp load", folder, {}),
+    ]
+    for number in range(rounds):
+        for name, read, options in runs:
+            seconds = measured(name, read, scratch, **options)["seconds"]
+            times.setdefault(name, []).append(seconds)
+            print(f"round {number}: {name} {seconds:.2f} s", flush=True)
+    fastest = [min(pair) for pair in zip(times["raw"], times["direct"], strict=True)]
+    ratios = {
+        "export / faster raw copy (rate)": (fastest, times["export"]),
+        "import / faster raw copy (rate)": (fastest, times["import"]),
+        "export vs DCP's writer": (times["dcp save"], times["export"]),
+        "import vs DCP's reader": (times["dcp load"], times["import"]),
+        "load vs DCP's reader": (times["dcp load"], times["load"]),
+    }
+    for name, seconds in times.items():
+        print(f"{name}: median {statistics.median(seconds):.2f} s")
+    for name, (slow, quick) in ratios.items():
+        print(f"{name}: median {statistics.median(a / b for a, b in zip(slow, quick, strict=True)):.2f}")
+
+
+def compare_memory(source: Path, folder: Path, scratch: Path) -> None:
+    for file_bytes in (500 * MIB, 5_000_000_000):
+        for buffer_bytes in (8 * MIB, 32 * MIB):
+            sizes = {"max_file_bytes": file_bytes, "buffer_bytes": buffer_bytes}
+            result = measured("export", source, scratch, **sizes)
+            print(
+                f"export, {sizes}: {result['seconds']:.2f} s, peak {result['peak'] / MIB:.0f} MiB", flush=True
+            )
+    for buffer_bytes in (8 * MIB, 32 * MIB):
+        result = measured("import", folder, scratch, buffer_bytes=buffer_bytes)
+        print(
+            f"import, {buffer_bytes=}: {result['seconds']:.2f} s, peak {result['peak'] / MIB:.0f} MiB",
+            flush=True,
+        )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--child", nargs=4, help=argparse.SUPPRESS)
+    parser.add_argument("--gib", type=float, default=4.0)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--directory", type=Path, default=Path("bench_huggingface"))
+    arguments = parser.parse_args()
+    if arguments.child:
+        name, source, target, options = arguments.child
+        run_child(name, Path(source), Path(target), json.loads(options))
+        return
+    root: Path = arguments.directory
+    root.mkdir(parents=True)
+    try:
+        source, folder, scratch = root / "checkpoint", root / "folder", root / "scratch"
+        print(f"save: {save_ours(source, config_of(arguments.gib)):.2f} s")
+        file_bytes = 1_000_000_000
+        measured("export", source, folder, keep=True, max_file_bytes=file_bytes)
+        total = sum(path.stat().st_size for path in files_below(folder))
+        print(f"{total / GIB:.2f} GiB, {len(os.sched_getaffinity(0))} processors")
+        compare_speed(source, folder, scratch, rounds=arguments.rounds, file_bytes=file_bytes)
+        compare_memory(source, folder, scratch)
+    finally:
+        shutil.rmtree(root)
+
+
+if __name__ == "__main__":
+    main()
