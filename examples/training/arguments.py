@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -17,7 +18,8 @@ from megackpt import CheckpointConfig, CheckpointError
 from megackpt.parallel import Capacity, ParallelLayout, RoutingOptions, StageTable
 from megackpt.training_state import WhenDifferent
 from models import GPTConfig, MoEConfig
-from training.flags import exit_with_error, make_parser
+from training.flags import MODEL_FLAGS, exit_with_error, make_parser
+from training.hugging_face import llama_config, model_of, read_config
 from training.text import VOCAB_SIZE
 
 
@@ -30,6 +32,9 @@ class Arguments:
         stages: which layers are on which pipeline stage.
         model: the configuration of the model.
         exit_after: the step after which this process ends; `steps` by default.
+        huggingface_config: the config.json of the model; None if no family of Hugging Face has it.
+        init_from: the Hugging Face folder that a run without a checkpoint begins with, or its URL.
+        export_to: the Hugging Face folder that is written at the end, or its URL.
         ckpt: the directory of the checkpoints, or its URL; None: no checkpoints are made.
         knobs: how checkpoints are made and loaded.
         when_schedule_differs: what to do if a checkpoint was trained with another schedule.
@@ -54,6 +59,9 @@ class Arguments:
     clip_grad: float
     seed: int
     data: Sequence[Path]
+    huggingface_config: Mapping[str, Any] | None
+    init_from: Path | str | None
+    export_to: Path | str | None
     ckpt: Path | str | None
     knobs: CheckpointConfig
     when_schedule_differs: WhenDifferent
@@ -81,20 +89,7 @@ def parse_arguments(argv: list[str] | None = None, *, world_size: int | None = N
             etp=flags.tp if flags.etp is None else flags.etp,
             vpp=(1 if table is None else table.vpp) if flags.vpp is None else flags.vpp,
         )
-        model = GPTConfig(
-            vocab_size=VOCAB_SIZE,
-            hidden_size=flags.hidden_size,
-            num_layers=flags.num_layers,
-            num_heads=flags.num_heads,
-            num_query_groups=flags.num_query_groups,
-            ffn_hidden_size=flags.ffn_hidden_size,
-            seq_length=flags.seq_length,
-            dropout=flags.dropout,
-            tied_embeddings=not flags.untie_embeddings,
-            make_vocab_divisible=1,
-            params_dtype=torch.bfloat16 if flags.bf16 else torch.float32,
-            moe=_experts(flags),
-        )
+        model, flags.huggingface_config = _model(flags)
         model.check_layout(layout, table)
         stages = StageTable.even(model.num_layers, pp=layout.pp, vpp=layout.vpp) if table is None else table
         knobs = CheckpointConfig(
@@ -105,10 +100,44 @@ def parse_arguments(argv: list[str] | None = None, *, world_size: int | None = N
         exit_with_error(str(error))
     if flags.exit_after is None:
         flags.exit_after = flags.steps
-    _check(flags, layout)
+    _check(flags, layout, model)
     flags.when_schedule_differs = _when_schedule_differs(flags)
     others = {name: getattr(flags, name) for name in Arguments.__slots__ if hasattr(flags, name)}
     return Arguments(layout=layout, stages=stages, model=model, knobs=knobs, **others)
+
+
+def _model(flags: argparse.Namespace) -> tuple[GPTConfig, Mapping[str, Any] | None]:
+    """Return the model of --init-from, or that of the flags, and its config.json."""
+    dtype = torch.bfloat16 if flags.bf16 else torch.float32
+    if flags.init_from is not None:
+        defaults = make_parser().parse_args([])
+        chosen = [flag for flag in MODEL_FLAGS if _value(flags, flag) != _value(defaults, flag)]
+        if chosen:
+            exit_with_error(
+                f"{', '.join(chosen)}: the model is that of config.json in --init-from; leave them out"
+            )
+        config = read_config(flags.init_from)
+        model = model_of(config, seq_length=flags.seq_length, dropout=flags.dropout, dtype=dtype)
+        return model, config
+    model = GPTConfig(
+        vocab_size=VOCAB_SIZE,
+        hidden_size=flags.hidden_size,
+        num_layers=flags.num_layers,
+        num_heads=flags.num_heads,
+        num_query_groups=flags.num_query_groups,
+        ffn_hidden_size=flags.ffn_hidden_size,
+        seq_length=flags.seq_length,
+        dropout=flags.dropout,
+        tied_embeddings=not flags.untie_embeddings,
+        make_vocab_divisible=1,
+        params_dtype=dtype,
+        moe=_experts(flags),
+    )
+    return model, llama_config(model)
+
+
+def _value(flags: argparse.Namespace, flag: str) -> Any:
+    return getattr(flags, flag.removeprefix("--").replace("-", "_"))
 
 
 def _experts(flags: argparse.Namespace) -> MoEConfig | None:
@@ -140,7 +169,7 @@ def _given_stages(flags: argparse.Namespace) -> StageTable | None:
     return StageTable.from_string(flags.pipeline_layout, pp=flags.pp)
 
 
-def _check(flags: argparse.Namespace, layout: ParallelLayout) -> None:
+def _check(flags: argparse.Namespace, layout: ParallelLayout, model: GPTConfig) -> None:
     """Exit if numbers are too small, or flags contradict each other or the layout."""
     for name in (
         "steps",
@@ -165,7 +194,7 @@ def _check(flags: argparse.Namespace, layout: ParallelLayout) -> None:
             f"--global-batch-size {flags.global_batch_size} does not split into dp={layout.dp} x "
             f"--micro-batches={flags.micro_batches}; make it a multiple of {share}"
         )
-    if flags.experts is None and (layout.ep > 1 or layout.etp != layout.tp):
+    if model.moe is None and (layout.ep > 1 or layout.etp != layout.tp):
         exit_with_error(
             f"--ep {layout.ep} and --etp {layout.etp} spread experts over ranks, but there are none; give "
             f"--experts, or leave both out"
@@ -186,8 +215,15 @@ def _check(flags: argparse.Namespace, layout: ParallelLayout) -> None:
         )
     if flags.ckpt is None and (flags.exit_signal or flags.save_signal):
         exit_with_error("--exit-signal and --save-signal ask for a checkpoint; give --ckpt")
-    if isinstance(flags.ckpt, Path):
-        _check_directory("--ckpt", flags.ckpt)
+    if flags.export_to is not None and flags.ckpt is None:
+        exit_with_error("--export-to writes the last checkpoint as a folder; give --ckpt")
+    if flags.export_to is not None and flags.huggingface_config is None:
+        exit_with_error(
+            "--export-to: no family of Hugging Face has a model with these experts; begin with --init-from"
+        )
+    for flag in ("--ckpt", "--export-to"):
+        if isinstance(_value(flags, flag), Path):
+            _check_directory(flag, _value(flags, flag))
     if flags.metrics is not None:
         _check_directory("--metrics", flags.metrics.parent)
         if flags.metrics.is_dir():

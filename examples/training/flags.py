@@ -14,6 +14,25 @@ EXCHANGES = ("all_to_all", "broadcast", "gather_rounds", "gather_object")
 EXIT_SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP")
 BUSY = ("wait", "queue", "skip")
 SAVE_SIGNALS = ("SIGUSR1", "SIGUSR2")
+MODEL_FLAGS = (
+    "--num-layers",
+    "--hidden-size",
+    "--num-heads",
+    "--num-query-groups",
+    "--ffn-hidden-size",
+    "--untie-embeddings",
+    "--experts",
+    "--top-k",
+    "--expert-ffn-hidden-size",
+    "--shared-experts",
+    "--moe-layer-freq",
+    "--router-score",
+    "--balance-loss",
+    "--z-loss",
+    "--expert-bias-rate",
+    "--capacity-factor",
+)
+"""Flags of what --init-from gives."""
 
 
 def exit_with_error(message: str) -> NoReturn:
@@ -173,6 +192,19 @@ def _add_checkpoints(group: argparse._ArgumentGroup) -> None:
         type=_path_or_url,
         metavar="DIR",
         help="where checkpoints are, a directory or s3://bucket/prefix; if not given, none are made",
+    )
+    group.add_argument(
+        "--init-from",
+        type=_path_or_url,
+        metavar="DIR",
+        help="a Hugging Face folder, a directory or s3://bucket/prefix: its config.json describes the model, "
+        "and a run without a checkpoint begins with its weights",
+    )
+    group.add_argument(
+        "--export-to",
+        type=_path_or_url,
+        metavar="DIR",
+        help="write the last checkpoint as a Hugging Face folder, a directory or s3://bucket/prefix",
     )
     _count(
         group,

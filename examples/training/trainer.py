@@ -36,6 +36,7 @@ from megackpt.parallel import (
 from megackpt.training_state import DataPosition, RankPosition, RngState, ScheduleState, TrainingState
 from models import build_gpt, init_weights
 from training.arguments import Arguments, exit_with_error
+from training.hugging_face import export_folder, import_weights
 from training.report import Report
 from training.saved_model import differences, plain_fields
 from training.schedule import CosineSchedule
@@ -145,6 +146,7 @@ class Trainer:
             finally:  # also if training fails, so that a step that is being written is not lost
                 if self.checkpointer is not None:
                     self.checkpointer.close()
+            self._export(report)
             report.end(self.step, self._newest())
         return self.checkpointer.exit_code or 0 if self.checkpointer is not None else 0
 
@@ -168,6 +170,20 @@ class Trainer:
                 self.save(self.checkpointer, report)
             if self.checkpointer.exit_requested:
                 break
+
+    def _export(self, report: Report) -> None:
+        """Write the last checkpoint as a Hugging Face folder, if --export-to asks for it."""
+        arguments, checkpointer = self.arguments, self.checkpointer
+        if arguments.export_to is None or checkpointer is None or self.step < arguments.exit_after:
+            return
+        step = checkpointer.find_latest()
+        if step is None:  # with --on-save-error warn
+            exit_with_error(f"--export-to: {arguments.ckpt} has no checkpoint")
+        try:
+            location = checkpointer.location(step)
+            report.print_line(export_folder(location, arguments.export_to, arguments.init_from))
+        except CheckpointError as error:  # the same on all ranks
+            exit_with_error(f"cannot export to {arguments.export_to}: {error}")
 
     def state(self, *, to_save: bool = False) -> dict[str, Any]:
         """Declare the whole state of this run, which is what a checkpoint contains.
@@ -198,6 +214,7 @@ class Trainer:
     def save(self, checkpointer: Checkpointer, report: Report) -> None:
         """Save the current step; with --on-save-error warn it may fail."""
         began = time.monotonic()
+        config = self.arguments.huggingface_config  # by which it can be exported
         saved = checkpointer.save(
             self.step,
             self.state(to_save=True),
@@ -205,6 +222,7 @@ class Trainer:
                 "layout": self.layout,
                 "model": plain_fields(self.arguments.model),
                 "steps": self.schedule.steps,
+                **({} if config is None else {"huggingface_config": dict(config)}),
             },
             sharded_strategy=self.arguments.knobs.save_strategy(),
         )
@@ -215,12 +233,10 @@ class Trainer:
     def resume(self) -> str:
         """Load the newest committed checkpoint, saved at any layout; return a line for the report."""
         if self.checkpointer is None:
-            return f"starting from scratch at {_text(self.layout)}; no checkpoints are made (see --ckpt)"
+            return f"{self._begin()} at {_text(self.layout)}; no checkpoints are made (see --ckpt)"
         step = self.checkpointer.find_latest()
         if step is None:
-            return (
-                f"starting from scratch at {_text(self.layout)}; {self.arguments.ckpt} has no checkpoint yet"
-            )
+            return f"{self._begin()} at {_text(self.layout)}; {self.arguments.ckpt} has no checkpoint yet"
         location = self.checkpointer.location(step)
         metadata = self.checkpointer.content_metadata(step)
         saved_at = self._check_model(metadata, location)
@@ -244,6 +260,17 @@ class Trainer:
                 *notes,
             ]
         )
+
+    def _begin(self) -> str:
+        """Begin a run, with the weights of --init-from if there is that; return words for the report."""
+        folder = self.arguments.init_from
+        if folder is None:
+            return "starting from scratch"
+        try:
+            loaded = import_weights(self.state(), folder)
+        except CheckpointError as error:  # the same on all ranks
+            exit_with_error(f"cannot start from {folder}: {error}")
+        return f"starting from {folder} ({loaded.nbytes:,} bytes on rank 0)"
 
     def _check_model(self, metadata: Any, location: str) -> dict[str, int]:
         """Exit if the checkpoint has another model; return the layout it was saved at."""

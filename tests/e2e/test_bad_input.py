@@ -5,6 +5,7 @@ Each case is a process of its own, which a rank that waited for others would kee
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -14,6 +15,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from training.arguments import parse_arguments
 
 from megackpt import Checkpointer, ShardedTensor
@@ -146,6 +148,34 @@ CASES = {
         r"--steps 20: the run in {root}/ckpt/iter_0000002 is finished: step 2 of 2, .* Give --steps 2; .*"
         r"--override-opt_param-scheduler.*--use-checkpoint-opt_param-scheduler.*",
     ),
+    "no folder": Case("--init-from {root}/nothing", r"{root}/nothing is not a checkpoint: .*"),
+    "folder without config": Case(
+        "--init-from {root}/bare", r"{root}/bare has no config\.json, which has the sizes of the model\."
+    ),
+    "other family": Case("--init-from {root}/bert", r"No map is for model_type 'bert' of config\.json\. .*"),
+    "sizes of a folder": Case(
+        "--init-from {root}/llama --hidden-size=64 --experts=2",
+        r"--hidden-size, --experts: the model is that of config\.json in --init-from; leave them out",
+    ),
+    "long sequences": Case(
+        "--init-from {root}/llama --seq-length=65",
+        r"--seq-length 65 is more than the 64 tokens of config\.json\. Give at most as many\.",
+    ),
+    "small vocabulary": Case(
+        "--init-from {root}/small --seq-length=16",
+        r"config\.json has a vocabulary of 100, and the text one of 257: .*",
+    ),
+    "folder without weights": Case(
+        "--init-from {root}/llama --seq-length=16",
+        r"cannot start from {root}/llama: .* lacks \d+ of the arrays .*",
+    ),
+    "export of no checkpoint": Case("--export-to {root}/out", r"--export-to writes the last .*; give --ckpt"),
+    "export of experts": Case(
+        "--export-to {root}/out --ckpt {root}/new --experts=2", r"--export-to: no family .* --init-from"
+    ),
+    "export to a file": Case(
+        "--export-to {root}/text --ckpt {root}/new", r"--export-to: {root}/text is a file; give .*"
+    ),
     "foreign": Case(
         "{small} --data {root}/text --ckpt {root}/foreign",
         r"{root}/foreign/iter_0000001 was not saved by pretrain_gpt\.py; give another --ckpt",
@@ -159,6 +189,31 @@ CASES = {
 Ends = Mapping[str, "subprocess.CompletedProcess[str]"]
 
 
+LLAMA = {
+    "model_type": "llama",
+    "vocab_size": 300,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 48,
+    "max_position_embeddings": 64,
+}
+FOLDERS = {
+    "bare": None,
+    "bert": {"model_type": "bert"},
+    "llama": LLAMA,
+    "small": LLAMA | {"vocab_size": 100},
+}
+
+
+def _write_folder(path: Path, config: dict[str, object] | None) -> None:
+    """Write a Hugging Face folder with one norm and no other weights."""
+    path.mkdir()
+    save_file({"model.norm.weight": torch.ones(32)}, path / "model.safetensors")
+    if config is not None:
+        (path / "config.json").write_text(json.dumps(config))
+
+
 @pytest.fixture(scope="module")
 def root(rank_pool: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a directory with texts and runs: a sound one, a damaged one, and one of another program."""
@@ -168,6 +223,8 @@ def root(rank_pool: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Path:
     text = write_text(root / "text")
     for name in ("ckpt", "damaged"):
         train(rank_pool, "1 rank", root / name, f"--data={text}", "--steps=2")
+    for name, config in FOLDERS.items():
+        _write_folder(root / name, config)
     Checkpointer(root / "foreign").save(1, {"weight": ShardedTensor.from_rank_offsets("w", torch.ones(2))})
     largest = max((root / "damaged").rglob("*.safetensors"), key=lambda path: path.stat().st_size)
     data = bytearray(largest.read_bytes())

@@ -1,0 +1,101 @@
+"""Starting from a Hugging Face folder, and writing one: --init-from and --export-to."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import megackpt
+from megackpt import DeclarationError
+from megackpt.maps import family_of, weights_of
+from models import GPTConfig
+from models.huggingface import gpt_config
+from training.text import VOCAB_SIZE
+
+
+def read_config(folder: Path | str) -> dict[str, Any]:
+    """Return the config.json of a folder, which may be a URL. Local.
+
+    Raises:
+        CheckpointError: there is no such folder, or no config.json that a map is for.
+    """
+    content = megackpt.load_content_metadata(folder)
+    config = content.get("huggingface_config") if isinstance(content, dict) else None
+    if not isinstance(config, dict):
+        raise DeclarationError(f"{folder} has no config.json, which has the sizes of the model.")
+    family_of(config)
+    return config
+
+
+def model_of(config: Mapping[str, Any], *, seq_length: int, dropout: float, dtype: torch.dtype) -> GPTConfig:
+    """Return the model of a config.json, with what a run chooses itself. Pure.
+
+    Raises:
+        CheckpointError: the model cannot be built, or does not fit the run's text.
+    """
+    model = gpt_config(config)
+    if model.vocab_size < VOCAB_SIZE:
+        raise DeclarationError(
+            f"config.json has a vocabulary of {model.vocab_size}, and the text one of {VOCAB_SIZE}: bytes, "
+            f"and the end of a text. Give a folder of a model with more."
+        )
+    if seq_length > model.seq_length:
+        raise DeclarationError(
+            f"--seq-length {seq_length} is more than the {model.seq_length} tokens of config.json. Give at "
+            f"most as many."
+        )
+    return replace(model, seq_length=seq_length, dropout=dropout, params_dtype=dtype, make_vocab_divisible=1)
+
+
+def llama_config(model: GPTConfig) -> dict[str, Any] | None:
+    """Return the config.json of a model that the flags describe; None if it is no Llama. Pure."""
+    config: dict[str, Any] = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "vocab_size": model.vocab_size,
+        "hidden_size": model.hidden_size,
+        "intermediate_size": model.ffn_size,
+        "num_hidden_layers": model.num_layers,
+        "num_attention_heads": model.num_heads,
+        "num_key_value_heads": model.query_groups,
+        "max_position_embeddings": model.seq_length,
+        "rms_norm_eps": model.norm_eps,
+        "rope_theta": model.rope_base,
+        "tie_word_embeddings": model.tied_embeddings,
+    }
+    return None if model.moe is not None else config
+
+
+def import_weights(state: dict[str, Any], folder: Path | str) -> megackpt.LoadReport:
+    """Fill the parameters of this rank, and their float32 masters, from a folder. Collective.
+
+    Each rank reads its own elements only. Moments of the optimizer stay as they are.
+
+    Raises:
+        CheckpointError: the folder does not have the model, or is damaged; the same on all ranks.
+    """
+    return megackpt.load_with_report(weights_of(state), folder, maps="auto")[1]
+
+
+def export_folder(checkpoint: str, target: Path | str, source: Path | str | None) -> str:
+    """Write a checkpoint of this program as a folder. Collective.
+
+    Args:
+        checkpoint: its directory, or URL.
+        target: the folder to write, a directory or URL.
+        source: the folder that the run began with: the files of its tokenizer are copied if it is a
+            directory.
+
+    Returns:
+        A line that says what was written.
+
+    Raises:
+        CheckpointError: the folder cannot be written; the same on all ranks.
+    """
+    config = source if isinstance(source, Path) else None  # then that in the checkpoint
+    export = megackpt.export_huggingface(checkpoint, target, config=config)
+    return f"exported {checkpoint} to {export.location}: {export.tensors} tensors in {export.files} files"
