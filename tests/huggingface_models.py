@@ -147,6 +147,8 @@ def _gemma3(draw: random.Random, seed: int) -> Fields:
     return {
         **_gemma2(draw, seed),
         "attn_logit_softcapping": None,
+        # Larger scores, which nothing caps here, would multiply errors of rounding.
+        "query_pre_attn_scalar": draw.choice([20, 50]),
         "num_hidden_layers": layers,
         "layer_types": [draw.choice(["full_attention", "sliding_attention"]) for _ in range(layers)],
         "rope_parameters": None if seed == 1 else rope,

@@ -22,6 +22,8 @@ from models import (
     SlidingWindow,
     init_weights,
 )
+from models.blocks import SelfAttention
+from models.stage import Stage
 from tests.gpt_families import FAMILIES, as_family, joined
 
 CONFIG = GPTConfig(
@@ -82,6 +84,42 @@ def test_a_token_is_seen_by_those_whose_window_it_is_in(family: str, last: int) 
     changed[0, 2] = 12
     differs = (model(tokens) != model(changed)).any(dim=-1)[:, 0].tolist()  # of [s, b, vocab]
     assert differs == [2 <= position <= last for position in range(8)]
+
+
+@pytest.mark.parametrize(
+    ("choices", "sinks"),
+    [
+        ({"softcap": 1e4}, None),  # scores are below 1, where tanh(x / 1e4) * 1e4 is x
+        ({"sinks": True}, -1e4),
+    ],
+)
+def test_attention_as_written_out_is_the_fused_one_if_its_choices_change_nothing(
+    choices: dict[str, object], sinks: float | None
+) -> None:
+    window = SlidingWindow(size=3)
+    fused, written_out = (
+        SelfAttention(Stage(config=replace(CONFIG, attention=attention), groups=ONE))
+        for attention in (
+            AttentionConfig(window=window, scale=0.3),
+            AttentionConfig(window=window, scale=0.3, **choices),
+        )
+    )
+    written_out.load_state_dict(fused.state_dict(), strict=False)
+    if sinks is not None:
+        written_out.softmax_offset.data.fill_(sinks)
+    x = torch.randn(8, 2, 16, generator=torch.Generator().manual_seed(0))
+    torch.testing.assert_close(written_out(x), fused(x), rtol=1e-4, atol=1e-6)
+
+
+def test_a_sink_takes_its_share_of_the_softmax() -> None:
+    config = replace(CONFIG, attention=AttentionConfig(sinks=True, qkv_bias=False, output_bias=False))
+    attention = SelfAttention(Stage(config=config, groups=ONE))
+    x = torch.randn(1, 2, 16, generator=torch.Generator().manual_seed(0))  # one token sees itself only
+    attention.softmax_offset.data.fill_(-1e4)
+    alone = attention(x)
+    attention.linear_qkv.weight.data[:16] = 0.0  # no queries: all scores are 0
+    attention.softmax_offset.data.fill_(math.log(3.0))  # exp(0) of exp(0) + 3
+    torch.testing.assert_close(attention(x), alone / 4)
 
 
 def _with_window(**choices: object) -> AttentionConfig:

@@ -43,6 +43,16 @@ def test_rms_norm_is_torch_s() -> None:
     torch.testing.assert_close(RMSNorm(8, ONE, eps=1e-3)(x), F.rms_norm(x, (8,), eps=1e-3))
 
 
+def test_a_zero_centred_norm_starts_as_the_identity_and_adds_1_to_its_weight() -> None:
+    x = torch.randn(3, 8)
+    norm = RMSNorm(8, ONE, eps=1e-3, zero_centred=True)
+    assert torch.count_nonzero(norm.weight) == 0
+    torch.testing.assert_close(norm(x), F.rms_norm(x, (8,), eps=1e-3))
+    weight = torch.randn(8)
+    norm.weight.data.copy_(weight - 1)
+    torch.testing.assert_close(norm(x), F.rms_norm(x, (8,), weight, eps=1e-3))
+
+
 def test_layer_norm_is_torch_s() -> None:
     x = torch.randn(3, 8)
     torch.testing.assert_close(LayerNorm(8, ONE, eps=1e-3)(x), F.layer_norm(x, (8,), eps=1e-3))
