@@ -50,6 +50,12 @@ def test_urls_of_an_installed_store_are_served(installed: Path) -> None:
     assert "failed" not in result.stdout
 
 
+def test_families_of_names_of_an_installed_package_are_known(installed: Path) -> None:
+    result = run_suite(installed, "check_maps.py")
+    assert result.returncode == 0, result.stdout
+    assert "failed" not in result.stdout
+
+
 def test_broken_strategies_fail_it_and_the_report_shows_how(installed: Path) -> None:
     result = run_suite(installed, "check_broken.py", "-rf", "-k", "any_range or fails_anywhere")
     assert result.returncode == 1
