@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import os
 import random
 import re
 from collections.abc import Callable, Mapping
@@ -26,6 +27,8 @@ from models import GPTConfig, build_gpt
 from models.huggingface import gpt_config
 from tests import huggingface_experts as experts
 from tests.optim_world import Arrays
+
+os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # before it is imported; it prints notes
 
 RELATIVE = 1e-5
 SEQUENCE = 24  # longer than the windows and the original lengths that are drawn
