@@ -35,6 +35,9 @@ from torch.overrides import TorchFunctionMode
 
 EXTENSION = "transformer_engine_torch"
 
+# What torch.cuda says in addition while TE builds modules.
+_WITH_DEVICE = {"is_available": True, "synchronize": None, "is_current_stream_capturing": False}
+
 # Enumerations whose members TE compares with its own, or uses as numbers, when it is imported.
 ENUMERATIONS = {
     "DType": (
@@ -124,7 +127,7 @@ def cpu_for_cuda() -> Iterator[None]:
     It changes `torch.cuda` for all threads: build the modules of all ranks before their threads start.
     """
     with (
-        _answers({**_device_answers(), "is_available": True, "synchronize": None}),
+        _answers({**_device_answers(), **_WITH_DEVICE}),
         _CpuForCuda(),
         warnings.catch_warnings(),
     ):

@@ -11,6 +11,7 @@ TE modules as children:
 """
 
 from megackpt.integrations.transformer_engine.declare import declare_module_of_te, sharded_state_dict
+from megackpt.integrations.transformer_engine.fp8_state import initialise_fp8_state
 from megackpt.integrations.transformer_engine.mixin import TransformerEngineMixin
 from megackpt.integrations.transformer_engine.names import (
     ALIASES,
@@ -27,6 +28,7 @@ __all__ = [
     "TransformerEngineMixin",
     "canonical_key",
     "declare_module_of_te",
+    "initialise_fp8_state",
     "set_components",
     "set_parallel_mode",
     "sharded_state_dict",

@@ -14,12 +14,12 @@ from typing import Any, TypeAlias
 from torch import nn
 
 from megackpt.integrations.transformer_engine.layers import NORM
+from megackpt.integrations.transformer_engine.own_tensors import declare_own
 from megackpt.integrations.transformer_engine.patterns import declare_alternating
 from megackpt.integrations.transformer_engine.site import (
     OwnTensor,
     Site,
     components,
-    declare_own,
     own_tensors,
     parallel_mode,
     renamed,

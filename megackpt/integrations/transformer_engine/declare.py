@@ -22,7 +22,8 @@ from megackpt.integrations.transformer_engine.layers import (
 )
 from megackpt.integrations.transformer_engine.names import Names, check_names
 from megackpt.integrations.transformer_engine.operations import declare_operation, declare_sequence
-from megackpt.integrations.transformer_engine.site import NAMES, Site, declare_own, own_tensors
+from megackpt.integrations.transformer_engine.own_tensors import declare_own
+from megackpt.integrations.transformer_engine.site import NAMES, Site, own_tensors
 from megackpt.mapping import RankOffset, ShardedStateDict
 from megackpt.parallel import Metadata, ParallelGroups, is_marked, register_package
 from megackpt.parallel import sharded_state_dict as declare_any

@@ -15,6 +15,7 @@ from typing import Any
 
 from torch import Tensor
 
+from megackpt.integrations.transformer_engine.fp8_state import declare_fp8_state
 from megackpt.integrations.transformer_engine.site import (
     Site,
     check_plain,
@@ -41,7 +42,7 @@ def declare_grouped(module: Any, site: Site, parts: Sequence[str] | None = None)
             state[site.prefix + name] = _declare_stacked(kind, plain, sharding, site)
         else:
             state[site.prefix + name] = _declare_expert(kind, value, sharding, site, expert, count)
-    return state
+    return state | declare_fp8_state(module, site, count)
 
 
 def number_of_experts(module: Any) -> int:

@@ -9,12 +9,12 @@ from typing import Any
 
 from torch import nn
 
+from megackpt.integrations.transformer_engine.own_tensors import declare_own
 from megackpt.integrations.transformer_engine.site import (
     OwnTensor,
     Site,
     check_tp_size,
     components,
-    declare_own,
     linear_sharding,
     own_tensors,
     parallel_mode,

@@ -16,12 +16,12 @@ from torch import nn
 
 from megackpt.errors import DeclarationError
 from megackpt.integrations.transformer_engine.grouped import declare_grouped
+from megackpt.integrations.transformer_engine.own_tensors import declare_own
 from megackpt.integrations.transformer_engine.patterns import declare_alternating
 from megackpt.integrations.transformer_engine.site import (
     OwnTensor,
     ParallelMode,
     Site,
-    declare_own,
     linear_sharding,
     own_tensors,
     parallel_mode,
@@ -107,7 +107,7 @@ def _declare_linear(operations: Sequence[Operation], index: int, site: Site) -> 
         weight = own_tensors(module)["weight"]
         pattern = {"gate": width, "up": width}
         entity = declare_alternating("weight", weight, pattern, site, is_cut=mode == "column")
-        return {f"{site.prefix}weight": entity}
+        return declare_own(module, site, [], without=["weight"]) | {f"{site.prefix}weight": entity}
     rows = own_tensors(module)["weight"].shape[0]
     sharding = linear_sharding(module, "weight", rows, mode, site, parts)
     return declare_own(module, site, [OwnTensor("weight", "weight", sharding)])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple, TypeAlias
 
@@ -62,23 +62,6 @@ class Site:
         """Declare a tensor of the module here."""
         check_plain(self.prefix + name, value)
         return declare_tensor(self.key(name), value, sharding, self.groups, self.stack, self.stack)
-
-
-def declare_own(
-    module: nn.Module, site: Site, tensors: Sequence[OwnTensor], *, without: Collection[str] = ()
-) -> ShardedStateDict:
-    """Declare the named tensors of a module, and its others as equal on all ranks of tp.
-
-    `without` are names that are declared otherwise. Children are not declared.
-    """
-    own = own_tensors(module)
-    named = {*(tensor.name for tensor in tensors), *without}
-    others = [OwnTensor(name, name, None) for name in own if name not in named]
-    return {
-        site.prefix + tensor.name: site.declare(tensor.key, own[tensor.name], tensor.sharding)
-        for tensor in (*tensors, *others)
-        if tensor.name in own
-    }
 
 
 def own_tensors(module: nn.Module) -> dict[str, Tensor]:
