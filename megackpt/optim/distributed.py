@@ -33,7 +33,13 @@ from megackpt.optim.sharded_state import (
     make_flat_optimizer_tensor,
     make_sharded_scalar,
 )
-from megackpt.optim.state_probe import OptimizerBuilder, StateSpec, check_elementwise, probe_shards
+from megackpt.optim.state_probe import (
+    OptimizerBuilder,
+    StateSpec,
+    check_elementwise,
+    kinds_of_masters,
+    probe_shards,
+)
 from megackpt.parallel.attributes import is_marked
 from megackpt.parallel.groups import Axis, ParallelGroups
 
@@ -221,8 +227,9 @@ class DistributedOptimizer(MasterOptimizer):
     def _probe_inner(
         self, build: OptimizerBuilder, masters: Sequence[Sequence[Tensor]]
     ) -> list[list[StateSpec]]:
-        check_elementwise(build, masters)
-        return probe_shards(build, masters)
+        kinds = kinds_of_masters((group.params for group in self._groups), flat=True)
+        check_elementwise(build, kinds)
+        return probe_shards(build, kinds, masters)
 
     def _reduce_bucket(self, bucket: Tensor, axis: Axis) -> None:
         reduce_scatter_grads(bucket, axis, divisor=self._grad_divisor)

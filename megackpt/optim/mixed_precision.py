@@ -23,7 +23,7 @@ from megackpt.optim.sharded_state import (
     make_sharded_scalar,
     replica_of,
 )
-from megackpt.optim.state_probe import OptimizerBuilder, StateSpec, probe_whole
+from megackpt.optim.state_probe import OptimizerBuilder, StateSpec, kinds_of_masters, probe_whole
 from megackpt.parallel.groups import Axis
 
 
@@ -49,7 +49,8 @@ class MixedPrecisionOptimizer(MasterOptimizer):
     def _probe_inner(
         self, build: OptimizerBuilder, masters: Sequence[Sequence[Tensor]]
     ) -> list[list[StateSpec]]:
-        return probe_whole(build, masters)
+        kinds = kinds_of_masters((group.params for group in self._groups), flat=False)
+        return probe_whole(build, kinds, masters)
 
     def _reduce_bucket(self, bucket: Tensor, axis: Axis) -> None:
         # An all-reduce as two steps, which add in the same order as DistributedOptimizer does.

@@ -16,7 +16,7 @@ probe of its own shape.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
@@ -111,31 +111,61 @@ def entries(state: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
             yield name, value
 
 
-def probe_shards(build: OptimizerBuilder, groups: Sequence[Sequence[Tensor]]) -> list[list[StateSpec]]:
+def kinds_of_masters(groups: Iterable[Iterable[Tensor]], *, flat: bool) -> list[list[ProbeKind]]:
+    """Return the kinds of the masters of parameters, by group; flat ranges have one dim. Local.
+
+    Of all parameters, also those of which this rank owns nothing: then all ranks reject an optimizer.
+    """
+    return [
+        list(
+            dict.fromkeys(
+                # As `cut_slices` makes them: two-byte parameters have float32 masters.
+                ProbeKind(
+                    p.dtype if p.dtype.itemsize >= 4 else torch.float32,
+                    p.device,
+                    1 if flat else max(p.ndim, 1),
+                )
+                for p in group
+            )
+        )
+        for group in groups
+    ]
+
+
+def probe_shards(
+    build: OptimizerBuilder, kinds: Sequence[Sequence[ProbeKind]], masters: Sequence[Sequence[Tensor]]
+) -> list[list[StateSpec]]:
     """Return the structure of the state of each master, by group; masters are flat ranges. Local.
+
+    Args:
+        build: creates the optimizer.
+        kinds: of the masters of each group on all ranks.
+        masters: of each group on this rank.
 
     Raises:
         OptimizerError: the optimizer cannot step on plain dense tensors, or keeps a state that is neither of
             the parameter's shape nor a number.
     """
-    small, large = (_probe_kinds(build, groups, numel) for numel in (0, _LARGE))
+    small, large = (_probe_kinds(build, kinds, numel) for numel in (0, _LARGE))
     for specs in (*small, *large):
         for spec in specs.values():
             spec.check_no_arrays()
-    return _of_masters(small, groups)
+    return _of_masters(small, masters)
 
 
-def probe_whole(build: OptimizerBuilder, groups: Sequence[Sequence[Tensor]]) -> list[list[StateSpec]]:
+def probe_whole(
+    build: OptimizerBuilder, kinds: Sequence[Sequence[ProbeKind]], masters: Sequence[Sequence[Tensor]]
+) -> list[list[StateSpec]]:
     """Return the structure of the state of each master, by group; masters are whole parameters. Local.
 
-    If that state has other shapes than the parameters, it needs memory for one parameter more, with its
-    gradient and its state.
+    The arguments are those of `probe_shards`. If state has other shapes than the parameters, it needs memory
+    for one parameter more, with its gradient and its state.
 
     Raises:
         OptimizerError: the optimizer cannot step on plain dense tensors, or keeps a state of another type.
     """
-    small, large = (_probe_kinds(build, groups, numel) for numel in (0, _LARGE))
-    specs = _of_masters(large, groups)
+    small, large = (_probe_kinds(build, kinds, numel) for numel in (0, _LARGE))
+    specs = _of_masters(large, masters)
     pairs = [
         (of_small[kind], spec)
         for of_small, of_large in zip(small, large, strict=True)
@@ -145,25 +175,33 @@ def probe_whole(build: OptimizerBuilder, groups: Sequence[Sequence[Tensor]]) -> 
         return specs
     return [
         [
-            _exact_spec(build, len(groups), number, master, spec)
+            _exact_spec(build, len(masters), number, master, spec)
             for master, spec in zip(group, of_group, strict=True)
         ]
-        for number, (group, of_group) in enumerate(zip(groups, specs, strict=True))
+        for number, (group, of_group) in enumerate(zip(masters, specs, strict=True))
     ]
 
 
-def check_elementwise(build: OptimizerBuilder, groups: Sequence[Sequence[Tensor]]) -> None:
+def check_elementwise(build: OptimizerBuilder, kinds: Sequence[Sequence[ProbeKind]]) -> None:
     """Check that an optimizer updates a parameter that is cut in two like the whole one. Local.
 
     Args:
         build: creates the optimizer.
-        groups: the masters of each group, of one dim, as flat shards are.
+        kinds: of each group, of one dim, as flat shards are.
 
     Raises:
         OptimizerError: it does not.
     """
-    whole = [[_values(kind) for kind in dict.fromkeys(map(ProbeKind.of, group))] for group in groups]
+    whole = [[_values(kind) for kind in group] for group in kinds]
     cut = [[side.clone() for p in group for side in (p[:_CUT], p[_CUT:])] for group in whole]
+    try:
+        build(whole)
+    except ValueError as error:
+        raise OptimizerError(
+            f"The optimizer cannot be made of flat ranges of parameters: {error} A DistributedOptimizer cuts "
+            f"parameters between ranks at any element. Use WholeMatrixOptimizer or MixedPrecisionOptimizer, "
+            f"which keep parameters whole, or an elementwise optimizer such as AdamW."
+        ) from error
     optimizer = _after_steps(build, whole)
     _after_steps(build, cut)
     for members, sides in zip(whole, cut, strict=True):
@@ -191,10 +229,9 @@ def _values(kind: ProbeKind, numel: int = 0) -> Tensor:
 
 
 def _probe_kinds(
-    build: OptimizerBuilder, groups: Sequence[Sequence[Tensor]], numel: int
+    build: OptimizerBuilder, kinds: Sequence[Sequence[ProbeKind]], numel: int
 ) -> list[dict[ProbeKind, StateSpec]]:
     """Return the structure of the state of each kind of master, by group."""
-    kinds = [dict.fromkeys(ProbeKind.of(master) for master in group) for group in groups]
     # Of each kind two probes with other values, by which numbers that depend on values are found.
     probes = [[_values(kind, numel) * factor for kind in group for factor in (1.0, 0.75)] for group in kinds]
     optimizer = _after_steps(build, probes)
@@ -208,10 +245,10 @@ def _probe_kinds(
 
 
 def _of_masters(
-    specs: Sequence[Mapping[ProbeKind, StateSpec]], groups: Sequence[Sequence[Tensor]]
+    specs: Sequence[Mapping[ProbeKind, StateSpec]], masters: Sequence[Sequence[Tensor]]
 ) -> list[list[StateSpec]]:
     """Return the structure that was found for the kind of each master."""
-    return [[of_kind[ProbeKind.of(m)] for m in group] for of_kind, group in zip(specs, groups, strict=True)]
+    return [[of_kind[ProbeKind.of(m)] for m in group] for of_kind, group in zip(specs, masters, strict=True)]
 
 
 def _exact_spec(
