@@ -67,6 +67,9 @@ class Llama3Scaling:
     A frequency is low if it turns fewer than `low_frequency_factor` times within `original_length` tokens,
     and high if more than `high_frequency_factor` times.
 
+    Raises:
+        DeclarationError: high_frequency_factor is not larger than low_frequency_factor.
+
     Source: Llama 3.1; transformers, rope type "llama3".
     """
 
@@ -74,6 +77,13 @@ class Llama3Scaling:
     low_frequency_factor: float
     high_frequency_factor: float
     original_length: int
+
+    def __post_init__(self) -> None:
+        if not self.low_frequency_factor < self.high_frequency_factor:
+            raise DeclarationError(
+                f"Llama3Scaling.high_frequency_factor is {self.high_frequency_factor}. It must be larger "
+                f"than low_frequency_factor, {self.low_frequency_factor}."
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,7 +122,7 @@ class RotaryConfig:
         scaling: how the frequencies change for longer sequences; None if they do not.
 
     Raises:
-        DeclarationError: a base or factor that is not positive, or a fraction outside of (0, 1].
+        DeclarationError: a base of at most 1, a fraction outside of (0, 1], or a factor that is not positive.
     """
 
     base: float = 10000.0
@@ -120,8 +130,8 @@ class RotaryConfig:
     scaling: RotaryScaling | None = None
 
     def __post_init__(self) -> None:
-        if self.base <= 0:
-            raise DeclarationError(f"RotaryConfig.base is {self.base}. It must be positive.")
+        if not self.base > 1:
+            raise DeclarationError(f"RotaryConfig.base is {self.base}. It must be larger than 1.")
         if not 0 < self.fraction <= 1:
             raise DeclarationError(f"RotaryConfig.fraction is {self.fraction}. It must be in (0, 1].")
         if self.scaling is not None and self.scaling.factor <= 0:
@@ -132,6 +142,11 @@ class RotaryConfig:
     def rotated_dims(self, head_dim: int) -> int:
         """Return how many of the dims of a head are rotated. Pure."""
         return int(head_dim * self.fraction)
+
+    @property
+    def min_dims(self) -> int:
+        """The fewest dims that can be rotated."""
+        return 4 if isinstance(self.scaling, DynamicScaling) else 2  # its exponent is dims / (dims - 2)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

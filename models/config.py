@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import cast
 
 import torch
 
@@ -129,15 +128,20 @@ class GPTConfig:
                 f"GPTConfig.attention.window.layers has {len(window.layers)} layers, but num_layers is "
                 f"{self.num_layers}. Give one value for each layer."
             )
-        for rotary in {self.rotary_of(layer) for layer in range(self.num_layers)} - {None}:
-            dims = cast(RotaryConfig, rotary).rotated_dims(self.head_dim)
-            if dims % 2 or not dims:
-                raise DeclarationError(
-                    f"GPTConfig: rotary positions rotate {dims} of the {self.head_dim} dims of a head "
-                    f"(hidden_size {self.hidden_size}, num_heads {self.num_heads}), but need an even number "
-                    f"of at least 2. Choose heads of another size, such as hidden_size a multiple of "
-                    f"{2 * self.num_heads}, or another fraction."
-                )
+        for layer in range(self.num_layers):
+            self._check_rotary(self.rotary_of(layer))
+
+    def _check_rotary(self, rotary: RotaryConfig | None) -> None:
+        if rotary is None:
+            return
+        dims, least = rotary.rotated_dims(self.head_dim), rotary.min_dims
+        if dims % 2 or dims < least:
+            raise DeclarationError(
+                f"GPTConfig: rotary positions rotate {dims} of the {self.head_dim} dims of a head "
+                f"(hidden_size {self.hidden_size}, num_heads {self.num_heads}), but need an even number "
+                f"of at least {least}. Choose heads of another size, such as hidden_size a multiple of "
+                f"{least * self.num_heads}, or another fraction."
+            )
 
     @property
     def head_dim(self) -> int:

@@ -13,9 +13,11 @@ from megackpt.parallel import ParallelGroups, ParallelLayout
 from models import (
     GPT,
     AttentionConfig,
+    DynamicScaling,
     GPTConfig,
     LearnedPositions,
     LinearScaling,
+    Llama3Scaling,
     MLPConfig,
     NormConfig,
     RotaryConfig,
@@ -122,6 +124,9 @@ def test_a_sink_takes_its_share_of_the_softmax() -> None:
     torch.testing.assert_close(attention(x), alone / 4)
 
 
+DYNAMIC = RotaryConfig(fraction=0.5, scaling=DynamicScaling(factor=2.0, original_length=8))
+
+
 def _with_window(**choices: object) -> AttentionConfig:
     return AttentionConfig(window=SlidingWindow(size=2, **choices))
 
@@ -131,9 +136,14 @@ def _with_window(**choices: object) -> AttentionConfig:
     [
         (NormConfig, {"kind": "batch"}, r"kind is 'batch'.*'rms' or 'layer'"),
         (NormConfig, {"kind": "layer", "zero_centred": True}, r"zero_centred is for kind 'rms' only"),
-        (RotaryConfig, {"base": 0.0}, r"base is 0\.0.*positive"),
+        (RotaryConfig, {"base": 0.0}, r"base is 0\.0.*larger than 1"),
         (RotaryConfig, {"fraction": 1.5}, r"fraction is 1\.5.*\(0, 1\]"),
         (RotaryConfig, {"scaling": LinearScaling(factor=0.0)}, r"factor 0\.0; give a positive"),
+        (
+            Llama3Scaling,
+            {"factor": 2.0, "low_frequency_factor": 4.0, "high_frequency_factor": 4.0, "original_length": 8},
+            r"high_frequency_factor is 4\.0.*larger than low_frequency_factor, 4\.0",
+        ),
         (SlidingWindow, {"size": 0}, r"size is 0.*at least 1"),
         (AttentionConfig, {"head_dim": 0}, r"head_dim is 0.*at least 1"),
         (AttentionConfig, {"softcap": math.inf}, r"softcap is inf.*positive"),
@@ -154,6 +164,7 @@ def test_choices_that_there_are_not_raise_an_error(
         ({"positions": LearnedPositions(count=7)}, r"7 learned positions, but seq_length is 8"),
         ({"positions": RotaryConfig(fraction=0.75)}, r"rotate 3 of the 4 dims of a head.*another fraction"),
         ({"positions": RotaryConfig(fraction=0.2)}, r"rotate 0 of the 4 dims.*at least 2"),
+        ({"positions": DYNAMIC}, r"rotate 2 of the 4 dims.*at least 4"),
         ({"attention": AttentionConfig(head_dim=5)}, r"rotate 5 of the 5 dims"),
         ({"attention": _with_window(rotary=RotaryConfig(fraction=0.75))}, r"rotate 3 of the 4 dims"),
         ({"attention": _with_window(layers=(True,) * 3)}, r"layers has 3 layers, but num_layers is 4"),
