@@ -6,9 +6,14 @@ arrays that these tests make from the transformers model itself, without a map.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
-from collections.abc import Mapping
+import re
+import shutil
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,14 +22,17 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
+import torch.distributed as dist
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import megackpt
-from megackpt import DeclarationError, LoadOptions, ShardedTensor
+from megackpt import CheckpointError, DeclarationError, KeyRule, LoadOptions, Policy, ShardedTensor
 from megackpt.maps import weights_of
 from megackpt.maps.weights import parameter_key
 from megackpt.optim import DistributedOptimizer
 from megackpt.parallel import ParallelGroups, ParallelLayout
+from megackpt.storage import LocalStore, ObjectStore
 from megackpt.testing.ranks import RankPool
 from models import GPTConfig, build_gpt
 from models.huggingface import gpt_config
@@ -39,6 +47,7 @@ from tests.huggingface_models import (
     token_ids,
 )
 from tests.optim_world import tensors_of
+from tests.s3_server import BUCKET, S3Server, options_for
 
 pytest.importorskip("transformers", reason="the extra huggingface is not installed")
 
@@ -174,3 +183,141 @@ def test_a_folder_is_imported_on_several_ranks(rank_pool: RankPool, folders: Any
         for logits, _ in results:
             if logits is not None:
                 assert_close(logits, folder.logits)
+
+
+class CountingStore(LocalStore):
+    """Counts the bytes that are read of tensors."""
+
+    def __init__(self, directory: Path) -> None:
+        super().__init__(directory)
+        self.nbytes = 0
+        self._counting = threading.Lock()
+
+    def stream_into(self, name: str, offset_bytes: int, out: memoryview) -> Iterator[int]:
+        self._count(name, out.nbytes)
+        return super().stream_into(name, offset_bytes, out)
+
+    def borrow(self, name: str, offset_bytes: int, nbytes: int) -> AbstractContextManager[memoryview]:
+        self._count(name, nbytes)
+        return super().borrow(name, offset_bytes, nbytes)
+
+    def _count(self, name: str, nbytes: int) -> None:
+        with self._counting:
+            self.nbytes += nbytes if name.endswith(".safetensors") else 0
+
+
+def _bytes_read(path: Path, layout: ParallelLayout, exchange: Any, left_out: Sequence[str] = ()) -> float:
+    """Return how many times the bytes that this rank needs it reads, headers included."""
+    config = gpt_config(json.loads((path / "config.json").read_text()))
+    model = build_gpt(config, ParallelGroups.create(layout))
+    store = CountingStore(path)
+    _, report = megackpt.load_with_report(
+        {"model": model.sharded_state_dict()},
+        store,
+        maps="auto",
+        options=LoadOptions(
+            exchange=exchange, exclude=left_out, rules=(KeyRule(keys="*", missing=Policy.IGNORE),)
+        ),
+    )
+    return store.nbytes / sum(array.nbytes - array.padded_nbytes for array in report.arrays)
+
+
+# Each rank has some columns of the weights that are cut over tp along their inputs. They are nearer than the
+# 64 KiB that cost less than another request, so a rank that reads for itself reads these weights whole.
+CUT_ALONG_INPUTS = ("*.linear_proj.weight", "*.linear_fc2.weight")
+BYTES = {
+    "tp4, exchanged": ("llama", ParallelLayout(tp=4), "all_to_all", ()),
+    "tp4, without weights cut along their inputs": (
+        "llama",
+        ParallelLayout(tp=4),
+        "direct",
+        CUT_ALONG_INPUTS,
+    ),
+    "ep2": ("mixtral", ParallelLayout(dp=4, ep=2), "direct", ()),
+}
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("name", BYTES)
+def test_ranks_read_what_they_need(rank_pool: RankPool, tmp_path: Path, name: str) -> None:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    family, layout, exchange, left_out = BYTES[name]
+    config = AutoConfig.for_model(
+        family,
+        vocab_size=1000,
+        hidden_size=512,  # parts of ranks are farther apart than 64 KiB
+        intermediate_size=512,
+        num_hidden_layers=2,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        **({"num_local_experts": 4} if layout.ep > 1 else {}),
+    )
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    ratios = rank_pool.run(_bytes_read, 4, tmp_path, layout, exchange, left_out)
+    assert max(ratios) <= 1.05, ratios
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("exchange", ["all_to_all", "broadcast"])
+@pytest.mark.parametrize("family", ["llama", "gpt_oss"])
+def test_ranks_that_read_for_each_other_get_the_same(
+    rank_pool: RankPool, folders: Any, family: str, exchange: str
+) -> None:
+    folder = folders(family, 0)
+    layout, options = _layout_of(folder.config), {"exchange": exchange, "complete": True}
+    results = rank_pool.run(_import_with, 4, (folder.path, folder.config, folder.arrays, layout), options)
+    assert {parameter_key(key) for _, keys in results for key in keys} == set(folder.arrays)
+
+
+def _import_with(case: tuple[Any, ...], options: Mapping[str, Any]) -> tuple[Any, set[str]]:
+    return _import(*case, **options)
+
+
+def _load_with_config_of_rank(path: Path, config: GPTConfig) -> str:
+    """Return the error of a load in which ranks give different configs."""
+    given = json.loads((path / "config.json").read_text())
+    given["num_hidden_layers"] -= dist.get_rank()
+    state = build_gpt(config, ParallelGroups.create(ParallelLayout(dp=2))).sharded_state_dict()
+    with pytest.raises(CheckpointError) as caught:
+        megackpt.load({"model": state}, path, maps="auto", config=given, strict="ignore_all")
+    return f"{type(caught.value).__name__}: {caught.value}"
+
+
+def _load_with_missing_weights(path: Path, config: GPTConfig) -> str:
+    """Return the error of a load of which one stage's weights are missing."""
+    state = build_gpt(config, ParallelGroups.create(ParallelLayout(pp=2))).sharded_state_dict()
+    with pytest.raises(CheckpointError) as caught:
+        megackpt.load({"model": state}, path, maps="auto")
+    return f"{type(caught.value).__name__}: {caught.value}"
+
+
+@pytest.mark.multiprocess
+def test_all_ranks_get_the_same_error(rank_pool: RankPool, folders: Any, tmp_path: Path) -> None:
+    folder = folders("llama", 0)
+    first, second = rank_pool.run(_load_with_config_of_rank, 2, folder.path, folder.config)
+    assert first == second
+    assert first.startswith("MismatchError: ")
+
+    broken = shutil.copytree(folder.path, tmp_path / "broken")
+    index = json.loads((broken / "model.safetensors.index.json").read_text())
+    file = broken / index["weight_map"]["model.norm.weight"]
+    tensors = {key: t for key, t in load_file(file).items() if key != "model.norm.weight"}
+    save_file(tensors, file)
+    del index["weight_map"]["model.norm.weight"]
+    (broken / "model.safetensors.index.json").write_text(json.dumps(index))
+    first, second = rank_pool.run(_load_with_missing_weights, 2, broken, folder.config)
+    assert first == second
+    assert re.search(
+        r"(?s)^MissingKeyError.*'model.norm.weight' \(ours: 'decoder.final_layernorm.weight'\)", first
+    )
+
+
+def test_a_folder_is_imported_from_an_object_store(folders: Any, s3_server: S3Server) -> None:
+    folder = folders("qwen3", 0)
+    options = options_for(s3_server.port)
+    with contextlib.closing(ObjectStore(f"s3://{BUCKET}/hugging-face", options=options)) as store:
+        for file in folder.path.iterdir():
+            store.write(file.name, file.read_bytes())
+        logits, _ = _import(store, folder.config, folder.arrays, ParallelLayout())
+    assert_close(logits, folder.logits)

@@ -164,8 +164,10 @@ def copy_bytes(
     """
     width = element.itemsize
     if not target.is_cpu or target.dtype != element:
-        aligned = data if _address_of(data) % width == 0 else memoryview(bytearray(data))
-        copy_block(torch.frombuffer(aligned, dtype=element), begins // width, target, copy)
+        # torch takes memory that is aligned and, though it only reads, writable: an object store's is not.
+        is_usable = _address_of(data) % width == 0 and not data.readonly
+        elements = torch.frombuffer(data if is_usable else bytearray(data), dtype=element)
+        copy_block(elements, begins // width, target, copy)
         return
     # numpy, since torch would start as many threads for each copy as training uses.
     np.copyto(target_block(target, copy).numpy(), source_block(data, begins, width, copy))

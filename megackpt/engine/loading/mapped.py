@@ -291,7 +291,7 @@ def _plan_reads(views: Sequence[ShardedTensor], contents: Contents, group: Group
     ]
     requested = describe(declared, rank=group.rank)
     chunks = contents.chunks_for([requested.table])
-    return ReadPlan(requested, views, chunks, plan_load(requested, chunks.table, where=where), ())
+    return ReadPlan(requested, views, chunks, plan_load(requested, chunks.table, where=where), [])
 
 
 def _digest(made: RegionMap) -> str:
