@@ -68,6 +68,22 @@ class _Dim(NamedTuple):
     is_viewed: bool
 
 
+class _Boxes(NamedTuple):
+    """A box of ours and one of theirs with the same elements.
+
+    Attributes:
+        at: positions along the axes of which each position has boxes of its own.
+        ours: the box of our array.
+        theirs: the box of theirs.
+        axes: as in RegionPair.
+    """
+
+    at: Mapping[str, int]
+    ours: Box
+    theirs: Box
+    axes: tuple[int, ...]
+
+
 def region_map(rules: Sequence[Rule], sizes: Mapping[str, int]) -> RegionMap:
     """Return the map of some rules: ours on the left, without layer axes, theirs on the right. Pure.
 
@@ -83,10 +99,13 @@ def region_map(rules: Sequence[Rule], sizes: Mapping[str, int]) -> RegionMap:
     pairs: list[RegionPair] = []
     for rule in rules:
         compiled = _Compiled.of(rule, sizes)
+        ours = compiled.array(compiled.ours, is_padded=rule.is_padded)
+        theirs = compiled.array(compiled.theirs, is_padded=False)
+        boxes = list(compiled.boxes())  # the same in all layers
         for layer in rule.layers or (None,):
-            for pair in compiled.pairs(layer):
-                _add(left, pair.left.key, compiled.array(compiled.ours, is_padded=rule.is_padded), rule)
-                _add(right, pair.right.key, compiled.array(compiled.theirs, is_padded=False), rule)
+            for pair in compiled.pairs(boxes, layer):
+                _add(left, pair.left.key, ours, rule)
+                _add(right, pair.right.key, theirs, rule)
                 pairs.append(pair)
     return RegionMap(left, right, tuple(pairs))
 
@@ -133,17 +152,22 @@ class _Compiled:
         viewed = tuple(extent for dim in dims for extent in _extents(dim))
         return MappedArray(stored, viewed, is_padded)
 
-    def pairs(self, layer: int | None) -> Iterator[RegionPair]:
-        """Yield the pairs of one layer, or of an array outside of layers."""
+    def boxes(self) -> Iterator[_Boxes]:
+        """Yield the boxes of a layer, or of an array outside of layers."""
         names = list(self.iterated)
         for values in itertools.product(*(range(self.iterated[name]) for name in names)):
             at = dict(zip(names, values, strict=True))
             ours, our_axes = _box(self.ours, at)
             theirs, their_axes = _box(self.theirs, at)
+            yield _Boxes(at, ours, theirs, self._partners(our_axes, their_axes))
+
+    def pairs(self, boxes: Sequence[_Boxes], layer: int | None) -> Iterator[RegionPair]:
+        """Yield the pairs of one layer, or of an array outside of layers."""
+        for at, ours, theirs, axes in boxes:
             spelled = at if layer is None else {**at, "layer": layer}
             left = Region(_spelled(self.rule.ours, spelled), ours)
             right = Region(_spelled(self.rule.theirs, spelled), theirs)
-            yield RegionPair(left, right, self._partners(our_axes, their_axes), self.rule.added)
+            yield RegionPair(left, right, axes, self.rule.added)
 
     def _partners(self, ours: list[str], theirs: list[str]) -> tuple[int, ...]:
         if sorted(filter(None, ours)) != sorted(filter(None, theirs)):

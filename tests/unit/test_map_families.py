@@ -64,6 +64,18 @@ def test_fused_experts_are_read_as_the_same_arrays_of_ours(
     assert all(torch.equal(ours[key], same[key]) for key in ours)
 
 
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_a_folder_of_the_model_without_output_layer_is_read(model_type: str, tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    fields = random_fields(model_type, 0) | {"tie_word_embeddings": True}
+    model = transformers.AutoModel.from_config(transformers.AutoConfig.for_model(model_type, **fields))
+    model.save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    theirs = load_file(tmp_path / "model.safetensors")
+    assert not any(key.startswith(("model.", "transformer.")) for key in theirs)
+    assert_same_arrays(family_of(config).region_map(config, list(theirs)), theirs)
+
+
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("model_type", FAMILIES)
 def test_a_fault_in_the_rules_is_always_found(model_type: str, seed: int) -> None:

@@ -18,6 +18,7 @@ from megackpt.maps.families.decoder import (
     norm_rules,
     outer_rules,
 )
+from megackpt.maps.families.prefixes import prefix_is_optional
 from megackpt.maps.families.sizes import Config, decoder_sizes, layers_with_experts, size_of, with_defaults
 from megackpt.maps.family import Family, FamilyRules
 from megackpt.maps.rules import Rule
@@ -27,6 +28,7 @@ _QWEN = ("mlp", "gate_proj", "up_proj", "down_proj")
 """The block of experts, and of each expert gate, up and down."""
 
 
+@prefix_is_optional("model.")
 def mixtral_rules(config: Config, keys: Collection[str]) -> FamilyRules:
     """Return the rules of Mixtral, which has experts in all layers and no biases."""
     config = with_defaults(config, keys, num_key_value_heads=8)
@@ -37,6 +39,7 @@ def mixtral_rules(config: Config, keys: Collection[str]) -> FamilyRules:
     return FamilyRules(tuple(rules), {**sizes, "e": sizes["i"], "expert": _number_of_experts(config)})
 
 
+@prefix_is_optional("model.")
 def qwen2_moe_rules(config: Config, keys: Collection[str]) -> FamilyRules:
     """Return the rules of Qwen2-MoE, which has a gated shared expert, and biases of queries, keys, values."""
     config = with_defaults(config, keys, num_key_value_heads=16, qkv_bias=True)
@@ -48,6 +51,7 @@ def qwen2_moe_rules(config: Config, keys: Collection[str]) -> FamilyRules:
     return FamilyRules((*made.rules, *shared_expert_rules(sparse)), sizes)
 
 
+@prefix_is_optional("model.")
 def qwen3_moe_rules(config: Config, keys: Collection[str]) -> FamilyRules:
     """Return the rules of Qwen3-MoE, whose queries and keys pass a norm."""
     return _qwen_rules(with_defaults(config, keys, num_key_value_heads=4), keys, has_qk_norm=True)

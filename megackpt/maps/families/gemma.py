@@ -16,11 +16,13 @@ from megackpt.maps.families.decoder import (
     norm_rules,
     outer_rules,
 )
+from megackpt.maps.families.prefixes import prefix_is_optional
 from megackpt.maps.families.sizes import Config, decoder_sizes, size_of, with_defaults
 from megackpt.maps.family import Family, FamilyRules
 from megackpt.maps.rules import Rule
 
 
+@prefix_is_optional("model.")
 def gemma_rules(config: Config, keys: Collection[str]) -> FamilyRules:
     """Return the rules of the first Gemma, which has Llama's norms."""
     config = with_defaults(config, keys, num_key_value_heads=16, head_dim=256, tie_word_embeddings=True)
@@ -29,11 +31,13 @@ def gemma_rules(config: Config, keys: Collection[str]) -> FamilyRules:
     return FamilyRules((*rules, *gated_mlp_rules(layers)), decoder_sizes(config))
 
 
+@prefix_is_optional("model.")
 def gemma2_rules(config: Config, keys: Collection[str]) -> FamilyRules:
     """Return the rules of Gemma 2, which has norms after attention and MLP, too."""
     return _rules(config, keys, has_qk_norm=False)
 
 
+@prefix_is_optional("model.")
 def gemma3_rules(config: Config, keys: Collection[str]) -> FamilyRules:
     """Return the rules of Gemma 3, whose queries and keys pass a norm."""
     return _rules(config, keys, has_qk_norm=True)

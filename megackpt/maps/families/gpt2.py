@@ -9,6 +9,7 @@ from collections.abc import Collection, Sequence
 
 from megackpt.errors import MapError
 from megackpt.maps.families.decoder import OURS
+from megackpt.maps.families.prefixes import prefix_is_optional
 from megackpt.maps.families.sizes import Config, size_of, with_defaults
 from megackpt.maps.family import Family, FamilyRules
 from megackpt.maps.rules import Rule
@@ -16,6 +17,7 @@ from megackpt.maps.rules import Rule
 _LAYER = "transformer.h.{layer}."
 
 
+@prefix_is_optional("transformer.")
 def gpt2_rules(config: Config, keys: Collection[str]) -> FamilyRules:
     """Return the rules of GPT-2 without cross-attention."""
     config = with_defaults(config, keys, tie_word_embeddings=True)

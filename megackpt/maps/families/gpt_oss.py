@@ -10,11 +10,13 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 
 from megackpt.maps.families.decoder import attention_rules, layer_rule, norm_rules, outer_rules
+from megackpt.maps.families.prefixes import prefix_is_optional
 from megackpt.maps.families.sizes import Config, decoder_sizes, size_of, with_defaults
 from megackpt.maps.family import Family, FamilyRules
 from megackpt.maps.rules import Rule
 
 
+@prefix_is_optional("model.")
 def gpt_oss_rules(config: Config, keys: Collection[str]) -> FamilyRules:
     """Return the rules of GPT-OSS in floating point."""
     config = with_defaults(config, keys, num_key_value_heads=8, head_dim=64, attention_bias=True)

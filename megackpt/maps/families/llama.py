@@ -8,26 +8,31 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from megackpt.maps.families.decoder import attention_rules, gated_mlp_rules, norm_rules, outer_rules
+from megackpt.maps.families.prefixes import prefix_is_optional
 from megackpt.maps.families.sizes import Config, decoder_sizes, size_of, with_defaults
 from megackpt.maps.family import Family, FamilyRules
 
 
+@prefix_is_optional("model.")
 def llama_rules(config: Config, keys: Collection[str]) -> FamilyRules:
     """Return the rules of Llama, in which attention and MLPs may have biases."""
     config = with_defaults(config, keys)
     return _dense_rules(config, mlp_bias=bool(config.get("mlp_bias")))
 
 
+@prefix_is_optional("model.")
 def mistral_rules(config: Config, keys: Collection[str]) -> FamilyRules:
     """Return the rules of Mistral, which has no biases."""
     return _dense_rules(with_defaults(config, keys, num_key_value_heads=8), qkv_bias=False, output_bias=False)
 
 
+@prefix_is_optional("model.")
 def qwen2_rules(config: Config, keys: Collection[str]) -> FamilyRules:
     """Return the rules of Qwen2, whose queries, keys and values have biases."""
     return _dense_rules(with_defaults(config, keys, num_key_value_heads=32), qkv_bias=True, output_bias=False)
 
 
+@prefix_is_optional("model.")
 def qwen3_rules(config: Config, keys: Collection[str]) -> FamilyRules:
     """Return the rules of Qwen3, whose queries and keys pass a norm."""
     config = with_defaults(config, keys, num_key_value_heads=32, head_dim=128)
