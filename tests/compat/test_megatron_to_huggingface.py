@@ -6,7 +6,6 @@ Tolerance: everything is fp32 and the same sums are made in another order; see `
 from __future__ import annotations
 
 import importlib.util
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,12 +14,8 @@ import megatron_world as world
 import pytest
 import torch
 from megatron_world import Case, Layout
-from safetensors.torch import save_file
 
 import megackpt
-from megackpt import ShardedTensor
-from megackpt.maps import checkpoint_map, family_of
-from megackpt.maps.requests import mapped_tensors
 from megackpt.testing.ranks import RankPool
 
 pytestmark = [
@@ -84,20 +79,6 @@ def pool() -> Iterator[RankPool]:
     own.close()
 
 
-def write_folder(path: str, folder: Path) -> None:
-    """Write the arrays of a checkpoint into a folder that has a config.json."""
-    config = json.loads((folder / "config.json").read_text())
-    made = checkpoint_map(family_of(config), config, megackpt.load_sharded_metadata(path)).inverse()
-    arrays, request = {}, {}
-    for key, array in made.left.items():
-        arrays[key] = torch.full(array.stored, float("nan"))
-        whole = ShardedTensor.from_rank_offsets(key, arrays[key].view(array.viewed))
-        for part in mapped_tensors(whole, key, made):
-            request[f"{key} {len(request)}"] = part.theirs
-    megackpt.load(request, path)
-    save_file(arrays, folder / "model.safetensors", metadata={"format": "pt"})
-
-
 @torch.no_grad()
 def logits_of(folder: Path) -> torch.Tensor:
     """Return the logits `[b, s, vocab]` of the tokens that `megatron_world` uses, by transformers."""
@@ -126,6 +107,6 @@ def test_logits_of_the_folder_are_those_of_the_model_that_was_saved(
     saved = next(a for a in reversed(logits) if a is not None)
     stored = megackpt.load_sharded_metadata(path)
     assert any(key.endswith("experts.0.linear_fc1.weight_w") for key in stored) is case.singletons
-    transformers.AutoConfig.for_model(model_type, **fields).save_pretrained(folder)
-    write_folder(path, folder)
+    transformers.AutoConfig.for_model(model_type, **fields).save_pretrained(tmp_path / "config")
+    megackpt.export_huggingface(path, folder, config=tmp_path / "config")
     assert (logits_of(folder) - saved).abs().max() <= RELATIVE * saved.abs().max()
