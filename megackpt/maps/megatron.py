@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from megackpt.errors import MapError, truncated_list
@@ -25,6 +25,7 @@ from megackpt.maps.regions import MappedArray, Region, RegionMap, RegionPair
 _LAYER = re.compile(r"decoder\.layers\.(?P<number>\d+)\.(?P<name>.+)")
 _COMPONENT = re.compile(r"(?P<fused>.+\.(?:weight|bias))\.(?P<component>q|k|v|gate|up)")
 _SINGLETON = re.compile(r".*\.(linear_fc1\.(weight|bias)_[wv]|experts\.experts\.\d+\..*)")
+_NORM = re.compile(r".*layernorm\.weight")
 _OF_MODEL = re.compile(r"(decoder|embedding|output_layer)\.(?!.*_extra_state).*")
 
 # The first is written, of `pre_mlp_layernorm` in layers with experts the second.
@@ -48,7 +49,12 @@ def has_megatron_keys(keys: Collection[str]) -> bool:
 
 
 def checkpoint_map(
-    family: Family, config: Mapping[str, Any], keys: Collection[str], *, prefix: str = ""
+    family: Family,
+    config: Mapping[str, Any],
+    keys: Collection[str],
+    *,
+    prefix: str = "",
+    norm_added: int = 0,
 ) -> RegionMap:
     """Return the proved map between a checkpoint, ours or Megatron-Core's, and the arrays of a family. Pure.
 
@@ -57,6 +63,7 @@ def checkpoint_map(
         config: the model's parsed `config.json`.
         keys: of the checkpoint, which is on the left.
         prefix: of the checkpoint's keys of Megatron-Core.
+        norm_added: as in `megatron_map`.
 
     Raises:
         MapError: the config makes no sense, or a checkpoint of Megatron-Core lacks an array of the model, or
@@ -65,7 +72,9 @@ def checkpoint_map(
     made = family.region_map(config)
     if not has_megatron_keys(keys):
         return bound_to(made, keys)
-    theirs = megatron_map(made.left, family.rules(config, ()).sizes, keys, prefix=prefix)
+    theirs = megatron_map(
+        made.left, family.rules(config, ()).sizes, keys, prefix=prefix, norm_added=norm_added
+    )
     unknown = sorted(
         key
         for key in keys
@@ -88,6 +97,7 @@ def megatron_map(
     keys: Collection[str] = (),
     *,
     prefix: str = "",
+    norm_added: int = 0,
 ) -> RegionMap:
     """Return the map between our arrays and those of Megatron-Core, which are on the right. Pure.
 
@@ -97,6 +107,8 @@ def megatron_map(
         keys: of the checkpoint of Megatron-Core. For one to be written there are none, and it gets the keys
             of layers with Transformer Engine, stacked where all layers have the same arrays.
         prefix: of its keys.
+        norm_added: what to add to the weights of its norms to get ours: 1 if it stores them zero-centred
+            (`layernorm_zero_centered_gamma`) and the model of ours does not, which no key tells.
 
     Raises:
         MapError: the checkpoint has no array for one of ours, or the heads do not fit the arrays.
@@ -108,8 +120,9 @@ def megatron_map(
         for part in _parts(key, array, sizes):
             theirs = checkpoint.key_of(key, ours)
             for pair, stored in checkpoint.placed(key, theirs, part, array):
+                added = norm_added if _NORM.fullmatch(key) is not None else 0
                 right[pair.right.key] = MappedArray(stored, stored, array.is_padded)
-                pairs.append(pair)
+                pairs.append(replace(pair, added=added))
     made = RegionMap(dict(ours), right, tuple(pairs))
     made.check(name="of Megatron-Core")
     return bound_to(made.inverse(), keys or _stacked_keys(right)).inverse()

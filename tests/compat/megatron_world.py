@@ -238,6 +238,21 @@ def save_genuine(case: Case, layout: Layout, path: str) -> torch.Tensor | None:
     return logits_of(model, layout)
 
 
+def load_folder(case: Case, layout: Layout, folder: str, config: dict[str, Any]) -> torch.Tensor | None:
+    """Build a model without pipeline stages, load a Hugging Face folder; return its logits."""
+    from megackpt.maps import checkpoint_map, family_of
+
+    model: Any = build(case, layout, seed=2, installed=False)
+    for parameter in model.parameters():
+        parameter.data.fill_(float("nan"))  # whatever is not loaded shows
+    state = model.sharded_state_dict()
+    flat = flatten_state(state, rank=dist.get_rank(), ranks=dist.get_world_size())
+    made = checkpoint_map(family_of(config), config, {tensor.key for tensor in flat.tensors})
+    weights = {name: entity for name, entity in state.items() if not name.endswith("_extra_state")}
+    model.load_state_dict(megackpt.load(weights, folder, maps=made), strict=False)
+    return logits_of(model, layout)
+
+
 def load_and_save(
     case: Case, layout: Layout, path: str, copy: str, installed: bool
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:

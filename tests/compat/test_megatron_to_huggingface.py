@@ -1,4 +1,4 @@
-"""Genuine checkpoints of Megatron-Core become Hugging Face folders, whose models compute the same logits.
+"""Genuine checkpoints of Megatron-Core become Hugging Face folders with the same logits, and the other way.
 
 Tolerance: everything is fp32 and the same sums are made in another order; see `test_megatron_models`.
 """
@@ -110,3 +110,18 @@ def test_logits_of_the_folder_are_those_of_the_model_that_was_saved(
     transformers.AutoConfig.for_model(model_type, **fields).save_pretrained(tmp_path / "config")
     megackpt.export_huggingface(path, folder, config=tmp_path / "config")
     assert (logits_of(folder) - saved).abs().max() <= RELATIVE * saved.abs().max()
+
+
+@pytest.mark.parametrize("number", [0, 2, 4, 6], ids=lambda number: CASES[number][0].name)
+def test_a_model_of_megatron_core_loads_a_folder(number: int, pool: RankPool, tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    case, _, model_type, fields = CASES[number]
+    layout = Layout(ep=2) if case.experts else Layout(tp=2)
+    config = transformers.AutoConfig.for_model(model_type, **fields)
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    model.save_pretrained(tmp_path)
+    expected = logits_of(tmp_path)
+    logits = pool.run(world.load_folder, layout.ranks, case, layout, str(tmp_path), config.to_dict())
+    loaded = next(a for a in reversed(logits) if a is not None)
+    assert (loaded - expected).abs().max() <= RELATIVE * expected.abs().max()

@@ -94,6 +94,17 @@ def test_gate_and_up_follow_each_other_in_each_expert() -> None:
     assert torch.equal(stored[0], torch.cat([gate, up], dim=1))
 
 
+def test_zero_centred_norms_are_added_to_and_nothing_else_is() -> None:
+    config = config_of("qwen3", 0)
+    family = family_of(config)
+    written = map_of(config)
+    made = checkpoint_map(family, config, list(written.right), norm_added=1)
+    stored = random_arrays(written, 0)
+    for key, array in assembled(made.inverse(), stored).items():
+        plain = assembled(checkpoint_map(family, config, list(written.right)).inverse(), stored)[key]
+        assert torch.equal(array, plain + 1 if "norm" in key else plain), key
+
+
 def test_layers_with_and_without_experts_have_keys_of_their_own() -> None:
     config = config_of("qwen3_moe", 0) | {
         "num_hidden_layers": 2,
