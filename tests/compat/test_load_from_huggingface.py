@@ -222,8 +222,8 @@ def _bytes_read(path: Path, layout: ParallelLayout, exchange: Any, left_out: Seq
     return store.nbytes / sum(array.nbytes - array.padded_nbytes for array in report.arrays)
 
 
-# Each rank has some columns of the weights that are cut over tp along their inputs. They are nearer than the
-# 64 KiB that cost less than another request, so a rank that reads for itself reads these weights whole.
+# Each rank has some columns of the weights that are cut over tp along their inputs. Columns are less than
+# FAR_BYTES apart from row to row, so a rank that reads for itself reads these weights whole.
 CUT_ALONG_INPUTS = ("*.linear_proj.weight", "*.linear_fc2.weight")
 BYTES = {
     "tp4, exchanged": ("llama", ParallelLayout(tp=4), "all_to_all", ()),

@@ -26,6 +26,7 @@ from megackpt import (
     ShardedTensor,
 )
 from megackpt.maps import Family, FamilyRules, Rule, family_of, region_map, weights_of
+from megackpt.maps.megatron import megatron_map
 from megackpt.maps.weights import MASTER
 
 CONFIG = {
@@ -282,3 +283,33 @@ def test_a_chunk_that_is_cut_inside_of_a_group_is_an_error(tmp_path: Path) -> No
     state = {"norm": torch.zeros(4), "gate": torch.zeros(2, 6, 4), "up": torch.zeros(2, 6, 4)}
     with pytest.raises(MismatchError, match=r"'gate_up' .* cut inside of groups of 2 along dim 2"):
         megackpt.load(state, tmp_path / "ckpt", maps=region_map(OWN_RULES, OWN_SIZES))
+
+
+def test_a_checkpoint_of_megatron_core_with_padded_rows_is_loaded_by_its_map(tmp_path: Path) -> None:
+    family = family_of(CONFIG)
+    left = family.region_map(CONFIG).left
+    made = megatron_map(left, family.rules(CONFIG, ()).sizes)
+    generator = torch.Generator().manual_seed(3)
+    stored = {key: torch.randn(array.stored, generator=generator) for key, array in made.right.items()}
+    stored[EMBEDDING] = torch.cat([stored[EMBEDDING], torch.ones(5, 8)])  # rows of padding
+    megackpt.save({key: declared(key, value) for key, value in stored.items()}, tmp_path / "ckpt")
+    state = {key: torch.full(array.stored, torch.nan) for key, array in left.items()}
+    megackpt.load(state, tmp_path / "ckpt", maps=made)
+    assert torch.equal(state[EMBEDDING], stored[EMBEDDING][:11])
+    fused = stored["decoder.layers.self_attention.linear_qkv.weight"][
+        1
+    ]  # groups of a query, key and value head
+    keys = fused.view(2, 3, 4, 8)[:, 1].reshape(8, 8)
+    assert torch.equal(state["decoder.layers.1.self_attention.linear_qkv.weight.k"], keys)
+
+
+@pytest.mark.parametrize("stacked", [True, False])
+def test_layers_may_be_stacked_in_the_request(tmp_path: Path, stacked: bool) -> None:
+    stored, state = write_folder(tmp_path / "hf"), request()
+    name = "mlp.linear_fc2.weight"
+    if stacked:
+        parts = [state.pop(f"decoder.layers.{layer}.{name}") for layer in range(2)]
+        state[f"decoder.layers.{name}"] = torch.stack(parts)
+    megackpt.load(state, tmp_path / "hf", maps="auto")
+    second = state[f"decoder.layers.{name}"][1] if stacked else state[f"decoder.layers.1.{name}"]
+    assert torch.equal(second, stored["model.layers.1.mlp.down_proj.weight"])
