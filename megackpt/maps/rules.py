@@ -26,6 +26,7 @@ from megackpt.geometry import Box
 from megackpt.maps.regions import MappedArray, Region, RegionMap, RegionPair
 
 _DIM = re.compile(r"\([^()]*\)|\[[^\[\]]*\]|\S+")
+_MOST_PAIRS = 10_000_000
 _PLACEHOLDER = re.compile(r"\{(\w+)\}")
 
 
@@ -92,15 +93,20 @@ def region_map(rules: Sequence[Rule], sizes: Mapping[str, int]) -> RegionMap:
         sizes: extents of axes, by name.
 
     Raises:
-        MapError: a rule is malformed, names an axis without a size, or two rules disagree about a shape.
+        MapError: a rule is malformed, names an axis without a size, two rules disagree about a shape, or
+            there are more pairs than any model needs.
     """
     left: dict[str, MappedArray] = {}
     right: dict[str, MappedArray] = {}
     pairs: list[RegionPair] = []
+    total = 0
     for rule in rules:
         compiled = _Compiled.of(rule, sizes)
         ours = compiled.array(compiled.ours, is_padded=rule.is_padded)
         theirs = compiled.array(compiled.theirs, is_padded=False)
+        total += math.prod(compiled.iterated.values()) * max(len(rule.layers), 1)
+        if total > _MOST_PAIRS:
+            raise MapError(f"{rule}: the map has more than {_MOST_PAIRS} pairs. Correct the sizes.")
         boxes = list(compiled.boxes())  # the same in all layers
         for layer in rule.layers or (None,):
             for pair in compiled.pairs(boxes, layer):

@@ -14,6 +14,7 @@ import megatron_world as world
 import pytest
 import torch
 from megatron_world import Case, Layout
+from safetensors.torch import load_file
 
 import megackpt
 from megackpt.testing.ranks import RankPool
@@ -110,6 +111,17 @@ def test_logits_of_the_folder_are_those_of_the_model_that_was_saved(
     transformers.AutoConfig.for_model(model_type, **fields).save_pretrained(tmp_path / "config")
     megackpt.export_huggingface(path, folder, config=tmp_path / "config")
     assert (logits_of(folder) - saved).abs().max() <= RELATIVE * saved.abs().max()
+
+
+def test_rows_that_pad_the_vocabulary_are_left_out_of_the_folder(pool: RankPool, tmp_path: Path) -> None:
+    path, folder = str(tmp_path / "genuine"), tmp_path / "folder"
+    pool.run(world.save_genuine, 2, Case("padded"), Layout(tp=2), path)
+    config = DECODER | {"model_type": "llama", "vocab_size": world.VOCAB - 3}
+    megackpt.export_huggingface(path, folder, config=config)
+    arrays = load_file(folder / "model.safetensors")
+    for ours, theirs in (("embedding.word_embeddings", "model.embed_tokens"), ("output_layer", "lm_head")):
+        whole = world.oracle(f"{ours}.weight", (world.VOCAB, world.HIDDEN))
+        assert torch.equal(arrays[f"{theirs}.weight"], whole[:-3])
 
 
 @pytest.mark.parametrize("number", [0, 2, 4, 6], ids=lambda number: CASES[number][0].name)

@@ -151,6 +151,15 @@ def test_entries_that_are_left_out_have_the_defaults_of_transformers(model_type:
         ("gpt2", {"n_head": 5}, [], "not a multiple of n_head 5"),
         ("mixtral", {"num_experts": None}, [], "has no num_local_experts or num_experts"),
         ("qwen3_moe", {"decoder_sparse_step": 0}, [], "decoder_sparse_step is 0"),
+        ("qwen3_moe", {"mlp_only_layers": 1}, [], "mlp_only_layers is 1. It must be a list"),
+        ("llama", {"vocab_size": 10**30}, [], "vocab_size is 1000.*at most 2147483647"),
+        ("llama", {"hidden_size": True}, [], "hidden_size is True"),
+        ("llama", {"num_hidden_layers": 10**5}, [], "num_hidden_layers is 100000, and at most 10000"),
+        ("gpt2", {"n_layer": 10**5}, [], "n_layer is 100000, and at most"),
+        ("qwen3", {"num_attention_heads": 10**9, "num_key_value_heads": 10**9}, [], "num_attention_heads is"),
+        ("qwen3_moe", {"num_hidden_layers": 10**12}, [], "num_hidden_layers is"),
+        ("mixtral", {"num_experts": 10**9}, [], "num_local_experts is 1000000000, and"),
+        ("mixtral", {"num_experts": 9999, "num_hidden_layers": 9999}, [], "more than 10000000 pairs"),
     ],
 )
 def test_a_config_that_no_map_fits_is_an_error(

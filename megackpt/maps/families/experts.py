@@ -19,7 +19,14 @@ from megackpt.maps.families.decoder import (
     outer_rules,
 )
 from megackpt.maps.families.prefixes import prefix_is_optional
-from megackpt.maps.families.sizes import Config, decoder_sizes, layers_with_experts, size_of, with_defaults
+from megackpt.maps.families.sizes import (
+    Config,
+    count_of,
+    decoder_sizes,
+    layers_with_experts,
+    size_of,
+    with_defaults,
+)
 from megackpt.maps.family import Family, FamilyRules
 from megackpt.maps.rules import Rule
 
@@ -32,7 +39,7 @@ _QWEN = ("mlp", "gate_proj", "up_proj", "down_proj")
 def mixtral_rules(config: Config, keys: Collection[str]) -> FamilyRules:
     """Return the rules of Mixtral, which has experts in all layers and no biases."""
     config = with_defaults(config, keys, num_key_value_heads=8)
-    layers = range(size_of(config, "num_hidden_layers"))
+    layers = range(count_of(config, "num_hidden_layers"))
     rules = [*outer_rules(config), *norm_rules(layers), *expert_rules(layers, keys, _MIXTRAL)]
     rules += attention_rules(config, layers, qkv_bias=False, output_bias=False)
     sizes = decoder_sizes(config)
@@ -65,7 +72,7 @@ def _qwen_rules(
     output_bias: bool | None = None,
     has_qk_norm: bool = False,
 ) -> FamilyRules:
-    layers, sparse = range(size_of(config, "num_hidden_layers")), layers_with_experts(config)
+    layers, sparse = range(count_of(config, "num_hidden_layers")), layers_with_experts(config)
     dense = [layer for layer in layers if layer not in sparse]
     rules = [*outer_rules(config), *norm_rules(layers)]
     rules += attention_rules(
@@ -121,7 +128,7 @@ def shared_expert_rules(layers: Sequence[int]) -> list[Rule]:
 
 
 def _number_of_experts(config: Config) -> int:
-    return size_of(config, "num_local_experts", "num_experts")
+    return count_of(config, "num_local_experts", "num_experts")
 
 
 MIXTRAL = Family("mixtral", ("mixtral",), mixtral_rules)

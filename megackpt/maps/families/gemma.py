@@ -17,7 +17,7 @@ from megackpt.maps.families.decoder import (
     outer_rules,
 )
 from megackpt.maps.families.prefixes import prefix_is_optional
-from megackpt.maps.families.sizes import Config, decoder_sizes, size_of, with_defaults
+from megackpt.maps.families.sizes import Config, count_of, decoder_sizes, with_defaults
 from megackpt.maps.family import Family, FamilyRules
 from megackpt.maps.rules import Rule
 
@@ -26,7 +26,7 @@ from megackpt.maps.rules import Rule
 def gemma_rules(config: Config, keys: Collection[str]) -> FamilyRules:
     """Return the rules of the first Gemma, which has Llama's norms."""
     config = with_defaults(config, keys, num_key_value_heads=16, head_dim=256, tie_word_embeddings=True)
-    layers = range(size_of(config, "num_hidden_layers"))
+    layers = range(count_of(config, "num_hidden_layers"))
     rules = [*outer_rules(config), *norm_rules(layers), *attention_rules(config, layers)]
     return FamilyRules((*rules, *gated_mlp_rules(layers)), decoder_sizes(config))
 
@@ -45,7 +45,7 @@ def gemma3_rules(config: Config, keys: Collection[str]) -> FamilyRules:
 
 def _rules(config: Config, keys: Collection[str], *, has_qk_norm: bool) -> FamilyRules:
     config = with_defaults(config, keys, num_key_value_heads=4, head_dim=256, tie_word_embeddings=True)
-    layers = range(size_of(config, "num_hidden_layers"))
+    layers = range(count_of(config, "num_hidden_layers"))
     rules = [*outer_rules(config), *_four_norms(layers), *gated_mlp_rules(layers)]
     rules += attention_rules(config, layers, has_qk_norm=has_qk_norm)
     return FamilyRules(tuple(rules), decoder_sizes(config))

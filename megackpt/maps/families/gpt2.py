@@ -10,7 +10,7 @@ from collections.abc import Collection, Sequence
 from megackpt.errors import MapError
 from megackpt.maps.families.decoder import OURS
 from megackpt.maps.families.prefixes import prefix_is_optional
-from megackpt.maps.families.sizes import Config, size_of, with_defaults
+from megackpt.maps.families.sizes import Config, count_of, size_of, with_defaults
 from megackpt.maps.family import Family, FamilyRules
 from megackpt.maps.rules import Rule
 
@@ -27,13 +27,13 @@ def gpt2_rules(config: Config, keys: Collection[str]) -> FamilyRules:
             "model without it.",
             key="add_cross_attention",
         )
-    layers = range(size_of(config, "n_layer"))
+    layers = range(count_of(config, "n_layer"))
     rules = (*_outer_rules(config), *_attention_rules(layers), *_norm_and_mlp_rules(layers))
     return FamilyRules(rules, _sizes(config))
 
 
 def _sizes(config: Config) -> dict[str, int]:
-    hidden, heads = size_of(config, "n_embd"), size_of(config, "n_head")
+    hidden, heads = size_of(config, "n_embd"), count_of(config, "n_head")
     if hidden % heads:
         raise MapError(f"config.json: n_embd {hidden} is not a multiple of n_head {heads}.", key="n_embd")
     inner = 4 * hidden if config.get("n_inner") is None else size_of(config, "n_inner")

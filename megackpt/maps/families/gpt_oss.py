@@ -11,7 +11,7 @@ from collections.abc import Collection, Sequence
 
 from megackpt.maps.families.decoder import attention_rules, layer_rule, norm_rules, outer_rules
 from megackpt.maps.families.prefixes import prefix_is_optional
-from megackpt.maps.families.sizes import Config, decoder_sizes, size_of, with_defaults
+from megackpt.maps.families.sizes import Config, count_of, decoder_sizes, with_defaults
 from megackpt.maps.family import Family, FamilyRules
 from megackpt.maps.rules import Rule
 
@@ -20,11 +20,11 @@ from megackpt.maps.rules import Rule
 def gpt_oss_rules(config: Config, keys: Collection[str]) -> FamilyRules:
     """Return the rules of GPT-OSS in floating point."""
     config = with_defaults(config, keys, num_key_value_heads=8, head_dim=64, attention_bias=True)
-    layers = range(size_of(config, "num_hidden_layers"))
+    layers = range(count_of(config, "num_hidden_layers"))
     rules = [*outer_rules(config), *norm_rules(layers), *attention_rules(config, layers)]
     rules.append(layer_rule("self_attention.softmax_offset", "self_attn.sinks", "heads", layers))
     sizes = decoder_sizes(config)
-    sizes |= {"e": sizes["i"], "expert": size_of(config, "num_local_experts", "num_experts")}
+    sizes |= {"e": sizes["i"], "expert": count_of(config, "num_local_experts", "num_experts")}
     return FamilyRules((*rules, *_expert_rules(layers)), sizes)
 
 

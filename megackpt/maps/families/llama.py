@@ -9,7 +9,7 @@ from collections.abc import Collection
 
 from megackpt.maps.families.decoder import attention_rules, gated_mlp_rules, norm_rules, outer_rules
 from megackpt.maps.families.prefixes import prefix_is_optional
-from megackpt.maps.families.sizes import Config, decoder_sizes, size_of, with_defaults
+from megackpt.maps.families.sizes import Config, count_of, decoder_sizes, with_defaults
 from megackpt.maps.family import Family, FamilyRules
 
 
@@ -47,7 +47,7 @@ def _dense_rules(
     has_qk_norm: bool = False,
     mlp_bias: bool = False,
 ) -> FamilyRules:
-    layers = range(size_of(config, "num_hidden_layers"))
+    layers = range(count_of(config, "num_hidden_layers"))
     rules = [*outer_rules(config), *norm_rules(layers), *gated_mlp_rules(layers, has_bias=mlp_bias)]
     rules += attention_rules(
         config, layers, qkv_bias=qkv_bias, output_bias=output_bias, has_qk_norm=has_qk_norm

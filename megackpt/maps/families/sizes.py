@@ -15,6 +15,13 @@ _QUANTISED = re.compile(r".*(_blocks|_scales|\.weight_scale(_inv)?|\.qweight|\.w
 """Keys of weights in a quantised folder: MXFP4, FP8, GPTQ and AWQ, compressed tensors, bitsandbytes."""
 
 
+_LARGEST = 2**31 - 1
+"""Largest extent of an axis."""
+
+_MOST = 10_000
+"""Most layers, experts or heads of a model."""
+
+
 def with_defaults(config: Config, keys: Collection[str], **defaults: object) -> Config:
     """Return a config with the defaults of its family for what it does not name.
 
@@ -49,13 +56,32 @@ def size_of(config: Config, *names: str) -> int:
     for name in names:
         value = config.get(name)
         if value is not None:
-            if type(value) is not int or value < 1:
-                raise MapError(f"config.json: {name} is {value!r}. It must be a positive integer.", key=name)
+            if type(value) is not int or not 0 < value <= _LARGEST:
+                raise MapError(
+                    f"config.json: {name} is {value!r}. Give a positive integer of at most {_LARGEST}.",
+                    key=name,
+                )
             return value
     raise MapError(
         f"config.json has no {' or '.join(names)}, which the map needs. Give the config of the model.",
         key=names[0],
     )
+
+
+def count_of(config: Config, *names: str) -> int:
+    """Return the first of some numbers of layers, experts or heads that a config has.
+
+    Raises:
+        MapError: it has none of them, or it is not a positive integer, or more than any model has. A map has
+            a pair for each, so that a wrong number would cost memory without end.
+    """
+    count = size_of(config, *names)
+    if count > _MOST:
+        raise MapError(
+            f"config.json: {names[0]} is {count}, and at most {_MOST} are supported. Correct the config.",
+            key=names[0],
+        )
+    return count
 
 
 def decoder_sizes(config: Config) -> dict[str, int]:
@@ -64,8 +90,8 @@ def decoder_sizes(config: Config) -> dict[str, int]:
     `v` vocabulary, `h` hidden state, `i` inside of the MLP, `d` one head, `q` all query heads, `k` all key
     (or value) heads, `heads` queries, `groups` keys.
     """
-    hidden, heads = size_of(config, "hidden_size"), size_of(config, "num_attention_heads")
-    groups = heads if config.get("num_key_value_heads") is None else size_of(config, "num_key_value_heads")
+    hidden, heads = size_of(config, "hidden_size"), count_of(config, "num_attention_heads")
+    groups = heads if config.get("num_key_value_heads") is None else count_of(config, "num_key_value_heads")
     if config.get("head_dim") is None and hidden % heads:
         raise MapError(
             f"config.json: hidden_size {hidden} is not a multiple of num_attention_heads {heads}, and there "
@@ -95,6 +121,10 @@ def layers_with_experts(config: Config) -> list[int]:
     if 0 in (config.get("num_experts"), config.get("num_local_experts")):
         return []
     step = 1 if config.get("decoder_sparse_step") is None else size_of(config, "decoder_sparse_step")
-    dense = config.get("mlp_only_layers") or ()
-    layers = range(size_of(config, "num_hidden_layers"))
+    dense = config.get("mlp_only_layers") or []
+    if not isinstance(dense, list):
+        raise MapError(
+            f"config.json: mlp_only_layers is {dense!r}. It must be a list of layers.", key="mlp_only_layers"
+        )
+    layers = range(count_of(config, "num_hidden_layers"))
     return [layer for layer in layers if layer not in dense and (layer + 1) % step == 0]
