@@ -1,0 +1,103 @@
+"""Declares and restores any of Apex's optimizers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from megackpt.errors import DeclarationError
+from megackpt.integrations.apex.fragments import (
+    declare_fragments,
+    is_distributed_fused_adam,
+    restore_fragments,
+)
+from megackpt.integrations.apex.installed import installation_note
+from megackpt.integrations.apex.settings import plain, restore_settings, settings_of
+from megackpt.integrations.apex.whole import (
+    KINDS,
+    WholeKind,
+    declare_whole,
+    restore_whole,
+    whole_kind_of,
+)
+from megackpt.mapping import ShardedStateDict, StateDict
+from megackpt.parallel.groups import ParallelGroups
+
+
+def sharded_state_dict(
+    optimizer: Optimizer,
+    model_sharded_state_dict: ShardedStateDict,
+    is_loading: bool = False,
+    *,
+    groups: ParallelGroups | None = None,
+) -> ShardedStateDict:
+    """Declare the state of an optimizer of Apex: moments, masters, norms, and the settings of its groups.
+
+    Local; for DistributedFusedAdam see `declare_fragments`. The keys are those of `megackpt.optim`, so that
+    its optimizers load the same checkpoints.
+
+    Args:
+        optimizer: FusedAdam, FusedSGD, FusedLAMB, FusedNovoGrad, FusedMixedPrecisionLamb or
+            DistributedFusedAdam.
+        model_sharded_state_dict: of the model; its entities wrap the parameters.
+        is_loading: whether to create state that a new optimizer does not have yet, with moments in their own
+            dtype.
+        groups: the ranks around this one; FusedNovoGrad needs them if the parameters are slices.
+
+    Returns:
+        `state` by position of the parameter and name; `param_groups` by name of the group; for
+        DistributedFusedAdam also `step`.
+
+    Raises:
+        DeclarationError: the optimizer is none of these, keeps masters in `amp`, or has a parameter that is
+            not declared.
+    """
+    if is_distributed_fused_adam(optimizer):
+        state = declare_fragments(optimizer, model_sharded_state_dict)
+        step = plain(optimizer.state["step"])  # type: ignore[index]  # its own key among the parameters
+        return {"state": state, "param_groups": settings_of(optimizer), "step": step}
+    kind = _whole_kind(optimizer)
+    state = declare_whole(optimizer, kind, model_sharded_state_dict, is_loading=is_loading, groups=groups)
+    return {"state": state, "param_groups": settings_of(optimizer)}
+
+
+@torch.no_grad()
+def load_sharded_state_dict(optimizer: Optimizer, loaded: StateDict) -> None:
+    """Restore what a load of `sharded_state_dict(..., is_loading=True)` returned. Local.
+
+    Load the model before. Of DistributedFusedAdam with remainders, the weights of this rank's fragments are
+    written, too (see `megackpt.optim.remainders`); other ranks get them with the next step's parameters.
+
+    Raises:
+        MismatchError: the parameter groups have other names.
+        DeclarationError: the optimizer is none of Apex's.
+    """
+    restore_settings(optimizer, loaded["param_groups"])
+    if not is_distributed_fused_adam(optimizer):
+        restore_whole(optimizer, _whole_kind(optimizer), loaded["state"])
+        return
+    restore_fragments(optimizer, loaded["state"])
+    state: dict[str, Any] = optimizer.state  # type: ignore[assignment]
+    if isinstance(state["step"], Tensor):
+        state["step"].fill_(loaded["step"])
+    else:
+        state["step"] = loaded["step"]
+
+
+def _whole_kind(optimizer: Optimizer) -> WholeKind:
+    kind = whole_kind_of(optimizer)
+    if kind is None:
+        known = ", ".join([*(k.name for k in KINDS), "DistributedFusedAdam"])
+        raise DeclarationError(
+            f"{type(optimizer).__module__}.{type(optimizer).__name__} is none of the optimizers of Apex that "
+            f"are known here: {known}. For others use megackpt.optim.{installation_note()}"
+        )
+    if getattr(getattr(optimizer, "_amp_stash", None), "fp32_from_fp16_groups", None):
+        raise DeclarationError(
+            f"{kind.name}: apex.amp keeps its master weights in `_amp_stash`, from where they cannot be "
+            f"declared. Use the optimizer without amp (FusedAdam with master_weights, or megackpt.optim)."
+        )
+    return kind

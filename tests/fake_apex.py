@@ -1,0 +1,389 @@
+"""Optimizers with the attributes and the life cycle of NVIDIA's Apex, computed by torch on CPU.
+
+What matters here is kept as Apex has it: where each state, master and step is, when it is made, what
+`state_dict()` has and what `load_state_dict` does to it, and the layout of buckets and fragments. Arithmetic
+is plain. Source: Apex `optimizers/*.py` and `contrib/optimizers/distributed_fused_adam.py` (2026-07).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from megackpt.optim import join_master, split_master
+
+
+def _adam_update(grad: Tensor, m: Tensor, v: Tensor, step: int, group: dict[str, Any]) -> Tensor:
+    beta1, beta2 = group["betas"]
+    m.mul_(beta1).add_(grad, alpha=1 - beta1)
+    v.mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
+    return (m / (1 - beta1**step)) / ((v / (1 - beta2**step)).sqrt() + group["eps"])
+
+
+class FusedAdam(torch.optim.Optimizer):
+    """Moments are always float32; masters are made with the optimizer, in an attribute of their own."""
+
+    def __init__(
+        self, params: Any, lr: float = 1e-2, *, capturable: bool = False, master_weights: bool = False
+    ) -> None:
+        if master_weights and not capturable:
+            raise RuntimeError("Master weights is currently only supported with the capturable version.")
+        rate = torch.tensor(lr, dtype=torch.float32) if capturable else lr
+        defaults = {
+            "lr": rate,
+            "bias_correction": True,
+            "betas": (0.9, 0.99),
+            "eps": 1e-8,
+            "weight_decay": 0.1,
+        }
+        super().__init__(params, defaults)
+        self.capturable, self.master_weights = capturable, master_weights
+        self.param_groups_master = [
+            {"params": [p.clone().detach().float() if master_weights else None for p in group["params"]]}
+            for group in self.param_groups
+        ]
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group, group_master in zip(self.param_groups, self.param_groups_master, strict=True):
+            if "step" in group:
+                group["step"] += 1
+            else:
+                group["step"] = torch.tensor([1], dtype=torch.int) if self.capturable else 1
+            for p, master in zip(group["params"], group_master["params"], strict=True):
+                if p.grad is None:
+                    continue
+                state = self.state[p]
+                if len(state) == 0:
+                    state["exp_avg"] = torch.zeros_like(p.data).float()
+                    state["exp_avg_sq"] = torch.zeros_like(p.data).float()
+                m, v = state["exp_avg"], state["exp_avg_sq"]
+                update = _adam_update(p.grad.float(), m, v, int(group["step"]), group)
+                # The kernel of bf16 weights gets no masters (apex #1728).
+                uses_master = master is not None and p.dtype != torch.bfloat16
+                weight = master if uses_master else p.float()
+                weight.sub_(float(group["lr"]) * (update + group["weight_decay"] * weight))
+                p.copy_(weight)
+
+
+class FusedSGD(torch.optim.Optimizer):
+    """All buffers of a group are made in the first step, which uses the gradient as it is."""
+
+    def __init__(self, params: Any, lr: float = 0.1, momentum: float = 0.9, dampening: float = 0.5) -> None:
+        super().__init__(params, {"lr": lr, "momentum": momentum, "dampening": dampening})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            first_run = True
+            for p in group["params"]:
+                if "momentum_buffer" not in self.state[p]:
+                    first_run = True
+                    self.state[p]["momentum_buffer"] = torch.zeros_like(p.data)
+                else:
+                    first_run = False
+            for p in group["params"]:
+                buffer = self.state[p]["momentum_buffer"]
+                share = 1.0 if first_run else 1 - group["dampening"]
+                buffer.mul_(group["momentum"]).add_(p.grad, alpha=share)
+                p.sub_(group["lr"] * buffer)
+
+
+class FusedLAMB(torch.optim.Optimizer):
+    """Moments have the dtype of the parameter."""
+
+    def __init__(self, params: Any, lr: float = 1e-2) -> None:
+        super().__init__(params, {"lr": lr, "betas": (0.9, 0.99), "eps": 1e-6, "max_grad_norm": 1.0})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            group["step"] = group.get("step", 0) + 1
+            for p in group["params"]:
+                state = self.state[p]
+                if len(state) == 0:
+                    state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(p.data), torch.zeros_like(p.data)
+                update = _adam_update(p.grad, state["exp_avg"], state["exp_avg_sq"], group["step"], group)
+                p.sub_(group["lr"] * p.norm() / update.norm() * update)
+
+
+class FusedMixedPrecisionLamb(torch.optim.Optimizer):
+    """Masters are made in the first step; `lr` and `step` are always tensors."""
+
+    def __init__(self, params: Any, lr: float = 1e-2, reduced_precision_dtype: Any = None) -> None:
+        defaults = {
+            "lr": torch.tensor(lr, dtype=torch.float32),
+            "step": torch.tensor([0], dtype=torch.int),
+            "betas": (0.9, 0.99),
+            "eps": 1e-6,
+        }
+        super().__init__(params, defaults)
+        for group in self.param_groups:
+            for name in ("lr", "step"):
+                group[name] = group[name].clone()
+        self.reduced_precision_dtype = reduced_precision_dtype
+        self.param_groups_full_precision: list[dict[str, Any]] = []
+
+    def _setup_full_precision_params(self) -> None:
+        for group in self.param_groups:
+            reduced = self.reduced_precision_dtype
+            self.param_groups_full_precision.append(
+                {
+                    "params": [
+                        p.clone().detach().float() if p.dtype == reduced else None for p in group["params"]
+                    ]
+                }
+            )
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        if len(self.param_groups_full_precision) == 0:
+            self._setup_full_precision_params()
+        for group, full in zip(self.param_groups, self.param_groups_full_precision, strict=True):
+            group["step"] += 1
+            for p, master in zip(group["params"], full["params"], strict=True):
+                state = self.state[p]
+                if len(state) == 0:
+                    dtype = torch.float32 if p.dtype == self.reduced_precision_dtype else p.dtype
+                    state["exp_avg"] = torch.zeros_like(p.data, dtype=dtype)
+                    state["exp_avg_sq"] = torch.zeros_like(p.data, dtype=dtype)
+                weight = p if master is None else master
+                grad = p.grad.to(weight.dtype)
+                update = _adam_update(grad, state["exp_avg"], state["exp_avg_sq"], int(group["step"]), group)
+                weight.sub_(float(group["lr"]) * weight.norm() / update.norm() * update)
+                p.copy_(weight)
+
+
+class FusedNovoGrad(torch.optim.Optimizer):
+    """A norm for each parameter, in two lists in the group: of the float16 and of the float32 parameters."""
+
+    def __init__(self, params: Any, lr: float = 1e-2) -> None:
+        super().__init__(params, {"lr": lr, "betas": (0.9, 0.9), "eps": 1e-8})
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        super().load_state_dict(state_dict)
+        for group in self.param_groups:
+            if len(group["params"]) > 0:
+                group["exp_avg_sq"][0] = group["exp_avg_sq"][0].to(group["params"][0].device)
+                group["exp_avg_sq"][1] = group["exp_avg_sq"][1].to(group["params"][0].device)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            group["step"] = group.get("step", 0) + 1
+            by_dtype = [[p for p in group["params"] if p.dtype == d] for d in (torch.float16, torch.float32)]
+            for p in group["params"]:
+                if len(self.state[p]) == 0:
+                    self.state[p]["exp_avg"] = torch.zeros_like(p.data)
+            if "exp_avg_sq" not in group:  # the first norms, so that the first blend has no effect
+                group["exp_avg_sq"] = [
+                    torch.tensor([float(p.grad.float().norm()) for p in members]) for members in by_dtype
+                ]
+            for members, norms in zip(by_dtype, group["exp_avg_sq"], strict=True):
+                assert len(members) == norms.numel()
+                for index, p in enumerate(members):
+                    beta1, beta2 = group["betas"]
+                    norms[index] = (
+                        beta2 * norms[index] ** 2 + (1 - beta2) * p.grad.float().norm() ** 2
+                    ).sqrt()
+                    scaled = p.grad / (norms[index] + group["eps"])
+                    self.state[p]["exp_avg"].mul_(beta1).add_(scaled.to(p.dtype))
+                    p.sub_(group["lr"] * self.state[p]["exp_avg"])
+
+
+@dataclass
+class ParameterFragment:
+    """Where a part of a parameter is in a bucket, and in this rank's shard of it."""
+
+    param_group_id: int
+    param_id: int
+    bucket_id: int
+    param_range: tuple[int, int]
+    bucket_range: tuple[int, int]
+    in_local_shard: bool
+    shard_range: tuple[int, int] | None
+    shard_bucket_range: tuple[int, int] | None
+    shard_param_range: tuple[int, int] | None
+
+
+class StateBucket:
+    """A rank's shards of the state of one bucket."""
+
+    def __init__(self, shard_size: int, dtype: torch.dtype, *, params: bool, remainders: bool) -> None:
+        self.shard_size, self.filled_size = shard_size, 0
+        self.fragments: list[ParameterFragment] = []
+        self.params_shard = torch.zeros(shard_size, dtype=dtype) if params else None
+        self.param_remainders_shard = torch.zeros(shard_size, dtype=torch.int16) if remainders else None
+        self.exp_avg_shard = torch.zeros(shard_size, dtype=dtype)
+        self.exp_avg_sq_shard = torch.zeros(shard_size, dtype=dtype)
+
+
+class DistributedFusedAdam(torch.optim.Optimizer):
+    """ZeRO-2 with buckets of a fixed size; here without communication.
+
+    A test gives each rank the averaged gradient, and copies parameters between ranks with `share_params`.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 1e-2,
+        *,
+        rank: int = 0,
+        size: int = 1,
+        dtype: torch.dtype = torch.float32,
+        store_params: bool = True,
+        store_param_remainders: bool = False,
+        with_scaled_states: bool = False,
+        default_shard_size: int = 48,
+    ) -> None:
+        defaults = {"lr": lr, "bias_correction": True, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.1}
+        super().__init__(params, defaults)
+        self.distributed_rank, self.distributed_size, self.redundant_size = rank, size, 1
+        self.dtype, self.alignment, self.default_shard_size = dtype, 16, default_shard_size
+        self.store_params, self.store_param_remainders = store_params, store_param_remainders
+        self.with_scaled_states = with_scaled_states
+        self._state_scales: dict[tuple[int, int, int], dict[str, Tensor]] = {}
+        self.state["step"], self.state["buckets"] = 0, []  # type: ignore[index, assignment]
+        self.syncs: list[str] = []
+
+    def parameters(self) -> Iterator[Parameter]:
+        for group in self.param_groups:
+            yield from group["params"]
+
+    def init_params(self, params: Iterable[Parameter] | None = None) -> None:
+        for group_id, group in enumerate(self.param_groups):
+            for param_id, param in enumerate(group["params"]):
+                if "fragments" not in self.state[param]:
+                    self._init_param_state(param, group_id, param_id)
+
+    def grad_sync(self) -> None:
+        self.syncs.append("gradients")
+
+    def param_sync(self) -> None:
+        self.syncs.append("parameters")
+
+    def _init_param_state(self, param: Parameter, group_id: int, param_id: int) -> None:
+        self.state[param]["fragments"] = []
+        buckets: list[StateBucket] = self.state["buckets"]  # type: ignore[index, assignment]
+        bucket_size, start = self.default_shard_size * self.distributed_size, 0
+        while start < param.numel():
+            if not buckets or _round_up(buckets[-1].filled_size, self.alignment) >= bucket_size:
+                buckets.append(
+                    StateBucket(
+                        self.default_shard_size,
+                        self.dtype,
+                        params=self.store_params,
+                        remainders=self.store_param_remainders,
+                    )
+                )
+            at = _round_up(buckets[-1].filled_size, self.alignment)
+            size = min(param.numel() - start, bucket_size - at)
+            fragment = self._fragment(group_id, param_id, len(buckets) - 1, start, at, size)
+            self.state[param]["fragments"].append(fragment)
+            buckets[-1].fragments.append(fragment)
+            buckets[-1].filled_size = at + size
+            start += size
+            if fragment.in_local_shard:
+                self._init_fragment(param, fragment, buckets[-1])
+
+    def _init_fragment(self, param: Parameter, fragment: ParameterFragment, bucket: StateBucket) -> None:
+        assert fragment.shard_param_range is not None
+        assert fragment.shard_range is not None
+        key = (fragment.param_group_id, fragment.param_id, fragment.bucket_id)
+        if self.with_scaled_states:
+            names = ("param", "exp_avg", "exp_avg_sq")
+            self._state_scales[key] = {name: torch.zeros(1) for name in names}
+        if bucket.params_shard is not None:
+            weight = param.detach().view(-1)[slice(*fragment.shard_param_range)].float()
+            if self.with_scaled_states:
+                self._apply_state_scale(weight, self._state_scales[key]["param"])
+            bucket.params_shard[slice(*fragment.shard_range)].copy_(weight)
+
+    def _fragment(
+        self, group_id: int, param_id: int, bucket_id: int, start: int, at: int, size: int
+    ) -> ParameterFragment:
+        shard_size, rank = self.default_shard_size, self.distributed_rank
+        first = min(max(at - shard_size * rank, 0), shard_size)
+        last = min(max(at + size - shard_size * rank, 0), shard_size)
+        is_local = first < last
+        bucket_first = first + shard_size * rank
+        param_first = bucket_first - at + start
+        return ParameterFragment(
+            param_group_id=group_id,
+            param_id=param_id,
+            bucket_id=bucket_id,
+            param_range=(start, start + size),
+            bucket_range=(at, at + size),
+            in_local_shard=is_local,
+            shard_range=(first, last) if is_local else None,
+            shard_bucket_range=(bucket_first, bucket_first + last - first) if is_local else None,
+            shard_param_range=(param_first, param_first + last - first) if is_local else None,
+        )
+
+    def _apply_state_scale(self, tensor: Tensor, scale: Tensor) -> None:
+        scale.copy_(tensor.abs().max().float() / (torch.finfo(self.dtype).max / 2))
+        tensor.mul_(torch.where(scale > 0, scale.reciprocal(), 0.0))
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.init_params()
+        self.state["step"] += 1  # type: ignore[index, operator]
+        for group_id, group in enumerate(self.param_groups):
+            for param_id, param in enumerate(group["params"]):
+                for fragment in self.state[param]["fragments"]:
+                    if fragment.in_local_shard:
+                        key = (group_id, param_id, fragment.bucket_id)
+                        self._step_fragment(param, fragment, group, self._state_scales.get(key, {}))
+
+    def _step_fragment(
+        self, param: Parameter, fragment: Any, group: dict[str, Any], scales: dict[str, Tensor]
+    ) -> None:
+        bucket: StateBucket = self.state["buckets"][fragment.bucket_id]  # type: ignore[index, call-overload]
+        at, part = slice(*fragment.shard_range), slice(*fragment.shard_param_range)
+        weight = param.detach().view(-1)[part]
+        stored = [bucket.exp_avg_shard[at], bucket.exp_avg_sq_shard[at]]
+        names = ["exp_avg", "exp_avg_sq"]
+        if bucket.params_shard is not None:
+            stored, names = [*stored, bucket.params_shard[at]], [*names, "param"]
+        values = [s.float() * scales[n] if scales else s.float() for s, n in zip(stored, names, strict=True)]
+        if bucket.param_remainders_shard is not None:
+            values.append(join_master(weight, bucket.param_remainders_shard[at]))
+        m, v = values[:2]
+        master = values[2] if len(values) > 2 else weight.float()
+        assert param.grad is not None
+        grad = param.grad.view(-1)[part].float()
+        update = _adam_update(grad, m, v, int(self.state["step"]), group)  # type: ignore[index, call-overload]
+        master.sub_(group["lr"] * (update + group["weight_decay"] * master))
+        for tensor, value, name in zip(stored, values, names, strict=False):
+            kept = value.clone()
+            if scales:
+                self._apply_state_scale(kept, scales[name])
+            tensor.copy_(kept)
+        if bucket.param_remainders_shard is not None:
+            split_master(master, weight=weight, remainder=bucket.param_remainders_shard[at])
+        else:
+            weight.copy_(master)
+
+
+@torch.no_grad()
+def share_params(optimizers: Sequence[DistributedFusedAdam]) -> None:
+    """Give every rank the parameters of all others' shards, as the gather after a step does."""
+    for source in optimizers:
+        for position, param in enumerate(source.parameters()):
+            for fragment in source.state[param]["fragments"]:
+                if fragment.in_local_shard:
+                    part = slice(*fragment.shard_param_range)
+                    for target in optimizers:
+                        copy = list(target.parameters())[position]
+                        copy.detach().view(-1)[part].copy_(param.detach().view(-1)[part])
+
+
+def _round_up(value: int, multiple: int) -> int:
+    return math.ceil(value / multiple) * multiple

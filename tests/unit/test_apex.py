@@ -1,0 +1,328 @@
+"""Apex's optimizers: saved, loaded into new objects, and one step equals that of the uninterrupted run."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+from torch.optim import Optimizer
+
+from megackpt import DeclarationError, MismatchError, ShardedTensor, load, save
+from megackpt.integrations.apex import installed_apex, load_sharded_state_dict, sharded_state_dict
+from megackpt.mapping import ShardedStateDict
+from megackpt.optim import MixedPrecisionOptimizer, join_master
+from megackpt.parallel.attributes import mark
+from megackpt.parallel.groups import ParallelGroups
+from megackpt.parallel.layout import ParallelLayout
+from megackpt.testing.world import SimulatedRank, SimulatedWorld
+from tests import fake_apex
+from tests.optim_world import gather, loaded, scatter
+
+SHAPES = [(4, 6), (13,), (9, 10)]
+SINGLE_PROCESS = ParallelGroups.offline(ParallelLayout(), 0)
+
+Build = Callable[[Any], Optimizer]
+# Optimizer, and dtype of the parameters.
+WHOLE: dict[str, tuple[Build, torch.dtype]] = {
+    "FusedAdam fp32": (lambda p: fake_apex.FusedAdam(p), torch.float32),
+    "FusedAdam bf16": (lambda p: fake_apex.FusedAdam(p), torch.bfloat16),
+    "FusedAdam masters": (
+        lambda p: fake_apex.FusedAdam(p, capturable=True, master_weights=True),
+        torch.float16,
+    ),
+    "FusedAdam unused masters": (
+        lambda p: fake_apex.FusedAdam(p, capturable=True, master_weights=True),
+        torch.bfloat16,
+    ),
+    "FusedSGD": (lambda p: fake_apex.FusedSGD(p), torch.float32),
+    "FusedLAMB": (lambda p: fake_apex.FusedLAMB(p), torch.float32),
+    "FusedNovoGrad": (lambda p: fake_apex.FusedNovoGrad(p), torch.float32),
+    "FusedMixedPrecisionLamb": (
+        lambda p: fake_apex.FusedMixedPrecisionLamb(p, reduced_precision_dtype=torch.bfloat16),
+        torch.bfloat16,
+    ),
+}
+STOCK_DIFFERS = {"FusedAdam bf16", "FusedAdam masters", "FusedAdam unused masters", "FusedMixedPrecisionLamb"}
+"""Whose masters are in no state dict, or whose float32 moments a stock load casts."""
+
+
+def make_params(seed: int, dtype: torch.dtype) -> list[Parameter]:
+    generator = torch.Generator().manual_seed(seed)
+    return [Parameter(torch.randn(shape, generator=generator).to(dtype)) for shape in SHAPES]
+
+
+def groups_of(params: list[Parameter]) -> list[dict[str, Any]]:
+    return [{"params": params[:2]}, {"params": params[2:], "lr": 0.003}]
+
+
+def train(params: list[Parameter], optimizer: Optimizer, steps: range) -> None:
+    for step in steps:
+        set_grads(params, step)
+        optimizer.step()
+
+
+def set_grads(params: list[Parameter], step: int) -> None:
+    generator = torch.Generator().manual_seed(100 + step)
+    for p in params:
+        p.grad = torch.randn(p.shape, generator=generator).to(p.dtype)
+
+
+def declare(params: list[Parameter], dp: int = 0) -> ShardedStateDict:
+    return {
+        str(i): ShardedTensor.from_rank_offsets(f"p{i}", p, replica_id=(0, 0, dp))
+        for i, p in enumerate(params)
+    }
+
+
+def are_equal(a: list[Parameter], b: list[Parameter]) -> bool:
+    return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_a_step_after_a_load_equals_that_of_the_uninterrupted_run(name: str, tmp_path: Path) -> None:
+    build, dtype = WHOLE[name]
+    params, fresh = make_params(0, dtype), make_params(1, dtype)
+    optimizer, resumed = build(params), build(fresh)
+    train(params, optimizer, range(5))
+    model = declare(params)
+    save({"model": model, "optimizer": sharded_state_dict(optimizer, model)}, tmp_path)
+
+    model = declare(fresh)
+    request = {"model": model, "optimizer": sharded_state_dict(resumed, model, is_loading=True)}
+    load_sharded_state_dict(resumed, load(request, tmp_path)["optimizer"])
+    assert are_equal(params, fresh)
+    train(params, optimizer, range(5, 8))
+    train(fresh, resumed, range(5, 8))
+    assert are_equal(params, fresh)
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_the_stock_way_differs_where_masters_or_moments_are_lost(name: str) -> None:
+    """Why this integration exists: a state dict of torch, loaded into a new optimizer."""
+    build, dtype = WHOLE[name]
+    params, fresh = make_params(0, dtype), make_params(1, dtype)
+    optimizer, resumed = build(params), build(fresh)
+    train(params, optimizer, range(5))
+    stored = copy.deepcopy(optimizer.state_dict())
+    for p, q in zip(fresh, params, strict=True):
+        p.detach().copy_(q)
+    resumed.load_state_dict(stored)
+    train(params, optimizer, range(5, 8))
+    train(fresh, resumed, range(5, 8))
+    assert are_equal(params, fresh) == (name not in STOCK_DIFFERS)
+
+
+def test_a_step_with_masters_of_construction_time_overwrites_loaded_weights() -> None:
+    build, dtype = WHOLE["FusedAdam masters"]
+    params, fresh = make_params(0, dtype), make_params(1, dtype)
+    optimizer, resumed = build(params), build(fresh)
+    train(params, optimizer, range(2))
+    for p, q in zip(fresh, params, strict=True):
+        p.detach().copy_(q)
+    resumed.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    train(params, optimizer, range(2, 3))
+    train(fresh, resumed, range(2, 3))
+    assert float((params[2] - fresh[2]).detach().abs().max()) > 1  # they are near the weights of another seed
+
+
+def test_capturable_steps_and_rates_load_into_plain_ones_and_back(tmp_path: Path) -> None:
+    for source, target in ((True, False), (False, True)):
+        params, fresh = make_params(0, torch.float32), make_params(1, torch.float32)
+        optimizer = fake_apex.FusedAdam(groups_of(params), capturable=source)
+        train(params, optimizer, range(2))
+        save({"optimizer": sharded_state_dict(optimizer, declare(params))}, tmp_path / str(source))
+        resumed = fake_apex.FusedAdam(groups_of(fresh), capturable=target)
+        request = sharded_state_dict(resumed, declare(fresh), is_loading=True)
+        load_sharded_state_dict(resumed, load({"optimizer": request}, tmp_path / str(source))["optimizer"])
+        assert [int(group["step"]) for group in resumed.param_groups] == [2, 2]
+        rates = [float(group["lr"]) for group in resumed.param_groups]
+        assert rates == pytest.approx([0.01, 0.003], rel=1e-6)  # a tensor has the float32 of it
+        if target:
+            assert resumed.param_groups[0]["step"].dtype == torch.int
+            assert isinstance(resumed.param_groups[0]["lr"], Tensor)
+
+
+def test_moments_and_masters_load_into_an_optimizer_of_megackpt(tmp_path: Path) -> None:
+    params, other = make_params(0, torch.float16), make_params(1, torch.float16)
+    optimizer = fake_apex.FusedAdam(params, capturable=True, master_weights=True)
+    train(params, optimizer, range(3))
+    model = declare(params)
+    save({"model": model, "optimizer": sharded_state_dict(optimizer, model)["state"]}, tmp_path)
+    whole = MixedPrecisionOptimizer(other, lambda g: torch.optim.Adam(g), SINGLE_PROCESS)
+    model = declare(other)
+    declared = whole.sharded_state_dict(model)["state"]
+    request = {
+        position: {name: entity for name, entity in states.items() if name != "step"}
+        for position, states in declared.items()
+    }
+    state = load({"model": model, "optimizer": request}, tmp_path)
+    whole.load_sharded_state_dict({"state": state["optimizer"]})
+    for master, ours in zip(
+        optimizer.param_groups_master[0]["params"], whole.param_groups[0]["params"], strict=True
+    ):
+        assert torch.equal(master, ours)
+
+
+def test_the_norms_of_slices_are_stored_by_slice() -> None:
+    world = []
+    for rank in range(2):
+        params = make_params(rank, torch.float32)
+        mark(params[0], "tensor_model_parallel")
+        optimizer = fake_apex.FusedNovoGrad(params)
+        train(params, optimizer, range(1))
+        model = declare(params)
+        model["0"] = ShardedTensor.from_rank_offsets("p0", params[0], (0, rank, 2), replica_id=(0, 0, 0))
+        for key in ("1", "2"):
+            model[key] = ShardedTensor.from_rank_offsets(f"p{key}", params[int(key)], replica_id=(0, rank, 0))
+        if not rank:
+            with pytest.raises(DeclarationError, match=r"'p0'.*Pass the ParallelGroups"):
+                sharded_state_dict(optimizer, model)
+        groups = ParallelGroups.offline(ParallelLayout(tp=2), rank)
+        world.append(sharded_state_dict(optimizer, model, groups=groups)["state"])
+    arrays = gather(world)
+    assert arrays["optimizer.state.exp_avg_sq.p0"].shape == (2,)
+    assert arrays["optimizer.state.exp_avg_sq.p1"].shape == ()
+
+
+@pytest.mark.parametrize("build", [fake_apex.FusedSGD, fake_apex.FusedNovoGrad])
+def test_state_that_does_not_start_at_zero_is_not_saved_before_the_first_step(build: Any) -> None:
+    params = make_params(0, torch.float32)
+    with pytest.raises(DeclarationError, match="no state for 3 of 3 parameters"):
+        sharded_state_dict(build(params), declare(params))
+
+
+def test_groups_of_one_name_and_other_groups_are_errors() -> None:
+    params = make_params(0, torch.float32)
+    twice = [{**group, "name": "all"} for group in groups_of(params)]
+    with pytest.raises(DeclarationError, match="some are equal"):
+        sharded_state_dict(fake_apex.FusedAdam(twice), declare(params))
+    state = sharded_state_dict(fake_apex.FusedAdam(groups_of(params)), declare(params))
+    with pytest.raises(MismatchError, match=r"groups \['0', '1'\] and this optimizer \['0'\]"):
+        load_sharded_state_dict(fake_apex.FusedAdam(params), state)
+
+
+def test_what_is_not_apex_s_is_an_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    params = make_params(0, torch.float32)
+    with pytest.raises(DeclarationError, match=r"Adam is none of the optimizers of Apex.*megackpt\.optim\.$"):
+        sharded_state_dict(torch.optim.Adam(params), declare(params))
+    optimizer = fake_apex.FusedAdam(params)
+    optimizer._amp_stash = type("Stash", (), {"fp32_from_fp16_groups": [params]})()  # type: ignore[attr-defined]
+    with pytest.raises(DeclarationError, match="_amp_stash"):
+        sharded_state_dict(optimizer, declare(params))
+
+
+@pytest.mark.parametrize(("folder", "whose"), [("multi_tensor_apply", "nvidia"), ("lib", "other")])
+def test_the_installed_package_is_known_without_an_import(
+    folder: str, whose: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("sys.path", [str(tmp_path)])
+    assert installed_apex() is None
+    (tmp_path / "apex" / folder).mkdir(parents=True)
+    (tmp_path / "apex" / "__init__.py").write_text("raise RuntimeError('imported')")
+    assert installed_apex() == whose
+    params = make_params(0, torch.float32)
+    with pytest.raises(DeclarationError) as caught:
+        sharded_state_dict(torch.optim.Adam(params), declare(params))
+    assert ("another project" in str(caught.value)) == (whose == "other")
+
+
+DISTRIBUTED: dict[str, dict[str, Any]] = {
+    "float32 masters": {},
+    "remainders": {"store_params": False, "store_param_remainders": True},
+    "no masters": {"store_params": False},
+    "bfloat16 states": {"dtype": torch.bfloat16},
+}
+
+
+def make_ranks(seed: int, size: int, name: str) -> tuple[list[list[Parameter]], list[Any]]:
+    dtype = torch.float32 if name == "no masters" else torch.bfloat16
+    params = [make_params(seed, dtype) for _ in range(size)]
+    optimizers = [
+        fake_apex.DistributedFusedAdam(groups_of(p), rank=rank, size=size, **DISTRIBUTED[name])
+        for rank, p in enumerate(params)
+    ]
+    return params, optimizers
+
+
+def train_ranks(params: list[list[Parameter]], optimizers: list[Any], steps: range) -> None:
+    for step in steps:
+        for p, optimizer in zip(params, optimizers, strict=True):
+            set_grads(p, step)
+            optimizer.step()
+        fake_apex.share_params(optimizers)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("name", DISTRIBUTED)
+def test_fragments_load_at_any_number_of_ranks(name: str, size: int, tmp_path: Path) -> None:
+    params, optimizers = make_ranks(0, 2, name)
+    train_ranks(params, optimizers, range(4))
+
+    def save_rank(rank: SimulatedRank) -> None:
+        model = declare(params[rank.rank], rank.rank)
+        state = {"model": model, "optimizer": sharded_state_dict(optimizers[rank.rank], model)}
+        save(state, tmp_path, group=rank)
+
+    SimulatedWorld(2).run(save_rank)
+    assert optimizers[0].syncs == ["gradients", "parameters"]
+    fresh, resumed = make_ranks(1, size, name)
+
+    def load_rank(rank: SimulatedRank) -> None:
+        model = declare(fresh[rank.rank], rank.rank)
+        request = {
+            "model": model,
+            "optimizer": sharded_state_dict(resumed[rank.rank], model, is_loading=True),
+        }
+        load_sharded_state_dict(resumed[rank.rank], load(request, tmp_path, group=rank)["optimizer"])
+
+    SimulatedWorld(size).run(load_rank)
+    train_ranks(params, optimizers, range(4, 7))
+    train_ranks(fresh, resumed, range(4, 7))
+    assert all(are_equal(params[0], p) for p in fresh)
+
+
+def test_remainders_are_stored_as_the_float32_masters() -> None:
+    params, (optimizer,) = make_ranks(0, 1, "remainders")
+    train_ranks(params, [optimizer], range(3))
+    arrays = gather([sharded_state_dict(optimizer, declare(params[0]))["state"]])
+    masters = arrays["optimizer.state.fp32_param.p0"]
+    assert masters.dtype == torch.float32
+    bucket = optimizer.state["buckets"][0]
+    assert torch.equal(
+        masters, join_master(params[0][0].detach(), bucket.param_remainders_shard[:24].view(4, 6))
+    )
+    assert not torch.equal(masters, params[0][0].float())
+
+
+def test_scaled_states_are_stored_as_float32_and_scaled_again() -> None:
+    """Exact only in the codes' precision: Apex scales by the largest value of the part that a rank has."""
+    options = {"dtype": torch.float16, "with_scaled_states": True}
+    params, fresh = make_params(0, torch.bfloat16), make_params(1, torch.bfloat16)
+    optimizer = fake_apex.DistributedFusedAdam(params, **options)
+    train(params, optimizer, range(3))
+    arrays = gather([sharded_state_dict(optimizer, declare(params))["state"]])
+    resumed = fake_apex.DistributedFusedAdam(fresh, **options)
+    request = sharded_state_dict(resumed, declare(fresh))
+    scatter(request["state"], arrays)
+    load_sharded_state_dict(
+        resumed, {"state": loaded(request["state"]), "param_groups": request["param_groups"], "step": 3}
+    )
+    again = gather([sharded_state_dict(resumed, declare(fresh))["state"]])
+    for key, array in arrays.items():
+        # Half of float16's last bit, relative to the largest value.
+        torch.testing.assert_close(again[key], array, rtol=2**-11, atol=float(array.abs().max()) * 2**-24)
+    assert resumed.state["step"] == 3  # type: ignore[comparison-overlap, index]
+
+
+def test_a_parameter_in_another_order_of_dims_is_an_error() -> None:
+    param = Parameter(torch.randn(2, 3, 4, 4).to(memory_format=torch.channels_last))
+    optimizer = fake_apex.DistributedFusedAdam([param])
+    optimizer._init_param_state = lambda *args: None  # type: ignore[method-assign]
+    with pytest.raises(DeclarationError, match="not contiguous"):
+        sharded_state_dict(optimizer, {"p": ShardedTensor.from_rank_offsets("p", param)})
