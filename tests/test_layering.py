@@ -108,6 +108,7 @@ FORBIDDEN_OUTSIDE: dict[str, set[str]] = {
 OWNERS: dict[str, set[str]] = {
     "formats/torch_dist": {"pickle", "torch.distributed"},
     "formats/safe_pickle.py": {"pickle"},
+    "formats/tensor_pickle.py": {"pickle"},
     "formats/pickle_limits.py": {"pickle"},  # its errors
     "formats/pickle_keys.py": {"pickle"},  # its errors, and opcodes; no class is looked up
 }

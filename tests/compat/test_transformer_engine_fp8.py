@@ -5,60 +5,21 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from megackpt import DeclarationError, MismatchError, load, load_plain_tensors, save
 from megackpt.integrations.transformer_engine import initialise_fp8_state, sharded_state_dict
 from megackpt.parallel import ParallelGroups, ParallelLayout
 from megackpt.testing.world import SimulatedRank, SimulatedWorld
 from tests import te_models
+from tests.te_fp8 import ONE, at_every_ep, build_fp8, delayed, expert_numbers, fill_experts, fp8_tensors
 from tests.te_models import EXPERTS, HIDDEN, MODULES, build, te
 from tests.te_stub import cpu_for_cuda
 
 Make = Callable[[ParallelGroups], nn.Module]
-
-ONE = ParallelGroups.offline(ParallelLayout(), 0)
-
-
-def delayed(length: int = 4) -> Any:
-    from transformer_engine.common.recipe import DelayedScaling
-
-    return DelayedScaling(amax_history_len=length)
-
-
-def build_fp8(make: Make, groups: ParallelGroups, *, recipe: Any = None, seed: int = 0) -> nn.Module:
-    """Build a module with FP8 state that depends on the seed, 0 for state as TE makes it."""
-    recipe = delayed() if recipe is None else recipe
-    module = build(make, groups, seed=seed)
-    # TE rejects recipes that the device of the stand-in could not compute with.
-    supported = {f"check_{name}_support": lambda: (True, "") for name in ("mxfp8", "fp8_block_scaling")}
-    with (
-        cpu_for_cuda(),
-        mock.patch.multiple("transformer_engine.pytorch.quantization", **supported),
-        te.autocast(enabled=True, recipe=recipe),
-    ):
-        initialise_fp8_state(module, recipe)
-    generator = torch.Generator().manual_seed(seed)
-    for tensor in fp8_tensors(module).values() if seed else ():
-        tensor.copy_(torch.rand(tensor.shape, generator=generator))
-    return module
-
-
-def fp8_tensors(module: nn.Module) -> dict[str, Tensor]:
-    """TE's own tensors, by module, direction and name."""
-    tensors = {}
-    for name, child in module.named_modules():
-        metas = getattr(child, "_fp8_metas", None) or {"both": getattr(child, "fp8_meta", {})}
-        for meta in metas.values():
-            for key in ("scaling_fwd", "scaling_bwd"):
-                if meta and key in meta:
-                    tensors[f"{name}.{key}.scale"] = meta[key].scale
-                    tensors[f"{name}.{key}.amax_history"] = meta[key].amax_history
-    return tensors
 
 
 @pytest.mark.parametrize(
@@ -88,51 +49,14 @@ def test_state_is_loaded_at_every_tp(tmp_path: Path, name: str) -> None:
         assert all(torch.equal(first[key], second[key]) for key in first)
 
 
-def expert_numbers(experts: range, length: int, slots: int) -> tuple[Tensor, Tensor]:
-    """Scales `[experts, slots]` and histories `[length, experts, slots]` that tell expert and slot apart."""
-    scale = torch.tensor([[100.0 * e + s for s in range(slots)] for e in experts])
-    rows = torch.arange(length).view(-1, 1, 1) * 10000.0
-    return scale, rows + scale
-
-
-def fill_experts(module: Any, experts: range, *, check: bool) -> None:
-    """Set the numbers of each expert, in TE's order: input, weight, output of expert 0, then of expert 1."""
-    for key, slots in (("scaling_fwd", 3), ("scaling_bwd", 2)):
-        state = module.fp8_meta[key]
-        scale, history = expert_numbers(experts, len(state.amax_history), slots)
-        if check:
-            assert torch.equal(state.scale, scale.flatten())
-            assert torch.equal(state.amax_history, history.flatten(1))
-        state.scale.copy_(scale.flatten())
-        state.amax_history.copy_(history.flatten(1))
-
-
 def test_every_expert_keeps_its_own_numbers_at_another_ep(tmp_path: Path) -> None:
-    make = te_models.experts("column")
-    source: Path | None = None
-    for step, ep in enumerate((4, 2, 1, 8, 4)):
-        groups = [ParallelGroups.offline(ParallelLayout(dp=ep, ep=ep), rank) for rank in range(ep)]
-        modules = [build_fp8(make, g) for g in groups]
-        count = EXPERTS // ep
-        owned = [range(rank * count, (rank + 1) * count) for rank in range(ep)]
-        if source is None:
-            for module, experts in zip(modules, owned, strict=True):
-                fill_experts(module, experts, check=False)
-        target = tmp_path / f"{step}"
+    def first(module: nn.Module, experts: range) -> None:
+        fill_experts(module, experts, check=False)
 
-        def one_rank(group: SimulatedRank) -> None:
-            state = sharded_state_dict(modules[group.rank], groups[group.rank])  # noqa: B023 - run at once
-            if source is not None:  # noqa: B023
-                load(state, source, group=group)  # noqa: B023
-            save(state, target, group=group)  # noqa: B023
-
-        SimulatedWorld(ep).run(one_rank)
-        for module, experts in zip(modules, owned, strict=True):
-            fill_experts(module, experts, check=True)
-        source = target
-        arrays = load_plain_tensors(target)
-        assert arrays["fp8.scale_fwd"].shape == (EXPERTS, 3)
-        assert arrays["fp8.amax_history_bwd"].shape == (EXPERTS, 4, 2)
+    at_every_ep(te_models.experts("column"), first, (4, 2, 1, 8, 4), tmp_path)
+    arrays = load_plain_tensors(tmp_path / "0")
+    assert arrays["fp8.scale_fwd"].shape == (EXPERTS, 3)
+    assert arrays["fp8.amax_history_bwd"].shape == (EXPERTS, 4, 2)
 
 
 def test_slots_of_older_versions_are_slot_by_slot(tmp_path: Path) -> None:

@@ -11,6 +11,14 @@ TE modules as children:
 """
 
 from megackpt.integrations.transformer_engine.declare import declare_module_of_te, sharded_state_dict
+from megackpt.integrations.transformer_engine.extra_state import (
+    Fp8State,
+    fill_fp8_state,
+    fp8_state_of,
+    join_megatron_experts,
+    read_extra_state,
+    write_extra_state,
+)
 from megackpt.integrations.transformer_engine.fp8_state import initialise_fp8_state
 from megackpt.integrations.transformer_engine.mixin import TransformerEngineMixin
 from megackpt.integrations.transformer_engine.names import (
@@ -23,14 +31,20 @@ from megackpt.integrations.transformer_engine.site import ParallelMode, set_comp
 
 __all__ = [
     "ALIASES",
+    "Fp8State",
     "Names",
     "ParallelMode",
     "TransformerEngineMixin",
     "canonical_key",
     "declare_module_of_te",
+    "fill_fp8_state",
+    "fp8_state_of",
     "initialise_fp8_state",
+    "join_megatron_experts",
+    "read_extra_state",
     "set_components",
     "set_parallel_mode",
     "sharded_state_dict",
     "use_stored_names",
+    "write_extra_state",
 ]
