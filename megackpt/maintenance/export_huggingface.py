@@ -93,7 +93,7 @@ def export_huggingface(
     dtype: torch.dtype | str | None = None,
     weights: Literal["model", "masters"] = "model",
     max_file_bytes: int = 5_000_000_000,
-    buffer_bytes: int = 32 * 1024 * 1024,
+    buffer_bytes: int = 16 * 1024 * 1024,
     workers: int = 2,
     verify: bool = True,
     overwrite: bool = False,
