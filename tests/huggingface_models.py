@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from megackpt import DeclarationError
 from megackpt.parallel import (
     ModelChunks,
     ParallelGroups,
@@ -33,6 +34,21 @@ os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # before it is importe
 RELATIVE = 1e-5
 SEQUENCE = 24  # longer than the windows and the original lengths that are drawn
 Fields = dict[str, Any]
+
+
+def layout_of(config: GPTConfig) -> ParallelLayout:
+    """Return a layout of 4 ranks with as many kinds of cuts as a config allows."""
+    if config.moe is not None:
+        layouts = [ParallelLayout(tp=2, pp=2, ep=2, etp=1), ParallelLayout(pp=2, cp=2, ep=2)]
+    else:
+        layouts = [ParallelLayout(tp=2, pp=2)]
+    for layout in layouts:
+        try:
+            config.check_layout(layout)
+        except DeclarationError:
+            continue
+        return layout
+    return ParallelLayout(pp=2, cp=2)
 
 
 def random_config(family: str, seed: int) -> Any:

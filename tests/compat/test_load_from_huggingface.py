@@ -27,7 +27,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import megackpt
-from megackpt import CheckpointError, DeclarationError, KeyRule, LoadOptions, Policy, ShardedTensor
+from megackpt import CheckpointError, KeyRule, LoadOptions, Policy, ShardedTensor
 from megackpt.maps import weights_of
 from megackpt.maps.weights import parameter_key
 from megackpt.optim import DistributedOptimizer
@@ -41,6 +41,7 @@ from tests.huggingface_models import (
     SEQUENCE,
     arrays_in_our_names,
     assert_close,
+    layout_of,
     logits_of,
     random_config,
     random_model,
@@ -154,26 +155,11 @@ def _import_all(cases: list[tuple[Any, ...]]) -> list[tuple[Any, set[str]]]:
     return [_import(*case) for case in cases]
 
 
-def _layout_of(config: GPTConfig) -> ParallelLayout:
-    """Return a layout of 4 ranks with as many kinds of cuts as a config allows."""
-    if config.moe is not None:
-        layouts = [ParallelLayout(tp=2, pp=2, ep=2, etp=1), ParallelLayout(pp=2, cp=2, ep=2)]
-    else:
-        layouts = [ParallelLayout(tp=2, pp=2)]
-    for layout in layouts:
-        try:
-            config.check_layout(layout)
-        except DeclarationError:
-            continue
-        return layout
-    return ParallelLayout(pp=2, cp=2)
-
-
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("family", MAPPED)
 def test_a_folder_is_imported_on_several_ranks(rank_pool: RankPool, folders: Any, family: str) -> None:
     written = [folders(family, seed) for seed in range(SEEDS)]
-    cases = [(f.path, f.config, f.arrays, _layout_of(f.config)) for f in written]
+    cases = [(f.path, f.config, f.arrays, layout_of(f.config)) for f in written]
     assert cases[0][-1].tp == 2
     assert cases[0][-1].ep == (1 if written[0].config.moe is None else 2)
     for results in zip(*rank_pool.run(_import_all, 4, cases), strict=True):
