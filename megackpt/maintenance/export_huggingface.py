@@ -29,7 +29,7 @@ from megackpt.formats.contents import Contents
 from megackpt.formats.huggingface.names import INDEX
 from megackpt.maintenance.arguments import checked_progress
 from megackpt.maintenance.convert_target import is_same_location
-from megackpt.maintenance.huggingface_map import MapChoice
+from megackpt.maintenance.huggingface_map import ChosenMap
 from megackpt.maintenance.huggingface_model_files import ConfigSource, ModelFiles
 from megackpt.maintenance.huggingface_plan import (
     PlannedFile,
@@ -49,14 +49,10 @@ from megackpt.maintenance.mapped_reading import (
     dtype_of,
     is_floating,
 )
-from megackpt.maps import Family, RegionMap
+from megackpt.maps import MapChoice, RegionMap
+from megackpt.maps.weights import MASTER, OPTIMIZER
 from megackpt.metadata import ArraySpec
 from megackpt.storage import Location, Store, opened_store
-
-MASTER = "optimizer.state.fp32_param."
-"""What the key of a float32 master weight begins with; the key of its parameter follows."""
-
-_OPTIMIZER = "optimizer."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,7 +84,7 @@ def export_huggingface(
     source: Location,
     target: Location,
     *,
-    map: str | Family | RegionMap = "auto",
+    map: MapChoice = "auto",
     config: ConfigSource = None,
     dtype: torch.dtype | str | None = None,
     weights: Literal["model", "masters"] = "model",
@@ -164,7 +160,7 @@ def export_huggingface(
             opened = _OpenedSource.open(
                 stack.enter_context(opened_store(source)), config, allow_unsafe_pickle=allow_unsafe_pickle
             )
-            choice = MapChoice(map, prefix)
+            choice = ChosenMap(map, prefix)
             made = _map_of(opened, choice, weights)
             planned = _plan(
                 opened, made, checked_dtype(dtype), name=choice.name(opened.files.config),
@@ -220,7 +216,7 @@ class _OpenedSource:
             for key, spec in self.contents.arrays.items()
             if key.startswith(prefix)
             and is_floating(spec.dtype)
-            and not key.startswith(_OPTIMIZER)
+            and not key.startswith(OPTIMIZER)
             and key not in self.references
         }
 
@@ -236,7 +232,7 @@ class _PlannedExport:
     digest: str
 
 
-def _map_of(opened: _OpenedSource, choice: MapChoice, weights: str) -> RegionMap:
+def _map_of(opened: _OpenedSource, choice: ChosenMap, weights: str) -> RegionMap:
     """Return the map from the arrays of a checkpoint to the folder, and check that it fits. Local.
 
     Raises:

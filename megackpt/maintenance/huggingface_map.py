@@ -6,13 +6,12 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from megackpt.errors import DeclarationError
-from megackpt.maps import Family, RegionMap, bound_to, family, family_of
-from megackpt.maps.megatron import checkpoint_map, has_megatron_keys
+from megackpt.maps import MapChoice, RegionMap, bound_to, checkpoint_map, has_megatron_keys
+from megackpt.maps.choice import chosen_family
 
 
 @dataclass(frozen=True, slots=True)
-class MapChoice:
+class ChosenMap:
     """The map that a user has chosen.
 
     Attributes:
@@ -20,12 +19,12 @@ class MapChoice:
         prefix: what the keys of the model begin with in the checkpoint.
     """
 
-    map: str | Family | RegionMap
+    map: MapChoice
     prefix: str
 
     def name(self, config: Mapping[str, Any]) -> str:
         """Return the name of the map, for reports."""
-        return "given" if isinstance(self.map, RegionMap) else self._family(config).name
+        return "given" if isinstance(self.map, RegionMap) else chosen_family(self.map, config).name
 
     def of_checkpoint(self, config: Mapping[str, Any], keys: Collection[str]) -> RegionMap:
         """Return the map from a checkpoint with these keys, ours or Megatron-Core's, to a folder. Pure.
@@ -35,12 +34,12 @@ class MapChoice:
             DeclarationError: the choice is of another class.
         """
         if not isinstance(self.map, RegionMap) and has_megatron_keys(keys):
-            return checkpoint_map(self._family(config), config, keys, prefix=self.prefix)
+            return checkpoint_map(chosen_family(self.map, config), config, keys, prefix=self.prefix)
         ours = [key.removeprefix(self.prefix) for key in keys]
         if isinstance(self.map, RegionMap):
             made = bound_to(self.map, ours)
         else:
-            made = checkpoint_map(self._family(config), config, ours)
+            made = checkpoint_map(chosen_family(self.map, config), config, ours)
         return made.with_left_keys({key: self.prefix + key for key in made.left})
 
     def of_folder(self, config: Mapping[str, Any], keys: Collection[str]) -> RegionMap:
@@ -49,14 +48,8 @@ class MapChoice:
         Raises:
             MapError, DeclarationError: as `of_checkpoint`.
         """
-        return self.map if isinstance(self.map, RegionMap) else self._family(config).region_map(config, keys)
-
-    def _family(self, config: Mapping[str, Any]) -> Family:
-        if isinstance(self.map, Family):
-            return self.map
-        if not isinstance(self.map, str):
-            raise DeclarationError(
-                f"map is a {type(self.map).__name__}. Give the name of a family, 'auto', a Family or a "
-                f"RegionMap."
-            )
-        return family_of(config) if self.map == "auto" else family(self.map)
+        return (
+            self.map
+            if isinstance(self.map, RegionMap)
+            else chosen_family(self.map, config).region_map(config, keys)
+        )

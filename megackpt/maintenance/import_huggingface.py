@@ -29,7 +29,7 @@ from megackpt.formats.registry import SaveChoice, save_strategy
 from megackpt.formats.strategy import ChunkParts, SaveStrategy
 from megackpt.maintenance.arguments import checked_progress
 from megackpt.maintenance.convert_target import TargetState, check_target, prepare_target, remove_attempt
-from megackpt.maintenance.huggingface_map import MapChoice
+from megackpt.maintenance.huggingface_map import ChosenMap
 from megackpt.maintenance.huggingface_model_files import ConfigSource, ModelFiles
 from megackpt.maintenance.import_plan import (
     ImportPlan,
@@ -46,7 +46,7 @@ from megackpt.maintenance.mapped_reading import (
     read_parts,
 )
 from megackpt.maintenance.windows import ByteArray, filled_windows
-from megackpt.maps import Family, RegionMap
+from megackpt.maps import MapChoice, RegionMap
 from megackpt.storage import Location, Store, digest_of_parts, opened_store
 
 _BUFFERS = re.compile(r".*\.(rotary_emb\.inv_freq|attn\.(masked_)?bias)")
@@ -83,7 +83,7 @@ def import_huggingface(
     target: Location,
     to: SaveChoice = "megackpt",
     *,
-    map: str | Family | RegionMap = "auto",
+    map: MapChoice = "auto",
     config: ConfigSource = None,
     dtype: torch.dtype | str | None = None,
     stacked: bool = True,
@@ -154,7 +154,7 @@ def import_huggingface(
                 progress=progress,
                 buffer_bytes=buffer_bytes,
             )
-            planned = run.plan(MapChoice(map, prefix), config, checked_dtype(dtype), stacked=stacked)
+            planned = run.plan(ChosenMap(map, prefix), config, checked_dtype(dtype), stacked=stacked)
             state = run.prepare(planned, overwrite=overwrite)
         run.write(planned, state, run.attempt(planned), verify=verify)
     table = planned.rows.plan.table
@@ -192,7 +192,7 @@ class _Import:
     buffer_bytes: int
 
     def plan(
-        self, choice: MapChoice, config: ConfigSource, dtype: str | None, *, stacked: bool
+        self, choice: ChosenMap, config: ConfigSource, dtype: str | None, *, stacked: bool
     ) -> _PlannedImport:
         """Open the folder, check that the map fits, and plan the chunks. Local; nothing is written."""
         where = self.source.location

@@ -30,11 +30,7 @@ def chosen_map(
     """
     if isinstance(choice, RegionMap):
         return choice
-    if not isinstance(choice, (str, Family)):
-        raise DeclarationError(
-            f"maps={choice!r} is a {type(choice).__name__}. Give the name of a family, 'auto', a Family or a "
-            f"RegionMap."
-        )
+    _check_choice(choice)
     if config is None:
         raise MapError(
             f"{where} has no config.json, and the map {_name_of(choice)} depends on the sizes of the model. "
@@ -43,9 +39,28 @@ def chosen_map(
         )
     if not isinstance(config, Mapping):
         raise DeclarationError(f"config is a {type(config).__name__}. Give the parsed config.json as a dict.")
+    return chosen_family(choice, config).region_map(config, keys)
+
+
+def chosen_family(choice: str | Family, config: Mapping[str, Any]) -> Family:
+    """Return the family that a choice means for a config. Pure.
+
+    Raises:
+        DeclarationError: the choice is of another class.
+        MapError: there is no such family, or none is for the config.
+    """
+    _check_choice(choice)
     if choice == "auto":
-        return family_of(config).region_map(config, keys)
-    return (family(choice) if isinstance(choice, str) else choice).region_map(config, keys)
+        return family_of(config)
+    return family(choice) if isinstance(choice, str) else choice
+
+
+def _check_choice(choice: str | Family) -> None:
+    if not isinstance(choice, (str, Family)):
+        raise DeclarationError(
+            f"The map is a {type(choice).__name__}. Give the name of a family, 'auto', a Family or a "
+            f"RegionMap."
+        )
 
 
 def _name_of(choice: str | Family) -> str:

@@ -13,7 +13,8 @@ from megackpt.mapping.tree import ABSENT, map_leaves
 MASTER = "optimizer.state.fp32_param."
 """What the key of a float32 master weight begins with; the key of its parameter follows."""
 
-_OPTIMIZER = "optimizer."
+OPTIMIZER = "optimizer."
+"""What the key of any optimizer state begins with."""
 
 
 def parameter_key(key: str) -> str:
@@ -41,7 +42,7 @@ def weights_of(sharded_state_dict: ShardedStateDict) -> ShardedStateDict:
 
 def is_weight(key: str) -> bool:
     """Return whether a key is that of a parameter, buffer or master weight."""
-    return key.startswith(MASTER) or not key.startswith(_OPTIMIZER)
+    return key.startswith(MASTER) or not key.startswith(OPTIMIZER)
 
 
 def _kept(path: str, leaf: Any) -> Any:

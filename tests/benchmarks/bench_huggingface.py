@@ -8,7 +8,7 @@ and after DCP, which does not, the whole file system is flushed.
     python tests/benchmarks/bench_huggingface.py --gib 4 --directory /work/bench
 
 What is compared with DCP: its writer gets the state in memory and writes and consolidates a folder; our
-export gets a checkpoint on the disk, and "save and export" the state in memory. Its reader fills tensors in
+export gets a checkpoint on the disk. Its reader fills tensors in
 memory; so does `megackpt.load` from the same folder, while our import also writes a checkpoint.
 """
 
@@ -169,7 +169,7 @@ WORK: dict[str, Callable[[Path, Path, dict[str, Any]], float]] = {
 
 
 def run_child(name: str, source: Path, target: Path, options: dict[str, Any]) -> None:
-    """Do one piece of work in this process; print its time, and by how much it raised resident memory."""
+    """Do one part of the work in this process; print its time, and by how much it raised resident memory."""
     import torch  # noqa: F401
 
     import megackpt
@@ -278,7 +278,7 @@ def main() -> None:
     try:
         source, folder, scratch = root / "checkpoint", root / "folder", root / "scratch"
         print(f"save: {save_ours(source, config_of(arguments.gib)):.2f} s")
-        file_bytes = 1_000_000_000
+        file_bytes = max(int(arguments.gib * GIB / 4), 2 * VOCAB * HIDDEN)
         measured("export", source, folder, keep=True, max_file_bytes=file_bytes)
         total = sum(path.stat().st_size for path in files_below(folder))
         print(f"{total / GIB:.2f} GiB, {len(os.sched_getaffinity(0))} processors")

@@ -177,7 +177,7 @@ def test_tensors_that_do_not_fit_are_one_error_and_nothing_is_written(
         ({"config": {**LLAMA, "hidden_size": -1}}, MapError, "hidden_size"),
         ({"config": {"model_type": "unknown"}}, MapError, "No map is for model_type 'unknown'"),
         ({"map": "unknown"}, MapError, "No map is called 'unknown'"),
-        ({"map": 3}, DeclarationError, "map is a int"),
+        ({"map": 3}, DeclarationError, "The map is a int"),
         ({"config": 3}, DeclarationError, "config is a int"),
         ({"config": "nowhere"}, StorageError, "config.json"),
         ({"dtype": "int8"}, MapError, "floating-point dtype"),
