@@ -251,7 +251,7 @@ def test_ranks_that_read_for_each_other_get_the_same(
     rank_pool: RankPool, folders: Any, family: str, exchange: str
 ) -> None:
     folder = folders(family, 0)
-    layout, options = _layout_of(folder.config), {"exchange": exchange, "complete": True}
+    layout, options = layout_of(folder.config), {"exchange": exchange, "complete": True}
     results = rank_pool.run(_import_with, 4, (folder.path, folder.config, folder.arrays, layout), options)
     assert {parameter_key(key) for _, keys in results for key in keys} == set(folder.arrays)
 
