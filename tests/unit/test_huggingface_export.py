@@ -212,7 +212,7 @@ def test_a_checkpoint_without_a_config_needs_one(tmp_path: Path) -> None:
         megackpt.export_huggingface(tmp_path / "saved", tmp_path / "folder")
 
 
-def test_a_model_at_the_target_is_replaced_only_when_told_to(tmp_path: Path) -> None:
+def test_a_model_at_the_target_is_replaced_only_on_request(tmp_path: Path) -> None:
     expected = saved_model(tmp_path / "saved", LLAMA, 10)
     other = {**LLAMA, "num_hidden_layers": LLAMA["num_hidden_layers"] + 1}
     expected_then = saved_model(tmp_path / "other", other, 11)
