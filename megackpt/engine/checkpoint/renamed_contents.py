@@ -9,8 +9,9 @@ import re
 from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import replace
 
+from megackpt.engine.checkpoint.other_table import ChunksOfOtherTable
 from megackpt.errors import DeclarationError, MismatchError
-from megackpt.formats.contents import Chunks, Contents, FileRanges, RawRanges
+from megackpt.formats.contents import Chunks, Contents
 from megackpt.metadata import ChunkTable
 
 
@@ -24,10 +25,10 @@ def with_renamed_keys(contents: Contents, patterns: Mapping[str, str]) -> tuple[
     old_name = {new: old for old, new in new_name.items()}
 
     def chunks(keys: Iterable[str]) -> Chunks:
-        return _RenamedChunks(contents.chunks([old_name[key] for key in keys]), new_name)
+        return _renamed_chunks(contents.chunks([old_name[key] for key in keys]), new_name)
 
     def chunks_overlapping(wanted: Sequence[ChunkTable]) -> Chunks:
-        return _RenamedChunks(
+        return _renamed_chunks(
             contents.chunks_for([_with_keys(table, old_name) for table in wanted]), new_name
         )
 
@@ -36,33 +37,8 @@ def with_renamed_keys(contents: Contents, patterns: Mapping[str, str]) -> tuple[
     return renamed, {old for old, new in new_name.items() if old == new}
 
 
-class _RenamedChunks(Chunks):
-    """The same chunks; only the keys of their arrays differ."""
-
-    def __init__(self, chunks: Chunks, new_name: Mapping[str, str]) -> None:
-        self._chunks = chunks
-        self.table = _with_keys(chunks.table, new_name)
-        self.block_bytes, self.position = chunks.block_bytes, chunks.position
-
-    def describe(self, row: int) -> str:
-        """Return where the bytes of a chunk lie."""
-        return self._chunks.describe(row)
-
-    def read_into(self, row: int, start: int, out: memoryview, *, verify: bool) -> None:
-        """Fill out with bytes of a chunk."""
-        self._chunks.read_into(row, start, out, verify=verify)
-
-    def raw_ranges(self) -> RawRanges | None:
-        """Return where uncompressed chunks lie."""
-        return self._chunks.raw_ranges()
-
-    def is_cached(self) -> bool:
-        """Return whether no read waits."""
-        return self._chunks.is_cached()
-
-    def file_ranges(self) -> FileRanges | None:
-        """Return where the chunks lie."""
-        return self._chunks.file_ranges()
+def _renamed_chunks(chunks: Chunks, new_name: Mapping[str, str]) -> Chunks:
+    return ChunksOfOtherTable(chunks, _with_keys(chunks.table, new_name))
 
 
 def _with_keys(table: ChunkTable, new_name: Mapping[str, str]) -> ChunkTable:

@@ -12,8 +12,9 @@ from dataclasses import replace
 
 import numpy as np
 
+from megackpt.engine.checkpoint.other_table import ChunksOfOtherTable
 from megackpt.errors import MismatchError
-from megackpt.formats.contents import Chunks, Contents, FileRanges, RawRanges
+from megackpt.formats.contents import Chunks, Contents
 from megackpt.metadata import ChunkTable
 
 Shape = tuple[int, ...]
@@ -34,38 +35,10 @@ def with_views(contents: Contents, views: Mapping[str, Shape], *, where: str) ->
         return replace(contents, arrays=arrays)
 
     def chunks(keys: Iterable[str]) -> Chunks:
-        return _ViewedChunks(contents.chunks(keys), views, where=where)
+        stored = contents.chunks(keys)
+        return ChunksOfOtherTable(stored, viewed_table(stored.table, views, where=where))
 
     return replace(contents, arrays=arrays, chunks=chunks, chunks_overlapping=None)
-
-
-class _ViewedChunks(Chunks):
-    """The same chunks; only the shapes of arrays and boxes differ."""
-
-    def __init__(self, chunks: Chunks, views: Mapping[str, Shape], *, where: str) -> None:
-        self._chunks = chunks
-        self.table = viewed_table(chunks.table, views, where=where)
-        self.block_bytes, self.position = chunks.block_bytes, chunks.position
-
-    def describe(self, row: int) -> str:
-        """Return where the bytes of a chunk lie."""
-        return self._chunks.describe(row)
-
-    def read_into(self, row: int, start: int, out: memoryview, *, verify: bool) -> None:
-        """Fill out with bytes of a chunk."""
-        self._chunks.read_into(row, start, out, verify=verify)
-
-    def raw_ranges(self) -> RawRanges | None:
-        """Return where uncompressed chunks lie."""
-        return self._chunks.raw_ranges()
-
-    def is_cached(self) -> bool:
-        """Return whether no read waits."""
-        return self._chunks.is_cached()
-
-    def file_ranges(self) -> FileRanges | None:
-        """Return where the chunks lie."""
-        return self._chunks.file_ranges()
 
 
 def viewed_table(table: ChunkTable, views: Mapping[str, Shape], *, where: str) -> ChunkTable:
