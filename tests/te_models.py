@@ -19,16 +19,16 @@ HIDDEN, FFN, HEADS, EXPERTS = 16, 32, 8, 8
 
 
 class Group:
-    """A process group whose size is all that TE asks for."""
+    """A process group that knows its size and this rank, and nothing else."""
 
-    def __init__(self, size: int) -> None:
-        self.size_ = size
+    def __init__(self, size: int, rank: int = 0) -> None:
+        self._size, self._rank = size, rank
 
     def size(self) -> int:
-        return self.size_
+        return self._size
 
     def rank(self) -> int:
-        return 0
+        return self._rank
 
 
 def linear(mode: str | None, **kwargs: Any) -> Callable[[ParallelGroups], nn.Module]:
