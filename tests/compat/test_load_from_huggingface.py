@@ -25,6 +25,8 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 import megackpt
 from megackpt import CheckpointError, KeyRule, LoadOptions, Policy, ShardedTensor
@@ -307,3 +309,22 @@ def test_a_folder_is_imported_from_an_object_store(folders: Any, s3_server: S3Se
             store.write(file.name, file.read_bytes())
         logits, _ = _import(store, folder.config, folder.arrays, ParallelLayout())
     assert_close(logits, folder.logits)
+
+
+def _load_dtensors(path: Path, arrays: Arrays) -> list[str]:
+    """Return the keys of DTensors, cut over 2 ranks, that do not have their part of the arrays."""
+    mesh = init_device_mesh("cpu", (2,))
+    state = {
+        key: distribute_tensor(torch.zeros(array.shape), mesh, [Shard(array.ndim - 1)])
+        for key, array in arrays.items()
+    }
+    loaded = megackpt.load(dict(state), path, maps="auto", options=LoadOptions(complete=True))
+    assert all(loaded[key] is state[key] for key in state)
+    return [key for key, array in arrays.items() if not np.array_equal(state[key].full_tensor(), array)]
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("family", ["gpt2", "gpt_oss"])
+def test_dtensors_are_filled(rank_pool: RankPool, folders: Any, family: str) -> None:
+    folder = folders(family, 0)
+    assert rank_pool.run(_load_dtensors, 2, folder.path, folder.arrays) == [[], []]

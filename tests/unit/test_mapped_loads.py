@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -232,7 +233,7 @@ def test_a_part_of_a_model_needs_a_mode_that_tolerates_it(tmp_path: Path) -> Non
         ("auto", None, "has no config.json, and the map 'auto' depends on"),
         ("lama", CONFIG, "No map is called 'lama'"),
         ("auto", {"model_type": "bert"}, "No map is for model_type 'bert'"),
-        (3, CONFIG, "maps=3 is a int"),
+        (3, CONFIG, "map is a int"),
         ("auto", "config.json", "config is a str"),
     ],
 )
@@ -313,3 +314,35 @@ def test_layers_may_be_stacked_in_the_request(tmp_path: Path, stacked: bool) -> 
     megackpt.load(state, tmp_path / "hf", maps="auto")
     second = state[f"decoder.layers.{name}"][1] if stacked else state[f"decoder.layers.1.{name}"]
     assert torch.equal(second, stored["model.layers.1.mlp.down_proj.weight"])
+
+
+def test_tensors_without_memory_are_filled_in_host_memory(tmp_path: Path) -> None:
+    stored = write_folder(tmp_path / "hf")
+    state = {key: value.to("meta") for key, value in request(dtype=torch.bfloat16).items()}
+    with pytest.raises(DeclarationError, match="meta"):
+        megackpt.load(state, tmp_path / "hf", maps="auto")
+    loaded = megackpt.load(state, tmp_path / "hf", maps="auto", options=LoadOptions(load_on_device=False))
+    assert torch.equal(loaded[NORM], stored[THEIR_NORM].bfloat16())
+
+
+def test_a_folder_is_loaded_with_a_fallback_to_copies(tmp_path: Path) -> None:
+    stored, state = write_folder(tmp_path / "hf"), request()
+    shutil.copytree(tmp_path / "hf", tmp_path / "copy")
+    (tmp_path / "hf" / "model.safetensors").write_bytes(b"damaged")
+    options = LoadOptions(on_corrupt="fallback", copies=(tmp_path / "copy",))
+    megackpt.load(state, tmp_path / "hf", maps="auto", options=options)
+    assert torch.equal(state[NORM], stored[THEIR_NORM])
+
+
+def test_tensors_that_share_memory_get_the_values_of_both_keys_or_an_error(tmp_path: Path) -> None:
+    equal = torch.ones(8)
+    name = "decoder.layers.{}.input_layernorm.weight"
+    theirs = {f"model.layers.{layer}.input_layernorm.weight": equal.clone() for layer in range(2)}
+    write_folder(tmp_path / "hf", **theirs)
+    state = request()
+    state[name.format(1)] = state[name.format(0)]
+    megackpt.load(state, tmp_path / "hf", maps="auto")
+    assert torch.equal(state[name.format(0)], equal)
+    write_folder(tmp_path / "other")
+    with pytest.raises(MismatchError, match="loaded into the same memory"):
+        megackpt.load(state, tmp_path / "other", maps="auto")
