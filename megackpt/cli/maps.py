@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Mapping
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import click
 
@@ -16,9 +16,8 @@ from megackpt.cli.tables import limited_table, show, table_of
 from megackpt.errors import MapError
 
 if TYPE_CHECKING:
+    from megackpt.maps import FamilyRules, RegionMap
     from megackpt.maps.table import MapRow
-
-_LEFT = ("ours", "axes", "theirs", "axes", "shape", "their shape", "layers")
 
 
 @click.command(name="maps", cls=click.Group, invoke_without_command=True, epilog=EXIT_CODES)
@@ -51,40 +50,75 @@ def command(context: click.Context, *, as_json: bool) -> None:
     help="config.json, or the Hugging Face folder that has it.",
 )
 @click.option(
-    "--layers", type=click.IntRange(1), metavar="N", help="Keys of the first N layers, instead of {layer}."
+    "--megatron",
+    is_flag=True,
+    help="Show where our arrays of the model are in those of Megatron-Core, region by region.",
+)
+@click.option(
+    "--layers",
+    type=click.IntRange(1),
+    metavar="N",
+    help="Keys of the first N layers, instead of {layer}; with --megatron 1.",
 )
 @click.option(
     "--limit", default=0, show_default=True, type=click.IntRange(0), help="Rows of the table; 0 for all."
 )
 @json_option
-def show_map(name: str, *, source: str, layers: int | None, limit: int, as_json: bool) -> None:
+def show_map(
+    name: str, *, source: str, megatron: bool, layers: int | None, limit: int, as_json: bool
+) -> None:
     """Show which of our arrays is where in a family, and prove that no element is lost or moved twice.
 
     FAMILY is a name of `megackpt maps`; without it, it is that of the config's `model_type`. The arrays are
     those of a folder that is written, or of the folder that --config names if it has weights.
     """
-    from megackpt.maps import family, family_of
-    from megackpt.maps.table import map_rows
+    from megackpt.maps import family, family_of, megatron_map
 
     config, keys = _read(Path(source))
     chosen = family_of(config) if name == "auto" else family(name)
-    made = chosen.region_map(config, keys)
-    rules = chosen.rules(config, keys)
+    made, rules = chosen.region_map(config, keys), chosen.rules(config, keys)
+    if megatron:
+        made, theirs = megatron_map(made.left, rules.sizes), "Megatron-Core"
+        table = _pair_table(made, layers or 1)
+    else:
+        table, theirs = _array_table(rules, made, layers), chosen.name
+    if as_json:
+        counts = {"ours": len(made.left), "theirs": len(made.right), "pairs": len(made.pairs)}
+        result = {"family": chosen.name, "sizes": dict(rules.sizes), "rows": table.rows, "proved": counts}
+        print_result(result, "", as_json=True)
+        return
+    show(
+        limited_table(f"{chosen.name}: {_sizes(rules.sizes)}", table.columns, (), table.cells, limit),
+        f"proved: every element of {len(made.left)} arrays of ours and {len(made.right)} of {theirs} is in "
+        f"exactly one of {len(made.pairs)} pairs",
+    )
+
+
+class _Table(NamedTuple):
+    """Rows to be printed, as text and as JSON."""
+
+    columns: tuple[str, ...]
+    cells: list[tuple[str, ...]]
+    rows: list[dict[str, Any]]
+
+
+def _array_table(rules: FamilyRules, made: RegionMap, layers: int | None) -> _Table:
+    from megackpt.maps.table import map_rows
+
     rows = map_rows(rules, made)
     if layers is not None:
         rows = [one for row in rows for one in row.of_layers(layers)]
-    proof = (
-        f"proved: every element of {len(made.left)} arrays of ours and {len(made.right)} of {chosen.name} is "
-        f"in exactly one of {len(made.pairs)} pairs"
-    )
-    if as_json:
-        counts = {"ours": len(made.left), "theirs": len(made.right), "pairs": len(made.pairs)}
-        result = {"family": chosen.name, "sizes": dict(rules.sizes), "rows": [*map(asdict, rows)]}
-        print_result({**result, "proved": counts}, "", as_json=True)
-        return
-    show(
-        limited_table(f"{chosen.name}: {_sizes(rules.sizes)}", _LEFT, (), [*map(_cells, rows)], limit), proof
-    )
+    columns = ("ours", "axes", "theirs", "axes", "shape", "their shape", "layers")
+    return _Table(columns, [*map(_cells, rows)], [*map(asdict, rows)])
+
+
+def _pair_table(made: RegionMap, layers: int) -> _Table:
+    from megackpt.maps.table import pair_rows
+
+    columns = ("ours", "region", "Megatron-Core", "their region")
+    cells = list[tuple[str, ...]](pair_rows(made, layers=layers))
+    names = ("ours", "region", "theirs", "their_region")
+    return _Table(columns, cells, [dict(zip(names, row, strict=True)) for row in cells])
 
 
 def _read(path: Path) -> tuple[dict[str, Any], Collection[str]]:
@@ -116,7 +150,6 @@ def _config(path: Path) -> dict[str, Any]:
 def _cells(row: MapRow) -> tuple[str, ...]:
     from megackpt.maps.table import spelled_layers
 
-    row = replace(row, axes=row.axes or "-", their_axes=row.their_axes or "-")
     shapes = (str(list(row.shape)), str(list(row.their_shape)))
     return (row.ours, row.axes, row.theirs, row.their_axes, *shapes, spelled_layers(row.layers))
 

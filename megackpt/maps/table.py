@@ -53,6 +53,19 @@ def map_rows(family: FamilyRules, made: RegionMap) -> list[MapRow]:
     return [_row(rule, made) for rule in family.rules]
 
 
+def pair_rows(made: RegionMap, *, layers: int) -> Iterator[tuple[str, str, str, str]]:
+    """Yield key and region of ours, and key and region of theirs, of each pair in the first layers. Pure.
+
+    Args:
+        made: a map with keys for each layer on the left.
+        layers: number of layers; all pairs outside of layers are there.
+    """
+    for pair in made.pairs:
+        layer = re.match(r"decoder\.layers\.(\d+)\.", pair.left.key)
+        if layer is None or int(layer[1]) < layers:
+            yield pair.left.key, str(pair.left.box), pair.right.key, str(pair.right.box)
+
+
 def spelled_layers(layers: Sequence[int]) -> str:
     """Return layers as text, those that follow each other as ranges.
 

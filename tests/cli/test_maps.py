@@ -95,6 +95,23 @@ def test_a_folder_with_fused_experts_is_shown_as_it_is(
     )
 
 
+def test_regions_of_megatron_core_are_shown_for_the_first_layers(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    result = shown(capsys, "--config", str(folder), "--megatron", "--layers", "2")
+    assert {
+        "ours": "decoder.layers.1.mlp.experts.linear_fc1.weight.up",
+        "region": "[0:2, 0:12, 0:16]",
+        "theirs": "decoder.layers.1.mlp.experts.experts.linear_fc1.weight",
+        "their_region": "[0:2, 12:24, 0:16]",
+    } in result["rows"]
+    assert not any(row["ours"].startswith("decoder.layers.2.") for row in result["rows"])
+    assert main(["maps", "show", "--config", str(folder), "--megatron"]) == 0
+    text = capsys.readouterr().out
+    assert "decoder.layers.0.mlp.linear_fc1.layer_norm_weight" in text
+    assert f"{result['proved']['theirs']} of Megatron-Core is in exactly one" in text
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
