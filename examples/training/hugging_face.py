@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 import megackpt
-from megackpt import DeclarationError
+from megackpt import DeclarationError, LoadOptions, LoadReport
 from megackpt.maps import family_of, weights_of
 from models import GPTConfig
 from models.huggingface import gpt_config
@@ -70,15 +70,17 @@ def llama_config(model: GPTConfig) -> dict[str, Any] | None:
     return None if model.moe is not None else config
 
 
-def import_weights(state: dict[str, Any], folder: Path | str) -> megackpt.LoadReport:
+def import_weights(state: dict[str, Any], folder: Path | str, options: LoadOptions) -> LoadReport:
     """Fill the parameters of this rank, and their float32 masters, from a folder. Collective.
 
-    Each rank reads its own elements only. Moments of the optimizer stay as they are.
+    The ranks read each byte once, and send each other what they need. Moments of the optimizer stay as they
+    are.
 
     Raises:
         CheckpointError: the folder does not have the model, or is damaged; the same on all ranks.
     """
-    return megackpt.load_with_report(weights_of(state), folder, maps="auto")[1]
+    shared = replace(options, exchange="all_to_all")
+    return megackpt.load_with_report(weights_of(state), folder, maps="auto", options=shared)[1]
 
 
 def export_folder(checkpoint: str, target: Path | str, source: Path | str | None) -> str:

@@ -267,7 +267,7 @@ class Trainer:
         if folder is None:
             return "starting from scratch"
         try:
-            loaded = import_weights(self.state(), folder)
+            loaded = import_weights(self.state(), folder, self.arguments.knobs.load_options())
         except CheckpointError as error:  # the same on all ranks
             exit_with_error(f"cannot start from {folder}: {error}")
         return f"starting from {folder} ({loaded.nbytes:,} bytes on rank 0)"
