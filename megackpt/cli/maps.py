@@ -107,7 +107,7 @@ def _array_table(rules: FamilyRules, made: RegionMap, layers: int | None) -> _Ta
 
     rows = map_rows(rules, made)
     if layers is not None:
-        rows = [one for row in rows for one in row.of_layers(layers)]
+        rows = [of_layer for row in rows for of_layer in row.of_layers(layers)]
     columns = ("ours", "axes", "theirs", "axes", "shape", "their shape", "layers")
     return _Table(columns, [*map(_cells, rows)], [*map(asdict, rows)])
 

@@ -202,15 +202,15 @@ class _Checkpoint:
             if not self.keys and f"decoder.layers.{layer['number']}.mlp.router.weight" in ours:
                 names = names[::-1] if layer["name"].startswith("pre_mlp_layernorm.") else names
         names = [self.prefix + name for name in names]
-        found = next((name for name in names if not self.keys or self._has(name, match)), None)
-        if found is None:
+        present = next((name for name in names if not self.keys or self._has(name, match)), None)
+        if present is None:
             raise MapError(
                 f"{key!r}: the checkpoint has no array {' or '.join(map(repr, names))}, which are "
                 f"Megatron-Core's names for it. Give a model with the same parts (experts, ties, biases), or "
                 f"the prefix of its keys.",
                 key=key,
             )
-        return found
+        return present
 
     def _has(self, name: str, component: re.Match[str] | None) -> bool:
         if self.has_singletons:
@@ -235,9 +235,9 @@ class _Checkpoint:
             yield RegionPair(Region(key, Box(start, count)), Region(theirs, Box(other, count)), axes), stored
             return
         for expert in range(shape[0]):
-            one = theirs.replace(".experts.experts.", f".experts.experts.{expert}.")
+            of_expert = theirs.replace(".experts.experts.", f".experts.experts.{expert}.")
             left = Region(key, Box((expert, *start[1:]), (1, *count[1:])))
-            yield RegionPair(left, Region(one, Box(other[1:], count[1:])), axes[1:]), stored[1:]
+            yield RegionPair(left, Region(of_expert, Box(other[1:], count[1:])), axes[1:]), stored[1:]
 
 
 def _suffix(component: str) -> str:

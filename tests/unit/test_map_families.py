@@ -170,7 +170,7 @@ def test_a_config_that_no_map_fits_is_an_error(
         family_of(config).region_map(config, keys)
 
 
-def test_a_dequantised_folder_is_read_whatever_its_config_says() -> None:
+def test_a_dequantised_folder_is_read_if_its_config_still_has_the_quantisation() -> None:
     config = {"model_type": "gpt_oss", **random_fields("gpt_oss", 0)}
     expected = family("gpt_oss").region_map(config).right
     config["quantization_config"] = {"quant_method": "mxfp4"}

@@ -69,10 +69,10 @@ def _attention_rules(layers: Sequence[int]) -> list[Rule]:
         _rule("self_attention.linear_proj.weight", "attn.c_proj.weight", "h q", layers, "q h"),
         _rule("self_attention.linear_proj.bias", "attn.c_proj.bias", "h", layers),
     ]
-    for part, place in (("q", "q@0/3q"), ("k", "q@q/3q"), ("v", "q@2q/3q")):
+    for part, part_axis in (("q", "q@0/3q"), ("k", "q@q/3q"), ("v", "q@2q/3q")):
         ours, theirs = "self_attention.linear_qkv", "attn.c_attn"
-        rules.append(_rule(f"{ours}.weight.{part}", f"{theirs}.weight", "q h", layers, f"h {place}"))
-        rules.append(_rule(f"{ours}.bias.{part}", f"{theirs}.bias", "q", layers, place))
+        rules.append(_rule(f"{ours}.weight.{part}", f"{theirs}.weight", "q h", layers, f"h {part_axis}"))
+        rules.append(_rule(f"{ours}.bias.{part}", f"{theirs}.bias", "q", layers, part_axis))
     return rules
 
 

@@ -36,11 +36,11 @@ def _expert_rules(layers: Sequence[int]) -> list[Rule]:
         layer_rule(f"{fc2}.weight", f"{theirs}.down_proj", "expert h e", layers, "expert e h"),
         layer_rule(f"{fc2}.bias", f"{theirs}.down_proj_bias", "expert h", layers),
     ]
-    for part, place in (("gate", "[e 0/2]"), ("up", "[e 1/2]")):
+    for part, part_axis in (("gate", "[e 0/2]"), ("up", "[e 1/2]")):
         weight, bias = f"{theirs}.gate_up_proj", f"{theirs}.gate_up_proj_bias"
         rules += [
-            layer_rule(f"{fc1}.weight.{part}", weight, "expert e h", layers, f"expert h {place}"),
-            layer_rule(f"{fc1}.bias.{part}", bias, "expert e", layers, f"expert {place}"),
+            layer_rule(f"{fc1}.weight.{part}", weight, "expert e h", layers, f"expert h {part_axis}"),
+            layer_rule(f"{fc1}.bias.{part}", bias, "expert e", layers, f"expert {part_axis}"),
         ]
     return rules
 
