@@ -103,8 +103,8 @@ def layer(groups: ParallelGroups, **kwargs: Any) -> nn.Module:
 
 def layers(groups: ParallelGroups) -> nn.Module:
     """Four layers, cut over pp."""
-    pp, each = groups.pp, 4 // groups.pp.size
-    owned = range(pp.rank * each, (pp.rank + 1) * each)
+    pp, count = groups.pp, 4 // groups.pp.size
+    owned = range(pp.rank * count, (pp.rank + 1) * count)
     return LayerStack(lambda index: layer(groups), owned, 4, groups)
 
 

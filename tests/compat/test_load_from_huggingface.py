@@ -264,11 +264,11 @@ def _import_with(case: tuple[Any, ...], options: Mapping[str, Any]) -> tuple[Any
 
 def _load_with_config_of_rank(path: Path, config: GPTConfig) -> str:
     """Return the error of a load in which ranks give different configs."""
-    given = json.loads((path / "config.json").read_text())
-    given["num_hidden_layers"] -= dist.get_rank()
+    edited = json.loads((path / "config.json").read_text())
+    edited["num_hidden_layers"] -= dist.get_rank()
     state = build_gpt(config, ParallelGroups.create(ParallelLayout(dp=2))).sharded_state_dict()
     with pytest.raises(CheckpointError) as caught:
-        megackpt.load({"model": state}, path, maps="auto", config=given, strict="ignore_all")
+        megackpt.load({"model": state}, path, maps="auto", config=edited, strict="ignore_all")
     return f"{type(caught.value).__name__}: {caught.value}"
 
 

@@ -170,9 +170,9 @@ def test_heads_are_stored_in_order_however_they_are_interleaved(tmp_path: Path, 
 
 
 def test_a_module_of_another_tp_is_an_error() -> None:
-    one, two = (ParallelGroups.offline(ParallelLayout(tp=n), 0) for n in (1, 2))
+    alone, pair = (ParallelGroups.offline(ParallelLayout(tp=n), 0) for n in (1, 2))
     for name in ("linear column", "linear row", "gated mlp", "softmax offset", "layer"):
         with pytest.raises(DeclarationError, match=r"has tp_size 2, but tp has 1 ranks here"):
-            sharded_state_dict(build(MODULES[name], two), one)
+            sharded_state_dict(build(MODULES[name], pair), alone)
         with pytest.raises(DeclarationError, match=r"has tp_size 1, but tp has 2 ranks here"):
-            sharded_state_dict(build(MODULES[name], one), two)
+            sharded_state_dict(build(MODULES[name], alone), pair)

@@ -41,16 +41,16 @@ CONFIG = GPTConfig(
 
 def plain_layers(groups: ParallelGroups) -> nn.Module:
     """The same layers as `te_models.layers`, of our own classes."""
-    pp, each = groups.pp, 4 // groups.pp.size
-    owned = range(pp.rank * each, (pp.rank + 1) * each)
+    pp, count = groups.pp, 4 // groups.pp.size
+    owned = range(pp.rank * count, (pp.rank + 1) * count)
     return LayerStack(
         lambda index: TransformerLayer(Stage(config=CONFIG, groups=groups), index), owned, 4, groups
     )
 
 
 def te_layers(groups: ParallelGroups) -> nn.Module:
-    pp, each = groups.pp, 4 // groups.pp.size
-    owned = range(pp.rank * each, (pp.rank + 1) * each)
+    pp, count = groups.pp, 4 // groups.pp.size
+    owned = range(pp.rank * count, (pp.rank + 1) * count)
     return LayerStack(
         lambda index: te_models.layer(groups, softmax_type="learnable", fuse_qkv_params=index % 2 == 0),
         owned,

@@ -56,11 +56,11 @@ def test_losses_after_an_import_are_those_of_one_rank_and_the_end_is_exported(
     layouts = {"one": ParallelLayout(), "several": LAYOUTS[family]}
     for name, layout in layouts.items():
         _train(rank_pool, layout, tmp_path / name, folder, text)
-    one, several = (metrics_of(tmp_path / name / "ckpt") for name in layouts)
-    assert list(one) == list(several) == list(range(1, STEPS + 1))
-    off = {step: abs(several[step]["loss"] / one[step]["loss"] - 1) for step in one}
+    alone, several = (metrics_of(tmp_path / name / "ckpt") for name in layouts)
+    assert list(alone) == list(several) == list(range(1, STEPS + 1))
+    off = {step: abs(several[step]["loss"] / alone[step]["loss"] - 1) for step in alone}
     assert max(off.values()) <= ALLOWED, off
-    assert one[STEPS]["loss"] != one[1]["loss"]
+    assert alone[STEPS]["loss"] != alone[1]["loss"]
 
     for name in layouts:
         written = AutoModelForCausalLM.from_pretrained(tmp_path / name / "folder")

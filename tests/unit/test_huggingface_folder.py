@@ -195,7 +195,7 @@ def test_a_folder_in_an_object_store_is_read(tmp_path: Path, s3_server: S3Server
     store.close()
 
 
-def test_a_folder_of_links_as_in_the_cache_of_hugging_face_is_an_error_that_says_so(tmp_path: Path) -> None:
+def test_a_folder_of_links_as_in_the_cache_of_hugging_face_is_an_error_with_advice(tmp_path: Path) -> None:
     folder = two_files(tmp_path / "blobs")
     (tmp_path / "snapshot").mkdir()
     for path in folder.iterdir():

@@ -93,7 +93,7 @@ def test_a_map_is_chosen_by_name_or_given(tmp_path: Path, choice: Any) -> None:
 @pytest.mark.parametrize(
     ("stored", "asked"), [(torch.bfloat16, torch.float32), (torch.float32, torch.bfloat16)]
 )
-def test_floats_are_cast_to_the_nearest_and_the_report_says_so(
+def test_floats_are_cast_to_the_nearest_and_the_report_names_them(
     tmp_path: Path, stored: torch.dtype, asked: torch.dtype
 ) -> None:
     tensors, state = write_folder(tmp_path / "hf", dtype=stored), request(dtype=asked)

@@ -78,8 +78,8 @@ def _stored(entity: ShardedBase, stored: Collection[str]) -> ShardedBase:
     if not isinstance(entity, ShardedTensor | ShardedLayout) or entity.key in stored:
         return entity
     other = {canonical_key(entity.key), fused_key(entity.key)} - {entity.key}
-    found = next((key for key in sorted(other) if key in stored), None)
-    return entity if found is None else replace(entity, key=found)
+    alias = next((key for key in sorted(other) if key in stored), None)
+    return entity if alias is None else replace(entity, key=alias)
 
 
 def _replaced(key: str, names: Mapping[str, str]) -> str:
