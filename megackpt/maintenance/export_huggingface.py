@@ -52,7 +52,7 @@ from megackpt.maintenance.mapped_reading import (
 from megackpt.maps import MapChoice, RegionMap
 from megackpt.maps.weights import MASTER, OPTIMIZER
 from megackpt.metadata import ArraySpec
-from megackpt.storage import Location, Store, opened_store
+from megackpt.storage import Location, Store, digest_of, opened_store
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,6 +94,7 @@ def export_huggingface(
     verify: bool = True,
     overwrite: bool = False,
     prefix: str = "",
+    norm_added: int = 0,
     allow_unsafe_pickle: bool = False,
     timeout_s: float = 600.0,
     group: Group | None = None,
@@ -122,6 +123,8 @@ def export_huggingface(
         verify: read each file again, and compare a digest of each tensor with what was written.
         overwrite: replace a model that is at the target.
         prefix: what the keys of the model begin with in the checkpoint, such as `"model."`.
+        norm_added: 1 for a checkpoint of Megatron-Core whose norms are zero-centred
+            (`layernorm_zero_centered_gamma`) and those of the folder are not.
         allow_unsafe_pickle: as in `megackpt.verify`.
         timeout_s: how long a rank waits for the others at each synchronisation point, in seconds.
         group: the ranks that take part; None for all ranks of torch.distributed, or this process alone.
@@ -146,6 +149,7 @@ def export_huggingface(
     counts = {"buffer_bytes": buffer_bytes, "max_file_bytes": max_file_bytes, "workers": workers}
     for name, count in counts.items():
         check_count(name, count)
+    check_count("norm_added", norm_added, least=0, most=1)
     flags = {"verify": verify, "overwrite": overwrite, "allow_unsafe_pickle": allow_unsafe_pickle}
     for name, flag in flags.items():
         check_flag(name, flag)
@@ -160,7 +164,7 @@ def export_huggingface(
             opened = _OpenedSource.open(
                 stack.enter_context(opened_store(source)), config, allow_unsafe_pickle=allow_unsafe_pickle
             )
-            choice = ChosenMap(map, prefix)
+            choice = ChosenMap(map, prefix, norm_added)
             made = _map_of(opened, choice, weights)
             planned = _plan(
                 opened, made, checked_dtype(dtype), name=choice.name(opened.files.config),
@@ -266,10 +270,11 @@ def _plan(
             written[tensor.dtype] += tensor.nbytes
     main = dtype or written.most_common(1)[0][0]
     model_files = opened.files.files(main)
+    contents = opened.contents
     about = {
-        "source": opened.contents.identity,
-        "map": name,
-        "weights": sorted(bound.left),
+        # Some formats do not name a save, so that another one may have the same identity.
+        "source": [contents.identity, "" if contents.names_save else opened.store.location],
+        "map": [name, digest_of(repr(bound.pairs).encode())],
         "config": opened.files.config,
     }
     return _PlannedExport(source, files, model_files, main, plan_digest(files, json.loads(json.dumps(about))))

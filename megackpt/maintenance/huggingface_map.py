@@ -17,10 +17,12 @@ class ChosenMap:
     Attributes:
         map: the name of a family, `"auto"` for that of a config, a family, or a map.
         prefix: what the keys of the model begin with in the checkpoint.
+        norm_added: of a checkpoint of Megatron-Core, what to add to the weights of norms to get ours.
     """
 
     map: MapChoice
     prefix: str
+    norm_added: int = 0
 
     def name(self, config: Mapping[str, Any]) -> str:
         """Return the name of the map, for reports."""
@@ -34,7 +36,9 @@ class ChosenMap:
             DeclarationError: the choice is of another class.
         """
         if not isinstance(self.map, RegionMap) and has_megatron_keys(keys):
-            return checkpoint_map(chosen_family(self.map, config), config, keys, prefix=self.prefix)
+            return checkpoint_map(
+                chosen_family(self.map, config), config, keys, prefix=self.prefix, norm_added=self.norm_added
+            )
         ours = [key.removeprefix(self.prefix) for key in keys]
         if isinstance(self.map, RegionMap):
             made = bound_to(self.map, ours)

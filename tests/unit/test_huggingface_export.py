@@ -12,6 +12,8 @@ import torch
 
 import megackpt
 from megackpt import CheckpointError, DeclarationError, MapError, StorageError
+from megackpt.storage import ObjectStore
+from megackpt.testing.faulty_store import FaultyStore
 from megackpt.testing.world import SimulatedWorld
 from tests.effort import is_thorough
 from tests.huggingface_checkpoints import (
@@ -24,6 +26,7 @@ from tests.huggingface_checkpoints import (
 )
 from tests.huggingface_configs import FAMILIES
 from tests.mapped_arrays import assembled, random_arrays
+from tests.s3_server import BUCKET, S3Server, options_for
 
 SEEDS = range(5 if is_thorough() else 2)
 
@@ -120,6 +123,24 @@ def test_ranks_divide_the_files(tmp_path: Path) -> None:
     assert_same_tensors(folder_tensors(tmp_path / "folder"), expected)
 
 
+def test_source_and_target_may_be_object_stores(s3_server: S3Server, tmp_path: Path) -> None:
+    expected = saved_model(tmp_path / "saved", LLAMA, 12)
+    options = options_for(s3_server.port)
+    url = f"s3://{BUCKET}/huggingface-export"
+    source, target = (ObjectStore(f"{url}/{name}", options=options) for name in ("saved", "folder"))
+    megackpt.convert(tmp_path / "saved", source, "megackpt")
+    fault = FaultyStore(target, fail_at=lambda o: o.kind == "open_writer" and "model-00002" in o.name)
+    with pytest.raises(StorageError, match="No space left"):
+        megackpt.export_huggingface(source, fault, max_file_bytes=5000)
+    assert "model.safetensors.index.json" not in target.names()
+    report = megackpt.export_huggingface(source, target, max_file_bytes=5000)
+    assert report.kept_files == 1
+    assert all(not name.startswith(".") for name in target.names())
+    megackpt.import_huggingface(target, tmp_path / "imported")
+    megackpt.export_huggingface(tmp_path / "imported", tmp_path / "folder")
+    assert_same_tensors(folder_tensors(tmp_path / "folder"), expected)
+
+
 def test_files_of_the_tokenizer_are_copied_from_the_folder_of_the_config(tmp_path: Path) -> None:
     saved_model(tmp_path / "saved", LLAMA, 6)
     original = tmp_path / "original"
@@ -185,6 +206,7 @@ def test_tensors_that_do_not_fit_are_one_error_and_nothing_is_written(
         ({"weights": "masters"}, MapError, "has no master weights"),
         ({"prefix": "other."}, MapError, "is missing"),
         ({"buffer_bytes": 0}, DeclarationError, "buffer_bytes"),
+        ({"norm_added": 2}, DeclarationError, "norm_added is 2"),
     ],
 )
 def test_wrong_arguments_are_one_error_and_nothing_is_written(

@@ -63,6 +63,36 @@ def test_a_machine_that_stops_at_any_moment_leaves_no_half_model(file_bytes: int
     assert kept > 0
 
 
+def test_a_model_that_is_replaced_is_never_mixed_with_the_new_one(tmp_path: Path) -> None:
+    saved_model(tmp_path / "old", LLAMA, 10)
+    saved_model(tmp_path / "saved", LLAMA, 11)  # the same names of files, other weights
+    machine = CrashMachine()
+    export(tmp_path / "old", machine.store(rank=0))
+    old = machine.disk.files_after(Loss.NOTHING)
+    machine = CrashMachine(old)
+    export(tmp_path / "saved", machine.store(rank=0))
+    moments, whole = machine.passed[0], machine.disk.files_after(Loss.EVERYTHING)
+    assert old.keys() == whole.keys()
+    chance = random.Random(seed())
+    seen = 0
+    removal = range(min(40, moments))  # the old model is removed first
+    for index in [*removal, *chance.sample(range(40, moments), sample_of(80, at_least=5))]:
+        machine = CrashMachine(old, stop_at=Moment(rank=0, index=index))
+        with pytest.raises(Stopped):
+            export(tmp_path / "saved", machine.store(rank=0))
+        files = machine.restarted(chance.choice(list(Loss))).disk.files_after(Loss.NOTHING)
+        if INDEX in files:  # both models have the same index
+            listed = set(json.loads(files[INDEX])["weight_map"].values())
+            is_new = files[min(listed)] == whole[min(listed)]
+            expected = whole if is_new else old
+            assert all(files[name] == expected[name] for name in listed), index
+            seen += 1
+        again = CrashMachine(files)
+        export(tmp_path / "saved", again.store(rank=0))
+        assert again.disk.files_after(Loss.EVERYTHING) == whole, index
+    assert seen > 0
+
+
 _KILLED = """
 import os, sys
 import megackpt
