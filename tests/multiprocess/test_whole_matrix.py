@@ -52,6 +52,9 @@ class Job:
             self.adam.step()
             self.muon.zero_grad()
             self.adam.zero_grad()
+        return self.weights()
+
+    def weights(self) -> list[Tensor]:
         return [p.detach().clone() for p in self.model.parameters()]
 
 
@@ -63,14 +66,15 @@ def _adam(groups: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(groups, lr=0.01)
 
 
-def run_and_save(path: Path) -> tuple[list[Tensor], int]:
+def run_and_save(path: Path) -> tuple[list[Tensor], list[Tensor], int]:
     job = Job(2, seed=0)
     job.train(range(2))
     save(job.state(), path)
-    return job.train(range(2, 5)), len(job.muon.inner.state)
+    saved = job.weights()
+    return saved, job.train(range(2, 5)), len(job.muon.inner.state)
 
 
-def resume(dp: int, path: Path) -> tuple[list[Tensor], int]:
+def resume(dp: int, path: Path) -> tuple[list[Tensor], list[Tensor], int]:
     job = Job(dp, seed=1)
     state = load(job.state(), path)
     if job.groups.dp.rank:  # as if this rank had not loaded the parameters that others own
@@ -80,7 +84,8 @@ def resume(dp: int, path: Path) -> tuple[list[Tensor], int]:
                 p.detach().zero_()
     job.muon.load_sharded_state_dict(state["muon"])
     job.adam.load_sharded_state_dict(state["adam"])
-    return job.train(range(2, 5)), len(job.muon.inner.state)
+    restored = job.weights()
+    return restored, job.train(range(2, 5)), len(job.muon.inner.state)
 
 
 @pytest.mark.parametrize("dp", [1, 2, 4])
@@ -88,7 +93,8 @@ def test_a_resumed_run_equals_the_uninterrupted_one_bit_for_bit(
     rank_pool: RankPool, dp: int, memory_path: Path
 ) -> None:
     whole = rank_pool.run(run_and_save, 2, memory_path)
-    assert sorted(owned for _, owned in whole) == [1, 2]  # of three matrices, packed by size
-    for rank, (weights, owned) in enumerate(rank_pool.run(resume, dp, dp, memory_path)):
+    assert sorted(owned for *_, owned in whole) == [1, 2]  # of three matrices, packed by size
+    for rank, (restored, weights, owned) in enumerate(rank_pool.run(resume, dp, dp, memory_path)):
         assert owned == {1: [3], 2: [1, 2], 4: [1, 1, 1, 0]}[dp][rank]
-        assert all(torch.equal(a, b) for a, b in zip(weights, whole[0][0], strict=True))
+        assert all(torch.equal(a, b) for a, b in zip(restored, whole[0][0], strict=True))
+        assert all(torch.equal(a, b) for a, b in zip(weights, whole[0][1], strict=True))

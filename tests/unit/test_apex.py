@@ -148,6 +148,68 @@ def test_capturable_steps_and_rates_load_into_plain_ones_and_back(tmp_path: Path
             assert isinstance(resumed.param_groups[0]["lr"], Tensor)
 
 
+def resume(
+    params: list[Parameter], optimizer: Optimizer, path: Path, fresh: list[Parameter], into: Optimizer
+) -> None:
+    """Save one, and load it into the other."""
+    model = declare(params)
+    save({"model": model, "optimizer": sharded_state_dict(optimizer, model)}, path)
+    model = declare(fresh)
+    request = {"model": model, "optimizer": sharded_state_dict(into, model, is_loading=True)}
+    load_sharded_state_dict(into, load(request, path)["optimizer"])
+
+
+def test_masters_that_the_kernel_ignores_are_stored_as_the_weights(tmp_path: Path) -> None:
+    build, dtype = WHOLE["FusedAdam unused masters"]
+    params, fresh = make_params(0, dtype), make_params(1, dtype)
+    optimizer, resumed = build(params), build(fresh)
+    train(params, optimizer, range(3))
+    stale = optimizer.param_groups_master[0]["params"]  # type: ignore[attr-defined]
+    assert not any(torch.equal(m, p.float()) for m, p in zip(stale, params, strict=True))
+    resume(params, optimizer, tmp_path, fresh, resumed)
+    masters = resumed.param_groups_master[0]["params"]  # type: ignore[attr-defined]
+    assert all(torch.equal(m, p.float()) for m, p in zip(masters, params, strict=True))
+
+
+def test_without_stored_masters_those_of_construction_time_become_the_weights() -> None:
+    build, dtype = WHOLE["FusedAdam masters"]
+    params, fresh = make_params(0, dtype), make_params(1, dtype)
+    optimizer, resumed = build(params), build(fresh)
+    train(params, optimizer, range(1))
+    state = sharded_state_dict(optimizer, declare(params))
+    for p, q in zip(fresh, params, strict=True):
+        p.detach().copy_(q)
+    moments = {position: {"exp_avg": s["exp_avg"].data} for position, s in state["state"].items()}
+    sharded_state_dict(resumed, declare(fresh), is_loading=True)
+    load_sharded_state_dict(resumed, {**state, "state": moments})
+    masters = resumed.param_groups_master[0]["params"]  # type: ignore[attr-defined]
+    assert all(torch.equal(m, p.float()) for m, p in zip(masters, fresh, strict=True))
+
+
+def test_moments_that_a_stock_load_has_cast_get_their_dtype_again(tmp_path: Path) -> None:
+    build, dtype = WHOLE["FusedAdam bf16"]
+    params, fresh = make_params(0, dtype), make_params(1, dtype)
+    optimizer, resumed = build(params), build(fresh)
+    train(params, optimizer, range(2))
+    resumed.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    assert resumed.state[fresh[0]]["exp_avg"].dtype == torch.bfloat16
+    resume(params, optimizer, tmp_path, fresh, resumed)
+    for p, q in zip(params, fresh, strict=True):
+        assert torch.equal(optimizer.state[p]["exp_avg"], resumed.state[q]["exp_avg"])
+
+
+def test_groups_that_share_the_tensor_of_the_default_rate_get_their_own(tmp_path: Path) -> None:
+    params, fresh = make_params(0, torch.float32), make_params(1, torch.float32)
+    optimizer = fake_apex.FusedAdam(groups_of(params))
+    resumed = fake_apex.FusedAdam([{"params": fresh[:2]}, {"params": fresh[2:]}], capturable=True)
+    assert resumed.param_groups[0]["lr"] is resumed.param_groups[1]["lr"]
+    train(fresh, resumed, range(1))
+    resume(params, optimizer, tmp_path, fresh, resumed)
+    rates = [float(group["lr"]) for group in resumed.param_groups]
+    assert rates == pytest.approx([0.01, 0.003], rel=1e-6)
+    assert not any("step" in group for group in resumed.param_groups)  # the saved one took none
+
+
 def test_moments_and_masters_load_into_an_optimizer_of_megackpt(tmp_path: Path) -> None:
     params, other = make_params(0, torch.float16), make_params(1, torch.float16)
     optimizer = fake_apex.FusedAdam(params, capturable=True, master_weights=True)
@@ -298,6 +360,16 @@ def test_remainders_are_stored_as_the_float32_masters() -> None:
         masters, join_master(params[0][0].detach(), bucket.param_remainders_shard[:24].view(4, 6))
     )
     assert not torch.equal(masters, params[0][0].float())
+
+
+def test_halfway_cases_of_another_optimizer_get_the_weight_of_their_remainder() -> None:
+    params, (optimizer,) = make_ranks(0, 1, "remainders")
+    state = sharded_state_dict(optimizer, declare(params[0]))
+    halfway = torch.full((24,), 1.00390625)  # torch rounds it down, the kernel up
+    params[0][0].detach().view(-1).copy_(halfway)
+    load_sharded_state_dict(optimizer, {**state, "state": {0: {"fp32_param.0": halfway}}})
+    remainders = optimizer.state["buckets"][0].param_remainders_shard[:24]
+    assert torch.equal(join_master(params[0][0].detach().view(-1), remainders), halfway)
 
 
 def test_scaled_states_are_stored_as_float32_and_scaled_again() -> None:

@@ -20,6 +20,7 @@ from megackpt import MismatchError, OptimizerError, ShardedTensor, load, save
 from megackpt.mapping import ShardedStateDict
 from megackpt.optim import DistributedOptimizer, MixedPrecisionOptimizer, WholeMatrixOptimizer
 from megackpt.optim.master_optimizer import MasterOptimizer
+from megackpt.parallel.attributes import mark
 from megackpt.parallel.groups import ParallelGroups
 from megackpt.parallel.layout import ParallelLayout
 from megackpt.testing.world import SimulatedWorld
@@ -200,6 +201,39 @@ def test_each_layer_and_slice_keeps_its_own_array_when_dp_and_pp_change(kind: An
             for number, factor in enumerate(optimizer.inner.state[owned.master]["GG"]):
                 if isinstance(factor, Tensor):
                     assert torch.equal(factor, torch.full_like(factor, float(owned.data.sum()) + number))
+
+
+def test_what_is_of_a_slice_has_an_axis_over_slices_also_where_it_has_the_shape_of_a_parameter() -> None:
+    """A factor of a square slice, and a number that depends on the slice's values."""
+    arrays = {}
+    for factory in (Factors, Norms):
+        world = []
+        for rank in range(2):
+            (param,) = make_matrices(rank)[:1]
+            mark(param, "tensor_model_parallel")
+            entity = ShardedTensor.from_rank_offsets("w", param, (0, rank, 2), replica_id=(0, 0, 0))
+            groups = ParallelGroups.offline(ParallelLayout(tp=2), rank)
+            optimizer = MixedPrecisionOptimizer([param], factory, groups)
+            world.append(optimizer.sharded_state_dict({"w": entity}))
+        arrays |= gather(world)
+    assert arrays["optimizer.state.GG.0.w"].shape == (2, 6, 6)
+    assert arrays["optimizer.state.exp_avg.w"].shape == (12, 6)
+    assert arrays["optimizer.state.norm.w"].shape == (2,)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_owns_nothing_rejects_the_optimizer_like_the_others(rank: int) -> None:
+    groups = ParallelGroups.offline(ParallelLayout(dp=2), rank)
+    with pytest.raises(OptimizerError, match="Adafactor is not elementwise"):
+        DistributedOptimizer([Parameter(torch.ones(5))], adafactor, groups)
+    with pytest.raises(OptimizerError, match="cannot be made of flat ranges"):
+        DistributedOptimizer([Parameter(torch.ones(5, 2))], matrices_only, groups)
+
+
+def matrices_only(groups: Any) -> Optimizer:
+    if any(p.ndim != 2 for group in groups for p in group["params"]):
+        raise ValueError("It supports matrices only.")
+    return torch.optim.SGD(groups, lr=0.1)
 
 
 def test_another_tp_is_an_error_that_names_the_arrays(tmp_path: Path) -> None:
