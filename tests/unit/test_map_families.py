@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import random
 from dataclasses import replace
 from pathlib import Path
@@ -108,6 +109,47 @@ def _shifted(rule: Rule) -> Rule | None:
     if "0/2]" in rule.their_axes:
         return replace(rule, their_axes=rule.their_axes.replace("0/2]", "1/2]"))
     return None
+
+
+def published(*sizes: int, **others: Any) -> dict[str, Any]:
+    """Return a config: vocabulary, hidden state, layers, query heads, key heads, inside of the MLP."""
+    names = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
+    return dict(zip((*names, "intermediate_size"), sizes, strict=True)) | others
+
+
+GPT2 = {
+    "model_type": "gpt2",
+    "vocab_size": 50257,
+    "n_positions": 1024,
+    "n_embd": 768,
+    "n_layer": 12,
+    "n_head": 12,
+}
+LLAMA3 = published(128256, 4096, 32, 32, 8, 14336, model_type="llama")
+MISTRAL = published(32000, 4096, 32, 32, 8, 14336, model_type="mistral")
+QWEN2 = published(152064, 3584, 28, 28, 4, 18944, model_type="qwen2")
+QWEN3 = published(151936, 4096, 36, 32, 8, 12288, model_type="qwen3")
+GEMMA2 = published(256000, 2304, 26, 8, 4, 9216, model_type="gemma2")
+MIXTRAL = published(32000, 4096, 32, 32, 8, 14336, model_type="mixtral", num_local_experts=8)
+
+
+@pytest.mark.parametrize(
+    ("config", "parameters"),
+    [
+        (GPT2, 124_439_808),
+        (LLAMA3, 8_030_261_248),
+        (MISTRAL, 7_241_732_096),
+        (QWEN2, 7_615_616_512),
+        (QWEN3, 8_190_735_360),
+        (GEMMA2, 2_614_341_888),
+        (MIXTRAL, 46_702_792_704),
+    ],
+    ids=lambda value: value.get("model_type") if isinstance(value, dict) else str(value),
+)
+def test_published_models_have_their_number_of_parameters(config: dict[str, Any], parameters: int) -> None:
+    made = family_of(config).region_map(config)
+    for arrays in (made.left, made.right):
+        assert sum(math.prod(array.stored) for array in arrays.values()) == parameters
 
 
 DEFAULTED = (
