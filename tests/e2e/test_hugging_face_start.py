@@ -10,10 +10,11 @@ import torch
 from training.arguments import parse_arguments
 
 import megackpt
-from megackpt.parallel import ParallelLayout
+from megackpt.parallel import ParallelGroups, ParallelLayout
 from megackpt.testing.ranks import RankPool
-from tests.e2e.training_runs import metrics_of, run_trainer, write_text
-from tests.huggingface_models import arrays_in_our_names, random_config, random_model
+from models import build_gpt
+from tests.e2e.training_runs import arguments_for, metrics_of, run_trainer, write_text
+from tests.huggingface_models import arrays_in_our_names, assert_close, random_config, random_model
 
 pytest.importorskip("transformers", reason="the extra huggingface is not installed")
 pytestmark = pytest.mark.multiprocess
@@ -67,3 +68,23 @@ def test_losses_after_an_import_are_those_of_one_rank_and_the_end_is_exported(
         stored = megackpt.load_plain_tensors(tmp_path / name / "ckpt" / f"iter_{STEPS:07d}")
         for key, array in arrays_in_our_names(written).items():
             assert torch.equal(array, stored[key][tuple(map(slice, array.shape))]), key
+
+
+@pytest.mark.parametrize("flags", [(), ("--untie-embeddings",)], ids=["tied", "untied"])
+def test_a_run_from_scratch_ends_as_a_llama(
+    flags: tuple[str, ...], rank_pool: RankPool, tmp_path: Path
+) -> None:
+    from transformers import AutoModelForCausalLM
+
+    layout, text = ParallelLayout(tp=2, pp=2), write_text(tmp_path / "text")
+    files = [f"--data={text}", f"--ckpt={tmp_path}/ckpt", f"--export-to={tmp_path}/folder", "--steps=1"]
+    arguments = arguments_for(layout, [*files, *flags])
+    rank_pool.run(run_trainer, layout.world_size, arguments)
+    groups = ParallelGroups.create(ParallelLayout())
+    model = build_gpt(arguments.model, groups)
+    megackpt.load({"model": model.sharded_state_dict()}, tmp_path / "ckpt" / "iter_0000001")
+    ids = torch.arange(32).view(2, 16)
+    with torch.no_grad():
+        expected = AutoModelForCausalLM.from_pretrained(tmp_path / "folder")(ids).logits
+        (chunk,) = model
+        assert_close(chunk(ids).transpose(0, 1).numpy(), expected)
