@@ -37,7 +37,7 @@ from megackpt.optim.param_groups import (
 )
 from megackpt.optim.param_positions import cuts_of
 from megackpt.optim.ranges import BufferLayout, FlatRange
-from megackpt.optim.remainders import is_weight_of_master
+from megackpt.optim.remainders import is_rounded
 from megackpt.optim.sharded_state import (
     ParamEntity,
     find_param_entities,
@@ -353,7 +353,7 @@ class MasterOptimizer(ABC):
         wrong = [
             owned_param
             for owned_param in self._owned_params
-            if owned_param.has_copy and not _rounds_to(owned_param.master, owned_param.data)
+            if owned_param.has_copy and not is_rounded(owned_param.data, owned_param.master)
         ]
         if wrong:
             lines = [str(owned_param) for owned_param in wrong]
@@ -372,14 +372,3 @@ def _as_tensor(value: Tensor | float) -> Tensor:
     if isinstance(value, Tensor):
         return value
     return torch.tensor(value, dtype=torch.float64 if isinstance(value, float) else torch.int64)
-
-
-def _rounds_to(master: Tensor, data: Tensor) -> bool:
-    # As bytes, where NaN equals itself: a run that diverged has NaNs.
-    if torch.equal(master.to(data.dtype).view(torch.uint8), data.view(torch.uint8)):
-        return True
-    if data.dtype != torch.bfloat16 or master.dtype != torch.float32:
-        return False
-    # An optimizer that stores remainders rounds halfway cases away from zero; torch rounds them to even.
-    is_torchs = master.bfloat16().view(torch.int16) == data.view(torch.int16)
-    return bool((is_torchs | is_weight_of_master(data, master)).all())

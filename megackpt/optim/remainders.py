@@ -141,9 +141,19 @@ def restore_remainder_masters(
             split_master(loaded[position], weight=param.detach(), remainder=master)
 
 
-def is_weight_of_master(weight: Tensor, master: Tensor) -> Tensor:
-    """Return for each element whether a bf16 weight is the one that the kernels write for a master. Local."""
-    return weight.view(torch.int16) == split_master(master)[0].view(torch.int16)
+def is_rounded(weight: Tensor, master: Tensor) -> bool:
+    """Return whether a weight has the values of its masters in its own dtype, bit for bit. Local.
+
+    Of bf16 weights each element may be rounded as torch or as the kernels of remainders do it. NaNs count as
+    equal to themselves: a run that diverged has some.
+    """
+    if torch.equal(master.to(weight.dtype).view(torch.uint8), weight.view(torch.uint8)):
+        return True
+    if weight.dtype != torch.bfloat16 or master.dtype != torch.float32:
+        return False
+    bits = weight.view(torch.int16)
+    by_torch, by_kernel = master.bfloat16().view(torch.int16), split_master(master)[0].view(torch.int16)
+    return bool(((bits == by_torch) | (bits == by_kernel)).all())
 
 
 def _masters_of(optimizer: Optimizer, state: str) -> dict[int, tuple[Tensor, Tensor]]:

@@ -19,6 +19,7 @@ from megackpt.errors import DeclarationError
 from megackpt.mapping import ShardedBase, ShardedStateDict
 from megackpt.optim.inner_optimizer import MASTER
 from megackpt.optim.param_positions import cuts_of
+from megackpt.optim.remainders import is_rounded
 from megackpt.optim.sharded_state import find_param_entities, make_own_array, make_sharded_optimizer_tensor
 from megackpt.parallel.attributes import is_marked
 from megackpt.parallel.groups import ParallelGroups
@@ -181,7 +182,7 @@ def _effective_master(param: Parameter, master: Tensor) -> Tensor:
     FusedAdam's kernel updates bf16 weights without their masters, which stay as they were made (apex #1728).
     """
     weight = param.detach()
-    is_used = param.dtype != torch.bfloat16 or torch.equal(master.bfloat16(), weight)
+    is_used = param.dtype != torch.bfloat16 or is_rounded(weight, master)
     return master if is_used else weight.float()
 
 
