@@ -8,7 +8,7 @@ layout, and no array is assembled first.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 
@@ -72,7 +72,7 @@ def prepare_mapped_load(request: LoadRequest, source: Source, rules: LoadRules, 
     excluded = frozenset(k for k in requested if any(fnmatchcase(k, glob) for glob in options.exclude))
     _check_only_weights(flattened, excluded, where)
 
-    names = _Names.of(bound_to(made, {parameter_key(key) for key in requested - excluded}), where)
+    names = _Names.of(made, {parameter_key(key) for key in requested - excluded}, where)
     _check_known(requested - excluded, names)
     _check_stored(requested - excluded, contents, names)
     contents = names.viewed(contents)
@@ -137,7 +137,8 @@ class _Names:
 
     Attributes:
         made: the map.
-        ours_by_theirs: our keys of each array of the other family.
+        ours_by_theirs: our keys of each array of the other family, with those of layers one by one: the same
+            on all ranks, whatever a rank stacks.
         where: the checkpoint, for errors.
     """
 
@@ -146,11 +147,13 @@ class _Names:
     where: str
 
     @classmethod
-    def of(cls, made: RegionMap, where: str) -> _Names:
+    def of(cls, made: RegionMap, keys: Collection[str], where: str) -> _Names:
+        """Bind a map to the keys of this rank's request."""
         ours: dict[str, dict[str, None]] = {}
         for pair in made.pairs:
             ours.setdefault(pair.right.key, {})[pair.left.key] = None
-        return cls(made, {key: ", ".join(map(repr, names)) for key, names in ours.items()}, where)
+        by_theirs = {key: ", ".join(map(repr, names)) for key, names in ours.items()}
+        return cls(bound_to(made, keys), by_theirs, where)
 
     def viewed(self, contents: Contents) -> Contents:
         """Return the arrays in the shapes of the map, without those that repeat others or are computed."""
