@@ -14,12 +14,22 @@ from megackpt import load, save
 from megackpt.integrations.transformer_engine import initialise_fp8_state, sharded_state_dict
 from megackpt.parallel import ParallelGroups, ParallelLayout
 from megackpt.testing.world import SimulatedRank, SimulatedWorld
-from tests.te_models import EXPERTS, build, te
+from tests.te_models import EXPERTS, IS_NEW, build, te
 from tests.te_stub import cpu_for_cuda
 
 Make = Callable[[ParallelGroups], nn.Module]
 
 ONE = ParallelGroups.offline(ParallelLayout(), 0)
+
+
+QUANTIZATION = f"transformer_engine.pytorch.{'quantization' if IS_NEW else 'fp8'}"
+
+
+def autocast(recipe: Any) -> Any:
+    """TE's context in which modules use FP8."""
+    if not IS_NEW:
+        return te.fp8_autocast(enabled=True, fp8_recipe=recipe)
+    return te.autocast(enabled=True, recipe=recipe)
 
 
 def delayed(length: int = 4) -> Any:
@@ -33,11 +43,12 @@ def build_fp8(make: Make, groups: ParallelGroups, *, recipe: Any = None, seed: i
     recipe = delayed() if recipe is None else recipe
     module = build(make, groups, seed=seed)
     # TE rejects recipes that the device of the stand-in could not compute with.
-    supported = {f"check_{name}_support": lambda: (True, "") for name in ("mxfp8", "fp8_block_scaling")}
+    checks = ["check_mxfp8_support", *(["check_fp8_block_scaling_support"] if IS_NEW else [])]
+    supported = {check: lambda: (True, "") for check in checks}
     with (
         cpu_for_cuda(),
-        mock.patch.multiple("transformer_engine.pytorch.quantization", **supported),
-        te.autocast(enabled=True, recipe=recipe),
+        mock.patch.multiple(QUANTIZATION, **supported),
+        autocast(recipe),
     ):
         initialise_fp8_state(module, recipe)
     generator = torch.Generator().manual_seed(seed)
@@ -67,15 +78,30 @@ def expert_numbers(experts: range, length: int, slots: int) -> tuple[Tensor, Ten
 
 
 def fill_experts(module: Any, experts: range, *, check: bool) -> None:
-    """Set the numbers of each expert, in TE's order: input, weight, output of expert 0, then of expert 1."""
-    for key, slots in (("scaling_fwd", 3), ("scaling_bwd", 2)):
-        state = module.fp8_meta[key]
-        scale, history = expert_numbers(experts, len(state.amax_history), slots)
+    """Set the numbers of each expert, in TE's own order; with `check` they have to be there already.
+
+    From 2.3 on: input, weight, output of expert 0, then of expert 1. Before: inputs of all experts, ...
+    """
+    length = len(module.fp8_meta["scaling_fwd"].amax_history)
+    vectors = experts_in_order(experts, length) if IS_NEW else experts_by_slot(experts, length)
+    for direction in ("fwd", "bwd"):
+        state = module.fp8_meta[f"scaling_{direction}"]
+        scale, history = vectors[f"scale_{direction}"], vectors[f"amax_history_{direction}"]
         if check:
-            assert torch.equal(state.scale, scale.flatten())
-            assert torch.equal(state.amax_history, history.flatten(1))
-        state.scale.copy_(scale.flatten())
-        state.amax_history.copy_(history.flatten(1))
+            assert torch.equal(state.scale, scale)
+            assert torch.equal(state.amax_history, history)
+        state.scale.copy_(scale)
+        state.amax_history.copy_(history)
+
+
+def experts_in_order(experts: range, length: int = 4) -> dict[str, Tensor]:
+    """The vectors of TE from 2.3 on: all slots of an expert, then those of the next."""
+    tensors = {}
+    for direction, slots in (("fwd", 3), ("bwd", 2)):
+        scale, history = expert_numbers(experts, length, slots)
+        tensors[f"scale_{direction}"] = scale.flatten()
+        tensors[f"amax_history_{direction}"] = history.flatten(1)
+    return tensors
 
 
 def experts_by_slot(experts: range, length: int = 4) -> dict[str, Tensor]:

@@ -25,6 +25,7 @@ import types
 import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -52,6 +53,12 @@ ENUMERATIONS = {
         "GRAD_OUTPUT1", "GRAD_INPUT1", "GRAD_OUTPUT2", "GRAD_INPUT2", "GRAD_OUTPUT3", "GRAD_INPUT3",
     ),
 }  # fmt: skip
+OLD_MEMBERS = {"NVTE_Fused_Attn_Backend": ("NVTE_F16_max512_seqlen",)}
+
+
+def te_version() -> tuple[int, ...]:
+    """Return the version of the wheel, its first two numbers."""
+    return tuple(int(number) for number in metadata.version("transformer-engine").split(".")[:2])
 
 
 class _AnyMembers(type):
@@ -71,7 +78,8 @@ class _Extension(types.ModuleType):
             raise AttributeError(name)
         value: Any = lambda *args, **kwargs: None  # noqa: E731
         if name in ENUMERATIONS:
-            value = enum.IntEnum(name, {member: i for i, member in enumerate(ENUMERATIONS[name])})
+            members = (*ENUMERATIONS[name], *(OLD_MEMBERS.get(name, ()) if te_version() < (2, 20) else ()))
+            value = enum.IntEnum(name, {member: i for i, member in enumerate(members)})
         elif name[:1].isupper():
             value = _AnyMembers(name, (), {"__init__": lambda self, *args, **kwargs: None})
         setattr(self, name, value)
@@ -156,13 +164,24 @@ def _import_without_extension() -> Any:
             return importlib.machinery.ModuleSpec(name, _Loader())  # type: ignore[arg-type]
         return located(name, *args, **kwargs)
 
-    # With this variable set, transformer_engine.common loads no libraries.
-    with mock.patch.dict(os.environ, {"NVTE_PROJECT_BUILDING": "1"}), warnings.catch_warnings():
+    found = Path.glob
+
+    def glob(folder: Path, pattern: str, *args: Any, **kwargs: Any) -> Any:
+        return (
+            iter([Path(EXTENSION)])
+            if pattern.startswith(EXTENSION)
+            else found(folder, pattern, *args, **kwargs)
+        )
+
+    with (
+        # With this variable set, transformer_engine.common loads no libraries.
+        mock.patch.dict(os.environ, {"NVTE_PROJECT_BUILDING": "1"}),
+        mock.patch.object(importlib.util, "spec_from_file_location", locate),
+        mock.patch.object(Path, "glob", glob),  # where TE before 2.4 looks for the extension
+        _answers(_device_answers()),
+        warnings.catch_warnings(),
+    ):
         warnings.simplefilter("ignore")
         common = importlib.import_module("transformer_engine.common")
-        with (
-            mock.patch.object(importlib.util, "spec_from_file_location", locate),
-            mock.patch.object(common, "_get_shared_object_file", return_value=Path(EXTENSION)),
-            _answers(_device_answers()),
-        ):
+        with mock.patch.object(common, "_get_shared_object_file", return_value=Path(EXTENSION), create=True):
             return importlib.import_module("transformer_engine.pytorch")

@@ -29,7 +29,7 @@ from tests.te_fp8 import (
     fill_experts,
     fp8_tensors,
 )
-from tests.te_models import EXPERTS, MODULES
+from tests.te_models import EXPERTS, IS_NEW, MODULES
 from tests.te_pickles import as_bytes, as_torch_save
 from tests.te_stub import cpu_for_cuda
 
@@ -77,7 +77,8 @@ def te_installed(module: Any, experts: range) -> Any:
 def test_every_expert_of_every_era_keeps_its_own_numbers_at_another_ep(tmp_path: Path, pickled: Any) -> None:
     def first(module: Any, experts: range) -> None:
         data = pickled(module, experts)
-        state = read_extra_state(data, experts=len(experts))
+        by_slot = pickled is te_installed and not IS_NEW
+        state = read_extra_state(data, experts=len(experts), te_version="2.2" if by_slot else None)
         assert state is not None
         for tensor in fp8_tensors(module).values():
             tensor.fill_(-1)
@@ -105,10 +106,11 @@ def test_the_bytes_of_a_grouped_module_and_of_an_operation_are_read() -> None:
     grouped: Any = build_fp8(te_models.experts(None), ONE)
     fill_experts(grouped, range(EXPERTS), check=False)
     operation: Any = build_fp8(lambda groups: te_models.te.ops.BasicLinear(4, 8, device="cpu"), ONE, seed=3)
-    for module, experts in ((grouped, EXPERTS), (operation, 1)):
+    # TE 2.2 cannot write the state of an operation: its get_extra_state calls a method that it lacks.
+    for module, experts in ((grouped, EXPERTS), *([(operation, 1)] if IS_NEW else [])):
         with cpu_for_cuda():
             data = module.get_extra_state()
-        state = read_extra_state(data, experts=experts)
+        state = read_extra_state(data, experts=experts, te_version=None if IS_NEW else "2.2")
         expected = fp8_state_of(module, experts)
         assert state is not None
         assert expected is not None

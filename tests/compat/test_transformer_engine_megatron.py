@@ -15,7 +15,7 @@ import torch
 from megackpt.integrations.transformer_engine import declare_module_of_te, set_parallel_mode
 from megackpt.integrations.transformer_engine.site import NAMES
 from megackpt.parallel import ParallelGroups, ParallelLayout
-from tests.te_models import EXPERTS, FFN, HEADS, HIDDEN, Group
+from tests.te_models import EXPERTS, FFN, HEADS, HIDDEN, IS_NEW, OFFSETS, Group
 from tests.te_stub import cpu_for_cuda, transformer_engine
 
 transformer_engine()
@@ -58,7 +58,7 @@ def config(groups: ParallelGroups) -> Any:
         sequence_parallel=groups.tp.size > 1,
         moe_grouped_gemm=True,
         add_bias_linear=False,
-        softmax_type="learnable",
+        **OFFSETS,
         use_cpu_initialization=True,
     )
 
@@ -113,6 +113,8 @@ MAKERS: dict[str, Callable[..., Any]] = {
     "experts, row": experts("row"),
     "softmax offset": attention,
 }
+if not IS_NEW:
+    del MAKERS["softmax offset"]
 LAYOUTS = [
     ParallelLayout(),
     ParallelLayout(tp=2, dp=2),

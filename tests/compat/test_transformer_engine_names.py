@@ -24,7 +24,7 @@ from models.blocks.transformer import TransformerLayer
 from models.config import GPTConfig
 from models.stage import Stage
 from tests import te_models
-from tests.te_models import FFN, HEADS, HIDDEN, build
+from tests.te_models import FFN, HEADS, HIDDEN, IS_NEW, OFFSETS, build
 
 CONFIG = GPTConfig(
     vocab_size=32,
@@ -35,7 +35,7 @@ CONFIG = GPTConfig(
     ffn_hidden_size=FFN,
     linear_bias=True,
     norm=NormConfig(kind="layer"),
-    attention=AttentionConfig(sinks=True, qk_norm=False),
+    attention=AttentionConfig(sinks=IS_NEW, qk_norm=False),
 )
 
 
@@ -52,7 +52,7 @@ def te_layers(groups: ParallelGroups) -> nn.Module:
     pp, count = groups.pp, 4 // groups.pp.size
     owned = range(pp.rank * count, (pp.rank + 1) * count)
     return LayerStack(
-        lambda index: te_models.layer(groups, softmax_type="learnable", fuse_qkv_params=index % 2 == 0),
+        lambda index: te_models.layer(groups, fuse_qkv_params=index % 2 == 0, **OFFSETS),
         owned,
         4,
         groups,
