@@ -46,7 +46,6 @@ from megackpt.maintenance.mapped_reading import (
     check_can_be_read,
     check_fits,
     checked_dtype,
-    dtype_of,
     is_floating,
 )
 from megackpt.maps import MapChoice, RegionMap
@@ -288,11 +287,11 @@ def _tensors(source: MappedCheckpoint, dtype: str | None) -> list[PlannedTensor]
         start = pair.right.box.start
         at = position_in_model(pair.right.key, start[0] if start else 0)
         position[pair.left.key] = min(at, position.get(pair.left.key, at))
-    tensors = []
-    for name in sorted(made.left, key=position.__getitem__):
-        array = made.left[name]
-        tensors.append(PlannedTensor(name, dtype_of(source, name, dtype), array.stored, array.viewed))
-    return tensors
+    dtypes = source.dtypes(dtype)
+    return [
+        PlannedTensor(name, dtypes[name], made.left[name].stored, made.left[name].viewed)
+        for name in sorted(made.left, key=position.__getitem__)
+    ]
 
 
 def _begin(folder: ExportTarget, model_files: Mapping[str, bytes], group: Group) -> dict[str, Digests]:

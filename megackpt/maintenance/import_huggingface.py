@@ -42,7 +42,6 @@ from megackpt.maintenance.mapped_reading import (
     check_can_be_read,
     check_fits,
     checked_dtype,
-    dtype_of,
     read_parts,
 )
 from megackpt.maintenance.windows import ByteArray, filled_windows
@@ -207,8 +206,7 @@ class _Import:
         check_can_be_read(contents, list(made.right), self.source)
         views = {key: array.viewed for key, array in made.right.items()}
         source = MappedCheckpoint(with_views(contents, views, where=where), made, where)
-        dtypes = {key: dtype_of(source, key, dtype) for key in made.left}
-        rows = ImportPlan.of(new_arrays(made, dtypes), ranks=self.group.size)
+        rows = ImportPlan.of(new_arrays(made, source.dtypes(dtype)), ranks=self.group.size)
         metadata = {**content, "huggingface_config": config}
         return _PlannedImport(
             source, rows, {"state_dict": {}, "content_metadata": metadata}, choice.name(config)

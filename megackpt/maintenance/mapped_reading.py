@@ -15,7 +15,6 @@ from megackpt.engine.checkpoint.opening import check_arrays_complete, check_read
 from megackpt.engine.data.read import read_tensors
 from megackpt.errors import MapError, truncated_list
 from megackpt.formats.contents import Contents
-from megackpt.geometry import Box
 from megackpt.mapping import ShardedTensor
 from megackpt.mapping.describe import describe, dtype_name
 from megackpt.maps import MappedArray, RegionMap
@@ -60,12 +59,29 @@ class MappedCheckpoint:
                 assert request.data is not None
                 part.theirs.data.copy_(request.data + part.added)
 
-    def stored_dtypes(self, key: str) -> list[str]:
-        """Return the names of the dtypes in which the parts of a left array are stored, sorted."""
-        shape = self.map.left[key].viewed
-        whole = Box((0,) * len(shape), shape)
-        keys = {pair.right.key for pair in self.map.pairs_within(key, whole)}
-        return sorted({self.contents.arrays[stored].dtype for stored in keys})
+    def dtypes(self, dtype: str | None) -> dict[str, str]:
+        """Return the name of the dtype in which each left array is written, by key. Pure.
+
+        Args:
+            dtype: that of floating-point arrays; None keeps the stored one.
+
+        Raises:
+            MapError: parts of an array are stored in different dtypes, and none was chosen.
+        """
+        stored: dict[str, set[str]] = {}
+        for pair in self.map.pairs:
+            stored.setdefault(pair.left.key, set()).add(self.contents.arrays[pair.right.key].dtype)
+        return {key: self._dtype_of(key, sorted(stored[key]), dtype) for key in self.map.left}
+
+    def _dtype_of(self, key: str, stored: Sequence[str], dtype: str | None) -> str:
+        if len(stored) > 1 and (dtype is None or not all(map(is_floating, stored))):
+            raise MapError(
+                f"{self.where}: {key!r} is made of arrays of the dtypes {', '.join(stored)}. Choose one with "
+                f"dtype=.",
+                key=key,
+                path=self.where,
+            )
+        return dtype if dtype is not None and is_floating(stored[0]) else stored[0]
 
     def _in_stored_dtype(self, request: ShardedTensor) -> ShardedTensor:
         dtype = getattr(torch, self.contents.arrays[request.key].dtype)
@@ -124,28 +140,6 @@ def check_can_be_read(contents: Contents, keys: Sequence[str], store: Store) -> 
     """
     check_readable(keys, contents.unreadable, where=store.location)
     check_arrays_complete(store, contents.chunks(sorted(keys)), sorted(keys))
-
-
-def dtype_of(source: MappedCheckpoint, key: str, dtype: str | None) -> str:
-    """Return the name of the dtype in which a left array is written. Pure.
-
-    Args:
-        source: the checkpoint that is read.
-        key: of the array.
-        dtype: that of floating-point arrays; None keeps the stored one.
-
-    Raises:
-        MapError: parts of the array are stored in different dtypes, and none was chosen.
-    """
-    stored = source.stored_dtypes(key)
-    if len(stored) > 1 and (dtype is None or not all(is_floating(name) for name in stored)):
-        raise MapError(
-            f"{source.where}: {key!r} is made of arrays of the dtypes {', '.join(stored)}. Choose one with "
-            f"dtype=.",
-            key=key,
-            path=source.where,
-        )
-    return dtype if dtype is not None and is_floating(stored[0]) else stored[0]
 
 
 def is_floating(dtype: str) -> bool:

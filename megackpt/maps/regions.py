@@ -181,11 +181,13 @@ class RegionMap:
             by_key = defaultdict(list)
             for pair in self.pairs:
                 by_key[pair.left.key].append(pair)
+            tables = {}
             for left, array in self.left.items():
                 pairs, dims = by_key[left], len(array.viewed)
                 start = np.array([p.left.box.start for p in pairs], np.int64).reshape(-1, dims)
                 stop = np.array([p.left.box.stop for p in pairs], np.int64).reshape(-1, dims)
-                self._tables[left] = _PairTable(pairs, start, stop)
+                tables[left] = _PairTable(pairs, start, stop)
+            self._tables.update(tables)  # all at once: other threads may look at the same time
         return self._tables[key]
 
 

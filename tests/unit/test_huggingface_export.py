@@ -91,6 +91,23 @@ def test_values_are_rounded_to_nearest_even_and_the_dtype_is_in_config_json(tmp_
     assert json.loads((tmp_path / "folder/config.json").read_text())["torch_dtype"] == "bfloat16"
 
 
+def test_parts_of_a_tensor_in_several_dtypes_need_a_choice(tmp_path: Path) -> None:
+    config = random_config("gpt2", 0)
+    made = stacked_map(config)
+    theirs = random_arrays(made, 13)
+    arrays = assembled(made, theirs)
+    (queries,) = (key for key in arrays if key.endswith("linear_qkv.weight.q"))
+    arrays[queries] = arrays[queries].bfloat16()
+    (tmp_path / "saved").mkdir()
+    megackpt.save(declared(arrays, 0, 1), tmp_path / "saved")
+    with pytest.raises(MapError, match=r"c_attn.weight' is made of arrays of the dtypes bfloat16, float32"):
+        megackpt.export_huggingface(tmp_path / "saved", tmp_path / "folder", config=config)
+    assert not (tmp_path / "folder").exists()
+    megackpt.export_huggingface(tmp_path / "saved", tmp_path / "folder", config=config, dtype="bfloat16")
+    narrow = {key: tensor.bfloat16() for key, tensor in theirs.items()}
+    assert_same_tensors(folder_tensors(tmp_path / "folder"), narrow)
+
+
 def test_masters_are_read_from_the_flat_ranges_of_a_distributed_optimizer(tmp_path: Path) -> None:
     expected = saved_model(tmp_path / "saved", LLAMA, 3, ranks=3, masters=True)
     megackpt.export_huggingface(tmp_path / "saved", tmp_path / "masters", weights="masters", buffer_bytes=999)
