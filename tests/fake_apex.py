@@ -224,6 +224,9 @@ class StateBucket:
         self.exp_avg_sq_shard = torch.zeros(shard_size, dtype=dtype)
 
 
+_GATHERED = ("param", "exp_avg", "exp_avg_sq")
+
+
 class DistributedFusedAdam(torch.optim.Optimizer):
     """ZeRO-2 with buckets of a fixed size; here without communication.
 
@@ -330,6 +333,28 @@ class DistributedFusedAdam(torch.optim.Optimizer):
     def _apply_state_scale(self, tensor: Tensor, scale: Tensor) -> None:
         scale.copy_(tensor.abs().max().float() / (torch.finfo(self.dtype).max / 2))
         tensor.mul_(torch.where(scale > 0, scale.reciprocal(), 0.0))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Format 2, of one rank: whole tensors of every parameter, masters rebuilt from remainders."""
+        assert self.distributed_size == 1
+        stored = super().state_dict()
+        stored["state"] = {"step": self.state["step"]}  # type: ignore[index]
+        buckets: list[StateBucket] = self.state["buckets"]  # type: ignore[index, assignment]
+        for index, param in enumerate(self.parameters()):
+            whole = {name: torch.zeros_like(param.detach(), dtype=self.dtype) for name in _GATHERED}
+            for fragment in self.state[param]["fragments"]:
+                bucket, at = buckets[fragment.bucket_id], slice(*fragment.shard_range)
+                part = slice(*fragment.shard_param_range)
+                whole["exp_avg"].view(-1)[part] = bucket.exp_avg_shard[at]
+                whole["exp_avg_sq"].view(-1)[part] = bucket.exp_avg_sq_shard[at]
+                master = param.detach().view(-1)[part]
+                if bucket.param_remainders_shard is not None:
+                    master = join_master(master, bucket.param_remainders_shard[at])
+                elif bucket.params_shard is not None:
+                    master = bucket.params_shard[at]
+                whole["param"].view(-1)[part] = master
+            stored["state"][index] = whole
+        return {**stored, "format": 2}
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]

@@ -13,8 +13,13 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from megackpt import DeclarationError, MismatchError, ShardedTensor, load, save
-from megackpt.integrations.apex import installed_apex, load_sharded_state_dict, sharded_state_dict
+from megackpt import DeclarationError, FormatError, MismatchError, ShardedTensor, load, save
+from megackpt.integrations.apex import (
+    declare_gathered,
+    installed_apex,
+    load_sharded_state_dict,
+    sharded_state_dict,
+)
 from megackpt.mapping import ShardedStateDict
 from megackpt.optim import MixedPrecisionOptimizer, join_master
 from megackpt.parallel.attributes import mark
@@ -347,6 +352,40 @@ def test_fragments_load_at_any_number_of_ranks(name: str, size: int, tmp_path: P
     train_ranks(params, optimizers, range(4, 7))
     train_ranks(fresh, resumed, range(4, 7))
     assert all(are_equal(params[0], p) for p in fresh)
+
+
+@pytest.mark.parametrize("name", ["float32 masters", "remainders"])
+def test_a_state_dict_of_apex_s_own_is_saved_again_and_loads_at_other_ranks(
+    name: str, tmp_path: Path
+) -> None:
+    params, (optimizer,) = make_ranks(0, 1, name)
+    train_ranks(params, [optimizer], range(4))
+    torch.save(optimizer.state_dict(), tmp_path / "apex.pt")
+    stored = torch.load(tmp_path / "apex.pt", map_location="cpu", weights_only=True)
+    model = declare(params[0])
+    save({"model": model, "optimizer": declare_gathered(stored, params[0], model)}, tmp_path / "ours")
+    fresh, resumed = make_ranks(1, 2, name)
+
+    def load_rank(rank: SimulatedRank) -> None:
+        model = declare(fresh[rank.rank], rank.rank)
+        request = {"model": model, "optimizer": sharded_state_dict(resumed[rank.rank], model)}
+        state = load(request, tmp_path / "ours", group=rank)
+        load_sharded_state_dict(resumed[rank.rank], state["optimizer"])
+
+    SimulatedWorld(2).run(load_rank)
+    train_ranks(params, [optimizer], range(4, 6))
+    train_ranks(fresh, resumed, range(4, 6))
+    assert all(are_equal(params[0], p) for p in fresh)
+
+
+def test_other_state_dicts_of_apex_are_errors() -> None:
+    params, (optimizer,) = make_ranks(0, 1, "remainders")
+    train_ranks(params, [optimizer], range(1))
+    stored, model = optimizer.state_dict(), declare(params[0])
+    with pytest.raises(FormatError, match="has the format 1, not 2"):
+        declare_gathered({**stored, "format": 1}, params[0], model)
+    with pytest.raises(MismatchError, match=r"\[24, 13, 90\] elements, and these are of \[24, 13\]"):
+        declare_gathered(stored, params[0][:2], model)
 
 
 def test_remainders_are_stored_as_the_float32_masters() -> None:

@@ -14,6 +14,7 @@ Source: Apex `optimizers/*.py` and `contrib/optimizers/distributed_fused_adam.py
 """
 
 from megackpt.integrations.apex.declare import load_sharded_state_dict, sharded_state_dict
+from megackpt.integrations.apex.gathered import declare_gathered
 from megackpt.integrations.apex.installed import installed_apex
 
-__all__ = ["installed_apex", "load_sharded_state_dict", "sharded_state_dict"]
+__all__ = ["declare_gathered", "installed_apex", "load_sharded_state_dict", "sharded_state_dict"]

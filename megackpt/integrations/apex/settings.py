@@ -5,7 +5,7 @@ Where an optimizer is `capturable`, `lr` and `step` are tensors on the device; t
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -26,10 +26,18 @@ def settings_of(optimizer: Optimizer) -> Settings:
     Raises:
         DeclarationError: two groups have one name.
     """
-    names = group_names(optimizer)
+    return plain_settings(optimizer.param_groups)
+
+
+def plain_settings(groups: Sequence[Mapping[str, Any]]) -> Settings:
+    """Return the settings of groups as `settings_of` does. Local.
+
+    Raises:
+        DeclarationError: two groups have one name.
+    """
     return {
         name: {option: plain(value) for option, value in group.items() if option not in _NOT_STORED}
-        for name, group in zip(names, optimizer.param_groups, strict=True)
+        for name, group in zip(group_names(groups), groups, strict=True)
     }
 
 
@@ -39,7 +47,7 @@ def restore_settings(optimizer: Optimizer, stored: Mapping[str, Mapping[str, Any
     Raises:
         MismatchError: the groups have other names. Nothing is changed then.
     """
-    names = group_names(optimizer)
+    names = group_names(optimizer.param_groups)
     if set(names) != set(stored):
         raise MismatchError(
             f"'param_groups': the checkpoint has the groups {sorted(stored)} and this optimizer "
@@ -53,9 +61,9 @@ def restore_settings(optimizer: Optimizer, stored: Mapping[str, Mapping[str, Any
             group.pop("step", None)
 
 
-def group_names(optimizer: Optimizer) -> list[str]:
+def group_names(groups: Sequence[Mapping[str, Any]]) -> list[str]:
     """Return the name of each group; its position where it has none. Local."""
-    names = [str(group.get("name", index)) for index, group in enumerate(optimizer.param_groups)]
+    names = [str(group.get("name", index)) for index, group in enumerate(groups)]
     if len(set(names)) < len(names):
         raise DeclarationError(
             f"Parameter groups have the names {names}, of which some are equal, so one would overwrite the "
