@@ -31,10 +31,9 @@ _TIMEOUT_S = 600.0
 @click.option(
     "--to",
     "name",
-    required=True,
     metavar="FORMAT[:VERSION]",
     help="The new format: megackpt, torch_dist, zarr, huggingface, or that of a package; by default its "
-    "newest version.",
+    "newest version. Required, except with --from huggingface, where megackpt is the default.",
 )
 @click.option(
     "--from",
@@ -73,7 +72,7 @@ _TIMEOUT_S = 600.0
 def command(
     source: str,
     target: str,
-    name: str,
+    name: str | None,
     *,
     source_format: str | None,
     overwrite: bool,
@@ -94,6 +93,9 @@ def command(
     With --to huggingface, DST becomes a folder that transformers loads. If that is interrupted, the same
     command goes on after the files that are finished.
     """
+    if name is None and source_format is None:
+        raise click.UsageError("Missing option '--to'. Name the new format.")
+    name = name or "megackpt"
     folder = _FolderOptions.of(options)
     common: dict[str, Any] = {"verify": verify, "overwrite": overwrite, "timeout_s": _TIMEOUT_S}
     read: dict[str, Any] = {"allow_unsafe_pickle": allow_unsafe_pickle}
