@@ -164,13 +164,13 @@ def _import_without_extension() -> Any:
             return importlib.machinery.ModuleSpec(name, _Loader())  # type: ignore[arg-type]
         return located(name, *args, **kwargs)
 
-    found = Path.glob
+    glob_of_path = Path.glob
 
     def glob(folder: Path, pattern: str, *args: Any, **kwargs: Any) -> Any:
         return (
             iter([Path(EXTENSION)])
             if pattern.startswith(EXTENSION)
-            else found(folder, pattern, *args, **kwargs)
+            else glob_of_path(folder, pattern, *args, **kwargs)
         )
 
     with (

@@ -9,23 +9,33 @@ import pytest
 import torch
 
 from megackpt import load, load_plain_tensors, save
-from megackpt.integrations.transformer_engine import sharded_state_dict
+from megackpt.integrations.transformer_engine import mark_parameters, sharded_state_dict
 from megackpt.optim import DistributedOptimizer
-from megackpt.parallel import ParallelGroups, ParallelLayout
+from megackpt.parallel import ParallelGroups, ParallelLayout, is_marked
 from megackpt.testing.world import SimulatedRank, SimulatedWorld
 from tests import te_models
 from tests.te_models import MODULES, build
 
 LAYOUTS = [ParallelLayout(), ParallelLayout(tp=2, dp=2), ParallelLayout(dp=3), ParallelLayout(tp=4)]
+EXPERT_LAYOUTS = [
+    ParallelLayout(),
+    ParallelLayout(dp=4, ep=2),
+    ParallelLayout(dp=4, ep=4),
+    ParallelLayout(tp=2, dp=2, ep=2, etp=2),
+    ParallelLayout(dp=2, ep=1),
+]
+OTHERS = {"stack": te_models.layers, "experts": te_models.experts("column")}
 
 
-@pytest.mark.parametrize("name", ["layer", "gated mlp", "linear split", "stack"])
+@pytest.mark.parametrize("name", ["layer", "gated mlp", "linear split", *OTHERS])
 def test_moments_are_the_same_at_every_layout(tmp_path: Path, name: str) -> None:
-    make = te_models.layers if name == "stack" else MODULES[name]
+    make = OTHERS.get(name) or MODULES[name]
     expected: dict[str, Any] = {}
-    for step, layout in enumerate(LAYOUTS):
+    for step, layout in enumerate(EXPERT_LAYOUTS if name == "experts" else LAYOUTS):
         groups = [ParallelGroups.offline(layout, rank) for rank in range(layout.world_size)]
         modules = [build(make, g, seed=step) for g in groups]
+        for module, own in zip(modules, groups, strict=True):
+            mark_parameters(module, own)
         optimizers = [
             DistributedOptimizer(m.parameters(), lambda p: torch.optim.AdamW(p, lr=1e-3), g)
             for m, g in zip(modules, groups, strict=True)
@@ -54,3 +64,26 @@ def test_moments_are_the_same_at_every_layout(tmp_path: Path, name: str) -> None
     moments = [key for key in expected if key.startswith("optimizer.state.exp_avg.")]
     assert len(moments) == sum(not key.startswith("optimizer.") for key in expected)
     assert all(expected[key].std() > 0.5 for key in moments)
+
+
+def test_marks_are_what_the_modules_are() -> None:
+    groups = ParallelGroups.offline(ParallelLayout(tp=2, dp=2, ep=2, etp=2), 1)
+    cut = {
+        "linear": [],
+        "linear column": ["weight", "bias"],
+        "linear row": ["weight"],
+        "norm and linear": ["weight", "bias"],
+        "gated mlp": ["fc1_weight", "fc1_bias", "fc2_weight"],
+        "gated mlp, whole": [],
+    }
+    for name, expected in cut.items():
+        module = build(MODULES[name], groups)
+        mark_parameters(module, groups)
+        marked = [n for n, p in module.named_parameters() if is_marked(p, "tensor_model_parallel")]
+        assert sorted(marked) == sorted(expected), name
+        assert not any(is_marked(p, "expert_parallel") for p in module.parameters())
+    experts = build(te_models.experts("row"), groups)
+    mark_parameters(experts, groups)
+    assert all(is_marked(p, "expert_parallel") for p in experts.parameters())
+    assert is_marked(experts.get_parameter("weight0"), "tensor_model_parallel")
+    assert not is_marked(experts.get_parameter("bias0"), "tensor_model_parallel")

@@ -20,6 +20,7 @@ from megackpt.integrations.transformer_engine.extra_state import (
     write_extra_state,
 )
 from megackpt.integrations.transformer_engine.fp8_state import initialise_fp8_state
+from megackpt.integrations.transformer_engine.marks import mark_parameters
 from megackpt.integrations.transformer_engine.mixin import TransformerEngineMixin
 from megackpt.integrations.transformer_engine.names import (
     ALIASES,
@@ -41,6 +42,7 @@ __all__ = [
     "fp8_state_of",
     "initialise_fp8_state",
     "join_megatron_experts",
+    "mark_parameters",
     "read_extra_state",
     "set_components",
     "set_parallel_mode",
