@@ -198,7 +198,7 @@ def export_huggingface(
 
 @dataclass(frozen=True, slots=True)
 class _OpenedSource:
-    """A checkpoint on one rank, and the files besides the weights."""
+    """A checkpoint on one rank, and the files of the folder that hold no weights."""
 
     store: Store
     contents: Contents

@@ -1,4 +1,4 @@
-"""The files of a Hugging Face folder besides its weights: config.json, generation_config.json, tokenizer.
+"""The files of a Hugging Face folder that hold no weights: config.json, generation_config.json, tokenizer.
 
 They come from a folder that is given, or from the content metadata of a checkpoint.
 """
@@ -26,7 +26,7 @@ _DTYPE_KEYS = ("dtype", "torch_dtype")
 
 @dataclass(frozen=True, slots=True)
 class ModelFiles:
-    """The files besides the weights.
+    """All files of the folder except the weights.
 
     Attributes:
         config: the parsed config.json.

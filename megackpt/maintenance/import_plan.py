@@ -1,4 +1,4 @@
-"""The plan of an import: which chunk of the new checkpoint has which part of which array. Pure."""
+"""The plan of an import: the chunks of the new checkpoint, and the part of an array that each has. Pure."""
 
 from __future__ import annotations
 

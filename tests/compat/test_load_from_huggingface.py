@@ -38,6 +38,7 @@ from megackpt.storage import LocalStore, ObjectStore
 from megackpt.testing.ranks import RankPool
 from models import GPTConfig, build_gpt
 from models.huggingface import gpt_config
+from tests.effort import is_thorough
 from tests.huggingface_models import (
     FAMILIES,
     SEQUENCE,
@@ -54,7 +55,7 @@ from tests.s3_server import BUCKET, S3Server, options_for
 
 pytest.importorskip("transformers", reason="the extra huggingface is not installed")
 
-SEEDS = 5
+SEEDS = 5 if is_thorough() else 2
 MAPPED = [family for family in FAMILIES if family != "phi3"]  # which no map is for
 Arrays = Mapping[str, npt.NDArray[Any]]
 

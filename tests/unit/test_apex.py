@@ -267,7 +267,7 @@ def test_state_that_does_not_start_at_zero_is_not_saved_before_the_first_step(bu
 def test_groups_of_one_name_and_other_groups_are_errors() -> None:
     params = make_params(0, torch.float32)
     twice = [{**group, "name": "all"} for group in groups_of(params)]
-    with pytest.raises(DeclarationError, match="some are equal"):
+    with pytest.raises(DeclarationError, match="Some are equal"):
         sharded_state_dict(fake_apex.FusedAdam(twice), declare(params))
     state = sharded_state_dict(fake_apex.FusedAdam(groups_of(params)), declare(params))
     with pytest.raises(MismatchError, match=r"groups \['0', '1'\] and this optimizer \['0'\]"):

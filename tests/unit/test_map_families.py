@@ -16,10 +16,11 @@ from torch import Tensor
 
 from megackpt import MapError
 from megackpt.maps import RegionMap, Rule, family, family_of, region_map
+from tests.effort import is_thorough
 from tests.huggingface_configs import FAMILIES, random_fields
 from tests.mapped_arrays import assembled
 
-SEEDS = range(6)
+SEEDS = range(6 if is_thorough() else 2)
 
 
 def saved_model(

@@ -66,7 +66,7 @@ def group_names(groups: Sequence[Mapping[str, Any]]) -> list[str]:
     names = [str(group.get("name", index)) for index, group in enumerate(groups)]
     if len(set(names)) < len(names):
         raise DeclarationError(
-            f"Parameter groups have the names {names}, of which some are equal, so one would overwrite the "
+            f"Parameter groups have the names {names}. Some are equal, so one would overwrite the "
             f"settings of another. Give each group a 'name' of its own."
         )
     return names

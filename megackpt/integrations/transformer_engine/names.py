@@ -54,7 +54,7 @@ def use_stored_names(state: ShardedStateDict, stored: Collection[str]) -> Sharde
     """Return the declarations under the names that a checkpoint has. Local.
 
     For checkpoints whose norms are stored with the layer that follows them, or the other way round. A key
-    that the checkpoint has, and one of which it has no other name, stays as it is.
+    stays as it is if the checkpoint has it, or has no other name for it.
 
     Args:
         state: from `sharded_state_dict`.
