@@ -12,7 +12,7 @@ import hypothesis
 import pytest
 
 from megackpt.testing.ranks import RankPool
-from tests.effort import THOROUGH
+from tests.effort import THOROUGH, is_thorough, skip_most_cases
 from tests.s3_server import FaultyProxy, S3Server
 
 # A bound on the time of an example fails where the machine is busy, and says nothing about the code.
@@ -73,12 +73,13 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ[THOROUGH] = "1"
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip `gpu` tests, visibly, where there is no CUDA device."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Skip, visibly, `gpu` tests where there is no CUDA device, and cases that only `--thorough` tries."""
     import torch
 
-    if torch.cuda.is_available():
-        return
-    for item in items:
-        if item.get_closest_marker("gpu"):
-            item.add_marker(pytest.mark.skip(reason="no CUDA device on this machine"))
+    if not torch.cuda.is_available():
+        for item in items:
+            if item.get_closest_marker("gpu"):
+                item.add_marker(pytest.mark.skip(reason="no CUDA device on this machine"))
+    if not is_thorough() and not config.getoption("--all-pairs"):
+        skip_most_cases(items)

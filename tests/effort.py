@@ -6,7 +6,10 @@ generates differ from run to run.
 
 from __future__ import annotations
 
+import math
 import os
+import random
+from collections import defaultdict
 
 import pytest
 
@@ -20,9 +23,13 @@ SEED = "MEGACKPT_TESTS_SEED"
 
 def seed() -> int:
     """Return the seed of what a test chooses at random, and print it: 0, or that of the environment."""
-    value = int(os.environ.get(SEED, "0"))
+    value = _chosen_seed()
     print(f"{SEED}={value}")
     return value
+
+
+def _chosen_seed() -> int:
+    return int(os.environ.get(SEED, "0"))
 
 
 def is_thorough() -> bool:
@@ -38,3 +45,22 @@ def only_thorough(why: str) -> pytest.MarkDecorator:
 def sample_of(whole: int, *, at_least: int = 20) -> int:
     """Return how many of so many examples to try: a quarter, or all."""
     return whole if is_thorough() else max(at_least, whole // 4)
+
+
+def skip_most_cases(items: list[pytest.Item]) -> None:
+    """Skip all but one in n cases of each test marked `one_in(n)`.
+
+    Which ones depends on the seed and on the test's name, so that two dimensions of cases never keep step.
+    """
+    cases: dict[tuple[str, int], list[pytest.Item]] = defaultdict(list)
+    for item in items:
+        mark = item.get_closest_marker("one_in")
+        if mark is not None:
+            cases[item.nodeid.partition("[")[0], mark.args[0]].append(item)
+    for (name, n), members in cases.items():
+        kept = random.Random(f"{_chosen_seed()} {name}").sample(
+            range(len(members)), math.ceil(len(members) / n)
+        )
+        for index, item in enumerate(members):
+            if index not in kept:
+                item.add_marker(pytest.mark.skip(reason=f"only with --thorough: one in {n} cases is tried"))

@@ -78,6 +78,7 @@ def _save_all(cases: list[tuple[Any, ...]]) -> None:
         _save(*case)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("family", MAPPED)
 def test_weights_and_masters_of_any_layout_are_exported(

@@ -43,7 +43,7 @@ pytestmark = [pytest.mark.multiprocess, pytest.mark.slow]
 
 Work = Literal["save", "first async save", "async save", "waves", "behind", "wait", "close", "load"]
 
-SAMPLE = 10
+SAMPLE = 6
 TIMEOUT_S = 4.0
 BUSY_S = 5.0  # what a busy machine of two cores adds
 LIMIT_S = 30

@@ -27,7 +27,7 @@ from megackpt.engine.background import process as writer_process
 from megackpt.engine.background import saver as async_save
 from megackpt.testing.ranks import RankPool
 from tests.async_saves import OPTIONS, is_alive, made, ones, part, saver_of, single_process_checkpointer
-from tests.effort import is_thorough
+from tests.effort import is_thorough, seed
 from tests.writer_faults import (
     FullDiskStrategy,
     GatedStrategy,
@@ -314,7 +314,7 @@ def test_a_writer_that_is_slow_and_makes_progress_is_not_given_up(
 
     monkeypatch.setattr(writer_process, "_GRACE_S", 0.0)
     state = {f"w{n}": ShardedTensor.from_rank_offsets(f"w{n}", torch.ones(4)) for n in range(4)}
-    cases = list(SLOW) if is_thorough() else [random.choice(list(SLOW))]
+    cases = list(SLOW) if is_thorough() else [random.Random(seed()).choice(list(SLOW))]
     with single_process_checkpointer(tmp_path, timeout_s=2.5) as checkpointer:
         for step, case in enumerate(cases):
             print(case)

@@ -108,6 +108,7 @@ def sources(tmp_path_factory: pytest.TempPathFactory, rank_pool: RankPool) -> So
     return Sources(rank_pool, tmp_path_factory.mktemp("pairs"))
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("target", NAMES)
 def test_what_any_layout_saved_a_layout_loads_and_saves_bit_equal(
     target: str, sources: Sources, rank_pool: RankPool, tmp_path: Path, pytestconfig: pytest.Config

@@ -27,7 +27,7 @@ from megackpt import (
 from megackpt.checkpointer import LastLoad
 from megackpt.testing.ranks import RankPool
 from tests.async_saves import saver_of
-from tests.effort import is_thorough, only_thorough
+from tests.effort import is_thorough, only_thorough, seed
 from tests.writer_faults import TIER_ORDER, TierOrder, in_a_tier, wait_for
 
 pytestmark = pytest.mark.multiprocess
@@ -199,7 +199,7 @@ def test_tiers_are_written_asynchronously_and_survive_a_lost_node_a_full_one_and
             assert LOGGED[how] in text
             assert elapsed < DEADLINE_S / 2
     shutil.rmtree(memory_path / "root")
-    for lost in range(RANKS) if is_thorough() else [random.randrange(RANKS)]:
+    for lost in range(RANKS) if is_thorough() else [random.Random(seed()).randrange(RANKS)]:
         shutil.copytree(memory_path, restarted := memory_path / "restarted")
         shutil.rmtree(restarted / f"node-{lost}")
         results = rank_pool.run(load, RANKS, restarted)

@@ -15,7 +15,7 @@ from megackpt.optim import DistributedOptimizer
 from megackpt.parallel import ParallelGroups, ParallelLayout, QKVParallelLinear
 from megackpt.storage import MemoryStore
 from megackpt.testing.world import SimulatedWorld
-from tests.effort import sample_of
+from tests.effort import is_thorough
 
 HEADS, HEAD_DIM, HIDDEN = 8, 2, 3
 LAYOUTS = st.builds(ParallelLayout, tp=st.sampled_from([1, 2, 4, 8]), dp=st.integers(1, 3))
@@ -52,7 +52,7 @@ def fill(state: dict[str, Any]) -> dict[str, Any]:
     return state
 
 
-@settings(max_examples=sample_of(400), deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=400 if is_thorough() else 50, deadline=None, suppress_health_check=list(HealthCheck))
 @given(kv_heads=st.sampled_from([1, 2]), source=LAYOUTS, target=LAYOUTS)
 def test_any_layout_loads_what_any_other_saved(
     kv_heads: int, source: ParallelLayout, target: ParallelLayout

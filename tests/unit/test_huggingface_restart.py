@@ -17,7 +17,7 @@ from megackpt.storage import LocalStore, Store
 from megackpt.testing.cached_disk import Loss
 from megackpt.testing.crash_store import CrashMachine, Moment, Stopped
 from megackpt.testing.faulty_store import FaultyStore, Operation
-from tests.effort import is_thorough, sample_of, seed
+from tests.effort import is_thorough, seed
 from tests.huggingface_checkpoints import assert_same_tensors, folder_tensors, random_config, saved_model
 
 LLAMA = random_config("llama", 0)
@@ -51,7 +51,7 @@ def test_a_machine_that_stops_at_any_moment_leaves_no_half_model(file_bytes: int
     assert not [name for name in whole if name.endswith(".tmp") or "export" in name]
     chance = random.Random(seed())
     kept = 0
-    for index in sorted(chance.sample(range(moments), min(moments, sample_of(160, at_least=30)))):
+    for index in sorted(chance.sample(range(moments), min(moments, 160 if is_thorough() else 15))):
         machine = CrashMachine(stop_at=Moment(rank=0, index=index))
         with pytest.raises(Stopped):
             export(tmp_path / "saved", machine.store(rank=0), file_bytes=file_bytes)
@@ -76,7 +76,10 @@ def test_a_model_that_is_replaced_is_never_mixed_with_the_new_one(tmp_path: Path
     chance = random.Random(seed())
     seen = 0
     removal = range(min(40, moments))  # the old model is removed first
-    for index in [*removal, *chance.sample(range(40, moments), sample_of(80, at_least=5))]:
+    for index in [
+        *chance.sample(removal, 40 if is_thorough() else 15),
+        *chance.sample(range(40, moments), 80 if is_thorough() else 10),
+    ]:
         machine = CrashMachine(old, stop_at=Moment(rank=0, index=index))
         with pytest.raises(Stopped):
             export(tmp_path / "saved", machine.store(rank=0))
