@@ -10,168 +10,91 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from megackpt.api import (
-        check_is_distributed_checkpoint,
-        load,
-        load_common_state_dict,
-        load_content_metadata,
-        load_plain_tensors,
-        load_sharded_metadata,
-        load_tensors_metadata,
-        load_with_report,
-        remove_sharded_tensors,
-        save,
-    )
-    from megackpt.checkpointer import (
-        Checkpointer,
-        Groups,
-        KeepBest,
-        LocalTier,
-        MemoryTier,
-        Retention,
-        SaveSchedule,
-        Tier,
-        Tiers,
-    )
-    from megackpt.codec import ForeignMember, ForeignNamedTuple, ForeignObject
-    from megackpt.codec.registration import register_codec
-    from megackpt.config import CheckpointConfig
-    from megackpt.engine.saving.plan_cache import PlanCache
-    from megackpt.engine.verification.verify import VerifyReport
-    from megackpt.errors import (
-        CheckpointError,
-        CheckpointingException,
-        CommonStateError,
-        CoverageError,
-        DeclarationError,
-        FormatError,
-        GeometryError,
-        IntegrityError,
-        MapError,
-        MismatchError,
-        MissingExtraError,
-        MissingKeyError,
-        NotACheckpointError,
-        OptimizerError,
-        RankFailedError,
-        StorageError,
-        UnknownClassError,
-        UnserializableError,
-        UnsupportedError,
-        WriterFailedError,
-    )
-    from megackpt.formats.damage import Damage
-    from megackpt.maintenance.convert import ConvertReport, convert
-    from megackpt.maintenance.diff import CheckpointDifference, ValueDifference, diff
-    from megackpt.maintenance.diff_arrays import ArrayDifference
-    from megackpt.maintenance.export_huggingface import HuggingFaceExport, export_huggingface
-    from megackpt.maintenance.import_huggingface import HuggingFaceImport, import_huggingface
-    from megackpt.maintenance.inspect import CheckpointSummary, StoredArray, StoredFile, inspect
-    from megackpt.maintenance.repair import RepairReport, repair
-    from megackpt.maintenance.repair_search import RepairedFile
-    from megackpt.maintenance.verify import verify
-    from megackpt.mapping import (
-        ComponentPlacement,
-        Layout,
-        LocalNonpersistentObject,
-        PerRankValue,
-        ReplicatedValue,
-        ShardedBase,
-        ShardedLayout,
-        ShardedObject,
-        ShardedTensor,
-        ShardedTensorFactory,
-    )
-    from megackpt.options import AsyncOptions, KeyRule, LoadOptions, Policy, SaveOptions
-    from megackpt.validation import ArrayReport, LoadReport, StrictHandling
+    from megackpt.api import check_is_distributed_checkpoint as check_is_distributed_checkpoint
+    from megackpt.api import load as load
+    from megackpt.api import load_common_state_dict as load_common_state_dict
+    from megackpt.api import load_content_metadata as load_content_metadata
+    from megackpt.api import load_plain_tensors as load_plain_tensors
+    from megackpt.api import load_sharded_metadata as load_sharded_metadata
+    from megackpt.api import load_tensors_metadata as load_tensors_metadata
+    from megackpt.api import load_with_report as load_with_report
+    from megackpt.api import remove_sharded_tensors as remove_sharded_tensors
+    from megackpt.api import save as save
+    from megackpt.checkpointer import Checkpointer as Checkpointer
+    from megackpt.checkpointer import Groups as Groups
+    from megackpt.checkpointer import KeepBest as KeepBest
+    from megackpt.checkpointer import LocalTier as LocalTier
+    from megackpt.checkpointer import MemoryTier as MemoryTier
+    from megackpt.checkpointer import Retention as Retention
+    from megackpt.checkpointer import SaveSchedule as SaveSchedule
+    from megackpt.checkpointer import Tier as Tier
+    from megackpt.checkpointer import Tiers as Tiers
+    from megackpt.codec import ForeignMember as ForeignMember
+    from megackpt.codec import ForeignNamedTuple as ForeignNamedTuple
+    from megackpt.codec import ForeignObject as ForeignObject
+    from megackpt.codec.registration import register_codec as register_codec
+    from megackpt.config import CheckpointConfig as CheckpointConfig
+    from megackpt.engine.saving.plan_cache import PlanCache as PlanCache
+    from megackpt.engine.verification.verify import VerifyReport as VerifyReport
+    from megackpt.errors import CheckpointError as CheckpointError
+    from megackpt.errors import CheckpointingException as CheckpointingException
+    from megackpt.errors import CommonStateError as CommonStateError
+    from megackpt.errors import CoverageError as CoverageError
+    from megackpt.errors import DeclarationError as DeclarationError
+    from megackpt.errors import FormatError as FormatError
+    from megackpt.errors import GeometryError as GeometryError
+    from megackpt.errors import IntegrityError as IntegrityError
+    from megackpt.errors import MapError as MapError
+    from megackpt.errors import MismatchError as MismatchError
+    from megackpt.errors import MissingExtraError as MissingExtraError
+    from megackpt.errors import MissingKeyError as MissingKeyError
+    from megackpt.errors import NotACheckpointError as NotACheckpointError
+    from megackpt.errors import OptimizerError as OptimizerError
+    from megackpt.errors import RankFailedError as RankFailedError
+    from megackpt.errors import StorageError as StorageError
+    from megackpt.errors import UnknownClassError as UnknownClassError
+    from megackpt.errors import UnserializableError as UnserializableError
+    from megackpt.errors import UnsupportedError as UnsupportedError
+    from megackpt.errors import WriterFailedError as WriterFailedError
+    from megackpt.formats.damage import Damage as Damage
+    from megackpt.maintenance.convert import ConvertReport as ConvertReport
+    from megackpt.maintenance.convert import convert as convert
+    from megackpt.maintenance.diff import CheckpointDifference as CheckpointDifference
+    from megackpt.maintenance.diff import ValueDifference as ValueDifference
+    from megackpt.maintenance.diff import diff as diff
+    from megackpt.maintenance.diff_arrays import ArrayDifference as ArrayDifference
+    from megackpt.maintenance.export_huggingface import HuggingFaceExport as HuggingFaceExport
+    from megackpt.maintenance.export_huggingface import export_huggingface as export_huggingface
+    from megackpt.maintenance.import_huggingface import HuggingFaceImport as HuggingFaceImport
+    from megackpt.maintenance.import_huggingface import import_huggingface as import_huggingface
+    from megackpt.maintenance.inspect import CheckpointSummary as CheckpointSummary
+    from megackpt.maintenance.inspect import StoredArray as StoredArray
+    from megackpt.maintenance.inspect import StoredFile as StoredFile
+    from megackpt.maintenance.inspect import inspect as inspect
+    from megackpt.maintenance.repair import RepairReport as RepairReport
+    from megackpt.maintenance.repair import repair as repair
+    from megackpt.maintenance.repair_search import RepairedFile as RepairedFile
+    from megackpt.maintenance.verify import verify as verify
+    from megackpt.mapping import ComponentPlacement as ComponentPlacement
+    from megackpt.mapping import Layout as Layout
+    from megackpt.mapping import LocalNonpersistentObject as LocalNonpersistentObject
+    from megackpt.mapping import PerRankValue as PerRankValue
+    from megackpt.mapping import ReplicatedValue as ReplicatedValue
+    from megackpt.mapping import ShardedBase as ShardedBase
+    from megackpt.mapping import ShardedLayout as ShardedLayout
+    from megackpt.mapping import ShardedObject as ShardedObject
+    from megackpt.mapping import ShardedTensor as ShardedTensor
+    from megackpt.mapping import ShardedTensorFactory as ShardedTensorFactory
+    from megackpt.options import AsyncOptions as AsyncOptions
+    from megackpt.options import KeyRule as KeyRule
+    from megackpt.options import LoadOptions as LoadOptions
+    from megackpt.options import Policy as Policy
+    from megackpt.options import SaveOptions as SaveOptions
+    from megackpt.validation import ArrayReport as ArrayReport
+    from megackpt.validation import LoadReport as LoadReport
+    from megackpt.validation import StrictHandling as StrictHandling
 
 __version__ = "0.1.0"
-
-__all__ = [
-    "ArrayDifference",
-    "ArrayReport",
-    "AsyncOptions",
-    "CheckpointConfig",
-    "CheckpointDifference",
-    "CheckpointError",
-    "CheckpointSummary",
-    "Checkpointer",
-    "CheckpointingException",
-    "CommonStateError",
-    "ComponentPlacement",
-    "ConvertReport",
-    "CoverageError",
-    "Damage",
-    "DeclarationError",
-    "ForeignMember",
-    "ForeignNamedTuple",
-    "ForeignObject",
-    "FormatError",
-    "GeometryError",
-    "Groups",
-    "HuggingFaceExport",
-    "HuggingFaceImport",
-    "IntegrityError",
-    "KeepBest",
-    "KeyRule",
-    "Layout",
-    "LoadOptions",
-    "LoadReport",
-    "LocalNonpersistentObject",
-    "LocalTier",
-    "MapError",
-    "MemoryTier",
-    "MismatchError",
-    "MissingExtraError",
-    "MissingKeyError",
-    "NotACheckpointError",
-    "OptimizerError",
-    "PerRankValue",
-    "PlanCache",
-    "Policy",
-    "RankFailedError",
-    "RepairReport",
-    "RepairedFile",
-    "ReplicatedValue",
-    "Retention",
-    "SaveOptions",
-    "SaveSchedule",
-    "ShardedBase",
-    "ShardedLayout",
-    "ShardedObject",
-    "ShardedTensor",
-    "ShardedTensorFactory",
-    "StorageError",
-    "StoredArray",
-    "StoredFile",
-    "StrictHandling",
-    "Tier",
-    "Tiers",
-    "UnknownClassError",
-    "UnserializableError",
-    "UnsupportedError",
-    "ValueDifference",
-    "VerifyReport",
-    "WriterFailedError",
-    "check_is_distributed_checkpoint",
-    "convert",
-    "diff",
-    "export_huggingface",
-    "import_huggingface",
-    "inspect",
-    "load",
-    "load_common_state_dict",
-    "load_content_metadata",
-    "load_plain_tensors",
-    "load_sharded_metadata",
-    "load_tensors_metadata",
-    "load_with_report",
-    "register_codec",
-    "remove_sharded_tensors",
-    "repair",
-    "save",
-    "verify",
-]
 
 _NAMES_OF = {
     "megackpt.api": (
@@ -201,6 +124,7 @@ _NAMES_OF = {
     "megackpt.codec.registration": ("register_codec",),
     "megackpt.config": ("CheckpointConfig",),
     "megackpt.engine.saving.plan_cache": ("PlanCache",),
+    "megackpt.engine.verification.verify": ("VerifyReport",),
     "megackpt.errors": (
         "CheckpointError",
         "CheckpointingException",
@@ -223,10 +147,20 @@ _NAMES_OF = {
         "UnsupportedError",
         "WriterFailedError",
     ),
+    "megackpt.formats.damage": ("Damage",),
+    "megackpt.maintenance.convert": ("ConvertReport", "convert"),
+    "megackpt.maintenance.diff": ("CheckpointDifference", "ValueDifference", "diff"),
+    "megackpt.maintenance.diff_arrays": ("ArrayDifference",),
+    "megackpt.maintenance.export_huggingface": ("HuggingFaceExport", "export_huggingface"),
+    "megackpt.maintenance.import_huggingface": ("HuggingFaceImport", "import_huggingface"),
+    "megackpt.maintenance.inspect": ("CheckpointSummary", "StoredArray", "StoredFile", "inspect"),
+    "megackpt.maintenance.repair": ("RepairReport", "repair"),
+    "megackpt.maintenance.repair_search": ("RepairedFile",),
+    "megackpt.maintenance.verify": ("verify",),
     "megackpt.mapping": (
+        "ComponentPlacement",
         "Layout",
         "LocalNonpersistentObject",
-        "ComponentPlacement",
         "PerRankValue",
         "ReplicatedValue",
         "ShardedBase",
@@ -235,50 +169,15 @@ _NAMES_OF = {
         "ShardedTensor",
         "ShardedTensorFactory",
     ),
-    "megackpt.options": (
-        "AsyncOptions",
-        "KeyRule",
-        "LoadOptions",
-        "Policy",
-        "SaveOptions",
-    ),
+    "megackpt.options": ("AsyncOptions", "KeyRule", "LoadOptions", "Policy", "SaveOptions"),
     "megackpt.validation": ("ArrayReport", "LoadReport", "StrictHandling"),
-    "megackpt.formats.damage": ("Damage",),
-    "megackpt.engine.verification.verify": ("VerifyReport",),
-    "megackpt.maintenance.convert": (
-        "ConvertReport",
-        "convert",
-    ),
-    "megackpt.maintenance.diff": (
-        "CheckpointDifference",
-        "ValueDifference",
-        "diff",
-    ),
-    "megackpt.maintenance.diff_arrays": ("ArrayDifference",),
-    "megackpt.maintenance.export_huggingface": (
-        "HuggingFaceExport",
-        "export_huggingface",
-    ),
-    "megackpt.maintenance.import_huggingface": (
-        "HuggingFaceImport",
-        "import_huggingface",
-    ),
-    "megackpt.maintenance.inspect": (
-        "CheckpointSummary",
-        "StoredArray",
-        "StoredFile",
-        "inspect",
-    ),
-    "megackpt.maintenance.repair": (
-        "RepairReport",
-        "repair",
-    ),
-    "megackpt.maintenance.repair_search": ("RepairedFile",),
-    "megackpt.maintenance.verify": ("verify",),
 }
 """The public names by the module that defines them. Type checkers read the imports above instead."""
 
 _MODULE_OF = {name: module for module, names in _NAMES_OF.items() for name in names}
+
+# Type checkers need no list: `import name as name`, above, re-exports a name.
+__all__ = sorted(_MODULE_OF)
 
 
 def __getattr__(name: str) -> Any:

@@ -27,7 +27,7 @@ COMMENTED_PARTS = ("planning", "metadata", "formats", "validation")
 
 # From `megackpt.save` to the system call that writes; each function calls the next one.
 CALLS_OF_A_SAVE = (
-    ("megackpt.api", "save"),
+    ("megackpt.api.collective", "save"),
     ("megackpt.engine.saving.save", "save_state"),
     ("megackpt.engine.saving.write", "write_and_commit"),
     ("megackpt.engine.saving.write", "write_chunks"),
@@ -174,7 +174,7 @@ def check_calls() -> None:
 def main() -> None:
     """Print the numbers."""
     sizes = {path: code_and_comments(path) for path in FILES}
-    closure = import_closure(["megackpt", "megackpt.api", "megackpt.formats.native"])
+    closure = import_closure(["megackpt", "megackpt.api.collective", "megackpt.formats.native"])
     print(
         f"modules that save and load import: {len(closure)} ({sum(sizes[NAMES[m]][0] for m in closure)} SLOC)"
     )

@@ -58,7 +58,6 @@ def test_names_come_from_where_type_checkers_see_them() -> None:
     block = next(node for node in tree.body if isinstance(node, ast.If))
     seen = {alias.name: node.module for node in block.body for alias in node.names}
     assert seen == megackpt._MODULE_OF
-    assert sorted(seen) == sorted(megackpt.__all__)
 
 
 def test_saving_and_loading_imports_nothing_of_the_command_line_and_no_extra(tmp_path: Path) -> None:
