@@ -17,6 +17,7 @@ ROOT = Path(__file__).parents[1]
 MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
     "notices": set(),
+    "entry_points": {"notices"},
     "read_checkpoint": set(),
     "arguments": {"errors"},
     "options": {"arguments", "errors"},
@@ -25,13 +26,14 @@ MAY_IMPORT: dict[str, set[str]] = {
     "mapping": {"metadata", "geometry", "errors"},
     "planning": {"metadata", "geometry", "errors", "options"},
     # Maps between families of names: rules and their proofs, and requests in another family's names.
-    "maps": {"mapping", "geometry", "notices", "errors"},
+    "maps": {"mapping", "geometry", "entry_points", "errors"},
     "validation": {"planning", "metadata", "geometry", "notices", "errors", "options"},
     "codec": {"errors"},
     "comm": {"errors"},
     "storage": {"arguments", "errors"},
     "formats": {
-        "planning", "metadata", "mapping", "geometry", "codec", "storage", "options", "notices", "errors",
+        "planning", "metadata", "mapping", "geometry", "codec", "storage", "options", "entry_points",
+        "notices", "errors",
     },
     "engine": {
         "formats", "validation", "planning", "maps", "mapping", "metadata", "geometry", "codec", "comm",

@@ -13,13 +13,12 @@ import logging
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cache
-from importlib.metadata import entry_points
 from typing import TypeAlias
 
+from megackpt.entry_points import loaded_entry_points
 from megackpt.errors import CheckpointError, DeclarationError, FormatError, MismatchError
 from megackpt.formats.file_names import HUGGINGFACE, NATIVE, TORCH_DIST, ZARR_V1, ZARR_V3, FileNames
 from megackpt.formats.strategy import Format, Json, LoadStrategy, SaveStrategy
-from megackpt.notices import notice
 from megackpt.storage import Store
 
 log = logging.getLogger(__name__)
@@ -241,22 +240,8 @@ def _format(name: Name) -> Format:
 @cache
 def _third_parties() -> dict[Name, Format]:
     """Return the formats of other packages. One that cannot be imported is left out, with a warning."""
-    formats: dict[Name, Format] = {}
-    for point in entry_points(group=ENTRY_POINTS):
-        try:
-            added = point.load()
-        except Exception as error:  # noqa: BLE001 - another package's fault must not stop our own formats
-            notice(log, f"Format {point.name} ({point.value}) cannot be used: {error}")
-            continue
-        if not isinstance(added, Format):
-            notice(
-                log,
-                f"Format {point.name} ({point.value}) cannot be used: it is a {type(added).__name__}, not a "
-                f"megackpt.formats.strategy.Format.",
-            )
-            continue
-        formats[added.backend, added.version] = added
-    return formats
+    added = loaded_entry_points(ENTRY_POINTS, Format, what="Format", log=log)
+    return {(added_format.backend, added_format.version): added_format for added_format in added}
 
 
 def _list(names: Iterable[Name]) -> str:

@@ -11,13 +11,12 @@ import logging
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import cache
-from importlib.metadata import entry_points
 from typing import Any
 
+from megackpt.entry_points import loaded_entry_points
 from megackpt.errors import MapError
 from megackpt.maps.regions import RegionMap
 from megackpt.maps.rules import Rule, region_map
-from megackpt.notices import notice
 
 log = logging.getLogger(__name__)
 
@@ -126,14 +125,6 @@ def known_families() -> dict[str, Family]:
     for name, path in _BUILT_IN.items():
         module, attribute = path.split(":")
         known[name] = getattr(importlib.import_module(module), attribute)
-    for point in entry_points(group=ENTRY_POINTS):
-        try:
-            added = point.load()
-        except Exception as error:  # noqa: BLE001 - another package's fault must not stop our own families
-            notice(log, f"Map {point.name} ({point.value}) cannot be used: {error}")
-            continue
-        if not isinstance(added, Family):
-            notice(log, f"Map {point.name} ({point.value}) cannot be used: it is not a megackpt.maps.Family.")
-            continue
+    for added in loaded_entry_points(ENTRY_POINTS, Family, what="Map", log=log):
         known.setdefault(added.name, added)
     return known

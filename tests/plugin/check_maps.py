@@ -48,4 +48,4 @@ def test_what_cannot_be_used_is_left_out_with_a_warning(caplog: pytest.LogCaptur
     assert {"nano", "llama", "gpt2"} <= known.keys()
     assert not {"broken", "text"} & known.keys()
     assert "Map broken (megackpt_npyfiles.names:nothing) cannot be used" in caplog.text
-    assert "Map text (megackpt_npyfiles.names:NO_FAMILY) cannot be used: it is not a" in caplog.text
+    assert "Map text (megackpt_npyfiles.names:NO_FAMILY) cannot be used: it is a str, not a" in caplog.text
