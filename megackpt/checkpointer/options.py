@@ -241,12 +241,10 @@ def retention_of(retention: Retention | None, keep_last: int | None) -> Retentio
         DeclarationError: both are given, or one is of the wrong type.
     """
     check_kind("retention", retention, Retention, give="Retention(keep_last=3), or None", optional=True)
-    if keep_last is None:
-        return retention or Retention()
-    check_count("keep_last", keep_last, otherwise=", or None")
-    if retention is not None:
-        raise _both_given_error("keep_last", keep_last, "retention", retention, "keep_last")
-    return Retention(keep_last=keep_last)
+    if keep_last is not None:
+        check_count("keep_last", keep_last, otherwise=", or None")
+        _check_given_once("keep_last", keep_last, "retention", retention, "keep_last")
+    return retention or Retention(keep_last=keep_last)
 
 
 def schedule_of(schedule: SaveSchedule | None, save_interval: int | None) -> SaveSchedule:
@@ -256,20 +254,24 @@ def schedule_of(schedule: SaveSchedule | None, save_interval: int | None) -> Sav
         DeclarationError: both are given, or one is of the wrong type.
     """
     check_kind("schedule", schedule, SaveSchedule, give="SaveSchedule(steps=100), or None", optional=True)
-    if save_interval is None:
-        return schedule or SaveSchedule()
-    check_count("save_interval", save_interval, otherwise=", or None; or give schedule=SaveSchedule(...)")
-    if schedule is not None:
-        raise _both_given_error("save_interval", save_interval, "schedule", schedule, "steps")
-    return SaveSchedule(steps=save_interval)
+    if save_interval is not None:
+        check_count("save_interval", save_interval, otherwise=", or None; or give schedule=SaveSchedule(...)")
+        _check_given_once("save_interval", save_interval, "schedule", schedule, "steps")
+    return schedule or SaveSchedule(steps=save_interval)
 
 
-def _both_given_error(
-    short: str, number: int, name: str, value: Retention | SaveSchedule, field: str
-) -> DeclarationError:
-    """Return the error of an argument that is short for a field of another one, which is given as well."""
+def _check_given_once(
+    short: str, number: int, name: str, value: Retention | SaveSchedule | None, field: str
+) -> None:
+    """Check that an argument and the one that it is short for are not both given.
+
+    Raises:
+        DeclarationError: they are.
+    """
+    if value is None:
+        return
     kind = type(value).__name__
-    return DeclarationError(
+    raise DeclarationError(
         f"{short}={number} and {name}={value} are both given. {short} is short for a {kind} with nothing "
         f"else: write {kind}({field}={number}, ...)."
     )
