@@ -42,7 +42,7 @@ class ScheduleState:
 
     Args:
         schedule: an object whose `load_state_dict` is called, or a mapping, which is not changed: see
-        `values`.
+            `values`.
         when_different: what to do.
         progress: names of fields that count progress.
     """

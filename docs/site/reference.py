@@ -1,0 +1,73 @@
+"""Makes the pages of the API reference while mkdocs builds the site: one for each public part of megackpt.
+
+The names are those of each part's `__all__`, and a build in which one of them has no entry fails.
+mkdocstrings reads docstrings and signatures from the source; nothing is imported.
+"""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.exceptions import PluginError
+from mkdocs.structure.files import File, Files
+from mkdocs.structure.pages import Page
+
+ROOT = Path(__file__).parents[2]
+
+PARTS = {
+    "megackpt": "Save, load, checkpointer, options, reports, errors, maintenance.",
+    "megackpt.parallel": "Layers that declare their sharding.",
+    "megackpt.optim": "Optimizers that declare their state.",
+    "megackpt.training_state": "Random streams, data position, schedule, objects of your own.",
+    "megackpt.maps": "Maps between families of names.",
+    "megackpt.geometry": "Boxes, splits and flat ranges of arrays.",
+    "megackpt.storage": "Where the bytes are: directories, object stores, stores of your own.",
+    "megackpt.integrations.apex": "Optimizers of NVIDIA Apex.",
+    "megackpt.integrations.dcp": "Writers, readers and planners for torch.distributed.checkpoint.",
+    "megackpt.integrations.transformer_engine": "Modules of Transformer Engine.",
+    "megackpt.compat.megatron": "The module paths of Megatron-Core's dist_checkpointing.",
+}
+MODULES = {
+    "megackpt.integrations.xla": "Planners for torch_xla.",
+    "megackpt.testing.world": "A simulated world: many ranks in one process.",
+    "megackpt.testing.ranks": "Real worker ranks for tests.",
+    "megackpt.testing.format_suite": "The tests that a format has to pass.",
+    "megackpt.testing.store_suite": "The tests that a store has to pass.",
+}
+"""Modules without `__all__`: what they define in public is documented as a whole."""
+
+
+def public_names(part: str) -> list[str]:
+    """Return `__all__` of a package, as its source has it."""
+    tree = ast.parse((ROOT / part.replace(".", "/") / "__init__.py").read_text())
+    for node in tree.body:
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
+            return sorted(ast.literal_eval(node.value))
+    raise ValueError(f"{part} has no __all__")
+
+
+def page_of(part: str, about: str) -> str:
+    """Return the Markdown of a part's page, with a directive of mkdocstrings for each name."""
+    if part in MODULES:
+        return f"# {part}\n\n{about}\n\n::: {part}\n"
+    entries = [f"::: {part}.{name}\n" for name in public_names(part)]
+    return "\n".join([f"# {part}\n", f"{about}\n", *entries])
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    """Add the pages, as mkdocs asks for after it has listed the files of docs/."""
+    for part, about in {**PARTS, **MODULES}.items():
+        files.append(File.generated(config, f"reference/{part}.md", content=page_of(part, about)))
+    return files
+
+
+def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Fail if a public name has no entry on the page of its part."""
+    part = page.file.src_uri.removeprefix("reference/").removesuffix(".md")
+    if part in PARTS:
+        missing = [name for name in public_names(part) if f'id="{part}.{name}"' not in html]
+        if missing:
+            raise PluginError(f"{page.file.src_uri} has no entry for {', '.join(missing)}")
+    return html
