@@ -50,7 +50,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     },
     "config": {"formats", "validation", "options", "arguments", "errors"},
     "checkpointer": {
-        "api", "engine", "formats", "planning", "validation", "storage", "mapping", "comm", "options",
+        "api", "engine", "formats", "planning", "validation", "storage", "mapping", "maps", "comm", "options",
         "arguments", "notices", "errors",
     },
     "parallel": {"mapping", "geometry", "comm", "errors"},

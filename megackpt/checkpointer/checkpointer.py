@@ -15,7 +15,13 @@ from typing import Any, Literal, SupportsFloat
 
 from megackpt.arguments import check_flag, check_kind, checked_step
 from megackpt.checkpointer.async_saving import AsyncSaving
-from megackpt.checkpointer.loading import LastLoad, RootLoading, StepLoading
+from megackpt.checkpointer.loading import (
+    LastLoad,
+    RootLoading,
+    StepLoading,
+    StepRequest,
+    load_checkpoint,
+)
 from megackpt.checkpointer.options import (
     Groups,
     Retention,
@@ -42,8 +48,9 @@ from megackpt.engine.saving.save_request import SaveRequest, save_request
 from megackpt.errors import CheckpointError, DeclarationError
 from megackpt.formats.registry import SaveChoice
 from megackpt.mapping import ShardedStateDict, StateDict
+from megackpt.maps import MapChoice
 from megackpt.options import AsyncOptions, LoadOptions, SaveOptions
-from megackpt.storage import ObjectOptions, Store
+from megackpt.storage import Location, ObjectOptions, Store
 from megackpt.validation import ReturnsState, StrictHandling
 
 log = logging.getLogger(__name__)
@@ -367,6 +374,8 @@ class Checkpointer(Run):
         step: int | Literal["latest"] | None = None,
         *,
         strict: ReturnsState = StrictHandling.ASSUME_OK_UNEXPECTED,
+        maps: MapChoice | None = None,
+        config: Mapping[str, Any] | None = None,
     ) -> StateDict:
         """Load a step. Collective.
 
@@ -379,6 +388,8 @@ class Checkpointer(Run):
             state: the request, as for `megackpt.load`.
             step: the number of a step, "latest" or None.
             strict: as for `megackpt.load`.
+            maps: as for `megackpt.load`, for steps in another family's names.
+            config: as for `megackpt.load`.
 
         Returns:
             The loaded state dict, as `megackpt.load`.
@@ -393,9 +404,42 @@ class Checkpointer(Run):
         number = None if step is None or isinstance(step, str) else checked_step(step)
         self.wait()  # a step that is being saved is the newest, and removals after it must not cross the load
         group = self._ranks(self._load_options.timeout_s)
-        loaded, self.last_load = self._loading.load(state, number, strict, group)
+        request = StepRequest(state=state, strict=strict, maps=maps, config=config)
+        loaded, self.last_load = self._loading.load(request, number, group)
         self._trigger.loaded(self.last_load.step)
         return loaded
+
+    def load_from(
+        self,
+        state: ShardedStateDict,
+        location: Location,
+        *,
+        strict: ReturnsState = StrictHandling.ASSUME_OK_UNEXPECTED,
+        maps: MapChoice | None = None,
+        config: Mapping[str, Any] | None = None,
+    ) -> StateDict:
+        """Load a checkpoint that is no step of this run, to start it. Collective.
+
+        It may be of any format, and with `maps` have another family's names, as a Hugging Face folder has.
+        `last_load` does not change. `LoadOptions.copies` are roots of this run, and are not used.
+
+        Args:
+            state: the request, as for `megackpt.load`.
+            location: the checkpoint, not a root: a directory, a URL or a `Store`.
+            strict: as for `megackpt.load`.
+            maps: as for `megackpt.load`.
+            config: as for `megackpt.load`.
+
+        Returns:
+            The loaded state dict, as `megackpt.load`.
+
+        Raises:
+            CheckpointError: as `megackpt.load`.
+        """
+        group = self._ranks(self._load_options.timeout_s)
+        request = StepRequest(state=state, strict=strict, maps=maps, config=config)
+        options = replace(self._load_options, copies=())
+        return load_checkpoint(request, location, options, group, self._groups.exchange)[0]
 
     def find_latest(self) -> int | None:
         """Return the step that `load` would take, the same on all ranks; None if there is none. Collective.

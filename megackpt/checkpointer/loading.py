@@ -6,7 +6,7 @@ import contextlib
 import json
 import logging
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -17,7 +17,9 @@ from megackpt.engine.checkpoint.steps import StepDirectories, step_name
 from megackpt.engine.loading.fallback import DAMAGE_ERRORS
 from megackpt.errors import CheckpointError, DeclarationError, NotACheckpointError
 from megackpt.mapping import ShardedStateDict, StateDict
+from megackpt.maps import MapChoice
 from megackpt.options import LoadOptions
+from megackpt.storage import Location
 from megackpt.validation import LoadReport, ReturnsState
 
 log = logging.getLogger(__name__)
@@ -60,12 +62,27 @@ class LastLoad:
     report: LoadReport | None = field(default=None, repr=False)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepRequest:
+    """What is loaded of a step; arguments of `megackpt.load`.
+
+    Attributes:
+        state: the sharded state dict to fill.
+        strict: the mode for missing and unexpected keys.
+        maps: the map to the names of the step, or what it is made by; None if it has those of the request.
+        config: the config of the other model.
+    """
+
+    state: ShardedStateDict
+    strict: ReturnsState
+    maps: MapChoice | None = None
+    config: Mapping[str, Any] | None = None
+
+
 class StepLoading(Protocol):
     """Loads steps of a run, from the root or from tiers and the root."""
 
-    def load(
-        self, state: ShardedStateDict, step: int | None, strict: ReturnsState, group: Group
-    ) -> tuple[StateDict, LastLoad]:
+    def load(self, request: StepRequest, step: int | None, group: Group) -> tuple[StateDict, LastLoad]:
         """Load a step, or for None the newest that can be loaded; also return which was used. Collective.
 
         Raises:
@@ -91,9 +108,7 @@ class RootLoading:
     options: LoadOptions
     exchange_group: AnyGroup | None
 
-    def load(
-        self, state: ShardedStateDict, step: int | None, strict: ReturnsState, group: Group
-    ) -> tuple[StateDict, LastLoad]:
+    def load(self, request: StepRequest, step: int | None, group: Group) -> tuple[StateDict, LastLoad]:
         """Load a step; for None with on_corrupt="fallback", the newest that is not damaged."""
         where = self.directories.location
         current = self.find_latest(group) if step is None else step
@@ -106,7 +121,7 @@ class RootLoading:
         while current is not None:
             # An error of a load is the same on all ranks, so all of them go back to the same step.
             try:
-                loaded, report = self.load_step(state, current, strict, group)
+                loaded, report = self.load_step(request, current, group)
             except DAMAGE_ERRORS as error:
                 failures.append((current, error))
             else:
@@ -121,20 +136,12 @@ class RootLoading:
             raise newest_error
         raise _error_of_all(failures) from newest_error
 
-    def load_step(
-        self, state: ShardedStateDict, step: int, strict: ReturnsState, group: Group
-    ) -> tuple[StateDict, LoadReport]:
+    def load_step(self, request: StepRequest, step: int, group: Group) -> tuple[StateDict, LoadReport]:
         """Load one step, or its undamaged copies. Collective."""
         name = step_name(step)
         with contextlib.closing(self.directories.open(name)) as store:
-            return load_with_report(
-                state,
-                store,
-                strict=strict,
-                options=with_copies_of_step(self.options, name),
-                group=group,
-                exchange_group=self.exchange_group,
-            )
+            options = with_copies_of_step(self.options, name)
+            return load_checkpoint(request, store, options, group, self.exchange_group)
 
     def find_latest(self, group: Group) -> int | None:
         """Return the newest committed step that rank 0 finds. Collective."""
@@ -149,6 +156,26 @@ class RootLoading:
             lambda: max((s for s in scan(self.directories).committed if s < step), default=None),
             doing="looking for an older checkpoint",
         )
+
+
+def load_checkpoint(
+    request: StepRequest,
+    location: Location,
+    options: LoadOptions,
+    group: Group,
+    exchange_group: AnyGroup | None,
+) -> tuple[StateDict, LoadReport]:
+    """Load one checkpoint, of this run or another; see `megackpt.load_with_report`. Collective."""
+    return load_with_report(
+        request.state,
+        location,
+        strict=request.strict,
+        options=options,
+        group=group,
+        exchange_group=exchange_group,
+        maps=request.maps,
+        config=request.config,
+    )
 
 
 def with_copies_of_step(options: LoadOptions, name: str) -> LoadOptions:

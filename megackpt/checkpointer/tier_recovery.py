@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
-from megackpt.checkpointer.loading import LastLoad, RootLoading, SkippedStep, with_copies_of_step
+from megackpt.checkpointer.loading import LastLoad, RootLoading, SkippedStep, StepRequest, with_copies_of_step
 from megackpt.checkpointer.root_files import scan
 from megackpt.checkpointer.tier_survey import ROOT, StepCandidate, TierSurvey
 from megackpt.comm import Group, broadcast_from_rank_0, run_and_gather, run_on_all_ranks
@@ -32,10 +32,9 @@ from megackpt.engine.tiers.node_steps import (
 )
 from megackpt.engine.tiers.transfer import broadcast_from_rank
 from megackpt.errors import CheckpointError, NotACheckpointError, truncated_list
-from megackpt.mapping import ShardedStateDict, StateDict
+from megackpt.mapping import StateDict
 from megackpt.planning.redundancy import Nodes
 from megackpt.storage import Store
-from megackpt.validation import ReturnsState
 
 log = logging.getLogger(__name__)
 
@@ -103,9 +102,7 @@ class Recovery:
                 return candidate.step
         return None
 
-    def load(
-        self, state: ShardedStateDict, step: int | None, strict: ReturnsState
-    ) -> tuple[StateDict, LastLoad]:
+    def load(self, request: StepRequest, step: int | None) -> tuple[StateDict, LastLoad]:
         """Load the newest complete step, or the given step, from the first tier that has all of it.
 
         Raises:
@@ -113,7 +110,7 @@ class Recovery:
             CheckpointError: as `megackpt.load`; if all are damaged, the error of the newest.
         """
         for candidate in self._candidates(step):
-            loaded = self._load(candidate, state, strict)
+            loaded = self._load(candidate, request)
             if loaded is not None:
                 return loaded, self._finish(candidate, is_newest=step is None)
         if self._errors:
@@ -135,15 +132,13 @@ class Recovery:
             for number, tier, commit in _from_rank_0(self._group, rows)
         ]
 
-    def _load(
-        self, candidate: StepCandidate, state: ShardedStateDict, strict: ReturnsState
-    ) -> StateDict | None:
+    def _load(self, candidate: StepCandidate, request: StepRequest) -> StateDict | None:
         """Load a step; None if some of it is lost or damaged."""
         if candidate.tier == ROOT:
             return self._attempt(
-                candidate, lambda: self._root.load_step(state, candidate.step, strict, self._group)[0]
+                candidate, lambda: self._root.load_step(request, candidate.step, self._group)[0]
             )
-        return self._attempt(candidate, lambda: self._load_from_tier(candidate, state, strict))
+        return self._attempt(candidate, lambda: self._load_from_tier(candidate, request))
 
     def _locate(self, candidate: StepCandidate) -> _StepPlacement | None:
         """Find the files of a step of a tier; None if some are lost or damaged."""
@@ -209,9 +204,7 @@ class Recovery:
             missing={leaders[node]: (tuple(names), commit) for node, (names, commit) in missing},
         )
 
-    def _load_from_tier(
-        self, candidate: StepCandidate, state: ShardedStateDict, strict: ReturnsState
-    ) -> StateDict | None:
+    def _load_from_tier(self, candidate: StepCandidate, request: StepRequest) -> StateDict | None:
         """Load a step of a tier: a rank that can read a byte sends it to the ranks that need it."""
         placement = self._find_files(candidate)
         if placement is None:
@@ -223,14 +216,16 @@ class Recovery:
         )
         with self._open(candidate.tier, name) as store:
             share_step(group, store, placement.files, source=placement.source, takes=takes, commits=commits)
-            request = LoadRequest(
-                state=state,
+            load_request = LoadRequest(
+                state=request.state,
                 open_store=lambda: contextlib.nullcontext(store),
                 options=options,
-                strict=strict,
+                strict=request.strict,
                 file_readers=placement.readers,
+                maps=request.maps,
+                config=request.config,
             )
-            return load_state(request, group).state
+            return load_state(load_request, group).state
 
     def _find_damage(self, candidate: StepCandidate) -> bool:
         """Check the files of a step on every node; return whether new damage was found."""

@@ -10,7 +10,7 @@ import socket
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from megackpt.checkpointer.loading import LastLoad, RootLoading
+from megackpt.checkpointer.loading import LastLoad, RootLoading, StepRequest
 from megackpt.checkpointer.options import MemoryTier, Tier, Tiers
 from megackpt.checkpointer.tier_recovery import Recovery, TierDirectories
 from megackpt.comm import Group, Numbers, run_and_compare, run_on_all_ranks
@@ -23,10 +23,9 @@ from megackpt.engine.tiers.save import NodeLocation, clean_node, save_on_nodes
 from megackpt.errors import DeclarationError, StorageError
 from megackpt.formats.damage import Damage
 from megackpt.formats.registry import save_strategy
-from megackpt.mapping import ShardedStateDict, StateDict
+from megackpt.mapping import StateDict
 from megackpt.options import SaveOptions
 from megackpt.planning.redundancy import Nodes
-from megackpt.validation import ReturnsState
 
 log = logging.getLogger(__name__)
 
@@ -269,11 +268,9 @@ class TierLoading:
     tiers: TierSet
     root: RootLoading
 
-    def load(
-        self, state: ShardedStateDict, step: int | None, strict: ReturnsState, group: Group
-    ) -> tuple[StateDict, LastLoad]:
+    def load(self, request: StepRequest, step: int | None, group: Group) -> tuple[StateDict, LastLoad]:
         """Load a step from the first tier that has all of it, or from the root."""
-        return self._begin_recovery(group).load(state, step, strict)
+        return self._begin_recovery(group).load(request, step)
 
     def find_latest(self, group: Group) -> int | None:
         """Return the newest step that is complete, in the root or over all nodes of a tier."""
