@@ -104,11 +104,18 @@ def _class_for(name: Name) -> type[PickledInstance]:
     return type("Pickled", (PickledInstance,), {"of": name})
 
 
-def _storage(data: Any) -> Any:
-    """Replace `torch.storage._load_from_bytes`, which would load any pickle."""
+def _storage(data: Any) -> torch.TypedStorage:
+    """Replace `torch.storage._load_from_bytes`, which would load any pickle.
+
+    Another value than a storage may be one that the process has already, such as a member of an enumeration.
+    The pickle could change its attributes, as `check_opcodes` counts the result of a call as new.
+    """
     if not isinstance(data, bytes):
         raise pickle.UnpicklingError("a storage that is not bytes")
-    return load_value(data, where="a tensor's storage")
+    storage = load_value(data, where="a tensor's storage")
+    if not isinstance(storage, torch.TypedStorage):
+        raise pickle.UnpicklingError(f"a storage that is a {type(storage).__name__}")
+    return storage
 
 
 def _tensor(storage: Any, offset: Any, size: Any, stride: Any, *_: Any) -> torch.Tensor:

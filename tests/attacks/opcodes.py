@@ -20,6 +20,11 @@ def text(value: str) -> bytes:
     return b"X" + struct.pack("<I", len(value.encode())) + value.encode()
 
 
+def binary(value: bytes) -> bytes:
+    """Opcodes of bytes."""
+    return b"B" + struct.pack("<I", len(value)) + value
+
+
 def call(function: bytes, *arguments: bytes | str) -> bytes:
     """Opcodes that call a function; arguments are opcodes, or texts."""
     return function + b"(" + b"".join(text(a) if isinstance(a, str) else a for a in arguments) + b"tR"

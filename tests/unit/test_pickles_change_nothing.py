@@ -19,8 +19,9 @@ from megackpt.codec import keep_unknown_values
 from megackpt.errors import FormatError
 from megackpt.formats.pickle_limits import check_opcodes
 from megackpt.formats.safe_pickle import load_value
+from megackpt.formats.tensor_pickle import load_tensor_pickle
 from megackpt.formats.torch_dist.metadata_unpickler import load_metadata
-from tests.attacks.opcodes import call, named, pickled, text, zipped
+from tests.attacks.opcodes import binary, call, named, pickled, text, zipped
 
 
 class Shade(enum.Enum):
@@ -58,7 +59,11 @@ def _of_dcp(data: bytes) -> Any:
     return load_metadata(data, where="w")
 
 
-READERS: list[Callable[[bytes], Any]] = [_of_torch, _of_old_torch, _carried, _of_dcp]
+def _of_tensors(data: bytes) -> Any:
+    return load_tensor_pickle(data, [(HERE, "Plain")], where="w")
+
+
+READERS: list[Callable[[bytes], Any]] = [_of_torch, _of_old_torch, _carried, _of_dcp, _of_tensors]
 HERE = __name__
 ONE = b"K\x01"
 _META = "torch.distributed.checkpoint.metadata"
@@ -141,6 +146,17 @@ def test_what_a_pickle_gets_by_a_name_cannot_be_changed(reader: Callable[[bytes]
             torch._weights_only_unpickler._remove_safe_globals(users)
     assert _state_of_process() == before
     assert signal.SIGTERM.value == 15
+
+
+def test_what_the_bytes_of_a_storage_give_cannot_be_changed() -> None:
+    """The bytes of a storage are a file of their own, which may name what other files may."""
+    before = _state_of_process()
+    for name, target in TARGETS.items():
+        storage = call(named("torch.storage", "_load_from_bytes"), binary(zipped(pickled(target))))
+        for kind, state in _STATE.items():
+            with pytest.raises(FormatError):
+                pytest.fail(f"BUILD {kind} of {name} gave {_of_tensors(pickled(storage, state, b'b'))!r}")
+    assert _state_of_process() == before
 
 
 # What can be called and made: its class does nothing but hold what it is given.
