@@ -159,6 +159,17 @@ def test_what_the_bytes_of_a_storage_give_cannot_be_changed() -> None:
     assert _state_of_process() == before
 
 
+@pytest.mark.parametrize("reader", READERS, ids=lambda reader: reader.__name__)
+def test_a_function_of_torch_that_sets_attributes_changes_no_member(reader: Callable[[bytes], Any]) -> None:
+    before = _state_of_process()
+    rebuild = named("torch._tensor", "_rebuild_from_type_v2")  # makes an object, then sets its attributes
+    for cls, value in ((named("signal", "Signals"), b"K\x0f"), (named(HERE, "Shade"), ONE)):
+        for state in _STATE.values():
+            with pytest.raises(FormatError):
+                reader(pickled(call(rebuild, cls, cls, value + b"\x85", state)))
+    assert _state_of_process() == before
+
+
 # What can be called and made: its class does nothing but hold what it is given.
 _CAN_BE_CALLED = ("class", "enumeration", "by_the_memo", "twice", "behind", "function")
 
