@@ -75,6 +75,16 @@ def check_flag(name: str, value: object) -> None:
         raise DeclarationError(f"{name} is {value!r}; give True or False.")
 
 
+def check_flags(**flags: object) -> None:
+    """Check switches, given by name. Local, pure.
+
+    Raises:
+        DeclarationError: one of them is neither True nor False.
+    """
+    for name, value in flags.items():
+        check_flag(name, value)
+
+
 def check_choice(name: str, value: object, choices: Collection[str]) -> None:
     """Check that a value is one of some words. Local, pure.
 

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from typing import Any, TypeVar, overload
 
 from megackpt.arguments import check_kind
-from megackpt.comm import AnyGroup, Group, check_group, world_group
+from megackpt.comm import AnyGroup, Group, group_or_world
 from megackpt.engine.checkpoint.manifest import read_manifest
 from megackpt.engine.loading.load import load_state
 from megackpt.engine.loading.load_request import LoadRequest
@@ -85,7 +85,7 @@ def save(
     """
     options = options_or_default(options, SaveOptions)
     check_kind("plans", plans, PlanCache, give="a PlanCache", optional=True)
-    group = _group_or_world(group, timeout_s=options.timeout_s)
+    group = group_or_world(group, timeout_s=options.timeout_s)
     request = save_request(
         sharded_state_dict,
         sharded_strategy,
@@ -229,7 +229,7 @@ def load_with_report(
     them.
     """
     options = options_or_default(options, LoadOptions)
-    group = _group_or_world(group, timeout_s=options.timeout_s)
+    group = group_or_world(group, timeout_s=options.timeout_s)
     request = LoadRequest(
         state=sharded_state_dict,
         # Opened in the first step of the load, whose errors are raised on all ranks.
@@ -265,11 +265,3 @@ def options_or_default(options: Options | None, kind: type[Options]) -> Options:
     """Return the options, or the default options for None."""
     check_kind("options", options, kind, give=f"{kind.__name__}(...)", optional=True)
     return kind() if options is None else options
-
-
-def _group_or_world(group: Group | None, *, timeout_s: float) -> Group:
-    """Return the group, or the group of all ranks for None."""
-    if group is None:
-        return world_group(timeout_s=timeout_s)
-    check_group(group)
-    return group

@@ -26,6 +26,7 @@ from megackpt.comm.messages import encode_error, join_fields, split_fields
 from megackpt.comm.process_groups import (
     AnyGroup,
     check_group_argument,
+    group_or_world,
     subgroup,
     subgroup_label,
     subgroup_members,
@@ -49,6 +50,7 @@ __all__ = [
     "encode_error",
     "errors_on_all_ranks",
     "gather_step",
+    "group_or_world",
     "join_fields",
     "rank_0_errors_on_all_ranks",
     "run_and_all_gather",

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, TypeAlias
 import torch.distributed as dist
 
 from megackpt.comm.collectives import gather_results
-from megackpt.comm.group import Group, SingleProcess
+from megackpt.comm.group import Group, SingleProcess, check_group
 from megackpt.errors import DeclarationError
 
 if TYPE_CHECKING:
@@ -45,6 +45,18 @@ def world_group(*, timeout_s: float) -> Group:
             gather_results(existing, b"", None, doing=f"connecting all ranks with timeout_s={timeout_s:g}")
         by_timeout[timeout_s] = _connect(None, timeout_s)
     return by_timeout[timeout_s]
+
+
+def group_or_world(group: Group | None, *, timeout_s: float) -> Group:
+    """Return the group that an argument gives; for None the group of all ranks, as `world_group`.
+
+    Raises:
+        DeclarationError: the argument is not a `Group`.
+    """
+    if group is None:
+        return world_group(timeout_s=timeout_s)
+    check_group(group)
+    return group
 
 
 def torch_subgroup(group: dist.ProcessGroup, *, timeout_s: float) -> Group:

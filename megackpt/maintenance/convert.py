@@ -6,7 +6,6 @@ and committed in one step, as in a save.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -14,26 +13,25 @@ from typing import Any
 
 import numpy as np
 
-from megackpt.arguments import check_count, check_flag, check_seconds
+from megackpt.arguments import check_count, check_flags, check_seconds
 from megackpt.codec import keep_unknown_values, leaf_digests
-from megackpt.comm import Group, check_group, errors_on_all_ranks, run_on_all_ranks, world_group
-from megackpt.engine.checkpoint import manifest
+from megackpt.comm import Group, errors_on_all_ranks, group_or_world
 from megackpt.engine.checkpoint.opening import open_checkpoint
 from megackpt.engine.data.chunk_bytes import ReadBuffers
 from megackpt.engine.data.progress import Progress
 from megackpt.engine.data.read import read_chunk
 from megackpt.engine.saving.array_digests import with_array_digests
 from megackpt.engine.saving.write import PlannedSave, write_and_commit
-from megackpt.errors import IntegrityError, MismatchError
+from megackpt.errors import IntegrityError
 from megackpt.formats.contents import Chunks, Contents
 from megackpt.formats.registry import SaveChoice, save_strategy
-from megackpt.formats.strategy import ChunkParts, SaveStrategy
+from megackpt.formats.strategy import ChunkParts
 from megackpt.maintenance.arguments import checked_progress
 from megackpt.maintenance.compare import check_equal
 from megackpt.maintenance.convert_source import SourceCheckpoint, read_common_for
-from megackpt.maintenance.convert_target import TargetState, check_target, prepare_target, remove_attempt
+from megackpt.maintenance.new_checkpoint import NewCheckpoint, TargetState, check_target, prepare_target
 from megackpt.metadata import OBJECT
-from megackpt.storage import Location, Store, opened_store
+from megackpt.storage import Location, opened_store
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,13 +111,10 @@ def convert(
     """
     check_seconds("timeout_s", timeout_s)
     check_count("buffer_bytes", buffer_bytes)
-    flags = {"verify": verify, "overwrite": overwrite, "array_digests": array_digests}
-    for name, flag in (flags | {"allow_unsafe_pickle": allow_unsafe_pickle}).items():
-        check_flag(name, flag)
+    check_flags(verify=verify, overwrite=overwrite, array_digests=array_digests)
+    check_flags(allow_unsafe_pickle=allow_unsafe_pickle)
     progress = checked_progress(progress)
-    if group is None:
-        group = world_group(timeout_s=timeout_s)
-    check_group(group)
+    group = group_or_world(group, timeout_s=timeout_s)
     with ExitStack() as stack:
         stack.enter_context(keep_unknown_values())
         with errors_on_all_ranks(group, "opening the source"):
@@ -134,9 +129,14 @@ def convert(
                 buffer_bytes=buffer_bytes,
             )
             opened = conversion.open_source()
-            common = conversion.prepare(opened, overwrite=overwrite)
-        attempt, copied = conversion.exchange(opened)
-        conversion.write(copied, common, attempt, verify=verify)
+            prepared = conversion.prepare(opened, overwrite=overwrite)
+        object_sizes = {row: len(blob) for row, blob in opened.blobs.items()}
+        attempt, all_sizes = conversion.exchange(opened.contents.identity, object_sizes)
+        copied = opened.with_object_sizes(all_sizes)
+        with conversion.removed_on_error(prepared.state, attempt):
+            conversion.write(copied, prepared, attempt)
+            if verify:
+                conversion.verify(copied, prepared)
     table = opened.plan.table
     is_object = np.array([spec.dtype == OBJECT for spec in table.arrays], np.bool_)
     return ConvertReport(
@@ -165,16 +165,10 @@ class _PreparedTarget:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Conversion:
+class _Conversion(NewCheckpoint):
     """The steps of a conversion; for the fields see the arguments of `convert`."""
 
-    source: Store
-    target: Store
-    strategy: SaveStrategy
-    group: Group
-    progress: Progress
     allow_unsafe_pickle: bool
-    buffer_bytes: int
 
     def open_source(self) -> SourceCheckpoint:
         """Open the source on this rank, and encode this rank's objects."""
@@ -195,63 +189,35 @@ class _Conversion:
         self.strategy.check_common({"state_dict": common[0], "content_metadata": common[1]})
         return _PreparedTarget(common, prepare_target(self.target, self.strategy))
 
-    def exchange(self, opened: SourceCheckpoint) -> tuple[str, SourceCheckpoint]:
-        """Return rank 0's attempt id, and the source with the sizes of all ranks' objects. Collective.
+    def write(self, copied: SourceCheckpoint, prepared: _PreparedTarget, attempt: str) -> None:
+        """Write and commit the new checkpoint. Collective."""
+        self.progress.begin("writing", self._nbytes(copied))
+        save = PlannedSave(
+            attempt=attempt,
+            plan=copied.plan,
+            parts=_CopiedParts(copied, self),
+            common={"state_dict": prepared.common[0], "content_metadata": prepared.common[1]},
+            strategy=self.strategy,
+            leftovers=prepared.state.earlier,
+        )
+        write_and_commit(save, self.target, self.group)
 
-        Raises:
-            MismatchError: ranks have opened different checkpoints.
-        """
-        sizes = [(row, len(blob)) for row, blob in sorted(opened.blobs.items())]
-        message = {"identity": opened.contents.identity, "attempt": manifest.new_attempt(), "sizes": sizes}
-        messages = [
-            json.loads(data)
-            for data in run_on_all_ranks(
-                self.group, lambda: json.dumps(message).encode(), doing="comparing the opened source"
-            )
-        ]
-        if any(message["identity"] != messages[0]["identity"] for message in messages):
-            raise MismatchError(
-                f"{self.source.location} was saved again while it was opened: ranks see different "
-                f"checkpoints. Convert again.",
-                path=self.source.location,
-            )
-        all_sizes = {row: size for message in messages for row, size in message["sizes"]}
-        return messages[0]["attempt"], opened.with_object_sizes(all_sizes)
-
-    def write(self, copied: SourceCheckpoint, target: _PreparedTarget, attempt: str, *, verify: bool) -> None:
-        """Write and commit the new checkpoint, and compare it with the source. Collective.
-
-        If anything fails, the new checkpoint is removed.
-        """
-        rows = copied.plan.rows_of(self.group.rank)
-        nbytes = int(copied.plan.table.nbytes[rows].sum())
-        common = {"state_dict": target.common[0], "content_metadata": target.common[1]}
-        self.progress.begin("writing", nbytes)
-        try:
-            save = PlannedSave(
-                attempt=attempt,
-                plan=copied.plan,
-                parts=_CopiedParts(copied, self),
-                common=common,
-                strategy=self.strategy,
-                leftovers=target.state.earlier,
-            )
-            write_and_commit(save, self.target, self.group)
-            if verify:
-                self.progress.begin("verifying", nbytes)
-                with errors_on_all_ranks(self.group, "verifying the new checkpoint"):
-                    self._verify(copied, target, np.sort(rows).tolist())
-        except Exception:
-            if self.group.rank == 0:
-                remove_attempt(self.target, target.state, attempt=attempt, strategy=self.strategy)
-            raise
-
-    def _verify(self, copied: SourceCheckpoint, target: _PreparedTarget, rows: list[int]) -> None:
-        """Compare this rank's share of the new checkpoint with the source.
+    def verify(self, copied: SourceCheckpoint, prepared: _PreparedTarget) -> None:
+        """Compare the new checkpoint with the source, each rank its share. Collective.
 
         Raises:
             IntegrityError: they differ.
         """
+        self.progress.begin("verifying", self._nbytes(copied))
+        with errors_on_all_ranks(self.group, "verifying the new checkpoint"):
+            self._compare(copied, prepared)
+
+    def _nbytes(self, copied: SourceCheckpoint) -> int:
+        """Return the size of this rank's share."""
+        return int(copied.plan.table.nbytes[copied.plan.rows_of(self.group.rank)].sum())
+
+    def _compare(self, copied: SourceCheckpoint, target: _PreparedTarget) -> None:
+        rows = np.sort(copied.plan.rows_of(self.group.rank)).tolist()
         written = open_checkpoint(self.target, allow_unsafe_pickle=self.allow_unsafe_pickle)
         where = self.target.location
         _check_arrays(copied.contents, written, where)

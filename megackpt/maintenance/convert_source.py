@@ -53,8 +53,8 @@ class SourceCheckpoint:
 
         Raises:
             FormatError: an array, an object or the common state cannot be loaded.
-        CoverageError: the checkpoint is incomplete.
-        UnserializableError: the new format cannot store an object.
+            CoverageError: the checkpoint is incomplete.
+            UnserializableError: the new format cannot store an object.
         """
         stored = open_checkpoint(store, allow_unsafe_pickle=allow_unsafe_pickle)
         contents = stored if strategy.capabilities.refers_to_arrays else without_referenced(stored, store)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeAlias
 
-from megackpt.arguments import check_count, check_flag
+from megackpt.arguments import check_count, check_flags
 from megackpt.codec import keep_unknown_values, leaf_digests
 from megackpt.engine.checkpoint.common_arrays import value_steps, with_tensors
 from megackpt.engine.checkpoint.common_reading import read_referenced, stored_references
@@ -119,9 +119,7 @@ def diff(
     globs = checked_globs(keys)
     check_count("threads", threads)
     check_count("buffer_bytes", buffer_bytes)
-    flags = {"common": common, "read_all": read_all, "allow_unsafe_pickle": allow_unsafe_pickle}
-    for name, flag in flags.items():
-        check_flag(name, flag)
+    check_flags(common=common, read_all=read_all, allow_unsafe_pickle=allow_unsafe_pickle)
     progress = checked_progress(progress)
     with opened_store(first) as first_store, opened_store(second) as second_store, keep_unknown_values():
         contents = (

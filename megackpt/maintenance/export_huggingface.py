@@ -14,12 +14,12 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal
+from typing import Literal, TypeAlias, get_args
 
 import torch
 
-from megackpt.arguments import check_count, check_flag, check_seconds
-from megackpt.comm import Group, check_group, errors_on_all_ranks, run_on_all_ranks, world_group
+from megackpt.arguments import check_choice, check_count, check_flags, check_seconds
+from megackpt.comm import Group, errors_on_all_ranks, group_or_world, run_on_all_ranks
 from megackpt.engine.checkpoint.common_reading import stored_references
 from megackpt.engine.checkpoint.opening import open_checkpoint, read_common_and_references
 from megackpt.engine.data.progress import Progress
@@ -28,7 +28,6 @@ from megackpt.errors import DeclarationError, MapError, MismatchError
 from megackpt.formats.contents import Contents
 from megackpt.formats.huggingface.names import INDEX
 from megackpt.maintenance.arguments import checked_progress
-from megackpt.maintenance.convert_target import is_same_location
 from megackpt.maintenance.huggingface_map import ChosenMap
 from megackpt.maintenance.huggingface_model_files import ConfigSource, ModelFiles
 from megackpt.maintenance.huggingface_plan import (
@@ -48,10 +47,14 @@ from megackpt.maintenance.mapped_reading import (
     checked_dtype,
     is_floating,
 )
+from megackpt.maintenance.new_checkpoint import is_same_location
 from megackpt.maps import MapChoice, RegionMap
 from megackpt.maps.weights import MASTER, OPTIMIZER
 from megackpt.metadata import ArraySpec
 from megackpt.storage import Location, Store, digest_of, opened_store
+
+WeightsChoice: TypeAlias = Literal["model", "masters"]
+"""The weights of the model, or the master weights of its optimizer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,7 +89,7 @@ def export_huggingface(
     map: MapChoice = "auto",
     config: ConfigSource = None,
     dtype: torch.dtype | str | None = None,
-    weights: Literal["model", "masters"] = "model",
+    weights: WeightsChoice = "model",
     max_file_bytes: int = 5_000_000_000,
     buffer_bytes: int = 16 * 1024 * 1024,
     workers: int = 2,
@@ -145,19 +148,14 @@ def export_huggingface(
     3
     """
     check_seconds("timeout_s", timeout_s)
-    counts = {"buffer_bytes": buffer_bytes, "max_file_bytes": max_file_bytes, "workers": workers}
-    for name, count in counts.items():
-        check_count(name, count)
+    check_count("buffer_bytes", buffer_bytes)
+    check_count("max_file_bytes", max_file_bytes)
+    check_count("workers", workers)
     check_count("norm_added", norm_added, least=0, most=1)
-    flags = {"verify": verify, "overwrite": overwrite, "allow_unsafe_pickle": allow_unsafe_pickle}
-    for name, flag in flags.items():
-        check_flag(name, flag)
-    if weights not in ("model", "masters"):
-        raise DeclarationError(f"weights is {weights!r}; give 'model' or 'masters'.")
+    check_flags(verify=verify, overwrite=overwrite, allow_unsafe_pickle=allow_unsafe_pickle)
+    check_choice("weights", weights, get_args(WeightsChoice))
     progress = checked_progress(progress)
-    if group is None:
-        group = world_group(timeout_s=timeout_s)
-    check_group(group)
+    group = group_or_world(group, timeout_s=timeout_s)
     with ExitStack() as stack:
         with errors_on_all_ranks(group, "planning the export"):
             opened = _OpenedSource.open(
@@ -165,10 +163,8 @@ def export_huggingface(
             )
             choice = ChosenMap(map, prefix, norm_added)
             made = _map_of(opened, choice, weights)
-            planned = _plan(
-                opened, made, checked_dtype(dtype), name=choice.name(opened.files.config),
-                max_file_bytes=max_file_bytes,
-            )  # fmt: skip
+            name = choice.name(opened.files.config)
+            planned = _plan(opened, made, checked_dtype(dtype), name=name, max_file_bytes=max_file_bytes)
             store = stack.enter_context(opened_store(target))
             if is_same_location(store, opened.store):
                 raise DeclarationError(
@@ -186,7 +182,7 @@ def export_huggingface(
                 _end(folder)
     return HuggingFaceExport(
         location=store.location,
-        map=choice.name(opened.files.config),
+        map=name,
         dtype=planned.dtype,
         tensors=sum(len(file.tensors) for file in planned.files),
         files=len(planned.files),

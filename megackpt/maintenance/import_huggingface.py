@@ -6,7 +6,6 @@ of the folder, and commit in one step, as in a save.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -15,20 +14,18 @@ from typing import Any
 
 import torch
 
-from megackpt.arguments import check_count, check_flag, check_seconds
-from megackpt.comm import Group, check_group, errors_on_all_ranks, run_on_all_ranks, world_group
-from megackpt.engine.checkpoint import manifest
+from megackpt.arguments import check_count, check_flags, check_seconds
+from megackpt.comm import Group, errors_on_all_ranks, group_or_world
 from megackpt.engine.checkpoint.opening import open_checkpoint, read_common
 from megackpt.engine.checkpoint.viewed_contents import with_views
 from megackpt.engine.data.progress import Progress
 from megackpt.engine.saving.array_digests import with_array_digests
 from megackpt.engine.saving.write import PlannedSave, write_and_commit
-from megackpt.errors import IntegrityError, MismatchError
+from megackpt.errors import IntegrityError
 from megackpt.formats.contents import Contents
 from megackpt.formats.registry import SaveChoice, save_strategy
-from megackpt.formats.strategy import ChunkParts, SaveStrategy
+from megackpt.formats.strategy import ChunkParts
 from megackpt.maintenance.arguments import checked_progress
-from megackpt.maintenance.convert_target import TargetState, check_target, prepare_target, remove_attempt
 from megackpt.maintenance.huggingface_map import ChosenMap
 from megackpt.maintenance.huggingface_model_files import ConfigSource, ModelFiles
 from megackpt.maintenance.import_plan import (
@@ -44,9 +41,10 @@ from megackpt.maintenance.mapped_reading import (
     checked_dtype,
     read_parts,
 )
+from megackpt.maintenance.new_checkpoint import NewCheckpoint, TargetState, check_target, prepare_target
 from megackpt.maintenance.windows import ByteArray, filled_windows
 from megackpt.maps import MapChoice, RegionMap
-from megackpt.storage import Location, Store, digest_of_parts, opened_store
+from megackpt.storage import Location, digest_of_parts, opened_store
 
 _BUFFERS = re.compile(r".*\.(rotary_emb\.inv_freq|attn\.(masked_)?bias)")
 """Tensors that older versions of transformers stored, and computed again when they loaded a model."""
@@ -135,13 +133,9 @@ def import_huggingface(
     """
     check_seconds("timeout_s", timeout_s)
     check_count("buffer_bytes", buffer_bytes)
-    flags = {"stacked": stacked, "verify": verify, "overwrite": overwrite, "array_digests": array_digests}
-    for name, flag in flags.items():
-        check_flag(name, flag)
+    check_flags(stacked=stacked, verify=verify, overwrite=overwrite, array_digests=array_digests)
     progress = checked_progress(progress)
-    if group is None:
-        group = world_group(timeout_s=timeout_s)
-    check_group(group)
+    group = group_or_world(group, timeout_s=timeout_s)
     with ExitStack() as stack:
         with errors_on_all_ranks(group, "opening the folder"):
             strategy = save_strategy(to)
@@ -155,7 +149,11 @@ def import_huggingface(
             )
             planned = run.plan(ChosenMap(map, prefix), config, checked_dtype(dtype), stacked=stacked)
             state = run.prepare(planned, overwrite=overwrite)
-        run.write(planned, state, run.attempt(planned), verify=verify)
+        attempt, _ = run.exchange(planned.source.contents.identity)
+        with run.removed_on_error(state, attempt):
+            digests = run.write(planned, state, attempt)
+            if verify:
+                run.verify(planned, digests)
     table = planned.rows.plan.table
     return HuggingFaceImport(
         location=run.target.location,
@@ -180,15 +178,8 @@ class _PlannedImport:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Import:
+class _Import(NewCheckpoint):
     """The steps of an import; for the fields see the arguments of `import_huggingface`."""
-
-    source: Store
-    target: Store
-    strategy: SaveStrategy
-    group: Group
-    progress: Progress
-    buffer_bytes: int
 
     def plan(
         self, choice: ChosenMap, config: ConfigSource, dtype: str | None, *, stacked: bool
@@ -220,61 +211,32 @@ class _Import:
         self.strategy.check_common(planned.common)
         return prepare_target(self.target, self.strategy)
 
-    def attempt(self, planned: _PlannedImport) -> str:
-        """Return rank 0's attempt id. Collective.
-
-        Raises:
-            MismatchError: ranks have opened different folders.
-        """
-        message = {"identity": planned.source.contents.identity, "attempt": manifest.new_attempt()}
-        messages = [
-            json.loads(data)
-            for data in run_on_all_ranks(
-                self.group, json.dumps(message).encode, doing="comparing the opened folder"
-            )
-        ]
-        if any(message["identity"] != messages[0]["identity"] for message in messages):
-            raise MismatchError(
-                f"{self.source.location} changed while it was opened: ranks see different folders. Import "
-                f"again.",
-                path=self.source.location,
-            )
-        return str(messages[0]["attempt"])
-
-    def write(self, planned: _PlannedImport, state: TargetState, attempt: str, *, verify: bool) -> None:
-        """Write and commit the checkpoint, and read it again. Collective.
-
-        If anything fails, the new checkpoint is removed.
-        """
-        rows = planned.rows.plan.rows_of(self.group.rank)
-        nbytes = planned.rows.nbytes_of(rows)
+    def write(self, planned: _PlannedImport, state: TargetState, attempt: str) -> Mapping[int, str]:
+        """Write and commit the checkpoint; return the digests of this rank's rows. Collective."""
         parts = _ImportedParts(planned, self)
-        self.progress.begin("writing", nbytes)
-        try:
-            save = PlannedSave(
-                attempt=attempt,
-                plan=planned.rows.plan,
-                parts=parts,
-                common=planned.common,
-                strategy=self.strategy,
-                leftovers=state.earlier,
-            )
-            write_and_commit(save, self.target, self.group)
-            if verify:
-                self.progress.begin("verifying", nbytes)
-                with errors_on_all_ranks(self.group, "verifying the new checkpoint"):
-                    self._verify(planned, parts.digests)
-        except Exception:
-            if self.group.rank == 0:
-                remove_attempt(self.target, state, attempt=attempt, strategy=self.strategy)
-            raise
+        self.progress.begin("writing", planned.rows.nbytes_of(planned.rows.plan.rows_of(self.group.rank)))
+        save = PlannedSave(
+            attempt=attempt,
+            plan=planned.rows.plan,
+            parts=parts,
+            common=planned.common,
+            strategy=self.strategy,
+            leftovers=state.earlier,
+        )
+        write_and_commit(save, self.target, self.group)
+        return parts.digests
 
-    def _verify(self, planned: _PlannedImport, digests: Mapping[int, str]) -> None:
-        """Read this rank's rows of the new checkpoint, and compare their digests with those written.
+    def verify(self, planned: _PlannedImport, digests: Mapping[int, str]) -> None:
+        """Read the new checkpoint, each rank its rows, and compare digests with those written. Collective.
 
         Raises:
             IntegrityError: they differ.
         """
+        self.progress.begin("verifying", planned.rows.nbytes_of(planned.rows.plan.rows_of(self.group.rank)))
+        with errors_on_all_ranks(self.group, "verifying the new checkpoint"):
+            self._compare(planned, digests)
+
+    def _compare(self, planned: _PlannedImport, digests: Mapping[int, str]) -> None:
         reread = _WrittenRows(open_checkpoint(self.target), planned.rows, self.target.location)
         windows = list(planned.rows.windows(list(digests), self.buffer_bytes))
         for window, data in filled_windows(windows, reread.fill):

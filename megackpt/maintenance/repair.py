@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megackpt.arguments import check_flag
+from megackpt.arguments import check_flags
 from megackpt.engine.data.progress import Progress
 from megackpt.errors import CheckpointError, DeclarationError, IntegrityError, UnsupportedError
 from megackpt.formats.damage import Damage
@@ -95,8 +95,7 @@ def repair(
     >>> repair("run/iter_0000100", ["backup/iter_0000100"]).is_whole  # doctest: +SKIP
     True
     """
-    for name, value in (("dry_run", dry_run), ("partial", partial)):
-        check_flag(name, value)
+    check_flags(dry_run=dry_run, partial=partial)
     if isinstance(copies, (str, bytes)) or not isinstance(copies, Sequence):
         raise DeclarationError(f"copies is {copies!r}; give a sequence of paths, URLs or open stores.")
     options = VerifyOptions(deep=True, threads=threads, allow_unsafe_pickle=allow_unsafe_pickle)

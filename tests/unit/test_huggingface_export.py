@@ -219,7 +219,7 @@ def test_tensors_that_do_not_fit_are_one_error_and_nothing_is_written(
         ({"config": 3}, DeclarationError, "config is a int"),
         ({"config": "nowhere"}, StorageError, "config.json"),
         ({"dtype": "int8"}, MapError, "floating-point dtype"),
-        ({"weights": "moments"}, DeclarationError, "'masters'"),
+        ({"weights": "moments"}, DeclarationError, "weights='moments' is not known. Give one of model"),
         ({"weights": "masters"}, MapError, "has no master weights"),
         ({"prefix": "other."}, MapError, "is missing"),
         ({"buffer_bytes": 0}, DeclarationError, "buffer_bytes"),

@@ -1,13 +1,21 @@
-"""The target of a conversion: the files that were there before, and the removal of a failed conversion."""
+"""A new checkpoint that is made of another one or of a folder, and the files that were there before.
+
+`convert` and `import_huggingface` share these steps: the check of the target, the comparison of what the
+ranks have opened, and the removal of a failed attempt.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
+from megackpt.comm import Group, run_on_all_ranks
 from megackpt.engine.checkpoint import manifest
-from megackpt.errors import CheckpointError, DeclarationError
+from megackpt.engine.data.progress import Progress
+from megackpt.errors import CheckpointError, DeclarationError, MismatchError
 from megackpt.formats.strategy import MANIFEST, SaveStrategy
 from megackpt.storage import LocalStore, ObjectStore, Store
 
@@ -23,6 +31,62 @@ class TargetState:
 
     earlier: manifest.LeftoverFiles = field(default_factory=manifest.LeftoverFiles)
     names: frozenset[str] | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NewCheckpoint:
+    """A checkpoint that the ranks of a group make of a source, and commit in one step.
+
+    Attributes:
+        source: the store of what it is made of.
+        target: the store that it is written to.
+        strategy: its format.
+        group: the ranks that write it.
+        progress: takes reports on this rank's share.
+        buffer_bytes: bytes that are read and written at a time.
+    """
+
+    source: Store
+    target: Store
+    strategy: SaveStrategy
+    group: Group
+    progress: Progress
+    buffer_bytes: int
+
+    def exchange(self, identity: str, sizes: Mapping[int, int] | None = None) -> tuple[str, dict[int, int]]:
+        """Compare what the ranks have opened, and exchange sizes of objects. Collective.
+
+        Args:
+            identity: that of the opened source.
+            sizes: in bytes, of the objects that this rank has encoded, by row of the plan.
+
+        Returns:
+            Rank 0's attempt id, and the sizes of all ranks.
+
+        Raises:
+            MismatchError: ranks have opened different sources.
+        """
+        message = json.dumps([identity, manifest.new_attempt(), list((sizes or {}).items())]).encode()
+        messages = [
+            json.loads(data)
+            for data in run_on_all_ranks(self.group, lambda: message, doing="comparing the opened source")
+        ]
+        if any(identity != messages[0][0] for identity, _, _ in messages):
+            where = self.source.location
+            raise MismatchError(
+                f"{where} changed while it was opened: ranks see different content. Start again.", path=where
+            )
+        return messages[0][1], {row: size for _, _, sizes in messages for row, size in sizes}
+
+    @contextlib.contextmanager
+    def removed_on_error(self, state: TargetState, attempt: str) -> Iterator[None]:
+        """Remove the new checkpoint if the block fails: rank 0 removes it, with the state from before."""
+        try:
+            yield
+        except Exception:
+            if self.group.rank == 0:
+                remove_attempt(self.target, state, attempt=attempt, strategy=self.strategy)
+            raise
 
 
 def prepare_target(target: Store, strategy: SaveStrategy) -> TargetState:
