@@ -23,6 +23,19 @@ from models import (
     init_weights,
 )
 
+SMALL_GPT = GPTConfig(
+    vocab_size=13,
+    hidden_size=16,
+    num_layers=4,
+    num_heads=4,
+    num_query_groups=2,
+    ffn_hidden_size=8,
+    seq_length=8,
+    make_vocab_divisible=1,
+    linear_bias=True,
+)
+"""A model of few elements. Its heads share keys two by two."""
+
 FAMILIES = ("gemma", "gpt2", "gpt-oss")
 
 

@@ -14,7 +14,6 @@ from models import (
     GPT,
     AttentionConfig,
     DynamicScaling,
-    GPTConfig,
     LearnedPositions,
     LinearScaling,
     Llama3Scaling,
@@ -26,19 +25,7 @@ from models import (
 )
 from models.blocks import SelfAttention
 from models.stage import Stage
-from tests.gpt_families import FAMILIES, as_family, joined
-
-CONFIG = GPTConfig(
-    vocab_size=13,
-    hidden_size=16,
-    num_layers=4,
-    num_heads=4,
-    num_query_groups=2,
-    ffn_hidden_size=8,
-    seq_length=8,
-    make_vocab_divisible=1,
-    linear_bias=True,
-)
+from tests.gpt_families import FAMILIES, SMALL_GPT, as_family, joined
 
 ONE = ParallelGroups.create(ParallelLayout())
 LAYOUTS = [
@@ -53,7 +40,7 @@ LAYOUTS = [
 def test_parameters_have_equal_values_and_one_main_replica_at_every_layout(
     layout: ParallelLayout, family: str
 ) -> None:
-    config = as_family(CONFIG, family)
+    config = as_family(SMALL_GPT, family)
     expected, _ = joined(config, ParallelLayout())
     actual, covered = joined(config, layout)
     assert actual.keys() == expected.keys()
@@ -63,7 +50,7 @@ def test_parameters_have_equal_values_and_one_main_replica_at_every_layout(
 
 
 def test_norms_start_as_the_identity_and_sinks_and_positions_at_random() -> None:
-    gemma, gpt2, sinks = (joined(as_family(CONFIG, family), ParallelLayout())[0] for family in FAMILIES)
+    gemma, gpt2, sinks = (joined(as_family(SMALL_GPT, family), ParallelLayout())[0] for family in FAMILIES)
     norms = [key for key in gemma if "layernorm" in key]
     assert len(norms) == 7  # 4 of a layer, 2 of its heads, 1 at the end
     assert all(torch.count_nonzero(gemma[key]) == 0 for key in norms)
@@ -76,7 +63,7 @@ def test_norms_start_as_the_identity_and_sinks_and_positions_at_random() -> None
 
 @pytest.mark.parametrize(("family", "last"), [("gemma", 4), ("gpt2", 7), ("gpt-oss", 4)])
 def test_a_token_is_seen_by_those_whose_window_it_is_in(family: str, last: int) -> None:
-    config = as_family(CONFIG, family)
+    config = as_family(SMALL_GPT, family)
     if config.attention.window is not None:
         config = replace(config, attention=replace(config.attention, window=SlidingWindow(size=3)))
     model = GPT(replace(config, num_layers=1), ONE)
@@ -100,7 +87,7 @@ def test_attention_as_written_out_is_the_fused_one_if_its_choices_change_nothing
 ) -> None:
     window = SlidingWindow(size=3)
     fused, written_out = (
-        SelfAttention(Stage(config=replace(CONFIG, attention=attention), groups=ONE))
+        SelfAttention(Stage(config=replace(SMALL_GPT, attention=attention), groups=ONE))
         for attention in (
             AttentionConfig(window=window, scale=0.3),
             AttentionConfig(window=window, scale=0.3, **choices),
@@ -114,7 +101,7 @@ def test_attention_as_written_out_is_the_fused_one_if_its_choices_change_nothing
 
 
 def test_a_sink_takes_its_share_of_the_softmax() -> None:
-    config = replace(CONFIG, attention=AttentionConfig(sinks=True, qkv_bias=False, output_bias=False))
+    config = replace(SMALL_GPT, attention=AttentionConfig(sinks=True, qkv_bias=False, output_bias=False))
     attention = SelfAttention(Stage(config=config, groups=ONE))
     x = torch.randn(1, 2, 16, generator=torch.Generator().manual_seed(0))  # one token sees itself only
     attention.softmax_offset.data.fill_(-1e4)
@@ -172,4 +159,4 @@ def test_choices_that_there_are_not_raise_an_error(
 )
 def test_choices_that_do_not_fit_the_sizes_raise_an_error(changes: dict[str, object], message: str) -> None:
     with pytest.raises(DeclarationError, match=message):
-        replace(CONFIG, **changes)
+        replace(SMALL_GPT, **changes)

@@ -22,21 +22,11 @@ from megackpt.parallel import (
 )
 from megackpt.storage import MemoryStore
 from megackpt.testing.world import SimulatedWorld
-from models import GPT, GPTConfig, RotaryConfig, build_gpt, init_weights
+from models import GPT, RotaryConfig, build_gpt, init_weights
 from models.blocks.rotary import rotate, rotation
-from tests.gpt_families import joined
+from tests.gpt_families import SMALL_GPT, joined
 
-CONFIG = GPTConfig(
-    vocab_size=13,
-    hidden_size=16,
-    num_layers=4,
-    num_heads=4,
-    num_query_groups=4,
-    ffn_hidden_size=8,
-    seq_length=8,
-    make_vocab_divisible=1,
-    linear_bias=True,
-)
+CONFIG = replace(SMALL_GPT, num_query_groups=4)
 
 ONE = ParallelGroups.create(ParallelLayout())
 LAYOUTS = [

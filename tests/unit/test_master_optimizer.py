@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,134 +13,26 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from megackpt.errors import DeclarationError, MismatchError, MissingKeyError, OptimizerError
-from megackpt.mapping import ShardedStateDict, ShardedTensor
+from megackpt.errors import DeclarationError, OptimizerError
+from megackpt.mapping import ShardedTensor
 from megackpt.optim import DistributedOptimizer, MixedPrecisionOptimizer
-from megackpt.optim.master_optimizer import MasterOptimizer
 from megackpt.parallel.groups import ParallelGroups
 from megackpt.parallel.layout import ParallelLayout
-from tests.optim_world import gather, loaded, scatter
-
-Kind = type[MasterOptimizer]
-KINDS = [DistributedOptimizer, MixedPrecisionOptimizer]
-SINGLE_PROCESS = ParallelGroups.offline(ParallelLayout(), 0)
-
-
-class Lion(Optimizer):
-    """A user's optimizer: elementwise, with a count of its steps that is a plain int."""
-
-    def __init__(self, params: Any, lr: float) -> None:
-        super().__init__(params, {"lr": lr})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is None:
-                    continue
-                state = self.state[p]
-                if not state:
-                    state["steps"], state["momentum"] = 0, p.grad.clone()
-                state["steps"] += 1
-                p.sub_(group["lr"] * torch.sign(state["momentum"] * 0.9 + p.grad * 0.1))
-                state["momentum"].lerp_(p.grad, 1.0 / (1 + state["steps"]))
-
-
-class Lamb(Optimizer):
-    """Scales by the norm of the whole parameter: not elementwise."""
-
-    def __init__(self, params: Any) -> None:
-        super().__init__(params, {"lr": 0.1})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        for p in self.param_groups[0]["params"]:
-            p.sub_(self.param_groups[0]["lr"] * p.norm() * p.grad / p.grad.norm())
-
-
-class RowMoments(Optimizer):
-    """Keeps one number for each row."""
-
-    def __init__(self, params: Any) -> None:
-        super().__init__(params, {})
-
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        for p in self.param_groups[0]["params"]:
-            self.state[p]["row"] = p.grad.new_zeros(p.shape[0], 2)
-
-
-class Named(Optimizer):
-    """Keeps a text."""
-
-    def __init__(self, params: Any) -> None:
-        super().__init__(params, {})
-
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        for p in self.param_groups[0]["params"]:
-            self.state[p]["kind"] = "matrix"
-
-
-OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
-    "adam": lambda g: torch.optim.Adam(g, lr=0.01),
-    "adam_amsgrad_decay": lambda g: torch.optim.Adam(g, lr=0.01, amsgrad=True, weight_decay=0.1),
-    "adam_no_eps": lambda g: torch.optim.Adam(g, lr=0.01, eps=0.0),
-    "adamw": lambda g: torch.optim.AdamW(g, lr=0.01),
-    "adamw_tensor_lr": lambda g: torch.optim.AdamW(g, lr=torch.tensor(0.01), foreach=False),
-    "sgd": lambda g: torch.optim.SGD(g, lr=0.1),
-    "sgd_momentum": lambda g: torch.optim.SGD(g, lr=0.1, momentum=0.9, nesterov=True),
-    "sgd_dampening": lambda g: torch.optim.SGD(g, lr=0.1, momentum=0.9, dampening=0.5, weight_decay=0.1),
-    "adagrad": lambda g: torch.optim.Adagrad(g, lr=0.1, initial_accumulator_value=0.3, lr_decay=0.1),
-    "rmsprop": lambda g: torch.optim.RMSprop(g, lr=0.01, centered=True, momentum=0.9),
-    "nadam": lambda g: torch.optim.NAdam(g, lr=0.01, weight_decay=0.1),
-    "radam": lambda g: torch.optim.RAdam(g, lr=0.01),
-    "adamax": lambda g: torch.optim.Adamax(g, lr=0.01),
-    "adadelta": lambda g: torch.optim.Adadelta(g, lr=0.5),
-    "asgd": lambda g: torch.optim.ASGD(g, lr=0.1, t0=1),
-    "rprop": lambda g: torch.optim.Rprop(g, lr=0.01),
-    "lion": lambda g: Lion(g, lr=0.01),
-}
-
-
-def make_model(dtype: torch.dtype = torch.float32, seed: int = 0) -> nn.Sequential:
-    torch.manual_seed(seed)
-    model = nn.Sequential(nn.Linear(6, 9), nn.Tanh(), nn.Linear(9, 5))
-    model.register_parameter("scale", Parameter(torch.tensor(1.5)))
-    return model.to(dtype)
-
-
-def backward(model: nn.Module, step: int) -> None:
-    generator = torch.Generator().manual_seed(step)
-    dtype = next(model.parameters()).dtype
-    x = torch.randn(4, 6, generator=generator).to(dtype)
-    (model(x) * model.scale).square().sum().backward()
-
-
-def train(model: nn.Module, optimizer: Any, steps: Iterator[int] | range) -> None:
-    for step in steps:
-        backward(model, step)
-        optimizer.step()
-        optimizer.zero_grad()
-
-
-def declare(model: nn.Module) -> ShardedStateDict:
-    return {
-        key: ShardedTensor.from_rank_offsets(key, p) for key, p in model.state_dict(keep_vars=True).items()
-    }
-
-
-def move(model: nn.Module, source: MasterOptimizer, fresh: nn.Module, target: MasterOptimizer) -> None:
-    """Save model and optimizer, and load them into others."""
-    stored = [{"model": declare(model), "optimizer": source.sharded_state_dict(declare(model))}]
-    request = {"model": declare(fresh), "optimizer": target.sharded_state_dict(declare(fresh))}
-    scatter(request, gather(stored))
-    answer = loaded(request["optimizer"])
-    answer["param_groups"] = stored[0]["optimizer"]["param_groups"]
-    target.load_sharded_state_dict(answer)
-
-
-def assert_same_weights(a: nn.Module, b: nn.Module) -> None:
-    for (name, p), q in zip(a.named_parameters(), b.parameters(), strict=True):
-        assert torch.equal(p, q), name
+from tests.optim_training import (
+    KINDS,
+    OPTIMIZERS,
+    SINGLE_PROCESS,
+    Kind,
+    Lamb,
+    Named,
+    RowMoments,
+    assert_same_weights,
+    backward,
+    declare,
+    make_model,
+    train,
+)
+from tests.optim_world import gather, loaded
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
@@ -151,36 +43,6 @@ def test_training_equals_plain_torch_bit_for_bit(kind: Kind, name: str) -> None:
     train(model, optimizer, range(4))
     train(reference, OPTIMIZERS[name](reference.parameters()), range(4))
     assert_same_weights(model, reference)
-
-
-@pytest.mark.parametrize("saved_after", [0, 3])
-@pytest.mark.parametrize("name", OPTIMIZERS)
-@pytest.mark.parametrize(("source", "target"), [KINDS, KINDS[::-1], KINDS[:1] * 2])
-def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit(
-    source: Kind, target: Kind, name: str, saved_after: int
-) -> None:
-    model, fresh = make_model(), make_model(seed=7)
-    optimizer = source(model.parameters(), OPTIMIZERS[name], SINGLE_PROCESS)
-    train(model, optimizer, range(saved_after))
-    resumed = target(fresh.parameters(), OPTIMIZERS[name], SINGLE_PROCESS)
-    move(model, optimizer, fresh, resumed)
-    train(fresh, resumed, range(saved_after, saved_after + 3))
-    train(model, optimizer, range(saved_after, saved_after + 3))
-    assert_same_weights(model, fresh)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_loading_into_an_optimizer_that_has_trained_makes_it_the_saved_one(kind: Kind) -> None:
-    for saved_after in (0, 2):
-        model, other = make_model(), make_model(seed=7)
-        optimizer = kind(model.parameters(), OPTIMIZERS["sgd_dampening"], SINGLE_PROCESS)
-        train(model, optimizer, range(saved_after))
-        trained = kind(other.parameters(), OPTIMIZERS["sgd_dampening"], SINGLE_PROCESS)
-        train(other, trained, range(50, 53))
-        move(model, optimizer, other, trained)
-        train(model, optimizer, range(10, 12))
-        train(other, trained, range(10, 12))
-        assert_same_weights(model, other)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -256,46 +118,6 @@ def test_clipping_equals_that_of_torch(kind: Kind, max_norm: float) -> None:
         torch.testing.assert_close(norm.float(), expected, rtol=1e-6, atol=0)
         for p, q in zip(model.parameters(), reference.parameters(), strict=True):
             torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-7)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_groups_keep_their_own_options_and_are_restored_by_name(kind: Kind) -> None:
-    def grouped(model: nn.Sequential) -> list[dict[str, Any]]:
-        return [
-            {"params": [model[0].weight, model[2].weight], "weight_decay": 0.5, "name": "matrices"},
-            {"params": [model[0].bias, model[2].bias, model.scale], "weight_decay": 0.0},
-        ]
-
-    model, reference, fresh = make_model(), make_model(), make_model(seed=7)
-    optimizer = kind(grouped(model), OPTIMIZERS["adamw"], SINGLE_PROCESS)
-    train(model, optimizer, range(3))
-    train(reference, torch.optim.AdamW(grouped(reference), lr=0.01), range(3))
-    assert_same_weights(model, reference)
-
-    optimizer.param_groups[0]["lr"] = 0.125
-    stored = optimizer.sharded_state_dict(declare(model))["param_groups"]
-    assert list(stored) == ["matrices", "1"]
-    assert stored["matrices"]["lr"] == 0.125
-    assert stored["matrices"]["betas"] == (0.9, 0.999)
-    assert not {"params", "foreach", "fused", "capturable", "name"} & set(stored["1"])
-    resumed = kind(grouped(fresh), OPTIMIZERS["adamw"], SINGLE_PROCESS)
-    resumed.load_state_dict(optimizer.state_dict())
-    assert [g["lr"] for g in resumed.param_groups] == [0.125, 0.01]
-    assert [g["weight_decay"] for g in resumed.param_groups] == [0.5, 0.0]
-
-
-def test_groups_of_another_name_are_rejected_and_nothing_is_changed() -> None:
-    model = make_model()
-    optimizer = DistributedOptimizer(
-        [{"params": model.parameters(), "name": "all"}], OPTIMIZERS["adamw"], SINGLE_PROCESS
-    )
-    with pytest.raises(
-        MismatchError, match=r"only in the checkpoint: \['0'\], only here: \['all'\].*same 'name'"
-    ):
-        optimizer.load_state_dict({"param_groups": {"0": {"lr": 3.0}}})
-    assert optimizer.param_groups[0]["lr"] == 0.01
-    with pytest.raises(MissingKeyError, match=r"'param_groups' is not in.*\['state'\].*Pass what state_dict"):
-        optimizer.load_state_dict({"state": {}})
 
 
 def test_a_learning_rate_scheduler_drives_the_inner_optimizer() -> None:
@@ -420,51 +242,6 @@ def test_parameters_of_several_dtypes_train_together() -> None:
     assert [p.tolist() for p in (half, single, double)] == [[0.5] * 3] * 3
 
 
-def test_weights_that_are_not_the_rounded_masters_are_rejected_after_load() -> None:
-    model, other = make_model(torch.bfloat16), make_model(torch.bfloat16, seed=7)
-    optimizer = DistributedOptimizer(model.parameters(), OPTIMIZERS["adamw"], SINGLE_PROCESS)
-    resumed = DistributedOptimizer(other.parameters(), OPTIMIZERS["adamw"], SINGLE_PROCESS)
-    request = resumed.sharded_state_dict(declare(other))
-    scatter(request, gather([optimizer.sharded_state_dict(declare(model))]))
-    with pytest.raises(
-        MismatchError,
-        match=r"not the torch.bfloat16 values(.|\n)*'0.weight' of shape(.|\n)*Load the model from",
-    ):
-        resumed.load_sharded_state_dict(loaded(request))
-    resumed.sync_params()
-    assert_same_weights(model, other)
-
-
-def test_masters_that_a_checkpoint_lacks_are_made_from_the_weights() -> None:
-    model = make_model(torch.bfloat16)
-    optimizer = DistributedOptimizer(model.parameters(), OPTIMIZERS["adamw"], SINGLE_PROCESS)
-    answer = loaded(optimizer.sharded_state_dict(declare(model)))
-    for states in answer["state"].values():
-        del states["fp32_param"]
-    model[0].weight.detach().fill_(3.0)
-    optimizer.load_sharded_state_dict(answer)
-    assert [bool((m == 3.0).all()) for m in optimizer.param_groups[0]["params"]] == [
-        False,
-        True,
-        False,
-        False,
-        False,
-    ]
-
-
-def test_states_loaded_without_their_step_are_kept() -> None:
-    w = Parameter(torch.ones(3))
-    optimizer = DistributedOptimizer([w], lambda g: torch.optim.Adam(g, lr=0.0), SINGLE_PROCESS)
-    answer = loaded(optimizer.sharded_state_dict({"w": ShardedTensor.from_rank_offsets("w", w)}))
-    del answer["state"][0]["step"]
-    answer["state"][0]["exp_avg"].fill_(8.0)
-    optimizer.load_sharded_state_dict(answer)
-    w.grad = torch.zeros(3)
-    optimizer.step()
-    (state,) = optimizer.inner.state.values()
-    assert state["exp_avg"].tolist() == pytest.approx([7.2] * 3)
-
-
 def test_a_rank_that_owns_nothing_and_a_group_without_parameters_are_fine() -> None:
     groups = ParallelGroups.offline(ParallelLayout(dp=8), 7)
     w = Parameter(torch.ones(3))
@@ -474,38 +251,6 @@ def test_a_rank_that_owns_nothing_and_a_group_without_parameters_are_fine() -> N
     assert state["state"] == {}
     assert list(state["param_groups"]) == ["all", "none"]
     optimizer.load_sharded_state_dict(loaded(state))
-
-
-def test_reload_model_params_trains_on_from_loaded_weights() -> None:
-    model = make_model(torch.bfloat16)
-    optimizer = DistributedOptimizer(model.parameters(), lambda g: torch.optim.SGD(g, lr=0.0), SINGLE_PROCESS)
-    model.load_state_dict(make_model(torch.bfloat16, seed=7).state_dict())
-    optimizer.reload_model_params()
-    train(model, optimizer, range(1))
-    assert_same_weights(model, make_model(torch.bfloat16, seed=7))
-
-
-def test_loaded_tensors_of_another_size_are_rejected() -> None:
-    model = make_model()
-    optimizer = DistributedOptimizer(model.parameters(), OPTIMIZERS["adamw"], SINGLE_PROCESS)
-    answer = loaded(optimizer.sharded_state_dict(declare(model)))
-    answer["state"][0]["exp_avg"] = torch.zeros(7)
-    with pytest.raises(
-        MismatchError, match=r"'exp_avg' of 'scale' of shape \(\) has 1 el.* but 7 were loaded. Load"
-    ):
-        optimizer.load_sharded_state_dict(answer)
-
-
-def test_tensors_that_were_not_filled_in_place_are_copied() -> None:
-    model, fresh = make_model(), make_model()
-    optimizer = DistributedOptimizer(model.parameters(), OPTIMIZERS["adamw"], SINGLE_PROCESS)
-    resumed = DistributedOptimizer(fresh.parameters(), OPTIMIZERS["adamw"], SINGLE_PROCESS)
-    train(model, optimizer, range(2))
-    fresh.load_state_dict(model.state_dict())
-    resumed.load_sharded_state_dict(loaded(optimizer.sharded_state_dict(declare(model))))
-    train(model, optimizer, range(2, 4))
-    train(fresh, resumed, range(2, 4))
-    assert_same_weights(model, fresh)
 
 
 W = Parameter(torch.zeros(2))
