@@ -25,7 +25,7 @@ PlainTensors: TypeAlias = Literal["auto", "common", "arrays"]
 """How a save stores tensors of common state."""
 
 Exchange: TypeAlias = Literal[
-    "direct", "all_to_all", "broadcast", "gather_rounds", "gather_object", "two_stage"
+    "auto", "direct", "all_to_all", "broadcast", "gather_rounds", "gather_object", "two_stage"
 ]
 """How the bytes of a load get to the ranks that need them."""
 
@@ -219,11 +219,13 @@ class LoadOptions:
             unchanged, and the loaded state dict has tensors in host memory instead, for example for a
             model that was built on the meta device. DTensors are always loaded in place.
         exchange: who reads bytes that several ranks of the `exchange_group` need. `direct`: each of them.
-            Otherwise one rank reads them and sends them to the others, and all ranks read about the same
-            number of bytes. `all_to_all` sends each rank exactly the elements that it needs; `broadcast` and
-            `gather_rounds` send everything to all ranks; `gather_object` sends everything to all ranks at
-            once, which needs memory for all of it. `two_stage`: the first rank of the group reads everything
-            and broadcasts it. The loaded bits are the same.
+            `auto`: as `direct`; but if a load with `maps` would make a rank read more than 1.05 times the
+            bytes that it needs, as `all_to_all`. In the other modes one rank reads them and sends them to
+            the others, and all ranks read about the same number of bytes. `all_to_all` sends each rank
+            exactly the elements that it needs; `broadcast` and `gather_rounds` send everything to all ranks;
+            `gather_object` sends everything to all ranks at once, which needs memory for all of it.
+            `two_stage`: the first rank of the group reads everything and broadcasts it. The loaded bits are
+            the same.
         exchange_bytes: limit of all buffers of one rank for reading, sending and receiving, in bytes.
             `gather_object` uses more, and so does any load if a single block of the format is larger.
             `two_stage` also stays within twice the largest chunk.
@@ -247,7 +249,7 @@ class LoadOptions:
     complete: bool = False
     allow_unsafe_pickle: bool = False
     load_on_device: bool = True
-    exchange: Exchange = "direct"
+    exchange: Exchange = "auto"
     exchange_bytes: int = 64 * 1024 * 1024
     cpu_transfer: bool = True
     on_corrupt: OnCorrupt = "error"

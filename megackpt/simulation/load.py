@@ -14,11 +14,11 @@ from megackpt.geometry import Ints
 from megackpt.metadata import DeclaredChunks
 from megackpt.parallel import ParallelLayout
 from megackpt.planning.overlaps import StoredPositions
+from megackpt.planning.read_sizes import copied_nbytes, read_nbytes
 from megackpt.simulation import run_planner
 from megackpt.simulation.arrays import JobArrays, job_arrays
 from megackpt.simulation.model import Model, check_layout
 from megackpt.simulation.outcome import LoadOutcome
-from megackpt.simulation.reads import copied_nbytes, read_nbytes
 from megackpt.simulation.replica_group import ReplicaGroup, boxes_of, joined
 from megackpt.simulation.replicas import BUCKET_SIZE, data_parallel_groups, replica_groups
 from megackpt.simulation.save import Advance, StoredCheckpoint, table_nbytes

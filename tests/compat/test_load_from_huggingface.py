@@ -213,17 +213,18 @@ def _bytes_read(path: Path, layout: ParallelLayout, exchange: Any, left_out: Seq
 
 
 # Each rank has some columns of the weights that are cut over tp along their inputs. Columns are less than
-# FAR_BYTES apart from row to row, so a rank that reads for itself reads these weights whole.
+# FAR_BYTES apart from row to row, so a rank that reads for itself reads these weights whole: 1.7 times what
+# it needs of the model. So by default ranks read for each other.
 CUT_ALONG_INPUTS = ("*.linear_proj.weight", "*.linear_fc2.weight")
 BYTES = {
-    "tp4, exchanged": ("llama", ParallelLayout(tp=4), "all_to_all", ()),
+    "tp4": ("llama", ParallelLayout(tp=4), "auto", ()),
     "tp4, without weights cut along their inputs": (
         "llama",
         ParallelLayout(tp=4),
         "direct",
         CUT_ALONG_INPUTS,
     ),
-    "ep2": ("mixtral", ParallelLayout(dp=4, ep=2), "direct", ()),
+    "ep2": ("mixtral", ParallelLayout(dp=4, ep=2), "auto", ()),
 }
 
 
@@ -249,9 +250,9 @@ def test_ranks_read_what_they_need(rank_pool: RankPool, tmp_path: Path, name: st
 
 
 @pytest.mark.multiprocess
-@pytest.mark.parametrize("exchange", ["all_to_all", "broadcast"])
+@pytest.mark.parametrize("exchange", ["direct", "broadcast"])
 @pytest.mark.parametrize("family", ["llama", "gpt_oss"])
-def test_ranks_that_read_for_each_other_get_the_same(
+def test_every_way_to_exchange_loads_the_same(
     rank_pool: RankPool, folders: Any, family: str, exchange: str
 ) -> None:
     folder = folders(family, 0)

@@ -34,9 +34,9 @@ def state(replica: int = 0) -> dict[str, ShardedTensor]:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"exchange": "pigeons"}, "exchange='pigeons' is not known. Give one of direct, all_to_all"),
+        ({"exchange": "pigeons"}, "exchange='pigeons' is not known. Give one of auto, direct, all_to_all"),
         ({"exchange_bytes": 0}, "exchange_bytes is 0"),
-        ({"cpu_transfer": False}, "cpu_transfer=False has no meaning with exchange='direct'"),
+        ({"cpu_transfer": False}, "cpu_transfer=False has no meaning with exchange='auto'"),
         ({"cpu_transfer": False, "exchange": "all_to_all"}, "only 'broadcast' and 'two_stage'"),
     ],
 )
@@ -49,7 +49,7 @@ def test_groups_that_make_no_sense_raise_an_error() -> None:
     store = MemoryStore()
     save(state(), store)
     with pytest.raises(
-        DeclarationError, match=r"exchange_group is given, and LoadOptions\.exchange is 'direct'"
+        DeclarationError, match=r"exchange_group is given, and LoadOptions\.exchange is 'auto'"
     ):
         load(state(), store, exchange_group=SingleProcess())
     with pytest.raises(DeclarationError, match=r"which is not a megackpt\.comm\.Group"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +14,7 @@ from megackpt.metadata import DIGEST_BLOCK_BYTES, ArraySpec, ChunkTable, Declare
 from megackpt.planning import plan_load, plan_reads
 from megackpt.planning.exchange import plan_exchange
 from megackpt.planning.overlaps import search_order, with_bounding_boxes
+from megackpt.planning.read_sizes import copied_nbytes, read_nbytes, read_ratio
 from megackpt.simulation import (
     ModelSizes,
     StoredCheckpoint,
@@ -26,7 +28,6 @@ from megackpt.simulation import (
 )
 from megackpt.simulation.layout import replica_ranks
 from megackpt.simulation.outcome import LoadOutcome
-from megackpt.simulation.reads import copied_nbytes, read_nbytes
 from megackpt.simulation.replica_group import joined
 from megackpt.simulation.sizes import Experts
 from tests.simulated_job import BUCKET, TIED, save_for_real
@@ -229,4 +230,12 @@ def test_far_rows_are_read_one_by_one_and_near_ones_together(block: int, columns
     no, zero = np.zeros(1, np.bool_), np.zeros(1, np.int64)
     copies = plan_load(DeclaredChunks(left_half, no, no, zero, zero), stored, where="x")
     half = 8 * columns  # bytes of a half, 4 rows of columns / 2
-    assert read_nbytes(copies, stored, block_bytes=block) == (half if is_far else 2 * half - 2 * columns)
+    nbytes = half if is_far else 2 * half - 2 * columns
+    assert read_nbytes(copies, stored, block_bytes=block) == nbytes
+    # A second entity of the same half is read with the first, and is a need of its own unless it is of
+    # another kind, as the master of a parameter.
+    twice = replace(copies.take(np.array([0, 0])), entity=np.array([0, 1]))
+    for kinds, needed in ((np.array([0, 1]), half), (np.array([0, 0]), 2 * half)):
+        assert read_ratio(twice, stored, block_bytes=block, kinds=kinds) == nbytes / needed
+    nothing = copies.take(np.zeros(0, np.int64))
+    assert read_ratio(nothing, stored, block_bytes=block, kinds=np.zeros(0, np.int64)) == 1.0

@@ -21,6 +21,7 @@ from megackpt.engine.data.read import probe_chunk, read_chunk, read_tensors
 from megackpt.engine.loading.load_request import LoadRequest, open_source
 from megackpt.engine.loading.prepare import PreparedLoad, ReadResult, prepare_load
 from megackpt.engine.loading.rank_checks import (
+    RankAnswers,
     answer_of,
     check_answers,
     check_empty_requests,
@@ -29,7 +30,7 @@ from megackpt.engine.loading.rank_checks import (
 from megackpt.errors import DeclarationError, RankFailedError, truncated_list
 from megackpt.mapping import StateDict
 from megackpt.notices import collected_notices, log_notices
-from megackpt.options import LoadOptions, Policy
+from megackpt.options import Exchange, LoadOptions, Policy
 from megackpt.validation import LoadReport, LoadRules, LoadTimes, PhaseTimes, StrictHandling
 
 if TYPE_CHECKING:
@@ -37,6 +38,10 @@ if TYPE_CHECKING:
 
 
 log = logging.getLogger(__name__)
+
+MAX_READ_RATIO = 1.05
+"""With exchange="auto", ranks read for each other if one of them would read more than this many times the
+bytes that it needs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +77,7 @@ def load_state(request: LoadRequest, group: Group) -> LoadResult:
 
             check_request_coverage(prepared, group)
 
+        request = _with_chosen_exchange(request, ranks)
         reader = connect_reader(request, prepared, group)
         state, messages = run_and_all_gather(
             group, lambda: _read_and_finish(prepared, reader), doing="reading"
@@ -92,7 +98,7 @@ def _open_and_prepare(request: LoadRequest, group: Group, resources: ExitStack) 
     # With a map, an array that nobody asks for shows a model that is not the stored one.
     needs_all = request.maps is not None and strict.on_unexpected is Policy.ERROR
     rules = LoadRules(options.rules, strict, complete=options.complete or needs_all)
-    check_exchange_group(options, request.exchange_group)
+    check_exchange_group(options, request.exchange_group, has_map=request.maps is not None)
     with collected_notices() as notices:
         store = resources.enter_context(request.open_store())
         source = open_source(store, options, resources)
@@ -103,6 +109,15 @@ def _open_and_prepare(request: LoadRequest, group: Group, resources: ExitStack) 
 
             prepared = prepare_mapped_load(request, source, rules, group)
     return prepared, answer_of(request, prepared, notices)
+
+
+def _with_chosen_exchange(request: LoadRequest, ranks: RankAnswers) -> LoadRequest:
+    """Return the request with one of the other modes in place of exchange="auto": the same on all ranks."""
+    ratios = ranks.values("read_ratio")
+    if request.options.exchange != "auto":
+        return request
+    mode: Exchange = "all_to_all" if len(ratios) > 1 and max(ratios) > MAX_READ_RATIO else "direct"
+    return replace(request, options=replace(request.options, exchange=mode))
 
 
 def _read_and_finish(prepared: PreparedLoad, reader: Reader) -> tuple[StateDict, bytes]:
@@ -185,16 +200,18 @@ def _connect_exchange(request: LoadRequest, prepared: PreparedLoad, group: Group
     return ExchangeReader(ranks, options, buffers)
 
 
-def check_exchange_group(options: LoadOptions, exchange_group: AnyGroup | None) -> None:
+def check_exchange_group(options: LoadOptions, exchange_group: AnyGroup | None, *, has_map: bool) -> None:
     """Check that the exchange group fits the options. Local.
 
     Raises:
         DeclarationError: it does not.
     """
-    if options.exchange == "direct" and exchange_group is not None:
+    is_direct = options.exchange == "direct" or (options.exchange == "auto" and not has_map)
+    if is_direct and exchange_group is not None:
         raise DeclarationError(
-            "exchange_group is given, and LoadOptions.exchange is 'direct': every rank reads by itself, and "
-            "no group is needed. Choose how to exchange, 'all_to_all' for instance, or leave the group out."
+            f"exchange_group is given, and LoadOptions.exchange is {options.exchange!r}: every rank reads by "
+            f"itself, and no group is needed. Choose how to exchange, 'all_to_all' for instance, or leave "
+            f"the group out."
         )
     if exchange_group is not None:
         check_group_argument("exchange_group", exchange_group)

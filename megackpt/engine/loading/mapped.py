@@ -12,6 +12,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 
+import numpy as np
 import torch
 
 from megackpt.comm import Group
@@ -37,10 +38,11 @@ from megackpt.mapping.describe import describe
 from megackpt.mapping.flatten import FlattenedState, flatten_state
 from megackpt.maps import RegionMap, bound_to
 from megackpt.maps.choice import chosen_map
-from megackpt.maps.requests import mapped_tensors
+from megackpt.maps.requests import MappedTensor, mapped_tensors
 from megackpt.maps.weights import is_weight, parameter_key
 from megackpt.metadata import OBJECT, ArraySpec
 from megackpt.planning import plan_load
+from megackpt.planning.read_sizes import read_ratio
 from megackpt.storage import digest_of
 from megackpt.validation import LoadReport, LoadRules
 
@@ -109,6 +111,7 @@ def prepare_mapped_load(request: LoadRequest, source: Source, rules: LoadRules, 
         ],
         our_names=names.ours_by_theirs,
         map_digest=_digest(made),
+        read_ratio=_read_ratio(plan, targets.tensors, parts),
     )
 
 
@@ -295,6 +298,19 @@ def _plan_reads(views: Sequence[ShardedTensor], contents: Contents, group: Group
     requested = describe(declared, rank=group.rank)
     chunks = contents.chunks_for([requested.table])
     return ReadPlan(requested, views, chunks, plan_load(requested, chunks.table, where=where), [])
+
+
+def _read_ratio(
+    plan: ReadPlan, tensors: Sequence[ShardedTensor], parts: Sequence[Sequence[MappedTensor]]
+) -> float:
+    """Return how many times the bytes that this rank needs it would read by itself."""
+    is_master = [
+        tensor.key != parameter_key(tensor.key)
+        for tensor, of_tensor in zip(tensors, parts, strict=True)
+        for _ in of_tensor
+    ]
+    chunks, kinds = plan.chunks, np.array(is_master, np.int64)
+    return read_ratio(plan.copies, chunks.table, block_bytes=chunks.block_bytes, kinds=kinds)
 
 
 def _digest(made: RegionMap) -> str:

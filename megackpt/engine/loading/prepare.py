@@ -142,6 +142,7 @@ class PreparedLoad:
         additions: numbers to add to what was read.
         our_names: the names in the request of stored keys, as text; empty if they are the same.
         map_digest: of the map between the names; empty without one.
+        read_ratio: with a map, how many times the bytes that this rank needs it would read by itself.
     """
 
     where: str
@@ -162,6 +163,7 @@ class PreparedLoad:
     additions: Sequence[Addition] = ()
     our_names: Mapping[str, str] = field(default_factory=dict)
     map_digest: str = ""
+    read_ratio: float = 1.0
 
     def clear_padding(self) -> None:
         """Set the tensors of which not every element is stored to 0."""

@@ -50,6 +50,7 @@ def answer_of(request: LoadRequest, prepared: PreparedLoad, notices: Notices) ->
         "maps": prepared.map_digest,
         "notices": notices,
         "exchange": options.exchange,
+        "read_ratio": prepared.read_ratio,
         "cpu_transfer": options.cpu_transfer,
         "has_exchange_group": group is not None,
         "exchange_group": "" if group is None else subgroup_members(group),

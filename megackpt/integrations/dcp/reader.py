@@ -185,8 +185,9 @@ def _check_followed(options: LoadOptions) -> None:
         DeclarationError: naming them, and what to do instead.
     """
     default = LoadOptions()
-    names = ("rename", "exclude", "complete", "exchange", "load_on_device", "on_corrupt")
+    names = ("rename", "exclude", "complete", "load_on_device", "on_corrupt")
     ignored = [name for name in names if getattr(options, name) != getattr(default, name)]
+    ignored += [] if options.exchange in ("auto", "direct") else ["exchange"]
     if ignored:
         raise DeclarationError(
             f"MegackptStorageReader does not follow LoadOptions.{', '.join(ignored)}: with DCP the planner "

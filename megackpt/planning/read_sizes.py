@@ -38,6 +38,23 @@ def read_nbytes(copies: Copies, table: ChunkTable, *, block_bytes: int) -> int:
     return int(np.maximum(stop - np.maximum(start, reached), 0).sum())
 
 
+def read_ratio(copies: Copies, table: ChunkTable, *, block_bytes: int, kinds: Ints) -> float:
+    """Return how many times the bytes that copies need have to be read for them; 1.0 without copies.
+
+    Args:
+        copies: what a load plan copies.
+        table: the stored chunks.
+        block_bytes: reads begin and end at multiples of this in a chunk, or at its end.
+        kinds: a number of each entity, from 0 on. Entities of different kinds may need the same bytes, as a
+            parameter and its master do: of each chunk, the kind that needs the most counts.
+    """
+    width = itemsizes(table.arrays)[table.array[copies.stored]]
+    needed = np.zeros((int(kinds.max(initial=0)) + 1, len(table)), np.int64)
+    np.add.at(needed, (kinds[copies.entity], copies.stored), copies.shape.prod(axis=1) * width)
+    total = int(needed.max(axis=0).sum())
+    return read_nbytes(copies, table, block_bytes=block_bytes) / total if total else 1.0
+
+
 def _byte_ranges(copies: Copies, table: ChunkTable) -> tuple[Ints, Ints, Ints]:
     """Ranges of bytes of chunks that copies touch, without far gaps: (chunk, start, stop)."""
     width = itemsizes(table.arrays)[table.array[copies.stored]]
