@@ -54,7 +54,8 @@ from megackpt.compat.megatron.our_strategies import (
     request_by,
     save_as_rank_0,
 )
-from megackpt.compat.megatron.user_strategies import load_with, request_with, save_with
+from megackpt.compat.megatron.user_loads import load_with
+from megackpt.compat.megatron.user_saves import request_with, save_with
 from megackpt.errors import DeclarationError, UnsupportedError
 from megackpt.mapping import ShardedBase, ShardedStateDict, StateDict
 from megackpt.options import LoadOptions
