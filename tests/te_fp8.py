@@ -38,18 +38,17 @@ def delayed(length: int = 4) -> Any:
     return DelayedScaling(amax_history_len=length)
 
 
+def recipe_checks() -> Any:
+    """Let TE accept recipes that the device of the stand-in could not compute with."""
+    checks = ["check_mxfp8_support", *(["check_fp8_block_scaling_support"] if IS_NEW else [])]
+    return mock.patch.multiple(QUANTIZATION, **{check: lambda: (True, "") for check in checks})
+
+
 def build_fp8(make: Make, groups: ParallelGroups, *, recipe: Any = None, seed: int = 0) -> nn.Module:
     """Build a module with FP8 state that depends on the seed, 0 for state as TE makes it."""
     recipe = delayed() if recipe is None else recipe
     module = build(make, groups, seed=seed)
-    # TE rejects recipes that the device of the stand-in could not compute with.
-    checks = ["check_mxfp8_support", *(["check_fp8_block_scaling_support"] if IS_NEW else [])]
-    supported = {check: lambda: (True, "") for check in checks}
-    with (
-        cpu_for_cuda(),
-        mock.patch.multiple(QUANTIZATION, **supported),
-        autocast(recipe),
-    ):
+    with cpu_for_cuda(), recipe_checks(), autocast(recipe):
         initialise_fp8_state(module, recipe)
     generator = torch.Generator().manual_seed(seed)
     for tensor in fp8_tensors(module).values() if seed else ():
@@ -64,7 +63,7 @@ def fp8_tensors(module: nn.Module) -> dict[str, Tensor]:
         metas = getattr(child, "_fp8_metas", None) or {"both": getattr(child, "fp8_meta", {})}
         for meta in metas.values():
             for key in ("scaling_fwd", "scaling_bwd"):
-                if meta and key in meta:
+                if meta and hasattr(meta.get(key), "amax_history"):
                     tensors[f"{name}.{key}.scale"] = meta[key].scale
                     tensors[f"{name}.{key}.amax_history"] = meta[key].amax_history
     return tensors

@@ -3,7 +3,8 @@
 The wheel `transformer-engine`, installed with `--no-deps`, has the Python classes of the library. Its
 compiled extension, `transformer_engine_torch`, needs a CUDA toolkit: a module of empty functions and of
 enumerations stands in for it. Modules can then be built on `cpu` and `meta`, and their FP8 state can be read
-and written. A forward pass and FP8 tensors need the real one.
+and written. FP8 and MXFP8 parameters work in `quantised_on_cpu()`, with the kernels of `te_kernels`. A
+forward pass needs the real extension.
 
 The wheel belongs into a folder of its own on PYTHONPATH (see .ci/run), not into the environment of the other
 tests: Megatron-Core tries to import what is installed, and fails without CUDA.
@@ -34,6 +35,8 @@ import pytest
 import torch
 from torch.overrides import TorchFunctionMode
 
+from tests import te_kernels
+
 EXTENSION = "transformer_engine_torch"
 
 # What torch.cuda says in addition while TE builds modules.
@@ -53,6 +56,7 @@ ENUMERATIONS = {
         "GRAD_OUTPUT1", "GRAD_INPUT1", "GRAD_OUTPUT2", "GRAD_INPUT2", "GRAD_OUTPUT3", "GRAD_INPUT3",
     ),
 }  # fmt: skip
+KERNELS = ("quantize", "dequantize", "create_empty_quantized_tensor", "fp8_transpose")
 OLD_MEMBERS = {"NVTE_Fused_Attn_Backend": ("NVTE_F16_max512_seqlen",)}
 
 
@@ -92,6 +96,8 @@ class _Loader:
 
     def exec_module(self, module: Any) -> None:
         module.get_cudnn_version = lambda: 92000
+        for kernel in KERNELS:
+            setattr(module, kernel, getattr(te_kernels, kernel))
 
 
 class _CpuForCuda(TorchFunctionMode):
@@ -114,7 +120,7 @@ def _device_answers() -> dict[str, Any]:
         name="none", major=9, minor=0, multi_processor_count=132, total_memory=1 << 36
     )
     return {
-        "current_device": 0,
+        "current_device": torch.device("cpu"),
         "get_device_capability": (9, 0),
         "get_device_properties": properties,
     }
@@ -140,6 +146,20 @@ def cpu_for_cuda() -> Iterator[None]:
         warnings.catch_warnings(),
     ):
         warnings.simplefilter("ignore")
+        yield
+
+
+@contextmanager
+def quantised_on_cpu() -> Iterator[None]:
+    """Let FP8 tensors be read and written on the CPU, in this thread: `device_answers` in the main one."""
+    with _CpuForCuda():
+        yield
+
+
+@contextmanager
+def device_answers() -> Iterator[None]:
+    """Answer TE's questions about the device, in all threads."""
+    with _answers(_device_answers()):
         yield
 
 

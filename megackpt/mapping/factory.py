@@ -7,12 +7,14 @@ and loads in place.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
 from megackpt.mapping.base import ReplicaId, ShardedBase, check_key, check_replica_id, declaration_error
+from megackpt.mapping.sharded_layout import ShardedLayout
+from megackpt.mapping.sharded_tensor import ShardedTensor
 
 BuildFn = Callable[[str, Any, ReplicaId, "slice | None"], Any]  # returns an entity or a list/dict of them
 MergeFn = Callable[[Any], Any]  # the same structure with loaded tensors -> the local tensor
@@ -31,6 +33,9 @@ class ShardedTensorFactory(ShardedBase):
             the local tensor.
         replica_id: passed to `build_fn`.
         flattened_range: which slice of the flattened tensor data is, or None; passed to `build_fn`.
+        of_states: how optimizer states of the same parameter are sharded, if not by this factory; it needs no
+            data.
+        how: what a load makes of the stored arrays, for `LoadReport.transformed`; empty for nothing to say.
 
     Raises:
         DeclarationError: there is no key, or build_fn or merge_fn is not callable.
@@ -44,6 +49,8 @@ class ShardedTensorFactory(ShardedBase):
     merge_fn: MergeFn
     replica_id: ReplicaId = 0
     flattened_range: slice | None = None
+    of_states: ShardedTensor | ShardedLayout | None = field(default=None, kw_only=True)
+    how: str = field(default="", kw_only=True)
 
     def __post_init__(self) -> None:
         check_key(self.key, "ShardedTensorFactory")
@@ -67,8 +74,12 @@ class ShardedTensorFactory(ShardedBase):
         data: torch.Tensor,
         replica_id: ReplicaId | None = None,
         flattened_range: slice | None = None,
-    ) -> ShardedTensorFactory:
-        """Apply the same factory to another tensor; see `ShardedBase.retarget`."""
+    ) -> ShardedTensorFactory | ShardedTensor | ShardedLayout:
+        """Apply the same factory, or `of_states`, to another tensor; see `ShardedBase.retarget`."""
+        if self.of_states is not None:
+            return self.of_states.retarget(
+                key=key, data=data, replica_id=replica_id, flattened_range=flattened_range
+            )
         return replace(
             self,
             key=key,

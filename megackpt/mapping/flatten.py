@@ -91,6 +91,11 @@ class FactoryLeaf:
     factory: ShardedTensorFactory
     built: Any
 
+    def is_dropped(self, dropped: DroppedKeys) -> bool:
+        """Return whether nothing is loaded for one of its keys."""
+        leaves = [leaf for _, leaf in iter_leaves([self.built])]
+        return any(key in dropped for leaf in leaves if isinstance(leaf, EntityLeaf) for key in leaf.keys)
+
     def loaded(self, dropped: DroppedKeys) -> Any:
         """Return what the factory merges; ABSENT if nothing was loaded for one of its entities."""
         # Each value is computed once: it may be of a factory whose merge_fn works in place.
@@ -132,6 +137,14 @@ class FlattenedState:
     def entities(self) -> list[ShardedTensor | ShardedObject]:
         """All entities, in the order of a declaration: tensors, then objects."""
         return [*self.tensors, *self.objects]
+
+    def transformed(self, dropped: DroppedKeys) -> dict[str, str]:
+        """Return by key what the factories say that a load makes of stored arrays, if none is dropped."""
+        return {
+            leaf.factory.key: leaf.factory.how
+            for leaf in self.leaves
+            if isinstance(leaf, FactoryLeaf) and leaf.factory.how and not leaf.is_dropped(dropped)
+        }
 
     def unflatten(self, stored_common: Any, dropped: DroppedKeys) -> Any:
         """Return the loaded state dict: the common state of a checkpoint, with the loaded leaves in it."""

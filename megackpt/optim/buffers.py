@@ -46,6 +46,9 @@ class ParamGradBuffer:
     and registers a hook that adds `param.grad` to `main_grad` and frees it whenever autograd has
     accumulated it. A parameter that was in another buffer leaves that one.
 
+    Raises:
+        OptimizerError: a parameter is a quantised one of Transformer Engine.
+
     Attributes:
         params: the parameters, in order of registration.
         layout: where they are.
@@ -77,8 +80,7 @@ class ParamGradBuffer:
         self._reduced = False
         for index, (param, flat_range) in enumerate(zip(self.params, layout.params, strict=True)):
             view = self.data[flat_range.as_slice()].view(param.shape)
-            view.copy_(param.detach())
-            param.data = view
+            _move(param, view)
             param.main_grad = self.grad[flat_range.as_slice()].view(param.shape)  # type: ignore[attr-defined]
             _replace_hook(param, _AccumulateHook(self, index))
 
@@ -155,6 +157,26 @@ class ParamGradBuffer:
                 f"gradient buffer then has averaged gradients of this rank's slices, to which no gradient "
                 f"can be added. Call optimizer.zero_grad() after every optimizer.step()."
             )
+
+
+def _move(param: Parameter, view: Tensor) -> None:
+    """Copy the elements of a parameter to `view`, and let the parameter have them there.
+
+    Raises:
+        OptimizerError: it is a quantised one of Transformer Engine, which has no elements.
+    """
+    if hasattr(param, "_quantizer") or getattr(param, "quantizer", None) is not None:
+        raise OptimizerError(
+            f"a parameter of shape {tuple(param.shape)} is a {type(param).__name__}, which has codes and not "
+            f"elements of its dtype. Build the model without quantized_model_init(), or use an optimizer of "
+            f"Transformer Engine, which keeps masters of such parameters."
+        )
+    view.copy_(param.detach())
+    if hasattr(param, "rowwise_data"):  # a grouped parameter of Transformer Engine has its elements there
+        param.rowwise_data = view.flatten()
+        param.quantized_tensors = None  # type: ignore[attr-defined] # its views of the former memory
+    else:
+        param.data = view
 
 
 class _AccumulateHook:

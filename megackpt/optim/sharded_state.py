@@ -273,6 +273,8 @@ def _first_box(entity: ParamEntity) -> tuple[tuple[int, ...], tuple[int, ...], i
         first = entity.components[0]
         copy = first.replica_id if isinstance(first.replica_id, int) else sum(first.replica_id)
         return first.global_shape, first.global_offset, entity.prepend_axis_num, copy
+    if entity.of_states is not None:
+        return _first_box(entity.of_states)
     with torch.no_grad():  # a factory's function may copy its parameter
         built = _param_entities({"built": entity.build()})
     if not built:

@@ -19,6 +19,7 @@ from megackpt.engine.data.tensor_bytes import as_bits
 from megackpt.mapping import (
     LocalNonpersistentObject,
     ReplicaId,
+    ShardedBase,
     ShardedLayout,
     ShardedObject,
     ShardedTensor,
@@ -160,7 +161,7 @@ class _Made:
         )
         strided = draw(st.booleans())
 
-        def entity_of(h: _LocalTensor) -> ShardedTensorFactory:
+        def entity_of(h: _LocalTensor) -> ShardedBase:
             local = self.array[h.layer].chunk(fragments)[h.fragment]
             distribute = _FactoryPosition(
                 tuple(local.shape), ((0, h.layer, layers), (1, h.fragment, fragments))

@@ -6,7 +6,8 @@ bytes. Whether a difference is an error was decided before by `LoadRules`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 
 from megackpt.errors import truncated_list
@@ -174,6 +175,8 @@ class LoadReport:
         recovered: bytes that were read from another source, because the checkpoint's own are damaged; see
             `LoadOptions.on_corrupt`.
         times: how long reading, exchanging and copying took on all ranks; None until they are done.
+        transformed: by key, what a factory makes of the stored arrays (`ShardedTensorFactory.how`), such as
+            quantising them.
     """
 
     arrays: tuple[ArrayReport, ...] = ()
@@ -183,6 +186,7 @@ class LoadReport:
     excluded: frozenset[str] = field(default_factory=frozenset)
     recovered: tuple[RecoveredBytes, ...] = ()
     times: LoadTimes | None = None
+    transformed: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def loaded(self) -> tuple[str, ...]:
@@ -225,6 +229,8 @@ class LoadReport:
                 lines.append(f"{name}: {len(arrays)} arrays, {sum(a.nbytes for a in arrays):,} bytes")
                 if name != "resharded":
                     lines.append(truncated_list([_difference(a) for a in arrays]))
+        for how, count in sorted(Counter(self.transformed.values()).items()):
+            lines.append(f"transformed: {count} arrays, {how}")
         for name in ("missing", "unexpected", "excluded"):
             keys: frozenset[str] = getattr(self, name)
             if keys:

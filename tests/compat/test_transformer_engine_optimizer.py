@@ -8,13 +8,15 @@ from typing import Any
 import pytest
 import torch
 
-from megackpt import load, load_plain_tensors, save
+from megackpt import OptimizerError, load, load_plain_tensors, save
 from megackpt.integrations.transformer_engine import mark_parameters, sharded_state_dict
 from megackpt.optim import DistributedOptimizer
 from megackpt.parallel import ParallelGroups, ParallelLayout, is_marked
 from megackpt.testing.world import SimulatedRank, SimulatedWorld
 from tests import te_models
-from tests.te_models import MODULES, build
+from tests.te_fp8 import ONE
+from tests.te_models import MODULES, build, needs_new
+from tests.te_quantised import build_quantised, linear
 
 LAYOUTS = [ParallelLayout(), ParallelLayout(tp=2, dp=2), ParallelLayout(dp=3), ParallelLayout(tp=4)]
 EXPERT_LAYOUTS = [
@@ -24,14 +26,31 @@ EXPERT_LAYOUTS = [
     ParallelLayout(tp=2, dp=2, ep=2, etp=2),
     ParallelLayout(dp=2, ep=1),
 ]
-OTHERS = {"stack": te_models.layers, "experts": te_models.experts("column")}
+OTHERS = {
+    "stack": te_models.layers,
+    "experts": te_models.experts("column"),
+    "grouped experts": te_models.grouped_experts,
+}
 
 
-@pytest.mark.parametrize("name", ["layer", "gated mlp", "linear split", *OTHERS])
-def test_moments_are_the_same_at_every_layout(tmp_path: Path, name: str) -> None:
+NAMES = [
+    "layer",
+    "gated mlp",
+    "linear split",
+    "stack",
+    "experts",
+    pytest.param("grouped experts", marks=needs_new),
+]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_moments_are_the_same_at_every_layout(
+    tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NVTE_GROUPED_LINEAR_SINGLE_PARAM", "1")
     make = OTHERS.get(name) or MODULES[name]
     expected: dict[str, Any] = {}
-    for step, layout in enumerate(EXPERT_LAYOUTS if name == "experts" else LAYOUTS):
+    for step, layout in enumerate(EXPERT_LAYOUTS if "experts" in name else LAYOUTS):
         groups = [ParallelGroups.offline(layout, rank) for rank in range(layout.world_size)]
         modules = [build(make, g, seed=step) for g in groups]
         for module, own in zip(modules, groups, strict=True):
@@ -64,6 +83,28 @@ def test_moments_are_the_same_at_every_layout(tmp_path: Path, name: str) -> None
     moments = [key for key in expected if key.startswith("optimizer.state.exp_avg.")]
     assert len(moments) == sum(not key.startswith("optimizer.") for key in expected)
     assert all(expected[key].std() > 0.5 for key in moments)
+
+
+@needs_new
+def test_a_grouped_parameter_is_trained_in_its_own_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NVTE_GROUPED_LINEAR_SINGLE_PARAM", "1")
+    module: Any = build(te_models.grouped_experts, ONE)
+    mark_parameters(module, ONE)
+    before = module.weight.rowwise_data.clone()
+    optimizer = DistributedOptimizer(module.parameters(), lambda p: torch.optim.SGD(p, lr=0.5), ONE)
+    module.weight.main_grad.fill_(1)
+    module.weight.grad_added_to_main_grad = True
+    optimizer.step()
+    assert torch.equal(module.weight.rowwise_data, before - 0.5)
+    # What the module computes with: views, which TE makes once.
+    experts = module.weight.quantized_tensors or module.weight.split_into_quantized_tensors()
+    assert torch.equal(torch.stack(experts).flatten(), before - 0.5)
+
+
+def test_quantised_parameters_are_an_error() -> None:
+    module = build_quantised(linear, ONE, "MXFP8BlockScaling", seed=1)
+    with pytest.raises(OptimizerError, match="is a MXFP8Tensor, which has codes"):
+        DistributedOptimizer(module.parameters(), lambda p: torch.optim.SGD(p, lr=0.5), ONE)
 
 
 def test_marks_are_what_the_modules_are() -> None:

@@ -102,6 +102,7 @@ def prepare_mapped_load(request: LoadRequest, source: Source, rules: LoadRules, 
         report=LoadReport(
             arrays=report_mapped_arrays(targets.tensors, parts, contents.arrays, names.made),
             excluded=excluded,
+            transformed=flattened.transformed(excluded),
         ),
         additions=[
             Addition(part.theirs.data, part.added)

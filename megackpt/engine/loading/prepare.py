@@ -264,6 +264,7 @@ def prepare_load(
             objects=tuple(o.unique_key for o in loaded_objects),
             unexpected=keys.unexpected,
             excluded=keys.excluded,
+            transformed=flattened.transformed(keys.left_out),
         ),
     )
 

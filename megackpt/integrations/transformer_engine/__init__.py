@@ -28,6 +28,7 @@ from megackpt.integrations.transformer_engine.names import (
     canonical_key,
     use_stored_names,
 )
+from megackpt.integrations.transformer_engine.quantised import Quantised, quantise_parameters
 from megackpt.integrations.transformer_engine.site import ParallelMode, set_components, set_parallel_mode
 
 __all__ = [
@@ -35,6 +36,7 @@ __all__ = [
     "Fp8State",
     "Names",
     "ParallelMode",
+    "Quantised",
     "TransformerEngineMixin",
     "canonical_key",
     "declare_module_of_te",
@@ -43,6 +45,7 @@ __all__ = [
     "initialise_fp8_state",
     "join_megatron_experts",
     "mark_parameters",
+    "quantise_parameters",
     "read_extra_state",
     "set_components",
     "set_parallel_mode",

@@ -23,7 +23,8 @@ from megackpt.integrations.transformer_engine.layers import (
 from megackpt.integrations.transformer_engine.names import Names, check_names
 from megackpt.integrations.transformer_engine.operations import declare_operation, declare_sequence
 from megackpt.integrations.transformer_engine.own_tensors import declare_own
-from megackpt.integrations.transformer_engine.site import NAMES, Site, own_tensors
+from megackpt.integrations.transformer_engine.quantised import Quantised, check_quantised
+from megackpt.integrations.transformer_engine.site import NAMES, QUANTISED, Site, own_tensors
 from megackpt.mapping import RankOffset, ShardedStateDict
 from megackpt.parallel import Metadata, ParallelGroups, is_marked, register_package
 from megackpt.parallel import sharded_state_dict as declare_any
@@ -39,6 +40,7 @@ def sharded_state_dict(
     metadata: Metadata = None,
     *,
     names: Names = "canonical",
+    quantised: Quantised = "values",
 ) -> ShardedStateDict:
     """Declare what this rank has of a module with Transformer Engine's modules anywhere in it. Local.
 
@@ -52,12 +54,16 @@ def sharded_state_dict(
         metadata: hints, passed to children.
         names: "canonical" for the keys of our own layers, or "megatron" for those of Megatron-Core's TE
             layers, which keep a norm with the layer after it.
+        quantised: what is stored of quantised parameters (`quantized_model_init`): "values", which load at
+            every layout and are quantised again; "codes" and scales, bit for bit, for shards of the same
+            shapes; or nothing, if the optimizer has "masters". `LoadReport.transformed` names the form.
 
     Raises:
-        DeclarationError: a module was built for another tp, has quantised parameters, or is of a class of TE
-            that is not supported and that tp cuts.
+        DeclarationError: a module was built for another tp, or is of a class of TE that is not supported and
+            that tp cuts.
     """
-    hints = {**(metadata or {}), NAMES: check_names(names)}
+    choices = {NAMES: check_names(names), QUANTISED: check_quantised(quantised)}
+    hints = {**(metadata or {}), **choices}
     return declare_any(module, groups, prefix, sharded_offsets, hints)
 
 

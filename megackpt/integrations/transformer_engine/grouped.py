@@ -15,15 +15,21 @@ from typing import Any
 
 from torch import Tensor
 
+from megackpt.errors import DeclarationError
 from megackpt.integrations.transformer_engine.fp8_state import declare_fp8_state
 from megackpt.integrations.transformer_engine.site import (
     Site,
-    check_plain,
     linear_sharding,
     own_tensors,
     parallel_mode,
 )
-from megackpt.mapping import ShardedBase, ShardedStateDict
+from megackpt.mapping import (
+    ShardedBase,
+    ShardedLayout,
+    ShardedStateDict,
+    ShardedTensor,
+    ShardedTensorFactory,
+)
 from megackpt.parallel import TpSharding, declare_tensor
 
 
@@ -38,8 +44,7 @@ def declare_grouped(module: Any, site: Site, parts: Sequence[str] | None = None)
         rows = value.shape[1 if expert is None else 0]
         sharding = linear_sharding(module, kind, rows, mode, site, parts)
         if expert is None:
-            plain = plain_view(site.prefix + name, value)
-            state[site.prefix + name] = _declare_stacked(kind, plain, sharding, site)
+            state[site.prefix + name] = _declare_stacked(kind, value, sharding, site)
         else:
             state[site.prefix + name] = _declare_expert(kind, value, sharding, site, expert, count)
     return state | declare_fp8_state(module, site, count)
@@ -62,8 +67,7 @@ def _declare_expert(
 ) -> ShardedBase:
     ep = site.groups.ep
     axes = (*site.stack, (len(site.stack), ep.rank * count + expert, ep.size * count))
-    check_plain(site.prefix + kind, value)
-    return declare_tensor(site.key(kind), value, sharding, site.groups, axes, axes)
+    return site.declare_in(axes, kind, value, sharding)
 
 
 def _declare_stacked(kind: str, value: Tensor, sharding: int | TpSharding | None, site: Site) -> ShardedBase:
@@ -73,7 +77,22 @@ def _declare_stacked(kind: str, value: Tensor, sharding: int | TpSharding | None
     elif sharding is not None:
         sharding = replace(sharding, dim=sharding.dim + 1)
     cuts = (*site.stack, (len(site.stack), ep.rank, ep.size))
-    return declare_tensor(site.key(kind), value, sharding, site.groups, site.stack, cuts)
+    view = plain_view(site.prefix + kind, value)
+    entity = declare_tensor(site.key(kind), view, sharding, site.groups, site.stack, cuts)
+    return entity if view is value else _of_grouped_parameter(entity, value)
+
+
+def _of_grouped_parameter(entity: ShardedBase, parameter: Tensor) -> ShardedBase:
+    """Declare a grouped parameter, by which optimizers find it, as the view of its memory in `entity`."""
+    assert isinstance(entity, ShardedTensor | ShardedLayout)
+    return ShardedTensorFactory(
+        entity.key,
+        parameter,
+        build_fn=lambda key, tensor, replica_id, flattened_range: replace(entity, key=key),
+        merge_fn=lambda loaded: parameter,
+        replica_id=entity.replica_id,
+        of_states=entity.without_data(),
+    )
 
 
 def plain_view(key: str, value: Tensor) -> Tensor:
@@ -86,6 +105,10 @@ def plain_view(key: str, value: Tensor) -> Tensor:
     if data is None:
         return value
     if getattr(value, "quantizer", None) is not None:
-        check_plain(key, value)
+        raise DeclarationError(
+            f"{key!r}: all experts are one quantised {type(value).__name__}, whose codes are not values. "
+            f"Build the model with single_grouped_weight=False, so that each expert is a parameter.",
+            key=key,
+        )
     view: Tensor = data.view(value.shape)
     return view

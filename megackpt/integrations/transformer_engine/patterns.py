@@ -11,13 +11,14 @@ from collections.abc import Mapping
 from torch import Tensor
 
 from megackpt.geometry import View
-from megackpt.integrations.transformer_engine.site import Site, check_plain
-from megackpt.mapping import LayoutComponent, ShardedLayout
+from megackpt.integrations.transformer_engine.quantised import without_codes
+from megackpt.integrations.transformer_engine.site import Site
+from megackpt.mapping import LayoutComponent, ShardedBase, ShardedLayout
 
 
 def declare_alternating(
     name: str, value: Tensor, pattern: Mapping[str, int], site: Site, *, is_cut: bool
-) -> ShardedLayout:
+) -> ShardedBase:
     """Declare a tensor along whose dim 0 a pattern of rows repeats. Local.
 
     Args:
@@ -34,7 +35,6 @@ def declare_alternating(
     >>> [(t.key, t.data.tolist(), t.global_offset) for t in rows.tensors()]
     [('w.q', [0, 1], (0,)), ('w.k', [2], (0,)), ('w.q', [3, 4], (2,)), ('w.k', [5], (1,))]
     """
-    check_plain(site.prefix + name, value)
     tp, width = site.groups.tp, sum(pattern.values())
     repeats = value.shape[0] // width
     first, total = (tp.rank * repeats, tp.size * repeats) if is_cut else (0, repeats)
@@ -45,14 +45,15 @@ def declare_alternating(
             view = View.of(value.shape).narrow(0, start, rows)
             components.append(_component(component, view, first + repeat, total, site))
             start += rows
-    return ShardedLayout(
+    layout = ShardedLayout(
         site.key(name),
-        value,
+        without_codes(value),
         tuple(value.shape),
         tuple(components),
         replica_id=(0, 0 if is_cut else tp.rank, site.groups.dp_cp.rank),
         prepend_axis_num=len(site.stack),
     )
+    return site.declare_codes(site.stack, layout, value, is_cut=is_cut)
 
 
 def _component(name: str, view: View, index: int, total: int, site: Site) -> LayoutComponent:

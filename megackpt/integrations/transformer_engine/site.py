@@ -4,17 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, NamedTuple, TypeAlias
+from typing import Literal, NamedTuple, TypeAlias
 
 from torch import Tensor, nn
 
 from megackpt.errors import DeclarationError
 from megackpt.integrations.transformer_engine.names import Names, canonical_key, check_names
+from megackpt.integrations.transformer_engine.quantised import (
+    Quantised,
+    check_quantised,
+    declare_quantised,
+    without_codes,
+)
 from megackpt.mapping import RankOffset, ShardedBase, ShardedStateDict
 from megackpt.parallel import Metadata, ParallelGroups, TpSharding, declare_tensor
 
 ParallelMode: TypeAlias = Literal["column", "row"]
-NAMES = "transformer_engine_names"  # the key of the caller's choice in metadata
+# The keys of the caller's choices in metadata.
+NAMES = "transformer_engine_names"
+QUANTISED = "transformer_engine_quantised"
 
 _MODE = "checkpoint_parallel_mode"
 _COMPONENTS = "checkpoint_components"
@@ -49,6 +57,11 @@ class Site:
         """Which of several names of a tensor the caller wants."""
         return check_names((self.metadata or {}).get(NAMES, "canonical"))
 
+    @property
+    def quantised(self) -> Quantised:
+        """What the caller wants to be stored of quantised parameters."""
+        return check_quantised((self.metadata or {}).get(QUANTISED, "values"))
+
     def below(self, name: str) -> Site:
         """Return the place of a child whose keys begin with `name`."""
         return replace(self, prefix=f"{self.prefix}{name}.")
@@ -60,8 +73,22 @@ class Site:
 
     def declare(self, name: str, value: Tensor, sharding: int | TpSharding | None) -> ShardedBase:
         """Declare a tensor of the module here."""
-        check_plain(self.prefix + name, value)
-        return declare_tensor(self.key(name), value, sharding, self.groups, self.stack, self.stack)
+        return self.declare_in(self.stack, name, value, sharding)
+
+    def declare_in(
+        self, axes: tuple[RankOffset, ...], name: str, value: Tensor, sharding: int | TpSharding | None
+    ) -> ShardedBase:
+        """Declare a tensor with the leading axes `axes`, which it lacks."""
+        plain = declare_tensor(self.key(name), without_codes(value), sharding, self.groups, axes, axes)
+        return self.declare_codes(axes, plain, value, is_cut=is_cut(sharding))
+
+    def declare_codes(
+        self, axes: tuple[RankOffset, ...], plain: ShardedBase, value: Tensor, *, is_cut: bool
+    ) -> ShardedBase:
+        """Return the declaration of a parameter that may be quantised; see `declare_quantised`."""
+        tp = self.groups.tp
+        over_tp = (len(axes), tp.rank, tp.size) if is_cut else (len(axes), 0, 1)
+        return declare_quantised(plain, value, self.quantised, (*axes, over_tp))
 
 
 def own_tensors(module: nn.Module) -> dict[str, Tensor]:
@@ -164,22 +191,12 @@ def linear_sharding(
     return components(dict.fromkeys(names, rows // len(names)), site, mode == "column")
 
 
+def is_cut(sharding: int | TpSharding | None) -> bool:
+    """Return whether every rank of tp has another part of a tensor."""
+    return isinstance(sharding, int) or (sharding is not None and sharding.copies == 1)
+
+
 def components(sizes: Mapping[str, int], site: Site, is_cut: bool) -> TpSharding:
     """Return the sharding of dim 0 into named components with these local extents."""
     # What tp does not cut is the same slice, the whole, on all ranks of tp.
     return TpSharding(dim=0, components=sizes, copies=1 if is_cut else site.groups.tp.size)
-
-
-def check_plain(key: str, value: Any) -> None:
-    """Check that a tensor's elements are in its own storage.
-
-    Raises:
-        DeclarationError: it is a quantised tensor of TE (FP8, MXFP8, NVFP4).
-    """
-    if any(base.__name__ == "QuantizedTensorStorage" for base in type(value).__mro__):
-        raise DeclarationError(
-            f"{key!r}: the parameter is a {type(value).__name__}, whose codes are not values. Save the "
-            f"optimizer's float32 masters, build the model without quantized_model_init() for the load, and "
-            f"quantise afterwards.",
-            key=key,
-        )
