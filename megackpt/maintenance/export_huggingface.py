@@ -114,8 +114,8 @@ def export_huggingface(
         map: from our names to those of the folder: the name of a family, `"auto"` for that of the config's
             `model_type`, a family, or a map.
         config: a parsed config.json, the path of one, or a folder that has one. Of a folder, the generation
-            config and the files of the tokenizer are copied as well. None: the config in the content metadata
-            of the checkpoint, `huggingface_config`.
+            config and the files of the tokenizer are copied as well. None: those in the content metadata of
+            the checkpoint, `huggingface_config` and what an import has kept.
         dtype: dtype of floating-point tensors, rounded to the nearest value, ties to even; None keeps that of
             the checkpoint.
         weights: `"masters"` takes the float32 master weights of the optimizer where there are any.

@@ -13,11 +13,18 @@ from typing import Any, TypeAlias
 
 from megackpt.errors import DeclarationError
 from megackpt.formats.documents import parse_document
-from megackpt.formats.huggingface.names import CONFIG, GENERATION_CONFIG, INDEX
+from megackpt.formats.huggingface.names import CONFIG, GENERATION_CONFIG
 from megackpt.storage import Location, Store, opened_store
+from megackpt.storage.store import is_allowed_name
 
 ConfigSource: TypeAlias = "Mapping[str, Any] | str | os.PathLike[str] | None"
 """A parsed config.json, the path of one, a folder (path or URL) that has one, or None."""
+
+KEPT_FILES = "huggingface_files"
+"""Key of the content metadata of an imported checkpoint: files of the tokenizer, a dict of bytes by name."""
+
+MAX_KEPT_BYTES = 64 * 1024 * 1024
+"""The most bytes of all files under that key: each rank reads them when it opens the checkpoint."""
 
 _ENDS = (".json", ".txt", ".model", ".jinja", ".tiktoken")
 _MAX_BYTES = 256 * 1024 * 1024  # tokenizers with large vocabularies have some 30 MB
@@ -76,9 +83,9 @@ def _of_metadata(content: Any, where: str) -> ModelFiles:
             f"config.json. Give config=, the config or a folder that has it.",
             path=where,
         )
-    generation = content.get("huggingface_generation_config")
-    others = {}
-    if isinstance(generation, Mapping):
+    generation, kept = content.get("huggingface_generation_config"), content.get(KEPT_FILES)
+    others = _with_safe_names(kept) if isinstance(kept, Mapping) else {}
+    if isinstance(generation, Mapping) and GENERATION_CONFIG not in others:
         others[GENERATION_CONFIG] = (json.dumps(generation, indent=2, sort_keys=True) + "\n").encode()
     return ModelFiles(config, others)
 
@@ -94,10 +101,49 @@ def _of_path(path: str) -> ModelFiles:
 
 
 def _others_in(store: Store) -> dict[str, bytes]:
-    names = [
-        name
-        for name in store.names()
-        if name.endswith(_ENDS) and "/" not in name and not name.startswith(".")
-        and name != CONFIG and not name.endswith(".index.json")
-    ]  # fmt: skip
-    return {name: store.read(name, max_bytes=_MAX_BYTES) for name in names if name != INDEX}
+    return {name: store.read(name, max_bytes=_MAX_BYTES) for name in store.names() if _is_other(name)}
+
+
+def _is_other(name: str) -> bool:
+    """Return whether a name is that of a small file at the top of a folder, other than config and index."""
+    lower = name.lower()  # some file systems do not tell "Config.json" from "config.json"
+    return (
+        lower.endswith(_ENDS)
+        and "/" not in name
+        and is_allowed_name(name)
+        and not name.startswith(".")
+        and lower != CONFIG
+        and not lower.endswith(".index.json")
+    )
+
+
+def _with_safe_names(kept: Mapping[Any, Any]) -> dict[str, bytes]:
+    """Return the files that an import could have kept: a checkpoint may come from anybody."""
+    return {
+        name: data
+        for name, data in kept.items()
+        if isinstance(name, str) and isinstance(data, bytes) and _is_other(name)
+    }
+
+
+def kept_files(store: Store, given: Mapping[str, bytes]) -> tuple[dict[str, bytes], list[str]]:
+    """Return the files that an import keeps, smallest first, up to MAX_KEPT_BYTES; and names of the others.
+
+    The generation config of the folder is not among them: content metadata has it under a key of its own.
+
+    Args:
+        store: the folder.
+        given: files from elsewhere, which replace those of the folder.
+    """
+    sizes = {name: store.size(name) for name in store.names() if _is_other(name)}
+    sizes.pop(GENERATION_CONFIG, None)
+    sizes |= {name: len(data) for name, data in given.items()}
+    kept: dict[str, bytes] = {}
+    left_out, room = [], MAX_KEPT_BYTES
+    for nbytes, name in sorted((nbytes, name) for name, nbytes in sizes.items()):
+        if nbytes > room:
+            left_out.append(name)
+        else:
+            kept[name] = given[name] if name in given else store.read(name, max_bytes=nbytes)
+            room -= nbytes
+    return kept, left_out

@@ -6,6 +6,7 @@ of the folder, and commit in one step, as in a save.
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -27,7 +28,13 @@ from megackpt.formats.registry import SaveChoice, save_strategy
 from megackpt.formats.strategy import ChunkParts
 from megackpt.maintenance.arguments import checked_progress
 from megackpt.maintenance.huggingface_map import ChosenMap
-from megackpt.maintenance.huggingface_model_files import ConfigSource, ModelFiles
+from megackpt.maintenance.huggingface_model_files import (
+    KEPT_FILES,
+    MAX_KEPT_BYTES,
+    ConfigSource,
+    ModelFiles,
+    kept_files,
+)
 from megackpt.maintenance.import_plan import (
     ImportPlan,
     RowWindow,
@@ -46,6 +53,8 @@ from megackpt.maintenance.windows import ByteArray, filled_windows
 from megackpt.maps import MapChoice, RegionMap
 from megackpt.storage import Location, digest_of_parts, opened_store
 
+log = logging.getLogger(__name__)
+
 _BUFFERS = re.compile(r".*\.(rotary_emb\.inv_freq|attn\.(masked_)?bias)")
 """Tensors that older versions of transformers stored, and computed again when they loaded a model."""
 
@@ -57,6 +66,7 @@ class HuggingFaceImport:
     Attributes:
         location: the new checkpoint.
         map: name of the map.
+        files: names of the tokenizer's and other small files that are part of the checkpoint.
         backend: format of the checkpoint.
         version: the version of its format.
         arrays: number of arrays.
@@ -67,6 +77,7 @@ class HuggingFaceImport:
 
     location: str
     map: str
+    files: tuple[str, ...]
     backend: str
     version: int
     arrays: int
@@ -97,7 +108,9 @@ def import_huggingface(
 
     Collective: every rank of the group calls it. It needs no GPU and no model. The target becomes a
     checkpoint in one step; if anything fails, there is none. Its content metadata has the config as
-    `huggingface_config`, so that `export_huggingface` gives the folder back, bit for bit.
+    `huggingface_config`, and the tokenizer and other small files (`*.json`, `*.txt`, `*.model`, `*.jinja`,
+    `*.tiktoken`; 64 MiB at most) as `huggingface_files`, so that `export_huggingface` gives the folder back,
+    bit for bit.
 
     Args:
         source: a path, a URL or an open store of the folder.
@@ -158,6 +171,7 @@ def import_huggingface(
     return HuggingFaceImport(
         location=run.target.location,
         map=planned.map,
+        files=planned.files,
         backend=strategy.backend,
         version=strategy.version,
         arrays=len(table.arrays),
@@ -175,6 +189,7 @@ class _PlannedImport:
     rows: ImportPlan
     common: Mapping[str, Any]
     map: str
+    files: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -188,7 +203,17 @@ class _Import(NewCheckpoint):
         where = self.source.location
         contents = open_checkpoint(self.source)
         _, content = read_common(contents, where=where)
-        config = ModelFiles.of(config, content, where=where).config
+        files = ModelFiles.of(config, content, where=where)
+        kept, left_out = kept_files(self.source, {} if config is None else files.others)
+        config = files.config
+        if left_out and self.group.rank == 0:
+            log.warning(
+                "%s: these files do not become part of the checkpoint, which has room for %s bytes of them: "
+                "%s. Give the folder again as config when you export it.",
+                where,
+                f"{MAX_KEPT_BYTES:,}",
+                ", ".join(left_out),
+            )
         made = choice.of_folder(config, list(contents.arrays))
         if stacked:
             made = with_stacked_layers_where_equal(made)
@@ -198,10 +223,9 @@ class _Import(NewCheckpoint):
         views = {key: array.viewed for key, array in made.right.items()}
         source = MappedCheckpoint(with_views(contents, views, where=where), made, where)
         rows = ImportPlan.of(new_arrays(made, source.dtypes(dtype)), ranks=self.group.size)
-        metadata = {**content, "huggingface_config": config}
-        return _PlannedImport(
-            source, rows, {"state_dict": {}, "content_metadata": metadata}, choice.name(config)
-        )
+        metadata = {**content, "huggingface_config": config, KEPT_FILES: kept}
+        common = {"state_dict": {}, "content_metadata": metadata}
+        return _PlannedImport(source, rows, common, choice.name(config), tuple(sorted(kept)))
 
     def prepare(self, planned: _PlannedImport, *, overwrite: bool) -> TargetState:
         """Check and create the target on rank 0."""

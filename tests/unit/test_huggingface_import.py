@@ -11,7 +11,15 @@ import pytest
 import torch
 
 import megackpt
-from megackpt import CheckpointError, DeclarationError, IntegrityError, MapError, StorageError
+from megackpt import (
+    CheckpointError,
+    DeclarationError,
+    IntegrityError,
+    MapError,
+    ShardedTensor,
+    StorageError,
+)
+from megackpt.maintenance import huggingface_model_files
 from megackpt.storage import LocalStore
 from megackpt.testing.faulty_store import FaultyStore
 from megackpt.testing.world import SimulatedWorld
@@ -187,3 +195,66 @@ def test_a_checkpoint_that_changes_on_the_way_is_found_and_removed(tmp_path: Pat
     with pytest.raises(IntegrityError):
         megackpt.import_huggingface(tmp_path / "folder", store)
     assert not list((tmp_path / "saved").rglob("*.json"))
+
+
+def test_files_of_the_tokenizer_come_back_when_the_checkpoint_is_exported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(huggingface_model_files, "MAX_KEPT_BYTES", 50)
+    write_folder(tmp_path / "folder", LLAMA, random_arrays(stacked_map(LLAMA), 5), files=2)
+    kept = {
+        "tokenizer.json": b'{"\xc3\xa9": 1}',
+        "tokenizer.model": b"\x00\xff",
+        "chat_template.jinja": b"{{ x }}",
+    }
+    others = {
+        "README.md": b"x",
+        "vocab.json": b"{}" + 50 * b" ",
+        "sub/tokenizer.json": b"{}",
+        "pytorch_model.bin": b"x",
+    }
+    for name, data in {**kept, **others, "generation_config.json": b'{"top_k": 3}'}.items():
+        path = tmp_path / "folder" / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(data)
+    for to in ("megackpt", "torch_dist", "zarr"):
+        report = megackpt.import_huggingface(tmp_path / "folder", tmp_path / to, to)
+        assert report.files == tuple(sorted(kept))
+        assert "vocab.json" in caplog.text  # too long
+        megackpt.export_huggingface(tmp_path / to, tmp_path / f"again-{to}")
+        written = {p.name: p.read_bytes() for p in (tmp_path / f"again-{to}").iterdir()}
+        assert {name: written.pop(name) for name in kept} == kept
+        assert json.loads(written.pop("generation_config.json")) == {"top_k": 3}
+        assert set(written) == {"config.json", "model.safetensors"}
+
+    # A folder that is named has the files of another tokenizer.
+    (tmp_path / "config").mkdir()
+    (tmp_path / "config/config.json").write_text(json.dumps(LLAMA))
+    (tmp_path / "config/tokenizer.json").write_bytes(b"[]")
+    (tmp_path / "config/generation_config.json").write_bytes(b'{ "top_k": 4 }')
+    megackpt.import_huggingface(tmp_path / "folder", tmp_path / "new", config=tmp_path / "config")
+    megackpt.export_huggingface(tmp_path / "new", tmp_path / "new-folder")
+    assert (tmp_path / "new-folder/tokenizer.json").read_bytes() == b"[]"
+    assert (tmp_path / "new-folder/tokenizer.model").read_bytes() == b"\x00\xff"
+    assert (tmp_path / "new-folder/generation_config.json").read_bytes() == b'{ "top_k": 4 }'
+
+
+def test_files_of_a_forged_checkpoint_stay_in_the_folder_and_replace_nothing(tmp_path: Path) -> None:
+    tensors = random_arrays(stacked_map(LLAMA), 6)
+    names = [
+        "../up.json", "/tmp/up.json", "a/b.json", ".hidden.json", "config.json", "Config.JSON", "a\0.json",
+        "model.safetensors", "model.safetensors.index.json", "run.py", "..", "", 3,
+    ]  # fmt: skip
+    forged = {**dict.fromkeys(names, b"{}"), "tokenizer.json": "text", "merges.txt": b"a b"}
+    state = {
+        key: ShardedTensor.from_rank_offsets(key, array)
+        for key, array in assembled(stacked_map(LLAMA), tensors).items()
+    }
+    metadata = {"huggingface_config": LLAMA, "huggingface_files": forged}
+    megackpt.save(state, tmp_path / "saved", content_metadata=metadata)
+    megackpt.export_huggingface(tmp_path / "saved", tmp_path / "out/folder")
+    written = {str(p.relative_to(tmp_path / "out")) for p in (tmp_path / "out").rglob("*") if p.is_file()}
+    assert written == {"folder/config.json", "folder/model.safetensors", "folder/merges.txt"}
+    assert_same_tensors(folder_tensors(tmp_path / "out/folder"), tensors)
+    megackpt.save(state, tmp_path / "other", content_metadata={**metadata, "huggingface_files": ["x"]})
+    megackpt.export_huggingface(tmp_path / "other", tmp_path / "other-folder")
