@@ -1,9 +1,8 @@
 # ruff: noqa: D102 - the name of a test is its claim
 """What every format must do, as tests: subclass `FormatConformance` and give it a `format` fixture.
 
-The claims hold for all formats: a load gives what was saved, a save is all or nothing, and damage is an
-    error and no
-wrong value. What only one format promises (its bytes, its other readers) has tests of its own.
+The claims hold for all formats: a load gives what was saved, a save is all or nothing, and damage is an error
+and no wrong value. What only one format promises (its bytes, its other readers) has tests of its own.
 
     class TestMyFormat(FormatConformance):
         @pytest.fixture
@@ -15,7 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast, get_args
 
@@ -38,13 +37,23 @@ from megackpt.engine.checkpoint.manifest import is_committed
 from megackpt.engine.checkpoint.opening import open_checkpoint
 from megackpt.engine.data.tensor_bytes import as_bits, byte_view
 from megackpt.errors import CheckpointError, DeclarationError, FormatError, UnserializableError
-from megackpt.formats.strategy import MANIFEST, ChunkParts, Format, SaveStrategy
-from megackpt.geometry import Ints
+from megackpt.formats.strategy import MANIFEST, Format, SaveStrategy
 from megackpt.mapping import ShardedObject, ShardedStateDict, ShardedTensor
 from megackpt.metadata import DTYPES
 from megackpt.options import Exchange, LoadOptions, SaveOptions
 from megackpt.storage import LocalStore, Store
 from megackpt.testing.faulty_store import FaultyStore
+from megackpt.testing.format_trials import (
+    StrategyOfPartsGivenOnce,
+    bytes_of,
+    cut_file,
+    data_of,
+    declared_chunks,
+    loaded_number,
+    numbered_state,
+    remove_file,
+    whole,
+)
 from megackpt.testing.identical import difference
 from megackpt.testing.layouts import arrays, owned_chunks
 from megackpt.testing.world import SimulatedWorld
@@ -87,22 +96,21 @@ class FormatConformance:
         target = data.draw(owned_chunks(tuple(array.shape), ranks=target_ranks), label="target")
         store = new_store()
 
-        def declare_chunks(owned: list[Any], rank: int) -> list[ShardedTensor]:
-            return [chunk.declare("array", array) for chunk in owned if chunk.rank == rank]
-
         def load_rank(group: Group) -> list[ShardedTensor]:
-            wanted = declare_chunks(target, group.rank)
+            wanted = declared_chunks(target, array, group.rank)
             for tensor in wanted:
-                as_bits(_data(tensor)).fill_(1)  # something that is not the answer
+                as_bits(data_of(tensor)).fill_(1)  # something that is not the answer
             load({"shards": wanted}, store, group=group)
             return wanted
 
         SimulatedWorld(source_ranks).run(
-            lambda group: save({"shards": declare_chunks(source, group.rank)}, store, strategy, group=group)
+            lambda group: save(
+                {"shards": declared_chunks(source, array, group.rank)}, store, strategy, group=group
+            )
         )
         for rank, loaded in enumerate(SimulatedWorld(target_ranks).run(load_rank)):
-            for got, expected in zip(loaded, declare_chunks(target, rank), strict=True):
-                assert _bytes_of(got) == _bytes_of(expected)
+            for got, expected in zip(loaded, declared_chunks(target, array, rank), strict=True):
+                assert bytes_of(got) == bytes_of(expected)
         store.close()
 
     @settings(max_examples=30, deadline=None, suppress_health_check=list(HealthCheck))
@@ -123,24 +131,21 @@ class FormatConformance:
         store = new_store()
         options = LoadOptions(exchange=way, exchange_bytes=data.draw(st.sampled_from([1, 1 << 20])))
 
-        def declare_chunks(owned: list[Any], rank: int) -> list[ShardedTensor]:
-            return [chunk.declare("array", array) for chunk in owned if chunk.rank == rank]
-
         def run(group: Group) -> list[ShardedTensor]:
             thing = ShardedObject("thing", 7, (1,), (0,), group.rank)
-            state = {"shards": declare_chunks(source, group.rank), "thing": thing}
+            state = {"shards": declared_chunks(source, array, group.rank), "thing": thing}
             save(state, store, strategy, group=group)
-            wanted = declare_chunks(target, group.rank)
+            wanted = declared_chunks(target, array, group.rank)
             for tensor in wanted:
-                as_bits(_data(tensor)).fill_(1)  # something that is not the answer
+                as_bits(data_of(tensor)).fill_(1)  # something that is not the answer
             thing = ShardedObject("thing", None, (1,), (0,), group.rank)
             loaded = load({"shards": wanted, "thing": thing}, store, options=options, group=group)
             assert loaded["thing"] == 7
             return wanted
 
         for rank, loaded in enumerate(SimulatedWorld(ranks).run(run)):
-            for got, expected in zip(loaded, declare_chunks(target, rank), strict=True):
-                assert _bytes_of(got) == _bytes_of(expected)
+            for got, expected in zip(loaded, declared_chunks(target, array, rank), strict=True):
+                assert bytes_of(got) == bytes_of(expected)
         store.close()
 
     @pytest.mark.parametrize("part_bytes", [64, 1 << 20])
@@ -149,7 +154,7 @@ class FormatConformance:
     ) -> None:
         values = {f"w{i}": torch.rand(20, 30)[:, i:] for i in range(5)}
         store = new_store()
-        fleeting = cast(SaveStrategy, _Fleeting(strategy))
+        fleeting = cast(SaveStrategy, StrategyOfPartsGivenOnce(strategy))
         save(
             {k: whole(k, v) for k, v in values.items()},
             store,
@@ -246,46 +251,46 @@ class FormatConformance:
         self, strategy: SaveStrategy, new_store: Callable[[], Store]
     ) -> None:
         store = new_store()
-        save(_state(1), store, strategy)
+        save(numbered_state(1), store, strategy)
         first = set(store.names())
-        save(_state(2), store, strategy)
-        assert _loaded(store) == 2
-        save(_state(3), store, strategy)
-        assert _loaded(store) == 3
+        save(numbered_state(2), store, strategy)
+        assert loaded_number(store) == 2
+        save(numbered_state(3), store, strategy)
+        assert loaded_number(store) == 3
         assert len(store.names()) <= len(first) + 1, "files of earlier saves were left behind"
 
     def test_a_save_that_fails_anywhere_leaves_the_old_checkpoint_or_none_or_the_new(
         self, strategy: SaveStrategy, new_store: Callable[[], Store]
     ) -> None:
         counting = FaultyStore(new_store())
-        save(_state(1), counting, strategy)
+        save(numbered_state(1), counting, strategy)
         before = len(counting.operations)
-        save(_state(2), counting, strategy)
+        save(numbered_state(2), counting, strategy)
         for failing in range(len(counting.operations) - before):
             inner = new_store()
-            save(_state(1), inner, strategy)
+            save(numbered_state(1), inner, strategy)
             faulty = FaultyStore(inner, fail_at=failing)
             with contextlib.suppress(CheckpointError):
-                save(_state(2), faulty, strategy)
+                save(numbered_state(2), faulty, strategy)
             if not is_committed(inner):
                 assert strategy.capabilities.writes_in_place, "the old checkpoint is gone"
                 continue
-            assert _loaded(inner) in (1, 2)
-            save(_state(3), inner, strategy)
-            assert _loaded(inner) == 3
+            assert loaded_number(inner) in (1, 2)
+            save(numbered_state(3), inner, strategy)
+            assert loaded_number(inner) == 3
 
     def test_missing_and_cut_files_are_errors_and_never_wrong_values(
         self, strategy: SaveStrategy, new_store: Callable[[], Store]
     ) -> None:
         names = self._saved(strategy, new_store()).names()
         assert names
-        for damage in (_cut, _remove):
+        for damage in (cut_file, remove_file):
             for position in range(len(names)):
                 store = self._saved(strategy, new_store())
                 damage(store, store.names()[position])
                 store.close()
                 try:
-                    value = _loaded(store)
+                    value = loaded_number(store)
                 except CheckpointError:
                     continue
                 assert value == 1
@@ -297,10 +302,10 @@ class FormatConformance:
         store = self._saved(strategy, new_store())
         store.replace(MANIFEST, damaged)
         with pytest.raises(FormatError, match=MANIFEST):
-            _loaded(store)
+            loaded_number(store)
         with contextlib.suppress(CheckpointError):  # it may raise an error, or replace what is damaged
-            save(_state(2), store, strategy)
-            assert _loaded(store) == 2
+            save(numbered_state(2), store, strategy)
+            assert loaded_number(store) == 2
         store.close()
 
     def test_any_range_of_a_chunk_can_be_read(
@@ -367,74 +372,5 @@ class FormatConformance:
         remove_sharded_tensors(store, prefix)
 
     def _saved(self, strategy: SaveStrategy, store: Store) -> Store:
-        save(_state(1), store, strategy)
+        save(numbered_state(1), store, strategy)
         return store
-
-
-def whole(key: str, data: torch.Tensor) -> ShardedTensor:
-    """Declare a tensor as a whole array."""
-    return ShardedTensor.from_rank_offsets(key, data)
-
-
-def _state(number: int) -> ShardedStateDict:
-    return {
-        "w": whole("w", torch.full((40, 50), float(number))),
-        "o": ShardedObject("o", number, (1,), (0,)),
-        "number": number,
-    }
-
-
-def _loaded(store: Store) -> int:
-    """Load what `_state` saved and return its number; everything must be of one save."""
-    loaded = load({"w": whole("w", torch.zeros(40, 50)), "o": ShardedObject("o", None, (1,), (0,))}, store)
-    number = loaded["number"]
-    assert isinstance(number, int)
-    assert loaded["o"] == number
-    assert torch.equal(loaded["w"], torch.full((40, 50), float(number)))
-    return number
-
-
-def _cut(store: Store, name: str) -> None:
-    data = store.read(name, max_bytes=1 << 30)
-    store.write(name, data[: len(data) // 2])
-
-
-def _remove(store: Store, name: str) -> None:
-    store.delete([name])
-    store.sync()
-
-
-def _data(tensor: ShardedTensor) -> torch.Tensor:
-    assert tensor.data is not None
-    return tensor.data
-
-
-def _bytes_of(tensor: ShardedTensor) -> bytes:
-    return bytes(byte_view(as_bits(_data(tensor)).contiguous()))
-
-
-@SaveStrategy.register
-class _Fleeting:
-    """A strategy that is given parts whose memory is overwritten as soon as that is allowed."""
-
-    def __init__(self, strategy: SaveStrategy) -> None:
-        self._strategy = strategy
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._strategy, name)
-
-    def write_chunks(self, store: Store, *, rows: Ints, parts: ChunkParts, **arguments: Any) -> bytes:
-        return self._strategy.write_chunks(store, rows=rows, parts=_FleetingParts(parts), **arguments)
-
-
-class _FleetingParts(ChunkParts):
-    def __init__(self, parts: ChunkParts) -> None:
-        self._parts = parts
-
-    def __call__(self, row: int) -> Iterator[memoryview]:
-        for part in self._parts(row):
-            copy = bytearray(part)
-            try:
-                yield memoryview(copy)
-            finally:
-                copy[:] = bytes(len(copy))
