@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, TypeVar, overload
+from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 from megackpt.arguments import check_kind
 from megackpt.comm import AnyGroup, Group, group_or_world
@@ -21,10 +21,12 @@ from megackpt.engine.saving.save import save_state
 from megackpt.engine.saving.save_request import save_request
 from megackpt.formats.registry import LoadChoice, SaveChoice, check_format
 from megackpt.mapping import ShardedStateDict, StateDict
-from megackpt.maps import MapChoice
 from megackpt.options import LoadOptions, SaveOptions
 from megackpt.storage import Location, Store, checked_path, is_url, opened_store
 from megackpt.validation import LoadReport, ReturnsKeys, ReturnsState, StrictHandling
+
+if TYPE_CHECKING:
+    from megackpt.maps import MapChoice
 
 Options = TypeVar("Options", SaveOptions, LoadOptions)
 

@@ -9,15 +9,17 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from megackpt.formats.contents import Contents
-from megackpt.formats.damage import Damage
 from megackpt.formats.file_names import FileNames
 from megackpt.geometry import Ints
 from megackpt.metadata import ChunkTable
 from megackpt.planning import SavePlan
 from megackpt.storage import Store
+
+if TYPE_CHECKING:
+    from megackpt.formats.damage import Damage
 
 MANIFEST = "metadata.json"
 """The file that marks a save as finished, in every format. Source: Megatron-Core."""

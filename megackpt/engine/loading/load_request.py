@@ -14,13 +14,13 @@ from megackpt.comm import AnyGroup
 from megackpt.engine.checkpoint.opening import open_checkpoint
 from megackpt.formats.contents import Contents
 from megackpt.mapping import ShardedStateDict
-from megackpt.maps import MapChoice
 from megackpt.options import LoadOptions
 from megackpt.storage import Store
 from megackpt.validation import RecoveredBytes, StrictHandling
 
 if TYPE_CHECKING:
     from megackpt.engine.loading.fallback import FallbackSource
+    from megackpt.maps import MapChoice
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

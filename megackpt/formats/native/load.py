@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import safetensors.torch
 from safetensors import SafetensorError
@@ -12,13 +12,15 @@ from safetensors import SafetensorError
 from megackpt.codec import EncodedValue, decode, load_tree, unpack
 from megackpt.errors import FormatError
 from megackpt.formats.contents import Contents
-from megackpt.formats.damage import Damage
 from megackpt.formats.documents import read_small_file
 from megackpt.formats.file_chunks import FileChunks
 from megackpt.formats.index_reader import StoredIndex, open_index
 from megackpt.formats.native import names
 from megackpt.formats.strategy import Json, LoadStrategy, WholeFile
 from megackpt.storage import Store
+
+if TYPE_CHECKING:
+    from megackpt.formats.damage import Damage
 
 
 class NativeLoadStrategy(LoadStrategy):
