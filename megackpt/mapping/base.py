@@ -10,7 +10,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from operator import index
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
@@ -91,6 +91,51 @@ _PLAIN = (torch.Tensor, torch.nn.Parameter)
 def declaration_error(key: object, what: str) -> DeclarationError:
     """Return an error about the entity of this key."""
     return DeclarationError(f"{key!r}: {what}", key=key if isinstance(key, str) else None)
+
+
+class GridPosition(NamedTuple):
+    """The position of a box in an evenly split array, as three fields of an entity.
+
+    Attributes:
+        global_shape: shape of the array.
+        global_offset: first element of the box in it.
+        axis_fragmentations: number of equal fragments along each axis.
+    """
+
+    global_shape: tuple[int, ...]
+    global_offset: tuple[int, ...]
+    axis_fragmentations: tuple[int, ...]
+
+
+def grid_position(key: str, box: Sequence[int], rank_offsets: Sequence[RankOffset]) -> GridPosition:
+    """Return the position of a box that is one of equal fragments along some axes, and whole along others.
+
+    Args:
+        key: key of the entity, for errors.
+        box: shape of the box, with prepended axes.
+        rank_offsets: `(axis, index, fragments)` for each split axis.
+
+    Raises:
+        DeclarationError: an axis is outside of the array or given twice, or an index outside of its
+            fragments.
+    """
+    axes = len(box)
+    index, fragments = [0] * axes, [1] * axes
+    seen: set[int] = set()
+    for axis, position, count in rank_offsets:
+        if not 0 <= axis < axes or axis in seen or not 0 <= position < count:
+            raise declaration_error(
+                key,
+                f"invalid rank offset (axis={axis}, index={position}, fragments={count}). Give each "
+                f"axis of 0..{axes - 1} at most once, with 0 <= index < fragments.",
+            )
+        seen.add(axis)
+        index[axis], fragments[axis] = position, count
+    return GridPosition(
+        global_shape=tuple(n * f for n, f in zip(box, fragments, strict=True)),
+        global_offset=tuple(n * i for n, i in zip(box, index, strict=True)),
+        axis_fragmentations=tuple(fragments),
+    )
 
 
 def check_key(key: object, kind: str) -> None:

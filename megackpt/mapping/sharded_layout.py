@@ -24,9 +24,10 @@ from megackpt.mapping.base import (
     check_key,
     check_replica_id,
     declaration_error,
+    grid_position,
 )
 from megackpt.mapping.layout import Layout, ViewChunk, chunks_of_view, whole_view
-from megackpt.mapping.sharded_tensor import ShardedTensor, declare_chunk, grid_position
+from megackpt.mapping.sharded_tensor import ShardedTensor, declare_chunk
 
 
 @dataclass(frozen=True, slots=True)
@@ -388,12 +389,4 @@ def _component(
 ) -> LayoutComponent:
     check_replica_id(key, placement.replica_id)
     box = (1,) * prepended + view.shape
-    index, fragments = grid_position(key, len(box), placement.rank_offsets)
-    return LayoutComponent(
-        name,
-        view,
-        tuple(n * f for n, f in zip(box, fragments, strict=True)),
-        tuple(n * i for n, i in zip(box, index, strict=True)),
-        fragments,
-        placement.replica_id,
-    )
+    return LayoutComponent(name, view, *grid_position(key, box, placement.rank_offsets), placement.replica_id)

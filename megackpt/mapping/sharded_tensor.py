@@ -14,7 +14,6 @@ from typing import Literal
 import numpy as np
 import torch
 
-from megackpt.errors import DeclarationError
 from megackpt.geometry import Ints, View, row_major_strides
 from megackpt.mapping.base import (
     RankOffset,
@@ -29,6 +28,7 @@ from megackpt.mapping.base import (
     check_replica_id,
     data_shape,
     declaration_error,
+    grid_position,
 )
 from megackpt.mapping.layout import ViewChunk, chunks_of_view, whole_view
 
@@ -126,15 +126,10 @@ class ShardedTensor(ShardedBase):
                 f"flattened box, whose shape is not given. Call from_rank_offsets_flat(key, data, "
                 f"shape_of_the_box, *rank_offsets, flattened_range=...).",
             )
-        return cls._from_offsets(
-            key,
-            data,
-            tuple(data.shape),
-            rank_offsets,
-            replica_id,
-            prepend_axis_num,
-            allow_shape_mismatch,
-            None,
+        shape = tuple(data.shape)
+        position = grid_position(key, (1,) * prepend_axis_num + shape, rank_offsets)
+        return cls(
+            key, data, data.dtype, shape, *position, replica_id, prepend_axis_num, allow_shape_mismatch
         )
 
     @classmethod
@@ -154,43 +149,17 @@ class ShardedTensor(ShardedBase):
         The other arguments and errors are those of `from_rank_offsets`.
         """
         shape = tuple(non_flat_local_shape)
-        return cls._from_offsets(
+        position = grid_position(key, (1,) * prepend_axis_num + shape, rank_offsets)
+        return cls(
             key,
             data,
+            data.dtype,
             shape,
-            rank_offsets,
+            *position,
             replica_id,
             prepend_axis_num,
             allow_shape_mismatch,
             flattened_range,
-        )
-
-    @classmethod
-    def _from_offsets(
-        cls,
-        key: str,
-        data: torch.Tensor,
-        local_shape: tuple[int, ...],
-        rank_offsets: Sequence[RankOffset],
-        replica_id: ReplicaId,
-        prepend_axis_num: int,
-        allow_shape_mismatch: bool,
-        flattened_range: slice | None,
-    ) -> ShardedTensor:
-        box = (1,) * prepend_axis_num + local_shape
-        index, fragments = grid_position(key, len(box), rank_offsets)
-        return cls(
-            key=key,
-            data=data,
-            dtype=data.dtype,
-            local_shape=local_shape,
-            global_shape=tuple(n * f for n, f in zip(box, fragments, strict=True)),
-            global_offset=tuple(n * i for n, i in zip(box, index, strict=True)),
-            axis_fragmentations=fragments,
-            replica_id=replica_id,
-            prepend_axis_num=prepend_axis_num,
-            allow_shape_mismatch=allow_shape_mismatch,
-            flattened_range=flattened_range,
         )
 
     @property
@@ -404,29 +373,6 @@ def declare_chunk(box: ShardedTensor, chunk: ViewChunk) -> ShardedTensor:
     return replace(
         box, data=chunk.data, local_shape=chunk.shape, global_offset=offset, axis_fragmentations=None
     )
-
-
-def grid_position(
-    key: str, axes: int, rank_offsets: Sequence[RankOffset]
-) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return the fragment index and the number of fragments along each of `axes` global axes.
-
-    Raises:
-        DeclarationError: an axis is outside of the array or given twice, or an index outside of its
-            fragments.
-    """
-    index, fragments = [0] * axes, [1] * axes
-    seen: set[int] = set()
-    for axis, position, count in rank_offsets:
-        if not 0 <= axis < axes or axis in seen or not 0 <= position < count:
-            raise DeclarationError(
-                f"{key!r}: invalid rank offset (axis={axis}, index={position}, fragments={count}). Give each "
-                f"axis of 0..{axes - 1} at most once, with 0 <= index < fragments.",
-                key=key,
-            )
-        seen.add(axis)
-        index[axis], fragments[axis] = position, count
-    return tuple(index), tuple(fragments)
 
 
 _FIELDS_BUT_DATA = attrgetter(*(f.name for f in fields(ShardedTensor) if f.init and f.name != "data"))
