@@ -14,7 +14,7 @@ from megackpt.engine.saving.save_hook import PlanCompletion, SaveHook, WrittenCh
 from megackpt.formats.strategy import ChunkParts, Json, SaveStrategy
 from megackpt.geometry import Ints
 from megackpt.planning import SavePlan
-from megackpt.storage import MemoryStore, Store
+from megackpt.storage import Store
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +64,8 @@ class CommonFiles:
     @classmethod
     def of(cls, common: Any, strategy: SaveStrategy, *, attempt: str) -> CommonFiles:
         """Let a format write common state into memory."""
+        from megackpt.storage import MemoryStore
+
         store = MemoryStore()
         manifest_fields = strategy.write_common(store, attempt=attempt, common=common)
         files = tuple((name, store.read(name, max_bytes=store.size(name))) for name in store.names())
