@@ -18,7 +18,7 @@ from megackpt.comm import Group
 from megackpt.comm.device_group import DeviceGroup
 from megackpt.engine.data.read import Target, with_target_strides
 from megackpt.engine.data.tensor_bytes import as_elements, byte_view, contiguous_bytes, copy_block
-from megackpt.engine.loading.prepare import PreparedLoad, ReadResult
+from megackpt.engine.loading.prepared_load import PreparedLoad, ReadResult
 from megackpt.engine.loading.rounds import Arrival, RankRound, RoundBuffers, round_exchange_for, rounds_of
 from megackpt.errors import MismatchError
 from megackpt.formats.contents import Chunks, Contents

@@ -19,7 +19,8 @@ import torch
 from megackpt.comm import AnyGroup, Group, check_group_argument, run_and_all_gather, subgroup
 from megackpt.engine.data.read import probe_chunk, read_chunk, read_tensors
 from megackpt.engine.loading.load_request import LoadRequest, open_source
-from megackpt.engine.loading.prepare import PreparedLoad, ReadResult, prepare_load
+from megackpt.engine.loading.prepare import prepare_load
+from megackpt.engine.loading.prepared_load import PreparedLoad, ReadResult
 from megackpt.engine.loading.rank_checks import (
     RankAnswers,
     answer_of,

@@ -22,14 +22,8 @@ from megackpt.engine.data.tensor_bytes import check_target
 from megackpt.engine.loading.common_request import CommonRequest
 from megackpt.engine.loading.load_request import LoadRequest, Source
 from megackpt.engine.loading.mapped_report import check_casts, report_mapped_arrays
-from megackpt.engine.loading.prepare import (
-    LOAD_ON_META,
-    Addition,
-    PreparedLoad,
-    ReadPlan,
-    RequestedKeys,
-    with_options_renamed,
-)
+from megackpt.engine.loading.prepare import LOAD_ON_META, with_options_renamed
+from megackpt.engine.loading.prepared_load import Addition, PreparedLoad, ReadPlan, RequestedKeys
 from megackpt.engine.loading.shared_targets import SharedTargets
 from megackpt.errors import DeclarationError, MapError, MismatchError, MissingKeyError, truncated_list
 from megackpt.formats.contents import Contents

@@ -13,7 +13,7 @@ from typing import Any
 
 from megackpt.comm import Group, run_on_all_ranks, subgroup_members
 from megackpt.engine.loading.load_request import LoadRequest
-from megackpt.engine.loading.prepare import PreparedLoad
+from megackpt.engine.loading.prepared_load import PreparedLoad
 from megackpt.errors import MismatchError
 from megackpt.mapping.tree import keys_by_container
 from megackpt.notices import Notices, collected_notices, log_notices

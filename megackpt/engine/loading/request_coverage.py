@@ -24,7 +24,7 @@ from megackpt.comm import (
     split_fields,
 )
 from megackpt.engine.checkpoint.common_arrays import map_common
-from megackpt.engine.loading.prepare import PreparedLoad
+from megackpt.engine.loading.prepared_load import PreparedLoad
 from megackpt.mapping.describe import describe
 from megackpt.mapping.tree import ABSENT, Steps, without_empty
 from megackpt.metadata import PackedDeclarations, merge_packed_declarations, pack_declarations

@@ -1,0 +1,172 @@
+"""A prepared load: all that one rank knows before it reads a tensor's bytes, and the steps after reading.
+
+`prepare` makes one for a request in the checkpoint's own names, `mapped` for a request in other names. A
+reader fills its targets; then `PreparedLoad.finish` makes the state dict.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from megackpt.engine.loading.common_request import CommonRequest
+from megackpt.engine.loading.load_request import Source
+from megackpt.engine.loading.shared_targets import SharedTargets
+from megackpt.formats.contents import Chunks, Contents
+from megackpt.mapping import ShardedObject, ShardedTensor, StateDict
+from megackpt.mapping.flatten import FlattenedState
+from megackpt.mapping.tree import Steps, dotted
+from megackpt.metadata import DeclaredChunks
+from megackpt.planning import Copies
+from megackpt.validation import LoadReport, LoadRules, PhaseTimes
+
+
+@dataclass(frozen=True, slots=True)
+class ReadResult:
+    """The result of a reader when it has filled the tensors of a load.
+
+    Attributes:
+        object_bytes: the bytes of each object.
+        times: how long the phases took on this rank.
+    """
+
+    object_bytes: Sequence[bytes]
+    times: PhaseTimes
+
+
+@dataclass(frozen=True, slots=True)
+class RequestedKeys:
+    """Keys that one rank requests, by the way they are handled.
+
+    Attributes:
+        requested: all of them.
+        excluded: keys that are not loaded because an option or a declaration says so.
+        unexpected: keys that the checkpoint lacks.
+    """
+
+    requested: frozenset[str]
+    excluded: frozenset[str]
+    unexpected: frozenset[str]
+
+    @property
+    def left_out(self) -> frozenset[str]:
+        """Keys for which nothing is loaded."""
+        return self.excluded | self.unexpected
+
+
+@dataclass(frozen=True, slots=True)
+class ReadPlan:
+    """The reads of one rank.
+
+    Attributes:
+        requested: declarations of the tensors, then of the objects.
+        tensors: what is read into.
+        chunks: the stored chunks that hold them.
+        copies: from these chunks into the tensors.
+        object_rows: row of `chunks.table` of each object.
+    """
+
+    requested: DeclaredChunks
+    tensors: Sequence[ShardedTensor]
+    chunks: Chunks
+    copies: Copies
+    object_rows: Sequence[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Addition:
+    """A number to add to loaded values, which another family stores with another zero.
+
+    Attributes:
+        values: what is read into.
+        added: the number.
+    """
+
+    values: torch.Tensor
+    added: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PreparedLoad:
+    """One rank's load when everything is known that can be known before a tensor's bytes are read.
+
+    Attributes:
+        where: location of the checkpoint, for errors.
+        source: where the bytes come from.
+        contents: the opened checkpoint, its keys under the names that the request uses.
+        rules: what to do about differences.
+        flattened: the request, flattened.
+        common: the part of the request for common state.
+        common_arrays: arrays that common state refers to, those that are left out as well, by steps.
+        keys: the requested keys.
+        loadable: stored keys that `LoadOptions.exclude` does not name.
+        empty_containers: names of empty dicts and lists of the request for which something is stored.
+        filled: tensors that are filled with stored values of common state, by the steps of the value.
+        targets: memory that is filled.
+        objects: the objects that are loaded.
+        plan: what is read.
+        report: how each array is loaded.
+        additions: numbers to add to what was read.
+        our_names: the names in the request of stored keys, as text; empty if they are the same.
+        map_digest: of the map between the names; empty without one.
+        read_ratio: with a map, how many times the bytes that this rank needs it would read by itself.
+    """
+
+    where: str
+    source: Source
+    contents: Contents
+    rules: LoadRules
+    flattened: FlattenedState
+    common: CommonRequest
+    common_arrays: Mapping[Steps, ShardedTensor]
+    keys: RequestedKeys
+    loadable: Sequence[str]
+    empty_containers: Sequence[str]
+    filled: Mapping[Steps, torch.Tensor]
+    targets: SharedTargets
+    objects: Sequence[ShardedObject]
+    plan: ReadPlan
+    report: LoadReport
+    additions: Sequence[Addition] = ()
+    our_names: Mapping[str, str] = field(default_factory=dict)
+    map_digest: str = ""
+    read_ratio: float = 1.0
+
+    def clear_padding(self) -> None:
+        """Set the tensors of which not every element is stored to 0."""
+        padded = {array.key for array in self.report.arrays if array.padded_nbytes}
+        for tensor in self.targets.tensors:
+            if tensor.key in padded and tensor.data is not None:
+                tensor.data.detach().zero_()
+
+    def finish(self, object_bytes: Sequence[bytes]) -> StateDict:
+        """Return the loaded state dict, when the tensors are read.
+
+        Args:
+            object_bytes: bytes of each object.
+
+        Raises:
+            MismatchError: two keys were loaded into the same memory, and are stored with different values.
+            FormatError: an object cannot be decoded.
+        """
+        with torch.no_grad():
+            for addition in self.additions:
+                addition.values.detach().add_(addition.added)
+        self.targets.copy_to_shared()
+        for entity, data in zip(self.objects, object_bytes, strict=True):
+            entity.data = self.contents.decode_object(data, f"{self.where}: object {entity.unique_key!r}")
+        left_out, targets = self.keys.left_out, self.common.targets
+        # An excluded array does not change the plain tensor that it would fill.
+        arrays = {
+            steps: targets[steps] if array.key in left_out else array.data
+            for steps, array in self.common_arrays.items()
+            if array.key not in left_out or steps in targets
+        }
+        common = self.common.loaded(self.filled, arrays)
+        shared = {steps for steps in self.filled if self.targets.is_shared(dotted(steps))}
+        values = self.common.values_of(shared, self.filled) if shared else {}
+        self.targets.check(self.where, values)
+        state: StateDict = self.flattened.unflatten(common, self.keys.unexpected)
+        return state
