@@ -13,8 +13,8 @@ from megackpt.optim.sharded_state import (
     get_optim_param_to_id_map,
     get_param_id_to_sharded_param_map,
     make_sharded_optimizer_tensor,
-    optim_state_to_sharding_state,
 )
+from megackpt.optim.torch_state import optim_state_to_sharding_state
 from megackpt.optim.whole_matrix import WholeMatrixOptimizer
 
 __all__ = [

@@ -39,7 +39,7 @@ def initialise_state(optimizer: Optimizer) -> None:
     if not fresh:
         return
     grads = [p.grad for p in params]
-    settings = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
+    settings = [_settings_with_copies(group) for group in optimizer.param_groups]
     with torch.no_grad():
         values = [p.detach().clone() for p in fresh]
     try:
@@ -64,7 +64,7 @@ def initialise_state(optimizer: Optimizer) -> None:
         for param, grad in zip(params, grads, strict=True):
             param.grad = grad
         for group, kept in zip(optimizer.param_groups, settings, strict=True):
-            group.update(kept)
+            _restore_settings(group, kept)
     for param in fresh:
         _reset_counter(optimizer.state.get(param, {}))
 
@@ -86,6 +86,26 @@ def _settings_without_effect(group: dict[str, Any]) -> dict[str, Any]:
         elif isinstance(value, (int, float)):
             changed[name] = 0.0
     return changed
+
+
+def _settings_with_copies(group: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """Return each setting, and of tensors a copy, as a step may change them in place."""
+    settings = {name: value for name, value in group.items() if name != "params"}
+    return {name: (value, _copy(value)) for name, value in settings.items()}
+
+
+def _restore_settings(group: dict[str, Any], kept: dict[str, tuple[Any, Any]]) -> None:
+    """Undo what the step has changed; a counter that it has added (of fused optimizers) becomes zero."""
+    for name, (value, copy) in kept.items():
+        if isinstance(value, Tensor):
+            value.detach().copy_(copy)
+        group[name] = value
+    if "step" not in kept:
+        _reset_counter(group)
+
+
+def _copy(value: Any) -> Any:
+    return value.detach().clone() if isinstance(value, Tensor) else value
 
 
 def _reset_counter(state: dict[str, Any]) -> None:

@@ -8,9 +8,9 @@ Source: Megatron-Core `dist_checkpointing.optimizer`, for the functions that sha
 
 from __future__ import annotations
 
-import copy
+import math
 import warnings
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import TypeAlias
 
 import torch
@@ -18,13 +18,11 @@ from torch import Tensor
 
 from megackpt.errors import DeclarationError, truncated_list
 from megackpt.mapping import (
-    LocalNonpersistentObject,
     ReplicaId,
     ShardedLayout,
     ShardedStateDict,
     ShardedTensor,
     ShardedTensorFactory,
-    StateDict,
 )
 from megackpt.mapping.tree import iter_leaves
 
@@ -171,39 +169,22 @@ def make_own_array(
     )
 
 
-def optim_state_to_sharding_state(
-    optim_state_dict: StateDict,
-    id_to_sharded_param_map: Mapping[int, ParamEntity],
-    exclude_keys: Collection[str] = (),
-) -> None:
-    """Turn the `state_dict()` of a torch optimizer into a sharded state dict, in place. Local.
+def cuts_of_entity(model_param: ParamEntity) -> list[tuple[int, int]] | None:
+    """Return this rank's slice along each axis that cuts a parameter: its number, and how many there are.
 
-    States become entities keyed `optimizer.state.<state>.<model key>`; 0-dim tensors such as `step` become
-    numbers of their parameter. States in exclude_keys are dropped. The lists of parameter ids in the groups
-    are not stored, as ids have a meaning on this rank only.
-
-    Raises:
-        DeclarationError: a parameter with state has no entity, or a state has neither the parameter's shape
-            nor one element.
+    Local, pure. None if some slices are of other sizes, so that they have no numbers. Of a fused parameter
+    those of the component with the most slices, as tp may cut queries into more of them than keys.
     """
-    sharded: dict[int, dict[str, ParamEntity]] = {}
-    for param_id, states in optim_state_dict["state"].items():
-        if param_id not in id_to_sharded_param_map:
-            raise DeclarationError(
-                f"The optimizer has state for parameter {param_id}, which is in no entity of the model's "
-                f"sharded state dict. Build that from the model that this optimizer trains, of the "
-                f"parameters "
-                f"themselves (those of state_dict(keep_vars=True))."
-            )
-        entity = id_to_sharded_param_map[param_id]
-        sharded[param_id] = {
-            name: _declare(entity, value, name) for name, value in states.items() if name not in exclude_keys
-        }
-    groups = [dict(group) for group in copy.deepcopy(optim_state_dict["param_groups"])]
-    for group in groups:
-        group["params"] = LocalNonpersistentObject(group["params"])
-    optim_state_dict["state"] = sharded
-    optim_state_dict["param_groups"] = groups
+    cuts: list[tuple[int, int]] = []
+    for box in _boxes(model_param):
+        axes = list(zip(box.global_shape, box.global_offset, box.box_shape, strict=True))
+        cut_axes = [axis for axis in axes[box.prepend_axis_num :] if axis[0] != axis[2]]
+        if any(not local or extent % local or offset % local for extent, offset, local in cut_axes):
+            return None
+        of_box = [(offset // local, extent // local) for extent, offset, local in cut_axes]
+        if math.prod(size for _, size in of_box) > math.prod(size for _, size in cuts):
+            cuts = of_box
+    return cuts
 
 
 def replica_of(model_param: ParamEntity) -> tuple[int, int, int]:
@@ -223,19 +204,6 @@ def replica_of(model_param: ParamEntity) -> tuple[int, int, int]:
             key=model_param.key,
         )
     return (replica[0], replica[1], replica[2])
-
-
-def _declare(entity: ParamEntity, value: Tensor, name: str) -> ParamEntity:
-    prefix = f"optimizer.state.{name}"
-    if not isinstance(value, Tensor):
-        raise DeclarationError(
-            f"{entity.key!r}: the optimizer state {name!r} is a {type(value).__name__}, which cannot be "
-            f"loaded in place. Make it a 0-dim tensor, or name it in exclude_keys.",
-            key=entity.key,
-        )
-    if value.ndim == 0 and entity.data is not None and entity.data.ndim > 0:
-        return make_sharded_scalar(entity, value, prefix=prefix, replica=replica_of(entity))
-    return make_sharded_optimizer_tensor(entity, value, prefix)
 
 
 def _param_entities(sharded_state_dict: ShardedStateDict) -> list[ParamEntity]:
@@ -260,6 +228,16 @@ def _check_not_detached(sharded_state_dict: ShardedStateDict, missing: Sequence[
             f"is which:\n{truncated_list(detached)}\nWrap the parameters themselves, "
             f"those of model.state_dict(keep_vars=True)."
         )
+
+
+def _boxes(entity: ParamEntity) -> list[ShardedTensor]:
+    """Return the boxes of global arrays that an entity's elements are."""
+    if isinstance(entity, ShardedTensor):
+        return [entity]
+    if isinstance(entity, ShardedLayout):
+        return entity.without_data().tensors()
+    with torch.no_grad():  # a factory's function may copy its parameter
+        return [box for part in _param_entities({"built": entity.build()}) for box in _boxes(part)]
 
 
 def _first_box(entity: ParamEntity) -> tuple[tuple[int, ...], tuple[int, ...], int, int]:

@@ -63,7 +63,7 @@ NOTES: dict[str, str] = {
     "mapping.ShardedTensor.from_rank_offsets_flat": "The same arguments, spelled out.",
     "mapping.apply_factory_merges": "Errors are DeclarationErrors, which are ValueErrors.",
     "optimizer.get_param_id_to_sharded_param_map": "Entities with detached copies are an error.",
-    "optimizer.optim_state_to_sharding_state": "Also takes 0-dim states, such as Adam's `step`.",
+    "optimizer.optim_state_to_sharding_state": "Also takes states of any shape, and numbers.",
     "serialization.load": (
         "The fourth positional argument is that of the version that the program uses. `strict` decides "
         "about keys, see `StrictHandling`. `validate_access_integrity` has no effect: a load does not depend "

@@ -15,7 +15,6 @@ from megackpt.integrations.apex.fragments import (
     restore_fragments,
 )
 from megackpt.integrations.apex.installed import installation_note
-from megackpt.integrations.apex.settings import plain, restore_settings, settings_of
 from megackpt.integrations.apex.whole import (
     KINDS,
     WholeKind,
@@ -23,6 +22,7 @@ from megackpt.integrations.apex.whole import (
     restore_whole,
     whole_kind_of,
 )
+from megackpt.integrations.group_settings import plain, restore_settings, settings_of
 from megackpt.mapping import ShardedStateDict, StateDict
 from megackpt.parallel.groups import ParallelGroups
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from megackpt.errors import FormatError, MismatchError
-from megackpt.integrations.apex.settings import plain_settings
+from megackpt.integrations.group_settings import plain_settings
 from megackpt.mapping import ShardedBase, ShardedStateDict
 from megackpt.optim.inner_optimizer import MASTER
 from megackpt.optim.sharded_state import find_param_entities, make_sharded_optimizer_tensor
