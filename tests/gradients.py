@@ -31,8 +31,11 @@ def tensors_of(state: ShardedStateDict) -> Iterator[ShardedTensor]:
 
 
 def gradient_boxes(model: nn.Module, state: ShardedStateDict, groups: ParallelGroups) -> list[Box]:
-    """Return this rank's boxes of the gradients, under the keys of the parameters. Collective."""
-    grads = {name: reduced(param, groups) for name, param in model.named_parameters()}
+    """Return this rank's boxes of the gradients, under the keys of the parameters. Collective.
+
+    Parameters that are frozen have none.
+    """
+    grads = {name: reduced(p, groups) for name, p in model.named_parameters() if p.requires_grad}
     entities = {name: e.retarget(key=e.key, data=grads[name]) for name, e in state.items() if name in grads}
     return [Box(t.key, t.global_shape, t.global_slice(), t.data) for t in tensors_of(entities)]
 
@@ -46,6 +49,8 @@ def reduced(param: Tensor, groups: ParallelGroups) -> Tensor:
     grad = param.grad
     assert grad is not None
     if is_marked(param, "expert_parallel"):
+        if is_marked(param, "sequence_parallel"):
+            grad = all_reduce(grad, groups.etp)
         return all_reduce(grad, groups.edp) / groups.dp_cp.size
     if is_marked(param, "sequence_parallel"):
         grad = all_reduce(grad, groups.tp)

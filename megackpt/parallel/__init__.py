@@ -1,5 +1,15 @@
 """Layers that know their sharding, over tensor, sequence, context, expert, pipeline and data parallelism."""
 
+from megackpt.parallel.adapters import (
+    adapter_metadata,
+    adapter_parameters,
+    adapter_state,
+    add_adapters,
+    base_state,
+    merge_adapter,
+    reset_magnitudes,
+    set_active_adapters,
+)
 from megackpt.parallel.attributes import (
     ParameterFlag,
     RowRange,
@@ -46,6 +56,7 @@ from megackpt.parallel.expert_stack import ExpertStack
 from megackpt.parallel.experts import (
     GatedExperts,
     GroupedColumnLinear,
+    GroupedReplicatedLinear,
     GroupedRowLinear,
     divide_over_ep,
 )
@@ -58,6 +69,8 @@ from megackpt.parallel.linear import (
     RowParallelLinear,
     divide_over_tp,
 )
+from megackpt.parallel.lora import LoRA
+from megackpt.parallel.lora_config import LoRAConfig
 from megackpt.parallel.mixin import (
     ShardedModule,
     declare_module,
@@ -113,9 +126,12 @@ __all__ = [
     "Forward",
     "GatedExperts",
     "GroupedColumnLinear",
+    "GroupedReplicatedLinear",
     "GroupedRowLinear",
     "LayerNorm",
     "LayerStack",
+    "LoRA",
+    "LoRAConfig",
     "Metadata",
     "MicroBatch",
     "MixtureOfExperts",
@@ -141,8 +157,13 @@ __all__ = [
     "Transfer",
     "VocabParallelEmbedding",
     "VocabParallelOutput",
+    "adapter_metadata",
+    "adapter_parameters",
+    "adapter_state",
+    "add_adapters",
     "all_reduce",
     "attention_parts",
+    "base_state",
     "causal_attention",
     "collect_rows",
     "collect_sequence",
@@ -169,6 +190,7 @@ __all__ = [
     "mark",
     "mark_copied_rows",
     "mean_auxiliary_losses",
+    "merge_adapter",
     "padded_vocab_size",
     "plan_1f1b",
     "plan_forward",
@@ -177,10 +199,12 @@ __all__ = [
     "reduce_scatter_rows",
     "reduce_scatter_sequence",
     "register_package",
+    "reset_magnitudes",
     "scatter_rows",
     "scatter_sequence",
     "scatter_to",
     "second_copy",
+    "set_active_adapters",
     "set_auxiliary_loss_scale",
     "sharded_state_dict",
     "share_losses",

@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megackpt.errors import DeclarationError
+from megackpt.parallel.attributes import mark
 from megackpt.parallel.groups import ParallelGroups
 from megackpt.parallel.linear import INIT_STD, divide_over_tp
 from megackpt.parallel.mixin import ShardedModule
@@ -144,6 +145,49 @@ class GroupedRowLinear(ShardedModule):
             # Nothing is added here, but the gradient is the same as on the first rank.
             bias = bias - bias.detach()
         return _grouped_linear(x, self.weight, bias, counts)
+
+
+class GroupedReplicatedLinear(ShardedModule):
+    """`y = x W[e]^T`, every W[e] whole on all ranks of etp: weight `[experts/ep, out, in]`. Local.
+
+    Input `[rows, in]` sorted by expert, output `[rows, out]`. Either may be this rank's part of a sum over
+    etp, so that the gradient is: it is marked to be summed over etp.
+
+    Args:
+        num_experts: number of experts on all ranks.
+        in_features: extent of the last dim of the input.
+        out_features: extent of the last dim of the output.
+        groups: the ranks around this one.
+        dtype: dtype of the weight.
+        device: where the weight is.
+
+    Raises:
+        DeclarationError: ep does not divide the experts.
+    """
+
+    expert_axis = {"weight": 0}  # noqa: RUF012 - read-only by its type in ShardedModule
+
+    def __init__(
+        self,
+        num_experts: int,
+        in_features: int,
+        out_features: int,
+        groups: ParallelGroups,
+        *,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__(groups)
+        experts = divide_over_ep(num_experts, groups)
+        self.weight = nn.Parameter(
+            torch.empty(experts, out_features, in_features, dtype=dtype, device=device)
+        )
+        mark(self.weight, "sequence_parallel")
+        _reset(self.weight, None)
+
+    def forward(self, x: Tensor, counts: Sequence[int]) -> Tensor:
+        """Return the outputs; `counts[e]` rows are of local expert e."""
+        return _grouped_linear(x, self.weight, None, counts)
 
 
 class GatedExperts(ShardedModule):
