@@ -64,8 +64,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     # Other libraries' tensors and interfaces, likewise. DCP's protocols stand over planning and engine:
     # DCP brings the ranks together itself, where `api` would.
     "integrations": {
-        "api", "engine", "formats", "validation", "planning", "optim", "parallel", "mapping", "metadata",
-        "geometry", "codec", "comm", "storage", "options", "notices", "errors",
+        "api", "maintenance", "engine", "formats", "validation", "planning", "optim", "parallel", "maps",
+        "mapping", "metadata", "geometry", "codec", "comm", "storage", "options", "notices", "errors",
     },
     # A user of the whole, and of peers; it wraps stores and strategies, and looks into the engine.
     "bench": {

@@ -1,0 +1,153 @@
+"""Adapters of two ranks of tp in peft's folder, loaded by peft on the Hugging Face model, and back.
+
+Tolerance of logits: as in tests of families, 1e-5 of the largest. Merged weights: ours and peft's are the sum
+of a weight and a product of two matrices with 8 terms, in float32; both round each term and sum, so that they
+differ by at most about 10 * 2^-24 = 6e-7 of the largest element. DoRA multiplies rows with a quotient, whose
+relative error of the same size is that of sums of squares.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import megackpt
+from megackpt.integrations.peft import export_peft, import_peft
+from megackpt.parallel import (
+    LoRAConfig,
+    ParallelGroups,
+    ParallelLayout,
+    adapter_metadata,
+    adapter_state,
+    add_adapters,
+    base_state,
+    merge_adapter,
+    reset_magnitudes,
+)
+from megackpt.testing.ranks import RankPool
+from models import GPTConfig, build_gpt
+from tests import huggingface_experts as experts
+from tests.gradients import assert_close as assert_arrays_close
+from tests.huggingface_models import (
+    assert_close,
+    logits_of,
+    random_config,
+    random_model,
+    reference,
+    token_ids,
+)
+from tests.lora_world import randomise
+
+pytestmark = [
+    pytest.mark.multiprocess,
+    # peft 0.21 reads an attribute that transformers 5.23 has renamed.
+    pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning"),
+]
+
+MERGED = 6e-7
+TP2 = ParallelLayout(tp=2)
+ATTENTION = ("linear_qkv.q", "linear_qkv.v", "linear_proj")
+ADAPTERS = {
+    "llama": LoRAConfig(rank=8, targets=(*ATTENTION, "linear_fc1", "linear_fc2"), alpha=4),
+    "qwen3": LoRAConfig(rank=4, targets=ATTENTION, alpha=2.5, rank_stabilised=True, dora=True),
+    "gpt2": LoRAConfig(rank=2, targets=("linear_qkv", "mlp.linear_fc1"), dora=True),
+}
+
+
+def _base(config: GPTConfig, weights: Any, groups: ParallelGroups) -> Any:
+    model = build_gpt(config, groups)
+    arrays = {key: torch.from_numpy(array) for key, array in weights.items()}
+    experts.fill(base_state(model.sharded_state_dict()), arrays)
+    return model
+
+
+def _save(config: GPTConfig, weights: Any, lora: LoRAConfig, directory: Path) -> Any:
+    """Save an adapter alone, and the base with the adapter merged into it; return the logits."""
+    groups = ParallelGroups.create(TP2)
+    model = _base(config, weights, groups)
+    add_adapters(model, lora, groups, seed=3)
+    reset_magnitudes(model)
+    declared = adapter_state(model.sharded_state_dict())
+    randomise(declared)
+    megackpt.save(declared, directory / "adapter", content_metadata=adapter_metadata(model))
+    logits = logits_of(model, config, groups)
+    merge_adapter(model)
+    megackpt.save(model.sharded_state_dict(), directory / "merged")
+    return logits
+
+
+def _load(config: GPTConfig, weights: Any, lora: LoRAConfig, directory: Path) -> Any:
+    """Return the logits with an adapter of a checkpoint."""
+    groups = ParallelGroups.create(TP2)
+    model = _base(config, weights, groups)
+    add_adapters(model, lora, groups)
+    megackpt.load(adapter_state(model.sharded_state_dict()), directory, strict="raise_all")
+    return logits_of(model, config, groups)
+
+
+def _numpy(family: str) -> tuple[GPTConfig, Any]:
+    ours, arrays, _ = reference(family, 0)
+    return ours, {key: value.numpy() for key, value in arrays.items()}
+
+
+@pytest.mark.parametrize("family", ADAPTERS)
+def test_peft_computes_what_two_ranks_of_tp_did_and_merges_as_they_do(
+    rank_pool: RankPool, tmp_path: Path, family: str
+) -> None:
+    peft = pytest.importorskip("peft")
+    ours, weights = _numpy(family)
+    actual = rank_pool.run(_save, 2, ours, weights, ADAPTERS[family], tmp_path)[0]
+    config = random_config(family, 0)
+    base = json.loads(config.to_json_string())
+    names = export_peft(tmp_path / "adapter", tmp_path / "folder", config=base)
+    assert len(names) == len(set(names)) > 0
+    model = peft.PeftModel.from_pretrained(random_model(config, 0), tmp_path / "folder")
+    with torch.no_grad():
+        expected = model(token_ids(ours.vocab_size)).logits
+        assert (expected - reference(family, 0)[2]).abs().max() > 0.01 * expected.abs().max()
+        assert_close(actual, expected)
+    folder = tmp_path / "merged_folder"
+    megackpt.export_huggingface(tmp_path / "merged", folder, config=base)
+    merged = model.merge_and_unload().state_dict()
+    stored = megackpt.load_plain_tensors(folder)
+    assert stored.keys() | {"lm_head.weight"} == merged.keys() | {"lm_head.weight"}
+    for key, value in stored.items():
+        assert_arrays_close(value, merged[key], key, relative=MERGED)
+
+
+TARGETS = {
+    "llama": ["q_proj", "v_proj", "down_proj"],
+    "qwen3": ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj"],
+    "gpt2": ["c_attn", "c_proj"],
+}
+
+
+@pytest.mark.parametrize("family", TARGETS)
+def test_two_ranks_of_tp_compute_what_peft_does_and_write_its_folder_again(
+    rank_pool: RankPool, tmp_path: Path, family: str
+) -> None:
+    peft = pytest.importorskip("peft")
+    ours, weights = _numpy(family)
+    config = random_config(family, 0)
+    torch.manual_seed(0)
+    choices = peft.LoraConfig(
+        r=4, lora_alpha=6, target_modules=TARGETS[family], init_lora_weights=False,
+        use_dora=family == "qwen3", task_type="CAUSAL_LM", fan_in_fan_out=family == "gpt2",
+    )  # fmt: skip
+    model = peft.get_peft_model(random_model(config, 0), choices)
+    model.save_pretrained(tmp_path / "folder")
+    with torch.no_grad():
+        expected = model.eval()(token_ids(ours.vocab_size)).logits
+    base = json.loads(config.to_json_string())
+    lora = import_peft(tmp_path / "folder", tmp_path / "adapter", config=base)
+    assert (lora.rank, lora.alpha, lora.dora) == (4, 6, family == "qwen3")
+    assert_close(rank_pool.run(_load, 2, ours, weights, lora, tmp_path / "adapter")[0], expected)
+    export_peft(tmp_path / "adapter", tmp_path / "again")
+    folders = [tmp_path / name / "adapter_model.safetensors" for name in ("folder", "again")]
+    first, second = (megackpt.integrations.peft.read_safetensors(path.read_bytes()) for path in folders)
+    assert first.keys() == second.keys()
+    assert all(torch.equal(first[key], second[key]) for key in first)
