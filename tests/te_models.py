@@ -163,12 +163,12 @@ def fused_mlp(activation: str, **options: Any) -> Callable[[ParallelGroups], nn.
     return build
 
 
-def fused_experts(groups: ParallelGroups) -> nn.Module:
-    """Experts as a sequence of operations, not cut over etp."""
+def fused_experts(groups: ParallelGroups, block: int | None = None) -> nn.Module:
+    """Experts as a sequence of operations, not cut over etp; gate and up alternate in blocks of rows."""
     ops, count = te.ops, EXPERTS // groups.ep.size
     module: nn.Module = ops.Sequential(
         ops.GroupedLinear(count, HIDDEN, 2 * FFN, bias=False, device="cpu"),
-        ops.ScaledSwiGLU(),
+        ops.ScaledSwiGLU(glu_interleave_size=block),
         ops.GroupedLinear(count, FFN, HIDDEN, bias=False, device="cpu"),
     )
     return module

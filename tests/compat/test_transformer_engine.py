@@ -127,6 +127,25 @@ def test_experts_of_fused_operations_have_the_names_of_an_mlp(tmp_path: Path) ->
 
 
 @needs_new
+def test_interleaved_experts_are_the_arrays_of_those_one_after_the_other(tmp_path: Path) -> None:
+    def interleaved(groups: ParallelGroups) -> nn.Module:
+        return te_models.fused_experts(groups, block=4)
+
+    arrays = check_all_layouts(interleaved, EP[:2], tmp_path)
+    groups = ParallelGroups.offline(ParallelLayout(), 0)
+    plain = build(te_models.fused_experts, groups, seed=1)
+    load(sharded_state_dict(plain, groups), tmp_path / "first")
+    module = build(interleaved, groups)
+    for expert in range(EXPERTS):
+        name = f"0.weight{expert}"
+        # TE's own split: [blocks, gate and up, 4, in].
+        gate, up = module.get_parameter(name).view(-1, 2, 4, HIDDEN).unbind(1)
+        both = torch.cat([gate, up]).reshape(2 * FFN, HIDDEN)
+        assert torch.equal(plain.get_parameter(name), both)
+        assert torch.equal(arrays["linear_fc1.weight.gate"][expert], both[:FFN])
+
+
+@needs_new
 def test_interleaved_gate_and_up_are_the_arrays_of_those_one_after_the_other(tmp_path: Path) -> None:
     groups = ParallelGroups.offline(ParallelLayout(), 0)
     module = build(MODULES["fused gated mlp, interleaved"], groups)

@@ -29,7 +29,7 @@ from tests.te_fp8 import (
     fill_experts,
     fp8_tensors,
 )
-from tests.te_models import EXPERTS, IS_NEW, MODULES
+from tests.te_models import EXPERTS, IS_NEW, MODULES, needs_new
 from tests.te_pickles import as_bytes, as_torch_save
 from tests.te_stub import cpu_for_cuda
 
@@ -130,6 +130,34 @@ def test_written_bytes_are_accepted_by_the_installed_version(
     with cpu_for_cuda():
         target.set_extra_state(write_extra_state(state, delayed(), gemms=gemms))
     expected, actual = fp8_tensors(source), fp8_tensors(target)
+    assert all(torch.equal(actual[key], expected[key]) for key in expected)
+
+
+@pytest.mark.parametrize("kind", ["module", pytest.param("operation", marks=needs_new)])
+def test_written_bytes_of_experts_are_accepted_by_the_installed_version(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NVTE_ALLOW_UNSAFE_PICKLE_EXTRA_STATE", "1")
+
+    def operation(groups: Any) -> Any:
+        return te_models.te.ops.GroupedLinear(EXPERTS, 16, 16, bias=False, device="cpu")
+
+    make = te_models.experts(None) if kind == "module" else operation
+    source: Any = build_fp8(make, ONE, seed=3)
+    target: Any = build_fp8(make, ONE)
+    state = fp8_state_of(source, EXPERTS)
+    assert state is not None
+    data = write_extra_state(
+        state,
+        delayed(),
+        gemms=EXPERTS,
+        is_operation=kind == "operation",
+        te_version=None if IS_NEW else "2.2",
+    )
+    with cpu_for_cuda():
+        target.set_extra_state(data)
+    expected, actual = fp8_tensors(source), fp8_tensors(target)
+    assert len(expected) == 4
     assert all(torch.equal(actual[key], expected[key]) for key in expected)
 
 

@@ -144,8 +144,15 @@ def fp8_state_of(module: nn.Module, experts: int = 1) -> Fp8State | None:
     return state if is_expert_major(module) or experts == 1 else _reordered(state, to_experts=True)
 
 
-def write_extra_state(state: Fp8State, recipe: Any, *, gemms: int = 1) -> Tensor:
-    """Return the bytes that `set_extra_state` of a module of TE 2.3 or later accepts. Local.
+def write_extra_state(
+    state: Fp8State,
+    recipe: Any,
+    *,
+    gemms: int = 1,
+    is_operation: bool = False,
+    te_version: str | None = None,
+) -> Tensor:
+    """Return the bytes that `set_extra_state` of a module of TE 2 accepts. Local.
 
     TE 2.18 and later read them only with NVTE_ALLOW_UNSAFE_PICKLE_EXTRA_STATE=1. `fill_fp8_state` needs no
     bytes and no variable.
@@ -155,12 +162,22 @@ def write_extra_state(state: Fp8State, recipe: Any, *, gemms: int = 1) -> Tensor
         recipe: TE's recipe, which becomes that of the module.
         gemms: number of matrix multiplications: 2 for `LayerNormMLP`, that of the experts for a grouped
             module.
+        is_operation: whether the module is a fusible operation (`te.pytorch.ops`).
+        te_version: the version of TE that reads them, for a grouped module; None for 2.3 or later.
     """
-    value = {
-        "recipe": recipe,
-        **{name: tensor.clone() for name, tensor in state.tensors.items()},
-        "extra_fp8_variables": {"fp8_checkpoint": True, "num_gemms": gemms},
-    }
+    if te_version and _version(te_version) < _EXPERT_MAJOR and state.experts > 1:
+        state = _reordered(state, to_experts=False)
+    tensors = {name: tensor.clone() for name, tensor in state.tensors.items()}
+    value: dict[str, Any]
+    if is_operation:
+        value = {
+            mode: {"recipe": recipe, "extra_fp8_variables": {}}
+            | {name: tensor for name, tensor in tensors.items() if name.endswith(direction)}
+            for direction, mode in DIRECTIONS.items()
+        }
+    else:
+        extra = {"fp8_checkpoint": True, "num_gemms": gemms}
+        value = {"recipe": recipe, **tensors, "extra_fp8_variables": extra}
     return torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
 
 

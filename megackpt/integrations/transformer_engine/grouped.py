@@ -9,7 +9,7 @@ Source: TE `pytorch.module.grouped_linear`; Megatron-Core `TEGroupedLinear._shar
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -17,13 +17,16 @@ from torch import Tensor
 
 from megackpt.errors import DeclarationError
 from megackpt.integrations.transformer_engine.fp8_state import declare_fp8_state
+from megackpt.integrations.transformer_engine.patterns import declare_alternating
 from megackpt.integrations.transformer_engine.site import (
+    ParallelMode,
     Site,
     linear_sharding,
     own_tensors,
     parallel_mode,
 )
 from megackpt.mapping import (
+    RankOffset,
     ShardedBase,
     ShardedLayout,
     ShardedStateDict,
@@ -33,8 +36,16 @@ from megackpt.mapping import (
 from megackpt.parallel import TpSharding, declare_tensor
 
 
-def declare_grouped(module: Any, site: Site, parts: Sequence[str] | None = None) -> ShardedStateDict:
-    """Declare a `GroupedLinear`, whose rows are the equal components `parts` (see `linear_sharding`)."""
+def declare_grouped(
+    module: Any, site: Site, parts: Sequence[str] | None = None, *, block: int | None = None
+) -> ShardedStateDict:
+    """Declare a `GroupedLinear`, whose rows are the equal components `parts` (see `linear_sharding`).
+
+    With `block`, the parts alternate in blocks of so many rows.
+
+    Raises:
+        DeclarationError: the parts alternate in one grouped parameter.
+    """
     site = replace(site, groups=site.groups.experts)
     count = number_of_experts(module)
     mode = parallel_mode(module, site)
@@ -43,7 +54,10 @@ def declare_grouped(module: Any, site: Site, parts: Sequence[str] | None = None)
         kind, expert = _kind_and_expert(name)
         rows = value.shape[1 if expert is None else 0]
         sharding = linear_sharding(module, kind, rows, mode, site, parts)
-        if expert is None:
+        if block is not None and parts is not None:
+            pattern = dict.fromkeys(parts, block)
+            state[site.prefix + name] = _declare_alternating(kind, value, pattern, site, expert, count, mode)
+        elif expert is None:
             state[site.prefix + name] = _declare_stacked(kind, value, sharding, site)
         else:
             state[site.prefix + name] = _declare_expert(kind, value, sharding, site, expert, count)
@@ -65,9 +79,32 @@ def _kind_and_expert(name: str) -> tuple[str, int | None]:
 def _declare_expert(
     kind: str, value: Tensor, sharding: int | TpSharding | None, site: Site, expert: int, count: int
 ) -> ShardedBase:
+    return site.declare_in(_axes_of(expert, count, site), kind, value, sharding)
+
+
+def _declare_alternating(
+    kind: str,
+    value: Tensor,
+    pattern: Mapping[str, int],
+    site: Site,
+    expert: int | None,
+    count: int,
+    mode: ParallelMode | None,
+) -> ShardedBase:
+    if expert is None:
+        raise DeclarationError(
+            f"{site.prefix + kind!r}: gate and up alternate (glu_interleave_size) in one parameter of all "
+            f"experts. Build the model with single_grouped_weight=False, so that each expert is a parameter.",
+            key=site.prefix + kind,
+        )
+    axes = _axes_of(expert, count, site)
+    return declare_alternating(kind, value, pattern, site, is_cut=mode == "column", axes=axes)
+
+
+def _axes_of(expert: int, count: int, site: Site) -> tuple[RankOffset, ...]:
+    """Return the leading axes of one of `count` local experts: those of the layers, then that of experts."""
     ep = site.groups.ep
-    axes = (*site.stack, (len(site.stack), ep.rank * count + expert, ep.size * count))
-    return site.declare_in(axes, kind, value, sharding)
+    return (*site.stack, (len(site.stack), ep.rank * count + expert, ep.size * count))
 
 
 def _declare_stacked(kind: str, value: Tensor, sharding: int | TpSharding | None, site: Site) -> ShardedBase:

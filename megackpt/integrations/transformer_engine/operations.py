@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from megackpt.errors import DeclarationError
 from megackpt.integrations.transformer_engine.grouped import declare_grouped
 from megackpt.integrations.transformer_engine.own_tensors import declare_own
 from megackpt.integrations.transformer_engine.patterns import declare_alternating
@@ -66,7 +65,7 @@ def declare_sequence(module: nn.Module, site: Site) -> ShardedStateDict:
     """Declare a `Sequential`, or an operation that is made of others (`ops.Linear`).
 
     Raises:
-        DeclarationError: experts with interleaved gate and up.
+        DeclarationError: experts with interleaved gate and up in one grouped parameter.
     """
     operations = list(basic_operations(module))
     state: ShardedStateDict = {}
@@ -95,13 +94,7 @@ def _declare_linear(operations: Sequence[Operation], index: int, site: Site) -> 
     parts = ("gate", "up") if gated is not None else None
     width = getattr(gated, "glu_interleave_size", None)
     if kind == "GroupedLinear":
-        if width is not None:
-            raise DeclarationError(
-                f"{site.prefix!r}: gate and up of grouped experts are interleaved (glu_interleave_size "
-                f"{width}), which is not supported. Build them with glu_interleave_size=None.",
-                key=site.prefix,
-            )
-        return declare_grouped(module, site, parts)
+        return declare_grouped(module, site, parts, block=width)
     mode = _mode(operations, index, site)
     if width is not None:
         weight = own_tensors(module)["weight"]

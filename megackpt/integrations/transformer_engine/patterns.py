@@ -13,11 +13,17 @@ from torch import Tensor
 from megackpt.geometry import View
 from megackpt.integrations.transformer_engine.quantised import without_codes
 from megackpt.integrations.transformer_engine.site import Site
-from megackpt.mapping import LayoutComponent, ShardedBase, ShardedLayout
+from megackpt.mapping import LayoutComponent, RankOffset, ShardedBase, ShardedLayout
 
 
 def declare_alternating(
-    name: str, value: Tensor, pattern: Mapping[str, int], site: Site, *, is_cut: bool
+    name: str,
+    value: Tensor,
+    pattern: Mapping[str, int],
+    site: Site,
+    *,
+    is_cut: bool,
+    axes: tuple[RankOffset, ...] | None = None,
 ) -> ShardedBase:
     """Declare a tensor along whose dim 0 a pattern of rows repeats. Local.
 
@@ -27,6 +33,7 @@ def declare_alternating(
         pattern: the number of rows of each component in one repetition, in order.
         site: where the module is.
         is_cut: whether tp cuts the repetitions; otherwise all ranks of tp have all of them.
+        axes: `(axis, index, fragments)` of the leading axes that the tensor lacks; None for those of `site`.
 
     >>> from megackpt.parallel import ParallelGroups, ParallelLayout
     >>> import torch
@@ -35,6 +42,7 @@ def declare_alternating(
     >>> [(t.key, t.data.tolist(), t.global_offset) for t in rows.tensors()]
     [('w.q', [0, 1], (0,)), ('w.k', [2], (0,)), ('w.q', [3, 4], (2,)), ('w.k', [5], (1,))]
     """
+    axes = site.stack if axes is None else axes
     tp, width = site.groups.tp, sum(pattern.values())
     repeats = value.shape[0] // width
     first, total = (tp.rank * repeats, tp.size * repeats) if is_cut else (0, repeats)
@@ -43,7 +51,7 @@ def declare_alternating(
         start = repeat * width
         for component, rows in pattern.items():
             view = View.of(value.shape).narrow(0, start, rows)
-            components.append(_component(component, view, first + repeat, total, site))
+            components.append(_component(component, view, first + repeat, total, axes))
             start += rows
     layout = ShardedLayout(
         site.key(name),
@@ -51,18 +59,20 @@ def declare_alternating(
         tuple(value.shape),
         tuple(components),
         replica_id=(0, 0 if is_cut else tp.rank, site.groups.dp_cp.rank),
-        prepend_axis_num=len(site.stack),
+        prepend_axis_num=len(axes),
     )
-    return site.declare_codes(site.stack, layout, value, is_cut=is_cut)
+    return site.declare_codes(axes, layout, value, is_cut=is_cut)
 
 
-def _component(name: str, view: View, index: int, total: int, site: Site) -> LayoutComponent:
+def _component(
+    name: str, view: View, index: int, total: int, axes: tuple[RankOffset, ...]
+) -> LayoutComponent:
     rows, *others = view.shape
-    layers = tuple(n for _, _, n in site.stack)
+    layers = tuple(n for _, _, n in axes)
     return LayoutComponent(
         name,
         view,
         global_shape=(*layers, rows * total, *others),
-        global_offset=(*(i for _, i, _ in site.stack), rows * index, *(0 for _ in others)),
+        global_offset=(*(i for _, i, _ in axes), rows * index, *(0 for _ in others)),
         axis_fragmentations=(*layers, total, *(1 for _ in others)),
     )
