@@ -178,7 +178,7 @@ def column_in(
     if stop > len(head):
         raise damaged(f"a column at byte {stored.offset_bytes} is not in the head", where)
     values = np.frombuffer(head[stored.offset_bytes : stop], stored.dtype).reshape(stored.shape)
-    return values.astype(np.uint64 if stored.code == "U64" else np.int64)
+    return values.astype(np.uint64) if stored.code == "U64" else values.astype(np.int64)
 
 
 def array_digest_columns(arrays: Sequence[ArraySpec], digests: Mapping[str, int]) -> dict[str, Column]:

@@ -263,7 +263,7 @@ class _AllToAll(RoundExchange):
             memory = self._target_memory(delivery)
             if memory is None:
                 data = self._buffers.receiving[offset : offset + nbytes]
-                offset += int(aligned(np.int64(nbytes)))
+                offset += int(aligned(np.array([nbytes]))[0])
                 memory = byte_view(data)
                 arrivals.append(Arrival(delivery, data, begins))
             receives.append((peer, memory))
