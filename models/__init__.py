@@ -3,6 +3,7 @@
 from models.block_config import (
     AttentionConfig,
     DynamicScaling,
+    LatentConfig,
     LearnedPositions,
     LinearScaling,
     Llama3Scaling,
@@ -22,6 +23,7 @@ __all__ = [
     "AttentionConfig",
     "DynamicScaling",
     "GPTConfig",
+    "LatentConfig",
     "LearnedPositions",
     "LinearScaling",
     "Llama3Scaling",

@@ -119,6 +119,8 @@ class RotaryConfig:
     Attributes:
         base: base of the frequencies.
         fraction: part of each head that is rotated, its first dims; the others do not see positions.
+        interleaved: a pair that is rotated consists of neighbouring dims, instead of dims that are half of
+            the rotated ones apart.
         scaling: how the frequencies change for longer sequences; None if they do not.
 
     Raises:
@@ -127,6 +129,7 @@ class RotaryConfig:
 
     base: float = 10000.0
     fraction: float = 1.0
+    interleaved: bool = False
     scaling: RotaryScaling | None = None
 
     def __post_init__(self) -> None:
@@ -179,6 +182,38 @@ class SlidingWindow:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LatentConfig:
+    """Latent attention: keys and values, and perhaps queries, are made of few features of each token.
+
+    Attributes:
+        kv_lora_rank: features that keys and values are made of.
+        q_lora_rank: features that queries are made of; None makes them of the hidden state.
+        qk_head_dim: extent of the part of a query or key head that does not see positions.
+        qk_pos_emb_head_dim: extent of its rotated part, which the keys of all heads share.
+        v_head_dim: extent of a value head.
+        norm_eps: added to the mean square in the norms of the features.
+
+    Raises:
+        DeclarationError: a size below 1.
+
+    Source: DeepSeek-V2, section 2.1; names as in Megatron-Core `MLATransformerConfig`.
+    """
+
+    kv_lora_rank: int
+    q_lora_rank: int | None
+    qk_head_dim: int
+    qk_pos_emb_head_dim: int
+    v_head_dim: int
+    norm_eps: float = 1e-6
+
+    def __post_init__(self) -> None:
+        for name in ("kv_lora_rank", "q_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim"):
+            size = getattr(self, name)
+            if size is not None and size < 1:
+                raise DeclarationError(f"LatentConfig.{name} is {size}. It must be at least 1.")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionConfig:
     """Choices of self-attention.
 
@@ -191,9 +226,11 @@ class AttentionConfig:
         softcap: scores become `softcap * tanh(scores / softcap)`; None leaves them as they are.
         sinks: whether each head has a learned score of nothing, which takes part in the softmax (GPT-OSS).
         window: which layers see the last tokens only; None if none does.
+        latent: sizes of latent attention; None projects hidden states to queries, keys and values.
 
     Raises:
-        DeclarationError: a head_dim below 1, or a softcap that is not positive.
+        DeclarationError: a head_dim below 1, a softcap that is not positive, or latent attention with a
+            head_dim or norms of queries and keys, which it has of its own.
 
     Source: Megatron-Core `TransformerConfig` (`kv_channels`, `qk_layernorm`, `softmax_scale`, `softmax_type`,
     `window_size`).
@@ -207,8 +244,14 @@ class AttentionConfig:
     softcap: float | None = None
     sinks: bool = False
     window: SlidingWindow | None = None
+    latent: LatentConfig | None = None
 
     def __post_init__(self) -> None:
+        if self.latent is not None and (self.head_dim is not None or self.qk_norm):
+            raise DeclarationError(
+                f"AttentionConfig.head_dim is {self.head_dim} and qk_norm is {self.qk_norm} with latent "
+                f"attention, whose sizes and norms are its own. Leave them at None and False."
+            )
         if self.head_dim is not None and self.head_dim < 1:
             raise DeclarationError(f"AttentionConfig.head_dim is {self.head_dim}. It must be at least 1.")
         if self.softcap is not None and not 0 < self.softcap < math.inf:

@@ -108,7 +108,13 @@ class GPTConfig:
             )
 
     def _check_heads(self) -> None:
-        if self.attention.head_dim is None and self.hidden_size % self.num_heads:
+        latent, has_own_dim = self.attention.latent, self.attention.head_dim is not None
+        if latent is not None and self.query_groups != self.num_heads:
+            raise DeclarationError(
+                f"GPTConfig.num_query_groups is {self.query_groups} with latent attention, which has a key "
+                f"for each of num_heads {self.num_heads}. Leave it at None."
+            )
+        if latent is None and not has_own_dim and self.hidden_size % self.num_heads:
             raise DeclarationError(
                 f"GPTConfig.hidden_size {self.hidden_size} cannot be cut into num_heads {self.num_heads} "
                 f"heads of even size. Choose hidden_size as a multiple of {2 * self.num_heads}, or give "
@@ -134,10 +140,12 @@ class GPTConfig:
     def _check_rotary(self, rotary: RotaryConfig | None) -> None:
         if rotary is None:
             return
-        dims, least = rotary.rotated_dims(self.head_dim), rotary.min_dims
+        latent = self.attention.latent
+        head_dim = self.head_dim if latent is None else latent.qk_pos_emb_head_dim
+        dims, least = rotary.rotated_dims(head_dim), rotary.min_dims
         if dims % 2 or dims < least:
             raise DeclarationError(
-                f"GPTConfig: rotary positions rotate {dims} of the {self.head_dim} dims of a head "
+                f"GPTConfig: rotary positions rotate {dims} of the {head_dim} dims of a head "
                 f"(hidden_size {self.hidden_size}, num_heads {self.num_heads}), but need an even number "
                 f"of at least {least}. Choose heads of another size, such as hidden_size a multiple of "
                 f"{least * self.num_heads}, or another fraction."
@@ -145,7 +153,9 @@ class GPTConfig:
 
     @property
     def head_dim(self) -> int:
-        """Extent of one attention head."""
+        """Extent of one attention head, of queries and keys."""
+        if (latent := self.attention.latent) is not None:
+            return latent.qk_head_dim + latent.qk_pos_emb_head_dim
         given_dim = self.attention.head_dim
         return self.hidden_size // self.num_heads if given_dim is None else given_dim
 

@@ -24,8 +24,9 @@ from models.block_config import (
     SlidingWindow,
 )
 from models.config import GPTConfig
-from models.huggingface_experts import gpt_oss_experts, mixtral_experts, qwen_experts
+from models.huggingface_experts import deepseek_experts, gpt_oss_experts, mixtral_experts, qwen_experts
 from models.huggingface_fields import WITHOUT_EFFECT, ConfigFields
+from models.huggingface_latent import interleaved, latent_attention
 from models.huggingface_rotary import rotary_by_layer_type, rotary_of
 
 
@@ -114,6 +115,14 @@ def _gpt_oss(fields: ConfigFields) -> GPTConfig:
     window = _window(fields, _layer_types(fields, _is_even))
     attention = replace(_attention_with_biases(fields), sinks=True, window=window)
     return replace(_decoder(fields, attention, rotary_of(fields)), moe=gpt_oss_experts(fields))
+
+
+def _deepseek_v3(fields: ConfigFields) -> GPTConfig:
+    """DeepSeek-V3 without layers that predict further tokens: transformers computes the same without them."""
+    fields.skip(("num_nextn_predict_layers", "num_mtp_layers"))
+    rotary = interleaved(rotary_of(fields), fields)
+    model = _decoder(fields, latent_attention(fields), rotary)
+    return replace(model, moe=deepseek_experts(fields))
 
 
 def _gemma2(fields: ConfigFields) -> GPTConfig:
@@ -264,6 +273,7 @@ def _is_before_the_last_of_a_pattern(fields: ConfigFields, layer: int) -> bool:
 
 
 _FAMILIES: Mapping[Any, tuple[Callable[[ConfigFields], GPTConfig], Mapping[str, Any]]] = {
+    "deepseek_v3": (_deepseek_v3, defaults.DEEPSEEK_V3),
     "gemma2": (_gemma2, defaults.GEMMA2),
     "gemma3_text": (_gemma3, defaults.GEMMA3),
     "gpt2": (_gpt2, defaults.GPT2),

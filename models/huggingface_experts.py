@@ -77,6 +77,46 @@ def gpt_oss_experts(fields: ConfigFields) -> MoEConfig:
     )
 
 
+def deepseek_experts(fields: ConfigFields) -> MoEConfig | None:
+    """Return the experts of DeepSeek-V3, which the first layers do not have; None if none has.
+
+    The bias of the choice is kept as it is: give `routing` a `bias_rate` to train it.
+
+    Raises:
+        DeclarationError: a field that is missing, out of range, or has a value that is not supported.
+    """
+    # The original config.json of DeepSeek says what transformers takes for granted.
+    fields.require("scoring_func", None, "sigmoid")
+    fields.require("topk_method", None, "noaux_tc")
+    fields.require("moe_layer_freq", None, 1)
+    fields.skip(("ep_size", "aux_loss_alpha", "seq_aux", "num_local_experts"))
+    count = fields.integer("num_hidden_layers")
+    dense = min(fields.integer("first_k_dense_replace", at_least=0), count)
+    sizes = {name: fields.integer(name) for name in ("n_routed_experts", "moe_intermediate_size")}
+    routing = RoutingOptions(
+        top_k=fields.integer("num_experts_per_tok"),
+        score_function="sigmoid",
+        normalise=fields.flag("norm_topk_prob"),
+        scaling_factor=fields.number("routed_scaling_factor"),
+        num_groups=fields.integer("n_group"),
+        group_top_k=fields.integer("topk_group"),
+        group_score_count=2,
+        bias_rate=0.0,
+    )
+    shared_size = fields.integer("n_shared_experts") * sizes["moe_intermediate_size"]
+    if dense == count:
+        return None
+    _require_silu(fields)
+    return MoEConfig(
+        num_experts=sizes["n_routed_experts"],
+        ffn_hidden_size=sizes["moe_intermediate_size"],
+        routing=routing,
+        shared_ffn_hidden_size=shared_size,
+        layer_freq=(0,) * dense + (1,) * (count - dense),
+        bias=False,
+    )
+
+
 def _layers_with_experts(fields: ConfigFields) -> list[bool]:
     step, dense = fields.integer("decoder_sparse_step"), _dense_layers(fields)
     return [

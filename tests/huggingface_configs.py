@@ -5,7 +5,10 @@ from __future__ import annotations
 import random
 from typing import Any
 
+from tests.huggingface_experts import WITHOUT_LATENT, deepseek_expert_fields, latent_fields
+
 FAMILIES = (
+    "deepseek_v3",
     "gemma",
     "gemma2",
     "gemma3_text",
@@ -50,6 +53,9 @@ def random_fields(model_type: str, seed: int) -> dict[str, Any]:
         "max_position_embeddings": 32,
         "tie_word_embeddings": draw.random() < 0.5,
     }
+    if model_type == "deepseek_v3":
+        fields = latent_fields(draw, {key: v for key, v in fields.items() if key not in WITHOUT_LATENT})
+        return fields | deepseek_expert_fields(draw, seed)
     if model_type not in ("mistral", "mixtral", "qwen2", "qwen2_moe"):
         fields["attention_bias"] = draw.random() < 0.5
         fields["head_dim"] = draw.choice([4, 6, 8])

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from megackpt.mapping import ShardedStateDict
 from tests.optim_world import Arrays, tensors_of
 
-FAMILIES = ("mixtral", "qwen2_moe", "qwen3_moe", "gpt_oss")
+FAMILIES = ("mixtral", "qwen2_moe", "qwen3_moe", "gpt_oss", "deepseek_v3")
 
 
 def random_config(family: str, seed: int) -> Any:
@@ -38,7 +38,12 @@ def random_config(family: str, seed: int) -> Any:
         "tie_word_embeddings": draw.random() < 0.5,
         "rms_norm_eps": draw.choice([1e-6, 1e-5]),
     }
-    config = AutoConfig.for_model(family, **fields, **_FIELDS[family](draw, seed))
+    if family == "deepseek_v3":
+        fields = latent_fields(draw, {k: v for k, v in fields.items() if k not in WITHOUT_LATENT})
+        fields |= {"num_hidden_layers": 3, **deepseek_expert_fields(draw, seed)}
+    else:
+        fields |= _FIELDS[family](draw, seed)
+    config = AutoConfig.for_model(family, **fields)
     config._experts_implementation = config._attn_implementation = "eager"
     return config
 
@@ -80,6 +85,53 @@ def _gpt_oss(draw: random.Random, seed: int) -> dict[str, Any]:
     }
 
 
+WITHOUT_LATENT = ("head_dim", "num_key_value_heads", "num_experts", "num_experts_per_tok")
+
+
+def latent_fields(draw: random.Random, fields: dict[str, Any]) -> dict[str, Any]:
+    """Return fields of a model with latent attention; 2 divides its heads."""
+    scaling = {
+        "rope_type": "yarn",
+        "factor": 4.0,
+        "original_max_position_embeddings": 16,
+        "beta_fast": 4.0,
+        "mscale": draw.choice([0.7, 1.0]),
+        "mscale_all_dim": draw.choice([0.9, 1.0]),
+    }
+    heads = draw.choice([2, 4])
+    return {
+        **fields,
+        "num_attention_heads": heads,
+        "num_key_value_heads": heads,
+        "hidden_size": draw.choice([18, 22]),
+        "q_lora_rank": draw.choice([None, 6, 10]),
+        "kv_lora_rank": draw.choice([5, 8]),
+        "qk_nope_head_dim": draw.choice([3, 6]),
+        "qk_rope_head_dim": draw.choice([4, 6]),
+        "v_head_dim": draw.choice([4, 5, 8]),
+        "rope_interleave": draw.random() < 0.7,
+        "attention_bias": draw.random() < 0.5,
+        "rope_parameters": {"rope_theta": 100.0, **draw.choice([scaling, {"rope_type": "default"}])},
+    }
+
+
+def deepseek_expert_fields(draw: random.Random, seed: int) -> dict[str, Any]:
+    """Return fields of experts in groups, after some dense layers; 2 divides the experts."""
+    groups, members = draw.choice([2, 4]), draw.choice([2, 3])
+    return {
+        "n_routed_experts": groups * members,
+        "n_group": groups,
+        "topk_group": draw.randint(1, groups),
+        "num_experts_per_tok": 2,
+        "n_shared_experts": draw.choice([1, 2]),
+        "moe_intermediate_size": draw.choice([6, 10]),
+        "first_k_dense_replace": draw.choice([0, 1, 3]) if seed else 1,
+        "norm_topk_prob": draw.random() < 0.5,
+        "routed_scaling_factor": draw.choice([1.0, 2.5]),
+        "num_nextn_predict_layers": 0,
+    }
+
+
 _FIELDS = {"mixtral": _mixtral, "qwen2_moe": _qwen2, "qwen3_moe": _qwen3, "gpt_oss": _gpt_oss}
 
 
@@ -99,6 +151,9 @@ def randomise(module: nn.Module, seed: int) -> None:
                 param.copy_(0.5 * noise)
             else:
                 param.copy_(noise * param.shape[-1] ** -0.5)
+        for name, buffer in module.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.copy_(0.3 * torch.randn(buffer.shape, generator=generator))
 
 
 def experts_in_our_names(state: Mapping[str, Tensor], prefix: str, ours: str) -> Arrays:
@@ -107,6 +162,7 @@ def experts_in_our_names(state: Mapping[str, Tensor], prefix: str, ours: str) ->
     arrays: Arrays = {}
     renamed = {
         "gate.weight": "router.weight",
+        "gate.e_score_correction_bias": "router.expert_bias",
         "router.weight": "router.weight",
         "router.bias": "router.bias",
         "experts.down_proj": "experts.linear_fc2.weight",
@@ -114,6 +170,9 @@ def experts_in_our_names(state: Mapping[str, Tensor], prefix: str, ours: str) ->
         "shared_expert.gate_proj.weight": "shared_experts.linear_fc1.weight.gate",
         "shared_expert.up_proj.weight": "shared_experts.linear_fc1.weight.up",
         "shared_expert.down_proj.weight": "shared_experts.linear_fc2.weight",
+        "shared_experts.gate_proj.weight": "shared_experts.linear_fc1.weight.gate",
+        "shared_experts.up_proj.weight": "shared_experts.linear_fc1.weight.up",
+        "shared_experts.down_proj.weight": "shared_experts.linear_fc2.weight",
         "shared_expert_gate.weight": "shared_experts.gate_weight",
         "gate_proj.weight": "linear_fc1.weight.gate",  # of a dense layer
         "up_proj.weight": "linear_fc1.weight.up",

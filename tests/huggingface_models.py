@@ -263,6 +263,12 @@ _NAMES = {
     "self_attn.o_proj.": "self_attention.linear_proj.",
     "self_attn.q_norm.": "self_attention.q_layernorm.",
     "self_attn.k_norm.": "self_attention.k_layernorm.",
+    "self_attn.q_a_proj.": "self_attention.linear_q_down_proj.",
+    "self_attn.q_a_layernorm.": "self_attention.q_layernorm.",
+    "self_attn.q_b_proj.": "self_attention.linear_q_up_proj.",
+    "self_attn.kv_a_proj_with_mqa.": "self_attention.linear_kv_down_proj.",
+    "self_attn.kv_a_layernorm.": "self_attention.kv_layernorm.",
+    "self_attn.kv_b_proj.": "self_attention.linear_kv_up_proj.",
     "self_attn.sinks": "self_attention.softmax_offset",
     "pre_feedforward_layernorm.": "pre_mlp_layernorm.",
     "post_feedforward_layernorm.": "post_mlp_layernorm.",
@@ -296,6 +302,8 @@ def _renamed(name: str, value: Tensor, config: Any) -> list[tuple[str, Tensor]]:
     ours = name
     for theirs, own in {**_NAMES, "post_attention_layernorm.": after}.items():
         ours = ours.replace(theirs, own)
+    if config.model_type == "deepseek_v3":
+        ours = ours.replace("self_attn.q_proj.", "self_attention.linear_q_proj.")
     for theirs, (own, parts) in _PARTS.items():
         if theirs in ours:
             names = parts.split()

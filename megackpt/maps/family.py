@@ -73,6 +73,7 @@ class Family:
 
 
 _BUILT_IN = {
+    "deepseek_v3": "megackpt.maps.families.deepseek:DEEPSEEK_V3",
     "gemma": "megackpt.maps.families.gemma:GEMMA",
     "gemma2": "megackpt.maps.families.gemma:GEMMA2",
     "gemma3": "megackpt.maps.families.gemma:GEMMA3",

@@ -28,9 +28,17 @@ _SINGLETON = re.compile(r".*\.(linear_fc1\.(weight|bias)_[wv]|experts\.experts\.
 _NORM = re.compile(r".*layernorm\.weight")
 _OF_MODEL = re.compile(r"(decoder|embedding|output_layer)\.(?!.*_extra_state).*")
 
-# The first is written, of `pre_mlp_layernorm` in layers with experts the second.
+# The first is written, or the second for the names of `_WRITTEN_APART`.
 _NAMES = {
     "input_layernorm.": ("self_attention.linear_qkv.layer_norm_", "input_layernorm."),
+    "self_attention.kv_layernorm.": (
+        "self_attention.linear_kv_up_proj.layer_norm_",
+        "self_attention.kv_layernorm.",
+    ),
+    "self_attention.q_layernorm.": (
+        "self_attention.q_layernorm.",
+        "self_attention.linear_q_up_proj.layer_norm_",
+    ),
     "pre_mlp_layernorm.": ("mlp.linear_fc1.layer_norm_", "pre_mlp_layernorm."),
     "self_attention.softmax_offset": ("self_attention.core_attention.softmax_offset",),
     "mlp.experts.": ("mlp.experts.experts.",),
@@ -43,9 +51,22 @@ _NAMES = {
 """Names that Megatron-Core has for one of ours inside of a layer, by how they begin."""
 
 
+_WRITTEN_APART = {
+    "pre_mlp_layernorm.": "mlp.router.weight",
+    "input_layernorm.": "self_attention.linear_kv_down_proj.weight",
+    "self_attention.q_layernorm.": "self_attention.linear_kv_down_proj.weight",
+}
+"""For each name of ours, which array a layer has where the second of its names is written."""
+
+
 def has_megatron_keys(keys: Collection[str]) -> bool:
     """Return whether a checkpoint has the keys of Megatron-Core's GPT, and not ours. Pure."""
-    return any(key.endswith(".self_attention.linear_qkv.weight") for key in keys)
+    if any(key.endswith(".self_attention.linear_qkv.weight") for key in keys):
+        return True
+    # Latent attention has the same keys in both, and what follows it is gated.
+    is_latent = any(key.endswith(".self_attention.linear_kv_up_proj.weight") for key in keys)
+    fused = (".mlp.linear_fc1.weight", ".mlp.experts.experts.linear_fc1.weight")
+    return is_latent and any(key.endswith(fused) or ".linear_fc1.weight_w" in key for key in keys)
 
 
 def checkpoint_map(
@@ -199,8 +220,9 @@ class _Checkpoint:
             names = [fused]
         else:
             names = [f"decoder.layers.{layer['number']}.{name}" for name in _megatron_names(layer["name"])]
-            if not self.keys and f"decoder.layers.{layer['number']}.mlp.router.weight" in ours:
-                names = names[::-1] if layer["name"].startswith("pre_mlp_layernorm.") else names
+            apart = next((at for name, at in _WRITTEN_APART.items() if layer["name"].startswith(name)), "")
+            if not self.keys and f"decoder.layers.{layer['number']}.{apart}" in ours:
+                names = names[::-1]
         names = [self.prefix + name for name in names]
         present = next((name for name in names if not self.keys or self._has(name, match)), None)
         if present is None:

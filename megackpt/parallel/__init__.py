@@ -66,6 +66,7 @@ from megackpt.parallel.layout import Coordinates, ExpertCoordinates, ParallelLay
 from megackpt.parallel.linear import (
     ColumnParallelLinear,
     QKVParallelLinear,
+    ReplicatedLinear,
     RowParallelLinear,
     divide_over_tp,
 )
@@ -144,6 +145,7 @@ __all__ = [
     "PipelineStage",
     "QKVParallelLinear",
     "RMSNorm",
+    "ReplicatedLinear",
     "Router",
     "Routing",
     "RoutingOptions",

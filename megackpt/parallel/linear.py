@@ -1,4 +1,4 @@
-"""Linear layers whose weight is cut over tp: by output features (column) or by input features (row).
+"""Linear layers whose weight is cut over tp by output features (column) or by input features (row), or whole.
 
 The column layer has fused forms: an output of named components (gate and up), and the query/key/value
 projection with grouped queries. A column layer followed by a row layer needs one all-reduce in the forward
@@ -140,6 +140,49 @@ class ColumnParallelLinear(ShardedModule):
                 "this layer has no named components. Give out_features as a mapping of component to size."
             )
         return torch.split_with_sizes(y, list(self.local_components.values()), dim=-1)
+
+
+class ReplicatedLinear(ShardedModule):
+    """`y = x W^T + b` with the whole weight `[out, in]` and bias `[out]` on every rank of tp. Local.
+
+    Input `[..., in]`, equal on all ranks of tp (with sequence_parallel each rank's own part of the sequence);
+    output `[..., out]`. For projections to few features, such as those of latent attention.
+
+    Args:
+        in_features: extent of the last dim of the input.
+        out_features: extent of the last dim of the output.
+        groups: the ranks around this one.
+        bias: whether there is a bias.
+        sequence_parallel: the input is this rank's part of the sequence, so that gradients are partial sums
+            over tp; the parameters are marked, and the optimizer adds them.
+        dtype: dtype of the parameters.
+        device: where the parameters are.
+
+    Source: Megatron-Core `TELinear` with `parallel_mode="duplicated"`.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        groups: ParallelGroups,
+        *,
+        bias: bool = True,
+        sequence_parallel: bool = False,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__(groups)
+        self.weight = nn.Parameter(torch.empty(out_features, in_features, dtype=dtype, device=device))
+        self.bias = nn.Parameter(torch.empty(out_features, dtype=dtype, device=device)) if bias else None
+        if sequence_parallel:
+            for param in self.parameters():
+                mark(param, "sequence_parallel")
+        _reset(self.weight, self.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return all output features of the input's tokens."""
+        return F.linear(x, self.weight, self.bias)
 
 
 class QKVParallelLinear(ColumnParallelLinear):

@@ -34,6 +34,8 @@ class RoutingOptions:
         num_groups: number of groups of neighbouring experts (those of one node or device), for
             `group_top_k`; 1 for none.
         group_top_k: groups that the experts of one token may be in.
+        group_score_count: how many of its best scores a group is judged by; None for as many as a token has
+            experts in each of its groups, `top_k / group_top_k`.
         balance_loss: coefficient of the load-balancing loss; 0 for none.
         balance_over: the tokens over which that loss is computed: of each sequence, or of the micro-batch.
         z_loss: coefficient of the loss on large logits; 0 for none.
@@ -56,6 +58,7 @@ class RoutingOptions:
     scaling_factor: float = 1.0
     num_groups: int = 1
     group_top_k: int = 1
+    group_score_count: int | None = None
     balance_loss: float = 0.0
     balance_over: BalanceUnit = "sequence"
     z_loss: float = 0.0
@@ -66,8 +69,9 @@ class RoutingOptions:
             raise _not_one_of("score_function", self.score_function, "'softmax' or 'sigmoid'")
         if self.balance_over not in ("sequence", "micro_batch"):
             raise _not_one_of("balance_over", self.balance_over, "'sequence' or 'micro_batch'")
-        for name in ("top_k", "num_groups", "group_top_k"):
-            if getattr(self, name) < 1:
+        for name in ("top_k", "num_groups", "group_top_k", "group_score_count"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
                 raise DeclarationError(
                     f"RoutingOptions.{name} is {getattr(self, name)}. It must be at least 1."
                 )
@@ -180,12 +184,15 @@ def memberships(sequences: Tensor, count: int) -> Tensor:
 def _within_best_groups(scores: Tensor, options: RoutingOptions) -> Tensor:
     """Set the scores of experts outside of each token's best groups to minus infinity.
 
-    A group is as good as the sum of its best scores: as many as a token has experts in each chosen group.
+    A group is as good as the sum of its best scores: as many as a token has experts in each chosen group, or
+    as the options say.
 
     Source: DeepSeek-V3, section 2.1.2 (node-limited routing); Megatron-Core `moe_utils.group_limited_topk`.
     """
     grouped = scores.view(scores.shape[0], options.num_groups, -1)  # [n, groups, experts/groups]
-    best = max(1, min(options.top_k // options.group_top_k, grouped.shape[-1]))
+    wanted = options.group_score_count
+    wanted = options.top_k // options.group_top_k if wanted is None else wanted
+    best = max(1, min(wanted, grouped.shape[-1]))
     quality = grouped.topk(best, dim=-1).values.sum(dim=-1)
     groups = quality.topk(options.group_top_k, dim=-1).indices
     allowed = torch.zeros_like(quality, dtype=torch.bool).scatter_(-1, groups, value=True)

@@ -1,8 +1,9 @@
 """The parts of a transformer layer."""
 
 from models.blocks.attention import SelfAttention
+from models.blocks.latent_attention import LatentAttention
 from models.blocks.mlp import MLP, GatedMLP
 from models.blocks.moe import MoE, SharedExperts
 from models.blocks.transformer import TransformerLayer
 
-__all__ = ["MLP", "GatedMLP", "MoE", "SelfAttention", "SharedExperts", "TransformerLayer"]
+__all__ = ["MLP", "GatedMLP", "LatentAttention", "MoE", "SelfAttention", "SharedExperts", "TransformerLayer"]

@@ -1,6 +1,6 @@
-"""Causal self-attention with grouped queries, heads cut over tp, sequences over cp.
+"""Causal self-attention, heads cut over tp, sequences over cp: what all kinds have, and grouped queries.
 
-The arithmetic between the two projections.
+The arithmetic between the projections.
 
 Source: Ainslie et al. 2023 (grouped queries); Gemma 2, section 2 (soft caps); transformers `gpt_oss` (sinks).
 """
@@ -27,8 +27,8 @@ from models.blocks.rotary import rotate, rotation
 from models.stage import Stage
 
 
-class SelfAttention(ShardedModule):
-    """Self-attention over `[s, b, hidden]` (`[s/tp, b, hidden]`). Collective over tp and cp.
+class CausalAttention(ShardedModule):
+    """What all kinds of self-attention have: positions, and how heads attend. Collective over tp and cp.
 
     s is the number of tokens that this rank of cp has of each sequence; it attends to all of them, or to the
     last ones if the layer has a window.
@@ -39,64 +39,31 @@ class SelfAttention(ShardedModule):
     """
 
     tp_sharding = {"softmax_offset": 0}  # noqa: RUF012 - read-only by its type in ShardedModule
+    softmax_offset: nn.Parameter | None
 
-    def __init__(self, stage: Stage, index: int = 0) -> None:
+    def __init__(self, stage: Stage, index: int) -> None:
         super().__init__(stage.groups)
         config, choices = stage.config, stage.config.attention
-        self.head_dim = config.head_dim
-        self.scale = self.head_dim**-0.5 if choices.scale is None else choices.scale
+        self.scale = config.head_dim**-0.5 if choices.scale is None else choices.scale
         self.softcap = choices.softcap
         self.window = config.window_of(index)
         self.rotary = config.rotary_of(index)
-        self.linear_qkv = QKVParallelLinear(
-            config.hidden_size,
-            config.num_heads,
-            config.query_groups,
-            config.head_dim,
-            stage.groups,
-            bias=config.linear_bias if choices.qkv_bias is None else choices.qkv_bias,
-            sequence_parallel=stage.sequence_parallel,
-            dtype=config.params_dtype,
-            device=stage.device,
-        )
-        self.q_layernorm = head_norm(stage) if choices.qk_norm else None
-        self.k_layernorm = head_norm(stage) if choices.qk_norm else None
-        self.softmax_offset = _sinks(stage)
-        self.linear_proj = RowParallelLinear(
-            config.num_heads * config.head_dim,
-            config.hidden_size,
-            stage.groups,
-            bias=config.linear_bias if choices.output_bias is None else choices.output_bias,
-            sequence_parallel=stage.sequence_parallel,
-            dtype=config.params_dtype,
-            device=stage.device,
-        )
         # Each rank of tp has heads of its own, so each draws for itself.
         self.dropout = ParallelDropout(config.dropout, stage.rng, "distinct")
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Return the block's output, shaped like `x`."""
-        q, k, v = (self._heads(part) for part in self.linear_qkv.split(self.linear_qkv(x)))
-        if self.q_layernorm is not None and self.k_layernorm is not None:
-            q, k = self.q_layernorm(q), self.k_layernorm(k)
-        q, k = self._with_positions(q, k)
-        context = self._attend(q, k, v)  # [b, heads/tp, s, head_dim]
-        merged = context.permute(2, 0, 1, 3).flatten(2)  # [s, b, heads/tp * head_dim]
-        out: Tensor = self.linear_proj(merged)
-        return out
-
-    def _heads(self, part: Tensor) -> Tensor:
-        """`[s, b, n * head_dim]` to `[b, n, s, head_dim]`."""
-        return part.view(*part.shape[:2], -1, self.head_dim).permute(1, 2, 0, 3)
-
-    def _with_positions(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+    def with_positions(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        """Return queries and keys `[b, n, s, dim]`, rotated if the layer has such positions."""
         if self.rotary is None:
             return q, k
         cp = self.groups.cp
         length = q.shape[2] * cp.size
         positions = context_positions(length, cp, device=q.device)
-        turn = rotation(self.rotary, self.head_dim, positions, length)
+        turn = rotation(self.rotary, q.shape[-1], positions, length)
         return rotate(q, turn), rotate(k, turn)
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Return `[s, b, heads/tp * value_dim]` of queries, keys and values `[b, n, s, dim]`."""
+        return self._attend(q, k, v).permute(2, 0, 1, 3).flatten(2)
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         if not self.dropout.is_active and self.softcap is None and self.softmax_offset is None:
@@ -123,15 +90,72 @@ class SelfAttention(ShardedModule):
         """Softmax over the keys; a sink is one more key, whose value is zero."""
         if self.softmax_offset is None:
             return scores.softmax(dim=-1)
-        batch, heads, queries, _ = scores.shape
-        sinks = self.softmax_offset.float().view(1, heads, 1, 1).expand(batch, heads, queries, 1)
-        return torch.cat([scores, sinks], dim=-1).softmax(dim=-1)[..., :-1]
+        batch, count, queries, _ = scores.shape
+        offsets = self.softmax_offset.float().view(1, count, 1, 1).expand(batch, count, queries, 1)
+        return torch.cat([scores, offsets], dim=-1).softmax(dim=-1)[..., :-1]
 
 
-def _sinks(stage: Stage) -> nn.Parameter | None:
+class SelfAttention(CausalAttention):
+    """Self-attention over `[s, b, hidden]` (`[s/tp, b, hidden]`). Collective over tp and cp.
+
+    Args:
+        stage: what its parts are made with.
+        index: global index of the layer, which decides about the window and the positions.
+    """
+
+    def __init__(self, stage: Stage, index: int = 0) -> None:
+        super().__init__(stage, index)
+        config, choices = stage.config, stage.config.attention
+        self.head_dim = config.head_dim
+        self.linear_qkv = QKVParallelLinear(
+            config.hidden_size,
+            config.num_heads,
+            config.query_groups,
+            config.head_dim,
+            stage.groups,
+            bias=config.linear_bias if choices.qkv_bias is None else choices.qkv_bias,
+            sequence_parallel=stage.sequence_parallel,
+            dtype=config.params_dtype,
+            device=stage.device,
+        )
+        self.q_layernorm = head_norm(stage) if choices.qk_norm else None
+        self.k_layernorm = head_norm(stage) if choices.qk_norm else None
+        self.softmax_offset = sinks(stage)
+        self.linear_proj = output_projection(stage, config.head_dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the block's output, shaped like `x`."""
+        q, k, v = (heads(part, self.head_dim) for part in self.linear_qkv.split(self.linear_qkv(x)))
+        if self.q_layernorm is not None and self.k_layernorm is not None:
+            q, k = self.q_layernorm(q), self.k_layernorm(k)
+        q, k = self.with_positions(q, k)
+        out: Tensor = self.linear_proj(self.attend(q, k, v))
+        return out
+
+
+def heads(part: Tensor, dim: int) -> Tensor:
+    """Return a projection `[s, b, n * dim]` as heads `[b, n, s, dim]`. Pure."""
+    return part.view(*part.shape[:2], -1, dim).permute(1, 2, 0, 3)
+
+
+def output_projection(stage: Stage, value_dim: int) -> RowParallelLinear:
+    """Return the projection of what all heads make of their values, each of extent `value_dim`."""
+    config, bias = stage.config, stage.config.attention.output_bias
+    return RowParallelLinear(
+        config.num_heads * value_dim,
+        config.hidden_size,
+        stage.groups,
+        bias=config.linear_bias if bias is None else bias,
+        sequence_parallel=stage.sequence_parallel,
+        dtype=config.params_dtype,
+        device=stage.device,
+    )
+
+
+def sinks(stage: Stage) -> nn.Parameter | None:
     """Return the scores of nothing of this rank's heads, `[heads/tp]`; None if there are none."""
     config = stage.config
     if not config.attention.sinks:
         return None
-    heads = config.num_heads // stage.groups.tp.size  # QKVParallelLinear has checked that tp divides them
+    heads = config.num_heads // stage.groups.tp.size  # the layout is checked: tp divides them
     return nn.Parameter(torch.zeros(heads, dtype=config.params_dtype, device=stage.device))

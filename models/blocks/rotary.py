@@ -18,10 +18,14 @@ from models.block_config import DynamicScaling, LinearScaling, Llama3Scaling, Ro
 
 
 class Rotation(NamedTuple):
-    """Cosines and sines, float32 `[s, rotated_dims / 2]`, of the angles at some positions."""
+    """Cosines and sines, float32 `[s, rotated_dims / 2]`, of the angles at some positions.
+
+    If it is interleaved, neighbouring dims are a pair; the rotated pairs are put as if it were not.
+    """
 
     cos: Tensor
     sin: Tensor
+    is_interleaved: bool = False
 
 
 def rotation(config: RotaryConfig, head_dim: int, positions: Tensor, length: int) -> Rotation:
@@ -30,14 +34,16 @@ def rotation(config: RotaryConfig, head_dim: int, positions: Tensor, length: int
     frequency = rotary_frequencies(config, dims, length, device=positions.device)
     angle = torch.outer(positions.float(), frequency)
     magnitude = rotary_magnitude(config)
-    return Rotation(angle.cos() * magnitude, angle.sin() * magnitude)
+    return Rotation(angle.cos() * magnitude, angle.sin() * magnitude, config.interleaved)
 
 
 def rotate(x: Tensor, by: Rotation) -> Tensor:
     """Return queries or keys `[b, n, s, head_dim]` with their first dims rotated. Pure."""
     half = by.cos.shape[-1]
-    first, second, rest = torch.split_with_sizes(x.float(), [half, half, x.shape[-1] - 2 * half], dim=-1)
-    cos, sin = by
+    pairs, rest = torch.split_with_sizes(x.float(), [2 * half, x.shape[-1] - 2 * half], dim=-1)
+    # The order of the result does not matter: it is the same for queries and keys.
+    first, second = (pairs[..., ::2], pairs[..., 1::2]) if by.is_interleaved else pairs.chunk(2, dim=-1)
+    cos, sin = by.cos, by.sin
     return torch.cat([first * cos - second * sin, second * cos + first * sin, rest], dim=-1).to(x.dtype)
 
 

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from megackpt.parallel import ParallelDropout, ShardedModule
 from models.blocks.attention import SelfAttention
+from models.blocks.latent_attention import LatentAttention
 from models.blocks.mlp import build_mlp
 from models.blocks.moe import MoE
 from models.blocks.norm import block_norm
@@ -28,7 +29,8 @@ class TransformerLayer(ShardedModule):
         super().__init__(stage.groups)
         after_blocks = stage.config.norm.after_blocks
         self.input_layernorm = block_norm(stage)
-        self.self_attention = SelfAttention(stage, index)
+        latent = stage.config.attention.latent is not None
+        self.self_attention = LatentAttention(stage, index) if latent else SelfAttention(stage, index)
         self.post_self_attn_layernorm = block_norm(stage) if after_blocks else None
         self.pre_mlp_layernorm = block_norm(stage)
         self.mlp = MoE(stage) if stage.config.moe_layers[index] else build_mlp(stage)

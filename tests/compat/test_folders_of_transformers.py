@@ -99,4 +99,11 @@ def test_weights_and_masters_of_any_layout_are_exported(
         assert_same_tensors(folder_tensors(masters), expected)
         _assert_loads(masters, tmp_path / f"original{seed}")
         megackpt.export_huggingface(tmp_path / f"saved{seed}", model, max_file_bytes=SHARDS)
-        assert_same_tensors(folder_tensors(model), {key: array.bfloat16() for key, array in expected.items()})
+        assert_same_tensors(
+            folder_tensors(model), {key: _in_bfloat16(key, expected[key]) for key in expected}
+        )
+
+
+def _in_bfloat16(key: str, array: Tensor) -> Tensor:
+    """Return a tensor as a model in bfloat16 has it: biases of the choice of experts stay in float32."""
+    return array if key.endswith(".e_score_correction_bias") else array.bfloat16()

@@ -27,6 +27,7 @@ RELATIVE = 5e-6
 
 
 def _theirs(config: Any) -> nn.Module:
+    from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3MoE
     from transformers.models.gpt_oss.modeling_gpt_oss import GptOssMLP
     from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
     from transformers.models.qwen2_moe.modeling_qwen2_moe import Qwen2MoeSparseMoeBlock
@@ -37,11 +38,15 @@ def _theirs(config: Any) -> nn.Module:
         "qwen2_moe": Qwen2MoeSparseMoeBlock,
         "qwen3_moe": Qwen3MoeSparseMoeBlock,
         "gpt_oss": GptOssMLP,
+        "deepseek_v3": DeepseekV3MoE,
     }[config.model_type](config)
 
 
 def _ours(config: Any) -> MoE:
-    return MoE(Stage(config=gpt_config(json.loads(config.to_json_string())), groups=ONE))
+    fields = json.loads(config.to_json_string())
+    if config.model_type == "deepseek_v3":
+        fields["first_k_dense_replace"] = 0  # all layers may be dense
+    return MoE(Stage(config=gpt_config(fields), groups=ONE))
 
 
 def _step(layer: nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:

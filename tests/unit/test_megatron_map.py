@@ -38,7 +38,8 @@ def singletons(keys: tuple[str, ...], config: dict[str, Any]) -> tuple[str, ...]
     spelled: list[str] = []
     for key in keys:
         halves = (key + "_w", key + "_v") if re.search(r"linear_fc1\.(weight|bias)$", key) else (key,)
-        experts = range(config.get("num_experts", 0)) if "experts.experts." in key else [None]
+        count = config.get("num_experts", config.get("n_routed_experts", 0))
+        experts = range(count) if "experts.experts." in key else [None]
         for half in halves:
             spelled += [
                 half if e is None else half.replace("experts.experts.", f"experts.experts.{e}.")

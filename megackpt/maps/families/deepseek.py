@@ -1,0 +1,107 @@
+"""DeepSeek-V3: latent attention, experts with a bias of the choice and shared experts, dense first layers.
+
+Folders have one array for each expert and projection; transformers holds them fused in memory, and some
+folders, too. The keys of a folder tell which.
+
+Source: transformers 5.23, `DeepseekV3Config`, `DeepseekV3ForCausalLM` and its `conversion_mapping`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+from megackpt.maps.families.decoder import gated_mlp_rules, layer_rule, norm_rules, outer_rules
+from megackpt.maps.families.experts import expert_rules
+from megackpt.maps.families.prefixes import prefix_is_optional
+from megackpt.maps.families.sizes import Config, count_of, decoder_sizes, size_of, with_defaults
+from megackpt.maps.family import Family, FamilyRules
+from megackpt.maps.rules import Rule
+
+_EXPERTS = ("mlp", "gate_proj", "up_proj", "down_proj")
+
+
+@prefix_is_optional("model.")
+def deepseek_v3_rules(config: Config, keys: Collection[str]) -> FamilyRules:
+    """Return the rules of DeepSeek-V3."""
+    config = with_defaults(config, keys, q_lora_rank=1536, first_k_dense_replace=3, n_shared_experts=1)
+    layers = range(count_of(config, "num_hidden_layers"))
+    dense = layers[: size_or_zero(config, "first_k_dense_replace")]
+    sparse = layers[len(dense) :]
+    rules = [*outer_rules(config), *norm_rules(layers), *latent_attention_rules(config, layers)]
+    sizes = latent_sizes(config)
+    if dense:
+        rules += gated_mlp_rules(dense)
+    if sparse:
+        rules += [*expert_rules(sparse, keys, _EXPERTS), *_deepseek_expert_rules(sparse)]
+        expert = size_of(config, "moe_intermediate_size")
+        sizes |= {"e": expert, "s": expert * count_of(config, "n_shared_experts")}
+        sizes |= {"expert": count_of(config, "n_routed_experts", "num_local_experts")}
+    return FamilyRules(tuple(rules), sizes)
+
+
+def latent_attention_rules(config: Config, layers: Sequence[int]) -> list[Rule]:
+    """Return the rules of latent attention; its axes are those of `latent_sizes`."""
+    ours, theirs = "self_attention.linear_", "self_attn."
+    rules = [
+        layer_rule(f"{ours}kv_down_proj.weight", f"{theirs}kv_a_proj_with_mqa.weight", "kv_down h", layers),
+        layer_rule("self_attention.kv_layernorm.weight", f"{theirs}kv_a_layernorm.weight", "kv_lora", layers),
+        layer_rule(f"{ours}kv_up_proj.weight", f"{theirs}kv_b_proj.weight", "kv kv_lora", layers),
+        layer_rule(f"{ours}proj.weight", f"{theirs}o_proj.weight", "h values", layers),
+    ]
+    has_bias = bool(config.get("attention_bias"))
+    if config.get("q_lora_rank") is None:
+        rules.append(layer_rule(f"{ours}q_proj.weight", f"{theirs}q_proj.weight", "q h", layers))
+    else:
+        rules += [
+            layer_rule(f"{ours}q_down_proj.weight", f"{theirs}q_a_proj.weight", "q_lora h", layers),
+            layer_rule(
+                "self_attention.q_layernorm.weight", f"{theirs}q_a_layernorm.weight", "q_lora", layers
+            ),
+            layer_rule(f"{ours}q_up_proj.weight", f"{theirs}q_b_proj.weight", "q q_lora", layers),
+        ]
+        if has_bias:
+            rules.append(layer_rule(f"{ours}q_down_proj.bias", f"{theirs}q_a_proj.bias", "q_lora", layers))
+    if has_bias:
+        rules += [
+            layer_rule(f"{ours}kv_down_proj.bias", f"{theirs}kv_a_proj_with_mqa.bias", "kv_down", layers),
+            layer_rule(f"{ours}proj.bias", f"{theirs}o_proj.bias", "h", layers),
+        ]
+    return rules
+
+
+def latent_sizes(config: Config) -> dict[str, int]:
+    """Return the sizes of a decoder with latent attention, by the names of axes in rules.
+
+    Those of `decoder_sizes`, and `q_lora` and `kv_lora` the features that queries, and keys and values are
+    made of, `kv_down` the latter with the rotated part of keys, `kv` all value heads and all key heads
+    without that part, `values` all value heads.
+    """
+    plain, rotary = size_of(config, "qk_nope_head_dim"), size_of(config, "qk_rope_head_dim")
+    sizes = decoder_sizes({**config, "head_dim": plain + rotary, "num_key_value_heads": None})
+    value, features = size_of(config, "v_head_dim"), size_of(config, "kv_lora_rank")
+    sizes |= {
+        "kv_lora": features,
+        "kv_down": features + rotary,
+        "kv": sizes["heads"] * (plain + value),
+        "values": sizes["heads"] * value,
+    }
+    return sizes if config.get("q_lora_rank") is None else {**sizes, "q_lora": size_of(config, "q_lora_rank")}
+
+
+def _deepseek_expert_rules(layers: Sequence[int]) -> list[Rule]:
+    """Return the rules of what experts have in addition to those of Qwen."""
+    shared = "mlp.shared_experts"
+    return [
+        layer_rule("mlp.router.expert_bias", "mlp.gate.e_score_correction_bias", "expert", layers),
+        layer_rule(f"{shared}.linear_fc1.weight.gate", f"{shared}.gate_proj.weight", "s h", layers),
+        layer_rule(f"{shared}.linear_fc1.weight.up", f"{shared}.up_proj.weight", "s h", layers),
+        layer_rule(f"{shared}.linear_fc2.weight", f"{shared}.down_proj.weight", "h s", layers),
+    ]
+
+
+def size_or_zero(config: Config, name: str) -> int:
+    """Return a size of a config that may be 0."""
+    return 0 if config.get(name) == 0 else size_of(config, name)
+
+
+DEEPSEEK_V3 = Family("deepseek_v3", ("deepseek_v3",), deepseek_v3_rules)
