@@ -10,6 +10,7 @@ import io
 import pickle
 import pickletools
 import zipfile
+from typing import TypeAlias
 
 from megackpt.codec.hashes import MAX_UNCHECKED_KEYS, NumberHashes
 from megackpt.formats.pickle_keys import TABLE_CLASSES, check_keys, name_in_python_3
@@ -33,7 +34,11 @@ _KEYS = {
 _PUTS = frozenset(b"pqr")
 _GETS = frozenset(b"ghj")
 _POPS_TWO = frozenset(b"Rb\x81a")  # the lower one stays, and contains the upper one
-_POP, _POP_MARK, _DUP, _SETITEM, _REDUCE, _BUILD, _GLOBAL = b"012sRbc"
+_POP, _POP_MARK, _DUP, _APPEND, _SETITEM, _REDUCE, _BUILD, _GLOBAL = b"012asRbc"
+_EMPTY = frozenset(b"]}\x8f")  # push an empty list, dict or set
+_NEW_TABLES = frozenset(b"ld\x91")  # make a list, a dict or a frozenset of the values above the mark
+_LONG_BYTES = 64  # as long an argument of an opcode takes notable time to copy
+_UNIT_BYTES = 8  # of such an argument are counted as one value, as in a list
 _MEMOIZE, _NEWOBJ, _NEWOBJ_EX, _STACK_GLOBAL = 0x94, 0x81, 0x92, 0x93
 
 
@@ -50,7 +55,8 @@ def check_opcodes(data: bytes, *, calls_make_new: bool = True) -> set[tuple[str,
     lengths before the bytes are there. Tuples in tuples, 100,000 levels deep or each twice in the next, end
     the process when they are hashed, or never. Keys of dicts and elements of sets can be chosen so that they
     collide; where more than a few are no strings, `check_keys` looks at all of them. Without calls_make_new,
-    the caller's functions do that for what calls make, and instances have hashes that cannot be chosen.
+    the caller's functions do that for what calls make, and instances have hashes that cannot be chosen. And a
+    few bytes can copy a large value: an opcode that calls a function, again and again with the same list.
 
     Raises:
         pickle.UnpicklingError: the pickle is not harmless, or incomplete.
@@ -93,7 +99,13 @@ def _check_pickle(data: bytes, begin: int, *, calls_make_new: bool) -> tuple[set
         if is_long and numbers.add(_integer(code, data[start:position])):
             raise pickle.UnpicklingError("integers have the same hash, as if to make this slow")
         if code in plain:
-            stack.append(plain[code])
+            value = plain[code]
+            if position - start > _LONG_BYTES:
+                value = (*value[:3], [(position - start) // _UNIT_BYTES])
+            stack.append(value)
+            continue
+        if code in _EMPTY:
+            stack.append((0, 1, _OTHER, [0]))
             continue
         if code == _GLOBAL:
             name = _name(data[start:position])
@@ -162,17 +174,34 @@ _MADE = 1  # an instance that the pickle itself has made
 _TEXT = 2  # a string or bytes, whose hash is salted
 _TABLES = 3  # a class of dicts or sets
 
-_Value = tuple[int, int, int]  # depth, weight, kind
-_PLAIN: _Value = (0, 1, _OTHER)
-_PLAIN_TEXT: _Value = (0, 1, _TEXT)
-_TABLE_CLASS: _Value = (0, 1, _TABLES)
+# What a copy of a value costs, in values. Of a container and of a long text in a list of one number, which is
+# the same object wherever the value is, so that it grows with it. Of a tuple in the costs of its items. None
+# for any other value.
+_Cost: TypeAlias = "list[int] | tuple[_Cost, ...] | None"
+_TUPLE: _Cost = ()  # to be computed from the items
+_SHORT = 8  # tuples of up to so many plain values cost nothing to speak of
+_COPIED_LEVELS = 3  # of tuples: the arguments of a call, arguments among these for another call, and pairs
+
+_Value = tuple[int, int, int, _Cost]  # depth, weight, kind, cost
+_PLAIN: _Value = (0, 1, _OTHER, None)
+_PLAIN_TEXT: _Value = (0, 1, _TEXT, None)
+_TABLE_CLASS: _Value = (0, 1, _TABLES, None)
 _CALLS = frozenset((_REDUCE, _NEWOBJ, _NEWOBJ_EX))
 _TEXTS = (pickletools.pyunicode, pickletools.pybytes, pickletools.pybytes_or_str)
 _PUSH_PLAIN = {
     ord(o.code): _PLAIN_TEXT if o.stack_after[0] in _TEXTS else _PLAIN
     for o in pickletools.opcodes
-    if not o.stack_before and len(o.stack_after) == 1 and o.code not in "()ghjc"
+    if not o.stack_before and len(o.stack_after) == 1 and o.code not in "()ghjc]}\x8f"
 }
+
+
+def _cost_of(cost: _Cost, levels: int = _COPIED_LEVELS) -> int:
+    """Return how many values a call copies at most that gets a value of this cost."""
+    if cost is None or levels < 0:
+        return 0
+    if isinstance(cost, list):
+        return cost[0]
+    return len(cost) + sum(_cost_of(item, levels - 1) for item in cost)
 
 
 class _StackModel:
@@ -195,6 +224,7 @@ class _StackModel:
         self.makes_tables = False
         self._most = most
         self._hashed = 0  # weight of the keys: each is hashed anew
+        self._copied = 0  # values in the arguments of calls
         self._making = {_NEWOBJ, _NEWOBJ_EX, *([_REDUCE] if calls_make_new else [])}
         self._salted = {_TEXT} if calls_make_new else {_TEXT, _MADE}
         self._marks: list[int] = []
@@ -208,17 +238,17 @@ class _StackModel:
                 raise pickle.UnpicklingError(f"values are nested more than {_MAX_DEPTH} deep")
         elif code in _TUPLES:
             count = _TUPLES[code]
-            self._push(stack[len(stack) - count :] if count else [], count)
+            self._push(stack[len(stack) - count :] if count else [], count, cost=_TUPLE)
         elif code in _TO_MARK:
             self._take_to_mark(code)
         elif code == _MEMOIZE:
             self.memo[len(self.memo)] = stack[-1] if stack else _PLAIN
         elif code in _POPS_TWO:
-            self._push(stack[-2:], 2, self._kind_of_result(code, 2))
+            self._push(stack[-2:], 2, self._kind_of_result(code, 2), self._result_cost(code, 2))
         elif code in (_SETITEM, _NEWOBJ_EX):
             if code == _SETITEM:
                 self._hash(stack[-2:-1])
-            self._push(stack[-3:], 3, self._kind_of_result(code, 3))
+            self._push(stack[-3:], 3, self._kind_of_result(code, 3), self._result_cost(code, 3))
         elif code == _STACK_GLOBAL:
             self._push([], 2, _TABLES if _REDUCE in self._making else _OTHER)
         elif code == _POP:
@@ -239,8 +269,12 @@ class _StackModel:
         if code in _KEYS:
             self._hash(inner[:: _KEYS[code]])
         if code in _APPENDS and mark:
-            inner, mark, kind = stack[mark - 1 :], mark - 1, stack[mark - 1][2]
-        self._push(inner, len(stack) - mark, kind)
+            _, _, kind, cost = stack[mark - 1]
+            _add_cost(cost, len(inner))
+            inner, mark = stack[mark - 1 :], mark - 1
+        else:
+            cost = [len(inner)] if code in _NEW_TABLES else _TUPLE
+        self._push(inner, len(stack) - mark, kind, cost)
 
     def _hash(self, keys: list[_Value]) -> None:
         """Count keys that an unpickler inserts.
@@ -249,7 +283,7 @@ class _StackModel:
             pickle.UnpicklingError: their hashes take too long, as the same large tuples are hashed again and
                 again.
         """
-        for _, weight, kind in keys:
+        for _, weight, kind, _ in keys:
             if kind not in self._salted:
                 self.keys += 1
                 self._hashed += weight
@@ -266,25 +300,56 @@ class _StackModel:
         if code in _CALLS:
             if target[2] == _TABLES and self.stack[1 - count][1] > 1:
                 self.makes_tables = True
-                self._hash([(0, self.stack[1 - count][1], _OTHER)])
+                self._hash([(0, self.stack[1 - count][1], _OTHER, None)])
             return _MADE if code in self._making else _OTHER
         if code == _BUILD and target[2] != _MADE:
             raise pickle.UnpicklingError("it sets attributes (BUILD) of something that it has not made")
         return target[2]
 
-    def _push(self, parts: list[_Value], count: int, kind: int = _OTHER) -> None:
+    def _result_cost(self, code: int, count: int) -> _Cost:
+        """Return the cost of the value that an opcode leaves of the last `count` values, and count a call.
+
+        Raises:
+            pickle.UnpicklingError: calls copy the same values again and again.
+        """
+        target, *values = self.stack[-count:] or [_PLAIN]
+        copied = sum(_cost_of(value[3]) for value in values) if code not in (_APPEND, _SETITEM) else 1
+        if code in _CALLS:
+            cost: _Cost = [copied]
+        else:
+            cost = target[3]
+            _add_cost(cost, copied)
+        self._copied += copied
+        if self._copied > self._most:
+            raise pickle.UnpicklingError("calls copy the same values without measure")
+        return cost
+
+    def _push(self, parts: list[_Value], count: int, kind: int = _OTHER, cost: _Cost = None) -> None:
         """Replace the last `count` values of the stack by one that contains the parts."""
         depth = weight = 1
-        for part_depth, part_weight, _ in parts:
-            depth = max(depth, part_depth + 1)
+        is_costly = False
+        for part_depth, part_weight, _, part_cost in parts:
+            if part_depth >= depth:
+                depth = part_depth + 1
             weight += part_weight
+            if part_cost is not None:
+                is_costly = True
+        if cost is _TUPLE:
+            long = [len(parts)] if len(parts) > _SHORT else None
+            cost = tuple(part[3] for part in parts) if is_costly else long
         if depth > _MAX_DEPTH:
             raise pickle.UnpicklingError(f"values are nested more than {_MAX_DEPTH} deep")
         if weight > self._most:
             raise pickle.UnpicklingError("values are repeated in each other without measure")
         if count:
             del self.stack[-count:]
-        self.stack.append((depth, weight, kind))
+        self.stack.append((depth, weight, kind, cost))
+
+
+def _add_cost(cost: _Cost, count: int) -> None:
+    """Let a container, or an object that a call has made, have so many values more."""
+    if isinstance(cost, list):
+        cost[0] += count
 
 
 def check_archive(data: bytes | memoryview) -> set[tuple[str, str]]:

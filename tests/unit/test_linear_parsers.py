@@ -6,6 +6,7 @@ import gc
 import io
 import json
 import pickle
+import pickletools
 import struct
 import time
 from collections.abc import Callable, Iterable
@@ -34,9 +35,10 @@ from megackpt.formats.index_reader import open_index
 from megackpt.formats.pickle_limits import check_opcodes
 from megackpt.formats.safe_pickle import load_value
 from megackpt.formats.safetensors_header import parse_header
+from megackpt.formats.tensor_pickle import load_tensor_pickle
 from megackpt.formats.torch_dist.metadata_unpickler import load_metadata
 from megackpt.storage import LocalStore, MemoryStore
-from tests.attacks.opcodes import named, pickled, zipped
+from tests.attacks.opcodes import binary, named, pickled, text, zipped
 from tests.colliding_keys import P as _P
 from tests.colliding_keys import integers_that_crowd_a_table, tuples_of_one_hash
 from tests.small_index import box, stack
@@ -147,15 +149,15 @@ def _tuples(n: int) -> EncodedValue:
 PARSERS: dict[str, tuple[int, Callable[[int, Path], Work]]] = {
     "json of common state": (
         40_000,
-        lambda n, _: _text(json.dumps([{"a": i, "b": [1.5]} for i in range(n)])),
+        lambda n, _: _tree(json.dumps([{"a": i, "b": [1.5]} for i in range(n)])),
     ),
-    "repeated key of common state": (100_000, lambda n, _: _text(_repeated(n))),
-    "one key, repeated": (300_000, lambda n, _: _text("{" + ",".join(['"a":1'] * n) + "}")),
-    "digits of an integer": (2_000_000, lambda n, _: _text("[" + "9" * n + "]")),
-    "digits of a number": (1_000_000, lambda n, _: _text("[0." + "9" * n + "]")),
+    "repeated key of common state": (100_000, lambda n, _: _tree(_repeated(n))),
+    "one key, repeated": (300_000, lambda n, _: _tree("{" + ",".join(['"a":1'] * n) + "}")),
+    "digits of an integer": (2_000_000, lambda n, _: _tree("[" + "9" * n + "]")),
+    "digits of a number": (1_000_000, lambda n, _: _tree("[0." + "9" * n + "]")),
     "repeated key of metadata.json": (100_000, lambda n, _: _document(_repeated(n).encode())),
     "metadata.json": (100_000, lambda n, _: _document(json.dumps({f"k{i}": [i] for i in range(n)}).encode())),
-    "long string": (8_000_000, lambda n, _: _text('["' + "\\u00e9" * (n // 6) + '"]')),
+    "long string": (8_000_000, lambda n, _: _tree('["' + "\\u00e9" * (n // 6) + '"]')),
     "values": (20_000, lambda n, _: _decoded(EncodedValue([{"$tuple": [i, "x"]} for i in range(n)], ()))),
     "integer keys": (30_000, lambda n, _: _decoded(_tree_of_int_keys(n, lambda i: i * 2**64 + 1))),
     "integer keys of one hash": (20_000, lambda n, _: _decoded(_tree_of_int_keys(n, lambda i: i * _P + 1))),
@@ -238,6 +240,18 @@ PARSERS: dict[str, tuple[int, Callable[[int, Path], Work]]] = {
         20_000,
         lambda n, _: _torch(zipped(_ordered(map(_pair, _tuples_of(n))))),
     ),
+    "a list that calls copy": (20_000, lambda n, _: _torch(zipped(_copied_list(n)))),
+    "a text that calls copy": (
+        200_000,
+        lambda n, _: _torch(
+            zipped(_copied(named("_codecs", "encode"), text("x" * n) + text("latin1"), n // 8))
+        ),
+    ),
+    "attributes that many objects get": (20_000, lambda n, _: _torch(zipped(_with_attributes(n)))),
+    "a storage that many tensors have": (
+        200_000,
+        lambda n, _: _of_tensors(_copied(named("torch.storage", "_load_from_bytes"), _storage(n), n // 50)),
+    ),
     "one large tuple as many keys": (2_000, lambda n, _: _torch(zipped(_same_key(n)))),
     "whole index": (64 * 400, lambda n, _: _index(n, whole=True)),
     "part of an index": (64 * 800, lambda n, _: _index(n, whole=False)),
@@ -305,6 +319,30 @@ def _same_key(n: int) -> bytes:
     return pickled(large + b"}h\x00K\x00s0" * n)
 
 
+def _copied(function: bytes, arguments: bytes, n: int, *, then: bytes = b"") -> bytes:
+    """A pickle of a list that a function makes, which is called n times with the same arguments."""
+    return pickled(b"](" + function + b"q\x00(" + arguments + b"tq\x01" + then, b"h\x00h\x01R" * n, b"e")
+
+
+def _copied_list(n: int) -> bytes:
+    """The list gets its items when it is among the arguments already."""
+    items = b"h\x02(" + b"".join(text(f"a{i}") + b"K\x02\x86" for i in range(n)) + b"e"
+    return _copied(named("collections", "OrderedDict"), b"]q\x02", n // 8, then=items)
+
+
+def _storage(n: int) -> bytes:
+    """Opcodes of the storage of n bytes that pickle.dumps writes for a tensor."""
+    opcodes = pickletools.genops(pickle.dumps(torch.ones(n // 4)))
+    return binary(max((value for _, value, _ in opcodes if isinstance(value, bytes)), key=len))
+
+
+def _with_attributes(n: int) -> bytes:
+    """A pickle of n // 8 objects with the same n attributes."""
+    cls = named("argparse", "Namespace") + b"q\x00"
+    attributes = b"}q\x01(" + b"".join(text(f"a{i}") + b"K\x01" for i in range(n)) + b"u"
+    return pickled(b"](" + cls + attributes, b"h\x00)\x81h\x01b" * (n // 8), b"e")
+
+
 def _old(data: bytes) -> bytes:
     """A file as torch.save wrote it before version 1.6."""
     numbers = (torch.serialization.MAGIC_NUMBER, torch.serialization.PROTOCOL_VERSION, {})
@@ -321,8 +359,8 @@ def _raising(parse: Callable[[], Any]) -> Work:
     return run
 
 
-def _text(text: str) -> Work:
-    return _raising(lambda: load_tree(text, where="w"))
+def _tree(data: str) -> Work:
+    return _raising(lambda: load_tree(data, where="w"))
 
 
 def _document(data: bytes) -> Work:
@@ -347,6 +385,10 @@ def _dcp(data: bytes) -> Work:
 
 def _torch(data: bytes) -> Work:
     return _raising(lambda: load_value(data, where="w"))
+
+
+def _of_tensors(data: bytes) -> Work:
+    return _raising(lambda: load_tensor_pickle(data, [], where="w"))
 
 
 def _seconds(work: Work) -> float:
