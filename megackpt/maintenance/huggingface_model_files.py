@@ -126,24 +126,24 @@ def _with_safe_names(kept: Mapping[Any, Any]) -> dict[str, bytes]:
     }
 
 
-def kept_files(store: Store, given: Mapping[str, bytes]) -> tuple[dict[str, bytes], list[str]]:
+def kept_files(store: Store, replacements: Mapping[str, bytes]) -> tuple[dict[str, bytes], list[str]]:
     """Return the files that an import keeps, smallest first, up to MAX_KEPT_BYTES; and names of the others.
 
     The generation config of the folder is not among them: content metadata has it under a key of its own.
 
     Args:
         store: the folder.
-        given: files from elsewhere, which replace those of the folder.
+        replacements: files from elsewhere, which replace those of the folder.
     """
     sizes = {name: store.size(name) for name in store.names() if _is_other(name)}
     sizes.pop(GENERATION_CONFIG, None)
-    sizes |= {name: len(data) for name, data in given.items()}
+    sizes |= {name: len(data) for name, data in replacements.items()}
     kept: dict[str, bytes] = {}
     left_out, room = [], MAX_KEPT_BYTES
     for nbytes, name in sorted((nbytes, name) for name, nbytes in sizes.items()):
         if nbytes > room:
             left_out.append(name)
         else:
-            kept[name] = given[name] if name in given else store.read(name, max_bytes=nbytes)
+            kept[name] = replacements[name] if name in replacements else store.read(name, max_bytes=nbytes)
             room -= nbytes
     return kept, left_out
