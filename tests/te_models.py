@@ -130,6 +130,13 @@ def experts(mode: str | None) -> Callable[[ParallelGroups], nn.Module]:
     return build
 
 
+def expert_layers(groups: ParallelGroups, *, interleaved: bool = False) -> nn.Module:
+    """Four layers of experts, cut over pp; interleaved, a rank has every pp-th of them."""
+    pp, count = groups.pp, 4 // groups.pp.size
+    owned = range(pp.rank, 4, pp.size) if interleaved else range(pp.rank * count, (pp.rank + 1) * count)
+    return LayerStack(lambda index: experts("column")(groups), owned, 4, groups)
+
+
 def grouped_experts(groups: ParallelGroups) -> nn.Module:
     """All experts of a rank as one parameter."""
     module: nn.Module = te.GroupedLinear(

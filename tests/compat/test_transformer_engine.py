@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from megackpt import DeclarationError, load, load_plain_tensors, save
 from megackpt.integrations.transformer_engine import sharded_state_dict
+from megackpt.mapping import ShardedTensor
 from megackpt.parallel import ParallelGroups, ParallelLayout
 from megackpt.testing.world import SimulatedRank, SimulatedWorld
 from tests import te_models
@@ -99,6 +100,35 @@ def test_experts_have_an_axis_over_all_ranks_of_ep(tmp_path: Path, mode: str) ->
         assert arrays["bias.gate"].shape == (EXPERTS, FFN // 2)
     else:
         assert arrays["weight"].shape == (EXPERTS, FFN, HIDDEN)
+
+
+def test_experts_of_a_stack_have_axes_over_layers_and_experts(tmp_path: Path) -> None:
+    layouts = [ParallelLayout(pp=2, dp=2, ep=2), ParallelLayout(tp=2, pp=4), ParallelLayout(dp=4, ep=4)]
+    arrays = check_all_layouts(te_models.expert_layers, layouts, tmp_path)
+    assert arrays["weight.gate"].shape == (4, EXPERTS, FFN // 2, HIDDEN)
+    assert arrays["bias.up"].shape == (4, EXPERTS, FFN // 2)
+
+
+@pytest.mark.parametrize("layout", TP, ids=str)
+def test_modules_on_meta_are_declared_as_those_on_the_cpu(layout: ParallelLayout) -> None:
+    groups = ParallelGroups.offline(layout, layout.world_size - 1)
+
+    def boxes(module: nn.Module) -> dict[str, tuple[object, ...]]:
+        state = sharded_state_dict(module, groups)
+        tensors = [
+            (name, tensor)
+            for name, entity in state.items()
+            for tensor in ([entity] if isinstance(entity, ShardedTensor) else entity.tensors())  # type: ignore[attr-defined]
+        ]
+        return {
+            f"{name}: {t.key} {t.global_offset}": (t.global_shape, t.local_shape, t.replica_id, t.dtype)
+            for name, t in tensors
+        }
+
+    for name, make in MODULES.items():
+        module = build(make, groups)
+        expected = boxes(module)
+        assert boxes(module.to("meta")) == expected, name
 
 
 @needs_new

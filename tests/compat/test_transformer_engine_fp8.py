@@ -77,6 +77,42 @@ def test_every_expert_keeps_its_own_numbers_at_another_ep(tmp_path: Path) -> Non
     assert arrays["fp8.amax_history_bwd"].shape == (EXPERTS, 4, 2)
 
 
+def test_experts_of_every_layer_keep_their_numbers_at_another_pp_and_order_of_layers(tmp_path: Path) -> None:
+    layouts = [
+        (ParallelLayout(dp=4, ep=4), False),
+        (ParallelLayout(pp=2, dp=2, ep=2), True),
+        (ParallelLayout(pp=4), False),
+        (ParallelLayout(pp=2), True),
+        (ParallelLayout(dp=8, ep=8), False),
+    ]
+    for step, (layout, interleaved) in enumerate(layouts):
+        ranks = [ParallelGroups.offline(layout, rank) for rank in range(layout.world_size)]
+
+        def make(groups: ParallelGroups) -> nn.Module:
+            return te_models.expert_layers(groups, interleaved=interleaved)  # noqa: B023 - run at once
+
+        models: list[Any] = [build_fp8(make, groups) for groups in ranks]
+
+        def numbers(*, check: bool) -> None:
+            for groups, model in zip(ranks, models, strict=True):  # noqa: B023
+                count = EXPERTS // groups.ep.size
+                for local, layer in enumerate(model.owned):
+                    first = EXPERTS * layer + groups.ep.rank * count  # counted over all layers
+                    fill_experts(model[local], range(first, first + count), check=check)
+
+        def one_rank(group: SimulatedRank) -> None:
+            state = sharded_state_dict(models[group.rank], ranks[group.rank])  # noqa: B023
+            if step:  # noqa: B023
+                load(state, tmp_path / f"{step - 1}", group=group)  # noqa: B023
+            save(state, tmp_path / f"{step}", group=group)  # noqa: B023
+
+        if step == 0:
+            numbers(check=False)
+        SimulatedWorld(layout.world_size).run(one_rank)
+        numbers(check=True)
+    assert load_plain_tensors(tmp_path / "0")["fp8.scale_fwd"].shape == (4, EXPERTS, 3)
+
+
 @needs_new
 def test_slots_of_older_versions_are_slot_by_slot(tmp_path: Path) -> None:
     """TE before 2.3 had the inputs of all experts first, then all weights, then all outputs."""
