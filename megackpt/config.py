@@ -35,6 +35,8 @@ EXCHANGE_ALGOS = ("all_to_all", "broadcast", "gather_rounds", "gather_object")
 class CheckpointConfig:
     """How a training run saves and loads its checkpoints. docs/strategies.md says which values to choose.
 
+    Each method returns the same options or strategy on all ranks that have the same values. All are local.
+
     Attributes:
         dist_ckpt_format: format of new checkpoints: `megackpt`, `torch_dist`, `zarr`, or a format that
             another package adds. A version may follow, as in `zarr:1`; default is the newest. Loads detect

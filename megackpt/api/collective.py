@@ -225,10 +225,13 @@ def load_with_report(
     maps: MapChoice | None = None,
     config: Mapping[str, Any] | None = None,
 ) -> tuple[StateDict, LoadReport]:
-    """Load as `load` does, and return the state dict and a report on this rank's load.
+    """Load as `load` does, and return the state dict and a report on this rank's load. Collective.
 
-    Collective. Print the report, or use its fields. It lists missing keys if the mode or a rule looks for
-    them.
+    The arguments and errors are those of `load`.
+
+    Returns:
+        The state dict, in every mode, and the report: print it, or use its fields. It lists missing keys if
+        the mode or a rule looks for them.
     """
     options = options_or_default(options, LoadOptions)
     group = group_or_world(group, timeout_s=options.timeout_s)

@@ -32,6 +32,10 @@ def load_common_state_dict(checkpoint_dir: Location, *, allow_unsafe_pickle: boo
     A list that also had sharded entities is returned as a dict by position. allow_unsafe_pickle is as in
     `LoadOptions`.
 
+    Raises:
+        NotACheckpointError: there is no committed checkpoint in this directory.
+        FormatError, IntegrityError: the common state cannot be read.
+
     Source: Megatron-Core `dist_checkpointing.load_common_state_dict`.
     """
     with opened_store(checkpoint_dir) as store:
@@ -44,6 +48,10 @@ def load_content_metadata(checkpoint_dir: Location, *, allow_unsafe_pickle: bool
     """Return the `content_metadata` that was given to `save`, or None. Local.
 
     allow_unsafe_pickle is as in `LoadOptions`.
+
+    Raises:
+        NotACheckpointError: there is no committed checkpoint in this directory.
+        FormatError, IntegrityError: the common state cannot be read.
 
     Source: Megatron-Core `dist_checkpointing.load_content_metadata`.
     """
@@ -60,6 +68,10 @@ def load_sharded_metadata(
     Each global array is one ShardedTensor of the whole array, under its key. Each object is a ShardedObject,
     under its `unique_key`. Tensors of common state that are stored as arrays are among the arrays.
     allow_unsafe_pickle is as in `LoadOptions`.
+
+    Raises:
+        NotACheckpointError: there is no committed checkpoint in this directory.
+        FormatError, IntegrityError: the index cannot be read.
 
     Source: Megatron-Core `dist_checkpointing.load_sharded_metadata`.
     """
@@ -94,12 +106,14 @@ def load_tensors_metadata(
 def load_plain_tensors(
     checkpoint_dir: Location, *, options: LoadOptions | None = None
 ) -> dict[str, torch.Tensor]:
-    """Return every global array of a checkpoint as a whole tensor, by key.
+    """Return every global array of a checkpoint as a whole tensor, by key. Local.
 
-    Local. Needs memory for all arrays.
+    The tensors are in host memory, with the shapes and dtypes of the arrays: it needs memory for all of them.
 
     Raises:
+        NotACheckpointError: there is no committed checkpoint in this directory.
         FormatError: an array is stored in a form that cannot be loaded.
+        IntegrityError: stored bytes are damaged.
 
     Source: Megatron-Core `dist_checkpointing.load_plain_tensors`.
     """
@@ -122,6 +136,10 @@ def remove_sharded_tensors(checkpoint_dir: Location, key_prefix: str) -> None:
     Local: one process calls it. Tensors of common state that are stored as arrays are removed as well; a
     load then returns common state without them. A file is deleted if nothing else in it is in use; in other
     files the bytes stay, but can no longer be loaded.
+
+    Raises:
+        NotACheckpointError: there is no committed checkpoint in this directory.
+        DeclarationError: the format can only be read.
 
     Source: Megatron-Core `dist_checkpointing.remove_sharded_tensors`.
     """

@@ -10,7 +10,7 @@ from megackpt.errors import CheckpointError, RankFailedError
 
 
 def join_fields(fields: Sequence[bytes]) -> bytes:
-    """Return byte strings as one message, from which `split_fields` returns them again.
+    """Return byte strings as one message, from which `split_fields` returns them again. Pure.
 
     >>> split_fields(join_fields([b"rows", b"", b"values"]))
     [b'rows', b'', b'values']
@@ -19,7 +19,7 @@ def join_fields(fields: Sequence[bytes]) -> bytes:
 
 
 def split_fields(message: bytes) -> list[bytes]:
-    """Return the byte strings that `join_fields` has joined."""
+    """Return the byte strings that `join_fields` has joined. Pure."""
     fields, position = [], 0
     while position < len(message):
         start = position + 8
@@ -62,7 +62,7 @@ def _describe_step(message: bytes) -> str:
 
 
 def encode_error(error: BaseException) -> bytes:
-    """Return an error in the form in which it is sent to other ranks."""
+    """Return an error in the form in which it is sent to other ranks. Pure."""
     if isinstance(error, CheckpointError):
         where = {"key": error.key, "rank": error.rank, "path": error.path}
         return json.dumps({"class": type(error).__name__, "text": error.message, **where}).encode()

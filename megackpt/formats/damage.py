@@ -38,7 +38,7 @@ class Damage:
         return f"{location}: {self.what}" if location else self.what
 
     def to_json(self) -> dict[str, Any]:
-        """Return the fields that are known."""
+        """Return the fields that are known. Pure."""
         return {name: value for name, value in asdict(self).items() if value not in (None, "")}
 
 

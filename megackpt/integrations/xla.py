@@ -39,7 +39,8 @@ __all__ = ["SPMDLoadPlanner", "SPMDSavePlanner", "XlaLoadPlanner", "XlaSavePlann
 class XlaSavePlanner(DefaultSavePlanner):
     """Saves state dicts that hold tensors sharded by XLA; anything else is left to torch's planner.
 
-    Replicated tensors are among what is left: torch's planner keeps one copy of them.
+    Replicated tensors are among what is left: torch's planner keeps one copy of them. The methods are local:
+    torch's functions do the communication.
 
     Raises:
         DeclarationError: when planning, if a sharding is still pending.
@@ -65,6 +66,8 @@ class XlaSavePlanner(DefaultSavePlanner):
 class XlaLoadPlanner(DefaultLoadPlanner):
     """Loads into state dicts that hold tensors sharded by XLA; anything else is left to torch's planner.
 
+    Its methods are local: torch's functions do the communication.
+
     Raises:
         CoverageError: when planning, if the checkpoint lacks elements of a tensor.
     """
@@ -78,7 +81,11 @@ class XlaLoadPlanner(DefaultLoadPlanner):
         self.state_dict = {key: _unwrapped(key, leaf) for key, leaf in self.state_dict.items()}
 
     def finish_plan(self, new_plan: LoadPlan) -> LoadPlan:
-        """Count what each tensor has to wait for."""
+        """Count the parts that each tensor has to wait for.
+
+        Raises:
+            CoverageError: the checkpoint lacks elements that this host's devices need.
+        """
         plan = super().finish_plan(new_plan)
         reads = [
             item

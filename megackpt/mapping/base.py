@@ -26,7 +26,7 @@ ShardedStateDict: TypeAlias = dict[str, Any]  # leaves may also be sharded entit
 
 
 def is_main_replica(replica_id: ReplicaId) -> bool:
-    """Return whether this is the id of the main replica of a chunk: 0, or all zeros.
+    """Return whether this is the id of the main replica of a chunk: 0, or all zeros. Pure.
 
     Source: Megatron-Core `dist_checkpointing.mapping.is_main_replica`.
     """

@@ -75,7 +75,7 @@ class ShardedObject(ShardedBase):
 
     @classmethod
     def empty_from_unique_key(cls, unique_key: str, replica_id: ReplicaId = 0) -> ShardedObject:
-        """Return the declaration, without data, of the object with this unique key.
+        """Return the declaration, without data, of the object with this unique key. Pure.
 
         Old keys lack the last extent, which is then UNKNOWN (-1). Such an object can be looked up in a
         checkpoint, and cannot be saved.
@@ -111,7 +111,7 @@ class ShardedObject(ShardedBase):
         return f"{self.key}/shard_{offset}_{shape}"
 
     def without_data(self) -> ShardedObject:
-        """Return the same declaration with `data=None`."""
+        """Return the same declaration with `data=None`. Pure."""
         return replace(self, data=None)
 
     def retarget(
@@ -122,7 +122,7 @@ class ShardedObject(ShardedBase):
         replica_id: ReplicaId | None = None,
         flattened_range: slice | None = None,
     ) -> ShardedObject:
-        """Raise an error: no tensor is sharded like an object.
+        """Raise an error: no tensor is sharded like an object. Pure.
 
         Raises:
             DeclarationError: always.
@@ -153,7 +153,7 @@ class PerRankValue:
     elsewhere: Literal["error", "keep"] = "error"
 
     def on(self, rank: int, ranks: int) -> ShardedObject:
-        """Return the object that stands for this value on one rank of a job."""
+        """Return the object that stands for this value on one rank of a job. Pure."""
         return ShardedObject(self.key, self.data, (ranks,), (rank,))
 
 
@@ -173,7 +173,7 @@ class ReplicatedValue:
     data: Any  # the user's own value
 
     def on(self, rank: int) -> ShardedObject:
-        """Return the object that stands for this value on a rank; the save chooses the main replica."""
+        """Return the object that stands for this value on a rank; the save chooses the main replica. Pure."""
         return ShardedObject(self.key, self.data, (1,), (0,), replica_id=rank + 1)
 
 

@@ -118,7 +118,7 @@ def declare_xla(key: str, tensor: Any, *, replica_id: ReplicaId = 0) -> ShardedT
     `save` and `load` call it for such leaves, with their path in the state dict as the key; call it to choose
     another key. The host that has replica 0 of a box declares the main replica. Shards are copied to host
     memory when `save` or `load` flattens the state dict, and back to the devices, tensor by tensor, when
-    everything has been loaded.
+    everything has been loaded. Local.
 
     Args:
         key: unique name of the global array.

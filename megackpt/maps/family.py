@@ -91,7 +91,7 @@ _BUILT_IN = {
 
 
 def family(name: str) -> Family:
-    """Return the family of a name.
+    """Return the family of a name. Local.
 
     Raises:
         MapError: there is no such family.
@@ -103,7 +103,7 @@ def family(name: str) -> Family:
 
 
 def family_of(config: Mapping[str, Any]) -> Family:
-    """Return the family of a Hugging Face config, by its `model_type`.
+    """Return the family of a Hugging Face config, by its `model_type`. Local.
 
     Raises:
         MapError: no family is for it.

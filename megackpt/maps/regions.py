@@ -43,7 +43,7 @@ class Region(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class RegionPair:
-    """Two boxes with the same elements.
+    """Two boxes with the same elements. All methods are pure.
 
     Attributes:
         left: the box of the left family.
@@ -102,7 +102,7 @@ class _PairTable(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RegionMap:
-    """A correspondence between the arrays of two families.
+    """A correspondence between the arrays of two families. All methods are pure.
 
     Attributes:
         left: arrays of the left family, by key.

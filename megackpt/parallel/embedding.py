@@ -32,7 +32,7 @@ _VOCABULARY = {"weight": TpSharding(dim=0, allow_shape_mismatch=True)}
 
 
 def padded_vocab_size(vocab_size: int, *, tp: int, make_divisible: int = 128) -> int:
-    """Return the smallest multiple of `tp * make_divisible` that is at least `vocab_size`.
+    """Return the smallest multiple of `tp * make_divisible` that is at least `vocab_size`. Pure.
 
     >>> padded_vocab_size(50257, tp=8)
     51200
@@ -125,7 +125,13 @@ class VocabParallelOutput(ShardedModule):
         )
 
     def forward(self, x: Tensor, weight: Tensor | None = None) -> Tensor:
-        """Return logits `[s, ..., padded_vocab/tp]` of hidden states `[s (/tp), ..., hidden]`."""
+        """Return logits `[s, ..., padded_vocab/tp]` of hidden states `[s (/tp), ..., hidden]`.
+
+        weight is that of the embedding, `[padded_vocab/tp, hidden]`; a tied layer needs it.
+
+        Raises:
+            DeclarationError: the layer is tied, and no weight is given.
+        """
         used = self.weight if weight is None else weight
         if used is None:
             raise DeclarationError(

@@ -31,7 +31,7 @@ GatedActivation: TypeAlias = Callable[[Tensor, Tensor], Tensor]
 
 
 def divide_over_ep(num_experts: int, groups: ParallelGroups) -> int:
-    """Return the number of experts of one rank.
+    """Return the number of experts of one rank. Pure.
 
     Raises:
         DeclarationError: ep does not divide `num_experts`.

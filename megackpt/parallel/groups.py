@@ -34,7 +34,7 @@ class Axis:
 
     @classmethod
     def of(cls, ranks: Sequence[int], rank: int, group: dist.ProcessGroup | None = None) -> Axis:
-        """Return the axis of global `ranks` as seen from global rank `rank`, which is one of them."""
+        """Return the axis of global `ranks` as seen from global rank `rank`, which is one of them. Pure."""
         return cls(size=len(ranks), rank=tuple(ranks).index(rank), ranks=tuple(ranks), group=group)
 
     @property

@@ -51,6 +51,8 @@ class ExpertCoordinates:
 class ParallelLayout:
     """How many ranks there are along each axis; `tp` is the fastest in rank order, then `cp`, `dp`, `pp`.
 
+    All methods are pure.
+
     >>> ParallelLayout(tp=2, pp=2).coordinates(3)
     Coordinates(tp=1, cp=0, dp=0, pp=1)
     >>> ParallelLayout(tp=2, dp=2, pp=2).ranks_of("pp", 1)

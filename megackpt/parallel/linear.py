@@ -40,6 +40,8 @@ INIT_STD = 0.02
 def divide_over_tp(what: str, size: int, groups: ParallelGroups) -> int:
     """Return `size / tp`, the extent of one rank's slice of `what`; with `groups.experts`, `size / etp`.
 
+    Pure.
+
     Raises:
         DeclarationError: tp does not divide `size`.
     """

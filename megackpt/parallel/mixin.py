@@ -82,7 +82,7 @@ class ShardedModule(nn.Module):
         super().__init__(*args, **kwargs)
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
-        """Add a parameter, as nn.Module does, and mark it if the declaration says that tp cuts it."""
+        """Add a parameter, as nn.Module does, and mark it if the declaration says that tp cuts it. Local."""
         super().register_parameter(name, param)
         if param is None:
             return
@@ -104,7 +104,7 @@ class ShardedModule(nn.Module):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: Sequence[RankOffset] = (), metadata: Metadata = None
     ) -> ShardedStateDict:
-        """Declare what this rank has of this module and its children; see `declare_module`."""
+        """Declare what this rank has of this module and its children; see `declare_module`. Local."""
         return declare_module(
             self,
             self.groups,

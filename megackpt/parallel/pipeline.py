@@ -45,7 +45,7 @@ class PipelineStage(Protocol):
         """Run it on tokens (first of the model) or activations (others); the last returns the mean loss."""
 
     def activation_buffer(self, tokens: Tensor) -> Tensor:
-        """Return an empty tensor such as the previous stage sends for a micro-batch with `tokens`."""
+        """Return an empty tensor such as the previous stage sends for a micro-batch with `tokens`. Local."""
 
 
 def forward_backward(
@@ -112,7 +112,8 @@ def share_losses(losses: Tensor, micro_batches: int, groups: ParallelGroups) -> 
 def exchange(axis: Axis, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]]) -> None:
     """Send tensors to ranks along an axis and receive others into buffers, in one batch.
 
-    Blocks until all are done. Each peer must make the matching call; between two ranks, what is sent first is
+    Point to point: only the ranks that send or receive call it. Blocks until all are done. Each peer must
+        make the matching call; between two ranks, what is sent first is
     received first.
 
     Args:

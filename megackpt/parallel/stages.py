@@ -19,7 +19,7 @@ _WRITTEN_OUT = 4  # a longer row of equal letters is written as t*5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageTable:
-    """The global layers on each (pipeline stage, virtual stage) of a model.
+    """The global layers on each (pipeline stage, virtual stage) of a model. All methods are pure.
 
     A pipeline stage has `vpp` model chunks, one for each virtual stage. The forward pass visits virtual stage
     0 of all pipeline stages, then virtual stage 1 of all of them, and so on: the chunk of (stage, virtual

@@ -65,7 +65,7 @@ class SampleOrder:
         return numbers
 
     def to_json(self) -> dict[str, Any]:
-        """Return plain values that distinguish this order from others."""
+        """Return plain values that distinguish this order from others. Pure."""
         return {"samples": self.samples, "seed": self.seed, "shuffle": self.shuffle}
 
     def _shuffled(self, positions: Ints, epoch: int) -> Ints:

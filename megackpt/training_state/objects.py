@@ -14,7 +14,7 @@ from megackpt.training_state.rank_position import RankPosition, layout_text
 
 
 class Stateful(Protocol):
-    """The methods that torch's modules, schedulers and data loaders have in common.
+    """The methods that torch's modules, schedulers and data loaders have in common. Both methods are local.
 
     Source: `torch.distributed.checkpoint.stateful.Stateful`.
     """
@@ -110,7 +110,7 @@ class RankObject:
 
 
 def loader_object(loader: Stateful, position: RankPosition) -> RankObject:
-    """Return the declaration of a data loader that knows its own position, such as torchdata's.
+    """Return the declaration of a data loader that knows its own position, such as torchdata's. Local.
 
     `StatefulDataLoader` keeps the states of its workers and of its rank's sampler in one value, which cannot
     be

@@ -15,7 +15,7 @@ from megackpt.parallel.layout import EXPERT_RANK_ORDER, RANK_ORDER
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankPosition:
-    """The sizes of all axes of a layout, and this rank's index along each.
+    """The sizes of all axes of a layout, and this rank's index along each. All methods are pure.
 
     Axes may have any names, but the same in all runs that share checkpoints. No two ranks have the same
     coordinates.

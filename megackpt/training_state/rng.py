@@ -60,6 +60,8 @@ class RngState:
     ) -> RngState:
         """Return the state of all generators of this process: python, numpy, torch on CPU and CUDA devices.
 
+        Local.
+
         Args:
             position: as for the class.
             seed: as for the class.

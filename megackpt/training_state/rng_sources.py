@@ -53,13 +53,13 @@ class Seeds:
     position: RankPosition
 
     def of(self, name: str, axes: tuple[str, ...]) -> int:
-        """Return the 63-bit seed of the generator `name`, which differs along `axes` only."""
+        """Return the 63-bit seed of the generator `name`, which differs along `axes` only. Pure."""
         coordinates = [value for pair in self.position.indices_along(axes) for value in pair]
         return stable_seed(self.base, self.step, name, *coordinates)
 
 
 class RngSource(Protocol):
-    """One generator of this rank, or several that belong together."""
+    """One generator of this rank, or several that belong together. All methods are local."""
 
     def capture(self) -> Any:
         """Return the state as values that the codec knows. Later draws do not change them."""
@@ -76,7 +76,7 @@ class RngSource(Protocol):
 
 
 class PythonRng:
-    """The generator that is used by the functions of Python's `random`."""
+    """The generator that is used by the functions of Python's `random`. All methods are local."""
 
     def capture(self) -> Any:
         """Return version, words and the spare normal number."""
@@ -93,7 +93,7 @@ class PythonRng:
 
 
 class NumpyRng:
-    """The generator that is used by the functions of `numpy.random`."""
+    """The generator that is used by the functions of `numpy.random`. All methods are local."""
 
     def capture(self) -> Any:
         """Return numpy's legacy state."""
@@ -110,7 +110,7 @@ class NumpyRng:
 
 @dataclass(frozen=True, slots=True)
 class NumpyGenerator:
-    """A `numpy.random.Generator`. Its state changes; the object stays the same.
+    """A `numpy.random.Generator`. Its state changes; the object stays the same. All methods are local.
 
     Attributes:
         generator: the generator.
@@ -127,7 +127,11 @@ class NumpyGenerator:
         return dict(self.generator.bit_generator.state)
 
     def restore(self, state: Any) -> None:
-        """Set the state."""
+        """Set the state.
+
+        Raises:
+            MismatchError: the state is that of another class of bit generator.
+        """
         ours = type(self.generator.bit_generator).__name__
         if state["bit_generator"] != ours:
             raise MismatchError(
@@ -144,7 +148,7 @@ class NumpyGenerator:
 
 @dataclass(frozen=True, slots=True)
 class TorchRng:
-    """torch's default generator on the CPU, or a `torch.Generator` on any device.
+    """torch's default generator on the CPU, or a `torch.Generator` on any device. All methods are local.
 
     Attributes:
         generator: the generator; None for the default one.
@@ -157,11 +161,15 @@ class TorchRng:
     axes: tuple[str, ...] = ACTIVATION_AXES
 
     def capture(self) -> Any:
-        """Return the state, uint8 on the CPU."""
+        """Return the state, a `uint8` tensor on the CPU."""
         return (self.generator or torch.default_generator).get_state()
 
     def restore(self, state: Any) -> None:
-        """Set the state."""
+        """Set the state.
+
+        Raises:
+            MismatchError: the state is that of a generator on another kind of device.
+        """
         generator = self.generator or torch.default_generator
         if state.numel() != generator.get_state().numel():
             raise MismatchError(
@@ -176,14 +184,21 @@ class TorchRng:
 
 
 class CudaRng:
-    """torch's default generators of all CUDA devices that this process sees; there may be none."""
+    """torch's default generators of all CUDA devices that this process sees; there may be none.
+
+    All methods are local.
+    """
 
     def capture(self) -> Any:
-        """Return a state for each device."""
+        """Return a state for each device, `uint8` tensors on the CPU."""
         return torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
 
     def restore(self, state: Any) -> None:
-        """Set the state of each device."""
+        """Set the state of each device.
+
+        Raises:
+            MismatchError: this process sees another number of devices.
+        """
         devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
         if len(state) != devices:
             raise MismatchError(
@@ -201,7 +216,7 @@ class CudaRng:
 
 
 class StatesTracker(Protocol):
-    """Named random states, as Megatron's `CudaRNGStatesTracker` keeps them."""
+    """Named random states, as Megatron's `CudaRNGStatesTracker` keeps them. Both methods are local."""
 
     def get_states(self) -> dict[str, Any]:
         """Return the states by name: uint8 tensors, or generators."""
@@ -212,7 +227,7 @@ class StatesTracker(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class TrackedRng:
-    """The named states of Megatron's tensor-parallel tracker.
+    """The named states of Megatron's tensor-parallel tracker. All methods are local.
 
     Attributes:
         tracker: the tracker.
@@ -231,7 +246,11 @@ class TrackedRng:
         }
 
     def restore(self, state: Any) -> None:
-        """Set the states. Where the tracker has a generator, the object stays and its state changes."""
+        """Set the states. Where the tracker has a generator, the object stays and its state changes.
+
+        Raises:
+            MismatchError: the tracker has other names.
+        """
         ours = self.tracker.get_states()
         if ours and ours.keys() != state.keys():
             raise MismatchError(
@@ -241,7 +260,11 @@ class TrackedRng:
         self._set({name: stored.clone() for name, stored in state.items()})
 
     def reseed(self, seeds: Seeds) -> None:
-        """Seed each state."""
+        """Seed each state.
+
+        Raises:
+            DeclarationError: `axes` has no entry for a state of the tracker.
+        """
         fresh = {}
         for name, state in self.tracker.get_states().items():
             if name not in self.axes:
@@ -265,7 +288,10 @@ class TrackedRng:
 
 @dataclass(frozen=True, slots=True)
 class ParallelStreams:
-    """The streams of a `megackpt.parallel.ParallelRng`; fresh ones come from its own seed."""
+    """The streams of a `megackpt.parallel.ParallelRng`; fresh ones come from its own seed.
+
+    All methods are local.
+    """
 
     rng: ParallelRng
 

@@ -16,7 +16,10 @@ from megackpt.training_state.rank_position import RankPosition
 
 
 class ShardReader(Protocol):
-    """Reads the samples of one shard once, in any order. A sample may be any object."""
+    """Reads the samples of one shard once, in any order. A sample may be any object.
+
+    All methods are local.
+    """
 
     def __next__(self) -> Any:
         """Return the next sample; raise StopIteration after the last."""
@@ -29,7 +32,7 @@ class ShardReader(Protocol):
 
 
 class SequenceReader:
-    """Reads a sequence from its beginning to its end."""
+    """Reads a sequence from its beginning to its end. All methods are local."""
 
     def __init__(self, samples: Sequence[Any]) -> None:
         self._samples = samples
@@ -63,7 +66,7 @@ class SequenceReader:
 
 
 class ShuffleBuffer:
-    """Reads another reader's samples in a shuffled order, through a buffer.
+    """Reads another reader's samples in a shuffled order, through a buffer. All methods are local.
 
     The buffer is part of the state, so its samples have to be plain values or tensors. Which sample is drawn
     is a function of seed and count, so there is no random state to save.

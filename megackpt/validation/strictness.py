@@ -32,7 +32,7 @@ class StrictHandling(Enum):
 
     @classmethod
     def of(cls, mode: StrictHandling | str) -> StrictHandling:
-        """Return the mode that is given as such or by its value.
+        """Return the mode that is given as such or by its value. Pure.
 
         Raises:
             DeclarationError: there is no such mode.

@@ -38,7 +38,7 @@ class PlanCache:
     """The plans of the last few structures that were saved; give it to each `save` of a training run.
 
     If several state dicts are saved in turn, each has its own plan. Every rank has a cache of its own, with
-    its own rows of each plan; ranks use a plan only if all of them have it.
+    its own rows of each plan; ranks use a plan only if all of them have it. The methods are local.
 
     Attributes:
         capacity: how many plans are kept; the plan that was not used for the longest time is dropped first.

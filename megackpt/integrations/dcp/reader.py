@@ -69,7 +69,7 @@ class MegackptStorageReader(StorageReader):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
-        """Return whether a checkpoint id can be a directory of ours."""
+        """Return whether a checkpoint id can be a directory of ours. Local."""
         return isinstance(checkpoint_id, str) or hasattr(checkpoint_id, "__fspath__")
 
     def read_metadata(self) -> Metadata:

@@ -108,7 +108,7 @@ class MegackptStorageWriter(Stager, StorageWriter):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
-        """Return whether a checkpoint id can be a directory of ours."""
+        """Return whether a checkpoint id can be a directory of ours. Local."""
         return isinstance(checkpoint_id, str) or hasattr(checkpoint_id, "__fspath__")
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:

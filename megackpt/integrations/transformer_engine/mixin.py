@@ -33,5 +33,5 @@ class TransformerEngineMixin(nn.Module):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: Sequence[RankOffset] = (), metadata: Metadata = None
     ) -> ShardedStateDict:
-        """Declare what this rank has of this module and its children; see `declare_module_of_te`."""
+        """Declare what this rank has of this module and its children; see `declare_module_of_te`. Local."""
         return declare_module_of_te(self, self.groups, prefix, sharded_offsets, metadata)

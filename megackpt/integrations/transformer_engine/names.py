@@ -30,7 +30,7 @@ ALIASES: Mapping[str, str] = {
 
 
 def canonical_key(key: str) -> str:
-    """Return the key under which a checkpoint of ours has a tensor that TE names `key`.
+    """Return the key under which a checkpoint of ours has a tensor that TE names `key`. Pure.
 
     >>> canonical_key("decoder.layers.3.self_attention.linear_qkv.layer_norm_weight")
     'decoder.layers.3.input_layernorm.weight'
