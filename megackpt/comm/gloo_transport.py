@@ -8,10 +8,12 @@ and a job of many ranks has only the connections that it needs.
 
 from __future__ import annotations
 
+import math
 import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, TypeAlias
 
@@ -20,7 +22,7 @@ import torch.distributed as dist
 
 from megackpt.comm.group import PeerBuffer
 from megackpt.comm.store_client import StoreClient
-from megackpt.comm.transport import LatePeersError, LostPeerError, Transport
+from megackpt.comm.transport import LatePeersError, LostPeerError, Transfer, Transport
 
 _c10d: Any = dist.distributed_c10d  # gloo's class and options: not all builds of torch have them
 
@@ -72,40 +74,45 @@ def tensor_over(data: memoryview) -> torch.Tensor:
 class MeshTransport(Transport):
     """A transport over one gloo process group that connects all ranks.
 
-    gloo closes all connections of the group if a deadline passes. while_waiting is not called: gloo cannot be
-    interrupted.
+    gloo closes all connections of the group if a deadline passes.
     """
 
     def __init__(self, group: Any) -> None:
         self._group = group
 
-    def exchange(
-        self,
-        sends: Sequence[PeerBuffer],
-        receives: Sequence[PeerBuffer],
-        *,
-        timeout_s: float,
-        while_waiting: Callable[[], None],
-        look_every_s: float,
-    ) -> None:
-        """Move bytes between this rank and its peers; see `Transport.exchange`."""
-        deadline = time.monotonic() + timeout_s
+    def begin(
+        self, sends: Sequence[PeerBuffer], receives: Sequence[PeerBuffer], *, timeout_s: float
+    ) -> _MeshTransfer:
+        """Begin to move bytes between this rank and its peers; see `Transport.begin`."""
         works = [
             (peer, work)
             for peer, (outgoing, incoming) in by_peer(sends, receives).items()
             for work in start_messages(self._group, peer, sends=outgoing, receives=incoming)
         ]
-        for peer, work in works:
-            try:
-                work.wait(_until(deadline))
-            except RuntimeError as error:
-                if time.monotonic() < deadline - _NEAR_S:
-                    raise LostPeerError(peer, error) from error
-                raise LatePeersError([peer]) from error
+        return _MeshTransfer(works, time.monotonic() + timeout_s)
 
     def close(self) -> None:
         """Leave the process group to its owner."""
         self._group = None
+
+
+@dataclass(frozen=True, slots=True)
+class _MeshTransfer(Transfer):
+    """A transfer of a `MeshTransport`: the `Work` of each message, with its peer."""
+
+    works: Sequence[tuple[int, Any]]
+    deadline: float
+
+    def wait(self, most_s: float = math.inf) -> bool:
+        """Wait until all bytes are moved, whatever most_s is: gloo cannot be interrupted."""
+        for peer, work in self.works:
+            try:
+                work.wait(_until(self.deadline))
+            except RuntimeError as error:
+                if time.monotonic() < self.deadline - _NEAR_S:
+                    raise LostPeerError(peer, error) from error
+                raise LatePeersError([peer]) from error
+        return True
 
 
 class PairTransport(Transport):
@@ -118,37 +125,17 @@ class PairTransport(Transport):
         self._devices = [_c10d.ProcessGroupGloo.create_device(hostname=host) for _ in range(2)]
         self._peers: dict[int, _PeerThread] = {}
 
-    def exchange(
-        self,
-        sends: Sequence[PeerBuffer],
-        receives: Sequence[PeerBuffer],
-        *,
-        timeout_s: float,
-        while_waiting: Callable[[], None],
-        look_every_s: float,
-    ) -> None:
-        """Move bytes between this rank and its peers; see `Transport.exchange`."""
-        deadline = time.monotonic() + timeout_s
-        reports: _Reports = queue.SimpleQueue()
-        under_way = by_peer(sends, receives)
-        for peer, (outgoing, incoming) in under_way.items():
+    def begin(
+        self, sends: Sequence[PeerBuffer], receives: Sequence[PeerBuffer], *, timeout_s: float
+    ) -> _PairTransfer:
+        """Begin to move bytes between this rank and its peers; see `Transport.begin`."""
+        peers = by_peer(sends, receives)
+        transfer = _PairTransfer(time.monotonic() + timeout_s, set(peers))
+        for peer, (outgoing, incoming) in peers.items():
             if peer not in self._peers:
                 self._peers[peer] = _PeerThread(peer, self._connect)
-            self._peers[peer].move(outgoing, incoming, deadline, reports)
-        late = []
-        while under_way:
-            try:
-                peer, error = reports.get(timeout=look_every_s)
-            except queue.Empty:
-                while_waiting()
-                continue
-            del under_way[peer]
-            if error is not None and time.monotonic() < deadline - _NEAR_S:
-                raise LostPeerError(peer, error) from error
-            if error is not None:
-                late.append(peer)
-        if late:
-            raise LatePeersError(late)
+            self._peers[peer].move(outgoing, incoming, transfer.deadline, transfer.reports)
+        return transfer
 
     def close(self) -> None:
         """Close the connections, each as soon as no message waits for its deadline."""
@@ -166,6 +153,41 @@ class PairTransport(Transport):
         store = dist.PrefixStore(f"{low}-{high}", self._rendezvous)  # type: ignore[attr-defined]
         group = _c10d.ProcessGroupGloo(store, int(self._rank == high), 2, options)
         return group, int(peer == high)
+
+
+@dataclass(slots=True)
+class _PairTransfer(Transfer):
+    """A transfer of a `PairTransport`.
+
+    Attributes:
+        deadline: of all messages.
+        under_way: the peers whose threads have not reported yet.
+        late: the peers that have missed the deadline.
+        reports: what the threads have reported.
+    """
+
+    deadline: float
+    under_way: set[int]
+    late: list[int] = field(default_factory=list)
+    reports: _Reports = field(default_factory=queue.SimpleQueue)
+
+    def wait(self, most_s: float = math.inf) -> bool:
+        """Wait for the threads of all peers; see `Transfer.wait`."""
+        until = time.monotonic() + most_s
+        while self.under_way:
+            rest_s = until - time.monotonic()
+            try:
+                peer, error = self.reports.get(timeout=None if rest_s == math.inf else max(0.0, rest_s))
+            except queue.Empty:
+                return False
+            self.under_way.remove(peer)
+            if error is not None and time.monotonic() < self.deadline - _NEAR_S:
+                raise LostPeerError(peer, error) from error
+            if error is not None:
+                self.late.append(peer)
+        if self.late:
+            raise LatePeersError(self.late)
+        return True
 
 
 class _PeerThread:

@@ -7,6 +7,7 @@ may write there again. Needs the extra `nixl`.
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from collections import deque
@@ -19,7 +20,7 @@ import numpy as np
 from megackpt.comm.gloo_transport import by_peer
 from megackpt.comm.group import PeerBuffer
 from megackpt.comm.store_client import StoreClient
-from megackpt.comm.transport import LatePeersError, LostPeerError, Transport
+from megackpt.comm.transport import LatePeersError, LostPeerError, Transfer, Transport
 from megackpt.errors import DeclarationError
 
 PART_BYTES = 1 << 20
@@ -61,24 +62,43 @@ class _SendState:
 
 
 @dataclass(slots=True)
-class _Exchange:
-    """The unfinished part of one exchange.
+class _NixlTransfer(Transfer):
+    """The unfinished part of one transfer.
 
     Attributes:
+        transport: moves the bytes.
+        deadline: of the transfer.
         parts: address and length of the parts to send, by peer.
         buffers: the buffers to fill, by peer; the first buffer of each is the rest of a buffer.
         under_way: peer and handle of the parts that are being written.
-        registered: memory that is registered for the exchange.
+        registered: memory that is registered for the transfer.
     """
 
-    parts: dict[int, deque[tuple[int, int]]]
-    buffers: dict[int, deque[memoryview]]
+    transport: NixlTransport
+    deadline: float
+    parts: dict[int, deque[tuple[int, int]]] = field(default_factory=dict)
+    buffers: dict[int, deque[memoryview]] = field(default_factory=dict)
     under_way: list[tuple[int, Any]] = field(default_factory=list)
     registered: list[Any] = field(default_factory=list)
 
     def unfinished(self) -> set[int]:
         """Return the peers with unfinished messages."""
         return {*self.parts, *self.buffers, *(peer for peer, _ in self.under_way)}
+
+    def wait(self, most_s: float = math.inf) -> bool:
+        """Move bytes until all are moved; see `Transfer.wait`."""
+        until, idle_rounds = time.monotonic() + most_s, 0
+        while peers := self.unfinished():
+            now = time.monotonic()
+            if now > self.deadline:
+                raise LatePeersError(sorted(peers))
+            if now >= until:
+                return False
+            idle_rounds = 0 if self.transport.move(self) else idle_rounds + 1
+            if idle_rounds > _BUSY_ROUNDS:
+                time.sleep(_PAUSE_S)
+        self.transport.release(self)
+        return True
 
 
 class NixlTransport(Transport):
@@ -104,34 +124,38 @@ class NixlTransport(Transport):
         self._sending: dict[int, _SendState] = {}
         self._own_keys: list[str] = []
 
-    def exchange(
-        self,
-        sends: Sequence[PeerBuffer],
-        receives: Sequence[PeerBuffer],
-        *,
-        timeout_s: float,
-        while_waiting: Callable[[], None],
-        look_every_s: float,
-    ) -> None:
-        """Move bytes between this rank and its peers; see `Transport.exchange`."""
-        deadline = time.monotonic() + timeout_s
-        exchange = self._begin(sends, receives)
-        looked_at, idle_rounds = time.monotonic(), 0
-        while peers := exchange.unfinished():
-            now = time.monotonic()
-            if now > deadline:
-                raise LatePeersError(sorted(peers))
-            if now - looked_at >= look_every_s:
-                looked_at = now
-                while_waiting()
-            # All three in each round: a peer may wait for any of them.
-            has_moved = self._read_notifications()
-            has_moved |= self._copy_out(exchange)
-            has_moved |= self._write(exchange)
-            idle_rounds = 0 if has_moved else idle_rounds + 1
-            if idle_rounds > _BUSY_ROUNDS:
-                time.sleep(_PAUSE_S)
-        for memory in exchange.registered:
+    def begin(
+        self, sends: Sequence[PeerBuffer], receives: Sequence[PeerBuffer], *, timeout_s: float
+    ) -> _NixlTransfer:
+        """Begin to move bytes between this rank and its peers; see `Transport.begin`."""
+        transfer = _NixlTransfer(self, time.monotonic() + timeout_s)
+        for peer, (outgoing, incoming) in by_peer(sends, receives).items():
+            self._publish_ring(peer)  # also to a peer that only receives: it notifies this rank
+            if incoming:
+                transfer.buffers[peer] = deque(incoming)
+            for data in outgoing:
+                array = np.frombuffer(data, np.uint8)
+                address = array.ctypes.data
+                transfer.registered.append(
+                    self._agent.register_memory([(address, array.nbytes, 0, "")], "DRAM")
+                )
+                transfer.parts.setdefault(peer, deque()).extend(
+                    (address + begin, min(PART_BYTES, array.nbytes - begin))
+                    for begin in range(0, array.nbytes, PART_BYTES)
+                )
+        return transfer
+
+    def move(self, transfer: _NixlTransfer) -> bool:
+        """Do what can be done for a transfer without waiting; return whether there was anything."""
+        # All three each time: a peer may wait for any of them.
+        has_moved = self._read_notifications()
+        has_moved |= self._copy_out(transfer)
+        has_moved |= self._write(transfer)
+        return has_moved
+
+    def release(self, transfer: _NixlTransfer) -> None:
+        """Release the memory that is registered for a transfer."""
+        for memory in transfer.registered:
             self._agent.deregister_memory(memory)
 
     def close(self) -> None:
@@ -142,24 +166,6 @@ class NixlTransport(Transport):
                 self._client.delete_key(key)
         except RuntimeError:  # the store is gone, and the keys with it
             return
-
-    def _begin(self, sends: Sequence[PeerBuffer], receives: Sequence[PeerBuffer]) -> _Exchange:
-        exchange = _Exchange({}, {})
-        for peer, (outgoing, incoming) in by_peer(sends, receives).items():
-            self._publish_ring(peer)  # also to a peer that only receives: it notifies this rank
-            if incoming:
-                exchange.buffers[peer] = deque(incoming)
-            for data in outgoing:
-                array = np.frombuffer(data, np.uint8)
-                address = array.ctypes.data
-                exchange.registered.append(
-                    self._agent.register_memory([(address, array.nbytes, 0, "")], "DRAM")
-                )
-                exchange.parts.setdefault(peer, deque()).extend(
-                    (address + begin, min(PART_BYTES, array.nbytes - begin))
-                    for begin in range(0, array.nbytes, PART_BYTES)
-                )
-        return exchange
 
     def _publish_ring(self, peer: int) -> None:
         """Publish in the store, for a peer, the address of this rank and the memory to write to."""
@@ -196,15 +202,15 @@ class NixlTransport(Transport):
                     self._sending[peer].copied = number
         return bool(notifications)
 
-    def _copy_out(self, exchange: _Exchange) -> bool:
+    def _copy_out(self, transfer: _NixlTransfer) -> bool:
         """Copy the parts that have come into the buffers; return whether there were any."""
         has_moved = False
-        for peer, buffers in list(exchange.buffers.items()):
+        for peer, buffers in list(transfer.buffers.items()):
             receiving = self._receiving[peer]
             if not receiving.lengths or self._find_ring(peer) is None:
                 continue
             has_moved = True
-            # Parts of the next exchange stay in the ring, as the peer may have begun with it.
+            # Parts of the next transfer stay in the ring, as the peer may have begun with it.
             while receiving.lengths and buffers:
                 length, begin = receiving.lengths.popleft(), receiving.copied % RING_PARTS * PART_BYTES
                 buffers[0][:length] = receiving.ring[begin : begin + length].data
@@ -216,22 +222,22 @@ class NixlTransport(Transport):
                     peer, self._agent.send_notif, self._name(peer), _notification(_COPIED, receiving.copied)
                 )
             if not buffers:
-                del exchange.buffers[peer]
+                del transfer.buffers[peer]
         return has_moved
 
-    def _write(self, exchange: _Exchange) -> bool:
+    def _write(self, transfer: _NixlTransfer) -> bool:
         """Write parts into the rings of peers where there is room; return whether anything began or ended."""
         has_moved = False
-        for peer, parts in list(exchange.parts.items()):
+        for peer, parts in list(transfer.parts.items()):
             ring = self._find_ring(peer)
             while ring is not None and parts and ring.sent - ring.copied < RING_PARTS:
-                exchange.under_way.append((peer, self._start(peer, ring, *parts.popleft())))
+                transfer.under_way.append((peer, self._start(peer, ring, *parts.popleft())))
                 has_moved = True
             if not parts:
-                del exchange.parts[peer]
-        written = [self._is_written(peer, handle) for peer, handle in exchange.under_way]
-        exchange.under_way = [
-            entry for entry, is_written in zip(exchange.under_way, written, strict=True) if not is_written
+                del transfer.parts[peer]
+        written = [self._is_written(peer, handle) for peer, handle in transfer.under_way]
+        transfer.under_way = [
+            entry for entry, is_written in zip(transfer.under_way, written, strict=True) if not is_written
         ]
         return has_moved or any(written)
 

@@ -46,7 +46,6 @@ _STEP_BYTES = 200
 _SMALL_BYTES = 2**20  # of all ranks in sum: up to this, one collective is faster than single messages
 
 _EXTRA_S = 2.0  # beyond the deadline, so that torch can raise its own error first
-_LOOK_EVERY_S = 60.0  # nothing is looked at while a transport of this group waits
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,13 +210,7 @@ class TorchGroup(Group):
     def _exchange(self, sends: Sequence[PeerBuffer], receives: Sequence[PeerBuffer]) -> None:
         if self._transport is None:
             self._transport = self._open_transport()
-        self._transport.exchange(
-            sends,
-            receives,
-            timeout_s=self._timeout_s,
-            while_waiting=lambda: None,
-            look_every_s=_LOOK_EVERY_S,
-        )
+        self._transport.begin(sends, receives, timeout_s=self._timeout_s).wait()
 
     def _open_transport(self) -> Any:
         from megackpt.comm import transport_choice

@@ -1,14 +1,15 @@
 """The interface of transports, which move bulk bytes between pairs of ranks.
 
-Control messages of writer processes go through a TCPStore (see `store_group`). Bulk bytes, which are too many
-for the server of a store, go through a `Transport`: point-to-point messages of torch.distributed
+Writer processes send control messages through a TCPStore (see `store_group`). The server of a store is too
+slow for bulk bytes, so these go through a `Transport`: point-to-point messages of torch.distributed
 (`gloo_transport`), or NIXL (`nixl_transport`).
 """
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from megackpt.comm.group import PeerBuffer
 
@@ -38,34 +39,38 @@ class LatePeersError(RuntimeError):
         self.ranks = sorted(ranks)
 
 
+class Transfer(ABC):
+    """Bytes that are being moved between this rank and its peers."""
+
+    @abstractmethod
+    def wait(self, most_s: float = math.inf) -> bool:
+        """Wait until all bytes are moved, for about most_s seconds at most; return whether they are.
+
+        Raises:
+            LostPeerError: the connection to a peer broke.
+            LatePeersError: not all bytes were moved before the deadline.
+        """
+
+
 class Transport(ABC):
     """Moves bytes between pairs of ranks, over connections that it makes when they are first used."""
 
     @abstractmethod
-    def exchange(
-        self,
-        sends: Sequence[PeerBuffer],
-        receives: Sequence[PeerBuffer],
-        *,
-        timeout_s: float,
-        while_waiting: Callable[[], None],
-        look_every_s: float,
-    ) -> None:
-        """Move bytes between this rank and its peers, all peers at once; see `Group.exchange`.
+    def begin(
+        self, sends: Sequence[PeerBuffer], receives: Sequence[PeerBuffer], *, timeout_s: float
+    ) -> Transfer:
+        """Begin to move bytes between this rank and its peers, all peers at once; see `Group.exchange`.
 
-        After an error the buffers may still be read or filled until timeout_s has passed.
+        The caller waits for this transfer before it begins another one. After an error the buffers may still
+        be read or filled until timeout_s has passed.
 
         Args:
             sends: buffers for peers.
             receives: buffers to fill, from peers.
-            timeout_s: deadline for all of it, in seconds.
-            while_waiting: called about every look_every_s seconds; an exception that it raises ends the
-                exchange.
-            look_every_s: in seconds.
+            timeout_s: deadline for the whole transfer, in seconds.
 
         Raises:
             LostPeerError: the connection to a peer broke.
-            LatePeersError: not all bytes were moved within timeout_s.
         """
 
     @abstractmethod

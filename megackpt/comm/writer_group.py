@@ -57,13 +57,9 @@ class WriterGroup(StoreGroup):
         """Move bytes between pairs of ranks, all pairs at once."""
         transport = self._open_transport()
         try:
-            transport.exchange(
-                sends,
-                receives,
-                timeout_s=self._timeout_s,
-                while_waiting=self._wait,
-                look_every_s=store_group.LOOK_EVERY_S,
-            )
+            transfer = transport.begin(sends, receives, timeout_s=self._timeout_s)
+            while not transfer.wait(store_group.LOOK_EVERY_S):
+                self._wait()
         except LatePeersError as late:
             self._give_up(self._silent_ranks(late.ranks))
         except LostPeerError as lost:

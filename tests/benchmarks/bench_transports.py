@@ -28,12 +28,10 @@ LIMIT_S = 300.0
 DIRECTIONS = ("one way", "both ways")
 
 
-def exchange_of(name: str, client: Any, rank: int) -> Callable[[Any, Any], None]:
+def exchange_of(name: str, client: Any, rank: int) -> Callable[[Any, Any], bool]:
     os.environ[TRANSPORT_VARIABLE] = name
     transport = open_transport(client, prefix=f"bench/{name}", rank=rank, host="127.0.0.1")
-    return lambda sends, receives: transport.exchange(
-        sends, receives, timeout_s=LIMIT_S, while_waiting=lambda: None, look_every_s=1.0
-    )
+    return lambda sends, receives: transport.begin(sends, receives, timeout_s=LIMIT_S).wait()
 
 
 def run_rank(rank: int, port: int, names: list[str], rounds: int, nbytes: int, results: Any) -> None:
