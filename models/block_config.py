@@ -260,6 +260,31 @@ class AttentionConfig:
             )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MTPConfig:
+    """Multi-token prediction: layers after the model, which training uses and evaluation does not.
+
+    Attributes:
+        num_layers: layers, each of which predicts one token further ahead; they are as the model's last one.
+        loss_weight: factor on the mean of their losses, which is added to that of the model.
+
+    Raises:
+        DeclarationError: fewer than 1 layer, or a negative weight.
+
+    Source: DeepSeek-V3, section 2.2.
+    """
+
+    num_layers: int = 1
+    loss_weight: float = 0.1
+
+    def __post_init__(self) -> None:
+        if self.num_layers < 1 or self.loss_weight < 0:
+            raise DeclarationError(
+                f"MTPConfig.num_layers is {self.num_layers} and loss_weight is {self.loss_weight}. Give at "
+                f"least 1 and at least 0."
+            )
+
+
 Activation: TypeAlias = Literal["silu", "gelu", "gelu_tanh", "relu"]
 
 

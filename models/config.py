@@ -16,6 +16,7 @@ from models.block_config import (
     AttentionConfig,
     LearnedPositions,
     MLPConfig,
+    MTPConfig,
     NormConfig,
     RotaryConfig,
 )
@@ -51,6 +52,7 @@ class GPTConfig:
         attention: choices of self-attention.
         mlp: choices of the MLP.
         embedding_scale: what embeddings of tokens are multiplied by; None leaves them as they are.
+        mtp: layers that predict further tokens; None if there are none.
         logit_softcap: logits become `softcap * tanh(logits / softcap)`; None leaves them as they are.
 
     Raises:
@@ -81,6 +83,7 @@ class GPTConfig:
     mlp: MLPConfig = field(default_factory=MLPConfig)
     embedding_scale: float | None = None
     logit_softcap: float | None = None
+    mtp: MTPConfig | None = None
 
     def __post_init__(self) -> None:
         for name in ("vocab_size", "hidden_size", "num_layers", "num_heads", "seq_length"):
@@ -123,6 +126,11 @@ class GPTConfig:
 
     def _check_positions(self) -> None:
         """Check the dims that rotary positions need, the count of learned ones, and the list of windows."""
+        if isinstance(self.positions, LearnedPositions) and self.mtp is not None:
+            raise DeclarationError(
+                "GPTConfig.mtp needs rotary positions, as its embeddings are those of later tokens. Choose "
+                "them, or leave mtp at None."
+            )
         if isinstance(self.positions, LearnedPositions) and self.positions.count < self.seq_length:
             raise DeclarationError(
                 f"GPTConfig.positions has {self.positions.count} learned positions, but seq_length is "

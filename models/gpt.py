@@ -2,12 +2,13 @@
 
 A `StageTable` decides which layers are in which chunk. The first one has the embedding, the last one the
 final norm and the logits. With tied embeddings over several stages, the last one has a second copy of the
-embedding.
+embedding; with layers for further tokens, which are in the last chunk, too.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import cast
 
 import torch
@@ -27,10 +28,13 @@ from megackpt.parallel import (
     VocabParallelOutput,
     divide_over_tp,
     mark,
+    mean_over_tokens_ahead,
     second_copy,
+    tokens_ahead,
     vocab_parallel_cross_entropy,
 )
 from models.blocks.embedding import Embedding
+from models.blocks.mtp import MultiTokenPrediction
 from models.blocks.norm import block_norm
 from models.blocks.transformer import TransformerLayer
 from models.config import GPTConfig
@@ -107,14 +111,16 @@ class GPT(ShardedModule):
         stage = Stage(
             config=config, groups=groups, rng=rng, sequence_parallel=sequence_parallel, device=device
         )
-        self.embedding = Embedding(stage) if is_first else None
+        self.is_first = is_first
+        further = table.mtp_layers_of(groups.pp.rank, virtual_stage)
+        self.embedding = Embedding(stage) if is_first or further else None
         self.decoder = Decoder(stage, table.layers_of(groups.pp.rank, virtual_stage), is_last=is_last)
         self.output_layer = (
             VocabParallelOutput(
                 config.vocab_size,
                 config.hidden_size,
                 groups,
-                tied=config.tied_embeddings and is_first,
+                tied=config.tied_embeddings and self.embedding is not None,
                 make_divisible=config.make_vocab_divisible,
                 sequence_parallel=sequence_parallel,
                 dtype=config.params_dtype,
@@ -123,6 +129,7 @@ class GPT(ShardedModule):
             if is_last
             else None
         )
+        self.mtp = MultiTokenPrediction(stage, further) if further else None
         if self._has_two_copies:
             self._mark_copies()
 
@@ -139,26 +146,54 @@ class GPT(ShardedModule):
 
         Returns:
             Hidden states `[s (/tp), b, hidden]`; of the last chunk the mean loss over the tokens (0-dim,
-            float32) or, without labels, this rank's logits `[s, b, padded_vocab/tp]`.
+            float32) or, without labels, this rank's logits `[s, b, padded_vocab/tp]`. Where gradients are
+            needed, the weighted loss of layers for further tokens is added.
 
         Raises:
             DeclarationError: in the first chunk, a sequence longer than the model is made for.
         """
-        if self.embedding is not None:
+        hidden = inputs
+        if self.is_first and self.embedding is not None:
             self._check_length(inputs.shape[1])
-        hidden = inputs if self.embedding is None else self.embedding(inputs)
+            hidden = self.embedding(inputs)
         hidden = cast(Tensor, self.decoder(hidden))
         if self.output_layer is None:
             return hidden
-        logits = cast(Tensor, self.output_layer(hidden, self._tied_weight()))
-        if (cap := self.config.logit_softcap) is not None:
-            logits = cap * torch.tanh(logits / cap)
         if labels is None:
-            return logits
-        losses = vocab_parallel_cross_entropy(
-            logits, labels.transpose(0, 1), self.groups.tp, vocab_size=self.config.vocab_size
+            return self._logits(hidden)
+        loss = self._losses(hidden, labels).mean()
+        if self.training and torch.is_grad_enabled():
+            loss = loss + self._loss_of_further_tokens(hidden, labels)
+        return loss
+
+    def _logits(self, hidden: Tensor) -> Tensor:
+        assert self.output_layer is not None
+        logits = cast(Tensor, self.output_layer(hidden, self._tied_weight()))
+        cap = self.config.logit_softcap
+        return logits if cap is None else cap * torch.tanh(logits / cap)
+
+    def _losses(self, hidden: Tensor, labels: Tensor) -> Tensor:
+        """Return the loss of each token, `[s, b]`."""
+        return vocab_parallel_cross_entropy(
+            self._logits(hidden),
+            labels.transpose(0, 1),
+            self.groups.tp,
+            vocab_size=self.config.vocab_size,
         )
-        return losses.mean()
+
+    def _loss_of_further_tokens(self, hidden: Tensor, labels: Tensor) -> Tensor:
+        """Return the weighted mean of the losses of the layers for further tokens, 0-dim.
+
+        A label is the next token: the layer with index k gets labels k later and predicts those k + 1 later.
+        """
+        total, cp = hidden.new_zeros((), dtype=torch.float32), self.groups.cp
+        if self.mtp is None or self.embedding is None or self.config.mtp is None:
+            return total
+        for index, layer in enumerate(self.mtp.layers):
+            hidden = layer(hidden, self.embedding(tokens_ahead(labels, index, cp)))
+            losses = self._losses(hidden, tokens_ahead(labels, index + 1, cp))
+            total = total + mean_over_tokens_ahead(losses, index + 1, cp)
+        return total * (self.config.mtp.loss_weight / len(self.mtp.layers))
 
     def activation_buffer(self, tokens: Tensor) -> Tensor:
         """Return an empty `[s (/tp), b, hidden]` for what the previous chunk makes of `tokens` `[b, s]`."""
@@ -171,10 +206,11 @@ class GPT(ShardedModule):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: Sequence[RankOffset] = (), metadata: Metadata = None
     ) -> ShardedStateDict:
-        """Declare this chunk; the last one's tied output weight is a second copy of the embedding. Local."""
+        """Declare this chunk; the last one may have a second copy of the embedding. Local."""
         result = super().sharded_state_dict(prefix, sharded_offsets, metadata)
         if self._has_two_copies and self.output_layer is not None:
-            result[prefix + OUTPUT_KEY] = second_copy(result[prefix + OUTPUT_KEY], prefix + EMBEDDING_KEY)
+            copy = prefix + (OUTPUT_KEY if self.embedding is None else EMBEDDING_KEY)
+            result[copy] = second_copy(result[copy], prefix + EMBEDDING_KEY)
         return result
 
     def _check_length(self, own: int) -> None:
@@ -189,7 +225,7 @@ class GPT(ShardedModule):
             )
 
     def _tied_weight(self) -> Tensor | None:
-        """The embedding, where the output layer has no weight of its own: tied, on a single stage."""
+        """The embedding, where the output layer has no weight of its own: tied, with one in this chunk."""
         return (
             self.embedding.word_embeddings.weight
             if self.embedding is not None and self.config.tied_embeddings
@@ -198,14 +234,18 @@ class GPT(ShardedModule):
 
     @property
     def _has_two_copies(self) -> bool:
-        return self.config.tied_embeddings and self.groups.pp.size > 1
+        is_used_twice = self.config.tied_embeddings or self.config.mtp is not None
+        return is_used_twice and self.groups.pp.size > 1
 
     def _mark_copies(self) -> None:
         """Tell the optimizer that first and last stage hold one weight twice."""
         if self.embedding is not None:
-            mark(self.embedding.word_embeddings.weight, "shared_embedding")
-        if self.output_layer is not None and self.output_layer.weight is not None:
-            mark(self.output_layer.weight, "shared_embedding", "is_duplicate")
+            weight = self.embedding.word_embeddings.weight
+        elif self.output_layer is not None and self.output_layer.weight is not None:
+            weight = self.output_layer.weight
+        else:
+            return
+        mark(weight, "shared_embedding", *(() if self.is_first else ("is_duplicate",)))
 
 
 def build_gpt(
@@ -238,4 +278,15 @@ def build_gpt(
 
 def _stage_table(config: GPTConfig, layout: ParallelLayout, stages: StageTable | None) -> StageTable:
     config.check_layout(layout, stages)
-    return StageTable.even(config.num_layers, pp=layout.pp, vpp=layout.vpp) if stages is None else stages
+    if stages is None:
+        stages = StageTable.even(config.num_layers, pp=layout.pp, vpp=layout.vpp)
+    count, last = 0 if config.mtp is None else config.mtp.num_layers, len(stages.layers) - 1
+    if not stages.mtp_layers and count:
+        return replace(stages, mtp_layers=count, mtp_position=last)
+    if (stages.mtp_layers, stages.mtp_position) not in ((0, None), (count, last)):
+        raise DeclarationError(
+            f"the stage table {str(stages)!r} has {stages.mtp_layers} MTP layers at position "
+            f"{stages.mtp_position}, but the model has {count}, in the last stage, with the loss. Put them "
+            f"there, or leave them out of the table."
+        )
+    return stages

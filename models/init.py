@@ -114,7 +114,7 @@ def _rule(key: str, config: GPTConfig) -> _Normal:
     name = key.split(".")
     if "bias" in name or "expert_bias" in name:
         return _Normal(mean=0.0, std=0.0)
-    if "weight" in name and any("layernorm" in part for part in name):
+    if "weight" in name and any("norm" in part for part in name):
         return _Normal(mean=0.0 if config.norm.zero_centred else 1.0, std=0.0)
     if "weight" in name or "gate_weight" in name or "softmax_offset" in name:
         residual = any(part in RESIDUAL_PROJECTIONS for part in name)

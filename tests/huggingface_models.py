@@ -224,7 +224,7 @@ def arrays_in_our_names(model: nn.Module) -> Arrays:
     """Return the weights of a transformers model as our arrays; equal layers are stacked."""
     arrays: Arrays = {}
     for name, value in model.state_dict().items():
-        arrays.update(_renamed(name, value, model.config))
+        arrays.update(renamed(name, value, model.config))
     if model.config.model_type in experts.FAMILIES:
         arrays = {key: value for key, value in arrays.items() if ".mlp." not in key}
         for layer in range(model.config.num_hidden_layers):
@@ -293,7 +293,7 @@ _PARTS = {
 }
 
 
-def _renamed(name: str, value: Tensor, config: Any) -> list[tuple[str, Tensor]]:
+def renamed(name: str, value: Tensor, config: Any) -> list[tuple[str, Tensor]]:
     """Return our names of the parts of a tensor, and the parts."""
     if ".c_" in name and value.ndim == 2:
         value = value.t()  # GPT-2 has its matrices transposed

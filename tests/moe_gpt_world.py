@@ -19,7 +19,16 @@ from megackpt.parallel import (
     StageTable,
     context_share,
 )
-from models import GPTConfig, MoEConfig, build_gpt, init_weights
+from models import (
+    AttentionConfig,
+    GPTConfig,
+    LatentConfig,
+    MoEConfig,
+    MTPConfig,
+    RotaryConfig,
+    build_gpt,
+    init_weights,
+)
 
 MICRO_BATCHES = 8  # in the whole job, divided among dp
 
@@ -53,6 +62,18 @@ CONFIG = GPTConfig(
 )
 # All layers have experts: the arrays of experts have an axis over layers before that over experts.
 ALL_MOE = replace(CONFIG, moe=replace(CONFIG.moe, layer_freq=1))
+# Latent attention, a first layer without experts, and two layers for further tokens.
+LATENT = replace(
+    CONFIG,
+    num_query_groups=None,
+    attention=AttentionConfig(
+        latent=LatentConfig(
+            kv_lora_rank=10, q_lora_rank=14, qk_head_dim=3, qk_pos_emb_head_dim=4, v_head_dim=5
+        )
+    ),
+    positions=RotaryConfig(interleaved=True),
+    mtp=MTPConfig(num_layers=2),
+)
 
 
 @dataclass(frozen=True, slots=True)

@@ -104,11 +104,14 @@ class ImportPlan:
 
 
 def with_stacked_layers_where_equal(made: RegionMap) -> RegionMap:
-    """Return a map in which layers are stacked, if all layers have the same arrays in the same shapes."""
+    """Return a map in which layers are stacked, if all layers have the same arrays in the same shapes.
+
+    Layers for further tokens keep keys of their own, as in the models that have them.
+    """
     layers: dict[str, list[tuple[int, tuple[int, ...]]]] = {}
     for key, array in made.left.items():
         match = _LAYER.fullmatch(key)
-        if match is not None:
+        if match is not None and not match["stack"].endswith("mtp.layers"):
             layers.setdefault(f"{match['stack']}.{match['name']}", []).append(
                 (int(match["number"]), array.stored)
             )

@@ -74,6 +74,7 @@ class Family:
 
 _BUILT_IN = {
     "deepseek_v3": "megackpt.maps.families.deepseek:DEEPSEEK_V3",
+    "deepseek_v3_mtp": "megackpt.maps.families.deepseek:DEEPSEEK_V3_MTP",
     "gemma": "megackpt.maps.families.gemma:GEMMA",
     "gemma2": "megackpt.maps.families.gemma:GEMMA2",
     "gemma3": "megackpt.maps.families.gemma:GEMMA3",

@@ -80,6 +80,7 @@ from megackpt.parallel.mixin import (
     sharded_state_dict,
 )
 from megackpt.parallel.moe import Experts, MixtureOfExperts
+from megackpt.parallel.mtp import MTPLayer, mean_over_tokens_ahead, tokens_ahead
 from megackpt.parallel.norm import LayerNorm, RMSNorm
 from megackpt.parallel.pipeline import (
     MicroBatch,
@@ -133,6 +134,7 @@ __all__ = [
     "LayerStack",
     "LoRA",
     "LoRAConfig",
+    "MTPLayer",
     "Metadata",
     "MicroBatch",
     "MixtureOfExperts",
@@ -192,6 +194,7 @@ __all__ = [
     "mark",
     "mark_copied_rows",
     "mean_auxiliary_losses",
+    "mean_over_tokens_ahead",
     "merge_adapter",
     "padded_vocab_size",
     "plan_1f1b",
@@ -211,6 +214,7 @@ __all__ = [
     "sharded_state_dict",
     "share_losses",
     "stable_seed",
+    "tokens_ahead",
     "update_expert_bias",
     "vocab_parallel_cross_entropy",
 ]

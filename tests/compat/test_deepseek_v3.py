@@ -1,4 +1,6 @@
-"""DeepSeek-V3: logits and gradients of transformers, on one rank and over tp, pp and ep.
+"""DeepSeek-V3: logits and gradients of transformers, on one rank and over tp, pp, cp and ep.
+
+With layers for further tokens too, whose losses are computed here with transformers' `MtpLayer`.
 
 Tolerance: everything is float32 and only the order of sums differs. `RELATIVE` of test_huggingface_logits is
 used for logits; an element of a gradient is a sum of some 2 * 24 * 50 rounded terms, whose random errors are
@@ -8,20 +10,28 @@ sqrt(2400) * 2^-24 = 3e-6 of the largest element of its array. A missing sum is 
 from __future__ import annotations
 
 import functools
+import json
 from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
-from megackpt.parallel import MicroBatch, ParallelGroups, ParallelLayout, forward_backward
+import megackpt
+from megackpt import MapError
+from megackpt.maps import family
+from megackpt.parallel import MicroBatch, ParallelGroups, ParallelLayout, context_share, forward_backward
 from megackpt.testing.ranks import RankPool
-from models import GPTConfig, build_gpt
+from models import GPTConfig, MTPConfig, build_gpt
 from tests.effort import is_thorough
 from tests.gradients import Box, assert_all_close, gradient_boxes, join
-from tests.huggingface_experts import fill
+from tests.huggingface_checkpoints import assert_same_tensors, declared
+from tests.huggingface_configs import random_fields
+from tests.huggingface_experts import experts_in_our_names, fill, randomise
 from tests.huggingface_models import (
     RELATIVE,
     arrays_in_our_names,
@@ -30,11 +40,13 @@ from tests.huggingface_models import (
     random_config,
     random_model,
     reference,
+    renamed,
     token_ids,
 )
 
 pytest.importorskip("transformers", reason="the extra huggingface is not installed")
 
+WEIGHT = 0.3  # of the losses of further tokens
 SEEDS = range(6 if is_thorough() else 2)
 
 
@@ -48,17 +60,72 @@ class Case(NamedTuple):
 
 
 @functools.cache
-def case(seed: int) -> Case:
-    config, arrays, logits = reference("deepseek_v3", seed)
+def case(seed: int, further: int) -> Case:
+    """Return a random model, with layers for so many further tokens."""
+    config, _, logits = reference("deepseek_v3", seed)
+    model: Any = random_model(random_config("deepseek_v3", seed), seed)
+    layers = [further_layer(model, seed + depth) for depth in range(further)]
+    arrays = {**arrays_in_our_names(model), **further_arrays(layers, model.config)}
     weights = {key: array.detach().numpy().copy() for key, array in arrays.items()}
-    model = random_model(random_config("deepseek_v3", seed), seed)
-    tokens, labels = batch(config)
-    F.cross_entropy(model(tokens).logits.flatten(0, 1), labels.flatten()).backward()
+    loss_of(model, layers, batch(config)).backward()
     with torch.no_grad():
-        for param in model.parameters():
+        for param in [p for module in (model, *layers) for p in module.parameters()]:
             param.copy_(torch.zeros_like(param) if param.grad is None else param.grad)
-    gradients = {key: g for key, g in arrays_in_our_names(model).items() if "expert_bias" not in key}
-    return Case(config, weights, logits, gradients)
+    gradients = {**arrays_in_our_names(model), **further_arrays(layers, model.config)}
+    gradients = {key: gradient for key, gradient in gradients.items() if "expert_bias" not in key}
+    mtp = MTPConfig(num_layers=further, loss_weight=WEIGHT) if further else None
+    return Case(replace(config, mtp=mtp), weights, logits, gradients)
+
+
+def further_layer(model: Any, seed: int) -> nn.Module:
+    from transformers.modeling_layers import MtpLayer
+
+    last = model.model.layers[-1]
+    layer: nn.Module = MtpLayer(
+        model.config, type(last), type(last.input_layernorm), model.config.num_hidden_layers - 1
+    )
+    randomise(layer, seed)
+    return layer
+
+
+def further_arrays(layers: list[nn.Module], config: Any) -> dict[str, Tensor]:
+    """Return the weights of layers for further tokens as our arrays."""
+    arrays = {}
+    for number, layer in enumerate(layers):
+        state, ours = layer.state_dict(), f"mtp.layers.{number}."
+        for name in ("enorm.weight", "hnorm.weight", "eh_proj.weight"):
+            arrays[ours + name] = state[name]
+        arrays[f"{ours}final_layernorm.weight"] = state["post_norm.weight"]
+        inner = f"{ours}transformer_layer."
+        for name, value in state.items():
+            if name.startswith("mtp_block.") and ".mlp." not in name:
+                for key, part in renamed(name.replace("mtp_block.", "model.layers.0."), value, config):
+                    arrays[key.replace("decoder.layers.0.", inner)] = part
+        arrays |= experts_in_our_names(state, "mtp_block.mlp.", f"{inner}mlp.")
+    return arrays
+
+
+def loss_of(model: Any, layers: list[nn.Module], whole: MicroBatch) -> Tensor:
+    """Return the loss of the next token, and the weighted mean of those of further ones."""
+    tokens, labels = whole
+    hidden = model.model(tokens).last_hidden_state
+    loss = F.cross_entropy(model.lm_head(hidden).flatten(0, 1), labels.flatten())
+    positions = torch.arange(tokens.shape[1]).unsqueeze(0)
+    mask = torch.full((tokens.shape[1],) * 2, float("-inf")).triu(1)[None, None]
+    for number, layer in enumerate(layers):
+        hidden = layer(
+            model.model.embed_tokens(labels.roll(-number, 1)),
+            hidden,
+            position_embeddings=model.model.rotary_emb(hidden, positions),
+            attention_mask=mask,
+            position_ids=positions,
+            past_key_values=None,
+        )
+        ahead = labels[:, number + 1 :]
+        logits = model.lm_head(hidden[:, : ahead.shape[1]])
+        further = F.cross_entropy(logits.flatten(0, 1), ahead.flatten())
+        loss = loss + further * WEIGHT / len(layers)
+    return loss
 
 
 def batch(config: GPTConfig) -> MicroBatch:
@@ -67,27 +134,28 @@ def batch(config: GPTConfig) -> MicroBatch:
 
 
 def run(
-    cases: list[tuple[GPTConfig, Any]], layout: ParallelLayout
+    models: list[tuple[GPTConfig, Any]], layout: ParallelLayout
 ) -> list[tuple[Any, list[tuple[Any, ...]]]]:
-    """Return this rank's logits and gradients of each case."""
+    """Return this rank's logits and gradients of each model."""
     results = []
-    for config, weights in cases:
+    for config, weights in models:
         groups = ParallelGroups.create(layout)
         model = build_gpt(config, groups, sequence_parallel=layout.tp > 1)
-        declared = model.sharded_state_dict()
-        fill(declared, {key: torch.from_numpy(array) for key, array in weights.items()})
+        entities = model.sharded_state_dict()
+        fill(entities, {key: torch.from_numpy(array) for key, array in weights.items()})
         logits = logits_of(model, config, groups)
         whole = batch(config)
-        share = MicroBatch(*(x.chunk(groups.dp.size)[groups.dp.rank] for x in whole))
+        own = (x.chunk(groups.dp.size)[groups.dp.rank] for x in whole)
+        share = MicroBatch(*(context_share(x, groups.cp, dim=1) for x in own))
         forward_backward(model, [share], groups)
-        boxes = gradient_boxes(model, declared, groups)
+        boxes = gradient_boxes(model, entities, groups)
         results.append((logits, [(*box[:3], box.data.numpy()) for box in boxes]))
     return results
 
 
-def check(ranks: list[list[tuple[Any, list[tuple[Any, ...]]]]], layout: ParallelLayout) -> None:
+def check(ranks: list[list[tuple[Any, list[tuple[Any, ...]]]]], layout: ParallelLayout, further: int) -> None:
     for seed, results in zip(SEEDS, zip(*ranks, strict=True), strict=True):
-        expected = case(seed)
+        expected = case(seed, further)
         compared = 0
         for rank, (logits, _) in enumerate(results):
             if logits is not None:
@@ -106,27 +174,74 @@ def check(ranks: list[list[tuple[Any, list[tuple[Any, ...]]]]], layout: Parallel
 
 def test_seeds_have_all_kinds_of_the_family() -> None:
     configs = [random_config("deepseek_v3", seed) for seed in range(6)]
-    for field in ("q_lora_rank", "rope_interleave", "attention_bias", "norm_topk_prob"):
+    for field in (
+        "q_lora_rank",
+        "rope_interleave",
+        "attention_bias",
+        "norm_topk_prob",
+        "tie_word_embeddings",
+    ):
         assert {bool(getattr(config, field)) for config in configs} == {True, False}, field
     assert {config.rope_parameters["rope_type"] for config in configs} == {"default", "yarn"}
     assert {0, 1} <= {config.first_k_dense_replace for config in configs}
     assert any(config.topk_group < config.n_group for config in configs)
 
 
-def test_one_rank_computes_logits_and_gradients_of_transformers() -> None:
-    cases = [(case(seed).config, case(seed).weights) for seed in SEEDS]
-    check([run(cases, ParallelLayout())], ParallelLayout())
+@pytest.mark.parametrize("further", [0, 2])
+def test_one_rank_computes_logits_and_gradients_of_transformers(further: int) -> None:
+    check([run(cases(further), ParallelLayout())], ParallelLayout(), further)
 
 
 LAYOUTS = {
     "tp2": ParallelLayout(tp=2),
     "pp2": ParallelLayout(pp=2),
+    "cp2": ParallelLayout(cp=2),
     "ep2": ParallelLayout(dp=2, ep=2),
 }
 
 
 @pytest.mark.multiprocess
+@pytest.mark.parametrize("further", [0, 2])
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_two_ranks_compute_logits_and_gradients_of_transformers(rank_pool: RankPool, name: str) -> None:
-    cases = [(case(seed).config, case(seed).weights) for seed in SEEDS]
-    check(rank_pool.run(run, 2, cases, LAYOUTS[name]), LAYOUTS[name])
+def test_two_ranks_compute_logits_and_gradients_of_transformers(
+    rank_pool: RankPool, name: str, further: int
+) -> None:
+    check(rank_pool.run(run, 2, cases(further), LAYOUTS[name]), LAYOUTS[name], further)
+
+
+def cases(further: int) -> list[tuple[GPTConfig, Any]]:
+    return [(case(seed, further).config, case(seed, further).weights) for seed in SEEDS]
+
+
+def test_layers_for_further_tokens_are_exported_as_transformers_reads_them(tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+    from transformers.modeling_layers import MtpModel
+
+    # All layers have experts: `MtpModel` numbers its layers from 0, and makes the first ones dense.
+    config = random_config("deepseek_v3", 0)
+    config.first_k_dense_replace, config.num_mtp_layers = 0, 2
+    model: Any = random_model(config, 0)
+    layers = [further_layer(model, depth) for depth in range(2)]
+    arrays = {**arrays_in_our_names(model), **further_arrays(layers, config)}
+    fields = json.loads(config.to_json_string())
+    state = declared({key: array.detach() for key, array in arrays.items()}, 0, 1)
+    megackpt.save(state, tmp_path / "saved", content_metadata={"huggingface_config": fields})
+    folder = tmp_path / "folder"
+    megackpt.export_huggingface(tmp_path / "saved", folder, map="deepseek_v3_mtp")
+
+    read: Any = AutoModelForCausalLM.from_pretrained(folder)
+    assert_same_tensors(dict(read.state_dict()), dict(model.state_dict()))
+    read._keys_to_ignore_on_load_unexpected = [rf"model\.layers\.{config.num_hidden_layers}.*", "layers.4"]
+    further: Any = MtpModel.from_pretrained(read)
+    for number, layer in enumerate(layers):
+        assert_same_tensors(dict(further.layers[number].state_dict()), dict(layer.state_dict()))
+
+    megackpt.import_huggingface(folder, tmp_path / "imported")  # the keys tell that there are such layers
+    imported = megackpt.load_plain_tensors(tmp_path / "imported")
+    assert_same_tensors(imported, {key: array.detach() for key, array in arrays.items()})
+
+
+def test_a_folder_whose_further_layers_do_not_follow_is_an_error() -> None:
+    config = {"model_type": "deepseek_v3", **random_fields("deepseek_v3", 0)}
+    with pytest.raises(MapError, match=r"numbers \[9\], which do not follow the \d layers of config.json"):
+        family("deepseek_v3").region_map(config, ["model.layers.9.enorm.weight"])

@@ -1,6 +1,7 @@
 """A GPT with experts and its optimizer, saved at each layout, loaded at each other, saved again: bit-equal.
 
-CI takes a sample of the 182 pairs. All: `pytest tests/multiprocess/test_moe_layout_pairs.py --all-pairs`.
+CI takes a sample of the 182 pairs, and of 30 for latent attention with layers for further tokens. All:
+`pytest tests/multiprocess/test_moe_layout_pairs.py --all-pairs`.
 """
 
 from __future__ import annotations
@@ -17,11 +18,12 @@ from megackpt.engine.data.tensor_bytes import as_bits
 from megackpt.optim.master_optimizer import MasterOptimizer
 from megackpt.parallel import ModelChunks, ParallelGroups, forward_backward, update_expert_bias
 from megackpt.testing.ranks import RankPool
-from tests.moe_gpt_world import ALL_MOE, LAYOUTS, build, micro_batches, state_of
+from tests.moe_gpt_world import ALL_MOE, LATENT, LAYOUTS, build, micro_batches, state_of
 
 pytestmark = pytest.mark.multiprocess
 
 CONFIG = replace(ALL_MOE, params_dtype=torch.bfloat16)
+CONFIGS = {"experts": CONFIG, "latent": replace(LATENT, params_dtype=torch.bfloat16)}
 NAMES = list(LAYOUTS)
 # Target: sources. From all experts on a rank to one on a rank and back, and changes of all axes at once.
 SAMPLE = {
@@ -30,12 +32,26 @@ SAMPLE = {
     "tp2-cp2-dp2-ep2-etp4": ["tp2-pp2-vpp2-dp2-ep4-etp1-uneven", "dp8-ep8"],
     "tp2-pp2-vpp2-dp2-ep4-etp1-uneven": ["dp8"],
 }
+LATENT_NAMES = [
+    "dp8-ep8",
+    "tp4-dp2-ep4-etp1",
+    "tp2-cp2-dp2-ep2-etp4",
+    "cp4-dp2-ep2",
+    "pp4-dp2-ep2",
+    "tp2-pp2-vpp2-dp2-ep4-etp1-uneven",
+]
+LATENT_SAMPLE = {
+    "dp8-ep8": ["tp2-pp2-vpp2-dp2-ep4-etp1-uneven"],
+    "tp2-pp2-vpp2-dp2-ep4-etp1-uneven": ["dp8-ep8"],
+}
 STATES = ("exp_avg", "exp_avg_sq", "fp32_param", "step")
 
 
-def build_rank(name: str, *, seed: int) -> tuple[ModelChunks, MasterOptimizer, ParallelGroups]:
+def build_rank(
+    model_name: str, name: str, *, seed: int
+) -> tuple[ModelChunks, MasterOptimizer, ParallelGroups]:
     groups = ParallelGroups.create(LAYOUTS[name].layout)
-    model = build(LAYOUTS[name], CONFIG, groups, seed=seed)
+    model = build(LAYOUTS[name], CONFIGS[model_name], groups, seed=seed)
     optimizer = LAYOUTS[name].optimizer(
         [
             {"name": "matrices", "params": [p for p in model.parameters() if p.ndim > 1]},
@@ -48,21 +64,21 @@ def build_rank(name: str, *, seed: int) -> tuple[ModelChunks, MasterOptimizer, P
     return model, optimizer, groups
 
 
-def train_and_save(name: str, directory: Path) -> None:
+def train_and_save(model_name: str, name: str, directory: Path) -> None:
     """One step makes moments, numbers of steps and biases of experts that no new model has."""
-    model, optimizer, groups = build_rank(name, seed=NAMES.index(name))
+    model, optimizer, groups = build_rank(model_name, name, seed=NAMES.index(name))
     forward_backward(model, micro_batches(groups), groups)
     optimizer.step()
     update_expert_bias(model, groups)
     megackpt.save(state_of(model, optimizer), directory)
 
 
-def load_and_save(name: str, sources: dict[str, Path], directory: Path) -> None:
+def load_and_save(model_name: str, name: str, sources: dict[str, Path], directory: Path) -> None:
     """Load each checkpoint into one model of another seed and its optimizer, and save again.
 
     Every source was made of another seed, so what stays of the load before is seen.
     """
-    model, optimizer, _ = build_rank(name, seed=len(NAMES))
+    model, optimizer, _ = build_rank(model_name, name, seed=len(NAMES))
     for source, path in sources.items():
         state = state_of(model, optimizer)
         loaded = megackpt.load(state, path, options=LoadOptions(complete=True))
@@ -87,9 +103,10 @@ def assert_equal(first: Path, second: Path) -> None:
 
 
 class Sources:
-    """The checkpoint of each layout, made when a test first asks for it."""
+    """The checkpoint of a model at each layout, made when a test first asks for it."""
 
-    def __init__(self, pool: RankPool, directory: Path) -> None:
+    def __init__(self, pool: RankPool, model_name: str, directory: Path) -> None:
+        self.model_name = model_name
         self._pool = pool
         self._directory = directory
         self._saved: set[str] = set()
@@ -98,14 +115,19 @@ class Sources:
         """Return the checkpoint of a layout."""
         path = self._directory / name
         if name not in self._saved:
-            self._pool.run(train_and_save, LAYOUTS[name].layout.world_size, name, path)
+            self._pool.run(train_and_save, LAYOUTS[name].layout.world_size, self.model_name, name, path)
             self._saved.add(name)
         return path
 
 
 @pytest.fixture(scope="module")
 def sources(tmp_path_factory: pytest.TempPathFactory, rank_pool: RankPool) -> Sources:
-    return Sources(rank_pool, tmp_path_factory.mktemp("pairs"))
+    return Sources(rank_pool, "experts", tmp_path_factory.mktemp("pairs"))
+
+
+@pytest.fixture(scope="module")
+def latent_sources(tmp_path_factory: pytest.TempPathFactory, rank_pool: RankPool) -> Sources:
+    return Sources(rank_pool, "latent", tmp_path_factory.mktemp("latent_pairs"))
 
 
 @pytest.mark.one_in(2)
@@ -115,12 +137,26 @@ def test_what_any_layout_saved_a_layout_loads_and_saves_bit_equal(
 ) -> None:
     every = pytestconfig.getoption("--all-pairs")
     names = [n for n in NAMES if n != target] if every else SAMPLE.get(target, [])
+    check_pairs(target, names, sources, rank_pool, tmp_path)
+
+
+@pytest.mark.parametrize("target", LATENT_NAMES)
+def test_latent_attention_and_layers_for_further_tokens_are_loaded_at_any_layout(
+    target: str, latent_sources: Sources, rank_pool: RankPool, tmp_path: Path, pytestconfig: pytest.Config
+) -> None:
+    every = pytestconfig.getoption("--all-pairs")
+    names = [n for n in LATENT_NAMES if n != target] if every else LATENT_SAMPLE.get(target, [])
+    check_pairs(target, names, latent_sources, rank_pool, tmp_path)
+
+
+def check_pairs(target: str, names: list[str], sources: Sources, pool: RankPool, directory: Path) -> None:
+    """Load what some layouts saved at the target, save it again, and compare."""
     if not names:
-        pytest.skip("not in the sample of layout pairs; --all-pairs runs all 182")
+        pytest.skip("not in the sample of layout pairs; --all-pairs runs all of them")
     paths = {name: sources.path(name) for name in names}
-    rank_pool.run(load_and_save, LAYOUTS[target].layout.world_size, target, paths, tmp_path)
+    pool.run(load_and_save, LAYOUTS[target].layout.world_size, sources.model_name, target, paths, directory)
     for name, path in paths.items():
-        assert_equal(path, tmp_path / name)
+        assert_equal(path, directory / name)
 
 
 def test_the_checkpoints_hold_experts_biases_masters_moments_and_steps(sources: Sources) -> None:
@@ -139,3 +175,13 @@ def test_the_checkpoints_hold_experts_biases_masters_moments_and_steps(sources: 
             assert all(bool((arrays[prefix + key] == 1).all()) for key in kept)
         else:
             assert kept == trained, state
+
+
+def test_the_checkpoints_hold_layers_for_further_tokens_and_one_embedding(latent_sources: Sources) -> None:
+    arrays = arrays_of(latent_sources.path("tp2-pp2-vpp2-dp2-ep4-etp1-uneven"))
+    for layer in ("decoder.layers.3", "mtp.layers.1.transformer_layer"):
+        for state in ("", "optimizer.state.exp_avg.", "optimizer.state.fp32_param."):
+            assert arrays[f"{state}{layer}.self_attention.linear_kv_down_proj.weight"].shape == (14, 32)
+    assert [key for key in arrays if "embedding" in key and not key.startswith("optimizer.")] == [
+        "embedding.word_embeddings.weight"
+    ]

@@ -1,16 +1,29 @@
 """DeepSeek-V3: latent attention, experts with a bias of the choice and shared experts, dense first layers.
 
 Folders have one array for each expert and projection; transformers holds them fused in memory, and some
-folders, too. The keys of a folder tell which.
+folders, too. Layers for further tokens follow the model's layers and have their numbers; transformers does
+not write them. The keys of a folder tell about both. A folder is written with these layers by the family
+`deepseek_v3_mtp`: as many as the config has.
 
-Source: transformers 5.23, `DeepseekV3Config`, `DeepseekV3ForCausalLM` and its `conversion_mapping`.
+Source: transformers 5.23, `DeepseekV3Config`, `DeepseekV3ForCausalLM`, `MtpModel` and its
+`conversion_mapping`.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Sequence
+from dataclasses import replace
 
-from megackpt.maps.families.decoder import gated_mlp_rules, layer_rule, norm_rules, outer_rules
+from megackpt.errors import MapError
+from megackpt.maps.families.decoder import (
+    OURS,
+    THEIRS,
+    gated_mlp_rules,
+    layer_rule,
+    norm_rules,
+    outer_rules,
+)
 from megackpt.maps.families.experts import expert_rules
 from megackpt.maps.families.prefixes import prefix_is_optional
 from megackpt.maps.families.sizes import Config, count_of, decoder_sizes, size_of, with_defaults
@@ -22,21 +35,74 @@ _EXPERTS = ("mlp", "gate_proj", "up_proj", "down_proj")
 
 @prefix_is_optional("model.")
 def deepseek_v3_rules(config: Config, keys: Collection[str]) -> FamilyRules:
-    """Return the rules of DeepSeek-V3."""
+    """Return the rules of DeepSeek-V3, with the layers for further tokens that the keys have."""
+    count = count_of(config, "num_hidden_layers")
+    pattern = re.compile(r"(?:model\.)?layers\.(\d+)\.enorm\.weight")
+    numbers = sorted(int(match[1]) for match in map(pattern.fullmatch, keys) if match is not None)
+    if numbers != list(range(count, count + len(numbers))):
+        raise MapError(
+            f"The folder has layers for further tokens with the numbers {numbers}, which do not follow the "
+            f"{count} layers of config.json. Give the config of the model.",
+            key="num_hidden_layers",
+        )
+    return _rules(config, keys, further=len(numbers))
+
+
+def deepseek_v3_mtp_rules(config: Config, keys: Collection[str]) -> FamilyRules:
+    """Return the rules of DeepSeek-V3 with layers for further tokens, also for a folder to be written."""
+    if keys:
+        return deepseek_v3_rules(config, keys)
+    return _rules(config, keys, further=count_of(config, "num_nextn_predict_layers", "num_mtp_layers"))
+
+
+def _rules(config: Config, keys: Collection[str], *, further: int) -> FamilyRules:
     config = with_defaults(config, keys, q_lora_rank=1536, first_k_dense_replace=3, n_shared_experts=1)
-    layers = range(count_of(config, "num_hidden_layers"))
-    dense = layers[: size_or_zero(config, "first_k_dense_replace")]
-    sparse = layers[len(dense) :]
-    rules = [*outer_rules(config), *norm_rules(layers), *latent_attention_rules(config, layers)]
+    count = count_of(config, "num_hidden_layers")
+    dense = min(size_or_zero(config, "first_k_dense_replace"), count)
+    rules = [*outer_rules(config), *_layer_rules(config, range(dense), keys, has_experts=False)]
+    rules += _layer_rules(config, range(dense, count), keys, has_experts=True)
+    for number in range(further):
+        inner = _layer_rules(config, (count + number,), keys, has_experts=dense < count)
+        rules += _further_rules(inner, number, count + number)
     sizes = latent_sizes(config)
-    if dense:
-        rules += gated_mlp_rules(dense)
-    if sparse:
-        rules += [*expert_rules(sparse, keys, _EXPERTS), *_deepseek_expert_rules(sparse)]
+    if dense < count:
         expert = size_of(config, "moe_intermediate_size")
         sizes |= {"e": expert, "s": expert * count_of(config, "n_shared_experts")}
         sizes |= {"expert": count_of(config, "n_routed_experts", "num_local_experts")}
     return FamilyRules(tuple(rules), sizes)
+
+
+def _layer_rules(
+    config: Config, layers: Sequence[int], keys: Collection[str], *, has_experts: bool
+) -> list[Rule]:
+    """Return the rules of some layers, which may be none."""
+    if not layers:
+        return []
+    rules = [*norm_rules(layers), *latent_attention_rules(config, layers)]
+    if has_experts:
+        return [*rules, *expert_rules(layers, keys, _EXPERTS), *_deepseek_expert_rules(layers)]
+    return [*rules, *gated_mlp_rules(layers)]
+
+
+def _further_rules(inner: Sequence[Rule], number: int, theirs: int) -> list[Rule]:
+    """Return the rules of a layer for further tokens: those of the layer in it, and its own."""
+    ours, other = f"mtp.layers.{number}.", THEIRS.format(layer=theirs)
+    names = (
+        ("enorm", "enorm", "h"),
+        ("hnorm", "hnorm", "h"),
+        ("final_layernorm", "shared_head.norm", "h"),
+        ("eh_proj", "eh_proj", "h 2h"),
+    )
+    own = [Rule(ours=f"{ours}{a}.weight", theirs=f"{other}{b}.weight", axes=axes) for a, b, axes in names]
+    return own + [
+        replace(
+            rule,
+            ours=rule.ours.replace(OURS, f"{ours}transformer_layer."),
+            theirs=rule.theirs.replace(THEIRS, other),
+            layers=(),
+        )
+        for rule in inner
+    ]
 
 
 def latent_attention_rules(config: Config, layers: Sequence[int]) -> list[Rule]:
@@ -105,3 +171,4 @@ def size_or_zero(config: Config, name: str) -> int:
 
 
 DEEPSEEK_V3 = Family("deepseek_v3", ("deepseek_v3",), deepseek_v3_rules)
+DEEPSEEK_V3_MTP = Family("deepseek_v3_mtp", (), deepseek_v3_mtp_rules)
