@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from megackpt import DeclarationError, load, load_plain_tensors, save
+from megackpt import DeclarationError, MismatchError, load, load_plain_tensors, save
 from megackpt.integrations.transformer_engine import (
     TransformerEngineMixin,
     canonical_key,
+    check_zero_centred,
     sharded_state_dict,
     use_stored_names,
 )
@@ -115,6 +117,54 @@ def test_an_unknown_choice_of_names_is_an_error() -> None:
     module = build(te_models.linear(None), groups)
     with pytest.raises(DeclarationError, match="Give 'canonical' or 'megatron'"):
         sharded_state_dict(module, groups, names="mine")  # type: ignore[arg-type]
+
+
+def normed(**options: Any) -> Any:
+    """Norms of every kind: alone, before a linear layer and an MLP, and as an operation."""
+
+    def make(groups: ParallelGroups) -> nn.Module:
+        te, size = te_models.te, {"device": "cpu", **options}
+        mlp = te.ops.Sequential(
+            te.ops.RMSNorm(HIDDEN, **size),
+            te.ops.Linear(HIDDEN, FFN, device="cpu"),
+            te.ops.GELU(),
+            te.ops.Linear(FFN, HIDDEN, device="cpu"),
+        )
+        layer = te_models.layer(groups, normalization="RMSNorm", **options)
+        return nn.ModuleDict({"norm": te.RMSNorm(HIDDEN, **size), "layer": layer, "fused": mlp})
+
+    return make
+
+
+NORMS = {
+    "norm.weight",
+    "layer.input_layernorm.weight",
+    "layer.pre_mlp_layernorm.weight",
+    "fused.linear_fc1.layer_norm_weight",
+}
+
+
+@pytest.mark.parametrize("stored_centred", [True, False])
+def test_a_zero_centred_norm_is_recorded_and_checked(tmp_path: Path, stored_centred: bool) -> None:
+    groups = ParallelGroups.offline(ParallelLayout(), 0)
+    first, second = (
+        build(normed(zero_centered_gamma=centred), groups) for centred in (stored_centred, not stored_centred)
+    )
+    state = sharded_state_dict(first, groups)
+    save(state, tmp_path)
+    keys = set(load_plain_tensors(tmp_path))
+    records = {key.removesuffix(".zero_centred") for key in keys if key.endswith(".zero_centred")}
+    assert records == (NORMS if stored_centred else set())
+    check_zero_centred(state, keys)
+    other = sharded_state_dict(second, groups)
+    with pytest.raises(MismatchError, match=f"{len(NORMS)} norms are not what the checkpoint has") as raised:
+        check_zero_centred(other, keys)
+    where = "checkpoint" if stored_centred else "model"
+    assert f"'norm.weight': zero-centred in the {where} only" in str(raised.value)
+    load(other, tmp_path)  # as of other layers, which record nothing
+    assert not [
+        e.key for e in sharded_state_dict(first, groups, names="megatron").values() if "zero" in e.key
+    ]
 
 
 class Projection(TransformerEngineMixin, te_models.te.Linear):  # type: ignore[misc, name-defined]

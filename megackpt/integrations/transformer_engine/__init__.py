@@ -28,6 +28,7 @@ from megackpt.integrations.transformer_engine.names import (
     canonical_key,
     use_stored_names,
 )
+from megackpt.integrations.transformer_engine.norms import check_zero_centred
 from megackpt.integrations.transformer_engine.quantised import Quantised, quantise_parameters
 from megackpt.integrations.transformer_engine.site import ParallelMode, set_components, set_parallel_mode
 
@@ -39,6 +40,7 @@ __all__ = [
     "Quantised",
     "TransformerEngineMixin",
     "canonical_key",
+    "check_zero_centred",
     "declare_module_of_te",
     "fill_fp8_state",
     "fp8_state_of",
