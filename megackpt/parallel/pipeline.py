@@ -113,8 +113,7 @@ def exchange(axis: Axis, sends: Sequence[tuple[int, Tensor]], receives: Sequence
     """Send tensors to ranks along an axis and receive others into buffers, in one batch.
 
     Point to point: only the ranks that send or receive call it. Blocks until all are done. Each peer must
-        make the matching call; between two ranks, what is sent first is
-    received first.
+    make the matching call; between two ranks, what is sent first is received first.
 
     Args:
         axis: the ranks.
