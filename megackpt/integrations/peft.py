@@ -249,7 +249,7 @@ def _our_config(document: Mapping[str, Any], targets: set[str], where: str) -> L
             path=where,
         )
     return LoRAConfig(
-        rank=document["r"],
+        rank=document.get("r", 8),
         targets=tuple(sorted(targets)),
         alpha=document.get("lora_alpha", 8),
         dropout=document.get("lora_dropout", 0.0),

@@ -90,8 +90,10 @@ class LowRank(ShardedModule):
     def product(self) -> Tensor:
         """Return `B A`, shaped like its rows of this rank's weight: float32, no autograd. Collective."""
         with torch.no_grad():
-            a, b = (_whole_rows(m, m.weight).float() for m in (self.linear_in, self.linear_out))
-            return b @ a
+            a, b = _whole_rows(self.linear_in, self.linear_in.weight), self.linear_out.weight
+            if isinstance(self.linear_in, RowParallelLinear):  # this rank's weight has all rows
+                b = _whole_rows(self.linear_out, b)
+            return cast(Tensor, b.float() @ a.float())
 
     def row_factor(self, adapted: Tensor) -> Tensor:
         """Return what DoRA multiplies the rows of an adapted weight with, `[rows]`. Collective.

@@ -44,8 +44,10 @@ class LoRAConfig:
             raise DeclarationError(f"targets is {self.targets!r}. Give a tuple of names, ('linear_qkv',).")
         if not self.targets:
             raise DeclarationError("an adapter has no targets. Name at least one layer, ('linear_qkv',).")
-        if not 0 <= self.dropout < 1:
-            raise DeclarationError(f"dropout of an adapter is {self.dropout}, and must be in [0, 1).")
+        if not isinstance(self.dropout, (int, float)) or not 0 <= self.dropout < 1:
+            raise DeclarationError(f"dropout of an adapter is {self.dropout!r}. Give a number in [0, 1).")
+        if self.alpha is not None and not isinstance(self.alpha, (int, float)):
+            raise DeclarationError(f"alpha of an adapter is {self.alpha!r}. Give a number, or None.")
 
     @property
     def scale(self) -> float:

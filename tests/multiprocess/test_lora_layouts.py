@@ -1,7 +1,7 @@
 """Adapters at every layout: values, loss and gradients of one rank; checkpoints load at every other.
 
 Tolerance of losses and gradients: fp32, only the order of sums differs. An element of a gradient is a sum of
-about tokens * layers * width = 128 * 4 * 32 = 16384 rounded terms; random rounding errors add up to
+at most tokens * layers * width = 128 * 4 * 32 = 16384 rounded terms; random rounding errors add up to
 sqrt(16384) * 2^-24 = 8e-6 of the largest element of its array, and a product of two matrices has two such
 sums. A wrong or missing reduction is off by a factor of two.
 
@@ -17,23 +17,31 @@ from typing import NamedTuple
 
 import pytest
 import torch
+from torch import nn
 
 import megackpt
 from megackpt import LoadOptions, load_plain_tensors
 from megackpt.engine.data.tensor_bytes import as_bits
 from megackpt.optim import DistributedOptimizer
 from megackpt.parallel import (
+    ColumnParallelLinear,
     LoRAConfig,
+    MicroBatch,
     ModelChunks,
     ParallelGroups,
+    ParallelLayout,
+    RowParallelLinear,
     adapter_metadata,
     adapter_parameters,
     adapter_state,
+    add_adapters,
     all_reduce,
     base_state,
     forward_backward,
     merge_adapter,
+    reset_magnitudes,
     set_active_adapters,
+    sharded_state_dict,
     share_losses,
 )
 from megackpt.testing.ranks import RankPool
@@ -45,6 +53,7 @@ from tests.moe_gpt_world import micro_batches
 pytestmark = pytest.mark.multiprocess
 
 RELATIVE = 2e-5
+MICRO_BATCHES = 4  # in the whole job
 SAMPLE = [("tp2-dp2-ep2-sequence", "tp2-pp2-vpp2-ep2-etp1"), ("dp4-ep2-etp2", "tp4-sequence")]
 PAIRS = list(itertools.permutations(LAYOUTS, 2)) if is_thorough() else SAMPLE
 
@@ -59,8 +68,13 @@ class Result(NamedTuple):
     inactive: list[float]
 
 
+def _batches(groups: ParallelGroups) -> list[MicroBatch]:
+    """Return this dp rank's share of the first few micro-batches."""
+    return micro_batches(groups)[: MICRO_BATCHES // groups.dp.size]
+
+
 def _losses(model: ModelChunks, groups: ParallelGroups) -> list[float]:
-    batches = micro_batches(groups)
+    batches = _batches(groups)
     losses = forward_backward(model, batches, groups)
     return (all_reduce(share_losses(losses, len(batches), groups), groups.cp) / groups.cp.size).tolist()
 
@@ -100,17 +114,44 @@ def test_adapters_start_compute_learn_and_are_merged_as_on_one_rank(rank_pool: R
         else:
             assert torch.equal(initial[key], values), key
     assert_all_close(join(box for r in results for box in r.grads), join(expected.grads), relative=RELATIVE)
-    dp = LAYOUTS[name].layout.dp
     for part in ("losses", "merged", "inactive"):
         ours = [getattr(r, part) for r in results]
         mean = sum(map(sum, ours)) / sum(map(len, ours))
-        assert mean == pytest.approx(sum(getattr(expected, part)) / 8, rel=RELATIVE), (part, dp)
+        assert mean == pytest.approx(sum(getattr(expected, part)) / MICRO_BATCHES, rel=RELATIVE), part
 
 
 def test_merged_weights_compute_what_the_adapters_did_and_adapters_matter() -> None:
     result = _reference()
     assert result.merged == pytest.approx(result.losses, rel=RELATIVE)
     assert result.inactive != pytest.approx(result.losses, rel=100 * RELATIVE)
+
+
+def _layers(base: Path) -> list[Box]:
+    """Return the outputs and gradients of layers with DoRA that are called with whole inputs."""
+    groups = ParallelGroups.create(ParallelLayout(tp=torch.distributed.get_world_size()))
+    column = ColumnParallelLinear(12, 8, groups, gather_output=True)
+    layers = nn.ModuleDict({"a": column, "b": RowParallelLinear(8, 4, groups, input_is_parallel=False)})
+    add_adapters(layers, LoRAConfig(rank=2, targets=("a", "b"), dora=True), groups)
+    declared = sharded_state_dict(layers, groups)
+    if not base.exists():
+        reset_magnitudes(layers)
+        randomise(declared)
+        megackpt.save(declared, base)
+    megackpt.load(declared, base)
+    x = torch.ones(3, 12).cumsum(1).requires_grad_()
+    y = layers["b"](layers["a"](x).tanh())
+    y.square().sum().backward()
+    assert x.grad is not None
+    whole = [Box(n, t.shape, (slice(None),) * 2, t) for n, t in (("y", y.detach()), ("x.grad", x.grad))]
+    return whole + gradient_boxes(layers, adapter_state(declared), groups)
+
+
+def test_layers_with_whole_inputs_and_outputs_compute_and_learn_as_on_one_rank(
+    rank_pool: RankPool, tmp_path: Path
+) -> None:
+    (expected,) = rank_pool.run(_layers, 1, tmp_path / "base")
+    results = rank_pool.run(_layers, 2, tmp_path / "base")
+    assert_all_close(join(box for boxes in results for box in boxes), join(expected), relative=RELATIVE)
 
 
 def _optimizer(model: ModelChunks, groups: ParallelGroups) -> DistributedOptimizer:
@@ -124,7 +165,7 @@ def _train_and_save(name: str, directory: Path) -> None:
     optimizer = _optimizer(model, groups)
     frozen = {n: p.clone() for n, p in model.named_parameters() if not p.requires_grad}
     for _ in range(2):  # B is 0 before the first step, and A has no gradient
-        forward_backward(model, micro_batches(groups), groups)
+        forward_backward(model, _batches(groups), groups)
         optimizer.step()
         optimizer.zero_grad()
     params = dict(model.named_parameters())

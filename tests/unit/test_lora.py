@@ -14,6 +14,7 @@ from megackpt import load, save
 from megackpt.errors import CheckpointError, DeclarationError
 from megackpt.parallel import (
     ColumnParallelLinear,
+    ExpertStack,
     GatedExperts,
     LoRAConfig,
     ParallelGroups,
@@ -24,6 +25,7 @@ from megackpt.parallel import (
     adapter_state,
     add_adapters,
     base_state,
+    is_marked,
     merge_adapter,
     reset_magnitudes,
     set_active_adapters,
@@ -156,7 +158,7 @@ def test_a_config_is_the_same_after_json(config: LoRAConfig) -> None:
         ({"rank": 0}, "rank of an adapter is 0"),
         ({"targets": "linear_qkv"}, "Give a tuple of names"),
         ({"targets": ()}, "has no targets"),
-        ({"dropout": 1.0}, r"must be in \[0, 1\)"),
+        ({"dropout": 1.0}, r"Give a number in \[0, 1\)"),
     ],
 )
 def test_choices_that_make_no_sense_are_errors(choices: dict[str, Any], message: str) -> None:
@@ -195,6 +197,22 @@ def test_names_and_ranks_that_do_not_fit_are_errors() -> None:
 def test_adapters_of_experts_have_neither_dropout_nor_dora(choices: dict[str, Any]) -> None:
     with pytest.raises(DeclarationError, match="neither dropout nor dora"):
         add_adapters(GatedExperts(2, 6, 4, ONE), LoRAConfig(rank=2, targets=("linear_fc1",), **choices), ONE)
+
+
+def test_experts_that_are_modules_have_adapters_with_an_axis_over_the_experts() -> None:
+    experts = ExpertStack(lambda index: RowParallelLinear(6, 4, ONE.experts), 2, ONE)
+    before = experts(X, [1, 2])
+    add_adapters(nn.ModuleDict({"experts": experts}), LoRAConfig(rank=2, targets=("0", "1")), ONE)
+    a, b = (experts.get_submodule(f"{n}.adapter.default.whole.linear_in").weight for n in (0, 1))
+    assert not torch.equal(a, b)
+    _random(experts)
+    added = torch.cat([X[:1] @ _product(experts, "0").T, X[1:] @ _product(experts, "1").T])
+    torch.testing.assert_close(experts(X, [1, 2]), before + added)
+    entities = [e for name, e in sharded_state_dict(experts, ONE).items() if "linear_in" in name]
+    assert [(e.key, e.global_shape, e.global_offset) for e in entities] == [
+        ("adapter.default.whole.linear_in.weight", (2, 2, 6), (n, 0, 0)) for n in (0, 1)
+    ]
+    assert all(is_marked(p, "expert_parallel") for p in adapter_parameters(experts))
 
 
 def test_a_base_without_adapters_is_loaded_whole_or_not_at_all(tmp_path: Path) -> None:
