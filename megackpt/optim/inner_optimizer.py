@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from megackpt.errors import MismatchError
+from megackpt.errors import MismatchError, OptimizerError
 from megackpt.optim.owned_params import OwnedParam
 from megackpt.optim.param_groups import ParamGroup
 from megackpt.optim.state_probe import OptimizerBuilder, StateSpec, entries
@@ -56,6 +56,7 @@ class InnerOptimizer:
         masters = [[s.master for s in group] for group in members]
         specs = probe(self._build, masters)
         self.optimizer = self._build(masters)
+        _check_no_scales(self.optimizer)
         for group, group_specs in zip(members, specs, strict=True):
             for owned_param, spec in zip(group, group_specs, strict=True):
                 owned_param.scalars, owned_param.arrays = frozenset(spec.scalars), spec.arrays
@@ -134,3 +135,15 @@ class InnerOptimizer:
             )
         elif loaded.data_ptr() != value.data_ptr():
             value.copy_(loaded.view(value.shape))
+
+
+def _check_no_scales(optimizer: Any) -> None:
+    """Raise for moments whose scales are not in the state, so that their codes alone would be stored."""
+    dtypes = getattr(optimizer, "name_to_dtype_map", {})  # of Transformer Engine's FusedAdam
+    scaled = [name for name, dtype in dtypes.items() if dtype in (torch.float16, torch.uint8)]
+    if scaled and hasattr(optimizer, "_scales"):
+        raise OptimizerError(
+            f"{type(optimizer).__name__} keeps scales of {', '.join(map(repr, scaled))} outside of its "
+            f"state, and codes mean nothing without them. Let it keep these states in float32 or bfloat16, "
+            f"or use it without a wrapper, with megackpt.integrations.transformer_engine.fused_adam."
+        )

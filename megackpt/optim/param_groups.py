@@ -20,7 +20,7 @@ Hyperparameters: TypeAlias = dict[
     str, dict[str, Any]
 ]  # group name -> option -> value, whatever the optimizer has
 
-_IMPLEMENTATION_OPTIONS = frozenset({"foreach", "fused", "capturable", "differentiable"})
+IMPLEMENTATION_OPTIONS = frozenset({"foreach", "fused", "capturable", "differentiable"})
 """Options that choose an implementation for this machine and do not change results; they are not stored."""
 
 
@@ -134,7 +134,7 @@ def _check_unique(
 
 
 def _is_hyperparameter(option: str) -> bool:
-    return option not in ("params", "name") and option not in _IMPLEMENTATION_OPTIONS
+    return option not in ("params", "name") and option not in IMPLEMENTATION_OPTIONS
 
 
 def _copy(value: Any) -> Any:

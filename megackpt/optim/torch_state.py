@@ -61,7 +61,7 @@ def optim_state_to_sharding_state(
             )
         entity = id_to_sharded_param_map[param_id]
         sharded[param_id] = {
-            name: _declare(entity, value, name, arrays)
+            name: declare_state(entity, value, name, arrays)
             for name, value in states.items()
             if name not in exclude_keys
         }
@@ -100,15 +100,25 @@ def _flattened(name: str, value: Any) -> Iterator[tuple[str, Tensor]]:
             yield from _flattened(f"{name}.{number}", member)
 
 
-def _declare(entity: ParamEntity, value: Any, name: str, arrays: Collection[str]) -> Any:
-    """Declare a state: an entity, or a list or dict of them; arrays are the names of other shapes."""
+def declare_state(entity: ParamEntity, value: Any, name: str, arrays: Collection[str]) -> Any:
+    """Declare one state of a parameter: an entity, or a list or dict of them. Local.
+
+    Args:
+        entity: the parameter's.
+        value: a tensor, a number, None, or a list or dict of them.
+        name: of the state.
+        arrays: names of states that are not elementwise although some have the parameter's shape.
+
+    Raises:
+        DeclarationError: see `optim_state_to_sharding_state`.
+    """
     if value is None:
         return LocalNonpersistentObject(None)
     if isinstance(value, Mapping):  # bitsandbytes has one with all of its tensors
-        return {key: _declare(entity, member, f"{name}.{key}", arrays) for key, member in value.items()}
+        return {key: declare_state(entity, member, f"{name}.{key}", arrays) for key, member in value.items()}
     if isinstance(value, list):
         names = [f"{name}.{i}" for i in range(len(value))]
-        return [_declare(entity, member, n, names) for n, member in zip(names, value, strict=True)]
+        return [declare_state(entity, member, n, names) for n, member in zip(names, value, strict=True)]
     prefix = f"optimizer.state.{name}"
     if isinstance(value, bool | int | float):
         return _make_number(entity, value, prefix)

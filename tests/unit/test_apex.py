@@ -271,7 +271,35 @@ def test_groups_of_one_name_and_other_groups_are_errors() -> None:
         sharded_state_dict(fake_apex.FusedAdam(twice), declare(params))
     state = sharded_state_dict(fake_apex.FusedAdam(groups_of(params)), declare(params))
     with pytest.raises(MismatchError, match=r"groups \['0', '1'\] and this optimizer \['0'\]"):
-        load_sharded_state_dict(fake_apex.FusedAdam(params), state)
+        load_sharded_state_dict(fake_apex.FusedAdam(params), {**state, "param_group_of": {}})
+
+
+def test_groups_without_names_are_matched_by_their_parameters(tmp_path: Path) -> None:
+    """By position they would silently swap their learning rates."""
+    params, fresh = make_params(0, torch.float32), make_params(1, torch.float32)
+    optimizer = fake_apex.FusedAdam(groups_of(params))
+    save({"optimizer": sharded_state_dict(optimizer, declare(params))}, tmp_path)
+    resumed = fake_apex.FusedAdam([{"params": fresh[2:]}, {"params": fresh[:2]}])
+    model = {str(i): ShardedTensor.from_rank_offsets(f"p{i}", p) for i, p in enumerate(fresh)}
+    request = sharded_state_dict(resumed, model, is_loading=True)
+    load_sharded_state_dict(resumed, load({"optimizer": request}, tmp_path)["optimizer"])
+    assert [group["lr"] for group in resumed.param_groups] == [0.003, 0.01]
+    others = fake_apex.FusedAdam([{"params": fresh[1:]}, {"params": fresh[:1]}])
+    request = sharded_state_dict(others, model, is_loading=True)
+    with pytest.raises(MismatchError, match="parameters of group 0 were saved in group 0 and group 1"):
+        load_sharded_state_dict(others, load({"optimizer": request}, tmp_path)["optimizer"])
+
+
+def test_ranks_of_a_redundant_group_have_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = []
+    for rank in range(2):
+        params, (optimizer,) = make_ranks(0, 1, "float32 masters")
+        train_ranks(params, [optimizer], range(1))
+        optimizer.redundant_size, optimizer.redundant_process_group = 2, "redundant"
+        monkeypatch.setattr("torch.distributed.get_rank", lambda group, rank=rank: rank)
+        world.append(sharded_state_dict(optimizer, declare(params[0], dp=rank)))
+    arrays = gather([state["state"] for state in world])  # an error, if two ranks were to write an element
+    assert arrays["optimizer.state.exp_avg.p2"].shape == (9, 10)
 
 
 def test_what_is_not_apex_s_is_an_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -406,7 +434,8 @@ def test_halfway_cases_of_another_optimizer_get_the_weight_of_their_remainder() 
     state = sharded_state_dict(optimizer, declare(params[0]))
     halfway = torch.full((24,), 1.00390625)  # torch rounds it down, the kernel up
     params[0][0].detach().view(-1).copy_(halfway)
-    load_sharded_state_dict(optimizer, {**state, "state": {0: {"fp32_param.0": halfway}}})
+    masters = {0: {"fp32_param.0": halfway}}
+    load_sharded_state_dict(optimizer, {**state, "state": masters, "param_group_of": {}})
     remainders = optimizer.state["buckets"][0].param_remainders_shard[:24]
     assert torch.equal(join_master(params[0][0].detach().view(-1), remainders), halfway)
 

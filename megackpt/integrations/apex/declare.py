@@ -22,7 +22,7 @@ from megackpt.integrations.apex.whole import (
     restore_whole,
     whole_kind_of,
 )
-from megackpt.integrations.group_settings import plain, restore_settings, settings_of
+from megackpt.integrations.group_settings import declare_settings, plain, restore_settings
 from megackpt.mapping import ShardedStateDict, StateDict
 from megackpt.parallel.groups import ParallelGroups
 
@@ -48,20 +48,23 @@ def sharded_state_dict(
         groups: the ranks around this one; FusedNovoGrad needs them if the parameters are slices.
 
     Returns:
-        `state` by position of the parameter and name; `param_groups` by name of the group; for
-        DistributedFusedAdam also `step`.
+        `state` by position of the parameter and name; `param_groups` by name of the group, with the number of
+        each parameter's group in `param_group_of` where groups have no names; for DistributedFusedAdam also
+        `step`.
 
     Raises:
         DeclarationError: the optimizer is none of these, keeps masters in `amp`, or has a parameter that is
             not declared.
     """
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    settings = declare_settings(optimizer.param_groups, params, model_sharded_state_dict)
     if is_distributed_fused_adam(optimizer):
         state = declare_fragments(optimizer, model_sharded_state_dict)
         step = plain(optimizer.state["step"])  # type: ignore[index]  # its own key among the parameters
-        return {"state": state, "param_groups": settings_of(optimizer), "step": step}
+        return {"state": state, **settings, "step": step}
     kind = _whole_kind(optimizer)
     state = declare_whole(optimizer, kind, model_sharded_state_dict, is_loading=is_loading, groups=groups)
-    return {"state": state, "param_groups": settings_of(optimizer)}
+    return {"state": state, **settings}
 
 
 @torch.no_grad()
@@ -72,10 +75,11 @@ def load_sharded_state_dict(optimizer: Optimizer, loaded: StateDict) -> None:
     written, too (see `megackpt.optim.remainders`); other ranks get them with the next step's parameters.
 
     Raises:
-        MismatchError: the parameter groups have other names.
+        MismatchError: the parameter groups have other names, or other parameters.
         DeclarationError: the optimizer is none of Apex's.
     """
-    restore_settings(optimizer, loaded["param_groups"])
+    is_capturable = getattr(optimizer, "capturable", False)
+    restore_settings(optimizer.param_groups, loaded, is_capturable=is_capturable)
     if not is_distributed_fused_adam(optimizer):
         restore_whole(optimizer, _whole_kind(optimizer), loaded["state"])
         return

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from megackpt.errors import FormatError, MismatchError
-from megackpt.integrations.group_settings import plain_settings
+from megackpt.integrations.group_settings import declare_settings
 from megackpt.mapping import ShardedBase, ShardedStateDict
 from megackpt.optim.inner_optimizer import MASTER
 from megackpt.optim.sharded_state import find_param_entities, make_sharded_optimizer_tensor
@@ -59,7 +59,8 @@ def declare_gathered(
         }
         for position, (index, entity) in enumerate(zip(indices, entities, strict=True))
     }
-    return {"state": declared, "param_groups": plain_settings(groups), "step": int(state["step"])}
+    settings = declare_settings(groups, params, model_sharded_state_dict)
+    return {"state": declared, **settings, "step": int(state["step"])}
 
 
 def _check_shapes(stored: Sequence[Tensor], params: Sequence[Parameter]) -> None:

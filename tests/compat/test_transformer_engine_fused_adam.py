@@ -1,0 +1,234 @@
+"""Transformer Engine's FusedAdam with every form of moments and masters, resumed at every change of layout.
+
+The class is TE's own. Its kernels are replaced by torch: Adam on lists of tensors, and casts to float8.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from megackpt import DeclarationError, OptimizerError, ShardedTensor, load_with_report, save
+from megackpt.integrations.transformer_engine import fused_adam
+from megackpt.optim import MixedPrecisionOptimizer, join_master, split_master
+from megackpt.parallel.groups import ParallelGroups
+from megackpt.parallel.layout import ParallelLayout
+from tests.foreign_optimizers import CHANGES, Kind, outcome
+from tests.te_stub import cpu_for_cuda, te_version, transformer_engine
+from tests.unit.test_apex import declare, make_params, set_grads
+
+te = transformer_engine()
+te_optimizers = pytest.importorskip("transformer_engine.pytorch.optimizers")
+
+FORMS: dict[str, dict[str, Any]] = {
+    "float32": {},
+    "float32, masters": {"master_weights": True},
+    "int16 remainders": {"master_weights": True, "store_param_remainders": True},
+    "float16": {"exp_avg_dtype": torch.float16, "exp_avg_sq_dtype": torch.float16, "master_weights": True},
+    "float16 masters": {"master_weights": True, "master_weight_dtype": torch.float16},
+    "float8": {"exp_avg_dtype": torch.uint8, "exp_avg_sq_dtype": torch.float16, "master_weights": True},
+}
+if te_version() >= (2, 20):
+    FORMS["bfloat16"] = {
+        "exp_avg_dtype": torch.bfloat16,
+        "exp_avg_sq_dtype": torch.bfloat16,
+        "master_weights": True,
+    }
+SCALED = {"float16", "float16 masters", "float8"}
+
+
+def adam(remainders: bool) -> Any:
+    """Replace a kernel: gradients, weights, moments, and masters or their remainders, updated in place."""
+
+    def kernel(
+        chunk: int, noop: Tensor, lists: Any, lr: float, beta1: float, beta2: float, eps: float, step: int,
+        mode: int, bias_correction: int, weight_decay: float, *rest: Any,
+    ) -> None:  # fmt: skip
+        for grad, weight, m, v, *masters in zip(*lists, strict=True):
+            master = masters[0] if masters else weight.float()
+            if remainders:
+                master = join_master(weight, masters[0])
+            first, second = m.float(), v.float()
+            first.lerp_(grad.float(), 1 - beta1)
+            second.lerp_(grad.float() ** 2, 1 - beta2)
+            update = first / (1 - beta1**step) / ((second / (1 - beta2**step)).sqrt() + eps)
+            master.sub_(lr * (update + weight_decay * master))
+            m.copy_(first)
+            v.copy_(second)
+            if remainders:
+                split_master(master, weight=weight, remainder=masters[0])
+            else:
+                weight.copy_(master)
+
+    return kernel
+
+
+def empty_float8(quantizer: Any, shape: Any, *_: Any, **__: Any) -> Any:
+    return te_optimizers.fused_adam.Float8Tensor(
+        shape=shape,
+        dtype=torch.float32,
+        data=torch.zeros(shape, dtype=torch.uint8),
+        fp8_scale_inv=torch.ones(1),
+        fp8_dtype=quantizer.dtype,
+        quantizer=quantizer,
+    )
+
+
+def quantize(source: Tensor, quantizer: Any, target: Any, *_: Any) -> Any:
+    codes = (source.float() * quantizer.scale).clamp(-448, 448).to(torch.float8_e4m3fn)
+    target._data.copy_(codes.view(torch.uint8))
+    target._scale_inv.copy_(1 / quantizer.scale)
+    return target
+
+
+def dequantize(tensor: Any, *_: Any) -> Tensor:
+    return tensor._data.view(torch.float8_e4m3fn).float() * tensor._scale_inv
+
+
+@contextmanager
+def kernels_of_torch() -> Iterator[None]:
+    tex = te_optimizers.fused_adam.tex
+    quantizer = te_optimizers.fused_adam.Float8Quantizer
+    with (
+        cpu_for_cuda(),
+        mock.patch.object(tex, "quantize", quantize),
+        mock.patch.object(tex, "dequantize", dequantize),
+        mock.patch.object(quantizer, "make_empty", empty_float8),
+    ):
+        yield
+
+
+def make(params: Any, **options: Any) -> Any:
+    optimizer = te_optimizers.FusedAdam(params, lr=0.01, weight_decay=0.1, **options)
+    optimizer.multi_tensor_adam = adam(remainders=False)
+    optimizer.multi_tensor_adam_param_remainder = adam(remainders=True)
+    return optimizer
+
+
+def kind(form: str) -> Kind:
+    return Kind(
+        make=lambda params, groups: make(params, **FORMS[form]),
+        declare=lambda o, model, is_loading, groups: fused_adam.sharded_state_dict(o, model, is_loading),
+        restore=fused_adam.load_sharded_state_dict,
+    )
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("form", FORMS)
+def test_three_steps_after_a_load_equal_those_of_the_uninterrupted_run(form: str, change: str) -> None:
+    with kernels_of_torch():
+        got = outcome(kind(form), change)
+    assert got == ("rounded" if form in SCALED and change in ("tp", "ep") else "exact")
+
+
+def codes_of(optimizer: Any) -> dict[tuple[int, str], list[Tensor]]:
+    """Return codes and scales as they are in memory."""
+    codes = {}
+    for position, param in enumerate(p for g in optimizer.param_groups for p in g["params"]):
+        for name, stored in optimizer.state[param].items():
+            if hasattr(stored, "_scale_inv"):
+                codes[position, name] = [stored._data, stored._scale_inv.clone()]
+            else:
+                codes[position, name] = [
+                    stored,
+                    *optimizer._scales.get(param, {}).get(name, torch.ones(1)).clone(),
+                ]
+    return codes
+
+
+@pytest.mark.parametrize("form", sorted(SCALED))
+def test_codes_and_scales_are_restored_bit_for_bit_and_are_in_the_report(form: str, tmp_path: Path) -> None:
+    params, fresh = make_params(0, torch.bfloat16), make_params(1, torch.bfloat16)
+    with kernels_of_torch():
+        optimizer, resumed = make(params, **FORMS[form]), make(fresh, **FORMS[form])
+        for step in range(3):
+            set_grads(params, step)
+            optimizer.step()
+        # Moments as small as in late training, whose second ones are near the smallest float32.
+        optimizer.set_scaled_state(params[1], "exp_avg_sq", torch.rand(13) * 1e-37)
+        model = declare(params)
+        save({"model": model, "optimizer": fused_adam.sharded_state_dict(optimizer, model)}, tmp_path)
+        model = declare(fresh)
+        request = {"model": model, "optimizer": fused_adam.sharded_state_dict(resumed, model, True)}
+        state, report = load_with_report(request, tmp_path)
+        fused_adam.load_sharded_state_dict(resumed, state["optimizer"])
+        expected, got = codes_of(optimizer), codes_of(resumed)
+    assert expected.keys() == got.keys()
+    for key, tensors in expected.items():
+        assert all(torch.equal(a, b) for a, b in zip(tensors, got[key], strict=True)), key
+    scales = {key for key in report.loaded if key.startswith("optimizer.scale.")}
+    assert scales
+    assert not report.excluded
+
+
+def test_at_other_slices_the_report_has_what_is_scaled_anew(tmp_path: Path) -> None:
+    params, fresh = make_params(0, torch.bfloat16), make_params(1, torch.bfloat16)
+    with kernels_of_torch():
+        optimizer, resumed = make(params[:1], **FORMS["float16"]), make([fresh[0]], **FORMS["float16"])
+        set_grads(params, 0)
+        optimizer.step()
+        model = {"w": ShardedTensor.from_rank_offsets("w", params[0], replica_id=(0, 0, 0))}
+        save({"optimizer": fused_adam.sharded_state_dict(optimizer, model)}, tmp_path)
+        half = Parameter(fresh[0].detach()[:2].clone())
+        resumed = make([half], **FORMS["float16"])
+        model = {"w": ShardedTensor.from_rank_offsets("w", half, (0, 1, 2), replica_id=(0, 0, 0))}
+        request = {"optimizer": fused_adam.sharded_state_dict(resumed, model, True)}
+        state, report = load_with_report(request, tmp_path)
+        fused_adam.load_sharded_state_dict(resumed, state["optimizer"])
+        moment = resumed.get_unscaled_state(half, "exp_avg")
+        whole = optimizer.get_unscaled_state(params[0], "exp_avg")
+    assert report.excluded == {f"optimizer.scale.{name}.2.w" for name in ("exp_avg", "exp_avg_sq")}
+    # Half of float16's last bit, of the value before and of the one after.
+    torch.testing.assert_close(moment, whole[2:], rtol=2**-10, atol=0)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_every_form_loads_what_every_other_has_saved(form: str, tmp_path: Path) -> None:
+    """Into float32 without a loss; masters of float16 and moments of fewer bits are rounded."""
+    params = make_params(0, torch.bfloat16)
+    with kernels_of_torch():
+        optimizer = make(params, **FORMS[form])
+        for step in range(2):
+            set_grads(params, step)
+            optimizer.step()
+        model = declare(params)
+        save({"model": model, "optimizer": fused_adam.sharded_state_dict(optimizer, model)}, tmp_path)
+        values = [optimizer.get_unscaled_state(p, "exp_avg").float() for p in params]
+        for other in FORMS:
+            fresh = make_params(1, torch.bfloat16)
+            resumed = make(fresh, **FORMS[other])
+            model = declare(fresh)
+            declared = fused_adam.sharded_state_dict(resumed, model, True)
+            if not FORMS[form].get("master_weights"):
+                for states in declared["state"].values():
+                    states.pop("fp32_param", None)
+            state, _ = load_with_report({"model": model, "optimizer": declared}, tmp_path)
+            fused_adam.load_sharded_state_dict(resumed, state["optimizer"])
+            for value, p, q in zip(values, params, fresh, strict=True):
+                got = resumed.get_unscaled_state(q, "exp_avg").float()
+                assert torch.equal(got, value) or resumed.exp_avg_dtype != torch.float32
+                assert torch.allclose(got, value, rtol=2**-4, atol=2**-17 * float(value.abs().max()))
+                assert torch.equal(p, q) or other == "int16 remainders"
+        assert resumed.param_groups[0]["step"] == 2
+
+
+def test_our_wrappers_reject_moments_whose_scales_are_outside_of_the_state() -> None:
+    groups = ParallelGroups.offline(ParallelLayout(), 0)
+    with kernels_of_torch(), pytest.raises(OptimizerError, match=r"keeps scales.*fused_adam"):
+        MixedPrecisionOptimizer(
+            make_params(0, torch.bfloat16), lambda g: make(g, exp_avg_dtype=torch.float16), groups
+        )
+
+
+def test_another_optimizer_is_an_error() -> None:
+    params = make_params(0, torch.float32)
+    with pytest.raises(DeclarationError, match="Adam is not the FusedAdam of Transformer Engine"):
+        fused_adam.sharded_state_dict(torch.optim.Adam(params), declare(params))
