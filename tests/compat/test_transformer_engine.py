@@ -176,6 +176,25 @@ def test_interleaved_experts_are_the_arrays_of_those_one_after_the_other(tmp_pat
 
 
 @needs_new
+def test_what_one_grouped_parameter_cannot_have_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NVTE_GROUPED_LINEAR_SINGLE_PARAM", "1")
+    ops, groups = te_models.te.ops, ParallelGroups.offline(ParallelLayout(), 0)
+
+    def interleaved(groups: ParallelGroups) -> nn.Module:
+        first = ops.GroupedLinear(2, 16, 16, bias=False, device="cpu", single_grouped_weight=True)
+        second = ops.GroupedLinear(2, 8, 16, bias=False, device="cpu")
+        module: nn.Module = ops.Sequential(first, ops.ScaledSwiGLU(glu_interleave_size=4), second)
+        return module
+
+    with pytest.raises(DeclarationError, match=r"gate and up alternate \(glu_interleave_size\) in one param"):
+        sharded_state_dict(build(interleaved, groups), groups)
+    quantised = build(te_models.grouped_experts, groups)
+    quantised.weight.quantizer = object()  # type: ignore[union-attr, assignment]
+    with pytest.raises(DeclarationError, match="all experts are one quantised GroupedTensor"):
+        sharded_state_dict(quantised, groups)
+
+
+@needs_new
 def test_interleaved_gate_and_up_are_the_arrays_of_those_one_after_the_other(tmp_path: Path) -> None:
     groups = ParallelGroups.offline(ParallelLayout(), 0)
     module = build(MODULES["fused gated mlp, interleaved"], groups)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from megackpt import load, save
+from megackpt import load, load_with_report, save
 from megackpt.errors import CheckpointError, DeclarationError
 from megackpt.mapping import (
     LocalNonpersistentObject,
@@ -117,6 +117,19 @@ def test_a_factory_is_merged_from_what_it_built_in_lists_and_dicts(tmp_path: Pat
     assert [set(built) for built in seen] == [{"tensors", "key"}]
     assert seen[0]["key"] == "w"
     assert [t.tolist() for t in seen[0]["tensors"]] == [w[:2].tolist(), w[2:].tolist()]
+
+
+def test_the_report_says_what_a_factory_makes_of_stored_arrays(tmp_path: Path) -> None:
+    w = torch.arange(8.0).reshape(4, 2)
+    save({"w": ShardedTensorFactory("w", w, halves, join, how="joined")}, tmp_path / "c")
+    asked = {
+        "w": ShardedTensorFactory("w", torch.zeros(4, 2), halves, join, how="joined"),
+        "v": ShardedTensorFactory("v", torch.zeros(4, 2), halves, join, how="joined"),
+        "silent": ShardedTensorFactory("silent", torch.zeros(0), lambda *_: [], lambda _: None),
+    }
+    _, report = load_with_report(asked, tmp_path / "c", strict="log_unexpected")
+    assert report.transformed == {"w": "joined"}  # not v, of which nothing is stored
+    assert "transformed: 1 arrays, joined" in str(report)
 
 
 def test_the_factory_of_a_parameter_serves_its_optimizer_state_whole_and_flat(tmp_path: Path) -> None:

@@ -188,6 +188,23 @@ def test_replica_ids_that_do_not_show_their_axes_are_rejected(replica_id: Any, m
         )
 
 
+def test_states_of_a_factory_are_declared_as_it_says() -> None:
+    """Also 0-dim ones, whose place is that of the parameter; the factory itself may store nothing."""
+    param = Parameter(torch.zeros(2))
+    shape = ShardedTensor.from_rank_offsets("w", param, (0, 1, 4), replica_id=(0, 0, 0), prepend_axis_num=1)
+    factory = ShardedTensorFactory(
+        "w", param, lambda *_: [], lambda _: param, (0, 0, 0), of_states=shape.without_data()
+    )
+    for own in (factory, shape):
+        state = {"state": {0: {"exp_avg": torch.ones(2), "step": torch.tensor(3.0)}}, "param_groups": []}
+        entities = get_param_id_to_sharded_param_map({"w": own}, [param])
+        optim_state_to_sharding_state(state, entities)
+        moment, step = state["state"][0]["exp_avg"], state["state"][0]["step"]  # type: ignore[call-overload]
+        assert (moment.key, moment.global_shape) == ("optimizer.state.exp_avg.w", (4, 2))
+        assert (moment.global_offset, moment.replica_id) == ((1, 0), (0, 0, 0))
+        assert (step.key, step.global_shape, step.global_offset) == ("optimizer.state.step.w", (4,), (1,))
+
+
 def test_a_factory_that_declares_nothing_is_rejected() -> None:
     param = Parameter(torch.zeros(2))
     optimizer = DistributedOptimizer([param], torch.optim.AdamW, ParallelGroups.offline(ParallelLayout(), 0))
