@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from megackpt import DeclarationError, load, load_plain_tensors, save
-from megackpt.integrations.transformer_engine import sharded_state_dict
+from megackpt.integrations.transformer_engine import set_components, sharded_state_dict
 from megackpt.mapping import ShardedTensor
 from megackpt.parallel import ParallelGroups, ParallelLayout
 from megackpt.testing.world import SimulatedRank, SimulatedWorld
@@ -173,6 +173,26 @@ def test_interleaved_experts_are_the_arrays_of_those_one_after_the_other(tmp_pat
         both = torch.cat([gate, up]).reshape(2 * FFN, HIDDEN)
         assert torch.equal(plain.get_parameter(name), both)
         assert torch.equal(arrays["linear_fc1.weight.gate"][expert], both[:FFN])
+
+
+@pytest.mark.parametrize("kind", ["linear", "experts"])
+def test_parts_that_alternate_are_stored_in_order(tmp_path: Path, kind: str) -> None:
+    """As Megatron-Core's `moe_mlp_glu_interleave_size`, in modules that do not know it."""
+    make = te_models.linear("column") if kind == "linear" else te_models.experts("column")
+
+    def alternating(groups: ParallelGroups) -> nn.Module:
+        module = make(groups)
+        set_components(module, "gate", "up", block=4)
+        return module
+
+    arrays = check_all_layouts(alternating, TP if kind == "linear" else EP, tmp_path)
+    module = build(alternating, ParallelGroups.offline(ParallelLayout(), 0))
+    for name in ("weight", "bias"):
+        own = module.get_parameter(name if kind == "linear" else f"{name}0")
+        gate, up = own.view(-1, 2, 4, *own.shape[1:]).unbind(1)
+        for part, rows in (("gate", gate), ("up", up)):
+            stored = arrays[f"{name}.{part}"] if kind == "linear" else arrays[f"{name}.{part}"][0]
+            assert torch.equal(stored, rows.flatten(0, 1))
 
 
 @needs_new

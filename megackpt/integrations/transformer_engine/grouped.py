@@ -21,6 +21,7 @@ from megackpt.integrations.transformer_engine.patterns import declare_alternatin
 from megackpt.integrations.transformer_engine.site import (
     ParallelMode,
     Site,
+    alternating_parts,
     linear_sharding,
     own_tensors,
     parallel_mode,
@@ -37,11 +38,15 @@ from megackpt.parallel import TpSharding, declare_tensor
 
 
 def declare_grouped(
-    module: Any, site: Site, parts: Sequence[str] | None = None, *, block: int | None = None
+    module: Any,
+    site: Site,
+    parts: Sequence[str] | None = None,
+    *,
+    pattern: Mapping[str, int] | None = None,
 ) -> ShardedStateDict:
     """Declare a `GroupedLinear`, whose rows are the equal components `parts` (see `linear_sharding`).
 
-    With `block`, the parts alternate in blocks of so many rows.
+    With `pattern`, components alternate in blocks of so many rows. It is that of `set_components` if None.
 
     Raises:
         DeclarationError: the parts alternate in one grouped parameter.
@@ -49,13 +54,13 @@ def declare_grouped(
     site = replace(site, groups=site.groups.experts)
     count = number_of_experts(module)
     mode = parallel_mode(module, site)
+    pattern = alternating_parts(module) if pattern is None else pattern
     state: ShardedStateDict = {}
     for name, value in own_tensors(module).items():
         kind, expert = _kind_and_expert(name)
         rows = value.shape[1 if expert is None else 0]
         sharding = linear_sharding(module, kind, rows, mode, site, parts)
-        if block is not None and parts is not None:
-            pattern = dict.fromkeys(parts, block)
+        if pattern is not None and mode != "row":
             state[site.prefix + name] = _declare_alternating(kind, value, pattern, site, expert, count, mode)
         elif expert is None:
             state[site.prefix + name] = _declare_stacked(kind, value, sharding, site)

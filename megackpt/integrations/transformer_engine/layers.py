@@ -10,9 +10,11 @@ from typing import Any
 from torch import nn
 
 from megackpt.integrations.transformer_engine.own_tensors import declare_own
+from megackpt.integrations.transformer_engine.patterns import declare_alternating
 from megackpt.integrations.transformer_engine.site import (
     OwnTensor,
     Site,
+    alternating_parts,
     check_tp_size,
     components,
     linear_sharding,
@@ -32,7 +34,18 @@ def declare_linear(module: nn.Module, site: Site) -> ShardedStateDict:
 
     A weight of its own, named by `parameters_split`, is stored as a component: `q_weight` as `weight.q`.
     """
-    return declare_own(module, site, [*NORM, *linear_tensors(module, site)])
+    tensors = linear_tensors(module, site)
+    pattern = alternating_parts(module)
+    mode = parallel_mode(module, site)
+    if pattern is None or mode == "row":
+        return declare_own(module, site, [*NORM, *tensors])
+    own = own_tensors(module)
+    state = declare_own(module, site, NORM, without=[tensor.name for tensor in tensors])
+    for name, key, _ in tensors:
+        state[site.prefix + name] = declare_alternating(
+            key, own[name], pattern, site, is_cut=mode == "column"
+        )
+    return state
 
 
 def linear_tensors(module: Any, site: Site) -> list[OwnTensor]:

@@ -94,7 +94,8 @@ def _declare_linear(operations: Sequence[Operation], index: int, site: Site) -> 
     parts = ("gate", "up") if gated is not None else None
     width = getattr(gated, "glu_interleave_size", None)
     if kind == "GroupedLinear":
-        return declare_grouped(module, site, parts, block=width)
+        pattern = None if width is None else {"gate": width, "up": width}
+        return declare_grouped(module, site, parts, pattern=pattern)
     mode = _mode(operations, index, site)
     if width is not None:
         weight = own_tensors(module)["weight"]

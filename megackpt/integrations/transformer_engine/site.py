@@ -26,6 +26,7 @@ QUANTISED = "transformer_engine_quantised"
 
 _MODE = "checkpoint_parallel_mode"
 _COMPONENTS = "checkpoint_components"
+_BLOCK = "checkpoint_components_block"
 
 
 class OwnTensor(NamedTuple):
@@ -113,13 +114,26 @@ def set_parallel_mode(module: nn.Module, mode: ParallelMode | None) -> None:
     setattr(module, _MODE, mode)
 
 
-def set_components(module: nn.Module, *names: str) -> None:
+def set_components(module: nn.Module, *names: str, block: int | None = None) -> None:
     """Say that the output of a linear module is several equal parts, one after the other. Local.
 
     Each is stored as an array of its own, `weight.gate` and `weight.up`. Without it, a fused projection that
     tp cuts by columns cannot be loaded at another tp: every rank has a slice of each part.
+
+    Args:
+        module: a linear module, or a grouped one.
+        names: of the parts, in order.
+        block: if the parts alternate, the number of rows of a part before the next one begins
+            (Megatron-Core's `moe_mlp_glu_interleave_size`). The stored arrays have their rows in order.
     """
     setattr(module, _COMPONENTS, names)
+    setattr(module, _BLOCK, block)
+
+
+def alternating_parts(module: nn.Module) -> dict[str, int] | None:
+    """Return the parts that alternate in a module's rows, with the rows of each; None if none do."""
+    block: int | None = getattr(module, _BLOCK, None)
+    return None if block is None else dict.fromkeys(getattr(module, _COMPONENTS), block)
 
 
 def parallel_mode(module: nn.Module, site: Site) -> ParallelMode | None:
