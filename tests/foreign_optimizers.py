@@ -165,3 +165,11 @@ def are_close(first: Arrays, second: Arrays) -> bool:
 
 def _model_rank(rank: Rank) -> tuple[int, int]:
     return rank.groups.tp.rank, rank.groups.pp.rank
+
+
+_IN_DOCS = {"state": "state exact, steps not", "MismatchError": "`MismatchError`"}
+
+
+def row_of_docs(name: str, outcomes: Sequence[str]) -> str:
+    """Return the row of the table in docs/optimizers.md: name and outcome of every change, in order."""
+    return f"| {name} | {' | '.join(_IN_DOCS.get(text, text) for text in outcomes)} |"

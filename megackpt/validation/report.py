@@ -171,7 +171,8 @@ class LoadReport:
         objects: unique keys of the objects that were loaded.
         missing: keys in the checkpoint that no rank requested.
         unexpected: keys that this rank requested and the checkpoint lacks; nothing was loaded for them.
-        excluded: keys that this rank requested and `LoadOptions.exclude` left out.
+        excluded: keys that this rank requested and `LoadOptions.exclude` left out, or that the checkpoint
+            lacks and that may be missing (`if_missing="keep"`).
         recovered: bytes that were read from another source, because the checkpoint's own are damaged; see
             `LoadOptions.on_corrupt`.
         times: how long reading, exchanging and copying took on all ranks; None until they are done.

@@ -21,7 +21,7 @@ from megackpt.integrations.transformer_engine import fused_adam
 from megackpt.optim import MixedPrecisionOptimizer, join_master, split_master
 from megackpt.parallel.groups import ParallelGroups
 from megackpt.parallel.layout import ParallelLayout
-from tests.foreign_optimizers import CHANGES, Kind, outcome
+from tests.foreign_optimizers import CHANGES, Kind, outcome, row_of_docs
 from tests.te_stub import cpu_for_cuda, te_version, transformer_engine
 from tests.unit.test_apex import declare, make_params, set_grads
 
@@ -125,8 +125,17 @@ def kind(form: str) -> Kind:
 @pytest.mark.parametrize("form", FORMS)
 def test_three_steps_after_a_load_equal_those_of_the_uninterrupted_run(form: str, change: str) -> None:
     with kernels_of_torch():
-        got = outcome(kind(form), change)
-    assert got == ("rounded" if form in SCALED and change in ("tp", "ep") else "exact")
+        assert outcome(kind(form), change) == expected(form, change)
+
+
+def expected(form: str, change: str) -> str:
+    return "rounded" if form in SCALED and change in ("tp", "ep") else "exact"
+
+
+def test_the_table_in_the_docs_is_that_of_the_forms() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "optimizers.md").read_text()
+    rows = [row_of_docs(f"`FusedAdam`, {form}", [expected(form, c) for c in CHANGES]) for form in FORMS]
+    assert [row for row in rows if row not in text] == []
 
 
 def codes_of(optimizer: Any) -> dict[tuple[int, str], list[Tensor]]:
