@@ -119,7 +119,7 @@ def test_a_factory_is_merged_from_what_it_built_in_lists_and_dicts(tmp_path: Pat
     assert [t.tolist() for t in seen[0]["tensors"]] == [w[:2].tolist(), w[2:].tolist()]
 
 
-def test_the_report_says_what_a_factory_makes_of_stored_arrays(tmp_path: Path) -> None:
+def test_a_load_report_has_what_a_factory_makes_of_stored_arrays(tmp_path: Path) -> None:
     w = torch.arange(8.0).reshape(4, 2)
     save({"w": ShardedTensorFactory("w", w, halves, join, how="joined")}, tmp_path / "c")
     asked = {

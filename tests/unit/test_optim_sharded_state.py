@@ -188,7 +188,7 @@ def test_replica_ids_that_do_not_show_their_axes_are_rejected(replica_id: Any, m
         )
 
 
-def test_states_of_a_factory_are_declared_as_it_says() -> None:
+def test_states_of_a_factory_are_declared_as_of_states() -> None:
     """Also 0-dim ones, whose place is that of the parameter; the factory itself may store nothing."""
     param = Parameter(torch.zeros(2))
     shape = ShardedTensor.from_rank_offsets("w", param, (0, 1, 4), replica_id=(0, 0, 0), prepend_axis_num=1)
