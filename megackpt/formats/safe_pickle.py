@@ -36,6 +36,7 @@ from megackpt.errors import CheckpointError, FormatError, UnknownClassError, Uns
 from megackpt.formats.pickle_keys import TIME_CLASSES
 from megackpt.formats.pickle_limits import check_archive
 from megackpt.formats.safe_numpy import STAND_INS, UnsupportedValueError, no_bytes, plain_values, stand_ins
+from megackpt.formats.shared_values import check_repeated_values
 from megackpt.formats.unknown_classes import (
     MAX_UNKNOWN,
     EnumMembers,
@@ -175,7 +176,9 @@ def _load_safely(data: bytes | memoryview) -> Any:
         value = torch.load(
             io.BytesIO(data), map_location="cpu", weights_only=unpickler is None, pickle_module=unpickler
         )
-        return plain_values(value, has_unknown=bool(substitutes))
+        value = plain_values(value, has_unknown=bool(substitutes))
+    check_repeated_values(value, nbytes=len(data))
+    return value
 
 
 _Pickler: Any = pickle._Pickler  # in Python: the one in C imports each name that it writes

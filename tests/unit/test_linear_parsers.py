@@ -9,6 +9,7 @@ import pickle
 import pickletools
 import struct
 import time
+from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from functools import cache
@@ -460,3 +461,30 @@ def test_keys_of_a_pickle_are_found_however_they_are_inserted() -> None:
     for data in (by_memo, one_by_one, by_dict, by_set, by_set_of_2, of_frozensets, _ordered(pairs)):
         with pytest.raises(pickle.UnpicklingError, match="200 keys have the same hash"):
             check_opcodes(data[:2] + padding + data[2:])
+
+
+@pytest.mark.parametrize(
+    ("make", "fill"),
+    [
+        (b"]", b"(h%ch%ce"),
+        (b"}", b"(K\x01h%cK\x02h%cu"),
+        (named("collections", "OrderedDict") + b")R", b"(K\x01h%cK\x02h%cu"),
+        (named("argparse", "Namespace") + b")\x81", b"}(U\x01ah%cU\x01bh%cub"),
+    ],
+)
+@pytest.mark.parametrize("outside_in", [False, True])
+def test_containers_that_are_twice_in_each_other_are_rejected(
+    make: bytes, fill: bytes, outside_in: bool
+) -> None:
+    """A few bytes would be a value of 2**40 elements for whoever walks through it."""
+    numbers = range(40) if outside_in else reversed(range(40))
+    made = b"".join(make + b"q%c" % i for i in range(41))
+    filled = b"".join(b"h%c" % i + fill % (i + 1, i + 1) for i in numbers)
+    with pytest.raises(FormatError, match="repeated in each other without measure"):
+        load_value(zipped(pickled(b"(", made, filled, b"t")), where="w")
+
+
+def test_what_several_containers_share_is_loaded() -> None:
+    shared, ordered = [1, 2], OrderedDict(a=[3])
+    state = {"a": shared, "b": [shared, ordered], "many": {i: (shared, ordered) for i in range(30_000)}}
+    assert load_value(_torch_saved(state), where="w") == state
