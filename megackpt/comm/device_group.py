@@ -18,7 +18,7 @@ class DeviceGroup:
     Without a process group, the ranks are all ranks of torch.distributed.
 
     Raises:
-        DeclarationError: a group of another kind, or torch.distributed is not initialised.
+        DeclarationError: group is not a process group of torch, or torch.distributed is not initialised.
     """
 
     def __init__(self, group: Group | dist.ProcessGroup | None, device: torch.device | None = None) -> None:
@@ -27,8 +27,8 @@ class DeviceGroup:
         if not isinstance(group, dist.ProcessGroup):
             raise DeclarationError(
                 "cpu_transfer=False broadcasts between devices, which takes a process group of "
-                "torch.distributed "
-                "with a backend for them. Give one as exchange_group, or leave cpu_transfer as it is."
+                "torch.distributed with a backend for them. Give one as exchange_group, or leave "
+                "cpu_transfer as it is."
             )
         self._group, self._device = group, device or torch.device("cpu")
 
@@ -49,12 +49,11 @@ class DeviceGroup:
         on_device = data.to(self._device)
         try:
             dist.broadcast(on_device, dist.get_global_rank(self._group, root), group=self._group)
-            if on_device.is_cuda:  # the caller fills the host buffer again after this
+            if on_device.is_cuda:  # the caller may overwrite the host buffer when this returns
                 torch.cuda.synchronize(self._device)
         except RuntimeError as error:
             raise RankFailedError(
-                f"A broadcast between devices failed (seen by rank {dist.get_rank()}): {error}. Look "
-                f"at the logs "
-                f"of the other ranks, or load with cpu_transfer=True."
+                f"A broadcast between devices failed (seen by rank {dist.get_rank()}): {error}. Look at the "
+                f"logs of the other ranks, or load with cpu_transfer=True."
             ) from error
         return on_device

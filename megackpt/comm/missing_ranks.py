@@ -1,7 +1,7 @@
-"""The ranks that are missing after a collective broke, found out through the store of torch.distributed.
+"""Finds the ranks that are missing after a collective broke, through the store of torch.distributed.
 
-The store may be lost, too: rank 0, the launcher or a separate process serves it, and that process may be
-stopped. So every request has a deadline.
+The process that serves the store (rank 0, the launcher or a separate process) may be stopped, too. So every
+request has a deadline.
 """
 
 from __future__ import annotations
@@ -59,9 +59,9 @@ def describe_missing_ranks(
 def _missing_and_late(
     name: str, *, rank: int, size: int, mark: int, tolerance: int, waited_s: float, timeout_s: float
 ) -> tuple[list[int], list[int]] | None:
-    """Report this rank to the others, and return the ranks that do not report, and those that came late.
+    """Report this rank to the others; return the ranks that do not report, and the late ones.
 
-    A rank came late if it waited less than half as long as this one: it was busy while this one waited, for
+    A rank is late if it waited less than half as long as this one: it was busy while this one waited, for
     instance with a writer process that does not answer.
 
     Returns:

@@ -1,8 +1,8 @@
 """Deadlines for calls that may block for ever.
 
-torch's TCPStore has no deadline that always holds: every call, with `wait` and the constructor, blocks in the
-socket while the process that serves the store is stopped. So a thread makes the calls, and the caller waits
-for the thread with a deadline. The calls are in C++ and release the interpreter lock.
+The deadlines of torch's TCPStore do not always hold: every call, `wait` and the constructor included, blocks
+in the socket while the process that serves the store is stopped. So a thread makes the calls, and the caller
+waits for the thread with a deadline. The calls are in C++ and release the interpreter lock.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class StoreTimeoutError(RuntimeError):
     """A store did not answer before the deadline.
 
     Attributes:
-        waited_s: how long it had, in seconds.
+        waited_s: how long the caller waited, in seconds.
     """
 
     def __init__(self, waited_s: float) -> None:
@@ -37,11 +37,13 @@ class StoreTimeoutError(RuntimeError):
 
 
 class CallThread:
-    """A thread that makes calls for others, one after the other.
+    """A thread that makes calls for other threads, one after the other.
 
-    After a call that missed its deadline the thread may never return, so every later call fails at once.
-    store_port is that of the TCPStore which the calls use, None for no such store: when the interpreter ends,
-    the connections to it of a thread that is stuck are broken.
+    A call that misses its deadline may never return, so every later call fails at once.
+
+    Args:
+        store_port: port of the TCPStore that the calls use; None for no TCPStore. When the interpreter ends,
+            the connections of a stuck thread to this port are broken.
     """
 
     def __init__(self, store_port: int | None) -> None:
@@ -58,7 +60,7 @@ class CallThread:
         """Return the result of act, or raise its error. Any thread may call this.
 
         Raises:
-            TimeoutError: act did not return within timeout_s, or an earlier call did not in its time.
+            TimeoutError: act did not return within timeout_s, or an earlier call missed its deadline.
         """
         if self._is_stuck:
             raise TimeoutError
@@ -78,15 +80,18 @@ class CallThread:
 
 
 class StoreClient:
-    """A store of torch.distributed, each of whose calls ends before a deadline.
+    """A store of torch.distributed, each of whose calls ends before a deadline. Any thread may use it.
 
-    connect returns the store, a `dist.Store`, which is served at port; None for one that is not a TCPStore.
-    It has connect_s to do so, and every call has answer_s, in seconds. Any thread may use the client.
+    Args:
+        connect: returns the store, a `dist.Store`.
+        port: where the store is served; None if it is not a TCPStore.
+        connect_s: deadline of `connect`, in seconds.
+        answer_s: deadline of every later call, in seconds.
 
     Raises:
-        StoreTimeoutError: from every method, if the store did not answer in time, now or before. A store that
-            is silent once counts as lost.
-        RuntimeError: what the store raises.
+        StoreTimeoutError: from every method, if the store did not answer in time to this call or an earlier
+            one: a store that is silent once counts as lost.
+        RuntimeError: from every method, the error of the store.
     """
 
     def __init__(
@@ -102,7 +107,7 @@ class StoreClient:
         self._call(lambda: self._store.set(key, value))
 
     def get(self, key: str) -> bytes:
-        """Return a value that is there; see `check` and `wait`."""
+        """Return the value of a key that exists; see `check` and `wait`."""
         return bytes(self._call(lambda: self._store.get(key)))
 
     def add(self, key: str, amount: int) -> int:
@@ -110,15 +115,15 @@ class StoreClient:
         return int(self._call(lambda: self._store.add(key, amount)))
 
     def check(self, keys: Sequence[str]) -> bool:
-        """Return whether all keys are there."""
+        """Return whether all keys exist."""
         return bool(self._call(lambda: self._store.check(list(keys))))
 
     def compare_set(self, key: str, expected: str, desired: str) -> bytes:
-        """Store a value in place of the expected one, "" for none; return the value that is there then."""
+        """Replace the expected value, "" for none, in one atomic step; return the value afterwards."""
         return bytes(self._call(lambda: self._store.compare_set(key, expected, desired)))
 
     def delete_key(self, key: str) -> bool:
-        """Remove a key; return whether it was there."""
+        """Remove a key; return whether it existed."""
         return bool(self._call(lambda: self._store.delete_key(key)))
 
     def num_keys(self) -> int:
@@ -126,15 +131,15 @@ class StoreClient:
         return int(self._call(lambda: self._store.num_keys()))
 
     def wait(self, keys: Sequence[str], timeout: timedelta) -> None:
-        """Return when all keys are there.
+        """Return when all keys exist.
 
         Raises:
-            dist.DistStoreError: they were not there within timeout.
+            dist.DistStoreError: a key did not exist within timeout.
         """
         self._call(lambda: self._store.wait(list(keys), timeout), beyond_s=timeout.total_seconds())
 
     def close(self) -> None:
-        """Let go of the connection, and of the server if it is here."""
+        """Close the connection, and the server if this process has it."""
         self._store = None
 
     def _call(self, act: Callable[[], T], *, beyond_s: float = 0.0) -> T:
@@ -149,16 +154,16 @@ def _make_calls(requests: queue.SimpleQueue[_Request | None]) -> None:
         act, reply = request
         try:
             answer: tuple[Any, Exception | None] = act(), None
-        except Exception as error:  # noqa: BLE001 - raised again where the call was asked for
+        except Exception as error:  # noqa: BLE001 - raised in the thread that asked for the call
             answer = None, error
         reply.put(answer)
-        del request, act, reply, answer  # a store must not live on here while the thread waits for work
+        del request, act, reply, answer  # the waiting thread must not keep a store alive
 
 
-def _hang_up() -> None:
-    """Let threads that are stuck return while the interpreter is there.
+def _break_stuck_connections() -> None:
+    """Make stuck threads return before the interpreter ends, by breaking their connections.
 
-    One that came back from C++ while the interpreter ends would end the process with SIGABRT ("terminate
+    A thread that returns from C++ while the interpreter ends would end the process with SIGABRT ("terminate
     called without an active exception").
     """
     ports = {port for _, port in _STUCK}
@@ -176,4 +181,4 @@ def _hang_up() -> None:
 
 _END_S = 1.0
 _STUCK: list[tuple[threading.Thread, int | None]] = []
-atexit.register(_hang_up)
+atexit.register(_break_stuck_connections)

@@ -1,7 +1,8 @@
 """A group of writer processes that send messages through a key-value store, without torch's collectives.
 
-Rank 0 hosts the store, a TCPStore, see `store_host`. Messages of writer processes never wait behind the
-collectives of the training, nor these behind them. All messages go through one server, so they must be short.
+Rank 0 serves the store, a TCPStore (see `store_host`). So saves never wait for the collectives of the
+training, and the training never waits for those of saves. All messages go through one server, so they must be
+short.
 """
 
 from __future__ import annotations
@@ -37,10 +38,10 @@ LOOK_EVERY_S = 1.0
 """How often a rank that waits for a message checks whether another rank has given up."""
 
 LEAVE_S = 5.0
-"""How long rank 0 waits for the others to have read its last words."""
+"""How long rank 0 waits, when it leaves, for the other ranks to read its last messages."""
 
 LEAVE_ABORTED_S = 2 * LOOK_EVERY_S
-"""How long if they were given up: until those that wait have looked. One that is lost will not come."""
+"""The same if a rank has given up: as long as waiting ranks need to see the error. A lost rank never does."""
 
 
 class StoreGroup(Group):
@@ -54,8 +55,9 @@ class StoreGroup(Group):
 
     Raises:
         CheckpointError: from every method, the error with which another rank has given up (see
-            `StoreHost.abort`). WriterFailedError if a process did not answer before the deadline or the store
-            is gone; the ranks of these processes may be well.
+            `StoreHost.abort`).
+        WriterFailedError: from every method, if a process did not answer before the deadline, or the store is
+            gone. The training processes of these ranks may still run.
     """
 
     def __init__(
@@ -73,7 +75,7 @@ class StoreGroup(Group):
         self.rank, self.size = rank, size
         self._timeout_s = timeout_s
         self._collectives = 0
-        self._sent_keys: list[str] = []  # keys of rank 0's answers that some may not have read yet
+        self._sent_keys: list[str] = []  # keys of rank 0's results that some ranks may not have read yet
 
     @property
     def timeout_s(self) -> float:
@@ -81,16 +83,16 @@ class StoreGroup(Group):
         return self._timeout_s
 
     def all_gather(self, data: bytes) -> list[bytes]:
-        """Return what every rank gave, in rank order."""
+        """Return the data of every rank, in rank order."""
         everyone = self._gather_on_root(data)
         return split_fields(self._broadcast_from_root(join_fields(everyone)))
 
     def gather(self, data: bytes) -> list[bytes]:
-        """Return on rank 0 what every rank gave; nothing on the others, which do not wait."""
+        """Return on rank 0 the data of every rank; nothing on the other ranks, which do not wait."""
         return self._gather_on_root(data)
 
     def all_reduce_max(self, numbers: Sequence[int], *, step: bytes) -> list[int]:
-        """Return the largest of what the ranks gave, number by number."""
+        """Return the element-wise maximum over all ranks."""
         by_rank = [json.loads(data) for data in self._gather_on_root(json.dumps(list(numbers)).encode())]
         if len({len(of_rank) for of_rank in by_rank}) > 1:
             raise RankFailedError("Ranks are at different steps, which have different numbers to compare.")
@@ -99,7 +101,7 @@ class StoreGroup(Group):
         return largest_of_ranks
 
     def scatter(self, parts: Sequence[bytes]) -> bytes:
-        """Return this rank's part; rank 0 gives those of all."""
+        """Return this rank's part; rank 0 gives the parts of all ranks."""
         self._collectives += 1
         if self.rank:
             return self._receive_message(self._key(f"for/{self.rank}"), from_rank=0)
@@ -110,7 +112,8 @@ class StoreGroup(Group):
     def leave(self) -> None:
         """Leave the group. Rank 0 waits until all ranks have left, and removes the keys of the group.
 
-        If a rank does not leave, rank 0 waits a short time without an error, and the last messages stay.
+        If a rank does not leave, rank 0 waits for a short time and raises no error; its last messages stay in
+        the store.
         """
         left = left_key(self._prefix)
         with contextlib.suppress(RuntimeError):
@@ -119,11 +122,11 @@ class StoreGroup(Group):
                 return
             began = time.monotonic()
             while self._store.add(left, 0) < self.size - 1:
-                # Whose rank waits longer for one that is lost is taken for stuck itself, and killed.
+                # A writer process that waits longer for a lost rank is itself taken for stuck, and killed.
                 is_aborted = self._store.check([abort_key(self._prefix)])
                 most = LEAVE_ABORTED_S if is_aborted else LEAVE_S
                 if time.monotonic() - began > min(most, self._timeout_s):
-                    return  # one may still come, and is to find that it was given up
+                    return  # a late rank must still find the error under the key of aborts
                 time.sleep(0.005)
             for key in (*self._sent_keys, left, abort_key(self._prefix)):
                 self._store.delete_key(key)
@@ -135,12 +138,12 @@ class StoreGroup(Group):
             self._send_message(self._key(str(self.rank)), data)
             return []
         others = range(1, self.size)
-        deadline = time.monotonic() + self._timeout_s  # one for all of them
+        deadline = time.monotonic() + self._timeout_s  # one deadline for all ranks
         everyone = [
             data,
             *(self._receive_message(self._key(str(r)), from_rank=r, deadline=deadline) for r in others),
         ]
-        for key in self._sent_keys:  # who has come here has read them
+        for key in self._sent_keys:  # a rank that has sent this message has read the earlier results
             self._ask(self._store.delete_key, key)
         self._sent_keys = []
         return everyone
@@ -155,7 +158,7 @@ class StoreGroup(Group):
         return data
 
     def _send_message(self, key: str, data: bytes) -> list[str]:
-        """Store a message, in parts, of which the first comes last; return their keys."""
+        """Store a message in parts, the first part last; return the keys of the parts."""
         count = max(1, -(-len(data) // PART_BYTES))
         keys = [key, *(f"{key}.{n}" for n in range(1, count))]
         for n in reversed(range(count)):
@@ -181,11 +184,11 @@ class StoreGroup(Group):
         while True:
             rest = deadline - time.monotonic()
             if rest <= 0:
-                self._give_up(self._not_come(from_rank))
+                self._give_up(self._missing_ranks(from_rank))
             wait = timedelta(seconds=max(0.001, min(rest, LOOK_EVERY_S)))
             try:
                 self._store.wait([key], wait)
-            except dist.DistStoreError:  # it is not there yet
+            except dist.DistStoreError:  # the message is not there yet
                 self._while_waiting()
                 self._look_for_abort()
             except RuntimeError as error:
@@ -198,7 +201,7 @@ class StoreGroup(Group):
         if self._ask(self._store.check, [key]):
             raise decode_error(self._ask(self._store.get, key))
 
-    def _not_come(self, from_rank: int) -> list[int]:
+    def _missing_ranks(self, from_rank: int) -> list[int]:
         """Return the ranks whose message is missing, of which from_rank is the first."""
         missing = [from_rank]
         if self.rank == 0:
@@ -207,7 +210,7 @@ class StoreGroup(Group):
         return missing
 
     def _give_up(self, missing: Sequence[int]) -> NoReturn:
-        """Name ranks that have not answered, to all."""
+        """Raise an error on all ranks that names the ranks which have not answered."""
         error = WriterFailedError(
             f"No answer from the writer process of rank(s) {describe_ranks(missing)} within "
             f"{self._timeout_s:g} s (seen by rank {self.rank}). That process or its rank is stuck, or gone: "
@@ -217,9 +220,12 @@ class StoreGroup(Group):
         raise self.abort(error)
 
     def abort(self, error: Exception) -> CheckpointError:
-        """Let the others fail with an error, unless one has given up before; return with which. Local."""
+        """Make the other ranks raise an error, and return the error that all ranks raise. Local.
+
+        That is another error if another rank has given up before.
+        """
         encoded = encode_error(error)
-        with contextlib.suppress(RuntimeError):  # without the store they fail anyhow
+        with contextlib.suppress(RuntimeError):  # if the store is gone, they fail without this
             encoded = first_error(self._store, self._prefix, encoded)
         return decode_error(encoded)
 
@@ -232,15 +238,14 @@ class StoreGroup(Group):
     def _store_is_gone(self, error: RuntimeError) -> WriterFailedError:
         if isinstance(error, StoreTimeoutError):
             return WriterFailedError(
-                f"Rank 0, which hosts the store through which writer processes meet, did not answer within "
+                f"Rank 0, which hosts the store of the writer processes, did not answer within "
                 f"{error.waited_s:g} s (seen by rank {self.rank}). That process is stopped or stuck, or its "
                 f"node is: look at its log. Raise timeout_s if it was only slow.",
                 rank=0,
             )
         return WriterFailedError(
-            f"The store through which writer processes meet is gone (seen by rank {self.rank}: "
-            f"{first_line(error)}). Rank 0 hosts it: that process has ended; look at "
-            f"its log.",
+            f"The store of the writer processes is gone (seen by rank {self.rank}: {first_line(error)}). "
+            f"Rank 0 hosts it: that process has ended; look at its log.",
             rank=0,
         )
 

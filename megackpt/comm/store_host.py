@@ -1,6 +1,6 @@
 """The store through which writer processes exchange messages: rank 0 serves it, the others connect.
 
-Also the addresses of this host: where a server of this process listens, and how other hosts reach it.
+This module also finds the addresses of this host: where a server listens, and how other hosts reach it.
 """
 
 from __future__ import annotations
@@ -44,22 +44,23 @@ class StoreHost:
         self.address = address
 
     def abort(self, prefix: str, error: bytes) -> bytes:
-        """Let the ranks that meet under a prefix fail with an error; a store that is gone is no matter.
+        """Make the ranks of the group with a prefix raise an error. If the store is gone, this does nothing.
 
-        Return the error with which they fail: the first that a rank has given, from which others follow.
+        Returns:
+            The error that they raise: that of the first rank that called this.
         """
         with contextlib.suppress(RuntimeError):
             return first_error(self._client, prefix, error)
         return error
 
     def is_aborted(self, prefix: str) -> bool:
-        """Return whether a rank that meets under a prefix has given up."""
+        """Return whether a rank of the group with a prefix has given up."""
         with contextlib.suppress(RuntimeError):
             return self._client.check([abort_key(prefix)])
         return False
 
     def leave(self, prefix: str) -> None:
-        """Leave the groups with a prefix for a process that died."""
+        """Leave the group with a prefix in place of a process that died."""
         with contextlib.suppress(RuntimeError):
             self._client.add(left_key(prefix), 1)
 
@@ -68,7 +69,7 @@ class StoreHost:
         return self._client.num_keys()
 
     def close(self) -> None:
-        """Let go of the server or the connection."""
+        """Close the server or the connection."""
         store, self._store = self._store, None
         if store is not None:
             store.close()
@@ -83,9 +84,14 @@ class StoreHost:
 def host_store(group: Group, *, timeout_s: float, host: str | None = None) -> StoreHost:
     """Serve a store on rank 0, and connect to it. Collective over the group.
 
-    host is the name or address under which others reach rank 0; None to find it. Where all ranks have one
-    host name, the store is served on the loopback address alone; elsewhere on all addresses, and others find
-    it at MASTER_ADDR if that is set, else at rank 0's full name.
+    If all ranks have one host name, the store is served on the loopback address only; otherwise on all
+    addresses.
+
+    Args:
+        group: the ranks.
+        timeout_s: deadline of the store's clients, in seconds; see `connect_store`.
+        host: name or address by which other hosts reach rank 0; None for MASTER_ADDR, or rank 0's full name
+            if that is not set.
 
     Raises:
         RankFailedError: a rank cannot reach it, or rank 0 cannot serve.
@@ -120,8 +126,8 @@ def host_store(group: Group, *, timeout_s: float, host: str | None = None) -> St
 def connect_store(address: StoreAddress, *, timeout_s: float) -> StoreClient:
     """Return a client of a store. Local.
 
-    It has half of timeout_s to connect, and every call of it has a third: a store that is silent for so long
-    is lost, and a rank that waits for others after that still does so for less than twice timeout_s in all.
+    The client has half of timeout_s to connect, and a third of it for every call. A store that is silent for
+    longer counts as lost. So a rank that then waits for other ranks waits less than twice timeout_s in all.
 
     Raises:
         RankFailedError: it cannot be reached.
@@ -153,27 +159,27 @@ def _open_store(
             master_listen_fd=None if listener is None else listener.detach(),
         )
 
-    # More than a TCPStore has itself, which says what is wrong where it can.
+    # Longer than the deadline of the TCPStore, whose own error says more.
     return StoreClient(
         connect, port=address.port, connect_s=connect_s + _CONNECTING_S, answer_s=timeout_s / 3
     )
 
 
 def first_error(store: StoreClient, prefix: str, error: bytes) -> bytes:
-    """Leave an error for the ranks that meet under a prefix, unless there is one; return which is there.
+    """Store an error for the ranks of the group with a prefix, unless there is one; return the stored one.
 
-    One request to the store's server, so that two ranks that give up at once do so with one error.
+    This is one atomic request to the server. So all ranks raise one error if two ranks give up at once.
     """
     return store.compare_set(abort_key(prefix), "", error.decode())
 
 
 def abort_key(prefix: str) -> str:
-    """Return the key under which the first error of the ranks that meet under a prefix is stored."""
+    """Return the key under which the first error of the group with a prefix is stored."""
     return f"{prefix}/abort"
 
 
 def left_key(prefix: str) -> str:
-    """Return the key that counts the ranks which have left the groups with a prefix."""
+    """Return the key that counts the ranks that have left the group with a prefix."""
     return f"{prefix}/left"
 
 

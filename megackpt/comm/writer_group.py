@@ -1,8 +1,8 @@
 """The group of writer processes that also send each other files.
 
 Control messages go through the store (see `store_group`), bulk bytes through a transport (see `transport`).
-If a rank is lost or late, the others may wait for ranks that are waiting themselves. So all ranks are called
-through the store then, and the ranks that do not answer are named.
+When a rank is lost or late, a rank may wait for another one that waits itself. So the first rank that notices
+calls all ranks through the store, and names those that do not answer.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ class WriterGroup(StoreGroup):
         )
         self._address = address
         self._transport: Transport | None = None
-        self._looked_at = 0.0
-        self._has_answered = False
+        self._looked_at = 0.0  # when this rank has last looked for an error of another rank
+        self._has_answered = False  # whether this rank has answered the call of all ranks
 
     def exchange(self, sends: Sequence[PeerBuffer], receives: Sequence[PeerBuffer]) -> None:
         """Move bytes between pairs of ranks, all pairs at once."""
@@ -121,14 +121,14 @@ class WriterGroup(StoreGroup):
         if not self._has_answered and self._ask(self._store.check, [self._call_key()]):
             self._answer()
 
-    def _not_come(self, from_rank: int) -> list[int]:
-        return self._silent_ranks(super()._not_come(from_rank))
+    def _missing_ranks(self, from_rank: int) -> list[int]:
+        return self._silent_ranks(super()._missing_ranks(from_rank))
 
     def _silent_ranks(self, late: Sequence[int]) -> list[int]:
-        """Call all ranks, and return those of the late ranks that do not answer.
+        """Call all ranks, and return the late ranks that do not answer. A rank that waits does answer.
 
-        A rank that waits for another one answers. If all late ranks answer, return other ranks that do not,
-        and if there is none, the late ranks.
+        If all late ranks answer, return the other ranks that do not answer; if all ranks answer, return the
+        late ranks.
         """
         self._answer()
         self._ask(self._store.set, self._call_key(), b"1")
@@ -153,7 +153,7 @@ class WriterGroup(StoreGroup):
         return f"{self._prefix}/call"
 
     def _raise_lost_peer(self, lost: LostPeerError) -> NoReturn:
-        """Raise the error of a broken connection, or the one that the peer's own rank gives soon."""
+        """Raise the error of a broken connection, or that of the peer if it gives up within two seconds."""
         deadline = time.monotonic() + 2 * store_group.LOOK_EVERY_S
         while time.monotonic() < deadline:
             self._wait()
