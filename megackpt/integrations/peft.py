@@ -32,6 +32,7 @@ from megackpt.integrations.peft_names import (
     PeftModule,
     modules_of,
     stacked_layers,
+    stored_names,
     unstacked,
 )
 from megackpt.maintenance.huggingface_model_files import ConfigSource, ModelFiles
@@ -55,7 +56,7 @@ _MAX_BYTES = 64 * 1024**3
 # Choices of peft that change what an adapter computes, and that LoRAConfig does not have.
 _UNSUPPORTED = (
     "alora_invocation_tokens", "alpha_pattern", "layer_replication", "lora_bias", "modules_to_save",
-    "rank_pattern", "target_parameters", "trainable_token_indices", "use_bdlora", "use_qalora",
+    "rank_pattern", "trainable_token_indices", "use_bdlora", "use_qalora",
     "velora_config", "monteclora_config",
 )  # fmt: skip
 
@@ -97,12 +98,14 @@ def export_peft(
     adapted = [module for module in modules.values() if module.is_adapted(arrays, adapter)]
     tensors: dict[str, Tensor] = {}
     used: set[str] = set()
+    stored = stored_names({module.name for module in adapted})
     for module in adapted:
         parts, keys = module.from_ours(arrays, adapter)
         used |= keys
-        tensors |= {f"{_PREFIX}{module.name}.{what}{_ENDS[what]}": value for what, value in parts.items()}
+        start = f"{_PREFIX}{stored[module.name]}"
+        tensors |= {f"{start}.{what}{_ENDS[what]}": value for what, value in parts.items()}
     _check_all_used(arrays.keys() - used, adapter)
-    document = _peft_config(lora, adapted, _target_names(adapted, modules), base_model)
+    document = _peft_config(lora, adapted, modules, base_model)
     with opened_store(target) as store:
         store.create()
         if not overwrite and (store.exists(CONFIG) or store.exists(WEIGHTS)):
@@ -146,6 +149,7 @@ def import_peft(
     document, by_module, where = _read_folder(source)
     made = chosen_map(map, base, (), where=where)
     modules = modules_of(made)
+    by_module = _with_names_of_parameters(by_module, modules, document)
     unknown = sorted(by_module.keys() - modules)
     if unknown:
         raise MapError(
@@ -200,8 +204,8 @@ def _check_all_used(unused: set[str], adapter: str) -> None:
     if unused:
         key = min(unused)
         raise MapError(
-            f"{key!r} of the adapter {adapter!r} has no place in a peft folder for this base model: "
-            f"adapters of experts have none, nor have layers that the model lacks. Merge the adapter into "
+            f"{key!r} of the adapter {adapter!r} has no place in a peft folder for this base model: experts "
+            f"that a folder fuses have none, nor have layers that the model lacks. Merge the adapter into "
             f"the base, or give the config of its base model.",
             key=key,
         )
@@ -216,8 +220,13 @@ def _target_names(adapted: Sequence[PeftModule], modules: Mapping[str, PeftModul
 
 
 def _peft_config(
-    lora: LoRAConfig, adapted: Sequence[PeftModule], targets: list[str], base_model: str | None
+    lora: LoRAConfig,
+    adapted: Sequence[PeftModule],
+    modules: Mapping[str, PeftModule],
+    base_model: str | None,
 ) -> dict[str, Any]:
+    parameters = {".".join(module.name.split(".")[-3:]) for module in adapted if module.experts}
+    linear = [module for module in adapted if not module.experts]
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -225,7 +234,9 @@ def _peft_config(
         "r": lora.rank,
         "lora_alpha": lora.rank if lora.alpha is None else lora.alpha,
         "lora_dropout": lora.dropout,
-        "target_modules": targets,
+        # An empty list: for null, peft adapts modules of its own choice.
+        "target_modules": _target_names(linear, modules),
+        "target_parameters": sorted(parameters) or None,
         "use_rslora": lora.rank_stabilised,
         "use_dora": lora.dora,
         "fan_in_fan_out": any(module.is_transposed for module in adapted),
@@ -256,6 +267,16 @@ def _our_config(document: Mapping[str, Any], targets: set[str], where: str) -> L
         rank_stabilised=document.get("use_rslora", False),
         dora=document.get("use_dora", False),
     )
+
+
+def _with_names_of_parameters(
+    tensors: Mapping[str, dict[str, Tensor]], modules: Mapping[str, PeftModule], document: Mapping[str, Any]
+) -> dict[str, dict[str, Tensor]]:
+    """Return the tensors of a folder by the names of modules and, for experts, of parameters."""
+    targets = tuple(f".{target}" for target in document.get("target_parameters") or ())
+    stored = stored_names([name for name, m in modules.items() if not m.experts or name.endswith(targets)])
+    names = {own: name for name, own in stored.items()}
+    return {names.get(own, own): parts for own, parts in tensors.items()}
 
 
 def _read_folder(source: Location) -> tuple[Mapping[str, Any], dict[str, dict[str, Tensor]], str]:

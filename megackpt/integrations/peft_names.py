@@ -2,15 +2,21 @@
 
 peft has one pair of matrices for each module: A `[rank, in]`, B `[out, rank]`, and with DoRA a magnitude
 `[out]`. A module may be a layer of ours, a component of one (`q_proj` of `linear_qkv`), or all components of
-one (`c_attn` of GPT-2). Pure.
+one (`c_attn` of GPT-2).
+
+Weights of experts are one parameter `[experts, out, in]`, and peft has one pair for all of them: A
+`[experts * rank, in]`, with the expert first, and B `[out, rank * experts]`, with the expert last. The two
+parameters of `experts` are adapted by two wrappers, one around the other. Pure.
+
+Source: peft 0.21 `tuners/lora/layer.py`, `ParamWrapper.get_delta_weight`.
 """
 
 from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -25,12 +31,16 @@ A, B, MAGNITUDE = "lora_A", "lora_B", "lora_magnitude_vector"
 
 _WEIGHT = re.compile(r"(?P<layer>.*\blayers\.\d+\.(?P<target>.+))\.weight(\.(?P<component>\w+))?")
 _STACKED = re.compile(r"(?P<stack>(?:.*\.)?layers)\.(?P<name>\D.*)")
+_EXPERT = re.compile(r"(?P<stem>.*\blayers\.\d+)\..*\bexperts\.\d+\..+\.weight")
+_EXPERTS = ".mlp.experts."
+_PARAMETERS = {"linear_fc1": "gate_up_proj", "linear_fc2": "down_proj"}
+_INNER = "base_layer"  # the wrapper of gate_up_proj, in that of down_proj
 _OUR_NAMES = {A: "linear_in.weight", B: "linear_out.weight", MAGNITUDE: "magnitude"}
 
 
 @dataclass(frozen=True, slots=True)
 class PeftModule:
-    """A linear module of a Hugging Face model.
+    """A linear module of a Hugging Face model, or a parameter of its experts.
 
     Attributes:
         name: its name there.
@@ -40,6 +50,7 @@ class PeftModule:
             is "" for a layer without components.
         in_features: extent of its input.
         is_transposed: whether its weight is `[in, out]`, as that of GPT-2.
+        experts: number of experts; 0 for a module.
     """
 
     name: str
@@ -47,7 +58,8 @@ class PeftModule:
     target: str
     rows: tuple[tuple[str, int], ...]
     in_features: int
-    is_transposed: bool
+    is_transposed: bool = False
+    experts: int = 0
 
     @property
     def out_features(self) -> int:
@@ -80,25 +92,33 @@ class PeftModule:
                 key=key,
             )
         # A copy: safetensors does not write tensors that share memory, and q, k and v may share A.
-        tensors, used = {A: arrays[key].clone()}, {key}
+        tensors, used = {A: arrays[key].flatten(0, -2).clone()}, {key}
         for what in (B, MAGNITUDE):
             keys = [self._key(adapter, rows, what, name) for name, _ in self.rows]
             if all(own in arrays for own in keys):
-                tensors[what] = torch.cat([arrays[own] for own in keys])
+                tensors[what] = torch.cat([self._in_two_dims(arrays[own], what) for own in keys])
                 used.update(keys)
         return tensors, used
 
     def to_ours(self, tensors: Mapping[str, Tensor], adapter: str) -> dict[str, Tensor]:
         """Return our arrays for peft's tensors of this module, by key."""
         sizes = [size for _, size in self.rows]
-        arrays = {self._key(adapter, self.own_rows, A): tensors[A]}
+        a = tensors[A]
+        if self.experts:
+            a = a.view(self.experts, -1, self.in_features)
+        arrays = {self._key(adapter, self.own_rows, A): a}
         for what in (B, MAGNITUDE):
             if what in tensors:
                 for (name, _), part in zip(
                     self.rows, torch.split_with_sizes(tensors[what], sizes), strict=True
                 ):
+                    if self.experts:
+                        part = part.reshape(len(part), -1, self.experts).permute(2, 0, 1)
                     arrays[self._key(adapter, self.own_rows, what, name)] = part.contiguous()
         return arrays
+
+    def _in_two_dims(self, array: Tensor, what: str) -> Tensor:
+        return array.permute(1, 2, 0).flatten(1) if self.experts and what == B else array
 
     def check_shapes(self, tensors: Mapping[str, Tensor], rank: int, *, dora: bool, where: str) -> None:
         """Check that peft's tensors of this module fit it.
@@ -106,7 +126,8 @@ class PeftModule:
         Raises:
             MapError: one is missing, or has another shape.
         """
-        expected: dict[str, tuple[int, ...]] = {A: (rank, self.in_features), B: (self.out_features, rank)}
+        ranks = rank * (self.experts or 1)
+        expected: dict[str, tuple[int, ...]] = {A: (ranks, self.in_features), B: (self.out_features, ranks)}
         if dora:
             expected[MAGNITUDE] = (self.out_features,)
         actual = {what: tuple(tensor.shape) for what, tensor in tensors.items()}
@@ -135,7 +156,21 @@ def modules_of(made: RegionMap) -> dict[str, PeftModule]:
         module = _module(name, own, made.right[f"{name}.weight"].viewed)
         if module is not None:
             modules[name] = module
-    return modules
+    return modules | _experts_of(made)
+
+
+def stored_names(adapted: Collection[str]) -> dict[str, str]:
+    """Return the name that each adapted module or parameter has in the tensors of a folder."""
+    names = {}
+    for name in adapted:
+        owner, _, parameter = name.rpartition(".")
+        if parameter not in _PARAMETERS.values() or not owner.endswith(".experts"):
+            names[name] = name
+        elif parameter == _PARAMETERS["linear_fc1"] and f"{owner}.{_PARAMETERS['linear_fc2']}" in adapted:
+            names[name] = f"{owner}.{_INNER}"
+        else:
+            names[name] = owner
+    return names
 
 
 def unstacked(arrays: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -161,6 +196,22 @@ def stacked_layers(arrays: Mapping[str, Tensor]) -> dict[str, Tensor]:
         key: torch.stack([array for _, array in sorted(parts, key=lambda part: part[0])])
         for key, parts in layers.items()
     }
+
+
+def _experts_of(made: RegionMap) -> dict[str, PeftModule]:
+    """Return the parameters of experts, of families whose folders have an array for each expert."""
+    parameters: dict[str, PeftModule] = {}
+    for pair in made.pairs:
+        ours, theirs = _WEIGHT.fullmatch(pair.left.key), _EXPERT.fullmatch(pair.right.key)
+        if ours is None or theirs is None or _EXPERTS not in pair.left.key:
+            continue
+        experts, rows, width = made.left[pair.left.key].viewed
+        name = f"{theirs['stem']}{_EXPERTS}{_PARAMETERS[ours['target'].rpartition('.')[2]]}"
+        module = PeftModule(name, ours["layer"], ours["target"], (), width, experts=experts)
+        known = dict(parameters.get(name, module).rows)
+        known[ours["component"] or ""] = rows  # gate before up
+        parameters[name] = replace(module, rows=tuple(sorted(known.items())))
+    return parameters
 
 
 def _module(name: str, pairs: Sequence[RegionPair], shape: tuple[int, ...]) -> PeftModule | None:

@@ -49,12 +49,15 @@ pytestmark = [
 ]
 
 MERGED = 6e-7
-TP2 = ParallelLayout(tp=2)
+TP2 = ParallelLayout(tp=2)  # experts are cut over it, too
 ATTENTION = ("linear_qkv.q", "linear_qkv.v", "linear_proj")
 ADAPTERS = {
     "llama": LoRAConfig(rank=8, targets=(*ATTENTION, "linear_fc1", "linear_fc2"), alpha=4),
     "qwen3": LoRAConfig(rank=4, targets=ATTENTION, alpha=2.5, rank_stabilised=True, dora=True),
     "gpt2": LoRAConfig(rank=2, targets=("linear_qkv", "mlp.linear_fc1"), dora=True),
+    "mixtral": LoRAConfig(rank=2, targets=("linear_qkv.k", "experts.linear_fc1", "experts.linear_fc2")),
+    "qwen2_moe": LoRAConfig(rank=2, targets=("linear_fc1", "linear_fc2")),  # also shared experts
+    "qwen3_moe": LoRAConfig(rank=2, targets=("experts.linear_fc1",)),
 }
 
 
@@ -110,11 +113,10 @@ def test_peft_computes_what_two_ranks_of_tp_did_and_merges_as_they_do(
         expected = model(token_ids(ours.vocab_size)).logits
         assert (expected - reference(family, 0)[2]).abs().max() > 0.01 * expected.abs().max()
         assert_close(actual, expected)
-    folder = tmp_path / "merged_folder"
-    megackpt.export_huggingface(tmp_path / "merged", folder, config=base)
-    merged = model.merge_and_unload().state_dict()
-    stored = megackpt.load_plain_tensors(folder)
-    assert stored.keys() | {"lm_head.weight"} == merged.keys() | {"lm_head.weight"}
+    megackpt.export_huggingface(tmp_path / "merged", tmp_path / "ours", config=base)
+    model.merge_and_unload().save_pretrained(tmp_path / "theirs")
+    stored, merged = (megackpt.load_plain_tensors(tmp_path / name) for name in ("ours", "theirs"))
+    assert stored.keys() == merged.keys()
     for key, value in stored.items():
         assert_arrays_close(value, merged[key], key, relative=MERGED)
 
@@ -123,6 +125,14 @@ TARGETS = {
     "llama": ["q_proj", "v_proj", "down_proj"],
     "qwen3": ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj"],
     "gpt2": ["c_attn", "c_proj"],
+    "mixtral": ["o_proj"],
+    "qwen3_moe": ["q_proj"],
+}
+
+
+PARAMETERS = {
+    "mixtral": ["experts.gate_up_proj", "experts.down_proj"],
+    "qwen3_moe": ["mlp.experts.down_proj"],
 }
 
 
@@ -136,7 +146,8 @@ def test_two_ranks_of_tp_compute_what_peft_does_and_write_its_folder_again(
     torch.manual_seed(0)
     choices = peft.LoraConfig(
         r=4, lora_alpha=6, target_modules=TARGETS[family], init_lora_weights=False,
-        use_dora=family == "qwen3", task_type="CAUSAL_LM", fan_in_fan_out=family == "gpt2",
+        target_parameters=PARAMETERS.get(family), use_dora=family == "qwen3", task_type="CAUSAL_LM",
+        fan_in_fan_out=family == "gpt2",
     )  # fmt: skip
     model = peft.get_peft_model(random_model(config, 0), choices)
     model.save_pretrained(tmp_path / "folder")

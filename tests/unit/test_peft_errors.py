@@ -140,7 +140,7 @@ def test_an_export_needs_an_adapter_of_that_name_and_an_empty_target(folder: Pat
             "linear_qkv.q",
             r"c_attn' of the base model has one adapter for all its rows, .*target 'self_att",
         ),
-        (MIXTRAL, "experts.linear_fc2", r"experts\.linear_fc2\.adapter.* has no place"),
+        (MIXTRAL, "experts.linear_fc1.up", r"experts\.gate_up_proj' of the base model has one adapter"),
     ],
 )
 def test_an_adapter_without_a_form_in_a_folder_is_an_error(
@@ -149,6 +149,11 @@ def test_an_adapter_without_a_form_in_a_folder_is_an_error(
     with pytest.raises(CheckpointError, match=message):
         export_peft(_saved(tmp_path, config, target), tmp_path / "folder", config=config)
     assert not (tmp_path / "folder").exists()
+
+
+def test_layers_that_the_base_model_lacks_cannot_be_exported(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"layers\.1\.self_attention.* has no place"):
+        export_peft(_saved(tmp_path), tmp_path / "folder", config={**CONFIG, "num_hidden_layers": 1})
 
 
 def test_matrices_that_components_share_are_copied_for_each_module(tmp_path: Path) -> None:
