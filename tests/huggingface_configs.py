@@ -17,6 +17,7 @@ FAMILIES = (
     "llama",
     "mistral",
     "mixtral",
+    "phi3",
     "qwen2",
     "qwen2_moe",
     "qwen3",
@@ -56,7 +57,9 @@ def random_fields(model_type: str, seed: int) -> dict[str, Any]:
     if model_type == "deepseek_v3":
         fields = latent_fields(draw, {key: v for key, v in fields.items() if key not in WITHOUT_LATENT})
         return fields | deepseek_expert_fields(draw, seed)
-    if model_type not in ("mistral", "mixtral", "qwen2", "qwen2_moe"):
+    if model_type == "phi3":
+        fields["pad_token_id"] = None  # that of Phi-3 is not in these vocabularies
+    if model_type not in ("mistral", "mixtral", "phi3", "qwen2", "qwen2_moe"):
         fields["attention_bias"] = draw.random() < 0.5
         fields["head_dim"] = draw.choice([4, 6, 8])
     if model_type == "llama":

@@ -83,6 +83,7 @@ _BUILT_IN = {
     "llama": "megackpt.maps.families.llama:LLAMA",
     "mistral": "megackpt.maps.families.llama:MISTRAL",
     "mixtral": "megackpt.maps.families.experts:MIXTRAL",
+    "phi3": "megackpt.maps.families.phi3:PHI3",
     "qwen2": "megackpt.maps.families.llama:QWEN2",
     "qwen2_moe": "megackpt.maps.families.experts:QWEN2_MOE",
     "qwen3": "megackpt.maps.families.llama:QWEN3",

@@ -25,7 +25,6 @@ from tests.huggingface_models import FAMILIES, layout_of, random_config, random_
 transformers = pytest.importorskip("transformers", reason="the extra huggingface is not installed")
 
 SEEDS = range(5 if is_thorough() else 2)
-MAPPED = [family for family in FAMILIES if family != "phi3"]  # which no map is for
 SHARDS = 40_000  # bytes
 
 
@@ -47,7 +46,7 @@ def _assert_loads(folder: Path, original: Path) -> None:
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-@pytest.mark.parametrize("family", MAPPED)
+@pytest.mark.parametrize("family", FAMILIES)
 def test_a_folder_comes_back_from_a_checkpoint(family: str, seed: int, tmp_path: Path) -> None:
     tensors = _written(tmp_path / "original", family, seed)
     megackpt.import_huggingface(tmp_path / "original", tmp_path / "saved")
@@ -80,7 +79,7 @@ def _save_all(cases: list[tuple[Any, ...]]) -> None:
 
 @pytest.mark.one_in(2)
 @pytest.mark.multiprocess
-@pytest.mark.parametrize("family", MAPPED)
+@pytest.mark.parametrize("family", FAMILIES)
 def test_weights_and_masters_of_any_layout_are_exported(
     rank_pool: RankPool, family: str, tmp_path: Path
 ) -> None:

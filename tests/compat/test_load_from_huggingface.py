@@ -56,7 +56,6 @@ from tests.s3_server import BUCKET, S3Server, options_for
 pytest.importorskip("transformers", reason="the extra huggingface is not installed")
 
 SEEDS = 5 if is_thorough() else 2
-MAPPED = [family for family in FAMILIES if family != "phi3"]  # which no map is for
 Arrays = Mapping[str, npt.NDArray[Any]]
 
 
@@ -150,7 +149,7 @@ def _import(
 
 
 @pytest.mark.parametrize("seed", range(SEEDS))
-@pytest.mark.parametrize("family", MAPPED)
+@pytest.mark.parametrize("family", FAMILIES)
 def test_a_folder_is_imported_on_one_rank(folders: Any, family: str, seed: int) -> None:
     folder = folders(family, seed)
     logits, keys = _import(folder.path, folder.config, folder.arrays, ParallelLayout())
@@ -166,7 +165,7 @@ def _import_all(cases: list[tuple[Any, ...]]) -> list[tuple[Any, set[str]]]:
 
 @pytest.mark.one_in(2)
 @pytest.mark.multiprocess
-@pytest.mark.parametrize("family", MAPPED)
+@pytest.mark.parametrize("family", FAMILIES)
 def test_a_folder_is_imported_on_several_ranks(rank_pool: RankPool, folders: Any, family: str) -> None:
     written = [folders(family, seed) for seed in range(SEEDS)]
     cases = [(f.path, f.config, f.arrays, layout_of(f.config)) for f in written]

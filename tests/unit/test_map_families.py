@@ -128,6 +128,7 @@ GPT2 = {
 }
 LLAMA3 = published(128256, 4096, 32, 32, 8, 14336, model_type="llama")
 MISTRAL = published(32000, 4096, 32, 32, 8, 14336, model_type="mistral")
+PHI3 = published(32064, 3072, 32, 32, 32, 8192, model_type="phi3")
 QWEN2 = published(152064, 3584, 28, 28, 4, 18944, model_type="qwen2")
 QWEN3 = published(151936, 4096, 36, 32, 8, 12288, model_type="qwen3")
 GEMMA2 = published(256000, 2304, 26, 8, 4, 9216, model_type="gemma2")
@@ -140,6 +141,7 @@ MIXTRAL = published(32000, 4096, 32, 32, 8, 14336, model_type="mixtral", num_loc
         (GPT2, 124_439_808),
         (LLAMA3, 8_030_261_248),
         (MISTRAL, 7_241_732_096),
+        (PHI3, 3_821_079_552),
         (QWEN2, 7_615_616_512),
         (QWEN3, 8_190_735_360),
         (GEMMA2, 2_614_341_888),
