@@ -15,6 +15,7 @@ from tests.mapped_arrays import assembled, random_arrays
 
 EXAMPLES = 1000 if is_thorough() else 100
 SIZE = st.integers(1, 5)
+LATENT_DIMS = ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 
 
 @st.composite
@@ -41,6 +42,9 @@ def configs(draw: st.DrawFn) -> dict[str, Any]:
             "decoder_sparse_step": draw(st.integers(1, 3)),
             "mlp_only_layers": draw(st.lists(st.integers(0, layers - 1))),
         }
+    if model_type == "deepseek_v3":
+        fields |= {name: draw(SIZE) for name in ("kv_lora_rank", "n_routed_experts", *LATENT_DIMS)}
+        fields |= {"q_lora_rank": draw(st.none() | SIZE), "first_k_dense_replace": draw(SIZE)}
     for name in ("tie_word_embeddings", "attention_bias", "mlp_bias", "qkv_bias"):
         if draw(st.booleans()):
             fields[name] = draw(st.booleans())
