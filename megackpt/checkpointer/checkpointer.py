@@ -14,16 +14,14 @@ from dataclasses import replace
 from typing import Any, Literal, SupportsFloat
 
 from megackpt.arguments import check_flag, check_kind, checked_step
-from megackpt.checkpointer.async_saving import AsyncSaving
 from megackpt.checkpointer.loading import (
     LastLoad,
-    RootLoading,
-    StepLoading,
     StepRequest,
     load_checkpoint,
 )
 from megackpt.checkpointer.options import (
     Groups,
+    OnError,
     Retention,
     SaveSchedule,
     Tier,
@@ -35,14 +33,11 @@ from megackpt.checkpointer.options import (
     schedule_of,
     tiers_of,
 )
+from megackpt.checkpointer.parts import RunParts
 from megackpt.checkpointer.run import Run
-from megackpt.checkpointer.saving import OnError, RootSaving, SaveFailures
-from megackpt.checkpointer.schedule import DestinationChoice, SaveTrigger, SignalWatch
 from megackpt.checkpointer.settings import RunSettings
-from megackpt.checkpointer.step_saving import StepSaving
-from megackpt.checkpointer.tiers import TierLoading, TierSaving, TierSet
 from megackpt.comm import Group, world_group
-from megackpt.engine.background.prepared_save import for_a_writer, pickled_for_a_writer
+from megackpt.engine.background.prepared_save import for_a_writer
 from megackpt.engine.saving.plan_cache import PlanCache
 from megackpt.engine.saving.save_request import SaveRequest, save_request
 from megackpt.errors import CheckpointError, DeclarationError
@@ -156,34 +151,17 @@ class Checkpointer(Run):
             load_options=self._load_options,
         )
         self._is_compared = False
-        self._plans, self._failures = PlanCache(), SaveFailures(on_error)
-        tier_set = TierSet(self.tiers)
-        root_saving = RootSaving.of(self._directories, self._settings, self._failures)
-        self._loading: StepLoading = RootLoading(
-            directories=self._directories, options=self._load_options, exchange_group=self._groups.exchange
+        self._plans = PlanCache()
+        self._parts = RunParts.of(
+            self._settings,
+            self._directories,
+            exchange_group=self._groups.exchange,
+            objects=objects,
+            store=None if isinstance(root, (str, os.PathLike)) else root,
+            hook=self._writer_hook,
         )
-        if len(tier_set):
-            self._loading = TierLoading(tiers=tier_set, root=self._loading)
-        self._async_saving: AsyncSaving | None = None
-        if async_options is not None:
-            self._async_saving = AsyncSaving(
-                root_saving,
-                tier_set,
-                async_options,
-                objects=objects,
-                store=None if is_path else pickled_for_a_writer(root),
-                hook=self._writer_hook,
-            )
-        # Nothing after this line may fail: handlers of signals are set, and only `close` removes them.
-        self._signals = SignalWatch(self.schedule.signals)
-        self._trigger = SaveTrigger(self.schedule, self._signals)
-        self._step_saving = StepSaving(
-            root_saving=root_saving,
-            tier_saving=TierSaving(tier_set, self._save_options),
-            async_saving=self._async_saving,
-            choice=DestinationChoice(self.tiers),
-            trigger=self._trigger,
-        )
+        self._async_saving = self._parts.async_saving
+        # Nothing may fail here: the handlers of signals are set, and only `close` removes them.
 
     def __enter__(self) -> Checkpointer:
         return self
@@ -208,7 +186,7 @@ class Checkpointer(Run):
             RankFailedError: a rank did not answer before the deadline.
         """
         group = self._ranks(self._save_options.timeout_s)
-        return self._trigger.should_save(checked_step(step), group)
+        return self._parts.trigger.should_save(checked_step(step), group)
 
     def maybe_save(
         self,
@@ -245,18 +223,18 @@ class Checkpointer(Run):
     @property
     def exit_requested(self) -> bool:
         """Whether a signal asks to end the run after the save; equal on all ranks after `should_save`."""
-        return self._trigger.exit_signal is not None
+        return self._parts.trigger.exit_signal is not None
 
     @property
     def exit_code(self) -> int | None:
         """The exit code if `exit_requested`: 128 plus the signal's number, 143 for SIGTERM; else None."""
-        signum = self._trigger.exit_signal
+        signum = self._parts.trigger.exit_signal
         return None if signum is None else _SIGNAL_EXIT + signum
 
     @property
     def failed_saves(self) -> int:
         """The number of failed saves. Local; equal on all ranks once all of them know of the last error."""
-        return self._failures.count
+        return self._parts.failures.count
 
     def save(
         self,
@@ -294,11 +272,11 @@ class Checkpointer(Run):
         """
         step = checked_step(step)
         group = self._ranks(self._save_options.timeout_s)
-        destinations = self._step_saving.destinations(step, to_root, group)
+        destinations = self._parts.step_saving.destinations(step, to_root, group)
         request = self._request(state, content_metadata, sharded_strategy, group)
         equal_arguments = {"step": step, "metrics given": metrics is not None}
         request = replace(request, equal_arguments=equal_arguments)
-        return self._step_saving.save(step, destinations, request, metrics, group)
+        return self._parts.step_saving.save(step, destinations, request, metrics, group)
 
     def warm_up(
         self,
@@ -405,8 +383,8 @@ class Checkpointer(Run):
         self.wait()  # a step that is being saved is the newest, and removals after it must not cross the load
         group = self._ranks(self._load_options.timeout_s)
         request = StepRequest(state=state, strict=strict, maps=maps, config=config)
-        loaded, self.last_load = self._loading.load(request, number, group)
-        self._trigger.loaded(self.last_load.step)
+        loaded, self.last_load = self._parts.loading.load(request, number, group)
+        self._parts.trigger.loaded(self.last_load.step)
         return loaded
 
     def load_from(
@@ -451,7 +429,7 @@ class Checkpointer(Run):
             CheckpointError: a pending save failed.
         """
         self.wait()
-        return self._loading.find_latest(self._ranks(self._load_options.timeout_s))
+        return self._parts.loading.find_latest(self._ranks(self._load_options.timeout_s))
 
     def close(self) -> None:
         """Wait for pending saves, end the writer process, and restore the handlers of signals.
@@ -466,7 +444,7 @@ class Checkpointer(Run):
             if self._async_saving is not None:
                 self._async_saving.close()
         finally:
-            self._signals.close()
+            self._parts.signals.close()
 
     def _ranks(self, timeout_s: float) -> Group:
         """Return the group. The first call compares the arguments of all ranks. Collective."""

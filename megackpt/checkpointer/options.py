@@ -15,6 +15,7 @@ from megackpt.options import AsyncOptions, LoadOptions, SaveOptions
 from megackpt.storage import absolute_path
 
 Mode = Literal["min", "max"]
+OnError = Literal["raise", "warn"]
 MAX_SIGNALS = 8
 
 

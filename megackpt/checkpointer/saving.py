@@ -9,8 +9,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from types import TracebackType
-from typing import Literal, SupportsFloat, get_args
+from typing import SupportsFloat, get_args
 
+from megackpt.checkpointer.options import OnError
 from megackpt.checkpointer.retention import Cleanup
 from megackpt.checkpointer.root_files import checked_metrics, remove_metrics, scan, write_metrics
 from megackpt.checkpointer.settings import RunSettings
@@ -28,7 +29,6 @@ from megackpt.storage import Store
 
 log = logging.getLogger(__name__)
 
-OnError = Literal["raise", "warn"]
 
 TOLERATED_ERRORS = (StorageError, IntegrityError, WriterFailedError)
 """Errors that on_error="warn" turns into warnings: errors of the store, and of processes that are restarted.

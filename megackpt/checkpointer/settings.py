@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from megackpt.checkpointer.options import Retention, SaveSchedule, Tier, Tiers
+from megackpt.checkpointer.options import OnError, Retention, SaveSchedule, Tier, Tiers
 from megackpt.comm import Group
 from megackpt.engine.saving.settings import compare_settings
 from megackpt.options import AsyncOptions, LoadOptions, SaveOptions
@@ -30,7 +30,7 @@ class RunSettings:
     schedule: SaveSchedule
     async_options: AsyncOptions | None
     tiers: Tiers
-    on_error: str
+    on_error: OnError
     verify_after_save: bool
     save_options: SaveOptions
     load_options: LoadOptions
