@@ -1,7 +1,8 @@
 """Adapters in a model: add, initialise, declare, activate and merge them.
 
     add_adapters(model, LoRAConfig(rank=8, targets=("linear_qkv.q", "linear_qkv.v")), groups, seed=1)
-    optimizer = DistributedOptimizer(adapter_parameters(model), torch.optim.AdamW, groups)
+    params = [{"params": adapter_parameters(model)}]    # none, maybe, on a stage of the pipeline
+    optimizer = DistributedOptimizer(params, torch.optim.AdamW, groups)
     declared = model.sharded_state_dict()
     megackpt.load(base_state(declared), "base")          # every element of the base is checked
     megackpt.save(adapter_state(declared), "adapters", content_metadata=adapter_metadata(model))

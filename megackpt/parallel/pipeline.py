@@ -177,7 +177,8 @@ class _PlanExecution:
     def _backward(self, forward: Forward) -> None:
         output = self.outputs.pop(forward)
         grad = torch.full_like(output, self.grad) if self._is_last(forward) else self.grads.pop(forward)
-        torch.autograd.backward(output, grad)
+        if output.requires_grad or self._is_last(forward):  # all of the first chunk may be frozen
+            torch.autograd.backward(output, grad)
 
     def _transfer(self, transfer: Transfer) -> None:
         previous, following = (self.pp.rank - 1) % self.pp.size, (self.pp.rank + 1) % self.pp.size

@@ -22,6 +22,7 @@ from torch import nn
 import megackpt
 from megackpt import LoadOptions, load_plain_tensors
 from megackpt.engine.data.tensor_bytes import as_bits
+from megackpt.errors import DeclarationError
 from megackpt.optim import DistributedOptimizer
 from megackpt.parallel import (
     ColumnParallelLinear,
@@ -47,8 +48,8 @@ from megackpt.parallel import (
 from megackpt.testing.ranks import RankPool
 from tests.effort import is_thorough
 from tests.gradients import Box, assert_all_close, gradient_boxes, join, tensors_of
-from tests.lora_world import ADAPTERS, LAYOUTS, build_with_adapters, randomise
-from tests.moe_gpt_world import micro_batches
+from tests.lora_world import ADAPTERS, CONFIG, LAYOUTS, build_with_adapters, randomise
+from tests.moe_gpt_world import Case, build, micro_batches
 
 pytestmark = pytest.mark.multiprocess
 
@@ -152,6 +153,28 @@ def test_layers_with_whole_inputs_and_outputs_compute_and_learn_as_on_one_rank(
     (expected,) = rank_pool.run(_layers, 1, tmp_path / "base")
     results = rank_pool.run(_layers, 2, tmp_path / "base")
     assert_all_close(join(box for boxes in results for box in boxes), join(expected), relative=RELATIVE)
+
+
+def _train_last_stage() -> tuple[int, dict[str, object]]:
+    """Train adapters of experts, none of which are on the first stage; return their number, and metadata."""
+    groups = ParallelGroups.create(ParallelLayout(pp=2))
+    model = build(Case(groups.layout, stages="Et|tttL"), CONFIG, groups, seed=1)
+    add_adapters(model, LoRAConfig(rank=2, targets=("experts.linear_fc2",)), groups)
+    with pytest.raises(DeclarationError, match=r"ends with 'experts\.linear_fc3'"):
+        add_adapters(model, LoRAConfig(rank=2, targets=("experts.linear_fc3",)), groups, name="other")
+    params = adapter_parameters(model)
+    optimizer = DistributedOptimizer([{"params": params}], lambda p: torch.optim.AdamW(p, lr=0.01), groups)
+    before = [param.clone() for param in params]
+    forward_backward(model, _batches(groups), groups)
+    optimizer.step()
+    assert not any(map(torch.equal, params[1::2], before[1::2]))  # B; A has no gradient while B is 0
+    return len(params), adapter_metadata(model)
+
+
+def test_a_stage_of_the_pipeline_may_have_no_adapter(rank_pool: RankPool) -> None:
+    (first, metadata), (last, same) = rank_pool.run(_train_last_stage, 2)
+    assert (first, last) == (0, 6)
+    assert metadata == same
 
 
 def _optimizer(model: ModelChunks, groups: ParallelGroups) -> DistributedOptimizer:
