@@ -106,6 +106,28 @@ def test_codes_and_scales_are_loaded_bit_for_bit_at_the_same_layout(
     assert same(codes(other), before)
 
 
+@pytest.mark.parametrize(
+    ("of", "kind", "parts"),
+    [
+        ("DelayedScaling", "Float8Tensor", ["data", "fp8_scale_inv"]),
+        (
+            "MXFP8BlockScaling",
+            "MXFP8Tensor",
+            ["rowwise_data", "rowwise_scale_inv", "columnwise_data", "columnwise_scale_inv"],
+        ),
+    ],
+)
+def test_keys_of_codes_are_those_of_every_version(
+    tmp_path: Path, of: str, kind: str, parts: list[str]
+) -> None:
+    """Both tested versions of TE write them, so each loads what the other has saved."""
+    module = build_quantised(te_quantised.linear, ONE, of, seed=1)
+    with reading():
+        save(sharded_state_dict(module, ONE, quantised="codes"), tmp_path)
+    keys = {key for key in load_plain_tensors(tmp_path) if key.startswith("weight")}
+    assert keys == {f"weight.{kind}.kFloat8E4M3.{part}" for part in parts}
+
+
 @pytest.mark.parametrize("of", RECIPES)
 def test_every_expert_keeps_its_codes_at_another_ep(tmp_path: Path, of: str) -> None:
     expected: dict[str, Tensor] = {}
