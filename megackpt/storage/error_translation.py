@@ -1,7 +1,7 @@
 """Errors of stores: what failed, where, why, and what to do about it.
 
-Translates errors of the operating system, and words the errors that all stores share. Object stores translate
-those of their library in `object_client`.
+This module translates errors of the operating system, and has the texts of the errors that all stores share.
+`object_client` translates the errors of its library.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Reads ranges of local files, through the page cache or past it.
 
-Cached bytes are copied from the page cache. Others are read with O_DIRECT into aligned buffers: several
-threads do that faster than the system reads ahead, and it leaves the page cache alone. Which file it is, and
-how it is opened safely, is up to `local`.
+Cached bytes are copied from the page cache. Others are read with O_DIRECT into aligned buffers. With several
+threads that is faster than the read-ahead of the system, and it removes nothing from the page cache. `local`
+opens the files.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class FileReader:
     Args:
         open_file: opens a name for reading and returns the descriptor.
         path: returns the name of a file in messages.
-        direct: whether to read past the page cache what is not in it.
+        direct: whether bytes that are not in the page cache are read past it.
         open_files: unused descriptors to keep at most, of each kind: with and without O_DIRECT.
     """
 
@@ -64,7 +64,7 @@ class FileReader:
         self._direct_files = DescriptorCache(open_direct, limit=open_files)
         self._path = path
         self._direct = direct
-        self._has_disk: bool | None = None  # asked of the first file; all are in one file system
+        self._has_disk: bool | None = None  # found out with the first file: all are in one file system
 
     def is_cached(self, name: str) -> bool:
         """Return whether a file seems to be in memory, so that no read has to wait.
@@ -76,7 +76,7 @@ class FileReader:
             return not self._may_wait(descriptor) or is_sampled_cached(descriptor)
 
     def stream_into(self, name: str, offset: int, out: memoryview) -> Iterator[int]:
-        """Fill out, flat bytes, from offset on; yield now and then how many bytes are there so far.
+        """Fill out, flat bytes, from offset on; now and then yield how many bytes are filled.
 
         Raises:
             FormatError: the file ends before `out` is full.
@@ -182,8 +182,8 @@ class _OpenFile:
 class DescriptorCache:
     """Keeps at most `limit` unused descriptors open, by name. Safe for many threads.
 
-    A descriptor stays open until it is the least recently used of too many, or until its file changes; never
-    is it closed while a thread reads from it.
+    A descriptor is closed when it is the least recently used one of too many, or when its file changes. It is
+    never closed while a thread reads from it.
 
     Args:
         open_file: opens a name for reading and returns the descriptor, which then belongs to the cache.

@@ -2,12 +2,12 @@
 
 * `DirectOutput`: the caller's thread copies into page-aligned buffers, a few threads write full buffers with
   O_DIRECT, and the caller waits only when all buffers are being written.
-* `CachedOutput`: straight from the caller's memory, for small files and file systems without O_DIRECT. What
-  is written is flushed and dropped from the page cache every few megabytes: filling fresh pages with
-  gigabytes that nobody reads again is several times slower than using a few again, and takes memory from the
+* `CachedOutput`: straight from the caller's memory, for small files and file systems without O_DIRECT. Every
+  few megabytes, written bytes are flushed and dropped from the page cache. Filling fresh pages with gigabytes
+  that nobody reads again takes several times as long as reusing a few pages, and takes memory from the
   training.
 
-Which file it is, and its directory, is up to `local`.
+`local` creates the file.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ class FileWriter(SizedWriter):
 
     def _close_descriptor(self) -> None:
         self._open = False
-        self._output.stop()  # first, or its threads could write to another file with the same number
+        self._output.stop()  # first: its threads must not write to a file that gets this number later
         os.close(self._descriptor)
 
 

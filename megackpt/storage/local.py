@@ -104,7 +104,7 @@ class LocalStore(Store):
     def replace(self, name: str, data: bytes) -> None:
         """Write a temporary file in the same directory, then rename it over the old one.
 
-        A process that is killed may leave the temporary file; see `names.is_temporary_name`.
+        A process that is killed may leave the temporary file; see `store.is_temporary_name`.
         """
         check_name(name, location=self._root)
         temporary = temporary_name(name)
@@ -145,7 +145,7 @@ class LocalStore(Store):
             pass
 
     def stream_into(self, name: str, offset_bytes: int, out: memoryview) -> Iterator[int]:
-        """Fill `out`, flat bytes, from front to back; yield now and then how many bytes are there so far."""
+        """Fill `out`, flat bytes, from front to back; now and then yield how many bytes are filled."""
         return self._reader.stream_into(name, offset_bytes, out)
 
     def borrow(
@@ -190,7 +190,7 @@ class LocalStore(Store):
             return sorted(self._files.names(prefix))
 
     def delete(self, names: Iterable[str]) -> None:
-        """Remove files; of a symbolic link, the link itself."""
+        """Remove files. Of a symbolic link, the link is removed and not its target."""
         for name in names:
             with translated_errors("delete", self._files.path(name)):
                 self._files.unlink(name)

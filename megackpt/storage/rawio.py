@@ -1,11 +1,11 @@
-"""Single requests to the operating system about one open file, with what the standard library lacks.
+"""Single requests to the operating system about one open file, also those that the standard library lacks.
 
 Complete writes, reads, direct I/O (O_DIRECT: past the page cache), reserving space, and which bytes are in
 the page cache. `file_writer` and `file_reader` decide what to use when.
 
-Here are also the page-aligned buffers of these requests. They are kept for the life of the process: the
-first touch of fresh pages costs several times as much as the copy into them, so buffers made anew for each
-save would cost more than the digests of all its bytes.
+This module also has the page-aligned buffers of these requests. They are kept for the life of the process:
+the first touch of a fresh page costs several times as much as a copy into it, so new buffers for each save
+would cost more than the digests of all its bytes.
 """
 
 from __future__ import annotations
@@ -138,7 +138,7 @@ class _CachestatPages(ctypes.Structure):
 def is_in_memory(descriptor: int) -> bool:
     """Return whether an open file is on a file system without a disk; False where the system does not say.
 
-    Some of these file systems take O_DIRECT, and copy all the same.
+    Some of these file systems accept O_DIRECT, which saves no copy there.
 
     Source: fstatfs(2).
     """

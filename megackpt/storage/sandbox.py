@@ -1,8 +1,8 @@
 """A sandbox for file names: opens regular files below one directory, and nothing else.
 
 A checkpoint may come from anywhere, and so may the file names in it. Each part of a name is opened relative
-to its parent (openat), never through a symbolic link, and only regular files are read. What is read or
-written is up to `local`.
+to its parent (openat), never through a symbolic link, and only regular files are read. `local` reads and
+writes their bytes.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Sandbox:
         """Make a new file and its parent directories; return the descriptor. An older file is unlinked."""
         with self._directory_of(name, make=True) as (directory, leaf):
             self._on_change(_parent(name))
-            # Not truncated but unlinked: readers that have the old file open keep reading the old bytes.
+            # Unlink the old file, do not truncate it: readers that have it open still read the old bytes.
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(leaf, dir_fd=directory)
             return os.open(leaf, _CREATE, 0o666, dir_fd=directory)
@@ -99,7 +99,7 @@ class Sandbox:
                     raise
 
     def unlink(self, name: str) -> None:
-        """Remove a file if it exists; of a symbolic link, the link itself."""
+        """Remove a file if it exists. Of a symbolic link, the link is removed and not its target."""
         with contextlib.suppress(FileNotFoundError), self._directory_of(name) as (directory, leaf):
             self._on_change(_parent(name))
             os.unlink(leaf, dir_fd=directory)

@@ -160,7 +160,7 @@ class Store(ABC):
     @property
     @abstractmethod
     def location(self) -> str:
-        """What to call this store in messages: a path or a URL."""
+        """The name of this store in messages: a path or a URL."""
         ...
 
     @abstractmethod
@@ -269,7 +269,7 @@ class Store(ABC):
         return _borrow_from_pool(self, name, offset_bytes, nbytes)
 
     def stream_into(self, name: str, offset_bytes: int, out: memoryview) -> Iterator[int]:
-        """Fill `out`, flat bytes, from front to back; yield now and then how many bytes are there so far.
+        """Fill `out`, flat bytes, from front to back; now and then yield how many bytes are filled.
 
         A caller that computes digests gets the bytes while they are still in the processor's cache.
 

@@ -133,12 +133,13 @@ class WriterProcess:
         """
         self.memory.resize(nbytes)
         if self._capacity != self.memory.nbytes:
-            # Before the capacity is noted: the message may be sent twice, and is never left out.
+            # Sent before the capacity is noted: an interrupt in between repeats the message, and loses none.
             self._send(MemoryMessage(self.memory.nbytes))
             self._capacity = self.memory.nbytes
 
     def use_plan(self, plan: SavePlan, complete: PlanCompletion | None) -> int:
         """Return the number of a plan; send it if it is not one of the plans that were used last."""
+        # By identity: saves that use the same plan have the same object.
         numbered = next((recent for recent in self._plans if recent[1] is plan), None)
         if numbered is None:
             numbered = next(self._numbers), plan
@@ -158,8 +159,8 @@ class WriterProcess:
     ) -> SubmittedJob:
         """Add a job that `next_job` was called for.
 
-        It is sent with the first bytes of it that are staged: before, the process would only take processor
-        time from the copy, and so would those of other ranks, as they synchronise first.
+        The job is sent with the first of its bytes that are staged. If it were sent earlier, the writer
+        processes of all ranks would synchronise, and take processor time from the copy.
 
         If anything raises an error between this call and the end of staging, call `cancel_unstaged`.
         """
@@ -179,7 +180,7 @@ class WriterProcess:
         self.resize(0)
 
     def cancel_unstaged(self, error: BaseException) -> list[SubmittedJob]:
-        """Let the jobs that are not fully staged fail on all ranks, and return them."""
+        """Make the jobs that are not fully staged fail on all ranks, and return them."""
         cancelled = [submitted for submitted in self._jobs if not submitted.is_staged]
         for submitted in cancelled:
             self._position = max(self._position, submitted.stop)
@@ -190,7 +191,7 @@ class WriterProcess:
         return cancelled
 
     def abort(self, attempt: str, error: BaseException) -> bytes:
-        """Let a save fail on other ranks, as its state is not copied here; return the encoded error."""
+        """Make a save fail on other ranks, as this rank does not copy its state; return the encoded error."""
         data = encode_error(common_error({self._rank: encode_error(error)}, "copying its state"))
         if self._host is not None:
             self._host.abort(store_prefix(attempt), data)
@@ -298,6 +299,7 @@ class WriterProcess:
                 message = self._connection.recv()
                 watch.reset()
                 if isinstance(message, CommittedMessage):
+                    # In a thread of its own: this one has to watch the process meanwhile.
                     arguments, name = (message,), "megackpt-follow"
                     threading.Thread(target=self._follow_up, args=arguments, name=name, daemon=True).start()
                     continue
@@ -360,10 +362,10 @@ class WriterProcess:
         self._jobs.remove(submitted)
 
     def _fail_all(self) -> None:
-        """Let all jobs fail, here and on other ranks, because the process has ended."""
+        """Make all jobs fail, here and on other ranks, because the process has ended."""
         with self._lock:
             lost = list(self._jobs)
-        # Without the lock, as this takes time.
+        # Without the lock: the store may take seconds to answer.
         errors = [self._lost_on_all_ranks(submitted) for submitted in lost]
         with self._lock:
             for submitted, error in zip(lost, errors, strict=True):
@@ -372,7 +374,7 @@ class WriterProcess:
             self._changed.notify_all()
 
     def _lost_on_all_ranks(self, submitted: SubmittedJob) -> CheckpointError:
-        """Let a job fail on other ranks; return the error that all ranks raise."""
+        """Make a job fail on other ranks; return the error that all ranks raise."""
         error = self._loss_of(submitted)
         if self._host is None:
             return error

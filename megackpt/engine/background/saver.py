@@ -335,13 +335,14 @@ class AsyncSaver:
             self._session.writer.cancel_unstaged(error)
 
     def _cancel(self, prepared: Sequence[tuple[Destination, PreparedSave]], error: BaseException) -> None:
-        """Let the saves fail that any rank has begun, unless a thread copies their state."""
+        """Make the saves fail that any rank has begun, unless a thread copies their state."""
         staging = self._session.staging
         if staging is not None and staging.ident is not None:
             return
         writer = self._session.writer
         cancelled = writer.cancel_unstaged(error)
         self._session.jobs += [job for job in cancelled if job not in self._session.jobs]
+        # Other ranks may have submitted saves that this rank has only prepared: their writers must not wait.
         submitted = {job.job.attempt for job in self._session.jobs}
         for _, save in prepared:
             if save.planned.attempt not in submitted:

@@ -115,6 +115,7 @@ class WriterSession:
             self.allocation = None
         bound = self.options.staging_bytes
         if bound is None:
+            # The bytes of pending saves are in this memory, so it can only grow when there are none.
             if needed > self.running().memory.nbytes:
                 self.writer.wait_until(0)
             self.running().resize(max(needed, self.writer.memory.nbytes))
@@ -187,6 +188,7 @@ class WriterSession:
         if has_failed and raised_in is not None:
             error, self.unraised = self.unraised, None
             self.joined = None
+            # Only ranks whose save has failed have an error; all ranks raise that of the first one.
             errors = group.all_gather(encode_error(error) if error is not None else b"")
             with raised_in:
                 raise decode_error(next(encoded for encoded in errors if encoded)) from error

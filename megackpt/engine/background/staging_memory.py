@@ -190,8 +190,8 @@ def copy_rows(
 ) -> None:
     """Copy rows into a ring of memory, `[capacity]`; if they do not fit, wait for the reader to free memory.
 
-    If all rows fit, this is reported at the end: before, the reader would take processor time from the copy.
-    If they do not fit, it is reported after each quarter of the memory.
+    If all rows fit, the copy is reported once, at its end: a reader that begins earlier would take processor
+    time from it. If they do not fit, progress is reported after each quarter of the memory.
 
     Raises:
         StreamClosedError: see `StreamReader`.

@@ -122,11 +122,12 @@ class Writer:
             self._carry_out(staged)
         except CheckpointError as raised:
             if type(raised) is RankFailedError and raised.__cause__ is not None:
-                traceback.print_exc()  # of another class: the rank will not know where it was raised
+                traceback.print_exc()  # an error of another class: its traceback is lost when it is sent
             error = encode_error(raised)
         except Exception as raised:  # noqa: BLE001 - sent to the rank, which raises it
             traceback.print_exc()
             error = encode_error(failure_of(job, raised, rank=self._join.rank))
+        # The bytes of a job that keeps them are freed by the last job that reads them.
         if not job.keeps or self._stream.is_cancelled(job.number):
             self._stream.consume(job.start + layout.stop)
         self._trainer.send(EndedMessage(job.number, error))
@@ -218,7 +219,7 @@ def _exit_without(parent: int) -> None:
 
 
 def _lower_priority(nice: int, ionice: str | None) -> None:
-    """Let other processes have processors and disks first, as far as the system allows it."""
+    """Lower the priority of this process for processors and disks, as far as the system allows it."""
     with contextlib.suppress(OSError):
         os.nice(nice)
     number = _IOPRIO_SET.get(platform.machine())

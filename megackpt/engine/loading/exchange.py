@@ -1,7 +1,7 @@
 """Executes an exchange plan: reads the parts of one round while those of the previous round are sent.
 
-Before every round the ranks gather whether one of them has failed, so that no rank waits for bytes that do
-not come. `planning` decides who reads and who needs what; `rounds` lays out the buffers and moves the bytes.
+Before every round each rank tells the others whether it has failed, so that no rank waits for bytes that are
+never sent. `planning` decides who reads and who needs what; `rounds` lays out buffers and moves the bytes.
 """
 
 from __future__ import annotations

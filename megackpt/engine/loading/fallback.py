@@ -178,6 +178,7 @@ class FallbackSource:
                 self._unusable.append(f"{name}: {failure}")
                 continue
             if contents.identity != self._primary.identity:
+                # Its bytes match digests of their own, so that no later check would reject them.
                 self._unusable.append(f"{name} holds another save")
                 continue
             if not contents.names_save:  # values of another step could lie at the same positions
@@ -257,6 +258,7 @@ class ChunksWithFallback(Chunks):
                 buffers = stack.enter_context(self._raw.borrow(parts, verify))
             except DAMAGE_ERRORS:
                 buffers = [memoryview(bytearray(part.stop - part.start)) for part in parts]
+                # Part by part: only the damaged ones come from a replacement.
                 for part, out in zip(parts, buffers, strict=True):
                     self.read_into(part.row, part.start, out, verify=verify)
             yield buffers
@@ -273,6 +275,7 @@ class ChunksWithFallback(Chunks):
                     continue
                 except DAMAGE_ERRORS as damage:
                     error = damage
+            # Replacements are always verified: their bytes must be those of the save.
             self._read_replacement(row, start + at, block, error)
 
     def _read_replacement(self, row: int, start: int, out: memoryview, error: CheckpointError) -> None:

@@ -1,7 +1,7 @@
-"""How ranks come to a plan: rank 0 plans from what all ranks declare, and sends each rank its rows.
+"""How ranks agree on a plan: rank 0 plans from the declarations of all ranks, and sends each rank its rows.
 
-Declarations of replicas that several ranks send with equal bytes are sent once. In a save without validation
-ranks exchange nothing: each plans by itself.
+Declarations of replicas that are equal on several ranks are sent by the lowest of these ranks only. In a save
+without validation ranks exchange nothing: each plans by itself.
 """
 
 from __future__ import annotations
@@ -158,6 +158,7 @@ def plan_on_rank_0(local: LocalState, group: Group, to_compare: ValuesToCompare)
         values, attachment = _encoded_values(local, to_compare), _attachment(local)
         label = local.spread_label.to_bytes(8, "little", signed=True)
         step.data = _digest(packed.replica_rows) + label + _digest(attachment)
+    # Every rank knows now which lower ranks have equal bytes, so that only the lowest one sends them.
     summaries = np.frombuffer(b"".join(step.results), _SUMMARY)
     message = _DeclarationMessage(
         main_rows=packed.main_rows,
@@ -253,6 +254,7 @@ def _checked_plan(
 def _groups_of_equal(digests: np.ndarray[Any, Any]) -> tuple[list[int], list[Ints]]:
     """Group the ranks by digest: return the lowest rank of each group, and the ranks of each group."""
     _, first, group_of_rank = np.unique(digests, return_index=True, return_inverse=True)
+    # The ranks group by group, ascending in each group: the sort is stable.
     order = np.argsort(group_of_rank, kind="stable")
     group_sizes = np.bincount(group_of_rank, minlength=len(first))
     return first.tolist(), np.split(order, np.cumsum(group_sizes)[:-1])

@@ -91,7 +91,8 @@ def prepare_on_all_ranks(
         store: where it will be written: rank 0 looks for leftover files. None to do so when it is written.
         group: the ranks.
         options: tunables.
-        writer_status: returns the status of this rank's writer process; given on all ranks or on none.
+        writer_status: returns the status of this rank's writer process; given on all ranks or on none. It is
+            called in the step, so that all ranks raise its error.
 
     Raises:
         CheckpointError: the same on every rank.
