@@ -7,10 +7,14 @@ is plain. Source: Apex `optimizers/*.py` and `contrib/optimizers/distributed_fus
 
 from __future__ import annotations
 
+import io
 import math
+import types
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -395,6 +399,35 @@ class DistributedFusedAdam(torch.optim.Optimizer):
             split_master(master, weight=weight, remainder=bucket.param_remainders_shard[at])
         else:
             weight.copy_(master)
+
+
+def state_dict_of_format_1(optimizers: Sequence[DistributedFusedAdam]) -> dict[str, Any]:
+    """Return what rank 0 gets: the bytes of every rank's state dict, with its buckets and fragments."""
+    gathered = []
+    for optimizer in optimizers:
+        file = io.BytesIO()
+        torch.save(torch.optim.Optimizer.state_dict(optimizer), file)
+        gathered.append(torch.frombuffer(bytearray(file.getvalue()), dtype=torch.uint8))
+    return {"gathered_states": gathered, "format": 1}
+
+
+@contextmanager
+def names_of_apex() -> Iterator[None]:
+    """Give the classes of buckets and fragments the names by which Apex's are pickled."""
+    name, inner = "apex.contrib.optimizers.distributed_fused_adam", (StateBucket, ParameterFragment)
+    outer = type("DistributedFusedAdam", (), {"__module__": name, **{c.__name__: c for c in inner}})
+    module: Any = types.ModuleType(name)
+    module.DistributedFusedAdam = outer
+    parents = [types.ModuleType(name.rsplit(".", n)[0]) for n in (1, 2, 3)]
+    own = [(cls, cls.__module__, cls.__qualname__) for cls in inner]
+    with mock.patch.dict("sys.modules", {m.__name__: m for m in (*parents, module)}):
+        try:
+            for cls in inner:
+                cls.__module__, cls.__qualname__ = name, f"{outer.__name__}.{cls.__name__}"
+            yield
+        finally:
+            for cls, own_module, own_qualname in own:
+                cls.__module__, cls.__qualname__ = own_module, own_qualname
 
 
 @torch.no_grad()

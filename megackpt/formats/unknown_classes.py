@@ -10,6 +10,7 @@ from __future__ import annotations
 import enum
 import signal
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -80,8 +81,27 @@ def _plain(value: Any) -> str | int | float | bool | None:
     raise ForbiddenClassError(f"a {type(value).__name__} as the value of a member")
 
 
+@dataclass(frozen=True, slots=True)
+class OuterClass:
+    """Substitute for a class that a pickle names for the classes inside of it.
+
+    Attributes:
+        inner: their substitutes by name.
+    """
+
+    inner: Mapping[str, type]
+
+    def __hash__(self) -> int:
+        return id(self)
+
+
 def member_by_getattr(members: Any, name: Any) -> Any:
-    """Replace `getattr`, with which Python 3.11.0 to 3.11.3 pickle members; it returns nothing else."""
+    """Replace `getattr`, with which pickles have members of enumerations and classes in classes.
+
+    Python 3.11.0 to 3.11.3 write members so. It returns nothing else.
+    """
+    if type(members) is OuterClass and type(name) is str and name in members.inner:
+        return members.inner[name]
     if type(members) is not EnumMembers or type(name) is not str:
         raise ForbiddenClassError("a call of getattr for something that is no member of an enumeration")
     member = member_named(members.cls, name)

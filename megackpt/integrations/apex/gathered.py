@@ -1,6 +1,6 @@
-"""State dicts that Apex's DistributedFusedAdam itself has saved (format 2), declared to be saved again.
+"""State dicts that Apex's DistributedFusedAdam itself has saved, declared to be saved again.
 
-Such a state dict has the whole float32 state of a rank's parameters on every rank of dp.
+One of format 2 has the whole float32 state of a rank's parameters on every rank of dp.
 
 Source: Apex `contrib/optimizers/distributed_fused_adam.py`, `_state_dict_v2`.
 """
@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from megackpt.errors import FormatError, MismatchError
+from megackpt.integrations.apex.format_1 import as_format_2
 from megackpt.integrations.group_settings import declare_settings
 from megackpt.mapping import ShardedBase, ShardedStateDict
 from megackpt.optim.inner_optimizer import MASTER
@@ -25,26 +26,30 @@ _STORED_AS = {"param": MASTER, "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}
 def declare_gathered(
     state_dict: Mapping[str, Any], params: Sequence[Parameter], model_sharded_state_dict: ShardedStateDict
 ) -> ShardedStateDict:
-    """Declare a state dict of DistributedFusedAdam of format 2 in the form of `sharded_state_dict`. Local.
+    """Declare a state dict of DistributedFusedAdam in the form of `sharded_state_dict`. Local.
 
     Save the result with the model's state, and load it into any optimizer at any layout. Read the file with
-    `torch.load(path, map_location="cpu", weights_only=True)`.
+    `torch.load(path, map_location="cpu", weights_only=True)`. Where each rank saved its own state as format
+    1, pass `{"format": 1, "gathered_states": [...]}` with the bytes of the files of all ranks.
 
     Args:
         state_dict: what the optimizer's `state_dict()` returned.
-        params: the optimizer's parameters, of all groups in order.
+        params: the optimizer's parameters, of all groups in order, with the weights of that checkpoint.
         model_sharded_state_dict: of the model; its entities wrap the parameters.
 
     Raises:
-        FormatError: the state dict is not of format 2. Format 1 has pickled objects of Apex and can be read
-            by Apex alone, at the same configuration: save it again with a recent Apex.
+        FormatError: the state dict is of another format, damaged, or not of all ranks.
+        UnknownClassError: its bytes name a class that is not of Apex's state. Nothing was run.
         MismatchError: it has another number of parameters, or other shapes.
         DeclarationError: a parameter is not declared.
     """
+    if "gathered_states" in state_dict:
+        state_dict = as_format_2(state_dict, params)
     if state_dict.get("format") != 2:
         raise FormatError(
-            f"the state dict of DistributedFusedAdam has the format {state_dict.get('format')!r}, not 2. "
-            f"Load it with Apex at the configuration it was saved at, and save it again as format 2."
+            f"the state dict of DistributedFusedAdam has the format {state_dict.get('format')!r} and no "
+            f"'gathered_states'. Formats 1 and 2 can be read. For the state of one rank in format 1 pass the "
+            f"bytes of the files of all ranks as 'gathered_states'."
         )
     groups, state = state_dict["param_groups"], state_dict["state"]
     indices = [index for group in groups for index in group["params"]]
