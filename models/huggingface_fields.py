@@ -202,6 +202,13 @@ class ConfigFields:
             for name, value in self.config.items()
             if name not in self._read and not name.startswith("_") and _is_set(value)
         ]
+        if "quantization_config" in unknown:
+            raise DeclarationError(
+                "config.json has a quantization_config: the weights of the folder are codes and scales, and "
+                "this model has none. Dequantise it with transformers (from_pretrained, dequantize), save it "
+                "with save_pretrained, and give the config.json of that folder.",
+                key="quantization_config",
+            )
         if unknown:
             raise DeclarationError(
                 f"config.json has fields that are not supported with model_type {self.family!r}: "

@@ -62,6 +62,13 @@ _TIMEOUT_S = 600.0
     "--max-file-size", metavar="SIZE", help="With --to huggingface: longest file, such as 5GB (the default)."
 )
 @click.option("--prefix", metavar="TEXT", help="With huggingface: what the checkpoint's keys begin with.")
+@click.option(
+    "--norm-added",
+    type=click.IntRange(0, 1),
+    metavar="0|1",
+    help="With --to huggingface: 1 if SRC is of Megatron-Core and was trained with "
+    "layernorm_zero_centered_gamma, and the norms of the folder are not zero-centred.",
+)
 @click.option("--overwrite", is_flag=True, help="Replace a checkpoint of the same format at DST.")
 @click.option("--array-digests", is_flag=True, help="Store a digest of each array (format megackpt only).")
 @click.option(
@@ -174,7 +181,7 @@ class _FolderOptions:
             raise click.UsageError("--array-digests does not go with --to huggingface.")
         allowed = {"map_name", "config", "dtype", "prefix"} if is_export or is_import else set()
         if is_export:
-            allowed |= {"weights", "max_file_size"}
+            allowed |= {"weights", "max_file_size", "norm_added"}
         for name in self.options.keys() - allowed:
             option = "--map" if name == "map_name" else f"--{name.replace('_', '-')}"
             raise click.UsageError(f"{option} does not go with these formats: see the help of the option.")
@@ -187,8 +194,7 @@ class _FolderOptions:
     def of_export(self) -> dict[str, Any]:
         """Return arguments of `export_huggingface`."""
         arguments = self.of_import()
-        if "weights" in self.options:
-            arguments["weights"] = self.options["weights"]
+        arguments |= {name: self.options[name] for name in self.options.keys() & {"weights", "norm_added"}}
         if "max_file_size" in self.options:
             arguments["max_file_bytes"] = _size(self.options["max_file_size"])
         return arguments

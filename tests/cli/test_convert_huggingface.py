@@ -12,14 +12,19 @@ from typing import Any
 import pytest
 import torch
 
+import megackpt
+from megackpt import ShardedTensor
 from megackpt.cli import main
 from megackpt.cli.entry import BAD_INPUT, UNREADABLE
+from megackpt.maps import family_of
+from megackpt.maps.megatron import megatron_map
 from tests.huggingface_checkpoints import (
     assert_same_tensors,
     folder_tensors,
     random_config,
     saved_model,
 )
+from tests.mapped_arrays import random_arrays
 
 LLAMA = random_config("llama", 0)
 
@@ -64,6 +69,27 @@ def test_masters_and_a_config_of_a_folder(tmp_path: Path, capsys: pytest.Capture
     assert (tmp_path / "folder/tokenizer.json").exists()
 
 
+def test_zero_centred_norms_of_megatron_core_are_added_to(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = random_config("qwen3", 1)
+    family = family_of(config)
+    stored = megatron_map(family.region_map(config).left, family.rules(config, ()).sizes)
+    arrays = random_arrays(stored, 1)
+    state = {key: ShardedTensor.from_rank_offsets(key, array) for key, array in arrays.items()}
+    megackpt.save(state, tmp_path / "saved", content_metadata={"huggingface_config": config})
+    folders = []
+    for added in ("0", "1"):
+        folder = tmp_path / added
+        converted(capsys, tmp_path / "saved", folder, "--to", "huggingface", "--norm-added", added)
+        folders.append(folder_tensors(folder))
+    plain, expected = folders[0], {}
+    for key, tensor in plain.items():
+        expected[key] = tensor + 1 if "norm" in key else tensor
+    assert sum("norm" in key for key in plain) == 1 + 4 * config["num_hidden_layers"]
+    assert_same_tensors(folders[1], expected)
+
+
 def test_the_report_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     expected = saved_model(tmp_path / "saved", LLAMA, 3)
     folder = str(tmp_path / "folder")
@@ -79,6 +105,7 @@ def test_the_report_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[st
         (("--to", "zarr", "--map", "llama"), "--map does not go with"),
         (("--to", "huggingface", "--from", "huggingface"), "not both"),
         (("--to", "megackpt", "--from", "huggingface", "--weights", "masters"), "--weights does not go"),
+        (("--from", "huggingface", "--norm-added", "1"), "--norm-added does not go"),
         (("--to", "huggingface", "--array-digests"), "--array-digests does not go"),
         (("--to", "huggingface", "--max-file-size", "many"), "'many' is not a size"),
         (("--to", "huggingface", "--map", "unknown"), "No map is called 'unknown'"),
