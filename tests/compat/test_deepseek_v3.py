@@ -22,14 +22,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import megackpt
-from megackpt import MapError
+from megackpt import CheckpointError, KeyRule, LoadOptions, MapError, Policy
 from megackpt.maps import family
 from megackpt.parallel import MicroBatch, ParallelGroups, ParallelLayout, context_share, forward_backward
 from megackpt.testing.ranks import RankPool
 from models import GPTConfig, MTPConfig, build_gpt
+from models.huggingface import gpt_config
 from tests.effort import is_thorough
 from tests.gradients import Box, assert_all_close, gradient_boxes, join
-from tests.huggingface_checkpoints import assert_same_tensors, declared
+from tests.huggingface_checkpoints import assert_same_tensors, declared, write_folder
 from tests.huggingface_configs import random_fields
 from tests.huggingface_experts import experts_in_our_names, fill, randomise
 from tests.huggingface_models import (
@@ -43,6 +44,8 @@ from tests.huggingface_models import (
     renamed,
     token_ids,
 )
+from tests.mapped_arrays import assembled, random_arrays
+from tests.optim_world import tensors_of
 
 pytest.importorskip("transformers", reason="the extra huggingface is not installed")
 
@@ -134,13 +137,13 @@ def batch(config: GPTConfig) -> MicroBatch:
 
 
 def run(
-    models: list[tuple[GPTConfig, Any]], layout: ParallelLayout
+    models: list[tuple[GPTConfig, Any]], layout: ParallelLayout, sequence_parallel: bool = False
 ) -> list[tuple[Any, list[tuple[Any, ...]]]]:
     """Return this rank's logits and gradients of each model."""
     results = []
     for config, weights in models:
         groups = ParallelGroups.create(layout)
-        model = build_gpt(config, groups, sequence_parallel=layout.tp > 1)
+        model = build_gpt(config, groups, sequence_parallel=sequence_parallel)
         entities = model.sharded_state_dict()
         fill(entities, {key: torch.from_numpy(array) for key, array in weights.items()})
         logits = logits_of(model, config, groups)
@@ -194,6 +197,7 @@ def test_one_rank_computes_logits_and_gradients_of_transformers(further: int) ->
 
 LAYOUTS = {
     "tp2": ParallelLayout(tp=2),
+    "tp2-sequence": ParallelLayout(tp=2),
     "pp2": ParallelLayout(pp=2),
     "cp2": ParallelLayout(cp=2),
     "ep2": ParallelLayout(dp=2, ep=2),
@@ -206,7 +210,8 @@ LAYOUTS = {
 def test_two_ranks_compute_logits_and_gradients_of_transformers(
     rank_pool: RankPool, name: str, further: int
 ) -> None:
-    check(rank_pool.run(run, 2, cases(further), LAYOUTS[name]), LAYOUTS[name], further)
+    ranks = rank_pool.run(run, 2, cases(further), LAYOUTS[name], name.endswith("sequence"))
+    check(ranks, LAYOUTS[name], further)
 
 
 def cases(further: int) -> list[tuple[GPTConfig, Any]]:
@@ -239,6 +244,31 @@ def test_layers_for_further_tokens_are_exported_as_transformers_reads_them(tmp_p
     megackpt.import_huggingface(folder, tmp_path / "imported")  # the keys tell that there are such layers
     imported = megackpt.load_plain_tensors(tmp_path / "imported")
     assert_same_tensors(imported, {key: array.detach() for key, array in arrays.items()})
+
+
+def test_copies_of_the_embedding_in_a_folder_can_be_tolerated(tmp_path: Path) -> None:
+    config = {"model_type": "deepseek_v3", **random_fields("deepseek_v3", 0), "num_nextn_predict_layers": 1}
+    config["tie_word_embeddings"] = False
+    made = family("deepseek_v3_mtp").region_map(config)
+    tensors = random_arrays(made, 0)
+    copies = f"model.layers.{config['num_hidden_layers']}."
+    tensors[f"{copies}embed_tokens.weight"] = tensors["model.embed_tokens.weight"].clone()
+    tensors[f"{copies}shared_head.head.weight"] = tensors["lm_head.weight"].clone()
+    write_folder(tmp_path / "folder", config, tensors)
+    ours = replace(gpt_config(config), mtp=MTPConfig(num_layers=1), make_vocab_divisible=1)
+    model = build_gpt(ours, ParallelGroups.create(ParallelLayout()))
+    state = {"model": model.sharded_state_dict()}
+    with pytest.raises(CheckpointError, match=r"shared_head.head.weight"):
+        megackpt.load(state, tmp_path / "folder", maps="auto")
+    copied = ("model.layers.*.embed_tokens.weight", "model.layers.*.shared_head.head.weight")
+    rules = tuple(KeyRule(keys=keys, missing=Policy.IGNORE) for keys in copied)
+    megackpt.load(state, tmp_path / "folder", maps="auto", options=LoadOptions(rules=rules))
+    expected = assembled(made, tensors)
+    boxes = [tensor for tensor in tensors_of(state) if tensor.key.startswith("mtp.")]
+    assert len(boxes) == sum(key.startswith("mtp.") for key in made.left)
+    for tensor in boxes:
+        assert tensor.data is not None
+        assert torch.equal(tensor.data.detach(), expected[tensor.key]), tensor.key
 
 
 def test_a_folder_whose_further_layers_do_not_follow_is_an_error() -> None:
