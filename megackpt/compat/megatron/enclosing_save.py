@@ -1,7 +1,7 @@
-"""A save of ours that a user's strategy makes inside of its own.
+"""A save of megackpt inside the save of a user's strategy.
 
-A strategy may pass its arguments on to one of ours, as a wrapper does. Then ours saves the whole
-checkpoint, and needs the common state, which the user's strategy never gets.
+A strategy may pass its arguments on to one of megackpt's, as a wrapper does. The inner strategy then saves
+the whole checkpoint, and needs the common state, which the user's strategy never gets.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ class EnclosingSave:
     """The save for which a user's strategy was called.
 
     Attributes:
-        directory: where to.
-        common: common state, content metadata in it.
+        directory: the directory of the checkpoint.
+        common: common state, including content metadata.
         is_taken: whether a strategy of ours saves, or will save, the whole checkpoint.
     """
 
@@ -36,7 +36,7 @@ _CURRENT: ContextVar[EnclosingSave | None] = ContextVar("enclosing save", defaul
 
 @contextmanager
 def enclosing_save(save: EnclosingSave) -> Iterator[None]:
-    """Let saves of ours in this block, to the same directory, take the common state of a save."""
+    """Give saves of megackpt in this block, to the same directory, the common state of a save."""
     token = _CURRENT.set(save)
     try:
         yield
@@ -45,9 +45,9 @@ def enclosing_save(save: EnclosingSave) -> Iterator[None]:
 
 
 def take_common(checkpoint_dir: str | os.PathLike[str]) -> StateDict | None:
-    """Return common state for a save to this directory inside of another save; None if there is no other.
+    """Return the common state of the enclosing save to this directory; None if there is no such save.
 
-    Local. The other save then leaves the commit to this one.
+    Local. The enclosing save then leaves the commit to the inner one.
     """
     current = _CURRENT.get()
     if current is None or _absolute(checkpoint_dir) != _absolute(current.directory):

@@ -57,7 +57,7 @@ class _Finder(MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Return where a module is, None if it is none of ours to answer for."""
+        """Return where a module is; None for a module that is not ours."""
         if fullname != THEIRS and not fullname.startswith(THEIRS + "."):
             return None
         name = OURS + fullname.removeprefix(THEIRS)

@@ -69,16 +69,16 @@ class FormatSaveStrategy(KnownSettings, AsyncSaveShardedStrategy):
 
     @property
     def choice(self) -> SaveChoice:
-        """What `megackpt.save` takes as its strategy."""
+        """The strategy argument of `megackpt.save`."""
         return (self.backend, self.version)
 
     @property
     def save_arguments(self) -> SaveArguments:
-        """What of `megackpt.save`'s other arguments this strategy stands for, as it is set now."""
+        """The other arguments of `megackpt.save` that the current settings of this strategy give."""
         return {"plans": self._plans} if self.use_cached_ckpt_structure else {}
 
     def save(self, sharded_state_dict: ShardedStateDict, checkpoint_dir: str | os.PathLike[str]) -> None:
-        """Save a whole checkpoint: what is not sharded becomes its common state. Collective."""
+        """Save a whole checkpoint; leaves that are not sharded become its common state. Collective."""
         save_by(self, sharded_state_dict, checkpoint_dir)
 
     def async_save(
@@ -94,10 +94,10 @@ class FormatSaveStrategy(KnownSettings, AsyncSaveShardedStrategy):
 
 
 class DetectingLoadStrategy(KnownSettings, LoadShardedStrategy):
-    """Loads a checkpoint of any format that can be read here, as its metadata.json says.
+    """Loads a checkpoint of any format that megackpt reads; metadata.json names the format.
 
     Attributes:
-        cached_global_metadata: None: a save does not need what a load has read.
+        cached_global_metadata: always None; a save here does not use metadata that a load has read.
     """
 
     SETTINGS: ClassVar[tuple[str, ...]] = ("cached_global_metadata",)
@@ -117,7 +117,7 @@ class DetectingLoadStrategy(KnownSettings, LoadShardedStrategy):
         return dict(api.load_sharded_metadata(checkpoint_dir))
 
     def remove_sharded_tensors(self, checkpoint_dir: str | os.PathLike[str], key_prefix: str) -> None:
-        """Take every array and object whose key begins with key_prefix out of a checkpoint. Local."""
+        """Remove every array and object whose key begins with key_prefix from a checkpoint. Local."""
         api.remove_sharded_tensors(checkpoint_dir, key_prefix)
 
     def check_backend_compatibility(self, loaded_backend: str) -> None:
@@ -300,7 +300,7 @@ def _all_of(strategy: Any, arguments: SaveArguments) -> SaveArguments:
 
 
 def _nothing_of(common: StateDict) -> StateDict:
-    """Return what of common state must be equal on all ranks: nothing."""
+    """Return the part of common state that must be equal on all ranks: none of it."""
     return {}
 
 
@@ -311,9 +311,10 @@ def load_by(
     strict: StrictHandling = StrictHandling.ASSUME_OK_UNEXPECTED,
     group: Group | None = None,
 ) -> Any:
-    """Load with `megackpt.load`, which see for what is returned, as a strategy says: who reads for whom.
+    """Load with `megackpt.load`, and with the exchange that a strategy is set to. Collective.
 
-    Collective. The times of the load are kept in the strategy if it has a place for them.
+    Returns the result of `megackpt.load`. If the strategy has an attribute `times`, it gets the times of the
+    load.
     """
     if isinstance(strategy, (tuple, list)):
         strategy = get_default_strategy(StrategyAction.LOAD_SHARDED, *strategy)

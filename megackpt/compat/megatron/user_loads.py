@@ -42,9 +42,10 @@ def load_with(
     strict: StrictHandling,
     ranks: Group | None = None,
 ) -> Any:
-    """Load by a user's strategies, or one of ours and one of a user's. Collective over ranks, None for all.
+    """Load with a user's strategies, of which one may be ours. Collective over `ranks`; None: all ranks.
 
-    Returns what `load` returns.
+    Returns:
+        The result of `load`.
 
     Raises:
         CheckpointError: the same on every rank.
@@ -145,10 +146,10 @@ def _stored_keys(strategy: Any, common_strategy: Any, directory: Path | str) -> 
 
 
 def _requested_values(asked: Any, loaded: Any, path: str = "") -> Any:
-    """Return what was asked for of what a strategy has loaded: one of ours adds common state.
+    """Return the requested part of a loaded state dict, since our strategies also add common state.
 
     Raises:
-        DeclarationError: it lacks something.
+        DeclarationError: the loaded state dict lacks a requested value.
     """
     if not isinstance(asked, dict | list):
         return loaded
@@ -165,7 +166,7 @@ def _requested_values(asked: Any, loaded: Any, path: str = "") -> Any:
 
 
 def _loaded_factories(factories: Any, loaded: Any) -> Any:
-    """Return the factories for which something was loaded."""
+    """Return the factories whose entities were loaded."""
     if not isinstance(factories, dict):
         return factories
     return {

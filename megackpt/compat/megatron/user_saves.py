@@ -49,10 +49,10 @@ def save_with(
     common_to_compare: Callable[[StateDict], StateDict] | None,
     content_metadata: Any,
 ) -> None:
-    """Save by a user's strategy. Collective.
+    """Save with a user's strategy. Collective.
 
-    A checkpoint that is in the directory is removed when the declarations are proved right, before the
-    strategy is called: it may write over its files.
+    If there is a checkpoint in the directory, it is removed once the declarations are proved right. The
+    strategy is called afterwards, because it may write over the files.
 
     Raises:
         CheckpointError: the same on every rank, naming the one that failed. If the strategy had been called,
@@ -83,9 +83,10 @@ def request_with(
     common_to_compare: Callable[[StateDict], StateDict] | None,
     content_metadata: Any,
 ) -> AsyncRequest:
-    """Return a user's request for a save, to whose end the commit is added. Collective.
+    """Return the request of a user's strategy, with the commit added at its end. Collective.
 
-    Common state is written now, and a checkpoint that is in the directory is removed now, as in `save_with`.
+    Common state is written in this call. A checkpoint in the directory is removed in this call, as in
+    `save_with`.
 
     Raises:
         UnsupportedError: the strategy has no async_save.
@@ -169,10 +170,10 @@ def _check_descriptions(descriptions: Sequence[bytes]) -> None:
 
 
 def _checked(entity: Any) -> ShardedTensor | ShardedObject:
-    """Return an entity that a strategy of Megatron-Core's kind knows.
+    """Return the entity, if strategies written for Megatron-Core can save it.
 
     Raises:
-        DeclarationError: it is of another kind, or a tensor without data.
+        DeclarationError: it is of another class, or a tensor without data.
     """
     if not isinstance(entity, ShardedTensor | ShardedObject):
         raise DeclarationError(
@@ -185,7 +186,7 @@ def _checked(entity: Any) -> ShardedTensor | ShardedObject:
 
 
 def _remove_old_checkpoint(directory: Path | str, group: Group) -> None:
-    """Make the directory, and remove a checkpoint that is in it: its commit first. Collective."""
+    """Create the directory. Remove a checkpoint in it, the commit first. Collective."""
     with errors_on_all_ranks(group, "preparing the directory"):
         if group.rank != 0:
             return

@@ -1,4 +1,4 @@
-"""The state dict that strategies of a user's get: our entities, and the objects apart where they must be."""
+"""The state dict for a user's strategies: our entities, with objects split off where they must be."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def with_our_entities(state: ShardedStateDict) -> ShardedStateDict:
     """Return the state dict with entities of Megatron-Core as ours.
 
     Raises:
-        DeclarationError: it is no dict, or a list in it cannot be taken apart and put together again.
+        DeclarationError: it is not a dict, or it has a list that cannot be split and rejoined.
     """
     if not isinstance(state, dict):
         raise DeclarationError(f"A sharded state dict must be a dict, not {type(state).__name__}.")
@@ -30,7 +30,7 @@ def with_our_entities(state: ShardedStateDict) -> ShardedStateDict:
 
 
 def _kinds_in(tree: Any, path: str) -> set[str]:
-    """Return which kinds of leaves a tree has: these are moved apart from each other.
+    """Return which kinds of leaves a tree has. Each kind is saved and loaded separately.
 
     Raises:
         DeclarationError: a list has several kinds of leaves, which would lose their positions.
@@ -52,7 +52,9 @@ def _kinds_in(tree: Any, path: str) -> set[str]:
 def split_objects(
     sharded: ShardedStateDict, strategy: Any, common_strategy: Any
 ) -> tuple[ShardedStateDict | None, ShardedStateDict]:
-    """Return the objects, for the common strategy, and the rest; None and all where the strategy takes both.
+    """Return the objects, which the common strategy saves, and the rest.
+
+    If the strategy takes objects, too: None and the whole.
 
     Raises:
         DeclarationError: neither strategy can handle objects.
@@ -70,6 +72,6 @@ def keys_of(entities: Iterable[Any]) -> set[str]:
 
 
 def path_or_url(checkpoint_dir: str | os.PathLike[str]) -> Path | str:
-    """Return the directory as strategies of Megatron-Core are given it."""
+    """Return the directory in the form in which strategies of Megatron-Core get it."""
     text = os.fspath(checkpoint_dir)
     return text if is_url(text) else Path(text)

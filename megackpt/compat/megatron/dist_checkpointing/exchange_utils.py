@@ -18,12 +18,9 @@ from megackpt.errors import DeclarationError
 from megackpt.mapping import ShardedStateDict, ShardedTensor, is_main_replica
 
 _PLANNED = {
-    "because": "tensors are not exchanged by shards: who reads which bytes, and who needs what of "
-    "them, is planned "
-    "for all ranks before anything is read.",
-    "instead": "Load with LoadOptions(exchange=...), or "
-    "FullyParallelLoadStrategyWrapper(exchange_algo=...); the "
-    "plans are megackpt.planning.plan_save and plan_exchange.",
+    "because": "tensors are not exchanged by shards. A plan for all ranks, made before anything is read, "
+    "says which rank reads which bytes and which ranks need them.",
+    "instead": "Load with LoadOptions(exchange=...) or FullyParallelLoadStrategyWrapper(exchange_algo=...).",
 }
 
 T = TypeVar("T", bound=Hashable)
@@ -92,7 +89,7 @@ def determine_main_replica_uniform_distribution(
     out, unless ignore_groups. pg_cache_path and pg_cache_create have no effect: nothing is kept in files.
 
     Source: Megatron-Core `determine_main_replica_uniform_distribution`. `megackpt.save` plans by itself, also
-    parts of shards; this is for strategies of a user's.
+    parts of shards; this is for users' strategies.
     """
     size = dist.get_world_size(parallelization_group) if dist.is_initialized() else 1
     if size == 1:

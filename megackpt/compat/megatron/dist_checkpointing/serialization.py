@@ -123,18 +123,18 @@ def load(
     verify_integrity: bool = False,
     process_group: dist.ProcessGroup | None = None,
 ) -> StateDict | tuple[StateDict, set[str], set[str]]:
-    """Load with `megackpt.load`, which see. Collective.
+    """Load with `megackpt.load`, under Megatron-Core's arguments. Collective.
 
-    The format is detected, whatever strategy of ours is given. A strategy of a user's, or one that is
-    registered for what metadata.json names, loads what it is for: it is handed the sharded state dict after
+    The format is detected, also if a strategy of megackpt is given. A user's strategy, given here or
+    registered for the format in metadata.json, loads its part: it gets the sharded state dict after
     factories.
 
-    validate_access_integrity has no effect. Megatron-Core proves with it that the ranks together ask for
-    every element exactly once, because there ranks may read for each other by replica ids. Here each rank is
-    given what it asks for, whatever other ranks ask for, so a request for a part is no error.
+    validate_access_integrity has no effect. In Megatron-Core it proves that the ranks together ask for every
+    element exactly once, because ranks there may read for each other by replica ids. Here each rank gets what
+    it asks for, independently of other ranks, so a request for a part is not an error.
 
     verify_integrity first compares every file with the SHA-256 in integrity.json, on rank 0. With
-    process_group only its ranks load.
+    process_group, only the ranks of this group load.
 
     Raises:
         IntegrityError: verify_integrity finds a file that differs, or no integrity.json.
@@ -229,9 +229,9 @@ def load_content_metadata(
 
 
 def remove_sharded_tensors(checkpoint_dir: str, key_prefix: str) -> None:
-    """Take every array and object whose key begins with key_prefix out of a checkpoint, atomically.
+    """Remove every array and object whose key begins with key_prefix from a checkpoint, atomically.
 
-    Local: one process calls it. A registered strategy of a user's does it in its own way.
+    Local: one process calls it. If a user's strategy is registered for the format, its method is called.
     """
     sharded = _chosen(StrategyAction.LOAD_SHARDED, None, checkpoint_dir)
     if not is_loaded_by_us(sharded):
@@ -253,25 +253,27 @@ def save(
     async_strategy: str | None = "nvrx",
     verify_integrity: bool = False,
 ) -> AsyncRequest | None:
-    """Save with `megackpt.save`, which see; without a strategy in the native format. Collective.
+    """Save with `megackpt.save`, under Megatron-Core's arguments. Collective.
 
-    The directory need not exist, and the state dict is not changed. `load` puts content metadata into what it
-    returns, where programs look for it. Where ranks disagree about common state, that of rank 0 is stored
-    and a warning says where, as there: optimizers of 0.12 have it so with pipeline parallelism.
+    The default format is the native one.
 
-    With async_sharded_save nothing is begun: the request that is returned saves when a queue is given it, or
-    when it is executed. The tensors are read then, so schedule it before they change. async_strategy has no
-    effect: megackpt's own writer processes save, whatever it names.
+    The directory need not exist, and the state dict does not change. `load` returns the content metadata in
+    the state dict, as in Megatron-Core. If common state differs between ranks, rank 0's is stored and a
+    warning names the paths, as in Megatron-Core: optimizers of 0.12 have such state with pipeline
+    parallelism.
 
-    With verify_integrity rank 0 reads all files again after the commit, and writes their SHA-256 into
-    integrity.json, which `load(verify_integrity=True)` and Megatron-Core from 0.17 on check.
+    With async_sharded_save, this call starts nothing. The returned request saves when it is scheduled in a
+    queue or executed. The tensors are read at that time, so schedule it before they change. async_strategy
+    has no effect: megackpt's own writer processes save.
 
-    A strategy of a user's is handed copies of what is sharded, after factories; see
-    docs/megatron-compat.md.
+    With verify_integrity, rank 0 reads all files again after the commit and writes their SHA-256 into
+    integrity.json. `load(verify_integrity=True)` and Megatron-Core from 0.17 on check it.
+
+    A user's strategy gets copies of the sharded entities, after factories; see docs/megatron-compat.md.
 
     Raises:
-        UnsupportedError: a common strategy of a user's is given for a format of ours, which stores common
-            state by itself.
+        UnsupportedError: a user's common strategy is given for a format of megackpt, which stores common
+            state itself.
         CheckpointError: as `megackpt.save`.
     """
     chosen = _chosen(StrategyAction.SAVE_SHARDED, sharded_strategy)

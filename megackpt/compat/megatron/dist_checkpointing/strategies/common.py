@@ -68,9 +68,9 @@ class TorchCommonSaveStrategy(SaveCommonStrategy):
 
 
 class TorchCommonLoadStrategy(LoadCommonStrategy):
-    """Reads the common state of a checkpoint of any format that can be read here.
+    """Reads the common state of a checkpoint of any format that megackpt reads.
 
-    Where a sharded strategy of a user's has saved, it reads what `TorchCommonSaveStrategy` writes.
+    If a user's sharded strategy has saved the checkpoint, it reads the file of `TorchCommonSaveStrategy`.
     """
 
     def load_common(self, checkpoint_dir: str | os.PathLike[str]) -> StateDict:
@@ -141,8 +141,8 @@ def load_common(checkpoint_dir: str | os.PathLike[str]) -> StateDict:
 def save_common(common_state_dict: StateDict, checkpoint_dir: str | os.PathLike[str]) -> None:
     """As `TorchCommonSaveStrategy.save_common`. From Megatron-Core 0.17 on.
 
-    It writes common.pt, for a directory in which a strategy of a user's saves. A checkpoint in a format of
-    ours has its common state already.
+    It writes common.pt into a directory in which a user's strategy saves. A checkpoint in a format of
+    megackpt has its common state already.
     """
     TorchCommonSaveStrategy("torch", 1).save_common(common_state_dict, checkpoint_dir)
 
@@ -163,7 +163,7 @@ def _rank() -> int:
 
 
 def _is_read_here(checkpoint_dir: str | os.PathLike[str]) -> bool:
-    """Return whether a format of ours is there, and not the files of a user's strategy, whatever its name."""
+    """Return whether the checkpoint is in a format of megackpt, rather than of a user's strategy."""
     try:
         api.load_tensors_metadata(checkpoint_dir)
     except (FormatError, NotACheckpointError):

@@ -62,9 +62,9 @@ __all__ = [
 class FullyParallelSaveStrategyWrapper(KnownSettings, AsyncSaveShardedStrategy):
     """Spreads chunks that several ranks hold over those of them that are in the main replica's group.
 
-    Without a group over all of them. Attributes may be set later, and count from the next save on. Around a
-    strategy of a user's it hands on the tensors with the replica ids that spread them: 0 where a rank is to
-    write a shard, and 1 elsewhere.
+    Without a group, it spreads them over all ranks that hold them. Attributes may be set later; the next save
+    uses them. A user's strategy inside it gets the tensors with other replica ids: 0 on the rank that writes
+    a shard, 1 on the others.
 
     Attributes:
         base_strategy: the strategy that says in which format, and how.
@@ -131,7 +131,7 @@ class FullyParallelSaveStrategyWrapper(KnownSettings, AsyncSaveShardedStrategy):
 
     @property
     def save_arguments(self) -> SaveArguments:
-        """What of `megackpt.save`'s arguments this strategy stands for, as it is set now."""
+        """The arguments of `megackpt.save` that the current settings of this strategy give."""
         arguments = dict(getattr(self.base_strategy, "save_arguments", {}))
         if self.do_cache_distribution:
             arguments.setdefault("plans", self._plans)
@@ -149,10 +149,10 @@ class FullyParallelSaveStrategyWrapper(KnownSettings, AsyncSaveShardedStrategy):
     ) -> AsyncRequest:
         """Return a request that saves a whole checkpoint when it is scheduled or executed.
 
-        Local; collective around a strategy of a user's, whose request it is then.
+        Local. Around a user's strategy it is collective, and returns that strategy's request.
 
         Raises:
-            UnsupportedError: a strategy of a user's has no async_save.
+            UnsupportedError: the user's strategy has no async_save.
         """
         if is_saved_by_us(self.base_strategy):
             return request_by(self, sharded_state_dict, checkpoint_dir)
@@ -187,8 +187,8 @@ class FullyParallelSaveStrategyWrapper(KnownSettings, AsyncSaveShardedStrategy):
 class FullyParallelLoadStrategyWrapper(KnownSettings, LoadShardedStrategy):
     """Lets the ranks of a group read for each other, every byte once; without a group all ranks.
 
-    Attributes may be set later, and count from the next load on. Around a strategy of a user's each rank
-    loads all that it asks for by that strategy, and nothing is exchanged.
+    Attributes may be set later; the next load uses them. Around a user's strategy, each rank loads its whole
+    request with that strategy, and ranks exchange nothing.
 
     Attributes:
         base_strategy: the strategy that reads.
@@ -259,7 +259,7 @@ class FullyParallelLoadStrategyWrapper(KnownSettings, LoadShardedStrategy):
     ) -> StateDict:
         """Return the loaded state dict, common state included. Collective.
 
-        Around a strategy of a user's, return what that one loads.
+        Around a user's strategy, it returns that strategy's result.
         """
         if not is_loaded_by_us(self.base_strategy):
             self.apply_loading_parallelization(sharded_state_dict)
@@ -269,7 +269,7 @@ class FullyParallelLoadStrategyWrapper(KnownSettings, LoadShardedStrategy):
 
     @property
     def load_arguments(self) -> LoadArguments:
-        """What of `megackpt.load`'s arguments this strategy stands for.
+        """The arguments of `megackpt.load` that the current settings of this strategy give.
 
         Raises:
             UnsupportedError: a subclass has an `apply_loading_parallelization`, which would not be called.

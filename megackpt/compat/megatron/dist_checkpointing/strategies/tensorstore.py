@@ -18,11 +18,11 @@ _PLUMBING = {
 
 
 class TensorStoreLoadShardedStrategy(DetectingLoadStrategy):
-    """Loads a checkpoint of any format that can be read here, as its metadata.json says.
+    """Loads a checkpoint of any format that megackpt reads; metadata.json names the format.
 
     Attributes:
-        load_directly_on_device: fill tensors that are on a device there. Otherwise those stay as they are,
-            and the loaded state dict holds tensors in host memory in their place.
+        load_directly_on_device: fill tensors on their device. If False, these tensors do not change, and the
+            loaded state dict has tensors in host memory instead.
     """
 
     SETTINGS: ClassVar[tuple[str, ...]] = ("load_directly_on_device",)
@@ -33,7 +33,7 @@ class TensorStoreLoadShardedStrategy(DetectingLoadStrategy):
 
     @property
     def load_arguments(self) -> LoadArguments:
-        """What of `megackpt.load`'s arguments this strategy stands for, as it is set now."""
+        """The arguments of `megackpt.load` that the current settings of this strategy give."""
         return {"options": LoadOptions(load_on_device=self.load_directly_on_device)}
 
 

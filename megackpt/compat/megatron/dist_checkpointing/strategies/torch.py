@@ -83,7 +83,7 @@ class TorchDistSaveShardedStrategy(FormatSaveStrategy):
 
     @property
     def choice(self) -> SaveChoice:
-        """What `megackpt.save` takes as its strategy."""
+        """The strategy argument of `megackpt.save`."""
         if (self.backend, self.version) != ("torch_dist", 1):
             raise DeclarationError(
                 f"{type(self).__name__} saves format ('torch_dist', 1), and not "
@@ -109,7 +109,7 @@ class TorchDistSaveShardedStrategy(FormatSaveStrategy):
 
     @property
     def save_arguments(self) -> SaveArguments:
-        """What of `megackpt.save`'s other arguments this strategy stands for, as it is set now."""
+        """The other arguments of `megackpt.save` that the current settings of this strategy give."""
         options = SaveOptions(spread="none" if self.keep_only_main_replica else "world")
         return {**super().save_arguments, "options": options}
 
@@ -130,7 +130,7 @@ set_megackpt_strategy(StrategyAction.SAVE_SHARDED, _default_save_strategy)
 
 
 class TorchDistLoadShardedStrategy(DetectingLoadStrategy):
-    """Loads a checkpoint of any format that can be read here, as its metadata.json says.
+    """Loads a checkpoint of any format that megackpt reads; metadata.json names the format.
 
     The arguments are those of Megatron-Core 0.17 and 0.19 and have no effect: index rows are read as they are
     needed, and tensors are filled one by one.

@@ -160,7 +160,7 @@ class TwoStageDataParallelLoadShardedStrategy(DetectingLoadStrategy):
 
     @property
     def load_arguments(self) -> LoadArguments:
-        """What of `megackpt.load`'s arguments this strategy stands for."""
+        """The arguments of `megackpt.load` that the current settings of this strategy give."""
         return {
             "options": LoadOptions(exchange="two_stage", cpu_transfer=self.cpu_transfer),
             "exchange_group": self.data_parallel_group,

@@ -12,7 +12,7 @@ _PLUMBING = {
 
 
 class ZarrSaveShardedStrategy(FormatSaveStrategy):
-    """Saves zarr arrays, one a key: version 1 as Megatron-Core did, version 3 in shards.
+    """Saves one zarr array for each key: version 1 as Megatron-Core did, version 3 in shards.
 
     Raises:
         DeclarationError: there is no such version.
@@ -21,7 +21,7 @@ class ZarrSaveShardedStrategy(FormatSaveStrategy):
 
 
 class ZarrLoadShardedStrategy(DetectingLoadStrategy):
-    """Loads a checkpoint of any format that can be read here, as its metadata.json says."""
+    """Loads a checkpoint of any format that megackpt reads; metadata.json names the format."""
 
 
 def register_default_zarr_strategies() -> None:
