@@ -57,6 +57,7 @@ class InnerOptimizer:
         specs = probe(self._build, masters)
         self.optimizer = self._build(masters)
         _check_no_scales(self.optimizer)
+        _add_unit_scales(self.optimizer, [s.master for s in owned_params])
         for group, group_specs in zip(members, specs, strict=True):
             for owned_param, spec in zip(group, group_specs, strict=True):
                 owned_param.scalars, owned_param.arrays = frozenset(spec.scalars), spec.arrays
@@ -147,3 +148,14 @@ def _check_no_scales(optimizer: Any) -> None:
             f"state, and codes mean nothing without them. Let it keep these states in float32 or bfloat16, "
             f"or use it without a wrapper, with megackpt.integrations.transformer_engine.fused_adam."
         )
+
+
+def _add_unit_scales(optimizer: Any, masters: Sequence[Tensor]) -> None:
+    """Add the scales of 1 that Transformer Engine's FusedAdam looks up for states in bfloat16.
+
+    It makes them with the state, which is a placeholder here or was loaded.
+    """
+    dtypes = getattr(optimizer, "name_to_dtype_map", {})
+    names = [name for name, dtype in dtypes.items() if dtype == torch.bfloat16]
+    for master in masters if names and hasattr(optimizer, "_scales") else ():
+        optimizer._scales[master] = {name: torch.ones(1, device=master.device) for name in names}

@@ -18,12 +18,18 @@ from torch.nn import Parameter
 
 from megackpt import DeclarationError, OptimizerError, ShardedTensor, load_with_report, save
 from megackpt.integrations.transformer_engine import fused_adam
-from megackpt.optim import MixedPrecisionOptimizer, join_master, split_master
+from megackpt.optim import (
+    DistributedOptimizer,
+    MixedPrecisionOptimizer,
+    WholeMatrixOptimizer,
+    join_master,
+    split_master,
+)
 from megackpt.parallel.groups import ParallelGroups
 from megackpt.parallel.layout import ParallelLayout
 from tests.foreign_optimizers import CHANGES, Kind, outcome, row_of_docs
 from tests.te_stub import cpu_for_cuda, te_version, transformer_engine
-from tests.unit.test_apex import declare, make_params, set_grads
+from tests.unit.test_apex import are_equal, declare, make_params, set_grads
 
 te = transformer_engine()
 te_optimizers = pytest.importorskip("transformer_engine.pytorch.optimizers")
@@ -235,6 +241,33 @@ def test_our_wrappers_reject_moments_whose_scales_are_outside_of_the_state() -> 
         MixedPrecisionOptimizer(
             make_params(0, torch.bfloat16), lambda g: make(g, exp_avg_dtype=torch.float16), groups
         )
+
+
+@pytest.mark.parametrize("form", [form for form in FORMS if form in ("float32", "bfloat16")])
+@pytest.mark.parametrize("wrapper", [DistributedOptimizer, MixedPrecisionOptimizer, WholeMatrixOptimizer])
+def test_our_wrappers_go_on_with_it(wrapper: Any, form: str, tmp_path: Path) -> None:
+    groups = ParallelGroups.offline(ParallelLayout(), 0)
+    options = {**FORMS[form], "master_weights": False}  # the wrapper has the masters
+    params, fresh = make_params(0, torch.bfloat16), make_params(1, torch.bfloat16)
+    with kernels_of_torch():
+        optimizer, resumed = (wrapper(p, lambda g: make(g, **options), groups) for p in (params, fresh))
+        train(params, optimizer, range(2))
+        model = declare(params)
+        save({"model": model, "optimizer": optimizer.sharded_state_dict(model)}, tmp_path)
+        model = declare(fresh)
+        request = {"model": model, "optimizer": resumed.sharded_state_dict(model)}
+        resumed.load_sharded_state_dict(load_with_report(request, tmp_path)[0]["optimizer"])
+        train(params, optimizer, range(2, 5))
+        train(fresh, resumed, range(2, 5))
+    assert are_equal(params, fresh)
+    assert not are_equal(params, make_params(0, torch.bfloat16))
+
+
+def train(params: list[Parameter], optimizer: Any, steps: range) -> None:
+    for step in steps:
+        set_grads(params, step)
+        optimizer.step()
+        optimizer.zero_grad()
 
 
 def test_another_optimizer_is_an_error() -> None:
