@@ -101,7 +101,7 @@ def region_map(rules: Sequence[Rule], sizes: Mapping[str, int]) -> RegionMap:
     pairs: list[RegionPair] = []
     total = 0
     for rule in rules:
-        compiled = _Compiled.of(rule, sizes)
+        compiled = _CompiledRule.of(rule, sizes)
         ours = compiled.array(compiled.ours, is_padded=rule.is_padded)
         theirs = compiled.array(compiled.theirs, is_padded=False)
         total += math.prod(compiled.iterated.values()) * max(len(rule.layers), 1)
@@ -127,7 +127,7 @@ def _add(arrays: dict[str, MappedArray], key: str, array: MappedArray, rule: Rul
 
 
 @dataclass(frozen=True, slots=True)
-class _Compiled:
+class _CompiledRule:
     """A rule whose axes are parsed."""
 
     rule: Rule
@@ -136,7 +136,7 @@ class _Compiled:
     iterated: Mapping[str, int]
 
     @classmethod
-    def of(cls, rule: Rule, sizes: Mapping[str, int]) -> _Compiled:
+    def of(cls, rule: Rule, sizes: Mapping[str, int]) -> _CompiledRule:
         ours = tuple(_parsed_dim(text, sizes, rule) for text in _DIM.findall(rule.axes))
         theirs = tuple(_parsed_dim(text, sizes, rule) for text in _DIM.findall(rule.their_axes or rule.axes))
         # Pairs are boxes, so an axis inside a dim that is not the innermost one is taken position by
