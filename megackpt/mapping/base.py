@@ -9,7 +9,8 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from operator import index
+from operator import index as as_int
+from operator import mul
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -131,11 +132,7 @@ def grid_position(key: str, box: Sequence[int], rank_offsets: Sequence[RankOffse
             )
         seen.add(axis)
         index[axis], fragments[axis] = position, count
-    return GridPosition(
-        global_shape=tuple(n * f for n, f in zip(box, fragments, strict=True)),
-        global_offset=tuple(n * i for n, i in zip(box, index, strict=True)),
-        axis_fragmentations=tuple(fragments),
-    )
+    return GridPosition(tuple(map(mul, box, fragments)), tuple(map(mul, box, index)), tuple(fragments))
 
 
 def check_key(key: object, kind: str) -> None:
@@ -159,7 +156,7 @@ def as_extents(key: str, field: str, values: Sequence[int]) -> tuple[int, ...]:
         DeclarationError: it is not a sequence of ints, or one is negative.
     """
     try:
-        extents = tuple(map(index, values))
+        extents = tuple(map(as_int, values))
     except TypeError:
         raise declaration_error(key, f"{field} {values!r} must be a sequence of ints.") from None
     if extents and min(extents) < 0:
