@@ -15,7 +15,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from megackpt.comm.collectives import run_on_all_ranks, scatter_from_rank_0
+from megackpt.comm.collectives import errors_on_all_ranks, gather_step, scatter_step
 from megackpt.comm.group import Group
 from megackpt.comm.store_client import StoreClient
 from megackpt.errors import RankFailedError
@@ -96,31 +96,22 @@ def host_store(group: Group, *, timeout_s: float, host: str | None = None) -> St
     Raises:
         RankFailedError: a rank cannot reach it, or rank 0 cannot serve.
     """
-    served: list[StoreClient] = []
-    names = run_on_all_ranks(
-        group, lambda: socket.gethostname().encode(), doing="naming the hosts of the writers"
-    )
-
-    def serve() -> list[bytes]:
-        is_one_host = host is None and len(set(names)) == 1
-        listener = listen(only_here=is_one_host)
-        at, port = listener.getsockname()[:2]
-        if not is_one_host:
-            at = host or os.environ.get("MASTER_ADDR") or socket.getfqdn()
-        served.append(_open_store(StoreAddress(at, port), listener=listener, timeout_s=timeout_s))
-        return [json.dumps([at, port]).encode()] * group.size
-
-    address = StoreAddress(
-        *json.loads(scatter_from_rank_0(group, serve, doing="serving the store of the writers"))
-    )
-
-    def connect() -> bytes:
-        if group.rank:
-            served.append(connect_store(address, timeout_s=timeout_s))
-        return b""
-
-    run_on_all_ranks(group, connect, doing="connecting to the store of the writers")
-    return StoreHost(served[0], address)
+    with gather_step(group, "naming the hosts of the writers", on_all_ranks=True) as naming:
+        naming.data = socket.gethostname().encode()
+    is_one_host = host is None and len(set(naming.results)) == 1
+    store: StoreClient | None = None
+    with scatter_step(group, "serving the store of the writers") as serving:
+        if group.rank == 0:
+            listener = listen(only_here=is_one_host)
+            at, port = listener.getsockname()[:2]
+            if not is_one_host:
+                at = host or os.environ.get("MASTER_ADDR") or socket.getfqdn()
+            store = _open_store(StoreAddress(at, port), listener=listener, timeout_s=timeout_s)
+            serving.parts = [json.dumps([at, port]).encode()] * group.size
+    address = StoreAddress(*json.loads(serving.part))
+    with errors_on_all_ranks(group, "connecting to the store of the writers"):
+        store = store or connect_store(address, timeout_s=timeout_s)
+    return StoreHost(store, address)
 
 
 def connect_store(address: StoreAddress, *, timeout_s: float) -> StoreClient:
