@@ -1,7 +1,7 @@
-"""The writer process of this rank, as the training process sees it.
+"""The writer process of this rank, as the training process sees it; its own side is in `writer_main`.
 
 One thread sends messages to it and one receives messages from it. A process that shows no progress is killed,
-and its jobs fail on all ranks. What the process does is in `writer_main`.
+and its jobs fail on all ranks.
 """
 
 from __future__ import annotations
@@ -299,7 +299,6 @@ class WriterProcess:
                 message = self._connection.recv()
                 watch.reset()
                 if isinstance(message, CommittedMessage):
-                    # In a thread of its own: this one has to watch the process meanwhile.
                     arguments, name = (message,), "megackpt-follow"
                     threading.Thread(target=self._follow_up, args=arguments, name=name, daemon=True).start()
                     continue
@@ -338,7 +337,7 @@ class WriterProcess:
         return self._process.returncode is not None
 
     def _follow_up(self, committed: CommittedMessage) -> None:
-        """Do the work after a commit, in its own thread: it may take long."""
+        """Do the work after a commit in its own thread: the receiving thread has to watch the process."""
         error: bytes | None = None
         submitted = self._submitted(committed.job)
         submitted.is_followed_up = True
