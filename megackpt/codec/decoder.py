@@ -19,7 +19,7 @@ from megackpt.codec.hashes import check_collisions
 from megackpt.codec.kinds import Kind, Step, fields_of, integer_of, list_of, text_of
 from megackpt.codec.paths import format_path
 from megackpt.codec.registry import REGISTRY
-from megackpt.codec.stand_ins import ForeignCodecValue, keeps_unknown_values
+from megackpt.codec.stand_ins import ForeignCodecValue, ForeignObject, keeps_unknown_values
 from megackpt.codec.tree import DAMAGED, MAX_DEPTH, EncodedValue, Json
 from megackpt.errors import CheckpointError, FormatError, UnknownClassError
 
@@ -51,6 +51,7 @@ class _Decoder:
         self._where = where
         self._steps: list[Step] = []
         self._depth = 0
+        self.enclosing: list[ForeignObject] = []
 
     def decode(self, tree: Json) -> Any:
         if tree is None or type(tree) in (bool, int, float):

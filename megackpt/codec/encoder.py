@@ -24,7 +24,7 @@ from megackpt.codec.imported_classes import is_named_tuple
 from megackpt.codec.kinds import Kind, Step, base64_of
 from megackpt.codec.paths import format_path
 from megackpt.codec.registry import REGISTRY, RegisteredCodec
-from megackpt.codec.stand_ins import ForeignCodecValue
+from megackpt.codec.stand_ins import ForeignCodecValue, ForeignObject
 from megackpt.codec.tree import MAX_DEPTH, MAX_PLAIN_INT, EncodedValue, Json, dump_tree
 from megackpt.errors import CheckpointError, UnserializableError
 
@@ -37,6 +37,10 @@ PLAIN_CLASSES: frozenset[type] = frozenset({type(None), bool, str, list})
 
 # So many bytes or more become a tensor: base64 is a third longer, and readers limit the size of JSON headers.
 _MIN_TENSOR_BYTES = 4096
+# A stand-in that several others contain is written in each of them: so many times on average, and in small
+# values so many more.
+_MOST_TIMES = 10
+_ALWAYS = 1000
 
 
 def encode(value: object, *, path: str = "") -> EncodedValue:
@@ -71,6 +75,7 @@ class Encoder:
 
     Attributes:
         tensors: the tensors so far.
+        enclosing: the stand-ins whose attributes are being encoded, one inside the other.
     """
 
     def __init__(
@@ -87,6 +92,9 @@ class Encoder:
         self._sort_items = sort_items
         self._members_by_value = members_by_value
         self._open: set[int] = set()  # ids of the values that are being encoded, one inside the other
+        self.enclosing: list[ForeignObject] = []
+        self._foreign: set[int] = set()  # ids of the stand-ins so far
+        self._written = 0  # how often stand-ins were written
         self._hashing = 0  # how many keys and set elements the current value is inside of
 
     def encode(self, value: object) -> Json:
@@ -99,6 +107,10 @@ class Encoder:
             return value
         if type(value) is float and math.isfinite(value):
             return value
+        if type(value) is ForeignObject:
+            if any(value is enclosing for enclosing in self.enclosing):
+                return {members.ENCLOSING.tag: members.ENCLOSING.encode(value, self)}
+            self._count(value)
         self._enter(value)
         tree = self._node(value)
         self._open.discard(id(value))
@@ -153,6 +165,16 @@ class Encoder:
         """See ValueEncoder."""
         path = format_path(self._path, self._steps)
         return UnserializableError(f"{path}: {reason}", path=path)
+
+    def _count(self, value: ForeignObject) -> None:
+        """Count a stand-in that is written. Of n that all refer to each other there are n! paths to one."""
+        self._foreign.add(id(value))
+        self._written += 1
+        if self._written > _MOST_TIMES * len(self._foreign) + _ALWAYS:
+            raise self.error(
+                f"Objects of unknown classes, such as this {value.module}.{value.qualname}, refer to each "
+                f"other in too many ways to be written one inside the other. Leave them out."
+            )
 
     def _enter(self, value: object) -> None:
         if id(value) in self._open:

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 import torch
 
+from megackpt.codec.stand_ins import ForeignObject
 from megackpt.codec.tree import Json
 from megackpt.errors import UnserializableError
 
@@ -19,7 +20,13 @@ Step = Hashable  # a dict key, an attribute name or a position
 
 
 class ValueEncoder(Protocol):
-    """What an encoder offers to a kind: it encodes parts of the value, and collects tensors."""
+    """What an encoder offers to a kind: it encodes parts of the value, and collects tensors.
+
+    Attributes:
+        enclosing: the stand-ins whose attributes are being encoded, one inside the other.
+    """
+
+    enclosing: list[ForeignObject]
 
     def child(self, step: Step, value: object) -> Json:
         """Encode a part of the value; `step` leads to it and becomes a part of its path in errors."""
@@ -59,7 +66,12 @@ class ValueDecoder(Protocol):
 
     A kind may raise ValueError, TypeError, ArithmeticError, LookupError or RuntimeError for an invalid
     payload.
+
+    Attributes:
+        enclosing: the stand-ins whose attributes are being decoded, one inside the other.
     """
+
+    enclosing: list[ForeignObject]
 
     def child(self, step: Step, tree: Json) -> Any:
         """Decode a part of the value; `step` leads to it and becomes a part of its path in errors."""

@@ -21,7 +21,15 @@ from megackpt.codec.imported_classes import (
     named_fields,
     named_tuple_of,
 )
-from megackpt.codec.kinds import Kind, ValueDecoder, ValueEncoder, fields_of, list_of, text_of
+from megackpt.codec.kinds import (
+    Kind,
+    ValueDecoder,
+    ValueEncoder,
+    fields_of,
+    integer_of,
+    list_of,
+    text_of,
+)
 from megackpt.codec.stand_ins import (
     PLAIN_VALUE_CLASSES,
     ForeignMember,
@@ -130,14 +138,17 @@ def _decode_name(tree: Json, decoder: ValueDecoder) -> ForeignName:
 
 
 def _encode_object(value: ForeignObject, encoder: ValueEncoder) -> Json:
-    return {
+    args: Json = [encoder.child(index, item) for index, item in enumerate(value.args)]
+    names: dict[str, Json] = {
         "module": value.module,
         "class": value.qualname,
         "called": value.is_called,
-        "args": [encoder.child(index, item) for index, item in enumerate(value.args)],
-        "state": encoder.child("state", value.state),
-        "items": [[encoder.child("key", key), encoder.child(key, item)] for key, item in value.items],
     }
+    encoder.enclosing.append(value)  # not for args: there is no object yet
+    state = encoder.child("state", value.state)
+    items: list[Json] = [[encoder.child("key", key), encoder.child(key, item)] for key, item in value.items]
+    encoder.enclosing.pop()
+    return {**names, "args": args, "state": state, "items": items}
 
 
 def _decode_object(tree: Json, decoder: ValueDecoder) -> enum.Enum | tuple[Any, ...] | ForeignObject:
@@ -146,17 +157,27 @@ def _decode_object(tree: Json, decoder: ValueDecoder) -> enum.Enum | tuple[Any, 
     if type(is_called) is not bool:
         raise TypeError("true or false is expected")
     pairs = [list_of(pair, length=2) for pair in list_of(items)]
-    value = ForeignObject(
-        _dotted(module),
-        _dotted(qualname),
-        tuple(decoder.child(index, item) for index, item in enumerate(list_of(args))),
-        is_called,
-        decoder.child("state", state),
-        [(decoder.child("key", key), decoder.child("item", item)) for key, item in pairs],
-    )
+    decoded_args = tuple(decoder.child(index, item) for index, item in enumerate(list_of(args)))
+    value = ForeignObject(_dotted(module), _dotted(qualname), decoded_args, is_called)
+    decoder.enclosing.append(value)
+    value.state = decoder.child("state", state)
+    value.items += [(decoder.child("key", key), decoder.child("item", item)) for key, item in pairs]
+    decoder.enclosing.pop()
     # A member of an enumeration or a named tuple, if its class is imported by now.
     member, named_tuple = member_for(value), named_tuple_for(value)
     return member if member is not None else value if named_tuple is None else named_tuple
+
+
+def _encode_enclosing(value: ForeignObject, encoder: ValueEncoder) -> Json:
+    outwards = enumerate(reversed(encoder.enclosing), 1)
+    return next(level for level, enclosing in outwards if enclosing is value)
+
+
+def _decode_enclosing(tree: Json, decoder: ValueDecoder) -> ForeignObject:
+    level = integer_of(tree)
+    if not 1 <= level <= len(decoder.enclosing):
+        raise ValueError(f"there are {len(decoder.enclosing)} objects around it")
+    return decoder.enclosing[-level]
 
 
 def named_tuple_for(value: ForeignObject) -> tuple[Any, ...] | None:
@@ -210,9 +231,12 @@ MEMBER = Kind("$enum", (ForeignMember,), _encode_member, _decode_member)
 """Encodes members of all enumerations, and their stand-ins."""
 NAMED_TUPLE = Kind("$namedtuple", (ForeignNamedTuple,), _encode_named_tuple, _decode_named_tuple)
 """Encodes named tuples of all classes, and their stand-ins."""
+ENCLOSING = Kind("$enclosing", (), _encode_enclosing, _decode_enclosing)
+"""Encodes a reference of a stand-in to one that it is inside of, such as a link to its parent."""
 
 KINDS = (
     MEMBER,
+    ENCLOSING,
     NAMED_TUPLE,
     Kind("$name", (ForeignName,), _encode_name, _decode_name),
     Kind("$foreign", (ForeignObject,), _encode_object, _decode_object),

@@ -26,7 +26,7 @@ class _Unpicklable:
     __slots__ = ()
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        raise StandInPickleError(repr(self))
+        raise StandInPickleError(type(self).__name__)  # its repr may be long, or take long
 
 
 @dataclass(frozen=True, slots=True)

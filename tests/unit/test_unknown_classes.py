@@ -22,8 +22,16 @@ from click.testing import CliRunner
 
 import megackpt
 from megackpt.cli.verify import command as verify_command
-from megackpt.codec import ForeignMember, ForeignName, ForeignObject, keep_unknown_values, leaf_digests
-from megackpt.errors import FormatError, UnknownClassError
+from megackpt.codec import (
+    EncodedValue,
+    ForeignMember,
+    ForeignName,
+    ForeignObject,
+    decode,
+    keep_unknown_values,
+    leaf_digests,
+)
+from megackpt.errors import FormatError, UnknownClassError, UnserializableError
 from megackpt.formats.safe_pickle import load_value, save_value
 from megackpt.storage import open_store
 
@@ -50,6 +58,11 @@ class Made:
 
 def make(n):
     return Made()
+
+class Node:
+    def __init__(self, parent, **content):
+        self.parent = parent
+        self.content = content
 """
 
 
@@ -79,7 +92,7 @@ def _state(library: Any) -> dict[str, Any]:
     return {"args": args, "iteration": 7}
 
 
-def _write_torch_dist(directory: Path, library: Any) -> None:
+def _write_torch_dist(directory: Path, library: Any, state: dict[str, Any] | None = None) -> None:
     """A checkpoint of torch_dist whose common.pt holds objects of the library, as Megatron-Core writes it."""
     weight = megackpt.ShardedTensor.from_rank_offsets("weight", torch.arange(6.0))
     megackpt.save({"weight": weight, "iteration": 7}, str(directory), "torch_dist")
@@ -88,8 +101,8 @@ def _write_torch_dist(directory: Path, library: Any) -> None:
     (directory / "metadata.json").write_text(
         '{"sharded_backend": "torch_dist", "sharded_backend_version": 1}'
     )
-    torch.save(_state(library), directory / "common.pt")
-    del sys.modules["someones_library"]
+    torch.save(state or _state(library), directory / "common.pt")
+    sys.modules.pop("someones_library", None)
 
 
 def _convert(source: Path, target: Path, to: str) -> None:
@@ -335,3 +348,67 @@ def test_a_verification_does_not_fail_on_classes_that_nobody_asked_for(tmp_path:
         common.write_bytes(wrong)
         verification = megackpt.verify(tmp_path / "source", deep=True)
         assert [damage.file for damage in verification.damages] == ["common.pt"]
+
+
+def _tree_of_nodes(library: Any) -> Any:
+    """A tree whose nodes refer to their parents, as those of a configuration of omegaconf do."""
+    root = library.Node(None)
+    inner = root.content["inner"] = library.Node(root, rate=0.5)
+    inner.content["layers"] = [library.Node(inner, size=i) for i in range(3)]
+    inner.content["root"] = root
+    return root
+
+
+def test_objects_that_refer_to_their_parents_are_carried_along(tmp_path: Path, library: Any) -> None:
+    root = _tree_of_nodes(library)
+    _write_torch_dist(tmp_path / "source", library, {"config": root, "part": root.content["inner"]})
+    _convert(tmp_path / "source", tmp_path / "native", "megackpt")
+    _convert(tmp_path / "native", tmp_path / "back", "torch_dist")
+    _convert(tmp_path / "back", tmp_path / "again", "megackpt")
+    for name in ("native", "back", "again"):
+        assert leaf_digests(_common(tmp_path / name)) == leaf_digests(_common(tmp_path / "source")), name
+        assert megackpt.diff(tmp_path / "source", tmp_path / name).is_equal
+    stand_in = megackpt.load({}, tmp_path / "native")["config"]
+    inner = stand_in.state["content"]["inner"]
+    assert inner.state["parent"] is inner.state["content"]["root"] is stand_in
+    assert "Node" in repr(stand_in)
+    sys.modules["someones_library"] = library
+    state = torch.load(tmp_path / "back" / "common.pt", weights_only=False)
+    inner = state["config"].content["inner"]
+    assert inner.parent is inner.content["root"] is state["config"]
+    assert [node.parent is inner for node in inner.content["layers"]] == [True] * 3
+    assert [node.content for node in inner.content["layers"]] == [{"size": i} for i in range(3)]
+    assert state["part"].parent.content["inner"] is state["part"]
+    assert state["part"].content["rate"] == 0.5
+
+
+def test_objects_that_all_refer_to_each_other_are_rejected_in_time(tmp_path: Path, library: Any) -> None:
+    nodes = [library.Node(None) for _ in range(9)]
+    for node in nodes:
+        node.content["all"] = list(nodes)
+    _write_torch_dist(tmp_path / "source", library, {"config": nodes[0]})
+    with pytest.raises(UnserializableError, match=r"config.*in too many ways"):
+        _convert(tmp_path / "source", tmp_path / "native", "megackpt")
+
+
+@pytest.mark.parametrize("level", [0, 2, -1, "1", None])
+def test_a_reference_to_no_object_around_it_is_an_error(level: Any) -> None:
+    names = {"module": "m", "class": "C", "called": False}
+    fields = {"args": [], "state": {"$enclosing": level}, "items": []}
+    with pytest.raises(FormatError, match="cannot be decoded"):
+        decode(EncodedValue({"$foreign": {**names, **fields}}, ()))
+    fields = {"args": [{"$enclosing": 1}], "state": None, "items": []}
+    with pytest.raises(FormatError, match="0 objects around it"):  # there is none yet
+        decode(EncodedValue({"$foreign": {**names, **fields}}, ()))
+
+
+def test_configurations_of_omegaconf_are_carried_along(tmp_path: Path) -> None:
+    omegaconf = pytest.importorskip("omegaconf")
+    config = omegaconf.OmegaConf.create({"lr": 0.5, "model": {"layers": [1, None], "width": "${lr}"}})
+    omegaconf.OmegaConf.set_struct(config, True)
+    _write_torch_dist(tmp_path / "source", types.ModuleType("none"), {"hyper_parameters": {"cfg": config}})
+    _convert(tmp_path / "source", tmp_path / "native", "megackpt")
+    _convert(tmp_path / "native", tmp_path / "back", "torch_dist")
+    loaded = torch.load(tmp_path / "back" / "common.pt", weights_only=False)["hyper_parameters"]["cfg"]
+    assert loaded == config
+    assert (loaded.model.width, omegaconf.OmegaConf.is_struct(loaded)) == (0.5, True)
