@@ -12,6 +12,11 @@ The first run ends half-way; the second goes on from there, on half as many rank
     torchrun --nproc-per-node 4 examples/pretrain_gpt.py --ep 4 $RUN --exit-after 100
     torchrun --nproc-per-node 4 examples/pretrain_gpt.py --pp 2 --vpp 2 --cp 2 --micro-batches 2 $RUN
 
+Other models are those of a file like config.json, or of examples/presets:
+
+    export RUN="--ckpt /tmp/deepseek --steps 200 --model deepseek_v3"
+    torchrun --nproc-per-node 4 examples/pretrain_gpt.py --tp 2 --ep 4 --etp 1 $RUN
+
 A model of Hugging Face is trained on from its folder, and becomes one again at the end:
 
     export RUN="--init-from DIR --ckpt /tmp/hf --steps 20 --warmup-steps 2 --lr 1e-5 --bf16"

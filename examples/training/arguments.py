@@ -19,7 +19,7 @@ from megackpt.parallel import Capacity, ParallelLayout, RoutingOptions, StageTab
 from megackpt.training_state import WhenDifferent
 from models import GPTConfig, MoEConfig
 from training.flags import MODEL_FLAGS, exit_with_error, make_parser
-from training.hugging_face import llama_config, model_of, read_config
+from training.hugging_face import llama_config, model_of, read_config, read_model
 from training.text import VOCAB_SIZE
 
 
@@ -107,16 +107,17 @@ def parse_arguments(argv: list[str] | None = None, *, world_size: int | None = N
 
 
 def _model(flags: argparse.Namespace) -> tuple[GPTConfig, Mapping[str, Any] | None]:
-    """Return the model of --init-from, or that of the flags, and its config.json."""
+    """Return the model of --init-from or --model, or that of the flags, and its config.json."""
     dtype = torch.bfloat16 if flags.bf16 else torch.float32
-    if flags.init_from is not None:
+    source = "config.json in --init-from" if flags.model_from is None else "--model"
+    if flags.init_from is not None and flags.model_from is not None:
+        exit_with_error("--model and --init-from both describe the model; leave one out")
+    if flags.init_from is not None or flags.model_from is not None:
         defaults = make_parser().parse_args([])
         chosen = [flag for flag in MODEL_FLAGS if _value(flags, flag) != _value(defaults, flag)]
         if chosen:
-            exit_with_error(
-                f"{', '.join(chosen)}: the model is that of config.json in --init-from; leave them out"
-            )
-        config = read_config(flags.init_from)
+            exit_with_error(f"{', '.join(chosen)}: the model is that of {source}; leave them out")
+        config = read_config(flags.init_from) if flags.model_from is None else read_model(flags.model_from)
         model = model_of(config, seq_length=flags.seq_length, dropout=flags.dropout, dtype=dtype)
         return model, config
     model = GPTConfig(

@@ -32,7 +32,7 @@ MODEL_FLAGS = (
     "--expert-bias-rate",
     "--capacity-factor",
 )
-"""Flags of what --init-from gives."""
+"""Flags of what --init-from and --model give."""
 
 
 def exit_with_error(message: str) -> NoReturn:
@@ -101,6 +101,13 @@ def _add_layout(group: argparse._ArgumentGroup) -> None:
 
 
 def _add_model(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--model",
+        dest="model_from",
+        metavar="FILE",
+        help="a file like the config.json of a Hugging Face folder, or the name of one in examples/presets; "
+        "it takes the place of the flags for sizes and experts",
+    )
     _count(group, "--num-layers", 4, "transformer layers, over all stages")
     _count(group, "--hidden-size", 128, "width")
     _count(group, "--num-heads", 8, "query heads")

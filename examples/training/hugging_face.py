@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +17,9 @@ from models import GPTConfig
 from models.huggingface import gpt_config
 from training.text import VOCAB_SIZE
 
+PRESETS = Path(__file__).parents[1] / "presets"
+"""Small models of some families, one file for each."""
+
 
 def read_config(folder: Path | str) -> dict[str, Any]:
     """Return the config.json of a folder, which may be a URL. Local.
@@ -27,6 +31,26 @@ def read_config(folder: Path | str) -> dict[str, Any]:
     config = content.get("huggingface_config") if isinstance(content, dict) else None
     if not isinstance(config, dict):
         raise DeclarationError(f"{folder} has no config.json, which has the sizes of the model.")
+    family_of(config)
+    return config
+
+
+def read_model(source: str) -> dict[str, Any]:
+    """Return the config of a model: that of a file in the form of config.json, or a preset. Local.
+
+    Raises:
+        DeclarationError: there is no such file or preset, or it is no such file.
+    """
+    known = {path.stem: path for path in sorted(PRESETS.glob("*.json"))}
+    try:
+        config = json.loads(known.get(source, Path(source)).read_text())
+    except (OSError, ValueError) as error:
+        raise DeclarationError(
+            f"--model {source} cannot be read: {error}. Give a file like config.json of a Hugging Face "
+            f"folder, or one of {', '.join(known)}."
+        ) from error
+    if not isinstance(config, dict):
+        raise DeclarationError(f"--model {source} is no config.json. Give a file with the fields of one.")
     family_of(config)
     return config
 

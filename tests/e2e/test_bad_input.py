@@ -148,6 +148,13 @@ CASES = {
         r"--steps 20: the run in {root}/ckpt/iter_0000002 is finished: step 2 of 2, .* Give --steps 2; .*"
         r"--override-opt_param-scheduler.*--use-checkpoint-opt_param-scheduler.*",
     ),
+    "no preset": Case(
+        "--model nothing", r"--model nothing cannot be read: .*, or one of deepseek_v3, gpt_oss\."
+    ),
+    "preset and sizes": Case(
+        "--model deepseek_v3 --num-heads=2", r"--num-heads: the model is that of --model; leave them out"
+    ),
+    "preset and folder": Case("--model gpt_oss --init-from {root}/llama", r"--model and --init-from both .*"),
     "no folder": Case("--init-from {root}/nothing", r"{root}/nothing is not a checkpoint: .*"),
     "folder without config": Case(
         "--init-from {root}/bare", r"{root}/bare has no config\.json, which has the sizes of the model\."
