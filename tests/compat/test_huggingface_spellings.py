@@ -61,7 +61,9 @@ def test_fields_that_a_file_leaves_out_have_the_values_of_transformers(family: s
 
 def _in_numbers(config: GPTConfig) -> GPTConfig:
     """Return a config with sizes that follow from others as numbers."""
-    attention = replace(config.attention, head_dim=config.head_dim)
+    attention = config.attention
+    if attention.latent is None:
+        attention = replace(attention, head_dim=config.head_dim)
     return replace(config, num_query_groups=config.query_groups, attention=attention)
 
 
