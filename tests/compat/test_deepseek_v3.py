@@ -204,6 +204,7 @@ LAYOUTS = {
 }
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("further", [0, 2])
 @pytest.mark.parametrize("name", LAYOUTS)

@@ -24,6 +24,7 @@ def test_logits_are_those_of_transformers(family: str, seed: int) -> None:
     assert_close(logits(config, weights, ParallelLayout()), expected)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.multiprocess
 @pytest.mark.parametrize(
     ("layout", "sequence_parallel"),
