@@ -265,7 +265,7 @@ class MTPConfig:
     """Multi-token prediction: layers after the model, which training uses and evaluation does not.
 
     Attributes:
-        num_layers: layers, each of which predicts one token further ahead; they are as the model's last one.
+        num_layers: number of layers. Each predicts one token further; they are as the model's last layer.
         loss_weight: factor on the mean of their losses, which is added to that of the model.
 
     Raises:

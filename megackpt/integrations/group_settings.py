@@ -37,8 +37,8 @@ def declare_settings(
         model_sharded_state_dict: of the model; its entities wrap the parameters.
 
     Returns:
-        `param_groups` by name of the group, or its position; and, of several groups of which some have no
-        name, `param_group_of`: the number of each parameter's group.
+        `param_groups` by name of the group, or its position. If one of several groups has no name, also
+        `param_group_of`: the number of each parameter's group.
 
     Raises:
         DeclarationError: two groups have one name, or a parameter is not declared.

@@ -190,8 +190,8 @@ class MasterOptimizer(ABC):
         Returns:
             `state`, by position of the parameter and name of the state, with the keys
             `optimizer.state.<state>.<model key>`; `param_groups`, hyperparameters by group name, which must
-            be equal on all ranks; and, of several groups of which some have no name, `param_group_of`: the
-            number of each parameter's group, with the keys `optimizer.param_group.<model key>`.
+            be equal on all ranks. If one of several groups has no name, also `param_group_of`: the number of
+            each parameter's group, with the keys `optimizer.param_group.<model key>`.
 
         Raises:
             DeclarationError: a parameter of the optimizer is not in model_sharded_state_dict, or entities

@@ -1,4 +1,4 @@
-"""Multi-token prediction: layers after the model, each of which predicts one token further ahead.
+"""Multi-token prediction: layers after the model. Each predicts one token further ahead than the one before.
 
 Layer k makes hidden states of those of layer k - 1 (first of the model, after its final norm) and of the
 embeddings of the tokens that are k ahead; the output layer makes logits of the token k + 1 ahead of them.

@@ -42,7 +42,7 @@ def load_with(
     strict: StrictHandling,
     ranks: Group | None = None,
 ) -> Any:
-    """Load with a user's strategies, of which one may be ours. Collective over `ranks`; None: all ranks.
+    """Load with a user's strategies; one of them may be ours. Collective over `ranks`; None: all ranks.
 
     Returns:
         The result of `load`.

@@ -135,7 +135,7 @@ class PreparedLoad:
     read_ratio: float = 1.0
 
     def clear_padding(self) -> None:
-        """Set the tensors of which not every element is stored to 0."""
+        """Set to 0 the tensors that the checkpoint stores only in part."""
         padded = {array.key for array in self.report.arrays if array.padded_nbytes}
         for tensor in self.targets.tensors:
             if tensor.key in padded and tensor.data is not None:

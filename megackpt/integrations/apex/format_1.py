@@ -1,4 +1,4 @@
-"""State dicts of format 1 of Apex's DistributedFusedAdam, whose objects are pickled, as those of format 2.
+"""Turns pickled state dicts of Apex's DistributedFusedAdam (format 1) into state dicts of format 2.
 
 Such a state dict has the bytes of `torch.save` of each rank's own state: buckets with shards of moments and
 masters, and fragments that say which elements of which parameter these are. They are read with a list of
