@@ -20,6 +20,7 @@ from models.block_config import (
     NormConfig,
     RotaryConfig,
 )
+from models.layer_blocks import LayerBlocks, check_layer_blocks
 from models.moe_config import MoEConfig
 
 
@@ -53,12 +54,14 @@ class GPTConfig:
         mlp: choices of the MLP.
         embedding_scale: what embeddings of tokens are multiplied by; None leaves them as they are.
         mtp: layers that predict further tokens; None if there are none.
+        layer_blocks: the blocks of each layer, such as `("attention", "mlp")` or `("moe",)`; None gives all
+            layers attention and then an MLP, or experts where `moe` says so.
         logit_softcap: logits become `softcap * tanh(logits / softcap)`; None leaves them as they are.
 
     Raises:
         DeclarationError: a size below 1, heads that do not divide, a probability outside of [0, 1), a
             sequence with a value for each layer that has another length than num_layers, an odd number of
-            rotated dims, or fewer learned positions than seq_length.
+            rotated dims, fewer learned positions than seq_length, or blocks that a layer cannot have.
     """
 
     vocab_size: int
@@ -84,6 +87,7 @@ class GPTConfig:
     embedding_scale: float | None = None
     logit_softcap: float | None = None
     mtp: MTPConfig | None = None
+    layer_blocks: tuple[LayerBlocks, ...] | None = None
 
     def __post_init__(self) -> None:
         for name in ("vocab_size", "hidden_size", "num_layers", "num_heads", "seq_length"):
@@ -100,14 +104,25 @@ class GPTConfig:
             raise DeclarationError(f"GPTConfig.ffn_hidden_size is {self.ffn_size}. It must be at least 1.")
         if not 0 <= self.dropout < 1:
             raise DeclarationError(f"GPTConfig.dropout is {self.dropout}. It must be in [0, 1).")
-        if len(self.moe_layers) != self.num_layers:
-            raise DeclarationError(
-                f"GPTConfig.moe has a layer_freq of {len(self.moe_layers)} layers, but num_layers is "
-                f"{self.num_layers}. Give one number for each layer."
-            )
+        self._check_blocks()
         if self.logit_softcap is not None and not 0 < self.logit_softcap < math.inf:
             raise DeclarationError(
                 f"GPTConfig.logit_softcap is {self.logit_softcap}. Give a positive number, or None."
+            )
+
+    def _check_blocks(self) -> None:
+        if self.layer_blocks is not None:
+            check_layer_blocks(self.layer_blocks, self.num_layers)
+            has_experts = any(self.moe_layers)
+            if has_experts != (self.moe is not None) or (self.moe is not None and self.moe.layer_freq != 1):
+                raise DeclarationError(
+                    f"GPTConfig.layer_blocks has {'' if has_experts else 'no '}layers with experts, and moe "
+                    f"is {self.moe}. Give moe, with a layer_freq of 1, exactly if a layer has experts."
+                )
+        elif self.moe is not None and len(self.moe.pattern(self.num_layers)) != self.num_layers:
+            raise DeclarationError(
+                f"GPTConfig.moe has a layer_freq of {len(self.moe.pattern(self.num_layers))} layers, but "
+                f"num_layers is {self.num_layers}. Give one number for each layer."
             )
 
     def _check_heads(self) -> None:
@@ -198,9 +213,17 @@ class GPTConfig:
         return -(-8 * self.hidden_size // (3 * 64)) * 64  # three matrices as large as the usual two of 4 h
 
     @property
+    def blocks(self) -> tuple[LayerBlocks, ...]:
+        """For each layer, its blocks in order."""
+        if self.layer_blocks is not None:
+            return self.layer_blocks
+        sparse = (False,) * self.num_layers if self.moe is None else self.moe.pattern(self.num_layers)
+        return tuple(("attention", "moe" if has_experts else "mlp") for has_experts in sparse)
+
+    @property
     def moe_layers(self) -> tuple[bool, ...]:
         """For each layer, whether it has a mixture of experts."""
-        return (False,) * self.num_layers if self.moe is None else self.moe.pattern(self.num_layers)
+        return tuple("moe" in blocks for blocks in self.blocks)
 
     def check_layout(self, layout: ParallelLayout, stages: StageTable | None = None) -> None:
         """Check that `layout`, with a table of its stages or an even one, can hold this model. Pure.
@@ -211,15 +234,16 @@ class GPTConfig:
                 experts or etp one of them, or there are more stages than layers and no table that says so;
                 all of them are named. Or the table is one for another layout or number of layers.
         """
-        cut = {"num_heads": self.num_heads}
-        if not all(self.moe_layers):
+        kinds = {block for blocks in self.blocks for block in blocks}
+        cut = {"num_heads": self.num_heads} if "attention" in kinds else {}
+        if "mlp" in kinds:
             cut["ffn_hidden_size"] = self.ffn_size
         faults = [
             f"{name} {size} is not a multiple of tp={layout.tp}"
             for name, size in cut.items()
             if size % layout.tp
         ]
-        if self.query_groups % layout.tp and layout.tp % self.query_groups:
+        if "attention" in kinds and self.query_groups % layout.tp and layout.tp % self.query_groups:
             faults.append(
                 f"num_query_groups {self.query_groups} is neither a multiple nor a divisor of tp={layout.tp}"
             )

@@ -60,7 +60,7 @@ class Decoder(ShardedModule):
             return TransformerLayer(stage, index)
 
         config = stage.config
-        equal = len(set(config.moe_layers)) == 1
+        equal = len(set(config.blocks)) == 1
         self.layers = LayerStack(build, owned, config.num_layers, stage.groups, homogeneous=equal)
         self.final_layernorm = block_norm(stage) if is_last else None
 

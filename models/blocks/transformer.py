@@ -1,18 +1,22 @@
-"""One transformer layer: attention and MLP or experts, each behind a norm and added to what came in.
+"""One layer: its blocks, each behind a norm and added to what came in. Usually attention and then an MLP.
 
 The residual path, its dropout and the norms on it.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
+
 from torch import Tensor
 
 from megackpt.parallel import ParallelDropout, ShardedModule
 from models.blocks.attention import SelfAttention
 from models.blocks.latent_attention import LatentAttention
-from models.blocks.mlp import build_mlp
+from models.blocks.mlp import MLP, GatedMLP, build_mlp
 from models.blocks.moe import MoE
 from models.blocks.norm import block_norm
+from models.layer_blocks import BlockKind
 from models.stage import Stage
 
 
@@ -21,33 +25,60 @@ class TransformerLayer(ShardedModule):
 
     Args:
         stage: what its parts are made with.
-        index: global index of the layer, which decides whether it has an MLP or a mixture of experts, and
-            what its attention sees.
+        index: global index of the layer, which decides which blocks it has, and what its attention sees.
     """
 
     def __init__(self, stage: Stage, index: int) -> None:
         super().__init__(stage.groups)
-        after_blocks = stage.config.norm.after_blocks
-        self.input_layernorm = block_norm(stage)
-        latent = stage.config.attention.latent is not None
-        self.self_attention = LatentAttention(stage, index) if latent else SelfAttention(stage, index)
-        self.post_self_attn_layernorm = block_norm(stage) if after_blocks else None
-        self.pre_mlp_layernorm = block_norm(stage)
-        self.mlp = MoE(stage) if stage.config.moe_layers[index] else build_mlp(stage)
-        self.post_mlp_layernorm = block_norm(stage) if after_blocks else None
+        self.kinds = stage.config.blocks[index]
+        for kind in self.kinds:
+            names = _NAMES[kind]
+            self.add_module(names.norm, block_norm(stage))
+            self.add_module(names.block, _BUILD[kind](stage, index))
+            self.add_module(names.norm_after, block_norm(stage) if stage.config.norm.after_blocks else None)
         self.dropout = residual_dropout(stage)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the layer's output, shaped like `x`."""
-        attended = self.self_attention(self.input_layernorm(x))
-        if self.post_self_attn_layernorm is not None:
-            attended = self.post_self_attn_layernorm(attended)
-        x = x + self.dropout(attended)
-        out = self.mlp(self.pre_mlp_layernorm(x))
-        if self.post_mlp_layernorm is not None:
-            out = self.post_mlp_layernorm(out)
-        x = x + self.dropout(out)
+        for kind in self.kinds:
+            norm, block, norm_after = (getattr(self, name) for name in _NAMES[kind])
+            out = block(norm(x))
+            x = x + self.dropout(out if norm_after is None else norm_after(out))
         return x
+
+
+class _Names(NamedTuple):
+    """The names of a block, and of the norms before and after it, in keys. They are Megatron-Core's."""
+
+    norm: str
+    block: str
+    norm_after: str
+
+
+_ATTENTION = _Names("input_layernorm", "self_attention", "post_self_attn_layernorm")
+_MLP = _Names("pre_mlp_layernorm", "mlp", "post_mlp_layernorm")
+_NAMES: Mapping[BlockKind, _Names] = {"attention": _ATTENTION, "mlp": _MLP, "moe": _MLP}
+
+
+def _attention(stage: Stage, index: int) -> SelfAttention | LatentAttention:
+    has_latent = stage.config.attention.latent is not None
+    return LatentAttention(stage, index) if has_latent else SelfAttention(stage, index)
+
+
+def _mlp(stage: Stage, index: int) -> GatedMLP | MLP:
+    return build_mlp(stage)
+
+
+def _moe(stage: Stage, index: int) -> MoE:
+    return MoE(stage)
+
+
+_BUILD: Mapping[BlockKind, Callable[[Stage, int], ShardedModule]] = {
+    "attention": _attention,
+    "mlp": _mlp,
+    "moe": _moe,
+}
+"""The function that makes a block of each kind, for the layer with an index."""
 
 
 def residual_dropout(stage: Stage) -> ParallelDropout:
