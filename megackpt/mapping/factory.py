@@ -36,6 +36,8 @@ class ShardedTensorFactory(ShardedBase):
         of_states: how optimizer states of the same parameter are sharded, if not by this factory; it needs no
             data.
         how: what a load makes of the stored arrays, for `LoadReport.transformed`; empty for nothing to say.
+        advice: what to do if the checkpoint does not have its arrays in these shapes, for the error; a whole
+            sentence, or empty.
 
     Raises:
         DeclarationError: there is no key, or build_fn or merge_fn is not callable.
@@ -51,6 +53,7 @@ class ShardedTensorFactory(ShardedBase):
     flattened_range: slice | None = None
     of_states: ShardedTensor | ShardedLayout | None = field(default=None, kw_only=True)
     how: str = field(default="", kw_only=True)
+    advice: str = field(default="", kw_only=True)
 
     def __post_init__(self) -> None:
         check_key(self.key, "ShardedTensorFactory")

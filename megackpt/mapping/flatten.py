@@ -146,6 +146,17 @@ class FlattenedState:
             if isinstance(leaf, FactoryLeaf) and leaf.factory.how and not leaf.is_dropped(dropped)
         }
 
+    def advice(self) -> dict[str, str]:
+        """Return by key of an array what its factory advises if it cannot be loaded as it is requested."""
+        return {
+            key: leaf.factory.advice
+            for leaf in self.leaves
+            if isinstance(leaf, FactoryLeaf) and leaf.factory.advice
+            for _, built in iter_leaves([leaf.built])
+            if isinstance(built, EntityLeaf)
+            for key in built.keys
+        }
+
     def unflatten(self, stored_common: Any, dropped: DroppedKeys) -> Any:
         """Return the loaded state dict: the common state of a checkpoint, with the loaded leaves in it."""
         values = iter([leaf.loaded(dropped) for leaf in self.leaves])

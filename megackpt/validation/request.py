@@ -85,7 +85,13 @@ class LoadRules:
 
 
 def check_unexpected_keys(
-    asked: Iterable[str], stored: Iterable[str], rules: LoadRules, *, where: str, plain: Container[str] = ()
+    asked: Iterable[str],
+    stored: Iterable[str],
+    rules: LoadRules,
+    *,
+    where: str,
+    plain: Container[str] = (),
+    advice: Mapping[str, str] | None = None,
 ) -> frozenset[str]:
     """Return the requested keys that are not stored; nothing must be loaded for them.
 
@@ -95,6 +101,7 @@ def check_unexpected_keys(
         rules: what to do about them.
         where: the checkpoint, for errors.
         plain: those of the requested keys that are paths of plain tensors, not keys of entities.
+        advice: what to do about single keys, for the error.
 
     Raises:
         MissingKeyError: rules make some of them errors. All of these are listed, each with the most similar
@@ -111,7 +118,8 @@ def check_unexpected_keys(
             lines.append(repr(key) + (f" (the checkpoint has {close[0]!r})" if close else ""))
         return MissingKeyError(
             f"{where} does not hold {len(keys)} of the keys asked for:\n{truncated_list(lines)}\n"
-            f"Ask for what was saved, or list what is there with megackpt.load_sharded_metadata().",
+            f"{_advice_for(keys, advice)}Ask for what was saved, or list what is there with "
+            f"megackpt.load_sharded_metadata().",
             key=keys[0],
             path=where,
         )
@@ -191,9 +199,16 @@ def check_empty_containers(lost: Mapping[str, Iterable[str]], rules: LoadRules, 
 
 
 def check_dtypes_and_shapes(
-    requested: DeclaredChunks, stored: Mapping[str, ArraySpec], rules: LoadRules, *, where: str
+    requested: DeclaredChunks,
+    stored: Mapping[str, ArraySpec],
+    rules: LoadRules,
+    *,
+    where: str,
+    advice: Mapping[str, str] | None = None,
 ) -> frozenset[str]:
     """Compare the dtypes and global shapes of arrays; return the keys whose arrays are padded or cut.
+
+    advice says what to do about single keys, for the error.
 
     Raises:
         MismatchError: rules, or the lack of one, make some differences errors. All of these are listed.
@@ -230,13 +245,14 @@ def check_dtypes_and_shapes(
         asked_by_key = {a.key: a for a in requested.table.arrays}
         lines = [_difference_text(asked_by_key[key], stored[key]) for key in faults]
         objects = any(OBJECT in (asked_by_key[key].dtype, stored[key].dtype) for key in faults)
-        advice = (
+        about_objects = (
             "Objects are never resharded: ask for them as they were saved, or leave their keys out. "
             if objects
             else ""
         )
         raise MismatchError(
-            f"{where} holds other shapes or dtypes than asked for:\n{truncated_list(lines)}\n{advice}"
+            f"{where} holds other shapes or dtypes than asked for:\n{truncated_list(lines)}\n"
+            f"{_advice_for(faults, advice)}{about_objects}"
             f"Build the model with the sizes it was saved with; set allow_shape_mismatch=True on a tensor "
             f"whose global shape may differ (a padded vocabulary); to convert dtypes, load with "
             f"KeyRule(keys=..., cast=Policy.WARN).",
@@ -244,6 +260,13 @@ def check_dtypes_and_shapes(
             path=where,
         )
     return frozenset(resized)
+
+
+def _advice_for(keys: Iterable[str], advice: Mapping[str, str] | None) -> str:
+    """Return the different sentences about these keys, each on a line of its own."""
+    return "".join(
+        f"{sentence}\n" for sentence in sorted({(advice or {}).get(key, "") for key in keys} - {""})
+    )
 
 
 def check_resharding(arrays: Iterable[ArrayReport], rules: LoadRules, *, where: str) -> None:

@@ -16,7 +16,16 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from megackpt import DeclarationError, OptimizerError, ShardedTensor, load_with_report, save
+from megackpt import (
+    DeclarationError,
+    MismatchError,
+    MissingKeyError,
+    OptimizerError,
+    ShardedTensor,
+    load_plain_tensors,
+    load_with_report,
+    save,
+)
 from megackpt.integrations.transformer_engine import fused_adam
 from megackpt.optim import (
     DistributedOptimizer,
@@ -159,8 +168,11 @@ def codes_of(optimizer: Any) -> dict[tuple[int, str], list[Tensor]]:
     return codes
 
 
-@pytest.mark.parametrize("form", sorted(SCALED))
-def test_codes_and_scales_are_restored_bit_for_bit_and_are_in_the_report(form: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("moments", ["portable", "codes"])
+@pytest.mark.parametrize("form", sorted(SCALED | {"bfloat16"} & FORMS.keys()))
+def test_codes_and_scales_are_restored_bit_for_bit_and_are_in_the_report(
+    form: str, moments: Any, tmp_path: Path
+) -> None:
     params, fresh = make_params(0, torch.bfloat16), make_params(1, torch.bfloat16)
     with kernels_of_torch():
         optimizer, resumed = make(params, **FORMS[form]), make(fresh, **FORMS[form])
@@ -170,9 +182,13 @@ def test_codes_and_scales_are_restored_bit_for_bit_and_are_in_the_report(form: s
         # Moments as small as in late training, whose second ones are near the smallest float32.
         optimizer.set_scaled_state(params[1], "exp_avg_sq", torch.rand(13) * 1e-37)
         model = declare(params)
-        save({"model": model, "optimizer": fused_adam.sharded_state_dict(optimizer, model)}, tmp_path)
+        declared = fused_adam.sharded_state_dict(optimizer, model, moments=moments)
+        save({"model": model, "optimizer": declared}, tmp_path)
         model = declare(fresh)
-        request = {"model": model, "optimizer": fused_adam.sharded_state_dict(resumed, model, True)}
+        request = {
+            "model": model,
+            "optimizer": fused_adam.sharded_state_dict(resumed, model, True, moments=moments),
+        }
         state, report = load_with_report(request, tmp_path)
         fused_adam.load_sharded_state_dict(resumed, state["optimizer"])
         expected, got = codes_of(optimizer), codes_of(resumed)
@@ -180,8 +196,100 @@ def test_codes_and_scales_are_restored_bit_for_bit_and_are_in_the_report(form: s
     for key, tensors in expected.items():
         assert all(torch.equal(a, b) for a, b in zip(tensors, got[key], strict=True)), key
     scales = {key for key in report.loaded if key.startswith("optimizer.scale.")}
-    assert scales
+    assert bool(scales) == (moments == "portable" and form in SCALED)
     assert not report.excluded
+    of_codes = {text for text in report.transformed.values() if "of FusedAdam from stored" in text}
+    assert bool(of_codes) == (moments == "codes")
+
+
+def save_and_ask(saved: str, asked: str, path: Path, *, moments: tuple[Any, Any], cut: bool = False) -> Any:
+    """Save one optimizer of one parameter, and return another one and what it asks to load."""
+    params, fresh = make_params(0, torch.bfloat16)[:1], make_params(1, torch.bfloat16)[:1]
+    optimizer = make(params, **FORMS[saved])
+    set_grads(params, 0)
+    optimizer.step()
+    save({"optimizer": fused_adam.sharded_state_dict(optimizer, whole(params), moments=moments[0])}, path)
+    model = whole(fresh)
+    if cut:
+        fresh = [Parameter(fresh[0].detach()[2:].clone())]
+        model = {"w": ShardedTensor.from_rank_offsets("w", fresh[0], (0, 1, 2), replica_id=(0, 0, 0))}
+    resumed = make(fresh, **FORMS[asked])
+    request = {"optimizer": fused_adam.sharded_state_dict(resumed, model, True, moments=moments[1])}
+    return optimizer, resumed, request
+
+
+def whole(params: list[Parameter]) -> Any:
+    return {"w": ShardedTensor.from_rank_offsets("w", params[0], replica_id=(0, 0, 0))}
+
+
+PORTABLE = r'Save and load moments="portable" \(float32 values\) for others'
+
+
+def test_codes_at_other_slices_or_of_another_dtype_are_an_error_that_names_the_portable_form(
+    tmp_path: Path,
+) -> None:
+    codes, portable = ("codes", "codes"), ("portable", "portable")
+    with kernels_of_torch():
+        _, resumed, request = save_and_ask("float8", "float8", tmp_path / "cut", moments=codes, cut=True)
+        before = codes_of(resumed)
+        with pytest.raises(MismatchError, match=rf"scale_of_codes.exp_avg.float8(.|\n)*{PORTABLE}"):
+            load_with_report(request, tmp_path / "cut")
+        assert all(torch.equal(a, b) for a, b in pairs(before, codes_of(resumed)))
+        _, _, request = save_and_ask("float8", "float16", tmp_path / "dtype", moments=codes)
+        with pytest.raises(MissingKeyError, match=rf"codes.exp_avg.float16(.|\n)*{PORTABLE}"):
+            load_with_report(request, tmp_path / "dtype")
+        _, _, request = save_and_ask("float8", "float8", tmp_path / "form", moments=("portable", "codes"))
+        with pytest.raises(MissingKeyError, match=PORTABLE):
+            load_with_report(request, tmp_path / "form")
+        save_and_ask("float8", "float8", tmp_path / "portable", moments=portable)
+        with pytest.raises(DeclarationError, match=r"moments is 'raw'. Give one of \['portable', 'codes'\]"):
+            save_and_ask("float8", "float8", tmp_path / "unknown", moments=("raw", "raw"))
+    # Of the parameter's 24 elements: 1 + 2 bytes of codes each, or 4 + 4 of values, and masters of 4.
+    sizes = [moment_bytes(tmp_path / name) for name in ("form", "cut")]
+    assert sizes == [24 * (4 + 4), 24 * (1 + 2)]
+
+
+def moment_bytes(path: Path) -> int:
+    """Return the bytes of moments, without scales and masters."""
+    arrays = load_plain_tensors(path)
+    return sum(array.nbytes for key, array in arrays.items() if ".exp_avg" in key and ".scale" not in key)
+
+
+def pairs(first: Any, second: Any) -> Any:
+    return [(a, b) for key in first for a, b in zip(first[key], second[key], strict=True)]
+
+
+@pytest.mark.skipif("bfloat16" not in FORMS, reason="TE 2.20 and later")
+def test_codes_of_bfloat16_have_no_scale_and_load_at_other_slices(tmp_path: Path) -> None:
+    with kernels_of_torch():
+        codes = ("codes", "codes")
+        optimizer, resumed, request = save_and_ask("bfloat16", "bfloat16", tmp_path, moments=codes, cut=True)
+        state, _ = load_with_report(request, tmp_path)
+        fused_adam.load_sharded_state_dict(resumed, state["optimizer"])
+        (stored,), (loaded,) = optimizer.state.values(), resumed.state.values()
+    assert torch.equal(stored["exp_avg_sq"][2:], loaded["exp_avg_sq"])
+    assert torch.equal(stored["master_param"][2:], loaded["master_param"])
+
+
+@pytest.mark.parametrize("form", [form for form in FORMS if form in ("float16 masters", "float8")])
+def test_three_steps_after_a_load_of_codes_equal_those_of_the_uninterrupted_run(
+    form: str, tmp_path: Path
+) -> None:
+    params, fresh = make_params(0, torch.bfloat16), make_params(1, torch.bfloat16)
+    with kernels_of_torch():
+        optimizer, resumed = make(params, **FORMS[form]), make(fresh, **FORMS[form])
+        train(params, optimizer, range(3))
+        model = declare(params)
+        declared = fused_adam.sharded_state_dict(optimizer, model, moments="codes")
+        save({"model": model, "optimizer": declared}, tmp_path)
+        model = declare(fresh)
+        declared = fused_adam.sharded_state_dict(resumed, model, True, moments="codes")
+        state, _ = load_with_report({"model": model, "optimizer": declared}, tmp_path)
+        fused_adam.load_sharded_state_dict(resumed, state["optimizer"])
+        train(params, optimizer, range(3, 6))
+        train(fresh, resumed, range(3, 6))
+        assert are_equal(params, fresh)
+        assert all(torch.equal(a, b) for a, b in pairs(codes_of(optimizer), codes_of(resumed)))
 
 
 def test_at_other_slices_the_report_has_what_is_scaled_anew(tmp_path: Path) -> None:

@@ -90,7 +90,9 @@ def prepare_load(
     targets = SharedTargets.of(tensors, values)
     loaded_objects = [o for o in flattened.objects if o.key not in keys.left_out]
 
-    plan = _plan_reads(targets.tensors, loaded_objects, contents, rules, group, where)
+    plan = _plan_reads(
+        targets.tensors, loaded_objects, contents, rules, group, where, advice=flattened.advice()
+    )
     read_tensors = plan.requested.take(np.arange(len(tensors)))
     reports = report_arrays(read_tensors, arrays, plan.chunks.table, plan.copies)
     check_resharding(reports, rules, where=where)
@@ -154,6 +156,7 @@ def _check_keys(
         rules,
         where=where,
         plain={key for key in plain_keys if counts[key] == 1},
+        advice=flattened.advice(),
     )
     return RequestedKeys(requested, frozenset(excluded), unexpected)
 
@@ -192,10 +195,12 @@ def _plan_reads(
     rules: LoadRules,
     group: Group,
     where: str,
+    *,
+    advice: Mapping[str, str],
 ) -> ReadPlan:
     """Compare shapes and dtypes with the stored arrays, and plan the copies from stored chunks."""
     requested = describe([*tensors, *objects], rank=group.rank)
-    resized = check_dtypes_and_shapes(requested, contents.arrays, rules, where=where)
+    resized = check_dtypes_and_shapes(requested, contents.arrays, rules, where=where, advice=advice)
     # A row may be resized if its entity allows it, or if a rule allows it for its array.
     may_resize = np.array([a.key in resized for a in requested.table.arrays], np.bool_)
     requested = replace(requested, resizable=requested.resizable | may_resize[requested.table.array])

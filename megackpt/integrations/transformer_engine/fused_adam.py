@@ -11,6 +11,9 @@ no scales, and int16 remainders under the name of float32 masters. The scales ar
 of a parameter. At the same slices a load restores codes and scales bit for bit; at others there are no scales
 for the new slices, and TE takes new ones from the largest values.
 
+With `moments="codes"`, states of fewer than 32 bits are stored as their codes instead (see `moment_codes`):
+half or a quarter of the bytes. They load at the same slices only.
+
 The optimizer is known by its attributes. TE is not imported.
 
 Source: TE `pytorch/optimizers/fused_adam.py`, 2.2 and 2.20.
@@ -29,6 +32,12 @@ from torch.optim import Optimizer
 
 from megackpt.errors import DeclarationError
 from megackpt.integrations.group_settings import declare_settings, restore_settings
+from megackpt.integrations.transformer_engine.moment_codes import (
+    MomentCodes,
+    Moments,
+    check_moments,
+    declare_codes,
+)
 from megackpt.mapping import ShardedStateDict, ShardedTensor, StateDict
 from megackpt.optim.inner_optimizer import MASTER
 from megackpt.optim.remainders import join_master, split_master
@@ -43,6 +52,8 @@ from megackpt.optim.sharded_state import (
 _STORED_AS = {"exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq", "master_param": MASTER}
 _SCALED = (torch.float16, torch.uint8)
 """Dtypes that have a scale; uint8 is TE's name of float8."""
+_CODES = {torch.float16: "float16", torch.bfloat16: "bfloat16", torch.uint8: "float8_e4m3"}
+"""Dtypes of states that can be stored as codes, and their names in keys."""
 
 
 def is_fused_adam(optimizer: Any) -> bool:
@@ -53,28 +64,38 @@ def is_fused_adam(optimizer: Any) -> bool:
 
 @torch.no_grad()
 def sharded_state_dict(
-    optimizer: Optimizer, model_sharded_state_dict: ShardedStateDict, is_loading: bool = False
+    optimizer: Optimizer,
+    model_sharded_state_dict: ShardedStateDict,
+    is_loading: bool = False,
+    *,
+    moments: Moments = "portable",
 ) -> ShardedStateDict:
     """Declare moments, masters, scales, and the settings of the groups with their `step`. Local.
 
     State that does not exist yet is created as TE's first step creates it. Data of moments and masters that
-    are not float32 is a new tensor.
+    are stored as float32 and are not is a new tensor.
 
     Args:
         optimizer: Transformer Engine's FusedAdam.
         model_sharded_state_dict: of the model; its entities wrap the parameters.
         is_loading: for the signature of others; it has no effect.
+        moments: "portable" for float32 values, which load at every layout and into every form; or "codes" of
+            float16, bfloat16 and float8 states (masters too) with their scales, bit for bit, for slices of
+            the same number. The load has to ask for what was saved.
 
     Returns:
         `state` and `scales` by position of the parameter and name; `param_groups` by name of the group. The
         keys are `optimizer.state.<state>.<model key>` and `optimizer.scale.<state>.<slices>.<model key>`.
         After a load, `LoadReport.loaded` has the keys of restored scales, and `LoadReport.excluded` those
-        that the checkpoint does not have: these moments are scaled anew.
+        that the checkpoint does not have: these moments are scaled anew. `LoadReport.transformed` has the
+        states that were loaded as codes.
 
     Raises:
-        DeclarationError: the optimizer is another one, or has a parameter that is not declared.
+        DeclarationError: the optimizer is another one, has a parameter that is not declared, or codes are
+            asked for of a parameter that is cut into slices of different sizes.
     """
     del is_loading
+    form = check_moments(moments)
     if not is_fused_adam(optimizer):
         raise DeclarationError(
             f"{type(optimizer).__module__}.{type(optimizer).__name__} is not the FusedAdam of Transformer "
@@ -89,12 +110,11 @@ def sharded_state_dict(
     scales: dict[int, dict[str, ShardedTensor]] = {}
     for position, (param, entity) in enumerate(zip(params, entities, strict=True)):
         state[position] = {
-            stored_as: make_sharded_optimizer_tensor(
-                entity, _float32_of(optimizer, param, name), f"optimizer.state.{stored_as}"
-            )
+            stored_as: _declare_state(optimizer, param, entity, name, stored_as, form)
             for name, stored_as in _names(optimizer, param)
         }
-        scales[position] = dict(_declare_scales(optimizer, param, entity))
+        if form == "portable":
+            scales[position] = dict(_declare_scales(optimizer, param, entity))
     settings = declare_settings(optimizer.param_groups, params, model_sharded_state_dict)
     return {"state": state, "scales": scales, **settings}
 
@@ -133,6 +153,18 @@ def _names(optimizer: Optimizer, param: Parameter) -> Iterator[tuple[str, str]]:
     return ((name, as_) for name, as_ in _STORED_AS.items() if optimizer.state[param].get(name) is not None)
 
 
+def _declare_state(
+    optimizer: Any, param: Parameter, entity: ParamEntity, name: str, stored_as: str, form: Moments
+) -> ParamEntity:
+    dtype = _CODES.get(optimizer.name_to_dtype_map[name])
+    if form == "codes" and dtype is not None:
+        stored = optimizer.state[param][name]
+        codes = MomentCodes(getattr(stored, "_data", stored), _scale_of(optimizer, param, name))
+        return declare_codes(entity, codes, state=stored_as, dtype=dtype)
+    value = _float32_of(optimizer, param, name)
+    return make_sharded_optimizer_tensor(entity, value, f"optimizer.state.{stored_as}")
+
+
 def _declare_scales(
     optimizer: Optimizer, param: Parameter, entity: ParamEntity
 ) -> Iterator[tuple[str, ShardedTensor]]:
@@ -167,9 +199,13 @@ def _scale_of(optimizer: Any, param: Parameter, name: str) -> Tensor | None:
     return copy
 
 
-def _restore(optimizer: Any, param: Parameter, name: str, value: Tensor, scale: Tensor | None) -> None:
+def _restore(
+    optimizer: Any, param: Parameter, name: str, value: Tensor | MomentCodes, scale: Tensor | None
+) -> None:
     stored = optimizer.state[param][name]
-    if stored.dtype == torch.int16:
+    if isinstance(value, MomentCodes):
+        _write_codes(optimizer, param, name, value)
+    elif stored.dtype == torch.int16:
         split_master(value, weight=param.detach(), remainder=stored)
     elif stored.dtype == torch.float32 and optimizer.name_to_dtype_map[name] == torch.float32:
         if value.data_ptr() != stored.data_ptr():
@@ -184,19 +220,25 @@ def _restore_codes(optimizer: Any, param: Parameter, name: str, value: Tensor, s
     There are, if the scale is the one that the values were stored with. A product is rounded to float32, and
     so is the quotient here; both errors are far below the distance of two codes.
     """
-    stored = optimizer.state[param][name]
     is_float8 = optimizer.name_to_dtype_map[name] == torch.uint8
     dtype = torch.float8_e4m3fn if is_float8 else torch.float16
     codes = torch.where(scale > 0, value / scale, torch.zeros_like(value)).to(dtype)
     if not torch.equal(codes.float() * scale, value):
         return False
-    optimizer._scales[param][name].fill_(scale)
-    if not is_float8:
-        stored.copy_(codes)
-        return True
-    stored._data.copy_(codes.view(torch.uint8))
-    stored._scale_inv.fill_(scale)
-    stored._quantizer.scale.fill_(1 / scale)
-    if getattr(stored, "_transpose", None) is not None:
-        stored._transpose_invalid = True
+    _write_codes(optimizer, param, name, MomentCodes(codes.view(torch.uint8) if is_float8 else codes, scale))
     return True
+
+
+def _write_codes(optimizer: Any, param: Parameter, name: str, loaded: MomentCodes) -> None:
+    stored = optimizer.state[param][name]
+    target = getattr(stored, "_data", stored)
+    if loaded.codes.data_ptr() != target.data_ptr():
+        target.copy_(loaded.codes)
+    if loaded.scale is None:  # bfloat16
+        return
+    optimizer._scales[param][name].fill_(loaded.scale)
+    if target is not stored:  # float8
+        stored._scale_inv.fill_(loaded.scale)
+        stored._quantizer.scale.fill_(1 / loaded.scale)
+        if getattr(stored, "_transpose", None) is not None:
+            stored._transpose_invalid = True

@@ -86,6 +86,7 @@ def declare_quantised(
         plain.replica_id,
         of_states=shape,
         how=_HOW[form].format(kind=type(value).__name__, dtype=str(value.dtype).removeprefix("torch.")),
+        advice=_ADVICE if form == "codes" else "",
     )
 
 
@@ -105,6 +106,13 @@ _HOW: Mapping[str, str] = {
     "codes": "{kind} from stored codes and scales",
     "masters": "{kind} not stored; its values are the optimizer's masters",
 }
+
+
+_ADVICE = (
+    "Codes of quantised parameters load into shards of the same shapes and the same class, such as those of "
+    'the same tp. Save and load quantised="values" for others, or take the values from the masters of the '
+    'optimizer (quantised="masters").'
+)
 
 
 @dataclass(frozen=True)
