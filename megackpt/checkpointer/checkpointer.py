@@ -46,7 +46,7 @@ from megackpt.mapping import ShardedStateDict, StateDict
 from megackpt.maps import MapChoice
 from megackpt.options import AsyncOptions, LoadOptions, SaveOptions
 from megackpt.storage import Location, ObjectOptions, Store
-from megackpt.validation import ReturnsState, StrictHandling
+from megackpt.validation import LoadReport, ReturnsState, StrictHandling
 
 log = logging.getLogger(__name__)
 
@@ -98,6 +98,8 @@ class Checkpointer(Run):
         on_error: the argument.
         verify_after_save: the argument.
         last_load: the step that the last `load` used, with a report; None before a load.
+        last_report: the report on this rank's last `load` or `load_from`, as of `load_with_report`; None
+            before one, and after a `load` with tiers.
 
     >>> with Checkpointer("ckpt", async_save=True, keep_last=3) as checkpointer:        # doctest: +SKIP
     ...     checkpointer.save(100, {"model": model.sharded_state_dict()})
@@ -132,6 +134,7 @@ class Checkpointer(Run):
         self.on_error = on_error
         self.verify_after_save = verify_after_save
         self.last_load: LastLoad | None = None
+        self.last_report: LoadReport | None = None
         async_options = async_options_of(async_save)
         self.async_save = async_options is not None
         self._save_options, self._load_options = options_of(save_options, load_options, timeout_s)
@@ -384,6 +387,7 @@ class Checkpointer(Run):
         group = self._ranks(self._load_options.timeout_s)
         request = StepRequest(state=state, strict=strict, maps=maps, config=config)
         loaded, self.last_load = self._parts.loading.load(request, number, group)
+        self.last_report = self.last_load.report
         self._parts.trigger.loaded(self.last_load.step)
         return loaded
 
@@ -399,7 +403,8 @@ class Checkpointer(Run):
         """Load a checkpoint that is no step of this run, to start it. Collective.
 
         It may be of any format, and with `maps` have another family's names, as a Hugging Face folder has.
-        `last_load` does not change. `LoadOptions.copies` are roots of this run, and are not used.
+        `last_report` has the report of this load; `last_load`, a step of this run, does not change.
+        `LoadOptions.copies` are roots of this run, and are not used.
 
         Args:
             state: the request, as for `megackpt.load`.
@@ -417,7 +422,8 @@ class Checkpointer(Run):
         group = self._ranks(self._load_options.timeout_s)
         request = StepRequest(state=state, strict=strict, maps=maps, config=config)
         options = replace(self._load_options, copies=())
-        return load_checkpoint(request, location, options, group, self._groups.exchange)[0]
+        loaded, self.last_report = load_checkpoint(request, location, options, group, self._groups.exchange)
+        return loaded
 
     def find_latest(self) -> int | None:
         """Return the step that `load` would take, the same on all ranks; None if there is none. Collective.

@@ -24,6 +24,8 @@ def test_a_run_begins_with_a_folder_and_then_saves_its_own_steps(tmp_path: Path)
         assert loaded.keys() == state.keys()
         assert all(loaded[key] is state[key] for key in state)
         assert run.last_load is None
+        assert run.last_report is not None
+        assert EMBEDDING in run.last_report.loaded
         assert torch.equal(state[EMBEDDING], stored[THEIR_EMBEDDING])
         state[EMBEDDING] += 1
         run.save(5, state)
@@ -32,6 +34,7 @@ def test_a_run_begins_with_a_folder_and_then_saves_its_own_steps(tmp_path: Path)
         again = resumed.load(request())
         assert resumed.last_load is not None
         assert resumed.last_load.step == 5
+        assert resumed.last_report is resumed.last_load.report is not None
     assert torch.equal(again[EMBEDDING], stored[THEIR_EMBEDDING] + 1)
 
 
