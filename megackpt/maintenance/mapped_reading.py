@@ -63,7 +63,8 @@ class MappedCheckpoint:
         """Return the name of the dtype in which each left array is written, by key. Pure.
 
         Args:
-            dtype: that of floating-point arrays; None keeps the stored one.
+            dtype: that of floating-point arrays; None keeps the stored one. Arrays that keep their dtype by
+                the map have the stored one, too.
 
         Raises:
             MapError: parts of an array are stored in different dtypes, and none was chosen.
@@ -71,7 +72,10 @@ class MappedCheckpoint:
         stored: dict[str, set[str]] = {}
         for pair in self.map.pairs:
             stored.setdefault(pair.left.key, set()).add(self.contents.arrays[pair.right.key].dtype)
-        return {key: self._dtype_of(key, sorted(stored[key]), dtype) for key in self.map.left}
+        return {
+            key: self._dtype_of(key, sorted(stored[key]), None if array.keeps_dtype else dtype)
+            for key, array in self.map.left.items()
+        }
 
     def _dtype_of(self, key: str, stored: Sequence[str], dtype: str | None) -> str:
         if len(stored) > 1 and (dtype is None or not all(map(is_floating, stored))):

@@ -27,11 +27,14 @@ class MappedArray(NamedTuple):
         viewed: the shape in which the pairs count: that of the files, or with some dims split in row-major
             order, so that every element has the same position in memory.
         is_padded: whether files may have more rows along dim 0, which are padding (a vocabulary).
+        keeps_dtype: whether its values lose their meaning when they are rounded, so that an export or import
+            to another dtype leaves it as it is.
     """
 
     stored: tuple[int, ...]
     viewed: tuple[int, ...]
     is_padded: bool = False
+    keeps_dtype: bool = False
 
 
 class Region(NamedTuple):

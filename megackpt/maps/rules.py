@@ -42,6 +42,8 @@ class Rule:
         layers: the layers that have this array; empty if it is outside of layers.
         is_padded: whether our array may have more rows along dim 0, which are padding.
         added: what to add to their value to get ours; 1 for a zero-centred norm that we do not store so.
+        keeps_dtype: whether the array stays in its dtype when others are converted, as those that transformers
+            keeps in float32 in every model (`_keep_in_fp32_modules_strict`).
     """
 
     ours: str
@@ -51,6 +53,7 @@ class Rule:
     layers: Sequence[int] = ()
     is_padded: bool = False
     added: int = 0
+    keeps_dtype: bool = False
 
 
 class _Token(NamedTuple):
@@ -156,7 +159,7 @@ class _CompiledRule:
         """Return the shape of the array with these dims."""
         stored = tuple(math.prod(t.extent for t in dim.tokens) for dim in dims)
         viewed = tuple(extent for dim in dims for extent in _extents(dim))
-        return MappedArray(stored, viewed, is_padded)
+        return MappedArray(stored, viewed, is_padded, self.rule.keeps_dtype)
 
     def boxes(self) -> Iterator[_Boxes]:
         """Yield the boxes of a layer, or of an array outside of layers."""

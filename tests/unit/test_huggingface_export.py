@@ -91,6 +91,26 @@ def test_values_are_rounded_to_nearest_even_and_the_dtype_is_in_config_json(tmp_
     assert json.loads((tmp_path / "folder/config.json").read_text())["torch_dtype"] == "bfloat16"
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_the_bias_of_the_choice_of_experts_is_never_rounded(dtype: str, tmp_path: Path) -> None:
+    config = {**random_config("deepseek_v3", 0), "first_k_dense_replace": 0, "moe_intermediate_size": 6}
+    expected = saved_model(tmp_path / "saved", config, 0)
+    report = megackpt.export_huggingface(tmp_path / "saved", tmp_path / "folder", dtype=dtype)
+    written = folder_tensors(tmp_path / "folder")
+    kept = {key for key, tensor in written.items() if tensor.dtype == torch.float32}
+    assert kept == {key for key in expected if key.endswith(".e_score_correction_bias")} != set()
+    assert_same_tensors({key: written[key] for key in kept}, {key: expected[key] for key in kept})
+    assert report.dtype == dtype
+    # And back: an import with this dtype leaves it as it is, too.
+    megackpt.import_huggingface(tmp_path / "folder", tmp_path / "imported", dtype=dtype)
+    kept = {
+        key
+        for key, spec in megackpt.load_tensors_metadata(tmp_path / "imported").items()
+        if spec.dtype == torch.float32
+    }
+    assert kept == {"decoder.layers.mlp.router.expert_bias"}
+
+
 def test_parts_of_a_tensor_in_several_dtypes_need_a_choice(tmp_path: Path) -> None:
     config = random_config("gpt2", 0)
     made = stacked_map(config)
