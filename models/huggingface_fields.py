@@ -6,6 +6,7 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from megackpt.errors import DeclarationError
+from megackpt.maps.families.quantised import how_to_dequantise
 from models.block_config import Activation
 
 ACTIVATIONS: Mapping[str, Activation] = {
@@ -204,9 +205,8 @@ class ConfigFields:
         ]
         if "quantization_config" in unknown:
             raise DeclarationError(
-                "config.json has a quantization_config: the weights of the folder are codes and scales, and "
-                "this model has none. Dequantise it with transformers (from_pretrained, dequantize), save it "
-                "with save_pretrained, and give the config.json of that folder.",
+                f"config.json has a quantization_config: the weights of the folder are codes and scales, and "
+                f"this model has none. {how_to_dequantise(self.config)}",
                 key="quantization_config",
             )
         if unknown:

@@ -37,7 +37,12 @@ YARN = {"rope_type": "yarn", "factor": 4.0}
         (LLAMA, {"model_type": None}, r"model_type None is not supported"),
         (LLAMA, {"model_type": ["llama"]}, r"model_type \['llama'\] is not supported"),
         (LLAMA, {"model_type": "gemma3", "text_config": {}}, r"'gemma3' is not supported.*its text_config"),
-        (LLAMA, {"quantization_config": {"bits": 4}}, r"has a quantization_config.*codes.*Dequantise it"),
+        (LLAMA, {"quantization_config": {"bits": 4}}, r"has a quantization_config.*codes.*in floating point"),
+        (
+            LLAMA,
+            {"quantization_config": {"quant_method": "fp8"}},
+            r"codes.*Dequantise it.*FineGrainedFP8Config",
+        ),
         (LLAMA, {"new_kind": 1, "other": 0}, r"new_kind, other.*If they do not.*`ignored`"),
         (LLAMA, {"is_encoder_decoder": True}, r"is_encoder_decoder is True, which is not supported"),
         (LLAMA, {"hidden_act": "quick_gelu"}, r"hidden_act is 'quick_gelu', which is not supported; silu"),

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Collection, Mapping
 from typing import Any, TypeAlias
 
 from megackpt.errors import MapError
+from megackpt.maps.families.quantised import check_not_quantised
 
 Config: TypeAlias = Mapping[str, Any]
 """The parsed `config.json` of a Hugging Face folder."""
-
-_QUANTISED = re.compile(r".*(_blocks|_scales|\.weight_scale(_inv)?|\.qweight|\.weight_packed|\.absmax)")
-"""Keys of weights in a quantised folder: MXFP4, FP8, GPTQ and AWQ, compressed tensors, bitsandbytes."""
-
 
 _LARGEST = 2**31 - 1
 """Largest extent of an axis."""
@@ -33,17 +29,7 @@ def with_defaults(config: Config, keys: Collection[str], **defaults: object) -> 
     Raises:
         MapError: the weights are quantised.
     """
-    quantised = sorted(key for key in keys if _QUANTISED.fullmatch(key))
-    quantisation = config.get("quantization_config")
-    if quantised or (quantisation and not keys):
-        method = quantisation.get("quant_method") if isinstance(quantisation, Mapping) else None
-        where = f"{quantised[0]!r}" if quantised else "quantization_config of config.json"
-        raise MapError(
-            f"The weights are quantised ({method or 'unknown method'}; {where}). A map moves elements and "
-            f"cannot compute weights of codes and scales: dequantise the model with transformers "
-            f"(from_pretrained, dequantize) and save it with save_pretrained first.",
-            key=quantised[0] if quantised else "quantization_config",
-        )
+    check_not_quantised(config, keys)
     return {**defaults, **config}
 
 
