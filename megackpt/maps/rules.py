@@ -42,8 +42,8 @@ class Rule:
         layers: the layers that have this array; empty if it is outside of layers.
         is_padded: whether our array may have more rows along dim 0, which are padding.
         added: what to add to their value to get ours; 1 for a zero-centred norm that we do not store so.
-        keeps_dtype: whether the array stays in its dtype when others are converted, as those that transformers
-            keeps in float32 in every model (`_keep_in_fp32_modules_strict`).
+        keeps_dtype: whether the array stays in its dtype when others are converted. So do those that
+            transformers keeps in float32 in every model (`_keep_in_fp32_modules_strict`).
     """
 
     ours: str
