@@ -51,10 +51,19 @@ from megackpt.notices import notice
 log = logging.getLogger(__name__)
 
 ADVICE = (
-    "Nothing was run. If you trust whoever wrote the file, load with allow_unsafe_pickle=True, which lets "
-    "it run any code."
+    "Nothing was run. If you trust whoever wrote the checkpoint, load it with "
+    "LoadOptions(allow_unsafe_pickle=True), or convert it with `megackpt convert --allow-unsafe-pickle`: "
+    "both let it run any code."
 )
-"""The end of the error text for a pickle that is not loaded."""
+"""The end of the error text for a pickle of a checkpoint that is not loaded.
+
+It is also right in functions that do not have the argument, such as those of Megatron-Core.
+"""
+
+_OTHER_ADVICE = (
+    "Nothing was run. If you trust whoever wrote it, load it yourself with torch.load(weights_only=False), "
+    "which lets it run any code, and save it again as plain values and tensors."
+)
 
 # Prefixes of the names of numpy that make dtypes and arrays; numpy.dtypes has a class for each dtype.
 _REPLACED = (*STAND_INS, "numpy.dtypes.")
@@ -77,13 +86,20 @@ def inert_class(module: str, name: str) -> type[InertObject]:
     return type(name, (InertObject,), {"__module__": module})
 
 
-def load_value(data: bytes | memoryview, *, where: str, allow_unsafe: bool = False) -> Any:
+def load_value(data: bytes | memoryview, *, where: str, allow_unsafe: bool | None = None) -> Any:
     """Return the value that `torch.save` wrote as these bytes, with tensors in host memory.
+
+    Args:
+        data: the bytes.
+        where: names them in errors.
+        allow_unsafe: for bytes of a checkpoint that `megackpt.load` reads: `allow_unsafe_pickle`. None for
+            other bytes, which are always loaded safely: that option is not in the error text.
 
     Raises:
         UnknownClassError: the bytes name a class that is not known to be harmless.
         FormatError: they are damaged.
     """
+    advice = _OTHER_ADVICE if allow_unsafe is None else ADVICE
     try:
         if allow_unsafe:
             return torch.load(io.BytesIO(data), map_location="cpu", weights_only=False)
@@ -91,13 +107,13 @@ def load_value(data: bytes | memoryview, *, where: str, allow_unsafe: bool = Fal
     except CheckpointError:
         raise
     except (UnsupportedValueError, ForbiddenClassError) as error:
-        raise FormatError(f"{where}: it holds {error}, so it is not loaded. {ADVICE}", path=where) from error
+        raise FormatError(f"{where}: it holds {error}, so it is not loaded. {advice}", path=where) from error
     except Exception as error:
         forbidden = _forbidden_names(data, error)
         if forbidden and not allow_unsafe:
             raise UnknownClassError(
                 f"{where}: it names {forbidden}, which is not known to be harmless, so it is not loaded. "
-                f"{ADVICE} torch.serialization.add_safe_globals() allows single classes.",
+                f"{advice} torch.serialization.add_safe_globals() allows single classes.",
                 path=where,
             ) from error
         raise FormatError(
