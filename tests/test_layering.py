@@ -79,7 +79,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     },
     "cli": {
         "bench", "simulation", "checkpointer", "maintenance", "api", "engine", "formats", "validation",
-        "mapping", "maps", "metadata", "comm", "storage", "options", "arguments", "errors",
+        "mapping", "maps", "metadata", "comm", "storage", "options", "arguments", "testing", "errors",
     },
 }  # fmt: skip
 ANYTHING = {"testing", "__init__"}

@@ -30,6 +30,7 @@ from megackpt.errors import (
 COMMANDS = {
     "bench": "Measure saving and loading in a directory.",
     "convert": "Write a checkpoint in another format.",
+    "demo": "Save a checkpoint at one layout, load it at another, and show how.",
     "diff": "Compare two checkpoints, bit by bit.",
     "gc": "Remove incomplete steps, and steps that no rule keeps.",
     "inspect": "Show the content of a checkpoint.",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -80,3 +81,15 @@ def test_a_chart_without_matplotlib_is_an_error_that_names_the_extra_before_any_
     assert main([*command.split(), "--chart", "chart.png"]) == 2
     assert "pip install 'megackpt[plots]'" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_shell_completes_the_names_of_commands() -> None:
+    words = {"COMP_WORDS": "megackpt ", "COMP_CWORD": "1", "_MEGACKPT_COMPLETE": "bash_complete"}
+    run = subprocess.run(
+        [sys.executable, "-c", "from megackpt.cli import main; main()"],
+        env=dict(os.environ, **words),
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert {line.removeprefix("plain,") for line in run.stdout.split()} == set(COMMANDS)
