@@ -1,0 +1,42 @@
+"""examples/quickstart.py as the docs start it: four ranks, then two."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.e2e.command_line import TIMEOUT_S, quiet, torchrun
+
+QUICKSTART = Path(__file__).parents[2] / "examples" / "quickstart.py"
+
+
+def losses(ranks: int, directory: Path) -> dict[int, float]:
+    run = subprocess.run(
+        torchrun(ranks, QUICKSTART, []),
+        env=quiet({}),
+        cwd=directory,
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+        check=True,
+    )
+    lines = re.findall(rf"step (\d+), {ranks} ranks, loss (\S+)", run.stdout)
+    return {int(step): float(loss) for step, loss in lines}
+
+
+def test_two_ranks_continue_what_four_have_begun(tmp_path: Path) -> None:
+    found = losses(4, tmp_path) | losses(2, tmp_path)
+    weight = torch.zeros((), requires_grad=True)  # each weight of the layer takes the same course
+    adam = torch.optim.Adam([weight], lr=0.3)
+    for step in range(1, 21):
+        loss = (weight - 3).square()
+        adam.zero_grad()
+        # The mean over 8 features divides the gradient; Adam's steps do not depend on its scale, but for eps.
+        loss.backward()
+        adam.step()
+        assert found[step] == pytest.approx(loss.item(), abs=2e-4)  # four digits are printed
+    assert len(found) == 20
