@@ -14,7 +14,7 @@ from tests.e2e.command_line import TIMEOUT_S, quiet, torchrun
 QUICKSTART = Path(__file__).parents[2] / "examples" / "quickstart.py"
 
 
-def losses(ranks: int, directory: Path) -> dict[int, float]:
+def run_quickstart(ranks: int, directory: Path) -> dict[int, float]:
     run = subprocess.run(
         torchrun(ranks, QUICKSTART, []),
         env=quiet({}),
@@ -29,7 +29,7 @@ def losses(ranks: int, directory: Path) -> dict[int, float]:
 
 
 def test_two_ranks_continue_what_four_have_begun(tmp_path: Path) -> None:
-    found = losses(4, tmp_path) | losses(2, tmp_path)
+    losses_by_step = run_quickstart(4, tmp_path) | run_quickstart(2, tmp_path)
     weight = torch.zeros((), requires_grad=True)  # each weight of the layer takes the same course
     adam = torch.optim.Adam([weight], lr=0.3)
     for step in range(1, 21):
@@ -38,5 +38,5 @@ def test_two_ranks_continue_what_four_have_begun(tmp_path: Path) -> None:
         # The mean over 8 features divides the gradient; Adam's steps do not depend on its scale, but for eps.
         loss.backward()
         adam.step()
-        assert found[step] == pytest.approx(loss.item(), abs=2e-4)  # four digits are printed
-    assert len(found) == 20
+        assert losses_by_step[step] == pytest.approx(loss.item(), abs=2e-4)  # four digits are printed
+    assert len(losses_by_step) == 20
