@@ -18,9 +18,12 @@ from models.config import GPTConfig
 from models.gpt import GPT, build_gpt
 from models.init import init_weights
 from models.moe_config import MoEConfig
+from models.t5 import T5, build_t5
+from models.t5_config import T5Config
 
 __all__ = [
     "GPT",
+    "T5",
     "AttentionConfig",
     "DynamicScaling",
     "GPTConfig",
@@ -34,7 +37,9 @@ __all__ = [
     "NormConfig",
     "RotaryConfig",
     "SlidingWindow",
+    "T5Config",
     "YarnScaling",
     "build_gpt",
+    "build_t5",
     "init_weights",
 ]

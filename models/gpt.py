@@ -15,33 +15,24 @@ import torch
 from torch import Tensor
 
 from megackpt.errors import DeclarationError
-from megackpt.mapping import RankOffset, ShardedStateDict
 from megackpt.parallel import (
     LayerStack,
-    Metadata,
     ModelChunks,
     ParallelGroups,
     ParallelLayout,
     ParallelRng,
     ShardedModule,
     StageTable,
-    VocabParallelOutput,
-    divide_over_tp,
-    mark,
     mean_over_tokens_ahead,
-    second_copy,
     tokens_ahead,
-    vocab_parallel_cross_entropy,
 )
 from models.blocks.embedding import Embedding
 from models.blocks.mtp import MultiTokenPrediction
 from models.blocks.norm import block_norm
 from models.blocks.transformer import TransformerLayer
 from models.config import GPTConfig
+from models.language_model import LanguageModel
 from models.stage import Stage
-
-EMBEDDING_KEY = "embedding.word_embeddings.weight"
-OUTPUT_KEY = "output_layer.weight"
 
 
 class Decoder(ShardedModule):
@@ -70,7 +61,7 @@ class Decoder(ShardedModule):
         return x if self.final_layernorm is None else self.final_layernorm(x)
 
 
-class GPT(ShardedModule):
+class GPT(LanguageModel):
     """One rank's chunk of a decoder-only transformer. Collective over tp; see `forward_backward` for pp.
 
     Each stage has one chunk, or several with virtual pipeline parallelism; `build_gpt` makes all of them.
@@ -102,36 +93,22 @@ class GPT(ShardedModule):
         virtual_stage: int = 0,
         device: torch.device | str | None = None,
     ) -> None:
-        super().__init__(groups)
+        if type(config) is not GPTConfig:
+            raise DeclarationError(
+                f"a {type(config).__name__} does not describe a GPT. Give a GPTConfig, or build the model "
+                f"that it describes."
+            )
         table = _stage_table(config, groups.layout, stages)
-        is_first = table.has_embedding(groups.pp.rank, virtual_stage)
-        is_last = table.has_loss(groups.pp.rank, virtual_stage)
-        self.config = config
-        self.sequence_parallel = sequence_parallel
         stage = Stage(
             config=config, groups=groups, rng=rng, sequence_parallel=sequence_parallel, device=device
         )
-        self.is_first = is_first
+        is_first = table.has_embedding(groups.pp.rank, virtual_stage)
+        is_last = table.has_loss(groups.pp.rank, virtual_stage)
         further = table.mtp_layers_of(groups.pp.rank, virtual_stage)
-        self.embedding = Embedding(stage) if is_first or further else None
+        super().__init__(stage, Embedding(stage) if is_first or further else None, is_first=is_first)
         self.decoder = Decoder(stage, table.layers_of(groups.pp.rank, virtual_stage), is_last=is_last)
-        self.output_layer = (
-            VocabParallelOutput(
-                config.vocab_size,
-                config.hidden_size,
-                groups,
-                tied=config.tied_embeddings and self.embedding is not None,
-                make_divisible=config.make_vocab_divisible,
-                sequence_parallel=sequence_parallel,
-                dtype=config.params_dtype,
-                device=device,
-            )
-            if is_last
-            else None
-        )
+        self.add_output_layer(stage, is_last=is_last)
         self.mtp = MultiTokenPrediction(stage, further) if further else None
-        if self._has_two_copies:
-            self._mark_copies()
 
     def forward(self, inputs: Tensor, labels: Tensor | None = None) -> Tensor:
         """Run this chunk.
@@ -160,26 +137,11 @@ class GPT(ShardedModule):
         if self.output_layer is None:
             return hidden
         if labels is None:
-            return self._logits(hidden)
-        loss = self._losses(hidden, labels).mean()
+            return self.logits(hidden)
+        loss = self.losses(hidden, labels).mean()
         if self.training and torch.is_grad_enabled():
             loss = loss + self._loss_of_further_tokens(hidden, labels)
         return loss
-
-    def _logits(self, hidden: Tensor) -> Tensor:
-        assert self.output_layer is not None
-        logits = cast(Tensor, self.output_layer(hidden, self._tied_weight()))
-        cap = self.config.logit_softcap
-        return logits if cap is None else cap * torch.tanh(logits / cap)
-
-    def _losses(self, hidden: Tensor, labels: Tensor) -> Tensor:
-        """Return the loss of each token, `[s, b]`."""
-        return vocab_parallel_cross_entropy(
-            self._logits(hidden),
-            labels.transpose(0, 1),
-            self.groups.tp,
-            vocab_size=self.config.vocab_size,
-        )
 
     def _loss_of_further_tokens(self, hidden: Tensor, labels: Tensor) -> Tensor:
         """Return the weighted mean of the losses of the layers for further tokens, 0-dim.
@@ -191,27 +153,9 @@ class GPT(ShardedModule):
             return total
         for index, layer in enumerate(self.mtp.layers):
             hidden = layer(hidden, self.embedding(tokens_ahead(labels, index, cp)))
-            losses = self._losses(hidden, tokens_ahead(labels, index + 1, cp))
+            losses = self.losses(hidden, tokens_ahead(labels, index + 1, cp))
             total = total + mean_over_tokens_ahead(losses, index + 1, cp)
         return total * (self.config.mtp.loss_weight / len(self.mtp.layers))
-
-    def activation_buffer(self, tokens: Tensor) -> Tensor:
-        """Return an empty `[s (/tp), b, hidden]` for what the previous chunk makes of `tokens` `[b, s]`."""
-        batch, sequence = tokens.shape
-        if self.sequence_parallel:
-            sequence = divide_over_tp("sequence length", sequence, self.groups)
-        shape = (sequence, batch, self.config.hidden_size)
-        return torch.empty(shape, dtype=self.config.params_dtype, device=tokens.device)
-
-    def sharded_state_dict(
-        self, prefix: str = "", sharded_offsets: Sequence[RankOffset] = (), metadata: Metadata = None
-    ) -> ShardedStateDict:
-        """Declare this chunk; the last one may have a second copy of the embedding. Local."""
-        result = super().sharded_state_dict(prefix, sharded_offsets, metadata)
-        if self._has_two_copies and self.output_layer is not None:
-            copy = prefix + (OUTPUT_KEY if self.embedding is None else EMBEDDING_KEY)
-            result[copy] = second_copy(result[copy], prefix + EMBEDDING_KEY)
-        return result
 
     def _check_length(self, own: int) -> None:
         """Raise an error if sequences, of which this rank of cp has `own` tokens, are too long."""
@@ -223,29 +167,6 @@ class GPT(ShardedModule):
                 f"the sequences have {own * cp} tokens{shares}, but GPTConfig.seq_length is {allowed}. Cut "
                 f"them{hint}, or make the model for longer ones."
             )
-
-    def _tied_weight(self) -> Tensor | None:
-        """The embedding, where the output layer has no weight of its own: tied, with one in this chunk."""
-        return (
-            self.embedding.word_embeddings.weight
-            if self.embedding is not None and self.config.tied_embeddings
-            else None
-        )
-
-    @property
-    def _has_two_copies(self) -> bool:
-        is_used_twice = self.config.tied_embeddings or self.config.mtp is not None
-        return is_used_twice and self.groups.pp.size > 1
-
-    def _mark_copies(self) -> None:
-        """Tell the optimizer that first and last stage hold one weight twice."""
-        if self.embedding is not None:
-            weight = self.embedding.word_embeddings.weight
-        elif self.output_layer is not None and self.output_layer.weight is not None:
-            weight = self.output_layer.weight
-        else:
-            return
-        mark(weight, "shared_embedding", *(() if self.is_first else ("is_duplicate",)))
 
 
 def build_gpt(

@@ -20,7 +20,7 @@ from megackpt.errors import DeclarationError
 from megackpt.mapping import ShardedLayout, ShardedObject, ShardedStateDict, ShardedTensor
 from megackpt.parallel import ModelChunks, stable_seed
 from models.config import GPTConfig
-from models.gpt import GPT
+from models.language_model import LanguageModel
 
 STACKED_EXPERTS = ".experts."  # in the keys of arrays whose first axis after the layers' is over experts
 RESIDUAL_PROJECTIONS = ("linear_proj", "linear_fc2")
@@ -34,7 +34,7 @@ class _Normal:
     std: float
 
 
-def init_weights(model: GPT | ModelChunks, seed: int) -> None:
+def init_weights(model: LanguageModel | ModelChunks, seed: int) -> None:
     """Set every parameter of `model` to its initial value. Local: call it on every rank with the same seed.
 
     Weights are normal with std `config.init_std`, those that end on the residual path divided by
@@ -45,10 +45,10 @@ def init_weights(model: GPT | ModelChunks, seed: int) -> None:
         DeclarationError: a parameter for whose name there is no rule.
     """
     for chunk in model if isinstance(model, ModelChunks) else [model]:
-        _init_chunk(cast(GPT, chunk), seed)
+        _init_chunk(cast(LanguageModel, chunk), seed)
 
 
-def _init_chunk(model: GPT, seed: int) -> None:
+def _init_chunk(model: LanguageModel, seed: int) -> None:
     with torch.no_grad():
         for tensor in _tensors(model.sharded_state_dict()):
             assert tensor.data is not None

@@ -30,15 +30,15 @@ def random_config(model_type: str, seed: int) -> dict[str, Any]:
 
 
 def stacked_map(config: Mapping[str, Any]) -> RegionMap:
-    """Return the map of a config whose layers are stacked where all have the same arrays."""
+    """Return the map of a config; layers of a stack are stacked where all have the same arrays."""
     made = family_of(config).region_map(config)
-    layers: dict[str, set[int]] = {}
+    layers: dict[str, dict[str, set[int]]] = {}
     for key in made.left:
         match = re.fullmatch(r"(.*layers)\.(\d+)\.(.*)", key)
         if match is not None:
-            layers.setdefault(f"{match[1]}.{match[3]}", set()).add(int(match[2]))
-    is_homogeneous = len({frozenset(numbers) for numbers in layers.values()}) == 1
-    return bound_to(made, layers if is_homogeneous else ())
+            layers.setdefault(match[1], {}).setdefault(f"{match[1]}.{match[3]}", set()).add(int(match[2]))
+    equal = [arrays for arrays in layers.values() if len(set(map(frozenset, arrays.values()))) == 1]
+    return bound_to(made, [key for arrays in equal for key in arrays])
 
 
 def padded(made: RegionMap, arrays: Mapping[str, Tensor]) -> dict[str, Tensor]:

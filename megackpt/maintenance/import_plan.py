@@ -104,22 +104,25 @@ class ImportPlan:
 
 
 def with_stacked_layers_where_equal(made: RegionMap) -> RegionMap:
-    """Return a map in which layers are stacked, if all layers have the same arrays in the same shapes.
+    """Return a map in which layers of a stack are stacked, if all have the same arrays in the same shapes.
 
-    Layers for further tokens keep keys of their own, as in the models that have them.
+    An encoder and a decoder are a stack each. Layers for further tokens keep keys of their own, as in the
+    models that have them.
     """
-    layers: dict[str, list[tuple[int, tuple[int, ...]]]] = {}
+    stacks: dict[str, dict[str, dict[int, tuple[int, ...]]]] = {}
     for key, array in made.left.items():
         match = _LAYER.fullmatch(key)
         if match is not None and not match["stack"].endswith("mtp.layers"):
-            layers.setdefault(f"{match['stack']}.{match['name']}", []).append(
-                (int(match["number"]), array.stored)
-            )
-    numbers = {tuple(sorted(number for number, _ in entries)) for entries in layers.values()}
-    is_homogeneous = len(numbers) == 1 and all(
-        len({shape for _, shape in entries}) == 1 for entries in layers.values()
-    )
-    return bound_to(made, layers) if is_homogeneous else made
+            shapes = stacks.setdefault(match["stack"], {}).setdefault(match["name"], {})
+            shapes[int(match["number"])] = array.stored
+    stacked = {f"{stack}.{name}" for stack, arrays in stacks.items() if _are_equal(arrays) for name in arrays}
+    return bound_to(made, stacked)
+
+
+def _are_equal(arrays: Mapping[str, Mapping[int, tuple[int, ...]]]) -> bool:
+    """Whether all layers of a stack have the same arrays: shapes by number of the layer, by name."""
+    has_all = len({frozenset(shapes) for shapes in arrays.values()}) == 1
+    return has_all and all(len(set(shapes.values())) == 1 for shapes in arrays.values())
 
 
 def new_arrays(made: RegionMap, dtypes: Mapping[str, str]) -> list[ArraySpec]:

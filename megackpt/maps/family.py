@@ -83,11 +83,13 @@ _BUILT_IN = {
     "llama": "megackpt.maps.families.llama:LLAMA",
     "mistral": "megackpt.maps.families.llama:MISTRAL",
     "mixtral": "megackpt.maps.families.experts:MIXTRAL",
+    "mt5": "megackpt.maps.families.t5:MT5",
     "phi3": "megackpt.maps.families.phi3:PHI3",
     "qwen2": "megackpt.maps.families.llama:QWEN2",
     "qwen2_moe": "megackpt.maps.families.experts:QWEN2_MOE",
     "qwen3": "megackpt.maps.families.llama:QWEN3",
     "qwen3_moe": "megackpt.maps.families.experts:QWEN3_MOE",
+    "t5": "megackpt.maps.families.t5:T5",
 }
 """The built-in families by name, as module and attribute."""
 

@@ -61,7 +61,7 @@ def pair_rows(made: RegionMap, *, layers: int) -> Iterator[tuple[str, str, str, 
         layers: number of layers; all pairs outside of layers are there.
     """
     for pair in made.pairs:
-        layer = re.match(r"decoder\.layers\.(\d+)\.", pair.left.key)
+        layer = re.match(r"(?:.*\.)?layers\.(\d+)\.", pair.left.key)
         if layer is None or int(layer[1]) < layers:
             yield pair.left.key, str(pair.left.box), pair.right.key, str(pair.right.box)
 

@@ -1,6 +1,6 @@
-"""Causal self-attention, heads cut over tp, sequences over cp: what all kinds have, and grouped queries.
+"""Attention with heads cut over tp: what all kinds have, and causal self-attention with grouped queries.
 
-The arithmetic between the projections.
+The arithmetic between the projections. Sequences of causal self-attention may be cut over cp.
 
 Source: Ainslie et al. 2023 (grouped queries); Gemma 2, section 2 (soft caps); transformers `gpt_oss` (sinks).
 """
@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 
 from megackpt.parallel import (
-    AttentionPart,
     ParallelDropout,
     QKVParallelLinear,
     RowParallelLinear,
@@ -27,8 +26,65 @@ from models.blocks.rotary import rotate, rotation
 from models.stage import Stage
 
 
-class CausalAttention(ShardedModule):
-    """What all kinds of self-attention have: positions, and how heads attend. Collective over tp and cp.
+class Attention(ShardedModule):
+    """What all kinds of attention have: how queries weigh values. Heads are cut over tp; local.
+
+    Args:
+        stage: what its parts are made with.
+    """
+
+    tp_sharding = {"softmax_offset": 0}  # noqa: RUF012 - read-only by its type in ShardedModule
+    softmax_offset: nn.Parameter | None
+
+    def __init__(self, stage: Stage) -> None:
+        super().__init__(stage.groups)
+        self.softmax_offset = None
+        config, choices = stage.config, stage.config.attention
+        self.scale = config.head_dim**-0.5 if choices.scale is None else choices.scale
+        self.softcap = choices.softcap
+        # Each rank of tp has heads of its own, so each draws for itself.
+        self.dropout = ParallelDropout(config.dropout, stage.rng, "distinct")
+
+    @property
+    def has_fused_kernel(self) -> bool:
+        """Whether torch's fused kernels compute this attention.
+
+        They have neither soft caps nor sinks, and draw from torch's global generator, which no checkpoint of
+        ours restores.
+        """
+        return not self.dropout.is_active and self.softcap is None and self.softmax_offset is None
+
+    def weigh(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+        """Return attention as it is written in papers, `[b, heads/tp, n, value_dim]`.
+
+        Args:
+            q: queries `[b, heads/tp, n, head_dim]`.
+            k: keys `[b, key_heads/tp, m, head_dim]`.
+            v: values `[b, key_heads/tp, m, value_dim]`.
+            mask: which keys each query attends to, bool, or what is added to the scores; it can be expanded
+                to `[b, heads/tp, n, m]`. None attends to all.
+        """
+        shared = q.shape[1] // k.shape[1]
+        k, v = (x.repeat_interleave(shared, dim=1) for x in (k, v))
+        scores = (q @ k.transpose(-1, -2)).float() * self.scale  # [b, heads/tp, n, m]
+        if self.softcap is not None:
+            scores = self.softcap * torch.tanh(scores / self.softcap)
+        if mask is not None:
+            scores = scores.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else scores + mask
+        dropped: Tensor = self.dropout(self._softmax(scores).to(v.dtype))
+        return dropped @ v
+
+    def _softmax(self, scores: Tensor) -> Tensor:
+        """Softmax over the keys; a sink is one more key, whose value is zero."""
+        if self.softmax_offset is None:
+            return scores.softmax(dim=-1)
+        batch, count, queries, _ = scores.shape
+        offsets = self.softmax_offset.float().view(1, count, 1, 1).expand(batch, count, queries, 1)
+        return torch.cat([scores, offsets], dim=-1).softmax(dim=-1)[..., :-1]
+
+
+class CausalAttention(Attention):
+    """What all kinds of causal self-attention have: positions and windows. Collective over tp and cp.
 
     s is the number of tokens that this rank of cp has of each sequence; it attends to all of them, or to the
     last ones if the layer has a window.
@@ -38,18 +94,10 @@ class CausalAttention(ShardedModule):
         index: global index of the layer, which decides about the window and the positions.
     """
 
-    tp_sharding = {"softmax_offset": 0}  # noqa: RUF012 - read-only by its type in ShardedModule
-    softmax_offset: nn.Parameter | None
-
     def __init__(self, stage: Stage, index: int) -> None:
-        super().__init__(stage.groups)
-        config, choices = stage.config, stage.config.attention
-        self.scale = config.head_dim**-0.5 if choices.scale is None else choices.scale
-        self.softcap = choices.softcap
-        self.window = config.window_of(index)
-        self.rotary = config.rotary_of(index)
-        # Each rank of tp has heads of its own, so each draws for itself.
-        self.dropout = ParallelDropout(config.dropout, stage.rng, "distinct")
+        super().__init__(stage)
+        self.window = stage.config.window_of(index)
+        self.rotary = stage.config.rotary_of(index)
 
     def with_positions(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         """Return queries and keys `[b, n, s, dim]`, rotated if the layer has such positions."""
@@ -63,36 +111,13 @@ class CausalAttention(ShardedModule):
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Return `[s, b, heads/tp * value_dim]` of queries, keys and values `[b, n, s, dim]`."""
-        return self._attend(q, k, v).permute(2, 0, 1, 3).flatten(2)
+        return joined_heads(self._attend(q, k, v))
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        if not self.dropout.is_active and self.softcap is None and self.softmax_offset is None:
+        if self.has_fused_kernel:
             return causal_attention(q, k, v, self.groups.cp, window=self.window, scale=self.scale)
         parts = attention_parts(q, k, v, self.groups.cp, window=self.window)
-        return torch.cat([self._attend_to(part) for part in parts], dim=2)
-
-    def _attend_to(self, part: AttentionPart) -> Tensor:
-        """Attention as it is written in papers, for what the fused kernels do not have.
-
-        They have neither soft caps nor sinks, and draw from torch's global generator, which no checkpoint of
-        ours restores.
-        """
-        q, shared = part.queries, part.queries.shape[1] // part.keys.shape[1]
-        k, v = (x.repeat_interleave(shared, dim=1) for x in (part.keys, part.values))
-        scores = (q @ k.transpose(-1, -2)).float() * self.scale  # [b, heads/tp, n, m]
-        if self.softcap is not None:
-            scores = self.softcap * torch.tanh(scores / self.softcap)
-        weights = self._softmax(scores.masked_fill(~part.mask, -math.inf)).to(v.dtype)
-        dropped: Tensor = self.dropout(weights)
-        return dropped @ v
-
-    def _softmax(self, scores: Tensor) -> Tensor:
-        """Softmax over the keys; a sink is one more key, whose value is zero."""
-        if self.softmax_offset is None:
-            return scores.softmax(dim=-1)
-        batch, count, queries, _ = scores.shape
-        offsets = self.softmax_offset.float().view(1, count, 1, 1).expand(batch, count, queries, 1)
-        return torch.cat([scores, offsets], dim=-1).softmax(dim=-1)[..., :-1]
+        return torch.cat([self.weigh(p.queries, p.keys, p.values, p.mask) for p in parts], dim=2)
 
 
 class SelfAttention(CausalAttention):
@@ -107,17 +132,7 @@ class SelfAttention(CausalAttention):
         super().__init__(stage, index)
         config, choices = stage.config, stage.config.attention
         self.head_dim = config.head_dim
-        self.linear_qkv = QKVParallelLinear(
-            config.hidden_size,
-            config.num_heads,
-            config.query_groups,
-            config.head_dim,
-            stage.groups,
-            bias=config.linear_bias if choices.qkv_bias is None else choices.qkv_bias,
-            sequence_parallel=stage.sequence_parallel,
-            dtype=config.params_dtype,
-            device=stage.device,
-        )
+        self.linear_qkv = input_projection(stage)
         self.q_layernorm = head_norm(stage) if choices.qk_norm else None
         self.k_layernorm = head_norm(stage) if choices.qk_norm else None
         self.softmax_offset = sinks(stage)
@@ -136,6 +151,27 @@ class SelfAttention(CausalAttention):
 def heads(part: Tensor, dim: int) -> Tensor:
     """Return a projection `[s, b, n * dim]` as heads `[b, n, s, dim]`. Pure."""
     return part.view(*part.shape[:2], -1, dim).permute(1, 2, 0, 3)
+
+
+def joined_heads(attended: Tensor) -> Tensor:
+    """Return heads `[b, n, s, dim]` side by side, `[s, b, n * dim]`. Pure."""
+    return attended.permute(2, 0, 1, 3).flatten(2)
+
+
+def input_projection(stage: Stage) -> QKVParallelLinear:
+    """Return the projection to queries, keys and values."""
+    config, bias = stage.config, stage.config.attention.qkv_bias
+    return QKVParallelLinear(
+        config.hidden_size,
+        config.num_heads,
+        config.query_groups,
+        config.head_dim,
+        stage.groups,
+        bias=config.linear_bias if bias is None else bias,
+        sequence_parallel=stage.sequence_parallel,
+        dtype=config.params_dtype,
+        device=stage.device,
+    )
 
 
 def output_projection(stage: Stage, value_dim: int) -> RowParallelLinear:

@@ -1,0 +1,139 @@
+"""Attention to all tokens of a sequence: self-attention, cross attention, and positions as a bias of scores.
+
+Which tokens see which, and where, is decided by what is added to the scores; sequences are not cut over cp.
+
+Source: Vaswani et al. 2017, section 3.2.3 (cross attention); Raffel et al. 2020 (T5), section 2.1 (bias of
+relative positions); names of Megatron-Core `CrossAttention`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megackpt.parallel import ColumnParallelLinear, ShardedModule
+from models.blocks.attention import Attention, heads, input_projection, joined_heads, output_projection
+from models.stage import Stage
+
+
+class FullAttention(Attention):
+    """Self-attention over `[s, b, hidden]` (`[s/tp, b, hidden]`) to all tokens. Collective over tp.
+
+    Args:
+        stage: what its parts are made with.
+    """
+
+    def __init__(self, stage: Stage) -> None:
+        super().__init__(stage)
+        self.head_dim = stage.config.head_dim
+        self.linear_qkv = input_projection(stage)
+        self.linear_proj = output_projection(stage, self.head_dim)
+
+    def forward(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        """Return the block's output, shaped like `x`; `bias` `[1, heads/tp, s, s]` is added to the scores."""
+        q, k, v = (heads(part, self.head_dim) for part in self.linear_qkv.split(self.linear_qkv(x)))
+        out: Tensor = self.linear_proj(_attended(self, q, k, v, bias))
+        return out
+
+
+class CrossAttention(Attention):
+    """Attention of tokens `[s, b, hidden]` to all of a memory `[m, b, hidden]`. Collective over tp.
+
+    Each query head has a key head of its own. With sequence parallelism each rank of tp has its part of both,
+    `[s/tp, b, hidden]` and `[m/tp, b, hidden]`.
+
+    Args:
+        stage: what its parts are made with.
+    """
+
+    def __init__(self, stage: Stage) -> None:
+        super().__init__(stage)
+        config = stage.config
+        self.head_dim = config.head_dim
+        features = config.num_heads * config.head_dim
+        self.linear_q = _projection(stage, features)
+        self.linear_kv = _projection(stage, {"k": features, "v": features})
+        self.linear_proj = output_projection(stage, self.head_dim)
+
+    def forward(self, x: Tensor, memory: Tensor) -> Tensor:
+        """Return the block's output, shaped like `x`."""
+        q = heads(self.linear_q(x), self.head_dim)
+        k, v = (heads(part, self.head_dim) for part in self.linear_kv.split(self.linear_kv(memory)))
+        out: Tensor = self.linear_proj(_attended(self, q, k, v, None))
+        return out
+
+
+class RelativePositions(ShardedModule):
+    """A number for each head and each bucket of distances, weight `[buckets, heads/tp]`. Local.
+
+    Args:
+        stage: what it is made with.
+        buckets: number of buckets.
+    """
+
+    tp_sharding = {"weight": 1}  # noqa: RUF012 - read-only by its type in ShardedModule
+
+    def __init__(self, stage: Stage, buckets: int) -> None:
+        super().__init__(stage.groups)
+        config = stage.config
+        own_heads = config.num_heads // stage.groups.tp.size  # the layout is checked: tp divides them
+        weight = torch.empty(buckets, own_heads, dtype=config.params_dtype, device=stage.device)
+        self.weight = nn.Parameter(weight.normal_(std=config.init_std))
+
+
+def relative_bias(table: Tensor, length: int, *, max_distance: int, causal: bool) -> Tensor:
+    """Return what is added to the scores of a sequence with itself, `[1, heads/tp, s, s]`. Pure.
+
+    Args:
+        table: numbers for each bucket and head, `[buckets, heads/tp]`.
+        length: tokens of the sequence, s.
+        max_distance: all larger distances have the last bucket.
+        causal: tokens do not see those after them, and buckets are of distances backwards only.
+    """
+    positions = torch.arange(length, device=table.device)
+    distances = positions - positions.unsqueeze(1)  # [queries, keys]; positive if the key comes later
+    buckets = _buckets(distances, len(table), max_distance=max_distance, causal=causal)
+    bias = F.embedding(buckets, table).permute(2, 0, 1)
+    return (bias.masked_fill(distances > 0, -math.inf) if causal else bias).unsqueeze(0)
+
+
+def _buckets(distances: Tensor, count: int, *, max_distance: int, causal: bool) -> Tensor:
+    """Return the bucket of each distance, in float32 and in the order of operations of transformers.
+
+    Half of the buckets have one distance each; the others grow with the logarithm. Unless it is causal,
+    keys that come later have the second half of all buckets.
+    """
+    if not causal:
+        of_sign = _buckets(-distances.abs(), count // 2, max_distance=max_distance, causal=True)
+        return of_sign + (distances > 0) * (count // 2)
+    back, exact = (-distances).clamp(min=0), count // 2
+    growth = torch.log(back.float() / exact) / math.log(max_distance / exact) * (count - exact)
+    # The logarithm of 0 is not looked at.
+    far = exact + growth.clamp(min=0).long()
+    return torch.where(back < exact, back, far.clamp(max=count - 1))
+
+
+def _attended(attention: Attention, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> Tensor:
+    """Return `[s, b, heads/tp * dim]` of queries, keys and values `[b, n, s, dim]`. Local."""
+    if not attention.has_fused_kernel:
+        return joined_heads(attention.weigh(q, k, v, bias))
+    return joined_heads(
+        F.scaled_dot_product_attention(q, k, v, attn_mask=bias, scale=attention.scale, enable_gqa=True)
+    )
+
+
+def _projection(stage: Stage, out_features: int | Mapping[str, int]) -> ColumnParallelLinear:
+    config, bias = stage.config, stage.config.attention.qkv_bias
+    return ColumnParallelLinear(
+        config.hidden_size,
+        out_features,
+        stage.groups,
+        bias=config.linear_bias if bias is None else bias,
+        sequence_parallel=stage.sequence_parallel,
+        dtype=config.params_dtype,
+        device=stage.device,
+    )

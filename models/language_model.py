@@ -1,0 +1,134 @@
+"""What the chunks of all models have: an embedding at the beginning, and logits and losses at the end.
+
+With tied embeddings over several stages, the last one has a second copy of the embedding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from megackpt.mapping import RankOffset, ShardedStateDict
+from megackpt.parallel import (
+    Metadata,
+    ShardedModule,
+    VocabParallelOutput,
+    divide_over_tp,
+    mark,
+    second_copy,
+    vocab_parallel_cross_entropy,
+)
+from models.blocks.embedding import Embedding
+from models.stage import Stage
+
+EMBEDDING_KEY = "embedding.word_embeddings.weight"
+OUTPUT_KEY = "output_layer.weight"
+
+
+class LanguageModel(ShardedModule):
+    """One rank's chunk of a model of tokens, without the layers between its two ends.
+
+    Subclasses add their layers, call `add_output_layer` after that, and have a `forward`.
+
+    Args:
+        stage: what its parts are made with.
+        embedding: of the first chunk, and of others that look tokens up; None for chunks that do not.
+        is_first: whether this is the first chunk of the model.
+    """
+
+    output_layer: VocabParallelOutput | None
+
+    def __init__(self, stage: Stage, embedding: Embedding | None, *, is_first: bool) -> None:
+        super().__init__(stage.groups)
+        self.config = stage.config
+        self.sequence_parallel = stage.sequence_parallel
+        self.is_first = is_first
+        self.embedding = embedding
+
+    def add_output_layer(self, stage: Stage, *, is_last: bool) -> None:
+        """Add the output layer if this is the last chunk, and mark the copies of one weight. Local."""
+        config = stage.config
+        self.output_layer = (
+            VocabParallelOutput(
+                config.vocab_size,
+                config.hidden_size,
+                stage.groups,
+                tied=config.tied_embeddings and self.embedding is not None,
+                make_divisible=config.make_vocab_divisible,
+                sequence_parallel=stage.sequence_parallel,
+                dtype=config.params_dtype,
+                device=stage.device,
+            )
+            if is_last
+            else None
+        )
+        if self._has_two_copies:
+            self._mark_copies()
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Return this rank's logits `[s, b, padded_vocab/tp]`. Of the last chunk; collective over tp."""
+        assert self.output_layer is not None
+        logits = cast(Tensor, self.output_layer(hidden, self._tied_weight()))
+        cap = self.config.logit_softcap
+        return logits if cap is None else cap * torch.tanh(logits / cap)
+
+    def losses(self, hidden: Tensor, labels: Tensor) -> Tensor:
+        """Return the loss of each label `[b, s]`, as `[s, b]`. Of the last chunk; collective over tp."""
+        return vocab_parallel_cross_entropy(
+            self.logits(hidden),
+            labels.transpose(0, 1),
+            self.groups.tp,
+            vocab_size=self.config.vocab_size,
+        )
+
+    def mean_loss(self, hidden: Tensor, labels: Tensor) -> Tensor:
+        """Return the mean loss over the labels `[b, s]` that are not negative, 0-dim. As `losses`.
+
+        Each rank of dp has the mean over its own ones.
+        """
+        losses, counted = self.losses(hidden, labels.clamp(min=0)), (labels >= 0).transpose(0, 1)
+        return (losses * counted).sum() / counted.sum().clamp(min=1)
+
+    def activation_buffer(self, tokens: Tensor) -> Tensor:
+        """Return an empty `[s (/tp), b, hidden]` for what the previous chunk makes of `tokens` `[b, s]`."""
+        batch, sequence = tokens.shape
+        if self.sequence_parallel:
+            sequence = divide_over_tp("sequence length", sequence, self.groups)
+        shape = (sequence, batch, self.config.hidden_size)
+        return torch.empty(shape, dtype=self.config.params_dtype, device=tokens.device)
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: Sequence[RankOffset] = (), metadata: Metadata = None
+    ) -> ShardedStateDict:
+        """Declare this chunk; the last one may have a second copy of the embedding. Local."""
+        result = super().sharded_state_dict(prefix, sharded_offsets, metadata)
+        if self._has_two_copies and self.output_layer is not None:
+            copy = prefix + (OUTPUT_KEY if self.embedding is None else EMBEDDING_KEY)
+            result[copy] = second_copy(result[copy], prefix + EMBEDDING_KEY)
+        return result
+
+    def _tied_weight(self) -> Tensor | None:
+        """The embedding, where the output layer has no weight of its own: tied, with one in this chunk."""
+        return (
+            self.embedding.word_embeddings.weight
+            if self.embedding is not None and self.config.tied_embeddings
+            else None
+        )
+
+    @property
+    def _has_two_copies(self) -> bool:
+        is_used_twice = self.config.tied_embeddings or self.config.mtp is not None
+        return is_used_twice and self.groups.pp.size > 1
+
+    def _mark_copies(self) -> None:
+        """Tell the optimizer that first and last stage hold one weight twice."""
+        if self.embedding is not None:
+            weight = self.embedding.word_embeddings.weight
+        elif self.output_layer is not None and self.output_layer.weight is not None:
+            weight = self.output_layer.weight
+        else:
+            return
+        mark(weight, "shared_embedding", *(() if self.is_first else ("is_duplicate",)))

@@ -1,0 +1,166 @@
+"""T5 and mT5: logits and gradients of transformers at several layouts, and folders both ways.
+
+The tolerance is explained in tests/encoder_models.py.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import megackpt
+from megackpt import DeclarationError
+from megackpt.parallel import MicroBatch, ParallelGroups, ParallelLayout
+from megackpt.testing.ranks import RankPool
+from models import GPT, T5Config, build_t5
+from models.huggingface_t5 import t5_config
+from tests.effort import is_thorough
+from tests.encoder_models import Case, case_of, check, randomise, run
+from tests.huggingface_checkpoints import assert_same_tensors, declared
+from tests.optim_world import tensors_of
+
+pytest.importorskip("transformers", reason="the extra huggingface is not installed")
+
+SEEDS = range(6 if is_thorough() else 2)
+ENCODER, DECODER = 24, 14  # tokens
+LAYOUTS = {
+    "tp2": ParallelLayout(tp=2),
+    "tp2-sequence": ParallelLayout(tp=2),
+    "pp2": ParallelLayout(pp=2),
+    "pp2-vpp2": ParallelLayout(pp=2, vpp=2),
+    "dp2": ParallelLayout(dp=2),
+}
+
+
+def random_model(seed: int) -> Any:
+    """Return a random model of transformers: both families, tied or not, plain and gated MLPs."""
+    from transformers import AutoConfig, AutoModelForSeq2SeqLM
+
+    draw = random.Random(f"t5 {seed}")
+    heads, family = draw.choice([2, 4]), "mt5" if seed % 3 == 2 else "t5"
+    is_tied = family == "t5" and seed % 2 == 0
+    config = AutoConfig.for_model(
+        family,
+        vocab_size=draw.choice([31, 37]),
+        d_model=draw.choice([12, 18]),
+        d_kv=draw.choice([3, 4, 5]),
+        d_ff=draw.choice([10, 22]),
+        num_layers=draw.choice([2, 3]),
+        num_decoder_layers=draw.choice([2, 4]),
+        num_heads=heads,
+        relative_attention_num_buckets=draw.choice([8, 14, 32]),
+        relative_attention_max_distance=draw.choice([18, 40]),
+        layer_norm_epsilon=draw.choice([1e-6, 1e-3]),
+        feed_forward_proj=["relu", "gated-gelu", "gelu", "gated-silu"][seed % 4],
+        tie_word_embeddings=is_tied,
+    )
+    config._attn_implementation = "eager"
+    model: Any = AutoModelForSeq2SeqLM.from_config(config).eval()
+    if not is_tied:  # transformers 5 ties them until a folder has both
+        model.lm_head.weight = nn.Parameter(torch.empty_like(model.shared.weight))
+    randomise(model, seed)
+    return model
+
+
+@functools.cache
+def case(seed: int) -> Case:
+    """Return a random model, and what transformers computes."""
+    model = random_model(seed)
+    fields = json.loads(model.config.to_json_string())
+    config = t5_config(fields, encoder_length=ENCODER, decoder_length=DECODER)
+    generator = torch.Generator().manual_seed(seed)
+    tokens = torch.randint(0, config.vocab_size, (2, ENCODER + DECODER), generator=generator)
+    labels = torch.randint(0, config.vocab_size, (2, DECODER), generator=generator)
+    labels[:, ::5] = -100  # tokens without loss; as many in each sequence
+    encoder, decoder = tokens.tensor_split([ENCODER], dim=1)
+    outputs = model(input_ids=encoder, decoder_input_ids=decoder, labels=labels)
+    return case_of(model, fields, config, MicroBatch(tokens, labels), outputs)
+
+
+def cases() -> list[Case]:
+    return [case(seed) for seed in SEEDS]
+
+
+def test_one_rank_computes_logits_and_gradients_of_transformers() -> None:
+    check(cases(), [run(build_t5, cases(), ParallelLayout())], ParallelLayout())
+
+
+@pytest.mark.one_in(2)
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_two_ranks_compute_logits_and_gradients_of_transformers(rank_pool: RankPool, name: str) -> None:
+    ranks = rank_pool.run(run, 2, build_t5, cases(), LAYOUTS[name], name.endswith("sequence"))
+    check(cases(), ranks, LAYOUTS[name])
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_model_is_exported_as_transformers_reads_it_and_imported_again(seed: int, tmp_path: Path) -> None:
+    from transformers import AutoModelForSeq2SeqLM
+
+    model = random_model(seed)
+    fields = json.loads(model.config.to_json_string())
+    arrays = {key: torch.from_numpy(array) for key, array in case(seed).weights.items()}
+    megackpt.save(declared(arrays, 0, 1), tmp_path / "saved", content_metadata={"huggingface_config": fields})
+    megackpt.export_huggingface(tmp_path / "saved", tmp_path / "folder")
+    read: Any = AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "folder")
+    assert_same_tensors(dict(read.state_dict()), dict(model.state_dict()))
+    megackpt.import_huggingface(tmp_path / "folder", tmp_path / "imported")
+    assert_same_tensors(megackpt.load_plain_tensors(tmp_path / "imported"), arrays)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_folder_that_transformers_wrote_is_loaded(seed: int, tmp_path: Path) -> None:
+    random_model(seed).save_pretrained(tmp_path)
+    model = build_t5(case(seed).config, ParallelGroups.create(ParallelLayout()))
+    megackpt.load({"model": model.sharded_state_dict()}, tmp_path, maps="auto")
+    for tensor in tensors_of(model.sharded_state_dict()):
+        box = torch.from_numpy(case(seed).weights[tensor.key])[tensor.global_slice()]
+        box = box.view(-1, *tensor.data.shape[1:])  # a layer has no axis over layers
+        assert torch.equal(tensor.data[: len(box)], box), tensor.key  # without padding of the vocabulary
+
+
+def small(**changes: Any) -> T5Config:
+    sizes = {"vocab_size": 31, "hidden_size": 16, "num_heads": 4, "ffn_hidden_size": 8, "seq_length": 12}
+    return T5Config(**{**sizes, "num_layers": 5, "num_encoder_layers": 2, "encoder_length": 8, **changes})
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"num_encoder_layers": 5}, r"num_encoder_layers is 5 of 5"),
+        ({"encoder_length": 12}, r"encoder_length is 12 of 12"),
+        ({"relative_buckets": 7}, r"relative_buckets is 7"),
+        ({"max_distance": 16}, r"max_distance is 16"),
+        ({"embedding_scale": 2.0, "num_query_groups": 2}, r"num_query_groups, T5Config.embedding_scale"),
+    ],
+)
+def test_a_config_that_t5_cannot_have_is_an_error(changes: dict[str, Any], named: str) -> None:
+    with pytest.raises(DeclarationError, match=named):
+        small(**changes)
+
+
+def test_layouts_that_t5_cannot_have_are_errors() -> None:
+    with pytest.raises(DeclarationError, match=r"cp=2.*Set cp to 1"):
+        small().check_layout(ParallelLayout(cp=2))
+    with pytest.raises(DeclarationError, match=r"num_heads 4 is not a multiple of tp=3"):
+        small().check_layout(ParallelLayout(tp=3))
+    for stages in (0, 3, 4):
+        with pytest.raises(DeclarationError, match=rf"{stages} of pp=4 stages cannot have the 2 layers"):
+            small().split_stages(pp=4, encoder_stages=stages)
+    assert str(small().split_stages(pp=3, encoder_stages=1)) == "Ett|tt|tL"
+    with pytest.raises(DeclarationError, match=r"a T5Config does not describe a GPT"):
+        GPT(small(), ParallelGroups.create(ParallelLayout()))
+
+
+def test_sequences_without_tokens_for_the_decoder_are_an_error() -> None:
+    (chunk,) = build_t5(small(), ParallelGroups.create(ParallelLayout()))
+    for length in (8, 13):
+        with pytest.raises(DeclarationError, match=rf"{length} tokens. The first 8 are those of the encoder"):
+            chunk(torch.zeros(1, length, dtype=torch.int64))

@@ -1,0 +1,143 @@
+"""Models with an encoder at any layout: logits and gradients of one step, to be compared with transformers'.
+
+Tolerance: everything is float32 and only the order of sums differs. A logit goes through some 10 layers of 4
+products with sums of at most 50 rounded terms, and an element of a gradient is a sum over 2 * 24 tokens of
+such terms: random errors add up to sqrt(10 * 4 * 50 * 48) * 2^-24 = 2e-5 at worst, and to `RELATIVE` of the
+largest element with random signs of their effects. A missing sum is off by a factor of 2.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from megackpt.parallel import (
+    MicroBatch,
+    ModelChunks,
+    ParallelGroups,
+    ParallelLayout,
+    StageTable,
+    forward_backward,
+    gather_from,
+)
+from models import GPTConfig
+from tests.gradients import Box, assert_all_close, gradient_boxes, join
+from tests.huggingface_checkpoints import stacked_map
+from tests.huggingface_experts import fill
+from tests.huggingface_models import RELATIVE, assert_close
+from tests.mapped_arrays import assembled
+
+Build = Callable[..., ModelChunks]
+
+
+class Case(NamedTuple):
+    """A random model of transformers: our config, its weights, and what it computes.
+
+    Weights are numpy's, which need no shared memory.
+    """
+
+    config: Any  # a GPTConfig of another model
+    weights: Mapping[str, Any]
+    batch: MicroBatch
+    logits: Tensor
+    gradients: Mapping[str, Tensor]
+
+
+def case_of(
+    model: nn.Module, fields: Mapping[str, Any], config: GPTConfig, batch: MicroBatch, outputs: Any
+) -> Case:
+    """Return the case of a model of transformers, whose `outputs` are those of the batch.
+
+    Its folder is a `config.json` of `fields`, and its state dict without what is tied.
+    """
+    made = stacked_map(fields)
+    state = dict(model.state_dict(keep_vars=True))
+    theirs = {key: state[key] for key in made.right}
+    outputs.loss.backward()
+    weights = assembled(made, {key: param.detach() for key, param in theirs.items()})
+    # A tied weight has one gradient, whatever its names are.
+    gradients = assembled(made, {key: _gradient(param) for key, param in theirs.items()})
+    arrays = {key: array.numpy().copy() for key, array in weights.items()}
+    return Case(config, arrays, batch, outputs.logits.detach(), gradients)
+
+
+def _gradient(param: Tensor) -> Tensor:
+    return torch.zeros_like(param) if param.grad is None else param.grad
+
+
+def randomise(model: nn.Module, seed: int) -> None:
+    """Give a model of transformers random weights, biases and norms."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for param in model.parameters():
+            noise = torch.randn(param.shape, generator=generator)
+            # Matrices keep the size of what they multiply; norms are 1 and some.
+            param.copy_(param + 0.3 * noise if param.ndim == 1 else noise / param.shape[-1] ** 0.5)
+
+
+class Answer(NamedTuple):
+    """What one rank computes of a case: numpy's arrays."""
+
+    logits: Any
+    boxes: list[tuple[Any, ...]]
+
+
+def run(
+    build: Build,
+    cases: Sequence[Case],
+    layout: ParallelLayout,
+    sequence_parallel: bool = False,
+    stages: str | None = None,
+) -> list[Answer]:
+    """Return this rank's logits and gradients.
+
+    There are no logits with virtual stages, nor on other stages than the last.
+    """
+    answers = []
+    groups = ParallelGroups.create(layout)
+    for case in cases:
+        table = None if stages is None else StageTable.from_string(stages, pp=layout.pp)
+        model = build(case.config, groups, sequence_parallel=sequence_parallel, stages=table)
+        entities = model.sharded_state_dict()
+        fill(entities, {key: torch.from_numpy(array) for key, array in case.weights.items()})
+        share = MicroBatch(*(x.chunk(groups.dp.size)[groups.dp.rank] for x in case.batch))
+        logits = _logits(model, share.tokens, groups, case.config.vocab_size) if layout.vpp == 1 else None
+        forward_backward(model, [share] * layout.pp, groups)
+        boxes = gradient_boxes(model, entities, groups)
+        answers.append(Answer(logits, [(*box[:3], box.data.numpy()) for box in boxes]))
+    return answers
+
+
+def _logits(model: ModelChunks, tokens: Tensor, groups: ParallelGroups, vocab_size: int) -> Any:
+    (chunk,) = model
+    inputs, pp = tokens, groups.pp
+    with torch.no_grad():
+        if not pp.is_first:
+            inputs = chunk.activation_buffer(tokens)
+            dist.recv(inputs, pp.ranks[pp.rank - 1])
+        out = chunk(inputs)
+        if not pp.is_last:
+            dist.send(out.contiguous(), pp.ranks[pp.rank + 1])
+            return None
+    return gather_from(out, groups.tp).transpose(0, 1)[..., :vocab_size].numpy()
+
+
+def check(cases: Sequence[Case], ranks: Sequence[Sequence[Answer]], layout: ParallelLayout) -> None:
+    """Compare what the ranks of a layout computed with transformers."""
+    for case, answers in zip(cases, zip(*ranks, strict=True), strict=True):
+        compared = 0
+        for rank, answer in enumerate(answers):
+            if answer.logits is not None:
+                assert_close(answer.logits, case.logits.chunk(layout.dp)[layout.coordinates(rank).dp])
+                compared += 1
+        assert compared == (layout.world_size // layout.pp if layout.vpp == 1 else 0)
+        boxes = [Box(*box[:3], torch.from_numpy(box[3])) for answer in answers for box in answer.boxes]
+        gradients = join(boxes)
+        for key, expected in case.gradients.items():  # the vocabulary may be padded
+            gradients[key], padding = gradients[key].tensor_split([len(expected)])
+            assert not padding.any()
+        assert_all_close(gradients, case.gradients, relative=RELATIVE)
