@@ -8,24 +8,25 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 
 _lock = threading.Lock()  # threads share one environment
-_before: dict[str, str | None] = {}  # values from before a thread entered
-_threads: dict[str, int] = {}  # how many threads are inside
+_before: dict[str, str | None] = {}  # the value of each variable before the first thread set it
+_threads: dict[str, int] = {}  # how many threads are in a block that sets the variable
 
 
 def without_current_directory() -> AbstractContextManager[None]:
-    """Start interpreters, inside of the block, that do not look for modules in the current directory.
+    """Interpreters that start in the block do not look for modules in the current directory.
 
-    They get the search path of this process before anything else is imported, as multiprocessing does. Needs
-    Python 3.11; 3.10 has no such option.
+    multiprocessing gives them the search path of this process before they import anything else. Python 3.10
+    has no such option and ignores it.
     """
     return child_environment("PYTHONSAFEPATH", "1")
 
 
 @contextmanager
 def child_environment(name: str, value: str) -> Iterator[None]:
-    """Start processes, inside of the block, with a variable set in their environment.
+    """Set an environment variable for processes that start in the block.
 
-    Several threads may be inside at once, with one value; the last one to leave restores the old value.
+    Several threads may be in such a block at once, all with the same value. The last one to leave restores
+    the old value.
     """
     with _lock:
         if not _threads.get(name):

@@ -334,6 +334,7 @@ def gather_results(group: Group, result: bytes, error: Exception | None, *, doin
     """
     if error is not None and group.size == 1:
         raise error
+    # A rank that failed sends its error in place of its result, so no rank waits for it.
     step = step_header(doing)
     message = step + (_RESULT + result if error is None else _ERROR + encode_error(error))
     try:
@@ -373,8 +374,8 @@ def _reduce(
         The reduced numbers, and a function that gathers data on rank 0.
     """
     step = step_header(doing)
-    # A number is equal on all ranks if its maximum is its minimum: minus the maximum of its negative. The
-    # digest of the step is compared in the same way, so that ranks at different steps do not go on.
+    # A number is equal on all ranks if its maximum equals its minimum, which is minus the maximum of its
+    # negative. The digest of the step is compared in the same way: ranks at different steps stop here.
     compared = (zlib.crc32(step), *numbers.equal)
     sent = [int(error is not None), *compared, *(-n for n in compared), *numbers.largest]
     gather: Callable[[], list[bytes]] = partial(group.gather, data or b"")

@@ -26,9 +26,9 @@ class DeviceGroup:
             group = dist.group.WORLD
         if not isinstance(group, dist.ProcessGroup):
             raise DeclarationError(
-                "cpu_transfer=False broadcasts between devices, which takes a process group of "
-                "torch.distributed with a backend for them. Give one as exchange_group, or leave "
-                "cpu_transfer as it is."
+                "cpu_transfer=False broadcasts between devices. This needs a process group of "
+                "torch.distributed with a backend for them, such as NCCL. Give one as exchange_group, or "
+                "leave cpu_transfer out."
             )
         self._group, self._device = group, device or torch.device("cpu")
 
@@ -37,11 +37,15 @@ class DeviceGroup:
         return DeviceGroup(self._group, device)
 
     def empty(self, nbytes: int) -> torch.Tensor:
-        """Return a buffer on the device. Local."""
+        """Return an uninitialised uint8 tensor of shape [nbytes] on the device. Local."""
         return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
 
     def broadcast(self, data: torch.Tensor, *, root: int) -> torch.Tensor:
-        """Return root's data on the device of each rank. Collective; root is a rank of the group.
+        """Return root's data, a uint8 tensor, on the device of each rank. Collective.
+
+        Args:
+            data: of equal size on all ranks; only that of root is used.
+            root: rank of the group.
 
         Raises:
             RankFailedError: the broadcast failed; the deadline of the backend may have passed.

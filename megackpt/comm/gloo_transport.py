@@ -27,7 +27,7 @@ from megackpt.comm.transport import LatePeersError, LostPeerError, Transfer, Tra
 _c10d: Any = dist.distributed_c10d  # gloo's class and options: not all builds of torch have them
 
 _PAUSE_S = 0.002
-_NEAR_S = 0.05  # an error that comes so close to the deadline is that of the deadline
+_NEAR_S = 0.05  # an error this close to the deadline means that the deadline has passed
 
 _Buffers: TypeAlias = "list[memoryview]"
 _Reports: TypeAlias = "queue.SimpleQueue[tuple[int, Exception | None]]"
@@ -39,9 +39,9 @@ def start_messages(
 ) -> list[Any]:
     """Begin to send buffers to a peer of a gloo process group, and to receive from it; return the `Work`s.
 
-    The tag of a message is made of its number, so that the i-th buffer sent fills the i-th buffer received,
-    and of its direction. A group with two devices sends even tags over the first and odd tags over the
-    second: so each direction has a connection and a thread of its own.
+    The tag of a message is made of its number and its direction. The number makes the i-th buffer sent fill
+    the i-th buffer received. A group with two devices sends even tags over the first and odd tags over the
+    second, so each direction has a connection and a thread of its own.
     """
     is_higher = int(group.rank() > peer)
     works = [
@@ -191,7 +191,7 @@ class _PairTransfer(Transfer):
 
 
 class _PeerThread:
-    """The thread that talks to one peer: calls of gloo block, and cannot be interrupted before a deadline."""
+    """The thread that exchanges messages with one peer: a call of gloo blocks until its deadline."""
 
     def __init__(self, peer: int, connect: Callable[[int, float], tuple[Any, int]]) -> None:
         self._requests: queue.SimpleQueue[_Request | None] = queue.SimpleQueue()
@@ -222,7 +222,8 @@ def _serve(
             group, number = connection
             for work in start_messages(group, number, sends=sends, receives=receives):
                 work.wait(_until(deadline))
-        except RuntimeError as failure:  # what gloo and the store raise
+        # Whatever is raised, it must be reported: the caller waits for a report of every peer.
+        except Exception as failure:  # noqa: BLE001 - raised in the thread that waits
             error = failure
         reports.put((peer, error))
         # The caller's memory is released before the thread waits for the next request.
@@ -230,10 +231,11 @@ def _serve(
 
 
 class _Rendezvous(dist.Store):  # type: ignore[misc, name-defined]
-    """A view of a store in which gloo finds a peer, and that never waits inside of a call of the store.
+    """A view of a store in which gloo finds a peer. It waits by polling, never in a call of the store.
 
-    A TCPStore that waits holds a lock, and every other call of this process waits for this lock. One of these
-    calls tells this rank that another rank has given up.
+    A TCPStore that waits holds a lock, for which every other call of this process would wait: also the call
+        by
+    which this rank learns that another rank has given up.
     """
 
     def __init__(self, client: StoreClient, prefix: str) -> None:

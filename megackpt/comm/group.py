@@ -1,8 +1,8 @@
-"""The protocol between ranks: small messages, numbers, and bulk bytes between buffers.
+"""The interface through which ranks communicate: small messages, numbers, and bulk bytes between buffers.
 
-`Group` is the base class of every group. A subclass must implement `all_gather` and `gather`; every other
-method has a default that uses these two, and which a group for many ranks or many bytes replaces. Nothing in
-this module depends on torch.
+`Group` is the base class of every group. A subclass must implement `all_gather` and `gather`. Every other
+method has a default that uses these two; a group for many ranks or many bytes overrides it. This module does
+not import torch.
 """
 
 from __future__ import annotations

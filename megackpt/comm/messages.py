@@ -1,4 +1,4 @@
-"""The encoding of what ranks send each other: fields, the name of a step, and the error that ended it."""
+"""Encodes the messages between ranks: their fields, the name of the step, and the error that ended it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from megackpt.errors import CheckpointError, RankFailedError
 
 
 def join_fields(fields: Sequence[bytes]) -> bytes:
-    """Return byte strings as one message, from which `split_fields` returns them again. Pure.
+    """Join byte strings to one message, each with its length in 8 bytes. `split_fields` is the inverse. Pure.
 
     >>> split_fields(join_fields([b"rows", b"", b"values"]))
     [b'rows', b'', b'values']
@@ -29,7 +29,7 @@ def split_fields(message: bytes) -> list[bytes]:
 
 
 def step_header(doing: str) -> bytes:
-    """Return the bytes with which each message of a step begins."""
+    """Return the first bytes of every message of a step: the length of its name, and the name."""
     return len(doing.encode()).to_bytes(4, "little") + doing.encode()
 
 
@@ -94,9 +94,9 @@ def error_class(name: str) -> type[CheckpointError]:
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of an error's text; errors of C++ libraries have their stack in the others.
+    """Return the first line of an error's text, without gloo's advice for users of collectives.
 
-    gloo's advice for users of collectives, which follows the reason, is left out.
+    Errors of C++ libraries have their stack in the other lines.
     """
     lines = str(error).partition(" This is typically")[0].strip().splitlines()
     return lines[0] if lines else "no reason given"

@@ -1,7 +1,8 @@
-"""Finds the ranks that are missing after a collective broke, through the store of torch.distributed.
+"""Finds the ranks that are missing after a collective broke.
 
-The process that serves the store (rank 0, the launcher or a separate process) may be stopped, too. So every
-request has a deadline.
+Each rank reports itself in the rendezvous store of torch.distributed, and waits for the reports of the
+others. The process that serves the store (rank 0, the launcher or a separate process) may be stopped, too.
+So every request has a deadline.
 """
 
 from __future__ import annotations
@@ -23,15 +24,15 @@ _PAUSE_S = 0.05
 def describe_missing_ranks(
     name: str, ranks: Sequence[int], mark: int, tolerance: int, waited_s: float, timeout_s: float
 ) -> tuple[int | None, str, str]:
-    """Find out which ranks are missing after a collective broke. Every rank that notices it calls this.
+    """Find out which ranks are missing after a collective broke. Every rank that sees the failure calls this.
 
     Args:
-        name: of the group and the kind of failure.
+        name: of the group and the kind of failure; prefix of the reports' keys.
         ranks: members of the group, as ranks of torch.distributed.
-        mark: which collective broke.
+        mark: number of the collective that broke.
         tolerance: reports whose mark differs by more than this are about another failure.
-        waited_s: how long this rank waited in the collective.
-        timeout_s: deadline of the group.
+        waited_s: how long this rank waited in the collective, in seconds.
+        timeout_s: deadline of the group, in seconds.
 
     Returns:
         The first missing rank of torch.distributed, or None; text for all missing ranks; and a further
@@ -61,7 +62,7 @@ def _missing_and_late(
 ) -> tuple[list[int], list[int]] | None:
     """Report this rank to the others; return the ranks that do not report, and the late ones.
 
-    A rank is late if it waited less than half as long as this one: it was busy while this one waited, for
+    A rank is late if it waited less than half as long as this one. It was busy while this one waited, for
     instance with a writer process that does not answer.
 
     Returns:
@@ -85,13 +86,14 @@ def _missing_and_late(
                 if peer_waited_s < waited_s / 2:
                     late.append(peer)
             time.sleep(_PAUSE_S)
-    except RuntimeError:  # the host of the store is gone, or does not answer
+    # StoreTimeoutError included: without the store, no rank can find out who is missing.
+    except RuntimeError:
         return None
     return missing, sorted(late)
 
 
 def describe_lost_rendezvous() -> str:
-    """Return a text that says which process is gone or stopped if the rendezvous store does not answer."""
+    """Return the error text for a rendezvous store that does not answer; it names the store's host."""
     port = rendezvous_port()
     where = f" at port {port}" if port is not None else ""
     host = "the launcher (torchrun)" if _is_of_launcher() else "rank 0, unless a launcher does"

@@ -1,8 +1,9 @@
 """The transport over NIXL, which moves bytes by UCX: over RDMA, shared memory or TCP, whatever hosts share.
 
-A rank receives from each peer into a ring: memory of a few parts, which the peer writes to. The peer sends a
-notification of each part. The rank sends one back for each part that it has copied out, after which the peer
-may write there again. Needs the extra `nixl`.
+A rank receives from each peer into a ring: memory of RING_PARTS parts, to which the peer writes. The peer
+    sends
+a notification of each part that it has written. The rank sends one back for each part that it has copied out;
+then the peer may write there again. Needs the extra `nixl`.
 """
 
 from __future__ import annotations
@@ -36,8 +37,8 @@ class _ReceiveState:
     """The ring that a peer writes to.
 
     Attributes:
-        ring: memory of RING_PARTS parts.
-        lengths: of the parts that the peer has written, and that were not copied out yet.
+        ring: uint8, [RING_PARTS * PART_BYTES].
+        lengths: lengths in bytes of the parts that the peer has written and this rank has not copied out yet.
         copied: how many parts were copied out so far.
     """
 
@@ -69,7 +70,7 @@ class _NixlTransfer(Transfer):
         transport: moves the bytes.
         deadline: of the transfer.
         parts: address and length of the parts to send, by peer.
-        buffers: the buffers to fill, by peer; the first buffer of each is the rest of a buffer.
+        buffers: the buffers to fill, by peer; the first one of each peer may be partly filled: its rest.
         under_way: peer and handle of the parts that are being written.
         registered: memory that is registered for the transfer.
     """
@@ -117,7 +118,7 @@ class NixlTransport(Transport):
                 f"NIXL cannot be imported: {error}. Install the extra: pip install 'megackpt[nixl]'."
             ) from error
         self._client, self._prefix, self._rank = client, f"{prefix}/nixl", rank
-        # Without the thread of NIXL, which would poll all the time.
+        # The progress thread of NIXL would poll all the time and take a processor from the training.
         config = nixl_agent_config(enable_prog_thread=False, backends=["UCX"])
         self._agent: Any = nixl_agent(self._name(rank), config)
         self._receiving: dict[int, _ReceiveState] = {}
@@ -207,6 +208,7 @@ class NixlTransport(Transport):
         has_moved = False
         for peer, buffers in list(transfer.buffers.items()):
             receiving = self._receiving[peer]
+            # Until the peer has published its address, this rank cannot notify it.
             if not receiving.lengths or self._find_ring(peer) is None:
                 continue
             has_moved = True
@@ -230,6 +232,7 @@ class NixlTransport(Transport):
         has_moved = False
         for peer, parts in list(transfer.parts.items()):
             ring = self._find_ring(peer)
+            # Never more than RING_PARTS ahead: the peer has not copied out what would be overwritten.
             while ring is not None and parts and ring.sent - ring.copied < RING_PARTS:
                 transfer.under_way.append((peer, self._start(peer, ring, *parts.popleft())))
                 has_moved = True
@@ -249,13 +252,13 @@ class NixlTransport(Transport):
             "WRITE", local, remote, self._name(peer), _notification(_SENT, length)
         )
         if self._call(peer, self._agent.transfer, handle) == "ERR":
-            raise LostPeerError(peer, OSError("NIXL could not write"))
+            raise LostPeerError(peer, OSError("NIXL could not begin to write to it"))
         return handle
 
     def _is_written(self, peer: int, handle: Any) -> bool:
         state = self._call(peer, self._agent.check_xfer_state, handle)
         if state == "ERR":
-            raise LostPeerError(peer, OSError("NIXL could not write"))
+            raise LostPeerError(peer, OSError("NIXL could not write to it"))
         if state == "DONE":
             self._agent.release_xfer_handle(handle)
         return bool(state == "DONE")

@@ -1,7 +1,7 @@
-"""Groups for the process groups of torch.distributed, made once and used again.
+"""Caches one megackpt group for each process group of torch.distributed and each deadline.
 
-Also `AnyGroup`, the type of a group argument (a group of megackpt or of torch), its check and its members. A
-single process does not import `torch_group`.
+Also defines `AnyGroup`, the type of a group argument (a group of megackpt or of torch), its check and its
+members. A single process does not import `torch_group`.
 """
 
 from __future__ import annotations
@@ -28,8 +28,9 @@ AnyGroup: TypeAlias = "Group | dist.ProcessGroup"
 def world_group(*, timeout_s: float) -> Group:
     """Return the group of all ranks, cached; a SingleProcess if torch.distributed is not initialised.
 
-    Collective at the first call with each timeout_s. If the ranks have a group with another deadline, they
-    first synchronise in that one, so that a rank which gives another timeout_s than the others gets an error.
+    Collective at the first call with each timeout_s. If the ranks already have a group with another deadline,
+    they synchronise in that one first. So a rank that gives another timeout_s than the others gets an error
+    that says so.
 
     Raises:
         RankFailedError: a rank did not connect, or is at another step.
@@ -92,9 +93,10 @@ def _connect(ranks: Sequence[int] | None, timeout_s: float) -> TorchGroup:
 def _close_idle_groups() -> None:
     """Close the groups of this module at exit, so that the threads of gloo end before the interpreter does.
 
-    A thread of gloo that frees the memory of a message after that ends the process with SIGABRT ("terminate
-    called without an active exception"): see https://github.com/pytorch/pytorch/pull/179291. Closing waits
-    for work in progress, so a group in which a collective was interrupted stays open.
+    A thread of gloo that frees the memory of a message after the end of the interpreter aborts the process
+    with SIGABRT ("terminate called without an active exception"): see
+    https://github.com/pytorch/pytorch/pull/179291. Closing waits for work in progress, so a group in which
+    a collective was interrupted stays open.
     """
     atexit.unregister(_close_idle_groups)
     for group in list(_CONNECTED):
@@ -129,8 +131,8 @@ def check_group_argument(name: str, group: object) -> None:
 def subgroup_members(group: AnyGroup) -> str:
     """Return a text that identifies the members of a group, equal on all of them. Local.
 
-    The text begins with the number of members and a colon, so that it can be counted how many ranks give this
-    group. It is empty for a group whose members are not known here.
+    The text begins with the number of members and a colon. So a caller can check that as many ranks have
+    given this group. The text is empty for a group whose members are not known here.
     """
     ranks = _member_ranks(group)
     return "" if ranks is None else f"{len(ranks)}:{hashlib.sha256(repr(ranks).encode()).hexdigest()[:16]}"

@@ -1,4 +1,4 @@
-"""Deadlines for calls that may block for ever.
+"""Deadlines for calls to a store that may block for ever.
 
 The deadlines of torch's TCPStore do not always hold: every call, `wait` and the constructor included, blocks
 in the socket while the process that serves the store is stopped. So a thread makes the calls, and the caller
@@ -39,7 +39,7 @@ class StoreTimeoutError(RuntimeError):
 class CallThread:
     """A thread that makes calls for other threads, one after the other.
 
-    A call that misses its deadline may never return, so every later call fails at once.
+    A call that misses its deadline may never return. So every later call fails immediately.
 
     Args:
         store_port: port of the TCPStore that the calls use; None for no TCPStore. When the interpreter ends,
@@ -69,6 +69,7 @@ class CallThread:
         try:
             value, error = reply.get(timeout=timeout_s)
         except queue.Empty:
+            # Nothing can interrupt a call in C++. If it ever returns, the thread ends.
             self._is_stuck = True
             self._requests.put(None)
             _STUCK.append((self._thread, self._store_port))
@@ -89,15 +90,15 @@ class StoreClient:
         answer_s: deadline of every later call, in seconds.
 
     Raises:
-        StoreTimeoutError: from every method, if the store did not answer in time to this call or an earlier
-            one: a store that is silent once counts as lost.
+        StoreTimeoutError: from every method, if the store did not answer in time to this call or to an
+            earlier one. A store that was silent once counts as lost.
         RuntimeError: from every method, the error of the store.
     """
 
     def __init__(
         self, connect: Callable[[], Any], *, port: int | None, connect_s: float, answer_s: float
     ) -> None:
-        self._answer_s = connect_s
+        self._answer_s = connect_s  # only for the first call, which connects
         self._thread = CallThread(port)
         self._store = self._call(connect)
         self._answer_s = answer_s
@@ -119,7 +120,7 @@ class StoreClient:
         return bool(self._call(lambda: self._store.check(list(keys))))
 
     def compare_set(self, key: str, expected: str, desired: str) -> bytes:
-        """Replace the expected value, "" for none, in one atomic step; return the value afterwards."""
+        """Replace the expected value ("": none) by another one, atomically; return the value after that."""
         return bytes(self._call(lambda: self._store.compare_set(key, expected, desired)))
 
     def delete_key(self, key: str) -> bool:
@@ -140,7 +141,7 @@ class StoreClient:
 
     def close(self) -> None:
         """Close the connection, and the server if this process has it."""
-        self._store = None
+        self._store = None  # torch closes both when the last reference goes
 
     def _call(self, act: Callable[[], T], *, beyond_s: float = 0.0) -> T:
         try:
@@ -171,6 +172,7 @@ def _break_stuck_connections() -> None:
         return
     with contextlib.suppress(OSError):  # no such directory
         for descriptor in os.listdir("/proc/self/fd"):
+            # A duplicate: torch still owns the descriptor. `shutdown` ends the connection for both.
             with contextlib.suppress(OSError), socket.socket(fileno=os.dup(int(descriptor))) as connection:
                 is_tcp = connection.family in (socket.AF_INET, socket.AF_INET6)
                 if is_tcp and connection.getpeername()[1] in ports:

@@ -32,16 +32,16 @@ from megackpt.errors import CheckpointError, RankFailedError, WriterFailedError
 T = TypeVar("T")
 
 PART_BYTES = 4 << 20
-"""Longer messages go in parts: the store's server rejects values of 8 MiB."""
+"""Length of one stored value. Longer messages are sent in parts: the store's server rejects 8 MiB."""
 
 LOOK_EVERY_S = 1.0
 """How often a rank that waits for a message checks whether another rank has given up."""
 
 LEAVE_S = 5.0
-"""How long rank 0 waits, when it leaves, for the other ranks to read its last messages."""
+"""How long a leaving rank 0 waits for the other ranks to read its last messages."""
 
 LEAVE_ABORTED_S = 2 * LOOK_EVERY_S
-"""The same if a rank has given up: as long as waiting ranks need to see the error. A lost rank never does."""
+"""How long it waits if a rank has given up. In this time every live rank sees the error."""
 
 
 class StoreGroup(Group):
@@ -84,8 +84,8 @@ class StoreGroup(Group):
 
     def all_gather(self, data: bytes) -> list[bytes]:
         """Return the data of every rank, in rank order."""
-        everyone = self._gather_on_root(data)
-        return split_fields(self._broadcast_from_root(join_fields(everyone)))
+        messages = self._gather_on_root(data)
+        return split_fields(self._broadcast_from_root(join_fields(messages)))
 
     def gather(self, data: bytes) -> list[bytes]:
         """Return on rank 0 the data of every rank; nothing on the other ranks, which do not wait."""
@@ -95,7 +95,10 @@ class StoreGroup(Group):
         """Return the element-wise maximum over all ranks."""
         by_rank = [json.loads(data) for data in self._gather_on_root(json.dumps(list(numbers)).encode())]
         if len({len(of_rank) for of_rank in by_rank}) > 1:
-            raise RankFailedError("Ranks are at different steps, which have different numbers to compare.")
+            raise RankFailedError(
+                "Ranks are at different steps: they sent different counts of numbers to compare. Call the "
+                "same functions in the same order on all ranks, with equal arguments and options."
+            )
         largest = [max(column) for column in zip(*by_rank, strict=True)]
         largest_of_ranks: list[int] = json.loads(self._broadcast_from_root(json.dumps(largest).encode()))
         return largest_of_ranks
@@ -122,12 +125,13 @@ class StoreGroup(Group):
                 return
             began = time.monotonic()
             while self._store.add(left, 0) < self.size - 1:
-                # A writer process that waits longer for a lost rank is itself taken for stuck, and killed.
+                # The trainer kills a writer process that waits longer: it looks stuck.
                 is_aborted = self._store.check([abort_key(self._prefix)])
-                most = LEAVE_ABORTED_S if is_aborted else LEAVE_S
-                if time.monotonic() - began > min(most, self._timeout_s):
-                    return  # a late rank must still find the error under the key of aborts
+                limit_s = LEAVE_ABORTED_S if is_aborted else LEAVE_S
+                if time.monotonic() - began > min(limit_s, self._timeout_s):
+                    return  # without deleting keys: a late rank must still find the error
                 time.sleep(0.005)
+            # All ranks have left, so nobody reads these keys any more.
             for key in (*self._sent_keys, left, abort_key(self._prefix)):
                 self._store.delete_key(key)
 
@@ -139,14 +143,14 @@ class StoreGroup(Group):
             return []
         others = range(1, self.size)
         deadline = time.monotonic() + self._timeout_s  # one deadline for all ranks
-        everyone = [
+        messages = [
             data,
             *(self._receive_message(self._key(str(r)), from_rank=r, deadline=deadline) for r in others),
         ]
         for key in self._sent_keys:  # a rank that has sent this message has read the earlier results
             self._ask(self._store.delete_key, key)
         self._sent_keys = []
-        return everyone
+        return messages
 
     def _broadcast_from_root(self, data: bytes) -> bytes:
         """Return rank 0's data on every rank."""
@@ -161,6 +165,7 @@ class StoreGroup(Group):
         """Store a message in parts, the first part last; return the keys of the parts."""
         count = max(1, -(-len(data) // PART_BYTES))
         keys = [key, *(f"{key}.{n}" for n in range(1, count))]
+        # The receiver waits for the first part only. So all others must be in the store before it.
         for n in reversed(range(count)):
             part = data[n * PART_BYTES : (n + 1) * PART_BYTES]
             head = count.to_bytes(4, "little") if n == 0 else b""
@@ -181,11 +186,13 @@ class StoreGroup(Group):
         return b"".join((first[4:], *rest))
 
     def _await(self, key: str, from_rank: int, deadline: float) -> None:
+        """Return when a key exists; raise an error on all ranks if the deadline passes first."""
         while True:
-            rest = deadline - time.monotonic()
-            if rest <= 0:
+            rest_s = deadline - time.monotonic()
+            if rest_s <= 0:
                 self._give_up(self._missing_ranks(from_rank))
-            wait = timedelta(seconds=max(0.001, min(rest, LOOK_EVERY_S)))
+            # Short waits: between two of them, this rank sees whether another rank has given up.
+            wait = timedelta(seconds=max(0.001, min(rest_s, LOOK_EVERY_S)))
             try:
                 self._store.wait([key], wait)
             except dist.DistStoreError:  # the message is not there yet
@@ -210,7 +217,7 @@ class StoreGroup(Group):
         return missing
 
     def _give_up(self, missing: Sequence[int]) -> NoReturn:
-        """Raise an error on all ranks that names the ranks which have not answered."""
+        """Raise an error on all ranks. It names the ranks that have not answered."""
         error = WriterFailedError(
             f"No answer from the writer process of rank(s) {describe_ranks(missing)} within "
             f"{self._timeout_s:g} s (seen by rank {self.rank}). That process or its rank is stuck, or gone: "
@@ -222,7 +229,7 @@ class StoreGroup(Group):
     def abort(self, error: Exception) -> CheckpointError:
         """Make the other ranks raise an error, and return the error that all ranks raise. Local.
 
-        That is another error if another rank has given up before.
+        If another rank gave up first, all ranks raise the error of that rank.
         """
         encoded = encode_error(error)
         with contextlib.suppress(RuntimeError):  # if the store is gone, they fail without this

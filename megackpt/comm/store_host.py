@@ -1,4 +1,4 @@
-"""The store through which writer processes exchange messages: rank 0 serves it, the others connect.
+"""The store through which writer processes exchange messages: rank 0 serves it, the other ranks connect.
 
 This module also finds the addresses of this host: where a server listens, and how other hosts reach it.
 """
@@ -44,10 +44,10 @@ class StoreHost:
         self.address = address
 
     def abort(self, prefix: str, error: bytes) -> bytes:
-        """Make the ranks of the group with a prefix raise an error. If the store is gone, this does nothing.
+        """Make the ranks of the group with a prefix raise an error. Does nothing if the store is gone.
 
         Returns:
-            The error that they raise: that of the first rank that called this.
+            The encoded error that they raise: that of the first rank that called this.
         """
         with contextlib.suppress(RuntimeError):
             return first_error(self._client, prefix, error)
@@ -82,9 +82,9 @@ class StoreHost:
 
 
 def host_store(group: Group, *, timeout_s: float, host: str | None = None) -> StoreHost:
-    """Serve a store on rank 0, and connect to it. Collective over the group.
+    """Serve a store on rank 0, and connect every rank to it. Collective over the group.
 
-    If all ranks have one host name, the store is served on the loopback address only; otherwise on all
+    If all ranks have the same host name, the store listens on the loopback address only; otherwise on all
     addresses.
 
     Args:
@@ -94,7 +94,7 @@ def host_store(group: Group, *, timeout_s: float, host: str | None = None) -> St
             if that is not set.
 
     Raises:
-        RankFailedError: a rank cannot reach it, or rank 0 cannot serve.
+        RankFailedError: a rank cannot reach the store, or rank 0 cannot serve it.
     """
     with gather_step(group, "naming the hosts of the writers", on_all_ranks=True) as naming:
         naming.data = socket.gethostname().encode()
@@ -103,11 +103,12 @@ def host_store(group: Group, *, timeout_s: float, host: str | None = None) -> St
     with scatter_step(group, "serving the store of the writers") as serving:
         if group.rank == 0:
             listener = listen(only_here=is_one_host)
-            at, port = listener.getsockname()[:2]
+            served_host, port = listener.getsockname()[:2]
             if not is_one_host:
-                at = host or os.environ.get("MASTER_ADDR") or socket.getfqdn()
-            store = _open_store(StoreAddress(at, port), listener=listener, timeout_s=timeout_s)
-            serving.parts = [json.dumps([at, port]).encode()] * group.size
+                served_host = host or os.environ.get("MASTER_ADDR") or socket.getfqdn()
+            # The server must run before the others learn its address.
+            store = _open_store(StoreAddress(served_host, port), listener=listener, timeout_s=timeout_s)
+            serving.parts = [json.dumps([served_host, port]).encode()] * group.size
     address = StoreAddress(*json.loads(serving.part))
     with errors_on_all_ranks(group, "connecting to the store of the writers"):
         store = store or connect_store(address, timeout_s=timeout_s)
@@ -118,10 +119,11 @@ def connect_store(address: StoreAddress, *, timeout_s: float) -> StoreClient:
     """Return a client of a store. Local.
 
     The client has half of timeout_s to connect, and a third of it for every call. A store that is silent for
-    longer counts as lost. So a rank that then waits for other ranks waits less than twice timeout_s in all.
+    longer counts as lost. So a rank that afterwards waits for other ranks waits less than twice timeout_s
+    in all.
 
     Raises:
-        RankFailedError: it cannot be reached.
+        RankFailedError: the store cannot be reached.
     """
     try:
         return _open_store(address, timeout_s=timeout_s)
@@ -136,7 +138,7 @@ def connect_store(address: StoreAddress, *, timeout_s: float) -> StoreClient:
 def _open_store(
     address: StoreAddress, *, timeout_s: float, listener: socket.socket | None = None
 ) -> StoreClient:
-    """Return a client of a store; with a listener, which the store takes over, also its server."""
+    """Return a client of a store. With a listener, serve the store, too; it takes over the listener."""
     connect_s = timeout_s / 2
 
     def connect() -> Any:
@@ -159,7 +161,7 @@ def _open_store(
 def first_error(store: StoreClient, prefix: str, error: bytes) -> bytes:
     """Store an error for the ranks of the group with a prefix, unless there is one; return the stored one.
 
-    This is one atomic request to the server. So all ranks raise one error if two ranks give up at once.
+    This is one atomic request to the server. So all ranks raise the same error if two ranks give up at once.
     """
     return store.compare_set(abort_key(prefix), "", error.decode())
 
@@ -188,24 +190,25 @@ def listen(*, only_here: bool) -> socket.socket:
 
 
 def is_loopback(host: str) -> bool:
-    """Return whether an address is one on which `listen` listens for this host alone."""
+    """Return whether an address is one of those on which `listen(only_here=True)` listens."""
     return host in (_LOOPBACK, _LOOPBACK_6)
 
 
 def host_towards(host: str, port: int) -> str:
-    """Return the name or number of this host that is known to processes which reach another host.
+    """Return the address at which the ranks of a job reach this host.
 
-    That is the number of the interface with the route to the other host, or the given name if the other host
-    is this one.
+    That is the address of the interface with the route to the host of the store. If the store is on this
+    host, it is the given name or address.
 
     Args:
-        host: name or number of a host that serves a store.
+        host: name or address of the host that serves the store.
         port: of the store.
     """
     for family, kind, _, _, address in socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM):
         with contextlib.suppress(OSError), socket.socket(family, kind) as probe:
             probe.connect(address)  # chooses the route; UDP sends nothing yet
             own = probe.getsockname()[0]
+            # The store is on this host: its own address is the one that the others know.
             is_here = own == address[0] or own == "::1" or own.startswith("127.")
             return host if is_here else str(own)
     return host

@@ -64,7 +64,7 @@ class _FirstMessages:
 class TorchGroup(Group):
     """A group of ranks of torch.distributed, with connections and a deadline of its own.
 
-    To create one is a collective over its ranks, and over no others.
+    The constructor is a collective over these ranks only.
 
     Args:
         ranks: ranks of torch.distributed, ascending; None for all of them.
@@ -274,8 +274,8 @@ class TorchGroup(Group):
             header = read_step_header(step)[:_STEP_BYTES]
             check_same_step(self._gather_equal(_padded(header, _STEP_BYTES)), header)
             raise RankFailedError(
-                "Ranks are at different steps, which have no names. Call the same functions in the same "
-                "order on all ranks, with equal options."
+                "Ranks are at different steps of a save or load. Call the same functions in the same order "
+                "on all ranks, with equal options."
             )
         return _FirstMessages(
             numbers[2:], [] if self.rank else [message[head_bytes:].tobytes() for message in messages]
@@ -288,6 +288,7 @@ class TorchGroup(Group):
         return [message.tobytes() for message in received.numpy().reshape(self.size, -1)]
 
     def _all_gather(self, data: bytes) -> list[bytes]:
+        # gloo gathers messages of one length, so all are padded to the longest.
         longest = self._send_first(_ALL_GATHER, [len(data)], data)().numbers[0]
         head = len(data).to_bytes(8, "little")
         received = self._gather_equal(_padded(head + data, 8 + longest))
@@ -315,6 +316,7 @@ class TorchGroup(Group):
             received = [torch.empty_like(sent) for _ in range(self.size)] if self.rank == 0 else []
             self._group.gather([received] if received else [], [sent], _c10d.GatherOptions()).wait()
             return [bytes(r[:n].numpy()) for r, n in zip(received, lengths, strict=True)]
+        # Empty messages are not sent: rank 0 knows from the first messages which ranks have none.
         if self.rank == 0:
             buffers = [bytearray(n) for n in lengths]
             self._exchange([], [(r, memoryview(b)) for r, b in enumerate(buffers) if r and b])
@@ -331,6 +333,7 @@ class TorchGroup(Group):
         heads = [len(p).to_bytes(8, "little") + (p if is_small else b"") for p in parts]
         sent = [[_padded(head, len(received)) for head in heads]] if self.rank == 0 else []
         self._group.scatter([received], sent, _c10d.ScatterOptions()).wait()
+        # Otherwise a rank has received only the length of its part, which follows in a message of its own.
         length = int.from_bytes(bytes(received[:8].numpy()), "little")
         if is_small:
             return bytes(received[8 : 8 + length].numpy())
@@ -345,14 +348,14 @@ class TorchGroup(Group):
     def _guarded(self, exchange: Callable[[], T]) -> T:
         """Run a part of a collective, and raise an error that names the missing ranks if it fails."""
         if self._group is None:
-            raise RankFailedError("The connections of this group are closed. Take another group.")
+            raise RankFailedError("The connections of this group are closed. Create a new group.")
         began = time.monotonic()
         self._has_returned = False
         try:
             returned = exchange()
             self._has_returned = True
             return returned
-        except RankFailedError:  # a RuntimeError, too, that says already what happened
+        except RankFailedError:  # it names the rank and the cause already
             raise
         except (RuntimeError, ValueError) as error:  # of gloo or a transport: a rank is lost or late
             waited_s = time.monotonic() - began

@@ -1,4 +1,4 @@
-"""Opens the transport that the environment names. Transports are imported here when they are used."""
+"""Opens the transport that the environment names. A transport's module is imported at its first use."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def open_transport(client: StoreClient, *, prefix: str, rank: int, host: str) ->
 
         return NixlTransport(client, prefix=prefix, rank=rank)
     raise DeclarationError(
-        f"{TRANSPORT_VARIABLE}={name} names no transport. Give gloo or nixl, or leave it out."
+        f"{TRANSPORT_VARIABLE}={name} names no transport. Set it to gloo or nixl, or do not set it."
     )
 
 

@@ -1,8 +1,10 @@
 """The group of writer processes that also send each other files.
 
 Control messages go through the store (see `store_group`), bulk bytes through a transport (see `transport`).
-When a rank is lost or late, a rank may wait for another one that waits itself. So the first rank that notices
-calls all ranks through the store, and names those that do not answer.
+
+A rank that waits in an exchange cannot know who is lost: its peer may itself wait for another rank. So the
+first rank whose deadline passes calls all ranks through the store. Its error names the ranks that do not
+answer the call.
 """
 
 from __future__ import annotations
@@ -50,8 +52,8 @@ class WriterGroup(StoreGroup):
         )
         self._address = address
         self._transport: Transport | None = None
-        self._looked_at = 0.0  # when this rank has last looked for an error of another rank
-        self._has_answered = False  # whether this rank has answered the call of all ranks
+        self._looked_at = 0.0  # time.monotonic() when this rank last looked for an error of another rank
+        self._has_answered = False  # whether this rank has answered a call to all ranks
 
     def exchange(self, sends: Sequence[PeerBuffer], receives: Sequence[PeerBuffer]) -> None:
         """Move bytes between pairs of ranks, all pairs at once."""
@@ -125,11 +127,12 @@ class WriterGroup(StoreGroup):
         return self._silent_ranks(super()._missing_ranks(from_rank))
 
     def _silent_ranks(self, late: Sequence[int]) -> list[int]:
-        """Call all ranks, and return the late ranks that do not answer. A rank that waits does answer.
+        """Call all ranks, and return the late ranks that do not answer.
 
-        If all late ranks answer, return the other ranks that do not answer; if all ranks answer, return the
-        late ranks.
+        A rank that waits for another one answers. If all late ranks answer, the result has the other ranks
+        that do not; if all ranks answer, the result has the late ranks.
         """
+        # Before the call: this rank must never count as silent.
         self._answer()
         self._ask(self._store.set, self._call_key(), b"1")
         deadline = time.monotonic() + 2 * store_group.LOOK_EVERY_S
@@ -154,6 +157,7 @@ class WriterGroup(StoreGroup):
 
     def _raise_lost_peer(self, lost: LostPeerError) -> NoReturn:
         """Raise the error of a broken connection, or that of the peer if it gives up within two seconds."""
+        # A peer that gives up closes its connections. Its own error says more, and may come a little later.
         deadline = time.monotonic() + 2 * store_group.LOOK_EVERY_S
         while time.monotonic() < deadline:
             self._wait()

@@ -1,7 +1,7 @@
-"""Storage: named files under one checkpoint directory, wherever that is.
+"""Storage: named files of one checkpoint, in a directory, in an object store or in memory.
 
-The only part of megackpt that reads and writes files. What the bytes mean is up to `formats`. Stores that few
-programs need are imported when they are first used.
+Only this part of megackpt reads and writes files; `formats` knows what their bytes mean. Stores that few
+programs need are imported at their first use.
 """
 
 from __future__ import annotations

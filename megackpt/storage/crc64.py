@@ -1,9 +1,10 @@
-"""CRC-64/NVME as a linear function, with which parts of an array can be digested in any order.
+"""CRC-64/NVME as a linear function, so that parts of an array can be digested in any order.
 
 Without its initial value and final XOR, a CRC is linear over GF(2): the CRC of `a + b` is that of `a`,
-shifted by the length of b, XOR that of b. Zeros in front of bytes change nothing, and zeros behind them are a
-shift. So each part of an array is digested as if all other bytes were zeros, and the results are combined by
-XOR. Values here are these linear ones; `finished` returns the CRC as the catalogue defines it.
+shifted by the length of b, XOR that of b. Zeros before the bytes change nothing, and zeros after them are a
+shift. So each part of an array is digested as if all other bytes were zeros, and the results are combined
+by XOR. The values in this module are these linear ones; `finished` returns the CRC as the catalogue defines
+it.
 
 Computed by awscrt, an optional dependency: the extra `digests`.
 Source: CRC-64/NVME of the catalogue of parametrised CRC algorithms (polynomial 0xad93d23594c93659, reflected,
@@ -24,7 +25,7 @@ Words = npt.NDArray[np.uint64]
 ONES = 2**64 - 1
 """XOR with it turns a CRC of awscrt into a linear value and back: awscrt inverts it at both ends."""
 
-_MAX_SINGLE_SHIFTS = 48  # so many values are shifted one by one: a table takes 64 shifts to make
+_MAX_SINGLE_SHIFTS = 48  # up to this many values are shifted one by one: a table takes 64 shifts to make
 _MAX_TABLES = 256  # 16 KiB each
 
 
@@ -48,7 +49,7 @@ class Crc64:
         self._tables: dict[int, Words] = {}
 
     def of(self, data: memoryview, before: int = 0) -> int:
-        """Return the value of data; with `before`, that of the bytes which have this value, and data."""
+        """Return the value of data, or of other bytes followed by data: `before` is the value of these."""
         return self._crc(data, before ^ ONES) ^ ONES
 
     def of_each(self, data: memoryview, nbytes: int) -> Words:
@@ -81,7 +82,12 @@ class Crc64:
         return shifted
 
     def fold(self, values: Words, stride: int) -> Words:
-        """Return the values of n byte strings, from those of their m parts of stride bytes each, `[n, m]`."""
+        """Return the values of n byte strings, `[n]`.
+
+        Args:
+            values: of their m parts, `[n, m]`, uint64.
+            stride: length of a part, in bytes.
+        """
         if values.size <= _MAX_SINGLE_SHIFTS:
             folded = values[:, 0].tolist()
             for column in values[:, 1:].T.tolist():
@@ -109,6 +115,7 @@ class Crc64:
             table = np.zeros((8, 1), np.uint64)
             for bit in range(8):
                 table = np.concatenate((table, table ^ of_bit[:, bit : bit + 1]), axis=1)
+            # All at once: lengths repeat within one array, and the next array has others.
             if len(self._tables) >= _MAX_TABLES:
                 self._tables.clear()
             self._tables[nbytes] = table

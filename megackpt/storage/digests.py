@@ -28,7 +28,7 @@ def block_digests(data: memoryview, block_bytes: int) -> npt.NDArray[np.uint64]:
 
 
 def digest_list(data: memoryview, block_bytes: int) -> list[int]:
-    """Return the same as `block_digests` as a list, which takes less time for few blocks."""
+    """Return what `block_digests` returns, as a list of ints. For few blocks this takes less time."""
     if not data.nbytes:
         return []
     view = memoryview(data).cast("B")
@@ -67,9 +67,11 @@ class FileDigester:
 
 
 class BlockDigester:
-    """Computes digests of blocks of bytes that arrive in parts of any size. Copies nothing. For one thread.
+    """Computes digests of blocks of bytes that arrive in parts of any size, without a copy. For one thread.
 
-    Can digest several chunks one after the other, each with blocks of its own: call `end` between them.
+    One digester can digest several chunks one after the other, each with blocks of its own: call `end`
+        between
+    two chunks.
     """
 
     def __init__(self, block_bytes: int) -> None:

@@ -1,6 +1,6 @@
 """Errors of stores: what failed, where, why, and what to do about it.
 
-This module translates errors of the operating system, and has the texts of the errors that all stores share.
+This module translates errors of the operating system, and makes the errors that all stores share.
 `object_client` translates the errors of its library.
 """
 
@@ -23,12 +23,13 @@ _ADVICE = {
     errno.ENOTDIR: "{file} is a file where a directory is needed: give another path, or move the file away.",
     errno.EISDIR: "It is a directory where a file is needed.",
     errno.ENAMETOOLONG: "A part of the path is longer than the file system allows.",
-    errno.EIO: "The device reports a fault: see the kernel log and the health of the disk or mount, and do "
-    "not trust what it stored.",
+    errno.EIO: "The device reports a fault: see the kernel log and the health of the disk or mount, and "
+    "verify what it stored (megackpt verify --deep).",
     errno.EFBIG: "The file would be larger than the file system or the process limit (ulimit -f) allows.",
     errno.EMFILE: "The process has too many open files: raise the limit (ulimit -n).",
     errno.ENFILE: "The machine has too many open files: raise fs.file-max.",
-    errno.ESTALE: "The network file system lost the file: it was removed or exported anew meanwhile.",
+    errno.ESTALE: "The network file system has lost the file: another client removed it, or the server "
+    "exported the directory again. Try again.",
     errno.ETIMEDOUT: "The network file system did not answer in time: check its server and the connection.",
 }
 _DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
@@ -60,9 +61,9 @@ def storage_error(error: OSError, *, action: str, path: str, nbytes: int | None 
 
 # Lower case like `contextlib.suppress`. A class, as a generator would cost as much as a short write.
 class translated_errors:
-    """A context manager: an OSError of the block becomes a StorageError. Our own errors pass unchanged.
+    """A context manager: an OSError of the block becomes a StorageError. Errors of megackpt pass unchanged.
 
-    Can be entered again and again.
+    One object can be entered several times.
 
     Raises:
         StorageError: the block raised an OSError.
@@ -93,7 +94,7 @@ def short_file_error(path: str, end: int, offset: int, nbytes: int) -> FormatErr
 def large_file_error(path: str, nbytes: int, max_bytes: int) -> FormatError:
     """Return the error for a small file that is larger than it may be."""
     return FormatError(
-        f"{path}: the file has {nbytes:,} bytes, more than the {max_bytes:,} that it may have. It is "
+        f"{path}: the file has {nbytes:,} bytes, more than the {max_bytes:,} that are allowed. It is "
         "damaged, or not part of a checkpoint: restore it, or use another checkpoint.",
         path=path,
     )
@@ -134,9 +135,9 @@ def _advice_on_space(path: str, nbytes: int | None) -> str:
 
 
 def _free_bytes(path: str) -> int | None:
-    """Return the space that an unprivileged process may use on the file system of `path`; None if unknown.
+    """Return the bytes that an unprivileged process may use on the file system of `path`; None if unknown.
 
-    If there is no such path, ask about the nearest directory above it.
+    For a path that does not exist, the nearest existing parent counts.
     """
     while True:
         try:

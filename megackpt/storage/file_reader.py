@@ -1,8 +1,8 @@
-"""Reads ranges of local files, through the page cache or past it.
+"""Reads ranges of local files, through the page cache or with O_DIRECT.
 
-Cached bytes are copied from the page cache. Others are read with O_DIRECT into aligned buffers. With several
-threads that is faster than the read-ahead of the system, and it removes nothing from the page cache. `local`
-opens the files.
+Bytes in the page cache are copied from there. Others are read with O_DIRECT into aligned buffers. With
+several threads this is faster than the read-ahead of the system, and it removes nothing from the page
+cache. `local` opens the files.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from megackpt.storage.rawio import (
 from megackpt.storage.store import check_borrowed_range
 
 DIRECT_FROM_BYTES = 64 << 10
-"""Shorter reads go through the page cache: the bytes around them are likely to be read next."""
+"""Shorter reads go through the page cache: the next read is likely to need the bytes around them."""
 
 # A part of this size, copied out of the page cache, is still in the processor's own cache when it is checked.
 _CACHED_PART_BYTES = 1 << 20
@@ -64,7 +64,7 @@ class FileReader:
         self._direct_files = DescriptorCache(open_direct, limit=open_files)
         self._path = path
         self._direct = direct
-        self._has_disk: bool | None = None  # found out with the first file: all are in one file system
+        self._has_disk: bool | None = None  # known from the first file on: all are in one file system
 
     def is_cached(self, name: str) -> bool:
         """Return whether a file seems to be in memory, so that no read has to wait.
@@ -76,7 +76,7 @@ class FileReader:
             return not self._may_wait(descriptor) or is_sampled_cached(descriptor)
 
     def stream_into(self, name: str, offset: int, out: memoryview) -> Iterator[int]:
-        """Fill out, flat bytes, from offset on; now and then yield how many bytes are filled.
+        """Fill out, flat bytes, from offset on; after each part, yield how many bytes are filled.
 
         Raises:
             FormatError: the file ends before `out` is full.
@@ -103,6 +103,7 @@ class FileReader:
         """
         check_borrowed_range(self._path(name), offset, nbytes)
         with COMMON_POOL.borrow() as buffer:
+            # The block ends before the yield: a slow caller must not keep the file open.
             with self._cached_files.borrow(name) as descriptor:
                 is_direct = self._is_direct(descriptor, offset, nbytes)
                 if not is_direct:
@@ -140,6 +141,7 @@ class FileReader:
             while True:
                 with translated_errors("read", self._path(name)):
                     count = read_some(descriptor, buffer.data[done:aligned_nbytes], low + done)
+                # The last read may end before aligned_nbytes: at the end of the file.
                 if low + done + count >= offset + nbytes:
                     break
                 if not count:
@@ -150,7 +152,7 @@ class FileReader:
 
 
 def read_through_cache(descriptor: int, path: str, offset: int, out: memoryview) -> Iterator[int]:
-    """Fill out, flat bytes, from offset on, through the page cache; yield after each part how many are there.
+    """Fill out, flat bytes, through the page cache; after each part, yield how many bytes are filled.
 
     Args:
         descriptor: a file open for reading.
@@ -176,7 +178,7 @@ def read_through_cache(descriptor: int, path: str, offset: int, out: memoryview)
 class _OpenFile:
     descriptor: int
     readers: int = 0
-    is_forgotten: bool = False  # the last reader closes it
+    is_forgotten: bool = False  # no longer in the cache; the last reader closes it
 
 
 class DescriptorCache:
@@ -194,7 +196,9 @@ class DescriptorCache:
         self._open_file = open_file
         self._limit = limit
         self._open: OrderedDict[str, _OpenFile] = OrderedDict()  # least recently used first
-        self._lock = threading.Lock()
+        self._changes = 0  # how often a file was forgotten
+        # Reentrant: the garbage collector may close a generator that reads, while this thread is in `_take`.
+        self._lock = threading.RLock()
 
     @contextlib.contextmanager
     def borrow(self, name: str) -> Iterator[int]:
@@ -206,8 +210,9 @@ class DescriptorCache:
             self._give_back(file)
 
     def forget(self, name: str) -> None:
-        """Close a file that was replaced or deleted: the next reader opens it anew."""
+        """Close a file that was replaced or deleted: the next reader opens it again."""
         with self._lock:
+            self._changes += 1
             file = self._open.pop(name, None)
             if file is not None:
                 _close_when_unused(file)
@@ -221,14 +226,22 @@ class DescriptorCache:
     def _take(self, name: str) -> _OpenFile:
         with self._lock:
             file = self._open.get(name)
-            if file is None:
-                file = self._open[name] = _OpenFile(self._open_file(name))
-            else:
+            if file is not None:
                 self._open.move_to_end(name)
-            file.readers += 1
+                file.readers += 1
+                return file
+            changes = self._changes
+        # Without the lock: on a network file system this may take long, and others read other files.
+        file = _OpenFile(self._open_file(name), readers=1)
+        with self._lock:
+            if name in self._open or changes != self._changes:
+                # Another thread has opened it, or this may be the old file of a name that was replaced.
+                file.is_forgotten = True
+                return file
+            self._open[name] = file
             while len(self._open) > self._limit:
                 _close_when_unused(self._open.popitem(last=False)[1])
-            return file
+        return file
 
     def _give_back(self, file: _OpenFile) -> None:
         with self._lock:

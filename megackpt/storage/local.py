@@ -1,7 +1,11 @@
 """A store in a directory of a local or mounted file system.
 
-This module makes files and their names durable. `sandbox` turns names into descriptors without ever leaving
-the directory; `file_writer` and `file_reader` write and read the bytes.
+This module makes files and their names durable. `sandbox` opens files by name, none outside of the directory;
+`file_writer` and `file_reader` write and read the bytes.
+
+A file is durable after two steps: fsync of the file, which makes its bytes durable, and fsync of its
+    directory,
+which makes its name durable. The store notes the directories that it has changed, and `sync` flushes them.
 """
 
 from __future__ import annotations
@@ -26,10 +30,10 @@ _MAX_IDLE_BUFFERS = 8  # of a store whose buffers are not of the common size
 
 
 class LocalStore(Store):
-    """Files below one directory.
+    """The files in one directory and its subdirectories.
 
     Args:
-        root: the directory. Its own path may contain symbolic links; names below it may not.
+        root: the directory. Its own path may contain symbolic links; names in it may not.
         files: how files are written and read.
         open_files: how many files stay open between reads.
     """
@@ -43,7 +47,7 @@ class LocalStore(Store):
         files: FileOptions | None = None,
         open_files: int = 64,
     ) -> None:
-        self._root = absolute_path(root)  # the process may change its directory later
+        self._root = absolute_path(root)  # the process may change its working directory later
         self._files = Sandbox(self._root, on_change=self._note_change)
         self._options = files or FileOptions()
         self._open_files = open_files
@@ -56,8 +60,8 @@ class LocalStore(Store):
             direct=self._options.direct,
             open_files=open_files,
         )
-        self._unsynced: set[str] = set()  # directories below root ("" is root) whose entries changed
-        self._unsynced_outside: set[str] = set()  # paths of directories in which `create` made one
+        self._unsynced: set[str] = set()  # directories in root ("" is root) with changed entries
+        self._unsynced_outside: set[str] = set()  # paths of the parents of directories that `create` made
         self._lock = threading.Lock()
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -81,11 +85,12 @@ class LocalStore(Store):
                 except FileExistsError:  # it was there, or another rank was faster
                     if not os.path.isdir(path):
                         raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR)) from None
+                # Also if another rank made it: that rank may die before it has flushed the parent.
                 with self._lock:
                     self._unsynced_outside.add(os.path.dirname(path))
 
     def open_writer(self, name: str, nbytes: int) -> FileWriter:
-        """Start a new file of exactly `nbytes` bytes; disk space for it is reserved now."""
+        """Start a new file of exactly `nbytes` bytes, and reserve disk space for it."""
         if nbytes < 0:
             raise ValueError(f"{self._files.path(name)}: nbytes is {nbytes}; a file has at least 0 bytes.")
         return FileWriter(
@@ -107,6 +112,7 @@ class LocalStore(Store):
         A process that is killed may leave the temporary file; see `store.is_temporary_name`.
         """
         check_name(name, location=self._root)
+        # The bytes are durable before the rename: after a crash, the name must not be that of an empty file.
         temporary = temporary_name(name)
         self._write_small(temporary, data)
         try:
@@ -116,7 +122,7 @@ class LocalStore(Store):
             self._try_to_delete(temporary)
             raise
         self._reader.forget(name)
-        self._flush_parents(name)
+        self._flush_parents(name)  # last: this makes the rename itself durable
 
     def read(self, name: str, *, max_bytes: int) -> bytes:
         """Return a whole small file."""
@@ -145,7 +151,7 @@ class LocalStore(Store):
             pass
 
     def stream_into(self, name: str, offset_bytes: int, out: memoryview) -> Iterator[int]:
-        """Fill `out`, flat bytes, from front to back; now and then yield how many bytes are filled."""
+        """Fill `out`, flat bytes, from front to back; after each part, yield how many bytes are filled."""
         return self._reader.stream_into(name, offset_bytes, out)
 
     def borrow(
@@ -172,7 +178,7 @@ class LocalStore(Store):
         """Return whether there is such a file.
 
         Raises:
-            StorageError: the name is that of a symbolic link or of anything else that cannot be read.
+            StorageError: the name belongs to a symbolic link, a directory or something else that is no file.
         """
         with translated_errors("look up", self._files.path(name)):
             state = self._files.stat(name)
@@ -184,7 +190,7 @@ class LocalStore(Store):
     def names(self, prefix: str = "") -> list[str]:
         """Return the names of all regular files that begin with `prefix`, sorted.
 
-        Leaves out files that this store does not open: symbolic links, pipes, names that are not allowed.
+        What this store does not open is left out: symbolic links, pipes, names that are not allowed.
         """
         with translated_errors("list", self._root):
             return sorted(self._files.names(prefix))
@@ -210,7 +216,7 @@ class LocalStore(Store):
             self._files.remove_empty_directories(prefix)
 
     def sync(self) -> None:
-        """Flush every directory whose entries this object changed."""
+        """Flush every directory whose entries this object has changed."""
         with self._lock:
             directories = sorted(self._unsynced)
         self._flush_directories(directories)
@@ -251,7 +257,7 @@ class LocalStore(Store):
             self._unsynced.add(directory)
 
     def _flush_parents(self, name: str) -> None:
-        """Flush the directories on the path of a file, as far as their entries changed."""
+        """Flush those directories on the path of a file whose entries have changed."""
         with self._lock:
             parents = sorted(d for d in self._unsynced if not d or name.startswith(f"{d}/"))
         self._flush_directories(parents)
@@ -269,6 +275,7 @@ class LocalStore(Store):
                 with translated_errors("flush", self._files.path(directory)):
                     self._files.flush_directory(directory)
         except BaseException:
+            # What was not flushed stays marked, so that a second `sync` flushes it.
             with self._lock:
                 self._unsynced.update(directories)
                 self._unsynced_outside.update(outside)

@@ -1,6 +1,6 @@
-"""A store in memory, for tests and simulated worlds: many simulated ranks may share one.
+"""A store in memory, for tests and simulated worlds, in which many ranks share one store.
 
-It rejects the same calls as a directory, so that code which works here also works there.
+It rejects the same calls as `LocalStore`. So code that works with this store also works with a directory.
 """
 
 from __future__ import annotations
@@ -107,8 +107,8 @@ class MemoryStore(Store):
         data = self._content(name, action="move")
         with self._lock:
             self._check_path(target)
+            self._remove(name)  # before the next line, so that a move to the same name keeps the file
             self._put(target, data)
-            self._remove(name)
 
     def sync(self) -> None:
         """Do nothing: nothing is durable here."""

@@ -1,8 +1,9 @@
 """Access to object stores through obstore, an optional dependency: the extra `s3`.
 
-Imports the library, sets a client up from a URL, options and the environment, repeats requests that failed
-for a moment, and translates the library's errors. The library's texts quote the server's answer, which may
-contain an access key: only the status and the code are taken from them, and the texts are never shown.
+This module imports the library, makes a client from a URL, options and the environment, repeats requests
+after temporary failures, and translates the library's errors. The texts of these errors quote the server's
+answer, which may contain an access key. So the texts are never shown: only the status and the code are
+taken from them.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ _URL = re.compile(r"(?P<scheme>[a-z0-9]+)://(?P<bucket>[A-Za-z0-9._-]+)(?P<prefi
 _HTTP = re.compile(r"https?://[^/\s]")
 _ENDPOINT_VARIABLES = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")
 
-# What the library's texts contain.
+# What is taken from the texts of the library's errors.
 _STATUS = r"status(?: code)?: (\d{3})"
 _CODE = r"<Code>(\w{1,80})</Code>"
 _RETRIES = r"after (\d+) retries"
@@ -57,7 +58,8 @@ def checked_url(url: str) -> str:
     """Return a URL without slashes at its end.
 
     Raises:
-        StorageError: it is not of the form `s3://bucket/prefix`. It is not quoted: it may contain a password.
+        StorageError: the URL is not of the form `s3://bucket/prefix`. The error does not quote it, since it
+            may contain a password.
     """
     match = _URL.fullmatch(url)
     if match is None or match["scheme"] not in OBJECT_SCHEMES:
@@ -74,7 +76,7 @@ def checked_url(url: str) -> str:
 
 # obstore's stores share no public type: what it returns is Any.
 def open_client(url: str, options: ObjectOptions) -> Any:
-    """Return a client for the objects below a URL. No request is made.
+    """Return a client for the objects under a URL. No request is made.
 
     Raises:
         MissingExtraError: obstore is not installed.
@@ -84,8 +86,8 @@ def open_client(url: str, options: ObjectOptions) -> Any:
     endpoint = _endpoint(options)
     if endpoint and not _HTTP.match(endpoint):  # the library would panic at the first request
         raise StorageError(
-            f"{url}: the endpoint of the object store does not begin with http:// or https://. Check "
-            f"AWS_ENDPOINT_URL and `endpoint` in ObjectOptions(config=...).",
+            f"{url}: the endpoint of the object store must begin with http:// or https://. Correct "
+            f"AWS_ENDPOINT_URL or `endpoint` in ObjectOptions(config=...).",
             path=url,
         )
     client: dict[str, Any] = {
@@ -129,13 +131,14 @@ def with_retries(
 ) -> T:
     """Return the result of an idempotent request; repeat it after failures that may be temporary.
 
-    The library repeats most failed requests itself, with these exceptions: answers that are cut off after
-    their head, deletions that time out, and 429, which some stores send where S3 sends 503.
+    The library repeats most failed requests itself. It does not repeat a request whose answer was cut off
+    after its head, a deletion that timed out, or a request answered by 429, which some stores send where S3
+    sends 503.
 
     Args:
         request: makes the request.
         options: how often and how long to repeat it.
-        unless: called after a failure; if it returns True, the request is not repeated.
+        unless: called after a failure; True means that the request must not be repeated.
     """
     deadline = time.monotonic() + options.retry_s
     for attempt in itertools.count():
@@ -145,13 +148,14 @@ def with_retries(
             is_over = attempt >= options.max_retries or time.monotonic() > deadline or unless()
             if is_over or not _is_temporary(error):
                 raise
+        # With jitter: the ranks of a job must not all repeat their requests at the same moment.
         time.sleep(random.uniform(0.5, 1.5) * min(15.0, options.backoff_s * 2**attempt))
     raise AssertionError("unreachable")
 
 
 @contextlib.contextmanager
 def translated_object_errors(action: str, path: str) -> Iterator[None]:
-    """A context manager: an error of the library in the block becomes a StorageError. Our own errors pass.
+    """A context manager: an error of the library becomes a StorageError. Errors of megackpt pass unchanged.
 
     Raises:
         StorageError: the block raised an error of the library.
@@ -212,7 +216,7 @@ def _explanation(kind: str, text: str, status: str, code: str) -> tuple[int | No
         return (
             None,
             answer,
-            "Look at the state of the service; if it is not a fault of it, at the settings.",
+            "Look at the status of the service. If it works, check bucket, region and endpoint.",
         )
     failure = _first(_HTTP_FAILURE, text)
     if failure == "Timeout":

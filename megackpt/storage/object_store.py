@@ -1,10 +1,11 @@
-"""A store below a prefix of an object store: S3, and services with the same protocol.
+"""A store under a prefix of an object store: S3, and services with the same protocol.
 
-This module knows the requests of each operation; `object_client` sets the client up and translates its
-errors; `object_upload` uploads files.
+This module makes the requests of each operation; `object_client` makes the client and translates its errors;
+`object_upload` uploads files.
 
-An object is visible completely or not at all. Once a request is acknowledged, its effect is durable and every
-later request sees it (S3 promises so): nothing needs a rename or a flush, and a commit is one put.
+An object is visible completely or not at all. When a request is acknowledged, its effect is durable, and
+every later request sees it (S3 promises this). So nothing needs a rename or a flush, and a commit is one
+put.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ T = TypeVar("T")
 
 
 class ObjectStore(Store):
-    """Objects below a URL, `s3://bucket/prefix`.
+    """The objects under a URL, `s3://bucket/prefix`.
 
     Unlike in a directory, `a` and `a/b` can both be files. Credentials and the endpoint come from the
     environment (AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, AWS_SESSION_TOKEN, AWS_REGION, AWS_ENDPOINT_URL;
@@ -63,7 +64,7 @@ class ObjectStore(Store):
         return self._url
 
     def create(self) -> None:
-        """Do nothing: the bucket must exist, and prefixes need no making."""
+        """Do nothing: the bucket must exist, and a prefix exists as soon as an object has it."""
 
     def open_writer(self, name: str, nbytes: int) -> ObjectWriter:
         """Start a new object of exactly `nbytes` bytes; an older one stays until this one is complete."""
@@ -77,7 +78,7 @@ class ObjectStore(Store):
         self._request("write", name, lambda: obstore().put(self._client, name, data, use_multipart=False))
 
     def replace(self, name: str, data: bytes) -> None:
-        """Put an object: one request, which is atomic by nature."""
+        """Put an object: one request, which is atomic."""
         self.write(name, data)
 
     def read(self, name: str, *, max_bytes: int) -> bytes:
@@ -92,7 +93,7 @@ class ObjectStore(Store):
         return self._request("open", name, get)
 
     def read_into(self, name: str, offset_bytes: int, out: memoryview) -> None:
-        """Fill `out` from `offset_bytes` on; a long one by several requests at a time."""
+        """Fill `out` from `offset_bytes` on. A long range is read by several requests at a time."""
         if offset_bytes < 0:
             raise ValueError(f"{self._path(name)}: offset_bytes is {offset_bytes}; it cannot be negative.")
         if not out.nbytes:
@@ -107,7 +108,7 @@ class ObjectStore(Store):
         if target.size <= step:
             fetch(0)
             return
-        # Wait for all of them, also after a failure: no thread may write into `out` when this returns.
+        # Wait for all requests, also after a failure: no thread may write into `out` when this returns.
         futures = [self._range_threads().submit(fetch, start) for start in range(0, target.size, step)]
         errors = [error for future in futures if (error := future.exception()) is not None]
         if errors:
@@ -115,7 +116,7 @@ class ObjectStore(Store):
 
     @contextlib.contextmanager
     def borrow(self, name: str, offset_bytes: int, nbytes: int) -> Iterator[memoryview]:
-        """Yield a range of an object in memory of the library: one request."""
+        """Yield a range of an object, in memory that the library has allocated: one request."""
         check_borrowed_range(self._path(name), offset_bytes, nbytes)
         yield memoryview(self._fetch(name, offset_bytes, nbytes)) if nbytes else memoryview(b"")
 
@@ -134,7 +135,7 @@ class ObjectStore(Store):
         return True
 
     def names(self, prefix: str = "") -> list[str]:
-        """Return the names that begin with `prefix`, sorted: one request for each 1,000 in its directory."""
+        """Return the names that begin with `prefix`, sorted: one request per 1,000 in its directory."""
         listed = [meta["path"] for meta in self._list(prefix)]
         return sorted(name for name in listed if name.startswith(prefix) and is_allowed_name(name))
 
@@ -148,6 +149,7 @@ class ObjectStore(Store):
 
     def _list(self, prefix: str) -> list[Any]:
         """Return the library's metadata of each object in the directory of a prefix."""
+        # The library lists whole directories only; the callers select names by the rest of the prefix.
         directory = prefix.rpartition("/")[0]
 
         def collect() -> list[Any]:
@@ -158,15 +160,15 @@ class ObjectStore(Store):
             return with_retries(collect, self._options)
 
     def directories(self) -> list[str]:
-        """Return the top directories: first parts of names with several parts. One request for each 1,000."""
+        """Return the top directories: first parts of names with several parts. One request per 1,000."""
         with translated_object_errors("list", self._url):
             listing = with_retries(lambda: obstore().list_with_delimiter(self._client), self._options)
         return sorted(listing["common_prefixes"])
 
     def delete(self, names: Iterable[str]) -> None:
-        """Remove objects: one request for each 1,000, in this order."""
+        """Remove objects: one request per 1,000, in this order."""
         keys = list(dict.fromkeys(names))
-        for name in keys:
+        for name in keys:  # all names, before the first request removes anything
             self._checked_path(name)
         for start in range(0, len(keys), 1000):
             self._request(
@@ -177,18 +179,19 @@ class ObjectStore(Store):
         """Do nothing: every acknowledged request is durable."""
 
     def close(self) -> None:
-        """End the threads of long reads. Connections are closed by the library when they are idle."""
+        """End the threads of long reads. The library closes connections when they are idle."""
         with self._lock:
             threads, self._threads = self._threads, None
-        if threads is not None:
+        if threads is not None:  # without the lock: this waits for reads
             threads.shutdown()
 
     def _fetch(self, name: str, start: int, nbytes: int) -> Any:
         """Return bytes of an object as a buffer: one request.
 
         Raises:
-            FormatError: the object ends before.
+            FormatError: the object ends before the range does.
         """
+        # Stores answer a range beyond the end with an error or with fewer bytes. Ask for the size only then.
         try:
             data = self._request(
                 "read", name, lambda: obstore().get_range(self._client, name, start=start, length=nbytes)
@@ -199,7 +202,8 @@ class ObjectStore(Store):
         if len(data) != nbytes:
             self._check_long_enough(name, start, nbytes)
             raise StorageError(
-                f"{self._path(name)}: received {len(data):,} of {nbytes:,} bytes. Try again.",
+                f"{self._path(name)}: received {len(data):,} of {nbytes:,} bytes: the transfer was cut off. "
+                f"Try again.",
                 path=self._path(name),
             )
         return data
@@ -219,7 +223,7 @@ class ObjectStore(Store):
             return self._threads
 
     def _request(self, action: str, name: str, request: Callable[[], T]) -> T:
-        """Return the result of an idempotent request; repeat it if that may help."""
+        """Return the result of an idempotent request; repeat it after a temporary failure."""
         with translated_object_errors(action, self._checked_path(name)):
             return with_retries(request, self._options)
 

@@ -1,8 +1,8 @@
-"""Uploads one new object of known size, all of it or none.
+"""Uploads one new object of known size, completely or not at all.
 
-A short file is one request; a longer one is a multipart upload, of which nothing is visible before it is
-complete. One thread fills buffers, the other uploads them; a queue of a bounded number of buffers lies
-between.
+A short file is one request. A longer one is a multipart upload, of which nothing is visible before it is
+complete. The caller's thread fills buffers, and another thread uploads them; a queue of a bounded number of
+buffers connects the two.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ class _AbandonedError(Exception):
 
 
 class _BufferQueue:
-    """Filled buffers on their way to the library, which iterates over them; at most `limit` are in use.
+    """Filled buffers for the library, which iterates over them; at most `limit` are in use.
 
-    The library may read a buffer until it drops its view, after however many repetitions. A buffer goes back
-    to the pool when its view is garbage: that needs no copy and no book-keeping.
+    The library may read a buffer until it drops its view of it, also after it has repeated a request several
+    times. So a buffer goes back to the pool when its view is garbage: nothing is copied.
 
     Args:
         buffer_bytes: how much of a buffer to use.
@@ -70,10 +70,10 @@ class _BufferQueue:
             self._changed.notify_all()
 
     def end(self, state: str) -> None:
-        """End the queue: "ended" after the buffers that are in it, "abandoned" or "broken" at once."""
+        """End the queue: "ended" after the buffers that are in it, "abandoned" or "broken" immediately."""
         with self._lock:
             self._state = state
-            if state != "ended":
+            if state != "ended":  # the buffers go back to the pool, and `take` on the other thread returns
                 self._filled.clear()
             self._changed.notify_all()
 
@@ -99,18 +99,19 @@ class _BufferQueue:
 
 def _front(view: ByteArray, count: int) -> ByteArray:
     """Return the first bytes of a buffer; as long as they are referenced, the buffer stays in use."""
-    return np.frombuffer(view.data[:count], np.uint8)  # its base is the view, not the memory below it
+    # A slice of the view would have the buffer as its base, so the view would be garbage too early.
+    return np.frombuffer(view.data[:count], np.uint8)
 
 
 class ObjectWriter(SizedWriter):
-    """A `StreamWriter` into an object store. The object becomes visible, all at once, when it is closed.
+    """A `StreamWriter` into an object store. The whole object becomes visible when the writer is closed.
 
-    An upload that fails is aborted, and so is one whose block ends by an exception. If the process is killed,
-    parts stay that no listing shows: a lifecycle rule of the bucket removes them.
+    An upload that fails is aborted, and so is one whose block ends with an exception. If the process is
+    killed, uploaded parts stay that no listing shows; a lifecycle rule of the bucket can remove them.
 
     Args:
-        client: the library's.
-        key: the object's name in the client.
+        client: from `open_client`.
+        key: the object's name relative to the URL of the client.
         nbytes: the size of the object.
         path: the name of the object in messages.
         options: sizes and numbers of requests.
@@ -194,10 +195,11 @@ class ObjectWriter(SizedWriter):
         )
 
     def _has_arrived(self) -> bool:
-        """Return whether a failed upload is complete: the answer to its last request may have been lost.
+        """Return whether a failed upload is complete after all.
 
-        The library then repeats the request, which fails as there is no such upload any more. The id in the
-        metadata tells this object from an older one.
+        The answer to its last request may have been lost. The library then repeats the request, which
+        fails, since the upload no longer exists. The id in the metadata distinguishes this object from an
+        older one.
         """
         if self._is_short:
             return False
@@ -216,6 +218,7 @@ class ObjectWriter(SizedWriter):
         self._open = False
         self._buffer = None
         self._queue.end("abandoned")
+        # The library aborts the upload before the thread ends. An upload that is left alone costs storage.
         if not self._is_short:
             self._thread.join()
 

@@ -1,4 +1,4 @@
-"""Which store serves a path, a URL, or an object that a user gives."""
+"""Finds the store for a path, a URL, or an object that a user gives."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def open_store(path: str | os.PathLike[str], *, objects: ObjectOptions | None = 
     Raises:
         StorageError: no store serves URLs of this kind, or `path` is empty.
         DeclarationError: `path` is not a path.
-        MissingExtraError: it is a URL of an object store, and the library for these is not installed.
+        MissingExtraError: `path` is a URL of an object store, and the library for these is not installed.
 
     >>> open_store("/ckpt/iter_0000100").location
     '/ckpt/iter_0000100'
@@ -96,9 +96,9 @@ def checked_path(path: object) -> str:
     if url:
         known = ", ".join(f"{scheme}://" for scheme in ("s3", *sorted(_stores_of_packages())))
         raise StorageError(
-            f"{text}: there is no store for {url['scheme']}:// locations, but for {known}. Mount it as "
-            "a directory and give that path (a local path is given without a scheme), pass an object with "
-            "the methods of megackpt.storage.Store, or install a package with a store for them (entry point "
+            f"{text}: there is no store for {url['scheme']}:// locations; there are stores for {known}. "
+            "Mount the location as a directory and give the path (without a scheme), pass an object with the "
+            "methods of megackpt.storage.Store, or install a package that has a store for it (entry point "
             f"group {ENTRY_POINTS}).",
             path=text,
         )

@@ -18,8 +18,8 @@ class FileOptions:
     """How local files are written and read.
 
     Attributes:
-        direct: use O_DIRECT where the file system allows it, to write, and to read what is not cached.
-        direct_from_bytes: smaller files go through the page cache, where a single copy is quicker.
+        direct: use O_DIRECT where the file system allows it: for writes, and for reads of uncached bytes.
+        direct_from_bytes: smaller files are written through the page cache, which is faster for them.
         buffer_bytes: size of one staging buffer, a multiple of 4096.
         buffers: staging buffers of one writer, at most 16 MiB in total.
         threads: threads of one writer that write full buffers.
@@ -54,17 +54,17 @@ class ObjectOptions:
     Attributes:
         config: settings of the client, by obstore's names (`endpoint`, `region`, `access_key_id`, ...); they
             take precedence over environment variables.
-        part_bytes: size of one part of an upload; smaller files are one request. S3 takes no parts below
-            5 MiB but the last. Larger where a file would need more than 10,000 parts.
-        parts_in_flight: parts of one file that are sent at a time.
-        range_bytes: longer reads are made of several requests of this size.
-        ranges_in_flight: requests that one such read makes at a time.
-        timeout_s: how long one request may take, in seconds.
-        connect_timeout_s: how long a connection may take to be made, in seconds.
+        part_bytes: size of one part of an upload; a smaller file is one request. S3 needs parts of at least
+            5 MiB, except for the last. A file that would have more than 10,000 parts gets larger ones.
+        parts_in_flight: how many parts of one file are sent at a time.
+        range_bytes: a longer read is split into requests of this size.
+        ranges_in_flight: how many requests such a read makes at a time.
+        timeout_s: the most time that one request may take, in seconds.
+        connect_timeout_s: the most time that making a connection may take, in seconds.
         max_retries: how often a request is repeated that failed with 500, 503 or another 5xx, was cut off, or
             timed out.
-        retry_s: no request is repeated after so many seconds.
-        backoff_s: pause before the first repetition, in seconds, with jitter; each further one is twice as
+        retry_s: no request is repeated after this time, in seconds.
+        backoff_s: pause before the first repetition, in seconds, with jitter. Each further pause is twice as
             long, at most 15 s.
     """
 
@@ -90,6 +90,6 @@ class ObjectOptions:
         )
         if not is_config:  # not quoted: it may hold secrets
             raise DeclarationError(
-                f"config is a {type(self.config).__name__} with other things than text; give names and "
-                f"values as text, as {{'region': 'eu-west-1'}}."
+                f"config is a {type(self.config).__name__}; it must be a mapping whose names and values are "
+                f"all text, such as {{'region': 'eu-west-1'}}."
             )

@@ -1,7 +1,8 @@
-"""Single requests to the operating system about one open file, also those that the standard library lacks.
+"""Single requests to the operating system about one open file, some of which the standard library lacks.
 
-Complete writes, reads, direct I/O (O_DIRECT: past the page cache), reserving space, and which bytes are in
-the page cache. `file_writer` and `file_reader` decide what to use when.
+These are complete writes, reads, direct I/O (O_DIRECT, which bypasses the page cache), reservation of
+space, and the question which bytes are in the page cache. `file_writer` and `file_reader` decide which one
+to use.
 
 This module also has the page-aligned buffers of these requests. They are kept for the life of the process:
 the first touch of a fresh page costs several times as much as a copy into it, so new buffers for each save
@@ -26,7 +27,8 @@ import numpy.typing as npt
 # The strictest common demand of direct I/O on offset, length and address; also the page size mmap aligns to.
 ALIGNMENT = 4096
 _O_DIRECT: int = getattr(os, "O_DIRECT", 0)
-# Linux writes at most 2 GiB - 4 KiB at once; with shorter requests an interrupted program ends sooner.
+# Linux writes at most 2 GiB - 4 KiB in one request. After shorter requests, an interrupted program ends
+# sooner.
 _REQUEST_BYTES = 64 << 20
 
 _CACHESTAT = 451  # the number of the system call on every architecture but Alpha
@@ -37,10 +39,10 @@ _libc = ctypes.CDLL(None, use_errno=True) if os.name == "posix" else None
 
 
 def write_fully(descriptor: int, data: memoryview, offset: int) -> None:
-    """Write all of `data` at `offset` bytes, however few bytes the system takes at a time.
+    """Write all of `data` at `offset` bytes, also if the system takes only a part of it at a time.
 
-    Goes on through the page cache if the file system rejects this kind of direct I/O, or if the rest after a
-    short write is not aligned.
+    The rest goes through the page cache if the file system rejects this kind of direct I/O, or if a short
+    write leaves a rest that is not aligned.
     """
     is_rejected = False
     while data:
@@ -57,9 +59,9 @@ def write_fully(descriptor: int, data: memoryview, offset: int) -> None:
 
 
 def read_some(descriptor: int, data: memoryview, offset: int) -> int:
-    """Read into `data` what the system gives at once; return the number of bytes, 0 at the end of the file.
+    """Read into `data` in one request; return the number of bytes, 0 at the end of the file.
 
-    Reads through the page cache if the file system rejects this kind of direct I/O.
+    If the file system rejects this kind of direct I/O, the request goes through the page cache.
     """
     try:
         return os.preadv(descriptor, [data], offset)
@@ -83,13 +85,13 @@ def enable_direct(descriptor: int) -> bool:
 
 
 def disable_direct(descriptor: int) -> None:
-    """Turn O_DIRECT off. It may be off already: several threads share a descriptor."""
+    """Turn O_DIRECT off. Another thread that shares the descriptor may have done so already."""
     flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
     fcntl.fcntl(descriptor, fcntl.F_SETFL, flags & ~_O_DIRECT)
 
 
 def reserve(descriptor: int, nbytes: int) -> None:
-    """Reserve disk space for `nbytes` bytes, so that a full disk is noticed before the work, not after it.
+    """Reserve disk space for `nbytes` bytes, so that a full disk is an error before anything is written.
 
     Does nothing where the file system cannot reserve.
 
@@ -111,8 +113,8 @@ def reserve(descriptor: int, nbytes: int) -> None:
 
 
 def _load_fallocate() -> Callable[[int, int, int, int], int] | None:
-    # Not os.posix_fallocate: where the file system cannot reserve, the C library imitates it by writing to
-    # every block of the file, which doubles the I/O.
+    # Not os.posix_fallocate: where the file system cannot reserve, the C library writes to every block of the
+    # file instead, which doubles the I/O.
     try:
         function = ctypes.CDLL(None, use_errno=True).fallocate64
     except (OSError, AttributeError):
@@ -219,7 +221,9 @@ class BufferPool:
         self.buffer_bytes = buffer_bytes
         self._limit = limit
         self._idle: list[ByteArray] = []
-        self._lock = threading.Lock()
+        # Reentrant: the finalizer of a view gives its buffer back, and the garbage collector may call it
+        # while this thread is in `take`.
+        self._lock = threading.RLock()
 
     def take(self) -> ByteArray:
         """Return a buffer, `[buffer_bytes]`, with arbitrary content."""
@@ -249,13 +253,13 @@ class BufferPool:
             self._idle.clear()
 
     def reset_after_fork(self) -> None:
-        """Start empty in a forked process, where the lock may be held by a thread that does not exist."""
-        self._lock = threading.Lock()
+        """Start empty in a forked process, where a thread that does not exist there may hold the lock."""
+        self._lock = threading.RLock()
         self._idle = []
 
 
 COMMON_POOL = BufferPool(BUFFER_BYTES, limit=_MAX_IDLE_BUFFERS)
-"""The buffers of this process. It keeps at most 32 MiB; more can be taken, and is freed when given back."""
+"""The buffers of this process. It keeps at most 32 MiB; buffers beyond that are freed when they come back."""
 
 os.register_at_fork(after_in_child=COMMON_POOL.reset_after_fork)
 

@@ -1,4 +1,4 @@
-"""A sandbox for file names: opens regular files below one directory, and nothing else.
+"""A sandbox for file names: opens regular files in one directory and its subdirectories, and nothing else.
 
 A checkpoint may come from anywhere, and so may the file names in it. Each part of a name is opened relative
 to its parent (openat), never through a symbolic link, and only regular files are read. `local` reads and
@@ -23,9 +23,9 @@ _CREATE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 class Sandbox:
-    """The files below a directory.
+    """The files in a directory and its subdirectories.
 
-    Methods raise the system's OSError, or StorageError for a link or anything else but a regular file.
+    Methods raise the system's OSError, or a StorageError for a link or anything else that is no regular file.
 
     Args:
         root: the directory, an absolute path.
@@ -63,6 +63,7 @@ class Sandbox:
     def rename(self, name: str, target: str) -> None:
         """Rename `name` to `target`, in the same directory; an older file `target` is replaced."""
         with self._directory_of(target) as (directory, leaf):
+            # Before the change: if it is interrupted, a later `sync` must still flush the directory.
             self._on_change(_parent(target))
             os.rename(name.rpartition("/")[2], leaf, src_dir_fd=directory, dst_dir_fd=directory)
 
@@ -92,6 +93,7 @@ class Sandbox:
                     self._remove_if_empty(directory, child)
             finally:
                 os.close(directory)
+            # Never looked up first: between the look and the removal, another process may put a file there.
             try:
                 os.rmdir(leaf, dir_fd=parent)
             except OSError as error:
@@ -134,7 +136,8 @@ class Sandbox:
         if not stat.S_ISREG(mode):
             raise StorageError(
                 f"{self.path(name)}: it is {_kind(mode)}, not a regular file. A checkpoint consists of "
-                "regular files only, so that reading it can reach nothing else: put the real file there.",
+                "regular files only, so that a forged one cannot make a load read other files. Put the real "
+                "file there.",
                 path=self.path(name),
             )
 
@@ -187,6 +190,7 @@ class Sandbox:
 
     def _collect(self, directory: int, path: str, prefix: str, names: list[str]) -> None:
         """Append the names of files in and below a directory; path is "" or its name with a slash."""
+        # Listed before the recursion, so that only one directory at each depth is open.
         with os.scandir(directory) as entries:
             listed = [
                 (e.name, e.is_dir(follow_symlinks=False), e.is_file(follow_symlinks=False)) for e in entries

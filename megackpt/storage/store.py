@@ -1,7 +1,6 @@
 """The interface of a store of files and of a writer of one file, and the names that files may have.
 
-`Store` is the base class of all stores: its abstract methods are what a store must have, the others have
-defaults. What the bytes mean is up to `formats`.
+`Store` is the base class of all stores. A store must define its abstract methods; the others have defaults.
 """
 
 from __future__ import annotations
@@ -58,7 +57,7 @@ class StreamWriter(Protocol):
 
 
 class SizedWriter(ABC):
-    """Base class of writers: ends once, with a file of the size it was opened with or without a file.
+    """Base class of writers. A writer ends once: with a file of the size it was opened with, or with no file.
 
     A subclass defines `write`, which calls `_check_room` first and adds what it wrote to `_written`.
 
@@ -117,7 +116,7 @@ _BUFFER_BYTES = 1 << 20
 
 
 class BufferedWriter:
-    """Passes bytes to a writer, in order; short writes are collected in a buffer first.
+    """Collects short writes in a buffer, and passes all bytes to a writer in order.
 
     In a store, a write of a kilobyte takes about as long as a write of a few hundred kilobytes.
     """
@@ -129,7 +128,7 @@ class BufferedWriter:
     def write(self, data: memoryview) -> None:
         """Take the next bytes; their memory may be used again when this returns."""
         if len(data) > _SHORT_BYTES:
-            self.flush()
+            self.flush()  # first, so that the order of the bytes stays
             self._writer.write(data)
             return
         self._buffer += data
@@ -144,17 +143,17 @@ class BufferedWriter:
 
 
 class Store(ABC):
-    """A flat namespace of '/'-separated relative names under one checkpoint directory. Safe for many threads.
+    """The files of one checkpoint, by relative names with parts joined by '/'. Safe for many threads.
 
-    A store of your own defines the abstract methods. The others (from `borrow` on) have defaults that call
-    them; override one where your store can do better. An object with the abstract methods that does not
-    derive from this class can be given to `save` and `load`, too, and gets the defaults.
+    A store of your own defines the abstract methods. The others have defaults that call them; override one
+    where your store can do better. `save` and `load` also accept an object that has the abstract methods and
+    does not derive from this class; it gets the defaults.
 
-    Everything here is local: no rank waits for another. Every method raises StorageError if the operation
-    fails, with the reason, the path and what to do; `errno` of the error is set where the system gave one.
+    Every method is local: no rank waits for another. Every method raises StorageError if the operation fails,
+    with the reason, the path and what to do; `errno` of the error is set where the system gave one.
 
-    A file is not expected to change after it was written (`replace` is for the one that does), so a store may
-    keep files open between reads. It notices the changes that it made itself.
+    A file does not change after it was written, except by `replace`. So a store may keep files open between
+    reads. It sees the changes that it makes itself.
     """
 
     @property
@@ -269,9 +268,9 @@ class Store(ABC):
         return _borrow_from_pool(self, name, offset_bytes, nbytes)
 
     def stream_into(self, name: str, offset_bytes: int, out: memoryview) -> Iterator[int]:
-        """Fill `out`, flat bytes, from front to back; now and then yield how many bytes are filled.
+        """Fill `out`, flat bytes, from front to back; after each part, yield how many bytes are filled.
 
-        A caller that computes digests gets the bytes while they are still in the processor's cache.
+        So a caller can compute digests while the bytes are still in the processor's cache.
 
         Raises:
             FormatError: the file ends before `out` is full.
@@ -294,17 +293,17 @@ class Store(ABC):
                 part = bytearray(min(_COPY_BYTES, nbytes - start))
                 self.read_into(name, start, memoryview(part))
                 writer.write(memoryview(part))
-        self.delete([name])
+        self.delete([name])  # after the block, which makes the copy durable
 
     def remove_empty_directories(self, prefix: str = "") -> None:  # noqa: B027 - many stores have none
         """Remove the topmost directories that begin with `prefix` and have no files; see `LocalStore`."""
 
 
 def check_borrowed_range(path: str, offset_bytes: int, nbytes: int) -> None:
-    """Reject a range that does not fit into one buffer: slicing the buffer would silently give fewer bytes.
+    """Reject a range that does not fit into one buffer: a slice of the buffer would silently be too short.
 
     Raises:
-        ValueError: it is longer than MAX_BORROWED_BYTES, or begins before the file.
+        ValueError: the range is longer than MAX_BORROWED_BYTES, or begins before the file.
     """
     if offset_bytes < 0 or not 0 <= nbytes <= MAX_BORROWED_BYTES:
         raise ValueError(
@@ -365,8 +364,8 @@ def _fault_of(name: str) -> str | None:
     return None
 
 
-# A file that must change at once is written under a temporary name in the same directory, then renamed. A
-# crash leaves the temporary file; its name tells the next save that it can be deleted. See docs/format.md.
+# A file that must change atomically is written under a temporary name in the same directory, then renamed. A
+# crash leaves the temporary file; the next save recognises its name and deletes it. See docs/format.md.
 _TEMPORARY_END = r"\.[0-9a-f]{16}\.tmp"
 _TEMPORARY = re.compile(rf"\..+{_TEMPORARY_END}")
 

@@ -1,7 +1,7 @@
-"""Stores that are made of other stores: forwarded, below a prefix, read-only, or with some bytes replaced.
+"""Views of other stores: forwarded, under a prefix, read-only, or with some bytes replaced.
 
-Nothing is copied. The defaults of `Store` (`borrow`, `stream_into`, ...) apply to all of them: they go
-through the methods that a view defines, so that they show the same bytes.
+A view copies nothing. All of them use the defaults of `Store` (`borrow`, `stream_into`, ...). These call the
+methods that the view defines, so they return the same bytes.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class ForwardingStore(Store):
 
 
 class PrefixStore(ForwardingStore):
-    """The files below a directory of another store, under their names there.
+    """The files in a directory of another store, by their names in that directory.
 
     >>> from megackpt.storage import MemoryStore
     >>> store = MemoryStore()
@@ -141,9 +141,9 @@ class PrefixStore(ForwardingStore):
 
 
 class ReadOnlyView(Store):
-    """Shows another store and rejects every change. Subclasses override what they show differently.
+    """A view of another store that rejects every change. Subclasses override what they show differently.
 
-    Closing a view leaves the store that it shows open.
+    If a view is closed, the store itself stays open.
     """
 
     def __init__(self, store: Store) -> None:
@@ -206,7 +206,10 @@ class ReadOnlyView(Store):
         """Do nothing."""
 
     def _raise_read_only(self) -> NoReturn:
-        error = StorageError(f"{self.location}: this view of the store is read-only.", path=self.location)
+        error = StorageError(
+            f"{self.location}: this view of the store is read-only. Open the store itself to change it.",
+            path=self.location,
+        )
         error.errno = errno.EROFS
         raise error
 

@@ -97,10 +97,10 @@ def test_bad_input_is_an_error_before_any_work(
     ("command", "endpoint", "message"),
     [
         ("verify s3://bucket/run", "http://127.0.0.1:9", "no connection"),
-        ("verify s3://bucket/run", "nowhere", "does not begin with http:// or https://"),
-        ("ls s3://bucket/run", "nowhere", "does not begin with http:// or https://"),
-        ("repair s3://bucket/run", "nowhere", "does not begin with http:// or https://"),
-        ("pin s3://bucket/run --list", "nowhere", "does not begin with http:// or https://"),
+        ("verify s3://bucket/run", "nowhere", "must begin with http:// or https://"),
+        ("ls s3://bucket/run", "nowhere", "must begin with http:// or https://"),
+        ("repair s3://bucket/run", "nowhere", "must begin with http:// or https://"),
+        ("pin s3://bucket/run --list", "nowhere", "must begin with http:// or https://"),
     ],
 )
 def test_a_store_that_cannot_be_reached_is_bad_input_and_not_damage(

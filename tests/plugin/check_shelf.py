@@ -59,7 +59,8 @@ def test_what_cannot_be_loaded_and_what_is_not_known_is_named() -> None:
     ):
         open_store("broken://x")
     with pytest.raises(
-        StorageError, match=r"no store for nowhere:// locations, but for s3://, broken://, shelf://"
+        StorageError,
+        match=r"no store for nowhere:// locations; there are stores for s3://, broken://, shelf://",
     ):
         megackpt.load(tensor(0), "nowhere://x")
 

@@ -165,7 +165,7 @@ def test_open_store_serves_paths(tmp_path: Path) -> None:
 def test_open_store_names_the_urls_it_cannot_serve(url: str) -> None:
     scheme = url.split("://")[0]
     with pytest.raises(
-        StorageError, match=rf"{url}: there is no store for {scheme}://.*Mount it as a directory"
+        StorageError, match=rf"{url}: there is no store for {scheme}://.*Mount the location as a directory"
     ):
         open_store(url)
 
@@ -226,7 +226,7 @@ def test_a_linked_file_is_never_read(store: LocalStore, tmp_path: Path) -> None:
     (tmp_path / "ckpt" / "a").symlink_to(tmp_path / "secret")
     for use in _reads(store, "a"):
         with pytest.raises(
-            StorageError, match=r"ckpt/a: it is a symbolic link, not a regular file.*put the real"
+            StorageError, match=r"ckpt/a: it is a symbolic link, not a regular file.*Put the real"
         ):
             use()
     assert store.names() == []

@@ -97,7 +97,11 @@ def test_an_argument_of_a_checkpointer_of_a_wrong_kind_raises_an_error_with_its_
         (LoadOptions, {"rules": [KeyRule(keys="*")]}, "give a tuple of rules"),
         (LoadOptions, {"rename": {"a": 3}}, "give stored keys by other names"),
         (KeyRule, {"keys": "*", "cast": "warn"}, "KeyRule.cast is 'warn'; give Policy.ERROR"),
-        (ObjectOptions, {"config": {"secret": 5}}, "config is a dict with other things than text"),
+        (
+            ObjectOptions,
+            {"config": {"secret": 5}},
+            "config is a dict; it must be a mapping whose names and values are all text",
+        ),
         (ObjectOptions, {"max_retries": -1}, "max_retries is -1; give an int of at least 0, 0 for none"),
         (MemoryTier, {"path": ""}, "MemoryTier: path is ''; give a directory"),
         (MemoryTier, {"path": "/t", "every": 1.5}, "MemoryTier: every is 1.5"),

@@ -47,7 +47,8 @@ class HostBuffers:
         self.buffer_bytes = buffer_bytes
         self._limit = limit
         self._idle: deque[tuple[torch.Tensor, torch.cuda.Event | None]] = deque()  # the longest idle first
-        self._lock = threading.Lock()
+        # Reentrant: the garbage collector may close a generator of `to_host` while this thread is in `take`.
+        self._lock = threading.RLock()
         self._pins = True
 
     @property
