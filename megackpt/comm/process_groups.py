@@ -21,7 +21,7 @@ from megackpt.errors import DeclarationError
 if TYPE_CHECKING:
     from megackpt.comm.torch_group import TorchGroup
 
-AnyGroup: TypeAlias = "Group | dist.ProcessGroup"
+AnyGroup: TypeAlias = Group | dist.ProcessGroup
 """A group of megackpt, or a process group of torch."""
 
 

@@ -26,8 +26,8 @@ log = logging.getLogger(__name__)
 DEFAULT_BACKEND = "megackpt"
 ENTRY_POINTS = "megackpt.strategies"
 
-SaveChoice: TypeAlias = "SaveStrategy | tuple[str, int] | str | None"
-LoadChoice: TypeAlias = "SaveStrategy | LoadStrategy | tuple[str, int] | str | None"
+SaveChoice: TypeAlias = SaveStrategy | tuple[str, int] | str | None
+LoadChoice: TypeAlias = SaveStrategy | LoadStrategy | tuple[str, int] | str | None
 Name: TypeAlias = tuple[str, int]
 
 _BUILT_IN: dict[Name, tuple[str, FileNames]] = {

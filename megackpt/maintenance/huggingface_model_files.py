@@ -17,7 +17,7 @@ from megackpt.formats.huggingface.names import CONFIG, GENERATION_CONFIG
 from megackpt.storage import Location, Store, opened_store
 from megackpt.storage.store import is_allowed_name
 
-ConfigSource: TypeAlias = "Mapping[str, Any] | str | os.PathLike[str] | None"
+ConfigSource: TypeAlias = Mapping[str, Any] | str | os.PathLike[str] | None
 """A parsed config.json, the path of one, a folder (path or URL) that has one, or None."""
 
 KEPT_FILES = "huggingface_files"

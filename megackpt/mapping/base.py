@@ -18,7 +18,7 @@ import torch
 from megackpt.errors import DeclarationError
 from megackpt.mapping.recognition import is_dtensor, is_torch_sharded
 
-ReplicaId: TypeAlias = "int | tuple[int, ...]"
+ReplicaId: TypeAlias = int | tuple[int, ...]
 RankOffset: TypeAlias = tuple[int, int, int]
 """`(axis, index, fragments)`: fragment `index` of `fragments` equal ones along a global axis."""
 

@@ -14,7 +14,7 @@ from torch import nn
 from megackpt.mapping import RankOffset, ShardedStateDict
 from megackpt.parallel.groups import ParallelGroups
 
-Metadata: TypeAlias = "Mapping[str, Any] | None"  # hints of the caller, passed on to children
+Metadata: TypeAlias = Mapping[str, Any] | None  # hints of the caller, passed on to children
 
 
 class ForeignDeclaration(Protocol):

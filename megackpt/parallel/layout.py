@@ -19,7 +19,7 @@ from megackpt.errors import DeclarationError
 
 DenseAxis: TypeAlias = Literal["tp", "cp", "dp", "pp"]
 ExpertAxis: TypeAlias = Literal["etp", "ep", "edp"]
-AxisName: TypeAlias = "DenseAxis | ExpertAxis | Literal['dp_cp']"
+AxisName: TypeAlias = DenseAxis | ExpertAxis | Literal["dp_cp"]
 
 # Fastest first: neighbours in tp are neighbours in rank, so that the axis that communicates most stays inside
 # a node.

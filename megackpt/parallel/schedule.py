@@ -51,7 +51,7 @@ class Transfer:
     receive_gradient: Backward | None = None
 
 
-Action: TypeAlias = "Forward | Backward | Transfer"
+Action: TypeAlias = Forward | Backward | Transfer
 _Computed = TypeVar("_Computed", Forward, Backward)
 
 

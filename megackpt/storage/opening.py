@@ -18,7 +18,7 @@ from megackpt.storage.store import Store
 ENTRY_POINTS = "megackpt.stores"
 """Entry points of other packages: the name is the scheme of URLs, the value a function from URL to store."""
 
-Location: TypeAlias = "str | os.PathLike[str] | Store"
+Location: TypeAlias = str | os.PathLike[str] | Store
 """What users give for a checkpoint: a path, a URL as text, or an open store."""
 
 _URL = re.compile(r"(?P<scheme>[A-Za-z][A-Za-z0-9+.-]*)://")

@@ -8,14 +8,11 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TypeAlias
 
 import torch.distributed as dist
 
 from megackpt.errors import DeclarationError
-from megackpt.storage import Store, as_store, open_store
-
-Location: TypeAlias = "str | os.PathLike[str] | Store"
+from megackpt.storage import Location, Store, as_store, open_store
 
 
 def rank_and_size(process_group: dist.ProcessGroup | None) -> tuple[int, int]:

@@ -30,14 +30,14 @@ from megackpt.engine.loading.shared_targets import SharedTargets
 from megackpt.errors import DeclarationError, MismatchError
 from megackpt.formats.contents import Contents
 from megackpt.integrations.dcp.load_planner import MegackptLoadPlanner
-from megackpt.integrations.dcp.location import Location, opened
+from megackpt.integrations.dcp.location import opened
 from megackpt.integrations.dcp.names import flatten, name_of
 from megackpt.mapping import ShardedObject, ShardedTensor
 from megackpt.mapping.describe import describe
 from megackpt.metadata import OBJECT
 from megackpt.options import LoadOptions
 from megackpt.planning import plan_load
-from megackpt.storage import Store
+from megackpt.storage import Location, Store
 from megackpt.validation import LoadRules, StrictHandling, check_dtypes_and_shapes
 
 

@@ -27,7 +27,7 @@ from megackpt.engine.saving.write import PlannedSave, commit_attempt
 from megackpt.errors import DeclarationError, MismatchError
 from megackpt.formats.registry import save_strategy
 from megackpt.formats.strategy import ChunkParts
-from megackpt.integrations.dcp.location import Location, opened
+from megackpt.integrations.dcp.location import opened
 from megackpt.integrations.dcp.names import with_lists, with_value
 from megackpt.integrations.dcp.save_planner import MegackptSavePlanner
 from megackpt.integrations.dcp.staging import Stager
@@ -44,6 +44,7 @@ from megackpt.metadata import decode_declarations, merge_declarations, pack_colu
 from megackpt.options import SaveOptions
 from megackpt.planning import SavePlan as OwnPlan
 from megackpt.planning import plan_main_replicas
+from megackpt.storage import Location
 from megackpt.validation import check_coverage
 
 
