@@ -1,8 +1,7 @@
-"""Headers of safetensors files: reads and checks one, and makes the bytes of one.
+"""Reads and checks headers of safetensors files; `safetensors_encoding` makes them.
 
-A safetensors file is the length of its header (8 bytes, little-endian), the header (JSON), and data. The
-rules are those of the safetensors library (https://huggingface.co/docs/safetensors; `Metadata.validate` of
-its Rust crate): tensors follow each other without gaps and overlaps, and the file ends with the last one.
+The rules are those of the safetensors library (https://huggingface.co/docs/safetensors; `Metadata.validate`
+of its Rust crate): tensors follow each other without gaps and overlaps, and the file ends with the last one.
 """
 
 from __future__ import annotations
@@ -10,41 +9,18 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from megackpt.codec.tree import object_of
 from megackpt.errors import FormatError
+from megackpt.formats.safetensors_encoding import DTYPE_NAMES, LENGTH_BYTES, METADATA
 from megackpt.metadata import DTYPES
 from megackpt.storage import Store, digest_of
 
 MAX_HEADER_BYTES = 100_000_000
 """Longest header, as in the safetensors library."""
-
-LENGTH_BYTES = 8
-"""Bytes before the header: its length."""
-
-METADATA = "__metadata__"
-"""The entry of a header that is no tensor, but a dict of strings."""
-
-# Those that a native data file stores as raw bytes have codes of their own since version 0.6 of safetensors.
-_LATER_CODES = {
-    "float8_e4m3fnuz": "F8_E4M3FNUZ",
-    "float8_e5m2fnuz": "F8_E5M2FNUZ",
-    "float8_e8m0fnu": "F8_E8M0",
-    "complex64": "C64",
-}
-
-DTYPE_CODES: dict[str, str] = {
-    **{name: info.safetensors for name, info in DTYPES.items() if info.safetensors != "U8"},
-    "uint8": "U8",
-    **_LATER_CODES,
-}
-"""The code of each dtype in a header, by its torch name; dtypes that safetensors lacks are not in it."""
-
-DTYPE_NAMES: dict[str, str] = {code: name for name, code in DTYPE_CODES.items()}
-"""The torch name of each dtype, by its code in a header."""
 
 # Bits of an element of dtypes that have no name here: several elements share a byte.
 _SUB_BYTE_BITS = {"F4": 4, "F6_E2M3": 6, "F6_E3M2": 6}
@@ -149,35 +125,6 @@ def parse_header(text: bytes, *, data_nbytes: int, where: str) -> Header:
     entries.sort(key=_byte_range)
     _check_ranges(entries, data_nbytes, where)
     return Header(tuple(entries), LENGTH_BYTES + len(text), metadata, digest_of(text))
-
-
-def encode_header(
-    tensors: Iterable[tuple[str, str, Sequence[int], int]], *, metadata: Mapping[str, str], alignment: int
-) -> bytes:
-    """Return the first bytes of a safetensors file that holds these tensors in this order, without gaps.
-
-    Args:
-        tensors: name, code of the dtype, shape and size in bytes of each tensor.
-        metadata: strings for `__metadata__`; left out if there are none.
-        alignment: data begins at a multiple of this, in bytes.
-
-    Raises:
-        FormatError: a name is `__metadata__` or occurs twice.
-    """
-    header: dict[str, object] = {METADATA: dict(metadata)}
-    position = 0
-    for name, dtype, shape, nbytes in tensors:
-        if name in header:
-            reason = "is reserved in safetensors files" if name == METADATA else "occurs twice in one file"
-            raise FormatError(f"The tensor name {name!r} {reason}. Give the tensor another name.", key=name)
-        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [position, position + nbytes]}
-        position += nbytes
-    if not metadata:
-        del header[METADATA]
-    text = json.dumps(header, separators=(",", ":")).encode()
-    # Safetensors has no gap between header and data, so spaces at the end of the header align the data.
-    padded = -(-(LENGTH_BYTES + len(text)) // alignment) * alignment - LENGTH_BYTES
-    return padded.to_bytes(LENGTH_BYTES, "little") + text.ljust(padded)
 
 
 def _integer(digits: str) -> int | float:

@@ -15,7 +15,7 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 from megackpt.formats.huggingface.names import INDEX, MODEL
-from megackpt.formats.safetensors_header import DTYPE_CODES, encode_header
+from megackpt.formats.safetensors_encoding import DTYPE_CODES, encode_header
 from megackpt.metadata import DTYPES
 from megackpt.storage import digest_of
 

@@ -15,13 +15,8 @@ from safetensors.torch import save as save_bytes
 
 import megackpt
 from megackpt.errors import CheckpointError, FormatError
-from megackpt.formats.safetensors_header import (
-    DTYPE_NAMES,
-    MAX_HEADER_BYTES,
-    HeaderEntry,
-    encode_header,
-    read_header,
-)
+from megackpt.formats.safetensors_encoding import DTYPE_NAMES, encode_header
+from megackpt.formats.safetensors_header import MAX_HEADER_BYTES, HeaderEntry, read_header
 from megackpt.storage import MemoryStore
 
 NAME = "model.safetensors"

@@ -10,7 +10,7 @@ import math
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
-from megackpt.formats.safetensors_header import encode_header
+from megackpt.formats.safetensors_encoding import encode_header
 from megackpt.metadata import DTYPES, OBJECT, ArraySpec, ChunkTable
 from megackpt.metadata.chunk_table import region_text
 
