@@ -10,16 +10,16 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from megackpt.api import check_is_distributed_checkpoint as check_is_distributed_checkpoint
-    from megackpt.api import load as load
-    from megackpt.api import load_common_state_dict as load_common_state_dict
-    from megackpt.api import load_content_metadata as load_content_metadata
-    from megackpt.api import load_plain_tensors as load_plain_tensors
-    from megackpt.api import load_sharded_metadata as load_sharded_metadata
-    from megackpt.api import load_tensors_metadata as load_tensors_metadata
-    from megackpt.api import load_with_report as load_with_report
-    from megackpt.api import remove_sharded_tensors as remove_sharded_tensors
-    from megackpt.api import save as save
+    from megackpt.api.collective import load as load
+    from megackpt.api.collective import load_with_report as load_with_report
+    from megackpt.api.collective import save as save
+    from megackpt.api.local import check_is_distributed_checkpoint as check_is_distributed_checkpoint
+    from megackpt.api.local import load_common_state_dict as load_common_state_dict
+    from megackpt.api.local import load_content_metadata as load_content_metadata
+    from megackpt.api.local import load_plain_tensors as load_plain_tensors
+    from megackpt.api.local import load_sharded_metadata as load_sharded_metadata
+    from megackpt.api.local import load_tensors_metadata as load_tensors_metadata
+    from megackpt.api.local import remove_sharded_tensors as remove_sharded_tensors
     from megackpt.checkpointer import Checkpointer as Checkpointer
     from megackpt.checkpointer import Groups as Groups
     from megackpt.checkpointer import KeepBest as KeepBest
@@ -97,17 +97,15 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _NAMES_OF = {
-    "megackpt.api": (
+    "megackpt.api.collective": ("load", "load_with_report", "save"),
+    "megackpt.api.local": (
         "check_is_distributed_checkpoint",
-        "load",
         "load_common_state_dict",
         "load_content_metadata",
         "load_plain_tensors",
         "load_sharded_metadata",
         "load_tensors_metadata",
-        "load_with_report",
         "remove_sharded_tensors",
-        "save",
     ),
     "megackpt.checkpointer": (
         "Checkpointer",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 
-import megackpt.api as api
+from megackpt.api.collective import load, save
 from megackpt.bench.names import OURS
 from megackpt.bench.settings import WRITE_THREADS
 from megackpt.bench.state import GridLayout, RankState, Shard
@@ -45,11 +45,11 @@ class Ours:
 
     def save(self, declared: ShardedStateDict, directory: Path) -> None:
         """`megackpt.save`."""
-        api.save(declared, directory, self.backend, plans=self._plans)
+        save(declared, directory, self.backend, plans=self._plans)
 
     def load(self, declared: ShardedStateDict, directory: Path) -> None:
         """`megackpt.load`."""
-        api.load(declared, directory)
+        load(declared, directory)
 
     def save_async(self, declared: ShardedStateDict, directory: Path) -> Callable[[], Path]:
         """`Checkpointer.save` with async_save; one Checkpointer for all of them, as in a training script."""

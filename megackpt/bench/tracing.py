@@ -22,11 +22,11 @@ from unittest import mock
 
 import torch.distributed as dist
 
-import megackpt.api as api
 import megackpt.engine.data.read as engine_read
 import megackpt.engine.loading.load_request as engine_source
 import megackpt.engine.loading.prepare as engine_prepare
 import megackpt.formats.file_chunks as file_chunks
+from megackpt.api import collective
 from megackpt.bench import page_cache
 from megackpt.bench.ours import native
 from megackpt.bench.state import GridLayout, spoil
@@ -275,11 +275,11 @@ def profile(run: BenchRun, path: Path) -> Phases:
     strategy = save_strategy(None)
 
     def save(tracer: Tracer, store: Store) -> None:
-        api.save(declared.declare(state), store, traced_strategy(strategy, tracer))
+        collective.save(declared.declare(state), store, traced_strategy(strategy, tracer))
 
     def load(tracer: Tracer, store: Store) -> None:
         with traced_load(tracer):
-            api.load(declared.declare(state), store)
+            collective.load(declared.declare(state), store)
 
     phases_of_case: Phases = {}
     events: list[dict[str, Any]] = []

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
-from megackpt.api import load_with_report
+from megackpt.api.collective import load_with_report
 from megackpt.checkpointer.root_files import newest_step, scan
 from megackpt.comm import AnyGroup, Group, run_on_all_ranks
 from megackpt.engine.checkpoint.steps import StepDirectories, step_name

@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from megackpt.api import load_content_metadata
+from megackpt.api.local import load_content_metadata
 from megackpt.arguments import check_flag, checked_step
 from megackpt.checkpointer.root_files import (
     StepList,

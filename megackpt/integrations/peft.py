@@ -21,7 +21,8 @@ from safetensors.torch import load as read_safetensors
 from safetensors.torch import save as safetensors_bytes
 from torch import Tensor
 
-from megackpt.api import load, load_content_metadata, load_tensors_metadata, save
+from megackpt.api.collective import load, save
+from megackpt.api.local import load_content_metadata, load_tensors_metadata
 from megackpt.comm import SingleProcess
 from megackpt.errors import DeclarationError, FormatError, MapError
 from megackpt.formats.documents import parse_document

@@ -24,13 +24,12 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from megackpt.api import (
-    load,
+from megackpt.api.collective import load, save
+from megackpt.api.local import (
     load_content_metadata,
     load_sharded_metadata,
     load_tensors_metadata,
     remove_sharded_tensors,
-    save,
 )
 from megackpt.comm import Group
 from megackpt.engine.checkpoint.manifest import is_committed

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from megackpt.api import load
+from megackpt.api.collective import load
 from megackpt.engine.data.tensor_bytes import as_bits, byte_view
 from megackpt.formats.strategy import ChunkParts, SaveStrategy
 from megackpt.geometry import Ints

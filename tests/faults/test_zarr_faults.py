@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megackpt import NotACheckpointError, ShardedObject, StorageError, load, save
-from megackpt.api import load_plain_tensors
+from megackpt import NotACheckpointError, ShardedObject, StorageError, load, load_plain_tensors, save
 from megackpt.storage import LocalStore
 from megackpt.testing.faulty_store import FaultyStore, Operation
 from tests.states import filled

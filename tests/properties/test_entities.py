@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from megackpt.api import load, save
+from megackpt import load, save
 from megackpt.comm import Group
 from megackpt.mapping import StateDict
 from megackpt.storage import MemoryStore

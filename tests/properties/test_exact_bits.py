@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megackpt.api import load, save
+from megackpt import load, save
 from megackpt.comm import Group
 from megackpt.mapping import ReplicaId, ShardedLayout, ShardedTensor, ShardedTensorFactory, StateDict
 from megackpt.metadata import DTYPES

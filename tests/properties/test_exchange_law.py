@@ -11,7 +11,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from megackpt.api import load, save
+from megackpt import load, save
 from megackpt.comm import Group
 from megackpt.engine.data.tensor_bytes import as_bits, byte_view
 from megackpt.mapping import ShardedObject, ShardedTensor

@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from megackpt import DeclarationError, LoadOptions, ShardedTensor
-from megackpt.api import load, load_with_report, save
+from megackpt import DeclarationError, LoadOptions, ShardedTensor, load, load_with_report, save
 from megackpt.comm import Group, SingleProcess
 from megackpt.storage import MemoryStore
 from megackpt.testing.world import SimulatedRank, SimulatedWorld

@@ -9,8 +9,16 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from megackpt import FormatError, ShardedTensor, UnserializableError, convert, load, save
-from megackpt.api import load_common_state_dict, load_plain_tensors
+from megackpt import (
+    FormatError,
+    ShardedTensor,
+    UnserializableError,
+    convert,
+    load,
+    load_common_state_dict,
+    load_plain_tensors,
+    save,
+)
 from megackpt.storage import LocalStore
 
 pytestmark = pytest.mark.filterwarnings(

@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from megackpt import DeclarationError, SaveOptions, ShardedTensor
-from megackpt.api import load, save
+from megackpt import DeclarationError, SaveOptions, ShardedTensor, load, save
 from megackpt.engine.saving.plan_cache import PlanCache
 from megackpt.storage import MemoryStore
 from megackpt.testing.world import SimulatedRank, SimulatedWorld

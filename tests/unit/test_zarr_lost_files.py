@@ -8,8 +8,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from megackpt import FormatError, IntegrityError, ShardedObject, ShardedTensor, load_sharded_metadata, save
-from megackpt.api import remove_sharded_tensors
+from megackpt import (
+    FormatError,
+    IntegrityError,
+    ShardedObject,
+    ShardedTensor,
+    load_sharded_metadata,
+    remove_sharded_tensors,
+    save,
+)
 
 STRATEGIES = [("zarr", 1), ("zarr", 3)]
 LOST = {

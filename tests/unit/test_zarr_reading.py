@@ -19,12 +19,13 @@ from megackpt import (
     LoadOptions,
     ShardedObject,
     ShardedTensor,
+    check_is_distributed_checkpoint,
     load,
     load_common_state_dict,
+    load_plain_tensors,
     load_sharded_metadata,
     save,
 )
-from megackpt.api import check_is_distributed_checkpoint, load_plain_tensors
 from megackpt.errors import CheckpointError, FormatError, IntegrityError, NotACheckpointError
 from megackpt.formats.zarr.grids import GridRules
 from megackpt.formats.zarr.version_1 import ZarrV2SaveStrategy

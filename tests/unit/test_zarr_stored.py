@@ -12,8 +12,16 @@ import pytest
 import tensorstore as ts
 import torch
 
-from megackpt import ShardedObject, ShardedTensor, load, load_common_state_dict, load_content_metadata, save
-from megackpt.api import load_plain_tensors, remove_sharded_tensors
+from megackpt import (
+    ShardedObject,
+    ShardedTensor,
+    load,
+    load_common_state_dict,
+    load_content_metadata,
+    load_plain_tensors,
+    remove_sharded_tensors,
+    save,
+)
 from megackpt.errors import DeclarationError, MissingExtraError, UnserializableError
 from megackpt.formats.zarr.grids import GridRules
 from megackpt.formats.zarr.version_1 import ZarrV2SaveStrategy

@@ -19,7 +19,7 @@ import numpy as np
 import xxhash
 
 import megackpt.storage.digests as digest
-from megackpt import api
+from megackpt.api.collective import load
 from megackpt.bench.measure import BenchRun
 from megackpt.bench.names import DIGESTS, DOUBT, HASH, LOAD_COLD, LOAD_WARM, OURS, SAVE, UNCHECKED
 from megackpt.bench.settings import WRITE_THREADS
@@ -72,7 +72,7 @@ def _load(run: BenchRun, state: RankState, case: str, who: str) -> None:
     spoil(state)
     options = LoadOptions(verify=who == OURS)
     declared = run.native.declare(state)
-    seconds = timed(partial(api.load, declared, run.directory(OURS), options=options))
+    seconds = timed(partial(load, declared, run.directory(OURS), options=options))
     run.results.add(_name(case), who, seconds, run.nbytes)
 
 

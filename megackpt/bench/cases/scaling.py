@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 from pathlib import Path
 
-from megackpt import api
+from megackpt.api.collective import load, save
 from megackpt.bench.measure import BenchRun
 from megackpt.bench.names import LOAD_WARM, OURS, SAVE, SCALING, scaling_case
 from megackpt.bench.raw import RawFiles
@@ -74,8 +74,8 @@ class _Side:
 
     def _save(self, directory: Path) -> None:
         if self._takes_part:
-            api.save(self._run.native.declare(self._state), directory, group=self._group)
+            save(self._run.native.declare(self._state), directory, group=self._group)
 
     def _load(self, directory: Path) -> None:
         if self._takes_part:
-            api.load(self._run.native.declare(self._state), directory, group=self._group)
+            load(self._run.native.declare(self._state), directory, group=self._group)

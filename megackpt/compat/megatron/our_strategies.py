@@ -15,7 +15,7 @@ from typing import Any, ClassVar, TypeAlias
 
 import torch.distributed as dist
 
-from megackpt import api
+from megackpt.api import collective, local
 from megackpt.comm import Group
 from megackpt.compat.megatron.deferred_save import DeferredSave
 from megackpt.compat.megatron.dist_checkpointing.dict_utils import dict_list_map_outplace, merge
@@ -110,15 +110,15 @@ class DetectingLoadStrategy(KnownSettings, LoadShardedStrategy):
 
     def load_tensors_metadata(self, checkpoint_dir: str | os.PathLike[str]) -> dict[str, Any]:
         """Return the global arrays without data, by key. Local."""
-        return dict(api.load_tensors_metadata(checkpoint_dir))
+        return dict(local.load_tensors_metadata(checkpoint_dir))
 
     def load_sharded_metadata(self, checkpoint_dir: str | os.PathLike[str]) -> dict[str, Any]:
         """Return global arrays and objects without data. Local."""
-        return dict(api.load_sharded_metadata(checkpoint_dir))
+        return dict(local.load_sharded_metadata(checkpoint_dir))
 
     def remove_sharded_tensors(self, checkpoint_dir: str | os.PathLike[str], key_prefix: str) -> None:
         """Remove every array and object whose key begins with key_prefix from a checkpoint. Local."""
-        api.remove_sharded_tensors(checkpoint_dir, key_prefix)
+        local.remove_sharded_tensors(checkpoint_dir, key_prefix)
 
     def check_backend_compatibility(self, loaded_backend: str) -> None:
         """Do nothing: opening a format that cannot be read raises the error."""
@@ -214,7 +214,9 @@ def save_by(
         strategy = get_default_strategy(StrategyAction.SAVE_SHARDED, *strategy)
     choice = save_choice(strategy)
     sharded_state_dict, arguments = _enclosed(sharded_state_dict, checkpoint_dir, arguments)
-    api.save(sharded_state_dict, checkpoint_dir, sharded_strategy=choice, **_all_of(strategy, arguments))
+    collective.save(
+        sharded_state_dict, checkpoint_dir, sharded_strategy=choice, **_all_of(strategy, arguments)
+    )
 
 
 def save_as_rank_0(
@@ -324,7 +326,7 @@ def load_by(
         converts = KeyRule(keys="*", cast=Policy.IGNORE)
         arguments["options"] = dataclasses.replace(options, rules=(*options.rules, converts))
     with also_of_torch():
-        loaded, report = api.load_with_report(
+        loaded, report = collective.load_with_report(
             sharded_state_dict, checkpoint_dir, strict=strict, group=group, **arguments
         )
     if hasattr(strategy, "times"):

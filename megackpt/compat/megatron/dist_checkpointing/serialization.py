@@ -15,7 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
-from megackpt import api
+from megackpt.api import local
 from megackpt.comm import run_on_all_ranks, subgroup, world_group
 from megackpt.compat.megatron.core_version import core_version
 from megackpt.compat.megatron.dist_checkpointing.core import maybe_load_config
@@ -172,7 +172,7 @@ def load_tensors_metadata(
     sharded = _chosen(StrategyAction.LOAD_SHARDED, sharded_strategy, checkpoint_dir)
     if sharded is not None:
         return dict(sharded.load_tensors_metadata(Path(checkpoint_dir)))
-    return dict(api.load_tensors_metadata(checkpoint_dir))
+    return dict(local.load_tensors_metadata(checkpoint_dir))
 
 
 def load_sharded_metadata(
@@ -190,7 +190,7 @@ def load_sharded_metadata(
             validate_sharded_objects_handling(sharded, common)
             metadata |= common.load_sharded_metadata(Path(checkpoint_dir))
         return metadata
-    return api.load_sharded_metadata(checkpoint_dir)
+    return local.load_sharded_metadata(checkpoint_dir)
 
 
 def load_plain_tensors(checkpoint_dir: str) -> StateDict:
@@ -206,7 +206,7 @@ def load_plain_tensors(checkpoint_dir: str) -> StateDict:
         return {key: loaded[key] for key in asked}
 
     def read() -> bytes:
-        tensors.update(api.load_plain_tensors(checkpoint_dir))
+        tensors.update(local.load_plain_tensors(checkpoint_dir))
         return b""
 
     run_on_all_ranks(world_group(timeout_s=LoadOptions().timeout_s), read, doing="loading plain tensors")
@@ -237,7 +237,7 @@ def remove_sharded_tensors(checkpoint_dir: str, key_prefix: str) -> None:
     if not is_loaded_by_us(sharded):
         sharded.remove_sharded_tensors(checkpoint_dir, key_prefix)
         return
-    api.remove_sharded_tensors(checkpoint_dir, key_prefix)
+    local.remove_sharded_tensors(checkpoint_dir, key_prefix)
 
 
 @_in_order_of_version

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from megackpt import api
+from megackpt.api import collective, local
 from megackpt.compat.megatron.dist_checkpointing.dict_utils import dict_list_map_inplace, nested_values
 from megackpt.compat.megatron.dist_checkpointing.strategies.base import (
     LoadCommonStrategy,
@@ -76,7 +76,7 @@ class TorchCommonLoadStrategy(LoadCommonStrategy):
     def load_common(self, checkpoint_dir: str | os.PathLike[str]) -> StateDict:
         """Return the common state. Local."""
         if _is_read_here(checkpoint_dir):
-            state = api.load_common_state_dict(checkpoint_dir)
+            state = local.load_common_state_dict(checkpoint_dir)
             add_content_metadata(state, checkpoint_dir)
             return state
         common: StateDict = _read(checkpoint_dir, COMMON_STATE_FNAME)
@@ -90,7 +90,7 @@ class TorchCommonLoadStrategy(LoadCommonStrategy):
         Common state is then in it too.
         """
         if _is_read_here(checkpoint_dir):
-            loaded: StateDict = api.load(sharded_objects_state_dict, checkpoint_dir)
+            loaded: StateDict = collective.load(sharded_objects_state_dict, checkpoint_dir)
             return loaded
 
         def read(entity: Any) -> Any:
@@ -103,7 +103,7 @@ class TorchCommonLoadStrategy(LoadCommonStrategy):
     def load_sharded_metadata(self, checkpoint_dir: str | os.PathLike[str]) -> ShardedStateDict:
         """Return global arrays and objects without data; where another's strategy saved, objects. Local."""
         if _is_read_here(checkpoint_dir):
-            return dict(api.load_sharded_metadata(checkpoint_dir))
+            return dict(local.load_sharded_metadata(checkpoint_dir))
         with closing(open_store(checkpoint_dir)) as store:
             files = [name.removesuffix(".pt") for name in store.names() if _is_object_file(name)]
         return {name: ShardedObject.empty_from_unique_key(name) for name in files}
@@ -153,7 +153,7 @@ def register_default_common_strategies() -> None:
 
 def add_content_metadata(state: StateDict, checkpoint_dir: str | os.PathLike[str]) -> None:
     """Put the content metadata of a checkpoint where Megatron-Core stores it: into the state, in place."""
-    described = None if CONTENT_METADATA in state else api.load_content_metadata(checkpoint_dir)
+    described = None if CONTENT_METADATA in state else local.load_content_metadata(checkpoint_dir)
     if described is not None:
         state[CONTENT_METADATA] = described
 
@@ -165,7 +165,7 @@ def _rank() -> int:
 def _is_read_here(checkpoint_dir: str | os.PathLike[str]) -> bool:
     """Return whether the checkpoint is in a format of megackpt, rather than of a user's strategy."""
     try:
-        api.load_tensors_metadata(checkpoint_dir)
+        local.load_tensors_metadata(checkpoint_dir)
     except (FormatError, NotACheckpointError):
         with closing(open_store(checkpoint_dir)) as store:
             if store.exists(COMMON_STATE_FNAME):

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, ParamSpec, TypeVar
 import torch
 import torch.distributed as dist
 
-from megackpt import api
+from megackpt.api import collective
 from megackpt.comm import Group, SingleProcess, run_on_all_ranks, subgroup, world_group
 from megackpt.compat.megatron.dist_checkpointing.dict_utils import (
     dict_list_map_inplace,
@@ -194,8 +194,9 @@ class TwoStageDataParallelLoadShardedStrategy(DetectingLoadStrategy):
         """
         asked = ten_meta.sharded_tensor_no_data
         chunk = replace(asked, data=None, replica_id=0, flattened_range=None)
-        loaded: torch.Tensor = api.load({"chunk": chunk}, checkpoint_dir, group=SingleProcess())["chunk"]
-        return loaded
+        loaded = collective.load({"chunk": chunk}, checkpoint_dir, group=SingleProcess())
+        tensor: torch.Tensor = loaded["chunk"]
+        return tensor
 
     def check_backend_compatibility(self, loaded_version: str) -> None:
         """Do nothing: opening a format that cannot be read raises the error."""
@@ -294,7 +295,7 @@ class TwoStageDataParallelLoadShardedStrategy(DetectingLoadStrategy):
         def loaded(leaf: Any) -> Any:
             if not isinstance(leaf, ShardedBase):
                 return leaf
-            return api.load({"object": leaf}, checkpoint_dir, group=SingleProcess())["object"]
+            return collective.load({"object": leaf}, checkpoint_dir, group=SingleProcess())["object"]
 
         filled: StateDict = dict_list_map_inplace(loaded, state)
         return filled
