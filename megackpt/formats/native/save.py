@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -107,87 +107,48 @@ class NativeSaveStrategy(SaveStrategy):
 
     def write_index(self, store: Store, *, attempt: str, plan: SavePlan, receipts: list[list[bytes]]) -> Json:
         """Add the digests and file positions of all ranks to the chunk table, and write it."""
-        writers = np.unique(plan.writer).tolist()
-        file_of = np.zeros(len(receipts), np.int64)
-        file_of[writers] = np.arange(len(writers))
-        data_start = np.zeros(len(receipts), np.int64)
-        of_writers = [_unpack_receipt(receipts[rank][0], rank=rank) for rank in writers]
-        data_start[writers] = [receipt["data_start"][0] for receipt in of_writers]
-
+        written = _receipts_of_writers(plan, receipts)
         # A receipt has digests in the order of the rank's file, the index in the order of its rows. The sort
         # gives all rows in file order, so that each rank's digests can be put where its rows have theirs.
         in_files = np.lexsort((plan.offset_bytes, plan.writer))
-        blocks = block_counts(plan.table.nbytes)
-        digest_start = np.cumsum(blocks) - blocks
-        digests = np.empty(int(blocks.sum()), np.uint64)
-        ends = [0, *np.searchsorted(plan.writer[in_files], writers, side="right").tolist()]
-        for first in range(0, len(writers), _RANKS_AT_ONCE):
-            last = min(first + _RANKS_AT_ONCE, len(writers))
-            rows = in_files[ends[first] : ends[last]]
-            in_file_order = np.concatenate([receipt["digests"] for receipt in of_writers[first:last]])
-            digests[joined_ranges(digest_start[rows], blocks[rows])] = in_file_order
-        stored = StoredChunks(
-            table=plan.table,
-            file=file_of[plan.writer],
-            offset_bytes=data_start[plan.writer] + plan.offset_bytes,
-            digest_start=digest_start,
-            digests=digests,
-            files=tuple(names.data_file(attempt, rank) for rank in writers),
-        )
+        stored = _stored_chunks(plan, in_files, written, attempt=attempt)
         check_files_exist(store, stored, prefix="data/")
-
         # Without validation, several ranks may have written the same chunk: the first copy is listed.
         first_copy = first_of_equal_chunks(stored.table)
         unique = stored if len(first_copy) == len(stored) else stored.take(first_copy)
         if self._covered is not None:
-            from megackpt.formats.array_digests import ArrayDigester
-
             contributions = np.zeros(len(stored), np.uint64)
-            of_ranks = [np.zeros(0, np.uint64), *(receipt["contributions"] for receipt in of_writers)]
+            of_ranks = [np.zeros(0, np.uint64), *(receipt["contributions"] for receipt in written.values())]
             contributions[in_files] = np.concatenate(of_ranks)
-            digester, covered = ArrayDigester(unique.table), self._covered(unique.table)
-            unique = replace(unique, array_digests=digester.combine(contributions[first_copy], covered))
+            unique = _with_array_digests(unique, contributions[first_copy], self._covered)
         return {"index": write_index(store, names.index_file(attempt), compact(unique))}
 
     def plan_parity(
         self, *, attempt: str, plan: SavePlan, receipts: list[list[bytes]], most: int
     ) -> list[bytes]:
         """Return for each rank, as JSON, the numbers of the parity files it writes, and of which files."""
-        from megackpt.planning.redundancy import parity_groups, parity_writer
+        from megackpt.formats.native.parity_saving import parity_work
 
         nbytes = np.zeros(len(receipts), np.int64)
         np.add.at(nbytes, plan.writer, plan.table.nbytes)
-        writers = np.unique(plan.writer)
-        for rank in writers.tolist():
-            # A file is its header, up to the start of the data, and the bytes of its rows.
-            nbytes[rank] += int(_unpack_receipt(receipts[rank][0], rank=rank)["data_start"][0])
-        work: list[list[Any]] = [[] for _ in receipts]
-        for number, group in enumerate(parity_groups(writers, most=most)):
-            members = [[names.data_file(attempt, rank), int(nbytes[rank])] for rank in group.tolist()]
-            work[parity_writer(group, number)].append([number, members])
-        return [json.dumps(rank_work).encode() for rank_work in work]
+        # A file is its header, up to the start of the data, and the bytes of its rows.
+        sizes = {
+            rank: int(receipt["data_start"][0] + nbytes[rank])
+            for rank, receipt in _receipts_of_writers(plan, receipts).items()
+        }
+        return parity_work(sizes, attempt=attempt, ranks=len(receipts), most=most)
 
     def write_parity(self, store: Store, *, attempt: str, work: bytes) -> bytes:
         """Write the parity files of a rank, one after the other."""
-        from megackpt.formats.native.parity import write_parity_file
+        from megackpt.formats.native.parity_saving import write_parity_files
 
-        written = []
-        for number, members in json.loads(work):
-            sizes = [(name, nbytes) for name, nbytes in members]
-            written.append(write_parity_file(store, attempt=attempt, number=number, members=sizes).to_json())
-        return json.dumps(written).encode()
+        return write_parity_files(store, attempt=attempt, work=work)
 
     def list_parity(self, store: Store, *, attempt: str, receipts: list[bytes]) -> Json:
         """Write the list of parity files."""
-        from megackpt.formats.native.parity import ParityGroup, list_of
+        from megackpt.formats.native.parity_saving import write_parity_list
 
-        entries = [entry for receipt in receipts for entry in json.loads(receipt)]
-        where = "receipts of parity files"
-        groups = [ParityGroup.from_json(entry, where=where, location=store.location) for entry in entries]
-        if not groups:
-            return {}
-        groups.sort(key=lambda group: group.parity.name)
-        return {"parity": write_small_file(store, names.parity_list(attempt), list_of(groups))}
+        return write_parity_list(store, attempt=attempt, receipts=receipts)
 
     def committed_attempt(self, store: Store) -> str | None:
         """Return the attempt that metadata.json names."""
@@ -204,35 +165,17 @@ class NativeSaveStrategy(SaveStrategy):
         # A new name: the committed index stays as it is until a manifest that names the new one replaces the
         # old.
         new = names.index_file(manifest["attempt"], revision=names.revision_of(old) + 1)
-        parity, needed, not_needed = self._remaining_parity(store, manifest, frozenset(stored.files))
-        unused = {name for name in index.files if name not in stored.files} - needed
-        # The entry for parity is added again if any group is kept.
-        entries = {name: value for name, value in manifest.items() if name != "parity"}
-        entries |= {"index": write_index(store, new, stored)} | parity
-        return entries, [old, *sorted(unused | not_needed)]
+        kept = frozenset(stored.files)
+        stale = set(index.files) - kept
+        entries = {**manifest, "index": write_index(store, new, stored)}
+        if "parity" in manifest:
+            from megackpt.formats.native.parity_saving import reduced_parity
 
-    def _remaining_parity(
-        self, store: Store, manifest: Json, files: frozenset[str]
-    ) -> tuple[Json, set[str], set[str]]:
-        """Keep the parity groups that protect at least one of these files.
-
-        Return the entry for metadata.json, the files that these groups need, and those that become stale.
-        """
-        if "parity" not in manifest:
-            return {}, set(), set()
-        from megackpt.formats.native.parity import list_of, read_groups
-
-        groups = read_groups(store, manifest)
-        kept = [group for group in groups if any(member.name in files for member in group.members)]
-        needed = {file.name for group in kept for file in group.files}
-        if len(kept) == len(groups):
-            return {"parity": manifest["parity"]}, needed, set()
-        stale = {file.name for group in groups for file in group.files} - needed
-        old = manifest["parity"]["file"]
-        if not kept:
-            return {}, needed, {*stale, old}
-        new = names.parity_list(manifest["attempt"], revision=names.revision_of(old) + 1)
-        return {"parity": write_small_file(store, new, list_of(kept))}, needed, {*stale, old}
+            parity, needed, unneeded = reduced_parity(store, manifest, kept)
+            del entries["parity"]
+            entries |= parity
+            stale = (stale - needed) | unneeded
+        return entries, [old, *sorted(stale)]
 
     def write_common(self, store: Store, *, attempt: str, common: Any) -> Json:
         """Write the tree as JSON, and its tensors in a file of their own."""
@@ -249,6 +192,60 @@ class NativeSaveStrategy(SaveStrategy):
         """Return the index, the files of the common state and the list of parity files."""
         entries = ("index", "common", "common_tensors", "parity")
         return [manifest[entry]["file"] for entry in entries if entry in manifest]
+
+
+def _receipts_of_writers(
+    plan: SavePlan, receipts: Sequence[Sequence[bytes]]
+) -> dict[int, Mapping[str, Column]]:
+    """Return the columns of the receipt of each rank that has written something, by rank, ascending.
+
+    Digests and contributions are in the order of the rank's file.
+    """
+    return {
+        rank: unpack_columns(receipts[rank][0], where=f"receipt of rank {rank}")
+        for rank in np.unique(plan.writer).tolist()
+    }
+
+
+def _stored_chunks(
+    plan: SavePlan, in_files: Ints, written: Mapping[int, Mapping[str, Column]], *, attempt: str
+) -> StoredChunks:
+    """Return the chunks of a plan with the places of their bytes, and with the digests of receipts.
+
+    in_files are the rows in the order of files, and in each file in the order of bytes.
+    """
+    writers = list(written)
+    file_of = np.zeros(max(writers, default=-1) + 1, np.int64)
+    file_of[writers] = np.arange(len(writers))
+    file = file_of[plan.writer]
+    data_start = np.array([receipt["data_start"][0] for receipt in written.values()], np.int64)
+    blocks = block_counts(plan.table.nbytes)
+    digest_start = np.cumsum(blocks) - blocks
+    digests = np.empty(int(blocks.sum()), np.uint64)
+    ends = [0, *np.searchsorted(plan.writer[in_files], writers, side="right").tolist()]
+    for first in range(0, len(writers), _RANKS_AT_ONCE):
+        last = min(first + _RANKS_AT_ONCE, len(writers))
+        rows = in_files[ends[first] : ends[last]]
+        in_file_order = np.concatenate([written[rank]["digests"] for rank in writers[first:last]])
+        digests[joined_ranges(digest_start[rows], blocks[rows])] = in_file_order
+    return StoredChunks(
+        table=plan.table,
+        file=file,
+        offset_bytes=data_start[file] + plan.offset_bytes,
+        digest_start=digest_start,
+        digests=digests,
+        files=tuple(names.data_file(attempt, rank) for rank in writers),
+    )
+
+
+def _with_array_digests(
+    stored: StoredChunks, contributions: Contributions, covered: CoverageCheck
+) -> StoredChunks:
+    """Return the chunks with digests of the covered arrays; contributions are those of chunks, `[n]`."""
+    from megackpt.formats.array_digests import ArrayDigester
+
+    digests = ArrayDigester(stored.table).combine(contributions, covered(stored.table))
+    return replace(stored, array_digests=digests)
 
 
 class _ReceiptBuilder:
@@ -293,11 +290,6 @@ class _ReceiptBuilder:
         if self._arrays is not None:
             columns["contributions"] = self._contributions
         return pack_columns(columns)
-
-
-def _unpack_receipt(receipt: bytes, *, rank: int) -> Mapping[str, Column]:
-    """Return the columns of a receipt. Digests and contributions are in the order of the rank's file."""
-    return unpack_columns(receipt, where=f"receipt of rank {rank}")
 
 
 def _without_shared_memory(tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
