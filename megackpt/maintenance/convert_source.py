@@ -16,7 +16,8 @@ from megackpt.formats.contents import Chunks, Contents, Part
 from megackpt.formats.strategy import SaveStrategy
 from megackpt.geometry import Ints
 from megackpt.metadata import OBJECT, ChunkTable, DeclaredChunks
-from megackpt.planning import SavePlan, plan_copy, with_sizes
+from megackpt.planning import SavePlan, with_sizes
+from megackpt.planning.copy_plan import plan_copy
 from megackpt.storage import Store
 from megackpt.validation import check_coverage
 

@@ -16,7 +16,7 @@ from megackpt.mapping import ShardedTensor
 from megackpt.maps import RegionMap, bound_to
 from megackpt.metadata import ArraySpec, ChunkTable, pad_shapes
 from megackpt.planning import SavePlan
-from megackpt.planning.save_plan import plan_copy
+from megackpt.planning.copy_plan import plan_copy
 
 _LAYER = re.compile(r"(?P<stack>(?:.*\.)?layers)\.(?P<number>\d+)\.(?P<name>.+)")
 

@@ -7,13 +7,12 @@ from megackpt.planning.main_replicas import (
     choose_main_replicas,
     keep_lowest_main,
 )
-from megackpt.planning.read_plan import Reads, group_reads, needed_ranges, plan_reads
+from megackpt.planning.read_plan import Reads, group_reads, plan_reads
 from megackpt.planning.save_plan import (
     SavePlan,
     first_of_equal_chunks,
     object_sizes,
     pack_rows,
-    plan_copy,
     plan_main_replicas,
     plan_merged_save,
     plan_save,
@@ -33,10 +32,8 @@ __all__ = [
     "first_of_equal_chunks",
     "group_reads",
     "keep_lowest_main",
-    "needed_ranges",
     "object_sizes",
     "pack_rows",
-    "plan_copy",
     "plan_load",
     "plan_main_replicas",
     "plan_merged_save",

@@ -1,4 +1,4 @@
-"""Which rank writes a chunk that several ranks declare, and which rank reads a part that several ranks need.
+"""Which rank writes a chunk that several ranks declare.
 
 Pure and deterministic: every rank computes the same answer from the same input. The rule is greedy, one chunk
 after the other. Where many chunks have the same owners and few different sizes, as those of data-parallel
@@ -8,7 +8,6 @@ replicas, its result is computed for all chunks of a size at once.
 from __future__ import annotations
 
 import heapq
-from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -165,53 +164,3 @@ def _spread_over_many_sets(sizes: Ints, rank_sets: Ints, load: Ints) -> Ints:
         totals[rank] += size
     load[:] = totals
     return chosen
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Readers:
-    """Which ranks can read which stored chunks, where not every rank can read all.
-
-    Attributes:
-        of: number of the set of ranks that can read each stored chunk, `[n]`.
-        first: where each set begins in ranks, `[sets + 1]`.
-        ranks: the ranks, ascending in each set; no set is empty.
-    """
-
-    of: Ints
-    first: Ints
-    ranks: Ints
-
-
-def assign_readers(
-    nbytes: Ints, first: Ints, needing: Ints, chunk: Ints, *, readers: Readers | None, ranks: int
-) -> Ints:
-    """Choose the rank that reads each part of a chunk, keeping bytes per rank even, `[p]`.
-
-    A rank that needs the part reads it, which spares sending it there. If none of these can, another one that
-    can does.
-
-    Args:
-        nbytes: length of each part, `[p]`.
-        first: where the ranks that need each part begin in needing, `[p + 1]`.
-        needing: ranks, ascending for each part.
-        chunk: the stored chunk of each part, `[p]`.
-        readers: which ranks can read which chunks; None if all can read all.
-        ranks: number of ranks.
-    """
-    if readers is None:
-        return needing[assign_writers(nbytes, first, needing, ranks=ranks)]
-    # Of the ranks that need a part, find those that can read it, by numbers that stand for (set, rank).
-    set_of = readers.of[chunk]
-    part = np.repeat(np.arange(len(chunk)), np.diff(first))
-    sets = np.repeat(np.arange(len(readers.first) - 1), np.diff(readers.first))
-    can_read = np.isin(set_of[part] * ranks + needing, sets * ranks + readers.ranks)
-    # Parts without such a rank have all ranks of their set as candidates instead.
-    needing_readers = np.bincount(part[can_read], minlength=len(chunk))
-    far = np.flatnonzero(needing_readers == 0)
-    counts = np.diff(readers.first)[set_of[far]]
-    from_sets = joined_ranges(readers.first[set_of[far]], counts)
-    parts = np.concatenate([part[can_read], np.repeat(far, counts)])
-    candidates = np.concatenate([needing[can_read], readers.ranks[from_sets]])
-    candidates = candidates[np.argsort(parts, kind="stable")]
-    start = np.append(0, np.cumsum(np.bincount(parts, minlength=len(chunk))))
-    return candidates[assign_writers(nbytes, start, candidates, ranks=ranks)]

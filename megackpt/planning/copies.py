@@ -69,11 +69,6 @@ class StridedCopy:
     target_stride: tuple[int, ...]
 
     @property
-    def source_stop(self) -> int:
-        """One past the last element that it reads in the stored chunk."""
-        return self.source + sum((n - 1) * s for n, s in zip(self.shape, self.source_stride, strict=True)) + 1
-
-    @property
     def is_contiguous(self) -> bool:
         """Whether the elements are contiguous on both sides."""
         return len(self.shape) == 0 or (

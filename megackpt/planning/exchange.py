@@ -16,13 +16,13 @@ import numpy.typing as npt
 from megackpt.geometry import Ints, joined_ranges
 from megackpt.metadata import OBJECT, ChunkTable, DeclaredChunks, itemsizes
 from megackpt.options import Exchange
-from megackpt.planning.assignment import Readers, assign_readers
 from megackpt.planning.completeness import exceed_arrays
 from megackpt.planning.copies import Copies
 from megackpt.planning.equal_requests import equal_requests, for_each_rank, merge_requests
 from megackpt.planning.exchange_plan import ChunkParts, Deliveries, ExchangePlan, aligned
 from megackpt.planning.load_plan import plan_load
 from megackpt.planning.overlaps import overlapping_chunks
+from megackpt.planning.part_reading import Readers, assign_readers
 from megackpt.planning.rounds import BufferSizes, assign_rounds
 
 PART_BYTES = 4 * 1024 * 1024

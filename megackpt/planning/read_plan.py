@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
-import numpy.typing as npt
 
 from megackpt.geometry import Ints, joined_ranges
 from megackpt.metadata import DIGEST_BLOCK_BYTES, ChunkTable, itemsizes
@@ -28,9 +27,6 @@ bytes."""
 
 FAR_BYTES = 2 * DIGEST_BLOCK_BYTES
 """The rows of a copy that are this far apart in a file are read one by one; nearer ones together."""
-
-GRAIN_BYTES = 64 * 1024
-"""If a format can read any byte, shorter gaps are read together with the bytes around them."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -186,43 +182,3 @@ def _cut_rows(copies: CompactCopies, rows: Ints, before: Ints) -> CompactCopies:
     for column, fill in ((cut.shape, 1), (cut.source_stride, 0), (cut.target_stride, 0)):
         column[extents == 1] = np.pad(column[extents == 1, 1:], ((0, 0), (0, 1)), constant_values=fill)
     return replace(cut, ndim=cut.ndim - (extents == 1))
-
-
-def needed_ranges(
-    copies: Sequence[StridedCopy], *, width: int, nbytes: int, block_bytes: int
-) -> list[tuple[int, int]]:
-    """Return the byte ranges of a part of a chunk that the copies need, ascending and disjoint.
-
-    Blocks that no copy needs are left out.
-
-    Args:
-        copies: their sources count from the first element of the part.
-        width: bytes per element.
-        nbytes: length of the part, which begins at a multiple of block_bytes in its chunk.
-        block_bytes: ranges begin and end at multiples of this, or at the end of the part.
-    """
-    grain = block_bytes if block_bytes > 1 else GRAIN_BYTES
-    is_needed = np.zeros(-(-nbytes // grain), np.bool_)
-    for copy in copies:
-        _mark(is_needed, copy.source * width, copy.shape, copy.source_stride, width, grain)
-    ends = np.flatnonzero(np.diff(is_needed, prepend=False, append=False))
-    return [(a * grain, min(b * grain, nbytes)) for a, b in ends.reshape(-1, 2).tolist()]
-
-
-def _mark(
-    is_needed: npt.NDArray[np.bool_],
-    start: int,
-    shape: tuple[int, ...],
-    stride: tuple[int, ...],
-    width: int,
-    grain: int,
-) -> None:
-    # Rows with gaps of whole blocks between them are marked one by one; otherwise everything up to the last
-    # row.
-    inner = sum((n - 1) * s for n, s in zip(shape[1:], stride[1:], strict=True)) * width + width
-    if len(shape) > 1 and stride[0] * width - inner >= grain:
-        for row in range(shape[0]):
-            _mark(is_needed, start + row * stride[0] * width, shape[1:], stride[1:], width, grain)
-        return
-    length = inner + ((shape[0] - 1) * stride[0] * width if shape else 0)
-    is_needed[start // grain : -(-(start + length) // grain)] = True

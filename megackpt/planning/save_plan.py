@@ -102,7 +102,7 @@ def plan_merged_save(
     if part_bytes is not None:
         share = int(parts.nbytes.sum()) // merged.ranks
         parts, of, _ = split_long_chunks(parts, most=max(part_bytes, share // 32), only=owners > 1)
-        order = _index_order(parts)
+        order = index_order(parts)
         parts, of = parts.take(order), of[order]
     choice = assign_writers(parts.nbytes, starts, rank, ranks=merged.ranks, set_of=of)
     writer = rank[choice]
@@ -111,7 +111,7 @@ def plan_merged_save(
 
 def _saved_chunks(merged: MergedDeclarations) -> MergedDeclarations:
     """Sort rows into index order, and leave out chunks that have no main replica."""
-    merged = merged.take(_index_order(merged.declared.table))
+    merged = merged.take(index_order(merged.declared.table))
     first = first_of_equal_chunks(merged.declared.table)
     if not len(first):
         return merged
@@ -144,53 +144,8 @@ def plan_main_replicas(declared: DeclaredChunks) -> SavePlan:
     main replicas is written twice.
     """
     mains = declared.take(declared.main & (declared.table.nbytes > 0))
-    mains = mains.take(_index_order(mains.table))
+    mains = mains.take(index_order(mains.table))
     return SavePlan(mains.table, mains.rank, mains.entity, offsets_in_files(mains.table, mains.rank))
-
-
-COPIED_BYTES = 16 * 1024 * 1024
-"""The longest chunk that a copy writes, unless a block of the source is longer. Some formats assemble a chunk
-in memory, or begin a file with each chunk."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class CopyPlan:
-    """Chunks to be written from the chunks of another checkpoint.
-
-    Attributes:
-        plan: the chunks; `entity` is the row of the stored chunk that each is a part of.
-        start: where each begins in the stored chunk, in bytes, `[n]`.
-    """
-
-    plan: SavePlan
-    start: Ints
-
-
-def plan_copy(stored: ChunkTable, position: Ints, *, ranks: int, block_bytes: int = 1) -> CopyPlan:
-    """Plan to write the chunks of a checkpoint once more: long ones split, of equal ones the first.
-
-    Args:
-        stored: the chunks.
-        position: one number for each chunk, in whose order reading is cheap, `[n]`.
-        ranks: number of ranks. Each gets neighbouring chunks of about equal bytes: at most its share and one
-            chunk.
-        block_bytes: length of the blocks in which the source is read.
-    """
-    rows = _index_order(stored)
-    rows = rows[first_of_equal_chunks(stored.take(rows))]
-    rows = rows[stored.nbytes[rows] > 0]
-    table, of, start = split_long_chunks(stored.take(rows), most=max(COPIED_BYTES, min(block_bytes, 2**40)))
-    sorted_rows = _index_order(table)
-    # Splitting does not keep the order, and an index has to be sorted.
-    table, of, start = table.take(sorted_rows), of[sorted_rows], start[sorted_rows]
-    rows = rows[of]
-    # A chunk goes to the rank in whose equal share of all bytes, in reading order, its middle lies.
-    order = np.lexsort((start, position[rows]))
-    ends = np.cumsum(table.nbytes[order])
-    middle = ends - table.nbytes[order] / 2
-    writer = np.empty(len(rows), np.int64)
-    writer[order] = (middle * ranks / max(1, int(table.nbytes.sum()))).astype(np.int64)
-    return CopyPlan(SavePlan(table, writer, rows, offsets_in_files(table, writer)), start)
 
 
 def with_sizes(plan: SavePlan, nbytes: Ints) -> SavePlan:
@@ -219,7 +174,7 @@ def _objects(plan: SavePlan) -> Ints:
     return rows[np.argsort(plan.writer[rows], kind="stable")]
 
 
-def _index_order(table: ChunkTable) -> Ints:
+def index_order(table: ChunkTable) -> Ints:
     """Return the order by array, start, shape and flat range; replicas keep the order of ranks."""
     return np.lexsort((table.flat_stop, table.flat_start, table.shape_keys(), table.start_keys()))
 

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from megackpt import ShardedTensor
 from megackpt.mapping.describe import describe
 from megackpt.metadata import DIGEST_BLOCK_BYTES, ChunkTable, DeclaredChunks, merge_declarations
-from megackpt.planning import StridedCopy, exchange, needed_ranges, plan_main_replicas
-from megackpt.planning.assignment import Readers
+from megackpt.planning import StridedCopy, exchange, plan_main_replicas
 from megackpt.planning.exchange import PART_BYTES, plan_exchange
 from megackpt.planning.exchange_plan import ExchangePlan, aligned
+from megackpt.planning.part_reading import Readers, needed_ranges
 from megackpt.testing.layouts import arrays, owned_chunks
 
 MIB = 1 << 20

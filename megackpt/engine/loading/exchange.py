@@ -26,10 +26,10 @@ from megackpt.geometry import row_major_strides
 from megackpt.mapping import ShardedTensor
 from megackpt.metadata import DeclaredChunks, decode_declarations, pack_columns, unpack_columns
 from megackpt.options import LoadOptions
-from megackpt.planning import CompactCopies, Copies, StridedCopy, needed_ranges
-from megackpt.planning.assignment import Readers
+from megackpt.planning import CompactCopies, Copies, StridedCopy
 from megackpt.planning.exchange import plan_exchange
 from megackpt.planning.exchange_plan import ExchangePlan
+from megackpt.planning.part_reading import Readers, needed_ranges
 from megackpt.validation import PhaseTimes
 
 
