@@ -1,14 +1,16 @@
-"""One fault of a stored checkpoint: in which file, in which of its bytes, and of which chunk they are.
+"""One fault of a stored checkpoint: its file, the range of bytes, and the chunk that has these bytes.
 
 Formats find the faults of their own files, `megackpt.engine.verification.verify` those of chunks.
 """
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from megackpt.errors import CheckpointError
+from megackpt.storage import Store
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,7 +45,32 @@ class Damage:
 
 
 def damage_of(error: CheckpointError, *, location: str, file: str = "") -> Damage:
-    """Return an error as damage; location is the store's, and file the one at fault if the error has none."""
+    """Return an error as damage.
+
+    Args:
+        error: raised by a check.
+        location: of the store.
+        file: the damaged file, if the error names none.
+    """
     path = error.path or ""
     relative = path.removeprefix(f"{location}/") if path.startswith(f"{location}/") else ""
     return Damage(what=" ".join(str(error).split()), file=relative or file, key=error.key)
+
+
+def size_of(store: Store, name: str) -> int | None:
+    """Return the size of a file in bytes; None if the store cannot look it up.
+
+    That is so for a missing file, and for a name that is not that of a regular file, such as a symbolic link.
+    """
+    try:
+        return store.size(name)
+    except CheckpointError:
+        return None
+
+
+def why_not_found(store: Store, name: str, error: CheckpointError) -> str:
+    """Return why a file cannot be looked up: "it is missing", or the text of the error that this raised."""
+    with contextlib.suppress(CheckpointError):
+        if not store.exists(name):
+            return "it is missing"
+    return " ".join(str(error).removeprefix(f"{store.location}/{name}: ").split())

@@ -237,14 +237,12 @@ def _take_writer(options: AsyncOptions, *, hook: str | None) -> WriterProcess:
     """Return a process that nobody else uses, with staging memory of size 0."""
     kind = _kind(options, hook)
     with _LOCK:
-        for writer in list(_IDLE):
-            if writer.is_lost:
-                _IDLE.remove(writer)
-                writer.close()
-            elif writer.kind == kind:
-                _IDLE.remove(writer)
-                return writer
-    return WriterProcess(options, memory=StagingMemory(), kind=kind)
+        lost = [writer for writer in _IDLE if writer.is_lost]
+        usable = next((writer for writer in _IDLE if writer.kind == kind and writer not in lost), None)
+        _IDLE[:] = [writer for writer in _IDLE if writer is not usable and writer not in lost]
+    for writer in lost:  # without the lock: this waits for threads
+        writer.close()
+    return usable or WriterProcess(options, memory=StagingMemory(), kind=kind)
 
 
 def _return_writer(writer: WriterProcess) -> None:

@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from megackpt.errors import CheckpointError
 from megackpt.formats.contents import Chunks, FileRanges
-from megackpt.formats.damage import Damage
+from megackpt.formats.damage import Damage, why_not_found
 from megackpt.geometry import Ints
 from megackpt.storage import Store
 from megackpt.validation import coverage_faults
@@ -63,7 +63,7 @@ def _file_sizes(store: Store, chunks: Chunks, ranges: FileRanges) -> tuple[Ints,
             sizes[number] = store.size(name)
         except CheckpointError as error:
             sizes[number] = -1
-            what = " ".join(str(error).split()) if store.exists(name) else "it is missing"
+            what = why_not_found(store, name, error)
         else:
             if ranges.nbytes[number] not in (-1, sizes[number]):
                 what = f"it has {sizes[number]:,} bytes instead of {ranges.nbytes[number]:,}"

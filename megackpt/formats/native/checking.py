@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from megackpt.errors import CheckpointError
-from megackpt.formats.damage import Damage, damage_of
+from megackpt.formats.damage import Damage, damage_of, size_of, why_not_found
 from megackpt.formats.documents import file_entry
 from megackpt.formats.file_names import NATIVE
 from megackpt.formats.index_file import read_index
@@ -116,7 +116,7 @@ def _check_parity(store: Store, manifest: Json) -> Iterator[Damage]:
                 what = f"it has {actual_nbytes:,} bytes instead of {listed.nbytes:,}"
                 yield Damage(file=listed.name, what=what)
         except CheckpointError as error:
-            what = " ".join(str(error).split()) if store.exists(listed.name) else "it is missing"
+            what = why_not_found(store, listed.name, error)
             yield Damage(file=listed.name, what=f"{what}; it is needed to repair others")
 
 
@@ -155,7 +155,8 @@ def _check_data_files(store: Store, manifest: Json, stored: StoredChunks) -> Ite
         try:
             yield from _check_data_file(store, name, stored.take(order[ends[number] : ends[number + 1]]))
         except CheckpointError as error:
-            if store.exists(name):  # missing files are reported by the caller, who looks for all of them
+            # The caller looks up all files, and reports those that it does not find.
+            if size_of(store, name) is not None:
                 yield damage_of(error, location=store.location, file=name)
 
 

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from megackpt.errors import CheckpointError
-from megackpt.formats.damage import Damage, damage_of
+from megackpt.formats.damage import Damage, damage_of, size_of
 from megackpt.formats.documents import file_entry, read_manifest_file
 from megackpt.formats.index_file import read_index
 from megackpt.formats.strategy import MANIFEST, Json
@@ -91,7 +91,8 @@ def _check_items(store: Store, stored: StoredChunks) -> Iterator[Damage]:
                 )
         ends[number] = max(ends[number], end)
     for name, expected in zip(stored.files, ends.tolist(), strict=True):
-        if store.exists(name) and (nbytes := store.size(name)) < expected:
+        nbytes = size_of(store, name)
+        if nbytes is not None and nbytes < expected:
             yield Damage(file=name, what=f"it has {nbytes:,} bytes instead of {expected:,}")
 
 
