@@ -21,9 +21,10 @@ from typing import Any
 from megackpt.storage.error_translation import large_file_error, translated_errors
 from megackpt.storage.file_reader import FileReader, read_through_cache
 from megackpt.storage.file_writer import FileWriter
+from megackpt.storage.hub_cache import sandbox_of
 from megackpt.storage.options import FileOptions
 from megackpt.storage.rawio import COMMON_POOL, BufferPool, write_fully
-from megackpt.storage.sandbox import Sandbox, flush_directory
+from megackpt.storage.sandbox import flush_directory
 from megackpt.storage.store import Store, check_name, temporary_name
 
 _MAX_IDLE_BUFFERS = 8  # of a store whose buffers are not of the common size
@@ -33,7 +34,8 @@ class LocalStore(Store):
     """The files in one directory and its subdirectories.
 
     Args:
-        root: the directory. Its own path may contain symbolic links; names in it may not.
+        root: the directory. Its own path may contain symbolic links; names in it may not, but for the links
+            of a snapshot in the cache of huggingface_hub (`hub_cache`).
         files: how files are written and read.
         open_files: how many files stay open between reads.
     """
@@ -48,7 +50,7 @@ class LocalStore(Store):
         open_files: int = 64,
     ) -> None:
         self._root = absolute_path(root)  # the process may change its working directory later
-        self._files = Sandbox(self._root, on_change=self._note_change)
+        self._files = sandbox_of(self._root, on_change=self._note_change)
         self._options = files or FileOptions()
         self._open_files = open_files
         self._pool = COMMON_POOL

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from megackpt.errors import StorageError
 from megackpt.storage.store import check_name, is_allowed_name
 
-_OPEN_DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
+OPEN_DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 # O_NONBLOCK: opening a named pipe must not wait for somebody to write to it.
 _OPEN_TO_READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
 _CREATE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -43,13 +43,7 @@ class Sandbox:
     def open_to_read(self, name: str) -> int:
         """Open a regular file; return the descriptor."""
         with self._directory_of(name) as (directory, leaf):
-            descriptor = self._open_without_links(directory, leaf, _OPEN_TO_READ, name)
-            try:
-                self.require_regular(name, os.fstat(descriptor).st_mode)
-            except BaseException:
-                os.close(descriptor)
-                raise
-            return descriptor
+            return self._open_regular(directory, leaf, name)
 
     def create(self, name: str) -> int:
         """Make a new file and its parent directories; return the descriptor. An older file is unlinked."""
@@ -87,7 +81,7 @@ class Sandbox:
 
     def _remove_if_empty(self, parent: int, leaf: str) -> None:
         with contextlib.suppress(FileNotFoundError):  # removed meanwhile
-            directory = os.open(leaf, _OPEN_DIRECTORY | os.O_NOFOLLOW, dir_fd=parent)
+            directory = os.open(leaf, OPEN_DIRECTORY | os.O_NOFOLLOW, dir_fd=parent)
             try:
                 for child in _directories_in(directory):
                     self._remove_if_empty(directory, child)
@@ -155,13 +149,13 @@ class Sandbox:
 
         Nobody can replace a part of the path by a link between its check and its use.
         """
-        directory = os.open(self.root, _OPEN_DIRECTORY)
+        directory = os.open(self.root, OPEN_DIRECTORY)
         try:
             for depth, part in enumerate(parts):
                 if make:
                     self._make(directory, part, "/".join(parts[:depth]))
                 name = "/".join(parts[: depth + 1])
-                child = self._open_without_links(directory, part, _OPEN_DIRECTORY | os.O_NOFOLLOW, name)
+                child = self._open_without_links(directory, part, OPEN_DIRECTORY | os.O_NOFOLLOW, name)
                 # Assign before the close: after Ctrl-C between the two, the `finally` below must not close
                 # the same number again, which may be that of another thread's file by then.
                 parent, directory = directory, child
@@ -177,6 +171,16 @@ class Sandbox:
             return
         self._on_change(parent)
 
+    def _open_regular(self, directory: int, leaf: str, name: str) -> int:
+        """Open `leaf` in an open directory, which `name` stands for; return the descriptor."""
+        descriptor = self._open_without_links(directory, leaf, _OPEN_TO_READ, name)
+        try:
+            self.require_regular(name, os.fstat(descriptor).st_mode)
+        except BaseException:
+            os.close(descriptor)
+            raise
+        return descriptor
+
     def _open_without_links(self, directory: int, part: str, flags: int, name: str) -> int:
         try:
             return os.open(part, flags, dir_fd=directory)
@@ -188,19 +192,23 @@ class Sandbox:
                     self.require_regular(name, mode)
             raise
 
+    def _is_file(self, entry: os.DirEntry[str], name: str) -> bool:
+        """Return whether an entry is a file that `open_to_read` opens."""
+        return entry.is_file(follow_symlinks=False)
+
     def _collect(self, directory: int, path: str, prefix: str, names: list[str]) -> None:
         """Append the names of files in and below a directory; path is "" or its name with a slash."""
         # Listed before the recursion, so that only one directory at each depth is open.
         with os.scandir(directory) as entries:
             listed = [
-                (e.name, e.is_dir(follow_symlinks=False), e.is_file(follow_symlinks=False)) for e in entries
+                (e.name, e.is_dir(follow_symlinks=False), self._is_file(e, path + e.name)) for e in entries
             ]
         for leaf, is_directory, is_file in listed:
             name = path + leaf
             # A directory can contain such names if the prefix goes on in it, or ends before its name does.
             if is_directory and (name + "/").startswith(prefix[: len(name) + 1]):
                 with contextlib.suppress(FileNotFoundError):  # deleted meanwhile
-                    child = os.open(leaf, _OPEN_DIRECTORY | os.O_NOFOLLOW, dir_fd=directory)
+                    child = os.open(leaf, OPEN_DIRECTORY | os.O_NOFOLLOW, dir_fd=directory)
                     try:
                         self._collect(child, name + "/", prefix, names)
                     finally:

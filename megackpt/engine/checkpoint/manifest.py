@@ -43,8 +43,9 @@ def read_manifest(store: Store) -> Json:
     if manifest is None and _has_linked_model(store):
         raise NotACheckpointError(
             f"{store.location} is not a checkpoint: its files are symbolic links, which are not followed, so "
-            f"that reading it can reach nothing else. The cache of Hugging Face has such folders: get one "
-            f"with regular files by `hf download REPO --local-dir DIR`, or copy it with `cp -rL`.",
+            f"that reading it can reach nothing else. Of links, only those of the cache of Hugging Face are, "
+            f"from models--X/snapshots/REVISION to a file in its models--X/blobs. Get a folder with regular "
+            f"files by `hf download REPO --local-dir DIR`, or copy this one with `cp -rL`.",
             path=store.location,
         )
     if manifest is None:
