@@ -213,9 +213,9 @@ def test_a_link_that_is_swapped_between_its_text_and_its_file_leads_nowhere_else
     store.close()
 
 
-@pytest.mark.parametrize("place", ["models--org--name/other", "datasets--org--name/snapshots", "snapshots"])
-def test_links_of_other_directories_are_not_followed(place: str, tmp_path: Path) -> None:
-    folder = tmp_path / place / REVISION
+@pytest.mark.parametrize("parent", ["models--org--name/other", "datasets--org--name/snapshots", "snapshots"])
+def test_links_of_other_directories_are_not_followed(parent: str, tmp_path: Path) -> None:
+    folder = tmp_path / parent / REVISION
     folder.mkdir(parents=True)
     blobs = folder.parents[1] / "blobs"
     blobs.mkdir()
