@@ -2,6 +2,7 @@
 
 from models.block_config import (
     AttentionConfig,
+    DeltaNetConfig,
     DynamicScaling,
     LatentConfig,
     LearnedPositions,
@@ -25,6 +26,7 @@ __all__ = [
     "GPT",
     "T5",
     "AttentionConfig",
+    "DeltaNetConfig",
     "DynamicScaling",
     "GPTConfig",
     "LatentConfig",

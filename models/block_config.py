@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
 from megackpt.errors import DeclarationError
+from megackpt.parallel import ParallelLayout
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -227,13 +228,14 @@ class AttentionConfig:
         sinks: whether each head has a learned score of nothing, which takes part in the softmax (GPT-OSS).
         window: which layers see the last tokens only; None if none does.
         latent: sizes of latent attention; None projects hidden states to queries, keys and values.
+        output_gate: whether what the heads return is multiplied by a sigmoid of the token (Qwen3-Next).
 
     Raises:
         DeclarationError: a head_dim below 1, a softcap that is not positive, or latent attention with a
-            head_dim or norms of queries and keys, which it has of its own.
+            head_dim or norms of queries and keys, which it has of its own, or with an output gate.
 
     Source: Megatron-Core `TransformerConfig` (`kv_channels`, `qk_layernorm`, `softmax_scale`, `softmax_type`,
-    `window_size`).
+    `window_size`, `attention_output_gate`).
     """
 
     head_dim: int | None = None
@@ -245,8 +247,13 @@ class AttentionConfig:
     sinks: bool = False
     window: SlidingWindow | None = None
     latent: LatentConfig | None = None
+    output_gate: bool = False
 
     def __post_init__(self) -> None:
+        if self.latent is not None and self.output_gate:
+            raise DeclarationError(
+                "AttentionConfig.output_gate is True with latent attention, which has none. Set it to False."
+            )
         if self.latent is not None and (self.head_dim is not None or self.qk_norm):
             raise DeclarationError(
                 f"AttentionConfig.head_dim is {self.head_dim} and qk_norm is {self.qk_norm} with latent "
@@ -258,6 +265,57 @@ class AttentionConfig:
             raise DeclarationError(
                 f"AttentionConfig.softcap is {self.softcap}. Give a positive number or None."
             )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeltaNetConfig:
+    """Gated delta nets, which layers may have instead of attention (Qwen3-Next).
+
+    Attributes:
+        num_key_heads: heads of queries and keys.
+        num_value_heads: heads of values; a multiple of num_key_heads.
+        key_head_dim: extent of a query or key.
+        value_head_dim: extent of a value.
+        conv_kernel_size: tokens that the convolution of queries, keys and values sees.
+
+    Raises:
+        DeclarationError: a size below 1, or value heads that cannot share keys evenly.
+
+    Source: Megatron-Core `TransformerConfig` (`linear_num_key_heads`, ...).
+    """
+
+    num_key_heads: int
+    num_value_heads: int
+    key_head_dim: int
+    value_head_dim: int
+    conv_kernel_size: int = 4
+
+    def __post_init__(self) -> None:
+        for name in (
+            "num_key_heads",
+            "num_value_heads",
+            "key_head_dim",
+            "value_head_dim",
+            "conv_kernel_size",
+        ):
+            if getattr(self, name) < 1:
+                raise DeclarationError(
+                    f"DeltaNetConfig.{name} is {getattr(self, name)}. It must be at least 1."
+                )
+        if self.num_value_heads % self.num_key_heads:
+            raise DeclarationError(
+                f"DeltaNetConfig.num_value_heads {self.num_value_heads} is not a multiple of num_key_heads "
+                f"{self.num_key_heads}. Choose a divisor."
+            )
+
+    def faults(self, layout: ParallelLayout) -> list[str]:
+        """Return what does not fit `layout`, in words; empty if all does. Pure."""
+        faults = []
+        if self.num_key_heads % layout.tp:
+            faults.append(f"num_key_heads {self.num_key_heads} is not a multiple of tp={layout.tp}")
+        if layout.cp > 1:
+            faults.append(f"gated delta nets cannot be cut over cp={layout.cp}, as they need whole sequences")
+        return faults
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,6 +14,7 @@ from megackpt.errors import DeclarationError
 from megackpt.parallel import ParallelLayout, StageTable
 from models.block_config import (
     AttentionConfig,
+    DeltaNetConfig,
     LearnedPositions,
     MLPConfig,
     MTPConfig,
@@ -54,6 +55,7 @@ class GPTConfig:
         mlp: choices of the MLP.
         embedding_scale: what embeddings of tokens are multiplied by; None leaves them as they are.
         mtp: layers that predict further tokens; None if there are none.
+        delta_net: sizes of the gated delta nets that layers have by `layer_blocks`; None if none has one.
         layer_blocks: the blocks of each layer, such as `("attention", "mlp")` or `("moe",)`; None gives all
             layers attention and then an MLP, or experts where `moe` says so.
         logit_softcap: logits become `softcap * tanh(logits / softcap)`; None leaves them as they are.
@@ -87,6 +89,7 @@ class GPTConfig:
     embedding_scale: float | None = None
     logit_softcap: float | None = None
     mtp: MTPConfig | None = None
+    delta_net: DeltaNetConfig | None = None
     layer_blocks: tuple[LayerBlocks, ...] | None = None
 
     def __post_init__(self) -> None:
@@ -123,6 +126,10 @@ class GPTConfig:
             raise DeclarationError(
                 f"GPTConfig.moe has a layer_freq of {len(self.moe.pattern(self.num_layers))} layers, but "
                 f"num_layers is {self.num_layers}. Give one number for each layer."
+            )
+        if any("delta_net" in blocks for blocks in self.blocks) != (self.delta_net is not None):
+            raise DeclarationError(
+                f"GPTConfig.delta_net is {self.delta_net}. Give it exactly if layer_blocks has a delta_net."
             )
 
     def _check_heads(self) -> None:
@@ -230,9 +237,10 @@ class GPTConfig:
 
         Raises:
             DeclarationError: tp does not divide the heads or MLP, neither of tp and the query groups divides
-                the other, sequences cannot be cut into two parts for each rank of cp, ep does not divide the
-                experts or etp one of them, or there are more stages than layers and no table that says so;
-                all of them are named. Or the table is one for another layout or number of layers.
+                the other, sequences cannot be cut into two parts for each rank of cp, or not at all with
+                gated delta nets, ep does not divide the experts or etp one of them, or there are more stages
+                than layers and no table that says so; all of them are named. Or the table is one for another
+                layout or number of layers.
         """
         kinds = {block for blocks in self.blocks for block in blocks}
         cut = {"num_heads": self.num_heads} if "attention" in kinds else {}
@@ -249,6 +257,8 @@ class GPTConfig:
             )
         if self.moe is not None:
             faults += self.moe.faults(layout)
+        if self.delta_net is not None:
+            faults += self.delta_net.faults(layout)
         if layout.cp > 1 and self.seq_length % (2 * layout.cp):
             faults.append(f"seq_length {self.seq_length} is not a multiple of 2 x cp={layout.cp}")
         if stages is None and self.num_layers < layout.pp * layout.vpp:

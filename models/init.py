@@ -23,7 +23,8 @@ from models.config import GPTConfig
 from models.language_model import LanguageModel
 
 STACKED_EXPERTS = ".experts."  # in the keys of arrays whose first axis after the layers' is over experts
-RESIDUAL_PROJECTIONS = ("linear_proj", "linear_fc2")
+RESIDUAL_PROJECTIONS = ("linear_proj", "linear_fc2", "out_proj")
+DECAYS = (1.0, 16.0)  # range of `exp(A_log)`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,8 +39,8 @@ def init_weights(model: LanguageModel | ModelChunks, seed: int) -> None:
     """Set every parameter of `model` to its initial value. Local: call it on every rank with the same seed.
 
     Weights are normal with std `config.init_std`, those that end on the residual path divided by
-    `sqrt(2 * num_layers)`; norms are 1 (0 where the weight is what is added to 1), biases and padding rows 0.
-    Drawn on the CPU in float32, then cast.
+    `sqrt(2 * num_layers)`; norms are 1 (0 where the weight is what is added to 1), biases and padding rows 0,
+    `dt_bias` is 1, and `A_log` the logarithm of uniform numbers. Drawn on the CPU in float32, then cast.
 
     Raises:
         DeclarationError: a parameter for whose name there is no rule.
@@ -99,12 +100,14 @@ def initial_values(
     Raises:
         DeclarationError: there is no rule for this name.
     """
+    generator = torch.Generator().manual_seed(stable_seed(seed, key, *layer))
+    if key.endswith(".A_log"):
+        return torch.empty(shape).uniform_(*DECAYS, generator=generator).log()
     rule = _rule(key, config)
     if rule.std == 0:
         return torch.full(shape, rule.mean)
     # Drawn for the real rows only: torch's normal numbers depend on how many are drawn at once.
     rows = (config.vocab_size, *shape[1:]) if padded else shape
-    generator = torch.Generator().manual_seed(stable_seed(seed, key, *layer))
     values = torch.zeros(shape)
     values[: rows[0]] = torch.randn(rows, generator=generator) * rule.std
     return values
@@ -114,8 +117,11 @@ def _rule(key: str, config: GPTConfig) -> _Normal:
     name = key.split(".")
     if "bias" in name or "expert_bias" in name:
         return _Normal(mean=0.0, std=0.0)
+    if "dt_bias" in name:
+        return _Normal(mean=1.0, std=0.0)
     if "weight" in name and any("norm" in part for part in name):
-        return _Normal(mean=0.0 if config.norm.zero_centred else 1.0, std=0.0)
+        is_zero_centred = config.norm.zero_centred and "out_norm" not in name  # that of a gated delta net
+        return _Normal(mean=0.0 if is_zero_centred else 1.0, std=0.0)
     if "weight" in name or "gate_weight" in name or "softmax_offset" in name:
         residual = any(part in RESIDUAL_PROJECTIONS for part in name)
         return _Normal(

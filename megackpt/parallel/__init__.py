@@ -18,6 +18,7 @@ from megackpt.parallel.attributes import (
     mark,
     mark_copied_rows,
 )
+from megackpt.parallel.causal_conv import CausalConv1d
 from megackpt.parallel.chunks import ModelChunks
 from megackpt.parallel.collectives import (
     all_reduce,
@@ -45,6 +46,7 @@ from megackpt.parallel.context import (
     gather_context,
     join_context,
 )
+from megackpt.parallel.delta_net import GatedDeltaNet, gated_delta_rule
 from megackpt.parallel.dispatch import Capacity, TokenDispatcher
 from megackpt.parallel.embedding import (
     VocabParallelEmbedding,
@@ -118,6 +120,7 @@ __all__ = [
     "Axis",
     "Backward",
     "Capacity",
+    "CausalConv1d",
     "ColumnParallelLinear",
     "Coordinates",
     "Declarations",
@@ -126,6 +129,7 @@ __all__ = [
     "Experts",
     "ForeignDeclaration",
     "Forward",
+    "GatedDeltaNet",
     "GatedExperts",
     "GroupedColumnLinear",
     "GroupedReplicatedLinear",
@@ -185,6 +189,7 @@ __all__ = [
     "exchange_rows",
     "forward_backward",
     "forward_only",
+    "gated_delta_rule",
     "gather_context",
     "gather_from",
     "gather_rows",

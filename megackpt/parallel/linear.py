@@ -190,6 +190,8 @@ class ReplicatedLinear(ShardedModule):
 class QKVParallelLinear(ColumnParallelLinear):
     """The fused query, key and value projection: a column layer of components q, k, v. Collective over tp.
 
+    With an output gate the components are q, gate, k, v.
+
     Input `[..., hidden]`; `split(output)` gives q `[..., heads/tp * head_dim]`, k and v
     `[..., query_groups/tp * head_dim]`. With more ranks in tp than query groups, k and v have one head each,
     the one that this rank's query heads use: `tp / query_groups` neighbours have the same one.
@@ -201,6 +203,7 @@ class QKVParallelLinear(ColumnParallelLinear):
         head_dim: extent of one head.
         groups: the ranks around this one.
         bias: whether there is a bias.
+        output_gate: whether there is a component more, shaped like q, for a gate of what the heads return.
         sequence_parallel: the input is cut along the sequence, dim 0.
         dtype: dtype of the parameters.
         device: where the parameters are.
@@ -219,6 +222,7 @@ class QKVParallelLinear(ColumnParallelLinear):
         groups: ParallelGroups,
         *,
         bias: bool = True,
+        output_gate: bool = False,
         sequence_parallel: bool = False,
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
@@ -233,10 +237,11 @@ class QKVParallelLinear(ColumnParallelLinear):
         divide_over_tp("num_heads", num_heads, groups)
         copies = 1 if groups.tp.size % num_query_groups else groups.tp.size // num_query_groups
         divide_over_tp("num_query_groups", num_query_groups * copies, groups)
-        kv = num_query_groups * head_dim
+        queries, kv = num_heads * head_dim, num_query_groups * head_dim
+        gate = {"gate": queries} if output_gate else {}
         super().__init__(
             hidden_size,
-            {"q": num_heads * head_dim, "k": kv, "v": kv},
+            {"q": queries, **gate, "k": kv, "v": kv},
             groups,
             bias=bias,
             sequence_parallel=sequence_parallel,

@@ -2,7 +2,8 @@
 
 The arithmetic between the projections. Sequences of causal self-attention may be cut over cp.
 
-Source: Ainslie et al. 2023 (grouped queries); Gemma 2, section 2 (soft caps); transformers `gpt_oss` (sinks).
+Source: Ainslie et al. 2023 (grouped queries); Gemma 2, section 2 (soft caps); transformers `gpt_oss` (sinks)
+and `qwen3_next` (output gates).
 """
 
 from __future__ import annotations
@@ -140,11 +141,13 @@ class SelfAttention(CausalAttention):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the block's output, shaped like `x`."""
-        q, k, v = (heads(part, self.head_dim) for part in self.linear_qkv.split(self.linear_qkv(x)))
+        q, *gate, k, v = self.linear_qkv.split(self.linear_qkv(x))
+        q, k, v = (heads(part, self.head_dim) for part in (q, k, v))
         if self.q_layernorm is not None and self.k_layernorm is not None:
             q, k = self.q_layernorm(q), self.k_layernorm(k)
         q, k = self.with_positions(q, k)
-        out: Tensor = self.linear_proj(self.attend(q, k, v))
+        attended = self.attend(q, k, v)
+        out: Tensor = self.linear_proj(attended * gate[0].sigmoid() if gate else attended)
         return out
 
 
@@ -159,7 +162,7 @@ def joined_heads(attended: Tensor) -> Tensor:
 
 
 def input_projection(stage: Stage) -> QKVParallelLinear:
-    """Return the projection to queries, keys and values."""
+    """Return the projection to queries, keys and values, and to the output gate if there is one."""
     config, bias = stage.config, stage.config.attention.qkv_bias
     return QKVParallelLinear(
         config.hidden_size,
@@ -168,6 +171,7 @@ def input_projection(stage: Stage) -> QKVParallelLinear:
         config.head_dim,
         stage.groups,
         bias=config.linear_bias if bias is None else bias,
+        output_gate=config.attention.output_gate,
         sequence_parallel=stage.sequence_parallel,
         dtype=config.params_dtype,
         device=stage.device,

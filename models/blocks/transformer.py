@@ -10,8 +10,9 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from megackpt.parallel import ParallelDropout, ShardedModule
+from megackpt.parallel import GatedDeltaNet, ParallelDropout, ShardedModule
 from models.blocks.attention import SelfAttention
+from models.blocks.delta_net import build_delta_net
 from models.blocks.latent_attention import LatentAttention
 from models.blocks.mlp import MLP, GatedMLP, build_mlp
 from models.blocks.moe import MoE
@@ -57,12 +58,21 @@ class _Names(NamedTuple):
 
 _ATTENTION = _Names("input_layernorm", "self_attention", "post_self_attn_layernorm")
 _MLP = _Names("pre_mlp_layernorm", "mlp", "post_mlp_layernorm")
-_NAMES: Mapping[BlockKind, _Names] = {"attention": _ATTENTION, "mlp": _MLP, "moe": _MLP}
+_NAMES: Mapping[BlockKind, _Names] = {
+    "attention": _ATTENTION,
+    "delta_net": _ATTENTION,
+    "mlp": _MLP,
+    "moe": _MLP,
+}
 
 
 def _attention(stage: Stage, index: int) -> SelfAttention | LatentAttention:
     has_latent = stage.config.attention.latent is not None
     return LatentAttention(stage, index) if has_latent else SelfAttention(stage, index)
+
+
+def _delta_net(stage: Stage, index: int) -> GatedDeltaNet:
+    return build_delta_net(stage)
 
 
 def _mlp(stage: Stage, index: int) -> GatedMLP | MLP:
@@ -75,6 +85,7 @@ def _moe(stage: Stage, index: int) -> MoE:
 
 _BUILD: Mapping[BlockKind, Callable[[Stage, int], ShardedModule]] = {
     "attention": _attention,
+    "delta_net": _delta_net,
     "mlp": _mlp,
     "moe": _moe,
 }

@@ -1,0 +1,67 @@
+"""A causal convolution over the sequence with a filter for each channel; channels are cut over tp."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megackpt.parallel.groups import ParallelGroups
+from megackpt.parallel.linear import divide_over_tp
+from megackpt.parallel.mixin import ShardedModule
+from megackpt.parallel.tp_sharding import TpSharding
+
+
+class CausalConv1d(ShardedModule):
+    """Each channel is a weighted sum of a token and the `kernel_size - 1` before it. Local.
+
+    Input and output `[s, b, channels/tp]`: s counts all tokens of the sequences, before which there are
+    zeros. weight `[channels/tp, 1, kernel_size]`, bias `[channels/tp]`.
+
+    Args:
+        channels: names and extents of the components of the channels, such as queries, keys and values. Each
+            is cut over tp and stored as an array of its own.
+        kernel_size: tokens that a filter sees.
+        groups: the ranks around this one.
+        bias: whether there is a bias.
+        dtype: dtype of the parameters.
+        device: where the parameters are.
+
+    Raises:
+        DeclarationError: tp does not divide a component.
+
+    Source: Mamba, section 3.4; stored as in Megatron-Core (`conv1d.weight.x`).
+    """
+
+    def __init__(
+        self,
+        channels: Mapping[str, int],
+        kernel_size: int,
+        groups: ParallelGroups,
+        *,
+        bias: bool = True,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        components = {
+            n: divide_over_tp(f"component {n!r} of channels", s, groups) for n, s in channels.items()
+        }
+        sharding = TpSharding(dim=0, components=components)
+        super().__init__(groups, tp_sharding={"weight": sharding, "bias": sharding})
+        self.local_components = components
+        count = sum(components.values())
+        self.weight = nn.Parameter(torch.empty(count, 1, kernel_size, dtype=dtype, device=device))
+        self.bias = nn.Parameter(torch.zeros(count, dtype=dtype, device=device)) if bias else None
+        nn.init.uniform_(self.weight, -(kernel_size**-0.5), kernel_size**-0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the filtered channels, shaped like `x`."""
+        count, _, kernel_size = self.weight.shape
+        padded = F.pad(x.permute(1, 2, 0), (kernel_size - 1, 0))  # [b, channels/tp, kernel_size - 1 + s]
+        return F.conv1d(padded, self.weight, self.bias, groups=count).permute(2, 0, 1)
+
+    def split(self, x: Tensor) -> tuple[Tensor, ...]:
+        """Return the components of channels `[..., channels/tp]`, in order. Local."""
+        return torch.split_with_sizes(x, list(self.local_components.values()), dim=-1)
