@@ -24,10 +24,12 @@ from models.block_config import (
     SlidingWindow,
 )
 from models.config import GPTConfig
+from models.huggingface_delta_net import delta_net, layers_with_delta_net
 from models.huggingface_experts import deepseek_experts, gpt_oss_experts, mixtral_experts, qwen_experts
 from models.huggingface_fields import WITHOUT_EFFECT, ConfigFields
 from models.huggingface_latent import interleaved, latent_attention
 from models.huggingface_rotary import rotary_by_layer_type, rotary_of
+from models.layer_blocks import LayerBlocks
 
 
 def gpt_config(config: Mapping[str, Any], *, ignored: Collection[str] = ()) -> GPTConfig:
@@ -108,6 +110,20 @@ def _qwen3_moe(fields: ConfigFields) -> GPTConfig:
     attention = replace(_attention_with_biases(fields), qk_norm=True, window=_switched_window(fields))
     model = _decoder(fields, attention, rotary_of(fields))
     return replace(model, moe=qwen_experts(fields, shared=False))
+
+
+def _qwen3_next(fields: ConfigFields) -> GPTConfig:
+    fields.require("use_sliding_window", None, False)
+    attention = replace(_attention_with_biases(fields), qk_norm=True, output_gate=True)
+    model = _decoder(fields, attention, rotary_of(fields, partial=True))
+    model = replace(model, norm=NormConfig(zero_centred=True), moe=qwen_experts(fields, shared=True))
+    sizes, layers = delta_net(fields), layers_with_delta_net(fields)
+    blocks: tuple[LayerBlocks, ...] = tuple(
+        ("delta_net" if has_delta_net else "attention", mlp)
+        for has_delta_net, (_, mlp) in zip(layers, model.blocks, strict=True)
+    )
+    moe = None if model.moe is None else replace(model.moe, layer_freq=1)
+    return replace(model, layer_blocks=blocks, delta_net=sizes if any(layers) else None, moe=moe)
 
 
 def _gpt_oss(fields: ConfigFields) -> GPTConfig:
@@ -286,4 +302,5 @@ _FAMILIES: Mapping[Any, tuple[Callable[[ConfigFields], GPTConfig], Mapping[str, 
     "qwen2_moe": (_qwen2_moe, defaults.QWEN2_MOE),
     "qwen3": (_qwen3, defaults.QWEN3),
     "qwen3_moe": (_qwen3_moe, defaults.QWEN3_MOE),
+    "qwen3_next": (_qwen3_next, defaults.QWEN3_NEXT),
 }

@@ -2,7 +2,8 @@
 
 Only of fields that are read. One that is missing here is null, false, or has to be in the file.
 
-Source: transformers 4.57 and 5.23, `models/*/configuration_*.py`; both have the same values.
+Source: transformers 4.57 and 5.23, `models/*/configuration_*.py`; both have the same
+values. Qwen3-Next: 5.23.
 """
 
 from __future__ import annotations
@@ -83,6 +84,30 @@ QWEN3_MOE: Mapping[str, Any] = {
     "num_experts": 128,
     "num_experts_per_tok": 8,
     "moe_intermediate_size": 768,
+}
+QWEN3_NEXT: Mapping[str, Any] = {
+    **LLAMA,
+    "vocab_size": 151936,
+    "hidden_size": 2048,
+    "intermediate_size": 5632,
+    "num_hidden_layers": 48,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 2,
+    "head_dim": 256,
+    "max_position_embeddings": 32768,
+    "partial_rotary_factor": 0.25,
+    "full_attention_interval": 4,
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "decoder_sparse_step": 1,
+    "moe_intermediate_size": 512,
+    "shared_expert_intermediate_size": 512,
+    "num_experts": 512,
+    "num_experts_per_tok": 10,
+    "norm_topk_prob": True,
 }
 GPT_OSS: Mapping[str, Any] = {
     "vocab_size": 201088,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from typing import Any
 
+from tests.huggingface_delta_net import delta_net_fields
 from tests.huggingface_experts import WITHOUT_LATENT, deepseek_expert_fields, latent_fields
 
 FAMILIES = (
@@ -22,8 +23,12 @@ FAMILIES = (
     "qwen2_moe",
     "qwen3",
     "qwen3_moe",
+    "qwen3_next",
 )
 """Their model types."""
+
+IN_MEGATRON = tuple(family for family in FAMILIES if family != "qwen3_next")
+"""Those with a map to Megatron-Core."""
 
 
 def random_fields(model_type: str, seed: int) -> dict[str, Any]:
@@ -64,10 +69,13 @@ def random_fields(model_type: str, seed: int) -> dict[str, Any]:
         fields["head_dim"] = draw.choice([4, 6, 8])
     if model_type == "llama":
         fields["mlp_bias"] = draw.random() < 0.5
-    if model_type in ("mixtral", "gpt_oss", "qwen3_moe", "qwen2_moe"):
+    if model_type in ("mixtral", "gpt_oss", "qwen3_moe", "qwen2_moe", "qwen3_next"):
         fields |= _experts(draw)
-    if model_type in ("qwen3_moe", "qwen2_moe"):
+    if model_type in ("qwen3_moe", "qwen2_moe", "qwen3_next"):
         fields |= _sparse_layers(draw)
+    if model_type == "qwen3_next":
+        fields |= {"shared_expert_intermediate_size": 22}
+        fields |= delta_net_fields(draw, seed, fields["num_hidden_layers"])
     if model_type == "qwen2_moe":
         fields |= {"shared_expert_intermediate_size": 22, "qkv_bias": draw.random() < 0.5}
     return fields

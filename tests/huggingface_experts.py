@@ -10,9 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from megackpt.mapping import ShardedStateDict
+from tests.huggingface_delta_net import delta_net_fields
 from tests.optim_world import Arrays, tensors_of
 
-FAMILIES = ("mixtral", "qwen2_moe", "qwen3_moe", "gpt_oss", "deepseek_v3")
+FAMILIES = ("mixtral", "qwen2_moe", "qwen3_moe", "qwen3_next", "gpt_oss", "deepseek_v3")
 
 
 def random_config(family: str, seed: int) -> Any:
@@ -76,6 +77,11 @@ def _qwen3(draw: random.Random, seed: int) -> dict[str, Any]:
     return _qwen(draw, seed) | window | {"attention_bias": draw.random() < 0.5}
 
 
+def _qwen3_next(draw: random.Random, seed: int) -> dict[str, Any]:
+    shared = {"shared_expert_intermediate_size": draw.choice([6, 14])}
+    return _qwen(draw, seed) | shared | delta_net_fields(draw, seed, layers=3)
+
+
 def _gpt_oss(draw: random.Random, seed: int) -> dict[str, Any]:
     return {
         "swiglu_limit": draw.choice([0.5, 1.5]),  # some values are clamped
@@ -132,7 +138,13 @@ def deepseek_expert_fields(draw: random.Random, seed: int) -> dict[str, Any]:
     }
 
 
-_FIELDS = {"mixtral": _mixtral, "qwen2_moe": _qwen2, "qwen3_moe": _qwen3, "gpt_oss": _gpt_oss}
+_FIELDS = {
+    "mixtral": _mixtral,
+    "qwen2_moe": _qwen2,
+    "qwen3_moe": _qwen3,
+    "qwen3_next": _qwen3_next,
+    "gpt_oss": _gpt_oss,
+}
 
 
 def randomise(module: nn.Module, seed: int) -> None:

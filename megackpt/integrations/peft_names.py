@@ -215,7 +215,7 @@ def _experts_of(made: RegionMap) -> dict[str, PeftModule]:
 
 
 def _module(name: str, pairs: Sequence[RegionPair], shape: tuple[int, ...]) -> PeftModule | None:
-    """Return a module with a matrix of these pairs; None if it is no linear layer of ours."""
+    """Return a module with a matrix of these pairs; None if it cannot have an adapter."""
     matches = [_WEIGHT.fullmatch(pair.left.key) for pair in pairs]
     axes = {pair.axes for pair in pairs}
     if None in matches or axes not in ({(0, 1)}, {(1, 0)}):
@@ -229,6 +229,8 @@ def _module(name: str, pairs: Sequence[RegionPair], shape: tuple[int, ...]) -> P
         return None
     in_order = sorted(zip(pairs, matches, strict=True), key=lambda both: both[0].right.box.start[out])
     rows = tuple((m["component"] or "", p.right.box.shape[out]) for p, m in in_order if m)
+    if len({component for component, _ in rows}) < len(rows):
+        return None  # rows of components by turns
     (target,) = targets
     if len(rows) == 1 and rows[0][0]:
         target = f"{target}.{rows[0][0]}"

@@ -89,6 +89,7 @@ _BUILT_IN = {
     "qwen2_moe": "megackpt.maps.families.experts:QWEN2_MOE",
     "qwen3": "megackpt.maps.families.llama:QWEN3",
     "qwen3_moe": "megackpt.maps.families.experts:QWEN3_MOE",
+    "qwen3_next": "megackpt.maps.families.qwen3_next:QWEN3_NEXT",
     "t5": "megackpt.maps.families.t5:T5",
 }
 """The built-in families by name, as module and attribute."""

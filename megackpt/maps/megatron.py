@@ -26,6 +26,7 @@ _LAYER = re.compile(r"decoder\.layers\.(?P<number>\d+)\.(?P<name>.+)")
 _COMPONENT = re.compile(r"(?P<fused>.+\.(?:weight|bias))\.(?P<component>q|k|v|gate|up)")
 _SINGLETON = re.compile(r".*\.(linear_fc1\.(weight|bias)_[wv]|experts\.experts\.\d+\..*)")
 _NORM = re.compile(r".*layernorm\.weight")
+_WITHOUT_MAP = re.compile(r".*\.self_attention\.(in_proj\..+|linear_qkv\.(weight|bias)\.gate)")
 _OF_MODEL = re.compile(r"(decoder|embedding|output_layer)\.(?!.*_extra_state).*")
 
 # The first is written, or the second for the names of `_WRITTEN_APART`.
@@ -132,8 +133,16 @@ def megatron_map(
             (`layernorm_zero_centered_gamma`) and the model of ours does not, which no key tells.
 
     Raises:
-        MapError: the checkpoint has no array for one of ours, or the heads do not fit the arrays.
+        MapError: the checkpoint has no array for one of ours, the heads do not fit the arrays, or the model
+            has gated delta nets or attention with an output gate.
     """
+    without_map = sorted(key for key in ours if _WITHOUT_MAP.fullmatch(key))
+    if without_map:
+        raise MapError(
+            f"{without_map[0]!r}: there is no map to Megatron-Core for gated delta nets and for attention "
+            "with an output gate. Give a checkpoint in our names.",
+            key=without_map[0],
+        )
     checkpoint = _Checkpoint(frozenset(keys), prefix, any(_SINGLETON.fullmatch(key) for key in keys))
     right: dict[str, MappedArray] = {}
     pairs = []

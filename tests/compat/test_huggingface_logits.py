@@ -2,7 +2,8 @@
 
 Tolerance, `RELATIVE`: both compute in float32, in another order. Errors of rounding are about 2^-24 = 6e-8 of
 a value for each of some ten operations in a row; 1e-5 of the largest logit leaves room for 3 to 4 layers of
-them. A wrong norm, position, window or cap is off by parts of a hundred.
+them. A wrong norm, position, window or cap is off by parts of a hundred. A recurrence
+carries errors from token to token: 1e-4 there.
 """
 
 from __future__ import annotations
@@ -11,7 +12,14 @@ import pytest
 
 from megackpt.parallel import ParallelLayout
 from megackpt.testing.ranks import RankPool
-from tests.huggingface_models import FAMILIES, SEEDS, assert_close, logits, reference
+from tests.huggingface_models import (
+    FAMILIES,
+    SEEDS,
+    assert_close,
+    logits,
+    reference,
+    relative_error_of,
+)
 
 pytest.importorskip("transformers", reason="the extra huggingface is not installed")
 
@@ -21,7 +29,7 @@ pytest.importorskip("transformers", reason="the extra huggingface is not install
 def test_logits_are_those_of_transformers(family: str, seed: int) -> None:
     config, arrays, expected = reference(family, seed)
     weights = {key: array.numpy() for key, array in arrays.items()}
-    assert_close(logits(config, weights, ParallelLayout()), expected)
+    assert_close(logits(config, weights, ParallelLayout()), expected, relative_error_of(config))
 
 
 @pytest.mark.one_in(3)
@@ -36,7 +44,9 @@ def test_logits_of_several_ranks_are_those_of_transformers(
     rank_pool: RankPool, family: str, layout: ParallelLayout, sequence_parallel: bool
 ) -> None:
     config, arrays, expected = reference(family, 0)
+    if config.delta_net is not None and layout.cp > 1:
+        pytest.skip("the state of a token needs all tokens before it: an error of check_layout")
     weights = {key: array.numpy() for key, array in arrays.items()}
     for actual in rank_pool.run(logits, 4, config, weights, layout, sequence_parallel):
         if actual is not None:
-            assert_close(actual, expected)
+            assert_close(actual, expected, relative_error_of(config))

@@ -32,12 +32,14 @@ def _theirs(config: Any) -> nn.Module:
     from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
     from transformers.models.qwen2_moe.modeling_qwen2_moe import Qwen2MoeSparseMoeBlock
     from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
+    from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextSparseMoeBlock
 
     return {
         "mixtral": MixtralSparseMoeBlock,
         "qwen2_moe": Qwen2MoeSparseMoeBlock,
         "qwen3_moe": Qwen3MoeSparseMoeBlock,
         "gpt_oss": GptOssMLP,
+        "qwen3_next": Qwen3NextSparseMoeBlock,
         "deepseek_v3": DeepseekV3MoE,
     }[config.model_type](config)
 

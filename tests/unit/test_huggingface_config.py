@@ -33,7 +33,7 @@ YARN = {"rope_type": "yarn", "factor": 4.0}
 @pytest.mark.parametrize(
     ("config", "changes", "message"),
     [
-        (LLAMA, {"model_type": "opt"}, r"model_type 'opt' is not supported; deepseek_v3.*qwen3_moe are"),
+        (LLAMA, {"model_type": "opt"}, r"model_type 'opt' is not supported; deepseek_v3.*qwen3_moe.* are"),
         (LLAMA, {"model_type": None}, r"model_type None is not supported"),
         (LLAMA, {"model_type": ["llama"]}, r"model_type \['llama'\] is not supported"),
         (LLAMA, {"model_type": "gemma3", "text_config": {}}, r"'gemma3' is not supported.*its text_config"),

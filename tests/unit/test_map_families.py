@@ -159,6 +159,11 @@ DEFAULTED = (
     "attention_bias",
     "decoder_sparse_step",
     "head_dim",
+    "linear_conv_kernel_dim",
+    "linear_key_head_dim",
+    "linear_num_key_heads",
+    "linear_num_value_heads",
+    "linear_value_head_dim",
     "mlp_bias",
     "mlp_only_layers",
     "n_inner",
@@ -174,7 +179,7 @@ def test_entries_that_are_left_out_have_the_defaults_of_transformers(model_type:
     transformers = pytest.importorskip("transformers")
     fields = {} if model_type == "gpt2" else {"hidden_size": 4 * 64, "num_attention_heads": 64}
     config = transformers.AutoConfig.for_model(model_type, **fields).to_dict()
-    config |= {"num_hidden_layers": 2, "n_layer": 2}
+    config |= {"num_hidden_layers": 2, "n_layer": 2, "layer_types": ["linear_attention", "full_attention"]}
     complete = family_of(config).region_map(config)
     for name in DEFAULTED:
         left_out = {key: value for key, value in config.items() if key != name}

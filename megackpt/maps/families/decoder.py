@@ -10,6 +10,15 @@ from megackpt.maps.rules import Rule
 OURS, THEIRS = "decoder.layers.{layer}.", "model.layers.{layer}."
 
 
+_QKV = (("q", "q", "q", ""), ("k", "k", "k", ""), ("v", "v", "k", ""))
+_GATED_QKV = (
+    ("q", "q", "(heads d)", "(heads d@0/2d)"),
+    ("gate", "q", "(heads d)", "(heads d@d/2d)"),
+    *_QKV[1:],
+)
+"""Component of ours, projection of theirs, its axis, and that of theirs if it is another one."""
+
+
 def layer_rule(ours: str, theirs: str, axes: str, layers: Sequence[int], their_axes: str = "") -> Rule:
     """Return the rule of one array of each layer, by its names inside of the layer."""
     return Rule(
@@ -48,18 +57,23 @@ def attention_rules(
     qkv_bias: bool | None = None,
     output_bias: bool | None = None,
     has_qk_norm: bool = False,
+    has_output_gate: bool = False,
 ) -> list[Rule]:
-    """Return the rules of attention; None takes the config's `attention_bias`."""
+    """Return the rules of attention; None takes the config's `attention_bias`.
+
+    An output gate is in the projection of queries, rows of each head after those of its query.
+    """
     bias = bool(config.get("attention_bias"))
     qkv, output = (bias if choice is None else choice for choice in (qkv_bias, output_bias))
     rules = [
         layer_rule("self_attention.linear_proj.weight", "self_attn.o_proj.weight", "h q", layers),
     ]
-    for part, axis in (("q", "q"), ("k", "k"), ("v", "k")):
-        ours, theirs = "self_attention.linear_qkv", f"self_attn.{part}_proj"
-        rules.append(layer_rule(f"{ours}.weight.{part}", f"{theirs}.weight", f"{axis} h", layers))
+    for part, projection, axis, their_axis in _GATED_QKV if has_output_gate else _QKV:
+        ours, theirs = "self_attention.linear_qkv", f"self_attn.{projection}_proj"
+        their_axes = f"{their_axis} h" if their_axis else ""
+        rules.append(layer_rule(f"{ours}.weight.{part}", f"{theirs}.weight", f"{axis} h", layers, their_axes))
         if qkv:
-            rules.append(layer_rule(f"{ours}.bias.{part}", f"{theirs}.bias", axis, layers))
+            rules.append(layer_rule(f"{ours}.bias.{part}", f"{theirs}.bias", axis, layers, their_axis))
     if output:
         rules.append(layer_rule("self_attention.linear_proj.bias", "self_attn.o_proj.bias", "h", layers))
     if has_qk_norm:

@@ -50,40 +50,42 @@ def mixtral_rules(config: Config, keys: Collection[str]) -> FamilyRules:
 def qwen2_moe_rules(config: Config, keys: Collection[str]) -> FamilyRules:
     """Return the rules of Qwen2-MoE, which has a gated shared expert, and biases of queries, keys, values."""
     config = with_defaults(config, keys, num_key_value_heads=16, qkv_bias=True)
-    made = _qwen_rules(config, keys, qkv_bias=bool(config["qkv_bias"]), output_bias=False)
-    sparse = layers_with_experts(config)
-    if not sparse:
-        return made
-    sizes = {**made.sizes, "s": size_of(config, "shared_expert_intermediate_size")}
-    return FamilyRules((*made.rules, *shared_expert_rules(sparse)), sizes)
+    layers = range(count_of(config, "num_hidden_layers"))
+    attention = attention_rules(config, layers, qkv_bias=bool(config["qkv_bias"]), output_bias=False)
+    return qwen_rules(config, keys, attention, has_shared_expert=True)
 
 
 @prefix_is_optional("model.")
 def qwen3_moe_rules(config: Config, keys: Collection[str]) -> FamilyRules:
     """Return the rules of Qwen3-MoE, whose queries and keys pass a norm."""
-    return _qwen_rules(with_defaults(config, keys, num_key_value_heads=4), keys, has_qk_norm=True)
+    config = with_defaults(config, keys, num_key_value_heads=4)
+    layers = range(count_of(config, "num_hidden_layers"))
+    return qwen_rules(config, keys, attention_rules(config, layers, has_qk_norm=True))
 
 
-def _qwen_rules(
-    config: Config,
-    keys: Collection[str],
-    *,
-    qkv_bias: bool | None = None,
-    output_bias: bool | None = None,
-    has_qk_norm: bool = False,
+def qwen_rules(
+    config: Config, keys: Collection[str], attention: Sequence[Rule], *, has_shared_expert: bool = False
 ) -> FamilyRules:
+    """Return the rules of a Qwen model, some or all layers of which have experts.
+
+    Args:
+        config: its config.
+        keys: of the folder; none for one to be written.
+        attention: the rules of what mixes the tokens.
+        has_shared_expert: whether layers with experts have a gated shared one, too.
+    """
     layers, sparse = range(count_of(config, "num_hidden_layers")), layers_with_experts(config)
     dense = [layer for layer in layers if layer not in sparse]
-    rules = [*outer_rules(config), *norm_rules(layers)]
-    rules += attention_rules(
-        config, layers, qkv_bias=qkv_bias, output_bias=output_bias, has_qk_norm=has_qk_norm
-    )
+    rules = [*outer_rules(config), *norm_rules(layers), *attention]
     sizes = decoder_sizes(config)
     if dense:
         rules += gated_mlp_rules(dense)
     if sparse:
         rules += expert_rules(sparse, keys, _QWEN)
         sizes |= {"e": size_of(config, "moe_intermediate_size"), "expert": _number_of_experts(config)}
+    if sparse and has_shared_expert:
+        rules += shared_expert_rules(sparse)
+        sizes["s"] = size_of(config, "shared_expert_intermediate_size")
     return FamilyRules(tuple(rules), sizes)
 
 
