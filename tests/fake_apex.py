@@ -99,6 +99,24 @@ class FusedSGD(torch.optim.Optimizer):
                 p.sub_(group["lr"] * buffer)
 
 
+class FusedAdagrad(torch.optim.Optimizer):
+    """Sums have the dtype of the parameter; there is no step."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr, "eps": 1e-10, "weight_decay": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                state = self.state[p]
+                if len(state) == 0:
+                    state["sum"] = torch.zeros_like(p.data)
+                grad = p.grad + group["weight_decay"] * p
+                state["sum"].addcmul_(grad, grad)
+                p.sub_(group["lr"] * grad / (state["sum"].sqrt() + group["eps"]))
+
+
 class FusedLAMB(torch.optim.Optimizer):
     """Moments have the dtype of the parameter."""
 

@@ -48,14 +48,14 @@ class Kind:
         declare: `sharded_state_dict` of the optimizer, with the model's, whether it loads, and the groups.
         restore: `load_sharded_state_dict`.
         dtype: of the parameters.
-        after_step: called with the optimizers of all ranks of one dp group after their steps.
+        after_step: called with all ranks after their steps.
     """
 
     make: Callable[[list[Parameter], ParallelGroups], Any]
     declare: Callable[[Any, ShardedStateDict, bool, ParallelGroups], ShardedStateDict]
     restore: Callable[[Any, Any], None]
     dtype: torch.dtype = torch.bfloat16
-    after_step: Callable[[Sequence[Any]], None] = lambda optimizers: None
+    after_step: Callable[[Sequence[Rank]], None] = lambda ranks: None
 
 
 class Rank:
@@ -102,10 +102,13 @@ def train(ranks: Sequence[Rank], steps: range) -> None:
     for number in steps:
         for rank in ranks:
             rank.step(number)
-        for first in ranks:
-            if first.groups.dp.rank == 0:
-                equal = [r for r in ranks if (r.groups.tp.rank, r.groups.pp.rank) == _model_rank(first)]
-                first.kind.after_step([r.optimizer for r in equal])
+        ranks[0].kind.after_step(ranks)
+
+
+def along(ranks: Sequence[Rank], axis: str) -> list[list[Rank]]:
+    """Return the ranks of each process group along an axis of `ParallelGroups`, such as "dp"."""
+    groups = {getattr(rank.groups, axis).ranks for rank in ranks}
+    return [[ranks[number] for number in members] for members in sorted(groups)]
 
 
 def arrays_of(ranks: Sequence[Rank]) -> Arrays:
@@ -161,10 +164,6 @@ def are_close(first: Arrays, second: Arrays) -> bool:
         torch.allclose(first[key], second[key], rtol=2**-4, atol=2**-17 * float(first[key].abs().max()))
         for key in keys
     )
-
-
-def _model_rank(rank: Rank) -> tuple[int, int]:
-    return rank.groups.tp.rank, rank.groups.pp.rank
 
 
 _IN_DOCS = {"state": "state exact, steps not", "MismatchError": "`MismatchError`"}

@@ -159,9 +159,9 @@ def _run_one(
             save(_declare(job, optimizers), path)
     except CheckpointError as error:
         return type(error).__name__
-    saved = _copy(_declare(job, optimizers))
+    saved = copies_of(_declare(job, optimizers))
     _train(job, optimizers, range(SAVED_AFTER, STEPS))
-    return saved, _copy(_declare(job, optimizers))
+    return saved, copies_of(_declare(job, optimizers))
 
 
 def _declare(job: DenseJob | MoeJob, optimizers: Sequence[MasterOptimizer]) -> ShardedStateDict:
@@ -177,7 +177,8 @@ def _train(job: DenseJob | MoeJob, optimizers: Sequence[MasterOptimizer], steps:
             optimizer.zero_grad()
 
 
-def _copy(state: ShardedStateDict) -> list[ShardedTensor]:
+def copies_of(state: ShardedStateDict) -> list[ShardedTensor]:
+    """Return copies of every tensor that a rank stores."""
     copies = []
     for tensor in tensors_of(state):
         data: Tensor | None = tensor.data

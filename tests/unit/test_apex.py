@@ -54,6 +54,7 @@ WHOLE: dict[str, tuple[Build, torch.dtype]] = {
         lambda p: fake_apex.FusedAdam(p, capturable=True, master_weights=True),
         torch.bfloat16,
     ),
+    "FusedAdagrad": (lambda p: fake_apex.FusedAdagrad(p), torch.float32),
     "FusedSGD": (lambda p: fake_apex.FusedSGD(p), torch.float32),
     "FusedLAMB": (lambda p: fake_apex.FusedLAMB(p), torch.float32),
     "FusedNovoGrad": (lambda p: fake_apex.FusedNovoGrad(p), torch.float32),
@@ -521,6 +522,25 @@ def test_halfway_cases_of_another_optimizer_get_the_weight_of_their_remainder() 
     load_sharded_state_dict(optimizer, {**state, "state": masters, "param_group_of": {}})
     remainders = optimizer.state["buckets"][0].param_remainders_shard[:24]
     assert torch.equal(join_master(params[0][0].detach().view(-1), remainders), halfway)
+
+
+def test_the_scale_of_a_float16_fragment_is_the_same_when_it_is_scaled_again() -> None:
+    """For every mantissa of its largest value; so codes and scales are exact at the same fragments."""
+    largest_code = torch.tensor(torch.finfo(torch.float16).max / 2)
+    largest = torch.arange(0x3F800000, 0x40000000, dtype=torch.int32).view(torch.float32)
+    scale = largest / largest_code
+    code = (largest * scale.reciprocal()).half()
+    assert bool((code.float() == largest_code).all())
+    assert torch.equal(code.float() * scale / largest_code, scale)
+
+
+def test_distributed_lamb_is_an_error_with_the_reason() -> None:
+    class DistributedFusedLAMB(torch.optim.SGD):
+        pass
+
+    params = make_params(0, torch.float16)
+    with pytest.raises(DeclarationError, match="by the gradients of its first backward pass"):
+        sharded_state_dict(DistributedFusedLAMB(params), declare(params))
 
 
 def test_scaled_states_are_stored_as_float32_and_scaled_again() -> None:

@@ -40,7 +40,7 @@ def sharded_state_dict(
     its optimizers load the same checkpoints.
 
     Args:
-        optimizer: FusedAdam, FusedSGD, FusedLAMB, FusedNovoGrad, FusedMixedPrecisionLamb or
+        optimizer: FusedAdam, FusedAdagrad, FusedSGD, FusedLAMB, FusedNovoGrad, FusedMixedPrecisionLamb or
             DistributedFusedAdam.
         model_sharded_state_dict: of the model; its entities wrap the parameters.
         is_loading: whether to create state that a new optimizer does not have yet, with moments in their own
@@ -92,6 +92,13 @@ def load_sharded_state_dict(optimizer: Optimizer, loaded: StateDict) -> None:
 
 
 def _whole_kind(optimizer: Optimizer) -> WholeKind:
+    if "DistributedFusedLAMB" in {cls.__name__ for cls in type(optimizer).__mro__}:
+        raise DeclarationError(
+            "DistributedFusedLAMB is not supported: it orders parameters in its flat buffers (fp32_p, "
+            "fp32_m, fp32_v) by the gradients of its first backward pass, so a new one does not know yet "
+            "which elements it has, and a load could not fill it. Its own state dict has these buffers of "
+            "one rank, without the order. Use FusedLAMB or FusedMixedPrecisionLamb, or megackpt.optim."
+        )
     kind = whole_kind_of(optimizer)
     if kind is None:
         known = ", ".join([*(k.name for k in KINDS), "DistributedFusedAdam"])

@@ -1,7 +1,7 @@
 """Apex's optimizers that keep whole parameters.
 
-They are FusedAdam, FusedSGD, FusedLAMB, FusedNovoGrad and FusedMixedPrecisionLamb. Their step is in the
-group; their masters, if any, are in plain attributes that no state dict has.
+They are FusedAdam, FusedAdagrad, FusedSGD, FusedLAMB, FusedNovoGrad and FusedMixedPrecisionLamb. Their step
+is in the group; their masters, if any, are in plain attributes that no state dict has.
 """
 
 from __future__ import annotations
@@ -70,6 +70,7 @@ KINDS = (
         dtype=_float32_where_reduced,
         masters="param_groups_full_precision",
     ),
+    WholeKind(name="FusedAdagrad", states=("sum",), dtype=_dtype_of_param),
     WholeKind(name="FusedLAMB", states=_MOMENTS, dtype=_dtype_of_param),
     WholeKind(name="FusedSGD", states=("momentum_buffer",), dtype=_dtype_of_param, starts_at_zero=False),
     WholeKind(
