@@ -56,7 +56,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "parallel": {"mapping", "geometry", "comm", "errors"},
     "optim": {"parallel", "mapping", "geometry", "comm", "errors"},
     "training_state": {"parallel", "mapping", "geometry", "comm", "errors"},
-    # Other libraries' names over our core: at the rim, imported by nobody.
+    # Other libraries' names over our core: at the rim.
     "compat": {
         "api", "engine", "formats", "validation", "mapping", "metadata", "codec", "optim", "comm", "storage",
         "options", "errors",
@@ -64,8 +64,9 @@ MAY_IMPORT: dict[str, set[str]] = {
     # Other libraries' tensors and interfaces, likewise. DCP's protocols stand over planning and engine:
     # DCP brings the ranks together itself, where `api` would.
     "integrations": {
-        "api", "maintenance", "engine", "formats", "validation", "planning", "optim", "parallel", "maps",
-        "mapping", "metadata", "geometry", "codec", "comm", "storage", "options", "notices", "errors",
+        "compat", "checkpointer", "api", "maintenance", "engine", "formats", "validation", "planning",
+        "optim", "parallel", "maps", "mapping", "metadata", "geometry", "codec", "comm", "storage", "options",
+        "notices", "errors",
     },
     # A user of the whole, and of peers; it wraps stores and strategies, and looks into the engine.
     "bench": {

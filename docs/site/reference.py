@@ -30,6 +30,7 @@ PARTS = {
     "megackpt.compat.megatron": "The module paths of Megatron-Core's dist_checkpointing.",
 }
 MODULES = {
+    "megackpt.integrations.megatron_lm": "Megatron-LM's local checkpoints in tiers.",
     "megackpt.integrations.xla": "Planners for torch_xla.",
     "megackpt.testing.world": "A simulated world: many ranks in one process.",
     "megackpt.testing.ranks": "Real worker ranks for tests.",

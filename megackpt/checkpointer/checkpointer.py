@@ -97,6 +97,7 @@ class Checkpointer(Run):
         async_save: whether `save` returns before the step is committed.
         on_error: the argument.
         verify_after_save: the argument.
+        save_options: how steps are saved, with the deadline `timeout_s` if that is given.
         last_load: the step that the last `load` used, with a report; None before a load.
         last_report: the report on this rank's last `load` or `load_from`, as of `load_with_report`; None
             before one, and after a `load` with tiers.
@@ -137,7 +138,7 @@ class Checkpointer(Run):
         self.last_report: LoadReport | None = None
         async_options = async_options_of(async_save)
         self.async_save = async_options is not None
-        self._save_options, self._load_options = options_of(save_options, load_options, timeout_s)
+        self.save_options, self._load_options = options_of(save_options, load_options, timeout_s)
         self._groups = groups_of(group)
         trusted = self._load_options.allow_unsafe_pickle
         super().__init__(root, objects=objects, allow_unsafe_pickle=trusted)
@@ -150,7 +151,7 @@ class Checkpointer(Run):
             tiers=self.tiers,
             on_error=on_error,
             verify_after_save=verify_after_save,
-            save_options=self._save_options,
+            save_options=self.save_options,
             load_options=self._load_options,
         )
         self._is_compared = False
@@ -188,7 +189,7 @@ class Checkpointer(Run):
             DeclarationError: ranks pass different steps, or have different options.
             RankFailedError: a rank did not answer before the deadline.
         """
-        group = self._ranks(self._save_options.timeout_s)
+        group = self._ranks(self.save_options.timeout_s)
         return self._parts.trigger.should_save(checked_step(step), group)
 
     def maybe_save(
@@ -274,7 +275,7 @@ class Checkpointer(Run):
                 store rejected the save, or the step is damaged.
         """
         step = checked_step(step)
-        group = self._ranks(self._save_options.timeout_s)
+        group = self._ranks(self.save_options.timeout_s)
         destinations = self._parts.step_saving.destinations(step, to_root, group)
         request = self._request(state, content_metadata, sharded_strategy, group)
         equal_arguments = {"step": step, "metrics given": metrics is not None}
@@ -297,7 +298,7 @@ class Checkpointer(Run):
             CheckpointError: as `save` does before anything is written.
         """
         if self._async_saving is not None:
-            group = self._ranks(self._save_options.timeout_s)
+            group = self._ranks(self.save_options.timeout_s)
             self._async_saving.warm_up(self._request(state, content_metadata, sharded_strategy, group), group)
 
     def wait_staged(self) -> None:
@@ -326,7 +327,7 @@ class Checkpointer(Run):
         request = save_request(
             state,
             strategy,
-            options=self._save_options,
+            options=self.save_options,
             group=group,
             content_metadata=content_metadata,
             plans=self._plans,
