@@ -1,7 +1,7 @@
-"""How a rank detects that its writer process is stuck: by its messages and by the bytes that it moves.
+"""How a rank detects that its writer process is stuck: no messages, and no bytes read or written.
 
-`Heartbeat` runs in the writer process, `ProgressWatch` in the rank that has started it. `process` decides how
-long a process may show no progress, and what is done then.
+`Heartbeat` runs in the writer process, `ProgressWatch` in the rank that has started it. `process` decides
+how long a process may make no progress, and what happens then.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ BEAT_S = 1.0
 
 
 class Heartbeat:
-    """Sends the rank a message that this process works or waits for others, at most once in BEAT_S.
+    """Tells the rank that this process works or waits for others, at most once in BEAT_S.
 
     Any thread may use it.
     """
@@ -35,14 +35,14 @@ class Heartbeat:
             if now - self._last < BEAT_S:
                 return
             self._last = now
-        self._send(AliveMessage())
+        self._send(AliveMessage())  # without the lock: a full pipe blocks
 
 
 class ProgressWatch:
-    """Measures for how long a process has shown no progress. For one thread, which checks once in BEAT_S.
+    """Measures for how long a process has made no progress. For one thread, which checks once in BEAT_S.
 
-    It counts checks and reads no clock: while this process is itself stopped, by a scheduler or a debugger,
-    it sees nothing of the other, and must not conclude anything from that.
+    It counts checks and reads no clock. If this process is stopped itself, by a scheduler or a debugger,
+    the clock goes on, and the other process would look stuck.
 
     Attributes:
         silent_s: for how long, in seconds.

@@ -1,7 +1,8 @@
 """The steps of a writer process for one save, into a root or into a tier.
 
-The steps are those of a synchronous save: open the store, write, commit, verify; then the training does what
-follows a commit.
+They are those of a synchronous save: open the store, write, commit, verify. Then the training process does
+    the
+work that follows a commit.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ class StagedJob:
 def carry_out(
     staged: StagedJob, group: Group, trainer: TrainerConnection, *, hook: StoreHook | None, timeout_s: float
 ) -> None:
-    """Write this rank's part of a save; when all ranks have, commit, and follow up. Collective.
+    """Write this rank's part of a save; when all ranks have done so, commit, and follow up. Collective.
 
     Args:
         staged: the staged rows to write.

@@ -1,7 +1,7 @@
 """Messages between a rank and its writer process.
 
-They go through a pipe between a process and its own child. Only here are objects pickled: never into a
-checkpoint, and never out of one.
+They go through a pipe between a process and its own child, as pickles. No other part of a save or load
+pickles objects of a checkpoint.
 """
 
 from __future__ import annotations

@@ -50,9 +50,9 @@ _END_S = 5.0
 _MAX_PLANS = 8  # that the process keeps
 _LOOK_EVERY_S = 1.0
 _GRACE_S = 3.0
-"""How long a writer may be stuck after its time is up, or other ranks have given it up, before it is killed.
+"""How long a stuck writer process lives on after its deadline, or after other ranks have given up.
 
-Other ranks have more information about the failure, so they should report it first.
+Other ranks know more about the failure, so their error should come first.
 """
 _STUCK_ADVICE = " Look at the disk or mount that it writes to. Raise timeout_s if that is only slow."
 
@@ -191,7 +191,7 @@ class WriterProcess:
         return cancelled
 
     def abort(self, attempt: str, error: BaseException) -> bytes:
-        """Make a save fail on other ranks, as this rank does not copy its state; return the encoded error."""
+        """Make a save fail on all ranks because this rank cannot copy its state; return the encoded error."""
         data = encode_error(common_error({self._rank: encode_error(error)}, "copying its state"))
         if self._host is not None:
             self._host.abort(store_prefix(attempt), data)
@@ -199,6 +199,7 @@ class WriterProcess:
 
     def room_from(self, position: int) -> int:
         """Return up to which position the stream may be written; see `StreamReader`."""
+        # No deadline of its own: the receiving thread kills a process that makes no progress.
         with self._lock:
             self._changed.wait_for(
                 lambda: self._is_lost or not self._jobs or self._consumed + self._capacity > position
@@ -331,7 +332,7 @@ class WriterProcess:
             self._process.kill()
 
     def _has_ended(self, most_s: float | None = None) -> bool:
-        """Wait a while for the end of the process; one that is stuck in the kernel cannot be killed."""
+        """Return whether the process ends within most_s; one that is stuck in the kernel cannot be killed."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(_END_S if most_s is None else most_s)
         return self._process.returncode is not None

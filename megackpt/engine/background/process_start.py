@@ -1,7 +1,7 @@
-"""Starting a writer process: a new interpreter that does not trust the current directory.
+"""Starts a writer process: a new interpreter that does not trust the current directory.
 
-Training is often started in a directory that others can write to. So the process imports no module from there
-that the standard library or an installed package has, too.
+Training is often started in a directory that others can write to. So a module in that directory never takes
+the place of one of the standard library or of an installed package.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ main(settings)
 def start_writer(
     kind: tuple[int, str | None, str | None], memory: int
 ) -> tuple[subprocess.Popen[bytes], Connection]:
-    """Start the process. It is a new interpreter, as a fork would copy locks and handles of devices."""
+    """Start the process. It is a new interpreter: a fork would copy locks and handles of devices."""
     ours, theirs = socket.socketpair()
     with theirs:
         settings = {

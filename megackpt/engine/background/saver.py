@@ -43,8 +43,12 @@ class _StagedCopy:
 class AsyncSaver:
     """The asynchronous saves of one training run, one after the other.
 
-    On each rank a writer process is started at once, and lives until `close`. A saver that is garbage is
-    closed, at the latest when the interpreter ends. hook is for tests, see `jobs.StoreHook`.
+    The constructor starts a writer process on each rank, which lives until `close`. A saver that is garbage
+    is closed, at the latest when the interpreter ends.
+
+    Args:
+        options: how saves are made.
+        hook: for tests, see `jobs.StoreHook`.
     """
 
     def __init__(self, options: AsyncOptions, *, hook: str | None = None) -> None:
@@ -120,8 +124,8 @@ class AsyncSaver:
     ) -> int:
         """Plan and stage a state for some destinations; return when it may change.
 
-        Collective, after `may_save` or `turn`, with the same destinations on all ranks. The state is copied
-        once for destinations that follow each other and take the same bytes, if all of it fits in memory.
+        Collective, after `may_save` or `turn`, with the same destinations on all ranks. Destinations that
+        follow each other and take the same bytes share one copy of the state, if all of it fits in memory.
 
         Args:
             destinations: where the state is saved; the first ones first.
@@ -131,13 +135,13 @@ class AsyncSaver:
                 error, this save goes on. None leaves the error for the next call.
 
         Returns:
-            For how many destinations a save is under way: not for those whose `on_failure` has handled the
-            error of planning.
+            For how many destinations a save is under way. A destination whose `on_failure` has handled an
+            error of planning does not count.
 
         Raises:
             CheckpointError: the same on every rank: an earlier save has failed, or this save fails for a
-                destination; it goes on for those before. On one rank only: its bytes could not be copied; the
-                other ranks raise an error at the next call.
+                destination. It goes on for the destinations before that one. If the state cannot be copied
+                on one rank, only that rank raises an error; the other ranks raise one at the next call.
         """
         prepared: list[tuple[Destination, PreparedSave]] = []
         status: Callable[[], WriterStatus] | None
@@ -188,7 +192,7 @@ class AsyncSaver:
         self.poll()
 
     def poll(self) -> None:
-        """Raise the error of a save that has failed; return at once if there is none. Local.
+        """Raise the error of a save that has failed; never wait. Local.
 
         Raises:
             CheckpointError: a save has failed since the last call that raises such errors.

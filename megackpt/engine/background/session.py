@@ -2,9 +2,9 @@
 
 A session starts another process if one has ended, sizes the memory, and connects the writers of all ranks.
 
-Starting a process takes seconds of a processor, most of them to import torch. So a writer process that is
-no longer used is kept, without staging memory, for the next saver with the same options. It ends with this
-process.
+The start of a process takes seconds of processor time, most of them for the import of torch. So a process
+that is no longer used waits, without staging memory, for the next saver with the same options. It ends with
+this process.
 """
 
 from __future__ import annotations

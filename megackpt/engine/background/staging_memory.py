@@ -52,9 +52,9 @@ class StagingMemory:
         return self._array
 
     def resize(self, nbytes: int) -> None:
-        """Change the size, and make all pages present: a first copy into absent pages is 10 times slower.
+        """Change the size, and touch all pages: a first copy into untouched pages is 10 times slower.
 
-        The content is lost, and nobody may use the memory meanwhile. Any thread may call this.
+        The content is lost. Nobody may use the memory during the call. Any thread may call this.
 
         Raises:
             StorageError: there is not enough memory.
@@ -164,7 +164,7 @@ class StreamReader(Protocol):
 
 
 class StreamClosedError(Exception):
-    """The reader has failed, so the rest of the stream is of no use; the reader reports its own error."""
+    """The reader has failed, so nobody needs the rest of the stream. The reader reports its own error."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -190,8 +190,9 @@ def copy_rows(
 ) -> None:
     """Copy rows into a ring of memory, `[capacity]`; if they do not fit, wait for the reader to free memory.
 
-    If all rows fit, the copy is reported once, at its end: a reader that begins earlier would take processor
-    time from it. If they do not fit, progress is reported after each quarter of the memory.
+    If all rows fit, the copy is reported once, at its end: a reader that began earlier would take processor
+        time
+    from the copy. If they do not fit, progress is reported after each quarter of the memory.
 
     Raises:
         StreamClosedError: see `StreamReader`.

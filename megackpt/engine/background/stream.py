@@ -1,7 +1,7 @@
 """The stream of bytes that a rank stages, as its writer process reads it.
 
-The stream passes through the staging memory: the writer waits until bytes are there, and reports which memory
-is free again. How the rank writes it is in `staging_memory`.
+The stream passes through the staging memory. The writer process waits until bytes are staged, and reports
+which memory is free again. `staging_memory` has the side of the rank.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _PART_BYTES = 8 << 20  # memory of a stream is freed in such steps
 
 
 class StagedStream:
-    """Up to which position the stream of this rank is staged, and up to which it is used. Thread-safe."""
+    """Tracks how far the stream of this rank is staged, and how far it is read. Thread-safe."""
 
     def __init__(self, send: Callable[[FromWriter], None], heartbeat: Heartbeat) -> None:
         self._send = send
@@ -32,26 +32,26 @@ class StagedStream:
         self._cancelled: dict[int, bytes] = {}
 
     def stage(self, position: int) -> None:
-        """Note that the stream is there up to a position."""
+        """Note that the stream is staged up to a position."""
         with self._lock:
             self._staged = max(self._staged, position)
             self._changed.notify_all()
 
     def cancel(self, job: int, error: bytes) -> None:
-        """Note that the bytes of a job will never be there."""
+        """Note that the bytes of a job will never be staged."""
         with self._lock:
             self._cancelled[job] = error
             self._changed.notify_all()
 
     def is_cancelled(self, job: int) -> bool:
-        """Return whether the bytes of a job will never be there."""
+        """Return whether the bytes of a job will never be staged."""
         return job in self._cancelled
 
     def wait(self, position: int, *, job: int) -> None:
-        """Return when the stream is there up to a position.
+        """Return when the stream is staged up to a position.
 
         Raises:
-            CheckpointError: why it will never be.
+            CheckpointError: the bytes of the job will never be staged; the error of the rank.
         """
         self._heartbeat.beat()
         with self._lock:

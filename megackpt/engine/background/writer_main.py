@@ -1,7 +1,8 @@
-"""A writer process: writes and commits the saves that its rank has staged, one after the other.
+"""The main program of a writer process, which writes and commits the saves that its rank has staged.
 
-It lives as long as the training process that has started it, and no longer: otherwise it could commit while a
-restarted training job already writes. It uses no CUDA, and runs nothing of the user's script.
+The process ends with the training process that has started it: otherwise it could commit a save while a
+    restarted
+job already writes. It uses no CUDA, and runs nothing of the user's script.
 """
 
 from __future__ import annotations
@@ -97,7 +98,7 @@ class Writer:
                 self._todo.put((message, self._plans[message.plan], self._mapped()))
 
     def _mapped(self) -> ByteArray:
-        """Return the staging memory. Its size changes between jobs only."""
+        """Return the staging memory, mapped. Its size changes only while no job is pending."""
         if self._memory is None:
             self._memory = map_memory(self._descriptor, self._memory_nbytes, writable=False)
         return self._memory
@@ -205,7 +206,7 @@ def _end_with(parent: int) -> None:
 
 
 def _exit_at_end_of(process: int) -> None:
-    waiting = select.poll()  # unlike select, it takes descriptors above 1024
+    waiting = select.poll()  # `select.select` takes no descriptors above 1024
     waiting.register(process, select.POLLIN)
     waiting.poll()
     os._exit(1)

@@ -2,8 +2,8 @@
 
 A directory with this file is a checkpoint. The file is written last and atomically; only then the files of
 older attempts are removed. Its field names are those of Megatron-Core's metadata.json. A directory that
-another library wrote may be a checkpoint without it: the formats recognise such a directory
-    (`LoadStrategy.detect`).
+another library wrote may be a checkpoint without this file: the formats recognise such a directory
+(`LoadStrategy.detect`).
 """
 
 from __future__ import annotations
@@ -42,16 +42,16 @@ def read_manifest(store: Store) -> Json:
         manifest = detect(store)
     if manifest is None and _has_linked_model(store):
         raise NotACheckpointError(
-            f"{store.location} is not a checkpoint: its files are symbolic links, which are not followed, so "
-            f"that reading it can reach nothing else. Of links, only those of the cache of Hugging Face are, "
-            f"from models--X/snapshots/REVISION to a file in its models--X/blobs. Get a folder with regular "
-            f"files by `hf download REPO --local-dir DIR`, or copy this one with `cp -rL`.",
+            f"{store.location} is not a checkpoint: its files are symbolic links. Links are not followed, so "
+            f"that a forged checkpoint cannot make a load read other files; only those of the cache of "
+            f"Hugging Face are, from models--X/snapshots/REVISION to a file in its models--X/blobs. Get a "
+            f"folder of regular files by `hf download REPO --local-dir DIR`, or copy this one with `cp -rL`.",
             path=store.location,
         )
     if manifest is None:
         raise NotACheckpointError(
-            f"{store.location} is not a checkpoint: it has no {MANIFEST}. Either nothing was saved there or "
-            f"the save did not finish; name the directory of a finished one.",
+            f"{store.location} is not a checkpoint: it has no {MANIFEST}. Either nothing was saved there, or "
+            f"the save did not finish. Give the directory of a finished save.",
             path=store.location,
         )
     return manifest
@@ -157,6 +157,7 @@ def commit(
             path=store.location,
         )
     manifest = strategy.publish(store, attempt=attempt, entries=entries)
+    # The commit: atomic, and after it the old files are removed. The other order could leave no checkpoint.
     store.replace(MANIFEST, json.dumps(manifest, indent=1, sort_keys=True).encode())
     # From here on the save has succeeded. If a removal fails now, the next save repeats it.
     with contextlib.suppress(CheckpointError):
@@ -180,7 +181,7 @@ def _stale_files(store: Store, *, attempt: str, earlier: LeftoverFiles, strategy
 def remove_arrays(store: Store, *, key_prefix: str, strategy: SaveStrategy) -> None:
     """Remove arrays from a committed checkpoint, atomically; then remove the files that only they needed."""
     manifest, stale = strategy.remove_arrays(store, read_manifest(store), key_prefix=key_prefix)
-    store.sync()
+    store.sync()  # the new index is durable before the manifest names it
     store.replace(MANIFEST, json.dumps(manifest, indent=1, sort_keys=True).encode())
     with contextlib.suppress(StorageError):
         store.delete(stale)
@@ -200,9 +201,9 @@ def discard(store: Store, *, attempt: str, strategy: SaveStrategy) -> None:
 
 
 def withdraw(store: Store, *, attempt: str, strategy: SaveStrategy) -> None:
-    """Remove a committed attempt that turned out to be damaged, as far as that is possible. Rank 0 only.
+    """Remove a committed attempt that is damaged, as far as that is possible. Rank 0 only.
 
-    The commit is removed first, then the files. What the attempt replaced is gone already.
+    The commit is removed first, then the files. The checkpoint that the attempt replaced no longer exists.
     """
     with contextlib.suppress(CheckpointError):
         fixed: list[str] = []

@@ -1,6 +1,6 @@
-"""The directories of a run's steps below a root: their names, and finding, opening and removing them.
+"""The directories of a run's steps in a root: their names, and functions to find, open and remove them.
 
-Which steps count, and which are kept, is decided by `checkpointer`.
+`checkpointer` decides which steps count, and which are kept.
 """
 
 from __future__ import annotations
@@ -126,5 +126,5 @@ def remove_saved_files(store: Store) -> None:
     Files that no save wrote stay. So do the files of a format whose checkpoints have no metadata.json.
     """
     store.delete([MANIFEST])
-    store.sync()  # else a loss of power could bring the commit back when other files are gone
+    store.sync()  # or a power failure could bring back the commit of a step whose files are gone
     store.delete(files_of_saves(store))  # in an order in which an incomplete step is still recognised

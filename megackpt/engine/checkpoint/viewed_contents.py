@@ -21,9 +21,10 @@ Shape = tuple[int, ...]
 
 
 def with_views(contents: Contents, views: Mapping[str, Shape], *, where: str) -> Contents:
-    """Return contents in which arrays have the shapes of views, and arrays without one are left out.
+    """Return contents in which arrays have the shapes of views; arrays without a view are left out.
 
-    Its `chunks` raises a MismatchError for a chunk that is cut inside of what a view splits off.
+    `chunks` of the result raises a MismatchError for a chunk that is cut inside a group that a view splits
+    off.
 
     Args:
         contents: an opened checkpoint.
@@ -45,7 +46,7 @@ def viewed_table(table: ChunkTable, views: Mapping[str, Shape], *, where: str) -
     """Return the same chunks as boxes of arrays with the shapes of views. Pure.
 
     Raises:
-        MismatchError: a chunk is cut inside of what a view splits off, so that it is no box of the view.
+        MismatchError: a chunk is cut inside a group that a view splits off, so it is no box of the view.
     """
     arrays = tuple(
         replace(spec, global_shape=views.get(spec.key, spec.global_shape)) for spec in table.arrays
@@ -57,6 +58,8 @@ def viewed_table(table: ChunkTable, views: Mapping[str, Shape], *, where: str) -
         rows = np.flatnonzero(table.array == number)
         column = 0
         for dim, extents in enumerate(split_dims(stored.global_shape, viewed.global_shape)):
+            # A box stays a box if its cuts along this dim are at multiples of the inner extents, which it
+            # then has completely.
             inner = math.prod(extents[1:])
             if (table.start[rows, dim] % inner).any() or (table.shape[rows, dim] % inner).any():
                 raise MismatchError(

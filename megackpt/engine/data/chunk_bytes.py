@@ -1,4 +1,4 @@
-"""Reading the bytes of stored chunks in bounded parts, each of which its format can check."""
+"""Reads the bytes of stored chunks in bounded parts that the format can check."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def parts_of(
 
 
 class ReadBuffers:
-    """Buffers that are reused, since new memory costs more than reading into it. Safe for many threads."""
+    """Reused buffers: to allocate new memory takes longer than to read into it. Safe for many threads."""
 
     def __init__(self) -> None:
         self._free: list[np.ndarray[tuple[int], np.dtype[np.uint8]]] = []
@@ -53,6 +53,7 @@ class ReadBuffers:
         self, chunks: Chunks, row: int, buffer_bytes: int
     ) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
         wanted = min(max(buffer_bytes, chunks.block_bytes), int(chunks.table.nbytes[row]))
+        # Without a lock: `pop` and `append` of a list are atomic.
         try:
             buffer = self._free.pop()
         except IndexError:

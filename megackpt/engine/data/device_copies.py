@@ -1,7 +1,7 @@
 """Copies between devices and host memory that run while other work is done.
 
-Copies of CUDA tensors run on a stream of their own, through pinned buffers that this process keeps. Copies
-of other tensors are done at once. If memory cannot be pinned, buffers are used unpinned: slower, with the
+Copies of CUDA tensors run on a stream of their own, through pinned buffers that this process keeps. Copies of
+other tensors are synchronous. If memory cannot be pinned, the buffers are ordinary memory: slower, with the
 same result.
 """
 

@@ -1,4 +1,4 @@
-"""Reading a load plan into tensors, with several reads at the same time.
+"""Reads a load plan into tensors, with several reads at the same time.
 
 `planning` decides which bytes are read for which tensor. This module decides how: a long contiguous read goes
 straight into its tensor, short reads that are neighbours in a file are joined, and other reads go through a
@@ -39,7 +39,7 @@ from megackpt.storage import COMMON_POOL, MAX_BORROWED_BYTES
 _PROBED_BYTES = 1024 * 1024
 
 STRAIGHT_BYTES = 256 * 1024
-"""Shorter reads are joined with their neighbours in the file, though that costs a further copy."""
+"""Shorter reads are joined with their neighbours in the file: one more copy, but fewer requests."""
 
 
 def read_tensors(
@@ -133,9 +133,12 @@ class Target:
 def with_target_strides(
     copies: Copies, tensors: Sequence[ShardedTensor], bits: Sequence[torch.Tensor]
 ) -> Copies:
-    """Return copies with the strides of the targets, which planning takes to be contiguous.
+    """Return copies with the strides of the targets. Planning assumes contiguous targets.
 
-    bits are the targets as `as_bits` views them, by entity.
+    Args:
+        copies: from chunks into tensors.
+        tensors: by entity.
+        bits: the memory of the tensors as `as_bits` views it, by entity.
     """
     first, stride = copies.target_first.copy(), copies.target_stride.copy()
     # Only targets that are not contiguous have other strides than planning has computed.

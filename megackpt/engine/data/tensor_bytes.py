@@ -1,7 +1,7 @@
 """Tensors as bytes: yielded in parts, or filled by strided blocks.
 
-Bits are moved, never values: every dtype is viewed as integers of its size, so that NaN payloads and signed
-zeros are kept. `device_copies` copies tensors that are not in host memory.
+Every dtype is viewed as integers of its size. So bits are copied and no values are converted: NaN payloads
+and signed zeros stay. `device_copies` copies tensors that are not in host memory.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def _overlaps_itself(data: torch.Tensor) -> bool:
     """
     if data.is_contiguous():
         return False
-    reach = 0
+    reach = 0  # the largest distance, in elements, of two elements along the dims so far
     for stride, extent in sorted((s, n) for s, n in zip(data.stride(), data.shape, strict=True) if n > 1):
         if stride <= reach:
             return True

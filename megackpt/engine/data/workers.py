@@ -1,4 +1,4 @@
-"""Running many short jobs on a few threads. A failure ends all of them."""
+"""Runs many short jobs on a few threads. After the first failure no further job begins."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ Job = Callable[[], object]
 def useful_threads(threads: int, *, waits: bool) -> int:
     """Return how many threads to use, of at most `threads`.
 
-    If jobs wait for a disk or a network, all of them. If they only need processors, as many as the machine
-    has for each of its ranks: with more, a load from memory by 4 ranks on 2 processors takes a tenth to a
-    fifth longer. Without torchrun's LOCAL_WORLD_SIZE this process counts as the only rank.
+    If jobs wait for a disk or a network, that is all of them. If they only need processors, it is the
+    number of processors for each rank of this machine: with more threads, a load from memory by 4 ranks on
+    2 processors takes a tenth to a fifth longer. Without torchrun's LOCAL_WORLD_SIZE this process counts as
+    the only rank.
     """
     if waits:
         return threads
@@ -33,8 +34,8 @@ def run_jobs(jobs: Iterable[Job], *, threads: int, name: str) -> None:
         Exception: the error of a job; of several failed jobs, of the first one in order. Jobs that had not
             begun when a job failed are not run.
     """
-    # All threads share one iterator: a queue of futures wakes a thread for each job, which costs more than a
-    # short job.
+    # All threads share one iterator, which is atomic. A queue of futures would wake a thread for each job,
+    # which takes longer than a short job.
     numbered = list(enumerate(jobs))
     todo = iter(numbered)
     failed: list[tuple[int, BaseException]] = []

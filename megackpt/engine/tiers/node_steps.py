@@ -1,4 +1,4 @@
-"""Steps of a tier as the nodes have them: their files, what a load needs of them, and which are damaged.
+"""Steps of a tier on this node: which files there are, which of them a load needs, and which are damaged.
 
 `checkpointer` decides which step is loaded, and from which nodes.
 """

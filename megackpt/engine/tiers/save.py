@@ -1,9 +1,11 @@
-"""Saves a step whose files lie on the nodes of the ranks, in as many copies as the tier asks for.
+"""Saves a step into the storage of the nodes, in as many copies as the tier asks for.
 
-Every rank writes into the directory of its node. Then copies go to other nodes, and the index and the common
-state to all nodes. When all nodes have all of their files, each commits. So a commit on any node proves that
-every data file was complete and durable on the nodes that keep it. When all nodes have committed, each
-removes the steps that it does not keep. The plan decides what is written, and by which rank.
+1. Every rank writes its chunks into the directory of its node.
+2. Copies of these files go to other nodes, and the index and the common state to all nodes.
+3. When all nodes have all of their files, each node commits. So a commit on any node proves that every data
+file
+   was complete and durable on the nodes that keep it.
+4. When all nodes have committed, each removes the steps that it does not keep.
 """
 
 from __future__ import annotations

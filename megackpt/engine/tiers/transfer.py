@@ -1,7 +1,8 @@
-"""Files that travel from node to node through the group of the ranks, one part after the other.
+"""Copies files from node to node through the group of the ranks, one part after the other.
 
-A rank has a few parts in memory, however large a file is. A rank that cannot read or write goes on taking
-part, so that no other rank waits for it; its error is raised on all ranks when everything was moved.
+A rank has a few parts in memory, however large a file is. A rank that cannot read or write still takes part
+in all exchanges, so that no other rank waits for it. Its error is raised on all ranks after the last
+exchange.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ def send_to_keepers(group: Group, data: bytes, keepers: Sequence[Sequence[int]])
         The data of the ranks whose copies this rank keeps, by rank.
     """
     sources, own_keepers = _sources(group, keepers), keepers[group.rank]
-    # The lengths first, so that buffers for the data can be made.
+    # The lengths first: a receiver has to allocate buffers for the data.
     head = memoryview(bytearray(len(data).to_bytes(8, "little")))
     lengths = {rank: bytearray(8) for rank in sources}
     _exchange(group, head, own_keepers, lengths)
@@ -131,7 +132,7 @@ def copy_files(
         own_files = files[group.rank]
         return Numbers((), (len(own_files), max((len(_parts(n)) for _, n in own_files), default=0)))
 
-    # All ranks make equally many exchanges, also those that have fewer files or shorter ones.
+    # An exchange is collective, so all ranks make equally many, also those with fewer or shorter files.
     most_files, most_parts = run_and_compare(group, count, equal=0, largest=2, doing=doing).largest
     errors: list[Exception] = []
     for number in range(most_files):
@@ -186,7 +187,7 @@ def _parts(nbytes: int) -> list[tuple[int, int]]:
 
 
 class _Copy:
-    """A file that is written as its parts arrive; after an error, which is noted, the rest is dropped."""
+    """A file that is written as its parts arrive. It notes an error, and drops the parts after it."""
 
     def __init__(self, store: Store, file: SizedFile | None, errors: list[Exception]) -> None:
         self._errors = errors

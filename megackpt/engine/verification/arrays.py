@@ -1,7 +1,7 @@
-"""Computes digests of whole arrays from what a verification reads, and compares them with the stored ones.
+"""Computes digests of whole arrays in a verification, and compares them with the stored ones.
 
-The digest of an array can be compared if every byte of it was read and is right, by one process or by several
-that each read a share.
+The digest of an array can be compared only if every byte of the array was read, and every block has the right
+digest. One process may read all bytes, or several processes a share each.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ class ArrayShare:
 
     Attributes:
         key: the name of the array.
-        stored: its stored digest.
-        nbytes: its length.
-        read: how many of its bytes were read.
-        contribution: what these bytes contribute to its digest; contributions are combined by XOR.
+        stored: the stored digest of the array, 64 bits.
+        nbytes: size of the array, in bytes.
+        read: how many of these bytes were read.
+        contribution: what these bytes contribute to the digest, 64 bits. Contributions are combined by XOR.
     """
 
     key: str
@@ -59,13 +59,14 @@ class ArrayCheck:
         self._short_ranges_lock = threading.Lock()
 
     def add(self, parts: Sequence[Part], data: Sequence[memoryview]) -> None:
-        """Digest the bytes of parts, which are right by the digests of their blocks."""
+        """Digest the bytes of parts. The caller has checked them against the digests of their blocks."""
         for part, part_data in zip(parts, data, strict=True):
             if not self._has_digest[self._table.array[part.row]]:
                 continue
             digest = self._digester.begin(part.row, start=part.start)
             if digest is not None and len(part_data):
-                # With short ranges the time goes into Python calls, and threads would only hinder each other.
+                # With short ranges most of the time is spent in Python, where threads only slow each other
+                # down.
                 with self._short_ranges_lock if digest.has_short_ranges else contextlib.nullcontext():
                     digest.update(part_data)
                 with self._lock:
@@ -108,6 +109,7 @@ def compare_arrays(shares: Sequence[Sequence[ArrayShare]]) -> tuple[int, list[Da
     compared, damages = 0, []
     for array_shares in zip(*shares, strict=True):
         first = array_shares[0]
+        # Some bytes were not read, or are damaged, which is reported already.
         if sum(share.read for share in array_shares) != first.nbytes:
             continue
         compared += 1

@@ -1,4 +1,4 @@
-"""Verifies a checkpoint on all ranks that saved it: each reads a share, and all return the same damage."""
+"""Verifies a checkpoint on all ranks: each reads a share of it, and all ranks return the same damage."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ VerifyShare = Callable[[Progress, Share], ShareReport]
 
 _SYNC_INTERVAL_S = 5.0
 _MAX_SENT_DAMAGES = 20
-"""Damages that a rank sends: if a directory is lost, each rank finds as many as there are files."""
+"""The most damages that a rank sends. If a directory is lost, each rank finds as many as there are files."""
 _DOING = "verifying the step"
 
 
@@ -40,8 +40,9 @@ def verify_on_all_ranks(
 ) -> list[Damage]:
     """Verify a share on every rank, and return the damage of all shares, at most 20 of each rank. Collective.
 
-    Shares are about equal in bytes, but disks are not equally fast. So no rank waits for the end of another
-    rank's share: ranks synchronise every few seconds, and a rank fails if it has read nothing for timeout_s.
+    Shares are about equal in bytes, but disks are not equally fast. So the deadline is not one for a whole
+    share: ranks synchronise every few seconds while they read, and a rank fails if it has read nothing for
+    timeout_s.
 
     Args:
         group: the ranks.
@@ -64,7 +65,7 @@ def verify_on_all_ranks(
             flags = run_and_compare(group, share.wait_and_report, equal=0, largest=3, doing=_DOING)
             is_running, is_damaged, has_arrays = flags.largest
     finally:
-        share.stop()
+        share.stop()  # after an error of another rank, too: the caller closes the store next
     if not is_damaged:
         return _compare_arrays(group, share.arrays()) if has_arrays else []
     messages = run_on_all_ranks(group, lambda: _encode(share.damages()), doing=_DOING)
@@ -72,7 +73,7 @@ def verify_on_all_ranks(
 
 
 def work_after_commit(damages: Sequence[Damage] | None) -> str:
-    """Return what rank 0 does after the commit of a step in which these damages were found, for errors."""
+    """Return, for error texts, what rank 0 does after the commit of a step with these damages."""
     return _DOING if damages else "removing old steps"
 
 
@@ -86,6 +87,7 @@ def _compare_arrays(group: Group, shares: Sequence[ArrayShare]) -> list[Damage]:
 
     def compare_on_rank_0() -> list[bytes]:
         decoded = [json.loads(message) for message in messages]
+        # A rank without the library has no shares.
         if any(len(of_rank) != len(shares) for of_rank in decoded):
             return [_encode([])] * group.size
         # All ranks list the same arrays, so rank 0 takes keys, lengths and digests from its own list.
@@ -115,7 +117,7 @@ class _StoppedError(Exception):
 
 
 class _WatchedProgress:
-    """A `Progress` that counts reads, and by which the reading thread is stopped."""
+    """A `Progress` that counts reads, and raises an error in the reading thread to stop it."""
 
     def __init__(self, while_reading: Callable[[], None]) -> None:
         self.while_reading = while_reading
@@ -179,8 +181,9 @@ class _ShareThread:
             if self._report is None:
                 raise self._error or RuntimeError("the thread that reads the step has ended")
             return Numbers((), (0, int(bool(self._report.damages)), int(bool(self._report.arrays))))
-        self._progress.while_reading()  # this method has a deadline of its own for reads that hang
-        # Intervals are added up instead of asking a clock, which goes on while the process is stopped.
+        # Counts as progress even if a read hangs: this method has its own deadline for that.
+        self._progress.while_reading()
+        # Count intervals instead of reading a clock, which goes on while the process is stopped.
         is_idle = self._progress.reads == self._known_reads
         self._idle_s = self._idle_s + self._interval_s if is_idle else 0.0
         self._known_reads = self._progress.reads
@@ -192,7 +195,7 @@ class _ShareThread:
         return Numbers((), (1, 0, 0))
 
     def stop(self) -> None:
-        """Stop the thread, and wait for it for a short time, since the store is closed next."""
+        """Stop the thread. Wait a short time for its end: the caller closes the store next."""
         self._progress.stop()
         self._thread.join(self._interval_s)
 

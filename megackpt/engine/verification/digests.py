@@ -1,7 +1,7 @@
 """Reads every byte of a checkpoint and compares it with the digests of its blocks.
 
-Several threads read, in bounded memory. A part that turns out damaged is narrowed down to the blocks that are
-damaged. Bytes that are right are also given to `arrays`, for the digests of whole arrays.
+Several threads read, in bounded memory. If a part is damaged, it is read again block by block, to find the
+damaged blocks. Undamaged bytes also go to `arrays`, for the digests of whole arrays.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ T = TypeVar("T")
 _MAX_GAP_BYTES = 64 * 1024  # between chunks that are read at once: another request would cost more
 _DIFFER = "bytes are not those that were saved (their digest differs)"
 _BATCH = 1 << 14
-"""Parts that are handed to the threads at once: enough to keep them busy, and little memory."""
+"""How many parts the threads are given at once: enough to keep them busy, in little memory."""
 
 
 class ByteCheck:
@@ -69,6 +69,7 @@ class ByteCheck:
         self._progress.begin("reading", int(table.nbytes[readable].sum()))
         is_object_array = np.array([spec.dtype == OBJECT for spec in table.arrays], np.bool_)
         is_object = is_object_array[table.array] if len(table) else np.zeros(0, np.bool_)
+        # In the order of the files, so that each is read from front to back, and neighbours in one request.
         in_order = np.argsort(self._chunks.position, kind="stable")
         tensors = in_order[(readable & ~is_object)[in_order]].tolist()
         objects = in_order[(readable & is_object)[in_order]].tolist()
@@ -79,7 +80,7 @@ class ByteCheck:
             run_jobs(jobs, threads=self._options.threads, name="megackpt-verify")
 
     def damages(self) -> list[Damage]:
-        """Return what is wrong; damaged blocks that follow each other in a chunk are one damage."""
+        """Return what is wrong. Damaged blocks that follow each other in a chunk are one damage."""
         damages = list(self._damaged_objects)
         for row, ranges in self._damaged.items():
             merged: list[tuple[int, int, str]] = []

@@ -1,8 +1,9 @@
-"""Finds everything that is wrong with a checkpoint, where a load stops at the first damage that it meets.
+"""Finds everything that is wrong with a checkpoint.
 
 The checks go from the outside in: the commit, the files that a format lists, the index, the structure of each
-array (`structure`), and with `deep` every byte (`digests`) and the digests of whole arrays (`arrays`).
-Several processes verify shares of about equal bytes, of chunks that lie together.
+array (`structure`), and with `deep` every byte (`digests`) and the digests of whole arrays (`arrays`). If
+several processes verify one checkpoint, each has a share of about equal size, of chunks that are neighbours
+in files.
 """
 
 from __future__ import annotations
@@ -43,15 +44,16 @@ def in_share(
     Args:
         sizes: the sizes of the items in bytes, `[n]`.
         share: the share.
-        before: bytes of other items that are shared out first.
-        after: sizes of other items that are shared out afterwards.
+        before: bytes of other items that are assigned to shares before these.
+        after: sizes of other items that are assigned after these.
 
     >>> [in_share(np.array([4, 4]), (i, 2), after=np.array([8])).tolist() for i in (0, 1)]
     [[True, True], [False, False]]
     """
-    nbytes = sizes + 1  # so that empty items are shared out, too
+    nbytes = sizes + 1  # so that empty items spread over the shares, too
     total = before + int(nbytes.sum()) + (0 if after is None else int(after.sum()))
     number, count = share
+    # Items lie one after the other in [0, total). Share i has those that start in the i-th of n equal parts.
     start = before + np.cumsum(nbytes) - nbytes
     return np.asarray(start * count // max(total, 1) == number, np.bool_)
 
@@ -75,14 +77,13 @@ class VerifyReport:
         chunks: number of chunks, objects among them.
         files: number of files that hold chunks.
         nbytes: bytes of all chunks.
-        unchecked_nbytes: bytes of chunks of which no digest is stored, so that a change cannot be seen.
+        unchecked_nbytes: bytes of chunks without a stored digest; a change of these cannot be found.
         array_digests: number of arrays of which a digest of the whole array is stored.
         compared_array_digests: number of these digests that were computed again and compared. Only with
             `deep`, if the extra `digests` is installed, and for arrays all of whose blocks are right.
         damages: everything that is wrong, in the order of files.
-        unknown_values: with `deep`, the number of objects that hold a value of a class which this process
-            does not know or must not make; common state counts as one. They were read, and no instance of
-            the class was made.
+        unknown_values: with `deep`, the number of objects with a value of a class that this process does not
+            know or must not create; common state counts as one. They were read without creating an instance.
     """
 
     location: str
@@ -109,7 +110,7 @@ class VerifyReport:
     def is_whole(self) -> bool | None:
         """True if every byte was compared with a digest, False if there is damage, None otherwise.
 
-        Bytes are compared with `deep`, if a digest of them is stored.
+        Only `deep` compares bytes, and only those with a stored digest.
         """
         if self.damages:
             return False
@@ -139,9 +140,9 @@ def verify_share(
 ) -> ShareReport:
     """Verify one share of a checkpoint. Local. An error of megackpt is returned as damage.
 
-    share is (i, n) if n processes verify one checkpoint. Each reads about as many bytes of chunks and parity
-    files as the others, and none compares digests of whole arrays. All of them check the structure; the
-    first alone checks common state and the files that only the format knows.
+    Each process reads about as many bytes of chunks and parity files as the others, and none compares
+    digests of whole arrays. All processes check the structure. Only the first one checks common state and
+    the files that only the format knows.
     """
     try:
         findings = find_damages(store, options, progress, share)
@@ -156,7 +157,7 @@ def find_damages(store: Store, options: VerifyOptions, progress: Progress, share
     Raises:
         NotACheckpointError: nothing was committed there.
         FormatError: the checkpoint is in a format that is not known here.
-        StorageError: the store cannot say whether there is a checkpoint.
+        StorageError: the store cannot tell whether there is a checkpoint.
     """
     findings = Findings(store.location)
     try:
