@@ -168,36 +168,15 @@ def read_head(store: Store, entry: Json, where: str) -> IndexHead:
         FormatError: the head is not what the format says.
         IntegrityError: the index does not have the size, or its head not the digest, of the entry.
     """
-    name, nbytes, head_entry = entry["file"], entry["nbytes"], _head_entry(entry, where)
-    actual_nbytes = store.size(name)
-    if actual_nbytes != nbytes:
-        raise (FormatError if actual_nbytes > nbytes else IntegrityError)(
-            f"{where}: the file has {actual_nbytes} bytes instead of {nbytes}. It is damaged; load another "
-            f"checkpoint.",
-            path=where,
-        )
+    head_entry = _head_entry(entry, where)
     # The digest is compared before anything is decoded. What passes may still be forged, so each column is
     # checked as well.
-    data = memoryview(bytearray(head_entry["nbytes"]))
-    store.read_into(name, 0, data)
-    if digest_of_parts([data]) != head_entry["xxh3_128"]:
-        raise IntegrityError(
-            f"{where}: the bytes 0:{head_entry['nbytes']} are not those that were saved (their "
-            f"digest differs). The file is damaged; load another checkpoint.",
-            path=where,
-        )
-    stored = parse_header(data, file_nbytes=nbytes, where=where)
-    columns: dict[str, Column] = {
-        column: column_in(data, require(stored, column, codes, (-1,) * ndim, where), where)
-        for column, (codes, ndim) in (_COLUMNS | _OPTIONAL).items()
-        if column in _COLUMNS or column in stored
-    }
-    # `column_in` returns int64, but text and flags are decoded from bytes.
-    as_bytes = [n for n in columns if n.endswith("utf8") or n == HAS_ARRAY_DIGEST]
-    columns |= {n: columns[n].astype(np.uint8) for n in as_bytes}
+    data = _read_unchanged(store, entry, head_entry, where)
+    stored = parse_header(data, file_nbytes=entry["nbytes"], where=where)
+    columns = _head_columns(data, stored, where)
     decoded = decode_arrays(columns, where=where)
     head = IndexHead(
-        name=name,
+        name=entry["file"],
         where=where,
         decoded=decoded,
         number={spec.key: i for i, spec in enumerate(decoded.arrays)},
@@ -234,6 +213,44 @@ def _head_entry(entry: Json, where: str) -> dict[str, Any]:
             where,
         )
     return head
+
+
+def _read_unchanged(store: Store, entry: Json, head_entry: Json, where: str) -> memoryview:
+    """Read the bytes of the head, and compare them with the digest of the entry.
+
+    Raises:
+        FormatError: the file is longer than the entry says.
+        IntegrityError: it is shorter, or the bytes are not those that were saved.
+    """
+    name, nbytes = entry["file"], entry["nbytes"]
+    actual_nbytes = store.size(name)
+    if actual_nbytes != nbytes:
+        raise (FormatError if actual_nbytes > nbytes else IntegrityError)(
+            f"{where}: the file has {actual_nbytes} bytes instead of {nbytes}. It is damaged; load another "
+            f"checkpoint.",
+            path=where,
+        )
+    data = memoryview(bytearray(head_entry["nbytes"]))
+    store.read_into(name, 0, data)
+    if digest_of_parts([data]) != head_entry["xxh3_128"]:
+        raise IntegrityError(
+            f"{where}: the bytes 0:{head_entry['nbytes']} are not those that were saved (their "
+            f"digest differs). The file is damaged; load another checkpoint.",
+            path=where,
+        )
+    return data
+
+
+def _head_columns(data: memoryview, stored: Mapping[str, StoredColumn], where: str) -> dict[str, Column]:
+    """Return the columns of the head, each with the dtype and the number of dims that it must have."""
+    columns: dict[str, Column] = {
+        column: column_in(data, require(stored, column, codes, (-1,) * ndim, where), where)
+        for column, (codes, ndim) in (_COLUMNS | _OPTIONAL).items()
+        if column in _COLUMNS or column in stored
+    }
+    # `column_in` returns int64, but text and flags are decoded from bytes.
+    as_bytes = [n for n in columns if n.endswith("utf8") or n == HAS_ARRAY_DIGEST]
+    return columns | {n: columns[n].astype(np.uint8) for n in as_bytes}
 
 
 def _row_columns(

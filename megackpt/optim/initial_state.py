@@ -6,6 +6,8 @@ A torch optimizer creates the state of a parameter in the first step that has a 
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -38,25 +40,30 @@ def initialise_state(optimizer: Optimizer) -> None:
         )
     if not fresh:
         return
+    with _restored(optimizer, params, fresh):
+        try:
+            _step_without_effect(optimizer, params, fresh)
+        except Exception as error:
+            for param in fresh:
+                optimizer.state.pop(param, None)
+            raise OptimizerError(
+                f"{type(optimizer).__name__} cannot take a step with gradients of zero: "
+                f"{type(error).__name__}: {error}. Take one step before loading, then load the parameters "
+                f"and the state over it."
+            ) from error
+    for param in fresh:
+        _reset_counter(optimizer.state.get(param, {}))
+
+
+@contextmanager
+def _restored(optimizer: Optimizer, params: Sequence[Tensor], fresh: Sequence[Tensor]) -> Iterator[None]:
+    """Give parameters (those without state), gradients and settings their values back at the end."""
     grads = [p.grad for p in params]
     settings = [_settings_with_copies(group) for group in optimizer.param_groups]
     with torch.no_grad():
         values = [p.detach().clone() for p in fresh]
     try:
-        for param in params:
-            param.grad = None
-        for param in fresh:
-            param.grad = _zero_grad(optimizer, param)
-        for group in optimizer.param_groups:
-            group.update(_settings_without_effect(group))
-        optimizer.step()
-    except Exception as error:
-        for param in fresh:
-            optimizer.state.pop(param, None)
-        raise OptimizerError(
-            f"{type(optimizer).__name__} cannot take a step with gradients of zero: {type(error).__name__}: "
-            f"{error}. Take one step before loading, then load the parameters and the state over it."
-        ) from error
+        yield
     finally:
         with torch.no_grad():
             for param, value in zip(fresh, values, strict=True):
@@ -65,8 +72,17 @@ def initialise_state(optimizer: Optimizer) -> None:
             param.grad = grad
         for group, kept in zip(optimizer.param_groups, settings, strict=True):
             _restore_settings(group, kept)
+
+
+def _step_without_effect(optimizer: Optimizer, params: Sequence[Tensor], fresh: Sequence[Tensor]) -> None:
+    """Take a step with gradients of zero, for the parameters without state only, and a learning rate of 0."""
+    for param in params:
+        param.grad = None
     for param in fresh:
-        _reset_counter(optimizer.state.get(param, {}))
+        param.grad = _zero_grad(optimizer, param)
+    for group in optimizer.param_groups:
+        group.update(_settings_without_effect(group))
+    optimizer.step()
 
 
 def _zero_grad(optimizer: Optimizer, param: Tensor) -> Tensor:

@@ -225,46 +225,77 @@ def _matrices(
     layer: AdaptedLayer, rank: int, rows: TpSharding | None, groups: ParallelGroups
 ) -> tuple[Any, Any]:
     """Return the layers that multiply with A and with B."""
-    weight, tp = layer.weight, groups.tp.size
-    memory: dict[str, Any] = {"dtype": weight.dtype, "device": weight.device}
     if isinstance(layer, ColumnParallelLinear):
         assert rows is not None
-        divide_over_tp("the rank of an adapter,", rank, groups)
-        sizes = {n: s * tp // rows.copies_of(n) for n, s in (rows.components or {}).items()}
-        return ColumnParallelLinear(
-            weight.shape[1],
-            rank,
-            groups,
-            bias=False,
-            gather_output=True,
-            sequence_parallel=layer.sequence_parallel,
-            **memory,
-        ), ColumnParallelLinear(
-            rank,
-            sizes or len(weight) * tp,
-            groups,
-            bias=False,
-            gather_output=layer.gather_output,
-            copies={name: rows.copies_of(name) for name in sizes},
-            **memory,
-        )
+        return _matrices_of_columns(layer, rank, rows, groups)
     if isinstance(layer, RowParallelLinear):
-        return RowParallelLinear(
-            weight.shape[1] * tp,
-            rank,
-            groups,
-            bias=False,
-            input_is_parallel=layer.input_is_parallel,
-            **memory,
-        ), ColumnParallelLinear(rank, len(weight), groups, bias=False, gather_output=True, **memory)
+        return _matrices_of_rows(layer, rank, groups)
     if isinstance(layer, nn.Linear):
-        pair = (
-            nn.Linear(weight.shape[1], rank, False, **memory),
-            nn.Linear(rank, len(weight), False, **memory),
-        )
-        for linear in pair:
-            mark(linear.weight, *(flag for flag in _COPIED_FLAGS if is_marked(weight, flag)))
-        return pair
+        return _matrices_of_whole(layer, rank)
+    return _matrices_of_experts(layer, rank, rows, groups)
+
+
+def _memory_of(layer: AdaptedLayer) -> dict[str, Any]:
+    """Return the keyword arguments that give a new layer the dtype and the device of another."""
+    return {"dtype": layer.weight.dtype, "device": layer.weight.device}
+
+
+def _matrices_of_columns(
+    layer: ColumnParallelLinear, rank: int, rows: TpSharding, groups: ParallelGroups
+) -> tuple[Any, Any]:
+    weight, tp = layer.weight, groups.tp.size
+    divide_over_tp("the rank of an adapter,", rank, groups)
+    sizes = {n: s * tp // rows.copies_of(n) for n, s in (rows.components or {}).items()}
+    a = ColumnParallelLinear(
+        weight.shape[1],
+        rank,
+        groups,
+        bias=False,
+        gather_output=True,
+        sequence_parallel=layer.sequence_parallel,
+        **_memory_of(layer),
+    )
+    b = ColumnParallelLinear(
+        rank,
+        sizes or len(weight) * tp,
+        groups,
+        bias=False,
+        gather_output=layer.gather_output,
+        copies={name: rows.copies_of(name) for name in sizes},
+        **_memory_of(layer),
+    )
+    return a, b
+
+
+def _matrices_of_rows(layer: RowParallelLinear, rank: int, groups: ParallelGroups) -> tuple[Any, Any]:
+    weight, memory = layer.weight, _memory_of(layer)
+    a = RowParallelLinear(
+        weight.shape[1] * groups.tp.size,
+        rank,
+        groups,
+        bias=False,
+        input_is_parallel=layer.input_is_parallel,
+        **memory,
+    )
+    b = ColumnParallelLinear(rank, len(weight), groups, bias=False, gather_output=True, **memory)
+    return a, b
+
+
+def _matrices_of_whole(layer: nn.Linear, rank: int) -> tuple[Any, Any]:
+    weight, memory = layer.weight, _memory_of(layer)
+    pair = nn.Linear(weight.shape[1], rank, False, **memory), nn.Linear(rank, len(weight), False, **memory)
+    for linear in pair:
+        mark(linear.weight, *(flag for flag in _COPIED_FLAGS if is_marked(weight, flag)))
+    return pair
+
+
+def _matrices_of_experts(
+    layer: GroupedColumnLinear | GroupedRowLinear,
+    rank: int,
+    rows: TpSharding | None,
+    groups: ParallelGroups,
+) -> tuple[Any, Any]:
+    weight, memory = layer.weight, _memory_of(layer)
     experts, etp = len(weight) * groups.ep.size, groups.etp.size
     if isinstance(layer, GroupedColumnLinear):
         assert rows is not None

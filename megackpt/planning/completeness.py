@@ -211,13 +211,7 @@ def _last_of_each(copies: Copies, stored: ChunkTable, where: str) -> tuple[Copie
             key=key,
             path=where,
         )
-    # List the cells of every copy: `of` is the copy, `cell` the numbers of the edges where the cell begins.
-    counts = cells.prod(axis=1)
-    of = np.repeat(np.arange(len(copies)), counts)
-    cell, rest = np.empty((len(of), dims), np.int64), joined_ranges(0, counts)
-    for d in range(dims - 1, -1, -1):
-        cell[:, d] = low[of, d] + rest % cells[of, d]
-        rest = rest // cells[of, d]
+    of, cell = _listed_cells(low, cells)
     # After this, equal cells are neighbours, in the order of stored chunks; the copy of the last chunk keeps
     # it.
     radix = np.array([[len(edge.value) for edge in edges]])
@@ -240,6 +234,21 @@ def _last_of_each(copies: Copies, stored: ChunkTable, where: str) -> tuple[Copie
         target_first=cut.target_first + (shift * cut.target_stride).sum(axis=1),
     )
     return cut, of
+
+
+def _listed_cells(low: Ints, counts: Ints) -> tuple[Ints, Ints]:
+    """List the cells of boxes that begin at edges `low` and have `counts` cells along each dim, `[n, dims]`.
+
+    Returns:
+        The box of each cell, `[c]`; and the numbers of the edges where the cell begins, `[c, dims]`.
+    """
+    dims, cells_of_box = low.shape[1], counts.prod(axis=1)
+    of = np.repeat(np.arange(len(low)), cells_of_box)
+    cell, rest = np.empty((len(of), dims), np.int64), joined_ranges(0, cells_of_box)
+    for d in range(dims - 1, -1, -1):
+        cell[:, d] = low[of, d] + rest % counts[of, d]
+        rest = rest // counts[of, d]
+    return of, cell
 
 
 class _Edges(NamedTuple):

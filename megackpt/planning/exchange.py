@@ -82,24 +82,10 @@ def plan_exchange(
     parts, copies = _narrowed(parts, copies, stored.nbytes, block_bytes)
     deliveries = _deliveries(copies, rank, parts.width)
 
-    # Who reads which part, and in which round it is sent.
-    rank_start = np.searchsorted(deliveries.part, np.arange(len(parts) + 1))
-    if mode == "two_stage":
-        reader = np.zeros(len(parts), np.int64)
-    else:
-        reader = assign_readers(
-            parts.nbytes, rank_start, deliveries.rank, parts.chunk, readers=readers, ranks=size
-        )
-    parts = replace(parts, reader=reader)
-    rounds = assign_rounds(
-        _buffer_sizes(parts, deliveries, rank_start, mode, size),
-        order=np.lexsort((parts.start, position[parts.chunk])),
-        most_sent=bounds.sent,
-        most_received=bounds.received,
-    )
+    parts = _with_readers_and_rounds(parts, deliveries, position, bounds, mode, size, readers)
     # Each reader reads the parts of a round in the order in which reading is cheap.
-    order = np.lexsort((parts.start, position[parts.chunk], reader, rounds))
-    return _ordered(replace(parts, round=rounds), deliveries, copies, order, mode, size)
+    order = np.lexsort((parts.start, position[parts.chunk], parts.reader, parts.round))
+    return _ordered(parts, deliveries, copies, order, mode, size)
 
 
 def _chunks_to_read(requested: DeclaredChunks, stored: ChunkTable, where: str) -> Ints:
@@ -271,6 +257,33 @@ def _buffer_sizes(
     sent = np.where(is_sent, aligned(deliveries.nbytes), 0)
     packed = np.bincount(deliveries.part, sent * deliveries.is_batched, minlength=len(parts)).astype(np.int64)
     return BufferSizes(parts.reader, read + packed, rank_start, deliveries.rank, sent, size)
+
+
+def _with_readers_and_rounds(
+    parts: ChunkParts,
+    deliveries: Deliveries,
+    position: Ints,
+    bounds: _Bounds,
+    mode: Exchange,
+    size: int,
+    readers: Readers | None,
+) -> ChunkParts:
+    """Choose the rank that reads each part, and the round in which it is sent."""
+    rank_start = np.searchsorted(deliveries.part, np.arange(len(parts) + 1))
+    if mode == "two_stage":
+        reader = np.zeros(len(parts), np.int64)
+    else:
+        reader = assign_readers(
+            parts.nbytes, rank_start, deliveries.rank, parts.chunk, readers=readers, ranks=size
+        )
+    parts = replace(parts, reader=reader)
+    rounds = assign_rounds(
+        _buffer_sizes(parts, deliveries, rank_start, mode, size),
+        order=np.lexsort((parts.start, position[parts.chunk])),
+        most_sent=bounds.sent,
+        most_received=bounds.received,
+    )
+    return replace(parts, round=rounds)
 
 
 def _ordered(
