@@ -15,7 +15,7 @@ import re
 import statistics
 import sys
 import tokenize
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 ROOT = Path(sys.argv[1] if len(sys.argv) > 1 else Path(__file__).parents[1]).resolve()
@@ -100,6 +100,15 @@ def import_closure(start: list[str]) -> set[str]:
     return closure
 
 
+def by_room(modules: Iterable[str]) -> dict[str, list[str]]:
+    """Group modules by the folder of the package that they are in; "megackpt" for those in none."""
+    rooms: dict[str, list[str]] = {}
+    for name in sorted(modules):
+        folder = "".join(name.split(".")[1:2])
+        rooms.setdefault(folder if folder and (PACKAGE / folder).is_dir() else "megackpt", []).append(name)
+    return rooms
+
+
 def import_cycles() -> int:
     """Count groups of modules that import each other, by the algorithm of Tarjan.
 
@@ -143,6 +152,13 @@ def functions() -> Iterator[ast.FunctionDef]:
         yield from (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef))
 
 
+def lines_without_docstring(node: ast.FunctionDef) -> int:
+    """Return the lines of a function, those of its docstring left out."""
+    lines = (node.end_lineno or 0) - node.lineno + 1
+    first = node.body[0]
+    return lines - ((first.end_lineno or 0) - first.lineno + 1 if ast.get_docstring(node) else 0)
+
+
 def classes() -> Iterator[tuple[Path, ast.ClassDef]]:
     """Yield every class of the package, with its file."""
     for path, tree in TREES.items():
@@ -175,9 +191,10 @@ def main() -> None:
     """Print the numbers."""
     sizes = {path: code_and_comments(path) for path in FILES}
     closure = import_closure(["megackpt", "megackpt.api.collective", "megackpt.formats.native"])
-    print(
-        f"modules that save and load import: {len(closure)} ({sum(sizes[NAMES[m]][0] for m in closure)} SLOC)"
-    )
+    sloc = {name: sizes[NAMES[name]][0] for name in closure}
+    print(f"modules that save and load import: {len(closure)} ({sum(sloc.values())} SLOC)")
+    for room, modules in by_room(closure).items():
+        print(f"  {room}: {len(modules)} ({sum(sloc[name] for name in modules)} SLOC)")
     check_calls()
     between = CALLS_OF_A_SAVE[1:-1]
     depth, files = len(between), len({module for module, _ in between})
@@ -197,8 +214,11 @@ def main() -> None:
     no_nouns = sorted(c.name for _, c in classes() if NO_NOUN.fullmatch(c.name))
     print(f"classes named by no noun: {len(no_nouns)} of {sum(1 for _ in classes())} {' '.join(no_nouns)}")
     lengths = sorted((node.end_lineno or 0) - node.lineno + 1 for node in functions())
+    undocumented = sorted(lines_without_docstring(node) for node in functions())
     long_files = [path.name for path in FILES if len(path.read_text().splitlines()) > 400]
-    print(f"functions, lines: median {statistics.median(lengths)}, p95 {lengths[int(0.95 * len(lengths))]}")
+    for what, lines in (("", lengths), (" without docstrings", undocumented)):
+        p95 = lines[int(0.95 * len(lines))]
+        print(f"functions, lines{what}: median {statistics.median(lines)}, p95 {p95}, longest {lines[-1]}")
     print(f"files over 400 lines: {len(long_files)} {' '.join(long_files)}")
     print(f"import cycles, lazy imports included: {import_cycles()}")
     parts = [path for path in FILES if path.relative_to(PACKAGE).parts[0] in COMMENTED_PARTS]
