@@ -34,7 +34,7 @@ from megackpt.mapping.describe import describe
 from megackpt.mapping.flatten import FlattenedState, flatten_state
 from megackpt.mapping.tree import ABSENT, Steps, dotted, without_empty
 from megackpt.metadata import DIGEST_BLOCK_BYTES, DeclaredChunks, PackedDeclarations, pack_declarations
-from megackpt.planning import SavePlan, choose_lowest_rank_as_main
+from megackpt.planning import SavePlan
 from megackpt.storage import digest_of, digest_of_parts
 
 
@@ -125,10 +125,6 @@ class LocalState:
     def cached_plan(self, plan: SavePlan, plan_of_all_ranks: SavePlan | None) -> CachedPlan:
         """Return a plan as it is cached for the next save that declares the same."""
         return CachedPlan(plan, self.structure_digest(), self.source, self.declared, plan_of_all_ranks)
-
-    def independent_declarations(self) -> DeclaredChunks:
-        """Return the declarations for a save in which ranks exchange none: each stores what it holds."""
-        return choose_lowest_rank_as_main(self.declared, set(self.flattened.replicated))
 
     def object_sizes(self, plan: SavePlan) -> Ints:
         """Return the bytes of each object that this rank writes, in the order of the plan's rows."""
@@ -230,12 +226,7 @@ def make_local_state(
         check_source(tensor)
     if rank == 0:  # common state is encoded after the chunks are written, when it is too late for an error
         strategy.check_common({"state_dict": common, "content_metadata": request.content_metadata})
-    blobs = [
-        strategy.encode_object(o.data, path=o.key)
-        if is_main_replica(o.replica_id) or o.key in flattened.replicated
-        else b""
-        for o in flattened.objects
-    ]
+    blobs = _encoded_objects(flattened, strategy)
     sizes = [len(blob) for blob in blobs]
     identity = (rank, ranks, request.spread, spread_label, strategy.capabilities.needs_own_rows_only)
     source = (identity, *_declaration_source(flattened, sizes))
@@ -248,7 +239,7 @@ def make_local_state(
         request=request,
         strategy=strategy,
         flattened=flattened,
-        blobs=tuple(blobs),
+        blobs=blobs,
         declared=declared,
         source=source,
         matching_plan=matching_plan,
@@ -257,6 +248,16 @@ def make_local_state(
         ranks=ranks,
         common=common,
         arrays=arrays,
+    )
+
+
+def _encoded_objects(flattened: FlattenedState, strategy: SaveStrategy) -> tuple[bytes, ...]:
+    """Return the bytes of the objects that this rank may write; none of those that another rank writes."""
+    return tuple(
+        strategy.encode_object(o.data, path=o.key)
+        if is_main_replica(o.replica_id) or o.key in flattened.replicated
+        else b""
+        for o in flattened.objects
     )
 
 

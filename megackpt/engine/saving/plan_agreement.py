@@ -1,7 +1,7 @@
 """How ranks agree on a plan: rank 0 plans from the declarations of all ranks, and sends each rank its rows.
 
-Declarations of replicas that are equal on several ranks are sent by the lowest of these ranks only. In a save
-without validation ranks exchange nothing: each plans by itself.
+Declarations of replicas that are equal on several ranks are sent by the lowest of these ranks only. A save
+without validation has no such exchange; see `independent_plan`.
 """
 
 from __future__ import annotations
@@ -29,8 +29,6 @@ from megackpt.geometry import Ints
 from megackpt.metadata import (
     ChunkTable,
     column,
-    decode_declarations,
-    merge_declarations,
     merge_packed_declarations,
     pack_columns,
     unpack_columns,
@@ -40,7 +38,6 @@ from megackpt.planning import (
     choose_main_replicas,
     object_sizes,
     pack_rows,
-    plan_main_replicas,
     plan_merged_save,
     unpack_rows,
     with_object_sizes,
@@ -67,19 +64,6 @@ class CompletionFromSizes:
     def __call__(self, reports: Sequence[bytes]) -> SavePlan:
         """Return the plan; each report is the sizes of a rank's objects, int64."""
         return with_object_sizes(self.plan_of_all_ranks, _decode_sizes(reports))
-
-
-@dataclass(frozen=True, slots=True)
-class CompletionFromDeclarations:
-    """Makes the plan of all ranks from the declarations by which each has planned independently."""
-
-    def __call__(self, reports: Sequence[bytes]) -> SavePlan:
-        """Return the plan; each report is a rank's declarations."""
-        columns = [
-            unpack_columns(report, where=f"declarations of rank {rank}")
-            for rank, report in enumerate(reports)
-        ]
-        return plan_main_replicas(merge_declarations(decode_declarations(columns)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,18 +177,6 @@ def reuse_plan(
     own_sizes = local.object_sizes(plan).tobytes()
     sizes_of_ranks = run_on_all_ranks(group, lambda: own_sizes, doing="comparing sizes of objects")
     return PlanAgreement(plan, _decode_sizes(sizes_of_ranks))
-
-
-def plan_independently(local: LocalState, group: Group) -> PlanAgreement:
-    """Plan from this rank's declarations only; rank 0 receives those of other ranks after all have written.
-
-    No rank knows which others hold a replicated value, so each of them stores it.
-    """
-    declared = local.independent_declarations()
-    complete = CompletionFromDeclarations() if group.rank == 0 else None
-    return PlanAgreement(
-        plan_main_replicas(declared), report=pack_columns(declared.to_columns()), complete=complete
-    )
 
 
 def compare_values(local: LocalState, group: Group, to_compare: ValuesToCompare) -> None:

@@ -13,7 +13,6 @@ from megackpt.engine.saving.plan_agreement import (
     PlanAgreement,
     ValuesToCompare,
     compare_values,
-    plan_independently,
     plan_on_rank_0,
     reuse_plan,
 )
@@ -84,6 +83,8 @@ def _agree_on_plan(prepared: PreparedState, group: Group) -> PlanAgreement:
     """Use a cached plan that fits on all ranks; if there is none, plan on rank 0 and cache the plan."""
     local, plans = prepared.local, prepared.local.request.plans
     if not local.request.validate:
+        from megackpt.engine.saving.independent_plan import plan_independently
+
         return plan_independently(local, group)
     to_compare = ValuesToCompare(common=not prepared.common_is_equal, values=not prepared.values_are_equal)
     if plans is not None and prepared.fitting_plan is not None:
