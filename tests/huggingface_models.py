@@ -215,6 +215,11 @@ def random_model(config: Any, seed: int) -> nn.Module:
     if config.model_type in experts.FAMILIES:
         experts.randomise(model, seed)
         return model
+    return randomised(model, seed)
+
+
+def randomised(model: nn.Module, seed: int) -> nn.Module:
+    """Return a model whose weights, biases and norms are made random."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, param in model.named_parameters():

@@ -69,6 +69,12 @@ _TIMEOUT_S = 600.0
     help="With --to huggingface: 1 if SRC is of Megatron-Core and was trained with "
     "layernorm_zero_centered_gamma, and the norms of the folder are not zero-centred.",
 )
+@click.option(
+    "--text-only",
+    is_flag=True,
+    default=None,
+    help="With --from huggingface: the text model of a multimodal one; all other tensors are left out.",
+)
 @click.option("--overwrite", is_flag=True, help="Replace a checkpoint of the same format at DST.")
 @click.option("--array-digests", is_flag=True, help="Store a digest of each array (format megackpt only).")
 @click.option(
@@ -141,8 +147,9 @@ def _convert_text(target: str, report: ConvertReport) -> str:
 
 
 def _import_text(target: str, report: HuggingFaceImport) -> str:
+    left_out = f" ({len(report.left_out)} tensors of other parts left out)" if report.left_out else ""
     return (
-        f"{target}: {report.arrays} arrays, {decimal(report.nbytes)} in {report.chunks} chunks, as "
+        f"{target}: {report.arrays} arrays, {decimal(report.nbytes)} in {report.chunks} chunks{left_out}, as "
         f"{report.backend} version {report.version}, by the map {report.map}; {_checked(report)}."
     )
 
@@ -182,13 +189,15 @@ class _FolderOptions:
         allowed = {"map_name", "config", "dtype", "prefix"} if is_export or is_import else set()
         if is_export:
             allowed |= {"weights", "max_file_size", "norm_added"}
+        if is_import:
+            allowed |= {"text_only"}
         for name in self.options.keys() - allowed:
             option = "--map" if name == "map_name" else f"--{name.replace('_', '-')}"
             raise click.UsageError(f"{option} does not go with these formats: see the help of the option.")
 
     def of_import(self) -> dict[str, Any]:
         """Return arguments of `import_huggingface`."""
-        names = self.options.keys() & {"config", "dtype", "prefix"}
+        names = self.options.keys() & {"config", "dtype", "prefix", "text_only"}
         return {"map": self.options.get("map_name", "auto"), **{name: self.options[name] for name in names}}
 
     def of_export(self) -> dict[str, Any]:

@@ -51,6 +51,8 @@ from megackpt.maintenance.mapped_reading import (
 from megackpt.maintenance.new_checkpoint import NewCheckpoint, TargetState, check_target, prepare_target
 from megackpt.maintenance.windows import ByteArray, filled_windows
 from megackpt.maps import MapChoice, RegionMap
+from megackpt.maps.text_part import TextPart
+from megackpt.metadata import ArraySpec
 from megackpt.storage import Location, digest_of_parts, opened_store
 
 log = logging.getLogger(__name__)
@@ -67,6 +69,7 @@ class HuggingFaceImport:
         location: the new checkpoint.
         map: name of the map.
         files: names of the tokenizer's and other small files that are part of the checkpoint.
+        left_out: names of the tensors that are not of the text model, with `text_only`.
         backend: format of the checkpoint.
         version: the version of its format.
         arrays: number of arrays.
@@ -78,6 +81,7 @@ class HuggingFaceImport:
     location: str
     map: str
     files: tuple[str, ...]
+    left_out: tuple[str, ...]
     backend: str
     version: int
     arrays: int
@@ -95,6 +99,7 @@ def import_huggingface(
     config: ConfigSource = None,
     dtype: torch.dtype | str | None = None,
     stacked: bool = True,
+    text_only: bool = False,
     prefix: str = "",
     verify: bool = True,
     overwrite: bool = False,
@@ -121,6 +126,8 @@ def import_huggingface(
         dtype: as for `export_huggingface`.
         stacked: store each array of the layers once, with an axis over layers, if all layers have the same
             arrays, as models of equal layers do; else each layer has keys of its own.
+        text_only: import the text model of a multimodal one, whose config is `text_config`, and leave out
+            all other tensors.
         prefix: what the keys of the new checkpoint begin with.
         verify: read the new checkpoint again, and compare digests with what was written.
         overwrite: replace a checkpoint of the same format at the target.
@@ -146,7 +153,8 @@ def import_huggingface(
     """
     check_seconds("timeout_s", timeout_s)
     check_count("buffer_bytes", buffer_bytes)
-    check_flags(stacked=stacked, verify=verify, overwrite=overwrite, array_digests=array_digests)
+    check_flags(stacked=stacked, text_only=text_only, verify=verify)
+    check_flags(overwrite=overwrite, array_digests=array_digests)
     progress = checked_progress(progress)
     group = group_or_world(group, timeout_s=timeout_s)
     with ExitStack() as stack:
@@ -160,7 +168,8 @@ def import_huggingface(
                 progress=progress,
                 buffer_bytes=buffer_bytes,
             )
-            planned = run.plan(ChosenMap(map, prefix), config, checked_dtype(dtype), stacked=stacked)
+            choice = ChosenMap(map, prefix)
+            planned = run.plan(choice, config, checked_dtype(dtype), stacked=stacked, text_only=text_only)
             state = run.prepare(planned, overwrite=overwrite)
         attempt, _ = run.exchange(planned.source.contents.identity)
         with run.removed_on_error(state, attempt):
@@ -172,6 +181,7 @@ def import_huggingface(
         location=run.target.location,
         map=planned.map,
         files=planned.files,
+        left_out=planned.left_out,
         backend=strategy.backend,
         version=strategy.version,
         arrays=len(table.arrays),
@@ -190,6 +200,7 @@ class _PlannedImport:
     common: Mapping[str, Any]
     map: str
     files: tuple[str, ...]
+    left_out: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -197,35 +208,47 @@ class _Import(NewCheckpoint):
     """The steps of an import; for the fields see the arguments of `import_huggingface`."""
 
     def plan(
-        self, choice: ChosenMap, config: ConfigSource, dtype: str | None, *, stacked: bool
+        self,
+        choice: ChosenMap,
+        config: ConfigSource,
+        dtype: str | None,
+        *,
+        stacked: bool,
+        text_only: bool,
     ) -> _PlannedImport:
         """Open the folder, check that the map fits, and plan the chunks. Local; nothing is written."""
         where = self.source.location
         contents = open_checkpoint(self.source)
         _, content = read_common(contents, where=where)
         files = ModelFiles.of(config, content, where=where)
-        kept, left_out = kept_files(self.source, {} if config is None else files.others)
-        config = files.config
-        if left_out and self.group.rank == 0:
+        kept, long = kept_files(self.source, {} if config is None else files.others)
+        config, arrays = files.config, contents.arrays
+        if long and self.group.rank == 0:
             log.warning(
                 "%s: these files do not become part of the checkpoint, which has room for %s bytes of them: "
                 "%s. Give the folder again as config when you export it.",
                 where,
                 f"{MAX_KEPT_BYTES:,}",
-                ", ".join(left_out),
+                ", ".join(long),
             )
-        made = choice.of_folder(config, list(contents.arrays))
+        if text_only:
+            text = TextPart.of(config, arrays)
+            config, arrays = text.config, {key: arrays[key] for key in text.stored.values()}
+            made = choice.of_folder(config, text.stored).inverse().with_left_keys(text.stored).inverse()
+        else:
+            made = choice.of_folder(config, arrays)
         if stacked:
             made = with_stacked_layers_where_equal(made)
         made = made.with_left_keys({key: choice.prefix + key for key in made.left})
-        _check_folder(contents, made, config, name=choice.name(config), where=where)
+        _check_folder(arrays, made, config, name=choice.name(config), where=where)
         check_can_be_read(contents, list(made.right), self.source)
         views = {key: array.viewed for key, array in made.right.items()}
         source = MappedCheckpoint(with_views(contents, views, where=where), made, where)
         rows = ImportPlan.of(new_arrays(made, source.dtypes(dtype)), ranks=self.group.size)
         metadata = {**content, "huggingface_config": config, KEPT_FILES: kept}
         common = {"state_dict": {}, "content_metadata": metadata}
-        return _PlannedImport(source, rows, common, choice.name(config), tuple(sorted(kept)))
+        left_out = tuple(sorted(contents.arrays.keys() - arrays))
+        return _PlannedImport(source, rows, common, choice.name(config), tuple(sorted(kept)), left_out)
 
     def prepare(self, planned: _PlannedImport, *, overwrite: bool) -> TargetState:
         """Check and create the target on rank 0."""
@@ -309,14 +332,14 @@ class _WrittenRows:
 
 
 def _check_folder(
-    contents: Contents, made: RegionMap, config: Mapping[str, Any], *, name: str, where: str
+    arrays: Mapping[str, ArraySpec], made: RegionMap, config: Mapping[str, Any], *, name: str, where: str
 ) -> None:
-    """Check that a map has exactly the tensors of a folder.
+    """Check that a map has exactly some tensors of a folder.
 
     Raises:
         MapError: it has not.
     """
-    stored = {key: spec for key, spec in contents.arrays.items() if not _is_computed(key, made, config)}
+    stored = {key: spec for key, spec in arrays.items() if not _is_computed(key, made, config)}
     check_fits(made.right, stored, name=name, where=where)
 
 

@@ -113,10 +113,17 @@ def family_of(config: Mapping[str, Any]) -> Family:
     Raises:
         MapError: no family is for it.
     """
-    kind = config.get("model_type")
+    kind, inner = config.get("model_type"), config.get("text_config")
     for candidate in known_families().values():
         if kind in candidate.model_types:
             return candidate
+    if isinstance(inner, Mapping):
+        raise MapError(
+            f"No map is for model_type {kind!r} of config.json, but there may be one for its text model, "
+            f"model_type {inner.get('model_type')!r}. Import that alone and start from it: "
+            f"import_huggingface(..., text_only=True), or megackpt convert --from huggingface --text-only.",
+            key="model_type",
+        )
     raise MapError(
         f"No map is for model_type {kind!r} of config.json. Known are {', '.join(sorted(known_families()))}: "
         f"name one of them, or register a family (docs/huggingface.md).",

@@ -40,6 +40,7 @@ def gemma2_rules(config: Config, keys: Collection[str]) -> FamilyRules:
 @prefix_is_optional("model.")
 def gemma3_rules(config: Config, keys: Collection[str]) -> FamilyRules:
     """Return the rules of Gemma 3, whose queries and keys pass a norm."""
+    config = {"vocab_size": 262208, "num_attention_heads": 8, **config}  # original folders leave them out
     return _rules(config, keys, has_qk_norm=True)
 
 
