@@ -18,8 +18,10 @@ _SPELLINGS = (
     {"model.language_model.": "model.", "lm_head.": "lm_head."},
     {name: name for name in ("model.layers.", "model.embed_tokens.", "model.norm.", "lm_head.")},
 )
-"""Spellings: what keys of the text model begin with in a folder, and in one of the text model alone. A folder has
-the first spelling whose first entry one of its keys begins with."""
+"""Spellings: what keys of the text model begin with in a folder, and in one of the text model alone.
+
+A folder has the first spelling whose first entry one of its keys begins with.
+"""
 
 
 @dataclass(frozen=True, slots=True)
