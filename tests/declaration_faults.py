@@ -1,261 +1,30 @@
-"""Faults of declarations and common state: each spoils a valid world, and says which error names it."""
+"""Faults of whole ranks, keys, objects and common state: each spoils a valid world."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 
 from megackpt import (
-    CheckpointError,
-    CoverageError,
     DeclarationError,
-    MismatchError,
     ShardedObject,
     ShardedTensor,
     ShardedTensorFactory,
 )
 from megackpt.mapping import ShardedBase
 from tests.declared_worlds import DP, PP, RANKS, TP, World, rank_of
+from tests.fault_registry import ExpectedError, FaultRegistry, differs, not_covered
 
-
-@dataclass(frozen=True)
-class ExpectedError:
-    """What an error has to be and say."""
-
-    error: type[CheckpointError]
-    message: tuple[str, ...]
-
-
-Fault = Callable[[World], ExpectedError]
-FAULTS: dict[str, Fault] = {}
-
-
-def fault(fn: Fault) -> Fault:
-    FAULTS[fn.__name__] = fn
-    return fn
-
-
-def not_covered(*message: str) -> ExpectedError:
-    return ExpectedError(CoverageError, message)
-
-
-def differs(*message: str) -> ExpectedError:
-    return ExpectedError(MismatchError, message)
-
-
-# --- boxes
-
-
-@fault
-def a_box_begins_one_row_early(w: World) -> ExpectedError:
-    block = int(w.rng.integers(1, PP * TP))
-    rank, at = block * DP, w.edges[block]
-    shape = (w.edges[block + 1] - at + 1, w.cols)
-    w.spoil(rank, "uneven", global_offset=(at - 1, 0), local_shape=shape)
-    both = f"(ranks {rank - DP}, {rank})"
-    return not_covered(f"'uneven': elements [{at - 1}:{at}, 0:{w.cols}] are saved by more than one", both)
-
-
-@fault
-def a_box_ends_one_row_early(w: World) -> ExpectedError:
-    block = int(w.rng.integers(0, PP * TP))
-    rank, at = block * DP, w.edges[block + 1]
-    w.spoil(rank, "uneven", local_shape=(at - w.edges[block] - 1, w.cols))
-    return not_covered(
-        f"'uneven': elements [{at - 1}:{at}, 0:{w.cols}] are saved by no rank",
-        f"ranks {rank + 1} declare replicas, none of which is the main one",
-    )
-
-
-@fault
-def a_box_lacks_its_last_column(w: World) -> ExpectedError:
-    block = int(w.rng.integers(0, PP * TP))
-    low, high = w.edges[block : block + 2]
-    w.spoil(block * DP, "uneven", local_shape=(high - low, w.cols - 1))
-    return not_covered(f"'uneven': elements [{low}:{high}, {w.cols - 1}:{w.cols}] are saved by no rank")
-
-
-@fault
-def a_box_is_declared_by_nobody(w: World) -> ExpectedError:
-    block = int(w.rng.integers(0, PP * TP))
-    for dp in range(DP):
-        del w.entities[block * DP + dp]["uneven"]
-    others = ", ".join(str(r) for r in range(RANKS) if r // DP != block)
-    low, high = w.edges[block : block + 2]
-    return not_covered(
-        f"'uneven': elements [{low}:{high}, 0:{w.cols}] are saved by no rank (global shape "
-        f"({w.edges[-1]}, {w.cols})); ",
-        f"ranks {others} declare other chunks",
-    )
-
-
-@fault
-def a_box_has_no_main_replica(w: World) -> ExpectedError:
-    rank = w.any_main("regular")
-    w.spoil(rank, "regular", replica_id=(0, 0, 5))
-    return not_covered(
-        "'regular': elements [", "are saved by no rank", f"ranks {rank}, {rank + 1} declare replicas"
-    )
-
-
-@fault
-def a_box_has_two_main_replicas(w: World) -> ExpectedError:
-    rank = w.any_main("regular")
-    w.spoil(rank + 1, "regular", replica_id=0)
-    return not_covered("'regular': elements [", f"more than one main replica (ranks {rank}, {rank + 1})")
-
-
-@fault
-def every_replica_is_a_main_one(w: World) -> ExpectedError:
-    for rank in range(PP * TP):
-        w.spoil(rank, "norm", replica_id=(0, 0, 0))
-    return not_covered(
-        f"'norm': elements [0:{w.cols}] are saved by more than one main replica (ranks 0, 1, 2, 3)"
-    )
-
-
-@fault
-def the_tied_copy_is_a_main_replica_too(w: World) -> ExpectedError:
-    tp = int(w.rng.integers(0, TP))
-    first, last = rank_of(0, tp, 0), rank_of(1, tp, 0)
-    w.spoil(last, "tied", replica_id=(0, 0, 0))
-    return not_covered("'tied': elements [", f"more than one main replica (ranks {first}, {last})")
-
-
-@fault
-def a_rank_declares_a_box_twice(w: World) -> ExpectedError:
-    rank = w.any_main("regular")
-    w.entities[rank]["again"] = replace(w.tensor(rank, "regular"))
-    return not_covered("'regular': elements [", f"more than one main replica (all of rank {rank})")
-
-
-@fault
-def a_box_has_the_position_of_another(w: World) -> ExpectedError:
-    tp = int(w.rng.integers(0, TP))
-    here, there = rank_of(0, tp, 0), rank_of(0, 1 - tp, 0)
-    w.spoil(there, "regular", global_offset=w.tensor(here, "regular").global_offset)
-    low, high = (1 - tp) * w.rows, (2 - tp) * w.rows
-    return not_covered(
-        f"more than one main replica (ranks {min(here, there)}, {max(here, there)})",
-        f"'regular': elements [0:1, {low}:{high}, 0:{w.cols}] are saved by no rank",
-    )
-
-
-@fault
-def a_prepended_offset_is_wrong(w: World) -> ExpectedError:
-    tp = int(w.rng.integers(0, TP))
-    here, there = rank_of(0, tp, 0), rank_of(1, tp, 0)
-    w.spoil(there, "regular", global_offset=(0, tp * w.rows, 0))
-    rest = f"{tp * w.rows}:{(tp + 1) * w.rows}, 0:{w.cols}]"
-    return not_covered(
-        f"'regular': elements [0:1, {rest} are saved by more than one main replica (ranks {here}, {there})",
-        f"'regular': elements [1:2, {rest} are saved by no rank",
-    )
-
-
-@fault
-def the_middle_of_a_pinwheel_is_missing(w: World) -> ExpectedError:
-    del w.entities[4]["pinwheel"]
-    return not_covered(
-        "'pinwheel': elements [2:3, 2:3] are saved by no rank", "ranks 0, 1, 2, 3 declare other chunks"
-    )
-
-
-@fault
-def a_wing_of_a_pinwheel_is_a_row_too_long(w: World) -> ExpectedError:
-    w.spoil(0, "pinwheel", local_shape=(3, 3))
-    return not_covered("'pinwheel': elements [2:3, 0:3] are saved by more than one", "(ranks 0, 3, 4)")
-
-
-@fault
-def a_box_of_as_many_elements_lies_crosswise(w: World) -> ExpectedError:
-    w.spoil(0, "pinwheel", local_shape=(3, 2))  # 6 elements as before: the volumes still add up
-    return not_covered(
-        "'pinwheel': elements [0:2, 2:3] are saved by no rank",
-        "'pinwheel': elements [2:3, 0:2] are saved by more than one main replica (ranks 0, 3)",
-    )
-
-
-# --- flat ranges
-
-
-def element_of_flat(w: World, block: int, position: int) -> str:
-    row, col = divmod(position, w.cols)
-    return f"'flat': elements [{block * w.rows + row}:{block * w.rows + row + 1}, {col}:{col + 1}]"
-
-
-@fault
-def flat_ranges_leave_a_gap(w: World) -> ExpectedError:
-    block = int(w.rng.integers(0, PP * TP))
-    w.spoil(block * DP, "flat", flattened_range=slice(0, w.cut[block] - 1))
-    return not_covered(f"{element_of_flat(w, block, w.cut[block] - 1)} are saved by no rank")
-
-
-@fault
-def flat_ranges_overlap(w: World) -> ExpectedError:
-    block = int(w.rng.integers(0, PP * TP))
-    rank = block * DP
-    w.spoil(rank + 1, "flat", flattened_range=slice(w.cut[block] - 1, w.rows * w.cols))
-    element = element_of_flat(w, block, w.cut[block] - 1)
-    return not_covered(f"{element} are saved by more than one main replica (ranks {rank}, {rank + 1})")
-
-
-@fault
-def a_flat_range_is_shifted(w: World) -> ExpectedError:
-    block = int(w.rng.integers(0, PP * TP))
-    rank, cut = block * DP, w.cut[block]
-    w.spoil(rank, "flat", flattened_range=slice(1, cut + 1))
-    twice = f"{element_of_flat(w, block, cut)} are saved by more than one main replica"
-    return not_covered(
-        f"{element_of_flat(w, block, 0)} are saved by no rank",
-        f"{twice} (ranks {rank}, {rank + 1})",
-    )
-
-
-@fault
-def the_last_flat_range_is_short(w: World) -> ExpectedError:
-    block, numel = int(w.rng.integers(0, PP * TP)), w.rows * w.cols
-    if w.cut[block] == numel - 1:
-        w.spoil(block * DP + 1, "flat", flattened_range=slice(numel, numel))
-    else:
-        w.spoil(block * DP + 1, "flat", flattened_range=slice(w.cut[block], numel - 1))
-    return not_covered(f"{element_of_flat(w, block, numel - 1)} are saved by no rank")
-
-
-@fault
-def a_flat_range_is_empty(w: World) -> ExpectedError:
-    block = int(w.rng.integers(0, PP * TP))
-    w.spoil(block * DP, "flat", flattened_range=slice(0, 0))
-    return not_covered("'flat': elements [", "are saved by no rank")
-
-
-@fault
-def a_rank_declares_the_block_instead_of_its_range(w: World) -> ExpectedError:
-    block = int(w.rng.integers(0, PP * TP))
-    rank = block * DP
-    w.spoil(rank, "flat", flattened_range=None)
-    return not_covered("'flat': elements [", f"more than one main replica (ranks {rank}, {rank + 1})")
-
-
-@fault
-def flat_ranges_belong_to_the_wrong_block(w: World) -> ExpectedError:
-    low, high = w.tensor(0, "flat").global_offset, w.tensor(6, "flat").global_offset
-    w.spoil(0, "flat", global_offset=high)
-    assert low != high
-    return not_covered(
-        "'flat': elements [0:",
-        "are saved by no rank",
-        "more than one main replica (ranks 0, 6",
-    )
+FAULTS = FaultRegistry()
 
 
 # --- whole ranks and keys
 
 
-@fault
+@FAULTS.add
 def a_rank_declares_nothing(w: World) -> ExpectedError:
     rank = rank_of(1, int(w.rng.integers(0, TP)), 0)
     key = f"object 'rng/shard_{rank}_{RANKS}' is saved by no rank"
@@ -265,7 +34,7 @@ def a_rank_declares_nothing(w: World) -> ExpectedError:
     )
 
 
-@fault
+@FAULTS.add
 def a_key_is_misspelt_on_one_rank(w: World) -> ExpectedError:
     rank = w.any_main("uneven")
     w.entities[rank]["uneven"] = replace(w.tensor(rank, "uneven"), key="unevn")
@@ -274,7 +43,7 @@ def a_key_is_misspelt_on_one_rank(w: World) -> ExpectedError:
     )
 
 
-@fault
+@FAULTS.add
 def a_rank_gives_another_global_shape(w: World) -> ExpectedError:
     rank = w.any_main("uneven")
     shape = (w.edges[-1] + 1, w.cols)
@@ -283,7 +52,7 @@ def a_rank_gives_another_global_shape(w: World) -> ExpectedError:
     return differs("'uneven': ", f"float32 {shape} on ranks {rank}", f"on ranks {others}")
 
 
-@fault
+@FAULTS.add
 def a_rank_gives_another_number_of_axes(w: World) -> ExpectedError:
     rank = int(w.rng.integers(0, PP * TP))
     w.spoil(rank, "norm", global_shape=(w.cols, 1), global_offset=(0, 0), local_shape=(w.cols, 1),
@@ -291,7 +60,7 @@ def a_rank_gives_another_number_of_axes(w: World) -> ExpectedError:
     return differs(f"float32 ({w.cols}, 1) on ranks {rank}", f"float32 ({w.cols},) on ranks")
 
 
-@fault
+@FAULTS.add
 def a_rank_thinks_that_there_are_more_fragments(w: World) -> ExpectedError:
     rank = int(w.rng.integers(0, RANKS))
     data = torch.zeros(w.rows, w.cols)
@@ -299,14 +68,14 @@ def a_rank_thinks_that_there_are_more_fragments(w: World) -> ExpectedError:
     return differs("'tied': ", f"float32 ({w.rows * (TP + 1)}, {w.cols}) on ranks {rank}")
 
 
-@fault
+@FAULTS.add
 def a_rank_gives_another_dtype(w: World) -> ExpectedError:
     rank = w.any_main("flat")
     w.spoil(rank, "flat", dtype=torch.bfloat16)
     return differs("'flat': ", f"bfloat16 ({w.rows * PP * TP}, {w.cols}) on ranks {rank}")
 
 
-@fault
+@FAULTS.add
 def one_key_is_a_tensor_here_and_an_object_there(w: World) -> ExpectedError:
     rank = int(w.rng.integers(0, PP * TP))
     w.entities[rank]["norm"] = ShardedObject("norm", 1, (w.cols,), (0,))
@@ -316,14 +85,14 @@ def one_key_is_a_tensor_here_and_an_object_there(w: World) -> ExpectedError:
 # --- objects
 
 
-@fault
+@FAULTS.add
 def an_object_is_missing(w: World) -> ExpectedError:
     rank = int(w.rng.integers(0, RANKS))
     del w.entities[rank]["rng"]
     return not_covered(f"object 'rng/shard_{rank}_{RANKS}' is saved by no rank", "declare other chunks")
 
 
-@fault
+@FAULTS.add
 def an_object_is_given_twice(w: World) -> ExpectedError:
     here, there = sorted(w.rng.choice(RANKS, 2, replace=False).tolist())
     w.entities[there]["rng"] = ShardedObject("rng", 0, (RANKS,), (here,))
@@ -333,7 +102,7 @@ def an_object_is_given_twice(w: World) -> ExpectedError:
     )
 
 
-@fault
+@FAULTS.add
 def an_object_has_two_main_replicas(w: World) -> ExpectedError:
     rank = w.any_main("grid")
     w.entities[rank + 1]["grid"] = replace(w.entities[rank + 1]["grid"], replica_id=0)
@@ -342,7 +111,7 @@ def an_object_has_two_main_replicas(w: World) -> ExpectedError:
     return not_covered(f"{name} is saved by more than one main replica (ranks {rank}, {rank + 1})")
 
 
-@fault
+@FAULTS.add
 def an_object_has_no_main_replica(w: World) -> ExpectedError:
     rank = w.any_main("grid")
     w.entities[rank]["grid"] = replace(w.entities[rank]["grid"], replica_id=(0, 1, 0))
@@ -351,7 +120,7 @@ def an_object_has_no_main_replica(w: World) -> ExpectedError:
     return not_covered(f"{name} is saved by no rank; ranks {rank}, {rank + 1} declare replicas")
 
 
-@fault
+@FAULTS.add
 def an_array_of_objects_has_another_shape_on_one_rank(w: World) -> ExpectedError:
     rank = int(w.rng.integers(0, RANKS))
     w.entities[rank]["rng"] = ShardedObject("rng", 0, (RANKS + 1,), (rank,))
@@ -368,13 +137,13 @@ def built(w: World, rank: int, key: str, build: Callable[[], ShardedBase]) -> Ex
     return ExpectedError(DeclarationError, (repr(key), f"ank {rank}"))
 
 
-@fault
+@FAULTS.add
 def an_object_lies_outside_of_its_array(w: World) -> ExpectedError:
     rank = int(w.rng.integers(0, RANKS))
     return built(w, rank, "rng", lambda: ShardedObject("rng", 0, (RANKS,), (RANKS,)))
 
 
-@fault
+@FAULTS.add
 def a_fragment_lies_outside_of_its_grid(w: World) -> ExpectedError:
     rank = int(w.rng.integers(0, RANKS))
     return built(
@@ -382,13 +151,13 @@ def a_fragment_lies_outside_of_its_grid(w: World) -> ExpectedError:
     )
 
 
-@fault
+@FAULTS.add
 def a_box_lies_outside_of_its_array(w: World) -> ExpectedError:
     rank, tensor = 0, w.tensor(0, "uneven")
     return built(w, rank, "uneven", lambda: replace(tensor, global_offset=(w.edges[-1] - 1, 0)))
 
 
-@fault
+@FAULTS.add
 def a_flat_range_lies_outside_of_its_block(w: World) -> ExpectedError:
     rank, tensor = int(w.rng.integers(0, RANKS)), w.tensor(0, "flat")
     beyond = slice(0, w.rows * w.cols + 1)
@@ -398,27 +167,27 @@ def a_flat_range_lies_outside_of_its_block(w: World) -> ExpectedError:
 # --- common state
 
 
-@fault
+@FAULTS.add
 def a_common_value_differs(w: World) -> ExpectedError:
     rank = int(w.rng.integers(1, RANKS))
     w.common[rank]["lr"] = math.nextafter(0.5, 1)
     return differs(f"'args.lr' on rank(s) {rank}\n")
 
 
-@fault
+@FAULTS.add
 def common_values_differ_on_the_first_rank(w: World) -> ExpectedError:
     w.common[0]["lr"] = 0.25
     return differs("'args.lr' on rank(s) 1, 2, 3, 4, 5, 6, 7\n")
 
 
-@fault
+@FAULTS.add
 def a_common_value_has_another_type(w: World) -> ExpectedError:
     rank = int(w.rng.integers(1, RANKS))
     w.common[rank]["step"] = 3.0
     return differs(f"'args.step' on rank(s) {rank}\n")
 
 
-@fault
+@FAULTS.add
 def a_common_list_is_a_tuple(w: World) -> ExpectedError:
     rank = int(w.rng.integers(1, RANKS))
     w.common[rank]["names"] = ("a", "b")
@@ -427,28 +196,28 @@ def a_common_list_is_a_tuple(w: World) -> ExpectedError:
     )
 
 
-@fault
+@FAULTS.add
 def a_common_value_is_missing(w: World) -> ExpectedError:
     rank = int(w.rng.integers(1, RANKS))
     del w.common[rank]["none"]
     return differs(f"'args.none' on rank(s) {rank} (missing there)")
 
 
-@fault
+@FAULTS.add
 def a_common_value_is_extra(w: World) -> ExpectedError:
     rank = int(w.rng.integers(1, RANKS))
     w.common[rank]["more"] = None
     return differs(f"'args.more' on rank(s) {rank} (missing on rank 0)")
 
 
-@fault
+@FAULTS.add
 def a_common_value_is_a_number_where_others_have_nan(w: World) -> ExpectedError:
     rank = int(w.rng.integers(1, RANKS))
     w.common[rank]["nan"] = 0.0
     return differs(f"'args.nan' on rank(s) {rank}\n")
 
 
-@fault
+@FAULTS.add
 def a_common_zero_is_negative(w: World) -> ExpectedError:
     for rank in range(RANKS):
         w.common[rank]["lr"] = -0.0 if rank == 5 else 0.0

@@ -36,9 +36,9 @@ from megackpt.optim import (
 )
 from megackpt.parallel.groups import ParallelGroups
 from megackpt.parallel.layout import ParallelLayout
+from tests.apex_training import are_equal, declare, make_params, set_grads
 from tests.foreign_optimizers import CHANGES, Kind, outcome, row_of_docs
 from tests.te_stub import cpu_for_cuda, te_version, transformer_engine
-from tests.unit.test_apex import are_equal, declare, make_params, set_grads
 
 te = transformer_engine()
 te_optimizers = pytest.importorskip("transformer_engine.pytorch.optimizers")

@@ -10,7 +10,8 @@ from torch import Tensor
 from megackpt import load, save
 from megackpt.integrations.apex import load_sharded_state_dict, sharded_state_dict
 from megackpt.testing.ranks import RankPool
-from tests.unit.test_apex import WHOLE, declare, make_params, train
+from tests.apex_training import declare, make_params, train
+from tests.unit.test_apex import WHOLE
 
 pytestmark = pytest.mark.multiprocess
 

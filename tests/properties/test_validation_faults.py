@@ -21,8 +21,10 @@ from megackpt import (
 from megackpt.comm import Group
 from megackpt.storage import MemoryStore
 from megackpt.testing.world import SimulatedWorld
-from tests.declaration_faults import FAULTS
+from tests import chunk_faults, declaration_faults
 from tests.declared_worlds import RANKS, World, is_main, outcomes_of, valid_world
+
+FAULTS = {**chunk_faults.FAULTS, **declaration_faults.FAULTS}
 
 
 def test_there_are_many_kinds_of_faults() -> None:
