@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from typing import Literal, TypeAlias, get_args
 
 from megackpt.errors import DeclarationError
 from megackpt.parallel import ParallelLayout
@@ -158,6 +158,11 @@ class LearnedPositions:
     """A vector for each position, added to the embeddings (GPT-2). `count` of them."""
 
     count: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NoPositions:
+    """Attention that does not see positions, but by its mask: other blocks tell them (Nemotron-H)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -343,7 +348,7 @@ class MTPConfig:
             )
 
 
-Activation: TypeAlias = Literal["silu", "gelu", "gelu_tanh", "relu"]
+Activation: TypeAlias = Literal["silu", "gelu", "gelu_tanh", "relu", "relu_squared"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -364,7 +369,7 @@ class MLPConfig:
     bias: bool | None = None
 
     def __post_init__(self) -> None:
-        if self.activation not in ("silu", "gelu", "gelu_tanh", "relu"):
+        if self.activation not in get_args(Activation):
             raise DeclarationError(
-                f"MLPConfig.activation is {self.activation!r}. Give one of silu, gelu, gelu_tanh, relu."
+                f"MLPConfig.activation is {self.activation!r}. Give one of {', '.join(get_args(Activation))}."
             )

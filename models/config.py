@@ -11,13 +11,14 @@ from dataclasses import dataclass, field
 import torch
 
 from megackpt.errors import DeclarationError
-from megackpt.parallel import ParallelLayout, StageTable
+from megackpt.parallel import MambaSizes, ParallelLayout, StageTable
 from models.block_config import (
     AttentionConfig,
     DeltaNetConfig,
     LearnedPositions,
     MLPConfig,
     MTPConfig,
+    NoPositions,
     NormConfig,
     RotaryConfig,
 )
@@ -52,6 +53,7 @@ class GPTConfig:
         positions: how layers see positions; None for rotary ones of rope_base.
         norm: choices of the norms.
         attention: choices of self-attention.
+        mamba: sizes of the Mamba-2 mixers that `layer_blocks` names; None if there are none.
         mlp: choices of the MLP.
         embedding_scale: what embeddings of tokens are multiplied by; None leaves them as they are.
         mtp: layers that predict further tokens; None if there are none.
@@ -82,9 +84,10 @@ class GPTConfig:
     make_vocab_divisible: int = 128
     params_dtype: torch.dtype = torch.float32
     moe: MoEConfig | None = None
-    positions: RotaryConfig | LearnedPositions | None = None
+    positions: RotaryConfig | LearnedPositions | NoPositions | None = None
     norm: NormConfig = field(default_factory=NormConfig)
     attention: AttentionConfig = field(default_factory=AttentionConfig)
+    mamba: MambaSizes | None = None
     mlp: MLPConfig = field(default_factory=MLPConfig)
     embedding_scale: float | None = None
     logit_softcap: float | None = None
@@ -130,6 +133,11 @@ class GPTConfig:
         if any("delta_net" in blocks for blocks in self.blocks) != (self.delta_net is not None):
             raise DeclarationError(
                 f"GPTConfig.delta_net is {self.delta_net}. Give it exactly if layer_blocks has a delta_net."
+            )
+        if (self.mamba is not None) != any("mamba" in blocks for blocks in self.blocks):
+            raise DeclarationError(
+                f"GPTConfig.mamba is {self.mamba}. Give its sizes exactly if a layer of layer_blocks has "
+                f"mamba."
             )
 
     def _check_heads(self) -> None:
@@ -255,10 +263,8 @@ class GPTConfig:
             faults.append(
                 f"num_query_groups {self.query_groups} is neither a multiple nor a divisor of tp={layout.tp}"
             )
-        if self.moe is not None:
-            faults += self.moe.faults(layout)
-        if self.delta_net is not None:
-            faults += self.delta_net.faults(layout)
+        for sizes in (self.moe, self.delta_net, self.mamba):
+            faults += [] if sizes is None else sizes.faults(layout)
         if layout.cp > 1 and self.seq_length % (2 * layout.cp):
             faults.append(f"seq_length {self.seq_length} is not a multiple of 2 x cp={layout.cp}")
         if stages is None and self.num_layers < layout.pp * layout.vpp:

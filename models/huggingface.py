@@ -28,6 +28,7 @@ from models.huggingface_delta_net import delta_net, layers_with_delta_net
 from models.huggingface_experts import deepseek_experts, gpt_oss_experts, mixtral_experts, qwen_experts
 from models.huggingface_fields import WITHOUT_EFFECT, ConfigFields
 from models.huggingface_latent import interleaved, latent_attention
+from models.huggingface_mamba import mamba2, nemotron_h
 from models.huggingface_rotary import rotary_by_layer_type, rotary_of
 from models.layer_blocks import LayerBlocks
 
@@ -295,8 +296,10 @@ _FAMILIES: Mapping[Any, tuple[Callable[[ConfigFields], GPTConfig], Mapping[str, 
     "gpt2": (_gpt2, defaults.GPT2),
     "gpt_oss": (_gpt_oss, defaults.GPT_OSS),
     "llama": (_llama, defaults.LLAMA),
+    "mamba2": (mamba2, defaults.MAMBA2),
     "mistral": (_mistral, defaults.MISTRAL),
     "mixtral": (_mixtral, defaults.MIXTRAL),
+    "nemotron_h": (nemotron_h, defaults.NEMOTRON_H),
     "phi3": (_phi3, defaults.PHI3),
     "qwen2": (_qwen2, defaults.QWEN2),
     "qwen2_moe": (_qwen2_moe, defaults.QWEN2_MOE),

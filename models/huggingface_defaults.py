@@ -8,6 +8,7 @@ values. Qwen3-Next: 5.23.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -157,6 +158,50 @@ DEEPSEEK_V3: Mapping[str, Any] = {
     "topk_group": 4,
     "routed_scaling_factor": 2.5,
     "first_k_dense_replace": 3,
+    "norm_topk_prob": True,
+}
+MAMBA2: Mapping[str, Any] = {
+    "vocab_size": 32768,
+    "hidden_size": 4096,
+    "num_hidden_layers": 64,
+    "num_heads": 128,
+    "head_dim": 64,
+    "state_size": 128,
+    "expand": 2,
+    "conv_kernel": 4,
+    "n_groups": 8,
+    "chunk_size": 256,
+    "use_conv_bias": True,
+    "layer_norm_epsilon": 1e-5,
+    "time_step_limit": (0.0, math.inf),
+}
+NEMOTRON_H: Mapping[str, Any] = {
+    "vocab_size": 131072,
+    "hidden_size": 4096,
+    "layers_block_type": ("mamba", "moe", "attention", "mlp"),
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "max_position_embeddings": 4096,
+    "intermediate_size": 21504,
+    "mlp_hidden_act": "relu2",
+    "mamba_hidden_act": "silu",
+    "mamba_num_heads": 128,
+    "mamba_head_dim": 64,
+    "ssm_state_size": 128,
+    "conv_kernel": 4,
+    "n_groups": 8,
+    "chunk_size": 128,
+    "use_conv_bias": True,
+    "layer_norm_epsilon": 1e-5,
+    "time_step_min": 0.001,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 7688,
+    "moe_shared_expert_intermediate_size": 7688,
+    "routed_scaling_factor": 1.0,
+    "n_group": 1,
+    "topk_group": 1,
     "norm_topk_prob": True,
 }
 GEMMA2: Mapping[str, Any] = {

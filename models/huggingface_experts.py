@@ -93,16 +93,7 @@ def deepseek_experts(fields: ConfigFields) -> MoEConfig | None:
     count = fields.integer("num_hidden_layers")
     dense = min(fields.integer("first_k_dense_replace", at_least=0), count)
     sizes = {name: fields.integer(name) for name in ("n_routed_experts", "moe_intermediate_size")}
-    routing = RoutingOptions(
-        top_k=fields.integer("num_experts_per_tok"),
-        score_function="sigmoid",
-        normalise=fields.flag("norm_topk_prob"),
-        scaling_factor=fields.number("routed_scaling_factor"),
-        num_groups=fields.integer("n_group"),
-        group_top_k=fields.integer("topk_group"),
-        group_score_count=2,
-        bias_rate=0.0,
-    )
+    routing = deepseek_routing(fields)
     shared_size = fields.integer("n_shared_experts") * sizes["moe_intermediate_size"]
     if dense == count:
         return None
@@ -114,6 +105,24 @@ def deepseek_experts(fields: ConfigFields) -> MoEConfig | None:
         shared_ffn_hidden_size=shared_size,
         layer_freq=(0,) * dense + (1,) * (count - dense),
         bias=False,
+    )
+
+
+def deepseek_routing(fields: ConfigFields) -> RoutingOptions:
+    """Return the routing to experts in groups, with a bias of the choice that stays as it is.
+
+    Raises:
+        DeclarationError: a field that is missing or out of range.
+    """
+    return RoutingOptions(
+        top_k=fields.integer("num_experts_per_tok"),
+        score_function="sigmoid",
+        normalise=fields.flag("norm_topk_prob"),
+        scaling_factor=fields.number("routed_scaling_factor"),
+        num_groups=fields.integer("n_group"),
+        group_top_k=fields.integer("topk_group"),
+        group_score_count=2,
+        bias_rate=0.0,
     )
 
 

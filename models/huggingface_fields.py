@@ -17,6 +17,7 @@ ACTIVATIONS: Mapping[str, Activation] = {
     "gelu_fast": "gelu_tanh",
     "gelu_pytorch_tanh": "gelu_tanh",
     "relu": "relu",
+    "relu2": "relu_squared",
 }
 
 WITHOUT_EFFECT = frozenset(

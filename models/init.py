@@ -10,6 +10,7 @@ Source: Radford et al. 2019, section 2.3 (projections onto the residual path sca
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import cast
 
@@ -25,6 +26,7 @@ from models.language_model import LanguageModel
 STACKED_EXPERTS = ".experts."  # in the keys of arrays whose first axis after the layers' is over experts
 RESIDUAL_PROJECTIONS = ("linear_proj", "linear_fc2", "out_proj")
 DECAYS = (1.0, 16.0)  # range of `exp(A_log)`
+TIME_STEPS = (0.001, 0.1)  # the initial ones of Mamba
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,8 +103,9 @@ def initial_values(
         DeclarationError: there is no rule for this name.
     """
     generator = torch.Generator().manual_seed(stable_seed(seed, key, *layer))
-    if key.endswith(".A_log"):
-        return torch.empty(shape).uniform_(*DECAYS, generator=generator).log()
+    for part, state_space_values in _STATE_SPACE.items():
+        if part in key:
+            return state_space_values(shape, generator)
     rule = _rule(key, config)
     if rule.std == 0:
         return torch.full(shape, rule.mean)
@@ -113,14 +116,49 @@ def initial_values(
     return values
 
 
+def _decays(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
+    """Return logarithms of the rates at which states of heads decay."""
+    return torch.empty(shape).uniform_(*DECAYS, generator=generator).log()
+
+
+def _ones(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
+    return torch.ones(shape)
+
+
+def _time_steps(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
+    """Return what softplus makes time steps of, whose logarithms are uniform."""
+    low, high = map(math.log, TIME_STEPS)
+    steps = (low + (high - low) * torch.rand(shape, generator=generator)).exp()
+    return steps + (-torch.expm1(-steps)).log()
+
+
+def _convolution(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
+    """Return uniform values of the scale that torch's convolutions have."""
+    bound: float = shape[-1] ** -0.5
+    return bound * (2 * torch.rand(shape, generator=generator) - 1)
+
+
+_STATE_SPACE: Mapping[str, Callable[[tuple[int, ...], torch.Generator], Tensor]] = {
+    ".A_log": _decays,
+    ".D": _ones,
+    ".mixer.dt_bias": _time_steps,
+    ".conv1d.weight": _convolution,
+}
+"""Parameters of state-space layers, by a part of their keys, and what they start at.
+
+Source: Dao and Gu 2024 (Mamba-2), its reference implementation.
+"""
+
+
 def _rule(key: str, config: GPTConfig) -> _Normal:
     name = key.split(".")
     if "bias" in name or "expert_bias" in name:
         return _Normal(mean=0.0, std=0.0)
-    if "dt_bias" in name:
+    if "dt_bias" in name:  # of a gated delta net
         return _Normal(mean=1.0, std=0.0)
     if "weight" in name and any("norm" in part for part in name):
-        is_zero_centred = config.norm.zero_centred and "out_norm" not in name  # that of a gated delta net
+        # The norms inside of gated delta nets and of Mamba's mixers are never zero-centred.
+        is_zero_centred = config.norm.zero_centred and not {"out_norm", "mixer"} & {*name}
         return _Normal(mean=0.0 if is_zero_centred else 1.0, std=0.0)
     if "weight" in name or "gate_weight" in name or "softmax_offset" in name:
         residual = any(part in RESIDUAL_PROJECTIONS for part in name)

@@ -6,11 +6,11 @@ from typing import Literal, TypeAlias
 
 from megackpt.errors import DeclarationError
 
-BlockKind: TypeAlias = Literal["attention", "delta_net", "mlp", "moe"]
+BlockKind: TypeAlias = Literal["attention", "delta_net", "mamba", "mlp", "moe"]
 LayerBlocks: TypeAlias = tuple[BlockKind, ...]
 """The blocks of a layer in order: one that mixes tokens, one that does not, or both."""
 
-MIXERS: tuple[BlockKind, ...] = ("attention", "delta_net")
+MIXERS: tuple[BlockKind, ...] = ("attention", "delta_net", "mamba")
 """Blocks that mix the tokens of a sequence."""
 
 MLPS: tuple[BlockKind, ...] = ("mlp", "moe")

@@ -19,7 +19,9 @@ class MoEConfig:
         capacity: limit on the tokens of an expert; None drops no token.
         shared_ffn_hidden_size: extent inside of the shared experts, which all tokens go to; 0 for none.
         shared_gate: whether the shared experts' output is multiplied by a sigmoid of the token.
-        activation: of the routed experts, between their projections.
+        gated: whether all experts are gated; otherwise they are `down(activation(up(x)))` with the activation
+            of `GPTConfig.mlp`.
+        activation: of the routed experts, between their projections, if they are gated.
         bias: whether the routed experts' linear layers have biases; None for `linear_bias`.
         router_bias: whether the router's logits have a trained bias. It has an influence on the weights, too,
             which the bias of `RoutingOptions.bias_rate` has not.
@@ -28,7 +30,8 @@ class MoEConfig:
 
     Raises:
         DeclarationError: a size below 1, routing options that do not fit the number of experts, a gate
-            without shared experts, a sequence of other values than 0 and 1.
+            without shared experts, or for some that are not gated themselves, a sequence of other values than
+            0 and 1.
 
     Source: Megatron-Core `TransformerConfig` (`moe_layer_freq`, `moe_shared_expert_intermediate_size`).
     """
@@ -39,6 +42,7 @@ class MoEConfig:
     capacity: Capacity | None = None
     shared_ffn_hidden_size: int = 0
     shared_gate: bool = False
+    gated: bool = True
     activation: SwiGLU = field(default_factory=SwiGLU)
     bias: bool | None = None
     router_bias: bool = False
@@ -54,6 +58,10 @@ class MoEConfig:
             raise DeclarationError(
                 f"MoEConfig.shared_ffn_hidden_size is {self.shared_ffn_hidden_size} and shared_gate is "
                 f"{self.shared_gate}. Give the shared experts a size, or have neither."
+            )
+        if self.shared_gate and not self.gated:
+            raise DeclarationError(
+                "MoEConfig.shared_gate is for gated experts only. Leave it False, or choose gated."
             )
         if isinstance(self.layer_freq, int):
             if self.layer_freq < 1:

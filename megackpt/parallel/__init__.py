@@ -60,6 +60,7 @@ from megackpt.parallel.experts import (
     GroupedColumnLinear,
     GroupedReplicatedLinear,
     GroupedRowLinear,
+    PlainExperts,
     divide_over_ep,
 )
 from megackpt.parallel.foreign_modules import ForeignDeclaration, Metadata, register_package
@@ -74,6 +75,7 @@ from megackpt.parallel.linear import (
 )
 from megackpt.parallel.lora import LoRA
 from megackpt.parallel.lora_config import LoRAConfig
+from megackpt.parallel.mamba import GatedGroupNorm, MambaMixer, MambaSizes
 from megackpt.parallel.mixin import (
     ShardedModule,
     declare_module,
@@ -109,6 +111,7 @@ from megackpt.parallel.schedule import (
     plan_forward,
     plan_interleaved,
 )
+from megackpt.parallel.selective_scan import selective_scan
 from megackpt.parallel.stack import LayerStack
 from megackpt.parallel.stages import StageTable
 from megackpt.parallel.swiglu import SwiGLU
@@ -131,6 +134,7 @@ __all__ = [
     "Forward",
     "GatedDeltaNet",
     "GatedExperts",
+    "GatedGroupNorm",
     "GroupedColumnLinear",
     "GroupedReplicatedLinear",
     "GroupedRowLinear",
@@ -139,6 +143,8 @@ __all__ = [
     "LoRA",
     "LoRAConfig",
     "MTPLayer",
+    "MambaMixer",
+    "MambaSizes",
     "Metadata",
     "MicroBatch",
     "MixtureOfExperts",
@@ -149,6 +155,7 @@ __all__ = [
     "ParallelRng",
     "ParameterFlag",
     "PipelineStage",
+    "PlainExperts",
     "QKVParallelLinear",
     "RMSNorm",
     "ReplicatedLinear",
@@ -214,6 +221,7 @@ __all__ = [
     "scatter_sequence",
     "scatter_to",
     "second_copy",
+    "selective_scan",
     "set_active_adapters",
     "set_auxiliary_loss_scale",
     "sharded_state_dict",

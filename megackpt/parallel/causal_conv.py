@@ -8,9 +8,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from megackpt.parallel.collectives import copy_to_neighbours
 from megackpt.parallel.groups import ParallelGroups
 from megackpt.parallel.linear import divide_over_tp
-from megackpt.parallel.mixin import ShardedModule
+from megackpt.parallel.mixin import ShardedModule, check_copies
 from megackpt.parallel.tp_sharding import TpSharding
 
 
@@ -26,11 +27,14 @@ class CausalConv1d(ShardedModule):
         kernel_size: tokens that a filter sees.
         groups: the ranks around this one.
         bias: whether there is a bias.
+        copies: by component, how many neighbouring ranks of tp have the same slice, for components that are
+            cut into fewer slices than there are ranks. Their gradients are summed over these ranks, so that
+            the backward pass is collective over tp.
         dtype: dtype of the parameters.
         device: where the parameters are.
 
     Raises:
-        DeclarationError: tp does not divide a component.
+        DeclarationError: tp does not divide a component, or copies do not divide tp.
 
     Source: Mamba, section 3.4; stored as in Megatron-Core (`conv1d.weight.x`).
     """
@@ -42,25 +46,35 @@ class CausalConv1d(ShardedModule):
         groups: ParallelGroups,
         *,
         bias: bool = True,
+        copies: Mapping[str, int] | None = None,
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
     ) -> None:
+        copies = {} if copies is None else copies
+        for name, number in copies.items():
+            check_copies(f"component {name!r}", number, groups)
         components = {
-            n: divide_over_tp(f"component {n!r} of channels", s, groups) for n, s in channels.items()
+            # A component with copies is cut as if it were so many times as large.
+            n: divide_over_tp(f"component {n!r} of channels", s * copies.get(n, 1), groups)
+            for n, s in channels.items()
         }
-        sharding = TpSharding(dim=0, components=components)
+        sharding = TpSharding(dim=0, components=components, copies=copies)
         super().__init__(groups, tp_sharding={"weight": sharding, "bias": sharding})
         self.local_components = components
         count = sum(components.values())
+        self.shared_rows = sharding.shared_rows(count)
         self.weight = nn.Parameter(torch.empty(count, 1, kernel_size, dtype=dtype, device=device))
         self.bias = nn.Parameter(torch.zeros(count, dtype=dtype, device=device)) if bias else None
         nn.init.uniform_(self.weight, -(kernel_size**-0.5), kernel_size**-0.5)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the filtered channels, shaped like `x`."""
-        count, _, kernel_size = self.weight.shape
+        tp = self.groups.tp
+        weight = copy_to_neighbours(self.weight, tp, self.shared_rows)
+        bias = None if self.bias is None else copy_to_neighbours(self.bias, tp, self.shared_rows)
+        count, _, kernel_size = weight.shape
         padded = F.pad(x.permute(1, 2, 0), (kernel_size - 1, 0))  # [b, channels/tp, kernel_size - 1 + s]
-        return F.conv1d(padded, self.weight, self.bias, groups=count).permute(2, 0, 1)
+        return F.conv1d(padded, weight, bias, groups=count).permute(2, 0, 1)
 
     def split(self, x: Tensor) -> tuple[Tensor, ...]:
         """Return the components of channels `[..., channels/tp]`, in order. Local."""

@@ -53,16 +53,16 @@ class GroupedColumnLinear(ShardedModule):
     Args:
         num_experts: number of experts on all ranks.
         in_features: extent of the last dim of the input.
-        components: names and extents of the components of the whole output (gate and up). A rank's slice is
-            its slice of the first one, then of the second, and so on. Each is an array of its own in the
-            checkpoint, `weight.gate` with shape `[experts, gate, in]`.
+        out_features: extent of the last dim of the whole output, or names and extents of its components (gate
+            and up). A rank's slice is then its slice of the first one, then of the second, and so on. Each is
+            an array of its own in the checkpoint, `weight.gate` with shape `[experts, gate, in]`.
         groups: the ranks around this one.
         bias: whether there is a bias `[experts/ep, out/etp]`.
         dtype: dtype of the parameters.
         device: where the parameters are.
 
     Raises:
-        DeclarationError: ep does not divide the experts, or etp a component.
+        DeclarationError: ep does not divide the experts, or etp the outputs or a component of them.
     """
 
     expert_axis = {"weight": 0, "bias": 0}  # noqa: RUF012 - read-only by its type in ShardedModule
@@ -71,17 +71,24 @@ class GroupedColumnLinear(ShardedModule):
         self,
         num_experts: int,
         in_features: int,
-        components: Mapping[str, int],
+        out_features: int | Mapping[str, int],
         groups: ParallelGroups,
         *,
         bias: bool = True,
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
     ) -> None:
-        local = {n: divide_over_tp(f"component {n!r}", s, groups.experts) for n, s in components.items()}
+        local = None
+        if isinstance(out_features, int):
+            rows = divide_over_tp("out_features", out_features, groups.experts)
+        else:
+            local = {
+                n: divide_over_tp(f"component {n!r}", s, groups.experts) for n, s in out_features.items()
+            }
+            rows = sum(local.values())
         sharding = TpSharding(dim=1, components=local)
         super().__init__(groups, tp_sharding={"weight": sharding, "bias": sharding})
-        experts, rows = divide_over_ep(num_experts, groups), sum(local.values())
+        experts = divide_over_ep(num_experts, groups)
         self.local_components = local
         self.weight = nn.Parameter(torch.empty(experts, rows, in_features, dtype=dtype, device=device))
         self.bias = nn.Parameter(torch.empty(experts, rows, dtype=dtype, device=device)) if bias else None
@@ -92,7 +99,15 @@ class GroupedColumnLinear(ShardedModule):
         return _grouped_linear(x, self.weight, self.bias, counts)
 
     def split(self, y: Tensor) -> tuple[Tensor, ...]:
-        """Return the components of an output `y`, in order. Local."""
+        """Return the components of an output `y`, in order. Local.
+
+        Raises:
+            DeclarationError: the layer was made without components.
+        """
+        if self.local_components is None:
+            raise DeclarationError(
+                "these layers have no named components. Give out_features as a mapping of component to size."
+            )
         return torch.split_with_sizes(y, list(self.local_components.values()), dim=-1)
 
 
@@ -239,6 +254,43 @@ class GatedExperts(ShardedModule):
         """Return the outputs of `rows`, of which `counts[e]` are of local expert e, in order."""
         gate, up = self.linear_fc1.split(self.linear_fc1(rows, counts))  # each [rows, ffn/etp]
         out: Tensor = self.linear_fc2(self.activation(gate, up), counts)
+        return out
+
+
+class PlainExperts(ShardedModule):
+    """`down(activation(up(x)))` of every expert of this rank. Local.
+
+    Input, output, arguments and errors are those of `GatedExperts`, but for the activation: from `up(x)`
+    `[rows, ffn/etp]` to the input of the projection down, element by element.
+    """
+
+    output_is_partial = True
+
+    def __init__(
+        self,
+        num_experts: int,
+        hidden_size: int,
+        ffn_hidden_size: int,
+        groups: ParallelGroups,
+        *,
+        activation: Callable[[Tensor], Tensor],
+        bias: bool = False,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__(groups)
+        self.num_experts = num_experts
+        self.activation = activation
+        self.linear_fc1 = GroupedColumnLinear(
+            num_experts, hidden_size, ffn_hidden_size, groups, bias=bias, dtype=dtype, device=device
+        )
+        self.linear_fc2 = GroupedRowLinear(
+            num_experts, ffn_hidden_size, hidden_size, groups, bias=bias, dtype=dtype, device=device
+        )
+
+    def forward(self, rows: Tensor, counts: Sequence[int]) -> Tensor:
+        """Return the outputs of `rows`, of which `counts[e]` are of local expert e, in order."""
+        out: Tensor = self.linear_fc2(self.activation(self.linear_fc1(rows, counts)), counts)
         return out
 
 

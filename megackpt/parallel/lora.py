@@ -299,11 +299,10 @@ def _matrices_of_experts(
     experts, etp = len(weight) * groups.ep.size, groups.etp.size
     if isinstance(layer, GroupedColumnLinear):
         assert rows is not None
-        assert rows.components is not None
-        sizes = {name: size * etp for name, size in rows.components.items()}
+        sizes = {name: size * etp for name, size in (rows.components or {}).items()}
         return (
             GroupedReplicatedLinear(experts, weight.shape[2], rank, groups, **memory),
-            GroupedColumnLinear(experts, rank, sizes, groups, bias=False, **memory),
+            GroupedColumnLinear(experts, rank, sizes or weight.shape[1] * etp, groups, bias=False, **memory),
         )
     return (
         GroupedRowLinear(experts, weight.shape[2] * etp, rank, groups, bias=False, **memory),

@@ -21,11 +21,16 @@ def _gelu_tanh(x: Tensor) -> Tensor:
     return F.gelu(x, approximate="tanh")
 
 
+def _relu_squared(x: Tensor) -> Tensor:
+    return F.relu(x).square()
+
+
 ACTIVATIONS: Mapping[Activation, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
     "gelu": F.gelu,
     "gelu_tanh": _gelu_tanh,
     "relu": F.relu,
+    "relu_squared": _relu_squared,
 }
 
 
@@ -52,13 +57,19 @@ class GatedMLP(ShardedModule):
 
 
 class MLP(ShardedModule):
-    """`down(activation(up(x)))` over `[s, b, hidden]` (`[s/tp, b, hidden]`). Collective over tp."""
+    """`down(activation(up(x)))` over `[s, b, hidden]` (`[s/tp, b, hidden]`). Collective over tp.
 
-    def __init__(self, stage: Stage) -> None:
+    Args:
+        stage: what it is made with.
+        ffn_size: extent between the two projections; None takes that of the config.
+    """
+
+    def __init__(self, stage: Stage, ffn_size: int | None = None) -> None:
         super().__init__(stage.groups)
+        ffn_size = stage.config.ffn_size if ffn_size is None else ffn_size
         self.activation = ACTIVATIONS[stage.config.mlp.activation]
-        self.linear_fc1 = _projection_in(stage, stage.config.ffn_size)
-        self.linear_fc2 = _projection_out(stage, stage.config.ffn_size)
+        self.linear_fc1 = _projection_in(stage, ffn_size)
+        self.linear_fc2 = _projection_out(stage, ffn_size)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the block's output, shaped like `x`."""

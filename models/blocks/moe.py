@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megackpt.errors import DeclarationError
-from megackpt.parallel import GatedExperts, MixtureOfExperts, Router, mark
-from models.blocks.mlp import GatedMLP
+from megackpt.parallel import GatedExperts, MixtureOfExperts, PlainExperts, Router, mark
+from models.blocks.mlp import ACTIVATIONS, MLP, GatedMLP
 from models.moe_config import MoEConfig
 from models.stage import Stage
 
@@ -41,7 +41,7 @@ class SharedExperts(GatedMLP):
 
 
 class MoE(MixtureOfExperts):
-    """A mixture of gated experts over `[s, b, hidden]` (`[s/tp, b, hidden]`).
+    """A mixture of experts over `[s, b, hidden]` (`[s/tp, b, hidden]`).
 
     Collective over tp, cp, ep and etp.
 
@@ -60,25 +60,31 @@ class MoE(MixtureOfExperts):
             dtype=config.params_dtype,
             device=stage.device,
         )
-        experts = GatedExperts(
-            moe.num_experts,
-            config.hidden_size,
-            moe.ffn_hidden_size,
-            stage.groups,
-            bias=config.linear_bias if moe.bias is None else moe.bias,
-            activation=moe.activation,
-            dtype=config.params_dtype,
-            device=stage.device,
-        )
-        shared_size = moe.shared_ffn_hidden_size
         super().__init__(
             router,
-            experts,
+            _build_experts(stage, moe),
             stage.groups,
             capacity=moe.capacity,
-            shared_experts=SharedExperts(stage, shared_size, gate=moe.shared_gate) if shared_size else None,
+            shared_experts=_build_shared_experts(stage, moe) if moe.shared_ffn_hidden_size else None,
             sequence_parallel=stage.sequence_parallel,
         )
+
+
+def _build_experts(stage: Stage, moe: MoEConfig) -> GatedExperts | PlainExperts:
+    config = stage.config
+    sizes = (moe.num_experts, config.hidden_size, moe.ffn_hidden_size, stage.groups)
+    bias = config.linear_bias if moe.bias is None else moe.bias
+    dtype, device = config.params_dtype, stage.device
+    if moe.gated:
+        return GatedExperts(*sizes, bias=bias, activation=moe.activation, dtype=dtype, device=device)
+    activation = ACTIVATIONS[config.mlp.activation]
+    return PlainExperts(*sizes, bias=bias, activation=activation, dtype=dtype, device=device)
+
+
+def _build_shared_experts(stage: Stage, moe: MoEConfig) -> SharedExperts | MLP:
+    if moe.gated:
+        return SharedExperts(stage, moe.shared_ffn_hidden_size, gate=moe.shared_gate)
+    return MLP(stage, moe.shared_ffn_hidden_size)
 
 
 def _experts_of(stage: Stage) -> MoEConfig:

@@ -10,7 +10,8 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from megackpt.parallel import GatedDeltaNet, ParallelDropout, ShardedModule
+from megackpt.errors import DeclarationError
+from megackpt.parallel import GatedDeltaNet, MambaMixer, ParallelDropout, ShardedModule
 from models.blocks.attention import SelfAttention
 from models.blocks.delta_net import build_delta_net
 from models.blocks.latent_attention import LatentAttention
@@ -58,9 +59,11 @@ class _Names(NamedTuple):
 
 _ATTENTION = _Names("input_layernorm", "self_attention", "post_self_attn_layernorm")
 _MLP = _Names("pre_mlp_layernorm", "mlp", "post_mlp_layernorm")
+_MAMBA = _Names("norm", "mixer", "post_mixer_norm")
 _NAMES: Mapping[BlockKind, _Names] = {
     "attention": _ATTENTION,
     "delta_net": _ATTENTION,
+    "mamba": _MAMBA,
     "mlp": _MLP,
     "moe": _MLP,
 }
@@ -75,6 +78,20 @@ def _delta_net(stage: Stage, index: int) -> GatedDeltaNet:
     return build_delta_net(stage)
 
 
+def _mamba(stage: Stage, index: int) -> MambaMixer:
+    config = stage.config
+    if config.mamba is None:
+        raise DeclarationError("GPTConfig.mamba is None: give MambaSizes.")
+    return MambaMixer(
+        config.hidden_size,
+        config.mamba,
+        stage.groups,
+        sequence_parallel=stage.sequence_parallel,
+        dtype=config.params_dtype,
+        device=stage.device,
+    )
+
+
 def _mlp(stage: Stage, index: int) -> GatedMLP | MLP:
     return build_mlp(stage)
 
@@ -86,6 +103,7 @@ def _moe(stage: Stage, index: int) -> MoE:
 _BUILD: Mapping[BlockKind, Callable[[Stage, int], ShardedModule]] = {
     "attention": _attention,
     "delta_net": _delta_net,
+    "mamba": _mamba,
     "mlp": _mlp,
     "moe": _moe,
 }

@@ -11,10 +11,9 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
@@ -24,25 +23,22 @@ from torch import Tensor, nn
 import megackpt
 from megackpt import CheckpointError, KeyRule, LoadOptions, MapError, Policy
 from megackpt.maps import family
-from megackpt.parallel import MicroBatch, ParallelGroups, ParallelLayout, context_share, forward_backward
+from megackpt.parallel import MicroBatch, ParallelGroups, ParallelLayout
 from megackpt.testing.ranks import RankPool
 from models import GPTConfig, MTPConfig, build_gpt
 from models.huggingface import gpt_config
 from tests.effort import is_thorough
-from tests.gradients import Box, assert_all_close, gradient_boxes, join
+from tests.huggingface_cases import Case, batch, check, run
 from tests.huggingface_checkpoints import assert_same_tensors, declared, write_folder
 from tests.huggingface_configs import random_fields
-from tests.huggingface_experts import experts_in_our_names, fill, randomise
+from tests.huggingface_experts import experts_in_our_names, randomise
 from tests.huggingface_models import (
     RELATIVE,
     arrays_in_our_names,
-    assert_close,
-    logits_of,
     random_config,
     random_model,
     reference,
     renamed,
-    token_ids,
 )
 from tests.mapped_arrays import assembled, random_arrays
 from tests.optim_world import tensors_of
@@ -51,15 +47,6 @@ pytest.importorskip("transformers", reason="the extra huggingface is not install
 
 WEIGHT = 0.3  # of the losses of further tokens
 SEEDS = range(6 if is_thorough() else 2)
-
-
-class Case(NamedTuple):
-    """A random model of transformers: our config, its weights, and what it computes."""
-
-    config: GPTConfig
-    weights: Mapping[str, Any]  # numpy's, which need no shared memory
-    logits: Tensor
-    gradients: Mapping[str, Tensor]
 
 
 @functools.cache
@@ -131,50 +118,6 @@ def loss_of(model: Any, layers: list[nn.Module], whole: MicroBatch) -> Tensor:
     return loss
 
 
-def batch(config: GPTConfig) -> MicroBatch:
-    tokens = token_ids(config.vocab_size)
-    return MicroBatch(tokens, tokens.flip(1).roll(3, 1))
-
-
-def run(
-    models: list[tuple[GPTConfig, Any]], layout: ParallelLayout, sequence_parallel: bool = False
-) -> list[tuple[Any, list[tuple[Any, ...]]]]:
-    """Return this rank's logits and gradients of each model."""
-    results = []
-    for config, weights in models:
-        groups = ParallelGroups.create(layout)
-        model = build_gpt(config, groups, sequence_parallel=sequence_parallel)
-        entities = model.sharded_state_dict()
-        fill(entities, {key: torch.from_numpy(array) for key, array in weights.items()})
-        logits = logits_of(model, config, groups)
-        whole = batch(config)
-        own = (x.chunk(groups.dp.size)[groups.dp.rank] for x in whole)
-        share = MicroBatch(*(context_share(x, groups.cp, dim=1) for x in own))
-        forward_backward(model, [share], groups)
-        boxes = gradient_boxes(model, entities, groups)
-        results.append((logits, [(*box[:3], box.data.numpy()) for box in boxes]))
-    return results
-
-
-def check(ranks: list[list[tuple[Any, list[tuple[Any, ...]]]]], layout: ParallelLayout, further: int) -> None:
-    for seed, results in zip(SEEDS, zip(*ranks, strict=True), strict=True):
-        expected = case(seed, further)
-        compared = 0
-        for rank, (logits, _) in enumerate(results):
-            if logits is not None:
-                assert_close(logits, expected.logits.chunk(layout.dp)[layout.coordinates(rank).dp])
-                compared += 1
-        assert compared == layout.world_size // layout.pp
-        boxes = [Box(*box[:3], torch.from_numpy(box[3])) for _, own in results for box in own]
-        gradients = join(boxes)
-        for key in gradients.keys() & {"embedding.word_embeddings.weight", "output_layer.weight"}:
-            gradients[key], padding = gradients[key].split_with_sizes(
-                [expected.config.vocab_size, len(gradients[key]) - expected.config.vocab_size]
-            )
-            assert not padding.any()
-        assert_all_close(gradients, expected.gradients, relative=RELATIVE)
-
-
 def test_seeds_have_all_kinds_of_the_family() -> None:
     configs = [random_config("deepseek_v3", seed) for seed in range(6)]
     for field in (
@@ -192,7 +135,7 @@ def test_seeds_have_all_kinds_of_the_family() -> None:
 
 @pytest.mark.parametrize("further", [0, 2])
 def test_one_rank_computes_logits_and_gradients_of_transformers(further: int) -> None:
-    check([run(cases(further), ParallelLayout())], ParallelLayout(), further)
+    check([run(cases(further), ParallelLayout())], ParallelLayout(), expected(further), relative=RELATIVE)
 
 
 LAYOUTS = {
@@ -212,11 +155,15 @@ def test_two_ranks_compute_logits_and_gradients_of_transformers(
     rank_pool: RankPool, name: str, further: int
 ) -> None:
     ranks = rank_pool.run(run, 2, cases(further), LAYOUTS[name], name.endswith("sequence"))
-    check(ranks, LAYOUTS[name], further)
+    check(ranks, LAYOUTS[name], expected(further), relative=RELATIVE)
+
+
+def expected(further: int) -> list[Case]:
+    return [case(seed, further) for seed in SEEDS]
 
 
 def cases(further: int) -> list[tuple[GPTConfig, Any]]:
-    return [(case(seed, further).config, case(seed, further).weights) for seed in SEEDS]
+    return [(made.config, made.weights) for made in expected(further)]
 
 
 def test_layers_for_further_tokens_are_exported_as_transformers_reads_them(tmp_path: Path) -> None:
