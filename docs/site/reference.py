@@ -31,6 +31,10 @@ PARTS = {
 }
 MODULES = {
     "megackpt.integrations.megatron_lm": "Megatron-LM's local checkpoints in tiers.",
+    "megackpt.integrations.accelerate": "State of Hugging Face accelerate.",
+    "megackpt.integrations.offload": "Optimizers whose state is on the CPU.",
+    "megackpt.integrations.peft": "Adapter folders of Hugging Face's peft.",
+    "megackpt.integrations.transformers": "A mixin for Hugging Face's Trainer.",
     "megackpt.integrations.xla": "Planners for torch_xla.",
     "megackpt.testing.world": "A simulated world: many ranks in one process.",
     "megackpt.testing.ranks": "Real worker ranks for tests.",

@@ -1,21 +1,21 @@
-"""Hugging Face accelerate: all that `Accelerator.save_state` saves, without pickles, for any number of processes.
+"""Hugging Face accelerate: what `Accelerator.save_state` saves, without pickles, at any number of processes.
 
     from megackpt.integrations.accelerate import load_state, save_state
 
     save_state(accelerator, "run/step_100")     # instead of accelerator.save_state("run/step_100")
     load_state(accelerator, "run/step_100")
 
-Hooks of `Accelerator.save_state` can keep it from writing models, but not from pickling optimizers; so this is
-a function instead of a hook.
+A hook of `Accelerator.save_state` can keep it from writing models, but not from pickling optimizers. So these
+are functions.
 
 Source: accelerate 1.15 `Accelerator.save_state`, `accelerate.checkpointing`.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
-from megackpt.api import load, save
+from megackpt.api.collective import load, save
 from megackpt.errors import UnsupportedError
 from megackpt.integrations.torch_state import TorchState
 from megackpt.mapping import ShardedStateDict, StateDict
@@ -24,9 +24,9 @@ from megackpt.storage import Location
 from megackpt.training_state import CommonObject, RankPosition, RngState, TrainingState, loader_object
 
 if TYPE_CHECKING:
-    from accelerate import Accelerator
-
     from megackpt.training_state import Resumable
+
+Accelerator: TypeAlias = Any  # accelerate has no types
 
 _OWN_FORMATS = ("DEEPSPEED", "MEGATRON_LM")
 
@@ -48,8 +48,8 @@ class AcceleratorState:
     def __init__(self, accelerator: Accelerator, *, seed: int = 0) -> None:
         if accelerator.distributed_type.name in _OWN_FORMATS:
             raise UnsupportedError(
-                f"The accelerator runs {accelerator.distributed_type.name}, which has a checkpoint format of its "
-                f"own: call accelerator.save_state."
+                f"{accelerator.distributed_type.name} has a checkpoint format of its own: call "
+                f"accelerator.save_state."
             )
         self._accelerator = accelerator
         self._torch = TorchState(

@@ -4,9 +4,9 @@
 
     MyTrainer(...).train(resume_from_checkpoint=True)   # at any number of processes
 
-`checkpoint-N/megackpt` has the model, the optimizer, the scheduler, the gradient scaler and the random streams,
-written by all ranks in parallel. Beside it are the model's config, the tokenizer and `trainer_state.json`, as
-the Trainer writes them. Nothing is a pickle.
+`checkpoint-N/megackpt` has the model, the optimizer, the scheduler, the gradient scaler and the random
+streams, written by all ranks in parallel. Beside it are the model's config, the tokenizer and
+`trainer_state.json`, as the Trainer writes them. Nothing is a pickle.
 
 Source: transformers 5.23 `Trainer`.
 """
@@ -18,7 +18,8 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from megackpt.api import check_is_distributed_checkpoint, load, save
+from megackpt.api.collective import load, save
+from megackpt.api.local import check_is_distributed_checkpoint
 from megackpt.errors import NotACheckpointError, UnsupportedError
 from megackpt.integrations.torch_state import TorchState
 from megackpt.training_state import CommonObject, RankPosition, RngState, TrainingState

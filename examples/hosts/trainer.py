@@ -1,0 +1,53 @@
+"""Hugging Face's Trainer with checkpoints of megackpt: a mixin, and nothing else changes.
+
+torchrun --nproc-per-node 2 examples/hosts/trainer.py run
+torchrun --nproc-per-node 1 examples/hosts/trainer.py run --steps 20
+"""
+
+import argparse
+from pathlib import Path
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+
+from megackpt.integrations.transformers import TrainerMixin
+
+GLOBAL_BATCH = 4
+
+
+class MyTrainer(TrainerMixin, Trainer):
+    """A Trainer whose checkpoints load at any number of processes."""
+
+
+def main(root: str, steps: int) -> None:
+    """Train until a step, from the newest checkpoint under root if there is one."""
+    arguments = TrainingArguments(
+        root,
+        max_steps=steps,
+        save_steps=5,
+        save_total_limit=2,
+        logging_steps=1,
+        learning_rate=1e-2,
+        report_to="none",
+        use_cpu=True,
+        disable_tqdm=True,
+    )
+    arguments.per_device_train_batch_size = GLOBAL_BATCH // arguments.world_size
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4
+        )
+    )
+    tokens = torch.randint(64, (256, 1)) + torch.arange(16) % 3  # each sample repeats three tokens
+    data = [{"input_ids": row % 64, "labels": row % 64} for row in tokens]
+    trainer = MyTrainer(model, arguments, train_dataset=data)
+    trainer.train(resume_from_checkpoint=any(Path(root).glob("checkpoint-*")))
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser()
+    parser.add_argument("root")
+    parser.add_argument("--steps", type=int, default=10)
+    parsed = parser.parse_args()
+    main(parsed.root, parsed.steps)

@@ -1,0 +1,101 @@
+"""accelerate and the Trainer in one process: what is saved, which folder is resumed, wrong input."""
+
+from __future__ import annotations
+
+import types
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import megackpt
+from megackpt.errors import NotACheckpointError, UnsupportedError
+from megackpt.integrations.accelerate import AcceleratorState, load_state, save_state
+from megackpt.integrations.torch_state import TorchState
+from megackpt.integrations.transformers import FOLDER, newest_checkpoint
+
+
+def stepped(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    optimizer.zero_grad()
+    model(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+
+
+def prepared(seed: int) -> tuple[Any, list[nn.Module], list[Any], Any]:
+    """Two models, each with an optimizer, and a schedule, of an Accelerator of their own."""
+    accelerate = pytest.importorskip("accelerate")
+    torch.manual_seed(seed)
+    accelerator = accelerate.Accelerator(cpu=True)
+    models = [nn.Linear(4, 3), nn.Linear(4, 2)]
+    optimizers = [
+        torch.optim.AdamW(models[0].parameters()),
+        torch.optim.SGD(models[1].parameters(), momentum=0.9),
+    ]
+    schedule = torch.optim.lr_scheduler.StepLR(optimizers[0], 1, 0.5)
+    first, second, adamw, sgd, schedule = accelerator.prepare(*models, *optimizers, schedule)
+    return accelerator, [first, second], [adamw, sgd], schedule
+
+
+def test_an_accelerator_goes_on_where_another_was(tmp_path: Path) -> None:
+    accelerator, models, optimizers, schedule = prepared(0)
+    for model, optimizer in zip(models, optimizers, strict=True):
+        stepped(model, optimizer)
+    schedule.step()
+    save_state(accelerator, tmp_path / "step")
+    for model, optimizer in zip(models, optimizers, strict=True):
+        stepped(model, optimizer)
+    expected, drawn = (
+        [parameter.clone() for model in models for parameter in model.parameters()],
+        torch.rand(2),
+    )
+
+    resumed, models, optimizers, schedule = prepared(1)
+    assert load_state(resumed, tmp_path / "step") == []
+    assert schedule.get_last_lr() == [0.0005]
+    for model, optimizer in zip(models, optimizers, strict=True):
+        stepped(model, optimizer)
+    parameters = [parameter for model in models for parameter in model.parameters()]
+    assert all(map(torch.equal, parameters, expected))
+    assert torch.equal(torch.rand(2), drawn)
+
+
+def test_names_are_those_of_parameters_so_that_other_programs_can_read_them(tmp_path: Path) -> None:
+    accelerator, _, _, _ = prepared(0)
+    save_state(accelerator, tmp_path / "step")
+    keys = set(megackpt.load_tensors_metadata(tmp_path / "step"))
+    assert {"model.weight", "model_1.bias", "optimizer.state.weight.exp_avg"} <= keys
+
+
+def test_an_accelerator_over_a_framework_with_its_own_format_is_an_error() -> None:
+    kind = types.SimpleNamespace(name="DEEPSPEED")
+    with pytest.raises(
+        UnsupportedError, match=r"DEEPSPEED has a checkpoint format of its own: call accelerator\."
+    ):
+        AcceleratorState(types.SimpleNamespace(distributed_type=kind))
+
+
+def test_an_optimizer_over_two_models_is_an_error() -> None:
+    models = [nn.Linear(2, 2), nn.Linear(2, 2)]
+    both = torch.optim.SGD([*models[0].parameters(), *models[1].parameters()])
+    with pytest.raises(
+        UnsupportedError, match=r"Optimizer 0 \(SGD\) has parameters that are not all of one model"
+    ):
+        TorchState(models, [both])
+
+
+def test_a_folder_that_is_not_whole_is_left_out(tmp_path: Path) -> None:
+    for step in (5, 10, 15, 20):
+        megackpt.save({"model": {"weight": torch.zeros(1)}}, tmp_path / f"checkpoint-{step}" / FOLDER)
+        (tmp_path / f"checkpoint-{step}" / "trainer_state.json").write_text("{}")
+    (tmp_path / "checkpoint-10" / FOLDER / "metadata.json").unlink()  # killed before the commit
+    (tmp_path / "checkpoint-15" / "trainer_state.json").write_text('{"epo')
+    (tmp_path / "checkpoint-20" / "trainer_state.json").unlink()
+    (tmp_path / "checkpoint-99x").mkdir()
+    assert newest_checkpoint(str(tmp_path)) == str(tmp_path / "checkpoint-5")
+
+
+def test_a_run_without_a_checkpoint_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(NotACheckpointError, match=r"has no folder checkpoint-N with a whole checkpoint"):
+        newest_checkpoint(str(tmp_path))
