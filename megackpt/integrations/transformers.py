@@ -5,7 +5,7 @@
     MyTrainer(...).train(resume_from_checkpoint=True)   # at any number of processes
 
 `checkpoint-N/megackpt` has the model, the optimizer, the scheduler, the gradient scaler and the random
-streams, written by all ranks in parallel. Beside it are the model's config, the tokenizer and
+streams, written by all ranks in parallel. Next to it are the model's config, the tokenizer and
 `trainer_state.json`, as the Trainer writes them. Nothing is a pickle.
 
 Source: transformers 5.23 `Trainer`.
