@@ -19,7 +19,7 @@ from megackpt.parallel import Capacity, ParallelLayout, RoutingOptions, StageTab
 from megackpt.training_state import WhenDifferent
 from models import GPTConfig, MoEConfig
 from training.flags import MODEL_FLAGS, exit_with_error, make_parser
-from training.hugging_face import llama_config, model_of, read_config, read_model
+from training.hugging_face import config_of_flags, flags_unlike_mixtral, model_of, read_config, read_model
 from training.text import VOCAB_SIZE
 
 
@@ -134,7 +134,7 @@ def _model(flags: argparse.Namespace) -> tuple[GPTConfig, Mapping[str, Any] | No
         params_dtype=dtype,
         moe=_experts(flags),
     )
-    return model, llama_config(model)
+    return model, config_of_flags(model)
 
 
 def _value(flags: argparse.Namespace, flag: str) -> Any:
@@ -218,9 +218,11 @@ def _check(flags: argparse.Namespace, layout: ParallelLayout, model: GPTConfig) 
         exit_with_error("--exit-signal and --save-signal ask for a checkpoint; give --ckpt")
     if flags.export_to is not None and flags.ckpt is None:
         exit_with_error("--export-to writes the last checkpoint as a folder; give --ckpt")
-    if flags.export_to is not None and flags.huggingface_config is None:
+    if flags.export_to is not None and flags.huggingface_config is None and model.moe is not None:
         exit_with_error(
-            "--export-to: no family of Hugging Face has a model with these experts; begin with --init-from"
+            f"--export-to writes experts as Mixtral's, and no family of Hugging Face has them with "
+            f"{', '.join(flags_unlike_mixtral(model.moe))}; leave out what is listed, or take a whole model "
+            f"with --model or --init-from"
         )
     for flag in ("--ckpt", "--export-to"):
         if isinstance(_value(flags, flag), Path):

@@ -13,7 +13,7 @@ import torch
 import megackpt
 from megackpt import DeclarationError, LoadOptions, LoadReport
 from megackpt.maps import family_of, weights_of
-from models import GPTConfig
+from models import GPTConfig, MoEConfig
 from models.huggingface import gpt_config
 from training.text import VOCAB_SIZE
 
@@ -75,8 +75,11 @@ def model_of(config: Mapping[str, Any], *, seq_length: int, dropout: float, dtyp
     return replace(model, seq_length=seq_length, dropout=dropout, params_dtype=dtype, make_vocab_divisible=1)
 
 
-def llama_config(model: GPTConfig) -> dict[str, Any] | None:
-    """Return the config.json of a model that the flags describe; None if it is no Llama. Pure."""
+def config_of_flags(model: GPTConfig) -> dict[str, Any] | None:
+    """Return the config.json of a model that the flags describe: a Llama or a Mixtral. Pure.
+
+    None if its experts are not those of Mixtral.
+    """
     config: dict[str, Any] = {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -91,7 +94,34 @@ def llama_config(model: GPTConfig) -> dict[str, Any] | None:
         "rope_theta": model.rope_base,
         "tie_word_embeddings": model.tied_embeddings,
     }
-    return None if model.moe is not None else config
+    if model.moe is None:
+        return config
+    experts = {
+        "architectures": ["MixtralForCausalLM"],
+        "model_type": "mixtral",
+        "intermediate_size": model.moe.ffn_hidden_size,
+        "num_local_experts": model.moe.num_experts,
+        "num_experts_per_tok": model.moe.routing.top_k,
+        "sliding_window": None,
+    }
+    return None if flags_unlike_mixtral(model.moe) else config | experts
+
+
+def flags_unlike_mixtral(moe: MoEConfig) -> list[str]:
+    """Return the flags that make experts that Mixtral does not have. Pure.
+
+    No other family of Hugging Face has them either, without what no flag makes: norms of queries and keys,
+    latent attention, a gate of the shared experts.
+    """
+    routing = moe.routing
+    has_flags = {
+        "--top-k=1": not routing.normalise,  # Mixtral's weights of a token's experts sum to 1
+        "--router-score": routing.score_function != "softmax",
+        "--expert-bias-rate": routing.bias_rate is not None,
+        "--shared-experts": moe.shared_ffn_hidden_size > 0,
+        "--moe-layer-freq": moe.layer_freq != 1,
+    }
+    return [flag for flag, is_given in has_flags.items() if is_given]
 
 
 def import_weights(state: dict[str, Any], folder: Path | str, options: LoadOptions) -> LoadReport:

@@ -178,7 +178,8 @@ CASES = {
     ),
     "export of no checkpoint": Case("--export-to {root}/out", r"--export-to writes the last .*; give --ckpt"),
     "export of experts": Case(
-        "--export-to {root}/out --ckpt {root}/new --experts=2", r"--export-to: no family .* --init-from"
+        "--export-to {root}/out --ckpt {root}/new --experts=2 --shared-experts=1 --router-score=sigmoid",
+        r"--export-to .* with --router-score, --shared-experts; leave out .* --model or --init-from",
     ),
     "export to a file": Case(
         "--export-to {root}/text --ckpt {root}/new", r"--export-to: {root}/text is a file; give .*"

@@ -70,9 +70,17 @@ def test_losses_after_an_import_are_those_of_one_rank_and_the_end_is_exported(
             assert torch.equal(array, stored[key][tuple(map(slice, array.shape))]), key
 
 
-@pytest.mark.parametrize("flags", [(), ("--untie-embeddings",)], ids=["tied", "untied"])
-def test_a_run_from_scratch_ends_as_a_llama(
-    flags: tuple[str, ...], rank_pool: RankPool, tmp_path: Path
+@pytest.mark.parametrize(
+    ("flags", "family"),
+    [
+        ((), "llama"),
+        (("--untie-embeddings",), "llama"),
+        (("--experts=4", "--expert-ffn-hidden-size=24", "--capacity-factor=8"), "mixtral"),
+    ],
+    ids=["tied", "untied", "experts"],
+)
+def test_a_run_from_scratch_ends_as_a_model_of_transformers(
+    flags: tuple[str, ...], family: str, rank_pool: RankPool, tmp_path: Path
 ) -> None:
     from transformers import AutoModelForCausalLM
 
@@ -85,6 +93,8 @@ def test_a_run_from_scratch_ends_as_a_llama(
     megackpt.load({"model": model.sharded_state_dict()}, tmp_path / "ckpt" / "iter_0000001")
     ids = torch.arange(32).view(2, 16)
     with torch.no_grad():
-        expected = AutoModelForCausalLM.from_pretrained(tmp_path / "folder")(ids).logits
+        written = AutoModelForCausalLM.from_pretrained(tmp_path / "folder")
+        assert written.config.model_type == family
+        expected = written(ids).logits
         (chunk,) = model
         assert_close(chunk(ids).transpose(0, 1).numpy(), expected)
