@@ -40,7 +40,8 @@ def delayed(length: int = 4) -> Any:
 
 def recipe_checks() -> Any:
     """Let TE accept recipes that the device of the stand-in could not compute with."""
-    checks = ["check_mxfp8_support", *(["check_fp8_block_scaling_support"] if IS_NEW else [])]
+    newer = ["check_fp8_block_scaling_support", "check_nvfp4_support"] if IS_NEW else []
+    checks = ["check_mxfp8_support", *newer]
     return mock.patch.multiple(QUANTIZATION, **{check: lambda: (True, "") for check in checks})
 
 

@@ -8,8 +8,11 @@ They follow the documented formats and not the code of the real kernels:
 * MXFP8 (`MXFP8Quantizer`): 32 values share a scale, which is a power of 2 with its biased exponent in a byte
   (E8M0), rounded up so that nothing saturates. Blocks lie along rows, and a second time along columns. Scales
   are padded to multiples of 128 and 4.
+* NVFP4 (`NVFP4Quantizer`): 16 values, or 16 x 16 of a weight, share a scale in E4M3; the largest value of the
+  tensor gives all scales a factor. Two codes of 4 bits (E2M1) are in a byte, the first in its lower half. The
+  codes along columns are those of the transposed tensor. No Hadamard transform, no random rounding.
 
-Source: OCP Microscaling Formats 1.0; TE docs, "FP8 primer".
+Source: OCP Microscaling Formats 1.0; TE docs, "FP8 primer", and `NVFP4BlockScaling`.
 """
 
 from __future__ import annotations
@@ -22,6 +25,8 @@ from torch import Tensor
 
 BLOCK = 32
 PADDING = (128, 4)  # of the scales of rows: for each row, and for each block in it
+FP4_BLOCK = 16
+FP4_VALUES = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])  # of the codes without a sign
 
 
 def quantize(source: Tensor, quantizer: Any, output: Any = None, noop: Any = None) -> Any:
@@ -31,6 +36,8 @@ def quantize(source: Tensor, quantizer: Any, output: Any = None, noop: Any = Non
     values = source.detach().float()
     if type(quantizer).__name__ == "MXFP8Quantizer":
         _fill_mxfp8(output, values, quantizer)
+    elif type(quantizer).__name__ == "NVFP4Quantizer":
+        _fill_nvfp4(output, values, quantizer)
     else:
         _fill_float8(output, values, quantizer)
     return output
@@ -38,6 +45,8 @@ def quantize(source: Tensor, quantizer: Any, output: Any = None, noop: Any = Non
 
 def dequantize(tensor: Any, dtype: Any) -> Tensor:
     """Return the values of a quantised tensor."""
+    if hasattr(tensor, "_fp4_dtype"):
+        return _fp4_to_values(tensor).to(_torch_dtype(dtype))
     fp8 = _torch_dtype(tensor._fp8_dtype)
     if hasattr(tensor, "_scale_inv"):
         values = tensor._data.view(fp8).float() * tensor._scale_inv
@@ -52,6 +61,18 @@ def create_empty_quantized_tensor(
     """Return a quantised tensor whose codes and scales are 0."""
     shape = torch.Size(shape)
     package = "transformer_engine.pytorch.tensor"
+    if type(quantizer).__name__ == "NVFP4Quantizer":
+        specs = quantizer.inner_tensor_specs(tuple(shape))
+        return importlib.import_module(f"{package}.nvfp4_tensor").NVFP4Tensor(
+            shape=shape,
+            dtype=dtype,
+            device=torch.device(device),
+            fp4_dtype=quantizer.dtype,
+            quantizer=quantizer,
+            with_gemm_swizzled_scales=False,
+            **{name[1:]: torch.zeros(size, dtype=of) for name, (size, of) in specs.items()},
+            **({} if quantizer.columnwise_usage else _WITHOUT_COLUMNS),
+        )
     common = {"shape": shape, "dtype": dtype, "fp8_dtype": quantizer.dtype, "quantizer": quantizer}
     if _is_new():
         common["device"] = torch.device(device)
@@ -112,6 +133,40 @@ def _fill_mxfp8(output: Any, values: Tensor, quantizer: Any) -> None:
             codes, exponents = codes.t(), exponents.t()
         data.copy_(codes)
         scales[: exponents.shape[0], : exponents.shape[1]].copy_(exponents)
+
+
+_WITHOUT_COLUMNS = dict.fromkeys(("columnwise_data", "columnwise_scale_inv", "amax_columnwise"))
+
+
+def _fill_nvfp4(output: Any, values: Tensor, quantizer: Any) -> None:
+    largest = values.abs().max()
+    factor = torch.where(largest > 0, largest / (6 * 448), 1.0)  # of all scales
+    for direction, oriented in (("rowwise", values), ("columnwise", values.t())):
+        data, scales = getattr(output, f"_{direction}_data"), getattr(output, f"_{direction}_scale_inv")
+        if data is None:
+            continue
+        blocks = oriented.reshape(oriented.shape[0], -1, FP4_BLOCK)
+        of_block = blocks.abs().amax(-1)
+        if quantizer.with_2d_quantization:
+            square = of_block.view(-1, FP4_BLOCK, of_block.shape[1]).amax(1)
+            of_block = square.repeat_interleave(FP4_BLOCK, 0)
+        fp8 = (of_block / 6 / factor).to(torch.float8_e4m3fn)
+        scaled = blocks / (fp8.float() * factor).clamp(min=1e-30)[..., None]
+        distances = (scaled.abs()[..., None] - FP4_VALUES).abs()
+        codes = (distances.argmin(-1) + 8 * (scaled < 0)).to(torch.uint8).view(oriented.shape)
+        data.copy_(codes[:, ::2] | codes[:, 1::2] << 4)
+        scales[: fp8.shape[0], : fp8.shape[1]].copy_(fp8.view(torch.uint8))
+        getattr(output, f"_amax_{direction}").fill_(largest)
+
+
+def _fp4_to_values(tensor: Any) -> Tensor:
+    data, scales = tensor._rowwise_data, tensor._rowwise_scale_inv
+    codes = torch.stack([data & 15, data >> 4], -1).view(data.shape[0], -1).long()
+    values = FP4_VALUES[codes % 8] * torch.where(codes < 8, 1.0, -1.0)
+    rows, columns = values.shape
+    factor = tensor._amax_rowwise / (6 * 448)
+    fp8 = scales.view(torch.float8_e4m3fn)[:rows, : columns // FP4_BLOCK].float() * factor
+    return (values.view(rows, -1, FP4_BLOCK) * fp8[..., None]).view(rows, columns)
 
 
 def _exponents(largest: Tensor) -> Tensor:

@@ -26,11 +26,12 @@ from megackpt.parallel import ParallelGroups, ParallelLayout
 from megackpt.testing.world import SimulatedRank, SimulatedWorld
 from tests import te_quantised
 from tests.te_fp8 import ONE, fp8_tensors
-from tests.te_models import EXPERTS, build
+from tests.te_models import EXPERTS, IS_NEW, build
 from tests.te_quantised import build_quantised, codes, reading
 from tests.te_stub import device_answers, quantised_on_cpu
 
 RECIPES = ["DelayedScaling", "Float8CurrentScaling", "MXFP8BlockScaling"]
+RECIPES += ["NVFP4BlockScaling"] if IS_NEW else []
 MODULES = {name: getattr(te_quantised, name) for name in ("linear", "row", "mlp", "attention")}
 TP = [ParallelLayout(tp=2), ParallelLayout(tp=4), ParallelLayout(tp=1, dp=2)]
 
@@ -80,7 +81,8 @@ def test_values_with_delayed_scaling_are_the_same_at_every_tp(tmp_path: Path, na
 
 
 @pytest.mark.parametrize(
-    ("name", "of"), [*(("linear", of) for of in RECIPES), *((name, RECIPES[-1]) for name in [*MODULES][1:])]
+    ("name", "of"),
+    [*(("linear", of) for of in RECIPES), *((name, of) for of in RECIPES[2:] for name in [*MODULES][1:])],
 )
 def test_codes_and_scales_are_loaded_bit_for_bit_at_the_same_layout(
     tmp_path: Path, name: str, of: str
@@ -116,17 +118,41 @@ def test_codes_and_scales_are_loaded_bit_for_bit_at_the_same_layout(
             "MXFP8Tensor",
             ["rowwise_data", "rowwise_scale_inv", "columnwise_data", "columnwise_scale_inv"],
         ),
+        (
+            "NVFP4BlockScaling",
+            "NVFP4Tensor",
+            [
+                *("rowwise_data", "rowwise_scale_inv", "columnwise_data", "columnwise_scale_inv"),
+                *("amax_rowwise", "amax_columnwise"),
+            ],
+        ),
     ],
 )
 def test_keys_of_codes_are_those_of_every_version(
     tmp_path: Path, of: str, kind: str, parts: list[str]
 ) -> None:
-    """Both tested versions of TE write them, so each loads what the other has saved."""
+    """Both tested versions of TE write them, but for NVFP4, so each loads what the other has saved."""
+    if of not in RECIPES:
+        pytest.skip("this version of TE has no such recipe")
     module = build_quantised(te_quantised.linear, ONE, of, seed=1)
     with reading():
         save(sharded_state_dict(module, ONE, quantised="codes"), tmp_path)
     keys = {key for key in load_plain_tensors(tmp_path) if key.startswith("weight")}
-    assert keys == {f"weight.{kind}.kFloat8E4M3.{part}" for part in parts}
+    dtype = "kFloat4E2M1" if kind == "NVFP4Tensor" else "kFloat8E4M3"
+    assert keys == {f"weight.{kind}.{dtype}.{part}" for part in parts}
+
+
+@pytest.mark.skipif(not IS_NEW, reason="TE 2.20 and later")
+def test_codes_of_nvfp4_with_another_bound_of_scales_are_an_error(tmp_path: Path) -> None:
+    """Of the 4over6 variants: equal bytes mean other values."""
+    module = build_quantised(te_quantised.linear, ONE, "NVFP4BlockScaling", seed=1)
+    weight = module.get_parameter("weight")
+    weight._nvfp4_use_4over6, weight._nvfp4_e4m3_max = True, 256
+    with reading():
+        save(sharded_state_dict(module, ONE, quantised="codes"), tmp_path)
+        weight._nvfp4_e4m3_max = 448
+        with pytest.raises(MissingKeyError, match=r"nvfp4_use_4over6\.nvfp4_e4m3_max_448"):
+            load(sharded_state_dict(module, ONE, quantised="codes"), tmp_path)
 
 
 @pytest.mark.parametrize("of", RECIPES)

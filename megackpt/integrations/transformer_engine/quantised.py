@@ -11,7 +11,7 @@ Such a parameter has codes and scales. It is stored in one of three forms:
 A load writes with the parameter's `copy_`, which may replace memory. It changes no history of largest
 values.
 
-Source: TE `pytorch.tensor` (`Float8Tensor`, `MXFP8Tensor`: `get_metadata`, `copy_`, `data`).
+Source: TE `pytorch.tensor` (`Float8Tensor`, `MXFP8Tensor`, `NVFP4Tensor`: `get_metadata`, `copy_`, `data`).
 """
 
 from __future__ import annotations
@@ -176,11 +176,14 @@ def _kind_of_codes(tensor: Any) -> str:
 
     Flags that are set, such as `with_gemm_swizzled_scales`, are part of it.
     """
-    fields = tensor.get_metadata().items()
+    metadata = tensor.get_metadata()
+    fields = metadata.items()
     dtypes = [
         str(value.name) for _, value in fields if hasattr(value, "name") and not isinstance(value, Tensor)
     ]
     flags = [name for name, value in fields if value is True]
+    if metadata.get("nvfp4_use_4over6"):  # then the scales have one of two bounds
+        flags.append(f"nvfp4_e4m3_max_{metadata['nvfp4_e4m3_max']}")
     return ".".join([type(tensor).__name__, *dtypes, *flags])
 
 
