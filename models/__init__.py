@@ -1,5 +1,6 @@
 """Models composed of megackpt's parallel layers. They declare; no offset is computed here."""
 
+from models.bert import BERT, BertConfig, build_bert
 from models.block_config import (
     AttentionConfig,
     DeltaNetConfig,
@@ -24,9 +25,11 @@ from models.t5 import T5, build_t5
 from models.t5_config import T5Config
 
 __all__ = [
+    "BERT",
     "GPT",
     "T5",
     "AttentionConfig",
+    "BertConfig",
     "DeltaNetConfig",
     "DynamicScaling",
     "GPTConfig",
@@ -43,6 +46,7 @@ __all__ = [
     "SlidingWindow",
     "T5Config",
     "YarnScaling",
+    "build_bert",
     "build_gpt",
     "build_t5",
     "init_weights",

@@ -48,7 +48,7 @@ class LanguageModel(ShardedModule):
         self.is_first = is_first
         self.embedding = embedding
 
-    def add_output_layer(self, stage: Stage, *, is_last: bool) -> None:
+    def add_output_layer(self, stage: Stage, *, is_last: bool, bias: bool = False) -> None:
         """Add the output layer if this is the last chunk, and mark the copies of one weight. Local."""
         config = stage.config
         self.output_layer = (
@@ -57,6 +57,7 @@ class LanguageModel(ShardedModule):
                 config.hidden_size,
                 stage.groups,
                 tied=config.tied_embeddings and self.embedding is not None,
+                bias=bias,
                 make_divisible=config.make_vocab_divisible,
                 sequence_parallel=stage.sequence_parallel,
                 dtype=config.params_dtype,

@@ -5,24 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from megackpt.errors import DeclarationError
-from megackpt.parallel import ParallelLayout, StageTable
-from models.block_config import AttentionConfig, MLPConfig, RotaryConfig
-from models.config import GPTConfig
-
-WITHOUT = (
-    "positions",
-    "num_query_groups",
-    "moe",
-    "mtp",
-    "layer_blocks",
-    "embedding_scale",
-    "logit_softcap",
-)
-"""Choices of a GPT that T5 does not have."""
+from megackpt.parallel import StageTable
+from models.block_config import AttentionConfig, MLPConfig
+from models.encoder_config import EncoderConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class T5Config(GPTConfig):
+class T5Config(EncoderConfig):
     """Sizes and choices of an encoder and a decoder with positions as a bias of scores.
 
     `num_layers` counts the layers of both, those of the encoder first, and `seq_length` the tokens of both. A
@@ -35,8 +24,8 @@ class T5Config(GPTConfig):
         max_distance: all larger distances have the last bucket.
 
     Raises:
-        DeclarationError: as for `GPTConfig`; no layer or token is left for the encoder or the decoder, there
-            are too few buckets, or a choice of GPT's blocks that T5 does not have.
+        DeclarationError: as for `EncoderConfig`; no layer or token is left for the encoder or the
+            decoder, or there are too few buckets.
 
     Source: Raffel et al. 2020; transformers `T5Config`.
     """
@@ -50,7 +39,7 @@ class T5Config(GPTConfig):
     mlp: MLPConfig = field(default_factory=lambda: MLPConfig(gated=False, activation="relu"))
 
     def __post_init__(self) -> None:
-        GPTConfig.__post_init__(self)  # super() needs the class before `slots` made a new one of it
+        EncoderConfig.__post_init__(self)  # super() needs the class before `slots` made a new one of it
         for name, own, whole in (
             ("num_encoder_layers", self.num_encoder_layers, self.num_layers),
             ("encoder_length", self.encoder_length, self.seq_length),
@@ -68,36 +57,12 @@ class T5Config(GPTConfig):
                 f"T5Config.max_distance is {self.max_distance}. It must be larger than half of the "
                 f"{self.relative_buckets} buckets, which have one distance each."
             )
-        unsupported = [f"T5Config.{name}" for name in WITHOUT if getattr(self, name) is not None]
-        unsupported += [
-            f"T5Config.attention.{name}"
-            for name in ("qk_norm", "sinks", "window", "latent")
-            if getattr(self.attention, name)
-        ]
-        if unsupported:
-            raise DeclarationError(f"T5 has no {', '.join(unsupported)}. Leave them at their defaults.")
-
-    def rotary_of(self, layer: int) -> RotaryConfig | None:
-        """Return None: no layer has rotary positions."""
-        return None
+        self.check_choices("positions", "embedding_scale", "logit_softcap")
 
     @property
     def num_decoder_layers(self) -> int:
         """Layers of the decoder."""
         return self.num_layers - self.num_encoder_layers
-
-    def check_layout(self, layout: ParallelLayout, stages: StageTable | None = None) -> None:
-        """Check that `layout`, with a table of its stages or an even one, can hold this model. Pure.
-
-        Raises:
-            DeclarationError: as for `GPTConfig.check_layout`; or sequences are cut over cp.
-        """
-        if layout.cp > 1:
-            raise DeclarationError(
-                f"T5Config does not fit {layout}: sequences of T5 are not cut over cp, as tokens see those "
-                f"after them. Set cp to 1."
-            )
-        GPTConfig.check_layout(self, layout, stages)
 
     def split_stages(self, *, pp: int, encoder_stages: int) -> StageTable:
         """Return a table in which the first stages have the encoder, and the others the decoder. Pure.

@@ -137,7 +137,13 @@ def check(cases: Sequence[Case], ranks: Sequence[Sequence[Answer]], layout: Para
         assert compared == (layout.world_size // layout.pp if layout.vpp == 1 else 0)
         boxes = [Box(*box[:3], torch.from_numpy(box[3])) for answer in answers for box in answer.boxes]
         gradients = join(boxes)
-        for key, expected in case.gradients.items():  # the vocabulary may be padded
-            gradients[key], padding = gradients[key].tensor_split([len(expected)])
+        for key, array in case.gradients.items():  # the vocabulary may be padded
+            gradients[key], padding = gradients[key].tensor_split([len(array)])
             assert not padding.any()
-        assert_all_close(gradients, case.gradients, relative=RELATIVE)
+        expected = dict(case.gradients)
+        for key in [key for key in expected if key.endswith("linear_qkv.bias.k")]:
+            # Softmax does not see what is added to all scores of a query: both are zero but for rounding.
+            largest = expected[key.removesuffix("k") + "v"].abs().max()
+            for gradient in (gradients.pop(key), expected.pop(key)):
+                assert gradient.abs().max() <= RELATIVE * largest, key
+        assert_all_close(gradients, expected, relative=RELATIVE)

@@ -73,6 +73,7 @@ class Family:
 
 
 _BUILT_IN = {
+    "bert": "megackpt.maps.families.bert:BERT",
     "deepseek_v3": "megackpt.maps.families.deepseek:DEEPSEEK_V3",
     "deepseek_v3_mtp": "megackpt.maps.families.deepseek:DEEPSEEK_V3_MTP",
     "gemma": "megackpt.maps.families.gemma:GEMMA",

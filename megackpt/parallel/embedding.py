@@ -28,7 +28,8 @@ from megackpt.parallel.linear import INIT_STD
 from megackpt.parallel.mixin import ShardedModule
 from megackpt.parallel.tp_sharding import TpSharding
 
-_VOCABULARY = {"weight": TpSharding(dim=0, allow_shape_mismatch=True)}
+_CUT = TpSharding(dim=0, allow_shape_mismatch=True)
+_VOCABULARY = {"weight": _CUT}
 
 
 def padded_vocab_size(vocab_size: int, *, tp: int, make_divisible: int = 128) -> int:
@@ -89,20 +90,22 @@ class VocabParallelEmbedding(ShardedModule):
 class VocabParallelOutput(ShardedModule):
     """Hidden states to logits over this rank's rows of the vocabulary. Collective over tp.
 
-    With `tied=True` it has no weight of its own; each call passes that of the embedding.
+    With `tied=True` it has no weight of its own; each call passes that of the embedding. A bias, of
+    `[padded_vocab/tp]`, is its own in any case.
 
     Args:
         vocab_size: number of token ids, without padding.
         hidden_size: extent of the last dim of the input.
         groups: the ranks around this one.
         tied: use the weight that is passed to `forward`.
+        bias: whether there is a bias.
         make_divisible: rows per rank are a multiple of this; that of the embedding.
         sequence_parallel: the input is cut along the sequence, dim 0.
         dtype: dtype of the weight.
         device: where the weight is.
     """
 
-    tp_sharding = _VOCABULARY
+    tp_sharding = {"weight": _CUT, "bias": _CUT}  # noqa: RUF012 - read-only by its type in ShardedModule
 
     def __init__(
         self,
@@ -111,6 +114,7 @@ class VocabParallelOutput(ShardedModule):
         groups: ParallelGroups,
         *,
         tied: bool = False,
+        bias: bool = False,
         make_divisible: int = 128,
         sequence_parallel: bool = False,
         dtype: torch.dtype | None = None,
@@ -122,6 +126,10 @@ class VocabParallelOutput(ShardedModule):
             None
             if tied
             else _vocabulary_weight(vocab_size, hidden_size, groups.tp, make_divisible, dtype, device)
+        )
+        rows = padded_vocab_size(vocab_size, tp=groups.tp.size, make_divisible=make_divisible)
+        self.bias = (
+            nn.Parameter(torch.zeros(rows // groups.tp.size, dtype=dtype, device=device)) if bias else None
         )
 
     def forward(self, x: Tensor, weight: Tensor | None = None) -> Tensor:
@@ -138,7 +146,8 @@ class VocabParallelOutput(ShardedModule):
                 "a tied VocabParallelOutput has no weight. Call it with that of the embedding."
             )
         tp = self.groups.tp
-        return F.linear(gather_sequence(x, tp) if self.sequence_parallel else copy_to(x, tp), used)
+        x = gather_sequence(x, tp) if self.sequence_parallel else copy_to(x, tp)
+        return F.linear(x, used, self.bias)
 
 
 def vocab_parallel_cross_entropy(logits: Tensor, labels: Tensor, axis: Axis, *, vocab_size: int) -> Tensor:

@@ -35,14 +35,18 @@ class Embedding(ShardedModule):
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Return the hidden states of `tokens`."""
+        out: Tensor = self.dropout(self.vectors(tokens))
+        return out
+
+    def vectors(self, tokens: Tensor) -> Tensor:
+        """Return the sums of the vectors of tokens and positions, shaped as the hidden states."""
         hidden: Tensor = self.word_embeddings(tokens.transpose(0, 1))
         if self.scale is not None:
             # Rounded to the dtype of the embeddings first, as Gemma was trained.
             hidden = hidden * torch.tensor(self.scale, dtype=hidden.dtype, device=hidden.device)
         if self.position_embeddings is not None:
             hidden = hidden + self.position_embeddings(tokens.shape[1])
-        out: Tensor = self.dropout(hidden)
-        return out
+        return hidden
 
 
 class PositionEmbedding(ShardedModule):

@@ -92,7 +92,7 @@ def test_one_rank_computes_logits_and_gradients_of_transformers() -> None:
     check(cases(), [run(build_t5, cases(), ParallelLayout())], ParallelLayout())
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(3)
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_two_ranks_compute_logits_and_gradients_of_transformers(rank_pool: RankPool, name: str) -> None:
@@ -138,7 +138,7 @@ def small(**changes: Any) -> T5Config:
         ({"encoder_length": 12}, r"encoder_length is 12 of 12"),
         ({"relative_buckets": 7}, r"relative_buckets is 7"),
         ({"max_distance": 16}, r"max_distance is 16"),
-        ({"embedding_scale": 2.0, "num_query_groups": 2}, r"num_query_groups, T5Config.embedding_scale"),
+        ({"num_query_groups": 2}, r"T5Config has no num_query_groups"),
     ],
 )
 def test_a_config_that_t5_cannot_have_is_an_error(changes: dict[str, Any], named: str) -> None:

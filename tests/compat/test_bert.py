@@ -1,0 +1,190 @@
+"""BERT: logits, pooled outputs and gradients of transformers at several layouts, and folders both ways.
+
+The tolerance is explained in tests/encoder_models.py.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import megackpt
+from megackpt import DeclarationError, MapError
+from megackpt.maps import family
+from megackpt.parallel import MicroBatch, ParallelGroups, ParallelLayout
+from megackpt.testing.ranks import RankPool
+from models import BertConfig, LearnedPositions, build_bert
+from models.huggingface_bert import bert_config
+from tests.effort import is_thorough
+from tests.encoder_models import Case, case_of, check, randomise, run
+from tests.huggingface_checkpoints import assert_same_tensors, declared
+from tests.huggingface_models import assert_close
+from tests.optim_world import tensors_of
+
+pytest.importorskip("transformers", reason="the extra huggingface is not installed")
+
+SEEDS = range(6 if is_thorough() else 2)
+TOKENS = 24
+LAYOUTS = {
+    "tp2": ParallelLayout(tp=2),
+    "tp2-sequence": ParallelLayout(tp=2),
+    "pp2": ParallelLayout(pp=2),
+    "pp2-vpp2": ParallelLayout(pp=2, vpp=2),
+    "dp2": ParallelLayout(dp=2),
+}
+
+
+def random_config(seed: int) -> Any:
+    from transformers import AutoConfig
+
+    draw = random.Random(f"bert {seed}")
+    heads = draw.choice([2, 4])
+    config = AutoConfig.for_model(
+        "bert",
+        vocab_size=draw.choice([31, 37]),
+        hidden_size=heads * draw.choice([3, 5]),
+        num_attention_heads=heads,
+        intermediate_size=draw.choice([10, 22]),
+        num_hidden_layers=draw.choice([4, 5]),
+        max_position_embeddings=draw.choice([24, 29]),
+        type_vocab_size=draw.choice([2, 3]),
+        layer_norm_eps=draw.choice([1e-12, 1e-3]),
+        hidden_act=draw.choice(["gelu", "relu", "gelu_new"]),
+    )
+    config._attn_implementation = "eager"
+    return config
+
+
+def random_model(seed: int) -> Any:
+    """Return a random `BertForMaskedLM` of transformers."""
+    from transformers import AutoModelForMaskedLM
+
+    model: Any = AutoModelForMaskedLM.from_config(random_config(seed)).eval()
+    randomise(model, seed)
+    return model
+
+
+@functools.cache
+def case(seed: int) -> Case:
+    """Return a random model, and what transformers computes."""
+    model = random_model(seed)
+    fields = json.loads(model.config.to_json_string())
+    config, generator = bert_config(fields), torch.Generator().manual_seed(seed)
+    draw = functools.partial(torch.randint, generator=generator)
+    # Not token 0, that of padding, whose embedding has no gradient in transformers.
+    ids = draw(1, config.vocab_size, (2, TOKENS))
+    types = draw(0, config.token_types, (2, TOKENS))
+    labels = draw(0, config.vocab_size, (2, TOKENS))
+    labels[:, ::3] = -100  # tokens without loss; as many in each sequence
+    outputs = model(input_ids=ids, token_type_ids=types, labels=labels)
+    return case_of(model, fields, config, MicroBatch(torch.stack([ids, types], dim=-1), labels), outputs)
+
+
+def cases() -> list[Case]:
+    return [case(seed) for seed in SEEDS]
+
+
+def test_one_rank_computes_logits_and_gradients_of_transformers() -> None:
+    check(cases(), [run(build_bert, cases(), ParallelLayout())], ParallelLayout())
+
+
+@pytest.mark.one_in(3)
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_two_ranks_compute_logits_and_gradients_of_transformers(rank_pool: RankPool, name: str) -> None:
+    ranks = rank_pool.run(run, 2, build_bert, cases(), LAYOUTS[name], name.endswith("sequence"))
+    check(cases(), ranks, LAYOUTS[name])
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_model_is_exported_as_transformers_reads_it_and_imported_again(seed: int, tmp_path: Path) -> None:
+    from transformers import AutoModelForMaskedLM
+
+    model = random_model(seed)
+    fields = json.loads(model.config.to_json_string())
+    arrays = {key: torch.from_numpy(array) for key, array in case(seed).weights.items()}
+    megackpt.save(declared(arrays, 0, 1), tmp_path / "saved", content_metadata={"huggingface_config": fields})
+    megackpt.export_huggingface(tmp_path / "saved", tmp_path / "folder")
+    read: Any = AutoModelForMaskedLM.from_pretrained(tmp_path / "folder")
+    assert_same_tensors(dict(read.state_dict()), dict(model.state_dict()))
+    megackpt.import_huggingface(tmp_path / "folder", tmp_path / "imported")
+    assert_same_tensors(megackpt.load_plain_tensors(tmp_path / "imported"), arrays)
+
+
+def pooled(folder: Path, config: BertConfig, tokens: torch.Tensor, layout: ParallelLayout) -> tuple[Any, Any]:
+    """Return hidden states and pooled outputs of a model that is loaded from a folder, numpy's."""
+    (chunk,) = build_bert(config, ParallelGroups.create(layout), sequence_parallel=layout.tp > 1)
+    megackpt.load({"model": chunk.sharded_state_dict()}, folder, maps="auto")
+    with torch.no_grad():
+        hidden = chunk(tokens)
+        return hidden.numpy(), chunk.pooler(hidden).numpy()
+
+
+@pytest.mark.multiprocess
+def test_the_model_without_head_has_a_pooler_and_is_exported_so(rank_pool: RankPool, tmp_path: Path) -> None:
+    from transformers import AutoModel
+
+    model: Any = AutoModel.from_config(random_config(0)).eval()
+    randomise(model, 0)
+    model.save_pretrained(tmp_path / "folder")
+    fields = json.loads((tmp_path / "folder" / "config.json").read_text())
+    config = bert_config(fields, has_token_head=False)
+    tokens = case(0).batch.tokens[..., 0]
+    with torch.no_grad():
+        expected = model(input_ids=tokens)
+    for ranks in (1, 2):
+        answers = rank_pool.run(pooled, ranks, tmp_path / "folder", config, tokens, ParallelLayout(tp=ranks))
+        hidden = torch.cat([torch.from_numpy(own) for own, _ in answers]).transpose(0, 1)
+        assert_close(hidden.numpy(), expected.last_hidden_state)
+        for _, output in answers:
+            assert_close(output, expected.pooler_output)
+    megackpt.import_huggingface(tmp_path / "folder", tmp_path / "imported")
+    megackpt.export_huggingface(tmp_path / "imported", tmp_path / "exported")
+    read: Any = AutoModel.from_pretrained(tmp_path / "exported")
+    assert_same_tensors(dict(read.state_dict()), dict(model.state_dict()))
+
+
+def test_a_folder_that_transformers_wrote_is_loaded(tmp_path: Path) -> None:
+    random_model(1).save_pretrained(tmp_path)
+    model = build_bert(case(1).config, ParallelGroups.create(ParallelLayout()))
+    megackpt.load({"model": model.sharded_state_dict()}, tmp_path, maps="auto")
+    for tensor in tensors_of(model.sharded_state_dict()):
+        box = torch.from_numpy(case(1).weights[tensor.key])[tensor.global_slice()]
+        box = box.view(-1, *tensor.data.shape[1:])  # a layer has no axis over layers
+        assert torch.equal(tensor.data[: len(box)], box), tensor.key  # without padding of the vocabulary
+
+
+def small(**changes: Any) -> BertConfig:
+    sizes = {"vocab_size": 31, "hidden_size": 16, "num_heads": 4, "num_layers": 2, "seq_length": 8}
+    return BertConfig(**{**sizes, "positions": LearnedPositions(count=8), **changes})
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"positions": None}, r"positions is None. Give LearnedPositions"),
+        ({"token_types": 0}, r"token_types is 0"),
+        ({"tied_embeddings": False}, r"tied_embeddings is False, but has_token_head is True"),
+        ({"num_query_groups": 2}, r"BertConfig has no num_query_groups"),
+        ({"logit_softcap": 2.0}, r"BertConfig has no logit_softcap"),
+    ],
+)
+def test_a_config_that_bert_cannot_have_is_an_error(changes: dict[str, Any], named: str) -> None:
+    with pytest.raises(DeclarationError, match=named):
+        small(**changes)
+
+
+def test_layouts_and_sequences_that_bert_cannot_have_are_errors() -> None:
+    with pytest.raises(DeclarationError, match=r"BertConfig does not fit .*cp=2.*Set cp to 1"):
+        small().check_layout(ParallelLayout(cp=2))
+    (chunk,) = build_bert(small(), ParallelGroups.create(ParallelLayout()))
+    with pytest.raises(DeclarationError, match=r"have 9 tokens, but BertConfig.seq_length is 8"):
+        chunk(torch.zeros(1, 9, dtype=torch.int64))
+    with pytest.raises(MapError, match=r"tie_word_embeddings is false"):
+        family("bert").region_map({"model_type": "bert", "tie_word_embeddings": False})
