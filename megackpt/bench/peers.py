@@ -94,5 +94,5 @@ class PlainTorch:
             tensor.copy_(loaded[key])
 
     def save_async(self, declared: dict[str, torch.Tensor], directory: Path) -> Callable[[], Path]:
-        """There is none."""
-        raise UnsupportedError("torch.save has no asynchronous form.")
+        """Raise an error: torch.save is synchronous."""
+        raise UnsupportedError("torch.save has no asynchronous form. Leave the case async out for this peer.")

@@ -106,7 +106,10 @@ class View:
             GeometryError: order does not name each axis once.
         """
         if sorted(order) != list(range(len(self.axes))):
-            raise GeometryError(f"{tuple(order)} does not name each of the {len(self.axes)} axes once.")
+            raise GeometryError(
+                f"{tuple(order)} does not name each of the {len(self.axes)} axes once. Give a permutation of "
+                f"their numbers."
+            )
         return replace(self, axes=tuple(self.axes[a] for a in order))
 
     def narrow(self, axis: int, start: int, length: int) -> View:
@@ -117,7 +120,10 @@ class View:
         """
         dim, step, extent = self._axis(axis)
         if not 0 <= start <= start + length <= extent:
-            raise GeometryError(f"[{start}:{start + length}) lies outside of axis {axis} of extent {extent}.")
+            raise GeometryError(
+                f"[{start}:{start + length}) lies outside of axis {axis} of extent {extent}. Give a range "
+                f"inside of it."
+            )
         begin = tuple(a + start * step * (d == dim) for d, a in enumerate(self.start))
         axes = (*self.axes[:axis], Axis(dim, step, length), *self.axes[axis + 1 :])
         return View(self.base, begin, axes)
@@ -162,7 +168,10 @@ class View:
 
     def _axis(self, axis: int) -> Axis:
         if not 0 <= axis < len(self.axes):
-            raise GeometryError(f"There is no axis {axis} among the {len(self.axes)} of shape {self.shape}.")
+            raise GeometryError(
+                f"There is no axis {axis} among the {len(self.axes)} of shape {self.shape}. Axes count from "
+                f"0."
+            )
         return self.axes[axis]
 
     def _before(self, position: int, order: Sequence[int]) -> int:

@@ -110,7 +110,10 @@ class TieredCheckpointManager:
                 f"of megackpt. Call megackpt.compat.megatron.install() before importing Megatron-Core."
             )
         if is_async and not self.checkpointer.async_save:
-            raise DeclarationError("is_async needs a Checkpointer(async_save=True).")
+            raise DeclarationError(
+                "is_async is given, and the Checkpointer of this manager saves synchronously. Create it with "
+                "Checkpointer(async_save=True), or leave is_async out."
+            )
         self.latest_iteration = -1
         state = dict_list_map_outplace(lambda leaf: leaf, state_dict.common)
         merge(state, dict_list_map_outplace(lambda leaf: leaf, state_dict.sharded_state_dict))

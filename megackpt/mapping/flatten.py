@@ -197,7 +197,8 @@ def flatten_state(
     """
     if not isinstance(sharded_state_dict, dict):
         raise DeclarationError(
-            f"A sharded state dict must be a dict, not {type(sharded_state_dict).__name__}."
+            f"A sharded state dict must be a dict, not {type(sharded_state_dict).__name__}. Give it a key: "
+            f"{{'model': ...}}."
         )
     try:
         kinds = leaf_types(sharded_state_dict)

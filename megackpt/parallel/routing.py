@@ -146,9 +146,9 @@ def balance_loss(
 ) -> Tensor:
     """Return this rank's part of the load-balancing loss; the sum of all parts is the loss. Pure, 0-dim.
 
-    For each sequence it is the sum over the experts of f * P, where f is the share of tokens that chose the
-    expert, 1 for an even load, and P its mean score, scores of a token adding up to 1. The loss is the mean
-    over the sequences.
+    For each sequence it is the sum over the experts of f * P. f is the share of tokens that chose the
+    expert; it is 1 for an even load. P is the mean score of the expert; the scores of a token add up to 1.
+    The loss is the mean over the sequences.
 
     Args:
         scores: float32 `[n, experts]` of this rank's tokens.

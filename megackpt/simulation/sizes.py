@@ -118,10 +118,13 @@ class ModelSizes:
             )
         if self.experts is not None and self.experts.dense_layers > self.num_layers:
             raise DeclarationError(
-                f"Experts.dense_layers {self.experts.dense_layers} is more than num_layers {self.num_layers}."
+                f"Experts.dense_layers {self.experts.dense_layers} is more than num_layers "
+                f"{self.num_layers}. Give at most that many."
             )
         if self.dtype not in DTYPES:
-            raise DeclarationError(f"ModelSizes.dtype {self.dtype!r} is none of {', '.join(DTYPES)}.")
+            raise DeclarationError(
+                f"ModelSizes.dtype {self.dtype!r} is none of {', '.join(DTYPES)}. Give one of them."
+            )
 
     @property
     def kv_heads(self) -> int:

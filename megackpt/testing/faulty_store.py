@@ -72,9 +72,10 @@ class FaultyStore(Store):
     """Wraps `inner`; a `Store` itself. Safe for many threads as far as `inner` is.
 
     fail_at chooses the operations that fail: the one with this index, or those for which the function is
-    true; None chooses none. kinds says which operations count. At a chosen operation, before anything is done
-    (or after all is done, with `after`), `hook` is called if there is one (it may kill the process), else the
-    operation raises the StorageError that a real store would make of `error()`.
+        true;
+    None chooses none. kinds says which operations count. A chosen operation calls `hook` if there is one; the
+    hook may kill the process. Without a hook, the operation raises the StorageError that a real store would
+    make of `error()`. This comes before anything is done, or with `after` when all is done.
 
     Attributes:
         operations: the counted operations so far, in order.

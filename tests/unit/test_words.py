@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from megackpt import errors
+
 ROOT = Path(__file__).parents[2]
 PARTS = ("megackpt", "models", "examples", "tests", "docs")
 
@@ -69,6 +71,9 @@ TORCH_WORD = "in_place"
 
 VAGUE_NAMES = {"all_", "each", "found", "given", "it", "mine", "one", "said"}
 """Names that say nothing about a value: no argument, local or attribute is called so."""
+
+ERROR_CLASSES = {name for name in vars(errors) if name.endswith("Error")}
+"""Errors that reach a user."""
 
 ALLOWED = {
     "tests/unit/test_words.py",  # this list
@@ -154,5 +159,80 @@ def test_no_docstring_uses_a_formula(formula: str) -> None:
         for path in documents()
         for number, line in enumerate(path.read_text().splitlines(), 1)
         if re.search(formula, line)
+    ]
+    assert faults == []
+
+
+MAX_WORDS = 40
+"""Words of one sentence in a docstring. A longer one has to be read twice."""
+
+# The fields of a docstring, a table or an example: none of them is a part of a sentence.
+_FIELD = re.compile(r"\s*(Args|Attributes|Raises|Returns|Yields):\s*$|\s{4,}[\w`., *]+: ")
+_TABLE = re.compile(r"\s*(>>>|```|\|)|.*\S {3,}\S")
+
+
+def sentences_of(docstring: str) -> Iterator[str]:
+    """Yield the sentences of a docstring; a field, an item of a list and a line of a table are their own."""
+    sentence: list[str] = []
+    for line in [*docstring.splitlines(), ""]:
+        is_new = not line.strip() or _FIELD.match(line) or _TABLE.match(line) or line.lstrip()[:2] == "* "
+        if is_new and sentence:
+            yield from re.split(r"(?<=[.!?:;]) ", " ".join(sentence))
+            sentence = []
+        if line.strip() and not _TABLE.match(line):
+            sentence.append(line.strip())
+
+
+def test_sentences_are_found_in_paragraphs_fields_and_lists() -> None:
+    docstring = (
+        "One. Two\ngoes on.\n\n    Args:\n        group: the ranks.\n* An item\n  of two lines\n| a | b |"
+    )
+    assert list(sentences_of(docstring)) == [
+        "One.", "Two goes on.", "Args:", "group:", "the ranks.", "* An item of two lines"
+    ]  # fmt: skip
+
+
+def docstrings_in(folder: str) -> Iterator[tuple[str, str]]:
+    """Yield where each docstring of a folder is, and the docstring."""
+    for path in sorted((ROOT / folder).rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef)):
+                yield f"{path.relative_to(ROOT)}:{getattr(node, 'lineno', 1)}", ast.get_docstring(node) or ""
+
+
+def test_no_sentence_of_a_docstring_has_to_be_read_twice() -> None:
+    faults = [
+        f"{at}: {sentence}"
+        for at, docstring in docstrings_in("megackpt")
+        for sentence in sentences_of(docstring)
+        if len(sentence.split()) > MAX_WORDS
+    ]
+    assert faults == []
+
+
+def error_texts(tree: ast.AST) -> Iterator[tuple[int, str, str]]:
+    """Yield line, class and text of each error of megackpt whose text is written where it is made."""
+    for node in ast.walk(tree):
+        if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.args):
+            continue
+        text = node.args[0]
+        if not (node.func.id in ERROR_CLASSES and isinstance(text, (ast.Constant, ast.JoinedStr))):
+            continue
+        parts = text.values if isinstance(text, ast.JoinedStr) else [text]
+        yield (
+            node.lineno,
+            node.func.id,
+            "".join(str(part.value) if isinstance(part, ast.Constant) else "{}" for part in parts),
+        )
+
+
+def test_every_error_text_has_what_happened_and_how_to_fix_it() -> None:
+    """A text of one clause cannot say both. What a placeholder stands for may be a clause."""
+    faults = [
+        f"{path.relative_to(ROOT)}:{line}: {kind}: {text}"
+        for path in sorted((ROOT / "megackpt").rglob("*.py"))
+        if "testing" not in path.parts
+        for line, kind, text in error_texts(ast.parse(path.read_text()))
+        if not re.search(r"^{}|[.:;]\s.*\S|{}[.]?$", text, re.DOTALL)
     ]
     assert faults == []

@@ -190,7 +190,10 @@ def has_own_steps(strategy: Any) -> bool:
 
 def _check_has(strategy: Any, method: str, what: str) -> None:
     if not callable(getattr(strategy, method, None)):
-        raise DeclarationError(f"{strategy!r} is not {what}, so that it has a method {method}().")
+        raise DeclarationError(
+            f"{strategy!r} is not {what}: it has no method {method}(). Give an object of a class with that "
+            f"method, or the name of a format."
+        )
 
 
 def _is_of_ours(strategy: Any, attribute: str, methods: tuple[str, ...]) -> bool:

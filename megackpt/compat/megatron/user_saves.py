@@ -181,7 +181,9 @@ def _checked(entity: Any) -> ShardedTensor | ShardedObject:
             f"Megatron-Core do not know. Use ShardedTensor or ShardedObject, or save without a strategy."
         )
     if isinstance(entity, ShardedTensor) and entity.data is None:
-        raise DeclarationError(f"{entity.key!r} has no data to save.", key=entity.key)
+        raise DeclarationError(
+            f"{entity.key!r} has no data to save. Declare it with its tensor.", key=entity.key
+        )
     return entity
 
 

@@ -23,7 +23,10 @@ def with_our_entities(state: ShardedStateDict) -> ShardedStateDict:
         DeclarationError: it is not a dict, or it has a list that cannot be split and rejoined.
     """
     if not isinstance(state, dict):
-        raise DeclarationError(f"A sharded state dict must be a dict, not {type(state).__name__}.")
+        raise DeclarationError(
+            f"A sharded state dict is a dict; this is a {type(state).__name__}. Give what "
+            f"sharded_state_dict() of the model returns."
+        )
     adopted: ShardedStateDict = adopt_megatron_entities(state, leaf_types(state))
     _kinds_in(adopted, "")
     return adopted

@@ -49,7 +49,10 @@ def read_common_and_references(contents: Contents, *, where: str) -> tuple[Any, 
     """
     common = contents.common()
     if not isinstance(common, dict) or not {"state_dict", "content_metadata"} <= set(common):
-        raise FormatError(f"{where}: the common state is malformed. The checkpoint is damaged.", path=where)
+        raise FormatError(
+            f"{where}: the common state is malformed. The checkpoint is damaged; load another one.",
+            path=where,
+        )
     return common["state_dict"], common["content_metadata"]
 
 
@@ -67,7 +70,12 @@ def check_readable(keys: Iterable[str], unreadable: Mapping[str, str], *, where:
     faults = sorted(set(keys) & set(unreadable))
     if faults:
         lines = truncated_list([f"{key!r} {unreadable[key]}" for key in faults])
-        raise FormatError(f"{where}: not all of it can be loaded:\n{lines}", key=faults[0], path=where)
+        raise FormatError(
+            f"{where}: not all of it can be loaded:\n{lines}\nLoad without these keys: "
+            f"LoadOptions(exclude=...).",
+            key=faults[0],
+            path=where,
+        )
 
 
 def check_arrays_complete(store: Store, chunks: Chunks, keys: Collection[str]) -> None:

@@ -231,7 +231,10 @@ def _nothing_asked(name: str, keys: list[str]) -> MissingKeyError:
 
 def _check_matches(tensor: ShardedTensor, entry: Any) -> None:
     if not isinstance(entry, TensorStorageMetadata):
-        raise MismatchError(f"{tensor.key!r} is stored as a value, not as a tensor.", key=tensor.key)
+        raise MismatchError(
+            f"{tensor.key!r} is stored as a value, not as a tensor. Ask for a value of this name instead.",
+            key=tensor.key,
+        )
     shape = tuple(entry.size)
     resized = shape != tensor.global_shape
     if resized and not (tensor.allow_shape_mismatch and len(shape) == len(tensor.global_shape)):

@@ -138,9 +138,11 @@ def latent_attention_rules(config: Config, layers: Sequence[int]) -> list[Rule]:
 def latent_sizes(config: Config) -> dict[str, int]:
     """Return the sizes of a decoder with latent attention, by the names of axes in rules.
 
-    Those of `decoder_sizes`, and `q_lora` and `kv_lora` the features that queries, and keys and values are
-    made of, `kv_down` the latter with the rotated part of keys, `kv` all value heads and all key heads
-    without that part, `values` all value heads.
+    These are the sizes of `decoder_sizes`, and:
+
+    * `q_lora`: the latent features of queries; `kv_lora`: those of keys and values.
+    * `kv_down`: `kv_lora` and the rotated part of keys.
+    * `kv`: all value heads, and all key heads without the rotated part; `values`: all value heads.
     """
     plain, rotary = size_of(config, "qk_nope_head_dim"), size_of(config, "qk_rope_head_dim")
     sizes = decoder_sizes({**config, "head_dim": plain + rotary, "num_key_value_heads": None})

@@ -33,7 +33,9 @@ def extract_matching_values(
         DeclarationError: x is neither a dict nor a list.
     """
     if not isinstance(x, (dict, list)):
-        raise DeclarationError(f"A dict or a list is expected at the top, not {type(x).__name__}.")
+        raise DeclarationError(
+            f"A dict or a list is expected at the top, not {type(x).__name__}. Give a state dict."
+        )
     matching: dict[Any, Any] = {}
     others: dict[Any, Any] = {}
     for key, value in _items(x):

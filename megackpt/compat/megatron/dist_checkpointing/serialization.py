@@ -224,7 +224,9 @@ def load_content_metadata(
     if preloaded_state_dict is not None:
         return preloaded_state_dict.get(CONTENT_METADATA)
     if checkpoint_dir is None:
-        raise DeclarationError("load_content_metadata needs checkpoint_dir or preloaded_state_dict.")
+        raise DeclarationError(
+            "load_content_metadata has neither checkpoint_dir nor preloaded_state_dict. Give one of them."
+        )
     return load_common_state_dict(checkpoint_dir).get(CONTENT_METADATA)
 
 

@@ -220,18 +220,19 @@ class MCoreTensorAwareStateDict(_Base):  # type: ignore[misc]
         lost = [entity.key for _, entity, tensor in tensors if tensor is None]
         if lost:
             raise DeclarationError(
-                f"{lost[0]!r} is declared without data, so it cannot be kept.", key=lost[0]
+                f"{lost[0]!r} is declared without data, so it cannot be kept. Declare it with its tensor.",
+                key=lost[0],
             )
         return [(n, entity, tensor) for n, entity, tensor in tensors if tensor is not None]
 
     def _check_hollow(self, expected: bool) -> None:
         if self._is_hollow != expected:
-            how = (
-                "were taken out: insert_tensors() puts them back"
+            fault = (
+                "The tensors of this state dict were taken out. Put them back with insert_tensors() first."
                 if self._is_hollow
-                else "are in their places"
+                else "The tensors of this state dict are in it. Take them out with pop_tensors() first."
             )
-            raise DeclarationError(f"The tensors of this state dict {how}.")
+            raise DeclarationError(fault)
 
 
 def _check_algorithm(algo: str) -> None:

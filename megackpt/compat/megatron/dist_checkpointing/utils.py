@@ -49,7 +49,7 @@ Split = tuple[ShardedStateDict, StateDict]
 
 
 def zip_strict(*args: Any) -> Iterator[tuple[Any, ...]]:
-    """`zip` that raises an error at once for iterables of different lengths.
+    """Return what `zip` does; iterables of different lengths are an error before anything is taken.
 
     Raises:
         DeclarationError: naming the lengths.
@@ -57,7 +57,9 @@ def zip_strict(*args: Any) -> Iterator[tuple[Any, ...]]:
     lists = [list(arg) for arg in args]
     lengths = [len(items) for items in lists]
     if len(set(lengths)) > 1:
-        raise DeclarationError(f"Iterables of {lengths} elements cannot be paired one by one.")
+        raise DeclarationError(
+            f"Iterables of {lengths} elements cannot be paired one by one. Give iterables of equal lengths."
+        )
     return zip(*lists, strict=True)
 
 
@@ -108,7 +110,9 @@ def replace_prefix_for_sharding(
     for entity in entities:
         if not entity.key.startswith(old_prefix):
             raise DeclarationError(
-                f"The key {entity.key!r} does not begin with {old_prefix!r}.", key=entity.key
+                f"The key {entity.key!r} does not begin with {old_prefix!r}. Give a prefix that all keys "
+                f"have.",
+                key=entity.key,
             )
     for entity in entities:
         entity.key = new_prefix + entity.key.removeprefix(old_prefix)

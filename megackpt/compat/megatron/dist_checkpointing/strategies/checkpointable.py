@@ -120,7 +120,8 @@ class LocalShardsContainer(_Checkpointable):
         shapes = {(shard._sh_ten.key, tuple(shard.size())) for shard in local_shards}
         if len(shapes) != 1:
             raise DeclarationError(
-                f"The shards of a LocalShardsContainer belong to one array, and these to {sorted(shapes)}."
+                f"The shards of a LocalShardsContainer must belong to one array; these belong to "
+                f"{sorted(shapes)}. Make a container for each array."
             )
         first = local_shards[0]
         made: LocalShardsContainer = torch.Tensor._make_wrapper_subclass(

@@ -344,7 +344,10 @@ def distribute_main_replicas_with_precomputed_distribution(
     if not dist.is_initialized() or dist.get_world_size(parallelization_group) == 1:
         return
     if precomputed_distribution is None:
-        raise DeclarationError("A distribution is needed for a group of several ranks, and None was given.")
+        raise DeclarationError(
+            "precomputed_distribution is None, and the group has several ranks. Give the result of "
+            "determine_main_replica_uniform_distribution."
+        )
     rank = dist.get_rank(parallelization_group)
     chosen = precomputed_distribution.main_rank_for_shard
     has_main: set[Any] = set()
