@@ -149,7 +149,9 @@ CASES = {
         r"--override-opt_param-scheduler.*--use-checkpoint-opt_param-scheduler.*",
     ),
     "no preset": Case(
-        "--model nothing", r"--model nothing cannot be read: .*, or one of deepseek_v3, gpt_oss, qwen3_next\."
+        "--model nothing",
+        r"--model nothing cannot be read: .*, or one of deepseek_v3, gpt_oss, mamba2, nemotron_h, "
+        r"qwen3_next\.",
     ),
     "preset and sizes": Case(
         "--model deepseek_v3 --num-heads=2", r"--num-heads: the model is that of --model; leave them out"

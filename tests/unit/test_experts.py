@@ -16,6 +16,7 @@ from megackpt.parallel import (
     MixtureOfExperts,
     ParallelGroups,
     ParallelLayout,
+    PlainExperts,
     Router,
     RoutingOptions,
     RowParallelLinear,
@@ -55,6 +56,20 @@ def test_stacked_experts_are_gated_mlps_one_by_one() -> None:
         assert param.grad is not None
         used = param.grad.flatten(1).abs().amax(1) > 0
         assert used.tolist() == [True, False, True, True]
+
+
+def test_plain_experts_are_mlps_one_by_one() -> None:
+    experts = PlainExperts(EXPERTS, HIDDEN, FFN, ONE, activation=torch.tanh, bias=True)
+    for param in experts.parameters():
+        nn.init.normal_(param)
+    fc1, fc2 = experts.linear_fc1, experts.linear_fc2
+    parts = [
+        torch.tanh(rows @ fc1.weight[e].T + fc1.bias[e]) @ fc2.weight[e].T + fc2.bias[e]
+        for e, rows in enumerate(_rows().split(COUNTS))
+    ]
+    torch.testing.assert_close(experts(_rows(), COUNTS), torch.cat(parts))
+    with pytest.raises(DeclarationError, match="no named components"):
+        fc1.split(_rows())
 
 
 def test_biases_have_equal_gradients_on_all_ranks_of_etp() -> None:

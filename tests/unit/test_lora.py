@@ -20,6 +20,7 @@ from megackpt.parallel import (
     ParallelGroups,
     ParallelLayout,
     ParallelRng,
+    PlainExperts,
     RowParallelLinear,
     adapter_parameters,
     adapter_state,
@@ -197,6 +198,20 @@ def test_names_and_ranks_that_do_not_fit_are_errors() -> None:
 def test_adapters_of_experts_have_neither_dropout_nor_dora(choices: dict[str, Any]) -> None:
     with pytest.raises(DeclarationError, match="neither dropout nor dora"):
         add_adapters(GatedExperts(2, 6, 4, ONE), LoRAConfig(rank=2, targets=("linear_fc1",), **choices), ONE)
+
+
+def test_plain_experts_have_adapters_of_their_whole_rows() -> None:
+    experts = PlainExperts(2, 6, 4, ONE, activation=torch.tanh)
+    before = experts(X, [1, 2])
+    add_adapters(experts, LoRAConfig(rank=2, targets=("linear_fc1",)), ONE)
+    assert torch.equal(experts(X, [1, 2]), before)  # B is 0
+    for name, param in experts.named_parameters():
+        if ".linear_out." in name or "adapter" in name:
+            nn.init.ones_(param)
+    adapted = experts(X, [1, 2])
+    assert not torch.equal(adapted, before)
+    merge_adapter(experts)
+    torch.testing.assert_close(experts(X, [1, 2]), adapted)
 
 
 def test_experts_that_are_modules_have_adapters_with_an_axis_over_the_experts() -> None:
