@@ -19,7 +19,7 @@ from megackpt import (
     load_with_report,
     save,
 )
-from megackpt.integrations.transformer_engine import quantise_parameters, sharded_state_dict
+from megackpt.integrations.transformer_engine import fused_adam, quantise_parameters, sharded_state_dict
 from megackpt.integrations.transformer_engine.quantised import is_quantised
 from megackpt.optim import optim_state_to_sharding_state
 from megackpt.parallel import ParallelGroups, ParallelLayout
@@ -28,7 +28,7 @@ from tests import te_quantised
 from tests.te_fp8 import ONE, fp8_tensors
 from tests.te_models import EXPERTS, IS_NEW, build
 from tests.te_quantised import build_quantised, codes, reading
-from tests.te_stub import device_answers, quantised_on_cpu
+from tests.te_stub import cpu_for_cuda, device_answers, quantised_on_cpu
 
 RECIPES = ["DelayedScaling", "Float8CurrentScaling", "MXFP8BlockScaling"]
 RECIPES += ["NVFP4BlockScaling"] if IS_NEW else []
@@ -261,6 +261,30 @@ def test_parameters_are_quantised_from_masters(tmp_path: Path) -> None:
     quantise_in(other, master)
     assert same(codes(other), codes(module))
     assert same(fp8_tensors(other), fp8_tensors(module))
+
+
+@pytest.mark.parametrize("of", RECIPES)
+def test_a_load_of_fused_adam_quantises_parameters_from_its_masters(tmp_path: Path, of: str) -> None:
+    module, other = (build_quantised(te_quantised.linear, ONE, of, seed=seed) for seed in (1, 2))
+    kernels = pytest.importorskip("transformer_engine.pytorch.optimizers")
+    masters = torch.randn(te_quantised.FFN, te_quantised.HIDDEN)
+    with cpu_for_cuda():
+        optimizer, resumed = (
+            kernels.FusedAdam(m.parameters(), master_weights=True, store_param_remainders=False)
+            for m in (module, other)
+        )
+        state = sharded_state_dict(module, ONE, quantised="masters")
+        declared = fused_adam.sharded_state_dict(optimizer, state)
+        optimizer.state[module.get_parameter("weight")]["master_param"].copy_(masters)
+        quantise_parameters([(module.get_parameter("weight"), masters)])
+        save({"model": state, "optimizer": declared}, tmp_path)
+        state = sharded_state_dict(other, ONE, quantised="masters")
+        request = {"model": state, "optimizer": fused_adam.sharded_state_dict(resumed, state, True)}
+        fused_adam.load_sharded_state_dict(resumed, load(request, tmp_path)["optimizer"])
+        assert same(codes(other), codes(module))
+        assert same(fp8_tensors(other), fp8_tensors(module))
+        with pytest.raises(DeclarationError, match="this FusedAdam has no masters"):
+            fused_adam.sharded_state_dict(kernels.FusedAdam(other.parameters()), state)
 
 
 def quantise_in(module: nn.Module, master: Tensor) -> None:

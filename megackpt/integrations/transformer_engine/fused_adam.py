@@ -11,6 +11,8 @@ no scales, and int16 remainders under the name of float32 masters. The scales ar
 of a parameter. At the same slices a load restores codes and scales bit for bit; at others there are no scales
 for the new slices, and TE takes new ones from the largest values.
 
+Quantised parameters that were declared with `quantised="masters"` are written from the loaded masters.
+
 With `moments="codes"`, states of fewer than 32 bits are stored as their codes instead (see `moment_codes`):
 half or a quarter of the bytes. They load at the same slices only.
 
@@ -21,7 +23,7 @@ Source: TE `pytorch/optimizers/fused_adam.py`, 2.2 and 2.20.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -38,7 +40,8 @@ from megackpt.integrations.transformer_engine.moment_codes import (
     check_moments,
     declare_codes,
 )
-from megackpt.mapping import ShardedStateDict, ShardedTensor, StateDict
+from megackpt.integrations.transformer_engine.quantised import is_from_masters, quantise_parameters
+from megackpt.mapping import LocalNonpersistentObject, ShardedStateDict, ShardedTensor, StateDict
 from megackpt.optim.inner_optimizer import MASTER
 from megackpt.optim.remainders import join_master, split_master
 from megackpt.optim.sharded_state import (
@@ -84,7 +87,8 @@ def sharded_state_dict(
             the same number. The load has to ask for what was saved.
 
     Returns:
-        `state` and `scales` by position of the parameter and name; `param_groups` by name of the group. The
+        `state` and `scales` by position of the parameter and name; `from_masters`, by position, which
+        parameters a load writes from their masters; `param_groups` by name of the group. The
         keys are `optimizer.state.<state>.<model key>` and `optimizer.scale.<state>.<slices>.<model key>`.
         After a load, `LoadReport.loaded` has the keys of restored scales, and `LoadReport.excluded` those
         that the checkpoint does not have: these moments are scaled anew. `LoadReport.transformed` has the
@@ -92,7 +96,8 @@ def sharded_state_dict(
 
     Raises:
         DeclarationError: the optimizer is another one, has a parameter that is not declared, or codes are
-            asked for of a parameter that is cut into slices of different sizes.
+            asked for of a parameter that is cut into slices of different sizes; or quantised parameters are
+            not stored, and the optimizer has no masters.
     """
     del is_loading
     form = check_moments(moments)
@@ -108,6 +113,7 @@ def sharded_state_dict(
     entities = find_param_entities(model_sharded_state_dict, params)
     state: dict[int, dict[str, ParamEntity]] = {}
     scales: dict[int, dict[str, ShardedTensor]] = {}
+    from_masters: dict[int, LocalNonpersistentObject] = {}
     for position, (param, entity) in enumerate(zip(params, entities, strict=True)):
         state[position] = {
             stored_as: _declare_state(optimizer, param, entity, name, stored_as, form)
@@ -115,16 +121,20 @@ def sharded_state_dict(
         }
         if form == "portable":
             scales[position] = dict(_declare_scales(optimizer, param, entity))
+        if is_from_masters(entity):
+            _check_master(state[position], entity)
+            from_masters[position] = LocalNonpersistentObject(True)
     settings = declare_settings(optimizer.param_groups, params, model_sharded_state_dict)
-    return {"state": state, "scales": scales, **settings}
+    written = {"from_masters": from_masters} if from_masters else {}
+    return {"state": state, "scales": scales, **written, **settings}
 
 
 @torch.no_grad()
 def load_sharded_state_dict(optimizer: Optimizer, loaded: StateDict) -> None:
     """Restore what a load of `sharded_state_dict` returned. Local; after the model was loaded.
 
-    With remainders it writes the weights, too (see `megackpt.optim.remainders`). Masters that were not loaded
-    are copied from the weights.
+    With remainders it writes the weights, too (see `megackpt.optim.remainders`), and with
+    `quantised="masters"` the quantised ones. Masters that were not loaded are copied from the weights.
 
     Raises:
         MismatchError: the groups do not belong to those of the checkpoint.
@@ -141,11 +151,23 @@ def load_sharded_state_dict(optimizer: Optimizer, loaded: StateDict) -> None:
                 value = param.detach().float()
             if value is not None:
                 _restore(optimizer, param, name, value, scales.get(position, {}).get(stored_as))
+        if position in loaded.get("from_masters", {}):
+            quantise_parameters([(param, _float32_of(optimizer, param, "master_param"))])
 
 
 def _create_state(optimizer: Any, param: Parameter) -> None:
     has_remainders = optimizer.store_param_remainders and param.dtype == torch.bfloat16
     optimizer.initialize_state(param, has_remainders)
+
+
+def _check_master(state: Mapping[str, ParamEntity], entity: ParamEntity) -> None:
+    if MASTER not in state:
+        raise DeclarationError(
+            f'{entity.key!r}: the model was declared with quantised="masters", so that this parameter is not '
+            f"stored, and this FusedAdam has no masters. Make it with master_weights=True, or declare the "
+            f'model with quantised="values" or "codes".',
+            key=entity.key,
+        )
 
 
 def _names(optimizer: Optimizer, param: Parameter) -> Iterator[tuple[str, str]]:

@@ -90,12 +90,21 @@ def declare_quantised(
     )
 
 
+def is_from_masters(entity: ShardedBase) -> bool:
+    """Return whether an entity is a quantised parameter that is not stored: its values are the masters."""
+    if not isinstance(entity, ShardedTensorFactory):
+        return False
+    stored = getattr(entity.build_fn, "__self__", None)
+    return isinstance(stored, _StoredForm) and stored.form == "masters"
+
+
 @torch.no_grad()
 def quantise_parameters(masters: Iterable[tuple[Tensor, Tensor]]) -> None:
     """Write masters into quantised parameters, with the parameters' own scales. Local.
 
     Call it after a load with `quantised="masters"`, with `(parameter, master)` of the whole shape, if the
     optimizer itself writes parameters only in its next step. The FP8 state has to be loaded before.
+    `fused_adam.load_sharded_state_dict` does it for TE's FusedAdam.
     """
     for parameter, master in masters:
         _write(parameter, master)
