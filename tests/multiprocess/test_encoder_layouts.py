@@ -185,11 +185,40 @@ def load_and_save(model: Model, name: str, sources: dict[str, Path], directory: 
         megackpt.save(state_of(chunks, optimizer), directory / source)
 
 
+PARTS = {"vision": "bert", "language": "t5"}  # models that need not be of one layout
+
+
+def save_parts(layouts: dict[str, str], source: Path | None, target: Path) -> None:
+    """Save two models, each at a layout of its own: after a step, or as they are loaded."""
+    optimizers, state = {}, {}
+    for part, name in layouts.items():
+        model = MODELS[PARTS[part]]
+        chunks, optimizers[part], groups = build(model, name, seed=0 if source is None else 1)
+        if source is None:
+            forward_backward(chunks, _batches(model, 0)[groups.dp.rank :: groups.dp.size], groups)
+            optimizers[part].step()
+        declared = chunks.sharded_state_dict(prefix=f"{part}.")
+        state[part] = {"model": declared, "optimizer": optimizers[part].sharded_state_dict(declared)}
+    if source is not None:
+        loaded = megackpt.load(state, source, options=LoadOptions(complete=True))
+        for part, optimizer in optimizers.items():
+            optimizer.load_sharded_state_dict(loaded[part]["optimizer"])
+    megackpt.save(state, target)
+
+
 def arrays_of(checkpoint: Path) -> dict[str, torch.Tensor]:
     """Return all arrays; those of the vocabulary without padding, whose size depends on the layout."""
     arrays = load_plain_tensors(checkpoint)
     padded = {k for k, a in arrays.items() if a.ndim and ("word_embeddings" in k or "output_layer" in k)}
     return {k: a[:VOCAB_SIZE] if k in padded else a for k, a in arrays.items()}
+
+
+def assert_equal(first: Path, second: Path) -> None:
+    a, b = arrays_of(first), arrays_of(second)
+    assert a.keys() == b.keys()
+    for key in a:
+        assert torch.equal(as_bits(a[key]), as_bits(b[key])), f"{key} of {first.name}"
+    assert load_common_state_dict(first) == load_common_state_dict(second)
 
 
 def _ranks(name: str) -> int:
@@ -231,13 +260,21 @@ def test_what_a_layout_saved_another_loads_and_saves_bit_equal(
     paths = {name: sources.path(model_name, name) for name in names}
     rank_pool.run(load_and_save, _ranks(target), _in_bfloat16(model_name), target, paths, tmp_path)
     for name, path in paths.items():
-        first, second = arrays_of(path), arrays_of(tmp_path / name)
-        assert first.keys() == second.keys()
-        states = {key.split(".")[2] for key in first if key.startswith("optimizer.state.")}
+        states = {key.split(".")[2] for key in arrays_of(path) if key.startswith("optimizer.state.")}
         assert {"exp_avg", "exp_avg_sq", "fp32_param"} <= states
-        for key, array in first.items():
-            assert torch.equal(as_bits(array), as_bits(second[key])), f"{key} from {name}"
-        assert load_common_state_dict(path) == load_common_state_dict(tmp_path / name)
+        assert_equal(path, tmp_path / name)
+
+
+@pytest.mark.one_in(2)
+@pytest.mark.parametrize("vision", ["dp4", "tp2-dp2-sequence"])
+def test_two_models_of_different_layouts_are_one_checkpoint(
+    vision: str, rank_pool: RankPool, tmp_path: Path
+) -> None:
+    first, second = {"vision": vision, "language": "pp4-uneven"}, {"vision": "one", "language": "one"}
+    rank_pool.run(save_parts, 4, first, None, tmp_path / "first")
+    rank_pool.run(save_parts, 1, second, tmp_path / "first", tmp_path / "second")
+    assert {key.split(".")[0] for key in arrays_of(tmp_path / "first")} == {"optimizer", *PARTS}
+    assert_equal(tmp_path / "first", tmp_path / "second")
 
 
 @pytest.mark.one_in(2)
