@@ -37,6 +37,7 @@ from megackpt.formats.pickle_limits import check_opcodes
 from megackpt.formats.safe_pickle import load_value
 from megackpt.formats.safetensors_header import parse_header
 from megackpt.formats.tensor_pickle import load_tensor_pickle
+from megackpt.formats.torch_dist.metadata_reader import DcpMetadata
 from megackpt.formats.torch_dist.metadata_unpickler import load_metadata
 from megackpt.storage import LocalStore, MemoryStore
 from tests.attacks.opcodes import binary, named, pickled, text, zipped
@@ -61,6 +62,22 @@ def _metadata(n: int) -> bytes:
     array = TensorStorageMetadata(properties, torch.Size([n]), chunks)
     stored = {MetadataIndex("w", chunk.offsets, i): i for i, chunk in enumerate(chunks)}
     return pickle.dumps(Metadata({"w": array}, {f"w{i}": ("a", i) for i in range(n)}, stored), protocol=4)
+
+
+def _shared_chunks(n: int) -> bytes:
+    """Return n keys with one list of n chunks, all empty: others would have to be stored for each key."""
+    chunks = [ChunkStorageMetadata(torch.Size([0]), torch.Size([0])) for _ in range(n)]
+    return _arrays(n, torch.Size([n]), chunks)
+
+
+def _shared_shape(n: int) -> bytes:
+    return _arrays(n, torch.Size([1] * n), [])
+
+
+def _arrays(n: int, shape: torch.Size, chunks: list[ChunkStorageMetadata]) -> bytes:
+    properties = TensorProperties(dtype=torch.float32)
+    arrays = {f"w{i}": TensorStorageMetadata(properties, shape, chunks) for i in range(n)}
+    return pickle.dumps(Metadata(arrays, {}, {}), protocol=4)
 
 
 def _torch_saved(value: object) -> bytes:
@@ -192,6 +209,8 @@ PARSERS: dict[str, tuple[int, Callable[[int, Path], Work]]] = {
         lambda n, _: _opcodes(pickle.dumps([i + 8 * _P for i in _crowding(n)], 2)),
     ),
     ".metadata": (4_000, lambda n, _: _dcp(_metadata(n))),
+    "chunks that many keys of .metadata have": (2_000, lambda n, _: _dcp_chunks(_shared_chunks(n))),
+    "a shape that many keys of .metadata have": (4_000, lambda n, _: _dcp_chunks(_shared_shape(n))),
     "keys of one hash in .metadata": (
         20_000,
         lambda n, _: _dcp(_one_hash(n)),
@@ -382,6 +401,14 @@ def _opcodes(data: bytes) -> Work:
 
 def _dcp(data: bytes) -> Work:
     return _raising(lambda: load_metadata(data, where="w"))
+
+
+def _dcp_chunks(data: bytes) -> Work:
+    def read() -> object:
+        metadata = DcpMetadata(load_metadata(data, where="w"), location="w")
+        return metadata.chunks(metadata.arrays)
+
+    return _raising(read)
 
 
 def _torch(data: bytes) -> Work:

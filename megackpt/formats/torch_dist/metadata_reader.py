@@ -31,6 +31,8 @@ log = logging.getLogger(__name__)
 
 Extents = tuple[int, ...]
 
+_MAX_DIMS = 255  # a chunk table has a byte for their number
+
 COMMON_STATE = "common_state"
 """Key of the object in which newer versions of Megatron-Core store common state."""
 
@@ -90,6 +92,7 @@ class DcpMetadata:
         reformulated = getattr(metadata, "mcore_data", None)
         self.is_of_megatron = hasattr(metadata, "mcore_data")
         self._reformulated = reformulated if isinstance(reformulated, dict) else {}
+        self._boxes: dict[int, list[tuple[Extents, Extents]]] = {}  # by the identity of a list of chunks
         self._objects = self._find_objects()
         self.arrays: dict[str, ArraySpec] = {}
         self.unreadable: dict[str, str] = {}  # as in Contents
@@ -208,30 +211,38 @@ class DcpMetadata:
     def _chunks_of(self, number: int, spec: ArraySpec) -> list[tuple[_Row, Item]]:
         key, entry = spec.key, self._entries[spec.key]
         fragments = self._fragments(spec, entry) if self._original_shape(key) is not None else None
-        by_offsets: dict[str, tuple[_Row, Item]] = {}  # by their text, whose hash a file cannot choose
+        pairs: list[tuple[_Row, Item]] = []
         total = 0
-        for chunk in getattr(entry, "chunks", None) or ():
-            offsets = self._extents(key, getattr(chunk, "offsets", None))
-            shape = self._extents(key, getattr(chunk, "sizes", None))
+        for offsets, shape in self._boxes_of(key, getattr(entry, "chunks", None) or ()):
             numel = math.prod(shape)
-            if not numel:
-                continue
             if fragments is None:
                 row = _Row(number, offsets, shape, 0, numel)
             else:
                 row = self._reformulated_row(number, spec, fragments, offsets, shape)
-            # DCP finds items by offsets: the chunk is listed twice, or `.metadata` is damaged.
-            before = by_offsets.get(str(offsets))
-            if before is not None:
-                if before[0] != row:
-                    raise self._damaged(key, f"two chunks begin at {offsets}")
-                continue
-            by_offsets[str(offsets)] = row, self._item(key, offsets, spec.dtype, shape)
+            pairs.append((row, self._item(key, offsets, spec.dtype, shape)))
             total += numel
         # Too many elements are an overlap for certain; gaps are found when a load is planned.
         if total > spec.numel:
             raise self._damaged(key, f"chunks overlap ({total} elements of an array of {spec.numel})")
-        return list(by_offsets.values())
+        return pairs
+
+    def _boxes_of(self, key: str, chunks: Any) -> list[tuple[Extents, Extents]]:
+        """Return the offsets and shapes of a list of chunks, each once, without empty ones.
+
+        Many keys of a crafted file may have the same list. It is read once. The chunks that remain take space
+        in the file for each key, as each of them has to be stored.
+        """
+        known = self._boxes.get(id(chunks))  # the lists live as long as the entries
+        if known is not None:
+            return known
+        by_offsets: dict[str, tuple[Extents, Extents]] = {}  # by their text, whose hash a file cannot choose
+        for chunk in chunks:
+            offsets = self._extents(key, getattr(chunk, "offsets", None))
+            shape = self._extents(key, getattr(chunk, "sizes", None))
+            # DCP finds items by offsets: the chunk is listed twice, or `.metadata` is damaged.
+            if math.prod(shape) and by_offsets.setdefault(str(offsets), (offsets, shape))[1] != shape:
+                raise self._damaged(key, f"two chunks begin at {offsets}")
+        return self._boxes.setdefault(id(chunks), list(by_offsets.values()))
 
     def _fragments(self, spec: ArraySpec, entry: Any) -> Extents:
         """Return how many boxes the array has along each dim; each is flattened into the last dim stored."""
@@ -294,8 +305,8 @@ class DcpMetadata:
         return Item(name, file, offset, nbytes, dtype, offsets or (), shape, is_listed)
 
     def _extents(self, key: str, value: Any) -> Extents:
-        fits = isinstance(value, tuple | list) and all(type(n) is int and 0 <= n <= MAX_NUMEL for n in value)
-        if not fits:
+        fits = isinstance(value, tuple | list) and len(value) <= _MAX_DIMS
+        if not fits or not all(type(n) is int and 0 <= n <= MAX_NUMEL for n in value):
             raise self._damaged(key, "a shape or offset in it is none")
         return tuple(value)
 
