@@ -1,4 +1,4 @@
-"""Digests of whole arrays, computed from chunks that come in any order and have any boxes.
+"""Digests of whole arrays, computed from chunks in any order and with any boxes.
 
 A digest is the CRC-64/NVME of an array's elements, little-endian, in row-major order. The contribution of a
 chunk is the value of the array with zeros everywhere else. CRCs are linear, so the XOR of the contributions
@@ -130,10 +130,14 @@ class ChunkDigest:
             self._pending, self._pending_count = [], 0
 
     def _combine(self, values: Contributions, first: int, dims: int) -> None:
-        """Combine values of consecutive ranges, which are numbered from `first` along so many leading dims.
+        """Combine values of consecutive ranges.
 
-        Along the other dims they are combined already: a value is that of all ranges there, as if the bytes
-        ended where the last of these ranges ends.
+        Args:
+            values: one for each range, `[n]`.
+            first: number of the first range, in row-major order of the leading dims.
+            dims: how many leading dims the ranges are numbered along. Along the other dims they are combined
+                already: a value is that of all ranges there, as if the bytes ended where the last of these
+                    does.
         """
         ranges = self._ranges
         extent, stride = ranges.extents[dims - 1], ranges.strides[dims - 1]
@@ -156,7 +160,8 @@ class ChunkDigest:
             self._combine(values[tail:], first + tail, dims)
 
     def _take(self, value: int, last: int, dims: int) -> None:
-        """Add a value that stands at the end of the range with number `last` along so many leading dims."""
+        """Add a value whose bytes end with the range `last`, numbered along so many leading dims."""
+        # The zeros after it, up to the end of the array, are a shift.
         last_range = (last + 1) * math.prod(self._ranges.extents[dims:]) - 1
         end = self._ranges.begin_of(last_range) + self._ranges.nbytes
         self._value ^= self._crc.shifted(value, self._array_nbytes - end)

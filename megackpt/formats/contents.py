@@ -1,4 +1,4 @@
-"""What opening a checkpoint returns, whatever its format: what is stored, and how to read chunks."""
+"""The result of opening a checkpoint of any format: what is stored, and how to read its chunks."""
 
 from __future__ import annotations
 
@@ -136,7 +136,7 @@ class Contents:
         decode_object: returns the value of an object from the bytes of its chunk; the second argument says
             where they come from, for messages.
         identity: the same on all ranks that have opened the same commit.
-        names_save: whether no save elsewhere can have the same identity.
+        names_save: whether `identity` is unique to this save: no other save can have the same.
         array_digests: CRC-64/NVME of the elements of arrays, little-endian in row-major order, by key; only
             of the arrays of which one is stored.
         unreadable: keys that are stored, but not in arrays, with the reason why they cannot be loaded.

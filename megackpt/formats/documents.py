@@ -1,6 +1,6 @@
 """Small files of a checkpoint: metadata.json, other JSON documents, and files that an entry names.
 
-They may be damaged, so each is read with a bound on its size, and every error names the file. An entry is a
+They may be damaged. So each is read with a bound on its size, and every error names the file. An entry is a
 JSON object with the name, the size and the digest of a file: `{"file", "nbytes", "xxh3_128"}`.
 """
 
@@ -80,10 +80,14 @@ def file_entry(store: Store, document: Json, key: str, *, document_name: str = M
     where = f"{store.location}/{document_name}"
     if not isinstance(entry, dict) or not {"file", "nbytes", "xxh3_128"} <= set(entry):
         raise FormatError(
-            f"{where} does not say where the {key} is. The file is damaged or foreign.", path=where
+            f"{where} does not name the file of the {key}. It is damaged, or another program wrote it; load "
+            f"another checkpoint.",
+            path=where,
         )
     if not isinstance(entry["file"], str) or not isinstance(entry["nbytes"], int):
-        raise FormatError(f"{where}: entry {key!r} is malformed.", path=where)
+        raise FormatError(
+            f"{where}: entry {key!r} is malformed. The file is damaged; load another checkpoint.", path=where
+        )
     return entry, f"{store.location}/{entry['file']}"
 
 
@@ -97,6 +101,7 @@ def read_small_file(
         IntegrityError: the file does not have the size and digest of the entry.
     """
     entry, where = file_entry(store, document, key, document_name=document_name)
+    # Bounded by the entry: a damaged file must not take more memory than the one that was saved.
     data = store.read(entry["file"], max_bytes=entry["nbytes"])
     if len(data) != entry["nbytes"] or digest_of(data) != entry["xxh3_128"]:
         raise IntegrityError(

@@ -73,7 +73,7 @@ class FileChunks(Chunks):
             return
         data, digests, digested = out.cast("B"), list[int](), 0
         for filled in self._store.stream_into(name, offset, data):
-            if filled < len(data):  # a block that is not complete waits for more
+            if filled < len(data):  # digest complete blocks only, until the last part has come
                 filled -= filled % DIGEST_BLOCK_BYTES
             digests += digest_list(data[digested:filled], DIGEST_BLOCK_BYTES)
             digested = filled

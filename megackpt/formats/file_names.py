@@ -1,7 +1,7 @@
-"""Names by which the files of each built-in format are recognised.
+"""Patterns of the file names of each built-in format.
 
-They are registered here, apart from the formats' code, so that a commit finds the stale files of any format
-without importing that format.
+They are here and not in the modules of the formats. So a commit finds the stale files of any format without
+importing it.
 """
 
 from __future__ import annotations
@@ -18,12 +18,13 @@ class FileNames:
     """Regular expressions for the names of a format's files; each has to match a whole name.
 
     Attributes:
-        attempt: matches names that carry the attempt that wrote the file. In each match exactly one group is
+        attempt: matches names that contain the attempt that wrote the file. Exactly one group of a match is
             set: the attempt.
-        marker: matches names of files that show that a save of this format may also have left files whose
-            names carry no attempt; `SaveStrategy.fixed_names` lists those. None if there are never any.
-        foreign: matches a name without which `LoadStrategy.detect` recognises nothing. None if `detect` has
-            to be called for every directory without metadata.json.
+        marker: matches names of markers. If a store has one, a save of this format may also have left files
+            whose names contain no attempt; `SaveStrategy.fixed_names` lists these. None if there are never
+            any.
+        foreign: `LoadStrategy.detect` is called only for a directory that has a file with a name like this.
+            None if it has to be called for every directory without metadata.json.
     """
 
     attempt: str

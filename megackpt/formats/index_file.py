@@ -1,7 +1,7 @@
-"""The index of a checkpoint as a whole: written, read and checked, and reduced to fewer arrays.
+"""The whole index of a checkpoint: this module writes it, reads and checks it, and removes arrays from it.
 
-An index is a table with a row for each chunk: its array and box, the file and offset where it lies, and the
-digests of its blocks. Reading only the rows that a rank needs is in `index_reader`.
+An index is a table with a row for each chunk: its array and box, its file and offset, and the digests of its
+blocks. `index_reader` reads only the rows that a rank needs.
 """
 
 from __future__ import annotations
@@ -58,8 +58,14 @@ def write_index(
 ) -> Json:
     """Write an index; return its entry, which also describes its head.
 
-    The content is durable when this returns, the name after `store.sync()`. stored has digests and is
-    compact: they are in the order of the rows.
+    The content is durable when this returns, the name after `store.sync()`.
+
+    Args:
+        store: where it is written.
+        name: its file name.
+        stored: the chunks, with digests in the order of the rows; see `compact`.
+        block_rows: rows in a block with a digest for each column.
+        block_digests: digests of chunks in a block with a digest of its own.
     """
     assert stored.digests is not None
     columns = _row_columns(stored)
@@ -257,7 +263,7 @@ def compact(stored: StoredChunks) -> StoredChunks:
     start = np.cumsum(blocks) - blocks
     if len(used) == len(stored.files) and np.array_equal(start, stored.digest_start):
         return replace(stored, digests=stored.digests[: int(blocks.sum())])
-    # Number of each block within its chunk: with the old starts it gives the old positions of all digests.
+    # The number of each block within its chunk, added to the old start of the chunk, is its old position.
     block = np.arange(int(blocks.sum())) - np.repeat(start, blocks)
     return replace(
         stored,

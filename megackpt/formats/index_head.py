@@ -1,6 +1,6 @@
-"""The head of an index, read and checked: all that is known of an index before any of its rows is read.
+"""Reads and checks the head of an index, before any of its rows is read.
 
-It lists the arrays and files, and tells in which blocks of rows the chunks of an array are.
+The head lists the arrays and files. It also shows which blocks of rows have the chunks of an array.
 """
 
 from __future__ import annotations
@@ -118,8 +118,8 @@ class IndexHead:
 
     def blocks_overlapping(self, wanted: Sequence[ChunkTable]) -> Marks:
         """Mark the blocks that may have rows which overlap one of these boxes along dim 0, `[m]`."""
-        # Rows are sorted by array and `start[0]`. Adding a base for each array makes of the two one number,
-        # by which the first rows of blocks are sorted and can be searched.
+        # Rows are sorted by array, then by `start[0]`. A base for each array, added to `start[0]`, makes one
+        # ascending number of the two, in which the first rows of blocks can be searched.
         bases, bound = position_bases(self.decoded.whole[:, 0])
         of_block = np.searchsorted(self.first_row, self.first_rows_of_blocks(), side="right") - 1
         position = bases[of_block] + np.minimum(self.block_start, bound)

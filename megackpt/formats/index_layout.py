@@ -1,8 +1,8 @@
 """The layout of an index file: safetensors, whose first part, the head, tells how to find and check any row.
 
-This module has the names and the order of the columns, the blocks that they are divided into, the header,
-which is checked when it is read, and the digests of arrays, which are two columns of the head. An index is
-written and read as a whole in `index_file`; a few rows of it are read in `index_reader`.
+This module has the names and the order of the columns, and the sizes of their blocks. It makes the header,
+and checks it when it is read. It also has the two columns of the head with digests of arrays. `index_file`
+writes and reads an index as a whole, and `index_reader` reads a few rows of it.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ def header_of(
 
 
 def aligned_head(columns: Mapping[str, Column]) -> dict[str, Column]:
-    """Return the columns of a head in their order, and padding that aligns the rows that follow."""
+    """Return the columns of a head in their order, with padding at the end that aligns the rows."""
     # From the widest dtype to the narrowest, each column begins at a multiple of its own item size.
     ordered = {name: c for name, c in sorted(columns.items(), key=lambda item: -item[1].dtype.itemsize)}
     missing = -sum(c.nbytes for c in ordered.values()) % _ALIGNMENT

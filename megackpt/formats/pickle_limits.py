@@ -1,7 +1,7 @@
-"""Limits of what a pickle, and the zip file around it, may claim and do, checked before either is loaded.
+"""Checks the limits of a pickle, and of the zip file around it, before either is loaded.
 
-They bound memory, depth and repetition: an unpickler trusts every length, and Python's own hashes and
-comparisons follow nested tuples without a bound. Which classes a pickle may name is decided in `safe_pickle`.
+The limits bound memory, depth and repetition: an unpickler trusts every length, and Python's own hashes and
+comparisons follow nested tuples without a bound. `safe_pickle` decides which classes a pickle may name.
 """
 
 from __future__ import annotations
@@ -45,18 +45,26 @@ _MEMOIZE, _NEWOBJ, _NEWOBJ_EX, _STACK_GLOBAL = 0x94, 0x81, 0x92, 0x93
 def check_opcodes(data: bytes, *, calls_make_new: bool = True) -> set[tuple[str, str]]:
     """Return the modules and names in a pickle, after checking that it is harmless to load.
 
-    A pickle is rejected if it would change objects that it has not made: BUILD, which sets attributes, is
-    allowed on an instance that the pickle itself has made, never on what it refers to by name (a class, a
-    function, a member of an enumeration). calls_make_new says whether the result of a call counts as such an
-    instance.
+    A pickle is rejected if it would change objects that it has not made. BUILD, which sets attributes, is
+    allowed on an instance that the pickle itself has made, never on an object that it refers to by name (a
+    class, a function, a member of an enumeration).
 
-    It is also rejected if it needs memory beyond its own size, or unbounded stack or time. Numbers of the
-    memo are sequential in an honest pickle, but a forged one makes a table of 64 GiB, and an unpickler trusts
-    lengths before the bytes are there. Tuples in tuples, 100,000 levels deep or each twice in the next, end
-    the process when they are hashed, or never. Keys of dicts and elements of sets can be chosen so that they
-    collide; where more than a few are no strings, `check_keys` looks at all of them. Without calls_make_new,
-    the caller's functions do that for what calls make, and instances have hashes that cannot be chosen. And a
-    few bytes can copy a large value: an opcode that calls a function, again and again with the same list.
+    A pickle is also rejected if it needs memory beyond its own size, or unbounded stack or time:
+
+    * Numbers of the memo are sequential in an honest pickle. A forged one makes a table of 64 GiB.
+    * An unpickler trusts lengths, and allocates memory before the bytes are there.
+    * Tuples in tuples, 100,000 levels deep, overflow the stack when they are hashed. If each contains the
+    next
+      one twice, the hash never ends.
+    * Keys of dicts and elements of sets can be chosen so that their hashes collide. If more than a few are no
+      strings, `check_keys` looks at all of them.
+    * A few bytes can copy a large value: an opcode that calls a function, again and again with the same list.
+
+    Args:
+        data: the pickle.
+        calls_make_new: whether the result of a call counts as an instance that the pickle has made. If not,
+            the caller's functions check the keys of what calls make, and instances have hashes that cannot
+            be chosen.
 
     Raises:
         pickle.UnpicklingError: the pickle is not harmless, or incomplete.

@@ -1,8 +1,8 @@
-"""Which strategy writes or reads which format.
+"""Finds the strategy that writes or reads a format.
 
 A format is chosen by name, by a `(backend, version)` pair, by a manifest, or by the names of files in a
-directory. It is imported when it is needed. Formats of other packages are found through the entry-point group
-`megackpt.strategies`, each of whose entry points names a `Format`.
+directory. It is imported at its first use. Formats of other packages are found through the entry-point
+group `megackpt.strategies`; each entry point names a `Format`.
 """
 
 from __future__ import annotations

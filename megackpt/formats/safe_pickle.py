@@ -1,4 +1,4 @@
-"""Reading what torch.save has written without letting it run any code.
+"""Reads files of torch.save without running code that they name.
 
 A pickle may name the classes of torch.load(weights_only=True), those that the user has allowed there, and a
 few more harmless ones that common checkpoints contain. Formats without pickles do not need this module.

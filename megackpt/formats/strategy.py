@@ -1,7 +1,7 @@
-"""What a format has to provide: base classes of the strategies that write and read its checkpoints.
+"""Base classes of the strategies of a format, which write and read its checkpoints.
 
-The engine decides who writes or reads which chunk, and knows nothing of bytes on disk. A strategy writes and
-reads these bytes and decides nothing. What opening a checkpoint returns is in `contents`.
+The engine decides which rank writes or reads which chunk, and knows nothing of the bytes in files. A strategy
+writes and reads these bytes and decides nothing. `contents` has the result of opening a checkpoint.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ class Capabilities:
     Each `SaveStrategy` declares one. The defaults fit a strategy that has the required methods only.
 
     Attributes:
-        writes_in_place: names of files follow from what the files hold, and not from who writes them and
-            when. Ranks then have to know each other's rows so as not to write the same file at once. So a
+        writes_in_place: the name of a file depends on its content only, not on the rank or attempt that
+            writes it. So ranks need each other's rows in order not to write one file at the same time: a
             save without an exchange of declarations raises an error, and `SaveStrategy.begin` is called.
-        needs_own_rows_only: `rounds` and `write_chunks` need no rows of the plan but the rank's own. They are
-            then given a plan of these rows alone, which saves memory and messages that grow with the number
-            of ranks. `write_index` is given the plan of all ranks in any case.
+        needs_own_rows_only: `rounds` and `write_chunks` need only the rank's own rows of the plan, and are
+            given these alone. This saves memory and messages that would grow with the number of ranks.
+            `write_index` is given the plan of all ranks in any case.
         writes_in_order: all rows of a rank are in one round, and `write_chunks` takes the bytes of each row
             once, in the order of the rows. The bytes can then be passed through a buffer that does not hold
             them all.

@@ -1,7 +1,7 @@
-"""Reading what `pickle.dumps` has written of plain values and tensors, without letting it run any code.
+"""Reads pickles of plain values and tensors, written by `pickle.dumps`, without running code that they name.
 
-`safe_pickle` reads what `torch.save` has written. A plain pickle has tensors in it too: each is a call that
-rebuilds it from a storage, whose bytes `torch.save` has written.
+`safe_pickle` reads files of `torch.save`. In a plain pickle, a tensor is a call that rebuilds it from a
+storage, whose bytes are those of `torch.save`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Name = tuple[str, str]  # a module, and the name of a class or function in it
 
 
 class PickledInstance:
-    """Stands for an object of a class that is not loaded: what the pickle makes it of.
+    """Stands for an object of a class that is not loaded. It has the arguments and the state in the pickle.
 
     Attributes:
         of: the module and name of the class or function.

@@ -46,7 +46,7 @@ def read_folder(store: Store, model: str) -> Folder:
         model: name of the index, which ends with `.json`, or of the only safetensors file.
 
     Raises:
-        FormatError: the index or a header is damaged, or they do not fit to each other.
+        FormatError: the index or a header is damaged, or they contradict each other.
         StorageError: a file cannot be read.
     """
     if model.endswith(".json"):
@@ -121,7 +121,7 @@ def _check_weight_map(
         other = f"in {weight_map[name]} by the index" if name in weight_map else "not in the index"
         lines.append(f"{name!r:.200} is in {file}, and {other}")
     raise FormatError(
-        f"{store.location}/{index} does not fit to the headers of files:\n{truncated_list(lines)}\nFiles of "
+        f"{store.location}/{index} contradicts the headers of files:\n{truncated_list(lines)}\nFiles of "
         f"different models or versions are mixed, or one is damaged: fetch the whole folder again.",
         key=(missing or unlisted)[0][0],
         path=f"{store.location}/{index}",

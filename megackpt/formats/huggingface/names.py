@@ -30,7 +30,7 @@ def find_model(names: Collection[str]) -> str | None:
     files = [name for name in names if name.endswith(".safetensors") and "/" not in name]
     if len(files) != 1 or not HUGGINGFACE.is_foreign(files[0]) or _SHARD.fullmatch(files[0]):
         return None
-    # What a save that did not finish has left is no folder of Hugging Face.
+    # A file that an incomplete save of ours has left does not make a folder of Hugging Face.
     ours = (NATIVE, TORCH_DIST, ZARR_V1, ZARR_V3)
     if any(file_names.attempt_of(name) for name in names for file_names in ours):
         return None

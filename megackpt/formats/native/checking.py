@@ -1,8 +1,9 @@
-"""What is wrong with the files of a native checkpoint, besides the bytes of its chunks.
+"""Finds what is wrong with the files of a native checkpoint, apart from the bytes of its chunks.
 
-Several files contain the same information, which is compared: the commit and the names in it, the index and
-its head, the index and the headers of data files. A load uses the index, and so never notices a damaged
-header; readers of plain safetensors do.
+Several files contain the same information, which is compared here: the commit and the names in it, the
+    index and
+its head, the index and the headers of data files. A load uses only the index, so it does not see a damaged
+header. Readers of plain safetensors do.
 """
 
 from __future__ import annotations

@@ -48,7 +48,7 @@ class _Chunk:
         return self.flat_start == 0 and self.flat_stop == math.prod(self.shape)
 
     def name(self) -> str:
-        """Return the name of its tensor: the key, and behind it the region unless it is a whole array."""
+        """Return the name of its tensor: the key, and the region after it unless it is a whole array."""
         spec = self.spec
         is_whole_array = self.is_whole_box and not any(self.start) and tuple(self.shape) == spec.global_shape
         if is_whole_array and spec.dtype != OBJECT:

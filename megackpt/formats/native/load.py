@@ -94,10 +94,14 @@ def _read_common(store: Store, manifest: Json) -> Any:
             tensors = safetensors.torch.load(blob)
         except SafetensorError as error:
             raise FormatError(
-                f"{where_tensors}: not a safetensors file ({error}).", path=where_tensors
+                f"{where_tensors}: not a safetensors file ({error}). The file is damaged.", path=where_tensors
             ) from error
     try:
         ordered = tuple(tensors[str(i)] for i in range(len(tensors)))
     except KeyError as error:
-        raise FormatError(f"{where}: tensor {error} of the common state is missing.", path=where) from error
+        raise FormatError(
+            f"{where}: tensor {error} of the common state is missing. The checkpoint is damaged; load "
+            f"another one.",
+            path=where,
+        ) from error
     return decode(EncodedValue(tree=load_tree(text, where=where), tensors=ordered), where=where)

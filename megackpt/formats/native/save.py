@@ -101,7 +101,7 @@ class NativeSaveStrategy(SaveStrategy):
                         buffered.write(step)
                 receipt.end_chunk(row)
             buffered.flush()
-        # A receipt stands for durable bytes under a durable name.
+        # Before the receipt is sent: rank 0 commits when it has all receipts.
         store.sync()
         return receipt.packed(data_start=len(header))
 

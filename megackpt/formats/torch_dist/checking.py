@@ -1,7 +1,8 @@
-"""What is wrong with the files of a torch_dist checkpoint of ours, besides the bytes of its chunks.
+"""Finds what is wrong with the files of a torch_dist checkpoint of ours, apart from the bytes of its chunks.
 
-Our note and index are compared with what other libraries read instead: `.metadata`, common.pt, and the zip
-records around each tensor. Checkpoints of other libraries contain nothing twice that could be compared.
+Our note and index are compared with the files that other libraries read instead: `.metadata`, common.pt,
+    and the
+zip records around each tensor. Checkpoints of other libraries contain nothing twice, so nothing is compared.
 """
 
 from __future__ import annotations

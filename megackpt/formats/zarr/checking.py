@@ -1,7 +1,7 @@
-"""What is wrong with the files of a zarr checkpoint, besides the bytes of its chunks.
+"""Finds what is wrong with the files of a zarr checkpoint, apart from the bytes of its chunks.
 
-Missing files are found by the list that a save has written, and chunks by the document of their array. The
-documents have no digest of their own.
+The list that a save has written shows which files are missing, and the document of an array which chunks are.
+Documents have no digest.
 """
 
 from __future__ import annotations

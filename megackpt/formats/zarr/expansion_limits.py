@@ -1,8 +1,8 @@
-"""Limits of what the bytes of a chunk may expand to, checked before anything is decoded.
+"""Checks, before a chunk is decoded, how many bytes it may expand to.
 
-A compressed chunk that expands to more than its array needs is an error, and so are chunks far larger than
-what can be read of them. tensorstore decodes first and compares lengths afterwards, so a few kilobytes could
-take all memory. Other errors of codecs are left to tensorstore.
+A compressed chunk that expands to more than its array needs is an error, and so is a chunk that is far larger
+than its array or its file. tensorstore decodes first and compares lengths afterwards, so a few kilobytes
+could take all memory. tensorstore reports other errors of codecs.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """The chunk grid of each array.
 
-Pure: a function of the whole plan, so that every rank computes the same. Each chunk of a grid is a file, and
-two ranks cannot write parts of one file at once. So a grid follows the cuts between ranks if they are
-regular; if not, its chunks are chosen so that few ranks share them (see `rounds`).
+Pure: a function of the whole plan, so every rank computes the same. Each chunk of a grid is a file, and two
+    ranks
+cannot write parts of one file at the same time. So a grid follows the cuts between ranks if these are
+regular. If not, its chunks are chosen so that few ranks share one (see `rounds`).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Publishing an attempt of version 1: its files, whose names are fixed, replace those of the last checkpoint.
+"""Publishes an attempt of version 1: its files, whose names are fixed, replace those of the last checkpoint.
 
-The old commit is taken away first, then files are replaced. A marker with the attempt in its name lists the
-files of our saves, so that a later save recognises what a save that was killed has left.
+The old commit is removed first, then the files are replaced. A marker with the attempt in its name lists the
+files of our saves, so that a later save recognises the files of a save that was killed.
 """
 
 from __future__ import annotations
@@ -115,9 +115,8 @@ def _marked(store: Store, listed: set[str]) -> set[str]:
             marked.update(str(file) for file in named)
         except (ValueError, RecursionError, KeyError, TypeError) as error:
             raise FormatError(
-                f"{store.location}/{name}: not a list of files ({error}). It was left by a save that did not "
-                f"finish; "
-                f"remove the directory, or save to another one.",
+                f"{store.location}/{name}: not a list of files ({error}). A save that did not finish has "
+                f"left it: remove the directory, or save to another one.",
                 path=name,
             ) from error
     # A forged marker must not make a save delete the commit, or the files of another attempt.

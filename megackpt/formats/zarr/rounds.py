@@ -1,7 +1,8 @@
-"""Which files each row writes parts of, and in which round each row is written.
+"""Finds the files of which each row writes parts, and the round in which each row is written.
 
 Pure: a function of the whole plan and its grids. Two ranks that write parts of one file do so one after the
-other: their rows are in different rounds, between which all ranks synchronise.
+    other:
+their rows are in different rounds, and all ranks synchronise between two rounds.
 """
 
 from __future__ import annotations
