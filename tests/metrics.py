@@ -44,6 +44,8 @@ NO_NOUN = re.compile(
     r"_?([A-Z][a-z]+(ed|ing)|Beside|Ahead|Earlier|Behind|Given|Found|Kept|Held|Torn|Told|Lends|Fills|Beneath|Below)"
 )
 
+NOUNS = {"Routing"}  # which experts each token goes to, as the field says
+
 
 def code_and_comments(path: Path) -> tuple[int, int]:
     """Count lines of code, and lines that have only a comment."""
@@ -211,7 +213,7 @@ def main() -> None:
         and "Group" in c.name
     ]
     print(f"protocols probed at run time: {len(probed)}; group protocols: {len(group_types)}")
-    no_nouns = sorted(c.name for _, c in classes() if NO_NOUN.fullmatch(c.name))
+    no_nouns = sorted(c.name for _, c in classes() if NO_NOUN.fullmatch(c.name) and c.name not in NOUNS)
     print(f"classes named by no noun: {len(no_nouns)} of {sum(1 for _ in classes())} {' '.join(no_nouns)}")
     lengths = sorted((node.end_lineno or 0) - node.lineno + 1 for node in functions())
     undocumented = sorted(lines_without_docstring(node) for node in functions())

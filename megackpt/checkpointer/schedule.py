@@ -10,7 +10,7 @@ import signal
 import time
 import types
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from megackpt.checkpointer.options import MAX_SIGNALS, SaveSchedule, Tiers
@@ -93,8 +93,7 @@ class SaveTrigger:
 
     def _exchange(self, step: int, group: Group) -> bool:
         """Exchange time and signals with all ranks; return whether a save is due. Collective."""
-        signals = self._signals.signals
-        settings = zlib.crc32(repr((self._schedule, signals)).encode())
+        settings = zlib.crc32(repr((self._schedule, self._signals.signals)).encode())
 
         def numbers() -> Numbers:
             is_time, steps_apart = self._time_and_distance(step) if group.rank == 0 else (0, 0)
@@ -116,13 +115,20 @@ class SaveTrigger:
         is_time, self._steps_apart, *flags = answers.largest
         self._next_exchange = step + self._steps_apart
         self._last_exchange = step, self._clock()
-        received = [signum for signum, is_set in zip(signals, flags, strict=False) if is_set]
+        return self._take_signals(flags) or bool(is_time)
+
+    def _take_signals(self, flags: Sequence[int]) -> bool:
+        """Act on the signals that any rank has received; return whether there are some.
+
+        flags has a number for each signal of the schedule, not 0 if it was received, and padding after them.
+        """
+        received = [signum for signum, is_set in zip(self._signals.signals, flags, strict=False) if is_set]
         for signum in received:
             self._signals.clear(signum)
             if asks_to_exit(signum) and self._exit_signal is None:
                 self._exit_signal = signum
         self._is_signalled = self._is_signalled or bool(received)
-        return bool(is_time or received)
+        return bool(received)
 
     def _time_and_distance(self, step: int) -> tuple[int, int]:
         """Return 1 if a save is due by time, else 0; and the number of steps until the next exchange."""

@@ -3,8 +3,7 @@
 1. Every rank writes its chunks into the directory of its node.
 2. Copies of these files go to other nodes, and the index and the common state to all nodes.
 3. When all nodes have all of their files, each node commits. So a commit on any node proves that every data
-file
-   was complete and durable on the nodes that keep it.
+   file was complete and durable on the nodes that keep it.
 4. When all nodes have committed, each removes the steps that it does not keep.
 """
 
@@ -19,6 +18,7 @@ from megackpt.comm import Group, errors_on_all_ranks, gather_step
 from megackpt.engine.checkpoint import manifest
 from megackpt.engine.checkpoint.step_roots import LocalSteps
 from megackpt.engine.checkpoint.steps import step_name, step_of
+from megackpt.engine.saving.save_hook import WrittenChunks
 from megackpt.engine.saving.write import PlannedSave, commit_attempt, write_chunks
 from megackpt.engine.tiers.transfer import (
     SizedFile,
@@ -80,7 +80,8 @@ def save_on_nodes(planned: PlannedSave, store: Store, group: Group, location: No
             leftovers = manifest.find_leftover_files(store, strategy)
     keepers = location.nodes.keepers(copies=location.replication_factor, jump=location.jump)
     try:
-        manifest_fields = _write_and_copy(planned, store, group, keepers, is_leader=is_leader)
+        written, files = _write_and_copy(planned, store, group, keepers)
+        manifest_fields = _broadcast_index(planned, written, files, store, group, is_leader=is_leader)
     except Exception:
         if is_leader:
             manifest.discard(store, attempt=planned.attempt, strategy=strategy)
@@ -112,43 +113,50 @@ def clean_node(location: NodeLocation, *, rank: int) -> None:
 
 
 def _write_and_copy(
-    planned: PlannedSave,
-    store: Store,
-    group: Group,
-    keepers: Sequence[Sequence[int]],
-    *,
-    is_leader: bool,
-) -> Json:
-    """Write, copy and broadcast all files but metadata.json, and return its fields. Collective."""
-    strategy = planned.strategy
+    planned: PlannedSave, store: Store, group: Group, keepers: Sequence[Sequence[int]]
+) -> tuple[WrittenChunks, list[str]]:
+    """Write this rank's chunks and copy them to other nodes; return also the data files of all ranks.
+
+    Collective. Rank 0 alone is told of the files of other ranks.
+    """
     written = write_chunks(planned, store, group)
     with gather_step(group, "listing what it has written") as step:
-        own_files = json.dumps(_written_files(store, strategy, planned.attempt, group.rank)).encode()
+        own_files = json.dumps(_written_files(store, planned.strategy, planned.attempt, group.rank)).encode()
         step.data = own_files
     listed_by_rank = {group.rank: own_files, **send_to_keepers(group, own_files, keepers)}
     files = {rank: _sized(listed) for rank, listed in listed_by_rank.items()}
     copy_files(group, files, keepers, store, doing="copying its data to another node")
+    return written, [name for listed in step.results for name, _ in _sized(listed)]
 
-    # Rank 0 writes the index in memory, since it may have no data file but its own. There the data files of
-    # all ranks are empty.
-    names = [name for listed in step.results for name, _ in _sized(listed)]
-    drafts = MemoryStore(store.location, files=dict.fromkeys(names, b""))
+
+def _broadcast_index(
+    planned: PlannedSave,
+    written: WrittenChunks,
+    files: Sequence[str],
+    store: Store,
+    group: Group,
+    *,
+    is_leader: bool,
+) -> Json:
+    """Write common state and index on every node, and return the fields of metadata.json. Collective.
+
+    Rank 0 makes the files in memory, since it may have no data file but its own. There the data files of all
+    ranks are empty.
+    """
+    drafts = MemoryStore(store.location, files=dict.fromkeys(files, b""))
 
     def write_index() -> bytes:
         draft = replace(planned, leftovers=manifest.LeftoverFiles(), hooks=())
         commit_attempt(draft, written, drafts, world_size=group.size)
         document = drafts.read(MANIFEST, max_bytes=1 << 62)
-        named = strategy.files_of(parse_document(document, where=drafts.location))
+        named = planned.strategy.files_of(parse_document(document, where=drafts.location))
         return json.dumps([[(name, drafts.size(name)) for name in named], document.decode()]).encode()
 
-    listed, document = json.loads(
-        broadcast_from_rank(group, write_index, source=0, doing="writing the index")
-    )
+    doing = "writing the index"
+    listed, document = json.loads(broadcast_from_rank(group, write_index, source=0, doing=doing))
     small: list[SizedFile] = [(name, nbytes) for name, nbytes in listed]
     takes = {name for name, _ in small} if is_leader else set()
-    broadcast_files(
-        group, small, source=0, read_from=drafts, write_to=store, takes=takes, doing="writing the index"
-    )
+    broadcast_files(group, small, source=0, read_from=drafts, write_to=store, takes=takes, doing=doing)
     return parse_document(document.encode(), where=f"{store.location}/{MANIFEST}")
 
 
