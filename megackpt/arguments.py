@@ -130,7 +130,7 @@ def check_kind(
     raise DeclarationError(f"{name} is {_shortened(value)}; give {give}.")
 
 
-def checked_step(value: object, *, name: str = "step") -> int:
+def checked_step(value: object) -> int:
     """Return the number of a step as an int; integers of numpy and torch are converted. Local, pure.
 
     Raises:
@@ -144,7 +144,7 @@ def checked_step(value: object, *, name: str = "step") -> int:
     except (TypeError, ValueError, RuntimeError):  # torch's, of a tensor of several elements, or of floats
         step = None
     if step is None or not 0 <= step <= MOST:
-        raise DeclarationError(f"{name} is {_shortened(value)}; steps are counted from 0, in whole numbers.")
+        raise DeclarationError(f"step is {_shortened(value)}; steps are counted from 0, in whole numbers.")
     return step
 
 

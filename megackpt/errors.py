@@ -125,28 +125,32 @@ class WriterFailedError(RankFailedError):
     """A process that writes an asynchronous save died, hung or lost the others; no rank failed."""
 
 
-def truncated_list(lines: list[str], *, limit: int = 10, total: int | None = None) -> str:
-    """Join the first `limit` lines, indented, and append the number of lines that are left out.
+_LINES_SHOWN = 10
+_RANGES_SHOWN = 8
+
+
+def truncated_list(lines: list[str], *, total: int | None = None) -> str:
+    """Join the first ten lines, indented, and append the number of lines that are left out.
 
     total is the number of all lines, if `lines` has only the first ones.
     """
-    shown = [f"  {line}" for line in lines[:limit]]
+    shown = [f"  {line}" for line in lines[:_LINES_SHOWN]]
     total = len(lines) if total is None else total
     if total > len(shown):
         shown.append(f"  ... and {total - len(shown)} more ({total} in all)")
     return "\n".join(shown)
 
 
-def rank_list(ranks: Iterable[int], *, limit: int = 8) -> str:
+def rank_list(ranks: Iterable[int]) -> str:
     """Join ranks, ascending. Many ranks are joined as ranges, so that gaps can be seen.
 
     >>> rank_list([4, 2]), rank_list(rank for rank in range(64) if rank != 17)
     ('2, 4', '0-16, 18-63 (63 in all)')
     """
     ordered = sorted(set(ranks))
-    if len(ordered) <= limit:
+    if len(ordered) <= _RANGES_SHOWN:
         return ", ".join(map(str, ordered))
     starts = [i for i, rank in enumerate(ordered) if i == 0 or ordered[i - 1] != rank - 1]
     ranges = [ordered[a:b] for a, b in pairwise([*starts, len(ordered)])]
-    shown = [str(r[0]) if len(r) == 1 else f"{r[0]}-{r[-1]}" for r in ranges[:limit]]
-    return f"{', '.join(shown)}{', ...' if len(ranges) > limit else ''} ({len(ordered)} in all)"
+    shown = [str(r[0]) if len(r) == 1 else f"{r[0]}-{r[-1]}" for r in ranges[:_RANGES_SHOWN]]
+    return f"{', '.join(shown)}{', ...' if len(ranges) > _RANGES_SHOWN else ''} ({len(ordered)} in all)"
