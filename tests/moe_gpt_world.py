@@ -21,10 +21,12 @@ from megackpt.parallel import (
 )
 from models import (
     AttentionConfig,
+    DeltaNetConfig,
     GPTConfig,
     LatentConfig,
     MoEConfig,
     MTPConfig,
+    NormConfig,
     RotaryConfig,
     build_gpt,
     init_weights,
@@ -74,6 +76,17 @@ LATENT = replace(
     positions=RotaryConfig(interleaved=True),
     mtp=MTPConfig(num_layers=2),
 )
+# Layers with a gated delta net, attention with an output gate, and one layer without experts.
+DELTA_NET = replace(
+    CONFIG,
+    linear_bias=False,
+    norm=NormConfig(zero_centred=True),
+    positions=RotaryConfig(fraction=0.5),
+    attention=AttentionConfig(qk_norm=True, output_gate=True),
+    delta_net=DeltaNetConfig(num_key_heads=4, num_value_heads=8, key_head_dim=6, value_head_dim=5),
+    moe=replace(CONFIG.moe, layer_freq=1),
+    layer_blocks=(("delta_net", "mlp"), ("delta_net", "moe"), ("attention", "moe"), ("delta_net", "moe")),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,11 +125,11 @@ LAYOUTS = {
 }
 
 
-def micro_batches(groups: ParallelGroups) -> list[MicroBatch]:
-    """Return this dp rank's micro-batches, and of them this cp rank's tokens."""
-    generator = torch.Generator().manual_seed(3)
+def micro_batches(groups: ParallelGroups, *, seed: int = 3, count: int = MICRO_BATCHES) -> list[MicroBatch]:
+    """Return this dp rank's micro-batches of `count` in the whole job, and of them this cp rank's tokens."""
+    generator = torch.Generator().manual_seed(seed)
     draw = functools.partial(torch.randint, 0, CONFIG.vocab_size, (2, 8), generator=generator)
-    whole = [(draw(), draw()) for _ in range(MICRO_BATCHES)][groups.dp.rank :: groups.dp.size]
+    whole = [(draw(), draw()) for _ in range(count)][groups.dp.rank :: groups.dp.size]
     return [MicroBatch(*(context_share(x, groups.cp, dim=1) for x in batch)) for batch in whole]
 
 

@@ -1,6 +1,6 @@
 """A GPT with experts and its optimizer, saved at each layout, loaded at each other, saved again: bit-equal.
 
-CI takes a sample of the 182 pairs, and of 30 for latent attention with layers for further tokens. All:
+CI takes a sample of the 182 pairs, and of 30 for each model with layers of other kinds. All:
 `pytest tests/multiprocess/test_moe_layout_pairs.py --all-pairs`.
 """
 
@@ -18,12 +18,16 @@ from megackpt.engine.data.tensor_bytes import as_bits
 from megackpt.optim.master_optimizer import MasterOptimizer
 from megackpt.parallel import ModelChunks, ParallelGroups, forward_backward, update_expert_bias
 from megackpt.testing.ranks import RankPool
-from tests.moe_gpt_world import ALL_MOE, LATENT, LAYOUTS, build, micro_batches, state_of
+from tests.moe_gpt_world import ALL_MOE, DELTA_NET, LATENT, LAYOUTS, build, micro_batches, state_of
 
 pytestmark = pytest.mark.multiprocess
 
 CONFIG = replace(ALL_MOE, params_dtype=torch.bfloat16)
-CONFIGS = {"experts": CONFIG, "latent": replace(LATENT, params_dtype=torch.bfloat16)}
+CONFIGS = {
+    "experts": CONFIG,
+    "latent": replace(LATENT, params_dtype=torch.bfloat16),
+    "delta_net": replace(DELTA_NET, params_dtype=torch.bfloat16),
+}
 NAMES = list(LAYOUTS)
 # Target: sources. From all experts on a rank to one on a rank and back, and changes of all axes at once.
 SAMPLE = {
@@ -40,9 +44,20 @@ LATENT_NAMES = [
     "pp4-dp2-ep2",
     "tp2-pp2-vpp2-dp2-ep4-etp1-uneven",
 ]
-LATENT_SAMPLE = {
-    "dp8-ep8": ["tp2-pp2-vpp2-dp2-ep4-etp1-uneven"],
-    "tp2-pp2-vpp2-dp2-ep4-etp1-uneven": ["dp8-ep8"],
+DELTA_NET_NAMES = [
+    "dp8",
+    "dp8-ep8",
+    "tp2-dp4-ep2",
+    "tp4-dp2-ep4-etp1",
+    "pp4-dp2-ep2",
+    "tp2-pp2-vpp2-dp2-ep4-etp1-uneven",
+]
+OTHERS = [*(("latent", name) for name in LATENT_NAMES), *(("delta_net", name) for name in DELTA_NET_NAMES)]
+SAMPLE_OF_OTHERS = {
+    ("latent", "dp8-ep8"): ["tp2-pp2-vpp2-dp2-ep4-etp1-uneven"],
+    ("latent", "tp2-pp2-vpp2-dp2-ep4-etp1-uneven"): ["dp8-ep8"],
+    ("delta_net", "tp4-dp2-ep4-etp1"): ["tp2-pp2-vpp2-dp2-ep4-etp1-uneven"],
+    ("delta_net", "tp2-pp2-vpp2-dp2-ep4-etp1-uneven"): ["dp8-ep8"],
 }
 STATES = ("exp_avg", "exp_avg_sq", "fp32_param", "step")
 
@@ -126,8 +141,9 @@ def sources(tmp_path_factory: pytest.TempPathFactory, rank_pool: RankPool) -> So
 
 
 @pytest.fixture(scope="module")
-def latent_sources(tmp_path_factory: pytest.TempPathFactory, rank_pool: RankPool) -> Sources:
-    return Sources(rank_pool, "latent", tmp_path_factory.mktemp("latent_pairs"))
+def sources_of_others(tmp_path_factory: pytest.TempPathFactory, rank_pool: RankPool) -> dict[str, Sources]:
+    names = {model_name for model_name, _ in OTHERS}
+    return {name: Sources(rank_pool, name, tmp_path_factory.mktemp(name)) for name in names}
 
 
 @pytest.mark.one_in(2)
@@ -140,13 +156,20 @@ def test_what_any_layout_saved_a_layout_loads_and_saves_bit_equal(
     check_pairs(target, names, sources, rank_pool, tmp_path)
 
 
-@pytest.mark.parametrize("target", LATENT_NAMES)
-def test_latent_attention_and_layers_for_further_tokens_are_loaded_at_any_layout(
-    target: str, latent_sources: Sources, rank_pool: RankPool, tmp_path: Path, pytestconfig: pytest.Config
+@pytest.mark.one_in(2)
+@pytest.mark.parametrize(("model_name", "target"), OTHERS)
+def test_layers_of_other_kinds_are_loaded_at_any_layout(
+    model_name: str,
+    target: str,
+    sources_of_others: dict[str, Sources],
+    rank_pool: RankPool,
+    tmp_path: Path,
+    pytestconfig: pytest.Config,
 ) -> None:
-    every = pytestconfig.getoption("--all-pairs")
-    names = [n for n in LATENT_NAMES if n != target] if every else LATENT_SAMPLE.get(target, [])
-    check_pairs(target, names, latent_sources, rank_pool, tmp_path)
+    every = [name for model, name in OTHERS if model == model_name and name != target]
+    sample = SAMPLE_OF_OTHERS.get((model_name, target), [])
+    names = every if pytestconfig.getoption("--all-pairs") else sample
+    check_pairs(target, names, sources_of_others[model_name], rank_pool, tmp_path)
 
 
 def check_pairs(target: str, names: list[str], sources: Sources, pool: RankPool, directory: Path) -> None:
@@ -177,11 +200,26 @@ def test_the_checkpoints_hold_experts_biases_masters_moments_and_steps(sources: 
             assert kept == trained, state
 
 
-def test_the_checkpoints_hold_layers_for_further_tokens_and_one_embedding(latent_sources: Sources) -> None:
-    arrays = arrays_of(latent_sources.path("tp2-pp2-vpp2-dp2-ep4-etp1-uneven"))
+def test_the_checkpoints_hold_layers_for_further_tokens_and_one_embedding(
+    sources_of_others: dict[str, Sources],
+) -> None:
+    arrays = arrays_of(sources_of_others["latent"].path("tp2-pp2-vpp2-dp2-ep4-etp1-uneven"))
     for layer in ("decoder.layers.3", "mtp.layers.1.transformer_layer"):
         for state in ("", "optimizer.state.exp_avg.", "optimizer.state.fp32_param."):
             assert arrays[f"{state}{layer}.self_attention.linear_kv_down_proj.weight"].shape == (14, 32)
     assert [key for key in arrays if "embedding" in key and not key.startswith("optimizer.")] == [
         "embedding.word_embeddings.weight"
     ]
+
+
+def test_the_checkpoints_hold_parameters_in_float32_without_masters(
+    sources_of_others: dict[str, Sources],
+) -> None:
+    arrays = arrays_of(sources_of_others["delta_net"].path("tp2-pp2-vpp2-dp2-ep4-etp1-uneven"))
+    for name in ("A_log", "dt_bias"):
+        key = f"decoder.layers.3.self_attention.{name}"
+        assert arrays[key].shape == (8,)
+        assert arrays[key].dtype == torch.float32
+        assert bool(arrays[f"optimizer.state.exp_avg.{key}"].any())
+        assert f"optimizer.state.fp32_param.{key}" not in arrays
+    assert "optimizer.state.fp32_param.decoder.layers.3.self_attention.in_proj.weight.beta" in arrays
