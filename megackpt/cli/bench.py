@@ -53,7 +53,9 @@ class _Size(click.ParamType[int]):
 @click.option(
     "--dtype", type=click.Choice(DTYPES), default=DTYPES[0], show_default=True, help="Of parameters."
 )
-@click.option("--repeats", default=5, show_default=True, help="Measured runs, after one that does not count.")
+@click.option(
+    "--repeats", default=5, show_default=True, help="Measured runs, after one that is not measured."
+)
 @click.option(
     "--vs",
     "peers",
@@ -91,10 +93,10 @@ def command(
     """Measure how fast a training state is saved and loaded in a directory, and how fast it could be.
 
     The state is that of a transformer: parameters, fp32 masters and two moments. Each format of megackpt and
-    each peer saves it and loads it, warm and cold, at the same layout and at others, in turns; everything is
-    flushed to disk within the time that is taken. Every load is compared with what was saved. Other cases
-    measure memory, the cost of digests, scaling, planning and a long run. Progress goes to stderr. To use
-    ranks of several machines:
+    each peer saves it and loads it in turns, warm and cold, at the same layout and at others. Measured times
+    include the flush to disk. Every load is compared with what was saved. Other cases measure memory, the
+    cost of digests, scaling, planning and a long run. Progress goes to stderr. To use ranks of several
+    machines:
 
     torchrun --nnodes 2 --nproc-per-node 4 ... -m megackpt.cli bench --dir /shared/bench
     """

@@ -177,7 +177,7 @@ class _FolderOptions:
         return cls({name: value for name, value in options.items() if value is not None})
 
     def check(self, *, is_export: bool, is_import: bool, array_digests: bool) -> None:
-        """Check that options, and formats, are given that go together.
+        """Check that the given options can be used with the formats, and with each other.
 
         Raises:
             click.UsageError: they do not.
@@ -185,7 +185,7 @@ class _FolderOptions:
         if is_export and is_import:
             raise click.UsageError("Give --from huggingface or --to huggingface, not both.")
         if is_export and array_digests:
-            raise click.UsageError("--array-digests does not go with --to huggingface.")
+            raise click.UsageError("--array-digests cannot be used with --to huggingface. Leave it out.")
         allowed = {"map_name", "config", "dtype", "prefix"} if is_export or is_import else set()
         if is_export:
             allowed |= {"weights", "max_file_size", "norm_added"}
@@ -193,7 +193,9 @@ class _FolderOptions:
             allowed |= {"text_only"}
         for name in self.options.keys() - allowed:
             option = "--map" if name == "map_name" else f"--{name.replace('_', '-')}"
-            raise click.UsageError(f"{option} does not go with these formats: see the help of the option.")
+            raise click.UsageError(
+                f"{option} cannot be used with these formats: its help says for which formats it is."
+            )
 
     def of_import(self) -> dict[str, Any]:
         """Return arguments of `import_huggingface`."""

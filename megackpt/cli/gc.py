@@ -95,8 +95,8 @@ def command(
     retention = Retention(keep_last=keep_last, keep_every=keep_every, keep_best=keep_best)
     if retention.keeps_all != keep_all:
         raise click.UsageError(
-            "Say what to keep: --keep-last, --keep-every, --keep-best, or --keep-all alone. Removed steps do "
-            "not come back, so there is no default."
+            "Give the steps to keep: --keep-last, --keep-every, --keep-best, or --keep-all alone. Removed "
+            "steps cannot be restored, so there is no default."
         )
     check_number("--min-age", min_age, most=MOST_SECONDS, may_be_0=True)
     check_run_root(root)

@@ -67,12 +67,12 @@ def _show(report: VerifyReport) -> None:
         show(f"{compared} of {stored} digests of whole arrays were compared.{why}")
     if report.unknown_values:
         show(
-            f"{report.unknown_values} values (objects or common state) hold classes that are not known here: "
-            f"they were read, and not decoded to these classes."
+            f"{report.unknown_values} values (objects or common state) have classes that are not known here. "
+            f"They were read, and not decoded to instances of these classes."
         )
     if report.deep and report.unchecked_nbytes:
         show(
-            f"No digest is stored of {decimal(report.unchecked_nbytes)}: they can be read, but may have "
+            f"{decimal(report.unchecked_nbytes)} have no stored digest: they can be read, but may have "
             f"changed."
         )
 

@@ -102,11 +102,11 @@ def test_the_report_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[st
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        (("--to", "zarr", "--map", "llama"), "--map does not go with"),
+        (("--to", "zarr", "--map", "llama"), "--map cannot be used with"),
         (("--to", "huggingface", "--from", "huggingface"), "not both"),
-        (("--to", "megackpt", "--from", "huggingface", "--weights", "masters"), "--weights does not go"),
-        (("--from", "huggingface", "--norm-added", "1"), "--norm-added does not go"),
-        (("--to", "huggingface", "--array-digests"), "--array-digests does not go"),
+        (("--to", "megackpt", "--from", "huggingface", "--weights", "masters"), "--weights cannot be used"),
+        (("--from", "huggingface", "--norm-added", "1"), "--norm-added cannot be used"),
+        (("--to", "huggingface", "--array-digests"), "--array-digests cannot be used"),
         (("--to", "huggingface", "--max-file-size", "many"), "'many' is not a size"),
         (("--to", "huggingface", "--map", "unknown"), "No map is called 'unknown'"),
     ],

@@ -145,7 +145,7 @@ def test_gc_has_no_default_for_what_to_keep(root: Path, capsys: pytest.CaptureFi
     before = sorted(root.rglob("*"))
     for arguments in ([], ["--keep-all", "--keep-last", "2"], ["--keep-last", "0"], ["--keep-best", "l:0"]):
         assert main(["gc", str(root), *arguments]) == 2
-    assert "Say what to keep" in capsys.readouterr().err
+    assert "Give the steps to keep" in capsys.readouterr().err
     (root / "empty").mkdir()
     assert main(["gc", str(root / "empty"), "--keep-all"]) == 3
     assert main(["gc", str(root / "iter_0000001"), "--keep-all"]) == 3

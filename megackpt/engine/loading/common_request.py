@@ -1,7 +1,7 @@
 """The part of a load request for common state: plain tensors, and arrays that common state refers to.
 
 Tensors of common state are stored by value, or as global arrays with an `ArrayReference` in their place. A
-plain tensor of the request is answered by a leaf of common state at the same steps, or of the same dotted
+leaf of common state answers a plain tensor of the request if it has the same steps, or the same dotted
 name.
 """
 
@@ -63,9 +63,9 @@ class CommonRequest:
     ) -> dict[Steps, ShardedTensor]:
         """Declare the arrays that common state refers to, by the steps of the reference.
 
-        An array is declared as a whole, in the plain tensor that it answers if that can be filled in place,
-        else without data. An array that the request asks for itself (requested has its key) is left out,
-        unless it answers a plain tensor.
+        An array is declared as a whole: in the plain tensor that it answers if that can be filled in place,
+        otherwise without data. An array whose key is in `requested` is left out, unless it answers a plain
+        tensor.
         """
         targets = self.targets
         return {

@@ -1,7 +1,8 @@
 """Executes an exchange plan: reads the parts of one round while those of the previous round are sent.
 
-Before every round each rank tells the others whether it has failed, so that no rank waits for bytes that are
-never sent. `planning` decides who reads and who needs what; `rounds` lays out buffers and moves the bytes.
+Before every round, each rank sends the others whether it has failed, so that no rank waits for bytes that
+are never sent. `planning` decides which rank reads what, and which ranks need it; `rounds` lays out buffers
+and moves the bytes.
 """
 
 from __future__ import annotations
@@ -107,6 +108,7 @@ def load_by_exchange(
         RankFailedError: another rank did not answer.
     """
     group = ranks.group
+    # Every rank plans for all, from the same requests: nobody waits for a plan.
     messages = group.all_gather(pack_columns(request.requested.to_columns()))
     all_have_devices = ranks.devices is not None and all(group.all_gather(_has_device(request)))
     devices = ranks.devices.on(request.device) if ranks.devices and all_have_devices else None
@@ -144,7 +146,8 @@ def _plan(
     """Decode the requests of all ranks of the group, and plan for all of them."""
     columns = [unpack_columns(m, where=f"request of rank {rank}") for rank, m in enumerate(messages)]
     requested = decode_declarations(columns)
-    different = dict(zip(messages, requested, strict=True))  # requests of replicas are equal
+    # Requests of replicas are equal; each different one is planned once.
+    different = dict(zip(messages, requested, strict=True))
     chunks = contents.chunks_for([declared.table for declared in different.values()])
     plan = plan_exchange(
         requested,

@@ -1,8 +1,7 @@
-"""Loading a damaged checkpoint: bytes that are damaged are read from parity or from a copy of the same save.
+"""Loads a damaged checkpoint: damaged bytes are read from parity or from a copy of the same save.
 
-Every byte that a source provides is checked against the digests of the save. As long as nothing is damaged no
-source is opened, and no rank waits for another. Files stay as they are; `megackpt.maintenance.repair` changes
-them.
+Every byte from such a source is checked against the digests of the save. As long as nothing is damaged, no
+source is opened, and no rank waits for another. A load changes no file; `megackpt.maintenance.repair` does.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ from megackpt.validation import PARITY, RecoveredBytes, merge_recovered
 log = logging.getLogger(__name__)
 
 DAMAGE_ERRORS = (IntegrityError, FormatError, StorageError, NotACheckpointError)
-"""Errors of stored bytes that another source may have undamaged: changed, malformed, unreadable, lost."""
+"""Errors of bytes that are changed, malformed, unreadable or lost: another source may have them undamaged."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +129,7 @@ class FallbackSource:
             self._recovered.append(recovered)
 
     def error_of_all(self, error: CheckpointError, failures: Sequence[str]) -> CheckpointError:
-        """Return the error of the checkpoint with a list of the replacements that were tried in vain."""
+        """Return the error of the checkpoint, with a list of the replacements that did not help."""
         with self._lock:
             tried = [*failures, *self._unusable]
         if not tried:

@@ -1,8 +1,8 @@
-"""A load, as a recipe: open, flatten the request, check, plan, read, put together.
+"""A load: open the checkpoint, flatten the request, check, plan, read, rebuild the state dict.
 
 Every rank reads the bytes that it needs. Ranks synchronise only to compare requests and to share errors.
-Options hang on two hooks: `open_source` chooses where bytes come from (parity and copies of a damaged
-checkpoint), `connect_reader` who reads them (ranks that read for each other).
+Optional features are in two functions: `open_source` chooses the source of the bytes (for a damaged
+checkpoint also parity and copies), and `connect_reader` chooses the ranks that read them.
 """
 
 from __future__ import annotations
@@ -84,7 +84,10 @@ def load_state(request: LoadRequest, group: Group) -> LoadResult:
             group, lambda: _read_and_finish(prepared, reader), doing="reading"
         )
         if not all(messages):
-            raise RankFailedError(f"{prepared.where}: the exchange of what was read broke off. Load again.")
+            raise RankFailedError(
+                f"{prepared.where}: the exchange between ranks broke off before all bytes had arrived. Load "
+                f"again."
+            )
 
         times = LoadTimes.over([PhaseTimes(*json.loads(message)) for message in messages])
         report = replace(prepared.report, missing=missing, recovered=prepared.source.recovered, times=times)
@@ -93,10 +96,10 @@ def load_state(request: LoadRequest, group: Group) -> LoadResult:
 
 
 def _open_and_prepare(request: LoadRequest, group: Group, resources: ExitStack) -> tuple[PreparedLoad, bytes]:
-    """Do all steps that need no other rank and read no tensor; return the data that ranks compare."""
+    """Do all steps that need no other rank and read no tensor; return the message that ranks compare."""
     options = request.options
     strict = StrictHandling.of(request.strict)
-    # With a map, an array that nobody asks for shows a model that is not the stored one.
+    # With a map, an array that no rank requests means that the model is not the stored one.
     needs_all = request.maps is not None and strict.on_unexpected is Policy.ERROR
     rules = LoadRules(options.rules, strict, complete=options.complete or needs_all)
     check_exchange_group(options, request.exchange_group, has_map=request.maps is not None)
@@ -113,7 +116,8 @@ def _open_and_prepare(request: LoadRequest, group: Group, resources: ExitStack) 
 
 
 def _with_chosen_exchange(request: LoadRequest, ranks: RankAnswers) -> LoadRequest:
-    """Return the request with one of the other modes in place of exchange="auto": the same on all ranks."""
+    """Return the request with another mode in place of exchange="auto": the same mode on all ranks."""
+    # From the numbers of all ranks, so that no rank waits in an exchange that another one does not make.
     ratios = ranks.values("read_ratio")
     if request.options.exchange != "auto":
         return request
@@ -122,9 +126,9 @@ def _with_chosen_exchange(request: LoadRequest, ranks: RankAnswers) -> LoadReque
 
 
 def _read_and_finish(prepared: PreparedLoad, reader: Reader) -> tuple[StateDict, bytes]:
-    """Fill the tensors and return the loaded state dict; the message has the times of this rank.
+    """Fill the tensors; return the loaded state dict, and a message with the times of this rank.
 
-    If another rank failed, which raises its error itself, the message is empty.
+    The message is empty if another rank failed, which raises its own error.
     """
     prepared.clear_padding()
     result = reader.read(prepared)
@@ -147,8 +151,8 @@ def _log_result(request: LoadRequest, prepared: PreparedLoad, report: LoadReport
 
 
 Reader: TypeAlias = "DirectReader | ExchangeReader"
-"""Has a method `read(prepared)`, which fills the tensors and returns a `ReadResult`, or None if another rank
-failed that raises its error itself."""
+"""Has a method `read(prepared)`, which fills the tensors and returns a `ReadResult`. It returns None if
+another rank has failed; that rank raises its own error."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,9 +214,8 @@ def check_exchange_group(options: LoadOptions, exchange_group: AnyGroup | None, 
     is_direct = options.exchange == "direct" or (options.exchange == "auto" and not has_map)
     if is_direct and exchange_group is not None:
         raise DeclarationError(
-            f"exchange_group is given, and LoadOptions.exchange is {options.exchange!r}: every rank reads by "
-            f"itself, and no group is needed. Choose how to exchange, 'all_to_all' for instance, or leave "
-            f"the group out."
+            f"exchange_group is given, but with LoadOptions.exchange={options.exchange!r} every rank reads "
+            f"for itself. Choose a mode of exchange, such as 'all_to_all', or leave the group out."
         )
     if exchange_group is not None:
         check_group_argument("exchange_group", exchange_group)

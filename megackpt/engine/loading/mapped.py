@@ -1,8 +1,8 @@
-"""One rank's load from a checkpoint of another family of names, before it reads.
+"""Prepares one rank's load from a checkpoint with the names of another family, before it reads.
 
-The request is in our names, the checkpoint in others. Each tensor of the request becomes views of its memory,
-which are boxes of the other family's arrays. So each rank reads the elements of its own tensors only, at any
-layout, and no array is assembled first.
+The request has our names, the checkpoint has others. Each tensor of the request becomes views of its
+memory, and each view is a box of an array of the other family. So each rank reads only the elements of its
+own tensors, at any layout, and no array is assembled first.
 """
 
 from __future__ import annotations
@@ -181,9 +181,9 @@ def _check_only_weights(flattened: FlattenedState, excluded: frozenset[str], whe
     others -= excluded
     if others:
         raise DeclarationError(
-            f"{where} has weights in another family's names. There is nothing in it for {len(others)} keys "
-            f"of the request:\n{truncated_list([repr(key) for key in sorted(others)])}\nAsk for weights and "
-            f"float32 masters only: megackpt.maps.weights_of(state) returns that part of a state dict.",
+            f"{where} has weights only, by the names of another family. It has nothing for {len(others)} "
+            f"keys of the request:\n{truncated_list([repr(key) for key in sorted(others)])}\nAsk for weights "
+            f"and float32 masters only: megackpt.maps.weights_of(state) returns that part of a state dict.",
             key=min(others),
             path=where,
         )

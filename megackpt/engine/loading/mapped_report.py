@@ -1,4 +1,4 @@
-"""What a load from another family's names reports on each of our arrays, and the rules about their dtypes."""
+"""The report of a load from another family's names, by our arrays, and the rules for their dtypes."""
 
 from __future__ import annotations
 

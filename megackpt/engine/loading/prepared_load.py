@@ -1,7 +1,7 @@
-"""A prepared load: all that one rank knows before it reads a tensor's bytes, and the steps after reading.
+"""A prepared load: what one rank knows before it reads tensors, and the steps after it has read them.
 
-`prepare` makes one for a request in the checkpoint's own names, `mapped` for a request in other names. A
-reader fills its targets; then `PreparedLoad.finish` makes the state dict.
+`prepare` makes one for a request with the names of the checkpoint, `mapped` for a request with other names. A
+reader fills the targets; then `PreparedLoad.finish` makes the state dict.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Proof that the ranks of a load together request the whole checkpoint, each element from one main replica.
+"""Proves that the ranks of a load together request the whole checkpoint, each element by one main replica.
 
-Without it a load is content with what each rank requests, so that a part of a checkpoint can be loaded: a
-layer or an expert that all ranks leave out keeps its initial values, and nobody notices. The proofs are those
-of a save. Ranks send what they request to rank 0, equal lists of replicas once.
+A load without this proof reads what each rank requests, so that a part of a checkpoint can be loaded. A
+layer or an expert that all ranks leave out then keeps its initial values without an error. The proof is
+that of a save. Ranks send their requests to rank 0, equal lists of replicas once.
 """
 
 from __future__ import annotations

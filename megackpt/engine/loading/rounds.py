@@ -1,9 +1,9 @@
 """The rounds of an exchange: the bytes that a rank sends and receives in each, and how.
 
-A rank reads its parts of a round into one of two sending buffers, which take turns, so that it can read the
-next round while it sends this one. Behind the parts lie the batches: one for each peer, with all that is too
-short to be sent alone. Bytes arrive in the receiving buffer, unless they can go straight into the target.
-Both sides of a delivery derive the layout of the buffers from the plan.
+A rank has two sending buffers. It reads the parts of the next round into one while it sends the other.
+After the parts, a sending buffer has the batches: one for each peer, with all deliveries that are too short
+for a message of their own. Bytes arrive in the receiving buffer, or directly in the target if that is
+possible. Both sides of a delivery compute the layout of the buffers from the plan.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Targets of a load that share memory: a tied weight under two keys, a buffer and a view of it.
 
-Each of them is read into memory of its own, which is copied into the targets when everything is read. A
-target that then differs from what was read was overwritten by another target: an error names both. So a tied
-weight can be loaded, and two keys never leave a mixture in one tensor.
+Each of them is read into memory of its own. When everything is read, this memory is copied into the
+targets. A target that then differs from its own values was overwritten by another target, and an error
+names both. So a tied weight can be loaded, and two keys never leave a mixture in one tensor.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """One rank's state in a save: flattened, its objects encoded, its chunks declared. Nothing is collective.
 
-From it come the declarations that are sent to rank 0, the digests that ranks compare, and the bytes of each
-row of the plan.
+It gives the declarations that are sent to rank 0, the digests that ranks compare, and the bytes of each row
+of the plan.
 """
 
 from __future__ import annotations
@@ -107,14 +107,16 @@ class LocalState:
         return self._pack(self.declared)
 
     def structure_digest(self) -> str:
-        """Return a digest of what a plan depends on: all that this rank declares but the sizes of objects.
+        """Return a digest of what a plan depends on: the declarations of this rank, without sizes of objects.
 
-        Rank and number of ranks are part of it, and whether a rank has the plan of all ranks or its own rows.
+        The rank, the number of ranks, and whether a rank has the plan of all ranks or its own rows are part
+        of the digest.
         """
         if self.matching_plan is not None:
             return self.matching_plan.structure_digest
         table = self.declared.table
         nbytes = table.nbytes.copy()
+        # Of an object only whether this rank encodes it: sizes change from save to save.
         nbytes[len(self.flattened.tensors) :] = nbytes[len(self.flattened.tensors) :] > 0
         packed = self._pack(replace(self.declared, table=replace(table, nbytes=nbytes)))
         has_all_rows = not self.strategy.capabilities.needs_own_rows_only

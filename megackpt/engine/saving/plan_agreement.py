@@ -74,8 +74,9 @@ class PlanAgreement:
         kept: the rows of this rank, or of all ranks where the format needs them, without the sizes of
             objects. Saves that use the same plan have the same object here.
         sizes: the sizes of the objects among them, in bytes.
-        report: what this rank sends to rank 0 when it has written.
-        complete: makes the plan of all ranks from the reports, on rank 0; None where `plan` is that already.
+        report: message of this rank to rank 0 after it has written.
+        complete: on rank 0, makes the plan of all ranks from the reports; None if `plan` is that plan
+            already.
     """
 
     kept: SavePlan
@@ -96,7 +97,7 @@ class PlanAgreement:
 
 @dataclass(frozen=True, slots=True)
 class ValuesToCompare:
-    """What digests have not shown to be equal, so that ranks have to compare it leaf by leaf.
+    """The values that digests have not shown to be equal. Ranks compare these leaf by leaf.
 
     Attributes:
         common: common state.

@@ -1,8 +1,8 @@
 """Plans of earlier saves, cached for the next save of the same structure.
 
-A plan follows from what all ranks declare. Each rank has a digest of its own declarations with each cached
-plan, so a plan may be used again if it fits on every rank. The sizes of objects change from save to save and
-are not part of a cached plan.
+A plan depends on the declarations of all ranks. With each cached plan, a rank stores a digest of its own
+declarations. A plan is used again if this digest is right on every rank. The sizes of objects change from
+save to save and are not part of a cached plan.
 """
 
 from __future__ import annotations

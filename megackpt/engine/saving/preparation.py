@@ -29,7 +29,7 @@ WriterStatus: TypeAlias = tuple[int, int, int]
 """Numbers about the writer process of an asynchronous save, of which all ranks receive the maximum."""
 
 _PLANS_COMPARED = 8
-"""Ranks look for a plan that fits on all of them among so many plans that they have used last."""
+"""How many of the plans that were used last are compared, to find one that fits on all ranks."""
 
 # What ranks compare, in the order of `Numbers.equal`.
 _SETTINGS, _COMMON, _VALUES, _CACHE, _ASSUMES = range(5)
@@ -135,7 +135,8 @@ def _prepare(
     if strategy.capabilities.writes_in_place and not request.validate:
         raise DeclarationError(
             f"Format {strategy.backend} version {strategy.version} needs validate_access_integrity=True: "
-            f"ranks have to know of each other what they write, to keep out of each other's way."
+            f"without it ranks do not exchange what they write, and two ranks could write one file at the "
+            f"same time."
         )
     local = make_local_state(request, strategy, spread_label=spread_label, rank=group.rank, ranks=group.size)
     return local, _settings(request, (strategy.backend, strategy.version), options)
@@ -244,8 +245,8 @@ def _structure_error(local: LocalState, cached: CachedPlan) -> DeclarationError:
     ]
     subject = f"{changed_keys[0]!r}: the" if changed_keys else "The"
     return DeclarationError(
-        f"{subject} structure of the state dict has changed since the last save, which "
-        f"assume_constant_structure rules out. Save without it once, or leave it out.",
+        f"{subject} structure of the state dict has changed since the last save, but "
+        f"assume_constant_structure is set. Save once without it, or leave it out.",
         key=changed_keys[0] if changed_keys else None,
         rank=local.rank,
     )

@@ -1,7 +1,8 @@
-"""The replica check: at a save, ranks compare all bits of the chunks and objects that several of them hold.
+"""The replica check: at a save, ranks compare all bits of the chunks and objects that several of them have.
 
-Without it, a replica that has drifted is written or not by chance: the writer of a chunk is chosen by bytes,
-not by who is right.
+Without it, a replica that has drifted may be stored: the planner chooses the writer of a chunk by bytes,
+    and does
+not know which replica is right.
 """
 
 from __future__ import annotations
@@ -114,9 +115,9 @@ def _divergence_error(divergences: list[Divergence], labels: dict[str, list[str]
     (key, _), first = named[0]
     return MismatchError(
         f"Ranks hold different bits in copies of the same chunk:\n{truncated_list(lines)}\n"
-        f"Copies have drifted apart, by a fault of a device, by updates that are not deterministic, or as "
-        f"they were never made equal. Restart from a checkpoint, look at the devices of the ranks that are "
-        f"alone, or copy the right values to all.",
+        f"Copies have drifted apart: a device is faulty, updates are not deterministic, or the copies were "
+        f"never made equal. Restart from a checkpoint, check the devices of the ranks in the minority, or "
+        f"copy the right values to all ranks.",
         key=key,
         rank=None if first.majority is None else first.groups[1][0],
     )

@@ -1,8 +1,9 @@
 """Samples of tensors that ranks declare as replicas, compared when a save is planned.
 
-A rank that holds a slice of a parameter, and does not declare how it is cut, declares the same chunk as the
-others: their slices then look like replicas, and only one of them would be stored. A few KiB of each tensor
-tell such slices apart. The replica check (`replica_check`) finds small differences elsewhere.
+If ranks have slices of a parameter, and a module does not declare how the parameter is cut, all ranks
+declare the same chunk. Their slices then look like replicas, and only one of them would be stored. A few
+KiB of each tensor show that these slices differ. The replica check (`replica_check`) also finds small
+differences elsewhere.
 """
 
 from __future__ import annotations

@@ -28,11 +28,12 @@ class PlannedSave:
         common: what is stored as common state, or its files, made already; that of rank 0 counts.
         strategy: writes the format.
         leftovers: the leftover files of earlier saves; known to rank 0. None: the store was not searched yet.
-        report: what this rank sends to rank 0 when it has written.
-        complete: makes the plan of all ranks from the reports, on rank 0; None where `plan` is that already.
-        kept: `plan` before it had the sizes of this save's objects: the same object in every save that takes
-            the same plan.
-        sizes: those sizes, in bytes.
+        report: message of this rank to rank 0 after it has written.
+        complete: on rank 0, makes the plan of all ranks from the reports; None if `plan` is that plan
+            already.
+        kept: `plan` without the sizes of this save's objects. Saves with the same plan have the same object
+            here.
+        sizes: these sizes, in bytes.
         hooks: optional features of this save.
     """
 
