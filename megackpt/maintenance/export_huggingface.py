@@ -117,8 +117,8 @@ def export_huggingface(
             config and the files of the tokenizer are copied as well. None: those in the content metadata of
             the checkpoint, `huggingface_config` and what an import has kept.
         dtype: dtype of floating-point tensors, rounded to the nearest value, ties to even; None keeps that of
-            the checkpoint. Tensors that transformers keeps in float32 stay in the dtype of the checkpoint:
-            `e_score_correction_bias` of DeepSeek-V3.
+            the checkpoint. Some stay in the dtype of the checkpoint: `e_score_correction_bias`,
+            and `A_log`, `D` and `dt_bias` of Mamba-2 and gated delta nets.
         weights: `"masters"` takes the float32 master weights of the optimizer where there are any.
         max_file_bytes: limit of the tensors in one file.
         buffer_bytes: bytes that are read and written at a time; each worker has two such buffers.

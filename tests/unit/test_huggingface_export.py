@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 from pathlib import Path
 from typing import Any
 
@@ -91,24 +92,53 @@ def test_values_are_rounded_to_nearest_even_and_the_dtype_is_in_config_json(tmp_
     assert json.loads((tmp_path / "folder/config.json").read_text())["torch_dtype"] == "bfloat16"
 
 
+SIZES = {"vocab_size": 8, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 2, "n_groups": 1}
+NEMOTRON_H = {
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 4,
+    "mamba_num_heads": 4,
+    "mamba_head_dim": 4,
+    "ssm_state_size": 4,
+    "layers_block_type": ["mamba", "moe"],
+    "n_routed_experts": 2,
+    "moe_intermediate_size": 4,
+    "moe_shared_expert_intermediate_size": 4,
+}
+KEPT: dict[str, tuple[dict[str, Any], str]] = {
+    "deepseek_v3": (
+        {**random_config("deepseek_v3", 0), "first_k_dense_replace": 0, "moe_intermediate_size": 6},
+        r"mlp\.gate\.e_score_correction_bias",
+    ),
+    "mamba2": (
+        {"model_type": "mamba2", **SIZES, "num_heads": 4, "head_dim": 4, "state_size": 4},
+        r"mixer\.(A_log|D|dt_bias)",
+    ),
+    "nemotron_h": (
+        {"model_type": "nemotron_h", **SIZES, **NEMOTRON_H},
+        r"mixer\.(A_log|D|dt_bias|gate\.e_score_correction_bias)",
+    ),
+    "qwen3_next": (random_config("qwen3_next", 0), r"linear_attn\.(A_log|dt_bias)"),
+}
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_the_bias_of_the_choice_of_experts_is_never_rounded(dtype: str, tmp_path: Path) -> None:
-    config = {**random_config("deepseek_v3", 0), "first_k_dense_replace": 0, "moe_intermediate_size": 6}
+@pytest.mark.parametrize("model_type", KEPT)
+def test_some_tensors_are_never_rounded(model_type: str, dtype: str, tmp_path: Path) -> None:
+    """By transformers (`_keep_in_fp32_modules_strict`), or because our models have them in float32 only."""
+    config, names = KEPT[model_type]
+    kept = {key for key in stacked_map(config).right if re.fullmatch(rf".*\.layers\.\d+\.({names})", key)}
+    assert kept
     expected = saved_model(tmp_path / "saved", config, 0)
     report = megackpt.export_huggingface(tmp_path / "saved", tmp_path / "folder", dtype=dtype)
     written = folder_tensors(tmp_path / "folder")
-    kept = {key for key, tensor in written.items() if tensor.dtype == torch.float32}
-    assert kept == {key for key in expected if key.endswith(".e_score_correction_bias")} != set()
+    assert {key for key, tensor in written.items() if tensor.dtype == torch.float32} == kept
     assert_same_tensors({key: written[key] for key in kept}, {key: expected[key] for key in kept})
     assert report.dtype == dtype
-    # And back: an import with this dtype leaves it as it is, too.
-    megackpt.import_huggingface(tmp_path / "folder", tmp_path / "imported", dtype=dtype)
-    kept = {
-        key
-        for key, spec in megackpt.load_tensors_metadata(tmp_path / "imported").items()
-        if spec.dtype == torch.float32
-    }
-    assert kept == {"decoder.layers.mlp.router.expert_bias"}
+    # And back: an import with this dtype leaves them as they are, too.
+    megackpt.import_huggingface(tmp_path / "folder", tmp_path / "imported", dtype=dtype, stacked=False)
+    arrays = megackpt.load_tensors_metadata(tmp_path / "imported").values()
+    assert sum(spec.dtype == torch.float32 for spec in arrays) == len(kept)
 
 
 def test_parts_of_a_tensor_in_several_dtypes_need_a_choice(tmp_path: Path) -> None:

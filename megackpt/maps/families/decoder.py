@@ -19,10 +19,23 @@ _GATED_QKV = (
 """Component of ours, projection of theirs, its axis, and that of theirs if it is another one."""
 
 
-def layer_rule(ours: str, theirs: str, axes: str, layers: Sequence[int], their_axes: str = "") -> Rule:
+def layer_rule(
+    ours: str,
+    theirs: str,
+    axes: str,
+    layers: Sequence[int],
+    their_axes: str = "",
+    *,
+    keeps_dtype: bool = False,
+) -> Rule:
     """Return the rule of one array of each layer, by its names inside of the layer."""
     return Rule(
-        ours=OURS + ours, theirs=THEIRS + theirs, axes=axes, their_axes=their_axes, layers=tuple(layers)
+        ours=OURS + ours,
+        theirs=THEIRS + theirs,
+        axes=axes,
+        their_axes=their_axes,
+        layers=tuple(layers),
+        keeps_dtype=keeps_dtype,
     )
 
 

@@ -158,13 +158,10 @@ def latent_sizes(config: Config) -> dict[str, int]:
 
 def _deepseek_expert_rules(layers: Sequence[int]) -> list[Rule]:
     """Return the rules of what experts have in addition to those of Qwen."""
-    shared = "mlp.shared_experts"
+    shared, bias = "mlp.shared_experts", "mlp.gate.e_score_correction_bias"
     return [
         # Its steps are far smaller than its values: rounded, it would choose other experts.
-        replace(
-            layer_rule("mlp.router.expert_bias", "mlp.gate.e_score_correction_bias", "expert", layers),
-            keeps_dtype=True,
-        ),
+        layer_rule("mlp.router.expert_bias", bias, "expert", layers, keeps_dtype=True),
         layer_rule(f"{shared}.linear_fc1.weight.gate", f"{shared}.gate_proj.weight", "s h", layers),
         layer_rule(f"{shared}.linear_fc1.weight.up", f"{shared}.up_proj.weight", "s h", layers),
         layer_rule(f"{shared}.linear_fc2.weight", f"{shared}.down_proj.weight", "h s", layers),

@@ -96,10 +96,23 @@ def layers_by_kind(config: Config) -> dict[str, list[int]]:
     return layers
 
 
-def _rule(ours: str, theirs: str, axes: str, layers: Sequence[int], their_axes: str = "") -> Rule:
+def _rule(
+    ours: str,
+    theirs: str,
+    axes: str,
+    layers: Sequence[int],
+    their_axes: str = "",
+    *,
+    keeps_dtype: bool = False,
+) -> Rule:
     """Return the rule of one array of each layer, by its names inside of the layer."""
     return Rule(
-        ours=OURS + ours, theirs=_LAYER + theirs, axes=axes, their_axes=their_axes, layers=tuple(layers)
+        ours=OURS + ours,
+        theirs=_LAYER + theirs,
+        axes=axes,
+        their_axes=their_axes,
+        layers=tuple(layers),
+        keeps_dtype=keeps_dtype,
     )
 
 
@@ -132,7 +145,11 @@ def _mixer_sizes(config: Config, heads: str, head_dim: str, state: str) -> dict[
 def _mixer_rules(config: Config, layers: Sequence[int]) -> list[Rule]:
     rules = [
         _norm_rule("norm", layers),
-        *(_rule(f"mixer.{name}", f"mixer.{name}", "steps", layers) for name in ("A_log", "D", "dt_bias")),
+        # The state decays by exp(-exp(A_log) * ...): float32 in every model of ours.
+        *(
+            _rule(f"mixer.{name}", f"mixer.{name}", "steps", layers, keeps_dtype=True)
+            for name in ("A_log", "D", "dt_bias")
+        ),
         _rule("mixer.norm.weight", "mixer.norm.weight", "inner", layers),
         _rule("mixer.out_proj.weight", "mixer.out_proj.weight", "h inner", layers),
     ]
@@ -185,10 +202,11 @@ def _expert_rules(config: Config, keys: Collection[str], layers: Sequence[int]) 
     is_fused = any(key.endswith(".mixer.experts.up_proj") for key in keys)
     experts = "mixer.experts.{}_proj" if is_fused else "mixer.experts.{{expert}}.{}_proj.weight"
     shared, has_bias = "shared_experts.", bool(config.get("mlp_bias"))
+    bias = "mixer.gate.e_score_correction_bias"
     return [
         _norm_rule("pre_mlp_layernorm", layers),
         _rule("mlp.router.weight", "mixer.gate.weight", "expert h", layers),
-        _rule("mlp.router.expert_bias", "mixer.gate.e_score_correction_bias", "expert", layers),
+        _rule("mlp.router.expert_bias", bias, "expert", layers, keeps_dtype=True),
         _rule("mlp.experts.linear_fc1.weight", experts.format("up"), "expert e h", layers),
         _rule("mlp.experts.linear_fc2.weight", experts.format("down"), "expert h e", layers),
         *_mlp_rules(f"mlp.{shared}", f"mixer.{shared}", "s", layers, has_bias=has_bias),

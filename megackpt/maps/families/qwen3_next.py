@@ -60,12 +60,15 @@ def delta_net_rules(layers: Sequence[int]) -> list[Rule]:
     """Return the rules of gated delta nets; their axes are those of `delta_net_sizes`."""
     ours, theirs = "self_attention", "linear_attn"
     names = (
-        ("A_log", "A_log", "heads_v"),
-        ("dt_bias", "dt_bias", "heads_v"),
         ("out_norm.weight", "norm.weight", "vd"),
         ("out_proj.weight", "out_proj.weight", "h vv"),
     )
     rules = [layer_rule(f"{ours}.{a}", f"{theirs}.{b}", axes, layers) for a, b, axes in names]
+    # The state decays by exp(-exp(A_log) * ...): float32 in every model of ours.
+    rules += [
+        layer_rule(f"{ours}.{name}", f"{theirs}.{name}", "heads_v", layers, keeps_dtype=True)
+        for name in ("A_log", "dt_bias")
+    ]
     for name, parts in (("in_proj_qkvz", _QKVZ), ("in_proj_ba", _BA)):
         for part, rows, their_rows in parts:
             joined = f"{theirs}.{name}.weight"
