@@ -6,7 +6,8 @@ of their own, and so have experts; the keys of a checkpoint tell.
 
 Source: Megatron-Core 0.12.1, 0.16.1 and 0.19.2, `GPTModel.sharded_state_dict` with its local and its
 Transformer Engine layers (`gpt_layer_specs`, `transformer.mlp`, `transformer.moe.experts`,
-`transformer.dot_product_attention`), also with `singleton_local_shards`.
+`transformer.dot_product_attention`), also with `singleton_local_shards`; `MambaModel` of 0.16.1
+(`ssm.mamba_block`, `ssm.mamba_mixer`, `mamba_layer_specs`), which was read and not run.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ from megackpt.maps.regions import MappedArray, Region, RegionMap, RegionPair
 _LAYER = re.compile(r"decoder\.layers\.(?P<number>\d+)\.(?P<name>.+)")
 _COMPONENT = re.compile(r"(?P<fused>.+\.(?:weight|bias))\.(?P<component>q|k|v|gate|up)")
 _SINGLETON = re.compile(r".*\.(linear_fc1\.(weight|bias)_[wv]|experts\.experts\.\d+\..*)")
-_NORM = re.compile(r".*layernorm\.weight")
+_NORM = re.compile(r".*(layernorm|\.\d+\.norm)\.weight")
+_FINAL_NORM = "decoder.final_norm.weight"  # of models with Mamba's mixers
 _WITHOUT_MAP = re.compile(r".*\.self_attention\.(in_proj\..+|linear_qkv\.(weight|bias)\.gate)")
 _OF_MODEL = re.compile(r"(decoder|embedding|output_layer)\.(?!.*_extra_state).*")
 
@@ -47,6 +49,7 @@ _NAMES = {
         "post_self_attn_layernorm.",
         "self_attention.linear_proj.post_layernorm.",
     ),
+    "norm.": ("mixer.in_proj.layer_norm_", "norm."),
     "post_mlp_layernorm.": ("post_mlp_layernorm.", "mlp.linear_fc2.post_layernorm."),
 }
 """Names that Megatron-Core has for one of ours inside of a layer, by how they begin."""
@@ -66,6 +69,8 @@ def has_megatron_keys(keys: Collection[str]) -> bool:
         return True
     # Latent attention has the same keys in both, and what follows it is gated.
     is_latent = any(key.endswith(".self_attention.linear_kv_up_proj.weight") for key in keys)
+    if any(key.endswith(_FINAL_NORM) for key in keys):
+        return True
     fused = (".mlp.linear_fc1.weight", ".mlp.experts.experts.linear_fc1.weight")
     return is_latent and any(key.endswith(fused) or ".linear_fc1.weight_w" in key for key in keys)
 
@@ -225,7 +230,9 @@ class _Checkpoint:
         match = _COMPONENT.fullmatch(key)
         fused = key if match is None else match["fused"]
         layer = _LAYER.fullmatch(fused)
-        if layer is None:
+        if fused == "decoder.final_layernorm.weight" and _has_mixers(ours):
+            names = [_FINAL_NORM]
+        elif layer is None:
             names = [fused]
         else:
             names = [f"decoder.layers.{layer['number']}.{name}" for name in _megatron_names(layer["name"])]
@@ -271,6 +278,11 @@ class _Checkpoint:
             yield RegionPair(left, Region(of_expert, Box(other[1:], count[1:])), axes[1:]), stored[1:]
 
 
+def _has_mixers(keys: Collection[str]) -> bool:
+    """Return whether a model has Mamba's mixers; Megatron-Core then has another final norm."""
+    return any(".mixer." in key for key in keys)
+
+
 def _suffix(component: str) -> str:
     return {"gate": "_w", "up": "_v"}.get(component, "")
 
@@ -283,7 +295,7 @@ def _megatron_names(name: str) -> list[str]:
 
 
 def _stacked_keys(arrays: Mapping[str, MappedArray]) -> set[str]:
-    """Return the keys without layers, if all layers have the same arrays."""
+    """Return the keys without layers, if all layers have the same arrays and none has a mixer of Mamba."""
     layers: dict[str, set[tuple[str, MappedArray]]] = {}
     stacked = set()
     for key, array in arrays.items():
@@ -291,4 +303,5 @@ def _stacked_keys(arrays: Mapping[str, MappedArray]) -> set[str]:
         if match is not None:
             layers.setdefault(match[2], set()).add((match[3], array))
             stacked.add(match[1] + match[3])
-    return stacked if len(set(map(frozenset, layers.values()))) == 1 else set()
+    is_stacked = len(set(map(frozenset, layers.values()))) == 1 and not _has_mixers(stacked)
+    return stacked if is_stacked else set()
