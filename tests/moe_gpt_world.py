@@ -11,6 +11,7 @@ import torch
 from megackpt.optim import DistributedOptimizer, MixedPrecisionOptimizer
 from megackpt.optim.master_optimizer import MasterOptimizer
 from megackpt.parallel import (
+    MambaSizes,
     MicroBatch,
     ModelChunks,
     ParallelGroups,
@@ -24,8 +25,10 @@ from models import (
     DeltaNetConfig,
     GPTConfig,
     LatentConfig,
+    MLPConfig,
     MoEConfig,
     MTPConfig,
+    NoPositions,
     NormConfig,
     RotaryConfig,
     build_gpt,
@@ -86,6 +89,21 @@ DELTA_NET = replace(
     delta_net=DeltaNetConfig(num_key_heads=4, num_value_heads=8, key_head_dim=6, value_head_dim=5),
     moe=replace(CONFIG.moe, layer_freq=1),
     layer_blocks=(("delta_net", "mlp"), ("delta_net", "moe"), ("attention", "moe"), ("delta_net", "moe")),
+)
+# Mamba-2 mixers in all layers, which are stacked; and layers of all kinds, with experts that are not gated.
+# Some layouts have more ranks in tp than there are groups.
+MAMBA = replace(
+    CONFIG,
+    moe=None,
+    mamba=MambaSizes(num_heads=8, head_dim=5, state_size=6, num_groups=2, chunk_size=3, bias=True),
+    layer_blocks=(("mamba",),) * 4,
+)
+HYBRID = replace(
+    MAMBA,
+    positions=NoPositions(),
+    mlp=MLPConfig(gated=False, activation="relu_squared"),
+    moe=replace(CONFIG.moe, layer_freq=1, gated=False, shared_gate=False),
+    layer_blocks=(("mamba",), ("moe",), ("attention", "mlp"), ("mamba", "moe")),
 )
 
 

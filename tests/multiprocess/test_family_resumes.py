@@ -27,14 +27,14 @@ from megackpt.parallel import (
     update_expert_bias,
 )
 from megackpt.testing.ranks import RankPool
-from tests.moe_gpt_world import DELTA_NET, LATENT, Case, build, micro_batches, state_of
+from tests.moe_gpt_world import DELTA_NET, HYBRID, LATENT, MAMBA, Case, build, micro_batches, state_of
 
 pytestmark = pytest.mark.multiprocess
 
 RELATIVE = 1e-4
 STEPS, INTERVAL = 30, 5
 MICRO_BATCHES = 2
-CONFIGS = {"latent": LATENT, "delta_net": DELTA_NET}
+CONFIGS = {"latent": LATENT, "delta_net": DELTA_NET, "mamba": MAMBA, "hybrid": HYBRID}
 ONE = Case(ParallelLayout())
 LAYOUTS = [
     ONE,
@@ -72,7 +72,7 @@ def _adam(params: list[dict[str, object]]) -> torch.optim.Optimizer:
     return torch.optim.AdamW(params, lr=0.003)
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("model_name", CONFIGS)
 def test_a_run_whose_layout_changes_has_the_losses_of_one_that_is_not_interrupted(
     rank_pool: RankPool, tmp_path: Path, model_name: str

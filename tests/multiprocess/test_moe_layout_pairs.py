@@ -18,7 +18,17 @@ from megackpt.engine.data.tensor_bytes import as_bits
 from megackpt.optim.master_optimizer import MasterOptimizer
 from megackpt.parallel import ModelChunks, ParallelGroups, forward_backward, update_expert_bias
 from megackpt.testing.ranks import RankPool
-from tests.moe_gpt_world import ALL_MOE, DELTA_NET, LATENT, LAYOUTS, build, micro_batches, state_of
+from tests.moe_gpt_world import (
+    ALL_MOE,
+    DELTA_NET,
+    HYBRID,
+    LATENT,
+    LAYOUTS,
+    MAMBA,
+    build,
+    micro_batches,
+    state_of,
+)
 
 pytestmark = pytest.mark.multiprocess
 
@@ -27,6 +37,8 @@ CONFIGS = {
     "experts": CONFIG,
     "latent": replace(LATENT, params_dtype=torch.bfloat16),
     "delta_net": replace(DELTA_NET, params_dtype=torch.bfloat16),
+    "mamba": replace(MAMBA, params_dtype=torch.bfloat16),
+    "hybrid": replace(HYBRID, params_dtype=torch.bfloat16),
 }
 NAMES = list(LAYOUTS)
 # Target: sources. From all experts on a rank to one on a rank and back, and changes of all axes at once.
@@ -52,12 +64,21 @@ DELTA_NET_NAMES = [
     "pp4-dp2-ep2",
     "tp2-pp2-vpp2-dp2-ep4-etp1-uneven",
 ]
-OTHERS = [*(("latent", name) for name in LATENT_NAMES), *(("delta_net", name) for name in DELTA_NET_NAMES)]
+MAMBA_NAMES = ["tp8-ep8-etp1", *DELTA_NET_NAMES[1:]]
+NAMES_OF_OTHERS = {
+    "latent": LATENT_NAMES,
+    "delta_net": DELTA_NET_NAMES,
+    "mamba": MAMBA_NAMES,
+    "hybrid": MAMBA_NAMES,
+}
+OTHERS = [(model_name, name) for model_name, names in NAMES_OF_OTHERS.items() for name in names]
 SAMPLE_OF_OTHERS = {
     ("latent", "dp8-ep8"): ["tp2-pp2-vpp2-dp2-ep4-etp1-uneven"],
     ("latent", "tp2-pp2-vpp2-dp2-ep4-etp1-uneven"): ["dp8-ep8"],
     ("delta_net", "tp4-dp2-ep4-etp1"): ["tp2-pp2-vpp2-dp2-ep4-etp1-uneven"],
     ("delta_net", "tp2-pp2-vpp2-dp2-ep4-etp1-uneven"): ["dp8-ep8"],
+    ("mamba", "pp4-dp2-ep2"): ["tp8-ep8-etp1"],
+    ("hybrid", "tp8-ep8-etp1"): ["tp2-pp2-vpp2-dp2-ep4-etp1-uneven"],
 }
 STATES = ("exp_avg", "exp_avg_sq", "fp32_param", "step")
 
@@ -212,14 +233,21 @@ def test_the_checkpoints_hold_layers_for_further_tokens_and_one_embedding(
     ]
 
 
+@pytest.mark.parametrize(
+    ("model_name", "block", "names"),
+    [
+        ("delta_net", "decoder.layers.3.self_attention", ("A_log", "dt_bias")),
+        ("hybrid", "decoder.layers.0.mixer", ("A_log", "D", "dt_bias")),
+    ],
+)
 def test_the_checkpoints_hold_parameters_in_float32_without_masters(
-    sources_of_others: dict[str, Sources],
+    sources_of_others: dict[str, Sources], model_name: str, block: str, names: tuple[str, ...]
 ) -> None:
-    arrays = arrays_of(sources_of_others["delta_net"].path("tp2-pp2-vpp2-dp2-ep4-etp1-uneven"))
-    for name in ("A_log", "dt_bias"):
-        key = f"decoder.layers.3.self_attention.{name}"
+    arrays = arrays_of(sources_of_others[model_name].path("tp2-pp2-vpp2-dp2-ep4-etp1-uneven"))
+    for name in names:
+        key = f"{block}.{name}"
         assert arrays[key].shape == (8,)
         assert arrays[key].dtype == torch.float32
         assert bool(arrays[f"optimizer.state.exp_avg.{key}"].any())
         assert f"optimizer.state.fp32_param.{key}" not in arrays
-    assert "optimizer.state.fp32_param.decoder.layers.3.self_attention.in_proj.weight.beta" in arrays
+    assert f"optimizer.state.fp32_param.{block}.out_proj.weight" in arrays
