@@ -1,7 +1,7 @@
 """Models of the real Megatron-Core on CPU ranks: built, run and saved, for the tests in this folder.
 
 Every function runs in a worker of a RankPool. Of Megatron-Core nothing is replaced but what stands for a GPU;
-`_without_gpu` says what it takes to run it where torch has no CUDA.
+`without_gpu` says what it takes to run it where torch has no CUDA.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def build(case: Case, layout: Layout, *, seed: int, installed: bool) -> torch.nn
     """
     if installed:
         megatron.install()
-    _without_gpu()
+    without_gpu()
     from megatron.core import parallel_state
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import (
@@ -173,7 +173,7 @@ def logits_of(model: Any, layout: Layout) -> torch.Tensor | None:
     return output if last else None
 
 
-def _without_gpu() -> None:
+def without_gpu() -> None:
     """Answer for the GPU that this torch does not have.
 
     Megatron-Core 0.16.1 puts tensors on `torch.cuda.current_device()` and calls `Tensor.cuda()` even where
