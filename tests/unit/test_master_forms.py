@@ -31,7 +31,11 @@ from tests.unit.test_remainders import RemainderSGD, random_patterns, special_va
 
 ROWS, COLUMNS = 12, 10
 MASTER = "optimizer.state.fp32_param.weight"
-LAYOUTS = [ParallelLayout(), ParallelLayout(dp=3), ParallelLayout(tp=2), ParallelLayout(tp=3, dp=2)]
+LAYOUTS = [
+    *(ParallelLayout(), ParallelLayout(dp=3), ParallelLayout(tp=2), ParallelLayout(tp=3, dp=2)),
+    *(ParallelLayout(dp=2, ep=2), ParallelLayout(dp=6, ep=3)),
+]
+"""Where ep is larger than 1, the rows are experts."""
 
 Declare = Callable[[ShardedStateDict], ShardedStateDict]
 Restore = Callable[[Any], None]
@@ -72,7 +76,7 @@ def of_apex(build: Callable[[Parameter, ParallelGroups], Any]) -> Form:
 
 
 def fragments(param: Parameter, groups: ParallelGroups, **options: Any) -> Any:
-    dp = groups.dp
+    dp = groups.edp if groups.ep.size > 1 else groups.dp
     return fake_apex.DistributedFusedAdam(
         [param], rank=dp.rank, size=dp.size, default_shard_size=16, **options
     )
@@ -92,10 +96,18 @@ FORMS: dict[str, Form] = {
 
 
 def param_entity(param: Parameter, groups: ParallelGroups) -> ShardedTensor:
-    tp = groups.tp
+    cut, copies = (groups.ep, groups.edp) if groups.ep.size > 1 else (groups.tp, groups.dp)
     return ShardedTensor.from_rank_offsets(
-        "weight", param, (0, tp.rank, tp.size), replica_id=(0, 0, groups.dp.rank)
+        "weight", param, (0, cut.rank, cut.size), replica_id=(0, 0, copies.rank)
     )
+
+
+def make_param(groups: ParallelGroups) -> Parameter:
+    slices = groups.ep.size * groups.tp.size
+    param = Parameter(torch.zeros(ROWS // slices, COLUMNS, dtype=torch.bfloat16))
+    of_experts = ("expert_parallel", "stacked_experts")
+    mark(param, *(of_experts if groups.ep.size > 1 else ("tensor_model_parallel",)))
+    return param
 
 
 def stored_arrays() -> Arrays:
@@ -110,8 +122,7 @@ def test_masters_are_the_same_bits_in_every_form_at_every_layout(form: str, layo
     arrays, world = stored_arrays(), []
     for rank in range(layout.world_size):
         groups = ParallelGroups.offline(layout, rank)
-        param = Parameter(torch.zeros(ROWS // layout.tp, COLUMNS, dtype=torch.bfloat16))
-        mark(param, "tensor_model_parallel")
+        param = make_param(groups)
         model = {"weight": param_entity(param, groups)}
         declare, restore = FORMS[form](param, groups)
         scatter(model, arrays)
