@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from megackpt.integrations.transformer_engine import set_components, set_parallel_mode
-from megackpt.integrations.transformer_engine.quantised import buffers_of, is_quantised
+from megackpt.integrations.transformer_engine.quantised import buffers_of, is_quantised, members_of
 from megackpt.parallel import ParallelGroups
 from tests.te_fp8 import fp8_tensors, recipe_checks
 from tests.te_models import EXPERTS, IS_NEW, te
@@ -38,7 +38,7 @@ def build_quantised(make: Make, groups: ParallelGroups, of: str, *, seed: int) -
     for tensor in fp8_tensors(module).values():
         tensor.copy_(torch.rand(tensor.shape, generator=generator) * 8 + 1)
     with reading(), torch.no_grad():
-        for parameter in module.parameters():
+        for parameter in (part for p in module.parameters() for part in (members_of(p) or [p])):
             own = of_rank if is_quantised(parameter) else generator
             parameter.copy_(torch.randn(parameter.shape, generator=own).bfloat16())
     for tensor in fp8_tensors(module).values():  # largest values that are not those of the parameters
@@ -58,11 +58,28 @@ def codes(module: nn.Module) -> dict[str, Tensor]:
     """Copies of all codes and scales, by parameter; of others, their values."""
     return {
         f"{name}.{part}": buffer.detach().clone()
-        for name, parameter in module.named_parameters()
+        for name, parameter in single_parameters(module)
         for part, buffer in (
             buffers_of(parameter) if is_quantised(parameter) else {"values": parameter}
         ).items()
     }
+
+
+def single_parameters(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield the parameters, and the matrices of grouped ones by the names that they have as parameters."""
+    for name, parameter in module.named_parameters():
+        if not members_of(parameter):
+            yield name, parameter
+            continue
+        # Made anew, so that they show the memory of the group, in which those of the parameter still are.
+        with reading():
+            members = parameter.split_into_quantized_tensors()  # type: ignore[attr-defined]
+        for number, member in enumerate(members):
+            transposed = member.get_metadata().get("data_transpose")
+            assert transposed is None or torch.equal(transposed, member._data.movedim(-1, 0))
+            kept = buffers_of(members_of(parameter)[number])
+            assert all(kept[k].data_ptr() == buffer.data_ptr() for k, buffer in buffers_of(member).items())
+            yield f"{name}{number}", member
 
 
 def linear(groups: ParallelGroups) -> nn.Module:
@@ -92,6 +109,16 @@ def attention(groups: ParallelGroups) -> nn.Module:
 
 def experts(groups: ParallelGroups) -> nn.Module:
     module: nn.Module = te.GroupedLinear(EXPERTS // groups.ep.size, HIDDEN, FFN, bias=False, **BFLOAT16)
+    set_parallel_mode(module, None)
+    set_components(module, "gate", "up")
+    return module
+
+
+def grouped_experts(groups: ParallelGroups) -> nn.Module:
+    """All experts of a rank as one parameter; set NVTE_GROUPED_LINEAR_SINGLE_PARAM."""
+    module: nn.Module = te.GroupedLinear(
+        EXPERTS // groups.ep.size, HIDDEN, FFN, bias=False, single_grouped_weight=True, **BFLOAT16
+    )
     set_parallel_mode(module, None)
     set_components(module, "gate", "up")
     return module

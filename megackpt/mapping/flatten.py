@@ -91,10 +91,15 @@ class FactoryLeaf:
     factory: ShardedTensorFactory
     built: Any
 
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """What is stored for it, also for factories in what it has built."""
+        leaves = [leaf for _, leaf in iter_leaves([self.built])]
+        return tuple(key for leaf in leaves if not isinstance(leaf, LocalLeaf) for key in leaf.keys)
+
     def is_dropped(self, dropped: DroppedKeys) -> bool:
         """Return whether nothing is loaded for one of its keys."""
-        leaves = [leaf for _, leaf in iter_leaves([self.built])]
-        return any(key in dropped for leaf in leaves if isinstance(leaf, EntityLeaf) for key in leaf.keys)
+        return any(key in dropped for key in self.keys)
 
     def loaded(self, dropped: DroppedKeys) -> Any:
         """Return what the factory merges; ABSENT if nothing was loaded for one of its entities."""
@@ -152,9 +157,7 @@ class FlattenedState:
             key: leaf.factory.advice
             for leaf in self.leaves
             if isinstance(leaf, FactoryLeaf) and leaf.factory.advice
-            for _, built in iter_leaves([leaf.built])
-            if isinstance(built, EntityLeaf)
-            for key in built.keys
+            for key in leaf.keys
         }
 
     def unflatten(self, stored_common: Any, dropped: DroppedKeys) -> Any:

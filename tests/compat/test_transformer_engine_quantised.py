@@ -20,7 +20,7 @@ from megackpt import (
     save,
 )
 from megackpt.integrations.transformer_engine import fused_adam, quantise_parameters, sharded_state_dict
-from megackpt.integrations.transformer_engine.quantised import is_quantised
+from megackpt.integrations.transformer_engine.quantised import is_quantised, members_of
 from megackpt.optim import optim_state_to_sharding_state
 from megackpt.parallel import ParallelGroups, ParallelLayout
 from megackpt.testing.world import SimulatedRank, SimulatedWorld
@@ -159,20 +159,48 @@ def test_codes_of_nvfp4_with_another_bound_of_scales_are_an_error(tmp_path: Path
 def test_every_expert_keeps_its_codes_at_another_ep(tmp_path: Path, of: str) -> None:
     expected: dict[str, Tensor] = {}
     for step, ep in enumerate((4, 2, 1, 8)):
-        layout, count = ParallelLayout(dp=ep, ep=ep), EXPERTS // ep
+        layout = ParallelLayout(dp=ep, ep=ep)
         modules = [
             build_quantised(te_quantised.experts, g, of, seed=10 * step + g.rank) for g in ranks_of(layout)
         ]
         source = tmp_path / str(step - 1) if step else None
         pass_on(modules, layout, source, tmp_path / str(step), "codes")
-        actual = {}
-        for rank, module in enumerate(modules):
-            for key, value in codes(module).items():
-                local, _, part = key.partition(".")
-                actual[f"{rank * count + int(local.removeprefix('weight'))}.{part}"] = value
+        actual = codes_of_experts(modules)
         expected = expected or actual
         assert same(actual, expected)
     assert len({value.sum().item() for key, value in expected.items() if key.endswith(".data")}) != 1
+
+
+def codes_of_experts(modules: list[nn.Module]) -> dict[str, Tensor]:
+    """Return codes and scales of all ranks of ep, by global expert."""
+    count, result = EXPERTS // len(modules), {}
+    for rank, module in enumerate(modules):
+        for key, value in codes(module).items():
+            local, _, part = key.partition(".")
+            result[f"{rank * count + int(local.removeprefix('weight'))}.{part}"] = value
+    return result
+
+
+@pytest.mark.skipif(not IS_NEW, reason="TE 2.14 and later")
+@pytest.mark.parametrize("form", ["codes", "values"])
+@pytest.mark.parametrize("of", RECIPES[1:])  # TE makes no such parameter with delayed scaling
+def test_one_quantised_parameter_of_all_experts_is_stored_as_single_ones_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, of: str, form: Any
+) -> None:
+    monkeypatch.setenv("NVTE_GROUPED_LINEAR_SINGLE_PARAM", "1")
+    expected: dict[str, Tensor] = {}
+    kinds = [te_quantised.experts, te_quantised.grouped_experts, te_quantised.grouped_experts] * 2
+    for step, (make, ep) in enumerate(zip(kinds, (4, 2, 8, 1, 1, 2), strict=True)):
+        layout = ParallelLayout(dp=ep, ep=ep)
+        modules = [build_quantised(make, g, of, seed=10 * step + g.rank) for g in ranks_of(layout)]
+        source = tmp_path / str(step - 1) if step else None
+        reports = pass_on(modules, layout, source, tmp_path / str(step), form)
+        got = codes_of_experts(modules) if form == "codes" else load_plain_tensors(tmp_path / str(step))
+        expected = expected or got
+        assert same(got, expected)
+        if make is te_quantised.grouped_experts:
+            assert [len(members_of(p)) for p in modules[0].parameters()] == [EXPERTS // ep]
+            assert all("Tensor" in report.transformed["weight"] for report in reports)
 
 
 @pytest.mark.parametrize("of", RECIPES)

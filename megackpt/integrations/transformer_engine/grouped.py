@@ -13,15 +13,18 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from megackpt.errors import DeclarationError
 from megackpt.integrations.transformer_engine.fp8_state import declare_fp8_state
 from megackpt.integrations.transformer_engine.patterns import declare_alternating
+from megackpt.integrations.transformer_engine.quantised import declare_group, members_of, without_codes
 from megackpt.integrations.transformer_engine.site import (
     ParallelMode,
     Site,
     alternating_parts,
+    is_cut,
     linear_sharding,
     own_tensors,
     parallel_mode,
@@ -63,7 +66,7 @@ def declare_grouped(
         if pattern is not None and mode != "row":
             state[site.prefix + name] = _declare_alternating(kind, value, pattern, site, expert, count, mode)
         elif expert is None:
-            state[site.prefix + name] = _declare_stacked(kind, value, sharding, site)
+            state[site.prefix + name] = _declare_stacked(kind, value, sharding, site, count)
         else:
             state[site.prefix + name] = _declare_expert(kind, value, sharding, site, expert, count)
     return state | declare_fp8_state(module, site, count)
@@ -112,16 +115,34 @@ def _axes_of(expert: int, count: int, site: Site) -> tuple[RankOffset, ...]:
     return (*site.stack, (len(site.stack), ep.rank * count + expert, ep.size * count))
 
 
-def _declare_stacked(kind: str, value: Tensor, sharding: int | TpSharding | None, site: Site) -> ShardedBase:
-    ep = site.groups.ep
+def _declare_stacked(
+    kind: str, value: Tensor, sharding: int | TpSharding | None, site: Site, count: int
+) -> ShardedBase:
+    ep, of_one = site.groups.ep, sharding
     if isinstance(sharding, int):
         sharding += 1
     elif sharding is not None:
         sharding = replace(sharding, dim=sharding.dim + 1)
     cuts = (*site.stack, (len(site.stack), ep.rank, ep.size))
+    members = members_of(value)
+    if members:
+        empty = torch.empty(value.shape, dtype=value.dtype, device="meta")
+        shape = declare_tensor(site.key(kind), empty, sharding, site.groups, site.stack, cuts)
+        assert isinstance(shape, ShardedTensor | ShardedLayout)
+        declared = [_declare_member(kind, m, of_one, site, i, count) for i, m in enumerate(members)]
+        return declare_group(shape, value, declared, site.quantised)
     view = plain_view(site.prefix + kind, value)
     entity = declare_tensor(site.key(kind), view, sharding, site.groups, site.stack, cuts)
     return entity if view is value else _of_grouped_parameter(entity, value)
+
+
+def _declare_member(
+    kind: str, member: Tensor, sharding: int | TpSharding | None, site: Site, expert: int, count: int
+) -> ShardedBase:
+    """Declare one quantised matrix of a grouped parameter, under the keys of a parameter of its own."""
+    axes = _axes_of(expert, count, site)
+    plain = declare_tensor(site.key(kind), without_codes(member), sharding, site.groups, axes, axes)
+    return site.declare_codes(axes, plain, member, is_cut=is_cut(sharding), in_group=True)
 
 
 def _of_grouped_parameter(entity: ShardedBase, parameter: Tensor) -> ShardedBase:

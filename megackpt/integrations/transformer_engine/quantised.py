@@ -16,8 +16,8 @@ Source: TE `pytorch.tensor` (`Float8Tensor`, `MXFP8Tensor`, `NVFP4Tensor`: `get_
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeAlias, get_args
 
 import torch
@@ -63,7 +63,12 @@ def without_codes(value: Tensor) -> Tensor:
 
 
 def declare_quantised(
-    plain: ShardedBase, value: Tensor, form: Quantised, shard: tuple[RankOffset, ...]
+    plain: ShardedBase,
+    value: Tensor,
+    form: Quantised,
+    shard: tuple[RankOffset, ...],
+    *,
+    in_group: bool = False,
 ) -> ShardedBase:
     """Declare a parameter that may be quantised. Local.
 
@@ -72,12 +77,13 @@ def declare_quantised(
         value: the parameter.
         form: what is stored of a quantised one.
         shard: `(axis, index, fragments)` of leading axes that number the parameter's shards.
+        in_group: whether it is one of `members_of` a parameter, whose memory must not be replaced.
     """
     if not is_quantised(value):
         return plain
     assert isinstance(plain, ShardedTensor | ShardedLayout)
     shape = plain.without_data()
-    stored = _StoredForm(shape, form, shard)
+    stored = _StoredForm(shape, form, shard, in_group)
     return ShardedTensorFactory(
         plain.key,
         value,
@@ -90,12 +96,46 @@ def declare_quantised(
     )
 
 
+def members_of(parameter: Any) -> list[Any]:
+    """Return the quantised matrices of one grouped parameter, in its memory; none of another tensor."""
+    split = getattr(parameter, "split_into_quantized_tensors", None)
+    if split is None or parameter.quantizer is None:
+        return []
+    members: list[Any] = parameter.quantized_tensors or split()
+    return members if all(is_quantised(member) for member in members) else []
+
+
+def declare_group(
+    shape: ShardedTensor | ShardedLayout, parameter: Tensor, members: Sequence[ShardedBase], form: Quantised
+) -> ShardedTensorFactory:
+    """Declare one quantised parameter of all experts by the declarations of its members. Local.
+
+    Args:
+        shape: the declaration of a plain tensor in its place.
+        parameter: the grouped parameter, by which optimizers find its declaration.
+        members: what `declare_quantised` returned for each of `members_of(parameter)`.
+        form: what is stored of them.
+    """
+    factories = tuple(member for member in members if isinstance(member, ShardedTensorFactory))
+    stored = _GroupForm(factories, form)
+    return ShardedTensorFactory(
+        shape.key,
+        parameter,
+        stored.build,
+        stored.merge,
+        shape.replica_id,
+        of_states=shape.without_data(),
+        how=factories[0].how,
+        advice=factories[0].advice,
+    )
+
+
 def is_from_masters(entity: ShardedBase) -> bool:
     """Return whether an entity is a quantised parameter that is not stored: its values are the masters."""
     if not isinstance(entity, ShardedTensorFactory):
         return False
     stored = getattr(entity.build_fn, "__self__", None)
-    return isinstance(stored, _StoredForm) and stored.form == "masters"
+    return isinstance(stored, _StoredForm | _GroupForm) and stored.form == "masters"
 
 
 @torch.no_grad()
@@ -107,7 +147,9 @@ def quantise_parameters(masters: Iterable[tuple[Tensor, Tensor]]) -> None:
     `fused_adam.load_sharded_state_dict` does it for TE's FusedAdam.
     """
     for parameter, master in masters:
-        _write(parameter, master)
+        members = members_of(parameter)
+        for target, values in zip(members, master, strict=True) if members else [(parameter, master)]:
+            _write(target, values)
 
 
 _HOW: Mapping[str, str] = {
@@ -132,11 +174,13 @@ class _StoredForm:
         shape: the declaration of a plain tensor in its place, without data.
         form: what is stored.
         shard: as for `declare_quantised`.
+        in_group: likewise.
     """
 
     shape: ShardedTensor | ShardedLayout
     form: Quantised
     shard: tuple[RankOffset, ...]
+    in_group: bool
 
     @torch.no_grad()
     def build(
@@ -167,8 +211,36 @@ class _StoredForm:
             if not torch.equal(target.dequantize(dtype=target.dtype), loaded["values"]):
                 _write(target, loaded["values"])  # equal values are not quantised again: codes could change
         elif self.form == "codes":
-            _write_codes(target, {name: value for name, value in loaded.items() if name != _TARGET})
+            codes = {name: value for name, value in loaded.items() if name != _TARGET}
+            (_fill_codes if self.in_group else _write_codes)(target, codes)
         return target
+
+
+@dataclass(frozen=True)
+class _GroupForm:
+    """How one quantised parameter of all experts is stored: the functions of its factory.
+
+    Attributes:
+        members: the factories of its matrices.
+        form: what is stored.
+    """
+
+    members: tuple[ShardedTensorFactory, ...]
+    form: Quantised
+
+    def build(
+        self, key: str, tensor: Any, replica_id: ReplicaId, flattened_range: slice | None
+    ) -> dict[str, Any]:
+        """Return the factories, with the parameter itself for `merge`."""
+        del replica_id, flattened_range  # of the members
+        return {
+            _TARGET: LocalNonpersistentObject(tensor),
+            "members": [replace(member, key=key) for member in self.members],
+        }
+
+    def merge(self, loaded: dict[str, Any]) -> Any:
+        """Return the parameter, whose members their factories have written."""
+        return loaded[_TARGET]
 
 
 def buffers_of(tensor: Any) -> dict[str, Tensor]:
@@ -216,6 +288,15 @@ def _write_codes(target: Any, codes: Mapping[str, Tensor]) -> None:
     if not _has_codes(target, codes):
         # TE 2.2 quantises again for MXFP8, TE 2.20 if a cache is out of date. The other setter takes codes.
         target.data = source
+
+
+def _fill_codes(target: Any, codes: Mapping[str, Tensor]) -> None:
+    """Write codes into a member of a group. The setters of a tensor may give it other memory."""
+    for name, buffer in target.get_metadata().items():
+        if name == _CACHE and buffer is not None:
+            buffer.copy_(codes["data"].movedim(-1, 0))
+        elif isinstance(buffer, Tensor):
+            buffer.copy_(codes[name])
 
 
 def _has_codes(target: Any, codes: Mapping[str, Tensor]) -> bool:

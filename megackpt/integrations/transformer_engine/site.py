@@ -84,12 +84,18 @@ class Site:
         return self.declare_codes(axes, plain, value, is_cut=is_cut(sharding))
 
     def declare_codes(
-        self, axes: tuple[RankOffset, ...], plain: ShardedBase, value: Tensor, *, is_cut: bool
+        self,
+        axes: tuple[RankOffset, ...],
+        plain: ShardedBase,
+        value: Tensor,
+        *,
+        is_cut: bool,
+        in_group: bool = False,
     ) -> ShardedBase:
         """Return the declaration of a parameter that may be quantised; see `declare_quantised`."""
         tp = self.groups.tp
         over_tp = (len(axes), tp.rank, tp.size) if is_cut else (len(axes), 0, 1)
-        return declare_quantised(plain, value, self.quantised, (*axes, over_tp))
+        return declare_quantised(plain, value, self.quantised, (*axes, over_tp), in_group=in_group)
 
 
 def own_tensors(module: nn.Module) -> dict[str, Tensor]:
