@@ -117,6 +117,7 @@ class ChunkDigest:
         return self._value
 
     def _add(self, values: Contributions) -> None:
+        # Combined many at a time: a call of the library for each short range takes longer than its bytes.
         self._pending.append(values)
         self._pending_count += len(values)
         if self._pending_count >= _PENDING_RANGES:

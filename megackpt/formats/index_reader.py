@@ -168,6 +168,7 @@ class PartialIndex(StoredIndex):
         With the table come the columns that it has no room for: `file`, `offset_bytes` and `digest_start`.
         """
         head = self._head
+        # One part without rows: then there is something to concatenate if no block is needed.
         nothing = {n: np.zeros((0, *head.rows[n].shape[1:]), np.int64) for n in ROW_COLUMNS}
         read = [{"array": np.zeros(0, np.int64), "digest_start": np.zeros(0, np.int64), **nothing}]
         widest = max(head.rows[name].row_nbytes for name in ROW_COLUMNS)
@@ -359,6 +360,7 @@ def _read_digests(store: Store, head: IndexHead, blocks: range) -> npt.NDArray[n
     digests = np.empty(min(blocks.stop * size, column.shape[0]) - begin, np.uint64)
     data = digests.data.cast("B")
     store.read_into(head.name, column.offset_bytes + begin * 8, data)
+    # Digests have digests, too: a changed one would make undamaged data look damaged.
     wrong = np.flatnonzero(block_digests(data, size * 8) != head.digest_digests[blocks.start : blocks.stop])
     if wrong.size:
         low = column.offset_bytes + (begin + int(wrong[0]) * size) * 8

@@ -179,7 +179,7 @@ def detect(store: Store) -> Json | None:
 
     None if no format recognises the files.
     """
-    listed = store.names()
+    listed = store.names()  # once for all formats: in an object store this is many requests
     for name in _names():
         file_names = _file_names(name)
         if file_names is not None and not any(map(file_names.is_foreign, listed)):

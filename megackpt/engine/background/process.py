@@ -199,8 +199,7 @@ class WriterProcess:
 
     def room_from(self, position: int) -> int:
         """Return up to which position the stream may be written; see `StreamReader`."""
-        # No deadline of its own: the receiving thread kills a process that makes no progress.
-        with self._lock:
+        with self._lock:  # without a deadline: the receiving thread kills a process without progress
             self._changed.wait_for(
                 lambda: self._is_lost or not self._jobs or self._consumed + self._capacity > position
             )

@@ -88,6 +88,7 @@ def _read_weight_map(store: Store, index: str) -> dict[str, str]:
 def _read_headers(store: Store, files: Sequence[str], *, index: str) -> dict[str, Header]:
     """Return the header of each file, which several threads read."""
     read = partial(_read_listed_header, store, index)
+    # Headers are small: in an object store their time is latency, which threads hide.
     if len(files) < 2:
         return dict(zip(files, map(read, files), strict=True))
     with ThreadPoolExecutor(min(len(files), _THREADS), thread_name_prefix="megackpt-headers") as pool:
@@ -137,6 +138,7 @@ def _folder_of(headers: Mapping[str, Header]) -> Folder:
     unreadable = {entry.name: reason for entry, _ in entries if (reason := _why_unreadable(entry))}
     readable = [(entry, number) for entry, number in entries if entry.name not in unreadable]
     starts = [headers[file].data_start for file in files]
+    # From headers alone: ranks compare the identity of what they open, and no tensor is read for that.
     identity = [f"{file}\n{headers[file].digest}\n" for file in files]
     return Folder(_chunks_of(readable, files, starts), unreadable, digest_of("".join(identity).encode()))
 

@@ -168,6 +168,7 @@ def _check_data_file(store: Store, name: str, chunks: StoredChunks) -> Iterator[
     store.read_into(name, 0, memoryview(prefix))
     length = int.from_bytes(prefix, "little")
     data_start = 8 + length
+    # Bounded before memory is allocated for the header.
     if not 2 <= length <= min(size - 8, _HEADER_MAX_BYTES):
         yield Damage(
             file=name, what=f"its header has {length:,} bytes, which the file cannot hold", start=0, stop=8

@@ -96,6 +96,7 @@ def _read_common(store: Store, manifest: Json) -> Any:
             raise FormatError(
                 f"{where_tensors}: not a safetensors file ({error}). The file is damaged.", path=where_tensors
             ) from error
+    # The tree refers to tensors by their numbers, which are their names in the file.
     try:
         ordered = tuple(tensors[str(i)] for i in range(len(tensors)))
     except KeyError as error:

@@ -87,6 +87,7 @@ class NativeSaveStrategy(SaveStrategy):
         receipt = _ReceiptBuilder(chunks, digests_arrays=self._covered is not None)
         if not len(rows):
             return receipt.packed(data_start=0)
+        # The plan has the size of every chunk, so header and length of the file are known before its data.
         header = header_of(chunks)
         name, nbytes = names.data_file(attempt, rank), len(header) + int(chunks.nbytes.sum())
         with store.open_writer(name, nbytes) as writer:

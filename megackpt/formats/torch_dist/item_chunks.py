@@ -171,6 +171,7 @@ class ItemChunks(Chunks):
                 self._loaded.move_to_end(row)
                 return self._loaded[row]
             item = self._items[row]
+            # Before memory is allocated: the length of an item comes from a file that may be damaged.
             self._check_inside(item, {})
             data = bytearray(item.nbytes)
             self._store.read_into(item.file, item.offset_bytes, memoryview(data))

@@ -46,6 +46,7 @@ def read_metadata(store: Store) -> bytes:
 def find_note(store: Store, metadata_digest: str) -> tuple[Json, str] | None:
     """Return the note about the `.metadata` with this digest, and its name; None if there is none."""
     for name in store.names("megackpt-"):
+        # Any other note is about a `.metadata` that another save has replaced.
         attempt_and_digest = names.note_of(name)
         if attempt_and_digest is None or attempt_and_digest[1] != metadata_digest:
             continue

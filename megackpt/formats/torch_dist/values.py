@@ -122,6 +122,7 @@ def _write(store: Store, name: str, items: list[tuple[str, Any, bytes]], *, entr
     for key, path, data in items:
         table.append([key, path, position, len(data)])
         position += len(data)
+    # After the items, and its length last: so the table is found from the end of the file.
     text = json.dumps(table).encode()
     content = [data for _, _, data in items]
     return {

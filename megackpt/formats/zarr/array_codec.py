@@ -45,7 +45,7 @@ class ArrayCodec:
         ).result()
         leaf = self.array.leaf(cell)
         data: bytes = self._memory[leaf]
-        del self._memory[leaf]
+        del self._memory[leaf]  # or every file of the array would stay in memory
         return data
 
     # tensorstore has no type stubs: what it returns is Any.

@@ -72,6 +72,7 @@ class Assembler:
                 left[file] -= 1
                 if not left[file]:
                     self._finish(file)
+            # Unfinished files are written early if they need too much memory; `_opened` reads them again.
             while sum(f.elements.nbytes for f in self._open.values()) > BUFFERED_BYTES:
                 self._finish(next(iter(self._open)))
 
@@ -146,6 +147,7 @@ class Assembler:
 
     def _codec(self, number: int) -> ArrayCodec:
         """Return the codec of an array. Codecs of the current array and of unfinished files are kept."""
+        # A codec has memory of its own, so only those are kept that are still needed.
         if number not in self._codecs:
             array = self._writing.arrays[number]
             assert array is not None  # rows of objects are not written here

@@ -34,6 +34,7 @@ def missing_chunks(arrays: Iterable[ZarrArray], listed: Collection[str]) -> Iter
         cells = math.prod(array.file_extents)
         if not cells:
             continue
+        # A damaged document may name any shape; to list the cells of a forged one would not end.
         if cells > _MAX_CELLS:
             what = f"it is of {cells:,} files, which no array has. Its document is damaged"
             yield Damage(file=array.path, key=array.spec.key, what=what)

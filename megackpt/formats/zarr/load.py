@@ -122,6 +122,7 @@ def find_objects(
     Raises:
         FormatError: files of one key disagree about the shape of their array, or an object lies outside.
     """
+    # By names alone: each object is a file, and no file is opened before a load asks for the object.
     shards: dict[str, list[Shard]] = {}
     for name in listed:
         parent, _, leaf = name.removeprefix(directory).rpartition("/")

@@ -78,6 +78,7 @@ class ZarrSaveStrategy(SaveStrategy):
                 put_file(store, self.object_name(spec, offset, attempt), data)
             elif row == first_rows[number]:
                 _put_documents(store, array)
+        # Durable, with their names, before rank 0 publishes the files after the last round.
         store.sync()
         return b""
 
