@@ -14,17 +14,16 @@ import contextlib
 import errno
 import os
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any
 
 from megackpt.storage.error_translation import large_file_error, translated_errors
 from megackpt.storage.file_reader import FileReader, read_through_cache
 from megackpt.storage.file_writer import FileWriter
-from megackpt.storage.hub_cache import sandbox_of
 from megackpt.storage.options import FileOptions
 from megackpt.storage.rawio import COMMON_POOL, BufferPool, write_fully
-from megackpt.storage.sandbox import flush_directory
+from megackpt.storage.sandbox import Sandbox, flush_directory
 from megackpt.storage.store import Store, check_name, temporary_name
 
 _MAX_IDLE_BUFFERS = 8  # of a store whose buffers are not of the common size
@@ -50,7 +49,7 @@ class LocalStore(Store):
         open_files: int = 64,
     ) -> None:
         self._root = absolute_path(root)  # the process may change its working directory later
-        self._files = sandbox_of(self._root, on_change=self._note_change)
+        self._files = _sandbox_of(self._root, on_change=self._note_change)
         self._options = files or FileOptions()
         self._open_files = open_files
         self._pool = COMMON_POOL
@@ -306,3 +305,12 @@ def _flush_path(path: str) -> None:
         flush_directory(descriptor)
     finally:
         os.close(descriptor)
+
+
+def _sandbox_of(root: str, *, on_change: Callable[[str], None]) -> Sandbox:
+    """Return the sandbox for a directory, which may be in the cache of huggingface_hub."""
+    if "/models--" not in root:
+        return Sandbox(root, on_change=on_change)
+    from megackpt.storage.hub_cache import sandbox_of
+
+    return sandbox_of(root, on_change=on_change)
