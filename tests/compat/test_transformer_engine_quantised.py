@@ -203,6 +203,21 @@ def test_one_quantised_parameter_of_all_experts_is_stored_as_single_ones_are(
             assert all("Tensor" in report.transformed["weight"] for report in reports)
 
 
+@pytest.mark.skipif(not IS_NEW, reason="TE 2.14 and later")
+@pytest.mark.parametrize("of", RECIPES[1:])
+def test_masters_of_all_experts_are_written_as_those_of_single_ones(
+    monkeypatch: pytest.MonkeyPatch, of: str
+) -> None:
+    monkeypatch.setenv("NVTE_GROUPED_LINEAR_SINGLE_PARAM", "1")
+    single = build_quantised(te_quantised.experts, ONE, of, seed=1)
+    grouped = build_quantised(te_quantised.grouped_experts, ONE, of, seed=2)
+    masters = torch.randn(EXPERTS, te_quantised.FFN, te_quantised.HIDDEN)
+    with reading():
+        quantise_parameters(zip(single.parameters(), masters, strict=True))
+        quantise_parameters([(grouped.get_parameter("weight"), masters)])
+    assert same(codes(grouped), codes(single))
+
+
 @pytest.mark.parametrize("of", RECIPES)
 def test_plain_values_are_quantised_and_back(tmp_path: Path, of: str) -> None:
     plain = build(te_quantised.mlp, ONE, seed=3)
