@@ -93,6 +93,7 @@ _BUILT_IN = {
     "qwen3": "megackpt.maps.families.llama:QWEN3",
     "qwen3_moe": "megackpt.maps.families.experts:QWEN3_MOE",
     "qwen3_next": "megackpt.maps.families.qwen3_next:QWEN3_NEXT",
+    "qwen3_next_mtp": "megackpt.maps.families.qwen3_next:QWEN3_NEXT_MTP",
     "t5": "megackpt.maps.families.t5:T5",
 }
 """The built-in families by name, as module and attribute."""

@@ -11,17 +11,25 @@ missing sum is off by a factor of 2.
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 
-from megackpt.parallel import ParallelLayout
+import megackpt
+from megackpt import KeyRule, LoadOptions, Policy
+from megackpt.maps import family
+from megackpt.parallel import ParallelGroups, ParallelLayout
 from megackpt.testing.ranks import RankPool
-from models import DeltaNetConfig, RotaryConfig
+from models import DeltaNetConfig, MTPConfig, RotaryConfig, build_gpt
+from models.huggingface import gpt_config
 from tests.effort import is_thorough
 from tests.huggingface_cases import Case, batch, check, run
+from tests.huggingface_checkpoints import assert_same_tensors, folder_tensors, write_folder
+from tests.huggingface_configs import random_fields
 from tests.huggingface_models import (
     SCAN_RELATIVE,
     arrays_in_our_names,
@@ -29,6 +37,8 @@ from tests.huggingface_models import (
     random_model,
     reference,
 )
+from tests.mapped_arrays import assembled, random_arrays
+from tests.optim_world import tensors_of
 
 pytest.importorskip("transformers", reason="the extra huggingface is not installed")
 
@@ -85,3 +95,27 @@ def test_two_ranks_compute_logits_and_gradients_of_transformers(rank_pool: RankP
     models = [(made.config, made.weights) for made in cases]
     ranks = rank_pool.run(run, 2, models, LAYOUTS[name], name.endswith("sequence"))
     check(ranks, LAYOUTS[name], cases, relative=SCAN_RELATIVE)
+
+
+def test_the_layer_for_further_tokens_of_published_folders_is_loaded_and_written(tmp_path: Path) -> None:
+    fields = {"model_type": FAMILY, **random_fields(FAMILY, 0), "num_experts": 4, "num_experts_per_tok": 2}
+    fields |= {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]}
+    made = family("qwen3_next_mtp").region_map(fields)
+    tensors = random_arrays(made, 0)
+    assert tensors["mtp.fc.weight"].shape == (fields["hidden_size"], 2 * fields["hidden_size"])
+    write_folder(tmp_path / "folder", fields, tensors)
+
+    config = replace(gpt_config(fields), make_vocab_divisible=1)
+    expected = assembled(made, tensors)
+    for mtp in (MTPConfig(num_layers=1), None):
+        model = build_gpt(replace(config, mtp=mtp), ParallelGroups.create(ParallelLayout()))
+        state = {"model": model.sharded_state_dict()}
+        rules = () if mtp is not None else (KeyRule(keys="mtp.*", missing=Policy.IGNORE),)
+        megackpt.load(state, tmp_path / "folder", maps="auto", options=LoadOptions(rules=rules))
+        loaded = {tensor.key: tensor.data for tensor in tensors_of(state)}
+        assert loaded.keys() == {key for key in expected if mtp is not None or not key.startswith("mtp.")}
+        assert all(torch.equal(data, expected[key]) for key, data in loaded.items())
+
+    megackpt.import_huggingface(tmp_path / "folder", tmp_path / "imported")
+    megackpt.export_huggingface(tmp_path / "imported", tmp_path / "again", map="qwen3_next_mtp")
+    assert_same_tensors(folder_tensors(tmp_path / "again"), tensors)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from megackpt.maps.families.sizes import Config
 from megackpt.maps.rules import Rule
@@ -37,6 +38,19 @@ def layer_rule(
         layers=tuple(layers),
         keeps_dtype=keeps_dtype,
     )
+
+
+def rules_elsewhere(rules: Sequence[Rule], ours: str, theirs: str) -> list[Rule]:
+    """Return rules of a layer for one that is not among the layers: its keys begin with other names."""
+    return [
+        replace(
+            rule,
+            ours=rule.ours.replace(OURS, ours),
+            theirs=rule.theirs.replace(THEIRS, theirs),
+            layers=(),
+        )
+        for rule in rules
+    ]
 
 
 def outer_rules(config: Config) -> list[Rule]:

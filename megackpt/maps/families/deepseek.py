@@ -13,16 +13,15 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Sequence
-from dataclasses import replace
 
 from megackpt.errors import MapError
 from megackpt.maps.families.decoder import (
-    OURS,
     THEIRS,
     gated_mlp_rules,
     layer_rule,
     norm_rules,
     outer_rules,
+    rules_elsewhere,
 )
 from megackpt.maps.families.experts import expert_rules
 from megackpt.maps.families.prefixes import prefix_is_optional
@@ -94,15 +93,7 @@ def _further_rules(inner: Sequence[Rule], number: int, theirs: int) -> list[Rule
         ("eh_proj", "eh_proj", "h 2h"),
     )
     own = [Rule(ours=f"{ours}{a}.weight", theirs=f"{other}{b}.weight", axes=axes) for a, b, axes in names]
-    return own + [
-        replace(
-            rule,
-            ours=rule.ours.replace(OURS, f"{ours}transformer_layer."),
-            theirs=rule.theirs.replace(THEIRS, other),
-            layers=(),
-        )
-        for rule in inner
-    ]
+    return own + rules_elsewhere(inner, f"{ours}transformer_layer.", other)
 
 
 def latent_attention_rules(config: Config, layers: Sequence[int]) -> list[Rule]:

@@ -31,7 +31,7 @@ from megackpt.maps.family import Family, FamilyRules
 from megackpt.maps.rules import Rule
 
 _MIXTRAL = ("block_sparse_moe", "w1", "w3", "w2")
-_QWEN = ("mlp", "gate_proj", "up_proj", "down_proj")
+QWEN = ("mlp", "gate_proj", "up_proj", "down_proj")
 """The block of experts, and of each expert gate, up and down."""
 
 
@@ -81,7 +81,7 @@ def qwen_rules(
     if dense:
         rules += gated_mlp_rules(dense)
     if sparse:
-        rules += expert_rules(sparse, keys, _QWEN)
+        rules += expert_rules(sparse, keys, QWEN)
         sizes |= {"e": size_of(config, "moe_intermediate_size"), "expert": _number_of_experts(config)}
     if sparse and has_shared_expert:
         rules += shared_expert_rules(sparse)

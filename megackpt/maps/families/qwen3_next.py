@@ -1,10 +1,12 @@
 """Qwen3-Next: layers with a gated delta net or with gated attention, experts, and a gated shared expert.
 
 The projections of a gated delta net are joined by key head: its query, its key, and the values and gates of
-its value heads follow each other. Layers for further tokens (`mtp`), which transformers does not read, are
-not in the map.
+its value heads follow each other. The published folders have a layer for further tokens (`mtp`), with
+attention, which transformers does not read: the keys of a folder tell. A folder is written with it by the
+family `qwen3_next_mtp`.
 
-Source: transformers 5.23, `Qwen3NextConfig` and `Qwen3NextForCausalLM`.
+Source: transformers 5.23, `Qwen3NextConfig` and `Qwen3NextForCausalLM`; Megatron-Bridge `Qwen3NextBridge`
+(names of `mtp`).
 """
 
 from __future__ import annotations
@@ -12,10 +14,22 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 
 from megackpt.errors import MapError
-from megackpt.maps.families.decoder import attention_rules, layer_rule
-from megackpt.maps.families.experts import qwen_rules
+from megackpt.maps.families.decoder import (
+    attention_rules,
+    gated_mlp_rules,
+    layer_rule,
+    norm_rules,
+    rules_elsewhere,
+)
+from megackpt.maps.families.experts import QWEN, expert_rules, qwen_rules, shared_expert_rules
 from megackpt.maps.families.prefixes import prefix_is_optional
-from megackpt.maps.families.sizes import Config, count_of, size_of, with_defaults
+from megackpt.maps.families.sizes import (
+    Config,
+    count_of,
+    layers_with_experts,
+    size_of,
+    with_defaults,
+)
 from megackpt.maps.family import Family, FamilyRules
 from megackpt.maps.rules import Rule
 
@@ -33,9 +47,27 @@ _BA = (
 _CONV = (("query", "kk", "kk@0/2kk+vv"), ("key", "kk", "kk@kk/2kk+vv"), ("value", "vv", "vv@2kk/2kk+vv"))
 
 
+_FURTHER = (
+    ("enorm", "pre_fc_norm_embedding", "h"),
+    ("hnorm", "pre_fc_norm_hidden", "h"),
+    ("final_layernorm", "norm", "h"),
+    ("eh_proj", "fc", "h 2h"),
+)
+"""What a layer for further tokens has in addition to others: our name, theirs, and the axes."""
+
+
 @prefix_is_optional("model.")
 def qwen3_next_rules(config: Config, keys: Collection[str]) -> FamilyRules:
-    """Return the rules of Qwen3-Next."""
+    """Return the rules of Qwen3-Next, with the layer for further tokens if the keys have it."""
+    return _rules(config, keys, has_further="mtp.fc.weight" in keys)
+
+
+def qwen3_next_mtp_rules(config: Config, keys: Collection[str]) -> FamilyRules:
+    """Return the rules of Qwen3-Next with the layer for further tokens, also for a folder to be written."""
+    return qwen3_next_rules(config, keys) if keys else _rules(config, keys, has_further=True)
+
+
+def _rules(config: Config, keys: Collection[str], *, has_further: bool) -> FamilyRules:
     config = with_defaults(
         config,
         keys,
@@ -53,7 +85,23 @@ def qwen3_next_rules(config: Config, keys: Collection[str]) -> FamilyRules:
     if with_delta_net:
         rules += delta_net_rules(with_delta_net)
     made = qwen_rules(config, keys, rules, has_shared_expert=True)
-    return FamilyRules(made.rules, {**made.sizes, **delta_net_sizes(config)})
+    further = _further_rules(config, keys) if has_further else ()
+    return FamilyRules((*made.rules, *further), {**made.sizes, **delta_net_sizes(config)})
+
+
+def _further_rules(config: Config, keys: Collection[str]) -> list[Rule]:
+    """Return the rules of the layer for further tokens: attention, and experts if the last layer has them."""
+    last = (count_of(config, "num_hidden_layers") - 1,)
+    inner = [*norm_rules(last), *attention_rules(config, last, has_qk_norm=True, has_output_gate=True)]
+    if set(last).issubset(layers_with_experts(config)):
+        inner += [*expert_rules(last, keys, QWEN), *shared_expert_rules(last)]
+    else:
+        inner += gated_mlp_rules(last)
+    own = [
+        Rule(ours=f"mtp.layers.0.{ours}.weight", theirs=f"mtp.{theirs}.weight", axes=axes)
+        for ours, theirs, axes in _FURTHER
+    ]
+    return own + rules_elsewhere(inner, "mtp.layers.0.transformer_layer.", "mtp.layers.0.")
 
 
 def delta_net_rules(layers: Sequence[int]) -> list[Rule]:
@@ -124,3 +172,4 @@ def layers_with_delta_net(config: Config) -> list[int]:
 
 
 QWEN3_NEXT = Family("qwen3_next", ("qwen3_next",), qwen3_next_rules)
+QWEN3_NEXT_MTP = Family("qwen3_next_mtp", (), qwen3_next_mtp_rules)
