@@ -144,11 +144,13 @@ class AsyncSaving:
     def _destination_in_root(
         self, step: int, request: SaveRequest, metrics: Mapping[str, SupportsFloat] | None, group: Group
     ) -> Destination:
-        root_saving = self._root_saving
+        # A Checkpointer may be dropped during the save. These functions stay and must not refer to self:
+        # then the saver would never be garbage, and its writer process would stay.
+        root_saving, store = self._root_saving, self._store
 
         def follow(damages: Sequence[Damage] | None) -> None:
             root_saving.warn_of_newer(step, group)
-            if self._store is not None:
+            if store is not None:
                 _check_visible(root_saving, step)
             root_saving.cleanup.after_commit(step, damages)
 
@@ -160,7 +162,7 @@ class AsyncSaving:
             root=root_saving.directories.location,
             name=step_name(step),
             objects=self._objects,
-            store=self._store,
+            store=store,
         )
         return Destination(
             request=request,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import random
 import signal
@@ -16,6 +17,7 @@ import torch.distributed as dist
 from megackpt import (
     Checkpointer,
     CheckpointError,
+    MemoryTier,
     RankFailedError,
     SaveOptions,
     ShardedTensor,
@@ -246,6 +248,16 @@ def test_ctrl_c_while_a_state_is_copied_fails_that_save_and_no_other(
             checkpointer.wait()  # and does not hang
         checkpointer.save(2, ones())
     assert checkpointer.steps() == (2,)
+
+
+def test_a_checkpointer_that_is_dropped_during_a_save_commits_it_and_ends_its_writer(tmp_path: Path) -> None:
+    checkpointer = single_process_checkpointer(tmp_path / "root", tiers=[MemoryTier(tmp_path / "tier")])
+    checkpointer.save(1, ones())
+    writer = saver_of(checkpointer).writer_pid
+    del checkpointer
+    gc.collect()
+    wait_for(lambda: not is_alive(writer))
+    assert Checkpointer(tmp_path / "root").steps() == (1,)
 
 
 def test_a_writer_for_which_there_is_no_memory_still_knows_for_which_rank_it_writes(
