@@ -18,6 +18,7 @@ from torch import nn
 from megackpt.parallel import MambaMixer, MambaSizes, ParallelGroups, ParallelLayout
 from megackpt.testing.ranks import RankPool
 from tests.compat import megatron_world
+from tests.effort import only_thorough
 from tests.optim_world import tensors_of
 
 pytest.importorskip("megatron.core", reason="megatron-core is not installed")
@@ -112,6 +113,7 @@ def _declared(tp: int) -> tuple[Boxes, Boxes]:
     return _boxes(theirs), _boxes(list(tensors_of(ours.sharded_state_dict("mixer."))))
 
 
+@only_thorough("it imports Megatron-Core in two processes; test_mamba_maps compares the names")
 def test_the_mixer_declares_what_that_of_megatron_core_does(rank_pool: RankPool) -> None:
     ranks = rank_pool.run(_declared, 2, 2)
     for theirs, ours in ranks:
