@@ -32,6 +32,7 @@ PARTS = {
 MODULES = {
     "megackpt.integrations.megatron_lm": "Megatron-LM's local checkpoints in tiers.",
     "megackpt.integrations.accelerate": "State of Hugging Face accelerate.",
+    "megackpt.integrations.lightning": "Strategies and a CheckpointIO for Lightning.",
     "megackpt.integrations.offload": "Optimizers whose state is on the CPU.",
     "megackpt.integrations.peft": "Adapter folders of Hugging Face's peft.",
     "megackpt.integrations.transformers": "A mixin for Hugging Face's Trainer.",

@@ -1,10 +1,10 @@
 """A training loop of Hugging Face accelerate whose checkpoints are megackpt's.
 
 accelerate launch --cpu --num_processes 2 examples/hosts/accelerate_loop.py run
-accelerate launch --cpu --num_processes 1 examples/hosts/accelerate_loop.py run --steps 20
+accelerate launch --cpu --num_processes 1 examples/hosts/accelerate_loop.py run 20
 """
 
-import argparse
+import sys
 
 import torch
 from accelerate import Accelerator
@@ -33,6 +33,7 @@ def main(root: str, steps: int) -> None:
         if done:
             for note in state.resume(checkpointer.load(state.sharded_state_dict()), step=done):
                 accelerator.print(note)
+        accelerator.print(f"begins after step {done}", flush=True)
         batches = iter(accelerator.skip_first_batches(data, done))
         for step in range(done + 1, steps + 1):
             x, y = next(batches)
@@ -50,8 +51,4 @@ def main(root: str, steps: int) -> None:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser()
-    parser.add_argument("root")
-    parser.add_argument("--steps", type=int, default=10)
-    arguments = parser.parse_args()
-    main(arguments.root, arguments.steps)
+    main(sys.argv[1], int(sys.argv[2]) if len(sys.argv) > 2 else 10)

@@ -1,22 +1,29 @@
 """Hugging Face's Trainer with checkpoints of megackpt: a mixin, and nothing else changes.
 
 torchrun --nproc-per-node 2 examples/hosts/trainer.py run
-torchrun --nproc-per-node 1 examples/hosts/trainer.py run --steps 20
+torchrun --nproc-per-node 1 examples/hosts/trainer.py run 20
 """
 
-import argparse
-from pathlib import Path
+import sys
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
-from megackpt.integrations.transformers import TrainerMixin
+from megackpt.integrations.transformers import TrainerMixin, newest_checkpoint
 
 GLOBAL_BATCH = 4
 
 
 class MyTrainer(TrainerMixin, Trainer):
     """A Trainer whose checkpoints load at any number of processes."""
+
+
+class PrintBegin(TrainerCallback):
+    """Prints the step after which the run begins."""
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        """Print the step."""
+        print(f"begins after step {state.global_step}", flush=True)
 
 
 def main(root: str, steps: int) -> None:
@@ -41,13 +48,9 @@ def main(root: str, steps: int) -> None:
     )
     tokens = torch.randint(64, (256, 1)) + torch.arange(16) % 3  # each sample repeats three tokens
     data = [{"input_ids": row % 64, "labels": row % 64} for row in tokens]
-    trainer = MyTrainer(model, arguments, train_dataset=data)
-    trainer.train(resume_from_checkpoint=any(Path(root).glob("checkpoint-*")))
+    trainer = MyTrainer(model, arguments, train_dataset=data, callbacks=[PrintBegin()])
+    trainer.train(resume_from_checkpoint=newest_checkpoint(root))
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser()
-    parser.add_argument("root")
-    parser.add_argument("--steps", type=int, default=10)
-    parsed = parser.parse_args()
-    main(parsed.root, parsed.steps)
+    main(sys.argv[1], int(sys.argv[2]) if len(sys.argv) > 2 else 10)

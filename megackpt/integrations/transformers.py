@@ -61,7 +61,14 @@ class TrainerMixin:
             NotACheckpointError: `resume_from_checkpoint=True`, and the output folder has no whole checkpoint.
         """
         if resume_from_checkpoint is True:
-            resume_from_checkpoint = newest_checkpoint(self.args.output_dir)
+            output_dir = self.args.output_dir
+            resume_from_checkpoint = newest_checkpoint(output_dir)
+            if resume_from_checkpoint is None:
+                raise NotACheckpointError(
+                    f"{output_dir} has no folder checkpoint-N with a whole checkpoint. To begin anew in that "
+                    f"case, give resume_from_checkpoint=newest_checkpoint({output_dir!r}).",
+                    path=output_dir,
+                )
         return cast(Any, super()).train(resume_from_checkpoint, *args, **kwargs)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
@@ -128,11 +135,10 @@ class TrainerMixin:
         return TrainingState(parts)
 
 
-def newest_checkpoint(output_dir: str) -> str:
-    """Return the newest folder `checkpoint-N` that is whole: its checkpoint and the Trainer's state. Local.
+def newest_checkpoint(output_dir: str) -> str | None:
+    """Return the newest folder `checkpoint-N` that is whole, None if there is none. Local.
 
-    Raises:
-        NotACheckpointError: there is none.
+    Whole are those that have a committed checkpoint and the Trainer's state.
     """
     numbered = [
         (int(match[1]), path) for path in Path(output_dir).glob("*") if (match := _STEP.fullmatch(path.name))
@@ -140,11 +146,7 @@ def newest_checkpoint(output_dir: str) -> str:
     for _, path in sorted(numbered, reverse=True):
         if check_is_distributed_checkpoint(path / FOLDER) and _is_json(path / _TRAINER_STATE):
             return str(path)
-    raise NotACheckpointError(
-        f"{output_dir} has no folder checkpoint-N with a whole checkpoint. Train without "
-        f"resume_from_checkpoint, or give the folder of a run that has saved.",
-        path=output_dir,
-    )
+    return None
 
 
 def _is_json(path: Path) -> bool:

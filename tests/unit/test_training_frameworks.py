@@ -14,7 +14,7 @@ import megackpt
 from megackpt.errors import NotACheckpointError, UnsupportedError
 from megackpt.integrations.accelerate import AcceleratorState, load_state, save_state
 from megackpt.integrations.torch_state import TorchState
-from megackpt.integrations.transformers import FOLDER, newest_checkpoint
+from megackpt.integrations.transformers import FOLDER, TrainerMixin, newest_checkpoint
 
 
 def stepped(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -96,6 +96,9 @@ def test_a_folder_that_is_not_whole_is_left_out(tmp_path: Path) -> None:
     assert newest_checkpoint(str(tmp_path)) == str(tmp_path / "checkpoint-5")
 
 
-def test_a_run_without_a_checkpoint_is_an_error(tmp_path: Path) -> None:
+def test_a_run_without_a_checkpoint_begins_anew_or_is_an_error(tmp_path: Path) -> None:
+    assert newest_checkpoint(str(tmp_path)) is None
+    trainer = TrainerMixin()
+    trainer.args = types.SimpleNamespace(output_dir=str(tmp_path))
     with pytest.raises(NotACheckpointError, match=r"has no folder checkpoint-N with a whole checkpoint"):
-        newest_checkpoint(str(tmp_path))
+        trainer.train(resume_from_checkpoint=True)
