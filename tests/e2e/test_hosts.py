@@ -71,8 +71,8 @@ def run_to_its_end(words: Sequence[str]) -> int:
 
 
 def train_and_kill(host: str, ranks: int, root: Path) -> None:
-    """Kill every process of a run as soon as it has a checkpoint."""
-    first = root / STEP_DIRECTORIES[host].format(FIRST_SAVE) / "metadata.json"
+    """Kill every process of a run while it saves for the second time, or right after."""
+    second = root / STEP_DIRECTORIES[host].format(2 * FIRST_SAVE)
     with subprocess.Popen(
         command(host, ranks, root),
         env=quiet({}),
@@ -80,7 +80,7 @@ def train_and_kill(host: str, ranks: int, root: Path) -> None:
         stderr=subprocess.DEVNULL,
     ) as process:
         deadline = time.monotonic() + TIMEOUT_S
-        while not first.exists():
+        while not second.exists():
             assert process.poll() is None
             assert time.monotonic() < deadline
             time.sleep(0.005)
