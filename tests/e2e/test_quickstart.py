@@ -10,6 +10,9 @@ import pytest
 import torch
 
 from tests.e2e.command_line import TIMEOUT_S, quiet, torchrun
+from tests.effort import only_thorough
+
+pytestmark = only_thorough("other tests resume other examples in this way; .ci/run has this one")
 
 QUICKSTART = Path(__file__).parents[2] / "examples" / "quickstart.py"
 

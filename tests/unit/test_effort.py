@@ -63,4 +63,3 @@ def test_a_share_of_the_cases_is_tried_and_the_seed_chooses_it(folder: Path) -> 
         assert sum(name.startswith("test_plain") for name in names) == 6
         assert "test_single" in names  # a test is never left out as a whole
     assert tried[0] != tried[1]
-    assert outcomes(folder, 0) == outcomes(folder, 0)

@@ -42,6 +42,10 @@ OF_OTHERS = {
     "use_collectives",  # of torch.distributed.checkpoint, from 2.8 on
     "single_grouped_weight",  # of Transformer Engine
     "tp_size",  # likewise
+    "master_weights",  # likewise
+    "quantization_config",  # of transformers, whose lines tests/compat/test_quantised_folders.py runs
+    "dequantize",  # likewise
+    "save_original_format",  # likewise
 }
 _ARGUMENT = re.compile(r"(?:(?P<owner>\w+)\((?:[^()]*[ ,(])?)?(?<![\w.\-])(?P<name>[a-z_]+)=(?!=)")
 
