@@ -10,8 +10,12 @@ import math
 import os
 import random
 from collections import defaultdict
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import pytest
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 THOROUGH = "MEGACKPT_TESTS_THOROUGH"
 """Set in the environment, for decorators and for processes that tests start."""
@@ -40,6 +44,19 @@ def is_thorough() -> bool:
 def only_thorough(why: str) -> pytest.MarkDecorator:
     """Return the mark of a test that `--thorough` alone runs; why says what else holds its claim."""
     return pytest.mark.skipif(not is_thorough(), reason=f"only with --thorough: {why}")
+
+
+def costly(why: str) -> Callable[[F], F]:
+    """Return a decorator of a test that a plain run skips visibly, and CI (`--thorough -m one_in`) runs.
+
+    why says what a plain run has in its place.
+    """
+
+    def mark(test: F) -> F:
+        marked: F = only_thorough(why)(pytest.mark.one_in(1)(test))
+        return marked
+
+    return mark
 
 
 def sample_of(whole: int, *, at_least: int = 20) -> int:

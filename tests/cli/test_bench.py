@@ -36,6 +36,7 @@ from megackpt.cli import main
 from megackpt.formats.registry import save_strategy
 from megackpt.storage import LocalStore, block_digests
 from tests.benchmarks.goals import goals_of
+from tests.effort import costly
 
 RANKS = 2
 OURS = {"megackpt", "megackpt:torch_dist"}
@@ -72,6 +73,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     }
 
 
+@costly("the other tests run a case or two")
 @pytest.mark.multiprocess
 def test_the_json_has_a_row_for_every_case_and_contender(results: dict[str, Any]) -> None:
     measured = {(row["case"], row["who"]) for row in results["report"]["rows"]}

@@ -36,6 +36,7 @@ from megackpt.testing.faulty_store import FaultyStore
 from megackpt.testing.identical import difference
 from megackpt.testing.ranks import RankPool
 from megackpt.testing.world import SimulatedWorld
+from tests.effort import costly
 
 FORMATS = sorted(f"{strategy.backend}:{strategy.version}" for strategy in save_strategies())
 NATIVE = "megackpt:1"
@@ -408,6 +409,7 @@ def resident(field: str) -> int:
     raise AssertionError(f"/proc/self/status has no {field}")
 
 
+@costly("conversions are streamed by one function, which other tests run")
 @pytest.mark.slow
 @pytest.mark.multiprocess
 def test_converting_1_gib_adds_less_than_100_mib_of_memory(rank_pool: RankPool, tmp_path: Path) -> None:

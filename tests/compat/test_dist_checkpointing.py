@@ -77,7 +77,7 @@ def test_content_metadata_is_found_in_the_checkpoint_and_in_a_loaded_state_dict(
     loaded = dist_checkpointing.load(small_state(), path)
     assert dist_checkpointing.load_content_metadata(preloaded_state_dict=loaded) == {"version": 3}
     assert megackpt.load_content_metadata(path) == {"version": 3}
-    with pytest.raises(ValueError, match="checkpoint_dir or preloaded_state_dict"):
+    with pytest.raises(ValueError, match="neither checkpoint_dir nor preloaded_state_dict"):
         dist_checkpointing.load_content_metadata()
 
 

@@ -18,6 +18,7 @@ from megackpt.errors import DeclarationError, NotACheckpointError
 from megackpt.integrations.megatron_lm import TieredCheckpointManager
 from megackpt.testing.ranks import RankPool
 from tests.compat.small_state import small_state
+from tests.effort import costly
 
 S = mapping.ShardedTensor
 TO_ROOT = 2  # multiples of this iteration go to the root, too
@@ -82,7 +83,7 @@ def _resume(base: str) -> int:
     return latest
 
 
-@pytest.mark.one_in(2)
+@costly("the other tests have one process")
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("is_async", [False, True])
 def test_steps_are_saved_found_and_loaded_at_other_layouts_also_without_the_tiers(

@@ -161,7 +161,7 @@ CASES = {
     "folder without config": Case(
         "--init-from {root}/bare", r"{root}/bare has no config\.json, which has the sizes of the model\."
     ),
-    "other family": Case("--init-from {root}/bert", r"No map is for model_type 'bert' of config\.json\. .*"),
+    "other family": Case("--init-from {root}/bert", r"config\.json: model_type 'bert' is not supported; .*"),
     "sizes of a folder": Case(
         "--init-from {root}/llama --hidden-size=64 --experts=2",
         r"--hidden-size, --experts: the model is that of config\.json in --init-from; leave them out",

@@ -13,6 +13,7 @@ import pytest
 
 from tests.e2e.command_line import run_torchrun, start_torchrun
 from tests.e2e.training_runs import SMALL_MODEL, write_text
+from tests.effort import costly
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.slow]
 
@@ -40,6 +41,7 @@ def kill_in_the_save_of(step_directory: str, watched: Path, flags: list[str]) ->
         agent.wait()
 
 
+@costly("tests/faults kills saves at many moments")
 def test_a_run_killed_in_a_save_goes_on_from_the_step_before_at_another_layout(tmp_path: Path) -> None:
     ckpt = tmp_path / "ckpt"
     flags = [*SMALL_MODEL, f"--data={write_text(tmp_path / 'text')}", f"--ckpt={ckpt}", "--steps=6"]

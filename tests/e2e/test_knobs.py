@@ -21,6 +21,7 @@ from megackpt.storage import LocalStore
 from megackpt.testing.ranks import RankPool
 from tests.e2e.command_line import PRETRAIN_GPT
 from tests.e2e.training_runs import SMALL_MODEL, metrics_of, train, write_text
+from tests.effort import costly
 
 pytestmark = pytest.mark.multiprocess
 
@@ -56,6 +57,7 @@ STEPS = 2 * len(PHASES)
 ALLOWED = 1e-5  # relative; see test_resume_other_layouts.py
 
 
+@costly("the other test compares what knobs write")
 def test_a_run_that_changes_its_knobs_learns_what_one_without_does(
     rank_pool: RankPool, tmp_path: Path
 ) -> None:

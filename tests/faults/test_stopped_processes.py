@@ -32,7 +32,7 @@ from megackpt import AsyncOptions, Checkpointer, CheckpointError, LoadOptions, S
 from megackpt.comm import world_group
 from megackpt.testing.ranks import RankPool
 from tests.async_saves import is_alive, saver_of
-from tests.effort import is_thorough, seed
+from tests.effort import costly, is_thorough, seed
 from tests.states import filled
 from tests.writer_faults import wait_for
 
@@ -305,6 +305,7 @@ checkpointer.save(3, {"w": part})
 """
 
 
+@costly("the other tests stop ranks at random moments")
 def test_the_interpreter_of_a_rank_ends_although_another_is_stopped(tmp_path: Path) -> None:
     with launcher() as (_, port):
         ranks = [

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from megatron_trainer import Run, losses_of
 
-from tests.effort import only_thorough
+from tests.effort import costly, only_thorough
 
 pytestmark = [
     pytest.mark.multiprocess,
@@ -27,6 +27,7 @@ def _late(losses: dict[str, str]) -> dict[str, str]:
     return {number: loss for number, loss in losses.items() if int(number) > 3}
 
 
+@costly("tests/compat loads and saves in Megatron-Core's models")
 def test_a_run_resumes_where_it_was_and_at_another_tensor_parallel_size(tmp_path: Path) -> None:
     path, queued = str(tmp_path / "iter_3"), str(tmp_path / "queued")
     runs = [Run(save=path), Run(save=queued, is_async=True), Run(load=path), Run(load=queued), Run(2, path)]

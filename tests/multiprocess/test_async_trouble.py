@@ -29,7 +29,7 @@ from megackpt.engine.background import process as writer_process
 from megackpt.engine.background import saver as async_save
 from megackpt.testing.ranks import RankPool
 from tests.async_saves import OPTIONS, is_alive, made, ones, part, saver_of, single_process_checkpointer
-from tests.effort import is_thorough, seed
+from tests.effort import costly, is_thorough, seed
 from tests.writer_faults import (
     FullDiskStrategy,
     GatedStrategy,
@@ -172,6 +172,7 @@ def outlast_hung_writers(root: Path) -> str:
     return str(raised.value)
 
 
+@costly("other tests here lose writers")
 def test_writers_that_hang_are_given_up_and_replaced(rank_pool: RankPool, tmp_path: Path) -> None:
     first, second = rank_pool.run(outlast_hung_writers, 2, tmp_path)
     assert first == second

@@ -28,7 +28,11 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 
 def shown_functions() -> dict[str, Any]:
     """Run the block of the page that saves and resumes, and return what it defines."""
-    (block,) = (b for b in re.findall(r"^```py\n(.*?)^```$", PAGE.read_text(), re.M | re.S) if "resume" in b)
+    (block,) = (
+        b
+        for b in re.findall(r"^```py\n(.*?)^```$", PAGE.read_text(), re.M | re.S)
+        if "def resume_training" in b
+    )
     namespace: dict[str, Any] = {}
     exec(block, namespace)
     return namespace

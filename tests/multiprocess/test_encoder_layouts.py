@@ -30,7 +30,7 @@ from megackpt.parallel import (
 )
 from megackpt.testing.ranks import RankPool
 from models import BertConfig, LearnedPositions, MLPConfig, T5Config, build_bert, build_t5, init_weights
-from tests.effort import is_thorough
+from tests.effort import costly, is_thorough
 
 pytestmark = pytest.mark.multiprocess
 
@@ -277,7 +277,7 @@ def test_two_models_of_different_layouts_are_one_checkpoint(
     assert_equal(tmp_path / "first", tmp_path / "second")
 
 
-@pytest.mark.one_in(2)
+@costly("layout pairs load and save these families")
 @pytest.mark.parametrize("model_name", MODELS)
 def test_training_with_a_change_of_layout_every_few_steps_is_that_without(
     model_name: str, rank_pool: RankPool, tmp_path: Path

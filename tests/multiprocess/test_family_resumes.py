@@ -27,6 +27,7 @@ from megackpt.parallel import (
     update_expert_bias,
 )
 from megackpt.testing.ranks import RankPool
+from tests.effort import costly
 from tests.moe_gpt_world import DELTA_NET, HYBRID, LATENT, MAMBA, Case, build, micro_batches, state_of
 
 pytestmark = pytest.mark.multiprocess
@@ -72,7 +73,7 @@ def _adam(params: list[dict[str, object]]) -> torch.optim.Optimizer:
     return torch.optim.AdamW(params, lr=0.003)
 
 
-@pytest.mark.one_in(4)
+@costly("layout pairs load and save these families")
 @pytest.mark.parametrize("model_name", CONFIGS)
 def test_a_run_whose_layout_changes_has_the_losses_of_one_that_is_not_interrupted(
     rank_pool: RankPool, tmp_path: Path, model_name: str

@@ -15,6 +15,7 @@ import megackpt
 from megackpt import LoadOptions, ShardedTensor
 from megackpt.parallel import GatedExperts, ParallelGroups, ParallelLayout
 from megackpt.testing.ranks import RankPool
+from tests.effort import costly
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.slow]
 
@@ -186,6 +187,7 @@ def start_of_peak() -> int:
     return resident("VmRSS")
 
 
+@costly("the other tests measure dense arrays")
 def test_experts_of_two_ranks_on_one_in_slices_and_back_add_at_most_64_mib(
     rank_pool: RankPool, tmp_path: Path
 ) -> None:

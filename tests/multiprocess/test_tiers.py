@@ -24,6 +24,7 @@ from megackpt import (
 from megackpt.checkpointer import LastLoad
 from megackpt.engine.tiers import save as tier_save
 from megackpt.testing.ranks import RankPool
+from tests.effort import costly
 
 pytestmark = pytest.mark.multiprocess
 
@@ -91,6 +92,7 @@ def resume(base: Path, tp: int) -> LastLoad:
     return again.last_load
 
 
+@costly("test_tiers_async.py loses nodes, too")
 def test_the_newest_step_in_memory_survives_the_loss_of_any_node_and_without_it_the_root_is_loaded(
     rank_pool: RankPool, memory_path: Path
 ) -> None:

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.effort import costly
+
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 
@@ -38,6 +40,7 @@ def run_suite(installed: Path, check: str, *flags: str) -> subprocess.CompletedP
     )
 
 
+@costly("the package is installed and used by the other tests")
 def test_the_installed_package_passes_the_conformance_suite(installed: Path) -> None:
     result = run_suite(installed, "check_npyfiles.py")
     assert result.returncode == 0, result.stdout

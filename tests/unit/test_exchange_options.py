@@ -48,7 +48,7 @@ def test_groups_that_make_no_sense_raise_an_error() -> None:
     store = MemoryStore()
     save(state(), store)
     with pytest.raises(
-        DeclarationError, match=r"exchange_group is given, and LoadOptions\.exchange is 'auto'"
+        DeclarationError, match=r"exchange_group is given, but with LoadOptions\.exchange='auto' every rank"
     ):
         load(state(), store, exchange_group=SingleProcess())
     with pytest.raises(DeclarationError, match=r"which is not a megackpt\.comm\.Group"):

@@ -232,7 +232,7 @@ def test_a_part_of_a_model_needs_a_mode_that_tolerates_it(tmp_path: Path) -> Non
     [
         ("auto", None, "has no config.json, and the map 'auto' depends on"),
         ("lama", CONFIG, "No map is called 'lama'"),
-        ("auto", {"model_type": "bert"}, "No map is for model_type 'bert'"),
+        ("auto", {"model_type": "unheard"}, "No map is for model_type 'unheard'"),
         (3, CONFIG, "map is a int"),
         ("auto", "config.json", "config is a str"),
     ],
