@@ -18,6 +18,7 @@ from megackpt.cli import main
 from megackpt.cli.entry import BAD_INPUT, UNREADABLE
 from megackpt.maps import family_of
 from megackpt.maps.megatron import megatron_map
+from tests.effort import costly
 from tests.huggingface_checkpoints import (
     assert_same_tensors,
     folder_tensors,
@@ -126,6 +127,7 @@ def test_no_folder_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert "convert" not in capsys.readouterr().out
 
 
+@costly("test_huggingface_export.py shares files among threads")
 @pytest.mark.multiprocess
 def test_torchrun_shares_the_files_between_two_processes(tmp_path: Path) -> None:
     expected = saved_model(tmp_path / "saved", LLAMA, 5)

@@ -357,6 +357,7 @@ def look_where_the_store_listens(root: Path) -> set[str]:
     return addresses
 
 
+@costly("nothing else depends on the address")
 @pytest.mark.skipif(not Path("/proc/net/tcp").exists(), reason="the system's table is read")
 def test_the_store_of_a_job_on_one_host_listens_on_the_loopback_address_alone(
     rank_pool: RankPool, tmp_path: Path

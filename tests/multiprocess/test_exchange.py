@@ -25,7 +25,7 @@ from megackpt import (
 )
 from megackpt.storage import LocalStore
 from megackpt.testing.ranks import Outcome, RankPool
-from tests.effort import only_thorough
+from tests.effort import costly, only_thorough
 
 pytestmark = pytest.mark.multiprocess
 
@@ -273,6 +273,7 @@ def test_a_rank_that_dies_in_the_middle_is_named_soon_after_the_deadline(
     check_that_rank_1_is_named(outcomes, began)
 
 
+@costly("tests/faults loses ranks at every step")
 def test_a_rank_that_is_stuck_in_the_middle_is_named_soon_after_the_deadline(
     rank_pool: RankPool, tmp_path: Path
 ) -> None:

@@ -47,6 +47,7 @@ def test_the_installed_package_passes_the_conformance_suite(installed: Path) -> 
     assert "failed" not in result.stdout
 
 
+@costly("the package is installed and used by the other tests")
 def test_urls_of_an_installed_store_are_served(installed: Path) -> None:
     result = run_suite(installed, "check_shelf.py")
     assert result.returncode == 0, result.stdout

@@ -51,7 +51,7 @@ def test_a_machine_that_stops_at_any_moment_leaves_no_half_model(file_bytes: int
     assert not [name for name in whole if name.endswith(".tmp") or "export" in name]
     chance = random.Random(seed())
     kept = 0
-    for index in sorted(chance.sample(range(moments), min(moments, 160 if is_thorough() else 15))):
+    for index in sorted(chance.sample(range(moments), min(moments, 160 if is_thorough() else 8))):
         machine = CrashMachine(stop_at=Moment(rank=0, index=index))
         with pytest.raises(Stopped):
             export(tmp_path / "saved", machine.store(rank=0), file_bytes=file_bytes)
@@ -77,8 +77,8 @@ def test_a_model_that_is_replaced_is_never_mixed_with_the_new_one(tmp_path: Path
     seen = 0
     removal = range(min(40, moments))  # the old model is removed first
     for index in [
-        *chance.sample(removal, 40 if is_thorough() else 15),
-        *chance.sample(range(40, moments), 80 if is_thorough() else 10),
+        *chance.sample(removal, 40 if is_thorough() else 7),
+        *chance.sample(range(40, moments), 80 if is_thorough() else 5),
     ]:
         machine = CrashMachine(old, stop_at=Moment(rank=0, index=index))
         with pytest.raises(Stopped):
