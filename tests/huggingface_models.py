@@ -366,6 +366,7 @@ def stays_in_float32(key: str) -> bool:
 
 def assert_close(actual: Any, expected: Tensor, relative: float = RELATIVE) -> None:
     """Compare logits, numpy's with torch's, relative to the largest one."""
+    assert actual.shape == tuple(expected.shape)  # a difference of unequal shapes would be broadcast
     error = (torch.from_numpy(actual) - expected).abs().max() / expected.abs().max()
     assert error <= relative, f"off by {error:.1e} of the largest logit"
 
