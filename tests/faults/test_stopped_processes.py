@@ -34,6 +34,7 @@ from megackpt.testing.ranks import RankPool
 from tests.async_saves import is_alive, saver_of
 from tests.effort import costly, is_thorough, seed
 from tests.states import filled
+from tests.stopped import stop_process
 from tests.writer_faults import wait_for
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.slow]
@@ -214,7 +215,7 @@ def try_stop(pool: RankPool, stop: Stop, notes: Path, *, ranks: int) -> list[str
             victims.append(pids[lost])
         others = [rank for rank in range(ranks) if rank != lost]
         for victim in victims:
-            os.kill(victim, signal.SIGSTOP)
+            stop_process(victim)
         limit = 2 * TIMEOUT_S + (NODE_S if "node" in stop.victim else 0.0)
         stopped = time.monotonic()
         try:

@@ -33,6 +33,7 @@ from megackpt.storage import LocalStore, MemoryStore
 from megackpt.testing.ranks import RankPool
 from megackpt.testing.world import SimulatedWorld
 from tests.async_saves import OPTIONS, made, ones, part, saver_of, single_process_checkpointer
+from tests.stopped import stop_process
 from tests.user_stores import KeepsNothing, NamedStore
 from tests.writer_faults import (
     GatedStrategy,
@@ -242,7 +243,7 @@ def test_the_last_save_of_a_run_is_not_skipped(tmp_path: Path) -> None:
     with single_process_checkpointer(tmp_path, async_save=options, schedule=schedule) as checkpointer:
         checkpointer.warm_up(ones())
         writer = saver_of(checkpointer).writer_pid
-        os.kill(writer, signal.SIGSTOP)
+        stop_process(writer)
         assert checkpointer.save(1, ones())
         assert not checkpointer.save(2, ones())
         signal.raise_signal(signal.SIGTERM)

@@ -30,6 +30,7 @@ from megackpt.engine.background import saver as async_save
 from megackpt.testing.ranks import RankPool
 from tests.async_saves import OPTIONS, is_alive, made, ones, part, saver_of, single_process_checkpointer
 from tests.effort import costly, is_thorough, seed
+from tests.stopped import stop_process
 from tests.writer_faults import (
     FullDiskStrategy,
     GatedStrategy,
@@ -159,7 +160,7 @@ def outlast_hung_writers(root: Path) -> str:
         checkpointer.wait()
     saver_of(checkpointer)._session.running().wait_ready()
     dist.barrier()
-    os.kill(saver_of(checkpointer).writer_pid, signal.SIGSTOP)
+    stop_process(saver_of(checkpointer).writer_pid)
     checkpointer.save(1, {"w": part(1.0)})
     with pytest.raises(WriterFailedError) as raised:  # all hang, so none waits for another and gives it up
         checkpointer.wait()
@@ -281,7 +282,7 @@ def test_training_survives_a_writer_that_is_killed_if_it_is_to(tmp_path: Path) -
     with single_process_checkpointer(tmp_path, on_error="warn") as checkpointer:
         checkpointer.warm_up(ones())
         writer = saver_of(checkpointer).writer_pid
-        os.kill(writer, signal.SIGSTOP)
+        stop_process(writer)
         assert checkpointer.save(1, ones())
         os.kill(writer, signal.SIGKILL)
         checkpointer.wait()
@@ -299,7 +300,7 @@ def test_a_writer_that_is_alone_and_makes_no_progress_is_given_up_also_if_it_can
         checkpointer.warm_up(ones())
         saver = saver_of(checkpointer)
         process, pid = saver._session.writer._process, saver.writer_pid
-        os.kill(pid, signal.SIGSTOP)
+        stop_process(pid)
         monkeypatch.setattr(process, "kill", lambda: None)  # as if it waited for a disk, in the kernel
         checkpointer.save(1, ones())
         message = (

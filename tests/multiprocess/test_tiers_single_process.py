@@ -24,6 +24,7 @@ from megackpt.comm import SingleProcess
 from megackpt.engine.background import saver
 from megackpt.engine.background.staging_memory import StreamRange
 from tests.async_saves import saver_of, single_process_checkpointer
+from tests.stopped import stop_process
 from tests.writer_faults import TierOrder, in_a_tier, wait_for
 
 pytestmark = pytest.mark.multiprocess
@@ -129,7 +130,7 @@ def test_after_a_skipped_step_the_next_one_goes_to_all_its_destinations(tmp_path
         tmp_path / "root", tiers=tiers, async_save=AsyncOptions(when_busy="skip")
     ) as run:
         run.warm_up(state(2))
-        os.kill(saver_of(run).writer_pid, signal.SIGSTOP)
+        stop_process(saver_of(run).writer_pid)
         assert [run.save(step, state(step)) for step in (2, 4, 5)] == [True, False, False]
         os.kill(saver_of(run).writer_pid, signal.SIGCONT)
         run.wait()

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 import torch.distributed as dist
@@ -17,6 +16,7 @@ from megackpt import WriterFailedError
 from megackpt.comm.store_client import StoreClient, StoreTimeoutError
 from megackpt.comm.store_group import StoreGroup
 from megackpt.comm.store_host import StoreAddress, connect_store
+from tests.stopped import stop_process
 
 _SERVER = """
 import sys, time
@@ -29,6 +29,7 @@ time.sleep(600)
 
 _PROGRAM = """
 import atexit, os, signal, socket, sys
+from tests.stopped import stop_process
 others = socket.socketpair(), socket.socket()  # connections that are none of ours, or none
 server, port = int(sys.argv[1]), int(sys.argv[2])
 # Registered first, so called last: a thread that waits for it would come back while the interpreter ends.
@@ -36,7 +37,7 @@ atexit.register(os.kill, server, signal.SIGKILL)
 from megackpt.comm.store_host import StoreAddress, connect_store
 client = connect_store(StoreAddress("127.0.0.1", port), timeout_s=30)
 client._answer_s = 0.3
-os.kill(server, signal.SIGSTOP)
+stop_process(server)
 try:
     client.get("key")
 except RuntimeError as error:
@@ -78,7 +79,7 @@ def test_no_call_of_a_store_whose_process_is_stopped_outlasts_its_deadline(
     assert clients["get"].get("key") == b"value"
     with pytest.raises(dist.DistStoreError):  # an answer
         clients["wait"].wait(["none"], timedelta(seconds=0.1))
-    os.kill(process.pid, signal.SIGSTOP)
+    stop_process(process.pid)
     for name, call in calls.items():
         clients[name]._answer_s = 0.2
         for most_s in (5.0, 0.1):  # the second fails at once
@@ -104,6 +105,7 @@ def test_an_interpreter_ends_in_order_while_a_call_is_stuck(
     process, port = server
     program = subprocess.run(
         [sys.executable, "-c", _PROGRAM, str(process.pid), str(port)],
+        cwd=Path(__file__).parents[2],
         capture_output=True,
         text=True,
         timeout=60,
