@@ -28,7 +28,7 @@ from tests.optim_world import Arrays, elements_of, scatter, tensors_of
 Kind = type[MasterOptimizer]
 KINDS = st.sampled_from([DistributedOptimizer, MixedPrecisionOptimizer])
 MOST_RANKS = 8  # of a simulated world: each is a thread
-EXAMPLES = 2000 if is_thorough() else 20  # about 0.2 s each
+EXAMPLES = 2000 if is_thorough() else 12  # about 0.2 s each
 
 
 def _divisors(size: int) -> list[int]:

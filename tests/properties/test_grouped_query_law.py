@@ -52,7 +52,7 @@ def fill(state: dict[str, Any]) -> dict[str, Any]:
     return state
 
 
-@settings(max_examples=400 if is_thorough() else 25, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=400 if is_thorough() else 12, deadline=None, suppress_health_check=list(HealthCheck))
 @given(kv_heads=st.sampled_from([1, 2]), source=LAYOUTS, target=LAYOUTS)
 def test_any_layout_loads_what_any_other_saved(
     kv_heads: int, source: ParallelLayout, target: ParallelLayout
