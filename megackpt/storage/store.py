@@ -285,9 +285,11 @@ class Store(ABC):
     def move(self, name: str, target: str) -> None:
         """Rename a file; it takes the place of an older file of the new name. Durable after `sync`.
 
-        The default copies the file; see `moves_atomically`.
+        A move to the same name changes nothing. The default copies the file; see `moves_atomically`.
         """
         nbytes = self.size(name)
+        if target == name:  # the copy would truncate the file that it reads, and then delete it
+            return
         with self.open_writer(target, nbytes) as writer:
             for start in range(0, nbytes, _COPY_BYTES):
                 part = bytearray(min(_COPY_BYTES, nbytes - start))

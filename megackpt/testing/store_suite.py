@@ -295,6 +295,12 @@ class StoreConformance:
         assert store.read("e/new", max_bytes=_LARGE) == some_bytes(_LARGE)
         assert read_range(store, "e/new", 3, 9) == some_bytes(_LARGE)[3:9]
 
+    def test_a_file_moved_to_its_own_name_stays(self, store: Store) -> None:
+        store.write("d/a", b"content")
+        as_store(store).move("d/a", "d/a")
+        store.sync()
+        assert store.read("d/a", max_bytes=10) == b"content"
+
     def test_asking_what_is_cached_and_removing_directories_changes_no_file(self, store: Store) -> None:
         store.write("d/a", b"1")
         assert as_store(store).is_cached("d/a") in (True, False)
