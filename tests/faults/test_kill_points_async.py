@@ -25,6 +25,7 @@ import torch.distributed as dist
 from megackpt import AsyncOptions, Checkpointer, CheckpointError, RankFailedError, SaveOptions, ShardedTensor
 from megackpt.comm import Group
 from megackpt.comm.store_group import StoreGroup
+from megackpt.engine.background.child_process import ChildProcess
 from megackpt.engine.background.messages import CheckpointLocation, Job
 from megackpt.engine.background.prepared_save import Destination
 from megackpt.engine.background.saver import AsyncSaver
@@ -133,10 +134,11 @@ def writers_on(machine: CrashMachine, kind: type[MortalWriter] = MortalWriter) -
     """Within the block, writers are threads here, which write to a crash machine."""
     ends = ExitStack()
 
-    def start(_: object, arena: int) -> tuple[MortalWriter, Connection]:
+    def start(_: object, arena: int) -> ChildProcess:
         ours, theirs = socket.socketpair()
         ends.enter_context(theirs)
-        return kind(machine, theirs, arena), Connection(ours.detach())
+        process: Any = kind(machine, theirs, arena)
+        return ChildProcess(process, Connection(ours.detach()))
 
     with ends, patch("megackpt.engine.background.process.start_writer", start):
         yield

@@ -25,6 +25,7 @@ from megackpt import (
     WriterFailedError,
 )
 from megackpt.comm import SingleProcess
+from megackpt.engine.background import child_process
 from megackpt.engine.background import process as writer_process
 from megackpt.engine.background import saver as async_save
 from megackpt.testing.ranks import RankPool
@@ -295,11 +296,12 @@ def test_a_writer_that_is_alone_and_makes_no_progress_is_given_up_also_if_it_can
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(writer_process, "_GRACE_S", 0.0)
-    monkeypatch.setattr(writer_process, "_END_S", 1.0)
+    for module in (child_process, writer_process):
+        monkeypatch.setattr(module, "END_S", 1.0)
     with single_process_checkpointer(tmp_path, timeout_s=1.5) as checkpointer:
         checkpointer.warm_up(ones())
         saver = saver_of(checkpointer)
-        process, pid = saver._session.writer._process, saver.writer_pid
+        process, pid = saver._session.writer._process._process, saver.writer_pid
         stop_process(pid)
         monkeypatch.setattr(process, "kill", lambda: None)  # as if it waited for a disk, in the kernel
         checkpointer.save(1, ones())

@@ -1,8 +1,7 @@
 """The steps of a writer process for one save, into a root or into a tier.
 
 They are those of a synchronous save: open the store, write, commit, verify. Then the training process does
-    the
-work that follows a commit.
+the work that follows a commit.
 """
 
 from __future__ import annotations

@@ -1,23 +1,21 @@
 """The writer process of this rank, as the training process sees it; its own side is in `writer_main`.
 
-One thread sends messages to it and one receives messages from it. A process that shows no progress is killed,
-and its jobs fail on all ranks.
+One thread sends messages to it and one receives messages from it. If the process shows no progress, or a
+thread meets an error, the process is killed, and its jobs fail on all ranks.
 """
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import logging
 import os
-import queue
-import signal
-import subprocess
 import threading
 import time
+from collections.abc import Sequence
 
 from megackpt.comm.messages import common_error, decode_error, encode_error
 from megackpt.comm.store_host import StoreHost
+from megackpt.engine.background.child_process import END_S
 from megackpt.engine.background.heartbeat import BEAT_S, ProgressWatch
 from megackpt.engine.background.messages import (
     CancelledMessage,
@@ -26,6 +24,7 @@ from megackpt.engine.background.messages import (
     EndedMessage,
     FollowUpDoneMessage,
     ForgetPlanMessage,
+    FromWriter,
     Job,
     JoinMessage,
     LeaveMessage,
@@ -33,20 +32,20 @@ from megackpt.engine.background.messages import (
     PlanMessage,
     ReadyMessage,
     StagedMessage,
-    ToWriter,
     store_prefix,
 )
+from megackpt.engine.background.outbox import Outbox
 from megackpt.engine.background.prepared_save import CommitHandler, FailureHandler, SubmittedJob
 from megackpt.engine.background.process_start import start_writer
 from megackpt.engine.background.staging_memory import StagingMemory, StreamClosedError
 from megackpt.engine.saving.save_hook import PlanCompletion
 from megackpt.errors import CheckpointError, RankFailedError, WriterFailedError
+from megackpt.formats.damage import Damage
 from megackpt.options import AsyncOptions
 from megackpt.planning import SavePlan
 
 log = logging.getLogger(__name__)
 
-_END_S = 5.0
 _MAX_PLANS = 8  # that the process keeps
 _LOOK_EVERY_S = 1.0
 _GRACE_S = 3.0
@@ -80,14 +79,15 @@ class WriterProcess:
         self._lock = threading.RLock()
         # Blocks enter the lock: Condition.__exit__ is Python code, in which Ctrl-C could keep it locked.
         self._changed = threading.Condition(self._lock)
-        self._is_ready = self._is_lost = self._is_stuck = False
+        self._is_ready = self._is_lost = False
+        self._advice = ""
         self._consumed = self._capacity = 0  # positions of the stream
         self._jobs: list[SubmittedJob] = []
         self._rank = 0
         self._host: StoreHost | None = None
         self._timeout_s = 0.0
-        self._outbox: queue.SimpleQueue[ToWriter | SubmittedJob | None] = queue.SimpleQueue()
-        self._process, self._connection = start_writer(kind, memory.descriptor)
+        self._outbox = Outbox()
+        self._process = start_writer(kind, memory.descriptor)
         try:
             self._threads = [
                 threading.Thread(target=self._receive_messages, name="megackpt-listen", daemon=True),
@@ -123,7 +123,7 @@ class WriterProcess:
         """Set for which rank it writes, and over which store writers synchronise."""
         self._rank, self._host, self._timeout_s = rank, host, timeout_s
         address = host.address if host is not None else None
-        self._send(JoinMessage(rank=rank, size=size, address=address, timeout_s=timeout_s))
+        self._outbox.put(JoinMessage(rank=rank, size=size, address=address, timeout_s=timeout_s))
 
     def resize(self, nbytes: int) -> None:
         """Change the size of the memory while no job is pending; do nothing if it has this size.
@@ -134,7 +134,7 @@ class WriterProcess:
         self.memory.resize(nbytes)
         if self._capacity != self.memory.nbytes:
             # Sent before the capacity is noted: an interrupt in between repeats the message, and loses none.
-            self._send(MemoryMessage(self.memory.nbytes))
+            self._outbox.put(MemoryMessage(self.memory.nbytes))
             self._capacity = self.memory.nbytes
 
     def use_plan(self, plan: SavePlan, complete: PlanCompletion | None) -> int:
@@ -143,7 +143,7 @@ class WriterProcess:
         numbered = next((recent for recent in self._plans if recent[1] is plan), None)
         if numbered is None:
             numbered = next(self._numbers), plan
-            self._send(PlanMessage(*numbered, complete))
+            self._outbox.put(PlanMessage(*numbered, complete))
         else:
             self._plans.remove(numbered)
         self._plans.append(numbered)
@@ -185,8 +185,8 @@ class WriterProcess:
         for submitted in cancelled:
             self._position = max(self._position, submitted.stop)
             self._send_jobs()
-            self._send(CancelledMessage(submitted.job.number, self.abort(submitted.job.attempt, error)))
-            self._send(StagedMessage(submitted.stop))
+            self._outbox.put(CancelledMessage(submitted.job.number, self.abort(submitted.job.attempt, error)))
+            self._outbox.put(StagedMessage(submitted.stop))
             submitted.is_staged = True
         return cancelled
 
@@ -210,7 +210,7 @@ class WriterProcess:
     def report_staged(self, position: int) -> None:
         """Report to the process that the stream is written up to a position."""
         self._send_jobs()
-        self._send(StagedMessage(position))
+        self._outbox.put(StagedMessage(position))
 
     def wait_ready(self) -> None:
         """Return when it has started.
@@ -221,9 +221,11 @@ class WriterProcess:
         with self._lock:
             self._changed.wait_for(lambda: self._is_ready or self._is_lost, self._start_timeout_s)
         if not self._is_ready:
-            how = self._how_it_ended() if self._is_lost else f"needs over {self._start_timeout_s:g} s"
+            how = f"has not started after {self._start_timeout_s:g} s"
+            if self._is_lost:
+                how = f"{self._process.how_it_ended()} before it had started"
             raise RankFailedError(
-                f"The writer process of rank {self._rank} {how} to start. Its output says why.",
+                f"The writer process of rank {self._rank} {how}. Its output says why.",
                 rank=self._rank,
             )
 
@@ -248,27 +250,22 @@ class WriterProcess:
         """End the process, and release the memory. Pending jobs are lost."""
         if not self.is_ours:
             return
-        self._send(LeaveMessage())
-        self._outbox.put(None)
-        if not self._is_lost and not self._has_ended():
-            self._process.kill()
-            self._has_ended()
-        if not self._has_ended(0.0):
+        self._outbox.put(LeaveMessage())
+        self._outbox.close()
+        if not self._is_lost:
+            self._process.end()
+        if not self._process.has_ended():
             text = "The writer process %s is killed, and does not end: the system waits for a disk."
             log.warning(text, self.pid)
         for thread in self._threads:
             if thread is not threading.current_thread():  # the garbage collector may run in any thread
-                thread.join(_END_S)
-        self._connection.close()
+                thread.join(END_S)
+        self._process.connection.close()
         self.memory.close()
 
     def kill(self) -> None:
         """End the process immediately. Pending jobs fail."""
         self._process.kill()
-
-    def _send(self, message: ToWriter) -> None:
-        """Send a message later, in the order of calls."""
-        self._outbox.put(message)
 
     def _send_jobs(self) -> None:
         for submitted in list(self._jobs):
@@ -277,44 +274,48 @@ class WriterProcess:
 
     def _forget_plans(self, most: int) -> None:
         while len(self._plans) > most:
-            self._send(ForgetPlanMessage(self._plans.pop(0)[0]))
+            self._outbox.put(ForgetPlanMessage(self._plans.pop(0)[0]))
 
     def _send_messages(self) -> None:
-        while (message := self._outbox.get()) is not None:
-            if isinstance(message, SubmittedJob):
-                if message.is_sent:
-                    continue
-                message.is_sent = True
-                message = message.job
-            with contextlib.suppress(OSError):  # it has ended, which the receiving thread notices
-                self._connection.send(message)
+        try:
+            self._outbox.send_all(self._process.connection)
+        except Exception as error:  # noqa: BLE001 - handed over to all ranks
+            self._process.kill(f"could not be sent a message ({type(error).__name__}: {error})")
 
     def _receive_messages(self) -> None:
+        """Handle messages until the process has ended. Whatever happens, no job waits for ever."""
         watch = ProgressWatch(self.pid)
-        with contextlib.suppress(EOFError, OSError):
-            while not self._is_stuck:
-                if not self._connection.poll(BEAT_S):
+        try:
+            while not self._process.why_killed:
+                if self._process.connection.poll(BEAT_S):
+                    watch.reset()
+                    self._handle(self._process.connection.recv())
+                else:
                     self._check(watch)
-                    continue
-                message = self._connection.recv()
-                watch.reset()
-                if isinstance(message, CommittedMessage):
-                    arguments, name = (message,), "megackpt-follow"
-                    threading.Thread(target=self._follow_up, args=arguments, name=name, daemon=True).start()
-                    continue
-                with self._lock:
-                    if isinstance(message, ConsumedMessage):
-                        self._consumed = message.position
-                    elif isinstance(message, EndedMessage):
-                        error = decode_error(message.error) if message.error is not None else None
-                        self._end(self._submitted(message.job), error)
-                    elif isinstance(message, ReadyMessage):
-                        self._is_ready = True
-                    self._changed.notify_all()
-        self._has_ended()
+        except (EOFError, OSError):
+            pass  # it has ended, or is ended below
+        except Exception as error:  # noqa: BLE001 - handed over to all ranks
+            self._process.kill(f"sent a message that could not be handled ({type(error).__name__}: {error})")
+        self._process.end()
         with self._lock:
             self._is_lost = True
         self._fail_all()
+
+    def _handle(self, message: FromWriter) -> None:
+        if isinstance(message, CommittedMessage):
+            arguments = self._submitted(message.job), message.damages
+            name = "megackpt-follow"
+            threading.Thread(target=self._follow_up, args=arguments, name=name, daemon=True).start()
+            return
+        with self._lock:
+            if isinstance(message, ConsumedMessage):
+                self._consumed = message.position
+            elif isinstance(message, EndedMessage):
+                error = decode_error(message.error) if message.error is not None else None
+                self._end(self._submitted(message.job), error)
+            elif isinstance(message, ReadyMessage):
+                self._is_ready = True
+            self._changed.notify_all()
 
     def _check(self, watch: ProgressWatch) -> None:
         """Kill a process that has work and has shown no progress for too long."""
@@ -325,27 +326,24 @@ class WriterProcess:
             watch.reset()
             return
         watch.check()
-        most = self._timeout_s + _GRACE_S if self._is_ready else self._start_timeout_s
-        if watch.silent_s > most:
-            self._is_stuck = True
-            self._process.kill()
+        if not self._is_ready and watch.silent_s > self._start_timeout_s:
+            self._kill_stuck(f"had not started after {self._start_timeout_s:g} s")
+        elif self._is_ready and watch.silent_s > self._timeout_s + _GRACE_S:
+            self._kill_stuck(f"made no progress for {self._timeout_s:g} s")
 
-    def _has_ended(self, most_s: float | None = None) -> bool:
-        """Return whether the process ends within most_s; one that is stuck in the kernel cannot be killed."""
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(_END_S if most_s is None else most_s)
-        return self._process.returncode is not None
+    def _kill_stuck(self, reason: str) -> None:
+        self._advice = _STUCK_ADVICE
+        self._process.kill(reason)
 
-    def _follow_up(self, committed: CommittedMessage) -> None:
+    def _follow_up(self, submitted: SubmittedJob, damages: Sequence[Damage] | None) -> None:
         """Do the work after a commit in its own thread: the receiving thread has to watch the process."""
         error: bytes | None = None
-        submitted = self._submitted(committed.job)
         submitted.is_followed_up = True
         try:
-            submitted.on_commit(committed.damages)
+            submitted.on_commit(damages)
         except Exception as raised:  # noqa: BLE001 - handed over to all ranks
             error = encode_error(raised)
-        self._send(FollowUpDoneMessage(committed.job, error))
+        self._outbox.put(FollowUpDoneMessage(submitted.job.number, error))
         submitted.is_followed_up = False
 
     def _submitted(self, job: int) -> SubmittedJob:
@@ -382,19 +380,9 @@ class WriterProcess:
         return decode_error(first)
 
     def _loss_of(self, submitted: SubmittedJob) -> WriterFailedError:
-        advice = _STUCK_ADVICE if self._is_stuck else ""
+        how = self._process.how_it_ended()
         return WriterFailedError(
-            f"The writer process of rank {self._rank} (process {self.pid}) {self._how_it_ended()} while "
-            f"saving {submitted.job.label}. It is started again for the next save.{advice}",
+            f"The writer process of rank {self._rank} (process {self.pid}) {how} while saving "
+            f"{submitted.job.label}. It is started again for the next save.{self._advice}",
             rank=self._rank,
         )
-
-    def _how_it_ended(self) -> str:
-        if self._is_stuck and self._is_ready:
-            return f"made no progress for {self._timeout_s:g} s and was killed"
-        if self._is_stuck:
-            return f"had not started after {self._start_timeout_s:g} s and was killed"
-        code = self._process.returncode
-        if code is not None and code < 0:
-            return f"was killed by {signal.Signals(-code).name}"
-        return f"ended with exit code {code}"

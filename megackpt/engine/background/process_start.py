@@ -15,6 +15,8 @@ import sys
 from multiprocessing.connection import Connection
 from pathlib import Path
 
+from megackpt.engine.background.child_process import ChildProcess
+
 _QUIET = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "FATAL"}
 
 # In isolated mode Python imports nothing from the current directory or PYTHONPATH. This package is the one
@@ -35,9 +37,7 @@ main(settings)
 """
 
 
-def start_writer(
-    kind: tuple[int, str | None, str | None], memory: int
-) -> tuple[subprocess.Popen[bytes], Connection]:
+def start_writer(kind: tuple[int, str | None, str | None], memory: int) -> ChildProcess:
     """Start the process. It is a new interpreter: a fork would copy locks and handles of devices."""
     ours, theirs = socket.socketpair()
     with theirs:
@@ -56,7 +56,7 @@ def start_writer(
             stdin=subprocess.DEVNULL,
             env={**os.environ, **_QUIET},
         )
-    return process, Connection(ours.detach())
+    return ChildProcess(process, Connection(ours.detach()))
 
 
 def search_path() -> list[str]:
