@@ -44,6 +44,9 @@ MODULES = {
 }
 """Modules without `__all__`: what they define in public is documented as a whole."""
 
+WITH_INHERITED_MEMBERS = {"megackpt.Checkpointer"}
+"""Classes with public methods of base classes that have no entry of their own."""
+
 
 def public_names(part: str) -> list[str]:
     """Return the names of a package's `__all__`, from its source."""
@@ -65,8 +68,13 @@ def page_of(part: str, about: str) -> str:
     """Return the Markdown of a part's page, with a directive of mkdocstrings for each name."""
     if part in MODULES:
         return f"# {part}\n\n{about}\n\n::: {part}\n"
-    entries = [f"::: {part}.{name}\n" for name in public_names(part)]
+    entries = [_entry(f"{part}.{name}") for name in public_names(part)]
     return "\n".join([f"# {part}\n", f"{about}\n", *entries])
+
+
+def _entry(name: str) -> str:
+    options = "    options:\n      inherited_members: true\n" if name in WITH_INHERITED_MEMBERS else ""
+    return f"::: {name}\n{options}"
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:

@@ -21,11 +21,9 @@ class RunSettings:
     """Arguments of a Checkpointer, under their names there.
 
     Attributes:
-        root: the directory or the URL, absolute; None for a store, which each rank may name differently.
         async_options: None without asynchronous saves.
     """
 
-    root: str | None
     retention: Retention
     schedule: SaveSchedule
     async_options: AsyncOptions | None
@@ -35,8 +33,12 @@ class RunSettings:
     save_options: SaveOptions
     load_options: LoadOptions
 
-    def compare(self, group: Group) -> None:
+    def compare(self, group: Group, *, root: str | None) -> None:
         """Raise an error if ranks have different arguments. Collective.
+
+        Args:
+            group: the ranks.
+            root: the directory or the URL, absolute; None for a store, which each rank may name differently.
 
         Raises:
             DeclarationError: the same on every rank; it names the first argument that differs.
@@ -45,17 +47,16 @@ class RunSettings:
         if group.size > 1:
             compare_settings(
                 group,
-                self._values(),
+                {"root": root, **self._values()},
                 what="Ranks have different Checkpointers",
                 doing="comparing what their Checkpointers were given",
             )
 
     def _values(self) -> dict[str, Any]:
-        """Return the compared values as JSON, by the names that error texts use."""
+        """Return the values to compare as JSON, by the names that error texts use."""
         best = self.retention.keep_best
         schedule, options = self.schedule, self.async_options
         return {
-            "root": self.root,
             "async_save": options is not None,
             "AsyncOptions.when_busy": None if options is None else options.when_busy,
             "tiers": [_tier_values(tier) for tier in self.tiers.tiers],

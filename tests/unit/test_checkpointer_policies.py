@@ -211,7 +211,7 @@ def test_steps_to_load_are_numbers_or_the_latest_and_timeout_s_is_that_of_saves_
     assert [checkpointer.load({}, step)["a"] for step in (1, 2, None, "latest")] == [1, 2, 2, 2]
     with pytest.raises(DeclarationError, match="step is 'newest'"):
         checkpointer.load({}, "newest")  # type: ignore[arg-type]
-    assert checkpointer.save_options.timeout_s == checkpointer._load_options.timeout_s == 7.0
+    assert checkpointer.save_options.timeout_s == checkpointer._settings.load_options.timeout_s == 7.0
 
 
 def test_damaged_metrics_are_none(tmp_path: Path) -> None:
