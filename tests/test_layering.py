@@ -41,8 +41,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     },
     # Public functions on whole checkpoints; the command line prints what they return.
     "maintenance": {
-        "engine", "formats", "validation", "planning", "mapping", "maps", "metadata", "geometry", "codec",
-        "comm", "storage", "options", "arguments", "notices", "errors",
+        "engine", "formats", "validation", "planning", "mapping", "maps", "metadata", "parallel", "geometry",
+        "codec", "comm", "storage", "options", "arguments", "notices", "errors",
     },
     "api": {
         "engine", "formats", "validation", "maps", "mapping", "metadata", "comm", "storage", "options",

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from megackpt.maintenance.import_huggingface import HuggingFaceImport
 
 _TIMEOUT_S = 600.0
+_SPELLINGS = {"map_name": "--map", "merge_adapters": "--merge-adapter"}
 
 
 @click.command(name="convert", epilog=EXIT_CODES)
@@ -57,6 +58,18 @@ _TIMEOUT_S = 600.0
     "--weights",
     type=click.Choice(["model", "masters"]),
     help="With --to huggingface: the weights of the model, or the float32 masters of its optimizer.",
+)
+@click.option(
+    "--merge-adapter",
+    "merge_adapters",
+    multiple=True,
+    metavar="NAME",
+    help="With --to huggingface: merge this adapter into the weights; give it again for further ones.",
+)
+@click.option(
+    "--adapters-from",
+    metavar="DIR",
+    help="With --merge-adapter: the checkpoint that has the adapters, if it is not SRC.",
 )
 @click.option(
     "--max-file-size", metavar="SIZE", help="With --to huggingface: longest file, such as 5GB (the default)."
@@ -156,9 +169,10 @@ def _import_text(target: str, report: HuggingFaceImport) -> str:
 
 def _export_text(target: str, report: HuggingFaceExport) -> str:
     kept = f" ({report.kept_files} kept from an interrupted export)" if report.kept_files else ""
+    merged = f", with {', '.join(report.merged_adapters)} merged" if report.merged_adapters else ""
     return (
         f"{target}: {report.tensors} tensors, {decimal(report.nbytes)} in {report.files} files{kept}, as "
-        f"{report.dtype}, by the map {report.map}; {_checked(report)}."
+        f"{report.dtype}, by the map {report.map}{merged}; {_checked(report)}."
     )
 
 
@@ -174,7 +188,7 @@ class _FolderOptions:
 
     @classmethod
     def of(cls, options: dict[str, Any]) -> _FolderOptions:
-        return cls({name: value for name, value in options.items() if value is not None})
+        return cls({name: value for name, value in options.items() if value not in (None, ())})
 
     def check(self, *, is_export: bool, is_import: bool, array_digests: bool) -> None:
         """Check that the given options can be used with the formats, and with each other.
@@ -188,11 +202,11 @@ class _FolderOptions:
             raise click.UsageError("--array-digests cannot be used with --to huggingface. Leave it out.")
         allowed = {"map_name", "config", "dtype", "prefix"} if is_export or is_import else set()
         if is_export:
-            allowed |= {"weights", "max_file_size", "norm_added"}
+            allowed |= {"weights", "max_file_size", "norm_added", "merge_adapters", "adapters_from"}
         if is_import:
             allowed |= {"text_only"}
         for name in self.options.keys() - allowed:
-            option = "--map" if name == "map_name" else f"--{name.replace('_', '-')}"
+            option = _SPELLINGS.get(name, f"--{name.replace('_', '-')}")
             raise click.UsageError(
                 f"{option} cannot be used with these formats: its help says for which formats it is."
             )
@@ -205,7 +219,10 @@ class _FolderOptions:
     def of_export(self) -> dict[str, Any]:
         """Return arguments of `export_huggingface`."""
         arguments = self.of_import()
-        arguments |= {name: self.options[name] for name in self.options.keys() & {"weights", "norm_added"}}
+        names = self.options.keys() & {"weights", "norm_added", "merge_adapters"}
+        arguments |= {name: self.options[name] for name in names}
+        if "adapters_from" in self.options:
+            arguments["adapters_from"] = checkpoint_location(self.options["adapters_from"])
         if "max_file_size" in self.options:
             arguments["max_file_bytes"] = _size(self.options["max_file_size"])
         return arguments

@@ -36,6 +36,7 @@ from megackpt.integrations.peft_names import (
     stored_names,
     unstacked,
 )
+from megackpt.maintenance.adapter_arrays import stored_config
 from megackpt.maintenance.huggingface_model_files import ConfigSource, ModelFiles
 from megackpt.maintenance.import_plan import with_stacked_layers_where_equal
 from megackpt.mapping import ShardedTensor
@@ -92,7 +93,7 @@ def export_peft(
         CheckpointError: the checkpoint cannot be read, or a file not be written.
     """
     content, where = load_content_metadata(source), str(source)
-    lora = _stored_config(content, adapter, where)
+    lora = stored_config(content, adapter, where)
     base = ModelFiles.of(config, content, where=where).config
     modules = modules_of(chosen_map(map, base, (), where=where))
     arrays = _adapter_arrays(source, adapter)
@@ -172,19 +173,6 @@ def import_peft(
     content = {"adapters": {adapter: lora.to_json()}, "huggingface_config": dict(base)}
     save(state, target, content_metadata=content, group=SingleProcess())
     return lora
-
-
-def _stored_config(content: Any, adapter: str, where: str) -> LoRAConfig:
-    """Return the config of an adapter from the content metadata of a checkpoint."""
-    configs = content.get("adapters") if isinstance(content, Mapping) else None
-    if not isinstance(configs, Mapping) or adapter not in configs:
-        names = ", ".join(configs) if isinstance(configs, Mapping) else ""
-        raise DeclarationError(
-            f"{where}: the content metadata has no adapter {adapter!r}; it has {names or 'none'}. Save with "
-            f"content_metadata=adapter_metadata(model), and name one of its adapters.",
-            path=where,
-        )
-    return LoRAConfig.from_json(configs[adapter])
 
 
 def _adapter_arrays(source: Location, adapter: str) -> dict[str, Tensor]:

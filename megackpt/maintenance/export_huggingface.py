@@ -12,7 +12,7 @@ import json
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Literal, TypeAlias, get_args
 
@@ -27,6 +27,7 @@ from megackpt.engine.data.workers import run_jobs
 from megackpt.errors import DeclarationError, MapError, MismatchError
 from megackpt.formats.contents import Contents
 from megackpt.formats.huggingface.names import INDEX
+from megackpt.maintenance.adapter_arrays import is_of_adapter
 from megackpt.maintenance.arguments import checked_progress
 from megackpt.maintenance.huggingface_map import ChosenMap
 from megackpt.maintenance.huggingface_model_files import ConfigSource, ModelFiles
@@ -40,14 +41,10 @@ from megackpt.maintenance.huggingface_plan import (
 )
 from megackpt.maintenance.huggingface_target import Digests, ExportTarget
 from megackpt.maintenance.huggingface_writing import FileExport, written_small_files
-from megackpt.maintenance.mapped_reading import (
-    MappedCheckpoint,
-    check_can_be_read,
-    check_fits,
-    checked_dtype,
-    is_floating,
-)
+from megackpt.maintenance.mapped_reading import MappedCheckpoint, check_fits, checked_dtype, is_floating
 from megackpt.maintenance.new_checkpoint import is_same_location
+from megackpt.maintenance.part_reading import check_can_be_read
+from megackpt.maintenance.stored_adapters import StoredAdapters
 from megackpt.maps import MapChoice, RegionMap
 from megackpt.maps.weights import MASTER, OPTIMIZER
 from megackpt.metadata import ArraySpec
@@ -70,6 +67,7 @@ class HuggingFaceExport:
         kept_files: how many of them an interrupted export had finished before.
         nbytes: bytes of all tensors.
         is_verified: whether all files were read again and are equal to what was written.
+        merged_adapters: names of the adapters that were merged into the weights.
     """
 
     location: str
@@ -80,6 +78,7 @@ class HuggingFaceExport:
     kept_files: int
     nbytes: int
     is_verified: bool
+    merged_adapters: tuple[str, ...] = ()
 
 
 def export_huggingface(
@@ -90,6 +89,8 @@ def export_huggingface(
     config: ConfigSource = None,
     dtype: torch.dtype | str | None = None,
     weights: WeightsChoice = "model",
+    merge_adapters: Sequence[str] = (),
+    adapters_from: Location | None = None,
     max_file_bytes: int = 5_000_000_000,
     buffer_bytes: int = 16 * 1024 * 1024,
     workers: int = 2,
@@ -120,6 +121,10 @@ def export_huggingface(
             the checkpoint. Some stay in the dtype of the checkpoint: `e_score_correction_bias`,
             and `A_log`, `D` and `dt_bias` of Mamba-2 and gated delta nets.
         weights: `"masters"` takes the float32 master weights of the optimizer where there are any.
+        merge_adapters: names of adapters (`megackpt.parallel.add_adapters`) that are merged into the weights,
+            in this order. Sums are computed in float32 and rounded once, to the dtype that is written. Other
+            adapters are left out.
+        adapters_from: the checkpoint that has them, saved with `adapter_metadata(model)`; None: the source.
         max_file_bytes: limit of the tensors in one file.
         buffer_bytes: bytes that are read and written at a time; each worker has two such buffers.
         workers: number of files that this rank writes at a time.
@@ -139,8 +144,10 @@ def export_huggingface(
     Raises:
         NotACheckpointError: there is no committed checkpoint at the source.
         MapError: there is no such map, the config contradicts itself, or the checkpoint has missing or
-            additional tensors or other shapes. Nothing is written.
-        DeclarationError: there is a model at the target, no config, or an argument is invalid.
+            additional tensors or other shapes; so have adapters, or none are to be merged. Nothing is
+            written.
+        DeclarationError: there is a model at the target, no config, no such adapter, or an argument is
+            invalid.
         IntegrityError, FormatError: the source is damaged, or a written file differs from it.
         StorageError: a file cannot be written. Finished files stay, and no index.
         CheckpointError: each of these, and every other error; the same on all ranks.
@@ -155,6 +162,7 @@ def export_huggingface(
     check_count("norm_added", norm_added, least=0, most=1)
     check_flags(verify=verify, overwrite=overwrite, allow_unsafe_pickle=allow_unsafe_pickle)
     check_choice("weights", weights, get_args(WeightsChoice))
+    merged = _checked_names(merge_adapters, adapters_from)
     progress = checked_progress(progress)
     group = group_or_world(group, timeout_s=timeout_s)
     with ExitStack() as stack:
@@ -163,9 +171,17 @@ def export_huggingface(
                 stack.enter_context(opened_store(source)), config, allow_unsafe_pickle=allow_unsafe_pickle
             )
             choice = ChosenMap(map, prefix, norm_added)
-            made = _map_of(opened, choice, weights)
+            made = _map_of(opened, choice, weights, merges_adapters=bool(merged))
             name = choice.name(opened.files.config)
-            planned = _plan(opened, made, checked_dtype(dtype), name=name, max_file_bytes=max_file_bytes)
+            mapped = MappedCheckpoint(opened.contents, made.inverse(), opened.store.location)
+            if merged:
+                at = (
+                    opened.store
+                    if adapters_from is None
+                    else stack.enter_context(opened_store(adapters_from))
+                )
+                mapped = replace(mapped, adapters=_adapters(merged, at, mapped, allow_unsafe_pickle))
+            planned = _plan(opened, mapped, checked_dtype(dtype), name=name, max_file_bytes=max_file_bytes)
             store = stack.enter_context(opened_store(target))
             if is_same_location(store, opened.store):
                 raise DeclarationError(
@@ -190,7 +206,19 @@ def export_huggingface(
         kept_files=len(finished),
         nbytes=sum(tensor.nbytes for file in planned.files for tensor in file.tensors),
         is_verified=verify,
+        merged_adapters=merged,
     )
+
+
+def _checked_names(names: Sequence[str], adapters_from: Location | None) -> tuple[str, ...]:
+    """Return the names of adapters, or raise a DeclarationError for other values."""
+    if isinstance(names, str) or not all(isinstance(name, str) for name in names):
+        raise DeclarationError(f"merge_adapters is {names!r}. Give a sequence of names, ['default'].")
+    if len(set(names)) < len(names):
+        raise DeclarationError(f"merge_adapters is {names!r}. Name each adapter once.")
+    if adapters_from is not None and not names:
+        raise DeclarationError("adapters_from is given, and no adapter. Name some with merge_adapters.")
+    return tuple(names)
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,9 +237,13 @@ class _OpenedSource:
         references = frozenset(stored_references(common, contents).values())
         return cls(store, contents, ModelFiles.of(config, content, where=store.location), references)
 
-    def weights(self, prefix: str) -> dict[str, ArraySpec]:
-        """Return the arrays that a model with this prefix has, by key."""
-        return {
+    def weights(self, prefix: str, *, merges_adapters: bool) -> dict[str, ArraySpec]:
+        """Return the arrays that a model with this prefix has, by key.
+
+        Raises:
+            MapError: there are adapters, and none are to be merged.
+        """
+        weights = {
             key: spec
             for key, spec in self.contents.arrays.items()
             if key.startswith(prefix)
@@ -219,6 +251,15 @@ class _OpenedSource:
             and not key.startswith(OPTIMIZER)
             and key not in self.references
         }
+        adapters = sorted(filter(is_of_adapter, weights))
+        if adapters and not merges_adapters:
+            raise MapError(
+                f"{self.store.location} has adapters, as {adapters[0]!r}. Name those that are to be merged "
+                f"into the weights with merge_adapters= (--merge-adapter NAME).",
+                key=adapters[0],
+                path=self.store.location,
+            )
+        return {key: spec for key, spec in weights.items() if not is_of_adapter(key)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,14 +273,14 @@ class _PlannedExport:
     digest: str
 
 
-def _map_of(opened: _OpenedSource, choice: ChosenMap, weights: str) -> RegionMap:
+def _map_of(opened: _OpenedSource, choice: ChosenMap, weights: str, *, merges_adapters: bool) -> RegionMap:
     """Return the map from the arrays of a checkpoint to the folder, and check that it fits. Local.
 
     Raises:
         MapError: it does not, or there are no master weights.
     """
     config, where, arrays = opened.files.config, opened.store.location, opened.contents.arrays
-    stored = opened.weights(choice.prefix)
+    stored = opened.weights(choice.prefix, merges_adapters=merges_adapters)
     made = choice.of_checkpoint(config, stored)
     if weights == "masters":
         masters = {key: MASTER + key for key in made.left if MASTER + key in arrays}
@@ -253,12 +294,25 @@ def _map_of(opened: _OpenedSource, choice: ChosenMap, weights: str) -> RegionMap
     return made
 
 
+def _adapters(
+    names: Sequence[str], store: Store, source: MappedCheckpoint, allow_unsafe_pickle: bool
+) -> StoredAdapters:
+    """Open the adapters that are merged into the weights of a source. Local."""
+    return StoredAdapters.open(
+        names,
+        store,
+        source.contents,
+        list(source.map.right),
+        where_weights=source.where,
+        allow_unsafe_pickle=allow_unsafe_pickle,
+    )
+
+
 def _plan(
-    opened: _OpenedSource, bound: RegionMap, dtype: str | None, *, name: str, max_file_bytes: int
+    opened: _OpenedSource, source: MappedCheckpoint, dtype: str | None, *, name: str, max_file_bytes: int
 ) -> _PlannedExport:
     """Check that the checkpoint can be read, and plan the files. Local; nothing is written."""
-    check_can_be_read(opened.contents, list(bound.left), opened.store)
-    source = MappedCheckpoint(opened.contents, bound.inverse(), opened.store.location)
+    check_can_be_read(opened.contents, list(source.map.right), opened.store)
     files = plan_files(_tensors(source, dtype), max_file_bytes=max_file_bytes)
     written = Counter[str]()
     for file in files:
@@ -270,8 +324,9 @@ def _plan(
     about = {
         # Some formats do not name a save, so that another one may have the same identity.
         "source": [contents.identity, "" if contents.names_save else opened.store.location],
-        "map": [name, digest_of(repr(bound.pairs).encode())],
+        "map": [name, digest_of(repr(source.map.pairs).encode())],
         "config": opened.files.config,
+        "adapters": [] if source.adapters is None else source.adapters.description(),
     }
     return _PlannedExport(source, files, model_files, main, plan_digest(files, json.loads(json.dumps(about))))
 

@@ -41,14 +41,9 @@ from megackpt.maintenance.import_plan import (
     new_arrays,
     with_stacked_layers_where_equal,
 )
-from megackpt.maintenance.mapped_reading import (
-    MappedCheckpoint,
-    check_can_be_read,
-    check_fits,
-    checked_dtype,
-    read_parts,
-)
+from megackpt.maintenance.mapped_reading import MappedCheckpoint, check_fits, checked_dtype
 from megackpt.maintenance.new_checkpoint import NewCheckpoint, TargetState, check_target, prepare_target
+from megackpt.maintenance.part_reading import check_can_be_read, read_parts
 from megackpt.maintenance.windows import ByteArray, filled_windows
 from megackpt.maps import MapChoice, RegionMap
 from megackpt.maps.text_part import TextPart

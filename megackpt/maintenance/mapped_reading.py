@@ -11,20 +11,15 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from megackpt.engine.checkpoint.opening import check_arrays_complete, check_readable
-from megackpt.engine.data.read import read_tensors
 from megackpt.errors import MapError, truncated_list
 from megackpt.formats.contents import Contents
+from megackpt.maintenance.part_reading import read_parts
+from megackpt.maintenance.stored_adapters import StoredAdapters
 from megackpt.mapping import ShardedTensor
-from megackpt.mapping.describe import describe, dtype_name
+from megackpt.mapping.describe import dtype_name
 from megackpt.maps import MappedArray, RegionMap
-from megackpt.maps.requests import mapped_tensors
+from megackpt.maps.requests import MappedTensor, mapped_tensors
 from megackpt.metadata import OBJECT, ArraySpec
-from megackpt.options import LoadOptions
-from megackpt.planning import plan_load
-from megackpt.storage import Store
-
-READ_OPTIONS = LoadOptions(threads=4)
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,11 +30,13 @@ class MappedCheckpoint:
         contents: the checkpoint.
         map: the names in which it is read on the left, its own on the right.
         where: its location, for errors.
+        adapters: merged into the weights that are read; None for the weights as they are stored.
     """
 
     contents: Contents
     map: RegionMap
     where: str
+    adapters: StoredAdapters | None = None
 
     def read(self, tensors: Sequence[ShardedTensor]) -> None:
         """Fill tensors, whose keys are on the left of the map. Local.
@@ -50,11 +47,12 @@ class MappedCheckpoint:
             IntegrityError, FormatError, StorageError: the bytes are damaged, or cannot be read.
         """
         parts = [part for tensor in tensors for part in mapped_tensors(tensor, tensor.key, self.map)]
-        # What is added is added in the stored dtype, before the sum is rounded.
-        requests = [self._in_stored_dtype(p.theirs) if p.added else p.theirs for p in parts]
+        requests = [self._request(part) for part in parts]
         read_parts(self.contents, requests, where=self.where)
+        if self.adapters is not None:
+            self.adapters.merge_into(request for request in requests if self._is_changed(request.key))
         for part, request in zip(parts, requests, strict=True):
-            if part.added:
+            if request is not part.theirs:
                 assert part.theirs.data is not None
                 assert request.data is not None
                 part.theirs.data.copy_(request.data + part.added)
@@ -87,21 +85,22 @@ class MappedCheckpoint:
             )
         return dtype if dtype is not None and is_floating(stored[0]) else stored[0]
 
-    def _in_stored_dtype(self, request: ShardedTensor) -> ShardedTensor:
-        dtype = getattr(torch, self.contents.arrays[request.key].dtype)
+    def _is_changed(self, key: str) -> bool:
+        return self.adapters is not None and key in self.adapters.changed_keys
+
+    def _request(self, part: MappedTensor) -> ShardedTensor:
+        """Return what is read for a part: the part, or memory of another dtype for what is added to it.
+
+        Adapters are added in float32, and other sums are those of the stored dtype. They are rounded after.
+        """
+        request = part.theirs
+        if self._is_changed(request.key):
+            dtype = torch.float32
+        elif part.added:
+            dtype = getattr(torch, self.contents.arrays[request.key].dtype)
+        else:
+            return request
         return replace(request, data=torch.empty(request.local_shape, dtype=dtype), dtype=dtype)
-
-
-def read_parts(contents: Contents, tensors: Sequence[ShardedTensor], *, where: str) -> None:
-    """Fill tensors that declare parts of stored arrays. Local.
-
-    Raises:
-        IntegrityError, FormatError, StorageError: the bytes are damaged, or cannot be read.
-    """
-    requested = describe(tensors, rank=0)
-    chunks = contents.chunks_for([requested.table])
-    copies = plan_load(requested, chunks.table, where=where)
-    read_tensors(chunks, copies, tensors, READ_OPTIONS)
 
 
 def check_fits(
@@ -134,16 +133,6 @@ def check_fits(
             key=faults[0][0],
             path=where,
         )
-
-
-def check_can_be_read(contents: Contents, keys: Sequence[str], store: Store) -> None:
-    """Check that the files of a checkpoint hold every element of some arrays. Local; no chunk is read.
-
-    Raises:
-        FormatError: an element is in no file, or an array cannot be loaded.
-    """
-    check_readable(keys, contents.unreadable, where=store.location)
-    check_arrays_complete(store, contents.chunks(sorted(keys)), sorted(keys))
 
 
 def is_floating(dtype: str) -> bool:

@@ -69,7 +69,7 @@ def _base(config: GPTConfig, weights: Any, groups: ParallelGroups) -> Any:
 
 
 def _save(config: GPTConfig, weights: Any, lora: LoRAConfig, directory: Path) -> Any:
-    """Save an adapter alone, and the base with the adapter merged into it; return the logits."""
+    """Save an adapter alone, with its base, and merged into it, and the base alone; return the logits."""
     groups = ParallelGroups.create(TP2)
     model = _base(config, weights, groups)
     add_adapters(model, lora, groups, seed=3)
@@ -77,6 +77,8 @@ def _save(config: GPTConfig, weights: Any, lora: LoRAConfig, directory: Path) ->
     declared = adapter_state(model.sharded_state_dict())
     randomise(declared)
     megackpt.save(declared, directory / "adapter", content_metadata=adapter_metadata(model))
+    megackpt.save(model.sharded_state_dict(), directory / "all", content_metadata=adapter_metadata(model))
+    megackpt.save(base_state(model.sharded_state_dict()), directory / "base")
     logits = logits_of(model, config, groups)
     merge_adapter(model)
     megackpt.save(model.sharded_state_dict(), directory / "merged")
@@ -107,19 +109,25 @@ def test_peft_computes_what_two_ranks_of_tp_did_and_merges_as_they_do(
     actual = rank_pool.run(_save, 2, ours, weights, ADAPTERS[family], tmp_path)[0]
     config = random_config(family, 0)
     base = json.loads(config.to_json_string())
-    names = export_peft(tmp_path / "adapter", tmp_path / "folder", config=base)
-    assert len(names) == len(set(names)) > 0
+    modules = export_peft(tmp_path / "adapter", tmp_path / "folder", config=base)
+    assert len(modules) == len(set(modules)) > 0
     model = peft.PeftModel.from_pretrained(random_model(config, 0), tmp_path / "folder")
     with torch.no_grad():
         expected = model(token_ids(ours.vocab_size)).logits
         assert (expected - reference(family, 0)[2]).abs().max() > 0.01 * expected.abs().max()
         assert_close(actual, expected)
     megackpt.export_huggingface(tmp_path / "merged", tmp_path / "ours", config=base)
+    options: dict[str, Any] = {"merge_adapters": ["default"], "config": base, "buffer_bytes": 3000}
+    megackpt.export_huggingface(tmp_path / "all", tmp_path / "ours_of_all", **options)
+    options["adapters_from"] = tmp_path / "adapter"
+    megackpt.export_huggingface(tmp_path / "base", tmp_path / "ours_of_two", **options)
     model.merge_and_unload().save_pretrained(tmp_path / "theirs")
-    stored, merged = (megackpt.load_plain_tensors(tmp_path / name) for name in ("ours", "theirs"))
-    assert stored.keys() == merged.keys()
-    for key, value in stored.items():
-        assert_arrays_close(value, merged[key], key, relative=MERGED)
+    merged = megackpt.load_plain_tensors(tmp_path / "theirs")
+    for folder in ("ours", "ours_of_all", "ours_of_two"):
+        stored = megackpt.load_plain_tensors(tmp_path / folder)
+        assert stored.keys() == merged.keys()
+        for key, value in stored.items():
+            assert_arrays_close(value, merged[key], key, relative=MERGED)
 
 
 TARGETS = {
