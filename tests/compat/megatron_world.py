@@ -6,10 +6,12 @@ Every function runs in a worker of a RankPool. Of Megatron-Core nothing is repla
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import hashlib
 import multiprocessing
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -228,14 +230,20 @@ def save_genuine(case: Case, layout: Layout, path: str) -> torch.Tensor | None:
     if dist.get_rank() == 0:
         os.makedirs(path, exist_ok=True)
     dist.barrier()
-    # It starts a process for its queues, which a daemonic process, as a worker is one, may not.
+    with may_start_processes():
+        dist_checkpointing.save(state, path)
+    return logits_of(model, layout)
+
+
+@contextlib.contextmanager
+def may_start_processes() -> Iterator[None]:
+    """Let this worker, a daemonic process, start one, as Megatron-Core does for the queues of a save."""
     process: Any = multiprocessing.current_process()
     process._config["daemon"] = False
     try:
-        dist_checkpointing.save(state, path)
+        yield
     finally:
         process._config["daemon"] = True
-    return logits_of(model, layout)
 
 
 def load_folder(case: Case, layout: Layout, folder: str, config: dict[str, Any]) -> torch.Tensor | None:

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.doc_blocks import ON_RANKS, blocks_of
+
 ROOT = Path(__file__).parents[2]
 needs_megatron = pytest.mark.skipif(
     importlib.util.find_spec("megatron") is None,
@@ -49,6 +51,19 @@ except ModuleNotFoundError as error:
     assert "is not offered by megackpt" in str(error) and error.name.endswith("not_of_ours")
 else:
     raise AssertionError("a module that is not ours was found")
+""")
+    assert done.returncode == 0, done.stderr
+
+
+@needs_megatron
+def test_the_lines_for_hosts_that_save_through_megatron_core_are_those_of_the_docs() -> None:
+    (block,) = (
+        b for b in blocks_of(ON_RANKS.read_text()) if b.section.startswith("NeMo") and b.kind == "python"
+    )
+    done = _run(f"""{block.code}
+from megatron.core import dist_checkpointing
+from megackpt.compat.megatron import dist_checkpointing as ours
+assert dist_checkpointing is ours
 """)
     assert done.returncode == 0, done.stderr
 

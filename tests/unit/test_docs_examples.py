@@ -8,13 +8,10 @@ the text of the error that it raises.
 from __future__ import annotations
 
 import ast
-import contextlib
-import io
-import itertools
 import re
 import runpy
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 
@@ -22,9 +19,7 @@ from megackpt import errors
 from megackpt.codec.encoder import KINDS
 from megackpt.errors import CheckpointError
 from megackpt.metadata import DTYPES
-
-ROOT = Path(__file__).parents[2]
-DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
+from tests.doc_blocks import DOCUMENTS, FENCE, ON_RANKS, ROOT, blocks_of, examples_of, run
 
 PUBLIC_PARTS = {
     "", "compat", "geometry", "integrations", "maps", "optim", "parallel", "storage", "testing",
@@ -32,7 +27,6 @@ PUBLIC_PARTS = {
 }  # fmt: skip
 """Parts of megackpt that users import from; most names are in the package itself."""
 
-_BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 _LINK = re.compile(r"\]\(([^)\s]+)\)")
 _PATH = re.compile(r"`((?:megackpt|models|examples|tests|docs)/[\w./-]+)`")
 _DTYPE = re.compile(r"\| `(\w+)` \| (\d+) \| `(\w+)`")
@@ -40,42 +34,8 @@ _TAG = re.compile(r"`(\$\w+)`")
 _ATTEMPT = re.compile(r"\b[0-9a-f]{16}\b")
 
 
-class Example(NamedTuple):
-    """A python block, the number of its first line, and the output it is shown with, if any."""
-
-    code: str
-    line: int
-    output: str | None
-
-
 def is_error_class(value: object) -> bool:
     return isinstance(value, type) and issubclass(value, CheckpointError)
-
-
-def examples_of(text: str) -> list[Example]:
-    blocks = list(_BLOCK.finditer(text))
-    examples = []
-    for block, following in itertools.zip_longest(blocks, blocks[1:]):
-        if block[1] != "python":
-            continue
-        between = text[block.end() : following.start()] if following else "none"
-        output = following[2] if following and following[1] == "text" and not between.strip() else None
-        examples.append(Example(block[2], text.count("\n", 0, block.start(2)), output))
-    return examples
-
-
-def run(example: Example, path: Path, namespace: dict[str, Any]) -> str:
-    """Execute a block; return what it prints, or the text of the error that it is shown with."""
-    code = compile("\n" * example.line + example.code, str(path), "exec")  # lines count as in the document
-    printed = io.StringIO()
-    with contextlib.redirect_stdout(printed):
-        try:
-            exec(code, namespace)
-        except CheckpointError as error:
-            if example.output is None:
-                raise
-            return f"{error}\n"
-    return printed.getvalue()
 
 
 def as_shown(text: str, directory: Path) -> str:
@@ -83,7 +43,9 @@ def as_shown(text: str, directory: Path) -> str:
     return _ATTEMPT.sub("0123456789abcdef", text.replace(str(directory), "/data"))
 
 
-@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda p: str(p.relative_to(ROOT)))
+@pytest.mark.parametrize(
+    "path", [p for p in DOCUMENTS if p != ON_RANKS], ids=lambda p: str(p.relative_to(ROOT))
+)
 def test_the_examples_of_a_document_run_and_print_what_it_shows(
     path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -104,7 +66,7 @@ def test_the_examples_of_a_document_run_and_print_what_it_shows(
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda p: str(p.relative_to(ROOT)))
 def test_links_and_paths_lead_to_files(path: Path) -> None:
     text = path.read_text()
-    targets = [link.partition("#")[0] for link in _LINK.findall(_BLOCK.sub("", text)) if "://" not in link]
+    targets = [link.partition("#")[0] for link in _LINK.findall(FENCE.sub("", text)) if "://" not in link]
     dead = [target for target in targets if target and not (path.parent / target).exists()]
     assert not dead, f"{path} links to {dead}"
     gone = [name for name in _PATH.findall(text) if not (ROOT / name).exists()]
@@ -112,7 +74,7 @@ def test_links_and_paths_lead_to_files(path: Path) -> None:
 
 
 def test_the_readme_has_the_two_commands_of_a_newcomer_as_they_are_run() -> None:
-    commands = [body for kind, body in _BLOCK.findall((ROOT / "README.md").read_text()) if kind == "bash"]
+    commands = [b.code for b in blocks_of((ROOT / "README.md").read_text()) if b.kind == "bash"]
     assert commands == [
         "pip install -e '.[examples]' && python examples/elastic_resume.py\n",
         "pip install -e '.[test]' && pytest -n 2 --dist loadfile\n",

@@ -1,0 +1,105 @@
+"""Every fenced block of README.md and docs/ runs in a test, or this file says why not.
+
+A `python` block is run by test_docs_examples.py (docs/coming-from.md by
+tests/multiprocess/test_coming_from.py), a `text` block behind it is its output, and shell commands belong
+to tests/cli/test_documented_commands.py. All others are listed here.
+"""
+
+from __future__ import annotations
+
+import ast
+
+import pytest
+
+from tests.doc_blocks import DOCUMENTS, ROOT, Block, blocks_of
+
+SHELL = {"bash", "sh", "console"}
+TRAINING = "tests/e2e/test_hosts.py"
+ENGINE = "tests/compat/test_transformer_engine"
+
+RUN_ELSEWHERE = {
+    ("docs/integrations.md", "integrations.accelerate"): ["tests/unit/test_training_frameworks.py"],
+    ("docs/integrations.md", "class MyTrainer"): [TRAINING, "examples/hosts/trainer.py"],
+    ("docs/integrations.md", "MegackptDDPStrategy"): [
+        "tests/unit/test_lightning.py",
+        "examples/hosts/lightning_fit.py",
+        "tests/e2e/lightning_fsdp.py",
+    ],
+    ("docs/integrations.md", "def resume_training"): ["tests/multiprocess/test_dtensor_optimizer.py"],
+    ("docs/integrations.md", "megatron_state"): ["tests/compat/test_megatron_into_models.py"],
+    ("docs/huggingface.md", "family_of(config)"): ["tests/compat/megatron_world.py"],
+    ("docs/megatron-compat.md", "TieredCheckpointManager"): [
+        "tests/compat/test_tiered_manager.py",
+        "tests/compat/test_installing.py",
+    ],
+    ("docs/optimizers.md", "fused_adam"): [f"{ENGINE}_fused_adam.py"],
+    ("docs/transformer-engine.md", "save(state,"): [f"{ENGINE}.py"],
+    ("docs/transformer-engine.md", "import initialise_fp8_state"): [f"{ENGINE}_fp8.py"],
+    ("docs/transformer-engine.md", "read_extra_state"): [f"{ENGINE}_extra_state.py", f"{ENGINE}_fp8.py"],
+    ("docs/transformer-engine.md", 'quantised="codes"'): [f"{ENGINE}_quantised.py"],
+    ("docs/transformer-engine.md", "set_components"): ["tests/te_models.py", f"{ENGINE}_megatron.py"],
+    ("docs/transformer-engine.md", "mark_parameters"): [f"{ENGINE}_optimizer.py"],
+}
+"""Python that needs ranks, another package or objects that the page does not make.
+
+Keys are a page and text that only this block of it has. Values are files that tests run,
+which use every name that the block takes from megackpt.
+"""
+
+NOT_RUN = {
+    ("docs/coming-from.md", "nl.MegatronStrategy"): "NeMo needs a GPU",
+}
+"""Blocks that nothing runs, with the reason."""
+
+NO_CODE = {
+    ("docs/concepts.md", "three rectangles"): "a drawing; the block after it prints the same numbers",
+    ("docs/format.md", "metadata.json"): "a tree of files, with names of one save",
+    ("docs/planning.md", "llama3-405b"): "output with times of one machine",
+    ("docs/planning.md", "deepseek-v3"): "output with times of one machine",
+    ("docs/quickstart.md", "step 9"): "tests/e2e/test_quickstart.py compares it with what the example prints",
+    ("docs/contributing.md", "megackpt.stores"): "tests/unit/test_stores.py registers a store in this way",
+    ("docs/huggingface.md", "megackpt.maps"): "tests/unit/test_region_maps.py registers a map in this way",
+}
+"""Blocks without code, or with code of another language."""
+
+
+def is_covered(page: str, blocks: list[Block], position: int) -> bool:
+    """Whether a block is run, or compared with an output, by the test that its kind belongs to."""
+    block = blocks[position]
+    if block.kind in {"python", "mermaid", *SHELL}:
+        return True
+    return block.kind == "text" and position > 0 and blocks[position - 1].kind == "python" and not block.lead
+
+
+def test_every_block_is_run_or_listed_once() -> None:
+    listed = [*RUN_ELSEWHERE, *NOT_RUN, *NO_CODE]
+    assert len(listed) == len(set(listed))
+    unlisted, seen = [], []
+    for path in DOCUMENTS:
+        page, blocks = str(path.relative_to(ROOT)), blocks_of(path.read_text())
+        for position, block in enumerate(blocks):
+            if is_covered(page, blocks, position):
+                continue
+            names = [entry for entry in listed if entry[0] == page and entry[1] in block.code]
+            seen += names
+            if not names:
+                unlisted.append(f"{page}:{block.line}: {block.first_line}")
+    assert unlisted == []
+    assert sorted(set(listed) - set(seen)) == []  # no entry without its block
+
+
+def names_of_megackpt(code: str) -> set[str]:
+    """Return the names that a block imports from megackpt, and the attributes of its modules that it uses."""
+    nodes = list(ast.walk(ast.parse(code)))
+    imports = [n for n in nodes if isinstance(n, ast.ImportFrom)]
+    names = {a.name for n in imports if (n.module or "").partition(".")[0] == "megackpt" for a in n.names}
+    modules = {"te_checkpoints", "fused_adam", "megatron"}
+    owners = [n for n in nodes if isinstance(n, ast.Attribute) and isinstance(n.value, ast.Name)]
+    return names | {n.attr for n in owners if ast.unparse(n.value) in modules}
+
+
+@pytest.mark.parametrize(("page", "text"), RUN_ELSEWHERE)
+def test_what_runs_elsewhere_is_used_there(page: str, text: str) -> None:
+    sources = "".join((ROOT / path).read_text() for path in RUN_ELSEWHERE[page, text])
+    (block,) = (b for b in blocks_of((ROOT / page).read_text()) if b.kind == "py" and text in b.code)
+    assert [name for name in names_of_megackpt(block.code) if name not in sources] == []
