@@ -21,6 +21,7 @@ from megackpt.bench.contender import Contender
 from megackpt.bench.names import RAW_BUFFERED, RAW_DIRECT
 from megackpt.bench.ours import native, other_formats
 from megackpt.bench.peers import make_peer
+from megackpt.bench.progress import ProgressLine
 from megackpt.bench.raw import RawFiles
 from megackpt.bench.settings import BenchSettings
 from megackpt.bench.state import (
@@ -48,10 +49,11 @@ class BenchRun:
         formats: our other formats; they take part in plain saves and loads and in resharded loads.
         leaders: the native format and the peers.
         everyone: all of them.
+        progress: the line that shows how far rank 0 is.
         has_cold_files: whether files can be taken out of memory.
     """
 
-    def __init__(self, settings: BenchSettings, root: Path) -> None:
+    def __init__(self, settings: BenchSettings, root: Path, *, cases: int) -> None:
         self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
         self.settings, self.root = settings, root
         self.dtype: torch.dtype = getattr(torch, settings.dtype)
@@ -63,7 +65,8 @@ class BenchRun:
         self.leaders: list[Contender] = [self.native, *self.peers]
         self.everyone: list[Contender] = [self.native, *self.formats, *self.peers]
         self.results = Results()
-        self.case = ""  # what is measured now, for progress
+        is_drawn = self.rank == 0 and sys.stderr.isatty() and not settings.quiet
+        self.progress = ProgressLine(sys.stderr if is_drawn else None, cases)
         self.has_cold_files = self._has_cold_files()
 
     def state(self, layout: GridLayout, *, filled: bool = True) -> RankState:
@@ -83,19 +86,11 @@ class BenchRun:
         most |= {id(contender): peer_rounds or rounds for contender in self.peers}
         for turn in range(rounds + 1):
             self.results.counts = turn > 0
-            self.show_progress(
-                f"round {turn} of {rounds}" if turn else f"a round that does not count, of {rounds}"
-            )
+            doing = f"round {turn} of {rounds}" if turn else f"a round that does not count, of {rounds}"
+            self.progress.show(doing, turn / (rounds + 1))
             able = [contender for contender in contenders if turn <= most.get(id(contender), rounds)]
             first = turn % max(1, len(able))
             yield from [*able[first:], *able[:first]]
-
-    def show_progress(self, text: str) -> None:
-        """Write what rank 0 does now to stderr; on a terminal, each line replaces the one before."""
-        if self.rank == 0:
-            line = f"bench: {self.case}: {text}"
-            sys.stderr.write(f"\r\x1b[K{line}\r" if sys.stderr.isatty() else f"{line}\n")
-            sys.stderr.flush()
 
     def raw_files(self) -> RawFiles:
         """Return files of the size of the state, and memory for them."""

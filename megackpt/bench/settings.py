@@ -40,7 +40,7 @@ class BenchSettings:
             saved. cases: what to measure, names of CASES. scaling: how many ranks are compared with one,
             each time with the same state; under torchrun all. long_run: how many saves and loads the case
             `long` makes. profile: where to write a trace of one save and one load, as JSON for Perfetto;
-            None for none.
+            None for none. quiet: no progress on stderr.
     """
 
     directory: str
@@ -54,6 +54,7 @@ class BenchSettings:
     scaling: int = 8
     long_run: int = 50
     profile: str | None = None
+    quiet: bool = False
 
     def __post_init__(self) -> None:
         for name in ("ranks", "scaling"):

@@ -112,6 +112,7 @@ def _joined(report: Report, scaling: Report) -> Report:
 
 def _rank(rank: int, settings: BenchSettings, root: str) -> None:
     """One process of `run_bench`."""
+    os.dup2(2, 1)  # the command's stdout is for its result only; some libraries print there
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // settings.ranks))
     os.environ["LOCAL_WORLD_SIZE"] = str(settings.ranks)  # as torchrun says it
     address = f"file://{root}/rendezvous"
@@ -163,16 +164,18 @@ def _measure(settings: BenchSettings, root: Path) -> Report | None:
     """Measure on one rank; return the report on rank 0."""
     load_before = os.getloadavg()[0]
     _silence_peers()
-    run = BenchRun(settings, root)
+    chosen = list(dict.fromkeys(CASES[case] for case in CASES if case in settings.cases))
+    run = BenchRun(settings, root, cases=len(chosen))
+    run.progress.show("choosing the threads of peers", 0.0)
     settled = _settle_threads(run)
     spent: dict[str, float] = {}
-    for measure in dict.fromkeys(CASES[case] for case in CASES if case in settings.cases):
+    for measure in chosen:
         began = time.perf_counter()
-        run.case = measure.__name__.removeprefix("measure_").replace("_", " ")
-        run.show_progress("begins")
+        run.progress.begin(measure.__name__.removeprefix("measure_").replace("_", " "))
         measure(run)
         spent[measure.__name__.removeprefix("measure_")] = round(time.perf_counter() - began, 1)
     phases = profile(run, Path(settings.profile)) if settings.profile else {}
+    run.progress.end()
     if dist.get_rank():
         return None
     machine = _machine(settings, load_before=load_before) | {

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NoReturn
 
@@ -186,7 +186,14 @@ class Cleanup:
         idle_s = self._directories.idle_s(step_name(step))
         return idle_s is not None and idle_s < within_s
 
-    def remove(self, removals: Removals, steps: StepList, *, upto: int) -> tuple[int, ...]:
+    def remove(
+        self,
+        removals: Removals,
+        steps: StepList,
+        *,
+        upto: int,
+        advance: Callable[[int], None] = lambda steps: None,
+    ) -> tuple[int, ...]:
         """Remove steps, unless they were pinned meanwhile; return those that no longer exist.
 
         Their metrics are removed with them. Metrics before upto whose steps do not exist are also removed:
@@ -196,15 +203,19 @@ class Cleanup:
             removals: the steps to remove.
             steps: the steps that existed before.
             upto: see above.
+            advance: called with 1 after each of these steps, to report progress.
         """
-        chosen = (*removals.retention.removed, *removals.incomplete)
-        gone = tuple(step for step in chosen if self._remove(step))
+        gone = []
+        for step in (*removals.retention.removed, *removals.incomplete):
+            if self._remove(step):
+                gone.append(step)
+            advance(1)
         existing = {*steps.committed, *steps.incomplete} - set(gone)
         with _storage_errors_logged(f"removing metrics before step {upto}"):
             for step in steps_with_metrics(self._directories.root):
                 if step in gone or (step < upto and step not in existing):
                     remove_metrics(self._directories.root, step)
-        return gone
+        return tuple(gone)
 
     def _remove(self, step: int) -> bool:
         """Remove a step; return whether it no longer exists."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import sys
 from pathlib import Path
@@ -12,7 +11,7 @@ import click
 from rich.console import Console
 
 from megackpt.bench.settings import CASES, DTYPES, PEERS, BenchSettings
-from megackpt.cli.entry import FAILED_CHECK, is_rank_0
+from megackpt.cli.entry import EXIT_CODES, FAILED_CHECK, is_quiet, is_rank_0, output_options, print_result
 from megackpt.cli.locations import LocalPath, check_chart, check_output
 
 if TYPE_CHECKING:
@@ -40,7 +39,7 @@ class _Size(click.ParamType[int]):
         return int(float(match["number"]) * _UNITS[match["unit"].upper()])
 
 
-@click.command(name="bench")
+@click.command(name="bench", epilog=EXIT_CODES)
 @click.option(
     "--dir",
     "directory",
@@ -70,11 +69,11 @@ class _Size(click.ParamType[int]):
     "--scaling", default=8, show_default=True, help="Ranks to compare with one rank; under torchrun all."
 )
 @click.option("--long-run", default=50, show_default=True, help="Saves and loads of the case long.")
-@click.option("--json", "json_path", type=LocalPath(dir_okay=False), help="Write all numbers to a file.")
 @click.option("--chart", type=LocalPath(dir_okay=False), help="Draw a chart to a file, .png or .svg.")
 @click.option(
     "--profile", type=LocalPath(dir_okay=False), help="Trace one save and one load, for ui.perfetto.dev."
 )
+@output_options
 def command(
     directory: str,
     ranks: int,
@@ -86,16 +85,16 @@ def command(
     cases: str,
     scaling: int,
     long_run: int,
-    json_path: str | None,
     chart: str | None,
     profile: str | None,
+    as_json: bool,
 ) -> int:
     """Measure how fast a training state is saved and loaded in a directory, and how fast it could be.
 
     The state is that of a transformer: parameters, fp32 masters and two moments. Each format of megackpt and
     each peer saves it and loads it in turns, warm and cold, at the same layout and at others. Measured times
     include the flush to disk. Every load is compared with what was saved. Other cases measure memory, the
-    cost of digests, scaling, planning and a long run. Progress goes to stderr. To use ranks of several
+    cost of digests, scaling, planning and a long run. To use ranks of several
     machines:
 
     torchrun --nnodes 2 --nproc-per-node 4 ... -m megackpt.cli bench --dir /shared/bench
@@ -114,21 +113,22 @@ def command(
         scaling=scaling,
         long_run=long_run,
         profile=profile,
+        quiet=is_quiet(),
     )
     if is_rank_0():  # only rank 0 writes these files; other machines may lack their directories
-        check_output(json_path)
         check_output(profile)
         check_chart(chart)
     report = run_bench(settings)
     if report is None:  # a rank of torchrun other than 0
         return 0
-    _show(report, Console(width=None if sys.stdout.isatty() else _PIPED_WIDTH))
-    if json_path is not None:
-        Path(json_path).write_text(json.dumps(report.to_json(), indent=1) + "\n")
     if chart is not None:
         from megackpt.bench.chart import draw
 
         draw(report, Path(chart))
+    if as_json:
+        print_result(report.to_json(), "", as_json=True)
+    else:
+        _show(report, Console(width=None if sys.stdout.isatty() else _PIPED_WIDTH))
     return 0 if report.is_verified else FAILED_CHECK
 
 

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 import click
 from rich.filesize import decimal
 
-from megackpt.cli.entry import EXIT_CODES, json_option, print_result, unsafe_pickle_option
+from megackpt.cli.entry import EXIT_CODES, output_options, print_result, unsafe_pickle_option
 from megackpt.cli.locations import checkpoint_location
-from megackpt.cli.progress import ByteBars
+from megackpt.cli.progress import ProgressBars
 
 if TYPE_CHECKING:
     from megackpt.comm import Group
@@ -94,7 +94,7 @@ _SPELLINGS = {"map_name": "--map", "merge_adapters": "--merge-adapter"}
     "--verify/--no-verify", default=True, help="Read the new checkpoint again to compare it (the default)."
 )
 @unsafe_pickle_option
-@json_option
+@output_options
 def command(
     source: str,
     target: str,
@@ -128,7 +128,7 @@ def command(
     written: dict[str, Any] = {"array_digests": array_digests}
     is_export = name.partition(":")[0] == "huggingface"
     folder.check(is_export=is_export, is_import=source_format is not None, array_digests=array_digests)
-    with _torchrun_group() as group, ByteBars() as bars:
+    with ProgressBars() as bars, _torchrun_group() as group:
         common |= {"group": group, "progress": bars}
         if is_export:
             from megackpt.maintenance.export_huggingface import export_huggingface

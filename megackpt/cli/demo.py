@@ -12,8 +12,9 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from megackpt.cli.entry import FAILED_CHECK, json_option, print_result
+from megackpt.cli.entry import EXIT_CODES, FAILED_CHECK, output_options, print_result
 from megackpt.cli.locations import LocalPath
+from megackpt.cli.progress import ProgressBars
 from megackpt.cli.tables import show
 from megackpt.errors import DeclarationError
 
@@ -32,9 +33,9 @@ TP_OF_LOAD = 3
 _COLOURS = ("white on blue", "black on green", "white on magenta", "black on yellow")
 
 
-@click.command(name="demo")
+@click.command(name="demo", epilog=EXIT_CODES)
 @click.option("--dir", "directory", type=LocalPath(file_okay=False), help="Keep the checkpoint in DIRECTORY.")
-@json_option
+@output_options
 def command(directory: str | None, *, as_json: bool) -> int:
     """Save a checkpoint at one layout and load it at another, in seconds.
 
@@ -43,7 +44,8 @@ def command(directory: str | None, *, as_json: bool) -> int:
     """
     if directory is not None and Path(directory).is_dir() and any(Path(directory).iterdir()):
         raise DeclarationError(f"{directory} is not empty. Name a directory that is new, or empty.")
-    with nullcontext(directory) if directory else tempfile.TemporaryDirectory() as path:
+    temporary = nullcontext(directory) if directory else tempfile.TemporaryDirectory()
+    with temporary as path, ProgressBars("saving and loading"):
         result = _save_and_load(Path(path))
     if as_json:
         print_result(result, "", as_json=True)

@@ -11,9 +11,9 @@ import click
 from rich.console import Group
 from rich.filesize import decimal
 
-from megackpt.cli.entry import EXIT_CODES, FAILED_CHECK, json_option, print_result, unsafe_pickle_option
+from megackpt.cli.entry import EXIT_CODES, FAILED_CHECK, output_options, print_result, unsafe_pickle_option
 from megackpt.cli.locations import checkpoint_location
-from megackpt.cli.progress import ByteBars
+from megackpt.cli.progress import ProgressBars
 from megackpt.cli.tables import limited_table, natural, show
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 @click.option("--read", "read_all", is_flag=True, help="Read all arrays, also those of equal digests.")
 @click.option("--threads", default=2, show_default=True, type=click.IntRange(1), help="Comparisons at once.")
 @unsafe_pickle_option
-@json_option
+@output_options
 def command(
     first: str,
     second: str,
@@ -61,10 +61,10 @@ def command(
     against its digest. If both checkpoints store a digest of a whole array (saved with array_digests) and
     these digests are equal, the array is not read. With --json all rows are printed, by key.
     """
-    from megackpt.maintenance.diff import diff
+    with ProgressBars() as bars:
+        from megackpt.maintenance.diff import diff
 
-    locations = checkpoint_location(first), checkpoint_location(second)
-    with ByteBars() as bars:
+        locations = checkpoint_location(first), checkpoint_location(second)
         difference = diff(
             *locations,
             keys=keys,

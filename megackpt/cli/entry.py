@@ -4,7 +4,8 @@ A command is a module of this package with a click command named `command`, and 
 imported when it is called. It prints its result with `print_result` and does not catch errors of megackpt. It
 imports torch only when it runs, so that its help does not wait for torch.
 
-An error of megackpt is printed as one line on stderr, without a traceback. For exit codes see EXIT_CODES.
+An error of megackpt, of the system or of usage is printed as one line on stderr, without a traceback. With
+`--json` it is also the one JSON document on stdout. For exit codes see EXIT_CODES.
 """
 
 from __future__ import annotations
@@ -48,6 +49,10 @@ BAD_INPUT = 2
 UNREADABLE = 3
 INTERRUPTED = 130  # as shells report SIGINT
 
+_INTERRUPTED_TEXT = (
+    "interrupted. What was not finished is not a checkpoint. Run the same command again to go on."
+)
+
 _CHECKS = (IntegrityError, CoverageError, MismatchError)
 _UNREADABLE = (NotACheckpointError, FormatError)
 
@@ -89,24 +94,61 @@ def commands() -> None:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command and return its exit code; arguments are those of the process if None."""
     words = list(sys.argv[1:] if arguments is None else arguments)
+    as_json = "--json" in words
     try:
         code = commands.main(args=words, prog_name="megackpt", standalone_mode=False)
     except click.ClickException as error:
-        if is_rank_0():
-            error.show()
+        _print_error(error, error.format_message(), as_json=as_json)
         return BAD_INPUT
-    except (click.Abort, KeyboardInterrupt):
+    except (click.Abort, KeyboardInterrupt) as error:
+        _print_error(error, _INTERRUPTED_TEXT, as_json=as_json)
         return INTERRUPTED
     except CheckpointError as error:
-        if is_rank_0():
-            _print_error(error, as_json="--json" in words)
+        _print_error(error, str(error), as_json=as_json)
         return _exit_code(error)
+    except OSError as error:
+        _print_error(error, _text_of_system_error(error), as_json=as_json)
+        return BAD_INPUT
     return code if isinstance(code, int) else 0
 
 
-def json_option(command: F) -> F:
-    """Add `--json`, which a command takes as `as_json` and passes to `print_result`."""
-    return click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")(command)
+def output_options(command: F) -> F:
+    """Add `--json` and `--quiet`.
+
+    The command takes `--json` as `as_json` and passes it to `print_result`. For `--quiet` it does nothing:
+    bars and notes ask `is_quiet`.
+    """
+    command = click.option(
+        "-q",
+        "--quiet",
+        "is_quiet",
+        is_flag=True,
+        expose_value=False,
+        callback=_or_of_group,
+        help="No progress and no notes on stderr, only errors.",
+    )(command)
+    return click.option(
+        "--json", "as_json", is_flag=True, callback=_or_of_group, help="Print the result as JSON on stdout."
+    )(command)
+
+
+def is_quiet() -> bool:
+    """Return whether the command that runs now was called with `--quiet`."""
+    context = click.get_current_context(silent=True)
+    return context is not None and bool(context.meta.get("is_quiet"))
+
+
+def note(text: str) -> None:
+    """Print a note on stderr, on rank 0; not with `--quiet`."""
+    if is_rank_0() and not is_quiet():
+        click.echo(f"megackpt: {text}", err=True)
+
+
+def _or_of_group(context: click.Context, parameter: click.Parameter, value: bool) -> bool:
+    """Return whether a flag is given, here or before the name of a subcommand."""
+    name = str(parameter.name)
+    context.meta[name] = value or context.meta.get(name, False)
+    return bool(context.meta[name])
 
 
 def unsafe_pickle_option(command: F) -> F:
@@ -136,9 +178,21 @@ def _exit_code(error: CheckpointError) -> int:
     return UNREADABLE if isinstance(error, _UNREADABLE) else BAD_INPUT
 
 
-def _print_error(error: CheckpointError, *, as_json: bool) -> None:
-    line = " ".join(str(error).split())
+def _text_of_system_error(error: OSError) -> str:
+    """Return what the system did not do, with the path, and how to go on."""
+    where = f"{error.filename}: " if error.filename else ""
+    return f"{where}{error.strerror or error}. Check that the path exists, who may use it, and free space."
+
+
+def _print_error(error: BaseException, text: str, *, as_json: bool) -> None:
+    if not is_rank_0():
+        return
+    line = " ".join(text.split())
     if as_json:
-        fields = {"kind": type(error).__name__, "text": line, "key": error.key, "path": error.path}
+        key, path = getattr(error, "key", None), getattr(error, "path", getattr(error, "filename", None))
+        fields = {"kind": type(error).__name__, "text": line, "key": key, "path": path}
         click.echo(json.dumps({"error": fields}, indent=1, sort_keys=True))
-    click.echo(f"megackpt: {line}", err=True)
+    if isinstance(error, click.ClickException):
+        error.show()
+    else:
+        click.echo(f"megackpt: {line}", err=True)

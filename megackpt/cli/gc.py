@@ -9,13 +9,14 @@ from typing import TYPE_CHECKING
 import click
 
 from megackpt.arguments import MOST_SECONDS, check_number
-from megackpt.cli.entry import EXIT_CODES, FAILED_CHECK, json_option, print_result
+from megackpt.cli.entry import EXIT_CODES, FAILED_CHECK, note, output_options, print_result
 from megackpt.cli.locations import check_run_root
+from megackpt.cli.progress import ProgressBars
 from megackpt.cli.tables import show, table_of
 from megackpt.errors import DeclarationError, NotACheckpointError
 
 if TYPE_CHECKING:
-    from megackpt.checkpointer import KeepBest
+    from megackpt.checkpointer import KeepBest, Retention
     from megackpt.checkpointer.retention import Removals
 
 _RUNNING = (
@@ -67,7 +68,7 @@ class _KeepBestType(click.ParamType["KeepBest"]):
     help="Also remove incomplete steps newer than the newest commit: no job must be saving them.",
 )
 @click.option("--dry-run", is_flag=True, help="Show what would be removed, and remove nothing.")
-@json_option
+@output_options
 def command(
     root: str,
     *,
@@ -88,9 +89,6 @@ def command(
     only if nothing was written to it within --min-age.
     """
     from megackpt.checkpointer.options import Retention
-    from megackpt.checkpointer.retention import Cleanup
-    from megackpt.checkpointer.root_files import read_metrics, scan
-    from megackpt.engine.checkpoint.step_roots import step_directories
 
     retention = Retention(keep_last=keep_last, keep_every=keep_every, keep_best=keep_best)
     if retention.keeps_all != keep_all:
@@ -100,6 +98,37 @@ def command(
         )
     check_number("--min-age", min_age, most=MOST_SECONDS, may_be_0=True)
     check_run_root(root)
+    with ProgressBars("reading the steps") as bars:
+        result = _clean_up(
+            root,
+            retention,
+            bars,
+            idle_s=60 * min_age,
+            incomplete_newest=incomplete_newest,
+            dry_run=dry_run,
+        )
+    if as_json:
+        print_result(result.to_json(), "", as_json=True)
+    else:
+        result.show()
+        note(_RUNNING)
+    return FAILED_CHECK if result.not_removed else 0
+
+
+def _clean_up(
+    root: str,
+    retention: Retention,
+    bars: ProgressBars,
+    *,
+    idle_s: float,
+    incomplete_newest: bool,
+    dry_run: bool,
+) -> _Result:
+    """Remove what no rule keeps; with dry_run only find it. idle_s is --min-age."""
+    from megackpt.checkpointer.retention import Cleanup
+    from megackpt.checkpointer.root_files import read_metrics, scan
+    from megackpt.engine.checkpoint.step_roots import step_directories
+
     directories = step_directories(root, objects=None)
     steps = scan(directories)
     if not steps.committed:
@@ -108,20 +137,24 @@ def command(
             f"a Checkpointer saves to.",
             path=root,
         )
-    if keep_best is not None:
-        _check_metric(keep_best.metric, [read_metrics(directories.root, s) for s in steps.committed], root)
+    if retention.keep_best is not None:
+        metrics = [read_metrics(directories.root, step) for step in steps.committed]
+        _check_metric(retention.keep_best.metric, metrics, root)
     cleanup = Cleanup(directories, retention)
     undamaged = cleanup.newest_undamaged(steps.committed)
     newest = steps.committed[-1]
     if incomplete_newest:
         newest = max((newest, *steps.incomplete))
     plan = cleanup.plan(steps, upto=newest, good=() if undamaged is None else (undamaged,))
-    busy = cleanup.being_saved(plan, within_s=60 * min_age)
+    busy = cleanup.being_saved(plan, within_s=idle_s)
     removals = plan.without(busy)
     to_remove = (*removals.incomplete, *removals.retention.removed)
-    # Metrics of steps without a directory stay (upto=0): a job that saves a step again stores them first.
-    removed = to_remove if dry_run else cleanup.remove(removals, steps, upto=0)
-    result = _Result(
+    removed = to_remove
+    if not dry_run:
+        bars.begin_count("removing steps", len(to_remove))
+        # Metrics of steps without a directory stay (upto=0): a job that saves a step again stores them first.
+        removed = cleanup.remove(removals, steps, upto=0, advance=bars.advance)
+    return _Result(
         root=root,
         dry_run=dry_run,
         plan=plan,
@@ -130,12 +163,6 @@ def command(
         left_alone=tuple(sorted(busy)),
         incomplete_newest=tuple(step for step in steps.incomplete if step > newest),
     )
-    if as_json:
-        print_result(result.to_json(), "", as_json=True)
-    else:
-        result.show()
-        click.echo(_RUNNING, err=True)
-    return FAILED_CHECK if result.not_removed else 0
 
 
 def _check_metric(name: str, metrics: Sequence[Mapping[str, float]], root: str) -> None:

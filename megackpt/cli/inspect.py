@@ -10,8 +10,9 @@ import click
 from rich.console import Group
 from rich.filesize import decimal
 
-from megackpt.cli.entry import EXIT_CODES, json_option, print_result, unsafe_pickle_option
+from megackpt.cli.entry import EXIT_CODES, output_options, print_result, unsafe_pickle_option
 from megackpt.cli.locations import checkpoint_location
+from megackpt.cli.progress import ProgressBars
 from megackpt.cli.tables import limited_table, show, table_of
 from megackpt.metadata import OBJECT
 
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
     "--limit", default=50, show_default=True, type=click.IntRange(0), help="Rows of each table; 0 for all."
 )
 @unsafe_pickle_option
-@json_option
+@output_options
 def command(
     path: str, *, keys: tuple[str, ...], limit: int, allow_unsafe_pickle: bool, as_json: bool
 ) -> None:
@@ -35,9 +36,10 @@ def command(
     Shows the commit; arrays and objects with dtype, shape, chunks and bytes; files; bytes by rank; common
     state. With --json all rows are printed.
     """
-    from megackpt.maintenance.inspect import inspect
+    with ProgressBars():
+        from megackpt.maintenance.inspect import inspect
 
-    summary = inspect(checkpoint_location(path), keys=keys, allow_unsafe_pickle=allow_unsafe_pickle)
+        summary = inspect(checkpoint_location(path), keys=keys, allow_unsafe_pickle=allow_unsafe_pickle)
     if as_json:
         print_result(asdict(summary), "", as_json=True)
         return

@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from megackpt.cli.entry import is_rank_0
+from megackpt.cli.entry import note
 from megackpt.errors import DeclarationError, MissingExtraError, NotACheckpointError
 from megackpt.formats.strategy import MANIFEST
 from megackpt.storage import expanded_path, is_url, open_store, opened_store
@@ -17,7 +17,7 @@ CHART_SUFFIXES = (".png", ".svg", ".pdf")
 
 
 class LocalPath(click.Path):
-    """A path on a file system, in which `~` is the home directory, also in `--json=~/x.json`."""
+    """A path on a file system, in which `~` is the home directory, also in `--chart=~/x.png`."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         """Return the path, as text."""
@@ -41,8 +41,7 @@ def checkpoint_location(path: str, *, takes_latest: bool = True) -> str:
             f"{path} is the root of a run, not a checkpoint. Name a step of it; the latest is {step}.",
             path=path,
         )
-    if is_rank_0():
-        click.echo(f"megackpt: {path} is the root of a run; its latest step is {step}.", err=True)
+    note(f"{path} is the root of a run; its latest step is {step}.")
     return step
 
 

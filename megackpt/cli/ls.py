@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING
 import click
 from rich.filesize import decimal
 
-from megackpt.cli.entry import EXIT_CODES, json_option, print_result
+from megackpt.cli.entry import EXIT_CODES, output_options, print_result
 from megackpt.cli.locations import check_run_root
+from megackpt.cli.progress import ProgressBars
 from megackpt.cli.tables import show, table_of
 from megackpt.errors import CheckpointError, NotACheckpointError
 from megackpt.formats.strategy import MANIFEST
@@ -58,14 +59,15 @@ class Step:
 
 @click.command(name="ls", epilog=EXIT_CODES)
 @click.argument("root", metavar="ROOT")
-@json_option
+@output_options
 def command(root: str, *, as_json: bool) -> None:
     """List the steps that a Checkpointer keeps in ROOT, a directory or a URL, oldest first.
 
     An incomplete step is the leftover of a save that did not finish, or is still being written. It is never
     loaded. The latest step is the newest committed one.
     """
-    steps = list_steps(root)
+    with ProgressBars("reading the steps") as bars:
+        steps = list_steps(root, bars)
     latest = next((step.step for step in steps if step.latest), None)
     if as_json:
         print_result({"root": root, "latest": latest, "steps": [asdict(s) for s in steps]}, "", as_json=True)
@@ -77,8 +79,8 @@ def command(root: str, *, as_json: bool) -> None:
         print_result({}, f"{root}: no steps.", as_json=False)
 
 
-def list_steps(root: str | os.PathLike[str]) -> list[Step]:
-    """Return the steps in a directory or behind a URL, ascending.
+def list_steps(root: str | os.PathLike[str], bars: ProgressBars | None = None) -> list[Step]:
+    """Return the steps in a directory or behind a URL, ascending. If bars are given, they count the steps.
 
     Raises:
         NotACheckpointError: the location is not a directory, or is itself a checkpoint.
@@ -102,8 +104,14 @@ def list_steps(root: str | os.PathLike[str]) -> list[Step]:
         _describe_step, directories, committed=steps.committed, pins=read_pins(directories.root)
     )
     numbers = sorted({*steps.committed, *steps.incomplete})
+    bars = bars or ProgressBars()
+    described = []
+    bars.begin_count("reading steps", len(numbers))
     with ThreadPoolExecutor(_THREADS, thread_name_prefix="megackpt-ls") as threads:
-        return [step for step in threads.map(describe, numbers) if step is not None]
+        for step in threads.map(describe, numbers):
+            described.append(step)
+            bars.advance(1)
+    return [step for step in described if step is not None]
 
 
 def _describe_step(

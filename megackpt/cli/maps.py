@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import click
 
-from megackpt.cli.entry import EXIT_CODES, json_option, print_result
+from megackpt.cli.entry import EXIT_CODES, output_options, print_result
 from megackpt.cli.locations import LocalPath
+from megackpt.cli.progress import ProgressBars
 from megackpt.cli.tables import limited_table, show, table_of
 from megackpt.errors import MapError
 
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 
 
 @click.command(name="maps", cls=click.Group, invoke_without_command=True, epilog=EXIT_CODES)
-@json_option
+@output_options
 @click.pass_context
 def command(context: click.Context, *, as_json: bool) -> None:
     """List the families of names that checkpoints can be mapped to and from.
@@ -30,9 +31,10 @@ def command(context: click.Context, *, as_json: bool) -> None:
     """
     if context.invoked_subcommand is not None:
         return
-    from megackpt.maps import known_families
+    with ProgressBars("reading the families"):
+        from megackpt.maps import known_families
 
-    known = {name: family.model_types for name, family in sorted(known_families().items())}
+        known = {name: family.model_types for name, family in sorted(known_families().items())}
     if as_json:
         print_result({"families": {name: list(types) for name, types in known.items()}}, "", as_json=True)
         return
@@ -63,7 +65,7 @@ def command(context: click.Context, *, as_json: bool) -> None:
 @click.option(
     "--limit", default=0, show_default=True, type=click.IntRange(0), help="Rows of the table; 0 for all."
 )
-@json_option
+@output_options
 def show_map(
     name: str, *, source: str, megatron: bool, layers: int | None, limit: int, as_json: bool
 ) -> None:
@@ -72,16 +74,17 @@ def show_map(
     FAMILY is a name of `megackpt maps`; without it, it is that of the config's `model_type`. The arrays are
     those of a folder that is written, or of the folder that --config names if it has weights.
     """
-    from megackpt.maps import family, family_of, megatron_map
+    with ProgressBars("proving the map"):
+        from megackpt.maps import family, family_of, megatron_map
 
-    config, keys = _read(Path(source))
-    chosen = family_of(config) if name == "auto" else family(name)
-    made, rules = chosen.region_map(config, keys), chosen.rules(config, keys)
-    if megatron:
-        made, theirs = megatron_map(made.left, rules.sizes), "Megatron-Core"
-        table = _pair_table(made, layers or 1)
-    else:
-        table, theirs = _array_table(rules, made, layers), chosen.name
+        config, keys = _read(Path(source))
+        chosen = family_of(config) if name == "auto" else family(name)
+        made, rules = chosen.region_map(config, keys), chosen.rules(config, keys)
+        if megatron:
+            made, theirs = megatron_map(made.left, rules.sizes), "Megatron-Core"
+            table = _pair_table(made, layers or 1)
+        else:
+            table, theirs = _array_table(rules, made, layers), chosen.name
     if as_json:
         counts = {"ours": len(made.left), "theirs": len(made.right), "pairs": len(made.pairs)}
         result = {"family": chosen.name, "sizes": dict(rules.sizes), "rows": table.rows, "proved": counts}

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import click
 
-from megackpt.cli.entry import EXIT_CODES, json_option, print_result
+from megackpt.cli.entry import EXIT_CODES, output_options, print_result
 from megackpt.cli.locations import check_run_root
+from megackpt.cli.progress import ProgressBars
 
 
 @click.command(name="pin", epilog=EXIT_CODES)
@@ -13,7 +14,7 @@ from megackpt.cli.locations import check_run_root
 @click.argument("step", metavar="[STEP]", type=click.IntRange(0), required=False)
 @click.option("--remove", is_flag=True, help="Unpin STEP, so that it can be removed.")
 @click.option("--list", "only_list", is_flag=True, help="Change nothing; list the pinned steps.")
-@json_option
+@output_options
 def command(root: str, step: int | None, *, remove: bool, only_list: bool, as_json: bool) -> None:
     """Pin the committed STEP of the run in ROOT, a directory or a URL.
 
@@ -23,16 +24,17 @@ def command(root: str, step: int | None, *, remove: bool, only_list: bool, as_js
         raise click.UsageError("Give a STEP to pin or unpin, or --list; not both.")
     if only_list and remove:
         raise click.UsageError("--remove needs a STEP and cannot be combined with --list.")
-    from megackpt.checkpointer.run import Run
+    with ProgressBars():
+        from megackpt.checkpointer.run import Run
 
-    check_run_root(root)
-    run = Run(root)
-    was_pinned = step in run.pins()
-    if step is not None and remove:
-        run.unpin(step)
-    elif step is not None:
-        run.pin(step)
-    pins = run.pins()
+        check_run_root(root)
+        run = Run(root)
+        was_pinned = step in run.pins()
+        if step is not None and remove:
+            run.unpin(step)
+        elif step is not None:
+            run.pin(step)
+        pins = run.pins()
     print_result(
         {"root": root, "pins": list(pins)}, _text(root, step, pins, was_pinned=was_pinned), as_json=as_json
     )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
@@ -10,8 +9,9 @@ from typing import TYPE_CHECKING, TypeAlias
 import click
 from rich.console import Console
 
-from megackpt.cli.locations import LocalPath, check_chart, check_output
-from megackpt.cli.progress import RankCountBar
+from megackpt.cli.entry import EXIT_CODES, output_options, print_result
+from megackpt.cli.locations import LocalPath, check_chart
+from megackpt.cli.progress import ProgressBars
 from megackpt.errors import DeclarationError
 from megackpt.metadata import DIGEST_BLOCK_BYTES
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 _PIPED_WIDTH = 120  # columns of a table that goes to a file
 
 
-@click.command(name="plan")
+@click.command(name="plan", epilog=EXIT_CODES)
 @click.argument("subject", metavar="MODEL|CHECKPOINT", type=LocalPath())
 @click.option(
     "--from", "source", help="Layout of the job that saves, as tp8,pp16,dp128 (cp, vpp, ep, etp, world)."
@@ -41,8 +41,8 @@ _PIPED_WIDTH = 120  # columns of a table that goes to a file
 @click.option(
     "--mtbf-hours", type=float, help="Hours between failures of the job: advises how often to save."
 )
-@click.option("--json", "json_path", type=LocalPath(dir_okay=False), help="Write all numbers to a file.")
 @click.option("--chart", type=LocalPath(dir_okay=False), help="Draw heat maps by rank: .png, .svg or .pdf.")
+@output_options
 def command(
     subject: str,
     source: str | None,
@@ -57,8 +57,8 @@ def command(
     total_read_gbps: float | None,
     network_gbps: float | None,
     mtbf_hours: float | None,
-    json_path: str | None,
     chart: str | None,
+    as_json: bool,
 ) -> None:
     """Plan the save of a job at one layout and its load at another, for every rank, in this process.
 
@@ -68,38 +68,39 @@ def command(
 
     megackpt plan llama3-405b --from tp8,pp16,dp128 --to tp4,pp8,dp512 --write-gbps 10 --mtbf-hours 3
     """
-    from megackpt.simulation import Cluster, PlanReport, estimate, parse_layout
-
-    cluster = Cluster(
-        ranks_per_node=ranks_per_node,
-        write=write_gbps,
-        read=read_gbps,
-        total_write=total_write_gbps,
-        total_read=total_read_gbps,
-        network=network_gbps,
-        mtbf_hours=mtbf_hours,
-    )
     check_chart(chart)
-    check_output(json_path)
-    at, to = (None if text is None else parse_layout(text) for text in (source, target))
-    if Path(subject).is_dir():
-        name, parameters, save, load = _of_checkpoint(Path(subject), at, to, ranks_planned)
-    else:
-        states = () if weights_only else None
-        name, parameters, save, load = _of_model(subject, at, to, ranks_planned, states=states)
-    times = estimate(save, load, cluster)
-    report = PlanReport(
-        subject=name, parameters=parameters, save=save, load=load, cluster=cluster, times=times
-    )
+    with ProgressBars("starting") as bars:
+        from megackpt.simulation import Cluster, PlanReport, estimate, parse_layout
+
+        cluster = Cluster(
+            ranks_per_node=ranks_per_node,
+            write=write_gbps,
+            read=read_gbps,
+            total_write=total_write_gbps,
+            total_read=total_read_gbps,
+            network=network_gbps,
+            mtbf_hours=mtbf_hours,
+        )
+        at, to = (None if text is None else parse_layout(text) for text in (source, target))
+        if Path(subject).is_dir():
+            name, parameters, save, load = _of_checkpoint(Path(subject), at, to, ranks_planned, bars)
+        else:
+            states = () if weights_only else None
+            name, parameters, save, load = _of_model(subject, at, to, ranks_planned, bars, states=states)
+        times = estimate(save, load, cluster)
+        report = PlanReport(
+            subject=name, parameters=parameters, save=save, load=load, cluster=cluster, times=times
+        )
+        if chart is not None:
+            from megackpt.simulation.chart import draw
+
+            draw(name, save, load, Path(chart))
+    if as_json:
+        print_result(report.to_json(), "", as_json=True)
+        return
     console = Console(width=None if sys.stdout.isatty() else _PIPED_WIDTH)
     for table in report.tables():
         console.print(table)
-    if json_path is not None:
-        Path(json_path).write_text(json.dumps(report.to_json(), indent=1) + "\n")
-    if chart is not None:
-        from megackpt.simulation.chart import draw
-
-        draw(name, save, load, Path(chart))
 
 
 _Planned: TypeAlias = "tuple[str, int | None, SaveOutcome, LoadOutcome | None]"
@@ -110,6 +111,7 @@ def _of_model(
     source: ParallelLayout | None,
     target: ParallelLayout | None,
     ranks_planned: int | None,
+    bars: ProgressBars,
     *,
     states: tuple[str, ...] | None,
 ) -> _Planned:
@@ -123,18 +125,22 @@ def _of_model(
     target = target or source
     for layout in (source, target):  # before the first is planned, which takes a while
         check_layout(model, layout)
-    with RankCountBar("planning the save", source.world_size) as bar:
-        save, plan = simulate_save(model, source, states=states, advance=bar.advance)
+    bars.begin_count("planning the save, ranks", source.world_size)
+    save, plan = simulate_save(model, source, states=states, advance=bars.advance)
     stored = StoredCheckpoint(plan.table, plan.writer, DIGEST_BLOCK_BYTES, name)
-    with RankCountBar("planning the load", min(target.world_size, ranks_planned or target.world_size)) as bar:
-        load = simulate_load(
-            model, target, stored, states=states, ranks_planned=ranks_planned, advance=bar.advance
-        )
+    bars.begin_count("planning the load, ranks", min(target.world_size, ranks_planned or target.world_size))
+    load = simulate_load(
+        model, target, stored, states=states, ranks_planned=ranks_planned, advance=bars.advance
+    )
     return f"{name} ({model.numel:,} parameters)", model.numel, save, load
 
 
 def _of_checkpoint(
-    path: Path, source: ParallelLayout | None, target: ParallelLayout | None, ranks_planned: int | None
+    path: Path,
+    source: ParallelLayout | None,
+    target: ParallelLayout | None,
+    ranks_planned: int | None,
+    bars: ProgressBars,
 ) -> _Planned:
     from megackpt.simulation import layout_title, open_stored, simulate_load
 
@@ -147,10 +153,10 @@ def _of_checkpoint(
     save, stored, model, states = open_stored(path)
     if target is None:
         return str(path), None, save, None
-    with RankCountBar("planning the load", min(target.world_size, ranks_planned or target.world_size)) as bar:
-        load = simulate_load(
-            model, target, stored, states=states, ranks_planned=ranks_planned, advance=bar.advance
-        )
+    bars.begin_count("planning the load, ranks", min(target.world_size, ranks_planned or target.world_size))
+    load = simulate_load(
+        model, target, stored, states=states, ranks_planned=ranks_planned, advance=bars.advance
+    )
     return str(path), None, save, load
 
 

@@ -12,12 +12,12 @@ from megackpt.cli.entry import (
     EXIT_CODES,
     FAILED_CHECK,
     is_rank_0,
-    json_option,
+    output_options,
     print_result,
     unsafe_pickle_option,
 )
 from megackpt.cli.locations import checkpoint_location
-from megackpt.cli.progress import ByteBars
+from megackpt.cli.progress import ProgressBars
 from megackpt.cli.tables import show, table_of
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 @click.option("--partial", is_flag=True, help="Repair what can be repaired, even if other damage is left.")
 @click.option("--threads", default=4, show_default=True, type=click.IntRange(1), help="Concurrent reads.")
 @unsafe_pickle_option
-@json_option
+@output_options
 def command(
     path: str,
     *,
@@ -52,12 +52,12 @@ def command(
 
     Exit code 0: the checkpoint is whole, or with --dry-run can be made whole; 1: damage is left.
     """
-    from megackpt.maintenance.repair import repair
-
     if not is_rank_0():
         return 0  # under torchrun one process repairs
-    location, *sources = [checkpoint_location(p, takes_latest=False) for p in (path, *copies)]
-    with ByteBars() as bars:
+    with ProgressBars() as bars:
+        from megackpt.maintenance.repair import repair
+
+        location, *sources = [checkpoint_location(p, takes_latest=False) for p in (path, *copies)]
         report = repair(
             location,
             sources,

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 import click
 from rich.filesize import decimal
 
-from megackpt.cli.entry import EXIT_CODES, FAILED_CHECK, json_option, print_result, unsafe_pickle_option
+from megackpt.cli.entry import EXIT_CODES, FAILED_CHECK, output_options, print_result, unsafe_pickle_option
 from megackpt.cli.locations import checkpoint_location
-from megackpt.cli.progress import ByteBars
+from megackpt.cli.progress import ProgressBars
 from megackpt.cli.tables import show, table_of
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 @click.option("--deep", is_flag=True, help="Read every byte and compare it with its digest.")
 @click.option("--threads", default=4, show_default=True, type=click.IntRange(1), help="Concurrent reads.")
 @unsafe_pickle_option
-@json_option
+@output_options
 def command(path: str, *, deep: bool, threads: int, allow_unsafe_pickle: bool, as_json: bool) -> int:
     """Find all damage of the checkpoint in the directory PATH. Nothing is changed.
 
@@ -36,10 +36,10 @@ def command(path: str, *, deep: bool, threads: int, allow_unsafe_pickle: bool, a
 
     All damage is listed, with file, bytes, key and chunk.
     """
-    from megackpt.maintenance.verify import verify
+    with ProgressBars() as bars:
+        from megackpt.maintenance.verify import verify
 
-    location = checkpoint_location(path)
-    with ByteBars() as bars:
+        location = checkpoint_location(path)
         report = verify(
             location, deep=deep, threads=threads, allow_unsafe_pickle=allow_unsafe_pickle, progress=bars
         )

@@ -105,10 +105,12 @@ def repair(
             stack.enter_context(opened_store(location)) for location in (checkpoint_dir, *copies)
         ]
         search = RepairSearch(store, sources, options, progress)
-        return _repair(store, search, may_write=not dry_run, partial=partial)
+        return _repair(store, search, progress, may_write=not dry_run, partial=partial)
 
 
-def _repair(store: Store, search: RepairSearch, *, may_write: bool, partial: bool) -> RepairReport:
+def _repair(
+    store: Store, search: RepairSearch, progress: Progress, *, may_write: bool, partial: bool
+) -> RepairReport:
     first = search.begin()
     if not first.damages:
         return RepairReport(location=store.location, damages=())
@@ -117,7 +119,7 @@ def _repair(store: Store, search: RepairSearch, *, may_write: bool, partial: boo
     remaining = last.damages
     is_applied = may_write and bool(names) and (partial or not remaining)
     if is_applied:
-        with _replaced_files(store, last.view, names) as written:
+        with _replaced_files(store, last.view, names, progress) as written:
             if written is not last.view:
                 _check_written(search.verify(written), remaining, store)
         remaining = search.verify(store)
@@ -147,7 +149,7 @@ _STEP_BYTES = 4 * 1024 * 1024
 
 
 @contextlib.contextmanager
-def _replaced_files(store: Store, view: Store, names: Sequence[str]) -> Iterator[Store]:
+def _replaced_files(store: Store, view: Store, names: Sequence[str], progress: Progress) -> Iterator[Store]:
     """Write files of a view of a store into the store, and replace the old ones when the block ends.
 
     Yields the store as it will be, read from what was written, so that the block can check it. If the block
@@ -161,8 +163,9 @@ def _replaced_files(store: Store, view: Store, names: Sequence[str]) -> Iterator
     """
     if store.replaces_on_close:
         yield view
+        progress.begin("writing", sum(map(view.size, names)))
         for name in _commit_last(names):
-            _copy(view, name, store, name)
+            _copy(view, name, store, name, progress)
         return
     if not store.moves_atomically:
         raise UnsupportedError(
@@ -173,9 +176,10 @@ def _replaced_files(store: Store, view: Store, names: Sequence[str]) -> Iterator
     # A repair that crashed may have left new files.
     store.delete([n for n in store.names() if any(is_temporary_name_of(n, name) for name in names)])
     new_names = {name: temporary_name(name) for name in names}
+    progress.begin("writing", sum(map(view.size, names)))
     try:
         for name, new_name in new_names.items():
-            _copy(view, name, store, new_name)
+            _copy(view, name, store, new_name, progress)
         store.sync()
         patches = {name: Patch.whole(store, new, store.size(new)) for name, new in new_names.items()}
         yield PatchedStore(store, patches)
@@ -195,9 +199,11 @@ def _commit_last(names: Sequence[str]) -> list[str]:
     return sorted(names, key=lambda name: (name == MANIFEST, name))
 
 
-def _copy(source: Store, name: str, target: Store, new_name: str) -> None:
+def _copy(source: Store, name: str, target: Store, new_name: str, progress: Progress) -> None:
     if new_name == MANIFEST:
-        target.replace(MANIFEST, source.read(MANIFEST, max_bytes=MANIFEST_MAX_BYTES))
+        manifest = source.read(MANIFEST, max_bytes=MANIFEST_MAX_BYTES)
+        target.replace(MANIFEST, manifest)
+        progress.advance(len(manifest))
         return
     nbytes = source.size(name)
     buffer = np.empty(min(_STEP_BYTES, nbytes), np.uint8).data
@@ -206,3 +212,4 @@ def _copy(source: Store, name: str, target: Store, new_name: str) -> None:
             part = buffer[: min(_STEP_BYTES, nbytes - start)]
             source.read_into(name, start, part)
             writer.write(part)
+            progress.advance(len(part))

@@ -1,6 +1,6 @@
 """The project's goals for speed and memory, and whether a run of `megackpt bench` has met them.
 
-    megackpt bench --dir DIRECTORY --json report.json ... && python tests/benchmarks/goals.py report.json
+    megackpt bench --dir DIRECTORY ... --json > report.json && python tests/benchmarks/goals.py report.json
 
 A goal is a bound on a ratio or a figure of the report.
 """

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -16,6 +18,7 @@ import torch
 import megackpt
 from megackpt.bench import counters, names
 from megackpt.bench.cases.digests import _no_digests
+from megackpt.bench.progress import ProgressLine
 from megackpt.bench.raw import RawFiles
 from megackpt.bench.report import Figure, Report, Row
 from megackpt.bench.state import (
@@ -54,10 +57,10 @@ SCALING_CASES = tuple(
 def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """One tiny run, as a user starts it; everything that it writes, by kind."""
     directory = tmp_path_factory.mktemp("bench")
-    files = {kind: directory / f"out.{kind}" for kind in ("json", "svg", "trace")}
+    files = {kind: directory / f"out.{kind}" for kind in ("svg", "trace")}
     arguments = ["--ranks", str(RANKS), "--size", "2MiB", "--repeats", "1", "--vs", "dcp,torch"]
     arguments += ["--formats", "torch_dist", "--scaling", "2", "--long-run", "4"]
-    outputs = ["--json", files["json"], "--chart", files["svg"], "--profile", files["trace"]]
+    outputs = ["--json", "--chart", files["svg"], "--profile", files["trace"]]
     command = [sys.executable, "-m", "megackpt.cli", "bench", "--dir", str(directory / "dir")]
     run = subprocess.run(
         [*command, *arguments, *map(str, outputs)], capture_output=True, text=True, check=False
@@ -65,9 +68,9 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     left = [path.name for path in (directory / "dir").iterdir()]
     return {
         "code": run.returncode,
-        "progress": run.stderr,
+        "stderr": run.stderr,
         "left": left,
-        "report": json.loads(files["json"].read_text()),
+        "report": json.loads(run.stdout),
         "chart": files["svg"].read_text(),
         "trace": json.loads(files["trace"].read_text()),
     }
@@ -150,12 +153,27 @@ def test_nothing_is_left_in_the_directory_and_the_chart_names_the_contenders(res
 
 
 @pytest.mark.multiprocess
-def test_progress_names_each_case_and_round_where_stderr_is_a_file(results: dict[str, Any]) -> None:
-    lines = results["progress"].splitlines()
-    assert [line for line in lines if not line.startswith("bench: ")] == [], "warnings of other libraries"
-    for case in ("same layout", "reshard", "async", "digests", "memory", "small", "planning", "scaling"):
-        assert f"bench: {case}: begins" in lines
-    assert "bench: reshard: round 1 of 1" in lines
+def test_stderr_is_empty_where_it_is_a_file(results: dict[str, Any]) -> None:
+    assert results["stderr"] == "", "progress, or warnings of other libraries"
+    cases = {"same_layout", "reshard", "async", "digests", "memory", "small", "planning", "scaling"}
+    assert set(results["report"]["machine"]["spent_s"]) >= cases
+
+
+def test_on_a_terminal_one_line_names_the_case_and_the_time_left() -> None:
+    terminal = io.StringIO()
+    line = ProgressLine(terminal, 2)
+    line.begin("same layout")
+    line.show("round 1 of 1", 0.5)
+    line.begin("reshard")
+    line.end()
+    shown = re.sub(r"\d:\d\d:\d\d", "TIME", terminal.getvalue()).split("\r\x1b[K")
+    assert shown == [
+        "",
+        "bench: same layout (1 of 2): begins, TIME spent",
+        "bench: same layout (1 of 2): round 1 of 1, TIME spent, about TIME left",
+        "bench: reshard (2 of 2): begins, TIME spent, about TIME left",
+        "",
+    ]
 
 
 @pytest.mark.multiprocess

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import itertools
 import json
 import os
@@ -15,12 +14,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from rich.console import Console
 
 import megackpt
 from megackpt import ShardedObject, ShardedTensor
 from megackpt.cli import main
-from megackpt.cli.progress import ByteBars
 from megackpt.comm import Group, SingleProcess
 from megackpt.engine.checkpoint.manifest import is_committed
 from megackpt.engine.checkpoint.opening import open_checkpoint
@@ -340,20 +337,6 @@ def test_json_has_the_result_or_the_error(tmp_path: Path, capsys: pytest.Capture
     assert main(arguments) == 2
     error = json.loads(capsys.readouterr().out)["error"]
     assert (error["kind"], error["path"]) == ("DeclarationError", str(tmp_path / "target"))
-
-
-def test_a_bar_is_drawn_on_a_terminal_only() -> None:
-    drawn = {}
-    for is_terminal in (True, False):
-        text = io.StringIO()
-        console = Console(file=text, force_terminal=is_terminal, width=120, legacy_windows=False)
-        with ByteBars(console=console) as bars:
-            bars.begin("writing", 4_000_000)
-            bars.advance(3_000_000)
-        drawn[is_terminal] = text.getvalue()
-    assert "writing" in drawn[True]
-    assert "3.0/4.0 MB" in drawn[True]
-    assert drawn[False] == ""
 
 
 def test_ranks_share_the_chunks_evenly_and_each_is_written_once(tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 from collections.abc import Iterator
@@ -65,8 +64,9 @@ def test_commands_find_the_home_directory(home: Path, capsys: pytest.CaptureFixt
     for command in ("verify {}", "inspect {}", "diff {0} {0}", "repair {}", "convert {} ~/new --to zarr"):
         assert main(command.format("~/run/iter_0000001").split()) == 0
     assert (home / "new" / "metadata.json").is_file()
-    assert main(["plan", "~/run/iter_0000001", "--json=~/plan.json"]) == 0
-    assert json.loads((home / "plan.json").read_text())
+    assert main(["plan", "~/run/iter_0000001", "--json"]) == 0
+    assert main(["plan", "gpt-125m", "--from", "tp1", "--chart=~/plan.svg"]) == 0
+    assert (home / "plan.svg").is_file()
     capsys.readouterr()
 
 
