@@ -7,8 +7,9 @@ import re
 import shutil
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import psutil
@@ -41,13 +42,33 @@ LAUNCHERS = {"accelerate_loop": accelerate, "lightning_fit": torchrun, "trainer"
 STEP_DIRECTORIES = {
     "accelerate_loop": "iter_{:07d}",
     "lightning_fit": "step={}.ckpt",
+    "ray_train": "fit/iter_{:07d}",
     "trainer": "checkpoint-{}/megackpt",
 }
-PACKAGES = {"accelerate_loop": "accelerate", "lightning_fit": "lightning", "trainer": "transformers"}
+PACKAGES = {
+    "accelerate_loop": "accelerate",
+    "lightning_fit": "lightning",
+    "ray_train": "ray.train",
+    "trainer": "transformers",
+}
+
+
+@pytest.fixture(autouse=True)
+def ray_files_in_a_folder_of_their_own(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Ray has sockets (with short paths) and logs in one folder, and a token in the home directory."""
+    with tempfile.TemporaryDirectory(prefix="ray", ignore_cleanup_errors=True) as folder:
+        for name in ("HOME", "RAY_TMPDIR"):
+            monkeypatch.setenv(name, folder)
+        monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+        monkeypatch.setenv("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", "0.2")  # it also asks for reports then
+        yield
 
 
 def command(host: str, ranks: int, root: Path) -> Sequence[str]:
-    return [*LAUNCHERS[host](ranks), str(HOSTS / f"{host}.py"), str(root), str(STEPS)]
+    script = [str(HOSTS / f"{host}.py"), str(root), str(STEPS)]
+    if host == "ray_train":
+        return [sys.executable, *script, str(ranks)]
+    return [*LAUNCHERS[host](ranks), *script]
 
 
 def train(host: str, ranks: int, root: Path) -> int:
@@ -71,8 +92,9 @@ def run_to_its_end(words: Sequence[str]) -> int:
 
 
 def train_and_kill(host: str, ranks: int, root: Path) -> None:
-    """Kill every process of a run while it saves for the second time, or right after."""
-    second = root / STEP_DIRECTORIES[host].format(2 * FIRST_SAVE)
+    """Kill every process of a run while it saves a later step than the first, or right after."""
+    # Ray hears of a step when it asks the workers, one at a time: the first is listed before the third.
+    later = root / STEP_DIRECTORIES[host].format((4 if host == "ray_train" else 2) * FIRST_SAVE)
     with subprocess.Popen(
         command(host, ranks, root),
         env=quiet({}),
@@ -80,13 +102,15 @@ def train_and_kill(host: str, ranks: int, root: Path) -> None:
         stderr=subprocess.DEVNULL,
     ) as process:
         deadline = time.monotonic() + TIMEOUT_S
-        while not second.exists():
+        while not later.exists():
             assert process.poll() is None
             assert time.monotonic() < deadline
             time.sleep(0.005)
-        # torchrun puts its workers into sessions of their own, which a signal to its group does not reach.
-        for running in [*psutil.Process(process.pid).children(recursive=True), process]:
+        # Launchers put their workers into sessions of their own, which a signal to a group does not reach.
+        workers = psutil.Process(process.pid).children(recursive=True)
+        for running in [*workers, process]:
             running.kill()
+        psutil.wait_procs(workers, timeout=TIMEOUT_S)
     assert not last_step(host, root).exists()
 
 
@@ -99,7 +123,7 @@ def tensors(host: str, root: Path) -> dict[str, Tensor]:
     return megackpt.load_plain_tensors(last_step(host, root))
 
 
-@pytest.mark.parametrize("host", sorted(LAUNCHERS))
+@pytest.mark.parametrize("host", sorted(PACKAGES))
 def test_a_killed_run_goes_on_as_if_nothing_had_happened(host: str, tmp_path: Path) -> None:
     pytest.importorskip(PACKAGES[host])
     whole, killed, elsewhere = (tmp_path / name for name in ("whole", "killed", "elsewhere"))
@@ -109,6 +133,9 @@ def test_a_killed_run_goes_on_as_if_nothing_had_happened(host: str, tmp_path: Pa
     assert train(host, 2, killed) >= FIRST_SAVE
     assert train(host, 1, elsewhere) >= FIRST_SAVE
 
+    if host == "ray_train":  # nothing is copied, and what num_to_keep=2 does not keep is removed
+        steps = {path.name for path in (whole / "fit").glob("[!.]*") if path.is_dir()}
+        assert steps == {f"iter_{STEPS - FIRST_SAVE:07d}", f"iter_{STEPS:07d}"}
     expected = tensors(host, whole)
     assert len(expected) > 10
     same, other = tensors(host, killed), tensors(host, elsewhere)
@@ -118,7 +145,9 @@ def test_a_killed_run_goes_on_as_if_nothing_had_happened(host: str, tmp_path: Pa
     torch.testing.assert_close(other, expected, rtol=1e-2, atol=1e-3)
 
 
-def test_checkpoints_of_one_lightning_strategy_load_into_the_other(tmp_path: Path) -> None:
+def test_checkpoints_of_one_lightning_strategy_load_into_the_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pytest.importorskip("lightning")
 
     def ddp(name: str) -> list[str]:
@@ -132,8 +161,11 @@ def test_checkpoints_of_one_lightning_strategy_load_into_the_other(tmp_path: Pat
     shutil.copytree(tmp_path / "fsdp" / "step=5.ckpt", tmp_path / "fsdp_then_ddp" / "step=5.ckpt")
     assert run_to_its_end(ddp("fsdp_then_ddp")) == 5
 
+    monkeypatch.setenv("LIGHTNING_TP", "2")
+    assert run_to_its_end([*fsdp("fsdp_then_tp"), str(tmp_path / "fsdp" / "step=5.ckpt")]) == 5
+
     expected = megackpt.load_plain_tensors(tmp_path / "ddp" / "step=10.ckpt")
-    for name in ("fsdp", "ddp_then_fsdp", "fsdp_then_ddp"):
+    for name in ("fsdp", "ddp_then_fsdp", "fsdp_then_ddp", "fsdp_then_tp"):
         last = megackpt.load_plain_tensors(tmp_path / name / "step=10.ckpt")
-        # FSDP2 may reduce gradients in another order.
+        # FSDP2 and tensor parallelism add in another order.
         torch.testing.assert_close(last, expected, rtol=1e-4, atol=1e-5)
