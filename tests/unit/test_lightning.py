@@ -1,7 +1,8 @@
-"""Lightning's CheckpointIO in one process: whole states, also in a thread of Lightning's; wrong input."""
+"""Lightning in one process: a CheckpointIO, also in a thread; asynchronous saves; wrong input."""
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +12,13 @@ import torch
 pytest.importorskip("lightning")
 
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from torch.utils.data import DataLoader
 
-from megackpt.errors import UnsupportedError
-from megackpt.integrations.lightning import MegackptIO
+from megackpt import check_is_distributed_checkpoint, load
+from megackpt.errors import CheckpointError, UnsupportedError
+from megackpt.integrations.lightning import MegackptDDPStrategy, MegackptIO
 
 # Lightning 2.6 uses a name that torch 2.13 is about to remove.
 pytestmark = pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning", "ignore::UserWarning")
@@ -71,3 +74,58 @@ def test_a_checkpoint_is_removed_and_storage_options_are_an_error(tmp_path: Path
     assert not (tmp_path / "a").exists()
     with pytest.raises(UnsupportedError, match="storage_options are not known"):
         io.save_checkpoint({}, tmp_path / "b", storage_options={"a": 1})
+
+
+def fit_with_a_strategy(root: Path, epochs: int, *, keep: int = -1, resume: Path | None = None) -> Regression:
+    torch.manual_seed(0)
+    module = Regression()
+    Trainer(
+        accelerator="cpu",
+        devices=1,
+        max_epochs=epochs,
+        strategy=MegackptDDPStrategy(async_save=True),
+        callbacks=[ModelCheckpoint(root, "{epoch}", save_top_k=keep, monitor="epoch", mode="max")],
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    ).fit(module, DataLoader(torch.ones(2, 4)), ckpt_path=resume)
+    return module
+
+
+def test_asynchronous_saves_are_committed_at_the_end_and_resume(tmp_path: Path) -> None:
+    whole = fit_with_a_strategy(tmp_path / "whole", 4)
+    for epoch in range(4):
+        assert check_is_distributed_checkpoint(tmp_path / "whole" / f"epoch={epoch}.ckpt")
+    resumed = fit_with_a_strategy(tmp_path / "rest", 4, resume=tmp_path / "whole" / "epoch=1.ckpt")
+    alone = Regression()
+    last = tmp_path / "whole" / "epoch=3.ckpt"
+    alone.load_state_dict(load({"model": alone.state_dict()}, last)["model"])
+    for module in (resumed, alone):
+        for parameter, expected in zip(module.parameters(), whole.parameters(), strict=True):
+            assert torch.equal(parameter, expected)
+
+
+def test_a_checkpoint_is_not_removed_before_the_one_that_supersedes_it_is_committed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    committed: list[bool] = []
+    remove = shutil.rmtree
+
+    def removed(path: Path, **kwargs: Any) -> None:
+        committed.append(
+            any(check_is_distributed_checkpoint(p) for p in tmp_path.iterdir() if p != Path(path))
+        )
+        remove(path, **kwargs)
+
+    monkeypatch.setattr(shutil, "rmtree", removed)
+    fit_with_a_strategy(tmp_path, 3, keep=1)
+    assert committed == [True, True]
+    assert [path.name for path in tmp_path.iterdir()] == ["epoch=2.ckpt"]
+
+
+def test_an_asynchronous_save_that_fails_raises_its_error_at_the_end_of_the_run(tmp_path: Path) -> None:
+    trainer = fit_with_a_strategy(tmp_path / "run", 1).trainer
+    (tmp_path / "file").touch()
+    trainer.save_checkpoint(tmp_path / "file" / "last.ckpt")
+    with pytest.raises(CheckpointError, match=r"file/last\.ckpt"):
+        trainer.strategy.teardown()
