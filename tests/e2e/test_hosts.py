@@ -93,7 +93,7 @@ def run_to_its_end(words: Sequence[str]) -> int:
 
 def train_and_kill(host: str, ranks: int, root: Path) -> None:
     """Kill every process of a run while it saves a later step than the first, or right after."""
-    # Ray hears of a step when it asks the workers, one at a time: the first is listed before the third.
+    # Ray asks the workers for one report at a time, so the first step is in its list before the third.
     later = root / STEP_DIRECTORIES[host].format((4 if host == "ray_train" else 2) * FIRST_SAVE)
     with subprocess.Popen(
         command(host, ranks, root),
