@@ -5,10 +5,14 @@ from __future__ import annotations
 import random
 from typing import Any
 
+from tests import huggingface_encoders as encoders
+from tests import huggingface_mamba as mamba
 from tests.huggingface_delta_net import delta_net_fields
 from tests.huggingface_experts import WITHOUT_LATENT, deepseek_expert_fields, latent_fields
 
 FAMILIES = (
+    *encoders.FAMILIES,
+    *mamba.FAMILIES,
     "deepseek_v3",
     "gemma",
     "gemma2",
@@ -27,12 +31,18 @@ FAMILIES = (
 )
 """Their model types."""
 
-IN_MEGATRON = tuple(family for family in FAMILIES if family != "qwen3_next")
-"""Those with a map to Megatron-Core."""
+IN_MEGATRON = tuple(
+    family for family in FAMILIES if family not in ("qwen3_next", *encoders.FAMILIES, *mamba.FAMILIES)
+)
+"""Those with a map to Megatron-Core, but for Mamba's: test_mamba_maps has its names."""
 
 
 def random_fields(model_type: str, seed: int) -> dict[str, Any]:
     """Return entries of a random config: odd sizes, all ratios of heads, biases, ties, mixed layers."""
+    if model_type in encoders.FAMILIES:
+        return encoders.random_fields(model_type, seed)
+    if model_type in mamba.FAMILIES:
+        return mamba.random_fields(model_type, seed)
     draw = random.Random(f"{model_type} {seed}")
     if model_type == "gpt2":
         heads = draw.choice([1, 2, 3])

@@ -15,8 +15,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from megackpt.errors import DeclarationError
 from megackpt.parallel import ColumnParallelLinear, ShardedModule
 from models.blocks.attention import Attention, heads, input_projection, joined_heads, output_projection
+from models.encoder_config import DECODER_CHOICES
 from models.stage import Stage
 
 
@@ -25,9 +27,13 @@ class FullAttention(Attention):
 
     Args:
         stage: what its parts are made with.
+
+    Raises:
+        DeclarationError: the config's attention has a choice of decoders, such as output gates.
     """
 
     def __init__(self, stage: Stage) -> None:
+        _check_choices(type(self).__name__, stage)
         super().__init__(stage)
         self.head_dim = stage.config.head_dim
         self.linear_qkv = input_projection(stage)
@@ -48,9 +54,13 @@ class CrossAttention(Attention):
 
     Args:
         stage: what its parts are made with.
+
+    Raises:
+        DeclarationError: as for `FullAttention`.
     """
 
     def __init__(self, stage: Stage) -> None:
+        _check_choices(type(self).__name__, stage)
         super().__init__(stage)
         config = stage.config
         self.head_dim = config.head_dim
@@ -124,6 +134,17 @@ def _attended(attention: Attention, q: Tensor, k: Tensor, v: Tensor, bias: Tenso
     return joined_heads(
         F.scaled_dot_product_attention(q, k, v, attn_mask=bias, scale=attention.scale, enable_gqa=True)
     )
+
+
+def _check_choices(name: str, stage: Stage) -> None:
+    """Raise a DeclarationError for choices of attention that only decoders have."""
+    attention = stage.config.attention
+    chosen = [choice for choice in DECODER_CHOICES if getattr(attention, choice)]
+    if chosen:
+        raise DeclarationError(
+            f"{name} has no {', '.join(chosen)}: AttentionConfig has such choices for decoders. Leave them "
+            f"at their defaults."
+        )
 
 
 def _projection(stage: Stage, out_features: int | Mapping[str, int]) -> ColumnParallelLinear:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import functools
 import json
-import random
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +23,7 @@ from models.huggingface_bert import bert_config
 from tests.effort import is_thorough
 from tests.encoder_models import Case, case_of, check, randomise, run
 from tests.huggingface_checkpoints import assert_same_tensors, declared
+from tests.huggingface_encoders import random_fields
 from tests.huggingface_models import assert_close
 from tests.optim_world import tensors_of
 
@@ -43,20 +43,7 @@ LAYOUTS = {
 def random_config(seed: int) -> Any:
     from transformers import AutoConfig
 
-    draw = random.Random(f"bert {seed}")
-    heads = draw.choice([2, 4])
-    config = AutoConfig.for_model(
-        "bert",
-        vocab_size=draw.choice([31, 37]),
-        hidden_size=heads * draw.choice([3, 5]),
-        num_attention_heads=heads,
-        intermediate_size=draw.choice([10, 22]),
-        num_hidden_layers=draw.choice([4, 5]),
-        max_position_embeddings=draw.choice([24, 29]),
-        type_vocab_size=draw.choice([2, 3]),
-        layer_norm_eps=draw.choice([1e-12, 1e-3]),
-        hidden_act=draw.choice(["gelu", "relu", "gelu_new"]),
-    )
+    config = AutoConfig.for_model("bert", **random_fields("bert", seed))
     config._attn_implementation = "eager"
     return config
 

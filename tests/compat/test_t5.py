@@ -7,13 +7,11 @@ from __future__ import annotations
 
 import functools
 import json
-import random
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 import megackpt
 from megackpt import DeclarationError
@@ -24,6 +22,7 @@ from models.huggingface_t5 import t5_config
 from tests.effort import is_thorough
 from tests.encoder_models import Case, case_of, check, randomise, run
 from tests.huggingface_checkpoints import assert_same_tensors, declared
+from tests.huggingface_encoders import random_fields, untie
 from tests.optim_world import tensors_of
 
 pytest.importorskip("transformers", reason="the extra huggingface is not installed")
@@ -43,28 +42,12 @@ def random_model(seed: int) -> Any:
     """Return a random model of transformers: both families, tied or not, plain and gated MLPs."""
     from transformers import AutoConfig, AutoModelForSeq2SeqLM
 
-    draw = random.Random(f"t5 {seed}")
-    heads, family = draw.choice([2, 4]), "mt5" if seed % 3 == 2 else "t5"
-    is_tied = family == "t5" and seed % 2 == 0
-    config = AutoConfig.for_model(
-        family,
-        vocab_size=draw.choice([31, 37]),
-        d_model=draw.choice([12, 18]),
-        d_kv=draw.choice([3, 4, 5]),
-        d_ff=draw.choice([10, 22]),
-        num_layers=draw.choice([2, 3]),
-        num_decoder_layers=draw.choice([2, 4]),
-        num_heads=heads,
-        relative_attention_num_buckets=draw.choice([8, 14, 32]),
-        relative_attention_max_distance=draw.choice([18, 40]),
-        layer_norm_epsilon=draw.choice([1e-6, 1e-3]),
-        feed_forward_proj=["relu", "gated-gelu", "gelu", "gated-silu"][seed % 4],
-        tie_word_embeddings=is_tied,
-    )
+    family = "mt5" if seed % 3 == 2 else "t5"
+    fields = random_fields(family, seed)
+    config = AutoConfig.for_model(family, **fields)
     config._attn_implementation = "eager"
     model: Any = AutoModelForSeq2SeqLM.from_config(config).eval()
-    if not is_tied:  # transformers 5 ties them until a folder has both
-        model.lm_head.weight = nn.Parameter(torch.empty_like(model.shared.weight))
+    untie(model, fields)
     randomise(model, seed)
     return model
 

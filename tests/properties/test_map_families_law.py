@@ -9,8 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megackpt.maps import bound_to, checkpoint_map, family_of, megatron_map
+from tests import huggingface_encoders as encoders
+from tests import huggingface_mamba as mamba
 from tests.effort import is_thorough
-from tests.huggingface_configs import FAMILIES, IN_MEGATRON
+from tests.huggingface_configs import FAMILIES, IN_MEGATRON, random_fields
 from tests.mapped_arrays import assembled, random_arrays
 
 EXAMPLES = 1000 if is_thorough() else 100
@@ -22,6 +24,8 @@ LATENT_DIMS = ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 def configs(draw: st.DrawFn) -> dict[str, Any]:
     """Return a config of any family, with sizes down to 1 and any of the entries that decide about arrays."""
     model_type = draw(st.sampled_from(FAMILIES))
+    if model_type in (*encoders.FAMILIES, *mamba.FAMILIES):
+        return {"model_type": model_type, **random_fields(model_type, draw(st.integers(0, 10**6)))}
     layers, groups, heads_of_group, d = (draw(SIZE) for _ in range(4))
     heads = groups * heads_of_group
     if model_type == "gpt2":
@@ -89,11 +93,10 @@ def test_stacked_layers_have_the_same_elements_as_single_ones(config: dict[str, 
     made = family_of(config).region_map(config)
     theirs = random_arrays(made, 0)
     single = assembled(made, theirs)
-    layers = {key.split(".", 3)[3]: key for key in made.left if key.startswith("decoder.layers.")}
+    layers = [key.split(".", 3)[2:] for key in made.left if key.startswith("decoder.layers.")]
+    numbers = {number for number, _ in layers}
     everywhere = {
-        name
-        for name in layers
-        if all(f"decoder.layers.{n}.{name}" in made.left for n in range(_number_of_layers(config)))
+        name for _, name in layers if all(f"decoder.layers.{n}.{name}" in made.left for n in numbers)
     }
     bound = bound_to(made, {f"decoder.layers.{name}" for name in everywhere})
     bound.check(name="stacked")
@@ -101,8 +104,3 @@ def test_stacked_layers_have_the_same_elements_as_single_ones(config: dict[str, 
     for name in everywhere:
         for layer, array in enumerate(stacked[f"decoder.layers.{name}"]):
             assert torch.equal(array, single[f"decoder.layers.{layer}.{name}"])
-
-
-def _number_of_layers(config: dict[str, Any]) -> int:
-    number: int = config["n_layer" if config["model_type"] == "gpt2" else "num_hidden_layers"]
-    return number

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -24,6 +25,7 @@ from models import (
     init_weights,
 )
 from models.blocks import SelfAttention
+from models.blocks.full_attention import CrossAttention, FullAttention
 from models.stage import Stage
 from tests.gpt_families import FAMILIES, SMALL_GPT, as_family, joined
 
@@ -160,3 +162,15 @@ def test_choices_that_there_are_not_raise_an_error(
 def test_choices_that_do_not_fit_the_sizes_raise_an_error(changes: dict[str, object], message: str) -> None:
     with pytest.raises(DeclarationError, match=message):
         replace(SMALL_GPT, **changes)
+
+
+@pytest.mark.parametrize("block", [FullAttention, CrossAttention])
+@pytest.mark.parametrize(
+    "choice", [{"output_gate": True}, {"qk_norm": True}, {"window": SlidingWindow(size=2)}]
+)
+def test_attention_to_all_tokens_has_no_choices_of_decoders(
+    block: type[FullAttention | CrossAttention], choice: dict[str, Any]
+) -> None:
+    config = replace(SMALL_GPT, attention=AttentionConfig(**choice))
+    with pytest.raises(DeclarationError, match=f"{block.__name__} has no {next(iter(choice))}"):
+        block(Stage(config=config, groups=ONE))

@@ -41,7 +41,7 @@ _CONVOLUTION = (("x", "inner", "inner@0"), ("B", "state", "state@inner"), ("C", 
 @prefix_is_optional("backbone.")
 def mamba2_rules(config: Config, keys: Collection[str]) -> FamilyRules:
     """Return the rules of Mamba-2, all of whose layers are mixers."""
-    config = with_defaults(config, keys, n_groups=8, conv_kernel=4, use_conv_bias=True)
+    config = with_defaults(config, keys, n_groups=8, head_dim=64, conv_kernel=4, use_conv_bias=True)
     layers = range(count_of(config, "num_hidden_layers"))
     sizes = {"v": size_of(config, "vocab_size"), "h": size_of(config, "hidden_size")}
     sizes |= _mixer_sizes(config, "num_heads", "head_dim", "state_size")
