@@ -36,6 +36,7 @@ MODULES = {
     "megackpt.integrations.offload": "Optimizers whose state is on the CPU.",
     "megackpt.integrations.peft": "Adapter folders of Hugging Face's peft.",
     "megackpt.integrations.ray": "Ray Train without uploads.",
+    "megackpt.integrations.torchtitan": "A checkpoint manager for torchtitan.",
     "megackpt.integrations.transformers": "A mixin for Hugging Face's Trainer.",
     "megackpt.integrations.xla": "Planners for torch_xla.",
     "megackpt.testing.world": "A simulated world: many ranks in one process.",

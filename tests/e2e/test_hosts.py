@@ -26,6 +26,7 @@ pytestmark = only_thorough("hosts are trained under the command of .ci/run")
 ROOT = Path(__file__).parents[2]
 HOSTS = ROOT / "examples" / "hosts"
 STEPS = 100  # enough for a kill between the first checkpoint and the end
+STEPS_OF_SLOW_ONES = {"torchtitan_train": 25}
 FIRST_SAVE = 5
 
 
@@ -38,17 +39,28 @@ def torchrun(ranks: int) -> list[str]:
     return [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
 
 
-LAUNCHERS = {"accelerate_loop": accelerate, "lightning_fit": torchrun, "trainer": torchrun}
+def torchtitan_on_cpu(ranks: int) -> list[str]:
+    return [*torchrun(ranks), str(ROOT / "tests" / "e2e" / "torchtitan_on_cpu.py")]
+
+
+LAUNCHERS = {
+    "accelerate_loop": accelerate,
+    "lightning_fit": torchrun,
+    "torchtitan_train": torchtitan_on_cpu,
+    "trainer": torchrun,
+}
 STEP_DIRECTORIES = {
     "accelerate_loop": "iter_{:07d}",
     "lightning_fit": "step={}.ckpt",
     "ray_train": "fit/iter_{:07d}",
+    "torchtitan_train": "checkpoint/iter_{:07d}",
     "trainer": "checkpoint-{}/megackpt",
 }
 PACKAGES = {
     "accelerate_loop": "accelerate",
     "lightning_fit": "lightning",
     "ray_train": "ray.train",
+    "torchtitan_train": "torchtitan",
     "trainer": "transformers",
 }
 
@@ -64,8 +76,12 @@ def ray_files_in_a_folder_of_their_own(monkeypatch: pytest.MonkeyPatch) -> Itera
         yield
 
 
+def steps_of(host: str) -> int:
+    return STEPS_OF_SLOW_ONES.get(host, STEPS)
+
+
 def command(host: str, ranks: int, root: Path) -> Sequence[str]:
-    script = [str(HOSTS / f"{host}.py"), str(root), str(STEPS)]
+    script = [str(HOSTS / f"{host}.py"), str(root), str(steps_of(host))]
     if host == "ray_train":
         return [sys.executable, *script, str(ranks)]
     return [*LAUNCHERS[host](ranks), *script]
@@ -115,7 +131,7 @@ def train_and_kill(host: str, ranks: int, root: Path) -> None:
 
 
 def last_step(host: str, root: Path) -> Path:
-    return root / STEP_DIRECTORIES[host].format(STEPS)
+    return root / STEP_DIRECTORIES[host].format(steps_of(host))
 
 
 def tensors(host: str, root: Path) -> dict[str, Tensor]:
