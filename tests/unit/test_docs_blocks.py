@@ -26,6 +26,7 @@ RUN_ELSEWHERE = {
         "tests/e2e/lightning_fsdp.py",
     ],
     ("docs/integrations.md", "integrations.ray"): [TRAINING, "examples/hosts/ray_train.py"],
+    ("docs/integrations.md", "integrations.torchtitan"): [TRAINING, "examples/hosts/torchtitan_train.py"],
     ("docs/integrations.md", "def resume_training"): ["tests/multiprocess/test_dtensor_optimizer.py"],
     ("docs/integrations.md", "megatron_state"): ["tests/compat/test_megatron_into_models.py"],
     ("docs/huggingface.md", "family_of(config)"): ["tests/compat/megatron_world.py"],
