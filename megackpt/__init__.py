@@ -65,6 +65,8 @@ if TYPE_CHECKING:
     from megackpt.maintenance.diff_arrays import ArrayDifference as ArrayDifference
     from megackpt.maintenance.export_huggingface import HuggingFaceExport as HuggingFaceExport
     from megackpt.maintenance.export_huggingface import export_huggingface as export_huggingface
+    from megackpt.maintenance.import_folder import FolderImport as FolderImport
+    from megackpt.maintenance.import_folder import import_deepspeed as import_deepspeed
     from megackpt.maintenance.import_huggingface import HuggingFaceImport as HuggingFaceImport
     from megackpt.maintenance.import_huggingface import import_huggingface as import_huggingface
     from megackpt.maintenance.inspect import CheckpointSummary as CheckpointSummary
@@ -150,6 +152,7 @@ _NAMES_OF = {
     "megackpt.maintenance.diff": ("CheckpointDifference", "ValueDifference", "diff"),
     "megackpt.maintenance.diff_arrays": ("ArrayDifference",),
     "megackpt.maintenance.export_huggingface": ("HuggingFaceExport", "export_huggingface"),
+    "megackpt.maintenance.import_folder": ("FolderImport", "import_deepspeed"),
     "megackpt.maintenance.import_huggingface": ("HuggingFaceImport", "import_huggingface"),
     "megackpt.maintenance.inspect": ("CheckpointSummary", "StoredArray", "StoredFile", "inspect"),
     "megackpt.maintenance.repair": ("RepairReport", "repair"),

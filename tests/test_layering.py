@@ -113,6 +113,7 @@ OWNERS: dict[str, set[str]] = {
     "formats/safe_pickle.py": {"pickle"},
     "formats/tensor_pickle.py": {"pickle"},
     "formats/pickle_limits.py": {"pickle"},  # its errors
+    "formats/torch_zip.py": {"pickle"},  # its errors
     "formats/pickle_keys.py": {"pickle"},  # its errors, and opcodes; no class is looked up
 }
 

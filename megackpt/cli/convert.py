@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from megackpt.comm import Group
     from megackpt.maintenance.convert import ConvertReport
     from megackpt.maintenance.export_huggingface import HuggingFaceExport
+    from megackpt.maintenance.import_folder import FolderImport
     from megackpt.maintenance.import_huggingface import HuggingFaceImport
 
 _TIMEOUT_S = 600.0
@@ -34,13 +35,14 @@ _SPELLINGS = {"map_name": "--map", "merge_adapters": "--merge-adapter"}
     "name",
     metavar="FORMAT[:VERSION]",
     help="The new format: megackpt, torch_dist, zarr, huggingface, or that of a package; by default its "
-    "newest version. Required, except with --from huggingface, where megackpt is the default.",
+    "newest version. Required, except with --from, where megackpt is the default.",
 )
 @click.option(
     "--from",
     "source_format",
-    type=click.Choice(["huggingface"]),
-    help="huggingface: SRC is a Hugging Face folder; give its tensors the names of megackpt.",
+    type=click.Choice(["huggingface", "deepspeed"]),
+    help="huggingface: SRC is a Hugging Face folder; give its tensors the names of megackpt. deepspeed: SRC "
+    "is what ZeRO-1, 2 or 3 saved; weights, masters, moments and steps become whole arrays.",
 )
 @click.option(
     "--map",
@@ -57,7 +59,14 @@ _SPELLINGS = {"map_name": "--map", "merge_adapters": "--merge-adapter"}
 @click.option(
     "--weights",
     type=click.Choice(["model", "masters"]),
-    help="With --to huggingface: the weights of the model, or the float32 masters of its optimizer.",
+    help="With --to huggingface or --from deepspeed: the weights of the model, or the float32 masters of its "
+    "optimizer.",
+)
+@click.option(
+    "--keys",
+    type=click.Choice(["megackpt", "torch"]),
+    help="With --from deepspeed: names of the arrays, as megackpt's optimizers (the default) or torch's have "
+    "them.",
 )
 @click.option(
     "--merge-adapter",
@@ -74,7 +83,11 @@ _SPELLINGS = {"map_name": "--map", "merge_adapters": "--merge-adapter"}
 @click.option(
     "--max-file-size", metavar="SIZE", help="With --to huggingface: longest file, such as 5GB (the default)."
 )
-@click.option("--prefix", metavar="TEXT", help="With huggingface: what the checkpoint's keys begin with.")
+@click.option(
+    "--prefix",
+    metavar="TEXT",
+    help="With huggingface or --from deepspeed: what the checkpoint's keys begin with.",
+)
 @click.option(
     "--norm-added",
     type=click.IntRange(0, 1),
@@ -106,11 +119,12 @@ def command(
     verify: bool,
     allow_unsafe_pickle: bool,
     as_json: bool,
-    **options: Any,  # of Hugging Face folders
+    **options: Any,  # of folders of other tools
 ) -> None:
     """Write a copy of the checkpoint in the directory SRC, in another format, to the directory DST.
 
-    The format of SRC is detected; a Hugging Face folder is read, too. Chunks are streamed through small
+    The format of SRC is detected; a Hugging Face folder is read, too, and with --from the folders of other
+    tools. Chunks are streamed through small
     buffers and are not resharded; no GPU and no model is needed. DST becomes a checkpoint in one step, and is
     then compared with SRC byte by byte. If anything fails, DST is not a checkpoint. To use several processes:
 
@@ -127,7 +141,7 @@ def command(
     read: dict[str, Any] = {"allow_unsafe_pickle": allow_unsafe_pickle}
     written: dict[str, Any] = {"array_digests": array_digests}
     is_export = name.partition(":")[0] == "huggingface"
-    folder.check(is_export=is_export, is_import=source_format is not None, array_digests=array_digests)
+    folder.check(is_export=is_export, source=source_format, array_digests=array_digests)
     with ProgressBars() as bars, _torchrun_group() as group:
         common |= {"group": group, "progress": bars}
         if is_export:
@@ -136,6 +150,13 @@ def command(
             location = checkpoint_location(source)
             exported = export_huggingface(location, target, **folder.of_export(), **common, **read)
             counts, text = asdict(exported), _export_text(target, exported)
+        elif source_format == "deepspeed":
+            from megackpt.maintenance.import_folder import import_deepspeed
+
+            read_folder = import_deepspeed(
+                source, target, _format(name), **folder.of_deepspeed(), **common, **written
+            )
+            counts, text = asdict(read_folder), _folder_text(target, read_folder)
         elif source_format is not None:
             from megackpt.maintenance.import_huggingface import import_huggingface
 
@@ -167,6 +188,14 @@ def _import_text(target: str, report: HuggingFaceImport) -> str:
     )
 
 
+def _folder_text(target: str, report: FolderImport) -> str:
+    left_out = "".join(f"\n  left out: {what}" for what in report.left_out)
+    return (
+        f"{target}: {report.arrays} arrays, {decimal(report.nbytes)} in {report.chunks} chunks, from "
+        f"{report.origin}, as {report.backend} version {report.version}; {_checked(report)}.{left_out}"
+    )
+
+
 def _export_text(target: str, report: HuggingFaceExport) -> str:
     kept = f" ({report.kept_files} kept from an interrupted export)" if report.kept_files else ""
     merged = f", with {', '.join(report.merged_adapters)} merged" if report.merged_adapters else ""
@@ -176,13 +205,21 @@ def _export_text(target: str, report: HuggingFaceExport) -> str:
     )
 
 
-def _checked(report: ConvertReport | HuggingFaceImport | HuggingFaceExport) -> str:
+def _checked(report: ConvertReport | FolderImport | HuggingFaceImport | HuggingFaceExport) -> str:
     return "read again and equal" if report.is_verified else "not verified"
+
+
+_NAMES = frozenset({"map_name", "config", "dtype", "prefix"})
+_EXPORT_OPTIONS = _NAMES | {"weights", "max_file_size", "norm_added", "merge_adapters", "adapters_from"}
+_IMPORT_OPTIONS = {
+    "huggingface": _NAMES | {"text_only"},
+    "deepspeed": frozenset({"keys", "prefix", "weights"}),
+}
 
 
 @dataclass(frozen=True, slots=True)
 class _FolderOptions:
-    """The options of Hugging Face folders, by their names; None where they were not given."""
+    """The options of folders of other tools that were given, by their names."""
 
     options: dict[str, Any]
 
@@ -190,21 +227,17 @@ class _FolderOptions:
     def of(cls, options: dict[str, Any]) -> _FolderOptions:
         return cls({name: value for name, value in options.items() if value not in (None, ())})
 
-    def check(self, *, is_export: bool, is_import: bool, array_digests: bool) -> None:
+    def check(self, *, is_export: bool, source: str | None, array_digests: bool) -> None:
         """Check that the given options can be used with the formats, and with each other.
 
         Raises:
             click.UsageError: they do not.
         """
-        if is_export and is_import:
-            raise click.UsageError("Give --from huggingface or --to huggingface, not both.")
+        if is_export and source is not None:
+            raise click.UsageError(f"Give --from {source} or --to huggingface, not both.")
         if is_export and array_digests:
             raise click.UsageError("--array-digests cannot be used with --to huggingface. Leave it out.")
-        allowed = {"map_name", "config", "dtype", "prefix"} if is_export or is_import else set()
-        if is_export:
-            allowed |= {"weights", "max_file_size", "norm_added", "merge_adapters", "adapters_from"}
-        if is_import:
-            allowed |= {"text_only"}
+        allowed = _EXPORT_OPTIONS if is_export else _IMPORT_OPTIONS.get(source or "", frozenset())
         for name in self.options.keys() - allowed:
             option = _SPELLINGS.get(name, f"--{name.replace('_', '-')}")
             raise click.UsageError(
@@ -215,6 +248,10 @@ class _FolderOptions:
         """Return arguments of `import_huggingface`."""
         names = self.options.keys() & {"config", "dtype", "prefix", "text_only"}
         return {"map": self.options.get("map_name", "auto"), **{name: self.options[name] for name in names}}
+
+    def of_deepspeed(self) -> dict[str, Any]:
+        """Return arguments of `import_deepspeed`."""
+        return dict(self.options)
 
     def of_export(self) -> dict[str, Any]:
         """Return arguments of `export_huggingface`."""

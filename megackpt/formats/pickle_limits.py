@@ -1,4 +1,4 @@
-"""Checks the limits of a pickle, and of the zip file around it, before either is loaded.
+"""Checks the limits of a pickle before it is loaded.
 
 The limits bound memory, depth and repetition: an unpickler trusts every length, and Python's own hashes and
 comparisons follow nested tuples without a bound. `safe_pickle` decides which classes a pickle may name.
@@ -6,10 +6,8 @@ comparisons follow nested tuples without a bound. `safe_pickle` decides which cl
 
 from __future__ import annotations
 
-import io
 import pickle
 import pickletools
-import zipfile
 from typing import TypeAlias
 
 from megackpt.codec.hashes import MAX_UNCHECKED_KEYS, NumberHashes
@@ -17,8 +15,6 @@ from megackpt.formats.pickle_keys import TABLE_CLASSES, check_keys, name_in_pyth
 
 _MAX_DEPTH = 500  # values of real checkpoints are nested a few dozen levels deep
 _MAX_WEIGHT = 1 << 24  # values in one value, counted as often as they occur, besides a few per byte
-_ZIP = b"PK\3\4"
-_OLD_PICKLES = 5  # of a file that is no zip file: magic number, version, system, value, names of storages
 
 # Opcodes by their effect on the stack, as far as the depth of values depends on it.
 _MARK = ord("(")
@@ -71,10 +67,10 @@ def check_opcodes(data: bytes, *, calls_make_new: bool = True) -> set[tuple[str,
 
     Source: the opcodes of Python's pickletools.
     """
-    return _check_pickle(data, 0, calls_make_new=calls_make_new)[0]
+    return check_pickle(data, 0, calls_make_new=calls_make_new)[0]
 
 
-def _check_pickle(data: bytes, begin: int, *, calls_make_new: bool) -> tuple[set[tuple[str, str]], int]:
+def check_pickle(data: bytes, begin: int, *, calls_make_new: bool) -> tuple[set[tuple[str, str]], int]:
     """Check the pickle that begins at a byte; return the names in it, and where it ends."""
     position, end = begin, len(data)
     named: set[tuple[str, str]] = set()
@@ -358,36 +354,3 @@ def _add_cost(cost: _Cost, count: int) -> None:
     """Let a container, or an object that a call has made, have so many values more."""
     if isinstance(cost, list):
         cost[0] += count
-
-
-def check_archive(data: bytes | memoryview) -> set[tuple[str, str]]:
-    """Return the modules and names in a file of torch.save, after checking the zip records.
-
-    torch.save never writes records that are compressed or listed twice, or share bytes, so these are errors.
-    A file that is not a zip file, as old versions of torch wrote, is a sequence of pickles, and storages.
-
-    Raises:
-        pickle.UnpicklingError: the file has such records, or a pickle that `check_opcodes` rejects.
-    """
-    named: set[tuple[str, str]] = set()
-    if bytes(data[:4]) != _ZIP:
-        data, position = bytes(data), 0
-        for _ in range(_OLD_PICKLES):
-            names, position = _check_pickle(data, position, calls_make_new=True)
-            named |= names
-        return named
-    try:
-        with zipfile.ZipFile(io.BytesIO(data)) as archive:
-            records = archive.infolist()
-            if any(r.compress_type != zipfile.ZIP_STORED or r.compress_size != r.file_size for r in records):
-                raise pickle.UnpicklingError("a record of the zip file is compressed")
-            if sum(record.file_size for record in records) > len(data):
-                raise pickle.UnpicklingError("records of the zip file lie on each other, or outside of it")
-            if len({record.filename for record in records}) < len(records):
-                raise pickle.UnpicklingError("a record of the zip file stands twice in it")
-            for record in records:
-                if record.filename.endswith("/data.pkl"):
-                    named |= check_opcodes(archive.read(record))
-    except (zipfile.BadZipFile, ValueError, OSError, EOFError, NotImplementedError, RuntimeError) as error:
-        raise pickle.UnpicklingError(f"no whole zip file ({error})") from error
-    return named

@@ -34,9 +34,9 @@ from megackpt.codec.stand_ins import (
 )
 from megackpt.errors import CheckpointError, FormatError, UnknownClassError, UnserializableError
 from megackpt.formats.pickle_keys import TIME_CLASSES
-from megackpt.formats.pickle_limits import check_archive
 from megackpt.formats.safe_numpy import STAND_INS, UnsupportedValueError, no_bytes, plain_values, stand_ins
 from megackpt.formats.shared_values import check_repeated_values
+from megackpt.formats.torch_zip import check_archive
 from megackpt.formats.unknown_classes import (
     MAX_UNKNOWN,
     EnumMembers,
@@ -60,7 +60,7 @@ ADVICE = (
 It is also right in functions that do not have the argument, such as those of Megatron-Core.
 """
 
-_OTHER_ADVICE = (
+OTHER_ADVICE = (
     "Nothing was run. If you trust whoever wrote it, load it yourself with torch.load(weights_only=False), "
     "which lets it run any code, and save it again as plain values and tensors."
 )
@@ -99,11 +99,11 @@ def load_value(data: bytes | memoryview, *, where: str, allow_unsafe: bool | Non
         UnknownClassError: the bytes name a class that is not known to be harmless.
         FormatError: they are damaged.
     """
-    advice = _OTHER_ADVICE if allow_unsafe is None else ADVICE
+    advice = OTHER_ADVICE if allow_unsafe is None else ADVICE
     try:
         if allow_unsafe:
             return torch.load(io.BytesIO(data), map_location="cpu", weights_only=False)
-        return _load_safely(data)
+        return load_safely(data)
     except CheckpointError:
         raise
     except (UnsupportedValueError, ForbiddenClassError) as error:
@@ -139,7 +139,7 @@ def save_value(value: Any, *, path: str) -> bytes:
     try:
         # Loaded again at once: an error at the save can still be repaired, one at the load cannot.
         with keep_unknown_values() if has_stand_ins else nullcontext():
-            _load_safely(data)
+            load_safely(data)
     except (UnsupportedValueError, ForbiddenClassError) as error:
         raise UnserializableError(
             f"{path}: the value holds {error}. Save plain arrays, or lists, in its place.", path=path
@@ -184,16 +184,25 @@ def warn_of_unsafe_pickle(where: str) -> None:
     )
 
 
-def _load_safely(data: bytes | memoryview) -> Any:
-    names = check_archive(data)
+def load_safely(data: bytes | memoryview) -> Any:
+    """Return what `load_value` does; errors are those of torch and of the checks."""
+    return load_checked(io.BytesIO(data), check_archive(data), nbytes=len(data))
+
+
+def load_checked(file: str | io.BytesIO, names: Iterable[tuple[str, str]], *, nbytes: int) -> Any:
+    """Load what `check_archive` has checked, and found to have these names. A file at a path is mapped."""
     with _harmless_classes(names) as substitutes, stand_ins():
         # An unknown class may be a subclass of dict, which torch's own unpickler does not fill.
         unpickler: Any = _STAND_IN_PICKLE if _has_unknown(substitutes) else None
         value = torch.load(
-            io.BytesIO(data), map_location="cpu", weights_only=unpickler is None, pickle_module=unpickler
+            file,
+            map_location="cpu",
+            weights_only=unpickler is None,
+            pickle_module=unpickler,
+            mmap=isinstance(file, str),
         )
         value = plain_values(value, has_unknown=bool(substitutes))
-    check_repeated_values(value, nbytes=len(data))
+    check_repeated_values(value, nbytes=nbytes)
     return value
 
 

@@ -63,7 +63,7 @@ class SourceCheckpoint:
         chunks = contents.chunks(sorted(contents.arrays))
         copies = plan_copy(chunks.table, chunks.position, ranks=ranks, block_bytes=chunks.block_bytes)
         plan = replace(copies.plan, table=_without_other_arrays(copies.plan.table, contents.arrays))
-        check_coverage(_as_declarations(plan))
+        check_coverage(as_declarations(plan))
         blobs = {}
         for row in plan.rows_of(rank).tolist():
             spec = plan.table.arrays[int(plan.table.array[row])]
@@ -126,7 +126,8 @@ def _without_other_arrays(table: ChunkTable, keys: Container[str]) -> ChunkTable
     return replace(table, arrays=arrays, array=new_numbers[table.array])
 
 
-def _as_declarations(plan: SavePlan) -> DeclaredChunks:
+def as_declarations(plan: SavePlan) -> DeclaredChunks:
+    """Return the rows of a plan as if a rank declared each as the main replica. Pure."""
     rows = len(plan.table)
     yes, no = np.ones(rows, np.bool_), np.zeros(rows, np.bool_)
     return DeclaredChunks(plan.table, yes, no, plan.writer, plan.entity)

@@ -1,0 +1,360 @@
+"""Reads a folder that DeepSpeed's ZeRO has saved, without DeepSpeed and without running its pickles.
+
+ZeRO-1 and ZeRO-2 concatenate the parameters of a group, and each rank saves one stretch of that. ZeRO-3 cuts
+each parameter by itself, into equal parts, and pads the last one.
+
+Source: DeepSpeed 0.19.8, `deepspeed/utils/zero_to_fp32.py` and the `state_dict()`s of `runtime/zero`.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, chain
+from typing import Any
+
+from torch import Tensor
+
+from megackpt.errors import FormatError, NotACheckpointError, UnsupportedError
+from megackpt.formats.torch_files import load_mapped_file
+from megackpt.maintenance.named_training_state import (
+    MASTER,
+    NamedParam,
+    NamedTrainingState,
+    StoredWeight,
+)
+
+_OPTIMIZER_FILE = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
+_MODEL_FILE = re.compile(r"(?:(?:bf16_|fp16_)?zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt")
+
+# Of the model file, the entries that DeepSpeed itself writes; the others are the user's client state.
+_OWN_ENTRIES = frozenset({
+    "module", "buffer_names", "optimizer", "param_shapes", "frozen_param_shapes", "shared_params",
+    "frozen_param_fragments", "lr_scheduler", "data_sampler", "random_ltd", "sparse_tensor_module_names",
+    "skipped_steps", "global_steps", "global_samples", "dp_world_size", "mp_world_size",
+    "checkpoint_parallel_dimensions", "ds_config", "ds_version", "universal_checkpoint_info",
+    "autoep_layers",
+})  # fmt: skip
+_KEPT_ENTRIES = ("global_steps", "global_samples", "skipped_steps", "lr_scheduler")
+
+
+@dataclass(frozen=True, slots=True)
+class _Group:
+    """One flat group of parameters, as all ranks have saved it.
+
+    Attributes:
+        masters: of each rank, without padding.
+        states: of each rank: its states by name, with the masters' length or more, or numbers.
+    """
+
+    masters: tuple[Tensor, ...]
+    states: tuple[Mapping[str, Any], ...]
+
+    def vectors(self, name: str) -> list[Tensor]:
+        """Return the masters, or a state without padding, of each rank."""
+        if name == MASTER:
+            return list(self.masters)
+        return [
+            state[name].reshape(-1)[: len(master)]
+            for state, master in zip(self.states, self.masters, strict=True)
+        ]
+
+    def names(self) -> tuple[str, ...]:
+        """Return the names of masters and states that have a value for each element."""
+        return (MASTER, *(name for name, value in self.states[0].items() if _is_vector(value)))
+
+
+def _is_vector(value: object) -> bool:
+    return isinstance(value, Tensor) and value.dim() > 0
+
+
+def read_deepspeed(path: str, *, checks_bytes: bool) -> NamedTrainingState:
+    """Read the files of one step; arrays stay in the files, which are mapped.
+
+    Args:
+        path: the folder that was given to `save_checkpoint`, or the folder of one step.
+        checks_bytes: whether to compare checksums, for which all bytes are read.
+
+    Raises:
+        NotACheckpointError: there is no step of DeepSpeed.
+        UnsupportedError: the step has model parallelism or experts, or was not saved by ZeRO.
+        FormatError: files are missing or damaged, or contradict each other.
+    """
+    folder = _step_folder(path)
+    model_files, optimizer_files = _find_files(folder)
+    model = _load(model_files[0], ("module", "param_shapes"), checks_bytes=checks_bytes)
+    models = [model, *(_load(f, ("module",), checks_bytes=checks_bytes) for f in model_files[1:])]
+    saved = [
+        _load(f, ("optimizer_state_dict",), checks_bytes=checks_bytes)["optimizer_state_dict"]
+        for f in optimizer_files
+    ]
+    return _Step(folder, models, saved).read()
+
+
+def _step_folder(path: str) -> str:
+    """Return the folder of the latest step, or the path if it is the folder of a step."""
+    latest = os.path.join(path, "latest")
+    if not os.path.isfile(latest):
+        return path
+    with open(latest, encoding="utf-8", errors="replace") as file:
+        tag = file.read(1000).strip()
+    if not tag or os.path.basename(tag) != tag or tag in (".", ".."):
+        raise FormatError(
+            f"{latest}: {tag!r:.80} is not the name of a folder in {path}. Name the folder of one step.",
+            path=latest,
+        )
+    return os.path.join(path, tag)
+
+
+def _find_files(folder: str) -> tuple[list[str], list[str]]:
+    """Return the files of the model and of the optimizer, by rank."""
+    names = sorted(os.listdir(folder)) if os.path.isdir(folder) else []
+    models = {int(m[1] or 0): name for name in names if (m := _MODEL_FILE.fullmatch(name))}
+    optimizers = {int(m[1]): name for name in names if (m := _OPTIMIZER_FILE.fullmatch(name))}
+    if not models:
+        raise NotACheckpointError(
+            f"{folder} has no '*_model_states.pt' of DeepSpeed. Name the folder that was given to "
+            f"save_checkpoint(), which has a file 'latest', or the folder of one step in it.",
+            path=folder,
+        )
+    parallel = [m[2] for name in names if (m := _MODEL_FILE.fullmatch(name)) and int(m[2])]
+    other = [name for name in names if re.match(r"layer_\d|.*expert_\d", name)]
+    if parallel or other:
+        what = "tensor parallelism" if parallel else f"pipeline stages or experts ({other[0]})"
+        raise UnsupportedError(
+            f"{folder} was saved with {what}, of which DeepSpeed stores parts whose place in the whole "
+            f"parameters is not in the files. Convert it to a universal checkpoint with DeepSpeed's "
+            f"ds_to_universal.py, or save from one model without it.",
+        )
+    if not optimizers:
+        raise UnsupportedError(
+            f"{folder} has no '*_optim_states.pt', so it was saved without ZeRO (stage 0), or only in part. "
+            f"Import a stage 0 folder with import_torch (--from torch) instead.",
+        )
+    _check_ranks(folder, list(optimizers), "zero_pp_rank_{}_mp_rank_00_optim_states.pt")
+    _check_ranks(folder, list(models), "zero_pp_rank_{}_mp_rank_00_model_states.pt")
+    return (
+        [os.path.join(folder, models[rank]) for rank in sorted(models)],
+        [os.path.join(folder, optimizers[rank]) for rank in sorted(optimizers)],
+    )
+
+
+def _check_ranks(folder: str, ranks: Sequence[int], name: str) -> None:
+    missing = sorted(set(range(max(ranks) + 1)) - set(ranks))
+    if missing:
+        raise FormatError(
+            f"{folder}: {name.format(missing[0])} is missing, and {len(missing) - 1} others. Copy the files "
+            f"of all ranks into one folder.",
+            path=folder,
+        )
+
+
+def _load(path: str, entries: Sequence[str], *, checks_bytes: bool) -> Mapping[str, Any]:
+    value = load_mapped_file(path, checks_bytes=checks_bytes)
+    for entry in entries:
+        if not isinstance(value, dict) or value.get(entry) is None:
+            raise FormatError(
+                f"{path}: it has no {entry!r}, so DeepSpeed's ZeRO did not write it. Name the folder of one "
+                f"step of save_checkpoint().",
+                path=path,
+            )
+    result: Mapping[str, Any] = value
+    return result
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """The loaded files of one step, by rank."""
+
+    folder: str
+    models: Sequence[Mapping[str, Any]]
+    saved: Sequence[Mapping[str, Any]]
+
+    def read(self) -> NamedTrainingState:
+        """Find every parameter in the flat groups."""
+        try:
+            return self._read()
+        except (KeyError, IndexError, TypeError, ValueError, AttributeError, RuntimeError) as error:
+            if isinstance(error, FormatError | UnsupportedError):
+                raise
+            raise FormatError(
+                f"{self.folder}: the files do not have the layout of ZeRO ({type(error).__name__}: "
+                f"{str(error)[:200]}). They are damaged, or of a version of DeepSpeed that is not known.",
+                path=self.folder,
+            ) from error
+
+    def _read(self) -> NamedTrainingState:
+        model = self.models[0]
+        self._check_rank_count()
+        shapes = [{name: tuple(shape) for name, shape in of.items()} for of in model["param_shapes"]]
+        groups = self._groups()
+        if len(shapes) != len(groups):
+            raise ValueError(f"{len(shapes)} groups of shapes, and {len(groups)} of values")
+        stretches = dict(
+            self._cut_groups(shapes, groups) if self._is_zero_3 else self._cut_flat(shapes, groups)
+        )
+        number_of = {name: i for i, of in enumerate(shapes) for name in of}
+        options = self._options()
+        group_of = self._group_of(options)
+        params = {
+            name: NamedParam(
+                shape=shape,
+                states=stretches[name],
+                numbers={k: v for k, v in groups[number_of[name]].states[0].items() if not _is_vector(v)},
+                group=group_of[number_of[name]],
+            )
+            for of in shapes
+            for name, shape in of.items()
+        }
+        left = [
+            f"{name!r} of the model (not a tensor)"
+            for name, v in model["module"].items()
+            if not _is_tensor(v)
+        ]
+        own = {name: model[name] for name in _KEPT_ENTRIES if model.get(name) is not None}
+        client = {name: value for name, value in model.items() if name not in _OWN_ENTRIES}
+        return NamedTrainingState(
+            weights={**self._whole_weights(), **self._frozen()},
+            dtypes={name: v.dtype for name, v in model["module"].items() if _is_tensor(v)},
+            params=params,
+            aliases=dict(model.get("shared_params") or {}),
+            groups=[{k: v for k, v in group.items() if k != "params"} for group in options],
+            others={"deepspeed": {**own, "client_state": client}},
+            origin=f"DeepSpeed {model.get('ds_version')}, ZeRO-{self._stage()}, {len(self.saved)} ranks",
+            left_out=left,
+            where=self.folder,
+        )
+
+    @property
+    def _is_zero_3(self) -> bool:
+        return "fp32_flat_groups" in self.saved[0]
+
+    def _stage(self) -> str:
+        stage: Any = self.saved[0].get("zero_stage")
+        number = getattr(stage, "args", [stage])[0]
+        return "3" if self._is_zero_3 else str(int(number or 1))
+
+    def _check_rank_count(self) -> None:
+        counts = self.saved[0]["partition_count"]
+        ranks = max(counts) if isinstance(counts, list) else counts
+        if ranks != len(self.saved):
+            raise FormatError(
+                f"{self.folder}: it was saved by {ranks} ranks, and has the optimizer files of "
+                f"{len(self.saved)}. Copy the files of all ranks into one folder.",
+                path=self.folder,
+            )
+        if isinstance(counts, list) and min(counts) != ranks:
+            raise UnsupportedError(f"{self.folder}: groups are cut over {counts} ranks, as experts are.")
+
+    def _groups(self) -> list[_Group]:
+        name = "fp32_flat_groups" if self._is_zero_3 else "single_partition_of_fp32_groups"
+        masters = [[tensor.detach().reshape(-1) for tensor in of_rank[name]] for of_rank in self.saved]
+        states = [self._states_of(of_rank) for of_rank in self.saved]
+        return [
+            _Group(tuple(of[i] for of in masters), tuple(of.get(i, {}) for of in states))
+            for i in range(len(masters[0]))
+        ]
+
+    def _base(self, of_rank: Mapping[str, Any]) -> Any:
+        return of_rank["optimizer_state_dict" if self._is_zero_3 else "base_optimizer_state"]
+
+    def _states_of(self, of_rank: Mapping[str, Any]) -> dict[int, Mapping[str, Any]]:
+        """Return the states of each group; with `elastic_checkpoint` they are a list, in order."""
+        base = self._base(of_rank)
+        return dict(enumerate(base)) if isinstance(base, list) else dict(base["state"])
+
+    def _options(self) -> list[Mapping[str, Any]]:
+        """Return the groups of the torch optimizer; with `elastic_checkpoint` none are stored."""
+        base = self._base(self.saved[0])
+        return [] if isinstance(base, list) else list(base["param_groups"])
+
+    def _group_of(self, options: Sequence[Mapping[str, Any]]) -> dict[int, int]:
+        """Return the number of the optimizer's group of each flat group: ZeRO-3 may have several for one."""
+        if not options:
+            return {i: i for i in range(len(self.models[0]["param_shapes"]))}
+        return {i: number for number, group in enumerate(options) for i in group["params"]}
+
+    def _cut_flat(
+        self, shapes: Sequence[Mapping[str, tuple[int, ...]]], groups: Sequence[_Group]
+    ) -> Iterator[tuple[str, dict[str, list[Tensor]]]]:
+        """Yield each parameter's stretches by state, of ZeRO-1 and 2: in the flat group, over all ranks."""
+        paddings = self.saved[0].get("param_alignment_paddings") or [[0] * len(of) for of in shapes]
+        for of, group, padding in zip(shapes, groups, paddings, strict=True):
+            vectors = {name: group.vectors(name) for name in group.names()}
+            at = 0
+            for (name, shape), after in zip(of.items(), padding, strict=True):
+                stop = at + _numel(shape)
+                yield name, {k: list(_stretch(of_ranks, at, stop)) for k, of_ranks in vectors.items()}
+                at = stop + after
+
+    def _cut_groups(
+        self, shapes: Sequence[Mapping[str, tuple[int, ...]]], groups: Sequence[_Group]
+    ) -> Iterator[tuple[str, dict[str, list[Tensor]]]]:
+        """Yield each parameter's stretches by state, of ZeRO-3: an equal part of each rank's group."""
+        ranks = len(self.saved)
+        for of, group in zip(shapes, groups, strict=True):
+            vectors = {name: group.vectors(name) for name in group.names()}
+            at = 0
+            for name, shape in of.items():
+                length = -(-_numel(shape) // ranks)
+                yield (
+                    name,
+                    {
+                        k: list(_stretch([v[at : at + length] for v in of_ranks], 0, _numel(shape)))
+                        for k, of_ranks in vectors.items()
+                    },
+                )
+                at += length
+
+    def _whole_weights(self) -> dict[str, StoredWeight]:
+        """Return weights and buffers that a file has as a whole; ZeRO-3 has buffers and small weights."""
+        module = self.models[0]["module"]
+        shapes = dict(chain.from_iterable(of.items() for of in self.models[0]["param_shapes"]))
+        shapes |= self.models[0].get("frozen_param_shapes") or {}
+        whole = {}
+        for name, value in module.items():
+            if _is_tensor(value) and tuple(value.shape) == tuple(shapes.get(name, value.shape)):
+                whole[name] = StoredWeight(tuple(value.shape), [value])
+        aliases = self.models[0].get("shared_params") or {}
+        # In ZeRO-3 a second name of a weight has no elements, as the first.
+        return {
+            name: v for name, v in whole.items() if _numel(v.shape) or aliases.get(name, name) not in shapes
+        }
+
+    def _frozen(self) -> dict[str, StoredWeight]:
+        """Return the frozen weights, which ZeRO-3 cuts as all others."""
+        shapes = self.models[0].get("frozen_param_shapes") or {}
+        fragments = [of.get("frozen_param_fragments") or {} for of in self.models]
+        if not self._is_zero_3:
+            return {}
+        return {
+            name: StoredWeight(
+                tuple(shape),
+                list(_stretch([of[name].reshape(-1) for of in fragments], 0, _numel(tuple(shape)))),
+            )
+            for name, shape in shapes.items()
+        }
+
+
+def _stretch(vectors: Sequence[Tensor], start: int, stop: int) -> Iterator[Tensor]:
+    """Yield the parts of vectors that have the elements from start to stop of all of them in a row."""
+    ends = list(accumulate(map(len, vectors)))
+    if stop > (ends[-1] if ends else 0):
+        raise ValueError(f"values end at {ends[-1] if ends else 0}, and a parameter at {stop}")
+    for vector, end in zip(vectors, ends, strict=True):
+        begin = end - len(vector)
+        if begin < stop and start < end:
+            yield vector[max(start - begin, 0) : min(stop, end) - begin]
+
+
+def _numel(shape: tuple[int, ...]) -> int:
+    count = 1
+    for extent in shape:
+        count *= extent
+    return count
+
+
+def _is_tensor(value: object) -> bool:
+    return isinstance(value, Tensor)

@@ -1,0 +1,141 @@
+"""Arrays and other state that the files of another tool hold, and the plan of writing them as a checkpoint.
+
+Nothing is copied: each array is made of parts, which are tensors in mapped files.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megackpt.mapping.describe import dtype_name
+from megackpt.metadata import ArraySpec, ChunkTable, pad_shapes
+from megackpt.planning.copy_plan import CopyPlan, plan_copy
+
+_LEFT_OUT = object()
+_MAX_DEPTH = 100
+_PLAIN = (str, int, float, bool, bytes, type(None), torch.dtype, torch.Size)
+
+
+@dataclass(frozen=True, slots=True)
+class SourcePart:
+    """Elements of an array that are stored together: a range of the flattening of one box.
+
+    Attributes:
+        data: the elements, in order; of any shape and dtype.
+        start: of the box in the array.
+        shape: of the box.
+        flat_start: where the elements begin in the flattening of the box.
+    """
+
+    data: Tensor
+    start: tuple[int, ...]
+    shape: tuple[int, ...]
+    flat_start: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class ForeignArray:
+    """An array of another tool.
+
+    Attributes:
+        key: its name in the checkpoint.
+        dtype: that it is stored with; parts of another one are cast.
+        shape: of the whole array.
+        parts: what it is made of.
+    """
+
+    key: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    parts: tuple[SourcePart, ...]
+
+    @classmethod
+    def whole(cls, key: str, data: Tensor, dtype: torch.dtype | None = None) -> ForeignArray:
+        """Return an array that is one tensor."""
+        shape = tuple(data.shape)
+        return cls(key, dtype or data.dtype, shape, (SourcePart(data, (0,) * len(shape), shape),))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ForeignState:
+    """What the files of another tool hold, under the names that a checkpoint has for it.
+
+    Attributes:
+        arrays: the arrays, each key once.
+        common: values that are not sharded.
+        origin: content metadata: which tool wrote the files, and its version.
+        left_out: what does not become part of the checkpoint, with the reason.
+    """
+
+    arrays: tuple[ForeignArray, ...]
+    common: Mapping[str, Any]
+    origin: Mapping[str, Any]
+    left_out: tuple[str, ...] = field(default=())
+
+
+def plan_foreign(arrays: Sequence[ForeignArray], *, ranks: int) -> tuple[list[SourcePart], CopyPlan]:
+    """Plan the chunks of a checkpoint; return the parts that `plan.entity` numbers, and the plan. Pure.
+
+    Args:
+        arrays: the arrays, in any order.
+        ranks: how many ranks write them.
+    """
+    arrays = sorted(arrays, key=lambda array: array.key)
+    owned = [(number, part) for number, array in enumerate(arrays) for part in array.parts]
+    parts = [part for _, part in owned]
+    dims = max((len(array.shape) for array in arrays), default=1) or 1
+    number = np.array([number for number, _ in owned], np.int64)
+    itemsize = np.array([array.dtype.itemsize for array in arrays], np.int64)
+    numel = np.array([part.data.numel() for part in parts], np.int64)
+    first = np.array([part.flat_start for part in parts], np.int64)
+    table = ChunkTable(
+        tuple(ArraySpec(array.key, dtype_name(array.dtype), array.shape) for array in arrays),
+        array=number,
+        start=pad_shapes([part.start for part in parts], dims, fill=0),
+        shape=pad_shapes([part.shape for part in parts], dims, fill=1),
+        flat_start=first,
+        flat_stop=first + numel,
+        nbytes=numel * itemsize[number],
+    )
+    return parts, plan_copy(table, np.arange(len(parts)), ranks=ranks)
+
+
+def consecutive_parts(tensors: Iterable[Tensor], shape: tuple[int, ...]) -> tuple[SourcePart, ...]:
+    """Return parts of an array from tensors that follow each other in its flattening. Pure."""
+    parts, at = [], 0
+    for data in tensors:
+        if data.numel():
+            parts.append(SourcePart(data, (0,) * len(shape), shape, at))
+            at += data.numel()
+    return tuple(parts)
+
+
+def plain_part(value: Any, path: str, left_out: list[str], depth: int = 0) -> Any:
+    """Return a copy of a value with plain containers, values and tensors only; list what is left out.
+
+    Tensors are copied: in the files they are mapped. What is nested more than 100 levels deep is left out.
+    """
+    if depth > _MAX_DEPTH:  # it may contain itself
+        left_out.append(f"{path:.200} (nested too deep)")
+        return _LEFT_OUT
+    if isinstance(value, Tensor):
+        return value.detach().clone()
+    if isinstance(value, _PLAIN):
+        return value
+    if type(value).__name__ in ("dict", "OrderedDict") and isinstance(value, dict):
+        items = {k: plain_part(v, f"{path}.{k}".lstrip("."), left_out, depth + 1) for k, v in value.items()}
+        return {k: v for k, v in items.items() if v is not _LEFT_OUT}
+    if type(value) in (list, tuple, set, frozenset):
+        members = [plain_part(v, f"{path}.{i}", left_out, depth + 1) for i, v in enumerate(value)]
+        return type(value)(v for v in members if v is not _LEFT_OUT)
+    if isinstance(value, np.ndarray | np.generic):
+        return value.copy()
+    name = getattr(value, "qualname", type(value).__name__)
+    left_out.append(f"{path} (an object of {getattr(value, 'module', type(value).__module__)}.{name})")
+    return _LEFT_OUT
