@@ -22,6 +22,7 @@ from tests.doc_blocks import DOCUMENTS, ROOT, blocks_of
 SHELL = {"bash", "sh", "console"}
 PARSED_ONLY = {
     "docs/huggingface.md": "tests/cli/test_convert_huggingface.py converts",
+    "docs/lora.md": "tests/unit/test_merged_export.py merges adapters",
     "docs/performance.md": "measures for minutes; tests/cli/test_bench.py measures less",
     "docs/planning.md": "plans 16384 ranks for a minute; tests/cli/test_plan.py plans fewer",
 }
