@@ -31,9 +31,7 @@ FAMILIES = (
 )
 """Their model types."""
 
-IN_MEGATRON = tuple(
-    family for family in FAMILIES if family not in ("qwen3_next", *encoders.FAMILIES, *mamba.FAMILIES)
-)
+IN_MEGATRON = tuple(family for family in FAMILIES if family not in (*encoders.FAMILIES, *mamba.FAMILIES))
 """Those with a map to Megatron-Core, but for Mamba's: test_mamba_maps has its names."""
 
 

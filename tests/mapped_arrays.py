@@ -23,6 +23,9 @@ def assembled(made: RegionMap, theirs: Mapping[str, Tensor]) -> dict[str, Tensor
 
 
 def random_arrays(made: RegionMap, seed: int) -> dict[str, Tensor]:
-    """Return right arrays with random values."""
+    """Return right arrays with random values, multiples of 2^-20: sums with what a map adds are exact."""
     generator = torch.Generator().manual_seed(seed)
-    return {key: torch.randn(array.stored, generator=generator) for key, array in made.right.items()}
+    return {
+        key: (torch.randn(array.stored, generator=generator) * 2**20).round() / 2**20
+        for key, array in made.right.items()
+    }

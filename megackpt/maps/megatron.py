@@ -7,7 +7,8 @@ of their own, and so have experts; the keys of a checkpoint tell.
 Source: Megatron-Core 0.12.1, 0.16.1 and 0.19.2, `GPTModel.sharded_state_dict` with its local and its
 Transformer Engine layers (`gpt_layer_specs`, `transformer.mlp`, `transformer.moe.experts`,
 `transformer.dot_product_attention`), also with `singleton_local_shards`; `MambaModel` of 0.16.1
-(`ssm.mamba_block`, `ssm.mamba_mixer`, `mamba_layer_specs`), which was read and not run.
+(`ssm.mamba_block`, `ssm.mamba_mixer`, `mamba_layer_specs`), which was read and not run; so were 0.16.1
+`ssm.gated_delta_net` and `SelfAttention` with output gates, and Megatron-Bridge `Qwen3NextBridge`.
 """
 
 from __future__ import annotations
@@ -28,7 +29,9 @@ _COMPONENT = re.compile(r"(?P<fused>.+\.(?:weight|bias))\.(?P<component>q|k|v|ga
 _SINGLETON = re.compile(r".*\.(linear_fc1\.(weight|bias)_[wv]|experts\.experts\.\d+\..*)")
 _NORM = re.compile(r".*(layernorm|\.\d+\.norm)\.weight")
 _FINAL_NORM = "decoder.final_norm.weight"  # of models with Mamba's mixers
-_WITHOUT_MAP = re.compile(r".*\.self_attention\.(in_proj\..+|linear_qkv\.(weight|bias)\.gate)")
+_DELTA_NET = "self_attention.in_proj.weight.query"  # an array of each gated delta net
+_JOINED_BY_GROUP = (".linear_qkv.weight", ".linear_qkv.bias")
+_OUT_NORM = ".self_attention.out_norm.weight"
 _OF_MODEL = re.compile(r"(decoder|embedding|output_layer)\.(?!.*_extra_state).*")
 
 # The first is written, or the second for the names of `_WRITTEN_APART`.
@@ -67,12 +70,13 @@ def has_megatron_keys(keys: Collection[str]) -> bool:
     """Return whether a checkpoint has the keys of Megatron-Core's GPT, and not ours. Pure."""
     if any(key.endswith(".self_attention.linear_qkv.weight") for key in keys):
         return True
-    # Latent attention has the same keys in both, and what follows it is gated.
-    is_latent = any(key.endswith(".self_attention.linear_kv_up_proj.weight") for key in keys)
+    # Latent attention and gated delta nets have the same keys in both, and what follows them is gated.
+    ends = (".self_attention.linear_kv_up_proj.weight", _DELTA_NET)
+    is_equal = any(key.endswith(ends) for key in keys)
     if any(key.endswith(_FINAL_NORM) for key in keys):
         return True
     fused = (".mlp.linear_fc1.weight", ".mlp.experts.experts.linear_fc1.weight")
-    return is_latent and any(key.endswith(fused) or ".linear_fc1.weight_w" in key for key in keys)
+    return is_equal and any(key.endswith(fused) or ".linear_fc1.weight_w" in key for key in keys)
 
 
 def checkpoint_map(
@@ -138,29 +142,35 @@ def megatron_map(
             (`layernorm_zero_centered_gamma`) and the model of ours does not, which no key tells.
 
     Raises:
-        MapError: the checkpoint has no array for one of ours, the heads do not fit the arrays, or the model
-            has gated delta nets or attention with an output gate.
+        MapError: the checkpoint has no array for one of ours, the heads do not fit the arrays, or
+            `norm_added` is given for a model with gated delta nets, whose norms are zero-centred in ours.
     """
-    without_map = sorted(key for key in ours if _WITHOUT_MAP.fullmatch(key))
-    if without_map:
+    if norm_added and any(key.endswith(_DELTA_NET) for key in ours):
         raise MapError(
-            f"{without_map[0]!r}: there is no map to Megatron-Core for gated delta nets and for attention "
-            "with an output gate. Give a checkpoint in our names.",
-            key=without_map[0],
+            "norm_added is 1, but the norms of a model with gated delta nets are zero-centred in both. Leave "
+            "it at 0."
         )
     checkpoint = _Checkpoint(frozenset(keys), prefix, any(_SINGLETON.fullmatch(key) for key in keys))
     right: dict[str, MappedArray] = {}
     pairs = []
     for key, array in ours.items():
-        for part in _parts(key, array, sizes):
+        has_gate = key.rpartition(".")[0] + ".gate" in ours
+        for part in _parts(key, array, sizes, has_gate=has_gate):
             theirs = checkpoint.key_of(key, ours)
             for pair, stored in checkpoint.placed(key, theirs, part, array):
-                added = norm_added if _NORM.fullmatch(key) is not None else 0
                 right[pair.right.key] = MappedArray(stored, stored, array.is_padded)
-                pairs.append(replace(pair, added=added))
+                pairs.append(replace(pair, added=_added(key, norm_added)))
     made = RegionMap(dict(ours), right, tuple(pairs))
     made.check(name="of Megatron-Core")
     return bound_to(made.inverse(), keys or _stacked_keys(right)).inverse()
+
+
+def _added(key: str, norm_added: int) -> int:
+    """Return what to add to their elements of one of our arrays to get ours."""
+    if key.endswith(_OUT_NORM):
+        # The only norm of such a model that is not zero-centred in ours; in theirs, one option is for all.
+        return 1
+    return norm_added if _NORM.fullmatch(key) is not None else 0
 
 
 class _Part(NamedTuple):
@@ -172,7 +182,7 @@ class _Part(NamedTuple):
         rows: number of rows.
         to: first row of theirs.
         extent: rows of theirs.
-        component: which of the joined tensors ours is; '' if it is one of its own.
+        component: gate or up, which may have keys of their own; '' for others.
     """
 
     axis: int
@@ -183,7 +193,7 @@ class _Part(NamedTuple):
     component: str
 
 
-def _parts(key: str, array: MappedArray, sizes: Mapping[str, int]) -> Iterator[_Part]:
+def _parts(key: str, array: MappedArray, sizes: Mapping[str, int], *, has_gate: bool) -> Iterator[_Part]:
     match = _COMPONENT.fullmatch(key)
     if match is None:
         rows = array.viewed[0]
@@ -192,14 +202,15 @@ def _parts(key: str, array: MappedArray, sizes: Mapping[str, int]) -> Iterator[_
     component = match["component"]
     axis = len(array.viewed) - (2 if match["fused"].endswith("weight") else 1)
     rows = array.viewed[axis]
-    if component in ("gate", "up"):
+    if not match["fused"].endswith(_JOINED_BY_GROUP):
         yield _Part(axis, 0, rows, rows if component == "up" else 0, 2 * rows, component)
         return
-    # The rows of each query group follow each other: its queries, its key, its value.
+    # The rows of each query group follow each other: its queries, their output gates, its key, its value.
     groups, d = sizes["groups"], sizes["d"]
     queries = sizes["heads"] // groups * d
-    count = queries if component == "q" else d
-    before = {"q": 0, "k": queries, "v": queries + d}[component]
+    gates = queries if has_gate else 0
+    count = queries if component in ("q", "gate") else d
+    before = {"q": 0, "gate": queries, "k": queries + gates, "v": queries + gates + d}[component]
     if rows != groups * count:
         raise MapError(
             f"{key!r} has {rows} rows, and {groups} query groups with {count} rows each are "
@@ -207,8 +218,8 @@ def _parts(key: str, array: MappedArray, sizes: Mapping[str, int]) -> Iterator[_
             key=key,
         )
     for group in range(groups):
-        to = group * (queries + 2 * d) + before
-        yield _Part(axis, group * count, count, to, groups * (queries + 2 * d), component)
+        to = group * (queries + gates + 2 * d) + before
+        yield _Part(axis, group * count, count, to, groups * (queries + gates + 2 * d), "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,6 +247,8 @@ class _Checkpoint:
             names = [fused]
         else:
             names = [f"decoder.layers.{layer['number']}.{name}" for name in _megatron_names(layer["name"])]
+            if f"decoder.layers.{layer['number']}.{_DELTA_NET}" in ours:
+                names = [name.replace(".linear_qkv.layer_norm_", ".in_proj.layer_norm_") for name in names]
             apart = next((at for name, at in _WRITTEN_APART.items() if layer["name"].startswith(name)), "")
             if not self.keys and f"decoder.layers.{layer['number']}.{apart}" in ours:
                 names = names[::-1]
@@ -253,7 +266,8 @@ class _Checkpoint:
     def _has(self, name: str, component: re.Match[str] | None) -> bool:
         if self.has_singletons:
             name = name.replace(".experts.experts.", ".experts.experts.0.")
-            name += _suffix(component["component"]) if component is not None else ""
+            is_half = component is not None and not name.endswith(_JOINED_BY_GROUP)
+            name += _suffix(component["component"]) if is_half and component is not None else ""
         return name in self.keys or re.sub(r"(\blayers)\.\d+\.", r"\1.", name, count=1) in self.keys
 
     def placed(

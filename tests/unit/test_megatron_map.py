@@ -86,6 +86,39 @@ def test_queries_keys_and_values_are_joined_by_query_group() -> None:
     assert torch.equal(stored[0], expected)
 
 
+def test_output_gates_follow_the_queries_of_their_group() -> None:
+    config = config_of("qwen3_next", 0) | {
+        "num_hidden_layers": 1,
+        "layer_types": ["full_attention"],
+        "num_attention_heads": 6,
+        "num_key_value_heads": 2,
+        "head_dim": 4,
+    }
+    hub = family_of(config).region_map(config)
+    ours = assembled(hub, random_arrays(hub, 0))
+    (key,) = (key for key in map_of(config).right if key.endswith("self_attention.linear_qkv.weight"))
+    stored = assembled(map_of(config).inverse(), ours)[key]
+    q, gate, k, v = (
+        ours[f"decoder.layers.0.self_attention.linear_qkv.weight.{part}"] for part in ("q", "gate", "k", "v")
+    )
+    expected = torch.cat([q[:12], gate[:12], k[:4], v[:4], q[12:], gate[12:], k[4:], v[4:]])
+    assert torch.equal(stored[0] if stored.ndim == 3 else stored, expected)
+
+
+def test_gated_delta_nets_have_the_norm_before_them_and_zero_centred_ones_inside() -> None:
+    config = config_of("qwen3_next", 0) | {
+        "num_hidden_layers": 2,
+        "layer_types": ["linear_attention", "full_attention"],
+    }
+    made = map_of(config)
+    assert "decoder.layers.0.self_attention.in_proj.layer_norm_weight" in made.right
+    assert "decoder.layers.1.self_attention.linear_qkv.layer_norm_weight" in made.right
+    added = {pair.left.key for pair in made.pairs if pair.added}
+    assert added == {"decoder.layers.0.self_attention.out_norm.weight"}
+    with pytest.raises(MapError, match=r"zero-centred in both\. Leave it at 0"):
+        checkpoint_map(family_of(config), config, list(made.right), norm_added=1)
+
+
 def test_gate_and_up_follow_each_other_in_each_expert() -> None:
     config = config_of("mixtral", 1)
     hub = family_of(config).region_map(config)
