@@ -67,6 +67,7 @@ if TYPE_CHECKING:
     from megackpt.maintenance.export_huggingface import export_huggingface as export_huggingface
     from megackpt.maintenance.import_folder import FolderImport as FolderImport
     from megackpt.maintenance.import_folder import import_deepspeed as import_deepspeed
+    from megackpt.maintenance.import_folder import import_torch as import_torch
     from megackpt.maintenance.import_huggingface import HuggingFaceImport as HuggingFaceImport
     from megackpt.maintenance.import_huggingface import import_huggingface as import_huggingface
     from megackpt.maintenance.inspect import CheckpointSummary as CheckpointSummary
@@ -152,7 +153,7 @@ _NAMES_OF = {
     "megackpt.maintenance.diff": ("CheckpointDifference", "ValueDifference", "diff"),
     "megackpt.maintenance.diff_arrays": ("ArrayDifference",),
     "megackpt.maintenance.export_huggingface": ("HuggingFaceExport", "export_huggingface"),
-    "megackpt.maintenance.import_folder": ("FolderImport", "import_deepspeed"),
+    "megackpt.maintenance.import_folder": ("FolderImport", "import_deepspeed", "import_torch"),
     "megackpt.maintenance.import_huggingface": ("HuggingFaceImport", "import_huggingface"),
     "megackpt.maintenance.inspect": ("CheckpointSummary", "StoredArray", "StoredFile", "inspect"),
     "megackpt.maintenance.repair": ("RepairReport", "repair"),

@@ -40,9 +40,10 @@ _SPELLINGS = {"map_name": "--map", "merge_adapters": "--merge-adapter"}
 @click.option(
     "--from",
     "source_format",
-    type=click.Choice(["huggingface", "deepspeed"]),
+    type=click.Choice(["huggingface", "deepspeed", "torch"]),
     help="huggingface: SRC is a Hugging Face folder; give its tensors the names of megackpt. deepspeed: SRC "
-    "is what ZeRO-1, 2 or 3 saved; weights, masters, moments and steps become whole arrays.",
+    "is what ZeRO-1, 2 or 3 saved; weights, masters, moments and steps become whole arrays. torch: SRC is a "
+    "file of torch.save with full state dicts, or a folder with a file for each rank.",
 )
 @click.option(
     "--map",
@@ -86,7 +87,7 @@ _SPELLINGS = {"map_name": "--map", "merge_adapters": "--merge-adapter"}
 @click.option(
     "--prefix",
     metavar="TEXT",
-    help="With huggingface or --from deepspeed: what the checkpoint's keys begin with.",
+    help="With huggingface or --from: what the checkpoint's keys begin with.",
 )
 @click.option(
     "--norm-added",
@@ -150,12 +151,11 @@ def command(
             location = checkpoint_location(source)
             exported = export_huggingface(location, target, **folder.of_export(), **common, **read)
             counts, text = asdict(exported), _export_text(target, exported)
-        elif source_format == "deepspeed":
-            from megackpt.maintenance.import_folder import import_deepspeed
+        elif source_format in ("deepspeed", "torch"):
+            from megackpt.maintenance.import_folder import import_deepspeed, import_torch
 
-            read_folder = import_deepspeed(
-                source, target, _format(name), **folder.of_deepspeed(), **common, **written
-            )
+            import_folder = import_deepspeed if source_format == "deepspeed" else import_torch
+            read_folder = import_folder(source, target, _format(name), **folder.options, **common, **written)
             counts, text = asdict(read_folder), _folder_text(target, read_folder)
         elif source_format is not None:
             from megackpt.maintenance.import_huggingface import import_huggingface
@@ -214,6 +214,7 @@ _EXPORT_OPTIONS = _NAMES | {"weights", "max_file_size", "norm_added", "merge_ada
 _IMPORT_OPTIONS = {
     "huggingface": _NAMES | {"text_only"},
     "deepspeed": frozenset({"keys", "prefix", "weights"}),
+    "torch": frozenset({"prefix"}),
 }
 
 
@@ -248,10 +249,6 @@ class _FolderOptions:
         """Return arguments of `import_huggingface`."""
         names = self.options.keys() & {"config", "dtype", "prefix", "text_only"}
         return {"map": self.options.get("map_name", "auto"), **{name: self.options[name] for name in names}}
-
-    def of_deepspeed(self) -> dict[str, Any]:
-        """Return arguments of `import_deepspeed`."""
-        return dict(self.options)
 
     def of_export(self) -> dict[str, Any]:
         """Return arguments of `export_huggingface`."""

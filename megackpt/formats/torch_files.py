@@ -6,6 +6,7 @@ Tensors are mapped, and objects of unknown classes become stand-ins. `safe_pickl
 from __future__ import annotations
 
 import pathlib
+from importlib import import_module
 from typing import Any
 
 from megackpt.codec.stand_ins import keep_unknown_values
@@ -36,6 +37,8 @@ def load_mapped_file(path: str, *, checks_bytes: bool = True) -> Any:
             if not is_zip_file(path):
                 return load_safely(pathlib.Path(path).read_bytes())
             names = check_archive_file(path, checks_bytes=checks_bytes)
+            if any(module.startswith("torch.distributed.tensor") for module, _ in names):
+                import_module("torch.distributed.tensor")  # puts DTensor on torch's list of classes
             return load_checked(path, names, nbytes=pathlib.Path(path).stat().st_size)
     except (UnsupportedValueError, ForbiddenClassError) as error:
         raise FormatError(

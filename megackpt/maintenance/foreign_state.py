@@ -17,7 +17,8 @@ from megackpt.mapping.describe import dtype_name
 from megackpt.metadata import ArraySpec, ChunkTable, pad_shapes
 from megackpt.planning.copy_plan import CopyPlan, plan_copy
 
-_LEFT_OUT = object()
+LEFT_OUT = object()
+"""Stands for a value that does not become part of the checkpoint."""
 _MAX_DEPTH = 100
 _PLAIN = (str, int, float, bool, bytes, type(None), torch.dtype, torch.Size)
 
@@ -123,19 +124,19 @@ def plain_part(value: Any, path: str, left_out: list[str], depth: int = 0) -> An
     """
     if depth > _MAX_DEPTH:  # it may contain itself
         left_out.append(f"{path:.200} (nested too deep)")
-        return _LEFT_OUT
+        return LEFT_OUT
     if isinstance(value, Tensor):
         return value.detach().clone()
     if isinstance(value, _PLAIN):
         return value
     if type(value).__name__ in ("dict", "OrderedDict") and isinstance(value, dict):
         items = {k: plain_part(v, f"{path}.{k}".lstrip("."), left_out, depth + 1) for k, v in value.items()}
-        return {k: v for k, v in items.items() if v is not _LEFT_OUT}
+        return {k: v for k, v in items.items() if v is not LEFT_OUT}
     if type(value) in (list, tuple, set, frozenset):
         members = [plain_part(v, f"{path}.{i}", left_out, depth + 1) for i, v in enumerate(value)]
-        return type(value)(v for v in members if v is not _LEFT_OUT)
+        return type(value)(v for v in members if v is not LEFT_OUT)
     if isinstance(value, np.ndarray | np.generic):
         return value.copy()
     name = getattr(value, "qualname", type(value).__name__)
     left_out.append(f"{path} (an object of {getattr(value, 'module', type(value).__module__)}.{name})")
-    return _LEFT_OUT
+    return LEFT_OUT

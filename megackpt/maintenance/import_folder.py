@@ -15,6 +15,7 @@ from torch import Tensor
 
 from megackpt.arguments import check_choice, check_flags, check_seconds
 from megackpt.comm import Group, errors_on_all_ranks, group_or_world
+from megackpt.engine.checkpoint.common_arrays import with_tensors
 from megackpt.engine.checkpoint.opening import open_checkpoint
 from megackpt.engine.data.progress import Progress
 from megackpt.engine.saving.array_digests import with_array_digests
@@ -29,6 +30,7 @@ from megackpt.maintenance.foreign_state import ForeignState, SourcePart, plan_fo
 from megackpt.maintenance.import_plan import ImportPlan, RowWindow
 from megackpt.maintenance.new_checkpoint import NewCheckpoint, TargetState, check_target, prepare_target
 from megackpt.maintenance.part_reading import read_parts
+from megackpt.maintenance.torch_folder import read_torch
 from megackpt.maintenance.windows import ByteArray, filled_windows
 from megackpt.planning import SavePlan
 from megackpt.planning.copy_plan import CopyPlan
@@ -125,6 +127,71 @@ def import_deepspeed(
 
     def read(path: str, checks_bytes: bool) -> ForeignState:
         return read_deepspeed(path, checks_bytes=checks_bytes).state(keys, weights=weights, prefix=prefix)
+
+    return _imported(
+        source,
+        target,
+        to,
+        read,
+        verify=verify,
+        overwrite=overwrite,
+        array_digests=array_digests,
+        timeout_s=timeout_s,
+        group=group,
+        progress=progress,
+    )
+
+
+def import_torch(
+    source: Location,
+    target: Location,
+    to: SaveChoice = "megackpt",
+    *,
+    prefix: str = "",
+    verify: bool = True,
+    overwrite: bool = False,
+    array_digests: bool = False,
+    timeout_s: float = 600.0,
+    group: Group | None = None,
+    progress: Progress | None = None,
+) -> FolderImport:
+    """Write what a script has saved with torch.save, of DDP or FSDP, as a checkpoint.
+
+    Collective: every rank of the group calls it. No code that the files name is run. The new checkpoint has
+    the tree of the file: `model.state_dict()` under "model" has the keys `model.<name>`, and a load fills
+    plain tensors, DTensors and `ShardedTensor`s of these keys, at any layout. The prefix `module.` of
+    DistributedDataParallel is left out, where all keys of a dict have it.
+
+    Args:
+        source: a path of a file of torch.save with a full state dict, or of a folder with one such file for
+            each rank, whose tensors are equal on all ranks or DTensors (FSDP2).
+        target: the location of the new checkpoint; created if it does not exist.
+        to: its format, as for `megackpt.convert`.
+        prefix: what the keys begin with: "model." for a file that is a model's state dict.
+        verify: compare the checksums in the files, and read the new checkpoint again to compare digests with
+            what was written.
+        overwrite: replace a checkpoint of the same format at the target.
+        array_digests: store a digest of each array, as `SaveOptions(array_digests=True)` does.
+        timeout_s: how long a rank waits for the others at each synchronisation point, in seconds.
+        group: the ranks that take part; None for all ranks of torch.distributed, or this process alone.
+        progress: as in `megackpt.verify`, for this rank's share.
+
+    Returns:
+        Counts of the whole checkpoint, the same on all ranks.
+
+    Raises:
+        NotACheckpointError: there is no file of torch.save at the source.
+        UnsupportedError: ranks have parts of tensors, and the files do not say of which.
+        FormatError, CoverageError: files are missing, damaged, or contradict each other. Nothing is written.
+        DeclarationError: there is already a checkpoint at the target, or an argument is invalid.
+        IntegrityError: the new checkpoint differs from what was written.
+
+    >>> import_torch("run/step_10.pt", "run/imported").is_verified  # doctest: +SKIP
+    True
+    """
+
+    def read(path: str, checks_bytes: bool) -> ForeignState:
+        return read_torch(path, prefix=prefix, checks_bytes=checks_bytes)
 
     return _imported(
         source,
@@ -237,7 +304,10 @@ class _Import(NewCheckpoint):
         """Plan the chunks, and check that each array has all of its elements once. Local."""
         parts, copies = plan_foreign(state.arrays, ranks=self.group.size)
         check_coverage(as_declarations(copies.plan))
-        common = {"state_dict": state.common, "content_metadata": state.origin}
+        tree = state.common
+        if not self.strategy.capabilities.refers_to_arrays:
+            tree = with_tensors(tree, {})  # arrays are then loaded by their keys alone
+        common = {"state_dict": tree, "content_metadata": state.origin}
         return _PlannedImport(parts, copies, common)
 
     def prepare(self, planned: _PlannedImport, *, overwrite: bool) -> TargetState:

@@ -1,0 +1,211 @@
+"""Reads what a script has saved with torch.save: one file, or a file for each rank, without running pickles.
+
+Tensors of full state dicts become whole arrays. DTensors, as FSDP2 has them, become the arrays that they are
+parts of: where each rank's part lies is in its file.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megackpt.codec import ArrayReference
+from megackpt.engine.checkpoint.common_arrays import find_arrays
+from megackpt.errors import DeclarationError, FormatError, NotACheckpointError, UnsupportedError
+from megackpt.formats.torch_files import load_mapped_file
+from megackpt.maintenance.foreign_state import LEFT_OUT, ForeignArray, ForeignState, SourcePart, plain_part
+from megackpt.mapping.recognition import is_dtensor
+from megackpt.mapping.torch_sharded import declare_dtensor
+from megackpt.mapping.tree import Steps, dotted
+
+_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt", ".tar")
+_NUMBER = re.compile(r"(\d+)(?!.*\d)")  # the last one in a name
+_WRAPPERS = ("module.", "_orig_mod.", "_fsdp_wrapped_module.")
+
+
+def read_torch(path: str, *, prefix: str, checks_bytes: bool) -> ForeignState:
+    """Read a file, or the files of a folder; arrays stay in the files, which are mapped.
+
+    Args:
+        path: a file of torch.save, or a folder of such files.
+        prefix: what the keys begin with.
+        checks_bytes: whether to compare checksums, for which all bytes are read.
+
+    Raises:
+        NotACheckpointError: there is no such file.
+        UnsupportedError: the values are parts of tensors, and the files do not say of which.
+        FormatError: a file is damaged or missing, or files of ranks contradict each other.
+    """
+    groups = _files(path)
+    merged = {
+        name: _Merge(path, [load_mapped_file(f, checks_bytes=checks_bytes) for f in files])
+        for name, files in groups.items()
+    }
+    nested = {name: merge.tree((name,) if len(merged) > 1 else (), prefix) for name, merge in merged.items()}
+    tree: Any = nested if len(nested) > 1 else next(iter(nested.values()))
+    for step in reversed(prefix.rstrip(".").split(".") if prefix else []):
+        tree = {step: tree}
+    if not isinstance(tree, dict):
+        raise FormatError(
+            f"{path}: it holds a {type(tree).__name__}, and a checkpoint is a dict. Save a dict such as "
+            f"{{'model': ..., 'optimizer': ...}}.",
+            path=path,
+        )
+    ranks = max(map(len, groups.values()))
+    return ForeignState(
+        arrays=tuple(array for merge in merged.values() for array in merge.arrays),
+        common=tree,
+        origin={"imported_from": f"torch.save, {ranks} {'ranks' if ranks > 1 else 'file'}"},
+        left_out=tuple(text for merge in merged.values() for text in merge.left_out),
+    )
+
+
+def _files(path: str) -> dict[str, list[str]]:
+    """Return the files of each kind, by rank: `model_0.pt` and `model_1.pt` are two ranks of `model`."""
+    if os.path.isfile(path):
+        return {"": [path]}
+    names = sorted(os.listdir(path)) if os.path.isdir(path) else []
+    kinds: dict[str, dict[int, str]] = {}
+    for name in names:
+        stem, suffix = os.path.splitext(name)
+        if suffix not in _SUFFIXES:
+            continue
+        number = _NUMBER.search(stem)
+        kind = _NUMBER.sub("#", stem)
+        kinds.setdefault(kind, {})[int(number[1]) if number else 0] = os.path.join(path, name)
+    if not kinds:
+        raise NotACheckpointError(
+            f"{path} has no file of torch.save ({', '.join(_SUFFIXES)}). Name a file, or a folder with one "
+            f"file or one for each rank.",
+            path=path,
+        )
+    for kind, of_rank in kinds.items():
+        missing = sorted(set(range(max(of_rank) + 1)) - set(of_rank))
+        if len(of_rank) > 1 and missing:
+            raise FormatError(
+                f"{path}: {kind.replace('#', str(missing[0]))}, of rank {missing[0]}, is missing. Copy the "
+                f"files of all ranks into one folder; if the numbers are steps, name one file.",
+                path=path,
+            )
+    counts = {len(of_rank) for of_rank in kinds.values()}
+    if len(counts) > 1 and 1 not in counts:
+        raise FormatError(
+            f"{path}: kinds of files have different numbers of ranks: {sorted(kinds)}.", path=path
+        )
+    return {
+        (re.sub(r"\W*#\W*|_#|#", "", kind).strip("_-.") or kind): [of_rank[r] for r in sorted(of_rank)]
+        for kind, of_rank in kinds.items()
+    }
+
+
+@dataclass(slots=True)
+class _Merge:
+    """The values of the ranks' files, as one tree whose arrays are references."""
+
+    where: str
+    values: Sequence[Any]
+    arrays: list[ForeignArray] = field(default_factory=list)
+    left_out: list[str] = field(default_factory=list)
+
+    def tree(self, steps: Steps, prefix: str) -> Any:
+        """Return common state: rank 0's, with references in place of arrays."""
+        return self._merged(list(self.values), (*(prefix.rstrip(".").split(".") if prefix else ()), *steps))
+
+    def _merged(self, values: list[Any], steps: Steps) -> Any:
+        first = values[0]
+        if len(steps) > 100:
+            raise FormatError(f"{self.where}: values are nested too deep. It is damaged.", path=self.where)
+        if is_dtensor(first):
+            return self._array(_array_of_dtensors(dotted(steps), values))
+        if isinstance(first, Tensor):
+            return self._tensor(values, steps)
+        if type(first).__name__ in ("dict", "OrderedDict") and isinstance(first, dict):
+            self._check_keys(values, steps)
+            items = {k: self._merged([v[k] for v in values], (*steps, new)) for k, new in _names(first)}
+            return {new: items[k] for k, new in _names(first) if items[k] is not LEFT_OUT}
+        if type(first) is list:
+            self._check_keys(values, steps)
+            members = [self._merged([v[i] for v in values], (*steps, i)) for i in range(len(first))]
+            return [member for member in members if member is not LEFT_OUT]
+        return self._plain(values, steps)
+
+    def _check_keys(self, values: Sequence[Any], steps: Steps) -> None:
+        first = values[0]
+        for rank, value in enumerate(values):
+            is_equal = len(value) == len(first) if isinstance(first, list) else value.keys() == first.keys()
+            if type(value) is not type(first) or not is_equal:
+                raise FormatError(
+                    f"{self.where}: {dotted(steps)!r} has other entries on rank {rank} than on rank 0. Pass "
+                    f"the files of one step of one run.",
+                    key=dotted(steps),
+                    path=self.where,
+                )
+
+    def _tensor(self, values: Sequence[Tensor], steps: Steps) -> Any:
+        first = values[0].detach()
+        for rank, value in enumerate(values):
+            if value.shape != first.shape or value.dtype != first.dtype or not _is_equal(value, first):
+                raise UnsupportedError(
+                    f"{self.where}: the tensor {dotted(steps)!r} of rank {rank} differs from that of rank 0, "
+                    f"and its file does not say which part of a whole it is. Save full state dicts "
+                    f"(torch.distributed.checkpoint.state_dict.get_state_dict) or DTensors; if the numbers "
+                    f"in the names are steps, name one file.",
+                )
+        if find_arrays({"x": first}, ()):
+            return self._array(ForeignArray.whole(dotted(steps), first))
+        return first.clone()
+
+    def _array(self, array: ForeignArray) -> ArrayReference:
+        self.arrays.append(array)
+        return ArrayReference(array.key)
+
+    def _plain(self, values: Sequence[Any], steps: Steps) -> Any:
+        kept = [
+            plain_part(value, dotted(steps), self.left_out if value is values[0] else []) for value in values
+        ]
+        others = [
+            rank for rank, value in enumerate(kept) if type(value) is not type(kept[0]) or value != kept[0]
+        ]
+        if others:
+            self.left_out.append(f"{dotted(steps)} of ranks {others} (differs from that of rank 0)")
+        return kept[0]
+
+
+def _names(table: Mapping[Any, Any]) -> Iterator[tuple[Any, Any]]:
+    """Yield each key, and the same without the prefix of a wrapper that all keys have."""
+    keys = list(table)
+    prefix = next(
+        (p for p in _WRAPPERS if keys and all(isinstance(k, str) and k.startswith(p) for k in keys)), ""
+    )
+    for key in keys:
+        yield key, key[len(prefix) :] if prefix else key
+
+
+def _is_equal(value: Tensor, first: Tensor) -> bool:
+    """Return whether two tensors have equal bits."""
+    if value is first or value.numel() == 0:
+        return True
+    flat = [tensor.detach().contiguous().reshape(-1).view(torch.uint8) for tensor in (value, first)]
+    return torch.equal(*flat)
+
+
+def _array_of_dtensors(key: str, dtensors: Sequence[Any]) -> ForeignArray:
+    """Return the array that DTensors of several ranks are parts of."""
+    parts: dict[tuple[tuple[int, ...], tuple[int, ...]], SourcePart] = {}
+    for dtensor in dtensors:
+        try:
+            chunks = declare_dtensor(key, dtensor).chunks
+        except DeclarationError as error:
+            raise FormatError(str(error), key=key) from error
+        for chunk in chunks:
+            if chunk.data is not None and chunk.data.numel():
+                part = SourcePart(chunk.data, tuple(chunk.global_offset), tuple(chunk.local_shape))
+                parts.setdefault((part.start, part.shape), part)
+    first = dtensors[0]
+    return ForeignArray(key, first.dtype, tuple(first.shape), tuple(parts.values()))

@@ -1,0 +1,77 @@
+"""Files that the ranks of FSDP2 saved with torch.save become whole arrays, which load at another layout."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import megackpt
+from megackpt.testing.ranks import RankPool
+
+pytestmark = pytest.mark.multiprocess
+
+
+def _model() -> nn.Module:
+    torch.manual_seed(5)
+    return nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 3))
+
+
+def _save_files(folder: Path) -> None:
+    """Train under FSDP2, and save a file for each rank; rank 0 saves the whole state as well."""
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    mesh = dist.init_device_mesh("cpu", (2, 2))
+    model = _model()
+    fully_shard(model, mesh=dist.init_device_mesh("cpu", (4,)))
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(2, 5)).sum().backward()
+    optimizer.step()
+    weights, states = get_state_dict(model, optimizer)
+    both = torch.arange(36.0).view(4, 9)
+    cuts = {
+        "both": distribute_tensor(both, mesh, [Shard(0), Shard(1)]),
+        "columns": distribute_tensor(both, mesh, [Replicate(), Shard(1)]),
+    }
+    rank = dist.get_rank()
+    torch.save({"model": weights, "optimizer": states, "cuts": cuts}, folder / f"rank_{rank}.pt")
+    weights, states = get_state_dict(model, optimizer, options=StateDictOptions(full_state_dict=True))
+    if rank == 0:
+        whole = {"model": weights, "optimizer": states, "cuts": {"both": both, "columns": both}}
+        torch.save(whole, folder.parent / "whole.pt")
+
+
+def _flattened(value: Any, path: str = "") -> dict[str, Any]:
+    if not isinstance(value, dict):
+        return {path: value}
+    items = {}
+    for key, member in value.items():
+        items |= _flattened(member, f"{path}/{key}")
+    return items
+
+
+@pytest.mark.one_in(2)
+def test_files_of_fsdp2_ranks_become_whole_arrays(rank_pool: RankPool, tmp_path: Path) -> None:
+    folder = tmp_path / "ranks"
+    folder.mkdir()
+    rank_pool.run(_save_files, 4, folder)
+    report = megackpt.import_torch(folder, tmp_path / "imported")
+    assert report.left_out == ()
+    whole = _flattened(torch.load(tmp_path / "whole.pt"))
+    loaded = _flattened(megackpt.load({}, tmp_path / "imported"))
+    assert loaded.keys() == whole.keys()
+    for path, value in whole.items():
+        is_equal = (
+            torch.equal(loaded[path], value) if isinstance(value, torch.Tensor) else loaded[path] == value
+        )
+        assert is_equal, path
+    (folder / "rank_3.pt").unlink()
+    with pytest.raises(megackpt.CoverageError, match="no rank"):
+        megackpt.import_torch(folder, tmp_path / "incomplete")
+    assert not (tmp_path / "incomplete").exists()
