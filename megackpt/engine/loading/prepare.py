@@ -63,61 +63,37 @@ def prepare_load(
         DeclarationError: the request contradicts itself, or a target cannot be filled in place.
         FormatError: a requested array is stored in a form that cannot be loaded.
     """
-    where = source.location
     contents, unrenamed = with_options_renamed(source.contents, options)
-    arrays = contents.arrays
-    objects = {key for key, spec in arrays.items() if spec.dtype == OBJECT}
-    common = match_common_state(
-        state, read_common_and_references(contents, where=where)[0], arrays, unrenamed
-    )
-    flattened = flatten_state(
-        state,
-        rank=group.rank,
-        ranks=group.size,
-        stored=_AllKeysBut(objects),
-        common=common.steps,
-        in_host_memory=not options.load_on_device,
-    )
-    common_arrays = common.arrays({e.key for e in flattened.entities}, arrays, options)
-    plain_keys = common.unanswered - objects
-    keys = _check_keys(flattened, common_arrays.values(), plain_keys, contents, options, rules, group, where)
-    filled = common.filled_targets(options)
-    loadable = [key for key in arrays if not _matches(key, options.exclude)]
+    checkpoint = _Checkpoint(source.location, source, contents, options, rules)
+
+    request = checkpoint.flatten(state, unrenamed, group)
+    keys = checkpoint.check_keys(request, group)
+    loadable = [key for key in contents.arrays if not _matches(key, options.exclude)]
     containers = {dotted(steps) for steps in empty_containers(state)} - {""}
 
-    tensors = _allocate_targets(flattened, common, common_arrays, keys, source, contents)
-    values = {dotted(steps): t for steps, t in filled.items() if steps not in common.references}
+    tensors = checkpoint.allocate_targets(request, keys)
+    filled = request.common.filled_targets(options)
+    values = {dotted(steps): t for steps, t in filled.items() if steps not in request.common.references}
     targets = SharedTargets.of(tensors, values)
-    loaded_objects = [o for o in flattened.objects if o.key not in keys.left_out]
+    objects = [o for o in request.flattened.objects if o.key not in keys.left_out]
 
-    plan = _plan_reads(
-        targets.tensors, loaded_objects, contents, rules, group, where, advice=flattened.advice()
-    )
-    read_tensors = plan.requested.take(np.arange(len(tensors)))
-    reports = report_arrays(read_tensors, arrays, plan.chunks.table, plan.copies)
-    check_resharding(reports, rules, where=where)
+    plan = checkpoint.plan_reads(targets.tensors, objects, group, advice=request.flattened.advice())
     return PreparedLoad(
-        where=where,
+        where=source.location,
         source=source,
         contents=contents,
         rules=rules,
-        flattened=flattened,
-        common=common,
-        common_arrays=common_arrays,
+        flattened=request.flattened,
+        common=request.common,
+        common_arrays=request.common_arrays,
         keys=keys,
         loadable=loadable,
         empty_containers=sorted(keys_by_container(loadable, containers, keys.requested)),
         filled=filled,
         targets=targets,
-        objects=loaded_objects,
+        objects=objects,
         plan=plan,
-        report=LoadReport(
-            arrays=reports,
-            objects=tuple(o.unique_key for o in loaded_objects),
-            unexpected=keys.unexpected,
-            excluded=keys.excluded,
-            transformed=flattened.transformed(keys.left_out),
-        ),
+        report=checkpoint.report(request, keys, plan, objects),
     )
 
 
@@ -130,83 +106,137 @@ def with_options_renamed(stored: Contents, options: LoadOptions) -> tuple[Conten
     return with_renamed_keys(stored, options.rename)
 
 
-def _check_keys(
-    flattened: FlattenedState,
-    common_arrays: Iterable[ShardedTensor],
-    plain_keys: Set[str],
-    contents: Contents,
-    options: LoadOptions,
-    rules: LoadRules,
-    group: Group,
-    where: str,
-) -> RequestedKeys:
-    """Compare the requested keys with the stored ones; plain_keys are names of plain tensors."""
-    keys_of_entities = [entity.key for entity in flattened.entities]
-    requested = frozenset(keys_of_entities) | {array.key for array in common_arrays}
-    excluded = {key for key in requested if _matches(key, options.exclude)}
-    check_readable(requested - excluded, contents.unreadable, where=where)
-    excluded |= _kept_per_rank_values(flattened.per_rank, contents.arrays, group.size, where)
-    excluded |= _kept_objects(flattened.objects, contents.arrays)
-    excluded |= {t.key for t in flattened.tensors if t.if_missing == "keep" and t.key not in contents.arrays}
-    # A missing plain tensor is judged less strictly, unless an entity requests the same key.
-    counts = Counter(keys_of_entities)
-    unexpected = check_unexpected_keys(
-        requested - excluded,
-        contents.arrays,
-        rules,
-        where=where,
-        plain={key for key in plain_keys if counts[key] == 1},
-        advice=flattened.advice(),
-    )
-    return RequestedKeys(requested, frozenset(excluded), unexpected)
+@dataclass(frozen=True, slots=True)
+class _Request:
+    """The request of one rank, flattened.
 
-
-def _allocate_targets(
-    flattened: FlattenedState,
-    common: CommonRequest,
-    common_arrays: Mapping[Steps, ShardedTensor],
-    keys: RequestedKeys,
-    source: Source,
-    contents: Contents,
-) -> list[ShardedTensor]:
-    """Return the tensors to fill, each with memory of its own or that of the request.
-
-    Raises:
-        FormatError: an array that common state refers to could not be filled by its file.
-        DeclarationError: a tensor cannot be filled in place.
+    Attributes:
+        flattened: its entities and other leaves.
+        common: the part for common state.
+        common_arrays: arrays that common state refers to, by steps.
+        plain_keys: names of plain tensors for which common state has no value.
     """
-    loaded = {steps: array for steps, array in common_arrays.items() if array.key not in keys.left_out}
-    plain_targets = common.targets  # a property that makes a dict each time
-    allocated = {array.key for steps, array in loaded.items() if steps not in plain_targets}
-    if allocated and source.only_store is not None:
-        check_arrays_complete(source.only_store, contents.chunks(sorted(allocated)), sorted(allocated))
-    tensors = [t for t in flattened.tensors if t.key not in keys.left_out]
-    tensors += loaded.values()
-    for tensor in tensors:
-        tensor.init_data()
-        check_target(tensor, on_meta=LOAD_ON_META)
-    return tensors
+
+    flattened: FlattenedState
+    common: CommonRequest
+    common_arrays: Mapping[Steps, ShardedTensor]
+    plain_keys: Set[str]
 
 
-def _plan_reads(
-    tensors: Sequence[ShardedTensor],
-    objects: Sequence[ShardedObject],
-    contents: Contents,
-    rules: LoadRules,
-    group: Group,
-    where: str,
-    *,
-    advice: Mapping[str, str],
-) -> ReadPlan:
-    """Compare shapes and dtypes with the stored arrays, and plan the copies from stored chunks."""
-    requested = describe([*tensors, *objects], rank=group.rank)
-    resized = check_dtypes_and_shapes(requested, contents.arrays, rules, where=where, advice=advice)
-    # A row may be resized if its entity allows it, or if a rule allows it for its array.
-    may_resize = np.array([a.key in resized for a in requested.table.arrays], np.bool_)
-    requested = replace(requested, resizable=requested.resizable | may_resize[requested.table.array])
-    chunks = contents.chunks_for([requested.table])
-    copies = plan_load(requested.take(np.arange(len(tensors))), chunks.table, where=where)
-    return ReadPlan(requested, tensors, chunks, copies, _object_rows(objects, chunks, where))
+@dataclass(frozen=True, slots=True)
+class _Checkpoint:
+    """The opened checkpoint, and how it is loaded: what all steps of the preparation use.
+
+    Attributes:
+        where: its location, for errors.
+        source: where the bytes come from.
+        contents: its arrays, under the names that the request uses.
+        options: options of the load.
+        rules: what to do about differences.
+    """
+
+    where: str
+    source: Source
+    contents: Contents
+    options: LoadOptions
+    rules: LoadRules
+
+    def flatten(self, state: ShardedStateDict, unrenamed: Container[str], group: Group) -> _Request:
+        """Split a request into entities and common state; unrenamed keys have their stored names."""
+        arrays = self.contents.arrays
+        stored_common = read_common_and_references(self.contents, where=self.where)[0]
+        common = match_common_state(state, stored_common, arrays, unrenamed)
+        objects = {key for key, spec in arrays.items() if spec.dtype == OBJECT}
+        flattened = flatten_state(
+            state,
+            rank=group.rank,
+            ranks=group.size,
+            stored=_AllKeysBut(objects),
+            common=common.steps,
+            in_host_memory=not self.options.load_on_device,
+        )
+        common_arrays = common.arrays({e.key for e in flattened.entities}, arrays, self.options)
+        return _Request(flattened, common, common_arrays, common.unanswered - objects)
+
+    def check_keys(self, request: _Request, group: Group) -> RequestedKeys:
+        """Compare the requested keys with the stored ones."""
+        flattened, arrays = request.flattened, self.contents.arrays
+        keys_of_entities = [entity.key for entity in flattened.entities]
+        requested = frozenset(keys_of_entities) | {array.key for array in request.common_arrays.values()}
+        excluded = {key for key in requested if _matches(key, self.options.exclude)}
+        check_readable(requested - excluded, self.contents.unreadable, where=self.where)
+        excluded |= _kept_per_rank_values(flattened.per_rank, arrays, group.size, self.where)
+        excluded |= _kept_objects(flattened.objects, arrays)
+        excluded |= {t.key for t in flattened.tensors if t.if_missing == "keep" and t.key not in arrays}
+        # A missing plain tensor is judged less strictly, unless an entity requests the same key.
+        counts = Counter(keys_of_entities)
+        unexpected = check_unexpected_keys(
+            requested - excluded,
+            arrays,
+            self.rules,
+            where=self.where,
+            plain={key for key in request.plain_keys if counts[key] == 1},
+            advice=flattened.advice(),
+        )
+        return RequestedKeys(requested, frozenset(excluded), unexpected)
+
+    def allocate_targets(self, request: _Request, keys: RequestedKeys) -> list[ShardedTensor]:
+        """Return the tensors to fill, each with memory of its own or that of the request.
+
+        Raises:
+            FormatError: an array that common state refers to could not be filled by its file.
+            DeclarationError: a tensor cannot be filled in place.
+        """
+        loaded = {s: array for s, array in request.common_arrays.items() if array.key not in keys.left_out}
+        plain_targets = request.common.targets  # a property that makes a dict each time
+        allocated = sorted({array.key for steps, array in loaded.items() if steps not in plain_targets})
+        if allocated and self.source.only_store is not None:
+            check_arrays_complete(self.source.only_store, self.contents.chunks(allocated), allocated)
+        tensors = [t for t in request.flattened.tensors if t.key not in keys.left_out]
+        tensors += loaded.values()
+        for tensor in tensors:
+            tensor.init_data()
+            check_target(tensor, on_meta=LOAD_ON_META)
+        return tensors
+
+    def plan_reads(
+        self,
+        tensors: Sequence[ShardedTensor],
+        objects: Sequence[ShardedObject],
+        group: Group,
+        *,
+        advice: Mapping[str, str],
+    ) -> ReadPlan:
+        """Compare shapes and dtypes with the stored arrays, and plan the copies from stored chunks."""
+        requested = describe([*tensors, *objects], rank=group.rank)
+        resized = check_dtypes_and_shapes(
+            requested, self.contents.arrays, self.rules, where=self.where, advice=advice
+        )
+        # A row may be resized if its entity allows it, or if a rule allows it for its array.
+        may_resize = np.array([a.key in resized for a in requested.table.arrays], np.bool_)
+        requested = replace(requested, resizable=requested.resizable | may_resize[requested.table.array])
+        chunks = self.contents.chunks_for([requested.table])
+        copies = plan_load(requested.take(np.arange(len(tensors))), chunks.table, where=self.where)
+        return ReadPlan(requested, tensors, chunks, copies, _object_rows(objects, chunks, self.where))
+
+    def report(
+        self, request: _Request, keys: RequestedKeys, plan: ReadPlan, objects: Sequence[ShardedObject]
+    ) -> LoadReport:
+        """Report how each array is loaded.
+
+        Raises:
+            MismatchError: an array would be resharded, and a rule forbids it.
+        """
+        read_tensors = plan.requested.take(np.arange(len(plan.tensors)))
+        reports = report_arrays(read_tensors, self.contents.arrays, plan.chunks.table, plan.copies)
+        check_resharding(reports, self.rules, where=self.where)
+        return LoadReport(
+            arrays=reports,
+            objects=tuple(o.unique_key for o in objects),
+            unexpected=keys.unexpected,
+            excluded=keys.excluded,
+            transformed=request.flattened.transformed(keys.left_out),
+        )
 
 
 @dataclass(frozen=True, slots=True)
