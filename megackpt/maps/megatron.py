@@ -6,9 +6,9 @@ of their own, and so have experts; the keys of a checkpoint tell.
 
 Source: Megatron-Core 0.12.1, 0.16.1 and 0.19.2, `GPTModel.sharded_state_dict` with its local and its
 Transformer Engine layers (`gpt_layer_specs`, `transformer.mlp`, `transformer.moe.experts`,
-`transformer.dot_product_attention`), also with `singleton_local_shards`; `MambaModel` of 0.16.1
-(`ssm.mamba_block`, `ssm.mamba_mixer`, `mamba_layer_specs`), which was read and not run; so were 0.16.1
-`ssm.gated_delta_net` and `SelfAttention` with output gates, and Megatron-Bridge `Qwen3NextBridge`.
+`transformer.dot_product_attention`), also with `singleton_local_shards`. Read and built, but not run:
+`MambaModel` of 0.16.1 (`ssm.mamba_block`, `ssm.mamba_mixer`, `mamba_layer_specs`) and its
+`ssm.gated_delta_net`. Read: `SelfAttention` with output gates, and Megatron-Bridge `Qwen3NextBridge`.
 """
 
 from __future__ import annotations
