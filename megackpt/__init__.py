@@ -70,6 +70,7 @@ if TYPE_CHECKING:
     from megackpt.maintenance.import_folder import import_torch as import_torch
     from megackpt.maintenance.import_huggingface import HuggingFaceImport as HuggingFaceImport
     from megackpt.maintenance.import_huggingface import import_huggingface as import_huggingface
+    from megackpt.maintenance.import_nvrx import import_nvrx as import_nvrx
     from megackpt.maintenance.inspect import CheckpointSummary as CheckpointSummary
     from megackpt.maintenance.inspect import StoredArray as StoredArray
     from megackpt.maintenance.inspect import StoredFile as StoredFile
@@ -155,6 +156,7 @@ _NAMES_OF = {
     "megackpt.maintenance.export_huggingface": ("HuggingFaceExport", "export_huggingface"),
     "megackpt.maintenance.import_folder": ("FolderImport", "import_deepspeed", "import_torch"),
     "megackpt.maintenance.import_huggingface": ("HuggingFaceImport", "import_huggingface"),
+    "megackpt.maintenance.import_nvrx": ("import_nvrx",),
     "megackpt.maintenance.inspect": ("CheckpointSummary", "StoredArray", "StoredFile", "inspect"),
     "megackpt.maintenance.repair": ("RepairReport", "repair"),
     "megackpt.maintenance.repair_search": ("RepairedFile",),

@@ -40,10 +40,11 @@ _SPELLINGS = {"map_name": "--map", "merge_adapters": "--merge-adapter"}
 @click.option(
     "--from",
     "source_format",
-    type=click.Choice(["huggingface", "deepspeed", "torch"]),
+    type=click.Choice(["huggingface", "deepspeed", "torch", "nvrx"]),
     help="huggingface: SRC is a Hugging Face folder; give its tensors the names of megackpt. deepspeed: SRC "
     "is what ZeRO-1, 2 or 3 saved; weights, masters, moments and steps become whole arrays. torch: SRC is a "
-    "file of torch.save with full state dicts, or a folder with a file for each rank.",
+    "file of torch.save with full state dicts, or a folder with a file for each rank. nvrx: SRC has the "
+    "files of all ranks of a local checkpoint, of nvidia-resiliency-ext and Megatron-Core.",
 )
 @click.option(
     "--map",
@@ -156,6 +157,11 @@ def command(
 
             import_folder = import_deepspeed if source_format == "deepspeed" else import_torch
             read_folder = import_folder(source, target, _format(name), **folder.options, **common, **written)
+            counts, text = asdict(read_folder), _folder_text(target, read_folder)
+        elif source_format == "nvrx":
+            from megackpt.maintenance.import_nvrx import import_nvrx
+
+            read_folder = import_nvrx(source, target, _format(name), **common, **written)
             counts, text = asdict(read_folder), _folder_text(target, read_folder)
         elif source_format is not None:
             from megackpt.maintenance.import_huggingface import import_huggingface

@@ -128,7 +128,7 @@ def import_deepspeed(
     def read(path: str, checks_bytes: bool) -> ForeignState:
         return read_deepspeed(path, checks_bytes=checks_bytes).state(keys, weights=weights, prefix=prefix)
 
-    return _imported(
+    return import_state(
         source,
         target,
         to,
@@ -193,7 +193,7 @@ def import_torch(
     def read(path: str, checks_bytes: bool) -> ForeignState:
         return read_torch(path, prefix=prefix, checks_bytes=checks_bytes)
 
-    return _imported(
+    return import_state(
         source,
         target,
         to,
@@ -207,7 +207,7 @@ def import_torch(
     )
 
 
-def _imported(
+def import_state(
     source: Location,
     target: Location,
     to: SaveChoice,

@@ -1,0 +1,192 @@
+"""Reads local checkpoints of nvidia-resiliency-ext, without that package and without running their pickles.
+
+Each rank saves a file of its own, `<root>/<session>/<rank>/iter_0000100_<rank>_local.pt`, on a disk of its
+node; with replication also those of other ranks. A file of Megatron-Core's state dict has the shards with
+their places in the global arrays. So the files of all ranks are a checkpoint for any layout.
+
+Source: nvidia-resiliency-ext 0.4.1 `checkpointing/local`, Megatron-Core 0.16.1
+`dist_checkpointing/tensor_aware_state_dict.py`.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megackpt.codec.stand_ins import ForeignObject
+from megackpt.errors import FormatError, NotACheckpointError, UnsupportedError
+from megackpt.formats.torch_files import load_mapped_file
+from megackpt.maintenance.foreign_state import ForeignArray, ForeignState, SourcePart, plain_part
+
+_FILE = re.compile(r"iter_(\d{7,9})_(\d{1,6})_local\.pt")
+_MAX_DEPTH = 100
+_INVALID = (-1,)
+
+
+def read_nvrx(path: str, *, checks_bytes: bool) -> ForeignState:
+    """Read the newest step of which every rank's file is there; arrays stay in the files, which are mapped.
+
+    Args:
+        path: the folder that was given to the manager, or one into which those of all nodes were copied.
+        checks_bytes: whether to compare checksums, for which all bytes are read.
+
+    Raises:
+        NotACheckpointError: there is no file of a local checkpoint, or no step has all files.
+        UnsupportedError: the files do not have Megatron-Core's state dict.
+        FormatError: files are damaged, or contradict each other.
+    """
+    iteration, files = _newest_step(path)
+    shards, common = _Shards(), {}
+    for rank in sorted(files, reverse=True):  # common state is that of the first rank
+        state = _state_of(files[rank], checks_bytes=checks_bytes)
+        common = state["common"]
+        for entity in _entities(state["sharded_state_dict"]):
+            shards.add(entity, files[rank])
+    left_out = [f"{key} (an object of each rank, not an array)" for key in sorted(shards.objects)]
+    return ForeignState(
+        arrays=shards.arrays(),
+        common=plain_part(common, "common state", left_out),
+        origin={
+            "imported_from": f"local checkpoint of nvidia-resiliency-ext, {len(files)} ranks",
+            "iteration": iteration,
+        },
+        left_out=tuple(left_out),
+    )
+
+
+def _newest_step(path: str) -> tuple[int, dict[int, str]]:
+    """Return the newest iteration of which every rank has a file, and its files by rank."""
+    steps: dict[int, dict[int, str]] = defaultdict(dict)
+    for folder, _, names in sorted(os.walk(path)):
+        for name in names:
+            if (match := _FILE.fullmatch(name)) is not None:
+                steps[int(match[1])].setdefault(int(match[2]), os.path.join(folder, name))
+    ranks = {rank for files in steps.values() for rank in files}
+    if not ranks:
+        raise NotACheckpointError(
+            f"{path} has no file 'iter_*_local.pt' of nvidia-resiliency-ext. Name the folder that was given "
+            f"to LocalCheckpointManager, with the files of all nodes.",
+            path=path,
+        )
+    ranks |= set(range(max(ranks)))
+    whole = [iteration for iteration, files in steps.items() if files.keys() == ranks]
+    if not whole:
+        newest = max(steps)
+        missing = ", ".join(str(rank) for rank in sorted(ranks - steps[newest].keys())[:8])
+        raise NotACheckpointError(
+            f"{path} has no iteration with the files of all {len(ranks)} ranks: of iteration {newest}, those "
+            f"of ranks {missing} are missing. Copy the files of all nodes into one folder.",
+            path=path,
+        )
+    return max(whole), steps[max(whole)]
+
+
+def _state_of(file: str, *, checks_bytes: bool) -> Mapping[str, Any]:
+    """Return the attributes of Megatron-Core's state dict in a file."""
+    value = load_mapped_file(file, checks_bytes=checks_bytes)
+    if _is_of_megatron(value, "MCoreTensorAwareStateDict"):
+        state = value.state
+        if isinstance(state.get("common"), dict) and not state.get("_is_hollow"):
+            return state  # type: ignore[no-any-return]
+        raise FormatError(f"{file}: its tensors are not in it. Import another iteration.", path=file)
+    name = value.qualname if isinstance(value, ForeignObject) else type(value).__name__
+    raise UnsupportedError(
+        f"{file} has a {name}, which does not say where a rank's tensors are in the global arrays. Load it "
+        f"with nvidia-resiliency-ext at the layout that saved it."
+    )
+
+
+def _is_of_megatron(value: Any, name: str) -> bool:
+    is_object = isinstance(value, ForeignObject) and value.qualname == name
+    return is_object and isinstance(value.state, dict)
+
+
+def _entities(state: Any, depth: int = 0) -> Iterator[ForeignObject]:
+    if depth > _MAX_DEPTH:
+        return
+    if isinstance(state, (dict, list, tuple)):
+        for part in state.values() if isinstance(state, dict) else state:
+            yield from _entities(part, depth + 1)
+    elif isinstance(state, ForeignObject):
+        yield state
+
+
+@dataclass(slots=True)
+class _Shards:
+    """The shards of all ranks: each box once, as replicas have equal bytes.
+
+    Attributes:
+        types: shape and dtype of each global array, by key.
+        parts: the shards of each array, by their place in it.
+        objects: keys of what is not an array.
+    """
+
+    types: dict[str, tuple[tuple[int, ...], torch.dtype]] = field(default_factory=dict)
+    parts: dict[str, dict[tuple[Any, ...], SourcePart]] = field(default_factory=dict)
+    objects: set[str] = field(default_factory=set)
+
+    def add(self, entity: ForeignObject, file: str) -> None:
+        """Add a shard; one without data is stored by another rank."""
+        if _is_of_megatron(entity, "ShardedObject"):
+            self.objects.add(str(entity.state.get("key")))
+            return
+        if not _is_of_megatron(entity, "ShardedTensor"):
+            raise UnsupportedError(f"{file} has a {entity.qualname:.80} among its shards. It cannot be read.")
+        if entity.state.get("data") is None:
+            return
+        shape, part = _part(entity.state, file)
+        key = entity.state["key"]
+        stored = (shape, part.data.dtype)
+        if self.types.setdefault(key, stored) != stored:
+            raise FormatError(
+                f"{file}: {key!r} has shape and dtype {stored}, and {self.types[key]} on another rank. The "
+                f"files are not of one run.",
+                key=key,
+                path=file,
+            )
+        box = (part.start, part.shape, part.flat_start, part.data.numel())
+        self.parts.setdefault(key, {})[box] = part
+
+    def arrays(self) -> tuple[ForeignArray, ...]:
+        """Return the global arrays."""
+        return tuple(
+            ForeignArray(key, dtype, shape, tuple(self.parts[key].values()))
+            for key, (shape, dtype) in self.types.items()
+        )
+
+
+def _part(state: Mapping[str, Any], file: str) -> tuple[tuple[int, ...], SourcePart]:
+    """Return the shape of a shard's global array, and the shard."""
+    key, data = state.get("key"), state["data"]
+    shape, start, local = (
+        _ints(state.get(name)) for name in ("global_shape", "global_offset", "local_shape")
+    )
+    box = (1,) * (len(shape) - len(local)) + local  # axes over layers are in front, and not in the data
+    flat = state.get("flattened_range")
+    flat_range = (flat.start, flat.stop) if isinstance(flat, slice) else (0, math.prod(box))
+    first, last = _ints(flat_range) if _ints(flat_range) != _INVALID else (1, 0)
+    is_inside = len(start) == len(box) == len(shape) and all(
+        offset + length <= size for offset, length, size in zip(start, box, shape, strict=True)
+    )
+    is_typed = isinstance(key, str) and isinstance(data, Tensor) and _INVALID not in (shape, start, local)
+    if is_typed and is_inside and last <= math.prod(box) and last - first == data.numel():
+        return shape, SourcePart(data, start, box, first)
+    raise FormatError(
+        f"{file}: the place of {key!r:.200} in its global array is damaged, or contradicts its data. Copy "
+        f"the file again from its node.",
+        path=file,
+    )
+
+
+def _ints(value: Any) -> tuple[int, ...]:
+    """Return a tuple of numbers that are not negative; `_INVALID` for any other value."""
+    is_valid = isinstance(value, (tuple, list)) and all(type(n) is int and n >= 0 for n in value)
+    return tuple(value) if is_valid else _INVALID
