@@ -8,10 +8,12 @@ to tests/cli/test_documented_commands.py. All others are listed here.
 from __future__ import annotations
 
 import ast
+import re
+import textwrap
 
 import pytest
 
-from tests.doc_blocks import DOCUMENTS, ROOT, Block, blocks_of
+from tests.doc_blocks import DOCUMENTS, FENCE, ROOT, Block, blocks_of
 
 SHELL = {"bash", "sh", "console"}
 TRAINING = "tests/e2e/test_hosts.py"
@@ -28,6 +30,8 @@ RUN_ELSEWHERE = {
     ("docs/integrations.md", "integrations.ray"): [TRAINING, "examples/hosts/ray_train.py"],
     ("docs/integrations.md", "integrations.torchtitan"): [TRAINING, "examples/hosts/torchtitan_train.py"],
     ("docs/integrations.md", "def resume_training"): ["tests/multiprocess/test_dtensor_optimizer.py"],
+    ("docs/integrations.md", "fully_shard(model"): ["tests/multiprocess/test_dtensor_optimizer.py"],
+    ("docs/integrations.md", "FSDP.set_state_dict_type"): ["tests/multiprocess/test_fsdp1.py"],
     ("docs/integrations.md", "megatron_state"): ["tests/compat/test_megatron_into_models.py"],
     ("docs/huggingface.md", "family_of(config)"): ["tests/compat/megatron_world.py"],
     ("docs/megatron-compat.md", "TieredCheckpointManager"): [
@@ -89,6 +93,25 @@ def test_every_block_is_run_or_listed_once() -> None:
                 unlisted.append(f"{page}:{block.line}: {block.first_line}")
     assert unlisted == []
     assert sorted(set(listed) - set(seen)) == []  # no entry without its block
+
+
+_INDENTED = re.compile(r"(?:^    .*\n)+", re.MULTILINE)
+
+
+def is_program(text: str) -> bool:
+    """Whether a text is Python that calls something."""
+    try:
+        nodes = list(ast.walk(ast.parse(textwrap.dedent(text))))
+    except SyntaxError:
+        return False
+    return any(isinstance(node, ast.Call) for node in nodes)
+
+
+def test_code_stands_in_fences() -> None:
+    """Indented code would escape the test above."""
+    pages = {path: FENCE.sub("", path.read_text()) for path in DOCUMENTS}
+    indented = [f"{path}: {m[0]}" for path, text in pages.items() for m in _INDENTED.finditer(text)]
+    assert [text for text in indented if is_program(text.partition(": ")[2])] == []
 
 
 def names_of_megackpt(code: str) -> set[str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import re
 from pathlib import Path
 
@@ -22,16 +21,14 @@ OF_OTHERS = {
     "not enough values to unpack",  # of Python
 }
 _CODE = re.compile(r"`([^`\n]+)`")
-_VARIABLE = re.compile(r"\.\.\.|\[[^\]]*\]|'[^']*'|\b\d[\d,]*\b|\bsaved\b")
+_VARIABLE = re.compile(r"\.\.\.|\[[^\]]*\]|'[^']*'|\b\d[\d,]*\b|\bsaved\b|\ba rank\b|rank\(s\)")
 """Parts of a quotation that the code fills in; it says "requested" for "saved" of a load."""
 
 
-def strings_of_package() -> str:
-    """Return all string constants of megackpt, one after the other."""
-    files = Path(megackpt.__file__).parent.rglob("*.py")
-    nodes = [node for path in files for node in ast.walk(ast.parse(path.read_text()))]
-    texts = [node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)]
-    return "\n".join(texts)
+def source_of_package() -> str:
+    """Return the source of megackpt, with strings that go on in the next line joined."""
+    texts = (path.read_text() for path in Path(megackpt.__file__).parent.rglob("*.py"))
+    return "\n".join(re.sub(r'"\n\s+f?"', "", text) for text in texts)
 
 
 def quotations(page: str) -> list[str]:
@@ -41,9 +38,16 @@ def quotations(page: str) -> list[str]:
     return [code for code in codes if not re.match(r"(megackpt|python|pip|pytest) |.*[=(]", code)]
 
 
+def indented_errors() -> list[str]:
+    """Return the errors that docs/errors.md shows without a block that raises them."""
+    text = FENCE.sub("", (ROOT / "docs" / "errors.md").read_text())
+    blocks = re.findall(r"(?:^    .*\n)+", text, re.MULTILINE)
+    return [" ".join(block.split()) for block in blocks]
+
+
 @pytest.fixture(scope="module")
 def sources() -> str:
-    return strings_of_package()
+    return source_of_package()
 
 
 @pytest.mark.parametrize("page", PAGES)
@@ -52,6 +56,15 @@ def test_quoted_errors_are_those_of_the_code(page: str, sources: str) -> None:
         parts = [part.strip() for part in _VARIABLE.split(quotation)]
         missing = [part for part in parts if len(part) > 3 and part not in sources]
         assert not missing or quotation in OF_OTHERS, f"no error of megackpt has {missing}"
+
+
+def test_errors_that_are_shown_without_code_are_those_of_the_code(sources: str) -> None:
+    errors = indented_errors()
+    assert len(errors) >= 4
+    for error in errors:
+        parts = re.split(r"[.:;(),] ?|\b(?:and|by|while)\b", _VARIABLE.sub(".", error))
+        missing = [part for part in parts if len(part.split()) > 4 and part.strip() not in sources]
+        assert missing == [], error
 
 
 def test_the_pages_quote_errors() -> None:
