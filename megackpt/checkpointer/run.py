@@ -117,8 +117,9 @@ class Run:
 
     def _check_committed(self, step: int) -> None:
         if not self._directories.committed([step_name(step)]):
+            steps = ", ".join(map(str, self.steps())) or "none"
             raise NotACheckpointError(
-                f"{self.location(step)} is not committed, so it cannot be pinned. The committed steps are "
-                f"{list(self.steps())}.",
+                f"{self.location(step)} is not committed, so it cannot be pinned. Pin one of the committed "
+                f"steps: {steps}.",
                 path=self.location(step),
             )

@@ -24,7 +24,7 @@ _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 _SIZE = re.compile(r"(?P<number>\d+(\.\d+)?)\s*(?P<unit>[KMGT]?)(iB|B)?", re.IGNORECASE)
 
 
-class _Size(click.ParamType[int]):
+class _Size(click.ParamType):  # type: ignore[type-arg]  # click 8.1 has no type argument
     """A number of bytes, as 2GiB, 512MiB or 1000000; K, M, G and T are powers of 1024."""
 
     name = "size"

@@ -7,14 +7,17 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 from rich.filesize import decimal
 
 from megackpt.cli.entry import EXIT_CODES, output_options, print_result, unsafe_pickle_option
-from megackpt.cli.locations import checkpoint_location
+from megackpt.cli.locations import check_directory, check_target, checkpoint_location
 from megackpt.cli.progress import ProgressBars
+from megackpt.errors import NotACheckpointError
+from megackpt.storage import expanded_path, is_url
 
 if TYPE_CHECKING:
     from megackpt.comm import Group
@@ -126,9 +129,9 @@ def command(
     """Write a copy of the checkpoint in the directory SRC, in another format, to the directory DST.
 
     The format of SRC is detected; a Hugging Face folder is read, too, and with --from the folders of other
-    tools. Chunks are streamed through small
-    buffers and are not resharded; no GPU and no model is needed. DST becomes a checkpoint in one step, and is
-    then compared with SRC byte by byte. If anything fails, DST is not a checkpoint. To use several processes:
+    tools. Chunks are streamed through small buffers and are not resharded; no GPU and no model is needed.
+    DST becomes a checkpoint in one step, and is then compared with SRC byte by byte. If anything fails, DST
+    is not a checkpoint. To use several processes:
 
     torchrun --nproc-per-node 4 -m megackpt.cli convert SRC DST --to FORMAT
 
@@ -146,6 +149,7 @@ def command(
     folder.check(is_export=is_export, source=source_format, array_digests=array_digests)
     with ProgressBars() as bars, _torchrun_group() as group:
         common |= {"group": group, "progress": bars}
+        check_target(target)
         if is_export:
             from megackpt.maintenance.export_huggingface import export_huggingface
 
@@ -166,17 +170,35 @@ def command(
         elif source_format is not None:
             from megackpt.maintenance.import_huggingface import import_huggingface
 
+            _check_folder(source)
             imported = import_huggingface(
                 source, target, _format(name), **folder.of_import(), **common, **written
             )
             counts, text = asdict(imported), _import_text(target, imported)
         else:
+            from megackpt.formats.registry import save_strategy
             from megackpt.maintenance.convert import convert
 
+            strategy = save_strategy(_format(name))
             location = checkpoint_location(source)
-            converted = convert(location, target, _format(name), **common, **read, **written)
+            converted = convert(location, target, strategy, **common, **read, **written)
             counts, text = asdict(converted), _convert_text(target, converted)
     print_result({"source": source, "target": target, **counts}, text, as_json=as_json)
+
+
+def _check_folder(path: str) -> None:
+    """Check that a folder has weights that can be read. URLs are accepted.
+
+    Raises:
+        NotACheckpointError: it has none, or is no folder.
+    """
+    check_directory(path)
+    if not is_url(path) and not any(Path(expanded_path(path)).glob("*.safetensors")):
+        raise NotACheckpointError(
+            f"{path} has no *.safetensors files. Give a Hugging Face folder that has them; "
+            f"model.save_pretrained of transformers writes them.",
+            path=path,
+        )
 
 
 def _convert_text(target: str, report: ConvertReport) -> str:
@@ -248,7 +270,7 @@ class _FolderOptions:
         for name in self.options.keys() - allowed:
             option = _SPELLINGS.get(name, f"--{name.replace('_', '-')}")
             raise click.UsageError(
-                f"{option} cannot be used with these formats: its help says for which formats it is."
+                f"{option} cannot be used with these formats; `megackpt convert --help` says for which it is."
             )
 
     def of_import(self) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from megackpt.cli.locations import LocalPath
 from megackpt.cli.progress import ProgressBars
 from megackpt.cli.tables import show
 from megackpt.errors import DeclarationError
+from megackpt.storage import is_url
 
 if TYPE_CHECKING:
     import torch
@@ -44,6 +45,8 @@ def command(directory: str | None, *, as_json: bool) -> int:
     """
     if directory is not None and Path(directory).is_dir() and any(Path(directory).iterdir()):
         raise DeclarationError(f"{directory} is not empty. Name a directory that is new, or empty.")
+    if directory is not None and is_url(directory):
+        raise DeclarationError(f"{directory} is a URL. Name a directory of this machine.", path=directory)
     temporary = nullcontext(directory) if directory else tempfile.TemporaryDirectory()
     with temporary as path, ProgressBars("saving and loading"):
         result = _save_and_load(Path(path))

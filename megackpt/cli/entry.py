@@ -15,6 +15,7 @@ import json
 import os
 import sys
 from collections.abc import Callable, Sequence
+from difflib import get_close_matches
 from typing import Any, TypeVar
 
 import click
@@ -27,6 +28,7 @@ from megackpt.errors import (
     MismatchError,
     NotACheckpointError,
 )
+from megackpt.storage.error_translation import storage_error
 
 COMMANDS = {
     "bench": "Measure saving and loading in a directory.",
@@ -79,6 +81,15 @@ class _Commands(click.Group):
         command: click.Command = importlib.import_module(f"megackpt.cli.{cmd_name}").command
         return command
 
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """Find the command that the first argument names. The error for an unknown one names similar ones."""
+        if args[0] not in COMMANDS and not args[0].startswith("-"):
+            similar = get_close_matches(args[0], COMMANDS) or sorted(COMMANDS)
+            ctx.fail(f"There is no command {args[0]!r}. Did you mean {', '.join(similar)}?")
+        return super().resolve_command(ctx, args)
+
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write the one-line help of each command, without importing it."""
         with formatter.section("Commands"):
@@ -106,8 +117,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except CheckpointError as error:
         _print_error(error, str(error), as_json=as_json)
         return _exit_code(error)
-    except OSError as error:
-        _print_error(error, _text_of_system_error(error), as_json=as_json)
+    except OSError as error:  # outside of stores, which translate theirs
+        translated = storage_error(error, action="use", path=str(error.filename or "a file"))
+        _print_error(translated, str(translated), as_json=as_json)
         return BAD_INPUT
     return code if isinstance(code, int) else 0
 
@@ -178,18 +190,12 @@ def _exit_code(error: CheckpointError) -> int:
     return UNREADABLE if isinstance(error, _UNREADABLE) else BAD_INPUT
 
 
-def _text_of_system_error(error: OSError) -> str:
-    """Return what the system did not do, with the path, and how to go on."""
-    where = f"{error.filename}: " if error.filename else ""
-    return f"{where}{error.strerror or error}. Check that the path exists, who may use it, and free space."
-
-
 def _print_error(error: BaseException, text: str, *, as_json: bool) -> None:
     if not is_rank_0():
         return
     line = " ".join(text.split())
     if as_json:
-        key, path = getattr(error, "key", None), getattr(error, "path", getattr(error, "filename", None))
+        key, path = getattr(error, "key", None), getattr(error, "path", None)
         fields = {"kind": type(error).__name__, "text": line, "key": key, "path": path}
         click.echo(json.dumps({"error": fields}, indent=1, sort_keys=True))
     if isinstance(error, click.ClickException):

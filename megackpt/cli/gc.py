@@ -25,7 +25,7 @@ _RUNNING = (
 )
 
 
-class _KeepBestType(click.ParamType["KeepBest"]):
+class _KeepBestType(click.ParamType):  # type: ignore[type-arg]  # click 8.1 has no type argument
     """METRIC, METRIC:N or METRIC:N:max."""
 
     name = "metric"

@@ -40,6 +40,8 @@ def command(
         from megackpt.maintenance.inspect import inspect
 
         summary = inspect(checkpoint_location(path), keys=keys, allow_unsafe_pickle=allow_unsafe_pickle)
+    if keys and not summary.arrays:
+        raise click.UsageError(f"No key of {path} matches {', '.join(map(repr, keys))}.")
     if as_json:
         print_result(asdict(summary), "", as_json=True)
         return

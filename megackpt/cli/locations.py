@@ -11,7 +11,7 @@ import click
 from megackpt.cli.entry import note
 from megackpt.errors import DeclarationError, MissingExtraError, NotACheckpointError
 from megackpt.formats.strategy import MANIFEST
-from megackpt.storage import expanded_path, is_url, open_store, opened_store
+from megackpt.storage import expanded_path, is_url, opened_store
 
 CHART_SUFFIXES = (".png", ".svg", ".pdf")
 
@@ -30,7 +30,7 @@ def checkpoint_location(path: str, *, takes_latest: bool = True) -> str:
     takes_latest is False for commands that change the checkpoint: they need the path of a step.
 
     Raises:
-        NotACheckpointError: the location is a file, or the root of a run if a step is needed.
+        NotACheckpointError: the location is not a directory, or is the root of a run if a step is needed.
         StorageError: the location is a URL that no store serves.
     """
     step = _latest_step(path)
@@ -45,12 +45,44 @@ def checkpoint_location(path: str, *, takes_latest: bool = True) -> str:
     return step
 
 
+def check_directory(path: str) -> None:
+    """Check that a path is a directory. URLs are accepted.
+
+    Raises:
+        NotACheckpointError: there is a file, or nothing.
+    """
+    if is_url(path) or Path(expanded_path(path)).is_dir():
+        return
+    if Path(expanded_path(path)).exists():
+        what = "is a file, not a checkpoint. Name the directory of a finished one."
+    else:
+        what = (
+            "is not a checkpoint: there is no such directory. Check the path; `megackpt ls ROOT` lists the "
+            "steps of a run."
+        )
+    raise NotACheckpointError(f"{path} {what}", path=path)
+
+
+def check_target(path: str) -> None:
+    """Check that a checkpoint can be written to a location: it may not hide the steps of a run.
+
+    Raises:
+        DeclarationError: the location is a file, or the root of a run.
+        StorageError: the location is a URL that no store serves.
+    """
+    if Path(expanded_path(path)).is_file():
+        raise DeclarationError(f"{path} is a file. Name a directory that is new.", path=path)
+    from megackpt.checkpointer.run import Run
+
+    if Run(path).steps():
+        raise DeclarationError(
+            f"{path} is the root of a run. Name a directory that is new, such as {path}-converted.", path=path
+        )
+
+
 def _latest_step(path: str) -> str | None:
     """Return the location of the latest step of a run; None if the path is not the root of a run."""
-    if Path(expanded_path(path)).is_file():
-        raise NotACheckpointError(
-            f"{path} is a file, not a checkpoint. Name the directory of a finished one.", path=path
-        )
+    check_directory(path)
     with opened_store(path) as store:
         if store.exists(MANIFEST):
             return None
@@ -65,14 +97,26 @@ def check_run_root(root: str) -> None:
     """Check that the root of a run exists if it is on a file system. The root at a URL may still be empty.
 
     Raises:
-        NotACheckpointError: the root is not a directory.
+        NotACheckpointError: the root is not a directory, or is itself a checkpoint.
         StorageError: the root is a URL that no store serves.
     """
-    open_store(root)
+    with opened_store(root) as store:
+        is_directory = is_url(root) or Path(expanded_path(root)).is_dir()
+        if is_directory and store.exists(MANIFEST):
+            raise single_checkpoint_error(root)
     if not is_url(root) and not Path(expanded_path(root)).is_dir():
         raise NotACheckpointError(
             f"{root} is not a directory. Name the one that a Checkpointer saves to.", path=root
         )
+
+
+def single_checkpoint_error(root: str) -> NotACheckpointError:
+    """Return the error for a checkpoint where the root of a run is needed."""
+    return NotACheckpointError(
+        f"{root} is a single checkpoint and has no steps. Look into it with `megackpt inspect`, or name the "
+        f"directory above it.",
+        path=root,
+    )
 
 
 def check_output(path: str | None) -> None:

@@ -16,10 +16,10 @@ import click
 from rich.filesize import decimal
 
 from megackpt.cli.entry import EXIT_CODES, output_options, print_result
-from megackpt.cli.locations import check_run_root
+from megackpt.cli.locations import check_run_root, single_checkpoint_error
 from megackpt.cli.progress import ProgressBars
 from megackpt.cli.tables import show, table_of
-from megackpt.errors import CheckpointError, NotACheckpointError
+from megackpt.errors import CheckpointError
 from megackpt.formats.strategy import MANIFEST
 
 if TYPE_CHECKING:
@@ -94,12 +94,8 @@ def list_steps(root: str | os.PathLike[str], bars: ProgressBars | None = None) -
     steps = scan(directories)
     has_steps = steps.committed or steps.incomplete
     # Checkpoints of other libraries have no metadata.json; to recognise one takes a list of all files.
-    if directories.root.exists(MANIFEST) or (not has_steps and is_committed(directories.root)):
-        raise NotACheckpointError(
-            f"{root} is a single checkpoint and has no steps. Look into it with `megackpt inspect`, or name "
-            f"the directory above it.",
-            path=str(root),
-        )
+    if not has_steps and is_committed(directories.root):
+        raise single_checkpoint_error(str(root))
     describe = partial(
         _describe_step, directories, committed=steps.committed, pins=read_pins(directories.root)
     )

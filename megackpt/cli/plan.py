@@ -10,7 +10,7 @@ import click
 from rich.console import Console
 
 from megackpt.cli.entry import EXIT_CODES, output_options, print_result
-from megackpt.cli.locations import LocalPath, check_chart
+from megackpt.cli.locations import LocalPath, check_chart, checkpoint_location
 from megackpt.cli.progress import ProgressBars
 from megackpt.errors import DeclarationError
 from megackpt.metadata import DIGEST_BLOCK_BYTES
@@ -117,11 +117,11 @@ def _of_model(
 ) -> _Planned:
     from megackpt.simulation import StoredCheckpoint, check_layout, simulate_load, simulate_save
 
+    name, model = _model(subject)
     if source is None:
         raise DeclarationError(
             "--from is missing: give the layout of the job that saves, as --from tp8,pp16,dp128."
         )
-    name, model = _model(subject)
     target = target or source
     for layout in (source, target):  # before the first is planned, which takes a while
         check_layout(model, layout)
@@ -150,9 +150,16 @@ def _of_checkpoint(
             f"Leave it out; the layout to load at is --to.",
             path=str(path),
         )
+    path = Path(checkpoint_location(str(path)))
     save, stored, model, states = open_stored(path)
     if target is None:
         return str(path), None, save, None
+    if not model.layers:
+        raise DeclarationError(
+            f"{path} has no arrays of layers, such as decoder.layers.0.mlp.weight, so no layout can be "
+            f"planned for it. Leave --to out to see what it holds.",
+            path=str(path),
+        )
     bars.begin_count("planning the load, ranks", min(target.world_size, ranks_planned or target.world_size))
     load = simulate_load(
         model, target, stored, states=states, ranks_planned=ranks_planned, advance=bars.advance

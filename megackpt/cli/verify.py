@@ -61,6 +61,8 @@ def _show(report: VerifyReport) -> None:
         f"{report.location}: {_verdict(report)};{kind} {report.arrays} arrays and {report.objects} objects, "
         f"{decimal(report.nbytes)} in {report.chunks} chunks and {report.files} files."
     )
+    if report.damages:
+        show(f"Next: `megackpt repair {report.location}`, or load another checkpoint.")
     if report.deep and report.array_digests:
         compared, stored = report.compared_array_digests, report.array_digests
         why = " Others are damaged, or the extra `digests` is not installed." if compared < stored else ""

@@ -24,9 +24,13 @@ def parse_document(data: bytes, *, where: str) -> Json:
         # Of two equal keys `json` alone would keep the last without a word.
         document = json.loads(data, object_pairs_hook=object_of)
     except (ValueError, RecursionError) as error:
-        raise FormatError(f"{where}: not JSON ({error}). The file is damaged.", path=where) from error
+        raise FormatError(
+            f"{where}: not JSON ({error}). The file is damaged; load another checkpoint.", path=where
+        ) from error
     if not isinstance(document, dict):
-        raise FormatError(f"{where}: not a JSON object. The file is damaged.", path=where)
+        raise FormatError(
+            f"{where}: not a JSON object. The file is damaged; load another checkpoint.", path=where
+        )
     return document
 
 

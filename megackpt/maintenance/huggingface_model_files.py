@@ -80,7 +80,7 @@ def _of_metadata(content: Any, where: str) -> ModelFiles:
     if not isinstance(config, Mapping):
         raise DeclarationError(
             f"{where}: the content metadata has no huggingface_config, and a Hugging Face folder needs a "
-            f"config.json. Give config=, the config or a folder that has it.",
+            f"config.json. Give config= (or --config), the config or a folder that has it.",
             path=where,
         )
     generation, kept = content.get("huggingface_generation_config"), content.get(KEPT_FILES)

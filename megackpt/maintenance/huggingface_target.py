@@ -56,7 +56,8 @@ class ExportTarget:
         old = [name for name in names if _is_weights(name)]
         if old and _PLAN not in names and not overwrite:
             raise DeclarationError(
-                f"{where} has a model already ({old[0]}). Name another directory, or set overwrite.",
+                f"{where} has a model already ({old[0]}). Name another directory, or set overwrite "
+                f"(--overwrite).",
                 path=where,
             )
 

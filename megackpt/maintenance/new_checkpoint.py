@@ -112,7 +112,8 @@ def check_target(target: Store, source: Store, strategy: SaveStrategy, *, overwr
         return
     if not overwrite:
         raise DeclarationError(
-            f"{target.location} has a checkpoint already. Name another directory, or set overwrite.",
+            f"{target.location} has a checkpoint already. Name another directory, or set overwrite "
+            f"(--overwrite).",
             path=target.location,
         )
     commit = manifest.read_manifest(target)

@@ -2,6 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -14,13 +22,18 @@ from megackpt.cli import main
 
 @pytest.fixture
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A working directory with a checkpoint `whole`, a file, an empty directory and a run; no S3 server."""
+    """A working directory with checkpoints, a file, an empty directory and a run; no S3 server."""
     megackpt.save({"a": torch.ones(2)}, tmp_path / "whole")
     (tmp_path / "file").write_text("a file")
     (tmp_path / "empty").mkdir()
     with Checkpointer(tmp_path / "run") as checkpointer:
         checkpointer.save(1, {"a": torch.ones(2)}, metrics={"loss": 1.0})
         checkpointer.save(2, {"a": torch.ones(2)}, metrics={"loss": 0.5})
+    shutil.copytree(tmp_path / "whole", tmp_path / "damaged")
+    for index in (tmp_path / "damaged").glob("index*"):
+        index.write_bytes(bytes(index.stat().st_size))
+    shutil.copytree(tmp_path / "whole", tmp_path / "no-json")
+    (tmp_path / "no-json" / "metadata.json").write_text("{")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "id")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "key")
@@ -109,3 +122,125 @@ def test_a_store_that_cannot_be_reached_is_bad_input_and_not_damage(
     code, err = run_with_error(command, capsys)
     assert code == 2
     assert message in err
+
+
+LOCATIONS = ("nowhere", "file", "empty", "whole", "run", "run/iter_9", "damaged", "no-json", "s3://bucket/x")
+"""What commands are pointed at: nothing, a file, ..., damage in the index, in the commit, and a URL."""
+
+CODES_BY_LOCATION = {
+    "inspect {}": (3, 3, 3, 0, 0, 3, 1, 3, 2),
+    "verify {}": (3, 3, 3, 0, 0, 3, 1, 1, 2),
+    "repair {}": (3, 3, 3, 0, 3, 3, 1, 1, 2),
+    "repair whole --from {}": (3, 3, 0, 0, 3, 3, 0, 0, 2),
+    "diff whole {}": (3, 3, 3, 0, 0, 3, 1, 3, 2),
+    "convert {} new --to megackpt": (3, 3, 3, 0, 0, 3, 1, 3, 2),
+    "convert {} new --to huggingface": (3, 3, 3, 2, 2, 3, 1, 3, 2),
+    "convert {} new --from huggingface": (3, 3, 3, 2, 3, 3, 1, 3, 2),
+    "convert whole {} --to megackpt": (0, 2, 0, 2, 2, 0, 2, 2, 2),
+    "ls {}": (3, 3, 0, 3, 0, 3, 3, 3, 2),
+    "pin {} 1": (3, 3, 3, 3, 0, 3, 3, 3, 2),
+    "pin {} --list": (3, 3, 0, 3, 0, 3, 3, 3, 2),
+    "gc {} --keep-last 1": (3, 3, 3, 3, 0, 3, 3, 3, 2),
+    "plan {} --to tp1": (2, 2, 3, 2, 2, 2, 1, 3, 2),
+    "demo --dir {}": (0, 2, 0, 2, 2, 0, 2, 2, 2),
+    "maps show --config {}": (2, 2, 2, 2, 2, 2, 1, 3, 2),
+    "bench --cases foo --dir {}": (2, 2, 2, 2, 2, 2, 2, 2, 2),
+}
+NEXT_STEP = re.compile(
+    r"\b(Name|Give|Check|Install it|Look|Leave|Pin|Known are|Models are|Did you mean|load another|Try)\b"
+)
+"""How errors tell how to go on."""
+
+
+@pytest.mark.parametrize("command", CODES_BY_LOCATION)
+def test_every_command_explains_every_wrong_location(
+    here: Path, command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "obstore", None)
+    for location, code in zip(LOCATIONS, CODES_BY_LOCATION[command], strict=True):
+        arguments = command.format(location).split()
+        assert main(arguments) == code, arguments
+        message = capsys.readouterr()
+        assert "Traceback" not in message.err
+        for name in ("new", "nowhere", "run/iter_9"):  # the next location is wrong again
+            shutil.rmtree(name, ignore_errors=True)
+        shutil.rmtree("empty")
+        Path("empty").mkdir()
+        if code == 0:
+            continue
+        text = " ".join((message.err + message.out).split())
+        assert NEXT_STEP.search(text), (arguments, text)
+        if "foo" not in command:
+            assert location.removeprefix("s3://") in text or "megackpt[s3]" in text, (arguments, text)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("verfy whole", "There is no command 'verfy'. Did you mean verify?"),
+        ("maps shwo", "No such command 'shwo'"),
+        ("verify whole --depp", "No such option"),
+        ("verify", "Missing argument 'PATH'"),
+        ("convert whole new", "Missing option '--to'"),
+        ("convert whole new --to nosuch", "Known are megackpt version 1"),
+        ("convert whole new --to zarr:x", "give a number, as in zarr:3"),
+        ("convert whole new --to zarr --map llama", "--map cannot be used with these formats"),
+        ("convert whole new --to huggingface --map llama", "Give config= (or --config)"),
+        ("maps show nosuch --config file", "file cannot be read"),
+        ("inspect whole --keys b*", "No key of whole matches 'b*'"),
+        ("inspect whole --limit x", "'x' is not a valid integer"),
+        ("gc run", "Give the steps to keep"),
+        ("pin run 7", "Pin one of the committed steps: 1, 2."),
+    ],
+)
+def test_typos_in_names_and_options_are_explained(
+    here: Path, arguments: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(arguments.split()) in (2, 3)
+    err = " ".join(capsys.readouterr().err.split())
+    assert message in err
+    assert "Traceback" not in err
+
+
+@contextmanager
+def without_rights() -> Iterator[None]:
+    """Give up the rights of root for a block of code."""
+    was_root = os.geteuid() == 0
+    if was_root:
+        os.seteuid(65534)
+    try:
+        yield
+    finally:
+        if was_root:
+            os.seteuid(0)
+
+
+@pytest.mark.parametrize("command", ["inspect {}", "verify {}", "diff {0} {0}", "ls {}", "pin {} --list"])
+def test_a_directory_without_permission_is_bad_input(
+    here: Path, command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree("run", "closed/run")
+    main(command.format("run").split())  # modules that it imports may be out of reach below
+    capsys.readouterr()
+    Path("closed").chmod(0)
+    try:
+        with without_rights():
+            code, message = run_with_error(command.format("closed/run"), capsys)
+    finally:
+        Path("closed").chmod(0o755)
+    assert code == 2
+    assert "closed/run: cannot use: Permission denied" in message
+    assert "check the owner and mode" in message
+
+
+def test_an_interrupt_ends_a_real_command_with_one_line(tmp_path: Path) -> None:
+    fifo = tmp_path / "config.json"
+    os.mkfifo(fifo)  # the command waits for a writer
+    command = [sys.executable, "-m", "megackpt.cli", "maps", "show", "--config", str(fifo)]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    with open(fifo, "w"):  # opened by both: the command reads now
+        process.send_signal(signal.SIGINT)
+        _, message = process.communicate(timeout=30)
+    assert process.returncode == 130
+    assert message.strip().startswith("megackpt: interrupted. ")
+    assert len(message.strip().splitlines()) == 1
