@@ -24,6 +24,8 @@ from megackpt import (
     Tiers,
     convert,
     diff,
+    import_deepspeed,
+    import_torch,
     inspect,
     load,
     repair,
@@ -42,6 +44,8 @@ FUNCTIONS: dict[Callable[..., object], str] = {
     verify: "`megackpt.verify`, and in part `megackpt verify`",
     diff: "`megackpt.diff`, and in part `megackpt diff`",
     convert: "`megackpt.convert`, and in part `megackpt convert`",
+    import_deepspeed: "`megackpt.import_deepspeed`, and in part `megackpt convert --from deepspeed`",
+    import_torch: "`megackpt.import_torch`, and in part `megackpt convert --from torch`",
     repair: "`megackpt.repair`, and in part `megackpt repair`",
 }
 CLASSES: dict[type, str] = {

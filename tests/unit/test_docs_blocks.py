@@ -20,6 +20,8 @@ TRAINING = "tests/e2e/test_hosts.py"
 ENGINE = "tests/compat/test_transformer_engine"
 
 RUN_ELSEWHERE = {
+    ("docs/coming-from.md", "deepspeed.initialize"): ["tests/deepspeed_program.py"],
+    ("docs/coming-from.md", "import_deepspeed"): ["tests/compat/test_deepspeed_folders.py"],
     ("docs/integrations.md", "integrations.accelerate"): ["tests/unit/test_training_frameworks.py"],
     ("docs/integrations.md", "class MyTrainer"): [TRAINING, "examples/hosts/trainer.py"],
     ("docs/integrations.md", "MegackptDDPStrategy"): [
