@@ -34,7 +34,7 @@ from megackpt.mapping import ShardedTensor
 from megackpt.parallel.lora_config import LoRAConfig
 from megackpt.storage import Store
 
-_BLOCK_BYTES = 16 * 1024 * 1024  # of whole rows, for their lengths
+_BLOCK_BYTES = 4 * 1024 * 1024  # of whole rows, for their lengths
 
 
 class _Part(NamedTuple):
@@ -129,7 +129,8 @@ class StoredAdapters:
         read = self._read({m for own in changes.values() for change in own for m in (change.a, change.b)})
         for matrix, rows, columns, memory in parts:
             for change, factor in zip(changes[matrix], factors[matrix], strict=True):
-                memory += change.scale * (read[change.b][rows] @ read[change.a][:, columns])
+                # In place: a product of its own would take as much memory as the part.
+                memory.addmm_(read[change.b][rows], read[change.a][:, columns], alpha=change.scale)
                 if factor is not None:
                     memory *= factor[rows, None]
 
@@ -165,7 +166,7 @@ class StoredAdapters:
             read_parts(self.weights, [box], where=self.where_weights)
             (part,) = _parts_of(box)
             self._merge([part], {matrix: [*factors, None]})
-            lengths.append(part.memory.square().sum(-1).sqrt())
+            lengths.append(torch.linalg.vector_norm(part.memory, dim=-1))
         return torch.cat(lengths)
 
     def _read(self, matrices: Collection[Matrix]) -> dict[Matrix, Tensor]:
