@@ -41,6 +41,7 @@ OF_OTHERS = {
     "write_empty_chunks",  # an option of writers of zarr
     "use_collectives",  # of torch.distributed.checkpoint, from 2.8 on
     "single_grouped_weight",  # of Transformer Engine
+    "storage_path",  # of Ray Train
     "tp_size",  # likewise
     "master_weights",  # likewise
     "quantization_config",  # of transformers, whose lines tests/compat/test_quantised_folders.py runs
