@@ -9,15 +9,17 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.doc_blocks import ROOT, blocks_of
 from tests.e2e.command_line import TIMEOUT_S, quiet, torchrun
 from tests.effort import only_thorough
 
 pytestmark = only_thorough("other tests resume other examples in this way; .ci/run has this one")
 
-QUICKSTART = Path(__file__).parents[2] / "examples" / "quickstart.py"
+QUICKSTART = ROOT / "examples" / "quickstart.py"
+PAGE = ROOT / "docs" / "quickstart.md"
 
 
-def run_quickstart(ranks: int, directory: Path) -> dict[int, float]:
+def run_quickstart(ranks: int, directory: Path) -> str:
     run = subprocess.run(
         torchrun(ranks, QUICKSTART, []),
         env=quiet({}),
@@ -27,12 +29,15 @@ def run_quickstart(ranks: int, directory: Path) -> dict[int, float]:
         timeout=TIMEOUT_S,
         check=True,
     )
-    lines = re.findall(rf"step (\d+), {ranks} ranks, loss (\S+)", run.stdout)
-    return {int(step): float(loss) for step, loss in lines}
+    return run.stdout
 
 
 def test_two_ranks_continue_what_four_have_begun(tmp_path: Path) -> None:
-    losses_by_step = run_quickstart(4, tmp_path) | run_quickstart(2, tmp_path)
+    printed = run_quickstart(4, tmp_path) + run_quickstart(2, tmp_path)
+    (shown,) = (block.code for block in blocks_of(PAGE.read_text()) if block.kind == "text")
+    assert set(shown.splitlines()) <= set(printed.splitlines())
+    lines = re.findall(r"step (\d+), \d ranks, loss (\S+)", printed)
+    losses_by_step = {int(step): float(loss) for step, loss in lines}
     weight = torch.zeros((), requires_grad=True)  # each weight of the layer takes the same course
     adam = torch.optim.Adam([weight], lr=0.3)
     for step in range(1, 21):
