@@ -32,6 +32,7 @@ PARTS = {
 MODULES = {
     "megackpt.integrations.megatron_lm": "Megatron-LM's local checkpoints in tiers.",
     "megackpt.integrations.megatron_strategy": "A save strategy for Megatron-Core without `install()`.",
+    "megackpt.integrations.megatron_bridge": "A checkpoint manager for Megatron-Bridge.",
     "megackpt.integrations.accelerate": "State of Hugging Face accelerate.",
     "megackpt.integrations.lightning": "Strategies and a CheckpointIO for Lightning.",
     "megackpt.integrations.offload": "Optimizers whose state is on the CPU.",

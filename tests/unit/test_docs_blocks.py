@@ -31,6 +31,8 @@ RUN_ELSEWHERE = {
     ],
     ("docs/integrations.md", "integrations.ray"): [TRAINING, "examples/hosts/ray_train.py"],
     ("docs/integrations.md", "integrations.torchtitan"): [TRAINING, "examples/hosts/torchtitan_train.py"],
+    ("docs/integrations.md", "megatron.install()"): ["tests/compat/test_installing.py"],
+    ("docs/integrations.md", "custom_manager_class"): ["tests/compat/test_megatron_bridge.py"],
     ("docs/integrations.md", "def resume_training"): ["tests/multiprocess/test_dtensor_optimizer.py"],
     ("docs/integrations.md", "fully_shard(model"): ["tests/multiprocess/test_dtensor_optimizer.py"],
     ("docs/integrations.md", "FSDP.set_state_dict_type"): ["tests/multiprocess/test_fsdp1.py"],

@@ -189,6 +189,13 @@ def get_async_strategy(async_strategy: str = "nvrx", module: str | None = None) 
     return "mcore", known if module is None else known[module]
 
 
+def _get_filesystem_reader(
+    checkpoint_dir: str | os.PathLike[str], cache_metadata: bool = False, async_strategy: str = "mcore"
+) -> CachedMetadataFileSystemReader:
+    """Return torch's reader of a folder, for Megatron-Bridge, which imports this name."""
+    return CachedMetadataFileSystemReader(checkpoint_dir, cache_metadata)
+
+
 MCoreMetadata = unsupported_name("MCoreMetadata", **_PLUMBING)
 MCoreSavePlan = unsupported_name("MCoreSavePlan", **_PLUMBING)
 MCoreSavePlanner = unsupported_name("MCoreSavePlanner", **_PLUMBING)
