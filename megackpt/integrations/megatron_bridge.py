@@ -42,7 +42,7 @@ class MegackptManager:
                 "This Megatron-Bridge has no checkpoint managers. Call megackpt.compat.megatron.install() "
                 "before importing it, and leave custom_manager_class out."
             )
-        if not _is_installed(bridge):
+        if not _is_installed():
             if checkpoint_config.async_save:
                 raise UnsupportedError(
                     "async_save=True needs Megatron-Core's queue of saves to be megackpt's. Call "
@@ -96,8 +96,8 @@ class MegackptManager:
         self._default.finalize_async_saves(state, blocking, terminate)
 
 
-def _is_installed(bridge: ModuleType) -> bool:
-    return str(bridge.dist_checkpointing.__name__) == OURS
+def _is_installed() -> bool:
+    return importlib.import_module(THEIRS).__name__ == OURS
 
 
 def _use_megackpt(bridge: ModuleType) -> None:

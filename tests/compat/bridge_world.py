@@ -160,9 +160,14 @@ def _managed(
     model = build(CASE, layout, seed=seed, installed=installed)
     bridge = checkpointing()
     from megatron.bridge.training.state import GlobalState, TrainState
+    from megatron.bridge.training.utils import checkpoint_utils
     from megatron.core import num_microbatches_calculator as calculator
     from megatron.core.process_groups_config import ProcessGroupCollection
 
+    # It remembers what this rank has read, without the others; a worker here is a rank of several jobs.
+    for function in vars(checkpoint_utils).values():
+        if hasattr(function, "cache_clear"):
+            function.cache_clear()
     calculator.destroy_num_microbatches_calculator()
     calculator.init_num_microbatches_calculator(dist.get_rank(), None, 2, 1, 1)
     state = GlobalState()
@@ -186,7 +191,7 @@ def _config(layout: Layout, path: str, async_save: bool) -> Any:
             save_optim=False,
             load_optim=False,
             save_rng=True,
-            load_rng=True,
+            load_rng=False,  # ends the process if the tracker has no streams, as without a GPU
             fully_parallel_save=True,
             fully_parallel_load=True,
             dist_ckpt_strictness="assume_ok_unexpected",

@@ -44,7 +44,7 @@ def test_a_checkpoint_is_saved_and_loaded_at_another_layout(
 ) -> None:
     ranks, installed = pool
     if async_save and not installed:
-        with pytest.raises(JobFailedError, match=r"async_save=True needs .* megatron\.install\(\) before"):
+        with pytest.raises(JobFailedError, match=r"async_save=True needs .*megatron\.install\(\) before"):
             ranks.run(world.save, 2, Layout(tp=2), str(tmp_path), installed, async_save)
         return
     *_, expected = ranks.run(world.save, 2, Layout(tp=2), str(tmp_path), installed, async_save)
