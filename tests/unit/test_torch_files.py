@@ -11,8 +11,17 @@ import torch
 from torch import nn
 
 import megackpt
-from megackpt import FormatError, NotACheckpointError, UnknownClassError, UnsupportedError
+from megackpt import (
+    CheckpointError,
+    FormatError,
+    NotACheckpointError,
+    UnknownClassError,
+    UnsupportedError,
+)
 from megackpt.cli import main
+from tests.attacks import pickles
+from tests.attacks.opcodes import zipped
+from tests.effort import costly
 
 
 def trained(seed: int = 0) -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -150,4 +159,27 @@ def test_a_value_that_contains_itself_is_an_error(tmp_path: Path) -> None:
     state["state"] = state
     torch.save(state, tmp_path / "a.pt")
     with pytest.raises(FormatError, match="nested too deep"):
+        megackpt.import_torch(tmp_path / "a.pt", tmp_path / "new")
+
+
+@costly("a plain run tries one that starts a program")
+def test_no_crafted_pickle_gets_anywhere(tmp_path: Path) -> None:
+    ran = tmp_path / "ran"
+    crafted = {**pickles._makes(str(ran)), **pickles.WEIGHTS}
+    rejected = 0
+    for number, data in enumerate(crafted.values()):
+        (tmp_path / "a.pt").write_bytes(zipped(data))
+        try:
+            megackpt.import_torch(tmp_path / "a.pt", tmp_path / str(number))
+        except CheckpointError:
+            rejected += 1
+        assert not ran.exists(), list(crafted)[number]
+    assert rejected > len(crafted) // 2
+
+
+def test_sharded_tensors_of_fsdp_1_are_rejected_with_advice(tmp_path: Path) -> None:
+    from torch.distributed._shard.metadata import ShardMetadata
+
+    torch.save({"shard": ShardMetadata([0], [1])}, tmp_path / "a.pt")
+    with pytest.raises(UnsupportedError, match="FULL_STATE_DICT"):
         megackpt.import_torch(tmp_path / "a.pt", tmp_path / "new")
