@@ -45,7 +45,7 @@ from tests.colliding_keys import P as _P
 from tests.colliding_keys import integers_that_crowd_a_table, tuples_of_one_hash
 from tests.small_index import box, stack
 
-_TRIES = 6
+_TRIES = 20
 _MOST = 2.5
 
 Work = Callable[[], object]
