@@ -41,12 +41,13 @@ OF_OTHERS = {
     "write_empty_chunks",  # an option of writers of zarr
     "use_collectives",  # of torch.distributed.checkpoint, from 2.8 on
     "single_grouped_weight",  # of Transformer Engine
-    "storage_path",  # of Ray Train
     "tp_size",  # likewise
     "master_weights",  # likewise
+    "storage_path",  # of Ray Train
     "quantization_config",  # of transformers, whose lines tests/compat/test_quantised_folders.py runs
     "dequantize",  # likewise
     "save_original_format",  # likewise
+    "initial_load_in_hf",  # of torchtitan
 }
 _ARGUMENT = re.compile(r"(?:(?P<owner>\w+)\((?:[^()]*[ ,(])?)?(?<![\w.\-])(?P<name>[a-z_]+)=(?!=)")
 
