@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+import time
 from pathlib import Path
 from typing import NoReturn
 
@@ -14,6 +15,9 @@ EXCHANGES = ("all_to_all", "broadcast", "gather_rounds", "gather_object")
 EXIT_SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP")
 BUSY = ("wait", "queue", "skip")
 SAVE_SIGNALS = ("SIGUSR1", "SIGUSR2")
+LATER_S = 5.0
+"""How much later than the first rank of a machine the others end on invalid flags."""
+
 MODEL_FLAGS = (
     "--num-layers",
     "--hidden-size",
@@ -42,6 +46,9 @@ def exit_with_error(message: str) -> NoReturn:
     """
     if int(os.environ.get("LOCAL_RANK", os.environ.get("RANK", "0"))) == 0:
         print(f"pretrain_gpt.py: {' '.join(message.split())}", file=sys.stderr)
+    elif "TORCHELASTIC_RUN_ID" in os.environ:
+        # torchrun kills all ranks when one ends: give the first the time to start and to print.
+        time.sleep(LATER_S)
     raise SystemExit(2)
 
 

@@ -18,6 +18,7 @@ import torch
 import megackpt
 from megackpt import Checkpointer
 from megackpt.cli import main
+from tests.effort import costly
 
 
 @pytest.fixture
@@ -152,6 +153,7 @@ NEXT_STEP = re.compile(
 """How errors tell how to go on."""
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("command", CODES_BY_LOCATION)
 def test_every_command_explains_every_wrong_location(
     here: Path, command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -233,6 +235,7 @@ def test_a_directory_without_permission_is_bad_input(
     assert "check the owner and mode" in message
 
 
+@costly("tests/cli/test_output.py interrupts commands within its process")
 def test_an_interrupt_ends_a_real_command_with_one_line(tmp_path: Path) -> None:
     fifo = tmp_path / "config.json"
     os.mkfifo(fifo)  # the command waits for a writer
