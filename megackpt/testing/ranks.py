@@ -26,6 +26,7 @@ from typing import Any
 from megackpt.comm.child_processes import child_environment, without_current_directory
 
 JOB_TIMEOUT_S = 120.0
+_END_S = 5.0
 
 
 class JobFailedError(AssertionError):
@@ -95,7 +96,13 @@ class RankPool:
         return [process.pid or 0 for process, _ in self._workers[:ranks]]
 
     def close(self) -> None:
-        """End all workers."""
+        """End all workers, and what they have started; kill those that have not ended after 5 s."""
+        for _, connection in self._workers:
+            connection.close()
+        # A worker that is killed leaves its own children behind, such as servers of multiprocessing.
+        deadline = time.monotonic() + _END_S
+        for process, _ in self._workers:
+            process.join(max(0.0, deadline - time.monotonic()))
         for rank in range(len(self._workers)):
             self._end(rank)
         self._workers = []
