@@ -21,7 +21,7 @@ from megackpt.bench.contender import Contender
 from megackpt.bench.names import RAW_BUFFERED, RAW_DIRECT
 from megackpt.bench.ours import native, other_formats
 from megackpt.bench.peers import make_peer
-from megackpt.bench.progress import ProgressLine
+from megackpt.bench.progress import BenchProgress
 from megackpt.bench.raw import RawFiles
 from megackpt.bench.settings import BenchSettings
 from megackpt.bench.state import (
@@ -49,7 +49,7 @@ class BenchRun:
         formats: our other formats; they take part in plain saves and loads and in resharded loads.
         leaders: the native format and the peers.
         everyone: all of them.
-        progress: the line that shows how far rank 0 is.
+        progress: the lines that show how far rank 0 is.
         has_cold_files: whether files can be taken out of memory.
     """
 
@@ -65,8 +65,8 @@ class BenchRun:
         self.leaders: list[Contender] = [self.native, *self.peers]
         self.everyone: list[Contender] = [self.native, *self.formats, *self.peers]
         self.results = Results()
-        is_drawn = self.rank == 0 and sys.stderr.isatty() and not settings.quiet
-        self.progress = ProgressLine(sys.stderr if is_drawn else None, cases)
+        is_shown = self.rank == 0 and not settings.quiet
+        self.progress = BenchProgress(sys.stderr if is_shown else None, cases)
         self.has_cold_files = self._has_cold_files()
 
     def state(self, layout: GridLayout, *, filled: bool = True) -> RankState:

@@ -94,7 +94,7 @@ def command(
     The state is that of a transformer: parameters, fp32 masters and two moments. Each format of megackpt and
     each peer saves it and loads it in turns, warm and cold, at the same layout and at others. Measured times
     include the flush to disk. Every load is compared with what was saved. Other cases measure memory, the
-    cost of digests, scaling, planning and a long run. To use ranks of several
+    cost of digests, scaling, planning and a long run. Progress goes to stderr. To use ranks of several
     machines:
 
     torchrun --nnodes 2 --nproc-per-node 4 ... -m megackpt.cli bench --dir /shared/bench
