@@ -1,4 +1,4 @@
-"""The arrays of Megatron-Core's GPT: its keys, and where in its arrays each of ours is.
+"""The arrays of Megatron-Core's GPT and T5: its keys, and where in its arrays each of ours is.
 
 It joins some tensors that we store one by one: queries, keys and values by query group, gate and up one after
 the other. A norm is stored with the projection that follows it. Layers are stacked along an axis or have keys
@@ -8,7 +8,8 @@ Source: Megatron-Core 0.12.1, 0.16.1 and 0.19.2, `GPTModel.sharded_state_dict` w
 Transformer Engine layers (`gpt_layer_specs`, `transformer.mlp`, `transformer.moe.experts`,
 `transformer.dot_product_attention`), also with `singleton_local_shards`. Read and built, but not run:
 `MambaModel` of 0.16.1 (`ssm.mamba_block`, `ssm.mamba_mixer`, `mamba_layer_specs`) and its
-`ssm.gated_delta_net`. Read: `SelfAttention` with output gates, and Megatron-Bridge `Qwen3NextBridge`.
+`ssm.gated_delta_net`, and its `T5Model` (`models.T5`). Read: `SelfAttention` with output gates,
+`CrossAttention`, and Megatron-Bridge `Qwen3NextBridge`.
 """
 
 from __future__ import annotations
@@ -24,15 +25,19 @@ from megackpt.maps.family import Family
 from megackpt.maps.layers import bound_to
 from megackpt.maps.regions import MappedArray, Region, RegionMap, RegionPair
 
-_LAYER = re.compile(r"decoder\.layers\.(?P<number>\d+)\.(?P<name>.+)")
+_LAYER = re.compile(r"(?P<layer>(?:encoder|decoder)\.layers\.\d+)\.(?P<name>.+)")
 _COMPONENT = re.compile(r"(?P<fused>.+\.(?:weight|bias))\.(?P<component>q|k|v|gate|up)")
 _SINGLETON = re.compile(r".*\.(linear_fc1\.(weight|bias)_[wv]|experts\.experts\.\d+\..*)")
 _NORM = re.compile(r".*(layernorm|\.\d+\.norm)\.weight")
+_KEYS_AND_VALUES = ".cross_attention.linear_kv.weight"
+_NORM_AFTER_MLP = ".mlp_layernorm.weight"  # of BERT
 _FINAL_NORM = "decoder.final_norm.weight"  # of models with Mamba's mixers
 _DELTA_NET = "self_attention.in_proj.weight.query"  # an array of each gated delta net
-_JOINED_BY_GROUP = (".linear_qkv.weight", ".linear_qkv.bias")
+_JOINED_BY_GROUP = (".linear_qkv.weight", ".linear_qkv.bias", _KEYS_AND_VALUES)
 _OUT_NORM = ".self_attention.out_norm.weight"
-_OF_MODEL = re.compile(r"(decoder|embedding|output_layer)\.(?!.*_extra_state).*")
+_OF_MODEL = re.compile(
+    r"((?:en|de)coder(_relative_pos_emb)?|embedding|output_layer|lm_head)\.(?!.*_extra_state).*"
+)
 
 # The first is written, or the second for the names of `_WRITTEN_APART`.
 _NAMES = {
@@ -57,6 +62,12 @@ _NAMES = {
 }
 """Names that Megatron-Core has for one of ours inside of a layer, by how they begin."""
 
+_OF_T5 = {
+    "encoder.relative_positions.weight": "encoder_relative_pos_emb.relative_attention_bias.weight",
+    "decoder.relative_positions.weight": "decoder_relative_pos_emb.relative_attention_bias.weight",
+    "output_layer.weight": "lm_head.output_layer.weight",
+}
+"""Names of its arrays outside of layers that others do not have, or have by another name."""
 
 _WRITTEN_APART = {
     "pre_mlp_layernorm.": "mlp.router.weight",
@@ -67,7 +78,7 @@ _WRITTEN_APART = {
 
 
 def has_megatron_keys(keys: Collection[str]) -> bool:
-    """Return whether a checkpoint has the keys of Megatron-Core's GPT, and not ours. Pure."""
+    """Return whether a checkpoint has the keys of a model of Megatron-Core, and not ours. Pure."""
     if any(key.endswith(".self_attention.linear_qkv.weight") for key in keys):
         return True
     # Latent attention and gated delta nets have the same keys in both, and what follows them is gated.
@@ -109,7 +120,11 @@ def checkpoint_map(
     unknown = sorted(
         key
         for key in keys
-        if key not in theirs.right and key.startswith(prefix) and _OF_MODEL.fullmatch(key[len(prefix) :])
+        if key not in theirs.right
+        and key.startswith(prefix)
+        and _OF_MODEL.fullmatch(key[len(prefix) :])
+        # T5's output layer is a part of two modules, and stored twice.
+        and key.replace("output_layer.", "lm_head.output_layer.") not in theirs.right
     )
     if unknown:
         raise MapError(
@@ -142,9 +157,11 @@ def megatron_map(
             (`layernorm_zero_centered_gamma`) and the model of ours does not, which no key tells.
 
     Raises:
-        MapError: the checkpoint has no array for one of ours, the heads do not fit the arrays, or
+        MapError: the checkpoint has no array for one of ours, or the heads do not fit the arrays.
             `norm_added` is given for a model with gated delta nets, whose norms are zero-centred in ours.
+            Megatron-Core's model of this kind is another one: BERT, and T5 with a tied output layer.
     """
+    _check_model(ours)
     if norm_added and any(key.endswith(_DELTA_NET) for key in ours):
         raise MapError(
             "norm_added is 1, but the norms of a model with gated delta nets are zero-centred in both. Leave "
@@ -163,6 +180,26 @@ def megatron_map(
     made = RegionMap(dict(ours), right, tuple(pairs))
     made.check(name="of Megatron-Core")
     return bound_to(made.inverse(), keys or _stacked_keys(right)).inverse()
+
+
+def _check_model(ours: Collection[str]) -> None:
+    if any(key.endswith(_NORM_AFTER_MLP) for key in ours):
+        raise MapError(
+            "Megatron-Core's BERT has norms before its blocks, and this one after them: no map makes one of "
+            "the other. Keep the checkpoint in its own names, or convert it to a Hugging Face folder."
+        )
+    if _is_t5(ours) and "output_layer.weight" not in ours:
+        raise MapError(
+            "Megatron-Core's T5 has a bias in an output layer that is tied to the embedding, and this model "
+            "has none. Untie it (tie_word_embeddings false), or keep the checkpoint in its own names.",
+            key="output_layer.weight",
+        )
+
+
+def _is_t5(ours: Collection[str]) -> bool:
+    return any(
+        key in ours for key in ("encoder.relative_positions.weight", "decoder.relative_positions.weight")
+    )
 
 
 def _added(key: str, norm_added: int) -> int:
@@ -207,7 +244,7 @@ def _parts(key: str, array: MappedArray, sizes: Mapping[str, int], *, has_gate: 
         return
     # The rows of each query group follow each other: its queries, their output gates, its key, its value.
     groups, d = sizes["groups"], sizes["d"]
-    queries = sizes["heads"] // groups * d
+    queries = 0 if match["fused"].endswith(_KEYS_AND_VALUES) else sizes["heads"] // groups * d
     gates = queries if has_gate else 0
     count = queries if component in ("q", "gate") else d
     before = {"q": 0, "gate": queries, "k": queries + gates, "v": queries + gates + d}[component]
@@ -244,13 +281,13 @@ class _Checkpoint:
         if fused == "decoder.final_layernorm.weight" and _has_mixers(ours):
             names = [_FINAL_NORM]
         elif layer is None:
-            names = [fused]
+            names = [_OF_T5[fused] if fused in _OF_T5 and _is_t5(ours) else fused]
         else:
-            names = [f"decoder.layers.{layer['number']}.{name}" for name in _megatron_names(layer["name"])]
-            if f"decoder.layers.{layer['number']}.{_DELTA_NET}" in ours:
+            names = [f"{layer['layer']}.{name}" for name in _megatron_names(layer["name"])]
+            if f"{layer['layer']}.{_DELTA_NET}" in ours:
                 names = [name.replace(".linear_qkv.layer_norm_", ".in_proj.layer_norm_") for name in names]
             apart = next((at for name, at in _WRITTEN_APART.items() if layer["name"].startswith(name)), "")
-            if not self.keys and f"decoder.layers.{layer['number']}.{apart}" in ours:
+            if not self.keys and f"{layer['layer']}.{apart}" in ours:
                 names = names[::-1]
         names = [self.prefix + name for name in names]
         present = next((name for name in names if not self.keys or self._has(name, match)), None)
@@ -309,13 +346,16 @@ def _megatron_names(name: str) -> list[str]:
 
 
 def _stacked_keys(arrays: Mapping[str, MappedArray]) -> set[str]:
-    """Return the keys without layers, if all layers have the same arrays and none has a mixer of Mamba."""
-    layers: dict[str, set[tuple[str, MappedArray]]] = {}
-    stacked = set()
+    """Return the keys without layers of each stack whose layers have equal arrays, and no mixer of Mamba."""
+    stacks: dict[str, dict[str, set[tuple[str, MappedArray]]]] = {}
     for key, array in arrays.items():
-        match = re.fullmatch(r"(.*decoder\.layers\.)(\d+)\.(.+)", key)
+        match = re.fullmatch(r"(.*(?:encoder|decoder)\.layers)\.(\d+)\.(.+)", key)
         if match is not None:
-            layers.setdefault(match[2], set()).add((match[3], array))
-            stacked.add(match[1] + match[3])
-    is_stacked = len(set(map(frozenset, layers.values()))) == 1 and not _has_mixers(stacked)
-    return stacked if is_stacked else set()
+            stacks.setdefault(match[1], {}).setdefault(match[2], set()).add((match[3], array))
+    keys: set[str] = set()
+    for stack, layers in stacks.items():
+        first, *others = layers.values()
+        stacked = {f"{stack}.{name}" for name, _ in first}
+        if all(layer == first for layer in others) and not _has_mixers(stacked):
+            keys |= stacked
+    return keys

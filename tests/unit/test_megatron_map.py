@@ -29,8 +29,13 @@ def map_of(config: dict[str, Any], keys: tuple[str, ...] = (), prefix: str = "")
 
 def per_layer(keys: list[str], config: dict[str, Any]) -> tuple[str, ...]:
     """Return keys with layers instead of stacked ones."""
-    layers = range(config.get("num_hidden_layers") or config["n_layer"])
-    return tuple(re.sub(r"layers\.(?!\d)", f"layers.{layer}.", key) for key in keys for layer in layers)
+    count = config.get("num_hidden_layers") or config.get("n_layer") or config["num_layers"]
+    counts = {"encoder": count, "decoder": config.get("num_decoder_layers", count)}
+    return tuple(
+        re.sub(r"layers\.(?!\d)", f"layers.{layer}.", key)
+        for key in keys
+        for layer in range(counts[key.partition(".")[0]] if "layers." in key else 1)
+    )
 
 
 def singletons(keys: tuple[str, ...], config: dict[str, Any]) -> tuple[str, ...]:
@@ -58,7 +63,7 @@ def test_every_spelling_is_picked_by_the_keys_and_holds_the_same_elements(model_
     written = map_of(config)
     assert has_megatron_keys(written.right)
     spellings = [tuple(written.right), per_layer(list(written.right), config)]
-    if model_type != "gpt2":  # singletons are those of gated MLPs
+    if model_type not in ("gpt2", "mt5"):  # singletons are those of gated MLPs
         spellings.append(singletons(spellings[1], config))
     for keys in spellings:
         for prefix in ("", "model."):
@@ -117,6 +122,31 @@ def test_gated_delta_nets_have_the_norm_before_them_and_zero_centred_ones_inside
     assert added == {"decoder.layers.0.self_attention.out_norm.weight"}
     with pytest.raises(MapError, match=r"zero-centred in both\. Leave it at 0"):
         checkpoint_map(family_of(config), config, list(made.right), norm_added=1)
+
+
+def test_keys_and_values_of_cross_attention_are_joined_by_head() -> None:
+    config = config_of("mt5", 0) | {"num_heads": 2, "d_kv": 3}
+    hub = family_of(config).region_map(config)
+    ours = assembled(hub, random_arrays(hub, 0))
+    stored = assembled(map_of(config).inverse(), ours)
+    k, v = (ours[f"decoder.layers.0.cross_attention.linear_kv.weight.{part}"] for part in "kv")
+    joined = stored["decoder.layers.cross_attention.linear_kv.weight"][0]
+    assert torch.equal(joined, torch.cat([k[:3], v[:3], k[3:], v[3:]]))
+    assert "encoder_relative_pos_emb.relative_attention_bias.weight" in stored
+    assert "lm_head.output_layer.weight" in stored
+
+
+@pytest.mark.parametrize(
+    ("model_type", "text"),
+    [
+        ("bert", "norms before its blocks, and this one after"),
+        ("t5", "has a bias in an output layer that is tied"),
+    ],
+)
+def test_models_that_megatron_core_has_otherwise_are_an_error(model_type: str, text: str) -> None:
+    config = config_of(model_type, 0)
+    with pytest.raises(MapError, match=text):
+        map_of(config)
 
 
 def test_gate_and_up_follow_each_other_in_each_expert() -> None:
