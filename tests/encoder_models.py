@@ -2,13 +2,18 @@
 
 Tolerance: everything is float32 and only the order of sums differs. A logit goes through some 10 layers of 4
 products with sums of at most 50 rounded terms, and an element of a gradient is a sum over 2 * 24 tokens of
-such terms: random errors add up to sqrt(10 * 4 * 50 * 48) * 2^-24 = 2e-5 at worst, and to `RELATIVE` of the
-largest element with random signs of their effects. A missing sum is off by a factor of 2.
+such terms: random errors add up to sqrt(10 * 4 * 50 * 48) * 2^-24 = 2e-5 at worst, which is the tolerance of
+gradients. Logits are sums of fewer terms, and have `RELATIVE`. Processors differ in the order of sums: errors
+of gradients stay below 1e-5 on one kind, and reach 1.2e-5 on another. A missing sum is off by a factor of 2.
+
+An element of the gradient of relative positions is a sum over pairs of tokens, 24 times as many terms. Over
+the keys of a query they add up to zero, so the sum is small against its terms.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from math import sqrt
 from typing import Any, NamedTuple
 
 import torch
@@ -26,12 +31,14 @@ from megackpt.parallel import (
 )
 from models import GPTConfig
 from tests.gradients import Box, assert_all_close, gradient_boxes, join
+from tests.gradients import assert_close as assert_gradient_close
 from tests.huggingface_checkpoints import stacked_map
 from tests.huggingface_experts import fill
 from tests.huggingface_models import RELATIVE, assert_close
 from tests.mapped_arrays import assembled
 
 Build = Callable[..., ModelChunks]
+OF_GRADIENTS = 2 * RELATIVE
 
 
 class Case(NamedTuple):
@@ -146,4 +153,8 @@ def check(cases: Sequence[Case], ranks: Sequence[Sequence[Answer]], layout: Para
             largest = expected[key.removesuffix("k") + "v"].abs().max()
             for gradient in (gradients.pop(key), expected.pop(key)):
                 assert gradient.abs().max() <= RELATIVE * largest, key
-        assert_all_close(gradients, expected, relative=RELATIVE)
+        for key in [key for key in expected if key.endswith("relative_positions.weight")]:
+            assert_gradient_close(
+                gradients.pop(key), expected.pop(key), key, relative=sqrt(24) * OF_GRADIENTS
+            )
+        assert_all_close(gradients, expected, relative=OF_GRADIENTS)

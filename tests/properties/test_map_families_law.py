@@ -64,6 +64,8 @@ def configs(draw: st.DrawFn) -> dict[str, Any]:
 @settings(max_examples=EXAMPLES, deadline=None)
 def test_arrays_go_to_every_family_and_back_bit_for_bit(config: dict[str, Any], is_fused: bool) -> None:
     family = family_of(config)
+    # Of an encoder, any keys would say whether the output layer is tied.
+    is_fused = is_fused and config["model_type"] not in encoders.FAMILIES
     keys = ("model.layers.0.mlp.experts.gate_up_proj",) if is_fused else ()
     made = family.region_map(config, keys)  # which proves it
     theirs = random_arrays(made, 0)
