@@ -60,8 +60,8 @@ def costly(why: str) -> Callable[[F], F]:
 
 
 def sample_of(whole: int, *, at_least: int = 20) -> int:
-    """Return how many of so many examples to try: a quarter, or all."""
-    return whole if is_thorough() else max(at_least, whole // 4)
+    """Return how many of so many examples to try: an eighth, or all."""
+    return whole if is_thorough() else max(at_least, whole // 8)
 
 
 def skip_most_cases(items: list[pytest.Item]) -> None:

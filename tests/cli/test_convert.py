@@ -356,6 +356,7 @@ def test_ranks_share_the_chunks_evenly_and_each_is_written_once(tmp_path: Path) 
     assert torch.equal(megackpt.load_plain_tensors(target)["w"], torch.arange(512))  # type: ignore[arg-type]
 
 
+@costly("a plain run shares the work between simulated ranks")
 @pytest.mark.multiprocess
 def test_torchrun_shares_the_work_between_two_processes(tmp_path: Path) -> None:
     source, target = saved(tmp_path / "source"), tmp_path / "target"

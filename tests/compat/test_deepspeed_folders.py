@@ -55,7 +55,7 @@ def check_arrays(folders: Path, case: str, target: Path) -> None:
         assert torch.equal(arrays[key], value), key
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize("case", CASES)
 def test_every_array_is_bit_equal_with_what_the_ranks_had(case: str, tmp_path: Path) -> None:
     check_arrays(STORED, case, tmp_path / "imported")
@@ -89,7 +89,7 @@ def test_the_rest_of_the_run_is_common_state(tmp_path: Path) -> None:
     assert report.origin == "DeepSpeed 0.19.8, ZeRO-2, 2 ranks"
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("case", ["zero1", "zero3_bf16"])
 def test_torch_names_load_into_a_plain_model_and_optimizer(case: str, tmp_path: Path) -> None:
     from megackpt.integrations.torch_state import TorchState
@@ -163,7 +163,7 @@ class _NoClasses:
             return super().find_class(module, name)
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize(
     ("damage", "error", "words"),
     [

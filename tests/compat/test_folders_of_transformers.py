@@ -77,7 +77,7 @@ def _save_all(cases: list[tuple[Any, ...]]) -> None:
         _save(*case)
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("family", FAMILIES)
 def test_weights_and_masters_of_any_layout_are_exported(

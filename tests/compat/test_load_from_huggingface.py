@@ -160,7 +160,7 @@ def _import_all(cases: list[tuple[Any, ...]]) -> list[tuple[Any, set[str]]]:
     return [_import(*case) for case in cases]
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_folder_is_imported_on_several_ranks(rank_pool: RankPool, folders: Any, family: str) -> None:

@@ -86,7 +86,7 @@ def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     pool.close()
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize(
     ("case", "source", "target"), PAIRS, ids=[f"{c.name}-{s}-to-{t}" for c, s, t in PAIRS]
 )
@@ -116,7 +116,7 @@ def test_an_unmodified_model_makes_our_entities_after_install_and_its_own_withou
 
 
 # Without install() Megatron-Core's own helpers declare the states, and they cannot declare Adam's 0-dim step.
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize("saved", [True], indirect=True, ids=["installed"])
 @pytest.mark.parametrize("target", [Layout(pp=4), Layout(tp=4), Layout()], ids=str)
 def test_adam_states_of_a_megatron_model_are_resharded_bit_for_bit(target: Layout, saved: Saved) -> None:

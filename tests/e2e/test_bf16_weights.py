@@ -83,7 +83,7 @@ def assert_weights_are_rounded_masters(arrays: dict[str, Tensor]) -> None:
         assert not torch.equal(masters[key], weight.float()), f"{key}: the master has no digits of its own"
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_weights_are_the_rounded_masters(
     rank_pool: RankPool, checkpoints: dict[bool, Path], tmp_path: Path, layout: str

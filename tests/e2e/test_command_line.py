@@ -94,6 +94,7 @@ def test_a_run_killed_in_a_save_goes_on_from_the_step_before_at_another_layout(t
     ]
 
 
+@costly("a plain run gives wrong flags to one process")
 def test_torchrun_shows_one_line_of_ours_for_bad_flags() -> None:
     rejected = run_torchrun(RANKS, ["--tp=3"])
     assert rejected.returncode != 0

@@ -114,7 +114,7 @@ def test_any_damage_is_harmless_or_named(original: Files) -> None:
     assert outcomes["IntegrityError"] > CASES // 10
 
 
-BLOCKWISE_CASES = 1000 if is_thorough() else 120
+BLOCKWISE_CASES = 1000 if is_thorough() else 60
 PARTS = 22_500
 
 
@@ -189,7 +189,7 @@ def test_any_damage_of_an_index_that_is_read_in_blocks_is_harmless_or_named(bloc
     assert min(outcomes["IntegrityError"], outcomes["equal"]) > BLOCKWISE_CASES // 10
 
 
-PROTECTED_CASES = 1000 if is_thorough() else 120
+PROTECTED_CASES = 1000 if is_thorough() else 60
 PROTECTED_KINDS = ("flip", "flip", "zero", "truncate", "extend", "duplicate", "swap ranges", "lose")
 
 

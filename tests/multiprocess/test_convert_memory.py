@@ -59,7 +59,7 @@ def peak_of_a_conversion(source: Path, target: Path, strategy: tuple[str, int]) 
     return resident("VmHWM") - before
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize("other", OTHERS, ids=str)
 def test_converting_long_chunks_adds_at_most_100_mib(
     rank_pool: RankPool, tmp_path: Path, other: tuple[str, int]

@@ -57,7 +57,7 @@ def _load_model(mesh: str, root: str, expected: dict[str, Any]) -> list[str]:
     return wrong
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize(("source", "target"), [("fsdp2xtp2", "fsdp2"), ("fsdp2", "hsdp2x2")])
 def test_what_is_saved_by_either_library_is_loaded_by_either(
     source: str, target: str, rank_pool: RankPool, tmp_path: Path
@@ -165,7 +165,7 @@ def _load_entities(root: str, saved_on: int) -> list[str]:
     return wrong + [f"files: {path}" for path in same(full(state), expected)]
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("loaded_on", [1, 2, 4])
 @pytest.mark.parametrize("saved_on", [1, 4])
 def test_entities_go_through_dcp_to_any_number_of_ranks(

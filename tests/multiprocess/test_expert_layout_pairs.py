@@ -98,7 +98,7 @@ def sources(tmp_path_factory: pytest.TempPathFactory, rank_pool: RankPool) -> di
     return saved
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize("shift", range(1, len(LAYOUTS)))
 @pytest.mark.parametrize("source", LAYOUTS)
 def test_what_one_layout_saved_another_loads_and_saves_bit_equal(

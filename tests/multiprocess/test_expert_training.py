@@ -72,7 +72,7 @@ def reference() -> dict[float, tuple[float, Arrays]]:
     return results
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize("layout", [*LAYOUTS, *LARGE_LAYOUTS], ids=str)
 @pytest.mark.parametrize("kind", [DistributedOptimizer, MixedPrecisionOptimizer])
 def test_a_step_equals_that_of_one_process(
@@ -110,7 +110,7 @@ def run_given_grads(kind: Kind, layout: ParallelLayout) -> tuple[float, list[Sha
     return float(optimizer.step()), tensors_of(model.sharded_state_dict())
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("layout", PIPELINES, ids=str)
 @pytest.mark.parametrize("kind", [DistributedOptimizer, MixedPrecisionOptimizer])
 def test_the_norm_counts_every_element_of_all_stages_once(

@@ -34,7 +34,7 @@ SAMPLE = [
 ]
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(8)
 @pytest.mark.parametrize("change", ["same", "tp", "dp", "ep"])
 def test_three_steps_after_a_load_equal_those_of_the_uninterrupted_run(
     rank_pool: RankPool, memory_path: Path, change: str

@@ -103,7 +103,7 @@ def _reference() -> Result:
     return _compute("one")
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize("name", [name for name in LAYOUTS if name != "one"])
 def test_adapters_start_compute_learn_and_are_merged_as_on_one_rank(rank_pool: RankPool, name: str) -> None:
     results = rank_pool.run(_compute, LAYOUTS[name].layout.world_size, name)

@@ -82,7 +82,7 @@ def _reference(kind: str) -> Result:
     return _train(Case(ParallelLayout()), CONFIGS[kind])
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize("kind", CONFIGS)
 @pytest.mark.parametrize("name", CASES)
 def test_losses_gradients_and_biases_are_those_of_one_rank(rank_pool: RankPool, name: str, kind: str) -> None:
@@ -131,7 +131,7 @@ def saved(rank_pool: RankPool, tmp_path_factory: pytest.TempPathFactory) -> dict
     return {name: directory / name for name in PAIRED}
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize(("source", "target"), [*itertools.product(PAIRED, PAIRED)])
 def test_a_checkpoint_of_any_layout_loads_at_any_other_bit_for_bit(
     rank_pool: RankPool, saved: dict[str, Path], tmp_path: Path, source: str, target: str

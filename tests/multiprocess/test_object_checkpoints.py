@@ -254,7 +254,7 @@ class _Quiet:
     def advance(self, nbytes: int) -> None: ...
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("to", ["torch_dist", "zarr"])
 def test_other_formats_are_written_and_read_there(s3_server: S3Server, to: str) -> None:
     source, target = MemoryStore(), ObjectStore(new_url(), options=options_for(s3_server.port))

@@ -63,7 +63,7 @@ def have_equal_arrays(first: list[Result], second: list[Result], at: int) -> boo
     return all(torch.equal(whole[key], resumed[key]) for key in whole)
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("wrapper", ["distributed", "owner", "whole"])
 def test_three_steps_after_a_load_equal_those_of_the_uninterrupted_run(

@@ -99,7 +99,7 @@ def _numpy(family: str) -> tuple[GPTConfig, Any]:
     return ours, {key: value.numpy() for key, value in arrays.items()}
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize("family", ADAPTERS)
 def test_peft_computes_what_two_ranks_of_tp_did_and_merges_as_they_do(
     rank_pool: RankPool, tmp_path: Path, family: str
@@ -145,7 +145,7 @@ PARAMETERS = {
 }
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize("family", TARGETS)
 def test_two_ranks_of_tp_compute_what_peft_does_and_write_its_folder_again(
     rank_pool: RankPool, tmp_path: Path, family: str

@@ -32,7 +32,7 @@ from tests.s3_server import BUCKET, S3Server, options_for
 SEEDS = range(5 if is_thorough() else 2)
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("model_type", FAMILIES)
 def test_every_tensor_of_a_family_is_written_bit_for_bit(model_type: str, seed: int, tmp_path: Path) -> None:

@@ -95,7 +95,7 @@ def _assert_close(
         assert_close(actual[key].float(), tensor.float(), key, relative=relative)
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize(
     ("names", "buffer_bytes"),
     [
@@ -192,7 +192,7 @@ def test_the_command_merges(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     _assert_close(folder_tensors(tmp_path / "folder"), _merged(tmp_path, ["experts", "attention"]), RELATIVE)
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
@@ -211,7 +211,7 @@ def test_names_that_do_not_fit_are_an_error(
     assert not (tmp_path / "folder").exists()
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize(
     ("change", "message"),
     [
