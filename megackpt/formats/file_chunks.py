@@ -31,6 +31,7 @@ class FileChunks(Chunks):
     def position(self) -> Ints:  # type: ignore[override]  # computed when it is first needed
         """Position of each chunk by file and offset."""
         order = np.lexsort((self.stored.offset_bytes, self.stored.file))
+        # `order` lists rows by position; its inverse is the position of each row.
         position = np.empty(len(order), np.int64)
         position[order] = np.arange(len(order))
         return position

@@ -148,6 +148,7 @@ def _row_blocks(
 ) -> dict[str, Column]:
     """Return the columns of the head about blocks of rows: where each begins, and its digest per column."""
     counts = block_counts(stored.table.nbytes)
+    # The digests before each block of rows; one entry more, for the end, is all of them.
     first_digest = (np.cumsum(counts) - counts)[::block_rows]
     start = np.ascontiguousarray(stored.table.start[::block_rows, 0])
     digest_start = np.append(first_digest, counts.sum())

@@ -138,6 +138,7 @@ class PartialIndex(StoredIndex):
         """Read the chunks that overlap these."""
         low, high = self._hulls(wanted)
         table, columns = self._read(self._head.blocks_overlapping(wanted), low, high)
+        # These rows overlap the hull of what is wanted of their array; keep those that overlap a chunk of it.
         overlaps = np.zeros(len(table), np.bool_)
         for requested in wanted:
             dims = max(requested.dims, table.dims)
@@ -186,6 +187,7 @@ class PartialIndex(StoredIndex):
         head = self._head
         table, file, offset = table.take(rows), columns["file"][rows], columns["offset_bytes"][rows]
         check_locations(table, file, offset, files=len(head.file_ends), where=head.where)
+        # Names are read of the files that these rows are in, and files are numbered anew among these.
         used, file = np.unique(file, return_inverse=True)
         names = head.file_names(used)
         for name in names:

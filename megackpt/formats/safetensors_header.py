@@ -122,6 +122,7 @@ def parse_header(text: bytes, *, data_nbytes: int, where: str) -> Header:
         raise
     except (ValueError, RecursionError) as error:
         raise _error(f"its header is not that of a safetensors file ({error})", where) from error
+    # By start, then stop: a tensor without bytes comes before the one that begins at the same byte.
     entries.sort(key=_byte_range)
     _check_ranges(entries, data_nbytes, where)
     return Header(tuple(entries), LENGTH_BYTES + len(text), metadata, digest_of(text))

@@ -223,6 +223,7 @@ class ChunkTable:
         # Written without start + shape, which could overflow in a forged file.
         outside = (self.start < 0) | (self.shape < 0) | (self.shape > decoded.whole[self.array] - self.start)
         bad = outside.any(axis=1)
+        # Where this overflows, the shape exceeds its array, so the row is bad already.
         numel = self.shape.prod(axis=1)
         bad |= (self.flat_start < 0) | (self.flat_stop < self.flat_start) | (self.flat_stop > numel)
         # Objects have an itemsize of 0 here, and any length.

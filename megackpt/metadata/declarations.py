@@ -127,6 +127,7 @@ def _merge_arrays(per_rank: Sequence[DeclaredChunks]) -> tuple[tuple[ArraySpec, 
                 conflicts.add(spec.key)
     if conflicts:
         raise conflict_error(_versions(conflicts, per_rank))
+    # In an index, too, arrays are sorted by key.
     keys = sorted(specs)
     number = {key: i for i, key in enumerate(keys)}
     numbers = {at: np.array([number[a.key] for a in arrays], np.int64) for at, arrays in distinct.items()}

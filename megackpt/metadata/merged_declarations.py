@@ -76,6 +76,7 @@ class MergedDeclarations:
     def expanded(self) -> DeclaredChunks:
         """Return one row for each owner of each row, in the order of ranks: long, to describe faults."""
         rows, rank = self.owners()
+        # Stable, so the rows of one rank keep their order.
         order = np.argsort(rank, kind="stable")
         rows, rank = rows[order], rank[order]
         return replace(self.declared.take(rows), rank=rank, entity=self.entities_of(rows, rank))
@@ -231,6 +232,7 @@ def merge_packed_declarations(
     order = sorted(range(len(specs)), key=lambda i: specs[i].key)
     sorted_number = np.empty(len(specs), np.int64)
     sorted_number[order] = np.arange(len(specs))
+    # A packed row has number, flat start and stop, nbytes, marks, then start and shape; see `_packed`.
     table = ChunkTable(
         tuple(specs[i] for i in order),
         sorted_number[np.concatenate([np.zeros(0, np.int64), *packed.array])],

@@ -142,6 +142,7 @@ def _cut(
     step = np.maximum(block, part_bytes // block * block)
     is_object = np.array([a.dtype == OBJECT for a in stored.arrays], np.bool_)[stored.array[rows]]
     step = np.where(is_object | (step > nbytes), nbytes, step)
+    # Chunks without bytes are left out and a step is at most a chunk, so a chunk has at least one part.
     counts = -(-nbytes // step)
     of = np.repeat(np.arange(len(rows)), counts)
     start = joined_ranges(0, counts) * step[of]
@@ -170,6 +171,7 @@ def _objects_as_bytes(copies: Copies, is_object: npt.NDArray[np.bool_], nbytes: 
     columns = {name: column.copy() for name, column in columns.items()}
     for name, column in columns.items():
         column[rows] = 0 if name.endswith("first") else 1
+    # A box with the bytes along its last dim, from the first byte on, on both sides.
     columns["shape"][rows, -1] = nbytes[copies.stored[rows]]
     return replace(copies, **columns)
 
@@ -189,6 +191,7 @@ def _narrowed(
     parts = _take(parts, needed)
     part = number.reshape(-1).astype(np.int64)
     low, high = _source_ranges(copies)
+    # The copies of a part are neighbours, so minima and maxima over them are the range that is needed.
     first = np.flatnonzero(np.diff(part, prepend=-1))
     lowest = _reduced(np.minimum, low, first) * parts.width
     highest = _reduced(np.maximum, high, first) * parts.width
@@ -231,6 +234,7 @@ def _deliveries(copies: Copies, rank: Ints, width: Ints) -> Deliveries:
     low, high = _source_ranges(copies)
     lowest, highest = _reduced(np.minimum, low, first), _reduced(np.maximum, high, first)
     numel = _reduced(np.add, copies.shape.prod(axis=1), first)
+    # A range of which all elements are needed is sent as it was read; otherwise the needed ones are packed.
     is_dense = numel >= highest - lowest
     nbytes = np.where(is_dense, highest - lowest, numel) * wide
     return Deliveries(

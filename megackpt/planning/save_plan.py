@@ -115,6 +115,7 @@ def _saved_chunks(merged: MergedDeclarations) -> MergedDeclarations:
     first = first_of_equal_chunks(merged.declared.table)
     if not len(first):
         return merged
+    # `reduceat` takes the rows from one chunk's first row to that of the next, as `first` ascends.
     has_main = np.logical_or.reduceat(merged.declared.main, first)
     if has_main.all():
         return merged
@@ -171,11 +172,13 @@ def with_object_sizes(plan: SavePlan, sizes: Ints) -> SavePlan:
 def _objects(plan: SavePlan) -> Ints:
     is_object = np.array([a.dtype == OBJECT for a in plan.table.arrays], np.bool_)
     rows = np.flatnonzero(is_object[plan.table.array]) if len(is_object) else np.zeros(0, np.int64)
+    # Stable: ranks send the sizes of their objects in the order of their rows.
     return rows[np.argsort(plan.writer[rows], kind="stable")]
 
 
 def index_order(table: ChunkTable) -> Ints:
     """Return the order by array, start, shape and flat range; replicas keep the order of ranks."""
+    # The last key decides first. The sort is stable, so equal rows stay as they were merged: by rank.
     return np.lexsort((table.flat_stop, table.flat_start, table.shape_keys(), table.start_keys()))
 
 
@@ -196,6 +199,7 @@ def first_of_equal_chunks(table: ChunkTable) -> Ints:
 def offsets_in_files(table: ChunkTable, writer: Ints) -> Ints:
     """Return the offset of each chunk in its writer's file, where wider elements come first, `[n]`."""
     width = itemsizes(table.arrays)[table.array] if len(table) else np.zeros(0, np.int64)
+    # With wider elements first, every chunk begins at a multiple of its item size, as views need it.
     order = np.lexsort((-width, writer))
     nbytes = table.nbytes[order]
     # Sums over all files, minus what they were where the chunk's file began.
@@ -210,6 +214,7 @@ def offsets_in_files(table: ChunkTable, writer: Ints) -> Ints:
 def pack_rows(plan: SavePlan, *, ranks: int) -> list[bytes]:
     """Return for each rank the rows that it writes, encoded for `unpack_rows`."""
     table = plan.table
+    # Stable: `unpack_rows` computes offsets in the file, which depend on the order of a writer's rows.
     order = np.argsort(plan.writer, kind="stable")
     matrix = np.column_stack(
         (plan.entity, table.flat_start, table.flat_stop, table.nbytes, table.start, table.shape)

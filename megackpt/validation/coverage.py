@@ -264,6 +264,7 @@ def _overlaps(table: ChunkTable, start: Ints, stop: Ints) -> Mask:
     """Return which chunks have elements in a box, `[n]`."""
     cut = rectangles_of(table.shape, table.flat_start, table.flat_stop)
     low = table.start[cut.row] + cut.start
+    # Half-open boxes overlap if along every dim each of them begins before the other ends.
     inside = ((low < stop) & (low + cut.shape > start)).all(axis=1)
     overlaps = np.zeros(len(table), np.bool_)
     overlaps[cut.row[inside]] = True

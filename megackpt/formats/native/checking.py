@@ -1,9 +1,8 @@
 """Finds what is wrong with the files of a native checkpoint, apart from the bytes of its chunks.
 
-Several files contain the same information, which is compared here: the commit and the names in it, the
-    index and
-its head, the index and the headers of data files. A load uses only the index, so it does not see a damaged
-header. Readers of plain safetensors do.
+Several files contain the same information, which is compared here: the commit and the names in it, the index
+and its head, the index and the headers of data files. A load uses only the index, so it does not see a
+damaged header. Readers of plain safetensors do.
 """
 
 from __future__ import annotations

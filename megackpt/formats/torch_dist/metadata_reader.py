@@ -124,6 +124,7 @@ class DcpMetadata:
         pairs: list[tuple[_Row, Item]] = []
         for number, spec in enumerate(arrays):
             pairs += self._objects_of(number, spec) if spec.dtype == OBJECT else self._chunks_of(number, spec)
+        # Only rows are compared, as items have no order.
         pairs.sort(key=lambda pair: pair[0])
         rows = [row for row, _ in pairs]
         items = [item for _, item in pairs]
