@@ -31,17 +31,7 @@ def parse_layout(text: str) -> ParallelLayout:
         DeclarationError: text is no layout, names an axis twice, its sizes contradict each other, or there
             are too many ranks.
     """
-    items = [item.strip() for item in text.split(",")]
-    matches = [_ITEM.fullmatch(item) for item in items]
-    wrong = [item for item, match in zip(items, matches, strict=True) if match is None]
-    names = [match[1].lower() for match in matches if match is not None]
-    if wrong or len(set(names)) < len(names):
-        raise DeclarationError(
-            f"{text!r} is no layout: "
-            + (f"{wrong[0]!r} is not an axis with its size." if wrong else "it names an axis twice.")
-            + " Write one as tp8,pp16,dp128, with cp, ep, etp, vpp or world where wanted."
-        )
-    sizes = {name: int(match[2]) for name, match in zip(names, matches, strict=True) if match is not None}
+    sizes = _sizes_of(text)
     world = sizes.pop("world", None)
     replica = sizes.get("tp", 1) * sizes.get("cp", 1) * sizes.get("pp", 1)
     if world is not None and "dp" not in sizes and replica:
@@ -58,6 +48,26 @@ def parse_layout(text: str) -> ParallelLayout:
             f"{text!r} has {layout.world_size} ranks; at most {MAX_WORLD} are planned. Give fewer."
         )
     return layout
+
+
+def _sizes_of(text: str) -> dict[str, int]:
+    """Return the number after each name, by name."""
+    sizes: dict[str, int] = {}
+    for item in map(str.strip, text.split(",")):
+        match = _ITEM.fullmatch(item)
+        if match is None:
+            raise _layout_error(text, f"{item!r} is not an axis with its size")
+        if match[1].lower() in sizes:
+            raise _layout_error(text, "it names an axis twice")
+        sizes[match[1].lower()] = int(match[2])
+    return sizes
+
+
+def _layout_error(text: str, fault: str) -> DeclarationError:
+    return DeclarationError(
+        f"{text!r} is no layout: {fault}. Write one as tp8,pp16,dp128, with cp, ep, etp, vpp or world where "
+        f"wanted."
+    )
 
 
 def layout_title(layout: ParallelLayout) -> str:

@@ -58,19 +58,7 @@ def simulate_load(
                 planned = ranks[is_chosen[ranks]]
                 _plan_ranks(groups, planned, arrays, stored, positions, counts)
                 advance(len(planned))
-    order = np.argsort(np.array(counts.rank, np.int64))
-    return LoadOutcome(
-        layout=layout,
-        planned=chosen,
-        needed=np.array(counts.needed, np.int64)[order],
-        read=np.array(counts.read, np.int64)[order],
-        files=np.array(counts.files, np.int64)[order],
-        plan_s=np.array(counts.plan_s, np.float64)[order],
-        region_s=np.array(counts.region_s, np.float64),
-        region_nbytes=counts.region_nbytes,
-        unique=np.array(counts.unique, np.int64),
-        shared_read=np.array(counts.shared_read, np.int64),
-    )
+    return counts.outcome(layout, chosen)
 
 
 @dataclass(slots=True)
@@ -86,6 +74,22 @@ class _Counts:
     region_nbytes: int = 0
     unique: list[int] = field(default_factory=list)
     shared_read: list[int] = field(default_factory=list)
+
+    def outcome(self, layout: ParallelLayout, planned: Ints) -> LoadOutcome:
+        """Return what the load of these ranks costs; numbers of ranks in the order of ranks."""
+        order = np.argsort(np.array(self.rank, np.int64))
+        return LoadOutcome(
+            layout=layout,
+            planned=planned,
+            needed=np.array(self.needed, np.int64)[order],
+            read=np.array(self.read, np.int64)[order],
+            files=np.array(self.files, np.int64)[order],
+            plan_s=np.array(self.plan_s, np.float64)[order],
+            region_s=np.array(self.region_s, np.float64),
+            region_nbytes=self.region_nbytes,
+            unique=np.array(self.unique, np.int64),
+            shared_read=np.array(self.shared_read, np.int64),
+        )
 
 
 def _count_group(
@@ -125,10 +129,8 @@ def _plan_ranks(
     file = stored.file[region.rows]
     members = [np.searchsorted(group.ranks, ranks) for group in groups]  # ranks of a group are ascending
     for at, rank in enumerate(ranks.tolist()):
-        own_members = zip(groups, members, strict=True)
-        requested = joined(
-            [group.declare(arrays, positions[at : at + 1]) for group, positions in own_members]
-        )
+        declared = [group.declare(arrays, of[at : at + 1]) for group, of in zip(groups, members, strict=True)]
+        requested = joined(declared)
         copies, seconds = run_planner.plan_rank(_stored_only(requested, stored), region, where=stored.where)
         counts.rank.append(rank)
         counts.needed.append(copied_nbytes(copies, region.table))

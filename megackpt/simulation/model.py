@@ -124,12 +124,18 @@ def check_layout(model: Model, layout: ParallelLayout) -> None:
             and the query groups divides the other, ep does not divide the experts, or there are more stages
             than layers; all of them are named.
     """
+    faults = [*_tp_faults(model, layout), *_expert_faults(model, layout), *_stage_faults(model, layout)]
+    if faults:
+        lines = truncated_list(list(dict.fromkeys(faults)))
+        raise DeclarationError(f"The model does not fit {layout_title(layout)}:\n{lines}\nChange either.")
+
+
+def _tp_faults(model: Model, layout: ParallelLayout) -> list[str]:
     tp = layout.tp
     faults = [f"{name} {n} is not a multiple of tp={tp}" for name, n in model.heads.items() if n % tp]
     groups = model.query_groups
     if groups is not None and groups % tp and tp % groups:
         faults.append(f"neither of query_groups {groups} and tp={tp} divides the other")
-    experts = {weight.experts for weight, _ in model.weights() if weight.experts}
     for weight, _ in model.weights():
         axis, size = ("etp", layout.etp) if weight.experts else ("tp", tp)
         faults += [
@@ -137,16 +143,23 @@ def check_layout(model: Model, layout: ParallelLayout) -> None:
             for extent, copies in _cut_extents(weight, model, size)
             if extent * copies % size
         ]
-    faults += [f"{n} experts cannot be shared by ep={layout.ep}" for n in sorted(experts) if n % layout.ep]
+    return faults
+
+
+def _expert_faults(model: Model, layout: ParallelLayout) -> list[str]:
+    experts = {weight.experts for weight, _ in model.weights() if weight.experts}
+    faults = [f"{n} experts cannot be shared by ep={layout.ep}" for n in sorted(experts) if n % layout.ep]
     if layout.ep > 1 and not experts:
         faults.append(f"there are no experts to share by ep={layout.ep}")
+    return faults
+
+
+def _stage_faults(model: Model, layout: ParallelLayout) -> list[str]:
     stages = layout.pp * layout.vpp
-    if stages > max(model.layers, 1):
-        virtual = f" x vpp={layout.vpp}" if layout.vpp > 1 else ""
-        faults.append(f"{model.layers} layers are fewer than pp={layout.pp}{virtual} stages")
-    if faults:
-        lines = truncated_list(list(dict.fromkeys(faults)))
-        raise DeclarationError(f"The model does not fit {layout_title(layout)}:\n{lines}\nChange either.")
+    if stages <= max(model.layers, 1):
+        return []
+    virtual = f" x vpp={layout.vpp}" if layout.vpp > 1 else ""
+    return [f"{model.layers} layers are fewer than pp={layout.pp}{virtual} stages"]
 
 
 def _cut_extents(weight: Weight, model: Model, tp: int) -> list[tuple[int, int]]:

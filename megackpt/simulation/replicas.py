@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -21,7 +21,7 @@ from megackpt.parallel import ParallelLayout
 from megackpt.simulation.arrays import JobArrays, padded_rows
 from megackpt.simulation.layout import expert_replica_ranks, layers_of_stages, replica_ranks
 from megackpt.simulation.model import Model, Weight
-from megackpt.simulation.replica_group import BucketedParameters, Parts, ReplicaGroup
+from megackpt.simulation.replica_group import BucketedParameters, Flags, Parts, ReplicaGroup
 
 BUCKET_SIZE = 40_000_000
 """Elements of a bucket of the distributed optimizer; its default."""
@@ -47,30 +47,11 @@ def replica_groups(
         DeclarationError: there are more stages than layers.
     """
     layers = layers_of_stages(model.layers, layout, ends_count=model.ends_count_as_layers)
-    stages: list[list[ReplicaGroup]] = []
-    for pp in range(layout.pp):
-        params = list(_of_stage(model, layers[pp], is_first=pp == 0, is_last=pp == layout.pp - 1))
-        dense = [param for param in params if not param.weight.experts]
-        experts = [param for param in params if param.weight.experts]
-        groups = [
-            _shard(
-                dense,
-                _Shard((tp, layout.tp)),
-                model,
-                arrays,
-                replica_ranks(layout, tp=tp, pp=pp),
-                bucket_size,
-            )
-            for tp in range(layout.tp)
-        ]
-        for ep, etp in itertools.product(range(layout.ep if experts else 0), range(layout.etp)):
-            shard, ranks = (
-                _Shard((etp, layout.etp), (ep, layout.ep)),
-                expert_replica_ranks(layout, etp=etp, ep=ep, pp=pp),
-            )
-            groups.append(_shard(experts, shard, model, arrays, ranks, bucket_size))
-        stages.append(groups)
-    return stages
+    job = _Job(model, layout, arrays, bucket_size)
+    return [
+        job.groups_of_stage(pp, _of_stage(model, layers[pp], is_first=pp == 0, is_last=pp == layout.pp - 1))
+        for pp in range(layout.pp)
+    ]
 
 
 def data_parallel_groups(
@@ -117,65 +98,111 @@ def _of_stage(
             yield _StageParameter(model.shared, is_copy=True)
 
 
-def _shard(
-    params: Sequence[_StageParameter],
-    shard: _Shard,
-    model: Model,
-    arrays: JobArrays,
-    ranks: Ints,
-    bucket_size: int,
-) -> ReplicaGroup:
-    """Cut the parameters of a stage, find their boxes in the arrays, and pack them for the optimizer."""
-    dims = arrays.dims
-    rows: list[tuple[int, list[int], list[int], list[int], int, int, int, int, bool, bool, bool]] = []
-    numels, step, step_start, step_main = [], [], [], []
-    for at, param in enumerate(params):
+class _PartRow(NamedTuple):
+    """A row of `Parts`, whose fields these are."""
+
+    param: int
+    arrays: list[int]
+    start: list[int]
+    shape: list[int]
+    offset: int
+    numel: int
+    experts: int
+    stride: int
+    main: bool
+    resizable: bool
+    trained: bool
+
+    @classmethod
+    def columns_of(cls, rows: Sequence[_PartRow], arrays: JobArrays) -> Parts:
+        """Put rows into columns, which have their widths also if there are no rows."""
+        widths = {"arrays": (1 + len(arrays.states),), "start": (arrays.dims,), "shape": (arrays.dims,)}
+        columns: dict[str, npt.NDArray[Any]] = {}
+        for i, name in enumerate(cls._fields):
+            kind = np.bool_ if name in ("main", "resizable", "trained") else np.int64
+            columns[name] = np.array([row[i] for row in rows], kind).reshape(len(rows), *widths.get(name, ()))
+        return Parts(**columns)
+
+
+@dataclass(frozen=True, slots=True)
+class _Job:
+    """A model at a layout, the arrays of the job, and the elements of a bucket of its optimizer."""
+
+    model: Model
+    layout: ParallelLayout
+    arrays: JobArrays
+    bucket_size: int
+
+    def groups_of_stage(self, pp: int, params: Iterable[_StageParameter]) -> list[ReplicaGroup]:
+        """Return the groups without experts, by TP rank, then those with experts."""
+        layout, params = self.layout, list(params)
+        dense = [param for param in params if not param.weight.experts]
+        experts = [param for param in params if param.weight.experts]
+        groups = [
+            self._group(dense, _Shard((tp, layout.tp)), replica_ranks(layout, tp=tp, pp=pp))
+            for tp in range(layout.tp)
+        ]
+        for ep, etp in itertools.product(range(layout.ep if experts else 0), range(layout.etp)):
+            shard = _Shard((etp, layout.etp), (ep, layout.ep))
+            groups.append(self._group(experts, shard, expert_replica_ranks(layout, etp=etp, ep=ep, pp=pp)))
+        return groups
+
+    def _group(self, params: Sequence[_StageParameter], shard: _Shard, ranks: Ints) -> ReplicaGroup:
+        """Cut the parameters of a stage, find their boxes in the arrays, and pack them for the optimizer."""
+        rows_of_params = [list(self._rows(number, param, shard)) for number, param in enumerate(params)]
+        # An optimizer does not know a buffer.
+        numels = [sum(row.numel for row in rows if row.trained) for rows in rows_of_params]
+        step, step_start, step_main = self._steps(params, shard)
+        return ReplicaGroup(
+            ranks=ranks,
+            parts=_PartRow.columns_of(list(itertools.chain(*rows_of_params)), self.arrays),
+            step=step,
+            step_start=step_start,
+            step_main=step_main,
+            packed=BucketedParameters.of(plan_buffer(numels, dp=len(ranks), bucket_size=self.bucket_size)),
+            has_experts=any(param.weight.experts for param in params),
+        )
+
+    def _rows(self, number: int, param: _StageParameter, shard: _Shard) -> Iterator[_PartRow]:
+        """Yield the local parts of a parameter, which is the one of this number in its stage."""
         weight, index = param.weight, [i for i, _ in param.leading]
-        boxes = [_local_box(weight, name, extent, shard, model) for name, extent in weight.parts]
+        boxes = [_local_box(weight, name, extent, shard, self.model) for name, extent in weight.parts]
         count = weight.experts // shard.ep[1] if weight.experts else 1
         stride = sum(math.prod(shape) for _, shape, _ in boxes) // count
         offset = 0
         for (name, _), (start, shape, is_first_copy) in zip(weight.parts, boxes, strict=True):
             numel = math.prod(shape)
-            fill = dims - len(index) - len(shape)
-            rows.append(
-                (
-                    at,
-                    arrays.of_part(weight, name),
-                    [*index, *start, *([0] * fill)],
-                    [*([1] * len(index)), *shape, *([1] * fill)],
-                    offset,
-                    numel,
-                    count,
-                    stride,
-                    is_first_copy and not param.is_copy,
-                    weight.is_vocabulary,
-                    weight.is_trained,
-                )
+            fill = self.arrays.dims - len(index) - len(shape)
+            yield _PartRow(
+                param=number,
+                arrays=self.arrays.of_part(weight, name),
+                start=[*index, *start, *([0] * fill)],
+                shape=[*([1] * len(index)), *shape, *([1] * fill)],
+                offset=offset,
+                numel=numel,
+                experts=count,
+                stride=stride,
+                main=is_first_copy and not param.is_copy,
+                resizable=weight.is_vocabulary,
+                trained=weight.is_trained,
             )
             offset += numel // count
-        numels.append(count * stride if weight.is_trained else 0)  # an optimizer does not know a buffer
-        if arrays.states:
-            step.append(arrays.step_of(weight) if weight.is_trained else -1)
-            step_start.append([*index, *([0] * (dims - len(index)))])
-            # The other slices, and the other experts, have the same count.
-            step_main.append(not param.is_copy and shard.tp[0] == shard.ep[0] == 0)
-    columns = list(zip(*rows, strict=True)) or [()] * 11
-    kinds: list[type] = [np.int64] * 8 + [np.bool_] * 3
-    width = {1: 1 + len(arrays.states), 2: dims, 3: dims}
-    made: list[npt.NDArray[Any]] = [
-        np.array(column, kind).reshape((len(rows), width[i]) if i in width else (len(rows),))
-        for i, (column, kind) in enumerate(zip(columns, kinds, strict=True))
-    ]
-    return ReplicaGroup(
-        ranks=ranks,
-        parts=Parts(*made),
-        step=np.array(step, np.int64),
-        step_start=np.array(step_start, np.int64).reshape(len(step), dims),
-        step_main=np.array(step_main, np.bool_),
-        packed=BucketedParameters.of(plan_buffer(numels, dp=len(ranks), bucket_size=bucket_size)),
-        has_experts=any(param.weight.experts for param in params),
-    )
+
+    def _steps(self, params: Sequence[_StageParameter], shard: _Shard) -> tuple[Ints, Ints, Flags]:
+        """Return the parameters' counts of updates, as the fields of `ReplicaGroup` have them."""
+        dims = self.arrays.dims
+        if not self.arrays.states:
+            params = ()
+        step = [self.arrays.step_of(p.weight) if p.weight.is_trained else -1 for p in params]
+        start = [[*(i for i, _ in p.leading), *([0] * (dims - len(p.leading)))] for p in params]
+        # The other slices, and the other experts, have the same count.
+        is_first = shard.tp[0] == shard.ep[0] == 0
+        main = [is_first and not p.is_copy for p in params]
+        return (
+            np.array(step, np.int64),
+            np.array(start, np.int64).reshape(len(step), dims),
+            np.array(main, np.bool_),
+        )
 
 
 def _local_box(

@@ -59,10 +59,7 @@ def simulate_save(
     check_layout(model, layout)
     arrays = job_arrays(model, tp=layout.tp, states=states)
     stages = replica_groups(model, layout, arrays, bucket_size=bucket_size)
-    sent = _Sent.nothing(layout.world_size)
-    for rank, declared in each_rank(stages, arrays):
-        sent.add(rank, *run_planner.list_of(declared))
-        advance(1)
+    sent = _declare_ranks(stages, arrays, layout.world_size, advance)
     plan, rows, coordinated = run_planner.plan_all(
         sent.main_lists, [data for _, data in sent.shared.values()], sent.owner_groups()
     )
@@ -72,6 +69,16 @@ def simulate_save(
     del rows
     index_nbytes, index_s = run_planner.build_index(plan, world=layout.world_size)
     return _outcome(arrays, layout, plan, sent, coordinated, index_nbytes, index_s), plan
+
+
+def _declare_ranks(
+    stages: Sequence[Sequence[ReplicaGroup]], arrays: JobArrays, world: int, advance: Advance
+) -> _Sent:
+    sent = _Sent.nothing(world)
+    for rank, declared in each_rank(stages, arrays):
+        sent.add(rank, *run_planner.list_of(declared))
+        advance(1)
+    return sent
 
 
 def each_rank(

@@ -8,7 +8,7 @@ buffers of the optimizer is not stored, so the order of keys is taken.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -43,25 +43,29 @@ def open_stored(path: Path) -> tuple[SaveOutcome, StoredCheckpoint, Model, tuple
     store = open_store(path)
     contents = open_checkpoint(store)
     chunks = contents.chunks(sorted(contents.arrays))
-    table = chunks.table
     # Where chunks lie in no common files, each is one.
     raw = chunks.raw_ranges()
-    file = raw.file if raw is not None else np.arange(len(table), dtype=np.int64)
+    file = raw.file if raw is not None else np.arange(len(chunks.table), dtype=np.int64)
+    stored = StoredCheckpoint(chunks.table, file, chunks.block_bytes, store.location)
+    model, states = model_of(chunks.table)
+    return _outcome(stored, read_manifest(store).get("index")), stored, model, states
+
+
+def _outcome(stored: StoredCheckpoint, index: object) -> SaveOutcome:
+    """Return the sizes of a checkpoint; index is the entry of its manifest, if the format has one."""
+    table, file = stored.table, stored.file
     files = int(file.max(initial=-1)) + 1
     nbytes = np.zeros(files, np.int64)
     np.add.at(nbytes, file, table.nbytes)
-    fields = read_manifest(store).get("index")
-    outcome = SaveOutcome(
+    return SaveOutcome(
         layout=None,
         nbytes=nbytes,
         chunks=np.bincount(file, minlength=files).astype(np.int64),
         arrays=len(table.arrays),
-        index_nbytes=int(fields["nbytes"]) if isinstance(fields, dict) and "nbytes" in fields else 0,
+        index_nbytes=int(index["nbytes"]) if isinstance(index, dict) and "nbytes" in index else 0,
         rank_s=np.zeros(0),
         plan_nbytes=table_nbytes(table),
     )
-    model, states = model_of(table)
-    return outcome, StoredCheckpoint(table, file, chunks.block_bytes, store.location), model, states
 
 
 def model_of(table: ChunkTable) -> tuple[Model, tuple[str, ...]]:
@@ -74,14 +78,18 @@ def model_of(table: ChunkTable) -> tuple[Model, tuple[str, ...]]:
     plain = {key: spec for key, spec in arrays.items() if not _STATE.fullmatch(key)}
     states = {match["state"] for match in matches if match["key"] in plain} - {STEP}
     cut = _cut_dims(table)
+    weights = [(key, *_weight(key, names, arrays, cut)) for key, names in sorted(_parameters(plain).items())]
+    model = _assembled([(key, weight, layers) for key, weight, layers in weights if weight is not None])
+    return model, tuple(sorted(states))
+
+
+def _assembled(weights: Sequence[tuple[str, Weight, int]]) -> Model:
+    """Put parameters where their keys have them; each comes with the extent of its axis of layers."""
     first: list[Weight] = []
     last: list[Weight] = []
     stacked: dict[int, list[Weight]] = {}
     single: dict[int, list[Weight]] = {}
-    for key, names in sorted(_parameters(plain).items()):
-        weight, layers = _weight(key, names, arrays, cut)
-        if weight is None:
-            continue
+    for key, weight, layers in weights:
         layer = _LAYER.search(key)
         if layers:
             stacked.setdefault(layers, []).append(weight)
@@ -89,9 +97,9 @@ def model_of(table: ChunkTable) -> tuple[Model, tuple[str, ...]]:
             single.setdefault(int(layer["index"].rstrip(".")), []).append(weight)
         else:
             (first if "embed" in key else last).append(weight)
-    stacks = [Stack(layers=n, weights=tuple(weights)) for n, weights in sorted(stacked.items())]
-    stacks += [Stack(layers=1, weights=tuple(w), has_axis=False) for _, w in sorted(single.items())]
-    return Model(first=tuple(first), stacks=tuple(stacks), last=tuple(last)), tuple(sorted(states))
+    stacks = [Stack(layers=n, weights=tuple(equal)) for n, equal in sorted(stacked.items())]
+    stacks += [Stack(layers=1, weights=tuple(own), has_axis=False) for _, own in sorted(single.items())]
+    return Model(first=tuple(first), stacks=tuple(stacks), last=tuple(last))
 
 
 def _parameters(plain: Mapping[str, ArraySpec]) -> dict[str, tuple[str, ...]]:

@@ -17,27 +17,14 @@ from megackpt.simulation.sizes import ModelSizes
 
 def build_model(sizes: ModelSizes) -> Model:
     """Return the parameters of a model, in order of registration. Pure."""
-    embedding = Weight(
-        key="embedding.word_embeddings.weight",
-        parts=(("", sizes.vocab_size),),
-        inner=(sizes.hidden_size,),
-        tp_dim=0,
-        is_vocabulary=True,
-    )
+    embedding = _vocabulary("embedding.word_embeddings.weight", sizes)
     first = [embedding]
     if sizes.positions:
         key = "embedding.position_embeddings.weight"
         first.append(Weight(key=key, parts=(("", sizes.positions),), inner=(sizes.hidden_size,)))
     last = _norm("decoder.final_layernorm", sizes)
     if not sizes.tied_embeddings:
-        output = Weight(
-            key="output_layer.weight",
-            parts=embedding.parts,
-            inner=(sizes.hidden_size,),
-            tp_dim=0,
-            is_vocabulary=True,
-        )
-        last.append(output)
+        last.append(_vocabulary("output_layer.weight", sizes))
     return Model(
         first=_typed(first, sizes),
         stacks=tuple(replace(stack, weights=_typed(stack.weights, sizes)) for stack in _stacks(sizes)),
@@ -48,6 +35,12 @@ def build_model(sizes: ModelSizes) -> Model:
         heads={"num_heads": sizes.num_heads},
         query_groups=sizes.kv_heads if sizes.latent is None else None,
     )
+
+
+def _vocabulary(key: str, sizes: ModelSizes) -> Weight:
+    """Return the weight `[vocab, h]` of the embedding or of the output layer."""
+    parts, inner = (("", sizes.vocab_size),), (sizes.hidden_size,)
+    return Weight(key=key, parts=parts, inner=inner, tp_dim=0, is_vocabulary=True)
 
 
 def _stacks(sizes: ModelSizes) -> tuple[Stack, ...]:
