@@ -22,14 +22,7 @@ def draw(report: Report, path: Path) -> None:
     Panels without a case are left out.
     """
     rows = [row for row in report.rows if not row.is_raw and row.rate]
-    cases = list(dict.fromkeys(row.case for row in rows))
-    resharded = [case for case in cases if " to " in case]
-    panels = {
-        "same layout": [case for case in (SAVE, LOAD_COLD, LOAD_WARM) if case in cases],
-        "another layout, files in memory": [case for case in resharded if not case.endswith(COLD)],
-        "another layout, cold files": [case for case in resharded if case.endswith(COLD)],
-    }
-    panels = {title: shown for title, shown in panels.items() if shown}
+    panels = _panels(list(dict.fromkeys(row.case for row in rows)))
     libraries = list(dict.fromkeys(row.who for row in rows if any(row.case in c for c in panels.values())))
     figure = Figure(figsize=(_WIDTH_INCHES, 0.8 + _PANEL_INCHES * max(1, len(panels))), layout="constrained")
     figure.suptitle(
@@ -48,6 +41,17 @@ def draw(report: Report, path: Path) -> None:
             list(handles.values()), list(handles), loc="outside lower center", ncols=6, fontsize="small"
         )
     figure.savefig(path)
+
+
+def _panels(cases: Sequence[str]) -> dict[str, list[str]]:
+    """Return the cases of each panel that has one, by its title."""
+    resharded = [case for case in cases if " to " in case]
+    panels = {
+        "same layout": [case for case in (SAVE, LOAD_COLD, LOAD_WARM) if case in cases],
+        "another layout, files in memory": [case for case in resharded if not case.endswith(COLD)],
+        "another layout, cold files": [case for case in resharded if case.endswith(COLD)],
+    }
+    return {title: shown for title, shown in panels.items() if shown}
 
 
 def _draw_panel(

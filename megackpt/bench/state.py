@@ -154,11 +154,10 @@ def make_state(
             flat = None if key == array.key else cut
             if flat is not None and flat.start == flat.stop:
                 continue
-            if filled:
-                data = _values(array, key, block, tp_rank, kind)
-                data = data if flat is None else data.flatten()[flat].clone()
-            else:
+            if not filled:
                 data = torch.empty(block if flat is None else flat.stop - flat.start, dtype=kind)
+            else:
+                data = _values(array, key, block, tp_rank, kind, flat=flat)
             replica_of = replica if flat is None else (replica[0], 0)
             state.shards.append(
                 Shard(key=key, data=data, box_shape=block, tp_axis=axis, replica=replica_of, flat=flat)
@@ -216,9 +215,18 @@ def _flat_cuts(arrays: Sequence[ModelArray], layout: GridLayout, dp_rank: int) -
 
 
 def _values(
-    array: ModelArray, key: str, block: tuple[int, ...], tp_rank: int, dtype: torch.dtype
+    array: ModelArray,
+    key: str,
+    block: tuple[int, ...],
+    tp_rank: int,
+    dtype: torch.dtype,
+    *,
+    flat: slice | None,
 ) -> torch.Tensor:
-    """Values of a block, `block`: bits that follow from the key and the position in the global array."""
+    """Return the values of a block, `block`, or a flat range of them.
+
+    Their bits follow from the key and the position in the global array.
+    """
     coordinates_of = torch.zeros(block, dtype=torch.int64)
     stride = 1
     for axis in reversed(range(len(block))):
@@ -230,4 +238,5 @@ def _values(
     bits = coordinates_of.add_(crc32(key.encode())).mul_(2654435761)
     bits = bits.bitwise_xor_(bits >> 15)
     kept = bits.to(torch.int16 if dtype.itemsize == 2 else torch.int32)
-    return kept.view(dtype)
+    values = kept.view(dtype)
+    return values if flat is None else values.flatten()[flat].clone()

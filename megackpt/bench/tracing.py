@@ -269,8 +269,7 @@ def profile(run: BenchRun, path: Path) -> Phases:
     Return seconds by "save" and "load", rank and phase, with "all" for the whole; those of phases are sums
     over threads.
     """
-    layout = GridLayout(tp=run.ranks)
-    state, declared = run.state(layout), native()
+    state, declared = run.state(GridLayout(tp=run.ranks)), native()
     directory = run.root / "profile"
     strategy = save_strategy(None)
 
@@ -284,13 +283,12 @@ def profile(run: BenchRun, path: Path) -> Phases:
     phases_of_case: Phases = {}
     events: list[dict[str, Any]] = []
     for name, work in (("save", save), ("load", load)):
-        store = open_store(directory)
         tracer = Tracer()
-        seconds = timed(partial(work, tracer, traced_store(store, tracer)))
-        store.close()
-        own_phases = {"all": seconds, **tracer.seconds()}
+        with contextlib.closing(open_store(directory)) as store:
+            seconds = timed(partial(work, tracer, traced_store(store, tracer)))
+        own = {"all": seconds, **tracer.seconds()}, _events(name, tracer, rank=run.rank)
         ranks: list[Any] = [None] * run.ranks
-        dist.all_gather_object(ranks, (own_phases, _events(name, tracer, rank=run.rank)))
+        dist.all_gather_object(ranks, own)
         phases_of_case[name] = [phases for phases, _ in ranks]
         events += [event for _, of_rank in ranks for event in of_rank]
         spoil(state)

@@ -15,7 +15,7 @@ import statistics
 import tempfile
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from datetime import timedelta
@@ -35,7 +35,7 @@ from megackpt.bench.peers import check_peers
 from megackpt.bench.report import Report
 from megackpt.bench.settings import BenchSettings
 from megackpt.bench.state import GridLayout, make_model, make_state
-from megackpt.bench.tracing import profile
+from megackpt.bench.tracing import Phases, profile
 from megackpt.comm.child_processes import without_current_directory
 from megackpt.errors import DeclarationError, RankFailedError
 
@@ -168,12 +168,7 @@ def _measure(settings: BenchSettings, root: Path) -> Report | None:
     run = BenchRun(settings, root, cases=len(chosen))
     run.progress.show("choosing the threads of peers", 0.0)
     settled = _settle_threads(run)
-    spent: dict[str, float] = {}
-    for measure in chosen:
-        began = time.perf_counter()
-        run.progress.begin(measure.__name__.removeprefix("measure_").replace("_", " "))
-        measure(run)
-        spent[measure.__name__.removeprefix("measure_")] = round(time.perf_counter() - began, 1)
+    spent = _run_cases(run, chosen)
     phases = profile(run, Path(settings.profile)) if settings.profile else {}
     run.progress.end()
     if dist.get_rank():
@@ -184,8 +179,12 @@ def _measure(settings: BenchSettings, root: Path) -> Report | None:
         "scaling_ranks": run.ranks,
         "spent_s": spent,
     }
+    return _report(run, machine, phases)
+
+
+def _report(run: BenchRun, machine: dict[str, Any], phases: Phases) -> Report:
     return Report(
-        command=asdict(settings),
+        command=asdict(run.settings),
         machine=machine,
         state={
             "nbytes": run.nbytes,
@@ -196,6 +195,18 @@ def _measure(settings: BenchSettings, root: Path) -> Report | None:
         figures=tuple(run.results.figures),
         phases=phases,
     )
+
+
+def _run_cases(run: BenchRun, measures: Sequence[Callable[[BenchRun], None]]) -> dict[str, float]:
+    """Measure one case after the other; return the seconds that each took, by name."""
+    spent: dict[str, float] = {}
+    for measure in measures:
+        name = measure.__name__.removeprefix("measure_")
+        began = time.perf_counter()
+        run.progress.begin(name.replace("_", " "))
+        measure(run)
+        spent[name] = round(time.perf_counter() - began, 1)
+    return spent
 
 
 def _silence_peers() -> None:
