@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import click
 from rich.filesize import decimal
@@ -151,39 +151,55 @@ def command(
         common |= {"group": group, "progress": bars}
         check_target(target)
         if is_export:
-            from megackpt.maintenance.export_huggingface import export_huggingface
-
-            location = checkpoint_location(source)
-            exported = export_huggingface(location, target, **folder.of_export(), **common, **read)
-            counts, text = asdict(exported), _export_text(target, exported)
-        elif source_format in ("deepspeed", "torch"):
-            from megackpt.maintenance.import_folder import import_deepspeed, import_torch
-
-            import_folder = import_deepspeed if source_format == "deepspeed" else import_torch
-            read_folder = import_folder(source, target, _format(name), **folder.options, **common, **written)
-            counts, text = asdict(read_folder), _folder_text(target, read_folder)
-        elif source_format == "nvrx":
-            from megackpt.maintenance.import_nvrx import import_nvrx
-
-            read_folder = import_nvrx(source, target, _format(name), **common, **written)
-            counts, text = asdict(read_folder), _folder_text(target, read_folder)
+            counts, text = _export(source, target, **folder.of_export(), **common, **read)
+        elif source_format == "huggingface":
+            counts, text = _import(source, target, _format(name), **folder.of_import(), **common, **written)
         elif source_format is not None:
-            from megackpt.maintenance.import_huggingface import import_huggingface
-
-            _check_folder(source)
-            imported = import_huggingface(
-                source, target, _format(name), **folder.of_import(), **common, **written
-            )
-            counts, text = asdict(imported), _import_text(target, imported)
+            arguments = {**folder.options, **common, **written}
+            counts, text = _import_folder(source_format, source, target, _format(name), **arguments)
         else:
-            from megackpt.formats.registry import save_strategy
-            from megackpt.maintenance.convert import convert
-
-            strategy = save_strategy(_format(name))
-            location = checkpoint_location(source)
-            converted = convert(location, target, strategy, **common, **read, **written)
-            counts, text = asdict(converted), _convert_text(target, converted)
+            counts, text = _convert(source, target, _format(name), **common, **read, **written)
     print_result({"source": source, "target": target, **counts}, text, as_json=as_json)
+
+
+_Result: TypeAlias = tuple[dict[str, Any], str]  # the counts of a report, and the report as text
+
+
+def _export(source: str, target: str, **arguments: Any) -> _Result:
+    from megackpt.maintenance.export_huggingface import export_huggingface
+
+    report = export_huggingface(checkpoint_location(source), target, **arguments)
+    return asdict(report), _export_text(target, report)
+
+
+def _import(source: str, target: str, to: str | tuple[str, int], **arguments: Any) -> _Result:
+    from megackpt.maintenance.import_huggingface import import_huggingface
+
+    _check_folder(source)
+    report = import_huggingface(source, target, to, **arguments)
+    return asdict(report), _import_text(target, report)
+
+
+def _import_folder(
+    source_format: str, source: str, target: str, to: str | tuple[str, int], **arguments: Any
+) -> _Result:
+    from megackpt.maintenance.import_folder import import_deepspeed, import_torch
+    from megackpt.maintenance.import_nvrx import import_nvrx
+
+    functions: dict[str, Callable[..., FolderImport]]
+    functions = {"deepspeed": import_deepspeed, "torch": import_torch, "nvrx": import_nvrx}
+    report = functions[source_format](source, target, to, **arguments)
+    return asdict(report), _folder_text(target, report)
+
+
+def _convert(source: str, target: str, to: str | tuple[str, int], **arguments: Any) -> _Result:
+    from megackpt.formats.registry import save_strategy
+    from megackpt.maintenance.convert import convert
+
+    # An unknown format is reported before the source is looked at.
+    strategy = save_strategy(to)
+    report = convert(checkpoint_location(source), target, strategy, **arguments)
+    return asdict(report), _convert_text(target, report)
 
 
 def _check_folder(path: str) -> None:

@@ -18,6 +18,8 @@ from megackpt.errors import DeclarationError, NotACheckpointError
 if TYPE_CHECKING:
     from megackpt.checkpointer import KeepBest, Retention
     from megackpt.checkpointer.retention import Removals
+    from megackpt.checkpointer.root_files import StepList
+    from megackpt.engine.checkpoint.steps import StepDirectories
 
 _RUNNING = (
     "A job may be saving there right now: leftovers that are newer than the newest commit, and steps that "
@@ -126,20 +128,10 @@ def _clean_up(
 ) -> _Result:
     """Remove what no rule keeps; with dry_run only find it. idle_s is --min-age."""
     from megackpt.checkpointer.retention import Cleanup
-    from megackpt.checkpointer.root_files import read_metrics, scan
     from megackpt.engine.checkpoint.step_roots import step_directories
 
     directories = step_directories(root, objects=None)
-    steps = scan(directories)
-    if not steps.committed:
-        raise NotACheckpointError(
-            f"{root} has no committed step, so nothing in it can be removed safely. Name the directory that "
-            f"a Checkpointer saves to.",
-            path=root,
-        )
-    if retention.keep_best is not None:
-        metrics = [read_metrics(directories.root, step) for step in steps.committed]
-        _check_metric(retention.keep_best.metric, metrics, root)
+    steps = _scan_checked(directories, retention, root)
     cleanup = Cleanup(directories, retention)
     undamaged = cleanup.newest_undamaged(steps.committed)
     newest = steps.committed[-1]
@@ -163,6 +155,28 @@ def _clean_up(
         left_alone=tuple(sorted(busy)),
         incomplete_newest=tuple(step for step in steps.incomplete if step > newest),
     )
+
+
+def _scan_checked(directories: StepDirectories, retention: Retention, root: str) -> StepList:
+    """Return the steps below root.
+
+    Raises:
+        NotACheckpointError: none is committed.
+        DeclarationError: no committed step has the metric of the rules.
+    """
+    from megackpt.checkpointer.root_files import read_metrics, scan
+
+    steps = scan(directories)
+    if not steps.committed:
+        raise NotACheckpointError(
+            f"{root} has no committed step, so nothing in it can be removed safely. Name the directory that "
+            f"a Checkpointer saves to.",
+            path=root,
+        )
+    if retention.keep_best is not None:
+        metrics = [read_metrics(directories.root, step) for step in steps.committed]
+        _check_metric(retention.keep_best.metric, metrics, root)
+    return steps
 
 
 def _check_metric(name: str, metrics: Sequence[Mapping[str, float]], root: str) -> None:

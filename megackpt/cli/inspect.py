@@ -59,6 +59,13 @@ def _tables(summary: CheckpointSummary, limit: int) -> Iterator[Group]:
     )
     fields = {name: value for name, value in summary.manifest.items() if not isinstance(value, dict)}
     yield table_of(title, [(name, str(value)) for name, value in sorted(fields.items())], left=("commit", ""))
+    yield from _array_tables(summary, limit)
+    yield from _file_tables(summary, limit)
+    yield from _leaves("common state", summary.common, limit)
+    yield from _leaves("content metadata", summary.content, limit)
+
+
+def _array_tables(summary: CheckpointSummary, limit: int) -> Iterator[Group]:
     arrays = [a for a in summary.arrays if a.dtype != OBJECT]
     objects = [a for a in summary.arrays if a.dtype == OBJECT]
     rows: list[Sequence[str]]
@@ -72,6 +79,10 @@ def _tables(summary: CheckpointSummary, limit: int) -> Iterator[Group]:
         rows = [(a.key, str(list(a.shape)), str(a.chunks), decimal(a.nbytes)) for a in objects]
         title = f"{len(objects)} arrays of objects"
         yield limited_table(title, ("key", "shape"), ("objects", "bytes"), rows, limit)
+
+
+def _file_tables(summary: CheckpointSummary, limit: int) -> Iterator[Group]:
+    rows: list[Sequence[str]]
     if summary.files:
         rows = [
             (f.name, "" if f.rank is None else str(f.rank), str(f.chunks), decimal(f.nbytes))
@@ -82,8 +93,6 @@ def _tables(summary: CheckpointSummary, limit: int) -> Iterator[Group]:
     if summary.rank_nbytes:
         rows = [(str(rank), decimal(nbytes)) for rank, nbytes in summary.rank_nbytes.items()]
         yield limited_table("bytes by rank", (), ("rank", "bytes of chunks"), rows, limit)
-    yield from _leaves("common state", summary.common, limit)
-    yield from _leaves("content metadata", summary.content, limit)
 
 
 def _leaves(title: str, leaves: Mapping[str, str], limit: int) -> Iterator[Group]:

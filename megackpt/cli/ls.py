@@ -24,6 +24,7 @@ from megackpt.formats.strategy import MANIFEST
 
 if TYPE_CHECKING:
     from megackpt.engine.checkpoint.steps import StepDirectories, StepFile
+    from megackpt.storage import Store
 
 _THREADS = 16
 _UNITS = (("d", 86400), ("h", 3600), ("min", 60), ("s", 1))
@@ -101,13 +102,13 @@ def list_steps(root: str | os.PathLike[str], bars: ProgressBars | None = None) -
     )
     numbers = sorted({*steps.committed, *steps.incomplete})
     bars = bars or ProgressBars()
-    described = []
     bars.begin_count("reading steps", len(numbers))
+    described = []
     with ThreadPoolExecutor(_THREADS, thread_name_prefix="megackpt-ls") as threads:
         for step in threads.map(describe, numbers):
-            described.append(step)
+            described += [] if step is None else [step]
             bars.advance(1)
-    return [step for step in described if step is not None]
+    return described
 
 
 def _describe_step(
@@ -115,7 +116,6 @@ def _describe_step(
 ) -> Step | None:
     """Return the description of a step; None if it was removed meanwhile."""
     from megackpt.checkpointer.root_files import read_metrics
-    from megackpt.engine.checkpoint.manifest import read_manifest
     from megackpt.engine.checkpoint.steps import step_name
 
     files = directories.files(step_name(step))
@@ -124,15 +124,7 @@ def _describe_step(
     state, backend, world_size = "incomplete", None, None
     if step in committed:
         with contextlib.closing(directories.open(step_name(step))) as store:
-            try:
-                manifest = read_manifest(store)
-            except CheckpointError:
-                state = "unreadable"
-            else:
-                state = "committed"
-                backend = f"{manifest.get('sharded_backend')}:{manifest.get('sharded_backend_version')}"
-                ranks = manifest.get("world_size")
-                world_size = ranks if type(ranks) is int else None
+            state, backend, world_size = _describe_commit(store)
     metrics = read_metrics(directories.root, step)
     return Step(
         step=step,
@@ -145,6 +137,19 @@ def _describe_step(
         pinned=step in pins,
         metrics={name: value if math.isfinite(value) else str(value) for name, value in metrics.items()},
     )
+
+
+def _describe_commit(store: Store) -> tuple[str, str | None, int | None]:
+    """Return the state of a committed step, its format and its number of ranks."""
+    from megackpt.engine.checkpoint.manifest import read_manifest
+
+    try:
+        manifest = read_manifest(store)
+    except CheckpointError:
+        return "unreadable", None, None
+    ranks = manifest.get("world_size")
+    backend = f"{manifest.get('sharded_backend')}:{manifest.get('sharded_backend_version')}"
+    return "committed", backend, ranks if type(ranks) is int else None
 
 
 def _age_s(files: Sequence[StepFile]) -> float | None:

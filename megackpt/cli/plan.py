@@ -16,7 +16,7 @@ from megackpt.errors import DeclarationError
 from megackpt.metadata import DIGEST_BLOCK_BYTES
 
 if TYPE_CHECKING:
-    from megackpt.simulation import Model, ParallelLayout
+    from megackpt.simulation import Model, ParallelLayout, StoredCheckpoint
     from megackpt.simulation.outcome import LoadOutcome, SaveOutcome
 
 _PIPED_WIDTH = 120  # columns of a table that goes to a file
@@ -115,7 +115,7 @@ def _of_model(
     *,
     states: tuple[str, ...] | None,
 ) -> _Planned:
-    from megackpt.simulation import StoredCheckpoint, check_layout, simulate_load, simulate_save
+    from megackpt.simulation import StoredCheckpoint, check_layout, simulate_save
 
     name, model = _model(subject)
     if source is None:
@@ -128,10 +128,7 @@ def _of_model(
     bars.begin_count("planning the save, ranks", source.world_size)
     save, plan = simulate_save(model, source, states=states, advance=bars.advance)
     stored = StoredCheckpoint(plan.table, plan.writer, DIGEST_BLOCK_BYTES, name)
-    bars.begin_count("planning the load, ranks", min(target.world_size, ranks_planned or target.world_size))
-    load = simulate_load(
-        model, target, stored, states=states, ranks_planned=ranks_planned, advance=bars.advance
-    )
+    load = _planned_load(model, target, stored, states, ranks_planned, bars)
     return f"{name} ({model.numel:,} parameters)", model.numel, save, load
 
 
@@ -142,7 +139,7 @@ def _of_checkpoint(
     ranks_planned: int | None,
     bars: ProgressBars,
 ) -> _Planned:
-    from megackpt.simulation import layout_title, open_stored, simulate_load
+    from megackpt.simulation import layout_title, open_stored
 
     if source is not None:
         raise DeclarationError(
@@ -160,11 +157,24 @@ def _of_checkpoint(
             f"planned for it. Leave --to out to see what it holds.",
             path=str(path),
         )
+    load = _planned_load(model, target, stored, states, ranks_planned, bars)
+    return str(path), None, save, load
+
+
+def _planned_load(
+    model: Model,
+    target: ParallelLayout,
+    stored: StoredCheckpoint,
+    states: tuple[str, ...] | None,
+    ranks_planned: int | None,
+    bars: ProgressBars,
+) -> LoadOutcome:
+    from megackpt.simulation import simulate_load
+
     bars.begin_count("planning the load, ranks", min(target.world_size, ranks_planned or target.world_size))
-    load = simulate_load(
+    return simulate_load(
         model, target, stored, states=states, ranks_planned=ranks_planned, advance=bars.advance
     )
-    return str(path), None, save, load
 
 
 def _model(subject: str) -> tuple[str, Model]:
