@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from megackpt.errors import MapError
 from megackpt.geometry import Box
-from megackpt.maps.regions import MappedArray, Region, RegionMap
+from megackpt.maps.regions import MappedArray, Region, RegionMap, RegionPair
 
 _LAYER = re.compile(r"(?P<stack>(?:.*\.)?layers)\.(?P<number>\d+)\.(?P<name>.+)")
 
@@ -43,9 +43,16 @@ def with_stacked_layers(made: RegionMap, stacked: Mapping[str, tuple[str, int]])
     Raises:
         MapError: the layers of one array have different shapes, or are not numbered from 0 without a gap.
     """
+    pairs = tuple(_stack_pair(pair, stacked) for pair in made.pairs)
+    return RegionMap(_stack_arrays(made.left, stacked), made.right, pairs)
+
+
+def _stack_arrays(
+    arrays: Mapping[str, MappedArray], stacked: Mapping[str, tuple[str, int]]
+) -> dict[str, MappedArray]:
     left: dict[str, MappedArray] = {}
     layers: dict[str, list[int]] = {}
-    for key, array in made.left.items():
+    for key, array in arrays.items():
         if key not in stacked:
             left[key] = array
             continue
@@ -62,13 +69,14 @@ def with_stacked_layers(made: RegionMap, stacked: Mapping[str, tuple[str, int]])
             raise MapError(f"{whole!r}: the map has its layers {sorted(positions)}, with gaps.", key=whole)
         array, count = left[whole], len(positions)
         left[whole] = array._replace(stored=(count, *array.stored), viewed=(count, *array.viewed))
-    pairs = []
-    for pair in made.pairs:
-        if pair.left.key in stacked:
-            whole, position = stacked[pair.left.key]
-            box = pair.left.box
-            region = Region(whole, Box((position, *box.start), (1, *box.shape)))
-            axes = tuple(a + 1 if a >= 0 else -1 for a in pair.axes)
-            pair = replace(pair, left=region, axes=axes)
-        pairs.append(pair)
-    return RegionMap(left, made.right, tuple(pairs))
+    return left
+
+
+def _stack_pair(pair: RegionPair, stacked: Mapping[str, tuple[str, int]]) -> RegionPair:
+    """Return a pair whose left region is in the stacked array, one position along its first axis."""
+    if pair.left.key not in stacked:
+        return pair
+    whole, position = stacked[pair.left.key]
+    box = pair.left.box
+    region = Region(whole, Box((position, *box.start), (1, *box.shape)))
+    return replace(pair, left=region, axes=tuple(axis + 1 if axis >= 0 else -1 for axis in pair.axes))

@@ -54,14 +54,7 @@ class TextPart:
                 "Import all of it: leave text_only out.",
                 key="text_config",
             )
-        fitting = (s for s in _SPELLINGS if any(key.startswith(next(iter(s))) for key in keys))
-        spelling = next(fitting, _SPELLINGS[0])
-        stored = {
-            own + key.removeprefix(begin): key
-            for begin, own in spelling.items()
-            for key in keys
-            if key.startswith(begin)
-        }
+        stored = _own_keys(keys)
         # transformers looks at these fields of the whole model, and ignores those of the text model.
         outer = {
             name: config[name] for name in ("tie_word_embeddings", "quantization_config") if name in config
@@ -70,3 +63,15 @@ class TextPart:
         if text["tie_word_embeddings"]:
             stored.pop("lm_head.weight", None)  # a copy of the embedding
         return cls(text, stored)
+
+
+def _own_keys(keys: Collection[str]) -> dict[str, str]:
+    """Return the keys of the text model, by those in a folder of the text model alone."""
+    fitting = (s for s in _SPELLINGS if any(key.startswith(next(iter(s))) for key in keys))
+    spelling = next(fitting, _SPELLINGS[0])
+    return {
+        own + key.removeprefix(begin): key
+        for begin, own in spelling.items()
+        for key in keys
+        if key.startswith(begin)
+    }

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from megackpt.maps.families.sizes import Config
@@ -95,22 +95,26 @@ def attention_rules(
     rules = [
         layer_rule("self_attention.linear_proj.weight", "self_attn.o_proj.weight", "h q", layers),
     ]
-    for part, projection, axis, their_axis in _GATED_QKV if has_output_gate else _QKV:
-        ours, theirs = "self_attention.linear_qkv", f"self_attn.{projection}_proj"
-        their_axes = f"{their_axis} h" if their_axis else ""
-        rules.append(layer_rule(f"{ours}.weight.{part}", f"{theirs}.weight", f"{axis} h", layers, their_axes))
-        if qkv:
-            rules.append(layer_rule(f"{ours}.bias.{part}", f"{theirs}.bias", axis, layers, their_axis))
+    rules += _qkv_rules(_GATED_QKV if has_output_gate else _QKV, layers, has_bias=qkv)
     if output:
         rules.append(layer_rule("self_attention.linear_proj.bias", "self_attn.o_proj.bias", "h", layers))
-    if has_qk_norm:
-        rules += [
-            layer_rule(
-                f"self_attention.{part}_layernorm.weight", f"self_attn.{part}_norm.weight", "d", layers
-            )
-            for part in "qk"
-        ]
+    for part in "qk" if has_qk_norm else "":
+        ours, theirs = f"self_attention.{part}_layernorm.weight", f"self_attn.{part}_norm.weight"
+        rules.append(layer_rule(ours, theirs, "d", layers))
     return rules
+
+
+def _qkv_rules(
+    parts: Sequence[tuple[str, str, str, str]], layers: Sequence[int], *, has_bias: bool
+) -> Iterator[Rule]:
+    """Yield the rules of the components of our fused projection, given as in `_QKV`."""
+    ours = "self_attention.linear_qkv"
+    for part, projection, axis, their_axis in parts:
+        theirs = f"self_attn.{projection}_proj"
+        their_axes = f"{their_axis} h" if their_axis else ""
+        yield layer_rule(f"{ours}.weight.{part}", f"{theirs}.weight", f"{axis} h", layers, their_axes)
+        if has_bias:
+            yield layer_rule(f"{ours}.bias.{part}", f"{theirs}.bias", axis, layers, their_axis)
 
 
 def gated_mlp_rules(layers: Sequence[int], *, has_bias: bool = False) -> list[Rule]:

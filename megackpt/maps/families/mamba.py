@@ -9,7 +9,7 @@ Source: transformers 5.23, `Mamba2Config`, `NemotronHConfig`, their models, and 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 from megackpt.errors import MapError
 from megackpt.maps.families.decoder import OURS
@@ -153,24 +153,40 @@ def _mixer_rules(config: Config, layers: Sequence[int]) -> list[Rule]:
         _rule("mixer.norm.weight", "mixer.norm.weight", "inner", layers),
         _rule("mixer.out_proj.weight", "mixer.out_proj.weight", "h inner", layers),
     ]
-    projected, convolved = "/2inner+2state+steps", "/inner+2state"
-    for part, axis, at in _IN_PROJ:
-        ours, theirs = f"mixer.in_proj.weight.{part}", "mixer.in_proj.weight"
-        rules.append(_rule(ours, theirs, f"{axis} h", layers, f"{at}{projected} h"))
-        if config.get("use_bias"):
-            rules.append(
-                _rule(f"mixer.in_proj.bias.{part}", "mixer.in_proj.bias", axis, layers, at + projected)
-            )
-    for part, axis, at in _CONVOLUTION:
-        ours, theirs = f"mixer.conv1d.weight.{part}", "mixer.conv1d.weight"
-        rules.append(_rule(ours, theirs, f"{axis} 0/1 kernel", layers, f"{at}{convolved} 0/1 kernel"))
-        if config["use_conv_bias"]:
-            rules.append(
-                _rule(f"mixer.conv1d.bias.{part}", "mixer.conv1d.bias", axis, layers, at + convolved)
-            )
-    if config.get("use_bias"):
+    has_bias = bool(config.get("use_bias"))
+    rules += _part_rules("in_proj", _IN_PROJ, "/2inner+2state+steps", "h", layers, has_bias=has_bias)
+    rules += _part_rules(
+        "conv1d", _CONVOLUTION, "/inner+2state", "0/1 kernel", layers, has_bias=bool(config["use_conv_bias"])
+    )
+    if has_bias:
         rules.append(_rule("mixer.out_proj.bias", "mixer.out_proj.bias", "h", layers))
     return rules
+
+
+def _part_rules(
+    module: str,
+    parts: Sequence[tuple[str, str, str]],
+    whole: str,
+    inner: str,
+    layers: Sequence[int],
+    *,
+    has_bias: bool,
+) -> Iterator[Rule]:
+    """Yield the rules of a module's parts: ours are arrays of their own, theirs are ranges of dim 0.
+
+    Args:
+        module: its name in a mixer.
+        parts: of each, its name, its axis, and its range of dim 0 without the extent.
+        whole: the extent of dim 0, as rules have it.
+        inner: the axes after dim 0 of the weight.
+        layers: the layers that have such a mixer.
+        has_bias: whether the module has a bias.
+    """
+    weight, bias = f"mixer.{module}.weight", f"mixer.{module}.bias"
+    for part, axis, at in parts:
+        yield _rule(f"{weight}.{part}", weight, f"{axis} {inner}", layers, f"{at}{whole} {inner}")
+        if has_bias:
+            yield _rule(f"{bias}.{part}", bias, axis, layers, at + whole)
 
 
 def _attention_rules(layers: Sequence[int]) -> list[Rule]:

@@ -78,13 +78,7 @@ def decoder_sizes(config: Config) -> dict[str, int]:
     """
     hidden, heads = size_of(config, "hidden_size"), count_of(config, "num_attention_heads")
     groups = heads if config.get("num_key_value_heads") is None else count_of(config, "num_key_value_heads")
-    if config.get("head_dim") is None and hidden % heads:
-        raise MapError(
-            f"config.json: hidden_size {hidden} is not a multiple of num_attention_heads {heads}, and there "
-            f"is no head_dim. Give head_dim.",
-            key="head_dim",
-        )
-    head_dim = hidden // heads if config.get("head_dim") is None else size_of(config, "head_dim")
+    head_dim = _head_dim(config, hidden, heads)
     if heads % groups:
         raise MapError(
             f"config.json: num_key_value_heads {groups} does not divide num_attention_heads {heads}.",
@@ -100,6 +94,18 @@ def decoder_sizes(config: Config) -> dict[str, int]:
         "heads": heads,
         "groups": groups,
     }
+
+
+def _head_dim(config: Config, hidden: int, heads: int) -> int:
+    if config.get("head_dim") is not None:
+        return size_of(config, "head_dim")
+    if hidden % heads:
+        raise MapError(
+            f"config.json: hidden_size {hidden} is not a multiple of num_attention_heads {heads}, and there "
+            f"is no head_dim. Give head_dim.",
+            key="head_dim",
+        )
+    return hidden // heads
 
 
 def layers_with_experts(config: Config) -> list[int]:
