@@ -78,11 +78,7 @@ def byte_pairs(
     """Yield the bytes of these parts, none of which is an object, in both checkpoints. Local.
 
     Parts are cut so that at most buffer_bytes of each checkpoint are in memory at a time. where names the
-    other checkpoint in error texts.
-
-    Raises:
-        IntegrityError: one of the checkpoints is damaged.
-        FormatError: the other checkpoint lacks elements.
+    other checkpoint in error texts. The errors are those of `check_equal`.
     """
     # Both buffers are reused, and grow to the largest part and the largest batch.
     first_buffer, second_buffer = np.empty(0, np.uint8), torch.empty(0, dtype=torch.uint8)
@@ -90,14 +86,11 @@ def byte_pairs(
         offsets = _offsets(batch)
         if len(second_buffer) < offsets[-1]:
             second_buffer = torch.empty(offsets[-1], dtype=torch.uint8)
-        # The batch is requested from the other checkpoint like the state dict of a load.
         entities = [
             _entity(part, chunks, second_buffer[offset : offset + part.stop - part.start])
             for part, offset in zip(batch, offsets, strict=False)
         ]
-        request = describe(entities, rank=0)
-        stored = other.chunks_for([request.table])
-        read_tensors(stored, plan_load(request, stored.table, where=where), entities, _OPTIONS)
+        _load(entities, other, where)
         for part, entity in zip(batch, entities, strict=True):
             nbytes = part.stop - part.start
             if len(first_buffer) < nbytes:
@@ -106,6 +99,13 @@ def byte_pairs(
             assert entity.data is not None
             second = np.frombuffer(byte_view(as_bits(entity.data)), np.uint8)
             yield BytePair(part, first_buffer[:nbytes], second)
+
+
+def _load(entities: Sequence[ShardedTensor], stored: Contents, where: str) -> None:
+    """Read entities from a checkpoint, as a load reads a state dict."""
+    request = describe(entities, rank=0)
+    chunks = stored.chunks_for([request.table])
+    read_tensors(chunks, plan_load(request, chunks.table, where=where), entities, _OPTIONS)
 
 
 def _batches(parts: Sequence[Part], chunks: Chunks, buffer_bytes: int) -> Iterator[list[Part]]:

@@ -119,15 +119,7 @@ def _find_files(folder: str) -> tuple[list[str], list[str]]:
             f"save_checkpoint(), which has a file 'latest', or the folder of one step in it.",
             path=folder,
         )
-    parallel = [m[2] for name in names if (m := _MODEL_FILE.fullmatch(name)) and int(m[2])]
-    other = [name for name in names if re.match(r"layer_\d|.*expert_\d", name)]
-    if parallel or other:
-        what = "tensor parallelism" if parallel else f"pipeline stages or experts ({other[0]})"
-        raise UnsupportedError(
-            f"{folder} was saved with {what}, of which DeepSpeed stores parts whose place in the whole "
-            f"parameters is not in the files. Convert it to a universal checkpoint with DeepSpeed's "
-            f"ds_to_universal.py, or save from one model without it.",
-        )
+    _check_data_parallel(folder, names)
     if not optimizers:
         raise UnsupportedError(
             f"{folder} has no '*_optim_states.pt', so it was saved without ZeRO (stage 0), or only in part. "
@@ -139,6 +131,19 @@ def _find_files(folder: str) -> tuple[list[str], list[str]]:
         [os.path.join(folder, models[rank]) for rank in sorted(models)],
         [os.path.join(folder, optimizers[rank]) for rank in sorted(optimizers)],
     )
+
+
+def _check_data_parallel(folder: str, names: Sequence[str]) -> None:
+    """Check by the names of the files that parameters are cut by nothing but ZeRO."""
+    parallel = [m[2] for name in names if (m := _MODEL_FILE.fullmatch(name)) and int(m[2])]
+    other = [name for name in names if re.match(r"layer_\d|.*expert_\d", name)]
+    if parallel or other:
+        what = "tensor parallelism" if parallel else f"pipeline stages or experts ({other[0]})"
+        raise UnsupportedError(
+            f"{folder} was saved with {what}, of which DeepSpeed stores parts whose place in the whole "
+            f"parameters is not in the files. Convert it to a universal checkpoint with DeepSpeed's "
+            f"ds_to_universal.py, or save from one model without it.",
+        )
 
 
 def _check_ranks(folder: str, ranks: Sequence[int], name: str) -> None:
@@ -188,26 +193,7 @@ class _Step:
     def _read(self) -> NamedTrainingState:
         model = self.models[0]
         self._check_rank_count()
-        shapes = [{name: tuple(shape) for name, shape in of.items()} for of in model["param_shapes"]]
-        groups = self._groups()
-        if len(shapes) != len(groups):
-            raise ValueError(f"{len(shapes)} groups of shapes, and {len(groups)} of values")
-        stretches = dict(
-            self._cut_groups(shapes, groups) if self._is_zero_3 else self._cut_flat(shapes, groups)
-        )
-        number_of = {name: i for i, of in enumerate(shapes) for name in of}
         options = self._options()
-        group_of = self._group_of(options)
-        params = {
-            name: NamedParam(
-                shape=shape,
-                states=stretches[name],
-                numbers={k: v for k, v in groups[number_of[name]].states[0].items() if not _is_vector(v)},
-                group=group_of[number_of[name]],
-            )
-            for of in shapes
-            for name, shape in of.items()
-        }
         left = [
             f"{name!r} of the model (not a tensor)"
             for name, v in model["module"].items()
@@ -218,7 +204,7 @@ class _Step:
         return NamedTrainingState(
             weights={**self._whole_weights(), **self._frozen()},
             dtypes={name: v.dtype for name, v in model["module"].items() if _is_tensor(v)},
-            params=params,
+            params=self._params(options),
             aliases=dict(model.get("shared_params") or {}),
             groups=[{k: v for k, v in group.items() if k != "params"} for group in options],
             others={"deepspeed": {**own, "client_state": client}},
@@ -226,6 +212,27 @@ class _Step:
             left_out=left,
             where=self.folder,
         )
+
+    def _params(self, options: Sequence[Mapping[str, Any]]) -> dict[str, NamedParam]:
+        """Cut every parameter out of the flat groups; options are those of the torch optimizer."""
+        shapes = [{name: tuple(shape) for name, shape in of.items()} for of in self.models[0]["param_shapes"]]
+        groups = self._groups()
+        if len(shapes) != len(groups):
+            raise ValueError(f"{len(shapes)} groups of shapes, and {len(groups)} of values")
+        stretches = dict(
+            self._cut_groups(shapes, groups) if self._is_zero_3 else self._cut_flat(shapes, groups)
+        )
+        group_of = self._group_of(options)
+        return {
+            name: NamedParam(
+                shape=shape,
+                states=stretches[name],
+                numbers={k: v for k, v in groups[i].states[0].items() if not _is_vector(v)},
+                group=group_of[i],
+            )
+            for i, of in enumerate(shapes)
+            for name, shape in of.items()
+        }
 
     @property
     def _is_zero_3(self) -> bool:

@@ -217,15 +217,9 @@ class _Import(NewCheckpoint):
         _, content = read_common(contents, where=where)
         files = ModelFiles.of(config, content, where=where)
         kept, long = kept_files(self.source, {} if config is None else files.others)
-        config, arrays = files.config, contents.arrays
         if long and self.group.rank == 0:
-            log.warning(
-                "%s: these files do not become part of the checkpoint, which has room for %s bytes of them: "
-                "%s. Give the folder again as config when you export it.",
-                where,
-                f"{MAX_KEPT_BYTES:,}",
-                ", ".join(long),
-            )
+            _warn_of_long_files(long, where)
+        config, arrays = files.config, contents.arrays
         if text_only:
             text = TextPart.of(config, arrays)
             config, arrays = text.config, {key: arrays[key] for key in text.stored.values()}
@@ -239,11 +233,15 @@ class _Import(NewCheckpoint):
         check_can_be_read(contents, list(made.right), self.source)
         views = {key: array.viewed for key, array in made.right.items()}
         source = MappedCheckpoint(with_views(contents, views, where=where), made, where)
-        rows = ImportPlan.of(new_arrays(made, source.dtypes(dtype)), ranks=self.group.size)
         metadata = {**content, "huggingface_config": config, KEPT_FILES: kept}
-        common = {"state_dict": {}, "content_metadata": metadata}
-        left_out = tuple(sorted(contents.arrays.keys() - arrays))
-        return _PlannedImport(source, rows, common, choice.name(config), tuple(sorted(kept)), left_out)
+        return _PlannedImport(
+            source=source,
+            rows=ImportPlan.of(new_arrays(made, source.dtypes(dtype)), ranks=self.group.size),
+            common={"state_dict": {}, "content_metadata": metadata},
+            map=choice.name(config),
+            files=tuple(sorted(kept)),
+            left_out=tuple(sorted(contents.arrays.keys() - arrays)),
+        )
 
     def prepare(self, planned: _PlannedImport, *, overwrite: bool) -> TargetState:
         """Check and create the target on rank 0."""
@@ -324,6 +322,16 @@ class _WrittenRows:
     def fill(self, window: RowWindow, data: ByteArray) -> None:
         """Read the rows of a window."""
         read_parts(self.contents, self.rows.requests(window, data), where=self.where)
+
+
+def _warn_of_long_files(names: Sequence[str], where: str) -> None:
+    log.warning(
+        "%s: these files do not become part of the checkpoint, which has room for %s bytes of them: "
+        "%s. Give the folder again as config when you export it.",
+        where,
+        f"{MAX_KEPT_BYTES:,}",
+        ", ".join(names),
+    )
 
 
 def _check_folder(

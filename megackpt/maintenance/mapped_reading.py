@@ -6,7 +6,7 @@ filled from the stored chunks that hold its elements, wherever these lie and how
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -117,22 +117,28 @@ def check_fits(
     Raises:
         MapError: arrays are missing, additional, or of other shapes; the text lists them.
     """
-    faults = []
-    for key, array in expected.items():
-        spec = stored.get(key)
-        if spec is None or spec.dtype == OBJECT:
-            faults.append((key, f"{key!r} {array.stored} is missing"))
-        elif not _has_shape(spec.global_shape, array):
-            faults.append((key, f"{key!r} has the shape {spec.global_shape}, and by the map {array.stored}"))
-    faults += [(key, f"{key!r} {stored[key].global_shape} is additional") for key in stored.keys() - expected]
+    faults = sorted(_faults(expected, stored))
     if faults:
-        faults.sort()
         raise MapError(
             f"{where} does not fit the map {name}:\n{truncated_list([text for _, text in faults])}\nGive the "
             f"config.json and the map of the model that was saved, and its prefix if its keys have one.",
             key=faults[0][0],
             path=where,
         )
+
+
+def _faults(
+    expected: Mapping[str, MappedArray], stored: Mapping[str, ArraySpec]
+) -> Iterator[tuple[str, str]]:
+    """Yield each key at which the arrays differ, and in what."""
+    for key, array in expected.items():
+        spec = stored.get(key)
+        if spec is None or spec.dtype == OBJECT:
+            yield key, f"{key!r} {array.stored} is missing"
+        elif not _has_shape(spec.global_shape, array):
+            yield key, f"{key!r} has the shape {spec.global_shape}, and by the map {array.stored}"
+    for key in stored.keys() - expected:
+        yield key, f"{key!r} {stored[key].global_shape} is additional"
 
 
 def is_floating(dtype: str) -> bool:

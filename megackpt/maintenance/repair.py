@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 
 import numpy as np
@@ -148,8 +148,9 @@ def _check_written(damages: Sequence[Damage], expected: Sequence[Damage], store:
 _STEP_BYTES = 4 * 1024 * 1024
 
 
-@contextlib.contextmanager
-def _replaced_files(store: Store, view: Store, names: Sequence[str], progress: Progress) -> Iterator[Store]:
+def _replaced_files(
+    store: Store, view: Store, names: Sequence[str], progress: Progress
+) -> AbstractContextManager[Store]:
     """Write files of a view of a store into the store, and replace the old ones when the block ends.
 
     Yields the store as it will be, read from what was written, so that the block can check it. If the block
@@ -162,17 +163,26 @@ def _replaced_files(store: Store, view: Store, names: Sequence[str], progress: P
         UnsupportedError: the store can replace a file neither by a rename nor by a put.
     """
     if store.replaces_on_close:
-        yield view
-        progress.begin("writing", sum(map(view.size, names)))
-        for name in _commit_last(names):
-            _copy(view, name, store, name, progress)
-        return
+        return _put_files(store, view, names, progress)
     if not store.moves_atomically:
         raise UnsupportedError(
             f"{store.location}: this store cannot replace a large file in one step (see `moves_atomically`). "
             f"Nothing was repaired. Repair a copy of the checkpoint in a directory.",
             path=store.location,
         )
+    return _renamed_files(store, view, names, progress)
+
+
+@contextlib.contextmanager
+def _put_files(store: Store, view: Store, names: Sequence[str], progress: Progress) -> Iterator[Store]:
+    yield view
+    progress.begin("writing", sum(map(view.size, names)))
+    for name in _commit_last(names):
+        _copy(view, name, store, name, progress)
+
+
+@contextlib.contextmanager
+def _renamed_files(store: Store, view: Store, names: Sequence[str], progress: Progress) -> Iterator[Store]:
     # A repair that crashed may have left new files.
     store.delete([n for n in store.names() if any(is_temporary_name_of(n, name) for name in names)])
     new_names = {name: temporary_name(name) for name in names}
