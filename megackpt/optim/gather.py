@@ -8,7 +8,7 @@ which reshard to any layout.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -62,13 +62,20 @@ def gather_states(own: Sequence[StateRange], axis: Axis) -> list[StateRange]:
             dist.send(state.data.contiguous(), axis.ranks[0], group=axis.group)
         return []
     gathered = [StateRange(p.position, p.state, p.flat_range, p.data.cpu()) for p in own]
+    device = own[0].data.device if own else torch.device("cpu")
     for source, described in zip(axis.ranks[1:], all_descriptions[1:], strict=True):
-        for position, name, start, stop, dtype in described:
-            device = own[0].data.device if own else torch.device("cpu")
-            received = torch.empty(stop - start, dtype=dtype, device=device)
-            dist.recv(received, source, group=axis.group)
-            gathered.append(StateRange(position, name, FlatRange(start, stop), received.cpu()))
+        gathered += _receive_ranges(described, source, axis, device)
     return gathered
+
+
+def _receive_ranges(
+    described: Sequence[tuple[int, str, int, int, torch.dtype]], source: int, axis: Axis, device: torch.device
+) -> Iterator[StateRange]:
+    """Yield the ranges that a rank sends, in the order in which it has described them."""
+    for position, name, start, stop, dtype in described:
+        received = torch.empty(stop - start, dtype=dtype, device=device)
+        dist.recv(received, source, group=axis.group)
+        yield StateRange(position, name, FlatRange(start, stop), received.cpu())
 
 
 def join_states(ranges: Sequence[StateRange], numels: Sequence[int]) -> dict[tuple[int, str], Tensor]:

@@ -95,8 +95,17 @@ def match_unnamed_groups(groups: Sequence[ParamGroup], saved_in: Sequence[Collec
         MismatchError: the parameters of a group were saved in several groups or in one with a name, or those
             of several groups were saved in one.
     """
-    matched: dict[int, str] = {}  # number of a stored group -> name of ours
     unnamed = [(g, numbers) for g, numbers in zip(groups, saved_in, strict=True) if not g.is_named]
+    matched = _matched_by_params(unnamed)
+    for group, numbers in unnamed:
+        if not numbers and int(group.name) not in matched:
+            matched[int(group.name)] = group.name
+    return {name: str(number) for number, name in matched.items()}
+
+
+def _matched_by_params(unnamed: Sequence[tuple[ParamGroup, Collection[int]]]) -> dict[int, str]:
+    """Return the name of the group that has the parameters of a stored group, by the number of that one."""
+    matched: dict[int, str] = {}
     for group, numbers in unnamed:
         if len(numbers) > 1 or -1 in numbers:
             saved = ["a named group" if n == -1 else f"group {n}" for n in sorted(numbers)]
@@ -108,10 +117,7 @@ def match_unnamed_groups(groups: Sequence[ParamGroup], saved_in: Sequence[Collec
                     f"{number}"
                 )
             matched[number] = group.name
-    for group, numbers in unnamed:
-        if not numbers and int(group.name) not in matched:
-            matched[int(group.name)] = group.name
-    return {name: str(number) for number, name in matched.items()}
+    return matched
 
 
 def _ambiguous(what: str) -> MismatchError:

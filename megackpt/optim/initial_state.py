@@ -41,16 +41,7 @@ def initialise_state(optimizer: Optimizer) -> None:
     if not fresh:
         return
     with _restored(optimizer, params, fresh):
-        try:
-            _step_without_effect(optimizer, params, fresh)
-        except Exception as error:
-            for param in fresh:
-                optimizer.state.pop(param, None)
-            raise OptimizerError(
-                f"{type(optimizer).__name__} cannot take a step with gradients of zero: "
-                f"{type(error).__name__}: {error}. Take one step before loading, then load the parameters "
-                f"and the state over it."
-            ) from error
+        _create_by_step(optimizer, params, fresh)
     for param in fresh:
         _reset_counter(optimizer.state.get(param, {}))
 
@@ -72,6 +63,19 @@ def _restored(optimizer: Optimizer, params: Sequence[Tensor], fresh: Sequence[Te
             param.grad = grad
         for group, kept in zip(optimizer.param_groups, settings, strict=True):
             _restore_settings(group, kept)
+
+
+def _create_by_step(optimizer: Optimizer, params: Sequence[Tensor], fresh: Sequence[Tensor]) -> None:
+    """Take a step without effect; if it fails, remove the state that it has begun to create."""
+    try:
+        _step_without_effect(optimizer, params, fresh)
+    except Exception as error:
+        for param in fresh:
+            optimizer.state.pop(param, None)
+        raise OptimizerError(
+            f"{type(optimizer).__name__} cannot take a step with gradients of zero: {type(error).__name__}: "
+            f"{error}. Take one step before loading, then load the parameters and the state over it."
+        ) from error
 
 
 def _step_without_effect(optimizer: Optimizer, params: Sequence[Tensor], fresh: Sequence[Tensor]) -> None:

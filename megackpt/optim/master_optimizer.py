@@ -113,23 +113,23 @@ class MasterOptimizer(ABC):
             buffer.collect()
         touched = self._reduce_grads()
         norm = global_grad_norm(
-            (
-                (owned_param.param, owned_param.flat_range, owned_param.grad)
-                for owned_param in self._owned_params
-            ),
+            ((owned.param, owned.flat_range, owned.grad) for owned in self._owned_params),
             self.groups,
             has_experts=any(buffer.groups.for_experts for buffer in self.buffers),
             is_sharded=self._is_sharded,
             device=self._device,
         )
-        if self.clip_grad > 0:
-            factor = clip_factor(norm, self.clip_grad)
-            for owned_slice in self._all_slices():
-                owned_slice.grad.mul_(factor.to(owned_slice.grad.device, owned_slice.grad.dtype))
+        self._clip_grads(norm)
         self._inner.step(touched)
         self._copy_masters()
         self._share_all_params()
         return norm
+
+    def _clip_grads(self, norm: Tensor) -> None:
+        if self.clip_grad > 0:
+            factor = clip_factor(norm, self.clip_grad)
+            for owned_slice in self._all_slices():
+                owned_slice.grad.mul_(factor.to(owned_slice.grad.device, owned_slice.grad.dtype))
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Set all gradients to zero. Call it between a step and the next backward pass. Local.

@@ -204,17 +204,21 @@ def check_elementwise(build: OptimizerBuilder, kinds: Sequence[Sequence[ProbeKin
         ) from error
     optimizer = _after_steps(build, whole)
     _after_steps(build, cut)
-    for members, sides in zip(whole, cut, strict=True):
-        joined = [torch.cat([a, b]) for a, b in zip(sides[::2], sides[1::2], strict=True)]
-        # Not bit for bit: vectorised kernels may round the tail of a tensor differently from its middle.
-        if not all(torch.allclose(a, b, rtol=1e-4) for a, b in zip(members, joined, strict=True)):
-            raise OptimizerError(
-                f"{type(optimizer).__name__} is not elementwise: it updates a parameter that is cut in two "
-                f"differently from the whole one (layer-wise norms, factored moments). A "
-                "DistributedOptimizer cuts parameters between ranks, so the result would depend on their "
-                "number. Use MixedPrecisionOptimizer, which keeps parameters whole, or an elementwise "
-                "optimizer such as AdamW."
-            )
+    if not all(_are_close(members, sides) for members, sides in zip(whole, cut, strict=True)):
+        raise OptimizerError(
+            f"{type(optimizer).__name__} is not elementwise: it updates a parameter that is cut in two "
+            f"differently from the whole one (layer-wise norms, factored moments). A DistributedOptimizer "
+            f"cuts parameters between ranks, so the result would depend on their number. Use "
+            f"MixedPrecisionOptimizer, which keeps parameters whole, or an elementwise optimizer such as "
+            f"AdamW."
+        )
+
+
+def _are_close(whole: Sequence[Tensor], sides: Sequence[Tensor]) -> bool:
+    """Whether the two sides of each parameter, which follow each other, are the whole one."""
+    joined = [torch.cat([a, b]) for a, b in zip(sides[::2], sides[1::2], strict=True)]
+    # Not bit for bit: vectorised kernels may round the tail of a tensor differently from its middle.
+    return all(torch.allclose(a, b, rtol=1e-4) for a, b in zip(whole, joined, strict=True))
 
 
 def _values(kind: ProbeKind, numel: int = 0) -> Tensor:

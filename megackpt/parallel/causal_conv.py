@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from megackpt.parallel.collectives import copy_to_neighbours
 from megackpt.parallel.groups import ParallelGroups
-from megackpt.parallel.linear import divide_over_tp
-from megackpt.parallel.mixin import ShardedModule, check_copies
+from megackpt.parallel.linear import divide_components_over_tp
+from megackpt.parallel.mixin import ShardedModule
 from megackpt.parallel.tp_sharding import TpSharding
 
 
@@ -51,13 +51,7 @@ class CausalConv1d(ShardedModule):
         device: torch.device | str | None = None,
     ) -> None:
         copies = {} if copies is None else copies
-        for name, number in copies.items():
-            check_copies(f"component {name!r}", number, groups)
-        components = {
-            # A component with copies is cut as if it were so many times as large.
-            n: divide_over_tp(f"component {n!r} of channels", s * copies.get(n, 1), groups)
-            for n, s in channels.items()
-        }
+        components = divide_components_over_tp("channels", channels, copies, groups)
         sharding = TpSharding(dim=0, components=components, copies=copies)
         super().__init__(groups, tp_sharding={"weight": sharding, "bias": sharding})
         self.local_components = components

@@ -94,16 +94,7 @@ class ParallelGroups:
         Raises:
             MismatchError: the number of ranks that run is not the layout's.
         """
-        running = dist.is_available() and dist.is_initialized()
-        world_size = dist.get_world_size() if running else 1
-        if world_size != layout.world_size:
-            hint = "" if running else " torch.distributed is not initialised: call init_process_group first."
-            raise MismatchError(
-                f"{layout} needs {layout.world_size} ranks but {world_size} run.{hint} "
-                f"ParallelLayout.infer({world_size}, tp={layout.tp}, cp={layout.cp}, pp={layout.pp}) gives "
-                f"the dp that fits, if any."
-            )
-        rank = dist.get_rank() if running else 0
+        rank = _checked_rank(layout)
         # Every rank creates every group, in this order: new_group is collective over the world, and two
         # ranks that create them in different orders would wait for each other. Equal partitions (tp and etp,
         # usually) share their groups: each group costs memory and connections.
@@ -169,6 +160,20 @@ class ParallelGroups:
         """
         no_cp = Axis.of((self.rank,), self.rank)
         return replace(self, tp=self.etp, cp=no_cp, dp=self.edp, dp_cp=self.edp, for_experts=True)
+
+
+def _checked_rank(layout: ParallelLayout) -> int:
+    """Return this rank, or raise an error if another number of ranks runs than the layout has."""
+    running = dist.is_available() and dist.is_initialized()
+    world_size = dist.get_world_size() if running else 1
+    if world_size != layout.world_size:
+        hint = "" if running else " torch.distributed is not initialised: call init_process_group first."
+        raise MismatchError(
+            f"{layout} needs {layout.world_size} ranks but {world_size} run.{hint} "
+            f"ParallelLayout.infer({world_size}, tp={layout.tp}, cp={layout.cp}, pp={layout.pp}) gives the "
+            f"dp that fits, if any."
+        )
+    return dist.get_rank() if running else 0
 
 
 _AXES: tuple[AxisName, ...] = ("tp", "cp", "pp", "dp", "dp_cp", "etp", "ep", "edp")

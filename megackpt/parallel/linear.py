@@ -55,6 +55,25 @@ def divide_over_tp(what: str, size: int, groups: ParallelGroups) -> int:
     return size // tp
 
 
+def divide_components_over_tp(
+    what: str, components: Mapping[str, int], copies: Mapping[str, int], groups: ParallelGroups
+) -> dict[str, int]:
+    """Return the extent of one rank's slice of each component of `what`, by name. Pure.
+
+    Neighbouring ranks have the same slice of a component with copies, as many ranks as it has copies.
+
+    Raises:
+        DeclarationError: tp is not a multiple of the copies, or does not divide a component.
+    """
+    for name, count in copies.items():
+        check_copies(f"component {name!r}", count, groups)
+    return {
+        # A component with copies is cut as if it were so many times as large.
+        name: divide_over_tp(f"component {name!r} of {what}", size * copies.get(name, 1), groups)
+        for name, size in components.items()
+    }
+
+
 class ColumnParallelLinear(ShardedModule):
     """`y = x W^T + b` with W cut by rows: weight `[out/tp, in]`, bias `[out/tp]`. Collective over tp.
 
@@ -99,19 +118,13 @@ class ColumnParallelLinear(ShardedModule):
         if isinstance(out_features, int):
             local = divide_over_tp("out_features", out_features, groups)
         else:
-            components = {
-                # A component with copies is cut as if it were so many times as large.
-                n: divide_over_tp(f"component {n!r} of out_features", s * copies.get(n, 1), groups)
-                for n, s in out_features.items()
-            }
+            components = divide_components_over_tp("out_features", out_features, copies, groups)
             local = sum(components.values())
         if gather_output and components is not None:
             raise DeclarationError(
                 f"gather_output would join the slices of components {list(components)} interleaved by rank. "
                 f"Leave it False and gather each component of split(output) by itself."
             )
-        for name, count in copies.items():
-            check_copies(f"component {name!r}", count, groups)
         sharding = TpSharding(dim=0, components=components, copies=copies)
         super().__init__(groups, tp_sharding={"weight": sharding, "bias": sharding})
         self.local_components = components

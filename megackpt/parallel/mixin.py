@@ -253,7 +253,18 @@ def declare_tensor(
         return ShardedTensor.from_rank_offsets(
             key, value, *cuts, replica_id=replicated, prepend_axis_num=len(stack)
         )
-    sharding = as_sharding(declared)
+    return _declare_cut(key, value, as_sharding(declared), groups, stack, cuts)
+
+
+def _declare_cut(
+    key: str,
+    value: Tensor,
+    sharding: TpSharding,
+    groups: ParallelGroups,
+    stack: tuple[RankOffset, ...],
+    cuts: tuple[RankOffset, ...],
+) -> ShardedBase:
+    """Declare a tensor that tp cuts; the arguments are those of `declare_tensor`."""
     placements = {
         name: _placement(key, sharding.dim + len(stack), sharding.copies_of(name), groups, cuts)
         for name in sharding.components or [""]

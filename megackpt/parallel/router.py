@@ -119,11 +119,9 @@ class Router(ShardedModule):
         if self.options.balance_loss or self.options.z_loss:
             if sequences is None:
                 sequences = torch.zeros_like(experts[:, 0])
-            losses = torch.stack([self._balance_loss(scores, sequences, num_sequences), self._z_loss(logits)])
-            self.losses = losses.detach() + (0 if self.losses is None else self.losses)
-            self.micro_batches += 1
+            loss = self._count_losses(logits, scores, sequences, num_sequences)
             # The gradients of this rank's part are averaged over cp, but the loss is a sum over cp.
-            weights = _attach(weights, losses.sum(), self.loss_scale * self.groups.cp.size)
+            weights = _attach(weights, loss, self.loss_scale * self.groups.cp.size)
         return Routing(experts, weights)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Router:
@@ -138,6 +136,13 @@ class Router(ShardedModule):
     def _count(self, experts: Tensor) -> None:
         chosen = torch.bincount(experts.flatten(), minlength=self.num_experts)
         self.chosen = chosen if self.chosen is None else self.chosen + chosen
+
+    def _count_losses(self, logits: Tensor, scores: Tensor, sequences: Tensor, num_sequences: int) -> Tensor:
+        """Return the sum of the losses, 0-dim, and add them to those of earlier micro-batches."""
+        losses = torch.stack([self._balance_loss(scores, sequences, num_sequences), self._z_loss(logits)])
+        self.losses = losses.detach() + (0 if self.losses is None else self.losses)
+        self.micro_batches += 1
+        return losses.sum()
 
     def _balance_loss(self, scores: Tensor, sequences: Tensor, num_sequences: int) -> Tensor:
         if not self.options.balance_loss:
