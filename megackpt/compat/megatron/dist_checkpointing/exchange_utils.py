@@ -6,7 +6,7 @@ Source: Megatron-Core `dist_checkpointing.exchange_utils`, for the names.
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Set
+from collections.abc import Hashable, Sequence, Set
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -97,10 +97,22 @@ def determine_main_replica_uniform_distribution(
     own = [x.without_data() for x in nested_values(sharded_state_dict) if isinstance(x, ShardedTensor)]
     gathered: list[Any] = [None] * size
     dist.all_gather_object(gathered, own, group=parallelization_group)
+    ranks, shards, with_main = _owners(gathered)
+    here = set(ranks) if ignore_groups else with_main
+    ranks = {shard: owners for shard, owners in ranks.items() if shard in here}
+    sizes = {shard: math.prod(shards[shard].local_shape) * shards[shard].dtype.itemsize for shard in ranks}
+    chosen = distribute_shards_to_ranks(ranks, sizes, size, here - with_main)
+    return ShardDistribution(chosen, here, shards, ranks)
+
+
+def _owners(
+    tensors_of_ranks: Sequence[Sequence[ShardedTensor]],
+) -> tuple[dict[Any, list[int]], dict[Any, ShardedTensor], set[Any]]:
+    """Return the ranks with each shard, one of its tensors, and the shards whose main replica is here."""
     ranks: dict[Any, list[int]] = {}
     shards: dict[Any, ShardedTensor] = {}
     with_main: set[Any] = set()
-    for rank, tensors in enumerate(gathered):
+    for rank, tensors in enumerate(tensors_of_ranks):
         for tensor in tensors:
             shard = shard_id(tensor)
             owners = ranks.setdefault(shard, [])
@@ -109,11 +121,7 @@ def determine_main_replica_uniform_distribution(
             shards.setdefault(shard, tensor)
             if is_main_replica(tensor.replica_id):
                 with_main.add(shard)
-    here = set(ranks) if ignore_groups else with_main
-    ranks = {shard: owners for shard, owners in ranks.items() if shard in here}
-    sizes = {shard: math.prod(shards[shard].local_shape) * shards[shard].dtype.itemsize for shard in ranks}
-    chosen = distribute_shards_to_ranks(ranks, sizes, size, here - with_main)
-    return ShardDistribution(chosen, here, shards, ranks)
+    return ranks, shards, with_main
 
 
 def shard_id(tensor: ShardedTensor) -> tuple[str, tuple[int, ...], tuple[int, int] | None]:

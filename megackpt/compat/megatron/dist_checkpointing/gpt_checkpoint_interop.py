@@ -71,14 +71,10 @@ def gpt_compatible_layer_maps(hybrid_layer_pattern: str) -> GPTCompatLayerMaps:
     Raises:
         DeclarationError: no GPT has such layers; it is a ValueError, as in Megatron-Core.
     """
-
-    def numbers(symbols: str) -> list[int]:
-        return [number for number, symbol in enumerate(layers) if symbol in symbols]
-
     layers, _, predicting = hybrid_layer_pattern.partition(_MTP)
     layers = layers.replace(_STAGE, "")
+    attention, mlps = _numbers(layers, "*"), _numbers(layers, "-E")
     others = sorted(set(layers) - set("*-EM"))
-    attention, mlps = numbers("*"), numbers("-E")
     fault = ""
     if predicting:
         fault = "it has layers that predict several tokens, which a GPT checkpoint has no weights for"
@@ -93,9 +89,14 @@ def gpt_compatible_layer_maps(hybrid_layer_pattern: str) -> GPTCompatLayerMaps:
     return GPTCompatLayerMaps(
         attention_to_gpt={number: index for index, number in enumerate(attention)},
         mlp_to_gpt={number: index for index, number in enumerate(mlps)},
-        fresh_init=frozenset(numbers("M")),
+        fresh_init=frozenset(_numbers(layers, "M")),
         num_gpt_layers=len(attention),
     )
+
+
+def _numbers(layers: str, symbols: str) -> list[int]:
+    """Return the numbers of the layers that have one of the symbols."""
+    return [number for number, symbol in enumerate(layers) if symbol in symbols]
 
 
 def retarget_sharded_state_dict_to_gpt_checkpoint(

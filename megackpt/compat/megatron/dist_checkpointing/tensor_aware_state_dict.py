@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import copy
 import importlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -121,13 +121,7 @@ class MCoreTensorAwareStateDict(_Base):  # type: ignore[misc]
         unexpected = {entity.key for entity in asked if _identity(entity) not in stored}
         missing = {identity[0] for identity in stored} - {entity.key for entity in asked}
         if unexpected and StrictHandling.of(strict).on_unexpected is Policy.ERROR:
-            key = min(unexpected)
-            raise MissingKeyError(
-                f"{len(unexpected)} keys are asked for in shards that this rank's local checkpoint does not "
-                f"have, {key!r} among them. A local checkpoint loads only at the layout that wrote it: load "
-                f"a global one instead.",
-                key=key,
-            )
+            raise _missing_shards(unexpected)
         wanted, _ = extract_matching_values(wanted, lambda entity: _identity(entity) in stored)
         wanted = dict_list_map_inplace(lambda entity: stored[_identity(entity)], wanted)
         merge(state, apply_factory_merges(wanted, factories))
@@ -233,6 +227,15 @@ class MCoreTensorAwareStateDict(_Base):  # type: ignore[misc]
                 else "The tensors of this state dict are in it. Take them out with pop_tensors() first."
             )
             raise DeclarationError(fault)
+
+
+def _missing_shards(keys: Collection[str]) -> MissingKeyError:
+    key = min(keys)
+    return MissingKeyError(
+        f"{len(keys)} keys are asked for in shards that this rank's local checkpoint does not have, {key!r} "
+        f"among them. A local checkpoint loads only at the layout that wrote it: load a global one instead.",
+        key=key,
+    )
 
 
 def _check_algorithm(algo: str) -> None:

@@ -91,18 +91,23 @@ def verify_checkpoint_and_load_strategy(
     common_name = (config.common_backend, config.common_backend_version)
     sharded = _strategy(StrategyAction.LOAD_SHARDED, sharded_strategy or sharded_name)
     common = _strategy(StrategyAction.LOAD_COMMON, common_strategy or common_name)
-    for strategy, (backend, version) in ((sharded, sharded_name), (common, common_name)):
-        try:
-            strategy.check_backend_compatibility(backend)
-            strategy.check_version_compatibility(version)
-        except NotImplementedError as error:
-            raise FormatError(
-                f"{checkpoint_dir} is in format {backend!r} version {version}, which {strategy} does not "
-                f"read. "
-                f"Pass no strategy: the format is detected.",
-                path=str(checkpoint_dir),
-            ) from error
+    _check_reads(sharded, *sharded_name, checkpoint_dir)
+    _check_reads(common, *common_name, checkpoint_dir)
     return sharded, common
+
+
+def _check_reads(
+    strategy: LoadShardedStrategy | LoadCommonStrategy, backend: str, version: int, checkpoint_dir: str
+) -> None:
+    try:
+        strategy.check_backend_compatibility(backend)
+        strategy.check_version_compatibility(version)
+    except NotImplementedError as error:
+        raise FormatError(
+            f"{checkpoint_dir} is in format {backend!r} version {version}, which {strategy} does not read. "
+            f"Pass no strategy: the format is detected.",
+            path=str(checkpoint_dir),
+        ) from error
 
 
 def verify_checkpoint(checkpoint_dir: str) -> None:

@@ -356,11 +356,15 @@ def distribute_main_replicas_with_precomputed_distribution(
             continue
         shard = shard_id(tensor)
         if shard not in chosen and is_main_replica(tensor.replica_id):
-            raise DeclarationError(
-                f"{tensor.key!r} was not there when the distribution was made. Make it anew, or do not set "
-                f"do_cache_distribution where the structure changes.",
-                key=tensor.key,
-            )
+            raise _unknown_shard(tensor.key)
         is_chosen = chosen.get(shard) == rank and shard not in has_main
         tensor.replica_id = 0 if is_chosen else 1
         has_main.add(shard)
+
+
+def _unknown_shard(key: str) -> DeclarationError:
+    return DeclarationError(
+        f"{key!r} was not there when the distribution was made. Make it anew, or do not set "
+        f"do_cache_distribution where the structure changes.",
+        key=key,
+    )

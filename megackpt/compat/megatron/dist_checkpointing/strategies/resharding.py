@@ -95,29 +95,30 @@ def apply_nd_flattened_tensors_reformulation(
     Raises:
         DeclarationError: the metadata lacks a key, or does not fit it. One-dimensional arrays may be missing.
     """
-
-    def reformulated(leaf: Any) -> Any:
-        if not is_nd_flattened_tensor(leaf):
-            return leaf
-        metadata = reformulation_metadata.get(leaf.key)
-        if metadata is None and len(leaf.global_shape) == 1:
-            return leaf
-        if metadata is None:
-            raise DeclarationError(
-                f"{leaf.key!r} has no reformulation metadata; there is some for "
-                f"{sorted(reformulation_metadata)}. Give it for every key, or load without reformulation.",
-                key=leaf.key,
-            )
-        if nd_flattened_tensor_reformulated_global_shape(leaf) == metadata.ckpt_reform_global_shape:
-            return leaf
-        return reformulate_single_nd_flattened_tensor(leaf, metadata)
-
-    dict_list_map_inplace(reformulated, sharded_state_dict)
+    dict_list_map_inplace(lambda leaf: _reformulated(leaf, reformulation_metadata), sharded_state_dict)
     factories, _ = extract_matching_values(
         sharded_state_dict, lambda leaf: isinstance(leaf, ShardedTensorFactory), return_lists_as_dicts=True
     )
     apply_factories(sharded_state_dict)
     return sharded_state_dict, factories
+
+
+def _reformulated(leaf: Any, metadata_of_key: dict[str, TensorReformulationMetadata]) -> Any:
+    """Return a factory for a flat range whose array is stored in other chunks; other leaves as they are."""
+    if not is_nd_flattened_tensor(leaf):
+        return leaf
+    metadata = metadata_of_key.get(leaf.key)
+    if metadata is None and len(leaf.global_shape) == 1:
+        return leaf
+    if metadata is None:
+        raise DeclarationError(
+            f"{leaf.key!r} has no reformulation metadata; there is some for {sorted(metadata_of_key)}. Give "
+            f"it for every key, or load without reformulation.",
+            key=leaf.key,
+        )
+    if nd_flattened_tensor_reformulated_global_shape(leaf) == metadata.ckpt_reform_global_shape:
+        return leaf
+    return reformulate_single_nd_flattened_tensor(leaf, metadata)
 
 
 def restore_nd_flattened_tensors_formulation(
@@ -164,25 +165,33 @@ def reformulate_single_nd_flattened_tensor(
         )
         for offset in offsets
     }
-
-    def merged(loaded: Any) -> torch.Tensor:
-        whole: torch.Tensor | None = None
-        for offset, shape in shards:
-            flat = loaded[offset, shape]
-            if whole is None:
-                whole = torch.empty(sh_ten.local_shape, dtype=sh_ten.dtype, device=flat.device)
-            # The box that the stored chunk and the tensor have in common, in the coordinates of each.
-            ours, theirs = start[prepended:], offset[prepended:]
-            low = [max(o, t) for o, t in zip(ours, theirs, strict=True)]
-            ends = zip(ours, sh_ten.local_shape, theirs, shape, strict=True)
-            high = [min(o + e, t + s) for o, e, t, s in ends]
-            into = tuple(slice(a - o, b - o) for a, b, o in zip(low, high, ours, strict=True))
-            source = tuple(slice(a - t, b - t) for a, b, t in zip(low, high, theirs, strict=True))
-            whole[into] = flat.detach().reshape(shape)[source]
-        if whole is None:
-            raise DeclarationError(f"{sh_ten.key!r}: no chunk was loaded to take it from.", key=sh_ten.key)
-        return whole.reshape(-1)[sh_ten.flattened_range]
-
     return ShardedTensorFactory(
-        sh_ten.key, None, lambda *_: shards, merged, sh_ten.replica_id, sh_ten.flattened_range
+        sh_ten.key,
+        None,
+        lambda *_: shards,
+        lambda loaded: _merge_chunks(sh_ten, {chunk: loaded[chunk] for chunk in shards}),
+        sh_ten.replica_id,
+        sh_ten.flattened_range,
     )
+
+
+def _merge_chunks(
+    tensor: ShardedTensor, chunks: dict[tuple[tuple[int, ...], tuple[int, ...]], torch.Tensor]
+) -> torch.Tensor:
+    """Return the flat range of a tensor, from loaded flat chunks, by global offset and local shape."""
+    prepended = tensor.prepend_axis_num
+    whole: torch.Tensor | None = None
+    for (offset, shape), flat in chunks.items():
+        if whole is None:
+            whole = torch.empty(tensor.local_shape, dtype=tensor.dtype, device=flat.device)
+        # The box that the stored chunk and the tensor have in common, in the coordinates of each.
+        ours, theirs = tensor.global_offset[prepended:], offset[prepended:]
+        low = [max(o, t) for o, t in zip(ours, theirs, strict=True)]
+        ends = zip(ours, tensor.local_shape, theirs, shape, strict=True)
+        high = [min(o + e, t + s) for o, e, t, s in ends]
+        into = tuple(slice(a - o, b - o) for a, b, o in zip(low, high, ours, strict=True))
+        source = tuple(slice(a - t, b - t) for a, b, t in zip(low, high, theirs, strict=True))
+        whole[into] = flat.detach().reshape(shape)[source]
+    if whole is None:
+        raise DeclarationError(f"{tensor.key!r}: no chunk was loaded to take it from.", key=tensor.key)
+    return whole.reshape(-1)[tensor.flattened_range]

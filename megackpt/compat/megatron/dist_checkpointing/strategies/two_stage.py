@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 from megackpt.api import collective
-from megackpt.comm import Group, SingleProcess, run_on_all_ranks, subgroup, world_group
+from megackpt.comm import Group, SingleProcess, errors_on_all_ranks, run_on_all_ranks, subgroup, world_group
 from megackpt.compat.megatron.dist_checkpointing.dict_utils import (
     dict_list_map_inplace,
     nested_values,
@@ -244,18 +244,11 @@ class TwoStageDataParallelLoadShardedStrategy(DetectingLoadStrategy):
         group = self._connected()
         for meta in ten_metas:
             asked = meta.sharded_tensor_no_data
-            chunks: list[torch.Tensor] = []
-
-            def take(meta: _ShardedTensorMetadata = meta, chunks: list[torch.Tensor] = chunks) -> bytes:
-                asked = meta.sharded_tensor_no_data
+            with errors_on_all_ranks(group, f"reading {asked.key!r}"):
                 if meta.dist_group_rank == self.dp_group_rank:
-                    chunks.append(self.load_tensor_from_storage(checkpoint_dir, meta).contiguous())
+                    chunk = self.load_tensor_from_storage(checkpoint_dir, meta).contiguous()
                 else:
-                    chunks.append(torch.empty(asked.local_shape, dtype=asked.dtype))
-                return b""
-
-            run_on_all_ranks(group, take, doing=f"reading {asked.key!r}")
-            (chunk,) = chunks
+                    chunk = torch.empty(asked.local_shape, dtype=asked.dtype)
             if group.size > 1 and chunk.numel():
                 chunk = self._broadcast(chunk, meta, group)
             self._distribute_data_to_state_dict(meta, chunk, sharded_state_dict)
