@@ -133,16 +133,16 @@ class MegackptStorageReader(StorageReader):
                 raise MismatchError(f"{store.location} was saved anew while it was being read. Load again.")
             common = _common_of(contents, store)
             values = {name: value for name, (_, value) in flatten(common).items()}
-            tensors = [item for item in plan.items if item.type == LoadItemType.TENSOR]
-            self._read_arrays(
-                [i for i in tensors if i.storage_index.fqn in contents.arrays], planner, store, contents
-            )
-            for item in tensors:
-                if item.storage_index.fqn not in contents.arrays:
-                    _copy_value(item, planner, values[item.storage_index.fqn])
+            arrays: list[ReadItem] = []
             for item in plan.items:
+                name = item.storage_index.fqn
                 if item.type == LoadItemType.BYTE_IO:
-                    _give(item, planner, self._value(item.storage_index.fqn, values, store, contents))
+                    _give(item, planner, self._value(name, values, store, contents))
+                elif name in contents.arrays:
+                    arrays.append(item)
+                else:
+                    _copy_value(item, planner, values[name])
+            self._read_arrays(arrays, planner, store, contents)
         future: Future[None] = Future()
         future.set_result(None)
         return future

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import io
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -122,12 +122,7 @@ class MegackptSavePlanner(SavePlanner):
         plain, self.common = _plain_tensors(self._flattened.common)
         self._tensors = (*self._flattened.tensors, *plain)
         self._shared = self._flattened.on_some_ranks | {tensor.key for tensor in plain}
-        for tensor in self._tensors:
-            if tensor.data is None:
-                raise DeclarationError(
-                    f"{tensor.key!r} has no data to save. Declare it with its tensor.", key=tensor.key
-                )
-            check_source(tensor)
+        _check_sources(self._tensors)
         self._values = flatten(self.common)
         _check_names_differ(self._flattened, plain, self._values)
         for name, (_, value) in self._values.items():
@@ -164,12 +159,7 @@ class MegackptSavePlanner(SavePlanner):
             CoverageError, MismatchError: the declarations of the ranks do not fit each other.
         """
         messages: list[_RankMessage] = [plan.planner_data for plan in all_plans]
-        columns = [
-            unpack_columns(s.columns, where=f"declarations of rank {r}") for r, s in enumerate(messages)
-        ]
-        merged = merge_declarations(decode_declarations(columns))
-        merged = choose_lowest_rank_as_main(merged, {key for s in messages for key in s.replicated})
-        merged = keep_lowest_main(merged, {key for s in messages for key in s.shared})
+        merged = _merged(messages)
         if self._validate:
             check_coverage(merged)
             check_replicated_equal([s.replicated for s in messages])
@@ -177,9 +167,8 @@ class MegackptSavePlanner(SavePlanner):
             check_common_equal([s.common for s in messages])
         chosen = _chosen_items(merged, messages)
         steps: dict[str, Steps] = {}
-        for items, of_rank in zip(
-            chosen, messages, strict=True
-        ):  # a value is written by the first that has it
+        # A value is written by the first rank that has it.
+        for items, of_rank in zip(chosen, messages, strict=True):
             items += [_bytes_item(name) for name in of_rank.values if name not in steps]
             steps = of_rank.values | steps
         plans = [
@@ -229,6 +218,15 @@ class MegackptSavePlanner(SavePlanner):
         return items
 
 
+def _check_sources(tensors: Iterable[ShardedTensor]) -> None:
+    for tensor in tensors:
+        if tensor.data is None:
+            raise DeclarationError(
+                f"{tensor.key!r} has no data to save. Declare it with its tensor.", key=tensor.key
+            )
+        check_source(tensor)
+
+
 def _plain_tensors(common: Any) -> tuple[list[ShardedTensor], Any]:
     """Return the plain tensors among common values as whole arrays, and the rest."""
     arrays = {name for name, (_, value) in flatten(common).items() if _is_array(value)}
@@ -264,6 +262,14 @@ def _is_array(value: Any) -> bool:
         and not value.is_quantized
         and dtype_name(value.dtype) in DTYPES
     )
+
+
+def _merged(messages: Sequence[_RankMessage]) -> DeclaredChunks:
+    """Return the declarations of all ranks, with one main replica where entities have no replica ids."""
+    columns = [unpack_columns(s.columns, where=f"declarations of rank {r}") for r, s in enumerate(messages)]
+    merged = merge_declarations(decode_declarations(columns))
+    merged = choose_lowest_rank_as_main(merged, {key for s in messages for key in s.replicated})
+    return keep_lowest_main(merged, {key for s in messages for key in s.shared})
 
 
 def _chosen_items(merged: DeclaredChunks, messages: list[_RankMessage]) -> list[list[WriteItem]]:

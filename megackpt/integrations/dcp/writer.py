@@ -8,7 +8,7 @@ planner: no file is a pickle.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,7 +44,7 @@ from megackpt.metadata import decode_declarations, merge_declarations, pack_colu
 from megackpt.options import SaveOptions
 from megackpt.planning import SavePlan as OwnPlan
 from megackpt.planning import plan_main_replicas
-from megackpt.storage import Location
+from megackpt.storage import Location, Store
 from megackpt.validation import check_coverage
 
 
@@ -175,7 +175,6 @@ class MegackptStorageWriter(Stager, StorageWriter):
         declared = describe(entities, rank=task.rank, object_nbytes=[len(blob) for blob in parts.blobs])
         own = plan_main_replicas(declared)
         strategy = save_strategy(None)
-
         source = _PlannerParts(planner, parts, own, part_bytes=self._options.part_bytes)
         with opened(self.path) as store:
             receipts = [
@@ -184,13 +183,12 @@ class MegackptStorageWriter(Stager, StorageWriter):
                 )
                 for rows in strategy.rounds(own, task.rank)
             ]
+        sent = {} if self._is_coordinator else parts.values
         written = _Written(
             attempt=task.attempt,
             columns=pack_columns(declared.to_columns()),
             receipts=receipts,
-            values={}
-            if self._is_coordinator
-            else {name: pack(value, path=name) for name, value in parts.values.items()},
+            values={name: pack(value, path=name) for name, value in sent.items()},
         )
         future: Future[list[WriteResult]] = Future()
         nbytes = int(own.table.nbytes.sum())
@@ -204,46 +202,45 @@ class MegackptStorageWriter(Stager, StorageWriter):
             CoverageError, MismatchError: what the ranks have written is not each array exactly once.
             StorageError, UnserializableError: see `write_data`.
         """
-        strategy = save_strategy(None)
         written: list[_Written] = [of_rank[0].storage_data for of_rank in results]
         with opened(self.path) as store:
             try:
-                if any(w.attempt != self._attempt for w in written):
-                    raise MismatchError(
-                        "Ranks have written for different attempts. Give each save a planner without a "
-                        "plan that is kept.",
-                        path=store.location,
-                    )
-                columns = [
-                    unpack_columns(w.columns, where=f"chunks of rank {r}") for r, w in enumerate(written)
-                ]
-                merged = merge_declarations(decode_declarations(columns))
-                check_coverage(merged)
-                common = self._common(written, metadata.planner_data or {})
-                plan = plan_main_replicas(merged)
-                planned = PlannedSave(
-                    attempt=self._attempt,
-                    plan=plan,
-                    parts=_NoParts(),  # every rank has written its own
-                    common={"state_dict": common, "content_metadata": self._content_metadata},
-                    strategy=strategy,
-                    leftovers=self._earlier,
-                )
-                chunks = WrittenChunks(
-                    attempt=self._attempt,
-                    receipts=[w.receipts for w in written],
-                    reports=[],
-                    own_plan=plan,
-                    complete=None,
-                )
-                commit_attempt(planned, chunks, store, world_size=len(written))
+                self._commit(written, metadata.planner_data or {}, store)
             except Exception:
-                manifest.discard(store, attempt=self._attempt, strategy=strategy)
+                manifest.discard(store, attempt=self._attempt, strategy=save_strategy(None))
                 raise
             finally:
                 self._values, self._base = {}, None
 
-    def _common(self, written: list[_Written], paths: Mapping[str, Any]) -> Any:
+    def _commit(self, written: Sequence[_Written], paths: Mapping[str, Any], store: Store) -> None:
+        if any(w.attempt != self._attempt for w in written):
+            raise MismatchError(
+                "Ranks have written for different attempts. Give each save a planner without a plan that is "
+                "kept.",
+                path=store.location,
+            )
+        columns = [unpack_columns(w.columns, where=f"chunks of rank {r}") for r, w in enumerate(written)]
+        merged = merge_declarations(decode_declarations(columns))
+        check_coverage(merged)
+        plan = plan_main_replicas(merged)
+        planned = PlannedSave(
+            attempt=self._attempt,
+            plan=plan,
+            parts=_NoParts(),  # every rank has written its own
+            common={"state_dict": self._common(written, paths), "content_metadata": self._content_metadata},
+            strategy=save_strategy(None),
+            leftovers=self._earlier,
+        )
+        chunks = WrittenChunks(
+            attempt=self._attempt,
+            receipts=[w.receipts for w in written],
+            reports=[],
+            own_plan=plan,
+            complete=None,
+        )
+        commit_attempt(planned, chunks, store, world_size=len(written))
+
+    def _common(self, written: Sequence[_Written], paths: Mapping[str, Any]) -> Any:
         """Return common state in the structure that the state dict had, as far as the planner knows it."""
         values = dict(self._values)
         for rank, of_rank in enumerate(written):
@@ -283,21 +280,24 @@ def _taken_apart(plan: SavePlan, planner: SavePlanner) -> _Parts:
             else:
                 parts.values[name] = _value_of(planner, item)
             continue
-        data = item.tensor_data
-        if data is None:
-            raise DeclarationError(f"{name!r}: DCP's plan does not say what this tensor is.", key=name)
         parts.items.append(item)
-        parts.tensors.append(
-            ShardedTensor(
-                key=name,
-                data=None,
-                dtype=data.properties.dtype,
-                local_shape=tuple(data.chunk.sizes),
-                global_shape=tuple(data.size),
-                global_offset=tuple(data.chunk.offsets),
-            )
-        )
+        parts.tensors.append(_declared(item))
     return parts
+
+
+def _declared(item: WriteItem) -> ShardedTensor:
+    """Return the tensor that an item writes, without its data."""
+    name, data = item.index.fqn, item.tensor_data
+    if data is None:
+        raise DeclarationError(f"{name!r}: DCP's plan does not say what this tensor is.", key=name)
+    return ShardedTensor(
+        key=name,
+        data=None,
+        dtype=data.properties.dtype,
+        local_shape=tuple(data.chunk.sizes),
+        global_shape=tuple(data.size),
+        global_offset=tuple(data.chunk.offsets),
+    )
 
 
 class _PlannerParts(ChunkParts):
