@@ -67,24 +67,21 @@ def decide(
     (150,)
     """
     steps = sorted(set(committed))
-    period = retention.keep_every
-    last = set(steps[-retention.keep_last :]) if retention.keep_last is not None else set()
-    best: Collection[int] = ()
+    last, period = retention.keep_last, retention.keep_every
+    groups: dict[str, Iterable[int]] = {
+        "newest": steps[-1:],
+        "pinned": pinned,
+        "good": set(good) - set(steps[-1:]),
+        "all are kept": steps if retention.keeps_all else (),
+        f"last {last}": () if last is None else steps[-last:],
+        f"every {period}": () if period is None else (step for step in steps if step % period == 0),
+    }
     if retention.keep_best is not None:
-        best = retention.keep_best.best_of({s: m for s, m in (metrics or {}).items() if s in set(steps)})
-    kept: dict[int, tuple[str, ...]] = {}
-    for step in steps:
-        reasons = {
-            "newest": step == steps[-1],
-            "pinned": step in pinned,
-            "good": step in good and step != steps[-1],
-            "all are kept": retention.keeps_all,
-            f"last {retention.keep_last}": step in last,
-            f"every {period}": period is not None and step % period == 0,
-            f"best {retention.keep_best.metric if retention.keep_best else ''}": step in best,
-        }
-        if any(reasons.values()):
-            kept[step] = tuple(reason for reason, applies in reasons.items() if applies)
+        known = {step: of_step for step, of_step in (metrics or {}).items() if step in set(steps)}
+        groups[f"best {retention.keep_best.metric}"] = retention.keep_best.best_of(known)
+    members = {why: frozenset(group) for why, group in groups.items()}
+    reasons = {step: tuple(why for why, group in members.items() if step in group) for step in steps}
+    kept = {step: why for step, why in reasons.items() if why}
     return RetentionDecision(kept=kept, removed=tuple(step for step in steps if step not in kept))
 
 

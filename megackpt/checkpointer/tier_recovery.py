@@ -164,34 +164,24 @@ class Recovery:
         Raises:
             FormatError, IntegrityError: the index is damaged on the node that reads it.
         """
-        group, survey, name = self._group, self._survey, step_name(candidate.step)
-        leaders = self._nodes.leaders()
-        source_node = _from_rank_0(group, survey.source_node(candidate) if group.rank == 0 else None)
+        group, leaders = self._group, self._nodes.leaders()
+        source_node = _from_rank_0(group, self._survey.source_node(candidate) if group.rank == 0 else None)
         if source_node is None:
             self._skip(candidate, "no node has its index undamaged", is_incomplete=True)
             return None
 
         def described() -> bytes:
-            with self._open(candidate.tier, name) as store:
+            with self._open(candidate.tier, step_name(candidate.step)) as store:
                 return describe_step(store).to_bytes()
 
         doing = "looking into a checkpoint"
         source = leaders[source_node]
         files = StepFiles.from_bytes(broadcast_from_rank(group, described, source=source, doing=doing))
-        files_of_rank: list[Any] | None = None
-        if group.rank == 0:
-            files_of_rank = [
-                survey.nodes_with_data(candidate, files),
-                list(survey.missing_on_nodes(candidate, files).items()),
-            ]
-        nodes_of, missing = _from_rank_0(group, files_of_rank)
+        nodes_of, missing = self._nodes_with_files(candidate, files)
         lost = sorted(file for file, nodes in nodes_of.items() if not nodes)
         if lost:
-            self._skip(
-                candidate,
-                f"{len(lost)} of its {len(nodes_of)} data files are on no node any more, {lost[0]} first",
-                is_incomplete=True,
-            )
+            why = f"{len(lost)} of its {len(nodes_of)} data files are on no node any more, {lost[0]} first"
+            self._skip(candidate, why, is_incomplete=True)
             return None
         members = self._nodes.members()
         return _StepPlacement(
@@ -203,6 +193,14 @@ class Recovery:
             },
             missing={leaders[node]: (tuple(names), commit) for node, (names, commit) in missing},
         )
+
+    def _nodes_with_files(self, candidate: StepCandidate, files: StepFiles) -> Any:
+        """Return the nodes that have each data file, and what each node lacks, as rank 0 knows it."""
+        survey, found = self._survey, None
+        if self._group.rank == 0:
+            missing = survey.missing_on_nodes(candidate, files)
+            found = [survey.nodes_with_data(candidate, files), list(missing.items())]
+        return _from_rank_0(self._group, found)
 
     def _load_from_tier(self, candidate: StepCandidate, request: StepRequest) -> StateDict | None:
         """Load a step of a tier: a rank that can read a byte sends it to the ranks that need it."""
