@@ -1,8 +1,8 @@
 """Finds what is wrong with the files of a torch_dist checkpoint of ours, apart from the bytes of its chunks.
 
-Our note and index are compared with the files that other libraries read instead: `.metadata`, common.pt,
-    and the
-zip records around each tensor. Checkpoints of other libraries contain nothing twice, so nothing is compared.
+Our note and index are compared with the files that other libraries read instead: `.metadata`, common.pt, and
+the zip records around each tensor. Checkpoints of other libraries contain nothing twice, so nothing is
+compared.
 """
 
 from __future__ import annotations

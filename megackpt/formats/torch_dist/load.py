@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from typing import Any
 
 from megackpt.errors import FormatError
@@ -119,29 +120,29 @@ def _foreign_common(
     # Megatron-Core writes the file in each save, possibly with the same bytes; DCP alone never writes it.
     by_megatron = metadata.is_of_megatron
     if store.exists(names.COMMON) and (by_megatron or not _is_of_another_save(store)):
-
-        def from_file() -> Json:
-            where = f"{store.location}/{names.COMMON}"
-            data = store.read(names.COMMON, max_bytes=COMMON_MAX_BYTES)
-            return _split_common(load_value(data, where=where, allow_unsafe=allow_unsafe), where=where)
-
-        return from_file
+        return partial(_common_of_file, store, allow_unsafe)
     if metadata.has_object(COMMON_OBJECT) and COMMON_STATE in arrays:
         del arrays[COMMON_STATE]
-
-        def from_object() -> Json:
-            item = metadata.object_item(COMMON_OBJECT, is_listed=True)
-            table, items = metadata.chunks([COMMON_STATE])
-            row = items.index(item)
-            data = bytearray(int(table.nbytes[row]))
-            chunks = ItemChunks(store, table, items, allow_unsafe=allow_unsafe)
-            chunks.read_into(row, 0, memoryview(data), verify=False)
-            where = f"{store.location}: object {COMMON_OBJECT!r}"
-            value = load_value(memoryview(data)[1:], where=where, allow_unsafe=allow_unsafe)
-            return _split_common(_only_one(value, where), where=where)
-
-        return from_object
+        return partial(_common_of_object, store, metadata, allow_unsafe)
     return lambda: {"state_dict": {}, "content_metadata": None}
+
+
+def _common_of_file(store: Store, allow_unsafe: bool) -> Json:
+    where = f"{store.location}/{names.COMMON}"
+    data = store.read(names.COMMON, max_bytes=COMMON_MAX_BYTES)
+    return _split_common(load_value(data, where=where, allow_unsafe=allow_unsafe), where=where)
+
+
+def _common_of_object(store: Store, metadata: DcpMetadata, allow_unsafe: bool) -> Json:
+    item = metadata.object_item(COMMON_OBJECT, is_listed=True)
+    table, items = metadata.chunks([COMMON_STATE])
+    row = items.index(item)
+    data = bytearray(int(table.nbytes[row]))
+    chunks = ItemChunks(store, table, items, allow_unsafe=allow_unsafe)
+    chunks.read_into(row, 0, memoryview(data), verify=False)
+    where = f"{store.location}: object {COMMON_OBJECT!r}"
+    value = load_value(memoryview(data)[1:], where=where, allow_unsafe=allow_unsafe)
+    return _split_common(_only_one(value, where), where=where)
 
 
 def _is_of_another_save(store: Store) -> bool:

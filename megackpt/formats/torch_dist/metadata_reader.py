@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -72,6 +72,10 @@ class _Row:
     shape: Extents
     flat_start: int
     flat_stop: int
+
+
+_Objects = dict[str, tuple[Extents, dict[Extents, tuple[str, bool]]]]
+"""Arrays of objects: key -> (shape, {offset: (name in `.metadata`, is_listed)})."""
 
 
 class DcpMetadata:
@@ -149,8 +153,8 @@ class DcpMetadata:
         # Through columns, so that this table passes the same checks as one from an index.
         return ChunkTable.from_columns(table.to_columns(), where=self._where), items
 
-    def _find_objects(self) -> dict[str, tuple[Extents, dict[Extents, tuple[str, bool]]]]:
-        """Return the arrays of objects: key -> (shape, {offset: (name in `.metadata`, is_listed)})."""
+    def _find_objects(self) -> _Objects:
+        """Return the arrays of objects."""
         plain: list[str] = []
         sharded: dict[str, dict[str, tuple[Extents, Extents]]] = {}
         for name, entry in self._entries.items():
@@ -169,7 +173,11 @@ class DcpMetadata:
                 sharded.setdefault(match["key"], {})[name] = location
             else:
                 plain.append(name)
-        objects: dict[str, tuple[Extents, dict[Extents, tuple[str, bool]]]] = {}
+        return self._arrays_of_objects(sharded) | {name: ((1,), {(0,): (name, False)}) for name in plain}
+
+    def _arrays_of_objects(self, sharded: Mapping[str, Mapping[str, tuple[Extents, Extents]]]) -> _Objects:
+        """Put objects into arrays; of each key, their names with the offset and shape that these say."""
+        objects: _Objects = {}
         for key, members in sharded.items():
             try:
                 check_collisions([offset for offset, _ in members.values()])
@@ -182,8 +190,6 @@ class DcpMetadata:
                     objects[name] = ((1,), {(0,): (name, True)})
             else:
                 objects[key] = (shape, {offset: (name, True) for name, (offset, _) in members.items()})
-        for name in plain:
-            objects[name] = ((1,), {(0,): (name, False)})
         return objects
 
     def _is_copy(self, name: str) -> bool:

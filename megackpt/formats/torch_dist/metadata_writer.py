@@ -54,39 +54,7 @@ def metadata_of(written: WrittenItems, values: Iterable[Value] = (), *, attempt:
 
     Source: torch.distributed.checkpoint `create_default_global_save_plan` and `FileSystemWriter.finish`.
     """
-    table = written.table
-    entries: dict[str, Any] = {
-        a.key: TensorStorageMetadata(_properties(a.dtype), torch.Size(a.global_shape), [])
-        for a in table.arrays
-        if a.dtype != OBJECT
-    }
-    storage: dict[MetadataIndex, _StorageInfo] = {}
-    starts, shapes = table.start.tolist(), table.shape.tolist()
-    for row, number in enumerate(table.array.tolist()):
-        spec = table.arrays[number]
-        start = tuple(starts[row][: len(spec.global_shape)])
-        if spec.dtype == OBJECT:
-            name = unique_key(spec, start)
-            taken = name in entries
-            entries[name] = BytesStorageMetadata()
-            index = MetadataIndex(name)
-        else:
-            chunks = entries[spec.key].chunks
-            shape = torch.Size(shapes[row][: len(start)])
-            # DCP compares key and offset only (the number is a hint), so chunks that begin together are one
-            # to it.
-            index = MetadataIndex(spec.key, start, len(chunks))
-            taken = index in storage
-            chunks.append(ChunkStorageMetadata(torch.Size(start), shape))
-        if taken:
-            raise DeclarationError(
-                f"{spec.key!r}: format torch_dist cannot hold two chunks that begin at {start}. Main "
-                f"replicas must not overlap, and no key may look like another's object.",
-                key=spec.key,
-            )
-        storage[index] = _StorageInfo(
-            written.files[written.file[row]], written.offset_bytes[row], written.length[row]
-        )
+    entries, storage = _listed(written)
     paths: dict[str, Any] = {}
     for value in values:
         if value.key in entries:
@@ -99,6 +67,46 @@ def metadata_of(written: WrittenItems, values: Iterable[Value] = (), *, attempt:
     metadata.storage_meta = StorageMeta(save_id=attempt)
     metadata.version = "1.0.0"
     return metadata
+
+
+def _listed(written: WrittenItems) -> tuple[dict[str, Any], dict[MetadataIndex, _StorageInfo]]:
+    """Return the entries of all arrays and objects, and where each item lies."""
+    table = written.table
+    entries: dict[str, Any] = {
+        a.key: TensorStorageMetadata(_properties(a.dtype), torch.Size(a.global_shape), [])
+        for a in table.arrays
+        if a.dtype != OBJECT
+    }
+    storage: dict[MetadataIndex, _StorageInfo] = {}
+    starts, shapes = table.start.tolist(), table.shape.tolist()
+    for row, number in enumerate(table.array.tolist()):
+        spec = table.arrays[number]
+        start = tuple(starts[row][: len(spec.global_shape)])
+        if spec.dtype == OBJECT:
+            index = MetadataIndex(unique_key(spec, start))
+            is_taken = index.fqn in entries
+            entries[index.fqn] = BytesStorageMetadata()
+        else:
+            chunks = entries[spec.key].chunks
+            # DCP compares key and offset only (the number is a hint), so chunks that begin together are one
+            # to it.
+            index = MetadataIndex(spec.key, start, len(chunks))
+            is_taken = index in storage
+            chunks.append(ChunkStorageMetadata(torch.Size(start), torch.Size(shapes[row][: len(start)])))
+        if is_taken:
+            raise _taken(spec.key, start)
+        storage[index] = _StorageInfo(
+            written.files[written.file[row]], written.offset_bytes[row], written.length[row]
+        )
+    return entries, storage
+
+
+def _taken(key: str, start: Extents) -> DeclarationError:
+    return DeclarationError(
+        f"{key!r}: format torch_dist cannot hold two chunks that begin at {start}. Main replicas must not "
+        f"overlap, and no key may look like another's object.",
+        key=key,
+    )
 
 
 def _properties(dtype: str) -> TensorProperties:

@@ -199,13 +199,7 @@ def parse_v2(document: Json, attributes: Json, *, key: str, path: str, where: st
     text = document.get("dtype")
     if not isinstance(text, str):
         raise _unsupported(where, f"dtype {str(text)[:80]!r} is structured, and no tensor is")
-    # A dtype that numpy lacks has torch's name, as Megatron-Core writes it. For the others the byte order is
-    # dropped: tensorstore swaps bytes when it decodes, and `is_raw` below excludes the other order.
-    dtype = text if text in DTYPES and text not in _V2_DTYPES else _FROM_V2.get(text.lstrip("<>|="), "")
-    ours = attributes.get(OURS)
-    true = ours.get("dtype") if isinstance(ours, dict) else None
-    if isinstance(true, str) and _BITS_IN_V2.get(true) == text:
-        dtype = true
+    dtype = _dtype_v2(text, attributes)
     spec = _spec(key, dtype, text, document.get("shape"), where)
     chunk = _extents(document.get("chunks"), spec, where)
     separator = document.get("dimension_separator", ".")
@@ -224,12 +218,39 @@ def parse_v2(document: Json, attributes: Json, *, key: str, path: str, where: st
     )
 
 
+def _dtype_v2(text: str, attributes: Json) -> str:
+    """Return the dtype that a document names as `text`, "" if no tensor has it; attributes may say more.
+
+    A dtype that numpy lacks has torch's name, as Megatron-Core writes it. For the others the byte order is
+    dropped: tensorstore swaps bytes when it decodes, and `is_raw` excludes the other order.
+    """
+    ours = attributes.get(OURS)
+    true = ours.get("dtype") if isinstance(ours, dict) else None
+    if isinstance(true, str) and _BITS_IN_V2.get(true) == text:
+        return true
+    return text if text in DTYPES and text not in _V2_DTYPES else _FROM_V2.get(text.lstrip("<>|="), "")
+
+
 def parse_v3(document: Json, *, name: str, path: str, where: str) -> ZarrArray:
     """Return the array that a `zarr.json` describes; name is its key unless the document says another.
 
     Raises:
         FormatError: it does not describe an array, or one of an unknown dtype or grid.
     """
+    spec = _spec_v3(document, name, where)
+    separator, prefix = _file_names_v3(document, where)
+    return ZarrArray(
+        spec=spec,
+        path=path,
+        grid=_grid_v3(document, spec, where),
+        document=document,
+        separator=separator,
+        prefix=prefix,
+        is_raw=False,
+    )
+
+
+def _spec_v3(document: Json, name: str, where: str) -> ArraySpec:
     attributes = document.get("attributes")
     ours = attributes.get(OURS) if isinstance(attributes, dict) else None
     ours = ours if isinstance(ours, dict) else {}
@@ -243,10 +264,12 @@ def parse_v3(document: Json, *, name: str, path: str, where: str) -> ZarrArray:
     key = ours.get("key", name)
     if not isinstance(key, str) or not _is_unicode(key):
         raise _unsupported(where, f"its key {str(key)[:80]!r} is no text")
-    spec = _spec(key, dtype, text, document.get("shape"), where)
-    chunk = _extents(
-        _configuration(document.get("chunk_grid"), "regular", where).get("chunk_shape"), spec, where
-    )
+    return _spec(key, dtype, text, document.get("shape"), where)
+
+
+def _grid_v3(document: Json, spec: ArraySpec, where: str) -> Grid:
+    regular = _configuration(document.get("chunk_grid"), "regular", where)
+    chunk = _extents(regular.get("chunk_shape"), spec, where)
     codecs = document.get("codecs")
     inner = chunk
     first = codecs[0] if isinstance(codecs, list) and codecs else None
@@ -256,6 +279,11 @@ def parse_v3(document: Json, *, name: str, path: str, where: str) -> ZarrArray:
     # The number of a chunk in its shard is computed by division, which needs whole chunks along each dim.
     if any(c % i for c, i in zip(chunk, inner, strict=True)):
         raise _unsupported(where, f"shards of {chunk} are no multiples of chunks of {inner}")
+    return Grid(chunk, inner)
+
+
+def _file_names_v3(document: Json, where: str) -> tuple[str, str]:
+    """Return the separator in the names of chunk files, and what they begin with."""
     encoding = document.get("chunk_key_encoding")
     style = encoding.get("name") if isinstance(encoding, dict) else None
     if style not in ("default", "v2"):
@@ -264,15 +292,7 @@ def parse_v3(document: Json, *, name: str, path: str, where: str) -> ZarrArray:
     separator = settings.get("separator", "/" if style == "default" else ".")
     if separator not in (".", "/"):
         raise _unsupported(where, f"separator {str(separator)[:80]!r} is neither '.' nor '/'")
-    return ZarrArray(
-        spec=spec,
-        path=path,
-        grid=Grid(chunk, inner),
-        document=document,
-        separator=separator,
-        prefix="c" if style == "default" else "",
-        is_raw=False,
-    )
+    return separator, "c" if style == "default" else ""
 
 
 def _configuration(part: Any, name: str, where: str) -> Json:

@@ -18,6 +18,14 @@ from megackpt.formats.zarr.array_documents import ZarrArray
 from megackpt.storage import Store
 
 _MAX_BYTES = 1 << 34  # of an object, or of common state
+_ZIP_ERRORS = (
+    zipfile.BadZipFile,
+    OSError,
+    ValueError,
+    NotImplementedError,
+    RuntimeError,
+    EOFError,
+)  # of zipfile, for damaged files
 _MAX_CELLS = 1 << 24  # of one array: a document may claim any number
 
 
@@ -82,14 +90,7 @@ def changed_records(store: Store, names: Iterable[str]) -> Iterator[Damage]:
         try:
             with zipfile.ZipFile(io.BytesIO(data)) as records:
                 bad = records.testzip()
-        except (
-            zipfile.BadZipFile,
-            OSError,
-            ValueError,
-            NotImplementedError,
-            RuntimeError,
-            EOFError,
-        ) as error:
+        except _ZIP_ERRORS as error:
             yield Damage(file=name, what=f"it is no whole zip file ({error})")
             continue
         if bad is not None:

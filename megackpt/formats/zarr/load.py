@@ -88,25 +88,31 @@ def find_arrays_v3(store: Store, listed: Iterable[str], *, directory: str) -> li
         # In a directory of others, arrays of our attempts are what saves without a commit have left.
         if not directory and ZARR_V3.attempt_of(name) is not None:
             continue
-        where = f"{store.location}/{name}"
-        document = parse_document(store.read(name, max_bytes=MAX_DOCUMENT_BYTES), where=where)
-        if document.get("node_type") == "group":
+        array = _read_array(store, name, key=path.removeprefix(directory).rstrip("/"))
+        if array is None:
             continue
-        if document.get("node_type") != "array":
+        other = arrays.setdefault(array.spec.key, array)
+        if other is not array:
             raise FormatError(
-                f"{where}: it describes neither an array nor a group. The file is damaged.", path=where
-            )
-        array = parse_v3(document, name=path.removeprefix(directory).rstrip("/"), path=path, where=where)
-        if array.spec.key in arrays:
-            raise FormatError(
-                f"{where}: the key {array.spec.key!r} is also that of {arrays[array.spec.key].path!r}. The "
-                f"checkpoint "
-                f"is damaged.",
+                f"{store.location}/{name}: the key {array.spec.key!r} is also that of {other.path!r}. The "
+                f"checkpoint is damaged.",
                 key=array.spec.key,
-                path=where,
+                path=f"{store.location}/{name}",
             )
-        arrays[array.spec.key] = array
     return list(arrays.values())
+
+
+def _read_array(store: Store, name: str, *, key: str) -> ZarrArray | None:
+    """Return the array that a document describes, of this key unless it says another; None for a group."""
+    where = f"{store.location}/{name}"
+    document = parse_document(store.read(name, max_bytes=MAX_DOCUMENT_BYTES), where=where)
+    if document.get("node_type") == "group":
+        return None
+    if document.get("node_type") != "array":
+        raise FormatError(
+            f"{where}: it describes neither an array nor a group. The file is damaged.", path=where
+        )
+    return parse_v3(document, name=key, path=name.removesuffix(V3_FILE), where=where)
 
 
 def find_objects(
