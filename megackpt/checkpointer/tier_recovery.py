@@ -196,11 +196,11 @@ class Recovery:
 
     def _nodes_with_files(self, candidate: StepCandidate, files: StepFiles) -> Any:
         """Return the nodes that have each data file, and what each node lacks, as rank 0 knows it."""
-        survey, found = self._survey, None
-        if self._group.rank == 0:
-            missing = survey.missing_on_nodes(candidate, files)
-            found = [survey.nodes_with_data(candidate, files), list(missing.items())]
-        return _from_rank_0(self._group, found)
+        survey = self._survey
+        if self._group.rank > 0:
+            return _from_rank_0(self._group, None)
+        missing = survey.missing_on_nodes(candidate, files)
+        return _from_rank_0(self._group, [survey.nodes_with_data(candidate, files), list(missing.items())])
 
     def _load_from_tier(self, candidate: StepCandidate, request: StepRequest) -> StateDict | None:
         """Load a step of a tier: a rank that can read a byte sends it to the ranks that need it."""
