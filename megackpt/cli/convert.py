@@ -46,8 +46,9 @@ _SPELLINGS = {"map_name": "--map", "merge_adapters": "--merge-adapter"}
     type=click.Choice(["huggingface", "deepspeed", "torch", "nvrx"]),
     help="huggingface: SRC is a Hugging Face folder; give its tensors the names of megackpt. deepspeed: SRC "
     "is what ZeRO-1, 2 or 3 saved; weights, masters, moments and steps become whole arrays. torch: SRC is a "
-    "file of torch.save with full state dicts, or a folder with a file for each rank. nvrx: SRC has the "
-    "files of all ranks of a local checkpoint, of nvidia-resiliency-ext and Megatron-Core.",
+    "file of torch.save with full state dicts, or a folder with a file for each rank, also with shards of "
+    "FSDP version 1 and 2. nvrx: SRC has the files of all ranks of a local checkpoint, of "
+    "nvidia-resiliency-ext and Megatron-Core.",
 )
 @click.option(
     "--map",

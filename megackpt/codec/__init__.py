@@ -14,6 +14,7 @@ from megackpt.codec.stand_ins import (
     ForeignName,
     ForeignNamedTuple,
     ForeignObject,
+    ForeignShardedTensor,
     keep_unknown_values,
 )
 from megackpt.codec.tree import EncodedValue, dump_tree, load_tree
@@ -25,6 +26,7 @@ __all__ = [
     "ForeignName",
     "ForeignNamedTuple",
     "ForeignObject",
+    "ForeignShardedTensor",
     "decode",
     "dump_tree",
     "encode",

@@ -111,6 +111,17 @@ class ForeignObject(_Unpicklable):
     items: list[tuple[Any, Any]] = field(default_factory=list)
 
 
+@dataclass(slots=True, eq=False)
+class ForeignShardedTensor(_Unpicklable):
+    """Stands for a ShardedTensor of torch in a pickle, as of FSDP version 1. It is never written back.
+
+    Attributes:
+        state: what its `__getstate__` returned, with stand-ins for objects; None if there is none.
+    """
+
+    state: Any  # Any: whatever somebody pickled
+
+
 @dataclass(frozen=True, slots=True)
 class ForeignCodecValue(_Unpicklable):
     """Stands for a value of a codec that is not registered in this process; see `keep_unknown_values`.

@@ -18,7 +18,13 @@ from typing import Any
 import numpy as np
 
 from megackpt.codec.members import named_tuple_for
-from megackpt.codec.stand_ins import ForeignName, ForeignObject, keeps_unknown_values
+from megackpt.codec.stand_ins import (
+    ForeignName,
+    ForeignObject,
+    ForeignShardedTensor,
+    keeps_unknown_values,
+)
+from megackpt.formats.sharded_tensor_pickle import PickledShardedTensor
 from megackpt.formats.unknown_classes import EnumMembers, UnknownMembers, UnknownObject
 
 _CODE = re.compile(r"[biufcSUMm]\d{0,9}")
@@ -206,6 +212,11 @@ class _StandInReplacer:
             return np.array(value, order="K")
         if isinstance(value, UnknownObject):
             return self._foreign(value)
+        if kind is PickledShardedTensor:
+            sharded = ForeignShardedTensor(None)
+            self._done[id(value)] = value, sharded  # it may contain itself
+            sharded.state = self.replaced(vars(value).get("pickled_state"))
+            return sharded
         if isinstance(value, type) and issubclass(value, UnknownObject):
             return value.of
         if kind is EnumMembers:

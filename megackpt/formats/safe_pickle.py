@@ -35,6 +35,7 @@ from megackpt.codec.stand_ins import (
 from megackpt.errors import CheckpointError, FormatError, UnknownClassError, UnserializableError
 from megackpt.formats.pickle_keys import TIME_CLASSES
 from megackpt.formats.safe_numpy import STAND_INS, UnsupportedValueError, no_bytes, plain_values, stand_ins
+from megackpt.formats.sharded_tensor_pickle import PROCESS_GROUP_STATE, SHARDED_TENSOR
 from megackpt.formats.shared_values import check_repeated_values
 from megackpt.formats.torch_zip import check_archive
 from megackpt.formats.unknown_classes import (
@@ -352,6 +353,9 @@ def _find_substitutes(names: Iterable[tuple[str, str]]) -> tuple[list[tuple[Any,
     users = torch._weights_only_unpickler._get_user_allowed_globals()  # type: ignore[no-untyped-call]
     substitutes: list[tuple[Any, str]] = []
     members: list[EnumMembers] = []
+    names = set(names)
+    if SHARDED_TENSOR in names:
+        names.add(PROCESS_GROUP_STATE)  # Python before 3.13 pickles a call of getattr in place of its name
     for module, name in names:
         full = f"{module}.{name}"
         if full in known or (full in users and (users[full], full) not in _in_use):

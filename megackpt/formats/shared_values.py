@@ -11,10 +11,11 @@ import types
 from collections.abc import Iterable
 from typing import Any
 
-from megackpt.codec import ForeignObject
+from megackpt.codec import ForeignObject, ForeignShardedTensor
 
 _SEQUENCES = (list, tuple, set, frozenset)
-_CONTAINERS = (*_SEQUENCES, dict, argparse.Namespace, types.SimpleNamespace, ForeignObject)
+_FOREIGN = (ForeignObject, ForeignShardedTensor)
+_CONTAINERS = (*_SEQUENCES, dict, argparse.Namespace, types.SimpleNamespace, *_FOREIGN)
 
 
 _PER_BYTE = 32  # elements of a value for a byte of its pickle: a reference to a small container takes two
@@ -52,6 +53,8 @@ def _items_of(container: Any) -> Iterable[Any]:
         return (*dict.keys(container), *dict.values(container))
     if isinstance(container, ForeignObject):
         return (*container.args, container.state, *(part for pair in container.items for part in pair))
+    if isinstance(container, ForeignShardedTensor):
+        return (container.state,)
     if isinstance(container, argparse.Namespace | types.SimpleNamespace):
         return vars(container).values()
     base: Any = next(cls for cls in _SEQUENCES if isinstance(container, cls))

@@ -6,12 +6,11 @@ Tensors are mapped, and objects of unknown classes become stand-ins. `safe_pickl
 from __future__ import annotations
 
 import pathlib
-from collections.abc import Iterable
 from importlib import import_module
 from typing import Any
 
 from megackpt.codec.stand_ins import keep_unknown_values
-from megackpt.errors import FormatError, UnknownClassError, UnsupportedError
+from megackpt.errors import FormatError, UnknownClassError
 from megackpt.formats.safe_numpy import UnsupportedValueError
 from megackpt.formats.safe_pickle import OTHER_ADVICE, load_checked, load_safely
 from megackpt.formats.torch_zip import check_archive_file, is_zip_file
@@ -22,15 +21,15 @@ def load_mapped_file(path: str, *, checks_bytes: bool = True) -> Any:
     """Return the value in a file of torch.save; its tensors are parts of the file, which is mapped.
 
     So a file may be longer than memory. As `load_value`, this runs nothing that the file names. Objects of
-    unknown classes become stand-ins (`ForeignObject`), which say what the file has of them. A file of an old
-    version of torch, which is not a zip file, is read into memory.
+    unknown classes become stand-ins (`ForeignObject`), which say what the file has of them, and so do
+    ShardedTensors (`ForeignShardedTensor`). A file of an old version of torch, which is not a zip file, is
+    read into memory.
 
     Args:
         path: of the file.
         checks_bytes: whether to compare the checksums in the file, for which all of it is read.
 
     Raises:
-        UnsupportedError: it has ShardedTensors, which need the process group that they were made in.
         UnknownClassError: the file names a module that runs programs, such as os.
         FormatError: it is damaged, or not one of torch.save.
     """
@@ -39,12 +38,9 @@ def load_mapped_file(path: str, *, checks_bytes: bool = True) -> Any:
             if not is_zip_file(path):
                 return load_safely(pathlib.Path(path).read_bytes())
             names = check_archive_file(path, checks_bytes=checks_bytes)
-            _check_shards(path, names)
             if any(module.startswith("torch.distributed.tensor") for module, _ in names):
                 import_module("torch.distributed.tensor")  # puts DTensor on torch's list of classes
             return load_checked(path, names, nbytes=pathlib.Path(path).stat().st_size)
-    except UnsupportedError:
-        raise
     except (UnsupportedValueError, ForbiddenClassError) as error:
         raise FormatError(
             f"{path}: it holds {error}, so it is not loaded. {OTHER_ADVICE}", path=path
@@ -61,12 +57,3 @@ def load_mapped_file(path: str, *, checks_bytes: bool = True) -> Any:
             f"{str(error)[:300]}). Copy it again from where it was saved.",
             path=path,
         ) from error
-
-
-def _check_shards(path: str, names: Iterable[tuple[str, str]]) -> None:
-    if any(module.startswith("torch.distributed._shard") for module, _ in names):
-        raise UnsupportedError(
-            f"{path}: it has ShardedTensors, of FSDP version 1, which are not read from files. Load it in "
-            f"the script that saved it, and save the state with megackpt.save, which takes ShardedTensors, "
-            f"or with torch.save as a full state dict (StateDictType.FULL_STATE_DICT).",
-        )

@@ -25,6 +25,11 @@ from megackpt.codec.imported_classes import (
     member_of_value,
 )
 from megackpt.codec.stand_ins import ForeignMember, ForeignName, keeps_unknown_values
+from megackpt.formats.sharded_tensor_pickle import (
+    PROCESS_GROUP_STATE,
+    SHARDED_TENSOR,
+    PickledShardedTensor,
+)
 
 MAX_UNKNOWN = 200
 """Limit of unknown names in a pickle whose unknown values are kept: each takes a class of this process."""
@@ -102,6 +107,8 @@ def member_by_getattr(members: Any, name: Any) -> Any:
     """
     if type(members) is OuterClass and type(name) is str and name in members.inner:
         return members.inner[name]
+    if members is PickledShardedTensor and name == PROCESS_GROUP_STATE[1].rpartition(".")[2]:
+        return stand_in_of(*PROCESS_GROUP_STATE)
     if type(members) is not EnumMembers or type(name) is not str:
         raise ForbiddenClassError("a call of getattr for something that is no member of an enumeration")
     member = member_named(members.cls, name)
@@ -162,6 +169,8 @@ def stand_in_of(module: str, name: str) -> Any:
         return UnknownMembers(ForeignName(module, name))
     if imported_named_tuple(module, name) is not None:
         return _unknown_class(module, name, is_harmless=True, is_named_tuple=True)
+    if (module, name) == SHARDED_TENSOR and keeps_unknown_values():
+        return PickledShardedTensor
     is_harmless = name in _CLASSES.get(module, ())
     # Its own class if it is there: the caller then gets what was saved.
     if is_harmless and module in sys.modules and not keeps_unknown_values():

@@ -13,6 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from megackpt.codec.stand_ins import ForeignShardedTensor
+from megackpt.errors import UnsupportedError
 from megackpt.mapping.describe import dtype_name
 from megackpt.metadata import ArraySpec, ChunkTable, pad_shapes
 from megackpt.planning.copy_plan import CopyPlan, plan_copy
@@ -117,14 +119,31 @@ def consecutive_parts(tensors: Iterable[Tensor], shape: tuple[int, ...]) -> tupl
     return tuple(parts)
 
 
+def have_equal_bits(first: Tensor, second: Tensor) -> bool:
+    """Return whether two tensors of one shape and dtype have equal bits."""
+    if first is second or first.numel() == 0:
+        return True
+    flat = [tensor.detach().contiguous().reshape(-1).view(torch.uint8) for tensor in (first, second)]
+    return torch.equal(*flat)
+
+
 def plain_part(value: Any, path: str, left_out: list[str], depth: int = 0) -> Any:
     """Return a copy of a value with plain containers, values and tensors only; list what is left out.
 
     Tensors are copied: in the files they are mapped. What is nested more than 100 levels deep is left out.
+
+    Raises:
+        UnsupportedError: the value contains a ShardedTensor.
     """
     if depth > _MAX_DEPTH:  # it may contain itself
         left_out.append(f"{path:.200} (nested too deep)")
         return LEFT_OUT
+    if isinstance(value, ForeignShardedTensor):
+        raise UnsupportedError(
+            f"{path:.200} is a ShardedTensor inside of a tuple, a set or client state, where it cannot be "
+            f"put together. Save it in dicts and lists.",
+            key=path,
+        )
     if isinstance(value, Tensor):
         return value.detach().clone()
     if isinstance(value, _PLAIN):

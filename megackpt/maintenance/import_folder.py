@@ -164,7 +164,8 @@ def import_torch(
 
     Args:
         source: a path of a file of torch.save with a full state dict, or of a folder with one such file for
-            each rank, whose tensors are equal on all ranks or DTensors (FSDP2).
+            each rank, whose tensors are equal on all ranks, DTensors (FSDP2) or ShardedTensors (FSDP version
+            1, `StateDictType.SHARDED_STATE_DICT`).
         target: the location of the new checkpoint; created if it does not exist.
         to: its format, as for `megackpt.convert`.
         prefix: what the keys begin with: "model." for a file that is a model's state dict.
@@ -181,7 +182,8 @@ def import_torch(
 
     Raises:
         NotACheckpointError: there is no file of torch.save at the source.
-        UnsupportedError: ranks have parts of tensors, and the files do not say of which.
+        UnsupportedError: ranks have parts of tensors, and the files do not say of which, as with flat
+            parameters of FSDP version 1.
         FormatError, CoverageError: files are missing, damaged, or contradict each other. Nothing is written.
         DeclarationError: there is already a checkpoint at the target, or an argument is invalid.
         IntegrityError: the new checkpoint differs from what was written.

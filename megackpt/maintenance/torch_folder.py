@@ -1,7 +1,7 @@
 """Reads what a script has saved with torch.save: one file, or a file for each rank, without running pickles.
 
-Tensors of full state dicts become whole arrays. DTensors, as FSDP2 has them, become the arrays that they are
-parts of: where each rank's part lies is in its file.
+Tensors of full state dicts become whole arrays. DTensors, as FSDP2 has them, and ShardedTensors of FSDP
+version 1 become the arrays that they are parts of: where each rank's part lies is in its file.
 """
 
 from __future__ import annotations
@@ -12,14 +12,21 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from megackpt.codec import ArrayReference
 from megackpt.engine.checkpoint.common_arrays import find_arrays
 from megackpt.errors import DeclarationError, FormatError, NotACheckpointError, UnsupportedError
 from megackpt.formats.torch_files import load_mapped_file
-from megackpt.maintenance.foreign_state import LEFT_OUT, ForeignArray, ForeignState, SourcePart, plain_part
+from megackpt.maintenance.foreign_state import (
+    LEFT_OUT,
+    ForeignArray,
+    ForeignState,
+    SourcePart,
+    have_equal_bits,
+    plain_part,
+)
+from megackpt.maintenance.stored_shards import StoredShards, array_of_shards, replace_shards
 from megackpt.mapping.recognition import is_dtensor
 from megackpt.mapping.torch_sharded import declare_dtensor
 from megackpt.mapping.tree import Steps, dotted
@@ -44,7 +51,7 @@ def read_torch(path: str, *, prefix: str, checks_bytes: bool) -> ForeignState:
     """
     groups = _files(path)
     merged = {
-        name: _Merge(path, [load_mapped_file(f, checks_bytes=checks_bytes) for f in files])
+        name: _Merge(path, files, [_load(f, checks_bytes=checks_bytes) for f in files])
         for name, files in groups.items()
     }
     nested = {name: merge.tree((name,) if len(merged) > 1 else (), prefix) for name, merge in merged.items()}
@@ -104,11 +111,18 @@ def _files(path: str) -> dict[str, list[str]]:
     }
 
 
+def _load(file: str, *, checks_bytes: bool) -> Any:
+    value = load_mapped_file(file, checks_bytes=checks_bytes)
+    replace_shards(value, file)
+    return value
+
+
 @dataclass(slots=True)
 class _Merge:
     """The values of the ranks' files, as one tree whose arrays are references."""
 
     where: str
+    files: Sequence[str]
     values: Sequence[Any]
     arrays: list[ForeignArray] = field(default_factory=list)
     left_out: list[str] = field(default_factory=list)
@@ -121,6 +135,10 @@ class _Merge:
         first = values[0]
         if len(steps) > 100:
             raise FormatError(f"{self.where}: values are nested too deep. It is damaged.", path=self.where)
+        if any(isinstance(value, StoredShards) for value in values):
+            return self._array(array_of_shards(dotted(steps), values, self.files))
+        if isinstance(first, Tensor):
+            self._check_tensors(values, steps)
         if is_dtensor(first):
             return self._array(_array_of_dtensors(dotted(steps), values))
         if isinstance(first, Tensor):
@@ -147,10 +165,21 @@ class _Merge:
                     path=self.where,
                 )
 
+    def _check_tensors(self, values: Sequence[Any], steps: Steps) -> None:
+        for file, value in zip(self.files, values, strict=True):
+            if not isinstance(value, Tensor) or is_dtensor(value) != is_dtensor(values[0]):
+                kinds = [type(v).__name__ for v in (value, values[0])]
+                raise FormatError(
+                    f"{file}: {dotted(steps)!r} is a {kinds[0]}, and a {kinds[1]} in {self.files[0]}. "
+                    f"Pass the files of one step of one run.",
+                    key=dotted(steps),
+                    path=file,
+                )
+
     def _tensor(self, values: Sequence[Tensor], steps: Steps) -> Any:
         first = values[0].detach()
         for rank, value in enumerate(values):
-            if value.shape != first.shape or value.dtype != first.dtype or not _is_equal(value, first):
+            if value.shape != first.shape or value.dtype != first.dtype or not have_equal_bits(value, first):
                 raise UnsupportedError(
                     f"{self.where}: the tensor {dotted(steps)!r} of rank {rank} differs from that of rank 0, "
                     f"and its file does not say which part of a whole it is. Save full state dicts "
@@ -185,14 +214,6 @@ def _names(table: Mapping[Any, Any]) -> Iterator[tuple[Any, Any]]:
     )
     for key in keys:
         yield key, key[len(prefix) :] if prefix else key
-
-
-def _is_equal(value: Tensor, first: Tensor) -> bool:
-    """Return whether two tensors have equal bits."""
-    if value is first or value.numel() == 0:
-        return True
-    flat = [tensor.detach().contiguous().reshape(-1).view(torch.uint8) for tensor in (value, first)]
-    return torch.equal(*flat)
 
 
 def _array_of_dtensors(key: str, dtensors: Sequence[Any]) -> ForeignArray:

@@ -115,7 +115,7 @@ def _save(kind: str, path: str) -> dict[str, Any]:
     return whole(model, optimizer)
 
 
-def _load(kind: str, path: str, expected: dict[str, Any]) -> list[str]:
+def load_fsdp1(kind: str, path: str, expected: dict[str, Any]) -> list[str]:
     model, optimizer = build(kind, 2)
     train_step(model, optimizer, seed=7)  # makes the optimizer's state
     asked = sharded(model, optimizer)
@@ -135,7 +135,7 @@ def _save_fsdp2(path: str) -> dict[str, Any]:
     return full({"model": state["model"], "optimizer": state["optimizer"]["state"]})
 
 
-def _load_fsdp2(path: str, expected: dict[str, Any]) -> list[str]:
+def load_fsdp2(path: str, expected: dict[str, Any]) -> list[str]:
     model, optimizer = make("fsdp4", seed=4)
     set_state(model, optimizer, megackpt.load(state_of(model, optimizer), path))
     state = state_of(model, optimizer)
@@ -147,8 +147,8 @@ def test_fsdp1_loads_at_other_sizes_and_into_fsdp2(rank_pool: RankPool, tmp_path
     expected = rank_pool.run(_save, 2, "full", path)[0]
     assert any(key.endswith("exp_avg") for key in expected)
     for ranks, kind in ((2, "full"), (4, "full"), (4, "hybrid")):
-        assert rank_pool.run(_load, ranks, kind, path, expected) == [[]] * ranks
-    assert rank_pool.run(_load_fsdp2, 4, path, expected) == [[]] * 4
+        assert rank_pool.run(load_fsdp1, ranks, kind, path, expected) == [[]] * ranks
+    assert rank_pool.run(load_fsdp2, 4, path, expected) == [[]] * 4
     stored = megackpt.load_plain_tensors(path)
     assert torch.equal(stored["model.embed.weight"], expected["/model/embed.weight"])
 
@@ -156,13 +156,13 @@ def test_fsdp1_loads_at_other_sizes_and_into_fsdp2(rank_pool: RankPool, tmp_path
 def test_fsdp2_loads_into_fsdp1(rank_pool: RankPool, tmp_path: Path) -> None:
     path = str(tmp_path / "v2")
     expected = rank_pool.run(_save_fsdp2, 2, path)[0]
-    assert rank_pool.run(_load, 4, "full", path, expected) == [[]] * 4
+    assert rank_pool.run(load_fsdp1, 4, "full", path, expected) == [[]] * 4
 
 
 def test_copies_of_hybrid_sharding_are_stored_once(rank_pool: RankPool, tmp_path: Path) -> None:
     path = str(tmp_path / "hybrid")
     expected = rank_pool.run(_save, 4, "hybrid", path)[0]
-    assert rank_pool.run(_load, 2, "full", path, expected) == [[]] * 2
+    assert rank_pool.run(load_fsdp1, 2, "full", path, expected) == [[]] * 2
     arrays = sum(t.nbytes for key, t in expected.items() if not key.endswith("step"))
     files = [f.stat().st_size for f in Path(path).iterdir() if f.suffix not in (".json", ".idx")]
     assert arrays <= sum(files) < 1.7 * arrays

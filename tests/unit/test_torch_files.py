@@ -1,4 +1,4 @@
-"""What scripts save with torch.save becomes a checkpoint: full state dicts, and FSDP2's files of ranks."""
+"""What scripts save with torch.save becomes a checkpoint: full state dicts, also of several ranks."""
 
 from __future__ import annotations
 
@@ -119,6 +119,11 @@ def test_files_of_ranks_that_differ_are_rejected_with_advice(tmp_path: Path) -> 
     torch.save({"model": {}}, tmp_path / "rank_1.pt")
     with pytest.raises(FormatError, match="other entries on rank 1"):
         megackpt.import_torch(tmp_path, tmp_path / "new")
+    torch.save({"model": {"weight": 1}}, tmp_path / "rank_1.pt")
+    with pytest.raises(
+        FormatError, match=r"rank_1\.pt: 'model.weight' is a int, and a Tensor in .*rank_0\.pt"
+    ):
+        megackpt.import_torch(tmp_path, tmp_path / "new")
     (tmp_path / "rank_1.pt").rename(tmp_path / "rank_2.pt")
     with pytest.raises(FormatError, match=r"rank_1, of rank 1, is missing"):
         megackpt.import_torch(tmp_path, tmp_path / "new")
@@ -175,11 +180,3 @@ def test_no_crafted_pickle_gets_anywhere(tmp_path: Path) -> None:
             rejected += 1
         assert not ran.exists(), list(crafted)[number]
     assert rejected > len(crafted) // 2
-
-
-def test_sharded_tensors_of_fsdp_1_are_rejected_with_advice(tmp_path: Path) -> None:
-    from torch.distributed._shard.metadata import ShardMetadata
-
-    torch.save({"shard": ShardMetadata([0], [1])}, tmp_path / "a.pt")
-    with pytest.raises(UnsupportedError, match="FULL_STATE_DICT"):
-        megackpt.import_torch(tmp_path / "a.pt", tmp_path / "new")
