@@ -9,10 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 
+from megackpt.errors import MapError
 from megackpt.mapping import ShardedLayout, ShardedStateDict, ShardedTensor
 from megackpt.maps import MappedArray, bound_to, megatron_map
 from megackpt.maps.requests import mapped_tensors
 from megackpt.parallel import ModelChunks
+from models.block_config import RotaryConfig
 from models.config import GPTConfig
 from models.gpt import GPT
 
@@ -32,19 +34,37 @@ def megatron_state(model: GPT | ModelChunks, keys: Collection[str], *, prefix: s
         The boxes, by our keys and a number.
 
     Raises:
-        MapError: the checkpoint has no array for a parameter.
+        MapError: the checkpoint has no array for a parameter, or Megatron-Core has no such model.
     """
     boxes: ShardedStateDict = {}
     for chunk in model if isinstance(model, ModelChunks) else [model]:
         assert isinstance(chunk, GPT)
+        _check_rotary(chunk.config)
         tensors = list(_tensors(chunk.sharded_state_dict()))
         arrays = _arrays(tensors, chunk.config)
         made = megatron_map(arrays, _sizes(chunk.config), keys, prefix=prefix)
         bound = bound_to(made, {tensor.key for tensor in tensors})
         for tensor in tensors:
             for part in mapped_tensors(tensor, tensor.key, bound):
+                if part.added:
+                    raise MapError(
+                        f"{tensor.key!r} is stored zero-centred by Megatron-Core: no box of it is the "
+                        f"parameter. Load with a map: megackpt.load(state, path, maps=checkpoint_map(...)).",
+                        key=tensor.key,
+                    )
                 boxes[f"{tensor.key}.{len(boxes)}"] = part.theirs
     return boxes
+
+
+def _check_rotary(config: GPTConfig) -> None:
+    positions = config.positions
+    is_interleaved = isinstance(positions, RotaryConfig) and positions.interleaved
+    if config.attention.latent is not None and not is_interleaved:
+        raise MapError(
+            "Megatron-Core's latent attention rotates pairs of neighbouring rows, and this model does not. "
+            "Give it positions=RotaryConfig(interleaved=True).",
+            key="positions",
+        )
 
 
 def _tensors(state: ShardedStateDict) -> Iterable[ShardedTensor]:

@@ -6,10 +6,10 @@ of their own, and so have experts; the keys of a checkpoint tell.
 
 Source: Megatron-Core 0.12.1, 0.16.1 and 0.19.2, `GPTModel.sharded_state_dict` with its local and its
 Transformer Engine layers (`gpt_layer_specs`, `transformer.mlp`, `transformer.moe.experts`,
-`transformer.dot_product_attention`), also with `singleton_local_shards`. Read and built, but not run:
-`MambaModel` of 0.16.1 (`ssm.mamba_block`, `ssm.mamba_mixer`, `mamba_layer_specs`) and its
-`ssm.gated_delta_net`, and its `T5Model` (`models.T5`). Read: `SelfAttention` with output gates,
-`CrossAttention`, and Megatron-Bridge `Qwen3NextBridge`.
+`transformer.dot_product_attention`), also with `singleton_local_shards`; of 0.16.1 also
+`transformer.multi_latent_attention`, `transformer.multi_token_prediction` and `ssm.gated_delta_net`. Read and
+built, but not run: `MambaModel` of 0.16.1 (`ssm.mamba_block`, `ssm.mamba_mixer`, `mamba_layer_specs`) and its
+`T5Model` (`models.T5`). Read: `CrossAttention`, and Megatron-Bridge `Qwen3NextBridge`.
 """
 
 from __future__ import annotations
@@ -25,10 +25,12 @@ from megackpt.maps.family import Family
 from megackpt.maps.layers import bound_to
 from megackpt.maps.regions import MappedArray, Region, RegionMap, RegionPair
 
-_LAYER = re.compile(r"(?P<layer>(?:encoder|decoder)\.layers\.\d+)\.(?P<name>.+)")
+_LAYER = re.compile(
+    r"(?P<layer>(?:encoder|decoder)\.layers\.\d+|mtp\.layers\.\d+\.transformer_layer)\.(?P<name>.+)"
+)
 _COMPONENT = re.compile(r"(?P<fused>.+\.(?:weight|bias))\.(?P<component>q|k|v|gate|up)")
 _SINGLETON = re.compile(r".*\.(linear_fc1\.(weight|bias)_[wv]|experts\.experts\.\d+\..*)")
-_NORM = re.compile(r".*(layernorm|\.\d+\.norm)\.weight")
+_NORM = re.compile(r".*(layernorm|\.\d+\.norm|\.[eh]norm)\.weight")
 _KEYS_AND_VALUES = ".cross_attention.linear_kv.weight"
 _NORM_AFTER_MLP = ".mlp_layernorm.weight"  # of BERT
 _FINAL_NORM = "decoder.final_norm.weight"  # of models with Mamba's mixers
@@ -36,7 +38,7 @@ _DELTA_NET = "self_attention.in_proj.weight.query"  # an array of each gated del
 _JOINED_BY_GROUP = (".linear_qkv.weight", ".linear_qkv.bias", _KEYS_AND_VALUES)
 _OUT_NORM = ".self_attention.out_norm.weight"
 _OF_MODEL = re.compile(
-    r"((?:en|de)coder(_relative_pos_emb)?|embedding|output_layer|lm_head)\.(?!.*_extra_state).*"
+    r"((?:en|de)coder(_relative_pos_emb)?|embedding|output_layer|lm_head|mtp)\.(?!.*_extra_state).*"
 )
 
 # The first is written, or the second for the names of `_WRITTEN_APART`.
@@ -108,12 +110,19 @@ def checkpoint_map(
         norm_added: as in `megatron_map`.
 
     Raises:
-        MapError: the config makes no sense, or a checkpoint of Megatron-Core lacks an array of the model, or
-            has one more.
+        MapError: the config makes no sense, or a checkpoint of Megatron-Core lacks an array of the model, has
+            one more, or is of a model that Megatron-Core has otherwise.
     """
     made = family.region_map(config)
     if not has_megatron_keys(keys):
         return bound_to(made, keys)
+    if config.get("rope_interleave") is False:
+        raise MapError(
+            "Megatron-Core's latent attention rotates pairs of neighbouring rows, and the rows of this model "
+            "have another order (rope_interleave is false in config.json). Keep the checkpoint in its own "
+            "names.",
+            key="rope_interleave",
+        )
     theirs = megatron_map(
         made.left, family.rules(config, ()).sizes, keys, prefix=prefix, norm_added=norm_added
     )
@@ -127,9 +136,11 @@ def checkpoint_map(
         and key.replace("output_layer.", "lm_head.output_layer.") not in theirs.right
     )
     if unknown:
+        is_further = any(key.startswith(f"{prefix}mtp.") for key in unknown)
+        other = ", or a map with layers for further tokens, such as deepseek_v3_mtp" if is_further else ""
         raise MapError(
             f"The checkpoint has arrays that a model of {family.name} with this config has not: "
-            f"{truncated_list(unknown)}. Give the config of the model that was saved.",
+            f"{truncated_list(unknown)}. Give the config of the model that was saved{other}.",
             key=unknown[0],
         )
     joined = theirs.inverse().joined(made)

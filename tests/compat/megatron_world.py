@@ -222,17 +222,22 @@ def save_filled(case: Case, layout: Layout, path: str, installed: bool) -> torch
 def save_genuine(case: Case, layout: Layout, path: str) -> torch.Tensor | None:
     """Build, fill from the oracle, save with Megatron-Core itself; return the logits on the last stage."""
     model: Any = build(case, layout, seed=1, installed=False)
-    from megatron.core import dist_checkpointing
-
     metadata = {"singleton_local_shards": True} if case.singletons else None
     state = model.sharded_state_dict(metadata=metadata)
     fill(state)
+    save_genuinely(state, path)
+    return logits_of(model, layout)
+
+
+def save_genuinely(state: dict[str, Any], path: str) -> None:
+    """Save a sharded state dict with Megatron-Core itself. Collective."""
+    from megatron.core import dist_checkpointing
+
     if dist.get_rank() == 0:
         os.makedirs(path, exist_ok=True)
     dist.barrier()
     with may_start_processes():
         dist_checkpointing.save(state, path)
-    return logits_of(model, layout)
 
 
 @contextlib.contextmanager

@@ -10,7 +10,15 @@ import torch
 from torch import Tensor
 
 from megackpt import MapError
-from megackpt.maps import RegionMap, bound_to, checkpoint_map, family_of, has_megatron_keys, megatron_map
+from megackpt.maps import (
+    RegionMap,
+    bound_to,
+    checkpoint_map,
+    family,
+    family_of,
+    has_megatron_keys,
+    megatron_map,
+)
 from tests.huggingface_configs import IN_MEGATRON, random_fields
 from tests.mapped_arrays import assembled, random_arrays
 
@@ -18,7 +26,9 @@ SEEDS = range(5)
 
 
 def config_of(model_type: str, seed: int) -> dict[str, Any]:
-    return {"model_type": model_type, **random_fields(model_type, seed)}
+    config = {"model_type": model_type, **random_fields(model_type, seed)}
+    # The rows of latent attention are in Megatron-Core's order only if they are interleaved.
+    return config | {"rope_interleave": True} if model_type == "deepseek_v3" else config
 
 
 def map_of(config: dict[str, Any], keys: tuple[str, ...] = (), prefix: str = "") -> RegionMap:
@@ -156,6 +166,32 @@ def test_gate_and_up_follow_each_other_in_each_expert() -> None:
     stored = assembled(map_of(config).inverse(), ours)["decoder.layers.mlp.experts.experts.linear_fc1.weight"]
     gate, up = (ours[f"decoder.layers.0.mlp.experts.linear_fc1.weight.{part}"] for part in ("gate", "up"))
     assert torch.equal(stored[0], torch.cat([gate, up], dim=1))
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("model_type", ["deepseek_v3", "qwen3_next"])
+def test_layers_for_further_tokens_are_named_as_those_of_the_model(model_type: str, seed: int) -> None:
+    config = config_of(model_type, seed) | {"num_nextn_predict_layers": 2}
+    chosen = family(f"{model_type}_mtp")
+    hub, sizes = chosen.region_map(config), chosen.rules(config, ()).sizes
+    theirs = random_arrays(hub, seed)
+    written = megatron_map(hub.left, sizes)
+    inner = "mtp.layers.0.transformer_layer"
+    norm = "input_layernorm." if model_type == "deepseek_v3" else "self_attention.linear_qkv.layer_norm_"
+    assert {f"{inner}.{norm}weight", f"{inner}.self_attention.linear_proj.weight"} < written.right.keys()
+    assert {f"mtp.layers.0.{name}.weight" for name in ("enorm", "hnorm", "eh_proj", "final_layernorm")} < (
+        written.right.keys()
+    )
+    stored = assembled(checkpoint_map(chosen, config, list(written.right)), theirs)
+    assert_equal(assembled(written, stored), assembled(hub, theirs))
+    with pytest.raises(MapError, match=r"(?s)has not: .*mtp\.layers\.0.*such as deepseek_v3_mtp"):
+        checkpoint_map(family_of(config), config, list(written.right))
+
+
+def test_latent_attention_whose_rows_are_not_interleaved_is_an_error() -> None:
+    config = config_of("deepseek_v3", 0) | {"rope_interleave": False}
+    with pytest.raises(MapError, match="rotates pairs of neighbouring rows"):
+        checkpoint_map(family_of(config), config, list(map_of(config).right))
 
 
 def test_zero_centred_norms_are_added_to_and_nothing_else_is() -> None:
