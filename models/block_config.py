@@ -318,8 +318,12 @@ class DeltaNetConfig:
         faults = []
         if self.num_key_heads % layout.tp:
             faults.append(f"num_key_heads {self.num_key_heads} is not a multiple of tp={layout.tp}")
-        if layout.cp > 1:
-            faults.append(f"gated delta nets cannot be cut over cp={layout.cp}, as they need whole sequences")
+        ranks = layout.tp * layout.cp
+        if layout.cp > 1 and self.num_value_heads % ranks:
+            faults.append(
+                f"num_value_heads {self.num_value_heads} is not a multiple of "
+                f"tp={layout.tp} x cp={layout.cp} = {ranks}"
+            )
         return faults
 
 

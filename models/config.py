@@ -245,10 +245,10 @@ class GPTConfig:
 
         Raises:
             DeclarationError: tp does not divide the heads or MLP, neither of tp and the query groups divides
-                the other, sequences cannot be cut into two parts for each rank of cp, or not at all with
-                gated delta nets, ep does not divide the experts or etp one of them, or there are more stages
-                than layers and no table that says so; all of them are named. Or the table is one for another
-                layout or number of layers.
+                the other, tp x cp does not divide the heads of Mamba or gated delta nets, sequences cannot be
+                cut into two parts for each rank of cp, ep does not divide the experts or etp one of them, or
+                there are more stages than layers and no table that says so; all of them are named. Or the
+                table is one for another layout or number of layers.
         """
         kinds = {block for blocks in self.blocks for block in blocks}
         cut = {"num_heads": self.num_heads} if "attention" in kinds else {}

@@ -10,14 +10,18 @@ from torch import Tensor
 
 
 def delta_net_fields(draw: random.Random, seed: int, layers: int) -> dict[str, Any]:
-    """Return fields of gated delta nets and gated attention; 2 divides heads of seeds 0, 100, ..."""
+    """Return fields of gated delta nets and gated attention.
+
+    Of seeds 0, 100, ... 2 divides heads, and 4 those of values.
+    """
     key_heads = draw.choice([1, 2, 3]) if seed % 100 else 2
+    shared = draw.choice([1, 2, 3]) if seed % 100 else 2 * draw.choice([1, 2])
     kinds = [draw.choice(["linear_attention", "full_attention"]) for _ in range(layers)]
     return {
         "layer_types": kinds if seed % 3 else None,
         "full_attention_interval": 2,
         "linear_num_key_heads": key_heads,
-        "linear_num_value_heads": key_heads * draw.choice([1, 2, 3]),
+        "linear_num_value_heads": key_heads * shared,
         "linear_key_head_dim": draw.choice([7, 8, 12]),  # shorter keys of length near 0 enlarge errors
         "linear_value_head_dim": draw.choice([3, 5, 6]),
         "linear_conv_kernel_dim": draw.choice([2, 4]),

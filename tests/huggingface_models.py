@@ -43,8 +43,8 @@ def layout_of(config: GPTConfig) -> ParallelLayout:
     """Return a layout of 4 ranks with as many kinds of cuts as a config allows."""
     if config.moe is not None:
         layouts = [ParallelLayout(tp=2, pp=2, ep=2, etp=1), ParallelLayout(pp=2, cp=2, ep=2)]
-        if config.delta_net is not None:
-            layouts[1] = ParallelLayout(pp=2, dp=2, etp=1)
+        if config.delta_net is not None:  # with an odd number of heads
+            layouts.append(ParallelLayout(pp=2, dp=2, etp=1))
     else:
         layouts = [ParallelLayout(tp=2, pp=2)]
     for layout in layouts:

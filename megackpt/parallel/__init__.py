@@ -44,7 +44,10 @@ from megackpt.parallel.context import (
     context_positions,
     context_share,
     gather_context,
+    heads_to_tokens,
     join_context,
+    own_heads,
+    tokens_to_heads,
 )
 from megackpt.parallel.delta_net import GatedDeltaNet, gated_delta_rule
 from megackpt.parallel.dispatch import Capacity, TokenDispatcher
@@ -201,6 +204,7 @@ __all__ = [
     "gather_from",
     "gather_rows",
     "gather_sequence",
+    "heads_to_tokens",
     "is_marked",
     "join_context",
     "mark",
@@ -208,6 +212,7 @@ __all__ = [
     "mean_auxiliary_losses",
     "mean_over_tokens_ahead",
     "merge_adapter",
+    "own_heads",
     "padded_vocab_size",
     "plan_1f1b",
     "plan_forward",
@@ -228,6 +233,7 @@ __all__ = [
     "share_losses",
     "stable_seed",
     "tokens_ahead",
+    "tokens_to_heads",
     "update_expert_bias",
     "vocab_parallel_cross_entropy",
 ]

@@ -4,11 +4,12 @@ A sequence is cut into `2 * cp` parts of equal length. Rank `i` has parts `i` an
 the other, as the `i`-th of the first half and the `i`-th last of the second. A token attends to all tokens
 before it, so late parts cost more than early ones; with one of each, all ranks have equally much to do.
 
-Only attention looks at other tokens. All other layers work on a rank's share as on a shorter sequence:
+Only layers that mix tokens look at other ones. All others work on a rank's share as on a shorter sequence:
 
 * the data path gives each rank its share of tokens and labels (`context_share`);
 * what depends on positions, such as rotary embeddings, uses `context_positions`;
 * attention calls `causal_attention`, or `attention_parts` if it computes the scores itself;
+* a recurrence calls `tokens_to_heads` before it and `heads_to_tokens` after it;
 * each rank's loss is the mean over its own tokens; the mean over `groups.dp_cp` is that of the batch, for
   losses and for gradients.
 
@@ -19,14 +20,22 @@ four hidden states of the rank's share. The alternative passes keys and values a
 computes, and merges partial softmaxes: it keeps only a rank's own, and hides the communication, but needs
 kernels of its own.
 
+A recurrence needs the tokens in order, and its heads need nothing of each other. So ranks exchange their
+tokens of all heads for all tokens of some heads, and back. A rank has as many elements as before. The
+projections before and after it, and norms of its output, work on a rank's share. The alternative gathers the
+hidden states, projects them with the weights of some heads, and sums over cp: each rank would have whole
+sequences of hidden states, and norms over groups of heads would need sums over cp.
+
 A checkpoint does not depend on cp: its ranks are replicas, and `groups.dp_cp` counts them.
 
 Source: Dubey et al. 2024 (Llama 3), section 3.3.2: two parts for each rank, keys and values all-gathered. A
-rank's parts are those of Megatron-LM's `get_batch_on_this_cp_rank`.
+rank's parts are those of Megatron-LM's `get_batch_on_this_cp_rank`. The exchange of tokens for heads is that
+of Jacobs et al. 2023 (Ulysses), section 3, and of Megatron-Core's `ssm.mamba_context_parallel`.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -35,7 +44,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megackpt.errors import DeclarationError
-from megackpt.parallel.collectives import gather_sequence
+from megackpt.parallel.collectives import exchange_rows, gather_sequence
 from megackpt.parallel.groups import Axis
 
 
@@ -57,8 +66,7 @@ def context_share(x: Tensor, cp: Axis, *, dim: int) -> Tensor:
             f"Choose a sequence length that is a multiple of {count}, or a smaller cp.",
             rank=cp.ranks[cp.rank],
         )
-    parts = x.chunk(count, dim=dim)
-    return torch.cat([parts[number] for number in _numbers(cp)], dim=dim)
+    return _shares(x, cp.size, dim=dim)[cp.rank]
 
 
 def context_positions(length: int, cp: Axis, *, device: torch.device | str | None = None) -> Tensor:
@@ -155,7 +163,7 @@ def attention_parts(
     head_dim = keys.shape[-1]
     both = gather_context(torch.cat((keys, values), dim=-1), cp, dim=-2)  # one collective instead of two
     keys, values = both[..., :head_dim], both[..., head_dim:]
-    ends = [(number + 1) * queries.shape[-2] // 2 for number in _numbers(cp)]
+    ends = [(number + 1) * queries.shape[-2] // 2 for number in (cp.rank, 2 * cp.size - 1 - cp.rank)]
     return tuple(
         AttentionPart(part, keys[..., :end, :], values[..., :end, :], window)
         for part, end in zip(queries.chunk(2, dim=-2), ends, strict=True)
@@ -207,9 +215,73 @@ def _attend(part: AttentionPart, scale: float | None) -> Tensor:
     )
 
 
-def _numbers(cp: Axis) -> tuple[int, int]:
-    """Return the numbers of the two parts that this rank has."""
-    return cp.rank, 2 * cp.size - 1 - cp.rank
+def tokens_to_heads(parts: Sequence[Tensor], heads: Sequence[int], cp: Axis) -> tuple[Tensor, ...]:
+    """Return all tokens of this rank's heads, in order, from this rank's tokens of all heads.
+
+    Collective over cp. Gradients go back to the ranks that the elements came from; those of heads with copies
+    are summed.
+
+    Args:
+        parts: projections `[s/cp, b, n * dim]` of this rank's share, of one dtype.
+        heads: the `n` of each part.
+        cp: the ranks that have the other shares.
+
+    Returns:
+        For each part `[s, b, own * dim]`, the heads of `own_heads`.
+
+    Raises:
+        DeclarationError: the share cannot be cut into its two parts.
+    """
+    if cp.size == 1:
+        return tuple(parts)
+    shares = [_head_shares(part, n, cp, dim=2) for part, n in zip(parts, heads, strict=True)]
+    sent = [torch.cat(of_rank, dim=-1) for of_rank in zip(*shares, strict=True)]
+    counts = [len(sent[0])] * cp.size
+    whole = _in_order(exchange_rows(torch.cat(sent), cp, counts, counts), cp.size, dim=0)
+    return torch.split_with_sizes(whole, [of_part[0].shape[-1] for of_part in shares], dim=-1)
+
+
+def heads_to_tokens(x: Tensor, cp: Axis) -> Tensor:
+    """Return this rank's tokens `[s/cp, b, n]` of all heads, from all tokens `[s, b, n/cp]` of its heads.
+
+    The inverse of `tokens_to_heads` for heads without copies. Collective over cp.
+    """
+    if cp.size == 1:
+        return x
+    counts = [len(x) // cp.size] * cp.size
+    received = exchange_rows(torch.cat(_shares(x, cp.size, dim=0)), cp, counts, counts)
+    return torch.cat(received.chunk(cp.size), dim=-1)
+
+
+def head_copies(heads: int, cp: Axis) -> int:
+    """Return how many copies of each of some heads the ranks of cp have together. Pure.
+
+    It is 1 if cp divides the heads, and `cp / heads` if they are fewer. Copies are neighbours.
+    """
+    return cp.size // math.gcd(heads, cp.size)
+
+
+def own_heads(x: Tensor, heads: int, cp: Axis) -> Tensor:
+    """Return the rows `[own * dim, ...]` of a parameter `[heads * dim, ...]` for this rank's heads. Local.
+
+    Ranks of cp have equally many heads, one after the other. If cp does not divide them, there are
+    `head_copies` of each, one after the other, which are divided. The gradient of `x` is 0 for the heads of
+    other ranks: the mean over `groups.dp_cp` is that of the batch, as for all parameters.
+    """
+    return x if cp.size == 1 else _head_shares(x, heads, cp, dim=0)[cp.rank]
+
+
+def _head_shares(x: Tensor, heads: int, cp: Axis, *, dim: int) -> tuple[Tensor, ...]:
+    """Return what each rank of cp has of `x`, which has `heads * n` elements along `dim`."""
+    by_head = x.reshape(*x.shape[:dim], heads, -1, *x.shape[dim + 1 :])
+    repeated = by_head.repeat_interleave(head_copies(heads, cp), dim=dim)
+    return repeated.flatten(dim, dim + 1).chunk(cp.size, dim=dim)
+
+
+def _shares(x: Tensor, size: int, *, dim: int) -> list[Tensor]:
+    """Return the shares of `size` ranks of `x`, which has whole sequences along `dim`."""
+    parts = x.chunk(2 * size, dim=dim)
+    return [torch.cat((parts[rank], parts[2 * size - 1 - rank]), dim=dim) for rank in range(size)]
 
 
 def _in_order(joined: Tensor, size: int, *, dim: int) -> Tensor:

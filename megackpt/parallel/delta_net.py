@@ -1,7 +1,8 @@
 """Gated delta net: a mixer of tokens with a state of constant size instead of keys and values of all tokens.
 
 The recurrence is written token by token, in float32. It is right and differentiable everywhere, and slow: a
-training run of size puts a fused kernel in the place of `gated_delta_rule`.
+training run of size puts a fused kernel in the place of `gated_delta_rule`. Between the two projections
+each rank of cp has whole sequences of some heads; see `context`.
 
 Source: Yang et al. 2024 (gated delta networks), equation 10; transformers 5.23, `Qwen3NextGatedDeltaNet`
 (numerics); Megatron-Core `ssm.gated_delta_net.GatedDeltaNet` (names).
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 
 from megackpt.errors import DeclarationError
 from megackpt.parallel.causal_conv import CausalConv1d
+from megackpt.parallel.context import heads_to_tokens, own_heads, tokens_to_heads
 from megackpt.parallel.groups import ParallelGroups
 from megackpt.parallel.linear import ColumnParallelLinear, RowParallelLinear, divide_over_tp
 from megackpt.parallel.mixin import ShardedModule
@@ -22,12 +24,12 @@ from megackpt.parallel.norm import RMSNorm
 
 
 class GatedDeltaNet(ShardedModule):
-    """Gated delta net over `[s, b, hidden]` (`[s/tp, b, hidden]`), heads cut over tp. Collective over tp.
+    """Gated delta net over `[s, b, hidden]` (`[s/tp, b, hidden]`), heads cut over tp. Collective over tp, cp.
 
-    The projection of the input has the components query, key, value, z (the output's gate), beta (how much is
-    written to the state) and alpha (how much of it is kept). A key head belongs to
-    `num_value_heads / num_key_heads` value heads that follow each other. `A_log` and `dt_bias`
-    `[num_value_heads/tp]` are float32 in every model.
+    s is the number of tokens that this rank of cp has of each sequence. The projection of the input has the
+    components query, key, value, z (the output's gate), beta (how much is written to the state) and alpha
+    (how much of it is kept). A key head belongs to `num_value_heads / num_key_heads` value heads that follow
+    each other. `A_log` and `dt_bias` `[num_value_heads/tp]` are float32 in every model.
 
     Args:
         hidden_size: extent of a hidden state.
@@ -44,7 +46,7 @@ class GatedDeltaNet(ShardedModule):
 
     Raises:
         DeclarationError: num_key_heads does not divide num_value_heads, tp does not divide num_key_heads, or
-            cp is larger than 1: the state of a token needs all tokens before it.
+            tp x cp does not divide num_value_heads.
     """
 
     tp_sharding = {"A_log": 0, "dt_bias": 0}  # noqa: RUF012 - read-only by its type in ShardedModule
@@ -70,13 +72,16 @@ class GatedDeltaNet(ShardedModule):
                 f"num_value_heads {num_value_heads} is not a multiple of num_key_heads {num_key_heads}, so "
                 f"that value heads cannot share keys evenly. Choose a divisor of {num_value_heads}."
             )
-        if groups.cp.size > 1:
+        key_heads = divide_over_tp("num_key_heads", num_key_heads, groups)
+        heads = num_value_heads // groups.tp.size
+        if heads % groups.cp.size:
             raise DeclarationError(
-                f"a gated delta net cannot be cut over cp={groups.cp.size}: the state of a token needs all "
-                f"tokens before it. Use cp=1; tp, pp, ep and dp may be larger.",
+                f"the {heads} value heads of a rank of tp cannot be divided over cp={groups.cp.size}. Choose "
+                f"a num_value_heads that is a multiple of tp x cp = {groups.tp.size * groups.cp.size}, or a "
+                f"smaller cp.",
                 rank=groups.rank,
             )
-        divide_over_tp("num_key_heads", num_key_heads, groups)
+        self.local_heads = {"query": key_heads, "key": key_heads, "value": heads}
         self.key_head_dim, self.value_head_dim = key_head_dim, value_head_dim
         keys, values = num_key_heads * key_head_dim, num_value_heads * value_head_dim
         mixed = {"query": keys, "key": keys, "value": values}
@@ -89,8 +94,15 @@ class GatedDeltaNet(ShardedModule):
             dtype=dtype,
             device=device,
         )
-        self.conv1d = CausalConv1d(mixed, conv_kernel_size, groups, bias=False, dtype=dtype, device=device)
-        heads = num_value_heads // groups.tp.size
+        self.conv1d = CausalConv1d(
+            mixed,
+            conv_kernel_size,
+            groups,
+            bias=False,
+            heads=self.local_heads,
+            dtype=dtype,
+            device=device,
+        )
         self.A_log = nn.Parameter(torch.zeros(heads, dtype=torch.float32, device=device))
         self.dt_bias = nn.Parameter(torch.ones(heads, dtype=torch.float32, device=device))
         # Each rank of tp has heads of its own, so that the gradients of their norm are partial sums.
@@ -109,13 +121,19 @@ class GatedDeltaNet(ShardedModule):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the block's output, shaped like `x`."""
+        cp, heads = self.groups.cp, len(self.A_log)
         q, k, v, z, beta, alpha = self.in_proj.split(self.in_proj(x))
+        # From here to heads_to_tokens, s counts all tokens, and heads are those of this rank of tp and cp.
+        q, k, v, beta, alpha = tokens_to_heads(
+            (q, k, v, beta, alpha), (*self.local_heads.values(), heads, heads), cp
+        )
+        log_rates, dt_bias = (own_heads(param, heads, cp).float() for param in (self.A_log, self.dt_bias))
         q, k, v = self.conv1d.split(F.silu(self.conv1d(torch.cat([q, k, v], dim=-1))))
         q, k = (_heads(part, self.key_head_dim) for part in (q, k))
-        v, z = (_heads(part, self.value_head_dim) for part in (v, z))
-        decay = -self.A_log.float().exp() * F.softplus(alpha.float() + self.dt_bias.float())
-        mixed = self.out_norm(gated_delta_rule(q, k, v, decay, beta.sigmoid()))
-        gated = (mixed.float() * F.silu(z.float())).to(x.dtype)
+        decay = -log_rates.exp() * F.softplus(alpha.float() + dt_bias)
+        mixed = gated_delta_rule(q, k, _heads(v, self.value_head_dim), decay, beta.sigmoid())
+        mixed, z = (_heads(part, self.value_head_dim) for part in (heads_to_tokens(mixed.flatten(2), cp), z))
+        gated = (self.out_norm(mixed).float() * F.silu(z.float())).to(x.dtype)
         out: Tensor = self.out_proj(gated.flatten(2))
         return out
 

@@ -1,6 +1,7 @@
 """The Mamba-2 mixer: a state for each head, which tokens decay, add to and read from. Heads are cut over tp.
 
-The projections, the convolution and the norm; `selective_scan` has the recurrence.
+The projections, the convolution and the norm; `selective_scan` has the recurrence. Between the two
+projections each rank of cp has whole sequences of some heads; see `context`.
 
 Source: Dao and Gu 2024 (Mamba-2), sections 6 and 7; Megatron-Core `ssm.mamba_mixer.MambaMixer` (names and
 what is cut); transformers `NemotronHMamba2Mixer`.
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 from megackpt.errors import DeclarationError
 from megackpt.parallel.causal_conv import CausalConv1d
 from megackpt.parallel.collectives import copy_to, reduce_from
+from megackpt.parallel.context import heads_to_tokens, own_heads, tokens_to_heads
 from megackpt.parallel.groups import ParallelGroups
 from megackpt.parallel.layout import ParallelLayout
 from megackpt.parallel.linear import ColumnParallelLinear, RowParallelLinear, divide_over_tp
@@ -75,24 +77,24 @@ class MambaSizes:
 
     def faults(self, layout: ParallelLayout) -> list[str]:
         """Return what does not fit `layout`, in words; empty if all does. Pure."""
-        faults, tp = [], layout.tp
-        if self.num_heads % tp:
-            faults.append(f"num_heads {self.num_heads} of Mamba is not a multiple of tp={tp}")
+        faults, tp, cp = [], layout.tp, layout.cp
+        if self.num_heads % (tp * cp):
+            cut = f"tp={tp}" if cp == 1 else f"tp={tp} x cp={cp} = {tp * cp}"
+            faults.append(f"num_heads {self.num_heads} of Mamba is not a multiple of {cut}")
         if self.num_groups % tp and tp % self.num_groups:
             faults.append(
                 f"num_groups {self.num_groups} of Mamba is neither a multiple nor a divisor of tp={tp}"
             )
-        if layout.cp > 1:
-            faults.append(f"Mamba needs whole sequences, and cp={layout.cp} cuts them")
         return faults
 
 
 class MambaMixer(ShardedModule):
-    """The Mamba-2 mixer over `[s, b, hidden]` (`[s/tp, b, hidden]`). Collective over tp.
+    """The Mamba-2 mixer over `[s, b, hidden]` (`[s/tp, b, hidden]`). Collective over tp and cp.
 
-    The input projection and the convolution are fused: z, x and dt are cut over tp by heads, B and C by
-    groups. With more ranks in tp than groups, neighbouring ranks have the same group. `A_log`, `D` and
-    `dt_bias` `[heads/tp]` are float32 whatever the dtype is.
+    s is the number of tokens that this rank of cp has of each sequence. The input projection and the
+    convolution are fused: z, x and dt are cut over tp by heads, B and C by groups. With more ranks in tp than
+    groups, neighbouring ranks have the same group. `A_log`, `D` and `dt_bias` `[heads/tp]` are float32
+    whatever the dtype is.
 
     Args:
         hidden_size: extent of the last dim of input and output.
@@ -128,6 +130,9 @@ class MambaMixer(ShardedModule):
             )
         self.sizes = sizes
         copies = max(1, groups.tp.size // sizes.num_groups)
+        heads = divide_over_tp("num_heads", sizes.num_heads, groups)
+        shared = sizes.num_groups * copies // groups.tp.size
+        self.local_heads = {"x": heads, "B": shared, "C": shared}
         channels = {
             "x": sizes.inner_size,
             "B": sizes.num_groups * sizes.state_size,
@@ -148,11 +153,11 @@ class MambaMixer(ShardedModule):
             sizes.kernel,
             groups,
             bias=sizes.conv_bias,
+            heads=self.local_heads,
             copies={"B": copies, "C": copies},
             dtype=dtype,
             device=device,
         )
-        heads = divide_over_tp("num_heads", sizes.num_heads, groups)
         for name, value in (("A_log", 0.0), ("D", 1.0), ("dt_bias", 1.0)):
             start = torch.full((heads,), value, dtype=torch.float32, device=device)
             self.register_parameter(name, nn.Parameter(start))
@@ -171,23 +176,28 @@ class MambaMixer(ShardedModule):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the block's output, shaped like `x`."""
-        sizes = self.sizes
-        z, *channels, dt = self.in_proj.split(self.in_proj(x))
+        sizes, cp = self.sizes, self.groups.cp
+        z, *parts = self.in_proj.split(self.in_proj(x))
+        heads = len(self.A_log)
+        # From here to heads_to_tokens, s counts all tokens, and heads are those of this rank of tp and cp.
+        *channels, dt = tokens_to_heads(parts, (*self.local_heads.values(), heads), cp)
+        log_rates, skips, dt_bias = (own_heads(p, heads, cp) for p in (self.A_log, self.D, self.dt_bias))
         convolved = self.conv1d.split(F.silu(self.conv1d(torch.cat(channels, dim=-1))))
         dims = (sizes.head_dim, sizes.state_size, sizes.state_size)
         x, b, c = (_split_last(part, dim).float() for part, dim in zip(convolved, dims, strict=True))
-        steps = F.softplus(dt.float() + self.dt_bias).clamp(*sizes.time_step_limit)  # [s, b, heads/tp]
-        y = selective_scan(x, steps, -self.A_log.exp(), b, c, chunk_size=sizes.chunk_size)
-        y = y + self.D.unsqueeze(-1) * x
-        out: Tensor = self.out_proj(self.norm(y.flatten(-2).to(z.dtype), z))
+        steps = F.softplus(dt.float() + dt_bias).clamp(*sizes.time_step_limit)  # [s, b, heads]
+        y = selective_scan(x, steps, -log_rates.exp(), b, c, chunk_size=sizes.chunk_size)
+        y = y + skips.unsqueeze(-1) * x
+        y = heads_to_tokens(y.flatten(-2).to(z.dtype), cp)
+        out: Tensor = self.out_proj(self.norm(y, z))
         return out
 
 
 class GatedGroupNorm(ShardedModule):
     """`n(y * silu(z)) * weight`, where n divides each group of features by its root mean square.
 
-    Input and output `[s, b, size/tp]`, whole sequences; weight `[size/tp]`. Collective over tp if there are
-    fewer groups than ranks: neighbouring ranks then add the squares of their parts of a group.
+    Input and output `[s, b, size/tp]`; weight `[size/tp]`. Collective over tp if there are fewer groups than
+    ranks: neighbouring ranks then add the squares of their parts of a group.
 
     Args:
         size: number of features.

@@ -1,4 +1,4 @@
-"""Qwen3-Next: logits and gradients of transformers, on one rank and over tp, pp and ep.
+"""Qwen3-Next: logits and gradients of transformers, on one rank and over tp, pp, cp and ep.
 
 Its folders, config and map are in the tests of all families.
 
@@ -84,17 +84,21 @@ LAYOUTS = {
     "tp2-sequence": ParallelLayout(tp=2),
     "pp2": ParallelLayout(pp=2),
     "ep2": ParallelLayout(dp=2, ep=2),
+    "cp2": ParallelLayout(cp=2),
+    "tp2-cp2": ParallelLayout(tp=2, cp=2),
+    "tp2-cp2-sequence": ParallelLayout(tp=2, cp=2),
 }
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(7)
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_two_ranks_compute_logits_and_gradients_of_transformers(rank_pool: RankPool, name: str) -> None:
-    cases = [case(100 * seed) for seed in SEEDS]  # those that 2 ranks can have
+def test_more_ranks_compute_logits_and_gradients_of_transformers(rank_pool: RankPool, name: str) -> None:
+    layout = LAYOUTS[name]
+    cases = [case(100 * seed) for seed in SEEDS]  # those that 2 ranks of tp can have, and 2 of cp
     models = [(made.config, made.weights) for made in cases]
-    ranks = rank_pool.run(run, 2, models, LAYOUTS[name], name.endswith("sequence"))
-    check(ranks, LAYOUTS[name], cases, relative=SCAN_RELATIVE)
+    ranks = rank_pool.run(run, layout.world_size, models, layout, name.endswith("sequence"))
+    check(ranks, layout, cases, relative=SCAN_RELATIVE)
 
 
 def test_the_layer_for_further_tokens_of_published_folders_is_loaded_and_written(tmp_path: Path) -> None:

@@ -40,13 +40,11 @@ ONE = Case(ParallelLayout())
 LAYOUTS = [
     ONE,
     ONE,
-    Case(ParallelLayout(tp=2), sequence_parallel=True),
-    Case(ParallelLayout(dp=2, ep=2)),
+    Case(ParallelLayout(tp=2, cp=2), sequence_parallel=True),
+    Case(ParallelLayout(cp=2, dp=2, ep=2)),
     Case(ParallelLayout(pp=2, vpp=2), stages="Et|t|t|tL"),
     Case(ParallelLayout(tp=2, pp=2, ep=2, etp=1), sequence_parallel=True),
 ]
-WITH_CP = [*LAYOUTS[:3], Case(ParallelLayout(cp=2, ep=2)), *LAYOUTS[4:]]
-"""For the model whose sequences may be cut."""
 
 
 def train(model_name: str, case: Case, steps: range, source: Path | None, target: Path | None) -> list[float]:
@@ -83,8 +81,7 @@ def test_a_run_whose_layout_changes_has_the_losses_of_one_that_is_not_interrupte
     (expected,) = rank_pool.run(train, 1, model_name, ONE, range(STEPS), None, None)
     assert expected[-1] < expected[0]
     source = None
-    layouts = WITH_CP if model_name == "latent" else LAYOUTS
-    for start, case in zip(range(0, STEPS, INTERVAL), layouts, strict=True):
+    for start, case in zip(range(0, STEPS, INTERVAL), LAYOUTS, strict=True):
         target, steps = tmp_path / str(start), range(start, start + INTERVAL)
         ranks = rank_pool.run(train, case.layout.world_size, model_name, case, steps, source, target)
         for losses in ranks:

@@ -6,6 +6,7 @@ CI takes a sample of the 182 pairs, and of 30 for each model with layers of othe
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 from pathlib import Path
 
@@ -48,7 +49,7 @@ SAMPLE = {
     "tp2-cp2-dp2-ep2-etp4": ["tp2-pp2-vpp2-dp2-ep4-etp1-uneven", "dp8-ep8"],
     "tp2-pp2-vpp2-dp2-ep4-etp1-uneven": ["dp8"],
 }
-LATENT_NAMES = [
+NAMES_OF_OTHERS = [
     "dp8-ep8",
     "tp4-dp2-ep4-etp1",
     "tp2-cp2-dp2-ep2-etp4",
@@ -56,28 +57,17 @@ LATENT_NAMES = [
     "pp4-dp2-ep2",
     "tp2-pp2-vpp2-dp2-ep4-etp1-uneven",
 ]
-DELTA_NET_NAMES = [
-    "dp8",
-    "dp8-ep8",
-    "tp2-dp4-ep2",
-    "tp4-dp2-ep4-etp1",
-    "pp4-dp2-ep2",
-    "tp2-pp2-vpp2-dp2-ep4-etp1-uneven",
+MAMBA_NAMES = ["tp8-ep8-etp1", *NAMES_OF_OTHERS[1:]]  # more ranks in tp than groups
+OTHERS = [
+    *itertools.product(("latent", "delta_net"), NAMES_OF_OTHERS),
+    *itertools.product(("mamba", "hybrid"), MAMBA_NAMES),
 ]
-MAMBA_NAMES = ["tp8-ep8-etp1", *DELTA_NET_NAMES[1:]]
-NAMES_OF_OTHERS = {
-    "latent": LATENT_NAMES,
-    "delta_net": DELTA_NET_NAMES,
-    "mamba": MAMBA_NAMES,
-    "hybrid": MAMBA_NAMES,
-}
-OTHERS = [(model_name, name) for model_name, names in NAMES_OF_OTHERS.items() for name in names]
 SAMPLE_OF_OTHERS = {
     ("latent", "dp8-ep8"): ["tp2-pp2-vpp2-dp2-ep4-etp1-uneven"],
     ("latent", "tp2-pp2-vpp2-dp2-ep4-etp1-uneven"): ["dp8-ep8"],
     ("delta_net", "tp4-dp2-ep4-etp1"): ["tp2-pp2-vpp2-dp2-ep4-etp1-uneven"],
     ("delta_net", "tp2-pp2-vpp2-dp2-ep4-etp1-uneven"): ["dp8-ep8"],
-    ("mamba", "pp4-dp2-ep2"): ["tp8-ep8-etp1"],
+    ("mamba", "cp4-dp2-ep2"): ["tp8-ep8-etp1"],
     ("hybrid", "tp8-ep8-etp1"): ["tp2-pp2-vpp2-dp2-ep4-etp1-uneven"],
 }
 STATES = ("exp_avg", "exp_avg_sq", "fp32_param", "step")

@@ -16,6 +16,8 @@ from megackpt.parallel import (
     context_positions,
     context_share,
     join_context,
+    own_heads,
+    tokens_to_heads,
 )
 
 
@@ -43,6 +45,30 @@ def test_shares_are_cut_by_position_and_joined_again_along_any_dim(size: int) ->
     assert torch.equal(join_context(shares, dim=1), tokens)
     assert torch.equal(join_context(shares, dim=-1), tokens)
     assert torch.equal(join_context(states, dim=0), hidden)
+
+
+@pytest.mark.parametrize(
+    ("heads", "size", "expected"),
+    [
+        (4, 2, [[0, 1], [2, 3]]),
+        (2, 4, [[0], [0], [1], [1]]),
+        (3, 2, [[0, 0, 1], [1, 2, 2]]),  # with as many heads of values for each: 0 1 2, 3 4 5 of 6
+        (3, 1, [[0, 1, 2]]),
+    ],
+)
+def test_ranks_have_equally_many_heads_some_of_them_as_copies(
+    heads: int, size: int, expected: list[list[int]]
+) -> None:
+    rows = torch.arange(heads).repeat_interleave(2).view(2 * heads, 1)  # of 2 channels each
+    for cp, own in zip(_axes(size), expected, strict=True):
+        assert own_heads(rows, heads, cp)[::2, 0].tolist() == own
+        assert own_heads(rows, heads, cp)[1::2, 0].tolist() == own
+
+
+def test_one_rank_of_cp_has_all_heads_of_all_tokens_already() -> None:
+    (cp,) = _axes(1)
+    x = torch.zeros(3, 1, 2)
+    assert tokens_to_heads([x], [2], cp)[0] is x
 
 
 @pytest.mark.parametrize("size", [2, 4, 5])

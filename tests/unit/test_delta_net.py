@@ -74,7 +74,7 @@ def test_some_parameters_are_float32_in_a_model_in_bfloat16() -> None:
 @pytest.mark.parametrize(
     ("changes", "layout", "message"),
     [
-        ({}, ParallelLayout(cp=2), "gated delta nets cannot be cut over cp=2"),
+        ({}, ParallelLayout(tp=2, cp=4), "num_value_heads 4 is not a multiple of tp=2 x cp=4 = 8"),
         ({}, ParallelLayout(tp=4), "num_key_heads 2 is not a multiple of tp=4"),
         ({"delta_net": None}, ParallelLayout(), "delta_net is None. Give it exactly if"),
         ({"layer_blocks": None}, ParallelLayout(), "Give it exactly if layer_blocks has a delta_net"),
@@ -90,8 +90,8 @@ def test_a_mixer_that_cannot_be_cut_is_an_error() -> None:
         replace(SIZES, num_value_heads=3)
     with pytest.raises(DeclarationError, match=r"DeltaNetConfig.key_head_dim is 0"):
         replace(SIZES, key_head_dim=0)
-    groups = ParallelGroups.offline(ParallelLayout(cp=2), 0)
-    with pytest.raises(DeclarationError, match=r"cannot be cut over cp=2"):
+    groups = ParallelGroups.offline(ParallelLayout(tp=2, cp=4), 0)
+    with pytest.raises(DeclarationError, match=r"2 value heads .* divided over cp=4. Choose .* tp x cp = 8"):
         GatedDeltaNet(16, 2, 4, 4, 3, groups)
     with pytest.raises(DeclarationError, match="num_key_heads 2 cannot be cut into tp=4"):
         GatedDeltaNet(16, 2, 4, 4, 3, ParallelGroups.offline(ParallelLayout(tp=4), 0))

@@ -96,7 +96,7 @@ def test_sizes_that_no_mixer_has_are_an_error(changes: dict[str, Any], message: 
     [
         (ParallelLayout(tp=8), "num_heads 4 of Mamba is not a multiple of tp=8"),
         (ParallelLayout(tp=3), "num_groups 2 of Mamba is neither a multiple nor a divisor of tp=3"),
-        (ParallelLayout(cp=2), "cp=2 cuts them"),
+        (ParallelLayout(tp=2, cp=4), "num_heads 4 of Mamba is not a multiple of tp=2 x cp=4 = 8"),
     ],
 )
 def test_layouts_that_cannot_hold_a_mixer_are_an_error(layout: ParallelLayout, message: str) -> None:
