@@ -240,10 +240,10 @@ def test_an_interrupt_ends_a_real_command_with_one_line(tmp_path: Path) -> None:
     fifo = tmp_path / "config.json"
     os.mkfifo(fifo)  # the command waits for a writer
     command = [sys.executable, "-m", "megackpt.cli", "maps", "show", "--config", str(fifo)]
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
-    with open(fifo, "w"):  # opened by both: the command reads now
+    # Once the file is opened by both, the command reads. If it has to wait too long, it ends with the file.
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process, open(fifo, "w"):
         process.send_signal(signal.SIGINT)
-        _, message = process.communicate(timeout=30)
+        _, message = process.communicate(timeout=120)
     assert process.returncode == 130
     assert message.strip().startswith("megackpt: interrupted. ")
     assert len(message.strip().splitlines()) == 1
