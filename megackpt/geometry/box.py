@@ -1,4 +1,4 @@
-"""One box of a global array: its shape, and the byte ranges it has in the array's row-major order.
+"""One box of a global array, and the byte ranges that it has in the array's row-major order.
 
 `flat` has the same arithmetic for many boxes at once.
 """
@@ -55,20 +55,6 @@ class Box:
 
     def __str__(self) -> str:
         return "[" + ", ".join(f"{a}:{b}" for a, b in zip(self.start, self.stop, strict=True)) + "]"
-
-
-def row_major_strides(shape: Sequence[int]) -> tuple[int, ...]:
-    """Return the strides of a row-major array, in elements.
-
-    >>> row_major_strides((2, 3, 4))
-    (12, 4, 1)
-    """
-    strides = []
-    step = 1
-    for extent in reversed(shape):
-        strides.append(step)
-        step *= extent
-    return tuple(reversed(strides))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

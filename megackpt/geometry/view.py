@@ -15,8 +15,8 @@ from typing import NamedTuple
 import numpy as np
 
 from megackpt.errors import GeometryError
-from megackpt.geometry.box import Box, row_major_strides
-from megackpt.geometry.flat import rectangles_of
+from megackpt.geometry.box import Box
+from megackpt.geometry.flat import rectangles_of, row_major_strides
 
 
 class Axis(NamedTuple):

@@ -30,8 +30,8 @@ from torch.distributed.checkpoint.planner import (
 )
 
 from megackpt.errors import CoverageError
-from megackpt.mapping.recognition import XlaTensor, xla_tensor_of
-from megackpt.mapping.xla import HostShards, declare_xla
+from megackpt.mapping.recognition import xla_tensor_of
+from megackpt.mapping.xla import HostShards, XlaTensor, declare_xla
 
 __all__ = ["SPMDLoadPlanner", "SPMDSavePlanner", "XlaLoadPlanner", "XlaSavePlanner", "declare_xla"]
 

@@ -1,4 +1,12 @@
-"""What one rank declares: sharded entities, and the state dicts that hold them."""
+"""What one rank declares: sharded entities, and the state dicts that hold them.
+
+Layouts and factories, which not every state dict has, are imported when their names are first used.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
 from megackpt.mapping.base import (
     RankOffset,
@@ -8,9 +16,6 @@ from megackpt.mapping.base import (
     StateDict,
     is_main_replica,
 )
-from megackpt.mapping.factory import ShardedTensorFactory
-from megackpt.mapping.layout import Layout
-from megackpt.mapping.sharded_layout import ComponentPlacement, LayoutComponent, ShardedLayout
 from megackpt.mapping.sharded_object import (
     LocalNonpersistentObject,
     PerRankValue,
@@ -18,6 +23,11 @@ from megackpt.mapping.sharded_object import (
     ShardedObject,
 )
 from megackpt.mapping.sharded_tensor import ShardedTensor
+
+if TYPE_CHECKING:
+    from megackpt.mapping.factory import ShardedTensorFactory
+    from megackpt.mapping.layout import Layout
+    from megackpt.mapping.sharded_layout import ComponentPlacement, LayoutComponent, ShardedLayout
 
 __all__ = [
     "ComponentPlacement",
@@ -37,3 +47,18 @@ __all__ = [
     "StateDict",
     "is_main_replica",
 ]
+
+_LAZY_IMPORTS = {
+    "ComponentPlacement": "sharded_layout",
+    "Layout": "layout",
+    "LayoutComponent": "sharded_layout",
+    "ShardedLayout": "sharded_layout",
+    "ShardedTensorFactory": "factory",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Import a class at its first use."""
+    if name not in _LAZY_IMPORTS:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_LAZY_IMPORTS[name]}"), name)

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from operator import index as as_int
 from operator import mul
 from typing import Any, NamedTuple, TypeAlias
@@ -32,6 +33,23 @@ def is_main_replica(replica_id: ReplicaId) -> bool:
     Source: Megatron-Core `dist_checkpointing.mapping.is_main_replica`.
     """
     return replica_id == 0 if isinstance(replica_id, int) else not any(replica_id)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Expansion:
+    """What a save stores for an entity that is not stored itself, and what a load makes of that.
+
+    Attributes:
+        parts: entities, in nested dicts and lists.
+        merge: takes `parts` with every entity replaced by its loaded value; returns that of the whole.
+        how: what a load makes of the stored arrays, for `LoadReport.transformed`; empty for nothing to say.
+        advice: what to do if the checkpoint does not have the arrays in these shapes; a sentence, or empty.
+    """
+
+    parts: Any
+    merge: Callable[[Any], Any]
+    how: str = ""
+    advice: str = ""
 
 
 class ShardedBase(ABC):
@@ -64,6 +82,18 @@ class ShardedBase(ABC):
             DeclarationError: fields contradict each other; the text names the key and the fields.
         """
         self.__post_init__()
+
+    def expand(self, on_host: Callable[[torch.Tensor], torch.Tensor]) -> Expansion | None:
+        """Return what is stored for this entity; None if that is the entity itself. Local.
+
+        Args:
+            on_host: returns the tensor that a load fills in place of `data`: the tensor itself, or a new one
+                in host memory.
+
+        Raises:
+            DeclarationError: there is no data, and it is needed.
+        """
+        return None
 
     @abstractmethod
     def retarget(

@@ -12,7 +12,14 @@ from typing import Any
 
 import torch
 
-from megackpt.mapping.base import ReplicaId, ShardedBase, check_key, check_replica_id, declaration_error
+from megackpt.mapping.base import (
+    Expansion,
+    ReplicaId,
+    ShardedBase,
+    check_key,
+    check_replica_id,
+    declaration_error,
+)
 from megackpt.mapping.sharded_layout import ShardedLayout
 from megackpt.mapping.sharded_tensor import ShardedTensor
 
@@ -65,6 +72,10 @@ class ShardedTensorFactory(ShardedBase):
     def build(self) -> Any:
         """Return the sharded state dict that is stored for this tensor; it may contain factories again."""
         return self.build_fn(self.key, self.data, self.replica_id, self.flattened_range)
+
+    def expand(self, on_host: Callable[[torch.Tensor], torch.Tensor]) -> Expansion:
+        """Return what `build_fn` makes of the tensor, with `merge_fn`."""
+        return Expansion(parts=self.build(), merge=self.merge_fn, how=self.how, advice=self.advice)
 
     def without_data(self) -> ShardedTensorFactory:
         """Return the same declaration with `data=None`."""

@@ -14,17 +14,7 @@ from typing import Any
 import torch
 
 from megackpt.errors import DeclarationError, UnserializableError
-from megackpt.mapping import (
-    LocalNonpersistentObject,
-    PerRankValue,
-    ReplicatedValue,
-    ShardedBase,
-    ShardedLayout,
-    ShardedObject,
-    ShardedStateDict,
-    ShardedTensor,
-    ShardedTensorFactory,
-)
+from megackpt.mapping.base import Expansion, ShardedBase, ShardedStateDict
 from megackpt.mapping.plain_tensors import declare_whole_tensors, has_tensors
 from megackpt.mapping.recognition import (
     is_megatron_class,
@@ -32,7 +22,13 @@ from megackpt.mapping.recognition import (
     is_torch_sharded_class,
     may_have_xla,
 )
-from megackpt.mapping.sharded_tensor import TorchShardedTensor
+from megackpt.mapping.sharded_object import (
+    LocalNonpersistentObject,
+    PerRankValue,
+    ReplicatedValue,
+    ShardedObject,
+)
+from megackpt.mapping.sharded_tensor import ShardedTensor, TorchShardedTensor
 from megackpt.mapping.tree import (
     ABSENT,
     PathKeys,
@@ -57,7 +53,7 @@ class EntityLeaf:
         keys: what it is stored as.
     """
 
-    entity: ShardedTensor | ShardedObject | ShardedLayout | TorchShardedTensor
+    entity: ShardedTensor | ShardedObject | TorchShardedTensor
     keys: tuple[str, ...]
 
     def loaded(self, dropped: DroppedKeys) -> Any:
@@ -80,21 +76,23 @@ class LocalLeaf:
 
 
 @dataclass(slots=True, eq=False)
-class FactoryLeaf:
-    """A leaf that is stored as what a factory has built of it.
+class ExpandedLeaf:
+    """A leaf for which other entities are stored: a layout, or what a factory has built.
 
     Attributes:
-        factory: merges the loaded values.
-        built: what it has built, with a leaf of these classes for each entity.
+        key: of the leaf.
+        expansion: merges the loaded values.
+        parts: those of the expansion, with a leaf of these classes for each entity.
     """
 
-    factory: ShardedTensorFactory
-    built: Any
+    key: str
+    expansion: Expansion
+    parts: Any
 
     @property
     def keys(self) -> tuple[str, ...]:
-        """What is stored for it, also for factories in what it has built."""
-        leaves = [leaf for _, leaf in iter_leaves([self.built])]
+        """What is stored for it, also for parts that are expanded again."""
+        leaves = [leaf for _, leaf in iter_leaves([self.parts])]
         return tuple(key for leaf in leaves if not isinstance(leaf, LocalLeaf) for key in leaf.keys)
 
     def is_dropped(self, dropped: DroppedKeys) -> bool:
@@ -102,15 +100,15 @@ class FactoryLeaf:
         return any(key in dropped for key in self.keys)
 
     def loaded(self, dropped: DroppedKeys) -> Any:
-        """Return what the factory merges; ABSENT if nothing was loaded for one of its entities."""
+        """Return what the expansion merges; ABSENT if nothing was loaded for one of its entities."""
         # Each value is computed once: it may be of a factory whose merge_fn works in place.
-        values = {id(leaf): leaf.loaded(dropped) for _, leaf in iter_leaves([self.built])}
+        values = {id(leaf): leaf.loaded(dropped) for _, leaf in iter_leaves([self.parts])}
         if any(value is ABSENT for value in values.values()):
             return ABSENT
-        return self.factory.merge_fn(map_leaves(lambda _, leaf: values[id(leaf)], self.built))
+        return self.expansion.merge(map_leaves(lambda _, leaf: values[id(leaf)], self.parts))
 
 
-ShardedLeaf = EntityLeaf | LocalLeaf | FactoryLeaf
+ShardedLeaf = EntityLeaf | LocalLeaf | ExpandedLeaf
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,17 +144,17 @@ class FlattenedState:
     def transformed(self, dropped: DroppedKeys) -> dict[str, str]:
         """Return by key what the factories say that a load makes of stored arrays, if none is dropped."""
         return {
-            leaf.factory.key: leaf.factory.how
+            leaf.key: leaf.expansion.how
             for leaf in self.leaves
-            if isinstance(leaf, FactoryLeaf) and leaf.factory.how and not leaf.is_dropped(dropped)
+            if isinstance(leaf, ExpandedLeaf) and leaf.expansion.how and not leaf.is_dropped(dropped)
         }
 
     def advice(self) -> dict[str, str]:
         """Return by key of an array what its factory advises if it cannot be loaded as it is requested."""
         return {
-            key: leaf.factory.advice
+            key: leaf.expansion.advice
             for leaf in self.leaves
-            if isinstance(leaf, FactoryLeaf) and leaf.factory.advice
+            if isinstance(leaf, ExpandedLeaf) and leaf.expansion.advice
             for key in leaf.keys
         }
 
@@ -276,8 +274,6 @@ class _LeafCollector:
                 return LocalLeaf(leaf)
             case TorchShardedTensor():
                 return self._add_torch_sharded(leaf)
-            case ShardedLayout():
-                return self._add_layout(path, leaf)
             case ShardedObject():
                 return self._add_object(replace(leaf))
             case PerRankValue():
@@ -288,11 +284,7 @@ class _LeafCollector:
                 self._check_declared_once(path, leaf.key)
                 self.replicated.add(leaf.key)
                 return self._add_object(leaf.on(self._rank))
-            case ShardedTensorFactory():
-                return self._add_factory(path, leaf)
-        raise DeclarationError(
-            f"{path}: {type(leaf).__name__} is not an entity that can be saved.", path=path
-        )
+        return self._add_expanded(path, leaf)
 
     def _check_declared_once(self, path: str, key: str) -> None:
         if key in self.per_rank or key in self.replicated:
@@ -303,12 +295,12 @@ class _LeafCollector:
             )
 
     def _add_tensor(self, tensor: ShardedTensor) -> ShardedLeaf:
-        target = tensor.with_data(self._on_host(tensor.data))
+        target = tensor.with_data(None if tensor.data is None else self._on_host(tensor.data))
         self.tensors.append(target)
         return EntityLeaf(target, (target.key,))
 
-    def _on_host(self, data: torch.Tensor | None) -> torch.Tensor | None:
-        if not self._in_host_memory or data is None or data.device.type == "cpu":
+    def _on_host(self, data: torch.Tensor) -> torch.Tensor:
+        if not self._in_host_memory or data.device.type == "cpu":
             return data
         return torch.empty_like(data, device="cpu", requires_grad=False)
 
@@ -318,37 +310,29 @@ class _LeafCollector:
             self.on_some_ranks.add(tensor.key)
         return EntityLeaf(tensor, (tensor.key,))
 
-    def _add_layout(self, path: str, layout: ShardedLayout) -> ShardedLeaf:
-        if layout.data is None:
-            raise DeclarationError(
-                f"{path}: the layout {layout.key!r} has no data to save or fill.", key=layout.key
-            )
-        layout = replace(layout, data=self._on_host(layout.data))
-        tensors = layout.tensors()
-        self.tensors.extend(tensors)
-        return EntityLeaf(layout, tuple(t.key for t in tensors))
-
     def _add_object(self, target: ShardedObject) -> ShardedLeaf:
         self.objects.append(target)
         return EntityLeaf(target, (target.key,))
 
-    def _add_factory(self, path: str, factory: ShardedTensorFactory) -> ShardedLeaf:
+    def _add_expanded(self, path: str, entity: ShardedBase) -> ShardedLeaf:
+        expansion = entity.expand(self._on_host)
+        if expansion is None:
+            raise DeclarationError(
+                f"{path}: {type(entity).__name__} is not an entity that can be saved.", path=path
+            )
+
         def leaf_of(inner: str, leaf: Any) -> ShardedLeaf:
             if not isinstance(leaf, _NOT_COMMON):
                 raise DeclarationError(
-                    f"{inner}: the factory of {factory.key!r} built a {type(leaf).__name__}. It must build "
+                    f"{inner}: the factory of {entity.key!r} built a {type(leaf).__name__}. It must build "
                     f"sharded entities only, in dicts or lists.",
-                    key=factory.key,
+                    key=entity.key,
                 )
             return self._add(inner, leaf)
 
-        return FactoryLeaf(factory, map_leaves(leaf_of, _built(factory), path))
-
-
-def _built(factory: ShardedTensorFactory) -> Any:
-    """Return what a factory builds, with Megatron-Core's entities as ours."""
-    built = factory.build()
-    return _with_own_entities(built, leaf_types(built))
+        # A factory of Megatron-Core builds entities of Megatron-Core.
+        parts = _with_own_entities(expansion.parts, leaf_types(expansion.parts))
+        return ExpandedLeaf(entity.key, expansion, map_leaves(leaf_of, parts, path))
 
 
 # Adapters of other libraries are imported where a state dict has leaves of their classes.

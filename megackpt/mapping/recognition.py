@@ -7,8 +7,8 @@ A library that is not loaded has no instances. What a tensor or entity declares 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Sequence
-from typing import Any, Protocol, cast
+from collections.abc import Iterable
+from typing import Any
 
 import torch
 
@@ -17,51 +17,6 @@ MEGATRON_MODULE = "megatron.core.dist_checkpointing.mapping"
 
 XLA_CLASS = "XLAShardedTensor"
 XLA_PACKAGE = "torch_xla"
-
-
-class XlaShard(Protocol):
-    """What one device holds of a tensor. Source: torch_xla 2.9, `distributed.spmd.XLAShard`.
-
-    Attributes:
-        data: a copy in host memory, padded at the ends of the array to the shape that all shards have.
-        indices: the box without padding, one slice per dim; Ellipsis where every device has it all.
-        shard_device: name of the device.
-        replica_id: which copy of the box this is, counted over the devices of all hosts.
-    """
-
-    data: torch.Tensor
-    indices: Any  # Ellipsis, whose type has no name before Python 3.10's types.EllipsisType, or slices
-    shard_device: str
-    replica_id: int
-
-
-class XlaTensor(Protocol):
-    """The part of `XLAShardedTensor` that is used here. Source: torch_xla 2.9.
-
-    Attributes:
-        shape: of the global array.
-        dtype: of the global array.
-        global_tensor: the tensor that the user sees; of a replicated one only it can be filled.
-    """
-
-    @property
-    def shape(self) -> torch.Size:
-        """Shape of the global array."""
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Element type."""
-
-    @property
-    def global_tensor(self) -> torch.Tensor:
-        """The tensor without its wrapper."""
-
-    @property
-    def local_shards(self) -> Sequence[XlaShard]:
-        """What the devices of this host hold, copied to host memory."""
-
-    def load_local_shards_(self, shards: Sequence[XlaShard]) -> None:
-        """Put the data of shards, one of every device of this host, onto the devices."""
 
 
 def is_megatron_class(kind: type) -> bool:
@@ -105,22 +60,21 @@ def may_have_xla(kinds: Iterable[type]) -> bool:
     return any(_is_xla_class(kind) or (is_loaded and issubclass(kind, torch.Tensor)) for kind in kinds)
 
 
-def xla_tensor_of(leaf: Any) -> XlaTensor | None:
+def xla_tensor_of(leaf: Any) -> Any:
     """Return the XLAShardedTensor of a leaf: itself, or the wrapper of a tensor marked as sharded; else None.
 
     `mark_sharding` does not change the class of parameters, so the state dict of a model has plain tensors,
     which torch_xla wraps on demand.
     """
     if _is_xla_class(type(leaf)):
-        tensor: XlaTensor = leaf
-        return tensor
+        return leaf
     # torch warns at every attribute of its ShardedTensor, so the class is checked before the device.
     if not isinstance(leaf, torch.Tensor) or is_sharded_tensor_class(type(leaf)):
         return None
     if leaf.device.type == "xla":
         spmd = sys.modules.get(f"{XLA_PACKAGE}.distributed.spmd")
         wrapped = leaf if spmd is None else spmd.wrap_if_sharded(leaf)
-        return None if wrapped is leaf else cast("XlaTensor", wrapped)
+        return None if wrapped is leaf else wrapped
     return None
 
 

@@ -8,13 +8,14 @@ rule.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 
 from megackpt.geometry import View
 from megackpt.mapping.base import (
+    Expansion,
     RankOffset,
     ReplicaId,
     ShardedBase,
@@ -327,6 +328,13 @@ class ShardedLayout(ShardedBase):
             for component in self.components
             for chunk in self._chunks(component.view, self.flattened_range)
         ]
+
+    def expand(self, on_host: Callable[[torch.Tensor], torch.Tensor]) -> Expansion:
+        """Return the components; they are views of the tensor, so a load that fills them fills it."""
+        if self.data is None:
+            raise declaration_error(self.key, "this layout has no data to save or fill.")
+        layout = replace(self, data=on_host(self.data))
+        return Expansion(parts=layout.tensors(), merge=lambda _: layout.data)
 
     def without_data(self) -> ShardedLayout:
         """Return the same declaration with `data=None`."""

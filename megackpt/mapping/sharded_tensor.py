@@ -9,12 +9,12 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, replace
 from operator import attrgetter, is_
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 import torch
 
-from megackpt.geometry import Ints, View, row_major_strides
+from megackpt.geometry import Ints, row_major_strides
 from megackpt.mapping.base import (
     RankOffset,
     ReplicaId,
@@ -30,7 +30,9 @@ from megackpt.mapping.base import (
     declaration_error,
     grid_position,
 )
-from megackpt.mapping.layout import ViewChunk, chunks_of_view, whole_view
+
+if TYPE_CHECKING:
+    from megackpt.mapping.layout import ViewChunk
 
 
 @dataclass(eq=False)
@@ -251,6 +253,9 @@ class ShardedTensor(ShardedBase):
 
         Source: Megatron-Core `ShardedTensor.narrow`; there flat ones along dim 0 only.
         """
+        from megackpt.geometry import View
+        from megackpt.mapping.layout import chunks_of_view, whole_view
+
         shape, offset = self._narrowed_box(dim, start, length)
         view = View.of(self.local_shape).narrow(dim, start, length)
         box = replace(

@@ -7,19 +7,64 @@ devices of one host may have the same chunk. torch_xla is not imported here, and
 from __future__ import annotations
 
 import sys
-from collections.abc import Set
+from collections.abc import Sequence, Set
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 from megackpt.errors import DeclarationError
 from megackpt.mapping.base import ReplicaId
 from megackpt.mapping.factory import ShardedTensorFactory
-from megackpt.mapping.recognition import XLA_PACKAGE, XlaShard, XlaTensor, may_have_xla, xla_tensor_of
+from megackpt.mapping.recognition import XLA_PACKAGE, may_have_xla, xla_tensor_of
 from megackpt.mapping.sharded_object import LocalNonpersistentObject
 from megackpt.mapping.sharded_tensor import ShardedTensor
 from megackpt.mapping.tree import PathKeys, Steps, add_step, map_leaves
+
+
+class XlaShard(Protocol):
+    """What one device holds of a tensor. Source: torch_xla 2.9, `distributed.spmd.XLAShard`.
+
+    Attributes:
+        data: a copy in host memory, padded at the ends of the array to the shape that all shards have.
+        indices: the box without padding, one slice per dim; Ellipsis where every device has it all.
+        shard_device: name of the device.
+        replica_id: which copy of the box this is, counted over the devices of all hosts.
+    """
+
+    data: torch.Tensor
+    indices: Any  # Ellipsis, whose type has no name before Python 3.10's types.EllipsisType, or slices
+    shard_device: str
+    replica_id: int
+
+
+class XlaTensor(Protocol):
+    """The part of `XLAShardedTensor` that is used here. Source: torch_xla 2.9.
+
+    Attributes:
+        shape: of the global array.
+        dtype: of the global array.
+        global_tensor: the tensor that the user sees; of a replicated one only it can be filled.
+    """
+
+    @property
+    def shape(self) -> torch.Size:
+        """Shape of the global array."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Element type."""
+
+    @property
+    def global_tensor(self) -> torch.Tensor:
+        """The tensor without its wrapper."""
+
+    @property
+    def local_shards(self) -> Sequence[XlaShard]:
+        """What the devices of this host hold, copied to host memory."""
+
+    def load_local_shards_(self, shards: Sequence[XlaShard]) -> None:
+        """Put the data of shards, one of every device of this host, onto the devices."""
 
 
 def adopt_xla_tensors(state: Any, kinds: Set[type], names: PathKeys) -> Any:
