@@ -6,7 +6,7 @@ import numpy as np
 
 from megackpt.formats import index_reader
 from megackpt.formats.index_file import write_index
-from megackpt.formats.index_reader import PartialIndex
+from megackpt.formats.partial_index import PartialIndex
 from megackpt.formats.strategy import Json
 from megackpt.metadata import ArraySpec, ChunkTable, StoredChunks, block_counts
 from megackpt.storage import MemoryStore

@@ -1,12 +1,13 @@
 """The whole index of a checkpoint: this module writes it, reads and checks it, and removes arrays from it.
 
 An index is a table with a row for each chunk: its array and box, its file and offset, and the digests of its
-blocks. `index_reader` reads only the rows that a rank needs.
+blocks. `partial_index` reads only the rows that a rank needs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -28,6 +29,7 @@ from megackpt.formats.index_layout import (
 from megackpt.formats.strategy import MANIFEST, Json
 from megackpt.geometry import Ints
 from megackpt.metadata import (
+    ArraySpec,
     ChunkTable,
     Column,
     StoredChunks,
@@ -46,6 +48,58 @@ _MAX_BYTES = 2**62
 
 _PART_BLOCKS = 64
 """Blocks that are converted at once, so that there is never a second copy of the table."""
+
+
+class StoredIndex(ABC):
+    """An opened index."""
+
+    @property
+    @abstractmethod
+    def arrays(self) -> tuple[ArraySpec, ...]:
+        """All arrays of the checkpoint, sorted by key."""
+
+    @property
+    @abstractmethod
+    def array_digests(self) -> Mapping[str, int]:
+        """CRC-64/NVME of the elements of arrays, by key, for those of which one is stored."""
+
+    @abstractmethod
+    def of_keys(self, keys: Iterable[str]) -> StoredChunks:
+        """Return all chunks of these arrays, in index order; keys that are not stored are ignored."""
+
+    @abstractmethod
+    def of_boxes(self, wanted: Sequence[ChunkTable]) -> StoredChunks:
+        """Return, in index order, all chunks that overlap one of these, and possibly others of their arrays.
+
+        All keys of wanted are stored.
+        """
+
+
+class WholeIndex(StoredIndex):
+    """An index that was read as a whole."""
+
+    def __init__(self, stored: StoredChunks) -> None:
+        self._stored = stored
+
+    @property
+    def arrays(self) -> tuple[ArraySpec, ...]:
+        """All arrays."""
+        return self._stored.table.arrays
+
+    @property
+    def array_digests(self) -> Mapping[str, int]:
+        """Digests of arrays."""
+        return self._stored.array_digests
+
+    def of_keys(self, keys: Iterable[str]) -> StoredChunks:
+        """Return the chunks of these arrays."""
+        wanted = set(keys)
+        chosen = np.array([a.key in wanted for a in self.arrays], np.bool_)
+        return self._stored.take(np.flatnonzero(chosen[self._stored.table.array]))
+
+    def of_boxes(self, wanted: Sequence[ChunkTable]) -> StoredChunks:
+        """Return the chunks of the same arrays."""
+        return self.of_keys(spec.key for table in wanted for spec in table.arrays)
 
 
 def write_index(

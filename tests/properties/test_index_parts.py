@@ -10,7 +10,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from megackpt.formats.index_file import read_index, write_index
-from megackpt.formats.index_reader import PartialIndex, open_index
+from megackpt.formats.index_reader import open_index
+from megackpt.formats.partial_index import PartialIndex
 from megackpt.metadata import (
     ArraySpec,
     ChunkTable,

@@ -14,15 +14,9 @@ import safetensors.numpy
 
 from megackpt.errors import CheckpointError, FormatError, IntegrityError, StorageError
 from megackpt.formats import index_reader
+from megackpt.formats.index_columns import StoredColumn, require
 from megackpt.formats.index_file import write_index
-from megackpt.formats.index_layout import (
-    ROW_COLUMNS,
-    StoredColumn,
-    aligned_head,
-    bytes_of,
-    header_of,
-    require,
-)
+from megackpt.formats.index_layout import ROW_COLUMNS, aligned_head, bytes_of, header_of
 from megackpt.formats.strategy import Json
 from megackpt.metadata import ChunkTable, StoredChunks
 from megackpt.storage import MemoryStore, digest_of

@@ -15,8 +15,8 @@ import megackpt
 from megackpt import LoadOptions, ShardedObject, ShardedTensor
 from megackpt.errors import IntegrityError
 from megackpt.formats import index_reader
-from megackpt.formats.index_file import read_index, write_index
-from megackpt.formats.index_reader import PartialIndex, WholeIndex
+from megackpt.formats.index_file import WholeIndex, read_index, write_index
+from megackpt.formats.partial_index import PartialIndex
 from megackpt.metadata import ArraySpec, ChunkTable, StoredChunks, block_counts
 from megackpt.storage import MemoryStore
 from megackpt.testing.world import SimulatedWorld

@@ -12,7 +12,7 @@ from megackpt.formats.documents import read_document
 from megackpt.formats.file_chunks import FileChunks
 from megackpt.formats.huggingface import names
 from megackpt.formats.huggingface.folder import Folder, read_folder
-from megackpt.formats.index_reader import WholeIndex
+from megackpt.formats.index_file import WholeIndex
 from megackpt.formats.strategy import Json, LoadStrategy
 from megackpt.storage import Store
 

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 
 from megackpt.formats.pickle_limits import check_opcodes
-from megackpt.geometry.box import row_major_strides
+from megackpt.geometry import row_major_strides
 from megackpt.metadata import DTYPES
 
 ALIGNMENT = 64
