@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from megackpt.checkpointer import Tiers as Tiers
     from megackpt.codec import ForeignMember as ForeignMember
     from megackpt.codec import ForeignNamedTuple as ForeignNamedTuple
-    from megackpt.codec import ForeignObject as ForeignObject
+    from megackpt.codec.pickled import ForeignObject as ForeignObject
     from megackpt.codec.registration import register_codec as register_codec
     from megackpt.config import CheckpointConfig as CheckpointConfig
     from megackpt.engine.saving.plan_cache import PlanCache as PlanCache
@@ -122,7 +122,8 @@ _NAMES_OF = {
         "Tier",
         "Tiers",
     ),
-    "megackpt.codec": ("ForeignMember", "ForeignNamedTuple", "ForeignObject"),
+    "megackpt.codec": ("ForeignMember", "ForeignNamedTuple"),
+    "megackpt.codec.pickled": ("ForeignObject",),
     "megackpt.codec.registration": ("register_codec",),
     "megackpt.config": ("CheckpointConfig",),
     "megackpt.engine.saving.plan_cache": ("PlanCache",),

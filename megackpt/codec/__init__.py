@@ -11,10 +11,7 @@ from megackpt.codec.digests import leaf_digests, leaves
 from megackpt.codec.encoder import encode
 from megackpt.codec.stand_ins import (
     ForeignMember,
-    ForeignName,
     ForeignNamedTuple,
-    ForeignObject,
-    ForeignShardedTensor,
     keep_unknown_values,
 )
 from megackpt.codec.tree import EncodedValue, dump_tree, load_tree
@@ -23,10 +20,7 @@ __all__ = [
     "ArrayReference",
     "EncodedValue",
     "ForeignMember",
-    "ForeignName",
     "ForeignNamedTuple",
-    "ForeignObject",
-    "ForeignShardedTensor",
     "decode",
     "dump_tree",
     "encode",

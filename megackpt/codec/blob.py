@@ -18,7 +18,7 @@ import torch
 from megackpt.codec.arrays import MAX_DIMS, PORTABLE_DTYPES, bytes_of, tensor_of_bytes
 from megackpt.codec.decoder import decode
 from megackpt.codec.encoder import encode
-from megackpt.codec.paths import format_path
+from megackpt.codec.kinds import format_path
 from megackpt.codec.tree import DAMAGED, EncodedValue, Json, dump_tree, load_tree
 from megackpt.errors import FormatError, UnserializableError
 

@@ -8,22 +8,28 @@ tree decides how much memory is allocated. `encoder` describes the encoding.
 from __future__ import annotations
 
 import base64
-from collections.abc import Mapping
 from typing import Any
 
 import torch
 
+import megackpt.codec.encoder  # noqa: F401 - adds kinds
 from megackpt.codec import arrays
-from megackpt.codec.encoder import KINDS
 from megackpt.codec.hashes import check_collisions
-from megackpt.codec.kinds import Kind, Step, fields_of, integer_of, list_of, text_of
-from megackpt.codec.paths import format_path
-from megackpt.codec.registry import REGISTRY
-from megackpt.codec.stand_ins import ForeignCodecValue, ForeignObject, keeps_unknown_values
+from megackpt.codec.kinds import (
+    KIND_OF_TAG,
+    REGISTRY,
+    Step,
+    fields_of,
+    format_path,
+    integer_of,
+    list_of,
+    text_of,
+)
+from megackpt.codec.stand_ins import ForeignCodecValue, keeps_unknown_values
 from megackpt.codec.tree import DAMAGED, MAX_DEPTH, EncodedValue, Json
 from megackpt.errors import CheckpointError, FormatError, UnknownClassError
 
-_KIND_OF_TAG: Mapping[str, Kind] = {kind.tag: kind for kind in KINDS}
+_TAGS_OF_PICKLED = ("$enclosing", "$foreign", "$name")
 
 
 def decode(encoded: EncodedValue, *, where: str = "encoded value") -> Any:
@@ -51,7 +57,7 @@ class _Decoder:
         self._where = where
         self._steps: list[Step] = []
         self._depth = 0
-        self.enclosing: list[ForeignObject] = []
+        self.enclosing: list[Any] = []
 
     def decode(self, tree: Json) -> Any:
         if tree is None or type(tree) in (bool, int, float):
@@ -127,9 +133,11 @@ class _Decoder:
                 return self.mapping(tree)
             if tag == "$registered":
                 return self._registered(tree[tag])
-            if tag not in _KIND_OF_TAG:
+            if tag in _TAGS_OF_PICKLED:
+                import megackpt.codec.pickled  # noqa: F401 - adds these kinds
+            if tag not in KIND_OF_TAG:
                 raise ValueError("there is no such tag; perhaps a newer megackpt wrote it")
-            return _KIND_OF_TAG[tag].decode(tree[tag], self)
+            return KIND_OF_TAG[tag].decode(tree[tag], self)
         except CheckpointError:
             raise
         # What constructors raise for invalid payloads: ArithmeticError covers Decimal and Fraction,

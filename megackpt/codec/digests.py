@@ -13,8 +13,7 @@ from typing import Any
 
 from megackpt.codec.arrays import bytes_of
 from megackpt.codec.encoder import Encoder
-from megackpt.codec.kinds import Step
-from megackpt.codec.paths import format_path
+from megackpt.codec.kinds import Step, format_path
 from megackpt.codec.tree import MAX_DEPTH, Json, dump_tree
 from megackpt.errors import UnserializableError
 

@@ -21,23 +21,32 @@ import torch
 
 from megackpt.codec import arrays, containers, members, standard
 from megackpt.codec.imported_classes import is_named_tuple
-from megackpt.codec.kinds import Kind, Step, base64_of
-from megackpt.codec.paths import format_path
-from megackpt.codec.registry import REGISTRY, RegisteredCodec
-from megackpt.codec.stand_ins import ForeignCodecValue, ForeignObject
+from megackpt.codec.kinds import (
+    KIND_OF_CLASS,
+    REGISTRY,
+    Kind,
+    RegisteredCodec,
+    Step,
+    add_kinds,
+    base64_of,
+    format_path,
+)
+from megackpt.codec.stand_ins import ForeignCodecValue, ForeignMember, ForeignNamedTuple
 from megackpt.codec.tree import MAX_DEPTH, MAX_PLAIN_INT, EncodedValue, Json, dump_tree
 from megackpt.errors import CheckpointError, UnserializableError
 
 KINDS: tuple[Kind, ...] = (
     *standard.KINDS, *containers.KINDS, *arrays.KINDS, *members.KINDS,
 )  # fmt: skip
-KIND_OF_CLASS: Mapping[type, Kind] = {cls: kind for kind in KINDS for cls in kind.classes}
+add_kinds(KINDS)
 # Classes that JSON has, and that need no kind.
 PLAIN_CLASSES: frozenset[type] = frozenset({type(None), bool, str, list})
 
+# Values that leaf digests have as a pickle has them; see `pickled.as_stand_in`.
+_AS_PICKLED = (enum.Enum, tuple, ForeignMember, ForeignNamedTuple)
 # So many bytes or more become a tensor: base64 is a third longer, and readers limit the size of JSON headers.
 _MIN_TENSOR_BYTES = 4096
-# A stand-in that several others contain is written in each of them: so many times on average, and in small
+# An object that several others contain is written in each of them: so many times on average, and in small
 # values so many more.
 _MOST_TIMES = 10
 _ALWAYS = 1000
@@ -75,7 +84,7 @@ class Encoder:
 
     Attributes:
         tensors: the tensors so far.
-        enclosing: the stand-ins whose attributes are being encoded, one inside the other.
+        enclosing: objects whose attributes are being encoded, one inside the other.
     """
 
     def __init__(
@@ -92,9 +101,9 @@ class Encoder:
         self._sort_items = sort_items
         self._members_by_value = members_by_value
         self._open: set[int] = set()  # ids of the values that are being encoded, one inside the other
-        self.enclosing: list[ForeignObject] = []
-        self._foreign: set[int] = set()  # ids of the stand-ins so far
-        self._written = 0  # how often stand-ins were written
+        self.enclosing: list[Any] = []
+        self._counted: set[int] = set()  # ids of the values that were counted
+        self._written = 0  # how often they were written
         self._hashing = 0  # how many keys and set elements the current value is inside of
 
     def encode(self, value: object) -> Json:
@@ -107,10 +116,10 @@ class Encoder:
             return value
         if type(value) is float and math.isfinite(value):
             return value
-        if type(value) is ForeignObject:
-            if any(value is enclosing for enclosing in self.enclosing):
-                return {members.ENCLOSING.tag: members.ENCLOSING.encode(value, self)}
-            self._count(value)
+        if self.enclosing:
+            for level, enclosing in enumerate(reversed(self.enclosing), 1):
+                if value is enclosing:  # such as a link to its parent
+                    return {"$enclosing": level}
         self._enter(value)
         tree = self._node(value)
         self._open.discard(id(value))
@@ -166,14 +175,15 @@ class Encoder:
         path = format_path(self._path, self._steps)
         return UnserializableError(f"{path}: {reason}", path=path)
 
-    def _count(self, value: ForeignObject) -> None:
-        """Count a stand-in that is written. Of n that all refer to each other there are n! paths to one."""
-        self._foreign.add(id(value))
+    def count(self, value: object, name: str) -> None:
+        """See ValueEncoder."""
+        # Of n objects that all refer to each other there are n! paths to one.
+        self._counted.add(id(value))
         self._written += 1
-        if self._written > _MOST_TIMES * len(self._foreign) + _ALWAYS:
+        if self._written > _MOST_TIMES * len(self._counted) + _ALWAYS:
             raise self.error(
-                f"Objects of unknown classes, such as this {value.module}.{value.qualname}, refer to each "
-                f"other in too many ways to be written one inside the other. Leave them out."
+                f"Objects of unknown classes, such as {name}, refer to each other in too many ways to be "
+                f"written one inside the other. Leave them out."
             )
 
     def _enter(self, value: object) -> None:
@@ -194,8 +204,8 @@ class Encoder:
             return [self.child(index, item) for index, item in enumerate(value)]
         if type(value) is dict:
             return self.mapping(value)
-        if self._members_by_value and not self._is_registered_tuple(value):
-            value = members.as_stand_in(value, self)
+        if self._members_by_value and isinstance(value, _AS_PICKLED) and type(value) is not tuple:
+            value = self._as_pickled(value)
         kind = KIND_OF_CLASS.get(type(value))
         if kind is not None:
             return {kind.tag: kind.encode(value, self)}
@@ -215,9 +225,12 @@ class Encoder:
             }
         }
 
-    @staticmethod
-    def _is_registered_tuple(value: object) -> bool:
-        return isinstance(value, tuple) and REGISTRY.of_class(type(value)) is not None
+    def _as_pickled(self, value: object) -> object:
+        if isinstance(value, tuple) and REGISTRY.of_class(type(value)) is not None:
+            return value
+        from megackpt.codec.pickled import as_stand_in
+
+        return as_stand_in(value, self)
 
     def _encoded_by(self, codec: RegisteredCodec, value: object) -> object:
         try:

@@ -13,16 +13,16 @@ from collections.abc import Hashable, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from megackpt.codec.registry import REGISTRY
+from megackpt.codec.kinds import REGISTRY
 
-_MAX_EQUAL_HASHES = 200
+MAX_EQUAL_HASHES = 200
+"""So many keys may have the same hash by chance."""
 MAX_UNCHECKED_KEYS = 1000
 """So many keys cannot take long, however they collide: 1000 slots for each of them."""
 # Rounds of probes that a key takes, on average. Keys with random hashes take less than 3, multiples of a
 # large power of 2 up to 14, as the upper bits of a hash are used last.
 _MAX_ROUNDS = 64
 _SALTED_CLASSES = frozenset((str, bytes))
-_MODULUS = 2**61 - 1  # of the hashes of numbers; Source: sys.hash_info.modulus of 64-bit systems
 
 
 def check_collisions(keys: Sequence[Hashable]) -> None:
@@ -32,15 +32,15 @@ def check_collisions(keys: Sequence[Hashable]) -> None:
         ValueError: too many have the same hash, or find the same slots of a hash table taken.
         TypeError: a key cannot be hashed.
     """
-    if len(keys) <= _MAX_EQUAL_HASHES:
+    if len(keys) <= MAX_EQUAL_HASHES:
         return
     of_class = REGISTRY.of_class  # registered classes may have any hashes
     chosen = [hash(key) for key in keys if type(key) not in _SALTED_CLASSES and of_class(type(key)) is None]
     hashes = np.array(chosen, np.int64)
     in_order = np.sort(hashes)  # not counted in a dict, where the keys of an attack would collide
-    if (in_order[_MAX_EQUAL_HASHES:] == in_order[:-_MAX_EQUAL_HASHES]).any():
+    if (in_order[MAX_EQUAL_HASHES:] == in_order[:-MAX_EQUAL_HASHES]).any():
         raise ValueError(
-            f"more than {_MAX_EQUAL_HASHES} keys have the same hash, perhaps to make loading slow"
+            f"more than {MAX_EQUAL_HASHES} keys have the same hash, perhaps to make loading slow"
         )
     if len(hashes) > MAX_UNCHECKED_KEYS and _are_crowded(hashes.view(np.uint64)):
         raise ValueError("keys collide in a hash table, perhaps to make loading slow")
@@ -89,18 +89,3 @@ def _takes_long(hashes: npt.NDArray[np.uint64], *, bits: int, neighbours: int) -
         perturbation = perturbation >> np.uint64(5)
         slot = (slot * np.uint64(5) + perturbation + np.uint64(1)) & mask
     return False
-
-
-class NumberHashes:
-    """Counts hashes of the large integers of a pickle, which may all become keys of one dict."""
-
-    def __init__(self) -> None:
-        self._numbers: dict[bytes, set[int]] = {}  # by hash, as bytes, whose own hashes are salted
-
-    def add(self, number: int) -> bool:
-        """Add a number; return whether more different numbers have its hash than chance allows."""
-        if -_MODULUS < number < _MODULUS:  # its hash is the number itself
-            return False
-        same_hash = self._numbers.setdefault(hash(number).to_bytes(8, "little", signed=True), set())
-        same_hash.add(number)  # the set stays small, so its comparisons are few
-        return len(same_hash) > _MAX_EQUAL_HASHES

@@ -64,11 +64,6 @@ def imported_class(module: str, qualname: str) -> Any:
     return cls
 
 
-def is_dotted(name: str) -> bool:
-    """Return whether a name consists of identifiers and dots between them."""
-    return all(part.isidentifier() for part in name.split("."))
-
-
 def is_named_tuple(cls: type) -> bool:
     """Return whether a class was made by `collections.namedtuple` or `typing.NamedTuple`."""
     return issubclass(cls, tuple) and hasattr(cls, "_fields")

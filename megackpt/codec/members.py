@@ -1,4 +1,4 @@
-"""Codecs of members of enumerations, of named tuples, and of the stand-ins for values from pickles.
+"""Codecs of members of enumerations and of named tuples.
 
 A member is encoded by module, class and name, whatever its class; a named tuple by module, class and fields.
 Where the class is not imported at a load, a stand-in takes the place of the value.
@@ -14,7 +14,6 @@ from megackpt.codec.imported_classes import (
     imported_class,
     imported_enum,
     imported_named_tuple,
-    is_dotted,
     member_fields,
     member_named,
     member_of_value,
@@ -26,16 +25,13 @@ from megackpt.codec.kinds import (
     ValueDecoder,
     ValueEncoder,
     fields_of,
-    integer_of,
     list_of,
     text_of,
 )
 from megackpt.codec.stand_ins import (
     PLAIN_VALUE_CLASSES,
     ForeignMember,
-    ForeignName,
     ForeignNamedTuple,
-    ForeignObject,
 )
 from megackpt.codec.tree import Json
 
@@ -75,14 +71,14 @@ def _encode_named_tuple(value: tuple[Any, ...] | ForeignNamedTuple, encoder: Val
     else:
         cls = type(value)
         module, qualname = cls.__module__, cls.__qualname__
-        _check_named_tuple(value, encoder)
-        names, values = named_fields(cls) or (), _items_of(value)
+        check_named_tuple(value, encoder)
+        names, values = named_fields(cls) or (), items_of(value)
     pairs = zip(names, values, strict=True)
     fields: list[Json] = [[name, encoder.child(name, item)] for name, item in pairs]
     return {"module": module, "class": qualname, "fields": fields}
 
 
-def _check_named_tuple(value: tuple[Any, ...], encoder: ValueEncoder) -> None:
+def check_named_tuple(value: tuple[Any, ...], encoder: ValueEncoder) -> None:
     """Check that a load in this process would return an equal named tuple.
 
     Raises:
@@ -124,120 +120,14 @@ def _decode_named_tuple(tree: Json, decoder: ValueDecoder) -> tuple[Any, ...] | 
     return ForeignNamedTuple(text_of(module), text_of(qualname), names, values) if loaded is None else loaded
 
 
-def _items_of(value: tuple[Any, ...]) -> tuple[Any, ...]:
+def items_of(value: tuple[Any, ...]) -> tuple[Any, ...]:
     """Return the items of a named tuple as a plain tuple, without `__iter__` of its class."""
     return tuple(tuple.__iter__(value))
-
-
-def _encode_name(value: ForeignName, encoder: ValueEncoder) -> Json:
-    return {"module": value.module, "class": value.qualname}
-
-
-def _decode_name(tree: Json, decoder: ValueDecoder) -> ForeignName:
-    return ForeignName(*map(_dotted, fields_of(tree, "module", "class")))
-
-
-def _encode_object(value: ForeignObject, encoder: ValueEncoder) -> Json:
-    args: Json = [encoder.child(index, item) for index, item in enumerate(value.args)]
-    names: dict[str, Json] = {
-        "module": value.module,
-        "class": value.qualname,
-        "called": value.is_called,
-    }
-    encoder.enclosing.append(value)  # not for args: there is no object yet
-    state = encoder.child("state", value.state)
-    items: list[Json] = [[encoder.child("key", key), encoder.child(key, item)] for key, item in value.items]
-    encoder.enclosing.pop()
-    return {**names, "args": args, "state": state, "items": items}
-
-
-def _decode_object(tree: Json, decoder: ValueDecoder) -> enum.Enum | tuple[Any, ...] | ForeignObject:
-    names = ("module", "class", "called", "args", "state", "items")
-    module, qualname, is_called, args, state, items = fields_of(tree, *names)
-    if type(is_called) is not bool:
-        raise TypeError("true or false is expected")
-    pairs = [list_of(pair, length=2) for pair in list_of(items)]
-    decoded_args = tuple(decoder.child(index, item) for index, item in enumerate(list_of(args)))
-    value = ForeignObject(_dotted(module), _dotted(qualname), decoded_args, is_called)
-    decoder.enclosing.append(value)
-    value.state = decoder.child("state", state)
-    value.items += [(decoder.child("key", key), decoder.child("item", item)) for key, item in pairs]
-    decoder.enclosing.pop()
-    # A member of an enumeration or a named tuple, if its class is imported by now.
-    member, named_tuple = member_for(value), named_tuple_for(value)
-    return member if member is not None else value if named_tuple is None else named_tuple
-
-
-def _encode_enclosing(value: ForeignObject, encoder: ValueEncoder) -> Json:
-    outwards = enumerate(reversed(encoder.enclosing), 1)
-    return next(level for level, enclosing in outwards if enclosing is value)
-
-
-def _decode_enclosing(tree: Json, decoder: ValueDecoder) -> ForeignObject:
-    level = integer_of(tree)
-    if not 1 <= level <= len(decoder.enclosing):
-        raise ValueError(f"there are {len(decoder.enclosing)} objects around it")
-    return decoder.enclosing[-level]
-
-
-def named_tuple_for(value: ForeignObject) -> tuple[Any, ...] | None:
-    """Return the named tuple of an imported class that an object of a pickle stands for; None if none."""
-    is_only_made = not value.is_called and value.state is None and not value.items
-    return named_tuple_of(value.module, value.qualname, value.args) if is_only_made else None
-
-
-def member_for(value: ForeignObject) -> enum.Enum | None:
-    """Return the member of an imported enumeration that an object of a pickle stands for; None if none."""
-    is_only_called = value.is_called and len(value.args) == 1 and value.state is None and not value.items
-    if not is_only_called or type(value.args[0]) not in PLAIN_VALUE_CLASSES:
-        return None
-    cls = imported_enum(value.module, value.qualname)
-    return None if cls is None else member_of_value(cls, value.args[0])
-
-
-def as_stand_in(value: object, encoder: ValueEncoder) -> object:
-    """Return the stand-in that a pickle of a value loads as in a process without its class.
-
-    That is a ForeignObject for a member with a plain value and for a named tuple: their pickles contain no
-    names of members and fields. Any other value is returned unchanged.
-
-    Raises:
-        UnserializableError: a load would not return an equal named tuple.
-    """
-    if isinstance(value, ForeignNamedTuple):
-        return ForeignObject(value.module, value.qualname, value.values, is_called=False)
-    cls = type(value)
-    if isinstance(value, tuple) and not isinstance(value, enum.Enum) and named_fields(cls) is not None:
-        _check_named_tuple(value, encoder)
-        return ForeignObject(cls.__module__, cls.__qualname__, _items_of(value), is_called=False)
-    if isinstance(value, ForeignMember):
-        module, qualname, plain = value.module, value.qualname, value.value
-    elif isinstance(value, enum.Enum):
-        module, qualname = type(value).__module__, type(value).__qualname__
-        plain = member_fields(value)[1]
-    else:
-        return value
-    return value if plain is None else ForeignObject(module, qualname, (plain,), is_called=True)
-
-
-def _dotted(tree: Json) -> str:
-    name = text_of(tree)
-    if not is_dotted(name):
-        raise ValueError(f"{name[:80]!r} is not the name of a module or class")
-    return name
 
 
 MEMBER = Kind("$enum", (ForeignMember,), _encode_member, _decode_member)
 """Encodes members of all enumerations, and their stand-ins."""
 NAMED_TUPLE = Kind("$namedtuple", (ForeignNamedTuple,), _encode_named_tuple, _decode_named_tuple)
 """Encodes named tuples of all classes, and their stand-ins."""
-ENCLOSING = Kind("$enclosing", (), _encode_enclosing, _decode_enclosing)
-"""Encodes a reference of a stand-in to one that it is inside of, such as a link to its parent."""
 
-KINDS = (
-    MEMBER,
-    ENCLOSING,
-    NAMED_TUPLE,
-    Kind("$name", (ForeignName,), _encode_name, _decode_name),
-    Kind("$foreign", (ForeignObject,), _encode_object, _decode_object),
-)
+KINDS = (MEMBER, NAMED_TUPLE)

@@ -1,18 +1,21 @@
-"""Registers codecs of users' classes in the table of `registry`."""
+"""Registers codecs of users' classes. Safe for many threads."""
 
 from __future__ import annotations
 
 import dataclasses
 import enum
+import threading
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from megackpt.codec.encoder import KIND_OF_CLASS, PLAIN_CLASSES
+from megackpt.codec.encoder import PLAIN_CLASSES
 from megackpt.codec.imported_classes import is_named_tuple
-from megackpt.codec.registry import REGISTRY, RegisteredCodec, full_name
+from megackpt.codec.kinds import KIND_OF_CLASS, REGISTRY, RegisteredCodec
 from megackpt.errors import DeclarationError
 
 _T = TypeVar("_T")
+
+_lock = threading.Lock()
 
 
 def register_codec(
@@ -47,7 +50,9 @@ def register_codec(
             f"{cls.__name__} has a codec already, so {name!r} cannot be its codec. Register a class of your "
             f"own."
         )
-    REGISTRY.add(codec)
+    with _lock:
+        _check_name(codec)
+        REGISTRY.add(codec)
 
 
 def _codec_of(
@@ -75,6 +80,28 @@ def _codec_of(
     return RegisteredCodec(cls=cls, name=name, encode=encode, decode=decode)
 
 
+def _check_name(codec: RegisteredCodec) -> None:
+    """Check that class and name belong to each other.
+
+    A class may be registered again under its name, also after its module was reloaded.
+
+    Raises:
+        DeclarationError: the name belongs to another class, or the class has another name.
+    """
+    owner = REGISTRY.of_name(codec.name)
+    if owner is not None and full_name(owner.cls) != full_name(codec.cls):
+        raise DeclarationError(
+            f"The codec name {codec.name!r} already belongs to {full_name(owner.cls)}, so it cannot be given "
+            f"to {full_name(codec.cls)}. Choose a name that is unique, such as 'package.Class'."
+        )
+    known = REGISTRY.of_class(codec.cls)
+    if known is not None and known.name != codec.name:
+        raise DeclarationError(
+            f"{full_name(codec.cls)} is already registered as {known.name!r}; values saved under that name "
+            f"could not be loaded as {codec.name!r}. Register a class once, under one name."
+        )
+
+
 def _default_functions(cls: type) -> tuple[Callable[[Any], Any] | None, Callable[[Any], Any] | None]:
     if issubclass(cls, enum.Flag):  # combinations have a value but not always a name
         return (lambda member: member.value), cls
@@ -89,3 +116,8 @@ def _default_functions(cls: type) -> tuple[Callable[[Any], Any] | None, Callable
     if is_named_tuple(cls):
         return tuple, (lambda items: cls(*items))
     return None, None
+
+
+def full_name(cls: type) -> str:
+    """Return the name of a class with its module."""
+    return f"{cls.__module__}.{cls.__qualname__}"

@@ -10,9 +10,10 @@ import pickle
 import pickletools
 from typing import TypeAlias
 
-from megackpt.codec.hashes import MAX_UNCHECKED_KEYS, NumberHashes
+from megackpt.codec.hashes import MAX_EQUAL_HASHES, MAX_UNCHECKED_KEYS
 from megackpt.formats.pickle_keys import TABLE_CLASSES, check_keys, name_in_python_3
 
+_MODULUS = 2**61 - 1  # of the hashes of numbers; Source: sys.hash_info.modulus of 64-bit systems
 _MAX_DEPTH = 500  # values of real checkpoints are nested a few dozen levels deep
 _MAX_WEIGHT = 1 << 24  # values in one value, counted as often as they occur, besides a few per byte
 
@@ -354,3 +355,18 @@ def _add_cost(cost: _Cost, count: int) -> None:
     """Let a container, or an object that a call has made, have so many values more."""
     if isinstance(cost, list):
         cost[0] += count
+
+
+class NumberHashes:
+    """Counts hashes of the large integers of a pickle, which may all become keys of one dict."""
+
+    def __init__(self) -> None:
+        self._numbers: dict[bytes, set[int]] = {}  # by hash, as bytes, whose own hashes are salted
+
+    def add(self, number: int) -> bool:
+        """Add a number; return whether more different numbers have its hash than chance allows."""
+        if -_MODULUS < number < _MODULUS:  # its hash is the number itself
+            return False
+        same_hash = self._numbers.setdefault(hash(number).to_bytes(8, "little", signed=True), set())
+        same_hash.add(number)  # the set stays small, so its comparisons are few
+        return len(same_hash) > MAX_EQUAL_HASHES

@@ -17,13 +17,8 @@ from typing import Any
 
 import numpy as np
 
-from megackpt.codec.members import named_tuple_for
-from megackpt.codec.stand_ins import (
-    ForeignName,
-    ForeignObject,
-    ForeignShardedTensor,
-    keeps_unknown_values,
-)
+from megackpt.codec.pickled import ForeignName, ForeignObject, ForeignShardedTensor, named_tuple_for
+from megackpt.codec.stand_ins import keeps_unknown_values
 from megackpt.formats.sharded_tensor_pickle import PickledShardedTensor
 from megackpt.formats.unknown_classes import EnumMembers, UnknownMembers, UnknownObject
 

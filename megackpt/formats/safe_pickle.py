@@ -23,15 +23,8 @@ from typing import Any, ClassVar
 
 import torch
 
-from megackpt.codec.imported_classes import is_dotted
-from megackpt.codec.stand_ins import (
-    ForeignMember,
-    ForeignName,
-    ForeignNamedTuple,
-    ForeignObject,
-    StandInPickleError,
-    keep_unknown_values,
-)
+from megackpt.codec.pickled import ForeignName, ForeignObject, is_dotted
+from megackpt.codec.stand_ins import ForeignMember, ForeignNamedTuple, StandInPickleError, keep_unknown_values
 from megackpt.errors import CheckpointError, FormatError, UnknownClassError, UnserializableError
 from megackpt.formats.pickle_keys import TIME_CLASSES
 from megackpt.formats.safe_numpy import STAND_INS, UnsupportedValueError, no_bytes, plain_values, stand_ins

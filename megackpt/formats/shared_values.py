@@ -11,7 +11,7 @@ import types
 from collections.abc import Iterable
 from typing import Any
 
-from megackpt.codec import ForeignObject, ForeignShardedTensor
+from megackpt.codec.pickled import ForeignObject, ForeignShardedTensor
 
 _SEQUENCES = (list, tuple, set, frozenset)
 _FOREIGN = (ForeignObject, ForeignShardedTensor)

@@ -17,14 +17,9 @@ from typing import Any
 
 import torch._weights_only_unpickler as weights_only
 
-from megackpt.codec.imported_classes import (
-    imported_enum,
-    imported_named_tuple,
-    is_dotted,
-    member_named,
-    member_of_value,
-)
-from megackpt.codec.stand_ins import ForeignMember, ForeignName, keeps_unknown_values
+from megackpt.codec.imported_classes import imported_enum, imported_named_tuple, member_named, member_of_value
+from megackpt.codec.pickled import ForeignName, is_dotted
+from megackpt.codec.stand_ins import ForeignMember, keeps_unknown_values
 from megackpt.formats.sharded_tensor_pickle import (
     PROCESS_GROUP_STATE,
     SHARDED_TENSOR,

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megackpt.codec.stand_ins import ForeignShardedTensor
+from megackpt.codec.pickled import ForeignShardedTensor
 from megackpt.errors import UnsupportedError
 from megackpt.mapping.describe import dtype_name
 from megackpt.metadata import ArraySpec, ChunkTable, pad_shapes

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megackpt.codec.stand_ins import ForeignObject
+from megackpt.codec.pickled import ForeignObject
 from megackpt.errors import FormatError, NotACheckpointError, UnsupportedError
 from megackpt.formats.torch_files import load_mapped_file
 from megackpt.maintenance.foreign_state import ForeignArray, ForeignState, SourcePart, plain_part

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megackpt.codec.stand_ins import ForeignObject, ForeignShardedTensor
+from megackpt.codec.pickled import ForeignObject, ForeignShardedTensor
 from megackpt.errors import FormatError, UnsupportedError, rank_list
 from megackpt.geometry import Ints
 from megackpt.geometry.tiling import Rectangles, uncovered_regions

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 
 from megackpt.codec import EncodedValue, decode, encode, leaf_digests, pack, unpack
 from megackpt.codec.encoder import KINDS
+from megackpt.codec.pickled import KINDS as KINDS_OF_PICKLED
 from megackpt.errors import FormatError
 from megackpt.testing.identical import difference
 from tests.codec_values import TORCH_DTYPES
@@ -185,7 +186,9 @@ json_trees = st.recursive(
         | st.dictionaries(
             st.sampled_from(["a", "dtype", "shape", "bytes", "items", "maxlen"]), inner, max_size=3
         )
-        | st.tuples(st.sampled_from([kind.tag for kind in KINDS]), inner).map(lambda pair: {pair[0]: pair[1]})
+        | st.tuples(st.sampled_from([kind.tag for kind in (*KINDS, *KINDS_OF_PICKLED)]), inner).map(
+            lambda pair: {pair[0]: pair[1]}
+        )
     ),
     max_leaves=8,
 )

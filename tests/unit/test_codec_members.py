@@ -15,7 +15,8 @@ import torch
 
 import megackpt
 from megackpt.codec import EncodedValue, decode, encode, leaf_digests
-from megackpt.codec.stand_ins import ForeignMember, ForeignName, ForeignObject
+from megackpt.codec.pickled import ForeignName, ForeignObject
+from megackpt.codec.stand_ins import ForeignMember
 from megackpt.errors import FormatError, UnserializableError
 from megackpt.testing.identical import difference
 from tests.codec_values import Color, Level, WatchingMeta, import_watching_module, ran, round_trip

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from megackpt.codec import dump_tree, encode, pack, unpack
+from megackpt.codec.kinds import REGISTRY
 from megackpt.codec.registration import register_codec
-from megackpt.codec.registry import REGISTRY
 from megackpt.errors import DeclarationError, FormatError, UnserializableError
 from megackpt.testing.identical import difference
 from tests.codec_values import Color, Config, Level, Point, round_trip

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from megackpt import errors
+from megackpt.codec import pickled
 from megackpt.codec.encoder import KINDS
 from megackpt.errors import CheckpointError
 from megackpt.metadata import DTYPES
@@ -120,7 +121,7 @@ def test_the_format_lists_every_dtype_and_every_tag_of_the_codec() -> None:
     dtypes = {name: (int(size), code) for name, size, code in _DTYPE.findall(text)}
     assert dtypes == {name: (info.itemsize, info.safetensors) for name, info in DTYPES.items()}
     tags = {tag for row in re.findall(r"^\| (`\$.*?) \|", text, re.MULTILINE) for tag in _TAG.findall(row)}
-    assert tags == {"$registered", *(kind.tag for kind in KINDS)}
+    assert tags == {"$registered", *(kind.tag for kind in (*KINDS, *pickled.KINDS))}
 
 
 def test_the_tutorial_ends_in_a_test_and_every_error_class_has_a_section() -> None:

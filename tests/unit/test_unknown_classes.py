@@ -22,15 +22,8 @@ from click.testing import CliRunner
 
 import megackpt
 from megackpt.cli.verify import command as verify_command
-from megackpt.codec import (
-    EncodedValue,
-    ForeignMember,
-    ForeignName,
-    ForeignObject,
-    decode,
-    keep_unknown_values,
-    leaf_digests,
-)
+from megackpt.codec import EncodedValue, ForeignMember, decode, keep_unknown_values, leaf_digests
+from megackpt.codec.pickled import ForeignName, ForeignObject
 from megackpt.errors import FormatError, UnknownClassError, UnserializableError
 from megackpt.formats.safe_pickle import load_value, save_value
 from megackpt.storage import open_store
@@ -187,7 +180,7 @@ def test_a_comparison_sees_what_differs_in_unknown_objects(tmp_path: Path, libra
 
 
 def test_a_codec_that_is_not_registered_is_carried_along(tmp_path: Path) -> None:
-    from megackpt.codec.registry import REGISTRY
+    from megackpt.codec.kinds import REGISTRY
 
     class Schedule:
         def __init__(self, warmup: int) -> None:

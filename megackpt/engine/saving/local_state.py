@@ -16,16 +16,12 @@ import numpy as np
 import torch
 
 from megackpt.codec import leaf_digests
-from megackpt.codec.paths import format_path
+from megackpt.codec.kinds import format_path
 from megackpt.engine.checkpoint.common_arrays import find_arrays, map_common, with_references
 from megackpt.engine.data.device_copies import follow, host_parts, parts_in_buffers, rows_to_host
 from megackpt.engine.data.tensor_bytes import check_source
 from megackpt.engine.saving.plan_cache import CachedPlan
 from megackpt.engine.saving.save_request import SaveRequest
-from megackpt.engine.saving.unmarked_replicas import (
-    digests_of_unmarked_replicas,
-    value_digest,
-)
 from megackpt.errors import DeclarationError, UnsupportedError
 from megackpt.formats.strategy import ChunkParts, SaveStrategy
 from megackpt.geometry import Ints, strides_of
@@ -98,9 +94,14 @@ class LocalState:
 
         These are replicated values, by key, and chunks of DTensors, by `key[box]`.
         """
-        values = {o.key: o.data for o in self.flattened.objects if o.key in self.flattened.replicated}
+        flattened = self.flattened
+        if not flattened.replicated and not flattened.on_some_ranks:
+            return {"replicated": {}, "copies": {}}
+        from megackpt.engine.saving.unmarked_replicas import digests_of_unmarked_replicas, value_digest
+
+        values = {o.key: o.data for o in flattened.objects if o.key in flattened.replicated}
         replicated = {key: value_digest(value) for key, value in values.items()}
-        return {"replicated": replicated, "copies": digests_of_unmarked_replicas(self.flattened)}
+        return {"replicated": replicated, "copies": digests_of_unmarked_replicas(flattened)}
 
     def packed_declarations(self) -> PackedDeclarations:
         """Return the declarations as they are sent to rank 0."""
