@@ -12,13 +12,14 @@ import torch
 from megackpt.api.collective import load, options_or_default
 from megackpt.comm import SingleProcess
 from megackpt.engine.checkpoint.common_reading import read_whole_common
-from megackpt.engine.checkpoint.manifest import is_committed, read_manifest, remove_arrays
+from megackpt.engine.checkpoint.manifest import is_committed, read_manifest
 from megackpt.engine.checkpoint.opening import (
     check_arrays_complete,
     check_readable,
     open_checkpoint,
     read_common,
 )
+from megackpt.engine.checkpoint.removal import remove_arrays
 from megackpt.formats.registry import save_strategy
 from megackpt.mapping import ShardedBase, ShardedObject, ShardedTensor, StateDict
 from megackpt.metadata import OBJECT

@@ -9,7 +9,8 @@ from dataclasses import KW_ONLY, dataclass, replace
 from typing import ClassVar, Literal, get_args
 
 from megackpt.arguments import check_count, check_kind, check_seconds
-from megackpt.comm import AnyGroup, Group, check_group, check_group_argument
+from megackpt.comm import AnyGroup, Group, check_group
+from megackpt.comm.subgroups import check_group_argument
 from megackpt.errors import DeclarationError
 from megackpt.options import AsyncOptions, LoadOptions, SaveOptions
 from megackpt.storage import absolute_path

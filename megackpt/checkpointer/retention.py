@@ -24,7 +24,7 @@ from megackpt.checkpointer.root_files import (
     steps_with_metrics,
     write_tracker,
 )
-from megackpt.engine.checkpoint.manifest import has_other_attempts
+from megackpt.engine.checkpoint.removal import has_other_attempts
 from megackpt.engine.checkpoint.steps import StepDirectories, step_name
 from megackpt.engine.data.progress import NoProgress
 from megackpt.engine.verification.verify import verify_share

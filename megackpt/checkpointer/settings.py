@@ -6,12 +6,13 @@ another interval, the others would wait for it, or it would remove steps that th
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from typing import Any
 
 from megackpt.checkpointer.options import OnError, Retention, SaveSchedule, Tier, Tiers
-from megackpt.comm import Group
-from megackpt.engine.saving.settings import compare_settings
+from megackpt.comm import Group, Numbers, compare_step, run_on_all_ranks
+from megackpt.engine.saving.preparation import Settings, as_number, check_settings
 from megackpt.options import AsyncOptions, LoadOptions, SaveOptions
 from megackpt.storage import absolute_path
 
@@ -78,3 +79,24 @@ class RunSettings:
 def _tier_values(tier: Tier) -> list[object]:
     numbers = [tier.every, tier.keep_last, tier.replication_factor, tier.jump]
     return [type(tier).__name__, absolute_path(tier.path), *numbers]
+
+
+def compare_settings(group: Group, settings: Settings, *, what: str, doing: str) -> None:
+    """Check that all ranks have equal settings, by one small message of each rank. Collective.
+
+    Args:
+        group: the ranks.
+        settings: of this rank.
+        what: start of the error's text: "Ranks save differently".
+        doing: name of the step, for the error's text.
+
+    Raises:
+        DeclarationError: settings differ; the same on every rank, naming the first that differs.
+        RankFailedError: a rank did not answer, or is at another step.
+    """
+    encoded = json.dumps(settings).encode()
+    with compare_step(group, doing, equal=1) as step:
+        step.numbers = Numbers((as_number(encoded),))
+    if not all(step.reduced.equal):
+        settings_of_ranks = run_on_all_ranks(group, lambda: encoded, doing=doing)
+        check_settings([json.loads(settings) for settings in settings_of_ranks], what=what)

@@ -9,10 +9,10 @@ from megackpt.arguments import check_flag
 from megackpt.checkpointer.async_saving import AsyncSaving
 from megackpt.checkpointer.saving import RootSaving
 from megackpt.checkpointer.schedule import DestinationChoice, Destinations, SaveTrigger
+from megackpt.checkpointer.settings import compare_settings
 from megackpt.checkpointer.tiers import TierSaving
 from megackpt.comm import Group
 from megackpt.engine.saving.save_request import SaveRequest
-from megackpt.engine.saving.settings import compare_settings
 
 
 class StepSaving:

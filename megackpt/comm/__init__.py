@@ -1,6 +1,7 @@
 """Communication between ranks: messages, bulk bytes, errors that are raised on all ranks, deadlines.
 
-`TorchGroup`, which only jobs of several ranks need, is imported at its first use.
+`TorchGroup`, which only jobs of several ranks need, is imported at its first use. `subgroups` has groups of
+some of the ranks.
 """
 
 from __future__ import annotations
@@ -23,15 +24,7 @@ from megackpt.comm.collectives import (
 )
 from megackpt.comm.group import Group, PeerBuffer, SingleProcess, check_group
 from megackpt.comm.messages import encode_error, join_fields, split_fields
-from megackpt.comm.process_groups import (
-    AnyGroup,
-    check_group_argument,
-    group_or_world,
-    subgroup,
-    subgroup_label,
-    subgroup_members,
-    world_group,
-)
+from megackpt.comm.process_groups import AnyGroup, group_or_world, world_group
 
 if TYPE_CHECKING:
     from megackpt.comm.torch_group import TorchGroup
@@ -45,7 +38,6 @@ __all__ = [
     "TorchGroup",
     "broadcast_from_rank_0",
     "check_group",
-    "check_group_argument",
     "compare_step",
     "encode_error",
     "errors_on_all_ranks",
@@ -60,9 +52,6 @@ __all__ = [
     "scatter_from_rank_0",
     "scatter_step",
     "split_fields",
-    "subgroup",
-    "subgroup_label",
-    "subgroup_members",
     "world_group",
 ]
 

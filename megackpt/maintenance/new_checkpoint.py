@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 
 from megackpt.comm import Group, run_on_all_ranks
 from megackpt.engine.checkpoint import manifest
+from megackpt.engine.checkpoint.removal import withdraw
 from megackpt.engine.data.progress import Progress
 from megackpt.errors import CheckpointError, DeclarationError, MismatchError
 from megackpt.formats.strategy import MANIFEST, SaveStrategy
@@ -134,7 +135,7 @@ def remove_attempt(target: Store, state: TargetState, *, attempt: str, strategy:
     into the names of their files.
     """
     if state.names is None:
-        manifest.withdraw(target, attempt=attempt, strategy=strategy)
+        withdraw(target, attempt=attempt, strategy=strategy)
         return
     with contextlib.suppress(CheckpointError):
         if MANIFEST not in state.names:

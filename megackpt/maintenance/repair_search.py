@@ -18,7 +18,7 @@ from megackpt.formats.strategy import MANIFEST, Json, SaveStrategy
 from megackpt.options import VerifyOptions
 from megackpt.storage import Store
 from megackpt.storage.views import Patch, PatchedStore
-from megackpt.validation import PARITY
+from megackpt.validation.recovered import PARITY
 
 _ROUNDS = 8  # each one repairs at least one file, or the search ends
 

@@ -23,7 +23,7 @@ from megackpt.metadata.columns import (
     unpack_columns,
     unpack_strings,
 )
-from megackpt.metadata.declarations import DeclaredChunks, decode_declarations, merge_declarations
+from megackpt.metadata.declarations import DeclaredChunks
 from megackpt.metadata.merged_declarations import (
     ON_SOME_RANKS,
     REPLICATED_VALUE,
@@ -50,10 +50,8 @@ __all__ = [
     "block_counts",
     "column",
     "decode_arrays",
-    "decode_declarations",
     "integers",
     "itemsizes",
-    "merge_declarations",
     "merge_packed_declarations",
     "narrow_dtype",
     "pack_columns",

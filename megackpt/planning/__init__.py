@@ -2,11 +2,6 @@
 
 from megackpt.planning.copies import CompactCopies, Copies, StridedCopy
 from megackpt.planning.load_plan import plan_load
-from megackpt.planning.main_replicas import (
-    choose_lowest_rank_as_main,
-    choose_main_replicas,
-    keep_lowest_main,
-)
 from megackpt.planning.read_plan import Reads, group_reads, plan_reads
 from megackpt.planning.save_plan import (
     SavePlan,
@@ -27,11 +22,8 @@ __all__ = [
     "Reads",
     "SavePlan",
     "StridedCopy",
-    "choose_lowest_rank_as_main",
-    "choose_main_replicas",
     "first_of_equal_chunks",
     "group_reads",
-    "keep_lowest_main",
     "object_sizes",
     "pack_rows",
     "plan_load",

@@ -9,7 +9,8 @@ from dataclasses import replace
 import numpy as np
 
 from megackpt.geometry import Ints, joined_ranges
-from megackpt.metadata import ChunkTable, DeclaredChunks, merge_declarations
+from megackpt.metadata import ChunkTable, DeclaredChunks
+from megackpt.metadata.merge import merge_declarations
 from megackpt.planning.copies import Copies
 
 

@@ -13,7 +13,8 @@ import numpy as np
 import numpy.typing as npt
 
 from megackpt.geometry import Ints
-from megackpt.metadata import ChunkTable, DeclaredChunks, itemsizes, merge_declarations
+from megackpt.metadata import ChunkTable, DeclaredChunks, itemsizes
+from megackpt.metadata.merge import merge_declarations
 from megackpt.optim.ranges import BufferLayout
 from megackpt.simulation.arrays import JobArrays
 

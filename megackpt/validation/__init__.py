@@ -2,20 +2,10 @@
 
 from megackpt.validation.common import check_common_equal, check_copies_equal, check_replicated_equal
 from megackpt.validation.coverage import check_coverage, check_merged_coverage, coverage_faults
-from megackpt.validation.report import (
-    PARITY,
-    ArrayReport,
-    LoadReport,
-    LoadTimes,
-    PhaseTimes,
-    RecoveredBytes,
-    merge_recovered,
-)
+from megackpt.validation.report import ArrayReport, LoadReport, LoadTimes, PhaseTimes, RecoveredBytes
 from megackpt.validation.request import (
     LoadRules,
     check_dtypes_and_shapes,
-    check_empty_containers,
-    check_missing_keys,
     check_resharding,
     check_unexpected_keys,
     report_arrays,
@@ -23,7 +13,6 @@ from megackpt.validation.request import (
 from megackpt.validation.strictness import ReturnsKeys, ReturnsState, StrictHandling
 
 __all__ = [
-    "PARITY",
     "ArrayReport",
     "LoadReport",
     "LoadRules",
@@ -37,13 +26,10 @@ __all__ = [
     "check_copies_equal",
     "check_coverage",
     "check_dtypes_and_shapes",
-    "check_empty_containers",
     "check_merged_coverage",
-    "check_missing_keys",
     "check_replicated_equal",
     "check_resharding",
     "check_unexpected_keys",
     "coverage_faults",
-    "merge_recovered",
     "report_arrays",
 ]

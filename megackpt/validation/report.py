@@ -7,7 +7,7 @@ bytes. Whether a difference is an error was decided before by `LoadRules`.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 
 from megackpt.errors import truncated_list
@@ -53,16 +53,12 @@ class ArrayReport:
         return any(a < b for a, b in zip(self.global_shape, self.stored_shape, strict=True))
 
 
-PARITY = "parity"
-"""`RecoveredBytes.source` of bytes that were computed from parity. For a copy it is the copy's location."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecoveredBytes:
     """Bytes that a load read from another source, because the checkpoint's own are damaged.
 
     Attributes:
-        source: `parity`, or the location of a copy.
+        source: `parity` for bytes that were computed from parity, or the location of a copy.
         why: what is wrong with the bytes of the checkpoint.
         file: name of the damaged file in the checkpoint; empty if no single file is known.
         key: array or object that the bytes belong to; None for common state, the index and the commit.
@@ -90,23 +86,6 @@ class RecoveredBytes:
             return False
         # All fields but the range and the reason have to be equal, also those that may be added later.
         return replace(self, start=other.start, stop=other.stop, why=other.why) == other
-
-
-def merge_recovered(records: Iterable[RecoveredBytes]) -> tuple[RecoveredBytes, ...]:
-    """Sort records, and join ranges of one chunk and source that follow each other.
-
-    >>> parts = [RecoveredBytes(source="parity", why="", file="f", start=a, stop=a + 4) for a in (4, 0, 12)]
-    >>> [(r.start, r.stop) for r in merge_recovered(parts)]
-    [(0, 8), (12, 16)]
-    """
-    joined: list[RecoveredBytes] = []
-    # Sorted, so that a range comes right after the one that it may continue.
-    for record in sorted(records, key=lambda r: (r.file, r.start or 0, r.key or "", r.source)):
-        if joined and joined[-1].is_continued_by(record):
-            joined[-1] = replace(joined[-1], stop=max(joined[-1].stop or 0, record.stop or 0))
-        else:
-            joined.append(record)
-    return tuple(joined)
 
 
 @dataclass(frozen=True, slots=True)

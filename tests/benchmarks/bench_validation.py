@@ -142,7 +142,8 @@ def _messages(ranks: list[Rank]) -> list[bytes]:
 def bench_ours(messages: list[bytes]) -> Iterator[tuple[str, float]]:
     """Decode, merge, prove and plan what came from all ranks, index it, and plan loads by the index."""
     from megackpt.formats.native import NativeSaveStrategy
-    from megackpt.metadata import decode_declarations, merge_declarations, unpack_columns
+    from megackpt.metadata import unpack_columns
+    from megackpt.metadata.merge import decode_declarations, merge_declarations
     from megackpt.planning import plan_save
     from megackpt.storage import LocalStore
     from megackpt.validation import check_coverage

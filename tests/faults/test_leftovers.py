@@ -12,7 +12,7 @@ import torch.distributed.checkpoint as dcp
 
 from megackpt import Checkpointer, CheckpointError, ShardedTensor, StorageError, load, save
 from megackpt.comm import SingleProcess
-from megackpt.engine.checkpoint.manifest import files_of_saves, is_leftover
+from megackpt.engine.checkpoint.removal import files_of_saves, is_leftover
 from megackpt.formats.strategy import MANIFEST
 from megackpt.storage import LocalStore
 from megackpt.testing.faulty_store import FaultyStore

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from megackpt import ShardedObject, ShardedTensor
 from megackpt.mapping.describe import describe
-from megackpt.metadata import ChunkTable, merge_declarations
+from megackpt.metadata import ChunkTable
+from megackpt.metadata.merge import merge_declarations
 from megackpt.planning import plan_main_replicas
 from megackpt.planning.long_chunks import split_long_chunks
 from megackpt.testing.layouts import arrays, owned_chunks

@@ -17,10 +17,10 @@ from megackpt.metadata import (
     DeclaredChunks,
     MergedDeclarations,
     PackedDeclarations,
-    merge_declarations,
     merge_packed_declarations,
     pack_declarations,
 )
+from megackpt.metadata.merge import merge_declarations
 from megackpt.options import Spread
 from megackpt.planning import SavePlan, plan_merged_save, plan_save
 from megackpt.testing.layouts import arrays, owned_chunks

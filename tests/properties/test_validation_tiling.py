@@ -13,7 +13,7 @@ from megackpt.geometry import Box, tiling
 from megackpt.geometry.tiling import Rectangles, uncovered_regions
 from megackpt.mapping import ShardedTensor
 from megackpt.mapping.describe import describe
-from megackpt.metadata import merge_declarations
+from megackpt.metadata.merge import merge_declarations
 from megackpt.testing.layouts import arrays, boxes, owned_chunks
 from megackpt.validation import check_coverage
 from tests.effort import sample_of

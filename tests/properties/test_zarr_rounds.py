@@ -15,7 +15,8 @@ from megackpt.formats.zarr.rounds import find_touched_files, plan_rounds
 from megackpt.geometry import Box
 from megackpt.mapping import ShardedTensor
 from megackpt.mapping.describe import describe
-from megackpt.metadata import ArraySpec, merge_declarations
+from megackpt.metadata import ArraySpec
+from megackpt.metadata.merge import merge_declarations
 from megackpt.planning import SavePlan, plan_save
 from megackpt.testing.layouts import OwnedChunk, arrays, owned_chunks
 from tests.effort import sample_of

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from megackpt import ShardedTensor
 from megackpt.mapping.describe import describe
-from megackpt.metadata import DIGEST_BLOCK_BYTES, ChunkTable, DeclaredChunks, merge_declarations
+from megackpt.metadata import DIGEST_BLOCK_BYTES, ChunkTable, DeclaredChunks
+from megackpt.metadata.merge import merge_declarations
 from megackpt.planning import StridedCopy, exchange, plan_main_replicas
 from megackpt.planning.exchange import PART_BYTES, plan_exchange
 from megackpt.planning.exchange_plan import ExchangePlan, aligned

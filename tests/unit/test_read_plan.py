@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from megackpt import ShardedTensor, load, save
 from megackpt.engine.data.read import with_target_strides
 from megackpt.mapping.describe import describe
-from megackpt.metadata import DIGEST_BLOCK_BYTES, StoredChunks, block_counts, merge_declarations
+from megackpt.metadata import DIGEST_BLOCK_BYTES, StoredChunks, block_counts
+from megackpt.metadata.merge import merge_declarations
 from megackpt.planning import plan_load, plan_main_replicas, plan_reads
 from megackpt.planning.read_plan import MAX_BLOCK_BYTES, READ_BYTES
 

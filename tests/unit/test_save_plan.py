@@ -8,7 +8,8 @@ import torch
 
 from megackpt import ShardedObject, ShardedTensor
 from megackpt.mapping.describe import describe
-from megackpt.metadata import DeclaredChunks, itemsizes, merge_declarations
+from megackpt.metadata import DeclaredChunks, itemsizes
+from megackpt.metadata.merge import merge_declarations
 from megackpt.planning import SavePlan, plan_main_replicas, plan_save
 from megackpt.planning.assignment import assign_writers
 

@@ -11,15 +11,8 @@ import pytest
 
 from megackpt import CoverageError, FormatError, MismatchError
 from megackpt.errors import rank_list
-from megackpt.metadata import (
-    ArraySpec,
-    ChunkTable,
-    DeclaredChunks,
-    decode_declarations,
-    merge_declarations,
-    pack_columns,
-    unpack_columns,
-)
+from megackpt.metadata import ArraySpec, ChunkTable, DeclaredChunks, pack_columns, unpack_columns
+from megackpt.metadata.merge import decode_declarations, merge_declarations
 from megackpt.validation import check_coverage
 from megackpt.validation.common import check_common_equal
 

@@ -29,7 +29,8 @@ from megackpt.compat.megatron.dist_checkpointing.validation import (
 from megackpt.compat.megatron.user_state import keys_of, path_or_url, split_objects, with_our_entities
 from megackpt.errors import DeclarationError
 from megackpt.mapping import ShardedStateDict, StateDict
-from megackpt.validation import LoadRules, StrictHandling, check_missing_keys, check_unexpected_keys
+from megackpt.validation import LoadRules, StrictHandling, check_unexpected_keys
+from megackpt.validation.missing import check_missing_keys
 
 _TIMEOUT_S = 600.0  # as in LoadOptions
 

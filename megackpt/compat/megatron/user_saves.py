@@ -23,12 +23,14 @@ from megackpt.compat.megatron.dist_checkpointing.state_dict_utils import save_pr
 from megackpt.compat.megatron.dist_checkpointing.strategies.async_utils import AsyncRequest
 from megackpt.compat.megatron.enclosing_save import EnclosingSave, enclosing_save
 from megackpt.compat.megatron.user_state import path_or_url, split_objects, with_our_entities
-from megackpt.engine.checkpoint.manifest import files_of_saves, is_committed
+from megackpt.engine.checkpoint.manifest import is_committed
+from megackpt.engine.checkpoint.removal import files_of_saves
 from megackpt.errors import CommonStateError, DeclarationError, UnsupportedError
 from megackpt.formats.strategy import MANIFEST
 from megackpt.mapping import ShardedObject, ShardedStateDict, ShardedTensor, StateDict
 from megackpt.mapping.describe import describe
-from megackpt.metadata import decode_declarations, merge_declarations, pack_columns, unpack_columns
+from megackpt.metadata import pack_columns, unpack_columns
+from megackpt.metadata.merge import decode_declarations, merge_declarations
 from megackpt.storage import open_store
 from megackpt.validation import check_coverage
 from megackpt.validation.common import check_common_equal

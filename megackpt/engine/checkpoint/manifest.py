@@ -14,7 +14,7 @@ import re
 import secrets
 from dataclasses import dataclass
 
-from megackpt.errors import CheckpointError, FormatError, NotACheckpointError, StorageError
+from megackpt.errors import CheckpointError, NotACheckpointError, StorageError
 from megackpt.formats.documents import read_manifest_file
 from megackpt.formats.file_names import HUGGINGFACE_MODELS
 from megackpt.formats.registry import attempt_of, detect, fixed_names
@@ -91,39 +91,12 @@ def find_leftover_files(store: Store, strategy: SaveStrategy) -> LeftoverFiles:
     names = store.names()
     if not names:
         return LeftoverFiles()
-    attempts = frozenset(a for name in names if (a := _attempt_of(name, strategy)) is not None)
+    attempts = frozenset(a for name in names if (a := attempt_in(name, strategy)) is not None)
     own = (strategy.backend, strategy.version)
     return LeftoverFiles(attempts, tuple(fixed_names(store, names, without=own)))
 
 
-def is_leftover(store: Store) -> bool:
-    """Return whether a store holds no commit, and only files that a save of a known format has written."""
-    return not store.exists(MANIFEST) and set(store.names()) <= set(files_of_saves(store))
-
-
-def files_of_saves(store: Store) -> list[str]:
-    """Return the files that saves of known formats have written, without metadata.json.
-
-    If they are removed in this order and the removal is interrupted, the remaining files are still
-    recognised.
-    """
-    names = store.names()
-    fixed = fixed_names(store, names)
-    temporary = [name for name in names if is_temporary_name(name)]
-    of_attempts = sorted(name for name in set(names) - set(fixed) if _attempt_of(name) is not None)
-    return [*temporary, *fixed, *of_attempts]
-
-
-def has_other_attempts(store: Store) -> bool:
-    """Return whether a store has files of an attempt that is not committed: failed, or not finished."""
-    manifest: Json = {}
-    with contextlib.suppress(FormatError):
-        manifest = read_manifest_file(store) or {}
-    attempts = {attempt for name in store.names() if (attempt := _attempt_of(name)) is not None}
-    return bool(attempts - {manifest.get("attempt")})
-
-
-def _attempt_of(name: str, strategy: SaveStrategy | None = None) -> str | None:
+def attempt_in(name: str, strategy: SaveStrategy | None = None) -> str | None:
     """Return the attempt in a file name of any registered format, or of a strategy; None if there is none."""
     attempt = attempt_of(name)
     if attempt is None and strategy is not None:
@@ -174,18 +147,8 @@ def _stale_files(store: Store, *, attempt: str, earlier: LeftoverFiles, strategy
         own = set(strategy.fixed_names(store))
         stale += [name for name in fixed if name not in own]
     if old_attempts := earlier.attempts - {attempt}:
-        stale += [name for name in names if _attempt_of(name, strategy) in old_attempts]
+        stale += [name for name in names if attempt_in(name, strategy) in old_attempts]
     return stale
-
-
-def remove_arrays(store: Store, *, key_prefix: str, strategy: SaveStrategy) -> None:
-    """Remove arrays from a committed checkpoint, atomically; then remove the files that only they needed."""
-    manifest, stale = strategy.remove_arrays(store, read_manifest(store), key_prefix=key_prefix)
-    store.sync()  # the new index is durable before the manifest names it
-    store.replace(MANIFEST, json.dumps(manifest, indent=1, sort_keys=True).encode())
-    with contextlib.suppress(StorageError):
-        store.delete(stale)
-        store.sync()
 
 
 def discard(store: Store, *, attempt: str, strategy: SaveStrategy) -> None:
@@ -196,26 +159,12 @@ def discard(store: Store, *, attempt: str, strategy: SaveStrategy) -> None:
     """
     with contextlib.suppress(CheckpointError):
         if strategy.committed_attempt(store) != attempt:
-            store.delete(_files_of_attempt(store, attempt, strategy))
+            store.delete(files_of_attempt(store, attempt, strategy))
             store.sync()
 
 
-def withdraw(store: Store, *, attempt: str, strategy: SaveStrategy) -> None:
-    """Remove a committed attempt that is damaged, as far as that is possible. Rank 0 only.
-
-    The commit is removed first, then the files. The checkpoint that the attempt replaced no longer exists.
-    """
-    with contextlib.suppress(CheckpointError):
-        fixed: list[str] = []
-        if strategy.committed_attempt(store) == attempt:
-            fixed = strategy.files_of(read_manifest(store))
-            store.delete([MANIFEST])
-            store.sync()
-        store.delete([*fixed, *_files_of_attempt(store, attempt, strategy)])
-        store.sync()
-
-
-def _files_of_attempt(store: Store, attempt: str, strategy: SaveStrategy) -> list[str]:
+def files_of_attempt(store: Store, attempt: str, strategy: SaveStrategy) -> list[str]:
+    """Return the files of an attempt of a save with this strategy."""
     return [name for name in store.names() if strategy.file_names.attempt_of(name) == attempt]
 
 

@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from megackpt.engine.checkpoint.manifest import files_of_saves, is_leftover
+from megackpt.engine.checkpoint.removal import files_of_saves, is_leftover
 from megackpt.formats.strategy import MANIFEST
 from megackpt.storage import Store
 from megackpt.storage.store import is_temporary_name

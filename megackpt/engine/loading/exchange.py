@@ -25,7 +25,8 @@ from megackpt.errors import MismatchError
 from megackpt.formats.contents import Chunks, Contents
 from megackpt.geometry import row_major_strides
 from megackpt.mapping import ShardedTensor
-from megackpt.metadata import DeclaredChunks, decode_declarations, pack_columns, unpack_columns
+from megackpt.metadata import DeclaredChunks, pack_columns, unpack_columns
+from megackpt.metadata.merge import decode_declarations
 from megackpt.options import LoadOptions
 from megackpt.planning import CompactCopies, Copies, StridedCopy
 from megackpt.planning.exchange import plan_exchange

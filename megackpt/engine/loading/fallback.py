@@ -33,7 +33,8 @@ from megackpt.metadata import ChunkTable
 from megackpt.notices import notice
 from megackpt.options import LoadOptions
 from megackpt.storage import Store, as_store, open_store
-from megackpt.validation import PARITY, RecoveredBytes, merge_recovered
+from megackpt.validation import RecoveredBytes
+from megackpt.validation.recovered import PARITY, merge_recovered
 
 log = logging.getLogger(__name__)
 

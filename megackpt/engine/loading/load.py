@@ -14,10 +14,8 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, TypeAlias
 
-import torch
-
-from megackpt.comm import AnyGroup, Group, check_group_argument, run_and_all_gather, subgroup
-from megackpt.engine.data.read import probe_chunk, read_chunk, read_tensors
+from megackpt.comm import Group, run_and_all_gather
+from megackpt.engine.data.read import read_chunk, read_tensors
 from megackpt.engine.loading.load_request import LoadRequest, open_source
 from megackpt.engine.loading.prepare import prepare_load
 from megackpt.engine.loading.prepared_load import PreparedLoad, ReadResult
@@ -25,10 +23,8 @@ from megackpt.engine.loading.rank_checks import (
     RankAnswers,
     answer_of,
     check_answers,
-    check_empty_requests,
-    find_missing_keys,
 )
-from megackpt.errors import DeclarationError, RankFailedError, truncated_list
+from megackpt.errors import RankFailedError, truncated_list
 from megackpt.mapping import StateDict
 from megackpt.notices import collected_notices, log_notices
 from megackpt.options import Exchange, LoadOptions, Policy
@@ -71,8 +67,11 @@ def load_state(request: LoadRequest, group: Group) -> LoadResult:
         ranks = check_answers(messages, prepared.where)
         if group.rank == 0:
             log_notices(ranks.values("notices"))
-        check_empty_requests(prepared, ranks, group)
-        missing = find_missing_keys(prepared, ranks, group)
+        missing: frozenset[str] = frozenset()
+        if prepared.rules.look_for_missing_keys or ranks.union("empty_containers"):
+            from megackpt.engine.loading.missing_keys import find_missing_keys
+
+            missing = find_missing_keys(prepared, ranks, group)
         if request.options.complete:
             from megackpt.engine.loading.request_coverage import check_request_coverage
 
@@ -102,7 +101,10 @@ def _open_and_prepare(request: LoadRequest, group: Group, resources: ExitStack) 
     # With a map, an array that no rank requests means that the model is not the stored one.
     needs_all = request.maps is not None and strict.on_unexpected is Policy.ERROR
     rules = LoadRules(options.rules, strict, complete=options.complete or needs_all)
-    check_exchange_group(options, request.exchange_group, has_map=request.maps is not None)
+    if request.exchange_group is not None or not options.cpu_transfer:
+        from megackpt.engine.loading.exchange_setup import check_exchange_group
+
+        check_exchange_group(options, request.exchange_group, has_map=request.maps is not None)
     with collected_notices() as notices:
         store = resources.enter_context(request.open_store())
         source = open_source(store, options, resources)
@@ -177,49 +179,6 @@ def connect_reader(request: LoadRequest, prepared: PreparedLoad, group: Group) -
     """
     if request.options.exchange == "direct":
         return DirectReader(request.options)
-    doing = "connecting the ranks that exchange"
-    reader, _ = run_and_all_gather(
-        group, lambda: (_connect_exchange(request, prepared, group), b""), doing=doing
-    )
-    return reader
+    from megackpt.engine.loading.exchange_setup import connect_exchange
 
-
-def _connect_exchange(request: LoadRequest, prepared: PreparedLoad, group: Group) -> Reader:
-    """Connect the ranks of the exchange group; allocate buffers for objects before other ranks wait."""
-    from megackpt.comm.device_group import DeviceGroup
-    from megackpt.engine.loading.exchange import ExchangeRanks, ExchangeReader
-
-    options, plan = request.options, prepared.plan
-    devices = None if options.cpu_transfer else DeviceGroup(request.exchange_group)
-    group_of_ranks = group if request.exchange_group is None else request.exchange_group
-    ranks = ExchangeRanks(
-        subgroup(group_of_ranks, timeout_s=options.timeout_s), devices, request.file_readers
-    )
-    if ranks.group.size == 1:
-        return DirectReader(options)
-    if request.file_readers is None:  # else only other ranks may have the files, and have checked them
-        for row in plan.object_rows:
-            probe_chunk(plan.chunks, row)
-    lengths = plan.chunks.table.nbytes[plan.object_rows].tolist()
-    buffers = [torch.empty(nbytes, dtype=torch.uint8) for nbytes in lengths]
-    return ExchangeReader(ranks, options, buffers)
-
-
-def check_exchange_group(options: LoadOptions, exchange_group: AnyGroup | None, *, has_map: bool) -> None:
-    """Check that the exchange group fits the options. Local.
-
-    Raises:
-        DeclarationError: it does not.
-    """
-    is_direct = options.exchange == "direct" or (options.exchange == "auto" and not has_map)
-    if is_direct and exchange_group is not None:
-        raise DeclarationError(
-            f"exchange_group is given, but with LoadOptions.exchange={options.exchange!r} every rank reads "
-            f"for itself. Choose a mode of exchange, such as 'all_to_all', or leave the group out."
-        )
-    if exchange_group is not None:
-        check_group_argument("exchange_group", exchange_group)
-    if not options.cpu_transfer:
-        from megackpt.comm.device_group import DeviceGroup
-
-        DeviceGroup(exchange_group)  # raises an error if the group has no backend for devices
+    return connect_exchange(request, prepared, group) or DirectReader(request.options)

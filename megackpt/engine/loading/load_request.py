@@ -16,11 +16,12 @@ from megackpt.formats.contents import Contents
 from megackpt.mapping import ShardedStateDict
 from megackpt.options import LoadOptions
 from megackpt.storage import Store
-from megackpt.validation import RecoveredBytes, StrictHandling
+from megackpt.validation import StrictHandling
 
 if TYPE_CHECKING:
     from megackpt.engine.loading.fallback import FallbackSource
     from megackpt.maps import MapChoice
+    from megackpt.validation import RecoveredBytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,13 +11,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from megackpt.comm import Group, run_on_all_ranks, subgroup_members
 from megackpt.engine.loading.load_request import LoadRequest
 from megackpt.engine.loading.prepared_load import PreparedLoad
 from megackpt.errors import MismatchError
-from megackpt.mapping.tree import keys_by_container
-from megackpt.notices import Notices, collected_notices, log_notices
-from megackpt.validation import check_empty_containers, check_missing_keys
+from megackpt.notices import Notices
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +36,11 @@ def answer_of(request: LoadRequest, prepared: PreparedLoad, notices: Notices) ->
     """Return this rank's message about its prepared load, as JSON."""
     options, group, rules = request.options, request.exchange_group, prepared.rules
     looks_for_missing = rules.look_for_missing_keys
+    members = ""
+    if group is not None:
+        from megackpt.comm.subgroups import subgroup_members
+
+        members = subgroup_members(group)
     answer = {
         "checkpoint": prepared.contents.identity,
         "where": prepared.where,
@@ -53,7 +55,7 @@ def answer_of(request: LoadRequest, prepared: PreparedLoad, notices: Notices) ->
         "read_ratio": prepared.read_ratio,
         "cpu_transfer": options.cpu_transfer,
         "has_exchange_group": group is not None,
-        "exchange_group": "" if group is None else subgroup_members(group),
+        "exchange_group": members,
     }
     return json.dumps(answer).encode()
 
@@ -130,57 +132,3 @@ def _check_exchange_groups(ranks: RankAnswers, where: str) -> None:
 def _first_different(values: Sequence[Any]) -> int | None:
     """Return the first rank whose value is not that of rank 0."""
     return next((rank for rank, value in enumerate(values) if value != values[0]), None)
-
-
-def find_missing_keys(prepared: PreparedLoad, ranks: RankAnswers, group: Group) -> frozenset[str]:
-    """Return the stored keys that no rank requests, if a rule looks for them. All ranks call it.
-
-    Raises:
-        MissingKeyError: a rule makes a missing key an error; the same on every rank.
-    """
-    rules = prepared.rules
-    if not rules.look_for_missing_keys:
-        return frozenset()
-    with collected_notices() as notices:  # the same on all ranks
-        missing = check_missing_keys(
-            ranks.union("requested"),
-            prepared.contents.arrays,
-            rules,
-            where=prepared.where,
-            our_names=prepared.our_names,
-        )
-    if group.rank == 0:
-        log_notices([notices])
-    return missing
-
-
-def check_empty_requests(prepared: PreparedLoad, ranks: RankAnswers, group: Group) -> None:
-    """Check the keys stored below empty dicts and lists of the request. Collective.
-
-    What one rank leaves empty another may request: the stages of a pipeline. So the requested keys below
-    these containers are gathered, where a rank has any.
-
-    Raises:
-        MissingKeyError: no rank requests a key there, and a rule makes that an error.
-    """
-    names = ranks.union("empty_containers")
-    if not names:
-        return
-    doing = "comparing keys"
-
-    def requested_below() -> bytes:
-        by_name = keys_by_container(sorted(prepared.keys.requested), names)
-        return json.dumps([key for keys in by_name.values() for key in keys]).encode()
-
-    below = run_on_all_ranks(group, requested_below, doing=doing)
-    requested = {key for keys in below for key in json.loads(keys)}
-
-    def check() -> bytes:
-        with collected_notices() as notices:
-            stored_below = keys_by_container(prepared.loadable, names, requested)
-            check_empty_containers(stored_below, prepared.rules, where=prepared.where)
-        return json.dumps(notices).encode()
-
-    notices = run_on_all_ranks(group, check, doing=doing)
-    if group.rank == 0:
-        log_notices([json.loads(of_rank) for of_rank in notices])

@@ -28,7 +28,7 @@ from megackpt.engine.loading.prepared_load import PreparedLoad
 from megackpt.mapping.describe import describe
 from megackpt.mapping.tree import ABSENT, Steps, without_empty
 from megackpt.metadata import PackedDeclarations, merge_packed_declarations, pack_declarations
-from megackpt.planning import choose_main_replicas
+from megackpt.planning.main_replicas import choose_main_replicas
 from megackpt.storage import digest_of
 from megackpt.validation import check_common_equal, check_merged_coverage
 

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
 from megackpt.comm import (
     Group,
-    broadcast_from_rank_0,
     gather_step,
     join_fields,
     rank_0_errors_on_all_ranks,
@@ -26,16 +25,9 @@ from megackpt.comm import (
 from megackpt.engine.saving.local_state import LocalState
 from megackpt.engine.saving.save_hook import PlanCompletion
 from megackpt.geometry import Ints
-from megackpt.metadata import (
-    ChunkTable,
-    column,
-    merge_packed_declarations,
-    pack_columns,
-    unpack_columns,
-)
+from megackpt.metadata import ChunkTable, merge_packed_declarations
 from megackpt.planning import (
     SavePlan,
-    choose_main_replicas,
     object_sizes,
     pack_rows,
     plan_merged_save,
@@ -161,10 +153,9 @@ def plan_on_rank_0(local: LocalState, group: Group, to_compare: ValuesToCompare)
     own_rows = unpack_rows(planning.part, local.declared, packed.entities, rank=group.rank)
     if local.strategy.capabilities.needs_own_rows_only:
         return _with_own_sizes(local, own_rows, plan_of_all_ranks)
-    plan = _plan_from_rank_0(plan_of_all_ranks, group)
-    entity = plan.entity.copy()
-    entity[plan.writer == group.rank] = own_rows.entity
-    return PlanAgreement(replace(plan, entity=entity))
+    from megackpt.engine.saving.whole_plan import send_whole_plan
+
+    return PlanAgreement(send_whole_plan(plan_of_all_ranks, own_rows, group))
 
 
 def reuse_plan(
@@ -215,7 +206,10 @@ def _checked_plan(
         [messages[rank].replica_rows for rank in senders],
         ranks_of_senders,
     )
-    merged = choose_main_replicas(merged, marks)
+    if marks.any():  # of values and chunks whose replicas have no replica ids
+        from megackpt.planning.main_replicas import choose_main_replicas
+
+        merged = choose_main_replicas(merged, marks)
     check_merged_coverage(merged)
     _check_attachments(local, messages, summaries["attachment"], merged.declared.table)
     if values:
@@ -275,21 +269,6 @@ def _check_values(digests_of_ranks: Sequence[dict[str, Any]]) -> None:
         check_copies_equal([digests["copies"] for digests in digests_of_ranks])
     if "common" in digests_of_ranks[0]:
         check_common_equal([digests["common"] for digests in digests_of_ranks])
-
-
-def _plan_from_rank_0(plan: SavePlan | None, group: Group) -> SavePlan:
-    """Return rank 0's plan of all ranks on every rank. Collective."""
-    packed = b""
-    if plan is not None:
-        columns = {"writer": plan.writer, "entity": plan.entity, "offset_bytes": plan.offset_bytes}
-        packed = pack_columns({**plan.table.to_columns(), **columns})
-    where = "plan of rank 0"
-    received = unpack_columns(broadcast_from_rank_0(group, packed, doing="sending the plan"), where=where)
-    table = ChunkTable.from_columns(received, where=where)
-    writer, entity, offset = (
-        column(received, name, where=where) for name in ("writer", "entity", "offset_bytes")
-    )
-    return SavePlan(table, writer, entity, offset)
 
 
 def _digest(data: bytes) -> bytes:

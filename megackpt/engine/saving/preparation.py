@@ -7,9 +7,9 @@ plan fits on all ranks. Only small messages are exchanged; their length does not
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -19,11 +19,13 @@ from megackpt.engine.checkpoint.manifest import new_attempt
 from megackpt.engine.saving.local_state import LocalState, make_local_state
 from megackpt.engine.saving.plan_cache import CachedPlan
 from megackpt.engine.saving.save_request import SaveRequest
-from megackpt.engine.saving.settings import as_number, check_settings
 from megackpt.errors import DeclarationError
 from megackpt.metadata import ChunkTable
 from megackpt.options import SaveOptions
-from megackpt.storage import Store
+from megackpt.storage import Store, digest_of
+
+Settings: TypeAlias = Mapping[str, Any]
+"""Arguments that must be equal on all ranks, by the names that a user knows; JSON values."""
 
 WriterStatus: TypeAlias = tuple[int, int, int]
 """Numbers about the writer process of an asynchronous save, of which all ranks receive the maximum."""
@@ -233,6 +235,28 @@ def raise_different_settings(settings: bytes, group: Group) -> None:
     """
     settings_of_ranks = run_on_all_ranks(group, lambda: settings, doing="comparing settings")
     check_settings([json.loads(encoded) for encoded in settings_of_ranks], what="Ranks save differently")
+
+
+def check_settings(settings_of_ranks: Sequence[Settings], *, what: str) -> None:
+    """Check that settings are equal, given those of all ranks. Pure.
+
+    Raises:
+        DeclarationError: names the first setting that differs, and a rank that differs from rank 0.
+    """
+    for name in dict.fromkeys(name for settings in settings_of_ranks for name in settings):
+        values = [settings.get(name) for settings in settings_of_ranks]
+        other = next((rank for rank, value in enumerate(values) if value != values[0]), None)
+        if other is not None:
+            raise DeclarationError(
+                f"{what}: {name} is {values[0]!r} on rank 0 and {values[other]!r} on rank {other}. Give "
+                f"all ranks the same arguments.",
+                rank=other,
+            )
+
+
+def as_number(data: bytes) -> int:
+    """Return a digest of data as one of the numbers that ranks compare."""
+    return int(digest_of(data)[:15], 16)
 
 
 def _structure_error(local: LocalState, cached: CachedPlan) -> DeclarationError:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from megackpt.comm import AnyGroup, Group, subgroup_label
+from megackpt.comm import AnyGroup, Group
 from megackpt.engine.saving.plan_cache import PlanCache
 from megackpt.engine.saving.save_hook import SaveHook
 from megackpt.errors import DeclarationError
@@ -154,4 +154,8 @@ def _label_to_spread(options: SaveOptions, spread_group: AnyGroup | None, *, ran
             f"spread_group is {presence}, and SaveOptions.spread is {options.spread!r}. Give both, a group "
             f"and spread='group', or neither."
         )
-    return 0 if spread_group is None else subgroup_label(spread_group, rank=rank)
+    if spread_group is None:
+        return 0
+    from megackpt.comm.subgroups import subgroup_label
+
+    return subgroup_label(spread_group, rank=rank)

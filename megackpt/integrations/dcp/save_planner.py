@@ -44,15 +44,10 @@ from megackpt.mapping.describe import describe, dtype_name
 from megackpt.mapping.flatten import FlattenedState, flatten_state
 from megackpt.mapping.plain_tensors import declare_whole_tensors
 from megackpt.mapping.tree import ABSENT, iter_leaves, map_leaves, without_positions
-from megackpt.metadata import (
-    DTYPES,
-    DeclaredChunks,
-    decode_declarations,
-    merge_declarations,
-    pack_columns,
-    unpack_columns,
-)
-from megackpt.planning import choose_lowest_rank_as_main, keep_lowest_main, plan_save
+from megackpt.metadata import DTYPES, DeclaredChunks, pack_columns, unpack_columns
+from megackpt.metadata.merge import decode_declarations, merge_declarations
+from megackpt.planning import plan_save
+from megackpt.planning.main_replicas import choose_lowest_rank_as_main, keep_lowest_main
 from megackpt.validation import (
     check_common_equal,
     check_copies_equal,

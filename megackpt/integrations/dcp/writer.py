@@ -40,7 +40,8 @@ from megackpt.mapping import (
     ShardedTensor,
 )
 from megackpt.mapping.describe import describe
-from megackpt.metadata import decode_declarations, merge_declarations, pack_columns, unpack_columns
+from megackpt.metadata import pack_columns, unpack_columns
+from megackpt.metadata.merge import decode_declarations, merge_declarations
 from megackpt.options import SaveOptions
 from megackpt.planning import SavePlan as OwnPlan
 from megackpt.planning import plan_main_replicas

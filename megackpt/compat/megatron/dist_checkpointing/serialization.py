@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from megackpt.api import local
-from megackpt.comm import run_on_all_ranks, subgroup, world_group
+from megackpt.comm import run_on_all_ranks, world_group
+from megackpt.comm.subgroups import subgroup
 from megackpt.compat.megatron.core_version import core_version
 from megackpt.compat.megatron.dist_checkpointing.core import maybe_load_config
 from megackpt.compat.megatron.dist_checkpointing.strategies import (

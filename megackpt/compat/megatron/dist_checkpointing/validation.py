@@ -34,7 +34,7 @@ from megackpt.errors import DeclarationError, FormatError, MissingKeyError, NotA
 from megackpt.mapping import ShardedBase, ShardedStateDict, StateDict
 from megackpt.mapping.describe import describe
 from megackpt.mapping.flatten import flatten_state
-from megackpt.metadata import merge_declarations
+from megackpt.metadata.merge import merge_declarations
 from megackpt.validation import StrictHandling, check_coverage
 from megackpt.validation.common import check_common_equal
 

@@ -23,7 +23,8 @@ import torch
 import torch.distributed as dist
 
 from megackpt.api import collective
-from megackpt.comm import Group, SingleProcess, errors_on_all_ranks, run_on_all_ranks, subgroup, world_group
+from megackpt.comm import Group, SingleProcess, errors_on_all_ranks, run_on_all_ranks, world_group
+from megackpt.comm.subgroups import subgroup
 from megackpt.compat.megatron.dist_checkpointing.dict_utils import (
     dict_list_map_inplace,
     nested_values,
