@@ -39,6 +39,15 @@ CALLS_OF_A_SAVE = (
     ("os", "pwrite"),
 )
 
+# What `megackpt.save` and `megackpt.load` import in one process with the options that they have by default.
+# tests/unit/test_imports_of_a_save.py compares this with what they do import.
+PLAIN_SAVE_AND_LOAD = [
+    "megackpt",
+    "megackpt.api.collective",
+    "megackpt.formats.native",
+    "megackpt.engine.saving.replica_samples",
+]
+
 # A class name that is a bare participle, preposition or verb, and no noun of English.
 NO_NOUN = re.compile(
     r"_?([A-Z][a-z]+(ed|ing)|Beside|Ahead|Earlier|Behind|Given|Found|Kept|Held|Torn|Told|Lends|Fills|Beneath|Below)"
@@ -192,7 +201,7 @@ def check_calls() -> None:
 def main() -> None:
     """Print the numbers."""
     sizes = {path: code_and_comments(path) for path in FILES}
-    closure = import_closure(["megackpt", "megackpt.api.collective", "megackpt.formats.native"])
+    closure = import_closure(PLAIN_SAVE_AND_LOAD)
     sloc = {name: sizes[NAMES[name]][0] for name in closure}
     print(f"modules that save and load import: {len(closure)} ({sum(sloc.values())} SLOC)")
     for room, modules in by_room(closure).items():
