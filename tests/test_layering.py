@@ -193,8 +193,8 @@ def test_models_are_built_from_layers_and_never_see_the_checkpoint_core() -> Non
 
 def test_examples_use_public_names_only() -> None:
     public = {
-        "megackpt.integrations", "megackpt.maps", "megackpt.optim", "megackpt.parallel", "megackpt.testing",
-        "megackpt.training_state",
+        "megackpt.compat", "megackpt.integrations", "megackpt.maps", "megackpt.optim", "megackpt.parallel",
+        "megackpt.testing", "megackpt.training_state",
     }  # fmt: skip
     for path in (ROOT / "examples").rglob("*.py"):
         for name in imports_of(path):

@@ -30,6 +30,7 @@ PARSED_ONLY = {
 TESTED_SCRIPTS = {
     "examples/elastic_resume.py": "README.md's command, run by .ci/run",
     "examples/quickstart.py": "tests/e2e/test_quickstart.py",
+    "examples/hosts/megatron_core.py": "tests/e2e/test_hosts.py",
     "examples/pretrain_gpt.py": "tests/e2e/test_resume_other_layouts.py",
     "tests/benchmarks/bench_gpu.py": "needs a CUDA device",
     "tests/benchmarks/bench_read_limits.py": "measures for minutes",

@@ -12,15 +12,13 @@ import importlib
 import json
 import sys
 import types
-from collections.abc import Sequence
 from dataclasses import dataclass
-from importlib.abc import Loader, MetaPathFinder
-from importlib.machinery import ModuleSpec
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from empty_modules import EmptyModules
 from megatron_world import Case, Layout, build, fill, logits_of
 
 from megackpt.integrations.megatron_bridge import MegackptManager
@@ -40,33 +38,6 @@ CASE = Case("bridge", tied=True)
 STEP, OPERATIONS = 7, 1000
 
 
-class _Empty(types.ModuleType):
-    """A module whose every name is an empty class, or a function that does nothing."""
-
-    __path__: list[str] = []  # noqa: RUF012
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        value = type(name, (), {}) if name[0].isupper() else lambda *_, **__: None
-        setattr(self, name, value)
-        return value
-
-
-class _StandIns(MetaPathFinder, Loader):
-    def find_spec(
-        self, fullname: str, path: Sequence[str] | None, target: types.ModuleType | None = None
-    ) -> ModuleSpec | None:
-        wanted = any(fullname == name or fullname.startswith(f"{name}.") for name in STAND_INS)
-        return ModuleSpec(fullname, self, is_package=True) if wanted else None
-
-    def create_module(self, spec: ModuleSpec) -> types.ModuleType:
-        return _Empty(spec.name)
-
-    def exec_module(self, module: types.ModuleType) -> None:
-        pass
-
-
 def bridge_folder() -> Path | None:
     """Return the folder of the package megatron.bridge, None if it is not installed."""
     import megatron
@@ -77,8 +48,8 @@ def bridge_folder() -> Path | None:
 
 def checkpointing() -> Any:
     """Import `megatron.bridge.training.checkpointing`, with managers."""
-    if not any(isinstance(finder, _StandIns) for finder in sys.meta_path):
-        sys.meta_path.insert(0, _StandIns())
+    if not any(isinstance(finder, EmptyModules) for finder in sys.meta_path):
+        sys.meta_path.insert(0, EmptyModules(STAND_INS))
         for package in PACKAGES:  # without what their __init__ imports
             module = types.ModuleType(f"megatron.bridge{package}")
             module.__path__ = [str(bridge_folder()) + package.replace(".", "/")]
