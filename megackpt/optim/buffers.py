@@ -211,18 +211,26 @@ def make_buffers(
     weights, a tied embedding) have buffers of their own. The gradients of fp64 parameters are fp64 whatever
     grad_dtype is.
     """
-    kinds: dict[tuple[torch.dtype, torch.device, bool, bool], list[Parameter]] = {}
-    for param in params:
-        is_apart = sums_apart and is_summed_over_model_ranks(param, groups)
-        kind = (param.dtype, param.device, is_marked(param, "expert_parallel"), is_apart)
-        kinds.setdefault(kind, []).append(param)
     buffers = []
-    for (dtype, *_), members in kinds.items():
+    for members in _by_kind(params, groups, sums_apart=sums_apart):
+        dtype = members[0].dtype
         around = groups_of(members[0], groups)
         layout = plan_buffer([p.numel() for p in members], dp=around.dp_cp.size, bucket_size=bucket_size)
         wide = torch.float64 if dtype == torch.float64 else grad_dtype
         buffers.append(ParamGradBuffer(members, layout, around, grad_dtype=wide))
     return tuple(buffers)
+
+
+def _by_kind(
+    params: Sequence[Parameter], groups: ParallelGroups, *, sums_apart: bool
+) -> list[list[Parameter]]:
+    """Return the parameters of each buffer, in order of their first occurrence."""
+    kinds: dict[tuple[torch.dtype, torch.device, bool, bool], list[Parameter]] = {}
+    for param in params:
+        is_apart = sums_apart and is_summed_over_model_ranks(param, groups)
+        kind = (param.dtype, param.device, is_marked(param, "expert_parallel"), is_apart)
+        kinds.setdefault(kind, []).append(param)
+    return list(kinds.values())
 
 
 def _replace_hook(param: Parameter, hook: Callable[[Tensor], None]) -> None:

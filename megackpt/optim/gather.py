@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -52,11 +53,7 @@ def gather_states(own: Sequence[StateRange], axis: Axis) -> list[StateRange]:
         raise DeclarationError(
             "Gathering optimizer state needs groups that communicate. Make them with ParallelGroups.create."
         )
-    descriptions = [(p.position, p.state, p.flat_range.start, p.flat_range.stop, p.data.dtype) for p in own]
-    all_descriptions: list[list[tuple[int, str, int, int, torch.dtype]]] | None = (
-        [[] for _ in axis.ranks] if axis.is_first else None
-    )
-    dist.gather_object(descriptions, all_descriptions, dst=axis.ranks[0], group=axis.group)
+    all_descriptions = _gather_descriptions(own, axis)
     if all_descriptions is None:
         for state in own:
             dist.send(state.data.contiguous(), axis.ranks[0], group=axis.group)
@@ -68,8 +65,20 @@ def gather_states(own: Sequence[StateRange], axis: Axis) -> list[StateRange]:
     return gathered
 
 
+_Description: TypeAlias = tuple[int, str, int, int, torch.dtype]
+"""Position, state, start, stop and dtype of a range, which follows as a message without a head."""
+
+
+def _gather_descriptions(own: Sequence[StateRange], axis: Axis) -> list[list[_Description]] | None:
+    """Gather the descriptions of all ranks' ranges on the first rank; None on others. Collective."""
+    descriptions = [(p.position, p.state, p.flat_range.start, p.flat_range.stop, p.data.dtype) for p in own]
+    gathered: list[list[_Description]] | None = [[] for _ in axis.ranks] if axis.is_first else None
+    dist.gather_object(descriptions, gathered, dst=axis.ranks[0], group=axis.group)
+    return gathered
+
+
 def _receive_ranges(
-    described: Sequence[tuple[int, str, int, int, torch.dtype]], source: int, axis: Axis, device: torch.device
+    described: Sequence[_Description], source: int, axis: Axis, device: torch.device
 ) -> Iterator[StateRange]:
     """Yield the ranges that a rank sends, in the order in which it has described them."""
     for position, name, start, stop, dtype in described:

@@ -33,17 +33,21 @@ def initialise_state(optimizer: Optimizer) -> None:
     """
     params = [p for group in optimizer.param_groups for p in group["params"]]
     fresh = [p for p in params if p.requires_grad and not optimizer.state.get(p)]
-    if isinstance(optimizer, torch.optim.LBFGS):
-        raise OptimizerError(
-            "LBFGS creates its state in a step with a closure, which evaluates the model, so it cannot be "
-            "created here. Take one step before loading, then load the parameters and the state over it."
-        )
+    _check_steps_without_closure(optimizer)
     if not fresh:
         return
     with _restored(optimizer, params, fresh):
         _create_by_step(optimizer, params, fresh)
     for param in fresh:
         _reset_counter(optimizer.state.get(param, {}))
+
+
+def _check_steps_without_closure(optimizer: Optimizer) -> None:
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise OptimizerError(
+            "LBFGS creates its state in a step with a closure, which evaluates the model, so it cannot be "
+            "created here. Take one step before loading, then load the parameters and the state over it."
+        )
 
 
 @contextmanager

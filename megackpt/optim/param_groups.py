@@ -88,8 +88,13 @@ def restore_hyperparameters(
         MismatchError: the names differ. Nothing is changed in that case.
     """
     renamed = {} if stored_names is None else stored_names
-    ours = {renamed.get(group["name"], group["name"]) for group in inner_groups}
-    theirs = set(loaded)
+    _check_names({renamed.get(group["name"], group["name"]) for group in inner_groups}, set(loaded))
+    for group in inner_groups:
+        options = loaded[renamed.get(group["name"], group["name"])]
+        group.update({option: _copy(value) for option, value in options.items()})
+
+
+def _check_names(ours: set[str], theirs: set[str]) -> None:
     if ours != theirs:
         raise MismatchError(
             f"'param_groups': the checkpoint has the groups {sorted(theirs)} and this optimizer "
@@ -98,9 +103,6 @@ def restore_hyperparameters(
             f"'param_groups' and set the hyperparameters yourself.",
             path="param_groups",
         )
-    for group in inner_groups:
-        options = loaded[renamed.get(group["name"], group["name"])]
-        group.update({option: _copy(value) for option, value in options.items()})
 
 
 def _parse(group: dict[str, Any], index: int) -> ParamGroup:

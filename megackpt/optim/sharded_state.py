@@ -59,14 +59,15 @@ def get_param_id_to_sharded_param_map(
     missing = [p for position, p in enumerate(params) if position not in entities]
     _check_not_detached(model_sharded_state_dict, missing)
     if params and not entities:
-        warnings.warn(
-            f"None of the optimizer's {len(params)} parameters is in the sharded state dict of the model. "
-            f"Pass the one of the model that this optimizer trains, with entities that wrap the "
-            f"parameters themselves "
-            f"(those of state_dict(keep_vars=True)).",
-            stacklevel=2,
-        )
+        warnings.warn(_UNKNOWN_PARAMS.format(len(params)), stacklevel=2)
     return entities
+
+
+_UNKNOWN_PARAMS = (
+    "None of the optimizer's {} parameters is in the sharded state dict of the model. Pass the one of the "
+    "model that this optimizer trains, with entities that wrap the parameters themselves (those of "
+    "state_dict(keep_vars=True))."
+)
 
 
 def find_param_entities(

@@ -194,14 +194,7 @@ def check_elementwise(build: OptimizerBuilder, kinds: Sequence[Sequence[ProbeKin
     """
     whole = [[_values(kind) for kind in group] for group in kinds]
     cut = [[side.clone() for p in group for side in (p[:_CUT], p[_CUT:])] for group in whole]
-    try:
-        build(whole)
-    except ValueError as error:
-        raise OptimizerError(
-            f"The optimizer cannot be made of flat ranges of parameters: {error} A DistributedOptimizer cuts "
-            f"parameters between ranks at any element. Use WholeMatrixOptimizer or MixedPrecisionOptimizer, "
-            f"which keep parameters whole, or an elementwise optimizer such as AdamW."
-        ) from error
+    _check_takes_ranges(build, whole)
     optimizer = _after_steps(build, whole)
     _after_steps(build, cut)
     if not all(_are_close(members, sides) for members, sides in zip(whole, cut, strict=True)):
@@ -212,6 +205,17 @@ def check_elementwise(build: OptimizerBuilder, kinds: Sequence[Sequence[ProbeKin
             f"MixedPrecisionOptimizer, which keeps parameters whole, or an elementwise optimizer such as "
             f"AdamW."
         )
+
+
+def _check_takes_ranges(build: OptimizerBuilder, ranges: Sequence[Sequence[Tensor]]) -> None:
+    try:
+        build(ranges)
+    except ValueError as error:
+        raise OptimizerError(
+            f"The optimizer cannot be made of flat ranges of parameters: {error} A DistributedOptimizer cuts "
+            f"parameters between ranks at any element. Use WholeMatrixOptimizer or MixedPrecisionOptimizer, "
+            f"which keep parameters whole, or an elementwise optimizer such as AdamW."
+        ) from error
 
 
 def _are_close(whole: Sequence[Tensor], sides: Sequence[Tensor]) -> bool:
@@ -326,17 +330,21 @@ def _spec(optimizer: Optimizer, probe: Tensor, other: Tensor) -> StateSpec:
             else:  # it depends on the values of the parameter, as a norm does
                 arrays.add(name)
         else:
-            raise OptimizerError(
-                f"{type(optimizer).__name__} keeps a state {name!r} of type {type(value).__name__} for a "
-                f"parameter of shape {tuple(probe.shape)}. Only tensors, lists of tensors and numbers can be "
-                f"stored. Use an optimizer without such state, such as AdamW."
-            )
+            raise _unsupported_state(optimizer, probe, name, value)
     return StateSpec(
         optimizer=type(optimizer).__name__,
         elementwise=elementwise,
         scalars=scalars,
         arrays=frozenset(arrays),
         has_lists=any(isinstance(value, (list, tuple)) for value in state.values()),
+    )
+
+
+def _unsupported_state(optimizer: Optimizer, probe: Tensor, name: str, value: object) -> OptimizerError:
+    return OptimizerError(
+        f"{type(optimizer).__name__} keeps a state {name!r} of type {type(value).__name__} for a parameter "
+        f"of shape {tuple(probe.shape)}. Only tensors, lists of tensors and numbers can be stored. Use an "
+        f"optimizer without such state, such as AdamW."
     )
 
 

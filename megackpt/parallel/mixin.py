@@ -246,9 +246,7 @@ def declare_tensor(
     replicated = (0, groups.tp.rank, groups.dp_cp.rank)
     if not isinstance(value, Tensor):
         shape, offset = tuple(n for _, _, n in stack) or (1,), tuple(i for _, i, _ in stack) or (0,)
-        return ShardedObject(
-            key=key, data=value, global_shape=shape, global_offset=offset, replica_id=replicated
-        )
+        return ShardedObject(key, value, shape, offset, replica_id=replicated)
     if declared is None:
         return ShardedTensor.from_rank_offsets(
             key, value, *cuts, replica_id=replicated, prepend_axis_num=len(stack)
