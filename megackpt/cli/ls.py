@@ -6,7 +6,7 @@ import contextlib
 import math
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -101,7 +101,12 @@ def list_steps(root: str | os.PathLike[str], bars: ProgressBars | None = None) -
         _describe_step, directories, committed=steps.committed, pins=read_pins(directories.root)
     )
     numbers = sorted({*steps.committed, *steps.incomplete})
-    bars = bars or ProgressBars()
+    return _describe_all(describe, numbers, bars or ProgressBars())
+
+
+def _describe_all(
+    describe: Callable[[int], Step | None], numbers: Sequence[int], bars: ProgressBars
+) -> list[Step]:
     bars.begin_count("reading steps", len(numbers))
     described = []
     with ThreadPoolExecutor(_THREADS, thread_name_prefix="megackpt-ls") as threads:

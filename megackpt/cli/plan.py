@@ -151,14 +151,18 @@ def _of_checkpoint(
     save, stored, model, states = open_stored(path)
     if target is None:
         return str(path), None, save, None
+    _check_has_layers(model, path)
+    load = _planned_load(model, target, stored, states, ranks_planned, bars)
+    return str(path), None, save, load
+
+
+def _check_has_layers(model: Model, path: Path) -> None:
     if not model.layers:
         raise DeclarationError(
             f"{path} has no arrays of layers, such as decoder.layers.0.mlp.weight, so no layout can be "
             f"planned for it. Leave --to out to see what it holds.",
             path=str(path),
         )
-    load = _planned_load(model, target, stored, states, ranks_planned, bars)
-    return str(path), None, save, load
 
 
 def _planned_load(

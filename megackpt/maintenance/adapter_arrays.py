@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 from megackpt.errors import DeclarationError, MapError
@@ -173,18 +173,24 @@ def _low_ranks(
         component = match["component"] or ""
         keys = [f"{match['stem']}.linear_in.weight", key]
         keys += [f"{match['stem']}.magnitude{component}"] if config.dora else []
-        missing = [own for own in keys if own not in arrays]
-        if missing:
-            raise MapError(
-                f"{where}: the adapter {name!r} has {key!r} and not {missing[0]!r}. Save all of the adapter.",
-                key=missing[0],
-                path=where,
-            )
+        _check_all_stored(arrays, keys, key, name, where)
         masters = {own: MASTER + own for own in keys if has_masters and MASTER + own in arrays}
         a, b, *magnitude = (masters.get(own, own) for own in keys)
         weight = f"{match['layer']}.weight{component}"
         for layer, index in _layers_of(weight, arrays[key].global_shape[0]):
             yield layer, LowRank(config.scale, a, b, magnitude[0] if magnitude else None, index)
+
+
+def _check_all_stored(
+    arrays: Mapping[str, ArraySpec], keys: Sequence[str], key: str, name: str, where: str
+) -> None:
+    missing = [own for own in keys if own not in arrays]
+    if missing:
+        raise MapError(
+            f"{where}: the adapter {name!r} has {key!r} and not {missing[0]!r}. Save all of the adapter.",
+            key=missing[0],
+            path=where,
+        )
 
 
 def _check_fits(

@@ -96,9 +96,12 @@ def byte_pairs(
             if len(first_buffer) < nbytes:
                 first_buffer = np.empty(nbytes, np.uint8)
             chunks.read_into(part.row, part.start, first_buffer.data[:nbytes], verify=True)
-            assert entity.data is not None
-            second = np.frombuffer(byte_view(as_bits(entity.data)), np.uint8)
-            yield BytePair(part, first_buffer[:nbytes], second)
+            yield BytePair(part, first_buffer[:nbytes], _bytes_of(entity))
+
+
+def _bytes_of(entity: ShardedTensor) -> ByteArray:
+    assert entity.data is not None
+    return np.frombuffer(byte_view(as_bits(entity.data)), np.uint8)
 
 
 def _load(entities: Sequence[ShardedTensor], stored: Contents, where: str) -> None:

@@ -37,6 +37,11 @@ def parse_layout(text: str) -> ParallelLayout:
     if world is not None and "dp" not in sizes and replica:
         sizes["dp"] = max(1, world // replica)
     layout = ParallelLayout(**sizes)
+    _check_world(layout, world, text)
+    return layout
+
+
+def _check_world(layout: ParallelLayout, world: int | None, text: str) -> None:
     if world is not None and layout.world_size != world:
         raise DeclarationError(
             f"{text!r}: {world} ranks cannot be divided so; tp={layout.tp} x cp={layout.cp} x "
@@ -47,7 +52,6 @@ def parse_layout(text: str) -> ParallelLayout:
         raise DeclarationError(
             f"{text!r} has {layout.world_size} ranks; at most {MAX_WORLD} are planned. Give fewer."
         )
-    return layout
 
 
 def _sizes_of(text: str) -> dict[str, int]:

@@ -36,10 +36,7 @@ def bert_rules(config: Config, keys: Collection[str]) -> FamilyRules:
             "it, or leave the field out.",
             key="tie_word_embeddings",
         )
-    is_encoder = list(config.get("architectures") or ()) == ["BertModel"]
-    has_head = any(key.startswith(_HEAD) for key in keys) if keys else not is_encoder
-    has_prefix = any(key.startswith("bert.") for key in keys) if keys else not is_encoder
-    has_pooler = any("pooler." in key for key in keys) if keys else is_encoder
+    has_prefix, has_head, has_pooler = _parts_of(config, keys)
     prefix = "bert." if has_prefix else ""
     rules = [*_embedding_rules(prefix), *_layer_rules(prefix, range(count_of(config, "num_hidden_layers")))]
     rules += _head_rules() if has_head else []
@@ -53,6 +50,18 @@ def bert_rules(config: Config, keys: Collection[str]) -> FamilyRules:
         "o": hidden,
     }
     return FamilyRules(tuple(rules), sizes)
+
+
+def _parts_of(config: Config, keys: Collection[str]) -> tuple[bool, bool, bool]:
+    """Return whether keys begin with `bert.`, and whether there are a head and a pooler."""
+    if not keys:
+        is_encoder = list(config.get("architectures") or ()) == ["BertModel"]
+        return not is_encoder, not is_encoder, is_encoder
+    return (
+        any(key.startswith("bert.") for key in keys),
+        any(key.startswith(_HEAD) for key in keys),
+        any("pooler." in key for key in keys),
+    )
 
 
 def _both(ours: str, theirs: str, axes: str, layers: Sequence[int] = ()) -> Iterator[Rule]:

@@ -105,24 +105,27 @@ def latent_attention_rules(config: Config, layers: Sequence[int]) -> list[Rule]:
         layer_rule(f"{ours}kv_up_proj.weight", f"{theirs}kv_b_proj.weight", "kv kv_lora", layers),
         layer_rule(f"{ours}proj.weight", f"{theirs}o_proj.weight", "h values", layers),
     ]
-    has_bias = bool(config.get("attention_bias"))
-    if config.get("q_lora_rank") is None:
-        rules.append(layer_rule(f"{ours}q_proj.weight", f"{theirs}q_proj.weight", "q h", layers))
-    else:
-        rules += [
-            layer_rule(f"{ours}q_down_proj.weight", f"{theirs}q_a_proj.weight", "q_lora h", layers),
-            layer_rule(
-                "self_attention.q_layernorm.weight", f"{theirs}q_a_layernorm.weight", "q_lora", layers
-            ),
-            layer_rule(f"{ours}q_up_proj.weight", f"{theirs}q_b_proj.weight", "q q_lora", layers),
-        ]
-        if has_bias:
-            rules.append(layer_rule(f"{ours}q_down_proj.bias", f"{theirs}q_a_proj.bias", "q_lora", layers))
-    if has_bias:
+    rules += _query_rules(config, layers)
+    if config.get("attention_bias"):
         rules += [
             layer_rule(f"{ours}kv_down_proj.bias", f"{theirs}kv_a_proj_with_mqa.bias", "kv_down", layers),
             layer_rule(f"{ours}proj.bias", f"{theirs}o_proj.bias", "h", layers),
         ]
+    return rules
+
+
+def _query_rules(config: Config, layers: Sequence[int]) -> list[Rule]:
+    """Return the rules of queries, which have low ranks if the config has `q_lora_rank`."""
+    ours, theirs = "self_attention.linear_", "self_attn."
+    if config.get("q_lora_rank") is None:
+        return [layer_rule(f"{ours}q_proj.weight", f"{theirs}q_proj.weight", "q h", layers)]
+    rules = [
+        layer_rule(f"{ours}q_down_proj.weight", f"{theirs}q_a_proj.weight", "q_lora h", layers),
+        layer_rule("self_attention.q_layernorm.weight", f"{theirs}q_a_layernorm.weight", "q_lora", layers),
+        layer_rule(f"{ours}q_up_proj.weight", f"{theirs}q_b_proj.weight", "q q_lora", layers),
+    ]
+    if config.get("attention_bias"):
+        rules.append(layer_rule(f"{ours}q_down_proj.bias", f"{theirs}q_a_proj.bias", "q_lora", layers))
     return rules
 
 

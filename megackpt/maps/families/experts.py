@@ -99,22 +99,29 @@ def expert_rules(
         keys: of the folder; none for one to be written.
         names: of the block where each expert is a module, and of its gate, up and down.
     """
-    fc1, fc2 = "mlp.experts.linear_fc1.weight", "mlp.experts.linear_fc2.weight"
     if any(key.endswith(".mlp.experts.gate_up_proj") for key in keys):
-        fused = "mlp.experts.gate_up_proj"
-        return [
-            layer_rule("mlp.router.weight", "mlp.gate.weight", "expert h", layers),
-            layer_rule(f"{fc1}.gate", fused, "expert e h", layers, "expert e@0/2e h"),
-            layer_rule(f"{fc1}.up", fused, "expert e h", layers, "expert e@e/2e h"),
-            layer_rule(fc2, "mlp.experts.down_proj", "expert h e", layers),
-        ]
+        return _fused_expert_rules(layers)
     block, gate, up, down = names
     module = f"{block}.experts.{{expert}}"
     return [
         layer_rule("mlp.router.weight", f"{block}.gate.weight", "expert h", layers),
-        layer_rule(f"{fc1}.gate", f"{module}.{gate}.weight", "expert e h", layers),
-        layer_rule(f"{fc1}.up", f"{module}.{up}.weight", "expert e h", layers),
-        layer_rule(fc2, f"{module}.{down}.weight", "expert h e", layers),
+        layer_rule(f"{_FC1}.gate", f"{module}.{gate}.weight", "expert e h", layers),
+        layer_rule(f"{_FC1}.up", f"{module}.{up}.weight", "expert e h", layers),
+        layer_rule(_FC2, f"{module}.{down}.weight", "expert h e", layers),
+    ]
+
+
+_FC1, _FC2 = "mlp.experts.linear_fc1.weight", "mlp.experts.linear_fc2.weight"
+
+
+def _fused_expert_rules(layers: Sequence[int]) -> list[Rule]:
+    """Return the rules of a folder that has the gate and up of all experts in one array."""
+    fused = "mlp.experts.gate_up_proj"
+    return [
+        layer_rule("mlp.router.weight", "mlp.gate.weight", "expert h", layers),
+        layer_rule(f"{_FC1}.gate", fused, "expert e h", layers, "expert e@0/2e h"),
+        layer_rule(f"{_FC1}.up", fused, "expert e h", layers, "expert e@e/2e h"),
+        layer_rule(_FC2, "mlp.experts.down_proj", "expert h e", layers),
     ]
 
 
