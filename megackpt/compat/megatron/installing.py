@@ -41,6 +41,11 @@ def install(*, silent_cast: bool = False) -> None:
     OPTIONS.silent_cast = silent_cast
     if any(isinstance(finder, _Finder) for finder in sys.meta_path):
         return
+    _check_not_imported()
+    sys.meta_path.insert(0, _Finder())
+
+
+def _check_not_imported() -> None:
     early = [name for name in sys.modules if name == THEIRS or name.startswith(THEIRS + ".")]
     if early:
         raise CheckpointError(
@@ -48,7 +53,6 @@ def install(*, silent_cast: bool = False) -> None:
             f"modules that imported its classes would keep them. Call install() at the top of the program, "
             f"before the first import of megatron.core."
         )
-    sys.meta_path.insert(0, _Finder())
 
 
 class _Finder(MetaPathFinder):

@@ -323,11 +323,7 @@ def load_by(
     """
     if isinstance(strategy, (tuple, list)):
         strategy = get_default_strategy(StrategyAction.LOAD_SHARDED, *strategy)
-    arguments = dict(getattr(strategy, "load_arguments", {}))
-    if OPTIONS.silent_cast:
-        options = arguments.get("options") or LoadOptions()
-        converts = KeyRule(keys="*", cast=Policy.IGNORE)
-        arguments["options"] = dataclasses.replace(options, rules=(*options.rules, converts))
+    arguments = _load_arguments(strategy)
     with also_of_torch():
         loaded, report = collective.load_with_report(
             sharded_state_dict, checkpoint_dir, strict=strict, group=group, **arguments
@@ -337,3 +333,13 @@ def load_by(
     if strict.returns_keys:
         return loaded, set(report.missing), set(report.unexpected)
     return loaded
+
+
+def _load_arguments(strategy: Any) -> dict[str, Any]:
+    """Return the arguments of a load that a strategy stands for, and those of `install`."""
+    arguments = dict(getattr(strategy, "load_arguments", {}))
+    if OPTIONS.silent_cast:
+        options = arguments.get("options") or LoadOptions()
+        converts = KeyRule(keys="*", cast=Policy.IGNORE)
+        arguments["options"] = dataclasses.replace(options, rules=(*options.rules, converts))
+    return arguments

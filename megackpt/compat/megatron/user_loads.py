@@ -56,12 +56,8 @@ def load_with(
     with gather_step(group, f"preparing a load with {type(strategy).__name__}", on_all_ranks=True) as step:
         prepared = _PreparedLoad.of(strategy, common_strategy, state, directory, strict)
         step.data = json.dumps(sorted(prepared.requested)).encode()
-    missing: frozenset[str] = frozenset()
-    if strict.looks_for_missing_keys:
-        everything = {key for keys in step.results for key in json.loads(keys)}
-        missing = check_missing_keys(
-            everything, dict.fromkeys(prepared.stored), LoadRules((), strict), where=str(directory)
-        )
+    requested = {key for keys in step.results for key in json.loads(keys)}
+    missing = prepared.check_missing(requested, strict, directory)
     with errors_on_all_ranks(group, f"loading with {type(strategy).__name__}"):
         loaded = prepared.load(directory)
     if strict.returns_keys:
@@ -127,6 +123,15 @@ class _PreparedLoad:
             stored=stored,
             unexpected=unexpected,
         )
+
+    def check_missing(
+        self, requested: set[str], strict: StrictHandling, directory: Path | str
+    ) -> frozenset[str]:
+        """Return the stored keys that no rank requests, or raise an error, as the mode says."""
+        if not strict.looks_for_missing_keys:
+            return frozenset()
+        stored, rules = dict.fromkeys(self.stored), LoadRules((), strict)
+        return check_missing_keys(requested, stored, rules, where=str(directory))
 
     def load(self, directory: Path | str) -> StateDict:
         """Load the entities, and return them with common state, in one state dict."""

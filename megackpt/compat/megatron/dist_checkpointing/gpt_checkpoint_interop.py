@@ -74,16 +74,11 @@ def gpt_compatible_layer_maps(hybrid_layer_pattern: str) -> GPTCompatLayerMaps:
     layers, _, predicting = hybrid_layer_pattern.partition(_MTP)
     layers = layers.replace(_STAGE, "")
     attention, mlps = _numbers(layers, "*"), _numbers(layers, "-E")
-    others = sorted(set(layers) - set("*-EM"))
-    fault = ""
-    if predicting:
-        fault = "it has layers that predict several tokens, which a GPT checkpoint has no weights for"
-    elif others:
-        fault = f"layers {others} hold other weights than a GPT's; only *, -, E and M can be taken"
-    elif "-" in layers and "E" in layers:
-        fault = "it has both dense MLPs (-) and experts (E), and all layers of a GPT have one kind"
-    elif not attention or len(attention) != len(mlps):
-        fault = f"it has {len(attention)} attention and {len(mlps)} MLP layers"
+    fault = (
+        "it has layers that predict several tokens, which a GPT checkpoint has no weights for"
+        if predicting
+        else _fault_of(layers)
+    )
     if fault:
         raise DeclarationError(f"Pattern {hybrid_layer_pattern!r} fits no GPT checkpoint: {fault}.")
     return GPTCompatLayerMaps(
@@ -92,6 +87,17 @@ def gpt_compatible_layer_maps(hybrid_layer_pattern: str) -> GPTCompatLayerMaps:
         fresh_init=frozenset(_numbers(layers, "M")),
         num_gpt_layers=len(attention),
     )
+
+
+def _fault_of(layers: str) -> str:
+    """Return why no GPT has layers of these symbols; "" if one can have them."""
+    others = sorted(set(layers) - set("*-EM"))
+    if others:
+        return f"layers {others} hold other weights than a GPT's; only *, -, E and M can be taken"
+    if "-" in layers and "E" in layers:
+        return "it has both dense MLPs (-) and experts (E), and all layers of a GPT have one kind"
+    attention, mlps = len(_numbers(layers, "*")), len(_numbers(layers, "-E"))
+    return f"it has {attention} attention and {mlps} MLP layers" if not attention or attention != mlps else ""
 
 
 def _numbers(layers: str, symbols: str) -> list[int]:
