@@ -6,7 +6,7 @@ Groups without a name are matched with those of the checkpoint by their paramete
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -81,16 +81,20 @@ def restore_settings(
     stored_names = _stored_names(groups, loaded.get("param_group_of", {}))
     names_there = [stored_names.get(name, name) for name in names]
     if set(names_there) != set(stored):
-        raise MismatchError(
-            f"'param_groups': the checkpoint has the groups {sorted(stored)} and this optimizer "
-            f"{sorted(names)}. Make the same groups, in the same order or with the same 'name'.",
-            path="param_groups",
-        )
+        raise _other_groups(stored, names)
     for name, group in zip(names_there, groups, strict=True):
         for option, value in stored[name].items():
             group[option] = _as_in(groups, group, option, value, is_capturable=is_capturable)
         if "step" not in stored[name]:  # no step was taken before the save
             group.pop("step", None)
+
+
+def _other_groups(stored: Iterable[str], names: Iterable[str]) -> MismatchError:
+    return MismatchError(
+        f"'param_groups': the checkpoint has the groups {sorted(stored)} and this optimizer {sorted(names)}. "
+        f"Make the same groups, in the same order or with the same 'name'.",
+        path="param_groups",
+    )
 
 
 def _stored_names(all_groups: Sequence[Mapping[str, Any]], numbers: Mapping[int, Tensor]) -> dict[str, str]:

@@ -20,7 +20,7 @@ from megackpt.errors import DeclarationError
 from megackpt.mapping import ShardedBase, ShardedStateDict
 from megackpt.optim.inner_optimizer import MASTER
 from megackpt.optim.remainders import join_master, split_master
-from megackpt.optim.sharded_state import find_param_entities, replica_of
+from megackpt.optim.sharded_state import ParamEntity, find_param_entities, replica_of
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -110,17 +110,27 @@ def declare_fragments(
     entity_of = dict(zip(params, entities, strict=True))
     declared: dict[int, dict[str, ShardedBase]] = {}
     for fragment in fragments:
-        entity = entity_of[fragment.position]
-        # Ranks of one distributed group have different ranges, and those of a redundant group have copies.
-        replica = (*replica_of(entity)[:2], _redundant_rank(optimizer))
-        for name in fragment.names():
-            declared.setdefault(fragment.position, {})[f"{name}.{fragment.number}"] = entity.retarget(
+        of_param = declared.setdefault(fragment.position, {})
+        of_param.update(_declare_fragment(fragment, entity_of[fragment.position], _redundant_rank(optimizer)))
+    return declared
+
+
+def _declare_fragment(
+    fragment: Fragment, entity: ParamEntity, redundant_rank: int
+) -> Iterator[tuple[str, ShardedBase]]:
+    """Yield the declaration of each state of a fragment, by name and number of the fragment."""
+    # Ranks of one distributed group have different ranges, and those of a redundant group have copies.
+    replica = (*replica_of(entity)[:2], redundant_rank)
+    for name in fragment.names():
+        yield (
+            f"{name}.{fragment.number}",
+            entity.retarget(
                 key=f"optimizer.state.{name}.{entity.key}",
                 data=fragment.value(name),
                 replica_id=replica,
                 flattened_range=fragment.flat_range,
-            )
-    return declared
+            ),
+        )
 
 
 @torch.no_grad()

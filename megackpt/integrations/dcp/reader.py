@@ -7,6 +7,7 @@ checked, several at once.
 from __future__ import annotations
 
 import io
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -131,24 +132,28 @@ class MegackptStorageReader(StorageReader):
             contents = self._open(store)
             if contents.identity != plan.storage_data:
                 raise MismatchError(f"{store.location} was saved anew while it was being read. Load again.")
-            common = _common_of(contents, store)
-            values = {name: value for name, (_, value) in flatten(common).items()}
-            arrays: list[ReadItem] = []
-            for item in plan.items:
-                name = item.storage_index.fqn
-                if item.type == LoadItemType.BYTE_IO:
-                    _give(item, planner, self._value(name, values, store, contents))
-                elif name in contents.arrays:
-                    arrays.append(item)
-                else:
-                    _copy_value(item, planner, values[name])
-            self._read_arrays(arrays, planner, store, contents)
+            self._read_items(plan.items, planner, store, contents)
         future: Future[None] = Future()
         future.set_result(None)
         return future
 
     def _open(self, store: Store) -> Contents:
         return open_checkpoint(store, allow_unsafe_pickle=self._options.allow_unsafe_pickle)
+
+    def _read_items(
+        self, items: Sequence[ReadItem], planner: LoadPlanner, store: Store, contents: Contents
+    ) -> None:
+        values = {name: value for name, (_, value) in flatten(_common_of(contents, store)).items()}
+        arrays: list[ReadItem] = []
+        for item in items:
+            name = item.storage_index.fqn
+            if item.type == LoadItemType.BYTE_IO:
+                _give(item, planner, self._value(name, values, store, contents))
+            elif name in contents.arrays:
+                arrays.append(item)
+            else:
+                _copy_value(item, planner, values[name])
+        self._read_arrays(arrays, planner, store, contents)
 
     def _read_arrays(
         self, items: list[ReadItem], planner: LoadPlanner, store: Store, contents: Contents

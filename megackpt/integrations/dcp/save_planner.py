@@ -123,11 +123,7 @@ class MegackptSavePlanner(SavePlanner):
         for name, (_, value) in self._values.items():
             pack(value, path=name)  # raises an error before anything is written if there is no codec
         self._rectangles: dict[tuple[str, torch.Size, torch.Size], Rectangle] = {}
-        self._objects: dict[str, tuple[ShardedObject, bytes]] = {}
-        for entity in self._flattened.objects:
-            stored = is_main_replica(entity.replica_id) or entity.key in self._flattened.replicated
-            blob = pack(entity.data, path=entity.key) if stored else b""
-            self._objects.setdefault(entity.unique_key, (entity, blob))
+        self._objects = _packed_objects(self._flattened)
 
     def create_local_plan(self) -> SavePlan:
         """Return an item for each rectangle, object and value of this rank. DCP calls it on every rank."""
@@ -211,6 +207,16 @@ class MegackptSavePlanner(SavePlanner):
             index = MetadataIndex(tensor.key, offsets)
             items.append(WriteItem(index, WriteItemType.SHARD, tensor_data=data))
         return items
+
+
+def _packed_objects(flattened: FlattenedState) -> dict[str, tuple[ShardedObject, bytes]]:
+    """Return the objects by unique key, with their blobs; empty ones of replicas that are not stored."""
+    objects: dict[str, tuple[ShardedObject, bytes]] = {}
+    for entity in flattened.objects:
+        stored = is_main_replica(entity.replica_id) or entity.key in flattened.replicated
+        blob = pack(entity.data, path=entity.key) if stored else b""
+        objects.setdefault(entity.unique_key, (entity, blob))
+    return objects
 
 
 def _check_sources(tensors: Iterable[ShardedTensor]) -> None:

@@ -220,10 +220,7 @@ class MegackptStorageWriter(Stager, StorageWriter):
                 "kept.",
                 path=store.location,
             )
-        columns = [unpack_columns(w.columns, where=f"chunks of rank {r}") for r, w in enumerate(written)]
-        merged = merge_declarations(decode_declarations(columns))
-        check_coverage(merged)
-        plan = plan_main_replicas(merged)
+        plan = _plan_of(written)
         planned = PlannedSave(
             attempt=self._attempt,
             plan=plan,
@@ -256,6 +253,14 @@ class MegackptStorageWriter(Stager, StorageWriter):
         for name, value in values.items():
             tree = with_value(tree, tuple(paths.get(name, (name,))), value)
         return with_lists(tree)
+
+
+def _plan_of(written: Sequence[_Written]) -> OwnPlan:
+    """Return what all ranks have written, after proving that it is each array exactly once."""
+    columns = [unpack_columns(w.columns, where=f"chunks of rank {r}") for r, w in enumerate(written)]
+    merged = merge_declarations(decode_declarations(columns))
+    check_coverage(merged)
+    return plan_main_replicas(merged)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

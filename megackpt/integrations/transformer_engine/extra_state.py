@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import io
 import pickle
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -204,15 +204,18 @@ def join_megatron_experts(
         )
     if te_version and _version(te_version) < _EXPERT_MAJOR:
         return list(states)
-    result: list[Fp8State] = []
-    for start in range(0, len(states), local_experts):
-        rank = states[start : start + local_experts]
-        # Megatron-Core took element [slot, expert] of the rank's vector as if its rows were slots.
-        vectors = {n: torch.stack([s.tensors[n] for s in rank], dim=-1).flatten(-2) for n in rank[0].tensors}
-        for expert in range(local_experts):
-            own = {n: _split(v, (local_experts, -1)).select(-2, expert) for n, v in vectors.items()}
-            result.append(replace(rank[0], tensors=own))
-    return result
+    starts = range(0, len(states), local_experts)
+    return [own for start in starts for own in _experts_of_rank(states[start : start + local_experts])]
+
+
+def _experts_of_rank(states: Sequence[Fp8State]) -> Iterator[Fp8State]:
+    """Yield the state of each expert of a rank, from those that Megatron-Core has stored for them."""
+    # Megatron-Core took element [slot, expert] of the rank's vector as if its rows were slots.
+    first = states[0]
+    vectors = {n: torch.stack([s.tensors[n] for s in states], dim=-1).flatten(-2) for n in first.tensors}
+    for expert in range(len(states)):
+        own = {n: _split(v, (len(states), -1)).select(-2, expert) for n, v in vectors.items()}
+        yield replace(first, tensors=own)
 
 
 def _names() -> list[str]:

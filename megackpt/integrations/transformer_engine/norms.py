@@ -6,7 +6,7 @@ each zero-centred norm of Transformer Engine. Those of older versions and of oth
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -59,12 +59,14 @@ def check_zero_centred(state: ShardedStateDict, stored: Collection[str]) -> None
     weights = {canonical_key(key) for key in asked} & {canonical_key(key) for key in stored}
     wrong = sorted(weights & (ours ^ theirs))
     if wrong:
-        lines = [
-            f"{key!r}: zero-centred in the {'model' if key in ours else 'checkpoint'} only" for key in wrong
-        ]
-        raise MismatchError(
-            f"{len(wrong)} norms are not what the checkpoint has:\n{truncated_list(lines)}\nBuild the model "
-            f"with the zero_centered_gamma of the checkpoint, or load through a map that adds 1, such as "
-            f"megatron_map(norm_added=1).",
-            key=wrong[0],
-        )
+        raise _mismatch(wrong, ours)
+
+
+def _mismatch(keys: Sequence[str], ours: Collection[str]) -> MismatchError:
+    lines = [f"{key!r}: zero-centred in the {'model' if key in ours else 'checkpoint'} only" for key in keys]
+    return MismatchError(
+        f"{len(keys)} norms are not what the checkpoint has:\n{truncated_list(lines)}\nBuild the model with "
+        f"the zero_centered_gamma of the checkpoint, or load through a map that adds 1, such as "
+        f"megatron_map(norm_added=1).",
+        key=keys[0],
+    )
