@@ -119,22 +119,20 @@ def _check_directories(tier: Tier, identities: Sequence[str], labels: Sequence[s
         if not identity:
             continue
         other = first_rank.setdefault(identity, rank)
+        fault = ""
         if nodes.of_rank[other] != node:
-            raise DeclarationError(
-                f"{tier.path}: ranks {other} and {rank} are declared to be on different nodes, "
-                f"{labels[other]!r} and {labels[rank]!r}, but write into the same directory, so a copy there "
-                f"protects nothing. Put {{node}} into the path, or give ranks that share a node the same "
-                f"`Tiers.node`.",
-                rank=rank,
-                path=str(tier.path),
+            fault = (
+                f"ranks {other} and {rank} are declared to be on different nodes, {labels[other]!r} and "
+                f"{labels[rank]!r}, but write into the same directory, so a copy there protects nothing. Put "
+                f"{{node}} into the path, or give ranks that share a node the same `Tiers.node`."
             )
-        if of_node.setdefault(node, identity) != identity:
-            raise DeclarationError(
-                f"{tier.path}: rank {rank} is declared to be on node {labels[rank]!r}, but another rank of "
-                f"this node has another directory. Give ranks of different machines different `Tiers.node`.",
-                rank=rank,
-                path=str(tier.path),
+        elif of_node.setdefault(node, identity) != identity:
+            fault = (
+                f"rank {rank} is declared to be on node {labels[rank]!r}, but another rank of this node has "
+                f"another directory. Give ranks of different machines different `Tiers.node`."
             )
+        if fault:
+            raise DeclarationError(f"{tier.path}: {fault}", rank=rank, path=str(tier.path))
 
 
 def _warn_of_tier(tier: Tier, steps: LocalSteps, nodes: Nodes, size: int) -> None:

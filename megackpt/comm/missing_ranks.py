@@ -74,22 +74,28 @@ def _missing_and_late(
             lambda: _store_of_reports(name), port=port, connect_s=timeout_s, answer_s=timeout_s
         )
         store.set(str(rank), f"{mark} {waited_s:.3f}")
-        deadline = time.monotonic() + timeout_s
-        missing = [r for r in range(size) if r != rank]
-        late: list[int] = []
-        while missing and time.monotonic() < deadline:
-            for peer in list(missing):
-                peer_waited_s = _reported_wait(store, peer, mark, tolerance)
-                if peer_waited_s is None:
-                    continue
-                missing.remove(peer)
-                if peer_waited_s < waited_s / 2:
-                    late.append(peer)
-            time.sleep(_PAUSE_S)
+        peers = [r for r in range(size) if r != rank]
+        waits = _reported_waits(store, peers, mark, tolerance, timeout_s)
     # StoreTimeoutError included: without the store, no rank can find out who is missing.
     except RuntimeError:
         return None
-    return missing, sorted(late)
+    late = [peer for peer, peer_waited_s in waits.items() if peer_waited_s < waited_s / 2]
+    return [peer for peer in peers if peer not in waits], sorted(late)
+
+
+def _reported_waits(
+    store: StoreClient, peers: Sequence[int], mark: int, tolerance: int, timeout_s: float
+) -> dict[int, float]:
+    """Return how long each rank waited, of those that report it before the timeout."""
+    deadline = time.monotonic() + timeout_s
+    waits: dict[int, float] = {}
+    while len(waits) < len(peers) and time.monotonic() < deadline:
+        for peer in peers:
+            peer_waited_s = None if peer in waits else _reported_wait(store, peer, mark, tolerance)
+            if peer_waited_s is not None:
+                waits[peer] = peer_waited_s
+        time.sleep(_PAUSE_S)
+    return waits
 
 
 def describe_lost_rendezvous() -> str:

@@ -363,18 +363,19 @@ class TorchGroup(Group):
             first, who, hint = describe_missing_ranks(
                 f"{self._name}/lost", self._ranks, self._collectives, 2, waited_s, self._timeout_s
             )
-            if waited_s < 0.95 * self._timeout_s:
-                text = (
-                    f"No answer from {who} (seen by rank {self.rank}): the connection broke after "
-                    f"{waited_s:.1f} s, before the deadline of {self._timeout_s:g} s. That process is gone, "
-                    f"or has failed itself: look at its log."
-                )
-            else:
-                text = (
-                    f"No answer from {who} within {self._timeout_s:g} s (seen by rank {self.rank}). That "
-                    f"process died or is stuck: look at its log. Raise timeout_s if it was only slow."
-                )
-            raise RankFailedError(text + hint, rank=first) from error
+            raise RankFailedError(self._lost_text(who, waited_s) + hint, rank=first) from error
+
+    def _lost_text(self, who: str, waited_s: float) -> str:
+        if waited_s < 0.95 * self._timeout_s:
+            return (
+                f"No answer from {who} (seen by rank {self.rank}): the connection broke after {waited_s:.1f} "
+                f"s, before the deadline of {self._timeout_s:g} s. That process is gone, or has failed "
+                f"itself: look at its log."
+            )
+        return (
+            f"No answer from {who} within {self._timeout_s:g} s (seen by rank {self.rank}). That process "
+            f"died or is stuck: look at its log. Raise timeout_s if it was only slow."
+        )
 
 
 def _with_length(data: bytes) -> bytes:

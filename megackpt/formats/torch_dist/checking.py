@@ -7,6 +7,7 @@ compared.
 
 from __future__ import annotations
 
+import contextlib
 import struct
 from collections.abc import Iterator
 
@@ -77,19 +78,13 @@ def _check_items(store: Store, stored: StoredChunks) -> Iterator[Damage]:
         if spec.dtype != OBJECT:
             frame = frame_of(spec.dtype, tuple(table.shape[row, : len(spec.global_shape)].tolist()))
             end = raw - len(frame.head) + frame.length
-            try:
+            fault = None
+            with contextlib.suppress(CheckpointError):  # the caller reports files that are missing or short
                 fault = _fault_of(store, name, frame, raw)
-            except CheckpointError:  # the caller reports files that are missing or too short
-                fault = None
             if fault:
-                yield Damage(
-                    file=name,
-                    key=spec.key,
-                    box=table.describe(row),
-                    what=fault[0],
-                    start=fault[1],
-                    stop=fault[2],
-                )
+                what, start, stop = fault
+                box = table.describe(row)
+                yield Damage(file=name, key=spec.key, box=box, what=what, start=start, stop=stop)
         ends[number] = max(ends[number], end)
     for name, expected in zip(stored.files, ends.tolist(), strict=True):
         nbytes = size_of(store, name)

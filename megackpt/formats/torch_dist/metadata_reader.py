@@ -138,9 +138,8 @@ class DcpMetadata:
             np.array([getattr(r, name) for r in rows], np.int64) for name in ("flat_start", "flat_stop")
         )
         nbytes = (flat_stop - flat_start) * (itemsizes(arrays)[array] if arrays else 1)
-        for i, item in enumerate(items):
-            if item.dtype == OBJECT:
-                nbytes[i] = item.nbytes + 1
+        is_object = np.array([item.dtype == OBJECT for item in items], np.bool_)
+        nbytes[is_object] = [item.nbytes + 1 for item in items if item.dtype == OBJECT]
         table = ChunkTable(
             arrays,
             array,

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -124,16 +125,7 @@ def without_keys(metadata: Any, *, key_prefix: str) -> Metadata:
         if names.is_values_file(str(getattr(info, "relative_path", None)), kind="state")
     }
 
-    def kept(table: Any) -> dict[Any, Any]:
-        entries: Mapping[Any, Any] = table if isinstance(table, dict) else {}
-        # A table has names as keys, or objects with the name in an attribute.
-        fqns = {k: str(getattr(k, "fqn", k)) for k in entries}
-        return {
-            k: v
-            for k, v in entries.items()
-            if fqns[k] in copies or not key_of(fqns[k]).startswith(key_prefix)
-        }
-
+    kept = partial(_kept_entries, copies=copies, key_prefix=key_prefix)
     remaining = Metadata(
         kept(metadata.state_dict_metadata),
         planner_data=kept(getattr(metadata, "planner_data", None)),
@@ -144,6 +136,16 @@ def without_keys(metadata: Any, *, key_prefix: str) -> Metadata:
     if isinstance(getattr(metadata, "mcore_data", None), dict):
         remaining.mcore_data = kept(metadata.mcore_data)  # type: ignore[attr-defined]  # Megatron's own addition
     return remaining
+
+
+def _kept_entries(table: Any, *, copies: Set[str], key_prefix: str) -> dict[Any, Any]:
+    """Return a table of `.metadata` without the arrays whose keys begin with key_prefix."""
+    entries: Mapping[Any, Any] = table if isinstance(table, dict) else {}
+    # A table has names as keys, or objects with the name in an attribute.
+    fqns = {k: str(getattr(k, "fqn", k)) for k in entries}
+    return {
+        k: v for k, v in entries.items() if fqns[k] in copies or not key_of(fqns[k]).startswith(key_prefix)
+    }
 
 
 def data_files_of(metadata: Any) -> set[str]:

@@ -322,14 +322,7 @@ def _check_files(store: Store, array: ZarrArray, files: Set[str]) -> None:
         FormatError: one is missing, or the document claims too many chunks.
     """
     cells, inside = math.prod(array.file_extents), _chunks_in_file(array)
-    if cells * inside > MAX_CHUNKS:
-        where = f"{store.location}/{array.path}"
-        raise FormatError(
-            f"{array.spec.key!r}: {where} says that it has {cells * inside:,} chunks, more than the "
-            f"{MAX_CHUNKS:,} that an array may have. Its document is damaged; or store it in larger chunks.",
-            key=array.spec.key,
-            path=where,
-        )
+    _check_count(array, cells * inside, where=f"{store.location}/{array.path}")
     if not cells:  # `product` would still make lists for the other extents
         return
     first = None
@@ -342,8 +335,7 @@ def _check_files(store: Store, array: ZarrArray, files: Set[str]) -> None:
     if first is not None and inside > 1 and store.size(first) < inside * _INDEX_ENTRY_BYTES:
         raise FormatError(
             f"{array.spec.key!r}: {store.location}/{first} is too short to hold {inside:,} chunks. It was "
-            f"cut short; "
-            f"restore it, or load another checkpoint.",
+            f"cut short; restore it, or load another checkpoint.",
             key=array.spec.key,
             path=f"{store.location}/{first}",
         )
@@ -351,6 +343,16 @@ def _check_files(store: Store, array: ZarrArray, files: Set[str]) -> None:
 
 def _chunks_in_file(array: ZarrArray) -> int:
     return math.prod(c // i for c, i in zip(array.grid.chunk, array.grid.inner, strict=True))
+
+
+def _check_count(array: ZarrArray, chunks: int, *, where: str) -> None:
+    if chunks > MAX_CHUNKS:
+        raise FormatError(
+            f"{array.spec.key!r}: {where} says that it has {chunks:,} chunks, more than the {MAX_CHUNKS:,} "
+            f"that an array may have. Its document is damaged; or store it in larger chunks.",
+            key=array.spec.key,
+            path=where,
+        )
 
 
 def _table(store: Store, stored: Sequence[ZarrArray | StoredObjects]) -> ChunkTable:

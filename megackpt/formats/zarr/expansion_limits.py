@@ -90,17 +90,10 @@ def check_file(store: Store, array: ZarrArray, encoding: ChunkEncoding, name: st
         FormatError: it does.
     """
     nbytes, decoded = store.size(name), encoding.chunk_nbytes
-    # First what the sizes alone rule out, then the header or the decompressed length of this chunk.
-    count = max(encoding.chunks_per_file, 1)
     limit = 2 * decoded + _SLACK_BYTES
-    if nbytes > count * (limit + _ENTRY_BYTES):
-        raise _not_decoded(
-            store, array, name, f"it has {nbytes:,} bytes, and its elements {count * decoded:,}"
-        )
-    # A large chunk must be worth its memory: most of it elements of the array, and its file not tiny.
-    needed = math.prod(array.spec.global_shape) * DTYPES[array.spec.dtype].itemsize
-    if decoded > LARGE_BYTES and decoded > min(_MAX_UNUSED * needed, _MAX_RATIO * nbytes):
-        reason = f"its {nbytes:,} bytes become {decoded:,}, of an array of {needed:,}"
+    # First what the sizes alone rule out, then the header or the decompressed length of this chunk.
+    reason = _fault_of_sizes(array, encoding, nbytes, limit)
+    if reason:
         raise _not_decoded(store, array, name, reason)
     if encoding.compressor is None:
         return
@@ -116,6 +109,18 @@ def check_file(store: Store, array: ZarrArray, encoding: ChunkEncoding, name: st
         raise _not_decoded(store, array, name, f"compressor {encoding.compressor!r:.80} is not known here")
     if any(total > limit for total in expand(bytes(data))):
         raise _not_decoded(store, array, name, f"a chunk of {decoded:,} bytes becomes more than {limit:,}")
+
+
+def _fault_of_sizes(array: ZarrArray, encoding: ChunkEncoding, nbytes: int, limit: int) -> str:
+    """Return why a file of so many bytes is not decoded; "" if its size is plausible."""
+    count, decoded = max(encoding.chunks_per_file, 1), encoding.chunk_nbytes
+    if nbytes > count * (limit + _ENTRY_BYTES):
+        return f"it has {nbytes:,} bytes, and its elements {count * decoded:,}"
+    # A large chunk must be worth its memory: most of it elements of the array, and its file not tiny.
+    needed = math.prod(array.spec.global_shape) * DTYPES[array.spec.dtype].itemsize
+    if decoded > LARGE_BYTES and decoded > min(_MAX_UNUSED * needed, _MAX_RATIO * nbytes):
+        return f"its {nbytes:,} bytes become {decoded:,}, of an array of {needed:,}"
+    return ""
 
 
 def _find_in_shard(

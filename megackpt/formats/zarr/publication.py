@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 
 from megackpt.errors import CheckpointError, FormatError, StorageError, truncated_list
 from megackpt.formats.documents import read_manifest_file
@@ -43,15 +43,7 @@ def owned_files(store: Store, listed: Iterable[str]) -> set[str]:
     marked = _marked(store, files)
     manifest = read_manifest_file(store)
     if manifest is None:
-        strange = sorted(arrays_in(files) - marked)
-        if strange:
-            raise StorageError(
-                f"{store.location} holds zarr arrays without a checkpoint, which megackpt has not written:\n"
-                f"{truncated_list(strange)}\nThey may be left of a save by another program. Remove them, or "
-                f"save to "
-                f"another directory.",
-                path=store.location,
-            )
+        _check_no_strange_arrays(store, arrays_in(files) - marked)
         return marked & files
     if not is_committed(store):
         # Even if a marker of ours names common.pt, another format may have written its own there since.
@@ -65,6 +57,16 @@ def owned_files(store: Store, listed: Iterable[str]) -> set[str]:
         return marked & files
     paths = [name.removesuffix(V2_FILE) for name in arrays_in(files)]
     return {name for name in files if _is_part(name, set(paths))} | (marked & files)
+
+
+def _check_no_strange_arrays(store: Store, arrays: Set[str]) -> None:
+    if arrays:
+        raise StorageError(
+            f"{store.location} holds zarr arrays without a checkpoint, which megackpt has not written:\n"
+            f"{truncated_list(sorted(arrays))}\nThey may be left of a save by another program. Remove them, "
+            f"or save to another directory.",
+            path=store.location,
+        )
 
 
 def arrays_in(listed: Iterable[str]) -> set[str]:
