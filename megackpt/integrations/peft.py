@@ -98,15 +98,7 @@ def export_peft(
     modules = modules_of(chosen_map(map, base, (), where=where))
     arrays = _adapter_arrays(source, adapter)
     adapted = [module for module in modules.values() if module.is_adapted(arrays, adapter)]
-    tensors: dict[str, Tensor] = {}
-    used: set[str] = set()
-    stored = stored_names({module.name for module in adapted})
-    for module in adapted:
-        parts, keys = module.from_ours(arrays, adapter)
-        used |= keys
-        start = f"{_PREFIX}{stored[module.name]}"
-        tensors |= {f"{start}.{what}{_ENDS[what]}": value for what, value in parts.items()}
-    _check_all_used(arrays.keys() - used, adapter)
+    tensors = _tensors_of(adapted, arrays, adapter)
     document = _peft_config(lora, adapted, modules, base_model)
     with opened_store(target) as store:
         store.create()
@@ -187,6 +179,26 @@ def _adapter_arrays(source: Location, adapter: str) -> dict[str, Tensor]:
         entity.init_data()
     loaded = load({"arrays": wanted}, source, group=SingleProcess())["arrays"]
     return unstacked(loaded)
+
+
+def _tensors_of(
+    adapted: Sequence[PeftModule], arrays: Mapping[str, Tensor], adapter: str
+) -> dict[str, Tensor]:
+    """Return the tensors of a folder by their names in it; every array is in one of them.
+
+    Raises:
+        MapError: an array has no place in a folder.
+    """
+    tensors: dict[str, Tensor] = {}
+    used: set[str] = set()
+    stored = stored_names({module.name for module in adapted})
+    for module in adapted:
+        parts, keys = module.from_ours(arrays, adapter)
+        used |= keys
+        start = f"{_PREFIX}{stored[module.name]}"
+        tensors |= {f"{start}.{what}{_ENDS[what]}": value for what, value in parts.items()}
+    _check_all_used(arrays.keys() - used, adapter)
+    return tensors
 
 
 def _check_all_used(unused: set[str], adapter: str) -> None:

@@ -140,9 +140,9 @@ def _check_data_parallel(folder: str, names: Sequence[str]) -> None:
     if parallel or other:
         what = "tensor parallelism" if parallel else f"pipeline stages or experts ({other[0]})"
         raise UnsupportedError(
-            f"{folder} was saved with {what}, of which DeepSpeed stores parts whose place in the whole "
-            f"parameters is not in the files. Convert it to a universal checkpoint with DeepSpeed's "
-            f"ds_to_universal.py, or save from one model without it.",
+            f"{folder} was saved with {what}. DeepSpeed then stores parts of parameters, and the files do "
+            f"not say which parts. Convert it to a universal checkpoint with DeepSpeed's ds_to_universal.py, "
+            f"or save from one model without it.",
         )
 
 

@@ -132,20 +132,16 @@ def diff(
             _chosen(contents[0], first_store, globs, inline[0]),
             _chosen(contents[1], second_store, globs, inline[1]),
         )
-        same = [key for key in sorted(specs[0]) if specs[0][key] == specs[1].get(key)]
-        objects = [key for key in same if specs[0][key].dtype == OBJECT]
-        tensors = [key for key in same if specs[0][key].dtype != OBJECT]
-        proved = set() if read_all else _equal_by_digest(tensors, *contents)
-        unproved = [key for key in tensors if key not in proved]
+        keys_of = _ComparedKeys.of(specs, contents, read_all=read_all)
         arrays = diff_arrays(
-            unproved,
+            keys_of.unproved,
             *contents,
             threads=threads,
             buffer_bytes=buffer_bytes,
             where=second_store.location,
             progress=progress,
         )
-        values = _diff_objects(objects, *contents)
+        values = _diff_objects(keys_of.objects, *contents)
     if states is not None:
         values += _diff_values("common state", *states.states)
         values += _diff_values("content metadata", *states.contents)
@@ -155,11 +151,43 @@ def diff(
         declared=_diff_specs(*specs),
         arrays=tuple(arrays),
         values=tuple(values),
-        compared=len(same),
-        nbytes=sum(specs[0][key].nbytes for key in unproved),
-        by_digest=len(proved),
-        by_digest_nbytes=sum(specs[0][key].nbytes for key in proved),
+        compared=len(keys_of.objects) + len(keys_of.unproved) + len(keys_of.proved),
+        nbytes=sum(specs[0][key].nbytes for key in keys_of.unproved),
+        by_digest=len(keys_of.proved),
+        by_digest_nbytes=sum(specs[0][key].nbytes for key in keys_of.proved),
     )
+
+
+@dataclass(frozen=True, slots=True)
+class _ComparedKeys:
+    """Sorted keys that both checkpoints have, with equal dtypes and shapes.
+
+    Attributes:
+        objects: those of arrays of objects.
+        proved: those of arrays that are equal by their digests, and are not read.
+        unproved: those of all other arrays.
+    """
+
+    objects: list[str]
+    proved: list[str]
+    unproved: list[str]
+
+    @classmethod
+    def of(
+        cls,
+        specs: tuple[Mapping[str, ArraySpec], Mapping[str, ArraySpec]],
+        contents: tuple[Contents, Contents],
+        *,
+        read_all: bool,
+    ) -> _ComparedKeys:
+        same = [key for key in sorted(specs[0]) if specs[0][key] == specs[1].get(key)]
+        tensors = [key for key in same if specs[0][key].dtype != OBJECT]
+        equal = set() if read_all else _equal_by_digest(tensors, *contents)
+        return cls(
+            objects=[key for key in same if specs[0][key].dtype == OBJECT],
+            proved=[key for key in tensors if key in equal],
+            unproved=[key for key in tensors if key not in equal],
+        )
 
 
 def _chosen(

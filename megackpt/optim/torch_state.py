@@ -56,8 +56,7 @@ def optim_state_to_sharding_state(
             raise DeclarationError(
                 f"The optimizer has state for parameter {param_id}, which is in no entity of the model's "
                 f"sharded state dict. Build that from the model that this optimizer trains, of the "
-                f"parameters "
-                f"themselves (those of state_dict(keep_vars=True))."
+                f"parameters themselves (those of state_dict(keep_vars=True))."
             )
         entity = id_to_sharded_param_map[param_id]
         sharded[param_id] = {

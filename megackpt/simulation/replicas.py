@@ -59,8 +59,8 @@ def data_parallel_groups(
 ) -> list[tuple[ReplicaGroup, list[tuple[ReplicaGroup, Ints]]]]:
     """Return each group without experts, and with it the groups that have the experts of its ranks.
 
-    Of each of those, the ranks that are in both are returned, too: some of its ranks only, where etp differs
-    from tp.
+    With a group of experts come the ranks that are in both groups. If etp differs from tp, these are only
+    some of its ranks.
     """
     dense = [group for group in stage if not group.has_experts]
     experts = [group for group in stage if group.has_experts]

@@ -306,10 +306,8 @@ def _missing(store: Store, array: ZarrArray, name: str) -> FormatError:
     leaf = name.removeprefix(array.path)
     return FormatError(
         f"{array.spec.key!r}: chunk {leaf!r} of {store.location}/{array.path} is missing, or is no regular "
-        f"file. The "
-        f"checkpoint is incomplete: restore it, or load another one. (Writers of zarr may leave out chunks "
-        f"that hold "
-        f"nothing but the fill value; write them, with write_empty_chunks=True in zarr.)",
+        f"file. The checkpoint is incomplete: restore it, or load another one. (Writers of zarr may leave "
+        f"out chunks with nothing but the fill value; write them, with write_empty_chunks=True in zarr.)",
         key=array.spec.key,
         path=f"{store.location}/{name}",
     )

@@ -152,8 +152,7 @@ def _objects(key: str, shards: Sequence[Shard]) -> StoredObjects:
     if not inside:
         raise FormatError(
             f"{key!r}: the files {shards[0].name!r} and others ({len(shards)} in all) name objects that do "
-            f"not lie in "
-            f"one array of objects. Files of two checkpoints may be mixed here.",
+            f"not lie in one array of objects. Files of two checkpoints may be mixed here.",
             key=key,
             path=shards[0].name,
         )

@@ -246,8 +246,7 @@ def _read_common(store: Store, allow_unsafe_pickle: bool) -> Any:
     if not isinstance(state, dict):
         raise FormatError(
             f"{where}: the common state is a {type(state).__name__}, not a dict. The file is damaged, or "
-            f"{MANIFEST} is "
-            f"of another checkpoint.",
+            f"{MANIFEST} is of another checkpoint.",
             path=where,
         )
     return {

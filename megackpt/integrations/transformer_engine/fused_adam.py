@@ -23,7 +23,7 @@ Source: TE `pytorch/optimizers/fused_adam.py`, 2.2 and 2.20.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -107,9 +107,7 @@ def sharded_state_dict(
             f"Engine. Use megackpt.optim, or megackpt.integrations.apex for Apex's."
         )
     params = [param for group in optimizer.param_groups for param in group["params"]]
-    for param in params:
-        if not optimizer.state.get(param):
-            _create_state(optimizer, param)
+    _create_states(optimizer, params)
     entities = find_param_entities(model_sharded_state_dict, params)
     state: dict[int, dict[str, ParamEntity]] = {}
     scales: dict[int, dict[str, ShardedTensor]] = {}
@@ -155,9 +153,12 @@ def load_sharded_state_dict(optimizer: Optimizer, loaded: StateDict) -> None:
             quantise_parameters([(param, _float32_of(optimizer, param, "master_param"))])
 
 
-def _create_state(optimizer: Any, param: Parameter) -> None:
-    has_remainders = optimizer.store_param_remainders and param.dtype == torch.bfloat16
-    optimizer.initialize_state(param, has_remainders)
+def _create_states(optimizer: Any, params: Sequence[Parameter]) -> None:
+    """Create the states of parameters that have none, as TE's first step does."""
+    for param in params:
+        if not optimizer.state.get(param):
+            has_remainders = optimizer.store_param_remainders and param.dtype == torch.bfloat16
+            optimizer.initialize_state(param, has_remainders)
 
 
 def _check_master(state: Mapping[str, ParamEntity], entity: ParamEntity) -> None:
