@@ -6,7 +6,7 @@ of their own, and so have experts; the keys of a checkpoint tell.
 
 Source: Megatron-Core 0.12.1, 0.16.1 and 0.19.2, `GPTModel.sharded_state_dict` with its local and its
 Transformer Engine layers (`gpt_layer_specs`, `transformer.mlp`, `transformer.moe.experts`,
-`transformer.dot_product_attention`), also with `singleton_local_shards`; of 0.16.1 also
+`transformer.dot_product_attention`), also with `singleton_local_shards`; of the last two also
 `transformer.multi_latent_attention`, `transformer.multi_token_prediction` and `ssm.gated_delta_net`. Read and
 built, but not run: `MambaModel` of 0.16.1 (`ssm.mamba_block`, `ssm.mamba_mixer`, `mamba_layer_specs`) and its
 `T5Model` (`models.T5`). Read: `CrossAttention`, and Megatron-Bridge `Qwen3NextBridge`.

@@ -27,6 +27,16 @@ import megackpt
 from megackpt.mapping.flatten import flatten_state
 from megackpt.maps import checkpoint_map, family
 
+FLA = (
+    "fla",
+    "fla.modules",
+    "fla.modules.convolution",
+    "fla.modules.l2norm",
+    "fla.ops",
+    "fla.ops.gated_delta_rule",
+)
+"""Modules of kernels for gated delta nets, which Megatron-Core imports. They need a GPU."""
+
 Fields = dict[str, Any]
 Logits = list[Tensor]
 """Logits `[b, s, vocab]` of the next token, and of each further one, of one of the last stage's ranks."""
@@ -170,10 +180,8 @@ def _delta_net_config(fields: Fields, layout: Layout, further: int) -> Any:
 
 
 def _delta_net_spec(config: Any, stack: ExitStack) -> Any:
-    stubs = {
-        name: ModuleType(name)
-        for name in ("fla", "fla.modules", "fla.modules.l2norm", "fla.ops", "fla.ops.gated_delta_rule")
-    }
+    stubs = {name: ModuleType(name) for name in FLA}
+    vars(stubs["fla.modules.convolution"])["causal_conv1d"] = None
     vars(stubs["fla.modules.l2norm"])["l2norm"] = _normalised
     vars(stubs["fla.ops.gated_delta_rule"])["chunk_gated_delta_rule"] = None
     stack.enter_context(mock.patch.dict(sys.modules, stubs))
