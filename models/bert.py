@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import cast
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from megackpt.errors import DeclarationError
 from megackpt.parallel import (
@@ -19,16 +21,17 @@ from megackpt.parallel import (
     ShardedModule,
     StageTable,
     collect_sequence,
-    mark,
+    gather_sequence,
 )
 from models.block_config import LearnedPositions, MLPConfig, NormConfig
-from models.blocks.embedding import Embedding
-from models.blocks.full_attention import FullAttention
+from models.blocks.embedding import Embedding, ReplicatedEmbedding
+from models.blocks.full_attention import FullAttention, padding_bias
 from models.blocks.mlp import ACTIVATIONS, build_mlp
 from models.blocks.norm import block_norm
 from models.blocks.transformer import residual_dropout
 from models.encoder_config import EncoderConfig
-from models.language_model import LanguageModel
+from models.encoder_model import EncoderModel
+from models.extra_rows import Shape, with_rows, without_rows
 from models.stage import Stage
 
 
@@ -75,7 +78,7 @@ class BertEmbedding(Embedding):
 
     def __init__(self, stage: Stage) -> None:
         super().__init__(stage)
-        self.tokentype_embeddings = TokenTypes(stage, cast(BertConfig, stage.config).token_types)
+        self.tokentype_embeddings = ReplicatedEmbedding(stage, cast(BertConfig, stage.config).token_types)
         self.layernorm = block_norm(stage)
 
     def forward(self, tokens: Tensor) -> Tensor:
@@ -85,26 +88,8 @@ class BertEmbedding(Embedding):
         return out
 
 
-class TokenTypes(ShardedModule):
-    """A vector for each type of tokens; weight `[types, hidden]`, equal on all ranks of tp. Local."""
-
-    def __init__(self, stage: Stage, count: int) -> None:
-        super().__init__(stage.groups)
-        config = stage.config
-        weight = torch.empty(count, config.hidden_size, dtype=config.params_dtype, device=stage.device)
-        self.weight = nn.Parameter(weight.normal_(std=config.init_std))
-        self.sequence_parallel = stage.sequence_parallel
-        if stage.sequence_parallel:
-            mark(self.weight, "sequence_parallel")
-
-    def forward(self, types: Tensor) -> Tensor:
-        """Return the vectors `[s (/tp), b, hidden]` of the types `[b, s]` of this rank's tokens."""
-        types, tp = types.transpose(0, 1), self.groups.tp
-        return F.embedding(types.chunk(tp.size)[tp.rank] if self.sequence_parallel else types, self.weight)
-
-
 class BertLayer(ShardedModule):
-    """A post-norm layer over `[s, b, hidden]` (`[s/tp, b, hidden]`). Collective over tp."""
+    """A post-norm layer over `[s, b, hidden]` (`[s/tp, b, hidden]`). Collective over tp and cp."""
 
     def __init__(self, stage: Stage) -> None:
         super().__init__(stage.groups)
@@ -114,23 +99,29 @@ class BertLayer(ShardedModule):
         self.mlp_layernorm = block_norm(stage)
         self.dropout = residual_dropout(stage)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Return the layer's output, shaped like `x`."""
-        x = self.attention_layernorm(x + self.dropout(self.self_attention(x)))
+    def forward(self, x: Tensor, padding: Tensor | None) -> Tensor:
+        """Return the layer's output, shaped like `x`; `padding` is what `padding_bias` returns."""
+        x = self.attention_layernorm(x + self.dropout(self.self_attention(x, padding)))
         x = self.mlp_layernorm(x + self.dropout(self.mlp(x)))
         return x
 
 
 class BertEncoder(ShardedModule):
-    """The layers of this chunk, in `layers`."""
+    """The layers of this chunk. Collective over tp and cp."""
 
-    def __init__(self, stage: Stage, owned: tuple[int, ...]) -> None:
+    def __init__(self, stage: Stage, owned: Sequence[int]) -> None:
         super().__init__(stage.groups)
 
         def build(_: int) -> BertLayer:
             return BertLayer(stage)
 
         self.layers = LayerStack(build, owned, stage.config.num_layers, stage.groups)
+
+    def forward(self, x: Tensor, padding: Tensor | None) -> Tensor:
+        """Return the output of the last layer; arguments as for a layer."""
+        for layer in self.layers:
+            x = layer(x, padding)
+        return x
 
 
 class TokenHead(ShardedModule):
@@ -149,7 +140,10 @@ class TokenHead(ShardedModule):
 
 
 class Pooler(ShardedModule):
-    """Hidden states `[s (/tp), b, hidden]` to `[b, hidden]`, made of the first token. Collective over tp."""
+    """Hidden states `[s (/tp), b, hidden]` to `[b, hidden]`, made of the first token.
+
+    Collective over tp and cp.
+    """
 
     def __init__(self, stage: Stage) -> None:
         super().__init__(stage.groups)
@@ -158,89 +152,78 @@ class Pooler(ShardedModule):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the pooled output."""
-        first = collect_sequence(x, self.groups.tp)[0] if self.sequence_parallel else x[0]
+        own = collect_sequence(x, self.groups.tp) if self.sequence_parallel else x
+        first = gather_sequence(own[:1], self.groups.cp)[0]  # of the ranks of cp, the first one has it
         return torch.tanh(self.dense(first))
 
 
-class BERT(LanguageModel):
-    """One rank's chunk of a BERT. Collective over tp; see `forward_backward` for pp. `build_bert` makes all.
+class BERT(EncoderModel[BertConfig]):
+    """One rank's chunk of a BERT; arguments and errors as for `EncoderModel`.
 
-    Attention sees all tokens of a sequence: there is no mask for padding.
-
-    Args:
-        config: sizes and choices.
-        groups: the ranks around this one; they decide which stage this is.
-        rng: random streams for dropout; may be None where config.dropout is 0.
-        sequence_parallel: between the layers each rank of tp holds its part of the sequence only; tp must
-            divide the sequence length then.
-        stages: which layers are in which chunk; None splits them evenly.
-        virtual_stage: which chunk of this pipeline stage it is, in `[0, vpp)`.
-        device: where the parameters lie.
+    `build_bert` makes all chunks of a rank. Tokens see all others of their sequence, except for padding, if
+    the config has a `pad_token_id`.
 
     Attributes:
         pooler: of the last chunk, if the config has one; call it with hidden states.
-
-    Raises:
-        DeclarationError: the layout cannot hold the model, or there is dropout without rng.
     """
 
-    def __init__(
-        self,
-        config: BertConfig,
-        groups: ParallelGroups,
-        rng: ParallelRng | None = None,
-        *,
-        sequence_parallel: bool = False,
-        stages: StageTable | None = None,
-        virtual_stage: int = 0,
-        device: torch.device | str | None = None,
-    ) -> None:
-        config.check_layout(groups.layout, stages)
-        layout, at = groups.layout, (groups.pp.rank, virtual_stage)
-        table = stages or StageTable.even(config.num_layers, pp=layout.pp, vpp=layout.vpp)
-        stage = Stage(
-            config=config, groups=groups, rng=rng, sequence_parallel=sequence_parallel, device=device
-        )
-        is_first, is_last = table.has_embedding(*at), table.has_loss(*at)
-        super().__init__(stage, BertEmbedding(stage) if is_first else None, is_first=is_first)
-        self.encoder = BertEncoder(stage, table.layers_of(*at))
-        has_head = is_last and config.has_token_head
+    embedding_type = BertEmbedding
+
+    def add_layers(self, stage: Stage, owned: Sequence[int]) -> None:
+        """Add the layers with these indices, and the heads if this is the last chunk. Local."""
+        self.encoder = BertEncoder(stage, owned)
+        has_head = self.is_last and self.config.has_token_head
         self.lm_head = TokenHead(stage) if has_head else None
         self.add_output_layer(stage, is_last=has_head, bias=True)
-        self.pooler = Pooler(stage) if is_last and config.has_pooler else None
+        self.pooler = Pooler(stage) if self.is_last and self.config.has_pooler else None
 
     def forward(self, inputs: Tensor, labels: Tensor | None = None) -> Tensor:
         """Run this chunk.
 
+        With context parallelism, tokens and labels are this rank's share, as `context_share` cuts them.
+
         Args:
-            inputs: for the first chunk token ids `[b, s]`, or ids and types `[b, s, 2]`; hidden states
-                `[s (/tp), b, hidden]` for others.
+            inputs: for the first chunk token ids `[b, s]`, or ids and types `[b, s, 2]`; for others what the
+                one before returned.
             labels: token ids `[b, s]`, negative for tokens without loss; looked at by the last chunk only.
 
         Returns:
-            Hidden states `[s (/tp), b, hidden]`; of the last chunk, if it predicts tokens, the mean loss over
-            the labels (0-dim, float32) or, without labels, this rank's logits `[s, b, padded_vocab/tp]`.
+            What the next chunk takes, as `activation_buffer` describes; of the last chunk hidden states
+            `[s (/tp), b, hidden]` or, if it predicts tokens, the mean loss over the labels (0-dim, float32;
+            see `mean_loss`) or, without labels, this rank's logits `[s, b, padded_vocab/tp]`.
 
         Raises:
             DeclarationError: in the first chunk, a sequence longer than the model is made for.
         """
-        hidden = inputs
-        if self.embedding is not None:
-            if inputs.shape[1] > self.config.seq_length:
-                raise DeclarationError(
-                    f"the sequences have {inputs.shape[1]} tokens, but BertConfig.seq_length is "
-                    f"{self.config.seq_length}. Cut them, or make the model for longer ones."
-                )
-            hidden = self.embedding(inputs)
-        hidden = cast(Tensor, self.encoder.layers(hidden))
+        hidden, padding = self._embedded(inputs) if self.is_first else self._received(inputs)
+        hidden = cast(Tensor, self.encoder(hidden, padding))
+        if not self.is_last:
+            if padding is not None:
+                padding = F.pad(padding, (0, self.config.seq_length - padding.shape[-1]))
+            return with_rows(hidden, [padding])
         if self.lm_head is None:
             return hidden
         hidden = self.lm_head(hidden)
         return self.logits(hidden) if labels is None else self.mean_loss(hidden, labels)
 
     def activation_buffer(self, tokens: Tensor) -> Tensor:
-        """Return an empty `[s (/tp), b, hidden]` for what the previous chunk makes of `tokens`."""
+        """Return an empty tensor for what the previous chunk makes of `tokens`, as `LanguageModel` does."""
         return super().activation_buffer(tokens if tokens.ndim == 2 else tokens[..., 0])
+
+    def extra_shapes(self, batch: int) -> Sequence[Shape | None]:
+        """Return the shape of what `padding_bias` returns, with zeros up to the longest sequences. Pure."""
+        return [None if self.config.pad_token_id is None else (batch, 1, 1, self.config.seq_length)]
+
+    def _embedded(self, tokens: Tensor) -> tuple[Tensor, Tensor | None]:
+        assert self.embedding is not None
+        self.check_length(tokens.shape[1])
+        hidden, ids = self.embedding(tokens), tokens if tokens.ndim == 2 else tokens[..., 0]
+        return hidden, padding_bias(ids, self.config.pad_token_id, self.groups.cp, hidden.dtype)
+
+    def _received(self, inputs: Tensor) -> tuple[Tensor, Tensor | None]:
+        hidden, (padding,) = without_rows(inputs, self.extra_shapes(inputs.shape[1]))
+        length = len(hidden) * self.groups.cp.size * (self.groups.tp.size if self.sequence_parallel else 1)
+        return hidden, None if padding is None else padding[..., :length].detach()
 
 
 def build_bert(
@@ -253,19 +236,10 @@ def build_bert(
     device: torch.device | str | None = None,
 ) -> ModelChunks:
     """Return all model chunks of this rank: `groups.layout.vpp` of them. Arguments and errors as for BERT."""
-    chunks = [
-        BERT(
-            config,
-            groups,
-            rng,
-            sequence_parallel=sequence_parallel,
-            stages=stages,
-            virtual_stage=virtual_stage,
-            device=device,
-        )
-        for virtual_stage in range(groups.layout.vpp)
-    ]
-    return ModelChunks(chunks, groups)
+    chunk = partial(
+        BERT, config, groups, rng, sequence_parallel=sequence_parallel, stages=stages, device=device
+    )
+    return ModelChunks([chunk(virtual_stage=number) for number in range(groups.layout.vpp)], groups)
 
 
 def _dense(stage: Stage, *, sequence_parallel: bool) -> ReplicatedLinear:

@@ -271,7 +271,8 @@ class GPTConfig:
             chunks = f"pp={layout.pp} stages" + (f" x vpp={layout.vpp}" if layout.vpp > 1 else "")
             faults.append(f"num_layers {self.num_layers} are fewer than {chunks}")
         if faults:
-            raise DeclarationError(f"GPTConfig does not fit {layout}: {'; '.join(faults)}. Change either.")
+            name = type(self).__name__
+            raise DeclarationError(f"{name} does not fit {layout}: {'; '.join(faults)}. Change either.")
         if stages is not None:
             stages.check_num_layers(self.num_layers)
             stages.check_layout(pp=layout.pp, vpp=layout.vpp)

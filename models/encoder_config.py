@@ -1,11 +1,10 @@
-"""What models with an encoder share: the sizes of a GPT without some of its choices, and no cp."""
+"""What models with an encoder share: the sizes of a GPT without some of its choices, and padding."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 from megackpt.errors import DeclarationError
-from megackpt.parallel import ParallelLayout, StageTable
 from models.block_config import RotaryConfig
 from models.config import GPTConfig
 
@@ -17,9 +16,15 @@ DECODER_CHOICES = ("qk_norm", "sinks", "window", "latent", "output_gate")
 class EncoderConfig(GPTConfig):
     """Sizes and choices of a model whose tokens see those after them.
 
+    Attributes:
+        pad_token_id: no token attends to tokens of the encoder with this id; None if there is no padding.
+
     Raises:
-        DeclarationError: as for `GPTConfig`; or a choice that such models do not have.
+        DeclarationError: as for `GPTConfig`; a choice that such models do not have; or the id of padding is
+            not one of the vocabulary.
     """
+
+    pad_token_id: int | None = None
 
     def __post_init__(self) -> None:
         GPTConfig.__post_init__(self)  # super() needs the class before `slots` made a new one of it
@@ -29,6 +34,11 @@ class EncoderConfig(GPTConfig):
             blocks = [f"attention.{name}" for name in blocks] + ["norm.after_blocks"] * self.norm.after_blocks
             raise DeclarationError(
                 f"{type(self).__name__}: {', '.join(blocks)} is for decoders only. Leave it at its default."
+            )
+        if self.pad_token_id is not None and not 0 <= self.pad_token_id < self.vocab_size:
+            raise DeclarationError(
+                f"{type(self).__name__}.pad_token_id is {self.pad_token_id}, but vocab_size is "
+                f"{self.vocab_size}. Give the id of a token, or None if there is no padding."
             )
 
     def check_choices(self, *names: str) -> None:
@@ -46,16 +56,3 @@ class EncoderConfig(GPTConfig):
     def rotary_of(self, layer: int) -> RotaryConfig | None:
         """Return None: no layer has rotary positions."""
         return None
-
-    def check_layout(self, layout: ParallelLayout, stages: StageTable | None = None) -> None:
-        """Check that `layout`, with a table of its stages or an even one, can hold this model. Pure.
-
-        Raises:
-            DeclarationError: as for `GPTConfig.check_layout`; or sequences are cut over cp.
-        """
-        if layout.cp > 1:
-            raise DeclarationError(
-                f"{type(self).__name__} does not fit {layout}: its sequences are not cut over cp, as tokens "
-                f"see those after them. Set cp to 1."
-            )
-        GPTConfig.check_layout(self, layout, stages)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import cast
 
 import torch
@@ -131,7 +132,7 @@ class GPT(LanguageModel):
         """
         hidden = inputs
         if self.is_first and self.embedding is not None:
-            self._check_length(inputs.shape[1])
+            self.check_length(inputs.shape[1])
             hidden = self.embedding(inputs)
         hidden = cast(Tensor, self.decoder(hidden))
         if self.output_layer is None:
@@ -157,17 +158,6 @@ class GPT(LanguageModel):
             total = total + mean_over_tokens_ahead(losses, index + 1, cp)
         return total * (self.config.mtp.loss_weight / len(self.mtp.layers))
 
-    def _check_length(self, own: int) -> None:
-        """Raise an error if sequences, of which this rank of cp has `own` tokens, are too long."""
-        cp, allowed = self.groups.cp.size, self.config.seq_length
-        if own * cp > allowed:
-            shares = f" ({own} on each of {cp} ranks of cp)" if cp > 1 else ""
-            hint = ", give each rank of cp its context_share" if cp > 1 else ""
-            raise DeclarationError(
-                f"the sequences have {own * cp} tokens{shares}, but GPTConfig.seq_length is {allowed}. Cut "
-                f"them{hint}, or make the model for longer ones."
-            )
-
 
 def build_gpt(
     config: GPTConfig,
@@ -180,21 +170,10 @@ def build_gpt(
 ) -> ModelChunks:
     """Return all model chunks of this rank: `groups.layout.vpp` of them. Arguments and errors as for GPT."""
     table = _stage_table(config, groups.layout, stages)
-    return ModelChunks(
-        [
-            GPT(
-                config,
-                groups,
-                rng,
-                sequence_parallel=sequence_parallel,
-                stages=table,
-                virtual_stage=virtual_stage,
-                device=device,
-            )
-            for virtual_stage in range(table.vpp)
-        ],
-        groups,
+    chunk = partial(
+        GPT, config, groups, rng, sequence_parallel=sequence_parallel, stages=table, device=device
     )
+    return ModelChunks([chunk(virtual_stage=number) for number in range(table.vpp)], groups)
 
 
 def _stage_table(config: GPTConfig, layout: ParallelLayout, stages: StageTable | None) -> StageTable:

@@ -11,17 +11,20 @@ from typing import cast
 import torch
 from torch import Tensor
 
+from megackpt.errors import DeclarationError
 from megackpt.mapping import RankOffset, ShardedStateDict
 from megackpt.parallel import (
     Metadata,
     ShardedModule,
     VocabParallelOutput,
+    all_reduce,
     divide_over_tp,
     mark,
     second_copy,
     vocab_parallel_cross_entropy,
 )
 from models.blocks.embedding import Embedding
+from models.extra_rows import Shape, row_count
 from models.stage import Stage
 
 EMBEDDING_KEY = "embedding.word_embeddings.weight"
@@ -86,20 +89,46 @@ class LanguageModel(ShardedModule):
         )
 
     def mean_loss(self, hidden: Tensor, labels: Tensor) -> Tensor:
-        """Return the mean loss over the labels `[b, s]` that are not negative, 0-dim. As `losses`.
+        """Return the mean loss over the labels `[b, s]` that are not negative, 0-dim.
 
-        Each rank of dp has the mean over its own ones.
+        Of the last chunk; collective over tp and cp. Each rank of dp has the mean over its own ones. Ranks of
+        cp, which may have different numbers of them, have losses whose mean is that over the labels of all.
         """
         losses, counted = self.losses(hidden, labels.clamp(min=0)), (labels >= 0).transpose(0, 1)
-        return (losses * counted).sum() / counted.sum().clamp(min=1)
+        cp = self.groups.cp
+        return (losses * counted).sum() / (all_reduce(counted.sum(), cp).clamp(min=1) / cp.size)
+
+    def extra_shapes(self, batch: int) -> Sequence[Shape | None]:
+        """Return the shapes of what a chunk hands to the next besides hidden states. Pure."""
+        return ()
 
     def activation_buffer(self, tokens: Tensor) -> Tensor:
-        """Return an empty `[s (/tp), b, hidden]` for what the previous chunk makes of `tokens` `[b, s]`."""
+        """Return an empty tensor for what the previous chunk makes of `tokens` `[b, s]`.
+
+        Its shape is `[s (/tp) + rows, b, hidden]`: the rows are those that tensors of `extra_shapes` need.
+        """
         batch, sequence = tokens.shape
         if self.sequence_parallel:
             sequence = divide_over_tp("sequence length", sequence, self.groups)
-        shape = (sequence, batch, self.config.hidden_size)
+        hidden = self.config.hidden_size
+        rows = row_count(self.extra_shapes(batch), batch=batch, hidden=hidden)
+        shape = (sequence + rows, batch, hidden)
         return torch.empty(shape, dtype=self.config.params_dtype, device=tokens.device)
+
+    def check_length(self, own: int) -> None:
+        """Check that sequences, of which this rank of cp has `own` tokens, are not too long. Pure.
+
+        Raises:
+            DeclarationError: they are longer than the model is made for.
+        """
+        cp, allowed = self.groups.cp.size, self.config.seq_length
+        if own * cp > allowed:
+            shares = f" ({own} on each of {cp} ranks of cp)" if cp > 1 else ""
+            hint = ", give each rank of cp its context_share" if cp > 1 else ""
+            raise DeclarationError(
+                f"the sequences have {own * cp} tokens{shares}, but {type(self.config).__name__}.seq_length "
+                f"is {allowed}. Cut them{hint}, or make the model for longer ones."
+            )
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: Sequence[RankOffset] = (), metadata: Metadata = None

@@ -2,7 +2,8 @@
 
 A `StageTable` counts the layers of the encoder and then those of the decoder, so that a stage has layers of
 one of them or of both. What one chunk hands to the next has one shape everywhere: hidden states of the
-encoder's tokens, then those of the decoder's, then a table of relative positions.
+encoder's tokens, then those of the decoder's, then a table of relative positions, and which of the encoder's
+tokens are padding.
 
 * The first chunk embeds all tokens. Those of the decoder pass by the encoder, and what the encoder makes
   of its own passes by the decoder. So two chunks at most have the embedding: the first one, and the last one
@@ -14,10 +15,10 @@ encoder's tokens, then those of the decoder's, then a table of relative position
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import NamedTuple, cast
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from megackpt.errors import DeclarationError
@@ -30,18 +31,24 @@ from megackpt.parallel import (
     StageTable,
     divide_over_tp,
 )
-from models.blocks.embedding import Embedding
-from models.blocks.full_attention import CrossAttention, FullAttention, RelativePositions, relative_bias
+from models.blocks.full_attention import (
+    CrossAttention,
+    FullAttention,
+    RelativePositions,
+    padding_bias,
+    relative_bias,
+)
 from models.blocks.mlp import build_mlp
 from models.blocks.norm import block_norm
 from models.blocks.transformer import residual_dropout
-from models.language_model import LanguageModel
+from models.encoder_model import EncoderModel
+from models.extra_rows import Shape, with_rows, without_rows
 from models.stage import Stage
 from models.t5_config import T5Config
 
 
 class T5Layer(ShardedModule):
-    """A pre-norm layer over `[s, b, hidden]` (`[s/tp, b, hidden]`). Collective over tp.
+    """A pre-norm layer over `[s, b, hidden]` (`[s/tp, b, hidden]`). Collective over tp and cp.
 
     Args:
         stage: what its parts are made with.
@@ -58,23 +65,25 @@ class T5Layer(ShardedModule):
         self.mlp = build_mlp(stage)
         self.dropout = residual_dropout(stage)
 
-    def forward(self, x: Tensor, bias: Tensor, memory: Tensor) -> Tensor:
+    def forward(self, x: Tensor, bias: Tensor, memory: Tensor, padding: Tensor | None) -> Tensor:
         """Return the layer's output, shaped like `x`.
 
         Args:
             x: hidden states.
-            bias: what is added to the scores of self-attention, `[1, heads/tp, s, s]`.
+            bias: what is added to the scores of self-attention, `[1 or b, heads/tp, s, cp * s]`.
             memory: what the encoder made, `[m (/tp), b, hidden]`; looked at by the decoder only.
+            padding: what is added to the scores of the memory, `[b, 1, 1, cp * m]`; None for nothing.
         """
         x = x + self.dropout(self.self_attention(self.input_layernorm(x), bias))
         if self.cross_attention is not None and self.pre_cross_attn_layernorm is not None:
-            x = x + self.dropout(self.cross_attention(self.pre_cross_attn_layernorm(x), memory))
+            seen = self.cross_attention(self.pre_cross_attn_layernorm(x), memory, padding)
+            x = x + self.dropout(seen)
         x = x + self.dropout(self.mlp(self.pre_mlp_layernorm(x)))
         return x
 
 
 class T5Stack(ShardedModule):
-    """The layers of the encoder, or of the decoder, in one chunk. Collective over tp.
+    """The layers of the encoder, or of the decoder, in one chunk. Collective over tp and cp.
 
     With its first layer it has the table of relative positions, and with its last one the final norm.
 
@@ -100,21 +109,27 @@ class T5Stack(ShardedModule):
         self.final_layernorm = block_norm(stage) if total - 1 in owned else None
         self.dropout = residual_dropout(stage)
 
-    def forward(self, x: Tensor, memory: Tensor, table: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, x: Tensor, memory: Tensor, table: Tensor, padding: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
         """Return the stack's output, shaped like `x`, and the table that its other layers need.
 
         Args:
             x: hidden states `[s (/tp), b, hidden]`.
             memory: what the encoder made, `[m (/tp), b, hidden]`; looked at by the decoder only.
             table: `[buckets, heads/tp]` of the chunk before.
+            padding: what `padding_bias` returns of the encoder's tokens.
         """
         if not len(self.layers):
             return x, table
         table = table if self.relative_positions is None else self.relative_positions.weight
-        length = len(x) * (self.groups.tp.size if self.sequence_parallel else 1)
-        bias = relative_bias(table, length, max_distance=self.max_distance, causal=self.is_decoder)
+        cp, is_causal = self.groups.cp, self.is_decoder
+        length = len(x) * cp.size * (self.groups.tp.size if self.sequence_parallel else 1)
+        bias = relative_bias(table, length, cp, max_distance=self.max_distance, causal=is_causal)
+        if padding is not None and not self.is_decoder:
+            bias = bias + padding
         for layer in self.layers:
-            x = layer(x, bias, memory)
+            x = layer(x, bias, memory, padding)
         return x if self.final_layernorm is None else self.dropout(self.final_layernorm(x)), table
 
 
@@ -125,120 +140,88 @@ class Activation(NamedTuple):
         encoded: hidden states of the encoder's tokens, `[m (/tp), b, hidden]`.
         decoded: those of the decoder's, `[s (/tp), b, hidden]`.
         table: of relative positions, `[buckets, heads/tp]`; zeros before the first layer.
+        padding: what `padding_bias` returns of the encoder's tokens.
     """
 
     encoded: Tensor
     decoded: Tensor
     table: Tensor
+    padding: Tensor | None
 
 
-class T5(LanguageModel):
-    """One rank's chunk of a T5. Collective over tp; see `forward_backward` for pp.
+class T5(EncoderModel[T5Config]):
+    """One rank's chunk of a T5; arguments and errors as for `EncoderModel`.
 
     `build_t5` makes all chunks of a rank. Tokens of a micro-batch are those of the encoder followed by those
-    of the decoder, `[b, encoder_length + s]`; labels are `[b, s]`.
-
-    Args:
-        config: sizes and choices.
-        groups: the ranks around this one; they decide which stage this is.
-        rng: random streams for dropout; may be None where config.dropout is 0.
-        sequence_parallel: between the layers each rank of tp holds its part of the tokens of the encoder, and
-            of the decoder; tp must divide both.
-        stages: which layers are in which chunk; None splits them evenly. See `T5Config.split_stages`.
-        virtual_stage: which chunk of this pipeline stage it is, in `[0, vpp)`.
-        device: where the parameters lie.
-
-    Raises:
-        DeclarationError: the layout cannot hold the model, or there is dropout without rng.
+    of the decoder, `[b, encoder_length + s]`; labels are `[b, s]`. With context parallelism they are this
+    rank's share of the encoder's tokens followed by that of the decoder's, each as `context_share` cuts it.
+    For stages that have layers of one of the two, see `T5Config.split_stages`.
     """
 
-    config: T5Config
-
-    def __init__(
-        self,
-        config: T5Config,
-        groups: ParallelGroups,
-        rng: ParallelRng | None = None,
-        *,
-        sequence_parallel: bool = False,
-        stages: StageTable | None = None,
-        virtual_stage: int = 0,
-        device: torch.device | str | None = None,
-    ) -> None:
-        config.check_layout(groups.layout, stages)
-        layout = groups.layout
-        table = stages or StageTable.even(config.num_layers, pp=layout.pp, vpp=layout.vpp)
-        stage = Stage(
-            config=config, groups=groups, rng=rng, sequence_parallel=sequence_parallel, device=device
-        )
-        is_first = table.has_embedding(groups.pp.rank, virtual_stage)
-        super().__init__(stage, Embedding(stage) if is_first else None, is_first=is_first)
-        owned = table.layers_of(groups.pp.rank, virtual_stage)
-        count = config.num_encoder_layers
+    def add_layers(self, stage: Stage, owned: Sequence[int]) -> None:
+        """Add both stacks, and the output layer if this is the last chunk. Local."""
+        count, further = self.config.num_encoder_layers, self.config.num_decoder_layers
         encoder = [index for index in range(count) if index in owned]
-        decoder = [index for index in range(config.num_decoder_layers) if count + index in owned]
+        decoder = [index for index in range(further) if count + index in owned]
         self.encoder = T5Stack(stage, encoder, count, is_decoder=False)
-        self.decoder = T5Stack(stage, decoder, config.num_decoder_layers, is_decoder=True)
-        self.add_output_layer(stage, is_last=table.has_loss(groups.pp.rank, virtual_stage))
+        self.decoder = T5Stack(stage, decoder, further, is_decoder=True)
+        self.add_output_layer(stage, is_last=self.is_last)
 
     def forward(self, inputs: Tensor, labels: Tensor | None = None) -> Tensor:
         """Run this chunk.
 
         Args:
-            inputs: token ids `[b, encoder_length + s]` for the first chunk; for others what the one before
-                returned.
-            labels: token ids `[b, s]`, negative for tokens without loss; looked at by the last chunk only.
+            inputs: token ids for the first chunk; for others what the one before returned.
+            labels: token ids, negative for tokens without loss; looked at by the last chunk only.
 
         Returns:
             What the next chunk takes, as `activation_buffer` describes; of the last chunk the mean loss over
-            the labels (0-dim, float32) or, without labels, this rank's logits `[s, b, padded_vocab/tp]`.
+            the labels (0-dim, float32; see `mean_loss`) or, without labels, this rank's logits
+            `[s, b, padded_vocab/tp]`.
 
         Raises:
             DeclarationError: in the first chunk, no tokens are left for the decoder, or too many.
         """
-        encoded, decoded, table = self._embedded(inputs) if self.is_first else self._unpacked(inputs)
-        encoded, table = self.encoder(encoded, encoded, table)
-        decoded, table = self.decoder(decoded, encoded, table)
+        encoded, decoded, table, padding = self._embedded(inputs) if self.is_first else self._received(inputs)
+        encoded, table = self.encoder(encoded, encoded, table, padding)
+        decoded, table = self.decoder(decoded, encoded, table, padding)
         if self.output_layer is None:
-            rows = _as_rows(table, like=encoded)
-            return torch.cat([encoded, decoded, rows])
+            return with_rows(torch.cat([encoded, decoded]), [table, padding])
         if self.config.tied_embeddings:
             decoded = decoded * self.config.hidden_size**-0.5
         return self.logits(decoded) if labels is None else self.mean_loss(decoded, labels)
 
-    def activation_buffer(self, tokens: Tensor) -> Tensor:
-        """Return an empty `[tokens of both (/tp) + rows, b, hidden]` for what the previous chunk returns.
-
-        The rows are those that the table needs, with zeros after it.
-        """
-        hidden = super().activation_buffer(tokens)
-        return torch.cat([hidden, _as_rows(self._no_table(hidden), like=hidden)])
+    def extra_shapes(self, batch: int) -> Sequence[Shape | None]:
+        """Return the shapes of the table, and of the padding if there is any. Pure."""
+        config = self.config
+        padding = None if config.pad_token_id is None else (batch, 1, 1, config.encoder_length)
+        return (config.relative_buckets, config.num_heads // self.groups.tp.size), padding
 
     def _embedded(self, tokens: Tensor) -> Activation:
-        length, most = self.config.encoder_length, self.config.seq_length
+        cp, config = self.groups.cp, self.config
+        length, most = config.encoder_length // cp.size, config.seq_length // cp.size
         if not length < tokens.shape[1] <= most:
+            share = f" of this rank of cp={cp.size}" if cp.size > 1 else ""
             raise DeclarationError(
-                f"the sequences have {tokens.shape[1]} tokens. The first {length} are those of the encoder "
-                f"(T5Config.encoder_length), and the decoder has the others, at most {most - length} "
+                f"the sequences{share} have {tokens.shape[1]} tokens. The first {length} are those of the "
+                f"encoder (T5Config.encoder_length), and the decoder has the others, at most {most - length} "
                 f"(T5Config.seq_length)."
             )
         assert self.embedding is not None
-        ends = [length, tokens.shape[1] - length]
-        encoded, decoded = (self.embedding(part) for part in torch.split_with_sizes(tokens, ends, dim=1))
-        return Activation(encoded, decoded, self._no_table(encoded))
+        ids = tokens.tensor_split([length], dim=1)
+        encoded, decoded = (self.embedding(part) for part in ids)
+        (table, _) = self.extra_shapes(len(tokens))
+        padding = padding_bias(ids[0], config.pad_token_id, cp, encoded.dtype)
+        return Activation(encoded, decoded, encoded.new_zeros(table), padding)
 
-    def _unpacked(self, inputs: Tensor) -> Activation:
-        table = self._no_table(inputs)
-        rows, length = len(_as_rows(table, like=inputs)), self.config.encoder_length
+    def _received(self, inputs: Tensor) -> Activation:
+        hidden, (table, padding) = without_rows(inputs, self.extra_shapes(inputs.shape[1]))
+        length = self.config.encoder_length // self.groups.cp.size
         if self.sequence_parallel:
             length = divide_over_tp("encoder_length", length, self.groups)
-        encoded, decoded, packed = torch.split_with_sizes(inputs, [length, len(inputs) - length - rows, rows])
-        return Activation(encoded, decoded, packed.flatten()[: table.numel()].view(table.shape))
-
-    def _no_table(self, like: Tensor) -> Tensor:
-        """Return zeros in place of a table, on the device of a tensor."""
-        heads = self.config.num_heads // self.groups.tp.size
-        return like.new_zeros(self.config.relative_buckets, heads)
+        encoded, decoded = hidden.tensor_split([length])
+        assert table is not None
+        return Activation(encoded, decoded, table, None if padding is None else padding.detach())
 
 
 def build_t5(
@@ -251,25 +234,7 @@ def build_t5(
     device: torch.device | str | None = None,
 ) -> ModelChunks:
     """Return all model chunks of this rank: `groups.layout.vpp` of them. Arguments and errors as for T5."""
-    return ModelChunks(
-        [
-            T5(
-                config,
-                groups,
-                rng,
-                sequence_parallel=sequence_parallel,
-                stages=stages,
-                virtual_stage=virtual_stage,
-                device=device,
-            )
-            for virtual_stage in range(groups.layout.vpp)
-        ],
-        groups,
+    chunk = partial(
+        T5, config, groups, rng, sequence_parallel=sequence_parallel, stages=stages, device=device
     )
-
-
-def _as_rows(table: Tensor, *, like: Tensor) -> Tensor:
-    """Return a table as whole rows `[rows, b, hidden]` of hidden states, with zeros after it. Pure."""
-    batch, hidden = like.shape[1:]
-    rows = -(-table.numel() // (batch * hidden))
-    return F.pad(table.flatten(), (0, rows * batch * hidden - table.numel())).view(rows, batch, hidden)
+    return ModelChunks([chunk(virtual_stage=number) for number in range(groups.layout.vpp)], groups)

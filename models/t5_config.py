@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from megackpt.errors import DeclarationError
-from megackpt.parallel import StageTable
+from megackpt.parallel import ParallelLayout, StageTable
 from models.block_config import AttentionConfig, MLPConfig
 from models.encoder_config import EncoderConfig
 
@@ -16,6 +16,9 @@ class T5Config(EncoderConfig):
 
     `num_layers` counts the layers of both, those of the encoder first, and `seq_length` the tokens of both. A
     tied output layer gets hidden states times `1 / sqrt(hidden_size)`.
+
+    Padding (`pad_token_id`) is that of the encoder's tokens. The decoder's needs no mask, if it comes last:
+    tokens do not see those after them. It may have tokens with this id, such as the first one.
 
     Attributes:
         num_encoder_layers: layers of the encoder.
@@ -63,6 +66,19 @@ class T5Config(EncoderConfig):
     def num_decoder_layers(self) -> int:
         """Layers of the decoder."""
         return self.num_layers - self.num_encoder_layers
+
+    def check_layout(self, layout: ParallelLayout, stages: StageTable | None = None) -> None:
+        """Check that `layout`, with a table of its stages or an even one, can hold this model. Pure.
+
+        Raises:
+            DeclarationError: as for `GPTConfig.check_layout`; or the encoder's tokens cannot be cut over cp.
+        """
+        EncoderConfig.check_layout(self, layout, stages)
+        if layout.cp > 1 and self.encoder_length % (2 * layout.cp):
+            raise DeclarationError(
+                f"T5Config does not fit {layout}: encoder_length {self.encoder_length} is not a multiple of "
+                f"2 x cp={layout.cp}. Change either."
+            )
 
     def split_stages(self, *, pp: int, encoder_stages: int) -> StageTable:
         """Return a table in which the first stages have the encoder, and the others the decoder. Pure.

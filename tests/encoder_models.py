@@ -21,15 +21,17 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megackpt.parallel import (
+    Axis,
     MicroBatch,
     ModelChunks,
     ParallelGroups,
     ParallelLayout,
     StageTable,
+    context_share,
     forward_backward,
     gather_from,
 )
-from models import GPTConfig
+from models import GPTConfig, T5Config
 from tests.gradients import Box, assert_all_close, gradient_boxes, join
 from tests.gradients import assert_close as assert_gradient_close
 from tests.huggingface_checkpoints import stacked_map
@@ -111,12 +113,31 @@ def run(
         model = build(case.config, groups, sequence_parallel=sequence_parallel, stages=table)
         entities = model.sharded_state_dict()
         fill(entities, {key: torch.from_numpy(array) for key, array in case.weights.items()})
-        share = MicroBatch(*(x.chunk(groups.dp.size)[groups.dp.rank] for x in case.batch))
+        of_dp = MicroBatch(*(x.chunk(groups.dp.size)[groups.dp.rank] for x in case.batch))
+        share = context_share_of(case.config, of_dp, groups.cp)
         logits = _logits(model, share.tokens, groups, case.config.vocab_size) if layout.vpp == 1 else None
         forward_backward(model, [share] * layout.pp, groups)
         boxes = gradient_boxes(model, entities, groups)
         answers.append(Answer(logits, [(*box[:3], box.data.numpy()) for box in boxes]))
     return answers
+
+
+def context_share_of(config: GPTConfig, batch: MicroBatch, cp: Axis) -> MicroBatch:
+    """Return what a rank of cp has of a micro-batch: shares of the tokens of a T5's encoder, and decoder."""
+    ends = [config.encoder_length] if isinstance(config, T5Config) else []
+    parts = [context_share(part, cp, dim=1) for part in batch.tokens.tensor_split(ends, dim=1)]
+    return MicroBatch(torch.cat(parts, dim=1), context_share(batch.labels, cp, dim=1))
+
+
+def real_tokens(count: int, tokens: int, seed: int) -> Tensor:
+    """Return which tokens of some sequences are real, bool `[count, tokens]`; the others are padding.
+
+    Padding is on the right if the seed is even, and on the left if it is odd. One sequence has 5 real tokens.
+    """
+    drawn = torch.randint(6, tokens, (count,), generator=torch.Generator().manual_seed(seed))
+    drawn[0] = 5  # fewer than there are in a half, or on a rank of cp
+    is_real = torch.arange(tokens) < drawn.unsqueeze(1)
+    return is_real.flip(1) if seed % 2 else is_real
 
 
 def _logits(model: ModelChunks, tokens: Tensor, groups: ParallelGroups, vocab_size: int) -> Any:
@@ -139,7 +160,9 @@ def check(cases: Sequence[Case], ranks: Sequence[Sequence[Answer]], layout: Para
         compared = 0
         for rank, answer in enumerate(answers):
             if answer.logits is not None:
-                assert_close(answer.logits, case.logits.chunk(layout.dp)[layout.coordinates(rank).dp])
+                groups = ParallelGroups.offline(layout, rank)
+                expected = case.logits.chunk(layout.dp)[groups.dp.rank]
+                assert_close(answer.logits, context_share(expected, groups.cp, dim=1))
                 compared += 1
         assert compared == (layout.world_size // layout.pp if layout.vpp == 1 else 0)
         boxes = [Box(*box[:3], torch.from_numpy(box[3])) for answer in answers for box in answer.boxes]
@@ -147,14 +170,12 @@ def check(cases: Sequence[Case], ranks: Sequence[Sequence[Answer]], layout: Para
         for key, array in case.gradients.items():  # the vocabulary may be padded
             gradients[key], padding = gradients[key].tensor_split([len(array)])
             assert not padding.any()
-        expected = dict(case.gradients)
-        for key in [key for key in expected if key.endswith("linear_qkv.bias.k")]:
+        wanted = dict(case.gradients)
+        for key in [key for key in wanted if key.endswith("linear_qkv.bias.k")]:
             # Softmax does not see what is added to all scores of a query: both are zero but for rounding.
-            largest = expected[key.removesuffix("k") + "v"].abs().max()
-            for gradient in (gradients.pop(key), expected.pop(key)):
+            largest = wanted[key.removesuffix("k") + "v"].abs().max()
+            for gradient in (gradients.pop(key), wanted.pop(key)):
                 assert gradient.abs().max() <= RELATIVE * largest, key
-        for key in [key for key in expected if key.endswith("relative_positions.weight")]:
-            assert_gradient_close(
-                gradients.pop(key), expected.pop(key), key, relative=sqrt(24) * OF_GRADIENTS
-            )
-        assert_all_close(gradients, expected, relative=OF_GRADIENTS)
+        for key in [key for key in wanted if key.endswith("relative_positions.weight")]:
+            assert_gradient_close(gradients.pop(key), wanted.pop(key), key, relative=sqrt(24) * OF_GRADIENTS)
+        assert_all_close(gradients, wanted, relative=OF_GRADIENTS)

@@ -8,7 +8,8 @@ Only layers that mix tokens look at other ones. All others work on a rank's shar
 
 * the data path gives each rank its share of tokens and labels (`context_share`);
 * what depends on positions, such as rotary embeddings, uses `context_positions`;
-* attention calls `causal_attention`, or `attention_parts` if it computes the scores itself;
+* attention calls `causal_attention`, or `attention_parts` if it computes the scores itself, or
+  `gather_keys_and_values` if tokens also see those after them;
 * a recurrence calls `tokens_to_heads` before it and `heads_to_tokens` after it;
 * each rank's loss is the mean over its own tokens; the mean over `groups.dp_cp` is that of the batch, for
   losses and for gradients.
@@ -106,6 +107,27 @@ def gather_context(x: Tensor, cp: Axis, *, dim: int) -> Tensor:
     return _in_order(joined, cp.size, dim=0).movedim(0, dim)
 
 
+def gather_keys_and_values(keys: Tensor, values: Tensor, cp: Axis) -> tuple[Tensor, Tensor]:
+    """Return keys `[..., s, head_dim]` and values `[..., s, value_dim]` of whole sequences.
+
+    Collective over cp. For attention of this rank's queries: gradients are summed over cp, and each rank gets
+    those of its share.
+
+    Args:
+        keys: `[..., s/cp, head_dim]`, this rank's share.
+        values: `[..., s/cp, value_dim]`, this rank's share.
+        cp: the ranks that have the other shares.
+
+    Raises:
+        DeclarationError: the share cannot be cut into its two parts.
+    """
+    if cp.size == 1:
+        return keys, values
+    head_dim = keys.shape[-1]
+    both = gather_context(torch.cat((keys, values), dim=-1), cp, dim=-2)  # one collective instead of two
+    return both[..., :head_dim], both[..., head_dim:]
+
+
 @dataclass(frozen=True, slots=True)
 class AttentionPart:
     """Queries that are neighbours in the sequence, with all keys and values up to the last of them.
@@ -160,9 +182,7 @@ def attention_parts(
     """
     if cp.size == 1:
         return (AttentionPart(queries, keys, values, window),)
-    head_dim = keys.shape[-1]
-    both = gather_context(torch.cat((keys, values), dim=-1), cp, dim=-2)  # one collective instead of two
-    keys, values = both[..., :head_dim], both[..., head_dim:]
+    keys, values = gather_keys_and_values(keys, values, cp)
     ends = [(number + 1) * queries.shape[-2] // 2 for number in (cp.rank, 2 * cp.size - 1 - cp.rank)]
     return tuple(
         AttentionPart(part, keys[..., :end, :], values[..., :end, :], window)

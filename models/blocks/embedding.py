@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megackpt.parallel import ShardedModule, VocabParallelEmbedding, context_positions, mark
@@ -29,7 +30,7 @@ class Embedding(ShardedModule):
         )
         positions = config.positions
         self.position_embeddings = (
-            PositionEmbedding(stage, positions.count) if isinstance(positions, LearnedPositions) else None
+            ReplicatedEmbedding(stage, positions.count) if isinstance(positions, LearnedPositions) else None
         )
         self.dropout = residual_dropout(stage)
 
@@ -45,16 +46,18 @@ class Embedding(ShardedModule):
             # Rounded to the dtype of the embeddings first, as Gemma was trained.
             hidden = hidden * torch.tensor(self.scale, dtype=hidden.dtype, device=hidden.device)
         if self.position_embeddings is not None:
-            hidden = hidden + self.position_embeddings(tokens.shape[1])
+            cp = self.groups.cp
+            positions = context_positions(tokens.shape[1] * cp.size, cp, device=tokens.device)
+            hidden = hidden + self.position_embeddings(positions.unsqueeze(0))
         return hidden
 
 
-class PositionEmbedding(ShardedModule):
-    """A learned vector for each position; weight `[count, hidden]`, equal on all ranks of tp. Local.
+class ReplicatedEmbedding(ShardedModule):
+    """A learned vector for each of a few ids; weight `[count, hidden]`, equal on all ranks of tp. Local.
 
     Args:
         stage: what it is made with.
-        count: positions that have a vector.
+        count: number of ids, such as positions or types of tokens.
     """
 
     def __init__(self, stage: Stage, count: int) -> None:
@@ -66,10 +69,7 @@ class PositionEmbedding(ShardedModule):
         if stage.sequence_parallel:
             mark(self.weight, "sequence_parallel")
 
-    def forward(self, own: int) -> Tensor:
-        """Return the vectors `[s (/tp), 1, hidden]` of this rank's tokens; this rank of cp has `own`."""
-        cp, tp = self.groups.cp, self.groups.tp
-        positions = context_positions(own * cp.size, cp, device=self.weight.device)
-        if self.sequence_parallel:
-            positions = positions.chunk(tp.size)[tp.rank]
-        return self.weight[positions].unsqueeze(1)
+    def forward(self, ids: Tensor) -> Tensor:
+        """Return the vectors `[s (/tp), b, hidden]` of ids `[b, s]`."""
+        ids, tp = ids.transpose(0, 1), self.groups.tp
+        return F.embedding(ids.chunk(tp.size)[tp.rank] if self.sequence_parallel else ids, self.weight)

@@ -1,6 +1,7 @@
 """Attention to all tokens of a sequence: self-attention, cross attention, and positions as a bias of scores.
 
-Which tokens see which, and where, is decided by what is added to the scores; sequences are not cut over cp.
+Which tokens see which, and where, is decided by what is added to the scores. With context parallelism each
+rank has the queries of its share of the tokens, and gathers keys and values of whole sequences over cp.
 
 Source: Vaswani et al. 2017, section 3.2.3 (cross attention); Raffel et al. 2020 (T5), section 2.1 (bias of
 relative positions); names of Megatron-Core `CrossAttention`.
@@ -16,14 +17,23 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megackpt.errors import DeclarationError
-from megackpt.parallel import ColumnParallelLinear, ShardedModule
+from megackpt.parallel import (
+    Axis,
+    ColumnParallelLinear,
+    ShardedModule,
+    context_positions,
+    gather_context,
+    gather_keys_and_values,
+)
 from models.blocks.attention import Attention, heads, input_projection, joined_heads, output_projection
 from models.encoder_config import DECODER_CHOICES
 from models.stage import Stage
 
 
 class FullAttention(Attention):
-    """Self-attention over `[s, b, hidden]` (`[s/tp, b, hidden]`) to all tokens. Collective over tp.
+    """Self-attention over `[s, b, hidden]` (`[s/tp, b, hidden]`) to all tokens. Collective over tp and cp.
+
+    s is the number of tokens that this rank of cp has of each sequence.
 
     Args:
         stage: what its parts are made with.
@@ -40,17 +50,20 @@ class FullAttention(Attention):
         self.linear_proj = output_projection(stage, self.head_dim)
 
     def forward(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        """Return the block's output, shaped like `x`; `bias` `[1, heads/tp, s, s]` is added to the scores."""
+        """Return the block's output, shaped like `x`.
+
+        `bias` is added to the scores; it can be expanded to `[b, heads/tp, s, cp * s]`.
+        """
         q, k, v = (heads(part, self.head_dim) for part in self.linear_qkv.split(self.linear_qkv(x)))
         out: Tensor = self.linear_proj(_attended(self, q, k, v, bias))
         return out
 
 
 class CrossAttention(Attention):
-    """Attention of tokens `[s, b, hidden]` to all of a memory `[m, b, hidden]`. Collective over tp.
+    """Attention of tokens `[s, b, hidden]` to all of a memory `[m, b, hidden]`. Collective over tp and cp.
 
     Each query head has a key head of its own. With sequence parallelism each rank of tp has its part of both,
-    `[s/tp, b, hidden]` and `[m/tp, b, hidden]`.
+    `[s/tp, b, hidden]` and `[m/tp, b, hidden]`. s and m count what this rank of cp has of each sequence.
 
     Args:
         stage: what its parts are made with.
@@ -69,11 +82,14 @@ class CrossAttention(Attention):
         self.linear_kv = _projection(stage, {"k": features, "v": features})
         self.linear_proj = output_projection(stage, self.head_dim)
 
-    def forward(self, x: Tensor, memory: Tensor) -> Tensor:
-        """Return the block's output, shaped like `x`."""
+    def forward(self, x: Tensor, memory: Tensor, bias: Tensor | None = None) -> Tensor:
+        """Return the block's output, shaped like `x`.
+
+        `bias` is added to the scores; it can be expanded to `[b, heads/tp, s, cp * m]`.
+        """
         q = heads(self.linear_q(x), self.head_dim)
         k, v = (heads(part, self.head_dim) for part in self.linear_kv.split(self.linear_kv(memory)))
-        out: Tensor = self.linear_proj(_attended(self, q, k, v, None))
+        out: Tensor = self.linear_proj(_attended(self, q, k, v, bias))
         return out
 
 
@@ -95,20 +111,41 @@ class RelativePositions(ShardedModule):
         self.weight = nn.Parameter(weight.normal_(std=config.init_std))
 
 
-def relative_bias(table: Tensor, length: int, *, max_distance: int, causal: bool) -> Tensor:
-    """Return what is added to the scores of a sequence with itself, `[1, heads/tp, s, s]`. Pure.
+def relative_bias(table: Tensor, length: int, cp: Axis, *, max_distance: int, causal: bool) -> Tensor:
+    """Return what is added to the scores of a sequence with itself, `[1, heads/tp, s/cp, s]`. Local.
 
     Args:
         table: numbers for each bucket and head, `[buckets, heads/tp]`.
-        length: tokens of the sequence, s.
+        length: tokens of the whole sequence, s.
+        cp: the ranks that have shares of the queries.
         max_distance: all larger distances have the last bucket.
         causal: tokens do not see those after them, and buckets are of distances backwards only.
     """
-    positions = torch.arange(length, device=table.device)
-    distances = positions - positions.unsqueeze(1)  # [queries, keys]; positive if the key comes later
+    queries = context_positions(length, cp, device=table.device)
+    keys = torch.arange(length, device=table.device)
+    distances = keys - queries.unsqueeze(1)  # [queries, keys]; positive if the key comes later
     buckets = _buckets(distances, len(table), max_distance=max_distance, causal=causal)
     bias = F.embedding(buckets, table).permute(2, 0, 1)
     return (bias.masked_fill(distances > 0, -math.inf) if causal else bias).unsqueeze(0)
+
+
+def padding_bias(tokens: Tensor, pad_token_id: int | None, cp: Axis, dtype: torch.dtype) -> Tensor | None:
+    """Return what is added to the scores so that no token attends to padding, `[b, 1, 1, s]`.
+
+    Collective over cp.
+
+    Args:
+        tokens: this rank's share of the keys' token ids, `[b, s/cp]`.
+        pad_token_id: the id of padding; None if there is none, and nothing to be added.
+        cp: the ranks that have the other shares.
+        dtype: that of the hidden states.
+    """
+    if pad_token_id is None:
+        return None
+    # The least number, and not -inf: softmax of a sequence that is all padding would be NaN.
+    numbers = torch.zeros(tokens.shape, dtype=dtype, device=tokens.device)
+    numbers.masked_fill_(tokens == pad_token_id, torch.finfo(dtype).min)
+    return gather_context(numbers, cp, dim=1)[:, None, None]
 
 
 def _buckets(distances: Tensor, count: int, *, max_distance: int, causal: bool) -> Tensor:
@@ -128,7 +165,8 @@ def _buckets(distances: Tensor, count: int, *, max_distance: int, causal: bool) 
 
 
 def _attended(attention: Attention, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> Tensor:
-    """Return `[s, b, heads/tp * dim]` of queries, keys and values `[b, n, s, dim]`. Local."""
+    """Return `[s, b, heads/tp * dim]` of queries, keys and values `[b, n, s, dim]`. Collective over cp."""
+    k, v = gather_keys_and_values(k, v, attention.groups.cp)
     if not attention.has_fused_kernel:
         return joined_heads(attention.weigh(q, k, v, bias))
     return joined_heads(

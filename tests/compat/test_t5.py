@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from megackpt.testing.ranks import RankPool
 from models import GPT, T5Config, build_t5
 from models.huggingface_t5 import t5_config
 from tests.effort import is_thorough
-from tests.encoder_models import Case, case_of, check, randomise, run
+from tests.encoder_models import Case, case_of, check, randomise, real_tokens, run
 from tests.huggingface_checkpoints import assert_same_tensors, declared
 from tests.huggingface_encoders import random_fields, untie
 from tests.optim_world import tensors_of
@@ -28,13 +29,17 @@ from tests.optim_world import tensors_of
 pytest.importorskip("transformers", reason="the extra huggingface is not installed")
 
 SEEDS = range(6 if is_thorough() else 2)
-ENCODER, DECODER = 24, 14  # tokens
+ENCODER, DECODER = 24, 16  # tokens
 LAYOUTS = {
     "tp2": ParallelLayout(tp=2),
     "tp2-sequence": ParallelLayout(tp=2),
     "pp2": ParallelLayout(pp=2),
     "pp2-vpp2": ParallelLayout(pp=2, vpp=2),
     "dp2": ParallelLayout(dp=2),
+    "cp2": ParallelLayout(cp=2),
+    "tp2-cp2": ParallelLayout(tp=2, cp=2),
+    "tp2-cp2-sequence": ParallelLayout(tp=2, cp=2),
+    "pp2-cp2": ParallelLayout(pp=2, cp=2),
 }
 
 
@@ -49,26 +54,34 @@ def random_model(seed: int) -> Any:
     model: Any = AutoModelForSeq2SeqLM.from_config(config).eval()
     untie(model, fields)
     randomise(model, seed)
+    with torch.no_grad():
+        for name, param in model.named_parameters():
+            if name.endswith(".q.weight"):  # as T5 begins: it does not scale scores
+                param.mul_(config.d_kv**-0.5)
     return model
 
 
 @functools.cache
-def case(seed: int) -> Case:
-    """Return a random model, and what transformers computes."""
+def case(seed: int, *, is_padded: bool = False) -> Case:
+    """Return a random model, and what transformers computes; with padding, it gets an `attention_mask`."""
     model = random_model(seed)
     fields = json.loads(model.config.to_json_string())
     config = t5_config(fields, encoder_length=ENCODER, decoder_length=DECODER)
-    generator = torch.Generator().manual_seed(seed)
+    generator, masks = torch.Generator().manual_seed(seed), {}
     tokens = torch.randint(0, config.vocab_size, (2, ENCODER + DECODER), generator=generator)
     labels = torch.randint(0, config.vocab_size, (2, DECODER), generator=generator)
     labels[:, ::5] = -100  # tokens without loss; as many in each sequence
     encoder, decoder = tokens.tensor_split([ENCODER], dim=1)
-    outputs = model(input_ids=encoder, decoder_input_ids=decoder, labels=labels)
+    if is_padded:
+        is_real = real_tokens(2, ENCODER, seed)
+        encoder.clamp_(min=1).masked_fill_(~is_real, 0)
+        config, masks = replace(config, pad_token_id=0), {"attention_mask": is_real.long()}
+    outputs = model(input_ids=encoder, decoder_input_ids=decoder, labels=labels, **masks)
     return case_of(model, fields, config, MicroBatch(tokens, labels), outputs)
 
 
 def cases() -> list[Case]:
-    return [case(seed) for seed in SEEDS]
+    return [case(seed, is_padded=is_padded) for seed in SEEDS for is_padded in (False, True)]
 
 
 def test_one_rank_computes_logits_and_gradients_of_transformers() -> None:
@@ -78,9 +91,10 @@ def test_one_rank_computes_logits_and_gradients_of_transformers() -> None:
 @pytest.mark.one_in(3)
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_two_ranks_compute_logits_and_gradients_of_transformers(rank_pool: RankPool, name: str) -> None:
-    ranks = rank_pool.run(run, 2, build_t5, cases(), LAYOUTS[name], name.endswith("sequence"))
-    check(cases(), ranks, LAYOUTS[name])
+def test_ranks_compute_logits_and_gradients_of_transformers(rank_pool: RankPool, name: str) -> None:
+    layout = LAYOUTS[name]
+    ranks = rank_pool.run(run, layout.world_size, build_t5, cases(), layout, name.endswith("sequence"))
+    check(cases(), ranks, layout)
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -122,6 +136,7 @@ def small(**changes: Any) -> T5Config:
         ({"relative_buckets": 7}, r"relative_buckets is 7"),
         ({"max_distance": 16}, r"max_distance is 16"),
         ({"num_query_groups": 2}, r"T5Config has no num_query_groups"),
+        ({"pad_token_id": 31}, r"T5Config.pad_token_id is 31, but vocab_size is 31"),
     ],
 )
 def test_a_config_that_t5_cannot_have_is_an_error(changes: dict[str, Any], named: str) -> None:
@@ -130,8 +145,10 @@ def test_a_config_that_t5_cannot_have_is_an_error(changes: dict[str, Any], named
 
 
 def test_layouts_that_t5_cannot_have_are_errors() -> None:
-    with pytest.raises(DeclarationError, match=r"cp=2.*Set cp to 1"):
-        small().check_layout(ParallelLayout(cp=2))
+    with pytest.raises(DeclarationError, match=r"T5Config .*encoder_length 6 is not a multiple of 2 x cp=2"):
+        small(encoder_length=6).check_layout(ParallelLayout(cp=2))
+    with pytest.raises(DeclarationError, match=r"T5Config .*seq_length 14 is not a multiple of 2 x cp=2"):
+        small(seq_length=14).check_layout(ParallelLayout(cp=2))
     with pytest.raises(DeclarationError, match=r"num_heads 4 is not a multiple of tp=3"):
         small().check_layout(ParallelLayout(tp=3))
     for stages in (0, 3, 4):
@@ -147,3 +164,14 @@ def test_sequences_without_tokens_for_the_decoder_are_an_error() -> None:
     for length in (8, 13):
         with pytest.raises(DeclarationError, match=rf"{length} tokens. The first 8 are those of the encoder"):
             chunk(torch.zeros(1, length, dtype=torch.int64))
+
+
+def test_sequences_of_padding_alone_have_a_finite_loss_and_no_others_change() -> None:
+    (chunk,) = build_t5(small(pad_token_id=3), ParallelGroups.create(ParallelLayout()))
+    tokens = torch.full((2, 12), 3)
+    tokens[1, 2:] = 5
+    labels = torch.ones(2, 4, dtype=torch.int64)
+    loss = chunk(tokens, labels)
+    loss.backward()
+    assert all(param.grad.isfinite().all() for param in chunk.parameters())
+    torch.testing.assert_close(loss, (chunk(tokens[:1], labels[:1]) + chunk(tokens[1:], labels[1:])) / 2)
