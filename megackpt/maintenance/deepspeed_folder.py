@@ -79,7 +79,8 @@ def read_deepspeed(path: str, *, checks_bytes: bool) -> NamedTrainingState:
 
     Raises:
         NotACheckpointError: there is no step of DeepSpeed.
-        UnsupportedError: the step has model parallelism or experts, or was not saved by ZeRO.
+        UnsupportedError: the step has model parallelism or experts, is a universal checkpoint, or was not
+            saved by ZeRO.
         FormatError: files are missing or damaged, or contradict each other.
     """
     folder = _step_folder(path)
@@ -120,6 +121,13 @@ def _find_files(folder: str) -> tuple[list[str], list[str]]:
             path=folder,
         )
     _check_data_parallel(folder, names)
+    if os.path.isdir(os.path.join(folder, "zero")):
+        raise UnsupportedError(
+            f"{folder} is a universal checkpoint of DeepSpeed, which is not read. Import the ZeRO folder "
+            f"that it was made from. If that has model parallelism, load the universal checkpoint with "
+            f"DeepSpeed into a model without it, and save a ZeRO folder.",
+            path=folder,
+        )
     if not optimizers:
         raise UnsupportedError(
             f"{folder} has no '*_optim_states.pt', so it was saved without ZeRO (stage 0), or only in part. "
@@ -141,8 +149,8 @@ def _check_data_parallel(folder: str, names: Sequence[str]) -> None:
         what = "tensor parallelism" if parallel else f"pipeline stages or experts ({other[0]})"
         raise UnsupportedError(
             f"{folder} was saved with {what}. DeepSpeed then stores parts of parameters, and the files do "
-            f"not say which parts. Convert it to a universal checkpoint with DeepSpeed's ds_to_universal.py, "
-            f"or save from one model without it.",
+            f"not say which parts. Make a universal checkpoint with DeepSpeed's ds_to_universal.py, load "
+            f"that with DeepSpeed into a model without it, and save a ZeRO folder.",
         )
 
 

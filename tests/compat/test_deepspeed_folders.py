@@ -198,6 +198,18 @@ def test_model_parallel_folders_are_rejected_with_advice(name: str, tmp_path: Pa
         megackpt.import_deepspeed(tmp_path / "folder", tmp_path / "imported")
 
 
+def test_a_universal_checkpoint_is_rejected_with_advice(tmp_path: Path) -> None:
+    # As ds_to_universal.py writes it: the model's file, and a folder for each parameter.
+    step = tmp_path / "global_step3_universal"
+    (step / "zero" / "fc1.weight").mkdir(parents=True)
+    torch.save({"param": torch.ones(10, 6)}, step / "zero" / "fc1.weight" / "fp32.pt")
+    shutil.copy(STORED / "zero2" / MODEL, step)
+    (tmp_path / "latest").write_text(step.name)
+    with pytest.raises(UnsupportedError, match="is a universal checkpoint of DeepSpeed"):
+        megackpt.import_deepspeed(tmp_path, tmp_path / "imported")
+    assert not (tmp_path / "imported").exists()
+
+
 def test_the_command_imports_a_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     target = tmp_path / "imported"
     assert (
