@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from megackpt.codec.pickled import ForeignShardedTensor
-from megackpt.errors import UnsupportedError
+from megackpt.errors import FormatError, UnsupportedError
 from megackpt.mapping.describe import dtype_name
 from megackpt.metadata import ArraySpec, ChunkTable, pad_shapes
 from megackpt.planning.copy_plan import CopyPlan, plan_copy
@@ -22,6 +22,8 @@ from megackpt.planning.copy_plan import CopyPlan, plan_copy
 LEFT_OUT = object()
 """Stands for a value that does not become part of the checkpoint."""
 _MAX_DEPTH = 100
+_REPEATED_BYTES = 64 * 1024 * 1024
+"""A tensor that is an expanded view may repeat its elements over so many bytes."""
 _PLAIN = (str, int, float, bool, bytes, type(None), torch.dtype, torch.Size)
 
 
@@ -88,8 +90,14 @@ def plan_foreign(arrays: Sequence[ForeignArray], *, ranks: int) -> tuple[list[So
     Args:
         arrays: the arrays, in any order.
         ranks: how many ranks write them.
+
+    Raises:
+        FormatError: a part repeats a few bytes over many.
     """
     arrays = sorted(arrays, key=lambda array: array.key)
+    for array in arrays:
+        for part in array.parts:
+            check_repeats(part.data, array.key)
     owned = [(number, part) for number, array in enumerate(arrays) for part in array.parts]
     parts = [part for _, part in owned]
     dims = max((len(array.shape) for array in arrays), default=1) or 1
@@ -119,6 +127,25 @@ def consecutive_parts(tensors: Iterable[Tensor], shape: tuple[int, ...]) -> tupl
     return tuple(parts)
 
 
+def check_repeats(tensor: Tensor, key: str) -> None:
+    """Reject a tensor that repeats its elements over much more memory than they have in the file.
+
+    With strides of 0, a few bytes are a tensor of any size, which takes memory as soon as it is copied.
+
+    Raises:
+        FormatError: it does.
+    """
+    if tensor.layout != torch.strided or tensor.is_meta:
+        return
+    nbytes, stored = tensor.numel() * tensor.dtype.itemsize, tensor.untyped_storage().nbytes()
+    if nbytes > max(_REPEATED_BYTES, stored):
+        raise FormatError(
+            f"{key!r:.200} repeats {stored:,} bytes over {nbytes:,}: it is an expanded tensor, or the file is "
+            f"damaged. Save tensor.contiguous().",
+            key=key,
+        )
+
+
 def have_equal_bits(first: Tensor, second: Tensor) -> bool:
     """Return whether two tensors of one shape and dtype have equal bits."""
     if first is second or first.numel() == 0:
@@ -134,6 +161,7 @@ def plain_part(value: Any, path: str, left_out: list[str], depth: int = 0) -> An
 
     Raises:
         UnsupportedError: the value contains a ShardedTensor.
+        FormatError: a tensor repeats a few bytes over many.
     """
     if depth > _MAX_DEPTH:  # it may contain itself
         left_out.append(f"{path:.200} (nested too deep)")
@@ -145,6 +173,7 @@ def plain_part(value: Any, path: str, left_out: list[str], depth: int = 0) -> An
             key=path,
         )
     if isinstance(value, Tensor):
+        check_repeats(value, path)
         return value.detach().clone()
     if isinstance(value, _PLAIN):
         return value

@@ -23,6 +23,7 @@ from megackpt.maintenance.foreign_state import (
     ForeignArray,
     ForeignState,
     SourcePart,
+    check_repeats,
     have_equal_bits,
     plain_part,
 )
@@ -178,6 +179,8 @@ class _Merge:
 
     def _tensor(self, values: Sequence[Tensor], steps: Steps) -> Any:
         first = values[0].detach()
+        for value in values:
+            check_repeats(value, dotted(steps))
         for rank, value in enumerate(values):
             if value.shape != first.shape or value.dtype != first.dtype or not have_equal_bits(value, first):
                 raise UnsupportedError(
