@@ -140,8 +140,8 @@ def check_repeats(tensor: Tensor, key: str) -> None:
     nbytes, stored = tensor.numel() * tensor.dtype.itemsize, tensor.untyped_storage().nbytes()
     if nbytes > max(_REPEATED_BYTES, stored):
         raise FormatError(
-            f"{key!r:.200} repeats {stored:,} bytes over {nbytes:,}: it is an expanded tensor, or the file is "
-            f"damaged. Save tensor.contiguous().",
+            f"{key!r:.200} repeats {stored:,} bytes over {nbytes:,}: it is an expanded tensor, or the file "
+            f"is damaged. Save tensor.contiguous().",
             key=key,
         )
 
