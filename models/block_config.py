@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal, TypeAlias, get_args
 
 from megackpt.errors import DeclarationError
-from megackpt.parallel import ParallelLayout
+from megackpt.parallel import LatentSizes, ParallelLayout
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -188,38 +188,6 @@ class SlidingWindow:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LatentConfig:
-    """Latent attention: keys and values, and perhaps queries, are made of few features of each token.
-
-    Attributes:
-        kv_lora_rank: features that keys and values are made of.
-        q_lora_rank: features that queries are made of; None makes them of the hidden state.
-        qk_head_dim: extent of the part of a query or key head that does not see positions.
-        qk_pos_emb_head_dim: extent of its rotated part, which the keys of all heads share.
-        v_head_dim: extent of a value head.
-        norm_eps: added to the mean square in the norms of the features.
-
-    Raises:
-        DeclarationError: a size below 1.
-
-    Source: DeepSeek-V2, section 2.1; names as in Megatron-Core `MLATransformerConfig`.
-    """
-
-    kv_lora_rank: int
-    q_lora_rank: int | None
-    qk_head_dim: int
-    qk_pos_emb_head_dim: int
-    v_head_dim: int
-    norm_eps: float = 1e-6
-
-    def __post_init__(self) -> None:
-        for name in ("kv_lora_rank", "q_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim"):
-            size = getattr(self, name)
-            if size is not None and size < 1:
-                raise DeclarationError(f"LatentConfig.{name} is {size}. It must be at least 1.")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionConfig:
     """Choices of self-attention.
 
@@ -251,7 +219,7 @@ class AttentionConfig:
     softcap: float | None = None
     sinks: bool = False
     window: SlidingWindow | None = None
-    latent: LatentConfig | None = None
+    latent: LatentSizes | None = None
     output_gate: bool = False
 
     def __post_init__(self) -> None:

@@ -193,7 +193,7 @@ class GPTConfig:
     def head_dim(self) -> int:
         """Extent of one attention head, of queries and keys."""
         if (latent := self.attention.latent) is not None:
-            return latent.qk_head_dim + latent.qk_pos_emb_head_dim
+            return latent.head_dim
         given_dim = self.attention.head_dim
         return self.hidden_size // self.num_heads if given_dim is None else given_dim
 

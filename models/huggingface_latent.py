@@ -8,7 +8,8 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from models.block_config import AttentionConfig, LatentConfig, RotaryConfig
+from megackpt.parallel import LatentSizes
+from models.block_config import AttentionConfig, RotaryConfig
 from models.huggingface_fields import ConfigFields
 
 
@@ -22,14 +23,14 @@ def latent_attention(fields: ConfigFields) -> AttentionConfig:
     fields.require("num_key_value_heads", None, heads)
     fields.skip(("head_dim", "qk_head_dim"))  # sums of others
     bias = fields.flag("attention_bias")
-    latent = LatentConfig(
+    latent = LatentSizes(
         kv_lora_rank=fields.integer("kv_lora_rank"),
         q_lora_rank=fields.integer("q_lora_rank") if fields.has("q_lora_rank") else None,
         qk_head_dim=fields.integer("qk_nope_head_dim"),
         qk_pos_emb_head_dim=fields.integer("qk_rope_head_dim"),
         v_head_dim=fields.integer("v_head_dim"),
     )
-    scale = (latent.qk_head_dim + latent.qk_pos_emb_head_dim) ** -0.5 * _scale_of_scores(fields)
+    scale = latent.head_dim**-0.5 * _scale_of_scores(fields)
     return AttentionConfig(latent=latent, qkv_bias=bias, output_bias=bias, scale=scale)
 
 

@@ -11,6 +11,7 @@ import torch
 from megackpt.optim import DistributedOptimizer, MixedPrecisionOptimizer
 from megackpt.optim.master_optimizer import MasterOptimizer
 from megackpt.parallel import (
+    LatentSizes,
     MambaSizes,
     MicroBatch,
     ModelChunks,
@@ -24,7 +25,6 @@ from models import (
     AttentionConfig,
     DeltaNetConfig,
     GPTConfig,
-    LatentConfig,
     MLPConfig,
     MoEConfig,
     MTPConfig,
@@ -72,7 +72,7 @@ LATENT = replace(
     CONFIG,
     num_query_groups=None,
     attention=AttentionConfig(
-        latent=LatentConfig(
+        latent=LatentSizes(
             kv_lora_rank=10, q_lora_rank=14, qk_head_dim=3, qk_pos_emb_head_dim=4, v_head_dim=5
         )
     ),

@@ -10,6 +10,13 @@ from megackpt.parallel.adapters import (
     reset_magnitudes,
     set_active_adapters,
 )
+from megackpt.parallel.attention import (
+    CrossAttention,
+    LatentAttention,
+    LatentSizes,
+    join_heads,
+    split_heads,
+)
 from megackpt.parallel.attributes import (
     ParameterFlag,
     RowRange,
@@ -130,6 +137,7 @@ __all__ = [
     "CausalConv1d",
     "ColumnParallelLinear",
     "Coordinates",
+    "CrossAttention",
     "Declarations",
     "ExpertCoordinates",
     "ExpertStack",
@@ -142,6 +150,8 @@ __all__ = [
     "GroupedColumnLinear",
     "GroupedReplicatedLinear",
     "GroupedRowLinear",
+    "LatentAttention",
+    "LatentSizes",
     "LayerNorm",
     "LayerStack",
     "LoRA",
@@ -209,6 +219,7 @@ __all__ = [
     "heads_to_tokens",
     "is_marked",
     "join_context",
+    "join_heads",
     "mark",
     "mark_copied_rows",
     "mean_auxiliary_losses",
@@ -233,6 +244,7 @@ __all__ = [
     "set_auxiliary_loss_scale",
     "sharded_state_dict",
     "share_losses",
+    "split_heads",
     "stable_seed",
     "tokens_ahead",
     "tokens_to_heads",

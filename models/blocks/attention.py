@@ -21,6 +21,8 @@ from megackpt.parallel import (
     attention_parts,
     causal_attention,
     context_positions,
+    join_heads,
+    split_heads,
 )
 from models.blocks.norm import head_norm
 from models.blocks.rotary import rotate, rotation
@@ -39,6 +41,13 @@ class Attention(ShardedModule):
 
     def __init__(self, stage: Stage) -> None:
         super().__init__(stage.groups)
+        self.choose(stage)
+
+    def choose(self, stage: Stage) -> None:
+        """Take over the config's choices of how queries weigh values.
+
+        Subclasses that get their projections from a layer of the package call it instead of `__init__`.
+        """
         self.softmax_offset = None
         config, choices = stage.config, stage.config.attention
         self.scale = config.head_dim**-0.5 if choices.scale is None else choices.scale
@@ -97,6 +106,10 @@ class CausalAttention(Attention):
 
     def __init__(self, stage: Stage, index: int) -> None:
         super().__init__(stage)
+        self.choose_positions(stage, index)
+
+    def choose_positions(self, stage: Stage, index: int) -> None:
+        """Take over the config's window and positions of a layer, as `choose` does its choices."""
         self.window = stage.config.window_of(index)
         self.rotary = stage.config.rotary_of(index)
 
@@ -112,7 +125,7 @@ class CausalAttention(Attention):
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Return `[s, b, heads/tp * value_dim]` of queries, keys and values `[b, n, s, dim]`."""
-        return joined_heads(self._attend(q, k, v))
+        return join_heads(self._attend(q, k, v))
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         if self.has_fused_kernel:
@@ -137,12 +150,12 @@ class SelfAttention(CausalAttention):
         self.q_layernorm = head_norm(stage) if choices.qk_norm else None
         self.k_layernorm = head_norm(stage) if choices.qk_norm else None
         self.softmax_offset = sinks(stage)
-        self.linear_proj = output_projection(stage, config.head_dim)
+        self.linear_proj = output_projection(stage)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the block's output, shaped like `x`."""
         q, *gate, k, v = self.linear_qkv.split(self.linear_qkv(x))
-        q, k, v = (heads(part, self.head_dim) for part in (q, k, v))
+        q, k, v = (split_heads(part, self.head_dim) for part in (q, k, v))
         if self.q_layernorm is not None and self.k_layernorm is not None:
             q, k = self.q_layernorm(q), self.k_layernorm(k)
         q, k = self.with_positions(q, k)
@@ -151,26 +164,28 @@ class SelfAttention(CausalAttention):
         return out
 
 
-def heads(part: Tensor, dim: int) -> Tensor:
-    """Return a projection `[s, b, n * dim]` as heads `[b, n, s, dim]`. Pure."""
-    return part.view(*part.shape[:2], -1, dim).permute(1, 2, 0, 3)
+def has_input_bias(stage: Stage) -> bool:
+    """Return whether the projections of attention's input have a bias."""
+    bias = stage.config.attention.qkv_bias
+    return stage.config.linear_bias if bias is None else bias
 
 
-def joined_heads(attended: Tensor) -> Tensor:
-    """Return heads `[b, n, s, dim]` side by side, `[s, b, n * dim]`. Pure."""
-    return attended.permute(2, 0, 1, 3).flatten(2)
+def has_output_bias(stage: Stage) -> bool:
+    """Return whether the projection of attention's output has a bias."""
+    bias = stage.config.attention.output_bias
+    return stage.config.linear_bias if bias is None else bias
 
 
 def input_projection(stage: Stage) -> QKVParallelLinear:
     """Return the projection to queries, keys and values, and to the output gate if there is one."""
-    config, bias = stage.config, stage.config.attention.qkv_bias
+    config = stage.config
     return QKVParallelLinear(
         config.hidden_size,
         config.num_heads,
         config.query_groups,
         config.head_dim,
         stage.groups,
-        bias=config.linear_bias if bias is None else bias,
+        bias=has_input_bias(stage),
         output_gate=config.attention.output_gate,
         sequence_parallel=stage.sequence_parallel,
         dtype=config.params_dtype,
@@ -178,14 +193,14 @@ def input_projection(stage: Stage) -> QKVParallelLinear:
     )
 
 
-def output_projection(stage: Stage, value_dim: int) -> RowParallelLinear:
-    """Return the projection of what all heads make of their values, each of extent `value_dim`."""
-    config, bias = stage.config, stage.config.attention.output_bias
+def output_projection(stage: Stage) -> RowParallelLinear:
+    """Return the projection of what all heads make of their values."""
+    config = stage.config
     return RowParallelLinear(
-        config.num_heads * value_dim,
+        config.num_heads * config.head_dim,
         config.hidden_size,
         stage.groups,
-        bias=config.linear_bias if bias is None else bias,
+        bias=has_output_bias(stage),
         sequence_parallel=stage.sequence_parallel,
         dtype=config.params_dtype,
         device=stage.device,

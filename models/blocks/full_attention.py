@@ -10,27 +10,62 @@ relative positions); names of Megatron-Core `CrossAttention`.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import megackpt.parallel
 from megackpt.errors import DeclarationError
 from megackpt.parallel import (
     Axis,
-    ColumnParallelLinear,
     ShardedModule,
     context_positions,
     gather_context,
     gather_keys_and_values,
+    join_heads,
+    split_heads,
 )
-from models.blocks.attention import Attention, heads, input_projection, joined_heads, output_projection
+from models.blocks.attention import (
+    Attention,
+    has_input_bias,
+    has_output_bias,
+    input_projection,
+    output_projection,
+)
 from models.encoder_config import DECODER_CHOICES
 from models.stage import Stage
 
 
-class FullAttention(Attention):
+class _AttentionToAll(Attention):
+    """How queries weigh the values of all tokens. Collective over cp."""
+
+    def choose(self, stage: Stage) -> None:
+        """Take over how queries weigh values.
+
+        Raises:
+            DeclarationError: the config's attention has a choice of decoders, such as output gates.
+        """
+        attention = stage.config.attention
+        chosen = [choice for choice in DECODER_CHOICES if getattr(attention, choice)]
+        if chosen:
+            raise DeclarationError(
+                f"{type(self).__name__} has no {', '.join(chosen)}: AttentionConfig has such choices for "
+                f"decoders. Leave them at their defaults."
+            )
+        super().choose(stage)
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> Tensor:
+        """Return `[s, b, heads/tp * dim]` of queries, keys and values `[b, n, s, dim]`."""
+        k, v = gather_keys_and_values(k, v, self.groups.cp)
+        if not self.has_fused_kernel:
+            return join_heads(self.weigh(q, k, v, bias))
+        return join_heads(
+            F.scaled_dot_product_attention(q, k, v, attn_mask=bias, scale=self.scale, enable_gqa=True)
+        )
+
+
+class FullAttention(_AttentionToAll):
     """Self-attention over `[s, b, hidden]` (`[s/tp, b, hidden]`) to all tokens. Collective over tp and cp.
 
     s is the number of tokens that this rank of cp has of each sequence.
@@ -43,27 +78,25 @@ class FullAttention(Attention):
     """
 
     def __init__(self, stage: Stage) -> None:
-        _check_choices(type(self).__name__, stage)
         super().__init__(stage)
         self.head_dim = stage.config.head_dim
         self.linear_qkv = input_projection(stage)
-        self.linear_proj = output_projection(stage, self.head_dim)
+        self.linear_proj = output_projection(stage)
 
     def forward(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """Return the block's output, shaped like `x`.
 
         `bias` is added to the scores; it can be expanded to `[b, heads/tp, s, cp * s]`.
         """
-        q, k, v = (heads(part, self.head_dim) for part in self.linear_qkv.split(self.linear_qkv(x)))
-        out: Tensor = self.linear_proj(_attended(self, q, k, v, bias))
+        q, k, v = (split_heads(part, self.head_dim) for part in self.linear_qkv.split(self.linear_qkv(x)))
+        out: Tensor = self.linear_proj(self.attend(q, k, v, bias))
         return out
 
 
-class CrossAttention(Attention):
+class CrossAttention(_AttentionToAll, megackpt.parallel.CrossAttention):
     """Attention of tokens `[s, b, hidden]` to all of a memory `[m, b, hidden]`. Collective over tp and cp.
 
-    Each query head has a key head of its own. With sequence parallelism each rank of tp has its part of both,
-    `[s/tp, b, hidden]` and `[m/tp, b, hidden]`. s and m count what this rank of cp has of each sequence.
+    The projections are those of `megackpt.parallel.CrossAttention`.
 
     Args:
         stage: what its parts are made with.
@@ -73,24 +106,20 @@ class CrossAttention(Attention):
     """
 
     def __init__(self, stage: Stage) -> None:
-        _check_choices(type(self).__name__, stage)
-        super().__init__(stage)
         config = stage.config
-        self.head_dim = config.head_dim
-        features = config.num_heads * config.head_dim
-        self.linear_q = _projection(stage, features)
-        self.linear_kv = _projection(stage, {"k": features, "v": features})
-        self.linear_proj = output_projection(stage, self.head_dim)
-
-    def forward(self, x: Tensor, memory: Tensor, bias: Tensor | None = None) -> Tensor:
-        """Return the block's output, shaped like `x`.
-
-        `bias` is added to the scores; it can be expanded to `[b, heads/tp, s, cp * m]`.
-        """
-        q = heads(self.linear_q(x), self.head_dim)
-        k, v = (heads(part, self.head_dim) for part in self.linear_kv.split(self.linear_kv(memory)))
-        out: Tensor = self.linear_proj(_attended(self, q, k, v, bias))
-        return out
+        megackpt.parallel.CrossAttention.__init__(
+            self,
+            config.hidden_size,
+            config.num_heads,
+            config.head_dim,
+            stage.groups,
+            bias=has_input_bias(stage),
+            output_bias=has_output_bias(stage),
+            sequence_parallel=stage.sequence_parallel,
+            dtype=config.params_dtype,
+            device=stage.device,
+        )
+        self.choose(stage)
 
 
 class RelativePositions(ShardedModule):
@@ -162,37 +191,3 @@ def _buckets(distances: Tensor, count: int, *, max_distance: int, causal: bool) 
     # The logarithm of 0 is not looked at.
     far = exact + growth.clamp(min=0).long()
     return torch.where(back < exact, back, far.clamp(max=count - 1))
-
-
-def _attended(attention: Attention, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> Tensor:
-    """Return `[s, b, heads/tp * dim]` of queries, keys and values `[b, n, s, dim]`. Collective over cp."""
-    k, v = gather_keys_and_values(k, v, attention.groups.cp)
-    if not attention.has_fused_kernel:
-        return joined_heads(attention.weigh(q, k, v, bias))
-    return joined_heads(
-        F.scaled_dot_product_attention(q, k, v, attn_mask=bias, scale=attention.scale, enable_gqa=True)
-    )
-
-
-def _check_choices(name: str, stage: Stage) -> None:
-    """Raise a DeclarationError for choices of attention that only decoders have."""
-    attention = stage.config.attention
-    chosen = [choice for choice in DECODER_CHOICES if getattr(attention, choice)]
-    if chosen:
-        raise DeclarationError(
-            f"{name} has no {', '.join(chosen)}: AttentionConfig has such choices for decoders. Leave them "
-            f"at their defaults."
-        )
-
-
-def _projection(stage: Stage, out_features: int | Mapping[str, int]) -> ColumnParallelLinear:
-    config, bias = stage.config, stage.config.attention.qkv_bias
-    return ColumnParallelLinear(
-        config.hidden_size,
-        out_features,
-        stage.groups,
-        bias=config.linear_bias if bias is None else bias,
-        sequence_parallel=stage.sequence_parallel,
-        dtype=config.params_dtype,
-        device=stage.device,
-    )
