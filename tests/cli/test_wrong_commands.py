@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 import shutil
@@ -240,8 +241,11 @@ def test_an_interrupt_ends_a_real_command_with_one_line(tmp_path: Path) -> None:
     fifo = tmp_path / "config.json"
     os.mkfifo(fifo)  # the command waits for a writer
     command = [sys.executable, "-m", "megackpt.cli", "maps", "show", "--config", str(fifo)]
+    # What a shell starts in the background ignores Ctrl-C: perhaps these tests, and so what they start.
+    as_in_foreground = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+    started = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, preexec_fn=as_in_foreground)
     # Once the file is opened by both, the command reads. If it has to wait too long, it ends with the file.
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process, open(fifo, "w"):
+    with started as process, open(fifo, "w"):
         process.send_signal(signal.SIGINT)
         _, message = process.communicate(timeout=120)
     assert process.returncode == 130
