@@ -47,7 +47,7 @@ def read_torch(path: str, *, prefix: str, checks_bytes: bool) -> ForeignState:
 
     Raises:
         NotACheckpointError: there is no such file.
-        UnsupportedError: the values are parts of tensors, and the files do not say of which.
+        UnsupportedError: the values are parts of tensors, and the files do not say which parts.
         FormatError: a file is damaged or missing, or files of ranks contradict each other.
     """
     groups = _files(path)
@@ -141,7 +141,7 @@ class _Merge:
         if isinstance(first, Tensor):
             self._check_tensors(values, steps)
         if is_dtensor(first):
-            return self._array(_array_of_dtensors(dotted(steps), values))
+            return self._array(_array_of_dtensors(dotted(steps), values, self.files))
         if isinstance(first, Tensor):
             return self._tensor(values, steps)
         if type(first).__name__ in ("dict", "OrderedDict") and isinstance(first, dict):
@@ -219,17 +219,30 @@ def _names(table: Mapping[Any, Any]) -> Iterator[tuple[Any, Any]]:
         yield key, key[len(prefix) :] if prefix else key
 
 
-def _array_of_dtensors(key: str, dtensors: Sequence[Any]) -> ForeignArray:
+def _array_of_dtensors(key: str, dtensors: Sequence[Any], files: Sequence[str]) -> ForeignArray:
     """Return the array that DTensors of several ranks are parts of."""
-    parts: dict[tuple[tuple[int, ...], tuple[int, ...]], SourcePart] = {}
-    for dtensor in dtensors:
+    first = dtensors[0]
+    parts: dict[tuple[tuple[int, ...], tuple[int, ...]], tuple[SourcePart, str]] = {}
+    for dtensor, file in zip(dtensors, files, strict=True):
+        if dtensor.shape != first.shape or dtensor.dtype != first.dtype:
+            what = [f"{tuple(d.shape)} and {d.dtype}" for d in (dtensor, first)]
+            raise _contradiction(key, file, f"is of shape and dtype {what[0]}, and {what[1]} in {files[0]}")
         try:
             chunks = declare_dtensor(key, dtensor).chunks
         except DeclarationError as error:
             raise FormatError(str(error), key=key) from error
         for chunk in chunks:
-            if chunk.data is not None and chunk.data.numel():
-                part = SourcePart(chunk.data, tuple(chunk.global_offset), tuple(chunk.local_shape))
-                parts.setdefault((part.start, part.shape), part)
-    first = dtensors[0]
-    return ForeignArray(key, first.dtype, tuple(first.shape), tuple(parts.values()))
+            if chunk.data is None or not chunk.data.numel():
+                continue
+            check_repeats(chunk.data, key)
+            part = SourcePart(chunk.data, tuple(chunk.global_offset), tuple(chunk.local_shape))
+            copy, file_of_copy = parts.setdefault((part.start, part.shape), (part, file))
+            if copy is not part and not have_equal_bits(copy.data, part.data):
+                where = f"in the part of shape {part.shape} at {part.start}"
+                raise _contradiction(key, file, f"has other bits than in {file_of_copy} {where}")
+    return ForeignArray(key, first.dtype, tuple(first.shape), tuple(part for part, _ in parts.values()))
+
+
+def _contradiction(key: str, file: str, what: str) -> FormatError:
+    text = f"{file}: the DTensor {key!r} {what}. Pass the files of one step of one run."
+    return FormatError(text, key=key, path=file)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +49,20 @@ def _save_files(folder: Path) -> None:
         torch.save(whole, folder.parent / "whole.pt")
 
 
+def _change_columns(path: Path, change: Callable[[Any], Any]) -> None:
+    """Change the local part of the replicated DTensor in a rank's file."""
+    from torch.distributed.tensor import DTensor
+
+    saved = torch.load(path, weights_only=False)
+    columns = saved["cuts"]["columns"]
+    spec = columns._spec
+    local = change(columns._local_tensor)
+    meta = spec.tensor_meta._replace(dtype=local.dtype)
+    spec = dataclasses.replace(spec, tensor_meta=meta)
+    saved["cuts"]["columns"] = DTensor(local, spec, requires_grad=False)
+    torch.save(saved, path)
+
+
 def _flattened(value: Any, path: str = "") -> dict[str, Any]:
     if not isinstance(value, dict):
         return {path: value}
@@ -71,6 +87,13 @@ def test_files_of_fsdp2_ranks_become_whole_arrays(rank_pool: RankPool, tmp_path:
             torch.equal(loaded[path], value) if isinstance(value, torch.Tensor) else loaded[path] == value
         )
         assert is_equal, path
+    _change_columns(folder / "rank_3.pt", lambda columns: columns.add_(1))
+    with pytest.raises(megackpt.FormatError, match=r"'cuts.columns' has other bits than in .*rank_1"):
+        megackpt.import_torch(folder, tmp_path / "differing")
+    _change_columns(folder / "rank_3.pt", lambda columns: columns.double())
+    with pytest.raises(megackpt.FormatError, match=r"'cuts.columns' is of shape and dtype .*float64, and"):
+        megackpt.import_torch(folder, tmp_path / "differing")
+    assert not (tmp_path / "differing").exists()
     (folder / "rank_3.pt").unlink()
     with pytest.raises(megackpt.CoverageError, match="no rank"):
         megackpt.import_torch(folder, tmp_path / "incomplete")
