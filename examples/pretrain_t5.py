@@ -2,8 +2,9 @@
 
     torchrun --nproc-per-node 4 examples/pretrain_t5.py --tp 2 --pp 2 --encoder-stages 1
     torchrun --nproc-per-node 2 examples/pretrain_t5.py --tp 2
+    torchrun --nproc-per-node 4 examples/pretrain_t5.py --cp 2
 
-The second run goes on where the first one ended.
+Each run goes on where the one before ended.
 """
 
 from __future__ import annotations
@@ -14,30 +15,54 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from training.text import Text
 
 from megackpt import Checkpointer
 from megackpt.optim import DistributedOptimizer
-from megackpt.parallel import MicroBatch, ParallelGroups, ParallelLayout, forward_backward, share_losses
+from megackpt.parallel import (
+    Axis,
+    MicroBatch,
+    ParallelGroups,
+    ParallelLayout,
+    context_share,
+    forward_backward,
+    share_losses,
+)
 from models import T5Config, build_t5, init_weights
 
 LENGTH, HIDDEN = 48, slice(16, 32)  # tokens of a sample, and which of them the decoder has to restore
 HIDDEN_ID, SAMPLES_OF_A_STEP, SAMPLES = 319, 16, 4  # the last one of a micro-batch
 
 
-def micro_batch(text: Text, first: int) -> MicroBatch:
-    """Return samples with hidden tokens for the encoder, and the hidden ones for the decoder."""
+def micro_batch(text: Text, first: int, cp: Axis) -> MicroBatch:
+    """Return samples with hidden tokens for the encoder, and the hidden ones for the decoder.
+
+    Of each sequence, this rank of cp has its share of the encoder's tokens, and of the decoder's.
+    """
     tokens, _ = text.batch(range(first, first + SAMPLES))
     labels = tokens[:, HIDDEN].clone()
     tokens[:, HIDDEN] = HIDDEN_ID
     start = torch.full_like(labels[:, :1], HIDDEN_ID)
-    return MicroBatch(torch.cat([tokens, start, labels[:, :-1]], dim=1), labels)
+    encoder, decoder, targets = (
+        context_share(x, cp, dim=1) for x in (tokens, torch.cat([start, labels[:, :-1]], dim=1), labels)
+    )
+    return MicroBatch(torch.cat([encoder, decoder], dim=1), targets)
+
+
+def mean_loss(losses: Tensor, replicas: Axis) -> float:
+    """Return the mean over micro-batches and over the ranks that have other tokens. Collective."""
+    mean = losses.mean()
+    if replicas.group is not None:
+        dist.all_reduce(mean, group=replicas.group)
+        mean /= replicas.size
+    return mean.item()
 
 
 def run(flags: argparse.Namespace) -> list[float]:
     """Train for some steps more than the newest checkpoint has, and save; return the losses. Collective."""
     ranks = dist.get_world_size() if dist.is_initialized() else 1
-    groups = ParallelGroups.create(ParallelLayout.infer(ranks, tp=flags.tp, pp=flags.pp))
+    groups = ParallelGroups.create(ParallelLayout.infer(ranks, tp=flags.tp, pp=flags.pp, cp=flags.cp))
     config = T5Config(
         vocab_size=320, hidden_size=64, num_layers=4, num_encoder_layers=2, num_heads=4,
         seq_length=LENGTH + HIDDEN.stop - HIDDEN.start, encoder_length=LENGTH,
@@ -62,10 +87,11 @@ def run(flags: argparse.Namespace) -> list[float]:
             done = loaded["step"]
         for step in range(done, done + flags.steps):
             first = step * SAMPLES_OF_A_STEP
-            batches = [micro_batch(text, first + n) for n in range(0, SAMPLES_OF_A_STEP, SAMPLES)]
+            starts = range(first, first + SAMPLES_OF_A_STEP, SAMPLES)
+            batches = [micro_batch(text, start, groups.cp) for start in starts]
             own = batches[groups.dp.rank :: groups.dp.size]
             losses = share_losses(forward_backward(model, own, groups), len(own), groups)
-            shown.append(losses.mean().item())
+            shown.append(mean_loss(losses, groups.dp_cp))
             optimizer.step()
             optimizer.zero_grad()
             if groups.rank == 0:
@@ -76,7 +102,7 @@ def run(flags: argparse.Namespace) -> list[float]:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    for flag in ("--tp", "--pp"):
+    for flag in ("--tp", "--pp", "--cp"):
         parser.add_argument(flag, type=int, default=1)
     parser.add_argument(
         "--encoder-stages", type=int, help="stages of the encoder; the others have the decoder"
