@@ -1,7 +1,7 @@
-"""What one chunk hands to the next besides hidden states: small tensors, as further rows of them.
+"""Sends small tensors to the next chunk of a pipeline, as rows appended to the hidden states.
 
-Later stages receive no tokens, only one tensor of activations. What they need of the tokens, such as which of
-them are padding, therefore travels with it.
+Later stages receive no tokens, only one tensor of activations. A mask of padding, for instance, therefore
+travels in further rows of that tensor.
 """
 
 from __future__ import annotations

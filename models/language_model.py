@@ -116,7 +116,7 @@ class LanguageModel(ShardedModule):
         return torch.empty(shape, dtype=self.config.params_dtype, device=tokens.device)
 
     def check_length(self, own: int) -> None:
-        """Check that sequences, of which this rank of cp has `own` tokens, are not too long. Pure.
+        """Check that sequences are not too long, where this rank of cp has `own` of their tokens. Pure.
 
         Raises:
             DeclarationError: they are longer than the model is made for.

@@ -81,7 +81,7 @@ class T5Config(EncoderConfig):
             )
 
     def split_stages(self, *, pp: int, encoder_stages: int) -> StageTable:
-        """Return a table in which the first stages have the encoder, and the others the decoder. Pure.
+        """Return a table that gives the encoder to the first stages, and the decoder to the others. Pure.
 
         Args:
             pp: number of pipeline stages.

@@ -30,7 +30,7 @@ def a_box_ends_one_row_early(w: World) -> ExpectedError:
     w.spoil(rank, "uneven", local_shape=(at - w.edges[block] - 1, w.cols))
     return not_covered(
         f"'uneven': elements [{at - 1}:{at}, 0:{w.cols}] are saved by no rank",
-        f"ranks {rank + 1} declare replicas, none of which is the main one",
+        f"ranks {rank + 1} declare replicas, but no rank has the main one",
     )
 
 

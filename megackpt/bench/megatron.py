@@ -63,7 +63,7 @@ class MegatronCore:
         self._queue: Any = queues.AsyncCallsQueue()
 
     def unsupported_reason(self, saved_at: GridLayout, loaded_at: GridLayout) -> str | None:
-        """What a rank holds has to be rectangles."""
+        """Each rank must have rectangles of the arrays."""
         if saved_at.is_flat or loaded_at.is_flat:
             return "Megatron-Core has no flattened_range since 0.13: flat optimizer shards cannot be declared"
         return None

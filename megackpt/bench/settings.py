@@ -15,7 +15,7 @@ DTYPES = ("bfloat16", "float16", "float32")
 """Dtypes that parameters may have."""
 
 CASES = ("save", "load", "reshard", "async", "digests", "memory", "small", "plan", "long", "scaling")
-"""What can be measured, in order. `save` and `load` are one: what is loaded has to be saved."""
+"""What can be measured, in order. `save` and `load` are one case: a load needs a checkpoint."""
 
 WRITE_THREADS = FileOptions().threads
 READ_THREADS = LoadOptions().threads

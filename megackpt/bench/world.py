@@ -71,13 +71,13 @@ def _check_room(settings: BenchSettings) -> None:
     if settings.size > free:
         raise DeclarationError(
             f"size is {settings.size:,} bytes, and {settings.directory} has {free:,} left. Give another "
-            f"directory, or a size of which there is room for several.",
+            f"directory, or a size that fits several times.",
             path=settings.directory,
         )
 
 
 def _worlds(settings: BenchSettings) -> list[BenchSettings]:
-    """Return what is measured in which world of processes."""
+    """Return the cases to measure for each world of processes."""
     if _SCALING not in settings.cases or settings.scaling == settings.ranks:
         return [settings]
     apart = replace(settings, cases=(_SCALING,), ranks=settings.scaling, peers=(), formats=())

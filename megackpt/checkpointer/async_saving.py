@@ -180,7 +180,7 @@ class AsyncSaving:
         return self.saver
 
     def _last_save(self) -> SaveAttempt:
-        """Return a block in which the error of the last save may be raised."""
+        """Return a context that handles an error of the last save."""
         return self._root_saving.failures.attempt(f"Saving step {self._step}", rank=self._rank)
 
 

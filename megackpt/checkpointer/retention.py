@@ -226,7 +226,7 @@ class Cleanup:
         return is_gone
 
     def newest_undamaged(self, committed: Iterable[int]) -> int | None:
-        """Return the newest step in which no damage is found without reading its chunks."""
+        """Return the newest step without damage that can be found without reading its chunks."""
         return next((step for step in sorted(committed, reverse=True) if self._is_undamaged(step)), None)
 
     def _is_undamaged(self, step: int) -> bool:

@@ -54,7 +54,7 @@ class SaveFailures:
         self.count = 0
 
     def attempt(self, what: str, *, rank: int) -> SaveAttempt:
-        """Return a block in which a save may fail; `what` names the save in the warning."""
+        """Return a context for a save that may fail; `what` names the save in the warning."""
         return SaveAttempt(self, what, rank)
 
     def handle(self, what: str, error: CheckpointError, *, rank: int) -> bool:
@@ -79,7 +79,7 @@ class SaveFailures:
 
 
 class SaveAttempt:
-    """A block in which a save may fail. A tolerated error ends the block and is not raised.
+    """A context for a save that may fail. A tolerated error ends the block and is not raised.
 
     Attributes:
         has_failed: whether a tolerated error ended the block.

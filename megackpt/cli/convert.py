@@ -287,7 +287,7 @@ class _FolderOptions:
         for name in self.options.keys() - allowed:
             option = _SPELLINGS.get(name, f"--{name.replace('_', '-')}")
             raise click.UsageError(
-                f"{option} cannot be used with these formats; `megackpt convert --help` says for which it is."
+                f"{option} cannot be used with these formats; `megackpt convert --help` lists them."
             )
 
     def of_import(self) -> dict[str, Any]:

@@ -17,7 +17,7 @@ CHART_SUFFIXES = (".png", ".svg", ".pdf")
 
 
 class LocalPath(click.Path):
-    """A path on a file system, in which `~` is the home directory, also in `--chart=~/x.png`."""
+    """A path on a file system. `~` is the home directory, also in `--chart=~/x.png`."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         """Return the path, as text."""

@@ -181,7 +181,7 @@ def _number(value: float | str) -> str:
 
 
 def age_as_text(seconds: float) -> str:
-    """Return a time as text, in the largest unit of which it has at least two.
+    """Return a time as text, in the largest unit that gives at least two.
 
     >>> age_as_text(3.2), age_as_text(100), age_as_text(7300), age_as_text(86400 * 30)
     ('3 s', '100 s', '2 h', '30 d')

@@ -100,7 +100,7 @@ def _cells(file: RepairedFile) -> tuple[str, ...]:
 def _verdict(report: RepairReport) -> str:
     if not report.damages:
         return f"{report.location}: no damage found; nothing was changed."
-    counts = f"{len(report.damages)} damages, of which {len(report.remaining)} are left"
+    counts = f"{len(report.damages)} damages, {len(report.remaining)} of them left"
     if report.is_applied:
         return f"{report.location}: {counts}; {len(report.files)} files were repaired."
     if not report.files:

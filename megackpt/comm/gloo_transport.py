@@ -231,7 +231,7 @@ def _serve(
 
 
 class _Rendezvous(dist.Store):  # type: ignore[misc, name-defined]
-    """A view of a store in which gloo finds a peer. It waits by polling, never in a call of the store.
+    """A view of a store through which gloo finds a peer. It waits by polling, never in a call of the store.
 
     A TCPStore that waits holds a lock, for which every other call of this process would wait: also the call
         by

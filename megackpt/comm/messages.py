@@ -62,7 +62,7 @@ def _describe_step(message: bytes) -> str:
 
 
 def encode_error(error: BaseException) -> bytes:
-    """Return an error in the form in which it is sent to other ranks. Pure."""
+    """Return an error as a value that can be sent to other ranks. Pure."""
     if isinstance(error, CheckpointError):
         where = {"key": error.key, "rank": error.rank, "path": error.path}
         return json.dumps({"class": type(error).__name__, "text": error.message, **where}).encode()

@@ -209,7 +209,7 @@ class StoreGroup(Group):
             raise decode_error(self._ask(self._store.get, key))
 
     def _missing_ranks(self, from_rank: int) -> list[int]:
-        """Return the ranks whose message is missing, of which from_rank is the first."""
+        """Return the ranks whose message is missing; from_rank is the first."""
         missing = [from_rank]
         if self.rank == 0:
             later = range(from_rank + 1, self.size)

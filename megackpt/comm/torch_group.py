@@ -249,7 +249,7 @@ class TorchGroup(Group):
         sent = bytearray(head + enclosed + head * (self.size - 1))
         to_rank_0 = len(head) + len(enclosed)
         received = torch.empty(self.size * (len(head) if self.rank else to_rank_0), dtype=torch.uint8)
-        # gloo's all-reduce is a ring of 4 (size - 1) messages a rank, each of which waits for the one before.
+        # gloo's all-reduce is a ring of 4 (size - 1) messages a rank, and each waits for the one before.
         # This is size - 1 messages at once, and all ranks notice at the same time that a rank is gone.
         work = self._group.alltoall_base(
             received,

@@ -86,7 +86,7 @@ ZARR_V3 = FileNames(
 )
 
 HUGGINGFACE_MODELS = ("model.safetensors", "model.safetensors.index.json")
-"""The only file with tensors, or the index of several, in the order in which transformers looks for them."""
+"""The only file with tensors, or the index of several, in the order that transformers looks for them."""
 
 HUGGINGFACE = FileNames(
     attempt=NOTHING,

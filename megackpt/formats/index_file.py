@@ -61,7 +61,7 @@ class StoredIndex(ABC):
     @property
     @abstractmethod
     def array_digests(self) -> Mapping[str, int]:
-        """CRC-64/NVME of the elements of arrays, by key, for those of which one is stored."""
+        """Stored CRC-64/NVME of the elements of arrays, by key. Arrays without one are left out."""
 
     @abstractmethod
     def of_keys(self, keys: Iterable[str]) -> StoredChunks:

@@ -116,7 +116,7 @@ class IndexHead:
     def blocks_overlapping(self, wanted: Sequence[ChunkTable]) -> Marks:
         """Mark the blocks that may have rows which overlap one of these boxes along dim 0, `[m]`."""
         # Rows are sorted by array, then by `start[0]`. A base for each array, added to `start[0]`, makes one
-        # ascending number of the two, in which the first rows of blocks can be searched.
+        # ascending number of the two, so a binary search finds the first rows of blocks.
         bases, bound = position_bases(self.decoded.whole[:, 0])
         of_block = np.searchsorted(self.first_row, self.first_rows_of_blocks(), side="right") - 1
         position = bases[of_block] + np.minimum(self.block_start, bound)

@@ -18,11 +18,11 @@ from megackpt.errors import FormatError
 from megackpt.metadata import OBJECT, ArraySpec, Column
 
 ROW_COLUMNS = ("start", "shape", "flat_start", "flat_stop", "nbytes", "file", "offset_bytes")
-"""Columns with a row for each chunk, in the order in which the head lists their digests. `array` is not here:
+"""Columns with a row for each chunk, in the order of their digests in the head. `array` is not here:
 it follows from the number of chunks of each array, which is in the head."""
 
 ARRAY_DIGEST, HAS_ARRAY_DIGEST = "array.crc64nvme", "array.has_crc64nvme"
-"""Columns of the head with a row for each array. An index in which no array has a digest lacks both, and
+"""Columns of the head with a row for each array. An index without digests of arrays lacks both, and
 readers that do not know them ignore them."""
 
 BLOCK_ROWS = 1024

@@ -1,4 +1,4 @@
-"""An index of which only the rows that a rank needs are read.
+"""An index that reads only the rows that a rank needs.
 
 Every block that is read is checked against its digest before it is used.
 """
@@ -33,7 +33,7 @@ _ANYWHERE = 2**62
 
 
 class PartialIndex(StoredIndex):
-    """An index of which only the head was read so far."""
+    """An index that has read its head, and reads rows when they are asked for."""
 
     def __init__(self, store: Store, head: IndexHead) -> None:
         self._store, self._head = store, head
@@ -156,7 +156,7 @@ def _groups_of(blocks: Marks, *, most: int, gap: int) -> Iterator[range]:
 
 
 class _RowBlocks:
-    """Neighbouring blocks of rows, of which those that are needed are checked against their digests.
+    """Neighbouring blocks of rows. The needed ones are checked against their digests.
 
     Columns are read one after the other, into a buffer of the store if one fits.
     """

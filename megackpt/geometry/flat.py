@@ -77,7 +77,7 @@ def rectangles_of(shape: Ints, flat_start: Ints, flat_stop: Ints) -> Rectangles:
         cut.append((rows, start, extent))
         position[rows] = stop
 
-    # Heads, innermost dim first: complete the slab in the middle of which the range begins.
+    # Heads, innermost dim first: complete the slab if the range begins in the middle of one.
     climbing = flat_stop > flat_start
     for dim in range(dims - 1, 0, -1):
         slab = np.maximum(strides[:, dim - 1], 1)

@@ -94,7 +94,7 @@ def uncovered_regions(
 
 
 def uncovered_arrays(rectangles: Rectangles, whole: Ints, expected: Rectangles) -> Ints:
-    """Return the numbers of the arrays for which `uncovered_regions` finds regions, ascending."""
+    """Return the numbers of the arrays with regions that `uncovered_regions` would find, ascending."""
     arrays = [np.unique(left[0]) for left in _left_over_corners(rectangles, whole, expected)]
     return np.concatenate([np.zeros(0, np.int64), *arrays])
 

@@ -58,7 +58,7 @@ class AcceleratorState:
         self._others = TrainingState(_parts(accelerator, seed))
 
     def sharded_state_dict(self) -> ShardedStateDict:
-        """Declare all state, to save it or to ask for it in a load. Collective under FSDP."""
+        """Declare all state, to save it or to load it. Collective under FSDP."""
         return {
             **self._torch.sharded_state_dict(),
             **self._others.sharded_state_dict(),

@@ -79,8 +79,8 @@ class TieredCheckpointManager:
     def __init__(self, checkpointer: Checkpointer) -> None:
         if checkpointer.save_options.plain_tensors != "common":
             raise DeclarationError(
-                "The Checkpointer stores tensors of common state as arrays, for which Megatron-LM does not "
-                "ask. Give it save_options=SaveOptions(plain_tensors='common')."
+                "The Checkpointer stores tensors of common state as arrays, and Megatron-LM does not request "
+                "them. Give it save_options=SaveOptions(plain_tensors='common')."
             )
         self.checkpointer = checkpointer
         self.latest_iteration = -1
@@ -125,7 +125,7 @@ class TieredCheckpointManager:
         return None
 
     def find_latest(self) -> int:
-        """Return the newest iteration of which every byte is stored; -1 if there is none."""
+        """Return the newest iteration that is stored completely; -1 if there is none."""
         step = self.checkpointer.find_latest()
         self.latest_iteration = -1 if step is None else step
         return self.latest_iteration

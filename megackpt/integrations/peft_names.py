@@ -68,7 +68,7 @@ class PeftModule:
 
     @property
     def own_rows(self) -> str:
-        """Name of the rows in our adapter that are those of this module alone."""
+        """Name of the rows in our adapter that belong to this module only."""
         return WHOLE if len(self.rows) > 1 else self.rows[0][0] or WHOLE
 
     def is_adapted(self, keys: Mapping[str, Tensor], adapter: str) -> bool:

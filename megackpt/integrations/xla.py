@@ -75,7 +75,7 @@ class XlaLoadPlanner(DefaultLoadPlanner):
     def set_up_planner(
         self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
     ) -> None:
-        """Take a state dict to fill and what is stored."""
+        """Take a state dict to fill, and the metadata of the checkpoint."""
         super().set_up_planner(state_dict, metadata, is_coordinator)
         self._user_state_dict = self.state_dict
         self.state_dict = {key: _unwrapped(key, leaf) for key, leaf in self.state_dict.items()}

@@ -58,7 +58,7 @@ def check_equal(
     where: str,
     progress: Callable[[int], None],
 ) -> None:
-    """Check that another checkpoint has the same elements as these parts, none of which is an object. Local.
+    """Check that another checkpoint has the same elements as these parts of arrays. Local.
 
     where names the other checkpoint in error texts; progress is called with the number of compared bytes.
 
@@ -75,7 +75,7 @@ def check_equal(
 def byte_pairs(
     parts: Sequence[Part], chunks: Chunks, other: Contents, *, buffer_bytes: int, where: str
 ) -> Iterator[BytePair]:
-    """Yield the bytes of these parts, none of which is an object, in both checkpoints. Local.
+    """Yield the bytes of these parts of arrays in both checkpoints. Local.
 
     Parts are cut so that at most buffer_bytes of each checkpoint are in memory at a time. where names the
     other checkpoint in error texts. The errors are those of `check_equal`.

@@ -97,7 +97,7 @@ def diff(
         keys: globs such as `"decoder.*"`; only arrays and objects whose key matches one of them are
             compared. All are compared if there are none.
         common: compare common state and content metadata as well.
-        read_all: also read arrays for which both checkpoints have a digest of the whole array. Otherwise
+        read_all: also read arrays that have a digest of the whole array in both checkpoints. Otherwise
             such arrays are read only if these digests differ.
         allow_unsafe_pickle: as in `megackpt.verify`.
         threads: number of concurrent comparisons.
@@ -216,7 +216,7 @@ def _spec_text(spec: ArraySpec) -> str:
 
 
 def _equal_by_digest(keys: Iterable[str], first: Contents, second: Contents) -> set[str]:
-    """Return the keys of arrays for which both checkpoints store the same digest."""
+    """Return the keys of arrays with the same stored digest in both checkpoints."""
     digests, others = first.array_digests, second.array_digests
     return {key for key in keys if key in digests and digests[key] == others.get(key)}
 

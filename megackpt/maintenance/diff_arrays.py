@@ -107,7 +107,7 @@ class _Comparison:
         self.differences: dict[str, ArrayDifference] = {}
 
     def batches(self) -> Iterator[list[Part]]:
-        """Cut all chunks into batches of about two buffers, in the order in which they lie in files."""
+        """Cut all chunks into batches of about two buffers, in their order in files."""
         batch: list[Part] = []
         nbytes = 0
         block = self._chunks.block_bytes

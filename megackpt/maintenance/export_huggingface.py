@@ -264,7 +264,7 @@ class _OpenedSource:
 
 @dataclass(frozen=True, slots=True)
 class _PlannedExport:
-    """What is written, the same on all ranks."""
+    """The files to write and their contents, the same on all ranks."""
 
     source: MappedCheckpoint
     files: tuple[PlannedFile, ...]

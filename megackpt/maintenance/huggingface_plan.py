@@ -1,4 +1,4 @@
-"""The plan of a Hugging Face folder: which tensor stands where in which file. Pure.
+"""The plan of a Hugging Face folder: the file and the position of each tensor. Pure.
 
 Source: `split_torch_state_dict_into_shards` of huggingface_hub (files of a limited size in the order of the
 model), `save_file` of safetensors (order in a file), transformers 5.23 (names, index).
@@ -179,7 +179,7 @@ def position_in_model(key: str, first: int) -> tuple[int, int]:
 
 
 def _cuts(tensor: PlannedTensor, buffer_bytes: int) -> Iterator[tuple[int, int]]:
-    """Yield the ranges of elements in which a tensor is read; ends of rows, where rows are short enough."""
+    """Yield the ranges of elements to read of a tensor; whole rows, if rows are short enough."""
     step = max(buffer_bytes // tensor.itemsize, 1)
     row = math.prod(tensor.viewed[1:])
     if 0 < row <= step:

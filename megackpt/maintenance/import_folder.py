@@ -182,7 +182,7 @@ def import_torch(
 
     Raises:
         NotACheckpointError: there is no file of torch.save at the source.
-        UnsupportedError: ranks have parts of tensors, and the files do not say of which, as with flat
+        UnsupportedError: ranks have parts of tensors, and the files do not say which parts, as with flat
             parameters of FSDP version 1.
         FormatError, CoverageError: files are missing, damaged, or contradict each other. Nothing is written.
         DeclarationError: there is already a checkpoint at the target, or an argument is invalid.

@@ -104,7 +104,7 @@ class ImportPlan:
 
 
 def with_stacked_layers_where_equal(made: RegionMap) -> RegionMap:
-    """Return a map in which layers of a stack are stacked, if all have the same arrays in the same shapes.
+    """Return a map that stacks the layers of a stack, if all have the same arrays in the same shapes.
 
     An encoder and a decoder are a stack each. Layers for further tokens keep keys of their own, as in the
     models that have them.

@@ -24,7 +24,7 @@ from megackpt.metadata import OBJECT, ArraySpec
 
 @dataclass(frozen=True, slots=True)
 class MappedCheckpoint:
-    """An opened checkpoint, and a map to the names in which it is read. Safe for many threads.
+    """An opened checkpoint, and a map to the names to read it by. Safe for many threads.
 
     Attributes:
         contents: the checkpoint.
@@ -58,7 +58,7 @@ class MappedCheckpoint:
                 part.theirs.data.copy_(request.data + part.added)
 
     def dtypes(self, dtype: str | None) -> dict[str, str]:
-        """Return the name of the dtype in which each left array is written, by key. Pure.
+        """Return the name of the dtype to write each left array in, by key. Pure.
 
         Args:
             dtype: that of floating-point arrays; None keeps the stored one. Arrays that keep their dtype by

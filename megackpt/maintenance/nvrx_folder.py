@@ -32,7 +32,7 @@ _INVALID = (-1,)
 
 
 def read_nvrx(path: str, *, checks_bytes: bool) -> ForeignState:
-    """Read the newest step of which every rank's file is there; arrays stay in the files, which are mapped.
+    """Read the newest step that has every rank's file. Arrays stay in the files, which are memory-mapped.
 
     Args:
         path: the folder that was given to the manager, or one into which those of all nodes were copied.
@@ -63,7 +63,7 @@ def read_nvrx(path: str, *, checks_bytes: bool) -> ForeignState:
 
 
 def _newest_step(path: str) -> tuple[int, dict[int, str]]:
-    """Return the newest iteration of which every rank has a file, and its files by rank."""
+    """Return the newest iteration that has a file of every rank, and its files by rank."""
     steps: dict[int, dict[int, str]] = defaultdict(dict)
     for folder, _, names in sorted(os.walk(path)):
         for name in names:

@@ -41,7 +41,7 @@ from megackpt.mapping.tree import (
 )
 
 DroppedKeys = Set[str]
-"""Keys for which nothing was loaded."""
+"""Keys that were not loaded."""
 
 
 @dataclass(slots=True, eq=False)
@@ -77,7 +77,7 @@ class LocalLeaf:
 
 @dataclass(slots=True, eq=False)
 class ExpandedLeaf:
-    """A leaf for which other entities are stored: a layout, or what a factory has built.
+    """A leaf that is stored as other entities: a layout, or what a factory has built.
 
     Attributes:
         key: of the leaf.

@@ -173,7 +173,7 @@ def _cut_of(key: str, placement: Any, placements: Sequence[Any]) -> MeshCut | No
 
 
 def _order_of(dtensor: Any, cuts: Sequence[MeshCut | None]) -> list[int] | None:
-    """Return the order in which mesh dims cut; None for from left to right.
+    """Return the order of cuts by mesh dims; None for left to right.
 
     Source: `DTensorSpec.shard_order`, from torch 2.10. Strided cuts contain the order themselves.
     """

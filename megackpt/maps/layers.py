@@ -34,7 +34,7 @@ def bound_to(made: RegionMap, keys: Collection[str]) -> RegionMap:
 
 
 def with_stacked_layers(made: RegionMap, stacked: Mapping[str, tuple[str, int]]) -> RegionMap:
-    """Return a map in which left arrays are layers of stacked arrays. Pure.
+    """Return a map whose left arrays are layers of stacked arrays. Pure.
 
     Args:
         made: the map.

@@ -285,7 +285,7 @@ class _Checkpoint:
     has_singletons: bool
 
     def key_of(self, key: str, ours: Collection[str]) -> str:
-        """Return the key of the array in which one of ours is, with a layer but no expert."""
+        """Return the key of the array that has one of ours, with a layer but no expert."""
         match = _COMPONENT.fullmatch(key)
         fused = key if match is None else match["fused"]
         layer = _LAYER.fullmatch(fused)

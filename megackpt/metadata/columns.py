@@ -119,7 +119,7 @@ def integers(
 
 
 def narrow_dtype(values: Column) -> np.dtype[Any]:
-    """Return the dtype in which a column is stored: uint32 for int64 whose values all fit, else its own."""
+    """Return the dtype of a stored column: uint32 for int64 if all values fit, else its own."""
     if values.dtype != np.int64:
         return values.dtype
     fits = not values.size or (int(values.min()) >= 0 and int(values.max()) < 2**32)

@@ -36,7 +36,7 @@ class MergedDeclarations:
 
     @classmethod
     def of_single_owners(cls, declared: DeclaredChunks, *, ranks: int) -> MergedDeclarations:
-        """Return declarations in which every row has one owner."""
+        """Return declarations with one owner for every row."""
         return cls(declared, (), np.zeros(ranks, np.int64))
 
     @property
@@ -129,7 +129,7 @@ def pack_declarations(
 
 def _packed(table: ChunkTable, marks: Ints) -> bytes:
     """Return a head (rows, dims, lengths of the specs), the matrix of rows, and the specs of used arrays."""
-    # Only arrays of which there is a row are sent, numbered from 0.
+    # Only arrays that have a row are sent, numbered from 0.
     used, number = np.unique(table.array, return_inverse=True)
     specs = [_packed_spec(table.arrays[i]) for i in used.tolist()]
     matrix = np.column_stack(

@@ -80,7 +80,7 @@ def _gather_descriptions(own: Sequence[StateRange], axis: Axis) -> list[list[_De
 def _receive_ranges(
     described: Sequence[_Description], source: int, axis: Axis, device: torch.device
 ) -> Iterator[StateRange]:
-    """Yield the ranges that a rank sends, in the order in which it has described them."""
+    """Yield the ranges that a rank sends, in the order of its description."""
     for position, name, start, stop, dtype in described:
         received = torch.empty(stop - start, dtype=dtype, device=device)
         dist.recv(received, source, group=axis.group)

@@ -163,7 +163,7 @@ def _without_copies(param: Parameter, flat_range: FlatRange, grad: Tensor) -> li
     if not copied:
         return [grad]
     dim = copied[0].dim
-    # The rows between the copied ranges, of which each is a view of the parameter.
+    # The rows between the copied ranges; each is a view of the parameter.
     edges = [0, *(edge for rows in copied for edge in (rows.start, rows.stop)), param.shape[dim]]
     whole = View.of(tuple(param.shape))
     kept = [whole.narrow(dim, a, b - a) for a, b in zip(edges[::2], edges[1::2], strict=True) if a < b]

@@ -26,7 +26,7 @@ _NAMED = -1  # the number of every group with a name
 
 
 def need_numbers(groups: Sequence[ParamGroup]) -> bool:
-    """Return whether groups can be mistaken for each other: several, of which some have no name. Pure."""
+    """Return whether groups can be mistaken for each other: several, and some have no name. Pure."""
     return len(groups) > 1 and not all(group.is_named for group in groups)
 
 

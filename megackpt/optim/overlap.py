@@ -59,7 +59,7 @@ class Bucket:
 
 
 def buckets_in_order(buffers: Sequence[ParamGradBuffer], params: Sequence[Parameter]) -> list[Bucket]:
-    """Return all buckets in the order in which a forward pass is expected to use them. Local.
+    """Return all buckets in the order that a forward pass is expected to use them. Local.
 
     That is the order of the first parameter of each; params are all parameters of the optimizer, in order.
     A backward pass is expected to complete them in the reverse order.
@@ -152,7 +152,7 @@ class GradientReductions:
 
 
 class ParameterGathers:
-    """Gathers of the parameters of all buckets after a step, for which the modules that use them wait.
+    """Gathers the parameters of all buckets after a step; each module waits for those that it uses.
 
     Args:
         buckets: see `buckets_in_order`.

@@ -226,7 +226,7 @@ def _are_close(whole: Sequence[Tensor], sides: Sequence[Tensor]) -> bool:
 
 
 def _values(kind: ProbeKind, numel: int = 0) -> Tensor:
-    """Return a small probe, or one of at least `numel` elements, of which no two dims are of one extent.
+    """Return a small probe, or one of at least `numel` elements; no two of its dims have the same extent.
 
     So no state has the shape of the probe by chance.
     """

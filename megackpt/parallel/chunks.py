@@ -16,7 +16,7 @@ from megackpt.parallel.mixin import ShardedModule, sharded_state_dict
 
 
 class ModelChunks(ShardedModule):
-    """The chunks of this stage, one for each virtual stage, in the order in which a micro-batch visits them.
+    """The chunks of this stage, one for each virtual stage, in the order that a micro-batch visits them.
 
     `forward_backward` and `forward_only` run them; the container has no forward of its own. Names in the
     state dict begin with the number of the chunk (`0.decoder...`). Keys in the checkpoint are those of the

@@ -58,7 +58,7 @@ def copy_to(x: Tensor, axis: Axis) -> Tensor:
 
 
 def copy_to_neighbours(x: Tensor, axis: Axis, rows: Sequence[tuple[int, int, int]]) -> Tensor:
-    """Return `x`, some rows of which neighbouring ranks share, for computation of each rank by itself.
+    """Return `x` for computation that each rank does by itself; some rows are shared with neighbours.
 
     The gradients of shared rows are summed over the neighbours, and are equal on them bit for bit. Collective
     over the whole axis, whose size is a multiple of every `copies`.

@@ -79,7 +79,7 @@ class RowPlan:
 
 
 def plan_rows(routing: Routing, num_experts: int, capacity: Capacity | None) -> RowPlan:
-    """Decide which of a rank's choices are sent, and in which order: by expert, then by token. Pure."""
+    """Decide which of a rank's choices are sent. They are ordered by expert, then by token. Pure."""
     experts = routing.experts.flatten()
     if capacity is None:
         return RowPlan(experts.argsort(stable=True), torch.bincount(experts, minlength=num_experts))

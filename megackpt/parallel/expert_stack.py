@@ -57,7 +57,7 @@ class ExpertStack(ShardedModule):
             self.add_module(str(position), expert)
 
     def forward(self, rows: Tensor, counts: Sequence[int]) -> Tensor:
-        """Return the outputs of `rows`, of which `counts[e]` are of local expert e, in order."""
+        """Return the outputs of `rows`, which are ordered by local expert: `counts[e]` rows of expert e."""
         parts = torch.split_with_sizes(rows, list(counts))
         # An expert without rows is called, too: its gradients are to be 0 and not missing, and its layers
         # may communicate.

@@ -251,7 +251,7 @@ class GatedExperts(ShardedModule):
         )
 
     def forward(self, rows: Tensor, counts: Sequence[int]) -> Tensor:
-        """Return the outputs of `rows`, of which `counts[e]` are of local expert e, in order."""
+        """Return the outputs of `rows`, which are ordered by local expert: `counts[e]` rows of expert e."""
         gate, up = self.linear_fc1.split(self.linear_fc1(rows, counts))  # each [rows, ffn/etp]
         out: Tensor = self.linear_fc2(self.activation(gate, up), counts)
         return out
@@ -289,7 +289,7 @@ class PlainExperts(ShardedModule):
         )
 
     def forward(self, rows: Tensor, counts: Sequence[int]) -> Tensor:
-        """Return the outputs of `rows`, of which `counts[e]` are of local expert e, in order."""
+        """Return the outputs of `rows`, which are ordered by local expert: `counts[e]` rows of expert e."""
         out: Tensor = self.linear_fc2(self.activation(self.linear_fc1(rows, counts)), counts)
         return out
 

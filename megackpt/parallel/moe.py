@@ -29,7 +29,7 @@ class Experts(Protocol):
     output_is_partial: bool
 
     def __call__(self, rows: Tensor, counts: Sequence[int]) -> Tensor:
-        """Return outputs `[n, hidden]` of `rows`, of which `counts[e]` are of local expert e, in order."""
+        """Return outputs `[n, hidden]` of `rows`, ordered by local expert: `counts[e]` rows of expert e."""
 
 
 class MixtureOfExperts(ShardedModule):

@@ -99,7 +99,7 @@ class RoutingOptions:
         candidates = num_experts // self.num_groups * self.group_top_k
         if self.top_k > candidates:
             faults.append(
-                f"top_k {self.top_k} is larger than the {candidates} experts of which a token's are chosen"
+                f"top_k {self.top_k} is larger than the {candidates} experts that a token can choose from"
             )
         return faults
 

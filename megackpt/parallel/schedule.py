@@ -1,4 +1,4 @@
-"""The order in which a pipeline stage works, as plain data.
+"""The order of work of a pipeline stage, as plain data.
 
 Plans one-forward-one-backward and its interleaved form for several model chunks on each stage. `stages`
 decides which layers are in which chunk; `pipeline` executes a plan.
@@ -211,7 +211,7 @@ class _Ring:
         if not with_backward:
             return list(forwards)
         backwards = [Backward(f.micro_batch, self.chunks - 1 - f.chunk) for f in forwards]
-        # A message takes a round, in which a stage computes a forward and a backward. So a stage must be two
+        # A message takes a round, and a stage computes a forward and a backward in it. So a stage must be two
         # forwards ahead of the next one, not one as in plan_1f1b.
         ahead = min(2 * (self.stages - stage - 1) + (self.chunks - 1) * self.stages, len(forwards))
         order: list[Forward | Backward] = list(forwards[:ahead])

@@ -1,4 +1,4 @@
-"""A stack of layers, some of which are on this pipeline stage.
+"""A stack of layers. Some of them are on this pipeline stage.
 
 The checkpoint does not depend on which stage has a layer: the keys have global layer indices, either in a
 leading axis or in their names.

@@ -147,7 +147,7 @@ def _next_owners(load: Ints, size: int, count: int) -> Ints:
     # those of the chunks, divided by a; the right a is the largest whose members lie below its level.
     levels = -(-(np.cumsum(by_load) + count * size) // np.arange(1, len(load) + 1))
     level = int(levels[np.flatnonzero(levels > by_load)[-1]])
-    # Every number up to the level is listed: at least `count`, of which the smallest are taken.
+    # Every number up to the level is listed. There are at least `count`; the smallest are taken.
     turns = np.where(load <= level, (level - load) // size + 1, 0)
     owner = np.repeat(np.arange(len(load)), turns)
     nth = joined_ranges(0, turns)

@@ -1,4 +1,4 @@
-"""Planning an exchange: which rank reads which part of a chunk, and in which round it is sent to whom.
+"""Planning an exchange: which rank reads each part of a chunk, and when it is sent to which ranks.
 
 Pure: every rank of a group makes the same plan from the requests of all. A direct load has no such plan.
 Stored chunks are cut into parts. A part is read once, by one rank, and delivered to every rank that requested
@@ -83,7 +83,7 @@ def plan_exchange(
     deliveries = _deliveries(copies, rank, parts.width)
 
     parts = _with_readers_and_rounds(parts, deliveries, position, bounds, mode, size, readers)
-    # Each reader reads the parts of a round in the order in which reading is cheap.
+    # Each reader reads the parts of a round in the cheapest order.
     order = np.lexsort((parts.start, position[parts.chunk], parts.reader, parts.round))
     return _ordered(parts, deliveries, copies, order, mode, size)
 
@@ -234,7 +234,7 @@ def _deliveries(copies: Copies, rank: Ints, width: Ints) -> Deliveries:
     low, high = _source_ranges(copies)
     lowest, highest = _reduced(np.minimum, low, first), _reduced(np.maximum, high, first)
     numel = _reduced(np.add, copies.shape.prod(axis=1), first)
-    # A range of which all elements are needed is sent as it was read; otherwise the needed ones are packed.
+    # If all elements of a range are needed, it is sent as it was read. Otherwise the needed ones are packed.
     is_dense = numel >= highest - lowest
     nbytes = np.where(is_dense, highest - lowest, numel) * wide
     return Deliveries(
@@ -272,7 +272,7 @@ def _with_readers_and_rounds(
     size: int,
     readers: Readers | None,
 ) -> ChunkParts:
-    """Choose the rank that reads each part, and the round in which it is sent."""
+    """Choose the rank that reads each part, and the round that sends it."""
     rank_start = np.searchsorted(deliveries.part, np.arange(len(parts) + 1))
     if mode == "two_stage":
         reader = np.zeros(len(parts), np.int64)

@@ -23,7 +23,7 @@ def aligned(nbytes: Ints) -> Ints:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ChunkParts:
-    """Parts of stored chunks, each of which is read once; one row a part.
+    """Parts of stored chunks. Each part is read once, and has one row.
 
     Attributes:
         chunk: row of the stored chunk, `[p]`.

@@ -1,4 +1,4 @@
-"""The load plan: which elements of which stored chunk go where in which requested chunk. Pure.
+"""The load plan: from which elements of stored chunks to which elements of requested chunks. Pure.
 
 A chunk is a flat range of a box, so the common part of two chunks is a handful of rectangles. A rectangle
 lies in the bytes of a chunk at a first element and with one stride per dim. That is all a copy needs on

@@ -98,7 +98,8 @@ def _split_kind(
     """Split rows of one array and shape, each of more than `most` bytes."""
     array, shape = int(table.array[rows[0]]), table.shape[rows[0]].tolist()
     most = max(most // int(widths[array]), 1)  # elements, more than a row of the last dim
-    # Split the outermost dim of which one index fits; the dims before it are split into single indices.
+    # Find the outermost dim with single indices that fit, and split it. The dims before it are split into
+    # single indices.
     inner = [math.prod(shape[d + 1 :]) for d in range(len(shape))]
     dim = next(d for d, numel in enumerate(inner) if numel <= most)
     grid = grids[array]

@@ -94,8 +94,8 @@ def overlapping_chunks(
         a, b = requested.start[request, d], stored.start[chunk, d]
         overlaps = (a < b + stored.shape[chunk, d]) & (b < a + requested.shape[request, d])
         request, chunk = request[overlaps], chunk[overlaps]
-    # Shards of a distributed optimizer are many flat ranges of one box, of which few overlap. For these pairs
-    # the ranges decide, which is cheap.
+    # Shards of a distributed optimizer are many flat ranges of one box, and few of them overlap. Their boxes
+    # are equal, so the ranges decide, which is cheap.
     is_equal_box = np.ones(len(request), np.bool_)
     for d in range(requested.dims):
         is_equal_box &= requested.start[request, d] == stored.start[chunk, d]
@@ -147,7 +147,7 @@ def with_bounding_boxes(table: ChunkTable) -> ChunkTable:
     start, shape = table.start.copy(), table.shape.copy()
     before = np.zeros(len(table), np.int64)  # elements of the declared box before the first of the new one
     # As long as the first and the last element agree in all outer dims, the range lies between their indices
-    # in this dim. After the first dim in which they differ, a dim stays as wide as it was.
+    # in this dim. After the first dim that differs, a dim stays as wide as it was.
     is_one_row = np.ones(len(table), np.bool_)
     is_empty = table.flat_stop <= low
     for d in range(table.dims):

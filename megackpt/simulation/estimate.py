@@ -112,7 +112,7 @@ def estimate(save: SaveOutcome, load: LoadOutcome | None, cluster: Cluster) -> E
 
 
 def slowest(nbytes: Ints, ranks_per_node: int, node: float | None, total: float | None) -> float | None:
-    """Return the seconds in which all nodes move the bytes of their ranks; None without a bandwidth."""
+    """Return the seconds that all nodes take to move the bytes of their ranks; None without a bandwidth."""
     nodes = np.add.reduceat(nbytes, np.arange(0, len(nbytes), ranks_per_node)) if len(nbytes) else nbytes
     times = [] if node is None else [float(nodes.max(initial=0)) / (node * GB)]
     times += [] if total is None else [float(nbytes.sum()) / (total * GB)]

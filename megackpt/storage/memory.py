@@ -1,4 +1,4 @@
-"""A store in memory, for tests and simulated worlds, in which many ranks share one store.
+"""A store in memory, for tests and for simulated worlds whose ranks share one store.
 
 It rejects the same calls as `LocalStore`. So code that works with this store also works with a directory.
 """

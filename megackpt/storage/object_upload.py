@@ -48,7 +48,7 @@ class _BufferQueue:
         self.is_begun = False  # whether the library has asked for a buffer
         self._state = "open"  # or "ended", "abandoned", "broken"
         self._lock = threading.RLock()
-        # Blocks enter the lock: Condition.__exit__ is Python code, in which Ctrl-C could keep it locked.
+        # Blocks enter the lock: Condition.__exit__ is Python code, and Ctrl-C in it could leave it locked.
         self._changed = threading.Condition(self._lock)
 
     def take(self) -> ByteArray | None:

@@ -1,4 +1,4 @@
-"""Single requests to the operating system about one open file, some of which the standard library lacks.
+"""Single requests to the operating system about one open file; the standard library lacks some of them.
 
 These are complete writes, reads, direct I/O (O_DIRECT, which bypasses the page cache), reservation of
 space, and the question which bytes are in the page cache. `file_writer` and `file_reader` decide which one

@@ -117,7 +117,7 @@ class SimulatedRank(Group):
         self.size = world.size
 
     def subgroup(self, ranks: Sequence[int]) -> Group:
-        """Return the group of some ranks of this one, each of which calls it. Local."""
+        """Return the group of some ranks of this one. Each of them calls it. Local."""
         members = tuple(ranks)
         return SimulatedRank(self._world._part(members), members.index(self.rank))
 

@@ -92,11 +92,11 @@ class RankPosition:
         return dict(self.layout) if is_default else {**self.layout, "ep": ep, "etp": etp}
 
     def size(self, axis: str) -> int:
-        """Return the number of ranks along an axis; 1 for an axis that there is not."""
+        """Return the number of ranks along an axis; 1 for an axis that the layout does not have."""
         return self.layout.get(axis, self.expert_layout.get(axis, 1))
 
     def index(self, axis: str) -> int:
-        """Return this rank's index along an axis; 0 for an axis that there is not."""
+        """Return this rank's index along an axis; 0 for an axis that the layout does not have."""
         return self.coordinates.get(axis, self.expert_coordinates.get(axis, 0))
 
     def replica_index(self, axes: Iterable[str]) -> int:

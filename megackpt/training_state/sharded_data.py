@@ -196,8 +196,9 @@ class ShardedData:
         if gone or new:
             differing = [f"{name!r} is gone" for name in gone] + [f"{name!r} is new" for name in new]
             raise MismatchError(
-                f"The position of the data was saved for {len(stored)} shards, of which there are "
-                f"{len(stored) - len(gone)} now, and {len(new)} others:\n{truncated_list(differing)}\n"
+                f"The position of the data was saved for {len(stored)} shards. "
+                f"{len(stored) - len(gone)} of them are there now, and {len(new)} others:\n"
+                f"{truncated_list(differing)}\n"
                 f"Resume with the same shards: how far the others were read is not known."
             )
         for number, progress in self._progress.items():

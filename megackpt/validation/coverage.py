@@ -58,7 +58,7 @@ def check_coverage(declared: DeclaredChunks, *, doing: Doing = "saved") -> None:
 
 
 def check_merged_coverage(merged: MergedDeclarations, *, doing: Doing = "saved") -> None:
-    """Prove the same of merged declarations, in which ranks with equal replicas are one owner group.
+    """Prove the same of merged declarations, where ranks with equal replicas are one owner group.
 
     Raises:
         CoverageError: as `check_coverage`; it names every rank.

@@ -49,7 +49,7 @@ class Fault:
         if self.count != 0:
             return what
         if self.copies:
-            return f"{what}; ranks {rank_list(self.copies)} declare replicas, none of which is the main one"
+            return f"{what}; ranks {rank_list(self.copies)} declare replicas, but no rank has the main one"
         if self.declarers:
             return f"{what}; ranks {rank_list(self.declarers)} declare other chunks"
         return what

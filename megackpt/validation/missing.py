@@ -1,4 +1,4 @@
-"""Comparison of a checkpoint with what all ranks request: stored keys for which no rank asks."""
+"""Comparison of a checkpoint with what all ranks request: stored keys that no rank requests."""
 
 from __future__ import annotations
 

@@ -81,7 +81,7 @@ _ON_MISSING = {StrictHandling.LOG_ALL: Policy.WARN, StrictHandling.RAISE_ALL: Po
 ReturnsKeys: TypeAlias = Literal[
     StrictHandling.RETURN_UNEXPECTED, StrictHandling.RETURN_ALL, "return_unexpected", "return_all"
 ]
-"""Modes in which `load` returns also missing and unexpected keys."""
+"""Modes that make `load` return also missing and unexpected keys."""
 
 ReturnsState: TypeAlias = Literal[
     StrictHandling.ASSUME_OK_UNEXPECTED,
@@ -97,4 +97,4 @@ ReturnsState: TypeAlias = Literal[
     "raise_all",
     "ignore_all",
 ]
-"""Modes in which `load` returns the state dict only."""
+"""Modes that make `load` return the state dict only."""

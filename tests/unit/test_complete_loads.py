@@ -115,7 +115,7 @@ def test_rows_that_only_replicas_request_are_named(checkpoint: Path) -> None:
     error = error_of(checkpoint, lambda group: {"w": rows(0, 4, replica=1), "b": bias(group)})
     assert isinstance(error, CoverageError)
     assert "requested by no rank" in str(error)
-    assert "ranks 0, 1 declare replicas, none of which is the main one" in str(error)
+    assert "ranks 0, 1 declare replicas, but no rank has the main one" in str(error)
 
 
 def test_a_key_that_no_rank_requests_is_named(checkpoint: Path) -> None:

@@ -97,7 +97,7 @@ def test_options_that_cannot_be_are_rejected(arguments: dict[str, object], text:
 
 def test_faults_name_what_does_not_fit_the_number_of_experts() -> None:
     assert RoutingOptions(top_k=4, num_groups=3, group_top_k=1).faults(9) == [
-        "top_k 4 is larger than the 3 experts of which a token's are chosen"
+        "top_k 4 is larger than the 3 experts that a token can choose from"
     ]
     assert RoutingOptions(num_groups=3, group_top_k=3).faults(8) == [
         "num_experts 8 is not a multiple of num_groups 3"

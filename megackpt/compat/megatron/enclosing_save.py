@@ -18,7 +18,7 @@ from megackpt.storage import is_url
 
 @dataclass
 class EnclosingSave:
-    """The save for which a user's strategy was called.
+    """The save that called a user's strategy.
 
     Attributes:
         directory: the directory of the checkpoint.

@@ -46,8 +46,8 @@ def _kinds_in(tree: Any, path: str) -> set[str]:
     if isinstance(tree, list) and any(kind != kinds[0] for kind in kinds):
         raise DeclarationError(
             f"{path}: some elements of this list are sharded and some are not, or in part. A strategy is "
-            f"handed what is sharded in a list of its own, in which their positions would be lost. Use a "
-            f"dict, or save without a strategy."
+            f"handed the sharded ones in a list of their own, and their positions would be lost. Use a dict, "
+            f" or save without a strategy."
         )
     return set().union(*kinds)
 
@@ -75,6 +75,6 @@ def keys_of(entities: Iterable[Any]) -> set[str]:
 
 
 def path_or_url(checkpoint_dir: str | os.PathLike[str]) -> Path | str:
-    """Return the directory in the form in which strategies of Megatron-Core get it."""
+    """Return the directory in the form that strategies of Megatron-Core expect."""
     text = os.fspath(checkpoint_dir)
     return text if is_url(text) else Path(text)

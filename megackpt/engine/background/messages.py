@@ -83,7 +83,7 @@ class Job:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JoinMessage:
-    """To the writer: for which rank it writes, and where writers synchronise; None for a rank alone."""
+    """To the writer: the rank that it writes for, and where writers synchronise; None for a rank alone."""
 
     rank: int
     size: int

@@ -1,4 +1,4 @@
-"""The messages that wait to be sent to the writer process, in the order in which they were put here.
+"""The messages that wait to be sent to the writer process, oldest first.
 
 They are sent by a thread of their own: a full pipe blocks its sender, and training must not wait for that.
 """

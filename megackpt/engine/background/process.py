@@ -77,7 +77,7 @@ class WriterProcess:
         self._plans: list[tuple[int, SavePlan]] = []  # the plan that was used last is the last
         self._position = 0
         self._lock = threading.RLock()
-        # Blocks enter the lock: Condition.__exit__ is Python code, in which Ctrl-C could keep it locked.
+        # Blocks enter the lock: Condition.__exit__ is Python code, and Ctrl-C in it could leave it locked.
         self._changed = threading.Condition(self._lock)
         self._is_ready = self._is_lost = False
         self._advice = ""
@@ -120,7 +120,7 @@ class WriterProcess:
         return bool(self._jobs)
 
     def join(self, *, rank: int, size: int, host: StoreHost | None, timeout_s: float) -> None:
-        """Set for which rank it writes, and over which store writers synchronise."""
+        """Set the rank that it writes for, and the store over which writers synchronise."""
         self._rank, self._host, self._timeout_s = rank, host, timeout_s
         address = host.address if host is not None else None
         self._outbox.put(JoinMessage(rank=rank, size=size, address=address, timeout_s=timeout_s))

@@ -209,7 +209,7 @@ class WriterSession:
             self.host.close()
 
     def _send_join(self, writer: WriterProcess, rank: int, size: int) -> None:
-        """Send a process the rank for which it writes."""
+        """Send a process the rank that it writes for."""
         writer.join(rank=rank, size=size, host=self.host, timeout_s=self.timeout_s)
 
 

@@ -100,7 +100,7 @@ def map_memory(descriptor: int, nbytes: int, *, writable: bool) -> ByteArray:
 
 
 def ring_ranges(start: int, stop: int, *, capacity: int) -> Iterator[tuple[int, int]]:
-    """Yield the ranges of bytes of a ring in which positions [start, stop) of a stream lie. Pure.
+    """Yield the ranges of bytes of a ring that hold positions [start, stop) of a stream. Pure.
 
     >>> list(ring_ranges(6, 14, capacity=10))
     [(6, 10), (0, 4)]

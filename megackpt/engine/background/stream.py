@@ -25,7 +25,7 @@ class StagedStream:
         self._send = send
         self._heartbeat = heartbeat
         self._lock = threading.RLock()
-        # Blocks enter the lock: Condition.__exit__ is Python code, in which Ctrl-C could keep it locked.
+        # Blocks enter the lock: Condition.__exit__ is Python code, and Ctrl-C in it could leave it locked.
         self._changed = threading.Condition(self._lock)
         self._staged = 0
         self._consumed = 0

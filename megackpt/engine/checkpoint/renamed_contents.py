@@ -1,4 +1,4 @@
-"""A view of a checkpoint in which stored arrays have the names that `LoadOptions.rename` gives them.
+"""A view of a checkpoint that gives stored arrays the names of `LoadOptions.rename`.
 
 Patterns like `{"old.*": "new.*"}` decide the new name of each key, so that no two keys get one name.
 """

@@ -127,4 +127,4 @@ def remove_saved_files(store: Store) -> None:
     """
     store.delete([MANIFEST])
     store.sync()  # or a power failure could bring back the commit of a step whose files are gone
-    store.delete(files_of_saves(store))  # in an order in which an incomplete step is still recognised
+    store.delete(files_of_saves(store))  # ordered so that an incomplete step is still recognised

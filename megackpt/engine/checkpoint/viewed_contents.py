@@ -1,4 +1,4 @@
-"""A view of a checkpoint in which arrays have more dims than their files, in the same row-major order.
+"""A view of a checkpoint whose arrays have more dims than in the files, in the same row-major order.
 
 A map between families may split a dim of another family's array: of a fused `[experts, hidden, 2 x ffn]` the
 last one into `[ffn, 2]`, for instance. No byte moves, so a chunk keeps its bytes and its position in them.
@@ -21,7 +21,7 @@ Shape = tuple[int, ...]
 
 
 def with_views(contents: Contents, views: Mapping[str, Shape], *, where: str) -> Contents:
-    """Return contents in which arrays have the shapes of views; arrays without a view are left out.
+    """Return contents whose arrays have the shapes of views; arrays without a view are left out.
 
     `chunks` of the result raises a MismatchError for a chunk that is cut inside a group that a view splits
     off.

@@ -12,7 +12,7 @@ from megackpt.formats.contents import Chunks
 def parts_of(
     chunks: Chunks, row: int, *, buffer_bytes: int, start: int = 0, stop: int | None = None
 ) -> Iterator[tuple[int, int]]:
-    """Yield the parts in which a chunk, or its bytes `[start, stop)`, are read, as byte ranges in order.
+    """Yield the parts to read of a chunk, or of its bytes `[start, stop)`, as byte ranges in order.
 
     Each part begins where the format can begin to read. It is at most buffer_bytes long, or one block of the
     format if that is longer.

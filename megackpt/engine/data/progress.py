@@ -9,7 +9,7 @@ class Progress(Protocol):
     """Receives the progress of this rank. Several threads may report at once."""
 
     def begin(self, doing: str, nbytes: int) -> None:
-        """Report that a phase of the work begins, in which this rank moves nbytes."""
+        """Report that a phase of the work begins. This rank moves nbytes in it."""
 
     def advance(self, nbytes: int) -> None:
         """Report that nbytes more have been moved."""

@@ -26,7 +26,7 @@ def useful_threads(threads: int, *, waits: bool) -> int:
 
 
 def run_jobs(jobs: Iterable[Job], *, threads: int, name: str) -> None:
-    """Run every job, about in this order, on at most `threads` threads, one of which is the caller's.
+    """Run every job, about in this order, on at most `threads` threads, the caller's included.
 
     When this returns or raises, no job is running any more.
 

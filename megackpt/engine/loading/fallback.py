@@ -217,7 +217,7 @@ class FallbackSource:
 
 
 class ChunksWithFallback(Chunks):
-    """Chunks of which damaged blocks are read from a replacement. Several threads may read at once.
+    """Chunks with damaged blocks that are read from a replacement. Several threads may read at once.
 
     It has no `file_ranges`: reading finds out, block by block, whether files are undamaged.
 

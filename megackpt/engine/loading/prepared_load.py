@@ -52,7 +52,7 @@ class RequestedKeys:
 
     @property
     def left_out(self) -> frozenset[str]:
-        """Keys for which nothing is loaded."""
+        """Keys that are not loaded."""
         return self.excluded | self.unexpected
 
 

@@ -24,7 +24,7 @@ views are treated as if they did, which costs memory for a copy and nothing else
 
 @dataclass(frozen=True, slots=True)
 class SharedTargets:
-    """The targets of one rank, of which some share memory.
+    """The targets of one rank, where some of them share memory.
 
     Attributes:
         tensors: what is read into: the targets, or copies of those that share memory.

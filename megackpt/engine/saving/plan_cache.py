@@ -67,7 +67,7 @@ class PlanCache:
         return self._plans[name]
 
     def recall(self, source: tuple[Any, ...]) -> CachedPlan | None:
-        """Return a plan for which this rank has declared the same, if there is one. Local.
+        """Return the plan of an earlier save with the same declarations of this rank, if there is one. Local.
 
         Other ranks may have declared something else since.
         """

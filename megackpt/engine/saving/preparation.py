@@ -28,7 +28,7 @@ Settings: TypeAlias = Mapping[str, Any]
 """Arguments that must be equal on all ranks, by the names that a user knows; JSON values."""
 
 WriterStatus: TypeAlias = tuple[int, int, int]
-"""Numbers about the writer process of an asynchronous save, of which all ranks receive the maximum."""
+"""Numbers about the writer process of an asynchronous save. All ranks receive the maximum of each."""
 
 _PLANS_COMPARED = 8
 """How many of the plans that were used last are compared, to find one that fits on all ranks."""

@@ -49,7 +49,7 @@ class NodeStep:
 
     @classmethod
     def from_json(cls, row: Sequence[object]) -> NodeStep:
-        """Return the step of which `to_json` returned the row."""
+        """Return the step from the row that `to_json` returned."""
         name, commit, files, is_described = row
         assert isinstance(name, str)
         assert isinstance(commit, str)
@@ -72,12 +72,12 @@ class StepFiles:
     data: Mapping[str, int]
 
     def to_bytes(self) -> bytes:
-        """Return the files in the form in which they are sent to other ranks."""
+        """Return the files as bytes, for other ranks."""
         return json.dumps([self.commit, dict(self.small), dict(self.data)]).encode()
 
     @classmethod
     def from_bytes(cls, encoded: bytes) -> StepFiles:
-        """Return the files of which `to_bytes` returned the bytes."""
+        """Return the files from the bytes that `to_bytes` returned."""
         commit, small, data = json.loads(encoded)
         return cls(commit=commit, small=small, data=data)
 
@@ -132,7 +132,7 @@ def describe_step(store: Store) -> StepFiles:
     ranges = chunks.file_ranges()
     if ranges is None:
         raise FormatError(
-            f"{store.location}: its format does not say in which files its chunks are, so it cannot be on "
+            f"{store.location}: its format does not say which files have its chunks, so it cannot be on "
             f"several nodes. A Checkpointer saves the native format into tiers.",
             path=store.location,
         )

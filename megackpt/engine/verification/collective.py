@@ -78,7 +78,7 @@ def work_after_commit(damages: Sequence[Damage] | None) -> str:
 
 
 def _compare_arrays(group: Group, shares: Sequence[ArrayShare]) -> list[Damage]:
-    """Compare digests of arrays of which each rank has read a part. Collective.
+    """Compare digests of arrays; each rank has read a part of them. Collective.
 
     Nothing is compared if a rank lacks the library that computes digests.
     """

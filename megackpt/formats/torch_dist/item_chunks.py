@@ -212,7 +212,7 @@ def _row_major(value: Any, item: Item, where: str) -> memoryview:
             key=item.name,
             path=item.file,
         )
-    # With strides of 0 a few bytes are a tensor of any size, for which contiguous() would take memory.
+    # With strides of 0 a few bytes are a tensor of any size, and contiguous() would allocate all of it.
     nbytes = math.prod(item.shape) * DTYPES[item.dtype].itemsize
     if nbytes > max(_REPEATED_BYTES, 2 * item.nbytes):
         raise FormatError(

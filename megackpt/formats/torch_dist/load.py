@@ -166,7 +166,7 @@ def _is_of_another_save(store: Store) -> bool:
 
 
 def _only_one(value: Any, where: str) -> Any:
-    """Return an object from the list in which it is stored.
+    """Return an object from the list that stores it.
 
     Source: Megatron-Core `mcore_to_pyt_state_dict`: objects of one key on one rank are saved as a list.
     """

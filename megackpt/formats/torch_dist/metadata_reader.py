@@ -34,7 +34,7 @@ Extents = tuple[int, ...]
 _MAX_DIMS = 255  # a chunk table has a byte for their number
 
 COMMON_STATE = "common_state"
-"""Key of the object in which newer versions of Megatron-Core store common state."""
+"""Key of the object that has the common state in newer versions of Megatron-Core."""
 
 # A ShardedObject of Megatron-Core: one element of an array of objects.
 _UNIQUE_KEY = re.compile(r"(?P<key>.+)/shard_(?P<offset>[\d.]*)_(?P<shape>[\d.]*)", re.DOTALL)

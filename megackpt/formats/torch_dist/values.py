@@ -66,7 +66,7 @@ def write_state(store: Store, *, attempt: str, state: Mapping[str, Any]) -> Json
     traverse_state_dict(dict(state), visit)
     if len(leaves) > MAX_VALUES:
         log.info(
-            "common state has %d values, of which dcp.load sees none: more than %d are not copied",
+            "common state has %d values, and dcp.load sees none of them: more than %d are not copied",
             len(leaves),
             MAX_VALUES,
         )

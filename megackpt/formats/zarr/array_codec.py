@@ -72,7 +72,7 @@ class ArrayCodec:
 
 
 def decoding_error(array: ZarrArray, leaf: str, error: Exception) -> FormatError:
-    """Return the error for a file that tensorstore cannot decode, or in which it misses a chunk."""
+    """Return the error for a file that tensorstore cannot decode, or that lacks a chunk."""
     reason = str(error).partition(" [source locations=")[0].partition(" [tensorstore_spec=")[0]
     return FormatError(
         f"{array.spec.key!r}: chunk {leaf!r} in {array.path!r} cannot be read: {reason}. The file is damaged "

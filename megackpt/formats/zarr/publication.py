@@ -50,8 +50,8 @@ def owned_files(store: Store, listed: Iterable[str]) -> set[str]:
         if names.COMMON in files and (manifest.get("common_backend") == "torch" or not marked):
             raise StorageError(
                 f"{store.location} holds a checkpoint of another format, with a file {names.COMMON!r} of its "
-                f"own, which cannot be replaced without a moment in which the two are mixed. Remove it, or "
-                f"save to another directory.",
+                f"own, so there would be a moment with files of both. Remove it, or save to another "
+                f"directory.",
                 path=store.location,
             )
         return marked & files

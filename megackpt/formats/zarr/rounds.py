@@ -1,8 +1,7 @@
-"""Finds the files of which each row writes parts, and the round in which each row is written.
+"""Finds which files each row writes to, and the round that writes each row.
 
 Pure: a function of the whole plan and its grids. Two ranks that write parts of one file do so one after the
-    other:
-their rows are in different rounds, and all ranks synchronise between two rounds.
+other: their rows are in different rounds, and all ranks synchronise between two rounds.
 """
 
 from __future__ import annotations
@@ -60,7 +59,7 @@ def grid_extents(shape: tuple[int, ...], chunk: tuple[int, ...]) -> tuple[int, .
 
 
 def find_touched_files(table: ChunkTable, grids: Sequence[Grid | None]) -> TouchedFiles:
-    """Return which rows write parts of which files. Rows of objects, which have no grid, are left out."""
+    """Return which files each row writes to. Rows of objects have no grid and are left out."""
     chunk = np.ones((len(table.arrays), table.dims), np.int64)
     extents = np.zeros((len(table.arrays), table.dims), np.int64)
     for i, (spec, grid) in enumerate(zip(table.arrays, grids, strict=True)):
@@ -101,7 +100,7 @@ def _cells(low: Ints, high: Ints, extents: Ints) -> tuple[Ints, Ints]:
 
 
 def plan_rounds(plan: SavePlan, touches: TouchedFiles) -> Rounds:
-    """Return rounds in which no two ranks write parts of the same file.
+    """Return rounds such that no two ranks write parts of the same file in one round.
 
     Each row, in order, is put into the first round in which no other rank writes its files. The shards of one
     array follow each other in its files, so there are as many rounds as ranks in the file that most share.

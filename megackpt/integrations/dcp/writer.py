@@ -328,7 +328,7 @@ class _NoParts(ChunkParts):
 
 
 def _value_of(planner: SavePlanner, item: WriteItem) -> Any:
-    """Return a value itself: what the planner would make of it is a pickle."""
+    """Return the value itself, because the planner would return a pickle of it."""
     lookup = getattr(planner, "lookup_object", None)
     if lookup is None:
         raise DeclarationError(

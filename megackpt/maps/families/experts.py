@@ -66,7 +66,7 @@ def qwen3_moe_rules(config: Config, keys: Collection[str]) -> FamilyRules:
 def qwen_rules(
     config: Config, keys: Collection[str], attention: Sequence[Rule], *, has_shared_expert: bool = False
 ) -> FamilyRules:
-    """Return the rules of a Qwen model, some or all layers of which have experts.
+    """Return the rules of a Qwen model with experts in some or all layers.
 
     Args:
         config: its config.

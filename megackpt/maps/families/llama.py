@@ -15,7 +15,7 @@ from megackpt.maps.family import Family, FamilyRules
 
 @prefix_is_optional("model.")
 def llama_rules(config: Config, keys: Collection[str]) -> FamilyRules:
-    """Return the rules of Llama, in which attention and MLPs may have biases."""
+    """Return the rules of Llama. Attention and MLPs may have biases."""
     config = with_defaults(config, keys)
     return _dense_rules(config, mlp_bias=bool(config.get("mlp_bias")))
 

@@ -24,7 +24,7 @@ _SHOWN = 30
 def extract_matching_values(
     x: Container, predicate: Callable[[Any], bool], return_lists_as_dicts: bool = False
 ) -> tuple[Any, Any]:
-    """Return the leaves for which the predicate holds and the others, each in the structure of x.
+    """Return the leaves that satisfy the predicate, and the others, each in the structure of x.
 
     With return_lists_as_dicts a list comes back as a dict by position, so that the two can be put together
     again. Empty containers of a dict are among the others.

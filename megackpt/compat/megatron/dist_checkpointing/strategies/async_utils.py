@@ -289,7 +289,7 @@ def _set_process_qos(cpu_priority: int | None, io_priority: int | None) -> None:
 
 
 def _copied(value: Any) -> Any:
-    """Return a value in which tensors are copies: in dicts, lists, tuples, entities and partial functions."""
+    """Return a value with copies of its tensors: in dicts, lists, tuples, entities and partial functions."""
     match value:
         case torch.Tensor():
             return value.detach().clone()

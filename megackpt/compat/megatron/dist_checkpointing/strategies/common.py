@@ -51,7 +51,7 @@ class TorchCommonSaveStrategy(SaveCommonStrategy):
     def save_sharded_objects(
         self, sharded_objects_state_dict: ShardedStateDict, checkpoint_dir: str | os.PathLike[str]
     ) -> None:
-        """Write each object of which this rank has the main replica. Local.
+        """Write each object whose main replica this rank has. Local.
 
         Raises:
             UnserializableError: as `save_common`.
