@@ -67,6 +67,39 @@ class ForeignArray:
         return cls(key, dtype or data.dtype, shape, (SourcePart(data, (0,) * len(shape), shape),))
 
 
+@dataclass(slots=True)
+class CollectedParts:
+    """The parts of one array in the files of several ranks. Copies of a part are compared, and one is kept.
+
+    Attributes:
+        key: of the array.
+    """
+
+    key: str
+    _parts: dict[tuple[object, ...], tuple[SourcePart, str]] = field(default_factory=dict)
+
+    def add(self, part: SourcePart, file: str) -> None:
+        """Add a part of a file. A copy of an earlier part must have its dtype.
+
+        Raises:
+            FormatError: it has other bits than its copy in another file, or repeats a few bytes over many.
+        """
+        check_repeats(part.data, self.key)
+        region = (part.start, part.shape, part.flat_start, part.data.numel())
+        copy, file_of_copy = self._parts.setdefault(region, (part, file))
+        if copy is not part and not have_equal_bits(copy.data, part.data):
+            raise FormatError(
+                f"{file}: {self.key!r} has other bits than in {file_of_copy}, in the part of shape "
+                f"{part.shape} at {part.start}. Pass the files of one step of one run.",
+                key=self.key,
+                path=file,
+            )
+
+    def once(self) -> tuple[SourcePart, ...]:
+        """Return each part once, in the order that they were added."""
+        return tuple(part for part, _ in self._parts.values())
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ForeignState:
     """What the files of another tool hold, under the names that a checkpoint has for it.

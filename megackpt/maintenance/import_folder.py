@@ -165,7 +165,7 @@ def import_torch(
     Args:
         source: a path of a file of torch.save with a full state dict, or of a folder with one such file for
             each rank, whose tensors are equal on all ranks, DTensors (FSDP2) or ShardedTensors (FSDP version
-            1, `StateDictType.SHARDED_STATE_DICT`).
+            1, `StateDictType.SHARDED_STATE_DICT`). Copies of a part, as under HSDP, are compared.
         target: the location of the new checkpoint; created if it does not exist.
         to: its format, as for `megackpt.convert`.
         prefix: what the keys begin with: "model." for a file that is a model's state dict.

@@ -31,7 +31,7 @@ def import_nvrx(
 
     Args:
         source: a path of the folder that the manager was given, with the files of all nodes. The newest
-            iteration of which every rank has a file is taken.
+            iteration that has a file of every rank is taken. Replicas in several files are compared.
         target: as for `import_deepspeed`, and so are all other arguments.
         to: its format.
         verify: compare the checksums in the files, and read the new checkpoint again.

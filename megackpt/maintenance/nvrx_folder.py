@@ -24,7 +24,13 @@ from torch import Tensor
 from megackpt.codec.pickled import ForeignObject
 from megackpt.errors import FormatError, NotACheckpointError, UnsupportedError
 from megackpt.formats.torch_files import load_mapped_file
-from megackpt.maintenance.foreign_state import ForeignArray, ForeignState, SourcePart, plain_part
+from megackpt.maintenance.foreign_state import (
+    CollectedParts,
+    ForeignArray,
+    ForeignState,
+    SourcePart,
+    plain_part,
+)
 
 _FILE = re.compile(r"iter_(\d{7,9})_(\d{1,6})_local\.pt")
 _MAX_DEPTH = 100
@@ -121,7 +127,7 @@ def _entities(state: Any, depth: int = 0) -> Iterator[ForeignObject]:
 
 @dataclass(slots=True)
 class _Shards:
-    """The shards of all ranks: each box once, as replicas have equal bytes.
+    """The shards of all ranks. Replicas are compared, and each shard is kept once.
 
     Attributes:
         types: shape and dtype of each global array, by key.
@@ -130,7 +136,7 @@ class _Shards:
     """
 
     types: dict[str, tuple[tuple[int, ...], torch.dtype]] = field(default_factory=dict)
-    parts: dict[str, dict[tuple[Any, ...], SourcePart]] = field(default_factory=dict)
+    parts: dict[str, CollectedParts] = field(default_factory=dict)
     objects: set[str] = field(default_factory=set)
 
     def add(self, entity: ForeignObject, file: str) -> None:
@@ -152,13 +158,12 @@ class _Shards:
                 key=key,
                 path=file,
             )
-        box = (part.start, part.shape, part.flat_start, part.data.numel())
-        self.parts.setdefault(key, {})[box] = part
+        self.parts.setdefault(key, CollectedParts(key)).add(part, file)
 
     def arrays(self) -> tuple[ForeignArray, ...]:
         """Return the global arrays."""
         return tuple(
-            ForeignArray(key, dtype, shape, tuple(self.parts[key].values()))
+            ForeignArray(key, dtype, shape, self.parts[key].once())
             for key, (shape, dtype) in self.types.items()
         )
 

@@ -9,7 +9,7 @@ Source: torch 2.13 `torch.distributed._shard.sharded_tensor.ShardedTensor.__gets
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +21,7 @@ from megackpt.codec.pickled import ForeignObject, ForeignShardedTensor
 from megackpt.errors import FormatError, UnsupportedError, rank_list
 from megackpt.geometry import Ints
 from megackpt.geometry.tiling import Rectangles, uncovered_regions
-from megackpt.maintenance.foreign_state import ForeignArray, SourcePart, have_equal_bits
+from megackpt.maintenance.foreign_state import CollectedParts, ForeignArray, SourcePart
 from megackpt.mapping.tree import Steps, dotted
 
 _MAX_DEPTH = 100
@@ -177,16 +177,14 @@ def array_of_shards(key: str, values: Sequence[Any], files: Sequence[str]) -> Fo
             raise _error(key, file, "has no ShardedTensor here, and other files have one", _SAME_STEP)
     _check_names(key, values[0].file)
     _check_equal(key, values)
-    parts: dict[Box, tuple[SourcePart, str]] = {}
+    collected = CollectedParts(key)
     for value in values:
         for part in value.parts:
-            first, file = parts.setdefault((part.start, part.shape), (part, value.file))
-            if first is not part and not have_equal_bits(first.data, part.data):
-                what = f"has other bits than {file} in the shard of shape {part.shape} at {part.start}"
-                raise _error(key, value.file, what, _SAME_STEP)
-    _check_missing(key, values, parts)
+            collected.add(part, value.file)
+    parts = collected.once()
+    _check_missing(key, values, {(part.start, part.shape) for part in parts})
     _check_tiling(key, values[0])
-    return ForeignArray(key, values[0].dtype, values[0].shape, tuple(part for part, _ in parts.values()))
+    return ForeignArray(key, values[0].dtype, values[0].shape, parts)
 
 
 _SAME_STEP = "Pass the files of one step of one run."
@@ -226,11 +224,11 @@ def _check_equal(key: str, values: Sequence[StoredShards]) -> None:
             raise _error(key, value.file, f"has other shards in its metadata than {first.file}", _SAME_STEP)
 
 
-def _check_missing(key: str, values: Sequence[StoredShards], parts: Mapping[Box, Any]) -> None:
+def _check_missing(key: str, values: Sequence[StoredShards], present: Set[Box]) -> None:
     """Check that each shard in the metadata is in a file."""
     first = values[0]
     boxes = ((tuple(start), tuple(shape)) for start, shape in first.boxes.tolist())
-    missing = [f"shape {box[1]} at {box[0]}" for box in boxes if box not in parts]
+    missing = [f"shape {box[1]} at {box[0]}" for box in boxes if box not in present]
     if missing:
         ranks = rank_list(set(range(first.ranks)) - {value.rank for value in values})
         where = f"The files of ranks {ranks} of {first.ranks} are missing." if ranks else "Files are damaged."

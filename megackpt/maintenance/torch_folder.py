@@ -20,6 +20,7 @@ from megackpt.errors import DeclarationError, FormatError, NotACheckpointError, 
 from megackpt.formats.torch_files import load_mapped_file
 from megackpt.maintenance.foreign_state import (
     LEFT_OUT,
+    CollectedParts,
     ForeignArray,
     ForeignState,
     SourcePart,
@@ -222,27 +223,22 @@ def _names(table: Mapping[Any, Any]) -> Iterator[tuple[Any, Any]]:
 def _array_of_dtensors(key: str, dtensors: Sequence[Any], files: Sequence[str]) -> ForeignArray:
     """Return the array that DTensors of several ranks are parts of."""
     first = dtensors[0]
-    parts: dict[tuple[tuple[int, ...], tuple[int, ...]], tuple[SourcePart, str]] = {}
+    parts = CollectedParts(key)
     for dtensor, file in zip(dtensors, files, strict=True):
         if dtensor.shape != first.shape or dtensor.dtype != first.dtype:
-            what = [f"{tuple(d.shape)} and {d.dtype}" for d in (dtensor, first)]
-            raise _contradiction(key, file, f"is of shape and dtype {what[0]}, and {what[1]} in {files[0]}")
+            ours, theirs = (f"{d.dtype} {tuple(d.shape)}" for d in (dtensor, first))
+            raise FormatError(
+                f"{file}: the DTensor {key!r} is {ours}, and {theirs} in {files[0]}. Pass the files of one "
+                f"step of one run.",
+                key=key,
+                path=file,
+            )
         try:
             chunks = declare_dtensor(key, dtensor).chunks
         except DeclarationError as error:
             raise FormatError(str(error), key=key) from error
         for chunk in chunks:
-            if chunk.data is None or not chunk.data.numel():
-                continue
-            check_repeats(chunk.data, key)
-            part = SourcePart(chunk.data, tuple(chunk.global_offset), tuple(chunk.local_shape))
-            copy, file_of_copy = parts.setdefault((part.start, part.shape), (part, file))
-            if copy is not part and not have_equal_bits(copy.data, part.data):
-                where = f"in the part of shape {part.shape} at {part.start}"
-                raise _contradiction(key, file, f"has other bits than in {file_of_copy} {where}")
-    return ForeignArray(key, first.dtype, tuple(first.shape), tuple(part for part, _ in parts.values()))
-
-
-def _contradiction(key: str, file: str, what: str) -> FormatError:
-    text = f"{file}: the DTensor {key!r} {what}. Pass the files of one step of one run."
-    return FormatError(text, key=key, path=file)
+            if chunk.data is not None and chunk.data.numel():
+                start, shape = tuple(chunk.global_offset), tuple(chunk.local_shape)
+                parts.add(SourcePart(chunk.data, start, shape), file)
+    return ForeignArray(key, first.dtype, tuple(first.shape), parts.once())

@@ -156,6 +156,13 @@ def mix_runs(folder: Path) -> None:
     torch.save(kept, folder / "1" / f"iter_{NEWEST:07d}_1_local.pt")
 
 
+def mix_steps(folder: Path) -> None:
+    """Put rank 1's file of another step of the run next to rank 0's, under the same number."""
+    state = state_of(1, 2, NEWEST + 1, mapping)
+    kept = MCoreTensorAwareStateDict({}, {"model": state["model"], "flat": state["flat"]})
+    torch.save(kept, folder / "1" / f"iter_{NEWEST:07d}_1_local.pt")
+
+
 def put_other_state(folder: Path) -> None:
     torch.save({"weight": torch.ones(2)}, folder / "1" / f"iter_{NEWEST:07d}_1_local.pt")
 
@@ -166,6 +173,7 @@ FAULTS: dict[Callable[[Path], None], tuple[type[Exception], str]] = {
     lose_the_first_rank: (NotACheckpointError, r"of iteration 10, those of ranks 0 are missing"),
     damage: (FormatError, r"_1_local\.pt: it is damaged"),
     mix_runs: (FormatError, r"'w' has shape and dtype .*, and .* on another rank"),
+    mix_steps: (FormatError, r"'same' has other bits than in .*_1_local\.pt, in the part of shape \(3,\)"),
     put_other_state: (UnsupportedError, r"has a dict, which does not say where"),
 }
 

@@ -164,7 +164,10 @@ CRAFTED: dict[str, tuple[Change, str]] = {
         r"rank_1\.pt: has an array of torch.float32 \(6, 3\).*rank_0\.pt",
     ),
     "array of another dtype": (_other_dtype, r"rank_1\.pt: has an array of torch.float64.*rank_0\.pt"),
-    "copies that differ": (_copied(1.0), r"rank_3\.pt: has other bits than .*rank_0\.pt in the shard of"),
+    "copies that differ": (
+        _copied(1.0),
+        r"rank_3\.pt: 'model.w' has other bits than in .*rank_0\.pt, in the part",
+    ),
     "overlap": (_overlap, r"rank_0\.pt: has elements \[1:2, 0:3\] in no shard, or in several \('model.w'\)"),
 }
 
