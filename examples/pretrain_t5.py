@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from training.losses import mean_loss
 from training.text import Text
 
 from megackpt import Checkpointer
@@ -50,15 +50,6 @@ def micro_batch(text: Text, first: int, cp: Axis) -> MicroBatch:
     return MicroBatch(torch.cat([encoder, decoder], dim=1), targets)
 
 
-def mean_loss(losses: Tensor, replicas: Axis) -> float:
-    """Return the mean over micro-batches and over the ranks that have other tokens. Collective."""
-    mean = losses.mean()
-    if replicas.group is not None:
-        dist.all_reduce(mean, group=replicas.group)
-        mean /= replicas.size
-    return mean.item()
-
-
 def run(flags: argparse.Namespace) -> list[float]:
     """Train for some steps more than the newest checkpoint has, and save; return the losses. Collective."""
     ranks = dist.get_world_size() if dist.is_initialized() else 1
@@ -91,7 +82,7 @@ def run(flags: argparse.Namespace) -> list[float]:
             batches = [micro_batch(text, start, groups.cp) for start in starts]
             own = batches[groups.dp.rank :: groups.dp.size]
             losses = share_losses(forward_backward(model, own, groups), len(own), groups)
-            shown.append(mean_loss(losses, groups.dp_cp))
+            shown.append(mean_loss(losses, groups))
             optimizer.step()
             optimizer.zero_grad()
             if groups.rank == 0:

@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from megackpt import (
     Checkpointer,
@@ -37,6 +36,7 @@ from megackpt.training_state import DataPosition, RankPosition, RngState, Schedu
 from models import build_gpt, init_weights
 from training.arguments import Arguments, exit_with_error
 from training.hugging_face import export_folder, import_weights
+from training.losses import mean_loss
 from training.report import Report
 from training.saved_model import differences, plain_fields
 from training.schedule import CosineSchedule
@@ -318,7 +318,7 @@ class Trainer:
             group["lr"] = learning_rate
         self.optimizer.zero_grad()
         losses = forward_backward(self.model, micro_batches, self.groups)
-        loss = self._mean_loss(share_losses(losses, len(micro_batches), self.groups))
+        loss = mean_loss(share_losses(losses, len(micro_batches), self.groups), self.groups)
         norm = float(self.optimizer.step())
         update_expert_bias(self.model, self.groups)
         self.step += 1
@@ -345,14 +345,6 @@ class Trainer:
         tokens, labels = self.text.batch(numbers)
         cp = self.groups.cp
         return MicroBatch(context_share(tokens, cp, dim=1), context_share(labels, cp, dim=1))
-
-    def _mean_loss(self, losses: Tensor) -> float:
-        """The mean over micro-batches, sequence parts and data-parallel ranks, all with as many tokens."""
-        mean, ranks = losses.mean(), self.groups.dp_cp
-        if ranks.group is not None:
-            dist.all_reduce(mean, group=ranks.group)
-            mean /= ranks.size
-        return float(mean)
 
     def _gathered(self, numbers: list[int]) -> list[int]:
         """Return the sample numbers of all data-parallel ranks, sorted."""
