@@ -17,7 +17,7 @@ MOST_SECONDS = 1e9
 """About 30 years; longer waits overflow the clocks of other libraries."""
 
 MOST = 1 << 62
-"""Larger counts do not fit into the integers that compute them."""
+"""Larger counts could overflow 64-bit integers."""
 
 
 def check_count(name: str, value: object, *, least: int = 1, most: int = MOST, otherwise: str = "") -> None:

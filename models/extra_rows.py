@@ -1,4 +1,4 @@
-"""Sends small tensors to the next chunk of a pipeline, as rows appended to the hidden states.
+"""Packs small tensors into further rows of the hidden states, for the next chunk of a pipeline.
 
 Later stages receive no tokens, only one tensor of activations. A mask of padding, for instance, therefore
 travels in further rows of that tensor.

@@ -92,7 +92,7 @@ class BenchRun:
             able = [contender for contender in contenders if turn <= most.get(id(contender), rounds)]
             first = turn % max(1, len(able))
             for contender in [*able[first:], *able[:first]]:
-                # A full collection takes 0.1 s with torch imported. Here no contender is timed.
+                # A full collection takes 0.1 s with torch imported. Do it while no contender is timed.
                 gc.collect()
                 yield contender
 

@@ -14,7 +14,7 @@ from megackpt.bench.stopwatch import largest
 from megackpt.checkpointer import Checkpointer
 
 _MOST_BYTES = 128 << 20  # of the state: what is lost with each save does not depend on it
-_SETTLING = 0.2  # share of the runs that make what is made once
+_SETTLING = 0.2  # share of the runs that is left out: they allocate memory that later ones use again
 _CASE = "long run"
 
 

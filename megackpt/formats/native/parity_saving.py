@@ -17,7 +17,7 @@ from megackpt.storage import Store
 
 
 def parity_work(sizes: Mapping[int, int], *, attempt: str, ranks: int, most: int) -> list[bytes]:
-    """Return for each rank, as JSON, which parity files it writes, and of which data files.
+    """Return the parity files that each rank writes, with the data files that they protect, as JSON.
 
     Args:
         sizes: bytes of the data file of each rank that has one.

@@ -121,7 +121,7 @@ class NativeSaveStrategy(SaveStrategy):
     def plan_parity(
         self, *, attempt: str, plan: SavePlan, receipts: list[list[bytes]], most: int
     ) -> list[bytes]:
-        """Return for each rank, as JSON, which parity files it writes, and of which data files."""
+        """Return the parity files that each rank writes, with the data files that they protect, as JSON."""
         from megackpt.formats.native.parity_saving import parity_work
 
         nbytes = np.zeros(len(receipts), np.int64)
