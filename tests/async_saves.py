@@ -33,6 +33,11 @@ def saver_of(checkpointer: Checkpointer) -> AsyncSaver:
     return saver
 
 
+def wait_for_writers(checkpointer: Checkpointer) -> None:
+    """Return when the writer process of this rank is there: how long it takes to start is not tested."""
+    saver_of(checkpointer)._session.running().wait_ready()
+
+
 def single_process_checkpointer(
     root: Path | Store, *, async_save: bool | AsyncOptions = True, **arguments: Any
 ) -> Checkpointer:

@@ -21,6 +21,7 @@ import torch.distributed as dist
 from megackpt import AsyncOptions, Checkpointer, CheckpointError, LocalTier, ShardedTensor
 from megackpt.engine.background import saver as async_save
 from megackpt.testing.ranks import RankPool
+from tests.async_saves import saver_of, wait_for_writers
 from tests.effort import is_thorough, only_thorough, seed
 from tests.writer_faults import ORDER, GatedStrategy, Order, wait_for
 
@@ -29,8 +30,8 @@ pytestmark = [pytest.mark.multiprocess, pytest.mark.slow]
 RANKS = 3
 TROUBLED = RANKS - 1
 PATIENT_S = 60.0  # where nobody is lost, and a busy machine is none
-TIMEOUT_S = 4.0
-DEADLINE_S = 20.0
+TIMEOUT_S = 6.0
+DEADLINE_S = 25.0
 """Until the last rank has raised: the time-out, and what a busy machine of two cores adds to it."""
 
 Moment = Literal["staging", "writing"]
@@ -58,9 +59,7 @@ def started(
     """Return a checkpointer whose writers are there: how long they take to start is not of interest here."""
     options = AsyncOptions(nice=0)  # the time-out is short, and the machine may be busy
     checkpointer = kind(root, async_save=options, timeout_s=timeout_s, **arguments)
-    saver = checkpointer._async_saving and checkpointer._async_saving.saver
-    assert saver is not None
-    saver._session.running().wait_ready()
+    wait_for_writers(checkpointer)
     dist.barrier()
     return checkpointer
 
@@ -192,9 +191,7 @@ def train_in_trouble(root: Path, moment: Moment, trouble: Trouble, gate: Path) -
         message = str(error)
     elapsed = time.monotonic() - began
     (gate / f"raised.{rank}").touch()
-    saver = checkpointer._async_saving and checkpointer._async_saving.saver
-    assert saver is not None
-    saver.abandon()
+    saver_of(checkpointer).abandon()
     return message, elapsed
 
 

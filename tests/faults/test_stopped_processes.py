@@ -31,7 +31,7 @@ import megackpt
 from megackpt import AsyncOptions, Checkpointer, CheckpointError, LoadOptions, SaveOptions, ShardedTensor
 from megackpt.comm import world_group
 from megackpt.testing.ranks import RankPool
-from tests.async_saves import is_alive, saver_of
+from tests.async_saves import is_alive, saver_of, wait_for_writers
 from tests.effort import costly, is_thorough, seed
 from tests.states import filled
 from tests.stopped import stop_process
@@ -138,7 +138,7 @@ def work_until_stopped(work: Work, notes: Path, launcher_port: int) -> None:
                 root, async_save=AsyncOptions(nice=0), timeout_s=TIMEOUT_S, keep_last=2
             )
             closing.callback(saver_of(checkpointer).abandon)
-            saver_of(checkpointer)._session.running().wait_ready()
+            wait_for_writers(checkpointer)
             (notes / f"writer.{rank}").write_text(str(saver_of(checkpointer).writer_pid))
         dist.barrier()
         (notes / f"ready.{rank}").touch()
@@ -287,6 +287,7 @@ import os, signal, sys
 from datetime import timedelta
 import torch, torch.distributed as dist
 from megackpt import Checkpointer, CheckpointError, ShardedTensor
+from tests.async_saves import wait_for_writers
 
 root, rank, port = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
 patience = timedelta(seconds=60)
@@ -297,6 +298,8 @@ checkpointer = Checkpointer(root, async_save=True, timeout_s=60)
 checkpointer.save(1, {"w": part})
 checkpointer.wait()
 checkpointer = Checkpointer(root, async_save=True, timeout_s=6)
+wait_for_writers(checkpointer)
+dist.barrier()
 checkpointer.save(2, {"w": part})
 dist.barrier()
 if rank == 0:

@@ -29,7 +29,16 @@ from megackpt.engine.background import child_process
 from megackpt.engine.background import process as writer_process
 from megackpt.engine.background import saver as async_save
 from megackpt.testing.ranks import RankPool
-from tests.async_saves import OPTIONS, is_alive, made, ones, part, saver_of, single_process_checkpointer
+from tests.async_saves import (
+    OPTIONS,
+    is_alive,
+    made,
+    ones,
+    part,
+    saver_of,
+    single_process_checkpointer,
+    wait_for_writers,
+)
 from tests.effort import costly, is_thorough, seed
 from tests.stopped import stop_process
 from tests.writer_faults import (
@@ -155,11 +164,13 @@ def test_a_mistake_in_the_strategy_of_a_rank_alone_is_raised(
 
 
 def outlast_hung_writers(root: Path) -> str:
-    checkpointer = Checkpointer(root, async_save=True, save_options=SaveOptions(timeout_s=1))
+    checkpointer = Checkpointer(root, async_save=True, save_options=SaveOptions(timeout_s=3))
+    wait_for_writers(checkpointer)
+    dist.barrier()
     checkpointer.save(1, {"w": part(1.0)}, sharded_strategy=HungStrategy())
     with pytest.raises(WriterFailedError, match=r"rank 1|rank\(s\) 1"):
         checkpointer.wait()
-    saver_of(checkpointer)._session.running().wait_ready()
+    wait_for_writers(checkpointer)
     dist.barrier()
     stop_process(saver_of(checkpointer).writer_pid)
     checkpointer.save(1, {"w": part(1.0)})
@@ -193,7 +204,9 @@ def test_a_failure_of_a_writer_is_raised_on_all_ranks_and_the_next_save_works(
 
 def die_while_saving(root: Path, gate: Path) -> str:
     rank = dist.get_rank()
-    checkpointer = Checkpointer(root, async_save=True, save_options=SaveOptions(timeout_s=2))
+    checkpointer = Checkpointer(root, async_save=True, save_options=SaveOptions(timeout_s=5))
+    wait_for_writers(checkpointer)
+    dist.barrier()
     writer = saver_of(checkpointer).writer_pid
     (gate / f"writer.{rank}").write_text(str(writer))
     checkpointer.save(1, {"w": part(1.0)}, sharded_strategy=GatedStrategy(gate))
@@ -218,7 +231,7 @@ def test_nothing_survives_a_training_process_that_is_killed(rank_pool: RankPool,
     survivor, victim = rank_pool.outcomes(die_while_saving, 2, tmp_path / "root", gate)
     assert isinstance(victim.error, EOFError)
     assert survivor.error is None, survivor.trace
-    assert "writer process of rank(s) 1 within 2 s" in survivor.value
+    assert "writer process of rank(s) 1 within 5 s" in survivor.value
     assert not (tmp_path / "root" / "iter_0000001" / "metadata.json").exists()
 
 

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from megackpt import Checkpointer, CheckpointError, SaveOptions, load, save
 from megackpt.testing.ranks import RankPool
-from tests.async_saves import saver_of
+from tests.async_saves import wait_for_writers
 from tests.states import filled
 
 pytestmark = pytest.mark.multiprocess
@@ -77,7 +77,7 @@ def save_unlike(root: str) -> list[tuple[str, float]]:
         except CheckpointError as error:
             results.append((f"{type(error).__name__}: {error}", time.monotonic() - began))
     checkpointer = Checkpointer(f"{root}/run", async_save=True, timeout_s=TIMEOUT_S)
-    saver_of(checkpointer)._session.running().wait_ready()
+    wait_for_writers(checkpointer)
     dist.barrier()
     began = time.monotonic()
     try:
