@@ -86,7 +86,7 @@ def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     pool.close()
 
 
-@pytest.mark.one_in(6)
+@pytest.mark.one_in(10)
 @pytest.mark.parametrize(
     ("case", "source", "target"), PAIRS, ids=[f"{c.name}-{s}-to-{t}" for c, s, t in PAIRS]
 )

@@ -261,7 +261,7 @@ def ends(root: Path, request: pytest.FixtureRequest) -> Ends:
     return dict(zip(names, run_forked([run_of(CASES[n]) for n in names], timeout_s=120), strict=True))
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize("name", CASES)
 def test_bad_input_ends_in_one_line_and_exit_code_2(root: Path, ends: Ends, name: str) -> None:
     ended = ends[name]

@@ -108,6 +108,7 @@ def test_a_save_over_another_format_leaves_only_its_own_files(
     )
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("pair", [p for p in PAIRS if p != REJECTED], ids=str)
 def test_a_save_over_another_format_that_dies_anywhere_leaves_the_old_or_the_new_and_is_cleaned_up(
     tmp_path: Path, pair: tuple[Strategy, Strategy]

@@ -84,7 +84,7 @@ def saved(rank_pool: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Save
     }
 
 
-@pytest.mark.one_in(6)
+@pytest.mark.one_in(9)
 @pytest.mark.parametrize("target", RANKS)
 @pytest.mark.parametrize("source", RANKS)
 def test_state_saved_at_one_mesh_is_equal_at_any_other(

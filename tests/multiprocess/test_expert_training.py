@@ -72,7 +72,7 @@ def reference() -> dict[float, tuple[float, Arrays]]:
     return results
 
 
-@pytest.mark.one_in(6)
+@pytest.mark.one_in(8)
 @pytest.mark.parametrize("layout", [*LAYOUTS, *LARGE_LAYOUTS], ids=str)
 @pytest.mark.parametrize("kind", [DistributedOptimizer, MixedPrecisionOptimizer])
 def test_a_step_equals_that_of_one_process(

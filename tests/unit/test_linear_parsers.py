@@ -431,7 +431,7 @@ def _seconds(work: Work) -> float:
         gc.enable()
 
 
-@pytest.mark.one_in(10)
+@pytest.mark.one_in(20)
 @pytest.mark.parametrize("name", PARSERS)
 def test_twice_as_much_takes_about_twice_as_long(name: str, tmp_path: Path) -> None:
     # Doubled twice: a table that grows does so in steps.

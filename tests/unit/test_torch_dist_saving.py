@@ -284,6 +284,7 @@ def kill(_: object) -> None:
     raise Killed
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("is_foreign", [False, True])
 @pytest.mark.parametrize("after", [False, True])
 def test_a_kill_between_any_two_operations_leaves_the_old_checkpoint_or_the_new_one(
@@ -322,6 +323,7 @@ def test_a_kill_in_a_first_save_leaves_nothing_or_all_of_it() -> None:
     assert set(outcomes) == {0.0, 2.0}
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("is_foreign", [False, True])
 @pytest.mark.parametrize("after", [False, True])
 def test_a_save_that_fails_at_any_operation_leaves_one_whole_checkpoint_and_no_rubbish(
