@@ -7,14 +7,16 @@ the size that it asks for. A job that takes too long is an error, and its proces
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import gc
 import os
 import pickle
+import signal
 import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing import get_context
@@ -27,6 +29,7 @@ from megackpt.comm.child_processes import child_environment, without_current_dir
 
 JOB_TIMEOUT_S = 120.0
 _END_S = 5.0
+_STACKS_S = 0.2  # for a rank that hangs, to write its stacks before the next one does
 
 
 class JobFailedError(AssertionError):
@@ -63,6 +66,10 @@ class RankPool:
 
     def __init__(self) -> None:
         self._workers: list[tuple[BaseProcess, Connection]] = []
+        # A FileStore may be destroyed after its job. Its destructor opens the file if it exists, and waits
+        # for minutes if the file is removed just then. So the files stay until all workers have ended.
+        self._stores = tempfile.TemporaryDirectory(prefix="megackpt-ranks-")
+        self._jobs = 0
 
     def run(
         self, fn: Callable[..., Any], ranks: int, *args: Any, timeout_s: float = JOB_TIMEOUT_S
@@ -70,7 +77,8 @@ class RankPool:
         """Return what `fn(*args)` returned on each rank, in rank order.
 
         Raises:
-            JobFailedError: a rank raised, died or did not end within `timeout_s`.
+            JobFailedError: a rank raised, died or did not end within `timeout_s`. One that did not end has
+                written the stacks of its threads to stderr.
         """
         outcomes = self.outcomes(fn, ranks, *args, timeout_s=timeout_s)
         failed = [o for o in outcomes if o.error is not None]
@@ -84,11 +92,12 @@ class RankPool:
     ) -> list[Outcome]:
         """Like `run`, but errors are returned for inspection. A rank that died has an `EOFError`."""
         self._grow(ranks)
-        with tempfile.TemporaryDirectory(prefix="megackpt-ranks-") as rendezvous:
-            for rank in range(ranks):
-                job = pickle.dumps((fn, args))
-                self._workers[rank][1].send((list(sys.path), job, rank, ranks, rendezvous, timeout_s))
-            return self._collect(ranks, timeout_s)
+        self._jobs += 1
+        store = str(Path(self._stores.name) / str(self._jobs))
+        for rank in range(ranks):
+            job = pickle.dumps((fn, args))
+            self._workers[rank][1].send((list(sys.path), job, rank, ranks, store, timeout_s))
+        return self._collect(ranks, timeout_s)
 
     def pids(self, ranks: int) -> list[int]:
         """Return the process ids that serve ranks 0 to `ranks - 1`, starting them if needed."""
@@ -96,7 +105,10 @@ class RankPool:
         return [process.pid or 0 for process, _ in self._workers[:ranks]]
 
     def close(self) -> None:
-        """End all workers, and what they have started; kill those that have not ended after 5 s."""
+        """End all workers, and what they have started; kill those that have not ended after 5 s.
+
+        The pool cannot be used again.
+        """
         for _, connection in self._workers:
             connection.close()
         # A worker that is killed leaves its own children behind, such as servers of multiprocessing.
@@ -106,6 +118,7 @@ class RankPool:
         for rank in range(len(self._workers)):
             self._end(rank)
         self._workers = []
+        self._stores.cleanup()
 
     def _grow(self, ranks: int) -> None:
         for rank, (process, _) in enumerate(self._workers):
@@ -122,11 +135,20 @@ class RankPool:
             for connection in ready:
                 outcomes[waiting[connection]] = self._receive(connection, waiting[connection])
             if not ready:
+                self._show_stacks(waiting.values())
                 for rank in waiting.values():
                     self._end(rank)
                     error = TimeoutError(f"rank {rank} did not end within {timeout_s} s and was killed")
                     outcomes[rank] = Outcome(rank=rank, value=None, error=error, trace="")
         return [outcomes[r] for r in range(ranks)]
+
+    def _show_stacks(self, ranks: Iterable[int]) -> None:
+        """Let ranks that hang write to stderr what each of their threads does."""
+        for rank in ranks:
+            process, _ = self._workers[rank]
+            if process.pid is not None and process.is_alive():
+                os.kill(process.pid, signal.SIGQUIT)
+                time.sleep(_STACKS_S)
 
     def _receive(self, connection: Connection, rank: int) -> Outcome:
         try:
@@ -160,16 +182,17 @@ def _serve(connection: Connection) -> None:
         "PYTHONSAFEPATH", None
     )  # it was for the start of this process, not for those that it starts
     torch.set_num_threads(1)
+    faulthandler.register(signal.SIGQUIT)
     gc.freeze()  # what is imported is never garbage; so each collection looks at the jobs' objects alone
     while True:
         try:
-            search_path, job, rank, ranks, rendezvous, timeout_s = connection.recv()
+            search_path, job, rank, ranks, store_file, timeout_s = connection.recv()
         except EOFError:
             return
         sys.path[:] = search_path
         try:
             answer: tuple[Any, BaseException | None, str] = (
-                _call(job, rank, ranks, rendezvous, timeout_s),
+                _call(job, rank, ranks, store_file, timeout_s),
                 None,
                 "",
             )
@@ -182,11 +205,11 @@ def _serve(connection: Connection) -> None:
         gc.collect()
 
 
-def _call(job: bytes, rank: int, ranks: int, rendezvous: str, timeout_s: float) -> Any:
+def _call(job: bytes, rank: int, ranks: int, store_file: str, timeout_s: float) -> Any:
     import torch.distributed as dist
 
     fn, args = pickle.loads(job)  # comes from our own parent through a pipe
-    store = dist.FileStore(str(Path(rendezvous) / "store"), ranks)  # type: ignore[attr-defined]
+    store = dist.FileStore(store_file, ranks)  # type: ignore[attr-defined]
     dist.init_process_group(
         "gloo", store=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=timeout_s)
     )
