@@ -8,6 +8,10 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+from tests.surroundings import forget_surroundings
+
+forget_surroundings()  # before torch is imported: it reads some of them once
+
 import hypothesis
 import pytest
 
