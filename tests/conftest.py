@@ -8,7 +8,8 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from tests.surroundings import forget_surroundings
+from tests.support.effort import ALL, leave_out, tries_all
+from tests.support.surroundings import forget_surroundings
 
 forget_surroundings()  # before torch is imported: it reads some of them once
 
@@ -16,8 +17,7 @@ import hypothesis
 import pytest
 
 from megackpt.testing.ranks import RankPool
-from tests.effort import THOROUGH, is_thorough, skip_most_cases
-from tests.s3_server import FaultyProxy, S3Server
+from tests.support.s3_server import FaultyProxy, S3Server
 
 # A bound on the time of an example fails where the machine is busy, and says nothing about the code.
 hypothesis.settings.register_profile("no deadline", deadline=None)
@@ -63,27 +63,26 @@ def memory_path(tmp_path: Path) -> Iterator[Path]:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption(
-        "--all-pairs", action="store_true", help="test all pairs of layouts, not a sample (minutes)"
-    )
-    parser.addoption("--thorough", action="store_true", help="all examples and kills, not a sample (minutes)")
-    parser.addoption("--all-attacks", action="store_true", help="put all attack directories before readers")
-    parser.addoption("--interop", action="store_true", help="run the whole interop matrix (minutes)")
+    parser.addoption("--all", action="store_true", help="try every case of everything, not a sample (hours)")
 
 
 def pytest_configure(config: pytest.Config) -> None:
     """Let decorators know, which are evaluated when a test's module is imported."""
-    if config.getoption("--thorough"):
-        os.environ[THOROUGH] = "1"
+    if config.getoption("--all"):
+        os.environ[ALL] = "1"
+
+
+def pytest_report_header() -> str:
+    return "every case" if tries_all() else "a sample of the cases; --all tries every one"
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Skip, visibly, `gpu` tests where there is no CUDA device, and cases that only `--thorough` tries."""
+    """Skip, visibly, `gpu` tests where there is no CUDA device; leave out cases that only `--all` tries."""
     import torch
 
     if not torch.cuda.is_available():
         for item in items:
             if item.get_closest_marker("gpu"):
                 item.add_marker(pytest.mark.skip(reason="no CUDA device on this machine"))
-    if not is_thorough() and not config.getoption("--all-pairs"):
-        skip_most_cases(items)
+    if not tries_all():
+        leave_out(config, items)

@@ -1,0 +1,267 @@
+"""Folders that DeepSpeed's ZeRO saved become checkpoints: every array bit for bit as its ranks had it.
+
+`folders/` is what `deepspeed_program.py` wrote with DeepSpeed 0.19.8. With the extra `test-deepspeed`
+installed, the folders are made anew.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import pickle
+import shutil
+import subprocess
+import sys
+import zipfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+
+import megackpt
+from megackpt import FormatError, NotACheckpointError, UnknownClassError, UnsupportedError
+from megackpt.cli import main
+from megackpt.maintenance import import_folder
+from tests.contrib.deepspeed.deepspeed_program import CASES, LEARNING_RATE, STATES, STEPS, Net
+from tests.support.effort import sampled
+
+STORED = Path(__file__).parent / "folders"
+OPTIMIZER_0 = "global_step3/zero_pp_rank_0_mp_rank_00_optim_states.pt"
+OPTIMIZER_1 = "global_step3/zero_pp_rank_1_mp_rank_00_optim_states.pt"
+MODEL = "global_step3/mp_rank_00_model_states.pt"
+
+
+def check_arrays(folders: Path, case: str, target: Path) -> None:
+    """Import the folder of a case, and compare every array."""
+    report = megackpt.import_deepspeed(folders / case, target)
+    assert report.is_verified
+    arrays = megackpt.load_plain_tensors(target)
+    truth = torch.load(folders / f"{case}.truth.pt")["states"]
+    dtype = torch.bfloat16 if "bf16" in CASES[case] else torch.float32
+    expected = {"head.weight": truth["emb.weight"]["fp32_param"].to(dtype)}
+    for name, states in truth.items():
+        expected |= {f"optimizer.state.{state}.{name}": value for state, value in states.items()}
+        expected[f"optimizer.state.step.{name}"] = torch.tensor(float(STEPS))
+        expected[f"optimizer.param_group.{name}"] = torch.tensor(0 if states["exp_avg"].dim() > 1 else 1)
+        expected[name] = states["fp32_param"].to(dtype)
+    torch.manual_seed(0)
+    untrained = Net()  # as it was made in the run
+    expected |= {f"frozen.{name}": p.detach().to(dtype) for name, p in untrained.frozen.named_parameters()}
+    expected |= dict(untrained.named_buffers())
+    assert arrays.keys() == expected.keys()
+    for key, value in expected.items():
+        assert arrays[key].dtype == value.dtype, key
+        assert torch.equal(arrays[key], value), key
+
+
+@sampled(6)
+@pytest.mark.parametrize("case", CASES)
+def test_every_array_is_bit_equal_with_what_the_ranks_had(case: str, tmp_path: Path) -> None:
+    check_arrays(STORED, case, tmp_path / "imported")
+
+
+def test_folders_that_deepspeed_makes_now_are_bit_equal(tmp_path: Path) -> None:
+    if importlib.util.find_spec("deepspeed") is None:  # to import it takes seconds
+        pytest.skip("the extra test-deepspeed is not installed")
+    program = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    root = Path(megackpt.__file__).parents[1]
+    subprocess.run(
+        [*program, str(root / "tests" / "deepspeed_program.py"), str(tmp_path)],
+        check=True,
+        env={**os.environ, "DS_ACCELERATOR": "cpu", "DS_BUILD_OPS": "0", "OMP_NUM_THREADS": "1"},
+        timeout=300,
+        capture_output=True,
+    )
+    for case in CASES:
+        check_arrays(tmp_path, case, tmp_path / "imported" / case)
+
+
+def test_the_rest_of_the_run_is_common_state(tmp_path: Path) -> None:
+    report = megackpt.import_deepspeed(STORED / "zero2", tmp_path / "imported")
+    common = megackpt.load_common_state_dict(tmp_path / "imported")
+    assert common["deepspeed"]["global_steps"] == STEPS
+    assert common["deepspeed"]["client_state"] == {"epoch": 5}
+    assert report.left_out == ("deepspeed.client_state.path (an object of pathlib.PosixPath)",)
+    assert common["optimizer"]["param_groups"]["0"]["lr"] == LEARNING_RATE
+    assert [group["weight_decay"] for group in common["optimizer"]["param_groups"].values()] == [0.1, 0.0]
+    assert megackpt.load_content_metadata(tmp_path / "imported") == {"imported_from": report.origin}
+    assert report.origin == "DeepSpeed 0.19.8, ZeRO-2, 2 ranks"
+
+
+@sampled(4)
+@pytest.mark.parametrize("case", ["zero1", "zero3_bf16"])
+def test_torch_names_load_into_a_plain_model_and_optimizer(case: str, tmp_path: Path) -> None:
+    from megackpt.integrations.torch_state import TorchState
+
+    megackpt.import_deepspeed(STORED / case, tmp_path / "imported", keys="torch", weights="masters")
+    model = Net()
+    trained = [p for p in model.parameters() if p.requires_grad]
+    groups = [
+        {"params": [p for p in trained if p.dim() > 1]},
+        {"params": [p for p in trained if p.dim() == 1]},
+    ]
+    optimizer = torch.optim.AdamW(groups, lr=1.0)
+    state = TorchState([model], [optimizer])
+    loaded = megackpt.load(state.sharded_state_dict(), tmp_path / "imported")
+    state.load_models(loaded)
+    state.load_optimizers(loaded)
+    truth = torch.load(STORED / f"{case}.truth.pt")["states"]
+    for name, param in model.named_parameters():
+        if param.requires_grad:
+            assert torch.equal(param, truth[name]["fp32_param"])
+            for kind in STATES:
+                assert torch.equal(optimizer.state[param][kind], truth[name][kind])
+            assert optimizer.state[param]["step"] == STEPS
+    assert [group["weight_decay"] for group in optimizer.param_groups] == [0.1, 0.0]
+
+
+def _remove(name: str) -> Callable[[Path], None]:
+    return lambda folder: (folder / name).unlink()
+
+
+def _cut(name: str) -> Callable[[Path], None]:
+    return lambda folder: os.truncate(folder / name, (folder / name).stat().st_size // 2)
+
+
+def _flip(folder: Path) -> None:
+    """Change a byte of a tensor, which torch.load does not see."""
+    path = folder / OPTIMIZER_1
+    with zipfile.ZipFile(path) as archive:
+        record = next(r for r in archive.infolist() if r.filename.endswith("/data/0"))
+    data = bytearray(path.read_bytes())
+    data[record.header_offset + 200] ^= 1
+    path.write_bytes(data)
+
+
+def _latest_elsewhere(folder: Path) -> None:
+    (folder / "latest").write_text("../../other")
+
+
+def _other_entries(folder: Path) -> None:
+    torch.save({"model": {}}, folder / OPTIMIZER_0)
+
+
+def _too_short(folder: Path) -> None:
+    state = torch.load(folder / OPTIMIZER_0, weights_only=False, pickle_module=_NoClasses)
+    groups = state["optimizer_state_dict"]["single_partition_of_fp32_groups"]
+    groups[0] = groups[0][:5]
+    state["optimizer_state_dict"] = {
+        k: state["optimizer_state_dict"][k]
+        for k in ("base_optimizer_state", "single_partition_of_fp32_groups", "partition_count")
+    }
+    torch.save(state, folder / OPTIMIZER_0)
+
+
+class _NoClasses:
+    """A pickle module whose classes of DeepSpeed are empty."""
+
+    class Unpickler(pickle.Unpickler):
+        def find_class(self, module: str, name: str) -> object:
+            if module.startswith("deepspeed"):
+                return type(name, (), {"__init__": lambda self, *args: None})
+            return super().find_class(module, name)
+
+
+@sampled(6)
+@pytest.mark.parametrize(
+    ("damage", "error", "words"),
+    [
+        (_remove(OPTIMIZER_1), FormatError, "saved by 2 ranks, and has the optimizer files of 1"),
+        (_remove(OPTIMIZER_0), FormatError, "zero_pp_rank_0_mp_rank_00_optim_states.pt is missing"),
+        (_remove(MODEL), NotACheckpointError, "no '*_model_states.pt'"),
+        (_remove("latest"), NotACheckpointError, "which has a file 'latest'"),
+        (_cut(OPTIMIZER_1), FormatError, "it is damaged"),
+        (_flip, FormatError, "are not those written"),
+        (_latest_elsewhere, FormatError, "is not the name of a folder"),
+        (_other_entries, FormatError, "has no 'optimizer_state_dict'"),
+        (_too_short, FormatError, "do not have the layout of ZeRO"),
+    ],
+)
+def test_a_damaged_folder_is_one_error_and_nothing_is_written(
+    damage: Callable[[Path], None], error: type[Exception], words: str, tmp_path: Path
+) -> None:
+    shutil.copytree(STORED / "zero2", tmp_path / "folder")
+    damage(tmp_path / "folder")
+    with pytest.raises(error) as raised:
+        megackpt.import_deepspeed(tmp_path / "folder", tmp_path / "imported")
+    assert words in str(raised.value)
+    assert str(tmp_path / "folder") in str(raised.value)
+    assert not (tmp_path / "imported").exists()
+
+
+@pytest.mark.parametrize("name", ["mp_rank_01_model_states.pt", "layer_00-model_00-model_states.pt"])
+def test_model_parallel_folders_are_rejected_with_advice(name: str, tmp_path: Path) -> None:
+    shutil.copytree(STORED / "zero2", tmp_path / "folder")
+    shutil.copy(tmp_path / "folder" / MODEL, tmp_path / "folder" / "global_step3" / name)
+    with pytest.raises(UnsupportedError, match="ds_to_universal"):
+        megackpt.import_deepspeed(tmp_path / "folder", tmp_path / "imported")
+
+
+def test_a_universal_checkpoint_is_rejected_with_advice(tmp_path: Path) -> None:
+    # As ds_to_universal.py writes it: the model's file, and a folder for each parameter.
+    step = tmp_path / "global_step3_universal"
+    (step / "zero" / "fc1.weight").mkdir(parents=True)
+    torch.save({"param": torch.ones(10, 6)}, step / "zero" / "fc1.weight" / "fp32.pt")
+    shutil.copy(STORED / "zero2" / MODEL, step)
+    (tmp_path / "latest").write_text(step.name)
+    with pytest.raises(UnsupportedError, match="is a universal checkpoint of DeepSpeed"):
+        megackpt.import_deepspeed(tmp_path, tmp_path / "imported")
+    assert not (tmp_path / "imported").exists()
+
+
+def test_the_command_imports_a_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    target = tmp_path / "imported"
+    assert (
+        main(["convert", str(STORED / "zero3"), str(target), "--from", "deepspeed", "--prefix", "net."]) == 0
+    )
+    assert "from DeepSpeed 0.19.8, ZeRO-3, 2 ranks" in capsys.readouterr().out
+    assert "optimizer.state.exp_avg.net.fc1.weight" in megackpt.load_plain_tensors(target)
+    assert main(["convert", str(STORED / "zero3"), str(target), "--from", "deepspeed", "--map", "llama"]) == 2
+    assert main(["convert", str(tmp_path), str(tmp_path / "b"), "--from", "deepspeed"]) == 3
+
+
+@dataclass(frozen=True)
+class Attack:
+    """An object whose pickle calls a function."""
+
+    function: Callable[[str], object]
+    argument: str
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return self.function, (self.argument,)
+
+
+def _with_attack(directory: Path, function: Callable[[str], object], argument: str) -> Path:
+    """Return a folder whose model file has an attack among the values of the user."""
+    shutil.copytree(STORED / "zero2", directory / "folder")
+    state = torch.load(directory / "folder" / MODEL, weights_only=False)
+    state["mine"] = {"attack": Attack(function, argument), "kept": 1}
+    torch.save(state, directory / "folder" / MODEL)
+    return directory / "folder"
+
+
+def test_a_pickle_that_starts_a_program_is_rejected(tmp_path: Path) -> None:
+    folder = _with_attack(tmp_path, os.system, f"touch {tmp_path / 'ran'}")
+    with pytest.raises(UnknownClassError, match=r"posix\.system.*Nothing was run"):
+        megackpt.import_deepspeed(folder, tmp_path / "imported")
+    assert not (tmp_path / "ran").exists()
+    assert not (tmp_path / "imported").exists()
+
+
+def test_an_object_of_another_class_is_left_out_and_never_made(tmp_path: Path) -> None:
+    folder = _with_attack(tmp_path, eval, f"open({str(tmp_path / 'ran')!r}, 'w')")
+    report = megackpt.import_deepspeed(folder, tmp_path / "imported")
+    assert not (tmp_path / "ran").exists()
+    assert "deepspeed.client_state.mine.attack (an object of builtins.eval)" in report.left_out
+    kept = megackpt.load_common_state_dict(tmp_path / "imported")["deepspeed"]["client_state"]
+    assert kept == {"epoch": 5, "mine": {"kept": 1}}
+
+
+def test_chunks_are_cut_so_that_memory_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from megackpt.planning import copy_plan
+
+    monkeypatch.setattr(copy_plan, "COPIED_BYTES", 64)
+    monkeypatch.setattr(import_folder, "_BUFFER_BYTES", 128)
+    check_arrays(STORED, "zero3_bf16", tmp_path / "imported")

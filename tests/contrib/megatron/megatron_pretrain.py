@@ -1,0 +1,150 @@
+"""Megatron-LM's own pretrain_gpt.py on CPU ranks: one rank of a run, and how a run is started.
+
+    python tests/contrib/megatron/megatron_pretrain.py [--megackpt] CHECKOUT/pretrain_gpt.py ARGUMENTS...
+
+is one rank, as torch.distributed.run starts it. Its training loop, arguments and checkpointing module are
+Megatron-LM's, unchanged; with `--megackpt` its dist_checkpointing is megackpt (`install()`). torch
+answers for a GPU as `megatron_stand_ins` says, and here also for what a training loop asks of one:
+streams, events, memory counters, a random generator, process groups of NCCL (gloo's). Nothing is
+compiled: the helpers of its data sets have to be there, built, as they are in its wheels.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import importlib
+import os
+import re
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+HERE = Path(__file__).parent
+ARGUMENTS = [
+    "--num-layers", "2", "--hidden-size", "32", "--num-attention-heads", "4", "--seq-length", "16",
+    "--max-position-embeddings", "16", "--micro-batch-size", "2", "--global-batch-size", "8",
+    "--train-iters", "6", "--lr", "1e-2", "--min-lr", "1e-3", "--mock-data",
+    "--tokenizer-type", "NullTokenizer", "--vocab-size", "127", "--transformer-impl", "local",
+    "--distributed-backend", "gloo", "--use-cpu-initialization", "--no-gradient-accumulation-fusion",
+    "--no-masked-softmax-fusion", "--no-bias-gelu-fusion", "--no-bias-dropout-fusion", "--no-rope-fusion",
+    "--no-persist-layer-norm", "--attention-dropout", "0", "--hidden-dropout", "0", "--log-interval", "1",
+    "--eval-iters", "0", "--eval-interval", "1000", "--save-interval", "3", "--ckpt-format", "torch_dist",
+    "--use-distributed-optimizer", "--bf16", "--attention-backend", "unfused", "--seed", "5",
+    "--split", "100,0,0", "--dataloader-type", "single", "--no-create-attention-mask-in-dataloader",
+    "--dist-ckpt-optim-fully-reshardable",
+]  # fmt: skip
+LINE = re.compile(r"iteration +(\d+)/.*?lm loss: ([0-9.E+-]+).*?grad norm: ([0-9.]+)")
+
+
+def pretrain(checkout: str, *arguments: str, megackpt: bool, ranks: int = 2) -> dict[int, tuple[str, str]]:
+    """Run pretrain_gpt.py; return the loss and the norm of the gradients, as logged, by iteration.
+
+    Raises:
+        RuntimeError: it did not end well.
+    """
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([str(HERE.parents[1]), checkout]),
+        "OMP_NUM_THREADS": "1",
+        "CUDA_DEVICE_MAX_CONNECTIONS": "1",
+        "TORCHDYNAMO_DISABLE": "1",
+    }
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    command += [str(HERE / "megatron_pretrain.py"), *(["--megackpt"] if megackpt else [])]
+    command += [str(Path(checkout) / "pretrain_gpt.py"), *_known(checkout), *arguments]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    log = done.stdout + done.stderr
+    if done.returncode:
+        of_ranks = log.split("/torch/distributed/elastic/", 1)[0]  # without what its launcher adds
+        raise RuntimeError(f"pretrain_gpt.py ended with {done.returncode}:\n{of_ranks[-4000:]}")
+    return {int(number): (loss, norm) for number, loss, norm in LINE.findall(log)}
+
+
+def _known(checkout: str) -> list[str]:
+    """Return the arguments without the switches that this version does not have."""
+    texts = [path.read_text() for path in (Path(checkout) / "megatron" / "training").rglob("*.py")]
+    optional = "--dist-ckpt-optim-fully-reshardable"
+    names = (optional, optional.removeprefix("--").replace("-", "_"))
+    known = any(name in text for text in texts for name in names)
+    return [argument for argument in ARGUMENTS if known or argument != optional]
+
+
+def answer_for_a_gpu() -> None:
+    """Let torch.cuda give what a training loop asks for. After Megatron-Core was imported."""
+    import torch
+
+    cuda: Any = torch.cuda
+    properties = SimpleNamespace(multi_processor_count=1, total_memory=1, major=8, minor=0, name="cpu")
+    for name in ("memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved"):
+        setattr(cuda, name, lambda *_: 0)
+    cuda.is_available = lambda: True
+    cuda.device_count = lambda: 1
+    cuda.set_device = lambda *_: None
+    cuda.get_device_capability = lambda *_: (8, 0)
+    cuda.get_device_properties = lambda *_: properties
+    cuda.memory_stats = lambda *_: collections.defaultdict(int)
+    cuda.empty_cache = lambda: None
+    cuda.nvtx.range_push = cuda.nvtx.range_pop = lambda *_: None
+    cuda.get_rng_state = cuda.random.get_rng_state = lambda *_, **__: torch.get_rng_state()
+    cuda.set_rng_state = cuda.random.set_rng_state = lambda state, *_, **__: torch.set_rng_state(state)
+    cuda.manual_seed = torch.manual_seed
+    cuda.Stream, cuda.Event = _Stream, _Stream
+    cuda.current_stream = cuda.default_stream = _Stream
+    cuda.stream = lambda _: contextlib.nullcontext()
+    torch.accelerator.is_available = lambda: False  # loaders of data pin no memory
+    dist: Any = torch.distributed
+    for name in ("init_process_group", "new_group", "barrier"):
+        setattr(dist, name, _by_gloo(getattr(dist, name)))
+
+
+class _Stream:
+    """A stream or an event: everything is done when it is asked for."""
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        pass
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return lambda *_: 0.0
+
+
+def _by_gloo(call: Any) -> Any:
+    """Return a function of torch.distributed without what it is told about NCCL and devices."""
+
+    def called(*args: Any, **kwargs: Any) -> Any:
+        kwargs = {k: v for k, v in kwargs.items() if k not in ("pg_options", "device_id", "device_ids")}
+        if "backend" in kwargs:
+            kwargs["backend"] = "gloo"
+        return call(*args, **kwargs)
+
+    return called
+
+
+def main() -> None:
+    """Be one rank."""
+    arguments = sys.argv[1:]
+    if arguments[0] == "--megackpt":
+        from megackpt.compat import megatron
+
+        megatron.install()
+        arguments = arguments[1:]
+    from megatron_stand_ins import pretend
+
+    importlib.import_module("megatron.core")  # looks for a GPU, and may find that there is none
+    importlib.import_module("megatron.training")
+    importlib.import_module("megatron.core.datasets.utils").compile_helpers = lambda: None
+    with contextlib.suppress(ModuleNotFoundError):  # gone from 0.17 on
+        importlib.import_module("megatron.legacy.fused_kernels").load = lambda _: None
+    answer_for_a_gpu()
+    pretend()
+    sys.argv = arguments
+    runpy.run_path(arguments[0], run_name="__main__")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,246 @@
+"""docs/megatron-compat.md covers every public name of Megatron-Core's dist_checkpointing, and is true."""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+import types
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megackpt.compat.megatron.dist_checkpointing import serialization
+from megackpt.compat.megatron.unsupported import is_unsupported_name
+from megackpt.errors import UnsupportedError
+from tests.contrib.megatron import api_table
+from tests.contrib.megatron.api_notes import ABSENT, NOTES, RENAMED
+from tests.contrib.megatron.api_table import (
+    VERSIONS,
+    Parameter,
+    accepts,
+    judge,
+    judge_import,
+    load_facts,
+    parse_signature,
+    render,
+)
+from tests.contrib.megatron.imports_table import IMPORT_VERSIONS, imports_of, load_imports
+
+HOW = "run python tests/contrib/megatron/api_table.py page"
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_every_name_of_a_version_is_accounted_for(version: str) -> None:
+    facts = load_facts(version)
+    gaps = [name for name, fact in facts.items() if judge(name, fact).status == "gap"]
+    assert not gaps, f"say in api_notes.py why {version} has and we lack {gaps}"
+    assert len(facts) > 200, "the facts are not those of a whole package"
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_a_signature_that_differs_reports_why(version: str) -> None:
+    unexplained = [
+        name
+        for name, fact in load_facts(version).items()
+        if judge(name, fact).status == "differs" and name not in NOTES
+    ]
+    assert not unexplained, f"explain in api_notes.py: {unexplained}"
+
+
+def test_the_committed_page_is_what_the_script_writes() -> None:
+    assert api_table.PAGE.read_text() == api_table.write_page(), HOW
+
+
+def test_the_page_has_a_row_for_every_name_of_every_version() -> None:
+    page = api_table.PAGE.read_text()
+    for version in VERSIONS:
+        for name in load_facts(version):
+            assert f"`{'.'.join(name.split('.')[-2:])}`" in page or f"`{name.split('.')[-1]}`" in page, name
+
+
+def _all_rows() -> list[tuple[str, str, str]]:
+    """Return every name once, with its kind and what the page calls it, of the newest version that has it."""
+    rows = {
+        name: (name, fact["kind"], judge(name, fact).status)
+        for version in VERSIONS
+        for name, fact in load_facts(version).items()
+    }
+    return sorted(rows.values())
+
+
+def _used(name: str, kind: str) -> BaseException | None:
+    """Use a name as a program would, with None for all arguments; return what that raised."""
+    module, _, attribute = name.rpartition(".")
+    try:
+        if kind in ("method", "property"):
+            cls = api_table.find_ours(module)
+            if is_unsupported_name(cls):
+                return _raised(lambda: getattr(cls, attribute))
+            bare = types.SimpleNamespace() if inspect.isabstract(cls) else cls.__new__(cls)
+            member = inspect.getattr_static(cls, attribute)
+            if isinstance(member, property):
+                return _raised(lambda: member.__get__(bare))
+            call = member.__get__(None, cls) if isinstance(member, classmethod | staticmethod) else member
+            first = () if isinstance(member, classmethod | staticmethod) else (bare,)
+        else:
+            call, first = api_table.find_ours(name), ()
+            if not callable(call):
+                return None
+            if is_unsupported_name(call):
+                return _raised(call)
+    except TypeError as error:  # a class whose instances are made in another way
+        return error
+    try:
+        parameters = list(inspect.signature(call).parameters.values())[len(first) :]
+    except ValueError:
+        parameters = []
+    needed = [None for p in parameters if p.default is p.empty and p.kind in (p.POSITIONAL_OR_KEYWORD,)]
+    return _raised(lambda: call(*first, *needed))
+
+
+def _raised(use: Callable[[], Any]) -> BaseException | None:
+    try:
+        use()
+    except BaseException as error:  # noqa: BLE001 - only its class is of interest
+        return error
+    return None
+
+
+def test_every_name_that_the_page_calls_unsupported_raises_an_error_that_reports_it() -> None:
+    unsupported = [(name, kind) for name, kind, status in _all_rows() if status == "unsupported"]
+    assert len(unsupported) > 40
+    for name, kind in unsupported:
+        error = _used(name, kind)
+        assert isinstance(error, UnsupportedError), f"{name}: {error!r}"
+        assert "is not offered by megackpt: " in str(error), name
+        assert "  " not in str(error), f"{name}: {error}"
+
+
+def test_no_other_name_is_unsupported() -> None:
+    for name, kind, status in _all_rows():
+        if status in ("same", "wider", "differs"):
+            error = _used(name, kind)
+            assert not isinstance(error, UnsupportedError), f"the page calls {name} {status}: {error}"
+
+
+def test_what_the_page_calls_not_offered_is_not_there() -> None:
+    for name, _, status in _all_rows():
+        assert status in ("same", "wider", "differs", "unsupported", "renamed", "not offered")
+        if status in ("renamed", "not offered"):
+            assert api_table.find_ours(name) is None, name
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_what_the_page_calls_the_same_takes_the_same_arguments(version: str) -> None:
+    """By what Python says of the object that a program gets, not by the source that it was read from."""
+    compared = 0
+    for name, fact in load_facts(version).items():
+        if "signature" not in fact or judge(name, fact).status != "same":
+            continue
+        member = api_table.find_ours(name)
+        member = getattr(member, "__func__", member)
+        theirs = [p.name for p in parse_signature(fact["signature"])]
+        ours = [p for p in inspect.signature(member).parameters if p not in ("self", "cls")]
+        assert ours == theirs, name
+        compared += 1
+    assert compared > 50
+
+
+def test_notes_are_about_names_that_exist() -> None:
+    known = {name for version in VERSIONS for name in load_facts(version)}
+    assert set(NOTES) | set(RENAMED) | set(ABSENT) <= known
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("megatron") is None,
+    reason="Megatron-Core is not installed: pip install megatron-core==0.16.1",
+)
+def test_the_stored_facts_are_those_of_the_installed_megatron_core() -> None:
+    from importlib.metadata import distribution
+
+    package = distribution("megatron-core")
+    assert package.version == "0.16.1"
+    root = Path(str(package.locate_file("megatron/core/dist_checkpointing")))
+    assert api_table.facts_of(root) == load_facts("0.16.1")
+
+
+def test_a_name_that_is_missing_here_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    name = "serialization.load_sharded_metadata"
+    fact = load_facts("0.16.1")[name]
+    assert judge(name, fact).status == "same"
+    monkeypatch.setattr(serialization, "load_sharded_metadata", serialization.load_plain_tensors)
+    assert judge(name, fact).status == "differs"
+    monkeypatch.delattr(serialization, "load_sharded_metadata")
+    assert judge(name, fact).status == "gap"
+
+
+@pytest.mark.parametrize("version", IMPORT_VERSIONS)
+def test_no_name_that_megatron_imports_is_missing(version: str) -> None:
+    imports = load_imports(version)
+    assert len(imports) >= 20, "the facts are not those of a whole repository"
+    missing = [name for name in imports if judge_import(name) == "missing"]
+    assert not missing, f"megatron {version} imports these, and stops where they are missing: {missing}"
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("megatron") is None,
+    reason="Megatron-Core is not installed: pip install megatron-core==0.16.1",
+)
+def test_the_stored_imports_hold_those_of_the_installed_megatron_core() -> None:
+    from importlib.metadata import distribution
+
+    package = distribution("megatron-core")
+    imported, stored = imports_of(Path(str(package.locate_file("")))), load_imports("0.16.1")
+    assert len(imported) > 15
+    assert set(imported) <= set(stored)
+    assert all(set(modules) <= set(stored[name]) for name, modules in imported.items())
+
+
+def test_imports_are_found_in_every_way_to_write_them(tmp_path: Path) -> None:
+    inside = tmp_path / "megatron" / "core" / "dist_checkpointing"
+    inside.mkdir(parents=True)
+    (inside / "a.py").write_text("from .b import not_counted")
+    (inside.parent / "user.py").write_text(
+        "from .dist_checkpointing.mapping import A as B\n"
+        "def later():\n    from megatron.core.dist_checkpointing import _c\n"
+    )
+    (inside.parent / "__init__.py").write_text("import megatron.core.dist_checkpointing.utils as u")
+    assert imports_of(tmp_path) == {
+        "_c": ["megatron.core.user"],
+        "mapping.A": ["megatron.core.user"],
+        "utils": ["megatron.core"],
+    }
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours", "expected"),
+    [
+        ("(a, b=1)", "(a, b=1)", True),
+        ("(a, b=1)", "(a, b=1, c=2)", True),
+        ("(a, b)", "(a, b=0)", True),
+        ("(a, b=1)", "(a, b=2)", False),
+        ("(a, b=1)", "(b=1, a=None)", False),
+        ("(a, *args, b=1)", "(a, *rest, b=1)", True),
+        ("(a, **more)", "(a)", False),
+        ("(a)", "(a, b)", False),
+        ("(a, *, b=1)", "(a, b=1)", True),
+        ("(a, b=1)", "(a, *, b=1)", False),
+    ],
+)
+def test_a_signature_is_wider_if_every_call_fits_and_means_the_same(
+    theirs: str, ours: str, expected: bool
+) -> None:
+    assert accepts(parse_signature(theirs), parse_signature(ours)) == expected
+
+
+def test_signatures_survive_being_written_down() -> None:
+    signature = (
+        Parameter("a", ""),
+        Parameter("b", "", "1"),
+        Parameter("c", "kw", "'x'"),
+        Parameter("d", "**"),
+    )
+    assert render(signature) == "(a, b=1, *, c='x', **d)"
+    assert parse_signature(render(signature)) == signature

@@ -1,0 +1,90 @@
+"""install(): the real Megatron-Core finds our modules in the place of its own."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.support.doc_blocks import ON_RANKS, blocks_of
+
+ROOT = Path(__file__).parents[3]
+needs_megatron = pytest.mark.skipif(
+    importlib.util.find_spec("megatron") is None,
+    reason="Megatron-Core is not installed: pip install megatron-core==0.16.1",
+)
+
+
+def _run(program: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-c", program]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
+
+
+@needs_megatron
+def test_megatron_core_finds_our_modules_and_classes_under_its_own_names() -> None:
+    done = _run("""
+import megackpt
+from megackpt.compat import megatron
+megatron.install()
+megatron.install()                                     # a second time does nothing
+import megatron.core
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
+import megatron.core.dist_checkpointing.dict_utils as dict_utils
+from megatron.core.transformer import mlp
+from megackpt.compat.megatron import dist_checkpointing as ours
+
+assert dist_checkpointing is ours is megatron.core.dist_checkpointing
+assert megatron.core.dist_checkpointing.dict_utils is dict_utils is ours.dict_utils
+assert mlp.ShardedTensor is megackpt.ShardedTensor
+assert mlp.ShardedTensorFactory is megackpt.ShardedTensorFactory
+assert dist_checkpointing.mapping.CheckpointingException is megackpt.CheckpointingException
+assert ours.__spec__.name == ours.__name__ == "megackpt.compat.megatron.dist_checkpointing"
+try:
+    import megatron.core.dist_checkpointing.not_of_ours
+except ModuleNotFoundError as error:
+    assert "is not offered by megackpt" in str(error) and error.name.endswith("not_of_ours")
+else:
+    raise AssertionError("a module that is not ours was found")
+""")
+    assert done.returncode == 0, done.stderr
+
+
+@needs_megatron
+def test_the_lines_for_hosts_that_save_through_megatron_core_are_those_of_the_docs() -> None:
+    (block,) = (
+        b for b in blocks_of(ON_RANKS.read_text()) if b.section.startswith("NeMo") and b.kind == "python"
+    )
+    done = _run(f"""{block.code}
+from megatron.core import dist_checkpointing
+from megackpt.compat.megatron import dist_checkpointing as ours
+assert dist_checkpointing is ours
+""")
+    assert done.returncode == 0, done.stderr
+
+
+@needs_megatron
+def test_install_after_megatron_core_was_imported_raises_an_error_with_the_way_out() -> None:
+    done = _run("""
+import megatron.core
+from megackpt.compat import megatron
+megatron.install()
+""")
+    assert done.returncode == 1
+    assert "install() came too late: megatron.core.dist_checkpointing" in done.stderr
+    assert "Call install() at the top of the program" in done.stderr
+
+
+def test_our_modules_need_no_megatron_core() -> None:
+    done = _run("""
+import sys
+from megackpt.compat.megatron import dist_checkpointing
+from megackpt.compat.megatron.dist_checkpointing import serialization
+assert not [name for name in sys.modules if name == "megatron" or name.startswith("megatron.")]
+""")
+    assert done.returncode == 0, done.stderr

@@ -1,0 +1,213 @@
+"""The scripts of examples/hosts: each is killed and resumed, also at another number of processes."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+from torch import Tensor
+
+import megackpt
+from tests.support.effort import with_all
+from tests.system.examples.command_line import TIMEOUT_S, quiet
+
+pytestmark = with_all("hosts are trained under the command of .ci/run")
+
+ROOT = Path(__file__).parents[2]
+HOSTS = ROOT / "examples" / "hosts"
+STEPS = 100  # enough for a kill between the first checkpoint and the end
+STEPS_OF_SLOW_ONES = {"megatron_bridge": 25, "megatron_core": 25, "ray_train": 30, "torchtitan_train": 25}
+FIRST_SAVE = 5
+
+
+def accelerate(ranks: int) -> list[str]:
+    launch = [sys.executable, "-m", "accelerate.commands.launch", "--cpu", f"--num_processes={ranks}"]
+    return [*launch, "--num_machines=1", "--mixed_precision=no", "--dynamo_backend=no"]
+
+
+def torchrun(ranks: int) -> list[str]:
+    return [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+
+
+def megatron_on_cpu(ranks: int) -> list[str]:
+    return [*torchrun(ranks), str(ROOT / "tests" / "e2e" / "megatron_on_cpu.py")]
+
+
+def torchtitan_on_cpu(ranks: int) -> list[str]:
+    return [*torchrun(ranks), str(ROOT / "tests" / "e2e" / "torchtitan_on_cpu.py")]
+
+
+LAUNCHERS = {
+    "accelerate_loop": accelerate,
+    "lightning_fit": torchrun,
+    "megatron_bridge": megatron_on_cpu,
+    "megatron_core": megatron_on_cpu,
+    "torchtitan_train": torchtitan_on_cpu,
+    "trainer": torchrun,
+}
+STEP_DIRECTORIES = {
+    "accelerate_loop": "iter_{:07d}",
+    "lightning_fit": "step={}.ckpt",
+    "megatron_bridge": "iter_{:07d}",
+    "megatron_core": "iter_{:07d}",
+    "ray_train": "fit/iter_{:07d}",
+    "torchtitan_train": "checkpoint/iter_{:07d}",
+    "trainer": "checkpoint-{}/megackpt",
+}
+PACKAGES = {
+    "accelerate_loop": "accelerate",
+    "lightning_fit": "lightning",
+    "megatron_bridge": "megatron.bridge",
+    "megatron_core": "megatron.core",
+    "ray_train": "ray.train",
+    "torchtitan_train": "torchtitan",
+    "trainer": "transformers",
+}
+# 4 is tensor parallelism 2 with data parallelism 2. Ray takes as long to start as all of another host's runs.
+RESUMED_ON = {"megatron_core": (2, 1, 4), "ray_train": (1,)}
+
+
+@pytest.fixture(autouse=True)
+def ray_files_in_a_folder_of_their_own(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Ray has sockets (with short paths) and logs in one folder, and a token in the home directory."""
+    with tempfile.TemporaryDirectory(prefix="ray", ignore_cleanup_errors=True) as folder:
+        for name in ("HOME", "RAY_TMPDIR"):
+            monkeypatch.setenv(name, folder)
+        monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+        monkeypatch.setenv("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", "0.2")  # it also asks for reports then
+        yield
+
+
+def require(package: str) -> None:
+    """Skip the test if a package is absent. Not imported: megatron.bridge as a whole needs CUDA packages."""
+    top = package.partition(".")[0]
+    if importlib.util.find_spec(top) is None or importlib.util.find_spec(package) is None:
+        pytest.skip(f"{package} is not installed")
+
+
+def steps_of(host: str) -> int:
+    return STEPS_OF_SLOW_ONES.get(host, STEPS)
+
+
+def command(host: str, ranks: int, root: Path) -> Sequence[str]:
+    script = [str(HOSTS / f"{host}.py"), str(root), str(steps_of(host))]
+    if host == "ray_train":
+        return [sys.executable, *script, str(ranks)]
+    return [*LAUNCHERS[host](ranks), *script]
+
+
+def train(host: str, ranks: int, root: Path) -> int:
+    """Train to the end; return the step after which the run began."""
+    return run_to_its_end(command(host, ranks, root))
+
+
+def environment() -> dict[str, str]:
+    return quiet({"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])})
+
+
+def run_to_its_end(words: Sequence[str]) -> int:
+    run = subprocess.run(
+        words,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+        check=False,
+    )
+    assert run.returncode == 0, run.stdout[-2000:] + run.stderr[-4000:]
+    (begin,) = set(re.findall(r"begins after step (\d+)", run.stdout))
+    return int(begin)
+
+
+def train_and_kill(host: str, ranks: int, root: Path) -> None:
+    """Kill every process of a run while it saves a later step than the first, or right after."""
+    # Ray asks the workers for one report at a time, so the first step is in its list before the third.
+    later = root / STEP_DIRECTORIES[host].format((4 if host == "ray_train" else 2) * FIRST_SAVE)
+    with subprocess.Popen(
+        command(host, ranks, root),
+        env=environment(),
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    ) as process:
+        deadline = time.monotonic() + TIMEOUT_S
+        while not later.exists():
+            assert process.poll() is None
+            assert time.monotonic() < deadline
+            time.sleep(0.005)
+        # Launchers put their workers into sessions of their own, which a signal to a group does not reach.
+        workers = psutil.Process(process.pid).children(recursive=True)
+        for running in [*workers, process]:
+            running.kill()
+        psutil.wait_procs(workers, timeout=TIMEOUT_S)
+    assert not last_step(host, root).exists()
+
+
+def last_step(host: str, root: Path) -> Path:
+    return root / STEP_DIRECTORIES[host].format(steps_of(host))
+
+
+def tensors(host: str, root: Path) -> dict[str, Tensor]:
+    """Return all arrays of the last checkpoint, by key. Random streams are objects, not arrays."""
+    return megackpt.load_plain_tensors(last_step(host, root))
+
+
+@pytest.mark.parametrize("host", sorted(PACKAGES))
+def test_a_killed_run_goes_on_as_if_nothing_had_happened(host: str, tmp_path: Path) -> None:
+    require(PACKAGES[host])
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    resumed = {ranks: tmp_path / f"on_{ranks}" for ranks in RESUMED_ON.get(host, (2, 1))}
+    assert train(host, 2, whole) == 0
+    train_and_kill(host, 2, killed)
+    for ranks, root in resumed.items():
+        shutil.copytree(killed, root)
+        assert train(host, ranks, root) >= FIRST_SAVE
+
+    if host == "ray_train":  # nothing is copied, and what num_to_keep=2 does not keep is removed
+        steps = {path.name for path in (whole / "fit").glob("[!.]*") if path.is_dir()}
+        assert steps == {f"iter_{steps_of(host) - FIRST_SAVE:07d}", last_step(host, whole).name}
+    expected = tensors(host, whole)
+    assert len(expected) > 10
+    for ranks, root in resumed.items():
+        last = tensors(host, root)
+        assert last.keys() == expected.keys()
+        if ranks == 2:
+            assert all(torch.equal(last[key], tensor) for key, tensor in expected.items())
+        else:  # gradients are added in another order; the error grows over 95 steps
+            torch.testing.assert_close(last, expected, rtol=1e-2, atol=1e-3)
+
+
+def test_checkpoints_of_one_lightning_strategy_load_into_the_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("lightning")
+
+    def ddp(name: str) -> list[str]:
+        return [*torchrun(2), str(HOSTS / "lightning_fit.py"), str(tmp_path / name), "10"]
+
+    def fsdp(name: str) -> list[str]:
+        return [*torchrun(2), str(ROOT / "tests" / "e2e" / "lightning_fsdp.py"), str(tmp_path / name), "10"]
+
+    assert run_to_its_end(ddp("ddp")) == run_to_its_end(fsdp("fsdp")) == 0
+    assert run_to_its_end([*fsdp("ddp_then_fsdp"), str(tmp_path / "ddp" / "step=5.ckpt")]) == 5
+    shutil.copytree(tmp_path / "fsdp" / "step=5.ckpt", tmp_path / "fsdp_then_ddp" / "step=5.ckpt")
+    assert run_to_its_end(ddp("fsdp_then_ddp")) == 5
+
+    monkeypatch.setenv("LIGHTNING_TP", "2")
+    assert run_to_its_end([*fsdp("fsdp_then_tp"), str(tmp_path / "fsdp" / "step=5.ckpt")]) == 5
+
+    expected = megackpt.load_plain_tensors(tmp_path / "ddp" / "step=10.ckpt")
+    for name in ("fsdp", "ddp_then_fsdp", "fsdp_then_ddp", "fsdp_then_tp"):
+        last = megackpt.load_plain_tensors(tmp_path / name / "step=10.ckpt")
+        # FSDP2 and tensor parallelism add in another order.
+        torch.testing.assert_close(last, expected, rtol=1e-4, atol=1e-5)

@@ -1,0 +1,244 @@
+"""FSDP2, HSDP and FSDP over TP: saved at one mesh, loaded at any other, bit for bit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+import megackpt
+from megackpt.parallel import (
+    ColumnParallelLinear,
+    LayerNorm,
+    ParallelGroups,
+    ParallelLayout,
+    RowParallelLinear,
+    VocabParallelEmbedding,
+    sharded_state_dict,
+)
+from megackpt.testing.ranks import RankPool
+from tests.support.dtensor_world import (
+    HIDDEN,
+    LAYERS,
+    RANKS,
+    VOCAB,
+    WIDE,
+    full,
+    make,
+    same,
+    set_state,
+    state_of,
+    train_step,
+)
+from tests.support.effort import sampled
+
+Saved = dict[str, tuple[str, dict[str, Any], dict[str, Any]]]
+"""By mesh: where the checkpoint is, the state then, and the state after one more step."""
+
+
+def _train_and_save(mesh: str, path: str, flat: bool = False) -> tuple[dict[str, Any], dict[str, Any]] | None:
+    model, optimizer = make(mesh, seed=0)
+    train_step(model, optimizer, seed=1)
+    state = state_of(model, optimizer, flat=flat)
+    megackpt.save(state, path)
+    then = full(state)
+    then = {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in then.items()}
+    train_step(model, optimizer, seed=2)
+    later = full(state_of(model, optimizer, flat=flat))
+    return (then, later) if dist.get_rank() == 0 else None
+
+
+def _load(
+    mesh: str, path: str, expected: dict[str, Any], later: dict[str, Any] | None, flat: bool = False
+) -> list[str]:
+    """Load into a model with other weights; return what differs then, and after one more step."""
+    model, optimizer = make(mesh, seed=3)
+    state = state_of(model, optimizer, flat=flat)
+    assert same(full(state), expected)  # the seed is another one, so there is something to load
+    loaded = megackpt.load(state, path)
+    for name, weight in state["model"].items():
+        assert isinstance(weight, DTensor)
+        assert loaded["model"][name] is weight
+    differing = same(full(loaded), expected)
+    set_state(model, optimizer, loaded, flat=flat)
+    differing += same(full(state_of(model, optimizer, flat=flat)), expected)
+    if later is not None:
+        train_step(model, optimizer, seed=2)
+        differing += same(full(state_of(model, optimizer, flat=flat)), later)
+    return differing
+
+
+@pytest.fixture(scope="module")
+def saved(rank_pool: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Saved:
+    """One trained state at each mesh."""
+    root = tmp_path_factory.mktemp("meshes")
+    return {
+        mesh: (str(root / mesh), *rank_pool.run(_train_and_save, ranks, mesh, str(root / mesh))[0])
+        for mesh, ranks in RANKS.items()
+    }
+
+
+@sampled(9)
+@pytest.mark.parametrize("target", RANKS)
+@pytest.mark.parametrize("source", RANKS)
+def test_state_saved_at_one_mesh_is_equal_at_any_other(
+    source: str, target: str, saved: Saved, rank_pool: RankPool
+) -> None:
+    path, then, later = saved[source]
+    resumed = later if source == target else None  # at another mesh sums round otherwise
+    for differing in rank_pool.run(_load, RANKS[target], target, path, then, resumed):
+        assert not differing
+
+
+@pytest.mark.parametrize("source", ["fsdp2xtp2", "hsdp2x2"])
+def test_copies_are_stored_once(source: str, saved: Saved) -> None:
+    """HSDP holds everything twice; FSDP over TP what TP leaves alone, which no placement tells."""
+    path, then, _ = saved[source]
+    arrays = {k: v for k, v in then.items() if isinstance(v, torch.Tensor) and not k.endswith("/step")}
+    stored = sum(_data_nbytes(file) for file in Path(path, "data").iterdir())
+    assert stored == sum(tensor.nbytes for tensor in arrays.values())
+
+
+def _data_nbytes(file: Path) -> int:
+    content = file.read_bytes()
+    return len(content) - 8 - int.from_bytes(content[:8], "little")
+
+
+@pytest.mark.parametrize(("source", "target"), [("fsdp2xtp2", "fsdp2"), ("fsdp2", "hsdp2x2")])
+def test_a_flattened_optimizer_state_dict_moves_between_meshes(
+    source: str, target: str, rank_pool: RankPool, tmp_path: Path
+) -> None:
+    path = str(tmp_path / "step")
+    then, _ = rank_pool.run(_train_and_save, RANKS[source], source, path, True)[0]
+    assert any(k == "/optimizer/state.layers.0.up.weight.exp_avg" for k in then)
+    assert not any(rank_pool.run(_load, RANKS[target], target, path, then, None, True))
+    # A DTensor's key is its path, so both forms of an optimizer's state have the same keys.
+    assert "optimizer.state.layers.0.up.weight.exp_avg" in megackpt.load_tensors_metadata(path)
+
+
+def _raw_optimizer(path: str, seed: int, *, load: bool) -> tuple[dict[str, Any], list[Any]]:
+    model, optimizer = make("fsdp2", seed=seed)
+    train_step(model, optimizer, seed=seed)
+    state = {"optimizer": optimizer.state_dict()}
+    if load:
+        state = megackpt.load(state, path)
+    else:
+        megackpt.save(state, path)
+    return full(state), list(state["optimizer"]["state"])
+
+
+def _raw_optimizer_round_trip(path: str) -> list[str]:
+    expected, _ = _raw_optimizer(path, 1, load=False)
+    loaded, numbers = _raw_optimizer(path, 2, load=True)
+    assert all(isinstance(number, int) for number in numbers)
+    return same(loaded, expected)
+
+
+def test_an_optimizers_own_state_dict_with_numbers_for_keys_comes_back(
+    rank_pool: RankPool, tmp_path: Path
+) -> None:
+    assert rank_pool.run(_raw_optimizer_round_trip, 2, str(tmp_path / "step")) == [[], []]
+    assert "optimizer.state.0.exp_avg" in megackpt.load_tensors_metadata(tmp_path / "step")
+
+
+def test_a_model_without_dtensors_loads_what_was_saved_from_them(saved: Saved) -> None:
+    """One process, plain tensors: they are filled from the arrays of their paths."""
+    from tests.support.dtensor_world import Transformer
+
+    path, then, _ = saved["fsdp2xtp2"]
+    model = Transformer()
+    loaded = megackpt.load({"model": model.state_dict(), "epoch": 3}, path)
+    assert not same(full(model.state_dict(), "/model"), {k: v for k, v in then.items() if "/model" in k})
+    assert loaded["model"].keys() == model.state_dict().keys()
+
+
+# ---- to and from Megatron-style layers --------------------------------------------------------------------
+
+NAMES = {
+    "model.embed.weight": "embedding.weight",
+    "model.layers.*.norm1.*": "layers.*.input_norm.*",
+    "model.layers.*.norm2.*": "layers.*.mlp_norm.*",
+    "model.layers.*.up.*": "layers.*.fc1.*",
+    "model.layers.*.down.*": "layers.*.fc2.*",
+}
+"""Names of the transformer's weights, and those of the Megatron-style layers for the same."""
+
+
+class _MegatronStyle(nn.Module):
+    """The parts of the transformer that have a Megatron-style twin here, cut over tp."""
+
+    def __init__(self, groups: ParallelGroups) -> None:
+        super().__init__()
+        self.embedding = VocabParallelEmbedding(VOCAB, HIDDEN, groups, make_divisible=1)
+        self.layers = nn.ModuleList(
+            nn.ModuleDict(
+                {
+                    "input_norm": LayerNorm(HIDDEN, groups),
+                    "mlp_norm": LayerNorm(HIDDEN, groups),
+                    "fc1": ColumnParallelLinear(HIDDEN, WIDE, groups),
+                    "fc2": RowParallelLinear(WIDE, HIDDEN, groups),
+                }
+            )
+            for _ in range(LAYERS)
+        )
+
+
+def _megatron_style(seed: int) -> dict[str, Any]:
+    torch.manual_seed(seed)
+    groups = ParallelGroups.create(ParallelLayout(tp=dist.get_world_size()))
+    return sharded_state_dict(_MegatronStyle(groups), groups)
+
+
+def _load_into_megatron_style(path: str, expected: dict[str, Any]) -> int:
+    declared = _megatron_style(4)
+    megackpt.load(declared, path, options=megackpt.LoadOptions(rename=NAMES))
+    for entity in declared.values():
+        whole = expected[entity.key][entity.global_slice()]
+        assert torch.equal(entity.data[: len(whole)], whole), entity.key
+        assert not entity.data[len(whole) :].any(), entity.key  # padding of the vocabulary
+    return len(declared)
+
+
+@pytest.mark.parametrize("source", ["fsdp4", "fsdp2xtp2"])
+def test_weights_of_fsdp_load_into_megatron_style_tensor_parallel_layers(
+    source: str, saved: Saved, rank_pool: RankPool
+) -> None:
+    from megackpt.engine.checkpoint.renamed_contents import rename_keys
+
+    path, then, _ = saved[source]
+    weights = {k.removeprefix("/").replace("/", "."): v for k, v in then.items() if k.startswith("/model/")}
+    expected = {new: weights[old] for old, new in rename_keys(weights, NAMES).items()}
+    assert rank_pool.run(_load_into_megatron_style, 2, path, expected) == [1 + 8 * LAYERS] * 2
+
+
+def _save_megatron_style(path: str) -> None:
+    megackpt.save(_megatron_style(5), path)
+
+
+def _load_into_fsdp(path: str) -> dict[str, Any]:
+    back = {new: old for old, new in NAMES.items()}
+    model, _ = make("fsdp2xtp2", seed=6)
+    weights = {k: v for k, v in model.state_dict().items() if "qkv" not in k and "proj" not in k}
+    weights = {k: v for k, v in weights.items() if not k.startswith("out")}
+    padded = megackpt.KeyRule(keys="model.embed.weight", cut=megackpt.Policy.IGNORE)
+    megackpt.load({"model": weights}, path, options=megackpt.LoadOptions(rename=back, rules=(padded,)))
+    return full(weights)
+
+
+def test_weights_of_megatron_style_layers_load_into_fsdp_over_tp(rank_pool: RankPool, tmp_path: Path) -> None:
+    from megackpt.engine.checkpoint.renamed_contents import rename_keys
+
+    path = str(tmp_path / "step")
+    rank_pool.run(_save_megatron_style, 2, path)
+    stored = megackpt.load_plain_tensors(path)
+    names = rename_keys(stored, {new: old for old, new in NAMES.items()})
+    for result in rank_pool.run(_load_into_fsdp, 4, path):
+        assert len(result) == len(stored) == 1 + 8 * LAYERS
+        for key, whole in stored.items():
+            weight = result["/" + names[key].removeprefix("model.")]
+            assert torch.equal(weight, whole[: len(weight)]), key

@@ -1,0 +1,198 @@
+"""Tensors that XLA has sharded, as leaves of state dicts and in torch.distributed.checkpoint."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
+
+import megackpt
+from megackpt.engine.checkpoint.opening import open_checkpoint
+from megackpt.errors import CoverageError, DeclarationError, IntegrityError
+from megackpt.integrations.xla import (
+    SPMDLoadPlanner,
+    SPMDSavePlanner,
+    XlaLoadPlanner,
+    XlaSavePlanner,
+    declare_xla,
+)
+from megackpt.storage import MemoryStore, Store, open_store
+from megackpt.testing.ranks import RankPool
+from megackpt.testing.spmd import SpmdLayout, XLAShardedTensor
+from megackpt.testing.world import SimulatedWorld
+
+ARRAY = torch.arange(20.0).reshape(4, 5)
+HALVES_TWICE = SpmdLayout((2, 1), 2, (0, 1, 2, 3), 1)  # one host: devices 0 and 1 hold the same half
+INTERPRETER = "MEGACKPT_XLA_PYTHON"
+
+
+def on_devices(tensor: XLAShardedTensor) -> list[Any]:
+    return [shard.elements().tolist() for shard in tensor.devices]
+
+
+def stored_starts(store: Store, key: str) -> list[list[int]]:
+    return open_checkpoint(store).chunks([key]).table.start.tolist()
+
+
+def test_partial_replication_inside_one_host_keeps_every_shard_once(tmp_path: Path) -> None:
+    megackpt.save({"model": {"w": HALVES_TWICE.tensor(ARRAY, 0)}}, tmp_path)
+    assert torch.equal(megackpt.load_plain_tensors(tmp_path)["model.w"], ARRAY)
+    assert stored_starts(open_store(tmp_path), "model.w") == [[0, 0], [2, 0]]
+
+
+def test_loading_fills_the_devices_and_returns_the_tensor_itself(tmp_path: Path) -> None:
+    layout = SpmdLayout((1, 3), 1, (2, 0, 1), 1)  # five columns on three devices: the last is padded
+    megackpt.save({"w": layout.tensor(ARRAY, 0), "step": 7}, tmp_path)
+    target = HALVES_TWICE.tensor(torch.zeros(4, 5), 0)
+    loaded = megackpt.load({"w": target}, tmp_path)
+    assert loaded["w"] is target
+    assert loaded["step"] == 7
+    assert on_devices(target) == on_devices(HALVES_TWICE.tensor(ARRAY, 0))
+    assert target.loads == 1
+
+
+def test_a_replicated_tensor_is_saved_once_and_filled_on_every_device() -> None:
+    layout = SpmdLayout((1, 1), 4, (0, 1, 2, 3), 2)
+    store = MemoryStore()
+    SimulatedWorld(2).run(lambda g: megackpt.save({"w": layout.tensor(ARRAY, g.rank)}, store, group=g))
+    assert stored_starts(store, "w") == [[0, 0]]
+
+    def load_host(group: Any) -> list[Any]:
+        target = layout.tensor(torch.zeros(4, 5), group.rank)
+        megackpt.load({"w": target}, store, group=group)
+        return on_devices(target)
+
+    assert SimulatedWorld(2).run(load_host) == [[ARRAY.tolist()] * 2] * 2
+
+
+def test_a_load_that_fails_leaves_the_devices_as_they_were(tmp_path: Path) -> None:
+    source = {"a": HALVES_TWICE.tensor(ARRAY, 0), "b": HALVES_TWICE.tensor(ARRAY, 0)}
+    megackpt.save(source, tmp_path)
+    (file,) = (tmp_path / "data").iterdir()
+    damaged = bytearray(file.read_bytes())
+    damaged[-1] ^= 1
+    file.write_bytes(damaged)
+    target = {key: HALVES_TWICE.tensor(torch.zeros(4, 5), 0) for key in source}
+    with pytest.raises(IntegrityError, match="'b'"):
+        megackpt.load(target, tmp_path)
+    assert [tensor.loads for tensor in target.values()] == [0, 0]
+
+
+def test_a_key_of_ones_own_is_declared(tmp_path: Path) -> None:
+    megackpt.save({"w": declare_xla("decoder.weight", HALVES_TWICE.tensor(ARRAY, 0))}, tmp_path)
+    assert list(megackpt.load_plain_tensors(tmp_path)) == ["decoder.weight"]
+
+
+def test_declaring_a_tensor_that_xla_has_not_sharded_raises_an_error() -> None:
+    with pytest.raises(DeclarationError, match=r"'w': a Tensor that XLA has not sharded.*mark_sharding"):
+        declare_xla("w", torch.zeros(2))
+
+
+def test_a_shard_that_its_indices_do_not_describe_raises_an_error(tmp_path: Path) -> None:
+    tensor = HALVES_TWICE.tensor(ARRAY, 0)
+    tensor.devices[2].data = ARRAY.clone()  # the whole array where half of it is said to be
+    with pytest.raises(DeclarationError, match=r"'w': a shard of shape \(4, 5\) at \(2, 0\).*sync"):
+        megackpt.save({"w": tensor}, tmp_path)
+
+
+def test_shards_are_copied_when_nothing_runs_on_the_devices_any_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    tensor = HALVES_TWICE.tensor(ARRAY, 0)
+    copied_before: list[int] = []
+    torch_xla = SimpleNamespace(wait_device_ops=lambda: copied_before.append(tensor.copies_out))
+    monkeypatch.setitem(sys.modules, "torch_xla.core.xla_model", torch_xla)  # type: ignore[arg-type]
+    megackpt.save({"w": tensor}, MemoryStore())
+    assert copied_before == [0]
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_dcp_planners_keep_every_shard_where_a_host_holds_it_twice(tmp_path: Path) -> None:
+    state = {"w": HALVES_TWICE.tensor(ARRAY, 0), "plain": torch.arange(3), "step": 7}
+    dcp.save(state, checkpoint_id=tmp_path, planner=XlaSavePlanner(), no_dist=True)
+    whole = {"w": torch.zeros(4, 5)}
+    dcp.load(whole, checkpoint_id=tmp_path, no_dist=True)  # with torch's own planner
+    assert torch.equal(whole["w"], ARRAY)
+    target = {
+        "w": SpmdLayout((1, 2), 1, (1, 0), 1).tensor(torch.zeros(4, 5), 0),
+        "plain": torch.zeros(3).long(),
+    }
+    target["step"] = 0
+    dcp.load(target, checkpoint_id=tmp_path, planner=XlaLoadPlanner(), no_dist=True)
+    assert on_devices(target["w"]) == on_devices(SpmdLayout((1, 2), 1, (1, 0), 1).tensor(ARRAY, 0))
+    assert target["w"].loads == 1
+    assert (target["plain"].tolist(), target["step"]) == ([0, 1, 2], 7)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_the_dcp_planners_have_the_names_of_those_of_torch_xla(tmp_path: Path) -> None:
+    state = {"w": HALVES_TWICE.tensor(ARRAY, 0)}
+    target = {"w": HALVES_TWICE.tensor(torch.zeros(4, 5), 0)}
+    dcp.save(state, storage_writer=FileSystemWriter(tmp_path), planner=SPMDSavePlanner(), no_dist=True)
+    dcp.load(target, storage_reader=FileSystemReader(tmp_path), planner=SPMDLoadPlanner(), no_dist=True)
+    assert on_devices(target["w"]) == on_devices(state["w"])
+
+
+def save_and_load_with_dcp(directory: Path) -> list[Any]:
+    """On each of two hosts of four devices: halves, each on both hosts; and a replicated tensor."""
+    host = dist.get_rank()
+    layout = SpmdLayout((2, 1), 4, (0, 4, 1, 5, 2, 6, 3, 7), 2)
+    same = SpmdLayout((1, 1), 8, tuple(range(8)), 2)
+    state = {"model": {"w": layout.tensor(ARRAY, host), "same": same.tensor(ARRAY, host)}}
+    dcp.save(state, checkpoint_id=directory, planner=XlaSavePlanner())
+    other = SpmdLayout((2, 4), 1, (7, 3, 5, 1, 0, 2, 4, 6), 2)
+    zeros = torch.zeros(4, 5)
+    target = {"model": {"w": other.tensor(zeros, host), "same": same.tensor(zeros, host)}}
+    dcp.load(target, checkpoint_id=directory, planner=XlaLoadPlanner())
+    expected = [on_devices(other.tensor(ARRAY, host)), on_devices(same.tensor(ARRAY, host))]
+    return [[on_devices(target["model"]["w"]), on_devices(target["model"]["same"])], expected]
+
+
+def test_dcp_planners_write_a_box_of_several_hosts_once(rank_pool: RankPool, tmp_path: Path) -> None:
+    for got, expected in rank_pool.run(save_and_load_with_dcp, 2, tmp_path):
+        assert got == expected
+    meta = dcp.FileSystemReader(tmp_path).read_metadata()
+    chunks = meta.state_dict_metadata["model.w"].chunks
+    assert sorted(tuple(c.offsets) for c in chunks) == [(0, 0), (2, 0)]
+    assert len(meta.state_dict_metadata["model.same"].chunks) == 1
+
+
+def test_the_dcp_load_planner_notices_elements_that_no_save_kept() -> None:
+    saver = XlaSavePlanner()
+    saver.set_up_planner({"w": HALVES_TWICE.tensor(ARRAY, 0)}, is_coordinator=True)
+    _, metadata = saver.create_global_plan([saver.create_local_plan()])
+    metadata.state_dict_metadata["w"].chunks.pop()
+    loader = XlaLoadPlanner()
+    loader.set_up_planner({"w": HALVES_TWICE.tensor(ARRAY, 0)}, metadata, True)
+    with pytest.raises(CoverageError, match="'w': the checkpoint has 10 of the 20 elements"):
+        loader.finish_plan(loader.create_local_plan())
+
+
+def test_torch_xla_itself_saves_and_loads(tmp_path: Path) -> None:
+    interpreter = os.environ.get(INTERPRETER)
+    if not interpreter:
+        pytest.skip(
+            f"needs torch_xla, which fixes the version of torch: make an environment with torch==2.9.*, "
+            f"torch_xla==2.9.* and megackpt's dependencies, and name its interpreter in {INTERPRETER}"
+        )
+    root = Path(__file__).parents[3]
+    environment = {**os.environ, "PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": "4", "PYTHONPATH": str(root)}
+    script = Path(__file__).with_name("xla_program.py")
+    ran = subprocess.run(
+        [interpreter, script, tmp_path],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    sys.stdout.write(ran.stdout)
+    assert ran.returncode == 0, ran.stderr[-3000:]
+    assert "every device has what was saved" in ran.stdout

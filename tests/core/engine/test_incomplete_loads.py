@@ -1,0 +1,256 @@
+"""Chunks that overlap, and chunks that leave gaps: a load gives stored elements only, or raises.
+
+The reference paints every stored chunk, in the order of the index, into an array of the whole shape: that is
+what a load has to give, and an element that no chunk has is one that it has to reject.
+"""
+
+from __future__ import annotations
+
+import math
+import pickle
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megackpt import FormatError, IntegrityError, LoadOptions, ShardedTensor, load, save
+from megackpt.comm import Group
+from megackpt.engine.checkpoint.opening import open_checkpoint
+from megackpt.engine.data.read import read_chunk
+from megackpt.formats.zarr.grids import GridRules
+from megackpt.formats.zarr.version_3 import ZarrV3SaveStrategy
+from megackpt.storage import LocalStore, MemoryStore, Store
+from megackpt.testing.world import SimulatedWorld
+from tests.support.effort import few
+
+MODES: tuple[Any, ...] = ("gather_object", "gather_rounds", "broadcast", "all_to_all", "two_stage")
+SENTINEL = -7.0
+Ends = tuple[tuple[int, int], ...]  # one range a dim
+
+
+def tensor(
+    box: Ends, shape: tuple[int, ...], flat: slice | None, data: torch.Tensor | None, **fields: Any
+) -> ShardedTensor:
+    return ShardedTensor(
+        key="w",
+        data=data,
+        dtype=torch.float32,
+        local_shape=tuple(b - a for a, b in box),
+        global_shape=shape,
+        global_offset=tuple(a for a, _ in box),
+        flattened_range=flat,
+        **fields,
+    )
+
+
+def a_box(rng: np.random.Generator, shape: tuple[int, ...]) -> Ends:
+    ends = [sorted(rng.choice(n + 1, 2, replace=False).tolist()) for n in shape]
+    return tuple((a, b) for a, b in ends)
+
+
+def some_chunks(rng: np.random.Generator, shape: tuple[int, ...]) -> list[tuple[Ends, slice | None]]:
+    """Slabs that tile the array, some of them moved, lost or cut into flat ranges; and other boxes."""
+    edges = sorted({0, shape[0], *rng.integers(0, shape[0] + 1, rng.integers(0, 4)).tolist()})
+    boxes: list[Ends] = [((a, b), *((0, n) for n in shape[1:])) for a, b in pairwise(edges)]
+    chunks: list[tuple[Ends, slice | None]] = []
+    for box in boxes:
+        numel = math.prod(b - a for a, b in box)
+        fate = rng.integers(0, 12)
+        if fate == 0:
+            continue
+        if fate == 1:
+            box = a_box(rng, shape)
+            numel = math.prod(b - a for a, b in box)
+        if fate in (2, 3, 4) and numel > 1:
+            cuts = sorted({0, numel, *rng.integers(0, numel, 3).tolist()})
+            ranges = list(pairwise(cuts))
+            if fate == 4:
+                low, high = ranges[rng.integers(len(ranges))]
+                ranges[rng.integers(len(ranges))] = (max(0, low - int(rng.integers(2))), high)
+            chunks += [(box, slice(a, b)) for a, b in ranges]
+            continue
+        chunks.append((box, None))
+    chunks += [(a_box(rng, shape), None) for _ in range(rng.integers(0, 3))]
+    return chunks
+
+
+def saved(rng: np.random.Generator, shape: tuple[int, ...], strategy: str) -> MemoryStore:
+    store, is_foreign = MemoryStore(), strategy == "foreign"
+    strategy = "torch_dist" if is_foreign else strategy
+    entities, value, starts = [], 0, set()
+    chunks = some_chunks(rng, shape) or [(a_box(rng, shape), None)]
+    for box, flat in chunks:
+        if strategy == "torch_dist":  # knows boxes only, and one that begins at a place
+            flat, start = None, tuple(a for a, _ in box)
+            if start in starts:
+                continue
+            starts.add(start)
+        numel = math.prod(b - a for a, b in box) if flat is None else flat.stop - flat.start
+        data = torch.arange(value, value + numel, dtype=torch.float32)
+        value += numel
+        data = data if flat is not None else data.view([b - a for a, b in box])
+        entities.append(tensor(box, shape, flat, data))
+    save({"w": entities}, store, strategy, validate_access_integrity=False)
+    if is_foreign:
+        store.delete(store.names("megackpt-"))  # what we know more of it than `.metadata` says
+    return store
+
+
+def stored_elements(store: Store, shape: tuple[int, ...]) -> np.ndarray[Any, Any]:
+    """Paint the stored chunks one after the other; NaN where there is none."""
+    chunks = open_checkpoint(store, allow_unsafe_pickle=False).chunks(["w"])
+    table, dims = chunks.table, len(shape)
+    whole = np.full(shape, np.nan, np.float32)
+    for row in range(len(table)):
+        part = tuple(
+            slice(a, a + n)
+            for a, n in zip(table.start[row, :dims].tolist(), table.shape[row, :dims].tolist(), strict=True)
+        )
+        box = whole[part].copy()
+        low, high = int(table.flat_start[row]), int(table.flat_stop[row])
+        box.reshape(-1)[low:high] = np.frombuffer(read_chunk(chunks, row), np.float32)
+        whole[part] = box
+    return whole
+
+
+def sum_of_chunks(store: Store) -> int:
+    """How many elements a `.metadata` lists, places that are listed once more not counted."""
+    metadata = pickle.loads(store.read(".metadata", max_bytes=2**20))
+    chunks = {c.offsets: c.sizes for c in metadata.state_dict_metadata["w"].chunks}
+    return sum(math.prod(size) for size in chunks.values())
+
+
+def check_load(
+    store: Store, whole: np.ndarray[Any, Any], rng: np.random.Generator, group: Group | None, mode: Any
+) -> bool:
+    """Ask for a box, or a flat range of one; return whether it was loaded."""
+    box: Ends = tuple((0, n) for n in whole.shape) if rng.integers(2) else a_box(rng, whole.shape)
+    expected = whole[tuple(slice(a, b) for a, b in box)]
+    flat = None
+    if rng.integers(3) == 0:
+        low, high = sorted(rng.choice(expected.size + 1, 2, replace=False).tolist())
+        flat = slice(low, high)
+        expected = expected.reshape(-1)[flat]
+    target = None if rng.integers(4) == 0 else torch.full(expected.shape, SENTINEL)
+    asked = tensor(box, whole.shape, flat, target)
+    error = None
+    try:
+        loaded = load({"w": asked}, store, options=LoadOptions(exchange=mode), group=group)["w"]
+    except FormatError as raised:
+        error = str(raised)
+    if error is None:
+        assert np.array_equal(loaded.numpy(), expected)
+        return True
+    assert np.isnan(expected).any() or group is not None  # or it was the other rank's
+    assert "has no data for some elements" in error
+    assert target is None or (target == SENTINEL).all(), "nothing was read"
+    return False
+
+
+@settings(max_examples=few(100, of=1000), deadline=None)
+@given(st.integers(0, 2**32), st.sampled_from(["megackpt", "megackpt", "torch_dist", "foreign"]))
+def test_a_load_gives_what_is_stored_or_raises(seed: int, strategy: str) -> None:
+    rng = np.random.default_rng(seed)
+    shape = tuple(rng.integers(2, 8, rng.integers(1, 4)).tolist())
+    store = saved(rng, shape, strategy)
+    if strategy == "foreign" and sum_of_chunks(store) > math.prod(shape):
+        with pytest.raises(FormatError, match="chunks overlap"):
+            load({"w": tensor(tuple((0, n) for n in shape), shape, None, None)}, store)
+        return
+    whole = stored_elements(store, shape)
+    for _ in range(4):
+        check_load(store, whole, rng, None, "direct")
+    mode = MODES[rng.integers(len(MODES))]
+
+    def of_rank(group: Group) -> bool:
+        return check_load(store, whole, np.random.default_rng([seed, group.rank]), group, mode)
+
+    first, second = SimulatedWorld(2).run(of_rank)
+    assert first == second
+
+
+def saved_unproved(ranges: list[tuple[int, int]], length: int, strategy: str) -> MemoryStore:
+    """One rank saves each of these ranges, and nobody validates."""
+    store = MemoryStore()
+
+    def of_rank(group: Group) -> None:
+        low, high = ranges[group.rank]
+        part = tensor(((low, high),), (length,), None, torch.full((high - low,), float(group.rank)))
+        save({"w": part}, store, strategy, group=group, validate_access_integrity=False)
+
+    SimulatedWorld(len(ranges)).run(of_rank)
+    return store
+
+
+@pytest.mark.parametrize("strategy", ["megackpt", "torch_dist"])
+@pytest.mark.parametrize("ranges", [[(0, 4), (3, 7)], [(0, 5), (2, 7)]])
+@pytest.mark.parametrize("with_data", [True, False])
+def test_an_overlap_does_not_hide_a_gap(
+    strategy: str, ranges: list[tuple[int, int]], with_data: bool
+) -> None:
+    length = sum(b - a for a, b in ranges)  # as many elements as are stored
+    store = saved_unproved(ranges, length, strategy)
+    for mode in ("direct", *MODES):
+        targets = [torch.full((length,), SENTINEL) for _ in range(2)]
+
+        def of_rank(group: Group, mode: Any = mode, targets: list[torch.Tensor] = targets) -> None:
+            data = targets[group.rank] if with_data else None
+            asked = tensor(((0, length),), (length,), None, data)
+            load({"w": asked}, store, options=LoadOptions(exchange=mode), group=group)
+
+        errors = SimulatedWorld(2).outcomes(of_rank)
+        assert {type(error) for error in errors} == {FormatError}
+        assert len({str(error) for error in errors}) == 1
+        assert f"'w': [0:{length}], of which no stored chunk has [7:{length}]" in str(errors[0])
+        assert all((target == SENTINEL).all() for target in targets)
+
+
+def test_of_overlapping_chunks_the_last_is_loaded() -> None:
+    store = saved_unproved([(3, 8), (0, 4), (2, 6)], 8, "megackpt")
+    for mode in ("direct", *MODES):
+
+        def of_rank(group: Group, mode: Any = mode) -> list[float]:
+            asked = tensor(((0, 8),), (8,), None, torch.full((8,), SENTINEL))
+            load({"w": asked}, store, options=LoadOptions(exchange=mode), group=group)
+            assert asked.data is not None
+            return asked.data.tolist()
+
+        # In the order of the index they begin at 0, 2 and 3.
+        assert SimulatedWorld(2).run(of_rank) == [[1.0, 1.0, 2.0, 0.0, 0.0, 0.0, 0.0, 0.0]] * 2
+
+
+@pytest.mark.parametrize("in_memory", [True, False])
+def test_a_chunk_that_is_missing_in_a_shard_of_zarr_is_no_fill_value(in_memory: bool, tmp_path: Path) -> None:
+    pytest.importorskip("tensorstore")
+    rules = GridRules(file_bytes=64, inner_bytes=16)
+    save({"w": ShardedTensor.from_rank_offsets("w", torch.ones(16))}, tmp_path, ZarrV3SaveStrategy(rules))
+    (shard,) = (file for file in tmp_path.rglob("c/0"))
+    data = bytearray(shard.read_bytes())
+    assert len(data) == 4 * (16 + 4) + 4 * 16 + 4  # chunks with checksums, then their places
+    data[-68 + 16 : -68 + 32] = b"\xff" * 16  # the second has none
+    data[-4:] = crc32c(bytes(data[-68:-4])).to_bytes(4, "little")
+    shard.write_bytes(data)
+    store: Store = LocalStore(tmp_path)
+    if in_memory:
+        store = MemoryStore()
+        for file in tmp_path.rglob("*"):
+            if file.is_file():
+                store.write(str(file.relative_to(tmp_path)), file.read_bytes())
+    target = torch.full((16,), SENTINEL)
+    with pytest.raises((FormatError, IntegrityError)):
+        load({"w": tensor(((0, 16),), (16,), None, target)}, store)
+
+
+def crc32c(data: bytes) -> int:
+    """The checksum of an index of a shard, bit by bit."""
+    value = 0xFFFFFFFF
+    for byte in data:
+        value ^= byte
+        for _ in range(8):
+            value = value >> 1 ^ (0x82F63B78 if value & 1 else 0)
+    return value ^ 0xFFFFFFFF

@@ -1,0 +1,399 @@
+"""`megackpt convert`: equal in every format, all or nothing, and small."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import megackpt
+from megackpt import ShardedObject, ShardedTensor
+from megackpt.cli import main
+from megackpt.comm import Group, SingleProcess
+from megackpt.engine.checkpoint.manifest import is_committed
+from megackpt.engine.checkpoint.opening import open_checkpoint
+from megackpt.engine.data.tensor_bytes import as_bits
+from megackpt.errors import CheckpointError, IntegrityError, StorageError, UnserializableError
+from megackpt.formats.native import NativeSaveStrategy
+from megackpt.formats.registry import save_strategies, save_strategy
+from megackpt.formats.strategy import ChunkParts, SaveStrategy
+from megackpt.mapping import ShardedStateDict
+from megackpt.planning import SavePlan
+from megackpt.storage import LocalStore, MemoryStore, Store, open_store
+from megackpt.testing.faulty_store import FaultyStore
+from megackpt.testing.identical import difference
+from megackpt.testing.ranks import RankPool
+from megackpt.testing.world import SimulatedWorld
+from tests.support.effort import with_all
+
+FORMATS = sorted(f"{strategy.backend}:{strategy.version}" for strategy in save_strategies())
+NATIVE = "megackpt:1"
+RANKS = 2
+MIB = 1 << 20
+COMMON = {"step": 7, "lr": 3e-4, "betas": [0.9, 0.95], "rng": torch.arange(4), "empty": {}}
+CONTENT = {"layout": {"tp": 2}}
+
+
+def state_of(rank: int) -> ShardedStateDict:
+    """Blocks, uneven blocks, flat ranges, replicas, odd dtypes, nothing at all; objects per rank."""
+    numbers = torch.arange(48.0).reshape(6, 8)
+    cut = (0, 21, 48)[rank : rank + 2]
+    uneven = ((0, 2), (2, 5))[rank]
+    nan = torch.tensor([0x7FC01234, 0x80000000 - 2**32, rank], dtype=torch.int32).view(torch.float32)
+    return {
+        "block": ShardedTensor.from_rank_offsets("block", numbers[:, 4 * rank : 4 * rank + 4], (1, rank, 2)),
+        "flat": ShardedTensor.from_rank_offsets_flat(
+            "flat", numbers.flatten()[cut[0] : cut[1]], (6, 8), flattened_range=slice(*cut)
+        ),
+        "uneven": ShardedTensor(
+            "uneven", torch.arange(*uneven), torch.int64, (uneven[1] - uneven[0],), (5,), (uneven[0],)
+        ),
+        "bits": ShardedTensor.from_rank_offsets("bits", nan, (0, rank, 2)),
+        "half": ShardedTensor.from_rank_offsets("half", torch.ones(3).bfloat16(), replica_id=rank),
+        "wide": ShardedTensor.from_rank_offsets(
+            "wide", torch.tensor([complex(1, float("nan")), 2j], dtype=torch.complex128), replica_id=rank
+        ),
+        "scalar": ShardedTensor.from_rank_offsets("scalar", torch.tensor(2.5), replica_id=rank),
+        "object": ShardedObject("object", {"rank": rank, "seen": [1, 2.0, "x"]}, (RANKS,), (rank,)),
+        **COMMON,
+    }
+
+
+def saved(directory: Path, backend: str | None = None) -> Path:
+    def save_rank(group: Group) -> None:
+        megackpt.save(state_of(group.rank), directory, backend, content_metadata=CONTENT, group=group)
+
+    SimulatedWorld(RANKS).run(save_rank)
+    return directory
+
+
+def everything_in(directory: Any) -> dict[str, Any]:
+    common = megackpt.load_common_state_dict(directory)
+    # Which tensors of common state are stored as arrays is up to the format.
+    arrays = megackpt.load_plain_tensors(directory)
+    tensors = {key: tensor for key, tensor in arrays.items() if key not in common}
+    asked = {str(i): ShardedObject("object", None, (RANKS,), (i,)) for i in range(RANKS)}
+    loaded = megackpt.load(dict(asked), directory)
+    return {
+        "tensors": {key: as_bits(tensor) for key, tensor in sorted(tensors.items())},
+        "dtypes": {key: str(tensor.dtype) for key, tensor in sorted(tensors.items())},
+        "objects": {key: loaded[key] for key in asked},
+        "common": common,
+        "content": megackpt.load_content_metadata(directory),
+    }
+
+
+def convert(source: Store, target: Store, strategy: SaveStrategy | None = None, **options: Any) -> None:
+    megackpt.convert(source, target, strategy or NativeSaveStrategy(), group=SingleProcess(), **options)
+
+
+def copy_of(store: Store, *, without: str) -> Store:
+    copy = MemoryStore()
+    for name in store.names():
+        if name != without:
+            copy.write(name, store.read(name, max_bytes=MIB))
+    return copy
+
+
+def files_in(directory: Path) -> list[str]:
+    return sorted(str(f.relative_to(directory)) for f in directory.rglob("*") if f.is_file())
+
+
+@pytest.mark.parametrize(("first", "second"), list(itertools.product(FORMATS, FORMATS)))
+def test_converting_from_format_to_format_and_back_changes_no_bit(
+    tmp_path: Path, first: str, second: str
+) -> None:
+    source = saved(tmp_path / "source")
+    steps = [source, tmp_path / "first", tmp_path / "second", tmp_path / "back"]
+    for (before, after), name in zip(itertools.pairwise(steps), (first, second, NATIVE), strict=True):
+        assert main(["convert", str(before), str(after), "--to", name]) == 0
+        assert difference(everything_in(source), everything_in(after)) is None
+
+
+def test_chunks_are_not_resharded(tmp_path: Path) -> None:
+    source = saved(tmp_path / "source")
+    assert main(["convert", str(source), str(tmp_path / "target"), "--to", NATIVE]) == 0
+    tables = [
+        (contents := open_checkpoint(open_store(d))).chunks(contents.arrays).table
+        for d in (source, tmp_path / "target")
+    ]
+    rows = [[table.describe(row) for row in range(len(table))] for table in tables]
+    assert rows[0] == rows[1]
+    assert "[0:6, 0:8] flat 0:21" in rows[0]
+
+
+def test_a_damaged_source_fails_the_check_and_leaves_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source, target = saved(tmp_path / "source"), tmp_path / "target"
+    file = sorted((source / "data").iterdir())[0]
+    damaged = bytearray(file.read_bytes())
+    damaged[-1] ^= 1
+    file.write_bytes(damaged)
+    assert main(["convert", str(source), str(target), "--to", NATIVE]) == 1
+    message = capsys.readouterr()
+    assert message.out == ""
+    assert message.err.count("\n") == 1
+    assert "differs" in message.err
+    assert file.name in message.err
+    assert files_in(target) == []
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_target_that_fails_on_any_operation_is_left_without_a_checkpoint(tmp_path: Path, name: str) -> None:
+    source = open_store(saved(tmp_path / "source"))
+    backend, version = name.split(":")
+    failed = []
+    for nth in itertools.count():
+        faulty = FaultyStore(MemoryStore(), fail_at=nth)
+        try:
+            convert(source, faulty, save_strategy((backend, int(version))))
+        except StorageError:
+            assert not is_committed(faulty)
+            assert faulty.names() == []
+            failed.append(faulty.operations[nth].kind)
+        if nth >= len(faulty.operations):
+            break
+    assert {"create", "sync", "replace"} < set(failed)  # the commit too
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_source_that_lacks_a_file_gives_what_a_load_of_it_sees_or_nothing(
+    tmp_path: Path, name: str
+) -> None:
+    backend, version = name.split(":")
+    whole = MemoryStore()
+    convert(open_store(saved(tmp_path / "native")), whole, save_strategy((backend, int(version))))
+    failed = 0
+    for lost in whole.names():
+        source, target = copy_of(whole, without=lost), MemoryStore()
+        try:
+            convert(source, target)
+        except CheckpointError:
+            assert target.names() == [], lost
+            failed += 1
+        else:  # a file may say again what another one says, or be all that an array is known by
+            assert difference(everything_in(source), everything_in(target)) is None, lost
+    assert failed == len(whole.names()) if name == NATIVE else failed
+
+
+class FlippedParts(ChunkParts):
+    """Parts of which the array `flat` has another last bit."""
+
+    def __init__(self, parts: ChunkParts, plan: SavePlan) -> None:
+        self.parts, self.plan = parts, plan
+
+    def __call__(self, row: int) -> Iterator[memoryview]:
+        for part in self.parts(row):
+            copy = bytearray(part)
+            if self.plan.table.arrays[int(self.plan.table.array[row])].key == "flat":
+                copy[-1] ^= 1
+            yield memoryview(copy)
+
+
+class Flipping(NativeSaveStrategy):
+    """A strategy that writes another bit than it is given, and digests of what it writes."""
+
+    def write_chunks(
+        self, store: Store, *, attempt: str, rank: int, plan: SavePlan, rows: Any, parts: ChunkParts
+    ) -> bytes:
+        parts = FlippedParts(parts, plan)
+        return super().write_chunks(store, attempt=attempt, rank=rank, plan=plan, rows=rows, parts=parts)
+
+
+def test_a_target_that_differs_when_it_is_read_is_removed(tmp_path: Path) -> None:
+    source, target = open_store(saved(tmp_path / "source")), tmp_path / "target"
+    with pytest.raises(
+        IntegrityError, match=r"'flat' \[0:6, 0:8\] flat 0:21: .*target has other bytes .* byte 83"
+    ):
+        convert(source, LocalStore(str(target)), Flipping())
+    assert files_in(target) == []
+    convert(source, LocalStore(str(target)), Flipping(), verify=False)  # the comparison is what noticed
+    assert "metadata.json" in files_in(target)
+
+
+class WithoutObjects(NativeSaveStrategy):
+    """A format that cannot hold objects."""
+
+    def encode_object(self, value: Any, *, path: str) -> bytes:
+        raise UnserializableError(f"{path}: no objects here.", key=path)
+
+
+def test_an_object_that_the_format_cannot_hold_is_an_error_before_anything_is_written(tmp_path: Path) -> None:
+    target = MemoryStore()
+    with pytest.raises(UnserializableError, match="object: no objects here"):
+        convert(open_store(saved(tmp_path / "source")), target, WithoutObjects())
+    assert target.names() == []
+
+
+class Longer(NativeSaveStrategy):
+    """A format in which the objects of each rank are longer than in the native one."""
+
+    def encode_object(self, value: Any, *, path: str) -> bytes:
+        return super().encode_object(value, path=path) + b" " * (1 + value["rank"])
+
+
+def test_objects_may_have_other_lengths_in_the_new_format(tmp_path: Path) -> None:
+    source, target = open_store(saved(tmp_path / "source")), MemoryStore()
+
+    def convert_rank(group: Group) -> None:
+        megackpt.convert(source, target, Longer(), group=group)
+
+    SimulatedWorld(RANKS).run(convert_rank)
+    lengths = [open_checkpoint(s).chunks(["object"]).table.nbytes for s in (source, target)]
+    assert (lengths[1] - lengths[0]).tolist() == [1, 2]
+
+
+def test_a_checkpoint_at_the_target_is_replaced_only_if_that_is_asked_for(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source, target = saved(tmp_path / "source"), tmp_path / "target"
+    megackpt.save({"old": 1}, target)
+    arguments = ["convert", str(source), str(target), "--to", NATIVE]
+    assert main(arguments) == 2
+    assert "has a checkpoint already" in capsys.readouterr().err
+    assert megackpt.load_common_state_dict(target) == {"old": 1}
+    assert main([*arguments, "--overwrite"]) == 0
+    assert difference(everything_in(source), everything_in(target)) is None
+
+
+@pytest.mark.parametrize("name", [name for name in FORMATS if name != NATIVE])
+def test_a_checkpoint_of_another_format_is_never_replaced(
+    tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source, target = saved(tmp_path / "source"), tmp_path / "target"
+    assert main(["convert", str(source), str(target), "--to", name]) == 0
+    assert main(["convert", str(source), str(target), "--to", NATIVE, "--overwrite"]) == 2
+    assert "another format cannot replace in one step" in capsys.readouterr().err
+    assert difference(everything_in(source), everything_in(target)) is None
+
+
+def test_a_checkpoint_is_not_converted_into_itself(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = saved(tmp_path / "source")
+    before = files_in(source)
+    (tmp_path / "link").symlink_to(source)
+    for target in (source, tmp_path / "link"):
+        assert main(["convert", str(source), str(target), "--to", NATIVE, "--overwrite"]) == 2
+        assert "into itself" in capsys.readouterr().err
+    assert files_in(source) == before
+
+
+def test_a_source_with_a_gap_fails_the_check(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    half = ShardedTensor.from_rank_offsets("w", torch.zeros(4), (0, 0, 2))
+    megackpt.save({"w": half}, tmp_path / "source", validate_access_integrity=False)
+    assert main(["convert", str(tmp_path / "source"), str(tmp_path / "target"), "--to", NATIVE]) == 1
+    assert "'w'" in capsys.readouterr().err
+    assert not (tmp_path / "target").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "message"),
+    [
+        (["nowhere", "target", "--to", "megackpt"], 3, "is not a checkpoint"),
+        (["nowhere", "target", "--to", "tar"], 2, "No strategy saves format 'tar'"),
+        (["nowhere", "target", "--to", "megackpt:x"], 2, "'x' is not a version"),
+        (["nowhere", "target"], 2, "Missing option '--to'"),
+    ],
+)
+def test_bad_input_has_exit_code_2_and_a_missing_checkpoint_3(
+    arguments: list[str],
+    code: int,
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["convert", *arguments]) == code
+    assert message in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_json_has_the_result_or_the_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = [
+        "convert",
+        str(saved(tmp_path / "source")),
+        str(tmp_path / "target"),
+        "--to",
+        NATIVE,
+        "--json",
+    ]
+    assert main(arguments) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert {k: result[k] for k in ("arrays", "objects", "backend", "version", "is_verified")} == {
+        "arrays": 8, "objects": 2, "backend": "megackpt", "version": 1, "is_verified": True,
+    }  # fmt: skip
+    assert main(arguments) == 2
+    error = json.loads(capsys.readouterr().out)["error"]
+    assert (error["kind"], error["path"]) == ("DeclarationError", str(tmp_path / "target"))
+
+
+def test_ranks_share_the_chunks_evenly_and_each_is_written_once(tmp_path: Path) -> None:
+    parts = [
+        ShardedTensor.from_rank_offsets("w", torch.arange(i * 8, i * 8 + 8), (0, i, 64)) for i in range(64)
+    ]
+    megackpt.save({"w": parts}, tmp_path)
+    target = MemoryStore()
+
+    def convert_rank(group: Group) -> None:
+        megackpt.convert(tmp_path, target, NativeSaveStrategy(), group=group)
+
+    SimulatedWorld(4).run(convert_rank)
+    contents = open_checkpoint(target)
+    chunks: Any = contents.chunks(["w"])
+    assert np.bincount(chunks.stored.file).tolist() == [16, 16, 16, 16]
+    assert torch.equal(megackpt.load_plain_tensors(target)["w"], torch.arange(512))  # type: ignore[arg-type]
+
+
+@with_all("a plain run shares the work between simulated ranks")
+def test_torchrun_shares_the_work_between_two_processes(tmp_path: Path) -> None:
+    source, target = saved(tmp_path / "source"), tmp_path / "target"
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    command = [*torchrun, "-m", "megackpt.cli", "convert", str(source), str(target), "--to", NATIVE, "--json"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False, env=environment)
+    assert ran.returncode == 0, ran.stderr[-3000:]
+    assert json.loads(ran.stdout)["is_verified"] is True  # printed once
+    assert len(list((target / "data").iterdir())) == 2
+    assert difference(everything_in(source), everything_in(target)) is None
+
+
+def peak_of_a_conversion(directory: Path, nbytes: int) -> int:
+    """Return by how much converting a checkpoint of one array in large chunks raised resident memory."""
+    rows = nbytes // 4 // 1024
+    array = torch.arange(nbytes // 4, dtype=torch.int32).reshape(rows, 1024)
+    halves = [ShardedTensor.from_rank_offsets("w", h, (0, i, 2)) for i, h in enumerate(array.chunk(2))]
+    megackpt.save({"w": halves}, directory / "source")
+    del array, halves
+    saved_small = directory / "small"
+    megackpt.save({"w": ShardedTensor.from_rank_offsets("w", torch.zeros(10))}, saved_small)
+    assert main(["convert", str(saved_small), str(directory / "warm"), "--to", NATIVE]) == 0
+    Path("/proc/self/clear_refs").write_text("5")  # resets the peak
+    before = resident("VmRSS")
+    assert main(["convert", str(directory / "source"), str(directory / "target"), "--to", NATIVE]) == 0
+    return resident("VmHWM") - before
+
+
+def resident(field: str) -> int:
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(field):
+            return int(line.split()[1]) * 1024
+    raise AssertionError(f"/proc/self/status has no {field}")
+
+
+@with_all("conversions are streamed by one function, which other tests run")
+def test_converting_1_gib_adds_less_than_100_mib_of_memory(rank_pool: RankPool, tmp_path: Path) -> None:
+    (extra,) = rank_pool.run(peak_of_a_conversion, 1, tmp_path, 1024 * MIB)
+    print(f"conversion of 1 GiB, verified: peak {extra / MIB:.1f} MiB more")
+    assert extra < 100 * MIB

@@ -1,0 +1,177 @@
+"""Shell commands of README.md and docs/: those of megackpt run or parse; others name what exists."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import shlex
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import click
+import pytest
+import torch
+
+from megackpt import Checkpointer, SaveOptions
+from megackpt.cli import main
+from megackpt.cli.entry import COMMANDS, FAILED_CHECK, commands
+from tests.support.doc_blocks import DOCUMENTS, ROOT, blocks_of
+from tests.support.small_checkpoints import flip
+
+SHELL = {"bash", "sh", "console"}
+PARSED_ONLY = {
+    "docs/huggingface.md": "tests/core/face/test_convert_huggingface.py converts",
+    "docs/lora.md": "tests/training/models/test_merged_export.py merges adapters",
+    "docs/performance.md": "measures for minutes; tests/system/test_bench.py measures less",
+    "docs/planning.md": "plans 16384 ranks for a minute; tests/core/face/test_plan.py plans fewer",
+}
+"""Pages whose commands take too long or need folders of others, with the test that has them in small."""
+TESTED_SCRIPTS = {
+    "examples/elastic_resume.py": "README.md's command, run by .ci/run",
+    "examples/quickstart.py": "tests/system/examples/test_quickstart.py",
+    "examples/hosts/megatron_core.py": "tests/contrib/test_hosts.py",
+    "examples/pretrain_gpt.py": "tests/system/examples/test_resume_other_layouts.py",
+    "tests/benchmarks/bench_gpu.py": "needs a CUDA device",
+    "tests/benchmarks/bench_read_limits.py": "measures for minutes",
+    "tests/system/attacks/fuzz_reader.py": "runs until it finds a fault; needs atheris",
+}
+"""Scripts that the docs start, and what runs them or why nothing does."""
+TOOLS = {"mkdocs", "mypy", "ruff"}
+"""Other programs, all of which .ci/run calls."""
+
+
+def command_lines(text: str) -> list[list[str]]:
+    """Return the commands of all shell blocks of a page as words, without prompts, comments and output."""
+    lines: list[str] = []
+    for block in blocks_of(text):
+        if block.kind == "console":
+            lines += re.findall(r"^\$ (.*)$", block.code, re.MULTILINE)
+        elif block.kind in SHELL:
+            lines += block.code.replace("\\\n", " ").splitlines()
+    codes = [re.sub(r"(^| )#.*", "", line) for line in lines]
+    words = [shlex.split(part) for code in codes for part in re.split("&&|;", code)]
+    return [w for w in words if w]
+
+
+def inline_commands(text: str) -> Iterator[list[str]]:
+    """Yield the commands of megackpt in backticks within sentences."""
+    for command in re.findall(r"`megackpt ([a-z]+ [^`]*)`", text):
+        if command.partition(" ")[0] in COMMANDS:
+            yield shlex.split(command)
+
+
+PAGES = {
+    str(path.relative_to(ROOT)): lines for path in DOCUMENTS if (lines := command_lines(path.read_text()))
+}
+
+
+def parse(arguments: list[str]) -> None:
+    """Raise click's error for an option that the command does not have, or a choice that it does not."""
+    command = commands.get_command(click.Context(commands), arguments[0])
+    while isinstance(command, click.Group):
+        arguments = arguments[1:]
+        command = command.get_command(click.Context(command), arguments[0])
+    assert command is not None, f"there is no command {arguments[0]}"
+    context = click.Context(command, info_name=arguments[0])
+    values, _, _ = command.make_parser(context).parse_args(list(arguments[1:]))
+    for option in command.params:
+        if isinstance(option.type, click.Choice) and isinstance(value := values.get(option.name or ""), str):
+            option.type.convert(value, option, context)
+
+
+def of_megackpt(words: list[str]) -> list[str] | None:
+    """Return the arguments of a command of megackpt; None if it is another program's."""
+    if words[0] == "megackpt":
+        return words[1:]
+    return words[words.index("megackpt.cli") + 1 :] if "megackpt.cli" in words else None
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_commands_of_megackpt_have_these_options(page: str) -> None:
+    for words in PAGES[page]:
+        if (arguments := of_megackpt(words)) is not None:
+            parse(arguments)
+
+
+def test_commands_within_sentences_have_these_options() -> None:
+    inline = [command for path in DOCUMENTS for command in inline_commands(path.read_text())]
+    assert len(inline) > 20
+    for arguments in inline:
+        with contextlib.suppress(click.BadOptionUsage):  # an option is named without its value
+            parse(arguments)
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_other_commands_name_what_there_is(page: str) -> None:
+    extras = re.findall(r"^(\S+) = \[", (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
+    options = (ROOT / "tests" / "conftest.py").read_text()
+    for words in PAGES[page]:
+        if of_megackpt(words) is not None or words[0] in TOOLS:
+            continue
+        words = [w for w in words if not re.match(r"[A-Z_]+=", w)]
+        if words[:2] == ["pip", "install"]:
+            wanted = re.findall(r"\[(.*)\]", words[-1])
+            assert set(wanted) <= set(extras), words
+        elif words[0] == "pytest":
+            named = [w for w in words if w.startswith("--") and not w.startswith("--dist")]
+            assert [w for w in named if f'"{w}"' not in options] == []
+            assert [w for w in words if w.startswith("tests/") and not (ROOT / w).exists()] == []
+        else:
+            assert words[0] in ("python", "torchrun"), words
+            assert any(w in TESTED_SCRIPTS for w in words), words
+    assert [script for script in TESTED_SCRIPTS if not (ROOT / script).is_file()] == []
+
+
+# -- Pages whose commands run -------------------------------------------------
+
+
+def make_run(steps: list[int], root: str = "run") -> None:
+    """Save these steps of a state with a few kilobytes and parity."""
+    with Checkpointer(root, save_options=SaveOptions(parity=2)) as checkpointer:
+        for step in steps:
+            checkpointer.save(
+                step, {"weight": torch.arange(4096.0), "step": step}, metrics={"loss": 1 / step}
+            )
+
+
+def prepare_operating() -> None:
+    """A run whose step 1000 is damaged, and a whole copy of it."""
+    make_run([200, 400, 600, 800, 1000])
+    shutil.copytree("run/iter_0001000", "backup/iter_0001000")
+    (file,) = Path("run/iter_0001000/data").iterdir()
+    flip(file, -1)
+
+
+def prepare_checkpointer() -> None:
+    make_run([4000, 5000, 6000])
+
+
+def prepare_quickstart() -> None:
+    make_run([10, 20], "quickstart")
+
+
+PREPARATIONS: dict[str, Callable[[], None]] = {
+    "docs/operating.md": prepare_operating,
+    "docs/checkpointer.md": prepare_checkpointer,
+    "docs/quickstart.md": prepare_quickstart,
+}
+FINDS_DAMAGE = ["verify", "run/iter_0001000", "--deep"]
+
+
+def test_each_page_runs_or_is_listed() -> None:
+    calls_us = {page for page, lines in PAGES.items() if any(of_megackpt(words) for words in lines)}
+    assert calls_us == PREPARATIONS.keys() | PARSED_ONLY.keys()
+
+
+@pytest.mark.parametrize("page", PREPARATIONS)
+def test_the_commands_of_a_page_run(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    PREPARATIONS[page]()
+    for words in PAGES[page]:
+        arguments = of_megackpt(words)
+        if arguments is not None:
+            expected = FAILED_CHECK if arguments == FINDS_DAMAGE else 0
+            assert main(arguments) == expected, words
+    if page == "docs/operating.md":
+        assert main(FINDS_DAMAGE) == 0  # the last command of the page has repaired it

@@ -1,0 +1,160 @@
+"""What every command prints: one JSON document with `--json`; progress on a terminal only."""
+
+from __future__ import annotations
+
+import io
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import click
+import pytest
+import torch
+from rich.console import Console
+
+import megackpt
+from megackpt import Checkpointer
+from megackpt.bench.report import Report
+from megackpt.cli import main, progress
+from megackpt.cli.entry import commands
+from megackpt.cli.progress import ProgressBars
+from tests.core.face.test_maps import CONFIG
+
+CALLS = {
+    "bench": "--dir bench",
+    "convert": "run converted --to megackpt",
+    "demo": "",
+    "diff": "run run",
+    "gc": "run --keep-last 1",
+    "inspect": "run",
+    "ls": "run",
+    "maps": "",
+    "maps show": "--config config.json",
+    "pin": "run 1",
+    "plan": "gpt-125m --from tp1",
+    "repair": "run/iter_0000002",
+    "verify": "run --deep",
+}
+"""Arguments of a call of each command that succeeds."""
+
+
+def all_commands(command: click.Command, *names: str) -> Iterator[tuple[str, click.Command]]:
+    """Yield all commands below a command that can be called, as click finds them, with their names."""
+    if names and (not isinstance(command, click.Group) or command.invoke_without_command):
+        yield " ".join(names), command
+    if isinstance(command, click.Group):
+        context = click.Context(command)
+        for name in command.list_commands(context):
+            subcommand = command.get_command(context, name)
+            assert subcommand is not None
+            yield from all_commands(subcommand, *names, name)
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A working directory with a run of two steps and a config; `bench` measures nothing."""
+    with Checkpointer(tmp_path / "run") as checkpointer:
+        for step in (1, 2):
+            checkpointer.save(step, {"a": torch.ones(2)})
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    machine = {"peers": {}, "load_before": 0.0, "cpus": 1, "has_cold_files": True}
+    report = Report(command={"peers": []}, machine=machine, state={"nbytes": 1}, rows=())
+    monkeypatch.setattr("megackpt.bench.world.run_bench", lambda settings: report)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
+def terminal(monkeypatch: pytest.MonkeyPatch) -> io.StringIO:
+    """What is drawn on stderr, which bars take for a terminal."""
+    text = io.StringIO()
+    monkeypatch.setattr(
+        progress, "Console", lambda stderr: Console(file=text, force_terminal=True, width=120)
+    )
+    return text
+
+
+def test_every_command_is_called_here_and_has_the_options() -> None:
+    by_name = dict(all_commands(commands))
+    assert set(by_name) == set(CALLS), "add the new command to CALLS"
+    for name, command in by_name.items():
+        flags = {option for parameter in command.params for option in parameter.opts}
+        assert flags >= {"--json", "--quiet", "-q"}, name
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_json_is_one_document_and_nothing_else_is_printed(
+    here: Path, name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*name.split(), *CALLS[name].split(), "--json", "--quiet"]) == 0
+    message = capsys.readouterr()
+    assert isinstance(json.loads(message.out), dict)
+    assert message.err == ""
+
+
+# The ranks of a benchmark are other processes, which draw a line of their own.
+@pytest.mark.parametrize("name", sorted(CALLS.keys() - {"bench"}))
+def test_progress_is_drawn_on_a_terminal_and_not_with_quiet(
+    here: Path, name: str, terminal: io.StringIO, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = [*name.split(), *CALLS[name].split()]
+    assert main(arguments) == 0
+    assert "0:00:0" in terminal.getvalue()  # seconds
+    for path in here.glob("converted"):
+        shutil.rmtree(path)
+    drawn = terminal.getvalue()
+    assert main([*arguments, "--quiet"]) == 0
+    assert terminal.getvalue() == drawn
+    assert capsys.readouterr().err.count("megackpt: ") <= 2  # notes, only of the first
+
+
+def test_flags_before_the_name_of_a_subcommand_hold_for_it(
+    here: Path, terminal: io.StringIO, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["maps", "--json", "--quiet", "show", "--config", "config.json"]) == 0
+    assert json.loads(capsys.readouterr().out)["family"] == CONFIG["model_type"]
+    assert terminal.getvalue() == ""
+
+
+def test_a_bar_shows_amount_rate_and_time_left(terminal: io.StringIO) -> None:
+    with ProgressBars("reading metadata") as bars:
+        bars.begin("writing", 4_000_000)
+        bars.advance(1_000_000)
+        bars.advance(2_000_000)
+        bars.begin_count("planning, ranks", 8192)
+        bars.advance(8192)
+    drawn = terminal.getvalue()
+    assert "3.0 MB of 4.0 MB, " in drawn
+    assert "B/s" in drawn
+    assert " left" in drawn
+    assert "8,192, " in drawn
+
+
+def test_nothing_is_drawn_where_stderr_is_no_terminal() -> None:
+    text = io.StringIO()
+    with ProgressBars(console=Console(file=text, force_terminal=False)) as bars:
+        bars.begin("writing", 4_000_000)
+        bars.advance(4_000_000)
+    assert text.getvalue() == ""
+
+
+@pytest.mark.parametrize("arguments", ["verify nowhere", "verify --depp run", "verfy run", "ls"])
+def test_errors_are_json_too(here: Path, arguments: str, capsys: pytest.CaptureFixture[str]) -> None:
+    code = main([*arguments.split(), "--json"])
+    message = capsys.readouterr()
+    error = json.loads(message.out)["error"]
+    assert code in (2, 3)
+    assert set(error) == {"kind", "text", "key", "path"}
+    assert error["text"] in " ".join(message.err.split())
+
+
+def test_an_interrupted_command_prints_one_line(
+    here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupt(*args: object, **kwargs: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(megackpt.maintenance.verify, "verify_checkpoint", interrupt)
+    assert main(["verify", "run"]) == 130
+    assert "megackpt: interrupted. " in capsys.readouterr().err

@@ -1,0 +1,143 @@
+"""`megackpt plan`: tables, JSON and a picture of a job that is not there, and what it rejects."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megackpt.cli import main
+from megackpt.simulation import parse_layout
+from tests.support.simulated_job import SIZES, save_for_real
+
+BANDWIDTHS = ["--write-gbps", "2", "--read-gbps", "2", "--network-gbps", "20", "--mtbf-hours", "24"]
+
+KEYS = {
+    "schema": 1,
+    "save": {
+        "layout", "arrays", "chunks", "files", "total_bytes", "bytes_by_rank", "balance", "stage_balance",
+        "index_bytes", "plan_bytes", "planning",
+    },
+    "load": {
+        "layout", "ranks_planned", "needed_bytes", "needed_bytes_by_rank", "files_by_rank", "direct",
+        "exchange", "planning", "index_rows_bytes",
+    },
+    "estimate_s": {"save", "load_direct", "load_exchange", "interval"},
+}  # fmt: skip
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> str:
+    """A file with the sizes of a small model."""
+    path = tmp_path / "small.json"
+    path.write_text(json.dumps(SIZES.to_json()))
+    return str(path)
+
+
+@pytest.fixture
+def plan(capsys: pytest.CaptureFixture[str]) -> Callable[..., dict[str, Any]]:
+    """The command, with its JSON."""
+
+    def plan_with(*arguments: str) -> dict[str, Any]:
+        capsys.readouterr()
+        assert main(["plan", *arguments, "--json"]) == 0
+        message: dict[str, Any] = json.loads(capsys.readouterr().out)
+        return message
+
+    return plan_with
+
+
+def test_the_json_has_the_content_of_the_tables(
+    model: str, plan: Callable[..., dict[str, Any]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = [model, "--from", "tp2,pp3,dp2", "--to", "tp1,dp4", *BANDWIDTHS]
+    message = plan(*arguments)
+    assert main(["plan", *arguments]) == 0
+    assert set(message) == {"subject", "parameters", "host_memory_bytes", *KEYS}
+    for part in ("save", "load", "estimate_s"):
+        assert set(message[part]) == KEYS[part], part
+    assert message["save"]["layout"] == {
+        "tp": 2, "cp": 1, "pp": 3, "vpp": 1, "dp": 2, "ep": 1, "etp": 2, "world": 12
+    }  # fmt: skip
+    assert message["load"]["ranks_planned"] == message["load"]["layout"]["world"] == 4
+    assert message["save"]["files"] == 12
+    # Seconds of bandwidth alone, as both fit into one machine of 8 ranks, or two.
+    assert message["estimate_s"]["save"] > message["save"]["total_bytes"] / (2 * 2e9)
+    assert message["estimate_s"]["load_direct"] > message["load"]["direct"]["read_bytes"] / 2e9
+    interval = message["estimate_s"]["interval"]
+    assert interval["young"] == pytest.approx((2 * message["estimate_s"]["save"] * 86400) ** 0.5)
+    text = capsys.readouterr().out
+    assert f"{message['parameters']:,} parameters" in text
+    assert "TP2 PP3 DP2" in text
+    assert f"{message['save']['balance']:.3f}" in text
+
+
+def test_without_a_target_the_load_is_at_the_layout_of_the_save(
+    model: str, plan: Callable[..., dict[str, Any]]
+) -> None:
+    message = plan(model, "--from", "tp2,dp2", "--weights-only")
+    assert message["load"]["layout"] == message["save"]["layout"]
+    assert message["load"]["direct"]["over_read"] == 1.0
+    # Rows of the vocabulary, twice 300, are padded to 512 each.
+    assert message["save"]["total_bytes"] == 2 * (message["parameters"] + 2 * 212 * 64)
+    assert message["estimate_s"] == {
+        "save": None,
+        "load_direct": None,
+        "load_exchange": None,
+        "interval": None,
+    }
+
+
+@pytest.mark.parametrize("ending", ["svg", "png"])
+def test_the_chart_is_a_picture(model: str, tmp_path: Path, ending: str) -> None:
+    chart = tmp_path / f"plan.{ending}"
+    layouts = ["--from", "tp2,dp2", "--to", "pp3,dp2"]
+    assert main(["plan", model, *layouts, "--chart", str(chart), "--ranks-planned", "3"]) == 0
+    start = chart.read_bytes()[:2000]
+    assert (b"<svg" in start) if ending == "svg" else start.startswith(b"\x89PNG")
+
+
+def test_a_checkpoint_is_looked_into_and_its_load_planned(
+    tmp_path: Path, plan: Callable[..., dict[str, Any]]
+) -> None:
+    directory = tmp_path / "checkpoint"
+    save_for_real(SIZES, parse_layout("tp2,dp2"), directory)
+    message = plan(str(directory), "--to", "tp1,pp3,dp2")
+    assert message["parameters"] is None
+    assert message["save"]["layout"] is None
+    assert message["save"]["files"] == len(list((directory / "data").iterdir()))
+    assert message["load"]["layout"]["world"] == 6
+    assert message["load"]["needed_bytes"] >= message["save"]["total_bytes"]
+    of_directory = plan(str(directory))
+    assert of_directory["load"] is None
+    assert of_directory["save"] == message["save"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["gpt-5", "--from", "tp1"], "'gpt-5' is no model, file or directory. Models are deepseek-v3, gpt"),
+        (["gpt-125m"], "--from is missing"),
+        (["gpt-125m", "--from", "tp2,world7"], "7 ranks cannot be divided so"),
+        (["gpt-125m", "--from", "tp8"], "num_heads 12 is not a multiple of tp=8"),
+        (["gpt-125m", "--from", "tp2", "--to", "tp2,pp13"], "12 layers are fewer than pp=13"),
+        (["gpt-125m", "--from", "tp2", "--write-gbps", "0"], "write is 0.0; give a finite number above 0"),
+        (["gpt-125m", "--from", "tp2", "--chart", "plan.bmp"], "suffixes .png, .svg, .pdf"),
+        (["gpt-125m", "--from", "tp2", "--ranks-planned", "0"], "0 is not in the range"),
+        ([".", "--from", "tp2"], "which is a checkpoint and has been saved"),
+        ([".", "--to", "tp2"], "is not a checkpoint"),
+    ],
+)
+def test_what_cannot_be_planned_raises_an_error(
+    arguments: list[str],
+    message: str,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["plan", *arguments]) == (3 if message == "is not a checkpoint" else 2)
+    assert message in capsys.readouterr().err

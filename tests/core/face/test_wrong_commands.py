@@ -1,0 +1,253 @@
+"""What a user mistypes: one clear line on stderr, the exit code of docs/tools.md, no traceback."""
+
+from __future__ import annotations
+
+import functools
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+
+import megackpt
+from megackpt import Checkpointer
+from megackpt.cli import main
+from tests.support.effort import sampled, with_all
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A working directory with checkpoints, a file, an empty directory and a run; no S3 server."""
+    megackpt.save({"a": torch.ones(2)}, tmp_path / "whole")
+    (tmp_path / "file").write_text("a file")
+    (tmp_path / "empty").mkdir()
+    with Checkpointer(tmp_path / "run") as checkpointer:
+        checkpointer.save(1, {"a": torch.ones(2)}, metrics={"loss": 1.0})
+        checkpointer.save(2, {"a": torch.ones(2)}, metrics={"loss": 0.5})
+    shutil.copytree(tmp_path / "whole", tmp_path / "damaged")
+    for index in (tmp_path / "damaged").glob("index*"):
+        index.write_bytes(bytes(index.stat().st_size))
+    shutil.copytree(tmp_path / "whole", tmp_path / "no-json")
+    (tmp_path / "no-json" / "metadata.json").write_text("{")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "id")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "key")
+    return tmp_path
+
+
+def run_with_error(arguments: str, capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:
+    """Return the exit code and what stderr says; nothing is on stdout."""
+    code = main(arguments.split())
+    message = capsys.readouterr()
+    assert message.out == ""
+    return code, message.err
+
+
+@pytest.mark.parametrize("location", ["file", "empty", "nowhere"])
+@pytest.mark.parametrize(
+    "command", ["inspect {}", "verify {}", "repair {}", "diff whole {}", "convert {} new --to zarr"]
+)
+def test_a_location_without_a_checkpoint_has_exit_code_3_in_every_command(
+    here: Path, command: str, location: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, message = run_with_error(command.format(location), capsys)
+    assert code == 3
+    assert location in message
+    assert ("is a file, not a checkpoint" if location == "file" else "is not a checkpoint") in message
+
+
+@pytest.mark.parametrize("location", ["file", "nowhere"])
+@pytest.mark.parametrize(
+    "command", ["ls {}", "pin {} --list", "pin {} 1", "pin {} 1 --remove", "gc {} --keep-all"]
+)
+def test_a_root_that_is_not_a_directory_has_exit_code_3_in_every_command(
+    here: Path, command: str, location: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    message = f"megackpt: {location} is not a directory. Name the one that a Checkpointer saves to.\n"
+    assert run_with_error(command.format(location), capsys) == (3, message)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("plan nosuch --from tp8", "'nosuch' is no model, file or directory"),
+        ("plan llama3-8b --from tp3", "is not a multiple of tp=3"),
+        ("plan llama3-8b --from tp8,world12", "12 ranks cannot be divided so"),
+        ("plan llama3-8b --from foo", "'foo' is not an axis with its size. Write one as tp8,pp16,dp128"),
+        ("plan llama3-8b --from tp8,tp4", "it names an axis twice. Write one as tp8,pp16,dp128"),
+        ("bench --dir new --cases foo", "'foo' is no case. Known are save"),
+        ("bench --dir new --profile nowhere/x.json", "nowhere/x.json: there is no such directory"),
+        ("bench --dir new --chart chart.txt", "chart.txt: no chart can be drawn there"),
+        ("bench --dir new --size 999999999T --cases small", "bytes, and new has"),
+        ("plan gpt-125m --from tp2 --ranks-per-node 99999999999999999999", "ranks_per_node is 9999"),
+        ("diff whole whole --keys b*", "No key of whole or whole matches 'b*'"),
+        ("ls http://host/run", "there is no store for http:// locations"),
+        ("verify s3://", "not a URL of an object store"),
+        ("gc run --keep-all --min-age nan", "--min-age is nan; give a finite number of at least 0"),
+        ("pin run 99999999999999999999999", "step is 99999999999999999999999; steps are counted from 0"),
+        ("gc run --keep-best lost", "no committed step of run was saved with that metric; known are loss"),
+    ],
+)
+def test_bad_input_is_an_error_before_any_work(
+    here: Path, arguments: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = sorted(here.rglob("*"))
+    code = main(arguments.split())
+    assert code == 2
+    assert message in " ".join(capsys.readouterr().err.split())
+    assert sorted(here.rglob("*")) == before
+
+
+@pytest.mark.parametrize(
+    ("command", "endpoint", "message"),
+    [
+        ("verify s3://bucket/run", "http://127.0.0.1:9", "no connection"),
+        ("verify s3://bucket/run", "nowhere", "must begin with http:// or https://"),
+        ("ls s3://bucket/run", "nowhere", "must begin with http:// or https://"),
+        ("repair s3://bucket/run", "nowhere", "must begin with http:// or https://"),
+        ("pin s3://bucket/run --list", "nowhere", "must begin with http:// or https://"),
+    ],
+)
+def test_a_store_that_cannot_be_reached_is_bad_input_and_not_damage(
+    here: Path, command: str, endpoint: str, message: str,
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    pytest.importorskip("obstore")
+    monkeypatch.setenv("AWS_ENDPOINT_URL", endpoint)
+    code, err = run_with_error(command, capsys)
+    assert code == 2
+    assert message in err
+
+
+LOCATIONS = ("nowhere", "file", "empty", "whole", "run", "run/iter_9", "damaged", "no-json", "s3://bucket/x")
+"""What commands are pointed at: nothing, a file, ..., damage in the index, in the commit, and a URL."""
+
+CODES_BY_LOCATION = {
+    "inspect {}": (3, 3, 3, 0, 0, 3, 1, 3, 2),
+    "verify {}": (3, 3, 3, 0, 0, 3, 1, 1, 2),
+    "repair {}": (3, 3, 3, 0, 3, 3, 1, 1, 2),
+    "repair whole --from {}": (3, 3, 0, 0, 3, 3, 0, 0, 2),
+    "diff whole {}": (3, 3, 3, 0, 0, 3, 1, 3, 2),
+    "convert {} new --to megackpt": (3, 3, 3, 0, 0, 3, 1, 3, 2),
+    "convert {} new --to huggingface": (3, 3, 3, 2, 2, 3, 1, 3, 2),
+    "convert {} new --from huggingface": (3, 3, 3, 2, 3, 3, 1, 3, 2),
+    "convert whole {} --to megackpt": (0, 2, 0, 2, 2, 0, 2, 2, 2),
+    "ls {}": (3, 3, 0, 3, 0, 3, 3, 3, 2),
+    "pin {} 1": (3, 3, 3, 3, 0, 3, 3, 3, 2),
+    "pin {} --list": (3, 3, 0, 3, 0, 3, 3, 3, 2),
+    "gc {} --keep-last 1": (3, 3, 3, 3, 0, 3, 3, 3, 2),
+    "plan {} --to tp1": (2, 2, 3, 2, 2, 2, 1, 3, 2),
+    "demo --dir {}": (0, 2, 0, 2, 2, 0, 2, 2, 2),
+    "maps show --config {}": (2, 2, 2, 2, 2, 2, 1, 3, 2),
+    "bench --cases foo --dir {}": (2, 2, 2, 2, 2, 2, 2, 2, 2),
+}
+NEXT_STEP = re.compile(
+    r"\b(Name|Give|Check|Install it|Look|Leave|Pin|Known are|Models are|Did you mean|load another|Try)\b"
+)
+"""How errors tell how to go on."""
+
+
+@sampled(3)
+@pytest.mark.parametrize("command", CODES_BY_LOCATION)
+def test_every_command_explains_every_wrong_location(
+    here: Path, command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "obstore", None)
+    for location, code in zip(LOCATIONS, CODES_BY_LOCATION[command], strict=True):
+        arguments = command.format(location).split()
+        assert main(arguments) == code, arguments
+        message = capsys.readouterr()
+        assert "Traceback" not in message.err
+        for name in ("new", "nowhere", "run/iter_9"):  # the next location is wrong again
+            shutil.rmtree(name, ignore_errors=True)
+        shutil.rmtree("empty")
+        Path("empty").mkdir()
+        if code == 0:
+            continue
+        text = " ".join((message.err + message.out).split())
+        assert NEXT_STEP.search(text), (arguments, text)
+        if "foo" not in command:
+            assert location.removeprefix("s3://") in text or "megackpt[s3]" in text, (arguments, text)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("verfy whole", "There is no command 'verfy'. Did you mean verify?"),
+        ("maps shwo", "No such command 'shwo'"),
+        ("verify whole --depp", "No such option"),
+        ("verify", "Missing argument 'PATH'"),
+        ("convert whole new", "Missing option '--to'"),
+        ("convert whole new --to nosuch", "Known are megackpt version 1"),
+        ("convert whole new --to zarr:x", "give a number, as in zarr:3"),
+        ("convert whole new --to zarr --map llama", "--map cannot be used with these formats"),
+        ("convert whole new --to huggingface --map llama", "Give config= (or --config)"),
+        ("maps show nosuch --config file", "file cannot be read"),
+        ("inspect whole --keys b*", "No key of whole matches 'b*'"),
+        ("inspect whole --limit x", "'x' is not a valid integer"),
+        ("gc run", "Give the steps to keep"),
+        ("pin run 7", "Pin one of the committed steps: 1, 2."),
+    ],
+)
+def test_typos_in_names_and_options_are_explained(
+    here: Path, arguments: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(arguments.split()) in (2, 3)
+    err = " ".join(capsys.readouterr().err.split())
+    assert message in err
+    assert "Traceback" not in err
+
+
+@contextmanager
+def without_rights() -> Iterator[None]:
+    """Give up the rights of root for a block of code."""
+    was_root = os.geteuid() == 0
+    if was_root:
+        os.seteuid(65534)
+    try:
+        yield
+    finally:
+        if was_root:
+            os.seteuid(0)
+
+
+@pytest.mark.parametrize("command", ["inspect {}", "verify {}", "diff {0} {0}", "ls {}", "pin {} --list"])
+def test_a_directory_without_permission_is_bad_input(
+    here: Path, command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree("run", "closed/run")
+    main(command.format("run").split())  # modules that it imports may be out of reach below
+    capsys.readouterr()
+    Path("closed").chmod(0)
+    try:
+        with without_rights():
+            code, message = run_with_error(command.format("closed/run"), capsys)
+    finally:
+        Path("closed").chmod(0o755)
+    assert code == 2
+    assert "closed/run: cannot use: Permission denied" in message
+    assert "check the owner and mode" in message
+
+
+@with_all("tests/core/face/test_output.py interrupts commands within its process")
+def test_an_interrupt_ends_a_real_command_with_one_line(tmp_path: Path) -> None:
+    fifo = tmp_path / "config.json"
+    os.mkfifo(fifo)  # the command waits for a writer
+    command = [sys.executable, "-m", "megackpt.cli", "maps", "show", "--config", str(fifo)]
+    # What a shell starts in the background ignores Ctrl-C: perhaps these tests, and so what they start.
+    as_in_foreground = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+    started = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, preexec_fn=as_in_foreground)
+    # Once the file is opened by both, the command reads. If it has to wait too long, it ends with the file.
+    with started as process, open(fifo, "w"):
+        process.send_signal(signal.SIGINT)
+        _, message = process.communicate(timeout=120)
+    assert process.returncode == 130
+    assert message.strip().startswith("megackpt: interrupted. ")
+    assert len(message.strip().splitlines()) == 1

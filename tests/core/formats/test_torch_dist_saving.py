@@ -1,0 +1,466 @@
+"""What we write as torch_dist: read by stock DCP and by us, replaced all at once."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from argparse import Namespace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
+from megackpt import (
+    DeclarationError,
+    IntegrityError,
+    NotACheckpointError,
+    ShardedObject,
+    ShardedTensor,
+    StorageError,
+    UnserializableError,
+    convert,
+    load,
+    load_common_state_dict,
+    load_content_metadata,
+    load_plain_tensors,
+    load_sharded_metadata,
+    remove_sharded_tensors,
+    save,
+    verify,
+)
+from megackpt.comm import Group
+from megackpt.formats.damage import Damage
+from megackpt.formats.torch_dist import TorchDistSaveStrategy
+from megackpt.formats.torch_dist.values import MAX_VALUES
+from megackpt.metadata import DTYPES
+from megackpt.storage import MemoryStore
+from megackpt.testing.faulty_store import FaultyStore
+from megackpt.testing.world import SimulatedWorld
+from tests.support.effort import sampled
+from tests.support.states import filled
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
+SHAPE = (6, 5)
+
+
+def whole(dtype: str) -> torch.Tensor:
+    """The global array of a dtype: random bits."""
+    generator = torch.Generator().manual_seed(len(dtype))
+    nbytes = 30 * DTYPES[dtype].itemsize
+    high = 2 if dtype == "bool" else 256
+    raw = torch.randint(0, high, (nbytes,), dtype=torch.uint8, generator=generator)
+    return raw.view(getattr(torch, dtype)).reshape(SHAPE)
+
+
+def flat_shard(key: str, array: torch.Tensor, rank: int, cuts: tuple[int, ...]) -> ShardedTensor:
+    part = slice(cuts[rank], cuts[rank + 1])
+    shape = tuple(array.shape)
+    return ShardedTensor(
+        key, array.reshape(-1)[part].clone(), array.dtype, shape, shape, (0, 0), (1, 1), flattened_range=part
+    )
+
+
+def state_of(rank: int) -> dict[str, Any]:
+    """Two ranks: rows, columns that are not contiguous, flat shards, replicas, objects, common state."""
+    state: dict[str, Any] = {"step": 7, "schedule": {"lr": 0.5, "betas": (0.9, 0.99)}}
+    for dtype in DTYPES:
+        array = whole(dtype)
+        rows = array[rank * 3 : rank * 3 + 3].clone()
+        state[f"rows.{dtype}"] = ShardedTensor.from_rank_offsets(f"rows.{dtype}", rows, (0, rank, 2))
+        state[f"flat.{dtype}"] = flat_shard(f"flat.{dtype}", array, rank, (0, 17, 30))
+        state[f"same.{dtype}"] = ShardedTensor.from_rank_offsets(f"same.{dtype}", array.T, replica_id=rank)
+    state["scalar"] = ShardedTensor.from_rank_offsets("scalar", torch.tensor(2.5), replica_id=rank)
+    state["empty"] = ShardedTensor.from_rank_offsets("empty", torch.zeros(0, 3), replica_id=rank)
+    state["rng"] = ShardedObject("rng", {"rank": rank}, (2,), (rank,))
+    return state
+
+
+def expected() -> dict[str, torch.Tensor]:
+    arrays: dict[str, torch.Tensor] = {"scalar": torch.tensor(2.5), "empty": torch.zeros(0, 3)}
+    for dtype in DTYPES:
+        arrays |= {
+            f"rows.{dtype}": whole(dtype),
+            f"flat.{dtype}": whole(dtype),
+            f"same.{dtype}": whole(dtype).T,
+        }
+    return arrays
+
+
+def same_bits(actual: torch.Tensor, wanted: torch.Tensor) -> bool:
+    if actual.shape != wanted.shape or actual.dtype != wanted.dtype or not wanted.numel():
+        return actual.shape == wanted.shape and actual.dtype == wanted.dtype
+    a, b = (t.contiguous().reshape(-1).view(torch.uint8) for t in (actual, wanted))
+    return torch.equal(a, b)
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("torch_dist") / "c"
+
+    def run(group: Group) -> None:
+        save(state_of(group.rank), directory, "torch_dist", group=group, content_metadata={"a": 1})
+
+    SimulatedWorld(2).run(run)
+    return directory
+
+
+def test_metadata_json_holds_what_megatron_allows_and_nothing_else(saved: Path) -> None:
+    assert json.loads((saved / "metadata.json").read_text()) == {
+        "sharded_backend": "torch_dist",
+        "sharded_backend_version": 1,
+        "common_backend": "torch",
+        "common_backend_version": 1,
+    }
+
+
+def test_common_pt_holds_common_state_as_megatron_stores_it(saved: Path) -> None:
+    assert torch.load(saved / "common.pt", weights_only=True) == {
+        "step": 7,
+        "schedule": {"lr": 0.5, "betas": (0.9, 0.99)},
+        "content_metadata": {"a": 1},
+    }
+    assert load_common_state_dict(saved) == {"step": 7, "schedule": {"lr": 0.5, "betas": (0.9, 0.99)}}
+    assert load_content_metadata(saved) == {"a": 1}
+
+
+def test_stock_dcp_loads_every_array_bit_for_bit(saved: Path) -> None:
+    wanted = expected()
+    loaded = {key: torch.zeros_like(array) for key, array in wanted.items()}
+    dcp.load(loaded, checkpoint_id=saved, no_dist=True)
+    for key, array in wanted.items():
+        assert same_bits(loaded[key], array), key
+
+
+def test_stock_dcp_finds_all_there_is_without_hints(saved: Path, tmp_path: Path) -> None:
+    results: dict[str, Any] = {}
+    dcp.state_dict_loader._load_state_dict(
+        results,
+        storage_reader=dcp.FileSystemReader(saved),
+        planner=_EmptyStateDictLoadPlanner(),
+        no_dist=True,
+    )
+    objects = {f"rng/shard_{rank}_2": [{"rank": rank}] for rank in range(2)}  # in lists, as Megatron's
+    values = {"step": 7, "schedule": {"lr": 0.5, "betas": (0.9, 0.99)}}
+    assert set(results) == {*expected(), *objects, *values}
+    assert {key: results[key] for key in values} == values
+    for key, array in expected().items():
+        assert same_bits(results[key], array), key
+    assert {key: results[key] for key in objects} == objects
+    dcp_to_torch_save(saved, tmp_path / "all.pt")
+    assert set(torch.load(tmp_path / "all.pt", weights_only=False)) == set(results)
+
+
+@pytest.mark.parametrize("has_index", [True, False])
+def test_we_load_it_at_another_layout_with_our_index_and_without(
+    saved: Path, tmp_path: Path, has_index: bool
+) -> None:
+    directory = tmp_path / "c"
+    directory.mkdir()
+    for file in saved.iterdir():
+        if has_index or not file.name.startswith("megackpt-"):
+            (directory / file.name).write_bytes(file.read_bytes())
+    for rank in range(5):
+        request = {
+            f"{kind}.{dtype}": ShardedTensor.from_rank_offsets(
+                f"{kind}.{dtype}", torch.zeros(6, 1, dtype=getattr(torch, dtype)), (1, rank, 5)
+            )
+            for dtype in DTYPES
+            for kind in ("rows", "flat")
+        }
+        loaded = load(request | {"rng": ShardedObject("rng", None, (2,), (rank % 2,))}, directory)
+        for key in request:
+            assert same_bits(loaded[key], whole(key.partition(".")[2])[:, rank : rank + 1]), key
+        assert loaded["rng"] == {"rank": rank % 2}
+        assert loaded["step"] == 7
+    result = load_plain_tensors(directory)
+    assert all(same_bits(result[key], array) for key, array in expected().items())
+    assert load_content_metadata(directory) == {"a": 1}
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_each_rank_writes_as_many_files_as_asked_for_balanced_by_bytes(tmp_path: Path, threads: int) -> None:
+    tensors = {f"t{i}": torch.randn(1000 * (i + 1)) for i in range(8)}
+    state = {k: ShardedTensor.from_rank_offsets(k, t) for k, t in tensors.items()}
+    save(state, tmp_path / "c", TorchDistSaveStrategy(thread_count=threads))
+    sizes = [file.stat().st_size for file in (tmp_path / "c").glob("*.distcp")]
+    assert len(sizes) == threads
+    assert max(sizes) < 1.3 * min(sizes)
+    loaded = load_plain_tensors(tmp_path / "c")
+    assert all(torch.equal(loaded[k], t) for k, t in tensors.items())
+    with pytest.raises(DeclarationError, match="thread_count is 0"):
+        TorchDistSaveStrategy(thread_count=0)
+
+
+def test_a_changed_byte_of_a_tensor_is_found(tmp_path: Path) -> None:
+    save({"w": ShardedTensor.from_rank_offsets("w", torch.zeros(1000))}, tmp_path / "c", "torch_dist")
+    (file,) = (tmp_path / "c").glob("*.distcp")
+    data = bytearray(file.read_bytes())
+    data[2000] ^= 1
+    file.write_bytes(data)
+    with pytest.raises(IntegrityError, match=r"'w' \[0:1000\]: the bytes"):
+        load_plain_tensors(tmp_path / "c")
+
+
+def test_chunks_that_overlap_raise_an_error_where_they_were_not_validated(tmp_path: Path) -> None:
+    state = [ShardedTensor("w", torch.zeros(n), torch.float32, (n,), (4,), (0,), None) for n in (4, 2)]
+    with pytest.raises(DeclarationError, match="cannot hold two chunks that begin at"):
+        save({"w": state}, tmp_path / "c", "torch_dist", validate_access_integrity=False)
+
+
+def test_a_replica_that_two_ranks_store_unproved_is_stored_once(tmp_path: Path) -> None:
+    def run(group: Group) -> None:
+        state = {"w": ShardedTensor.from_rank_offsets("w", torch.ones(4))}
+        save(state, tmp_path / "c", "torch_dist", group=group, validate_access_integrity=False)
+
+    SimulatedWorld(2).run(run)
+    assert load_plain_tensors(tmp_path / "c")["w"].tolist() == [1.0] * 4
+
+
+def test_content_metadata_and_a_key_of_its_name_are_distinguished(tmp_path: Path) -> None:
+    state = {"content_metadata": "mine", "step": 1}
+    save(state, tmp_path / "c", "torch_dist")
+    assert load_common_state_dict(tmp_path / "c") == state
+    assert load_content_metadata(tmp_path / "c") is None
+    with pytest.raises(UnserializableError, match="content_metadata: the state dict has this key"):
+        save(state, tmp_path / "c", "torch_dist", content_metadata={"a": 1})
+    assert load_common_state_dict(tmp_path / "c") == state
+
+
+def test_arrays_are_removed_for_us_and_for_dcp(tmp_path: Path) -> None:
+    tensors = {key: torch.full((4,), float(i)) for i, key in enumerate(("a", "b.x", "b.y"))}
+    state: dict[str, Any] = {k: ShardedTensor.from_rank_offsets(k, t) for k, t in tensors.items()}
+    state["o"] = ShardedObject("b.object", 1, (1,), (0,))
+    save(state | {"step": 3}, tmp_path / "c", TorchDistSaveStrategy(thread_count=4))
+    for prefix, left in (("b.", {"a"}), ("nothing", {"a"}), ("a", set())):
+        remove_sharded_tensors(tmp_path / "c", prefix)
+        assert set(load_sharded_metadata(tmp_path / "c")) == left
+        results: dict[str, Any] = {}
+        reader = dcp.FileSystemReader(tmp_path / "c")
+        dcp.state_dict_loader._load_state_dict(
+            results, storage_reader=reader, planner=_EmptyStateDictLoadPlanner(), no_dist=True
+        )
+        assert set(results) == {*left, "step"}  # common state stays
+        assert len(list((tmp_path / "c").glob("__*.distcp"))) == len(left)
+        assert load_common_state_dict(tmp_path / "c") == {"step": 3}
+        assert len(list((tmp_path / "c").glob("megackpt-*"))) == 2
+
+
+# --- replacing
+
+
+def values(value: float) -> dict[str, Any]:
+    tensors = [filled(value, 1000, key=f"t{i}") for i in range(3)]
+    return {"model": tensors, "value": value, "o": ShardedObject("o", value, (1,), (0,))}
+
+
+def value_of(store: MemoryStore) -> float:
+    """Load everything there is and return the one value that all of it has."""
+    result = {float(v) for t in load_plain_tensors(store).values() for v in t.unique()}
+    loaded = load({"o": ShardedObject("o", None, (1,), (0,))}, store)
+    result |= {loaded["value"], loaded["o"]}
+    assert len(result) == 1, f"a mixture: {result}"
+    return result.pop()
+
+
+def saved_in_memory(value: float, *, is_foreign: bool = False) -> MemoryStore:
+    """A checkpoint; a foreign one is what Megatron-Core leaves: without our index and copy of common.pt."""
+    store = MemoryStore()
+    save(values(value), store, "torch_dist")
+    if is_foreign:
+        store.delete([n for n in store.names() if n.startswith(("megackpt-", "common-"))])
+    return store
+
+
+class Killed(BaseException):
+    """The process is gone: nothing is cleaned up."""
+
+
+def kill(_: object) -> None:
+    raise Killed
+
+
+@sampled(2)
+@pytest.mark.parametrize("is_foreign", [False, True])
+@pytest.mark.parametrize("after", [False, True])
+def test_a_kill_between_any_two_operations_leaves_the_old_checkpoint_or_the_new_one(
+    is_foreign: bool, after: bool
+) -> None:
+    seen = []
+    for kill_at in range(200):
+        inner = saved_in_memory(1.0, is_foreign=is_foreign)
+        store = FaultyStore(inner, fail_at=kill_at, hook=kill, after=after)
+        with contextlib.suppress(Killed):
+            save(values(2.0), store, TorchDistSaveStrategy(thread_count=1))
+        seen.append(value_of(inner))
+        save(values(3.0), inner, "torch_dist")
+        assert value_of(inner) == 3.0
+        if len(store.operations) <= kill_at:
+            break
+    assert seen == sorted(seen)  # old until the one moment of the commit, new from then on
+    assert seen.count(1.0) >= 8
+    assert seen.count(2.0) >= 3
+
+
+def test_a_kill_in_a_first_save_leaves_nothing_or_all_of_it() -> None:
+    outcomes = []
+    for kill_at in range(200):
+        inner = MemoryStore()
+        store = FaultyStore(inner, fail_at=kill_at, hook=kill)
+        with contextlib.suppress(Killed):
+            save(values(2.0), store, TorchDistSaveStrategy(thread_count=1))
+        try:
+            outcomes.append(value_of(inner))
+        except NotACheckpointError:
+            outcomes.append(0.0)
+        if len(store.operations) <= kill_at:
+            break
+    assert outcomes == sorted(outcomes)
+    assert set(outcomes) == {0.0, 2.0}
+
+
+@sampled(2)
+@pytest.mark.parametrize("is_foreign", [False, True])
+@pytest.mark.parametrize("after", [False, True])
+def test_a_save_that_fails_at_any_operation_leaves_one_whole_checkpoint_and_no_rubbish(
+    is_foreign: bool, after: bool
+) -> None:
+    failed = 0
+    files = len(saved_in_memory(1.0).names())
+    for fail_at in range(200):
+        inner = saved_in_memory(1.0, is_foreign=is_foreign)
+        store = FaultyStore(inner, fail_at=fail_at, after=after)
+        try:
+            save(values(2.0), store, "torch_dist")
+        except StorageError:
+            failed += 1
+            struck = store.operations[fail_at]
+            # What fails behind the commit, the replacement of .metadata, or reports a failure of the commit
+            # that has happened, leaves the new checkpoint.
+            is_new = struck.name == "metadata.json" or (after and struck.name == ".metadata")
+            assert value_of(inner) == (2.0 if is_new else 1.0), struck
+        else:
+            assert value_of(inner) == 2.0
+        save(values(3.0), inner, "torch_dist")
+        assert value_of(inner) == 3.0
+        assert len(inner.names()) == files
+        if len(store.operations) <= fail_at:
+            break
+    assert failed >= 10
+
+
+def test_what_a_death_inside_of_a_replacement_leaves_is_removed_by_the_next_save(tmp_path: Path) -> None:
+    save(values(1.0), tmp_path / "c", "torch_dist")
+    for name in ("..metadata.0123abcd.tmp", ".common.pt.0123abcd.tmp", ".common.pt.note"):
+        (tmp_path / "c" / name).write_text("half")
+    save(values(2.0), tmp_path / "c", "torch_dist")
+    hidden = {f.name for f in (tmp_path / "c").iterdir() if f.name.startswith(".")}
+    assert hidden == {".metadata", ".common.pt.note"}
+
+
+def verified(directory: Path) -> tuple[Damage, ...]:
+    return verify(directory).damages
+
+
+def test_stock_dcp_loads_values_that_are_no_tensors(tmp_path: Path) -> None:
+    groups = [{"lr": 0.1, "params": [0, 1]}, {"lr": 0.2, "params": []}]
+    plain: dict[str, Any] = {
+        "step": 7,
+        "args": Namespace(tp=2, name="run"),
+        "none": None,
+        "optimizer": {"param_groups": groups, "empty": {}},
+        "w": 3,  # also the key of an array, which comes first
+    }
+    state = {**plain, "array": ShardedTensor.from_rank_offsets("w", torch.arange(3.0))}
+    state["rng"] = ShardedObject("rng", [1, 2], (1,), (0,))
+    save(state, tmp_path / "c", "torch_dist")
+    wanted: dict[str, Any] = {
+        "step": 0,
+        "args": None,
+        "none": 1,
+        "optimizer": {"param_groups": [{"lr": 0.0, "params": [9]}, {"lr": 0.0, "params": [9]}]},
+        "w": torch.zeros(3),
+        "rng": None,
+    }
+    dcp.load(wanted, checkpoint_id=tmp_path / "c", no_dist=True)
+    assert wanted["step"] == 7
+    assert wanted["args"] == plain["args"]
+    assert wanted["none"] is None
+    assert wanted["optimizer"] == {"param_groups": groups}
+    assert wanted["rng"] == [1, 2]
+    assert torch.equal(wanted["w"], torch.arange(3.0))
+
+
+def test_values_that_dcp_saved_are_read_by_dcp_after_two_conversions(tmp_path: Path) -> None:
+    state = {"step": 7, "args": Namespace(tp=2), "nested": {"lr": [0.1, 0.2]}, "w": torch.arange(3.0)}
+    dcp.save(state, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    for source, target, backend in (("dcp", "native", "megackpt"), ("native", "again", "torch_dist")):
+        convert(tmp_path / source, tmp_path / target, backend)
+    wanted = {"step": 0, "args": None, "nested": {"lr": None}, "w": torch.zeros(3)}
+    dcp.load(wanted, checkpoint_id=tmp_path / "again", no_dist=True)
+    assert torch.equal(wanted.pop("w"), torch.arange(3.0))
+    assert wanted == {"step": 7, "args": Namespace(tp=2), "nested": {"lr": [0.1, 0.2]}}
+
+
+def test_copies_for_dcp_are_no_arrays_of_ours_and_stay_with_their_common_state(tmp_path: Path) -> None:
+    state = {
+        "opt": {"lr": 0.5},
+        "w": ShardedTensor.from_rank_offsets("opt.w", torch.zeros(3)),
+        "rng": ShardedObject("opt.rng", 1, (1,), (0,)),
+    }
+    save(state, tmp_path / "c", "torch_dist")
+    assert verified(tmp_path / "c") == ()
+    remove_sharded_tensors(tmp_path / "c", "opt")
+    assert verified(tmp_path / "c") == ()
+    wanted = {"opt": {"lr": 0.0}}
+    dcp.load(wanted, checkpoint_id=tmp_path / "c", no_dist=True)
+    assert wanted == {"opt": {"lr": 0.5}}
+    for name in [f.name for f in (tmp_path / "c").iterdir() if f.name.startswith("megackpt-")]:
+        (tmp_path / "c" / name).unlink()
+    assert load_sharded_metadata(tmp_path / "c") == {}
+    assert load_common_state_dict(tmp_path / "c") == {"opt": {"lr": 0.5}}
+
+
+def test_state_of_very_many_values_has_no_copies(tmp_path: Path) -> None:
+    save({"many": {str(i): i for i in range(MAX_VALUES + 1)}}, tmp_path / "c", "torch_dist")
+    assert not list((tmp_path / "c").glob("values-*"))
+    save({"few": 1}, tmp_path / "d", TorchDistSaveStrategy(values_for_dcp=False))
+    assert not list((tmp_path / "d").glob("values-*"))
+
+
+def test_a_changed_copy_is_found(tmp_path: Path) -> None:
+    save({"step": 1}, tmp_path / "c", "torch_dist")
+    (file,) = (tmp_path / "c").glob("values-*")
+    data = bytearray(file.read_bytes())
+    data[100] ^= 1
+    file.write_bytes(data)
+    (damage,) = verified(tmp_path / "c")
+    assert damage.file == file.name
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_megatron_loads_it_strictly_where_no_values_are_listed(tmp_path: Path) -> None:
+    theirs = pytest.importorskip("megatron.core.dist_checkpointing")
+
+    def wanted() -> dict[str, Any]:
+        return {"w": theirs.ShardedTensor.from_rank_offsets("w", torch.zeros(3))}
+
+    state = {"step": 7, "w": ShardedTensor.from_rank_offsets("w", torch.arange(3.0))}
+    save(state, tmp_path / "both", "torch_dist")
+    save(state, tmp_path / "megatron", TorchDistSaveStrategy(values_for_dcp=False))
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/meet", rank=0, world_size=1)
+    try:
+        for name, strict in [("both", "assume_ok_unexpected"), ("megatron", "raise_all")]:
+            loaded = theirs.load(wanted(), str(tmp_path / name), strict=strict)
+            assert loaded["step"] == 7
+            assert torch.equal(loaded["w"], torch.arange(3.0))
+        with pytest.raises(ValueError, match="unpack"):  # as the documents say
+            theirs.load(wanted(), str(tmp_path / "both"), strict="raise_all")
+    finally:
+        dist.destroy_process_group()

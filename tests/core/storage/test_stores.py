@@ -1,0 +1,311 @@
+"""All stores but those of objects: the conformance suite, opening, and names that lead out of a directory."""
+
+from __future__ import annotations
+
+import os
+import socket
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import megackpt
+from megackpt import ShardedTensor
+from megackpt.errors import CheckpointError, DeclarationError, StorageError
+from megackpt.storage import FileOptions, LocalStore, MemoryStore, Store, as_store, file_writer, open_store
+from megackpt.testing.faulty_store import FaultyStore
+from megackpt.testing.store_suite import StoreConformance, read_range
+from tests.support.user_stores import RequiredMethodsOnly
+
+# Small buffers, so that streams of a few megabytes go around the pipeline many times.
+SMALL = FileOptions(direct_from_bytes=1, buffer_bytes=64 << 10, buffers=3, threads=2)
+BUFFERED = FileOptions(direct=False)
+
+
+class TestLocalStoreDirect(StoreConformance):
+    checks_wording = True
+
+    @pytest.fixture
+    def store(self, tmp_path: Path) -> Store:
+        return LocalStore(tmp_path / "ckpt", files=SMALL, open_files=3)
+
+
+class TestLocalStoreBuffered(StoreConformance):
+    checks_wording = True
+
+    @pytest.fixture
+    def store(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Store:
+        monkeypatch.setattr(file_writer, "_FLUSH_EVERY_BYTES", 1 << 20)
+        return LocalStore(tmp_path / "ckpt", files=BUFFERED)
+
+
+class TestLocalStoreInSharedMemory(StoreConformance):
+    checks_wording = True
+
+    @pytest.fixture
+    def store(self) -> Iterator[Store]:
+        with tempfile.TemporaryDirectory(dir="/dev/shm", prefix="megackpt-test-") as root:
+            yield LocalStore(root, files=SMALL)
+
+
+class TestMemoryStore(StoreConformance):
+    checks_wording = True
+
+    @pytest.fixture
+    def store(self) -> Store:
+        return MemoryStore("memory:test")
+
+
+class Reworded:
+    """A store, or a writer of one, whose errors have the types and fields of ours, and other texts."""
+
+    def __init__(self, inner: Any) -> None:
+        self._inner = inner
+
+    def __getattr__(self, name: str) -> Any:
+        attribute = getattr(self._inner, name)
+        return self._reworded(attribute) if callable(attribute) else attribute
+
+    def __enter__(self) -> Reworded:
+        self._reworded(self._inner.__enter__)()
+        return self
+
+    def __exit__(self, *raised: object) -> Any:
+        return self._reworded(self._inner.__exit__)(*raised)
+
+    def _reworded(self, method: Any) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            try:
+                result = method(*args, **kwargs)
+            except CheckpointError as error:
+                error.args = ("nope",)
+                raise
+            except ValueError:
+                raise ValueError("nope") from None
+            return Reworded(result) if method.__name__ == "open_writer" else result
+
+        return call
+
+
+class TestStoreWithOtherErrorTexts(StoreConformance):
+    @pytest.fixture
+    def store(self) -> Store:
+        return Reworded(MemoryStore())  # type: ignore[return-value]
+
+
+class TestObjectWithTheRequiredMethodsOnly(StoreConformance):
+    @pytest.fixture
+    def store(self, tmp_path: Path) -> Store:
+        return RequiredMethodsOnly(tmp_path)  # type: ignore[return-value]
+
+
+class TestForwardingStore(StoreConformance):
+    checks_wording = True
+
+    @pytest.fixture
+    def store(self, tmp_path: Path) -> Store:
+        return as_store(RequiredMethodsOnly(tmp_path))
+
+
+class TestFaultyStoreWithoutFaults(StoreConformance):
+    checks_wording = True
+
+    @pytest.fixture
+    def store(self, tmp_path: Path) -> Store:
+        return FaultyStore(LocalStore(tmp_path))
+
+
+@pytest.mark.parametrize("strategy", ["megackpt", "torch_dist", "zarr", ("zarr", 3)], ids=str)
+def test_every_format_needs_the_required_methods_only(tmp_path: Path, strategy: Any) -> None:
+    store = RequiredMethodsOnly(tmp_path)
+    for value in (1.0, 2.0):  # the second save replaces the first
+        declared = {"w": ShardedTensor.from_rank_offsets("w", torch.full((70_000,), value)), "step": 3}
+        megackpt.save(declared, store, strategy)  # type: ignore[arg-type]
+        wanted = {"w": ShardedTensor.from_rank_offsets("w", torch.zeros(70_000))}
+        loaded = megackpt.load(wanted, store)  # type: ignore[arg-type]
+        assert torch.equal(loaded["w"], torch.full((70_000,), value))
+        assert loaded["step"] == 3
+
+
+def test_checkpoints_of_a_run_need_the_required_methods_only(tmp_path: Path) -> None:
+    with megackpt.Checkpointer(RequiredMethodsOnly(tmp_path), keep_last=2) as checkpointer:  # type: ignore[arg-type]
+        for step in (1, 2, 3):
+            checkpointer.save(step, {"step": step})
+        assert checkpointer.load({})["step"] == 3
+    assert checkpointer.steps() == (2, 3)
+
+
+def test_a_store_is_used_as_it_is_and_anything_else_is_an_error(tmp_path: Path) -> None:
+    local = LocalStore(tmp_path)
+    assert as_store(local) is local
+    with pytest.raises(DeclarationError, match=r"3 is not a location of a checkpoint\. Give a path"):
+        as_store(3)
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[LocalStore]:
+    local = LocalStore(tmp_path / "ckpt", files=SMALL)
+    local.create()
+    yield local
+    local.close()
+
+
+# Opening.
+
+
+def test_open_store_serves_paths(tmp_path: Path) -> None:
+    assert open_store(tmp_path).location == str(tmp_path)
+    assert open_store("some/dir").location == str(Path("some/dir").absolute())
+
+
+@pytest.mark.parametrize("url", ["hdfs://host/ckpt", "file:///tmp/x"])
+def test_open_store_names_the_urls_it_cannot_serve(url: str) -> None:
+    scheme = url.split("://")[0]
+    with pytest.raises(
+        StorageError, match=rf"{url}: there is no store for {scheme}://.*Mount the location as a directory"
+    ):
+        open_store(url)
+
+
+def test_an_empty_path_is_an_error() -> None:
+    with pytest.raises(StorageError, match=r"empty path names no checkpoint directory. Give its path"):
+        open_store("")
+
+
+def test_create_makes_missing_parents(tmp_path: Path) -> None:
+    LocalStore(tmp_path / "a" / "b" / "c").create()
+    assert (tmp_path / "a" / "b" / "c").is_dir()
+
+
+def test_create_on_a_file_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "f").write_bytes(b"")
+    with pytest.raises(
+        StorageError, match=r"/f: cannot create the directory: .*ENOTDIR.*/f is a file where a directory"
+    ):
+        LocalStore(tmp_path / "f").create()
+    with pytest.raises(
+        StorageError, match=r"/f/g: cannot create the directory: .*ENOTDIR.*file where a directory"
+    ):
+        LocalStore(tmp_path / "f" / "g").create()
+
+
+def test_a_store_that_was_never_created_is_empty_and_cannot_be_written_to(tmp_path: Path) -> None:
+    local = LocalStore(tmp_path / "none")
+    assert local.names() == []
+    assert not local.exists("a")
+    with pytest.raises(StorageError, match=r"none/a: cannot create: .*ENOENT.*store was created before"):
+        local.write("a", b"")
+
+
+def test_a_store_keeps_its_directory_when_the_process_changes_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    local = LocalStore("ckpt")
+    local.create()
+    monkeypatch.chdir("/")
+    local.write("a", b"1")
+    assert (tmp_path / "ckpt" / "a").read_bytes() == b"1"
+
+
+# Nothing outside of the directory, and nothing but regular files.
+
+
+def test_the_root_itself_may_be_a_link(tmp_path: Path) -> None:
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to("real")
+    LocalStore(tmp_path / "link").write("a", b"1")
+    assert (tmp_path / "real" / "a").read_bytes() == b"1"
+
+
+def test_a_linked_file_is_never_read(store: LocalStore, tmp_path: Path) -> None:
+    (tmp_path / "secret").write_bytes(b"secret")
+    (tmp_path / "ckpt" / "a").symlink_to(tmp_path / "secret")
+    for use in _reads(store, "a"):
+        with pytest.raises(
+            StorageError, match=r"ckpt/a: it is a symbolic link, not a regular file.*Put the real"
+        ):
+            use()
+    assert store.names() == []
+
+
+def test_a_linked_directory_is_never_entered(store: LocalStore, tmp_path: Path) -> None:
+    (tmp_path / "outside").mkdir()
+    (tmp_path / "outside" / "a").write_bytes(b"secret")
+    (tmp_path / "ckpt" / "data").symlink_to(tmp_path / "outside")
+    uses: list[Callable[[], object]] = [
+        *_reads(store, "data/a"),
+        lambda: store.write("data/a", b""),
+        lambda: store.replace("data/a", b""),
+        lambda: store.open_writer("data/a", 1),
+        lambda: store.delete(["data/a"]),
+        lambda: store.write("data/sub/a", b""),
+    ]
+    for use in uses:
+        with pytest.raises(StorageError, match=r"ckpt/data: it is a symbolic link"):
+            use()
+    assert store.names() == []
+    assert (tmp_path / "outside" / "a").read_bytes() == b"secret"
+    assert os.listdir(tmp_path / "outside") == ["a"]
+
+
+def test_writing_over_a_link_leaves_its_target_alone(store: LocalStore, tmp_path: Path) -> None:
+    (tmp_path / "target").write_bytes(b"precious")
+    for name, write in (("a", store.write), ("b", store.replace)):
+        (tmp_path / "ckpt" / name).symlink_to(tmp_path / "target")
+        write(name, b"new")
+        assert store.read(name, max_bytes=3) == b"new"
+    (tmp_path / "ckpt" / "c").symlink_to(tmp_path / "target")
+    store.delete(["c"])
+    assert (tmp_path / "target").read_bytes() == b"precious"
+
+
+def test_a_pipe_does_not_block_the_reader(store: LocalStore, tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "ckpt" / "a")
+    for use in _reads(store, "a"):
+        with pytest.raises(StorageError, match=r"ckpt/a: it is a named pipe, not a regular file"):
+            use()
+
+
+def test_a_directory_is_not_a_file(store: LocalStore) -> None:
+    store.write("d/a", b"")
+    with pytest.raises(StorageError, match=r"ckpt/d: it is a directory, not a regular file"):
+        store.size("d")
+    with pytest.raises(StorageError, match=r"ckpt/d: cannot delete: .*EISDIR"):
+        store.delete(["d"])
+
+
+def test_sockets_and_odd_names_are_not_listed(
+    store: LocalStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path / "ckpt")
+    with socket.socket(socket.AF_UNIX) as listening:
+        listening.bind("socket")
+    (tmp_path / "ckpt" / "a\\b").write_bytes(b"")
+    with pytest.raises(StorageError, match="it is a socket"):
+        store.exists("socket")
+    assert store.names() == []
+
+
+def _reads(store: LocalStore, name: str) -> list[Callable[[], object]]:
+    return [
+        lambda: store.read(name, max_bytes=10),
+        lambda: read_range(store, name, 0, 1),
+        lambda: store.size(name),
+        lambda: store.exists(name),
+    ]
+
+
+def test_a_directory_in_memory_is_gone_with_its_last_file() -> None:
+    store = MemoryStore(files={"d/sub/a": b"", "d/b": b""})
+    store.write("d/b", b"again")
+    store.open_writer("d/sub/a", 0).close()
+    store.move("d/b", "b")
+    with pytest.raises(StorageError, match="EISDIR"):
+        store.write("d", b"")
+    store.delete(["d/sub/a", "d/sub/a"])
+    store.write("d", b"a file now")
+    assert store.names() == ["b", "d"]

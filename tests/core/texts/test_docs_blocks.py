@@ -1,0 +1,147 @@
+"""Every fenced block of README.md and docs/ runs in a test, or this file says why not.
+
+A `python` block is run by test_docs_examples.py (docs/coming-from.md by
+tests/contrib/torch/test_coming_from.py), a `text` block behind it is its output, and shell commands belong
+to tests/core/face/test_documented_commands.py. All others are listed here.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import textwrap
+
+import pytest
+
+from tests.support.doc_blocks import DOCUMENTS, FENCE, ROOT, Block, blocks_of
+
+SHELL = {"bash", "sh", "console"}
+TRAINING = "tests/contrib/test_hosts.py"
+ENGINE = "tests/contrib/transformer_engine/test_transformer_engine"
+
+RUN_ELSEWHERE = {
+    ("docs/coming-from.md", "deepspeed.initialize"): ["tests/contrib/deepspeed/deepspeed_program.py"],
+    ("docs/coming-from.md", "import_deepspeed"): ["tests/contrib/deepspeed/test_deepspeed_folders.py"],
+    ("docs/integrations.md", "integrations.accelerate"): [
+        "tests/contrib/accelerate/test_training_frameworks.py"
+    ],
+    ("docs/integrations.md", "class MyTrainer"): [TRAINING, "examples/hosts/trainer.py"],
+    ("docs/integrations.md", "MegackptDDPStrategy"): [
+        "tests/contrib/lightning/test_lightning.py",
+        "examples/hosts/lightning_fit.py",
+        "tests/contrib/lightning/lightning_fsdp.py",
+    ],
+    ("docs/integrations.md", "integrations.ray"): [TRAINING, "examples/hosts/ray_train.py"],
+    ("docs/integrations.md", "integrations.torchtitan"): [TRAINING, "examples/hosts/torchtitan_train.py"],
+    ("docs/integrations.md", "dist_checkpointing.save(state"): [TRAINING, "examples/hosts/megatron_core.py"],
+    ("docs/integrations.md", "megatron.core or megatron.bridge"): ["examples/hosts/megatron_bridge.py"],
+    ("docs/integrations.md", "custom_manager_class"): ["tests/contrib/megatron/test_megatron_bridge.py"],
+    ("docs/integrations.md", "def resume_training"): ["tests/contrib/torch/test_dtensor_optimizer.py"],
+    ("docs/integrations.md", "fully_shard(model"): ["tests/contrib/torch/test_dtensor_optimizer.py"],
+    ("docs/integrations.md", "FSDP.set_state_dict_type"): ["tests/contrib/torch/test_fsdp1.py"],
+    ("docs/integrations.md", "megatron_state"): ["tests/contrib/megatron/test_megatron_into_models.py"],
+    ("docs/huggingface.md", "family_of(config)"): ["tests/contrib/megatron/megatron_world.py"],
+    ("docs/megatron-compat.md", "TieredCheckpointManager"): [
+        "tests/contrib/nvrx/test_tiered_manager.py",
+        "tests/contrib/megatron/test_installing.py",
+    ],
+    ("docs/optimizers.md", "fused_adam"): [f"{ENGINE}_fused_adam.py"],
+    ("docs/transformer-engine.md", "save(state,"): [f"{ENGINE}.py"],
+    ("docs/transformer-engine.md", "import initialise_fp8_state"): [f"{ENGINE}_fp8.py"],
+    ("docs/transformer-engine.md", "read_extra_state"): [f"{ENGINE}_extra_state.py", f"{ENGINE}_fp8.py"],
+    ("docs/transformer-engine.md", 'quantised="codes"'): [f"{ENGINE}_quantised.py"],
+    ("docs/transformer-engine.md", "set_components"): ["tests/support/te_models.py", f"{ENGINE}_megatron.py"],
+    ("docs/transformer-engine.md", "mark_parameters"): [f"{ENGINE}_optimizer.py"],
+}
+"""Python that needs ranks, another package or objects that the page does not make.
+
+Keys are a page and text that only this block of it has. Values are files that tests run,
+which use every name that the block takes from megackpt.
+"""
+
+NOT_RUN = {
+    ("docs/coming-from.md", "nl.MegatronStrategy"): "NeMo needs a GPU",
+    ("docs/faq.md", "omegaconf"): "tests do not install omegaconf",
+}
+"""Blocks that nothing runs, with the reason."""
+
+NO_CODE = {
+    ("docs/concepts.md", "three rectangles"): "a drawing; the block after it prints the same numbers",
+    ("docs/format.md", "metadata.json"): "a tree of files, with names of one save",
+    ("docs/planning.md", "llama3-405b"): "output with times of one machine",
+    ("docs/planning.md", "deepseek-v3"): "output with times of one machine",
+    (
+        "docs/quickstart.md",
+        "step 9",
+    ): "tests/system/examples/test_quickstart.py compares it with what the example prints",
+    (
+        "docs/contributing.md",
+        "megackpt.stores",
+    ): "tests/core/storage/test_stores.py registers a store in this way",
+    (
+        "docs/huggingface.md",
+        "megackpt.maps",
+    ): "tests/core/views/test_region_maps.py registers a map in this way",
+}
+"""Blocks without code, or with code of another language."""
+
+
+def is_covered(page: str, blocks: list[Block], position: int) -> bool:
+    """Whether a block is run, or compared with an output, by the test that its kind belongs to."""
+    block = blocks[position]
+    if block.kind in {"python", "mermaid", *SHELL}:
+        return True
+    return block.kind == "text" and position > 0 and blocks[position - 1].kind == "python" and not block.lead
+
+
+def test_every_block_is_run_or_listed_once() -> None:
+    listed = [*RUN_ELSEWHERE, *NOT_RUN, *NO_CODE]
+    assert len(listed) == len(set(listed))
+    unlisted, seen = [], []
+    for path in DOCUMENTS:
+        page, blocks = str(path.relative_to(ROOT)), blocks_of(path.read_text())
+        for position, block in enumerate(blocks):
+            if is_covered(page, blocks, position):
+                continue
+            names = [entry for entry in listed if entry[0] == page and entry[1] in block.code]
+            seen += names
+            if not names:
+                unlisted.append(f"{page}:{block.line}: {block.first_line}")
+    assert unlisted == []
+    assert sorted(set(listed) - set(seen)) == []  # no entry without its block
+
+
+_INDENTED = re.compile(r"(?:^    .*\n)+", re.MULTILINE)
+
+
+def is_program(text: str) -> bool:
+    """Whether a text is Python that calls something."""
+    try:
+        nodes = list(ast.walk(ast.parse(textwrap.dedent(text))))
+    except SyntaxError:
+        return False
+    return any(isinstance(node, ast.Call) for node in nodes)
+
+
+def test_code_stands_in_fences() -> None:
+    """Indented code would escape the test above."""
+    pages = {path: FENCE.sub("", path.read_text()) for path in DOCUMENTS}
+    indented = [f"{path}: {m[0]}" for path, text in pages.items() for m in _INDENTED.finditer(text)]
+    assert [text for text in indented if is_program(text.partition(": ")[2])] == []
+
+
+def names_of_megackpt(code: str) -> set[str]:
+    """Return the names that a block imports from megackpt, and the attributes of its modules that it uses."""
+    nodes = list(ast.walk(ast.parse(code)))
+    imports = [n for n in nodes if isinstance(n, ast.ImportFrom)]
+    names = {a.name for n in imports if (n.module or "").partition(".")[0] == "megackpt" for a in n.names}
+    modules = {"te_checkpoints", "fused_adam", "megatron"}
+    owners = [n for n in nodes if isinstance(n, ast.Attribute) and isinstance(n.value, ast.Name)]
+    return names | {n.attr for n in owners if ast.unparse(n.value) in modules}
+
+
+@pytest.mark.parametrize(("page", "text"), RUN_ELSEWHERE)
+def test_what_runs_elsewhere_is_used_there(page: str, text: str) -> None:
+    sources = "".join((ROOT / path).read_text() for path in RUN_ELSEWHERE[page, text])
+    (block,) = (b for b in blocks_of((ROOT / page).read_text()) if b.kind == "py" and text in b.code)
+    assert [name for name in names_of_megackpt(block.code) if name not in sources] == []

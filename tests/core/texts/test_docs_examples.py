@@ -1,0 +1,132 @@
+"""What the documents say is true: their python blocks run, shown outputs are real, links and paths exist.
+
+The blocks of a document run in order, in one namespace, in an empty directory; functions named `test_...`
+are called with a directory of their own. A `text` block right behind a `python` block is what that prints, or
+the text of the error that it raises.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import runpy
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megackpt import errors
+from megackpt.codec import pickled
+from megackpt.codec.encoder import KINDS
+from megackpt.errors import CheckpointError
+from megackpt.metadata import DTYPES
+from tests.support.doc_blocks import DOCUMENTS, FENCE, ON_RANKS, ROOT, blocks_of, examples_of, run
+
+PUBLIC_PARTS = {
+    "", "compat", "geometry", "integrations", "maps", "optim", "parallel", "storage", "testing",
+    "training_state",
+}  # fmt: skip
+"""Parts of megackpt that users import from; most names are in the package itself."""
+
+_LINK = re.compile(r"\]\(([^)\s]+)\)")
+_PATH = re.compile(r"`((?:megackpt|models|examples|tests|docs)/[\w./-]+)`")
+_DTYPE = re.compile(r"\| `(\w+)` \| (\d+) \| `(\w+)`")
+_TAG = re.compile(r"`(\$\w+)`")
+_ATTEMPT = re.compile(r"\b[0-9a-f]{16}\b")
+
+
+def is_error_class(value: object) -> bool:
+    return isinstance(value, type) and issubclass(value, CheckpointError)
+
+
+def as_shown(text: str, directory: Path) -> str:
+    """Replace what differs from run to run: the directory, and the id of an attempt."""
+    return _ATTEMPT.sub("0123456789abcdef", text.replace(str(directory), "/data"))
+
+
+@pytest.mark.parametrize(
+    "path", [p for p in DOCUMENTS if p != ON_RANKS], ids=lambda p: str(p.relative_to(ROOT))
+)
+def test_the_examples_of_a_document_run_and_print_what_it_shows(
+    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory = tmp_path / "cwd"
+    directory.mkdir()
+    monkeypatch.chdir(directory)
+    namespace: dict[str, Any] = {"__name__": "__main__"}
+    for example in examples_of(path.read_text()):
+        printed = run(example, path, namespace)
+        if example.output is not None:
+            assert as_shown(printed, directory) == example.output, f"{path}, line {example.line + 1}"
+    for name, value in namespace.items():
+        if name.startswith("test_"):
+            (tmp_path / name).mkdir()
+            value(tmp_path / name)
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda p: str(p.relative_to(ROOT)))
+def test_links_and_paths_lead_to_files(path: Path) -> None:
+    text = path.read_text()
+    targets = [link.partition("#")[0] for link in _LINK.findall(FENCE.sub("", text)) if "://" not in link]
+    dead = [target for target in targets if target and not (path.parent / target).exists()]
+    assert not dead, f"{path} links to {dead}"
+    gone = [name for name in _PATH.findall(text) if not (ROOT / name).exists()]
+    assert not gone, f"{path} names {gone}"
+
+
+def test_the_readme_has_the_two_commands_of_a_newcomer_as_they_are_run() -> None:
+    commands = [b.code for b in blocks_of((ROOT / "README.md").read_text()) if b.kind == "bash"]
+    assert commands == [
+        "pip install -e '.[examples]' -c tests/constraints.txt && python examples/elastic_resume.py\n",
+        "pip install -e '.[test]' -c tests/constraints.txt && pytest -n 2 --dist loadfile\n",
+    ]
+
+
+def imported_parts(code: str) -> set[str]:
+    """Return the parts of megackpt that a block of code imports from; "" for the package itself."""
+    nodes = list(ast.walk(ast.parse(code)))
+    modules = [alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names]
+    modules += [node.module or "" for node in nodes if isinstance(node, ast.ImportFrom)]
+    return {f"{name}.".split(".")[1] for name in modules if name.split(".")[0] == "megackpt"}
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda p: str(p.relative_to(ROOT)))
+def test_examples_import_public_parts_only(path: Path) -> None:
+    text = path.read_text()
+    parts = {part for example in examples_of(text) for part in imported_parts(example.code)}
+    allowed = PUBLIC_PARTS | ({"formats"} if path.name == "contributing.md" else set())
+    assert parts - allowed == set()
+    assert not re.search(r"\bmegackpt\.(engine|maintenance)\b", text)
+
+
+_NAMED_FILE = re.compile(r"`((?:megackpt|tests|docs|models|examples)/[\w/.-]+\.\w+)`")
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda p: str(p.relative_to(ROOT)))
+def test_every_file_that_a_document_names_exists(path: Path) -> None:
+    names = set(_NAMED_FILE.findall(path.read_text()))
+    assert {name for name in names if not (ROOT / name).exists()} == set()
+
+
+def test_the_table_of_imports_is_that_of_the_layering_test() -> None:
+    text = (ROOT / "docs" / "contributing.md").read_text()
+    rows = re.findall(r"^\| `(\w+)` \| .*? \| (.*) \|$", text, re.MULTILINE)
+    documented = {part: set(re.findall(r"`(\w+)`", may_import)) for part, may_import in rows}
+    del documented["testing"]
+    assert documented == runpy.run_path(str(Path(__file__).with_name("test_layering.py")))["MAY_IMPORT"]
+
+
+def test_the_format_lists_every_dtype_and_every_tag_of_the_codec() -> None:
+    text = (ROOT / "docs" / "format.md").read_text()
+    dtypes = {name: (int(size), code) for name, size, code in _DTYPE.findall(text)}
+    assert dtypes == {name: (info.itemsize, info.safetensors) for name, info in DTYPES.items()}
+    tags = {tag for row in re.findall(r"^\| (`\$.*?) \|", text, re.MULTILINE) for tag in _TAG.findall(row)}
+    assert tags == {"$registered", *(kind.tag for kind in (*KINDS, *pickled.KINDS))}
+
+
+def test_the_tutorial_ends_in_a_test_and_every_error_class_has_a_section() -> None:
+    tutorial = examples_of((ROOT / "docs" / "sharding-your-layer.md").read_text())
+    assert tutorial[-1].code.count("\ndef test_") + tutorial[-1].code.startswith("def test_") == 1
+    sections = set(re.findall(r"^## (\w+)$", (ROOT / "docs" / "errors.md").read_text(), re.MULTILINE))
+    classes = {name for name, value in vars(errors).items() if is_error_class(value)}
+    assert classes - {"CheckpointError", "CheckpointingException"} == sections

@@ -1,0 +1,119 @@
+"""docs/options.md: every option with its default. `python -m tests.support.options_page` writes it.
+
+Writes the page. The docstring of each option describes it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import MISSING, Field, fields
+from inspect import cleandoc, getdoc, signature
+from pathlib import Path
+
+from megackpt import (
+    AsyncOptions,
+    Groups,
+    KeepBest,
+    KeyRule,
+    LoadOptions,
+    Retention,
+    SaveOptions,
+    SaveSchedule,
+    Tier,
+    Tiers,
+    convert,
+    diff,
+    import_deepspeed,
+    import_torch,
+    inspect,
+    load,
+    repair,
+    save,
+    verify,
+)
+from megackpt.options import VerifyOptions
+from megackpt.storage import FileOptions, ObjectOptions
+
+PAGE = Path(__file__).parents[2] / "docs" / "options.md"
+
+FUNCTIONS: dict[Callable[..., object], str] = {
+    save: "`megackpt.save`, and in part `Checkpointer.save`",
+    load: "`megackpt.load`, `load_with_report`, and in part `Checkpointer.load`",
+    inspect: "`megackpt.inspect`, and in part `megackpt inspect`",
+    verify: "`megackpt.verify`, and in part `megackpt verify`",
+    diff: "`megackpt.diff`, and in part `megackpt diff`",
+    convert: "`megackpt.convert`, and in part `megackpt convert`",
+    import_deepspeed: "`megackpt.import_deepspeed`, and in part `megackpt convert --from deepspeed`",
+    import_torch: "`megackpt.import_torch`, and in part `megackpt convert --from torch`",
+    repair: "`megackpt.repair`, and in part `megackpt repair`",
+}
+CLASSES: dict[type, str] = {
+    SaveOptions: "`save(options=...)`, `Checkpointer(save_options=...)`",
+    LoadOptions: "`load(options=...)`, `Checkpointer(load_options=...)`",
+    KeyRule: "`LoadOptions(rules=(KeyRule(...),))`",
+    Retention: "`Checkpointer(retention=...)`",
+    KeepBest: "`Retention(keep_best=...)`",
+    SaveSchedule: "`Checkpointer(schedule=...)`",
+    AsyncOptions: "`Checkpointer(async_save=...)`",
+    Tiers: "`Checkpointer(tiers=...)`",
+    Tier: "`Tiers([MemoryTier(...), LocalTier(...)])`, which are both made of these",
+    Groups: "`Checkpointer(group=...)`",
+    ObjectOptions: "`Checkpointer(objects=...)`, `open_store(url, objects=...)`, of `megackpt.storage`",
+    FileOptions: "`LocalStore(path, options=...)`, of `megackpt.storage`",
+    VerifyOptions: "`megackpt.verify` and `Checkpointer(verify_after_save=True)`, which make one of these",
+}
+
+HEAD = """# Every option
+
+What can be set, by where it is given, with its default; made from the docstrings by
+`python -m tests.support.options_page`. Arguments of a `Checkpointer` have a [table of their
+own](checkpointer.md#options), and `megackpt COMMAND --help` lists the flags of a command. `CheckpointConfig`,
+names that users of Megatron-Core know, is in [strategies](strategies.md).
+"""
+
+_ENTRY = re.compile(r"^(?P<name>\w+): (?P<text>.*?)(?=^\w+: |\Z)", re.MULTILINE | re.DOTALL)
+
+
+def page() -> str:
+    """Return the text of the page."""
+    parts = [HEAD]
+    for function, receivers in FUNCTIONS.items():
+        parameters = signature(function).parameters.values()
+        defaults = {p.name: "" if p.default is p.empty else f"`{_shown(p.default)}`" for p in parameters}
+        parts.append(_section(f"{function.__name__}()", receivers, _described(function, "Args"), defaults))
+    for kind, receivers in CLASSES.items():
+        defaults = {field.name: _default(field) for field in fields(kind) if field.init}
+        parts.append(_section(kind.__name__, receivers, _described(kind, "Attributes"), defaults))
+    return "\n".join(parts)
+
+
+def _section(name: str, receivers: str, message: dict[str, str], defaults: dict[str, str]) -> str:
+    lines = [f"## {name}", "", f"Given to {receivers}.", "", "| name | default | meaning |", "|---|---|---|"]
+    rows = [f"| `{option}` | {default} | {message[option]} |" for option, default in defaults.items()]
+    return "\n".join([*lines, *rows, ""])
+
+
+def _described(documented: object, section: str) -> dict[str, str]:
+    """Return what a docstring says of each name in a section, as one line."""
+    text = getdoc(documented) or ""
+    body = re.search(rf"^{section}:\n(.*?)(?=^\S|\Z)", text, re.MULTILINE | re.DOTALL)
+    assert body is not None, f"{documented} has no section {section}"
+    entries = _ENTRY.finditer(cleandoc(body[1]))
+    return {e["name"]: " ".join(e["text"].split()).replace("|", "\\|") for e in entries}
+
+
+def _default(field: Field[object]) -> str:
+    if field.default_factory is not MISSING:
+        return f"`{_shown(field.default_factory())}`"
+    return "" if field.default is MISSING else f"`{_shown(field.default)}`"
+
+
+def _shown(value: object) -> str:
+    if isinstance(value, int) and value >= 1 << 20 and value % (1 << 20) == 0:
+        return f"{value >> 20} * 2**20"
+    return str(value) if type(value).__module__.startswith("megackpt") else repr(value)
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page())

@@ -1,0 +1,160 @@
+"""Ranks that were given different arguments: the same error on all of them, at once, and nothing is lost."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from megackpt import (
+    Checkpointer,
+    CheckpointError,
+    KeepBest,
+    LoadOptions,
+    LocalTier,
+    MemoryTier,
+    Retention,
+    SaveOptions,
+    SaveSchedule,
+    Tiers,
+    load,
+    save,
+)
+from megackpt.testing.ranks import RankPool
+from tests.support.states import filled
+
+TIMEOUT_S = 20.0
+SAVED = {"timeout_s": TIMEOUT_S}
+
+Given = dict[str, Any]
+
+
+def state() -> dict[str, Any]:
+    rank = dist.get_rank()
+    return {"w": filled(rank, 4, rank=rank, ranks=2)}
+
+
+def different_checkpointers(root: str) -> dict[str, tuple[Given, Given]]:
+    """What ranks 0 and 1 are given, by what the error names."""
+    here, there = MemoryTier(f"{root}/t"), MemoryTier(f"{root}/u")
+    return {
+        "root": ({"root": root}, {"root": f"{root}/other"}),
+        "async_save": ({"async_save": True}, {}),
+        "tiers": ({"tiers": [here]}, {}),
+        "tiers 2": ({"tiers": [here]}, {"tiers": [there]}),
+        "tiers 3": ({"tiers": [here]}, {"tiers": [LocalTier(here.path)]}),
+        "Tiers.root_every": ({}, {"tiers": Tiers(root_every=2)}),
+        "SaveSchedule.steps": ({"save_interval": 1}, {}),
+        "SaveSchedule.seconds": (
+            {"schedule": SaveSchedule(seconds=9)},
+            {"schedule": SaveSchedule(seconds=8)},
+        ),
+        "SaveSchedule.signals": ({"schedule": SaveSchedule(signals=(10,))}, {}),
+        "on_error": ({"on_error": "warn"}, {}),
+        "verify_after_save": ({}, {"verify_after_save": True}),
+        "Retention.keep_last": ({"keep_last": 1}, {"keep_last": 2}),
+        "Retention.keep_every": ({"retention": Retention(keep_every=1)}, {}),
+        "Retention.keep_best": ({}, {"retention": Retention(keep_best=KeepBest(metric="loss"))}),
+    }
+
+
+def caught(act: Callable[[], object]) -> tuple[str, float]:
+    """Return class and text of an error, and after how many seconds it came."""
+    began = time.monotonic()
+    try:
+        return f"none, but {act()!r}", 0.0
+    except CheckpointError as error:
+        return f"{type(error).__name__}: {error}", time.monotonic() - began
+
+
+def _make_different_checkpointers(root: str) -> dict[str, tuple[str, float]]:
+    with Checkpointer(root, **SAVED) as checkpointer:
+        checkpointer.save(1, state())
+    results = {}
+    for name, pair in different_checkpointers(root).items():
+        own = SAVED | pair[dist.get_rank()]
+        unlike = Checkpointer(own.pop("root", root), **own)
+        begin = unlike.should_save if "SaveSchedule" in name else _begin_save(unlike)
+        results[name] = caught(lambda begin=begin: begin(2))  # type: ignore[misc]
+        unlike.close()
+        dist.barrier()
+    assert Checkpointer(root).steps() == (1,)
+    return results
+
+
+def _begin_save(checkpointer: Checkpointer) -> Callable[[int], bool]:
+    return lambda step: checkpointer.save(step, state())
+
+
+def test_checkpointers_that_differ_are_an_error_on_all_ranks_before_anything_is_done(
+    rank_pool: RankPool, tmp_path: Path
+) -> None:
+    results = rank_pool.run(_make_different_checkpointers, 2, str(tmp_path / "run"))
+    for name in different_checkpointers(""):
+        (first, took), (second, _) = (of_rank[name] for of_rank in results)
+        assert first == second
+        assert first.startswith(
+            f"DeclarationError: Ranks have different Checkpointers: {name.rstrip(' 23')} is "
+        )
+        assert took < TIMEOUT_S / 2
+
+
+def _wait_for_different_times(root: str) -> tuple[str, float]:
+    return caught(Checkpointer(root, timeout_s=TIMEOUT_S + dist.get_rank()).find_latest)
+
+
+def test_deadlines_that_differ_are_an_error(rank_pool: RankPool, tmp_path: Path) -> None:
+    for message, took in rank_pool.run(_wait_for_different_times, 2, str(tmp_path)):
+        assert "SaveOptions.timeout_s is 20.0 on rank 0 and 21.0 on rank 1" in message
+        assert took < TIMEOUT_S / 2
+
+
+def _call_differently(root: str) -> dict[str, tuple[str, float]]:
+    rank = dist.get_rank()
+
+    def saved(**arguments: Any) -> Callable[[], object]:
+        step = arguments.pop("step", 2)
+        return lambda: Checkpointer(root, **SAVED).save(step, state(), **arguments)
+
+    def both() -> object:
+        checkpointer = Checkpointer(root, **SAVED)
+        return checkpointer.load(state()) if rank else checkpointer.save(2, state())
+
+    options = SaveOptions(timeout_s=TIMEOUT_S)
+    loading = LoadOptions(timeout_s=TIMEOUT_S)
+    Checkpointer(root, **SAVED).save(1, state())
+    acts: dict[str, Callable[[], object]] = {
+        "step is 2 on rank 0 and 3 on rank 1": saved(step=2 + rank),
+        "to_root is True on rank 0 and False on rank 1": saved(to_root=not rank),
+        "'storing metrics'": saved(metrics=None if rank else {"loss": 1.0}),
+        "'looking for the newest checkpoint'": both,
+        f"checkpoint_dir is '{root}-0' on rank 0 and '{root}-1' on rank 1": lambda: save(
+            state(), f"{root}-{rank}", options=options
+        ),
+        f"'connecting all ranks with timeout_s={TIMEOUT_S + 3:g}'": lambda: save(
+            state(), f"{root}-2", options=SaveOptions(timeout_s=TIMEOUT_S + 3 * rank)
+        ),
+        f"Ranks load different checkpoints: {root}/iter_0000001 on rank 0 and": lambda: load(
+            state(), f"{root}/iter_000000{1 + rank}", options=loading
+        ),
+    }
+    Checkpointer(root, **SAVED).save(2, state())
+    results = {}
+    for name, act in acts.items():
+        results[name] = caught(act)
+        dist.barrier()
+    assert Checkpointer(root).steps() == (1, 2)
+    return results
+
+
+def test_calls_that_differ_are_an_error_on_all_ranks_that_names_the_difference(
+    rank_pool: RankPool, tmp_path: Path
+) -> None:
+    results = rank_pool.run(_call_differently, 2, str(tmp_path / "run"))
+    for of_rank in results:
+        for name, (message, took) in of_rank.items():
+            assert name in message, (name, message)
+            assert took < TIMEOUT_S / 2, name

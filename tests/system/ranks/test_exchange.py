@@ -1,0 +1,331 @@
+"""Loads in which real ranks read for each other: what is read, what arrives, and what happens on failure."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import megackpt
+from megackpt import (
+    IntegrityError,
+    LoadOptions,
+    MismatchError,
+    RankFailedError,
+    ShardedObject,
+    ShardedTensor,
+)
+from megackpt.storage import LocalStore
+from megackpt.testing.ranks import Outcome, RankPool
+from tests.support.effort import with_all
+
+WAYS = ("all_to_all", "broadcast", "gather_rounds", "gather_object", "two_stage")
+KIB, MIB = 1 << 10, 1 << 20
+
+
+class CountingStore(LocalStore):
+    """Counts what is read of data files, and may do something before its n-th read."""
+
+    def __init__(self, directory: Path, *, before: Any = None, read: int = -1) -> None:
+        super().__init__(directory)
+        self.nbytes = self.reads = 0
+        self._before, self._read = before, read
+        self._counting = threading.Lock()
+
+    def stream_into(self, name: str, offset_bytes: int, out: memoryview) -> Iterator[int]:
+        self._count(out.nbytes)
+        return super().stream_into(name, offset_bytes, out)
+
+    def borrow(self, name: str, offset_bytes: int, nbytes: int) -> AbstractContextManager[memoryview]:
+        self._count(nbytes)
+        return super().borrow(name, offset_bytes, nbytes)
+
+    def _count(self, nbytes: int) -> None:
+        with self._counting:
+            self.nbytes += nbytes
+            self.reads += 1
+            number = self.reads
+        if number == self._read:
+            self._before()
+
+
+def tensors() -> dict[str, torch.Tensor]:
+    """Return tensors of several sizes and dtypes, equal on all ranks, 13 MiB in all."""
+    generator = torch.Generator().manual_seed(7)
+    shapes = [(1024, 512), (300, 1024), (513,), (1,), (1024, 1024), (700, 1000), (64, 64, 64), (20_000,)]
+    made = {f"t{i}": torch.rand(shape, generator=generator) for i, shape in enumerate(shapes)}
+    made["half"] = torch.rand(1000, 512, generator=generator).to(torch.bfloat16)
+    return made
+
+
+def replicated(fill: bool) -> dict[str, Any]:
+    """Return state that every rank holds whole; rank 0 has the main replicas."""
+    state: dict[str, Any] = {
+        key: ShardedTensor.from_rank_offsets(
+            key, t if fill else torch.zeros_like(t), replica_id=dist.get_rank()
+        )
+        for key, t in tensors().items()
+    }
+    state["thing"] = ShardedObject("thing", {"seen": 3} if fill else None, (1,), (0,), dist.get_rank())
+    return state
+
+
+def save_replicated(directory: Path) -> None:
+    megackpt.save(replicated(True), directory)
+
+
+def load_replicated(directory: Path, way: Any, **options: Any) -> tuple[int, bool]:
+    """Return how many bytes this rank read, and whether it has got all the right ones."""
+    store = CountingStore(directory)
+    loaded = megackpt.load(
+        replicated(False),
+        store,
+        options=LoadOptions(exchange=way, **{"exchange_bytes": 4 * MIB, **options}),
+    )
+    is_right = all(torch.equal(loaded[key], t) for key, t in tensors().items())
+    return store.nbytes, is_right and loaded["thing"] == {"seen": 3}
+
+
+def data_nbytes(directory: Path) -> int:
+    """Bytes of all chunks of a checkpoint."""
+    count = 0
+    for file in (directory / "data").iterdir():
+        content = file.read_bytes()
+        count += len(content) - 8 - int.from_bytes(content[:8], "little")
+    return count
+
+
+def test_a_fully_parallel_load_reads_each_byte_once_and_a_direct_one_on_every_rank(
+    rank_pool: RankPool, tmp_path: Path
+) -> None:
+    rank_pool.run(save_replicated, 8, tmp_path / "c")
+    size = data_nbytes(tmp_path / "c")
+    for way in ("direct", *WAYS):
+        counted, right = zip(*rank_pool.run(load_replicated, 8, tmp_path / "c", way), strict=True)
+        print(f"{way}: {size:,} bytes stored, read by rank {counted}")
+        assert all(right)
+        assert sum(counted) == (8 * size if way == "direct" else size)
+        if way == "two_stage":
+            assert counted == (size, *[0] * 7)
+        elif way != "direct":
+            assert max(counted) - size / 8 <= max(0.05 * size / 8, 256 * KIB)
+
+
+def sharded_by_two(fill: bool, dp: int) -> dict[str, Any]:
+    """Return halves by tensor-parallel rank (columns, strided in the file for some), replicated over dp."""
+    tp, replica = dist.get_rank() % 2, dist.get_rank() // 2
+    state: dict[str, Any] = {}
+    for key, whole in tensors().items():
+        if whole.ndim == 2 and not fill:
+            part = whole.chunk(2, dim=1)[tp]
+            state[key] = ShardedTensor.from_rank_offsets(
+                key, torch.zeros_like(part), (1, tp, 2), replica_id=replica
+            )
+        else:
+            part = whole if fill else torch.zeros_like(whole)
+            state[key] = ShardedTensor.from_rank_offsets(
+                key, part, replica_id=dist.get_rank() if fill else replica
+            )
+    return state
+
+
+def load_in_groups(directory: Path, way: Any) -> tuple[int, bool]:
+    groups = [dist.new_group([tp, tp + 2]) for tp in range(2)]
+    store = CountingStore(directory)
+    wanted = sharded_by_two(False, 2)
+    options = LoadOptions(exchange=way, exchange_bytes=2 * MIB)
+    megackpt.load(wanted, store, options=options, exchange_group=groups[dist.get_rank() % 2])
+    tp = dist.get_rank() % 2
+    is_right = all(
+        torch.equal(wanted[key].data, t.chunk(2, dim=1)[tp] if t.ndim == 2 else t)
+        for key, t in tensors().items()
+    )
+    return store.nbytes, is_right
+
+
+def test_groups_side_by_side_read_each_byte_once_per_group(rank_pool: RankPool, tmp_path: Path) -> None:
+    rank_pool.run(save_replicated, 4, tmp_path / "c")
+    size = sum(t.nbytes for t in tensors().values())
+    for way in WAYS:
+        counted, right = zip(*rank_pool.run(load_in_groups, 4, tmp_path / "c", way), strict=True)
+        assert all(right)
+        # A column of a matrix lies in every block of its file range, so each group reads all blocks.
+        assert [counted[0] + counted[2], counted[1] + counted[3]] == [size, size]
+
+
+def load_transposed_and_cast(directory: Path, way: Any) -> bool:
+    """Load into tensors that are no plain memory: strided views, another dtype, flat ranges."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    whole = tensors()
+    column = torch.zeros(1024, 1024)[:, ::2]
+    cast = torch.zeros(300, 1024, dtype=torch.float64)
+    numel = 1024 * 1024 // size
+    flat = torch.zeros(2 * numel)[::2]
+    at = slice(rank * numel, (rank + 1) * numel)
+    state = {
+        "strided": ShardedTensor.from_rank_offsets("t0", column, replica_id=rank),
+        "cast": ShardedTensor.from_rank_offsets("t1", cast, replica_id=rank),
+        "flat": ShardedTensor.from_rank_offsets_flat("t4", flat, (1024, 1024), flattened_range=at),
+    }
+    rules = (megackpt.KeyRule(keys="t1", cast=megackpt.Policy.IGNORE),)
+    megackpt.load(state, directory, options=LoadOptions(exchange=way, exchange_bytes=MIB, rules=rules))
+    return (
+        torch.equal(column, whole["t0"])
+        and torch.equal(cast, whole["t1"].double())
+        and torch.equal(flat, whole["t4"].view(-1)[at])
+    )
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_what_is_exchanged_goes_into_views_casts_and_flat_ranges(
+    rank_pool: RankPool, tmp_path: Path, ranks: int
+) -> None:
+    rank_pool.run(save_replicated, ranks, tmp_path / "c")
+    for way in WAYS:
+        assert all(rank_pool.run(load_transposed_and_cast, ranks, tmp_path / "c", way))
+
+
+def damage(directory: Path) -> str:
+    """Change a byte in the middle of the largest data file; return its name."""
+    file = max((directory / "data").iterdir(), key=lambda f: f.stat().st_size)
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+    return file.name
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_damage_that_one_reader_finds_is_raised_on_all_and_names_it(
+    rank_pool: RankPool, tmp_path: Path, way: str
+) -> None:
+    rank_pool.run(save_replicated, 4, tmp_path / "c")
+    name = damage(tmp_path / "c")
+    began = time.monotonic()
+    outcomes = rank_pool.outcomes(load_replicated, 4, tmp_path / "c", way, timeout_s=20.0)
+    assert time.monotonic() - began < 15
+    texts = {str(outcome.error) for outcome in outcomes}
+    assert len(texts) == 1
+    (text,) = texts
+    (rank,) = {getattr(outcome.error, "rank", None) for outcome in outcomes}
+    assert isinstance(outcomes[0].error, IntegrityError)
+    assert text.startswith(f"Rank {rank} failed while reading: ")
+    assert name in text
+    assert "failed too" not in text, "a rank that waits for another has not failed itself"
+
+
+def load_in_groups_with_damage(directory: Path) -> None:
+    groups = [dist.new_group([tp, tp + 2]) for tp in range(2)]
+    store = CountingStore(directory, before=_fail, read=1 if dist.get_rank() == 3 else -1)
+    options = LoadOptions(exchange="all_to_all", exchange_bytes=MIB, timeout_s=20)
+    megackpt.load(
+        sharded_by_two(False, 2), store, options=options, exchange_group=groups[dist.get_rank() % 2]
+    )
+
+
+def _fail() -> None:
+    raise OSError(5, "Input/output error")
+
+
+def test_a_failure_in_one_group_is_raised_in_all_groups(rank_pool: RankPool, tmp_path: Path) -> None:
+    rank_pool.run(save_replicated, 4, tmp_path / "c")
+    for outcome in rank_pool.outcomes(load_in_groups_with_damage, 4, tmp_path / "c"):
+        assert isinstance(outcome.error, megackpt.CheckpointError)
+        assert "Rank 3 failed while reading: OSError: [Errno 5]" in str(outcome.error)
+        assert outcome.error.rank == 3
+
+
+def load_while_rank_1(directory: Path, way: Any, what: str, timeout_s: float) -> None:
+    act = {"dies": lambda: os._exit(9), "sleeps": lambda: time.sleep(timeout_s + 5)}[what]
+    # Not its first read: one round, or more, has been exchanged by then.
+    store = CountingStore(directory, before=act, read=3 if dist.get_rank() == 1 else -1)
+    options = LoadOptions(exchange=way, exchange_bytes=MIB, timeout_s=timeout_s)
+    megackpt.load(replicated(False), store, options=options)
+
+
+def check_that_rank_1_is_named(outcomes: list[Outcome], began: float) -> None:
+    assert time.monotonic() - began < 25
+    for outcome in outcomes:
+        if outcome.rank != 1:
+            assert isinstance(outcome.error, RankFailedError)
+            assert "No answer from rank(s) 1" in str(outcome.error)
+            assert outcome.error.rank == 1
+
+
+@with_all("test_no_hang.py kills ranks that exchange, too")
+@pytest.mark.parametrize("way", ["all_to_all", "broadcast"])
+def test_a_rank_that_dies_in_the_middle_is_named_soon_after_the_deadline(
+    rank_pool: RankPool, tmp_path: Path, way: str
+) -> None:
+    rank_pool.run(save_replicated, 4, tmp_path / "c")
+    began = time.monotonic()
+    outcomes = rank_pool.outcomes(load_while_rank_1, 4, tmp_path / "c", way, "dies", 2.0)
+    assert isinstance(outcomes[1].error, EOFError)
+    check_that_rank_1_is_named(outcomes, began)
+
+
+@with_all("tests/faults loses ranks at every step")
+def test_a_rank_that_is_stuck_in_the_middle_is_named_soon_after_the_deadline(
+    rank_pool: RankPool, tmp_path: Path
+) -> None:
+    rank_pool.run(save_replicated, 3, tmp_path / "c")
+    began = time.monotonic()
+    outcomes = rank_pool.outcomes(load_while_rank_1, 3, tmp_path / "c", "all_to_all", "sleeps", 3.0)
+    check_that_rank_1_is_named(outcomes, began)
+
+
+def load_in_different_ways(directory: Path) -> None:
+    way: Any = WAYS[dist.get_rank()]
+    megackpt.load(replicated(False), directory, options=LoadOptions(exchange=way))
+
+
+def load_with_different_bounds(directory: Path) -> None:
+    options = LoadOptions(exchange="all_to_all", exchange_bytes=(1 + dist.get_rank()) * MIB)
+    megackpt.load(replicated(False), directory, options=options)
+
+
+def test_ranks_that_choose_different_exchanges_raise_an_error(rank_pool: RankPool, tmp_path: Path) -> None:
+    rank_pool.run(save_replicated, 2, tmp_path / "c")
+    for outcome in rank_pool.outcomes(load_in_different_ways, 2, tmp_path / "c"):
+        assert isinstance(outcome.error, MismatchError)
+        assert "exchange='all_to_all' and 'broadcast'" in str(outcome.error)
+    for outcome in rank_pool.outcomes(load_with_different_bounds, 2, tmp_path / "c"):
+        assert isinstance(outcome.error, MismatchError)
+        assert "ranks plan different exchanges" in str(outcome.error)
+
+
+def load_with_unlike_memberships(directory: Path, way: Any) -> bool:
+    """Load over all ranks and over half of them; rank 0 is a member of more groups than the others.
+
+    Pipeline parallelism makes such ranks: the first and the last stage are members of embedding groups too.
+    """
+    for members in ([0, 3], [0]):
+        dist.new_group(members, backend="gloo", use_local_synchronization=True)
+    parts = [dist.new_group(half, backend="gloo") for half in ([0, 1], [2, 3])]
+    everyone = dist.group.WORLD
+    assert everyone is not None
+    for group in (everyone, parts[dist.get_rank() // 2]):
+        loaded = megackpt.load(
+            replicated(False),
+            directory,
+            options=LoadOptions(exchange=way, timeout_s=20),
+            exchange_group=group,
+        )
+        if not all(torch.equal(loaded[key], t) for key, t in tensors().items()):
+            return False
+    return True
+
+
+@pytest.mark.parametrize("way", ["all_to_all", "two_stage"])
+def test_ranks_that_are_members_of_different_numbers_of_groups_find_each_other(
+    way: str, rank_pool: RankPool, tmp_path: Path
+) -> None:
+    rank_pool.run(save_replicated, 4, tmp_path / "c")
+    assert rank_pool.run(load_with_unlike_memberships, 4, tmp_path / "c", way) == [True] * 4

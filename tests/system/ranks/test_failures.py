@@ -1,0 +1,259 @@
+"""When one rank fails, dies or hangs, every rank raises one error that names it, before the deadline."""
+
+from __future__ import annotations
+
+import errno
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import megackpt
+from megackpt import (
+    CheckpointError,
+    IntegrityError,
+    LoadOptions,
+    MissingKeyError,
+    RankFailedError,
+    SaveOptions,
+    ShardedTensor,
+    ShardedTensorFactory,
+    StorageError,
+)
+from megackpt.comm import run_on_all_ranks, world_group
+from megackpt.storage import LocalStore
+from megackpt.testing.faulty_store import FaultyStore
+from megackpt.testing.ranks import Outcome, RankPool
+from tests.support.effort import with_all
+from tests.support.states import filled
+
+DEADLINE_S = 30.0
+
+
+def shard(value: float = 1.0, numel: int = 4096) -> ShardedTensor:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    return filled(value, numel, rank=rank, ranks=size)
+
+
+def timed(outcomes: list[Outcome], began: float) -> list[BaseException | None]:
+    assert time.monotonic() - began < DEADLINE_S
+    return [o.error for o in outcomes]
+
+
+def save_with_a_factory_that_raises_on_rank_2(directory: Path) -> None:
+    def build(key: str, data: torch.Tensor, replica_id: Any, flat: Any) -> Any:
+        if dist.get_rank() == 2:
+            raise ValueError("the user's own mistake")
+        return shard()
+
+    megackpt.save({"f": ShardedTensorFactory("f", torch.zeros(1), build, lambda x: x)}, directory)
+
+
+def save_with_a_full_disk_on_rank_1(directory: Path) -> None:
+    def full() -> OSError:
+        return OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    store: Any = LocalStore(directory)
+    if dist.get_rank() == 1:
+        store = FaultyStore(store, fail_at=lambda operation: operation.kind == "writer.write", error=full)
+    megackpt.save({"w": shard(2.0)}, store)
+
+
+def save_well(directory: Path) -> None:
+    megackpt.save({"w": shard(1.0)}, directory)
+
+
+def save_while_rank_1_dies(directory: Path) -> None:
+    def build(key: str, data: torch.Tensor, replica_id: Any, flat: Any) -> Any:
+        if dist.get_rank() == 1:
+            os._exit(9)
+        return shard()
+
+    options = SaveOptions(timeout_s=5)
+    megackpt.save(
+        {"f": ShardedTensorFactory("f", torch.zeros(1), build, lambda x: x)}, directory, options=options
+    )
+
+
+def save_while_rank_1_sleeps(directory: Path) -> None:
+    if dist.get_rank() == 1:
+        megackpt.save({"w": shard()}, directory, options=SaveOptions(timeout_s=3))  # agree on the group
+        time.sleep(10)
+    else:
+        megackpt.save({"w": shard()}, directory, options=SaveOptions(timeout_s=3))
+    megackpt.save({"w": shard()}, directory, options=SaveOptions(timeout_s=3))
+
+
+def load_a_key_that_only_rank_3_misspells(directory: Path) -> None:
+    tensor = shard()
+    if dist.get_rank() == 3:
+        tensor.key = "v"
+    megackpt.load({"w": tensor}, directory)
+
+
+def load_unlike_the_other(directory: Path, case: str) -> None:
+    first = dist.get_rank() == 0
+    arguments: dict[str, Any] = {"options": LoadOptions(timeout_s=60)}
+    group = dist.new_group([0, 1])
+    if case == "cpu_transfer":
+        arguments["options"] = LoadOptions(timeout_s=60, exchange="broadcast", cpu_transfer=not first)
+    elif case == "direct with a group":
+        arguments["exchange_group"] = group if first else None
+    elif case == "group of one":
+        arguments["options"] = LoadOptions(timeout_s=60, exchange="all_to_all")
+        arguments["exchange_group"] = group if first else None
+    elif case == "other groups":
+        single_process_checkpointer = [dist.new_group([rank]) for rank in range(2)]
+        arguments["options"] = LoadOptions(timeout_s=60, exchange="all_to_all")
+        arguments["exchange_group"] = group if first else single_process_checkpointer[1]
+    elif case == "no group at all":
+        arguments["options"] = LoadOptions(timeout_s=60, exchange="all_to_all")
+        arguments["exchange_group"] = group if first else "tp"
+    elif case == "strict":
+        arguments["strict"] = "raise_all" if first else "assume_ok_unexpected"
+    elif case == "no mode":
+        arguments["strict"] = "raise_all" if first else "lenient"
+    megackpt.load({"w": shard()}, directory, **arguments)
+
+
+UNLIKE = {
+    "cpu_transfer": "ranks 0 and 1 differ in cpu_transfer",
+    "direct with a group": "Rank 0 failed while preparing the load: exchange_group is given",
+    "group of one": "ranks 0 and 1 differ in whether they give an exchange_group",
+    "other groups": "the exchange_group of rank 0 is not that of each of its members",
+    "no group at all": "Rank 1 failed while preparing the load: exchange_group is 'tp'",
+    "strict": "ranks 0 and 1 differ in what they do about missing keys",
+    "no mode": "Rank 1 failed while preparing the load: strict='lenient' is not a mode",
+}
+
+
+@pytest.mark.parametrize("case", UNLIKE)
+def test_ranks_that_give_unlike_arguments_to_a_load_raise_the_same_error_at_once(
+    rank_pool: RankPool, tmp_path: Path, case: str
+) -> None:
+    rank_pool.run(save_well, 2, tmp_path / "c")
+    began = time.monotonic()
+    errors = timed(rank_pool.outcomes(load_unlike_the_other, 2, tmp_path / "c", case), began)
+    assert all(isinstance(error, CheckpointError) for error in errors)
+    assert str(errors[0]) == str(errors[1])
+    assert UNLIKE[case] in str(errors[0])
+
+
+def take_different_steps() -> None:
+    first = dist.get_rank() == 0
+    group = world_group(timeout_s=60)
+    if dist.get_rank() == 2:
+        group.all_gather(b"\xff\xfe\xfd\xfc\xfb")
+    else:
+        run_on_all_ranks(group, lambda: b"\xff", doing="reading" if first else "writing")
+
+
+def test_ranks_at_different_steps_raise_an_error(rank_pool: RankPool) -> None:
+    errors = [outcome.error for outcome in rank_pool.outcomes(take_different_steps, 3)]
+    for error, other in (
+        (errors[0], "rank(s) 1, 2 sent what belongs to 'writing' while"),
+        (errors[1], "0, 2"),
+    ):
+        assert isinstance(error, RankFailedError)
+        assert "Ranks are at different steps" in str(error)
+        assert other in str(error)
+
+
+def load_everything(directory: Path) -> float:
+    tensor = shard(0.0)
+    megackpt.load({"w": tensor}, directory)
+    assert tensor.data is not None
+    return float(tensor.data.sum())
+
+
+def test_an_exception_of_one_rank_is_raised_on_all_and_names_it(rank_pool: RankPool, tmp_path: Path) -> None:
+    began = time.monotonic()
+    outcomes = rank_pool.outcomes(save_with_a_factory_that_raises_on_rank_2, 4, tmp_path / "c")
+    for error in timed(outcomes, began):
+        assert isinstance(error, RankFailedError)
+        assert "Rank 2 failed while preparing the save: ValueError: the user's own mistake" in str(error)
+        assert error.rank == 2
+    assert "save_with_a_factory" in outcomes[2].trace  # there the original stands behind it
+    assert not (tmp_path / "c" / "metadata.json").exists()
+
+
+def test_a_full_disk_on_one_rank_fails_the_save_everywhere_and_the_old_checkpoint_stays(
+    rank_pool: RankPool, tmp_path: Path
+) -> None:
+    rank_pool.run(save_well, 4, tmp_path / "c")
+    before = sorted(p for p in (tmp_path / "c").rglob("*"))
+    began = time.monotonic()
+    for error in timed(rank_pool.outcomes(save_with_a_full_disk_on_rank_1, 4, tmp_path / "c"), began):
+        assert isinstance(error, StorageError)
+        assert error.rank == 1
+        assert "Rank 1 failed while writing its chunks" in str(error)
+        assert "No space left" in str(error)
+    assert sorted(p for p in (tmp_path / "c").rglob("*")) == before
+    assert sum(rank_pool.run(load_everything, 4, tmp_path / "c")) == 4 * 4096
+
+
+@with_all("test_no_hang.py kills ranks at random steps")
+def test_a_rank_that_dies_is_named_before_the_deadline(rank_pool: RankPool, tmp_path: Path) -> None:
+    began = time.monotonic()
+    errors = timed(rank_pool.outcomes(save_while_rank_1_dies, 4, tmp_path / "c"), began)
+    assert isinstance(errors[1], EOFError)
+    for rank in (0, 2, 3):
+        assert isinstance(errors[rank], RankFailedError)
+        assert "No answer from rank(s) 1" in str(errors[rank])
+    # Its neighbours see the connection break; others may wait for these until the deadline.
+    assert any("before the deadline of 5 s" in str(errors[rank]) for rank in (0, 2, 3))
+
+
+def test_a_rank_that_is_stuck_is_named_before_the_deadline(rank_pool: RankPool, tmp_path: Path) -> None:
+    began = time.monotonic()
+    errors = timed(rank_pool.outcomes(save_while_rank_1_sleeps, 3, tmp_path / "c"), began)
+    for rank in (0, 2):
+        assert isinstance(errors[rank], RankFailedError)
+        assert "No answer from rank(s) 1 within 3 s" in str(errors[rank])
+        assert "Raise timeout_s" in str(errors[rank])
+    assert isinstance(errors[1], CheckpointError)
+
+
+def test_a_load_that_fails_on_one_rank_fails_on_all(rank_pool: RankPool, tmp_path: Path) -> None:
+    rank_pool.run(save_well, 4, tmp_path / "c")
+    for error in [
+        o.error for o in rank_pool.outcomes(load_a_key_that_only_rank_3_misspells, 4, tmp_path / "c")
+    ]:
+        assert isinstance(error, MissingKeyError)
+        assert error.key == "v"
+        assert "Rank 3 failed while preparing the load" in str(error)
+
+
+def test_damage_in_the_chunk_of_one_rank_is_raised_on_all(rank_pool: RankPool, tmp_path: Path) -> None:
+    rank_pool.run(save_well, 4, tmp_path / "c")
+    file = next((tmp_path / "c" / "data").glob("*-00002.safetensors"))
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 128
+    file.write_bytes(content)
+    for error in [o.error for o in rank_pool.outcomes(load_everything, 4, tmp_path / "c")]:
+        assert isinstance(error, IntegrityError)
+        assert error.rank == 2
+        assert file.name in str(error)
+
+
+def save_while_rank_1_is_late(directory: Path) -> None:
+    def build(key: str, data: torch.Tensor, replica_id: Any, flat: Any) -> Any:
+        if dist.get_rank() == 1:
+            time.sleep(4.5)  # after the others have given up, while they ask who is missing
+        return shard()
+
+    factory = ShardedTensorFactory("f", torch.zeros(1), build, lambda x: x)
+    megackpt.save({"f": factory}, directory, options=SaveOptions(timeout_s=3))
+
+
+def test_a_rank_that_comes_after_the_deadline_is_named(rank_pool: RankPool, tmp_path: Path) -> None:
+    outcomes = rank_pool.outcomes(save_while_rank_1_is_late, 3, tmp_path, timeout_s=60)
+    for outcome in outcomes:
+        assert isinstance(outcome.error, RankFailedError), outcome.trace
+        if outcome.rank != 1:
+            assert "rank(s) 1, which answered only later, within 3 s" in str(outcome.error)
+            assert outcome.error.rank == 1

@@ -1,0 +1,346 @@
+"""GPT as every rank declares it: initial weights, coverage and marks at simulated layouts, in one process."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+from megackpt import load, load_plain_tensors, save
+from megackpt.comm import Group
+from megackpt.errors import DeclarationError
+from megackpt.parallel import (
+    MicroBatch,
+    ParallelGroups,
+    ParallelLayout,
+    ParallelRng,
+    StageTable,
+    forward_backward,
+    is_marked,
+)
+from megackpt.storage import MemoryStore
+from megackpt.testing.world import SimulatedWorld
+from models import GPT, RotaryConfig, build_gpt, init_weights
+from models.blocks.rotary import rotate, rotation
+from tests.support.gpt_families import SMALL_GPT, joined
+
+CONFIG = replace(SMALL_GPT, num_query_groups=4)
+
+ONE = ParallelGroups.create(ParallelLayout())
+LAYOUTS = [
+    ParallelLayout(tp=4),
+    ParallelLayout(pp=4),
+    ParallelLayout(pp=3),
+    ParallelLayout(tp=2, pp=2, dp=2),
+    ParallelLayout(pp=2, vpp=2),
+    ParallelLayout(tp=2, cp=2, pp=2),
+    ParallelLayout(cp=2, dp=2),
+]
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> None:
+    torch.manual_seed(0)
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_initial_weights_are_equal_at_every_layout_bit_for_bit(layout: ParallelLayout, tied: bool) -> None:
+    config = replace(CONFIG, tied_embeddings=tied)
+    expected, _ = joined(config, ParallelLayout())
+    actual, _ = joined(config, layout)
+    assert actual.keys() == expected.keys()
+    for key, whole in expected.items():
+        vocabulary = key in ("embedding.word_embeddings.weight", "output_layer.weight")
+        real = actual[key][: config.vocab_size] if vocabulary else actual[key]
+        assert torch.equal(real, whole), key
+        if vocabulary:
+            assert torch.count_nonzero(actual[key][config.vocab_size :]) == 0
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_every_element_has_exactly_one_main_replica(layout: ParallelLayout, tied: bool) -> None:
+    _, covered = joined(replace(CONFIG, tied_embeddings=tied), layout)
+    assert all(torch.all(count == 1) for count in covered.values())
+
+
+def _save_at(
+    layout: ParallelLayout, seed: int, store: MemoryStore, source: MemoryStore | None = None
+) -> None:
+    """Save the model of a layout, with the weights of a seed, or those of another checkpoint."""
+
+    def save_rank(group: Group) -> None:
+        model = GPT(CONFIG, ParallelGroups.offline(layout, group.rank))
+        init_weights(model, seed)
+        if source is not None:
+            load(model.sharded_state_dict(), source, group=group)
+        save(model.sharded_state_dict(), store, group=group)
+
+    SimulatedWorld(layout.world_size).run(save_rank)
+
+
+@pytest.mark.parametrize("cp", [2, 4])
+def test_the_checkpoint_knows_nothing_of_cp(cp: int) -> None:
+    without, with_cp, passed_on = MemoryStore("without"), MemoryStore("with"), MemoryStore("on")
+    _save_at(ParallelLayout(tp=2), 7, without)
+    _save_at(ParallelLayout(tp=2, cp=cp), 7, with_cp)
+    _save_at(ParallelLayout(tp=2, cp=8 // cp), 8, passed_on, source=with_cp)
+    expected = load_plain_tensors(without)
+    for store in (with_cp, passed_on):
+        actual = load_plain_tensors(store)
+        assert actual.keys() == expected.keys()
+        for key, array in expected.items():
+            assert actual[key].shape == array.shape
+            assert torch.equal(actual[key].view(torch.int32), array.view(torch.int32)), key
+
+
+def test_keys_are_free_of_layer_numbers_and_stages() -> None:
+    model = GPT(
+        CONFIG,
+        ParallelGroups.offline(ParallelLayout(pp=2), 1),
+        stages=StageTable.from_string("Ettt|tL", pp=2),
+    )
+    state = model.sharded_state_dict("model.")
+    assert list(state) == [f"model.{name}" for name in model.state_dict()]
+    proj = state["model.decoder.layers.0.self_attention.linear_proj.weight"]
+    assert proj.key == "model.decoder.layers.self_attention.linear_proj.weight"
+    assert (proj.global_shape, proj.global_offset) == ((4, 16, 16), (3, 0, 0))
+    assert state["model.output_layer.weight"].key == "model.embedding.word_embeddings.weight"
+
+
+def test_chunks_of_a_stage_have_names_of_their_own_and_global_keys() -> None:
+    groups = ParallelGroups.offline(ParallelLayout(pp=2, vpp=2), 1)
+    model = build_gpt(CONFIG, groups, stages=StageTable.from_string("Et|t||ttL", pp=2))
+    state = model.sharded_state_dict("model.")
+    assert list(state) == [f"model.{name}" for name in model.state_dict()]
+    projections = [e for e in state.values() if e.key.endswith("linear_proj.weight")]
+    assert {e.key for e in projections} == {"model.decoder.layers.self_attention.linear_proj.weight"}
+    assert [e.global_offset[0] for e in projections] == [1, 2, 3]
+    assert "model.0.decoder.layers.0.self_attention.linear_proj.weight" in state
+    first, last = model
+    assert (first.output_layer, first.decoder.final_layernorm) == (None, None)
+    assert last.output_layer is not None
+    assert is_marked(last.output_layer.weight, "shared_embedding")
+    assert is_marked(last.output_layer.weight, "is_duplicate")
+    assert state["model.1.output_layer.weight"].key == "model.embedding.word_embeddings.weight"
+
+
+@pytest.mark.parametrize(
+    ("table", "error"),
+    [
+        ("Ett|tL", r"3 layers, but the model has 4"),
+        ("Et|t|t|tL", r"one for pp=2, vpp=2 stages, but the layout"),
+    ],
+)
+def test_a_table_of_another_model_or_layout_is_rejected(table: str, error: str) -> None:
+    groups = ParallelGroups.offline(ParallelLayout(pp=2), 0)
+    with pytest.raises(DeclarationError, match=error):
+        build_gpt(CONFIG, groups, stages=StageTable.from_string(table, pp=2))
+
+
+def test_every_parameter_is_wrapped_itself() -> None:
+    model = GPT(CONFIG, ONE)
+    wrapped = {id(entity.data) for entity in model.sharded_state_dict().values()}
+    assert wrapped == {id(param) for param in model.parameters()}
+
+
+def test_weights_on_the_residual_path_start_smaller() -> None:
+    model = GPT(replace(CONFIG, hidden_size=128, ffn_hidden_size=512), ONE)
+    init_weights(model, seed=1)
+    layer = model.decoder.layers.get_submodule("2")
+    # 128 * 128 numbers: the sample deviation lies within 5 * std / sqrt(2n) = 2.8 % of std.
+    for name, expected in (("linear_qkv", 0.02), ("linear_proj", 0.02 / math.sqrt(8))):
+        weight = layer.get_parameter(f"self_attention.{name}.weight")
+        assert weight.std().item() == pytest.approx(expected, rel=0.028)
+    assert torch.equal(layer.get_parameter("input_layernorm.weight"), torch.ones(128))
+    assert torch.count_nonzero(layer.get_parameter("mlp.linear_fc1.bias")) == 0
+
+
+def test_seed_and_layer_change_the_initial_weights() -> None:
+    a, b = GPT(CONFIG, ONE), GPT(CONFIG, ONE)
+    init_weights(a, seed=1)
+    init_weights(b, seed=2)
+    name = "mlp.linear_fc2.weight"
+    first, second = (a.decoder.layers.get_submodule(i).get_parameter(name) for i in "01")
+    assert not torch.equal(first, second)
+    assert not torch.equal(first, b.decoder.layers.get_submodule("0").get_parameter(name))
+
+
+def test_half_precision_weights_are_the_rounded_full_ones() -> None:
+    full, half = GPT(CONFIG, ONE), GPT(replace(CONFIG, params_dtype=torch.bfloat16), ONE)
+    init_weights(full, seed=1)
+    init_weights(half, seed=1)
+    for a, b in zip(full.parameters(), half.parameters(), strict=True):
+        assert torch.equal(a.bfloat16(), b)
+
+
+def test_a_parameter_without_an_initial_rule_raises_an_error() -> None:
+    model = GPT(CONFIG, ONE)
+    model.gain = torch.nn.Parameter(torch.ones(1))
+    with pytest.raises(DeclarationError, match=r"'gain'.*no rule.*models/init\.py") as caught:
+        init_weights(model, seed=1)
+    assert caught.value.key == "gain"
+
+
+def test_tied_copies_are_marked_for_the_optimizer_on_first_and_last_stage_only() -> None:
+    marks = {}
+    for rank in range(3):
+        model = GPT(CONFIG, ParallelGroups.offline(ParallelLayout(pp=3), rank))
+        for flag in ("shared_embedding", "is_duplicate"):
+            marks[rank, flag] = [name for name, p in model.named_parameters() if is_marked(p, flag)]
+    assert marks[0, "shared_embedding"] == ["embedding.word_embeddings.weight"]
+    assert marks[2, "shared_embedding"] == marks[2, "is_duplicate"] == ["output_layer.weight"]
+    assert marks[0, "is_duplicate"] == marks[1, "shared_embedding"] == marks[1, "is_duplicate"] == []
+
+
+def test_one_stage_holds_a_tied_embedding_once() -> None:
+    names = [name for name, p in GPT(CONFIG, ONE).named_parameters() if p.shape == (13, 16)]
+    assert names == ["embedding.word_embeddings.weight"]
+
+
+def test_a_token_does_not_see_the_ones_behind_it() -> None:
+    model = GPT(CONFIG, ONE)
+    tokens = torch.arange(8).unsqueeze(0)
+    changed = tokens.clone()
+    changed[0, 5] = 12
+    before, after = model(tokens), model(changed)  # [s, b, vocab]
+    assert torch.equal(before[:5], after[:5])
+    assert not torch.equal(before[5], after[5])
+
+
+def test_rotary_scores_depend_on_the_distance_only() -> None:
+    q, k = torch.randn(2, 1, 1, 1, 8, generator=torch.Generator().manual_seed(0)).expand(2, 1, 1, 9, 8)
+    turn = rotation(RotaryConfig(base=100.0), 8, torch.arange(9), 9)
+    scores = rotate(q, turn) @ rotate(k, turn).transpose(-1, -2)  # [1, 1, s, s]
+    for distance in range(9):
+        diagonal = scores[0, 0].diagonal(-distance)
+        torch.testing.assert_close(diagonal, diagonal[:1].expand_as(diagonal), rtol=1e-4, atol=1e-5)
+
+
+def test_grouped_queries_and_dropout_path_compute_the_same_attention() -> None:
+    """The written-out attention that dropout needs is the fused one if nothing is dropped."""
+    config = replace(CONFIG, num_query_groups=2, dropout=0.5)
+    model = GPT(config, ONE, ParallelRng(1, ONE))
+    attention = model.decoder.layers.get_submodule("0").get_submodule("self_attention")
+    x = torch.randn(8, 2, 16, generator=torch.Generator().manual_seed(0))
+    fused = attention.eval()(x)
+    attention.train()
+    attention.dropout.forward = lambda weights: weights
+    torch.testing.assert_close(attention(x), fused)
+
+
+def test_training_continues_bit_for_bit_after_the_streams_are_restored() -> None:
+    config = replace(CONFIG, dropout=0.3)
+    rng = ParallelRng(5, ONE)
+    model = GPT(config, ONE, rng)
+    tokens = torch.arange(8).unsqueeze(0)
+    model(tokens, tokens)
+    state = rng.sharded_state_dict()["rng_state"].data
+    expected = [model(tokens, tokens).item() for _ in range(3)]
+    rng.reseed(77)
+    assert model(tokens, tokens).item() != expected[0]
+    rng.load_state_dict(state)
+    assert [model(tokens, tokens).item() for _ in range(3)] == expected
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True], ids=["whole", "sequence"])
+def test_tp_ranks_agree_on_what_is_dropped_exactly_where_they_hold_the_same(sequence_parallel: bool) -> None:
+    attention, residual, embedding = [], [], []
+    for rank in range(2):
+        groups = ParallelGroups.offline(ParallelLayout(tp=2), rank)
+        config, rng = replace(CONFIG, dropout=0.5), ParallelRng(1, groups)
+        model = GPT(config, groups, rng, sequence_parallel=sequence_parallel)
+        layer = model.decoder.layers.get_submodule("0")
+        for drawn, name in ((attention, "self_attention.dropout"), (residual, "dropout")):
+            drawn.append(layer.get_submodule(name)(torch.ones(64)))
+        embedding.append(model.get_submodule("embedding.dropout")(torch.ones(64)))
+    assert not torch.equal(*attention)
+    assert torch.equal(*residual) != sequence_parallel
+    assert torch.equal(*embedding) != sequence_parallel
+
+
+def test_one_stage_accumulates_the_gradient_of_the_mean_loss() -> None:
+    generator = torch.Generator().manual_seed(0)
+    batches = [MicroBatch(*torch.randint(0, 13, (2, 2, 8), generator=generator).unbind()) for _ in range(3)]
+    model, reference = GPT(CONFIG, ONE), GPT(CONFIG, ONE)
+    for network in (model, reference):
+        init_weights(network, seed=1)
+    losses = forward_backward(model, batches, ONE, loss_scale=8.0)
+    expected = torch.stack([reference(*batch) for batch in batches])
+    expected.mean().backward()
+    assert torch.equal(losses, expected.detach())
+    for a, b in zip(model.parameters(), reference.parameters(), strict=True):
+        # The reference adds up in another order: 3 micro-batches of 16 tokens.
+        torch.testing.assert_close(a.grad / 8.0, b.grad, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.gpu
+def test_training_on_a_gpu_continues_bit_for_bit_after_the_streams_are_restored() -> None:
+    rng = ParallelRng(5, ONE, device="cuda")
+    model = GPT(replace(CONFIG, dropout=0.3, params_dtype=torch.bfloat16), ONE, rng, device="cuda")
+    init_weights(model, seed=1)
+    tokens = torch.arange(8, device="cuda").unsqueeze(0)
+    state = rng.sharded_state_dict()["rng_state"].data
+    expected = [model(tokens, tokens).item() for _ in range(3)]
+    rng.load_state_dict(state)
+    assert [model(tokens, tokens).item() for _ in range(3)] == expected
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"vocab_size": 0}, r"vocab_size is 0.*at least 1"),
+        ({"num_heads": 3, "num_query_groups": 3}, r"hidden_size 16.*num_heads 3.*multiple of 6"),
+        ({"num_query_groups": 3}, r"num_query_groups 3 does not divide num_heads 4.*divisor"),
+        ({"ffn_hidden_size": 0}, r"ffn_hidden_size is 0"),
+        ({"dropout": 1.0}, r"dropout is 1\.0.*\[0, 1\)"),
+    ],
+)
+def test_sizes_that_make_no_model_raise_an_error(changes: dict[str, object], message: str) -> None:
+    with pytest.raises(DeclarationError, match=message):
+        replace(CONFIG, **changes)
+
+
+def test_a_layout_that_does_not_fit_the_model_raises_an_error_with_all_reasons() -> None:
+    config = replace(CONFIG, num_heads=6, hidden_size=24, num_query_groups=6, ffn_hidden_size=6)
+    with pytest.raises(DeclarationError) as caught:
+        GPT(config, ParallelGroups.offline(ParallelLayout(tp=4, cp=8, pp=5), 0))
+    for reason in (
+        "num_heads 6",
+        "num_query_groups 6 is neither",
+        "ffn_hidden_size 6",
+        "tp=4",
+        "seq_length 8 is not a multiple of 2 x cp=8",
+        "num_layers 4",
+        "pp=5",
+        "Change either",
+    ):
+        assert reason in str(caught.value)
+
+
+def test_a_sequence_longer_than_the_model_is_made_for_raises_an_error() -> None:
+    with pytest.raises(DeclarationError, match=r"9 tokens, but .*seq_length is 8. Cut them, or"):
+        GPT(CONFIG, ONE)(torch.zeros(1, 9, dtype=torch.int64))
+
+
+def test_the_length_of_a_sequence_counts_the_tokens_of_all_ranks_of_cp() -> None:
+    model = GPT(CONFIG, ParallelGroups.offline(ParallelLayout(cp=2), 0))
+    with pytest.raises(
+        DeclarationError, match=r"16 tokens \(8 on each of 2 ranks of cp\).* its context_share"
+    ):
+        model(torch.zeros(1, 8, dtype=torch.int64))
+
+
+def test_a_rank_of_cp_receives_activations_of_its_own_tokens() -> None:
+    groups = ParallelGroups.offline(ParallelLayout(cp=2, tp=2, pp=2), 5)
+    tokens = torch.zeros(3, 4, dtype=torch.int64)
+    assert GPT(CONFIG, groups).activation_buffer(tokens).shape == (4, 3, 16)
+    assert GPT(CONFIG, groups, sequence_parallel=True).activation_buffer(tokens).shape == (2, 3, 16)
+
+
+def test_dropout_without_streams_raises_an_error() -> None:
+    with pytest.raises(DeclarationError, match=r"dropout of 0\.1.*rng"):
+        GPT(replace(CONFIG, dropout=0.1), ONE)

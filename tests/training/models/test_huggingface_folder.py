@@ -1,0 +1,253 @@
+"""Hugging Face folders are read as checkpoints: bit for bit, and only what is asked for."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import megackpt
+from megackpt import ShardedTensor
+from megackpt.cli import main
+from megackpt.comm import Group
+from megackpt.errors import DeclarationError, NotACheckpointError
+from megackpt.formats.file_names import HUGGINGFACE
+from megackpt.formats.registry import detect, not_imported, save_strategy
+from megackpt.formats.safetensors_header import read_header
+from megackpt.storage import LocalStore, MemoryStore, ObjectStore
+from megackpt.testing.identical import difference
+from megackpt.testing.world import SimulatedWorld
+from tests.support.s3_server import BUCKET, S3Server, options_for
+
+INDEX = "model.safetensors.index.json"
+
+
+class CountingStore(LocalStore):
+    """Records the byte range of every read."""
+
+    def __init__(self, directory: Path) -> None:
+        super().__init__(directory)
+        self.reads: list[tuple[str, int, int]] = []  # `read_into` calls `stream_into`
+
+    def borrow(self, name: str, offset_bytes: int, nbytes: int) -> Any:
+        self.reads.append((name, offset_bytes, nbytes))
+        return super().borrow(name, offset_bytes, nbytes)
+
+    def stream_into(self, name: str, offset_bytes: int, out: memoryview) -> Any:
+        self.reads.append((name, offset_bytes, out.nbytes))
+        return super().stream_into(name, offset_bytes, out)
+
+
+def tensors() -> dict[str, torch.Tensor]:
+    """Return tensors of several dtypes and shapes, sorted by name."""
+    generator = torch.Generator().manual_seed(1)
+    return {
+        "bytes": torch.arange(7, dtype=torch.uint8),
+        "embed.weight": torch.randn(16, 6, generator=generator),
+        "empty": torch.zeros(0, 4),
+        "flags": torch.rand(3, 5, generator=generator) < 0.5,
+        "norm.weight": torch.randn(6, generator=generator).to(torch.bfloat16),
+        "scale": torch.tensor(0.5),
+    }
+
+
+def two_files(directory: Path) -> Path:
+    """Write `tensors` as a folder of two files with an index."""
+    directory.mkdir(parents=True, exist_ok=True)
+    values = tensors()
+    first = {key: values.pop(key) for key in ("embed.weight", "flags")}
+    weight_map: dict[str, str] = {}
+    for number, content in ((1, first), (2, values)):
+        name = f"model-0000{number}-of-00002.safetensors"
+        save_file(content, directory / name)
+        weight_map |= dict.fromkeys(content, name)
+    document = {"metadata": {"total_size": 1}, "weight_map": weight_map}  # total_size is ignored
+    (directory / INDEX).write_text(json.dumps(document))
+    return directory
+
+
+@pytest.mark.parametrize("shard_size", ["50KB", "10GB"])
+def test_a_folder_of_transformers_is_read_bit_for_bit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shard_size: str
+) -> None:
+    monkeypatch.setenv("TRANSFORMERS_VERBOSITY", "error")
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        vocab_size=101, hidden_size=32, intermediate_size=64, num_hidden_layers=3, num_attention_heads=4
+    )
+    torch.manual_seed(0)
+    transformers.LlamaForCausalLM(config).save_pretrained(tmp_path, max_shard_size=shard_size)
+    assert (tmp_path / INDEX).exists() == (shard_size == "50KB")
+    expected: dict[str, torch.Tensor] = {}
+    for file in tmp_path.glob("*.safetensors"):
+        expected |= load_file(file)
+    assert difference(megackpt.load_plain_tensors(tmp_path), dict(sorted(expected.items()))) is None
+    content = megackpt.load_content_metadata(tmp_path)
+    assert content is not None
+    assert content["huggingface_config"] == json.loads((tmp_path / "config.json").read_text())
+    assert content["huggingface_config"]["model_type"] == "llama"
+    assert "huggingface_generation_config" in content
+    summary = megackpt.inspect(tmp_path)
+    assert (summary.backend, summary.version) == ("huggingface", 1)
+    report = megackpt.verify(tmp_path, deep=True)
+    assert not report.damages
+    assert report.arrays == len(expected)
+    assert report.unchecked_nbytes == report.nbytes  # the format has no digests
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "adapter_model.safetensors"])
+def test_a_single_file_is_read_with_and_without_a_config(tmp_path: Path, name: str) -> None:
+    save_file(tensors(), tmp_path / name, metadata={"format": "pt"})
+    assert difference(megackpt.load_plain_tensors(tmp_path), tensors()) is None
+    chunks = {array.key: array.chunks for array in megackpt.inspect(tmp_path).arrays}
+    assert chunks == {key: int(key != "empty") for key in tensors()}
+    assert megackpt.load_content_metadata(tmp_path) == {}
+    (tmp_path / "config.json").write_text('{"a": [1, Infinity]}')  # as transformers writes it for Mamba
+    assert megackpt.load_content_metadata(tmp_path) == {"huggingface_config": {"a": [1, float("inf")]}}
+
+
+def test_model_safetensors_counts_before_an_index_as_in_transformers(tmp_path: Path) -> None:
+    two_files(tmp_path)
+    save_file({"only": torch.ones(2)}, tmp_path / "model.safetensors")
+    assert set(megackpt.load_plain_tensors(tmp_path)) == {"only"}
+
+
+def test_a_folder_converts_to_a_checkpoint_that_is_equal(tmp_path: Path) -> None:
+    folder = two_files(tmp_path / "hf")
+    (folder / "config.json").write_text('{"model_type": "gpt2"}')
+    assert main(["convert", str(folder), str(tmp_path / "new"), "--to", "megackpt"]) == 0
+    assert difference(megackpt.load_plain_tensors(tmp_path / "new"), tensors()) is None
+    content = {"huggingface_config": {"model_type": "gpt2"}}
+    assert megackpt.load_content_metadata(tmp_path / "new") == content
+    assert main(["diff", str(folder), str(tmp_path / "new")]) == 0
+    assert main(["verify", "--deep", str(tmp_path / "new")]) == 0
+
+
+def test_commands_show_and_check_a_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = str(two_files(tmp_path))
+    (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
+    assert main(["inspect", folder]) == 0
+    shown = capsys.readouterr().out
+    assert "embed.weight" in shown
+    assert "huggingface_config.model_type" in shown
+    assert main(["verify", folder]) == 0
+    capsys.readouterr()
+    assert main(["ls", folder]) == 3
+    assert "is a single checkpoint and has no steps" in capsys.readouterr().err
+    (tmp_path / "config.json").write_text("{")
+    capsys.readouterr()
+    assert main(["verify", folder]) == 1
+    assert "config.json" in capsys.readouterr().out
+
+
+def test_nothing_but_headers_is_read_when_a_folder_is_opened(tmp_path: Path) -> None:
+    store = CountingStore(two_files(tmp_path))
+    megackpt.inspect(store)
+    sizes = {name: (tmp_path / name).read_bytes()[:8] for name in store.names() if "-of-" in name}
+    expected = [(name, 0, 8) for name in sizes]
+    expected += [(name, 8, int.from_bytes(length, "little")) for name, length in sizes.items()]
+    assert sorted(store.reads) == sorted(expected)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_of_two_reads_the_header_and_its_rows_only(tmp_path: Path, rank: int) -> None:
+    values = {"w": torch.randn(512, 64), "bias": torch.randn(1024)}
+    save_file(values, tmp_path / "model.safetensors")
+    store = CountingStore(tmp_path)
+    data = torch.zeros(256, 64)
+    megackpt.load({"w": ShardedTensor.from_rank_offsets("w", data, (0, rank, 2))}, store)
+    assert torch.equal(data, values["w"][256 * rank : 256 * (rank + 1)])
+    header = read_header(LocalStore(tmp_path), "model.safetensors").data_start
+    assert sum(nbytes for _, _, nbytes in store.reads) == header + data.nbytes
+
+
+def test_columns_of_a_tensor_are_read(tmp_path: Path) -> None:
+    data = torch.zeros(16, 3)
+    sharded = {"w": ShardedTensor.from_rank_offsets("embed.weight", data, (1, 1, 2))}
+    megackpt.load(sharded, two_files(tmp_path))
+    assert torch.equal(data, tensors()["embed.weight"][:, 3:])
+
+
+def test_ranks_load_their_parts_together(tmp_path: Path) -> None:
+    folder = two_files(tmp_path)
+
+    def load(group: Group) -> torch.Tensor:
+        data = torch.zeros(4, 6)
+        wanted = ShardedTensor.from_rank_offsets("embed.weight", data, (0, group.rank, 4))
+        scale = ShardedTensor.from_rank_offsets("scale", torch.zeros(()))
+        loaded = megackpt.load({"w": wanted, "scale": scale}, folder, group=group)
+        assert loaded["scale"] == 0.5
+        return loaded["w"]
+
+    loaded = SimulatedWorld(4).run(load)
+    assert torch.equal(torch.cat(loaded), tensors()["embed.weight"])
+
+
+def test_a_folder_in_an_object_store_is_read(tmp_path: Path, s3_server: S3Server) -> None:
+    store = ObjectStore(f"s3://{BUCKET}/huggingface-folder", options=options_for(s3_server.port))
+    for path in two_files(tmp_path).iterdir():
+        store.write(path.name, path.read_bytes())
+    assert difference(megackpt.load_plain_tensors(store), tensors()) is None
+    store.close()
+
+
+def test_a_folder_of_links_as_in_the_cache_of_hugging_face_is_an_error_with_advice(tmp_path: Path) -> None:
+    folder = two_files(tmp_path / "blobs")
+    (tmp_path / "snapshot").mkdir()
+    for path in folder.iterdir():
+        (tmp_path / "snapshot" / path.name).symlink_to(f"../blobs/{path.name}")
+    with pytest.raises(NotACheckpointError, match=r"symbolic links.*hf download REPO --local-dir"):
+        megackpt.load_plain_tensors(tmp_path / "snapshot")
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        ["config.json", "tokenizer.json"],
+        ["model-00001-of-00002.safetensors"],  # shards whose index is not there yet
+        ["model-00001-of-00001.safetensors"],
+        ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"],
+        ["a.safetensors", "b.safetensors"],
+        ["below/model.safetensors"],
+        # What saves of ours leave that did not finish.
+        ["index-8c6f0e1d2b3a4958.safetensors"],
+        ["common-8c6f0e1d2b3a4958.safetensors"],
+        ["megackpt-8c6f0e1d2b3a4958.safetensors"],
+        ["a.safetensors", "data/8c6f0e1d2b3a4958-00000.safetensors"],
+        ["a.safetensors", "__0_0_8c6f0e1d2b3a4958.distcp"],
+        ["a.safetensors", "zarr-8c6f0e1d2b3a4958/w/zarr.json"],
+    ],
+)
+def test_other_directories_are_no_folders(names: list[str]) -> None:
+    store = MemoryStore()
+    for name in names:
+        store.write(name, b"")
+    assert detect(store) is None
+    with pytest.raises(NotACheckpointError):
+        megackpt.load_plain_tensors(store)
+
+
+@pytest.mark.parametrize("prefix", ["index", "common", "megackpt"])
+def test_the_format_is_not_imported_for_what_our_saves_leave(prefix: str) -> None:
+    assert not HUGGINGFACE.is_foreign(f"{prefix}-8c6f0e1d2b3a4958.safetensors")
+    assert not HUGGINGFACE.is_foreign(f"{prefix}-8c6f0e1d2b3a4958-00001.safetensors")
+    assert not HUGGINGFACE.is_foreign("data/8c6f0e1d2b3a4958-00000.safetensors")
+    assert HUGGINGFACE.is_foreign(f"{prefix}-of-a-model.safetensors")
+
+
+def test_a_checkpoint_of_ours_in_a_folder_comes_first(tmp_path: Path) -> None:
+    two_files(tmp_path)
+    megackpt.save({"w": ShardedTensor.from_rank_offsets("w", torch.ones(3))}, tmp_path)
+    assert set(megackpt.load_plain_tensors(tmp_path)) == {"w"}
+
+
+def test_the_format_is_only_read() -> None:
+    with pytest.raises(DeclarationError, match=r"No strategy saves format 'huggingface' \(it is only read\)"):
+        save_strategy("huggingface")
+    assert not_imported("huggingface") is None
+    with pytest.raises(DeclarationError, match="it is only read"):
+        megackpt.CheckpointConfig(dist_ckpt_format="huggingface")

@@ -1,0 +1,248 @@
+"""`export_huggingface` with adapters merged into the weights: what a model with merged adapters gives.
+
+Tolerance: both sums have the same float32 terms, at most 8 products and the weight, perhaps in another order;
+DoRA divides by lengths, whose relative errors are of the same size.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import megackpt
+from megackpt import CheckpointError, DeclarationError, MapError, StorageError
+from megackpt.cli import main
+from megackpt.parallel import (
+    LoRAConfig,
+    ParallelGroups,
+    ParallelLayout,
+    adapter_metadata,
+    adapter_state,
+    add_adapters,
+    base_state,
+    merge_adapter,
+    reset_magnitudes,
+)
+from megackpt.storage import LocalStore
+from megackpt.testing.faulty_store import FaultyStore
+from models import build_gpt, init_weights
+from models.huggingface import gpt_config
+from tests.support.effort import sampled
+from tests.support.gradients import assert_close
+from tests.support.huggingface_checkpoints import declared, flat_ranges, folder_tensors, loaded_arrays
+from tests.support.lora_world import randomise
+
+RELATIVE = 6e-7
+CONFIG = {
+    "model_type": "qwen2_moe",
+    "vocab_size": 32,
+    "hidden_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 24,
+    "num_experts": 3,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 8,
+    "shared_expert_intermediate_size": 12,
+}
+ADAPTERS = {
+    "experts": LoRAConfig(rank=4, targets=("linear_fc1", "linear_fc2"), alpha=2, rank_stabilised=True),
+    "attention": LoRAConfig(rank=8, targets=("linear_qkv.v", "linear_proj"), alpha=16, dora=True),
+    "queries": LoRAConfig(rank=2, targets=("linear_qkv",), dora=True),
+}
+
+
+def _model(names: Sequence[str], config: dict[str, Any], dtype: torch.dtype = torch.float32) -> Any:
+    """Return a model with adapters, all of random values."""
+    groups = ParallelGroups.create(ParallelLayout())
+    model = build_gpt(replace(gpt_config(config), params_dtype=dtype), groups)
+    init_weights(model, seed=1)
+    for name in names:
+        add_adapters(model, ADAPTERS[name], groups, name=name, seed=2)
+        reset_magnitudes(model, name)
+    randomise(adapter_state(model.sharded_state_dict()))
+    return model
+
+
+def _saved(directory: Path, names: Sequence[str] = tuple(ADAPTERS), **options: Any) -> Path:
+    """Save a model with its adapters."""
+    model = _model(names, CONFIG, **options)
+    megackpt.save(model.sharded_state_dict(), directory / "all", content_metadata=adapter_metadata(model))
+    return directory / "all"
+
+
+def _merged(directory: Path, names: Sequence[str], **options: Any) -> dict[str, torch.Tensor]:
+    """Return the tensors of the folder of a model into which these adapters were merged."""
+    model = _model(tuple(ADAPTERS), CONFIG, **options)
+    for name in names:
+        merge_adapter(model, name)
+    megackpt.save(base_state(model.sharded_state_dict()), directory / "merged")
+    megackpt.export_huggingface(directory / "merged", directory / "expected", config=CONFIG)
+    return folder_tensors(directory / "expected")
+
+
+def _assert_close(
+    actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], relative: float
+) -> None:
+    assert actual.keys() == expected.keys()
+    for key, tensor in expected.items():
+        assert_close(actual[key].float(), tensor.float(), key, relative=relative)
+
+
+@sampled(6)
+@pytest.mark.parametrize(
+    ("names", "buffer_bytes"),
+    [
+        (["attention"], 50),  # rows are cut
+        (["experts", "queries", "attention"], 200),
+        (["experts"], 10**6),  # many weights are in one window
+    ],
+    ids=["one", "all", "experts"],
+)
+def test_adapters_are_merged_by_name_as_in_a_model(
+    names: list[str], buffer_bytes: int, tmp_path: Path
+) -> None:
+    report = megackpt.export_huggingface(
+        _saved(tmp_path), tmp_path / "folder", config=CONFIG, merge_adapters=names, buffer_bytes=buffer_bytes
+    )
+    assert report.merged_adapters == tuple(names)
+    _assert_close(folder_tensors(tmp_path / "folder"), _merged(tmp_path, names), RELATIVE)
+
+
+def test_sums_of_bfloat16_weights_are_rounded_once(tmp_path: Path) -> None:
+    saved = _saved(tmp_path, dtype=torch.bfloat16)
+    for dtype in ("float32", "bfloat16"):
+        megackpt.export_huggingface(
+            saved,
+            tmp_path / dtype,
+            config=CONFIG,
+            dtype=dtype,
+            merge_adapters=["experts"],
+            buffer_bytes=10**6,
+        )
+    exact, rounded = folder_tensors(tmp_path / "float32"), folder_tensors(tmp_path / "bfloat16")
+    for key, tensor in exact.items():
+        difference = (rounded[key].float() - tensor).abs()
+        # Half of the distance of two neighbours, and what another order of float32 sums may add.
+        assert (difference <= tensor.abs() * 2**-8 * (1 + 2**-12)).all(), key
+    assert any(not torch.equal(rounded[key].float(), tensor) for key, tensor in exact.items())
+
+
+def test_masters_of_weights_and_of_adapters_are_taken(tmp_path: Path) -> None:
+    arrays = loaded_arrays(_saved(tmp_path))
+    rounded = {key: array.bfloat16() for key, array in arrays.items()}
+    state = {"model": declared(rounded, 0, 1), "optimizer": flat_ranges(arrays, 0, 1)}
+    content = megackpt.load_content_metadata(tmp_path / "all")
+    megackpt.save(state, tmp_path / "low", content_metadata=content)
+    options: dict[str, Any] = {"config": CONFIG, "merge_adapters": ["attention", "experts"]}
+    megackpt.export_huggingface(
+        tmp_path / "low", tmp_path / "folder", weights="masters", **options, dtype="float32"
+    )
+    _assert_close(folder_tensors(tmp_path / "folder"), _merged(tmp_path, options["merge_adapters"]), RELATIVE)
+
+
+def test_layers_of_adapters_may_be_stored_otherwise_than_those_of_weights(tmp_path: Path) -> None:
+    saved = _saved(tmp_path)
+    content = megackpt.load_content_metadata(saved)
+    arrays = {key: array for key, array in loaded_arrays(saved).items() if ".adapter." in key}
+    apart = {
+        key.replace(".layers.", f".layers.{layer}."): array[layer].clone()
+        for key, array in arrays.items()
+        for layer in range(CONFIG["num_hidden_layers"])
+    }
+    megackpt.save(declared(apart, 0, 1), tmp_path / "apart", content_metadata=content)
+    names = ["queries", "experts"]
+    report = megackpt.export_huggingface(
+        saved, tmp_path / "folder", config=CONFIG, merge_adapters=names, adapters_from=tmp_path / "apart"
+    )
+    assert report.merged_adapters == ("queries", "experts")
+    _assert_close(folder_tensors(tmp_path / "folder"), _merged(tmp_path, names), RELATIVE)
+
+
+def test_files_of_an_interrupted_export_stay_only_if_the_adapters_are_the_same(tmp_path: Path) -> None:
+    saved = _saved(tmp_path)
+    fault = FaultyStore(
+        LocalStore(tmp_path / "folder"), fail_at=lambda o: o.kind == "open_writer" and "model-00002" in o.name
+    )
+    options: dict[str, Any] = {"config": CONFIG, "max_file_bytes": 5000, "workers": 1}
+    for names, kept in ((["queries"], 1), (["queries", "experts"], 0)):
+        with pytest.raises(StorageError, match="No space left"):
+            megackpt.export_huggingface(saved, fault, merge_adapters=["queries"], **options)
+        report = megackpt.export_huggingface(
+            saved, tmp_path / "folder", merge_adapters=names, overwrite=True, **options
+        )
+        assert report.kept_files == kept
+        for file in (tmp_path / "folder").iterdir():
+            file.unlink()
+
+
+def test_the_command_merges(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    saved, config = _saved(tmp_path), tmp_path / "config.json"
+    config.write_text(json.dumps(CONFIG))
+    export = ["convert", str(saved), str(tmp_path / "folder"), "--to", "huggingface", "--config", str(config)]
+    merge = ["--merge-adapter", "experts", "--merge-adapter", "attention", "--adapters-from", str(saved)]
+    assert main([*export, *merge]) == 0
+    assert ", by the map qwen2_moe, with experts, attention merged; read again" in capsys.readouterr().out
+    _assert_close(folder_tensors(tmp_path / "folder"), _merged(tmp_path, ["experts", "attention"]), RELATIVE)
+
+
+@sampled(6)
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({}, MapError, r"has adapters, as 'decoder.*merge_adapters="),
+        ({"merge_adapters": ["german"]}, DeclarationError, "no adapter 'german'; it has experts, attention"),
+        ({"merge_adapters": "experts"}, DeclarationError, r"'experts'. Give a sequence of names"),
+        ({"merge_adapters": ["experts"] * 2}, DeclarationError, "Name each adapter once"),
+        ({"adapters_from": "elsewhere"}, DeclarationError, "no adapter. Name some with merge_adapters"),
+    ],
+)  # fmt: skip
+def test_names_that_do_not_fit_are_an_error(
+    options: dict[str, Any], error: type[CheckpointError], message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(error, match=message):
+        megackpt.export_huggingface(_saved(tmp_path), tmp_path / "folder", config=CONFIG, **options)
+    assert not (tmp_path / "folder").exists()
+
+
+@sampled(6)
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda arrays: _without(arrays, "linear_in.weight"), "not 'decoder.*linear_in.weight'. Save all"),
+        (lambda arrays: _without(arrays, "magnitude"), "not 'decoder.*magnitude.*'. Save all of the adapter"),
+        (lambda arrays: {}, "no arrays of the adapter 'attention'"),
+        (
+            lambda arrays: {k: a[:1] for k, a in arrays.items()},
+            "changes 1 of the 2 layers of .*. Give the checkpoint",
+        ),
+        (lambda arrays: {k: a[..., :3] for k, a in arrays.items()}, r"do not fit the weight .*\(16, 16\)"),
+        (lambda arrays: {k.replace("proj", "j"): a for k, a in arrays.items()}, "that is not there"),
+    ],
+    ids=range(6),
+)
+def test_adapters_that_do_not_fit_are_an_error(change: Any, message: str, tmp_path: Path) -> None:
+    saved = _saved(tmp_path)
+    own = {key: array for key, array in loaded_arrays(saved).items() if ".adapter.attention." in key}
+    content = megackpt.load_content_metadata(saved)
+    megackpt.save(declared(change(own), 0, 1), tmp_path / "changed", content_metadata=content)
+    with pytest.raises(MapError, match=message):
+        megackpt.export_huggingface(
+            saved,
+            tmp_path / "folder",
+            config=CONFIG,
+            merge_adapters=["attention"],
+            adapters_from=tmp_path / "changed",
+        )
+    assert not (tmp_path / "folder").exists()
+
+
+def _without(arrays: dict[str, torch.Tensor], end: str) -> dict[str, torch.Tensor]:
+    return {key: array for key, array in arrays.items() if end not in key}

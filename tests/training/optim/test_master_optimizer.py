@@ -1,0 +1,292 @@
+"""Training on one rank: both optimizers against plain torch, bit for bit."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import Parameter
+from torch.optim import Optimizer
+
+from megackpt.errors import DeclarationError, OptimizerError
+from megackpt.mapping import ShardedTensor
+from megackpt.optim import DistributedOptimizer, MixedPrecisionOptimizer
+from megackpt.parallel.groups import ParallelGroups
+from megackpt.parallel.layout import ParallelLayout
+from tests.support.optim_training import (
+    KINDS,
+    OPTIMIZERS,
+    SINGLE_PROCESS,
+    Kind,
+    Lamb,
+    Named,
+    RowMoments,
+    assert_same_weights,
+    backward,
+    declare,
+    make_model,
+    train,
+)
+from tests.support.optim_world import gather, loaded
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_training_equals_plain_torch_bit_for_bit(kind: Kind, name: str) -> None:
+    model, reference = make_model(), make_model()
+    optimizer = kind(model.parameters(), OPTIMIZERS[name], SINGLE_PROCESS)
+    train(model, optimizer, range(4))
+    train(reference, OPTIMIZERS[name](reference.parameters()), range(4))
+    assert_same_weights(model, reference)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_parameter_without_gradient_is_left_alone_and_starts_later_as_new(kind: Kind) -> None:
+    model, reference = make_model(), make_model()
+    factory = OPTIMIZERS["sgd_dampening"]  # whose first step differs from later ones
+    optimizer, plain = kind(model.parameters(), factory, SINGLE_PROCESS), factory(reference.parameters())
+    for step in range(4):
+        for m in (model, reference):
+            first = m[0].requires_grad_(step >= 2)
+            backward(m, step)
+            assert all((p.grad is None) or m is reference for p in first.parameters())
+        optimizer.step()
+        optimizer.zero_grad()
+        plain.step()
+        plain.zero_grad()
+        assert_same_weights(model, reference)
+    state = gather([optimizer.sharded_state_dict(declare(model))])
+    assert state["optimizer.state.step.0.weight"] == 2
+    assert state["optimizer.state.step.2.weight"] == 4
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_frozen_parameter_has_no_state_and_does_not_move(kind: Kind) -> None:
+    model = make_model()
+    model[2].requires_grad_(False)
+    before = model[2].weight.clone()
+    optimizer = kind(model.parameters(), OPTIMIZERS["adamw"], SINGLE_PROCESS)
+    train(model, optimizer, range(2))
+    assert torch.equal(model[2].weight, before)
+    keys = gather([optimizer.sharded_state_dict(declare(model))])
+    assert not [key for key in keys if "2.weight" in key]
+    assert "optimizer.state.step.0.weight" in keys
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_bf16_weights_are_the_rounded_masters_of_an_fp32_run_on_the_same_gradients(kind: Kind) -> None:
+    model = make_model(torch.bfloat16)
+    masters = [p.detach().float() for p in model.parameters()]
+    reference = OPTIMIZERS["adamw"](masters)
+    optimizer = kind(model.parameters(), OPTIMIZERS["adamw"], SINGLE_PROCESS)
+    for step in range(5):
+        for micro in range(2):  # two micro-batches: their bf16 gradients are added in fp32
+            twin = make_model(torch.bfloat16)
+            twin.load_state_dict(model.state_dict())
+            backward(twin, 10 * step + micro)
+            backward(model, 10 * step + micro)
+            for master, p in zip(masters, twin.parameters(), strict=True):
+                assert p.grad is not None
+                master.grad = p.grad.float() if micro == 0 else master.grad + p.grad.float()
+        optimizer.step()
+        optimizer.zero_grad()
+        reference.step()
+        for master, p in zip(masters, model.parameters(), strict=True):
+            assert torch.equal(master.bfloat16(), p)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("max_norm", [0.5, 1e6])
+def test_clipping_equals_that_of_torch(kind: Kind, max_norm: float) -> None:
+    model, reference = make_model(), make_model()
+    optimizer = kind(model.parameters(), OPTIMIZERS["sgd"], SINGLE_PROCESS, clip_grad=max_norm)
+    plain = OPTIMIZERS["sgd"](reference.parameters())
+    for step in range(3):
+        backward(model, step)
+        norm = optimizer.step()
+        optimizer.zero_grad()
+        backward(reference, step)
+        expected = nn.utils.clip_grad_norm_(reference.parameters(), max_norm)
+        plain.step()
+        plain.zero_grad()
+        # torch sums the squares in fp32; ours are in fp64.
+        torch.testing.assert_close(norm.float(), expected, rtol=1e-6, atol=0)
+        for p, q in zip(model.parameters(), reference.parameters(), strict=True):
+            torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-7)
+
+
+def test_a_learning_rate_scheduler_drives_the_inner_optimizer() -> None:
+    model, reference = make_model(), make_model()
+    optimizer = DistributedOptimizer(model.parameters(), OPTIMIZERS["sgd"], SINGLE_PROCESS)
+    plain = OPTIMIZERS["sgd"](reference.parameters())
+    schedules = [torch.optim.lr_scheduler.StepLR(o, 1, gamma=0.5) for o in (optimizer.inner, plain)]
+    for step in range(3):
+        for m, o, schedule in zip((model, reference), (optimizer, plain), schedules, strict=True):
+            train(m, o, range(step, step + 1))
+            schedule.step()
+    assert_same_weights(model, reference)
+    assert optimizer.param_groups[0]["lr"] == 0.1 * 0.5**3
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("factory", "match"),
+    [
+        (lambda g: torch.optim.LBFGS(g[0]["params"]), r"LBFGS cannot be used here.*closure"),
+        (lambda g: torch.optim.SparseAdam(g), r"SparseAdam cannot be used here.*dense gradients"),
+        (Named, r"Named keeps a state 'kind' of type str.*Use an optimizer without"),
+    ],
+)
+def test_an_optimizer_whose_state_cannot_be_declared_is_rejected(
+    kind: Kind, factory: Callable[[Any], Optimizer], match: str
+) -> None:
+    with pytest.raises(OptimizerError, match=match):
+        kind(make_model().parameters(), factory, SINGLE_PROCESS)
+
+
+def test_state_of_another_shape_is_rejected_for_shards() -> None:
+    match = "RowMoments keeps state that is neither.*'row'.*Use MixedPrecisionOptimizer"
+    with pytest.raises(OptimizerError, match=match):
+        DistributedOptimizer(make_model().parameters(), RowMoments, SINGLE_PROCESS)
+
+
+@pytest.mark.parametrize("factory", [Lamb, lambda g: torch.optim.Adafactor(g, lr=0.1)])
+def test_an_optimizer_that_is_not_elementwise_is_rejected_for_shards(
+    factory: Callable[[Any], Optimizer],
+) -> None:
+    with pytest.raises(
+        OptimizerError, match=r"(Lamb|Adafactor) is not elementwise.*Use MixedPrecisionOptimizer"
+    ):
+        DistributedOptimizer(make_model().parameters(), factory, SINGLE_PROCESS)
+
+
+def test_an_optimizer_that_is_not_elementwise_trains_on_whole_masters() -> None:
+    model, reference = make_model(), make_model()
+    optimizer = MixedPrecisionOptimizer(model.parameters(), Lamb, SINGLE_PROCESS)
+    train(model, optimizer, range(2))
+    train(reference, Lamb(reference.parameters()), range(2))
+    assert_same_weights(model, reference)
+
+
+def test_gradients_may_not_be_added_to_reduced_ones() -> None:
+    model = make_model()
+    optimizer = DistributedOptimizer(model.parameters(), OPTIMIZERS["sgd"], SINGLE_PROCESS)
+    backward(model, 0)
+    optimizer.step()
+    with pytest.raises(OptimizerError, match=r"step\(\) was called again.*Call optimizer.zero_grad\(\)"):
+        optimizer.step()
+    with pytest.raises(OptimizerError, match=r"a backward pass was run after optimizer.step\(\)"):
+        backward(model, 1)
+
+
+def test_gradients_set_by_hand_or_added_by_a_kernel_are_taken_in() -> None:
+    w, v = Parameter(torch.zeros(3)), Parameter(torch.zeros(2))
+    optimizer = DistributedOptimizer([w, v], lambda g: torch.optim.SGD(g, lr=1.0), SINGLE_PROCESS)
+    w.grad = torch.ones(3)
+    v.main_grad.add_(2.0)  # type: ignore[attr-defined]
+    v.grad_added_to_main_grad = True  # type: ignore[attr-defined]
+    optimizer.step()
+    assert w.tolist() == [-1.0] * 3
+    assert v.tolist() == [-2.0] * 2
+
+
+def test_parameters_and_gradients_live_in_the_buffers() -> None:
+    model = make_model(torch.bfloat16)
+    optimizer = DistributedOptimizer(model.parameters(), OPTIMIZERS["sgd"], SINGLE_PROCESS)
+    (buffer,) = optimizer.buffers
+    backward(model, 0)
+    for p in model.parameters():
+        assert p.grad is None
+        assert p.untyped_storage().data_ptr() == buffer.data.untyped_storage().data_ptr()
+        assert p.main_grad.dtype == torch.float32
+        assert p.main_grad.shape == p.shape
+        assert p.main_grad.untyped_storage().data_ptr() == buffer.grad.untyped_storage().data_ptr()
+
+
+def test_a_new_optimizer_takes_over_the_gradients_of_its_parameters() -> None:
+    model, reference = make_model(), make_model()
+    DistributedOptimizer(model.parameters(), OPTIMIZERS["sgd"], SINGLE_PROCESS)
+    train(model, DistributedOptimizer(model.parameters(), OPTIMIZERS["sgd"], SINGLE_PROCESS), range(2))
+    train(reference, OPTIMIZERS["sgd"](reference.parameters()), range(2))
+    assert_same_weights(model, reference)
+
+
+def test_a_model_under_an_optimizer_can_be_pickled_and_copied() -> None:
+    model = make_model()
+    DistributedOptimizer(model.parameters(), OPTIMIZERS["sgd"], SINGLE_PROCESS)
+    for twin in (pickle.loads(pickle.dumps(model)), copy.deepcopy(model)):
+        assert_same_weights(model, twin)
+        train(twin, DistributedOptimizer(twin.parameters(), OPTIMIZERS["sgd"], SINGLE_PROCESS), range(1))
+
+
+def test_parameters_of_several_dtypes_train_together() -> None:
+    half, single, double = (
+        Parameter(torch.ones(3, dtype=d)) for d in (torch.bfloat16, torch.float32, torch.float64)
+    )
+    optimizer = DistributedOptimizer(
+        [half, single, double], lambda g: torch.optim.SGD(g, lr=0.5), SINGLE_PROCESS
+    )
+    assert [p.main_grad.dtype for p in (half, single, double)] == [
+        torch.float32,
+        torch.float32,
+        torch.float64,
+    ]  # type: ignore[attr-defined]
+    (half.sum() + single.sum() + double.sum()).backward()
+    norm = optimizer.step()
+    assert norm.item() == pytest.approx(3.0)
+    assert [p.tolist() for p in (half, single, double)] == [[0.5] * 3] * 3
+
+
+def test_a_rank_that_owns_nothing_and_a_group_without_parameters_are_fine() -> None:
+    groups = ParallelGroups.offline(ParallelLayout(dp=8), 7)
+    w = Parameter(torch.ones(3))
+    param_groups = [{"params": [w], "name": "all"}, {"params": [], "name": "none"}]
+    optimizer = DistributedOptimizer(param_groups, OPTIMIZERS["adamw"], groups)
+    state = optimizer.sharded_state_dict({"w": ShardedTensor.from_rank_offsets("w", w)})
+    assert state["state"] == {}
+    assert list(state["param_groups"]) == ["all", "none"]
+    optimizer.load_sharded_state_dict(loaded(state))
+
+
+W = Parameter(torch.zeros(2))
+
+
+@pytest.mark.parametrize(
+    ("params", "match"),
+    [
+        ([], r"got no parameters. Pass model.parameters\(\)"),
+        ([W, W], r"The parameter of shape \(2,\) in group '0' occurs twice. List each"),
+        ([{"params": [W]}, W], r"parameters and groups in one list. Give either"),
+        ([{"lr": 1.0}], r"group 0 has no 'params'. Put"),
+        ([torch.zeros(2)], r"group 0 has a Tensor.*Pass model.parameters\(\)"),
+        ([{"params": [W], "name": "a"}, {"params": [], "name": "a"}], r"name 'a' occurs twice. Give each"),
+        ([{"params": [W], "name": 3}], r"group 0 has the name 3. Give a non-empty string"),
+    ],
+)
+def test_parameters_that_make_no_sense_are_rejected(params: Any, match: str) -> None:
+    with pytest.raises(DeclarationError, match=match):
+        DistributedOptimizer(params, OPTIMIZERS["sgd"], SINGLE_PROCESS)
+
+
+def test_a_step_without_communication_is_rejected_where_ranks_must_communicate() -> None:
+    groups = ParallelGroups.offline(ParallelLayout(dp=2), 1)
+    optimizer = DistributedOptimizer([Parameter(torch.zeros(2))], OPTIMIZERS["sgd"], groups)
+    with pytest.raises(DeclarationError, match=r"ranks \(0, 1\).*offline.*ParallelGroups.create"):
+        optimizer.step()
+
+
+def test_grads_of_main_grad_dtype_bf16_are_cast_for_the_masters() -> None:
+    w = Parameter(torch.ones(4, dtype=torch.bfloat16))
+    optimizer = DistributedOptimizer(
+        [w], lambda g: torch.optim.SGD(g, lr=1.0), SINGLE_PROCESS, grad_dtype=torch.bfloat16
+    )
+    (w * torch.tensor(0.25, dtype=torch.bfloat16)).sum().backward()
+    main_grad: Tensor = w.main_grad  # type: ignore[attr-defined]
+    assert main_grad.dtype == torch.bfloat16
+    optimizer.step()
+    assert w.tolist() == [0.75] * 4

@@ -1,0 +1,201 @@
+"""State dicts of torch optimizers whose state has not the shape of the parameters, saved and loaded.
+
+The optimizers are those of the packages that people install, where these are installed and step on the CPU
+(see test-optim in pyproject.toml).
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import Parameter
+from torch.optim import Optimizer
+
+from megackpt import DeclarationError, MismatchError, ShardedObject, ShardedTensor, load, save
+from megackpt.mapping import ShardedStateDict
+from megackpt.optim import (
+    MixedPrecisionOptimizer,
+    get_param_id_to_sharded_param_map,
+    initialise_state,
+    optim_state_to_sharding_state,
+)
+from megackpt.optim.sharded_state import cuts_of_entity
+from megackpt.parallel.groups import ParallelGroups
+from megackpt.parallel.layout import ParallelLayout
+from tests.support.optim_world import SHAPES as MODEL_SHAPES
+from tests.support.optim_world import gather, make_model, random_arrays
+from tests.training.optim.test_own_arrays import Blocks, Factors, Norms, adafactor
+
+SHAPES = [(6, 6), (70, 90), (3, 8), (5,)]
+# Shampoo makes a factor of 8192 x 8192 for the probe of a vector that our wrapper takes.
+IN_WRAPPER = ["Adafactor of torch", "SOAP", "NovoGrad", "AdamW8bit", "Lion8bit"]
+
+
+def of_package(package: str, name: str, **options: Any) -> Callable[[Any], Optimizer]:
+    def build(params: Any) -> Optimizer:
+        module = pytest.importorskip(package)
+        optimizer: Optimizer = getattr(module, name)(params, lr=0.01, **options)
+        return optimizer
+
+    return build
+
+
+OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
+    "stand-in with factors": Factors,
+    "stand-in with norms": Norms,
+    "stand-in with blocks": Blocks,
+    "Adafactor of torch": adafactor,
+    "SOAP": of_package("pytorch_optimizer", "SOAP", precondition_frequency=2),
+    "Shampoo": of_package("pytorch_optimizer", "Shampoo"),
+    "NovoGrad": of_package("pytorch_optimizer", "NovoGrad"),
+    "AdamW8bit": of_package("bitsandbytes.optim", "AdamW8bit"),
+    "Lion8bit": of_package("bitsandbytes.optim", "Lion8bit"),
+}
+
+
+def make_params(seed: int, shapes: list[tuple[int, ...]] = SHAPES) -> list[Parameter]:
+    generator = torch.Generator().manual_seed(seed)
+    return [Parameter(torch.randn(shape, generator=generator)) for shape in shapes]
+
+
+def train(params: list[Parameter], optimizer: Any, steps: range) -> None:
+    for step in steps:
+        generator = torch.Generator().manual_seed(100 + step)
+        for param in params:
+            param.grad = torch.randn(param.shape, generator=generator)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def declare(params: list[Parameter]) -> ShardedStateDict:
+    return {f"p{i}": ShardedTensor.from_rank_offsets(f"p{i}", p) for i, p in enumerate(params)}
+
+
+def sharded_state(params: list[Parameter], optimizer: Optimizer) -> ShardedStateDict:
+    state, model = optimizer.state_dict(), declare(params)
+    optim_state_to_sharding_state(state, get_param_id_to_sharded_param_map(model, params))
+    return {"model": model, "optimizer": state}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_state_of_any_shape_goes_on_after_a_load(name: str, tmp_path: Path) -> None:
+    params, fresh = make_params(0), make_params(1)
+    optimizer, resumed = OPTIMIZERS[name](params), OPTIMIZERS[name](fresh)
+    train(params, optimizer, range(3))
+    save(sharded_state(params, optimizer), tmp_path)
+    initialise_state(resumed)
+    loaded = load(sharded_state(fresh, resumed), tmp_path)
+    resumed.load_state_dict(copy.deepcopy(loaded["optimizer"]))
+    train(params, optimizer, range(3, 6))
+    train(fresh, resumed, range(3, 6))
+    assert all(torch.equal(p, q) for p, q in zip(params, fresh, strict=True))
+
+
+@pytest.mark.parametrize("name", IN_WRAPPER)
+def test_real_packages_go_on_inside_of_our_wrapper(name: str, tmp_path: Path) -> None:
+    groups = ParallelGroups.offline(ParallelLayout(), 0)
+    params, fresh = make_params(0), make_params(1)
+    optimizer, resumed = (MixedPrecisionOptimizer(p, OPTIMIZERS[name], groups) for p in (params, fresh))
+    train(params, optimizer, range(3))
+    save({"model": declare(params), "optimizer": optimizer.sharded_state_dict(declare(params))}, tmp_path)
+    request = {"model": declare(fresh), "optimizer": resumed.sharded_state_dict(declare(fresh))}
+    resumed.load_sharded_state_dict(load(request, tmp_path)["optimizer"])
+    train(params, optimizer, range(3, 6))
+    train(fresh, resumed, range(3, 6))
+    assert all(torch.equal(p, q) for p, q in zip(params, fresh, strict=True))
+
+
+def slice_of(rank: int, size: int, value: Any) -> ShardedStateDict:
+    """Return the declared state of a square slice of one of `size` ranks of tp."""
+    param = Parameter(torch.full((6, 6), float(rank)))
+    model = {"w": ShardedTensor.from_rank_offsets("w", param, (0, rank, size), replica_id=(0, 0, 0))}
+    state = {"state": {0: {"exp_avg": torch.zeros(6, 6), "step": torch.tensor(3.0), **value}}}
+    state["param_groups"] = []
+    optim_state_to_sharding_state(state, get_param_id_to_sharded_param_map(model, [param]))
+    return state
+
+
+def test_what_is_of_a_slice_has_an_axis_over_slices() -> None:
+    factors = [[torch.full((6, 6), float(rank)), torch.ones(3)] for rank in range(2)]
+    world = [slice_of(r, 2, {"GG": factors[r], "norm": torch.tensor(r + 0.5)}) for r in range(2)]
+    arrays = gather(world)
+    assert arrays["optimizer.state.exp_avg.w"].shape == (12, 6)
+    assert arrays["optimizer.state.step.w"].shape == ()
+    assert arrays["optimizer.state.GG.0.w"].shape == (2, 6, 6)  # of the slice, though it has its shape
+    assert arrays["optimizer.state.GG.0.w"][:, 0, 0].tolist() == [0, 1]
+    assert arrays["optimizer.state.norm.w"].tolist() == [0.5, 1.5]
+
+
+def test_a_factor_of_a_square_parameter_is_known_by_those_of_the_others() -> None:
+    params = make_params(0)
+    state: Any = {
+        "state": {i: {"left": torch.zeros(p.shape[0], p.shape[0])} for i, p in enumerate(params)},
+        "param_groups": [],
+    }
+    model = {
+        f"p{i}": ShardedTensor.from_rank_offsets(f"p{i}", p, (0, 1, 2), replica_id=(0, 0, 0))
+        for i, p in enumerate(params)
+    }
+    optim_state_to_sharding_state(state, get_param_id_to_sharded_param_map(model, params))
+    shapes = [state["state"][i]["left"].global_shape for i in range(4)]
+    assert shapes == [(2, 6, 6), (2, 70, 70), (2, 3, 3), (2, 5, 5)]
+
+
+def test_numbers_are_objects_of_their_slice_and_come_back_as_numbers(tmp_path: Path) -> None:
+    state = slice_of(1, 2, {"k": 7, "beta": 0.5, "nothing": None})["state"][0]
+    number = state["k"]
+    assert isinstance(number, ShardedObject)
+    assert (number.key, number.global_shape, number.global_offset) == ("optimizer.state.k.w", (2,), (1,))
+    save(slice_of(0, 1, {"k": 7, "beta": 0.5, "nothing": None}), tmp_path)
+    loaded = load(slice_of(0, 1, {"k": 0, "beta": 0.0, "nothing": None}), tmp_path)["state"][0]
+    assert (loaded["k"], loaded["beta"], loaded["nothing"]) == (7, 0.5, None)
+    assert type(loaded["k"]) is int
+
+
+def test_another_number_of_slices_is_an_error(tmp_path: Path) -> None:
+    save(slice_of(0, 1, {"GG": [torch.zeros(3)]}), tmp_path)
+    with pytest.raises(MismatchError, match=r"optimizer\.state\.GG\.0\.w"):
+        load({"GG": slice_of(0, 2, {"GG": [torch.zeros(3)]})["state"][0]["GG"]}, tmp_path)
+
+
+def test_slices_of_different_sizes_are_an_error() -> None:
+    param = Parameter(torch.zeros(3, 2))
+    entity = ShardedTensor("w", param, torch.float32, (3, 2), (5, 2), (2, 0), replica_id=(0, 0, 0))
+    state: Any = {"state": {0: {"rows": torch.zeros(9)}}, "param_groups": []}
+    with pytest.raises(DeclarationError, match=r"'w': the optimizer state 'rows'.*different sizes"):
+        optim_state_to_sharding_state(state, {0: entity})
+
+
+def test_the_slices_of_a_fused_weight_are_those_of_its_most_cut_component() -> None:
+    """With four ranks and two key heads, two ranks have the same keys and other queries."""
+    positions = []
+    for rank in range(4):
+        groups = ParallelGroups.offline(ParallelLayout(tp=4), rank)
+        world = make_model(groups, random_arrays(MODEL_SHAPES, 0), torch.float32)
+        cuts = {p.entity.key: cuts_of_entity(p.entity) for p in world}
+        positions.append(cuts["layers.kq"])
+        assert cuts["layers.fc1"] == cuts["layers.fc2"] == [(rank, 4)]
+        assert cuts["layers.norm"] == cuts["final"] == []
+    assert positions == [[(rank, 4)] for rank in range(4)]
+
+
+def test_counters_in_groups_and_tensors_of_groups_do_not_change() -> None:
+    class Fused(Factors):
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]
+            for group in self.param_groups:
+                group["step"] = group.get("step", 0) + 1
+                group["rate"] += 1
+            super().step(closure)
+
+    rate = torch.ones(1)
+    optimizer = Fused(make_params(0))
+    optimizer.param_groups[0]["rate"] = rate
+    initialise_state(optimizer)
+    assert optimizer.param_groups[0]["step"] == 0
+    assert optimizer.param_groups[0]["rate"] is rate
+    assert float(rate) == 1
