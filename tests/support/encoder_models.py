@@ -32,12 +32,12 @@ from megackpt.parallel import (
     gather_from,
 )
 from models import GPTConfig, T5Config
-from tests.support.gradients import Box, assert_all_close, gradient_boxes, join
-from tests.support.gradients import assert_close as assert_gradient_close
-from tests.support.huggingface_checkpoints import stacked_map
+from tests.support.gpt import Box, assert_all_close, gradient_boxes, join
+from tests.support.gpt import assert_close as assert_gradient_close
 from tests.support.huggingface_experts import fill
+from tests.support.huggingface_folders import stacked_map
 from tests.support.huggingface_models import RELATIVE, assert_close
-from tests.support.mapped_arrays import assembled
+from tests.support.states import assembled
 
 Build = Callable[..., ModelChunks]
 OF_GRADIENTS = 2 * RELATIVE

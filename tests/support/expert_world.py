@@ -23,7 +23,7 @@ from megackpt.parallel import (
     sharded_state_dict,
 )
 from megackpt.parallel.collectives import gather_sequence, reduce_from, reduce_scatter_sequence
-from tests.support.optim_world import Arrays, random_arrays, scatter, tensors_of
+from tests.support.optimizers import Arrays, random_arrays, scatter, tensors_of
 
 EXPERTS, LAYERS, HIDDEN, FFN, OUT = 8, 4, 6, 8, 8
 TOKENS = 32  # of the global batch

@@ -6,9 +6,9 @@ import random
 from typing import Any
 
 from tests.support import huggingface_encoders as encoders
-from tests.support import huggingface_mamba as mamba
-from tests.support.huggingface_delta_net import delta_net_fields
+from tests.support import huggingface_recurrent as mamba
 from tests.support.huggingface_experts import WITHOUT_LATENT, deepseek_expert_fields, latent_fields
+from tests.support.huggingface_recurrent import delta_net_fields
 
 FAMILIES = (
     *encoders.FAMILIES,

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from megackpt.mapping import ShardedStateDict
-from tests.support.huggingface_delta_net import delta_net_fields
-from tests.support.optim_world import Arrays, tensors_of
+from tests.support.huggingface_recurrent import delta_net_fields
+from tests.support.optimizers import Arrays, tensors_of
 
 FAMILIES = ("mixtral", "qwen2_moe", "qwen3_moe", "qwen3_next", "gpt_oss", "deepseek_v3")
 

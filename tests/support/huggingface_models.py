@@ -27,8 +27,8 @@ from megackpt.parallel import (
 from models import GPTConfig, build_gpt
 from models.huggingface import gpt_config
 from tests.support import huggingface_experts as experts
-from tests.support.huggingface_delta_net import mixer_in_our_names
-from tests.support.optim_world import Arrays
+from tests.support.huggingface_recurrent import mixer_in_our_names
+from tests.support.optimizers import Arrays
 
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # before it is imported; it prints notes
 

@@ -17,9 +17,8 @@ from megackpt.parallel import (
     reset_magnitudes,
     stable_seed,
 )
-from tests.support.gradients import tensors_of
-from tests.support.moe_gpt_world import CONFIG as MIXED
-from tests.support.moe_gpt_world import Case, build
+from tests.support.gpt import CONFIG as MIXED
+from tests.support.gpt import Case, build, tensors_of
 
 # No layout pads this vocabulary. With tp 4, two ranks have each key head.
 CONFIG = replace(MIXED, tied_embeddings=False, vocab_size=32, num_query_groups=2)

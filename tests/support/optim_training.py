@@ -15,7 +15,7 @@ from megackpt.optim import DistributedOptimizer, MixedPrecisionOptimizer
 from megackpt.optim.master_optimizer import MasterOptimizer
 from megackpt.parallel.groups import ParallelGroups
 from megackpt.parallel.layout import ParallelLayout
-from tests.support.optim_world import gather, loaded, scatter
+from tests.support.optimizers import gather, loaded, scatter
 
 Kind = type[MasterOptimizer]
 KINDS = [DistributedOptimizer, MixedPrecisionOptimizer]

@@ -1,10 +1,22 @@
-"""Small states and comparisons that many tests need."""
+"""Small states, indexes and mapped arrays, and comparisons that many tests need."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
+import numpy as np
 import torch
+from torch import Tensor
 
 from megackpt import ShardedTensor
+from megackpt.formats import index_reader
+from megackpt.formats.index_file import write_index
+from megackpt.formats.partial_index import PartialIndex
+from megackpt.formats.strategy import Json
+from megackpt.maps import RegionMap
+from megackpt.maps.requests import in_order_of
+from megackpt.metadata import ArraySpec, ChunkTable, StoredChunks, block_counts
+from megackpt.storage import MemoryStore
 
 
 def filled(
@@ -28,3 +40,72 @@ def bits(tensor: torch.Tensor) -> bytes:
     """Return the elements of a tensor as bytes, in row-major order."""
     plain = tensor.detach().contiguous().reshape(-1)
     return plain.view(torch.uint8).numpy().tobytes() if plain.numel() else b""
+
+
+def stack(keys: int, layers: int, per_layer: int) -> StoredChunks:
+    """Arrays of layers that are cut into as many chunks of one row, 300,000 bytes each: two digests."""
+    n = keys * layers * per_layer
+    array, layer, row = np.unravel_index(np.arange(n), (keys, layers, per_layer))
+    shape = (layers, per_layer, 300_000)
+    specs = tuple(ArraySpec(f"layers.{k:03d}", "int8", shape) for k in range(keys))
+    start = np.stack((layer, row, np.zeros_like(row)), axis=1)
+    extent = np.broadcast_to(np.array([1, 1, 300_000]), start.shape).copy()
+    nbytes = np.full(n, 300_000)
+    table = ChunkTable(specs, array, start, extent, np.zeros(n, np.int64), nbytes, nbytes)
+    counts = block_counts(nbytes)
+    digests = np.random.default_rng(0).integers(0, 2**63, int(counts.sum())).astype(np.uint64)
+    files = tuple(f"data/{i}" for i in range(8))
+    return StoredChunks(
+        table, np.arange(n) % 8, np.arange(n) // 8 * 300_000, np.cumsum(counts) - counts, digests, files
+    )
+
+
+def box(stored: StoredChunks, key: int, start: tuple[int, ...], shape: tuple[int, ...]) -> ChunkTable:
+    """A request for one box of one array."""
+    numel = np.array([int(np.prod(shape))])
+    spec = stored.table.arrays[key]
+    return ChunkTable(
+        (spec,), np.zeros(1, np.int64), np.array([start]), np.array([shape]), numel * 0, numel, numel
+    )
+
+
+def small() -> tuple[MemoryStore, Json, StoredChunks]:
+    """An index of 12 blocks of 16 rows, the first 4 of them of the first array."""
+    stored = stack(3, 8, 8)
+    store = MemoryStore()
+    return store, {"index": write_index(store, "index", stored, block_rows=16, block_digests=8)}, stored
+
+
+def ask(store: MemoryStore, message: Json, stored: StoredChunks) -> StoredChunks:
+    """Open an index by its head, and ask for two layers of the second array."""
+    index = index_reader.open_index(store, message, whole_bytes=0)
+    assert isinstance(index, PartialIndex)
+    return index.of_boxes([box(stored, 1, (2, 0, 0), (2, 8, 300_000))])
+
+
+def damaged(store: MemoryStore, at: int, *, bit: int = 1) -> MemoryStore:
+    """Flip a bit of an index."""
+    data = bytearray(store.read("index", max_bytes=2**30))
+    data[at] ^= bit
+    store.write("index", bytes(data))
+    return store
+
+
+def assembled(made: RegionMap, theirs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the left arrays, as they are stored, copied pair by pair from the right ones."""
+    dtype = next(iter(theirs.values())).dtype
+    ours = {key: torch.full(array.viewed, float("nan"), dtype=dtype) for key, array in made.left.items()}
+    views = {key: theirs[key].view(array.viewed) for key, array in made.right.items()}
+    for pair in made.pairs:
+        into = in_order_of(ours[pair.left.key][pair.left.box.slices()], pair.axes)
+        into.copy_(views[pair.right.key][pair.right.box.slices()] + pair.added)
+    return {key: array.view(made.left[key].stored) for key, array in ours.items()}
+
+
+def random_arrays(made: RegionMap, seed: int) -> dict[str, Tensor]:
+    """Return right arrays with random values, multiples of 2^-20: sums with what a map adds are exact."""
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        key: (torch.randn(array.stored, generator=generator) * 2**20).round() / 2**20
+        for key, array in made.right.items()
+    }

@@ -40,10 +40,10 @@ from megackpt.formats.tensor_pickle import load_tensor_pickle
 from megackpt.formats.torch_dist.metadata_reader import DcpMetadata
 from megackpt.formats.torch_dist.metadata_unpickler import load_metadata
 from megackpt.storage import LocalStore, MemoryStore
-from tests.support.colliding_keys import P as _P
-from tests.support.colliding_keys import integers_that_crowd_a_table, tuples_of_one_hash
+from tests.support.codec import P as _P
+from tests.support.codec import integers_that_crowd_a_table, tuples_of_one_hash
 from tests.support.effort import sampled
-from tests.support.small_index import box, stack
+from tests.support.states import box, stack
 from tests.system.attacks.opcodes import binary, named, pickled, text, zipped
 
 _TRIES = 20

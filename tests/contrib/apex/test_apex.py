@@ -28,7 +28,7 @@ from tests.support.apex_training import (
     resume,
     train,
 )
-from tests.support.optim_world import gather
+from tests.support.optimizers import gather
 
 Build = Callable[[Any], Optimizer]
 

@@ -22,7 +22,7 @@ from tests.support.apex_training import (
     train,
     train_ranks,
 )
-from tests.support.optim_world import gather, loaded, scatter
+from tests.support.optimizers import gather, loaded, scatter
 
 
 def test_ranks_of_a_redundant_group_have_copies(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,9 +18,10 @@ from megackpt.integrations import apex, offload
 from megackpt.mapping import ShardedStateDict
 from megackpt.parallel.attributes import is_marked
 from megackpt.parallel.groups import ParallelGroups
-from tests.support import fake_apex, fake_offload
+from tests.contrib.apex.foreign_optimizers import CHANGES, Kind, Rank, along, outcome, row_of_docs
+from tests.support import fake_apex
+from tests.support import optimizers as fake_offload
 from tests.support.effort import sampled
-from tests.support.foreign_optimizers import CHANGES, Kind, Rank, along, outcome, row_of_docs
 
 
 def of_apex(name: str, dtype: torch.dtype = torch.bfloat16, **options: Any) -> Kind:

@@ -16,10 +16,10 @@ from megackpt import CheckpointError, load, save
 from megackpt.parallel.groups import Axis, ParallelGroups
 from megackpt.parallel.layout import ParallelLayout
 from megackpt.testing.ranks import RankPool
+from tests.contrib.apex.foreign_optimizers import CHANGES, SAVED_AFTER, STEPS, Rank
 from tests.contrib.apex.test_foreign_optimizer_matrix import KINDS, DenseAndExperts, expected
 from tests.support.effort import sampled
-from tests.support.foreign_optimizers import CHANGES, SAVED_AFTER, STEPS, Rank
-from tests.support.optimizer_matrix import Result, copies_of
+from tests.system.training.optimizer_matrix import Result, copies_of
 from tests.system.training.test_optimizer_matrix import outcome
 
 SAMPLE = [

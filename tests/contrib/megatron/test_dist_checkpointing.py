@@ -19,8 +19,8 @@ from megackpt.compat.megatron.dist_checkpointing import (
     validation,
 )
 from megackpt.testing.ranks import RankPool
+from tests.contrib.megatron.small_state import small_state
 from tests.contrib.megatron.user_world import FilePerRank
-from tests.support.small_state import small_state
 
 S, F = mapping.ShardedTensor, mapping.ShardedTensorFactory
 

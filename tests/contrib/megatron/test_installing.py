@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.doc_blocks import ON_RANKS, blocks_of
+from tests.support.docs import ON_RANKS, blocks_of
 
 ROOT = Path(__file__).parents[3]
 needs_megatron = pytest.mark.skipif(

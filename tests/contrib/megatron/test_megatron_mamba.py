@@ -20,7 +20,7 @@ from megackpt.parallel import GatedDeltaNet, MambaMixer, MambaSizes, ParallelGro
 from megackpt.testing.ranks import RankPool
 from tests.contrib.megatron import megatron_world
 from tests.support.effort import with_all
-from tests.support.optim_world import tensors_of
+from tests.support.optimizers import tensors_of
 
 pytest.importorskip("megatron.core", reason="megatron-core is not installed")
 HIDDEN = 12

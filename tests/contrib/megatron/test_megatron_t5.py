@@ -15,7 +15,7 @@ from megackpt.maps import checkpoint_map, family_of, has_megatron_keys, megatron
 from megackpt.testing.ranks import RankPool
 from tests.contrib.megatron import megatron_world
 from tests.support.effort import with_all
-from tests.support.mapped_arrays import assembled, random_arrays
+from tests.support.states import assembled, random_arrays
 
 pytest.importorskip("megatron.core", reason="megatron-core is not installed")
 CONFIG = {

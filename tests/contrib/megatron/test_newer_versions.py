@@ -30,7 +30,7 @@ from megackpt.compat.megatron.dist_checkpointing.strategies import torch as torc
 from megackpt.errors import DeclarationError, IntegrityError, MismatchError, NotACheckpointError
 from megackpt.testing.ranks import RankPool
 from tests.contrib.megatron.imports_table import IMPORT_VERSIONS, load_imports
-from tests.support.small_state import small_state
+from tests.contrib.megatron.small_state import small_state
 
 S, F = mapping.ShardedTensor, mapping.ShardedTensorFactory
 ROOT = Path(__file__).parents[3]

@@ -13,7 +13,7 @@ from megackpt.compat.megatron.dist_checkpointing import (
     state_dict_utils,
     utils,
 )
-from tests.support.small_state import halves, small_state
+from tests.contrib.megatron.small_state import halves, small_state
 
 S, F = mapping.ShardedTensor, mapping.ShardedTensorFactory
 

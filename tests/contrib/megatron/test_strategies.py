@@ -30,7 +30,7 @@ from megackpt.compat.megatron.dist_checkpointing.strategies import (
 from megackpt.compat.megatron.dist_checkpointing.strategies import torch as torch_dist
 from megackpt.errors import UnsupportedError
 from megackpt.testing.ranks import RankPool
-from tests.support.small_state import small_state
+from tests.contrib.megatron.small_state import small_state
 
 S, F = mapping.ShardedTensor, mapping.ShardedTensorFactory
 

@@ -19,7 +19,7 @@ from megackpt.compat.megatron.dist_checkpointing.strategies import torch as torc
 from megackpt.errors import UnsupportedError
 from megackpt.testing.ranks import RankPool
 from tests.contrib.megatron import user_world as user
-from tests.support.small_state import halves, named, small_state
+from tests.contrib.megatron.small_state import halves, named, small_state
 
 S = mapping.ShardedTensor
 

@@ -15,7 +15,7 @@ from megackpt.compat.megatron.dist_checkpointing import mapping
 from megackpt.compat.megatron.dist_checkpointing.tensor_aware_state_dict import MCoreTensorAwareStateDict
 from megackpt.errors import DeclarationError, MissingKeyError
 from megackpt.testing.ranks import RankPool
-from tests.support.small_state import small_state
+from tests.contrib.megatron.small_state import small_state
 
 S = mapping.ShardedTensor
 

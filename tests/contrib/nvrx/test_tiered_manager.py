@@ -17,8 +17,8 @@ from megackpt.compat.megatron.dist_checkpointing.tensor_aware_state_dict import 
 from megackpt.errors import DeclarationError, NotACheckpointError
 from megackpt.integrations.megatron_lm import TieredCheckpointManager
 from megackpt.testing.ranks import RankPool
+from tests.contrib.megatron.small_state import small_state
 from tests.support.effort import with_all
-from tests.support.small_state import small_state
 
 S = mapping.ShardedTensor
 TO_ROOT = 2  # multiples of this iteration go to the root, too

@@ -16,7 +16,7 @@ import pytest
 
 from megackpt.testing.ranks import RankPool
 from tests.contrib.megatron.megatron_world import may_start_processes, without_gpu
-from tests.support.doc_blocks import ON_RANKS, Block, blocks_of
+from tests.support.docs import ON_RANKS, Block, blocks_of
 from tests.support.effort import with_all
 
 RANKS = {"Orbax": 1}

@@ -19,7 +19,7 @@ from megackpt.integrations.dcp import (
     MegackptStorageWriter,
 )
 from megackpt.testing.ranks import RankPool
-from tests.support.dcp_world import six_sharded
+from tests.contrib.torch.worlds import six_sharded
 
 
 def _save_in_background(root: str) -> list[tuple[list[float], int, list[float]]]:

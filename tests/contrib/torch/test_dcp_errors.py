@@ -22,8 +22,7 @@ from megackpt.integrations.dcp import (
     MegackptStorageWriter,
 )
 from megackpt.testing.ranks import RankPool
-from tests.support.dcp_world import arguments_of, save_by, six_sharded
-from tests.support.dtensor_world import full, same
+from tests.contrib.torch.worlds import arguments_of, full, same, save_by, six_sharded
 from tests.support.states import filled
 
 

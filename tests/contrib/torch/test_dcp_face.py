@@ -22,8 +22,17 @@ from megackpt.integrations.dcp import (
     MegackptStorageWriter,
 )
 from megackpt.testing.ranks import RankPool
-from tests.support.dcp_world import load_by, save_by
-from tests.support.dtensor_world import RANKS, full, make, same, set_state, state_of, train_step
+from tests.contrib.torch.worlds import (
+    RANKS,
+    full,
+    load_by,
+    make,
+    same,
+    save_by,
+    set_state,
+    state_of,
+    train_step,
+)
 from tests.support.effort import sampled
 
 SAVED_BY = ("stock", "own", "megackpt")

@@ -22,7 +22,7 @@ from megackpt.parallel import (
     sharded_state_dict,
 )
 from megackpt.testing.ranks import RankPool
-from tests.support.dtensor_world import (
+from tests.contrib.torch.worlds import (
     HIDDEN,
     LAYERS,
     RANKS,
@@ -148,7 +148,7 @@ def test_an_optimizers_own_state_dict_with_numbers_for_keys_comes_back(
 
 def test_a_model_without_dtensors_loads_what_was_saved_from_them(saved: Saved) -> None:
     """One process, plain tensors: they are filled from the arrays of their paths."""
-    from tests.support.dtensor_world import Transformer
+    from tests.contrib.torch.worlds import Transformer
 
     path, then, _ = saved["fsdp2xtp2"]
     model = Transformer()

@@ -14,7 +14,7 @@ from torch import nn
 
 import megackpt
 from megackpt.testing.ranks import RankPool
-from tests.support.dtensor_world import COMPUTES, full, make, same, train_step
+from tests.contrib.torch.worlds import COMPUTES, full, make, same, train_step
 
 PAGE = Path(__file__).parents[3] / "docs" / "integrations.md"
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {

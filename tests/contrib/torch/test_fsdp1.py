@@ -19,7 +19,7 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 import megackpt
 from megackpt.testing.ranks import RankPool
-from tests.support.dtensor_world import (
+from tests.contrib.torch.worlds import (
     COMPUTES,
     Block,
     Transformer,

@@ -23,7 +23,7 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 import megackpt
 from megackpt.testing.ranks import RankPool
 from tests.contrib.torch.test_fsdp1 import build, load_fsdp1, load_fsdp2, sharded, whole
-from tests.support.dtensor_world import COMPUTES, Block, Transformer, same, train_step
+from tests.contrib.torch.worlds import COMPUTES, Block, Transformer, same, train_step
 from tests.support.effort import sampled, with_all
 
 pytestmark = [

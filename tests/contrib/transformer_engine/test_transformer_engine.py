@@ -14,8 +14,8 @@ from megackpt.integrations.transformer_engine import set_components, sharded_sta
 from megackpt.mapping import ShardedTensor
 from megackpt.parallel import ParallelGroups, ParallelLayout
 from megackpt.testing.world import SimulatedRank, SimulatedWorld
-from tests.support import te_models
-from tests.support.te_models import EXPERTS, FFN, HEADS, HIDDEN, MODULES, build, needs_new
+from tests.contrib.transformer_engine import te_models
+from tests.contrib.transformer_engine.te_models import EXPERTS, FFN, HEADS, HIDDEN, MODULES, build, needs_new
 
 Make = Callable[[ParallelGroups], nn.Module]
 

@@ -18,8 +18,8 @@ from megackpt.integrations.transformer_engine.extra_state import (
     read_extra_state,
     write_extra_state,
 )
-from tests.support import te_models
-from tests.support.te_fp8 import (
+from tests.contrib.transformer_engine import te_models
+from tests.contrib.transformer_engine.te_fp8 import (
     ONE,
     at_every_ep,
     build_fp8,
@@ -29,9 +29,9 @@ from tests.support.te_fp8 import (
     fill_experts,
     fp8_tensors,
 )
-from tests.support.te_models import EXPERTS, IS_NEW, MODULES, needs_new
-from tests.support.te_pickles import as_bytes, as_torch_save
-from tests.support.te_stub import cpu_for_cuda
+from tests.contrib.transformer_engine.te_models import EXPERTS, IS_NEW, MODULES, needs_new
+from tests.contrib.transformer_engine.te_pickles import as_bytes, as_torch_save
+from tests.contrib.transformer_engine.te_stub import cpu_for_cuda
 
 
 def of_te_1(tensors: dict[str, Tensor]) -> dict[str, Any]:

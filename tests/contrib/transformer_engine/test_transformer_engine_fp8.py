@@ -14,8 +14,8 @@ from megackpt import DeclarationError, MismatchError, load, load_plain_tensors, 
 from megackpt.integrations.transformer_engine import initialise_fp8_state, sharded_state_dict
 from megackpt.parallel import ParallelGroups, ParallelLayout
 from megackpt.testing.world import SimulatedRank, SimulatedWorld
-from tests.support import te_models
-from tests.support.te_fp8 import (
+from tests.contrib.transformer_engine import te_models
+from tests.contrib.transformer_engine.te_fp8 import (
     ONE,
     at_every_ep,
     autocast,
@@ -25,8 +25,8 @@ from tests.support.te_fp8 import (
     fill_experts,
     fp8_tensors,
 )
-from tests.support.te_models import EXPERTS, HIDDEN, IS_NEW, MODULES, build, needs_new, te
-from tests.support.te_stub import cpu_for_cuda
+from tests.contrib.transformer_engine.te_models import EXPERTS, HIDDEN, IS_NEW, MODULES, build, needs_new, te
+from tests.contrib.transformer_engine.te_stub import cpu_for_cuda
 
 STATELESS = ["Float8CurrentScaling", "MXFP8BlockScaling", *(["Float8BlockScaling"] if IS_NEW else [])]
 

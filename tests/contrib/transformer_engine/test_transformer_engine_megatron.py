@@ -15,8 +15,8 @@ import torch
 from megackpt.integrations.transformer_engine import declare_module_of_te, set_parallel_mode
 from megackpt.integrations.transformer_engine.site import NAMES
 from megackpt.parallel import ParallelGroups, ParallelLayout
-from tests.support.te_models import EXPERTS, FFN, HEADS, HIDDEN, IS_NEW, OFFSETS, Group
-from tests.support.te_stub import cpu_for_cuda, transformer_engine
+from tests.contrib.transformer_engine.te_models import EXPERTS, FFN, HEADS, HIDDEN, IS_NEW, OFFSETS, Group
+from tests.contrib.transformer_engine.te_stub import cpu_for_cuda, transformer_engine
 
 transformer_engine()
 pytest.importorskip("megatron.core")

@@ -25,8 +25,8 @@ from models.block_config import AttentionConfig, NormConfig
 from models.blocks.transformer import TransformerLayer
 from models.config import GPTConfig
 from models.stage import Stage
-from tests.support import te_models
-from tests.support.te_models import FFN, HEADS, HIDDEN, IS_NEW, OFFSETS, build
+from tests.contrib.transformer_engine import te_models
+from tests.contrib.transformer_engine.te_models import FFN, HEADS, HIDDEN, IS_NEW, OFFSETS, build
 
 CONFIG = GPTConfig(
     vocab_size=32,

@@ -13,10 +13,10 @@ from megackpt.integrations.transformer_engine import mark_parameters, sharded_st
 from megackpt.optim import DistributedOptimizer
 from megackpt.parallel import ParallelGroups, ParallelLayout, is_marked
 from megackpt.testing.world import SimulatedRank, SimulatedWorld
-from tests.support import te_models
-from tests.support.te_fp8 import ONE
-from tests.support.te_models import MODULES, build, needs_new
-from tests.support.te_quantised import build_quantised, linear
+from tests.contrib.transformer_engine import te_models
+from tests.contrib.transformer_engine.te_fp8 import ONE
+from tests.contrib.transformer_engine.te_models import MODULES, build, needs_new
+from tests.contrib.transformer_engine.te_quantised import build_quantised, linear
 
 LAYOUTS = [ParallelLayout(), ParallelLayout(tp=2, dp=2), ParallelLayout(dp=3), ParallelLayout(tp=4)]
 EXPERT_LAYOUTS = [

@@ -24,11 +24,11 @@ from megackpt.integrations.transformer_engine.quantised import is_quantised, mem
 from megackpt.optim import optim_state_to_sharding_state
 from megackpt.parallel import ParallelGroups, ParallelLayout
 from megackpt.testing.world import SimulatedRank, SimulatedWorld
-from tests.support import te_quantised
-from tests.support.te_fp8 import ONE, fp8_tensors
-from tests.support.te_models import EXPERTS, IS_NEW, build
-from tests.support.te_quantised import build_quantised, codes, reading
-from tests.support.te_stub import cpu_for_cuda, device_answers, quantised_on_cpu
+from tests.contrib.transformer_engine import te_quantised
+from tests.contrib.transformer_engine.te_fp8 import ONE, fp8_tensors
+from tests.contrib.transformer_engine.te_models import EXPERTS, IS_NEW, build
+from tests.contrib.transformer_engine.te_quantised import build_quantised, codes, reading
+from tests.contrib.transformer_engine.te_stub import cpu_for_cuda, device_answers, quantised_on_cpu
 
 RECIPES = ["DelayedScaling", "Float8CurrentScaling", "MXFP8BlockScaling"]
 RECIPES += ["NVFP4BlockScaling"] if IS_NEW else []

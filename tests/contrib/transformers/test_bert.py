@@ -22,12 +22,20 @@ from megackpt.testing.ranks import RankPool
 from models import BertConfig, LearnedPositions, build_bert
 from models.huggingface_bert import bert_config
 from tests.support.effort import few, sampled
-from tests.support.encoder_models import OF_GRADIENTS, Case, case_of, check, randomise, real_tokens, run
-from tests.support.gradients import Box, assert_all_close, gradient_boxes, join
-from tests.support.huggingface_checkpoints import assert_same_tensors, declared
+from tests.support.encoder_models import (
+    OF_GRADIENTS,
+    Case,
+    case_of,
+    check,
+    randomise,
+    real_tokens,
+    run,
+)
+from tests.support.gpt import Box, assert_all_close, gradient_boxes, join
 from tests.support.huggingface_encoders import random_fields
+from tests.support.huggingface_folders import assert_same_tensors, declared
 from tests.support.huggingface_models import assert_close
-from tests.support.optim_world import tensors_of
+from tests.support.optimizers import tensors_of
 
 pytest.importorskip("transformers", reason="the extra huggingface is not installed")
 

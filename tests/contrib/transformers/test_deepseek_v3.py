@@ -27,11 +27,11 @@ from megackpt.parallel import MicroBatch, ParallelGroups, ParallelLayout
 from megackpt.testing.ranks import RankPool
 from models import GPTConfig, MTPConfig, build_gpt
 from models.huggingface import gpt_config
+from tests.contrib.transformers.huggingface_cases import Case, batch, check, run
 from tests.support.effort import few, sampled
-from tests.support.huggingface_cases import Case, batch, check, run
-from tests.support.huggingface_checkpoints import assert_same_tensors, declared, write_folder
 from tests.support.huggingface_configs import random_fields
 from tests.support.huggingface_experts import experts_in_our_names, randomise
+from tests.support.huggingface_folders import assert_same_tensors, declared, write_folder
 from tests.support.huggingface_models import (
     RELATIVE,
     arrays_in_our_names,
@@ -40,8 +40,8 @@ from tests.support.huggingface_models import (
     reference,
     renamed,
 )
-from tests.support.mapped_arrays import assembled, random_arrays
-from tests.support.optim_world import tensors_of
+from tests.support.optimizers import tensors_of
+from tests.support.states import assembled, random_arrays
 
 pytest.importorskip("transformers", reason="the extra huggingface is not installed")
 

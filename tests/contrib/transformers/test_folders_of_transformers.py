@@ -19,7 +19,7 @@ from megackpt.testing.ranks import RankPool
 from models import GPTConfig, build_gpt
 from models.huggingface import gpt_config
 from tests.support.effort import few, sampled
-from tests.support.huggingface_checkpoints import assert_same_tensors, folder_tensors
+from tests.support.huggingface_folders import assert_same_tensors, folder_tensors
 from tests.support.huggingface_models import (
     FAMILIES,
     layout_of,

@@ -17,7 +17,7 @@ from megackpt.parallel import ParallelGroups, ParallelLayout
 from models.blocks import MoE
 from models.huggingface import gpt_config
 from models.stage import Stage
-from tests.support.gradients import assert_all_close, gradient_boxes, join
+from tests.support.gpt import assert_all_close, gradient_boxes, join
 from tests.support.huggingface_experts import FAMILIES, experts_in_our_names, fill, random_config, randomise
 
 pytest.importorskip("transformers")

@@ -52,7 +52,7 @@ from tests.support.huggingface_models import (
     stays_in_float32,
     token_ids,
 )
-from tests.support.optim_world import tensors_of
+from tests.support.optimizers import tensors_of
 from tests.support.s3_server import BUCKET, S3Server, options_for
 
 pytest.importorskip("transformers", reason="the extra huggingface is not installed")

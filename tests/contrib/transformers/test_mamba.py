@@ -25,11 +25,11 @@ from megackpt.parallel import ParallelGroups, ParallelLayout
 from megackpt.testing.ranks import RankPool
 from models import GPTConfig, build_gpt
 from models.huggingface import gpt_config
+from tests.contrib.transformers.huggingface_cases import Case, batch, check, run
 from tests.support.effort import sampled
-from tests.support.huggingface_cases import Case, batch, check, run
-from tests.support.huggingface_checkpoints import assert_same_tensors, folder_tensors
 from tests.support.huggingface_experts import randomise
-from tests.support.huggingface_mamba import FAMILIES, arrays_in_our_names, random_config
+from tests.support.huggingface_folders import assert_same_tensors, folder_tensors
+from tests.support.huggingface_recurrent import FAMILIES, arrays_in_our_names, random_config
 
 transformers = pytest.importorskip("transformers", reason="the extra huggingface is not installed")
 

@@ -32,7 +32,7 @@ from megackpt.testing.ranks import RankPool
 from models import GPTConfig, build_gpt
 from tests.support import huggingface_experts as experts
 from tests.support.effort import sampled
-from tests.support.gradients import assert_close as assert_arrays_close
+from tests.support.gpt import assert_close as assert_arrays_close
 from tests.support.huggingface_models import (
     assert_close,
     logits_of,

@@ -26,10 +26,10 @@ from megackpt.parallel import ParallelGroups, ParallelLayout
 from megackpt.testing.ranks import RankPool
 from models import DeltaNetConfig, MTPConfig, RotaryConfig, build_gpt
 from models.huggingface import gpt_config
+from tests.contrib.transformers.huggingface_cases import Case, batch, check, run
 from tests.support.effort import few, sampled
-from tests.support.huggingface_cases import Case, batch, check, run
-from tests.support.huggingface_checkpoints import assert_same_tensors, folder_tensors, write_folder
 from tests.support.huggingface_configs import random_fields
+from tests.support.huggingface_folders import assert_same_tensors, folder_tensors, write_folder
 from tests.support.huggingface_models import (
     SCAN_RELATIVE,
     arrays_in_our_names,
@@ -37,8 +37,8 @@ from tests.support.huggingface_models import (
     random_model,
     reference,
 )
-from tests.support.mapped_arrays import assembled, random_arrays
-from tests.support.optim_world import tensors_of
+from tests.support.optimizers import tensors_of
+from tests.support.states import assembled, random_arrays
 
 pytest.importorskip("transformers", reason="the extra huggingface is not installed")
 

@@ -21,10 +21,17 @@ from megackpt.testing.ranks import RankPool
 from models import GPT, T5Config, build_t5
 from models.huggingface_t5 import t5_config
 from tests.support.effort import few, sampled
-from tests.support.encoder_models import Case, case_of, check, randomise, real_tokens, run
-from tests.support.huggingface_checkpoints import assert_same_tensors, declared
+from tests.support.encoder_models import (
+    Case,
+    case_of,
+    check,
+    randomise,
+    real_tokens,
+    run,
+)
 from tests.support.huggingface_encoders import random_fields, untie
-from tests.support.optim_world import tensors_of
+from tests.support.huggingface_folders import assert_same_tensors, declared
+from tests.support.optimizers import tensors_of
 
 pytest.importorskip("transformers", reason="the extra huggingface is not installed")
 

@@ -22,7 +22,7 @@ import torch
 from megackpt.codec import EncodedValue, decode, dump_tree, encode, load_tree, pack, unpack
 from megackpt.errors import UnserializableError
 from megackpt.testing.identical import difference
-from tests.support.codec_values import round_trip
+from tests.support.codec import round_trip
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from megackpt.testing.identical import difference
-from tests.support.codec_values import TORCH_DTYPES, round_trip
+from tests.support.codec import TORCH_DTYPES, round_trip
 
 
 @pytest.mark.parametrize(

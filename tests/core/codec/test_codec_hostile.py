@@ -15,7 +15,7 @@ import torch
 from megackpt.codec import EncodedValue, decode, load_tree, pack, unpack
 from megackpt.errors import FormatError
 from megackpt.testing.identical import difference
-from tests.support.codec_values import nested
+from tests.support.codec import nested
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from megackpt.codec.pickled import ForeignName, ForeignObject
 from megackpt.codec.stand_ins import ForeignMember
 from megackpt.errors import FormatError, UnserializableError
 from megackpt.testing.identical import difference
-from tests.support.codec_values import Color, Level, WatchingMeta, import_watching_module, ran, round_trip
+from tests.support.codec import Color, Level, WatchingMeta, import_watching_module, ran, round_trip
 
 
 class Scope(str, enum.Enum):

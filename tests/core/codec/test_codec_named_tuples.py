@@ -20,7 +20,7 @@ from megackpt.errors import FormatError, UnknownClassError, UnserializableError
 from megackpt.formats.safe_pickle import load_value, save_value
 from megackpt.storage import open_store
 from megackpt.testing.identical import difference
-from tests.support.codec_values import Point, WatchingMeta, import_watching_module, ran, round_trip
+from tests.support.codec import Point, WatchingMeta, import_watching_module, ran, round_trip
 from tests.system.attacks.opcodes import named, pickled, zipped
 
 T = typing.TypeVar("T")

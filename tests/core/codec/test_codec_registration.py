@@ -14,7 +14,7 @@ from megackpt.codec.kinds import REGISTRY
 from megackpt.codec.registration import register_codec
 from megackpt.errors import DeclarationError, FormatError, UnserializableError
 from megackpt.testing.identical import difference
-from tests.support.codec_values import Color, Config, Level, Point, round_trip
+from tests.support.codec import Color, Config, Level, Point, round_trip
 
 
 class Mode(enum.Flag):

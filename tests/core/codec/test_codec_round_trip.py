@@ -21,7 +21,7 @@ from megackpt.codec.encoder import KINDS
 from megackpt.codec.pickled import KINDS as KINDS_OF_PICKLED
 from megackpt.errors import FormatError
 from megackpt.testing.identical import difference
-from tests.support.codec_values import TORCH_DTYPES
+from tests.support.codec import TORCH_DTYPES
 
 NUMPY_DTYPES = [
     "?",

@@ -17,7 +17,7 @@ from megackpt.codec import encode, pack, unpack
 from megackpt.codec.tree import MAX_DEPTH
 from megackpt.errors import UnserializableError
 from megackpt.testing.identical import difference
-from tests.support.codec_values import Color, Config, nested, recursive_list, round_trip
+from tests.support.codec import Color, Config, nested, recursive_list, round_trip
 
 
 class MyDict(dict[str, int]):

@@ -12,7 +12,7 @@ import torch
 
 from megackpt.codec import leaf_digests
 from megackpt.errors import UnserializableError
-from tests.support.codec_values import recursive_list
+from tests.support.codec import recursive_list
 
 
 def test_leaves_are_named_by_their_path() -> None:

@@ -21,7 +21,7 @@ from megackpt.engine.background.process import WriterProcess
 from megackpt.engine.background.staging_memory import StagingMemory
 from megackpt.errors import WriterFailedError
 from megackpt.options import AsyncOptions
-from tests.support.writer_faults import wait_for
+from tests.support.writers import wait_for
 
 
 class FakeProcess:

@@ -10,7 +10,7 @@ from megackpt import AsyncOptions, DeclarationError, StorageError
 from megackpt.engine.background.prepared_save import sendable
 from megackpt.engine.background.staging_memory import StagingMemory
 from megackpt.formats.native import NativeSaveStrategy
-from tests.support.writer_faults import FullDiskStrategy
+from tests.support.writers import FullDiskStrategy
 
 
 @pytest.mark.parametrize(

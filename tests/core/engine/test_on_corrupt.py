@@ -36,7 +36,7 @@ from megackpt.errors import UnsupportedError
 from megackpt.integrations.dcp import MegackptStorageReader, MegackptStorageWriter
 from megackpt.storage import MemoryStore
 from megackpt.testing.world import SimulatedWorld
-from tests.support.small_checkpoints import flip
+from tests.support.checkpoints import flip
 
 RANKS = 3
 LONG = 200_000

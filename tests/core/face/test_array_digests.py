@@ -27,7 +27,7 @@ from megackpt.formats.index_file import read_index, write_index
 from megackpt.options import VerifyOptions
 from megackpt.storage import open_store
 from megackpt.testing.world import SimulatedWorld
-from tests.support.small_checkpoints import files_below, flip
+from tests.support.checkpoints import files_below, flip
 
 checksums = pytest.importorskip("awscrt.checksums", reason="the extra digests is not installed")
 

@@ -19,13 +19,8 @@ from megackpt.cli.entry import BAD_INPUT, UNREADABLE
 from megackpt.maps import family_of
 from megackpt.maps.megatron import megatron_map
 from tests.support.effort import with_all
-from tests.support.huggingface_checkpoints import (
-    assert_same_tensors,
-    folder_tensors,
-    random_config,
-    saved_model,
-)
-from tests.support.mapped_arrays import random_arrays
+from tests.support.huggingface_folders import assert_same_tensors, folder_tensors, random_config, saved_model
+from tests.support.states import random_arrays
 
 LLAMA = random_config("llama", 0)
 

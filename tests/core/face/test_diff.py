@@ -13,7 +13,7 @@ import megackpt
 from megackpt import ShardedObject, ShardedTensor
 from megackpt.cli import main
 from megackpt.storage import open_store
-from tests.support.small_checkpoints import COMMON, CONTENT, FORMATS, LONG, NATIVE, RANKS, flip, saved
+from tests.support.checkpoints import COMMON, CONTENT, FORMATS, LONG, NATIVE, RANKS, flip, saved
 
 NUMBERS = torch.arange(48.0).reshape(6, 8)
 

@@ -16,8 +16,8 @@ import torch
 from megackpt import Checkpointer, SaveOptions
 from megackpt.cli import main
 from megackpt.cli.entry import COMMANDS, FAILED_CHECK, commands
-from tests.support.doc_blocks import DOCUMENTS, ROOT, blocks_of
-from tests.support.small_checkpoints import flip
+from tests.support.checkpoints import flip
+from tests.support.docs import DOCUMENTS, ROOT, blocks_of
 
 SHELL = {"bash", "sh", "console"}
 PARSED_ONLY = {

@@ -12,7 +12,7 @@ import torch
 import megackpt
 from megackpt import ShardedTensor
 from megackpt.cli import main
-from tests.support.small_checkpoints import FORMATS, RANKS, flip, saved
+from tests.support.checkpoints import FORMATS, RANKS, flip, saved
 
 
 def inspected(directory: Path, capsys: pytest.CaptureFixture[str], *flags: str) -> dict[str, Any]:

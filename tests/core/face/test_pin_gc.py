@@ -12,7 +12,7 @@ import pytest
 
 from megackpt import Checkpointer
 from megackpt.cli import main
-from tests.support.slow_strategy import SlowStrategy
+from tests.support.writers import SlowCommit
 
 
 @pytest.fixture
@@ -94,7 +94,7 @@ def test_gc_removes_an_incomplete_newest_step_only_if_asked_to(
 def test_gc_leaves_a_step_alone_that_a_job_saves_again(
     root: Path, capsys: pytest.CaptureFixture[str], step: int
 ) -> None:
-    slow = SlowStrategy()
+    slow = SlowCommit()
     job = Checkpointer(root)
     saving = threading.Thread(
         target=job.save,

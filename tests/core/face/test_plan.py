@@ -11,7 +11,7 @@ import pytest
 
 from megackpt.cli import main
 from megackpt.simulation import parse_layout
-from tests.support.simulated_job import SIZES, save_for_real
+from tests.support.checkpoints import SIZES, save_for_real
 
 BANDWIDTHS = ["--write-gbps", "2", "--read-gbps", "2", "--network-gbps", "20", "--mtbf-hours", "24"]
 

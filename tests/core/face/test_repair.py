@@ -17,7 +17,7 @@ from megackpt import SaveOptions
 from megackpt.cli import main
 from megackpt.comm import Group
 from megackpt.testing.world import SimulatedWorld
-from tests.support.small_checkpoints import FORMATS, RANKS, files_below, flip, saved, state_of
+from tests.support.checkpoints import FORMATS, RANKS, files_below, flip, saved, state_of
 
 RunCommand = Callable[..., tuple[int, dict[str, Any]]]
 

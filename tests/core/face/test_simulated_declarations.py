@@ -17,7 +17,7 @@ from megackpt.simulation import ModelSizes, build_model, job_arrays, parse_layou
 from megackpt.simulation.replica_group import boxes_of, joined
 from megackpt.simulation.sizes import Experts
 from megackpt.validation import check_coverage
-from tests.support.simulated_job import BUCKET, SIZES, TIED, real_state
+from tests.support.checkpoints import BUCKET, SIZES, TIED, real_state
 
 
 def rows_of(declared: DeclaredChunks) -> list[tuple[Any, ...]]:

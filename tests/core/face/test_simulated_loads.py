@@ -30,7 +30,7 @@ from megackpt.simulation.layout import replica_ranks
 from megackpt.simulation.outcome import LoadOutcome
 from megackpt.simulation.replica_group import joined
 from megackpt.simulation.sizes import Experts
-from tests.support.simulated_job import BUCKET, TIED, save_for_real
+from tests.support.checkpoints import BUCKET, TIED, save_for_real
 
 WIDE = {"vocab_size": 512, "hidden_size": 512, "num_layers": 4, "num_heads": 8, "ffn_size": 2048}
 

@@ -15,7 +15,7 @@ from megackpt.simulation import PRESETS, build_model, job_arrays, parse_layout, 
 from megackpt.simulation.replica_group import joined
 from megackpt.simulation.replicas import replica_groups
 from megackpt.simulation.sizes import Experts
-from tests.support.simulated_job import BUCKET, SIZES, TIED, save_for_real
+from tests.support.checkpoints import BUCKET, SIZES, TIED, save_for_real
 
 
 def data_nbytes(path: Path) -> int:

@@ -18,7 +18,7 @@ from megackpt.cli import main
 from megackpt.errors import FormatError
 from megackpt.metadata import DIGEST_BLOCK_BYTES
 from megackpt.storage import open_store
-from tests.support.small_checkpoints import FORMATS, NATIVE, files_below, flip, saved
+from tests.support.checkpoints import FORMATS, NATIVE, files_below, flip, saved
 
 RunCommand = Callable[..., tuple[int, dict[str, Any]]]
 

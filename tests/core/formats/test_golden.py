@@ -9,7 +9,7 @@ import torch
 
 from megackpt import ShardedObject, ShardedTensor, load, load_content_metadata
 from megackpt.testing.identical import difference
-from tests.support.golden_state import COMMON, CONTENT, MOMENT, RANKS, SCALE, WEIGHT
+from tests.core.formats.golden_state import COMMON, CONTENT, MOMENT, RANKS, SCALE, WEIGHT
 
 FOLDER = Path(__file__).parent / "golden"
 GOLDEN = sorted(path.name for path in FOLDER.iterdir() if (path / "metadata.json").is_file())

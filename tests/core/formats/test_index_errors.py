@@ -20,7 +20,7 @@ from megackpt.formats.index_layout import ROW_COLUMNS, aligned_head, bytes_of, h
 from megackpt.formats.strategy import Json
 from megackpt.metadata import ChunkTable, StoredChunks
 from megackpt.storage import MemoryStore, digest_of
-from tests.support.small_index import ask, box, damaged, small
+from tests.support.states import ask, box, damaged, small
 
 ROWS = (*ROW_COLUMNS, "array", "digest")
 

@@ -20,7 +20,7 @@ from megackpt.formats.partial_index import PartialIndex
 from megackpt.metadata import ArraySpec, ChunkTable, StoredChunks, block_counts
 from megackpt.storage import MemoryStore
 from megackpt.testing.world import SimulatedWorld
-from tests.support.small_index import box, damaged, small, stack
+from tests.support.states import box, damaged, small, stack
 
 
 class CountingStore(MemoryStore):

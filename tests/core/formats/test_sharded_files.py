@@ -16,8 +16,8 @@ from torch import Tensor
 import megackpt
 from megackpt import CheckpointError, FormatError, UnsupportedError
 from megackpt.cli import main
+from tests.core.formats.sharded_files import save_rank_files, sharded_rows
 from tests.support.effort import few
-from tests.support.sharded_files import save_rank_files, sharded_rows
 from tests.system.attacks.opcodes import binary, call, named, pickled, tensor, text, zipped
 
 RANKS = 4

@@ -21,7 +21,8 @@ from megackpt import (
 from megackpt.comm import Group
 from megackpt.storage import MemoryStore
 from megackpt.testing.world import SimulatedWorld
-from tests.support import chunk_faults, declaration_faults
+from tests.support import declaration_faults
+from tests.support import declaration_faults as chunk_faults
 from tests.support.declared_worlds import RANKS, World, is_main, outcomes_of, valid_world
 
 FAULTS = {**chunk_faults.FAULTS, **declaration_faults.FAULTS}

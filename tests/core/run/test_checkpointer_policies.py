@@ -27,7 +27,7 @@ from megackpt.engine.checkpoint.step_roots import LocalSteps
 from megackpt.engine.verification.verify import ShareReport, verify_share
 from megackpt.storage import LocalStore, MemoryStore, Store
 from megackpt.testing.world import SimulatedWorld
-from tests.support.writer_faults import Damaging
+from tests.support.writers import Damaging
 
 TRACKER = "latest_checkpointed_iteration.txt"
 

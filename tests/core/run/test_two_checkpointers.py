@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from megackpt import Checkpointer, StorageError
-from tests.support.slow_strategy import SlowStrategy
 from tests.support.states import filled
+from tests.support.writers import SlowCommit
 
 
 def state(value: float) -> dict[str, Any]:
@@ -25,7 +25,7 @@ def loaded(root: Path, step: int) -> float:
 def test_a_save_under_way_fails_when_another_commits_a_newer_step_and_no_committed_step_is_removed(
     tmp_path: Path,
 ) -> None:
-    first, other, slow = Checkpointer(tmp_path), Checkpointer(tmp_path), SlowStrategy()
+    first, other, slow = Checkpointer(tmp_path), Checkpointer(tmp_path), SlowCommit()
     first.save(1, state(1.0))
     with ThreadPoolExecutor(1) as threads:
         saving = threads.submit(first.save, 2, state(2.0), sharded_strategy=slow)
@@ -42,7 +42,7 @@ def test_a_save_under_way_fails_when_another_commits_a_newer_step_and_no_committ
 @pytest.mark.parametrize("begins", ["first", "last"])
 def test_of_a_step_that_both_save_at_once_one_is_committed_whole(tmp_path: Path, begins: str) -> None:
     # The one that is slow to commit has begun first, or last.
-    slow, quick = SlowStrategy(), SlowStrategy()
+    slow, quick = SlowCommit(), SlowCommit()
     saving = {}
     with ThreadPoolExecutor(2) as threads:
         pairs = [(slow, 1.0), (quick, 2.0)]

@@ -18,7 +18,7 @@ from megackpt.errors import CheckpointError, DeclarationError, StorageError
 from megackpt.storage import FileOptions, LocalStore, MemoryStore, Store, as_store, file_writer, open_store
 from megackpt.testing.faulty_store import FaultyStore
 from megackpt.testing.store_suite import StoreConformance, read_range
-from tests.support.user_stores import RequiredMethodsOnly
+from tests.support.writers import RequiredMethodsOnly
 
 # Small buffers, so that streams of a few megabytes go around the pipeline many times.
 SMALL = FileOptions(direct_from_bytes=1, buffer_bytes=64 << 10, buffers=3, threads=2)

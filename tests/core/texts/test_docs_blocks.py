@@ -13,7 +13,7 @@ import textwrap
 
 import pytest
 
-from tests.support.doc_blocks import DOCUMENTS, FENCE, ROOT, Block, blocks_of
+from tests.support.docs import DOCUMENTS, FENCE, ROOT, Block, blocks_of
 
 SHELL = {"bash", "sh", "console"}
 TRAINING = "tests/contrib/test_hosts.py"
@@ -50,7 +50,10 @@ RUN_ELSEWHERE = {
     ("docs/transformer-engine.md", "import initialise_fp8_state"): [f"{ENGINE}_fp8.py"],
     ("docs/transformer-engine.md", "read_extra_state"): [f"{ENGINE}_extra_state.py", f"{ENGINE}_fp8.py"],
     ("docs/transformer-engine.md", 'quantised="codes"'): [f"{ENGINE}_quantised.py"],
-    ("docs/transformer-engine.md", "set_components"): ["tests/support/te_models.py", f"{ENGINE}_megatron.py"],
+    ("docs/transformer-engine.md", "set_components"): [
+        "tests/contrib/transformer_engine/te_models.py",
+        f"{ENGINE}_megatron.py",
+    ],
     ("docs/transformer-engine.md", "mark_parameters"): [f"{ENGINE}_optimizer.py"],
 }
 """Python that needs ranks, another package or objects that the page does not make.

@@ -20,7 +20,7 @@ from megackpt.codec import pickled
 from megackpt.codec.encoder import KINDS
 from megackpt.errors import CheckpointError
 from megackpt.metadata import DTYPES
-from tests.support.doc_blocks import DOCUMENTS, FENCE, ON_RANKS, ROOT, blocks_of, examples_of, run
+from tests.support.docs import DOCUMENTS, FENCE, ON_RANKS, ROOT, blocks_of, examples_of, run
 
 PUBLIC_PARTS = {
     "", "compat", "geometry", "integrations", "maps", "optim", "parallel", "storage", "testing",

@@ -13,7 +13,7 @@ from megackpt.engine.background.saver import _MAX_QUEUED
 from megackpt.engine.checkpoint.steps import _MAX_STEP
 from megackpt.formats.zarr.chunks import MAX_CHUNKS
 from megackpt.metadata.chunk_table import MAX_NUMEL
-from tests.support.doc_blocks import FENCE, ROOT
+from tests.support.docs import FENCE, ROOT
 
 PAGES = ["faq", "operating", "limits"]
 OF_OTHERS = {

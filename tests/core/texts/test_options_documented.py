@@ -13,7 +13,7 @@ import pytest
 
 from megackpt import CheckpointConfig, Checkpointer, options
 from megackpt.cli.entry import COMMANDS
-from tests.support.options_page import CLASSES, PAGE, page
+from tests.support.docs import CLASSES, PAGE, page
 
 DOCS = Path(__file__).parents[3] / "docs"
 
@@ -23,7 +23,7 @@ def undocumented(names: list[str], text: str) -> list[str]:
 
 
 def test_the_page_of_options_has_the_text_of_the_docstrings() -> None:
-    assert PAGE.read_text() == page(), "run: python -m tests.support.options_page"
+    assert PAGE.read_text() == page(), "run: python -m tests.support.docs"
 
 
 def test_no_class_of_options_is_missing_there() -> None:

@@ -11,7 +11,7 @@ from megackpt import MapError, ShardedTensor
 from megackpt.geometry import Box
 from megackpt.maps import Rule, bound_to, family_of, region_map
 from megackpt.maps.requests import mapped_tensors
-from tests.support.mapped_arrays import assembled, random_arrays
+from tests.support.states import assembled, random_arrays
 
 SIZES = {"q": 8, "h": 4, "i": 6, "expert": 3, "groups": 2, "r": 4, "d": 2, "v": 7}
 CONV1D = [

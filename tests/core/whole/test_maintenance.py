@@ -17,7 +17,7 @@ from megackpt.comm import Group
 from megackpt.errors import CheckpointError
 from megackpt.storage import LocalStore, MemoryStore, Store, open_store
 from megackpt.testing.world import SimulatedWorld
-from tests.support.small_checkpoints import FORMATS, LONG, RANKS, files_below, flip, saved, state_of
+from tests.support.checkpoints import FORMATS, LONG, RANKS, files_below, flip, saved, state_of
 
 
 def saved_with_parity(directory: Path) -> Path:

@@ -13,7 +13,7 @@ from megackpt.engine.verification.verify import verify_checkpoint, verify_share
 from megackpt.options import VerifyOptions
 from megackpt.storage import LocalStore
 from megackpt.testing.world import SimulatedWorld
-from tests.support.small_checkpoints import FORMATS, NATIVE, files_below, flip, saved
+from tests.support.checkpoints import FORMATS, NATIVE, files_below, flip, saved
 
 DEEP = VerifyOptions(deep=True)
 

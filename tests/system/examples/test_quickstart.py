@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.support.doc_blocks import ROOT, blocks_of
+from tests.support.docs import ROOT, blocks_of
 from tests.support.effort import with_all
 from tests.system.examples.command_line import TIMEOUT_S, quiet, torchrun
 

@@ -35,10 +35,9 @@ import torch.distributed as dist
 import megackpt
 from megackpt import AsyncOptions, Checkpointer, CheckpointError, ShardedTensor
 from megackpt.testing.ranks import RankPool
-from tests.support.async_saves import wait_for_writers
 from tests.support.effort import few, tries_all
 from tests.support.states import filled
-from tests.support.writer_faults import wait_for
+from tests.support.writers import wait_for, wait_for_writers
 
 Work = Literal["save", "first async save", "async save", "waves", "behind", "wait", "close", "load"]
 

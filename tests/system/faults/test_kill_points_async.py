@@ -37,7 +37,7 @@ from megackpt.testing.crash_store import CrashMachine, Moment, Stopped
 from megackpt.testing.ranks import RankPool
 from megackpt.testing.world import SimulatedWorld
 from tests.support.effort import tries_all
-from tests.support.writer_faults import ORDER, Order
+from tests.support.writers import ORDER, Order
 from tests.system.faults.test_kill_points import STRATEGIES, Files, Tally, names_of, run_save, saved, state
 
 NATIVE = STRATEGIES[0]
@@ -222,7 +222,7 @@ def test_a_crash_of_writers_at_any_moment_leaves_the_old_checkpoint_or_the_new_o
 
 
 class Mortal(Checkpointer):
-    _writer_hook = "tests.support.writer_faults:at_an_operation"
+    _writer_hook = "tests.support.writers:at_an_operation"
 
 
 def part(value: float) -> dict[str, Any]:

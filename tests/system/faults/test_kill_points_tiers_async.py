@@ -24,8 +24,8 @@ from megackpt.testing.crash_store import Stopped
 from megackpt.testing.faulty_store import FaultyStore, Operation
 from megackpt.testing.world import SimulatedWorld
 from tests.core.run.test_tier_steps import Run, state
-from tests.support.async_saves import saver_of
 from tests.support.effort import tries_all
+from tests.support.writers import saver_of
 from tests.system.faults.test_kill_points_async import MortalGroup, MortalWriter, writers_on
 
 

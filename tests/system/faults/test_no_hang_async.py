@@ -21,9 +21,8 @@ import torch.distributed as dist
 from megackpt import AsyncOptions, Checkpointer, CheckpointError, LocalTier, ShardedTensor
 from megackpt.engine.background import saver as async_save
 from megackpt.testing.ranks import RankPool
-from tests.support.async_saves import saver_of, wait_for_writers
 from tests.support.effort import tries_all, with_all
-from tests.support.writer_faults import ORDER, GatedStrategy, Order, wait_for
+from tests.support.writers import ORDER, GatedStrategy, Order, saver_of, wait_for, wait_for_writers
 
 RANKS = 3
 TROUBLED = RANKS - 1
@@ -42,7 +41,7 @@ class OwnMistakeError(Exception):
 
 
 class Troubled(Checkpointer):
-    _writer_hook = "tests.support.writer_faults:in_trouble"
+    _writer_hook = "tests.support.writers:in_trouble"
 
 
 def state(step: int) -> dict[str, Any]:

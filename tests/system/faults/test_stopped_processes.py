@@ -30,11 +30,9 @@ import megackpt
 from megackpt import AsyncOptions, Checkpointer, CheckpointError, LoadOptions, SaveOptions, ShardedTensor
 from megackpt.comm import world_group
 from megackpt.testing.ranks import RankPool
-from tests.support.async_saves import is_alive, saver_of, wait_for_writers
 from tests.support.effort import tries_all, with_all
 from tests.support.states import filled
-from tests.support.stopped import stop_process
-from tests.support.writer_faults import wait_for
+from tests.support.writers import is_alive, saver_of, stop_process, wait_for, wait_for_writers
 
 Work = Literal["save", "async save", "wait", "load"]
 Victim = Literal[
@@ -284,7 +282,7 @@ import os, signal, sys
 from datetime import timedelta
 import torch, torch.distributed as dist
 from megackpt import Checkpointer, CheckpointError, ShardedTensor
-from tests.support.async_saves import wait_for_writers
+from tests.support.writers import wait_for_writers
 
 root, rank, port = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
 patience = timedelta(seconds=60)

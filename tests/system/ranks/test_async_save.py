@@ -32,11 +32,17 @@ from megackpt.formats.torch_dist import TorchDistSaveStrategy
 from megackpt.storage import LocalStore, MemoryStore
 from megackpt.testing.ranks import RankPool
 from megackpt.testing.world import SimulatedWorld
-from tests.support.async_saves import OPTIONS, made, ones, part, saver_of, single_process_checkpointer
-from tests.support.stopped import stop_process
-from tests.support.user_stores import KeepsNothing, NamedStore
-from tests.support.writer_faults import (
+from tests.support.writers import (
+    OPTIONS,
     GatedStrategy,
+    KeepsNothing,
+    NamedStore,
+    made,
+    ones,
+    part,
+    saver_of,
+    single_process_checkpointer,
+    stop_process,
 )
 
 MANY = 200_000  # rows whose copy takes longer than to start one
@@ -173,7 +179,7 @@ def descriptors_after_many(root: Path) -> list[int]:
 
 
 class Damaged(Checkpointer):
-    _writer_hook = "tests.support.writer_faults:damaging_step_2"
+    _writer_hook = "tests.support.writers:damaging_step_2"
 
 
 @dataclass

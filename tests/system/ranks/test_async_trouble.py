@@ -29,19 +29,9 @@ from megackpt.engine.background import child_process
 from megackpt.engine.background import process as writer_process
 from megackpt.engine.background import saver as async_save
 from megackpt.testing.ranks import RankPool
-from tests.support.async_saves import (
-    OPTIONS,
-    is_alive,
-    made,
-    ones,
-    part,
-    saver_of,
-    single_process_checkpointer,
-    wait_for_writers,
-)
 from tests.support.effort import tries_all, with_all
-from tests.support.stopped import stop_process
-from tests.support.writer_faults import (
+from tests.support.writers import (
+    OPTIONS,
     FullDiskStrategy,
     GatedStrategy,
     HungStrategy,
@@ -49,12 +39,20 @@ from tests.support.writer_faults import (
     LeavingStrategy,
     MistakenStrategy,
     SlowStrategy,
+    is_alive,
+    made,
+    ones,
+    part,
+    saver_of,
+    single_process_checkpointer,
+    stop_process,
     wait_for,
+    wait_for_writers,
 )
 
 
 class WithRejectingStore(Checkpointer):
-    _writer_hook = "tests.support.writer_faults:rejecting"
+    _writer_hook = "tests.support.writers:rejecting"
 
 
 def test_tests_can_stand_between_a_writer_and_its_store(tmp_path: Path) -> None:

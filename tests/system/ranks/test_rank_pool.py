@@ -10,8 +10,8 @@ import torch.distributed as dist
 
 from megackpt.testing.ranks import RankPool
 from tests.contrib.megatron.megatron_world import may_start_processes
-from tests.support.async_saves import is_alive
 from tests.support.effort import with_all
+from tests.support.writers import is_alive
 
 KEPT: list[Any] = []
 

@@ -17,8 +17,8 @@ import torch.distributed as dist
 
 from megackpt import Checkpointer, CheckpointError, SaveOptions, load, save
 from megackpt.testing.ranks import RankPool
-from tests.support.async_saves import wait_for_writers
 from tests.support.states import filled
+from tests.support.writers import wait_for_writers
 
 TIMEOUT_S = 10.0
 IMPORT_S = 20.0

@@ -16,7 +16,7 @@ from megackpt import WriterFailedError
 from megackpt.comm.store_client import StoreClient, StoreTimeoutError
 from megackpt.comm.store_group import StoreGroup
 from megackpt.comm.store_host import StoreAddress, connect_store
-from tests.support.stopped import stop_process
+from tests.support.writers import stop_process
 
 _SERVER = """
 import sys, time
@@ -29,7 +29,7 @@ time.sleep(600)
 
 _PROGRAM = """
 import atexit, os, signal, socket, sys
-from tests.support.stopped import stop_process
+from tests.support.writers import stop_process
 others = socket.socketpair(), socket.socket()  # connections that are none of ours, or none
 server, port = int(sys.argv[1]), int(sys.argv[2])
 # Registered first, so called last: a thread that waits for it would come back while the interpreter ends.

@@ -26,9 +26,8 @@ from megackpt import (
 )
 from megackpt.checkpointer import LastLoad
 from megackpt.testing.ranks import RankPool
-from tests.support.async_saves import saver_of
 from tests.support.effort import tries_all, with_all
-from tests.support.writer_faults import TIER_ORDER, TierOrder, in_a_tier, wait_for
+from tests.support.writers import TIER_ORDER, TierOrder, in_a_tier, saver_of, wait_for
 
 RANKS = 3
 DEADLINE_S = 60.0

@@ -23,9 +23,14 @@ from megackpt import (
 from megackpt.comm import SingleProcess
 from megackpt.engine.background import saver
 from megackpt.engine.background.staging_memory import StreamRange
-from tests.support.async_saves import saver_of, single_process_checkpointer
-from tests.support.stopped import stop_process
-from tests.support.writer_faults import TierOrder, in_a_tier, wait_for
+from tests.support.writers import (
+    TierOrder,
+    in_a_tier,
+    saver_of,
+    single_process_checkpointer,
+    stop_process,
+    wait_for,
+)
 
 ROWS = 3000
 

@@ -16,7 +16,7 @@ from megackpt.parallel.layout import ParallelLayout
 from megackpt.testing.ranks import RankPool
 from tests.support.effort import sampled
 from tests.support.expert_world import build, random_weights, tokens_of
-from tests.support.optim_world import Arrays, elements_of, gather, tensors_of
+from tests.support.optimizers import Arrays, elements_of, gather, tensors_of
 
 Kind = type[MasterOptimizer]
 LAYOUTS = [

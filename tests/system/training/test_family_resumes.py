@@ -28,7 +28,7 @@ from megackpt.parallel import (
 )
 from megackpt.testing.ranks import RankPool
 from tests.support.effort import with_all
-from tests.support.moe_gpt_world import DELTA_NET, HYBRID, LATENT, MAMBA, Case, build, micro_batches, state_of
+from tests.support.gpt import DELTA_NET, HYBRID, LATENT, MAMBA, Case, build, micro_batches, state_of
 
 RELATIVE = 1e-4
 STEPS, INTERVAL = 30, 5

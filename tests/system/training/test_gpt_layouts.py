@@ -33,7 +33,7 @@ from megackpt.parallel import (
 from megackpt.testing.ranks import RankPool
 from models import GPT, GPTConfig, LearnedPositions, build_gpt, init_weights
 from tests.support.effort import sampled
-from tests.support.gpt_families import FAMILIES, as_family
+from tests.support.gpt import FAMILIES, as_family
 
 CONFIG = GPTConfig(
     vocab_size=29,

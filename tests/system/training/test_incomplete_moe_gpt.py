@@ -18,8 +18,8 @@ from megackpt.errors import CoverageError
 from megackpt.optim import DistributedOptimizer
 from megackpt.parallel import ParallelGroups, ParallelLayout
 from megackpt.testing.ranks import RankPool
-from tests.support.moe_gpt_world import ALL_MOE, Case, build, state_of
-from tests.support.optim_world import tensors_of
+from tests.support.gpt import ALL_MOE, Case, build, state_of
+from tests.support.optimizers import tensors_of
 
 LAYOUT = ParallelLayout(pp=2, dp=2, ep=2)
 TABLE, STALE = "Ett|ttL", "Ettt|tL"

@@ -47,9 +47,17 @@ from megackpt.parallel import (
 )
 from megackpt.testing.ranks import RankPool
 from tests.support.effort import sampled, tries_all
-from tests.support.gradients import Box, assert_all_close, gradient_boxes, join, tensors_of
+from tests.support.gpt import (
+    Box,
+    Case,
+    assert_all_close,
+    build,
+    gradient_boxes,
+    join,
+    micro_batches,
+    tensors_of,
+)
 from tests.support.lora_world import ADAPTERS, CONFIG, LAYOUTS, build_with_adapters, randomise
-from tests.support.moe_gpt_world import Case, build, micro_batches
 
 RELATIVE = 2e-5
 MICRO_BATCHES = 4  # in the whole job

@@ -27,8 +27,17 @@ from megackpt.parallel import (
 )
 from megackpt.testing.ranks import RankPool
 from models import MoEConfig
-from tests.support.gradients import Box, assert_all_close, gradient_boxes, join, tensors_of
-from tests.support.moe_gpt_world import CONFIG, Case, build, micro_batches
+from tests.support.gpt import (
+    CONFIG,
+    Box,
+    Case,
+    assert_all_close,
+    build,
+    gradient_boxes,
+    join,
+    micro_batches,
+    tensors_of,
+)
 
 RELATIVE = 1e-5
 BIASED = replace(

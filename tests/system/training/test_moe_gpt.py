@@ -31,8 +31,17 @@ from megackpt.parallel import (
 from megackpt.testing.ranks import RankPool
 from models import GPTConfig
 from tests.support.effort import sampled
-from tests.support.gradients import Box, assert_all_close, gradient_boxes, join
-from tests.support.moe_gpt_world import ALL_MOE, CONFIG, Case, build, micro_batches
+from tests.support.gpt import (
+    ALL_MOE,
+    CONFIG,
+    Box,
+    Case,
+    assert_all_close,
+    build,
+    gradient_boxes,
+    join,
+    micro_batches,
+)
 
 RELATIVE = 1e-5
 CONFIGS = {"mixed": CONFIG, "all": replace(ALL_MOE, tied_embeddings=False)}

@@ -20,7 +20,7 @@ from megackpt.optim.master_optimizer import MasterOptimizer
 from megackpt.parallel import ModelChunks, ParallelGroups, forward_backward, update_expert_bias
 from megackpt.testing.ranks import RankPool
 from tests.support.effort import sampled, tries_all
-from tests.support.moe_gpt_world import (
+from tests.support.gpt import (
     ALL_MOE,
     DELTA_NET,
     HYBRID,

@@ -36,7 +36,7 @@ from megackpt.parallel import (
 from megackpt.parallel.routing import Routing
 from megackpt.testing.ranks import RankPool
 from tests.support.effort import sampled
-from tests.support.gradients import Box, assert_all_close, assert_close, gradient_boxes, join, tensors_of
+from tests.support.gpt import Box, assert_all_close, assert_close, gradient_boxes, join, tensors_of
 
 HIDDEN, FFN, EXPERTS = 12, 8, 8
 SEQUENCE, BATCH, MICRO_BATCHES = 8, 2, 4

@@ -22,9 +22,19 @@ from megackpt.optim import DistributedOptimizer, MixedPrecisionOptimizer
 from megackpt.parallel import ParallelGroups, ParallelLayout, forward_backward, update_expert_bias
 from megackpt.testing.ranks import RankPool
 from tests.support.effort import sampled, tries_all
-from tests.support.gradients import assert_all_close, gradient_boxes, join
-from tests.support.moe_gpt_world import ALL_MOE, CONFIG, LAYOUTS, Case, build, micro_batches, state_of
-from tests.support.optim_world import Arrays, gather, tensors_of
+from tests.support.gpt import (
+    ALL_MOE,
+    CONFIG,
+    LAYOUTS,
+    Case,
+    assert_all_close,
+    build,
+    gradient_boxes,
+    join,
+    micro_batches,
+    state_of,
+)
+from tests.support.optimizers import Arrays, gather, tensors_of
 
 CLIP_GRAD = 0.05
 RELATIVE, RELATIVE_OF_NORM = 1e-5, 1e-6

@@ -14,8 +14,8 @@ import torch
 from megackpt.parallel.layout import ParallelLayout
 from megackpt.testing.ranks import RankPool
 from tests.support.effort import sampled, tries_all
-from tests.support.optim_world import gather
-from tests.support.optimizer_matrix import OPTIMIZERS, Result, run
+from tests.support.optimizers import gather
+from tests.system.training.optimizer_matrix import OPTIMIZERS, Result, run
 
 CHANGES = {
     "same": (ParallelLayout(dp=2), ParallelLayout(dp=2)),

@@ -16,7 +16,7 @@ from megackpt.optim.master_optimizer import MasterOptimizer
 from megackpt.parallel.groups import ParallelGroups
 from megackpt.parallel.layout import ParallelLayout
 from megackpt.testing.ranks import RankPool
-from tests.support.optim_world import (
+from tests.support.optimizers import (
     SHAPES,
     Arrays,
     gather,

@@ -16,7 +16,7 @@ from megackpt.parallel.layout import ParallelLayout
 from megackpt.testing.ranks import RankPool
 from tests.support.effort import sampled
 from tests.support.expert_world import TinyMoE, build, random_weights, tokens_of
-from tests.support.optim_world import gather, tensors_of
+from tests.support.optimizers import gather, tensors_of
 
 MICRO_BATCHES = 2
 NEVER = 99  # more micro-batches than there are: everything is reduced in the step

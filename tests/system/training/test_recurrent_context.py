@@ -29,7 +29,7 @@ from megackpt.parallel import (
 )
 from megackpt.testing.ranks import RankPool
 from tests.support.effort import sampled
-from tests.support.gradients import Box, assert_all_close, assert_close, gradient_boxes, join, tensors_of
+from tests.support.gpt import Box, assert_all_close, assert_close, gradient_boxes, join, tensors_of
 
 LENGTH, BATCH, HIDDEN = 16, 2, 12
 RELATIVE = 1e-5

@@ -27,7 +27,7 @@ from models import (
 from models.blocks import SelfAttention
 from models.blocks.full_attention import CrossAttention, FullAttention
 from models.stage import Stage
-from tests.support.gpt_families import FAMILIES, SMALL_GPT, as_family, joined
+from tests.support.gpt import FAMILIES, SMALL_GPT, as_family, joined
 
 ONE = ParallelGroups.create(ParallelLayout())
 LAYOUTS = [

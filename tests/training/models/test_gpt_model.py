@@ -24,7 +24,7 @@ from megackpt.storage import MemoryStore
 from megackpt.testing.world import SimulatedWorld
 from models import GPT, RotaryConfig, build_gpt, init_weights
 from models.blocks.rotary import rotate, rotation
-from tests.support.gpt_families import SMALL_GPT, joined
+from tests.support.gpt import SMALL_GPT, joined
 
 CONFIG = replace(SMALL_GPT, num_query_groups=4)
 

@@ -17,7 +17,8 @@ from megackpt.storage import ObjectStore
 from megackpt.testing.faulty_store import FaultyStore
 from megackpt.testing.world import SimulatedWorld
 from tests.support.effort import few, sampled
-from tests.support.huggingface_checkpoints import (
+from tests.support.huggingface_configs import FAMILIES
+from tests.support.huggingface_folders import (
     assert_same_tensors,
     declared,
     folder_tensors,
@@ -25,9 +26,8 @@ from tests.support.huggingface_checkpoints import (
     saved_model,
     stacked_map,
 )
-from tests.support.huggingface_configs import FAMILIES
-from tests.support.mapped_arrays import assembled, random_arrays
 from tests.support.s3_server import BUCKET, S3Server, options_for
+from tests.support.states import assembled, random_arrays
 
 SEEDS = range(few(2, of=5))
 

@@ -24,7 +24,8 @@ from megackpt.storage import LocalStore
 from megackpt.testing.faulty_store import FaultyStore
 from megackpt.testing.world import SimulatedWorld
 from tests.support.effort import few, sampled
-from tests.support.huggingface_checkpoints import (
+from tests.support.huggingface_configs import FAMILIES
+from tests.support.huggingface_folders import (
     assert_same_tensors,
     folder_tensors,
     loaded_arrays,
@@ -32,8 +33,7 @@ from tests.support.huggingface_checkpoints import (
     stacked_map,
     write_folder,
 )
-from tests.support.huggingface_configs import FAMILIES
-from tests.support.mapped_arrays import assembled, random_arrays
+from tests.support.states import assembled, random_arrays
 
 SEEDS = range(few(2, of=5))
 LLAMA = random_config("llama", 0)

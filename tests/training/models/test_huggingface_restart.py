@@ -18,12 +18,7 @@ from megackpt.testing.cached_disk import Loss
 from megackpt.testing.crash_store import CrashMachine, Moment, Stopped
 from megackpt.testing.faulty_store import FaultyStore, Operation
 from tests.support.effort import few
-from tests.support.huggingface_checkpoints import (
-    assert_same_tensors,
-    folder_tensors,
-    random_config,
-    saved_model,
-)
+from tests.support.huggingface_folders import assert_same_tensors, folder_tensors, random_config, saved_model
 
 LLAMA = random_config("llama", 0)
 FILE_BYTES, BUFFER_BYTES = 5000, 1500

@@ -10,8 +10,8 @@ import torch
 
 from megackpt import MapError
 from megackpt.maps import Rule, checkpoint_map, family_of, has_megatron_keys, megatron_map, region_map
-from tests.support.huggingface_mamba import FAMILIES, random_fields
-from tests.support.mapped_arrays import assembled, random_arrays
+from tests.support.huggingface_recurrent import FAMILIES, random_fields
+from tests.support.states import assembled, random_arrays
 
 SEEDS = range(5)
 

@@ -19,7 +19,7 @@ from megackpt.maps import RegionMap, Rule, family, family_of, region_map
 from tests.support.effort import few
 from tests.support.huggingface_configs import FAMILIES, random_fields
 from tests.support.huggingface_encoders import untie
-from tests.support.mapped_arrays import assembled
+from tests.support.states import assembled
 
 SEEDS = range(few(2, of=6))
 

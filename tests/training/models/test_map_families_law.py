@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 
 from megackpt.maps import bound_to, checkpoint_map, family_of, megatron_map
 from tests.support import huggingface_encoders as encoders
-from tests.support import huggingface_mamba as mamba
+from tests.support import huggingface_recurrent as mamba
 from tests.support.effort import few
 from tests.support.huggingface_configs import FAMILIES, IN_MEGATRON, random_fields
-from tests.support.mapped_arrays import assembled, random_arrays
+from tests.support.states import assembled, random_arrays
 
 EXAMPLES = few(100, of=1000)
 SIZE = st.integers(1, 5)

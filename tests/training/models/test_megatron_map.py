@@ -20,7 +20,7 @@ from megackpt.maps import (
     megatron_map,
 )
 from tests.support.huggingface_configs import IN_MEGATRON, random_fields
-from tests.support.mapped_arrays import assembled, random_arrays
+from tests.support.states import assembled, random_arrays
 
 SEEDS = range(5)
 

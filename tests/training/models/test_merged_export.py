@@ -34,8 +34,8 @@ from megackpt.testing.faulty_store import FaultyStore
 from models import build_gpt, init_weights
 from models.huggingface import gpt_config
 from tests.support.effort import sampled
-from tests.support.gradients import assert_close
-from tests.support.huggingface_checkpoints import declared, flat_ranges, folder_tensors, loaded_arrays
+from tests.support.gpt import assert_close
+from tests.support.huggingface_folders import declared, flat_ranges, folder_tensors, loaded_arrays
 from tests.support.lora_world import randomise
 
 RELATIVE = 6e-7

@@ -15,8 +15,8 @@ from megackpt import CheckpointError, MapError
 from megackpt.cli import main
 from megackpt.maps import family_of
 from megackpt.maps.text_part import TextPart
-from tests.support.huggingface_checkpoints import random_config
-from tests.support.mapped_arrays import random_arrays
+from tests.support.huggingface_folders import random_config
+from tests.support.states import random_arrays
 
 TEXT = random_config("llama", 0) | {"tie_word_embeddings": False}
 WHOLE = {"model_type": "seeing", "text_config": TEXT}

@@ -23,7 +23,7 @@ from megackpt.storage import MemoryStore
 from megackpt.testing.world import SimulatedWorld
 from tests.support.effort import few
 from tests.support.expert_world import TinyMoE
-from tests.support.optim_world import Arrays, elements_of, scatter, tensors_of
+from tests.support.optimizers import Arrays, elements_of, scatter, tensors_of
 
 Kind = type[MasterOptimizer]
 KINDS = st.sampled_from([DistributedOptimizer, MixedPrecisionOptimizer])

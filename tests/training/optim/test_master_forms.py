@@ -26,7 +26,7 @@ from megackpt.parallel.attributes import mark
 from megackpt.parallel.groups import ParallelGroups
 from megackpt.parallel.layout import ParallelLayout
 from tests.support import fake_apex
-from tests.support.optim_world import Arrays, gather, loaded, scatter
+from tests.support.optimizers import Arrays, gather, loaded, scatter
 from tests.training.optim.test_remainders import RemainderSGD, random_patterns, special_values
 
 ROWS, COLUMNS = 12, 10

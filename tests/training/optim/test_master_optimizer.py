@@ -32,7 +32,7 @@ from tests.support.optim_training import (
     make_model,
     train,
 )
-from tests.support.optim_world import gather, loaded
+from tests.support.optimizers import gather, loaded
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)

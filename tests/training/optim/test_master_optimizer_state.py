@@ -23,7 +23,7 @@ from tests.support.optim_training import (
     move,
     train,
 )
-from tests.support.optim_world import gather, loaded, scatter
+from tests.support.optimizers import gather, loaded, scatter
 
 
 @pytest.mark.parametrize("saved_after", [0, 3])

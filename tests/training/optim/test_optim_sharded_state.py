@@ -28,7 +28,7 @@ from megackpt.optim import (
 from megackpt.optim.sharded_state import make_flat_optimizer_tensor, make_sharded_scalar
 from megackpt.parallel.groups import ParallelGroups
 from megackpt.parallel.layout import ParallelLayout
-from tests.support.optim_world import gather, tensors_of
+from tests.support.optimizers import gather, tensors_of
 
 
 def stacked(param: Tensor, *, tp_rank: int = 0, dp_rank: int = 0) -> ShardedTensor:

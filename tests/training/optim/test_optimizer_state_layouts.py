@@ -17,7 +17,7 @@ from megackpt.optim.master_optimizer import MasterOptimizer
 from megackpt.optim.owned_params import OwnedParam
 from megackpt.parallel.groups import ParallelGroups
 from megackpt.parallel.layout import ParallelLayout
-from tests.support.optim_world import (
+from tests.support.optimizers import (
     PARAM_SHAPES,
     SHAPES,
     Arrays,

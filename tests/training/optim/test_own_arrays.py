@@ -24,7 +24,7 @@ from megackpt.parallel.attributes import mark
 from megackpt.parallel.groups import ParallelGroups
 from megackpt.parallel.layout import ParallelLayout
 from megackpt.testing.world import SimulatedWorld
-from tests.support.optim_world import SHAPES, gather, loaded, make_model, model_state, random_arrays, scatter
+from tests.support.optimizers import SHAPES, gather, loaded, make_model, model_state, random_arrays, scatter
 
 SINGLE_PROCESS = ParallelGroups.offline(ParallelLayout(), 0)
 

@@ -27,8 +27,8 @@ from megackpt.optim import (
 from megackpt.optim.sharded_state import cuts_of_entity
 from megackpt.parallel.groups import ParallelGroups
 from megackpt.parallel.layout import ParallelLayout
-from tests.support.optim_world import SHAPES as MODEL_SHAPES
-from tests.support.optim_world import gather, make_model, random_arrays
+from tests.support.optimizers import SHAPES as MODEL_SHAPES
+from tests.support.optimizers import gather, make_model, random_arrays
 from tests.training.optim.test_own_arrays import Blocks, Factors, Norms, adafactor
 
 SHAPES = [(6, 6), (70, 90), (3, 8), (5,)]

@@ -11,8 +11,8 @@ import torch
 from megackpt import DeclarationError
 from megackpt.parallel import CausalConv1d, GatedDeltaNet, ParallelGroups, ParallelLayout, gated_delta_rule
 from models import AttentionConfig, DeltaNetConfig, build_gpt
-from tests.support.gpt_families import SMALL_GPT, joined
-from tests.support.optim_world import tensors_of
+from tests.support.gpt import SMALL_GPT, joined
+from tests.support.optimizers import tensors_of
 
 SIZES = DeltaNetConfig(num_key_heads=2, num_value_heads=4, key_head_dim=4, value_head_dim=3)
 CONFIG = replace(

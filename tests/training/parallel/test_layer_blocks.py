@@ -11,7 +11,7 @@ import torch
 from megackpt import DeclarationError
 from megackpt.parallel import ParallelGroups, ParallelLayout
 from models import GPTConfig, MoEConfig, build_gpt, init_weights
-from tests.support.optim_world import tensors_of
+from tests.support.optimizers import tensors_of
 
 CONFIG = GPTConfig(
     vocab_size=32, hidden_size=16, num_layers=4, num_heads=4, seq_length=16, make_vocab_divisible=1

@@ -35,7 +35,7 @@ import pytest
 import torch
 from torch.overrides import TorchFunctionMode
 
-from tests.support import te_kernels
+from tests.contrib.transformer_engine import te_kernels
 
 EXTENSION = "transformer_engine_torch"
 

@@ -14,8 +14,8 @@ from megackpt import load, save
 from megackpt.integrations.transformer_engine import initialise_fp8_state, sharded_state_dict
 from megackpt.parallel import ParallelGroups, ParallelLayout
 from megackpt.testing.world import SimulatedRank, SimulatedWorld
-from tests.support.te_models import EXPERTS, IS_NEW, build, te
-from tests.support.te_stub import cpu_for_cuda
+from tests.contrib.transformer_engine.te_models import EXPERTS, IS_NEW, build, te
+from tests.contrib.transformer_engine.te_stub import cpu_for_cuda
 
 Make = Callable[[ParallelGroups], nn.Module]
 

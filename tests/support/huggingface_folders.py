@@ -19,7 +19,7 @@ from megackpt.mapping import ShardedStateDict
 from megackpt.maps import RegionMap, bound_to, family_of
 from megackpt.testing.world import SimulatedWorld
 from tests.support.huggingface_configs import random_fields
-from tests.support.mapped_arrays import assembled, random_arrays
+from tests.support.states import assembled, random_arrays
 
 MASTER = "optimizer.state.fp32_param."
 PADDING = 3  # rows of the vocabulary

@@ -3,7 +3,7 @@
 A golden checkpoint was written by the first release that knew its format and is never written again: what it
 proves is that today's library reads yesterday's bytes. To add one for a new format or version, and only then:
 
-    python tests/support/golden_state.py FORMAT VERSION tests/golden/FORMAT-VERSION
+    python tests/core/formats/golden_state.py FORMAT VERSION tests/core/formats/golden/FORMAT-VERSION
 """
 
 from __future__ import annotations

@@ -1,16 +1,16 @@
-"""A small transformer trained with FSDP2, HSDP and FSDP over TP, and its state as full tensors.
-
-What the tests of DTensors share. Every extent but the hidden one is uneven over the meshes.
-"""
+"""What tests of torch's own parallelism train and save: FSDP2, HSDP, FSDP over TP, and states."""
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -20,8 +20,16 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+import megackpt
+from megackpt.integrations.dcp import (
+    MegackptLoadPlanner,
+    MegackptSavePlanner,
+    MegackptStorageReader,
+    MegackptStorageWriter,
+)
 
 COMPUTES = hasattr(torch.cpu.current_stream(), "record_event")
 """Whether this torch runs fully_shard on the CPU; older ones shard, but do not compute."""
@@ -134,3 +142,30 @@ def same(actual: dict[str, Any], expected: dict[str, Any]) -> list[str]:
         if not (torch.equal(a, b) and a.dtype == b.dtype if isinstance(a, Tensor) else a == b):
             differing.append(path)
     return differing
+
+
+def save_by(state: dict[str, Any], path: str, by: str) -> None:
+    if by == "megackpt":
+        megackpt.save(state, path)
+    else:
+        planner = DefaultSavePlanner() if by == "stock" else MegackptSavePlanner()
+        dcp.save(state, storage_writer=MegackptStorageWriter(path), planner=planner)
+
+
+def load_by(state: dict[str, Any], path: str, by: str) -> dict[str, Any]:
+    if by == "megackpt":
+        return megackpt.load(state, path)
+    planner = DefaultLoadPlanner() if by == "stock" else MegackptLoadPlanner()
+    dcp.load(state, storage_reader=MegackptStorageReader(path), planner=planner)
+    return state
+
+
+def arguments_of(of: Any) -> Any:
+    """What a function or class of some torch releases takes."""
+    return inspect.signature(of).parameters
+
+
+def six_sharded(value: float = 1.0) -> dict[str, Any]:
+    """Return six equal numbers, sharded over all ranks, and a common value."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    return {"w": distribute_tensor(torch.full((6,), value), mesh, [Shard(0)]), "epoch": int(value)}

@@ -12,7 +12,7 @@ from torch import nn
 
 from megackpt.integrations.transformer_engine import set_components, set_parallel_mode
 from megackpt.parallel import LayerStack, ParallelGroups
-from tests.support.te_stub import cpu_for_cuda, te_version, transformer_engine
+from tests.contrib.transformer_engine.te_stub import cpu_for_cuda, te_version, transformer_engine
 
 te = transformer_engine()
 

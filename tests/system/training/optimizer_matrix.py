@@ -23,7 +23,7 @@ from megackpt.parallel.attributes import is_marked
 from megackpt.parallel.groups import ParallelGroups
 from megackpt.parallel.layout import ParallelLayout
 from tests.support import expert_world
-from tests.support.optim_world import SHAPES, make_model, model_state, random_arrays, tensors_of
+from tests.support.optimizers import SHAPES, make_model, model_state, random_arrays, tensors_of
 
 SAVED_AFTER, STEPS = 2, 5
 WRAPPERS: dict[str, type[MasterOptimizer]] = {

@@ -17,7 +17,7 @@ from megackpt.mapping import ShardedStateDict
 from megackpt.parallel.groups import ParallelGroups
 from megackpt.parallel.layout import ParallelLayout
 from tests.support import expert_world
-from tests.support.optim_world import (
+from tests.support.optimizers import (
     SHAPES,
     Arrays,
     gather,

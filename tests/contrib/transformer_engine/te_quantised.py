@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from megackpt.integrations.transformer_engine import set_components, set_parallel_mode
 from megackpt.integrations.transformer_engine.quantised import buffers_of, is_quantised, members_of
 from megackpt.parallel import ParallelGroups
-from tests.support.te_fp8 import fp8_tensors, recipe_checks
-from tests.support.te_models import EXPERTS, IS_NEW, te
-from tests.support.te_stub import cpu_for_cuda, device_answers, quantised_on_cpu
+from tests.contrib.transformer_engine.te_fp8 import fp8_tensors, recipe_checks
+from tests.contrib.transformer_engine.te_models import EXPERTS, IS_NEW, te
+from tests.contrib.transformer_engine.te_stub import cpu_for_cuda, device_answers, quantised_on_cpu
 
 HIDDEN, FFN, HEADS = 64, 256, 8  # MXFP8 has blocks of 32 values, also at tp 4
 

@@ -1,23 +1,35 @@
-"""What tests do to writer processes: strategies and stores that those can import."""
+"""Asynchronous saves of small states, and strategies and stores that spoil them in writer processes."""
 
 from __future__ import annotations
 
 import json
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megackpt.comm import collectives
+import torch
+import torch.distributed as dist
+
+from megackpt import (
+    AsyncOptions,
+    Checkpointer,
+    SaveOptions,
+    ShardedTensor,
+)
+from megackpt.comm import SingleProcess, collectives
+from megackpt.engine.background.saver import AsyncSaver
 from megackpt.engine.verification import verify
 from megackpt.errors import StorageError
 from megackpt.formats.native import NativeSaveStrategy
 from megackpt.formats.strategy import ChunkParts
 from megackpt.storage import LocalStore, Store
 from megackpt.testing.faulty_store import FaultyStore, Operation
+from tests.support.states import filled
 
 LIMIT_S = 60.0
 
@@ -266,3 +278,122 @@ def in_a_tier(store: Store) -> Store:
         return operation.kind == order.kind and order.name in operation.name
 
     return FaultyStore(store, fail_at=is_there, hook=None if order.how == "full" else obey)
+
+
+OPTIONS = SaveOptions(timeout_s=20)
+
+
+def part(value: float, rows: int = 1000) -> ShardedTensor:
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    return filled(value + rank, rows, 10, rank=rank, ranks=ranks)
+
+
+def saver_of(checkpointer: Checkpointer) -> AsyncSaver:
+    saver = checkpointer._async_saving and checkpointer._async_saving.saver
+    assert saver is not None
+    return saver
+
+
+def wait_for_writers(checkpointer: Checkpointer) -> None:
+    """Return when the writer process of this rank is there: how long it takes to start is not tested."""
+    saver_of(checkpointer)._session.running().wait_ready()
+
+
+def single_process_checkpointer(
+    root: Path | Store, *, async_save: bool | AsyncOptions = True, **arguments: Any
+) -> Checkpointer:
+    return Checkpointer(root, async_save=async_save, group=SingleProcess(), **arguments)
+
+
+def ones() -> dict[str, ShardedTensor]:
+    return {"w": ShardedTensor.from_rank_offsets("w", torch.ones(4))}
+
+
+def is_alive(process: int) -> bool:
+    try:
+        state = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):  # gone before it was opened, or while it was read
+        return False
+    return state != "Z"
+
+
+def made(directory: Path) -> Path:
+    directory.mkdir()
+    return directory
+
+
+class NamedStore(LocalStore):
+    """A directory under a name, which a pickle carries."""
+
+    def __init__(self, directory: str | os.PathLike[str], name: str) -> None:
+        super().__init__(directory)
+        self.name = name
+
+    def __reduce__(self) -> tuple[type[NamedStore], tuple[str, str]]:
+        return NamedStore, (super().location, self.name)
+
+    @property
+    def location(self) -> str:
+        """What messages call it."""
+        return f"named:{self.name}"
+
+
+class KeepsNothing(LocalStore):
+    """A store whose copy in another process writes to another directory, as a store in memory would."""
+
+    def __reduce__(self) -> tuple[type[LocalStore], tuple[str]]:
+        return LocalStore, (f"{self.location}-elsewhere",)
+
+
+class RequiredMethodsOnly:
+    """A store that does not derive from `Store` and has its abstract methods, and nothing else."""
+
+    def __init__(self, directory: str | os.PathLike[str]) -> None:
+        files = LocalStore(directory)
+        for name in Store.__abstractmethods__:
+            setattr(self, name, getattr(files, name))
+
+
+_MOST_S = 30.0
+
+
+def stop_process(pid: int) -> None:
+    """Send SIGSTOP to process `pid`, and wait until each of its threads has stopped.
+
+    The kernel lets a thread run on until the thread that takes the signal is scheduled. On a busy machine
+    another thread of the process can answer several requests before.
+
+    Raises:
+        TimeoutError: A thread still runs after 30 s.
+    """
+    os.kill(pid, signal.SIGSTOP)
+    deadline = time.monotonic() + _MOST_S
+    while not _has_stopped(pid):
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"process {pid} still runs {_MOST_S:g} s after SIGSTOP")
+        time.sleep(0.001)
+
+
+def _has_stopped(pid: int) -> bool:
+    states = []
+    for thread in Path(f"/proc/{pid}/task").iterdir():
+        try:
+            text = (thread / "stat").read_text()
+        except (FileNotFoundError, ProcessLookupError):  # the thread has ended
+            continue
+        # The state follows the name, which is in parentheses and may hold any character.
+        states.append(text.rpartition(")")[2].split()[0])
+    return all(state in ("T", "Z") for state in states)
+
+
+class SlowCommit(NativeSaveStrategy):
+    """Has written all chunks when `is_written` is set, and goes on to the commit when `goes_on` is."""
+
+    def __init__(self) -> None:
+        self.is_written, self.goes_on = threading.Event(), threading.Event()
+
+    def write_index(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """Wait, then write the index."""
+        self.is_written.set()
+        assert self.goes_on.wait(60)
+        return super().write_index(*args, **kwargs)

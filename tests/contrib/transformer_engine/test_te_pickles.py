@@ -15,7 +15,7 @@ from torch import Tensor
 
 from megackpt import FormatError, UnknownClassError
 from megackpt.integrations.transformer_engine import read_extra_state
-from tests.support.te_pickles import as_bytes, as_torch_save
+from tests.contrib.transformer_engine.te_pickles import as_bytes, as_torch_save
 
 
 @pytest.mark.parametrize("data", [None, torch.empty(0, dtype=torch.uint8), as_bytes({}), as_bytes(None)])

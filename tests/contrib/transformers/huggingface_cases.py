@@ -10,7 +10,7 @@ from torch import Tensor
 
 from megackpt.parallel import MicroBatch, ParallelGroups, ParallelLayout, context_share, forward_backward
 from models import GPTConfig, build_gpt
-from tests.support.gradients import Box, assert_all_close, gradient_boxes, join
+from tests.support.gpt import Box, assert_all_close, gradient_boxes, join
 from tests.support.huggingface_experts import fill
 from tests.support.huggingface_models import assert_close, logits_of, relative_error_of, token_ids
 
