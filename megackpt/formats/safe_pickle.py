@@ -15,8 +15,9 @@ import pickle
 import re
 import threading
 import types
+import warnings
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import cache
 from typing import Any, ClassVar
@@ -183,9 +184,9 @@ def load_safely(data: bytes | memoryview) -> Any:
     return load_checked(io.BytesIO(data), check_archive(data), nbytes=len(data))
 
 
-def load_checked(file: str | io.BytesIO, names: Iterable[tuple[str, str]], *, nbytes: int) -> Any:
+def load_checked(file: str | io.BytesIO, names: Collection[tuple[str, str]], *, nbytes: int) -> Any:
     """Load what `check_archive` has checked, and found to have these names. A file at a path is mapped."""
-    with _harmless_classes(names) as substitutes, stand_ins():
+    with _harmless_classes(names) as substitutes, stand_ins(), _checks_of_sparse_tensors(names):
         # An unknown class may be a subclass of dict, which torch's own unpickler does not fill.
         unpickler: Any = _STAND_IN_PICKLE if _has_unknown(substitutes) else None
         value = torch.load(
@@ -198,6 +199,26 @@ def load_checked(file: str | io.BytesIO, names: Iterable[tuple[str, str]], *, nb
         value = plain_values(value, has_unknown=bool(substitutes))
     check_repeated_values(value, nbytes=nbytes)
     return value
+
+
+_sparse_lock = threading.Lock()
+
+
+@contextmanager
+def _checks_of_sparse_tensors(names: Collection[tuple[str, str]]) -> Iterator[None]:
+    """Let torch check the indices of sparse tensors: those of a damaged file could point out of bounds.
+
+    torch 2.14 does so by itself, and warns that it takes time; it also warns of layouts that are new. Where
+    warnings are errors, the file would seem to be damaged. Both settings are those of all threads, so pickles
+    without sparse tensors leave them alone, and one thread at a time changes them.
+    """
+    if ("torch._utils", "_rebuild_sparse_tensor") not in names:
+        yield
+        return
+    checks = torch.sparse.check_sparse_tensor_invariants()  # type: ignore[no-untyped-call]
+    with _sparse_lock, warnings.catch_warnings(), checks:
+        warnings.filterwarnings("ignore", message="(Validating s|S)parse ")
+        yield
 
 
 _Pickler: Any = pickle._Pickler  # in Python: the one in C imports each name that it writes

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import re
 import socket
 import subprocess
@@ -122,8 +123,14 @@ def test_a_commit_fails_the_job_if_no_thread_can_be_started_for_its_follow_up(
 
 
 def test_a_message_that_cannot_be_sent_fails_the_jobs_and_ends_the_process(writer: WriterProcess) -> None:
-    job = submit(writer, common=lambda: None)  # a function of a function cannot be pickled
+    def local() -> None:
+        """Cannot be pickled, as it is a function of a function."""
+
+    with pytest.raises((AttributeError, pickle.PicklingError)) as raised:
+        pickle.dumps(local)
+    job = submit(writer, common=local)
     writer.report_staged(0)
     wait_for(lambda: job.is_over)
-    assert re.search(r"could not be sent a message \(\w+: .*pickle.*\) and was killed", str(job.error))
+    reason = f"{raised.type.__name__}: {raised.value}"
+    assert f"could not be sent a message ({reason}) and was killed" in str(job.error)
     assert writer.is_lost
