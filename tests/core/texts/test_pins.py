@@ -1,0 +1,51 @@
+"""What megackpt needs has no upper bound, and what the tests use is pinned, for every Python that is declared."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from packaging.requirements import Requirement
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+ROOT = Path(__file__).parents[3]
+PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+EXTRAS: dict[str, list[str]] = PROJECT["optional-dependencies"]
+ALL = {
+    str(Requirement(line)): Requirement(line)
+    for line in [*PROJECT["dependencies"], *sum(EXTRAS.values(), [])]
+}
+PYTHONS = [line.split(" :: ")[-1] for line in PROJECT["classifiers"] if re.search(r"Python :: \d\.\d", line)]
+# These come with torch, or need CUDA, or are one more name of megackpt.
+UNPINNED = {"megackpt", "triton", "nixl-cu12"}
+CONSTRAINTS = (ROOT / "tests" / "constraints.txt").read_text().splitlines()
+PINS = [Requirement(line) for line in CONSTRAINTS if not line.startswith("#")]
+
+
+def holds(requirement: Requirement, python: str) -> bool:
+    """Return whether a requirement counts on Linux with that Python."""
+    surroundings = {"python_version": python, "python_full_version": f"{python}.1", "sys_platform": "linux"}
+    return requirement.marker is None or requirement.marker.evaluate(surroundings)
+
+
+@pytest.mark.parametrize("requirement", ALL.values(), ids=str)
+def test_no_requirement_has_an_upper_bound(requirement: Requirement) -> None:
+    assert {bound.operator for bound in requirement.specifier} <= {">="}
+
+
+@pytest.mark.parametrize("python", PYTHONS)
+def test_every_requirement_is_pinned_once_for_each_python(python: str) -> None:
+    pins = [pin for pin in PINS if holds(pin, python)]
+    versions = {pin.name: str(pin.specifier).removeprefix("==") for pin in pins}
+    assert len(versions) == len(pins)
+    for requirement in ALL.values():
+        if requirement.name not in UNPINNED and holds(requirement, python):
+            version = versions[requirement.name]
+            assert requirement.specifier.contains(version), f"{requirement} is pinned to {version}"
