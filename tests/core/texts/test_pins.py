@@ -1,4 +1,4 @@
-"""What megackpt needs has no upper bound, and what the tests use is pinned, for every Python that is declared."""
+"""Requirements have no upper bound, and what the tests use is pinned for every declared Python."""
 
 from __future__ import annotations
 
@@ -18,10 +18,8 @@ else:
 ROOT = Path(__file__).parents[3]
 PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 EXTRAS: dict[str, list[str]] = PROJECT["optional-dependencies"]
-ALL = {
-    str(Requirement(line)): Requirement(line)
-    for line in [*PROJECT["dependencies"], *sum(EXTRAS.values(), [])]
-}
+LINES = [*PROJECT["dependencies"], *(line for extra in EXTRAS.values() for line in extra)]
+ALL = {line: Requirement(line) for line in LINES}
 PYTHONS = [line.split(" :: ")[-1] for line in PROJECT["classifiers"] if re.search(r"Python :: \d\.\d", line)]
 # These come with torch, or need CUDA, or are one more name of megackpt.
 UNPINNED = {"megackpt", "triton", "nixl-cu12"}
