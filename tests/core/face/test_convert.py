@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -31,9 +28,7 @@ from megackpt.planning import SavePlan
 from megackpt.storage import LocalStore, MemoryStore, Store, open_store
 from megackpt.testing.faulty_store import FaultyStore
 from megackpt.testing.identical import difference
-from megackpt.testing.ranks import RankPool
 from megackpt.testing.world import SimulatedWorld
-from tests.support.effort import with_all
 
 FORMATS = sorted(f"{strategy.backend}:{strategy.version}" for strategy in save_strategies())
 NATIVE = "megackpt:1"
@@ -354,46 +349,3 @@ def test_ranks_share_the_chunks_evenly_and_each_is_written_once(tmp_path: Path) 
     chunks: Any = contents.chunks(["w"])
     assert np.bincount(chunks.stored.file).tolist() == [16, 16, 16, 16]
     assert torch.equal(megackpt.load_plain_tensors(target)["w"], torch.arange(512))  # type: ignore[arg-type]
-
-
-@with_all("a plain run shares the work between simulated ranks")
-def test_torchrun_shares_the_work_between_two_processes(tmp_path: Path) -> None:
-    source, target = saved(tmp_path / "source"), tmp_path / "target"
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    command = [*torchrun, "-m", "megackpt.cli", "convert", str(source), str(target), "--to", NATIVE, "--json"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    ran = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False, env=environment)
-    assert ran.returncode == 0, ran.stderr[-3000:]
-    assert json.loads(ran.stdout)["is_verified"] is True  # printed once
-    assert len(list((target / "data").iterdir())) == 2
-    assert difference(everything_in(source), everything_in(target)) is None
-
-
-def peak_of_a_conversion(directory: Path, nbytes: int) -> int:
-    """Return by how much converting a checkpoint of one array in large chunks raised resident memory."""
-    rows = nbytes // 4 // 1024
-    array = torch.arange(nbytes // 4, dtype=torch.int32).reshape(rows, 1024)
-    halves = [ShardedTensor.from_rank_offsets("w", h, (0, i, 2)) for i, h in enumerate(array.chunk(2))]
-    megackpt.save({"w": halves}, directory / "source")
-    del array, halves
-    saved_small = directory / "small"
-    megackpt.save({"w": ShardedTensor.from_rank_offsets("w", torch.zeros(10))}, saved_small)
-    assert main(["convert", str(saved_small), str(directory / "warm"), "--to", NATIVE]) == 0
-    Path("/proc/self/clear_refs").write_text("5")  # resets the peak
-    before = resident("VmRSS")
-    assert main(["convert", str(directory / "source"), str(directory / "target"), "--to", NATIVE]) == 0
-    return resident("VmHWM") - before
-
-
-def resident(field: str) -> int:
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(field):
-            return int(line.split()[1]) * 1024
-    raise AssertionError(f"/proc/self/status has no {field}")
-
-
-@with_all("conversions are streamed by one function, which other tests run")
-def test_converting_1_gib_adds_less_than_100_mib_of_memory(rank_pool: RankPool, tmp_path: Path) -> None:
-    (extra,) = rank_pool.run(peak_of_a_conversion, 1, tmp_path, 1024 * MIB)
-    print(f"conversion of 1 GiB, verified: peak {extra / MIB:.1f} MiB more")
-    assert extra < 100 * MIB

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 import os
 import re
 import shutil
-import signal
-import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,7 +16,7 @@ import torch
 import megackpt
 from megackpt import Checkpointer
 from megackpt.cli import main
-from tests.support.effort import sampled, with_all
+from tests.support.effort import sampled
 
 
 @pytest.fixture
@@ -234,20 +231,3 @@ def test_a_directory_without_permission_is_bad_input(
     assert code == 2
     assert "closed/run: cannot use: Permission denied" in message
     assert "check the owner and mode" in message
-
-
-@with_all("tests/core/face/test_output.py interrupts commands within its process")
-def test_an_interrupt_ends_a_real_command_with_one_line(tmp_path: Path) -> None:
-    fifo = tmp_path / "config.json"
-    os.mkfifo(fifo)  # the command waits for a writer
-    command = [sys.executable, "-m", "megackpt.cli", "maps", "show", "--config", str(fifo)]
-    # What a shell starts in the background ignores Ctrl-C: perhaps these tests, and so what they start.
-    as_in_foreground = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
-    started = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, preexec_fn=as_in_foreground)
-    # Once the file is opened by both, the command reads. If it has to wait too long, it ends with the file.
-    with started as process, open(fifo, "w"):
-        process.send_signal(signal.SIGINT)
-        _, message = process.communicate(timeout=120)
-    assert process.returncode == 130
-    assert message.strip().startswith("megackpt: interrupted. ")
-    assert len(message.strip().splitlines()) == 1

@@ -20,12 +20,11 @@ from megackpt import FormatError, LoadOptions, ShardedTensor, load, load_plain_t
 from megackpt.comm import Group
 from megackpt.formats.zarr.chunks import MAX_CHUNKS
 from megackpt.testing.world import SimulatedWorld
+from tests.support.effort import few
 from tests.system.attacks.crafting import NATIVE, Location, build_base, edit_index, edit_json, request
 from tests.system.attacks.mutation import Files, checkpoint, mutated, outcome
 
-EXAMPLES = 50
 BACKENDS = [("megackpt", 1), ("torch_dist", 1), ("zarr", 1), ("zarr", 3)]
-pytestmark = pytest.mark.filterwarnings("ignore")
 
 
 @pytest.fixture(scope="module", params=BACKENDS, ids=lambda b: f"{b[0]}-{b[1]}")
@@ -33,8 +32,9 @@ def files(request: pytest.FixtureRequest) -> Files:
     return checkpoint(request.param)
 
 
+@pytest.mark.filterwarnings("ignore")
 @settings(
-    max_examples=EXAMPLES,
+    max_examples=few(20, of=50),
     deadline=None,
     derandomize=True,
     suppress_health_check=[HealthCheck.function_scoped_fixture],

@@ -38,6 +38,7 @@ from megackpt.metadata import (
 from megackpt.planning import plan_load, plan_save
 from megackpt.storage import MemoryStore
 from megackpt.testing.world import SimulatedWorld
+from tests.support.effort import few
 from tests.support.states import box, damaged, small, stack
 
 ATTEMPT = "0" * 16
@@ -181,7 +182,7 @@ def rows_of(stored: StoredChunks) -> list[tuple[object, ...]]:
     return list(zip(*columns, [stored.files[i] for i in stored.file], digests_of(stored), strict=True))
 
 
-@settings(max_examples=80, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=few(25, of=80), deadline=None, suppress_health_check=list(HealthCheck))
 @given(data=st.data(), block_rows=st.integers(1, 9), block_digests=st.integers(1, 5))
 def test_parts_of_an_index_give_the_load_plan_of_the_whole(
     data: st.DataObject, block_rows: int, block_digests: int

@@ -29,6 +29,7 @@ from megackpt import (
 )
 from megackpt.codec.stand_ins import ForeignMember
 from megackpt.formats import safe_pickle
+from tests.support.effort import few
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -337,7 +338,8 @@ def test_damaged_metadata_is_an_error_of_ours_or_loads_what_was_saved(checkpoint
     whole = (checkpoint / ".metadata").read_bytes()
     generator = random.Random(11)
     rejected = 0
-    for _ in range(700):
+    tries = few(150, of=700)
+    for _ in range(tries):
         damaged = bytearray(whole)
         for _ in range(generator.randint(1, 3)):
             damaged[generator.randrange(len(damaged))] = generator.randrange(256)
@@ -348,5 +350,5 @@ def test_damaged_metadata_is_an_error_of_ours_or_loads_what_was_saved(checkpoint
             load_plain_tensors(checkpoint)
         except CheckpointError:
             rejected += 1
-    print(f"{rejected} of 700 damaged files rejected")
-    assert rejected > 250
+    print(f"{rejected} of {tries} damaged files rejected")
+    assert rejected > tries // 3

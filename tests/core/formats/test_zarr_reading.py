@@ -34,8 +34,6 @@ from megackpt.formats.zarr.version_1 import ZarrV2SaveStrategy
 from megackpt.formats.zarr.version_3 import ZarrV3SaveStrategy
 from megackpt.storage import MemoryStore
 
-zarr = pytest.importorskip("zarr", minversion="3", reason="zarr 3 needs Python 3.11")
-
 SMALL = {
     1: ZarrV2SaveStrategy(GridRules(file_bytes=64)),
     3: ZarrV3SaveStrategy(GridRules(file_bytes=64, inner_bytes=16)),
@@ -72,6 +70,12 @@ def assert_equal(actual: torch.Tensor, values: np.ndarray[Any, Any]) -> None:
     assert tuple(actual.shape) == values.shape
 
 
+@pytest.fixture
+def stock_zarr() -> Any:
+    """The zarr package, which reads what we write and writes what we read."""
+    return pytest.importorskip("zarr", minversion="3", reason="zarr 3 needs Python 3.11")
+
+
 VALUES = {
     "plain": np.arange(35, dtype=np.float32).reshape(5, 7),
     "complex": (np.arange(6) * (1 + 2j)).astype(np.complex64).reshape(2, 3),
@@ -81,8 +85,10 @@ VALUES = {
 
 
 @pytest.mark.parametrize("form", [2, 3])
-def test_what_stock_zarr_wrote_without_a_metadata_json_is_loaded(tmp_path: Path, form: int) -> None:
-    group = zarr.open_group(tmp_path, mode="w", zarr_format=form)
+def test_what_stock_zarr_wrote_without_a_metadata_json_is_loaded(
+    tmp_path: Path, stock_zarr: Any, form: int
+) -> None:
+    group = stock_zarr.open_group(tmp_path, mode="w", zarr_format=form)
     for name, values in VALUES.items():
         array = group.create_array(
             name,
@@ -105,12 +111,14 @@ def test_what_stock_zarr_wrote_without_a_metadata_json_is_loaded(tmp_path: Path,
 
 @pytest.mark.parametrize("form", [2, 3])
 @pytest.mark.parametrize("is_ours", [True, False])
-def test_a_run_of_zarr_steps_is_no_checkpoint_itself(tmp_path: Path, form: int, is_ours: bool) -> None:
+def test_a_run_of_zarr_steps_is_no_checkpoint_itself(
+    tmp_path: Path, stock_zarr: Any, form: int, is_ours: bool
+) -> None:
     for step in ("iter_0000001", "iter_0000002"):
         if is_ours:
             save({"a": tensor("a", DATA)}, tmp_path / step, ("zarr", {2: 1, 3: 3}[form]))
         else:
-            group = zarr.open_group(tmp_path / step, mode="w", zarr_format=form)
+            group = stock_zarr.open_group(tmp_path / step, mode="w", zarr_format=form)
             group.create_array("a", shape=(2,), chunks=(2,), dtype="i2")[...] = [1, 2]
         assert check_is_distributed_checkpoint(tmp_path / step)
     assert not check_is_distributed_checkpoint(tmp_path)
@@ -118,8 +126,10 @@ def test_a_run_of_zarr_steps_is_no_checkpoint_itself(tmp_path: Path, form: int, 
         load({"a": tensor("a", DATA)}, tmp_path)
 
 
-def test_zarr_v3_arrays_without_a_group_are_a_checkpoint_also_if_one_is_damaged(tmp_path: Path) -> None:
-    array = zarr.create_array(tmp_path / "a", shape=(2,), chunks=(2,), dtype="i2", zarr_format=3)
+def test_zarr_v3_arrays_without_a_group_are_a_checkpoint_also_if_one_is_damaged(
+    tmp_path: Path, stock_zarr: Any
+) -> None:
+    array = stock_zarr.create_array(tmp_path / "a", shape=(2,), chunks=(2,), dtype="i2", zarr_format=3)
     array[...] = [1, 2]
     assert check_is_distributed_checkpoint(tmp_path)
     (tmp_path / "a" / "zarr.json").write_text("{")

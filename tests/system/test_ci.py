@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-CI = Path(__file__).parents[3] / ".ci"
+CI = Path(__file__).parents[2] / ".ci"
 LOOP = 'for part in "${parts[@]}"; do\n    printf'
 
 
