@@ -17,7 +17,7 @@ from megackpt import SaveOptions
 from megackpt.cli import main
 from megackpt.comm import Group
 from megackpt.testing.world import SimulatedWorld
-from tests.support.checkpoints import FORMATS, RANKS, files_below, flip, saved, state_of
+from tests.support.checkpoints import FORMATS, RANKS, copy_of_saved, files_below, flip, saved, state_of
 
 RunCommand = Callable[..., tuple[int, dict[str, Any]]]
 
@@ -140,7 +140,7 @@ def test_a_whole_checkpoint_is_left_alone(tmp_path: Path, capsys: pytest.Capture
 def test_a_copy_repairs_all_files_of_chunks_that_are_lost(
     tmp_path: Path, format: tuple[str, int], repair: RunCommand
 ) -> None:
-    directory, copy = saved(tmp_path / "it", format), tmp_path / "copy"
+    directory, copy = copy_of_saved(tmp_path / "it", format), tmp_path / "copy"
     shutil.copytree(directory, copy)
     before = content(directory)
     for file in megackpt.inspect(directory).files:

@@ -55,11 +55,15 @@ def test_the_latest_is_the_step_that_a_checkpointer_would_load(root: Path) -> No
 
 
 def test_age_is_counted_from_the_commit(root: Path) -> None:
-    hour = time.time() - 3600
-    os.utime(root / "iter_0000002" / "metadata.json", (hour, hour))
+    now = time.time()
+    for step, age_s in ((2, 3600), (3, 60)):
+        for file in (root / f"iter_000000{step}").rglob("*"):
+            os.utime(file, (now - age_s, now - age_s))
+        os.utime(root / f"iter_000000{step}", (now - age_s, now - age_s))
     by_step = {step.step: step for step in list_steps(root)}
-    assert 3600 <= by_step[2].age_s < 3700
-    assert 0 <= by_step[3].age_s < 100
+    since = time.time() - now
+    assert 3600 <= by_step[2].age_s <= 3600 + since
+    assert 60 <= by_step[3].age_s <= 60 + since
 
 
 @pytest.mark.parametrize(
@@ -118,7 +122,7 @@ def test_a_url_is_listed_as_a_directory_is(
     second = ObjectStore(f"{url}/iter_0000002")
     assert result["steps"][1]["nbytes"] == sum(map(second.size, second.names()))
     assert result["steps"][1]["metrics"] == {"loss": 0.5}
-    assert all(0 <= step["age_s"] < 600 for step in result["steps"])
+    assert all(step["age_s"] >= 0 for step in result["steps"])
     assert main(["ls", url]) == 0
     assert "committed, latest" in capsys.readouterr().out
     assert main(["ls", f"{url}/iter_0000002"]) == 3
@@ -266,7 +270,7 @@ def test_gc_leaves_a_step_alone_that_a_job_saves_again(
         kwargs={"metrics": {"loss": 0.1}, "sharded_strategy": slow},
     )
     saving.start()
-    assert slow.is_written.wait(60)
+    assert slow.is_written.wait(600)
     planned = run_json(capsys, "gc", str(scored), "--keep-last", "1")
     assert (planned["left_alone"], planned["code"]) == ([step], 0)
     assert main(["gc", str(scored), "--keep-last", "1"]) == 0

@@ -15,7 +15,7 @@ from megackpt import ShardedTensor
 from megackpt.cli import main
 from megackpt.cli.entry import BAD_INPUT, FAILED_CHECK
 from megackpt.maps import family_of, known_families
-from tests.support.checkpoints import FORMATS, RANKS, flip, saved
+from tests.support.checkpoints import FORMATS, RANKS, copy_of_saved, flip
 
 
 def inspected(directory: Path, capsys: pytest.CaptureFixture[str], *flags: str) -> dict[str, Any]:
@@ -28,7 +28,7 @@ def inspected(directory: Path, capsys: pytest.CaptureFixture[str], *flags: str) 
 def test_arrays_objects_files_and_common_state_of_any_format_are_listed(
     tmp_path: Path, format: tuple[str, int], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    message = inspected(saved(tmp_path, format), capsys)
+    message = inspected(copy_of_saved(tmp_path, format), capsys)
     assert (message["backend"], message["version"]) == format
     shown = {a["key"]: (a["dtype"], a["shape"]) for a in message["arrays"]}
     assert shown == {
@@ -51,7 +51,7 @@ def test_arrays_objects_files_and_common_state_of_any_format_are_listed(
 
 
 def test_globs_choose_keys_and_their_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    message = inspected(saved(tmp_path), capsys, "--keys", "b*", "--keys", "half")
+    message = inspected(copy_of_saved(tmp_path), capsys, "--keys", "b*", "--keys", "half")
     assert [a["key"] for a in message["arrays"]] == ["block", "half"]
     assert sum(f["chunks"] for f in message["files"]) == 3
     assert sum(f["nbytes"] for f in message["files"]) == 48 * 4 + 6
@@ -60,7 +60,7 @@ def test_globs_choose_keys_and_their_files(tmp_path: Path, capsys: pytest.Captur
 def test_tensors_are_not_read_and_damage_of_common_state_is_shown(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for file in sorted((saved(tmp_path) / "data").iterdir()):
+    for file in sorted((copy_of_saved(tmp_path) / "data").iterdir()):
         file.unlink()
     (common,) = tmp_path.glob("common-*.json")
     flip(common, 10)
@@ -70,7 +70,7 @@ def test_tensors_are_not_read_and_damage_of_common_state_is_shown(
 
 
 def test_tables_show_what_a_person_looks_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["inspect", str(saved(tmp_path)), "--limit", "2"]) == 0
+    assert main(["inspect", str(copy_of_saved(tmp_path)), "--limit", "2"]) == 0
     out = capsys.readouterr().out
     for text in (
         "megackpt version 1",
@@ -100,7 +100,7 @@ def test_bad_usage_and_a_missing_checkpoint_have_different_exit_codes(
     assert main(["inspect"]) == 2
     assert main(["inspect", str(tmp_path)]) == 3
     assert "is not a checkpoint" in capsys.readouterr().err
-    (index,) = saved(tmp_path).glob("index-*")
+    (index,) = copy_of_saved(tmp_path).glob("index-*")
     flip(index, -1)
     assert main(["inspect", str(tmp_path)]) == 1
     (tmp_path / "metadata.json").write_text("[]")

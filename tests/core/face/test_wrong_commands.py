@@ -19,9 +19,10 @@ from megackpt.cli import main
 from tests.support.effort import sampled
 
 
-@pytest.fixture
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A working directory with checkpoints, a file, an empty directory and a run; no S3 server."""
+@pytest.fixture(scope="module")
+def made_once(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with checkpoints, a file, an empty directory and a run."""
+    tmp_path = tmp_path_factory.mktemp("made")
     megackpt.save({"a": torch.ones(2)}, tmp_path / "whole")
     (tmp_path / "file").write_text("a file")
     (tmp_path / "empty").mkdir()
@@ -33,6 +34,13 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         index.write_bytes(bytes(index.stat().st_size))
     shutil.copytree(tmp_path / "whole", tmp_path / "no-json")
     (tmp_path / "no-json" / "metadata.json").write_text("{")
+    return tmp_path
+
+
+@pytest.fixture
+def here(made_once: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A copy of it as the working directory; there is no S3 server."""
+    shutil.copytree(made_once, tmp_path, dirs_exist_ok=True)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "id")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "key")

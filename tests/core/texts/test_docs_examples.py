@@ -103,15 +103,6 @@ def test_examples_import_public_parts_only(path: Path) -> None:
     assert not re.search(r"\bmegackpt\.(engine|maintenance)\b", text)
 
 
-_NAMED_FILE = re.compile(r"`((?:megackpt|tests|docs|models|examples)/[\w/.-]+\.\w+)`")
-
-
-@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda p: str(p.relative_to(ROOT)))
-def test_every_file_that_a_document_names_exists(path: Path) -> None:
-    names = set(_NAMED_FILE.findall(path.read_text()))
-    assert {name for name in names if not (ROOT / name).exists()} == set()
-
-
 def test_the_table_of_imports_is_that_of_the_layering_test() -> None:
     text = (ROOT / "docs" / "contributing.md").read_text()
     rows = re.findall(r"^\| `(\w+)` \| .*? \| (.*) \|$", text, re.MULTILINE)
