@@ -312,29 +312,6 @@ def test_a_source_with_a_gap_fails_the_check(tmp_path: Path, capsys: pytest.Capt
     assert not (tmp_path / "target").exists()
 
 
-@pytest.mark.parametrize(
-    ("arguments", "code", "message"),
-    [
-        (["nowhere", "target", "--to", "megackpt"], 3, "is not a checkpoint"),
-        (["nowhere", "target", "--to", "tar"], 2, "No strategy saves format 'tar'"),
-        (["nowhere", "target", "--to", "megackpt:x"], 2, "'x' is not a version"),
-        (["nowhere", "target"], 2, "Missing option '--to'"),
-    ],
-)
-def test_bad_input_has_exit_code_2_and_a_missing_checkpoint_3(
-    arguments: list[str],
-    code: int,
-    message: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert main(["convert", *arguments]) == code
-    assert message in capsys.readouterr().err
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_json_has_the_result_or_the_error(
     tmp_path: Path, source: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

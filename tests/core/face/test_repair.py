@@ -210,23 +210,6 @@ def test_what_a_repair_that_was_killed_left_is_removed(tmp_path: Path, repair: R
     assert content(tmp_path) == before
 
 
-@pytest.mark.parametrize(
-    ("arguments", "code", "message"),
-    [
-        (["repair", "nowhere"], 3, "is not a checkpoint"),
-        (["repair", "nowhere", "--from", "neither"], 3, "is not a checkpoint"),
-        (["repair"], 2, "Missing argument 'PATH'"),
-    ],
-)
-def test_bad_input_has_exit_codes_of_its_own(
-    arguments: list[str], code: int, message: str, tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
-    monkeypatch.chdir(tmp_path)
-    assert main(arguments) == code
-    assert message in capsys.readouterr().err
-
-
 def test_tables_show_what_was_repaired_and_what_is_left(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -301,23 +301,6 @@ def test_damage_is_a_table_and_exit_code_1(tmp_path: Path, capsys: pytest.Captur
     assert "1 damages" in out
 
 
-@pytest.mark.parametrize(
-    ("arguments", "code", "message"),
-    [
-        (["verify", "nowhere"], 3, "is not a checkpoint"),
-        (["verify"], 2, "Missing argument 'PATH'"),
-        (["verify", "nowhere", "--threads", "0"], 2, "0 is not in the range"),
-    ],
-)
-def test_bad_input_has_exit_codes_of_its_own(
-    arguments: list[str], code: int, message: str, tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
-    monkeypatch.chdir(tmp_path)
-    assert main(arguments) == code
-    assert message in capsys.readouterr().err
-
-
 def test_any_number_of_threads_finds_the_same(tmp_path: Path) -> None:
     for file in data_files(copy_of_saved(tmp_path)):
         flip(file, -1)

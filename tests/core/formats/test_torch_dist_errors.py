@@ -72,22 +72,21 @@ def with_evil_metadata(directory: Path, marker: Path) -> None:
     put(directory, metadata)
 
 
-def with_evil_object(directory: Path, marker: Path) -> None:
+def with_evil_item(directory: Path, marker: Path, fqn: str) -> None:
     torch.save(Runs(marker), directory / "evil.distcp")
     metadata = metadata_of(directory)
-    (info,) = [v for k, v in metadata.storage_data.items() if k.fqn == "o"]
+    (info,) = [v for k, v in metadata.storage_data.items() if k.fqn == fqn]
     info.relative_path, info.offset = "evil.distcp", 0
     info.length = (directory / "evil.distcp").stat().st_size
     put(directory, metadata)
+
+
+def with_evil_object(directory: Path, marker: Path) -> None:
+    with_evil_item(directory, marker, "o")
 
 
 def with_evil_tensor(directory: Path, marker: Path) -> None:
-    torch.save(Runs(marker), directory / "evil.distcp")
-    metadata = metadata_of(directory)
-    (info,) = [v for k, v in metadata.storage_data.items() if k.fqn == "w"]
-    info.relative_path, info.offset = "evil.distcp", 0
-    info.length = (directory / "evil.distcp").stat().st_size
-    put(directory, metadata)
+    with_evil_item(directory, marker, "w")
 
 
 def with_evil_common(directory: Path, marker: Path) -> None:

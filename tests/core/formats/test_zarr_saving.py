@@ -28,7 +28,7 @@ from megackpt import (
     save,
 )
 from megackpt.comm import Group
-from megackpt.engine.data.tensor_bytes import as_bits, byte_view
+from megackpt.engine.data.tensor_bytes import as_bits
 from megackpt.errors import DeclarationError, MissingExtraError, UnserializableError
 from megackpt.formats.zarr.grids import Grid, GridRules, choose_grids
 from megackpt.formats.zarr.rounds import find_touched_files, plan_rounds
@@ -41,6 +41,7 @@ from megackpt.metadata import DTYPES, ArraySpec
 from megackpt.metadata.merge import merge_declarations
 from megackpt.planning import SavePlan, plan_save
 from megackpt.storage import LocalStore, MemoryStore, Store
+from megackpt.testing.format_trials import bytes_of, declared_chunks
 from megackpt.testing.layouts import OwnedChunk, arrays, owned_chunks
 from megackpt.testing.world import SimulatedWorld
 from tests.support.effort import few, sampled
@@ -48,15 +49,6 @@ from tests.support.states import bits
 
 # Files and chunks of a few elements, so that small arrays have many of them and ranks share some.
 TINY = [GridRules(file_bytes=64, inner_bytes=16), GridRules(file_bytes=24, inner_bytes=8, files_per_row=1)]
-
-
-def declare(layout: list[OwnedChunk], array: torch.Tensor, rank: int) -> list[ShardedTensor]:
-    return [owned.declare("array", array) for owned in layout if owned.rank == rank]
-
-
-def bits_of(tensor: ShardedTensor) -> bytes:
-    assert tensor.data is not None
-    return bytes(byte_view(as_bits(tensor.data).contiguous()))
 
 
 def check_law(
@@ -67,11 +59,11 @@ def check_law(
     target = data.draw(owned_chunks(tuple(array.shape), ranks=target_ranks), label="target")
 
     def save_rank(group: Group) -> None:
-        shards = {"shards": declare(source, array, group.rank)}
+        shards = {"shards": declared_chunks(source, array, group.rank)}
         save(shards, store, sharded_strategy=strategy(rules), group=group)
 
     def load_rank(group: Group) -> list[ShardedTensor]:
-        wanted = declare(target, array, group.rank)
+        wanted = declared_chunks(target, array, group.rank)
         for tensor in wanted:
             as_bits(tensor.data).fill_(1)  # something that is not the answer
         load({"shards": wanted}, store, group=group)
@@ -79,8 +71,8 @@ def check_law(
 
     SimulatedWorld(source_ranks).run(save_rank)
     for rank, loaded in enumerate(SimulatedWorld(target_ranks).run(load_rank)):
-        for got, expected in zip(loaded, declare(target, array, rank), strict=True):
-            assert bits_of(got) == bits_of(expected)
+        for got, expected in zip(loaded, declared_chunks(target, array, rank), strict=True):
+            assert bytes_of(got) == bytes_of(expected)
 
 
 @pytest.mark.parametrize("store", [MemoryStore, LocalStore])
