@@ -271,6 +271,7 @@ class FormatConformance:
         files = {name: first.read(name, max_bytes=1 << 30) for name in first.names()}
         for failing in range(len(counting.operations) - before):
             inner = new_store()
+            inner.create()
             for name, data in files.items():
                 inner.write(name, data)
             faulty = FaultyStore(inner, fail_at=failing)

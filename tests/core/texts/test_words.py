@@ -10,6 +10,7 @@ import re
 from collections.abc import Iterable, Iterator
 from functools import cache
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
@@ -129,22 +130,24 @@ def test_no_word_of_the_list_is_used() -> None:
     assert faults == []
 
 
-@cache
-def nodes_of(path: Path) -> list[ast.AST]:
-    return list(ast.walk(ast.parse(documents().get(path) or path.read_text())))
+class Parsed(NamedTuple):
+    """What a file has: names that it defines, docstrings, and texts of errors, each with its line."""
+
+    names: list[tuple[str, int]]
+    docstrings: list[tuple[int, str]]
+    errors: list[tuple[int, str, str]]
 
 
 @cache
-def names_in_file(path: Path) -> list[tuple[str, str]]:
-    """Return where each name of a file is defined, and the name."""
-    relative = path.relative_to(ROOT)
-    return [(f"{relative}:{line}", name) for name, line in defined_names(nodes_of(path))]
+def parsed(path: Path) -> Parsed:
+    nodes = list(ast.walk(ast.parse(path.read_text())))  # not kept: they take a hundred times the memory
+    return Parsed(list(defined_names(nodes)), list(docstrings_of(nodes)), list(error_texts(nodes)))
 
 
 def names_in(*parts: str) -> list[tuple[str, str]]:
     """Return where each name in these folders is defined, and the name."""
     paths = [path for part in parts for path in sorted((ROOT / part).rglob("*.py"))]
-    return [pair for path in paths for pair in names_in_file(path)]
+    return [(f"{path.relative_to(ROOT)}:{line}", name) for path in paths for name, line in parsed(path).names]
 
 
 def faults_of(names: Iterable[tuple[str, str]], words: set[str]) -> list[str]:
@@ -202,18 +205,18 @@ def test_sentences_are_found_in_paragraphs_fields_and_lists() -> None:
     ]  # fmt: skip
 
 
-def docstrings_in(folder: str) -> Iterator[tuple[str, str]]:
-    """Yield where each docstring of a folder is, and the docstring."""
-    for path in sorted((ROOT / folder).rglob("*.py")):
-        for node in nodes_of(path):
-            if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef)):
-                yield f"{path.relative_to(ROOT)}:{getattr(node, 'lineno', 1)}", ast.get_docstring(node) or ""
+def docstrings_of(nodes: Iterable[ast.AST]) -> Iterator[tuple[int, str]]:
+    """Yield each docstring of a file with the line of what has it."""
+    for node in nodes:
+        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef)):
+            yield getattr(node, "lineno", 1), ast.get_docstring(node) or ""
 
 
 def test_no_sentence_of_a_docstring_has_to_be_read_twice() -> None:
     faults = [
-        f"{at}: {sentence}"
-        for at, docstring in docstrings_in("megackpt")
+        f"{path.relative_to(ROOT)}:{line}: {sentence}"
+        for path in sorted((ROOT / "megackpt").rglob("*.py"))
+        for line, docstring in parsed(path).docstrings
         for sentence in sentences_of(docstring)
         if len(sentence.split()) > MAX_WORDS
     ]
@@ -242,7 +245,7 @@ def test_every_error_text_has_what_happened_and_how_to_fix_it() -> None:
         f"{path.relative_to(ROOT)}:{line}: {kind}: {text}"
         for path in sorted((ROOT / "megackpt").rglob("*.py"))
         if "testing" not in path.parts
-        for line, kind, text in error_texts(nodes_of(path))
+        for line, kind, text in parsed(path).errors
         if not re.search(r"^{}|[.:;]\s.*\S|{}[.]?$", text, re.DOTALL)
     ]
     assert faults == []
