@@ -40,7 +40,7 @@ CALLS_OF_A_SAVE = (
 )
 
 # What `megackpt.save` and `megackpt.load` import in one process with the options that they have by default.
-# tests/core/texts/test_imports_of_a_save.py compares this with what they do import.
+# tests/system/test_imports.py compares this with what they do import.
 PLAIN_SAVE_AND_LOAD = [
     "megackpt",
     "megackpt.api.collective",

@@ -61,8 +61,21 @@ RANKS = 2
 _numbers = itertools.count()
 
 
+def spoiled(wanted: list[ShardedTensor]) -> list[ShardedTensor]:
+    """Fill tensors with something that is not the answer."""
+    for tensor in wanted:
+        as_bits(data_of(tensor)).fill_(1)
+    return wanted
+
+
 class FormatConformance:
-    """The tests. The fixture `format` gives a format that is both saved and loaded."""
+    """The tests. The fixture `format` gives a format that is both saved and loaded.
+
+    Attributes:
+        examples: how many pairs of layouts are tried, and twice as many as ways to exchange.
+    """
+
+    examples = 60
 
     @pytest.fixture
     def format(self) -> Format:
@@ -80,72 +93,61 @@ class FormatConformance:
         assert format.save is not None
         return format.save()
 
-    @settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
-    @given(data=st.data(), array=arrays(), source_ranks=st.integers(1, 3), target_ranks=st.integers(1, 3))
     def test_any_layout_loads_what_any_other_saved(
-        self,
-        strategy: SaveStrategy,
-        new_store: Callable[[], Store],
-        data: st.DataObject,
-        array: torch.Tensor,
-        source_ranks: int,
-        target_ranks: int,
+        self, strategy: SaveStrategy, new_store: Callable[[], Store]
     ) -> None:
-        source = data.draw(owned_chunks(tuple(array.shape), ranks=source_ranks), label="source")
-        target = data.draw(owned_chunks(tuple(array.shape), ranks=target_ranks), label="target")
-        store = new_store()
+        @settings(max_examples=self.examples, deadline=None, suppress_health_check=list(HealthCheck))
+        @given(data=st.data(), array=arrays(), source_ranks=st.integers(1, 3), target_ranks=st.integers(1, 3))
+        def check(data: st.DataObject, array: torch.Tensor, source_ranks: int, target_ranks: int) -> None:
+            source = data.draw(owned_chunks(tuple(array.shape), ranks=source_ranks), label="source")
+            target = data.draw(owned_chunks(tuple(array.shape), ranks=target_ranks), label="target")
+            store = new_store()
 
-        def load_rank(group: Group) -> list[ShardedTensor]:
-            wanted = declared_chunks(target, array, group.rank)
-            for tensor in wanted:
-                as_bits(data_of(tensor)).fill_(1)  # something that is not the answer
-            load({"shards": wanted}, store, group=group)
-            return wanted
+            def save_rank(group: Group) -> None:
+                save({"shards": declared_chunks(source, array, group.rank)}, store, strategy, group=group)
 
-        SimulatedWorld(source_ranks).run(
-            lambda group: save(
-                {"shards": declared_chunks(source, array, group.rank)}, store, strategy, group=group
-            )
-        )
-        for rank, loaded in enumerate(SimulatedWorld(target_ranks).run(load_rank)):
-            for got, expected in zip(loaded, declared_chunks(target, array, rank), strict=True):
-                assert bytes_of(got) == bytes_of(expected)
-        store.close()
+            def load_rank(group: Group) -> list[ShardedTensor]:
+                wanted = spoiled(declared_chunks(target, array, group.rank))
+                load({"shards": wanted}, store, group=group)
+                return wanted
 
-    @settings(max_examples=30, deadline=None, suppress_health_check=list(HealthCheck))
-    @given(
-        data=st.data(), array=arrays(), ranks=st.integers(2, 4), way=st.sampled_from(get_args(Exchange)[1:])
-    )
+            SimulatedWorld(source_ranks).run(save_rank)
+            for rank, loaded in enumerate(SimulatedWorld(target_ranks).run(load_rank)):
+                for got, expected in zip(loaded, declared_chunks(target, array, rank), strict=True):
+                    assert bytes_of(got) == bytes_of(expected)
+            store.close()
+
+        check()
+
     def test_any_way_to_exchange_loads_what_direct_reading_loads(
-        self,
-        strategy: SaveStrategy,
-        new_store: Callable[[], Store],
-        data: st.DataObject,
-        array: torch.Tensor,
-        ranks: int,
-        way: Exchange,
+        self, strategy: SaveStrategy, new_store: Callable[[], Store]
     ) -> None:
-        source = data.draw(owned_chunks(tuple(array.shape), ranks=ranks), label="source")
-        target = data.draw(owned_chunks(tuple(array.shape), ranks=ranks), label="target")
-        store = new_store()
-        options = LoadOptions(exchange=way, exchange_bytes=data.draw(st.sampled_from([1, 1 << 20])))
+        ways = st.sampled_from(get_args(Exchange)[1:])
 
-        def run(group: Group) -> list[ShardedTensor]:
-            thing = ShardedObject("thing", 7, (1,), (0,), group.rank)
-            state = {"shards": declared_chunks(source, array, group.rank), "thing": thing}
-            save(state, store, strategy, group=group)
-            wanted = declared_chunks(target, array, group.rank)
-            for tensor in wanted:
-                as_bits(data_of(tensor)).fill_(1)  # something that is not the answer
-            thing = ShardedObject("thing", None, (1,), (0,), group.rank)
-            loaded = load({"shards": wanted, "thing": thing}, store, options=options, group=group)
-            assert loaded["thing"] == 7
-            return wanted
+        @settings(max_examples=self.examples // 2, deadline=None, suppress_health_check=list(HealthCheck))
+        @given(data=st.data(), array=arrays(), ranks=st.integers(2, 4), way=ways)
+        def check(data: st.DataObject, array: torch.Tensor, ranks: int, way: Exchange) -> None:
+            source = data.draw(owned_chunks(tuple(array.shape), ranks=ranks), label="source")
+            target = data.draw(owned_chunks(tuple(array.shape), ranks=ranks), label="target")
+            store = new_store()
+            options = LoadOptions(exchange=way, exchange_bytes=data.draw(st.sampled_from([1, 1 << 20])))
 
-        for rank, loaded in enumerate(SimulatedWorld(ranks).run(run)):
-            for got, expected in zip(loaded, declared_chunks(target, array, rank), strict=True):
-                assert bytes_of(got) == bytes_of(expected)
-        store.close()
+            def run(group: Group) -> list[ShardedTensor]:
+                thing = ShardedObject("thing", 7, (1,), (0,), group.rank)
+                state = {"shards": declared_chunks(source, array, group.rank), "thing": thing}
+                save(state, store, strategy, group=group)
+                wanted = spoiled(declared_chunks(target, array, group.rank))
+                thing = ShardedObject("thing", None, (1,), (0,), group.rank)
+                loaded = load({"shards": wanted, "thing": thing}, store, options=options, group=group)
+                assert loaded["thing"] == 7
+                return wanted
+
+            for rank, loaded in enumerate(SimulatedWorld(ranks).run(run)):
+                for got, expected in zip(loaded, declared_chunks(target, array, rank), strict=True):
+                    assert bytes_of(got) == bytes_of(expected)
+            store.close()
+
+        check()
 
     @pytest.mark.parametrize("part_bytes", [64, 1 << 20])
     def test_parts_are_not_read_when_they_are_no_longer_valid(
@@ -265,9 +267,13 @@ class FormatConformance:
         save(numbered_state(1), counting, strategy)
         before = len(counting.operations)
         save(numbered_state(2), counting, strategy)
+        first = self._saved(strategy, new_store())
+        files = {name: first.read(name, max_bytes=1 << 30) for name in first.names()}
         for failing in range(len(counting.operations) - before):
             inner = new_store()
-            save(numbered_state(1), inner, strategy)
+            inner.create()
+            for name, data in files.items():
+                inner.write(name, data)
             faulty = FaultyStore(inner, fail_at=failing)
             with contextlib.suppress(CheckpointError):
                 save(numbered_state(2), faulty, strategy)

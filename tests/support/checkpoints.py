@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import tempfile
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +56,22 @@ def saved(directory: Path, format: tuple[str, int] = NATIVE) -> Path:
         megackpt.save(state, directory, format, content_metadata=CONTENT, options=options, group=group)
 
     SimulatedWorld(RANKS).run(save_rank)
+    return directory
+
+
+@cache
+def _files_of_saved(format: tuple[str, int]) -> dict[str, bytes]:
+    with tempfile.TemporaryDirectory() as name:
+        folder = saved(Path(name), format)
+        return {str(file.relative_to(folder)): file.read_bytes() for file in files_below(folder, "*")}
+
+
+def copy_of_saved(directory: Path, format: tuple[str, int] = NATIVE) -> Path:
+    """Write what `saved` writes, which is saved once: all copies are of one save."""
+    for name, data in _files_of_saved(format).items():
+        file = directory / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_bytes(data)
     return directory
 
 

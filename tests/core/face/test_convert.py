@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -31,9 +28,8 @@ from megackpt.planning import SavePlan
 from megackpt.storage import LocalStore, MemoryStore, Store, open_store
 from megackpt.testing.faulty_store import FaultyStore
 from megackpt.testing.identical import difference
-from megackpt.testing.ranks import RankPool
 from megackpt.testing.world import SimulatedWorld
-from tests.support.effort import with_all
+from tests.support.effort import sampled
 
 FORMATS = sorted(f"{strategy.backend}:{strategy.version}" for strategy in save_strategies())
 NATIVE = "megackpt:1"
@@ -108,19 +104,37 @@ def files_in(directory: Path) -> list[str]:
     return sorted(str(f.relative_to(directory)) for f in directory.rglob("*") if f.is_file())
 
 
-@pytest.mark.parametrize(("first", "second"), list(itertools.product(FORMATS, FORMATS)))
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A native checkpoint, which no test changes."""
+    return saved(tmp_path_factory.mktemp("source") / "c")
+
+
+@pytest.fixture(scope="module")
+def everything(source: Path) -> dict[str, Any]:
+    return everything_in(source)
+
+
+@pytest.fixture(scope="module", params=FORMATS)
+def in_first_format(request: pytest.FixtureRequest, source: Path, everything: dict[str, Any]) -> Path:
+    """The source as it was converted to a format."""
+    directory = source.with_name(request.param)
+    assert main(["convert", str(source), str(directory), "--to", request.param]) == 0
+    assert difference(everything, everything_in(directory)) is None
+    return directory
+
+
+@pytest.mark.parametrize("second", FORMATS)
 def test_converting_from_format_to_format_and_back_changes_no_bit(
-    tmp_path: Path, first: str, second: str
+    tmp_path: Path, in_first_format: Path, second: str, everything: dict[str, Any]
 ) -> None:
-    source = saved(tmp_path / "source")
-    steps = [source, tmp_path / "first", tmp_path / "second", tmp_path / "back"]
-    for (before, after), name in zip(itertools.pairwise(steps), (first, second, NATIVE), strict=True):
+    steps = [in_first_format, tmp_path / "second", tmp_path / "back"]
+    for (before, after), name in zip(itertools.pairwise(steps), (second, NATIVE), strict=True):
         assert main(["convert", str(before), str(after), "--to", name]) == 0
-        assert difference(everything_in(source), everything_in(after)) is None
+        assert difference(everything, everything_in(after)) is None
 
 
-def test_chunks_are_not_resharded(tmp_path: Path) -> None:
-    source = saved(tmp_path / "source")
+def test_chunks_are_not_resharded(tmp_path: Path, source: Path) -> None:
     assert main(["convert", str(source), str(tmp_path / "target"), "--to", NATIVE]) == 0
     tables = [
         (contents := open_checkpoint(open_store(d))).chunks(contents.arrays).table
@@ -148,15 +162,15 @@ def test_a_damaged_source_fails_the_check_and_leaves_nothing(
     assert files_in(target) == []
 
 
+@sampled(2)
 @pytest.mark.parametrize("name", FORMATS)
-def test_a_target_that_fails_on_any_operation_is_left_without_a_checkpoint(tmp_path: Path, name: str) -> None:
-    source = open_store(saved(tmp_path / "source"))
+def test_a_target_that_fails_on_any_operation_is_left_without_a_checkpoint(source: Path, name: str) -> None:
     backend, version = name.split(":")
     failed = []
     for nth in itertools.count():
         faulty = FaultyStore(MemoryStore(), fail_at=nth)
         try:
-            convert(source, faulty, save_strategy((backend, int(version))))
+            convert(open_store(source), faulty, save_strategy((backend, int(version))))
         except StorageError:
             assert not is_committed(faulty)
             assert faulty.names() == []
@@ -168,11 +182,11 @@ def test_a_target_that_fails_on_any_operation_is_left_without_a_checkpoint(tmp_p
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_a_source_that_lacks_a_file_gives_what_a_load_of_it_sees_or_nothing(
-    tmp_path: Path, name: str
+    tmp_path: Path, source: Path, name: str
 ) -> None:
     backend, version = name.split(":")
     whole = MemoryStore()
-    convert(open_store(saved(tmp_path / "native")), whole, save_strategy((backend, int(version))))
+    convert(open_store(source), whole, save_strategy((backend, int(version))))
     failed = 0
     for lost in whole.names():
         source, target = copy_of(whole, without=lost), MemoryStore()
@@ -210,14 +224,14 @@ class Flipping(NativeSaveStrategy):
         return super().write_chunks(store, attempt=attempt, rank=rank, plan=plan, rows=rows, parts=parts)
 
 
-def test_a_target_that_differs_when_it_is_read_is_removed(tmp_path: Path) -> None:
-    source, target = open_store(saved(tmp_path / "source")), tmp_path / "target"
+def test_a_target_that_differs_when_it_is_read_is_removed(tmp_path: Path, source: Path) -> None:
+    store, target = open_store(source), tmp_path / "target"
     with pytest.raises(
         IntegrityError, match=r"'flat' \[0:6, 0:8\] flat 0:21: .*target has other bytes .* byte 83"
     ):
-        convert(source, LocalStore(str(target)), Flipping())
+        convert(store, LocalStore(str(target)), Flipping())
     assert files_in(target) == []
-    convert(source, LocalStore(str(target)), Flipping(), verify=False)  # the comparison is what noticed
+    convert(store, LocalStore(str(target)), Flipping(), verify=False)  # the comparison is what noticed
     assert "metadata.json" in files_in(target)
 
 
@@ -228,10 +242,12 @@ class WithoutObjects(NativeSaveStrategy):
         raise UnserializableError(f"{path}: no objects here.", key=path)
 
 
-def test_an_object_that_the_format_cannot_hold_is_an_error_before_anything_is_written(tmp_path: Path) -> None:
+def test_an_object_that_the_format_cannot_hold_is_an_error_before_anything_is_written(
+    tmp_path: Path, source: Path
+) -> None:
     target = MemoryStore()
     with pytest.raises(UnserializableError, match="object: no objects here"):
-        convert(open_store(saved(tmp_path / "source")), target, WithoutObjects())
+        convert(open_store(source), target, WithoutObjects())
     assert target.names() == []
 
 
@@ -242,21 +258,21 @@ class Longer(NativeSaveStrategy):
         return super().encode_object(value, path=path) + b" " * (1 + value["rank"])
 
 
-def test_objects_may_have_other_lengths_in_the_new_format(tmp_path: Path) -> None:
-    source, target = open_store(saved(tmp_path / "source")), MemoryStore()
+def test_objects_may_have_other_lengths_in_the_new_format(tmp_path: Path, source: Path) -> None:
+    store, target = open_store(source), MemoryStore()
 
     def convert_rank(group: Group) -> None:
-        megackpt.convert(source, target, Longer(), group=group)
+        megackpt.convert(store, target, Longer(), group=group)
 
     SimulatedWorld(RANKS).run(convert_rank)
-    lengths = [open_checkpoint(s).chunks(["object"]).table.nbytes for s in (source, target)]
+    lengths = [open_checkpoint(s).chunks(["object"]).table.nbytes for s in (store, target)]
     assert (lengths[1] - lengths[0]).tolist() == [1, 2]
 
 
 def test_a_checkpoint_at_the_target_is_replaced_only_if_that_is_asked_for(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, source: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    source, target = saved(tmp_path / "source"), tmp_path / "target"
+    target = tmp_path / "target"
     megackpt.save({"old": 1}, target)
     arguments = ["convert", str(source), str(target), "--to", NATIVE]
     assert main(arguments) == 2
@@ -268,9 +284,9 @@ def test_a_checkpoint_at_the_target_is_replaced_only_if_that_is_asked_for(
 
 @pytest.mark.parametrize("name", [name for name in FORMATS if name != NATIVE])
 def test_a_checkpoint_of_another_format_is_never_replaced(
-    tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, source: Path, name: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    source, target = saved(tmp_path / "source"), tmp_path / "target"
+    target = tmp_path / "target"
     assert main(["convert", str(source), str(target), "--to", name]) == 0
     assert main(["convert", str(source), str(target), "--to", NATIVE, "--overwrite"]) == 2
     assert "another format cannot replace in one step" in capsys.readouterr().err
@@ -278,9 +294,8 @@ def test_a_checkpoint_of_another_format_is_never_replaced(
 
 
 def test_a_checkpoint_is_not_converted_into_itself(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, source: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    source = saved(tmp_path / "source")
     before = files_in(source)
     (tmp_path / "link").symlink_to(source)
     for target in (source, tmp_path / "link"):
@@ -297,33 +312,12 @@ def test_a_source_with_a_gap_fails_the_check(tmp_path: Path, capsys: pytest.Capt
     assert not (tmp_path / "target").exists()
 
 
-@pytest.mark.parametrize(
-    ("arguments", "code", "message"),
-    [
-        (["nowhere", "target", "--to", "megackpt"], 3, "is not a checkpoint"),
-        (["nowhere", "target", "--to", "tar"], 2, "No strategy saves format 'tar'"),
-        (["nowhere", "target", "--to", "megackpt:x"], 2, "'x' is not a version"),
-        (["nowhere", "target"], 2, "Missing option '--to'"),
-    ],
-)
-def test_bad_input_has_exit_code_2_and_a_missing_checkpoint_3(
-    arguments: list[str],
-    code: int,
-    message: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+def test_json_has_the_result_or_the_error(
+    tmp_path: Path, source: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert main(["convert", *arguments]) == code
-    assert message in capsys.readouterr().err
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_json_has_the_result_or_the_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = [
         "convert",
-        str(saved(tmp_path / "source")),
+        str(source),
         str(tmp_path / "target"),
         "--to",
         NATIVE,
@@ -354,46 +348,3 @@ def test_ranks_share_the_chunks_evenly_and_each_is_written_once(tmp_path: Path) 
     chunks: Any = contents.chunks(["w"])
     assert np.bincount(chunks.stored.file).tolist() == [16, 16, 16, 16]
     assert torch.equal(megackpt.load_plain_tensors(target)["w"], torch.arange(512))  # type: ignore[arg-type]
-
-
-@with_all("a plain run shares the work between simulated ranks")
-def test_torchrun_shares_the_work_between_two_processes(tmp_path: Path) -> None:
-    source, target = saved(tmp_path / "source"), tmp_path / "target"
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    command = [*torchrun, "-m", "megackpt.cli", "convert", str(source), str(target), "--to", NATIVE, "--json"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    ran = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False, env=environment)
-    assert ran.returncode == 0, ran.stderr[-3000:]
-    assert json.loads(ran.stdout)["is_verified"] is True  # printed once
-    assert len(list((target / "data").iterdir())) == 2
-    assert difference(everything_in(source), everything_in(target)) is None
-
-
-def peak_of_a_conversion(directory: Path, nbytes: int) -> int:
-    """Return by how much converting a checkpoint of one array in large chunks raised resident memory."""
-    rows = nbytes // 4 // 1024
-    array = torch.arange(nbytes // 4, dtype=torch.int32).reshape(rows, 1024)
-    halves = [ShardedTensor.from_rank_offsets("w", h, (0, i, 2)) for i, h in enumerate(array.chunk(2))]
-    megackpt.save({"w": halves}, directory / "source")
-    del array, halves
-    saved_small = directory / "small"
-    megackpt.save({"w": ShardedTensor.from_rank_offsets("w", torch.zeros(10))}, saved_small)
-    assert main(["convert", str(saved_small), str(directory / "warm"), "--to", NATIVE]) == 0
-    Path("/proc/self/clear_refs").write_text("5")  # resets the peak
-    before = resident("VmRSS")
-    assert main(["convert", str(directory / "source"), str(directory / "target"), "--to", NATIVE]) == 0
-    return resident("VmHWM") - before
-
-
-def resident(field: str) -> int:
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(field):
-            return int(line.split()[1]) * 1024
-    raise AssertionError(f"/proc/self/status has no {field}")
-
-
-@with_all("conversions are streamed by one function, which other tests run")
-def test_converting_1_gib_adds_less_than_100_mib_of_memory(rank_pool: RankPool, tmp_path: Path) -> None:
-    (extra,) = rank_pool.run(peak_of_a_conversion, 1, tmp_path, 1024 * MIB)
-    print(f"conversion of 1 GiB, verified: peak {extra / MIB:.1f} MiB more")
-    assert extra < 100 * MIB

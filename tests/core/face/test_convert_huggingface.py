@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +15,6 @@ from megackpt.cli import main
 from megackpt.cli.entry import BAD_INPUT, UNREADABLE
 from megackpt.maps import family_of
 from megackpt.maps.megatron import megatron_map
-from tests.support.effort import with_all
 from tests.support.huggingface_folders import assert_same_tensors, folder_tensors, random_config, saved_model
 from tests.support.states import random_arrays
 
@@ -120,18 +116,3 @@ def test_no_folder_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str
     options = ["--from", "huggingface"]  # into the native format, unless --to names another
     assert main(["convert", str(tmp_path), str(tmp_path / "new"), *options]) == UNREADABLE
     assert "convert" not in capsys.readouterr().out
-
-
-@with_all("test_huggingface_export.py shares files among threads")
-def test_torchrun_shares_the_files_between_two_processes(tmp_path: Path) -> None:
-    expected = saved_model(tmp_path / "saved", LLAMA, 5)
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    command = [*torchrun, "-m", "megackpt.cli", "convert", str(tmp_path / "saved"), str(tmp_path / "folder")]
-    options = ["--to", "huggingface", "--max-file-size", "5kB", "--json"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    ran = subprocess.run(
-        [*command, *options], capture_output=True, text=True, timeout=300, check=False, env=environment
-    )
-    assert ran.returncode == 0, ran.stderr[-3000:]
-    assert json.loads(ran.stdout)["is_verified"] is True  # printed once
-    assert_same_tensors(folder_tensors(tmp_path / "folder"), expected)

@@ -198,11 +198,6 @@ def test_differences_are_shown_as_tables(tmp_path: Path, capsys: pytest.CaptureF
     assert "equal; 6 arrays" in capsys.readouterr().out
 
 
-def test_a_location_without_a_checkpoint_has_exit_code_3(tmp_path: Path) -> None:
-    assert main(["diff", str(saved(tmp_path / "a")), str(tmp_path / "nowhere")]) == 3
-    assert main(["diff", str(tmp_path / "a")]) == 2
-
-
 def keys_shown(out: str, keys: list[str]) -> list[str]:
     """Return keys in the order in which rows of tables begin with them."""
     cells = [line.strip("│").split()[0] for line in out.splitlines() if line.startswith("│")]

@@ -1,7 +1,8 @@
-"""Shell commands of README.md and docs/: those of megackpt run or parse; others name what exists."""
+"""Shell commands of README.md and docs/, and help: ours run or parse, others name what exists."""
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import re
 import shlex
@@ -13,6 +14,7 @@ import click
 import pytest
 import torch
 
+import megackpt
 from megackpt import Checkpointer, SaveOptions
 from megackpt.cli import main
 from megackpt.cli.entry import COMMANDS, FAILED_CHECK, commands
@@ -175,3 +177,57 @@ def test_the_commands_of_a_page_run(page: str, tmp_path: Path, monkeypatch: pyte
             assert main(arguments) == expected, words
     if page == "docs/operating.md":
         assert main(FINDS_DAMAGE) == 0  # the last command of the page has repaired it
+
+
+PACKAGE = Path(megackpt.__file__).parent
+
+
+def test_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--help"]) == 0
+    out = capsys.readouterr().out
+    for name, what in COMMANDS.items():
+        assert f"  {name} " in out
+        assert what.split(",")[0] in out
+    files = {
+        path.stem for path in (PACKAGE / "cli").glob("*.py") if "@click.command(name=" in path.read_text()
+    }
+    assert files == set(COMMANDS)
+
+
+def test_names_come_from_where_type_checkers_see_them() -> None:
+    tree = ast.parse((PACKAGE / "__init__.py").read_text())
+    block = next(node for node in tree.body if isinstance(node, ast.If))
+    seen = {alias.name: node.module for node in block.body for alias in node.names}
+    assert seen == megackpt._MODULE_OF
+
+
+@pytest.mark.parametrize("command", ["plan llama3-8b --from tp8", "bench --dir new --cases small"])
+def test_a_chart_without_matplotlib_is_an_error_that_names_the_extra_before_any_work(
+    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("megackpt.cli.locations.find_spec", lambda name: None)
+    assert main([*command.split(), "--chart", "chart.png"]) == 2
+    assert "pip install 'megackpt[plots]'" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_shell_completes_the_names_of_commands(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = {"COMP_WORDS": "megackpt ", "COMP_CWORD": "1", "_MEGACKPT_COMPLETE": "bash_complete"}
+    for name, value in words.items():
+        monkeypatch.setenv(name, value)
+    with contextlib.suppress(SystemExit):
+        main([])
+    assert {line.removeprefix("plain,") for line in capsys.readouterr().out.split()} == set(COMMANDS)
+
+
+def test_names_of_the_package_are_there_although_they_are_imported_later() -> None:
+    names: dict[str, object] = {}
+    exec("from megackpt import *", names)
+    assert set(megackpt.__all__) <= names.keys()
+    assert "Checkpointer" in dir(megackpt)
+    assert megackpt.errors.CheckpointError is megackpt.CheckpointError
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        megackpt.nothing  # noqa: B018

@@ -17,7 +17,7 @@ from megackpt import SaveOptions
 from megackpt.cli import main
 from megackpt.comm import Group
 from megackpt.testing.world import SimulatedWorld
-from tests.support.checkpoints import FORMATS, RANKS, files_below, flip, saved, state_of
+from tests.support.checkpoints import FORMATS, RANKS, copy_of_saved, files_below, flip, saved, state_of
 
 RunCommand = Callable[..., tuple[int, dict[str, Any]]]
 
@@ -140,7 +140,7 @@ def test_a_whole_checkpoint_is_left_alone(tmp_path: Path, capsys: pytest.Capture
 def test_a_copy_repairs_all_files_of_chunks_that_are_lost(
     tmp_path: Path, format: tuple[str, int], repair: RunCommand
 ) -> None:
-    directory, copy = saved(tmp_path / "it", format), tmp_path / "copy"
+    directory, copy = copy_of_saved(tmp_path / "it", format), tmp_path / "copy"
     shutil.copytree(directory, copy)
     before = content(directory)
     for file in megackpt.inspect(directory).files:
@@ -208,23 +208,6 @@ def test_what_a_repair_that_was_killed_left_is_removed(tmp_path: Path, repair: R
     (tmp_path / f"data/.{first.name}.0123456789abcdef.tmp").write_bytes(b"half")
     assert repair(tmp_path)[0] == 0
     assert content(tmp_path) == before
-
-
-@pytest.mark.parametrize(
-    ("arguments", "code", "message"),
-    [
-        (["repair", "nowhere"], 3, "is not a checkpoint"),
-        (["repair", "nowhere", "--from", "neither"], 3, "is not a checkpoint"),
-        (["repair"], 2, "Missing argument 'PATH'"),
-    ],
-)
-def test_bad_input_has_exit_codes_of_its_own(
-    arguments: list[str], code: int, message: str, tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
-    monkeypatch.chdir(tmp_path)
-    assert main(arguments) == code
-    assert message in capsys.readouterr().err
 
 
 def test_tables_show_what_was_repaired_and_what_is_left(

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 import os
 import re
 import shutil
-import signal
-import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,12 +16,13 @@ import torch
 import megackpt
 from megackpt import Checkpointer
 from megackpt.cli import main
-from tests.support.effort import sampled, with_all
+from tests.support.effort import sampled
 
 
-@pytest.fixture
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A working directory with checkpoints, a file, an empty directory and a run; no S3 server."""
+@pytest.fixture(scope="module")
+def made_once(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with checkpoints, a file, an empty directory and a run."""
+    tmp_path = tmp_path_factory.mktemp("made")
     megackpt.save({"a": torch.ones(2)}, tmp_path / "whole")
     (tmp_path / "file").write_text("a file")
     (tmp_path / "empty").mkdir()
@@ -36,6 +34,13 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         index.write_bytes(bytes(index.stat().st_size))
     shutil.copytree(tmp_path / "whole", tmp_path / "no-json")
     (tmp_path / "no-json" / "metadata.json").write_text("{")
+    return tmp_path
+
+
+@pytest.fixture
+def here(made_once: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A copy of it as the working directory; there is no S3 server."""
+    shutil.copytree(made_once, tmp_path, dirs_exist_ok=True)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "id")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "key")
@@ -77,9 +82,6 @@ def test_a_root_that_is_not_a_directory_has_exit_code_3_in_every_command(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ("plan nosuch --from tp8", "'nosuch' is no model, file or directory"),
-        ("plan llama3-8b --from tp3", "is not a multiple of tp=3"),
-        ("plan llama3-8b --from tp8,world12", "12 ranks cannot be divided so"),
         ("plan llama3-8b --from foo", "'foo' is not an axis with its size. Write one as tp8,pp16,dp128"),
         ("plan llama3-8b --from tp8,tp4", "it names an axis twice. Write one as tp8,pp16,dp128"),
         ("bench --dir new --cases foo", "'foo' is no case. Known are save"),
@@ -90,6 +92,9 @@ def test_a_root_that_is_not_a_directory_has_exit_code_3_in_every_command(
         ("diff whole whole --keys b*", "No key of whole or whole matches 'b*'"),
         ("ls http://host/run", "there is no store for http:// locations"),
         ("verify s3://", "not a URL of an object store"),
+        ("convert whole new --to nosuch", "No strategy saves format 'nosuch'"),
+        ("convert whole new --to nosuch", "Known are megackpt version 1"),
+        ("convert whole new --to zarr:x", "'x' is not a version; give a number, as in zarr:3"),
         ("gc run --keep-all --min-age nan", "--min-age is nan; give a finite number of at least 0"),
         ("pin run 99999999999999999999999", "step is 99999999999999999999999; steps are counted from 0"),
         ("gc run --keep-best lost", "no committed step of run was saved with that metric; known are loss"),
@@ -184,9 +189,10 @@ def test_every_command_explains_every_wrong_location(
         ("maps shwo", "No such command 'shwo'"),
         ("verify whole --depp", "No such option"),
         ("verify", "Missing argument 'PATH'"),
+        ("repair", "Missing argument 'PATH'"),
+        ("diff whole", "Missing argument"),
+        ("verify whole --threads 0", "0 is not in the range"),
         ("convert whole new", "Missing option '--to'"),
-        ("convert whole new --to nosuch", "Known are megackpt version 1"),
-        ("convert whole new --to zarr:x", "give a number, as in zarr:3"),
         ("convert whole new --to zarr --map llama", "--map cannot be used with these formats"),
         ("convert whole new --to huggingface --map llama", "Give config= (or --config)"),
         ("maps show nosuch --config file", "file cannot be read"),
@@ -234,20 +240,3 @@ def test_a_directory_without_permission_is_bad_input(
     assert code == 2
     assert "closed/run: cannot use: Permission denied" in message
     assert "check the owner and mode" in message
-
-
-@with_all("tests/core/face/test_output.py interrupts commands within its process")
-def test_an_interrupt_ends_a_real_command_with_one_line(tmp_path: Path) -> None:
-    fifo = tmp_path / "config.json"
-    os.mkfifo(fifo)  # the command waits for a writer
-    command = [sys.executable, "-m", "megackpt.cli", "maps", "show", "--config", str(fifo)]
-    # What a shell starts in the background ignores Ctrl-C: perhaps these tests, and so what they start.
-    as_in_foreground = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
-    started = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, preexec_fn=as_in_foreground)
-    # Once the file is opened by both, the command reads. If it has to wait too long, it ends with the file.
-    with started as process, open(fifo, "w"):
-        process.send_signal(signal.SIGINT)
-        _, message = process.communicate(timeout=120)
-    assert process.returncode == 130
-    assert message.strip().startswith("megackpt: interrupted. ")
-    assert len(message.strip().splitlines()) == 1

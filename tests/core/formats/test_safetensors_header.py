@@ -18,6 +18,7 @@ from megackpt.errors import CheckpointError, FormatError
 from megackpt.formats.safetensors_encoding import DTYPE_NAMES, encode_header
 from megackpt.formats.safetensors_header import MAX_HEADER_BYTES, HeaderEntry, read_header
 from megackpt.storage import MemoryStore
+from tests.support.effort import few
 
 NAME = "model.safetensors"
 DATA = bytes(range(8))
@@ -258,7 +259,7 @@ def nearly_valid_files(draw: st.DrawFn) -> bytes:
     return file
 
 
-@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=few(40, of=100), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(file=nearly_valid_files() | st.binary(max_size=40))
 @example(file=file_of(b'{"w": ["U8", [8], [0, 8]]}'))
 def test_a_header_at_random_is_read_as_the_library_reads_it_or_is_an_error(file: bytes) -> None:

@@ -29,6 +29,7 @@ from megackpt import (
 )
 from megackpt.codec.stand_ins import ForeignMember
 from megackpt.formats import safe_pickle
+from tests.support.effort import few
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -71,22 +72,21 @@ def with_evil_metadata(directory: Path, marker: Path) -> None:
     put(directory, metadata)
 
 
-def with_evil_object(directory: Path, marker: Path) -> None:
+def with_evil_item(directory: Path, marker: Path, fqn: str) -> None:
     torch.save(Runs(marker), directory / "evil.distcp")
     metadata = metadata_of(directory)
-    (info,) = [v for k, v in metadata.storage_data.items() if k.fqn == "o"]
+    (info,) = [v for k, v in metadata.storage_data.items() if k.fqn == fqn]
     info.relative_path, info.offset = "evil.distcp", 0
     info.length = (directory / "evil.distcp").stat().st_size
     put(directory, metadata)
+
+
+def with_evil_object(directory: Path, marker: Path) -> None:
+    with_evil_item(directory, marker, "o")
 
 
 def with_evil_tensor(directory: Path, marker: Path) -> None:
-    torch.save(Runs(marker), directory / "evil.distcp")
-    metadata = metadata_of(directory)
-    (info,) = [v for k, v in metadata.storage_data.items() if k.fqn == "w"]
-    info.relative_path, info.offset = "evil.distcp", 0
-    info.length = (directory / "evil.distcp").stat().st_size
-    put(directory, metadata)
+    with_evil_item(directory, marker, "w")
 
 
 def with_evil_common(directory: Path, marker: Path) -> None:
@@ -337,7 +337,8 @@ def test_damaged_metadata_is_an_error_of_ours_or_loads_what_was_saved(checkpoint
     whole = (checkpoint / ".metadata").read_bytes()
     generator = random.Random(11)
     rejected = 0
-    for _ in range(700):
+    tries = few(150, of=700)
+    for _ in range(tries):
         damaged = bytearray(whole)
         for _ in range(generator.randint(1, 3)):
             damaged[generator.randrange(len(damaged))] = generator.randrange(256)
@@ -348,5 +349,5 @@ def test_damaged_metadata_is_an_error_of_ours_or_loads_what_was_saved(checkpoint
             load_plain_tensors(checkpoint)
         except CheckpointError:
             rejected += 1
-    print(f"{rejected} of 700 damaged files rejected")
-    assert rejected > 250
+    print(f"{rejected} of {tries} damaged files rejected")
+    assert rejected > tries // 3

@@ -1,9 +1,10 @@
-"""Zarr checkpoints that others wrote, and damaged ones."""
+"""Zarr checkpoints that others wrote, damaged ones, and ones that have lost a file."""
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import struct
 from collections.abc import Callable
@@ -24,6 +25,7 @@ from megackpt import (
     load_common_state_dict,
     load_plain_tensors,
     load_sharded_metadata,
+    remove_sharded_tensors,
     save,
 )
 from megackpt.errors import CheckpointError, FormatError, IntegrityError, NotACheckpointError
@@ -31,8 +33,6 @@ from megackpt.formats.zarr.grids import GridRules
 from megackpt.formats.zarr.version_1 import ZarrV2SaveStrategy
 from megackpt.formats.zarr.version_3 import ZarrV3SaveStrategy
 from megackpt.storage import MemoryStore
-
-zarr = pytest.importorskip("zarr", minversion="3", reason="zarr 3 needs Python 3.11")
 
 SMALL = {
     1: ZarrV2SaveStrategy(GridRules(file_bytes=64)),
@@ -70,6 +70,12 @@ def assert_equal(actual: torch.Tensor, values: np.ndarray[Any, Any]) -> None:
     assert tuple(actual.shape) == values.shape
 
 
+@pytest.fixture
+def stock_zarr() -> Any:
+    """The zarr package, which reads what we write and writes what we read."""
+    return pytest.importorskip("zarr", minversion="3", reason="zarr 3 needs Python 3.11")
+
+
 VALUES = {
     "plain": np.arange(35, dtype=np.float32).reshape(5, 7),
     "complex": (np.arange(6) * (1 + 2j)).astype(np.complex64).reshape(2, 3),
@@ -79,8 +85,10 @@ VALUES = {
 
 
 @pytest.mark.parametrize("form", [2, 3])
-def test_what_stock_zarr_wrote_without_a_metadata_json_is_loaded(tmp_path: Path, form: int) -> None:
-    group = zarr.open_group(tmp_path, mode="w", zarr_format=form)
+def test_what_stock_zarr_wrote_without_a_metadata_json_is_loaded(
+    tmp_path: Path, stock_zarr: Any, form: int
+) -> None:
+    group = stock_zarr.open_group(tmp_path, mode="w", zarr_format=form)
     for name, values in VALUES.items():
         array = group.create_array(
             name,
@@ -103,12 +111,14 @@ def test_what_stock_zarr_wrote_without_a_metadata_json_is_loaded(tmp_path: Path,
 
 @pytest.mark.parametrize("form", [2, 3])
 @pytest.mark.parametrize("is_ours", [True, False])
-def test_a_run_of_zarr_steps_is_no_checkpoint_itself(tmp_path: Path, form: int, is_ours: bool) -> None:
+def test_a_run_of_zarr_steps_is_no_checkpoint_itself(
+    tmp_path: Path, stock_zarr: Any, form: int, is_ours: bool
+) -> None:
     for step in ("iter_0000001", "iter_0000002"):
         if is_ours:
             save({"a": tensor("a", DATA)}, tmp_path / step, ("zarr", {2: 1, 3: 3}[form]))
         else:
-            group = zarr.open_group(tmp_path / step, mode="w", zarr_format=form)
+            group = stock_zarr.open_group(tmp_path / step, mode="w", zarr_format=form)
             group.create_array("a", shape=(2,), chunks=(2,), dtype="i2")[...] = [1, 2]
         assert check_is_distributed_checkpoint(tmp_path / step)
     assert not check_is_distributed_checkpoint(tmp_path)
@@ -116,8 +126,10 @@ def test_a_run_of_zarr_steps_is_no_checkpoint_itself(tmp_path: Path, form: int, 
         load({"a": tensor("a", DATA)}, tmp_path)
 
 
-def test_zarr_v3_arrays_without_a_group_are_a_checkpoint_also_if_one_is_damaged(tmp_path: Path) -> None:
-    array = zarr.create_array(tmp_path / "a", shape=(2,), chunks=(2,), dtype="i2", zarr_format=3)
+def test_zarr_v3_arrays_without_a_group_are_a_checkpoint_also_if_one_is_damaged(
+    tmp_path: Path, stock_zarr: Any
+) -> None:
+    array = stock_zarr.create_array(tmp_path / "a", shape=(2,), chunks=(2,), dtype="i2", zarr_format=3)
     array[...] = [1, 2]
     assert check_is_distributed_checkpoint(tmp_path)
     (tmp_path / "a" / "zarr.json").write_text("{")
@@ -384,3 +396,74 @@ def test_nan_payloads_and_signed_zeros_survive(tmp_path: Path) -> None:
             sharded_strategy=("zarr", version),
         )
         assert_equal(load_plain_tensors(tmp_path / str(version))["a"], values)
+
+
+STRATEGIES = [("zarr", 1), ("zarr", 3)]
+LOST = {
+    ("zarr", 1): {
+        "model/a%/.zarray": "model/a%",
+        "empty/.zarray": "empty",
+        "rng/state/shard_1_2.pt": "rng/state",
+    },
+    ("zarr", 3): {
+        "zarr-*/model%2Fa%25/zarr.json": "model/a%",
+        "zarr-*/empty/zarr.json": "empty",
+        "objects-*/rng%2Fstate/shard_1_2.bin": "rng/state",
+    },
+}
+
+
+def saved_state(directory: Path, strategy: tuple[str, int]) -> Path:
+    state = {
+        "a": ShardedTensor.from_rank_offsets("model/a%", torch.ones(3)),
+        "none": ShardedTensor.from_rank_offsets("empty", torch.zeros(0)),
+        "b": ShardedTensor.from_rank_offsets("opt.b", torch.ones(3)),
+        "o": [ShardedObject("rng/state", i, (2,), (i,)) for i in range(2)],
+    }
+    save(state, directory, strategy)
+    return directory
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES, ids=str)
+def test_a_lost_document_or_object_is_an_error_that_names_key_and_file(
+    tmp_path: Path, strategy: tuple[str, int]
+) -> None:
+    for number, (name, key) in enumerate(LOST[strategy].items()):
+        directory = saved_state(tmp_path / str(number), strategy)
+        (lost,) = directory.glob(name)
+        lost.unlink()
+        with pytest.raises(FormatError, match=re.escape(f"{key!r}: {lost} is missing")) as caught:
+            load_sharded_metadata(directory)
+        assert caught.value.key == key
+        assert caught.value.path == str(lost)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES, ids=str)
+def test_what_was_taken_out_is_not_missed_and_what_is_left_is(
+    tmp_path: Path, strategy: tuple[str, int]
+) -> None:
+    directory = saved_state(tmp_path, strategy)
+    remove_sharded_tensors(directory, "opt.")
+    remove_sharded_tensors(directory, "rng/")
+    assert set(load_sharded_metadata(directory)) == {"model/a%", "empty"}
+    (document,) = [p for p in directory.rglob("*") if p.parent.name == "empty" and p.is_file()]
+    document.unlink()
+    with pytest.raises(FormatError, match=r"'empty': .* is missing"):
+        load_sharded_metadata(directory)
+
+
+def test_a_list_of_files_that_is_damaged_is_an_error(tmp_path: Path) -> None:
+    (listing,) = saved_state(tmp_path / "3", ("zarr", 3)).glob("files-*.json")
+    listing.write_text("{}")
+    with pytest.raises(IntegrityError, match="digest does not match"):
+        load_sharded_metadata(tmp_path / "3")
+    (marker,) = saved_state(tmp_path / "1", ("zarr", 1)).glob(".megackpt-*.json")
+    marker.write_text('{"files": []}')
+    with pytest.raises(FormatError, match="'checkpoint' is no list of files"):
+        load_sharded_metadata(tmp_path / "1")
+
+
+def test_without_a_marker_as_megatron_core_leaves_it_nothing_is_missed(tmp_path: Path) -> None:
+    (marker,) = saved_state(tmp_path, ("zarr", 1)).glob(".megackpt-*.json")
+    marker.unlink()
+    assert {"model/a%", "empty", "opt.b"} < set(load_sharded_metadata(tmp_path))

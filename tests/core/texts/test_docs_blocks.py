@@ -1,4 +1,4 @@
-"""Every fenced block of README.md and docs/ runs in a test, or this file says why not.
+"""Every fenced block of README.md and docs/ runs in a test or is listed; quoted errors and options exist.
 
 A `python` block is run by test_docs_examples.py (docs/coming-from.md by
 tests/contrib/torch/test_coming_from.py), a `text` block behind it is its output, and shell commands belong
@@ -8,12 +8,25 @@ to tests/core/face/test_documented_commands.py. All others are listed here.
 from __future__ import annotations
 
 import ast
+import importlib
+import inspect
 import re
 import textwrap
+from dataclasses import fields, is_dataclass
+from pathlib import Path
 
+import click
 import pytest
 
-from tests.support.docs import DOCUMENTS, FENCE, ROOT, Block, blocks_of
+import megackpt
+from megackpt import CheckpointConfig, Checkpointer, options
+from megackpt.cli.entry import COMMANDS
+from megackpt.codec.tree import MAX_DEPTH
+from megackpt.engine.background.saver import _MAX_QUEUED
+from megackpt.engine.checkpoint.steps import _MAX_STEP
+from megackpt.formats.zarr.chunks import MAX_CHUNKS
+from megackpt.metadata.chunk_table import MAX_NUMEL
+from tests.support.docs import CLASSES, DOCUMENTS, FENCE, PAGE, ROOT, Block, blocks_of, page
 
 SHELL = {"bash", "sh", "console"}
 TRAINING = "tests/contrib/test_hosts.py"
@@ -148,3 +161,97 @@ def test_what_runs_elsewhere_is_used_there(page: str, text: str) -> None:
     sources = "".join((ROOT / path).read_text() for path in RUN_ELSEWHERE[page, text])
     (block,) = (b for b in blocks_of((ROOT / page).read_text()) if b.kind == "py" and text in b.code)
     assert [name for name in names_of_megackpt(block.code) if name not in sources] == []
+
+
+PAGES = ["faq", "operating", "limits"]
+OF_OTHERS = {
+    "No space left on device (ENOSPC)",  # of the operating system
+    "not enough values to unpack",  # of Python
+}
+_CODE = re.compile(r"`([^`\n]+)`")
+_VARIABLE = re.compile(r"\.\.\.|\[[^\]]*\]|'[^']*'|\b\d[\d,]*\b|\bsaved\b|\ba rank\b|rank\(s\)")
+"""Parts of a quotation that the code fills in; it says "requested" for "saved" of a load."""
+
+
+def source_of_package() -> str:
+    """Return the source of megackpt, with strings that go on in the next line joined."""
+    texts = (path.read_text() for path in Path(megackpt.__file__).parent.rglob("*.py"))
+    return "\n".join(re.sub(r'"\n\s+f?"', "", text) for text in texts)
+
+
+def quotations(page: str) -> list[str]:
+    """Return the texts in backticks that are sentences, or parts of one, and neither code nor commands."""
+    text = FENCE.sub("", (ROOT / "docs" / f"{page}.md").read_text())
+    codes = [code for code in _CODE.findall(text) if len(code.split()) >= 3]
+    return [code for code in codes if not re.match(r"(megackpt|python|pip|pytest) |.*[=(]", code)]
+
+
+def indented_errors() -> list[str]:
+    """Return the errors that docs/errors.md shows without a block that raises them."""
+    text = FENCE.sub("", (ROOT / "docs" / "errors.md").read_text())
+    blocks = re.findall(r"(?:^    .*\n)+", text, re.MULTILINE)
+    return [" ".join(block.split()) for block in blocks]
+
+
+@pytest.fixture(scope="module")
+def sources() -> str:
+    return source_of_package()
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_quoted_errors_are_those_of_the_code(page: str, sources: str) -> None:
+    for quotation in quotations(page):
+        parts = [part.strip() for part in _VARIABLE.split(quotation)]
+        missing = [part for part in parts if len(part) > 3 and part not in sources]
+        assert not missing or quotation in OF_OTHERS, f"no error of megackpt has {missing}"
+
+
+def test_errors_that_are_shown_without_code_are_those_of_the_code(sources: str) -> None:
+    errors = indented_errors()
+    assert len(errors) >= 4
+    for error in errors:
+        parts = re.split(r"[.:;(),] ?|\b(?:and|by|while)\b", _VARIABLE.sub(".", error))
+        missing = [part for part in parts if len(part.split()) > 4 and part.strip() not in sources]
+        assert missing == [], error
+
+
+def test_the_pages_quote_errors() -> None:
+    assert sum(len(quotations(page)) for page in PAGES) >= 8
+
+
+def test_the_largest_numbers_are_those_of_the_code() -> None:
+    text = (ROOT / "docs" / "limits.md").read_text()
+    rows = dict(re.findall(r"^\| (.+?) \| ([\d^,]+) \|$", text, re.MULTILINE))
+    numbers = [eval(number.replace("^", "**").replace(",", "")) for number in rows.values()]
+    assert numbers == [MAX_NUMEL, MAX_DEPTH, _MAX_STEP, _MAX_QUEUED, MAX_CHUNKS]
+
+
+DOCS = Path(__file__).parents[3] / "docs"
+
+
+def undocumented(names: list[str], *pages: Path) -> list[str]:
+    words = {word for page in pages for word in re.findall(r"[\w-]+", page.read_text())}
+    return [name for name in names if name not in words]
+
+
+def test_the_page_of_options_has_the_text_of_the_docstrings() -> None:
+    assert PAGE.read_text() == page(), "run: python -m tests.support.docs"
+
+
+def test_no_class_of_options_is_missing_there() -> None:
+    kinds = {kind for kind in vars(options).values() if isinstance(kind, type) and is_dataclass(kind)}
+    assert kinds - CLASSES.keys() == set()
+
+
+def test_every_argument_of_a_checkpointer_is_on_its_page() -> None:
+    names = list(inspect.signature(Checkpointer).parameters)
+    assert undocumented(names, DOCS / "checkpointer.md") == []
+
+
+@pytest.mark.parametrize("name", ["CheckpointConfig", *COMMANDS])
+def test_every_flag_and_every_knob_is_named_in_the_documents(name: str) -> None:
+    names = [field.name for field in fields(CheckpointConfig)]
+    if name in COMMANDS:
+        command: click.Command = importlib.import_module(f"megackpt.cli.{name}").command
+        names = [param.opts[0] for param in command.params if isinstance(param, click.Option)]
+    assert undocumented(names, *DOCS.glob("*.md")) == []

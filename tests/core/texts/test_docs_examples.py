@@ -1,4 +1,4 @@
-"""What the documents say is true: their python blocks run, shown outputs are real, links and paths exist.
+"""What documents and docstrings say is true: examples run, shown outputs are real, links and paths exist.
 
 The blocks of a document run in order, in one namespace, in an empty directory; functions named `test_...`
 are called with a directory of their own. A `text` block right behind a `python` block is what that prints, or
@@ -8,6 +8,9 @@ the text of the error that it raises.
 from __future__ import annotations
 
 import ast
+import doctest
+import importlib
+import pkgutil
 import re
 import runpy
 from pathlib import Path
@@ -15,6 +18,7 @@ from typing import Any
 
 import pytest
 
+import megackpt
 from megackpt import errors
 from megackpt.codec import pickled
 from megackpt.codec.encoder import KINDS
@@ -99,15 +103,6 @@ def test_examples_import_public_parts_only(path: Path) -> None:
     assert not re.search(r"\bmegackpt\.(engine|maintenance)\b", text)
 
 
-_NAMED_FILE = re.compile(r"`((?:megackpt|tests|docs|models|examples)/[\w/.-]+\.\w+)`")
-
-
-@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda p: str(p.relative_to(ROOT)))
-def test_every_file_that_a_document_names_exists(path: Path) -> None:
-    names = set(_NAMED_FILE.findall(path.read_text()))
-    assert {name for name in names if not (ROOT / name).exists()} == set()
-
-
 def test_the_table_of_imports_is_that_of_the_layering_test() -> None:
     text = (ROOT / "docs" / "contributing.md").read_text()
     rows = re.findall(r"^\| `(\w+)` \| .*? \| (.*) \|$", text, re.MULTILINE)
@@ -130,3 +125,22 @@ def test_the_tutorial_ends_in_a_test_and_every_error_class_has_a_section() -> No
     sections = set(re.findall(r"^## (\w+)$", (ROOT / "docs" / "errors.md").read_text(), re.MULTILINE))
     classes = {name for name, value in vars(errors).items() if is_error_class(value)}
     assert classes - {"CheckpointError", "CheckpointingException"} == sections
+
+
+HOME = Path(megackpt.__path__[0]).parent
+
+
+def has_examples(name: str) -> bool:
+    return ">>> " in (HOME / f"{name.replace('.', '/')}.py").read_text()
+
+
+FOUND = pkgutil.walk_packages(megackpt.__path__, "megackpt.")
+MODULES = [module.name for module in FOUND if not module.ispkg and has_examples(module.name)]
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_the_examples_of_a_module_print_what_they_show(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert doctest.testmod(importlib.import_module(name)).failed == 0

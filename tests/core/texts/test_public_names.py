@@ -1,4 +1,4 @@
-"""The annotations of public functions and classes can be evaluated.
+"""Public names: every error is exported, and annotations can be evaluated.
 
 Tools that make command lines, configurations or pages from signatures do that by `typing.get_type_hints`.
 """
@@ -7,10 +7,37 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import re
 import typing
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
+
+import megackpt
+from megackpt.errors import CheckpointError
+
+PACKAGE = Path(megackpt.__file__).parent
+
+
+def error_classes(module: Path, known: set[str]) -> set[str]:
+    """Return the public classes of a module that derive from known error classes, directly or not."""
+    names: set[str] = set()
+    for name, bases in re.findall(r"^ *class (\w+)\((.*?)\):", module.read_text(), re.MULTILINE | re.DOTALL):
+        if set(re.findall(r"\w+", bases)) & (known | names):
+            names.add(name)
+    return {name for name in names if not name.startswith("_")}
+
+
+def test_every_error_class_of_the_package_is_exported() -> None:
+    known = {"CheckpointError"} | error_classes(PACKAGE / "errors.py", {"CheckpointError"})
+    assert {"MismatchError", "CommonStateError", "UnsupportedError"} <= known
+    for module in sorted(PACKAGE.rglob("*.py")):
+        if "testing" not in module.relative_to(PACKAGE).parts:
+            known |= error_classes(module, known)
+    assert known <= set(megackpt.__all__)
+    assert all(issubclass(getattr(megackpt, name), CheckpointError) for name in known)
+
 
 PUBLIC_PARTS = (
     "megackpt",

@@ -1,9 +1,9 @@
-"""Models by their sizes: known totals, and layouts that can hold them."""
+"""Simulated jobs: models by their sizes, ranks that declare and save what real ones do."""
 
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+from dataclasses import astuple, replace
 from pathlib import Path
 from typing import Any
 
@@ -11,23 +11,31 @@ import numpy as np
 import pytest
 
 from megackpt.errors import DeclarationError
-from megackpt.metadata import ArraySpec, ChunkTable, pad_shapes
+from megackpt.geometry import rectangles_of
+from megackpt.mapping.describe import describe
+from megackpt.mapping.flatten import flatten_state
+from megackpt.metadata import ArraySpec, ChunkTable, DeclaredChunks, pad_shapes
 from megackpt.parallel import ParallelLayout
+from megackpt.planning import plan_save
 from megackpt.simulation import (
     PRESETS,
     ModelSizes,
     StoredCheckpoint,
     build_model,
     check_layout,
+    job_arrays,
     parse_layout,
     read_sizes,
+    replica_groups,
     simulate_load,
     simulate_save,
 )
-from megackpt.simulation.arrays import job_arrays
 from megackpt.simulation.layout import layers_of_stages
-from megackpt.simulation.sizes import sizes_from_json
+from megackpt.simulation.replica_group import boxes_of, joined
+from megackpt.simulation.sizes import Experts, sizes_from_json
 from megackpt.simulation.stored import model_of
+from megackpt.validation import check_coverage
+from tests.support.checkpoints import BUCKET, SIZES, TIED, real_state, save_for_real
 
 # Exact totals of the weights that were published, and what the papers round them to.
 TOTALS = {
@@ -229,3 +237,156 @@ def test_layers_with_keys_of_their_own_are_recognised_by_their_numbers() -> None
     load = simulate_load(model, parse_layout("tp2,pp3"), stored, states=())
     # Norms are needed on both tp ranks, all else once.
     assert load.total_needed == int(table.nbytes.sum()) + 2 * 3 * 8
+
+
+def rows_of(declared: DeclaredChunks) -> list[tuple[Any, ...]]:
+    table = declared.table
+    return sorted(
+        (
+            astuple(table.arrays[int(table.array[row])]),
+            table.describe(row),
+            int(table.nbytes[row]),
+            bool(declared.main[row]),
+            bool(declared.resizable[row]),
+        )
+        for row in range(len(declared))
+        if table.nbytes[row]
+    )
+
+
+def simulated(sizes: ModelSizes, layout: ParallelLayout) -> DeclaredChunks:
+    """All ranks."""
+    model = build_model(sizes)
+    arrays = job_arrays(model, tp=layout.tp)
+    owned = [h for stage in replica_groups(model, layout, arrays, bucket_size=BUCKET) for h in stage]
+    return joined([h.declare(arrays, np.arange(len(h.ranks))) for h in owned])
+
+
+@pytest.mark.parametrize("layout", ["tp2,pp2,dp2", "pp3,dp1", "tp1,dp3", "tp2,dp4"])
+@pytest.mark.parametrize("sizes", [SIZES, TIED])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_simulated_ranks_declare_what_real_ones_do(layout: str, sizes: ModelSizes, dtype: str) -> None:
+    check_declarations(replace(sizes, dtype=dtype), parse_layout(layout))
+
+
+@pytest.mark.parametrize(
+    "layout", ["dp4,ep4", "tp2,pp2,dp2,ep2", "tp2,dp2,ep4,etp1", "cp2,dp2,ep2,etp2", "pp2,vpp2,dp2,ep2"]
+)
+@pytest.mark.parametrize("dense_layers", [0, 1])
+def test_experts_are_declared_as_real_layers_do(layout: str, dense_layers: int) -> None:
+    experts = Experts(count=8, ffn_size=48, shared_ffn_size=16, dense_layers=dense_layers, router_bias=True)
+    sizes = replace(SIZES, num_layers=4, experts=experts, dtype="bfloat16")
+    check_declarations(sizes, parse_layout(layout))
+
+
+def check_declarations(sizes: ModelSizes, where: ParallelLayout) -> None:
+    everyone = simulated(sizes, where)
+    for rank in range(where.world_size):
+        declared = everyone.take(everyone.rank == rank)
+        flattened = flatten_state(real_state(sizes, where, rank), rank=rank, ranks=where.world_size)
+        assert rows_of(declared) == rows_of(describe(flattened.entities, rank=rank))
+        assert sorted(declared.entity.tolist()) == list(range(len(declared)))
+
+
+@pytest.mark.parametrize(("layout", "query_groups"), [("tp4,pp2,dp2", 2), ("tp4,dp3", 1), ("tp2,dp2", 1)])
+def test_fewer_key_heads_than_ranks_of_tp_are_declared_as_real_layers_do(
+    layout: str, query_groups: int
+) -> None:
+    sizes = replace(TIED, query_groups=query_groups)
+    check_declarations(sizes, parse_layout(layout))
+    check_coverage(simulated(sizes, parse_layout(layout)))
+
+
+@pytest.mark.parametrize(
+    "layout",
+    ["tp2,pp2,dp4,ep2", "tp1,pp3,dp4,ep4", "pp1,dp2", "tp2,dp4,ep4,etp1", "tp1,cp2,dp2,ep2,etp2", "pp2,vpp2"],
+)
+@pytest.mark.parametrize("dense_layers", [0, 1])
+def test_each_rank_has_its_share_of_the_experts(layout: str, dense_layers: int) -> None:
+    experts = Experts(count=8, ffn_size=48, shared_ffn_size=16, dense_layers=dense_layers, router_bias=True)
+    sizes, where = replace(SIZES, num_layers=4, experts=experts), parse_layout(layout)
+    declared = simulated(sizes, where)
+    check_coverage(declared)
+    table = declared.table
+    keys = np.array([spec.key for spec in table.arrays])
+    of_expert = np.array([".experts." in key and "optimizer" not in key for key in keys])
+    axis = 0 if dense_layers else 1  # behind that of the layers, where there is one
+    for rank in range(where.world_size):
+        owned = of_expert[table.array] & (declared.rank == rank)
+        ep, count = where.expert_coordinates(rank).ep, 8 // where.ep
+        assert set(table.start[owned, axis].tolist()) == {ep * count}
+        assert set(table.shape[owned, axis].tolist()) == {count}
+    # edp ranks have each slice of the gate.
+    gate = of_expert[table.array] & np.char.endswith(keys, "fc1.weight.gate")[table.array]
+    boxes = np.column_stack([table.array[gate], table.start[gate]])
+    assert set(np.unique(boxes, axis=0, return_counts=True)[1].tolist()) == {where.edp}
+
+
+def test_the_flat_ranges_of_a_group_tile_its_boxes() -> None:
+    layout = parse_layout("tp2,dp5")
+    model = build_model(SIZES)
+    arrays = job_arrays(model, tp=2)
+    (stage,) = replica_groups(model, layout, arrays, bucket_size=BUCKET)
+    boxes, declared = boxes_of(stage[:1], arrays).table, stage[0].declare(arrays, np.arange(5)).table
+    states = np.array([spec.key.startswith("optimizer.state.exp_avg.") for spec in arrays.specs])
+    cut = rectangles_of(declared.shape, declared.flat_start, declared.flat_stop)
+    covered = np.bincount(declared.array[cut.row], cut.shape.prod(axis=1), minlength=len(states))
+    whole = np.bincount(boxes.array, boxes.shape.prod(axis=1), minlength=len(states))
+    assert states.any()
+    assert covered[states].tolist() == whole[states].tolist()
+
+
+def data_nbytes(path: Path) -> int:
+    header = int.from_bytes(path.read_bytes()[:8], "little")
+    return path.stat().st_size - 8 - header
+
+
+@pytest.mark.parametrize("text", ["tp2,pp2,dp2", "tp1,pp3,dp1", "tp2,dp3"])
+def test_each_rank_writes_as_many_bytes_as_in_a_real_save(text: str, tmp_path: Path) -> None:
+    layout = parse_layout(text)
+    save_for_real(TIED, layout, tmp_path)
+    outcome, _ = simulate_save(build_model(TIED), layout, bucket_size=BUCKET)
+    real = np.zeros(layout.world_size, np.int64)
+    for path in (tmp_path / "data").iterdir():
+        real[int(path.stem.rpartition("-")[2])] = data_nbytes(path)
+    assert outcome.nbytes.tolist() == real.tolist()
+    assert outcome.files == len(list((tmp_path / "data").iterdir()))
+    message = json.loads((tmp_path / "metadata.json").read_text())
+    assert outcome.index_nbytes == message["index"]["nbytes"]
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_lists_of_ranks_give_the_plan_of_all_their_rows(tied: bool) -> None:
+    experts = Experts(count=4, ffn_size=48, dense_layers=1)
+    sizes = replace(SIZES, num_layers=4, tied_embeddings=tied, experts=experts)
+    model, layout = build_model(sizes), parse_layout("tp2,pp4,dp4,ep2")
+    arrays = job_arrays(model, tp=2)
+    groups = [g for stage in replica_groups(model, layout, arrays, bucket_size=BUCKET) for g in stage]
+    everyone = joined([g.declare(arrays, np.arange(len(g.ranks))) for g in groups])
+    order = np.argsort(everyone.rank, kind="stable")
+    whole = plan_save(everyone.take(order), ranks=layout.world_size)
+    _, plan = simulate_save(model, layout, bucket_size=BUCKET)
+    for column in ("array", "start", "shape", "flat_start", "flat_stop", "nbytes"):
+        assert getattr(plan.table, column).tolist() == getattr(whole.table, column).tolist()
+    assert plan.writer.tolist() == whole.writer.tolist()
+    assert plan.offset_bytes.tolist() == whole.offset_bytes.tolist()
+
+
+@pytest.mark.parametrize(
+    ("preset", "text"), [("llama3-70b", "tp8,pp4,dp8"), ("deepseek-v3", "tp2,pp2,dp8,ep8")]
+)
+def test_every_byte_is_written_once(preset: str, text: str) -> None:
+    model, layout = build_model(replace(PRESETS[preset], num_layers=8)), parse_layout(text)
+    outcome, plan = simulate_save(model, layout)  # it proves coverage on the way
+    assert outcome.total_nbytes == job_arrays(model, tp=layout.tp).nbytes
+    assert outcome.total_nbytes == int(plan.table.nbytes.sum())
+    # 14 bytes for each parameter, those of padded vocabularies, and counts.
+    buffers = sum(w.numel for w, _ in model.weights() if not w.is_trained)
+    assert 14 * (model.numel - buffers) < outcome.total_nbytes < 14.05 * model.numel
+    assert outcome.files == layout.world_size
+
+
+def test_without_an_optimizer_there_are_weights_alone() -> None:
+    model = build_model(PRESETS["llama3-8b"])
+    outcome, _ = simulate_save(model, ParallelLayout(dp=4), states=())
+    assert outcome.total_nbytes == 2 * model.numel

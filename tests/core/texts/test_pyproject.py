@@ -1,9 +1,10 @@
-"""Requirements have no upper bound, and what the tests use is pinned for every declared Python."""
+"""pyproject.toml: requirements without upper bounds, pins for every Python, our own warnings as errors."""
 
 from __future__ import annotations
 
 import re
 import sys
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -47,3 +48,23 @@ def test_every_requirement_is_pinned_once_for_each_python(python: str) -> None:
         if requirement.name not in UNPINNED and holds(requirement, python):
             version = versions[requirement.name]
             assert requirement.specifier.contains(version), f"{requirement} is pinned to {version}"
+
+
+@pytest.mark.parametrize(
+    "module", ["megackpt.api", "models.gpt", "tests.support.states", "examples.quickstart"]
+)
+def test_a_warning_of_ours_is_an_error(module: str) -> None:
+    with pytest.raises(FutureWarning):
+        warnings.warn_explicit("soon", FutureWarning, "file.py", 1, module=module)
+
+
+@pytest.mark.parametrize("module", ["transformers.models", "torch.distributed", "numpy"])
+def test_a_warning_of_another_package_is_none_of_our_failures(module: str) -> None:
+    with warnings.catch_warnings(record=True) as seen:  # with the filters of pyproject.toml
+        warnings.warn_explicit("soon", FutureWarning, "file.py", 1, module=module)
+    assert [str(w.message) for w in seen] == ["soon"]
+
+
+def test_a_lost_file_is_an_error_wherever_it_is_found() -> None:
+    with pytest.raises(ResourceWarning):
+        warnings.warn_explicit("unclosed", ResourceWarning, "file.py", 1, module="gc")

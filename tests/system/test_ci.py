@@ -9,14 +9,14 @@ from pathlib import Path
 
 import pytest
 
-CI = Path(__file__).parents[3] / ".ci"
+CI = Path(__file__).parents[2] / ".ci"
 LOOP = 'for part in "${parts[@]}"; do\n    printf'
 
 
 def run(script: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     environment = {name: os.environ[name] for name in ("HOME", "PATH")}
     command = ["bash", str(script), *arguments]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=120)
+    return subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=600)
 
 
 @pytest.fixture
@@ -72,7 +72,7 @@ def quick(checkout: Path) -> subprocess.CompletedProcess[str]:
     command = ["bash", ".ci/quick", str(checkout.parent)]
     environment = {**os.environ, "OMP_NUM_THREADS": "7", "MASTER_ADDR": "nowhere"}
     return subprocess.run(
-        command, cwd=checkout, env=environment, capture_output=True, text=True, check=False, timeout=120
+        command, cwd=checkout, env=environment, capture_output=True, text=True, check=False, timeout=600
     )
 
 

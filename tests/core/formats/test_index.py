@@ -1,0 +1,362 @@
+"""The index of a checkpoint: what is written, and that parts of it give the load of the whole."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import safetensors
+import safetensors.numpy
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import megackpt
+from megackpt import LoadOptions, ShardedObject, ShardedTensor
+from megackpt.errors import IntegrityError
+from megackpt.formats import index_reader
+from megackpt.formats.index_file import WholeIndex, read_index, write_index
+from megackpt.formats.index_reader import open_index
+from megackpt.formats.native import names
+from megackpt.formats.native.save import NativeSaveStrategy
+from megackpt.formats.partial_index import PartialIndex
+from megackpt.metadata import (
+    DIGEST_BLOCK_BYTES,
+    ArraySpec,
+    ChunkTable,
+    DeclaredChunks,
+    StoredChunks,
+    block_counts,
+    itemsizes,
+    pack_columns,
+    pad_shapes,
+)
+from megackpt.planning import plan_load, plan_save
+from megackpt.storage import MemoryStore
+from megackpt.testing.world import SimulatedWorld
+from tests.support.effort import few
+from tests.support.states import box, damaged, small, stack
+
+ATTEMPT = "0" * 16
+RANKS = 150  # more than twice as many as are put in order at once
+LONG, SHORT = 70_000, 16  # elements of 8 bytes: three blocks, and one
+
+
+def rows_of_ranks() -> DeclaredChunks:
+    """Rank r holds the rows r, r + RANKS and r + 2 RANKS of a long array, and row r of a short one."""
+    arrays = (ArraySpec("long", "float64", (3 * RANKS, LONG)), ArraySpec("short", "float64", (RANKS, SHORT)))
+    rank = np.repeat(np.arange(RANKS), 4)
+    entity = np.tile(np.arange(4), RANKS)
+    start = np.stack([rank + np.where(entity < 3, entity, 0) * RANKS, np.zeros_like(rank)], axis=1)
+    width = np.where(entity < 3, LONG, SHORT)
+    shape = np.stack([np.ones_like(width), width], axis=1)
+    array = (entity == 3).astype(np.int64)
+    table = ChunkTable(arrays, array, start, shape, np.zeros_like(width), width, 8 * width)
+    return DeclaredChunks(table, np.ones(len(rank), np.bool_), np.zeros(len(rank), np.bool_), rank, entity)
+
+
+def test_digests_of_many_ranks_come_to_the_rows_they_are_of() -> None:
+    plan, store, receipts = plan_save(rows_of_ranks(), ranks=RANKS), MemoryStore(), []
+    expected: dict[int, list[int]] = {}
+    for rank in range(RANKS):
+        digests: list[int] = []
+        for row in plan.rows_of(rank).tolist():
+            blocks = -(-int(plan.table.nbytes[row]) // DIGEST_BLOCK_BYTES)
+            expected[row] = [rank << 32 | len(digests) + block for block in range(blocks)]
+            digests += expected[row]
+        columns = {"data_start": np.array([4096 + rank]), "digests": np.array(digests, np.uint64)}
+        receipts.append([pack_columns(columns)])
+        store.write(names.data_file(ATTEMPT, rank), b"")
+    message = NativeSaveStrategy().write_index(store, attempt=ATTEMPT, plan=plan, receipts=receipts)
+    index = read_index(store, message)
+    assert index.digests is not None
+    first = index.digest_start.tolist()
+    assert len(first) == len(expected) == 4 * RANKS
+    for row, digests in expected.items():
+        assert index.digests[first[row] : first[row] + len(digests)].tolist() == digests
+        assert index.files[index.file[row]] == names.data_file(ATTEMPT, int(plan.writer[row]))
+        assert index.offset_bytes[row] == 4096 + plan.writer[row] + plan.offset_bytes[row]
+
+
+Chunk = tuple[int, tuple[int, ...], tuple[int, ...], int, int]  # array, start, shape, flat start, flat stop
+
+
+def cuts(draw: st.DrawFn, stop: int, most: int) -> list[tuple[int, int]]:
+    """Cut `[0, stop)` at random places."""
+    inner = draw(st.sets(st.integers(1, max(1, stop - 1)), max_size=most)) - {stop}
+    return list(itertools.pairwise([0, *sorted(inner), stop]))
+
+
+def table_of(arrays: list[ArraySpec], chunks: list[Chunk]) -> ChunkTable:
+    """Put chunks into a table, in index order."""
+    chunks = sorted(chunks, key=lambda c: (c[0], *itertools.chain(*zip(c[1], c[2], strict=True)), *c[3:]))
+    dims = max((len(a.global_shape) for a in arrays), default=1) or 1
+    columns = list(zip(*chunks, strict=True)) or [()] * 5
+    array, low, high = (np.array(columns[i], np.int64) for i in (0, 3, 4))
+    return ChunkTable(
+        tuple(arrays),
+        array,
+        pad_shapes(columns[1], dims, fill=0),
+        pad_shapes(columns[2], dims, fill=1),
+        low,
+        high,
+        (high - low) * itemsizes(arrays)[array] if arrays else low,
+    )
+
+
+@st.composite
+def stored_chunks(draw: st.DrawFn) -> StoredChunks:
+    """Draw arrays of up to three dims, each cut into a grid, and some cells into flat ranges."""
+    arrays, chunks = [], []
+    for number in range(draw(st.integers(0, 6))):
+        shape = tuple(draw(st.lists(st.integers(1, 400), max_size=3)))
+        arrays.append(ArraySpec(f"k{number}", draw(st.sampled_from(["float64", "int8"])), shape))
+        if draw(st.integers(0, 5)) == 0:
+            continue  # an array of which nothing is stored
+        for cell in itertools.product(*(cuts(draw, n, 5) for n in shape)):
+            start, extent = tuple(a for a, _ in cell), tuple(b - a for a, b in cell)
+            ranges = cuts(draw, math.prod(extent), 4) if draw(st.booleans()) else [(0, math.prod(extent))]
+            chunks += [(number, start, extent, *r) for r in ranges]
+    table = table_of(arrays, chunks)
+    counts = block_counts(table.nbytes)
+    digests = np.arange(int(counts.sum()), dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+    return StoredChunks(
+        table,
+        np.arange(len(table)) % 3,
+        np.cumsum(table.nbytes) - table.nbytes,  # one after the other, as in a file
+        np.cumsum(counts) - counts,
+        digests,
+        tuple(f"data/{i}" for i in range(3)),
+    )
+
+
+@st.composite
+def requests(draw: st.DrawFn, arrays: tuple[ArraySpec, ...]) -> DeclaredChunks:
+    """Draw boxes of some arrays, and flat ranges of boxes."""
+    chosen = sorted(draw(st.sets(st.sampled_from(arrays), min_size=1)), key=lambda a: a.key)
+    chunks: list[Chunk] = []
+    for number, spec in enumerate(chosen):
+        for _ in range(draw(st.integers(0, 3))):
+            ends = [sorted(draw(st.tuples(st.integers(0, n), st.integers(0, n)))) for n in spec.global_shape]
+            shape = tuple(b - a for a, b in ends)
+            flat = sorted(draw(st.tuples(st.integers(0, math.prod(shape)), st.integers(0, math.prod(shape)))))
+            whole = (0, math.prod(shape))
+            chunks.append(
+                (number, tuple(a for a, _ in ends), shape, *(whole if draw(st.booleans()) else flat))
+            )
+    table = table_of(chosen, chunks)
+    yes = np.ones(len(table), np.bool_)  # whatever is not stored may be missing
+    return DeclaredChunks(table, yes, ~yes, np.zeros(len(table), np.int64), np.arange(len(table)))
+
+
+def copies_of(requested: DeclaredChunks, stored: StoredChunks) -> list[object]:
+    """Plan a load, and say of each copy what it copies from which file, and where to."""
+    has_rows = np.bincount(stored.table.array, minlength=len(stored.table.arrays)) > 0
+    known = {a.key for a, some in zip(stored.table.arrays, has_rows.tolist(), strict=True) if some}
+    rows = [r for r in range(len(requested)) if requested.table.arrays[requested.table.array[r]].key in known]
+    copies = plan_load(requested.take(np.array(rows, np.int64)), stored.table, where="here")
+    files = np.array(stored.files)
+    locations = list(zip(files[stored.file[copies.stored]], stored.offset_bytes[copies.stored], strict=True))
+    rest = [getattr(copies, name).tolist() for name in copies.__slots__ if name != "stored"]
+    return [locations, *rest]
+
+
+def digests_of(stored: StoredChunks) -> list[list[int]]:
+    """Return the digests of each chunk."""
+    assert stored.digests is not None
+    counts = block_counts(stored.table.nbytes)
+    return [stored.digests[a : a + n].tolist() for a, n in zip(stored.digest_start, counts, strict=True)]
+
+
+def rows_of(stored: StoredChunks) -> list[tuple[object, ...]]:
+    """Return all that is known of each chunk."""
+    t = stored.table
+    columns = [
+        c.tolist()
+        for c in (t.array, t.start, t.shape, t.flat_start, t.flat_stop, t.nbytes, stored.offset_bytes)
+    ]
+    return list(zip(*columns, [stored.files[i] for i in stored.file], digests_of(stored), strict=True))
+
+
+@settings(max_examples=few(25, of=80), deadline=None, suppress_health_check=list(HealthCheck))
+@given(data=st.data(), block_rows=st.integers(1, 9), block_digests=st.integers(1, 5))
+def test_parts_of_an_index_give_the_load_plan_of_the_whole(
+    data: st.DataObject, block_rows: int, block_digests: int
+) -> None:
+    stored = data.draw(stored_chunks())
+    store = MemoryStore()
+    message = {"index": write_index(store, "i", stored, block_rows=block_rows, block_digests=block_digests)}
+    whole = read_index(store, message)
+    assert rows_of(whole) == rows_of(stored)
+    index = open_index(store, message, whole_bytes=0)
+    assert isinstance(index, PartialIndex)
+    assert index.arrays == stored.table.arrays
+    for _ in range(3 if stored.table.arrays else 0):
+        asked = data.draw(st.lists(requests(stored.table.arrays), min_size=1, max_size=2))
+        chunks = index.of_boxes([a.table for a in asked])
+        assert set(map(repr, rows_of(chunks))) <= set(map(repr, rows_of(whole)))
+        for request in asked:
+            assert copies_of(request, chunks) == copies_of(request, whole)
+        keys = {a.key for a in asked[0].table.arrays}
+        of_keys = np.array([a.key in keys for a in whole.table.arrays], np.bool_)
+        assert rows_of(index.of_keys(keys)) == rows_of(whole.take(of_keys[whole.table.array]))
+
+
+class CountingStore(MemoryStore):
+    """Counts what is read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.requests: list[int] = []
+
+    def read(self, name: str, *, max_bytes: int) -> bytes:
+        """Count a whole file."""
+        data = super().read(name, max_bytes=max_bytes)
+        self.requests.append(len(data))
+        return data
+
+    def read_into(self, name: str, offset_bytes: int, out: memoryview) -> None:
+        """Count a range."""
+        self.requests.append(out.nbytes)
+        super().read_into(name, offset_bytes, out)
+
+
+def test_a_rank_reads_a_small_part_of_a_large_index() -> None:
+    stored, store = stack(8, 128, 256), CountingStore()
+    message = {"index": write_index(store, "index", stored)}
+    nbytes = message["index"]["nbytes"]
+    assert nbytes / len(stored) < 100
+    assert message["index"]["head"]["nbytes"] < 0.01 * nbytes
+    index = index_reader.open_index(store, message)
+    assert isinstance(index, PartialIndex)
+    chunks = index.of_boxes([box(stored, k, (64, 0, 0), (2, 256, 300_000)) for k in (2, 3)])
+    assert len(chunks) == 2 * 2 * 256
+    assert sum(store.requests) < 0.05 * nbytes
+    assert len(store.requests) < 50
+
+
+def test_a_small_index_is_one_request() -> None:
+    stored, store = stack(2, 4, 4), CountingStore()
+    message = {"index": write_index(store, "index", stored)}
+    index = index_reader.open_index(store, message)
+    assert len(index.of_boxes([box(stored, 1, (1, 0, 0), (1, 4, 300_000))])) == 16
+    assert store.requests == [message["index"]["nbytes"]]
+
+
+def test_an_index_without_a_head_is_read_whole() -> None:
+    store, message, stored = small()
+    del message["index"]["head"]
+    index = index_reader.open_index(store, message, whole_bytes=0)
+    assert isinstance(index, WholeIndex)
+    assert len(index.of_keys([stored.table.arrays[2].key])) == 64
+
+
+def test_an_index_is_these_bytes() -> None:
+    _, message, _ = small()
+    assert message["index"] == {
+        "file": "index",
+        "nbytes": 15352,
+        "xxh3_128": "f5e8b7634cd5d501cca020db7adc2683",
+        "head": {
+            "nbytes": 3064,
+            "xxh3_128": "923c2dae738e949087c81f4edd864bbb",
+            "block_rows": 16,
+            "block_digests": 8,
+        },
+    }
+
+
+def test_other_programs_open_an_index(tmp_path: Path) -> None:
+    store, message, stored = small()
+    (tmp_path / "index").write_bytes(store.read("index", max_bytes=message["index"]["nbytes"]))
+    with safetensors.safe_open(tmp_path / "index", "pt") as file:
+        assert torch.equal(file.get_tensor("start"), torch.from_numpy(stored.table.start.astype(np.uint32)))
+        assert torch.equal(file.get_tensor("digest"), torch.from_numpy(stored.digests))
+
+
+@pytest.mark.parametrize("first", [2**32 - 2, 2**32 - 1, 2**32])
+def test_a_chunk_is_found_wherever_it_begins(first: int) -> None:
+    column = np.array([0, first])
+    ones, zeros = np.ones(2, np.int64), np.zeros(2, np.int64)
+    shape = np.array([first, 1])
+    table = ChunkTable(
+        (ArraySpec("w", "int8", (first + 1,)),), zeros, column[:, None], shape[:, None], zeros, shape, shape
+    )
+    digests = np.zeros(int(block_counts(shape).sum()), np.uint64)
+    stored = StoredChunks(table, zeros, column, np.array([0, len(digests) - 1]), digests, ("data/0",))
+    store = MemoryStore()
+    message = {"index": write_index(store, "index", stored)}
+    index = index_reader.open_index(store, message, whole_bytes=0)
+    assert index.of_keys(["w"]).table.start[:, 0].tolist() == column.tolist()
+    last = ChunkTable(
+        table.arrays, zeros[:1], column[1:, None], ones[:1, None], zeros[:1], ones[:1], ones[:1]
+    )
+    assert first in index.of_boxes([last]).table.start
+
+
+def state(rank: int, ranks: int) -> dict[str, Any]:
+    """Tensors that are cut along another dim by other numbers of ranks, a flat one, and objects."""
+    values = torch.arange(48 * 24, dtype=torch.int32).reshape(48, 24)
+    rows, dim = (48 // ranks, 0) if ranks % 2 else (24 // ranks, 1)
+    part = values.narrow(dim, rank * rows, rows).contiguous()
+    numel = 48 * 24 // ranks
+    flat = values.reshape(-1)[rank * numel : (rank + 1) * numel].clone()
+    return {
+        "w": ShardedTensor.from_rank_offsets("w", part, (dim, rank, ranks)),
+        "m": ShardedTensor(
+            key="m",
+            data=flat,
+            dtype=flat.dtype,
+            local_shape=(48, 24),
+            global_shape=(48, 24),
+            global_offset=(0, 0),
+            flattened_range=slice(rank * numel, (rank + 1) * numel),
+        ),
+        "o": ShardedObject("o", {"rank": rank}, (ranks,), (rank,)),
+    }
+
+
+@pytest.mark.parametrize("exchange", ["direct", "all_to_all", "two_stage"])
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_a_load_by_parts_of_the_index_gives_what_was_saved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, exchange: Any, ranks: int
+) -> None:
+    SimulatedWorld(3).run(lambda group: megackpt.save(state(group.rank, 3), tmp_path, group=group))
+    opened = []
+
+    def open_by_parts(*args: Any) -> PartialIndex:
+        opened.append(index_reader.open_index(*args, whole_bytes=0))
+        return opened[-1]
+
+    monkeypatch.setattr("megackpt.formats.native.load.open_index", open_by_parts)
+    options = LoadOptions(exchange=exchange, rename={"m": "n"})
+
+    def load(group: Any) -> None:
+        expected, asked = state(group.rank, ranks), state(group.rank, ranks)
+        asked["m"].key = "n"
+        for name in ("w", "m"):
+            asked[name].data = torch.zeros_like(expected[name].data)
+        if ranks != 3:
+            del asked["o"]
+        loaded = megackpt.load(asked, tmp_path, group=group, options=options)
+        assert torch.equal(loaded["w"], expected["w"].data)
+        assert torch.equal(loaded["m"], expected["m"].data)
+        assert ranks != 3 or loaded["o"] == {"rank": group.rank}
+
+    SimulatedWorld(ranks).run(load)
+    assert opened
+    assert all(isinstance(index, PartialIndex) for index in opened)
+    assert len(megackpt.load_sharded_metadata(tmp_path)) == 5
+
+
+def test_the_whole_index_of_a_head_is_still_read(tmp_path: Path) -> None:
+    store, message, stored = small()
+    whole = read_index(store, message)
+    assert whole.table.start.tolist() == stored.table.start.tolist()
+    damaged(store, message["index"]["nbytes"] - 1)
+    with pytest.raises(IntegrityError, match="the digest does not match"):
+        read_index(store, message)
