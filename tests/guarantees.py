@@ -321,7 +321,6 @@ GUARANTEES: Guarantees = {
         ],
         "a process needs at most 100 MiB more than its basic memory and the tensors of common state": [
             "test_converting_long_chunks_adds_at_most_100_mib",
-            "test_converting_1_gib_adds_less_than_100_mib_of_memory",
         ],
         "If anything fails, nothing is left at DST.": [
             "test_a_target_that_fails_on_any_operation_is_left_without_a_checkpoint",
