@@ -32,8 +32,8 @@ FAMILIES = (
 """Their model types."""
 
 IN_MEGATRON = tuple(family for family in FAMILIES if family not in ("bert", "t5", *mamba.FAMILIES))
-"""Those with a map to Megatron-Core, but for Mamba's: test_mamba_maps has its names. T5 has one if it is not
-tied, as mT5 is not."""
+"""Those with a map to Megatron-Core, but for Mamba's: test_map_families has its names. T5 has one if it is
+not tied, as mT5 is not."""
 
 
 def random_fields(model_type: str, seed: int) -> dict[str, Any]:

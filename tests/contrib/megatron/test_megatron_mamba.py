@@ -256,7 +256,7 @@ def _hybrid_shapes() -> dict[str, tuple[int, ...]]:
     return {t.key: tuple(t.global_shape) for t in _tensors_of(_real_hybrid().sharded_state_dict())}
 
 
-@with_all("it imports Megatron-Core in a process; test_mamba_maps has the names")
+@with_all("it imports Megatron-Core in a process; test_map_families has the names")
 def test_a_whole_hybrid_model_declares_what_the_map_of_nemotron_h_names(rank_pool: RankPool) -> None:
     (actual,) = rank_pool.run(_hybrid_shapes, 1)
     assert has_megatron_keys(actual)

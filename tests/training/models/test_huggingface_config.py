@@ -1,14 +1,25 @@
-"""What of a Hugging Face `config.json` is an error: it names the field. Nothing becomes another function."""
+"""What is read of a Hugging Face config.json, and what in it is an error that names the field."""
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
-from megackpt.errors import DeclarationError
-from models import LinearScaling, RotaryConfig, SlidingWindow, YarnScaling
+import megackpt
+from megackpt import CheckpointError, DeclarationError, MapError
+from megackpt.cli import main
+from megackpt.maps import family_of
+from megackpt.maps.text_part import TextPart
+from megackpt.parallel import RoutingOptions, SwiGLU
+from models import LinearScaling, MoEConfig, RotaryConfig, SlidingWindow, YarnScaling
 from models.huggingface import gpt_config
+from tests.support.huggingface_folders import random_config
+from tests.support.states import random_arrays
 
 LLAMA: dict[str, Any] = {
     "model_type": "llama",
@@ -128,3 +139,240 @@ def test_windows_of_qwen_begin_after_max_window_layers_if_they_are_on() -> None:
     assert gpt_config({**QWEN2, "use_sliding_window": False}).attention.window is None
     windowed = gpt_config({**QWEN2, "use_sliding_window": True, "sliding_window": 3})
     assert windowed.attention.window == SlidingWindow(size=3, layers=(False, True))
+
+
+SIZES = {
+    "vocab_size": 16,
+    "hidden_size": 8,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "head_dim": 4,
+}
+MIXTRAL = SIZES | {
+    "model_type": "mixtral",
+    "hidden_act": "silu",
+    "intermediate_size": 20,
+    "num_hidden_layers": 4,
+    "num_experts_per_tok": 2,
+    "num_local_experts": 8,
+    "router_aux_loss_coef": 0.02,
+    "router_jitter_noise": 0.0,
+}
+QWEN3_MOE = SIZES | {
+    "model_type": "qwen3_moe",
+    "hidden_act": "silu",
+    "intermediate_size": 20,
+    "moe_intermediate_size": 12,
+    "num_hidden_layers": 4,
+    "num_experts": 8,
+    "num_experts_per_tok": 3,
+}
+QWEN2_MOE = QWEN3_MOE | {"model_type": "qwen2_moe", "shared_expert_intermediate_size": 28}
+GPT_OSS = SIZES | {
+    "model_type": "gpt_oss",
+    "hidden_act": "silu",
+    "intermediate_size": 20,
+    "num_hidden_layers": 4,
+    "num_experts_per_tok": 4,
+    "num_local_experts": 32,
+    "swiglu_limit": 7.0,
+}
+
+
+def _experts(config: dict[str, Any]) -> MoEConfig:
+    moe = gpt_config(config).moe
+    assert moe is not None
+    return moe
+
+
+def test_mixtral_normalises_and_has_no_biases() -> None:
+    options = RoutingOptions(top_k=2, normalise=True)
+    assert _experts(MIXTRAL) == MoEConfig(num_experts=8, ffn_hidden_size=20, routing=options, bias=False)
+
+
+def test_qwen_normalises_only_with_norm_topk_prob() -> None:
+    assert not _experts(QWEN3_MOE).routing.normalise
+    assert _experts(QWEN3_MOE | {"norm_topk_prob": True}).routing.normalise
+    assert _experts(QWEN3_MOE).ffn_hidden_size == 12
+
+
+def test_qwen2_has_shared_experts_with_a_gate() -> None:
+    moe = _experts(QWEN2_MOE)
+    assert (moe.shared_ffn_hidden_size, moe.shared_gate) == (28, True)
+    assert not _experts(QWEN3_MOE).shared_ffn_hidden_size
+
+
+def test_gpt_oss_has_biases_and_an_activation_of_its_own() -> None:
+    moe = _experts(GPT_OSS)
+    assert moe.bias
+    assert moe.router_bias
+    assert moe.activation == SwiGLU(alpha=1.702, limit=7.0, up_offset=1.0)
+    assert _experts(GPT_OSS | {"swiglu_alpha": 1.5, "swiglu_limit": 3}).activation == SwiGLU(
+        alpha=1.5, limit=3.0, up_offset=1.0
+    )
+
+
+def test_the_number_of_experts_has_two_names() -> None:
+    other = {**QWEN3_MOE, "num_local_experts": 8}  # as transformers 5 writes it
+    assert _experts({name: n for name, n in other.items() if name != "num_experts"}) == _experts(QWEN3_MOE)
+    assert _experts(other) == _experts(QWEN3_MOE)
+    with pytest.raises(
+        DeclarationError, match="num_experts is 8, which must be equal to num_local_experts, 9"
+    ):
+        gpt_config(QWEN3_MOE | {"num_local_experts": 9})
+
+
+@pytest.mark.parametrize(
+    ("fields", "pattern"),
+    [
+        ({}, 1),
+        ({"decoder_sparse_step": 1, "mlp_only_layers": []}, 1),
+        ({"mlp_only_layers": None}, 1),
+        ({"decoder_sparse_step": 2}, (0, 1, 0, 1)),
+        ({"mlp_only_layers": [0, 3]}, (0, 1, 1, 0)),
+        ({"decoder_sparse_step": 2, "mlp_only_layers": [3]}, (0, 1, 0, 0)),
+    ],
+)
+def test_layers_with_experts_are_those_of_transformers(fields: dict[str, Any], pattern: object) -> None:
+    assert _experts(QWEN3_MOE | fields).layer_freq == pattern
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        QWEN3_MOE | {"decoder_sparse_step": 5},
+        QWEN3_MOE | {"mlp_only_layers": [0, 1, 2, 3]},
+        QWEN3_MOE | {"num_experts": 0, "norm_topk_prob": True},
+        QWEN2_MOE | {"decoder_sparse_step": 5},
+    ],
+)
+def test_a_model_of_dense_layers_has_none(config: dict[str, Any]) -> None:
+    assert gpt_config(config).moe is None
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (MIXTRAL | {"hidden_act": "gelu"}, "hidden_act is 'gelu', which is not supported for experts"),
+        (MIXTRAL | {"router_jitter_noise": 0.1}, "router_jitter_noise is 0.1, which is not supported"),
+        (MIXTRAL | {"num_experts_per_tok": 1}, "num_experts_per_tok is 1, which must be at least 2"),
+        (MIXTRAL | {"num_experts_per_tok": 9}, "num_experts_per_tok is 9, .* the number of experts, 8"),
+        (MIXTRAL | {"num_local_experts": "8"}, "num_local_experts is '8', which must be a positive integer"),
+        (MIXTRAL | {"num_local_experts": 0}, "num_local_experts is 0, which must be a positive integer"),
+        (QWEN3_MOE | {"moe_intermediate_size": True}, "moe_intermediate_size is True"),
+        (QWEN3_MOE | {"decoder_sparse_step": 0}, "decoder_sparse_step is 0"),
+        (QWEN3_MOE | {"mlp_only_layers": 2}, "mlp_only_layers is 2, which must be a list of layers"),
+        (QWEN3_MOE | {"norm_topk_prob": 1}, "norm_topk_prob is 1"),
+        (
+            QWEN3_MOE | {"shared_expert_intermediate_size": 8},
+            "not supported.*shared_expert_intermediate_size",
+        ),
+        (QWEN2_MOE | {"use_sliding_window": True}, "layer_types is missing and has to list the layers"),
+        (QWEN2_MOE | {"shared_expert_intermediate_size": 0}, "shared_expert_intermediate_size is 0"),
+        (GPT_OSS | {"swiglu_limit": None}, "swiglu_limit is missing and must be a positive number"),
+        (GPT_OSS | {"swiglu_limit": float("nan")}, "swiglu_limit is nan"),
+    ],
+)
+def test_what_is_not_supported_is_an_error_with_its_name(config: dict[str, Any], message: str) -> None:
+    with pytest.raises(DeclarationError, match=message):
+        gpt_config(config)
+
+
+def test_a_limit_of_an_activation_is_positive() -> None:
+    with pytest.raises(DeclarationError, match=r"SwiGLU\.limit is 0"):
+        SwiGLU(limit=0.0)
+
+
+TEXT = random_config("llama", 0) | {"tie_word_embeddings": False}
+WHOLE = {"model_type": "seeing", "text_config": TEXT}
+SPELLINGS = {
+    "in front": {"model.": "language_model.model.", "lm_head.": "language_model.lm_head."},
+    "behind": {"model.": "model.language_model."},
+    "none": {"": ""},
+}
+
+
+def _spelled(key: str, spelling: str) -> str:
+    for own, begin in SPELLINGS[spelling].items():
+        if key.startswith(own):
+            return begin + key.removeprefix(own)
+    return key
+
+
+def _folder(path: Path, config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> Path:
+    path.mkdir()
+    save_file(tensors, path / "model.safetensors")
+    (path / "config.json").write_text(json.dumps(config))
+    return path
+
+
+@pytest.mark.parametrize("spelling", SPELLINGS)
+def test_other_tensors_are_left_out_and_reported(
+    spelling: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = random_arrays(family_of(TEXT).region_map(TEXT), 0)
+    others = {"model.visual.weight": torch.ones(2), "vision_tower.layers.0.weight": torch.ones(3)}
+    whole = {_spelled(key, spelling): tensor for key, tensor in text.items()} | others
+    folder, new = _folder(tmp_path / "folder", WHOLE, whole), tmp_path / "new"
+    assert main(["convert", str(folder), str(new), "--from", "huggingface", "--text-only", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["left_out"] == sorted(others)
+    content = megackpt.load_content_metadata(new)
+    assert content["huggingface_config"] == TEXT
+    megackpt.import_huggingface(_folder(tmp_path / "alone", TEXT, text), tmp_path / "expected")
+    imported, expected = (megackpt.load_plain_tensors(tmp_path / name) for name in ("new", "expected"))
+    assert imported.keys() == expected.keys()
+    assert all(torch.equal(tensor, expected[key]) for key, tensor in imported.items())
+
+
+def test_the_whole_model_decides_what_is_tied_and_else_the_folder() -> None:
+    keys = ["model.language_model.norm.weight", "lm_head.weight"]
+    inner = {"model_type": "llama"}
+    for outer, stored, is_tied in (
+        ({}, keys, False),
+        ({}, keys[:1], True),
+        ({"tie_word_embeddings": True}, keys, True),
+        ({"tie_word_embeddings": False}, keys[:1], False),
+    ):
+        text = TextPart.of({"text_config": inner, **outer}, stored)
+        assert text.config == {**inner, "tie_word_embeddings": is_tied}
+        assert ("lm_head.weight" in text.stored) is (not is_tied and len(stored) == 2)
+
+
+def test_gemma_3_leaves_out_sizes_that_its_class_has() -> None:
+    config = {"model_type": "gemma3_text", "hidden_size": 2560, "intermediate_size": 10240}
+    right = family_of(config).region_map(config | {"num_hidden_layers": 1}).right
+    assert right["model.embed_tokens.weight"].stored == (262208, 2560)
+    assert right["model.layers.0.self_attn.q_proj.weight"].stored == (2048, 2560)
+
+
+@pytest.mark.parametrize(
+    ("config", "changes", "text_only", "text"),
+    [
+        (WHOLE, {}, False, r"No map is for model_type 'seeing'.*text model, model_type 'llama'.*text_only"),
+        (TEXT, {}, True, r"config.json has no text_config.*leave text_only out"),
+        (
+            WHOLE,
+            {"model.language_model.new": torch.ones(1)},
+            True,
+            r"'model.language_model.new' .* additional",
+        ),
+        (
+            WHOLE,
+            {"model.language_model.norm.weight": None},
+            True,
+            r"'model.norm.weight' .*missing",
+        ),
+        ({**WHOLE, "text_config": {"model_type": "odd"}}, {}, True, r"No map is for model_type 'odd'"),
+    ],
+)
+def test_a_folder_that_does_not_fit_is_one_error_and_nothing_is_written(
+    config: dict[str, Any], changes: dict[str, Any], text_only: bool, text: str, tmp_path: Path
+) -> None:
+    tensors = random_arrays(family_of(TEXT).region_map(TEXT), 0)
+    tensors = {_spelled(key, "behind"): tensor for key, tensor in tensors.items()} | changes
+    tensors = {key: tensor for key, tensor in tensors.items() if tensor is not None}
+    folder = _folder(tmp_path / "folder", config, tensors)
+    with pytest.raises(CheckpointError, match=text) as raised:
+        megackpt.import_huggingface(folder, tmp_path / "new", text_only=text_only)
+    assert isinstance(raised.value, MapError)
+    assert not (tmp_path / "new").exists()

@@ -19,10 +19,11 @@ from megackpt.maps import (
     has_megatron_keys,
     megatron_map,
 )
+from tests.support.effort import few
 from tests.support.huggingface_configs import IN_MEGATRON, random_fields
 from tests.support.states import assembled, random_arrays
 
-SEEDS = range(5)
+SEEDS = range(few(2, of=5))
 
 
 def config_of(model_type: str, seed: int) -> dict[str, Any]:

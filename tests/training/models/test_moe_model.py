@@ -1,19 +1,34 @@
-"""GPT with experts as every rank declares it: initial weights, coverage, keys and marks, in one process."""
+"""GPT with experts as every rank declares it: initial weights, coverage, keys, checkpoints."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import models.init
-from megackpt.errors import DeclarationError
-from megackpt.mapping import ShardedLayout, ShardedTensor, is_main_replica
-from megackpt.parallel import Capacity, ParallelGroups, ParallelLayout, RoutingOptions, is_marked
+from megackpt import DeclarationError, ShardedLayout, ShardedTensor, load, load_plain_tensors, save
+from megackpt.mapping import is_main_replica
+from megackpt.optim import DistributedOptimizer
+from megackpt.parallel import (
+    Capacity,
+    ColumnParallelLinear,
+    ExpertStack,
+    MixtureOfExperts,
+    ParallelGroups,
+    ParallelLayout,
+    Router,
+    RoutingOptions,
+    RowParallelLinear,
+    is_marked,
+)
+from megackpt.testing.world import SimulatedRank, SimulatedWorld
 from models import GPT, GPTConfig, MoEConfig, build_gpt, init_weights
 
 MOE = MoEConfig(
@@ -187,3 +202,72 @@ def test_a_capacity_reaches_the_dispatch() -> None:
     init_weights(model, seed=1)
     dispatcher = model.decoder.layers[0].get_submodule("mlp").dispatcher
     assert dispatcher.capacity == Capacity(factor=1e-9)
+
+
+EXPERTS, HIDDEN, FFN = 4, 6, 8
+CHECKPOINT_LAYOUTS = [
+    ParallelLayout(),
+    ParallelLayout(dp=4, ep=4),
+    ParallelLayout(tp=2, dp=2, ep=2, etp=1),
+    ParallelLayout(tp=1, dp=4, ep=2, etp=2),
+    ParallelLayout(tp=2, cp=2, ep=1, etp=2),
+]
+
+
+class Expert(nn.Module):
+    """A column layer and a row layer."""
+
+    def __init__(self, groups: ParallelGroups) -> None:
+        super().__init__()
+        self.up = ColumnParallelLinear(HIDDEN, FFN, groups)
+        self.down = RowParallelLinear(FFN, HIDDEN, groups)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.down(torch.tanh(self.up(x)))
+        return out
+
+
+def _build(layout: ParallelLayout, rank: int) -> tuple[MixtureOfExperts, DistributedOptimizer]:
+    groups = ParallelGroups.offline(layout, rank)
+    layer = MixtureOfExperts(
+        Router(HIDDEN, EXPERTS, groups, RoutingOptions(bias_rate=0.1)),
+        ExpertStack(lambda index: Expert(groups.experts), EXPERTS, groups),
+        groups,
+    )
+    optimizer = DistributedOptimizer(layer.parameters(), lambda p: torch.optim.AdamW(p, lr=1e-3), groups)
+    return layer, optimizer
+
+
+def _state(layer: MixtureOfExperts, optimizer: DistributedOptimizer) -> dict[str, Any]:
+    model = layer.sharded_state_dict()
+    return {"model": model, "optimizer": optimizer.sharded_state_dict(model)}
+
+
+def _pass_on(source: Path, target: Path, layout: ParallelLayout) -> None:
+    def one_rank(group: SimulatedRank) -> None:
+        layer, optimizer = _build(layout, group.rank)
+        loaded = load(_state(layer, optimizer), source, group=group)
+        optimizer.load_sharded_state_dict(loaded["optimizer"])
+        save(_state(layer, optimizer), target, group=group)
+
+    SimulatedWorld(layout.world_size).run(one_rank)
+
+
+@pytest.mark.parametrize("index", range(len(CHECKPOINT_LAYOUTS)))
+def test_weights_biases_and_moments_are_the_same_at_every_layout(tmp_path: Path, index: int) -> None:
+    torch.manual_seed(0)
+    layer, optimizer = _build(ParallelLayout(), 0)
+    for state in optimizer.inner.state.values():
+        state["exp_avg"].normal_()
+        state["exp_avg_sq"].uniform_()
+    save(_state(layer, optimizer), tmp_path / "first")
+    _pass_on(tmp_path / "first", tmp_path / "source", CHECKPOINT_LAYOUTS[index])
+    expected = load_plain_tensors(tmp_path / "first")
+    assert expected["experts.up.weight"].shape == (EXPERTS, FFN, HIDDEN)
+    assert expected["optimizer.state.exp_avg.experts.up.weight"].std() > 0.5
+    for step in (1, 2):  # to two other layouts, by turns
+        target = CHECKPOINT_LAYOUTS[(index + step) % len(CHECKPOINT_LAYOUTS)]
+        _pass_on(tmp_path / "source", tmp_path / f"{step}", target)
+        actual = load_plain_tensors(tmp_path / f"{step}")
+        assert actual.keys() == expected.keys()
+        assert all(torch.equal(actual[key], expected[key]) for key in expected)

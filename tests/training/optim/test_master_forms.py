@@ -1,33 +1,38 @@
 """Masters in every form that optimizers keep them in, at every layout: the stored arrays are the same bits.
 
 Each form at each layout is loaded from one set of arrays and declared again. All forms have the same keys, so
-whatever one of them saved at one layout, any other loads at any other.
+whatever one of them saved at one layout, any other loads at any other. Remainders of bf16 weights are exact
+for every bit pattern.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from torch import Tensor, nn
 from torch.nn import Parameter
 
+from megackpt import MismatchError, ShardedTensor, load, save
 from megackpt.integrations import apex
-from megackpt.mapping import ShardedStateDict, ShardedTensor
+from megackpt.mapping import ShardedStateDict
 from megackpt.optim import (
     DistributedOptimizer,
     MixedPrecisionOptimizer,
     WholeMatrixOptimizer,
     declare_remainder_masters,
+    join_master,
     restore_remainder_masters,
+    split_master,
 )
-from megackpt.parallel.attributes import mark
-from megackpt.parallel.groups import ParallelGroups
-from megackpt.parallel.layout import ParallelLayout
+from megackpt.parallel import ParallelGroups, ParallelLayout, mark
+from megackpt.testing.world import SimulatedWorld
 from tests.support import fake_apex
 from tests.support.optimizers import Arrays, gather, loaded, scatter
-from tests.training.optim.test_remainders import RemainderSGD, random_patterns, special_values
 
 ROWS, COLUMNS = 12, 10
 MASTER = "optimizer.state.fp32_param.weight"
@@ -142,3 +147,223 @@ def only_masters(state: Any) -> Any:
         return state
     kept = {key: only_masters(value) for key, value in state.items()}
     return {k: v for k, v in kept.items() if isinstance(v, dict) or v.key == MASTER}
+
+
+SPECIAL = [
+    *(0x00000000, 0x80000000),  # zeros of both signs
+    *(0x00000001, 0x80000001, 0x00007FFF, 0x00008000, 0x0000FFFF, 0x007FFFFF, 0x807FFFFF),  # subnormals
+    *(0x7F800000, 0xFF800000),  # infinities
+    *(0x7F800001, 0xFF800001, 0x7F808000, 0x7FBFFFFF, 0x7FC00000, 0x7FFF8000, 0x7FFFFFFF, 0xFFFFFFFF),  # NaNs
+    *(0x7F7FFFFF, 0xFF7FFFFF, 0x7F7F8000),  # the largest finite ones, whose weight is infinite
+    *(0x3F808000, 0x3F818000, 0xBF808000, 0xBF818000),  # halfway between two bf16 values
+    *(0x3F807FFF, 0x3F808001, 0x3F80FFFF, 0x3F810000),  # their neighbours
+]
+
+
+def special_values() -> Tensor:
+    return torch.from_numpy(np.array(SPECIAL, dtype=np.uint32).view(np.float32))
+
+
+def random_patterns(count: int) -> Tensor:
+    bits = np.random.default_rng(7).integers(0, 2**32, count, dtype=np.uint32)
+    return torch.from_numpy(bits.view(np.float32))
+
+
+def bits(tensor: Tensor) -> Tensor:
+    return tensor.contiguous().view({2: torch.int16, 4: torch.int32}[tensor.itemsize])
+
+
+def split_by_kernel_rule(pattern: int) -> tuple[int, int]:
+    """The rule in Python's integers: the 16 bits of the weight, and those of the remainder."""
+    low, high = pattern & 0xFFFF, pattern >> 16
+    return (high + (low >= 0x8000)) % 0x10000, low
+
+
+def test_ten_million_random_and_all_special_patterns_are_rebuilt_bit_for_bit() -> None:
+    for masters in (random_patterns(10_000_000), special_values()):
+        weight, remainder = split_master(masters)
+        assert (weight.dtype, remainder.dtype) == (torch.bfloat16, torch.int16)
+        assert torch.equal(bits(join_master(weight, remainder)), bits(masters))
+
+
+def test_the_split_is_that_of_the_kernels() -> None:
+    masters = torch.cat([special_values(), random_patterns(20_000)])
+    weight, remainder = split_master(masters)
+    expected = [split_by_kernel_rule(pattern) for pattern in bits(masters).numpy().view(np.uint32).tolist()]
+    got = zip(bits(weight).numpy().view(np.uint16), remainder.numpy().view(np.uint16), strict=True)
+    assert [(int(w), int(r)) for w, r in got] == expected
+
+
+def shift_or(weight: Tensor, remainder: Tensor) -> Tensor:
+    return ((bits(weight).int() << 16) | (remainder.int() & 0xFFFF)).view(torch.float32)
+
+
+def torch_rounding(masters: Tensor) -> tuple[Tensor, Tensor]:
+    return masters.bfloat16(), bits(masters).to(torch.int16)
+
+
+@pytest.mark.parametrize(
+    ("split", "join", "least_wrong"),
+    [
+        (split_master, shift_or, 0.49),  # wrong wherever the remainder is negative
+        # Wrong for positive halfway cases with an even weight, which are 1 of 131072, and for some NaNs.
+        (torch_rounding, join_master, 1e-6),
+    ],
+)
+def test_the_obvious_rules_do_not_rebuild_the_masters(
+    split: Callable[[Tensor], tuple[Tensor, Tensor]],
+    join: Callable[[Tensor, Tensor], Tensor],
+    least_wrong: float,
+) -> None:
+    for masters, share in ((random_patterns(1_000_000), least_wrong), (special_values(), 1e-9)):
+        finite = masters[masters.isfinite()]
+        wrong = bits(join(*split(finite))) != bits(finite)
+        assert wrong.float().mean() > share
+
+
+@pytest.mark.parametrize("shape", [(), (0,), (5,), (3, 4)])
+def test_tensors_of_any_shape_are_split_in_place(shape: tuple[int, ...]) -> None:
+    masters = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    weight, remainder = torch.zeros(shape, dtype=torch.bfloat16), torch.zeros(shape, dtype=torch.int16)
+    assert split_master(masters, weight=weight, remainder=remainder) == (weight, remainder)
+    rebuilt = torch.zeros(shape)
+    assert join_master(weight, remainder, master=rebuilt) is rebuilt
+    assert torch.equal(rebuilt, masters)
+
+
+def test_a_transposed_master_is_split_like_a_contiguous_one() -> None:
+    masters = torch.randn(4, 6, generator=torch.Generator().manual_seed(0)).T
+    assert torch.equal(join_master(*split_master(masters)), masters)
+    weight = torch.zeros(4, 6, dtype=torch.bfloat16).T
+    assert torch.equal(split_master(masters, weight=weight)[0].contiguous(), split_master(masters)[0])
+    assert torch.equal(join_master(weight, split_master(masters)[1]), masters)
+
+
+@pytest.mark.parametrize(
+    ("weight", "remainder"),
+    [
+        (torch.zeros(3), torch.zeros(3, dtype=torch.int16)),
+        (torch.zeros(3, dtype=torch.bfloat16), torch.zeros(3)),
+        (torch.zeros(3, dtype=torch.bfloat16), torch.zeros(2, dtype=torch.int16)),
+    ],
+)
+def test_other_dtypes_and_shapes_are_errors(weight: Tensor, remainder: Tensor) -> None:
+    with pytest.raises(MismatchError, match="int16 remainder"):
+        join_master(weight, remainder)
+
+
+class RemainderSGD(torch.optim.Optimizer):
+    """Keeps int16 remainders in `master_param`, as Transformer Engine's FusedAdam does."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {})
+        for group in self.param_groups:
+            for param in group["params"]:
+                self.state[param]["master_param"] = torch.zeros(param.shape, dtype=torch.int16)
+
+    def set_master(self, param: Tensor, master: Tensor) -> None:
+        split_master(master, weight=param.detach(), remainder=self.state[param]["master_param"])
+
+    def master(self, param: Tensor) -> Tensor:
+        return join_master(param.detach(), self.state[param]["master_param"])
+
+
+REMAINDER_ROWS = 12
+
+
+def a_rank(rank: int, ranks: int) -> tuple[nn.Parameter, RemainderSGD, ShardedTensor]:
+    param = nn.Parameter(torch.zeros(REMAINDER_ROWS // ranks, 5, dtype=torch.bfloat16))
+    entity = ShardedTensor.from_rank_offsets("weight", param, (0, rank, ranks))
+    return param, RemainderSGD([param]), entity
+
+
+def some_masters() -> Tensor:
+    special = special_values()
+    return torch.cat([special, random_patterns(REMAINDER_ROWS * 5 - len(special))]).view(REMAINDER_ROWS, 5)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_masters_are_stored_as_float32_and_come_back_as_remainders_at_any_layout(
+    ranks: int, tmp_path: Path
+) -> None:
+    masters = some_masters()
+
+    def save_rank(rank: int, group: Any) -> None:
+        param, optimizer, entity = a_rank(rank, 2)
+        optimizer.set_master(param, masters.chunk(2)[rank])
+        save(
+            {"model": entity, "masters": declare_remainder_masters(optimizer, {"model": entity})},
+            tmp_path,
+            group=group,
+        )
+
+    def load_rank(rank: int, group: Any) -> tuple[Tensor, Tensor]:
+        param, optimizer, entity = a_rank(rank, ranks)
+        request: ShardedStateDict = {"model": entity}
+        request["masters"] = declare_remainder_masters(optimizer, {"model": entity})
+        state = load(request, tmp_path, group=group)
+        restore_remainder_masters(optimizer, state["masters"])
+        return param.detach(), optimizer.master(param)
+
+    SimulatedWorld(2).run(lambda group: save_rank(group.rank, group))
+    loaded = SimulatedWorld(ranks).run(lambda group: load_rank(group.rank, group))
+    assert torch.equal(bits(torch.cat([master for _, master in loaded])), bits(masters))
+    assert torch.equal(bits(torch.cat([weight for weight, _ in loaded])), bits(split_master(masters)[0]))
+
+
+def a_checkpoint(path: Path, masters: Tensor) -> None:
+    param = nn.Parameter(torch.zeros(REMAINDER_ROWS, 5, dtype=torch.bfloat16))
+    optimizer = RemainderSGD([param])
+    optimizer.set_master(param, masters)
+    model = ShardedTensor.from_rank_offsets("weight", param)
+    save({"model": model, "masters": declare_remainder_masters(optimizer, {"model": model})}, path)
+
+
+def test_masters_of_a_distributed_optimizer_become_remainders_and_the_reverse(tmp_path: Path) -> None:
+    """Values that are halfway between two weights are among them: the two round these differently."""
+    masters = some_masters()
+    a_checkpoint(tmp_path / "remainders", masters)
+
+    param = nn.Parameter(torch.zeros(REMAINDER_ROWS, 5, dtype=torch.bfloat16))
+    groups = ParallelGroups.create(ParallelLayout())
+    whole = DistributedOptimizer([param], lambda g: torch.optim.SGD(g, lr=0.1), groups)
+    model = ShardedTensor.from_rank_offsets("weight", param)
+    declared = whole.sharded_state_dict({"model": model})["state"][0]["fp32_param"]
+    state = load({"model": model, "master": declared}, tmp_path / "remainders")
+    whole.load_sharded_state_dict({"state": {0: {"fp32_param": state["master"]}}})
+    assert torch.equal(bits(whole.param_groups[0]["params"][0]), bits(masters.view(-1)))
+
+    whole.sync_params()  # now the weights are torch's: halfway cases to even
+    assert not torch.equal(bits(param.detach()), bits(split_master(masters)[0]))
+    save({"model": model, "master": declared}, tmp_path / "float32")
+    other = nn.Parameter(torch.zeros(REMAINDER_ROWS, 5, dtype=torch.bfloat16))
+    optimizer = RemainderSGD([other])
+    entity = ShardedTensor.from_rank_offsets("weight", other)
+    masters_of = declare_remainder_masters(optimizer, {"model": entity})
+    restore_remainder_masters(
+        optimizer, load({"m": entity, "masters": masters_of}, tmp_path / "float32")["masters"]
+    )
+    assert torch.equal(bits(optimizer.master(other)), bits(masters))
+
+
+def test_weights_that_neither_rounding_gives_are_still_an_error(tmp_path: Path) -> None:
+    param = nn.Parameter(torch.ones(4, dtype=torch.bfloat16))
+    whole = DistributedOptimizer(
+        [param], lambda g: torch.optim.SGD(g, lr=0.1), ParallelGroups.create(ParallelLayout())
+    )
+    with pytest.raises(MismatchError, match=r"not the torch\.bfloat16 values"):
+        whole.load_sharded_state_dict({"state": {0: {"fp32_param": torch.full((4,), 1.012)}}})
+
+
+@pytest.mark.parametrize(
+    ("stored", "asked"),
+    [(torch.int16, torch.float32), (torch.float32, torch.int16), (torch.int16, torch.bfloat16)],
+)
+def test_a_load_does_not_cast_between_remainders_and_floats(
+    stored: torch.dtype, asked: torch.dtype, tmp_path: Path
+) -> None:
+    key = "optimizer.state.fp32_param.weight"
+    save({"master": ShardedTensor.from_rank_offsets(key, torch.zeros(3, dtype=stored))}, tmp_path)
+    request = {"master": ShardedTensor.from_rank_offsets(key, torch.ones(3, dtype=asked))}
+    with pytest.raises(MismatchError, match=r"fp32_param.weight"):
+        load(request, tmp_path)

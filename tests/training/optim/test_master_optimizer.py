@@ -1,9 +1,11 @@
-"""Training on one rank: both optimizers against plain torch, bit for bit."""
+"""Optimizers with masters against plain torch, bit for bit: steps, overlap, and freed memory."""
 
 from __future__ import annotations
 
 import copy
+import gc
 import pickle
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -13,11 +15,9 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from megackpt.errors import DeclarationError, OptimizerError
-from megackpt.mapping import ShardedTensor
+from megackpt import DeclarationError, OptimizerError, ShardedTensor
 from megackpt.optim import DistributedOptimizer, MixedPrecisionOptimizer
-from megackpt.parallel.groups import ParallelGroups
-from megackpt.parallel.layout import ParallelLayout
+from megackpt.parallel import ParallelGroups, ParallelLayout
 from tests.support.optim_training import (
     KINDS,
     OPTIMIZERS,
@@ -290,3 +290,73 @@ def test_grads_of_main_grad_dtype_bf16_are_cast_for_the_masters() -> None:
     assert main_grad.dtype == torch.bfloat16
     optimizer.step()
     assert w.tolist() == [0.75] * 4
+
+
+ALONE = ParallelGroups.offline(ParallelLayout(), 0)
+
+
+def build(micro_batches: int) -> tuple[nn.Module, DistributedOptimizer]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    optimizer = DistributedOptimizer(
+        model.parameters(),
+        lambda g: torch.optim.SGD(g, lr=1.0),
+        ALONE,
+        bucket_size=10,
+        overlap_grad_reduce=True,
+        overlap_param_gather=[model],
+    )
+    optimizer.micro_batches = micro_batches
+    return model, optimizer
+
+
+def backward_once(model: nn.Module) -> None:
+    model(torch.ones(2, 3)).sum().backward()
+
+
+def test_a_copy_of_a_model_does_not_wait_for_the_optimizer_of_the_model() -> None:
+    model, optimizer = build(micro_batches=1)
+    optimizer._gathers._waiting = lambda: None  # type: ignore[union-attr]  # cannot be copied or pickled
+    for twin in (pickle.loads(pickle.dumps(model)), copy.deepcopy(model)):
+        assert torch.equal(twin(torch.ones(3)), model(torch.ones(3)))
+
+
+def test_a_gradient_after_the_reduction_of_its_bucket_is_rejected() -> None:
+    model, _ = build(micro_batches=1)
+    backward_once(model)
+    with pytest.raises(OptimizerError, match=r"shape \(3,\) got a gradient after .*optimizer.micro_batches"):
+        backward_once(model)
+
+
+def test_gradients_are_not_set_to_zero_while_they_are_reduced() -> None:
+    model, optimizer = build(micro_batches=1)
+    backward_once(model)
+    with pytest.raises(OptimizerError, match=r"zero_grad\(\) was called while .*optimizer.step\(\) before"):
+        optimizer.zero_grad()
+    before = [p.detach().clone() for p in model.parameters()]
+    optimizer.skip_step()
+    optimizer.step()
+    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True))
+
+
+def test_a_step_after_fewer_backward_passes_reduces_what_is_there() -> None:
+    model, optimizer = build(micro_batches=3)
+    twin, plain = build(micro_batches=1)
+    for m, o in ((model, optimizer), (twin, plain)):
+        backward_once(m)
+        o.step()
+        o.zero_grad()
+    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), twin.parameters(), strict=True))
+
+
+def test_a_trained_model_is_freed() -> None:
+    model = torch.nn.Linear(3, 2)
+    groups = ParallelGroups.offline(ParallelLayout(), 0)
+    optimizer = DistributedOptimizer(model.parameters(), lambda p: torch.optim.Adam(p, lr=0.1), groups)
+    model(torch.ones(4, 3)).sum().backward()
+    buffer = weakref.ref(optimizer.buffers[0])
+    alive = weakref.ref(model)
+    del model, optimizer, groups
+    gc.collect()
+    assert alive() is None
+    assert buffer() is None

@@ -9,8 +9,7 @@ import torch
 from torch import nn
 from torch.nn import Parameter
 
-from megackpt.errors import MismatchError, MissingKeyError
-from megackpt.mapping import ShardedTensor
+from megackpt import MismatchError, MissingKeyError, ShardedTensor
 from megackpt.optim import DistributedOptimizer
 from tests.support.optim_training import (
     KINDS,

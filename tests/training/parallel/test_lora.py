@@ -10,8 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megackpt import load, save
-from megackpt.errors import CheckpointError, DeclarationError
+from megackpt import CheckpointError, DeclarationError, load, save
 from megackpt.parallel import (
     ColumnParallelLinear,
     ExpertStack,

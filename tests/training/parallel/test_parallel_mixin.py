@@ -8,8 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from megackpt.errors import DeclarationError
-from megackpt.mapping import ShardedLayout, ShardedObject, ShardedTensor
+from megackpt import DeclarationError, ShardedLayout, ShardedObject, ShardedTensor
 from megackpt.parallel import (
     ColumnParallelLinear,
     LayerStack,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megackpt.errors import DeclarationError, MismatchError
+from megackpt import DeclarationError, MismatchError
 from megackpt.parallel import (
     ParallelDropout,
     ParallelGroups,

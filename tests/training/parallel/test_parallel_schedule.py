@@ -1,11 +1,16 @@
-"""Pipeline plans by example, and their errors."""
+"""Pipeline plans, by example, and by laws that running all stages in one process checks."""
 
 from __future__ import annotations
 
-import pytest
+from collections import Counter
 
-from megackpt.errors import DeclarationError
+import pytest
+from hypothesis import given, settings
+from hypothesis.strategies import integers
+
+from megackpt import DeclarationError
 from megackpt.parallel import (
+    Action,
     Backward,
     Forward,
     MicroBatch,
@@ -14,8 +19,10 @@ from megackpt.parallel import (
     Transfer,
     forward_backward,
     plan_1f1b,
+    plan_forward,
     plan_interleaved,
 )
+from tests.support.effort import few
 
 
 def test_one_stage_is_plain_gradient_accumulation() -> None:
@@ -63,3 +70,205 @@ def test_no_micro_batch_is_rejected() -> None:
     batches: list[MicroBatch] = []
     with pytest.raises(DeclarationError, match=r"no micro-batch.*at least one"):
         forward_backward(lambda x, y: x, batches, ParallelGroups.create(ParallelLayout()))  # type: ignore[arg-type]
+
+
+UNTIMED = settings(max_examples=few(40, of=100), deadline=None)  # a busy machine is no error
+stages_ = integers(1, 6)
+micro_batches_ = integers(0, 12)
+chunks_ = integers(1, 4)
+rounds_ = integers(0, 4)
+
+Plans = list[tuple[Action, ...]]
+ENDS = ("send_activation", "send_gradient", "receive_activation", "receive_gradient")
+
+
+class Network:
+    """Runs the plans of all stages in one process, and keeps the order in which actions ended.
+
+    The strictest possible network: nothing is buffered, so that a message moves only while its sender and its
+    receiver both wait for it, and a stage goes on when all messages of its transfer have moved. Between two
+    ranks messages have no name: the first that is sent meets the first that is received. Actions that need
+    what has not arrived are errors.
+    """
+
+    def __init__(self, plans: Plans, chunks: int = 1) -> None:
+        self.plans = plans
+        self.chunks = chunks
+        self.position = [0] * len(plans)
+        self.waiting = [self._open(stage) for stage in range(len(plans))]
+        self.have: list[set[tuple[str, Action]]] = [set() for _ in plans]
+        self.done: list[tuple[int, Action]] = []
+
+    def run(self) -> list[tuple[int, Action]]:
+        stages = range(len(self.plans))
+        progress = True
+        while progress:
+            progress = False
+            for stage in stages:
+                while self.position[stage] < len(self.plans[stage]) and not self.waiting[stage]:
+                    self._perform(stage, self.plans[stage][self.position[stage]])
+                    self.position[stage] += 1
+                    self.waiting[stage] = self._open(stage)
+                    progress = True
+            for stage in stages:
+                progress |= self._move(stage, "activation") or self._move(stage, "gradient")
+        assert self.position == [len(plan) for plan in self.plans], f"deadlock at {self.position}"
+        return self.done
+
+    def _open(self, stage: int) -> list[str]:
+        """Return what the current action of a stage, if it is a transfer, waits for; in order of posting."""
+        action = self._current(stage)
+        return [end for end in ENDS if isinstance(action, Transfer) and getattr(action, end) is not None]
+
+    def _current(self, stage: int) -> Action | None:
+        at = self.position[stage]
+        return self.plans[stage][at] if at < len(self.plans[stage]) else None
+
+    def _peer(self, stage: int, end: str) -> int:
+        forwards = end in ("send_activation", "receive_gradient")
+        return (stage + (1 if forwards else -1)) % len(self.plans)
+
+    def _move(self, source: int, what: str) -> bool:
+        """Let a message of a stage pass if its receiver waits for one of this stage."""
+        if f"send_{what}" not in self.waiting[source]:
+            return False
+        target = self._peer(source, f"send_{what}")
+        to = [e for e in self.waiting[source] if e.startswith("send") and self._peer(source, e) == target]
+        back = [
+            e for e in self.waiting[target] if e.startswith("receive") and self._peer(target, e) == source
+        ]
+        if not back or to[0] != f"send_{what}":
+            return False
+        assert back[0] == f"receive_{what}", "two stages disagree about what is sent first"
+        sent = getattr(self._current(source), to[0])
+        received = getattr(self._current(target), back[0])
+        assert self._position(source, sent) + (1 if what == "activation" else -1) == self._position(
+            target, received
+        ), "a message from a chunk that is not the neighbour's"
+        assert sent.micro_batch == received.micro_batch, "two stages disagree about the micro-batch"
+        assert ("result", sent) in self.have[source], "sent before it was computed"
+        self.waiting[source].remove(to[0])
+        self.waiting[target].remove(back[0])
+        self.have[target].add(("input", received))
+        return True
+
+    def _position(self, stage: int, action: Forward | Backward) -> int:
+        return action.chunk * len(self.plans) + stage
+
+    def _perform(self, stage: int, action: Action) -> None:
+        self.done.append((stage, action))
+        if isinstance(action, Transfer):
+            return
+        last = len(self.plans) * self.chunks - 1
+        end = 0 if isinstance(action, Forward) else last
+        assert self._position(stage, action) == end or ("input", action) in self.have[stage]
+        if isinstance(action, Backward):
+            forward = Forward(action.micro_batch, action.chunk)
+            assert ("result", forward) in self.have[stage], "backward before forward"
+        self.have[stage].add(("result", action))
+
+
+def most_in_flight(plan: tuple[Action, ...]) -> int:
+    in_flight = most = 0
+    for action in plan:
+        in_flight += isinstance(action, Forward) - isinstance(action, Backward)
+        most = max(most, in_flight)
+    return most
+
+
+def interleaved(stages: int, chunks: int, micro_batches: int) -> Plans:
+    return [plan_interleaved(stages, stage, chunks, micro_batches) for stage in range(stages)]
+
+
+@UNTIMED
+@given(stages=stages_, micro_batches=micro_batches_)
+def test_1f1b_ends_without_deadlock_even_if_nothing_is_buffered(stages: int, micro_batches: int) -> None:
+    Network([plan_1f1b(stages, stage, micro_batches) for stage in range(stages)]).run()
+
+
+@UNTIMED
+@given(stages=stages_, micro_batches=micro_batches_)
+def test_forward_plan_ends_without_deadlock(stages: int, micro_batches: int) -> None:
+    done = Network([plan_forward(stages, stage, micro_batches) for stage in range(stages)]).run()
+    assert sum(isinstance(action, Forward) for _, action in done) == stages * micro_batches
+
+
+@UNTIMED
+@given(stages=stages_, micro_batches=micro_batches_)
+def test_each_stage_runs_every_micro_batch_once_each_way_in_order(stages: int, micro_batches: int) -> None:
+    for stage in range(stages):
+        plan = plan_1f1b(stages, stage, micro_batches)
+        assert [a.micro_batch for a in plan if isinstance(a, Forward)] == list(range(micro_batches))
+        assert [a.micro_batch for a in plan if isinstance(a, Backward)] == list(range(micro_batches))
+
+
+@UNTIMED
+@given(stages=stages_, micro_batches=micro_batches_)
+def test_micro_batches_in_flight_are_bounded_by_the_stages_to_come(stages: int, micro_batches: int) -> None:
+    for stage in range(stages):
+        most = most_in_flight(plan_1f1b(stages, stage, micro_batches))
+        assert most == min(stages - stage, micro_batches)
+
+
+@UNTIMED
+@given(stages=stages_, chunks=chunks_, rounds=rounds_)
+def test_interleaving_ends_without_deadlock_and_every_message_has_its_receiver(
+    stages: int, chunks: int, rounds: int
+) -> None:
+    plans = interleaved(stages, chunks, rounds * stages)
+    done = Network(plans, chunks).run()
+    messages: Counter[str] = Counter()
+    for _, action in done:
+        if isinstance(action, Transfer):
+            messages.update(end for end in ENDS if getattr(action, end) is not None)
+    hops = (stages * chunks - 1) * rounds * stages
+    assert all(messages[end] == hops for end in ENDS)
+
+
+@UNTIMED
+@given(stages=stages_, chunks=chunks_, rounds=rounds_)
+def test_interleaved_chunks_take_turns_of_as_many_micro_batches_as_stages(
+    stages: int, chunks: int, rounds: int
+) -> None:
+    turns = [
+        (cycle * stages + index, chunk)
+        for cycle in range(rounds)
+        for chunk in range(chunks)
+        for index in range(stages)
+    ]
+    for plan in interleaved(stages, chunks, rounds * stages):
+        assert [(a.micro_batch, a.chunk) for a in plan if isinstance(a, Forward)] == turns
+        backwards = [(a.micro_batch, chunks - 1 - a.chunk) for a in plan if isinstance(a, Backward)]
+        assert backwards == turns
+
+
+@UNTIMED
+@given(stages=stages_, chunks=chunks_, rounds=rounds_)
+def test_interleaved_forwards_in_flight_are_bounded(stages: int, chunks: int, rounds: int) -> None:
+    for stage, plan in enumerate(interleaved(stages, chunks, rounds * stages)):
+        bound = 2 * (stages - stage - 1) + (chunks - 1) * stages + 1
+        assert most_in_flight(plan) == min(bound, rounds * stages * chunks)
+
+
+@UNTIMED
+@given(stages=stages_, chunks=integers(2, 4), rounds=rounds_)
+def test_forward_plan_of_several_chunks_ends_without_deadlock(stages: int, chunks: int, rounds: int) -> None:
+    plans = [plan_forward(stages, stage, rounds * stages, chunks=chunks) for stage in range(stages)]
+    done = Network(plans, chunks).run()
+    assert not any(isinstance(action, Backward) for _, action in done)
+    assert sum(isinstance(action, Forward) for _, action in done) == stages * chunks * rounds * stages
+
+
+@UNTIMED
+@given(stages=integers(2, 6), chunks=integers(2, 4), micro_batches=micro_batches_)
+def test_micro_batches_that_are_no_multiple_of_the_stages_are_rejected(
+    stages: int, chunks: int, micro_batches: int
+) -> None:
+    if micro_batches % stages == 0:
+        return
+    for plan in (
+        lambda: plan_interleaved(stages, 0, chunks, micro_batches),
+        lambda: plan_forward(stages, 0, micro_batches, chunks=chunks),
+    ):
+        with pytest.raises(DeclarationError, match=rf"{micro_batches} micro-batches.*multiple of {stages}"):
+            plan()

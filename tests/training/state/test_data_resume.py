@@ -24,6 +24,7 @@ from megackpt.training_state import (
     ShardReader,
     ShuffleBuffer,
 )
+from tests.support.effort import few
 
 # The other axes, whose ranks read the same samples as the first rank of their dp.
 OTHER_AXES = st.sampled_from(
@@ -42,7 +43,7 @@ PHASES = st.lists(st.tuples(LAYOUTS, st.integers(0, 5), st.integers(1, 9)), min_
 SHARDS = st.lists(st.integers(1, 7), min_size=4, max_size=8)
 
 
-@settings(deadline=None)
+@settings(max_examples=few(40, of=100), deadline=None)
 @given(samples=st.integers(1, 300), seed=st.integers(0, 2**40), epoch=st.integers(0, 2**20))
 def test_an_epoch_is_a_permutation_and_a_function_of_the_index(samples: int, seed: int, epoch: int) -> None:
     order = SampleOrder(samples=samples, seed=seed)
@@ -75,7 +76,7 @@ def one_of_each_dp(of_ranks: list[Any], layout: ParallelLayout) -> list[Any]:
 
 
 @given(samples=st.integers(1, 40), phases=PHASES)
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=few(10, of=25), deadline=None)
 def test_every_sample_comes_once_an_epoch_in_the_same_order_at_any_sequence_of_layouts(
     samples: int, phases: list[tuple[ParallelLayout, int, int]]
 ) -> None:
@@ -144,7 +145,7 @@ def read_shards(
 
 
 @given(shards=SHARDS, phases=PHASES, buffer=st.sampled_from([0, 1, 3]))
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=few(7, of=15), deadline=None)
 def test_shards_that_change_their_readers_lose_and_repeat_nothing(
     shards: list[int], phases: list[tuple[ParallelLayout, int, int]], buffer: int
 ) -> None:
@@ -178,7 +179,7 @@ def test_shards_that_change_their_readers_lose_and_repeat_nothing(
     until=st.integers(0, 20),
     buffer=st.sampled_from([0, 3]),
 )
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=few(5, of=10), deadline=None)
 def test_at_the_same_dp_sharded_data_goes_on_as_if_it_had_not_stopped(
     shards: list[int], dp: int, axes: tuple[dict[str, int], dict[str, int]], until: int, buffer: int
 ) -> None:

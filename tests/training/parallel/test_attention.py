@@ -1,0 +1,336 @@
+"""Latent, cross and grouped attention: what they compute and declare, and shares of sequences.
+
+Latent and cross attention are tested at several layouts with the models that are made of
+them (DeepSeek-V3, T5).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from megackpt import (
+    CoverageError,
+    DeclarationError,
+    ShardedLayout,
+    ShardedTensor,
+    load,
+    load_plain_tensors,
+    save,
+)
+from megackpt.comm import Group
+from megackpt.optim import DistributedOptimizer
+from megackpt.parallel import (
+    AttentionPart,
+    Axis,
+    CrossAttention,
+    LatentAttention,
+    LatentSizes,
+    ParallelGroups,
+    ParallelLayout,
+    QKVParallelLinear,
+    attention_parts,
+    causal_attention,
+    context_positions,
+    context_share,
+    join_context,
+    join_heads,
+    own_heads,
+    split_heads,
+    tokens_to_heads,
+)
+from megackpt.storage import MemoryStore
+from megackpt.testing.world import SimulatedWorld
+from tests.support.effort import few
+
+HIDDEN, HEADS, TOKENS, BATCH = 12, 3, 7, 2
+SIZES = LatentSizes(
+    kv_lora_rank=5, q_lora_rank=6, qk_head_dim=4, qk_pos_emb_head_dim=2, v_head_dim=3, norm_eps=1e-5
+)
+RELATIVE = 1e-5  # float32: two products with sums of at most 18 terms, and a softmax
+
+
+def groups() -> ParallelGroups:
+    return ParallelGroups.create(ParallelLayout())
+
+
+def randomise(module: nn.Module) -> None:
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.normal_(generator=generator)
+
+
+def hidden(tokens: int, seed: int) -> Tensor:
+    return torch.randn(tokens, BATCH, HIDDEN, generator=torch.Generator().manual_seed(seed))
+
+
+def assert_close(actual: Tensor, expected: Tensor) -> None:
+    assert actual.shape == expected.shape
+    assert (actual - expected).abs().max() <= RELATIVE * expected.abs().max()
+
+
+def test_cross_attention_is_that_of_torch() -> None:
+    layer = CrossAttention(HIDDEN, HEADS, HIDDEN // HEADS, groups(), bias=True, output_bias=True)
+    randomise(layer)
+    theirs = nn.MultiheadAttention(HIDDEN, HEADS)
+    keys, values = layer.linear_kv.split(layer.linear_kv.weight.T)
+    key_bias, value_bias = layer.linear_kv.split(layer.linear_kv.bias)
+    with torch.no_grad():
+        theirs.in_proj_weight.copy_(torch.cat([layer.linear_q.weight, keys.T, values.T]))
+        theirs.in_proj_bias.copy_(torch.cat([layer.linear_q.bias, key_bias, value_bias]))
+    theirs.out_proj.load_state_dict(layer.linear_proj.state_dict())
+    x, memory = hidden(TOKENS, 1), hidden(TOKENS + 2, 2)
+    bias = torch.randn(BATCH, HEADS, TOKENS, TOKENS + 2, generator=torch.Generator().manual_seed(3))
+    expected, _ = theirs(x, memory, memory, attn_mask=bias.flatten(0, 1), need_weights=False)
+    assert_close(layer(x, memory, bias), expected)
+
+
+class Turned(LatentAttention):
+    """Positions that are seen in the result: each part is multiplied by its position."""
+
+    def with_positions(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        numbers = torch.arange(q.shape[2], dtype=q.dtype)[:, None]
+        return q * numbers, k * numbers
+
+
+@pytest.mark.parametrize("q_rank", [6, None])
+def test_latent_attention_is_that_of_its_definition(q_rank: int | None) -> None:
+    sizes = LatentSizes(
+        kv_lora_rank=5, q_lora_rank=q_rank, qk_head_dim=4, qk_pos_emb_head_dim=2, v_head_dim=3
+    )
+    layer: Any = Turned(HIDDEN, HEADS, sizes, groups(), scale=0.3)
+    randomise(layer)
+    x = hidden(TOKENS, 1)
+    if q_rank is None:
+        queries = x @ layer.linear_q_proj.weight.T
+    else:
+        queries = layer.q_layernorm(x @ layer.linear_q_down_proj.weight.T) @ layer.linear_q_up_proj.weight.T
+    features, rotary = (x @ layer.linear_kv_down_proj.weight.T).split([5, 2], dim=-1)
+    kv = split_heads(layer.kv_layernorm(features) @ layer.linear_kv_up_proj.weight.T, 7)
+    numbers = torch.arange(TOKENS, dtype=x.dtype)[:, None]
+    q = split_heads(queries, 6)
+    q = torch.cat([q[..., :4], q[..., 4:] * numbers], dim=-1)
+    k_rotary = (split_heads(rotary, 2) * numbers).expand(-1, HEADS, -1, -1)
+    k = torch.cat([kv[..., :4], k_rotary], dim=-1)
+    scores = (q @ k.transpose(-1, -2) * 0.3).masked_fill(~torch.ones(TOKENS, TOKENS).tril().bool(), -1e9)
+    expected = F.linear(join_heads(scores.softmax(dim=-1) @ kv[..., 4:]), layer.linear_proj.weight)
+    assert_close(layer(x), expected)
+
+
+def test_what_latent_attention_declares_has_the_names_of_megatron_core() -> None:
+    layer = LatentAttention(HIDDEN, HEADS, SIZES, groups(), bias=True)
+    assert layer.scale == SIZES.head_dim**-0.5
+    assert {key: tuple(entity.global_shape) for key, entity in layer.sharded_state_dict().items()} == {
+        "linear_q_down_proj.weight": (6, HIDDEN),
+        "linear_q_down_proj.bias": (6,),
+        "q_layernorm.weight": (6,),
+        "linear_q_up_proj.weight": (18, 6),
+        "linear_kv_down_proj.weight": (7, HIDDEN),
+        "linear_kv_down_proj.bias": (7,),
+        "kv_layernorm.weight": (5,),
+        "linear_kv_up_proj.weight": (21, 5),
+        "linear_proj.weight": (HIDDEN, 9),
+    }
+
+
+@pytest.mark.parametrize("name", ["kv_lora_rank", "q_lora_rank", "v_head_dim"])
+def test_a_size_below_1_is_an_error(name: str) -> None:
+    sizes: dict[str, Any] = {"kv_lora_rank": 1, "q_lora_rank": 1, "qk_head_dim": 1, "v_head_dim": 1}
+    with pytest.raises(DeclarationError, match=rf"LatentSizes\.{name} is 0. It must be at least 1"):
+        LatentSizes(**{**sizes, "qk_pos_emb_head_dim": 1, name: 0})
+
+
+QUERY_HEADS, HEAD_DIM, QUERY_HIDDEN = 8, 2, 3
+LAYOUTS = st.builds(ParallelLayout, tp=st.sampled_from([1, 2, 4, 8]), dp=st.integers(1, 3))
+
+
+def declared(layout: ParallelLayout, kv_heads: int, rank: int) -> dict[str, Any]:
+    """Declare the layer and its optimizer's state, whose shards begin and end inside of heads."""
+    groups = ParallelGroups.offline(layout, rank)
+    layer = QKVParallelLinear(QUERY_HIDDEN, QUERY_HEADS, kv_heads, HEAD_DIM, groups)
+    optimizer = DistributedOptimizer(
+        layer.parameters(), lambda g: torch.optim.AdamW(g, lr=0.1), groups, bucket_size=20
+    )
+    model = layer.sharded_state_dict()
+    return {"model": model, "optimizer": optimizer.sharded_state_dict(model)["state"]}
+
+
+def tensors_of(state: dict[str, Any]) -> list[ShardedTensor]:
+    entities = [*state["model"].values(), *(e for s in state["optimizer"].values() for e in s.values())]
+    return [t for e in entities for t in (e.tensors() if isinstance(e, ShardedLayout) else [e])]
+
+
+def expected(tensor: ShardedTensor) -> torch.Tensor:
+    """Return what a rank should hold of an array whose elements follow from its key."""
+    generator = torch.Generator().manual_seed(len(tensor.key) + sum(tensor.key.encode()))
+    whole = torch.randn(tensor.global_shape, generator=generator)
+    return whole[tensor.global_coordinates()].to(tensor.dtype) if tensor.global_shape else whole
+
+
+def fill(state: dict[str, Any]) -> dict[str, Any]:
+    for tensor in tensors_of(state):
+        assert tensor.data is not None
+        with torch.no_grad():
+            tensor.data.copy_(expected(tensor).view(tensor.data.shape))
+    return state
+
+
+@settings(max_examples=few(12, of=400), deadline=None, suppress_health_check=list(HealthCheck))
+@given(kv_heads=st.sampled_from([1, 2]), source=LAYOUTS, target=LAYOUTS)
+def test_any_layout_loads_what_any_other_saved(
+    kv_heads: int, source: ParallelLayout, target: ParallelLayout
+) -> None:
+    store = MemoryStore()
+
+    def save_rank(group: Group) -> None:
+        # Also proves that every element has exactly one main replica.
+        save(fill(declared(source, kv_heads, group.rank)), store, group=group)
+
+    def load_rank(group: Group) -> None:
+        state = declared(target, kv_heads, group.rank)
+        for tensor in tensors_of(state):
+            assert tensor.data is not None
+            with torch.no_grad():
+                tensor.data.fill_(float("nan"))
+        load(state, store, group=group)
+        for tensor in tensors_of(state):
+            assert tensor.data is not None
+            assert torch.equal(tensor.data.reshape(-1), expected(tensor).reshape(-1)), tensor.key
+
+    SimulatedWorld(source.world_size).run(save_rank)
+    arrays = load_plain_tensors(store)
+    assert arrays["weight.k"].shape == (kv_heads * HEAD_DIM, QUERY_HIDDEN)
+    assert arrays["optimizer.state.exp_avg.bias.v"].shape == (kv_heads * HEAD_DIM,)
+    SimulatedWorld(target.world_size).run(load_rank)
+
+
+def test_a_copy_that_is_declared_as_a_main_replica_raises_an_error() -> None:
+    layout = ParallelLayout(tp=4)
+
+    def save_rank(group: Group) -> None:
+        state = declared(layout, 2, group.rank)
+        weight = state["model"]["weight"]
+        weight.components = tuple(
+            type(p)(p.name, p.view, p.global_shape, p.global_offset, p.axis_fragmentations)
+            for p in weight.components
+        )
+        save(state, MemoryStore(), group=group)
+
+    with pytest.raises(CoverageError, match=r"weight\.k"):
+        SimulatedWorld(4).run(save_rank)
+
+
+def _axes(size: int) -> list[Axis]:
+    return [ParallelGroups.offline(ParallelLayout(cp=size), rank).cp for rank in range(size)]
+
+
+def test_a_rank_has_one_part_of_each_half_as_in_megatron() -> None:
+    assert [context_positions(8, cp).tolist() for cp in _axes(2)] == [[0, 1, 6, 7], [2, 3, 4, 5]]
+    assert [context_positions(8, cp).tolist() for cp in _axes(4)] == [[0, 7], [1, 6], [2, 5], [3, 4]]
+    assert context_positions(3, _axes(1)[0]).tolist() == [0, 1, 2]
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 8])
+def test_shares_are_cut_by_position_and_joined_again_along_any_dim(size: int) -> None:
+    length = 2 * size * 3
+    tokens = torch.arange(2 * length).view(2, length)
+    hidden = torch.arange(length * 2 * 5).view(length, 2, 5)
+    shares = [context_share(tokens, cp, dim=1) for cp in _axes(size)]
+    states = [context_share(hidden, cp, dim=0) for cp in _axes(size)]
+    for cp, share, state in zip(_axes(size), shares, states, strict=True):
+        positions = context_positions(length, cp)
+        assert torch.equal(share, tokens[:, positions])
+        assert torch.equal(state, hidden[positions])
+    assert torch.equal(join_context(shares, dim=1), tokens)
+    assert torch.equal(join_context(shares, dim=-1), tokens)
+    assert torch.equal(join_context(states, dim=0), hidden)
+
+
+@pytest.mark.parametrize(
+    ("heads", "size", "expected"),
+    [
+        (4, 2, [[0, 1], [2, 3]]),
+        (2, 4, [[0], [0], [1], [1]]),
+        (3, 2, [[0, 0, 1], [1, 2, 2]]),  # with as many heads of values for each: 0 1 2, 3 4 5 of 6
+        (3, 1, [[0, 1, 2]]),
+    ],
+)
+def test_ranks_have_equally_many_heads_some_of_them_as_copies(
+    heads: int, size: int, expected: list[list[int]]
+) -> None:
+    rows = torch.arange(heads).repeat_interleave(2).view(2 * heads, 1)  # of 2 channels each
+    for cp, own in zip(_axes(size), expected, strict=True):
+        assert own_heads(rows, heads, cp)[::2, 0].tolist() == own
+        assert own_heads(rows, heads, cp)[1::2, 0].tolist() == own
+
+
+def test_one_rank_of_cp_has_all_heads_of_all_tokens_already() -> None:
+    (cp,) = _axes(1)
+    x = torch.zeros(3, 1, 2)
+    assert tokens_to_heads([x], [2], cp)[0] is x
+
+
+@pytest.mark.parametrize("size", [2, 4, 5])
+def test_every_rank_attends_to_equally_many_keys(size: int) -> None:
+    length = 2 * size * 4
+    pairs = {sum(int(position) + 1 for position in context_positions(length, cp)) for cp in _axes(size)}
+    assert len(pairs) == 1
+
+
+@pytest.mark.parametrize(("queries", "keys"), [(1, 1), (3, 3), (2, 6), (1, 5)])
+def test_the_mask_lets_a_query_attend_to_itself_and_to_what_is_before_it(queries: int, keys: int) -> None:
+    part = AttentionPart(torch.zeros(1, queries, 4), torch.zeros(1, keys, 4), torch.zeros(1, keys, 4))
+    position = torch.arange(keys - queries, keys)
+    assert torch.equal(part.mask, torch.arange(keys) <= position.unsqueeze(1))
+    assert part.is_square == (queries == keys)
+
+
+@pytest.mark.parametrize(("queries", "keys"), [(3, 3), (2, 6), (1, 5)])
+@pytest.mark.parametrize("window", [1, 2, 6, 9])
+def test_with_a_window_a_query_attends_to_its_last_positions(window: int, queries: int, keys: int) -> None:
+    part = AttentionPart(*(torch.zeros(1, n, 4) for n in (queries, keys, keys)), window)
+    distance = torch.arange(keys - queries, keys).unsqueeze(1) - torch.arange(keys)
+    assert torch.equal(part.mask, (distance >= 0) & (distance < window))
+
+
+@pytest.mark.parametrize(("window", "scale"), [(None, 0.3), (2, None), (5, 0.7), (9, None)])
+def test_attention_with_a_window_and_a_scale_is_that_of_the_definition(
+    window: int | None, scale: float | None
+) -> None:
+    generator = torch.Generator().manual_seed(1)
+    q, k, v = torch.randn(3, 1, 2, 5, 4, generator=generator).unbind()
+    scores = q @ k.transpose(-1, -2) * (0.5 if scale is None else scale)
+    mask = AttentionPart(q, k, v, window).mask
+    expected = scores.masked_fill(~mask, float("-inf")).softmax(dim=-1) @ v
+    actual = causal_attention(q, k, v, _axes(1)[0], window=window, scale=scale)
+    torch.testing.assert_close(actual, expected)
+
+
+def test_without_cp_attention_has_one_part_of_the_same_tensors() -> None:
+    q, k, v = torch.zeros(3, 1, 2, 5, 4).unbind()  # an odd number of tokens
+    (part,) = attention_parts(q, k, v, _axes(1)[0])
+    assert part.queries is q
+    assert part.keys is k
+    assert part.values is v
+
+
+@pytest.mark.parametrize("length", [6, 2, 7])
+def test_a_sequence_that_cannot_be_cut_is_an_error_with_what_fits(length: int) -> None:
+    message = rf"sequence of {length} tokens .* 2 x cp=2 = 4 equal parts.*multiple of 4"
+    with pytest.raises(DeclarationError, match=message) as caught:
+        context_share(torch.zeros(1, length), _axes(2)[1], dim=1)
+    assert caught.value.rank == 1
+    with pytest.raises(DeclarationError, match=message):
+        context_positions(length, _axes(2)[0])
+
+
+def test_shares_that_cannot_be_cut_are_an_error() -> None:
+    with pytest.raises(DeclarationError, match=r"Shares of 3 tokens.*multiple of 4"):
+        join_context([torch.zeros(3), torch.zeros(3)], dim=0)
