@@ -30,6 +30,7 @@ from megackpt.codec.pickled import KINDS as KINDS_OF_PICKLED
 from megackpt.errors import FormatError
 from megackpt.testing.identical import difference
 from tests.support.codec import TORCH_DTYPES, round_trip
+from tests.support.effort import few
 
 
 @pytest.mark.parametrize(
@@ -288,7 +289,9 @@ def _filled(namespace: Any, attributes: dict[str, Any]) -> Any:
 
 
 values = st.recursive(leaves, _containers, max_leaves=12)
-COMMON = settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
+COMMON = settings(
+    max_examples=few(40, of=400), deadline=None, suppress_health_check=list(HealthCheck), derandomize=True
+)
 
 
 @COMMON

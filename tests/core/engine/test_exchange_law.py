@@ -19,6 +19,7 @@ from megackpt.options import LoadOptions
 from megackpt.storage import MemoryStore
 from megackpt.testing.layouts import OwnedChunk, arrays, owned_chunks
 from megackpt.testing.world import SimulatedRank, SimulatedWorld
+from tests.support.effort import few, sampled
 
 WAYS = ("all_to_all", "broadcast", "gather_rounds", "gather_object", "two_stage")
 
@@ -51,7 +52,7 @@ def groups_of(ranks: int, parts: int) -> list[list[int]]:
 
 
 # Bounds on time are off: the machine that runs this may be busy. Nothing here is meant to be fast.
-@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=few(20, of=200), deadline=None, suppress_health_check=list(HealthCheck))
 @given(
     data=st.data(),
     both=st.tuples(arrays(), arrays(max_extent=40)),
@@ -108,6 +109,7 @@ def test_any_way_loads_what_direct_reading_loads(
     assert max(times.values(), default=0) <= parts
 
 
+@sampled(3)
 @pytest.mark.parametrize("exchange_bytes", [1 << 17, 1 << 24])
 @pytest.mark.parametrize("only_key", [None, "flat", "columns"])
 @pytest.mark.parametrize("backend", ["megackpt", "torch_dist", "zarr"])

@@ -153,7 +153,7 @@ def check_load(
     return False
 
 
-@settings(max_examples=few(100, of=1000), deadline=None)
+@settings(max_examples=few(40, of=1000), deadline=None)
 @given(st.integers(0, 2**32), st.sampled_from(["megackpt", "megackpt", "torch_dist", "foreign"]))
 def test_a_load_gives_what_is_stored_or_raises(seed: int, strategy: str) -> None:
     rng = np.random.default_rng(seed)

@@ -36,7 +36,7 @@ def bits_of(tensor: ShardedTensor) -> bytes:
 
 
 # Bounds on time are off: the machine that runs this may be busy. Nothing here is meant to be fast.
-@settings(max_examples=few(250, of=2000), deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=few(100, of=2000), deadline=None, suppress_health_check=list(HealthCheck))
 @given(data=st.data(), array=arrays(), source_ranks=st.integers(1, 4), target_ranks=st.integers(1, 4))
 def test_any_layout_loads_what_any_other_saved(
     data: st.DataObject, array: torch.Tensor, source_ranks: int, target_ranks: int
@@ -177,7 +177,7 @@ def test_every_entity_keeps_the_bits_of(name: str) -> None:
     } == dict.fromkeys(results, True)
 
 
-@settings(max_examples=few(62, of=500), deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=few(25, of=500), deadline=None, suppress_health_check=list(HealthCheck))
 @given(state=global_states(), source_ranks=st.integers(1, 3), target_ranks=st.integers(1, 3), data=st.data())
 def test_any_world_loads_what_any_other_saved_of_all_entities(
     state: GlobalState, source_ranks: int, target_ranks: int, data: st.DataObject

@@ -251,7 +251,7 @@ def viewed(draw: st.DrawFn) -> tuple[View, torch.Tensor]:
     return view, block
 
 
-@settings(max_examples=few(125, of=1000), deadline=None)
+@settings(max_examples=few(60, of=1000), deadline=None)
 @given(viewed())
 def test_a_view_has_the_elements_that_torch_finds(pair: tuple[View, torch.Tensor]) -> None:
     view, block = pair
@@ -262,7 +262,7 @@ def test_a_view_has_the_elements_that_torch_finds(pair: tuple[View, torch.Tensor
     assert torch.equal(whole_view(view, turned), block)  # type: ignore[arg-type]
 
 
-@settings(max_examples=few(125, of=1000), deadline=None)
+@settings(max_examples=few(60, of=1000), deadline=None)
 @given(viewed(), st.data())
 def test_the_chunks_of_a_flat_shard_are_its_elements_each_once_and_in_place(
     pair: tuple[View, torch.Tensor], data: st.DataObject
@@ -291,7 +291,7 @@ def test_the_chunks_of_a_flat_shard_are_its_elements_each_once_and_in_place(
     assert len(parts) <= max(1, 2 * len(view.axes) - 1)
 
 
-@settings(max_examples=few(62, of=500), deadline=None)
+@settings(max_examples=few(40, of=500), deadline=None)
 @given(layout_programs(), st.sampled_from([1, 2, 3, 6]))
 def test_a_layout_has_the_parts_that_torch_makes_by_the_same_steps(
     program: LayoutProgram, owned: int

@@ -76,7 +76,7 @@ def worlds(draw: st.DrawFn) -> World:
 
 
 @given(worlds(), st.sampled_from(["world", "none", "group"]), st.sampled_from([None, 8, 100]))
-@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=few(30, of=300), deadline=None, suppress_health_check=list(HealthCheck))
 def test_the_plan_is_that_from_the_declarations_of_all(
     world: World, spread: Spread, part_bytes: int | None
 ) -> None:
@@ -96,7 +96,7 @@ def test_the_plan_is_that_from_the_declarations_of_all(
 
 
 @given(worlds(), st.sampled_from([8, 40, 200]))
-@settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=few(20, of=200), deadline=None, suppress_health_check=list(HealthCheck))
 def test_parts_of_long_chunks_cover_them_once_and_are_written_by_their_owners(
     world: World, part_bytes: int
 ) -> None:
@@ -385,7 +385,7 @@ def tiled_arrays(draw: st.DrawFn) -> tuple[Rectangles, np.ndarray]:
     ), np.array(shapes)
 
 
-@settings(max_examples=few(125, of=1000), deadline=None)
+@settings(max_examples=few(60, of=1000), deadline=None)
 @given(tiled_arrays(), st.sampled_from([tiling.ADDRESSES, 50]))
 def test_regions_are_what_counting_every_element_finds(
     world: tuple[Rectangles, np.ndarray], addresses: int

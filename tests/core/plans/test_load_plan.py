@@ -29,6 +29,7 @@ from megackpt.metadata.merge import merge_declarations
 from megackpt.planning import completeness, plan_load, plan_main_replicas, plan_reads
 from megackpt.planning.overlaps import overlapping_chunks
 from megackpt.planning.read_plan import MAX_BLOCK_BYTES, READ_BYTES
+from tests.support.effort import few
 
 
 def test_arrays_that_are_together_longer_than_64_bits_are_distinguished() -> None:
@@ -132,7 +133,7 @@ def stored_as(shape: tuple[int, ...], dtype: torch.dtype) -> StoredChunks:
     return StoredChunks(plan.table, plan.writer, start + 4096, start, digests, ("file",))
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=few(30, of=300), deadline=None, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
 def test_a_read_is_whole_blocks_within_bounds_and_holds_its_copies(data: st.DataObject) -> None:
     rows, columns = data.draw(st.integers(1, 3000)), data.draw(st.integers(1, 3000))
@@ -222,7 +223,7 @@ def elements(table: ChunkTable, row: int) -> set[tuple[int, int]]:
     return {(int(table.array[row]), location) for location in inside.tolist()}
 
 
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=few(40, of=400))
 @given(wanted=st.lists(chunks(), max_size=5), stored=st.lists(chunks(), max_size=12))
 @example(  # a range that ends later stands before one that ends sooner
     wanted=[(0, (0, 0), (5, 4), 15, 17)],
@@ -262,7 +263,7 @@ def flat_ranges(draw: st.DrawFn) -> tuple[tuple[int, ...], int, int]:
     return shape, ends[0], ends[1]
 
 
-@settings(max_examples=500)
+@settings(max_examples=few(100, of=1000))
 @given(ranges=st.lists(flat_ranges(), min_size=1, max_size=4))
 def test_rectangles_of_a_flat_range_are_its_elements_in_order(
     ranges: list[tuple[tuple[int, ...], int, int]],

@@ -26,6 +26,7 @@ from megackpt.planning.save_plan import PART_BYTES
 from megackpt.storage import MemoryStore
 from megackpt.testing.layouts import arrays, owned_chunks
 from megackpt.testing.world import SimulatedRank, SimulatedWorld
+from tests.support.effort import few
 from tests.support.states import filled, replica
 
 
@@ -289,7 +290,7 @@ def numbers_of(table: ChunkTable, row: int) -> np.ndarray:
     return locations[box].reshape(-1)[int(table.flat_start[row]) : int(table.flat_stop[row])]
 
 
-@settings(deadline=None)
+@settings(max_examples=few(30, of=300), deadline=None)
 @given(
     data=st.data(), array=arrays(max_extent=9), ranks=st.integers(1, 4), most=st.sampled_from([1, 16, 40, 99])
 )

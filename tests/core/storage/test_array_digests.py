@@ -37,7 +37,7 @@ def digest_of(array: torch.Tensor) -> int:
     return crc
 
 
-@settings(max_examples=few(50, of=400), deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=few(25, of=400), deadline=None, suppress_health_check=list(HealthCheck))
 @given(data=st.data(), array=arrays(), ranks=st.integers(1, 4), validates=st.booleans())
 def test_a_save_at_any_layout_stores_the_digest_of_the_array(
     data: st.DataObject, array: torch.Tensor, ranks: int, validates: bool
@@ -92,7 +92,7 @@ def table_of(boxes: list[tuple[Box, int, int]], shape: tuple[int, ...], itemsize
     )
 
 
-@settings(max_examples=few(125, of=1000), deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=few(50, of=1000), deadline=None, suppress_health_check=list(HealthCheck))
 @given(
     data=st.data(),
     shape=st.lists(st.sampled_from([1, 2, 3, 7, 40, 150]), max_size=3).map(tuple),
@@ -124,7 +124,7 @@ def test_parts_of_chunks_from_anywhere_and_of_any_length_make_up_the_digest(
     assert whole == {"array": checksums.crc64nvme(array.tobytes())}
 
 
-@settings(deadline=None)
+@settings(max_examples=few(40, of=400), deadline=None)
 @given(data=st.data(), shape=st.lists(st.integers(1, 6), max_size=4).map(tuple))
 def test_runs_are_the_positions_of_the_bytes_of_a_box(data: st.DataObject, shape: tuple[int, ...]) -> None:
     location = np.arange(math.prod(shape) * 2).reshape(*shape, 2)
