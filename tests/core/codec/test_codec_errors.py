@@ -58,10 +58,7 @@ REJECTED = [
         MyDict(a=1),
         r"MyDict is a subclass of dict.*lose its class if saved as that\. Save dict\(value\), or register it",
     ),
-    (
-        Config(0.1, []),
-        r"Config is a dataclass that .*run its __init__.*register_codec\(Config, '.*Config'\)",
-    ),
+    (Config(0.1, []), r"Config is a dataclass that .*run its __init__.*register_codec\(Config, '.*Config'\)"),
     (Color, r"<enum 'Color'> is code \(a enum\.Enum\w+\), which is never saved\. Leave it out"),
     (len, r"<built-in function len> is code"),
     (object(), r"A value of type object has no codec"),
@@ -69,14 +66,8 @@ REJECTED = [
     (np.array([(1, 2)], "i4,i4"), r"numpy array of dtype .* is not supported: structures.*Save its fields"),
     (np.array([object()]), r"numpy array of dtype object is not supported"),
     (np.void(b"ab"), r"numpy\.void has no codec"),
-    (
-        torch.nn.Parameter(torch.zeros(1)),
-        r"Parameter is not a plain tensor\. Save value\.detach\(\)",
-    ),
-    (
-        torch.zeros(1, requires_grad=True),
-        r"requires grad would load without it\. Save value\.detach\(\)",
-    ),
+    (torch.nn.Parameter(torch.zeros(1)), r"Parameter is not a plain tensor\. Save value\.detach\(\)"),
+    (torch.zeros(1, requires_grad=True), r"requires grad would load without it\. Save value\.detach\(\)"),
     (torch.empty(1, device="meta"), r"A meta tensor has no values\. Materialise it"),
     (torch.eye(2).to_sparse(), r"layout torch\.sparse_coo is not supported\. Save value\.to_dense\(\)"),
     (
