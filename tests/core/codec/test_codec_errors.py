@@ -51,7 +51,7 @@ WRAPPERS: list[Callable[[object], object]] = [
 REJECTED = [
     (
         Slot(),
-        r"A value of type .*test_codec_unsupported\.Slot has no codec, "
+        r"A value of type .*test_codec_errors\.Slot has no codec, "
         r"and nothing is ever pickled.*_codec\(Slot, ",
     ),
     (
