@@ -6,6 +6,8 @@ those of 0.16 are tested with its models.
 
 from __future__ import annotations
 
+import argparse
+import signal
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -132,3 +134,24 @@ def test_what_only_looks_similar_is_not_changed() -> None:
 def test_an_entity_inside_of_a_tuple_raises_an_error_at_save(tmp_path: Path) -> None:
     with pytest.raises(megackpt.UnserializableError, match="ShardedObject"):
         megackpt.save({"a": (ShardedObject("o", 1, (1,), (0,)),)}, tmp_path / "c")
+
+
+def test_megatrons_arguments_load_equal(tmp_path: Path) -> None:
+    enums = pytest.importorskip("megatron.core.transformer.enums")
+    args = argparse.Namespace(
+        attention_backend=enums.AttnBackend.flash,
+        model_type=enums.ModelType.encoder_or_decoder,
+        cuda_graph_scope=[enums.CudaGraphScope.attn, enums.CudaGraphScope.moe_router],
+        layer_types=(enums.LayerType.decoder, enums.AttnMaskType.causal, enums.AttnType.self_attn),
+        exit_signal=signal.SIGTERM,
+        params_dtype=torch.bfloat16,
+        shape=torch.Size([2, 3]),
+        data_path=[Path("/data"), None],
+        betas=(0.9, 0.95),
+        rampup_batch_size=None,
+    )
+    megackpt.save({"args": args, "iteration": 7}, str(tmp_path))
+    loaded = megackpt.load({}, str(tmp_path))
+    assert loaded["args"] == args
+    assert loaded["args"].attention_backend is enums.AttnBackend.flash
+    assert loaded["args"].exit_signal is signal.SIGTERM

@@ -1,4 +1,4 @@
-"""The encoding, pinned, as other readers depend on it: trees as JSON, tensors as plain safetensors."""
+"""The encoding, pinned as other readers depend on it; digests of leaves; the comparison of the tests."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import collections
 import io
 import json
 import math
+import struct
 from datetime import date, datetime, time, timedelta, timezone
 from decimal import Decimal
 from fractions import Fraction
@@ -19,10 +20,10 @@ import pytest
 import safetensors.torch
 import torch
 
-from megackpt.codec import EncodedValue, decode, dump_tree, encode, load_tree, pack, unpack
+from megackpt.codec import EncodedValue, decode, dump_tree, encode, leaf_digests, load_tree, pack, unpack
 from megackpt.errors import UnserializableError
 from megackpt.testing.identical import difference
-from tests.support.codec import round_trip
+from tests.support.codec import recursive_list, round_trip
 
 
 @pytest.mark.parametrize(
@@ -155,3 +156,103 @@ def test_pack_rejects_a_tree_that_no_reader_would_accept(monkeypatch: pytest.Mon
         UnserializableError, match=r"^args: everything but tensors and bytes.*1,\d+ bytes.*Keep large data in"
     ):
         pack("x" * 1000, path="args")
+
+
+def test_leaves_are_named_by_their_path() -> None:
+    value = {"args": argparse.Namespace(lr=0.1, betas=(1, 2)), "w": [torch.zeros(2), {"a.b": {}, 3: []}]}
+    assert list(leaf_digests(value)) == ["args.lr", "args.betas", "w[0]", "w[1]['a.b']", "w[1][3]"]
+    assert list(leaf_digests(5)) == ["(top level)"]
+    assert list(leaf_digests([5], path="common")) == ["common[0]"]
+    assert list(leaf_digests({"a": SimpleNamespace(x=1)})) == ["a.x"]
+
+
+def test_key_order_does_not_matter_at_any_depth() -> None:
+    first = {
+        "a": 1,
+        "b": ({"c": torch.zeros(1), "d": torch.ones(1)}, {1: 2, "x": {4, 5}}),
+        "e": argparse.Namespace(f=1, g=2),
+    }
+    second = {
+        "e": argparse.Namespace(g=2, f=1),
+        "b": ({"d": torch.ones(1), "c": torch.zeros(1)}, {"x": {5, 4}, 1: 2}),
+        "a": 1,
+    }
+    assert leaf_digests(first) == leaf_digests(second)
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        (1, 1.0),
+        (1, True),
+        (0.0, -0.0),
+        ("1", 1),
+        ((1,), [1]),
+        ({"a": 1}, argparse.Namespace(a=1)),
+        ({"a": 1}, SimpleNamespace(a=1)),
+        ([1], {0: 1}),
+        ({}, []),
+        ({"a": {"b": 1}}, {"a.b": 1}),
+        ({1: 1}, {"1": 1}),
+        (collections.OrderedDict(a=1, b=2), collections.OrderedDict(b=2, a=1)),
+        (torch.zeros(2), torch.zeros(2, dtype=torch.float64)),
+        (torch.zeros(2), torch.zeros(2, 1)),
+        (torch.zeros(2), -torch.zeros(2)),
+        (torch.zeros(2), np.zeros(2, np.float32)),
+    ],
+)
+def test_any_difference_of_class_or_bits_shows(first: object, second: object) -> None:
+    assert leaf_digests({"x": first}) != leaf_digests({"x": second})
+
+
+def test_the_digest_is_the_same_in_every_process_and_release() -> None:
+    assert leaf_digests({"lr": 0.1}) == {"lr": "3fe5b2b0b3e27dcb3b0b7442d31eab99"}
+
+
+def test_a_leaf_without_codec_is_named() -> None:
+    with pytest.raises(UnserializableError, match=r"^c\.a\[0\]\[0\]: A value of type object"):
+        leaf_digests({"a": [(object(),)]}, path="c")
+
+
+def test_leaves_of_endless_values_raise_an_error() -> None:
+    with pytest.raises(UnserializableError, match=r"nested more than 64 levels deep, or contain themselves"):
+        leaf_digests(recursive_list())
+
+
+OTHER_NAN = struct.unpack(">d", bytes.fromhex("7ff8000000000001"))[0]
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        (1, True),
+        (1, 1.0),
+        (0.0, -0.0),
+        (math.nan, OTHER_NAN),
+        (complex(0.0, 0.0), complex(0.0, -0.0)),
+        ([1], (1,)),
+        ([1], [1, 2]),
+        ({1: "a"}, {True: "a"}),
+        ({"a": 1, "b": 2}, {"b": 2, "a": 1}),
+        ({1, 2}, {1, 3}),
+        ({1}, {True}),
+        (collections.deque([1], 2), collections.deque([1], 3)),
+        (collections.defaultdict(int), collections.defaultdict(list)),
+        (slice(1, 2), slice(True, 2)),
+        (torch.zeros(1), torch.zeros(1, dtype=torch.float16)),
+        (torch.zeros(1), torch.zeros(1, 1)),
+        (torch.zeros(1), -torch.zeros(1)),
+        (np.zeros(1, ">f4"), np.zeros(1, "<f4")),
+        (torch.Generator().manual_seed(1), torch.Generator().manual_seed(2)),
+    ],
+)
+def test_a_difference_of_class_or_bits_is_found_at_any_depth(first: object, second: object) -> None:
+    assert difference(first, second) is not None
+    assert difference([{"x": (first,)}], [{"x": (second,)}], path="v").startswith("v[0]['x'][0]")
+    assert difference([{"x": (first,)}], [{"x": (first,)}]) is None
+
+
+def test_sets_are_compared_without_regard_to_their_order_in_memory() -> None:
+    first = {frozenset({str(i), i}) for i in range(40)}
+    second = {frozenset({i, str(i)}) for i in reversed(range(40))}
+    assert difference(first, second) is None

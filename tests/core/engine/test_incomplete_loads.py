@@ -1,16 +1,13 @@
-"""Chunks that overlap, and chunks that leave gaps: a load gives stored elements only, or raises.
-
-The reference paints every stored chunk, in the order of the index, into an array of the whole shape: that is
-what a load has to give, and an element that no chunk has is one that it has to reject.
-"""
+"""Loads that ask for less, for more, or for other than what is saved."""
 
 from __future__ import annotations
 
 import math
 import pickle
+from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -18,14 +15,18 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import megackpt
 from megackpt import FormatError, IntegrityError, LoadOptions, ShardedTensor, load, save
 from megackpt.comm import Group
 from megackpt.engine.checkpoint.opening import open_checkpoint
 from megackpt.engine.data.read import read_chunk
+from megackpt.errors import CoverageError, MissingKeyError
 from megackpt.formats.zarr.grids import GridRules
 from megackpt.formats.zarr.version_3 import ZarrV3SaveStrategy
+from megackpt.mapping import ShardedStateDict
+from megackpt.parallel import ExpertStack, GatedExperts, ParallelGroups, ParallelLayout, RowParallelLinear
 from megackpt.storage import LocalStore, MemoryStore, Store
-from megackpt.testing.world import SimulatedWorld
+from megackpt.testing.world import SimulatedRank, SimulatedWorld
 from tests.support.effort import few
 
 MODES: tuple[Any, ...] = ("gather_object", "gather_rounds", "broadcast", "all_to_all", "two_stage")
@@ -152,7 +153,7 @@ def check_load(
     return False
 
 
-@settings(max_examples=few(100, of=1000), deadline=None)
+@settings(max_examples=few(40, of=1000), deadline=None)
 @given(st.integers(0, 2**32), st.sampled_from(["megackpt", "megackpt", "torch_dist", "foreign"]))
 def test_a_load_gives_what_is_stored_or_raises(seed: int, strategy: str) -> None:
     rng = np.random.default_rng(seed)
@@ -254,3 +255,82 @@ def crc32c(data: bytes) -> int:
         for _ in range(8):
             value = value >> 1 ^ (0x82F63B78 if value & 1 else 0)
     return value ^ 0xFFFFFFFF
+
+
+LAYOUT = ParallelLayout(dp=4, ep=4)  # experts 0 and 1 on rank 0, and so on
+KINDS = {
+    "stacked": lambda groups: GatedExperts(8, 6, 4, groups),
+    "modules": lambda groups: ExpertStack(lambda index: RowParallelLinear(4, 6, groups.experts), 8, groups),
+}
+KEYS = {"stacked": "experts.linear_fc2.weight", "modules": "experts.weight"}
+
+Declare = Callable[[str, int], ShardedStateDict]
+
+
+def _state(kind: str, rank: int) -> ShardedStateDict:
+    return KINDS[kind](ParallelGroups.offline(LAYOUT, rank)).sharded_state_dict("experts.")
+
+
+def _lost(kind: str, rank: int) -> ShardedStateDict:
+    """Rank 2 leaves out its experts."""
+    return {} if rank == 2 else _state(kind, rank)
+
+
+def _twice(kind: str, rank: int) -> ShardedStateDict:
+    """Rank 2 has the experts of rank 1."""
+    return _state(kind, 1 if rank == 2 else rank)
+
+
+FAULTS = {
+    "lost": (_lost, r"elements \[4:6, .*\] are {} by no rank"),
+    "twice": (_twice, r"elements \[2:4, .*\] are {} by more than one main replica \(ranks 1, 2\)"),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_save_names_the_experts_and_writes_nothing(tmp_path: Path, kind: str, fault: str) -> None:
+    declare, text = FAULTS[fault]
+
+    def one_rank(group: SimulatedRank) -> None:
+        with pytest.raises(CoverageError, match=KEYS[kind]) as caught:
+            save(declare(kind, group.rank), tmp_path / "checkpoint", group=group)
+        caught.match(text.format("saved"))
+
+    SimulatedWorld(4).run(one_rank)
+    assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_complete_load_names_the_experts_before_it_reads(tmp_path: Path, kind: str, fault: str) -> None:
+    declare, text = FAULTS[fault]
+
+    def one_rank(group: SimulatedRank) -> None:
+        save(_state(kind, group.rank), tmp_path / "checkpoint", group=group)
+        state = declare(kind, group.rank)
+        with pytest.raises(CoverageError, match=KEYS[kind]) as caught:
+            load(state, tmp_path / "checkpoint", group=group, options=LoadOptions(complete=True))
+        caught.match(text.format("requested"))
+
+    SimulatedWorld(4).run(one_rank)
+
+
+def declare(key: str, value: float, if_missing: Literal["error", "keep"]) -> ShardedTensor:
+    data = torch.full((2,), value)
+    return ShardedTensor(key, data, data.dtype, (2,), (2,), (0,), if_missing=if_missing)
+
+
+@pytest.mark.parametrize("strict", ["assume_ok_unexpected", "raise_all", "raise_unexpected", "log_all"])
+def test_a_missing_array_is_kept_where_it_is_declared_so(tmp_path: Path, strict: str) -> None:
+    megackpt.save({"old": declare("old", 1.0, "error")}, tmp_path)
+    request = {"old": declare("old", 5.0, "keep"), "new": declare("new", 7.0, "keep")}
+    loaded = megackpt.load(request, tmp_path, strict=strict)
+    assert loaded["old"].tolist() == [1.0, 1.0]
+    assert loaded["new"].tolist() == [7.0, 7.0]
+
+
+def test_a_missing_array_is_an_error_otherwise(tmp_path: Path) -> None:
+    megackpt.save({"old": declare("old", 1.0, "error")}, tmp_path)
+    with pytest.raises(MissingKeyError, match="new"):
+        megackpt.load({"new": declare("new", 7.0, "error")}, tmp_path)

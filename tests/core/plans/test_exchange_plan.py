@@ -19,6 +19,7 @@ from megackpt.planning.exchange import PART_BYTES, plan_exchange
 from megackpt.planning.exchange_plan import ExchangePlan, aligned
 from megackpt.planning.part_reading import Readers, needed_ranges
 from megackpt.testing.layouts import arrays, owned_chunks
+from tests.support.effort import few
 
 MIB = 1 << 20
 WAYS = ("all_to_all", "broadcast", "gather_rounds", "gather_object", "two_stage")
@@ -134,7 +135,7 @@ def test_a_chunk_goes_to_a_rank_that_needs_it() -> None:
     assert np.array_equal(made.parts.reader[made.deliveries.part], made.deliveries.rank), "nothing is sent"
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=few(40, of=400), deadline=None, suppress_health_check=list(HealthCheck))
 @given(data=st.data(), array=arrays(max_extent=9), ranks=st.integers(1, 5), mode=st.sampled_from(WAYS))
 def test_deliveries_hold_every_element_that_a_rank_asks_for_once(
     data: st.DataObject, array: torch.Tensor, ranks: int, mode: Any
@@ -158,7 +159,7 @@ def test_deliveries_hold_every_element_that_a_rank_asks_for_once(
     assert (np.diff(made.parts.round) >= 0).all()
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=few(40, of=400), deadline=None)
 @given(data=st.data(), ranks=st.integers(1, 6), chunks=st.integers(1, 6))
 def test_a_chunk_is_read_by_a_rank_that_can_reach_it_and_that_needs_it_where_one_does(
     data: st.DataObject, ranks: int, chunks: int
@@ -198,7 +199,7 @@ def test_gaps_of_whole_blocks_are_not_read() -> None:
     assert sum(b - a for a, b in anywhere) == 4 * 64 * 1024
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=few(25, of=200), deadline=None, suppress_health_check=list(HealthCheck))
 @given(
     data=st.data(),
     array=arrays(max_extent=9),

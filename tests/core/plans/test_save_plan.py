@@ -1,17 +1,33 @@
-"""Who writes what, and where: properties of the save plan over many ranks, without any."""
+"""Who writes what, from all declarations or from a rank's own, and how chunks are cut for a copy."""
 
 from __future__ import annotations
+
+import struct
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from megackpt import ShardedObject, ShardedTensor
+from megackpt import DeclarationError, SaveOptions, ShardedObject, ShardedTensor, load, save
+from megackpt.engine.saving.plan_cache import PlanCache
+from megackpt.formats.native.save import NativeSaveStrategy
+from megackpt.geometry import Ints
 from megackpt.mapping.describe import describe
-from megackpt.metadata import DeclaredChunks, itemsizes
+from megackpt.metadata import ChunkTable, DeclaredChunks, itemsizes
 from megackpt.metadata.merge import merge_declarations
 from megackpt.planning import SavePlan, plan_main_replicas, plan_save
 from megackpt.planning.assignment import assign_writers
+from megackpt.planning.long_chunks import split_long_chunks
+from megackpt.planning.save_plan import PART_BYTES
+from megackpt.storage import MemoryStore
+from megackpt.testing.layouts import arrays, owned_chunks
+from megackpt.testing.world import SimulatedRank, SimulatedWorld
+from tests.support.effort import few
+from tests.support.states import filled, replica
 
 
 def replicated_on(ranks: int, tensors: int, *, main: int = 0) -> DeclaredChunks:
@@ -131,3 +147,303 @@ def test_a_rank_plans_its_own_main_replicas_as_in_the_plan_of_all_ranks() -> Non
         rows = whole.rows_of(rank)
         assert own_plan.entity[own_plan.rows_of(rank)].tolist() == whole.entity[rows].tolist()
         assert own_plan.offset_bytes[own_plan.rows_of(rank)].tolist() == whole.offset_bytes[rows].tolist()
+
+
+RANKS = 8
+
+
+def state(group: SimulatedRank, *, dp: int, fill: bool) -> dict[str, ShardedTensor]:
+    """Return tensors of several sizes, sharded over RANKS / dp ranks and replicated over dp."""
+    tp, replica = group.rank % (RANKS // dp), group.rank // (RANKS // dp)
+    made = {}
+    for i in range(60):
+        data = torch.full((64 + 8 * (i % 7), 32), float(i * 10 + tp) if fill else 0.0)
+        made[str(i)] = ShardedTensor.from_rank_offsets(
+            f"w{i}", data, (0, tp, RANKS // dp), replica_id=replica
+        )
+    return made
+
+
+def written(store: MemoryStore) -> dict[int, int]:
+    """Return the bytes of chunks in the file of each rank."""
+    results = {}
+    for name in store.names("data/"):
+        content = store.read(name, max_bytes=1 << 30)
+        results[int(name.rsplit("-", 1)[1].split(".")[0])] = (
+            len(content) - 8 - struct.unpack("<Q", content[:8])[0]
+        )
+    return results
+
+
+def saved(dp: int, spread: Any, groups: list[list[int]] | None = None) -> dict[int, int]:
+    store = MemoryStore()
+
+    def run(group: SimulatedRank) -> None:
+        own_group = next((g for g in groups or [] if group.rank in g), None)
+        save(
+            state(group, dp=dp, fill=True),
+            store,
+            options=SaveOptions(spread=spread),
+            group=group,
+            spread_group=group.subgroup(own_group) if own_group else None,
+        )
+        wanted = state(group, dp=dp, fill=False)
+        load(wanted, store, group=group)
+        for key, true in state(group, dp=dp, fill=True).items():
+            assert torch.equal(wanted[key].data, true.data)  # type: ignore[arg-type]
+
+    SimulatedWorld(RANKS).run(run)
+    return written(store)
+
+
+SIZE = sum((64 + 8 * (i % 7)) * 32 * 4 for i in range(60))
+LARGEST = (64 + 8 * 6) * 32 * 4
+
+
+def test_a_fully_parallel_save_of_replicated_state_writes_each_byte_once_and_evenly() -> None:
+    counts = saved(8, "world")
+    assert sum(counts.values()) == SIZE
+    assert len(counts) == RANKS
+    mean = SIZE / RANKS
+    assert all(abs(n - mean) <= max(0.05 * mean, LARGEST) for n in counts.values())
+
+
+def test_within_groups_each_writes_what_its_main_replicas_are() -> None:
+    # Replicas are 4 apart: {0, 4} hold one shard, and so on. Groups {0, 4}, {1, 5}, ... hold all replicas.
+    counts = saved(2, "group", [[tp, tp + 4] for tp in range(4)])
+    assert sum(counts.values()) == 4 * SIZE
+    assert all(abs(counts[tp] - counts[tp + 4]) <= LARGEST for tp in range(4))
+    # In groups of ranks 0-3 and 4-7 nobody shares a shard: the main replicas, on 0-3, write.
+    counts = saved(2, "group", [[0, 1, 2, 3], [4, 5, 6, 7]])
+    assert counts == dict.fromkeys(range(4), SIZE)
+    # Of eight replicas, those in the group of the main one write.
+    counts = saved(8, "group", [[0, 1, 2, 3], [4, 5, 6, 7]])
+    assert set(counts) == {0, 1, 2, 3}
+    assert max(counts.values()) - min(counts.values()) <= LARGEST
+
+
+def test_without_spreading_main_replicas_write() -> None:
+    assert saved(8, "none") == {0: SIZE}
+    assert saved(2, "none") == dict.fromkeys(range(4), SIZE)
+
+
+def test_a_group_and_the_option_belong_together() -> None:
+    def run(options: SaveOptions, subgroup: bool) -> None:
+        def rank(group: SimulatedRank) -> None:
+            own_group = group.subgroup([group.rank]) if subgroup else None
+            save(
+                state(group, dp=8, fill=True),
+                MemoryStore(),
+                options=options,
+                group=group,
+                spread_group=own_group,
+            )
+
+        SimulatedWorld(2).run(rank)
+
+    with pytest.raises(
+        DeclarationError, match=r"spread_group is not given, and SaveOptions\.spread is 'group'"
+    ):
+        run(SaveOptions(spread="group"), subgroup=False)
+    with pytest.raises(DeclarationError, match=r"spread_group is given, and SaveOptions\.spread is 'world'"):
+        run(SaveOptions(), subgroup=True)
+    with pytest.raises(
+        DeclarationError, match=r"spread='wide' is not known\. Give one of world, group, none"
+    ):
+        SaveOptions(spread="wide")  # type: ignore[arg-type]
+
+
+def test_a_kept_plan_is_not_taken_for_another_spread() -> None:
+    stores = [MemoryStore(), MemoryStore()]
+
+    def run(group: SimulatedRank) -> None:
+        plans = PlanCache()
+        for store, spread in zip(stores, ("world", "none"), strict=True):
+            options = SaveOptions(spread=spread)  # type: ignore[arg-type]
+            save(state(group, dp=8, fill=True), store, options=options, group=group, plans=plans)
+
+    SimulatedWorld(RANKS).run(run)
+    assert len(written(stores[0])) == RANKS
+    assert written(stores[1]) == {0: SIZE}
+
+
+def test_ranks_that_spread_differently_raise_an_error() -> None:
+    def run(group: SimulatedRank) -> None:
+        options = SaveOptions(spread="world" if group.rank else "none")
+        save(state(group, dp=8, fill=True), MemoryStore(), options=options, group=group)
+
+    with pytest.raises(
+        DeclarationError, match=r"SaveOptions\.spread is 'none' on rank 0 and 'world' on rank 1"
+    ):
+        SimulatedWorld(RANKS).run(run)
+
+
+def numbers_of(table: ChunkTable, row: int) -> np.ndarray:
+    """Places of a chunk's elements in its array, in the order of its bytes: the slow way."""
+    shape = table.arrays[int(table.array[row])].global_shape
+    dims = len(shape)
+    locations = np.arange(int(np.prod(shape))).reshape(shape)
+    box = tuple(
+        slice(a, a + n)
+        for a, n in zip(table.start[row, :dims].tolist(), table.shape[row, :dims].tolist(), strict=True)
+    )
+    return locations[box].reshape(-1)[int(table.flat_start[row]) : int(table.flat_stop[row])]
+
+
+@settings(max_examples=few(30, of=300), deadline=None)
+@given(
+    data=st.data(), array=arrays(max_extent=9), ranks=st.integers(1, 4), most=st.sampled_from([1, 16, 40, 99])
+)
+def test_parts_follow_each_other_in_the_bytes_of_their_chunk(
+    data: st.DataObject, array: torch.Tensor, ranks: int, most: int
+) -> None:
+    owned = data.draw(owned_chunks(tuple(array.shape), ranks=ranks))
+    declared = [describe([h.declare("a", array) for h in owned if h.rank == r], rank=r) for r in range(ranks)]
+    table = plan_main_replicas(merge_declarations(declared)).table
+    cut, of, start = split_long_chunks(table, most=most)
+    width = array.element_size()
+    assert (cut.nbytes <= max(most, width)).all()
+    for row in range(len(table)):
+        parts_of_row = np.flatnonzero(of == row)
+        parts_of_row = parts_of_row[np.argsort(start[parts_of_row])]
+        assert start[parts_of_row].tolist() == [0, *np.cumsum(cut.nbytes[parts_of_row]).tolist()][:-1]
+        parts = [numbers_of(cut, part) for part in parts_of_row.tolist()]
+        assert [len(p) * width for p in parts] == cut.nbytes[parts_of_row].tolist()
+        assert np.array_equal(np.concatenate(parts), numbers_of(table, row))
+
+
+def test_chunks_of_a_grid_are_cut_into_a_grid_and_objects_stay_whole() -> None:
+    tensors = [
+        ShardedTensor.from_rank_offsets("w", torch.zeros(60, 10), (0, rank, 3), prepend_axis_num=0)
+        for rank in range(3)
+    ]
+    objects = [ShardedObject("o", None, (1,), (0,))]
+    declared = describe([*tensors, *objects], rank=0, object_nbytes=[10**6])
+    table = plan_main_replicas(declared).table
+    cut, of, _ = split_long_chunks(table, most=25 * 40)  # 60 rows: of 25 rows at most, 20 divide them
+    whole = [i for i, a in enumerate(cut.arrays) if a.key == "o"]
+    is_object = np.isin(cut.array, whole)
+    assert cut.nbytes[is_object].tolist() == [10**6]
+    assert sorted(cut.start[~is_object, 0].tolist()) == list(range(0, 180, 20))
+    assert len(of) == 10
+
+
+OWNERS = 4
+
+
+class Noting(NativeSaveStrategy):
+    """Notes the plan that it is given to write chunks."""
+
+    def __init__(self) -> None:
+        self.seen: SavePlan | None = None
+
+    def write_chunks(self, *args: Any, plan: SavePlan, rows: Ints, **kwargs: Any) -> bytes:
+        self.seen = plan
+        return super().write_chunks(*args, plan=plan, rows=rows, **kwargs)
+
+
+class NeedsAll(Noting):
+    """A format that does not say that own rows are enough."""
+
+    capabilities = replace(NativeSaveStrategy.capabilities, needs_own_rows_only=False)
+
+
+def owned_state(rank: int, number: int) -> dict[str, Any]:
+    return {
+        "w": filled(number + rank, 2, rank=rank, ranks=OWNERS),
+        "r": replica(number, 5, rank=rank),
+        "o": ShardedObject("o", "x" * (number * 10 + rank), (OWNERS,), (rank,)),
+    }
+
+
+@pytest.mark.parametrize("kind", [Noting, NeedsAll])
+def test_a_rank_sees_and_keeps_its_own_rows_or_all_where_the_format_needs_them(kind: type[Noting]) -> None:
+    store, caches = MemoryStore(), [PlanCache() for _ in range(OWNERS)]
+
+    def run(group: SimulatedRank) -> list[SavePlan]:
+        seen = []
+        for number in (1, 2):
+            strategy = kind()
+            plans = caches[group.rank]
+            save(owned_state(group.rank, number), store, strategy, group=group, plans=plans)
+            assert strategy.seen is not None
+            seen.append(strategy.seen)
+            wanted = owned_state(group.rank, 0)
+            loaded = load(wanted, store, group=group)
+            assert loaded["o"] == "x" * (number * 10 + group.rank)
+            assert torch.equal(loaded["w"], torch.full((2,), number + group.rank))
+        return seen
+
+    for rank, plans in enumerate(SimulatedWorld(OWNERS).run(run)):
+        kept = caches[rank].peek(caches[rank].names[0])
+        assert caches[rank].hits == 1
+        for plan in (*plans, kept.plan):
+            assert set(plan.writer.tolist()) == ({rank} if kind is Noting else set(range(OWNERS)))
+        assert (kept.plan_of_all_ranks is not None) == (rank == 0 and kind is Noting)
+    if kind is NeedsAll:
+        first, *others = SimulatedWorld(OWNERS).run(run)
+        for plan in others:
+            for column in ("nbytes", "array", "start"):
+                assert np.array_equal(getattr(plan[1].table, column), getattr(first[1].table, column))
+            assert np.array_equal(plan[1].offset_bytes, first[1].offset_bytes)
+
+
+@pytest.mark.parametrize("kind", [Noting, NeedsAll])
+def test_long_tensors_are_written_in_parts_by_all_that_hold_them(kind: type[Noting]) -> None:
+    rows, store = 40 * 1024, MemoryStore()
+    true = torch.arange(rows * 256, dtype=torch.int32).reshape(rows, 256)
+
+    def declared_state(rank: int, data: torch.Tensor) -> dict[str, ShardedTensor]:
+        cut = (0, rows * 256 // 3, rows * 256)
+        low, high = cut[rank % 2], cut[rank % 2 + 1]
+        deep = {"deep": ShardedTensor.from_rank_offsets("deep", torch.zeros(1, 1, 1, 1))}
+        return {
+            **(deep if rank == 1 else {}),  # arrays of one rank may have more dims than those of others
+            "flat whole": ShardedTensor.from_rank_offsets_flat(
+                "flat whole",
+                data.reshape(-1),
+                (rows, 256),
+                flattened_range=slice(0, rows * 256),
+                replica_id=rank,
+            ),
+            "plain": ShardedTensor.from_rank_offsets("plain", data, replica_id=rank),
+            "stacked": ShardedTensor.from_rank_offsets(
+                "stacked", data.clone(), (0, 0, 1), prepend_axis_num=1, replica_id=rank
+            ),
+            "strided": ShardedTensor.from_rank_offsets("strided", data.t().contiguous().t(), replica_id=rank),
+            "flat": ShardedTensor.from_rank_offsets_flat(
+                "flat",
+                data.reshape(-1)[low:high].clone(),
+                (rows, 256),
+                flattened_range=slice(low, high),
+                replica_id=rank // 2,
+            ),
+        }
+
+    def run(group: SimulatedRank) -> None:
+        save(declared_state(group.rank, true), store, kind(), group=group)
+
+    SimulatedWorld(OWNERS).run(run)
+    sizes = [len(store.read(name, max_bytes=1 << 30)) for name in store.names("data/")]
+    assert len(sizes) == OWNERS
+    assert max(sizes) - min(sizes) <= PART_BYTES
+    wanted = {key: torch.zeros_like(true) for key in ("plain", "strided", "flat", "flat whole")}
+    load({key: ShardedTensor.from_rank_offsets(key, data) for key, data in wanted.items()}, store)
+    stacked = declared_state(0, torch.zeros_like(true))["stacked"]
+    load({"stacked": stacked}, store)
+    assert torch.equal(stacked.data, true)  # type: ignore[arg-type]
+    assert all(torch.equal(data, true) for data in wanted.values())
+
+
+def test_a_kept_plan_of_own_rows_is_not_taken_for_one_of_all() -> None:
+    store, caches = MemoryStore(), [PlanCache() for _ in range(OWNERS)]
+
+    def run(group: SimulatedRank) -> set[int]:
+        plans = caches[group.rank]
+        save(owned_state(group.rank, 1), store, Noting(), group=group, plans=plans)
+        strategy = NeedsAll()
+        save(owned_state(group.rank, 1), store, strategy, group=group, plans=plans)
+        assert strategy.seen is not None
+        return set(strategy.seen.writer.tolist())
+
+    assert SimulatedWorld(OWNERS).run(run) == [set(range(OWNERS))] * OWNERS

@@ -9,15 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megackpt import (
-    CheckpointError,
-    CoverageError,
-    MismatchError,
-    ShardedObject,
-    ShardedTensor,
-    load,
-    save,
-)
+from megackpt import CheckpointError, CoverageError, MismatchError, ShardedObject, ShardedTensor, load, save
 from megackpt.comm import Group
 from megackpt.storage import MemoryStore
 from megackpt.testing.world import SimulatedWorld

@@ -1,14 +1,17 @@
-"""Bytes pass through the staging memory unchanged, however small the memory is."""
+"""Copies of tensors into buffers before they are written, and from a device."""
 
 from __future__ import annotations
 
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 from unittest.mock import patch
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -31,7 +34,11 @@ from megackpt.engine.background.staging_memory import (
     map_memory,
 )
 from megackpt.engine.background.stream import StagedStream, StreamRowParts
+from megackpt.engine.data.device_copies import AHEAD, HostBuffers, Uploads, host_parts, rows_to_host, to_host
+from megackpt.engine.data.tensor_bytes import parts_of, source_block, target_block
+from megackpt.engine.saving import local_state
 from megackpt.formats.strategy import ChunkParts
+from megackpt.planning import StridedCopy
 
 PAGE = 4096
 
@@ -146,3 +153,162 @@ def test_a_reader_that_waits_for_bytes_sends_heartbeats() -> None:
         reader.stream.stage(1)
         waiting.join()
     assert reader.beats >= 3
+
+
+VALUES = torch.arange(420, dtype=torch.int16).reshape(7, 6, 10)
+VIEWS = {
+    "transposed": VALUES.permute(2, 0, 1),
+    "contiguous": VALUES,
+    "every second": VALUES[:, ::2],
+    "rows longer than a buffer": VALUES[:, :, :9].transpose(0, 1),
+    "one row": VALUES[:1].transpose(1, 2),
+    "a scalar": VALUES[3, 2, 1],
+    "flags": (VALUES % 3 == 0).permute(2, 1, 0),
+    "expanded": VALUES[0, 0, :4].expand(30, 4),
+    "conjugate": torch.view_as_complex(torch.rand(9, 8, 2, dtype=torch.float64)).t().conj(),
+}
+
+
+def true_bytes(tensor: torch.Tensor) -> bytes:
+    return np.ascontiguousarray(tensor.resolve_conj().numpy()).tobytes()
+
+
+@pytest.mark.parametrize("name", VIEWS)
+@pytest.mark.parametrize("buffer_bytes", [16, 50, 4096])
+def test_parts_that_went_through_buffers_are_the_elements_in_order(name: str, buffer_bytes: int) -> None:
+    tensor = VIEWS[name]
+    buffers = HostBuffers(buffer_bytes, limit=3)
+    parts = list(parts_of(tensor, buffer_bytes))
+    assert all(part.numel() * part.element_size() <= buffer_bytes for part in parts)
+    arrived = list((label, bytes(share)) for label, share in to_host(enumerate(parts), buffers))
+    assert [label for label, _ in arrived] == list(range(len(parts)))
+    assert b"".join(share for _, share in arrived) == true_bytes(tensor)
+    assert b"".join(bytes(p) for p in host_parts(tensor, part_bytes=buffer_bytes)) == true_bytes(tensor)
+
+
+def test_a_part_stays_while_the_next_are_copied_and_no_more_of_them_than_asked() -> None:
+    asked = []
+
+    def parts() -> Iterator[tuple[int, torch.Tensor]]:
+        for i in range(20):
+            asked.append(i)
+            yield i, torch.full((8,), i)
+
+    buffers = HostBuffers(64, limit=8)
+    for label, share in to_host(parts(), buffers):
+        assert asked == list(range(min(label + AHEAD + 1, 20)))
+        assert np.frombuffer(share, np.int64).tolist() == [label] * 8
+    assert buffers.nbytes == (AHEAD + 1) * 64
+
+
+def test_copies_run_ahead_into_the_next_row() -> None:
+    rows, asked = [[b"aa", b"bb"], [b"cc"], [b"dd", b"ee", b"ff"]], []
+
+    def parts(row: list[bytes]) -> Iterator[torch.Tensor]:
+        for data in row:
+            asked.append(data)
+            yield torch.frombuffer(bytearray(data), dtype=torch.uint8)
+
+    buffers = HostBuffers(2, limit=8)
+    in_order = rows_to_host(map(parts, rows), buffers)
+    assert [bytes(share) for share in next(in_order)] == rows[0]
+    assert asked == [b"aa", b"bb", b"cc", b"dd", b"ee"]
+    assert [[bytes(share) for share in row] for row in in_order] == rows[1:]
+    assert buffers.nbytes == (AHEAD + 1) * 2
+
+
+class OnDevice(torch.Tensor):
+    """A tensor in host memory that says that it is on a device."""
+
+    is_cuda = property(lambda self: True)
+
+
+class LocalRows:
+    """Stands for the local state of a save with one row for each tensor."""
+
+    def __init__(self, tensors: list[torch.Tensor]) -> None:
+        self.tensors = tensors
+        self.flattened = SimpleNamespace(tensors=[SimpleNamespace(data=tensor) for tensor in tensors])
+
+    def elements(self, plan: object, row: int) -> torch.Tensor:
+        return self.tensors[row]
+
+    def row_parts(self, plan: object, row: int, *, part_bytes: int) -> Iterator[memoryview]:
+        return iter([memoryview(self.tensors[row].numpy())])
+
+
+def test_rows_of_devices_and_of_host_memory_come_in_order_and_only_those_of_devices_take_buffers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    tensors = [torch.arange(n, dtype=torch.uint8) for n in (9, 5, 7, 0, 4)]
+    tensors = [t.as_subclass(OnDevice) if row in (0, 2, 3, 4) else t for row, t in enumerate(tensors)]
+    plan = SimpleNamespace(
+        entity=np.arange(5), table=SimpleNamespace(nbytes=np.array([t.numel() for t in tensors]))
+    )
+    monkeypatch.setattr(local_state, "follow", lambda tensors: None)
+    copied: list[int] = []
+
+    def note_copied(tensor: torch.Tensor, part_bytes: int) -> Iterator[torch.Tensor]:
+        copied.append(len(tensor))
+        return parts_of(tensor, part_bytes)
+
+    monkeypatch.setattr(local_state, "parts_in_buffers", note_copied)
+    rows = local_state.StateRowParts(LocalRows(tensors), plan, part_bytes=4)  # type: ignore[arg-type]
+    data = [b"".join(map(bytes, parts)) for parts in rows.in_order(range(5))]
+    assert data == [bytes(range(n)) for n in (9, 5, 7, 0, 4)]
+    assert copied == [9, 7, 4]  # neither the row in host memory nor the empty one
+
+
+def test_what_is_left_of_a_row_is_passed_over() -> None:
+    rows_of_bytes = [[bytes([row, i]) for i in range(4)] for row in range(3)]
+    rows = ([torch.frombuffer(bytearray(b), dtype=torch.uint8) for b in row] for row in rows_of_bytes)
+    in_order = rows_to_host(rows, HostBuffers(2, limit=8))
+    assert [bytes(next(of_row)) for of_row in in_order] == [bytes([row, 0]) for row in range(3)]
+
+
+def test_copies_that_nobody_takes_give_their_buffers_back() -> None:
+    buffers = HostBuffers(8, limit=8)
+    arriving = to_host(((i, torch.zeros(1)) for i in range(9)), buffers)
+    next(arriving)
+    assert buffers.nbytes == 0
+    arriving.close()
+    assert buffers.nbytes == (AHEAD + 1) * 8
+
+
+def test_buffers_are_used_again_and_no_more_of_them_kept_than_the_limit() -> None:
+    buffers = HostBuffers(32, limit=2)
+    taken = [buffers.take() for _ in range(5)]
+    assert len({buffer.data_ptr() for buffer in taken}) == 5
+    for buffer in taken:
+        buffers.give(buffer)
+    assert buffers.nbytes == 64
+    assert {buffers.take().data_ptr() for _ in range(2)} == {buffer.data_ptr() for buffer in taken[:2]}
+
+
+def test_a_buffer_made_in_inference_mode_is_filled_outside_of_it() -> None:
+    buffers = HostBuffers(64, limit=2)
+    with torch.inference_mode():
+        list(to_host([(0, torch.zeros(4))], buffers))
+    buffers.take().fill_(1)
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int16, torch.int64, torch.complex128])
+def test_blocks_go_up_packed_and_to_their_positions_from_several_threads(dtype: torch.dtype) -> None:
+    stored = torch.arange(600).to(dtype).reshape(20, 30)
+    data = memoryview(stored.numpy().tobytes())
+    target = torch.zeros(30, 20, dtype=dtype)
+    # Each copy takes rows 2i and 2i + 1 of columns 3:27, and puts them where the transpose has them.
+    copies = [
+        StridedCopy(0, (2, 24), 60 * i + 3, (30, 1), 3 * 20 + 2 * i, (1, 20)) for i in range(len(stored) // 2)
+    ]
+    buffers = HostBuffers(48 * dtype.itemsize, limit=3)
+    with Uploads([target], buffers) as uploads, ThreadPoolExecutor(4) as pool:
+
+        def upload(copy: StridedCopy) -> None:
+            uploads.copy(source_block(data, 0, dtype.itemsize, copy), target_block(target, copy))
+
+        list(pool.map(upload, copies))
+    expected = torch.zeros_like(target)
+    expected[3:27] = stored[:, 3:27].t()
+    assert torch.equal(target, expected)
+    assert buffers.nbytes <= 3 * buffers.buffer_bytes

@@ -1,9 +1,14 @@
-"""All stores but those of objects: the conformance suite, opening, and names that lead out of a directory."""
+"""Every store keeps the contract of stores, and a path or URL opens the right one."""
 
 from __future__ import annotations
 
+import errno
 import os
+import shutil
+import signal
 import socket
+import subprocess
+import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,11 +18,13 @@ import pytest
 import torch
 
 import megackpt
-from megackpt import ShardedTensor
+from megackpt import Checkpointer, LoadOptions, LocalTier, ShardedTensor
+from megackpt.cli import main
 from megackpt.errors import CheckpointError, DeclarationError, StorageError
 from megackpt.storage import FileOptions, LocalStore, MemoryStore, Store, as_store, file_writer, open_store
-from megackpt.testing.faulty_store import FaultyStore
-from megackpt.testing.store_suite import StoreConformance, read_range
+from megackpt.storage.views import PrefixStore
+from megackpt.testing.faulty_store import READS, FaultyStore, Operation, access_denied, io_error
+from megackpt.testing.store_suite import StoreConformance, read_range, write_stream
 from tests.support.writers import RequiredMethodsOnly
 
 # Small buffers, so that streams of a few megabytes go around the pipeline many times.
@@ -309,3 +316,163 @@ def test_a_directory_in_memory_is_gone_with_its_last_file() -> None:
     store.delete(["d/sub/a", "d/sub/a"])
     store.write("d", b"a file now")
     assert store.names() == ["b", "d"]
+
+
+class TestPrefixStore(StoreConformance):
+    checks_wording = True
+
+    @pytest.fixture
+    def store(self) -> PrefixStore:
+        whole = MemoryStore()
+        whole.write("runs", b"")
+        whole.write("run-a", b"")
+        return PrefixStore(whole, "run/a")
+
+
+def test_names_stay_below() -> None:
+    whole = MemoryStore(files={"run/a": b"1", "runs/a": b"2", "a": b"3"})
+    part = PrefixStore(whole, "run")
+    assert part.names() == ["a"]
+    assert part.names("a") == ["a"]
+    part.delete(["a"])
+    assert whole.names() == ["a", "runs/a"]
+    for name in ("../a", "/a", "b/../../a", ""):
+        with pytest.raises(StorageError):
+            part.write(name, b"")
+    with pytest.raises(StorageError):
+        PrefixStore(whole, "..")
+
+
+STATE = {"w": ShardedTensor.from_rank_offsets("w", torch.ones(2))}
+
+
+def empty() -> dict[str, ShardedTensor]:
+    return {"w": ShardedTensor.from_rank_offsets("w", torch.zeros(2))}
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Return the home directory; the working directory is another, empty one."""
+    there, here = tmp_path / "home", tmp_path / "here"
+    there.mkdir()
+    here.mkdir()
+    monkeypatch.setenv("HOME", str(there))
+    monkeypatch.chdir(here)
+    yield there
+    assert os.listdir(here) == []  # nothing was made in a directory called ~
+
+
+@pytest.mark.parametrize("kind", [str, Path])
+def test_save_and_load_find_the_home_directory(home: Path, kind: type) -> None:
+    megackpt.save(STATE, kind("~/a"))
+    assert (home / "a" / "metadata.json").is_file()
+    assert torch.equal(megackpt.load(empty(), kind("~/a"))["w"], torch.ones(2))
+    assert LocalStore("~/a").location == open_store(kind("~/a")).location == str(home / "a")
+
+
+def test_a_checkpointer_its_tiers_and_its_copies_find_the_home_directory(home: Path) -> None:
+    with Checkpointer("~/run", tiers=[LocalTier("~/tier", replication_factor=1)]) as checkpointer:
+        assert checkpointer.root == home / "run"
+        checkpointer.save(1, STATE)
+    assert (home / "run" / "iter_0000001" / "metadata.json").is_file()
+    assert (home / "tier" / "iter_0000001" / "metadata.json").is_file()
+    data = next((home / "run" / "iter_0000001" / "data").iterdir())
+    shutil.copytree(home / "run" / "iter_0000001", home / "other" / "iter_0000001")
+    data.unlink()
+    options = LoadOptions(on_corrupt="fallback", copies=("~/other",))
+    loaded = Checkpointer("~/run", load_options=options).load(empty(), 1)
+    assert torch.equal(loaded["w"], torch.ones(2))
+
+
+def test_commands_find_the_home_directory(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with Checkpointer("~/run") as checkpointer:
+        checkpointer.save(1, STATE)
+    for command in ("ls ~/run", "pin ~/run 1", "gc ~/run --keep-all"):
+        assert main(command.split()) == 0
+    for command in ("verify {}", "inspect {}", "diff {0} {0}", "repair {}", "convert {} ~/new --to zarr"):
+        assert main(command.format("~/run/iter_0000001").split()) == 0
+    assert (home / "new" / "metadata.json").is_file()
+    assert main(["plan", "~/run/iter_0000001", "--json"]) == 0
+    assert main(["plan", "gpt-125m", "--from", "tp1", "--chart=~/plan.svg"]) == 0
+    assert (home / "plan.svg").is_file()
+    capsys.readouterr()
+
+
+def test_a_file_where_a_directory_is_needed_is_named_and_nobody_else_is_blamed(tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.write_text("x")
+    for path in (file, file / "below" / "it"):
+        for use in (
+            lambda path=path: megackpt.save(STATE, path),
+            lambda path=path: megackpt.load(STATE, path),
+            lambda path=path: Checkpointer(path).save(1, STATE),
+            lambda path=path: Checkpointer(path).load(STATE),
+            lambda path=path: Checkpointer(path).steps(),
+        ):
+            with pytest.raises(StorageError, match="ENOTDIR") as caught:
+                use()
+            assert f"{file} is a file where a directory is needed" in str(caught.value)
+            assert "another process" not in str(caught.value)
+    assert file.read_text() == "x"
+
+
+def _save(store: Store) -> None:
+    """A little save: two streams of two writes, then the commit."""
+    store.create()
+    for name in ("a", "b"):
+        write_stream(store, name, b"12", part_bytes=1)
+    store.sync()
+    store.replace("commit", b"done")
+
+
+def test_faulty_store_records_what_is_done() -> None:
+    store = FaultyStore(MemoryStore())
+    _save(store)
+    stream = ["open_writer", "writer.write", "writer.write", "writer.close"]
+    assert [op.kind for op in store.operations] == ["create", *stream, *stream, "sync", "replace"]
+    assert store.operations[2] == Operation(index=2, kind="writer.write", name="a", nbytes=1)
+
+
+@pytest.mark.parametrize("index", range(11))
+def test_faulty_store_fails_at_each_operation_in_turn(tmp_path: Path, index: int) -> None:
+    store = FaultyStore(LocalStore(tmp_path, files=SMALL), fail_at=index, error=io_error)
+    with pytest.raises(StorageError, match="EIO") as caught:
+        _save(store)
+    assert caught.value.errno == errno.EIO
+    assert len(store.operations) == index + 1
+    failed = store.operations[-1].name
+    assert failed not in LocalStore(tmp_path).names()
+    assert not LocalStore(tmp_path).exists("commit")
+
+
+def test_faulty_store_fails_where_a_function_chooses_and_may_do_the_work_first() -> None:
+    inner = MemoryStore()
+    store = FaultyStore(
+        inner, fail_at=lambda op: op.kind == "replace", error=access_denied, after=True, kinds={"replace"}
+    )
+    with pytest.raises(StorageError, match=r"memory:/commit: cannot replace: .*EACCES"):
+        _save(store)
+    assert inner.read("commit", max_bytes=4) == b"done"
+    assert len(store.operations) == 1
+
+
+def test_faulty_store_fails_reads() -> None:
+    inner = MemoryStore()
+    inner.write("a", b"1")
+    store = FaultyStore(inner, fail_at=1, kinds=READS, error=lambda: StorageError("my own"))
+    assert store.exists("a")
+    with pytest.raises(StorageError, match="my own"):
+        read_range(store, "a", 0, 1)
+
+
+def test_faulty_store_calls_a_hook_that_may_kill_the_process(tmp_path: Path) -> None:
+    program = (
+        "import os, signal, sys; from megackpt.storage import LocalStore\n"
+        "from megackpt.testing.faulty_store import FaultyStore\n"
+        "kill = lambda operation: os.kill(os.getpid(), signal.SIGKILL)\n"
+        "store = FaultyStore(LocalStore(sys.argv[1]), fail_at=1, hook=kill)\n"
+        "store.write('a', b'1'); store.write('b', b'2')"
+    )
+    ended = subprocess.run([sys.executable, "-c", program, str(tmp_path)], check=False)
+    assert ended.returncode == -signal.SIGKILL
+    assert LocalStore(tmp_path).names() == ["a"]

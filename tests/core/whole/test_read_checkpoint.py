@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -20,12 +21,14 @@ from megackpt.comm import Group
 from megackpt.engine.data.tensor_bytes import as_bits, byte_view
 from megackpt.testing.layouts import arrays, owned_chunks
 from megackpt.testing.world import SimulatedWorld
+from tests.support.effort import few
 
 HAS_DIGESTS = importlib.util.find_spec("awscrt") is not None
 ROOT = Path(__file__).parents[3]
 PROGRAM = ROOT / "docs" / "read_checkpoint.py"
 
 
+@cache
 def reader() -> ModuleType:
     spec = importlib.util.spec_from_file_location("read_checkpoint", PROGRAM)
     assert spec is not None
@@ -59,7 +62,7 @@ def slices(shape: tuple[int, ...]) -> st.SearchStrategy[tuple[Any, ...]]:
     )
 
 
-@settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=few(30, of=300), deadline=None, suppress_health_check=list(HealthCheck))
 @given(data=st.data(), array=arrays(max_dims=3), ranks=st.integers(1, 3))
 def test_the_reader_agrees_with_load_at_any_layout(
     data: st.DataObject, array: torch.Tensor, ranks: int, tmp_path_factory: object

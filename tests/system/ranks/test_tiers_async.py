@@ -224,7 +224,7 @@ def lose_a_node(base: Path) -> tuple[str, float]:
     return str(raised.value), elapsed
 
 
-@with_all("connections that break are in test_writer_group.py")
+@with_all("connections that break are in test_writers.py")
 def test_a_node_that_is_lost_is_named_by_all_others_long_before_the_deadline(
     rank_pool: RankPool, memory_path: Path
 ) -> None:

@@ -14,7 +14,9 @@ import torch
 from megackpt import (
     AsyncOptions,
     Checkpointer,
+    LoadOptions,
     LocalTier,
+    MemoryTier,
     ShardedObject,
     ShardedTensor,
     StorageError,
@@ -190,3 +192,22 @@ def test_the_error_of_an_earlier_save_is_not_taken_for_that_of_a_tier(
         run.save(5, state(5))
     assert "is not in the local disk tier" not in caplog.text
     check(tmp_path / "a", [2, 5] if on_error == "raise" else [3, 5])
+
+
+def test_one_process_saves_asynchronously_into_its_tier_and_to_the_root(memory_path: Path) -> None:
+    tier = MemoryTier(memory_path / "memory", every=2)
+    saved = ShardedTensor.from_rank_offsets("old.w", torch.arange(5.0))
+    tiers = Tiers([tier], root_every=3)
+    with Checkpointer(memory_path / "root", tiers=tiers, async_save=True, keep_last=1) as run:
+        for step in range(2, 7):
+            run.save(step, {"w": saved, "step": step})
+        assert run.find_latest() == 6
+        assert run.steps() == (6,)
+    assert sorted(path.name for path in (memory_path / "memory").iterdir()) == [
+        "iter_0000004",
+        "iter_0000006",
+    ]
+    options = LoadOptions(rename={"old.*": "new.*"})
+    asked = {"w": ShardedTensor.from_rank_offsets("new.w", torch.zeros(5))}
+    again = Checkpointer(memory_path / "root", tiers=[tier], load_options=options)
+    assert again.load(asked, step=4)["w"].tolist() == [0, 1, 2, 3, 4]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from itertools import pairwise
 
 import numpy as np
@@ -15,10 +16,12 @@ from megackpt import SaveOptions, ShardedTensor, save
 from megackpt.comm import Group
 from megackpt.engine.checkpoint.opening import open_checkpoint
 from megackpt.engine.data.tensor_bytes import as_bits, byte_view
+from megackpt.errors import MissingExtraError
 from megackpt.formats.array_digests import ArrayDigester
 from megackpt.geometry import Box, box_ranges
 from megackpt.metadata import ArraySpec, ChunkTable
 from megackpt.storage import MemoryStore
+from megackpt.storage.crc64 import Crc64
 from megackpt.testing.layouts import arrays, boxes, owned_chunks
 from megackpt.testing.world import SimulatedWorld
 from tests.support.effort import few
@@ -34,7 +37,7 @@ def digest_of(array: torch.Tensor) -> int:
     return crc
 
 
-@settings(max_examples=few(50, of=400), deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=few(25, of=400), deadline=None, suppress_health_check=list(HealthCheck))
 @given(data=st.data(), array=arrays(), ranks=st.integers(1, 4), validates=st.booleans())
 def test_a_save_at_any_layout_stores_the_digest_of_the_array(
     data: st.DataObject, array: torch.Tensor, ranks: int, validates: bool
@@ -89,7 +92,7 @@ def table_of(boxes: list[tuple[Box, int, int]], shape: tuple[int, ...], itemsize
     )
 
 
-@settings(max_examples=few(125, of=1000), deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=few(50, of=1000), deadline=None, suppress_health_check=list(HealthCheck))
 @given(
     data=st.data(),
     shape=st.lists(st.sampled_from([1, 2, 3, 7, 40, 150]), max_size=3).map(tuple),
@@ -121,7 +124,7 @@ def test_parts_of_chunks_from_anywhere_and_of_any_length_make_up_the_digest(
     assert whole == {"array": checksums.crc64nvme(array.tobytes())}
 
 
-@settings(deadline=None)
+@settings(max_examples=few(40, of=400), deadline=None)
 @given(data=st.data(), shape=st.lists(st.integers(1, 6), max_size=4).map(tuple))
 def test_runs_are_the_positions_of_the_bytes_of_a_box(data: st.DataObject, shape: tuple[int, ...]) -> None:
     location = np.arange(math.prod(shape) * 2).reshape(*shape, 2)
@@ -132,3 +135,45 @@ def test_runs_are_the_positions_of_the_bytes_of_a_box(data: st.DataObject, shape
             positions = [begin + at for begin in begins for at in range(runs.nbytes)]
             assert positions == location[box.slices()].reshape(-1).tolist()
             assert all(extent > 1 for extent in runs.extents)
+
+
+pytest.importorskip("awscrt.checksums", reason="the extra digests is not installed")
+
+
+def test_the_finished_value_is_that_of_the_catalogue() -> None:
+    crc, data = Crc64(), b"123456789"
+    value = crc.of(memoryview(data)[4:], crc.of(memoryview(data)[:4]))
+    assert crc.finished(value, len(data)) == 0xAE8B14860A799888
+
+
+def test_zeros_in_front_change_nothing_and_zeros_behind_are_a_shift() -> None:
+    crc, data, zeros = Crc64(), b"some bytes", bytes(1000)
+    value = crc.of(memoryview(data))
+    assert crc.of(memoryview(zeros + data)) == value
+    assert crc.of(memoryview(data + zeros)) == crc.shifted(value, 1000)
+    assert crc.of(memoryview(zeros)) == 0
+
+
+@pytest.mark.parametrize("nbytes", [1, 3, 8, 24, 127, 128, 1000])
+@pytest.mark.parametrize("count", [0, 1, 5, 200])
+def test_many_values_are_those_of_one_by_one(nbytes: int, count: int) -> None:
+    crc = Crc64()
+    data = np.random.default_rng(7).integers(0, 256, count * nbytes, dtype=np.uint8)
+    parts = [memoryview(data.tobytes())[at : at + nbytes] for at in range(0, len(data), nbytes)]
+    values = crc.of_each(memoryview(data.tobytes()), nbytes)
+    assert values.tolist() == [crc.of(part) for part in parts]
+    assert crc.shift(values, 77).tolist() == [crc.shifted(value, 77) for value in values.tolist()]
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (3, 7), (2, 64), (70, 3), (5, 101)])
+def test_rows_fold_to_the_value_of_their_bytes(shape: tuple[int, int]) -> None:
+    crc, (rows, count) = Crc64(), shape
+    data = np.random.default_rng(7).integers(0, 256, (rows, count, 10), dtype=np.uint8)
+    values = np.array([crc.of_each(row.tobytes(), 10) for row in data])  # type: ignore[arg-type]
+    assert crc.fold(values, 10).tolist() == [crc.of(memoryview(row.tobytes())) for row in data]
+
+
+def test_without_the_library_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "awscrt.checksums", None)
+    with pytest.raises(MissingExtraError, match=r"package awscrt, .* pip install 'megackpt\[digests\]'"):
+        Crc64()

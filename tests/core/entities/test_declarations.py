@@ -1,16 +1,29 @@
-"""Fields of the entities: what each combination means, and which contradict each other."""
+"""Declarations of one rank: tensors, parts of them, and what is kept whole."""
 
 from __future__ import annotations
 
+import logging
 import re
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 
+from megackpt import (
+    FormatError,
+    UnserializableError,
+    convert,
+    load,
+    load_common_state_dict,
+    load_plain_tensors,
+    save,
+)
 from megackpt.errors import CheckpointingException, DeclarationError
 from megackpt.mapping import ShardedTensor
+from megackpt.storage import LocalStore
 
 FIELDS: dict[str, Any] = {
     "key": "w",
@@ -241,3 +254,149 @@ def test_a_flattened_range_without_the_shape_of_its_box_is_an_error() -> None:
         DeclarationError, match=r"'w': with flattened_range=slice\(2, 5.*from_rank_offsets_flat"
     ):
         ShardedTensor.from_rank_offsets("w", torch.zeros(3), (0, 1, 2), flattened_range=slice(2, 5))
+
+
+def test_narrow_scales_the_array_of_all_ranks_and_views_the_data() -> None:
+    data = torch.arange(12.0).reshape(6, 2)
+    tensor = ShardedTensor.from_rank_offsets(
+        "w", data, (0, 3, 8), (1, 1, 2), prepend_axis_num=1, replica_id=1, allow_shape_mismatch=True
+    )
+    (part,) = tensor.narrow(0, 4, 2)
+    assert (part.local_shape, part.global_shape, part.global_offset) == ((2, 2), (8, 4, 2), (3, 2, 0))
+    assert part.axis_fragmentations == (8, 2, 1)
+    assert (part.key, part.replica_id, part.allow_shape_mismatch) == ("w", 1, True)
+    assert part.data is not None
+    part.data.fill_(-1)
+    assert data.tolist() == [[0, 1], [2, 3], [4, 5], [6, 7], [-1, -1], [-1, -1]]
+
+
+def test_narrow_does_not_change_the_tensor_it_is_asked_of() -> None:
+    tensor = ShardedTensor.from_rank_offsets("w", torch.zeros(6, 2), (0, 1, 2))
+    tensor.narrow(0, 4, 2)
+    assert (tensor.local_shape, tensor.global_shape) == ((6, 2), (12, 2))
+
+
+def test_narrow_works_without_data() -> None:
+    tensor = ShardedTensor.from_rank_offsets("w", torch.zeros(6, 2), (0, 1, 2)).without_data()
+    assert [n.data for n in tensor.narrow(1, 0, 1)] == [None]
+
+
+def test_a_flat_shard_narrowed_along_its_first_dim_stays_flat_as_in_megatron() -> None:
+    # Local block [3, 4], of which elements 5 to 9 are held; row 1 is elements 4 to 7.
+    data = torch.arange(5.0, 10.0)
+    tensor = ShardedTensor.from_rank_offsets_flat("w", data, (3, 4), (0, 1, 2), flattened_range=slice(5, 10))
+    (row,) = tensor.narrow(0, 1, 1)
+    assert row.flattened_range == slice(1, 4)
+    assert (row.local_shape, row.global_shape, row.global_offset) == ((1, 4), (2, 4), (1, 0))
+    assert row.data is not None
+    assert row.data.tolist() == [5, 6, 7]
+    assert row.data.data_ptr() == data.data_ptr()
+
+
+def test_a_flat_shard_that_holds_nothing_of_the_part_gives_nothing() -> None:
+    tensor = ShardedTensor.from_rank_offsets_flat("w", torch.zeros(3), (3, 4), flattened_range=slice(5, 8))
+    assert tensor.narrow(0, 0, 1) == []
+    assert tensor.narrow(1, 0, 1) == []
+
+
+@pytest.mark.parametrize(("dim", "start", "length"), [(0, 1, 2), (1, 0, 2), (1, 1, 2), (2, 1, 3), (2, 0, 0)])
+def test_narrowed_flat_shards_make_up_the_narrowed_array(dim: int, start: int, length: int) -> None:
+    shape = (3, 3, 4)
+    blocks = torch.arange(72).reshape(2, *shape)  # two ranks of an array [6, 3, 4]
+    actual = torch.full((6, 3, 4), -1).narrow(dim, 0, 2 * length if dim == 0 else length).clone()
+    for rank, block in enumerate(blocks):
+        for low, high in ((0, 7), (7, 20), (20, 36)):
+            flat = ShardedTensor.from_rank_offsets_flat(
+                "w", block.reshape(-1)[low:high], shape, (0, rank, 2), flattened_range=slice(low, high)
+            )
+            for part in flat.narrow(dim, start, length):
+                assert part.global_shape == tuple(actual.shape)
+                assert part.data is not None
+                assert part.data.untyped_storage().data_ptr() == blocks.untyped_storage().data_ptr()
+                index = tuple(torch.from_numpy(axis) for axis in part.global_coordinates())
+                assert bool((actual[index] == -1).all())
+                actual[index] = part.data.reshape(-1)
+    assert torch.equal(actual, torch.cat([block.narrow(dim, start, length) for block in blocks]))
+
+
+@pytest.mark.parametrize(
+    ("dim", "start", "length"), [(2, 0, 1), (-1, 0, 1), (0, 4, 3), (0, -1, 2), (0, 2, -1)]
+)
+def test_narrow_rejects_what_is_no_part_of_the_block(dim: int, start: int, length: int) -> None:
+    tensor = ShardedTensor.from_rank_offsets("w", torch.zeros(6, 2))
+    text = (
+        f"'w': [{start}:{start + length}) of dim {dim} is no part of local_shape (6, 2). Count dims without"
+    )
+    with pytest.raises(DeclarationError, match=re.escape(text)):
+        tensor.narrow(dim, start, length)
+
+
+@pytest.mark.parametrize(("offset", "whole"), [(3, 9), (4, 9), (2, 8)])
+def test_narrow_of_a_box_of_an_irregular_grid_is_an_error(offset: int, whole: int) -> None:
+    tensor = ShardedTensor("w", torch.zeros(4, 2), torch.float32, (4, 2), (whole, 2), (offset, 0))
+    with pytest.raises(
+        DeclarationError, match=rf"the box of extent 4 at {offset} is not one of equal fragments of {whole}"
+    ):
+        tensor.narrow(0, 0, 2)
+
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:torch.distributed is disabled", "ignore:.*ComplexHalf", "ignore:Detected an existing checkpoint"
+)
+
+
+class Silent:
+    """Gets progress, and prints nothing."""
+
+    def begin(self, doing: str, nbytes: int) -> None:
+        """Do nothing."""
+
+    def advance(self, nbytes: int) -> None:
+        """Do nothing."""
+
+
+def tensor(key: str) -> ShardedTensor:
+    return ShardedTensor.from_rank_offsets(key, torch.arange(4.0))
+
+
+@pytest.fixture
+def with_complex32(tmp_path: Path) -> Path:
+    state = {"w": torch.arange(4.0), "z": torch.zeros(3, dtype=torch.complex32)}
+    dcp.save(state, checkpoint_id=tmp_path / "c", no_dist=True)
+    return tmp_path / "c"
+
+
+def test_an_array_of_a_dtype_that_cannot_be_loaded_is_no_missing_key(with_complex32: Path) -> None:
+    assert torch.equal(load({"w": tensor("w")}, with_complex32)["w"], torch.arange(4.0))
+    with pytest.raises(FormatError, match=r"'z' is stored as complex32, which cannot be loaded"):
+        load({"w": tensor("w"), "z": tensor("z")}, with_complex32)
+    with pytest.raises(FormatError, match=r"'z' is stored as complex32"):
+        load_plain_tensors(with_complex32)
+
+
+def test_a_conversion_that_would_leave_an_array_out_raises_an_error(
+    with_complex32: Path, tmp_path: Path
+) -> None:
+    source, target = LocalStore(with_complex32), LocalStore(tmp_path / "new")
+    with pytest.raises(FormatError, match=r"'z' is stored as complex32"):
+        convert(source, target, ("megackpt", 1))
+    assert not (tmp_path / "new/metadata.json").exists()
+
+
+def test_common_state_of_the_save_before_is_not_that_of_what_dcp_saved_over_it(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    save({"w": tensor("w"), "step": 1}, tmp_path, sharded_strategy=("torch_dist", 1))
+    assert load_common_state_dict(tmp_path)["step"] == 1
+    dcp.save({"w": torch.ones(4)}, checkpoint_id=tmp_path, no_dist=True)
+    with caplog.at_level(logging.WARNING):
+        assert load_common_state_dict(tmp_path) == {}
+    assert "written with another .metadata" in caplog.text
+    assert torch.equal(load({"w": tensor("w")}, tmp_path)["w"], torch.ones(4))
+
+
+@pytest.mark.parametrize("content", [None, {"a": 1}], ids=["without", "with content metadata"])
+def test_a_key_of_the_users_that_zarr_1_uses_itself_raises_an_error(tmp_path: Path, content: object) -> None:
+    state = {"w": tensor("w"), "content_metadata": "mine"}
+    with pytest.raises(UnserializableError, match="state dict has this key"):
+        save(state, tmp_path, sharded_strategy=("zarr", 1), content_metadata=content)

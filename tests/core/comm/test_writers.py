@@ -1,0 +1,424 @@
+"""Processes and threads that write: their groups, their messages, and their end."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import re
+import socket
+import subprocess
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from datetime import timedelta
+from functools import partial
+from multiprocessing.connection import Connection
+from typing import Any
+
+import numpy as np
+import pytest
+import torch.distributed as dist
+
+from megackpt import WriterFailedError
+from megackpt.comm import run_on_all_ranks, store_group, writer_group
+from megackpt.comm.store_host import StoreAddress, connect_store, host_towards
+from megackpt.comm.transport_choice import open_transport
+from megackpt.comm.writer_group import WriterGroup
+from megackpt.engine.background import process as writer_process
+from megackpt.engine.background import session
+from megackpt.engine.background.child_process import ChildProcess
+from megackpt.engine.background.messages import CheckpointLocation, CommittedMessage, EndedMessage, Job
+from megackpt.engine.background.prepared_save import SubmittedJob
+from megackpt.engine.background.process import WriterProcess
+from megackpt.engine.background.staging_memory import StagingMemory
+from megackpt.engine.data.workers import run_jobs, useful_threads
+from megackpt.options import AsyncOptions
+from tests.support.writers import wait_for
+
+
+@pytest.mark.parametrize("threads", [1, 2, 5])
+def test_every_job_is_done_once(threads: int) -> None:
+    done: list[int] = []
+    run_jobs([partial(done.append, i) for i in range(1000)], threads=threads, name="test")
+    assert sorted(done) == list(range(1000))
+
+
+def test_the_calling_thread_takes_part_and_no_more_are_made_than_there_are_jobs() -> None:
+    names: set[str] = set()
+    run_jobs([lambda: names.add(threading.current_thread().name)], threads=8, name="test")
+    assert names == {threading.current_thread().name}
+    run_jobs([], threads=8, name="test")
+    collective = threading.Barrier(3)  # only three at the same time get past it
+    run_jobs([partial(collective.wait, 20)] * 3, threads=3, name="test")
+
+
+def test_no_job_is_under_way_after_threads_could_not_be_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    real, started, never = threading.Thread.start, list[threading.Thread](), threading.Event()
+
+    def start(thread: threading.Thread) -> None:
+        if started:
+            raise RuntimeError("can't start new thread")
+        started.append(thread)
+        real(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+    with pytest.raises(RuntimeError, match="can't start new thread"):
+        run_jobs([partial(never.wait, 0.2)] * 20, threads=3, name="test")
+    assert not started[0].is_alive()
+
+
+def test_the_first_failure_is_raised_and_ends_the_rest() -> None:
+    done: list[int] = []
+    collective = threading.Barrier(2)
+
+    def fail(number: int) -> None:
+        collective.wait(20)  # both have begun before either fails
+        raise ValueError(str(number))
+
+    with pytest.raises(ValueError, match=r"^0$"):
+        run_jobs(
+            [partial(fail, 0), partial(fail, 1), *[partial(done.append, i) for i in range(50)]],
+            threads=2,
+            name="test",
+        )
+    assert done == []
+
+
+@pytest.mark.parametrize(("ranks", "useful"), [("1", 4), ("3", 2), ("99", 1), ("", 4), ("many", 4)])
+def test_jobs_that_wait_for_nothing_share_the_processors_with_other_ranks(
+    monkeypatch: pytest.MonkeyPatch, ranks: str, useful: int
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(8))
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks)
+    assert useful_threads(4, waits=False) == useful
+    assert useful_threads(4, waits=True) == 4
+
+
+MIB = 1 << 20
+
+
+@pytest.fixture
+def server(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.setattr(store_group, "LOOK_EVERY_S", 0.2)
+    return dist.TCPStore(
+        "localhost", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=10)
+    )
+
+
+def on_ranks(
+    server: Any, ranks: int, act: Callable[[WriterGroup], Any], *, timeout_s: float = 20
+) -> list[Any]:
+    """Run on every rank, each with a client of its own; return results or errors."""
+    address = StoreAddress("localhost", server.port)
+
+    def run_rank(rank: int) -> Any:
+        group = WriterGroup(
+            connect_store(address, timeout_s=30),
+            address=address,
+            prefix="job",
+            rank=rank,
+            size=ranks,
+            timeout_s=timeout_s,
+        )
+        try:
+            return act(group)
+        except Exception as error:  # noqa: BLE001 - looked at by the test
+            return error
+        finally:
+            group.leave()
+
+    with ThreadPoolExecutor(ranks) as threads:
+        return list(threads.map(run_rank, range(ranks)))
+
+
+def text(rank: int, other: int, nbytes: int) -> memoryview:
+    return memoryview(bytearray([1 + 16 * rank + other]) * nbytes)
+
+
+@pytest.mark.parametrize("nbytes", [1, 5 * MIB])
+def test_messages_between_all_ranks_arrive_in_order_and_nothing_stays(server: Any, nbytes: int) -> None:
+    ranks = 3
+
+    def meet(group: WriterGroup) -> None:
+        others = [r for r in range(ranks) if r != group.rank]
+        for _ in range(2):
+            sends = [(r, text(group.rank, r, n)) for r in others for n in (nbytes, 0, 7)]
+            receives = [(r, memoryview(bytearray(n))) for r in others for n in (nbytes, 0, 7)]
+            group.exchange(sends, receives)
+            for rank, data in receives:
+                assert data == text(rank, group.rank, data.nbytes)
+        group.exchange([], [])
+        everyone = memoryview(bytearray(ranks * 3))
+        group.all_gather_into(text(group.rank, 0, 3), everyone)
+        assert everyone == b"".join(text(r, 0, 3) for r in range(ranks))
+        run_on_all_ranks(group, lambda: b"", doing="ending")
+
+    before = server.num_keys()
+    assert on_ranks(server, ranks, meet) == [None] * ranks
+    assert server.num_keys() == before
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 6])
+def test_what_one_has_all_have_whichever_it_is(server: Any, ranks: int) -> None:
+    def meet(group: WriterGroup) -> None:
+        for root in range(ranks):
+            data = text(root, 0, 1000) if group.rank == root else memoryview(bytearray(1000))
+            group.broadcast(data, root=root)
+            assert data == text(root, 0, 1000)
+
+    assert on_ranks(server, ranks, meet) == [None] * ranks
+
+
+def test_a_stranger_who_connects_is_not_taken_for_a_rank(server: Any) -> None:
+    def connect_as_strangers(before: set[int]) -> list[socket.socket]:
+        strangers = []
+        for port in listening_ports() - before:
+            for greeting in (b"", b"abc", b"GET / HTTP/1.1\r\n\r\n", b"\xff" * 64):
+                strangers.append(socket.create_connection(("localhost", port)))
+                strangers[-1].sendall(greeting)
+        return strangers
+
+    before = listening_ports()
+
+    def act(group: WriterGroup) -> bytes:
+        group.exchange([], [])  # begins to listen
+        run_on_all_ranks(group, lambda: b"", doing="listening")
+        strangers = connect_as_strangers(before) if group.rank == 0 else []
+        run_on_all_ranks(group, lambda: b"", doing="beginning")
+        data = memoryview(bytearray(b"bytes of rank 1" if group.rank else 15))
+        group.exchange([(0, data)] if group.rank else [], [(1, data)] if group.rank == 0 else [])
+        strangers += connect_as_strangers(before) if group.rank == 0 else []
+        data2 = memoryview(bytearray(b"bytes of rank 1" if group.rank else 15))
+        group.exchange([(0, data2)] if group.rank else [], [(1, data2)] if group.rank == 0 else [])
+        for stranger in strangers:
+            stranger.close()
+        return bytes(data) + bytes(data2)
+
+    assert on_ranks(server, 2, act) == [b"bytes of rank 1" * 2] * 2
+
+
+def listening_ports() -> set[int]:
+    """Return the TCP ports on which this process listens."""
+    ports = set()
+    for descriptor in os.listdir("/proc/self/fd"):
+        with suppress(OSError), socket.socket(fileno=os.dup(int(descriptor))) as listener:
+            if listener.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                ports.add(listener.getsockname()[1])
+    return ports
+
+
+def receive_from_next(group: WriterGroup) -> None:
+    """Each rank but the last waits for the next one."""
+    run_on_all_ranks(group, lambda: b"", doing="beginning")
+    group.exchange([], [(group.rank + 1, memoryview(bytearray(2))) for _ in range(2)])
+
+
+def test_a_rank_that_is_late_is_named_also_by_those_who_wait_for_others(server: Any) -> None:
+    is_over = threading.Event()
+
+    def meet(group: WriterGroup) -> None:
+        if group.rank == 3:
+            run_on_all_ranks(group, lambda: b"", doing="beginning")
+            is_over.wait(20)
+            return
+        try:
+            receive_from_next(group)
+        finally:
+            is_over.set()
+
+    *errors, last = on_ranks(server, 4, meet, timeout_s=2)
+    assert last is None
+    assert {str(error) for error in errors} == {str(errors[0])}
+    for error in errors:
+        assert isinstance(error, WriterFailedError)
+        assert error.rank == 3
+        assert "No answer from the writer process of rank(s) 3 within 2 s" in str(error)
+
+
+@pytest.mark.parametrize("reports_why", [False, True])
+def test_a_rank_that_is_gone_is_named_by_all_at_once(server: Any, reports_why: bool) -> None:
+    def meet(group: WriterGroup) -> None:
+        if group.rank < 2:
+            receive_from_next(group)
+            return
+        run_on_all_ranks(group, lambda: b"", doing="beginning")
+        group.exchange([(1, memoryview(bytearray(2)))], [])  # half of what it waits for
+        if reports_why:
+            group.abort(WriterFailedError("rank 2 was killed", rank=2))
+        raise KeyError("gone")
+
+    first, second, _ = on_ranks(server, 3, meet, timeout_s=600)
+    assert str(first) == str(second)
+    assert first.rank == second.rank == 2
+    message = "rank 2 was killed" if reports_why else "The connection to the writer process of rank 2 broke"
+    assert message in str(first)
+
+
+def test_a_rank_that_cannot_listen_is_named_by_all(server: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def open_on_another_host(client: Any, *, prefix: str, rank: int, host: str) -> Any:
+        # 192.0.2.0/24 is for documentation: it is no address of this host.
+        return open_transport(client, prefix=prefix, rank=rank, host="192.0.2.1" if rank else host)
+
+    monkeypatch.setattr(writer_group, "open_transport", open_on_another_host)
+
+    def act(group: WriterGroup) -> None:
+        group.exchange([(1 - group.rank, memoryview(bytearray(4)))], [])
+
+    for error in on_ranks(server, 2, act):
+        assert isinstance(error, WriterFailedError)
+        assert error.rank == 1
+        assert "rank 1 cannot listen at localhost: Cannot resolve 192.0.2.1" in str(error)
+
+
+def test_a_host_is_called_what_others_call_it() -> None:
+    assert host_towards("localhost", 1) == "localhost"
+    assert host_towards(socket.gethostname(), 1) == socket.gethostname()
+
+
+class FakeProcess:
+    """A process that does nothing until it is killed; its end of the pipe is closed with it."""
+
+    pid = 4711
+    returncode: int | None = None
+
+    def __init__(self, end: Connection) -> None:
+        self.end = end
+
+    def kill(self) -> None:
+        if self.returncode is None:
+            self.returncode = -9
+            self.end.close()
+
+    def wait(self, timeout: float) -> None:
+        if self.returncode is None:
+            raise subprocess.TimeoutExpired("writer", timeout)
+
+
+@pytest.fixture
+def writer(monkeypatch: pytest.MonkeyPatch) -> Iterator[WriterProcess]:
+    def start(*_: object) -> ChildProcess:
+        ours, theirs = socket.socketpair()
+        process: Any = FakeProcess(Connection(theirs.detach()))
+        return ChildProcess(process, Connection(ours.detach()))
+
+    monkeypatch.setattr(writer_process, "start_writer", start)
+    writer = WriterProcess(AsyncOptions(), memory=StagingMemory(), kind=(0, None, None))
+    yield writer
+    writer.close()
+
+
+def submit(writer: WriterProcess, *, common: Any = None) -> SubmittedJob:
+    number, start = writer.next_job()
+    job = Job(
+        number=number,
+        label="step 7",
+        attempt="a",
+        location=CheckpointLocation(root="r", name="n"),
+        strategy=b"",
+        hooks=(),
+        plan=0,
+        sizes=np.zeros(0, np.int64),
+        report=b"",
+        common=common,
+        start=start,
+        in_order=True,
+        keeps=False,
+        verify=None,
+    )
+    return writer.submit(job, 0, lambda damages: None, lambda error: False)
+
+
+def its_end(writer: WriterProcess) -> Connection:
+    """Return the end of the pipe that the process has."""
+    process: Any = writer._process._process
+    end: Connection = process.end
+    return end
+
+
+UNUSABLE: dict[str, Callable[[Connection], None]] = {
+    "UnpicklingError": lambda end: end.send_bytes(b"no pickle"),
+    "StopIteration": lambda end: end.send(EndedMessage(99, None)),  # there is no job of this number
+    "JSONDecodeError": lambda end: end.send(EndedMessage(0, b"no error")),
+}
+
+
+@pytest.mark.parametrize("kind", UNUSABLE)
+def test_a_message_that_cannot_be_handled_fails_the_jobs_and_ends_the_process(
+    writer: WriterProcess, kind: str
+) -> None:
+    job = submit(writer)
+    UNUSABLE[kind](its_end(writer))
+    wait_for(lambda: job.is_over)
+    text = (
+        rf"writer process of rank 0 \(process 4711\) sent a message that could not be handled \({kind}.*\) "
+        rf"and was killed while saving step 7\. It is started again for the next save\."
+    )
+    assert isinstance(job.error, WriterFailedError)
+    assert re.search(text, str(job.error))
+    assert writer.is_lost
+    assert its_end(writer).closed
+
+
+def test_a_commit_fails_the_job_if_no_thread_can_be_started_for_its_follow_up(
+    writer: WriterProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def start(thread: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    job = submit(writer)
+    monkeypatch.setattr(threading.Thread, "start", start)
+    its_end(writer).send(CommittedMessage(job.job.number, None))
+    wait_for(lambda: job.is_over)
+    assert "could not be handled (RuntimeError: can't start new thread)" in str(job.error)
+
+
+def test_a_message_that_cannot_be_sent_fails_the_jobs_and_ends_the_process(writer: WriterProcess) -> None:
+    def local() -> None:
+        """Cannot be pickled, as it is a function of a function."""
+
+    with pytest.raises((AttributeError, pickle.PicklingError)) as raised:
+        pickle.dumps(local)
+    job = submit(writer, common=local)
+    writer.report_staged(0)
+    wait_for(lambda: job.is_over)
+    reason = f"{raised.type.__name__}: {raised.value}"
+    assert f"could not be sent a message ({reason}) and was killed" in str(job.error)
+    assert writer.is_lost
+
+
+class FakeWriter:
+    """A process that has a kind, and may have ended."""
+
+    def __init__(self, kind: Any, *, is_lost: bool) -> None:
+        self.kind, self.is_lost = kind, is_lost
+        self.closed_with_free_lock: bool | None = None
+
+    def close(self) -> None:
+        is_free = session._LOCK.acquire(blocking=False)
+        if is_free:
+            session._LOCK.release()
+        self.closed_with_free_lock = is_free
+
+
+@pytest.fixture
+def idle(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    writers: list[Any] = []
+    monkeypatch.setattr(session, "_IDLE", writers)
+    return writers
+
+
+def test_an_ended_process_is_closed_while_other_threads_can_take_a_process(idle: list[Any]) -> None:
+    """To close a process takes seconds if its threads wait for a store."""
+    options = AsyncOptions()
+    kind = session._kind(options, None)
+    lost, other, usable = (
+        FakeWriter(kind, is_lost=True),
+        FakeWriter("other", is_lost=False),
+        FakeWriter(kind, is_lost=False),
+    )
+    idle += [lost, other, usable]
+    assert session._take_writer(options, hook=None) is usable
+    assert idle == [other]
+    assert lost.closed_with_free_lock is True
+    assert other.closed_with_free_lock is None
