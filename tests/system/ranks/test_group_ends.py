@@ -49,7 +49,7 @@ def test_no_thread_of_gloo_is_left_when_python_ends(tmp_path: Path) -> None:
         for rank in (0, 1)
     ]
     try:
-        message = [process.communicate(timeout=120)[0].split() for process in ranks]
+        message = [process.communicate(timeout=300)[0].split() for process in ranks]
     finally:
         for process in ranks:
             process.kill()

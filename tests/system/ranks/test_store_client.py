@@ -45,6 +45,9 @@ except RuntimeError as error:
 """
 
 
+LONG_S = 120.0
+
+
 def started() -> tuple[subprocess.Popen[str], int]:
     process = subprocess.Popen([sys.executable, "-c", _SERVER], stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
@@ -82,21 +85,23 @@ def test_no_call_of_a_store_whose_process_is_stopped_outlasts_its_deadline(
     stop_process(process.pid)
     for name, call in calls.items():
         clients[name]._answer_s = 0.2
-        for most_s in (5.0, 0.1):  # the second fails at once
-            began = time.monotonic()
-            with pytest.raises(StoreTimeoutError, match=r"no answer within 0\.2 s"):
-                call(clients[name])
-            assert time.monotonic() - began < most_s, name
+        began = time.monotonic()
+        with pytest.raises(StoreTimeoutError, match=r"no answer within 0\.2 s"):
+            call(clients[name])
+        clients[name]._answer_s = LONG_S  # not waited for again
+        with pytest.raises(StoreTimeoutError):
+            call(clients[name])
+        assert time.monotonic() - began < LONG_S, name
     began = time.monotonic()
     with pytest.raises(RuntimeError, match=f"127.0.0.1:{port} cannot be reached: no answer within"):
         connect_store(address, timeout_s=0.2)
     clients["group"]._answer_s = 0.2
-    group = StoreGroup(clients["group"], prefix="job", rank=1, size=2, timeout_s=60)
+    group = StoreGroup(clients["group"], prefix="job", rank=1, size=2, timeout_s=2 * LONG_S)
     with pytest.raises(WriterFailedError, match=r"Rank 0, which hosts the store .* did not answer") as raised:
         group.all_gather(b"")
     assert raised.value.rank == 0
     group.leave()
-    assert time.monotonic() - began < 10.0
+    assert time.monotonic() - began < LONG_S
 
 
 def test_an_interpreter_ends_in_order_while_a_call_is_stuck(
@@ -108,7 +113,7 @@ def test_an_interpreter_ends_in_order_while_a_call_is_stuck(
         cwd=Path(__file__).parents[3],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=LONG_S,
         check=False,
     )
     assert (program.returncode, program.stdout) == (0, "no answer within 0.3 s\n"), program.stderr
