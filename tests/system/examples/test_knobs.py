@@ -51,7 +51,7 @@ PHASES: tuple[tuple[str, tuple[str, ...]], ...] = (
     ),
 )
 STEPS = 2 * len(PHASES)
-ALLOWED = 1e-5  # relative; see test_resume_other_layouts.py
+ALLOWED = 1e-5  # relative; see test_resumes.py
 
 
 @with_all("the other test compares what knobs write")
