@@ -1,7 +1,7 @@
 """One rank, or its writer, raises, dies or falls asleep at any step of a save or a load: none waits for ever.
 
-A step is what ranks meet after. The last rank, or its writer, gets into trouble right before it does its part of one;
-all others must raise an error that names it, and save again where ranks live.
+A step is what ranks meet after. The last rank, or its writer, gets into trouble right before it does its part
+of one; all others must raise an error that names it, and save again where ranks live.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Groups of real processes: messages, stores that are stopped, and what is left when a program or a pool ends."""
+"""Groups of real processes: messages, stores that are stopped, and what is left when a program ends."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Dense and expert parameters and their optimizer at each layout: gradients of one process, equal checkpoints.
+"""Dense and expert parameters and their optimizer at each layout: gradients of one process, bit-equal arrays.
 
 Where checkpoints are loaded, the groups of the optimizer have no names, and stand in another order.
 """

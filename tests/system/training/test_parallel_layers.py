@@ -1,8 +1,8 @@
 """Parallel layers and autograd collectives, on real ranks, against the same computation on one.
 
-Tolerance of layers: fp32 sums of at most 100 products in another order; their rounding error is below 100 * 2^-24 =
-6e-6 of the largest term, and terms here are of order 1. Values of collectives are small integers, so that sums are
-exact in any order and results can be compared bit for bit.
+Tolerance of layers: fp32 sums of at most 100 products in another order; their rounding error is below
+100 * 2^-24 = 6e-6 of the largest term, and terms here are of order 1. Values of collectives are small
+integers, so that sums are exact in any order and results can be compared bit for bit.
 """
 
 from __future__ import annotations
