@@ -34,9 +34,9 @@ from tests.support.states import filled
 LIMIT_S = 60.0
 
 
-def wait_for(claim: Callable[[], bool]) -> None:
+def wait_for(claim: Callable[[], bool], limit_s: float = LIMIT_S) -> None:
     """Return when a claim holds."""
-    deadline = time.monotonic() + LIMIT_S
+    deadline = time.monotonic() + limit_s
     while not claim():
         assert time.monotonic() < deadline
         time.sleep(0.01)

@@ -33,7 +33,7 @@ TESTED_SCRIPTS = {
     "examples/elastic_resume.py": "README.md's command, run by .ci/run",
     "examples/quickstart.py": "tests/system/examples/test_quickstart.py",
     "examples/hosts/megatron_core.py": "tests/contrib/test_hosts.py",
-    "examples/pretrain_gpt.py": "tests/system/examples/test_resume_other_layouts.py",
+    "examples/pretrain_gpt.py": "tests/system/examples/test_resumes.py",
     "tests/benchmarks/bench_gpu.py": "needs a CUDA device",
     "tests/benchmarks/bench_read_limits.py": "measures for minutes",
     "tests/system/attacks/fuzz_reader.py": "runs until it finds a fault; needs atheris",

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 PRETRAIN_GPT = Path(__file__).parents[3] / "examples" / "pretrain_gpt.py"
-TIMEOUT_S = 120
+TIMEOUT_S = 300
 
 
 def torchrun(ranks: int, script: Path, flags: Sequence[str]) -> list[str]:

@@ -257,7 +257,7 @@ def ends(root: Path, request: pytest.FixtureRequest) -> Ends:
         and item.originalname == "test_bad_input_ends_in_one_line_and_exit_code_2"
         and item.get_closest_marker("skip") is None
     ]
-    return dict(zip(names, run_forked([run_of(CASES[n]) for n in names], timeout_s=120), strict=True))
+    return dict(zip(names, run_forked([run_of(CASES[n]) for n in names], timeout_s=300), strict=True))
 
 
 @sampled(5)

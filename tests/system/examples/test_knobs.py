@@ -7,8 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
 
@@ -20,6 +18,7 @@ from megackpt.engine.checkpoint.opening import open_checkpoint
 from megackpt.storage import LocalStore
 from megackpt.testing.ranks import RankPool
 from tests.support.effort import sampled, with_all
+from tests.support.writers import wait_for
 from tests.system.examples.command_line import PRETRAIN_GPT
 from tests.system.examples.training_runs import SMALL_MODEL, metrics_of, train, write_text
 
@@ -52,7 +51,7 @@ PHASES: tuple[tuple[str, tuple[str, ...]], ...] = (
     ),
 )
 STEPS = 2 * len(PHASES)
-ALLOWED = 1e-5  # relative; see test_resume_other_layouts.py
+ALLOWED = 1e-5  # relative; see test_resumes.py
 
 
 @with_all("the other test compares what knobs write")
@@ -147,10 +146,7 @@ def test_knobs_that_make_no_sense_raise_an_error(wrong: dict[str, object], messa
         CheckpointConfig(**wrong)  # type: ignore[arg-type]
 
 
-def wait_for(happened: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 60
-    while not happened() and time.monotonic() < deadline:
-        time.sleep(0.1)
+HANGS_S = 180.0
 
 
 def test_a_signal_saves_and_another_ends_the_run_as_well_with_a_code_of_its_own(tmp_path: Path) -> None:
@@ -166,12 +162,12 @@ def test_a_signal_saves_and_another_ends_the_run_as_well_with_a_code_of_its_own(
     run = subprocess.Popen(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, stderr=subprocess.DEVNULL)
     metrics = tmp_path / "run" / "metrics.jsonl"
     try:
-        wait_for(lambda: metrics.exists() and '"step": 3' in metrics.read_text())
+        wait_for(lambda: metrics.exists() and '"step": 3' in metrics.read_text(), HANGS_S)
         run.send_signal(signal.SIGUSR1)
-        wait_for(lambda: Checkpointer(tmp_path / "run").latest() is not None)
+        wait_for(lambda: Checkpointer(tmp_path / "run").latest() is not None, HANGS_S)
         saved = Checkpointer(tmp_path / "run").latest()
         run.send_signal(signal.SIGTERM)
-        assert run.wait(60) == 128 + signal.SIGTERM
+        assert run.wait(HANGS_S) == 128 + signal.SIGTERM
     finally:
         run.kill()
     latest = Checkpointer(tmp_path / "run").latest()

@@ -43,8 +43,8 @@ Work = Literal["save", "first async save", "async save", "waves", "behind", "wai
 
 SAMPLE = 6
 TIMEOUT_S = 6.0
-BUSY_S = 10.0  # what a busy machine of two cores adds
-LIMIT_S = 30
+HANGS_S = 240
+"""From here on it is a hang: 20 times what an idle machine takes, of which most is the time-out."""
 _HERE = os.path.dirname(megackpt.__file__) + os.sep
 _TESTING = os.path.join(_HERE, "testing") + os.sep
 
@@ -186,8 +186,7 @@ def interrupt(work: Work, root: Path, share: tuple[int, int], sample: int | None
     hit = 0
     for number in lines[share[0] :: share[1]]:
         where = ""
-        began = time.monotonic()
-        signal.alarm(LIMIT_S)
+        signal.alarm(HANGS_S)
         try:
             trial.recover(1) if trial.checkpointer is None and work == "load" else None
             trial.prepare()
@@ -214,8 +213,6 @@ def interrupt(work: Work, root: Path, share: tuple[int, int], sample: int | None
                 break
         finally:
             signal.alarm(0)
-        if time.monotonic() - began > 10:
-            print("slow:", work, number, where, time.monotonic() - began, flush=True)
     print(f"{work}: interrupted at {hit} of {seen[0]} lines, {len(wrong)} wrong", flush=True)
     if trial.checkpointer is not None:
         trial.checkpointer.close()
@@ -263,7 +260,7 @@ def interrupt_one_of_two(work: str, root: Path, number: int) -> tuple[str, float
     if not is_interrupted:
         (root.parent / "over").touch()
     else:
-        wait_for((root.parent / "over").exists)
+        wait_for((root.parent / "over").exists, HANGS_S)
     with contextlib.suppress(CheckpointError):
         checkpointer.close()
     return message, elapsed, tuple(checkpointer.steps()) if not is_interrupted else ()
@@ -275,10 +272,11 @@ def test_ctrl_c_on_one_rank_lets_no_other_hang(rank_pool: RankPool, tmp_path: Pa
         work = chance.choice(["save", "async save", "load"])
         number = chance.randrange(1200)
         (tmp_path / str(case)).mkdir()
-        outcomes = rank_pool.run(interrupt_one_of_two, 2, work, tmp_path / str(case) / "root", number)
+        root = tmp_path / str(case) / "root"
+        outcomes = rank_pool.run(interrupt_one_of_two, 2, work, root, number, timeout_s=2 * HANGS_S)
         print(work, number, outcomes)
         (message, elapsed, steps), (interrupted_by, _, _) = outcomes
-        assert elapsed < 2 * TIMEOUT_S + BUSY_S, (work, number)
+        assert elapsed < HANGS_S, (work, number)
         if message:
             assert interrupted_by.startswith("KeyboardInterrupt"), (work, number, outcomes)
             assert "rank(s) 1" in message or "rank 1" in message.lower(), (work, number, message)

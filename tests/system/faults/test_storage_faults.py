@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import subprocess
-import time
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from megackpt import RankFailedError, ShardedTensor, StorageError, load, load_plain_tensors, save
+from megackpt.comm import Group
 from megackpt.storage import LocalStore
 from megackpt.testing.faulty_store import READS, FaultyStore, access_denied, io_error, no_space
 from megackpt.testing.world import SimulatedWorld
@@ -127,16 +128,22 @@ def test_a_rank_lost_right_after_the_commit_does_not_take_the_checkpoint_with_it
     def shard(rank: int, value: float) -> dict[str, object]:
         return {"w": filled(value, 4, rank=rank, ranks=2)}
 
+    gave_up = threading.Event()
+
     class SlowCommit(LocalStore):
         def replace(self, name: str, data: bytes) -> None:
-            time.sleep(1.0)
+            assert gave_up.wait(60)
             super().replace(name, data)
 
+    def save_slowly(group: Group) -> None:
+        try:
+            save(shard(group.rank, 2.0), SlowCommit(tmp_path / "c"), group=group)
+        finally:
+            gave_up.set()
+
     SimulatedWorld(2).run(lambda group: save(shard(group.rank, 1.0), tmp_path / "c", group=group))
-    # The other rank waits at the last collective for less time than the commit takes: both see a failed save.
-    outcomes = SimulatedWorld(2, timeout_s=0.3).outcomes(
-        lambda group: save(shard(group.rank, 2.0), SlowCommit(tmp_path / "c"), group=group)
-    )
+    # The other rank gives up at the last collective, during the commit: both see a failed save.
+    outcomes = SimulatedWorld(2, timeout_s=2.0).outcomes(save_slowly)
     assert all(isinstance(outcome, RankFailedError) for outcome in outcomes)
     assert load_plain_tensors(tmp_path / "c")["w"].tolist() == [2.0] * 8
 

@@ -306,7 +306,7 @@ def test_a_script_that_ends_waits_for_its_save_and_is_run_once(tmp_path: Path) -
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
     command = [sys.executable, str(script), str(tmp_path / "root")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=True)
     assert done.stderr == ""
     first, second = done.stdout.splitlines()
     assert first == "the script runs"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -23,9 +22,12 @@ from megackpt import (
     ShardedObject,
     ShardedTensor,
 )
+from megackpt.comm.device_group import DeviceGroup
+from megackpt.engine.loading import exchange
 from megackpt.storage import LocalStore
 from megackpt.testing.ranks import Outcome, RankPool
 from tests.support.effort import with_all
+from tests.support.writers import wait_for
 
 WAYS = ("all_to_all", "broadcast", "gather_rounds", "gather_object", "two_stage")
 KIB, MIB = 1 << 10, 1 << 20
@@ -208,9 +210,7 @@ def test_damage_that_one_reader_finds_is_raised_on_all_and_names_it(
 ) -> None:
     rank_pool.run(save_replicated, 4, tmp_path / "c")
     name = damage(tmp_path / "c")
-    began = time.monotonic()
-    outcomes = rank_pool.outcomes(load_replicated, 4, tmp_path / "c", way, timeout_s=20.0)
-    assert time.monotonic() - began < 15
+    outcomes = rank_pool.outcomes(load_replicated, 4, tmp_path / "c", way)
     texts = {str(outcome.error) for outcome in outcomes}
     assert len(texts) == 1
     (text,) = texts
@@ -224,7 +224,7 @@ def test_damage_that_one_reader_finds_is_raised_on_all_and_names_it(
 def load_in_groups_with_damage(directory: Path) -> None:
     groups = [dist.new_group([tp, tp + 2]) for tp in range(2)]
     store = CountingStore(directory, before=_fail, read=1 if dist.get_rank() == 3 else -1)
-    options = LoadOptions(exchange="all_to_all", exchange_bytes=MIB, timeout_s=20)
+    options = LoadOptions(exchange="all_to_all", exchange_bytes=MIB)
     megackpt.load(
         sharded_by_two(False, 2), store, options=options, exchange_group=groups[dist.get_rank() % 2]
     )
@@ -243,15 +243,22 @@ def test_a_failure_in_one_group_is_raised_in_all_groups(rank_pool: RankPool, tmp
 
 
 def load_while_rank_1(directory: Path, way: Any, what: str, timeout_s: float) -> None:
-    act = {"dies": lambda: os._exit(9), "sleeps": lambda: time.sleep(timeout_s + 5)}[what]
+    raised = [directory.with_name(f"raised.{rank}") for rank in range(dist.get_world_size()) if rank != 1]
+
+    def sleep() -> None:
+        wait_for(lambda: all(file.exists() for file in raised))
+
+    act = {"dies": lambda: os._exit(9), "sleeps": sleep}[what]
     # Not its first read: one round, or more, has been exchanged by then.
     store = CountingStore(directory, before=act, read=3 if dist.get_rank() == 1 else -1)
     options = LoadOptions(exchange=way, exchange_bytes=MIB, timeout_s=timeout_s)
-    megackpt.load(replicated(False), store, options=options)
+    try:
+        megackpt.load(replicated(False), store, options=options)
+    finally:
+        directory.with_name(f"raised.{dist.get_rank()}").touch()
 
 
-def check_that_rank_1_is_named(outcomes: list[Outcome], began: float) -> None:
-    assert time.monotonic() - began < 25
+def check_that_rank_1_is_named(outcomes: list[Outcome]) -> None:
     for outcome in outcomes:
         if outcome.rank != 1:
             assert isinstance(outcome.error, RankFailedError)
@@ -261,24 +268,18 @@ def check_that_rank_1_is_named(outcomes: list[Outcome], began: float) -> None:
 
 @with_all("test_no_hang.py kills ranks that exchange, too")
 @pytest.mark.parametrize("way", ["all_to_all", "broadcast"])
-def test_a_rank_that_dies_in_the_middle_is_named_soon_after_the_deadline(
-    rank_pool: RankPool, tmp_path: Path, way: str
-) -> None:
+def test_a_rank_that_dies_in_the_middle_is_named(rank_pool: RankPool, tmp_path: Path, way: str) -> None:
     rank_pool.run(save_replicated, 4, tmp_path / "c")
-    began = time.monotonic()
     outcomes = rank_pool.outcomes(load_while_rank_1, 4, tmp_path / "c", way, "dies", 2.0)
     assert isinstance(outcomes[1].error, EOFError)
-    check_that_rank_1_is_named(outcomes, began)
+    check_that_rank_1_is_named(outcomes)
 
 
 @with_all("tests/faults loses ranks at every step")
-def test_a_rank_that_is_stuck_in_the_middle_is_named_soon_after_the_deadline(
-    rank_pool: RankPool, tmp_path: Path
-) -> None:
+def test_a_rank_that_is_stuck_in_the_middle_is_named(rank_pool: RankPool, tmp_path: Path) -> None:
     rank_pool.run(save_replicated, 3, tmp_path / "c")
-    began = time.monotonic()
     outcomes = rank_pool.outcomes(load_while_rank_1, 3, tmp_path / "c", "all_to_all", "sleeps", 3.0)
-    check_that_rank_1_is_named(outcomes, began)
+    check_that_rank_1_is_named(outcomes)
 
 
 def load_in_different_ways(directory: Path) -> None:
@@ -315,7 +316,7 @@ def load_with_unlike_memberships(directory: Path, way: Any) -> bool:
         loaded = megackpt.load(
             replicated(False),
             directory,
-            options=LoadOptions(exchange=way, timeout_s=20),
+            options=LoadOptions(exchange=way, timeout_s=60),
             exchange_group=group,
         )
         if not all(torch.equal(loaded[key], t) for key, t in tensors().items()):
@@ -329,3 +330,88 @@ def test_ranks_that_are_members_of_different_numbers_of_groups_find_each_other(
 ) -> None:
     rank_pool.run(save_replicated, 4, tmp_path / "c")
     assert rank_pool.run(load_with_unlike_memberships, 4, tmp_path / "c", way) == [True] * 4
+
+
+def state(device: str, fill: bool) -> dict[str, Any]:
+    """Return replicated tensors, one of them a view that is not contiguous."""
+    made = {}
+    for i in range(5):
+        data = torch.arange(400_000.0).reshape(1000, 400) + i
+        data = (data if fill else torch.zeros_like(data)).to(device)
+        data = data.t().contiguous().t() if i == 3 else data
+        made[str(i)] = ShardedTensor.from_rank_offsets(f"w{i}", data, replica_id=dist.get_rank())
+    return made
+
+
+def load_to(directory: Path, device: str, way: Any, cpu_transfer: bool) -> list[int]:
+    """Return how many broadcasts went from device to device on this rank."""
+    if device != "cpu":
+        torch.cuda.set_device(0)
+    megackpt.save(state(device, True), directory)
+    wanted = state(device, False)
+    sent = []
+    plain = DeviceGroup.broadcast
+
+    def counted(self: DeviceGroup, data: torch.Tensor, *, root: int) -> torch.Tensor:
+        arrived = plain(self, data, root=root)
+        sent.append(arrived.device.type)
+        return arrived
+
+    DeviceGroup.broadcast = counted  # type: ignore[method-assign]
+    try:
+        options = LoadOptions(exchange=way, exchange_bytes=1 << 20, cpu_transfer=cpu_transfer)
+        megackpt.load(wanted, directory, options=options, exchange_group=dist.group.WORLD)
+    finally:
+        DeviceGroup.broadcast = plain  # type: ignore[method-assign]
+    for key, true in state(device, True).items():
+        assert torch.equal(wanted[key].data, true.data)
+    assert all(kind == device for kind in sent)
+    return [len(sent)]
+
+
+@pytest.mark.parametrize("way", ["broadcast", "two_stage"])
+def test_on_the_host_cpu_transfer_changes_nothing(rank_pool: RankPool, tmp_path: Path, way: str) -> None:
+    assert rank_pool.run(load_to, 2, tmp_path / "c", "cpu", way, False) == [[0], [0]]
+
+
+def load_as_if_on_a_device(directory: Path, way: Any) -> int:
+    """Take the path of device tensors with the host as the device; return how many broadcasts there were."""
+    plain, exchange._has_device = exchange._has_device, lambda wanted: b"device"
+    broadcast, calls = DeviceGroup.broadcast, []
+
+    def counted(self: DeviceGroup, data: torch.Tensor, *, root: int) -> torch.Tensor:
+        calls.append(root)
+        return broadcast(self, data, root=root)
+
+    DeviceGroup.broadcast = counted  # type: ignore[method-assign]
+    try:
+        load_to(directory, "cpu", way, False)
+    finally:
+        exchange._has_device, DeviceGroup.broadcast = plain, broadcast  # type: ignore[method-assign]
+    return len(calls)
+
+
+@pytest.mark.parametrize("way", ["broadcast", "two_stage"])
+def test_the_given_group_itself_broadcasts_where_nothing_goes_through_the_host(
+    rank_pool: RankPool, tmp_path: Path, way: str
+) -> None:
+    first, second = rank_pool.run(load_as_if_on_a_device, 2, tmp_path / "c", way)
+    assert first == second > 0
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("way", ["all_to_all", "broadcast", "gather_rounds", "gather_object", "two_stage"])
+def test_tensors_on_a_device_are_loaded_through_the_host(
+    rank_pool: RankPool, tmp_path: Path, way: str
+) -> None:
+    assert rank_pool.run(load_to, 2, tmp_path / "c", "cuda", way, True) == [[0], [0]]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("way", ["broadcast", "two_stage"])
+def test_tensors_on_a_device_are_broadcast_between_devices(
+    rank_pool: RankPool, tmp_path: Path, way: str
+) -> None:
+    # The ranks share a device here, which gloo can broadcast on and NCCL rejects.
+    (first,), (second,) = rank_pool.run(load_to, 2, tmp_path / "c", "cuda", way, False)
+    assert first == second > 0

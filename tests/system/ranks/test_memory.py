@@ -1,8 +1,9 @@
-"""Saving and loading need little memory beyond the state, measured as the peak of resident memory."""
+"""Saves, loads and conversions need little memory beyond the state; declaring a save moves nothing large."""
 
 from __future__ import annotations
 
 import ctypes
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -13,9 +14,13 @@ import torch.distributed as dist
 
 import megackpt
 from megackpt import LoadOptions, ShardedTensor
+from megackpt.bench.collectives import COLLECTIVE_METHODS, MESSAGE_METHODS, observed
+from megackpt.formats.native import NativeSaveStrategy
+from megackpt.optim import DistributedOptimizer
 from megackpt.parallel import GatedExperts, ParallelGroups, ParallelLayout
 from megackpt.testing.ranks import RankPool
-from tests.support.effort import with_all
+from models import GPT, GPTConfig
+from tests.support.effort import sampled, with_all
 
 MIB = 1 << 20
 STATE_BYTES = 1024 * MIB
@@ -205,3 +210,173 @@ def test_experts_of_two_ranks_on_one_in_slices_and_back_add_at_most_64_mib(
         if source is not None:
             shutil.rmtree(source)
         source = target
+
+
+CHUNK_BYTES = int(os.environ.get("MEGACKPT_TEST_CHUNK_MIB", "192")) * MIB
+CHUNKS = 2
+ALLOWED_TO_CONVERT_BYTES = 100 * MIB
+NATIVE = ("megackpt", 1)
+OTHERS = [("zarr", 3), ("zarr", 1), ("torch_dist", 1)]
+
+
+class Silent:
+    def begin(self, doing: str, nbytes: int) -> None: ...
+
+    def advance(self, nbytes: int) -> None: ...
+
+
+def save_long_chunks(directory: Path) -> None:
+    rows = CHUNK_BYTES // (4 * 1024)
+    parts = [torch.arange(rows * 1024, dtype=torch.int32).reshape(rows, 1024) + i for i in range(CHUNKS)]
+    state = [ShardedTensor.from_rank_offsets("w", half, (0, i, CHUNKS)) for i, half in enumerate(parts)]
+    megackpt.save({"w": state, "step": 1}, directory)
+
+
+def convert(source: Path, target: Path, strategy: tuple[str, int]) -> None:
+    megackpt.convert(source, target, strategy)
+
+
+def peak_of_a_conversion(source: Path, target: Path, strategy: tuple[str, int]) -> int:
+    """Return by how much converting, verification included, raised resident memory at its peak."""
+    warm = source.with_name(f"warm-{target.name}")  # what is imported lazily is no memory of the conversion
+    megackpt.save({"w": ShardedTensor.from_rank_offsets("w", torch.zeros(10))}, warm, strategy)
+    convert(warm, warm.with_name(f"{warm.name}-again"), NATIVE)
+    ctypes.CDLL(None).malloc_trim(0)
+    Path("/proc/self/clear_refs").write_text("5")  # resets the peak
+    before = resident("VmRSS")
+    convert(source, target, strategy)
+    return resident("VmHWM") - before
+
+
+@sampled(6)
+@pytest.mark.parametrize("other", OTHERS, ids=str)
+def test_converting_long_chunks_adds_at_most_100_mib(
+    rank_pool: RankPool, tmp_path: Path, other: tuple[str, int]
+) -> None:
+    rank_pool.run(save_long_chunks, 1, tmp_path / "native")
+    (there,) = rank_pool.run(peak_of_a_conversion, 1, tmp_path / "native", tmp_path / "other", other)
+    (back,) = rank_pool.run(peak_of_a_conversion, 1, tmp_path / "other", tmp_path / "back", NATIVE)
+    total = CHUNKS * CHUNK_BYTES // MIB
+    print(f"{total} MiB in {CHUNKS} chunks: to {other} {there / MIB:.1f} MiB, back {back / MIB:.1f} MiB")
+    assert there <= ALLOWED_TO_CONVERT_BYTES
+    assert back <= ALLOWED_TO_CONVERT_BYTES
+
+
+class Traffic:
+    """Counts every call of a process group and the bytes of the tensors that it is given."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+        self.nbytes = 0
+        self._observed = observed(COLLECTIVE_METHODS + MESSAGE_METHODS, self._note)
+
+    def __enter__(self) -> Traffic:
+        self._observed.__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._observed.__exit__(*error)
+
+    def _note(self, name: str, args: tuple[Any, ...]) -> None:
+        self.calls.append(name)
+        self.nbytes += _tensor_bytes(args)
+
+
+def _tensor_bytes(value: Any) -> int:
+    if isinstance(value, torch.Tensor):
+        return value.nbytes
+    if isinstance(value, (list, tuple)):
+        return sum(_tensor_bytes(v) for v in value)
+    return 0
+
+
+class StopAfterPlanning(NativeSaveStrategy):
+    """Notes the traffic at the moment the first byte would be written."""
+
+    def __init__(self, traffic: Traffic) -> None:
+        self.traffic = traffic
+        self.at_end_of_planning: tuple[list[str], int] | None = None
+
+    def write_chunks(self, *args: Any, **kwargs: Any) -> bytes:
+        self.at_end_of_planning = (list(self.traffic.calls), self.traffic.nbytes)
+        return super().write_chunks(*args, **kwargs)
+
+
+def traffic_of_a_save(hidden_size: int, directory: Path) -> tuple[int, list[str], list[str], int]:
+    """Return bytes of state, collectives while declaring, collectives and bytes until the end of planning."""
+    groups = ParallelGroups.create(ParallelLayout(tp=2, dp=2))
+    config = GPTConfig(
+        vocab_size=64,
+        hidden_size=hidden_size,
+        num_layers=2,
+        num_heads=4,
+        seq_length=8,
+        params_dtype=torch.bfloat16,
+    )
+    torch.manual_seed(0)  # replicas are equal
+    model = GPT(config, groups)
+    optimizer = DistributedOptimizer(model.parameters(), lambda g: torch.optim.AdamW(g), groups)
+    megackpt.save({}, directory)  # makes the process group, once
+    with Traffic() as traffic:
+        sharded = model.sharded_state_dict()
+        state = {"model": sharded, "optimizer": optimizer.sharded_state_dict(sharded)}
+        declaring = list(traffic.calls)
+        strategy = StopAfterPlanning(traffic)
+        megackpt.save(state, directory, strategy)
+    assert strategy.at_end_of_planning is not None
+    state_bytes = sum(p.numel() for p in model.parameters()) * (2 + 12 // groups.dp.size)
+    return (state_bytes, declaring, *strategy.at_end_of_planning)
+
+
+PLANNING = [
+    "alltoall_base",  # settings, digests, plans that are kept
+    *("alltoall_base", "allgather"),  # digests of lists
+    *("alltoall_base", "gather"),  # declarations
+    *("alltoall_base", "scatter"),  # each rank's rows
+]
+"""Each begins with what it is and how long, in a message from each rank to each; what is short is in it."""
+
+
+def calls_of_four_saves(directory: Path) -> list[tuple[list[str], list[str]]]:
+    """Return collectives until the end of planning and after it, for saves of two structures in turn."""
+    plans, counts = megackpt.PlanCache(), []
+    megackpt.save({}, directory)  # makes the process group, once
+    for number in range(4):
+        rows = 2 + number % 2
+        value = torch.full((rows,), float(number))
+        shard = megackpt.ShardedTensor.from_rank_offsets(
+            "w", value, (0, dist.get_rank(), dist.get_world_size())
+        )
+        noted = megackpt.ShardedObject("o", "x" * number, (1,), (0,), replica_id=dist.get_rank())
+        with Traffic() as traffic:
+            strategy = StopAfterPlanning(traffic)
+            megackpt.save({"w": shard, "o": noted, "step": number}, directory, strategy, plans=plans)
+        assert strategy.at_end_of_planning is not None
+        planning = strategy.at_end_of_planning[0]
+        counts.append((planning, traffic.calls[len(planning) :]))
+    return counts
+
+
+def test_planning_with_a_plan_that_is_kept_is_one_collective(rank_pool: RankPool, tmp_path: Path) -> None:
+    short = [name for name in PLANNING if name != "gather"]
+    once = ["alltoall_base"]
+    writing = [*once, *once]  # all have written, and said what; rank 0 has committed
+    for calls in rank_pool.run(calls_of_four_saves, 4, tmp_path / "c"):
+        assert calls == [(short, writing), (short, writing), (once, writing), (once, writing)]
+
+
+def test_declaring_and_planning_flat_state_moves_nothing_proportional_to_it(
+    rank_pool: RankPool, tmp_path: Path
+) -> None:
+    small = rank_pool.run(traffic_of_a_save, 4, 32, tmp_path / "c")
+    large = rank_pool.run(traffic_of_a_save, 4, 512, tmp_path / "c")
+    for (bytes_small, declaring, calls, moved_small), (bytes_large, _, calls_large, moved_large) in zip(
+        small, large, strict=True
+    ):
+        print(f"state {bytes_small} B: {calls} {moved_small} B; state {bytes_large} B: {moved_large} B")
+        assert declaring == []
+        assert calls == calls_large == PLANNING
+        assert bytes_large > 100 * bytes_small
+        # Equal numbers of chunks give equally long tables, but for how parameters fall into shards.
+        assert moved_large <= 1.2 * moved_small
+        assert moved_large < bytes_large / 20

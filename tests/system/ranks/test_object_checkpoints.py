@@ -278,13 +278,12 @@ def _save_steps(url: str, options: ObjectOptions) -> list[bool]:
     return results
 
 
-def test_with_one_request_in_twenty_spoiled_nothing_is_lost(
-    rank_pool: RankPool, s3_server: S3Server, s3_proxy: FaultyProxy
-) -> None:
+def test_with_one_request_in_twenty_spoiled_nothing_is_lost(rank_pool: RankPool, s3_server: S3Server) -> None:
+    s3_proxy = FaultyProxy(s3_server, stall_s=4)  # for longer than the client waits
     chance, kinds = random.Random(20), itertools.cycle(FAULTS)
     s3_proxy.choose = lambda kind, path: next(kinds) if chance.random() < 0.05 else ""
     url = new_url()
-    options = options_for(s3_proxy.port, part_bytes=32 << 10, timeout_s=0.8)
+    options = options_for(s3_proxy.port, part_bytes=32 << 10, timeout_s=2)
     assert rank_pool.run(_save_steps, 2, url, options) == [[True] * 5] * 2
     asked, spoiled = s3_proxy.counts(), Counter(request.fault for request in s3_proxy.asked if request.fault)
     print(f"{sum(asked.values())} requests {asked}, of which were spoiled {dict(spoiled)}")
@@ -294,6 +293,7 @@ def test_with_one_request_in_twenty_spoiled_nothing_is_lost(
     store = ObjectStore(url, options=options)
     left = {name.partition("/")[0] for name in store.names()}
     assert left == {"iter_0000003", "iter_0000004", "latest_checkpointed_iteration.txt"}
+    s3_proxy.close()
 
 
 def _failing_save(url: str, options: ObjectOptions) -> str:

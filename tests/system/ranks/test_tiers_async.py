@@ -30,7 +30,7 @@ from tests.support.effort import tries_all, with_all
 from tests.support.writers import TIER_ORDER, TierOrder, in_a_tier, saver_of, wait_for
 
 RANKS = 3
-DEADLINE_S = 60.0
+DEADLINE_S = 600.0  # none waits for it
 LOGGED = {
     "dies": "was killed by SIGKILL while saving step 6 in the memory tier",
     "sleeps": "No answer from the writer process of rank(s) 1 within 3 s",

@@ -1,7 +1,8 @@
-"""Tensors on a CUDA device: saved and loaded bit for bit, in order with what the device's streams do."""
+"""State on a CUDA device: tensors, context parallelism, random states."""
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,7 +15,18 @@ from megackpt import Checkpointer, KeyRule, LoadOptions, Policy, SaveOptions, Sh
 from megackpt.engine.data.device_copies import COMMON_BUFFERS, HostBuffers, host_parts, to_host
 from megackpt.engine.data.tensor_bytes import as_bits, byte_view, parts_of
 from megackpt.metadata import DTYPES
+from megackpt.parallel import (
+    AttentionPart,
+    ParallelGroups,
+    ParallelLayout,
+    ParallelRng,
+    causal_attention,
+    context_positions,
+    dropout,
+)
+from megackpt.parallel.context import _attend
 from megackpt.storage.rawio import BUFFER_BYTES
+from megackpt.training_state import RankPosition, RngState, Seeds, TrackedRng
 
 pytestmark = pytest.mark.gpu
 
@@ -184,3 +196,67 @@ def test_buffers_that_are_not_pinned_do_as_well() -> None:
     arrived = b"".join(bytes(share) for _, share in to_host(parts, buffers))
     assert not buffers.take().is_pinned()
     assert arrived == b"".join(bytes(share) for share in host_parts(tensor.cpu(), part_bytes=1 << 20))
+
+
+ONE = ParallelGroups.create(ParallelLayout())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_late_queries_attend_to_what_they_do_in_the_whole_sequence(dtype: torch.dtype) -> None:
+    generator = torch.Generator("cuda").manual_seed(1)
+    q, k, v = (
+        torch.randn(2, heads, 64, 32, generator=generator, device="cuda", dtype=dtype) for heads in (8, 2, 2)
+    )
+    whole = causal_attention(q, k, v, ONE.cp)
+    out = _attend(AttentionPart(q[:, :, 16:32], k[:, :, :32], v[:, :, :32]))
+    # Other kernels sum in another order: rounding errors of fp32, and of bf16 two of its steps at 1.
+    torch.testing.assert_close(out, whole[:, :, 16:32], rtol=0, atol=1e-5 if dtype == torch.float32 else 2e-2)
+
+
+def test_positions_and_streams_are_on_the_device() -> None:
+    cp = ParallelGroups.offline(ParallelLayout(cp=2), 1).cp
+    positions = context_positions(8, cp, device="cuda")
+    assert (positions.device.type, positions.tolist()) == ("cuda", [2, 3, 4, 5])
+    rng = ParallelRng(1, ONE, device="cuda")
+    state = rng.state_dict()
+    expected = [dropout(torch.ones(9, device="cuda"), 0.5, rng.generator(s)) for s in ("distinct", "expert")]
+    rng.reseed(3)
+    rng.load_state_dict(state)
+    actual = [dropout(torch.ones(9, device="cuda"), 0.5, rng.generator(s)) for s in ("distinct", "expert")]
+    assert all(torch.equal(a, b) for a, b in zip(actual, expected, strict=True))
+
+
+def tracker_of(name: str) -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        module = pytest.importorskip("megatron.core.tensor_parallel.random")
+    tracker = module.CudaRNGStatesTracker()
+    tracker.add(name, 17)
+    return tracker
+
+
+def draws(tracker: Any) -> list[Any]:
+    devices = [torch.rand(3, device=f"cuda:{n}").tolist() for n in range(torch.cuda.device_count())]
+    with tracker.fork("model-parallel-rng"):
+        return [*devices, torch.rand(3, device="cuda").tolist()]
+
+
+def test_streams_of_all_devices_and_of_the_tracker_go_on(tmp_path: Path) -> None:
+    tracker = tracker_of("model-parallel-rng")
+    rng = RngState.of_process(RankPosition.single_process(), seed=1, tracker=tracker)
+    draws(tracker)
+    save(rng.sharded_state_dict(), tmp_path / "c")
+    expected = draws(tracker)
+    draws(tracker)
+    rng.resume(load(rng.sharded_state_dict(), tmp_path / "c"), step=1)
+    assert draws(tracker) == expected
+
+
+def test_fresh_states_of_the_tracker_are_those_of_cuda_generators() -> None:
+    tracker = tracker_of("model-parallel-rng")
+    before = tracker.get_states()["model-parallel-rng"]
+    TrackedRng(tracker).reseed(Seeds(base=1, step=3, position=RankPosition.single_process()))
+    fresh = tracker.get_states()["model-parallel-rng"]
+    assert fresh.shape == before.shape
+    assert not torch.equal(fresh, before)
+    assert len(draws(tracker)[-1]) == 3
