@@ -97,7 +97,7 @@ GUARANTEES: Guarantees = {
     "docs/security.md": {
         "No code of the checkpoint runs.": [
             "test_a_pickle_that_names_a_function_raises_an_error_with_its_name_and_is_not_run",
-            "test_codec_members.py::test_no_code_of_a_class_or_module_runs",
+            "test_codec_classes.py::test_no_code_of_a_class_or_module_runs",
             "test_codec_named_tuples.py::test_no_code_of_a_class_or_module_runs",
             "test_no_crafted_directory_gets_anywhere",
             "test_no_crafted_pickle_gets_anywhere",
