@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import ClassVar, Literal, get_args
 
 from megackpt.arguments import check_count, check_kind, check_seconds
@@ -132,11 +132,11 @@ class Tier:
     kind: ClassVar[str] = "tier"
 
     path: str | os.PathLike[str]
-    _: KW_ONLY
-    every: int = 1
-    keep_last: int = 2
-    replication_factor: int = 2
-    jump: int = 1
+    # Not KW_ONLY: typing.get_type_hints of Python 3.10 does not take it.
+    every: int = field(default=1, kw_only=True)
+    keep_last: int = field(default=2, kw_only=True)
+    replication_factor: int = field(default=2, kw_only=True)
+    jump: int = field(default=1, kw_only=True)
 
     def __post_init__(self) -> None:
         kind = type(self).__name__
@@ -186,9 +186,8 @@ class Tiers:
     """
 
     tiers: Sequence[Tier] = ()
-    _: KW_ONLY
-    root_every: int = 1
-    node: str | int | None = None
+    root_every: int = field(default=1, kw_only=True)
+    node: str | int | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
         tiers = self.tiers
