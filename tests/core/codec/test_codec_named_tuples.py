@@ -39,8 +39,15 @@ class Call(typing.NamedTuple):
         return f"{self.caller.message} {self.sequence}"
 
 
-class Box(typing.NamedTuple, typing.Generic[T]):
-    item: T
+if sys.version_info >= (3, 11):
+
+    class Box(typing.NamedTuple, typing.Generic[T]):
+        item: T
+
+else:  # where a named tuple cannot be generic
+
+    class Box(typing.NamedTuple):
+        item: Any
 
 
 Plain = collections.namedtuple("Plain", "a b")

@@ -59,6 +59,8 @@ def test_the_examples_of_a_document_run_and_print_what_it_shows(
     monkeypatch.chdir(directory)
     namespace: dict[str, Any] = {"__name__": "__main__"}
     for example in examples_of(path.read_text()):
+        if re.search("^import zarr$", example.code, re.MULTILINE):
+            pytest.importorskip("zarr", reason="zarr 3.1 needs Python 3.11; the blocks before have run")
         printed = run(example, path, namespace)
         if example.output is not None:
             assert as_shown(printed, directory) == example.output, f"{path}, line {example.line + 1}"
