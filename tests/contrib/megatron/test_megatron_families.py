@@ -299,10 +299,10 @@ def of_transformers(folder: Path, case: Case) -> Logits:
         hidden = layer(
             model.model.embed_tokens(tokens.roll(-number - 1, 1)),
             hidden,
-            position_embeddings=model.model.rotary_emb(hidden, positions),
-            attention_mask=mask,
-            position_ids=positions,
-            past_key_values=None,
+            model.model.rotary_emb(hidden, positions),
+            mask,
+            positions,
+            None,  # the cache, whose name differs between versions
         )
         logits.append(model.lm_head(hidden))
     return logits

@@ -106,10 +106,10 @@ def loss_of(model: Any, layers: list[nn.Module], whole: MicroBatch) -> Tensor:
         hidden = layer(
             model.model.embed_tokens(labels.roll(-number, 1)),
             hidden,
-            position_embeddings=model.model.rotary_emb(hidden, positions),
-            attention_mask=mask,
-            position_ids=positions,
-            past_key_values=None,
+            model.model.rotary_emb(hidden, positions),
+            mask,
+            positions,
+            None,  # the cache, whose name differs between versions
         )
         ahead = labels[:, number + 1 :]
         logits = model.lm_head(hidden[:, : ahead.shape[1]])
