@@ -31,6 +31,7 @@ from megackpt.errors import DeclarationError, IntegrityError, MismatchError, Not
 from megackpt.testing.ranks import RankPool
 from tests.contrib.megatron.imports_table import IMPORT_VERSIONS, load_imports
 from tests.contrib.megatron.small_state import small_state
+from tests.support.dcp_alone import ALONE
 
 S, F = mapping.ShardedTensor, mapping.ShardedTensorFactory
 ROOT = Path(__file__).parents[3]
@@ -225,10 +226,10 @@ def test_integrity_and_process_groups_over_ranks_and_errors_on_all(
     assert len(results[0]) == 2
 
 
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.filterwarnings("ignore:torch.distributed is (disabled|unavailable)")
 def test_a_bare_dcp_directory_is_none_of_megatron_s_distributed_checkpoints(tmp_path: Path) -> None:
     dcp = tmp_path / "dcp"
-    torch.distributed.checkpoint.save({"w": torch.ones(2)}, checkpoint_id=dcp, no_dist=True)
+    torch.distributed.checkpoint.save({"w": torch.ones(2)}, checkpoint_id=dcp, **ALONE)
     assert not dist_checkpointing.check_is_distributed_checkpoint(str(dcp))
     assert core.maybe_load_config(dcp) is None
     assert megackpt.check_is_distributed_checkpoint(dcp), "megackpt itself reads it"
@@ -290,7 +291,7 @@ def test_install_sets_the_option() -> None:
     assert "silent_cast is 'yes'" in done.stderr, done.stderr
 
 
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.filterwarnings("ignore:torch.distributed is (disabled|unavailable)")
 @pytest.mark.parametrize("strategy", ["nvrx", "mcore"])
 def test_an_asynchronous_save_by_the_classes_of_get_async_strategy(tmp_path: Path, strategy: str) -> None:
     path = str(tmp_path / "iter_1")
@@ -317,7 +318,7 @@ def test_an_asynchronous_save_by_the_classes_of_get_async_strategy(tmp_path: Pat
     assert reader.read_metadata() is modules["CachedMetadataFileSystemReader"](path).read_metadata()
     modules["CachedMetadataFileSystemReader"].clear_metadata_cache()
     whole = {"w": torch.zeros(2, 3)}
-    torch.distributed.checkpoint.load(whole, storage_reader=reader, no_dist=True)
+    torch.distributed.checkpoint.load(whole, storage_reader=reader, **ALONE)
     assert whole["w"].tolist() == [[1.0] * 3] * 2
     with pytest.raises(DeclarationError, match="async_strategy='pigeons' is not known"):
         torch_dist.get_async_strategy("pigeons")
@@ -454,7 +455,7 @@ def _save_dcp_later(path: str, breaks: bool) -> str:
     return "saved"
 
 
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.filterwarnings("ignore:torch.distributed is (disabled|unavailable)")
 def test_torch_s_own_format_is_saved_in_stages_as_megatron_does_for_fsdp(
     rank_pool: RankPool, tmp_path: Path
 ) -> None:
@@ -462,7 +463,7 @@ def test_torch_s_own_format_is_saved_in_stages_as_megatron_does_for_fsdp(
     assert rank_pool.run(_save_dcp_later, 2, str(path), False) == ["saved", "saved"]
     assert not dist_checkpointing.check_is_distributed_checkpoint(str(path))
     whole = {"mine": {"w0": torch.ones(3), "w1": torch.zeros(3)}, "step": 0}
-    torch.distributed.checkpoint.load(whole, checkpoint_id=path, no_dist=True)
+    torch.distributed.checkpoint.load(whole, checkpoint_id=path, **ALONE)
     assert [tensor.tolist() for tensor in whole["mine"].values()] == [[0.0] * 3, [1.0] * 3]
     assert whole["step"] == 7
     broken = tmp_path / "iter_2"

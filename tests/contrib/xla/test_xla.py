@@ -29,6 +29,7 @@ from megackpt.storage import MemoryStore, Store, open_store
 from megackpt.testing.ranks import RankPool
 from megackpt.testing.spmd import SpmdLayout, XLAShardedTensor
 from megackpt.testing.world import SimulatedWorld
+from tests.support.dcp_alone import ALONE
 
 ARRAY = torch.arange(20.0).reshape(4, 5)
 HALVES_TWICE = SpmdLayout((2, 1), 2, (0, 1, 2, 3), 1)  # one host: devices 0 and 1 hold the same half
@@ -113,30 +114,30 @@ def test_shards_are_copied_when_nothing_runs_on_the_devices_any_more(monkeypatch
     assert copied_before == [0]
 
 
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.filterwarnings("ignore:torch.distributed is (disabled|unavailable)")
 def test_dcp_planners_keep_every_shard_where_a_host_holds_it_twice(tmp_path: Path) -> None:
     state = {"w": HALVES_TWICE.tensor(ARRAY, 0), "plain": torch.arange(3), "step": 7}
-    dcp.save(state, checkpoint_id=tmp_path, planner=XlaSavePlanner(), no_dist=True)
+    dcp.save(state, checkpoint_id=tmp_path, planner=XlaSavePlanner(), **ALONE)
     whole = {"w": torch.zeros(4, 5)}
-    dcp.load(whole, checkpoint_id=tmp_path, no_dist=True)  # with torch's own planner
+    dcp.load(whole, checkpoint_id=tmp_path, **ALONE)  # with torch's own planner
     assert torch.equal(whole["w"], ARRAY)
     target = {
         "w": SpmdLayout((1, 2), 1, (1, 0), 1).tensor(torch.zeros(4, 5), 0),
         "plain": torch.zeros(3).long(),
     }
     target["step"] = 0
-    dcp.load(target, checkpoint_id=tmp_path, planner=XlaLoadPlanner(), no_dist=True)
+    dcp.load(target, checkpoint_id=tmp_path, planner=XlaLoadPlanner(), **ALONE)
     assert on_devices(target["w"]) == on_devices(SpmdLayout((1, 2), 1, (1, 0), 1).tensor(ARRAY, 0))
     assert target["w"].loads == 1
     assert (target["plain"].tolist(), target["step"]) == ([0, 1, 2], 7)
 
 
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.filterwarnings("ignore:torch.distributed is (disabled|unavailable)")
 def test_the_dcp_planners_have_the_names_of_those_of_torch_xla(tmp_path: Path) -> None:
     state = {"w": HALVES_TWICE.tensor(ARRAY, 0)}
     target = {"w": HALVES_TWICE.tensor(torch.zeros(4, 5), 0)}
-    dcp.save(state, storage_writer=FileSystemWriter(tmp_path), planner=SPMDSavePlanner(), no_dist=True)
-    dcp.load(target, storage_reader=FileSystemReader(tmp_path), planner=SPMDLoadPlanner(), no_dist=True)
+    dcp.save(state, storage_writer=FileSystemWriter(tmp_path), planner=SPMDSavePlanner(), **ALONE)
+    dcp.load(target, storage_reader=FileSystemReader(tmp_path), planner=SPMDLoadPlanner(), **ALONE)
     assert on_devices(target["w"]) == on_devices(state["w"])
 
 

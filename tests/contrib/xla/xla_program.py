@@ -17,6 +17,7 @@ from torch_xla.experimental.distributed_checkpoint import SPMDSavePlanner
 import megackpt
 from megackpt.integrations.xla import XlaLoadPlanner, XlaSavePlanner
 from megackpt.storage import MemoryStore
+from tests.support.dcp_alone import ALONE
 
 ARRAYS = {
     "rows": (torch.arange(20.0).reshape(10, 2), ("x", None), (4,)),  # 3, 3, 3 and 1 of 10: padded
@@ -77,9 +78,9 @@ def main(directory: Path) -> None:
     assert all(loaded["model"][key] is target["model"][key] for key in ARRAYS)
     check(target["model"], "megackpt")
 
-    dcp.save(sources(), checkpoint_id=directory / "dcp", planner=XlaSavePlanner(), no_dist=True)
+    dcp.save(sources(), checkpoint_id=directory / "dcp", planner=XlaSavePlanner(), **ALONE)
     target = targets()
-    dcp.load(target, checkpoint_id=directory / "dcp", planner=XlaLoadPlanner(), no_dist=True)
+    dcp.load(target, checkpoint_id=directory / "dcp", planner=XlaLoadPlanner(), **ALONE)
     check(target, "dcp")
 
     model = torch.nn.Linear(256, 512).to(torch_xla.device())

@@ -36,6 +36,7 @@ from megackpt.engine.loading.shared_targets import sharing
 from megackpt.integrations.dcp import MegackptStorageReader
 from megackpt.storage import MemoryStore
 from megackpt.testing.world import SimulatedWorld
+from tests.support.dcp_alone import ALONE
 
 
 def whole(key: str, data: torch.Tensor, **fields: Any) -> ShardedTensor:
@@ -476,12 +477,12 @@ def test_nans_are_equal_to_themselves_and_grad_does_not_matter() -> None:
     assert weight[1] == 1
 
 
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.filterwarnings("ignore:torch.distributed is (disabled|unavailable)")
 def test_a_dcp_load_into_one_tensor_raises_an_error(tmp_path: Path) -> None:
     save({key: whole(key, torch.full((2,), float(i))) for i, key in enumerate("ab")}, tmp_path)
     target = torch.zeros(2)
     with pytest.raises(CheckpointException, match="'a' and 'b' were loaded into the same memory"):
-        dcp.load({"a": target, "b": target}, storage_reader=MegackptStorageReader(tmp_path), no_dist=True)
+        dcp.load({"a": target, "b": target}, storage_reader=MegackptStorageReader(tmp_path), **ALONE)
 
 
 def test_what_does_not_share_memory_is_read_into_as_it_is() -> None:

@@ -41,6 +41,7 @@ from megackpt.errors import UnsupportedError
 from megackpt.integrations.dcp import MegackptStorageReader
 from megackpt.storage import MemoryStore
 from megackpt.testing.world import SimulatedWorld
+from tests.support.dcp_alone import ALONE
 
 ARRAYS = SaveOptions(plain_tensors="arrays")
 
@@ -388,7 +389,7 @@ def test_inspect_shows_the_arrays_that_common_state_refers_to(
     }
 
 
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.filterwarnings("ignore:torch.distributed is (disabled|unavailable)")
 def test_dcp_reads_them_at_their_paths(tmp_path: Path) -> None:
     save(SAVED, tmp_path / "arrays")
     save(SAVED, tmp_path / "common", options=SaveOptions(plain_tensors="common"))
@@ -399,7 +400,7 @@ def test_dcp_reads_them_at_their_paths(tmp_path: Path) -> None:
         assert metadata.planner_data is not None
         results.append((metadata.planner_data, set(metadata.state_dict_metadata)))
         asked = {"model": {"w": torch.zeros(5)}, "list": [torch.zeros(2), 0], "step": 0}
-        dcp.load(asked, storage_reader=reader, no_dist=True)
+        dcp.load(asked, storage_reader=reader, **ALONE)
         assert same(asked, {"model": {"w": SAVED["model"]["w"]}, "list": SAVED["list"], "step": 4})
     assert results[0] == results[1]
 

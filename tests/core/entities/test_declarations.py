@@ -24,6 +24,7 @@ from megackpt import (
 from megackpt.errors import CheckpointingException, DeclarationError
 from megackpt.mapping import ShardedTensor
 from megackpt.storage import LocalStore
+from tests.support.dcp_alone import ALONE
 
 FIELDS: dict[str, Any] = {
     "key": "w",
@@ -341,7 +342,9 @@ def test_narrow_of_a_box_of_an_irregular_grid_is_an_error(offset: int, whole: in
 
 
 pytestmark = pytest.mark.filterwarnings(
-    "ignore:torch.distributed is disabled", "ignore:.*ComplexHalf", "ignore:Detected an existing checkpoint"
+    "ignore:torch.distributed is (disabled|unavailable)",
+    "ignore:.*ComplexHalf",
+    "ignore:Detected an existing checkpoint",
 )
 
 
@@ -362,7 +365,7 @@ def tensor(key: str) -> ShardedTensor:
 @pytest.fixture
 def with_complex32(tmp_path: Path) -> Path:
     state = {"w": torch.arange(4.0), "z": torch.zeros(3, dtype=torch.complex32)}
-    dcp.save(state, checkpoint_id=tmp_path / "c", no_dist=True)
+    dcp.save(state, checkpoint_id=tmp_path / "c", **ALONE)
     return tmp_path / "c"
 
 
@@ -388,7 +391,7 @@ def test_common_state_of_the_save_before_is_not_that_of_what_dcp_saved_over_it(
 ) -> None:
     save({"w": tensor("w"), "step": 1}, tmp_path, sharded_strategy=("torch_dist", 1))
     assert load_common_state_dict(tmp_path)["step"] == 1
-    dcp.save({"w": torch.ones(4)}, checkpoint_id=tmp_path, no_dist=True)
+    dcp.save({"w": torch.ones(4)}, checkpoint_id=tmp_path, **ALONE)
     with caplog.at_level(logging.WARNING):
         assert load_common_state_dict(tmp_path) == {}
     assert "written with another .metadata" in caplog.text

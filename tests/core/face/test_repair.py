@@ -18,6 +18,7 @@ from megackpt.cli import main
 from megackpt.comm import Group
 from megackpt.testing.world import SimulatedWorld
 from tests.support.checkpoints import FORMATS, RANKS, copy_of_saved, files_below, flip, saved, state_of
+from tests.support.dcp_alone import ALONE
 
 RunCommand = Callable[..., tuple[int, dict[str, Any]]]
 
@@ -188,12 +189,12 @@ def test_a_copy_of_another_save_is_not_used(tmp_path: Path, repair: RunCommand) 
     assert content(directory) == before
 
 
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.filterwarnings("ignore:torch.distributed is (disabled|unavailable)")
 def test_what_another_library_has_saved_is_not_mixed_with_a_copy(tmp_path: Path, repair: RunCommand) -> None:
     """Nothing in it says which save it is of: a copy could be of another step."""
     for location, value in (("it", 1.0), ("other", 2.0)):
         torch.distributed.checkpoint.save(
-            {"w": torch.full((4,), value)}, checkpoint_id=tmp_path / location, no_dist=True
+            {"w": torch.full((4,), value)}, checkpoint_id=tmp_path / location, **ALONE
         )
     lose(tmp_path / "it/__0_0.distcp")
     shutil.copy(tmp_path / "it/.metadata", tmp_path / "other/.metadata")  # as older releases would write it

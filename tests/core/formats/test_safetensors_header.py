@@ -177,6 +177,8 @@ def test_what_the_library_reads_is_read_bit_for_bit(name: str) -> None:
 
 @pytest.mark.parametrize("code", DTYPE_NAMES)
 def test_every_dtype_is_read(code: str) -> None:
+    if not hasattr(torch, DTYPE_NAMES[code]):
+        pytest.skip(f"this torch has no {DTYPE_NAMES[code]}")
     itemsize = getattr(torch, DTYPE_NAMES[code]).itemsize
     noise = bytes(torch.randint(0, 256, (6 * itemsize,), generator=torch.Generator().manual_seed(0)).tolist())
     data = bytes(6) if code == "BOOL" else noise

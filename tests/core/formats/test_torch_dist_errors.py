@@ -29,9 +29,10 @@ from megackpt import (
 )
 from megackpt.codec.stand_ins import ForeignMember
 from megackpt.formats import safe_pickle
+from tests.support.dcp_alone import ALONE
 from tests.support.effort import few
 
-pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is (disabled|unavailable)")
 
 
 class Runs:
@@ -47,7 +48,7 @@ class Runs:
 @pytest.fixture
 def checkpoint(tmp_path: Path) -> Path:
     """What stock DCP writes of a tensor and an object."""
-    dcp.save({"w": torch.arange(6.0), "o": "text"}, checkpoint_id=tmp_path / "c", no_dist=True)
+    dcp.save({"w": torch.arange(6.0), "o": "text"}, checkpoint_id=tmp_path / "c", **ALONE)
     return tmp_path / "c"
 
 

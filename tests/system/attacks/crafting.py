@@ -26,6 +26,7 @@ from megackpt.comm import Group
 from megackpt.mapping import ShardedStateDict
 from megackpt.storage import digest_of
 from megackpt.testing.world import SimulatedWorld
+from tests.support.dcp_alone import ALONE
 
 STEP = "iter_0000007"
 CANARY = b"CANARY-of-a-file-outside"
@@ -162,7 +163,7 @@ def dcp_request() -> ShardedStateDict:
 def build_base(kind: str, directory: Path) -> None:
     """Save a checkpoint."""
     if kind == DCP:
-        dcp.save({"block": BLOCK, "object": "some text"}, checkpoint_id=directory, no_dist=True)
+        dcp.save({"block": BLOCK, "object": "some text"}, checkpoint_id=directory, **ALONE)
         message = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
         (directory / "metadata.json").write_text(json.dumps({**message, "common_backend": "torch"}))
         return

@@ -16,6 +16,7 @@ from megackpt.engine.checkpoint.removal import files_of_saves, is_leftover
 from megackpt.formats.strategy import MANIFEST
 from megackpt.storage import LocalStore
 from megackpt.testing.faulty_store import FaultyStore
+from tests.support.dcp_alone import ALONE
 from tests.support.effort import sampled
 from tests.support.states import filled
 
@@ -137,9 +138,9 @@ def test_a_save_over_another_format_that_dies_anywhere_leaves_the_old_or_the_new
     assert set(outcomes) <= {1.0, 2.0}
 
 
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.filterwarnings("ignore:torch.distributed is (disabled|unavailable)")
 def test_a_checkpoint_that_dcp_wrote_is_no_leftover_and_never_removed(tmp_path: Path) -> None:
-    dcp.save({"w": torch.ones(3)}, checkpoint_id=tmp_path, no_dist=True)
+    dcp.save({"w": torch.ones(3)}, checkpoint_id=tmp_path, **ALONE)
     before = set(files_of(tmp_path))
     assert not is_leftover(LocalStore(tmp_path))
     assert files_of_saves(LocalStore(tmp_path)) == []
@@ -148,12 +149,14 @@ def test_a_checkpoint_that_dcp_wrote_is_no_leftover_and_never_removed(tmp_path: 
         assert before <= set(files_of(tmp_path))
 
 
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled", "ignore:Detected an existing checkpoint")
+@pytest.mark.filterwarnings(
+    "ignore:torch.distributed is (disabled|unavailable)", "ignore:Detected an existing checkpoint"
+)
 def test_what_dcp_wrote_over_ours_is_no_leftover(tmp_path: Path) -> None:
     save(state(1.0), tmp_path, sharded_strategy=("torch_dist", 1))
     (tmp_path / MANIFEST).unlink()
     (tmp_path / "common.pt").write_bytes(b"theirs")
     assert not is_leftover(LocalStore(tmp_path))
     assert "common.pt" not in files_of_saves(LocalStore(tmp_path))
-    dcp.save({"w": torch.ones(3)}, checkpoint_id=tmp_path, no_dist=True)
+    dcp.save({"w": torch.ones(3)}, checkpoint_id=tmp_path, **ALONE)
     assert not {".metadata", "__0_0.distcp"} & set(files_of_saves(LocalStore(tmp_path)))
