@@ -25,7 +25,7 @@ from tests.contrib.megatron import imports_table
 from tests.contrib.megatron.api_notes import ABSENT, NOTES, RENAMED
 
 HERE = Path(__file__).parent
-PAGE = HERE.parents[1] / "docs" / "megatron-compat.md"
+PAGE = HERE.parents[2] / "docs" / "megatron-compat.md"
 FACTS = HERE / "facts"
 VERSIONS = ("0.8.0", "0.12.1", "0.16.1", "0.17.1", "0.18.2", "0.19.2")
 OURS = "megackpt.compat.megatron.dist_checkpointing"

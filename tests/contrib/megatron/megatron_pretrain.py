@@ -48,7 +48,7 @@ def pretrain(checkout: str, *arguments: str, megackpt: bool, ranks: int = 2) -> 
     """
     environment = {
         **os.environ,
-        "PYTHONPATH": os.pathsep.join([str(HERE.parents[1]), checkout]),
+        "PYTHONPATH": os.pathsep.join([str(HERE.parents[2]), checkout]),
         "OMP_NUM_THREADS": "1",
         "CUDA_DEVICE_MAX_CONNECTIONS": "1",
         "TORCHDYNAMO_DISABLE": "1",
@@ -133,7 +133,7 @@ def main() -> None:
 
         megatron.install()
         arguments = arguments[1:]
-    from megatron_stand_ins import pretend
+    from tests.contrib.megatron.megatron_stand_ins import pretend
 
     importlib.import_module("megatron.core")  # looks for a GPU, and may find that there is none
     importlib.import_module("megatron.training")

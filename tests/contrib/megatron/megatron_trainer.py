@@ -53,7 +53,7 @@ def losses_of(runs: list[Run], folder: Path, *, megackpt: bool) -> list[dict[str
     (folder / "runs.json").write_text(json.dumps([asdict(run) for run in runs]))
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     command += [str(HERE / "megatron_trainer.py"), str(folder / "runs.json"), str(folder / "losses.json")]
-    environment = {**os.environ, "PYTHONPATH": str(HERE.parents[1]), "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, "PYTHONPATH": str(HERE.parents[2]), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         command + ["--megackpt"] * megackpt,
         env=environment,
@@ -72,10 +72,11 @@ class Trainer:
     """One rank's model and optimizer at the layout of a run."""
 
     def __init__(self, run: Run) -> None:
-        from jobs import Job
         from megatron.core import parallel_state
         from megatron.core.tensor_parallel.random import initialize_rng_tracker
-        from megatron_peer import build_model, build_optimizer
+
+        from tests.system.interop.jobs import Job
+        from tests.system.interop.megatron_peer import build_model, build_optimizer
 
         self.run = run
         job = Job("write", "distopt", "", tp=run.tp, optimizer_format="fully_reshardable")
@@ -124,7 +125,8 @@ class Trainer:
 
     def _step(self) -> float:
         from megatron.core import parallel_state
-        from megatron_peer import SEQUENCE, VOCAB
+
+        from tests.system.interop.megatron_peer import SEQUENCE, VOCAB
 
         group = parallel_state.get_data_parallel_group()
         seeded = torch.Generator().manual_seed(self.iteration % SAVE_AT)
@@ -239,7 +241,7 @@ def _what_is_compared(common: dict[str, Any]) -> dict[str, Any]:
 def main() -> None:
     """Do all runs; rank 0 writes the losses."""
     runs_file, losses_file, *flags = sys.argv[1:]
-    from megatron_peer import start
+    from tests.system.interop.megatron_peer import start
 
     start(flags)
     dist.init_process_group("gloo")

@@ -288,7 +288,7 @@ def main() -> int:
     wrong = [line for table in tables for line in table.wrong()]
     print("\n".join(wrong))
     if asked.page:
-        from page import write_page
+        from tests.system.interop.page import write_page
 
         write_page(tables)
     return 1 if wrong else 0

@@ -23,8 +23,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron_stand_ins import pretend
 
+from tests.contrib.megatron.megatron_stand_ins import pretend
 from tests.system.interop.jobs import Job, main
 from tests.system.interop.oracle import STEP, check_equal, common, oracle, rng_state
 

@@ -10,7 +10,7 @@ from tests.system.interop.environments import ROOT
 from tests.system.interop.plan import READERS, Backend
 
 if TYPE_CHECKING:
-    from matrix import Table
+    from tests.system.interop.matrix import Table
 
 PAGE = ROOT / "docs" / "interop.md"
 HEAD = Path(__file__).with_name("page_head.md")

@@ -12,7 +12,7 @@ import pytest
 from tests.support.effort import with_all
 
 HERE = Path(__file__).parent
-ROOT = HERE.parents[1]
+ROOT = HERE.parents[2]
 
 
 @pytest.fixture(scope="module")
