@@ -41,11 +41,11 @@ def torchrun(ranks: int) -> list[str]:
 
 
 def megatron_on_cpu(ranks: int) -> list[str]:
-    return [*torchrun(ranks), str(ROOT / "tests" / "e2e" / "megatron_on_cpu.py")]
+    return [*torchrun(ranks), str(ROOT / "tests" / "contrib" / "megatron" / "megatron_on_cpu.py")]
 
 
 def torchtitan_on_cpu(ranks: int) -> list[str]:
-    return [*torchrun(ranks), str(ROOT / "tests" / "e2e" / "torchtitan_on_cpu.py")]
+    return [*torchrun(ranks), str(ROOT / "tests" / "contrib" / "torchtitan" / "torchtitan_on_cpu.py")]
 
 
 LAUNCHERS = {
@@ -196,7 +196,12 @@ def test_checkpoints_of_one_lightning_strategy_load_into_the_other(
         return [*torchrun(2), str(HOSTS / "lightning_fit.py"), str(tmp_path / name), "10"]
 
     def fsdp(name: str) -> list[str]:
-        return [*torchrun(2), str(ROOT / "tests" / "e2e" / "lightning_fsdp.py"), str(tmp_path / name), "10"]
+        return [
+            *torchrun(2),
+            str(ROOT / "tests" / "contrib" / "lightning" / "lightning_fsdp.py"),
+            str(tmp_path / name),
+            "10",
+        ]
 
     assert run_to_its_end(ddp("ddp")) == run_to_its_end(fsdp("fsdp")) == 0
     assert run_to_its_end([*fsdp("ddp_then_fsdp"), str(tmp_path / "ddp" / "step=5.ckpt")]) == 5
