@@ -9,8 +9,8 @@ import pytest
 from megackpt.engine.background.messages import ConsumedMessage
 from megackpt.engine.background.process import WriterProcess
 from megackpt.engine.background.staging_memory import StreamClosedError
-from tests.core.comm.test_writer_messages import its_end, submit
-from tests.core.comm.test_writer_messages import writer as writer
+from tests.core.comm.test_writers import its_end, submit
+from tests.core.comm.test_writers import writer as writer
 from tests.support.writers import wait_for
 
 

@@ -13,7 +13,7 @@ from megackpt.mapping.describe import describe
 from megackpt.options import Exchange
 from megackpt.storage import MemoryStore
 from megackpt.testing.world import SimulatedWorld
-from tests.core.formats.sharded_files import fake_rank
+from tests.core.formats.test_sharded_files import fake_rank
 
 
 def request(*tensors: ShardedTensor) -> RankRequest:
