@@ -25,6 +25,7 @@ import signal
 import subprocess
 import sys
 import time
+import zlib
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -66,7 +67,7 @@ FLIPPED: dict[type[ast.AST], type[ast.AST]] = {
     **{ast.And: ast.Or, ast.Or: ast.And},
 }
 OTHER_NAME = {"min": "max", "max": "min", "any": "all", "all": "any"}
-SAYS_ONLY = ("log.", "_log.", "warnings.", "notice(")  # calls whose arguments are texts for a person
+LOGS = ("log.", "_log.", "warnings.", "notice(")  # calls whose arguments are texts for a person
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,7 +95,7 @@ class Mutant:
 
 @dataclass(slots=True, kw_only=True)
 class Result:
-    """What the levels said about a mutant: the test that killed it, or "" at a level that it survived."""
+    """Which test killed a mutant, by level; "" at a level that it survived."""
 
     killer: dict[str, str] = field(default_factory=dict)
 
@@ -129,7 +130,7 @@ def mutated(node: ast.AST) -> Iterator[ast.AST]:
 
     Left out are annotations, decorators, the guards `assert` and `strict=`, and texts.
     """
-    if isinstance(node, ast.Expr) and ast.unparse(node).startswith(SAYS_ONLY):
+    if isinstance(node, ast.Expr) and ast.unparse(node).startswith(LOGS):
         return
     yield node
     if isinstance(node, (ast.Raise, ast.Assert, ast.JoinedStr)):
@@ -204,29 +205,28 @@ class Records:
         self.seconds: dict[str, float] = {}
 
     def complete(self, base: Path) -> None:
-        """Record the test files that no record has, two at a time; then read everything."""
+        """Record the test files that are new or changed, two at a time; then read everything."""
         self._folder.mkdir(exist_ok=True)
-        files = {str(f.relative_to(base)) for level in DEFAULT for f in (base / level).rglob("test_*.py")}
-        list_ = self._folder / "recorded.json"
-        missing = sorted(files - set(json.loads(list_.read_text()) if list_.exists() else []))
+        paths = [path for level in DEFAULT for path in (base / level).rglob("test_*.py")]
+        files = {str(path.relative_to(base)): zlib.crc32(path.read_bytes()) for path in paths}
+        list_of_files = self._folder / "recorded.json"
+        recorded = json.loads(list_of_files.read_text()) if list_of_files.exists() else {}
+        missing = sorted(file for file, checksum in files.items() if recorded.get(file) != checksum)
         if missing:
             command = [sys.executable, "-m", "pytest", "-q", "-n", "2", "--dist", "loadfile", *missing]
             command += ["-p", "tests.support.reach", "-p", "no:cacheprovider"]
             environment = {**os.environ, "PYTHONPATH": str(base), RECORD: str(self._folder)}
             subprocess.run(command, cwd=base, env=environment, check=False)
-            list_.write_text(json.dumps(sorted(files)))
+            list_of_files.write_text(json.dumps(files))
         self._lines = []
-        for path in sorted(self._folder.glob("*.lines")):
+        for path in sorted(self._folder.glob("*.lines"), key=lambda path: path.stat().st_mtime):
             data = coverage.CoverageData(str(path))
             data.read()
             self._lines.append(data)
-            self.seconds |= json.loads(path.with_suffix(".json").read_text())
+            newer = json.loads(path.with_suffix(".json").read_text())
+            again = {_file_of(test) for test in newer}  # a file that changed may have lost tests
+            self.seconds = {t: s for t, s in self.seconds.items() if _file_of(t) not in again} | newer
         (self._folder / "seconds.all").write_text(json.dumps(self.seconds))
-
-    @property
-    def seconds_file(self) -> Path:
-        """What `tests.support.reach` reads the seconds from."""
-        return self._folder / "seconds.all"
 
     def reaching(self, mutant: Mutant, base: Path) -> list[str]:
         """Return the tests that run a line of the mutant, the quickest first.
@@ -243,6 +243,10 @@ class Records:
                     at_line |= set(tests)
         known = (at_line & self.seconds.keys()) or (in_file & self.seconds.keys())
         return sorted(known, key=lambda test: (self.seconds[test], test))
+
+
+def _file_of(test: str) -> str:
+    return test.partition("::")[0]
 
 
 def system_files(mutant: Mutant, base: Path) -> list[str]:
@@ -301,8 +305,8 @@ def table(mutants: list[Mutant], results: dict[int, Result]) -> str:
     for number, mutant in enumerate(mutants):
         killer = next(((level, test) for level, test in results[number].killer.items() if test), None)
         old, new = (" ".join(text.split()).replace("|", "\\|")[:60] for text in (mutant.old, mutant.new))
-        said = f"{killer[0]}: {killer[1]}" if killer else "nothing"
-        rows.append(f"| {number} | {mutant.file[9:]}:{mutant.start[0]} | `{old}` -> `{new}` | {said} |")
+        fate = f"{killer[0]}: {killer[1]}" if killer else "nothing"
+        rows.append(f"| {number} | {mutant.file[9:]}:{mutant.start[0]} | `{old}` -> `{new}` | {fate} |")
         totals[mutant.package, killer[0] if killer else "nothing"] += 1
     rows.append("")
     for package in PACKAGES:
@@ -320,19 +324,19 @@ def main() -> None:
     parser.add_argument("--only", type=int, nargs="+", help="numbers of mutants to run again")
     parser.add_argument("--jobs", type=int, default=2, help="how many mutants are tried at a time")
     parser.add_argument("--list", action="store_true", help="print the mutants, run nothing")
-    given = parser.parse_args()
-    folder: Path = given.folder.resolve()
+    options = parser.parse_args()
+    folder: Path = options.folder.resolve()
     (folder / "trees").mkdir(parents=True, exist_ok=True)
     base = folder / "base"
     for link in [path for path in base.rglob("*") if path.is_symlink()]:
         link.unlink()  # copytree replaces files, and no links
     without = shutil.ignore_patterns(".git", ".mypy_cache", ".hypothesis")
     shutil.copytree(ROOT, base, symlinks=True, ignore=without, dirs_exist_ok=True)
-    mutants = draw(base, number=given.number, seed=given.seed)
-    stored = folder / f"results-{given.seed}-{given.number}.json"
-    found = json.loads(stored.read_text()) if stored.exists() else {}
-    results = {n: Result(**found.get(str(n), {})) for n in range(len(mutants))}
-    if given.list:
+    mutants = draw(base, number=options.number, seed=options.seed)
+    stored = folder / f"results-{options.seed}-{options.number}.json"
+    earlier = json.loads(stored.read_text()) if stored.exists() else {}
+    results = {n: Result(**earlier.get(str(n), {})) for n in range(len(mutants))}
+    if options.list:
         print(table(mutants, results))
         return
     records = Records(folder)
@@ -340,8 +344,8 @@ def main() -> None:
 
     def run_one(number: int) -> None:
         mutant, killer = mutants[number], results[number].killer
-        for level in given.levels:
-            again = given.only is not None or level not in killer
+        for level in options.levels:
+            again = options.only is not None or level not in killer
             if not again or (level == "system" and killer.get("default")):
                 continue
             tests = records.reaching(mutant, base) if level == "default" else system_files(mutant, base)
@@ -355,8 +359,8 @@ def main() -> None:
     def cost(number: int) -> float:
         return sum(records.seconds[test] for test in records.reaching(mutants[number], base))
 
-    numbers = given.only if given.only is not None else sorted(range(len(mutants)), key=cost)
-    with ThreadPoolExecutor(given.jobs) as pool:
+    numbers = options.only if options.only is not None else sorted(range(len(mutants)), key=cost)
+    with ThreadPoolExecutor(options.jobs) as pool:
         list(pool.map(run_one, numbers))
     print(table(mutants, results))
 

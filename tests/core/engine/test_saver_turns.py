@@ -49,7 +49,7 @@ def session(monkeypatch: pytest.MonkeyPatch) -> Session:
         (AsyncOptions(when_busy="skip"), [], [0]),
     ],
 )
-def test_a_save_waits_for_earlier_ones_as_when_busy_says(
+def test_a_save_waits_for_earlier_ones_as_long_as_its_option(
     session: Session, options: AsyncOptions, waited_for: list[int], at_the_end: list[int]
 ) -> None:
     saver = AsyncSaver(options)

@@ -11,7 +11,7 @@ from megackpt.formats.torch_dist.item_chunks import _row_major
 from megackpt.formats.torch_dist.metadata_reader import Item
 
 
-def test_a_tensor_that_repeats_its_bytes_is_read_up_to_the_limit_and_refused_beyond(
+def test_a_tensor_that_repeats_its_bytes_is_read_up_to_the_limit_and_not_beyond(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(item_chunks, "_REPEATED_BYTES", 4096)

@@ -1,4 +1,4 @@
-"""The router is told which sequence each token is of, whichever part of the tokens a rank of tp routes."""
+"""The router gets which sequence each token is of, whichever part of the tokens a rank of tp routes."""
 
 from __future__ import annotations
 
@@ -18,27 +18,27 @@ from megackpt.parallel import (
 LENGTH, BATCH, HIDDEN, TP = 6, 4, 7, 4
 
 
-class Told(Exception):
-    """Carries what the router was told."""
+class RouterCalled(Exception):
+    """Carries what the router has got."""
 
 
-def told_on(rank: int, *, sequence_parallel: bool) -> list[tuple[int, int]]:
-    """Return, on a rank of tp, the sequence that each token is of and the one that the router was told."""
+def sequences_on(rank: int, *, sequence_parallel: bool) -> list[tuple[int, int]]:
+    """Return, on a rank of tp, the sequence that each token is of and the one that the router gets."""
     groups = ParallelGroups.offline(ParallelLayout(tp=TP), rank)
     router = Router(HIDDEN, 4, groups, RoutingOptions(top_k=2))
     layer = MixtureOfExperts(
         router, GatedExperts(4, HIDDEN, 8, groups), groups, sequence_parallel=sequence_parallel
     )
 
-    def tell(_: nn.Module, arguments: tuple[Tensor, Tensor, int]) -> None:
+    def report(_: nn.Module, arguments: tuple[Tensor, Tensor, int]) -> None:
         tokens, sequences, count = arguments
         assert count == BATCH
-        raise Told(list(zip(tokens[:, 0].int().tolist(), sequences.tolist(), strict=True)))
+        raise RouterCalled(list(zip(tokens[:, 0].int().tolist(), sequences.tolist(), strict=True)))
 
-    router.register_forward_pre_hook(tell)
+    router.register_forward_pre_hook(report)
     # Each token says of which sequence it is.
     x = torch.arange(BATCH).view(1, BATCH, 1).expand(LENGTH, BATCH, HIDDEN).float()
-    with pytest.raises(Told) as raised:
+    with pytest.raises(RouterCalled) as raised:
         layer(x)
     pairs: list[tuple[int, int]] = raised.value.args[0]
     return pairs
@@ -46,7 +46,7 @@ def told_on(rank: int, *, sequence_parallel: bool) -> list[tuple[int, int]]:
 
 @pytest.mark.parametrize("rank", range(TP))
 @pytest.mark.parametrize("sequence_parallel", [False, True])
-def test_the_router_is_told_the_sequence_of_every_token(rank: int, sequence_parallel: bool) -> None:
-    pairs = told_on(rank, sequence_parallel=sequence_parallel)
+def test_the_router_gets_the_sequence_of_every_token(rank: int, sequence_parallel: bool) -> None:
+    pairs = sequences_on(rank, sequence_parallel=sequence_parallel)
     assert len(pairs) == LENGTH * BATCH // (1 if sequence_parallel else TP)
-    assert all(own == told for own, told in pairs)
+    assert all(own == received for own, received in pairs)
