@@ -34,6 +34,13 @@ def test_a_part_runs_by_its_name(script: Path) -> None:
     assert (done.returncode, "quick ran" in done.stdout) == (0, True)
 
 
+def test_only_the_newest_versions_may_fail(script: Path) -> None:
+    for part in ("quick", "newest"):
+        (script.parent / part).write_text("#!/bin/sh\nexit 1\n")
+        (script.parent / part).chmod(0o755)
+    assert [run(script, part).returncode for part in ("quick", "newest")] == [1, 0]
+
+
 def test_an_unknown_part_is_an_error_that_names_them_all(script: Path) -> None:
     done = run(script, "quik")
     assert done.returncode == 2
