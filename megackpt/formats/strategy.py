@@ -65,6 +65,7 @@ class ChunkParts(ABC):
     """The bytes of the rows of a plan, in C-contiguous parts.
 
     A part is valid until the next one is taken, or the iterator is closed: its memory is then used again.
+    Several threads may take parts of different rows at the same time.
     """
 
     @abstractmethod

@@ -384,9 +384,12 @@ class _ImportedParts(ChunkParts):
 
     def _flattened(self, number: int) -> Tensor:
         """Return the elements of a part; a tensor that is not contiguous is copied once for all rows."""
-        if self._flat[0] != number:
-            self._flat = number, self._planned.parts[number].data.detach().reshape(-1)
-        return self._flat[1]
+        kept, elements = self._flat
+        if kept != number:
+            elements = self._planned.parts[number].data.detach().reshape(-1)
+            # Another thread may put another tensor here at once, so the attribute is not read again.
+            self._flat = number, elements
+        return elements
 
 
 def _difference(plan: SavePlan, row: int, where: str) -> IntegrityError:

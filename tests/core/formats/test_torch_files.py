@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from megackpt import (
     UnsupportedError,
 )
 from megackpt.cli import main
+from megackpt.formats.torch_dist.save import TorchDistSaveStrategy
 from tests.support.effort import with_all
 from tests.system.attacks import pickles
 from tests.system.attacks.opcodes import zipped
@@ -109,6 +111,29 @@ def test_formats_without_references_have_the_arrays_by_their_keys(to: str, tmp_p
     megackpt.import_torch(tmp_path / "a.pt", tmp_path / "new", to)
     arrays = megackpt.load_plain_tensors(tmp_path / "new")
     assert_same(arrays["model.0.weight"], saved["model"]["0.weight"])
+
+
+@pytest.mark.parametrize("way", ["save", "import_torch", "convert"])
+def test_threads_that_write_files_at_the_same_time_write_their_own_tensors(way: str, tmp_path: Path) -> None:
+    saved = {f"w{i}": torch.full((3 + i % 5, 4), float(i)).t() for i in range(300)}
+    to = TorchDistSaveStrategy(thread_count=4)
+    declared = {
+        key: megackpt.ShardedTensor.from_rank_offsets(key, value.contiguous()) for key, value in saved.items()
+    }
+    torch.save(saved, tmp_path / "a.pt")
+    megackpt.save(declared, tmp_path / "a")
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)  # the threads take turns within one another's statements
+    try:
+        if way == "save":
+            megackpt.save(declared, tmp_path / "new", to)
+        elif way == "import_torch":
+            megackpt.import_torch(tmp_path / "a.pt", tmp_path / "new", to)
+        else:
+            megackpt.convert(tmp_path / "a", tmp_path / "new", to)
+    finally:
+        sys.setswitchinterval(interval)
+    assert_same(megackpt.load_plain_tensors(tmp_path / "new"), saved)
 
 
 def test_files_of_ranks_that_differ_are_rejected_with_advice(tmp_path: Path) -> None:
