@@ -211,3 +211,9 @@ def test_infer_finds_the_data_parallel_size(layout: ParallelLayout) -> None:
         vpp=layout.vpp,
     )
     assert inferred == layout
+
+
+def test_coordinates_that_are_not_given_are_those_of_the_first_rank() -> None:
+    layout = ParallelLayout(tp=2, cp=2, pp=2, dp=2, ep=2)
+    assert layout.coordinates(0) == Coordinates()
+    assert layout.expert_coordinates(0) == ExpertCoordinates()
