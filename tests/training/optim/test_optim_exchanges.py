@@ -1,4 +1,4 @@
-"""What the ranks of an optimizer send each other: states to the first one, gradients, flags. Without processes."""
+"""What ranks of an optimizer send each other: states to the first one, gradients, flags. No processes."""
 
 from __future__ import annotations
 
