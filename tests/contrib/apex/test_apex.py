@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from megackpt import DeclarationError, MismatchError, ShardedTensor, load, save
@@ -18,6 +20,7 @@ from megackpt.optim import MixedPrecisionOptimizer
 from megackpt.parallel.attributes import mark
 from megackpt.parallel.groups import ParallelGroups
 from megackpt.parallel.layout import ParallelLayout
+from megackpt.testing.ranks import RankPool
 from tests.support import fake_apex
 from tests.support.apex_training import (
     SINGLE_PROCESS,
@@ -33,24 +36,19 @@ from tests.support.optimizers import gather
 Build = Callable[[Any], Optimizer]
 
 
+MASTERS = {"capturable": True, "master_weights": True}
 # Optimizer, and dtype of the parameters.
 WHOLE: dict[str, tuple[Build, torch.dtype]] = {
-    "FusedAdam fp32": (lambda p: fake_apex.FusedAdam(p), torch.float32),
-    "FusedAdam bf16": (lambda p: fake_apex.FusedAdam(p), torch.bfloat16),
-    "FusedAdam masters": (
-        lambda p: fake_apex.FusedAdam(p, capturable=True, master_weights=True),
-        torch.float16,
-    ),
-    "FusedAdam unused masters": (
-        lambda p: fake_apex.FusedAdam(p, capturable=True, master_weights=True),
-        torch.bfloat16,
-    ),
-    "FusedAdagrad": (lambda p: fake_apex.FusedAdagrad(p), torch.float32),
-    "FusedSGD": (lambda p: fake_apex.FusedSGD(p), torch.float32),
-    "FusedLAMB": (lambda p: fake_apex.FusedLAMB(p), torch.float32),
-    "FusedNovoGrad": (lambda p: fake_apex.FusedNovoGrad(p), torch.float32),
+    "FusedAdam fp32": (fake_apex.FusedAdam, torch.float32),
+    "FusedAdam bf16": (fake_apex.FusedAdam, torch.bfloat16),
+    "FusedAdam masters": (partial(fake_apex.FusedAdam, **MASTERS), torch.float16),
+    "FusedAdam unused masters": (partial(fake_apex.FusedAdam, **MASTERS), torch.bfloat16),
+    "FusedAdagrad": (fake_apex.FusedAdagrad, torch.float32),
+    "FusedSGD": (fake_apex.FusedSGD, torch.float32),
+    "FusedLAMB": (fake_apex.FusedLAMB, torch.float32),
+    "FusedNovoGrad": (fake_apex.FusedNovoGrad, torch.float32),
     "FusedMixedPrecisionLamb": (
-        lambda p: fake_apex.FusedMixedPrecisionLamb(p, reduced_precision_dtype=torch.bfloat16),
+        partial(fake_apex.FusedMixedPrecisionLamb, reduced_precision_dtype=torch.bfloat16),
         torch.bfloat16,
     ),
 }
@@ -60,101 +58,115 @@ STOCK_DIFFERS = {"FusedAdam bf16", "FusedAdam masters", "FusedAdam unused master
 """Whose masters are in no state dict, or whose float32 moments a stock load casts."""
 
 
-@pytest.mark.parametrize("name", WHOLE)
-def test_a_step_after_a_load_equals_that_of_the_uninterrupted_run(name: str, tmp_path: Path) -> None:
+def pair(name: str) -> tuple[list[Parameter], Any, list[Parameter], Any]:
+    """Return parameters and their optimizer, and the same with other values."""
     build, dtype = WHOLE[name]
     params, fresh = make_params(0, dtype), make_params(1, dtype)
-    optimizer, resumed = build(params), build(fresh)
-    train(params, optimizer, range(5))
-    model = declare(params)
-    save({"model": model, "optimizer": sharded_state_dict(optimizer, model)}, tmp_path)
+    return params, build(params), fresh, build(fresh)
 
-    model = declare(fresh)
-    request = {"model": model, "optimizer": sharded_state_dict(resumed, model, is_loading=True)}
-    load_sharded_state_dict(resumed, load(request, tmp_path)["optimizer"])
+
+def copy_weights(params: list[Parameter], into: list[Parameter]) -> None:
+    for p, q in zip(into, params, strict=True):
+        p.detach().copy_(q)
+
+
+def masters_are_the_weights(optimizer: Any, params: list[Parameter]) -> bool:
+    masters = optimizer.param_groups_master[0]["params"]
+    return all(torch.equal(m, p.float()) for m, p in zip(masters, params, strict=True))
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_a_step_after_a_load_equals_that_of_the_uninterrupted_run(name: str, tmp_path: Path) -> None:
+    params, optimizer, fresh, resumed = pair(name)
+    train(params, optimizer, range(5))
+    resume(params, optimizer, tmp_path, fresh, resumed)
     assert are_equal(params, fresh)
     train(params, optimizer, range(5, 8))
     train(fresh, resumed, range(5, 8))
     assert are_equal(params, fresh)
 
 
+def a_step_of_a_new_process(name: str, path: Path) -> list[Tensor]:
+    _, _, params, optimizer = pair(name)
+    model = declare(params)
+    request = {"model": model, "optimizer": sharded_state_dict(optimizer, model, is_loading=True)}
+    load_sharded_state_dict(optimizer, load(request, path)["optimizer"])
+    train(params, optimizer, range(5, 6))
+    return [p.detach() for p in params]
+
+
+def test_one_step_in_a_new_process_equals_that_of_the_uninterrupted_run(
+    rank_pool: RankPool, tmp_path: Path
+) -> None:
+    for name in WHOLE:
+        params, optimizer, _, _ = pair(name)
+        train(params, optimizer, range(5))
+        model = declare(params)
+        save({"model": model, "optimizer": sharded_state_dict(optimizer, model)}, tmp_path / name)
+        train(params, optimizer, range(5, 6))
+        ((*weights,),) = rank_pool.run(a_step_of_a_new_process, 1, name, tmp_path / name)
+        assert all(weight.equal(p) for weight, p in zip(weights, params, strict=True)), name
+
+
 @pytest.mark.parametrize("name", WHOLE)
 def test_the_stock_way_differs_where_masters_or_moments_are_lost(name: str) -> None:
     """Why this integration exists: a state dict of torch, loaded into a new optimizer."""
-    build, dtype = WHOLE[name]
-    params, fresh = make_params(0, dtype), make_params(1, dtype)
-    optimizer, resumed = build(params), build(fresh)
+    params, optimizer, fresh, resumed = pair(name)
     train(params, optimizer, range(5))
-    stored = copy.deepcopy(optimizer.state_dict())
-    for p, q in zip(fresh, params, strict=True):
-        p.detach().copy_(q)
-    resumed.load_state_dict(stored)
+    copy_weights(params, fresh)
+    resumed.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     train(params, optimizer, range(5, 8))
     train(fresh, resumed, range(5, 8))
     assert are_equal(params, fresh) == (name not in STOCK_DIFFERS)
 
 
 def test_a_step_with_masters_of_construction_time_overwrites_loaded_weights() -> None:
-    build, dtype = WHOLE["FusedAdam masters"]
-    params, fresh = make_params(0, dtype), make_params(1, dtype)
-    optimizer, resumed = build(params), build(fresh)
+    params, optimizer, fresh, resumed = pair("FusedAdam masters")
     train(params, optimizer, range(2))
-    for p, q in zip(fresh, params, strict=True):
-        p.detach().copy_(q)
+    copy_weights(params, fresh)
     resumed.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     train(params, optimizer, range(2, 3))
     train(fresh, resumed, range(2, 3))
     assert float((params[2] - fresh[2]).detach().abs().max()) > 1  # they are near the weights of another seed
 
 
-def test_capturable_steps_and_rates_load_into_plain_ones_and_back(tmp_path: Path) -> None:
-    for source, target in ((True, False), (False, True)):
-        params, fresh = make_params(0, torch.float32), make_params(1, torch.float32)
-        optimizer = fake_apex.FusedAdam(groups_of(params), capturable=source)
-        train(params, optimizer, range(2))
-        save({"optimizer": sharded_state_dict(optimizer, declare(params))}, tmp_path / str(source))
-        resumed = fake_apex.FusedAdam(groups_of(fresh), capturable=target)
-        request = sharded_state_dict(resumed, declare(fresh), is_loading=True)
-        load_sharded_state_dict(resumed, load({"optimizer": request}, tmp_path / str(source))["optimizer"])
-        assert [int(group["step"]) for group in resumed.param_groups] == [2, 2]
-        rates = [float(group["lr"]) for group in resumed.param_groups]
-        assert rates == pytest.approx([0.01, 0.003], rel=1e-6)  # a tensor has the float32 of it
-        if target:
-            assert resumed.param_groups[0]["step"].dtype == torch.int
-            assert isinstance(resumed.param_groups[0]["lr"], Tensor)
+@pytest.mark.parametrize("capturable", [True, False])
+def test_capturable_steps_and_rates_load_into_plain_ones_and_back(capturable: bool, tmp_path: Path) -> None:
+    params, fresh = make_params(0, torch.float32), make_params(1, torch.float32)
+    optimizer = fake_apex.FusedAdam(groups_of(params), capturable=not capturable)
+    train(params, optimizer, range(2))
+    resumed = fake_apex.FusedAdam(groups_of(fresh), capturable=capturable)
+    resume(params, optimizer, tmp_path, fresh, resumed)
+    assert [int(group["step"]) for group in resumed.param_groups] == [2, 2]
+    rates = [float(group["lr"]) for group in resumed.param_groups]
+    assert rates == pytest.approx([0.01, 0.003], rel=1e-6)  # a tensor has the float32 of it
+    if capturable:
+        assert resumed.param_groups[0]["step"].dtype == torch.int
+        assert isinstance(resumed.param_groups[0]["lr"], Tensor)
 
 
 def test_masters_that_the_kernel_ignores_are_stored_as_the_weights(tmp_path: Path) -> None:
-    build, dtype = WHOLE["FusedAdam unused masters"]
-    params, fresh = make_params(0, dtype), make_params(1, dtype)
-    optimizer, resumed = build(params), build(fresh)
+    params, optimizer, fresh, resumed = pair("FusedAdam unused masters")
     train(params, optimizer, range(3))
-    stale = optimizer.param_groups_master[0]["params"]  # type: ignore[attr-defined]
+    stale = optimizer.param_groups_master[0]["params"]
     assert not any(torch.equal(m, p.float()) for m, p in zip(stale, params, strict=True))
     resume(params, optimizer, tmp_path, fresh, resumed)
-    masters = resumed.param_groups_master[0]["params"]  # type: ignore[attr-defined]
-    assert all(torch.equal(m, p.float()) for m, p in zip(masters, params, strict=True))
+    assert masters_are_the_weights(resumed, params)
 
 
 def test_without_stored_masters_those_of_construction_time_become_the_weights() -> None:
-    build, dtype = WHOLE["FusedAdam masters"]
-    params, fresh = make_params(0, dtype), make_params(1, dtype)
-    optimizer, resumed = build(params), build(fresh)
+    params, optimizer, fresh, resumed = pair("FusedAdam masters")
     train(params, optimizer, range(1))
     state = sharded_state_dict(optimizer, declare(params))
-    for p, q in zip(fresh, params, strict=True):
-        p.detach().copy_(q)
+    copy_weights(params, fresh)
     moments = {position: {"exp_avg": s["exp_avg"].data} for position, s in state["state"].items()}
     sharded_state_dict(resumed, declare(fresh), is_loading=True)
     load_sharded_state_dict(resumed, {**state, "state": moments})
-    masters = resumed.param_groups_master[0]["params"]  # type: ignore[attr-defined]
-    assert all(torch.equal(m, p.float()) for m, p in zip(masters, fresh, strict=True))
+    assert masters_are_the_weights(resumed, fresh)
 
 
 def test_moments_that_a_stock_load_has_cast_get_their_dtype_again(tmp_path: Path) -> None:
-    build, dtype = WHOLE["FusedAdam bf16"]
-    params, fresh = make_params(0, dtype), make_params(1, dtype)
-    optimizer, resumed = build(params), build(fresh)
+    params, optimizer, fresh, resumed = pair("FusedAdam bf16")
     train(params, optimizer, range(2))
     resumed.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     assert resumed.state[fresh[0]]["exp_avg"].dtype == torch.bfloat16
@@ -177,7 +189,7 @@ def test_groups_that_share_the_tensor_of_the_default_rate_get_their_own(tmp_path
 
 def test_moments_and_masters_load_into_an_optimizer_of_megackpt(tmp_path: Path) -> None:
     params, other = make_params(0, torch.float16), make_params(1, torch.float16)
-    optimizer = fake_apex.FusedAdam(params, capturable=True, master_weights=True)
+    optimizer = fake_apex.FusedAdam(params, **MASTERS)
     train(params, optimizer, range(3))
     model = declare(params)
     save({"model": model, "optimizer": sharded_state_dict(optimizer, model)["state"]}, tmp_path)
@@ -217,11 +229,38 @@ def test_the_norms_of_slices_are_stored_by_slice() -> None:
     assert arrays["optimizer.state.exp_avg_sq.p1"].shape == ()
 
 
-@pytest.mark.parametrize("build", [fake_apex.FusedSGD, fake_apex.FusedNovoGrad])
-def test_state_that_does_not_start_at_zero_is_not_saved_before_the_first_step(build: Any) -> None:
-    params = make_params(0, torch.float32)
-    with pytest.raises(DeclarationError, match="no state for 3 of 3 parameters"):
-        sharded_state_dict(build(params), declare(params))
+def _with_amp(params: list[Parameter]) -> Any:
+    optimizer: Any = fake_apex.FusedAdam(params)
+    optimizer._amp_stash = type("Stash", (), {"fp32_from_fp16_groups": [params]})()
+    return optimizer
+
+
+def _strided(params: list[Parameter]) -> Any:
+    strided = Parameter(torch.randn(2, 3, 4, 4).to(memory_format=torch.channels_last))
+    optimizer: Any = fake_apex.DistributedFusedAdam([strided])
+    optimizer._init_param_state = lambda *args: None
+    return optimizer
+
+
+class DistributedFusedLAMB(torch.optim.SGD):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("build", "reason"),
+    [
+        (fake_apex.FusedSGD, "no state for 3 of 3 parameters"),
+        (fake_apex.FusedNovoGrad, "no state for 3 of 3 parameters"),
+        (torch.optim.Adam, r"Adam is none of the optimizers of Apex.*megackpt\.optim\.$"),
+        (_with_amp, "_amp_stash"),
+        (_strided, "not contiguous"),
+        (DistributedFusedLAMB, "by the gradients of its first backward pass"),
+    ],
+)
+def test_what_cannot_be_declared_is_an_error_with_the_reason(build: Any, reason: str) -> None:
+    optimizer = build(make_params(0, torch.float32))
+    with pytest.raises(DeclarationError, match=reason):
+        sharded_state_dict(optimizer, declare(optimizer.param_groups[0]["params"]))
 
 
 def test_groups_of_one_name_and_other_groups_are_errors() -> None:
@@ -238,26 +277,12 @@ def test_groups_without_names_are_matched_by_their_parameters(tmp_path: Path) ->
     """By position they would silently swap their learning rates."""
     params, fresh = make_params(0, torch.float32), make_params(1, torch.float32)
     optimizer = fake_apex.FusedAdam(groups_of(params))
-    save({"optimizer": sharded_state_dict(optimizer, declare(params))}, tmp_path)
     resumed = fake_apex.FusedAdam([{"params": fresh[2:]}, {"params": fresh[:2]}])
-    model = {str(i): ShardedTensor.from_rank_offsets(f"p{i}", p) for i, p in enumerate(fresh)}
-    request = sharded_state_dict(resumed, model, is_loading=True)
-    load_sharded_state_dict(resumed, load({"optimizer": request}, tmp_path)["optimizer"])
+    resume(params, optimizer, tmp_path, fresh, resumed)
     assert [group["lr"] for group in resumed.param_groups] == [0.003, 0.01]
     others = fake_apex.FusedAdam([{"params": fresh[1:]}, {"params": fresh[:1]}])
-    request = sharded_state_dict(others, model, is_loading=True)
     with pytest.raises(MismatchError, match="parameters of group 0 were saved in group 0 and group 1"):
-        load_sharded_state_dict(others, load({"optimizer": request}, tmp_path)["optimizer"])
-
-
-def test_what_is_not_apex_s_is_an_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    params = make_params(0, torch.float32)
-    with pytest.raises(DeclarationError, match=r"Adam is none of the optimizers of Apex.*megackpt\.optim\.$"):
-        sharded_state_dict(torch.optim.Adam(params), declare(params))
-    optimizer = fake_apex.FusedAdam(params)
-    optimizer._amp_stash = type("Stash", (), {"fp32_from_fp16_groups": [params]})()  # type: ignore[attr-defined]
-    with pytest.raises(DeclarationError, match="_amp_stash"):
-        sharded_state_dict(optimizer, declare(params))
+        resume(params, optimizer, tmp_path, fresh, others)
 
 
 @pytest.mark.parametrize(("folder", "whose"), [("multi_tensor_apply", "nvidia"), ("lib", "other")])

@@ -1,15 +1,21 @@
-"""Apex's DistributedFusedAdam: its fragments load at any number of ranks."""
+"""Apex's DistributedFusedAdam: its fragments load at any number of ranks, and its own state dicts are read.
+
+The pickles in these do not run.
+"""
 
 from __future__ import annotations
 
+import re
+import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch.nn import Parameter
 
-from megackpt import DeclarationError, ShardedTensor, load, save
-from megackpt.integrations.apex import load_sharded_state_dict, sharded_state_dict
+from megackpt import FormatError, MismatchError, UnknownClassError, load, save
+from megackpt.integrations.apex import declare_gathered, load_sharded_state_dict, sharded_state_dict
 from megackpt.optim import join_master
 from megackpt.testing.world import SimulatedRank, SimulatedWorld
 from tests.support import fake_apex
@@ -37,6 +43,20 @@ def test_ranks_of_a_redundant_group_have_copies(monkeypatch: pytest.MonkeyPatch)
     assert arrays["optimizer.state.exp_avg.p2"].shape == (9, 10)
 
 
+def resumed_at(size: int, name: str, path: Path) -> tuple[list[list[Parameter]], list[Any]]:
+    """Return ranks of another seed that have loaded a checkpoint."""
+    params, optimizers = make_ranks(1, size, name)
+
+    def load_rank(rank: SimulatedRank) -> None:
+        model = declare(params[rank.rank], rank.rank)
+        optimizer = optimizers[rank.rank]
+        request = {"model": model, "optimizer": sharded_state_dict(optimizer, model, is_loading=True)}
+        load_sharded_state_dict(optimizer, load(request, path, group=rank)["optimizer"])
+
+    SimulatedWorld(size).run(load_rank)
+    return params, optimizers
+
+
 @pytest.mark.parametrize("size", [1, 2, 3])
 @pytest.mark.parametrize("name", DISTRIBUTED)
 def test_fragments_load_at_any_number_of_ranks(name: str, size: int, tmp_path: Path) -> None:
@@ -50,17 +70,7 @@ def test_fragments_load_at_any_number_of_ranks(name: str, size: int, tmp_path: P
 
     SimulatedWorld(2).run(save_rank)
     assert optimizers[0].syncs == ["gradients", "parameters"]
-    fresh, resumed = make_ranks(1, size, name)
-
-    def load_rank(rank: SimulatedRank) -> None:
-        model = declare(fresh[rank.rank], rank.rank)
-        request = {
-            "model": model,
-            "optimizer": sharded_state_dict(resumed[rank.rank], model, is_loading=True),
-        }
-        load_sharded_state_dict(resumed[rank.rank], load(request, tmp_path, group=rank)["optimizer"])
-
-    SimulatedWorld(size).run(load_rank)
+    fresh, resumed = resumed_at(size, name, tmp_path)
     train_ranks(params, optimizers, range(4, 7))
     train_ranks(fresh, resumed, range(4, 7))
     assert all(are_equal(params[0], p) for p in fresh)
@@ -100,15 +110,6 @@ def test_the_scale_of_a_float16_fragment_is_the_same_when_it_is_scaled_again() -
     assert torch.equal(code.float() * scale / largest_code, scale)
 
 
-def test_distributed_lamb_is_an_error_with_the_reason() -> None:
-    class DistributedFusedLAMB(torch.optim.SGD):
-        pass
-
-    params = make_params(0, torch.float16)
-    with pytest.raises(DeclarationError, match="by the gradients of its first backward pass"):
-        sharded_state_dict(DistributedFusedLAMB(params), declare(params))
-
-
 def test_scaled_states_are_stored_as_float32_and_scaled_again() -> None:
     """Exact only in the codes' precision: Apex scales by the largest value of the part that a rank has."""
     options = {"dtype": torch.float16, "with_scaled_states": True}
@@ -129,9 +130,87 @@ def test_scaled_states_are_stored_as_float32_and_scaled_again() -> None:
     assert resumed.state["step"] == 3  # type: ignore[comparison-overlap, index]
 
 
-def test_a_parameter_in_another_order_of_dims_is_an_error() -> None:
-    param = Parameter(torch.randn(2, 3, 4, 4).to(memory_format=torch.channels_last))
-    optimizer = fake_apex.DistributedFusedAdam([param])
-    optimizer._init_param_state = lambda *args: None  # type: ignore[method-assign]
-    with pytest.raises(DeclarationError, match="not contiguous"):
-        sharded_state_dict(optimizer, {"p": ShardedTensor.from_rank_offsets("p", param)})
+@pytest.mark.parametrize(
+    ("name", "sizes", "is_pickled"),
+    [
+        ("float32 masters", (1, 2), False),
+        ("remainders", (1, 2), False),
+        ("float32 masters", (2, 3), True),
+        ("remainders", (2, 3), True),
+        ("no masters", (2, 3), True),
+    ],
+)
+def test_a_state_dict_that_apex_has_saved_is_saved_again_and_loads_at_another_number_of_ranks(
+    name: str, sizes: tuple[int, int], is_pickled: bool, tmp_path: Path
+) -> None:
+    """Format 1 has a pickle of each rank, and Apex itself reads it at the same number of ranks only."""
+    params, optimizers = make_ranks(0, sizes[0], name)
+    train_ranks(params, optimizers, range(4))
+    with fake_apex.names_of_apex():
+        gathered = fake_apex.state_dict_of_format_1(optimizers) if is_pickled else optimizers[0].state_dict()
+        torch.save(gathered, tmp_path / "apex.pt")
+    stored = torch.load(tmp_path / "apex.pt", map_location="cpu", weights_only=True)
+    model = declare(params[0])
+    save({"model": model, "optimizer": declare_gathered(stored, params[0], model)}, tmp_path / "ours")
+    fresh, resumed = resumed_at(sizes[1], name, tmp_path / "ours")
+    train_ranks(params, optimizers, range(4, 6))
+    train_ranks(fresh, resumed, range(4, 6))
+    assert all(are_equal(params[0], p) for p in fresh)
+
+
+class Trap:
+    """What a malicious file has in the place of a bucket."""
+
+    def __reduce__(self) -> Any:
+        return (Path.touch, (Path("was-run"),))
+
+
+def test_bytes_that_name_another_class_are_rejected_and_nothing_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    params, (optimizer,) = make_ranks(0, 1, "float32 masters")
+    train_ranks(params, [optimizer], range(1))
+    model = declare(params[0])
+    optimizer.state["buckets"].append(Trap())
+    with fake_apex.names_of_apex():
+        stored = fake_apex.state_dict_of_format_1([optimizer])
+    with pytest.raises(UnknownClassError, match=rf"names {re.escape(Path.__module__)}\.Path"):
+        declare_gathered(stored, params[0], model)
+    assert not Path("was-run").exists()
+    # Bytes that get something else of the outer class.
+    optimizer.state["buckets"][-1] = OtherOfApex()
+    with fake_apex.names_of_apex():
+        stored = fake_apex.state_dict_of_format_1([optimizer])
+    with pytest.raises(FormatError, match="a call of getattr"):
+        declare_gathered(stored, params[0], model)
+
+
+class OtherOfApex:
+    def __reduce__(self) -> Any:
+        outer = sys.modules["apex.contrib.optimizers.distributed_fused_adam"]
+        return (getattr, (outer.DistributedFusedAdam, "__init__"))
+
+
+def test_pickled_states_of_some_ranks_or_twice_are_an_error() -> None:
+    params, optimizers = make_ranks(0, 2, "float32 masters")
+    train_ranks(params, optimizers, range(1))
+    with fake_apex.names_of_apex():
+        stored = fake_apex.state_dict_of_format_1(optimizers)
+    first, second = stored["gathered_states"]
+    model = declare(params[0])
+    for gathered in ([first], [first, second, second]):
+        with pytest.raises(FormatError, match="elements are not in the state of exactly one rank"):
+            declare_gathered({"format": 1, "gathered_states": gathered}, params[0], model)
+    with pytest.raises(FormatError, match="of other parameters"):
+        declare_gathered(stored, params[0][:2], model)
+
+
+def test_other_state_dicts_of_apex_are_errors() -> None:
+    params, (optimizer,) = make_ranks(0, 1, "remainders")
+    train_ranks(params, [optimizer], range(1))
+    stored, model = optimizer.state_dict(), declare(params[0])
+    with pytest.raises(FormatError, match="has the format 1 and no 'gathered_states'"):
+        declare_gathered({**stored, "format": 1}, params[0], model)
+    with pytest.raises(MismatchError, match=r"\[24, 13, 90\] elements, and these are of \[24, 13\]"):
+        declare_gathered(stored, params[0][:2], model)
