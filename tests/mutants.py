@@ -7,8 +7,8 @@ private copies of the tree, and the results so far, so that a run that was stopp
 only read. A table in markdown is printed at the end.
 
 A mutant is killed if a test fails, or takes far longer than it does without the mutant. Level `default`
-runs the tests of tests/core and tests/training that reach the line; `system` those of tests/system and
-tests/contrib that may.
+runs the tests of tests/core and tests/training that reach the line, and those with real ranks, which may;
+`system` those of tests/system and tests/contrib that may.
 """
 
 from __future__ import annotations
@@ -41,6 +41,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("planning", "formats", "engine", "optim", "parallel", "comm")
 AT_LEAST = 6  # mutants of each package
 DEFAULT = ("tests/core", "tests/training")
+REAL_RANKS = "tests/core/test_real_ranks.py"
 LIMIT_S = {"default": 1500.0, "system": 900.0}  # of one mutant; each test has a shorter one of its own
 
 # Where the tests of real ranks and of other libraries are that run a package.
@@ -229,9 +230,10 @@ class Records:
         (self._folder / "seconds.all").write_text(json.dumps(self.seconds))
 
     def reaching(self, mutant: Mutant, base: Path) -> list[str]:
-        """Return the tests that run a line of the mutant, the quickest first.
+        """Return the tests that run a line of the mutant, the quickest first; then those with real ranks.
 
         A line that only an import or another process runs is reached by tests that run anything of its file.
+        What other processes run is not recorded, so the tests with real ranks may run any line.
         """
         at_line: set[str] = set()
         in_file: set[str] = set()
@@ -242,7 +244,8 @@ class Records:
                 if mutant.start[0] <= line <= mutant.stop[0]:
                     at_line |= set(tests)
         known = (at_line & self.seconds.keys()) or (in_file & self.seconds.keys())
-        return sorted(known, key=lambda test: (self.seconds[test], test))
+        with_ranks = [test for test in self.seconds if _file_of(test) == REAL_RANKS and test not in known]
+        return sorted(known, key=lambda test: (self.seconds[test], test)) + sorted(with_ranks)
 
 
 def _file_of(test: str) -> str:
