@@ -6,6 +6,8 @@ A newcomer's shell, a cluster's job and CI export different things. The tests se
 from __future__ import annotations
 
 import os
+import signal
+from typing import Any
 
 # One thread, as in worker ranks: results of this process are compared with theirs bit for bit, and a sum in
 # several threads has another order.
@@ -24,10 +26,22 @@ _FORGOTTEN = (
     *("PYTHONWARNINGS", "PYTHONOPTIMIZE", "PYTHONHASHSEED", "PYTHONIOENCODING", "PYTHONUTF8"),
 )
 
+_SIGNALS: dict[int, Any] = {
+    signal.SIGINT: signal.default_int_handler,
+    signal.SIGHUP: signal.SIG_DFL,
+    signal.SIGTERM: signal.SIG_DFL,
+}
+
 
 def forget_surroundings() -> None:
-    """Remove what the shell exports and tests could depend on, and give this process one thread."""
+    """Remove what the shell exports and tests could depend on, and give this process one thread.
+
+    Signals that the shell ignores, as it does in a script's background, stop this process again.
+    """
     for name in list(os.environ):
         if name.upper().startswith(_FORGOTTEN):
             del os.environ[name]
     os.environ.update(dict.fromkeys(_THREADS, "1"))
+    for number, action in _SIGNALS.items():
+        if signal.getsignal(number) is signal.SIG_IGN:
+            signal.signal(number, action)
