@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from megackpt.integrations.megatron_bridge import MegackptManager
-from tests.contrib.megatron.empty_modules import EmptyModules
+from tests.contrib.megatron.megatron_stand_ins import replace_packages
 from tests.contrib.megatron.megatron_world import Case, Layout, build, fill, logits_of
 
 STAND_INS = (
@@ -33,27 +33,15 @@ STAND_INS = (
     "torch.utils.tensorboard",
     "wandb",
 )
-PACKAGES = ("", ".training", ".training.utils", ".peft", ".utils")
+PACKAGES = [f"megatron.bridge{name}" for name in ("", ".training", ".training.utils", ".peft", ".utils")]
 CASE = Case("bridge", tied=True)
 STEP, OPERATIONS = 7, 1000
 
 
-def bridge_folder() -> Path | None:
-    """Return the folder of the package megatron.bridge, None if it is not installed."""
-    import megatron
-
-    folders = [Path(path, "bridge") for path in megatron.__path__]
-    return next((folder for folder in folders if folder.is_dir()), None)
-
-
 def checkpointing() -> Any:
     """Import `megatron.bridge.training.checkpointing`, with managers."""
-    if not any(isinstance(finder, EmptyModules) for finder in sys.meta_path):
-        sys.meta_path.insert(0, EmptyModules(STAND_INS))
-        for package in PACKAGES:  # without what their __init__ imports
-            module = types.ModuleType(f"megatron.bridge{package}")
-            module.__path__ = [str(bridge_folder()) + package.replace(".", "/")]
-            sys.modules[module.__name__] = module
+    if PACKAGES[0] not in sys.modules:
+        replace_packages(PACKAGES, STAND_INS)
         torch.cuda.get_rng_state = lambda *_: torch.zeros(1, dtype=torch.uint8)
         torch.cuda.set_rng_state = lambda *_: None
     bridge: Any = importlib.import_module("megatron.bridge.training.checkpointing")
@@ -116,13 +104,13 @@ def save(layout: Layout, path: str, installed: bool, async_save: bool) -> torch.
     context.state.train_state.step = STEP
     manager.save(context, None)
     manager.finalize_async_saves(context.state, blocking=True, terminate=True)
-    return logits_of(context.model[0], layout)
+    return logits_of(context.model[0])
 
 
 def load(layout: Layout, path: str, installed: bool) -> tuple[tuple[int, int], torch.Tensor | None]:
     """Load into a model with other weights; return what the manager returns, and the logits."""
     manager, context = _managed(layout, path, seed=2, installed=installed, async_save=False)
-    return manager.load(context), logits_of(context.model[0], layout)
+    return manager.load(context), logits_of(context.model[0])
 
 
 def _managed(

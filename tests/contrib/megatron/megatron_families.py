@@ -9,23 +9,21 @@ one function of `fla` that it then needs.
 
 from __future__ import annotations
 
-import gc
 import sys
 from contextlib import ExitStack
+from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 from unittest import mock
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-import megackpt
-from megackpt.mapping.flatten import flatten_state
-from megackpt.maps import checkpoint_map, family
+from megackpt.maps import family
 from tests.contrib.megatron import megatron_world as world
 from tests.contrib.megatron.megatron_world import Layout
+from tests.support.huggingface_models import RELATIVE, SCAN_RELATIVE
 
 FLA = (
     "fla",
@@ -42,109 +40,100 @@ Logits = list[Tensor]
 """Logits `[b, s, vocab]` of the next token, and of each further one, of one of the last stage's ranks."""
 
 
-def build(fields: Fields, layout: Layout, *, seed: int, is_fused: bool, further: int) -> Any:
-    """Return this rank's part of a GPTModel with random weights; collective.
+@dataclass(frozen=True)
+class Case:
+    """A model that is saved at one layout and loaded at another.
 
-    Args:
-        fields: of its `config.json`.
-        layout: the ranks.
-        seed: of its weights.
+    Attributes:
+        fields: of its config.json.
         is_fused: whether norms are parts of the projections after them, as with Transformer Engine.
         further: number of layers for further tokens.
+        saved: layout of the model that is saved.
+        loaded: layout of the model that loads the folder.
     """
-    world.without_gpu()
-    torch.compiler.set_stance("force_eager")  # what Megatron-Core compiles would be slower here
-    from megatron.core import parallel_state
-    from megatron.core.models.gpt import GPTModel, gpt_layer_specs
-    from megatron.core.tensor_parallel.random import initialize_rng_tracker
 
-    parallel_state.destroy_model_parallel()
-    gc.collect()
-    parallel_state.initialize_model_parallel(layout.tp, layout.pp, expert_model_parallel_size=layout.ep)
-    initialize_rng_tracker(inference_rng_tracker=True)
-    torch.manual_seed(seed * 1000 + dist.get_rank())
+    fields: Fields
+    is_fused: bool
+    further: int
+    saved: Layout
+    loaded: Layout
+
+    @property
+    def map(self) -> str:
+        name: str = self.fields["model_type"]
+        return f"{name}_mtp" if self.further else name
+
+    @property
+    def relative(self) -> float:
+        return RELATIVE if self.fields["model_type"] == "deepseek_v3" else SCAN_RELATIVE
+
+
+def build(case: Case, layout: Layout, *, seed: int) -> Any:
+    """Return this rank's part of a GPTModel with random weights; collective."""
+    torch.compiler.set_stance("force_eager")  # what Megatron-Core compiles would be slower here
+    world.start(layout, seed)
+    from megatron.core.models.gpt import gpt_layer_specs
+
+    fields = case.fields
     is_latent = fields["model_type"] == "deepseek_v3"
-    config = (_latent_config if is_latent else _delta_net_config)(fields, layout, further)
+    config = (_latent_config if is_latent else _delta_net_config)(case, layout)
     with ExitStack() as stack:
         _replace_layers(stack)
         if is_latent:
-            spec = gpt_layer_specs.get_gpt_decoder_block_spec(config, is_fused, normalization="RMSNorm")
+            spec = gpt_layer_specs.get_gpt_decoder_block_spec(config, case.is_fused, normalization="RMSNorm")
         else:
             spec = _delta_net_spec(config, stack)
-        mtp = gpt_layer_specs.get_gpt_mtp_block_spec(config, spec, is_fused) if further else None
-        model: Any = GPTModel(
+        return world.gpt_of(
             config,
             spec,
-            vocab_size=fields["vocab_size"],
-            max_sequence_length=world.SEQUENCE,
-            pre_process=parallel_state.is_pipeline_first_stage(),
-            post_process=parallel_state.is_pipeline_last_stage(),
             position_embedding_type="rope",
             rotary_base=fields["rope_parameters"]["rope_theta"],
             rotary_percent=fields["rope_parameters"].get("partial_rotary_factor", 1.0),
             share_embeddings_and_output_weights=fields["tie_word_embeddings"],
-            parallel_output=False,
-            mtp_block_spec=mtp,
+            mtp_block_spec=gpt_layer_specs.get_gpt_mtp_block_spec(config, spec, case.is_fused)
+            if case.further
+            else None,
         )
-    return model.eval()
 
 
-def _common_options(fields: Fields, layout: Layout, further: int) -> dict[str, Any]:
+def _common_options(case: Case, layout: Layout) -> dict[str, Any]:
+    fields = case.fields
     return {
         "num_layers": fields["num_hidden_layers"],
-        "mtp_num_layers": further or None,
+        "mtp_num_layers": case.further or None,
         "hidden_size": fields["hidden_size"],
         "num_attention_heads": fields["num_attention_heads"],
         "ffn_hidden_size": fields["intermediate_size"],
         "layernorm_epsilon": fields["rms_norm_eps"],
         "normalization": "RMSNorm",
         "qk_layernorm": True,
-        "use_cpu_initialization": True,
         "gated_linear_unit": True,
         "activation_func": F.silu,
         "add_bias_linear": False,
-        "bias_activation_fusion": False,
-        "bias_dropout_fusion": False,
-        "masked_softmax_fusion": False,
-        "gradient_accumulation_fusion": False,
-        "apply_rope_fusion": False,
-        "attention_dropout": 0.0,
-        "hidden_dropout": 0.0,
-        "tensor_model_parallel_size": layout.tp,
-        "pipeline_model_parallel_size": layout.pp,
-        "expert_model_parallel_size": layout.ep,
-        "pipeline_dtype": torch.float32,
         "moe_router_topk": fields["num_experts_per_tok"],
         "moe_ffn_hidden_size": fields["moe_intermediate_size"],
-        "moe_token_dispatcher_type": "allgather",
-        "moe_aux_loss_coeff": 0.0,
+        **world.options_of(layout),
     }
 
 
-def _latent_config(fields: Fields, layout: Layout, further: int) -> Any:
+def _latent_config(case: Case, layout: Layout) -> Any:
     from megatron.core.transformer import MLATransformerConfig
 
-    rope, dense = fields["rope_parameters"], fields["first_k_dense_replace"]
-    yarn = {
-        "rope_type": "yarn",
-        "rotary_scaling_factor": rope.get("factor"),
-        "original_max_position_embeddings": rope.get("original_max_position_embeddings"),
-        "beta_fast": rope.get("beta_fast"),
-        "beta_slow": rope.get("beta_slow"),
-        "mscale": rope.get("mscale"),
-        "mscale_all_dim": rope.get("mscale_all_dim"),
-    }
-    plain = {"rope_type": "rope", "rotary_scaling_factor": 1.0}
+    fields = case.fields
+    rope, dense = dict(fields["rope_parameters"]), fields["first_k_dense_replace"]
+    rotary_base, is_yarn = rope.pop("rope_theta"), rope["rope_type"] == "yarn"
+    scaling = {"rotary_scaling_factor": rope.pop("factor", 1.0)}
+    scaling |= rope if is_yarn else {"rope_type": "rope"}
     layers = [int(layer >= dense) for layer in range(fields["num_hidden_layers"])]
     return MLATransformerConfig(
-        **_common_options(fields, layout, further),
-        **(yarn if rope["rope_type"] == "yarn" else plain),
+        **_common_options(case, layout),
+        **scaling,
         q_lora_rank=fields["q_lora_rank"],
         kv_lora_rank=fields["kv_lora_rank"],
         qk_head_dim=fields["qk_nope_head_dim"],
         qk_pos_emb_head_dim=fields["qk_rope_head_dim"],
         v_head_dim=fields["v_head_dim"],
-        rotary_base=rope["rope_theta"],
+        rotary_base=rotary_base,
         num_moe_experts=fields["n_routed_experts"],
         moe_layer_freq=layers if dense else 1,
         moe_shared_expert_intermediate_size=fields["n_shared_experts"] * fields["moe_intermediate_size"],
@@ -156,11 +145,12 @@ def _latent_config(fields: Fields, layout: Layout, further: int) -> Any:
     )
 
 
-def _delta_net_config(fields: Fields, layout: Layout, further: int) -> Any:
+def _delta_net_config(case: Case, layout: Layout) -> Any:
     from megatron.core.transformer import TransformerConfig
 
+    fields = case.fields
     return TransformerConfig(
-        **_common_options(fields, layout, further),
+        **_common_options(case, layout),
         num_query_groups=fields["num_key_value_heads"],
         kv_channels=fields["head_dim"],
         attention_output_gate=True,
@@ -169,10 +159,11 @@ def _delta_net_config(fields: Fields, layout: Layout, further: int) -> Any:
         experimental_attention_variant="gated_delta_net",
         linear_attention_freq=[int(kind == "linear_attention") for kind in fields["layer_types"]],
         linear_conv_kernel_dim=fields["linear_conv_kernel_dim"],
-        linear_num_key_heads=fields["linear_num_key_heads"],
-        linear_num_value_heads=fields["linear_num_value_heads"],
-        linear_key_head_dim=fields["linear_key_head_dim"],
-        linear_value_head_dim=fields["linear_value_head_dim"],
+        **{
+            name: size
+            for name, size in fields.items()
+            if name.startswith(("linear_num", "linear_key", "linear_value"))
+        },
         num_moe_experts=fields["num_experts"],
         moe_shared_expert_intermediate_size=fields["shared_expert_intermediate_size"],
         moe_shared_expert_gate=True,
@@ -280,62 +271,30 @@ def _replace_layers(stack: ExitStack) -> None:
         stack.enter_context(mock.patch.object(module, name, value, create=True))
 
 
-def tokens_of(fields: Fields) -> Tensor:
-    """Return the tokens `[b, s]` of which logits are computed."""
-    generator = torch.Generator().manual_seed(5)
-    return torch.randint(0, fields["vocab_size"], (world.BATCH, world.SEQUENCE), generator=generator)
-
-
-@torch.no_grad()
-def logits_of(model: Any, fields: Fields) -> Logits | None:
+def logits_of(model: Any) -> Logits | None:
     """Return the logits on ranks of the last stage, None on others; collective."""
-    from megatron.core import parallel_state
-
-    tokens = tokens_of(fields)
-    positions = torch.arange(world.SEQUENCE).expand(tokens.shape)
-    mask = torch.triu(torch.ones(1, 1, world.SEQUENCE, world.SEQUENCE), 1).bool()
-    if not parallel_state.is_pipeline_first_stage():
-        received = torch.empty(world.SEQUENCE, world.BATCH, fields["hidden_size"])
-        dist.recv(received, parallel_state.get_pipeline_model_parallel_prev_rank())
-        model.set_input_tensor(received)
-    if not parallel_state.is_pipeline_last_stage():
-        hidden = model(tokens, positions, mask)
-        dist.send(hidden.contiguous(), parallel_state.get_pipeline_model_parallel_next_rank())
-        return None
     logits: Logits = []
     # Logits of further tokens become a loss inside of the model, and are not returned.
-    hook = model.output_layer.register_forward_hook(
-        lambda module, inputs, output: logits.append(output[0].transpose(0, 1).clone())
-    )
-    model(tokens, positions, mask, labels=tokens.roll(-1, 1))
-    hook.remove()
-    return [logits[-1], *logits[:-1]]
+    if model.post_process:
+        model.output_layer.register_forward_hook(
+            lambda module, inputs, output: logits.append(output[0].transpose(0, 1).clone())
+        )
+    world.logits_of(model, labels=world.tokens().roll(-1, 1))
+    return [logits[-1], *logits[:-1]] if logits else None
 
 
-def save(fields: Fields, layout: Layout, path: str, is_fused: bool, further: int) -> Logits | None:
+def save(case: Case, layout: Layout, path: str) -> Logits | None:
     """Build, fill from the oracle, save with Megatron-Core itself; return the logits on the last stage."""
-    model = build(fields, layout, seed=1, is_fused=is_fused, further=further)
-    world.fill(declared(model))
+    model = build(case, layout, seed=1)
     world.save_genuinely(declared(model), path)
-    return logits_of(model, fields)
+    return logits_of(model)
 
 
-def load(
-    fields: Fields, layout: Layout, folder: str, is_fused: bool, further: int, name: str
-) -> Logits | None:
+def load(case: Case, layout: Layout, folder: str, name: str) -> Logits | None:
     """Build, load a Hugging Face folder by the map of a family; return the logits on the last stage."""
-    model = build(fields, layout, seed=2, is_fused=is_fused, further=further)
-    for value in model.state_dict().values():
-        if isinstance(value, Tensor) and value.is_floating_point():
-            value.fill_(float("nan"))  # whatever is not loaded shows
-    state = declared(model)
-    flat = flatten_state(state, rank=dist.get_rank(), ranks=dist.get_world_size())
-    keys: list[set[str]] = [set()] * dist.get_world_size()
-    dist.all_gather_object(keys, {tensor.key for tensor in flat.tensors})
-    made = checkpoint_map(family(name), fields, set().union(*keys))
-    weights = {key: entity for key, entity in state.items() if not key.endswith("_extra_state")}
-    model.load_state_dict(megackpt.load(weights, folder, maps=made), strict=False)
-    return logits_of(model, fields)
+    model = build(case, layout, seed=2)
+    world.load_weights(model, declared(model), folder, family(name), case.fields)
+    return logits_of(model)
 
 
 def declared(model: Any) -> dict[str, Any]:

@@ -14,17 +14,14 @@ here. Its checkpointing module and its config are its own.
 
 from __future__ import annotations
 
-import importlib.machinery
 import runpy
 import sys
 import types
-from pathlib import Path
 
 import torch
 import torch._dynamo  # it makes a list of torch's functions, before some are replaced
 
-from tests.contrib.megatron.empty_modules import EmptyModules
-from tests.contrib.megatron.megatron_stand_ins import CudaIsTheCpu, FusedAdam
+from tests.contrib.megatron.megatron_stand_ins import CudaIsTheCpu, FusedAdam, replace_packages
 
 NOT_USED_OF_BRIDGE = (
     "megatron.bridge.data",
@@ -54,20 +51,9 @@ def replace_apex() -> None:
     sys.modules[optimizers.__name__] = optimizers
 
 
-def replace_parts_of_bridge() -> None:
-    """Make Megatron-Bridge's config and checkpointing importable, without what its __init__ imports."""
-    megatron = importlib.machinery.PathFinder.find_spec("megatron")
-    for path in megatron.submodule_search_locations if megatron else ():
-        if Path(path, "bridge").is_dir():
-            bridge = types.ModuleType("megatron.bridge")
-            bridge.__path__ = [str(Path(path, "bridge"))]
-            sys.modules[bridge.__name__] = bridge
-    sys.meta_path.insert(0, EmptyModules(NOT_USED_OF_BRIDGE))
-
-
 if __name__ == "__main__":
     replace_accelerator()
     replace_apex()
-    replace_parts_of_bridge()
+    replace_packages(["megatron.bridge"], NOT_USED_OF_BRIDGE)
     del sys.argv[0]
     runpy.run_path(sys.argv[0], run_name="__main__")

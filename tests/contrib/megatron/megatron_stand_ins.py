@@ -1,8 +1,7 @@
 """What stands for a GPU when Megatron-Core runs on CPU ranks; imported inside a peer's own environment.
 
 Nothing of Megatron-Core's checkpoint code is replaced. torch, not Megatron-Core, is told that the device
-"cuda"
-is the CPU:
+"cuda" is the CPU:
 
 * a tensor made on, or moved to, "cuda" stays on the CPU (loss scales, flags, buffers of the distributed
   optimizer);
@@ -10,20 +9,25 @@ is the CPU:
 * `torch.cuda.current_device`, `synchronize` and the current stream exist.
 
 `FusedAdam` stands for Apex's optimizer of that name, which needs a GPU and is what Megatron-Core is used
-with: it
-keeps `step` in its groups, not in each parameter's state. With torch's AdamW in its place neither 0.12 nor
-0.16.1
-can store all formats of its distributed optimizer, or load what it stored (KeyError: 'step').
+with: it keeps `step` in its groups, not in each parameter's state. With torch's AdamW in its place neither
+0.12 nor 0.16.1 can store all formats of its distributed optimizer, or load what it stored (KeyError: 'step').
 
 And Megatron-Core 0.12 calls a private function of torch, `_write_item`, that from torch 2.7 on wants to be
-told how
-to serialize; it is told what 0.13 and later tell it.
+told how to serialize; it is told what 0.13 and later tell it.
+
+`EmptyModules` stand for packages that code imports and does not use here.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import inspect
+import sys
+import types
+from collections.abc import Sequence
 from functools import partial
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
 from typing import Any
 
 import torch
@@ -94,3 +98,45 @@ class FusedAdam(torch.optim.Optimizer):
                 param.mul_(1 - group["lr"] * group.get("weight_decay", 0.0))
                 scale = (square / (1 - second**step)).sqrt_().add_(group.get("eps", 1e-8))
                 param.addcdiv_(mean, scale, value=-group["lr"] / (1 - first**step))
+
+
+class _Empty(types.ModuleType):
+    """A module whose every name is an empty class, or a function that does nothing."""
+
+    __path__: list[str] = []  # noqa: RUF012
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        value = type(name, (), {}) if name[0].isupper() else lambda *_, **__: None
+        setattr(self, name, value)
+        return value
+
+
+class EmptyModules(MetaPathFinder, Loader):
+    """Finds an empty module for each of some names, and for every module below them."""
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self.names = names
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: types.ModuleType | None = None
+    ) -> ModuleSpec | None:
+        wanted = any(fullname == name or fullname.startswith(f"{name}.") for name in self.names)
+        return ModuleSpec(fullname, self, is_package=True) if wanted else None
+
+    def create_module(self, spec: ModuleSpec) -> types.ModuleType:
+        return _Empty(spec.name)
+
+    def exec_module(self, module: types.ModuleType) -> None:
+        pass
+
+
+def replace_packages(bare: Sequence[str], empty: Sequence[str]) -> None:
+    """Make packages importable without what their `__init__` imports, and others as empty ones, for good."""
+    sys.meta_path.insert(0, EmptyModules(empty))
+    for name in bare:
+        found = importlib.util.find_spec(name)
+        if found is not None:
+            package = sys.modules[name] = types.ModuleType(name)
+            package.__path__ = list(found.submodule_search_locations or ())

@@ -11,9 +11,9 @@ import gc
 import hashlib
 import multiprocessing
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -21,8 +21,10 @@ import torch.distributed as dist
 import megackpt
 from megackpt.compat import megatron
 from megackpt.mapping.flatten import flatten_state
+from megackpt.maps import Family, checkpoint_map, family_of
 
 VOCAB, SEQUENCE, BATCH, HIDDEN = 64, 16, 2, 32
+Answer = TypeVar("Answer")
 
 
 @dataclass(frozen=True)
@@ -74,7 +76,57 @@ class Layout:
         return f"tp{self.tp}pp{self.pp}ep{self.ep}x{self.ranks}"
 
 
-def build(case: Case, layout: Layout, *, seed: int, installed: bool) -> torch.nn.Module:
+def start(layout: Layout, seed: int) -> None:
+    """Make this rank ready to build a model of Megatron-Core at a layout. Collective."""
+    without_gpu()
+    from megatron.core import parallel_state
+    from megatron.core.tensor_parallel.random import initialize_rng_tracker
+
+    parallel_state.destroy_model_parallel()
+    gc.collect()
+    parallel_state.initialize_model_parallel(layout.tp, layout.pp, expert_model_parallel_size=layout.ep)
+    initialize_rng_tracker(inference_rng_tracker=True)
+    torch.manual_seed(seed * 1000 + dist.get_rank())
+
+
+def options_of(layout: Layout) -> dict[str, Any]:
+    """Return options of every model's config: its layout, and neither kernels nor dropout."""
+    return {
+        "use_cpu_initialization": True,
+        "bias_activation_fusion": False,
+        "bias_dropout_fusion": False,
+        "masked_softmax_fusion": False,
+        "gradient_accumulation_fusion": False,
+        "apply_rope_fusion": False,
+        "attention_dropout": 0.0,
+        "hidden_dropout": 0.0,
+        "moe_token_dispatcher_type": "allgather",
+        "moe_aux_loss_coeff": 0.0,
+        "tensor_model_parallel_size": layout.tp,
+        "pipeline_model_parallel_size": layout.pp,
+        "expert_model_parallel_size": layout.ep,
+        "pipeline_dtype": torch.float32,
+    }
+
+
+def gpt_of(config: Any, spec: Any, **options: Any) -> Any:
+    """Return this rank's stage of a GPTModel with random weights."""
+    from megatron.core import parallel_state
+    from megatron.core.models.gpt import GPTModel
+
+    return GPTModel(
+        config,
+        spec,
+        vocab_size=VOCAB,
+        max_sequence_length=SEQUENCE,
+        pre_process=parallel_state.is_pipeline_first_stage(),
+        post_process=parallel_state.is_pipeline_last_stage(),
+        parallel_output=False,
+        **options,
+    ).eval()
+
+
+def build(case: Case, layout: Layout, *, seed: int, installed: bool) -> Any:
     """Return this rank's part of a GPTModel with random weights; collective.
 
     With `installed` Megatron-Core is imported after `megatron.install()`, without it before: a worker can do
@@ -82,35 +134,21 @@ def build(case: Case, layout: Layout, *, seed: int, installed: bool) -> torch.nn
     """
     if installed:
         megatron.install()
-    without_gpu()
-    from megatron.core import parallel_state
-    from megatron.core.models.gpt import GPTModel
+    start(layout, seed)
     from megatron.core.models.gpt.gpt_layer_specs import (
         get_gpt_decoder_block_spec,
         get_gpt_layer_local_spec,
     )
-    from megatron.core.tensor_parallel.random import initialize_rng_tracker
     from megatron.core.transformer import TransformerConfig
 
-    parallel_state.destroy_model_parallel()
-    gc.collect()
-    parallel_state.initialize_model_parallel(layout.tp, layout.pp, expert_model_parallel_size=layout.ep)
-    initialize_rng_tracker(inference_rng_tracker=True)
-    torch.manual_seed(seed * 1000 + dist.get_rank())
-    moe = (
-        {
-            "num_moe_experts": case.experts,
-            "moe_router_topk": 2,
-            "moe_token_dispatcher_type": "allgather",
-            "moe_aux_loss_coeff": 0.0,
-            "moe_router_score_function": "sigmoid" if case.sigmoid else "softmax",
-            "moe_router_enable_expert_bias": case.sigmoid,
-            "moe_shared_expert_intermediate_size": case.shared or None,
-            "moe_layer_freq": case.every,
-        }
-        if case.experts
-        else {}
-    )
+    moe = {
+        "num_moe_experts": case.experts,
+        "moe_router_topk": 2,
+        "moe_router_score_function": "sigmoid" if case.sigmoid else "softmax",
+        "moe_router_enable_expert_bias": case.sigmoid,
+        "moe_shared_expert_intermediate_size": case.shared or None,
+        "moe_layer_freq": case.every,
+    }
     config = TransformerConfig(
         num_layers=4,
         hidden_size=HIDDEN,
@@ -118,23 +156,12 @@ def build(case: Case, layout: Layout, *, seed: int, installed: bool) -> torch.nn
         num_query_groups=case.groups,
         qk_layernorm=case.qk_norm,
         ffn_hidden_size=48,
-        use_cpu_initialization=True,
         gated_linear_unit=case.swiglu,
         activation_func=torch.nn.functional.silu if case.swiglu else torch.nn.functional.gelu,
         add_bias_linear=not case.swiglu,
-        bias_activation_fusion=False,
-        bias_dropout_fusion=False,
-        masked_softmax_fusion=False,
-        gradient_accumulation_fusion=False,
-        apply_rope_fusion=False,
         normalization=case.norm,
-        attention_dropout=0.0,
-        hidden_dropout=0.0,
-        tensor_model_parallel_size=layout.tp,
-        pipeline_model_parallel_size=layout.pp,
-        expert_model_parallel_size=layout.ep,
-        pipeline_dtype=torch.float32,
-        **moe,
+        **options_of(layout),
+        **(moe if case.experts else {}),
     )
     if case.every > 1:
         spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization=case.norm)
@@ -142,37 +169,38 @@ def build(case: Case, layout: Layout, *, seed: int, installed: bool) -> torch.nn
         spec = get_gpt_layer_local_spec(
             num_experts=case.experts or None, normalization=case.norm, qk_layernorm=case.qk_norm
         )
-    model = GPTModel(
-        config,
-        spec,
-        vocab_size=VOCAB,
-        max_sequence_length=SEQUENCE,
-        pre_process=parallel_state.is_pipeline_first_stage(),
-        post_process=parallel_state.is_pipeline_last_stage(),
-        position_embedding_type="rope" if case.rope else "learned_absolute",
-        share_embeddings_and_output_weights=case.tied,
-        parallel_output=False,
+    positions = "rope" if case.rope else "learned_absolute"
+    return gpt_of(
+        config, spec, position_embedding_type=positions, share_embeddings_and_output_weights=case.tied
     )
-    return model.eval()
+
+
+def tokens() -> torch.Tensor:
+    """Return the tokens `[b, s]` of which logits are computed."""
+    return torch.randint(0, VOCAB, (BATCH, SEQUENCE), generator=torch.Generator().manual_seed(5))
 
 
 @torch.no_grad()
-def logits_of(model: Any, layout: Layout) -> torch.Tensor | None:
-    """Return the logits of fixed tokens on ranks of the last stage, None on others; collective."""
+def logits_of(model: Any, **options: Any) -> torch.Tensor | None:
+    """Return what ranks of the last stage compute of the tokens, None on others; collective."""
     from megatron.core import parallel_state
 
     first, last = parallel_state.is_pipeline_first_stage(), parallel_state.is_pipeline_last_stage()
-    tokens = torch.randint(0, VOCAB, (BATCH, SEQUENCE), generator=torch.Generator().manual_seed(5))
     positions = torch.arange(SEQUENCE).expand(BATCH, SEQUENCE)
     mask = torch.triu(torch.ones(1, 1, SEQUENCE, SEQUENCE), 1).bool()
     if not first:
         received = torch.empty(SEQUENCE, BATCH, HIDDEN)
         dist.recv(received, parallel_state.get_pipeline_model_parallel_prev_rank())
         model.set_input_tensor(received)
-    output = model(tokens, positions, mask)
+    output = model(tokens(), positions, mask, **options if last else {})
     if not last:
         dist.send(output.contiguous(), parallel_state.get_pipeline_model_parallel_next_rank())
     return output if last else None
+
+
+def of_last_stage(answers: Sequence[Answer | None]) -> Answer:
+    """Return what a rank of the last stage answered, where the others answer None."""
+    return next(answer for answer in reversed(answers) if answer is not None)
 
 
 def without_gpu() -> None:
@@ -201,38 +229,40 @@ def oracle(key: str, shape: tuple[int, ...]) -> torch.Tensor:
     return values + 1 if "norm" in key and key.endswith("weight") else values
 
 
+def tensors_of(sharded_state_dict: dict[str, Any]) -> Sequence[Any]:
+    """Return all tensors of a sharded state dict."""
+    return flatten_state(sharded_state_dict, rank=dist.get_rank(), ranks=dist.get_world_size()).tensors
+
+
 @torch.no_grad()
 def fill(sharded_state_dict: dict[str, Any]) -> None:
     """Write this rank's part of the oracle into every tensor of a sharded state dict."""
-    for entity in flatten_state(
-        sharded_state_dict, rank=dist.get_rank(), ranks=dist.get_world_size()
-    ).tensors:
+    for entity in tensors_of(sharded_state_dict):
         entity.data.copy_(oracle(entity.key, entity.global_shape)[entity.global_slice()])
 
 
 def save_filled(case: Case, layout: Layout, path: str, installed: bool) -> torch.Tensor | None:
     """Build, fill from the oracle, save; return the logits on the last stage."""
-    model: Any = build(case, layout, seed=1, installed=installed)
+    model = build(case, layout, seed=1, installed=installed)
     state = model.sharded_state_dict()
     fill(state)
     _faces(installed).save(state, path)
-    return logits_of(model, layout)
+    return logits_of(model)
 
 
 def save_genuine(case: Case, layout: Layout, path: str) -> torch.Tensor | None:
     """Build, fill from the oracle, save with Megatron-Core itself; return the logits on the last stage."""
-    model: Any = build(case, layout, seed=1, installed=False)
+    model = build(case, layout, seed=1, installed=False)
     metadata = {"singleton_local_shards": True} if case.singletons else None
-    state = model.sharded_state_dict(metadata=metadata)
-    fill(state)
-    save_genuinely(state, path)
-    return logits_of(model, layout)
+    save_genuinely(model.sharded_state_dict(metadata=metadata), path)
+    return logits_of(model)
 
 
 def save_genuinely(state: dict[str, Any], path: str) -> None:
-    """Save a sharded state dict with Megatron-Core itself. Collective."""
+    """Fill a sharded state dict from the oracle, and save it with Megatron-Core itself. Collective."""
     from megatron.core import dist_checkpointing
 
+    fill(state)
     if dist.get_rank() == 0:
         os.makedirs(path, exist_ok=True)
     dist.barrier()
@@ -252,36 +282,44 @@ def may_start_processes() -> Iterator[None]:
 
 
 def load_folder(case: Case, layout: Layout, folder: str, config: dict[str, Any]) -> torch.Tensor | None:
-    """Build a model without pipeline stages, load a Hugging Face folder; return its logits."""
-    from megackpt.maps import checkpoint_map, family_of
+    """Build a model, load a Hugging Face folder; return its logits."""
+    model = build(case, layout, seed=2, installed=False)
+    load_weights(model, model.sharded_state_dict(), folder, family_of(config), config)
+    return logits_of(model)
 
-    model: Any = build(case, layout, seed=2, installed=False)
-    for parameter in model.parameters():
-        parameter.data.fill_(float("nan"))  # whatever is not loaded shows
-    state = model.sharded_state_dict()
-    flat = flatten_state(state, rank=dist.get_rank(), ranks=dist.get_world_size())
-    made = checkpoint_map(family_of(config), config, {tensor.key for tensor in flat.tensors})
+
+@torch.no_grad()
+def load_weights(
+    model: Any, state: dict[str, Any], folder: str, family: Family, config: dict[str, Any]
+) -> None:
+    """Load a Hugging Face folder by the map of a family into all that a model has. Collective."""
+    for value in model.state_dict().values():
+        if isinstance(value, torch.Tensor) and value.is_floating_point():
+            value.fill_(float("nan"))  # whatever is not loaded shows
+    keys: list[set[str]] = [set()] * dist.get_world_size()
+    dist.all_gather_object(keys, {tensor.key for tensor in tensors_of(state)})
+    made = checkpoint_map(family, config, set().union(*keys))
     weights = {name: entity for name, entity in state.items() if not name.endswith("_extra_state")}
     model.load_state_dict(megackpt.load(weights, folder, maps=made), strict=False)
-    return logits_of(model, layout)
 
 
 def load_and_save(
     case: Case, layout: Layout, path: str, copy: str, installed: bool
-) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+) -> tuple[torch.Tensor, torch.Tensor] | None:
     """Load into a model with other weights and save it again; return its logits and those of the oracle."""
-    model: Any = build(case, layout, seed=2, installed=installed)
+    model = build(case, layout, seed=2, installed=installed)
     face = _faces(installed)
     model.load_state_dict(face.load(model.sharded_state_dict(), path))
     face.save(model.sharded_state_dict(), copy)
-    loaded = logits_of(model, layout)
+    loaded = logits_of(model)
     fill(model.sharded_state_dict())
-    return loaded, logits_of(model, layout)
+    expected = logits_of(model)
+    return None if loaded is None or expected is None else (loaded, expected)
 
 
 def kinds(case: Case, layout: Layout, installed: bool) -> set[tuple[str, str]]:
     """Return module and name of the class of every leaf of a model's sharded state dict."""
-    model: Any = build(case, layout, seed=1, installed=installed)
+    model = build(case, layout, seed=1, installed=installed)
     return {(type(v).__module__, type(v).__name__) for v in model.sharded_state_dict().values()}
 
 
@@ -294,7 +332,7 @@ def save_adam(case: Case, layout: Layout, path: str) -> None:
 def load_adam(case: Case, layout: Layout, path: str, copy: str) -> None:
     """Load model and Adam states, wiped before, and save them again, with install()."""
     optimizer, state = _adam_state(case, layout)
-    for entity in flatten_state(state, rank=dist.get_rank(), ranks=dist.get_world_size()).tensors:
+    for entity in tensors_of(state):
         entity.data.detach().zero_()
     face = _faces(True)
     loaded = face.load(state, path)
@@ -304,7 +342,7 @@ def load_adam(case: Case, layout: Layout, path: str, copy: str) -> None:
 
 
 def _adam_state(case: Case, layout: Layout) -> tuple[Any, dict[str, Any]]:
-    model: Any = build(case, layout, seed=1, installed=True)
+    model = build(case, layout, seed=1, installed=True)
     from megatron.core.dist_checkpointing import optimizer as helpers
 
     declared = model.sharded_state_dict()

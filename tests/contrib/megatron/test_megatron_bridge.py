@@ -56,7 +56,7 @@ def test_a_checkpoint_is_saved_and_loaded_at_another_layout(
     for layout in (Layout(), Layout(tp=2)):
         for numbers, logits in ranks.run(world.load, layout.ranks, layout, str(tmp_path), installed):
             assert numbers == (world.STEP, world.OPERATIONS)
-            # As in test_megatron_models.py: only the order of sums differs.
+            # As in test_megatron_into_models.py: only the order of sums differs.
             torch.testing.assert_close(logits, expected, rtol=0, atol=1e-5 * expected.abs().max().item())
 
 

@@ -3,15 +3,14 @@
 Genuine checkpoints become Hugging Face folders, with layers for further tokens too, and models of
 Megatron-Core load these folders again, at other layouts. A model of ours reads such a checkpoint directly.
 
-Tolerance: everything is fp32 and the same sums are made in another order; see `test_megatron_models`. A gated
-delta net divides queries and keys by their lengths, which enlarges rounding errors: see `test_qwen3_next`.
+Tolerance: everything is fp32 and the same sums are made in another order; see `test_megatron_into_models`.
+A gated delta net divides queries and keys by their lengths, which enlarges rounding errors: see
+`test_qwen3_next`.
 """
 
 from __future__ import annotations
 
-import importlib.util
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,26 +28,25 @@ from models.huggingface import gpt_config
 from models.megatron import megatron_state
 from tests.contrib.megatron import megatron_families as families
 from tests.contrib.megatron import megatron_world as world
-from tests.contrib.megatron.megatron_families import Fields, Logits
+from tests.contrib.megatron.megatron_families import Case, Fields, Logits
 from tests.contrib.megatron.megatron_world import Layout
 from tests.support.effort import with_all
-from tests.support.huggingface_models import RELATIVE, SCAN_RELATIVE
 
-pytestmark = [
-    pytest.mark.skipif(
-        importlib.util.find_spec("megatron") is None,
-        reason="Megatron-Core is not installed: pip install megatron-core==0.16.1",
-    ),
-]
-
-DEEPSEEK: Fields = {
-    "model_type": "deepseek_v3",
+COMMON: Fields = {
     "vocab_size": world.VOCAB,
-    "hidden_size": 32,
+    "hidden_size": world.HIDDEN,
     "intermediate_size": 48,
     "num_hidden_layers": 4,
-    "first_k_dense_replace": 1,
     "num_attention_heads": 4,
+    "moe_intermediate_size": 12,
+    "norm_topk_prob": True,
+    "max_position_embeddings": 64,
+    "rms_norm_eps": 1e-6,  # transformers has this one for the norms of latent features
+    "tie_word_embeddings": False,
+}
+DEEPSEEK: Fields = COMMON | {
+    "model_type": "deepseek_v3",
+    "first_k_dense_replace": 1,
     "num_key_value_heads": 4,
     "q_lora_rank": 10,
     "kv_lora_rank": 8,
@@ -60,12 +58,7 @@ DEEPSEEK: Fields = {
     "n_group": 4,
     "topk_group": 2,
     "num_experts_per_tok": 4,  # 2 of each group, which is how Megatron-Core scores groups
-    "moe_intermediate_size": 12,
     "routed_scaling_factor": 2.5,
-    "norm_topk_prob": True,
-    "max_position_embeddings": 64,
-    "rms_norm_eps": 1e-6,  # transformers has this one for the norms of latent features
-    "tie_word_embeddings": False,
     "rope_interleave": True,
     "num_nextn_predict_layers": 2,
     "rope_parameters": {
@@ -88,14 +81,9 @@ EQUAL_LAYERS: Fields = DEEPSEEK | {
     "tie_word_embeddings": True,
     "rope_parameters": {"rope_type": "default", "rope_theta": 100.0},
 }
-QWEN3_NEXT: Fields = {
+QWEN3_NEXT: Fields = COMMON | {
     "model_type": "qwen3_next",
-    "vocab_size": world.VOCAB,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 4,
     "layer_types": ["linear_attention", "full_attention"] * 2,
-    "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "head_dim": 8,
     "linear_num_key_heads": 2,
@@ -105,44 +93,9 @@ QWEN3_NEXT: Fields = {
     "linear_conv_kernel_dim": 4,
     "num_experts": 4,
     "num_experts_per_tok": 2,
-    "moe_intermediate_size": 12,
     "shared_expert_intermediate_size": 20,
-    "norm_topk_prob": True,
-    "max_position_embeddings": 64,
-    "rms_norm_eps": 1e-6,
-    "tie_word_embeddings": False,
     "rope_parameters": {"rope_type": "default", "rope_theta": 100.0, "partial_rotary_factor": 0.5},
 }
-
-
-@dataclass(frozen=True)
-class Case:
-    """A model that is saved at one layout and loaded at another.
-
-    Attributes:
-        fields: of its config.json.
-        is_fused: as in `megatron_families.build`.
-        further: number of layers for further tokens.
-        saved: layout of the model that is saved.
-        loaded: layout of the model that loads the folder.
-    """
-
-    fields: Fields
-    is_fused: bool
-    further: int
-    saved: Layout
-    loaded: Layout
-
-    @property
-    def map(self) -> str:
-        name: str = self.fields["model_type"]
-        return f"{name}_mtp" if self.further else name
-
-    @property
-    def relative(self) -> float:
-        return RELATIVE if self.fields["model_type"] == "deepseek_v3" else SCAN_RELATIVE
-
-
 CASES = {
     "deepseek": Case(DEEPSEEK, False, 0, Layout(tp=2), Layout(ep=2)),
     "deepseek-mtp": Case(DEEPSEEK, False, 2, Layout(pp=2), Layout(tp=2)),
@@ -153,24 +106,13 @@ CASES = {
 }
 
 
-@pytest.fixture(scope="module")
-def pool() -> Iterator[RankPool]:
-    """Worker ranks that import Megatron-Core itself: what a worker has imported, it keeps."""
-    own = RankPool()
-    yield own
-    own.close()
-
-
 @with_all("it runs whole models; test_megatron_map has names and elements")
 @pytest.mark.parametrize("name", CASES)
 def test_a_genuine_checkpoint_becomes_a_folder_and_the_folder_a_model(
-    name: str, pool: RankPool, tmp_path: Path
+    name: str, core_ranks: RankPool, tmp_path: Path
 ) -> None:
     case, path, folder = CASES[name], str(tmp_path / "genuine"), tmp_path / "folder"
-    ranks = pool.run(
-        families.save, case.saved.ranks, case.fields, case.saved, path, case.is_fused, case.further
-    )
-    saved = of_last_stage(ranks)
+    saved = world.of_last_stage(core_ranks.run(families.save, case.saved.ranks, case, case.saved, path))
     assert len(saved) == 1 + case.further
 
     stored = {key: tuple(spec.global_shape) for key, spec in arrays_of(path).items()}
@@ -185,23 +127,14 @@ def test_a_genuine_checkpoint_becomes_a_folder_and_the_folder_a_model(
     megackpt.export_huggingface(path, folder, config=case.fields, map=case.map)
     assert_close(of_transformers(folder, case), saved, case)
 
-    ranks = pool.run(
-        families.load,
-        case.loaded.ranks,
-        case.fields,
-        case.loaded,
-        str(folder),
-        case.is_fused,
-        case.further,
-        case.map,
-    )
-    assert_close(of_last_stage(ranks), saved, case)
+    ranks = core_ranks.run(families.load, case.loaded.ranks, case, case.loaded, str(folder), case.map)
+    assert_close(world.of_last_stage(ranks), saved, case)
 
 
 @with_all("it runs whole models; test_megatron_map has names and elements")
 @pytest.mark.parametrize("name", ["deepseek", "deepseek-equal-layers", "qwen3-next"])
 def test_a_model_of_megatron_core_loads_what_transformers_writes(
-    name: str, pool: RankPool, tmp_path: Path
+    name: str, core_ranks: RankPool, tmp_path: Path
 ) -> None:
     transformers = pytest.importorskip("transformers")
     case = CASES[name]
@@ -209,25 +142,16 @@ def test_a_model_of_megatron_core_loads_what_transformers_writes(
     fields = {key: value for key, value in case.fields.items() if key != "model_type"}
     config = transformers.AutoConfig.for_model(case.fields["model_type"], **fields)
     transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
-    ranks = pool.run(
-        families.load,
-        case.loaded.ranks,
-        case.fields,
-        case.loaded,
-        str(tmp_path),
-        case.is_fused,
-        0,
-        case.map,
-    )
-    assert_close(of_last_stage(ranks), of_transformers(tmp_path, case), case)
+    ranks = core_ranks.run(families.load, case.loaded.ranks, case, case.loaded, str(tmp_path), case.map)
+    assert_close(world.of_last_stage(ranks), of_transformers(tmp_path, case), case)
 
 
 @with_all("it runs whole models; test_megatron_map has names and elements")
 def test_a_model_of_ours_reads_latent_attention_and_layers_for_further_tokens(
-    pool: RankPool, tmp_path: Path
+    core_ranks: RankPool, tmp_path: Path
 ) -> None:
     case, path = CASES["deepseek-fused-mtp"], str(tmp_path / "genuine")
-    ranks = pool.run(families.save, 2, case.fields, Layout(tp=2), path, case.is_fused, case.further)
+    ranks = core_ranks.run(families.save, 2, case, Layout(tp=2), path)
     config = replace(gpt_config(case.fields), mtp=MTPConfig(num_layers=case.further), make_vocab_divisible=1)
     (model,) = build_gpt(config, ParallelGroups.create(ParallelLayout()))
     with torch.no_grad():
@@ -236,8 +160,8 @@ def test_a_model_of_ours_reads_latent_attention_and_layers_for_further_tokens(
     megackpt.load(megatron_state(model, megackpt.load_sharded_metadata(path)), path)
     assert not any(parameter.isnan().any() for parameter in model.parameters())
     with torch.no_grad():
-        logits = model(families.tokens_of(case.fields)).transpose(0, 1)
-    assert_close([logits], of_last_stage(ranks), case)
+        logits = model(world.tokens()).transpose(0, 1)
+    assert_close([logits], world.of_last_stage(ranks), case)
 
 
 @pytest.mark.parametrize(
@@ -254,10 +178,6 @@ def test_models_of_ours_that_boxes_alone_cannot_fill_are_an_error(fields: Fields
     model = build_gpt(gpt_config(fields), ParallelGroups.create(ParallelLayout()))
     with pytest.raises(MapError, match=text):
         megatron_state(model, keys)
-
-
-def of_last_stage(ranks: list[Logits | None]) -> Logits:
-    return next(logits for logits in reversed(ranks) if logits is not None)
 
 
 def arrays_of(path: str) -> dict[str, Any]:
@@ -282,7 +202,7 @@ def of_transformers(folder: Path, case: Case) -> Logits:
     model: Any = transformers.AutoModelForCausalLM.from_pretrained(
         folder, dtype=torch.float32, attn_implementation="eager"
     ).eval()
-    tokens = families.tokens_of(case.fields)
+    tokens = world.tokens()
     hidden: Tensor = model.model(tokens, use_cache=False).last_hidden_state
     logits = [model.lm_head(hidden)]
     if case.map != "deepseek_v3_mtp":

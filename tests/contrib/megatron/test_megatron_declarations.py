@@ -1,7 +1,8 @@
-"""Megatron-Core's Mamba mixer and gated delta net declare the arrays that ours do, rank by rank.
+"""Real mixers and models of Megatron-Core declare the arrays that ours do, or that our maps name.
 
-Its hybrid model declares those that the map of Nemotron-H names. All are the real ones. Their kernels
-(`mamba_ssm`, `fla`) and `einops` are empty modules: they are built and declare their state, and do not run.
+Its Mamba mixer and gated delta net are compared with ours, rank by rank; its hybrid model and its T5, in
+layers without kernels, with the maps of Nemotron-H and mT5. Kernels (`mamba_ssm`, `fla`) and `einops` are
+empty modules, and attention without a kernel takes no bias of relative positions: nothing runs as a whole.
 """
 
 from __future__ import annotations
@@ -15,26 +16,21 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from megackpt.maps import family_of, has_megatron_keys, megatron_map
+from megackpt.maps import checkpoint_map, family_of, has_megatron_keys, megatron_map
 from megackpt.parallel import GatedDeltaNet, MambaMixer, MambaSizes, ParallelGroups, ParallelLayout
 from megackpt.testing.ranks import RankPool
-from tests.contrib.megatron import megatron_world
+from tests.contrib.megatron import megatron_world as world
+from tests.contrib.megatron.megatron_world import Layout
 from tests.support.effort import with_all
 from tests.support.optimizers import tensors_of
+from tests.support.states import assembled, random_arrays
 
-pytest.importorskip("megatron.core", reason="megatron-core is not installed")
 HIDDEN = 12
 SIZES = MambaSizes(num_heads=4, head_dim=6, state_size=5, num_groups=2)
 Boxes = dict[str, tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]]
 """Global shape, offset and local shape by key."""
 
-DELTA_NET = {
-    "num_key_heads": 2,
-    "num_value_heads": 4,
-    "key_head_dim": 6,
-    "value_head_dim": 5,
-}
-
+DELTA_NET = {"num_key_heads": 2, "num_value_heads": 4, "key_head_dim": 6, "value_head_dim": 5}
 KERNELS = {
     "einops": ("rearrange", "repeat"),
     "fla": (),
@@ -65,15 +61,9 @@ class _Norm(nn.Module):
         self.weight = nn.Parameter(torch.ones(size))
 
 
-def _megatron_modules(tp: int) -> tuple[ModuleType, ModuleType]:
+def _megatron_modules(layout: Layout) -> tuple[ModuleType, ModuleType]:
     """Make Megatron-Core ready for this rank; return its modules of both mixers. Collective."""
-    megatron_world.without_gpu()
-    from megatron.core import parallel_state
-    from megatron.core.tensor_parallel.random import initialize_rng_tracker
-
-    parallel_state.destroy_model_parallel()
-    parallel_state.initialize_model_parallel(tp)
-    initialize_rng_tracker(inference_rng_tracker=True)
+    world.start(layout, seed=0)
     stubs = {name: ModuleType(name) for name in KERNELS}
     vars(stubs["mamba_ssm.ops.triton.layernorm_gated"])["RMSNorm"] = _Norm
     for name, functions in KERNELS.items():
@@ -87,9 +77,9 @@ def _megatron_modules(tp: int) -> tuple[ModuleType, ModuleType]:
     return mamba_mixer, gated_delta_net
 
 
-def _real_mixers(tp: int) -> tuple[nn.Module, nn.Module]:
+def _real_mixers(layout: Layout) -> tuple[nn.Module, nn.Module]:
     """Return this rank's Mamba mixer and gated delta net of Megatron-Core. Collective."""
-    mamba_mixer, gated_delta_net = _megatron_modules(tp)
+    mamba_mixer, gated_delta_net = _megatron_modules(layout)
     from megatron.core.process_groups_config import ProcessGroupCollection
     from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
     from megatron.core.transformer import TransformerConfig
@@ -99,7 +89,6 @@ def _real_mixers(tp: int) -> tuple[nn.Module, nn.Module]:
         num_layers=1,
         hidden_size=HIDDEN,
         num_attention_heads=4,
-        use_cpu_initialization=True,
         normalization="RMSNorm",
         mamba_num_heads=SIZES.num_heads,
         mamba_head_dim=SIZES.head_dim,
@@ -107,7 +96,7 @@ def _real_mixers(tp: int) -> tuple[nn.Module, nn.Module]:
         mamba_num_groups=SIZES.num_groups,
         linear_conv_kernel_dim=4,
         **{f"linear_{name}": size for name, size in DELTA_NET.items()},
-        tensor_model_parallel_size=tp,
+        **world.options_of(layout),
     )
     linear = {"in_proj": ColumnParallelLinear, "out_proj": RowParallelLinear}
     groups = ProcessGroupCollection.use_mpu_process_groups()
@@ -125,23 +114,17 @@ def _boxes(tensors: list[Any]) -> Boxes:
 
 def _tensors_of(state: Any) -> list[Any]:
     """Return the tensors of a state dict of Megatron-Core; those that it cuts one by one."""
-    from megatron.core.dist_checkpointing.mapping import ShardedTensor as TheirTensor
-    from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
+    from megatron.core.dist_checkpointing.dict_utils import nested_values
+    from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factories
 
-    tensors = []
-    for entity in state.values():
-        if isinstance(entity, ShardedTensorFactory):
-            built = entity.build()
-            tensors += built.values() if isinstance(built, dict) else built
-        elif isinstance(entity, TheirTensor):
-            tensors.append(entity)
-    return tensors
+    apply_factories(state)
+    return [entity for entity in nested_values(state) if isinstance(entity, ShardedTensor)]
 
 
 def _declared(tp: int) -> tuple[Boxes, Boxes]:
     """Return what this rank of Megatron-Core's mixers and of ours has."""
     theirs = []
-    for real, prefix in zip(_real_mixers(tp), ("mixer.", "delta_net."), strict=True):
+    for real, prefix in zip(_real_mixers(Layout(tp=tp)), ("mixer.", "delta_net."), strict=True):
         theirs += _tensors_of(real.sharded_state_dict(prefix))
     groups = ParallelGroups.offline(ParallelLayout(tp=tp), dist.get_rank())
     ours = list(tensors_of(MambaMixer(HIDDEN, SIZES, groups).sharded_state_dict("mixer.")))
@@ -150,8 +133,8 @@ def _declared(tp: int) -> tuple[Boxes, Boxes]:
 
 
 @with_all("it imports Megatron-Core in two processes; tests of maps compare the names")
-def test_the_mixers_declare_what_those_of_megatron_core_do(rank_pool: RankPool) -> None:
-    ranks = rank_pool.run(_declared, 2, 2)
+def test_the_mixers_declare_what_those_of_megatron_core_do(core_ranks: RankPool) -> None:
+    ranks = core_ranks.run(_declared, 2, 2)
     for theirs, ours in ranks:
         assert theirs == ours
         assert {"mixer.in_proj.weight.dt", "delta_net.in_proj.weight.beta"} < ours.keys()
@@ -179,7 +162,7 @@ HYBRID = {
 
 def _real_hybrid() -> Any:
     """Return a whole model of Megatron-Core with the layers of HYBRID, of its layers without kernels."""
-    mamba_mixer, _ = _megatron_modules(1)
+    mamba_mixer, _ = _megatron_modules(Layout())
     from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
     from megatron.core.models.gpt.gpt_layer_specs import get_mlp_module_spec
     from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
@@ -229,7 +212,6 @@ def _real_hybrid() -> Any:
         num_query_groups=2,
         kv_channels=6,
         ffn_hidden_size=10,
-        use_cpu_initialization=True,
         normalization="RMSNorm",
         add_bias_linear=False,
         mamba_num_heads=4,
@@ -241,7 +223,7 @@ def _real_hybrid() -> Any:
         moe_shared_expert_intermediate_size=12,
         moe_router_score_function="sigmoid",
         moe_router_enable_expert_bias=True,
-        moe_token_dispatcher_type="allgather",
+        **world.options_of(Layout()),
     )
     return MambaModel(
         config,
@@ -252,15 +234,109 @@ def _real_hybrid() -> Any:
     )
 
 
-def _hybrid_shapes() -> dict[str, tuple[int, ...]]:
-    return {t.key: tuple(t.global_shape) for t in _tensors_of(_real_hybrid().sharded_state_dict())}
+T5 = {
+    "model_type": "mt5",
+    "vocab_size": 32,
+    "d_model": 12,
+    "d_kv": 5,
+    "d_ff": 10,
+    "num_layers": 3,
+    "num_decoder_layers": 2,
+    "num_heads": 4,
+    "relative_attention_num_buckets": 8,
+    "feed_forward_proj": "gated-gelu",
+}
 
 
-@with_all("it imports Megatron-Core in a process; test_map_families has the names")
-def test_a_whole_hybrid_model_declares_what_the_map_of_nemotron_h_names(rank_pool: RankPool) -> None:
-    (actual,) = rank_pool.run(_hybrid_shapes, 1)
+def _real_t5() -> Any:
+    """Return a whole model of Megatron-Core with the layers of T5."""
+    world.start(Layout(), seed=0)
+    from megatron.core.models.T5.t5_model import T5Model
+    from megatron.core.models.T5.t5_spec import (
+        decoder_model_with_local_spec,
+        encoder_model_with_local_spec,
+    )
+    from megatron.core.transformer import TransformerConfig
+    from megatron.core.transformer.torch_norm import WrappedTorchNorm
+    from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+
+    def config(layers: int) -> TransformerConfig:
+        return TransformerConfig(
+            num_layers=layers,
+            hidden_size=12,
+            num_attention_heads=4,
+            kv_channels=5,
+            ffn_hidden_size=10,
+            gated_linear_unit=True,
+            activation_func=torch.nn.functional.gelu,
+            normalization="RMSNorm",
+            add_bias_linear=False,
+            softmax_scale=1.0,  # the model of transformers does not divide scores
+            **world.options_of(Layout()),
+        )
+
+    encoder, decoder = (
+        TransformerBlockSubmodules([spec] * layers, layer_norm=WrappedTorchNorm)
+        for spec, layers in ((encoder_model_with_local_spec(), 3), (decoder_model_with_local_spec(), 2))
+    )
+    return T5Model(
+        config(2),
+        config(3),
+        encoder,
+        decoder,
+        vocab_size=32,
+        max_sequence_length=8,
+        position_embedding_type="relative",
+        relative_attention_num_buckets=8,
+    )
+
+
+def _shapes(config: Any) -> dict[str, tuple[int, ...]]:
+    model = _real_t5() if config["model_type"] == "mt5" else _real_hybrid()
+    return {t.key: tuple(t.global_shape) for t in _tensors_of(model.sharded_state_dict())}
+
+
+@with_all("it imports Megatron-Core in a process; tests of maps compare the names")
+@pytest.mark.parametrize(
+    ("config", "copied", "some"),
+    [
+        (HYBRID, {}, {"decoder.final_norm.weight", "decoder.layers.0.norm.weight"}),
+        (T5, {"output_layer.weight": "lm_head.output_layer.weight"}, {"lm_head.output_layer.weight"}),
+    ],
+    ids=["nemotron_h", "mt5"],
+)
+def test_a_whole_model_declares_what_the_map_names(
+    config: dict[str, Any], copied: dict[str, str], some: set[str], core_ranks: RankPool
+) -> None:
+    (actual,) = core_ranks.run(_shapes, 1, config)
     assert has_megatron_keys(actual)
-    family = family_of(HYBRID)
-    made = megatron_map(family.region_map(HYBRID).left, family.rules(HYBRID, ()).sizes, list(actual))
-    assert actual == {key: array.stored for key, array in made.right.items()}
-    assert {"decoder.final_norm.weight", "decoder.layers.0.norm.weight"} < actual.keys()
+    family = family_of(config)
+    made = megatron_map(family.region_map(config).left, family.rules(config, ()).sizes, list(actual))
+    copies = {key: actual[source] for key, source in copied.items()}
+    assert actual == {key: array.stored for key, array in made.right.items()} | copies
+    assert set(checkpoint_map(family, config, list(actual)).left) == actual.keys() - copies.keys()
+    assert some < actual.keys()
+
+
+def _keys_and_values(weight: torch.Tensor, states: torch.Tensor) -> list[torch.Tensor]:
+    """Return the keys and values that Megatron-Core's cross attention has, with this joined weight."""
+    attention = _real_t5().decoder.layers[0].cross_attention
+    with torch.no_grad():
+        attention.linear_kv.weight.copy_(weight)
+        _, key, value = attention.get_query_key_value_tensors(states[:1], states)
+    return [key, value]
+
+
+@with_all("it imports Megatron-Core in a process; test_megatron_map has the order")
+def test_keys_and_values_of_cross_attention_are_where_the_map_has_them(core_ranks: RankPool) -> None:
+    family = family_of(T5)
+    hub = family.region_map(T5)
+    ours = assembled(hub, random_arrays(hub, 0))
+    made = megatron_map(hub.left, family.rules(T5, ()).sizes)
+    joined = assembled(made.inverse(), ours)["decoder.layers.cross_attention.linear_kv.weight"][0]
+    states = torch.randn(6, 2, 12, generator=torch.Generator().manual_seed(0))
+    (actual,) = core_ranks.run(_keys_and_values, 1, joined, states)
+    for tensor, component in zip(actual, "kv", strict=True):
+        expected = states @ ours[f"decoder.layers.0.cross_attention.linear_kv.weight.{component}"].T
+        # Sums of 12 products each, in another order.
+        torch.testing.assert_close(tensor.flatten(2), expected, rtol=1e-5, atol=1e-5)
