@@ -1,7 +1,7 @@
-"""Folders of transformers are the start of a run at any layout: weights, masters, logits, bytes read, errors.
+"""Folders of transformers begin a run at any layout, and are written again from checkpoints of any.
 
 The tolerance of logits is that of `test_huggingface_logits`. Everything else is compared bit for bit with
-arrays that these tests make from the transformers model itself, without a map.
+arrays that these tests make from the transformers model itself, without a map, or with its folders.
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ from megackpt.testing.ranks import RankPool
 from models import GPTConfig, build_gpt
 from models.huggingface import gpt_config
 from tests.support.effort import few, sampled
+from tests.support.huggingface_folders import assert_same_tensors, folder_tensors
 from tests.support.huggingface_models import (
     FAMILIES,
     SEQUENCE,
@@ -55,7 +56,7 @@ from tests.support.huggingface_models import (
 from tests.support.optimizers import tensors_of
 from tests.support.s3_server import BUCKET, S3Server, options_for
 
-pytest.importorskip("transformers", reason="the extra huggingface is not installed")
+transformers = pytest.importorskip("transformers", reason="the extra huggingface is not installed")
 
 SEEDS = few(2, of=5)
 Arrays = Mapping[str, npt.NDArray[Any]]
@@ -221,22 +222,15 @@ def _bytes_read(path: Path, layout: ParallelLayout, exchange: Any, left_out: Seq
 CUT_ALONG_INPUTS = ("*.linear_proj.weight", "*.linear_fc2.weight")
 BYTES = {
     "tp4": ("llama", ParallelLayout(tp=4), "auto", ()),
-    "tp4, without weights cut along their inputs": (
-        "llama",
-        ParallelLayout(tp=4),
-        "direct",
-        CUT_ALONG_INPUTS,
-    ),
+    "tp4, less what is cut along inputs": ("llama", ParallelLayout(tp=4), "direct", CUT_ALONG_INPUTS),
     "ep2": ("mixtral", ParallelLayout(dp=4, ep=2), "auto", ()),
 }
 
 
 @pytest.mark.parametrize("name", BYTES)
 def test_ranks_read_what_they_need(rank_pool: RankPool, tmp_path: Path, name: str) -> None:
-    from transformers import AutoConfig, AutoModelForCausalLM
-
     family, layout, exchange, left_out = BYTES[name]
-    config = AutoConfig.for_model(
+    config = transformers.AutoConfig.for_model(
         family,
         vocab_size=1000,
         hidden_size=512,  # parts of ranks are farther apart than 64 KiB
@@ -246,7 +240,7 @@ def test_ranks_read_what_they_need(rank_pool: RankPool, tmp_path: Path, name: st
         num_key_value_heads=4,
         **({"num_local_experts": 4} if layout.ep > 1 else {}),
     )
-    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
     ratios = rank_pool.run(_bytes_read, 4, tmp_path, layout, exchange, left_out)
     assert max(ratios) <= 1.05, ratios
 
@@ -330,3 +324,74 @@ def _load_dtensors(path: Path, arrays: Arrays) -> list[str]:
 def test_dtensors_are_filled(rank_pool: RankPool, folders: Any, family: str) -> None:
     folder = folders(family, 0)
     assert rank_pool.run(_load_dtensors, 2, folder.path, folder.arrays) == [[], []]
+
+
+SHARDS = 40_000  # bytes
+
+
+def _written(path: Path, family: str, seed: int) -> dict[str, Tensor]:
+    """Let transformers write a folder; return its tensors."""
+    model: Any = random_model(random_config(family, seed), seed)
+    model.save_pretrained(path, max_shard_size=f"{SHARDS // 1000}KB")
+    return folder_tensors(path)
+
+
+def _assert_loads(folder: Path, original: Path) -> None:
+    """Check that transformers loads a folder completely, to the same weights as the original."""
+    load = transformers.AutoModelForCausalLM.from_pretrained
+    model, notes = load(folder, output_loading_info=True)
+    assert not any(notes.values()), notes
+    reference = load(original)
+    assert type(model) is type(reference)
+    assert_same_tensors(dict(model.state_dict()), dict(reference.state_dict()))
+
+
+@pytest.mark.parametrize("seed", range(SEEDS))
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_folder_comes_back_from_a_checkpoint(family: str, seed: int, tmp_path: Path) -> None:
+    tensors = _written(tmp_path / "original", family, seed)
+    megackpt.import_huggingface(tmp_path / "original", tmp_path / "saved")
+    megackpt.export_huggingface(tmp_path / "saved", tmp_path / "folder", max_file_bytes=SHARDS)
+    assert_same_tensors(folder_tensors(tmp_path / "folder"), tensors)
+    _assert_loads(tmp_path / "folder", tmp_path / "original")
+
+
+def _save(folder: Path, target: Path, config: GPTConfig, layout: ParallelLayout) -> None:
+    """Load a folder into a model in bfloat16 and its distributed optimizer, and save both."""
+    groups = ParallelGroups.create(layout)
+    config = replace(config, params_dtype=torch.bfloat16, make_vocab_divisible=8)
+    _, state = _state(config, groups, sequence_parallel=layout.tp > 1)
+    megackpt.load(weights_of(state), folder, maps="auto")
+    metadata = {"huggingface_config": json.loads((folder / "config.json").read_text())}
+    megackpt.save(state, target, content_metadata=metadata)
+
+
+def _save_all(cases: list[tuple[Any, ...]]) -> None:
+    for case in cases:
+        _save(*case)
+
+
+@sampled(4)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_weights_and_masters_of_any_layout_are_exported(
+    rank_pool: RankPool, family: str, tmp_path: Path
+) -> None:
+    cases, tensors = [], []
+    for seed in range(SEEDS):
+        folder = tmp_path / f"original{seed}"
+        tensors.append(_written(folder, family, seed))
+        config = gpt_config(json.loads((folder / "config.json").read_text()))
+        (tmp_path / f"saved{seed}").mkdir()
+        cases.append((folder, tmp_path / f"saved{seed}", config, layout_of(config)))
+    assert cases[0][-1].tp == 2
+    rank_pool.run(_save_all, 4, cases)
+    for seed, expected in zip(range(SEEDS), tensors, strict=True):
+        masters, model = tmp_path / f"masters{seed}", tmp_path / f"model{seed}"
+        megackpt.export_huggingface(tmp_path / f"saved{seed}", masters, weights="masters", buffer_bytes=9000)
+        assert_same_tensors(folder_tensors(masters), expected)
+        _assert_loads(masters, tmp_path / f"original{seed}")
+        megackpt.export_huggingface(tmp_path / f"saved{seed}", model, max_file_bytes=SHARDS)
+        assert_same_tensors(
+            folder_tensors(model),
+            {key: array if stays_in_float32(key) else array.bfloat16() for key, array in expected.items()},
+        )

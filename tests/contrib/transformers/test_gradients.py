@@ -1,0 +1,361 @@
+"""Models of transformers at any layout: logits and gradients of one step, and their folders both ways.
+
+With layers for further tokens too, whose losses are computed here with transformers' `MtpLayer`.
+
+Tolerance: everything is float32 and only the order of sums differs. `RELATIVE` of test_huggingface_logits is
+used for logits. An element of a gradient is a sum of some 2 * 24 * 50 rounded terms, whose random errors are
+sqrt(2400) * 2^-24 = 3e-6 of the largest element of its array. A recurrence multiplies them: in the scan they
+are products of exponentials of differences of sums, and a delta net divides queries and keys by their
+lengths. Errors of up to 4e-5 of the largest element were seen. A missing sum is off by a factor of 2.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple, TypeAlias
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import megackpt
+from megackpt import CheckpointError, KeyRule, LoadOptions, MapError, Policy
+from megackpt.maps import family, weights_of
+from megackpt.parallel import MicroBatch, ParallelGroups, ParallelLayout, context_share, forward_backward
+from megackpt.testing.ranks import RankPool
+from models import GPTConfig, MTPConfig, build_gpt
+from models.huggingface import gpt_config
+from tests.support import huggingface_models as families
+from tests.support import huggingface_recurrent as recurrent
+from tests.support.effort import few, sampled
+from tests.support.gpt import Box, assert_all_close, gradient_boxes, join
+from tests.support.huggingface_configs import random_fields
+from tests.support.huggingface_experts import experts_in_our_names, fill, randomise
+from tests.support.huggingface_folders import assert_same_tensors, declared, folder_tensors, write_folder
+from tests.support.huggingface_models import (
+    RELATIVE,
+    SCAN_RELATIVE,
+    assert_close,
+    logits_of,
+    relative_error_of,
+    renamed,
+    token_ids,
+)
+from tests.support.optimizers import Arrays, tensors_of
+from tests.support.states import assembled, random_arrays
+
+transformers = pytest.importorskip("transformers", reason="the extra huggingface is not installed")
+
+Results: TypeAlias = list[tuple[Any, list[tuple[Any, ...]]]]
+"""Of one rank, for each model: logits, or None, and boxes of gradients. Arrays are numpy's."""
+WEIGHT = 0.3  # of the losses of further tokens
+ONE = ParallelGroups.create(ParallelLayout())
+LAYOUTS = {
+    "tp2": ParallelLayout(tp=2),
+    "tp2-sequence": ParallelLayout(tp=2),
+    "tp4": ParallelLayout(tp=4),
+    "pp2": ParallelLayout(pp=2),
+    "ep2": ParallelLayout(dp=2, ep=2),
+    "cp2": ParallelLayout(cp=2),
+    "cp4": ParallelLayout(cp=4),
+    "tp2-cp2": ParallelLayout(tp=2, cp=2),
+    "tp2-cp2-sequence": ParallelLayout(tp=2, cp=2),
+}
+
+
+class Family(NamedTuple):
+    """Random models of a kind: those to compare on one rank, and those to cut over more."""
+
+    alone: Iterable[int]  # seeds
+    cut: Iterable[int]
+    layouts: str
+    relative: float  # tolerance of gradients
+    name: str
+    further: int = 0  # layers for further tokens
+
+
+FEW = range(few(2, of=6))
+OF_MAMBA = "tp2 tp2-sequence tp4 pp2 ep2 cp2 cp4 tp2-cp2-sequence"
+OF_QWEN = "tp2 tp2-sequence pp2 ep2 cp2 tp2-cp2 tp2-cp2-sequence"
+OF_DEEPSEEK = "tp2 tp2-sequence pp2 cp2 ep2"
+MODELS = {
+    "mamba2": Family(range(5), range(5), OF_MAMBA, SCAN_RELATIVE, "mamba2"),
+    "nemotron_h": Family(range(5), range(5), OF_MAMBA, SCAN_RELATIVE, "nemotron_h"),
+    # 2 ranks of tp and of cp can have the models of these seeds.
+    "qwen3_next": Family(FEW, [100 * seed for seed in FEW], OF_QWEN, SCAN_RELATIVE, "qwen3_next"),
+    "deepseek_v3": Family(FEW, FEW, OF_DEEPSEEK, RELATIVE, "deepseek_v3"),
+    "deepseek_v3, further tokens": Family(FEW, FEW, OF_DEEPSEEK, RELATIVE, "deepseek_v3", 2),
+}
+
+
+def random_model(name: str, seed: int) -> Any:
+    if name not in recurrent.FAMILIES:
+        return families.random_model(families.random_config(name, seed), seed)
+    model = transformers.AutoModelForCausalLM.from_config(recurrent.random_config(name, seed)).eval()
+    randomise(model, seed)
+    return model
+
+
+def arrays_of(model: Any, layers: Iterable[nn.Module] = ()) -> Arrays:
+    """Return the weights of a model, and of its layers for further tokens, as our arrays."""
+    if model.config.model_type in recurrent.FAMILIES:
+        return recurrent.arrays_in_our_names(model.state_dict(), model.config)
+    return {**families.arrays_in_our_names(model), **further_arrays(layers, model.config)}
+
+
+class Case(NamedTuple):
+    """A random model of transformers: our config, its weights, and what it computes."""
+
+    config: GPTConfig
+    weights: Mapping[str, Any]  # numpy's, which need no shared memory
+    logits: Tensor
+    gradients: Mapping[str, Tensor]
+
+
+@functools.cache
+def case(name: str, seed: int, further: int) -> Case:
+    """Return a random model, with layers for so many further tokens."""
+    model = random_model(name, seed)
+    layers = [further_layer(model, seed + depth) for depth in range(further)]
+    mtp = MTPConfig(num_layers=further, loss_weight=WEIGHT) if further else None
+    config = replace(gpt_config(json.loads(model.config.to_json_string())), make_vocab_divisible=1, mtp=mtp)
+    weights = {key: array.detach().numpy().copy() for key, array in arrays_of(model, layers).items()}
+    with torch.no_grad():
+        logits = model(token_ids(config.vocab_size), use_cache=False).logits
+    loss_of(model, layers, batch(config)).backward()
+    with torch.no_grad():
+        for param in [p for module in (model, *layers) for p in module.parameters()]:
+            param.copy_(torch.zeros_like(param) if param.grad is None else param.grad)
+    gradients = arrays_of(model, layers)
+    return Case(config, weights, logits, {k: g for k, g in gradients.items() if "expert_bias" not in k})
+
+
+def further_layer(model: Any, seed: int) -> nn.Module:
+    from transformers.modeling_layers import MtpLayer
+
+    last = model.model.layers[-1]
+    layer: nn.Module = MtpLayer(
+        model.config, type(last), type(last.input_layernorm), model.config.num_hidden_layers - 1
+    )
+    randomise(layer, seed)
+    return layer
+
+
+def further_arrays(layers: Iterable[nn.Module], config: Any) -> Arrays:
+    """Return the weights of layers for further tokens as our arrays."""
+    arrays: Arrays = {}
+    for number, layer in enumerate(layers):
+        state, ours = layer.state_dict(), f"mtp.layers.{number}."
+        for name in ("enorm.weight", "hnorm.weight", "eh_proj.weight"):
+            arrays[ours + name] = state[name]
+        arrays[f"{ours}final_layernorm.weight"] = state["post_norm.weight"]
+        inner = f"{ours}transformer_layer."
+        for name, value in state.items():
+            if name.startswith("mtp_block.") and ".mlp." not in name:
+                for key, part in renamed(name.replace("mtp_block.", "model.layers.0."), value, config):
+                    arrays[key.replace("decoder.layers.0.", inner)] = part
+        arrays |= experts_in_our_names(state, "mtp_block.mlp.", f"{inner}mlp.")
+    return arrays
+
+
+def loss_of(model: Any, layers: list[nn.Module], whole: MicroBatch) -> Tensor:
+    """Return the loss of the next token, and the weighted mean of those of further ones."""
+    tokens, labels = whole
+    if not layers:
+        return F.cross_entropy(model(tokens, use_cache=False).logits.flatten(0, 1), labels.flatten())
+    hidden = model.model(tokens).last_hidden_state
+    loss = F.cross_entropy(model.lm_head(hidden).flatten(0, 1), labels.flatten())
+    positions = torch.arange(tokens.shape[1]).unsqueeze(0)
+    mask = torch.full((tokens.shape[1],) * 2, float("-inf")).triu(1)[None, None]
+    for number, layer in enumerate(layers):
+        hidden = layer(
+            model.model.embed_tokens(labels.roll(-number, 1)),
+            hidden,
+            model.model.rotary_emb(hidden, positions),
+            mask,
+            positions,
+            None,  # the cache, whose name differs between versions
+        )
+        ahead = labels[:, number + 1 :]
+        logits = model.lm_head(hidden[:, : ahead.shape[1]])
+        further = F.cross_entropy(logits.flatten(0, 1), ahead.flatten())
+        loss = loss + further * WEIGHT / len(layers)
+    return loss
+
+
+def batch(config: GPTConfig) -> MicroBatch:
+    tokens = token_ids(config.vocab_size)
+    return MicroBatch(tokens, tokens.flip(1).roll(3, 1))
+
+
+def run(
+    models: list[tuple[GPTConfig, Any]], layout: ParallelLayout, sequence_parallel: bool = False
+) -> Results:
+    """Return this rank's logits and gradients of each model."""
+    results = []
+    for config, weights in models:
+        groups = ParallelGroups.create(layout)
+        model = build_gpt(config, groups, sequence_parallel=sequence_parallel)
+        entities = model.sharded_state_dict()
+        fill(entities, {key: torch.from_numpy(array) for key, array in weights.items()})
+        logits = logits_of(model, config, groups)
+        whole = batch(config)
+        own = (x.chunk(groups.dp.size)[groups.dp.rank] for x in whole)
+        share = MicroBatch(*(context_share(x, groups.cp, dim=1) for x in own))
+        forward_backward(model, [share], groups)
+        boxes = gradient_boxes(model, entities, groups)
+        results.append((logits, [(*box[:3], box.data.numpy()) for box in boxes]))
+    return results
+
+
+def check(ranks: list[Results], layout: ParallelLayout, cases: Iterable[Case], relative: float) -> None:
+    """Compare the results of all ranks with those of transformers; `relative` is for gradients."""
+    for expected, results in zip(cases, zip(*ranks, strict=True), strict=True):
+        compared = 0
+        for rank, (logits, _) in enumerate(results):
+            if logits is not None:
+                dp = layout.coordinates(rank).dp
+                assert_close(logits, expected.logits.chunk(layout.dp)[dp], relative_error_of(expected.config))
+                compared += 1
+        assert compared == layout.world_size // layout.pp
+        boxes = [Box(*box[:3], torch.from_numpy(box[3])) for _, own in results for box in own]
+        gradients = join(boxes)
+        for key in gradients.keys() & {"embedding.word_embeddings.weight", "output_layer.weight"}:
+            gradients[key], padding = gradients[key].split_with_sizes(
+                [expected.config.vocab_size, len(gradients[key]) - expected.config.vocab_size]
+            )
+            assert not padding.any()
+        assert_all_close(gradients, expected.gradients, relative=relative)
+
+
+def cases_of(model: str, seeds: Iterable[int]) -> list[Case]:
+    return [case(MODELS[model].name, seed, MODELS[model].further) for seed in seeds]
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_one_rank_computes_logits_and_gradients_of_transformers(model: str) -> None:
+    cases = cases_of(model, MODELS[model].alone)
+    ranks = [run([(made.config, made.weights) for made in cases], ParallelLayout())]
+    check(ranks, ParallelLayout(), cases, MODELS[model].relative)
+
+
+@sampled(5)
+@pytest.mark.parametrize(
+    ("model", "name"), [(model, name) for model, row in MODELS.items() for name in row.layouts.split()]
+)
+def test_more_ranks_compute_logits_and_gradients_of_transformers(
+    rank_pool: RankPool, model: str, name: str
+) -> None:
+    layout, cases = LAYOUTS[name], cases_of(model, MODELS[model].cut)
+    models = [(made.config, made.weights) for made in cases]
+    ranks = rank_pool.run(run, layout.world_size, models, layout, name.endswith("sequence"))
+    check(ranks, layout, cases, MODELS[model].relative)
+
+
+@sampled(3)
+@pytest.mark.parametrize("name", recurrent.FAMILIES)
+@pytest.mark.parametrize("seed", range(5))
+def test_a_folder_loads_and_comes_back_from_a_checkpoint(name: str, seed: int, tmp_path: Path) -> None:
+    """Transformers writes a folder; our model loads it, and an export is bit-equal and loads there."""
+    written, load = random_model(name, seed), transformers.AutoModelForCausalLM.from_pretrained
+    written.save_pretrained(tmp_path / "original")
+    model = build_gpt(case(name, seed, 0).config, ONE)
+    state = {"model": model.sharded_state_dict()}
+    megackpt.load(weights_of(state), tmp_path / "original", maps="auto")
+    fields = json.loads((tmp_path / "original" / "config.json").read_text())
+    megackpt.save(state["model"], tmp_path / "saved", content_metadata={"huggingface_config": fields})
+    arrays = {key: torch.from_numpy(array) for key, array in case(name, seed, 0).weights.items()}
+    assert_same_tensors(megackpt.load_plain_tensors(tmp_path / "saved"), arrays)
+    megackpt.export_huggingface(tmp_path / "saved", tmp_path / "folder")
+    assert_same_tensors(folder_tensors(tmp_path / "folder"), folder_tensors(tmp_path / "original"))
+    read, notes = load(tmp_path / "folder", output_loading_info=True)
+    assert not any(notes.values()), notes
+    assert_same_tensors(dict(read.state_dict()), dict(written.state_dict()))
+
+
+def test_the_layer_for_further_tokens_of_published_folders_is_loaded_and_written(tmp_path: Path) -> None:
+    fields = {"model_type": "qwen3_next", **random_fields("qwen3_next", 0), "num_hidden_layers": 2}
+    fields |= {"num_experts": 4, "num_experts_per_tok": 2}
+    fields["layer_types"] = ["linear_attention", "full_attention"]
+    made = family("qwen3_next_mtp").region_map(fields)
+    tensors = random_arrays(made, 0)
+    assert tensors["mtp.fc.weight"].shape == (fields["hidden_size"], 2 * fields["hidden_size"])
+    write_folder(tmp_path / "folder", fields, tensors)
+
+    config = replace(gpt_config(fields), make_vocab_divisible=1)
+    expected = assembled(made, tensors)
+    for mtp in (MTPConfig(num_layers=1), None):
+        model = build_gpt(replace(config, mtp=mtp), ONE)
+        state = {"model": model.sharded_state_dict()}
+        rules = () if mtp is not None else (KeyRule(keys="mtp.*", missing=Policy.IGNORE),)
+        megackpt.load(state, tmp_path / "folder", maps="auto", options=LoadOptions(rules=rules))
+        loaded = {tensor.key: tensor.data for tensor in tensors_of(state)}
+        assert loaded.keys() == {key for key in expected if mtp is not None or not key.startswith("mtp.")}
+        assert all(torch.equal(data, expected[key]) for key, data in loaded.items())
+
+    megackpt.import_huggingface(tmp_path / "folder", tmp_path / "imported")
+    megackpt.export_huggingface(tmp_path / "imported", tmp_path / "again", map="qwen3_next_mtp")
+    assert_same_tensors(folder_tensors(tmp_path / "again"), tensors)
+
+
+def test_layers_for_further_tokens_are_exported_as_transformers_reads_them(tmp_path: Path) -> None:
+    from transformers.modeling_layers import MtpModel
+
+    # All layers have experts: `MtpModel` numbers its layers from 0, and makes the first ones dense.
+    config = families.random_config("deepseek_v3", 0)
+    config.first_k_dense_replace, config.num_mtp_layers = 0, 2
+    model: Any = families.random_model(config, 0)
+    layers = [further_layer(model, depth) for depth in range(2)]
+    arrays = arrays_of(model, layers)
+    fields = json.loads(config.to_json_string())
+    state = declared({key: array.detach() for key, array in arrays.items()}, 0, 1)
+    megackpt.save(state, tmp_path / "saved", content_metadata={"huggingface_config": fields})
+    folder = tmp_path / "folder"
+    megackpt.export_huggingface(tmp_path / "saved", folder, map="deepseek_v3_mtp")
+
+    read: Any = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    assert_same_tensors(dict(read.state_dict()), dict(model.state_dict()))
+    read._keys_to_ignore_on_load_unexpected = [rf"model\.layers\.{config.num_hidden_layers}.*", "layers.4"]
+    further: Any = MtpModel.from_pretrained(read)
+    for number, layer in enumerate(layers):
+        assert_same_tensors(dict(further.layers[number].state_dict()), dict(layer.state_dict()))
+
+    megackpt.import_huggingface(folder, tmp_path / "imported")  # the keys tell that there are such layers
+    imported = megackpt.load_plain_tensors(tmp_path / "imported")
+    assert_same_tensors(imported, {key: array.detach() for key, array in arrays.items()})
+
+
+def test_copies_of_the_embedding_in_a_folder_can_be_tolerated(tmp_path: Path) -> None:
+    config = {"model_type": "deepseek_v3", **random_fields("deepseek_v3", 0), "num_nextn_predict_layers": 1}
+    config["tie_word_embeddings"] = False
+    made = family("deepseek_v3_mtp").region_map(config)
+    tensors = random_arrays(made, 0)
+    copies = f"model.layers.{config['num_hidden_layers']}."
+    tensors[f"{copies}embed_tokens.weight"] = tensors["model.embed_tokens.weight"].clone()
+    tensors[f"{copies}shared_head.head.weight"] = tensors["lm_head.weight"].clone()
+    write_folder(tmp_path / "folder", config, tensors)
+    ours = replace(gpt_config(config), mtp=MTPConfig(num_layers=1), make_vocab_divisible=1)
+    model = build_gpt(ours, ONE)
+    state = {"model": model.sharded_state_dict()}
+    with pytest.raises(CheckpointError, match=r"shared_head.head.weight"):
+        megackpt.load(state, tmp_path / "folder", maps="auto")
+    copied = ("model.layers.*.embed_tokens.weight", "model.layers.*.shared_head.head.weight")
+    rules = tuple(KeyRule(keys=keys, missing=Policy.IGNORE) for keys in copied)
+    megackpt.load(state, tmp_path / "folder", maps="auto", options=LoadOptions(rules=rules))
+    expected = assembled(made, tensors)
+    boxes = [tensor for tensor in tensors_of(state) if tensor.key.startswith("mtp.")]
+    assert len(boxes) == sum(key.startswith("mtp.") for key in made.left)
+    for tensor in boxes:
+        assert tensor.data is not None
+        assert torch.equal(tensor.data.detach(), expected[tensor.key]), tensor.key
+
+
+def test_a_folder_whose_further_layers_do_not_follow_is_an_error() -> None:
+    config = {"model_type": "deepseek_v3", **random_fields("deepseek_v3", 0)}
+    with pytest.raises(MapError, match=r"numbers \[9\], which do not follow the \d layers of config.json"):
+        family("deepseek_v3").region_map(config, ["model.layers.9.enorm.weight"])
