@@ -16,7 +16,6 @@ import torch
 
 import megackpt
 from megackpt import SaveOptions, ShardedObject, ShardedTensor
-from megackpt.cli import main
 from megackpt.comm import Group
 from megackpt.engine.data.tensor_bytes import as_bits, byte_view
 from megackpt.engine.verification.collective import verify_on_all_ranks
@@ -28,6 +27,7 @@ from megackpt.options import VerifyOptions
 from megackpt.storage import open_store
 from megackpt.testing.world import SimulatedWorld
 from tests.support.checkpoints import files_below, flip
+from tests.support.command_line import CommandLine
 
 checksums = pytest.importorskip("awscrt.checksums", reason="the extra digests is not installed")
 
@@ -58,27 +58,19 @@ def saved(directory: Path, ranks: int = 1, options: SaveOptions = OPTIONS, **cha
     return directory
 
 
-def run(capsys: pytest.CaptureFixture[str], *arguments: Any) -> tuple[int, Any]:
-    code = main([*map(str, arguments), "--json"])
-    return code, json.loads(capsys.readouterr().out)
-
-
-def test_diff_does_not_read_arrays_whose_digests_are_equal(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_diff_does_not_read_arrays_whose_digests_are_equal(tmp_path: Path, cli: CommandLine) -> None:
     first, second = saved(tmp_path / "one"), saved(tmp_path / "two", ranks=2)
-    code, message = run(capsys, "diff", first, second, "--read")
-    assert (code, message["compared"], message["by_digest"], message["by_digest_nbytes"]) == (0, 6, 0, 0)
+    message = cli.json("diff", first, second, "--read")
+    assert (message["compared"], message["by_digest"], message["by_digest_nbytes"]) == (6, 0, 0)
     assert message["nbytes"] == 1_200_000 + 2 * 96 + 8
     for directory in (first, second):
         shutil.rmtree(directory / "data")
     keys = [flag for key in ARRAYS for flag in ("--keys", key)]  # the object has no such digest
-    code, message = run(capsys, "diff", first, second, *keys)
-    assert (code, message["is_equal"], message["compared"], message["nbytes"]) == (0, True, 5, 0)
+    message = cli.json("diff", first, second, *keys)
+    assert (message["is_equal"], message["compared"], message["nbytes"]) == (True, 5, 0)
     assert (message["by_digest"], message["by_digest_nbytes"]) == (5, 1_200_000 + 2 * 96 + 8)
-    assert main(["diff", str(first), str(second), *keys]) == 0
-    assert "5 arrays, 1.2 MB, are equal by their digests" in capsys.readouterr().out
-    assert main(["diff", str(first), str(second), *keys, "--read"]) == 2
+    assert "5 arrays, 1.2 MB, are equal by their digests" in cli.out("diff", first, second, *keys)
+    cli.run("diff", first, second, *keys, "--read", code=2)
 
 
 @pytest.mark.parametrize(
@@ -92,48 +84,42 @@ def test_diff_does_not_read_arrays_whose_digests_are_equal(
     ids=["bit", "rows", "columns", "sign"],
 )  # fmt: skip
 def test_diff_reads_and_measures_the_array_that_differs_and_no_other(
-    key: str, change: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    key: str, change: Any, tmp_path: Path, cli: CommandLine
 ) -> None:
     first = saved(tmp_path / "one", ranks=2)
     two = saved(tmp_path / "two", **{key: change(ARRAYS[key])})
-    code, message = run(capsys, "diff", first, two)
-    assert (code, message["by_digest"], [a["key"] for a in message["arrays"]]) == (1, 4, [key])
+    message = cli.json("diff", first, two, code=1)
+    assert (message["by_digest"], [a["key"] for a in message["arrays"]]) == (4, [key])
     assert message["nbytes"] == ARRAYS[key].nbytes
 
 
-def test_arrays_that_have_changed_positions_differ(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_arrays_that_have_changed_positions_differ(tmp_path: Path, cli: CommandLine) -> None:
     first = saved(tmp_path / "one")
     two = saved(tmp_path / "two", half=ARRAYS["twin"], twin=ARRAYS["half"])
-    code, message = run(capsys, "diff", first, two)
-    assert (code, [a["key"] for a in message["arrays"]]) == (1, ["half", "twin"])
+    message = cli.json("diff", first, two, code=1)
+    assert [a["key"] for a in message["arrays"]] == ["half", "twin"]
 
 
 def test_arrays_of_another_dtype_or_without_digests_are_not_taken_for_equal(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, cli: CommandLine
 ) -> None:
     first = saved(tmp_path / "one")
-    code, message = run(
-        capsys, "diff", first, saved(tmp_path / "two", half=ARRAYS["half"].view(torch.float16))
-    )
-    assert (code, message["by_digest"], list(message["declared"])) == (1, 4, ["half"])
-    code, message = run(capsys, "diff", first, saved(tmp_path / "bare", options=SaveOptions()))
-    assert (code, message["by_digest"], message["nbytes"]) == (0, 0, 1_200_000 + 2 * 96 + 8)
+    two = saved(tmp_path / "two", half=ARRAYS["half"].view(torch.float16))
+    message = cli.json("diff", first, two, code=1)
+    assert (message["by_digest"], list(message["declared"])) == (4, ["half"])
+    message = cli.json("diff", first, saved(tmp_path / "bare", options=SaveOptions()))
+    assert (message["by_digest"], message["nbytes"]) == (0, 1_200_000 + 2 * 96 + 8)
 
 
-def test_inspect_shows_what_anybody_can_compute_from_the_array(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    _, message = run(capsys, "inspect", saved(tmp_path / "two", ranks=2))
+def test_inspect_shows_what_anybody_can_compute_from_the_array(tmp_path: Path, cli: CommandLine) -> None:
+    message = cli.json("inspect", saved(tmp_path / "two", ranks=2))
     expected = {
         key: f"{checksums.crc64nvme(bytes(byte_view(as_bits(array.contiguous())))):016x}"
         for key, array in ARRAYS.items()
     }
     assert {a["key"]: a["crc64nvme"] for a in message["arrays"]} == {**expected, "object": None}
-    assert main(["inspect", str(tmp_path / "two")]) == 0
-    assert expected["half"] in capsys.readouterr().out
-    _, message = run(capsys, "inspect", saved(tmp_path / "bare", options=SaveOptions()))
+    assert expected["half"] in cli.out("inspect", tmp_path / "two")
+    message = cli.json("inspect", saved(tmp_path / "bare", options=SaveOptions()))
     assert {a["crc64nvme"] for a in message["arrays"]} == {None}
 
 
@@ -150,15 +136,15 @@ def with_digest(directory: Path, key: str, change: int) -> Path:
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_verify_names_an_array_whose_blocks_are_right_and_whose_digest_is_not(
-    ranks: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ranks: int, tmp_path: Path, cli: CommandLine
 ) -> None:
-    code, message = run(capsys, "verify", saved(tmp_path, ranks=ranks), "--deep")
-    assert (code, message["damages"]) == (0, [])
+    message = cli.json("verify", saved(tmp_path, ranks=ranks), "--deep")
+    assert message["damages"] == []
     assert (message["array_digests"], message["compared_array_digests"]) == (5, 5)
     with_digest(with_digest(tmp_path, "long", 1 << 63), "empty", 1)
-    assert run(capsys, "verify", tmp_path)[0] == 0  # nothing was read
-    code, message = run(capsys, "verify", tmp_path, "--deep")
-    assert (code, [d["key"] for d in message["damages"]]) == (1, ["empty", "long"])
+    cli.json("verify", tmp_path)  # nothing was read
+    message = cli.json("verify", tmp_path, "--deep", code=1)
+    assert [d["key"] for d in message["damages"]] == ["empty", "long"]
     assert all("the digest that is stored of the whole array" in d["what"] for d in message["damages"])
 
 
@@ -177,28 +163,25 @@ def test_ranks_that_each_verify_a_share_combine_their_digests(ranks: int, tmp_pa
     assert all("the digest that is stored of the whole array" in damage.what for damage in results[0])
 
 
-def test_a_damaged_block_is_reported_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_damaged_block_is_reported_once(tmp_path: Path, cli: CommandLine) -> None:
     file = files_below(saved(tmp_path) / "data", "*")[0]
     flip(file, file.read_bytes().index(ARRAYS["long"].numpy().tobytes()))
-    code, message = run(capsys, "verify", tmp_path, "--deep")
+    message = cli.json("verify", tmp_path, "--deep", code=1)
     (damage,) = message["damages"]
-    assert (code, damage["key"], message["compared_array_digests"]) == (1, "long", 4)
+    assert (damage["key"], message["compared_array_digests"]) == ("long", 4)
     assert "their digest differs" in damage["what"]
 
 
-def test_removing_and_converting_keep_or_make_digests(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_removing_and_converting_keep_or_make_digests(tmp_path: Path, cli: CommandLine) -> None:
     first = saved(tmp_path / "one", ranks=2)
-    code, _ = run(capsys, "convert", first, tmp_path / "new", "--to", "megackpt", "--array-digests")
-    assert code == 0
-    code, message = run(capsys, "diff", first, tmp_path / "new")
-    assert (code, message["by_digest"]) == (0, 5)
+    cli.run("convert", first, tmp_path / "new", "--to", "megackpt", "--array-digests")
+    message = cli.json("diff", first, tmp_path / "new")
+    assert message["by_digest"] == 5
     megackpt.remove_sharded_tensors(tmp_path / "new", "half")
-    code, message = run(capsys, "diff", first, tmp_path / "new")
-    assert (code, message["only_first"], message["by_digest"]) == (1, ["half"], 4)
-    assert main(["convert", str(first), str(tmp_path / "z"), "--to", "torch_dist", "--array-digests"]) == 2
-    assert "stores no digests of arrays" in capsys.readouterr().err
+    message = cli.json("diff", first, tmp_path / "new", code=1)
+    assert (message["only_first"], message["by_digest"]) == (["half"], 4)
+    command = ("convert", first, tmp_path / "z", "--to", "torch_dist", "--array-digests")
+    assert "stores no digests of arrays" in cli.err(*command, code=2)
 
 
 def test_a_save_that_cannot_have_digests_is_an_error_on_all_ranks_before_anything_is_written(
@@ -221,12 +204,12 @@ def test_a_save_that_cannot_have_digests_is_an_error_on_all_ranks_before_anythin
 
 
 def test_without_the_library_digests_are_compared_with_each_other_and_verify_reports_what_it_left_out(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, cli: CommandLine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first, second = saved(tmp_path / "one", ranks=2), saved(tmp_path / "two")
     monkeypatch.setitem(sys.modules, "awscrt.checksums", None)
-    assert run(capsys, "diff", first, second)[1]["by_digest"] == 5
-    code, message = run(capsys, "verify", first, "--deep")
-    assert (code, message["array_digests"], message["compared_array_digests"]) == (0, 5, 0)
-    assert main(["verify", str(first), "--deep"]) == 0
-    assert "0 of 5 digests of whole arrays were compared" in " ".join(capsys.readouterr().out.split())
+    assert cli.json("diff", first, second)["by_digest"] == 5
+    message = cli.json("verify", first, "--deep")
+    assert (message["array_digests"], message["compared_array_digests"]) == (5, 0)
+    out = cli.out("verify", first, "--deep")
+    assert "0 of 5 digests of whole arrays were compared" in " ".join(out.split())

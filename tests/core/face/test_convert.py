@@ -15,6 +15,7 @@ import torch
 import megackpt
 from megackpt import ShardedObject, ShardedTensor
 from megackpt.cli import main
+from megackpt.cli.entry import BAD_INPUT, UNREADABLE
 from megackpt.comm import Group, SingleProcess
 from megackpt.engine.checkpoint.manifest import is_committed
 from megackpt.engine.checkpoint.opening import open_checkpoint
@@ -24,12 +25,18 @@ from megackpt.formats.native import NativeSaveStrategy
 from megackpt.formats.registry import save_strategies, save_strategy
 from megackpt.formats.strategy import ChunkParts, SaveStrategy
 from megackpt.mapping import ShardedStateDict
+from megackpt.maps import family_of
+from megackpt.maps.megatron import megatron_map
 from megackpt.planning import SavePlan
 from megackpt.storage import LocalStore, MemoryStore, Store, open_store
 from megackpt.testing.faulty_store import FaultyStore
 from megackpt.testing.identical import difference
 from megackpt.testing.world import SimulatedWorld
+from tests.support.checkpoints import files_below, flip
+from tests.support.command_line import CommandLine
 from tests.support.effort import sampled
+from tests.support.huggingface_folders import assert_same_tensors, folder_tensors, random_config, saved_model
+from tests.support.states import random_arrays
 
 FORMATS = sorted(f"{strategy.backend}:{strategy.version}" for strategy in save_strategies())
 NATIVE = "megackpt:1"
@@ -101,7 +108,7 @@ def copy_of(store: Store, *, without: str) -> Store:
 
 
 def files_in(directory: Path) -> list[str]:
-    return sorted(str(f.relative_to(directory)) for f in directory.rglob("*") if f.is_file())
+    return [str(file.relative_to(directory)) for file in files_below(directory, "*")]
 
 
 @pytest.fixture(scope="module")
@@ -126,16 +133,16 @@ def in_first_format(request: pytest.FixtureRequest, source: Path, everything: di
 
 @pytest.mark.parametrize("second", FORMATS)
 def test_converting_from_format_to_format_and_back_changes_no_bit(
-    tmp_path: Path, in_first_format: Path, second: str, everything: dict[str, Any]
+    tmp_path: Path, in_first_format: Path, second: str, everything: dict[str, Any], cli: CommandLine
 ) -> None:
     steps = [in_first_format, tmp_path / "second", tmp_path / "back"]
     for (before, after), name in zip(itertools.pairwise(steps), (second, NATIVE), strict=True):
-        assert main(["convert", str(before), str(after), "--to", name]) == 0
+        cli.run("convert", before, after, "--to", name)
         assert difference(everything, everything_in(after)) is None
 
 
-def test_chunks_are_not_resharded(tmp_path: Path, source: Path) -> None:
-    assert main(["convert", str(source), str(tmp_path / "target"), "--to", NATIVE]) == 0
+def test_chunks_are_not_resharded(tmp_path: Path, source: Path, cli: CommandLine) -> None:
+    cli.run("convert", source, tmp_path / "target", "--to", NATIVE)
     tables = [
         (contents := open_checkpoint(open_store(d))).chunks(contents.arrays).table
         for d in (source, tmp_path / "target")
@@ -145,20 +152,14 @@ def test_chunks_are_not_resharded(tmp_path: Path, source: Path) -> None:
     assert "[0:6, 0:8] flat 0:21" in rows[0]
 
 
-def test_a_damaged_source_fails_the_check_and_leaves_nothing(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_damaged_source_fails_the_check_and_leaves_nothing(tmp_path: Path, cli: CommandLine) -> None:
     source, target = saved(tmp_path / "source"), tmp_path / "target"
     file = sorted((source / "data").iterdir())[0]
-    damaged = bytearray(file.read_bytes())
-    damaged[-1] ^= 1
-    file.write_bytes(damaged)
-    assert main(["convert", str(source), str(target), "--to", NATIVE]) == 1
-    message = capsys.readouterr()
-    assert message.out == ""
-    assert message.err.count("\n") == 1
-    assert "differs" in message.err
-    assert file.name in message.err
+    flip(file, -1)
+    out, err = cli.run("convert", source, target, "--to", NATIVE, code=1)
+    assert (out, err.count("\n")) == ("", 1)
+    assert "differs" in err
+    assert file.name in err
     assert files_in(target) == []
 
 
@@ -270,66 +271,50 @@ def test_objects_may_have_other_lengths_in_the_new_format(tmp_path: Path, source
 
 
 def test_a_checkpoint_at_the_target_is_replaced_only_if_that_is_asked_for(
-    tmp_path: Path, source: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, source: Path, cli: CommandLine
 ) -> None:
     target = tmp_path / "target"
     megackpt.save({"old": 1}, target)
-    arguments = ["convert", str(source), str(target), "--to", NATIVE]
-    assert main(arguments) == 2
-    assert "has a checkpoint already" in capsys.readouterr().err
+    arguments = ["convert", source, target, "--to", NATIVE]
+    assert "has a checkpoint already" in cli.err(*arguments, code=2)
     assert megackpt.load_common_state_dict(target) == {"old": 1}
-    assert main([*arguments, "--overwrite"]) == 0
+    cli.run(*arguments, "--overwrite")
     assert difference(everything_in(source), everything_in(target)) is None
 
 
 @pytest.mark.parametrize("name", [name for name in FORMATS if name != NATIVE])
 def test_a_checkpoint_of_another_format_is_never_replaced(
-    tmp_path: Path, source: Path, name: str, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, source: Path, name: str, cli: CommandLine
 ) -> None:
     target = tmp_path / "target"
-    assert main(["convert", str(source), str(target), "--to", name]) == 0
-    assert main(["convert", str(source), str(target), "--to", NATIVE, "--overwrite"]) == 2
-    assert "another format cannot replace in one step" in capsys.readouterr().err
+    cli.run("convert", source, target, "--to", name)
+    err = cli.err("convert", source, target, "--to", NATIVE, "--overwrite", code=2)
+    assert "another format cannot replace in one step" in err
     assert difference(everything_in(source), everything_in(target)) is None
 
 
-def test_a_checkpoint_is_not_converted_into_itself(
-    tmp_path: Path, source: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_checkpoint_is_not_converted_into_itself(tmp_path: Path, source: Path, cli: CommandLine) -> None:
     before = files_in(source)
     (tmp_path / "link").symlink_to(source)
     for target in (source, tmp_path / "link"):
-        assert main(["convert", str(source), str(target), "--to", NATIVE, "--overwrite"]) == 2
-        assert "into itself" in capsys.readouterr().err
+        assert "into itself" in cli.err("convert", source, target, "--to", NATIVE, "--overwrite", code=2)
     assert files_in(source) == before
 
 
-def test_a_source_with_a_gap_fails_the_check(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_source_with_a_gap_fails_the_check(tmp_path: Path, cli: CommandLine) -> None:
     half = ShardedTensor.from_rank_offsets("w", torch.zeros(4), (0, 0, 2))
     megackpt.save({"w": half}, tmp_path / "source", validate_access_integrity=False)
-    assert main(["convert", str(tmp_path / "source"), str(tmp_path / "target"), "--to", NATIVE]) == 1
-    assert "'w'" in capsys.readouterr().err
+    assert "'w'" in cli.err("convert", tmp_path / "source", tmp_path / "target", "--to", NATIVE, code=1)
     assert not (tmp_path / "target").exists()
 
 
-def test_json_has_the_result_or_the_error(
-    tmp_path: Path, source: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    arguments = [
-        "convert",
-        str(source),
-        str(tmp_path / "target"),
-        "--to",
-        NATIVE,
-        "--json",
-    ]
-    assert main(arguments) == 0
-    result = json.loads(capsys.readouterr().out)
+def test_json_has_the_result_or_the_error(tmp_path: Path, source: Path, cli: CommandLine) -> None:
+    arguments = ["convert", source, tmp_path / "target", "--to", NATIVE]
+    result = cli.json(*arguments)
     assert {k: result[k] for k in ("arrays", "objects", "backend", "version", "is_verified")} == {
         "arrays": 8, "objects": 2, "backend": "megackpt", "version": 1, "is_verified": True,
     }  # fmt: skip
-    assert main(arguments) == 2
-    error = json.loads(capsys.readouterr().out)["error"]
+    error = cli.json(*arguments, code=2)["error"]
     assert (error["kind"], error["path"]) == ("DeclarationError", str(tmp_path / "target"))
 
 
@@ -348,3 +333,88 @@ def test_ranks_share_the_chunks_evenly_and_each_is_written_once(tmp_path: Path) 
     chunks: Any = contents.chunks(["w"])
     assert np.bincount(chunks.stored.file).tolist() == [16, 16, 16, 16]
     assert torch.equal(megackpt.load_plain_tensors(target)["w"], torch.arange(512))  # type: ignore[arg-type]
+
+
+LLAMA = random_config("llama", 0)
+
+
+def test_a_checkpoint_becomes_a_folder_and_a_checkpoint_again(tmp_path: Path, cli: CommandLine) -> None:
+    expected = saved_model(tmp_path / "saved", LLAMA, 1)
+    export = ("--to", "huggingface", "--map", "llama", "--max-file-size", "6kB")
+    report = cli.json("convert", tmp_path / "saved", tmp_path / "folder", *export)
+    assert (report["map"], report["is_verified"], report["tensors"]) == ("llama", True, len(expected))
+    assert report["files"] == len(list((tmp_path / "folder").glob("*.safetensors"))) > 2
+    assert_same_tensors(folder_tensors(tmp_path / "folder"), expected)
+
+    into = ("--from", "huggingface", "--to", "megackpt", "--prefix", "model.")
+    report = cli.json("convert", tmp_path / "folder", tmp_path / "again", *into)
+    assert (report["backend"], report["nbytes"]) == ("megackpt", sum(t.nbytes for t in expected.values()))
+
+    export = ("--to", "huggingface", "--prefix", "model.", "--dtype", "bfloat16", "--no-verify")
+    report = cli.json("convert", tmp_path / "again", tmp_path / "narrow", *export)
+    assert not report["is_verified"]
+    narrow = {key: tensor.to(torch.bfloat16) for key, tensor in expected.items()}
+    assert_same_tensors(folder_tensors(tmp_path / "narrow"), narrow)
+
+
+def test_masters_and_a_config_of_a_folder(tmp_path: Path, cli: CommandLine) -> None:
+    expected = saved_model(tmp_path / "saved", LLAMA, 2, masters=True)
+    (tmp_path / "original").mkdir()
+    (tmp_path / "original/config.json").write_text(json.dumps(LLAMA))
+    (tmp_path / "original/tokenizer.json").write_text("{}")
+    export = ("--to", "huggingface", "--weights", "masters", "--config", tmp_path / "original")
+    cli.json("convert", tmp_path / "saved", tmp_path / "folder", *export)
+    assert_same_tensors(folder_tensors(tmp_path / "folder"), expected)
+    assert (tmp_path / "folder/tokenizer.json").exists()
+
+
+def test_zero_centred_norms_of_megatron_core_are_added_to(tmp_path: Path, cli: CommandLine) -> None:
+    config = random_config("qwen3", 1)
+    family = family_of(config)
+    stored = megatron_map(family.region_map(config).left, family.rules(config, ()).sizes)
+    arrays = random_arrays(stored, 1)
+    state = {key: ShardedTensor.from_rank_offsets(key, array) for key, array in arrays.items()}
+    megackpt.save(state, tmp_path / "saved", content_metadata={"huggingface_config": config})
+    folders = []
+    for added in ("0", "1"):
+        folder = tmp_path / added
+        cli.json("convert", tmp_path / "saved", folder, "--to", "huggingface", "--norm-added", added)
+        folders.append(folder_tensors(folder))
+    plain, expected = folders[0], {}
+    for key, tensor in plain.items():
+        expected[key] = tensor + 1 if "norm" in key else tensor
+    assert sum("norm" in key for key in plain) == 1 + 4 * config["num_hidden_layers"]
+    assert_same_tensors(folders[1], expected)
+
+
+def test_the_report_is_one_line(tmp_path: Path, cli: CommandLine) -> None:
+    expected = saved_model(tmp_path / "saved", LLAMA, 3)
+    folder = str(tmp_path / "folder")
+    line = cli.out("convert", tmp_path / "saved", folder, "--to", "huggingface")
+    assert line.startswith(f"{folder}: {len(expected)} tensors, ")
+    assert line.endswith("in 1 files, as float32, by the map llama; read again and equal.\n")
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        (("--to", "zarr", "--map", "llama"), "--map cannot be used with"),
+        (("--to", "huggingface", "--from", "huggingface"), "not both"),
+        (("--to", "megackpt", "--from", "huggingface", "--weights", "masters"), "--weights cannot be used"),
+        (("--from", "huggingface", "--norm-added", "1"), "--norm-added cannot be used"),
+        (("--to", "huggingface", "--array-digests"), "--array-digests cannot be used"),
+        (("--to", "huggingface", "--max-file-size", "many"), "'many' is not a size"),
+        (("--to", "huggingface", "--map", "unknown"), "No map is called 'unknown'"),
+    ],
+)
+def test_options_that_do_not_fit_are_an_error(
+    options: tuple[str, ...], text: str, tmp_path: Path, cli: CommandLine
+) -> None:
+    saved_model(tmp_path / "saved", LLAMA, 4)
+    assert text in cli.err("convert", tmp_path / "saved", tmp_path / "new", *options, code=BAD_INPUT)
+    assert not (tmp_path / "new").exists()
+
+
+def test_no_folder_is_an_error(tmp_path: Path, cli: CommandLine) -> None:
+    options = ["--from", "huggingface"]  # into the native format, unless --to names another
+    assert "convert" not in cli.out("convert", tmp_path, tmp_path / "new", *options, code=UNREADABLE)

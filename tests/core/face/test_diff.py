@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +10,9 @@ import torch
 
 import megackpt
 from megackpt import ShardedObject, ShardedTensor
-from megackpt.cli import main
 from megackpt.storage import open_store
 from tests.support.checkpoints import COMMON, CONTENT, FORMATS, LONG, NATIVE, RANKS, flip, saved
+from tests.support.command_line import CommandLine
 
 NUMBERS = torch.arange(48.0).reshape(6, 8)
 
@@ -38,32 +37,31 @@ def save_whole(directory: Path, **changes: Any) -> Path:
     return directory
 
 
-def diff(first: Path, second: Path, capsys: pytest.CaptureFixture[str], *flags: str) -> tuple[int, Any]:
-    code = main(["diff", str(first), str(second), "--json", *flags])
-    return code, json.loads(capsys.readouterr().out)
+def saved_tensors(directory: Path, **tensors: torch.Tensor) -> Path:
+    state = {key: ShardedTensor.from_rank_offsets(key, tensor) for key, tensor in tensors.items()}
+    megackpt.save(state, directory)
+    return directory
 
 
 @pytest.mark.parametrize("format", FORMATS, ids=str)
 def test_one_rank_and_two_ranks_in_any_format_are_equal_both_ways(
-    tmp_path: Path, format: tuple[str, int], capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, format: tuple[str, int], cli: CommandLine
 ) -> None:
     two, whole_path = saved(tmp_path / "two", format), save_whole(tmp_path / "one")
     for first, second in ((whole_path, two), (two, whole_path)):
-        code, message = diff(first, second, capsys)
-        assert (code, message["is_equal"], message["compared"]) == (0, True, 5)
+        message = cli.json("diff", first, second)
+        assert (message["is_equal"], message["compared"]) == (True, 5)
         assert message["nbytes"] == 48 * 4 * 2 + LONG.nbytes + 6
 
 
-def test_differing_elements_are_counted_located_and_measured(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_differing_elements_are_counted_located_and_measured(tmp_path: Path, cli: CommandLine) -> None:
     changed, half = NUMBERS.clone(), torch.ones(3).bfloat16()
     changed[5, 7] += 0.25
     changed[2, 3] -= 8
     changed[4, 1] = float("nan")
     half[1] = 2
-    code, message = diff(saved(tmp_path / "a"), save_whole(tmp_path / "b", block=changed, half=half), capsys)
-    assert code == 1
+    second = save_whole(tmp_path / "b", block=changed, half=half)
+    message = cli.json("diff", saved(tmp_path / "a"), second, code=1)
     assert message["arrays"] == [
         {"key": "block", "dtype": "float32", "shape": [6, 8], "elements": 3, "first": [2, 3], "largest": 8.0,
          "nan_elements": 1},
@@ -73,16 +71,12 @@ def test_differing_elements_are_counted_located_and_measured(
     assert message["values"] == []
 
 
-def test_signs_of_zeros_and_bits_of_nans_differ_without_a_distance(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_signs_of_zeros_and_bits_of_nans_differ_without_a_distance(tmp_path: Path, cli: CommandLine) -> None:
     bits = torch.tensor([0x7FC00000, 0, 5], dtype=torch.int32).view(torch.float32)
     other = torch.tensor([0x7FC00001, -(2**31), 5], dtype=torch.int32).view(torch.float32)
-    for name, tensor in (("a", bits), ("b", other)):
-        megackpt.save({"w": ShardedTensor.from_rank_offsets("w", tensor)}, tmp_path / name)
-    code, message = diff(tmp_path / "a", tmp_path / "b", capsys)
-    (array,) = message["arrays"]
-    assert (code, array["elements"], array["largest"], array["nan_elements"]) == (1, 2, 0.0, 1)
+    first, second = saved_tensors(tmp_path / "a", w=bits), saved_tensors(tmp_path / "b", w=other)
+    (array,) = cli.json("diff", first, second, code=1)["arrays"]
+    assert (array["elements"], array["largest"], array["nan_elements"]) == (2, 0.0, 1)
 
 
 @pytest.mark.parametrize(
@@ -99,55 +93,34 @@ def test_signs_of_zeros_and_bits_of_nans_differ_without_a_distance(
 )
 def test_every_kind_of_dtype_is_measured(
     first: torch.Tensor, second: torch.Tensor, largest: Any,
-    tmp_path: Path, capsys: pytest.CaptureFixture[str],
+    tmp_path: Path, cli: CommandLine,
 ) -> None:  # fmt: skip
-    for name, tensor in (("a", first), ("b", second)):
-        megackpt.save({"w": ShardedTensor.from_rank_offsets("w", tensor)}, tmp_path / name)
-    code, message = diff(tmp_path / "a", tmp_path / "b", capsys)
-    (array,) = message["arrays"]
-    assert (code, array["elements"], array["largest"]) == (1, 1, largest)
+    paths = saved_tensors(tmp_path / "a", w=first), saved_tensors(tmp_path / "b", w=second)
+    (array,) = cli.json("diff", *paths, code=1)["arrays"]
+    assert (array["elements"], array["largest"]) == (1, largest)
 
 
-def test_keys_dtypes_and_shapes_that_differ_are_named(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    for name, tensors in (
-        ("a", {"x": torch.zeros(2), "same": torch.ones(2), "cast": torch.ones(2), "grown": torch.ones(2)}),
-        (
-            "b",
-            {
-                "y": torch.zeros(2),
-                "same": torch.ones(2),
-                "cast": torch.ones(2).half(),
-                "grown": torch.ones(3),
-            },
-        ),
-    ):
-        state = {key: ShardedTensor.from_rank_offsets(key, tensor) for key, tensor in tensors.items()}
-        megackpt.save(state, tmp_path / name)
-    code, message = diff(tmp_path / "a", tmp_path / "b", capsys)
-    assert code == 1
+def test_keys_dtypes_and_shapes_that_differ_are_named(tmp_path: Path, cli: CommandLine) -> None:
+    two, three = torch.ones(2), torch.ones(3)
+    first = saved_tensors(tmp_path / "a", x=two, same=two, cast=two, grown=two)
+    second = saved_tensors(tmp_path / "b", y=two, same=two, cast=two.half(), grown=three)
+    message = cli.json("diff", first, second, code=1)
     assert (message["only_first"], message["only_second"], message["arrays"]) == (["x"], ["y"], [])
-    assert message["declared"] == {
-        "cast": ["float32 [2]", "float16 [2]"],
-        "grown": ["float32 [2]", "float32 [3]"],
-    }
-    assert diff(tmp_path / "a", tmp_path / "b", capsys, "--keys", "sa*")[0] == 0
+    declared = {"cast": ["float32 [2]", "float16 [2]"], "grown": ["float32 [2]", "float32 [3]"]}
+    assert message["declared"] == declared
+    cli.json("diff", first, second, "--keys", "sa*")
 
 
-def test_objects_and_common_state_are_compared_by_path(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_objects_and_common_state_are_compared_by_path(tmp_path: Path, cli: CommandLine) -> None:
     objects = [{"rank": 0, "seen": [1, 2.0]}, {"rank": 1, "seen": [1, 3.0]}]
     changes = {"object": objects, "args": {"lr": 3e-4, "betas": [0.9, 0.99]}, "more": "x"}
-    code, message = diff(saved(tmp_path / "a"), save_whole(tmp_path / "b", **changes), capsys)
-    assert code == 1
+    message = cli.json("diff", saved(tmp_path / "a"), save_whole(tmp_path / "b", **changes), code=1)
     assert message["values"] == [
         {"path": "object 'object' [1]: seen[1]", "first": "2.0", "second": "3.0"},
         {"path": "common state: args.betas[1]", "first": "0.95", "second": "0.99"},
         {"path": "common state: more", "first": None, "second": "'x'"},
     ]
-    assert diff(tmp_path / "a", tmp_path / "b", capsys, "--no-common", "--keys", "block")[0] == 0
+    cli.json("diff", tmp_path / "a", tmp_path / "b", "--no-common", "--keys", "block")
 
 
 def test_small_buffers_and_many_threads_find_the_same(tmp_path: Path) -> None:
@@ -159,43 +132,31 @@ def test_small_buffers_and_many_threads_find_the_same(tmp_path: Path) -> None:
         assert (array.key, array.elements, array.first, array.largest) == ("long", 400, (0,), 1.0)
 
 
-def test_a_damaged_checkpoint_is_an_error_and_no_difference(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_damaged_checkpoint_is_an_error_and_no_difference(tmp_path: Path, cli: CommandLine) -> None:
     first, second = saved(tmp_path / "one"), saved(tmp_path / "two", NATIVE)
     flip(sorted((second / "data").iterdir())[0], -1)
-    assert main(["diff", str(first), str(second)]) == 1
-    message = capsys.readouterr()
-    assert "digest differs" in message.err
-    assert "different" not in message.out
+    out, err = cli.run("diff", first, second, code=1)
+    assert "digest differs" in err
+    assert "different" not in out
 
 
-def test_a_checkpoint_with_gaps_is_not_equal_to_one_without(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_checkpoint_with_gaps_is_not_equal_to_one_without(tmp_path: Path, cli: CommandLine) -> None:
     half = ShardedTensor.from_rank_offsets("w", torch.zeros(4), (0, 0, 2))
     megackpt.save({"w": half}, tmp_path / "half", validate_access_integrity=False)
     megackpt.save({"w": ShardedTensor.from_rank_offsets("w", torch.zeros(8))}, tmp_path / "whole")
-    assert main(["diff", str(tmp_path / "half"), str(tmp_path / "whole")]) == 1
-    assert "'w': the chunks of the first checkpoint" in capsys.readouterr().err
-    assert main(["diff", str(tmp_path / "whole"), str(tmp_path / "half")]) == 3
+    err = cli.err("diff", tmp_path / "half", tmp_path / "whole", code=1)
+    assert "'w': the chunks of the first checkpoint" in err
+    cli.run("diff", tmp_path / "whole", tmp_path / "half", code=3)
 
 
-def test_differences_are_shown_as_tables(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_differences_are_shown_as_tables(tmp_path: Path, cli: CommandLine) -> None:
     changed = NUMBERS.clone()
     changed[2, 3] -= 8
     second = save_whole(tmp_path / "b", block=changed, step=8)
-    assert main(["diff", str(saved(tmp_path / "a")), str(second)]) == 1
-    out = capsys.readouterr().out
-    for text in (
-        "block",
-        "[2, 3]",
-        "common state: step",
-        "different: 1 of 48 elements of 1 arrays, by 8 at most, in 'block'; 1 other values; 5 arrays",
-    ):
-        assert text in out
-    assert main(["diff", str(second), str(second)]) == 0
-    assert "equal; 6 arrays" in capsys.readouterr().out
+    out = cli.out("diff", saved(tmp_path / "a"), second, code=1)
+    verdict = "different: 1 of 48 elements of 1 arrays, by 8 at most, in 'block'; 1 other values; 5 arrays"
+    assert [text for text in ("block", "[2, 3]", "common state: step", verdict) if text not in out] == []
+    assert "equal; 6 arrays" in cli.out("diff", second, second)
 
 
 def keys_shown(out: str, keys: list[str]) -> list[str]:
@@ -204,34 +165,23 @@ def keys_shown(out: str, keys: list[str]) -> list[str]:
     return [cell for cell in cells if cell in keys]
 
 
-def test_rows_are_sorted_counted_and_limited(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_rows_are_sorted_counted_and_limited(tmp_path: Path, cli: CommandLine) -> None:
     """Layer 10 comes after layer 2; the largest difference first, and NaNs before all."""
     keys = [f"layers.{i}.w" for i in range(12)]
     far, nan = torch.zeros(4), torch.tensor([float("nan"), 0, 0, 0])
     far[0] = 5
     changed = {2: far, 3: torch.full((4,), 0.5), 10: torch.full((4,), 0.25), 11: nan}
     for name, values in (("a", {}), ("b", changed)):
-        state = {
-            key: ShardedTensor.from_rank_offsets(key, values.get(i, torch.zeros(4)))
-            for i, key in enumerate(keys)
-        }
-        megackpt.save(state | {name: ShardedTensor.from_rank_offsets(name, torch.zeros(1))}, tmp_path / name)
+        tensors = {key: values.get(i, torch.zeros(4)) for i, key in enumerate(keys)}
+        saved_tensors(tmp_path / name, **tensors, **{name: torch.zeros(1)})
     command = ["diff", str(tmp_path / "a"), str(tmp_path / "b")]
-    orders = {
-        "largest": [11, 2, 3, 10],
-        "elements": [3, 10, 2, 11],
-        "key": [2, 3, 10, 11],
-    }
+    orders = {"largest": [11, 2, 3, 10], "elements": [3, 10, 2, 11], "key": [2, 3, 10, 11]}
     for order, numbers in orders.items():
-        assert main([*command, "--sort", order]) == 1
-        out = capsys.readouterr().out
+        out = cli.out(*command, "--sort", order, code=1)
         assert keys_shown(out, keys) == [keys[i] for i in numbers]
-    assert (
-        "different: 10 of 16 elements of 4 arrays, by 5 at most, in 'layers.2.w'; 1 keys only in A; " in out
-    )
-    assert main([*command, "--limit", "2"]) == 1
-    out = capsys.readouterr().out
+    verdict = "different: 10 of 16 elements of 4 arrays, by 5 at most, in 'layers.2.w'; 1 keys only in A; "
+    assert verdict in out
+    out = cli.out(*command, "--limit", "2", code=1)
     assert keys_shown(out, keys) == [keys[11], keys[2]]
     assert "4 arrays with other elements, the first 2" in out
-    assert main([*command, "--limit", "0"]) == 1
-    assert len(keys_shown(capsys.readouterr().out, keys)) == 4
+    assert len(keys_shown(cli.out(*command, "--limit", "0", code=1), keys)) == 4

@@ -19,11 +19,12 @@ from megackpt import Checkpointer, SaveOptions
 from megackpt.cli import main
 from megackpt.cli.entry import COMMANDS, FAILED_CHECK, commands
 from tests.support.checkpoints import flip
+from tests.support.command_line import CommandLine
 from tests.support.docs import DOCUMENTS, ROOT, blocks_of
 
 SHELL = {"bash", "sh", "console"}
 PARSED_ONLY = {
-    "docs/huggingface.md": "tests/core/face/test_convert_huggingface.py converts",
+    "docs/huggingface.md": "tests/core/face/test_convert.py converts",
     "docs/lora.md": "tests/training/models/test_merged_export.py merges adapters",
     "docs/performance.md": "measures for minutes; tests/system/test_bench.py measures less",
     "docs/planning.md": "plans 16384 ranks for a minute; tests/core/face/test_plan.py plans fewer",
@@ -182,9 +183,8 @@ def test_the_commands_of_a_page_run(page: str, tmp_path: Path, monkeypatch: pyte
 PACKAGE = Path(megackpt.__file__).parent
 
 
-def test_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--help"]) == 0
-    out = capsys.readouterr().out
+def test_help_names_every_command(cli: CommandLine) -> None:
+    out = cli.out("--help")
     for name, what in COMMANDS.items():
         assert f"  {name} " in out
         assert what.split(",")[0] in out
@@ -203,12 +203,11 @@ def test_names_come_from_where_type_checkers_see_them() -> None:
 
 @pytest.mark.parametrize("command", ["plan llama3-8b --from tp8", "bench --dir new --cases small"])
 def test_a_chart_without_matplotlib_is_an_error_that_names_the_extra_before_any_work(
-    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cli: CommandLine
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("megackpt.cli.locations.find_spec", lambda name: None)
-    assert main([*command.split(), "--chart", "chart.png"]) == 2
-    assert "pip install 'megackpt[plots]'" in capsys.readouterr().err
+    assert "pip install 'megackpt[plots]'" in cli.err(*command.split(), "--chart", "chart.png", code=2)
     assert list(tmp_path.iterdir()) == []
 
 

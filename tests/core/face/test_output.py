@@ -18,10 +18,11 @@ from rich.console import Console
 import megackpt
 from megackpt import Checkpointer, ShardedTensor
 from megackpt.bench.report import Report
-from megackpt.cli import main, progress
+from megackpt.cli import progress
 from megackpt.cli.entry import commands
 from megackpt.cli.progress import ProgressBars
 from tests.core.face.test_show_commands import CONFIG
+from tests.support.command_line import CommandLine
 
 CALLS = {
     "bench": "--dir bench",
@@ -86,36 +87,33 @@ def test_every_command_is_called_here_and_has_the_options() -> None:
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_json_is_one_document_and_nothing_else_is_printed(
-    here: Path, name: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main([*name.split(), *CALLS[name].split(), "--json", "--quiet"]) == 0
-    message = capsys.readouterr()
-    assert isinstance(json.loads(message.out), dict)
-    assert message.err == ""
+def test_json_is_one_document_and_nothing_else_is_printed(here: Path, name: str, cli: CommandLine) -> None:
+    out, err = cli.run(*name.split(), *CALLS[name].split(), "--json", "--quiet")
+    assert isinstance(json.loads(out), dict)
+    assert err == ""
 
 
 # The ranks of a benchmark are other processes, which draw a line of their own.
 @pytest.mark.parametrize("name", sorted(CALLS.keys() - {"bench"}))
 def test_progress_is_drawn_on_a_terminal_and_not_with_quiet(
-    here: Path, name: str, terminal: io.StringIO, capsys: pytest.CaptureFixture[str]
+    here: Path, name: str, terminal: io.StringIO, cli: CommandLine
 ) -> None:
     arguments = [*name.split(), *CALLS[name].split()]
-    assert main(arguments) == 0
+    notes = cli.err(*arguments, code=0).count("megackpt: ")
     assert "0:00:0" in terminal.getvalue()  # seconds
     for path in here.glob("converted"):
         shutil.rmtree(path)
     drawn = terminal.getvalue()
-    assert main([*arguments, "--quiet"]) == 0
+    notes += cli.err(*arguments, "--quiet", code=0).count("megackpt: ")
     assert terminal.getvalue() == drawn
-    assert capsys.readouterr().err.count("megackpt: ") <= 2  # notes, only of the first
+    assert notes <= 2  # only of the first
 
 
 def test_flags_before_the_name_of_a_subcommand_hold_for_it(
-    here: Path, terminal: io.StringIO, capsys: pytest.CaptureFixture[str]
+    here: Path, terminal: io.StringIO, cli: CommandLine
 ) -> None:
-    assert main(["maps", "--json", "--quiet", "show", "--config", "config.json"]) == 0
-    assert json.loads(capsys.readouterr().out)["family"] == CONFIG["model_type"]
+    out = cli.out("maps", "--json", "--quiet", "show", "--config", "config.json")
+    assert json.loads(out)["family"] == CONFIG["model_type"]
     assert terminal.getvalue() == ""
 
 
@@ -141,25 +139,24 @@ def test_nothing_is_drawn_where_stderr_is_no_terminal() -> None:
     assert text.getvalue() == ""
 
 
-@pytest.mark.parametrize("arguments", ["verify nowhere", "verify --depp run", "verfy run", "ls"])
-def test_errors_are_json_too(here: Path, arguments: str, capsys: pytest.CaptureFixture[str]) -> None:
-    code = main([*arguments.split(), "--json"])
-    message = capsys.readouterr()
-    error = json.loads(message.out)["error"]
-    assert code in (2, 3)
+@pytest.mark.parametrize(
+    ("arguments", "code"), [("verify nowhere", 3), ("verify --depp run", 2), ("verfy run", 2), ("ls", 2)]
+)
+def test_errors_are_json_too(here: Path, arguments: str, code: int, cli: CommandLine) -> None:
+    out, err = cli.run(*arguments.split(), "--json", code=code)
+    error = json.loads(out)["error"]
     assert set(error) == {"kind", "text", "key", "path"}
-    assert error["text"] in " ".join(message.err.split())
+    assert error["text"] in " ".join(err.split())
 
 
 def test_an_interrupted_command_prints_one_line(
-    here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    here: Path, monkeypatch: pytest.MonkeyPatch, cli: CommandLine
 ) -> None:
     def interrupt(*args: object, **kwargs: object) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr(megackpt.maintenance.verify, "verify_checkpoint", interrupt)
-    assert main(["verify", "run"]) == 130
-    assert "megackpt: interrupted. " in capsys.readouterr().err
+    assert "megackpt: interrupted. " in cli.err("verify", "run", code=130)
 
 
 KEYS = [
@@ -177,14 +174,12 @@ def checkpoint(tmp_path: Path) -> Path:
 
 
 def test_on_a_terminal_keys_wrap_at_dots_and_follow_in_full(
-    checkpoint: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch, cli: CommandLine
 ) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
-    assert main(["inspect", str(checkpoint)]) == 0
-    out = re.sub(r"\x1b\[[0-9;]*m", "", capsys.readouterr().out)
-    lines = out.splitlines()
+    lines = re.sub(r"\x1b\[[0-9;]*m", "", cli.out("inspect", checkpoint)).splitlines()
     in_full = [line.rstrip() for line in lines if line.rstrip() in KEYS]
     assert in_full == sorted([KEYS[0], KEYS[2]])
     assert all(len(line.rstrip()) <= 80 for line in lines if line.rstrip() not in KEYS)
@@ -197,8 +192,7 @@ def test_on_a_terminal_keys_wrap_at_dots_and_follow_in_full(
     assert all(part.endswith(".") for part in wrapped[:-1])
 
 
-def test_in_a_pipe_each_row_is_a_line(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["inspect", str(checkpoint)]) == 0
-    lines = capsys.readouterr().out.splitlines()
+def test_in_a_pipe_each_row_is_a_line(checkpoint: Path, cli: CommandLine) -> None:
+    lines = cli.out("inspect", checkpoint).splitlines()
     for key in KEYS:
         assert len([line for line in lines if f" {key} " in line]) == 1

@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from megackpt.cli import main
 from megackpt.errors import DeclarationError
 from megackpt.parallel import ParallelLayout
 from megackpt.simulation import Cluster, advise, estimate, parse_layout
 from megackpt.simulation.estimate import slowest
 from megackpt.simulation.outcome import LoadOutcome, SaveOutcome
 from tests.support.checkpoints import SIZES, save_for_real
+from tests.support.command_line import CommandLine
 
 BANDWIDTHS = ["--write-gbps", "2", "--read-gbps", "2", "--network-gbps", "20", "--mtbf-hours", "24"]
 
@@ -43,25 +42,10 @@ def model(tmp_path: Path) -> str:
     return str(path)
 
 
-@pytest.fixture
-def plan(capsys: pytest.CaptureFixture[str]) -> Callable[..., dict[str, Any]]:
-    """The command, with its JSON."""
-
-    def plan_with(*arguments: str) -> dict[str, Any]:
-        capsys.readouterr()
-        assert main(["plan", *arguments, "--json"]) == 0
-        message: dict[str, Any] = json.loads(capsys.readouterr().out)
-        return message
-
-    return plan_with
-
-
-def test_the_json_has_the_content_of_the_tables(
-    model: str, plan: Callable[..., dict[str, Any]], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_json_has_the_content_of_the_tables(model: str, cli: CommandLine) -> None:
     arguments = [model, "--from", "tp2,pp3,dp2", "--to", "tp1,dp4", *BANDWIDTHS]
-    message = plan(*arguments)
-    assert main(["plan", *arguments]) == 0
+    message = cli.json("plan", *arguments)
+    text = cli.out("plan", *arguments)
     assert set(message) == {"subject", "parameters", "host_memory_bytes", *KEYS}
     for part in ("save", "load", "estimate_s"):
         assert set(message[part]) == KEYS[part], part
@@ -75,49 +59,39 @@ def test_the_json_has_the_content_of_the_tables(
     assert message["estimate_s"]["load_direct"] > message["load"]["direct"]["read_bytes"] / 2e9
     interval = message["estimate_s"]["interval"]
     assert interval["young"] == pytest.approx((2 * message["estimate_s"]["save"] * 86400) ** 0.5)
-    text = capsys.readouterr().out
     assert f"{message['parameters']:,} parameters" in text
     assert "TP2 PP3 DP2" in text
     assert f"{message['save']['balance']:.3f}" in text
 
 
-def test_without_a_target_the_load_is_at_the_layout_of_the_save(
-    model: str, plan: Callable[..., dict[str, Any]]
-) -> None:
-    message = plan(model, "--from", "tp2,dp2", "--weights-only")
+def test_without_a_target_the_load_is_at_the_layout_of_the_save(model: str, cli: CommandLine) -> None:
+    message = cli.json("plan", model, "--from", "tp2,dp2", "--weights-only")
     assert message["load"]["layout"] == message["save"]["layout"]
     assert message["load"]["direct"]["over_read"] == 1.0
     # Rows of the vocabulary, twice 300, are padded to 512 each.
     assert message["save"]["total_bytes"] == 2 * (message["parameters"] + 2 * 212 * 64)
-    assert message["estimate_s"] == {
-        "save": None,
-        "load_direct": None,
-        "load_exchange": None,
-        "interval": None,
-    }
+    assert message["estimate_s"] == dict.fromkeys(("save", "load_direct", "load_exchange", "interval"))
 
 
 @pytest.mark.parametrize("ending", ["svg", "png"])
-def test_the_chart_is_a_picture(model: str, tmp_path: Path, ending: str) -> None:
+def test_the_chart_is_a_picture(model: str, tmp_path: Path, ending: str, cli: CommandLine) -> None:
     chart = tmp_path / f"plan.{ending}"
     layouts = ["--from", "tp2,dp2", "--to", "pp3,dp2"]
-    assert main(["plan", model, *layouts, "--chart", str(chart), "--ranks-planned", "3"]) == 0
+    cli.run("plan", model, *layouts, "--chart", chart, "--ranks-planned", "3")
     start = chart.read_bytes()[:2000]
     assert (b"<svg" in start) if ending == "svg" else start.startswith(b"\x89PNG")
 
 
-def test_a_checkpoint_is_looked_into_and_its_load_planned(
-    tmp_path: Path, plan: Callable[..., dict[str, Any]]
-) -> None:
+def test_a_checkpoint_is_looked_into_and_its_load_planned(tmp_path: Path, cli: CommandLine) -> None:
     directory = tmp_path / "checkpoint"
     save_for_real(SIZES, parse_layout("tp2,dp2"), directory)
-    message = plan(str(directory), "--to", "tp1,pp3,dp2")
+    message = cli.json("plan", directory, "--to", "tp1,pp3,dp2")
     assert message["parameters"] is None
     assert message["save"]["layout"] is None
     assert message["save"]["files"] == len(list((directory / "data").iterdir()))
     assert message["load"]["layout"]["world"] == 6
     assert message["load"]["needed_bytes"] >= message["save"]["total_bytes"]
-    of_directory = plan(str(directory))
+    of_directory = cli.json("plan", directory)
     assert of_directory["load"] is None
     assert of_directory["save"] == message["save"]
 
@@ -125,28 +99,24 @@ def test_a_checkpoint_is_looked_into_and_its_load_planned(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["gpt-5", "--from", "tp1"], "'gpt-5' is no model, file or directory. Models are deepseek-v3, gpt"),
-        (["gpt-125m"], "--from is missing"),
-        (["gpt-125m", "--from", "tp2,world7"], "7 ranks cannot be divided so"),
-        (["gpt-125m", "--from", "tp8"], "num_heads 12 is not a multiple of tp=8"),
-        (["gpt-125m", "--from", "tp2", "--to", "tp2,pp13"], "12 layers are fewer than pp=13"),
-        (["gpt-125m", "--from", "tp2", "--write-gbps", "0"], "write is 0.0; give a finite number above 0"),
-        (["gpt-125m", "--from", "tp2", "--chart", "plan.bmp"], "suffixes .png, .svg, .pdf"),
-        (["gpt-125m", "--from", "tp2", "--ranks-planned", "0"], "0 is not in the range"),
-        ([".", "--from", "tp2"], "which is a checkpoint and has been saved"),
-        ([".", "--to", "tp2"], "is not a checkpoint"),
+        ("gpt-5 --from tp1", "'gpt-5' is no model, file or directory. Models are deepseek-v3, gpt"),
+        ("gpt-125m", "--from is missing"),
+        ("gpt-125m --from tp2,world7", "7 ranks cannot be divided so"),
+        ("gpt-125m --from tp8", "num_heads 12 is not a multiple of tp=8"),
+        ("gpt-125m --from tp2 --to tp2,pp13", "12 layers are fewer than pp=13"),
+        ("gpt-125m --from tp2 --write-gbps 0", "write is 0.0; give a finite number above 0"),
+        ("gpt-125m --from tp2 --chart plan.bmp", "suffixes .png, .svg, .pdf"),
+        ("gpt-125m --from tp2 --ranks-planned 0", "0 is not in the range"),
+        (". --from tp2", "which is a checkpoint and has been saved"),
+        (". --to tp2", "is not a checkpoint"),
     ],
 )
 def test_what_cannot_be_planned_raises_an_error(
-    arguments: list[str],
-    message: str,
-    capsys: pytest.CaptureFixture[str],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    arguments: str, message: str, cli: CommandLine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert main(["plan", *arguments]) == (3 if message == "is not a checkpoint" else 2)
-    assert message in capsys.readouterr().err
+    code = 3 if message == "is not a checkpoint" else 2
+    assert message in cli.err("plan", *arguments.split(), code=code)
 
 
 GB = 10**9

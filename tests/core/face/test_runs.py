@@ -8,14 +8,15 @@ import shutil
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from megackpt import Checkpointer, ShardedTensor
-from megackpt.cli import main
 from megackpt.cli.ls import age_as_text, list_steps
 from megackpt.storage import ObjectStore
+from tests.support.command_line import CommandLine
 from tests.support.s3_server import BUCKET, S3Server, options_for
 from tests.support.states import filled
 from tests.support.writers import SlowCommit
@@ -34,9 +35,8 @@ def root(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_steps_come_with_state_format_ranks_and_size(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["ls", str(root), "--json"]) == 0
-    result = json.loads(capsys.readouterr().out)
+def test_steps_come_with_state_format_ranks_and_size(root: Path, cli: CommandLine) -> None:
+    result = cli.json("ls", root)
     listed = [(s["step"], s["state"], s["format"], s["world_size"]) for s in result["steps"]]
     assert listed == [
         (1, "committed", "torch_dist:1", None),
@@ -73,30 +73,26 @@ def test_ages_are_shown_in_the_largest_unit_that_they_have_two_of(seconds: float
     assert age_as_text(seconds) == text
 
 
-def test_a_table_marks_the_latest(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_table_marks_the_latest(root: Path, cli: CommandLine) -> None:
     shutil.rmtree(root / "iter_0000004")
-    assert main(["ls", str(root)]) == 0
-    lines = capsys.readouterr().out.splitlines()
+    lines = cli.out("ls", root).splitlines()
     assert [line.split()[1] for line in lines if "committed, latest" in line] == ["2"]
     assert any("incomplete" in line for line in lines)
 
 
 def test_a_root_without_steps_is_fine_and_anything_else_is_not(
-    tmp_path: Path, root: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, root: Path, cli: CommandLine
 ) -> None:
     empty = tmp_path / "empty"
     empty.mkdir()
-    assert main(["ls", str(empty)]) == 0
-    assert "no steps" in capsys.readouterr().out
-    assert main(["ls", str(tmp_path / "nowhere")]) == 3
-    assert "is not a directory" in capsys.readouterr().err
-    assert main(["ls", str(root / "iter_0000002")]) == 3
-    assert "single checkpoint" in capsys.readouterr().err
-    assert main(["ls"]) == 2
+    assert "no steps" in cli.out("ls", empty)
+    assert "is not a directory" in cli.err("ls", tmp_path / "nowhere", code=3)
+    assert "single checkpoint" in cli.err("ls", root / "iter_0000002", code=3)
+    cli.run("ls", code=2)
 
 
 def test_a_url_is_listed_as_a_directory_is(
-    s3_server: S3Server, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    s3_server: S3Server, monkeypatch: pytest.MonkeyPatch, cli: CommandLine
 ) -> None:
     options = options_for(s3_server.port)
     for name in ("endpoint", "access_key_id", "secret_access_key", "region"):
@@ -108,10 +104,8 @@ def test_a_url_is_listed_as_a_directory_is(
             tensor = ShardedTensor.from_rank_offsets("w", torch.zeros(100 * step))
             checkpointer.save(step, {"w": tensor}, metrics={"loss": 1.0 / step})
     ObjectStore(f"{url}/iter_0000003").delete(["metadata.json"])
-    assert main(["pin", url, "1"]) == 0
-    capsys.readouterr()
-    assert main(["ls", url, "--json"]) == 0
-    result = json.loads(capsys.readouterr().out)
+    cli.run("pin", url, "1")
+    result = cli.json("ls", url)
     assert result["latest"] == 2
     listed = [(s["step"], s["state"], s["format"], s["pinned"]) for s in result["steps"]]
     assert listed == [
@@ -123,12 +117,10 @@ def test_a_url_is_listed_as_a_directory_is(
     assert result["steps"][1]["nbytes"] == sum(map(second.size, second.names()))
     assert result["steps"][1]["metrics"] == {"loss": 0.5}
     assert all(step["age_s"] >= 0 for step in result["steps"])
-    assert main(["ls", url]) == 0
-    assert "committed, latest" in capsys.readouterr().out
-    assert main(["ls", f"{url}/iter_0000002"]) == 3
-    assert main(["ls", f"{url}-not-there"]) == 0
-    assert main(["inspect", url, "--json"]) == 0
-    assert "its latest step is" in capsys.readouterr().err
+    assert "committed, latest" in cli.out("ls", url)
+    cli.run("ls", f"{url}/iter_0000002", code=3)
+    cli.run("ls", f"{url}-not-there")
+    assert "its latest step is" in cli.err("inspect", url, "--json", code=0)
 
 
 @pytest.fixture
@@ -136,51 +128,37 @@ def short(tmp_path: Path) -> Path:
     """A run with steps 1 and 2, and an incomplete newer one."""
     with Checkpointer(tmp_path / "run") as checkpointer:
         for step in (1, 2, 3):
-            tensor = filled(step, 4)
-            checkpointer.save(step, {"w": tensor})
+            checkpointer.save(step, {"w": filled(step, 4)})
     (tmp_path / "run" / "iter_0000003" / "metadata.json").unlink()
     return tmp_path / "run"
 
 
 @pytest.mark.parametrize("command", ["verify", "inspect"])
-def test_the_latest_step_is_taken_and_named(
-    short: Path, command: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main([command, str(short), "--json"]) == 0
-    message = capsys.readouterr()
-    assert json.loads(message.out)["location"] == str(short / "iter_0000002")
-    assert (
-        message.err == f"megackpt: {short} is the root of a run; its latest step is {short}/iter_0000002.\n"
-    )
+def test_the_latest_step_is_taken_and_named(short: Path, command: str, cli: CommandLine) -> None:
+    out, err = cli.run(command, short, "--json")
+    assert json.loads(out)["location"] == str(short / "iter_0000002")
+    assert err == f"megackpt: {short} is the root of a run; its latest step is {short}/iter_0000002.\n"
 
 
-def test_a_step_is_taken_without_a_message(short: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["verify", str(short / "iter_0000001")]) == 0
-    assert capsys.readouterr().err == ""
+def test_a_step_is_taken_without_a_message(short: Path, cli: CommandLine) -> None:
+    assert cli.err("verify", short / "iter_0000001", code=0) == ""
 
 
-def test_diff_and_convert_take_it_too(
-    short: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["diff", str(short), str(short / "iter_0000002")]) == 0
-    assert main(["diff", str(short), str(short / "iter_0000001")]) == 1
-    assert main(["convert", str(short), str(tmp_path / "new"), "--to", "megackpt"]) == 0
-    assert main(["diff", str(tmp_path / "new"), str(short / "iter_0000002")]) == 0
-    assert capsys.readouterr().err.count("its latest step is") == 3
+def test_diff_and_convert_take_it_too(short: Path, tmp_path: Path, cli: CommandLine) -> None:
+    assert "its latest step is" in cli.err("diff", short, short / "iter_0000002", code=0)
+    assert "its latest step is" in cli.err("diff", short, short / "iter_0000001", code=1)
+    assert "its latest step is" in cli.err("convert", short, tmp_path / "new", "--to", "megackpt", code=0)
+    assert cli.err("diff", tmp_path / "new", short / "iter_0000002", code=0) == ""
 
 
-def test_repair_changes_no_step_that_was_not_named(short: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["repair", str(short)]) == 3
-    assert f"the latest is {short}/iter_0000002" in capsys.readouterr().err
+def test_repair_changes_no_step_that_was_not_named(short: Path, cli: CommandLine) -> None:
+    assert f"the latest is {short}/iter_0000002" in cli.err("repair", short, code=3)
 
 
-def test_a_root_without_a_committed_step_is_no_checkpoint(
-    short: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_root_without_a_committed_step_is_no_checkpoint(short: Path, cli: CommandLine) -> None:
     for step in (1, 2):
         (short / f"iter_000000{step}" / "metadata.json").unlink()
-    assert main(["verify", str(short)]) == 3
-    assert "is not a checkpoint" in capsys.readouterr().err
+    assert "is not a checkpoint" in cli.err("verify", short, code=3)
 
 
 @pytest.fixture
@@ -202,20 +180,15 @@ def make_older(scored: Path, *, minutes: float = 61) -> None:
         os.utime(path, (then, then))
 
 
-def run_json(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, object]:
-    code = main([*arguments, "--json"])
-    return {"code": code, **json.loads(capsys.readouterr().out)}
-
-
 def test_gc_removes_what_is_incomplete_and_what_the_policy_does_not_keep(
-    scored: Path, capsys: pytest.CaptureFixture[str]
+    scored: Path, cli: CommandLine
 ) -> None:
-    assert main(["pin", str(scored), "1"]) == 0
+    cli.run("pin", scored, 1)
     before = sorted(scored.rglob("*"))
-    arguments = ("gc", str(scored), "--keep-last", "1", "--keep-best", "loss:1")
-    planned = run_json(capsys, *arguments, "--dry-run") if capsys.readouterr() else {}
+    arguments = ("gc", scored, "--keep-last", "1", "--keep-best", "loss:1")
+    planned = cli.json(*arguments, "--dry-run")
     assert sorted(scored.rglob("*")) == before
-    done = run_json(capsys, *arguments)
+    done = cli.json(*arguments)
     assert done["removed"] == planned["removed"]
     assert done["removed"] == [
         {"step": 2, "state": "incomplete"},
@@ -227,54 +200,44 @@ def test_gc_removes_what_is_incomplete_and_what_the_policy_does_not_keep(
         {"step": 3, "because": ["best loss"]},
         {"step": 6, "because": ["newest", "last 1"]},
     ]
-    assert (done["code"], done["not_removed"], done["dry_run"], planned["dry_run"]) == (0, [], False, True)
+    assert (done["not_removed"], done["dry_run"], planned["dry_run"]) == ([], False, True)
     assert Checkpointer(scored).scan().committed == (1, 3, 6)
     assert Checkpointer(scored).scan().incomplete == (7,)  # a job may be saving it
     files = [path.stem for path in (scored / ".megackpt" / "metrics").iterdir()]
     assert sorted(files) == [f"iter_000000{step}" for step in (1, 3, 6, 7)]
 
 
-def test_gc_removes_an_incomplete_newest_step_only_if_asked_to(
-    scored: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_gc_removes_an_incomplete_newest_step_only_if_asked_to(scored: Path, cli: CommandLine) -> None:
     newest = scored / "iter_0000007"
-    assert run_json(capsys, "gc", str(scored), "--keep-all")["incomplete_newest"] == [7]
+    assert cli.json("gc", scored, "--keep-all")["incomplete_newest"] == [7]
     assert newest.is_dir()
-    assert main(["gc", str(scored), "--keep-all"]) == 0
-    assert "newer than the newest commit: --incomplete-newest" in capsys.readouterr().out
+    assert "newer than the newest commit: --incomplete-newest" in cli.out("gc", scored, "--keep-all")
     flags = ("--keep-all", "--incomplete-newest")
-    assert run_json(capsys, "gc", str(scored), *flags, "--dry-run")["removed"] == [
-        {"step": 7, "state": "incomplete"}
-    ]
+    removed = [{"step": 7, "state": "incomplete"}]
+    assert cli.json("gc", scored, *flags, "--dry-run")["removed"] == removed
     assert newest.is_dir()
     (newest / "now").write_text("")  # a job may be saving it
-    assert run_json(capsys, "gc", str(scored), *flags)["left_alone"] == []  # it holds a file that is not ours
+    assert cli.json("gc", scored, *flags)["left_alone"] == []  # it holds a file that is not ours
     (newest / "now").unlink()
     os.utime(newest)
-    assert run_json(capsys, "gc", str(scored), *flags)["left_alone"] == [7]
+    assert cli.json("gc", scored, *flags)["left_alone"] == [7]
     make_older(scored)
-    assert run_json(capsys, "gc", str(scored), *flags)["removed"] == [{"step": 7, "state": "incomplete"}]
+    assert cli.json("gc", scored, *flags)["removed"] == removed
     assert not newest.exists()
     assert Checkpointer(scored).steps() == (1, 3, 4, 6)
 
 
 @pytest.mark.parametrize("step", [2, 4], ids=["incomplete before", "committed before"])
-def test_gc_leaves_a_step_alone_that_a_job_saves_again(
-    scored: Path, capsys: pytest.CaptureFixture[str], step: int
-) -> None:
+def test_gc_leaves_a_step_alone_that_a_job_saves_again(scored: Path, cli: CommandLine, step: int) -> None:
     slow = SlowCommit()
     job = Checkpointer(scored)
-    saving = threading.Thread(
-        target=job.save,
-        args=(step, {"step": -step}),
-        kwargs={"metrics": {"loss": 0.1}, "sharded_strategy": slow},
-    )
+    options: dict[str, Any] = {"metrics": {"loss": 0.1}, "sharded_strategy": slow}
+    saving = threading.Thread(target=job.save, args=(step, {"step": -step}), kwargs=options)
     saving.start()
     assert slow.is_written.wait(600)
-    planned = run_json(capsys, "gc", str(scored), "--keep-last", "1")
-    assert (planned["left_alone"], planned["code"]) == ([step], 0)
-    assert main(["gc", str(scored), "--keep-last", "1"]) == 0
-    assert "left alone" in capsys.readouterr().out
+    planned = cli.json("gc", scored, "--keep-last", "1")
+    assert planned["left_alone"] == [step]
+    assert "left alone" in cli.out("gc", scored, "--keep-last", "1")
     slow.goes_on.set()
     saving.join()
     assert job.failed_saves == 0
@@ -284,75 +247,62 @@ def test_gc_leaves_a_step_alone_that_a_job_saves_again(
 
 
 def test_gc_takes_what_is_old_enough_and_does_not_touch_metrics_of_steps_to_come(
-    scored: Path, capsys: pytest.CaptureFixture[str]
+    scored: Path, cli: CommandLine
 ) -> None:
     data = scored / "iter_0000002" / "data"
     data.mkdir()
     (data / "0123456789abcdef-00000.safetensors").write_bytes(b"")
     metrics = scored / ".megackpt" / "metrics" / "iter_0000000.json"
     metrics.write_text("{}")
-    assert run_json(capsys, "gc", str(scored), "--keep-all")["left_alone"] == [2]
+    assert cli.json("gc", scored, "--keep-all")["left_alone"] == [2]
     make_older(scored, minutes=11)
-    assert run_json(capsys, "gc", str(scored), "--keep-all", "--min-age", "10")["left_alone"] == []
+    assert cli.json("gc", scored, "--keep-all", "--min-age", "10")["left_alone"] == []
     assert not (scored / "iter_0000002").exists()
     assert metrics.exists()
 
 
-def test_gc_keeps_the_newest_undamaged_step_besides_a_damaged_newest(
-    scored: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_gc_keeps_the_newest_undamaged_step_besides_a_damaged_newest(scored: Path, cli: CommandLine) -> None:
     (scored / "iter_0000006" / "metadata.json").write_text("{")
-    done = run_json(capsys, "gc", str(scored), "--keep-last", "1")
-    assert done["kept"] == [
-        {"step": 4, "because": ["good"]},
-        {"step": 6, "because": ["newest", "last 1"]},
-    ]
+    done = cli.json("gc", scored, "--keep-last", "1")
+    assert done["kept"] == [{"step": 4, "because": ["good"]}, {"step": 6, "because": ["newest", "last 1"]}]
 
 
-def test_gc_has_no_default_for_what_to_keep(scored: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_gc_has_no_default_for_what_to_keep(scored: Path, cli: CommandLine) -> None:
     before = sorted(scored.rglob("*"))
-    for arguments in ([], ["--keep-all", "--keep-last", "2"], ["--keep-last", "0"], ["--keep-best", "l:0"]):
-        assert main(["gc", str(scored), *arguments]) == 2
-    assert "Give the steps to keep" in capsys.readouterr().err
+    assert "Give the steps to keep" in cli.err("gc", scored, code=2)
+    for arguments in (["--keep-all", "--keep-last", "2"], ["--keep-last", "0"], ["--keep-best", "l:0"]):
+        cli.run("gc", scored, *arguments, code=2)
     (scored / "empty").mkdir()
-    assert main(["gc", str(scored / "empty"), "--keep-all"]) == 3
-    assert main(["gc", str(scored / "iter_0000001"), "--keep-all"]) == 3
+    cli.run("gc", scored / "empty", "--keep-all", code=3)
+    cli.run("gc", scored / "iter_0000001", "--keep-all", code=3)
     (scored / "empty").rmdir()
     assert sorted(scored.rglob("*")) == before
-    assert main(["gc", str(scored), "--keep-all"]) == 0
-    out, err = capsys.readouterr()
+    out, err = cli.run("gc", scored, "--keep-all")
     assert "2 removed, 4 kept" in out
     assert "A job may be saving there right now" in err
     assert Checkpointer(scored).steps() == (1, 3, 4, 6)
 
 
-def test_pin_shows_what_is_pinned_and_rejects_what_is_not_committed(
-    scored: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["pin", str(scored), "3"]) == 0
-    assert "step 3 is pinned; pinned: 3." in capsys.readouterr().out
-    assert run_json(capsys, "pin", str(scored), "1")["pins"] == [1, 3]
-    assert run_json(capsys, "pin", str(scored), "--list")["pins"] == [1, 3]
-    assert main(["pin", str(scored), "1", "--remove"]) == 0
-    assert "step 1 is no longer pinned; pinned: 3." in capsys.readouterr().out
-    assert main(["pin", str(scored), "1", "--remove"]) == 0
-    assert "step 1 was not pinned" in capsys.readouterr().out
-    assert main(["pin", str(scored), "5"]) == 3
-    assert "iter_0000005 is not committed" in capsys.readouterr().err
+def test_pin_shows_what_is_pinned_and_rejects_what_is_not_committed(scored: Path, cli: CommandLine) -> None:
+    assert "step 3 is pinned; pinned: 3." in cli.out("pin", scored, "3")
+    assert cli.json("pin", scored, "1")["pins"] == [1, 3]
+    assert cli.json("pin", scored, "--list")["pins"] == [1, 3]
+    assert "step 1 is no longer pinned; pinned: 3." in cli.out("pin", scored, "1", "--remove")
+    assert "step 1 was not pinned" in cli.out("pin", scored, "1", "--remove")
+    assert "iter_0000005 is not committed" in cli.err("pin", scored, "5", code=3)
     for wrong in ([], ["3", "--list"], ["--list", "--remove"], ["three"]):
-        assert main(["pin", str(scored), *wrong]) == 2
+        cli.run("pin", scored, *wrong, code=2)
 
 
-def test_ls_shows_pins_and_metrics(scored: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    main(["pin", str(scored), "6"])
-    steps = run_json(capsys, "ls", str(scored))["steps"] if capsys.readouterr() else []
+def test_ls_shows_pins_and_metrics(scored: Path, cli: CommandLine) -> None:
+    cli.run("pin", scored, 6)
+    steps = cli.json("ls", scored)["steps"]
     assert [(s["step"], s["pinned"], s["metrics"]) for s in steps if s["state"] == "committed"] == [
         (1, False, {"loss": 2.5}),
         (3, False, {"loss": 0.5}),
         (4, False, {"loss": 1.5}),
         (6, True, {"loss": 3.5}),
     ]
-    main(["ls", str(scored)])
-    out = capsys.readouterr().out
+    out = cli.out("ls", scored)
     assert "committed, latest, pinned" in out
     assert "loss 0.5" in out

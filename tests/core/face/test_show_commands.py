@@ -12,23 +12,17 @@ from safetensors.torch import save_file
 
 import megackpt
 from megackpt import ShardedTensor
-from megackpt.cli import main
 from megackpt.cli.entry import BAD_INPUT, FAILED_CHECK
 from megackpt.maps import family_of, known_families
 from tests.support.checkpoints import FORMATS, RANKS, copy_of_saved, flip
-
-
-def inspected(directory: Path, capsys: pytest.CaptureFixture[str], *flags: str) -> dict[str, Any]:
-    assert main(["inspect", str(directory), "--json", *flags]) == 0
-    message: dict[str, Any] = json.loads(capsys.readouterr().out)
-    return message
+from tests.support.command_line import CommandLine
 
 
 @pytest.mark.parametrize("format", FORMATS, ids=str)
 def test_arrays_objects_files_and_common_state_of_any_format_are_listed(
-    tmp_path: Path, format: tuple[str, int], capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, format: tuple[str, int], cli: CommandLine
 ) -> None:
-    message = inspected(copy_of_saved(tmp_path, format), capsys)
+    message = cli.json("inspect", copy_of_saved(tmp_path, format))
     assert (message["backend"], message["version"]) == format
     shown = {a["key"]: (a["dtype"], a["shape"]) for a in message["arrays"]}
     assert shown == {
@@ -50,28 +44,25 @@ def test_arrays_objects_files_and_common_state_of_any_format_are_listed(
         assert sum(message["rank_nbytes"].values()) == nbytes
 
 
-def test_globs_choose_keys_and_their_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    message = inspected(copy_of_saved(tmp_path), capsys, "--keys", "b*", "--keys", "half")
+def test_globs_choose_keys_and_their_files(tmp_path: Path, cli: CommandLine) -> None:
+    message = cli.json("inspect", copy_of_saved(tmp_path), "--keys", "b*", "--keys", "half")
     assert [a["key"] for a in message["arrays"]] == ["block", "half"]
     assert sum(f["chunks"] for f in message["files"]) == 3
     assert sum(f["nbytes"] for f in message["files"]) == 48 * 4 + 6
 
 
-def test_tensors_are_not_read_and_damage_of_common_state_is_shown(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_tensors_are_not_read_and_damage_of_common_state_is_shown(tmp_path: Path, cli: CommandLine) -> None:
     for file in sorted((copy_of_saved(tmp_path) / "data").iterdir()):
         file.unlink()
     (common,) = tmp_path.glob("common-*.json")
     flip(common, 10)
-    message = inspected(tmp_path, capsys)
+    message = cli.json("inspect", tmp_path)
     assert len(message["arrays"]) == 5
     assert common.name in message["common_error"]
 
 
-def test_tables_show_what_a_person_looks_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["inspect", str(copy_of_saved(tmp_path)), "--limit", "2"]) == 0
-    out = capsys.readouterr().out
+def test_tables_show_what_a_person_looks_for(tmp_path: Path, cli: CommandLine) -> None:
+    out = cli.out("inspect", copy_of_saved(tmp_path), "--limit", "2")
     for text in (
         "megackpt version 1",
         "saved by 2 ranks",
@@ -83,30 +74,25 @@ def test_tables_show_what_a_person_looks_for(tmp_path: Path, capsys: pytest.Capt
     assert "long" not in out
 
 
-def test_keys_are_printed_as_they_are_and_move_no_cursor(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_keys_are_printed_as_they_are_and_move_no_cursor(tmp_path: Path, cli: CommandLine) -> None:
     key = "a[bold]\x1b[2Jb :smile:"
     megackpt.save({"w": ShardedTensor.from_rank_offsets(key, torch.zeros(1))}, tmp_path)
-    assert main(["inspect", str(tmp_path)]) == 0
-    out = capsys.readouterr().out
+    out = cli.out("inspect", tmp_path)
     assert "a[bold]\\x1b[2Jb :smile:" in out
     assert "\x1b" not in out
 
 
 def test_bad_usage_and_a_missing_checkpoint_have_different_exit_codes(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, cli: CommandLine
 ) -> None:
-    assert main(["inspect"]) == 2
-    assert main(["inspect", str(tmp_path)]) == 3
-    assert "is not a checkpoint" in capsys.readouterr().err
+    cli.run("inspect", code=2)
+    assert "is not a checkpoint" in cli.err("inspect", tmp_path, code=3)
     (index,) = copy_of_saved(tmp_path).glob("index-*")
     flip(index, -1)
-    assert main(["inspect", str(tmp_path)]) == 1
+    cli.run("inspect", tmp_path, code=1)
     (tmp_path / "metadata.json").write_text("[]")
-    assert main(["inspect", str(tmp_path)]) == 3
-    assert main(["inspect", "-h"]) == 0
-    assert "Exit codes: 0 done" in " ".join(capsys.readouterr().out.split())
+    cli.run("inspect", tmp_path, code=3)
+    assert "Exit codes: 0 done" in " ".join(cli.out("inspect", "-h").split())
 
 
 CONFIG = {
@@ -128,23 +114,15 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def shown(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
-    assert main(["maps", "show", *arguments, "--json"]) == 0
-    result: dict[str, Any] = json.loads(capsys.readouterr().out)
-    return result
-
-
-def test_every_family_is_listed_with_its_model_types(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["maps", "--json"]) == 0
-    listed = json.loads(capsys.readouterr().out)["families"]
+def test_every_family_is_listed_with_its_model_types(cli: CommandLine) -> None:
+    listed = cli.json("maps")["families"]
     assert listed == {name: list(family.model_types) for name, family in known_families().items()}
-    assert main(["maps"]) == 0
-    text = capsys.readouterr().out
+    text = cli.out("maps")
     assert all(name in text for name in known_families())
 
 
-def test_a_row_has_keys_axes_shapes_and_layers(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    result = shown(capsys, "--config", str(folder / "config.json"))
+def test_a_row_has_keys_axes_shapes_and_layers(folder: Path, cli: CommandLine) -> None:
+    result = cli.json("maps", "show", "--config", folder / "config.json")
     assert result["family"] == "qwen3_moe"
     assert result["sizes"]["expert"] == 2
     assert {
@@ -158,30 +136,25 @@ def test_a_row_has_keys_axes_shapes_and_layers(folder: Path, capsys: pytest.Capt
     } in result["rows"]
 
 
-def test_the_proof_counts_all_arrays(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_proof_counts_all_arrays(folder: Path, cli: CommandLine) -> None:
     made = family_of(CONFIG).region_map(CONFIG)
-    proved = shown(capsys, "qwen3_moe", "--config", str(folder))["proved"]
+    proved = cli.json("maps", "show", "qwen3_moe", "--config", folder)["proved"]
     assert proved == {"ours": len(made.left), "theirs": len(made.right), "pairs": len(made.pairs)}
-    assert main(["maps", "show", "--config", str(folder)]) == 0
-    text = capsys.readouterr().out
+    text = cli.out("maps", "show", "--config", folder)
     assert f"every element of {len(made.left)} arrays of ours and {len(made.right)} of qwen3_moe" in text
     assert "1-3" in text
 
 
-def test_keys_of_the_first_layers_are_shown_one_by_one(
-    folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    rows = shown(capsys, "--config", str(folder), "--layers", "2")["rows"]
+def test_keys_of_the_first_layers_are_shown_one_by_one(folder: Path, cli: CommandLine) -> None:
+    rows = cli.json("maps", "show", "--config", folder, "--layers", "2")["rows"]
     ours = {row["ours"] for row in rows}
     assert {"decoder.layers.0.mlp.linear_fc2.weight", "decoder.layers.1.mlp.router.weight"} <= ours
     assert not any("{layer}" in key or "layers.2." in key for key in ours)
 
 
-def test_a_folder_with_fused_experts_is_shown_as_it_is(
-    folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_folder_with_fused_experts_is_shown_as_it_is(folder: Path, cli: CommandLine) -> None:
     save_file({"model.layers.1.mlp.experts.gate_up_proj": torch.ones(1)}, folder / "model.safetensors")
-    rows = shown(capsys, "--config", str(folder))["rows"]
+    rows = cli.json("maps", "show", "--config", folder)["rows"]
     (up,) = (row for row in rows if row["ours"].endswith("experts.linear_fc1.weight.up"))
     assert (up["theirs"], up["their_axes"], up["their_shape"]) == (
         "model.layers.{layer}.mlp.experts.gate_up_proj",
@@ -190,10 +163,8 @@ def test_a_folder_with_fused_experts_is_shown_as_it_is(
     )
 
 
-def test_regions_of_megatron_core_are_shown_for_the_first_layers(
-    folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    result = shown(capsys, "--config", str(folder), "--megatron", "--layers", "2")
+def test_regions_of_megatron_core_are_shown_for_the_first_layers(folder: Path, cli: CommandLine) -> None:
+    result = cli.json("maps", "show", "--config", folder, "--megatron", "--layers", "2")
     assert {
         "ours": "decoder.layers.1.mlp.experts.linear_fc1.weight.up",
         "region": "[0:2, 0:12, 0:16]",
@@ -201,8 +172,7 @@ def test_regions_of_megatron_core_are_shown_for_the_first_layers(
         "their_region": "[0:2, 12:24, 0:16]",
     } in result["rows"]
     assert not any(row["ours"].startswith("decoder.layers.2.") for row in result["rows"])
-    assert main(["maps", "show", "--config", str(folder), "--megatron"]) == 0
-    text = capsys.readouterr().out
+    text = cli.out("maps", "show", "--config", folder, "--megatron")
     assert "decoder.layers.0.mlp.linear_fc1.layer_norm_weight" in text
     assert f"{result['proved']['theirs']} of Megatron-Core is in exactly one" in text
 
@@ -218,22 +188,15 @@ def test_regions_of_megatron_core_are_shown_for_the_first_layers(
     ],
 )
 def test_a_config_that_cannot_be_used_is_an_error(
-    tmp_path: Path, text: str | None, message: str, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, text: str | None, message: str, cli: CommandLine
 ) -> None:
     if text is not None:
         (tmp_path / "config.json").write_text(text)
-    assert main(["maps", "show", "--config", str(tmp_path)]) == BAD_INPUT
-    assert message in capsys.readouterr().err
+    assert message in cli.err("maps", "show", "--config", tmp_path, code=BAD_INPUT)
 
 
-def demo(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
-    assert main(["demo", "--json", *arguments]) == 0
-    result: dict[str, Any] = json.loads(capsys.readouterr().out)
-    return result
-
-
-def test_the_numbers_are_the_ranks_of_the_layouts(capsys: pytest.CaptureFixture[str]) -> None:
-    result = demo(capsys)
+def test_the_numbers_are_the_ranks_of_the_layouts(cli: CommandLine) -> None:
+    result = cli.json("demo")
     assert result["equal"]
     assert result["saved"]["weight"] == [[0] * 12] * 3 + [[2] * 12] * 3
     of_tp_0 = [0] * 22 + [1] * 14  # the cut of the flat range lies within the second row
@@ -243,29 +206,25 @@ def test_the_numbers_are_the_ranks_of_the_layouts(capsys: pytest.CaptureFixture[
 
 
 def test_the_kept_checkpoint_is_a_real_one_and_nothing_is_overwritten(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, cli: CommandLine
 ) -> None:
     directory = tmp_path / "demo"
-    files = demo(capsys, "--dir", str(directory))["files"]
+    files = cli.json("demo", "--dir", directory)["files"]
     assert {name: (directory / name).stat().st_size for name in files} == files
     assert {key: tuple(t.global_shape) for key, t in megackpt.load_tensors_metadata(directory).items()} == {
         "weight": (6, 12),
         "exp_avg": (6, 12),
     }
-    assert main(["demo", "--dir", str(directory)]) == BAD_INPUT
-    assert "is not empty" in capsys.readouterr().err
+    assert "is not empty" in cli.err("demo", "--dir", directory, code=BAD_INPUT)
 
 
-def test_the_picture_fits_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["demo"]) == 0
-    lines = capsys.readouterr().out.splitlines()
+def test_the_picture_fits_a_terminal(cli: CommandLine) -> None:
+    lines = cli.out("demo").splitlines()
     assert max(map(len, lines)) <= 80
     assert any("equals what was saved" in line for line in lines)
 
 
-def test_a_wrong_load_is_a_failed_check(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_wrong_load_is_a_failed_check(monkeypatch: pytest.MonkeyPatch, cli: CommandLine) -> None:
     load = megackpt.load
 
     def load_all_but_one_element(state: Any, *args: Any, **kwargs: Any) -> Any:
@@ -275,5 +234,4 @@ def test_a_wrong_load_is_a_failed_check(
         return loaded
 
     monkeypatch.setattr(megackpt, "load", load_all_but_one_element)
-    assert main(["demo"]) == FAILED_CHECK
-    assert "DIFFERS" in capsys.readouterr().out
+    assert "DIFFERS" in cli.out("demo", code=FAILED_CHECK)

@@ -5,33 +5,34 @@ from __future__ import annotations
 import contextlib
 import json
 import re
+import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint
 
 import megackpt
-from megackpt import ShardedTensor
+from megackpt import SaveOptions, ShardedTensor
 from megackpt.cli import main
+from megackpt.comm import Group
 from megackpt.errors import FormatError
 from megackpt.metadata import DIGEST_BLOCK_BYTES
 from megackpt.storage import open_store
-from tests.support.checkpoints import FORMATS, NATIVE, copy_of_saved, files_below, flip
-
-RunCommand = Callable[..., tuple[int, dict[str, Any]]]
-
-
-@pytest.fixture
-def verify(capsys: pytest.CaptureFixture[str]) -> RunCommand:
-    """Run the command with --json; return its exit code and what it says."""
-
-    def run(directory: Path, *flags: str) -> tuple[int, dict[str, Any]]:
-        code = main(["verify", str(directory), "--json", *flags])
-        return code, json.loads(capsys.readouterr().out)
-
-    return run
+from megackpt.testing.world import SimulatedWorld
+from tests.support.checkpoints import (
+    FORMATS,
+    NATIVE,
+    RANKS,
+    copy_of_saved,
+    files_below,
+    flip,
+    saved,
+    state_of,
+)
+from tests.support.command_line import CommandLine
+from tests.support.dcp_alone import ALONE
 
 
 def data_files(directory: Path) -> list[Path]:
@@ -50,10 +51,10 @@ def position_of(file: Path, tensor: str) -> tuple[int, int]:
 @pytest.mark.parametrize("format", FORMATS, ids=str)
 @pytest.mark.parametrize("flags", [[], ["--deep"]], ids=["shallow", "deep"])
 def test_an_undamaged_checkpoint_is_called_whole_only_if_every_byte_was_checked(
-    tmp_path: Path, format: tuple[str, int], flags: list[str], verify: RunCommand
+    tmp_path: Path, format: tuple[str, int], flags: list[str], cli: CommandLine
 ) -> None:
-    code, message = verify(copy_of_saved(tmp_path, format), *flags)
-    assert (code, message["damages"], message["is_undamaged"]) == (0, [], True)
+    message = cli.json("verify", copy_of_saved(tmp_path, format), *flags)
+    assert (message["damages"], message["is_undamaged"]) == ([], True)
     assert (message["arrays"], message["objects"], message["deep"]) == (4, 2, bool(flags))
     assert message["nbytes"] >= 400_000 * 4
     is_checked = format in (NATIVE, ("torch_dist", 1), ("zarr", 3))
@@ -61,23 +62,18 @@ def test_an_undamaged_checkpoint_is_called_whole_only_if_every_byte_was_checked(
     assert message["is_whole"] is (True if flags and is_checked else None)
 
 
-def test_every_flipped_block_is_named_with_key_box_file_and_bytes(tmp_path: Path, verify: RunCommand) -> None:
+def test_every_flipped_block_is_named_with_key_box_file_and_bytes(tmp_path: Path, cli: CommandLine) -> None:
     first, second = data_files(copy_of_saved(tmp_path))
     long = position_of(first, "long[0:200000]")
     flip(first, long[0])
     flip(first, long[0] + 2 * DIGEST_BLOCK_BYTES + 5)
     block = position_of(second, "block[0:6, 4:8]")
     flip(second, block[1] - 1)
-    code, message = verify(tmp_path)
-    assert (code, message["is_undamaged"], message["is_whole"]) == (
-        0,
-        True,
-        None,
-    )  # what is not read is not known
-    code, message = verify(tmp_path, "--deep")
+    message = cli.json("verify", tmp_path)  # what is not read is not known
+    assert (message["is_undamaged"], message["is_whole"]) == (True, None)
+    message = cli.json("verify", tmp_path, "--deep", code=1)
     damages = [(d["file"], d["key"], d["box"], d["start"], d["stop"]) for d in message["damages"]]
     last = DIGEST_BLOCK_BYTES * 2 + long[0]
-    assert code == 1
     assert damages == [
         (f"data/{first.name}", "long", "[0:200000]", long[0], long[0] + DIGEST_BLOCK_BYTES),
         (f"data/{first.name}", "long", "[0:200000]", last, last + DIGEST_BLOCK_BYTES),
@@ -86,55 +82,49 @@ def test_every_flipped_block_is_named_with_key_box_file_and_bytes(tmp_path: Path
     assert all("digest differs" in d["what"] for d in message["damages"])
 
 
-def test_the_verdict_names_what_was_checked_and_nothing_more(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_verdict_names_what_was_checked_and_nothing_more(tmp_path: Path, cli: CommandLine) -> None:
     """A step with a flipped byte was called whole where nobody had looked at its bytes."""
 
-    def verdict(directory: Path, *flags: str) -> str:
-        main(["verify", str(directory), *flags])
-        (line,) = [
-            line for line in capsys.readouterr().out.splitlines() if line.startswith(f"{directory}: ")
-        ][-1:]
-        return line.removeprefix(f"{directory}: ").partition(";")[0]
+    def verdict(directory: Path, *flags: str, code: int = 0) -> str:
+        lines = cli.out("verify", directory, *flags, code=code).splitlines()
+        (*_, last) = [line for line in lines if line.startswith(f"{directory}: ")]
+        return last.removeprefix(f"{directory}: ").partition(";")[0]
 
     directory, unchecked = copy_of_saved(tmp_path / "a"), copy_of_saved(tmp_path / "b", ("zarr", 1))
     assert verdict(directory, "--deep") == "whole (every byte read)"
     assert verdict(unchecked, "--deep") == "structure whole (every byte read, not all have digests)"
     flip(data_files(directory)[0], position_of(data_files(directory)[0], "long[0:200000]")[0])
     assert verdict(directory) == "structure whole (bytes not read, --deep reads them)"
-    assert verdict(directory, "--deep") == "1 damages (every byte read)"
+    assert verdict(directory, "--deep", code=1) == "1 damages (every byte read)"
     data_files(directory)[0].unlink()
-    assert verdict(directory) == "1 damages (bytes not read, --deep reads them)"
+    assert verdict(directory, code=1) == "1 damages (bytes not read, --deep reads them)"
 
 
-def test_damaged_blocks_that_follow_each_other_are_one_damage(tmp_path: Path, verify: RunCommand) -> None:
+def test_damaged_blocks_that_follow_each_other_are_one_damage(tmp_path: Path, cli: CommandLine) -> None:
     file = data_files(copy_of_saved(tmp_path))[0]
     begin, end = position_of(file, "long[0:200000]")
     data = file.read_bytes()
     file.write_bytes(data[:begin] + bytes(end - begin) + data[end:])
-    _, message = verify(tmp_path, "--deep")
+    message = cli.json("verify", tmp_path, "--deep", code=1)
     assert [(d["key"], d["start"], d["stop"]) for d in message["damages"]] == [("long", begin, end)]
 
 
-def test_a_damaged_object_is_named(tmp_path: Path, verify: RunCommand) -> None:
+def test_a_damaged_object_is_named(tmp_path: Path, cli: CommandLine) -> None:
     file = data_files(copy_of_saved(tmp_path))[1]
     start, stop = position_of(file, "object[1:2]")
     flip(file, stop - 1)
-    code, message = verify(tmp_path, "--deep")
+    message = cli.json("verify", tmp_path, "--deep", code=1)
     (damage,) = message["damages"]
-    assert code == 1
     assert (damage["key"], damage["box"], damage["start"], damage["stop"]) == ("object", "[1:2]", start, stop)
 
 
 @pytest.mark.parametrize("at", [0, 3, 20, 100, 300, 1000])
 def test_a_flipped_byte_in_the_header_of_a_data_file_is_damage_although_loads_do_not_read_it(
-    tmp_path: Path, at: int, verify: RunCommand
+    tmp_path: Path, at: int, cli: CommandLine
 ) -> None:
     file = data_files(copy_of_saved(tmp_path))[0]
     flip(file, at)
-    code, message = verify(tmp_path)
-    assert code == 1
+    message = cli.json("verify", tmp_path, code=1)
     assert {d["file"] for d in message["damages"]} == {f"data/{file.name}"}
     assert "header" in message["damages"][0]["what"]
 
@@ -142,12 +132,11 @@ def test_a_flipped_byte_in_the_header_of_a_data_file_is_damage_although_loads_do
 @pytest.mark.parametrize("pattern", ["index-*", "common-*.json", "common-*.safetensors"])
 @pytest.mark.parametrize("at", [0, 40, -1])
 def test_a_flipped_byte_in_index_or_common_state_is_named(
-    tmp_path: Path, pattern: str, at: int, verify: RunCommand
+    tmp_path: Path, pattern: str, at: int, cli: CommandLine
 ) -> None:
     (file,) = copy_of_saved(tmp_path).glob(pattern)
     flip(file, at)
-    code, message = verify(tmp_path)
-    assert code == 1
+    message = cli.json("verify", tmp_path, code=1)
     assert {d["file"] for d in message["damages"]} == {file.name}
 
 
@@ -170,13 +159,13 @@ def test_every_flipped_bit_of_the_commit_is_damage_or_changes_nothing(tmp_path: 
 
 
 @pytest.mark.parametrize("format", FORMATS, ids=str)
-def test_every_lost_file_is_damage(tmp_path: Path, format: tuple[str, int], verify: RunCommand) -> None:
+def test_every_lost_file_is_damage(tmp_path: Path, format: tuple[str, int]) -> None:
     """Files whose loss changes nothing but for other programs are told apart by name."""
     directory = copy_of_saved(tmp_path, format)
     for file in files_below(directory, "*"):
         name, data = str(file.relative_to(directory)), file.read_bytes()
         file.unlink()
-        code = main(["verify", str(directory), "--deep", "--json"])
+        code = main(["verify", str(directory), "--deep"])
         file.write_bytes(data)
         tolerated = {
             ("torch_dist", 1): ("metadata.json", "megackpt-"),  # .metadata alone is a checkpoint of DCP
@@ -188,19 +177,18 @@ def test_every_lost_file_is_damage(tmp_path: Path, format: tuple[str, int], veri
         assert code == (3 if is_commit else 1), name
 
 
-def test_a_lost_data_file_is_one_damage_that_names_its_chunks(tmp_path: Path, verify: RunCommand) -> None:
+def test_a_lost_data_file_is_one_damage_that_names_its_chunks(tmp_path: Path, cli: CommandLine) -> None:
     file = data_files(copy_of_saved(tmp_path))[1]
     file.unlink()
-    code, message = verify(tmp_path, "--deep")
+    message = cli.json("verify", tmp_path, "--deep", code=1)
     (damage,) = message["damages"]
-    assert code == 1
     assert damage["file"] == f"data/{file.name}"
     assert re.match(r"it is missing; \d chunks of 'block', 'flat', ", damage["what"])
 
 
 @pytest.mark.parametrize("format", FORMATS, ids=str)
 def test_every_truncated_file_of_chunks_is_damage(
-    tmp_path: Path, format: tuple[str, int], verify: RunCommand
+    tmp_path: Path, format: tuple[str, int], cli: CommandLine
 ) -> None:
     directory = copy_of_saved(tmp_path, format)
     with_chunks = inspected_files(directory)
@@ -210,8 +198,7 @@ def test_every_truncated_file_of_chunks_is_damage(
         data = file.read_bytes()
         file.write_bytes(data[: len(data) // 2])
         flags = ["--deep"] if format[0] == "zarr" else []  # of shards and objects no length is stored
-        code, message = verify(directory, *flags)
-        assert code == 1, name
+        message = cli.json("verify", directory, *flags, code=1)
         assert name in {d["file"] for d in message["damages"]}, name
         file.write_bytes(data)
 
@@ -220,81 +207,75 @@ def inspected_files(directory: Path) -> list[str]:
     return [file.name for file in megackpt.inspect(directory).files]
 
 
-def test_a_truncated_data_file_names_every_chunk_that_is_cut(tmp_path: Path, verify: RunCommand) -> None:
+def test_a_truncated_data_file_names_every_chunk_that_is_cut(tmp_path: Path, cli: CommandLine) -> None:
     file = data_files(copy_of_saved(tmp_path))[0]
     begin, _ = position_of(file, "long[0:200000]")
     file.write_bytes(file.read_bytes()[: begin + 10])
-    _, message = verify(tmp_path)
+    message = cli.json("verify", tmp_path, code=1)
     cut = {d["key"] for d in message["damages"] if "file ends at" in d["what"]}
     assert "long" in cut
     assert all(d["stop"] > begin + 10 for d in message["damages"] if d.get("key") in cut and d["start"])
 
 
-def test_swapped_data_files_are_damage(tmp_path: Path, verify: RunCommand) -> None:
+def test_swapped_data_files_are_damage(tmp_path: Path, cli: CommandLine) -> None:
     first, second = data_files(copy_of_saved(tmp_path))
     first_bytes, second_bytes = first.read_bytes(), second.read_bytes()
     first.write_bytes(second_bytes)
     second.write_bytes(first_bytes)
-    code, message = verify(tmp_path)
-    assert code == 1
+    message = cli.json("verify", tmp_path, code=1)
     assert {d["file"] for d in message["damages"]} == {f"data/{first.name}", f"data/{second.name}"}
 
 
 @pytest.mark.parametrize("format", [f for f in FORMATS if f != ("zarr", 1)], ids=str)
 def test_a_flipped_byte_in_the_middle_of_any_file_of_chunks_is_found(
-    tmp_path: Path, format: tuple[str, int], verify: RunCommand
+    tmp_path: Path, format: tuple[str, int], cli: CommandLine
 ) -> None:
     directory = copy_of_saved(tmp_path, format)
     for name in inspected_files(directory):
         file = directory / name
         data = file.read_bytes()
         flip(file, len(data) // 2)
-        code, message = verify(directory, "--deep")
-        assert code == 1, name
+        message = cli.json("verify", directory, "--deep", code=1)
         assert any(d["file"] == name and "key" in d for d in message["damages"]), name
         file.write_bytes(data)
 
 
-def test_the_zip_records_around_tensors_are_checked(tmp_path: Path, verify: RunCommand) -> None:
+def test_the_zip_records_around_tensors_are_checked(tmp_path: Path, cli: CommandLine) -> None:
     directory = copy_of_saved(tmp_path, ("torch_dist", 1))
     for file in files_below(directory, "*.distcp"):
         data = file.read_bytes()
         for at in (0, 100, -1, -60):
             flip(file, at)
-            code, message = verify(directory, "--deep")
-            assert code == 1, (file.name, at)
+            message = cli.json("verify", directory, "--deep", code=1)
             assert {d["file"] for d in message["damages"]} == {file.name}
             file.write_bytes(data)
 
 
-def test_another_metadata_than_that_of_the_save_is_damage(tmp_path: Path, verify: RunCommand) -> None:
+def test_another_metadata_than_that_of_the_save_is_damage(tmp_path: Path, cli: CommandLine) -> None:
     flip(copy_of_saved(tmp_path, ("torch_dist", 1)) / ".metadata", 200)
-    code, message = verify(tmp_path)
-    assert code == 1
+    message = cli.json("verify", tmp_path, code=1)
     assert ".metadata" in {d["file"] for d in message["damages"]}
 
 
-def test_elements_that_no_chunk_has_are_named(tmp_path: Path, verify: RunCommand) -> None:
+def test_elements_that_no_chunk_has_are_named(tmp_path: Path, cli: CommandLine) -> None:
     half = ShardedTensor.from_rank_offsets("w", torch.zeros(4), (0, 0, 2))
     megackpt.save({"w": half}, tmp_path, validate_access_integrity=False)
-    code, message = verify(tmp_path)
-    assert code == 1
+    message = cli.json("verify", tmp_path, code=1)
     assert message["damages"] == [{"key": "w", "box": "[4:8]", "what": "no chunk has it"}]
 
 
-def test_arrays_that_were_taken_out_leave_no_damage(tmp_path: Path, verify: RunCommand) -> None:
+def test_arrays_that_were_taken_out_leave_no_damage(tmp_path: Path, cli: CommandLine) -> None:
     megackpt.remove_sharded_tensors(copy_of_saved(tmp_path), "block")
-    assert verify(tmp_path, "--deep")[0] == 0
+    cli.json("verify", tmp_path, "--deep")
     flip(data_files(tmp_path)[0], 60)
-    assert verify(tmp_path)[0] == 1
+    cli.json("verify", tmp_path, code=1)
 
 
-def test_damage_is_a_table_and_exit_code_1(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_damage_is_a_table_and_exit_code_1(tmp_path: Path, cli: CommandLine) -> None:
     file = data_files(copy_of_saved(tmp_path))[0]
     begin, end = position_of(file, "block[0:6, 0:4]")
     flip(file, begin)
-    assert main(["verify", str(tmp_path), "--deep"]) == 1
-    out = capsys.readouterr().out
+    out = cli.out("verify", tmp_path, "--deep", code=1)
     assert "block" in out
     assert "[0:6, 0:4]" in out
     assert f"{begin}:{end}" in out
@@ -336,3 +317,171 @@ def test_flipped_bytes_in_the_small_files_of_other_formats_are_damage_or_change_
         file.write_bytes(data)
     # The extents of an array stand nowhere but in its document.
     assert len(overlooked) <= (0 if pattern == "*.pt" else 3)
+
+
+def protected(directory: Path) -> Path:
+    """Save the small state with one parity file over the data files of both ranks."""
+
+    def save_rank(group: Group) -> None:
+        options = SaveOptions(parity=2, plain_tensors="common")
+        megackpt.save(state_of(group.rank), directory, options=options, group=group)
+
+    SimulatedWorld(RANKS).run(save_rank)
+    return directory
+
+
+def content(directory: Path) -> dict[str, bytes]:
+    return {str(f.relative_to(directory)): f.read_bytes() for f in files_below(directory, "*")}
+
+
+DAMAGES: dict[str, Callable[[Path], object]] = {
+    "lose": Path.unlink,
+    "cut": lambda file: file.write_bytes(file.read_bytes()[:5000]),
+    "grow": lambda file: file.write_bytes(file.read_bytes() + b"more"),
+    "spoil_block": lambda file: flip(file, -1),
+    "spoil_header": lambda file: flip(file, 20),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+@pytest.mark.parametrize("pattern", ["data/*-00000*", "data/*-00001*", "parity/*"])
+def test_parity_repairs_any_damage_to_one_file(
+    tmp_path: Path, pattern: str, damage: str, cli: CommandLine
+) -> None:
+    before = content(protected(tmp_path))
+    (file,) = tmp_path.glob(pattern)
+    DAMAGES[damage](file)
+    message = cli.json("repair", tmp_path)
+    assert (message["is_applied"], message["is_whole"]) == (True, True)
+    (repaired,) = message["files"]
+    assert (repaired["file"], repaired["source"]) == (str(file.relative_to(tmp_path)), "parity")
+    assert content(tmp_path) == before
+
+
+def test_files_of_one_group_that_are_damaged_at_different_positions_are_repaired(
+    tmp_path: Path, cli: CommandLine
+) -> None:
+    before = content(protected(tmp_path))
+    first, second = files_below(tmp_path, "data/*")
+    flip(first, 5000)
+    flip(second, -1)
+    message = cli.json("repair", tmp_path)
+    assert len(message["files"]) == 2
+    assert all(stop - start < f["nbytes"] for f in message["files"] for start, stop in f["ranges"])
+    assert content(tmp_path) == before
+
+
+def test_nothing_is_changed_if_something_cannot_be_repaired(tmp_path: Path, cli: CommandLine) -> None:
+    whole = content(protected(tmp_path))
+    first, second = files_below(tmp_path, "data/*")
+    flip(first, -1)
+    (index,) = tmp_path.glob("common-*.json")
+    flip(index, 5)
+    before = content(tmp_path)
+    message = cli.json("repair", tmp_path, code=1)
+    assert (message["is_applied"], message["is_whole"]) == (False, False)
+    assert [f["file"] for f in message["files"]] == [f"data/{first.name}"]
+    assert content(tmp_path) == before
+    message = cli.json("repair", tmp_path, "--partial", code=1)
+    assert (message["is_applied"], message["is_whole"]) == (True, False)
+    assert content(tmp_path) == {**whole, index.name: before[index.name]}
+    assert second.read_bytes() == whole[f"data/{second.name}"]
+
+
+def test_dry_run_shows_what_can_be_repaired_and_changes_nothing(tmp_path: Path, cli: CommandLine) -> None:
+    files_below(protected(tmp_path), "data/*")[0].unlink()
+    before = content(tmp_path)
+    message = cli.json("repair", tmp_path, "--dry-run")
+    assert (message["is_applied"], message["is_whole"]) == (False, True)
+    assert len(message["files"]) == 1
+    assert content(tmp_path) == before
+
+
+def test_a_whole_checkpoint_is_left_alone(tmp_path: Path, cli: CommandLine) -> None:
+    before = content(protected(tmp_path))
+    assert "no damage found; nothing was changed" in cli.out("repair", tmp_path)
+    assert content(tmp_path) == before
+
+
+@pytest.mark.parametrize("format", FORMATS, ids=str)
+def test_a_copy_repairs_all_files_of_chunks_that_are_lost(
+    tmp_path: Path, format: tuple[str, int], cli: CommandLine
+) -> None:
+    directory, copy = copy_of_saved(tmp_path / "it", format), tmp_path / "copy"
+    shutil.copytree(directory, copy)
+    before = content(directory)
+    for file in megackpt.inspect(directory).files:
+        (directory / file.name).unlink()
+    cli.json("repair", directory, "--from", copy)
+    assert content(directory) == before
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_a_copy_repairs_every_other_file_of_a_checkpoint(
+    tmp_path: Path, first: int, cli: CommandLine
+) -> None:
+    directory, copy = protected(tmp_path / "it"), tmp_path / "copy"
+    shutil.copytree(directory, copy)
+    before = content(directory)
+    for name in sorted(before)[first::2]:
+        (directory / name).unlink()
+    cli.json("repair", directory, "--from", copy)
+    assert content(directory) == before
+
+
+@pytest.mark.parametrize("at", range(5, 860, 57))
+def test_a_damaged_commit_is_repaired_from_a_copy(tmp_path: Path, at: int, cli: CommandLine) -> None:
+    """Also where it says that other files are damaged, and they are not."""
+    directory = protected(tmp_path / "it")
+    shutil.copytree(directory, tmp_path / "copy")
+    before = content(directory)
+    flip(directory / "metadata.json", at)
+    flip(files_below(directory, "data/*")[0], -1)
+    cli.json("repair", directory, "--from", tmp_path / "copy")
+    assert json.loads(content(directory)["metadata.json"]) == json.loads(before["metadata.json"])
+    cli.run("verify", directory, "--deep")
+
+
+def test_a_copy_of_another_save_is_not_used(tmp_path: Path, cli: CommandLine) -> None:
+    directory, other = saved(tmp_path / "it"), saved(tmp_path / "other")
+    flip(files_below(directory, "data/*")[0], -1)
+    before = content(directory)
+    message = cli.json("repair", directory, "--from", other, code=1)
+    reason = f"{other} has another save, or its format does not record which save it is"
+    assert message["unusable_sources"] == [reason]
+    assert content(directory) == before
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is (disabled|unavailable)")
+def test_what_another_library_has_saved_is_not_mixed_with_a_copy(tmp_path: Path, cli: CommandLine) -> None:
+    """Nothing in it says which save it is of: a copy could be of another step."""
+    for location, value in (("it", 1.0), ("other", 2.0)):
+        torch.distributed.checkpoint.save(
+            {"w": torch.full((4,), value)}, checkpoint_id=tmp_path / location, **ALONE
+        )
+    (tmp_path / "it/__0_0.distcp").unlink()
+    shutil.copy(tmp_path / "it/.metadata", tmp_path / "other/.metadata")  # as older releases would write it
+    message = cli.json("repair", tmp_path / "it", "--from", tmp_path / "other", code=1)
+    assert (message["is_applied"], message["files"]) == (False, [])
+
+
+def test_what_a_repair_that_was_killed_left_is_removed(tmp_path: Path, cli: CommandLine) -> None:
+    before = content(protected(tmp_path))
+    first = files_below(tmp_path, "data/*")[0]
+    first.unlink()
+    (tmp_path / f"data/.{first.name}.0123456789abcdef.tmp").write_bytes(b"half")
+    cli.json("repair", tmp_path)
+    assert content(tmp_path) == before
+
+
+def test_tables_show_what_was_repaired_and_what_is_left(tmp_path: Path, cli: CommandLine) -> None:
+    first, second = files_below(protected(tmp_path), "data/*")
+    first.unlink()
+    out = cli.out("repair", tmp_path)
+    assert "parity" in out
+    assert "1 files were repaired" in out
+    first.unlink()
+    second.unlink()
+    out = cli.out("repair", tmp_path, code=1)
+    assert "nothing can be repaired" in out
+    assert "missing" in out

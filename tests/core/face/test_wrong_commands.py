@@ -16,6 +16,7 @@ import torch
 import megackpt
 from megackpt import Checkpointer
 from megackpt.cli import main
+from tests.support.command_line import CommandLine
 from tests.support.effort import sampled
 
 
@@ -47,23 +48,15 @@ def here(made_once: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pa
     return tmp_path
 
 
-def run_with_error(arguments: str, capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:
-    """Return the exit code and what stderr says; nothing is on stdout."""
-    code = main(arguments.split())
-    message = capsys.readouterr()
-    assert message.out == ""
-    return code, message.err
-
-
 @pytest.mark.parametrize("location", ["file", "empty", "nowhere"])
 @pytest.mark.parametrize(
     "command", ["inspect {}", "verify {}", "repair {}", "diff whole {}", "convert {} new --to zarr"]
 )
 def test_a_location_without_a_checkpoint_has_exit_code_3_in_every_command(
-    here: Path, command: str, location: str, capsys: pytest.CaptureFixture[str]
+    here: Path, command: str, location: str, cli: CommandLine
 ) -> None:
-    code, message = run_with_error(command.format(location), capsys)
-    assert code == 3
+    out, message = cli.run(*command.format(location).split(), code=3)
+    assert out == ""
     assert location in message
     assert ("is a file, not a checkpoint" if location == "file" else "is not a checkpoint") in message
 
@@ -73,10 +66,10 @@ def test_a_location_without_a_checkpoint_has_exit_code_3_in_every_command(
     "command", ["ls {}", "pin {} --list", "pin {} 1", "pin {} 1 --remove", "gc {} --keep-all"]
 )
 def test_a_root_that_is_not_a_directory_has_exit_code_3_in_every_command(
-    here: Path, command: str, location: str, capsys: pytest.CaptureFixture[str]
+    here: Path, command: str, location: str, cli: CommandLine
 ) -> None:
     message = f"megackpt: {location} is not a directory. Name the one that a Checkpointer saves to.\n"
-    assert run_with_error(command.format(location), capsys) == (3, message)
+    assert cli.run(*command.format(location).split(), code=3) == ("", message)
 
 
 @pytest.mark.parametrize(
@@ -101,12 +94,10 @@ def test_a_root_that_is_not_a_directory_has_exit_code_3_in_every_command(
     ],
 )
 def test_bad_input_is_an_error_before_any_work(
-    here: Path, arguments: str, message: str, capsys: pytest.CaptureFixture[str]
+    here: Path, arguments: str, message: str, cli: CommandLine
 ) -> None:
     before = sorted(here.rglob("*"))
-    code = main(arguments.split())
-    assert code == 2
-    assert message in " ".join(capsys.readouterr().err.split())
+    assert message in cli.err(*arguments.split(), code=2)
     assert sorted(here.rglob("*")) == before
 
 
@@ -122,12 +113,12 @@ def test_bad_input_is_an_error_before_any_work(
 )
 def test_a_store_that_cannot_be_reached_is_bad_input_and_not_damage(
     here: Path, command: str, endpoint: str, message: str,
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch, cli: CommandLine,
 ) -> None:  # fmt: skip
     pytest.importorskip("obstore")
     monkeypatch.setenv("AWS_ENDPOINT_URL", endpoint)
-    code, err = run_with_error(command, capsys)
-    assert code == 2
+    out, err = cli.run(*command.split(), code=2)
+    assert out == ""
     assert message in err
 
 
@@ -162,21 +153,20 @@ NEXT_STEP = re.compile(
 @sampled(3)
 @pytest.mark.parametrize("command", CODES_BY_LOCATION)
 def test_every_command_explains_every_wrong_location(
-    here: Path, command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    here: Path, command: str, monkeypatch: pytest.MonkeyPatch, cli: CommandLine
 ) -> None:
     monkeypatch.setitem(sys.modules, "obstore", None)
     for location, code in zip(LOCATIONS, CODES_BY_LOCATION[command], strict=True):
         arguments = command.format(location).split()
-        assert main(arguments) == code, arguments
-        message = capsys.readouterr()
-        assert "Traceback" not in message.err
+        out, err = cli.run(*arguments, code=code)
+        assert "Traceback" not in err
         for name in ("new", "nowhere", "run/iter_9"):  # the next location is wrong again
             shutil.rmtree(name, ignore_errors=True)
         shutil.rmtree("empty")
         Path("empty").mkdir()
         if code == 0:
             continue
-        text = " ".join((message.err + message.out).split())
+        text = " ".join((err + out).split())
         assert NEXT_STEP.search(text), (arguments, text)
         if "foo" not in command:
             assert location.removeprefix("s3://") in text or "megackpt[s3]" in text, (arguments, text)
@@ -203,10 +193,9 @@ def test_every_command_explains_every_wrong_location(
     ],
 )
 def test_typos_in_names_and_options_are_explained(
-    here: Path, arguments: str, message: str, capsys: pytest.CaptureFixture[str]
+    here: Path, arguments: str, message: str, cli: CommandLine
 ) -> None:
-    assert main(arguments.split()) in (2, 3)
-    err = " ".join(capsys.readouterr().err.split())
+    err = cli.err(*arguments.split(), code=3 if "7" in arguments else 2)
     assert message in err
     assert "Traceback" not in err
 
@@ -225,18 +214,15 @@ def without_rights() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("command", ["inspect {}", "verify {}", "diff {0} {0}", "ls {}", "pin {} --list"])
-def test_a_directory_without_permission_is_bad_input(
-    here: Path, command: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_directory_without_permission_is_bad_input(here: Path, command: str, cli: CommandLine) -> None:
     shutil.copytree("run", "closed/run")
     main(command.format("run").split())  # modules that it imports may be out of reach below
-    capsys.readouterr()
     Path("closed").chmod(0)
     try:
         with without_rights():
-            code, message = run_with_error(command.format("closed/run"), capsys)
+            out, message = cli.run(*command.format("closed/run").split(), code=2)
     finally:
         Path("closed").chmod(0o755)
-    assert code == 2
+    assert out == ""
     assert "closed/run: cannot use: Permission denied" in message
     assert "check the owner and mode" in message
