@@ -12,8 +12,10 @@ S, F = mapping.ShardedTensor, mapping.ShardedTensorFactory
 
 
 def halves(key: str, data: Any, replica_id: Any, flattened_range: Any) -> list[Any]:
-    whole = S.from_rank_offsets(key, data, replica_id=replica_id)
-    return [part for i in range(2) for part in whole.narrow(0, 2 * i, 2)]
+    """Return two tensors, each with its key."""
+    return [
+        S.from_rank_offsets(f"{key}.{i}", half, replica_id=replica_id) for i, half in enumerate(data.chunk(2))
+    ]
 
 
 def small_state(fill: float = 1.0) -> dict[str, Any]:
@@ -22,16 +24,9 @@ def small_state(fill: float = 1.0) -> dict[str, Any]:
     return {
         "model": {
             "w": S.from_rank_offsets("w", first),
-            "fused": F(
-                "fused", second, lambda *a: [named(p, i) for i, p in enumerate(halves(*a))], torch.cat
-            ),
+            "fused": F("fused", second, halves, torch.cat),
             "extra": mapping.ShardedObject("extra", {"seen": fill}, (1,), (0,)),
         },
         "local": mapping.LocalNonpersistentObject("mine"),
         "step": 7,
     }
-
-
-def named(part: Any, number: int) -> Any:
-    part.key = f"{part.key}.{number}"
-    return part

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
+import sys
+import types
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch.distributed.checkpoint.api import CheckpointException
 
 import megackpt
-from megackpt.compat.megatron import dist_checkpointing
+from megackpt.compat.megatron import core_version, dist_checkpointing, process_options
 from megackpt.compat.megatron.dist_checkpointing import (
     core,
     mapping,
@@ -18,9 +22,12 @@ from megackpt.compat.megatron.dist_checkpointing import (
     state_dict_utils,
     validation,
 )
+from megackpt.compat.megatron.dist_checkpointing.strategies import async_utils, fully_parallel
+from megackpt.compat.megatron.dist_checkpointing.strategies import torch as torch_dist
+from megackpt.errors import DeclarationError, IntegrityError, MismatchError, NotACheckpointError
 from megackpt.testing.ranks import RankPool
 from tests.contrib.megatron.small_state import small_state
-from tests.contrib.megatron.user_world import FilePerRank
+from tests.support.dcp_alone import ALONE
 
 S, F = mapping.ShardedTensor, mapping.ShardedTensorFactory
 
@@ -38,29 +45,6 @@ def test_an_unmodified_call_saves_and_loads(tmp_path: Path) -> None:
     assert loaded["model"]["fused"].tolist() == [1.0, 1.0, 2.0, 2.0]
     assert dist_checkpointing.check_is_distributed_checkpoint(path)
     assert not dist_checkpointing.check_is_distributed_checkpoint(str(tmp_path))
-
-
-def test_arguments_keep_the_order_of_megatron_core_0_16(tmp_path: Path) -> None:
-    path = str(tmp_path / "iter_1")
-    assert (
-        dist_checkpointing.save(small_state(), path, None, None, True, False, lambda c: {}, {"v": 1}) is None
-    )
-    wanted = {**small_state(0.0), "new": S.from_rank_offsets("new", torch.zeros(1))}
-    del wanted["model"]["w"]
-    loaded, missing, unexpected = dist_checkpointing.load(wanted, path, None, None, True, "return_all")
-    assert (missing, unexpected) == ({"w"}, {"new"})
-    assert "new" not in loaded
-
-
-def test_strict_takes_the_modes_of_megatron_core(tmp_path: Path) -> None:
-    path = str(tmp_path / "iter_1")
-    dist_checkpointing.save(small_state(), path)
-    wanted = {"new": S.from_rank_offsets("new", torch.zeros(1))}
-    with pytest.raises(megackpt.CheckpointingException, match="new"):
-        dist_checkpointing.load(wanted, path)
-    assert "new" not in dist_checkpointing.load(wanted, path, strict=validation.StrictHandling.IGNORE_ALL)
-    with pytest.raises(ValueError, match="strict='sloppy' is not a mode"):
-        dist_checkpointing.load(wanted, path, strict="sloppy")
 
 
 @pytest.mark.parametrize("backend", ["torch_dist", "megackpt"])
@@ -120,9 +104,6 @@ def test_validation_helpers(caplog: pytest.LogCaptureFixture, tmp_path: Path) ->
         report(set(), {"u"})
     with pytest.raises(FileNotFoundError, match="is not a checkpoint"):
         validation.verify_checkpoint_and_load_strategy(str(tmp_path))
-    stranger = FilePerRank()
-    with pytest.raises(megackpt.CheckpointingException, match="can handle ShardedObjects"):
-        validation.validate_sharded_objects_handling(stranger, stranger)
 
 
 def _halves_of_w(rank: int, lost: bool, common: int) -> dict[str, Any]:
@@ -185,3 +166,196 @@ def test_every_entity_can_be_asked_whether_its_fields_agree() -> None:
     factory.build_fn = None  # type: ignore[assignment]
     with pytest.raises(megackpt.CheckpointError, match="build_fn must be a function"):
         factory.validate_metadata_integrity()
+
+
+BY_POSITION: dict[str, tuple[Any, Any]] = {
+    "0.16.1": ((None, None, True, False, lambda common: {}, {"v": 1}), (None, None, True, "return_all")),
+    "0.18.2": (
+        (None, None, True, False, None, {"v": 1}, "nvrx", True),
+        (None, None, True, "return_all", True, None),
+    ),
+    "0.19.0": ((None, True, False, None, {"v": 1}, "nvrx", True), (None, True, "return_all", True, None)),
+}
+"""Arguments of save and of load after the directory, as each version orders them."""
+
+
+@pytest.mark.parametrize("version", BY_POSITION)
+def test_calls_by_position_follow_the_installed_version(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, version: str
+) -> None:
+    monkeypatch.setattr(core_version.metadata, "version", lambda name: version)
+    monkeypatch.delitem(sys.modules, "megatron.core", raising=False)
+    path, (save, load) = str(tmp_path / "here"), BY_POSITION[version]
+    assert dist_checkpointing.save(small_state(), path, *save) is None
+    wanted = {**small_state(0.0), "new": S.from_rank_offsets("new", torch.zeros(1))}
+    del wanted["model"]["w"]
+    assert (Path(path) / "integrity.json").exists() == (version != "0.16.1")
+    assert serialization.load_content_metadata(path) == {"v": 1}
+    loaded, missing, unexpected = dist_checkpointing.load(wanted, path, *load)
+    assert (missing, unexpected) == ({"w"}, {"new"})
+    assert "new" not in loaded
+    others = {"0.19.0": ["0.16.1", "0.18.2"]}.get(version, ["0.19.0"])
+    for other in others:
+        with pytest.raises(
+            DeclarationError, match=rf"fourth argument .*Megatron-Core {version} \(which is inst"
+        ):
+            dist_checkpointing.save(small_state(), str(tmp_path / other), *BY_POSITION[other][0])
+    assert [path.name for path in tmp_path.iterdir()] == ["here"]
+    loaded = dist_checkpointing.load(
+        small_state(0.0), path, common_strategy=None, validate_access_integrity=False
+    )
+    assert loaded["step"] == 7
+    assert list(inspect.signature(serialization.load).parameters)[3] == "common_strategy"
+
+
+def test_without_megatron_core_calls_have_the_order_of_the_newest_version(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def version(name: str) -> str:
+        raise core_version.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(core_version.metadata, "version", version)
+    monkeypatch.delitem(sys.modules, "megatron.core", raising=False)
+    dist_checkpointing.save(small_state(), str(tmp_path / "a"), None, False)
+    with pytest.raises(DeclarationError, match=r"Megatron-Core 0\.19\.2 \(the newest known one"):
+        dist_checkpointing.save(small_state(), str(tmp_path / "b"), None, None)
+    # A checkout that was not installed has its version in the module.
+    monkeypatch.setitem(sys.modules, "megatron.core", types.SimpleNamespace(__version__="0.16.1+abc"))
+    dist_checkpointing.save(small_state(), str(tmp_path / "b"), None, None, False)
+    with pytest.raises(DeclarationError, match=r"Megatron-Core 0\.16\.1\+abc \(which is imported"):
+        dist_checkpointing.save(small_state(), str(tmp_path / "c"), None, True)
+
+
+@pytest.mark.parametrize("validate", [True, False])
+def test_a_request_for_a_part_loads_with_any_validate_access_integrity(
+    tmp_path: Path, validate: bool
+) -> None:
+    # Megatron-Core raises for it with True: no rank asks for the other half.
+    path = str(tmp_path / "a")
+    dist_checkpointing.save({"w": S.from_rank_offsets("w", torch.arange(8.0))}, path)
+    half = {"w": S.from_rank_offsets("w", torch.zeros(4), (0, 1, 2))}
+    loaded = dist_checkpointing.load(half, path, validate_access_integrity=validate)
+    assert torch.equal(loaded["w"], torch.arange(4.0, 8.0))
+
+
+def test_integrity_json_finds_a_changed_file_and_a_lost_one(tmp_path: Path) -> None:
+    path = tmp_path / "iter_1"
+    dist_checkpointing.save(small_state(), str(path), ("torch_dist", 1))
+    with pytest.raises(IntegrityError, match=r"has no integrity\.json"):
+        dist_checkpointing.load(small_state(), str(path), verify_integrity=True)
+    dist_checkpointing.save(small_state(), str(path), ("torch_dist", 1), verify_integrity=True)
+    assert dist_checkpointing.load(small_state(), str(path), verify_integrity=True)["step"] == 7
+    file = next(path.glob("*.distcp"))
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+    with pytest.raises(IntegrityError, match=r"1 of .* files differ .*its SHA-256 is"):
+        validation.verify_integrity_manifest(str(path))
+    file.unlink()
+    with pytest.raises(megackpt.CheckpointingException, match="cannot be read"):
+        dist_checkpointing.load(small_state(), str(path), verify_integrity=True)
+    (path / "integrity.json").write_text('{"algorithm": "crc", "files": {}}')
+    with pytest.raises(megackpt.FormatError, match="does not list files"):
+        validation.verify_integrity_manifest(str(path))
+
+
+def _verify_and_load(path: str) -> list[str]:
+    rank, errors = torch.distributed.get_rank(), []
+    part = S.from_rank_offsets("w", torch.full((2,), float(rank)), (0, rank, 2))
+    request = dist_checkpointing.save({"w": part}, path, None, async_sharded_save=True, verify_integrity=True)
+    queue = async_utils.AsyncCallsQueue()
+    queue.schedule_async_request(request)
+    queue.close()
+    validation.verify_integrity_manifest(path)
+    pair = torch.distributed.new_group([0, 1])
+    if rank < 2:
+        alone = S.from_rank_offsets("w", torch.zeros(1), (0, rank, 4))
+        loaded = dist_checkpointing.load({"w": alone}, path, process_group=pair, verify_integrity=True)
+        assert loaded["w"].tolist() == [0.0]
+        local, everyone = validation.determine_global_metadata({"w": alone}, process_group=pair)
+        assert [entity.global_offset for of_rank in everyone for entity in of_rank] == [(0,), (1,)]
+        assert local[0].global_offset == (rank,)
+    torch.distributed.barrier()
+    if rank == 0:
+        for file in Path(path).rglob("*"):
+            if file.is_file() and file.name not in ("metadata.json", "integrity.json"):
+                file.unlink()
+    torch.distributed.barrier()
+    for call in (
+        lambda: validation.verify_integrity_manifest(path),
+        lambda: dist_checkpointing.load_plain_tensors(path if rank == 1 else path + "-not-there"),
+    ):
+        try:
+            call()
+        except megackpt.CheckpointError as error:
+            errors.append(type(error).__name__)
+    return errors
+
+
+def test_integrity_and_process_groups_over_ranks_and_errors_on_all(
+    rank_pool: RankPool, tmp_path: Path
+) -> None:
+    results = rank_pool.run(_verify_and_load, 2, str(tmp_path / "iter_1"))
+    assert results[0] == results[1], "an error of one rank is raised on all"
+    assert results[0][0] == "IntegrityError"
+    assert len(results[0]) == 2
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is (disabled|unavailable)")
+def test_a_bare_dcp_directory_is_none_of_megatron_s_distributed_checkpoints(tmp_path: Path) -> None:
+    dcp = tmp_path / "dcp"
+    torch.distributed.checkpoint.save({"w": torch.ones(2)}, checkpoint_id=dcp, **ALONE)
+    assert not dist_checkpointing.check_is_distributed_checkpoint(str(dcp))
+    assert core.maybe_load_config(dcp) is None
+    assert megackpt.check_is_distributed_checkpoint(dcp), "megackpt itself reads it"
+    with pytest.raises(NotACheckpointError, match=r"no metadata\.json"):
+        validation.verify_checkpoint(str(dcp))
+    store = megackpt.storage.open_store(dcp)
+    assert not dist_checkpointing.check_is_distributed_checkpoint(store)
+    dist_checkpointing.save(small_state(), str(tmp_path / "c"), ("torch_dist", 1))
+    assert dist_checkpointing.check_is_distributed_checkpoint(tmp_path / "c")
+    validation.verify_checkpoint(str(tmp_path / "c"))
+    (tmp_path / "c" / "metadata.json").write_text("{}")
+    with pytest.raises(megackpt.FormatError, match="does not name a sharded_backend"):
+        dist_checkpointing.check_is_distributed_checkpoint(str(tmp_path / "c"))
+
+
+def test_strict_takes_the_modes_and_raises_torch_s_error_too(tmp_path: Path) -> None:
+    path = str(tmp_path / "iter_1")
+    dist_checkpointing.save(small_state(), path)
+    unknown = {"new": S.from_rank_offsets("new", torch.zeros(1))}
+    for caught in (
+        megackpt.CheckpointingException, CheckpointException, megackpt.MissingKeyError, KeyError,
+    ):  # fmt: skip
+        with pytest.raises(caught, match="new"):
+            dist_checkpointing.load(unknown, path)
+    assert "new" not in dist_checkpointing.load(unknown, path, strict=validation.StrictHandling.IGNORE_ALL)
+    with pytest.raises(ValueError, match="strict='sloppy' is not a mode"):
+        dist_checkpointing.load(unknown, path, strict="sloppy")
+    with pytest.raises(CheckpointException) as raised:
+        dist_checkpointing.load({"w": S.from_rank_offsets("w", torch.zeros(5, 3))}, path)
+    assert isinstance(raised.value, MismatchError)
+    assert [type(error) for error, _ in raised.value.failures.values()] == [MismatchError]
+    with pytest.raises(megackpt.MissingKeyError) as plain:
+        megackpt.load(unknown, path)
+    assert not isinstance(plain.value, CheckpointException), "only the face of Megatron-Core does so"
+
+
+def test_a_silent_cast_is_an_option_of_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = str(tmp_path / "iter_1")
+    dist_checkpointing.save({"w": S.from_rank_offsets("w", torch.tensor([1.5, 2.5]))}, path)
+
+    def wanted() -> dict[str, Any]:
+        return {"w": S.from_rank_offsets("w", torch.zeros(2, dtype=torch.bfloat16))}
+
+    with pytest.raises(MismatchError, match="float32"):
+        dist_checkpointing.load(wanted(), path)
+    monkeypatch.setattr(process_options.OPTIONS, "silent_cast", True)
+    assert dist_checkpointing.load(wanted(), path)["w"].tolist() == [1.5, 2.5]
+    with pytest.raises(MismatchError, match="float32"):
+        megackpt.load(wanted(), path)
+    reader = fully_parallel.FullyParallelLoadStrategyWrapper(
+        torch_dist.TorchDistLoadShardedStrategy(cache_metadata=True)
+    )
+    assert dist_checkpointing.load(wanted(), path, reader)["w"].dtype == torch.bfloat16
+    assert reader.stream_ckpt_dequant

@@ -10,24 +10,36 @@ from pathlib import Path
 
 import pytest
 
+from tests.contrib.megatron.imports_table import IMPORT_VERSIONS, load_imports
 from tests.support.docs import ON_RANKS, blocks_of
 
 ROOT = Path(__file__).parents[3]
+MEGATRONS = [path for path in os.environ.get("MEGATRON_PATHS", "").split(os.pathsep) if path]
+"""Checkouts of Megatron-LM, or unpacked wheels from 0.17 on, to import `megatron.training` from."""
+IMPORTS_TRAINING = """
+from megackpt.compat import megatron
+megatron.install()
+import megatron.training
+from megatron.training import arguments, async_utils, checkpointing, training
+from megatron.core import dist_checkpointing
+assert dist_checkpointing.__name__.startswith("megackpt."), dist_checkpointing
+assert checkpointing.dist_checkpointing is dist_checkpointing
+"""
 needs_megatron = pytest.mark.skipif(
     importlib.util.find_spec("megatron") is None,
     reason="Megatron-Core is not installed: pip install megatron-core==0.16.1",
 )
 
 
-def _run(program: str) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+def run_python(program: str, *paths: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *paths]), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-c", program]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
 
 
 @needs_megatron
 def test_megatron_core_finds_our_modules_and_classes_under_its_own_names() -> None:
-    done = _run("""
+    done = run_python("""
 import megackpt
 from megackpt.compat import megatron
 megatron.install()
@@ -60,7 +72,7 @@ def test_the_lines_for_hosts_that_save_through_megatron_core_are_those_of_the_do
     (block,) = (
         b for b in blocks_of(ON_RANKS.read_text()) if b.section.startswith("NeMo") and b.kind == "python"
     )
-    done = _run(f"""{block.code}
+    done = run_python(f"""{block.code}
 from megatron.core import dist_checkpointing
 from megackpt.compat.megatron import dist_checkpointing as ours
 assert dist_checkpointing is ours
@@ -70,7 +82,7 @@ assert dist_checkpointing is ours
 
 @needs_megatron
 def test_install_after_megatron_core_was_imported_raises_an_error_with_the_way_out() -> None:
-    done = _run("""
+    done = run_python("""
 import megatron.core
 from megackpt.compat import megatron
 megatron.install()
@@ -81,10 +93,39 @@ megatron.install()
 
 
 def test_our_modules_need_no_megatron_core() -> None:
-    done = _run("""
+    done = run_python("""
 import sys
 from megackpt.compat.megatron import dist_checkpointing
 from megackpt.compat.megatron.dist_checkpointing import serialization
 assert not [name for name in sys.modules if name == "megatron" or name.startswith("megatron.")]
 """)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("path", MEGATRONS or ["installed"])
+def test_megatron_training_can_be_imported_under_install(path: str) -> None:
+    done = run_python(IMPORTS_TRAINING, *([path] if MEGATRONS else []))
+    if "ModuleNotFoundError" in done.stderr and "dist_checkpointing" not in done.stderr.splitlines()[-1]:
+        pytest.skip(f"{done.stderr.splitlines()[-1]} (name checkouts in MEGATRON_PATHS)")
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
+@needs_megatron
+def test_every_name_that_megatron_imports_is_found_under_install() -> None:
+    names = sorted({name for version in IMPORT_VERSIONS for name in load_imports(version)})
+    lines = [
+        f"from megatron.core.dist_checkpointing.{m} import {n}".replace("checkpointing. ", "checkpointing ")
+        for m, _, n in (name.rpartition(".") for name in names)
+    ]
+    done = run_python("\n".join(["from megackpt.compat import megatron; megatron.install()", *lines]))
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
+def test_install_sets_the_option() -> None:
+    done = run_python(
+        "from megackpt.compat import megatron; from megackpt.compat.megatron.process_options import OPTIONS\n"
+        "megatron.install(silent_cast=True); assert OPTIONS.silent_cast\n"
+        "megatron.install(); assert not OPTIONS.silent_cast\n"
+        "megatron.install(silent_cast='yes')"
+    )
+    assert "silent_cast is 'yes'" in done.stderr, done.stderr

@@ -1,4 +1,4 @@
-"""Strategies by Megatron-Core's names: what they save and load, and what is not supported."""
+"""Strategies by Megatron-Core's names: what they save and load, what is not supported, and steps of loads."""
 
 from __future__ import annotations
 
@@ -13,12 +13,8 @@ import torch.distributed.checkpoint
 
 import megackpt
 from megackpt.compat.megatron import dist_checkpointing
-from megackpt.compat.megatron.dist_checkpointing import (
-    core,
-    exchange_utils,
-    mapping,
-    serialization,
-)
+from megackpt.compat.megatron.dist_checkpointing import core, exchange_utils, mapping, serialization
+from megackpt.compat.megatron.dist_checkpointing.dict_utils import nested_values
 from megackpt.compat.megatron.dist_checkpointing.strategies import (
     async_utils,
     base,
@@ -32,7 +28,7 @@ from megackpt.errors import UnsupportedError
 from megackpt.testing.ranks import RankPool
 from tests.contrib.megatron.small_state import small_state
 
-S, F = mapping.ShardedTensor, mapping.ShardedTensorFactory
+S = mapping.ShardedTensor
 
 
 def test_the_training_loop_s_strategies_save_and_load(
@@ -55,15 +51,103 @@ def test_the_training_loop_s_strategies_save_and_load(
     assert set(reader.load_tensors_metadata(path)) == {"w", "fused.0", "fused.1"}
     wrapped.save(small_state(5.0), path)
     assert dist_checkpointing.load(small_state(), path)["model"]["w"].tolist() == [[5.0] * 3] * 2
-    with pytest.raises(ValueError, match="exchange_algo='pigeons' is not known"):
-        fully_parallel.FullyParallelLoadStrategyWrapper(reader.base_strategy, exchange_algo="pigeons")
 
 
-def test_a_format_that_does_not_exist_raises_an_error() -> None:
-    with pytest.raises(megackpt.CheckpointingException, match="No strategy saves format"):
-        serialization.get_default_save_sharded_strategy("parchment", 1)
-    with pytest.raises(megackpt.CheckpointingException, match="no load_common strategy"):
-        base.get_default_strategy(base.StrategyAction.LOAD_COMMON, "parchment", 1)
+def default(backend: str = "torch_dist") -> Any:
+    return serialization.get_default_save_sharded_strategy(backend)
+
+
+def reader(**options: Any) -> Any:
+    return fully_parallel.FullyParallelLoadStrategyWrapper(
+        torch_dist.TorchDistLoadShardedStrategy(), **options
+    )
+
+
+class Planner(torch_dist.MCoreSavePlanner):  # type: ignore[misc]
+    """A class that is not offered can be named, and be the base of another."""
+
+
+@pytest.mark.parametrize(
+    ("error", "text", "call"),
+    [
+        (megackpt.CheckpointingException, "No strategy saves format", lambda _: default("parchment")),
+        (
+            megackpt.CheckpointingException,
+            "no load_common strategy",
+            lambda _: base.get_default_strategy(base.StrategyAction.LOAD_COMMON, "parchment", 1),
+        ),
+        (
+            megackpt.CheckpointingException,
+            "saves format",
+            lambda _: torch_dist.TorchDistSaveShardedStrategy("megackpt", 1),
+        ),
+        (
+            megackpt.CheckpointingException,
+            "saves format",
+            lambda _: torch_dist.TorchDistSaveShardedStrategy("torch_dist", 2),
+        ),
+        (
+            megackpt.CheckpointingException,
+            "needs two files",
+            lambda _: torch_dist.TorchDistSaveShardedStrategy(thread_count=1, separation_hint="o"),
+        ),
+        (ValueError, "exchange_algo='pigeons' is not known", lambda _: reader(exchange_algo="pigeons")),
+        (UnsupportedError, "Use AsyncCallsQueue", lambda _: async_utils.TemporalAsyncCaller()),
+        (UnsupportedError, "tensorstore takes", lambda _: zarr.flatten_range(None, None)),
+        (
+            UnsupportedError,
+            r"LoadOptions\(exchange",
+            lambda _: exchange_utils.exchange_by_distribution({}, {}, None),
+        ),
+        (
+            UnsupportedError,
+            r"save\(\) writes it",
+            lambda path: core.save_config(core.CheckpointingConfig("megackpt"), path),
+        ),
+        (UnsupportedError, "never handed there", lambda _: torch_dist.MCoreSavePlanner.create_local_plan),
+        (UnsupportedError, "Planner of Megatron-Core is not offered", lambda _: Planner()),
+    ],
+)
+def test_what_is_not_offered_reports_why_and_what_to_use(
+    error: type[Exception], text: str, call: Any, tmp_path: Path
+) -> None:
+    with pytest.raises(error, match=text):
+        call(str(tmp_path / "iter_1"))
+    assert list(tmp_path.iterdir()) == [], "nothing may be written before an error"
+
+
+def test_what_is_not_offered_is_not_implemented_and_an_error_of_checkpointing() -> None:
+    assert issubclass(UnsupportedError, NotImplementedError)
+    assert issubclass(UnsupportedError, megackpt.CheckpointingException)
+    assert not hasattr(Planner, "__wrapped__")
+
+
+@pytest.mark.parametrize(
+    ("strategy", "name", "text"),
+    [
+        (default(), "threads", r"no setting 'threads', .* separation_hint, thread_count, use_"),
+        (default("megackpt"), "thread_count", r"no setting 'thread_count'.* use_cached_ckpt_structure"),
+        (
+            fully_parallel.FullyParallelSaveStrategyWrapper(default()),
+            "thread_count",
+            r"no setting 'thread_count'.* base_strategy",
+        ),
+        (torch_dist.TorchDistLoadShardedStrategy(), "threads", "no setting 'threads'"),
+        (reader(), "exchange_algo", "exchange_algo='pigeons' is not known"),
+    ],
+    ids=["torch_dist", "megackpt", "wrapper", "reader", "loading wrapper"],
+)
+def test_a_setting_that_a_strategy_lacks_raises_an_error(strategy: Any, name: str, text: str) -> None:
+    with pytest.raises((AttributeError, ValueError), match=text):
+        setattr(strategy, name, "pigeons")
+
+
+def test_a_class_of_a_user_may_have_attributes_of_its_own() -> None:
+    class Mine(torch_dist.TorchDistSaveShardedStrategy):
+        pass
+
+    strategy: Any = Mine("torch_dist", 1)
+    strategy.anything = 3
 
 
 def test_a_registered_strategy_stands_before_our_own() -> None:
@@ -73,23 +157,6 @@ def test_a_registered_strategy_stands_before_our_own() -> None:
         assert serialization.get_default_save_sharded_strategy("mine", 1) is native
     finally:
         base.default_strategies["save_sharded"].clear()
-
-
-def test_what_is_not_offered_reports_why_and_what_to_use(tmp_path: Path) -> None:
-    path = str(tmp_path / "iter_1")
-    unsupported_name: list[tuple[str, Any]] = [
-        ("Use AsyncCallsQueue", lambda: async_utils.TemporalAsyncCaller()),
-        ("tensorstore takes", lambda: zarr.flatten_range(None, None)),
-        ("LoadOptions\\(exchange", lambda: exchange_utils.exchange_by_distribution({}, {}, None)),
-        ("save\\(\\) writes it", lambda: core.save_config(core.CheckpointingConfig("megackpt"), path)),
-        ("never handed there", lambda: torch_dist.MCoreSavePlanner.create_local_plan),
-    ]
-    for text, call in unsupported_name:
-        with pytest.raises(UnsupportedError, match=text) as caught:
-            call()
-        assert isinstance(caught.value, NotImplementedError)
-        assert isinstance(caught.value, megackpt.CheckpointingException)
-    assert not (tmp_path / "iter_1").exists(), "nothing may be written before an error"
 
 
 @pytest.mark.parametrize(
@@ -127,7 +194,7 @@ def _data_files(path: Path) -> dict[str, set[str]]:
 def test_attributes_of_a_default_strategy_take_effect_when_they_are_set(
     tmp_path: Path, is_wrapped: bool
 ) -> None:
-    strategy: Any = serialization.get_default_save_sharded_strategy("torch_dist")
+    strategy = default()
     saver = fully_parallel.FullyParallelSaveStrategyWrapper(strategy) if is_wrapped else strategy
     state = {f"{part}.{i}": torch.full((64,), i) for part in ("model", "optimizer") for i in range(4)}
     state = {key: S.from_rank_offsets(key, tensor) for key, tensor in state.items()}
@@ -154,35 +221,6 @@ def test_attributes_of_a_default_strategy_take_effect_when_they_are_set(
     assert not (tmp_path / "none").exists()
 
 
-def test_a_setting_that_a_strategy_lacks_raises_an_error() -> None:
-    strategy = serialization.get_default_save_sharded_strategy("torch_dist")
-    with pytest.raises(AttributeError, match=r"no setting 'threads', .* separation_hint, thread_count, use_"):
-        strategy.threads = 3  # type: ignore[attr-defined]
-    native = serialization.get_default_save_sharded_strategy("megackpt")
-    with pytest.raises(AttributeError, match=r"no setting 'thread_count'.* use_cached_ckpt_structure"):
-        native.thread_count = 3  # type: ignore[attr-defined]
-    wrapped = fully_parallel.FullyParallelSaveStrategyWrapper(strategy)
-    with pytest.raises(AttributeError, match=r"no setting 'thread_count'.* base_strategy"):
-        wrapped.thread_count = 3  # type: ignore[attr-defined]
-    reader = torch_dist.TorchDistLoadShardedStrategy()
-    with pytest.raises(AttributeError, match="no setting 'threads'"):
-        reader.threads = 3  # type: ignore[attr-defined]
-    loading = fully_parallel.FullyParallelLoadStrategyWrapper(reader)
-    with pytest.raises(ValueError, match="exchange_algo='pigeons' is not known"):
-        loading.exchange_algo = "pigeons"
-
-    class Mine(torch_dist.TorchDistSaveShardedStrategy):
-        pass
-
-    own_strategy = Mine("torch_dist", 1)
-    own_strategy.anything = 3  # type: ignore[attr-defined]  # a user's class may have attributes of its own
-    for wrong in [("megackpt", 1), ("torch_dist", 2)]:
-        with pytest.raises(megackpt.CheckpointingException, match="saves format"):
-            torch_dist.TorchDistSaveShardedStrategy(*wrong)
-    with pytest.raises(megackpt.CheckpointingException, match="needs two files"):
-        torch_dist.TorchDistSaveShardedStrategy("torch_dist", 1, thread_count=1, separation_hint="o")
-
-
 def _save_as_megatron_does(root: Path) -> list[list[int]]:
     """Save twice with a constant structure; then without a wrapper, from main replicas and from any."""
     dist = torch.distributed
@@ -190,7 +228,7 @@ def _save_as_megatron_does(root: Path) -> list[list[int]]:
         str(i): S.from_rank_offsets(f"w{i}", torch.full((64, 64), float(i)), replica_id=dist.get_rank())
         for i in range(8)
     }
-    strategy: Any = serialization.get_default_save_sharded_strategy("torch_dist")
+    strategy = default()
     strategy.use_cached_ckpt_structure = True
     strategy.thread_count = 1
     strategy.cached_global_metadata = None
@@ -216,29 +254,26 @@ def test_a_constant_structure_is_planned_once_and_spread_each_time(
         assert written == [[0, 1], [0, 1], [0], [0, 1]]
 
 
-def test_an_unsupported_class_can_be_named_and_subclassed() -> None:
-    class Planner(torch_dist.MCoreSavePlanner):  # type: ignore[misc]
-        pass
-
-    with pytest.raises(UnsupportedError, match="Planner of Megatron-Core is not offered"):
-        Planner()
-    assert not hasattr(Planner, "__wrapped__")
-
-
-def test_an_async_request_is_plain_data_that_can_be_executed_at_once() -> None:
-    done: list[Any] = []
-    request = async_utils.AsyncRequest(
-        lambda *a, **k: done.append((a, k)), (1, 2, 3), [], {"k": 4}, lambda: "staged"
+def test_pg_cache_path_and_its_kin_are_accepted(tmp_path: Path) -> None:
+    cached = {"pg_cache_path": str(tmp_path / "cache"), "pg_cache_create": True}
+    saver = fully_parallel.FullyParallelSaveStrategyWrapper(
+        torch_dist.TorchDistSaveShardedStrategy("torch_dist", 1),
+        None,
+        False,
+        "torch_dist",
+        1,
+        False,
+        **cached,
     )
-    request.add_finalize_fn(lambda: done.append("end"))
-    request.execute_sync()
-    assert done == [((1, "staged", 3), {"k": 4}), "end"]
-    with pytest.raises(ValueError, match="takes no more finalize functions"):
-        request.freeze().add_finalize_fn(print)
-    queue = async_utils.AsyncCallsQueue(persistent=True)
-    assert queue.maybe_finalize_async_calls(blocking=True) == []
-    assert queue.get_num_unfinalized_calls() == 0
-    queue.close()
+    path = str(tmp_path / "a")
+    dist_checkpointing.save(small_state(), path, saver)
+    saver.pg_cache_create = False
+    loader = fully_parallel.FullyParallelLoadStrategyWrapper(
+        torch_dist.TorchDistLoadShardedStrategy(), None, False, "broadcast", True, **cached
+    )
+    assert dist_checkpointing.load(small_state(0.0), path, loader)["step"] == 7
+    assert fully_parallel.determine_main_replica_uniform_distribution({}, None, True, **cached) is None
+    assert not (tmp_path / "cache").exists()
 
 
 def test_shards_are_distributed_evenly_over_those_who_hold_them() -> None:
@@ -266,7 +301,19 @@ def _replicas() -> tuple[dict[str, Any], Any]:
     return state, groups[tp]
 
 
-def _save_and_load_fully_parallel(path: str, kind: str) -> dict[str, Any]:
+def summary_of(reader: Any) -> list[str]:
+    """Return the lines that a two-stage strategy logs of its load times. Collective."""
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    two_stage.logger.addHandler(handler)
+    two_stage.logger.setLevel(logging.INFO)
+    reader.summarize_load_times()
+    two_stage.logger.removeHandler(handler)
+    return lines
+
+
+def _save_and_load_fully_parallel(path: str, kind: str) -> Any:
     state, group = _replicas()
     writer = fully_parallel.FullyParallelSaveStrategyWrapper(
         serialization.get_default_save_sharded_strategy("megackpt", 1), group
@@ -284,27 +331,122 @@ def _save_and_load_fully_parallel(path: str, kind: str) -> dict[str, Any]:
     loaded = dist_checkpointing.load(wanted, path, reader)
     assert all(torch.equal(loaded[key], state[key].data) for key in state if key != "extra")
     assert loaded["extra"] == state["extra"].data
-    if kind != "two_stage":
-        return {}
-    text: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: text.append(record.getMessage())  # type: ignore[method-assign]
-    two_stage.logger.addHandler(handler)
-    two_stage.logger.setLevel(logging.INFO)
-    reader.summarize_load_times()
-    two_stage.logger.removeHandler(handler)
-    return {"log": text, "times": reader.times}
+    return (reader.times, summary_of(reader)) if kind == "two_stage" else None
 
 
 @pytest.mark.parametrize("kind", [*fully_parallel.EXCHANGE_ALGORITHMS, "two_stage"])
 def test_fully_parallel_and_two_stage_strategies_save_and_load_within_their_group(
     rank_pool: RankPool, tmp_path: Path, kind: str
 ) -> None:
-    manifest = rank_pool.run(_save_and_load_fully_parallel, 4, str(tmp_path / "c"), kind)
+    answers = rank_pool.run(_save_and_load_fully_parallel, 4, str(tmp_path / "c"), kind)
     written = sorted(f.stat().st_size for f in (tmp_path / "c" / "data").iterdir())
     assert len(written) == 4, "both replicas of a group write"
     assert written[-1] <= 1.05 * written[0]
     if kind == "two_stage":
-        assert all(answer["times"] == manifest[0]["times"] for answer in manifest)
-        assert manifest[0]["times"].read.max >= manifest[0]["times"].read.min == 0.0, "one of two ranks reads"
-        assert manifest[0]["log"][0].startswith("two-stage load: read: min 0.000 s, mean ")
+        times, (line, *_) = answers[0]
+        assert all(other == times for other, _ in answers)
+        assert times.read.max >= times.read.min == 0.0, "one of two ranks reads"
+        assert line.startswith("two-stage load: read: min 0.000 s, mean ")
+
+
+def state(fill: float) -> dict[str, Any]:
+    """Ranks 0 and 2, and 1 and 3, hold the same half of `w`, and share the flat ranges of `flat`."""
+    tp, dp = torch.distributed.get_rank() % 2, torch.distributed.get_rank() // 2
+    flat = slice(0, 5) if dp == 0 else slice(5, 12)
+    return {
+        "layers": [{"w": S.from_rank_offsets("w", torch.full((3, 4), fill + tp), (0, tp, 2), replica_id=dp)}],
+        "half": S.from_rank_offsets(
+            "half", torch.full((2,), fill).bfloat16(), replica_id=torch.distributed.get_rank()
+        ),
+        "scalar": S.from_rank_offsets("scalar", torch.tensor(fill), replica_id=torch.distributed.get_rank()),
+        "flat": S.from_rank_offsets_flat(
+            "flat", (fill * torch.arange(12.0) + tp)[flat], (3, 4), (0, tp, 2), flattened_range=flat
+        ),
+        "rng": mapping.ShardedObject("rng", {"tp": tp}, (2,), (tp,), replica_id=dp),
+    }
+
+
+class Counted(two_stage.TwoStageDataParallelLoadShardedStrategy):
+    """Replaces one step, so that all of them are taken."""
+
+    read: list[str]
+
+    def load_tensor_from_storage(self, checkpoint_dir: Any, ten_meta: Any) -> Any:
+        self.read.append(ten_meta.sharded_tensor_no_data.key)
+        if self.read[-1] == getattr(self, "failing", None):
+            raise OSError("the disk is gone")
+        return super().load_tensor_from_storage(checkpoint_dir, ten_meta)
+
+
+def take_the_steps(path: str) -> list[str]:
+    rank = torch.distributed.get_rank()
+    groups = [torch.distributed.new_group([tp, tp + 2]) for tp in range(2)]
+    group, dp = groups[rank % 2], rank // 2
+    expected = state(3.0)
+    dist_checkpointing.save(state(3.0), path)
+
+    strategy = two_stage.TwoStageDataParallelLoadShardedStrategy(group)
+    assert (strategy.dp_group_ranks, strategy.dp_group_rank) == ((rank % 2, rank % 2 + 2), dp)
+    wanted = {key: value for key, value in state(0.0).items() if key != "rng"}
+    filled = wanted["layers"][0]["w"].data
+    plan = strategy._build_load_plan(wanted)
+    assert [meta.sharded_tensor_no_data.key for meta in plan] == ["flat", "half", "scalar", "w"]
+    assert [(meta.global_rank, meta.dist_group_rank) for meta in plan] == [(rank % 2, 0)] * 4
+    assert [meta.data_size for meta in plan] == [48, 4, 4, 48]
+    assert all(meta.dist_group_ranks == strategy.dp_group_ranks for meta in plan)
+    whole = strategy.load_tensor_from_storage(path, plan[0])
+    assert torch.equal(whole, (3 * torch.arange(12.0) + rank % 2).reshape(3, 4)), "of a flat range all"
+    strategy._exchange_loaded_tensors(plan, wanted, path)
+    check(wanted, expected)
+    assert wanted["layers"][0]["w"] is filled, "filled in place"
+
+    counted: Any = Counted(group)
+    counted.read = []
+    loaded = dist_checkpointing.load(state(0.0), path, counted)
+    check(loaded, expected)
+    assert loaded["rng"] == {"tp": rank % 2}
+    assert counted.read == (["flat", "half", "scalar", "w"] if dp == 0 else []), "one of two ranks reads"
+    counted.failing = "half"
+    with pytest.raises(megackpt.CheckpointError, match="the disk is gone"):
+        dist_checkpointing.load(state(0.0), path, counted)
+
+    if rank == 0:
+        two_stage.timers["only on rank 0"].append(2.0)
+    lines = summary_of(counted)
+    assert two_stage.timers["load"][0] > 0.0
+    two_stage.timers.clear()
+    return lines
+
+
+def check(loaded: Any, expected: Any) -> None:
+    for key in ("half", "scalar", "flat"):
+        assert torch.equal(loaded[key], expected[key].data), key
+    assert torch.equal(loaded["layers"][0]["w"], expected["layers"][0]["w"].data)
+    assert not [leaf for leaf in nested_values(loaded) if isinstance(leaf, S)]
+
+
+def test_the_steps_of_a_load_can_be_taken_by_themselves(rank_pool: RankPool, tmp_path: Path) -> None:
+    lines = rank_pool.run(take_the_steps, 4, str(tmp_path / "c"))
+    names = [line.split(":")[0] for line in lines[0][1:]]
+    assert set(names) >= {"load", "_build_load_plan", "_exchange_loaded_tensors", "deduplicate_chunks"}
+    assert "only on rank 0: max 2.0000 s, avg 0.5000 s" in lines[0]
+    assert [len(other) for other in lines[1:]] == [1, 1, 1]
+
+
+def test_a_timer_counts_calls_that_return(caplog: pytest.LogCaptureFixture) -> None:
+    @two_stage.timed(verbose=True)
+    def measured(fails: bool) -> int:
+        """Do it."""
+        if fails:
+            raise ValueError("no")
+        return 7
+
+    two_stage.timers.clear()
+    with caplog.at_level(logging.DEBUG):
+        assert measured(False) == 7
+    with pytest.raises(ValueError, match="no"):
+        measured(True)
+    assert list(two_stage.timers) == ["measured"]
+    assert len(two_stage.timers.pop("measured")) == 1
+    assert caplog.text.count("measured took") == 1
+    assert measured.__doc__ == "Do it."

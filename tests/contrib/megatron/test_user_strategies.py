@@ -1,9 +1,14 @@
-"""Strategies that a user wrote against Megatron-Core's base classes, given to save and load."""
+"""Strategies that a user wrote against Megatron-Core's base classes, given to save and load.
+
+Those at the top are whole, small, and know nothing of megackpt.
+"""
 
 from __future__ import annotations
 
 import json
 import os
+import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,15 +18,141 @@ import torch.distributed as dist
 
 import megackpt
 from megackpt.compat.megatron import dist_checkpointing
-from megackpt.compat.megatron.dist_checkpointing import mapping, serialization
+from megackpt.compat.megatron.dist_checkpointing import mapping, serialization, validation
+from megackpt.compat.megatron.dist_checkpointing.dict_utils import dict_list_map_outplace, nested_values
 from megackpt.compat.megatron.dist_checkpointing.strategies import async_utils, base, common, fully_parallel
 from megackpt.compat.megatron.dist_checkpointing.strategies import torch as torch_dist
 from megackpt.errors import UnsupportedError
 from megackpt.testing.ranks import RankPool
-from tests.contrib.megatron import user_world as user
-from tests.contrib.megatron.small_state import halves, named, small_state
+from tests.contrib.megatron.small_state import halves, small_state
 
 S = mapping.ShardedTensor
+MAY_WRITE = threading.Event()
+"""For tests that change tensors before an asynchronous save has read them."""
+MAY_WRITE.set()
+
+
+def write_shards(shards: list[Any], path: Path) -> None:
+    """Write one rank's shards; also the function of an asynchronous request."""
+    assert MAY_WRITE.wait(60)
+    torch.save(shards, path)
+
+
+def own_shards(sharded_state_dict: Any) -> list[Any]:
+    """Return what this rank writes of its tensors."""
+    tensors = [t for t in nested_values(sharded_state_dict) if isinstance(t, S)]
+    mains = [t for t in tensors if mapping.is_main_replica(t.replica_id)]
+    return [(t.key, t.global_shape, t.global_offset, t.data) for t in mains]
+
+
+class FilePerRank(base.SaveShardedStrategy):
+    """Writes the tensors of each rank to a file of its own."""
+
+    def __init__(self, backend: str = "file_per_rank", version: int = 1) -> None:
+        super().__init__(backend, version)
+        self.handed: Any = None
+
+    def save(self, sharded_state_dict: Any, checkpoint_dir: Path) -> None:
+        self.handed = sharded_state_dict
+        for tensor in nested_values(sharded_state_dict):
+            assert isinstance(tensor, S), tensor
+        write_shards(own_shards(sharded_state_dict), checkpoint_dir / f"rank_{dist.get_rank()}.pt")
+        dist.barrier()
+
+
+class AsyncFilePerRank(base.AsyncSaveShardedStrategy):
+    """The same, later."""
+
+    def async_save(self, sharded_state_dict: Any, checkpoint_dir: Path) -> async_utils.AsyncRequest:
+        path = checkpoint_dir / f"rank_{dist.get_rank()}.pt"
+        return async_utils.AsyncRequest(write_shards, (own_shards(sharded_state_dict), path), [])
+
+
+class LoadFilePerRank(base.LoadShardedStrategy):
+    """Fills tensors from all files that hold something of them."""
+
+    def load(self, sharded_state_dict: Any, checkpoint_dir: Path) -> Any:
+        def loaded(tensor: Any) -> Any:
+            into = torch.full(tensor.local_shape, -1.0, dtype=tensor.dtype)
+            for key, _, offset, data in self._stored(checkpoint_dir):
+                if key == tensor.key:
+                    self._copy(data, offset, into, tensor.global_offset)
+            assert (into != -1).all(), tensor.key
+            return into
+
+        return dict_list_map_outplace(loaded, sharded_state_dict)
+
+    def load_tensors_metadata(self, checkpoint_dir: Path) -> Any:
+        return {
+            key: S.from_rank_offsets(key, torch.empty(shape, device="meta")).without_data()
+            for key, shape, _, _ in self._stored(checkpoint_dir)
+        }
+
+    def check_backend_compatibility(self, loaded_backend: str) -> None:
+        if loaded_backend != "file_per_rank":
+            raise NotImplementedError
+
+    def check_version_compatibility(self, loaded_version: int) -> None:
+        if loaded_version != 1:
+            raise NotImplementedError
+
+    @staticmethod
+    def _stored(checkpoint_dir: Path) -> Iterator[Any]:
+        for name in sorted(os.listdir(checkpoint_dir)):
+            if name.startswith("rank_"):
+                yield from torch.load(os.path.join(checkpoint_dir, name))
+
+    @staticmethod
+    def _copy(data: Any, offset: Any, into: Any, start: Any) -> None:
+        low = [max(*pair) for pair in zip(offset, start, strict=True)]
+        ends = [(o + d, s + i) for o, d, s, i in zip(offset, data.shape, start, into.shape, strict=True)]
+        high = [min(*pair) for pair in ends]
+        if all(a < b for a, b in zip(low, high, strict=True)):
+            source = tuple(slice(a - o, b - o) for a, b, o in zip(low, high, offset, strict=True))
+            target = tuple(slice(a - s, b - s) for a, b, s in zip(low, high, start, strict=True))
+            into[target] = data[source]
+
+
+class OneFileCommon(base.SaveCommonStrategy):
+    """Writes common state, and objects, under names of its own."""
+
+    @property
+    def can_handle_sharded_objects(self) -> bool:
+        return True
+
+    def save_common(self, common_state_dict: Any, checkpoint_dir: Any) -> None:
+        if dist.get_rank() == 0:
+            torch.save(common_state_dict, os.path.join(checkpoint_dir, "mine.common"))
+
+    def save_sharded_objects(self, sharded_objects_state_dict: Any, checkpoint_dir: Any) -> None:
+        for entity in nested_values(sharded_objects_state_dict):
+            if mapping.is_main_replica(entity.replica_id):
+                name = entity.unique_key.replace("/", "__") + ".object"
+                torch.save(entity.data, os.path.join(checkpoint_dir, name))
+
+
+class LoadOneFileCommon(base.LoadCommonStrategy):
+    """Reads them."""
+
+    @property
+    def can_handle_sharded_objects(self) -> bool:
+        return True
+
+    def load_common(self, checkpoint_dir: Any) -> Any:
+        return torch.load(os.path.join(checkpoint_dir, "mine.common"), weights_only=False)
+
+    def load_sharded_objects(self, sharded_objects_state_dict: Any, checkpoint_dir: Any) -> Any:
+        def loaded(entity: Any) -> Any:
+            name = entity.unique_key.replace("/", "__") + ".object"
+            return torch.load(os.path.join(checkpoint_dir, name))
+
+        return dict_list_map_outplace(loaded, sharded_objects_state_dict)
+
+    def check_backend_compatibility(self, loaded_backend: str) -> None:
+        """Take any."""
+
+    def check_version_compatibility(self, loaded_version: int) -> None:
+        """Take any."""
 
 
 def state(value: float = 1.0, *, swapped: bool = False) -> dict[str, Any]:
@@ -35,13 +166,7 @@ def state(value: float = 1.0, *, swapped: bool = False) -> dict[str, Any]:
         "model": {
             "w": S.from_rank_offsets("w", part.contiguous(), (int(swapped), rank, ranks)),
             "same": S.from_rank_offsets("same", torch.full((3,), value), replica_id=rank),
-            "fused": mapping.ShardedTensorFactory(
-                "fused",
-                fused,
-                lambda *a: [named(p, i) for i, p in enumerate(halves(*a))],
-                torch.cat,
-                replica_id=rank,
-            ),
+            "fused": mapping.ShardedTensorFactory("fused", fused, halves, torch.cat, replica_id=rank),
             "extra": mapping.ShardedObject("extra", {"of": (value, rank)}, (ranks,), (rank,)),
             "names": ["a", "b"],
         },
@@ -74,7 +199,7 @@ def together(kind: type[BaseException], match: str, call: Any) -> None:
 
 
 def save_and_load(root: Path) -> None:
-    strategy, saved = user.FilePerRank(), state(3.0)
+    strategy, saved = FilePerRank(), state(3.0)
     before = {id(entity) for entity in saved["model"].values()}
     dist_checkpointing.save(saved, str(root), strategy, content_metadata={"kind": "test"})
     assert {id(entity) for entity in saved["model"].values()} == before, "the state dict stays as it is"
@@ -87,17 +212,15 @@ def save_and_load(root: Path) -> None:
         "common_backend": "torch",
         "common_backend_version": 1,
     }
-    check(root, 3.0, sharded_strategy=user.LoadFilePerRank())
+    check(root, 3.0, sharded_strategy=LoadFilePerRank())
     assert dist_checkpointing.load_content_metadata(str(root)) == {"kind": "test"}
     assert dist_checkpointing.load_common_state_dict(str(root))["step"] == 3
-    metadata = serialization.load_sharded_metadata(str(root), user.LoadFilePerRank())
+    metadata = serialization.load_sharded_metadata(str(root), LoadFilePerRank())
     assert {entity.key for entity in metadata.values()} == {"w", "same", "fused.0", "fused.1", "extra"}
     together(
         megackpt.CheckpointingException, "'file_per_rank'", lambda: dist_checkpointing.load({}, str(root))
     )
-    base.register_default_strategy(
-        base.StrategyAction.LOAD_SHARDED, "file_per_rank", 1, user.LoadFilePerRank()
-    )
+    base.register_default_strategy(base.StrategyAction.LOAD_SHARDED, "file_per_rank", 1, LoadFilePerRank())
     base.register_default_strategy(base.StrategyAction.SAVE_SHARDED, "torch_dist", 1, strategy)
     try:
         check(root, 3.0)
@@ -114,8 +237,8 @@ def save_and_load(root: Path) -> None:
 
 
 def compare_keys(root: Path) -> None:
-    reader: Any = user.LoadFilePerRank()
-    dist_checkpointing.save(state(), str(root), user.FilePerRank())
+    reader: Any = LoadFilePerRank()
+    dist_checkpointing.save(state(), str(root), FilePerRank())
     wanted = {"w": state()["model"]["w"], "new": S.from_rank_offsets("new", torch.zeros(2))}
     loaded, missing, unexpected = dist_checkpointing.load(wanted, str(root), reader, strict="return_all")
     assert (missing, unexpected) == ({"same", "fused.0", "fused.1", "extra"}, {"new"})
@@ -134,16 +257,16 @@ def compare_keys(root: Path) -> None:
 
 
 def fail_on_all_ranks(root: Path) -> None:
-    class Failing(user.FilePerRank):
+    class Failing(FilePerRank):
         def save(self, sharded_state_dict: Any, checkpoint_dir: Any) -> None:
             if dist.get_rank() == 1:
                 raise OSError("no room for rank 1")
 
-    class LoadNothing(user.LoadFilePerRank):
+    class LoadNothing(LoadFilePerRank):
         def load(self, sharded_state_dict: Any, checkpoint_dir: Any) -> Any:
             return {} if dist.get_rank() == 1 else super().load(sharded_state_dict, checkpoint_dir)
 
-    strategy = user.FilePerRank()
+    strategy = FilePerRank()
     dist_checkpointing.save(state(1.0), str(root), strategy)
     holed = state(2.0)
     if dist.get_rank() == 1:
@@ -155,7 +278,7 @@ def fail_on_all_ranks(root: Path) -> None:
         "positions would be lost",
         lambda: dist_checkpointing.save(mixed, str(root), strategy),
     )
-    check(root, 1.0, sharded_strategy=user.LoadFilePerRank())  # what was there stays
+    check(root, 1.0, sharded_strategy=LoadFilePerRank())  # what was there stays
     together(
         megackpt.CheckpointingException,
         r"[Rr]ank 1.*returned nothing for it",
@@ -179,25 +302,25 @@ def save_later(root: Path) -> None:
     done: list[int] = []
     for number, wrap in enumerate([lambda s: s, fully_parallel.FullyParallelSaveStrategyWrapper]):
         path, saved = root / f"iter_{number}", state(float(number + 1))
-        chosen = wrap(user.AsyncFilePerRank("file_per_rank", 1))
+        chosen = wrap(AsyncFilePerRank("file_per_rank", 1))
         request = dist_checkpointing.save(saved, str(path), chosen, async_sharded_save=True)
         assert request is not None
         request.add_finalize_fn(
             lambda path=path, number=number: done.append(number) if manifest(path) else None
         )
-        user.MAY_WRITE.clear()
+        MAY_WRITE.clear()
         queue.schedule_async_request(request)
         for key in ("w", "same"):
             saved["model"][key].data.fill_(-1)  # training goes on
         assert not (path / "metadata.json").exists()
-        user.MAY_WRITE.set()
+        MAY_WRITE.set()
     assert queue.maybe_finalize_async_calls(blocking=True) == done == [0, 1]
     queue.close()
     for number in range(2):
-        check(root / f"iter_{number}", number + 1.0, sharded_strategy=user.LoadFilePerRank())
-    chosen = user.AsyncFilePerRank("file_per_rank", 1)
+        check(root / f"iter_{number}", number + 1.0, sharded_strategy=LoadFilePerRank())
+    chosen = AsyncFilePerRank("file_per_rank", 1)
     dist_checkpointing.save(state(7.0), str(root / "now"), chosen)
-    check(root / "now", 7.0, sharded_strategy=user.LoadFilePerRank())
+    check(root / "now", 7.0, sharded_strategy=LoadFilePerRank())
 
 
 def spread(root: Path) -> None:
@@ -205,26 +328,24 @@ def spread(root: Path) -> None:
     tensors = {
         f"t{i}": S.from_rank_offsets(f"t{i}", torch.ones(8), replica_id=dist.get_rank()) for i in range(6)
     }
-    wrapped = fully_parallel.FullyParallelSaveStrategyWrapper(user.FilePerRank(), dist.group.WORLD, True)
+    wrapped = fully_parallel.FullyParallelSaveStrategyWrapper(FilePerRank(), dist.group.WORLD, True)
     for _ in range(2):
         dist_checkpointing.save(dict(tensors), str(root), wrapped)
         assert len(torch.load(root / f"rank_{dist.get_rank()}.pt")) == 3
     assert all(tensor.replica_id == dist.get_rank() for tensor in tensors.values())
-    loaded = dist_checkpointing.load(dict(tensors), str(root), user.LoadFilePerRank())
+    loaded = dist_checkpointing.load(dict(tensors), str(root), LoadFilePerRank())
     assert all(torch.equal(loaded[key], torch.ones(8)) for key in tensors)
 
 
 def load_in_the_parallel_wrapper(root: Path) -> None:
     """Each rank gets its own values by the base strategy, whatever the group and the algorithm."""
-    dist_checkpointing.save(state(3.0), str(root), user.FilePerRank())
+    dist_checkpointing.save(state(3.0), str(root), FilePerRank())
     for group, algorithm in ((None, "broadcast"), (dist.group.WORLD, "gather_object")):
-        wrapped = fully_parallel.FullyParallelLoadStrategyWrapper(
-            user.LoadFilePerRank(), group, True, algorithm
-        )
+        wrapped = fully_parallel.FullyParallelLoadStrategyWrapper(LoadFilePerRank(), group, True, algorithm)
         for _ in range(2):
             check(root, 3.0, sharded_strategy=wrapped)
     with pytest.raises(megackpt.CheckpointingException, match="is not a load strategy"):
-        fully_parallel.FullyParallelLoadStrategyWrapper(user.FilePerRank())  # type: ignore[arg-type]
+        fully_parallel.FullyParallelLoadStrategyWrapper(FilePerRank())  # type: ignore[arg-type]
 
 
 def common_state_by_functions(root: Path) -> None:
@@ -266,7 +387,7 @@ class Renaming(torch_dist.TorchDistSaveShardedStrategy):
         super().save(sharded_state_dict, checkpoint_dir)
 
 
-class DelegatingLoad(user.LoadFilePerRank):
+class DelegatingLoad(LoadFilePerRank):
     """Hands a load to one of ours."""
 
     can_handle_sharded_objects = True
@@ -301,9 +422,9 @@ def delegate(root: Path) -> None:
 
 
 def store_common_state_otherwise(root: Path) -> None:
-    common_strategy: Any = user.OneFileCommon("one_file", 2)
-    reads = {"sharded_strategy": user.LoadFilePerRank(), "common_strategy": user.LoadOneFileCommon()}
-    dist_checkpointing.save(state(2.0), str(root), user.FilePerRank(), common_strategy)
+    common_strategy: Any = OneFileCommon("one_file", 2)
+    reads = {"sharded_strategy": LoadFilePerRank(), "common_strategy": LoadOneFileCommon()}
+    dist_checkpointing.save(state(2.0), str(root), FilePerRank(), common_strategy)
     assert (manifest(root)["common_backend"], manifest(root)["common_backend_version"]) == ("one_file", 2)
     assert sorted(name for name in os.listdir(root) if name.endswith((".common", ".object"))) == [
         "extra__shard_0_2.object",
@@ -377,9 +498,12 @@ def test_no_method_of_a_subclass_is_passed_over(tmp_path: Path) -> None:
 
 
 def test_what_is_no_strategy_raises_an_error(tmp_path: Path) -> None:
-    for wrong in (7, object(), user.LoadFilePerRank()):
+    for wrong in (7, object(), LoadFilePerRank()):
         with pytest.raises(megackpt.CheckpointingException, match="is not a save strategy"):
             dist_checkpointing.save(small_state(), str(tmp_path / "c"), wrong)  # type: ignore[arg-type]
     with pytest.raises(megackpt.CheckpointingException, match="is not a load strategy"):
-        dist_checkpointing.load({}, str(tmp_path / "c"), user.FilePerRank())  # type: ignore[arg-type]
+        dist_checkpointing.load({}, str(tmp_path / "c"), FilePerRank())  # type: ignore[arg-type]
+    stranger = FilePerRank()
+    with pytest.raises(megackpt.CheckpointingException, match="can handle ShardedObjects"):
+        validation.validate_sharded_objects_handling(stranger, stranger)
     assert list(tmp_path.iterdir()) == []
