@@ -19,6 +19,10 @@ from megackpt.metadata import ArraySpec, ChunkTable, StoredChunks, block_counts
 from megackpt.storage import MemoryStore
 
 
+sharded = ShardedTensor.from_rank_offsets
+"""Declares a part of an array that is cut evenly: `sharded(key, data, (dim, rank, ranks))`."""
+
+
 def filled(
     value: float,
     *shape: int,

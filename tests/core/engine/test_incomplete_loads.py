@@ -16,11 +16,27 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import megackpt
-from megackpt import FormatError, IntegrityError, LoadOptions, ShardedTensor, load, save
+from megackpt import (
+    FormatError,
+    IntegrityError,
+    KeyRule,
+    LoadOptions,
+    Policy,
+    ShardedObject,
+    ShardedTensor,
+    load,
+    save,
+)
 from megackpt.comm import Group
 from megackpt.engine.checkpoint.opening import open_checkpoint
 from megackpt.engine.data.read import read_chunk
-from megackpt.errors import CoverageError, MissingKeyError
+from megackpt.errors import (
+    CheckpointError,
+    CommonStateError,
+    CoverageError,
+    MismatchError,
+    MissingKeyError,
+)
 from megackpt.formats.zarr.grids import GridRules
 from megackpt.formats.zarr.version_3 import ZarrV3SaveStrategy
 from megackpt.mapping import ShardedStateDict
@@ -28,25 +44,16 @@ from megackpt.parallel import ExpertStack, GatedExperts, ParallelGroups, Paralle
 from megackpt.storage import LocalStore, MemoryStore, Store
 from megackpt.testing.world import SimulatedRank, SimulatedWorld
 from tests.support.effort import few
+from tests.support.states import sharded
 
 MODES: tuple[Any, ...] = ("gather_object", "gather_rounds", "broadcast", "all_to_all", "two_stage")
 SENTINEL = -7.0
 Ends = tuple[tuple[int, int], ...]  # one range a dim
 
 
-def tensor(
-    box: Ends, shape: tuple[int, ...], flat: slice | None, data: torch.Tensor | None, **fields: Any
-) -> ShardedTensor:
-    return ShardedTensor(
-        key="w",
-        data=data,
-        dtype=torch.float32,
-        local_shape=tuple(b - a for a, b in box),
-        global_shape=shape,
-        global_offset=tuple(a for a, _ in box),
-        flattened_range=flat,
-        **fields,
-    )
+def tensor(box: Ends, shape: tuple[int, ...], flat: slice | None, data: torch.Tensor | None) -> ShardedTensor:
+    local, offset = tuple(b - a for a, b in box), tuple(a for a, _ in box)
+    return ShardedTensor("w", data, torch.float32, local, shape, offset, flattened_range=flat)
 
 
 def a_box(rng: np.random.Generator, shape: tuple[int, ...]) -> Ends:
@@ -229,7 +236,7 @@ def test_of_overlapping_chunks_the_last_is_loaded() -> None:
 def test_a_chunk_that_is_missing_in_a_shard_of_zarr_is_no_fill_value(in_memory: bool, tmp_path: Path) -> None:
     pytest.importorskip("tensorstore")
     rules = GridRules(file_bytes=64, inner_bytes=16)
-    save({"w": ShardedTensor.from_rank_offsets("w", torch.ones(16))}, tmp_path, ZarrV3SaveStrategy(rules))
+    save({"w": sharded("w", torch.ones(16))}, tmp_path, ZarrV3SaveStrategy(rules))
     (shard,) = (file for file in tmp_path.rglob("c/0"))
     data = bytearray(shard.read_bytes())
     assert len(data) == 4 * (16 + 4) + 4 * 16 + 4  # chunks with checksums, then their places
@@ -334,3 +341,153 @@ def test_a_missing_array_is_an_error_otherwise(tmp_path: Path) -> None:
     megackpt.save({"old": declare("old", 1.0, "error")}, tmp_path)
     with pytest.raises(MissingKeyError, match="new"):
         megackpt.load({"new": declare("new", 7.0, "error")}, tmp_path)
+
+
+COMPLETE = LoadOptions(complete=True)
+UNTOUCHED = -1.0
+
+
+def rows(start: int, count: int = 1, *, replica: int = 0, key: str = "w", of: int = 4) -> ShardedTensor:
+    """Declare rows of a `[of, 3]` array, filled with a value that a load would overwrite."""
+    data = torch.full((count, 3), UNTOUCHED)
+    return ShardedTensor(key, data, data.dtype, (count, 3), (of, 3), (start, 0), replica_id=replica)
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    whole = sharded("w", torch.arange(12.0).view(4, 3))
+    bias = sharded("b", torch.ones(2))
+    save({"w": whole, "b": bias, "step": 3, "plain": torch.ones(2), "stages": "EttL"}, tmp_path / "c")
+    return tmp_path / "c"
+
+
+def bias(group: SimulatedRank) -> ShardedTensor:
+    return sharded("b", torch.zeros(2), replica_id=group.rank)
+
+
+def load_on_two_ranks(path: Path, state_of: Callable[[SimulatedRank], dict[str, Any]]) -> list[Any]:
+    """Load on two ranks; check that an error is the same on both, and that nothing was read before it."""
+    states: dict[int, dict[str, Any]] = {}
+
+    def one_rank(group: SimulatedRank) -> dict[str, Any]:
+        states[group.rank] = state_of(group)
+        return load(states[group.rank], path, group=group, options=COMPLETE)
+
+    outcomes = SimulatedWorld(2).outcomes(one_rank)
+    if any(isinstance(outcome, Exception) for outcome in outcomes):
+        assert len({(type(outcome), str(outcome)) for outcome in outcomes}) == 1
+        for state in states.values():
+            assert all(torch.all(t.data == UNTOUCHED) for name, t in state.items() if name.startswith("w"))
+    return outcomes
+
+
+def test_a_complete_load_is_a_load(checkpoint: Path) -> None:
+    first, second = load_on_two_ranks(
+        checkpoint,
+        lambda group: {
+            "w": rows(2 * group.rank, 2),
+            "w_of_the_other": rows(2 - 2 * group.rank, 2, replica=1),
+            "b": bias(group),
+            "plain": torch.zeros(2),
+            "step": 0,
+            "stages": "Et|tL",
+        },
+    )
+    assert torch.cat((first["w"], second["w"])).flatten().tolist() == list(range(12))
+    assert torch.equal(first["w_of_the_other"], second["w"])
+    assert first["plain"].tolist() == [1, 1]
+    assert (first["step"], first["stages"]) == (3, "EttL")  # the stored ones
+
+
+def test_flat_ranges_of_a_box_are_one_request_of_it(checkpoint: Path) -> None:
+    def state_of(group: SimulatedRank) -> dict[str, Any]:
+        flat = slice(0, 7) if group.rank == 0 else slice(7, 12)
+        data = torch.full((flat.stop - flat.start,), UNTOUCHED)
+        part = ShardedTensor("w", data, data.dtype, (4, 3), (4, 3), (0, 0), flattened_range=flat)
+        return {"w": part, "b": bias(group)}
+
+    first, second = load_on_two_ranks(checkpoint, state_of)
+    assert torch.cat((first["w"], second["w"])).tolist() == list(range(12))
+
+
+def test_plain_tensors_that_arrays_answer_are_whole_on_every_rank(checkpoint: Path) -> None:
+    outcomes = load_on_two_ranks(checkpoint, lambda group: {"w": torch.zeros(4, 3), "b": bias(group)})
+    assert all(outcome["w"].flatten().tolist() == list(range(12)) for outcome in outcomes)
+
+
+WRONG: dict[str, tuple[Callable[[int], dict[str, Any]], type[CheckpointError], list[str]]] = {
+    "rows that no rank requests": (
+        lambda rank: {"w": rows(3 * rank)},
+        CoverageError,
+        ["'w': elements [1:3, 0:3] are requested by no rank (global shape (4, 3))", "Requested by no rank:"],
+    ),
+    "rows that two ranks request": (
+        lambda rank: {"w": rows(rank, 3)},
+        CoverageError,
+        ["'w': elements [1:3, 0:3] are requested by more than one main replica (ranks 0, 1)"],
+    ),
+    "rows that only replicas request": (
+        lambda rank: {"w": rows(0, 4, replica=1)},
+        CoverageError,
+        ["requested by no rank", "ranks 0, 1 declare replicas, but no rank has the main one"],
+    ),
+    "a key that no rank requests": (
+        lambda rank: {"w": rows(2 * rank, 2), "b": None},
+        MissingKeyError,
+        ["'b'", "KeyRule(keys=..., missing=Policy.IGNORE)"],
+    ),
+    # The arrays are covered, but the ranks belong to different models.
+    "common state of another model": (
+        lambda rank: {"w": rows(0, 4, replica=rank), "stages": ["Ett|L", "Et|tL"][rank]},
+        CommonStateError,
+        ["'stages' on rank(s) 1"],
+    ),
+    "another number of layers": (
+        lambda rank: {"w": rows(3 * rank, 3, of=6)},
+        MismatchError,
+        ["'w': stored as float32 (4, 3), asked for as float32 (6, 3)"],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_what_is_not_complete_is_an_error_that_names_it(checkpoint: Path, name: str) -> None:
+    state_of, error, texts = WRONG[name]
+
+    def one_state(group: SimulatedRank) -> dict[str, Any]:
+        state = {"b": bias(group), **state_of(group.rank)}
+        return {name: entity for name, entity in state.items() if entity is not None}
+
+    outcome = load_on_two_ranks(checkpoint, one_state)[0]
+    assert isinstance(outcome, error)
+    assert [text for text in texts if text not in str(outcome)] == []
+
+
+def test_a_rule_leaves_keys_to_the_checkpoint(checkpoint: Path) -> None:
+    options = LoadOptions(complete=True, rules=(KeyRule(keys="b", missing=Policy.IGNORE),))
+    assert load({"w": rows(0, 4)}, checkpoint, options=options)["w"][3].tolist() == [9, 10, 11]
+
+
+def test_excluded_arrays_are_not_proved(checkpoint: Path) -> None:
+    options = LoadOptions(complete=True, exclude=("w",))
+    state = load({"w": rows(0, 2), "b": sharded("b", torch.zeros(2))}, checkpoint,
+                 options=options)  # fmt: skip
+    assert torch.all(state["w"] == UNTOUCHED)
+
+
+def test_ranks_with_different_options_are_an_error(checkpoint: Path) -> None:
+    def one_rank(group: SimulatedRank) -> dict[str, Any]:
+        return load({"w": rows(0, 4)}, checkpoint, group=group, options=LoadOptions(complete=group.rank == 0))
+
+    for outcome in SimulatedWorld(2).outcomes(one_rank):
+        assert isinstance(outcome, MismatchError)
+        assert "LoadOptions.complete" in str(outcome)
+
+
+def test_objects_are_loaded_without_proof(tmp_path: Path) -> None:
+    save({"o": ShardedObject("o", 5, (1,), (0,))}, tmp_path / "c")
+
+    def one_rank(group: SimulatedRank) -> dict[str, Any]:
+        return load({"o": ShardedObject("o", 0, (1,), (0,))}, tmp_path / "c", group=group, options=COMPLETE)
+
+    assert [state["o"] for state in SimulatedWorld(2).run(one_rank)] == [5, 5]

@@ -32,38 +32,33 @@ from megackpt import (
     save,
 )
 from megackpt.comm import Group
+from megackpt.comm.device_group import DeviceGroup
+from megackpt.engine.loading.exchange import RankRequest
 from megackpt.engine.loading.shared_targets import sharing
 from megackpt.integrations.dcp import MegackptStorageReader
+from megackpt.mapping.describe import describe
+from megackpt.options import Exchange
 from megackpt.storage import MemoryStore
 from megackpt.testing.world import SimulatedWorld
+from tests.core.formats.test_torch_files import fake_rank
 from tests.support.dcp_alone import ALONE
-
-
-def whole(key: str, data: torch.Tensor, **fields: Any) -> ShardedTensor:
-    return ShardedTensor.from_rank_offsets(key, data, **fields)
+from tests.support.states import filled, sharded
 
 
 @pytest.fixture
 def checkpoint(tmp_path: Path) -> Path:
     """A checkpoint with the keys a, b and, an object, o."""
-    state = {
-        "a": whole("a", torch.ones(4)),
-        "b": whole("b", torch.ones(2)),
-        "o": ShardedObject("o", 1, (1,), (0,)),
-    }
-    save(state, tmp_path / "c")
+    arrays = {"a": filled(1, 4, key="a"), "b": filled(1, 2, key="b")}
+    save({**arrays, "o": ShardedObject("o", 1, (1,), (0,))}, tmp_path / "c")
     return tmp_path / "c"
 
 
 def request() -> dict[str, Any]:
     """Ask for a and for x, which is not there; not for b and o, which are."""
-    return {"a": whole("a", torch.zeros(4)), "x": whole("x", torch.zeros(1))}
+    return {"a": sharded("a", torch.zeros(4)), "x": sharded("x", torch.zeros(1))}
 
 
-UNEXPECTED_IS_AN_ERROR = ["assume_ok_unexpected", "raise_unexpected", "raise_all"]
-
-
-@pytest.mark.parametrize("strict", UNEXPECTED_IS_AN_ERROR)
+@pytest.mark.parametrize("strict", ["assume_ok_unexpected", "raise_unexpected", "raise_all"])
 def test_an_unexpected_key_is_an_error_and_nothing_is_read(checkpoint: Path, strict: str) -> None:
     asked = request()
     with pytest.raises(MissingKeyError, match="'x'"):
@@ -93,8 +88,8 @@ def test_return_modes_return_missing_and_unexpected_keys(checkpoint: Path) -> No
 
 def test_raise_all_names_keys_that_no_rank_asks_for(checkpoint: Path) -> None:
     with pytest.raises(MissingKeyError, match=r"holds 2 keys that no rank asks for:\n  'b'\n  'o'"):
-        load({"a": whole("a", torch.zeros(4))}, checkpoint, strict="raise_all")
-    everything: dict[str, Any] = {"a": whole("a", torch.zeros(4)), "b": whole("b", torch.zeros(2))}
+        load({"a": sharded("a", torch.zeros(4))}, checkpoint, strict="raise_all")
+    everything: dict[str, Any] = {"a": sharded("a", torch.zeros(4)), "b": sharded("b", torch.zeros(2))}
     everything["o"] = ShardedObject("o", None, (1,), (0,))
     assert load(everything, checkpoint, strict="raise_all")["o"] == 1
 
@@ -102,54 +97,50 @@ def test_raise_all_names_keys_that_no_rank_asks_for(checkpoint: Path) -> None:
 def test_a_key_is_missing_only_if_no_rank_at_all_asks_for_it(checkpoint: Path) -> None:
     def load_one(group: Group) -> set[str]:
         key, numel = ("a", 4) if group.rank == 0 else ("b", 2)
-        _, missing, _ = load(
-            {"t": whole(key, torch.zeros(numel))}, checkpoint, strict="return_all", group=group
-        )
-        return missing
+        asked = {"t": sharded(key, torch.zeros(numel))}
+        return load(asked, checkpoint, strict="return_all", group=group)[1]
 
     assert SimulatedWorld(2).run(load_one) == [{"o"}, {"o"}]
 
 
 def test_an_unknown_mode_raises_an_error_that_lists_the_modes(checkpoint: Path) -> None:
-    with pytest.raises(
-        DeclarationError, match=r"strict='lenient' is not a mode. Give one of 'assume_ok_unexpected'"
-    ):
+    message = "strict='lenient' is not a mode. Give one of 'assume_ok_unexpected'"
+    with pytest.raises(DeclarationError, match=message):
         load({}, checkpoint, strict="lenient")  # type: ignore[call-overload]
 
 
 def test_a_factory_or_layout_with_an_unexpected_part_is_left_out_as_a_whole(checkpoint: Path) -> None:
     factory = ShardedTensorFactory(
-        "f", torch.zeros(5), lambda *_: [whole("a", torch.zeros(4)), whole("y", torch.zeros(1))], torch.cat
+        "f",
+        torch.zeros(5),
+        lambda *_: [sharded("a", torch.zeros(4)), sharded("y", torch.zeros(1))],
+        torch.cat,
     )
     layout = ShardedLayout.split("z", torch.zeros(4, 2), 0, {"gate": 2, "up": 2})
-    loaded = load(
-        {"f": factory, "l": layout, "a": whole("a", torch.zeros(4))}, checkpoint, strict="ignore_all"
-    )
-    assert set(loaded) == {"a"}
+    asked = {"f": factory, "l": layout, "a": sharded("a", torch.zeros(4))}
+    assert set(load(asked, checkpoint, strict="ignore_all")) == {"a"}
 
 
 def test_objects_saved_in_another_grid_are_named_with_advice_of_their_own(checkpoint: Path) -> None:
-    with pytest.raises(
-        MismatchError, match=r"'o': stored as object \(1,\)(.|\n)*Objects are never resharded"
-    ):
+    message = r"'o': stored as object \(1,\)(.|\n)*Objects are never resharded"
+    with pytest.raises(MismatchError, match=message):
         load({"o": ShardedObject("o", None, (2,), (0,))}, checkpoint)
 
 
 def test_rules_decide_per_key_before_the_mode(checkpoint: Path, caplog: pytest.LogCaptureFixture) -> None:
-    options = LoadOptions(
-        rules=(KeyRule(keys="x*", unexpected=Policy.WARN), KeyRule(keys="b", missing=Policy.ERROR))
-    )
+    rules = KeyRule(keys="x*", unexpected=Policy.WARN), KeyRule(keys="b", missing=Policy.ERROR)
+    options = LoadOptions(rules=rules)
     with caplog.at_level(logging.WARNING), pytest.raises(MissingKeyError, match=r"no rank asks for:\n  'b'"):
         load(request(), checkpoint, options=options)
     assert "'x'" in caplog.text
-    asked = request() | {"b": whole("b", torch.zeros(2))}
+    asked = request() | {"b": sharded("b", torch.zeros(2))}
     assert set(load(asked, checkpoint, options=options)) == {"a", "b"}
 
 
 def test_a_cast_is_an_error_unless_a_rule_allows_it(
     checkpoint: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    asked = {"a": whole("a", torch.zeros(4, dtype=torch.bfloat16))}
+    asked = {"a": sharded("a", torch.zeros(4, dtype=torch.bfloat16))}
     with pytest.raises(MismatchError, match=r"'a': stored as float32 \(4,\), asked for as bfloat16"):
         load(asked, checkpoint)
     options = LoadOptions(rules=(KeyRule(keys="*", cast=Policy.WARN),))
@@ -160,11 +151,11 @@ def test_a_cast_is_an_error_unless_a_rule_allows_it(
 
 def test_casts_convert_values_also_of_resharded_and_flat_chunks(tmp_path: Path) -> None:
     array = torch.arange(60, dtype=torch.float64).reshape(6, 10) / 7
-    save({"w": whole("w", array)}, tmp_path / "c")
+    save({"w": sharded("w", array)}, tmp_path / "c")
     options = LoadOptions(rules=(KeyRule(keys="w", cast=Policy.IGNORE),))
     columns = torch.zeros(6, 5, dtype=torch.float32)
     flat = torch.zeros(17, dtype=torch.float16)
-    load({"w": ShardedTensor.from_rank_offsets("w", columns, (1, 1, 2))}, tmp_path / "c", options=options)
+    load({"w": sharded("w", columns, (1, 1, 2))}, tmp_path / "c", options=options)
     assert torch.equal(columns, array[:, 5:].float())
     part = ShardedTensor.from_rank_offsets_flat("w", flat, (6, 10), flattened_range=slice(3, 20))
     load({"w": part}, tmp_path / "c", options=options)
@@ -173,15 +164,15 @@ def test_casts_convert_values_also_of_resharded_and_flat_chunks(tmp_path: Path) 
 
 def test_shapes_may_differ_by_flag_or_by_rule_padded_with_zeros_or_cut_per_axis(tmp_path: Path) -> None:
     array = torch.arange(1.0, 13.0).reshape(3, 4)
-    save({"w": whole("w", array)}, tmp_path / "c")
+    save({"w": sharded("w", array)}, tmp_path / "c")
     with pytest.raises(MismatchError, match="allow_shape_mismatch"):
-        load({"w": whole("w", torch.zeros(4, 3))}, tmp_path / "c")
+        load({"w": sharded("w", torch.zeros(4, 3))}, tmp_path / "c")
     expected = torch.zeros(4, 3)
     expected[:3] = array[:, :3]
     rule = LoadOptions(rules=(KeyRule(keys="w", padded=Policy.IGNORE, cut=Policy.IGNORE),))
     by_rule, by_flag = torch.full((4, 3), 9.0), torch.full((4, 3), 9.0)
-    load({"w": whole("w", by_rule)}, tmp_path / "c", options=rule)
-    load({"w": whole("w", by_flag, allow_shape_mismatch=True)}, tmp_path / "c")
+    load({"w": sharded("w", by_rule)}, tmp_path / "c", options=rule)
+    load({"w": sharded("w", by_flag, allow_shape_mismatch=True)}, tmp_path / "c")
     assert torch.equal(by_rule, expected)
     assert torch.equal(by_flag, expected)
     flat = torch.full((7,), 9.0)
@@ -195,10 +186,10 @@ def test_shapes_may_differ_by_flag_or_by_rule_padded_with_zeros_or_cut_per_axis(
 def test_resharding_can_be_made_an_error_or_a_warning(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    save({"w": whole("w", torch.ones(4))}, tmp_path / "c")
-    part = {"w": ShardedTensor.from_rank_offsets("w", torch.zeros(2), (0, 1, 2))}
+    save({"w": sharded("w", torch.ones(4))}, tmp_path / "c")
+    part = {"w": sharded("w", torch.zeros(2), (0, 1, 2))}
     rules = (KeyRule(keys="*", resharded=Policy.ERROR),)
-    load({"w": whole("w", torch.zeros(4))}, tmp_path / "c", options=LoadOptions(rules=rules))
+    load({"w": sharded("w", torch.zeros(4))}, tmp_path / "c", options=LoadOptions(rules=rules))
     with pytest.raises(MismatchError, match=r"saved at another layout(.|\n)*'w'(.|\n)*Load at the layout"):
         load(part, tmp_path / "c", options=LoadOptions(rules=rules))
     warn = LoadOptions(rules=(KeyRule(keys="*", resharded=Policy.WARN),))
@@ -208,22 +199,20 @@ def test_resharding_can_be_made_an_error_or_a_warning(
 
 
 def test_stored_keys_can_be_asked_for_by_other_names(tmp_path: Path) -> None:
-    save(
-        {"w": whole("old.layer.weight", torch.ones(2)), "o": ShardedObject("old.rng", "r", (1,), (0,))},
-        tmp_path / "c",
-    )
-    options = LoadOptions(rename={"old.*": "new.*"})
-    loaded = load(
-        {"w": whole("new.layer.weight", torch.zeros(2)), "o": ShardedObject("new.rng", None, (1,), (0,))},
-        tmp_path / "c",
-        options=options,
-    )
+    def state(name: str) -> dict[str, Any]:
+        return {
+            "w": filled(name == "old", 2, key=f"{name}.w"),
+            "o": ShardedObject(f"{name}.rng", name, (1,), (0,)),
+        }
+
+    save(state("old"), tmp_path)
+    loaded = load(state("new"), tmp_path, options=LoadOptions(rename={"old.*": "new.*"}))
     assert loaded["w"].sum() == 2
-    assert loaded["o"] == "r"
+    assert loaded["o"] == "old"
 
 
 def test_bad_renames_raise_an_error(tmp_path: Path) -> None:
-    save({"a": whole("a.x", torch.ones(1)), "b": whole("b.x", torch.ones(1))}, tmp_path / "c")
+    save({"a": sharded("a.x", torch.ones(1)), "b": sharded("b.x", torch.ones(1))}, tmp_path / "c")
     with pytest.raises(MismatchError, match=r"'a.x' and 'b.x' the same name 'z.x'"):
         load({}, tmp_path / "c", options=LoadOptions(rename={"a.*": "z.*", "b.*": "z.*"}))
     with pytest.raises(DeclarationError, match="1 and 0 stars"):
@@ -231,7 +220,7 @@ def test_bad_renames_raise_an_error(tmp_path: Path) -> None:
 
 
 def test_excluded_keys_keep_their_data_and_need_not_be_in_the_checkpoint(checkpoint: Path) -> None:
-    asked = request() | {"b": whole("b", torch.full((2,), 7.0))}
+    asked = request() | {"b": sharded("b", torch.full((2,), 7.0))}
     loaded = load(asked, checkpoint, options=LoadOptions(exclude=("b", "x")))
     assert loaded["a"].sum() == 4
     assert loaded["b"].tolist() == [7.0, 7.0]
@@ -239,24 +228,16 @@ def test_excluded_keys_keep_their_data_and_need_not_be_in_the_checkpoint(checkpo
 
 
 def test_the_report_lists_what_was_done_with_bytes(tmp_path: Path) -> None:
-    save(
-        {
-            "same": whole("same", torch.ones(4)),
-            "cast": whole("cast", torch.ones(4)),
-            "small": whole("small", torch.ones(4)),
-            "large": whole("large", torch.ones(4)),
-            "unasked": whole("unasked", torch.ones(1)),
-            "o": ShardedObject("o", 1, (1,), (0,)),
-        },
-        tmp_path / "c",
-    )
+    stored = {key: filled(1, 4, key=key) for key in ("same", "cast", "small", "large")}
+    stored["unasked"] = filled(1, 1, key="unasked")
+    save({**stored, "o": ShardedObject("o", 1, (1,), (0,))}, tmp_path / "c")
     asked = {
-        "same": whole("same", torch.zeros(4)),
-        "cast": whole("cast", torch.zeros(4, dtype=torch.float16)),
-        "small": whole("small", torch.zeros(6), allow_shape_mismatch=True),
-        "large": whole("large", torch.zeros(3), allow_shape_mismatch=True),
-        "gone": whole("gone", torch.zeros(1)),
-        "left": whole("left", torch.zeros(1)),
+        "same": sharded("same", torch.zeros(4)),
+        "cast": sharded("cast", torch.zeros(4, dtype=torch.float16)),
+        "small": sharded("small", torch.zeros(6), allow_shape_mismatch=True),
+        "large": sharded("large", torch.zeros(3), allow_shape_mismatch=True),
+        "gone": sharded("gone", torch.zeros(1)),
+        "left": sharded("left", torch.zeros(1)),
         "o": ShardedObject("o", None, (1,), (0,)),
     }
     options = LoadOptions(rules=(KeyRule(keys="cast", cast=Policy.IGNORE),), exclude=("left",))
@@ -277,13 +258,13 @@ def test_the_report_lists_what_was_done_with_bytes(tmp_path: Path) -> None:
 def test_arrays_can_be_taken_out_of_a_checkpoint_and_the_rest_stays_loadable(tmp_path: Path) -> None:
     def save_rank(group: Group) -> None:
         if group.rank == 2:
-            state = {"x": whole("optimizer.x", torch.ones(3))}
+            state = {"x": sharded("optimizer.x", torch.ones(3))}
         else:
             half = (0, group.rank, 2)
             values = torch.full((70_000,), 1.0 + group.rank)
             state = {
-                "w": ShardedTensor.from_rank_offsets("model.w", values, half),
-                "m": ShardedTensor.from_rank_offsets("optimizer.m", torch.ones(3), half),
+                "w": sharded("model.w", values, half),
+                "m": sharded("optimizer.m", torch.ones(3), half),
             }
         save(state, tmp_path / "c", group=group)
 
@@ -309,7 +290,7 @@ class Marked(torch.Tensor):
 @pytest.fixture
 def module_checkpoint(tmp_path: Path) -> Path:
     """A checkpoint of a module under `model`: an array `model.w`, and common state `model.mean`."""
-    save({"model": {"w": whole("model.w", torch.ones(4)), "mean": torch.full((2,), 5.0)}}, tmp_path / "m")
+    save({"model": {"w": sharded("model.w", torch.ones(4)), "mean": torch.full((2,), 5.0)}}, tmp_path / "m")
     return tmp_path / "m"
 
 
@@ -335,12 +316,10 @@ def test_the_default_mode_warns_of_plain_tensors_without_a_value_and_rules_decid
     with pytest.raises(MissingKeyError, match="'w'"):
         load({"w": torch.zeros(4)}, module_checkpoint, options=error)
     with pytest.raises(MissingKeyError, match="'w'"):  # an entity asks for the key as well
-        load({"w": torch.zeros(4), "x": whole("w", torch.zeros(4))}, module_checkpoint)
+        load({"w": torch.zeros(4), "x": sharded("w", torch.zeros(4))}, module_checkpoint)
     kept = torch.full((4,), 7.0)
-    state = load(
-        {"w": kept}, module_checkpoint, options=LoadOptions(exclude=("w",)), strict="raise_unexpected"
-    )
-    assert state["w"] is kept
+    options = LoadOptions(exclude=("w",))
+    assert load({"w": kept}, module_checkpoint, options=options, strict="raise_unexpected")["w"] is kept
 
 
 def test_tensors_of_common_state_are_filled_in_place_where_shape_and_dtype_are_equal(
@@ -352,12 +331,8 @@ def test_tensors_of_common_state_are_filled_in_place_where_shape_and_dtype_are_e
     assert loaded["model"]["mean"] is mean
     assert mean.tolist() == [5.0, 5.0]
     assert weight.tolist() == [1.0] * 4
-    for other in (
-        torch.zeros(3),
-        torch.zeros(2).double(),
-        torch.zeros(1).expand(2),
-        torch.zeros(2, device="meta"),
-    ):
+    two = torch.zeros(2)
+    for other in (torch.zeros(3), two.double(), torch.zeros(1).expand(2), two.to("meta")):
         loaded = load({"model": {"mean": other, "w": torch.zeros(4)}}, module_checkpoint, strict="raise_all")
         assert loaded["model"]["mean"].tolist() == [5.0, 5.0]
         assert other.device.type == "meta" or not other.any()
@@ -368,33 +343,29 @@ HOST = LoadOptions(load_on_device=False)
 
 
 def test_a_model_on_the_meta_device_gets_tensors_in_host_memory(tmp_path: Path) -> None:
-    save({"w": ShardedTensor.from_rank_offsets("w", VALUES)}, tmp_path)
+    save({"w": sharded("w", VALUES)}, tmp_path)
     model = torch.nn.Linear(3, 4, bias=False, device="meta")
-    asked = {"weight": ShardedTensor.from_rank_offsets("w", model.weight)}
+    asked = {"weight": sharded("w", model.weight)}
     loaded = load(asked, tmp_path, options=HOST)
     assert model.weight.is_meta
     model.load_state_dict(loaded, assign=True)
     assert torch.equal(model.weight, VALUES)
-    with pytest.raises(
-        DeclarationError, match=r"meta device.*to_empty.*LoadOptions\(load_on_device=False\).*assign=True"
-    ):
-        load(
-            asked | {"weight": ShardedTensor.from_rank_offsets("w", torch.empty(4, 3, device="meta"))},
-            tmp_path,
-        )
+    message = r"meta device.*to_empty.*LoadOptions\(load_on_device=False\).*assign=True"
+    with pytest.raises(DeclarationError, match=message):
+        load({"weight": sharded("w", torch.empty(4, 3, device="meta"))}, tmp_path)
 
 
 def test_a_meta_tensor_to_save_raises_an_error_without_advice_for_loads(tmp_path: Path) -> None:
-    tensor = ShardedTensor.from_rank_offsets("w", torch.empty(4, 3, device="meta"))
+    tensor = sharded("w", torch.empty(4, 3, device="meta"))
     with pytest.raises(DeclarationError, match=r"'w': .*meta device.*to_empty") as caught:
         save({"w": tensor}, tmp_path)
     assert "load_on_device" not in str(caught.value)
 
 
 def test_tensors_in_host_memory_are_still_filled_in_place(tmp_path: Path) -> None:
-    save({"w": ShardedTensor.from_rank_offsets("w", VALUES)}, tmp_path)
+    save({"w": sharded("w", VALUES)}, tmp_path)
     target = torch.zeros(4, 3)
-    loaded = load({"w": ShardedTensor.from_rank_offsets("w", target)}, tmp_path, options=HOST)
+    loaded = load({"w": sharded("w", target)}, tmp_path, options=HOST)
     assert loaded["w"] is target
     assert torch.equal(target, VALUES)
 
@@ -413,7 +384,7 @@ MODES: tuple[Any, ...] = ("direct", "gather_object", "gather_rounds", "broadcast
 
 def stored(*values: torch.Tensor) -> MemoryStore:
     store = MemoryStore()
-    save({key: whole(key, value) for key, value in zip("abcdef", values, strict=False)}, store)
+    save({key: sharded(key, value) for key, value in zip("abcdef", values, strict=False)}, store)
     return store
 
 
@@ -424,7 +395,7 @@ def test_two_keys_into_one_tensor_raise_an_error_on_every_rank_where_their_value
     def into_one(group: Group, second: str) -> torch.Tensor:
         target = torch.full((4,), -7.0)
         other = target if group.rank == 1 else torch.empty(4)
-        asked = {"first": whole("a", target), "second": whole(second, other)}
+        asked = {"first": sharded("a", target), "second": sharded(second, other)}
         loaded = load(asked, store, options=LoadOptions(exchange=mode), group=group)
         assert loaded["first"] is target
         return target
@@ -440,17 +411,17 @@ def test_two_keys_into_one_tensor_raise_an_error_on_every_rank_where_their_value
 def test_views_that_overlap_are_compared_element_by_element() -> None:
     store = stored(torch.tensor([0.0, 1, 2, 3]), torch.tensor([2.0, 3, 4]), torch.tensor([9.0, 3, 4]))
     buffer = torch.full((5,), -7.0)
-    load({"a": whole("a", buffer[:4]), "b": whole("b", buffer[2:])}, store)
+    load({"a": sharded("a", buffer[:4]), "b": sharded("b", buffer[2:])}, store)
     assert buffer.tolist() == [0, 1, 2, 3, 4]
     with pytest.raises(MismatchError, match="'a' and 'c' were loaded into the same memory") as raised:
-        load({"a": whole("a", buffer[:4]), "c": whole("c", buffer[2:])}, store)
+        load({"a": sharded("a", buffer[:4]), "c": sharded("c", buffer[2:])}, store)
     assert raised.value.key == "a"
 
 
 def test_boxes_of_one_key_that_share_memory_raise_an_error() -> None:
     store = stored(torch.arange(8.0))
     target = torch.zeros(4)
-    parts = [ShardedTensor.from_rank_offsets("a", target, (0, rank, 2)) for rank in (0, 1)]
+    parts = [sharded("a", target, (0, rank, 2)) for rank in (0, 1)]
     with pytest.raises(MismatchError, match="'a' and 'a' were loaded into the same memory"):
         load({"halves": parts}, store)
     load({"once": parts[0], "again": parts[0]}, store)
@@ -459,13 +430,15 @@ def test_boxes_of_one_key_that_share_memory_raise_an_error() -> None:
 
 def test_plain_tensors_of_common_state_count_too() -> None:
     store = MemoryStore()
-    save({"x": torch.ones(3), "y": torch.zeros(3), "z": torch.ones(3), "a": whole("a", torch.ones(3))}, store)
+    save(
+        {"x": torch.ones(3), "y": torch.zeros(3), "z": torch.ones(3), "a": sharded("a", torch.ones(3))}, store
+    )
     target = torch.full((3,), -7.0)
     with pytest.raises(MismatchError, match="'x' and 'y' were loaded into the same memory"):
         load({"x": target, "y": target}, store)
     with pytest.raises(MismatchError, match="'a' and 'y' were loaded into the same memory"):
-        load({"y": target, "a": whole("a", target)}, store)
-    load({"x": target, "z": target, "a": whole("a", target)}, store)
+        load({"y": target, "a": sharded("a", target)}, store)
+    load({"x": target, "z": target, "a": sharded("a", target)}, store)
     assert target.tolist() == [1.0] * 3
     load({"x": target, "y": torch.empty(2)}, store)  # of another shape: not filled in place
 
@@ -473,13 +446,13 @@ def test_plain_tensors_of_common_state_count_too() -> None:
 def test_nans_are_equal_to_themselves_and_grad_does_not_matter() -> None:
     store = stored(torch.tensor([float("nan"), 1.0]), torch.tensor([float("nan"), 1.0]))
     weight = torch.nn.Parameter(torch.zeros(2))
-    load({"a": whole("a", weight), "b": whole("b", weight)}, store)
+    load({"a": sharded("a", weight), "b": sharded("b", weight)}, store)
     assert weight[1] == 1
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is (disabled|unavailable)")
 def test_a_dcp_load_into_one_tensor_raises_an_error(tmp_path: Path) -> None:
-    save({key: whole(key, torch.full((2,), float(i))) for i, key in enumerate("ab")}, tmp_path)
+    save({key: sharded(key, torch.full((2,), float(i))) for i, key in enumerate("ab")}, tmp_path)
     target = torch.zeros(2)
     with pytest.raises(CheckpointException, match="'a' and 'b' were loaded into the same memory"):
         dcp.load({"a": target, "b": target}, storage_reader=MegackptStorageReader(tmp_path), **ALONE)
@@ -504,3 +477,40 @@ def test_many_targets_are_looked_through_in_time() -> None:
     assert sharing(list(flat.split(4))) == {}
     assert len(sharing([flat, *flat.split(4)])) == 10_001
     assert time.process_time() - began < 2
+
+
+def rank_request(*tensors: ShardedTensor) -> RankRequest:
+    return RankRequest(describe(tensors, rank=0), tensors, [])
+
+
+def test_the_device_of_a_request_is_the_first_that_is_not_the_host() -> None:
+    host = sharded("h", torch.zeros(3))
+    meta = sharded("m", torch.zeros(3, device="meta"))
+    without = ShardedTensor("n", None, torch.float32, (3,), (3,), (0,))
+    assert rank_request().device == torch.device("cpu")
+    assert rank_request(host, without).device == torch.device("cpu")
+    assert rank_request(without, host, meta).device == torch.device("meta")
+
+
+@pytest.mark.parametrize("mode", ["broadcast", "two_stage"])
+def test_tensors_on_the_host_never_use_the_backend_of_devices(
+    mode: Exchange, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broadcast(self: DeviceGroup, data: torch.Tensor, *, root: int) -> torch.Tensor:
+        raise AssertionError("data went to a device")
+
+    monkeypatch.setattr(DeviceGroup, "broadcast", broadcast)
+    store = MemoryStore()
+    whole = torch.arange(1000.0)
+    save({"w": sharded("w", whole)}, store)
+
+    def loaded(group: Group) -> torch.Tensor:
+        wanted = sharded("w", torch.zeros(1000), replica_id=group.rank)
+        options = LoadOptions(exchange=mode, cpu_transfer=False)
+        load({"w": wanted}, store, options=options, group=group)
+        assert wanted.data is not None
+        return wanted.data
+
+    with fake_rank(0, 2):
+        tensors = SimulatedWorld(2).run(loaded)
+    assert all(torch.equal(tensor, whole) for tensor in tensors)

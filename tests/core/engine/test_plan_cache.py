@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from megackpt import (
     save,
 )
 from megackpt.comm import Group
+from megackpt.options import Policy
 from megackpt.storage import MemoryStore
 from megackpt.testing.world import SimulatedRank, SimulatedWorld
 from tests.support.states import filled, replica
@@ -109,11 +111,9 @@ def test_a_hit_exchanges_one_small_message() -> None:
 
 def test_two_structures_in_turn_both_keep_their_plans() -> None:
     run = Run()
-    for number in range(1, 4):
-        run.save(number, rows=2)
-        run.check(number, rows=2)
-        run.save(number, rows=3)
-        run.check(number, rows=3)
+    for number, rows in itertools.product(range(1, 4), (2, 3)):
+        run.save(number, rows=rows)
+        run.check(number, rows=rows)
     assert run.hits == {4}
 
 
@@ -184,30 +184,23 @@ def test_an_assumed_structure_is_not_compared_between_ranks_but_with_what_a_rank
 @pytest.mark.parametrize(
     "other",
     [
-        {"w": torch.zeros(2, 3, dtype=torch.int32)},  # of the same size in bytes
-        {"w": torch.zeros(3, 2)},
-        {"w": torch.zeros(2, 3), "more": torch.zeros(1)},
+        [filled(0, 2, 3, dtype=torch.int32)],  # of the same size in bytes
+        [filled(0, 3, 2)],
+        [filled(0, 2, 3), filled(0, 1, key="more")],
     ],
 )
-def test_an_assumed_structure_that_differs_in_anything_raises_an_error(
-    other: dict[str, torch.Tensor],
-) -> None:
-    options, plans = SaveOptions(assume_constant_structure=True), PlanCache()
-
-    def declared(values: dict[str, torch.Tensor]) -> dict[str, ShardedTensor]:
-        return {key: ShardedTensor.from_rank_offsets(key, value) for key, value in values.items()}
-
-    save(declared({"w": torch.ones(2, 3)}), MemoryStore(), options=options, plans=plans)
+def test_an_assumed_structure_that_differs_in_anything_raises_an_error(other: list[ShardedTensor]) -> None:
+    arguments: Any = {"options": SaveOptions(assume_constant_structure=True), "plans": PlanCache()}
+    save({"list": [filled(1, 2, 3)]}, MemoryStore(), **arguments)
     with pytest.raises(DeclarationError, match="structure of the state dict has changed"):
-        save(declared(other), MemoryStore(), options=options, plans=plans)
+        save({"list": other}, MemoryStore(), **arguments)
 
 
 def test_a_plan_of_other_ranks_is_not_taken() -> None:
     plans, stores = [PlanCache() for _ in range(RANKS)], [MemoryStore(), MemoryStore(), MemoryStore()]
 
-    def declared_state(number: int, replica: int = 0) -> dict[str, ShardedTensor]:
-        values = {key: torch.full((5,), number) for key in "abcd"}
-        return {k: ShardedTensor.from_rank_offsets(k, v, replica_id=replica) for k, v in values.items()}
+    def declared_state(number: int, replica_id: int = 0) -> dict[str, ShardedTensor]:
+        return {key: replica(number, 5, key=key, rank=replica_id) for key in "abcd"}
 
     def run(group: SimulatedRank) -> None:
         for number, ranks in enumerate([(0, 1, 2, 3), (1, 2), (2, 1)]):
@@ -231,24 +224,34 @@ def test_ranks_that_swap_their_shards_are_not_what_was_planned_for() -> None:
         run.save_states([state(rank ^ 1, 1) for rank in range(RANKS)])
 
 
+def options(**fields: Any) -> dict[str, Any]:
+    return {"options": SaveOptions(**fields)}
+
+
 @pytest.mark.parametrize(
     ("differs", "text"),
     [
-        (
-            {"sharded_strategy": "torch_dist"},
-            "format is .'megackpt', 1. on rank 0 and .'torch_dist', 1. on rank 1",
-        ),
+        ({"sharded_strategy": "torch_dist"}, "format is .'megackpt', 1. on rank 0 and .'torch_dist', 1. on"),
         ({"sharded_strategy": "nonsense"}, "Rank 1.*No strategy saves format 'nonsense'"),
         (
             {"validate_access_integrity": False},
             "validate_access_integrity is True on rank 0 and False on rank 1",
         ),
         ({"plans": PlanCache()}, "plans given is False on rank 0 and True on rank 1"),
+        (options(spread="none"), "SaveOptions.spread is 'world' on rank 0 and 'none' on rank 1"),
         (
-            {"options": SaveOptions(spread="none")},
-            "SaveOptions.spread is 'world' on rank 0 and 'none' on rank 1",
+            options(compare_replicas=Policy.ERROR),
+            "compare_replicas is 'ignore' on rank 0 and 'error' on rank 1",
         ),
-        ({"options": SaveOptions(spread="group")}, "Rank 1.*spread_group is not given"),
+        (
+            options(sample_replicas=Policy.IGNORE),
+            "sample_replicas is 'error' on rank 0 and 'ignore' on rank 1",
+        ),
+        (
+            options(plain_tensors="arrays"),
+            "SaveOptions.plain_tensors is 'auto' on rank 0 and 'arrays' on rank 1",
+        ),
+        (options(spread="group"), "Rank 1.*spread_group is not given"),
     ],
 )
 def test_ranks_that_save_differently_get_the_same_error_at_once(differs: dict[str, Any], text: str) -> None:

@@ -14,7 +14,6 @@ import torch
 from torch import nn
 
 from megackpt import (
-    CheckpointError,
     MismatchError,
     PlanCache,
     SaveOptions,
@@ -30,6 +29,7 @@ from megackpt.parallel import ParallelGroups, ParallelLayout, ShardedModule
 from megackpt.storage import MemoryStore
 from megackpt.testing.world import SimulatedWorld
 from megackpt.validation.replicas import REPLICA_DIGEST, find_divergences
+from tests.support.states import filled, replica, sharded
 
 RANKS = 4
 Change = Callable[[int, dict[str, torch.Tensor]], None]
@@ -45,10 +45,8 @@ def state(rank: int, change: Change) -> dict[str, object]:
     }
     change(rank, data)
     return {
-        "halves": ShardedTensor.from_rank_offsets(
-            "halves", data["halves"], (0, rank // 2, 2), replica_id=rank % 2
-        ),
-        "whole": ShardedTensor.from_rank_offsets("whole", data["whole"], replica_id=rank),
+        "halves": sharded("halves", data["halves"], (0, rank // 2, 2), replica_id=rank % 2),
+        "whole": sharded("whole", data["whole"], replica_id=rank),
         "flat": ShardedTensor.from_rank_offsets_flat(
             "flat", data["flat"], (5, 1), flattened_range=slice(0, 5), replica_id=rank
         ),
@@ -75,39 +73,38 @@ def test_equal_copies_are_saved_also_where_they_are_not_numbers() -> None:
     assert "metadata.json" in store.names()
 
 
-def change_one(rank: int, data: dict[str, torch.Tensor]) -> None:
-    if rank == 2:
-        data["whole"][0] = -0.0  # equal, but not in its bits
+def changing(key: str, at: Any, value: float, *ranks: int) -> Change:
+    """Change one element on some ranks."""
 
+    def change(rank: int, data: dict[str, torch.Tensor]) -> None:
+        if rank in ranks:
+            data[key][at] = value
 
-def change_half(rank: int, data: dict[str, torch.Tensor]) -> None:
-    if rank == 1:
-        data["halves"][2, 1] = 1.0000001
+    return change
 
 
 def change_nan(rank: int, data: dict[str, torch.Tensor]) -> None:
     if rank == 3:
-        payload = struct.unpack("<h", b"\xc1\x7f")[0]
-        data["whole"].view(torch.int16)[1] = payload
+        data["whole"].view(torch.int16)[1] = struct.unpack("<h", b"\xc1\x7f")[0]
 
 
-def change_object(rank: int, data: dict[str, torch.Tensor]) -> None:
-    if rank in (1, 3):
-        data["flat"][0] = 7
+change_one = changing("whole", 0, -0.0, 2)  # equal, but not in its bits
+DIFFERENT: list[tuple[Change, str]] = [
+    (change_one, r"'whole' \[0:3\]: rank 2 differs from the majority, ranks 0, 1, 3"),
+    (change_nan, r"'whole' \[0:3\]: rank 3 differs from the majority"),
+    (
+        changing("halves", (2, 1), 1.0000001, 1),
+        r"'halves' \[0:3, 0:2\]: no majority: rank 0 \| rank 1 hold different bits",
+    ),
+    (
+        changing("flat", 0, 7, 1, 3),
+        r"'flat' .*no majority: ranks 0, 2 \| ranks 1, 3.*\n.*'o' \[0:1\]: no majority",
+    ),
+]
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (change_one, r"'whole' \[0:3\]: rank 2 differs from the majority, ranks 0, 1, 3"),
-        (change_nan, r"'whole' \[0:3\]: rank 3 differs from the majority"),
-        (change_half, r"'halves' \[0:3, 0:2\]: no majority: rank 0 \| rank 1 hold different bits"),
-        (change_object, r"'flat' .*no majority: ranks 0, 2 \| ranks 1, 3.*\n.*'o' \[0:1\]: no majority"),
-    ],
-)
-def test_copies_that_differ_are_named_on_all_ranks_and_nothing_is_written(
-    change: Change, message: str
-) -> None:
+@pytest.mark.parametrize(("change", "message"), DIFFERENT, ids=["one", "nan", "half", "object"])
+def test_copies_that_differ_are_named_and_nothing_is_written(change: Change, message: str) -> None:
     outcomes, store = outcome(change)
     assert store.names() == []
     for failure in outcomes:
@@ -121,23 +118,13 @@ def test_warn_logs_the_same_text_and_saves(caplog: pytest.LogCaptureFixture) -> 
         outcomes, store = outcome(change_one, SaveOptions(compare_replicas=Policy.WARN))
     assert not any(isinstance(o, BaseException) for o in outcomes)
     assert [r for r in caplog.records if "rank 2 differs from the majority" in r.getMessage()]
-    asked = ShardedTensor.from_rank_offsets("halves", torch.zeros(6, 2))
+    asked = sharded("halves", torch.zeros(6, 2))
     assert load({"halves": asked}, store)["halves"][5, 0] == 2
 
 
 def test_nothing_is_compared_unless_asked() -> None:
     outcomes, _ = outcome(change_one, SaveOptions(sample_replicas=Policy.IGNORE))
     assert not any(isinstance(o, BaseException) for o in outcomes)
-
-
-def test_ranks_that_do_not_all_compare_raise_an_error() -> None:
-    def save_rank(group: Group) -> None:
-        options = ERROR if group.rank == 1 else SaveOptions()
-        save(state(group.rank, nothing), MemoryStore(), options=options, group=group)
-
-    for failure in SimulatedWorld(RANKS).outcomes(save_rank):
-        assert isinstance(failure, CheckpointError)
-        assert "SaveOptions.compare_replicas is 'ignore' on rank 0 and 'error' on rank 1" in str(failure)
 
 
 def test_divergences_are_those_of_a_slow_comparison() -> None:
@@ -214,7 +201,7 @@ def test_it_can_be_a_warning_or_nothing(caplog: pytest.LogCaptureFixture) -> Non
 
 
 def declared_state(rank: int, data: torch.Tensor) -> dict[str, ShardedTensor]:
-    return {"w": ShardedTensor.from_rank_offsets("w", data, replica_id=rank)}
+    return {"w": sharded("w", data, replica_id=rank)}
 
 
 def outcomes_of(make: Callable[[int], dict[str, Any]], **arguments: Any) -> list[Any]:
@@ -264,11 +251,10 @@ def test_the_sample_of_a_tensor_that_is_not_contiguous_is_that_of_its_values() -
 
 def test_what_is_not_the_same_chunk_may_differ() -> None:
     def make(rank: int) -> dict[str, Any]:
-        part = torch.full((2,), float(rank))
         flat = ShardedTensor.from_rank_offsets_flat(
             "f", torch.full((3,), float(rank)), (6,), flattened_range=slice(3 * rank, 3 * rank + 3)
         )
-        return {"x": ShardedTensor.from_rank_offsets("x", part, (0, rank, 2)), "f": flat}
+        return {"x": filled(rank, 2, key="x", rank=rank, ranks=2), "f": flat}
 
     assert outcomes_of(make) == [None, None]
 
@@ -289,10 +275,7 @@ def test_a_plan_that_was_kept_is_not_sampled_again_and_a_new_structure_is() -> N
     assert all(isinstance(error, MismatchError) for error in save_all(1.0, 4))
 
 
-def test_ranks_that_do_not_all_sample_raise_an_error() -> None:
-    def save_rank(group: Group) -> None:
-        options = IGNORE if group.rank else SaveOptions()
-        save(declared_state(group.rank, torch.ones(3)), MemoryStore(), options=options, group=group)
-
-    for outcome in SimulatedWorld(2).outcomes(save_rank):
-        assert "SaveOptions.sample_replicas is 'error' on rank 0 and 'ignore' on rank 1" in str(outcome)
+def test_of_two_declarations_of_one_rank_the_main_replica_is_saved() -> None:
+    store = MemoryStore()
+    save({"main": replica(1.0, 3, key="w"), "other": replica(2.0, 3, key="w", rank=1)}, store)
+    assert load({"w": filled(0, 3)}, store)["w"].tolist() == [1, 1, 1]
