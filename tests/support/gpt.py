@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from megackpt import LoadOptions, load, load_common_state_dict, load_plain_tensors
+from megackpt.engine.data.tensor_bytes import as_bits
 from megackpt.mapping import ShardedLayout, ShardedStateDict, ShardedTensor, is_main_replica
 from megackpt.optim import DistributedOptimizer, MixedPrecisionOptimizer
 from megackpt.optim.master_optimizer import MasterOptimizer
@@ -24,7 +27,9 @@ from megackpt.parallel import (
     StageTable,
     all_reduce,
     context_share,
+    forward_backward,
     is_marked,
+    share_losses,
 )
 from models import (
     AttentionConfig,
@@ -159,9 +164,16 @@ def micro_batches(groups: ParallelGroups, *, seed: int = 3, count: int = MICRO_B
     return [MicroBatch(*(context_share(x, groups.cp, dim=1) for x in batch)) for batch in whole]
 
 
-def build(case: Case, config: GPTConfig, groups: ParallelGroups, *, seed: int) -> ModelChunks:
+def build(
+    case: Case,
+    config: GPTConfig,
+    groups: ParallelGroups,
+    *,
+    seed: int,
+    make: Callable[..., ModelChunks] = build_gpt,
+) -> ModelChunks:
     """Return the model chunks of this rank with initial weights of a seed."""
-    model = build_gpt(config, groups, sequence_parallel=case.sequence_parallel, stages=case.stage_table())
+    model = make(config, groups, sequence_parallel=case.sequence_parallel, stages=case.stage_table())
     init_weights(model, seed=seed)
     with torch.no_grad():  # scores far from each other, so that rounding does not change a choice
         for name, param in model.named_parameters():
@@ -170,10 +182,39 @@ def build(case: Case, config: GPTConfig, groups: ParallelGroups, *, seed: int) -
     return model
 
 
-def state_of(model: ModelChunks, optimizer: MasterOptimizer) -> dict[str, Any]:
+def losses_of(model: ModelChunks, batches: list[MicroBatch], groups: ParallelGroups) -> Tensor:
+    """Compute gradients, and return the losses of the micro-batches of this dp rank. Collective."""
+    losses = share_losses(forward_backward(model, batches, groups), len(batches), groups)
+    return all_reduce(losses, groups.cp) / groups.cp.size
+
+
+def state_of(model: nn.Module, optimizer: MasterOptimizer, **how: bool) -> dict[str, Any]:
     """Declare what a checkpoint has of the model and its optimizer."""
     declared = model.sharded_state_dict()
-    return {"model": declared, "optimizer": optimizer.sharded_state_dict(declared)}
+    return {"model": declared, "optimizer": optimizer.sharded_state_dict(declared, **how)}
+
+
+def resume(model: nn.Module, optimizer: MasterOptimizer, source: Path) -> None:
+    """Load all that a checkpoint has of the model and its optimizer. Collective."""
+    loaded = load(state_of(model, optimizer), source, options=LoadOptions(complete=True))
+    optimizer.load_sharded_state_dict(loaded["optimizer"])
+
+
+def arrays_of(checkpoint: Path, vocab_size: int) -> dict[str, Tensor]:
+    """Return all arrays; those of the vocabulary without padding, whose size depends on the layout."""
+    arrays = load_plain_tensors(checkpoint)
+    padded = {k for k, a in arrays.items() if a.ndim and ("word_embeddings" in k or "output_layer" in k)}
+    return {k: a[:vocab_size] if k in padded else a for k, a in arrays.items()}
+
+
+def assert_equal_checkpoints(first: Path, second: Path, vocab_size: int = CONFIG.vocab_size) -> None:
+    """Compare all that two checkpoints have, bit for bit but for padding."""
+    a, b = arrays_of(first, vocab_size), arrays_of(second, vocab_size)
+    assert a.keys() == b.keys()
+    for key in a:
+        assert a[key].shape == b[key].shape, key
+        assert torch.equal(as_bits(a[key]), as_bits(b[key])), f"{key} of {first.name}"
+    assert load_common_state_dict(first) == load_common_state_dict(second)
 
 
 SMALL_GPT = GPTConfig(
@@ -236,11 +277,6 @@ def _gpt_oss(config: GPTConfig) -> GPTConfig:
     )
 
 
-def _tensors(model: ModelChunks) -> Iterator[ShardedTensor]:
-    for entity in model.sharded_state_dict().values():
-        yield from entity.tensors() if isinstance(entity, ShardedLayout) else [entity]
-
-
 def joined(config: GPTConfig, layout: ParallelLayout) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Build every rank's model; return the global arrays and how many main replicas hold each element."""
     arrays: dict[str, Tensor] = {}
@@ -248,7 +284,7 @@ def joined(config: GPTConfig, layout: ParallelLayout) -> tuple[dict[str, Tensor]
     for rank in range(layout.world_size):
         model = build_gpt(config, ParallelGroups.offline(layout, rank))
         init_weights(model, seed=7)
-        for t in _tensors(model):
+        for t in tensors_of(model.sharded_state_dict()):
             whole = arrays.setdefault(t.key, torch.full(t.global_shape, float("nan")))
             count = covered.setdefault(t.key, torch.zeros(t.global_shape, dtype=torch.int64))
             assert t.data is not None

@@ -1,213 +1,273 @@
-"""A GPT at every parallel layout computes the loss and the gradients of the one-rank model.
+"""A GPT, dense or with experts, at every parallel layout: the one-rank model's losses, gradients and biases.
 
 Tolerance: everything is fp32 and only the order of sums differs. An element of a gradient is a sum of about
-    tokens * layers * width = 32 * 4 * 32 = 4096 rounded terms; random rounding errors add up to sqrt(4096)
-    * 2^-24 = 4e-6 of the largest element of its array. A wrong or missing reduction is off by a factor of
-    two. Pipelining alone reorders no sum and has to be exact, except where the two copies of a tied
-    embedding are added.
+tokens * layers * width rounded terms: 32 * 4 * 32 = 4096 in a dense model and 128 * 4 * 32 = 16384 in one
+with experts. Random rounding errors add up to sqrt(4096) * 2^-24 = 4e-6 and sqrt(16384) * 2^-24 = 8e-6 of the
+largest element of its array. The norm is a sum in fp64 over all elements, whose errors average out. A wrong
+or missing reduction is off by a factor of two. Pipelining alone reorders no sum and has to be exact, except
+where the two copies of a tied embedding are added.
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
+from collections.abc import Iterable
 from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 from torch import Tensor
 
-from megackpt.mapping import ShardedLayout, is_main_replica
+import megackpt
+from megackpt.mapping import ShardedStateDict, ShardedTensor
+from megackpt.optim import DistributedOptimizer, MixedPrecisionOptimizer
 from megackpt.parallel import (
-    MicroBatch,
+    ModelChunks,
     ParallelGroups,
     ParallelLayout,
     ParallelRng,
-    StageTable,
+    RoutingOptions,
+    SwiGLU,
     all_reduce,
-    context_share,
+    copied_rows,
     forward_backward,
     forward_only,
-    is_marked,
+    mean_auxiliary_losses,
     share_losses,
+    stable_seed,
+    update_expert_bias,
 )
 from megackpt.testing.ranks import RankPool
-from models import GPT, GPTConfig, LearnedPositions, build_gpt, init_weights
-from tests.support.effort import sampled
-from tests.support.gpt import FAMILIES, as_family
-
-CONFIG = GPTConfig(
-    vocab_size=29,
-    hidden_size=32,
-    num_layers=4,
-    num_heads=8,
-    num_query_groups=4,
-    ffn_hidden_size=24,
-    seq_length=8,
-    make_vocab_divisible=1,
-    linear_bias=True,
+from models import GPT, GPTConfig, LearnedPositions, MoEConfig, init_weights
+from tests.support.effort import sampled, tries_all
+from tests.support.gpt import (
+    ALL_MOE,
+    CONFIG,
+    FAMILIES,
+    LAYOUTS,
+    Box,
+    Case,
+    as_family,
+    assert_all_close,
+    assert_equal_checkpoints,
+    build,
+    gradient_boxes,
+    join,
+    losses_of,
+    micro_batches,
+    resume,
+    state_of,
 )
-MICRO_BATCHES = 4  # in the whole job, divided among dp
-RELATIVE = 4e-6
+from tests.support.optimizers import Arrays, gather, tensors_of
 
-Grads = dict[str, Tensor]
+DENSE = replace(CONFIG, moe=None)
+# Biases of routers and experts, and a clamped activation.
+BIASED = replace(
+    CONFIG,
+    linear_bias=False,  # that of dense layers
+    moe=MoEConfig(
+        num_experts=8,
+        ffn_hidden_size=16,
+        routing=RoutingOptions(top_k=3),
+        activation=SwiGLU(alpha=1.702, limit=0.3, up_offset=1.0),
+        bias=True,
+        router_bias=True,
+    ),
+)
+CONFIGS = {
+    "untied": replace(DENSE, tied_embeddings=False),
+    "tied": DENSE,
+    **{family: as_family(DENSE, family) for family in FAMILIES},
+    "mixed": CONFIG,
+    "all": replace(ALL_MOE, tied_embeddings=False),
+    "biased": BIASED,
+}
+OF_DENSE, OF_EXPERTS = 4e-6, 1e-5
+
+DENSE_CASES = {
+    "tp4": Case(ParallelLayout(tp=4)),
+    "tp4-sequence": Case(ParallelLayout(tp=4), True),
+    "pp4": Case(ParallelLayout(pp=4)),
+    "pp3-uneven": Case(ParallelLayout(pp=3), stages="Ett||ttL"),
+    "pp2": Case(ParallelLayout(pp=2)),
+    "pp2-vpp2": Case(ParallelLayout(pp=2, vpp=2)),
+    "pp2-vpp2-ends-alone": Case(ParallelLayout(pp=2, vpp=2), stages="E|ttt|t|L"),
+    "pp2-vpp3": Case(ParallelLayout(pp=2, vpp=3), stages="Et|t||t||tL"),
+    "pp4-vpp2": Case(ParallelLayout(pp=4, vpp=2), stages="Et|(|)*2t|t||t|L"),
+    "tp2-pp2-vpp2-sequence": Case(ParallelLayout(tp=2, pp=2, vpp=2), True),
+    "tp2-pp2": Case(ParallelLayout(tp=2, pp=2)),
+    "tp2-pp2-sequence": Case(ParallelLayout(tp=2, pp=2), True),
+    "tp2-dp2": Case(ParallelLayout(tp=2, dp=2)),
+    "tp2-dp2-sequence": Case(ParallelLayout(tp=2, dp=2), True),
+    "pp2-dp2": Case(ParallelLayout(pp=2, dp=2)),
+    "cp2": Case(ParallelLayout(cp=2)),
+    "cp4": Case(ParallelLayout(cp=4)),
+    "tp2-cp2": Case(ParallelLayout(tp=2, cp=2)),
+    "tp2-cp2-sequence": Case(ParallelLayout(tp=2, cp=2), True),
+    "cp2-dp2": Case(ParallelLayout(cp=2, dp=2)),
+    "cp2-pp2": Case(ParallelLayout(cp=2, pp=2)),
+    "cp2-pp2-vpp2": Case(ParallelLayout(cp=2, pp=2, vpp=2)),
+    "tp2-cp2-pp2-sequence": Case(ParallelLayout(tp=2, cp=2, pp=2), True),
+}
+EXPERT_CASES = {
+    "dp4-ep4": Case(ParallelLayout(dp=4, ep=4)),
+    "cp2-dp4-ep8": Case(ParallelLayout(cp=2, dp=4, ep=8)),
+    "tp2-dp2-ep2-sequence": Case(ParallelLayout(tp=2, dp=2, ep=2), True),
+    "tp4-ep4-etp1": Case(ParallelLayout(tp=4, ep=4, etp=1)),
+    "dp4-ep2-etp2": Case(ParallelLayout(dp=4, ep=2, etp=2)),
+    "tp2-cp2-dp2-ep2-etp4": Case(ParallelLayout(tp=2, cp=2, dp=2, ep=2, etp=4), True),
+    "tp2-pp2-dp2-ep2-etp1": Case(ParallelLayout(tp=2, pp=2, dp=2, ep=2, etp=1), True),
+    "pp2-vpp2-ep2": Case(ParallelLayout(pp=2, vpp=2, dp=2, ep=2)),
+    "pp2-vpp2-uneven": Case(ParallelLayout(tp=2, pp=2, vpp=2, ep=2, etp=1), stages="E|tt|t|tL"),
+}
+BIAS_CASES = {
+    "dp2-ep2": Case(ParallelLayout(dp=2, ep=2)),
+    "dp2-etp2": Case(ParallelLayout(dp=2, etp=2)),
+    "tp2-ep2-etp1": Case(ParallelLayout(tp=2, ep=2, etp=1), True),
+    "pp2-tp2-dp2-ep2-etp2": Case(ParallelLayout(tp=2, pp=2, dp=2, ep=2, etp=2)),
+}
+CASES = DENSE_CASES | EXPERT_CASES | BIAS_CASES
 
 
-def _batches(groups: ParallelGroups) -> list[MicroBatch]:
-    """Return this dp rank's share of the job's micro-batches, and of them this cp rank's tokens."""
-    generator = torch.Generator().manual_seed(3)
-    draw = functools.partial(torch.randint, 0, CONFIG.vocab_size, (2, 8), generator=generator)
-    whole = [(draw(), draw()) for _ in range(MICRO_BATCHES)][groups.dp.rank :: groups.dp.size]
-    return [MicroBatch(*(context_share(x, groups.cp, dim=1) for x in batch)) for batch in whole]
+class Result(NamedTuple):
+    """What one rank has after a step."""
+
+    losses: list[float]
+    auxiliary: list[list[float]]
+    grads: list[Box]
+    biases: list[Box]
 
 
-def _train(
-    layout: ParallelLayout, config: GPTConfig, sequence_parallel: bool, stages: str | None
-) -> tuple[list[float], list[tuple]]:
-    """Return the losses of this dp rank and its boxes of the gradients, reduced as an optimizer would."""
-    groups = ParallelGroups.create(layout)
-    table = None if stages is None else StageTable.from_string(stages, pp=layout.pp)
-    model = build_gpt(config, groups, sequence_parallel=sequence_parallel, stages=table)
-    init_weights(model, seed=11)
-    batches = _batches(groups)
-    losses = forward_backward(model, batches, groups)
-    grads = {name: _reduced(param, groups) for name, param in model.named_parameters()}
-    boxes = []
-    for name, entity in model.sharded_state_dict().items():
-        moved = entity.retarget(key=entity.key, data=grads[name])
-        for t in moved.tensors() if isinstance(moved, ShardedLayout) else [moved]:
-            main = is_main_replica(t.replica_id)
-            boxes.append((t.key, t.global_shape, t.global_slice(), t.data.numpy(), main))
-    shared = share_losses(losses, len(batches), groups)
-    return (all_reduce(shared, groups.cp) / groups.cp.size).tolist(), boxes
+def _set_biases(model: ModelChunks) -> None:
+    """Set every bias to random values of its key, the same at all layouts.
+
+    Biases are not 0, so that one that each rank of etp adds counts twice, and a part of what the activation
+    gets is clamped.
+    """
+    with torch.no_grad():
+        for tensor in tensors_of(model.sharded_state_dict()):
+            if ".bias" in tensor.key and tensor.data is not None:
+                generator = torch.Generator().manual_seed(stable_seed(5, tensor.key))
+                whole = 0.3 * torch.randn(tensor.global_shape, generator=generator)
+                tensor.data.copy_(whole[tensor.global_slice()].view_as(tensor.data))
 
 
-def _reduced(param: Tensor, groups: ParallelGroups) -> Tensor:
-    grad = param.grad
-    assert grad is not None
-    if is_marked(param, "sequence_parallel"):
-        grad = all_reduce(grad, groups.tp)
-    if is_marked(param, "shared_embedding"):
-        grad = all_reduce(grad, groups.embedding)
-    return all_reduce(grad, groups.dp_cp) / groups.dp_cp.size
+def _train(case: Case, kind: str) -> Result:
+    """Return what this rank has; gradients are reduced as an optimizer would."""
+    groups = ParallelGroups.create(case.layout)
+    model = build(case, CONFIGS[kind], groups, seed=11)
+    if kind == "biased":
+        _set_biases(model)
+    losses = losses_of(model, micro_batches(groups, count=8 if CONFIGS[kind].moe else 4), groups)
+    grads = gradient_boxes(model, model.sharded_state_dict(), groups)
+    auxiliary = mean_auxiliary_losses(model, groups).tolist()
+    update_expert_bias(model, groups)
+    biases = [
+        Box(tensor.key, tensor.global_shape, tensor.global_slice(), tensor.data)
+        for tensor in biases_of(model.sharded_state_dict())
+    ]
+    return Result(losses.tolist(), auxiliary, grads, biases)
 
 
-def _join(per_rank: list[tuple[list[float], list[tuple]]]) -> Grads:
-    """Put the global gradients together; replicas have to agree with each other to the bit."""
-    whole: Grads = {}
-    for main_ones in (True, False):
-        for _, boxes in per_rank:
-            for key, shape, box, data, main in boxes:
-                if main != main_ones:
-                    continue
-                joined = whole.setdefault(key, torch.full(shape, float("nan")))
-                if not main:
-                    assert torch.equal(joined[box], torch.from_numpy(data)), f"replicas of {key} differ"
-                joined[box] = torch.from_numpy(data)
-    return whole
+def biases_of(declared: ShardedStateDict) -> list[ShardedTensor]:
+    return [tensor for tensor in tensors_of(declared) if tensor.key.endswith(".expert_bias")]
 
 
 @functools.cache
-def _reference(config: GPTConfig) -> tuple[list[float], Grads]:
-    result = _train(ParallelLayout(), config, False, None)
-    return result[0], _join([result])
+def _reference(kind: str) -> Result:
+    return _train(Case(ParallelLayout()), kind)
 
 
-LAYOUTS = {
-    "tp4": (ParallelLayout(tp=4), False, None),
-    "tp4-sequence": (ParallelLayout(tp=4), True, None),
-    "pp4": (ParallelLayout(pp=4), False, None),
-    "pp3-uneven": (ParallelLayout(pp=3), False, "Ett||ttL"),
-    "pp2": (ParallelLayout(pp=2), False, None),
-    "pp2-vpp2": (ParallelLayout(pp=2, vpp=2), False, None),
-    "pp2-vpp2-ends-alone": (ParallelLayout(pp=2, vpp=2), False, "E|ttt|t|L"),
-    "pp2-vpp3": (ParallelLayout(pp=2, vpp=3), False, "Et|t||t||tL"),
-    "pp4-vpp2": (ParallelLayout(pp=4, vpp=2), False, "Et|(|)*2t|t||t|L"),
-    "tp2-pp2-vpp2-sequence": (ParallelLayout(tp=2, pp=2, vpp=2), True, None),
-    "tp2-pp2": (ParallelLayout(tp=2, pp=2), False, None),
-    "tp2-pp2-sequence": (ParallelLayout(tp=2, pp=2), True, None),
-    "tp2-dp2": (ParallelLayout(tp=2, dp=2), False, None),
-    "tp2-dp2-sequence": (ParallelLayout(tp=2, dp=2), True, None),
-    "pp2-dp2": (ParallelLayout(pp=2, dp=2), False, None),
-    "cp2": (ParallelLayout(cp=2), False, None),
-    "cp4": (ParallelLayout(cp=4), False, None),
-    "tp2-cp2": (ParallelLayout(tp=2, cp=2), False, None),
-    "tp2-cp2-sequence": (ParallelLayout(tp=2, cp=2), True, None),
-    "cp2-dp2": (ParallelLayout(cp=2, dp=2), False, None),
-    "cp2-pp2": (ParallelLayout(cp=2, pp=2), False, None),
-    "cp2-pp2-vpp2": (ParallelLayout(cp=2, pp=2, vpp=2), False, None),
-    "tp2-cp2-pp2-sequence": (ParallelLayout(tp=2, cp=2, pp=2), True, None),
-}
+def _rows(names: Iterable[str], kinds: Iterable[str], *marks: pytest.MarkDecorator) -> list[Any]:
+    pairs = itertools.product(names, kinds)
+    return [pytest.param(name, kind, marks=marks, id=f"{name}-{kind}") for name, kind in pairs]
 
 
-@sampled(6)
-@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
-@pytest.mark.parametrize("name", LAYOUTS)
-def test_loss_and_gradients_are_those_of_one_rank(rank_pool: RankPool, name: str, tied: bool) -> None:
-    _compare_with_one_rank(rank_pool, name, replace(CONFIG, tied_embeddings=tied))
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        *_rows(DENSE_CASES, ["untied", "tied"], sampled(6)),
+        *_rows(["tp4", "tp2-cp2-sequence", "cp2-pp2"], FAMILIES, sampled(4)),
+        *_rows(EXPERT_CASES, ["mixed", "all"], sampled(5)),
+        *_rows(BIAS_CASES, ["biased"]),
+    ],
+)
+def test_losses_gradients_and_biases_are_those_of_one_rank(rank_pool: RankPool, name: str, kind: str) -> None:
+    case, config = CASES[name], CONFIGS[kind]
+    relative = OF_DENSE if config.moe is None else OF_EXPERTS
+    results = rank_pool.run(_train, case.layout.world_size, case, kind)
+    expected = _reference(kind)
+    for rank, result in enumerate(results):
+        dp = case.layout.coordinates(rank).dp
+        assert result.losses == pytest.approx(expected.losses[dp :: case.layout.dp], rel=relative)
+    # Each stage has its own routers: those of the stages together are those of the model.
+    auxiliary = {tuple(row) for result in results for row in result.auxiliary}
+    known = sorted(set(map(tuple, expected.auxiliary)))
+    assert sorted(auxiliary) == [pytest.approx(row, rel=relative) for row in known]
+    exact = case.layout.world_size == case.layout.pp and not config.tied_embeddings
+    grads = join(box for result in results for box in result.grads)
+    _assert_gradients_close(grads, join(expected.grads), config, 0.0 if exact else relative)
+    biases, wanted = (join(b for r in side for b in r.biases) for side in (results, [expected]))
+    assert biases.keys() == wanted.keys()
+    assert all(torch.equal(biases[key], wanted[key]) for key in wanted)
 
 
-@sampled(4)
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("name", ["tp4", "tp2-cp2-sequence", "cp2-pp2"])
-def test_choices_of_other_families_have_the_gradients_of_one_rank(
-    rank_pool: RankPool, name: str, family: str
+def _assert_gradients_close(
+    actual: dict[str, Tensor], expected: dict[str, Tensor], config: GPTConfig, relative: float
 ) -> None:
-    _compare_with_one_rank(rank_pool, name, as_family(CONFIG, family))
-
-
-def _size(key: str, config: GPTConfig, grads: Grads) -> Tensor:
-    """Return the size of the numbers that a gradient is the sum of."""
-    if key.endswith("linear_qkv.bias.k") and isinstance(config.positions, LearnedPositions):
+    assert actual.keys() == expected.keys()
+    for key, grad in expected.items():
+        of_rows, padding = actual[key].tensor_split([len(grad)])
+        assert of_rows.shape == grad.shape
         # It adds the same number to all scores of a query, so the sum is 0 but for rounding.
-        key = key.removesuffix("k") + "q"
-    return grads[key].abs().max()
+        is_zero = key.endswith("linear_qkv.bias.k") and isinstance(config.positions, LearnedPositions)
+        summed = expected[key.removesuffix("k") + "q"] if is_zero else grad
+        error = (of_rows - grad).abs().max() / summed.abs().max().clamp(min=1e-30)
+        assert error <= relative, f"{key}: off by {error:.1e} of the largest element"
+        assert not padding.any(), f"{key}: padding has a gradient"
 
 
-def _compare_with_one_rank(rank_pool: RankPool, name: str, config: GPTConfig) -> None:
-    layout, sequence_parallel, stages = LAYOUTS[name]
-    per_rank = rank_pool.run(_train, layout.world_size, layout, config, sequence_parallel, stages)
-    losses, grads = _reference(config)
-    for rank, (known, _) in enumerate(per_rank):
-        dp = layout.coordinates(rank).dp
-        assert known == pytest.approx(losses[dp :: layout.dp], rel=RELATIVE)
-    actual = _join(per_rank)
-    assert actual.keys() == grads.keys()
-    exact = layout.world_size == layout.pp and not config.tied_embeddings
-    for key, expected in grads.items():
-        rows = min(len(actual[key]), len(expected))
-        error = (actual[key][:rows] - expected[:rows]).abs().max() / _size(key, config, grads)
-        assert error <= (0 if exact else RELATIVE), f"{key}: off by {error:.1e} of the largest element"
-        assert torch.count_nonzero(actual[key][rows:]) == 0, f"{key}: padding has a gradient"
+def test_biases_of_routers_and_experts_have_gradients() -> None:
+    grads = join(_reference("biased").grads)
+    biases = [key for key in grads if ".bias" in key]
+    assert sorted(key.removeprefix("decoder.layers.mlp.") for key in biases) == [
+        "experts.linear_fc1.bias.gate",
+        "experts.linear_fc1.bias.up",
+        "experts.linear_fc2.bias",
+        "router.bias",
+    ]
+    assert all(grads[key].any() for key in biases)
 
 
 def _evaluate(layout: ParallelLayout) -> tuple[list[float], bool]:
     groups = ParallelGroups.create(layout)
-    model = build_gpt(CONFIG, groups)
-    init_weights(model, seed=11)
-    batches = _batches(groups)
+    model = build(Case(layout), DENSE, groups, seed=11)
+    batches = micro_batches(groups, count=4)
     losses = share_losses(forward_only(model, batches, groups), len(batches), groups)
     return losses.tolist(), any(param.grad is not None for param in model.parameters())
 
 
 @pytest.mark.parametrize("vpp", [1, 2])
 def test_evaluation_gives_the_losses_and_no_gradients(rank_pool: RankPool, vpp: int) -> None:
-    expected = pytest.approx(_reference(CONFIG)[0], rel=RELATIVE)
+    expected = pytest.approx(_reference("tied").losses, rel=OF_DENSE)
     for losses, has_grads in rank_pool.run(_evaluate, 4, ParallelLayout(tp=2, pp=2, vpp=vpp)):
         assert losses == expected
         assert not has_grads
 
 
-def _train_with_dropout(
-    layout: ParallelLayout, sequence_parallel: bool
-) -> tuple[list[float], list[float], list[float]]:
+def _train_with_dropout(layout: ParallelLayout, sequence_parallel: bool) -> tuple[list[float], ...]:
     """Return losses, the losses after restoring the streams, and those after reseeding."""
     groups = ParallelGroups.create(layout)
     rng = ParallelRng(5, groups)
-    model = GPT(replace(CONFIG, dropout=0.3), groups, rng, sequence_parallel=sequence_parallel)
+    model = GPT(replace(DENSE, dropout=0.3), groups, rng, sequence_parallel=sequence_parallel)
     init_weights(model, seed=11)
+    batches = micro_batches(groups, count=4)
 
     def step() -> list[float]:
-        return share_losses(forward_backward(model, _batches(groups), groups), MICRO_BATCHES, groups).tolist()
+        return share_losses(forward_backward(model, batches, groups), len(batches), groups).tolist()
 
     step()
     state = rng.sharded_state_dict()["rng_state"].data
@@ -228,3 +288,156 @@ def test_dropout_is_reproduced_bit_for_bit_after_the_streams_are_restored(
     for expected, restored, reseeded in ranks:
         assert restored == expected
         assert reseeded != expected
+
+
+CLIP_GRAD = 0.05
+OF_NORM = 1e-6
+PREFIX = "optimizer.state.momentum_buffer."
+STEP_CONFIGS = {"mixed": CONFIG, "all": ALL_MOE}
+# Of 8 ranks. Each layout has one model and one optimizer, with `--all` both models and both optimizers.
+MODEL_OF = dict(zip(LAYOUTS, ["all", "mixed"] * 7, strict=True))
+STEP_CASES = [
+    pytest.param(replace(case, optimizer=optimizer), kind, id=f"{name}-{kind}-{optimizer.__name__}")
+    for (name, case), kind, optimizer in itertools.product(
+        LAYOUTS.items(), STEP_CONFIGS, (DistributedOptimizer, MixedPrecisionOptimizer)
+    )
+    if tries_all() or (kind == MODEL_OF[name] and optimizer == case.optimizer)
+]
+
+
+def run_step(case: Case, kind: str) -> tuple[float, list[ShardedTensor]]:
+    """Take one step; return the norm, and this rank's part of the optimizer's state and of the biases.
+
+    After the first step, the momentum is the reduced and clipped gradient.
+    """
+    groups = ParallelGroups.create(case.layout)
+    model = build(case, STEP_CONFIGS[kind], groups, seed=11)
+    optimizer = case.optimizer(
+        model.parameters(),
+        lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9),
+        groups,
+        clip_grad=CLIP_GRAD,
+        bucket_size=1001,  # shards begin and end at odd places of parameters
+    )
+    forward_backward(model, micro_batches(groups), groups)
+    norm = float(optimizer.step())
+    update_expert_bias(model, groups)
+    state = state_of(model, optimizer)
+    return norm, tensors_of(state["optimizer"]) + biases_of(state["model"])
+
+
+@functools.cache
+def reference_step(kind: str) -> tuple[float, Arrays, Arrays]:
+    """Return the norm and the clipped gradients of plain torch in one process, and the biases after it."""
+    groups = ParallelGroups.create(ParallelLayout())
+    model = build(Case(groups.layout), STEP_CONFIGS[kind], groups, seed=11)
+    forward_backward(model, micro_batches(groups), groups)
+    params = list(model.parameters())
+    norm = sum(float(p.grad.double().square().sum()) for p in params if p.grad is not None) ** 0.5
+    torch.nn.utils.clip_grad_norm_(params, CLIP_GRAD)
+    declared = model.sharded_state_dict()
+    update_expert_bias(model, groups)
+    return norm, join(gradient_boxes(model, declared, groups)), gather([{"": biases_of(declared)}])
+
+
+@sampled(8)
+@pytest.mark.parametrize(("case", "kind"), STEP_CASES)
+def test_norm_clipped_gradients_and_biases_are_those_of_one_process(
+    rank_pool: RankPool, case: Case, kind: str
+) -> None:
+    norm, expected, biases = reference_step(kind)
+    assert norm > 2 * CLIP_GRAD
+    results = rank_pool.run(run_step, case.layout.world_size, case, kind)
+    for norm_of_rank, _ in results:
+        assert norm_of_rank == pytest.approx(norm, rel=OF_NORM)
+        assert norm_of_rank == results[0][0]
+    state = gather([{"optimizer": tensors} for _, tensors in results])
+    rows = CONFIG.vocab_size  # without padding
+    actual = {
+        key.removeprefix(PREFIX): array[:rows] if "word_embeddings" in key else array
+        for key, array in state.items()
+        if key.startswith(PREFIX)
+    }
+    assert_all_close(actual, expected, relative=OF_EXPERTS)
+    assert biases
+    for key, bias in biases.items():
+        assert bool(bias.any())
+        assert torch.equal(state[key], bias), key  # counts of tokens are exact
+
+
+# Key and value heads are fewer than the ranks of tp.
+FEW_KEYS = replace(DENSE, vocab_size=32, num_layers=2, num_heads=4)  # no layout pads this vocabulary
+FEW_KEYS_CASES = {
+    "1": Case(ParallelLayout()),
+    "tp2-dp2": Case(ParallelLayout(tp=2, dp=2)),
+    "tp4": Case(ParallelLayout(tp=4)),
+    "tp4-sequence": Case(ParallelLayout(tp=4), True),
+}
+STEPS = 4
+Run = tuple[list[float], list[float]]
+
+
+def train_with_few_keys(name: str, key_heads: int, source: Path | None, target: Path | None) -> Run:
+    """Resume, save, and train; return the losses of all samples and the gradient norms of the steps."""
+    case, seed = FEW_KEYS_CASES[name], 1 if source is None else 2
+    groups = ParallelGroups.create(case.layout)
+    model = build(case, replace(FEW_KEYS, num_query_groups=key_heads), groups, seed=seed)
+    optimizer = DistributedOptimizer(
+        model.parameters(),
+        lambda g: torch.optim.AdamW(g, lr=0.01),
+        groups,
+        clip_grad=0.1,  # so that a norm that counts copies twice shows in the losses
+        bucket_size=1001,
+    )
+    if source is not None:
+        resume(model, optimizer, source)
+        assert target is not None
+        megackpt.save(state_of(model, optimizer), target)
+    losses, norms = [], []
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        mean = losses_of(model, micro_batches(groups, seed=10 * seed + step, count=4), groups).mean()
+        losses.append(float(all_reduce(mean, groups.dp)) / groups.dp.size)
+        norms.append(float(optimizer.step()))
+    if source is None and target is not None:
+        megackpt.save(state_of(model, optimizer), target)
+    assert_neighbours_hold_the_same(model, key_heads, groups)
+    return losses, norms
+
+
+def assert_neighbours_hold_the_same(model: ModelChunks, key_heads: int, groups: ParallelGroups) -> None:
+    """Compare, over tp, key heads with those of the first rank that holds them."""
+    copies = max(1, groups.tp.size // key_heads)
+    for name, param in model.named_parameters():
+        if "linear_qkv" not in name:
+            continue
+        layer = model.get_submodule(name.rpartition(".")[0])
+        rows = param.detach()[layer.local_components["q"] :]
+        everyone = rows.new_zeros((groups.tp.size, *rows.shape))
+        everyone[groups.tp.rank] = rows
+        everyone = all_reduce(everyone, groups.tp)
+        assert torch.equal(rows, everyone[groups.tp.rank // copies * copies]), name
+        assert bool(copied_rows(param)) == bool(groups.tp.rank % copies), name
+
+
+@sampled(4)
+@pytest.mark.parametrize("key_heads", [1, 2])
+def test_with_few_key_heads_it_trains_as_on_one_rank_and_resumes_at_every_layout(
+    rank_pool: RankPool, tmp_path: Path, key_heads: int
+) -> None:
+    def run(name: str, source: Path | None, target: Path | None) -> Run:
+        ranks = FEW_KEYS_CASES[name].layout.world_size
+        results = rank_pool.run(train_with_few_keys, ranks, name, key_heads, source, target)
+        assert all(result == results[0] for result in results)
+        return results[0]
+
+    names = [n for n in FEW_KEYS_CASES if key_heads < 2 or n != "tp2-dp2"]  # at tp=2, 2 heads have no copies
+    trained = {name: run(name, None, tmp_path / name) for name in names}
+    for name in names:
+        assert trained[name][0] == pytest.approx(trained["1"][0], abs=1e-5), name
+        assert trained[name][1] == pytest.approx(trained["1"][1], rel=1e-4), name
+    for source, target in itertools.pairwise([*names, names[0]]):
+        again = tmp_path / f"{source}-to-{target}"
+        resumed = run(target, tmp_path / source, again)
+        assert_equal_checkpoints(tmp_path / source, again, FEW_KEYS.vocab_size)
+        assert resumed[0] == pytest.approx(run(source, tmp_path / source, again)[0], abs=1e-5)

@@ -1,6 +1,7 @@
-"""Stale stage tables on real ranks: each error is on every rank, before anything is written or loaded.
+"""Layers and experts that are on no rank or on two, and stale stage tables.
 
-Two pipeline stages with two data-parallel ranks each. What a stage has is wrong in one way in each case.
+A save and a complete load end in the same error on every rank, before anything is written or loaded. Two
+pipeline stages with two data-parallel ranks each, between which experts are divided.
 """
 
 from __future__ import annotations
@@ -15,22 +16,17 @@ from torch import nn
 import megackpt
 from megackpt import LoadOptions, load_common_state_dict
 from megackpt.errors import CheckpointError
+from megackpt.optim import DistributedOptimizer
 from megackpt.parallel import LayerStack, ModelChunks, ParallelGroups, ParallelLayout, StageTable
 from megackpt.testing.ranks import RankPool
-from models import GPTConfig, build_gpt, init_weights
+from models import build_gpt, init_weights
+from tests.support.gpt import ALL_MOE, SMALL_GPT, Case, build, state_of
+from tests.support.optimizers import tensors_of
 
 LAYOUT = ParallelLayout(pp=2, dp=2)
 COMPLETE = LoadOptions(complete=True)
 LAYERS = 4
-CONFIG = GPTConfig(
-    vocab_size=11,
-    hidden_size=8,
-    num_layers=LAYERS,
-    num_heads=2,
-    ffn_hidden_size=8,
-    seq_length=4,
-    make_vocab_divisible=1,
-)
+TABLE, STALE = "Ett|ttL", "Ettt|tL"
 
 Owned = tuple[tuple[int, ...], tuple[int, ...]]
 GOOD: Owned = ((0, 1), (2, 3))
@@ -42,23 +38,24 @@ def layer(_: int) -> nn.Module:
     return nn.Linear(3, 2, bias=False)
 
 
-def own_stack(owned: Owned, groups: ParallelGroups, *, total: int, homogeneous: bool) -> nn.Module:
+def own_stack(owned: Owned, groups: ParallelGroups, *, homogeneous: bool) -> nn.Module:
     """Return a stack of a user who computes the layers of each stage without a table."""
+    total = max(map(max, owned)) + 1
     stack = LayerStack(layer, owned[groups.pp.rank], total, groups, homogeneous=homogeneous)
     for param in stack.parameters():
         nn.init.constant_(param, -1.0)
     return stack
 
 
-def save_stack(owned: Owned, homogeneous: bool, directory: Path) -> tuple[str, str]:
+def save_stack(owned: Owned, directory: Path) -> tuple[str, str]:
     groups = ParallelGroups.create(LAYOUT)
-    state = own_stack(owned, groups, total=LAYERS, homogeneous=homogeneous).sharded_state_dict("layers.")
+    state = own_stack(owned, groups, homogeneous=True).sharded_state_dict("layers.")
     return outcome_of(lambda: megackpt.save(state, directory))
 
 
-def load_stack(owned: Owned, homogeneous: bool, total: int, directory: Path) -> tuple[str, str]:
+def load_stack(owned: Owned, homogeneous: bool, directory: Path) -> tuple[str, str]:
     groups = ParallelGroups.create(LAYOUT)
-    stack = own_stack(owned, groups, total=total, homogeneous=homogeneous)
+    stack = own_stack(owned, groups, homogeneous=homogeneous)
     outcome = outcome_of(
         lambda: megackpt.load(stack.sharded_state_dict("layers."), directory, options=COMPLETE)
     )
@@ -104,53 +101,43 @@ def stored(tmp_path_factory: pytest.TempPathFactory) -> dict[bool, Path]:
 def test_a_layer_on_no_stage_or_on_two_is_named_in_saves_and_loads(
     rank_pool: RankPool, tmp_path: Path, stored: dict[bool, Path], owned: Owned, error: str
 ) -> None:
-    kind, text = error_of(rank_pool.run(save_stack, 4, owned, True, tmp_path / "new"))
+    kind, text = error_of(rank_pool.run(save_stack, 4, owned, tmp_path / "new"))
     assert kind == "CoverageError"
     assert error.format("saved") in text
     assert not list((tmp_path / "new").glob("**/*.safetensors"))
-    kind, text = error_of(rank_pool.run(load_stack, 4, owned, True, LAYERS, stored[True]))
+    kind, text = error_of(rank_pool.run(load_stack, 4, owned, True, stored[True]))
     assert kind == "CoverageError"
     assert error.format("requested") in text
 
 
-def test_a_layer_with_keys_of_its_own_that_no_stage_has_is_named(
-    rank_pool: RankPool, stored: dict[bool, Path]
-) -> None:
-    kind, text = error_of(rank_pool.run(load_stack, 4, ABSENT_LAYER, False, LAYERS, stored[False]))
-    assert kind == "MissingKeyError"
-    assert "'layers.1.weight'" in text
+MISMATCH = "'layers.weight': stored as float32 (4, 2, 3), asked for as float32 ({}, 2, 3)"
 
 
-@pytest.mark.parametrize("homogeneous", [True, False])
 @pytest.mark.parametrize(
-    ("owned", "layer_of_one_side"), [(((0, 1), (2,)), 3), (((0, 1), (2, 3, 4)), 4)], ids=["fewer", "more"]
+    ("owned", "homogeneous", "kind", "text"),
+    [
+        (GOOD, True, "", ""),
+        (GOOD, False, "", ""),
+        (ABSENT_LAYER, False, "MissingKeyError", "'layers.1.weight'"),
+        (((0, 1), (2,)), True, "MismatchError", MISMATCH.format(3)),
+        (((0, 1), (2,)), False, "MissingKeyError", "'layers.3.weight'"),
+        (((0, 1), (2, 3, 4)), True, "MismatchError", MISMATCH.format(5)),
+        (((0, 1), (2, 3, 4)), False, "MissingKeyError", "'layers.4.weight'"),
+    ],
 )
-def test_another_number_of_layers_than_stored_is_an_error(
-    rank_pool: RankPool, stored: dict[bool, Path], owned: Owned, layer_of_one_side: int, homogeneous: bool
+def test_layers_are_loaded_if_as_many_are_stored_and_otherwise_named(
+    rank_pool: RankPool, stored: dict[bool, Path], owned: Owned, homogeneous: bool, kind: str, text: str
 ) -> None:
-    total = sum(map(len, owned))
-    kind, text = error_of(rank_pool.run(load_stack, 4, owned, homogeneous, total, stored[homogeneous]))
-    if homogeneous:
-        assert kind == "MismatchError"
-        assert f"'layers.weight': stored as float32 (4, 2, 3), asked for as float32 ({total}, 2, 3)" in text
-    else:
-        assert kind == "MissingKeyError"
-        assert f"'layers.{layer_of_one_side}.weight'" in text
-
-
-def test_layers_that_are_all_there_are_loaded(rank_pool: RankPool, stored: dict[bool, Path]) -> None:
-    for homogeneous in (True, False):
-        assert error_of(rank_pool.run(load_stack, 4, GOOD, homogeneous, LAYERS, stored[homogeneous])) == (
-            "",
-            "",
-        )
+    error = error_of(rank_pool.run(load_stack, 4, owned, homogeneous, stored[homogeneous]))
+    assert error[0] == kind
+    assert text in error[1]
 
 
 def gpt_state(tables: tuple[str, str], *, with_table: bool) -> tuple[ModelChunks, dict[str, Any]]:
     """Return a GPT on two stages; data-parallel rank 1 has the second table."""
     groups = ParallelGroups.create(LAYOUT)
     table = StageTable.from_string(tables[groups.dp.rank], pp=2)
-    model = build_gpt(CONFIG, groups, stages=table)
+    model = build_gpt(SMALL_GPT, groups, stages=table)
     init_weights(model, seed=1)
     state: dict[str, Any] = {"model": model.sharded_state_dict()}
     return model, state | ({"stages": table.to_json()} if with_table else {})
@@ -171,16 +158,95 @@ def load_gpt(tables: tuple[str, str], directory: Path) -> tuple[str, str]:
 
 
 def test_ranks_with_different_tables_are_named(rank_pool: RankPool, tmp_path: Path) -> None:
-    tables = ("Ett|ttL", "Ettt|tL")
+    tables = (TABLE, STALE)
     kind, text = error_of(rank_pool.run(save_gpt, 4, tables, True, tmp_path / "new"))
     assert kind == "CommonStateError"
     assert "'stages.layout' on rank(s) 1, 3" in text
     assert not list((tmp_path / "new").glob("**/*.safetensors"))
 
-    same = ("Ett|ttL", "Ett|ttL")
-    assert error_of(rank_pool.run(save_gpt, 4, same, True, tmp_path / "good")) == ("", "")
-    assert load_common_state_dict(tmp_path / "good")["stages"] == {"layout": "Ett|ttL", "pp": 2}
+    assert error_of(rank_pool.run(save_gpt, 4, (TABLE, TABLE), True, tmp_path / "good")) == ("", "")
+    assert load_common_state_dict(tmp_path / "good")["stages"] == {"layout": TABLE, "pp": 2}
     kind, text = error_of(rank_pool.run(load_gpt, 4, tables, tmp_path / "good"))
     assert kind == "CommonStateError"
     assert "'stages.layout' on rank(s) 1, 3" in text
     assert error_of(rank_pool.run(load_gpt, 4, ("E|ttttL",) * 2, tmp_path / "good")) == ("", "")
+
+
+MOE_LAYOUT = ParallelLayout(pp=2, dp=2, ep=2)
+EXPERTS = "decoder.layers.mlp.experts.linear_fc2.weight"
+NORM = "decoder.layers.input_layernorm.weight"
+# Fault: the array and the elements that the error names, and what is wrong with them.
+FAULTS = {
+    "complete": "",
+    "expert on no rank": f"'{EXPERTS}': elements [2:4, 4:8, 0:32, 0:16] are {{}} by no rank",
+    "expert on two ranks": f"'{EXPERTS}': elements [2:4, 0:4, 0:32, 0:16] are {{}} by more than one main "
+    f"replica (ranks 2, 3)",
+    "layer on no stage": f"'{EXPERTS}': elements [2:3, 0:8, 0:32, 0:16] are {{}} by no rank",
+    "layer on two stages": f"'{NORM}': elements [2:3, 0:32] are {{}} by more than one main replica "
+    f"(ranks 0, 2)",
+}
+
+
+def declare(rank: int, stages: str = TABLE) -> dict[str, Any]:
+    """Return what a rank declares of the model and its optimizer, with a stage table of its own."""
+    groups = ParallelGroups.offline(MOE_LAYOUT, rank)
+    model = build(Case(MOE_LAYOUT, stages=stages), ALL_MOE, groups, seed=1)
+    optimizer = DistributedOptimizer(model.parameters(), lambda p: torch.optim.AdamW(p, lr=1e-3), groups)
+    return state_of(model, optimizer)
+
+
+def declare_wrongly(fault: str, rank: int) -> dict[str, Any]:
+    """Return what a rank declares of a model that has a fault."""
+    if fault == "expert on two ranks" and rank == 3:
+        return declare(2)
+    if fault == "layer on no stage" and rank >= 2:
+        return declare(rank, STALE)
+    if fault == "layer on two stages" and rank < 2:
+        return declare(rank, STALE)
+    state = declare(rank)
+    if fault == "expert on no rank" and rank == 3:
+        state["model"] = {name: e for name, e in state["model"].items() if ".mlp.experts." not in name}
+    return state
+
+
+def save_moe(fault: str, directory: Path) -> tuple[str, str]:
+    state = declare_wrongly(fault, torch.distributed.get_rank())
+    return outcome_of(lambda: megackpt.save(state, directory))
+
+
+def load_moe(fault: str, directory: Path) -> tuple[str, str]:
+    state = declare_wrongly(fault, torch.distributed.get_rank())
+    tensors = [tensor.data for tensor in tensors_of(state)]
+    before = [data.detach().clone() for data in tensors]
+    outcome = outcome_of(lambda: megackpt.load(state, directory, options=COMPLETE))
+    assert all(map(torch.equal, before, tensors)) == (outcome[0] != "")
+    return outcome
+
+
+@pytest.fixture(scope="module")
+def complete(rank_pool: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint of the complete model with other weights, from one rank."""
+    path = tmp_path_factory.mktemp("complete") / "checkpoint"
+    rank_pool.run(save_on_one_rank, 1, path)
+    return path
+
+
+def save_on_one_rank(path: Path) -> None:
+    groups = ParallelGroups.create(ParallelLayout())
+    model = build(Case(groups.layout), ALL_MOE, groups, seed=9)
+    optimizer = DistributedOptimizer(model.parameters(), lambda p: torch.optim.AdamW(p, lr=1e-3), groups)
+    megackpt.save(state_of(model, optimizer), path)
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_what_is_on_no_rank_or_on_two_is_named_before_anything_is_written_or_loaded(
+    rank_pool: RankPool, tmp_path: Path, complete: Path, fault: str
+) -> None:
+    kind, text = error_of(rank_pool.run(save_moe, 4, fault, tmp_path / "new"))
+    assert kind == ("" if fault == "complete" else "CoverageError")
+    assert FAULTS[fault].format("saved") in text
+    if fault != "complete":
+        assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
+    kind, text = error_of(rank_pool.run(load_moe, 4, fault, complete))
+    assert kind == ("" if fault == "complete" else "CoverageError")
+    assert FAULTS[fault].format("requested") in text
