@@ -1,7 +1,12 @@
-"""A store that rejects at any one operation: the save fails as a whole, or has succeeded."""
+"""Saves that fail or die at any one operation on their store: old or new, never a mixture, and no leftovers.
+
+Leftovers of unfinished and earlier saves of any format are removed; files of others are not.
+"""
 
 from __future__ import annotations
 
+import itertools
+import re
 import subprocess
 import threading
 from collections.abc import Callable, Iterator
@@ -9,31 +14,68 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 
-from megackpt import RankFailedError, ShardedTensor, StorageError, load, load_plain_tensors, save
-from megackpt.comm import Group
+from megackpt import (
+    Checkpointer,
+    CheckpointError,
+    NotACheckpointError,
+    RankFailedError,
+    ShardedObject,
+    ShardedTensor,
+    StorageError,
+    load,
+    load_plain_tensors,
+    save,
+)
+from megackpt.comm import Group, SingleProcess
+from megackpt.engine.checkpoint.removal import files_of_saves, is_leftover
+from megackpt.formats.strategy import MANIFEST
 from megackpt.storage import LocalStore
-from megackpt.testing.faulty_store import READS, FaultyStore, access_denied, io_error, no_space
+from megackpt.testing.faulty_store import READS, FaultyStore, Operation, access_denied, io_error, no_space
 from megackpt.testing.world import SimulatedWorld
+from tests.support.dcp_alone import ALONE
+from tests.support.effort import sampled
 from tests.support.states import filled
 
+Strategy = tuple[str, int]
+ZARR: list[Strategy] = [("zarr", 1), ("zarr", 3)]
+STRATEGIES: list[Strategy] = [("megackpt", 1), ("torch_dist", 1), *ZARR]
+PAIRS = list(itertools.permutations(STRATEGIES, 2))
+REJECTED = (("torch_dist", 1), ("zarr", 1))  # its common.pt would be replaced before the commit
 
-def state(value: float) -> dict[str, object]:
-    tensors = [filled(value, 1000, key=f"t{i}") for i in range(3)]
-    return {"model": tensors, "value": value, "blob": torch.full((3,), value)}
+
+def state(value: float, names: str = "ab") -> dict[str, object]:
+    tensors = [filled(value, 10, 3, key=f"t.{n}") for n in names]
+    return {
+        "model": tensors,
+        "value": value,
+        "blob": torch.full((3,), value),
+        "o": ShardedObject("o", value, (1,), (0,)),
+    }
 
 
 def value_of(directory: Path) -> float:
     """Load everything there is and return the one value that all of it has."""
     values = {float(v) for t in load_plain_tensors(directory).values() for v in t.unique()}
-    common = load({}, directory)
-    values |= {common["value"], *common["blob"].tolist()}
+    common = load({"o": ShardedObject("o", None, (1,), (0,))}, directory)
+    values |= {common["value"], common["o"], *common["blob"].tolist()}
     assert len(values) == 1, f"a mixture: {values}"
-    return values.pop()
+    return float(values.pop())
 
 
-def files_of(directory: Path) -> set[str]:
-    return {str(p.relative_to(directory)) for p in directory.rglob("*") if p.is_file()}
+def names_of(directory: Path) -> list[str]:
+    return sorted(str(p.relative_to(directory)) for p in directory.rglob("*") if p.is_file())
+
+
+def files_of(directory: Path) -> list[str]:
+    """All files, without what tells attempts from each other."""
+    return sorted(re.sub(r"[0-9a-f]{16,32}", "X", name) for name in names_of(directory))
+
+
+def dying(directory: Path, at: int) -> FaultyStore:
+    """Return a store of a process that dies at an operation: it does nothing any more, not even clean up."""
+    return FaultyStore(LocalStore(directory), fail_at=lambda op: op.index >= at)
 
 
 def error_of(store: FaultyStore) -> StorageError | None:
@@ -53,7 +95,7 @@ def test_a_save_that_fails_at_any_operation_leaves_the_old_checkpoint_and_nothin
     for fail_at in range(200):
         directory = tmp_path / f"{fail_at}"
         save(state(1.0), directory)
-        before = files_of(directory)
+        before = names_of(directory)
         store = FaultyStore(LocalStore(directory), fail_at=fail_at, error=error)
         reason = error_of(store)
         if reason is None:
@@ -63,7 +105,7 @@ def test_a_save_that_fails_at_any_operation_leaves_the_old_checkpoint_and_nothin
             failed += 1
             assert str(directory) in str(reason)
             assert value_of(directory) == 1.0
-            assert files_of(directory) == before
+            assert names_of(directory) == before
         save(state(3.0), directory)  # the next save works, and cleans up what could not be removed
         assert value_of(directory) == 3.0
         assert len(files_of(directory)) == len(before)
@@ -108,12 +150,12 @@ def test_a_disk_that_is_really_full_is_named_with_what_was_needed_and_the_old_ch
     small_disk: Path,
 ) -> None:
     save(state(1.0), small_disk / "c")
-    before = files_of(small_disk / "c")
+    before = names_of(small_disk / "c")
     large = {"w": ShardedTensor.from_rank_offsets("w", torch.zeros(1 << 20))}
     with pytest.raises(StorageError, match=r"No space left on device.*4,\d+,\d+ bytes were needed.*are free"):
         save(large, small_disk / "c")
     assert value_of(small_disk / "c") == 1.0
-    assert files_of(small_disk / "c") == before
+    assert names_of(small_disk / "c") == before
 
 
 def test_what_a_death_inside_of_the_commit_leaves_is_removed_by_the_next_save(tmp_path: Path) -> None:
@@ -154,7 +196,272 @@ def test_an_error_that_is_not_ours_leaves_no_files_either(tmp_path: Path) -> Non
             raise ZeroDivisionError("a bug in someone's store")
 
     save(state(1.0), tmp_path / "c")
-    before = files_of(tmp_path / "c")
+    before = names_of(tmp_path / "c")
     with pytest.raises(ZeroDivisionError):
         save(state(2.0), Broken(tmp_path / "c"))
-    assert files_of(tmp_path / "c") == before
+    assert names_of(tmp_path / "c") == before
+
+
+@sampled(2)
+@pytest.mark.parametrize("dies", [False, True], ids=["fails", "dies"])
+@pytest.mark.parametrize("strategy", ZARR, ids=str)
+def test_an_overwriting_save_of_zarr_that_stops_anywhere_leaves_old_or_new_or_none(
+    tmp_path: Path, strategy: Strategy, dies: bool
+) -> None:
+    save(state(3.0), tmp_path / "clean", sharded_strategy=strategy)
+    expected = files_of(tmp_path / "clean")
+    outcomes = []
+    for at in range(0, 300, 1 if dies else 3):
+        directory = tmp_path / str(at)
+        save(state(1.0, names="az"), directory, sharded_strategy=strategy)
+        (directory / "notes.txt").write_text("mine")
+        store = dying(directory, at) if dies else FaultyStore(LocalStore(directory), fail_at=at)
+        try:
+            save(state(2.0), store, sharded_strategy=strategy)
+            done = True
+        except StorageError:
+            done = False
+        try:
+            value = value_of(directory)
+        except NotACheckpointError:
+            value = 0.0
+        outcomes.append(value)
+        assert value == 2.0 or not done
+        save(state(3.0), directory, sharded_strategy=strategy)
+        assert value_of(directory) == 3.0
+        assert files_of(directory) == sorted([*expected, "notes.txt"])
+        if done and not dies and at > 3 and outcomes[-3:] == [2.0] * 3:
+            break
+        if done and dies:
+            break
+    else:
+        raise AssertionError("more operations than this test tries")
+    assert outcomes[0] == 1.0
+    if strategy == ("zarr", 3):
+        assert set(outcomes) == {1.0, 2.0}
+    else:  # between taking the old commit away and making the new one, there is none
+        assert set(outcomes) == {0.0, 1.0, 2.0}
+        if dies:  # old, then none, then new: no death brings an earlier state back
+            assert outcomes == sorted(outcomes, key=[1.0, 0.0, 2.0].index)
+
+
+@pytest.mark.parametrize("strategy", ZARR, ids=str)
+def test_a_first_save_of_zarr_that_dies_anywhere_is_cleaned_up_by_the_next(
+    tmp_path: Path, strategy: Strategy
+) -> None:
+    save(state(3.0), tmp_path / "clean", sharded_strategy=strategy)
+    for at in range(300):
+        directory = tmp_path / str(at)
+        try:
+            save(state(1.0, names="az"), dying(directory, at), sharded_strategy=strategy)
+            break
+        except StorageError:
+            pass
+        if directory.exists():
+            with pytest.raises(NotACheckpointError):
+                value_of(directory)
+        save(state(3.0), directory, sharded_strategy=strategy)
+        assert value_of(directory) == 3.0
+        assert files_of(directory) == files_of(tmp_path / "clean")
+    assert at > 10
+
+
+def test_zarr_files_of_others_are_never_removed_nor_overwritten(tmp_path: Path) -> None:
+    save(state(1.0), tmp_path, sharded_strategy=("zarr", 1))
+    user_files = ["t.a/README", "t.a/0.0.bak", "other/0.0", "t.n/0.0", "t.n/notes"]
+    for name in user_files:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("mine")
+    save(state(2.0, names="b"), tmp_path, sharded_strategy=("zarr", 1))
+    assert all((tmp_path / name).read_text() == "mine" for name in user_files)
+    assert not (tmp_path / "t.a/.zarray").exists()
+    with pytest.raises(StorageError, match=r"no part of a checkpoint(.|\n)*t\.n/0\.0"):
+        save(state(3.0, names="bn"), tmp_path, sharded_strategy=("zarr", 1))
+    assert value_of(tmp_path) == 2.0
+    assert all((tmp_path / name).read_text() == "mine" for name in user_files)
+
+
+def test_zarr_arrays_of_an_unfinished_save_by_others_raise_an_error_before_anything_is_written(
+    tmp_path: Path,
+) -> None:
+    save(state(1.0), tmp_path, sharded_strategy=("zarr", 1))
+    (tmp_path / "metadata.json").unlink()
+    for marker in tmp_path.glob(".megackpt-*"):
+        marker.unlink()
+    before = files_of(tmp_path)
+    with pytest.raises(StorageError, match=r"zarr arrays without a checkpoint(.|\n)*t\.a/\.zarray"):
+        save(state(2.0), tmp_path, sharded_strategy=("zarr", 1))
+    assert files_of(tmp_path) == before
+
+
+def test_checkpoints_of_other_formats_are_replaced_only_where_nothing_can_mix(tmp_path: Path) -> None:
+    save(state(1.0), tmp_path / "native")
+    store = FaultyStore(LocalStore(tmp_path / "native"), fail_at=lambda op: op.name == "metadata.json")
+    with pytest.raises(StorageError):
+        save(state(2.0), store, sharded_strategy=("zarr", 1))
+    assert value_of(tmp_path / "native") == 1.0
+    save(state(3.0), tmp_path / "native", sharded_strategy=("zarr", 1))
+    assert value_of(tmp_path / "native") == 3.0
+    save(state(1.0), tmp_path / "other")
+    (tmp_path / "other/common.pt").write_text("of the other format")
+    with pytest.raises(StorageError, match=r"checkpoint of another format"):
+        save(state(2.0), tmp_path / "other", sharded_strategy=("zarr", 1))
+    assert value_of(tmp_path / "other") == 1.0
+    # A marker of a save before names common.pt, which is that of torch_dist now.
+    save(state(1.0), tmp_path / "dist", sharded_strategy=("zarr", 1))
+    save(state(2.0), tmp_path / "dist", sharded_strategy=("torch_dist", 1))
+    with pytest.raises(StorageError, match=r"checkpoint of another format"):
+        save(state(3.0), tmp_path / "dist", sharded_strategy=("zarr", 1))
+    assert value_of(tmp_path / "dist") == 2.0
+    save(state(1.0), tmp_path / "back", sharded_strategy=("zarr", 1))
+    save(state(2.0), tmp_path / "back")
+    save(state(3.0), tmp_path / "back", sharded_strategy=("zarr", 1))
+    assert value_of(tmp_path / "back") == 3.0
+
+
+def test_a_checkpoint_that_megatron_core_wrote_is_replaced_whole(tmp_path: Path) -> None:
+    save(state(1.0, names="az"), tmp_path, sharded_strategy=("zarr", 1))
+    for marker in tmp_path.glob(".megackpt-*"):  # it has none of these
+        marker.unlink()
+    save(state(2.0), tmp_path, sharded_strategy=("zarr", 1))
+    assert value_of(tmp_path) == 2.0
+    assert not [name for name in files_of(tmp_path) if name.startswith("t.z")]
+
+
+def test_a_save_that_fails_while_files_are_put_in_place_leaves_the_checkpoint_of_before(
+    tmp_path: Path,
+) -> None:
+    for at in range(100):
+        directory = tmp_path / str(at)
+        save(state(1.0, names="az"), directory, sharded_strategy=("zarr", 1))
+        before = files_of(directory)
+        seen = [0]
+
+        def is_chosen(operation: Operation, at: int = at, seen: list[int] = seen) -> bool:
+            seen[0] += operation.kind == "move"
+            return operation.kind == "move" and seen[0] == at + 1
+
+        try:
+            save(
+                state(2.0),
+                FaultyStore(LocalStore(directory), fail_at=is_chosen),
+                sharded_strategy=("zarr", 1),
+            )
+            break
+        except StorageError:
+            assert value_of(directory) == 1.0
+            assert files_of(directory) == before
+    assert at > 10
+    assert value_of(directory) == 2.0
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES, ids=str)
+def test_a_first_save_that_dies_anywhere_is_incomplete_and_removed_once_a_newer_step_is_committed(
+    tmp_path: Path, strategy: Strategy
+) -> None:
+    checkpointer = Checkpointer(tmp_path, group=SingleProcess())
+    for at in range(300):
+        try:
+            save(state(1.0), dying(checkpointer.directory(at), at), sharded_strategy=strategy)
+            break
+        except StorageError:
+            pass
+        if checkpointer.directory(at).exists():
+            assert checkpointer.scan().incomplete == (at,), files_of(checkpointer.directory(at))
+            checkpointer.directory(at).rename(tmp_path / f"kept-{at}")
+    assert at > 5
+    for kept in sorted(tmp_path.glob("kept-*")):
+        kept.rename(checkpointer.directory(int(kept.name.split("-")[1])))
+    checkpointer.save(500, state(2.0))
+    assert checkpointer.scan().incomplete == ()
+    assert checkpointer.scan().committed == (at, 500)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES, ids=str)
+def test_a_removal_that_dies_anywhere_leaves_an_incomplete_step(tmp_path: Path, strategy: Strategy) -> None:
+    for at in range(100):
+        directory = tmp_path / str(at)
+        save(state(1.0), directory, sharded_strategy=strategy)
+        (directory / MANIFEST).unlink()
+        store = LocalStore(directory)
+        files = files_of_saves(store)
+        assert set(files) == set(store.names())
+        store.delete(files[:at])
+        assert is_leftover(LocalStore(directory))
+        if at >= len(files):
+            break
+
+
+@pytest.mark.parametrize("pair", PAIRS, ids=str)
+def test_a_save_over_another_format_leaves_only_its_own_files(
+    tmp_path: Path, pair: tuple[Strategy, Strategy]
+) -> None:
+    first, second = pair
+    save(state(2.0), tmp_path / "fresh", sharded_strategy=second)
+    save(state(1.0, "abz"), tmp_path / "c", sharded_strategy=first)
+    (tmp_path / "c/notes.txt").write_text("mine")
+    (tmp_path / "c/common-notes.txt").write_text("mine")
+    if pair == REJECTED:
+        before = files_of(tmp_path / "c")
+        with pytest.raises(StorageError, match="checkpoint of another format"):
+            save(state(2.0), tmp_path / "c", sharded_strategy=second)
+        assert files_of(tmp_path / "c") == before
+        assert value_of(tmp_path / "c") == 1.0
+        return
+    save(state(2.0), tmp_path / "c", sharded_strategy=second)
+    assert value_of(tmp_path / "c") == 2.0
+    assert files_of(tmp_path / "c") == sorted(
+        [*files_of(tmp_path / "fresh"), "notes.txt", "common-notes.txt"]
+    )
+
+
+@sampled(3)
+@pytest.mark.parametrize("pair", [p for p in PAIRS if p != REJECTED], ids=str)
+def test_a_save_over_another_format_that_dies_anywhere_leaves_the_old_or_the_new_and_is_cleaned_up(
+    tmp_path: Path, pair: tuple[Strategy, Strategy]
+) -> None:
+    first, second = pair
+    save(state(3.0), tmp_path / "fresh")
+    outcomes = []
+    for at in range(0, 200, 2):
+        directory = tmp_path / str(at)
+        save(state(1.0, "abz"), directory, sharded_strategy=first)
+        try:
+            save(state(2.0), dying(directory, at), sharded_strategy=second)
+            break
+        except CheckpointError:
+            pass
+        if (directory / MANIFEST).exists():
+            outcomes.append(value_of(directory))
+        else:
+            assert second == ("zarr", 1)
+            assert is_leftover(LocalStore(directory))
+        save(state(3.0), directory)
+        assert value_of(directory) == 3.0
+        assert files_of(directory) == files_of(tmp_path / "fresh")
+    assert outcomes[0] == 1.0
+    assert set(outcomes) <= {1.0, 2.0}
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is (disabled|unavailable)")
+def test_a_checkpoint_that_dcp_wrote_is_no_leftover_and_never_removed(tmp_path: Path) -> None:
+    dcp.save({"w": torch.ones(3)}, checkpoint_id=tmp_path, **ALONE)
+    before = set(files_of(tmp_path))
+    assert not is_leftover(LocalStore(tmp_path))
+    assert files_of_saves(LocalStore(tmp_path)) == []
+    for strategy in (("zarr", 3), ("megackpt", 1), ("zarr", 3)):
+        save(state(1.0), tmp_path, sharded_strategy=strategy)
+        assert before <= set(files_of(tmp_path))
+
+
+@pytest.mark.filterwarnings(
+    "ignore:torch.distributed is (disabled|unavailable)", "ignore:Detected an existing checkpoint"
+)
+def test_what_dcp_wrote_over_ours_is_no_leftover(tmp_path: Path) -> None:
+    save(state(1.0), tmp_path, sharded_strategy=("torch_dist", 1))
+    (tmp_path / MANIFEST).unlink()
+    (tmp_path / "common.pt").write_bytes(b"theirs")
+    assert not is_leftover(LocalStore(tmp_path))
+    assert "common.pt" not in files_of_saves(LocalStore(tmp_path))
+    dcp.save({"w": torch.ones(3)}, checkpoint_id=tmp_path, **ALONE)
+    assert not {".metadata", "__0_0.distcp"} & set(files_of_saves(LocalStore(tmp_path)))
