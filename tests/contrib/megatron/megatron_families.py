@@ -9,10 +9,8 @@ one function of `fla` that it then needs.
 
 from __future__ import annotations
 
-import sys
 from contextlib import ExitStack
 from dataclasses import dataclass
-from types import ModuleType
 from typing import Any
 from unittest import mock
 
@@ -22,18 +20,9 @@ from torch import Tensor, nn
 
 from megackpt.maps import family
 from tests.contrib.megatron import megatron_world as world
+from tests.contrib.megatron.megatron_stand_ins import empty_modules
 from tests.contrib.megatron.megatron_world import Layout
 from tests.support.huggingface_models import RELATIVE, SCAN_RELATIVE
-
-FLA = (
-    "fla",
-    "fla.modules",
-    "fla.modules.convolution",
-    "fla.modules.l2norm",
-    "fla.ops",
-    "fla.ops.gated_delta_rule",
-)
-"""Modules of kernels for gated delta nets, which Megatron-Core imports. They need a GPU."""
 
 Fields = dict[str, Any]
 Logits = list[Tensor]
@@ -171,11 +160,9 @@ def _delta_net_config(case: Case, layout: Layout) -> Any:
 
 
 def _delta_net_spec(config: Any, stack: ExitStack) -> Any:
-    stubs = {name: ModuleType(name) for name in FLA}
-    vars(stubs["fla.modules.convolution"])["causal_conv1d"] = None
-    vars(stubs["fla.modules.l2norm"])["l2norm"] = _normalised
-    vars(stubs["fla.ops.gated_delta_rule"])["chunk_gated_delta_rule"] = None
-    stack.enter_context(mock.patch.dict(sys.modules, stubs))
+    with empty_modules("fla"):  # kernels for gated delta nets, which need a GPU
+        from megatron.core.ssm import gated_delta_net
+    gated_delta_net.l2norm = _normalised
     from megatron.core.models.gpt import experimental_attention_variant_module_specs as variants
 
     stack.enter_context(mock.patch.object(variants, "TESpecProvider", _providers()[1], create=True))

@@ -24,7 +24,8 @@ import importlib.util
 import inspect
 import sys
 import types
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
@@ -130,6 +131,20 @@ class EmptyModules(MetaPathFinder, Loader):
 
     def exec_module(self, module: types.ModuleType) -> None:
         pass
+
+
+@contextmanager
+def empty_modules(*names: str) -> Iterator[None]:
+    """Let packages be empty ones for a while: what imports them meanwhile keeps what it has of them."""
+    finder = EmptyModules(names)
+    sys.meta_path.insert(0, finder)
+    try:
+        yield
+    finally:
+        sys.meta_path.remove(finder)
+        empty = [name for name, module in sys.modules.items() if isinstance(module, _Empty)]
+        for name in empty:
+            del sys.modules[name]
 
 
 def replace_packages(bare: Sequence[str], empty: Sequence[str]) -> None:

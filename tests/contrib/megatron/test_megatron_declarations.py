@@ -7,7 +7,7 @@ empty modules, and attention without a kernel takes no bias of relative position
 
 from __future__ import annotations
 
-import sys
+import importlib
 from types import ModuleType
 from typing import Any
 
@@ -20,6 +20,7 @@ from megackpt.maps import checkpoint_map, family_of, has_megatron_keys, megatron
 from megackpt.parallel import GatedDeltaNet, MambaMixer, MambaSizes, ParallelGroups, ParallelLayout
 from megackpt.testing.ranks import RankPool
 from tests.contrib.megatron import megatron_world as world
+from tests.contrib.megatron.megatron_stand_ins import empty_modules
 from tests.contrib.megatron.megatron_world import Layout
 from tests.support.effort import with_all
 from tests.support.optimizers import tensors_of
@@ -31,26 +32,13 @@ Boxes = dict[str, tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]]
 """Global shape, offset and local shape by key."""
 
 DELTA_NET = {"num_key_heads": 2, "num_value_heads": 4, "key_head_dim": 6, "value_head_dim": 5}
-KERNELS = {
-    "einops": ("rearrange", "repeat"),
-    "fla": (),
-    "fla.modules": (),
-    "fla.modules.l2norm": ("l2norm",),
-    "fla.ops": (),
-    "fla.ops.gated_delta_rule": ("chunk_gated_delta_rule",),
-    "mamba_ssm": (),
-    "mamba_ssm.ops": (),
-    "mamba_ssm.ops.triton": (),
-    "mamba_ssm.ops.triton.layernorm_gated": (),
-    "mamba_ssm.ops.triton.selective_state_update": ("selective_state_update",),
-    "mamba_ssm.ops.triton.ssd_combined": ("mamba_chunk_scan_combined", "mamba_split_conv1d_scan_combined"),
-    "megatron.core.inference.contexts.attention_context.triton.tensor_ops": (
-        "tensor_get_slice_after",
-        "tensor_masked_update",
-        "tensor_merge",
-    ),
-}
-"""Modules that need a GPU or are not installed, and the functions that Megatron-Core imports."""
+KERNELS = (
+    "einops",
+    "fla",
+    "mamba_ssm",
+    "megatron.core.inference.contexts.attention_context.triton.tensor_ops",
+)
+"""Modules that need a GPU or are not installed, of which Megatron-Core imports functions."""
 
 
 class _Norm(nn.Module):
@@ -64,16 +52,9 @@ class _Norm(nn.Module):
 def _megatron_modules(layout: Layout) -> tuple[ModuleType, ModuleType]:
     """Make Megatron-Core ready for this rank; return its modules of both mixers. Collective."""
     world.start(layout, seed=0)
-    stubs = {name: ModuleType(name) for name in KERNELS}
-    vars(stubs["mamba_ssm.ops.triton.layernorm_gated"])["RMSNorm"] = _Norm
-    for name, functions in KERNELS.items():
-        vars(stubs[name]).update(dict.fromkeys(functions))
-    sys.modules.update(stubs)
-    try:
+    with empty_modules(*KERNELS):
+        importlib.import_module("mamba_ssm.ops.triton.layernorm_gated").RMSNorm = _Norm
         from megatron.core.ssm import gated_delta_net, mamba_mixer
-    finally:
-        for name in stubs:
-            del sys.modules[name]
     return mamba_mixer, gated_delta_net
 
 
