@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import importlib.util
 import inspect
 import types
 from collections.abc import Callable
+from importlib.metadata import distribution
 from pathlib import Path
 from typing import Any
 
@@ -15,18 +15,19 @@ from megackpt.compat.megatron.dist_checkpointing import serialization
 from megackpt.compat.megatron.unsupported import is_unsupported_name
 from megackpt.errors import UnsupportedError
 from tests.contrib.megatron import api_table
-from tests.contrib.megatron.api_notes import ABSENT, NOTES, RENAMED
 from tests.contrib.megatron.api_table import (
+    ABSENT,
+    NOTES,
+    RENAMED,
     VERSIONS,
-    Parameter,
     accepts,
     judge,
     judge_import,
     load_facts,
     parse_signature,
-    render,
 )
 from tests.contrib.megatron.imports_table import IMPORT_VERSIONS, imports_of, load_imports
+from tests.contrib.megatron.test_installing import needs_megatron
 
 HOW = "run python tests/contrib/megatron/api_table.py page"
 
@@ -35,7 +36,7 @@ HOW = "run python tests/contrib/megatron/api_table.py page"
 def test_every_name_of_a_version_is_accounted_for(version: str) -> None:
     facts = load_facts(version)
     gaps = [name for name, fact in facts.items() if judge(name, fact).status == "gap"]
-    assert not gaps, f"say in api_notes.py why {version} has and we lack {gaps}"
+    assert not gaps, f"say in api_table.py why {version} has and we lack {gaps}"
     assert len(facts) > 200, "the facts are not those of a whole package"
 
 
@@ -46,18 +47,14 @@ def test_a_signature_that_differs_reports_why(version: str) -> None:
         for name, fact in load_facts(version).items()
         if judge(name, fact).status == "differs" and name not in NOTES
     ]
-    assert not unexplained, f"explain in api_notes.py: {unexplained}"
+    assert not unexplained, f"explain in api_table.py: {unexplained}"
 
 
-def test_the_committed_page_is_what_the_script_writes() -> None:
-    assert api_table.PAGE.read_text() == api_table.write_page(), HOW
-
-
-def test_the_page_has_a_row_for_every_name_of_every_version() -> None:
+def test_the_committed_page_is_what_the_script_writes_with_a_row_for_every_name() -> None:
     page = api_table.PAGE.read_text()
-    for version in VERSIONS:
-        for name in load_facts(version):
-            assert f"`{'.'.join(name.split('.')[-2:])}`" in page or f"`{name.split('.')[-1]}`" in page, name
+    assert page == api_table.write_page(), HOW
+    for name in {name for version in VERSIONS for name in load_facts(version)}:
+        assert f"`{'.'.join(name.split('.')[-2:])}`" in page or f"`{name.split('.')[-1]}`" in page, name
 
 
 def _all_rows() -> list[tuple[str, str, str]]:
@@ -153,17 +150,16 @@ def test_notes_are_about_names_that_exist() -> None:
     assert set(NOTES) | set(RENAMED) | set(ABSENT) <= known
 
 
-@pytest.mark.skipif(
-    importlib.util.find_spec("megatron") is None,
-    reason="Megatron-Core is not installed: pip install megatron-core==0.16.1",
-)
-def test_the_stored_facts_are_those_of_the_installed_megatron_core() -> None:
-    from importlib.metadata import distribution
-
+@needs_megatron
+def test_the_stored_facts_and_imports_are_those_of_the_installed_megatron_core() -> None:
     package = distribution("megatron-core")
     assert package.version == "0.16.1"
-    root = Path(str(package.locate_file("megatron/core/dist_checkpointing")))
-    assert api_table.facts_of(root) == load_facts("0.16.1")
+    root = Path(str(package.locate_file("")))
+    assert api_table.facts_of(root / "megatron/core/dist_checkpointing") == load_facts("0.16.1")
+    imported, stored = imports_of(root), load_imports("0.16.1")
+    assert len(imported) > 15
+    assert set(imported) <= set(stored)
+    assert all(set(modules) <= set(stored[name]) for name, modules in imported.items())
 
 
 def test_a_name_that_is_missing_here_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -182,20 +178,6 @@ def test_no_name_that_megatron_imports_is_missing(version: str) -> None:
     assert len(imports) >= 20, "the facts are not those of a whole repository"
     missing = [name for name in imports if judge_import(name) == "missing"]
     assert not missing, f"megatron {version} imports these, and stops where they are missing: {missing}"
-
-
-@pytest.mark.skipif(
-    importlib.util.find_spec("megatron") is None,
-    reason="Megatron-Core is not installed: pip install megatron-core==0.16.1",
-)
-def test_the_stored_imports_hold_those_of_the_installed_megatron_core() -> None:
-    from importlib.metadata import distribution
-
-    package = distribution("megatron-core")
-    imported, stored = imports_of(Path(str(package.locate_file("")))), load_imports("0.16.1")
-    assert len(imported) > 15
-    assert set(imported) <= set(stored)
-    assert all(set(modules) <= set(stored[name]) for name, modules in imported.items())
 
 
 def test_imports_are_found_in_every_way_to_write_them(tmp_path: Path) -> None:
@@ -233,14 +215,3 @@ def test_a_signature_is_wider_if_every_call_fits_and_means_the_same(
     theirs: str, ours: str, expected: bool
 ) -> None:
     assert accepts(parse_signature(theirs), parse_signature(ours)) == expected
-
-
-def test_signatures_survive_being_written_down() -> None:
-    signature = (
-        Parameter("a", ""),
-        Parameter("b", "", "1"),
-        Parameter("c", "kw", "'x'"),
-        Parameter("d", "**"),
-    )
-    assert render(signature) == "(a, b=1, *, c='x', **d)"
-    assert parse_signature(render(signature)) == signature

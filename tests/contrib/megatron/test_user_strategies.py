@@ -73,10 +73,12 @@ class LoadFilePerRank(base.LoadShardedStrategy):
 
     def load(self, sharded_state_dict: Any, checkpoint_dir: Path) -> Any:
         def loaded(tensor: Any) -> Any:
-            into = torch.full(tensor.local_shape, -1.0, dtype=tensor.dtype)
+            whole = torch.full(tensor.global_shape, -1.0, dtype=tensor.dtype)
             for key, _, offset, data in self._stored(checkpoint_dir):
                 if key == tensor.key:
-                    self._copy(data, offset, into, tensor.global_offset)
+                    stored = zip(offset, data.shape, strict=True)
+                    whole[tuple(slice(start, start + extent) for start, extent in stored)] = data
+            into = whole[tensor.global_slice()].clone()
             assert (into != -1).all(), tensor.key
             return into
 
@@ -101,16 +103,6 @@ class LoadFilePerRank(base.LoadShardedStrategy):
         for name in sorted(os.listdir(checkpoint_dir)):
             if name.startswith("rank_"):
                 yield from torch.load(os.path.join(checkpoint_dir, name))
-
-    @staticmethod
-    def _copy(data: Any, offset: Any, into: Any, start: Any) -> None:
-        low = [max(*pair) for pair in zip(offset, start, strict=True)]
-        ends = [(o + d, s + i) for o, d, s, i in zip(offset, data.shape, start, into.shape, strict=True)]
-        high = [min(*pair) for pair in ends]
-        if all(a < b for a, b in zip(low, high, strict=True)):
-            source = tuple(slice(a - o, b - o) for a, b, o in zip(low, high, offset, strict=True))
-            target = tuple(slice(a - s, b - s) for a, b, s in zip(low, high, start, strict=True))
-            into[target] = data[source]
 
 
 class OneFileCommon(base.SaveCommonStrategy):
