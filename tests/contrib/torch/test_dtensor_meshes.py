@@ -12,6 +12,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 import megackpt
+from megackpt.engine.checkpoint.renamed_contents import rename_keys
 from megackpt.parallel import (
     ColumnParallelLinear,
     LayerNorm,
@@ -28,6 +29,8 @@ from tests.contrib.torch.worlds import (
     RANKS,
     VOCAB,
     WIDE,
+    Transformer,
+    data_nbytes,
     full,
     make,
     same,
@@ -100,13 +103,7 @@ def test_copies_are_stored_once(source: str, saved: Saved) -> None:
     """HSDP holds everything twice; FSDP over TP what TP leaves alone, which no placement tells."""
     path, then, _ = saved[source]
     arrays = {k: v for k, v in then.items() if isinstance(v, torch.Tensor) and not k.endswith("/step")}
-    stored = sum(_data_nbytes(file) for file in Path(path, "data").iterdir())
-    assert stored == sum(tensor.nbytes for tensor in arrays.values())
-
-
-def _data_nbytes(file: Path) -> int:
-    content = file.read_bytes()
-    return len(content) - 8 - int.from_bytes(content[:8], "little")
+    assert data_nbytes(Path(path)) == sum(tensor.nbytes for tensor in arrays.values())
 
 
 @pytest.mark.parametrize(("source", "target"), [("fsdp2xtp2", "fsdp2"), ("fsdp2", "hsdp2x2")])
@@ -148,8 +145,6 @@ def test_an_optimizers_own_state_dict_with_numbers_for_keys_comes_back(
 
 def test_a_model_without_dtensors_loads_what_was_saved_from_them(saved: Saved) -> None:
     """One process, plain tensors: they are filled from the arrays of their paths."""
-    from tests.contrib.torch.worlds import Transformer
-
     path, then, _ = saved["fsdp2xtp2"]
     model = Transformer()
     loaded = megackpt.load({"model": model.state_dict(), "epoch": 3}, path)
@@ -208,8 +203,6 @@ def _load_into_megatron_style(path: str, expected: dict[str, Any]) -> int:
 def test_weights_of_fsdp_load_into_megatron_style_tensor_parallel_layers(
     source: str, saved: Saved, rank_pool: RankPool
 ) -> None:
-    from megackpt.engine.checkpoint.renamed_contents import rename_keys
-
     path, then, _ = saved[source]
     weights = {k.removeprefix("/").replace("/", "."): v for k, v in then.items() if k.startswith("/model/")}
     expected = {new: weights[old] for old, new in rename_keys(weights, NAMES).items()}
@@ -231,8 +224,6 @@ def _load_into_fsdp(path: str) -> dict[str, Any]:
 
 
 def test_weights_of_megatron_style_layers_load_into_fsdp_over_tp(rank_pool: RankPool, tmp_path: Path) -> None:
-    from megackpt.engine.checkpoint.renamed_contents import rename_keys
-
     path = str(tmp_path / "step")
     rank_pool.run(_save_megatron_style, 2, path)
     stored = megackpt.load_plain_tensors(path)

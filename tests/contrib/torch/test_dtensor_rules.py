@@ -1,19 +1,33 @@
-"""DTensors of any placement: what is stored of them, and what raises an error."""
+"""DTensors of any placement: what a rank of a mesh holds, what is stored, and what raises an error.
+
+What a rank holds is compared with the definition, and with torch's own function.
+"""
 
 from __future__ import annotations
 
+import math
+import sys
+from collections.abc import Callable
+from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import pytest
 import torch
 import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, _dtensor_spec, distribute_tensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import _StridedShard
 
 import megackpt
+from megackpt.geometry.mesh import MeshBox, MeshCut, mesh_boxes
+from megackpt.mapping.torch_sharded import adopt_torch_sharded_tensors
+from megackpt.mapping.tree import PathKeys
 from megackpt.testing.ranks import RankPool
+from tests.contrib.torch.worlds import data_nbytes
 
 WHOLE = torch.arange(11 * 6, dtype=torch.float32).reshape(11, 6)
 
@@ -100,13 +114,9 @@ def _copies(path: str, kind: str) -> list[float]:
 def test_copies_on_meshes_that_do_not_know_of_each_other_are_stored_once(
     rank_pool: RankPool, tmp_path: Path
 ) -> None:
-    assert rank_pool.run(_copies, 4, str(tmp_path / "step"), "equal") == [[0.0, 1.0, 2.0, 3.0]] * 4
-    assert sum(_data_nbytes(file) for file in (tmp_path / "step" / "data").iterdir()) == 16
-
-
-def _data_nbytes(file: Path) -> int:
-    content = file.read_bytes()
-    return len(content) - 8 - int.from_bytes(content[:8], "little")
+    for kind in ("equal", "unproven"):  # without validation, those of the lowest rank
+        assert rank_pool.run(_copies, 4, str(tmp_path / kind), kind) == [[0.0, 1.0, 2.0, 3.0]] * 4
+    assert data_nbytes(tmp_path / "equal") == 16
 
 
 def test_such_copies_that_differ_raise_an_error_that_names_them(rank_pool: RankPool, tmp_path: Path) -> None:
@@ -116,12 +126,6 @@ def test_such_copies_that_differ_raise_an_error_that_names_them(rank_pool: RankP
         assert "'norm[0:2]': ranks 0 and ranks 1 hold different values" in str(outcome.error)
         assert "'norm[2:4]': ranks 2 and ranks 3 hold different values" in str(outcome.error)
         assert "stages of a pipeline" in str(outcome.error)
-
-
-def test_without_validation_such_copies_are_those_of_the_lowest_rank(
-    rank_pool: RankPool, tmp_path: Path
-) -> None:
-    assert rank_pool.run(_copies, 4, str(tmp_path / "step"), "unproven") == [[0.0, 1.0, 2.0, 3.0]] * 4
 
 
 def _saves_of_one_structure(root: str) -> list[Any]:
@@ -154,61 +158,172 @@ def test_copies_are_compared_and_stored_once_with_a_plan_that_was_kept(
         assert "'norm[0:2]': ranks 0 and ranks 1 hold different values" in texts[0]
         assert "'norm': elements [0:4] are saved by more than one main replica" in texts[1]
     for step in ("iter_0000001", "iter_0000002"):
-        assert sum(_data_nbytes(file) for file in (tmp_path / step / "data").iterdir()) == 16
+        assert data_nbytes(tmp_path / step) == 16
 
 
 def _error_of(path: str, kind: str) -> None:
     mesh = init_device_mesh("cpu", (2,))
     sharded = distribute_tensor(torch.arange(4.0), mesh, [Shard(0)])
-    states: dict[str, Any] = {
-        "partial": {"a": {"w": DTensor.from_local(torch.ones(3), mesh, [Partial()])}},
-        "uneven": {
-            "w": DTensor.from_local(
-                torch.ones(1 + 2 * dist.get_rank()), mesh, [Shard(0)], shape=(4,), stride=(1,)
-            )
-        },
-        "twice": {"a": {"b": sharded}, "a.b": sharded},
-        "tuple": {"a": (sharded, 1)},
+    uneven = torch.ones(1 + 2 * dist.get_rank())
+    states: dict[str, Callable[[], dict[str, Any]]] = {
+        "partial": lambda: {"a": {"w": DTensor.from_local(torch.ones(3), mesh, [Partial()])}},
+        "uneven": lambda: {"w": DTensor.from_local(uneven, mesh, [Shard(0)], shape=(4,), stride=(1,))},
+        "twice": lambda: {"a": {"b": sharded}, "a.b": sharded},
+        "tuple": lambda: {"a": (sharded, 1)},
+        "entity": lambda: {"w": megackpt.ShardedTensor.from_rank_offsets("w", sharded)},
     }
-    megackpt.save(states[kind], path)
+    megackpt.save(states[kind](), path)
 
 
-@pytest.mark.parametrize(
-    ("kind", "kept", "text"),
-    [
-        (
-            "partial",
-            megackpt.DeclarationError,
-            r"'a\.w': the DTensor is placed as \(Partial\(sum\),\): a Partial is a sum .* Call redistribute",
-        ),
-        (
-            "uneven",
-            megackpt.DeclarationError,
-            r"'w': .* means a local tensor of shape \(2,\) here, but it has \(1,\)\. Shard it as torch.chunk",
-        ),
-        (
-            "twice",
-            megackpt.DeclarationError,
-            r"'a\.b': two tensors .*\['a'\]\['b'\] and \['a\.b'\]. Rename one of the dict keys",
-        ),
-        ("tuple", megackpt.DeclarationError, r"a: a DTensor is inside of a tuple. Use a list or a dict"),
-    ],
-)
+ERRORS = {
+    "partial": r"'a\.w': the DTensor is placed as \(Partial\(sum\),\): a Partial is a sum .*"
+    r"Call redistribute",
+    "uneven": r"'w': .* means a local tensor of shape \(2,\) here, but it has \(1,\)\. "
+    r"Shard it as torch.chunk",
+    "twice": r"'a\.b': two tensors .*\['a'\]\['b'\] and \['a\.b'\]. Rename one of the dict keys",
+    "tuple": r"a: a DTensor is inside of a tuple. Use a list or a dict",
+    "entity": r"'w': data is a DTensor.*to_local",
+}
+
+
+@pytest.mark.parametrize("kind", ERRORS)
 def test_what_cannot_be_saved_raises_an_error_with_what_to_do(
-    kind: str, kept: type[Exception], text: str, rank_pool: RankPool, tmp_path: Path
+    kind: str, rank_pool: RankPool, tmp_path: Path
 ) -> None:
     for outcome in rank_pool.outcomes(_error_of, 2, str(tmp_path / "step"), kind):
-        with pytest.raises(kept, match=text):
+        with pytest.raises(megackpt.DeclarationError, match=ERRORS[kind]):
             raise outcome.error or AssertionError("it was saved")
 
 
-def _dtensor_in_an_entity(path: str) -> None:
-    mesh = init_device_mesh("cpu", (2,))
-    sharded = distribute_tensor(torch.arange(4.0), mesh, [Shard(0)])
-    megackpt.save({"w": megackpt.ShardedTensor.from_rank_offsets("w", sharded)}, path)
+Meshed: TypeAlias = tuple[tuple[int, ...], tuple[int, ...], list[MeshCut | None]]
+"""A global shape, a mesh shape and its cuts."""
 
 
-def test_a_dtensor_as_the_data_of_an_entity_raises_an_error(rank_pool: RankPool, tmp_path: Path) -> None:
-    for outcome in rank_pool.outcomes(_dtensor_in_an_entity, 2, str(tmp_path / "step")):
-        with pytest.raises(megackpt.DeclarationError, match=r"'w': data is a DTensor.*to_local"):
-            raise outcome.error or AssertionError("it was saved")
+@st.composite
+def meshed(draw: st.DrawFn) -> Meshed:
+    """Any of them may be uneven."""
+    shape = tuple(draw(st.lists(st.integers(0, 13), min_size=1, max_size=3)))
+    mesh = tuple(draw(st.lists(st.integers(1, 4), min_size=1, max_size=3)))
+    cut = st.builds(MeshCut, st.integers(0, len(shape) - 1), st.integers(1, 3))
+    return shape, mesh, [draw(st.none() | cut) for _ in mesh]
+
+
+def coordinates(mesh: tuple[int, ...]) -> list[tuple[int, ...]]:
+    return list(product(*map(range, mesh)))
+
+
+def whole(shape: tuple[int, ...]) -> torch.Tensor:
+    return torch.arange(math.prod(shape)).reshape(shape)
+
+
+def cut_by_definition(
+    shape: tuple[int, ...], mesh: tuple[int, ...], at: tuple[int, ...], cuts: list[MeshCut | None]
+) -> torch.Tensor:
+    """The local tensor by the definition: each placement splits what the ones before have left."""
+    local = whole(shape)
+    for cut, parts, index in zip(cuts, mesh, at, strict=True):
+        if cut is not None:
+            first = chunks(local, cut.split_factor, cut.dim)
+            local = torch.cat([chunks(part, parts, cut.dim)[index] for part in first], dim=cut.dim)
+    return local
+
+
+def chunks(tensor: torch.Tensor, parts: int, dim: int) -> list[torch.Tensor]:
+    """torch.chunk, filled up with empty ones."""
+    chunks = list(tensor.chunk(parts, dim))
+    return chunks + [tensor.narrow(dim, 0, 0)] * (parts - len(chunks))
+
+
+class Mesh:
+    """What torch asks of a DeviceMesh to compute offsets, without processes."""
+
+    def __init__(self, shape: tuple[int, ...], at: tuple[int, ...]) -> None:
+        self.shape, self.ndim, self._at = shape, len(shape), at
+
+    def size(self, mesh_dim: int) -> int:
+        return self.shape[mesh_dim]
+
+    def get_coordinate(self) -> list[int]:
+        return list(self._at)
+
+    def _is_current_rank_part_of_mesh(self) -> bool:
+        return True
+
+    def _sym_get_coordinate(self, mesh_dim: int) -> int:
+        return self._at[mesh_dim]
+
+
+def assembled(boxes: list[MeshBox], shape: tuple[int, ...]) -> torch.Tensor:
+    """The local tensor that boxes describe."""
+    extents = [max(b.local_start[d] + b.box.shape[d] for b in boxes) for d in range(len(shape))]
+    local = torch.full(extents, -1)
+    for owned in boxes:
+        at = tuple(slice(a, a + n) for a, n in zip(owned.local_start, owned.box.shape, strict=True))
+        local[at] = whole(shape)[owned.box.slices()]
+    return local
+
+
+@given(meshed())
+def test_boxes_hold_what_the_placements_leave_in_the_local_tensor(case: Meshed) -> None:
+    shape, mesh, cuts = case
+    for at in coordinates(mesh):
+        expected = cut_by_definition(shape, mesh, at, cuts)
+        assert torch.equal(assembled(mesh_boxes(shape, mesh, at, cuts), shape), expected), (at, cuts)
+
+
+@given(meshed())
+def test_the_ranks_that_are_no_copies_of_others_tile_the_array(case: Meshed) -> None:
+    shape, mesh, cuts = case
+    count = torch.zeros(shape, dtype=torch.int64)
+    for at in coordinates(mesh):
+        if all(i == 0 for i, cut in zip(at, cuts, strict=True) if cut is None):
+            for owned in mesh_boxes(shape, mesh, at, cuts):
+                count[owned.box.slices()] += 1
+    assert torch.equal(count, torch.ones_like(count))
+
+
+@given(meshed())
+def test_plain_cuts_give_the_offset_that_torch_computes(case: Meshed) -> None:
+    shape, mesh, cuts = case
+    cuts = [cut and MeshCut(cut.dim) for cut in cuts]
+    placements = [Replicate() if cut is None else Shard(cut.dim) for cut in cuts]
+    for at in coordinates(mesh):
+        (owned,) = mesh_boxes(shape, mesh, at, cuts)
+        local_shape, offset = compute_local_shape_and_global_offset(shape, Mesh(mesh, at), placements)
+        assert owned.box.shape == tuple(local_shape)
+        if owned.box.numel:  # where nothing is lies where it likes
+            assert owned.box.start == tuple(offset)
+        assert owned.local_start == (0,) * len(shape)
+
+
+@given(st.integers(1, 4), st.integers(1, 4), st.integers(0, 4))
+def test_fsdp_over_tp_gives_each_rank_one_box_where_it_is_even(fsdp: int, tp: int, rows: int) -> None:
+    """The placements of fully_shard over parallelize_module: cut by tp first, then by fsdp."""
+    shape, cuts = (fsdp * tp * rows, 3), [MeshCut(0, tp), MeshCut(0)]
+    placements = [_StridedShard(0, split_factor=tp), Shard(0)]
+    for at in coordinates((fsdp, tp)):
+        (owned,) = mesh_boxes(shape, (fsdp, tp), at, cuts)
+        expected = compute_local_shape_and_global_offset(shape, Mesh((fsdp, tp), at), placements)
+        assert (owned.box.shape, owned.box.start) == expected
+
+
+def test_the_order_of_cuts_can_be_given() -> None:
+    """Cuts from right to left are what a strided cut on the left stands for."""
+    for at in coordinates((2, 2)):
+        plain = mesh_boxes((8,), (2, 2), at, [MeshCut(0), MeshCut(0)], order=[1, 0])
+        assert plain == mesh_boxes((8,), (2, 2), at, [MeshCut(0, 2), MeshCut(0)])
+
+
+def test_a_mesh_that_does_not_fit_raises_an_error() -> None:
+    for mesh, at, cut in (((2,), (2,), MeshCut(0)), ((2,), (0, 0), MeshCut(0)), ((2,), (0,), MeshCut(1))):
+        with pytest.raises(megackpt.GeometryError, match="do not fit an array of shape"):
+            mesh_boxes((4,), mesh, at, [cut])
+
+
+def test_dtensors_are_not_looked_for_before_torch_has_loaded_their_module(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delitem(sys.modules, "torch.distributed.tensor")
+    state = {"w": torch.zeros(2)}
+    assert adopt_torch_sharded_tensors(state, {torch.Tensor}, PathKeys()) is state
+    assert "torch.distributed.tensor" not in sys.modules

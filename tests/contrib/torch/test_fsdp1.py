@@ -36,10 +36,17 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:Please use DTensor instead"),
 ]
 
+BLOCKS = frozenset({Block})
 WHOLE = torch.arange(7 * 6, dtype=torch.float32).reshape(7, 6)
 
 
-def build(kind: str, seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+def build(
+    kind: str,
+    seed: int,
+    *,
+    module: type[nn.Module] = Transformer,
+    wrapped: frozenset[type[nn.Module]] = BLOCKS,
+) -> tuple[nn.Module, torch.optim.Optimizer]:
     """Return the model in FSDP version 1, over all ranks or halves of them, and its AdamW. Collective."""
     warnings.filterwarnings("ignore", message="Please use DTensor instead")
     torch.manual_seed(seed)
@@ -51,10 +58,10 @@ def build(kind: str, seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
         groups["process_group"] = shard[rank // 2], replicate[rank % 2]
         groups["sharding_strategy"] = ShardingStrategy.HYBRID_SHARD
     model = FSDP(
-        Transformer(),
-        auto_wrap_policy=ModuleWrapPolicy({Block}),
+        module(),
+        auto_wrap_policy=ModuleWrapPolicy(wrapped),
         device_id=torch.device("cpu"),
-        use_orig_params=True,
+        use_orig_params=kind != "flat",
         **groups,
     )
     return model, torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)

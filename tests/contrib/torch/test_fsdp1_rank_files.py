@@ -1,8 +1,9 @@
-"""Files that the ranks of FSDP version 1 saved with torch.save become whole arrays, which load elsewhere."""
+"""Files that the ranks of FSDP saved with torch.save become whole arrays, which load elsewhere."""
 
 from __future__ import annotations
 
-import warnings
+import dataclasses
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,26 +11,24 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
-from torch.distributed.fsdp import StateDictType
+from torch.distributed.fsdp import StateDictType, fully_shard
 from torch.distributed.fsdp.api import (
     FullOptimStateDictConfig,
     FullStateDictConfig,
     LocalStateDictConfig,
-    ShardingStrategy,
 )
-from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import megackpt
 from megackpt.testing.ranks import RankPool
-from tests.contrib.torch.test_fsdp1 import build, load_fsdp1, load_fsdp2, sharded, whole
-from tests.contrib.torch.worlds import COMPUTES, Block, Transformer, same, train_step
+from tests.contrib.torch.test_fsdp1 import BLOCKS, build, load_fsdp1, load_fsdp2, sharded, whole
+from tests.contrib.torch.worlds import COMPUTES, Transformer, full, same, train_step
 from tests.support.effort import sampled, with_all
 
-pytestmark = [
-    pytest.mark.skipif(not COMPUTES, reason="this torch does not run FSDP on the CPU"),
-    pytest.mark.filterwarnings("ignore:Please use DTensor instead"),
-]
+pytestmark = pytest.mark.filterwarnings("ignore:Please use DTensor instead")
+computes = pytest.mark.skipif(not COMPUTES, reason="this torch does not run FSDP on the CPU")
 
 
 class WithScale(Transformer):
@@ -45,28 +44,12 @@ class WithScale(Transformer):
 
 def _trained(kind: str) -> tuple[nn.Module, torch.optim.Optimizer]:
     """Return a trained model in nested FSDP modules, and its optimizer. Collective."""
-    warnings.filterwarnings("ignore", message="Please use DTensor instead")
-    torch.manual_seed(1)
-    groups: dict[str, Any] = {}
-    if kind == "hybrid":
-        shard = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3])]
-        replicate = [dist.new_group(ranks) for ranks in ([0, 2], [1, 3])]
-        groups["process_group"] = shard[dist.get_rank() // 2], replicate[dist.get_rank() % 2]
-        groups["sharding_strategy"] = ShardingStrategy.HYBRID_SHARD
     # Modules in wrapped modules are wrapped, too, and the norms of a block belong to the block.
-    model = FSDP(
-        WithScale(),
-        auto_wrap_policy=ModuleWrapPolicy({Block, nn.Linear}),
-        device_id=torch.device("cpu"),
-        use_orig_params=kind != "flat",
-        **groups,
-    )
-    # Adam has two arrays for each parameter, and a step. For SGD, torch gathers the whole state correctly.
-    optimizer: torch.optim.Optimizer
-    if kind == "momentum":
+    model, optimizer = build(kind, 1, module=WithScale, wrapped=BLOCKS | {nn.Linear})
+    if (
+        kind == "momentum"
+    ):  # Adam has two arrays for each parameter. For SGD, torch gathers the state correctly.
         optimizer = torch.optim.SGD(model.parameters(), lr=1e-2, momentum=0.9)
-    else:
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     for seed in range(2):
         train_step(model, optimizer, seed=seed)
     return model, optimizer
@@ -97,12 +80,7 @@ def _save_files(kind: str, folder: Path) -> dict[str, Any]:
     return _gathered_by_torch(model, optimizer) if kind == "momentum" else whole(model, optimizer)
 
 
-def _flattened(value: Any, path: str = "") -> dict[str, Any]:
-    if not isinstance(value, dict):
-        return {path: value}
-    return {k: v for key, child in value.items() for k, v in _flattened(child, f"{path}/{key}").items()}
-
-
+@computes
 @sampled(5)
 @pytest.mark.parametrize(
     ("kind", "ranks"), [("orig", 3), ("flat", 4), ("hybrid", 4), ("momentum", 3), ("kinds", 4)]
@@ -119,7 +97,7 @@ def test_files_of_fsdp1_ranks_become_whole_arrays(
         assert report.left_out == (f"seed of this rank of ranks {others} (differs from that of rank 0)",)
     loaded = megackpt.load({}, tmp_path / "imported")
     arrays = {"model": loaded["model"], "optimizer": loaded["optimizer"]["state"]}
-    assert same(_flattened(arrays), expected) == []
+    assert same(full(arrays), expected) == []
     assert {"/model/scale", "/model/layers.0.up.weight"} <= expected.keys()
     assert loaded["optimizer"]["param_groups"][0]["lr"] == 1e-2
 
@@ -143,6 +121,7 @@ def _save_small(folder: Path) -> dict[str, Any]:
     return whole(model, optimizer)
 
 
+@computes
 @with_all("a plain run compares one set of files, and test_fsdp1.py loads at other layouts")
 @pytest.mark.parametrize("target", ["fsdp1", "fsdp2"])
 def test_training_resumes_from_imported_files_at_another_layout(
@@ -168,6 +147,7 @@ def _save_flat(folder: Path) -> str:
     return next(iter(state))
 
 
+@computes
 @with_all("a plain run rejects a crafted flat parameter")
 def test_flat_parameters_are_rejected_with_advice(rank_pool: RankPool, tmp_path: Path) -> None:
     folder = tmp_path / "ranks"
@@ -178,3 +158,63 @@ def test_flat_parameters_are_rejected_with_advice(rank_pool: RankPool, tmp_path:
     assert raised.value.key == f"model.{key}"
     assert "SHARDED_STATE_DICT" in str(raised.value)
     assert not (tmp_path / "new").exists()
+
+
+def _small_model() -> nn.Module:
+    torch.manual_seed(5)
+    return nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 3))
+
+
+def _save_files_of_fsdp2(folder: Path) -> None:
+    """Train under FSDP2, and save a file for each rank; rank 0 saves the whole state as well."""
+    mesh = dist.init_device_mesh("cpu", (2, 2))
+    model = _small_model()
+    fully_shard(model, mesh=dist.init_device_mesh("cpu", (4,)))
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(2, 5)).sum().backward()
+    optimizer.step()
+    weights, states = get_state_dict(model, optimizer)
+    both = torch.arange(36.0).view(4, 9)
+    cuts = {
+        "both": distribute_tensor(both, mesh, [Shard(0), Shard(1)]),
+        "columns": distribute_tensor(both, mesh, [Replicate(), Shard(1)]),
+    }
+    rank = dist.get_rank()
+    torch.save({"model": weights, "optimizer": states, "cuts": cuts}, folder / f"rank_{rank}.pt")
+    weights, states = get_state_dict(model, optimizer, options=StateDictOptions(full_state_dict=True))
+    if rank == 0:
+        whole = {"model": weights, "optimizer": states, "cuts": {"both": both, "columns": both}}
+        torch.save(whole, folder.parent / "whole.pt")
+
+
+def _change_columns(path: Path, change: Callable[[Any], Any]) -> None:
+    """Change the local part of the replicated DTensor in a rank's file."""
+    saved = torch.load(path, weights_only=False)
+    columns = saved["cuts"]["columns"]
+    spec = columns._spec
+    local = change(columns._local_tensor)
+    meta = spec.tensor_meta._replace(dtype=local.dtype)
+    spec = dataclasses.replace(spec, tensor_meta=meta)
+    saved["cuts"]["columns"] = DTensor(local, spec, requires_grad=False)
+    torch.save(saved, path)
+
+
+@sampled(2)
+def test_files_of_fsdp2_ranks_become_whole_arrays(rank_pool: RankPool, tmp_path: Path) -> None:
+    folder = tmp_path / "ranks"
+    folder.mkdir()
+    rank_pool.run(_save_files_of_fsdp2, 4, folder)
+    report = megackpt.import_torch(folder, tmp_path / "imported")
+    assert report.left_out == ()
+    assert same(full(megackpt.load({}, tmp_path / "imported")), full(torch.load(tmp_path / "whole.pt"))) == []
+    _change_columns(folder / "rank_3.pt", lambda columns: columns.add_(1))
+    with pytest.raises(megackpt.FormatError, match=r"'cuts.columns' has other bits than in .*rank_1"):
+        megackpt.import_torch(folder, tmp_path / "differing")
+    _change_columns(folder / "rank_3.pt", lambda columns: columns.double())
+    with pytest.raises(megackpt.FormatError, match=r"'cuts.columns' is torch.float64 .*, and torch.float32"):
+        megackpt.import_torch(folder, tmp_path / "differing")
+    assert not (tmp_path / "differing").exists()
+    (folder / "rank_3.pt").unlink()
+    with pytest.raises(megackpt.CoverageError, match="no rank"):
+        megackpt.import_torch(folder, tmp_path / "incomplete")
+    assert not (tmp_path / "incomplete").exists()

@@ -10,7 +10,6 @@ import io
 import pathlib
 import pickle
 import random
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -40,17 +39,9 @@ def _of_bridge() -> dict[str, Any]:
         "do_train": torch.tensor(True),
     }
     scheduler = {"max_lr": 3e-4, "lr_decay_style": "cosine", "num_steps": 512, "start_wd": None}
-    return {
-        "checkpoint_version": 3.0,
-        "iteration": 7,
-        "train_state_metadata": train_state,
-        "opt_param_scheduler": scheduler,
-        "rng": [rng],
-        "content_metadata_of_run": {
-            "distrib_optim_sharding_type": "dp_reshardable",
-            "singleton_local_shards": True,
-        },
-    }
+    of_run = {"distrib_optim_sharding_type": "dp_reshardable", "singleton_local_shards": True}
+    state = {"train_state_metadata": train_state, "opt_param_scheduler": scheduler, "rng": [rng]}
+    return {**state, "checkpoint_version": 3.0, "iteration": 7, "content_metadata_of_run": of_run}
 
 
 def _of_torchtitan() -> dict[str, Any]:
@@ -70,10 +61,7 @@ def _of_torchtitan() -> dict[str, Any]:
         "dataset": {
             "rng_state": generator.getstate(),
             "sources": {0: {"sample_idx": 4, "inputs_buffer": [1, 2, 3]}, 1: {"data": {"epoch": 0}}},
-            "packer_state": {
-                "packed_samples": [{"input_ids": torch.arange(4)}],
-                "sample_buffer": [[1, 2]],
-            },
+            "packer_state": {"packed_samples": [{"input_ids": torch.arange(4)}], "sample_buffer": [[1, 2]]},
         },
     }
 
@@ -101,42 +89,29 @@ def _of_nemo() -> dict[str, Any]:
     }
 
 
-STATES: dict[str, Callable[[], dict[str, Any]]] = {
-    "bridge": _of_bridge,
-    "torchtitan": _of_torchtitan,
-    "nemo": _of_nemo,
-}
-
-
-@pytest.mark.parametrize("backend", ["megackpt", "torch_dist"])
-@pytest.mark.parametrize("name", STATES)
-def test_values_of_frameworks_round_trip(name: str, backend: str, tmp_path: Path) -> None:
-    state = STATES[name]()
-    dist_checkpointing.save(state, str(tmp_path / "a"), (backend, 1))
-    loaded = dist_checkpointing.load({}, str(tmp_path / "a"))
-    assert difference(STATES[name](), loaded) is None
-
-
-@pytest.mark.parametrize("name", STATES)
-def test_values_of_frameworks_survive_a_conversion_and_back(name: str, tmp_path: Path) -> None:
-    megackpt.save(STATES[name](), tmp_path / "a")
-    megackpt.convert(tmp_path / "a", tmp_path / "b", to="torch_dist")
-    megackpt.convert(tmp_path / "b", tmp_path / "c", to="megackpt")
-    assert difference(STATES[name](), megackpt.load_common_state_dict(tmp_path / "c")) is None
-
-
-def test_times_and_paths_are_values_of_both_formats(tmp_path: Path) -> None:
+def _of_times_and_paths() -> dict[str, Any]:
     zone = datetime.timezone(datetime.timedelta(hours=2))
-    state = {
+    return {
         "times": [datetime.datetime(2026, 1, 2, 3, tzinfo=zone), datetime.date(2026, 1, 2), datetime.time(4)],
         "paths": [pathlib.PurePosixPath("a/b"), pathlib.PureWindowsPath("c:/d"), pathlib.Path("e")],
         "elapsed": {datetime.timedelta(seconds=i): i for i in range(1100)},  # so many that keys are checked
     }
-    megackpt.save(state, tmp_path / "a", ("torch_dist", 1))
-    megackpt.convert(tmp_path / "a", tmp_path / "b", to="megackpt")
-    megackpt.convert(tmp_path / "b", tmp_path / "c", to="torch_dist")
-    for name in "abc":
-        assert difference(state, megackpt.load_common_state_dict(tmp_path / name)) is None
+
+
+STATES = {"bridge": _of_bridge, "torchtitan": _of_torchtitan, "nemo": _of_nemo, "times": _of_times_and_paths}
+
+
+@pytest.mark.parametrize("backend", ["megackpt", "torch_dist"])
+@pytest.mark.parametrize("name", STATES)
+def test_values_of_frameworks_survive_a_save_and_conversions(name: str, backend: Any, tmp_path: Path) -> None:
+    other = "megackpt" if backend == "torch_dist" else "torch_dist"
+    dist_checkpointing.save(STATES[name](), str(tmp_path / "a"), (backend, 1))
+    assert difference(STATES[name](), dist_checkpointing.load({}, str(tmp_path / "a"))) is None
+    megackpt.save(STATES[name](), tmp_path / "b", (backend, 1))
+    megackpt.convert(tmp_path / "b", tmp_path / "c", to=other)
+    megackpt.convert(tmp_path / "c", tmp_path / "d", to=backend)
+    for step in "bcd":
+        assert difference(STATES[name](), megackpt.load_common_state_dict(tmp_path / step)) is None
 
 
 @dataclass

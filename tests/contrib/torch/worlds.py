@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -169,3 +170,9 @@ def six_sharded(value: float = 1.0) -> dict[str, Any]:
     """Return six equal numbers, sharded over all ranks, and a common value."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     return {"w": distribute_tensor(torch.full((6,), value), mesh, [Shard(0)]), "epoch": int(value)}
+
+
+def data_nbytes(checkpoint: Path) -> int:
+    """Return the bytes of tensors in a checkpoint's files, without the headers of these."""
+    contents = [file.read_bytes() for file in (checkpoint / "data").iterdir()]
+    return sum(len(content) - 8 - int.from_bytes(content[:8], "little") for content in contents)
