@@ -133,56 +133,56 @@ def test_a_file_of_our_own_class_with_flat_shards_is_read(tmp_path: Path) -> Non
     assert torch.equal(megackpt.load_plain_tensors(tmp_path / "imported")["flat"], flat)
 
 
-def cut(folder: Path) -> None:
-    (folder / "1" / f"iter_{NEWEST:07d}_1_local.pt").unlink()
-
-
-def lose_the_first_rank(folder: Path) -> None:
-    shutil.rmtree(folder / "0")
+def file_of_rank_1(folder: Path) -> Path:
+    return folder / "1" / f"iter_{NEWEST:07d}_1_local.pt"
 
 
 def damage(folder: Path) -> None:
-    path = folder / "1" / f"iter_{NEWEST:07d}_1_local.pt"
-    data = bytearray(path.read_bytes())
+    data = bytearray(file_of_rank_1(folder).read_bytes())
     data[len(data) // 3] ^= 1
-    path.write_bytes(data)
+    file_of_rank_1(folder).write_bytes(data)
 
 
 def mix_runs(folder: Path) -> None:
     """Put rank 1's file of a run with another model next to rank 0's."""
     entity = mapping.ShardedTensor.from_rank_offsets("w", torch.ones(4, 3).double(), (0, 1, 2))
-    kept = MCoreTensorAwareStateDict({}, {"w": entity})
-    torch.save(kept, folder / "1" / f"iter_{NEWEST:07d}_1_local.pt")
+    torch.save(MCoreTensorAwareStateDict({}, {"w": entity}), file_of_rank_1(folder))
 
 
 def mix_steps(folder: Path) -> None:
     """Put rank 1's file of another step of the run next to rank 0's, under the same number."""
     state = state_of(1, 2, NEWEST + 1, mapping)
     kept = MCoreTensorAwareStateDict({}, {"model": state["model"], "flat": state["flat"]})
-    torch.save(kept, folder / "1" / f"iter_{NEWEST:07d}_1_local.pt")
+    torch.save(kept, file_of_rank_1(folder))
 
 
-def put_other_state(folder: Path) -> None:
-    torch.save({"weight": torch.ones(2)}, folder / "1" / f"iter_{NEWEST:07d}_1_local.pt")
-
-
-FAULTS: dict[Callable[[Path], None], tuple[type[Exception], str]] = {
-    shutil.rmtree: (NotACheckpointError, r"has no file 'iter_\*_local\.pt'"),
-    cut: (CoverageError, r"'.*'"),
-    lose_the_first_rank: (NotACheckpointError, r"of iteration 10, those of ranks 0 are missing"),
-    damage: (FormatError, r"_1_local\.pt: it is damaged"),
-    mix_runs: (FormatError, r"'w' has shape and dtype .*, and .* on another rank"),
-    mix_steps: (FormatError, r"'same' has other bits than in .*_1_local\.pt, in the part of shape \(3,\)"),
-    put_other_state: (UnsupportedError, r"has a dict, which does not say where"),
+FAULTS: dict[str, tuple[Callable[[Path], object], type[Exception], str]] = {
+    "all lost": (shutil.rmtree, NotACheckpointError, r"has no file 'iter_\*_local\.pt'"),
+    "lost": (lambda folder: file_of_rank_1(folder).unlink(), CoverageError, r"'.*'"),
+    "first lost": (
+        lambda folder: shutil.rmtree(folder / "0"),
+        NotACheckpointError,
+        r"of iteration 10, those of ranks 0 are missing",
+    ),
+    "damaged": (damage, FormatError, r"_1_local\.pt: it is damaged"),
+    "of two runs": (mix_runs, FormatError, r"'w' has shape and dtype .*, and .* on another rank"),
+    "of two steps": (
+        mix_steps,
+        FormatError,
+        r"'same' has other bits than in .*_1_local\.pt, in the part of shape \(3,\)",
+    ),
+    "other state": (
+        lambda folder: torch.save({"weight": torch.ones(2)}, file_of_rank_1(folder)),
+        UnsupportedError,
+        r"has a dict, which does not say where",
+    ),
 }
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_folder_that_is_not_whole_is_an_error(
-    fault: Callable[[Path], None], folder: Path, tmp_path: Path
-) -> None:
-    fault(folder)
-    error, text = FAULTS[fault]
+def test_a_folder_that_is_not_whole_is_an_error(fault: str, folder: Path, tmp_path: Path) -> None:
+    spoil, error, text = FAULTS[fault]
+    spoil(folder)
     with pytest.raises(error, match=text):
         megackpt.import_nvrx(folder, tmp_path / "imported")
     assert not megackpt.check_is_distributed_checkpoint(tmp_path / "imported")

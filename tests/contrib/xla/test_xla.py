@@ -1,4 +1,7 @@
-"""Tensors that XLA has sharded, as leaves of state dicts and in torch.distributed.checkpoint."""
+"""Tensors that XLA has sharded: leaves of state dicts and of torch.distributed.checkpoint, and their law.
+
+What one SPMD world saved, any other loads, bit for bit.
+"""
 
 from __future__ import annotations
 
@@ -13,10 +16,15 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch.distributed.checkpoint import FileSystemWriter
 
 import megackpt
+from megackpt import load, save
+from megackpt.comm import Group
 from megackpt.engine.checkpoint.opening import open_checkpoint
+from megackpt.engine.data.tensor_bytes import as_bits, byte_view
 from megackpt.errors import CoverageError, DeclarationError, IntegrityError
 from megackpt.integrations.xla import (
     SPMDLoadPlanner,
@@ -25,9 +33,11 @@ from megackpt.integrations.xla import (
     XlaSavePlanner,
     declare_xla,
 )
+from megackpt.mapping import ShardedTensor
 from megackpt.storage import MemoryStore, Store, open_store
+from megackpt.testing.layouts import OwnedChunk, arrays, owned_chunks
 from megackpt.testing.ranks import RankPool
-from megackpt.testing.spmd import SpmdLayout, XLAShardedTensor
+from megackpt.testing.spmd import SpmdLayout, XLAShardedTensor, spmd_layouts
 from megackpt.testing.world import SimulatedWorld
 from tests.support.dcp_alone import ALONE
 
@@ -117,28 +127,20 @@ def test_shards_are_copied_when_nothing_runs_on_the_devices_any_more(monkeypatch
 @pytest.mark.filterwarnings("ignore:torch.distributed is (disabled|unavailable)")
 def test_dcp_planners_keep_every_shard_where_a_host_holds_it_twice(tmp_path: Path) -> None:
     state = {"w": HALVES_TWICE.tensor(ARRAY, 0), "plain": torch.arange(3), "step": 7}
-    dcp.save(state, checkpoint_id=tmp_path, planner=XlaSavePlanner(), **ALONE)
+    dcp.save(state, storage_writer=FileSystemWriter(tmp_path), planner=XlaSavePlanner(), **ALONE)
     whole = {"w": torch.zeros(4, 5)}
     dcp.load(whole, checkpoint_id=tmp_path, **ALONE)  # with torch's own planner
     assert torch.equal(whole["w"], ARRAY)
-    target = {
-        "w": SpmdLayout((1, 2), 1, (1, 0), 1).tensor(torch.zeros(4, 5), 0),
-        "plain": torch.zeros(3).long(),
-    }
-    target["step"] = 0
+    other = SpmdLayout((1, 2), 1, (1, 0), 1)
+    target = {"w": other.tensor(torch.zeros(4, 5), 0), "plain": torch.zeros(3).long(), "step": 0}
     dcp.load(target, checkpoint_id=tmp_path, planner=XlaLoadPlanner(), **ALONE)
-    assert on_devices(target["w"]) == on_devices(SpmdLayout((1, 2), 1, (1, 0), 1).tensor(ARRAY, 0))
+    assert on_devices(target["w"]) == on_devices(other.tensor(ARRAY, 0))
     assert target["w"].loads == 1
     assert (target["plain"].tolist(), target["step"]) == ([0, 1, 2], 7)
 
 
-@pytest.mark.filterwarnings("ignore:torch.distributed is (disabled|unavailable)")
-def test_the_dcp_planners_have_the_names_of_those_of_torch_xla(tmp_path: Path) -> None:
-    state = {"w": HALVES_TWICE.tensor(ARRAY, 0)}
-    target = {"w": HALVES_TWICE.tensor(torch.zeros(4, 5), 0)}
-    dcp.save(state, storage_writer=FileSystemWriter(tmp_path), planner=SPMDSavePlanner(), **ALONE)
-    dcp.load(target, storage_reader=FileSystemReader(tmp_path), planner=SPMDLoadPlanner(), **ALONE)
-    assert on_devices(target["w"]) == on_devices(state["w"])
+def test_the_dcp_planners_have_the_names_of_those_of_torch_xla() -> None:
+    assert (SPMDSavePlanner, SPMDLoadPlanner) == (XlaSavePlanner, XlaLoadPlanner)
 
 
 def save_and_load_with_dcp(directory: Path) -> list[Any]:
@@ -197,3 +199,108 @@ def test_torch_xla_itself_saves_and_loads(tmp_path: Path) -> None:
     sys.stdout.write(ran.stdout)
     assert ran.returncode == 0, ran.stderr[-3000:]
     assert "every device has what was saved" in ran.stdout
+
+
+SETTINGS = settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
+
+
+def save_spmd(array: torch.Tensor, layout: SpmdLayout, store: MemoryStore) -> None:
+    SimulatedWorld(layout.hosts).run(lambda g: save({"w": layout.tensor(array, g.rank)}, store, group=g))
+
+
+def load_spmd(wrong: torch.Tensor, layout: SpmdLayout, store: MemoryStore) -> list[XLAShardedTensor]:
+    def load_host(group: Group) -> XLAShardedTensor:
+        tensor = layout.tensor(wrong, group.rank)
+        assert load({"w": tensor}, store, group=group)["w"] is tensor
+        return tensor
+
+    return SimulatedWorld(layout.hosts).run(load_host)
+
+
+def wrong_values(array: torch.Tensor) -> torch.Tensor:
+    return as_bits(torch.ones_like(as_bits(array))).view(array.dtype)
+
+
+def assert_on_all_devices(layout: SpmdLayout, hosts: list[XLAShardedTensor], array: torch.Tensor) -> None:
+    for host, tensor in enumerate(hosts):
+        for got, expected in zip(tensor.devices, layout.tensor(array, host).devices, strict=True):
+            assert bits_of(got.elements()) == bits_of(expected.elements()), got.shard_device
+
+
+def bits_of(tensor: torch.Tensor) -> bytes:
+    return bytes(byte_view(as_bits(tensor).contiguous()))
+
+
+@SETTINGS
+@given(data=st.data(), array=arrays(max_dims=3))
+def test_any_spmd_world_loads_what_any_other_saved(data: st.DataObject, array: torch.Tensor) -> None:
+    source = data.draw(spmd_layouts(array.ndim), label="source")
+    target = data.draw(spmd_layouts(array.ndim), label="target")
+    store = MemoryStore()
+    save_spmd(array, source, store)
+    assert_on_all_devices(target, load_spmd(wrong_values(array), target, store), array)
+
+
+def declare(layout: list[OwnedChunk], array: torch.Tensor, rank: int) -> list[ShardedTensor]:
+    return [owned.declare("w", array) for owned in layout if owned.rank == rank]
+
+
+@SETTINGS
+@given(data=st.data(), array=arrays(max_dims=3), ranks=st.integers(1, 3))
+def test_spmd_worlds_and_ranks_load_what_the_other_saved(
+    data: st.DataObject, array: torch.Tensor, ranks: int
+) -> None:
+    spmd = data.draw(spmd_layouts(array.ndim), label="spmd")
+    owned = data.draw(owned_chunks(tuple(array.shape), ranks=ranks), label="ranks")
+    store, back = MemoryStore(), MemoryStore()
+    save_spmd(array, spmd, store)
+
+    def through_ranks(group: Group) -> None:
+        request = {"shards": declare(owned, wrong_values(array), group.rank)}
+        load(request, store, group=group)
+        save(request, back, group=group)
+
+    SimulatedWorld(ranks).run(through_ranks)
+    assert_on_all_devices(spmd, load_spmd(wrong_values(array), spmd, back), array)
+
+
+def save_through_planners(state: list[XLAShardedTensor]) -> tuple[Any, dict[Any, torch.Tensor]]:
+    """Return the metadata and the stored boxes of a save by the hosts' DCP planners, without storage."""
+    planners = []
+    for host, tensor in enumerate(state):
+        planner = XlaSavePlanner()
+        planner.set_up_planner({"w": tensor}, is_coordinator=host == 0)
+        planners.append(planner)
+    plans, metadata = planners[0].create_global_plan([planner.create_local_plan() for planner in planners])
+    stored = {}
+    for planner, plan in zip(planners, plans, strict=True):
+        for item in planner.finish_plan(plan).items:
+            assert item.index not in stored
+            stored[item.index] = planner.resolve_data(item).clone()
+    return metadata, stored
+
+
+def load_through_planners(tensor: XLAShardedTensor, metadata: Any, stored: dict[Any, torch.Tensor]) -> None:
+    planner = XlaLoadPlanner()
+    planner.set_up_planner({"w": tensor}, metadata, True)
+    plan = planner.finish_plan(planner.create_global_plan([planner.create_local_plan()])[0])
+    for i, item in enumerate(plan.items):
+        assert tensor.loads == 0, f"on the devices before read {i} of {len(plan.items)}"
+        source = stored[item.storage_index]
+        for dim, (start, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
+            source = source.narrow(dim, start, length)
+        target = planner.resolve_tensor(item)
+        target.copy_(source)
+        planner.commit_tensor(item, target)
+
+
+@SETTINGS
+@given(data=st.data(), array=arrays(max_dims=3))
+def test_dcp_planners_keep_the_law_between_spmd_worlds(data: st.DataObject, array: torch.Tensor) -> None:
+    source = data.draw(spmd_layouts(array.ndim), label="source")
+    target = data.draw(spmd_layouts(array.ndim), label="target")
+    metadata, stored = save_through_planners([source.tensor(array, host) for host in range(source.hosts)])
+    loaded = [target.tensor(wrong_values(array), host) for host in range(target.hosts)]
+    for tensor in loaded:
+        load_through_planners(tensor, metadata, stored)
+    assert_on_all_devices(target, loaded, array)
