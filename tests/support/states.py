@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,7 +18,6 @@ from megackpt.maps import RegionMap
 from megackpt.maps.requests import in_order_of
 from megackpt.metadata import ArraySpec, ChunkTable, StoredChunks, block_counts
 from megackpt.storage import MemoryStore
-
 
 sharded = ShardedTensor.from_rank_offsets
 """Declares a part of an array that is cut evenly: `sharded(key, data, (dim, rank, ranks))`."""
@@ -113,3 +113,13 @@ def random_arrays(made: RegionMap, seed: int) -> dict[str, Tensor]:
         key: (torch.randn(array.stored, generator=generator) * 2**20).round() / 2**20
         for key, array in made.right.items()
     }
+
+
+class PickledCall:
+    """An object whose pickle calls a function with arguments: what a malicious file has."""
+
+    def __init__(self, function: Callable[..., object], *arguments: object) -> None:
+        self.call = function, arguments
+
+    def __reduce__(self) -> Any:
+        return self.call

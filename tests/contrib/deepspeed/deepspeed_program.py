@@ -142,12 +142,8 @@ def _fragment(optimizer: Any, param: Any) -> tuple[int, dict[str, Tensor]]:
     groups = getattr(optimizer, "bit16_groups", None) or optimizer.bf16_groups
     number = next(i for i, group in enumerate(groups) if any(member is param for member in group))
     is_bf16_optimizer = hasattr(optimizer, "fp32_groups_flat_partition")
-    flats = (
-        optimizer.fp32_groups_flat_partition
-        if is_bf16_optimizer
-        else optimizer.single_partition_of_fp32_groups
-    )
-    flat, address = flats[number], param._hp_mapping.hp_fragment_address
+    kind = "fp32_groups_flat_partition" if is_bf16_optimizer else "single_partition_of_fp32_groups"
+    flat, address = getattr(optimizer, kind)[number], param._hp_mapping.hp_fragment_address
     vectors = {"fp32_param": flat.detach(), **{k: optimizer.optimizer.state[flat][k] for k in STATES}}
     values = {k: v.narrow(0, address.start, address.numel).clone() for k, v in vectors.items()}
     return param._hp_mapping.lp_fragment_address.start, values

@@ -14,7 +14,6 @@ import subprocess
 import sys
 import zipfile
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path, PosixPath
 
 import pytest
@@ -26,6 +25,7 @@ from megackpt.cli import main
 from megackpt.maintenance import import_folder
 from tests.contrib.deepspeed.deepspeed_program import CASES, LEARNING_RATE, STATES, STEPS, Net
 from tests.support.effort import sampled
+from tests.support.states import PickledCall
 
 STORED = Path(__file__).parent / "folders"
 OPTIMIZER_0 = "global_step3/zero_pp_rank_0_mp_rank_00_optim_states.pt"
@@ -66,9 +66,8 @@ def test_folders_that_deepspeed_makes_now_are_bit_equal(tmp_path: Path) -> None:
     if importlib.util.find_spec("deepspeed") is None:  # to import it takes seconds
         pytest.skip("the extra test-deepspeed is not installed")
     program = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    root = Path(megackpt.__file__).parents[1]
     subprocess.run(
-        [*program, str(root / "tests" / "deepspeed_program.py"), str(tmp_path)],
+        [*program, str(Path(__file__).with_name("deepspeed_program.py")), str(tmp_path)],
         check=True,
         env={**os.environ, "DS_ACCELERATOR": "cpu", "DS_BUILD_OPS": "0", "OMP_NUM_THREADS": "1"},
         timeout=300,
@@ -118,14 +117,6 @@ def test_torch_names_load_into_a_plain_model_and_optimizer(case: str, tmp_path: 
     assert [group["weight_decay"] for group in optimizer.param_groups] == [0.1, 0.0]
 
 
-def _remove(name: str) -> Callable[[Path], None]:
-    return lambda folder: (folder / name).unlink()
-
-
-def _cut(name: str) -> Callable[[Path], None]:
-    return lambda folder: os.truncate(folder / name, (folder / name).stat().st_size // 2)
-
-
 def _flip(folder: Path) -> None:
     """Change a byte of a tensor, which torch.load does not see."""
     path = folder / OPTIMIZER_1
@@ -134,14 +125,6 @@ def _flip(folder: Path) -> None:
     data = bytearray(path.read_bytes())
     data[record.header_offset + 200] ^= 1
     path.write_bytes(data)
-
-
-def _latest_elsewhere(folder: Path) -> None:
-    (folder / "latest").write_text("../../other")
-
-
-def _other_entries(folder: Path) -> None:
-    torch.save({"model": {}}, folder / OPTIMIZER_0)
 
 
 def _too_short(folder: Path) -> None:
@@ -165,23 +148,28 @@ class _NoClasses:
             return super().find_class(module, name)
 
 
+def _cut(path: Path) -> None:
+    os.truncate(path, path.stat().st_size // 2)
+
+
 @sampled(6)
 @pytest.mark.parametrize(
     ("damage", "error", "words"),
     [
-        (_remove(OPTIMIZER_1), FormatError, "saved by 2 ranks, and has the optimizer files of 1"),
-        (_remove(OPTIMIZER_0), FormatError, "zero_pp_rank_0_mp_rank_00_optim_states.pt is missing"),
-        (_remove(MODEL), NotACheckpointError, "no '*_model_states.pt'"),
-        (_remove("latest"), NotACheckpointError, "which has a file 'latest'"),
-        (_cut(OPTIMIZER_1), FormatError, "it is damaged"),
+        (lambda f: (f / OPTIMIZER_1).unlink(), FormatError, "2 ranks, and has the optimizer files of 1"),
+        (lambda f: (f / OPTIMIZER_0).unlink(), FormatError, f"{Path(OPTIMIZER_0).name} is missing"),
+        (lambda f: (f / MODEL).unlink(), NotACheckpointError, "no '*_model_states.pt'"),
+        (lambda f: (f / "latest").unlink(), NotACheckpointError, "which has a file 'latest'"),
+        (lambda f: _cut(f / OPTIMIZER_1), FormatError, "it is damaged"),
         (_flip, FormatError, "are not those written"),
-        (_latest_elsewhere, FormatError, "is not the name of a folder"),
-        (_other_entries, FormatError, "has no 'optimizer_state_dict'"),
+        (lambda f: (f / "latest").write_text("../../other"), FormatError, "is not the name of a folder"),
+        (lambda f: torch.save({"model": {}}, f / OPTIMIZER_0), FormatError, "no 'optimizer_state_dict'"),
         (_too_short, FormatError, "do not have the layout of ZeRO"),
     ],
+    ids=["lost", "first lost", "no model", "no latest", "cut", "flipped", "elsewhere", "other", "short"],
 )
 def test_a_damaged_folder_is_one_error_and_nothing_is_written(
-    damage: Callable[[Path], None], error: type[Exception], words: str, tmp_path: Path
+    damage: Callable[[Path], object], error: type[Exception], words: str, tmp_path: Path
 ) -> None:
     shutil.copytree(STORED / "zero2", tmp_path / "folder")
     damage(tmp_path / "folder")
@@ -214,31 +202,19 @@ def test_a_universal_checkpoint_is_rejected_with_advice(tmp_path: Path) -> None:
 
 def test_the_command_imports_a_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     target = tmp_path / "imported"
-    assert (
-        main(["convert", str(STORED / "zero3"), str(target), "--from", "deepspeed", "--prefix", "net."]) == 0
-    )
+    convert = ["convert", str(STORED / "zero3"), str(target), "--from", "deepspeed"]
+    assert main([*convert, "--prefix", "net."]) == 0
     assert "from DeepSpeed 0.19.8, ZeRO-3, 2 ranks" in capsys.readouterr().out
     assert "optimizer.state.exp_avg.net.fc1.weight" in megackpt.load_plain_tensors(target)
-    assert main(["convert", str(STORED / "zero3"), str(target), "--from", "deepspeed", "--map", "llama"]) == 2
+    assert main([*convert, "--map", "llama"]) == 2
     assert main(["convert", str(tmp_path), str(tmp_path / "b"), "--from", "deepspeed"]) == 3
-
-
-@dataclass(frozen=True)
-class Attack:
-    """An object whose pickle calls a function."""
-
-    function: Callable[[str], object]
-    argument: str
-
-    def __reduce__(self) -> tuple[object, ...]:
-        return self.function, (self.argument,)
 
 
 def _with_attack(directory: Path, function: Callable[[str], object], argument: str) -> Path:
     """Return a folder whose model file has an attack among the values of the user."""
     shutil.copytree(STORED / "zero2", directory / "folder")
     state = torch.load(directory / "folder" / MODEL, weights_only=False)
-    state["mine"] = {"attack": Attack(function, argument), "kept": 1}
+    state["mine"] = {"attack": PickledCall(function, argument), "kept": 1}
     torch.save(state, directory / "folder" / MODEL)
     return directory / "folder"
 

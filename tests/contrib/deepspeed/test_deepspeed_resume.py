@@ -61,10 +61,7 @@ def _resumed(directory: Path) -> None:
     model = ParallelNet(groups)
     trained = [p for p in model.parameters() if p.requires_grad]
     decayed = {"params": [p for p in trained if p.dim() > 1], "weight_decay": 0.0}
-    others = {
-        "params": [p for p in trained if p.dim() == 1],
-        "weight_decay": 0.5,
-    }  # the checkpoint has its own
+    others = {"params": [p for p in trained if p.dim() == 1], "weight_decay": 0.5}  # stored: another one
     optimizer = DistributedOptimizer([decayed, others], lambda g: torch.optim.AdamW(g, lr=1.0), groups)
 
     def declared() -> dict[str, object]:
