@@ -260,27 +260,22 @@ def _import_with(case: tuple[Any, ...], options: Mapping[str, Any]) -> tuple[Any
     return _import(*case, **options)
 
 
-def _load_with_config_of_rank(path: Path, config: GPTConfig) -> str:
-    """Return the error of a load in which ranks give different configs."""
-    edited = json.loads((path / "config.json").read_text())
-    edited["num_hidden_layers"] -= dist.get_rank()
-    state = build_gpt(config, ParallelGroups.create(ParallelLayout(dp=2))).sharded_state_dict()
+def _error_of(path: Path, config: GPTConfig, layout: ParallelLayout, is_edited: bool) -> str:
+    """Return the error of a load, in which ranks may give different configs."""
+    options: dict[str, Any] = {}
+    if is_edited:
+        edited = json.loads((path / "config.json").read_text())
+        edited["num_hidden_layers"] -= dist.get_rank()
+        options = {"config": edited, "strict": "ignore_all"}
+    state = build_gpt(config, ParallelGroups.create(layout)).sharded_state_dict()
     with pytest.raises(CheckpointError) as caught:
-        megackpt.load({"model": state}, path, maps="auto", config=edited, strict="ignore_all")
-    return f"{type(caught.value).__name__}: {caught.value}"
-
-
-def _load_with_missing_weights(path: Path, config: GPTConfig) -> str:
-    """Return the error of a load of which one stage's weights are missing."""
-    state = build_gpt(config, ParallelGroups.create(ParallelLayout(pp=2))).sharded_state_dict()
-    with pytest.raises(CheckpointError) as caught:
-        megackpt.load({"model": state}, path, maps="auto")
+        megackpt.load({"model": state}, path, maps="auto", **options)
     return f"{type(caught.value).__name__}: {caught.value}"
 
 
 def test_all_ranks_get_the_same_error(rank_pool: RankPool, folders: Any, tmp_path: Path) -> None:
     folder = folders("llama", 0)
-    first, second = rank_pool.run(_load_with_config_of_rank, 2, folder.path, folder.config)
+    first, second = rank_pool.run(_error_of, 2, folder.path, folder.config, ParallelLayout(dp=2), True)
     assert first == second
     assert first.startswith("MismatchError: ")
 
@@ -291,7 +286,7 @@ def test_all_ranks_get_the_same_error(rank_pool: RankPool, folders: Any, tmp_pat
     save_file(tensors, file)
     del index["weight_map"]["model.norm.weight"]
     (broken / "model.safetensors.index.json").write_text(json.dumps(index))
-    first, second = rank_pool.run(_load_with_missing_weights, 2, broken, folder.config)
+    first, second = rank_pool.run(_error_of, 2, broken, folder.config, ParallelLayout(pp=2), False)
     assert first == second
     assert re.search(
         r"(?s)^MissingKeyError.*'model.norm.weight' \(ours: 'decoder.final_layernorm.weight'\)", first

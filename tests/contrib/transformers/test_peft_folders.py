@@ -43,10 +43,8 @@ from tests.support.huggingface_models import (
 )
 from tests.support.lora_world import randomise
 
-pytestmark = [
-    # peft 0.21 reads an attribute that transformers 5.23 has renamed.
-    pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning"),
-]
+# peft 0.21 reads an attribute that transformers 5.23 has renamed.
+pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
 
 MERGED = 6e-7
 TP2 = ParallelLayout(tp=2)  # experts are cut over it, too
@@ -137,7 +135,6 @@ TARGETS = {
     "mixtral": ["o_proj"],
     "qwen3_moe": ["q_proj"],
 }
-
 
 PARAMETERS = {
     "mixtral": ["experts.gate_up_proj", "experts.down_proj"],
