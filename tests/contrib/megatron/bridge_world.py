@@ -58,25 +58,19 @@ class DefaultCheckpointManager:
 
     def save(self, ctx: Any, callback_manager: Any) -> None:
         checkpointing().save_checkpoint(
-            state=ctx.state,
-            model=ctx.model,
-            optimizer=ctx.optimizer,
-            opt_param_scheduler=ctx.opt_param_scheduler,
             num_floating_point_operations_so_far=ctx.num_floating_point_operations_so_far,
-            checkpointing_context=self.checkpointing_context,
             pg_collection=ctx.pg_collection,
+            **self._passed(ctx),
         )
 
     def load(self, ctx: Any) -> tuple[int, int]:
-        result: tuple[int, int] = checkpointing().load_checkpoint(
-            state=ctx.state,
-            model=ctx.model,
-            optimizer=ctx.optimizer,
-            opt_param_scheduler=ctx.opt_param_scheduler,
-            strict=ctx.strict,
-            checkpointing_context=self.checkpointing_context,
-        )
+        result: tuple[int, int] = checkpointing().load_checkpoint(strict=ctx.strict, **self._passed(ctx))
         return result
+
+    def _passed(self, ctx: Any) -> dict[str, Any]:
+        names = ("state", "model", "optimizer", "opt_param_scheduler")
+        passed = {name: getattr(ctx, name) for name in names}
+        return passed | {"checkpointing_context": self.checkpointing_context}
 
     def finalize_async_saves(self, state: Any, blocking: bool, terminate: bool) -> None:
         checkpointing().maybe_finalize_async_save(

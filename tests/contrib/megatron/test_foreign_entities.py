@@ -7,8 +7,8 @@ those of 0.16 are tested with its models.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import signal
-from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,59 +22,30 @@ from megackpt.mapping.recognition import MEGATRON_MODULE
 from megackpt.mapping.tree import leaf_types
 
 
-def _theirs(cls: type) -> type:
-    cls.__module__ = MEGATRON_MODULE
-    return cls
+def _theirs(name: str, *fields: str, **defaults: Any) -> Any:
+    """Return a class of Megatron-Core's module with these fields."""
+    with_defaults = [(field, Any, dataclasses.field(default=value)) for field, value in defaults.items()]
+    return dataclasses.make_dataclass(
+        name, [*fields, *with_defaults], namespace={"__module__": MEGATRON_MODULE}
+    )
 
 
-@_theirs
-@dataclass
-class ShardedTensor:
-    key: str
-    data: Any
-    dtype: Any
-    local_shape: Any
-    global_shape: Any
-    global_offset: Any
-    axis_fragmentations: Any
-    replica_id: Any = 0
-    prepend_axis_num: int = 0
-    allow_shape_mismatch: bool = False
-    flattened_range: Any = None
+ShardedTensor = _theirs(
+    "ShardedTensor", "key", "data", "dtype", "local_shape", "global_shape", "global_offset",
+    "axis_fragmentations", replica_id=0, prepend_axis_num=0, allow_shape_mismatch=False, flattened_range=None,
+)  # fmt: skip
+ShardedObject = _theirs("ShardedObject", "key", "data", "global_shape", "global_offset", replica_id=0)
+ShardedTensorFactory = _theirs(
+    "ShardedTensorFactory", "key", "data", "build_fn", "merge_fn", replica_id=0, flattened_range=None
+)
+LocalNonpersistentObject = _theirs("LocalNonpersistentObject", "obj")
 
 
-@_theirs
-@dataclass
-class ShardedObject:
-    key: str
-    data: Any
-    global_shape: Any
-    global_offset: Any
-    replica_id: Any = 0
-
-
-@_theirs
-@dataclass
-class ShardedTensorFactory:
-    key: str
-    data: Any
-    build_fn: Any
-    merge_fn: Any
-    replica_id: Any = 0
-    flattened_range: Any = None
-
-
-@_theirs
-@dataclass
-class LocalNonpersistentObject:
-    obj: Any
-
-
-class Derived(ShardedTensor):
+class Derived(ShardedTensor):  # type: ignore[misc]
     """A user's own class."""
 
 
-def _flat(key: str, data: torch.Tensor, start: int, kind: type = ShardedTensor) -> Any:
+def _flat(key: str, data: torch.Tensor, start: int, kind: Any = ShardedTensor) -> Any:
     return kind(
         key, data, data.dtype, (2, 3), (4, 3), (2, 0), (2, 1), (0, 0, 1), 0, False, slice(start, start + 2)
     )

@@ -235,17 +235,13 @@ def compare_keys(root: Path) -> None:
     loaded, missing, unexpected = dist_checkpointing.load(wanted, str(root), reader, strict="return_all")
     assert (missing, unexpected) == ({"same", "fused.0", "fused.1", "extra"}, {"new"})
     assert set(loaded) == {"w", "model", "step"}
-    together(
-        megackpt.MissingKeyError,
-        "'new'",
-        lambda: dist_checkpointing.load(wanted, str(root), reader, strict="raise_unexpected"),
-    )
+
+    def load(strict: str) -> Any:
+        return dist_checkpointing.load(wanted, str(root), reader, strict=strict)
+
+    together(megackpt.MissingKeyError, "'new'", lambda: load("raise_unexpected"))
     del wanted["new"]
-    together(
-        megackpt.MissingKeyError,
-        "no rank asks for",
-        lambda: dist_checkpointing.load(wanted, str(root), reader, strict="raise_all"),
-    )
+    together(megackpt.MissingKeyError, "no rank asks for", lambda: load("raise_all"))
 
 
 def fail_on_all_ranks(root: Path) -> None:
@@ -258,35 +254,28 @@ def fail_on_all_ranks(root: Path) -> None:
         def load(self, sharded_state_dict: Any, checkpoint_dir: Any) -> Any:
             return {} if dist.get_rank() == 1 else super().load(sharded_state_dict, checkpoint_dir)
 
-    strategy = FilePerRank()
-    dist_checkpointing.save(state(1.0), str(root), strategy)
+    def save(saved: Any, strategy: Any, **options: Any) -> Any:
+        return dist_checkpointing.save(saved, str(root), strategy, **options)
+
+    strategy, rank = FilePerRank(), dist.get_rank()
+    save(state(1.0), strategy)
     holed = state(2.0)
-    if dist.get_rank() == 1:
+    if rank == 1:
         del holed["model"]["w"]
-    together(megackpt.CoverageError, "'w'", lambda: dist_checkpointing.save(holed, str(root), strategy))
-    mixed = state(2.0) | {"list": [S.from_rank_offsets("l", torch.ones(1), replica_id=dist.get_rank()), 5]}
-    together(
-        megackpt.CheckpointingException,
-        "positions would be lost",
-        lambda: dist_checkpointing.save(mixed, str(root), strategy),
-    )
+    together(megackpt.CoverageError, "'w'", lambda: save(holed, strategy))
+    mixed = state(2.0) | {"list": [S.from_rank_offsets("l", torch.ones(1), replica_id=rank), 5]}
+    together(megackpt.CheckpointingException, "positions would be lost", lambda: save(mixed, strategy))
     check(root, 1.0, sharded_strategy=LoadFilePerRank())  # what was there stays
     together(
         megackpt.CheckpointingException,
         r"[Rr]ank 1.*returned nothing for it",
         lambda: dist_checkpointing.load(state(), str(root), LoadNothing()),
     )
-    together(
-        megackpt.CheckpointError,
-        r"Rank 1 failed.*no room for rank 1",
-        lambda: dist_checkpointing.save(state(2.0), str(root), Failing()),
-    )
+    failed = r"Rank 1 failed.*no room for rank 1"
+    together(megackpt.CheckpointError, failed, lambda: save(state(2.0), Failing()))
     assert not (root / "metadata.json").exists()
-    together(
-        UnsupportedError,
-        "has no async_save",
-        lambda: dist_checkpointing.save(state(), str(root), strategy, async_sharded_save=True),
-    )
+    later = {"async_sharded_save": True}
+    together(UnsupportedError, "has no async_save", lambda: save(state(), strategy, **later))
 
 
 def save_later(root: Path) -> None:
