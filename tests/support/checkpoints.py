@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -47,9 +48,9 @@ def state_of(rank: int) -> ShardedStateDict:
     }
 
 
-def saved(directory: Path, format: tuple[str, int] = NATIVE) -> Path:
+def saved(directory: Path, format: tuple[str, int] = NATIVE, *, parity: int | None = None) -> Path:
     """Save the state of both ranks, with a file of tensors of common state where the format has one."""
-    options = SaveOptions(plain_tensors="common")
+    options = SaveOptions(plain_tensors="common", parity=parity)
 
     def save_rank(group: Group) -> None:
         state = state_of(group.rank)
@@ -62,8 +63,7 @@ def saved(directory: Path, format: tuple[str, int] = NATIVE) -> Path:
 @cache
 def _files_of_saved(format: tuple[str, int]) -> dict[str, bytes]:
     with tempfile.TemporaryDirectory() as name:
-        folder = saved(Path(name), format)
-        return {str(file.relative_to(folder)): file.read_bytes() for file in files_below(folder, "*")}
+        return contents(saved(Path(name), format))
 
 
 def copy_of_saved(directory: Path, format: tuple[str, int] = NATIVE) -> Path:
@@ -80,6 +80,22 @@ def flip(file: Path, at: int) -> None:
     data = bytearray(file.read_bytes())
     data[at] ^= 1
     file.write_bytes(data)
+
+
+DAMAGES: dict[str, Callable[[Path], object]] = {
+    "lose": Path.unlink,
+    "cut": lambda file: file.write_bytes(file.read_bytes()[:5000]),
+    "lose the end": lambda file: file.write_bytes(file.read_bytes()[:-1]),
+    "grow": lambda file: file.write_bytes(file.read_bytes() + b"more"),
+    "spoil the last byte": lambda file: flip(file, -1),
+    "spoil the header": lambda file: flip(file, 20),
+}
+"""What may become of a file."""
+
+
+def contents(directory: Path) -> dict[str, bytes]:
+    """Return all files by their names."""
+    return {str(file.relative_to(directory)): file.read_bytes() for file in files_below(directory, "*")}
 
 
 def files_below(directory: Path, pattern: str) -> list[Path]:

@@ -305,9 +305,8 @@ def test_impossible_registrations_are_rejected(arguments: tuple[typing.Any, ...]
 
 def test_an_encode_function_that_raises_is_named_with_the_path() -> None:
     register_codec(Opaque, "test.Opaque", lambda value: 1 / 0, Opaque)
-    with pytest.raises(
-        UnserializableError, match=r"^a\.b: The encode function of codec 'test.Opaque' raised Zero.*Correct"
-    ):
+    message = r"^a\.b: The encode function of codec 'test.Opaque' raised Zero.*Correct"
+    with pytest.raises(UnserializableError, match=message):
         encode({"a": {"b": Opaque(1)}})
 
 

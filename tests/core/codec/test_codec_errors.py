@@ -92,9 +92,8 @@ REJECTED = [
 )
 def test_rejected_values_are_named_by_path_type_and_remedy(value: object, reason: str) -> None:
     tree = {"args": argparse.Namespace(optimizer={"layers.0": [0, value]})}
-    with pytest.raises(
-        UnserializableError, match=r"^args\.optimizer\['layers\.0'\]\[1\].*" + reason
-    ) as caught:
+    message = r"^args\.optimizer\['layers\.0'\]\[1\].*" + reason
+    with pytest.raises(UnserializableError, match=message) as caught:
         encode(tree)
     assert caught.value.path is not None
     assert caught.value.path.startswith("args.optimizer['layers.0'][1]")
@@ -109,20 +108,32 @@ def test_a_quantized_tensor_is_rejected() -> None:
         encode({"q": quantized})
 
 
-def test_a_value_rejected_at_the_top_is_named_so() -> None:
-    with pytest.raises(UnserializableError, match=r"^\(top level\): A value of type object"):
-        encode(object())
+def closed_stream() -> io.BytesIO:
+    stream = io.BytesIO(b"x")
+    stream.close()
+    return stream
 
 
-def test_a_value_nested_too_deeply_is_rejected() -> None:
-    message = r"^x\[0\].*nested more than 64 levels deep\. Save something flatter"
+WHOLE = [
+    (object(), "", r"^\(top level\): A value of type object"),
+    (
+        nested(MAX_DEPTH + 1, lambda v: [v]),
+        "x",
+        r"^x\[0\].*nested more than 64 levels deep\. Save something flatter",
+    ),
+    (recursive_list(), "state", r"^state\[1\]\.again: This list contains itself"),
+    ({"s": {torch.zeros(1)}}, "", r"A key of a dict, or an element of a set, cannot contain tensors"),
+    ({torch.zeros(1): 1}, "", r"cannot contain tensors or arrays"),
+    ({"x": closed_stream()}, "", r"^x: The io\.BytesIO is closed.*Save it before"),
+]
+
+
+@pytest.mark.parametrize(
+    ("value", "path", "message"), WHOLE, ids=["top", "deep", "cycle", "set", "key", "closed"]
+)
+def test_what_cannot_be_saved_at_its_place_is_rejected(value: object, path: str, message: str) -> None:
     with pytest.raises(UnserializableError, match=message):
-        encode(nested(MAX_DEPTH + 1, lambda v: [v]), path="x")
-
-
-def test_a_value_that_contains_itself_is_rejected() -> None:
-    with pytest.raises(UnserializableError, match=r"^state\[1\]\.again: This list contains itself"):
-        encode(recursive_list(), path="state")
+        encode(value, path=path)
 
 
 def test_the_same_object_twice_is_no_cycle() -> None:
@@ -130,22 +141,6 @@ def test_the_same_object_twice_is_no_cycle() -> None:
     loaded = round_trip([shared, shared])
     assert difference(loaded, [shared, shared]) is None
     assert loaded[0] is not loaded[1]
-
-
-def test_a_tensor_in_a_key_or_set_is_rejected() -> None:
-    with pytest.raises(
-        UnserializableError, match=r"A key of a dict, or an element of a set, cannot contain tensors"
-    ):
-        encode({"s": {torch.zeros(1)}})
-    with pytest.raises(UnserializableError, match=r"cannot contain tensors or arrays"):
-        encode({torch.zeros(1): 1})
-
-
-def test_a_closed_stream_is_rejected() -> None:
-    stream = io.BytesIO(b"x")
-    stream.close()
-    with pytest.raises(UnserializableError, match=r"^x: The io\.BytesIO is closed.*Save it before"):
-        encode({"x": stream})
 
 
 @pytest.mark.parametrize("wrap", WRAPPERS)

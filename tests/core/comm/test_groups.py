@@ -44,22 +44,9 @@ from megackpt.comm.store_host import StoreAddress, StoreHost, connect_store
 from megackpt.comm.transport import LostPeerError
 from megackpt.notices import collected_notices, log_notices, notice
 from megackpt.testing.world import SimulatedWorld
+from tests.support.groups import MessagesOnly
 
-
-class Plain(Group):
-    """A group that has only the two methods that a group must implement."""
-
-    def __init__(self, group: Group) -> None:
-        self.rank, self.size, self._group = group.rank, group.size, group
-
-    def all_gather(self, data: bytes) -> list[bytes]:
-        return self._group.all_gather(data)
-
-    def gather(self, data: bytes) -> list[bytes]:
-        return self._group.gather(data)
-
-
-KINDS: dict[str, Callable[[Group], Group]] = {"reducing": lambda group: group, "plain": Plain}
+KINDS: dict[str, Callable[[Group], Group]] = {"reducing": lambda group: group, "plain": MessagesOnly}
 kinds = pytest.mark.parametrize("kind", KINDS)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import pickle
 import re
@@ -14,6 +15,7 @@ from contextlib import suppress
 from datetime import timedelta
 from functools import partial
 from multiprocessing.connection import Connection
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -26,12 +28,20 @@ from megackpt.comm.store_host import StoreAddress, connect_store, host_towards
 from megackpt.comm.transport_choice import open_transport
 from megackpt.comm.writer_group import WriterGroup
 from megackpt.engine.background import process as writer_process
+from megackpt.engine.background import saver as saver_module
 from megackpt.engine.background import session
 from megackpt.engine.background.child_process import ChildProcess
-from megackpt.engine.background.messages import CheckpointLocation, CommittedMessage, EndedMessage, Job
+from megackpt.engine.background.messages import (
+    CheckpointLocation,
+    CommittedMessage,
+    ConsumedMessage,
+    EndedMessage,
+    Job,
+)
 from megackpt.engine.background.prepared_save import SubmittedJob
 from megackpt.engine.background.process import WriterProcess
-from megackpt.engine.background.staging_memory import StagingMemory
+from megackpt.engine.background.saver import AsyncSaver
+from megackpt.engine.background.staging_memory import StagingMemory, StreamClosedError
 from megackpt.engine.data.workers import run_jobs, useful_threads
 from megackpt.options import AsyncOptions
 from tests.support.writers import wait_for
@@ -422,3 +432,92 @@ def test_an_ended_process_is_closed_while_other_threads_can_take_a_process(idle:
     assert idle == [other]
     assert lost.closed_with_free_lock is True
     assert other.closed_with_free_lock is None
+
+
+class Session:
+    """A session without a process: writes down how many pending saves were waited for, and its ends."""
+
+    def __init__(self) -> None:
+        self.most_pending: list[int] = []
+        self.ends: list[bool] = []
+        self.jobs: list[Any] = []
+        self.writer = SimpleNamespace(wait_until=self.most_pending.append, is_ours=True)
+
+    def wait_staged(self) -> None:
+        """Nothing is being copied."""
+
+    def failure(self) -> None:
+        """No save has failed."""
+
+    def end(self, *, keeps_writer: bool) -> None:
+        """Write down whether the process may be used again."""
+        self.ends.append(keeps_writer)
+
+
+@pytest.fixture
+def fake_session(monkeypatch: pytest.MonkeyPatch) -> Session:
+    session = Session()
+    starting = SimpleNamespace(start=lambda options, hook: session)
+    monkeypatch.setattr(saver_module, "WriterSession", starting)
+    return session
+
+
+@pytest.mark.parametrize(
+    ("options", "waited_for", "at_the_end"),
+    [
+        (AsyncOptions(when_busy="wait"), [0], [0]),
+        (AsyncOptions(when_busy="queue"), [3], [0]),  # with the next one, four are pending
+        (AsyncOptions(when_busy="skip"), [], [0]),
+    ],
+)
+def test_a_save_waits_for_earlier_ones_as_long_as_its_option(
+    fake_session: Session, options: AsyncOptions, waited_for: list[int], at_the_end: list[int]
+) -> None:
+    saver = AsyncSaver(options)
+    saver.turn()
+    assert fake_session.most_pending == waited_for
+    fake_session.most_pending.clear()
+    saver.turn(waits=True)
+    assert fake_session.most_pending == at_the_end
+    saver.close()
+
+
+def test_a_closed_saver_that_is_forgotten_leaves_the_process_to_its_next_user(fake_session: Session) -> None:
+    saver = AsyncSaver(AsyncOptions())
+    saver.close()
+    del saver
+    gc.collect()
+    assert fake_session.ends == [True]
+
+
+def test_a_saver_that_is_forgotten_ends_its_process(fake_session: Session) -> None:
+    saver = AsyncSaver(AsyncOptions())
+    del saver
+    gc.collect()
+    assert fake_session.ends == [False]
+
+
+def test_staging_that_waits_for_room_ends_when_the_process_does(writer: WriterProcess) -> None:
+    ended = threading.Event()
+
+    def stage() -> None:
+        with pytest.raises(StreamClosedError):
+            writer.room_from(0)
+        ended.set()
+
+    submit(writer)
+    threading.Thread(target=stage, daemon=True).start()
+    wait_for(lambda: bool(writer._changed._waiters))  # type: ignore[attr-defined]  # it waits
+    writer.kill()
+    assert ended.wait(20)
+
+
+def test_staging_waits_until_the_process_has_read_what_is_in_the_way(writer: WriterProcess) -> None:
+    room: list[int] = []
+    submit(writer)
+    staging = threading.Thread(target=lambda: room.append(writer.room_from(5)), daemon=True)
+    staging.start()
+    wait_for(lambda: bool(writer._changed._waiters))  # type: ignore[attr-defined]  # it waits
+    its_end(writer).send(ConsumedMessage(8))
+    staging.join(20)
+    assert room == [8]

@@ -1,4 +1,4 @@
-"""Loads that ask for less, for more, or for other than what is saved."""
+"""Loads that ask for less, more or other than what is saved; `complete=True` proves that all is requested."""
 
 from __future__ import annotations
 
@@ -30,13 +30,7 @@ from megackpt import (
 from megackpt.comm import Group
 from megackpt.engine.checkpoint.opening import open_checkpoint
 from megackpt.engine.data.read import read_chunk
-from megackpt.errors import (
-    CheckpointError,
-    CommonStateError,
-    CoverageError,
-    MismatchError,
-    MissingKeyError,
-)
+from megackpt.errors import CheckpointError, CommonStateError, CoverageError, MismatchError, MissingKeyError
 from megackpt.formats.zarr.grids import GridRules
 from megackpt.formats.zarr.version_3 import ZarrV3SaveStrategy
 from megackpt.mapping import ShardedStateDict

@@ -36,6 +36,7 @@ from megackpt.testing.state_dicts import (
 )
 from megackpt.testing.world import SimulatedRank, SimulatedWorld
 from tests.support.effort import few, sampled
+from tests.support.groups import MessagesOnly
 from tests.support.states import bits
 
 
@@ -350,43 +351,15 @@ def test_parts_that_begin_within_a_unit_and_have_gaps_arrive_right(
         assert sum(high - low for _, low, high in store.reads) <= big.nbytes + small.nbytes
 
 
-class MessagesOnly(Group):
-    """A group of a user, with only the two methods that a group must implement."""
-
-    def __init__(self, group: Group) -> None:
-        self.rank, self.size, self._group = group.rank, group.size, group
-
-    def all_gather(self, data: bytes) -> list[bytes]:
-        return self._group.all_gather(data)
-
-    def gather(self, data: bytes) -> list[bytes]:
-        return self._group.gather(data)
-
-
 def state(replica: int = 0) -> dict[str, ShardedTensor]:
     return {"w": ShardedTensor.from_rank_offsets("w", torch.arange(1000.0), replica_id=replica)}
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"exchange": "pigeons"}, "exchange='pigeons' is not known. Give one of auto, direct, all_to_all"),
-        ({"exchange_bytes": 0}, "exchange_bytes is 0"),
-        ({"cpu_transfer": False}, "cpu_transfer=False has no meaning with exchange='auto'"),
-        ({"cpu_transfer": False, "exchange": "all_to_all"}, "only 'broadcast' and 'two_stage'"),
-    ],
-)
-def test_options_that_make_no_sense_raise_an_error(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(DeclarationError, match=message):
-        LoadOptions(**options)
 
 
 def test_groups_that_make_no_sense_raise_an_error() -> None:
     store = MemoryStore()
     save(state(), store)
-    with pytest.raises(
-        DeclarationError, match=r"exchange_group is given, but with LoadOptions\.exchange='auto' every rank"
-    ):
+    message = r"exchange_group is given, but with LoadOptions\.exchange='auto' every rank"
+    with pytest.raises(DeclarationError, match=message):
         load(state(), store, exchange_group=SingleProcess())
     with pytest.raises(DeclarationError, match=r"which is not a megackpt\.comm\.Group"):
         load(state(), store, options=LoadOptions(exchange="all_to_all"), group=object())  # type: ignore[call-overload]

@@ -1,4 +1,4 @@
-"""What a load does with targets: their dtypes, devices, layouts, and targets of several keys."""
+"""What a load does with targets: their dtypes, devices, layouts, targets of several keys, and exchanges."""
 
 from __future__ import annotations
 
@@ -262,10 +262,7 @@ def test_arrays_can_be_taken_out_of_a_checkpoint_and_the_rest_stays_loadable(tmp
         else:
             half = (0, group.rank, 2)
             values = torch.full((70_000,), 1.0 + group.rank)
-            state = {
-                "w": sharded("model.w", values, half),
-                "m": sharded("optimizer.m", torch.ones(3), half),
-            }
+            state = {"w": sharded("model.w", values, half), "m": sharded("optimizer.m", torch.ones(3), half)}
         save(state, tmp_path / "c", group=group)
 
     SimulatedWorld(3).run(save_rank)

@@ -24,6 +24,7 @@ from megackpt.comm import Group
 from megackpt.options import Policy
 from megackpt.storage import MemoryStore
 from megackpt.testing.world import SimulatedRank, SimulatedWorld
+from tests.support.groups import MessagesOnly
 from tests.support.states import filled, replica
 
 RANKS = 4
@@ -91,16 +92,10 @@ def test_a_hit_exchanges_one_small_message() -> None:
     run.save(1)
     counted: list[int] = []
 
-    class Counting(Group):
-        def __init__(self, group: Group) -> None:
-            self.rank, self.size, self._group = group.rank, group.size, group
-
+    class Counting(MessagesOnly):
         def all_gather(self, data: bytes) -> list[bytes]:
             counted.append(len(data))
-            return self._group.all_gather(data)
-
-        def gather(self, data: bytes) -> list[bytes]:
-            return self._group.gather(data)
+            return super().all_gather(data)
 
     def save_rank(group: Group) -> None:
         save(state(group.rank, 3), run.store, group=Counting(group), plans=run.plans[group.rank])
@@ -231,7 +226,10 @@ def options(**fields: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("differs", "text"),
     [
-        ({"sharded_strategy": "torch_dist"}, "format is .'megackpt', 1. on rank 0 and .'torch_dist', 1. on"),
+        (
+            {"sharded_strategy": "torch_dist"},
+            "format is .'megackpt', 1. on rank 0 and .'torch_dist', 1. on rank 1",
+        ),
         ({"sharded_strategy": "nonsense"}, "Rank 1.*No strategy saves format 'nonsense'"),
         (
             {"validate_access_integrity": False},
@@ -241,11 +239,11 @@ def options(**fields: Any) -> dict[str, Any]:
         (options(spread="none"), "SaveOptions.spread is 'world' on rank 0 and 'none' on rank 1"),
         (
             options(compare_replicas=Policy.ERROR),
-            "compare_replicas is 'ignore' on rank 0 and 'error' on rank 1",
+            "SaveOptions.compare_replicas is 'ignore' on rank 0 and 'error' on rank 1",
         ),
         (
             options(sample_replicas=Policy.IGNORE),
-            "sample_replicas is 'error' on rank 0 and 'ignore' on rank 1",
+            "SaveOptions.sample_replicas is 'error' on rank 0 and 'ignore' on rank 1",
         ),
         (
             options(plain_tensors="arrays"),

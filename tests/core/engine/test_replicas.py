@@ -13,15 +13,7 @@ import pytest
 import torch
 from torch import nn
 
-from megackpt import (
-    MismatchError,
-    PlanCache,
-    SaveOptions,
-    ShardedObject,
-    ShardedTensor,
-    load,
-    save,
-)
+from megackpt import MismatchError, PlanCache, SaveOptions, ShardedObject, ShardedTensor, load, save
 from megackpt.comm import Group
 from megackpt.engine.saving.replica_samples import _sample_bits
 from megackpt.options import Policy

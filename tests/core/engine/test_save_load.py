@@ -361,9 +361,8 @@ def test_entities_inside_of_other_containers_raise_an_error_at_save_and_load(
     tmp_path: Path, hide: Any
 ) -> None:
     state = {"model": {"pair": hide(sharded("w", torch.zeros(1)))}}
-    with pytest.raises(
-        DeclarationError, match=r"model\.pair: a ShardedTensor is inside of a (tuple|deque).*list or a dict"
-    ):
+    message = r"model\.pair: a ShardedTensor is inside of a (tuple|deque).*list or a dict"
+    with pytest.raises(DeclarationError, match=message):
         save(state, tmp_path / "c")
     save({}, tmp_path / "c")
     with pytest.raises(DeclarationError, match=r"model\.pair"):

@@ -122,6 +122,14 @@ def test_an_argument_of_a_checkpointer_of_a_wrong_kind_raises_an_error_with_its_
         (LoadOptions, {"exclude": "optimizer.*"}, r"exclude is 'optimizer.\*'; give a tuple of texts"),
         (LoadOptions, {"rules": [KeyRule(keys="*")]}, "give a tuple of rules"),
         (LoadOptions, {"rename": {"a": 3}}, "give stored keys by other names"),
+        (
+            LoadOptions,
+            {"exchange": "pigeons"},
+            "exchange='pigeons' is not known. Give one of auto, direct, all_to_all",
+        ),
+        (LoadOptions, {"exchange_bytes": 0}, "exchange_bytes is 0"),
+        (LoadOptions, {"cpu_transfer": False}, "cpu_transfer=False has no meaning with exchange='auto'"),
+        (LoadOptions, {"cpu_transfer": False, "exchange": "all_to_all"}, "only 'broadcast' and 'two_stage'"),
         (LoadOptions, {"on_corrupt": "ignore"}, "on_corrupt='ignore' is not known"),
         (LoadOptions, {"copies": ("a",)}, "set on_corrupt='fallback' as well"),
         (LoadOptions, {"on_corrupt": "fallback", "copies": ["a"]}, "give a tuple of locations"),
@@ -171,9 +179,8 @@ def test_what_is_no_location_is_an_error_of_every_function_that_takes_one(locati
         lambda location: convert(location, location, "megackpt"),
         repair,
     ):
-        with pytest.raises(
-            (DeclarationError, StorageError), match=r"not a location|empty path|no store|one slash"
-        ):
+        message = r"not a location|empty path|no store|one slash"
+        with pytest.raises((DeclarationError, StorageError), match=message):
             use(location)
 
 
@@ -303,9 +310,8 @@ def test_an_entity_without_data_cannot_be_saved(tmp_path: Path) -> None:
 
 
 def test_an_empty_or_half_written_directory_is_not_a_checkpoint(tmp_path: Path) -> None:
-    with pytest.raises(
-        NotACheckpointError, match=r"is not a checkpoint: it has no metadata.json.*did not finish"
-    ):
+    message = r"is not a checkpoint: it has no metadata.json.*did not finish"
+    with pytest.raises(NotACheckpointError, match=message):
         load({}, tmp_path)
     save({"w": sharded("w", torch.zeros(2))}, tmp_path / "c")
     (tmp_path / "c" / "metadata.json").unlink()
@@ -369,9 +375,8 @@ def test_an_unknown_format_or_version_raises_an_error_that_lists_the_known_ones(
     manifest.write_text(manifest.read_text().replace(f"{version}1", f"{version}99"))
     with pytest.raises(FormatError, match=r"version 99 cannot be read here. Known are megackpt version 1"):
         load({}, tmp_path / "c")
-    with pytest.raises(
-        DeclarationError, match=r"No strategy saves format 'parquet'. Known are megackpt version 1"
-    ):
+    message = r"No strategy saves format 'parquet'. Known are megackpt version 1"
+    with pytest.raises(DeclarationError, match=message):
         save({}, tmp_path / "d", "parquet")
 
 
@@ -400,9 +405,8 @@ def test_a_strategy_that_cannot_be_sent_to_the_writer_raises_an_error() -> None:
 
 def test_memory_that_cannot_be_allocated_is_an_error_with_what_to_do() -> None:
     arena = StagingMemory()
-    with pytest.raises(
-        StorageError, match=r"cannot be allocated .* AsyncOptions.staging_bytes a smaller number"
-    ):
+    message = r"cannot be allocated .* AsyncOptions.staging_bytes a smaller number"
+    with pytest.raises(StorageError, match=message):
         arena.resize(1 << 62)
     arena.resize(10)
     assert arena.nbytes == 4096

@@ -251,9 +251,8 @@ def test_a_replica_id_in_a_list_is_checked_again_since_lists_change() -> None:
 def test_a_flattened_range_without_the_shape_of_its_box_is_an_error() -> None:
     tensor = ShardedTensor.from_rank_offsets("w", torch.zeros(2, 3), (0, 1, 2), flattened_range=None)
     assert tensor.flattened_range is None
-    with pytest.raises(
-        DeclarationError, match=r"'w': with flattened_range=slice\(2, 5.*from_rank_offsets_flat"
-    ):
+    message = r"'w': with flattened_range=slice\(2, 5.*from_rank_offsets_flat"
+    with pytest.raises(DeclarationError, match=message):
         ShardedTensor.from_rank_offsets("w", torch.zeros(3), (0, 1, 2), flattened_range=slice(2, 5))
 
 
@@ -335,9 +334,8 @@ def test_narrow_rejects_what_is_no_part_of_the_block(dim: int, start: int, lengt
 @pytest.mark.parametrize(("offset", "whole"), [(3, 9), (4, 9), (2, 8)])
 def test_narrow_of_a_box_of_an_irregular_grid_is_an_error(offset: int, whole: int) -> None:
     tensor = ShardedTensor("w", torch.zeros(4, 2), torch.float32, (4, 2), (whole, 2), (offset, 0))
-    with pytest.raises(
-        DeclarationError, match=rf"the box of extent 4 at {offset} is not one of equal fragments of {whole}"
-    ):
+    message = rf"the box of extent 4 at {offset} is not one of equal fragments of {whole}"
+    with pytest.raises(DeclarationError, match=message):
         tensor.narrow(0, 0, 2)
 
 

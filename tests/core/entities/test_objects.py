@@ -103,9 +103,8 @@ def test_an_object_outside_of_its_array_raises_an_error(change: dict[str, Any], 
 
 
 def test_an_optimizer_state_cannot_be_sharded_like_an_object() -> None:
-    with pytest.raises(
-        DeclarationError, match=r"'o': this is a ShardedObject; .* \('exp_avg.o'\) cannot be sharded"
-    ):
+    message = r"'o': this is a ShardedObject; .* \('exp_avg.o'\) cannot be sharded"
+    with pytest.raises(DeclarationError, match=message):
         ShardedObject("o", 1, (1,), (0,)).retarget(key="exp_avg.o", data=torch.zeros(2))
 
 
@@ -218,9 +217,8 @@ def test_a_factory_needs_functions(name: str) -> None:
 
 
 def test_a_factory_needs_a_key() -> None:
-    with pytest.raises(
-        DeclarationError, match="the key of a ShardedTensorFactory must be a non-empty string"
-    ):
+    message = "the key of a ShardedTensorFactory must be a non-empty string"
+    with pytest.raises(DeclarationError, match=message):
         ShardedTensorFactory("", torch.zeros(1), halves, join)
 
 
@@ -298,9 +296,8 @@ def test_per_rank_values_on_another_number_of_ranks_are_an_error_or_kept(
     SimulatedWorld(4).run(
         lambda group: save({"rng": PerRankValue("rng", group.rank)}, tmp_path / "c", group=group)
     )
-    with pytest.raises(
-        MismatchError, match=r"'rng' was stored for each of \(4,\) ranks and this job has 1.*keep"
-    ):
+    message = r"'rng' was stored for each of \(4,\) ranks and this job has 1.*keep"
+    with pytest.raises(MismatchError, match=message):
         load({"rng": PerRankValue("rng", "mine")}, tmp_path / "c")
     with caplog.at_level(logging.WARNING):
         assert load({"rng": PerRankValue("rng", "mine", elsewhere="keep")}, tmp_path / "c") == {"rng": "mine"}

@@ -1,4 +1,4 @@
-"""`megackpt convert`: equal in every format, all or nothing, and small."""
+"""`megackpt convert`: equal in every format, all or nothing, and small; to and from Hugging Face folders."""
 
 from __future__ import annotations
 
@@ -227,9 +227,8 @@ class Flipping(NativeSaveStrategy):
 
 def test_a_target_that_differs_when_it_is_read_is_removed(tmp_path: Path, source: Path) -> None:
     store, target = open_store(source), tmp_path / "target"
-    with pytest.raises(
-        IntegrityError, match=r"'flat' \[0:6, 0:8\] flat 0:21: .*target has other bytes .* byte 83"
-    ):
+    message = r"'flat' \[0:6, 0:8\] flat 0:21: .*target has other bytes .* byte 83"
+    with pytest.raises(IntegrityError, match=message):
         convert(store, LocalStore(str(target)), Flipping())
     assert files_in(target) == []
     convert(store, LocalStore(str(target)), Flipping(), verify=False)  # the comparison is what noticed

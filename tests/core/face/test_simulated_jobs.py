@@ -1,4 +1,4 @@
-"""Simulated jobs: models by their sizes, ranks that declare and save what real ones do."""
+"""Simulated jobs: models by their sizes, and ranks that declare, save and load what real ones do."""
 
 from __future__ import annotations
 
@@ -535,13 +535,7 @@ def test_a_bounding_box_holds_the_same_elements_in_the_same_order(
     whole = ArraySpec("w", "float32", tuple(a + n for a, n in zip(start, shape, strict=True)))
     ones = np.array([0], np.int64)
     table = ChunkTable(
-        (whole,),
-        ones,
-        np.array([start]),
-        np.array([shape]),
-        ones + low,
-        ones + high,
-        ones + 4 * (high - low),
+        (whole,), ones, np.array([start]), np.array([shape]), ones + low, ones + high, ones + 4 * (high - low)
     )
     messages = with_bounding_boxes(table)
     assert elements(messages) == elements(table)

@@ -1,4 +1,4 @@
-"""`megackpt verify`: names everything that is damaged, and nothing else."""
+"""`megackpt verify` names everything that is damaged, and nothing else; `repair` mends it all, or nothing."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import contextlib
 import json
 import re
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -14,22 +13,20 @@ import torch
 import torch.distributed.checkpoint
 
 import megackpt
-from megackpt import SaveOptions, ShardedTensor
+from megackpt import ShardedTensor
 from megackpt.cli import main
-from megackpt.comm import Group
 from megackpt.errors import FormatError
 from megackpt.metadata import DIGEST_BLOCK_BYTES
 from megackpt.storage import open_store
-from megackpt.testing.world import SimulatedWorld
 from tests.support.checkpoints import (
+    DAMAGES,
     FORMATS,
     NATIVE,
-    RANKS,
+    contents,
     copy_of_saved,
     files_below,
     flip,
     saved,
-    state_of,
 )
 from tests.support.command_line import CommandLine
 from tests.support.dcp_alone import ALONE
@@ -319,88 +316,64 @@ def test_flipped_bytes_in_the_small_files_of_other_formats_are_damage_or_change_
     assert len(overlooked) <= (0 if pattern == "*.pt" else 3)
 
 
-def protected(directory: Path) -> Path:
-    """Save the small state with one parity file over the data files of both ranks."""
-
-    def save_rank(group: Group) -> None:
-        options = SaveOptions(parity=2, plain_tensors="common")
-        megackpt.save(state_of(group.rank), directory, options=options, group=group)
-
-    SimulatedWorld(RANKS).run(save_rank)
-    return directory
-
-
-def content(directory: Path) -> dict[str, bytes]:
-    return {str(f.relative_to(directory)): f.read_bytes() for f in files_below(directory, "*")}
-
-
-DAMAGES: dict[str, Callable[[Path], object]] = {
-    "lose": Path.unlink,
-    "cut": lambda file: file.write_bytes(file.read_bytes()[:5000]),
-    "grow": lambda file: file.write_bytes(file.read_bytes() + b"more"),
-    "spoil_block": lambda file: flip(file, -1),
-    "spoil_header": lambda file: flip(file, 20),
-}
-
-
 @pytest.mark.parametrize("damage", DAMAGES)
 @pytest.mark.parametrize("pattern", ["data/*-00000*", "data/*-00001*", "parity/*"])
 def test_parity_repairs_any_damage_to_one_file(
     tmp_path: Path, pattern: str, damage: str, cli: CommandLine
 ) -> None:
-    before = content(protected(tmp_path))
+    before = contents(saved(tmp_path, parity=2))
     (file,) = tmp_path.glob(pattern)
     DAMAGES[damage](file)
     message = cli.json("repair", tmp_path)
     assert (message["is_applied"], message["is_whole"]) == (True, True)
     (repaired,) = message["files"]
     assert (repaired["file"], repaired["source"]) == (str(file.relative_to(tmp_path)), "parity")
-    assert content(tmp_path) == before
+    assert contents(tmp_path) == before
 
 
 def test_files_of_one_group_that_are_damaged_at_different_positions_are_repaired(
     tmp_path: Path, cli: CommandLine
 ) -> None:
-    before = content(protected(tmp_path))
+    before = contents(saved(tmp_path, parity=2))
     first, second = files_below(tmp_path, "data/*")
     flip(first, 5000)
     flip(second, -1)
     message = cli.json("repair", tmp_path)
     assert len(message["files"]) == 2
     assert all(stop - start < f["nbytes"] for f in message["files"] for start, stop in f["ranges"])
-    assert content(tmp_path) == before
+    assert contents(tmp_path) == before
 
 
 def test_nothing_is_changed_if_something_cannot_be_repaired(tmp_path: Path, cli: CommandLine) -> None:
-    whole = content(protected(tmp_path))
+    whole = contents(saved(tmp_path, parity=2))
     first, second = files_below(tmp_path, "data/*")
     flip(first, -1)
     (index,) = tmp_path.glob("common-*.json")
     flip(index, 5)
-    before = content(tmp_path)
+    before = contents(tmp_path)
     message = cli.json("repair", tmp_path, code=1)
     assert (message["is_applied"], message["is_whole"]) == (False, False)
     assert [f["file"] for f in message["files"]] == [f"data/{first.name}"]
-    assert content(tmp_path) == before
+    assert contents(tmp_path) == before
     message = cli.json("repair", tmp_path, "--partial", code=1)
     assert (message["is_applied"], message["is_whole"]) == (True, False)
-    assert content(tmp_path) == {**whole, index.name: before[index.name]}
+    assert contents(tmp_path) == {**whole, index.name: before[index.name]}
     assert second.read_bytes() == whole[f"data/{second.name}"]
 
 
 def test_dry_run_shows_what_can_be_repaired_and_changes_nothing(tmp_path: Path, cli: CommandLine) -> None:
-    files_below(protected(tmp_path), "data/*")[0].unlink()
-    before = content(tmp_path)
+    files_below(saved(tmp_path, parity=2), "data/*")[0].unlink()
+    before = contents(tmp_path)
     message = cli.json("repair", tmp_path, "--dry-run")
     assert (message["is_applied"], message["is_whole"]) == (False, True)
     assert len(message["files"]) == 1
-    assert content(tmp_path) == before
+    assert contents(tmp_path) == before
 
 
 def test_a_whole_checkpoint_is_left_alone(tmp_path: Path, cli: CommandLine) -> None:
-    before = content(protected(tmp_path))
+    before = contents(saved(tmp_path, parity=2))
     assert "no damage found; nothing was changed" in cli.out("repair", tmp_path)
-    assert content(tmp_path) == before
+    assert contents(tmp_path) == before
 
 
 @pytest.mark.parametrize("format", FORMATS, ids=str)
@@ -409,47 +382,47 @@ def test_a_copy_repairs_all_files_of_chunks_that_are_lost(
 ) -> None:
     directory, copy = copy_of_saved(tmp_path / "it", format), tmp_path / "copy"
     shutil.copytree(directory, copy)
-    before = content(directory)
+    before = contents(directory)
     for file in megackpt.inspect(directory).files:
         (directory / file.name).unlink()
     cli.json("repair", directory, "--from", copy)
-    assert content(directory) == before
+    assert contents(directory) == before
 
 
 @pytest.mark.parametrize("first", [0, 1])
 def test_a_copy_repairs_every_other_file_of_a_checkpoint(
     tmp_path: Path, first: int, cli: CommandLine
 ) -> None:
-    directory, copy = protected(tmp_path / "it"), tmp_path / "copy"
+    directory, copy = saved(tmp_path / "it", parity=2), tmp_path / "copy"
     shutil.copytree(directory, copy)
-    before = content(directory)
+    before = contents(directory)
     for name in sorted(before)[first::2]:
         (directory / name).unlink()
     cli.json("repair", directory, "--from", copy)
-    assert content(directory) == before
+    assert contents(directory) == before
 
 
 @pytest.mark.parametrize("at", range(5, 860, 57))
 def test_a_damaged_commit_is_repaired_from_a_copy(tmp_path: Path, at: int, cli: CommandLine) -> None:
     """Also where it says that other files are damaged, and they are not."""
-    directory = protected(tmp_path / "it")
+    directory = saved(tmp_path / "it", parity=2)
     shutil.copytree(directory, tmp_path / "copy")
-    before = content(directory)
+    before = contents(directory)
     flip(directory / "metadata.json", at)
     flip(files_below(directory, "data/*")[0], -1)
     cli.json("repair", directory, "--from", tmp_path / "copy")
-    assert json.loads(content(directory)["metadata.json"]) == json.loads(before["metadata.json"])
+    assert json.loads(contents(directory)["metadata.json"]) == json.loads(before["metadata.json"])
     cli.run("verify", directory, "--deep")
 
 
 def test_a_copy_of_another_save_is_not_used(tmp_path: Path, cli: CommandLine) -> None:
     directory, other = saved(tmp_path / "it"), saved(tmp_path / "other")
     flip(files_below(directory, "data/*")[0], -1)
-    before = content(directory)
+    before = contents(directory)
     message = cli.json("repair", directory, "--from", other, code=1)
     reason = f"{other} has another save, or its format does not record which save it is"
     assert message["unusable_sources"] == [reason]
-    assert content(directory) == before
+    assert contents(directory) == before
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is (disabled|unavailable)")
@@ -466,16 +439,16 @@ def test_what_another_library_has_saved_is_not_mixed_with_a_copy(tmp_path: Path,
 
 
 def test_what_a_repair_that_was_killed_left_is_removed(tmp_path: Path, cli: CommandLine) -> None:
-    before = content(protected(tmp_path))
+    before = contents(saved(tmp_path, parity=2))
     first = files_below(tmp_path, "data/*")[0]
     first.unlink()
     (tmp_path / f"data/.{first.name}.0123456789abcdef.tmp").write_bytes(b"half")
     cli.json("repair", tmp_path)
-    assert content(tmp_path) == before
+    assert contents(tmp_path) == before
 
 
 def test_tables_show_what_was_repaired_and_what_is_left(tmp_path: Path, cli: CommandLine) -> None:
-    first, second = files_below(protected(tmp_path), "data/*")
+    first, second = files_below(saved(tmp_path, parity=2), "data/*")
     first.unlink()
     out = cli.out("repair", tmp_path)
     assert "parity" in out

@@ -22,47 +22,30 @@ from megackpt.testing.format_suite import FormatConformance
 from tests.support.effort import few
 
 
-class OurFormat(FormatConformance):
+class TestFormats(FormatConformance):
     examples = few(16, of=60)
 
+    @pytest.fixture(params=[native, version_1, version_3], ids=lambda module: module.__name__)
+    def format(self, request: pytest.FixtureRequest) -> Format:
+        chosen: Format = request.param.FORMAT
+        return chosen
 
-class InMemory(OurFormat):
+
+class TestFormatsInMemory(FormatConformance):
+    examples = few(16, of=60)
+
+    @pytest.fixture(params=[native, version_3], ids=lambda module: module.__name__)
+    def format(self, request: pytest.FixtureRequest) -> Format:
+        chosen: Format = request.param.FORMAT
+        return chosen
+
     @pytest.fixture
     def new_store(self) -> Callable[[], Store]:
         return MemoryStore
 
 
-class TestNative(OurFormat):
-    @pytest.fixture
-    def format(self) -> Format:
-        return native.FORMAT
-
-
-class TestNativeInMemory(InMemory):
-    @pytest.fixture
-    def format(self) -> Format:
-        return native.FORMAT
-
-
-class TestZarr1(OurFormat):
-    @pytest.fixture
-    def format(self) -> Format:
-        return version_1.FORMAT
-
-
-class TestZarr3(OurFormat):
-    @pytest.fixture
-    def format(self) -> Format:
-        return version_3.FORMAT
-
-
-class TestZarr3InMemory(InMemory):
-    @pytest.fixture
-    def format(self) -> Format:
-        return version_3.FORMAT
-
-
-class TestTorchDist(OurFormat):
+class TestTorchDist(FormatConformance):
+    examples = few(16, of=60)
     test_a_save_that_fails_anywhere_leaves_the_old_checkpoint_or_none_or_the_new = None
     """`test_torch_dist_saving.py` claims more: which of the two is left, and that no file is."""
 

@@ -98,7 +98,6 @@ def test_an_array_that_ends_behind_its_file_raises_an_error_before_any_chunk_is_
     (file,) = (tmp_path / "data").iterdir()
     with file.open("r+b") as opened:
         opened.truncate(200_000)
-    with pytest.raises(
-        FormatError, match=r"'a' .* ends at byte 200,000, before this chunk does at 4\d\d,\d\d\d"
-    ):
+    message = r"'a' .* ends at byte 200,000, before this chunk does at 4\d\d,\d\d\d"
+    with pytest.raises(FormatError, match=message):
         load_plain_tensors(tmp_path)

@@ -21,7 +21,7 @@ import torch
 import torch.distributed.checkpoint.metadata as dcp_metadata
 
 from megackpt import FormatError, UnserializableError
-from megackpt.codec import keep_unknown_values
+from megackpt.codec import ForeignMember, keep_unknown_values
 from megackpt.formats.pickle_limits import check_opcodes
 from megackpt.formats.safe_pickle import load_value, save_value
 from megackpt.formats.tensor_pickle import load_tensor_pickle
@@ -72,8 +72,7 @@ def archive(pickled: bytes) -> bytes:
 
 def check_array(actual: Any, expected: np.ndarray[Any, Any]) -> None:
     assert type(actual) is np.ndarray
-    assert actual.dtype == expected.dtype
-    assert actual.dtype.str == expected.dtype.str
+    assert (actual.dtype, actual.dtype.str) == (expected.dtype, expected.dtype.str)
     assert actual.shape == expected.shape
     assert actual.tobytes() == expected.tobytes()
     assert actual.flags.f_contiguous == expected.copy("A").flags.f_contiguous
@@ -86,16 +85,13 @@ def check_array(actual: Any, expected: np.ndarray[Any, Any]) -> None:
 def test_arrays_scalars_and_dtypes_come_back_bit_by_bit(array: np.ndarray[Any, Any], change: Any) -> None:
     scalar = array.reshape(-1)[-1] if array.size else np.float32(1)
     expected = pickle.loads(pickle.dumps(array, 2))  # numpy makes native arrays of swapped ones
-    loaded, again, number, dtype = load_value(
-        change(written((array, array, scalar, array.dtype))), where="here"
-    )
+    data = change(written((array, array, scalar, array.dtype)))
+    loaded, again, number, dtype = load_value(data, where="here")
     check_array(loaded, expected)
     assert again is loaded
-    assert type(number) is type(scalar)
+    assert (type(number), number.dtype) == (type(scalar), scalar.dtype)
     assert number.tobytes() == scalar.tobytes()
-    assert number.dtype == scalar.dtype
-    assert dtype == array.dtype
-    assert dtype.str == array.dtype.str
+    assert (dtype, dtype.str) == (array.dtype, array.dtype.str)
 
 
 def test_arrays_are_found_wherever_a_value_can_hold_them() -> None:
@@ -269,10 +265,8 @@ def test_a_sparse_tensor_in_a_value_survives_where_warnings_are_errors(layout: t
 def test_a_sparse_tensor_whose_indices_point_out_of_bounds_raises_an_error() -> None:
     indices, values = torch.tensor([[9], [0]]), torch.ones(1)
     tensor = torch.sparse_coo_tensor(indices, values, (2, 2), check_invariants=False)
-    out = io.BytesIO()
-    torch.save(tensor, out)
     with pytest.raises(FormatError, match=r"w: torch\.load\(\) fails \(RuntimeError: .*The file is damaged"):
-        load_value(out.getvalue(), where="w")
+        load_value(written(tensor), where="w")
     with pytest.raises(UnserializableError, match=r"o: the value holds size is inconsistent with indices"):
         save_value(tensor, path="o")
 
@@ -461,3 +455,20 @@ def test_the_stack_is_followed_as_an_unpickler_does() -> None:
     with pytest.raises(pickle.UnpicklingError, match="has not made"):
         check_opcodes(data)
     assert pathlib.PurePosixPath("a").__str__() == "a"
+
+
+def test_a_member_that_is_in_a_state_ten_thousand_times_is_written_once() -> None:
+    member = ForeignMember("someones_library", "Mode", None, 1)
+    with keep_unknown_values():
+        single, many = (save_value([member] * count, path="w") for count in (1, 10_000))
+        loaded = load_value(many, where="w")
+    assert len(many) - len(single) < 5 * 10_000  # a member alone has some forty bytes
+    assert [(member.qualname, member.args) for member in loaded] == [("Mode", (1,))] * 10_000
+
+
+@pytest.mark.parametrize("name", [b"ccollections\nOrderedDict\n", b"ctorch\nSize\n"])
+def test_an_array_of_an_allowed_class_that_is_no_array_is_an_error(name: bytes) -> None:
+    arguments = name + b"K\x00\x85U\x01b\x87"  # (class, (0,), "b")
+    pickled = b"\x80\x02cnumpy._core.multiarray\n_reconstruct\n" + arguments + b"R."
+    with pytest.raises(FormatError, match="an array of numpy of class"):
+        load_value(archive(pickled), where="the file")

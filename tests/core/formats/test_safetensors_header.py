@@ -73,10 +73,7 @@ REJECTED = {
     "a constant": (file_of(b'{"a": NaN}'), "not that of a safetensors file"),
     "an infinite number": (file_of(b'{"a": 1e999}'), "not that of a safetensors file"),
     "an integer of many digits": (file_of(b'{"a": %s}' % (b"9" * 5000)), "not that of a safetensors file"),
-    "metadata that is no text": (
-        file_of({"__metadata__": {"a": 1}, "w": entry()}),
-        "a string is expected",
-    ),
+    "metadata that is no text": (file_of({"__metadata__": {"a": 1}, "w": entry()}), "a string is expected"),
     "metadata that is a list": (file_of({"__metadata__": [], "w": entry()}), "'{' is expected"),
     "metadata twice": (file_of(b'{"__metadata__": {}, "__metadata__": {}}', b""), "is repeated"),
     "a field twice": (

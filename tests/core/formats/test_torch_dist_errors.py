@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import argparse
+import collections
+import io
 import logging
 import os
 import pickle
 import random
 import sys
+import types
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
@@ -29,8 +36,12 @@ from megackpt import (
 )
 from megackpt.codec.stand_ins import ForeignMember
 from megackpt.formats import safe_pickle
+from megackpt.formats.torch_dist import item_chunks
+from megackpt.formats.torch_dist.item_chunks import _row_major
+from megackpt.formats.torch_dist.metadata_reader import Item
 from tests.support.dcp_alone import ALONE
 from tests.support.effort import few
+from tests.system.attacks.opcodes import zipped
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is (disabled|unavailable)")
 
@@ -82,18 +93,12 @@ def with_evil_item(directory: Path, marker: Path, fqn: str) -> None:
     put(directory, metadata)
 
 
-def with_evil_object(directory: Path, marker: Path) -> None:
-    with_evil_item(directory, marker, "o")
-
-
-def with_evil_tensor(directory: Path, marker: Path) -> None:
-    with_evil_item(directory, marker, "w")
-
-
 def with_evil_common(directory: Path, marker: Path) -> None:
     torch.save({"step": Runs(marker)}, directory / "common.pt")
 
 
+with_evil_object = partial(with_evil_item, fqn="o")
+with_evil_tensor = partial(with_evil_item, fqn="w")
 EVIL = [with_evil_metadata, with_evil_object, with_evil_tensor, with_evil_common]
 
 
@@ -139,13 +144,6 @@ class Fraction:
 
 
 def test_harmless_classes_of_common_checkpoints_are_loaded(tmp_path: Path) -> None:
-    import argparse
-    import collections
-    import io
-    import types
-
-    import numpy as np
-
     value = {
         "args": argparse.Namespace(lr=0.1, sizes=(1, 2)),
         "more": types.SimpleNamespace(a=[1]),
@@ -178,20 +176,13 @@ def test_enumerations_of_megatron_have_stand_ins_where_it_is_not_imported(
 ) -> None:
     monkeypatch.delitem(sys.modules, "megatron.core.enums", raising=False)
     # The pickle of an enumeration of a module that is not there: GLOBAL, 1, REDUCE.
-    import io
-    import zipfile
-
-    pickled = b"\x80\x02cmegatron.core.enums\nModelType\nK\x01\x85R."
-    out = io.BytesIO()
-    with zipfile.ZipFile(out, "w") as archive:
-        archive.writestr("archive/data.pkl", pickled)
-        archive.writestr("archive/version", b"3\n")
+    pickled = zipped(b"\x80\x02cmegatron.core.enums\nModelType\nK\x01\x85R.")
     # If another test has imported Megatron-Core, torch's list has its enumerations.
     allowed = torch.serialization.get_safe_globals()
     of_megatron = [c for c in allowed if getattr(c, "__module__", "") == "megatron.core.enums"]
     torch._weights_only_unpickler._remove_safe_globals(of_megatron)
     try:
-        loaded = safe_pickle.load_value(out.getvalue(), where="w")
+        loaded = safe_pickle.load_value(pickled, where="w")
     finally:
         torch.serialization.add_safe_globals(of_megatron)
     assert loaded == ForeignMember("megatron.core.enums", "ModelType", None, 1)
@@ -208,23 +199,21 @@ def test_what_could_not_be_loaded_again_raises_an_error_at_save_with_its_path(tm
     assert not (tmp_path / "c").exists() or not any((tmp_path / "c").iterdir())
 
 
-def set_path(name: str) -> Any:
+Change = Callable[[Metadata], object]
+
+
+def edit_files(**fields: Any) -> Change:
+    """Set fields of what is said of all items."""
+
     def change(metadata: Metadata) -> None:
         for info in metadata.storage_data.values():
-            info.relative_path = name
+            for name, value in fields.items():
+                setattr(info, name, value)
 
     return change
 
 
-def set_offset(offset: Any, length: Any) -> Any:
-    def change(metadata: Metadata) -> None:
-        for info in metadata.storage_data.values():
-            info.offset, info.length = offset, length
-
-    return change
-
-
-def set_chunk(offsets: Any, sizes: Any) -> Any:
+def set_chunk(offsets: Any, sizes: Any) -> Change:
     def change(metadata: Metadata) -> None:
         (chunk,) = metadata.state_dict_metadata["w"].chunks
         chunk.offsets, chunk.sizes = offsets, sizes
@@ -232,58 +221,41 @@ def set_chunk(offsets: Any, sizes: Any) -> Any:
     return change
 
 
-def set_size(size: Any) -> Any:
-    def change(metadata: Metadata) -> None:
-        metadata.state_dict_metadata["w"].size = size
-
-    return change
+def set_size(*size: int) -> Change:
+    return lambda metadata: setattr(metadata.state_dict_metadata["w"], "size", size)
 
 
-def no_storage(metadata: Metadata) -> None:
-    metadata.storage_data = {}
-
-
-def no_tables(metadata: Metadata) -> None:
-    metadata.state_dict_metadata = [1, 2]
-
-
-def two_at_one_position(metadata: Metadata) -> None:
-    entry = metadata.state_dict_metadata["w"]
-    entry.chunks.append(type(entry.chunks[0])(torch.Size([0]), torch.Size([3])))
+def add_chunk(metadata: Metadata, start: int) -> None:
+    chunks = metadata.state_dict_metadata["w"].chunks
+    chunks.append(type(chunks[0])(torch.Size([start]), torch.Size([3])))
 
 
 def overlapping(metadata: Metadata) -> None:
-    entry = metadata.state_dict_metadata["w"]
-    entry.chunks.append(type(entry.chunks[0])(torch.Size([1]), torch.Size([3])))
+    add_chunk(metadata, 1)
     index = next(k for k in metadata.storage_data if k.fqn == "w")
     metadata.storage_data[type(index)("w", (1,))] = metadata.storage_data[index]
 
 
-def transformed(metadata: Metadata) -> None:
-    for info in metadata.storage_data.values():
-        info.transform_descriptors = ["stream.zstd/1"]
-
-
 WRONG = [
-    (set_path("../../secret"), StorageError, "has the part '..'"),
-    (set_path("/etc/passwd"), StorageError, "is absolute"),
-    (set_path("gone.distcp"), CheckpointError, "gone.distcp"),
-    (set_path(7), FormatError, "its position in a file is malformed"),
-    (set_offset(-8, 100), FormatError, "no file has 100 bytes at -8"),
-    (set_offset(0, 2**62), FormatError, "no file has"),
-    (set_offset(0, 2**40), FormatError, "before the end of"),
-    (set_offset("0", 8), FormatError, "malformed"),
+    (edit_files(relative_path="../../secret"), StorageError, "has the part '..'"),
+    (edit_files(relative_path="/etc/passwd"), StorageError, "is absolute"),
+    (edit_files(relative_path="gone.distcp"), CheckpointError, "gone.distcp"),
+    (edit_files(relative_path=7), FormatError, "its position in a file is malformed"),
+    (edit_files(offset=-8, length=100), FormatError, "no file has 100 bytes at -8"),
+    (edit_files(offset=0, length=2**62), FormatError, "no file has"),
+    (edit_files(offset=0, length=2**40), FormatError, "before the end of"),
+    (edit_files(offset="0", length=8), FormatError, "malformed"),
     (set_chunk((0,), (7,)), FormatError, "does not lie in its array|chunks overlap"),
     (set_chunk((-1,), (6,)), FormatError, "a shape or offset in it is none"),
     (set_chunk("abc", (6,)), FormatError, "a shape or offset in it is none"),
     (set_chunk((0,), (3,)), FormatError, "has no data for some elements|holds|no file is named"),
-    (set_size((2**61,)), FormatError, "a shape or offset in it is none"),
-    (set_size((2**40, 2**40)), FormatError, "no array can have the shape"),
-    (no_storage, FormatError, "no file is named"),
-    (no_tables, FormatError, "no tables of keys"),
-    (two_at_one_position, FormatError, "two chunks begin at"),
+    (set_size(2**61), FormatError, "a shape or offset in it is none"),
+    (set_size(2**40, 2**40), FormatError, "no array can have the shape"),
+    (lambda metadata: setattr(metadata, "storage_data", {}), FormatError, "no file is named"),
+    (lambda metadata: setattr(metadata, "state_dict_metadata", [1, 2]), FormatError, "no tables of keys"),
+    (lambda metadata: add_chunk(metadata, 0), FormatError, "two chunks begin at"),
     (overlapping, FormatError, "chunks overlap"),
-    (transformed, FormatError, "went through .*zstd"),
+    (edit_files(transform_descriptors=["stream.zstd/1"]), FormatError, "went through .*zstd"),
 ]
 
 
@@ -352,3 +324,18 @@ def test_damaged_metadata_is_an_error_of_ours_or_loads_what_was_saved(checkpoint
             rejected += 1
     print(f"{rejected} of {tries} damaged files rejected")
     assert rejected > tries // 3
+
+
+def test_a_tensor_that_repeats_its_bytes_is_read_up_to_the_limit_and_not_beyond(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(item_chunks, "_REPEATED_BYTES", 4096)
+
+    def repeated(count: int) -> memoryview:
+        item = Item(name="w", file="0.distcp", offset_bytes=0, nbytes=700, dtype="float32", shape=(count,))
+        return _row_major(torch.ones(1).expand(count), item, "here")
+
+    assert repeated(1024) == torch.ones(1024).numpy().tobytes()
+    with pytest.raises(FormatError, match="here: it repeats its 700 bytes over 4,100") as raised:
+        repeated(1025)
+    assert (raised.value.key, raised.value.path) == ("w", "0.distcp")

@@ -57,6 +57,18 @@ def save_plain(directory: Path, state: dict[str, Any], **options: Any) -> None:
     dcp.save(state, storage_writer=writer, **ALONE)
 
 
+def of_torch(value: Any) -> bytes:
+    """What torch.save writes."""
+    out = io.BytesIO()
+    torch.save(value, out)
+    return out.getvalue()
+
+
+def found(data: bytes, dtype: str, shape: tuple[int, ...]) -> int | None:
+    """Where the elements begin in an item, by its head."""
+    return locate(data[:HEAD_BYTES], length=len(data), dtype=dtype, shape=shape)
+
+
 class Writer:
     """Writes a checkpoint item by item, as any other program may."""
 
@@ -81,10 +93,9 @@ class Writer:
         self._put(MetadataIndex(key, offsets), tensor)
 
     def _put(self, index: MetadataIndex, value: Any) -> None:
-        out = io.BytesIO()
-        torch.save(value, out)
-        self.metadata.storage_data[index] = _StorageInfo("data.distcp", len(self._data), out.tell())
-        self._data += out.getvalue()
+        data = of_torch(value)
+        self.metadata.storage_data[index] = _StorageInfo("data.distcp", len(self._data), len(data))
+        self._data += data
 
     def finish(self) -> Path:
         (self.directory / "data.distcp").write_bytes(self._data)
@@ -351,10 +362,8 @@ def test_the_bytes_are_found_in_what_torch_and_we_have_written(dtype: str, shape
     raw = raw_bytes(dtype, shape)
     ours = written(dtype, shape, raw)
     tensor = torch.load(io.BytesIO(ours), weights_only=True)
-    out = io.BytesIO()
-    torch.save(tensor, out)
-    for data in (ours, out.getvalue()):
-        at = locate(data[:HEAD_BYTES], length=len(data), dtype=dtype, shape=shape)
+    for data in (ours, of_torch(tensor)):
+        at = found(data, dtype, shape)
         assert at is not None
         assert data[at : at + len(raw)] == bytes(raw.numpy())
 
@@ -369,7 +378,7 @@ def test_an_item_of_a_size_that_needs_zip64_is_right(monkeypatch: pytest.MonkeyP
     with zipfile.ZipFile(io.BytesIO(data)) as archive:
         assert archive.testzip() is None
         assert archive.getinfo("archive/data/0").file_size == numel
-    at = locate(data[:HEAD_BYTES], length=len(data), dtype="uint8", shape=(numel,))
+    at = found(data, "uint8", (numel,))
     assert at is not None
     assert data[at : at + numel] == bytes(raw.numpy())
 
@@ -397,19 +406,14 @@ def unusual() -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("name", unusual())
 def test_a_tensor_that_is_not_plainly_row_major_is_not_found(name: str) -> None:
     tensor = unusual()[name]
-    out = io.BytesIO()
-    torch.save(tensor, out)
-    data = out.getvalue()
     dtype = str(tensor.dtype).removeprefix("torch.")
-    assert locate(data[:HEAD_BYTES], length=len(data), dtype=dtype, shape=tuple(tensor.shape)) is None
+    assert found(of_torch(tensor), dtype, tuple(tensor.shape)) is None
 
 
 def test_rows_of_a_larger_storage_are_found_where_they_begin() -> None:
     whole = torch.arange(12.0).reshape(3, 4)
-    out = io.BytesIO()
-    torch.save(whole[1:], out)
-    data = out.getvalue()
-    at = locate(data[:HEAD_BYTES], length=len(data), dtype="float32", shape=(2, 4))
+    data = of_torch(whole[1:])
+    at = found(data, "float32", (2, 4))
     assert at is not None
     assert data[at : at + 32] == bits(whole[1:])
 
@@ -417,18 +421,16 @@ def test_rows_of_a_larger_storage_are_found_where_they_begin() -> None:
 def test_another_byte_order_dtype_or_shape_is_not_found() -> None:
     data = written("float32", (2, 3), raw_bytes("float32", (2, 3)))
     head = data[:HEAD_BYTES]
-    assert locate(head, length=len(data), dtype="float32", shape=(2, 3)) is not None
-    assert locate(head, length=len(data), dtype="int32", shape=(2, 3)) is None
-    assert locate(head, length=len(data), dtype="float32", shape=(3, 2)) is None
+    assert found(data, "float32", (2, 3)) is not None
+    assert found(data, "int32", (2, 3)) is None
+    assert found(data, "float32", (3, 2)) is None
     assert locate(head, length=len(head) - 400, dtype="float32", shape=(2, 3)) is None
     swapped = head.replace(b"little", b"bigend")
     assert locate(swapped, length=len(data), dtype="float32", shape=(2, 3)) is None
 
 
 def test_damage_anywhere_in_the_head_is_survived() -> None:
-    out = io.BytesIO()
-    torch.save(torch.arange(6.0), out)
-    data = out.getvalue()
+    data = of_torch(torch.arange(6.0))
     for position in range(600):
         for value in (0, 255, data[position] ^ 1):
             damaged = bytearray(data[:HEAD_BYTES])

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import json
+import struct
+import zipfile
 from argparse import Namespace
 from collections.abc import Callable
 from pathlib import Path
@@ -34,13 +37,15 @@ from megackpt import (
     verify,
 )
 from megackpt.comm import Group
-from megackpt.formats.damage import Damage
 from megackpt.formats.torch_dist import TorchDistSaveStrategy
+from megackpt.formats.torch_dist import item as items
+from megackpt.formats.torch_dist.item import frame_of, stream
 from megackpt.formats.torch_dist.values import MAX_VALUES
 from megackpt.metadata import DTYPES
 from megackpt.storage import MemoryStore
 from megackpt.testing.faulty_store import FaultyStore
 from megackpt.testing.world import SimulatedWorld
+from tests.support.checkpoints import flip
 from tests.support.dcp_alone import ALONE
 from tests.support.effort import sampled
 from tests.support.states import filled
@@ -86,11 +91,8 @@ def state_of(rank: int) -> dict[str, Any]:
 def expected() -> dict[str, torch.Tensor]:
     arrays: dict[str, torch.Tensor] = {"scalar": torch.tensor(2.5), "empty": torch.zeros(0, 3)}
     for dtype in OF_TORCH:
-        arrays |= {
-            f"rows.{dtype}": whole(dtype),
-            f"flat.{dtype}": whole(dtype),
-            f"same.{dtype}": whole(dtype).T,
-        }
+        array = whole(dtype)
+        arrays |= {f"rows.{dtype}": array, f"flat.{dtype}": array, f"same.{dtype}": array.T}
     return arrays
 
 
@@ -139,14 +141,15 @@ def test_stock_dcp_loads_every_array_bit_for_bit(saved: Path) -> None:
         assert same_bits(loaded[key], array), key
 
 
-def test_stock_dcp_finds_all_there_is_without_hints(saved: Path, tmp_path: Path) -> None:
+def all_that_dcp_finds(directory: Path) -> dict[str, Any]:
     results: dict[str, Any] = {}
-    dcp.state_dict_loader._load_state_dict(
-        results,
-        storage_reader=dcp.FileSystemReader(saved),
-        planner=_EmptyStateDictLoadPlanner(),
-        no_dist=True,
-    )
+    reader, planner = dcp.FileSystemReader(directory), _EmptyStateDictLoadPlanner()
+    dcp.state_dict_loader._load_state_dict(results, storage_reader=reader, planner=planner, no_dist=True)
+    return results
+
+
+def test_stock_dcp_finds_all_there_is_without_hints(saved: Path, tmp_path: Path) -> None:
+    results = all_that_dcp_finds(saved)
     objects = {f"rng/shard_{rank}_2": [{"rank": rank}] for rank in range(2)}  # in lists, as Megatron's
     values = {"step": 7, "schedule": {"lr": 0.5, "betas": (0.9, 0.99)}}
     assert set(results) == {*expected(), *objects, *values}
@@ -202,9 +205,7 @@ def test_each_rank_writes_as_many_files_as_asked_for_balanced_by_bytes(tmp_path:
 def test_a_changed_byte_of_a_tensor_is_found(tmp_path: Path) -> None:
     save({"w": ShardedTensor.from_rank_offsets("w", torch.zeros(1000))}, tmp_path / "c", "torch_dist")
     (file,) = (tmp_path / "c").glob("*.distcp")
-    data = bytearray(file.read_bytes())
-    data[2000] ^= 1
-    file.write_bytes(data)
+    flip(file, 2000)
     with pytest.raises(IntegrityError, match=r"'w' \[0:1000\]: the bytes"):
         load_plain_tensors(tmp_path / "c")
 
@@ -242,12 +243,7 @@ def test_arrays_are_removed_for_us_and_for_dcp(tmp_path: Path) -> None:
     for prefix, left in (("b.", {"a"}), ("nothing", {"a"}), ("a", set())):
         remove_sharded_tensors(tmp_path / "c", prefix)
         assert set(load_sharded_metadata(tmp_path / "c")) == left
-        results: dict[str, Any] = {}
-        reader = dcp.FileSystemReader(tmp_path / "c")
-        dcp.state_dict_loader._load_state_dict(
-            results, storage_reader=reader, planner=_EmptyStateDictLoadPlanner(), no_dist=True
-        )
-        assert set(results) == {*left, "step"}  # common state stays
+        assert set(all_that_dcp_finds(tmp_path / "c")) == {*left, "step"}  # common state stays
         assert len(list((tmp_path / "c").glob("__*.distcp"))) == len(left)
         assert load_common_state_dict(tmp_path / "c") == {"step": 3}
         assert len(list((tmp_path / "c").glob("megackpt-*"))) == 2
@@ -366,10 +362,6 @@ def test_what_a_death_inside_of_a_replacement_leaves_is_removed_by_the_next_save
     assert hidden == {".metadata", ".common.pt.note"}
 
 
-def verified(directory: Path) -> tuple[Damage, ...]:
-    return verify(directory).damages
-
-
 def test_stock_dcp_loads_values_that_are_no_tensors(tmp_path: Path) -> None:
     groups = [{"lr": 0.1, "params": [0, 1]}, {"lr": 0.2, "params": []}]
     plain: dict[str, Any] = {
@@ -417,9 +409,9 @@ def test_copies_for_dcp_are_no_arrays_of_ours_and_stay_with_their_common_state(t
         "rng": ShardedObject("opt.rng", 1, (1,), (0,)),
     }
     save(state, tmp_path / "c", "torch_dist")
-    assert verified(tmp_path / "c") == ()
+    assert verify(tmp_path / "c").damages == ()
     remove_sharded_tensors(tmp_path / "c", "opt")
-    assert verified(tmp_path / "c") == ()
+    assert verify(tmp_path / "c").damages == ()
     wanted = {"opt": {"lr": 0.0}}
     dcp.load(wanted, checkpoint_id=tmp_path / "c", **ALONE)
     assert wanted == {"opt": {"lr": 0.5}}
@@ -439,8 +431,22 @@ def test_state_of_very_many_values_has_no_copies(tmp_path: Path) -> None:
 def test_a_changed_copy_is_found(tmp_path: Path) -> None:
     save({"step": 1}, tmp_path / "c", "torch_dist")
     (file,) = (tmp_path / "c").glob("values-*")
-    data = bytearray(file.read_bytes())
-    data[100] ^= 1
-    file.write_bytes(data)
-    (damage,) = verified(tmp_path / "c")
+    flip(file, 100)
+    (damage,) = verify(tmp_path / "c").damages
     assert damage.file == file.name
+
+
+LOCAL = struct.Struct("<4sH")
+
+
+@pytest.mark.parametrize(("zip64_from", "version"), [(1 << 32, 20), (1, 45)])
+def test_an_item_needs_zip_2_0_and_only_with_64_bit_sizes_4_5(
+    zip64_from: int, version: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(items, "ZIP64_FROM", zip64_from)
+    data = b"".join(stream(frame_of("uint8", (5,)), [memoryview(b"01234")]))
+    with zipfile.ZipFile(io.BytesIO(data)) as archive:
+        entries = {entry.filename.rpartition("/")[2]: entry for entry in archive.infolist()}
+    needed = {name: LOCAL.unpack_from(data, entry.header_offset)[1] for name, entry in entries.items()}
+    assert needed.pop("0") == version  # the bytes of the tensor
+    assert set(needed.values()) == {20}

@@ -1,29 +1,30 @@
-"""What scripts save with torch.save becomes a checkpoint: full state dicts, also of several ranks."""
+"""Files of torch.save become a checkpoint: full state dicts, and ShardedTensors; crafted files are errors."""
 
 from __future__ import annotations
 
 import os
+import random
+import shutil
 import sys
+import warnings
+import zipfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+import torch.distributed as dist
+from torch import Tensor, nn
 
 import megackpt
-from megackpt import (
-    CheckpointError,
-    FormatError,
-    NotACheckpointError,
-    UnknownClassError,
-    UnsupportedError,
-)
+from megackpt import CheckpointError, FormatError, NotACheckpointError, UnknownClassError, UnsupportedError
 from megackpt.cli import main
 from megackpt.formats.torch_dist.save import TorchDistSaveStrategy
-from tests.support.effort import with_all
+from tests.support.effort import few, with_all
 from tests.system.attacks import pickles
-from tests.system.attacks.opcodes import zipped
+from tests.system.attacks.opcodes import binary, call, named, pickled, tensor, text, zipped
 
 
 def trained(seed: int = 0) -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -91,12 +92,8 @@ def test_prefixes_of_wrappers_are_left_out_and_a_prefix_is_put_before_bare_weigh
 
 def test_a_transposed_and_a_narrowed_tensor_are_stored_as_they_look(tmp_path: Path) -> None:
     base = torch.arange(24.0).view(4, 6)
-    saved = {
-        "turned": base.t(),
-        "part": base[1:3, 2:4],
-        "scalar": torch.tensor(3),
-        "empty": torch.empty(0, 3),
-    }
+    odd = {"scalar": torch.tensor(3), "empty": torch.empty(0, 3)}
+    saved = {"turned": base.t(), "part": base[1:3, 2:4], **odd}
     torch.save(saved, tmp_path / "a.pt")
     megackpt.import_torch(tmp_path / "a.pt", tmp_path / "new")
     assert_same(megackpt.load({}, tmp_path / "new"), saved)
@@ -137,18 +134,16 @@ def test_threads_that_write_files_at_the_same_time_write_their_own_tensors(way: 
 
 
 def test_files_of_ranks_that_differ_are_rejected_with_advice(tmp_path: Path) -> None:
-    for rank in range(2):
-        torch.save({"model": {"weight": torch.full((3,), float(rank))}}, tmp_path / f"rank_{rank}.pt")
-    with pytest.raises(UnsupportedError, match=r"'model.weight' of rank 1 differs.*get_state_dict"):
-        megackpt.import_torch(tmp_path, tmp_path / "new")
-    torch.save({"model": {}}, tmp_path / "rank_1.pt")
-    with pytest.raises(FormatError, match="other entries on rank 1"):
-        megackpt.import_torch(tmp_path, tmp_path / "new")
-    torch.save({"model": {"weight": 1}}, tmp_path / "rank_1.pt")
-    with pytest.raises(
-        FormatError, match=r"rank_1\.pt: 'model.weight' is a int, and a Tensor in .*rank_0\.pt"
-    ):
-        megackpt.import_torch(tmp_path, tmp_path / "new")
+    torch.save({"model": {"weight": torch.zeros(3)}}, tmp_path / "rank_0.pt")
+    cases: list[tuple[dict[str, Any], type[CheckpointError], str]] = [
+        ({"weight": torch.ones(3)}, UnsupportedError, r"'model.weight' of rank 1 differs.*get_state_dict"),
+        ({}, FormatError, "other entries on rank 1"),
+        ({"weight": 1}, FormatError, r"rank_1\.pt: 'model.weight' is a int, and a Tensor in .*rank_0\.pt"),
+    ]
+    for model, error, message in cases:
+        torch.save({"model": model}, tmp_path / "rank_1.pt")
+        with pytest.raises(error, match=message):
+            megackpt.import_torch(tmp_path, tmp_path / "new")
     (tmp_path / "rank_1.pt").rename(tmp_path / "rank_2.pt")
     with pytest.raises(FormatError, match=r"rank_1, of rank 1, is missing"):
         megackpt.import_torch(tmp_path, tmp_path / "new")
@@ -219,3 +214,320 @@ def test_no_crafted_pickle_gets_anywhere(tmp_path: Path) -> None:
             rejected += 1
         assert not ran.exists(), list(crafted)[number]
     assert rejected > len(crafted) // 2
+
+
+@contextmanager
+def fake_rank(rank: int, ranks: int) -> Iterator[None]:
+    """Make this process one of some ranks that do not exist, for a block."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=ranks)
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="Please use DTensor instead")
+            yield
+    finally:
+        dist.destroy_process_group()
+
+
+def sharded_rows(whole: Tensor, rank: int, ranks: int) -> Any:
+    """Return a tensor cut by rows as FSDP version 1 does, with the shard of this rank. In `fake_rank`."""
+    from torch.distributed._shard.metadata import ShardMetadata
+    from torch.distributed._shard.sharded_tensor import Shard, ShardedTensor
+    from torch.distributed._shard.sharded_tensor.metadata import ShardedTensorMetadata, TensorProperties
+
+    shards, metadata, at = [], [], 0
+    for owner, rows in enumerate(whole.chunk(ranks)):
+        offsets = [at] + [0] * (whole.dim() - 1)
+        metadata.append(ShardMetadata(offsets, list(rows.shape), f"rank:{owner}/cpu"))
+        at += len(rows)
+        if owner == rank:
+            shards.append(Shard(rows.clone(), ShardMetadata(offsets, list(rows.shape), f"rank:{owner}/cpu")))
+    properties = TensorProperties(dtype=whole.dtype)
+    return ShardedTensor._init_from_local_shards_and_global_metadata(
+        shards, ShardedTensorMetadata(metadata, whole.shape, properties)
+    )
+
+
+def save_rank_files(
+    folder: Path,
+    arrays: dict[str, Tensor],
+    *,
+    ranks: int,
+    change: Callable[[dict[str, Any], int], None] = lambda state, rank: None,
+    only: Sequence[int] | None = None,
+) -> None:
+    """Save a file `rank_<n>.pt` for each rank, with the arrays under "model", after a change of its state."""
+    folder.mkdir(exist_ok=True)
+    for rank in range(ranks) if only is None else only:
+        with fake_rank(rank, ranks):
+            state = {name: sharded_rows(whole, rank, ranks) for name, whole in arrays.items()}
+            change(state, rank)
+            torch.save({"model": state, "step": 3}, folder / f"rank_{rank}.pt")
+
+
+RANKS = 4
+# Of 5 rows on 4 ranks, three have 2, 2 and 1, and the last one has none.
+ARRAYS: dict[str, Tensor] = {"w": torch.arange(15.0).view(5, 3), "b": torch.arange(2, dtype=torch.int32)}
+
+Change = Callable[[dict[str, Any], int], None]
+
+
+def test_shards_of_all_ranks_become_arrays(tmp_path: Path) -> None:
+    def nest(state: dict[str, Any], _: int) -> None:
+        state["inner"] = {"list": [state.pop("b")]}
+
+    save_rank_files(tmp_path / "ranks", ARRAYS, ranks=RANKS, change=nest)
+    command = ["convert", str(tmp_path / "ranks"), str(tmp_path / "new"), "--from", "torch"]
+    assert main([*command, "--prefix", "run."]) == 0
+    loaded = megackpt.load({}, tmp_path / "new")["run"]
+    assert loaded["step"] == 3
+    assert torch.equal(loaded["model"]["w"], ARRAYS["w"])
+    assert torch.equal(loaded["model"]["inner"]["list"][0], ARRAYS["b"])
+
+
+def test_equal_copies_of_a_shard_are_stored_once(tmp_path: Path) -> None:
+    save_rank_files(tmp_path / "ranks", ARRAYS, ranks=RANKS, change=_copied(0.0))
+    report = megackpt.import_torch(tmp_path / "ranks", tmp_path / "new")
+    assert report.nbytes == sum(array.nbytes for array in ARRAYS.values())
+    assert torch.equal(megackpt.load({}, tmp_path / "new")["model"]["w"], ARRAYS["w"])
+
+
+def _copied(difference: float) -> Change:
+    """Give rank 3 a copy of the shard of rank 0."""
+
+    def change(state: dict[str, Any], rank: int) -> None:
+        if rank == 3:
+            from torch.distributed._shard.sharded_tensor import Shard
+
+            box = state["w"]._metadata.shards_metadata[0]
+            state["w"]._local_shards.append(Shard(ARRAYS["w"][:2] + difference, box))
+
+    return change
+
+
+def _on_rank_1(edit: Callable[[Any, Any], object]) -> Change:
+    """Edit the tensor and its local shard on rank 1."""
+
+    def change(state: dict[str, Any], rank: int) -> None:
+        if rank == 1:
+            edit(state["w"], state["w"]._local_shards[0])
+
+    return change
+
+
+def _offsets(*offsets: Any) -> Change:
+    return _on_rank_1(lambda _, shard: setattr(shard.metadata, "shard_offsets", list(offsets)))
+
+
+def _size(*size: int) -> Change:
+    return _on_rank_1(lambda whole, _: setattr(whole._metadata, "size", torch.Size(size)))
+
+
+def _shard(tensor: Any) -> Change:
+    return _on_rank_1(lambda _, shard: setattr(shard, "tensor", tensor))
+
+
+def _replaced(by: Callable[[], Tensor]) -> Change:
+    """Save another tensor on rank 1."""
+
+    def change(state: dict[str, Any], rank: int) -> None:
+        if rank == 1:
+            state["w"] = by()
+
+    return change
+
+
+def _overlap(state: dict[str, Any], rank: int) -> None:
+    """Move the shard of rank 1 one row up, in all metadata."""
+    state["w"]._metadata.shards_metadata[1].shard_offsets = [1, 0]
+    if rank == 1:
+        state["w"]._local_shards[0].metadata.shard_offsets = [1, 0]
+
+
+OWN = r"rank_1\.pt: the ShardedTensor 'model.w' contradicts itself"
+AT = rf"{OWN} \(the shard at \(2, 0\)"
+CRAFTED: dict[str, tuple[Change, str]] = {
+    "offset outside": (
+        _offsets(40, 0),
+        rf"{OWN} \(the shard of shape \(2, 3\) at \(40, 0\) does not lie in the array of shape \(5, 3\)",
+    ),
+    "offset outside in the metadata": (
+        _on_rank_1(lambda t, _: setattr(t._metadata.shards_metadata[3 - 1], "shard_offsets", [5, 0])),
+        rf"{OWN} \(the shard of shape \(1, 3\) at \(5, 0\) does not lie in",
+    ),
+    "negative offset": (_offsets(-1, 0), f"{OWN} .*malformed"),
+    "offset that is text": (_offsets("2", 0), f"{OWN} .*malformed"),
+    "another number of dimensions": (
+        _offsets(2),
+        rf"{OWN} \(the shard of shape \(2, 3\) at \(2,\) does not lie",
+    ),
+    "huge array": (_size(2**40, 2**40), rf"{OWN} \(no ShardedTensor has shape"),
+    "array without dimensions": (_size(), rf"{OWN} \(no ShardedTensor has shape \(\)"),
+    "tensor of another shape": (
+        _shard(torch.zeros(1, 3)),
+        rf"{AT} is a tensor of shape \(1, 3\) .* say \(2, 3\)",
+    ),
+    "tensor of another dtype": (
+        _shard(torch.zeros(2, 3).double()),
+        rf"{AT} is a tensor of shape \(2, 3\) and torch.float64",
+    ),
+    "tensor that repeats its elements": (_shard(torch.zeros(1).expand(2, 3)), f"{AT} repeats"),
+    "tensor without storage": (_shard(torch.empty(2, 3, device="meta")), f"{AT} is no plain tensor"),
+    "sparse tensor": (_shard(torch.zeros(2, 3).to_sparse()), f"{AT} is no plain tensor"),
+    "no tensor": (_shard(7), f"{AT} is no plain tensor"),
+    "no metadata": (_on_rank_1(lambda t, _: setattr(t, "_metadata", None)), f"{OWN} .*ShardedTensorMetadata"),
+    "no properties": (_on_rank_1(lambda t, _: setattr(t._metadata, "tensor_properties", 1)), OWN),
+    "no shards": (_on_rank_1(lambda t, _: setattr(t, "_local_shards", 1)), OWN),
+    "shard that its metadata lack": (
+        _on_rank_1(lambda whole, _: whole._metadata.shards_metadata.pop(1)),
+        rf"{OWN} \(its metadata lack the shard of shape \(2, 3\) at \(2, 0\)",
+    ),
+    "plain tensor": (_replaced(lambda: ARRAYS["w"]), r"rank_1\.pt: has no ShardedTensor here, .*'model.w'"),
+    "array of another shape": (
+        _replaced(lambda: sharded_rows(torch.zeros(6, 3), 1, RANKS)),
+        r"rank_1\.pt: has an array of torch.float32 \(6, 3\).*rank_0\.pt",
+    ),
+    "array of another dtype": (
+        _replaced(lambda: sharded_rows(ARRAYS["w"].double(), 1, RANKS)),
+        r"rank_1\.pt: has an array of torch.float64.*rank_0\.pt",
+    ),
+    "copies that differ": (
+        _copied(1.0),
+        r"rank_3\.pt: 'model.w' has other bits than in .*rank_0\.pt, in the part",
+    ),
+    "overlap": (_overlap, r"rank_0\.pt: has elements \[1:2, 0:3\] in no shard, or in several \('model.w'\)"),
+}
+
+
+@pytest.mark.parametrize("name", CRAFTED)
+def test_crafted_shards_are_one_error_that_names_key_and_file(name: str, tmp_path: Path) -> None:
+    change, message = CRAFTED[name]
+    save_rank_files(tmp_path / "ranks", ARRAYS, ranks=RANKS, change=change)
+    with pytest.raises(FormatError, match=message) as raised:
+        megackpt.import_torch(tmp_path / "ranks", tmp_path / "new")
+    assert raised.value.key == "model.w"
+    assert Path(str(raised.value.path)).is_file()
+    assert not (tmp_path / "new").exists()
+
+
+def test_files_of_other_ranks_or_runs_are_one_error(tmp_path: Path) -> None:
+    folder = tmp_path / "ranks"
+    save_rank_files(folder, ARRAYS, ranks=RANKS)
+
+    def rejected(message: str) -> None:
+        with pytest.raises(FormatError, match=message) as raised:
+            megackpt.import_torch(folder, tmp_path / "new")
+        assert raised.value.key == "model.w"
+        assert not (tmp_path / "new").exists()
+
+    (folder / "rank_3.pt").rename(tmp_path / "kept")
+    assert megackpt.import_torch(folder, tmp_path / "three").arrays == 2  # rank 3 has no shard of any array
+    (folder / "rank_2.pt").unlink()
+    rejected(
+        r"rank_0\.pt: .*shape \(1, 3\) at \(4, 0\) \('model.w'\)\. The files of ranks 2, 3 of 4 are missing"
+    )
+    shutil.copy(folder / "rank_0.pt", folder / "rank_2.pt")
+    rejected(r"rank_2\.pt: is of rank 0, as is .*rank_0\.pt")
+    save_rank_files(folder, ARRAYS, ranks=3, only=[2])
+    rejected(r"rank_2\.pt: was saved by 3 ranks, and .*rank_0\.pt by 4")
+    # The file of one rank, by itself.
+    (folder / "rank_1.pt").unlink()
+    (folder / "rank_2.pt").unlink()
+    rejected(r"The files of ranks 1, 2, 3 of 4 are missing")
+
+
+def test_flat_parameters_and_shards_in_tuples_are_rejected_with_advice(tmp_path: Path) -> None:
+    save_rank_files(tmp_path / "flat", {"layers.0._flat_param": torch.arange(7.0)}, ranks=2)
+    with pytest.raises(UnsupportedError, match=r"rank_0\.pt: 'model.layers.0._flat_param' .*FULL_STATE_DICT"):
+        megackpt.import_torch(tmp_path / "flat", tmp_path / "new")
+
+    def wrap(state: dict[str, Any], _: int) -> None:
+        state["w"] = (state["w"],)
+
+    save_rank_files(tmp_path / "tuple", ARRAYS, ranks=2, change=wrap)
+    with pytest.raises(UnsupportedError, match=r"'?model.w.0'? is a ShardedTensor inside of a tuple"):
+        megackpt.import_torch(tmp_path / "tuple", tmp_path / "new")
+    assert not (tmp_path / "new").exists()
+
+
+CLASS = named("torch.distributed._shard.sharded_tensor.api", "ShardedTensor")
+WRAPPER = named("torch._utils", "_rebuild_wrapper_subclass")
+# What torch pickles of a ShardedTensor of two numbers, before its state.
+ARGUMENTS = (
+    (b"(" + CLASS + named("torch", "float32") + b"(K\x02t(K\x01tK\0")
+    + call(named("torch.serialization", "_get_layout"), "torch.strided")
+    + call(named("torch", "device"), "cpu")
+    + b"\x89t"
+)  # fmt: skip
+STATELESS = WRAPPER + ARGUMENTS + b"R"
+
+
+def _rebuilt(
+    state: bytes, *, function: bytes = WRAPPER, cls: bytes = CLASS, arguments: bytes = ARGUMENTS
+) -> bytes:
+    """Opcodes of the call that makes a tensor of a class and gives it a state."""
+    return call(named("torch._tensor", "_rebuild_from_type_v2"), function, cls, arguments, state)
+
+
+def _of_torch(name: str, *arguments: bytes) -> bytes:
+    return call(named("torch._utils", name), *arguments)
+
+
+def _pickles(ran: Path) -> dict[str, bytes]:
+    mkdir, path = named("os", "mkdir"), b"(" + text(str(ran)) + b"t"
+    hooks = named("collections", "OrderedDict") + b")R"
+    cast = (STATELESS, named("torch", "float32"), text("cpu"), b"\x89")
+    return {
+        "no state": STATELESS,
+        "state None": _rebuilt(b"N"),
+        "state of numbers": _rebuilt(b"(K\1K\2K\3K\4K\5t"),
+        "state of bytes": _rebuilt(binary(b"123")),
+        "state that runs": _rebuilt(mkdir + path + b"R"),
+        "function that runs": _rebuilt(b"N", function=mkdir, arguments=path),
+        "call": call(CLASS, b"K\x08"),
+        "large call": call(CLASS, b"\x8a\x06\0\0\0\0\0\x01"),
+        "new object": CLASS + b"(K\x08t\x81",
+        "other class": _rebuilt(b"N", cls=named("torch", "Tensor")),
+        "parameter": _of_torch("_rebuild_parameter", STATELESS, b"\x89", hooks),
+        "storage": _of_torch("_rebuild_tensor_v2", STATELESS, b"K\0", b")", b")", b"\x89", hooks),
+        "cast": _of_torch("_rebuild_device_tensor_from_cpu_tensor", *cast),
+        "nested": _of_torch("_rebuild_nested_tensor", STATELESS, tensor(), tensor(), tensor()),
+        "attribute of the class": call(named("__builtin__", "getattr"), CLASS, "__subclasses__"),
+        "attributes set on the class": CLASS + b"}" + text("a") + b"K\1sb",
+        "items": STATELESS + text("a") + b"K\1s",
+    }
+
+
+@pytest.mark.parametrize("name", _pickles(Path()))
+def test_no_crafted_sharded_tensor_gets_anywhere(name: str, tmp_path: Path) -> None:
+    data = _pickles(tmp_path / "ran")[name]
+    (tmp_path / "a.pt").write_bytes(zipped(pickled(b"}", text("w"), data, b"s"), {"data/0": bytes(16)}))
+    with pytest.raises(CheckpointError) as raised:
+        megackpt.import_torch(tmp_path / "a.pt", tmp_path / "new")
+    assert "a.pt" in str(raised.value)
+    if name in ("call", "large call", "new object"):  # torch.Tensor itself would allocate memory
+        assert "that torch did not pickle" in str(raised.value)
+    assert not (tmp_path / "ran").exists()
+    assert not (tmp_path / "new").exists()
+
+
+def test_changed_bytes_of_the_pickle_are_an_error_or_another_value(tmp_path: Path) -> None:
+    """A byte that changes in the pickle raises no other error, and changes no class of the process."""
+    save_rank_files(tmp_path / "ranks", ARRAYS, ranks=1)
+    with zipfile.ZipFile(tmp_path / "ranks/rank_0.pt") as archive:
+        records = {name.partition("/")[2]: archive.read(name) for name in archive.namelist()}
+    data = records.pop("data.pkl")
+    records = {name: record for name, record in records.items() if name.startswith("data/")}
+    choices, rejected = random.Random(0), 0
+    tries = few(60, of=3000)
+    for number in range(tries):
+        changed = bytearray(data)
+        changed[choices.randrange(len(data))] = choices.randrange(256)
+        (tmp_path / "a.pt").write_bytes(zipped(bytes(changed), records))
+        try:
+            megackpt.import_torch(tmp_path / "a.pt", tmp_path / f"new {number}", verify=False)
+        except CheckpointError:
+            rejected += 1
+            assert not (tmp_path / f"new {number}").exists()
+    assert rejected > tries // 4

@@ -11,7 +11,6 @@ import signal
 import sys
 import threading
 import types
-import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -26,7 +25,7 @@ from megackpt.codec import EncodedValue, ForeignMember, decode, keep_unknown_val
 from megackpt.codec.pickled import ForeignName, ForeignObject
 from megackpt.errors import FormatError, UnknownClassError, UnserializableError
 from megackpt.formats.safe_pickle import load_value, save_value
-from megackpt.storage import open_store
+from tests.system.attacks.opcodes import zipped
 
 LIBRARY = """
 import collections, enum, typing
@@ -98,10 +97,6 @@ def _write_torch_dist(directory: Path, library: Any, state: dict[str, Any] | Non
     sys.modules.pop("someones_library", None)
 
 
-def _convert(source: Path, target: Path, to: str) -> None:
-    megackpt.convert(source, target, to)
-
-
 def _common(directory: Path) -> Any:
     with keep_unknown_values():
         return megackpt.load_common_state_dict(str(directory))
@@ -111,13 +106,12 @@ def test_a_conversion_there_and_back_changes_nothing(tmp_path: Path, library: An
     expected = _state(library)
     _write_torch_dist(tmp_path / "source", library)
     before = _common(tmp_path / "source")
-    _convert(tmp_path / "source", tmp_path / "native", "megackpt")
-    _convert(tmp_path / "native", tmp_path / "back", "torch_dist")
-    _convert(tmp_path / "back", tmp_path / "again", "megackpt")
+    megackpt.convert(tmp_path / "source", tmp_path / "native", "megackpt")
+    megackpt.convert(tmp_path / "native", tmp_path / "back", "torch_dist")
+    megackpt.convert(tmp_path / "back", tmp_path / "again", "megackpt")
     for name in ("native", "back", "again"):
         assert leaf_digests(_common(tmp_path / name)) == leaf_digests(before), name
-        stores = [open_store(str(tmp_path / location)) for location in ("source", name)]
-        assert megackpt.diff(*stores).is_equal
+        assert megackpt.diff(tmp_path / "source", tmp_path / name).is_equal
     # Where the library is there again, what torch_dist holds are its objects.
     sys.modules["someones_library"] = library
     loaded = torch.load(tmp_path / "back" / "common.pt", weights_only=False)["args"]
@@ -134,10 +128,8 @@ def test_a_conversion_there_and_back_changes_nothing(tmp_path: Path, library: An
 
 def test_stand_ins_show_what_they_stand_for(tmp_path: Path, library: Any) -> None:
     _write_torch_dist(tmp_path / "source", library)
-    _convert(tmp_path / "source", tmp_path / "native", "megackpt")
-    args = megackpt.load({}, str(tmp_path / "native"))[
-        "args"
-    ]  # of the native format there is nothing to reject
+    megackpt.convert(tmp_path / "source", tmp_path / "native", "megackpt")
+    args = megackpt.load({}, tmp_path / "native")["args"]  # of the native format there is nothing to reject
     assert isinstance(args.config, ForeignObject)
     assert (args.config.module, args.config.qualname) == ("someones_library", "Config")
     assert args.config.state["lr"] == 0.5
@@ -151,13 +143,13 @@ def test_stand_ins_show_what_they_stand_for(tmp_path: Path, library: Any) -> Non
     mode = ForeignObject("someones_library", "Mode", (1,), is_called=True)
     assert leaf_digests(args.mode) == leaf_digests(mode)
     sys.modules["someones_library"] = library
-    assert megackpt.load({}, str(tmp_path / "native"))["args"].mode is library.Mode.ON
+    assert megackpt.load({}, tmp_path / "native")["args"].mode is library.Mode.ON
 
 
 def test_a_load_rejects_what_it_was_asked_for(tmp_path: Path, library: Any) -> None:
     _write_torch_dist(tmp_path / "source", library)
     with pytest.raises(UnknownClassError, match=r"names .*someones_library\.Config.*Nothing was run"):
-        megackpt.load_common_state_dict(str(tmp_path / "source"))
+        megackpt.load_common_state_dict(tmp_path / "source")
     summary = megackpt.inspect(tmp_path / "source")
     assert "ForeignObject" in summary.common["args.config"]
 
@@ -172,8 +164,7 @@ def test_a_comparison_sees_what_differs_in_unknown_objects(tmp_path: Path, libra
     state["args"].config.lr = 0.25
     torch.save(state, tmp_path / "second" / "common.pt")
     del sys.modules["someones_library"]
-    stores = [open_store(str(tmp_path / name)) for name in ("first", "second")]
-    (difference,) = megackpt.diff(*stores).values
+    (difference,) = megackpt.diff(tmp_path / "first", tmp_path / "second").values
     assert difference.path == "common state: args.config"
     assert "0.5" in str(difference.first)
     assert "0.25" in str(difference.second)
@@ -188,25 +179,16 @@ def test_a_codec_that_is_not_registered_is_carried_along(tmp_path: Path) -> None
 
     megackpt.register_codec(Schedule, "carried.Schedule", lambda value: value.warmup, Schedule)
     objects = megackpt.ShardedObject("state", Schedule(3), (1,), (0,))
-    megackpt.save({"schedule": Schedule(5), "o": objects}, str(tmp_path / "source"))
+    megackpt.save({"schedule": Schedule(5), "o": objects}, tmp_path / "source")
     codec = REGISTRY._by_name.pop("carried.Schedule")
     try:
         with pytest.raises(UnknownClassError, match="not registered"):
-            megackpt.load({}, str(tmp_path / "source"))
-        _convert(tmp_path / "source", tmp_path / "target", "megackpt")
-        stores = [open_store(str(tmp_path / name)) for name in ("source", "target")]
-        assert megackpt.diff(*stores).is_equal
+            megackpt.load({}, tmp_path / "source")
+        megackpt.convert(tmp_path / "source", tmp_path / "target", "megackpt")
+        assert megackpt.diff(tmp_path / "source", tmp_path / "target").is_equal
     finally:
         REGISTRY._by_name["carried.Schedule"] = codec
-    assert megackpt.load({}, str(tmp_path / "target"))["schedule"].warmup == 5
-
-
-def _zipped(pickled: bytes) -> bytes:
-    out = io.BytesIO()
-    with zipfile.ZipFile(out, "w") as archive:
-        archive.writestr("archive/data.pkl", pickled)
-        archive.writestr("archive/version", b"3\n")
-    return out.getvalue()
+    assert megackpt.load({}, tmp_path / "target")["schedule"].warmup == 5
 
 
 @pytest.mark.parametrize(
@@ -214,7 +196,7 @@ def _zipped(pickled: bytes) -> bytes:
 )
 def test_some_names_are_never_carried_along(name: str) -> None:
     with keep_unknown_values(), pytest.raises((UnknownClassError, FormatError)):
-        load_value(_zipped(b"\x80\x02c" + name.encode() + b"\nX\x01\x00\x00\x00a\x85R."), where="w")
+        load_value(zipped(b"\x80\x02c" + name.encode() + b"\nX\x01\x00\x00\x00a\x85R."), where="w")
 
 
 def test_nothing_that_a_carried_name_names_is_run(tmp_path: Path) -> None:
@@ -222,7 +204,7 @@ def test_nothing_that_a_carried_name_names_is_run(tmp_path: Path) -> None:
     text = b"X" + len(path).to_bytes(4, "little") + path
     for name in (b"shutil\nrmtree", b"pathlib\nPath.mkdir", b"builtins\neval", b"subprocess\ncheck_output"):
         with keep_unknown_values():
-            loaded = load_value(_zipped(b"\x80\x02c" + name + b"\n" + text + b"\x85R."), where="w")
+            loaded = load_value(zipped(b"\x80\x02c" + name + b"\n" + text + b"\x85R."), where="w")
         assert isinstance(loaded, ForeignObject)
     assert not (tmp_path / "made").exists()
 
@@ -231,7 +213,7 @@ def test_too_many_unknown_names_raise_an_error() -> None:
     names = b"".join(b"clib\nC%d\n0" % n for n in range(201))
     allowed = set(torch.serialization.get_safe_globals())
     with keep_unknown_values(), pytest.raises(FormatError, match="more than 200 unknown classes"):
-        load_value(_zipped(b"\x80\x02" + names + b"N."), where="w")
+        load_value(zipped(b"\x80\x02" + names + b"N."), where="w")
     assert set(torch.serialization.get_safe_globals()) == allowed
 
 
@@ -289,19 +271,19 @@ def test_members_of_imported_enumerations_are_harmless(member: enum.Enum) -> Non
 
 
 def test_members_of_other_pythons_are_understood() -> None:
-    by_name = _zipped(b"\x80\x02csignal\nSIGTERM\n.")  # Python 3.10
+    by_name = zipped(b"\x80\x02csignal\nSIGTERM\n.")  # Python 3.10
     assert load_value(by_name, where="w") is signal.SIGTERM
     here = f"c{__name__}\nLocal\n".encode()
-    by_getattr = _zipped(b"\x80\x02cbuiltins\ngetattr\n" + here + b"X\x03\x00\x00\x00ONE\x86R.")  # 3.11.0
+    by_getattr = zipped(b"\x80\x02cbuiltins\ngetattr\n" + here + b"X\x03\x00\x00\x00ONE\x86R.")  # 3.11.0
     assert load_value(by_getattr, where="w") is Local.ONE
     with pytest.raises(FormatError, match="no member of an enumeration"):
         load_value(
-            _zipped(b"\x80\x02cbuiltins\ngetattr\nX\x01\x00\x00\x00aX\x05\x00\x00\x00upper\x86R."), where="w"
+            zipped(b"\x80\x02cbuiltins\ngetattr\nX\x01\x00\x00\x00aX\x05\x00\x00\x00upper\x86R."), where="w"
         )
 
 
 def test_a_value_that_no_member_has_raises_an_error() -> None:
-    data = _zipped(f"\x80\x02c{__name__}\nLocal\nK\x09\x85R.".encode("latin1"))
+    data = zipped(f"\x80\x02c{__name__}\nLocal\nK\x09\x85R.".encode("latin1"))
     with pytest.raises(FormatError, match=r"9 as a value of .*Local, which has no such member"):
         load_value(data, where="w")
     with keep_unknown_values():
@@ -311,25 +293,24 @@ def test_a_value_that_no_member_has_raises_an_error() -> None:
 def test_members_that_were_saved_by_name_can_be_converted_where_they_are_unknown(
     tmp_path: Path, library: Any
 ) -> None:
-    megackpt.save({"mode": library.Mode.ON, "modes": ({library.Mode.ON: 1},)}, str(tmp_path / "native"))
+    megackpt.save({"mode": library.Mode.ON, "modes": ({library.Mode.ON: 1},)}, tmp_path / "native")
     del sys.modules["someones_library"]
-    assert megackpt.load({}, str(tmp_path / "native"))["mode"] == ForeignMember(
+    assert megackpt.load({}, tmp_path / "native")["mode"] == ForeignMember(
         "someones_library", "Mode", "ON", 1
     )
-    _convert(tmp_path / "native", tmp_path / "torch_dist", "torch_dist")
-    _convert(tmp_path / "torch_dist", tmp_path / "again", "megackpt")
-    stores = [open_store(str(tmp_path / name)) for name in ("native", "again")]
-    assert megackpt.diff(*stores).is_equal
+    megackpt.convert(tmp_path / "native", tmp_path / "torch_dist", "torch_dist")
+    megackpt.convert(tmp_path / "torch_dist", tmp_path / "again", "megackpt")
+    assert megackpt.diff(tmp_path / "native", tmp_path / "again").is_equal
     sys.modules["someones_library"] = library
-    assert megackpt.load({}, str(tmp_path / "again"))["mode"] is library.Mode.ON
+    assert megackpt.load({}, tmp_path / "again")["mode"] is library.Mode.ON
     assert torch.load(tmp_path / "torch_dist" / "common.pt", weights_only=False)["mode"] is library.Mode.ON
 
 
 def test_a_verification_does_not_fail_on_classes_that_nobody_asked_for(tmp_path: Path, library: Any) -> None:
     objects = {"o": megackpt.ShardedObject("o", {"mode": library.Mode.ON}, (1,), (0,))}
-    megackpt.save({**objects, "iteration": 7}, str(tmp_path / "enum"), "torch_dist")
+    megackpt.save({**objects, "iteration": 7}, tmp_path / "enum", "torch_dist")
     _write_torch_dist(tmp_path / "source", library)
-    _convert(tmp_path / "source", tmp_path / "back", "torch_dist")
+    megackpt.convert(tmp_path / "source", tmp_path / "back", "torch_dist")
     for name in ("source", "back", "enum"):
         verification = megackpt.verify(tmp_path / name, deep=True)
         assert (verification.damages, verification.unknown_values) == ((), 1), name
@@ -337,7 +318,7 @@ def test_a_verification_does_not_fail_on_classes_that_nobody_asked_for(tmp_path:
         assert "1 values (objects or common state) have classes that are not known here" in ran.output
         assert "damage" not in ran.output
     common = tmp_path / "source" / "common.pt"
-    for wrong in (_zipped(b"\x80\x02cos\nsystem\nX\x01\x00\x00\x00a\x85R."), common.read_bytes()[:-900]):
+    for wrong in (zipped(b"\x80\x02cos\nsystem\nX\x01\x00\x00\x00a\x85R."), common.read_bytes()[:-900]):
         common.write_bytes(wrong)
         verification = megackpt.verify(tmp_path / "source", deep=True)
         assert [damage.file for damage in verification.damages] == ["common.pt"]
@@ -355,9 +336,9 @@ def _tree_of_nodes(library: Any) -> Any:
 def test_objects_that_refer_to_their_parents_are_carried_along(tmp_path: Path, library: Any) -> None:
     root = _tree_of_nodes(library)
     _write_torch_dist(tmp_path / "source", library, {"config": root, "part": root.content["inner"]})
-    _convert(tmp_path / "source", tmp_path / "native", "megackpt")
-    _convert(tmp_path / "native", tmp_path / "back", "torch_dist")
-    _convert(tmp_path / "back", tmp_path / "again", "megackpt")
+    megackpt.convert(tmp_path / "source", tmp_path / "native", "megackpt")
+    megackpt.convert(tmp_path / "native", tmp_path / "back", "torch_dist")
+    megackpt.convert(tmp_path / "back", tmp_path / "again", "megackpt")
     for name in ("native", "back", "again"):
         assert leaf_digests(_common(tmp_path / name)) == leaf_digests(_common(tmp_path / "source")), name
         assert megackpt.diff(tmp_path / "source", tmp_path / name).is_equal
@@ -381,7 +362,7 @@ def test_objects_that_all_refer_to_each_other_are_rejected_in_time(tmp_path: Pat
         node.content["all"] = list(nodes)
     _write_torch_dist(tmp_path / "source", library, {"config": nodes[0]})
     with pytest.raises(UnserializableError, match=r"config.*in too many ways"):
-        _convert(tmp_path / "source", tmp_path / "native", "megackpt")
+        megackpt.convert(tmp_path / "source", tmp_path / "native", "megackpt")
 
 
 @pytest.mark.parametrize("level", [0, 2, -1, "1", None])
@@ -400,8 +381,8 @@ def test_configurations_of_omegaconf_are_carried_along(tmp_path: Path) -> None:
     config = omegaconf.OmegaConf.create({"lr": 0.5, "model": {"layers": [1, None], "width": "${lr}"}})
     omegaconf.OmegaConf.set_struct(config, True)
     _write_torch_dist(tmp_path / "source", types.ModuleType("none"), {"hyper_parameters": {"cfg": config}})
-    _convert(tmp_path / "source", tmp_path / "native", "megackpt")
-    _convert(tmp_path / "native", tmp_path / "back", "torch_dist")
+    megackpt.convert(tmp_path / "source", tmp_path / "native", "megackpt")
+    megackpt.convert(tmp_path / "native", tmp_path / "back", "torch_dist")
     loaded = torch.load(tmp_path / "back" / "common.pt", weights_only=False)["hyper_parameters"]["cfg"]
     assert loaded == config
     assert (loaded.model.width, omegaconf.OmegaConf.is_struct(loaded)) == (0.5, True)

@@ -90,14 +90,9 @@ def test_what_stock_zarr_wrote_without_a_metadata_json_is_loaded(
 ) -> None:
     group = stock_zarr.open_group(tmp_path, mode="w", zarr_format=form)
     for name, values in VALUES.items():
-        array = group.create_array(
-            name,
-            shape=values.shape,
-            chunks=tuple(min(3, n) for n in values.shape),
-            dtype=values.dtype,
-            config={"write_empty_chunks": True},
-        )
-        array[...] = values
+        sizes = {"shape": values.shape, "chunks": tuple(min(3, n) for n in values.shape)}
+        config = {"write_empty_chunks": True}
+        group.create_array(name, **sizes, dtype=values.dtype, config=config)[...] = values
     nested = group.create_array("layer/weight", shape=(4,), chunks=(2,), dtype="i2")
     nested[...] = np.arange(1, 5)
     assert check_is_distributed_checkpoint(tmp_path)
@@ -285,15 +280,20 @@ ATTACKS: dict[str, Any] = {
 }
 
 
-def test_documents_that_lie_raise_an_error(tmp_path: Path) -> None:
-    document = saved(tmp_path, 1) / ".zarray"
+def check_lies(directory: Path, document: Path, attacks: dict[str, Any]) -> None:
+    """Put each value into the document of the array, and find that a load rejects it."""
     right = json.loads(document.read_text())
-    for field, values in ATTACKS.items():
+    for field, values in attacks.items():
         for value in values:
             document.write_text(json.dumps(right | {field: value}))
             with pytest.raises(CheckpointError) as rejected:
-                loaded(tmp_path)
-            assert isinstance(rejected.value, FormatError), (field, value)
+                loaded(directory)
+            assert isinstance(rejected.value, FormatError), (field, value, rejected.value)
+
+
+def test_documents_that_lie_raise_an_error(tmp_path: Path) -> None:
+    document = saved(tmp_path, 1) / ".zarray"
+    check_lies(tmp_path, document, ATTACKS)
     for text in ("", "[]", "[" * 100_000, "\xff"):
         document.write_text(text)
         with pytest.raises(FormatError):
@@ -309,24 +309,16 @@ def test_documents_of_version_3_that_lie_raise_an_error(tmp_path: Path) -> None:
         [{"name": "sharding_indexed", "configuration": sharding | {"chunk_shape": c}}]
         for c in ([0, 1], [7, 7], 3)
     ]
+    dots = {"name": "default", "configuration": {"separator": ".."}}
     attacks: dict[str, Any] = {
         "shape": ATTACKS["shape"],
         "data_type": ["string", None, {"name": "x"}, "float16"],
         "chunk_grid": [*grids, None, {"name": "rectangular"}],
         "codecs": [*shards],
-        "chunk_key_encoding": [
-            None,
-            {"name": "other"},
-            {"name": "default", "configuration": {"separator": ".."}},
-        ],
+        "chunk_key_encoding": [None, {"name": "other"}, dots],
         "attributes": [{"megackpt": {"dtype": "float64"}}, {"megackpt": {"key": 3}}],
     }
-    for field, values in attacks.items():
-        for value in values:
-            document.write_text(json.dumps(right | {field: value}))
-            with pytest.raises(CheckpointError) as rejected:
-                loaded(tmp_path)
-            assert isinstance(rejected.value, FormatError), (field, value, rejected.value)
+    check_lies(tmp_path, document, attacks)
 
 
 @pytest.mark.parametrize(
@@ -340,15 +332,10 @@ def test_a_tiny_shard_cannot_claim_billions_of_chunks(tmp_path: Path, extent: in
     right["chunk_grid"]["configuration"]["chunk_shape"] = [extent, extent]
     right["codecs"][0]["configuration"]["chunk_shape"] = [1, 1]
     document.write_text(json.dumps(right))
+    data = torch.zeros(1, 1, dtype=torch.int32)
+    part = ShardedTensor("a", data, torch.int32, (1, 1), (extent, extent), (0, 0))
     with pytest.raises(FormatError, match=text):
-        load_plain_tensors_metadata_then_chunks(tmp_path, extent)
-
-
-def load_plain_tensors_metadata_then_chunks(directory: Path, extent: int) -> None:
-    part = ShardedTensor(
-        "a", torch.zeros(1, 1, dtype=torch.int32), torch.int32, (1, 1), (extent, extent), (0, 0)
-    )
-    load({"a": part}, directory)
+        load({"a": part}, tmp_path)
 
 
 def test_a_save_of_megatron_core_that_did_not_finish_is_no_checkpoint(tmp_path: Path) -> None:
@@ -373,10 +360,8 @@ def test_metadata_of_arrays_and_objects_is_listed(tmp_path: Path) -> None:
         state = {"a": tensor("a", DATA), "o": ShardedObject("o", 1, (1,), (0,))}
         save(state, tmp_path / str(version), sharded_strategy=("zarr", version))
         metadata = load_sharded_metadata(tmp_path / str(version))
-        assert {key: value.global_shape for key, value in metadata.items()} == {
-            "a": (6, 10),
-            "o/shard_0_1": (1,),
-        }
+        shapes = {key: value.global_shape for key, value in metadata.items()}
+        assert shapes == {"a": (6, 10), "o/shard_0_1": (1,)}
 
 
 def test_other_stores_than_directories_are_read_too() -> None:
@@ -390,11 +375,8 @@ def test_other_stores_than_directories_are_read_too() -> None:
 def test_nan_payloads_and_signed_zeros_survive(tmp_path: Path) -> None:
     values = np.frombuffer(struct.pack("<4I", 0x7FC12345, 0xFF800001, 0x80000000, 0x00000001), np.float32)
     for version in (1, 3):
-        save(
-            {"a": tensor("a", torch.from_numpy(values.copy()))},
-            tmp_path / str(version),
-            sharded_strategy=("zarr", version),
-        )
+        state = {"a": tensor("a", torch.from_numpy(values.copy()))}
+        save(state, tmp_path / str(version), sharded_strategy=("zarr", version))
         assert_equal(load_plain_tensors(tmp_path / str(version))["a"], values)
 
 

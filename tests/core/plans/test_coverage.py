@@ -296,9 +296,8 @@ def test_a_shape_that_no_array_can_have_raises_an_error(shape: tuple[int, int], 
     columns = sent(declared({"a": (2, 2), "b": (1, 1)}))
     columns["global_shape"] = np.array([(2, 2), shape])
     columns["ndim"] = np.array([2, ndim], np.uint8)
-    with pytest.raises(
-        FormatError, match=r"rank 0: 'b' has a shape that no array can have.*damaged"
-    ) as caught:
+    message = r"rank 0: 'b' has a shape that no array can have.*damaged"
+    with pytest.raises(FormatError, match=message) as caught:
         decode_declarations([columns])
     assert caught.value.key == "b"
 

@@ -1,23 +1,38 @@
-"""Who reads what for whom, and when: properties of the exchange plan over many ranks, without any."""
+"""Which stored bytes fill which requested elements, who reads them for whom, and when; without any rank."""
 
 from __future__ import annotations
 
+import math
+import time
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from megackpt import ShardedTensor
+from megackpt import FormatError, ShardedTensor, load, save
+from megackpt.engine.data.read import with_target_strides
+from megackpt.errors import GeometryError
+from megackpt.geometry import Box, Ints, rectangles_of, row_major_strides, split_range, strides_of
 from megackpt.mapping.describe import describe
-from megackpt.metadata import DIGEST_BLOCK_BYTES, ChunkTable, DeclaredChunks
+from megackpt.metadata import (
+    DIGEST_BLOCK_BYTES,
+    ArraySpec,
+    ChunkTable,
+    DeclaredChunks,
+    StoredChunks,
+    block_counts,
+)
 from megackpt.metadata.merge import merge_declarations
-from megackpt.planning import StridedCopy, exchange, plan_main_replicas
+from megackpt.planning import StridedCopy, completeness, exchange, plan_load, plan_main_replicas, plan_reads
 from megackpt.planning.exchange import PART_BYTES, plan_exchange
 from megackpt.planning.exchange_plan import ExchangePlan, aligned
+from megackpt.planning.overlaps import overlapping_chunks
 from megackpt.planning.part_reading import Readers, needed_ranges
+from megackpt.planning.read_plan import MAX_BLOCK_BYTES, READ_BYTES
 from megackpt.testing.layouts import arrays, owned_chunks
 from tests.support.effort import few
 
@@ -238,3 +253,295 @@ def test_ranks_that_ask_for_the_same_are_planned_once(monkeypatch: pytest.Monkey
     monkeypatch.setattr(exchange, "plan_load", watched)
     plan(requested, stored(entities))
     assert planned == [8]
+
+
+def test_arrays_that_are_together_longer_than_64_bits_are_distinguished() -> None:
+    length, arrays = 2**59, 40
+    specs = tuple(ArraySpec(f"k{i:02d}", "int8", (length,)) for i in range(arrays))
+    array = np.repeat(np.arange(arrays), 2)
+    start = np.tile([0, length // 2], arrays)[:, None]
+    half = np.full(2 * arrays, length // 2)
+    stored = ChunkTable(specs, array, start, half[:, None], 0 * half, half, half)
+    wanted = ChunkTable(
+        specs[1::2],
+        np.arange(arrays // 2),
+        np.full((arrays // 2, 1), length // 2 + 5),
+        np.full((arrays // 2, 1), 7),
+        np.zeros(arrays // 2, np.int64),
+        np.full(arrays // 2, 7),
+        np.full(arrays // 2, 7),
+    )
+    no = np.zeros(arrays // 2, np.bool_)
+    entities = np.arange(arrays // 2)
+    copies = plan_load(DeclaredChunks(wanted, ~no, no, 0 * entities, entities), stored, where="here")
+    assert copies.stored.tolist() == [4 * i + 3 for i in range(arrays // 2)]
+    assert copies.source_first.tolist() == [5] * (arrays // 2)
+
+
+def boxes(start: Ints, extent: Ints, whole: tuple[int, ...]) -> ChunkTable:
+    """Chunks of one array that are whole boxes, in index order."""
+    order = np.lexsort((*extent.T[::-1], *start.T[::-1]))
+    start, extent = start[order], extent[order]
+    numel = extent.prod(axis=1)
+    return ChunkTable((ArraySpec("w", "int8", whole),), 0 * numel, start, extent, 0 * numel, numel, numel)
+
+
+def all_of(whole: tuple[int, ...]) -> DeclaredChunks:
+    table = boxes(np.zeros((1, len(whole)), np.int64), np.array([whole]), whole)
+    yes = np.ones(1, np.bool_)
+    return DeclaredChunks(table, yes, ~yes, np.zeros(1, np.int64), np.zeros(1, np.int64))
+
+
+def test_equal_chunks_are_one_whatever_their_number() -> None:
+    many = boxes(np.zeros((1000, 1), np.int64), np.full((1000, 1), 1000), (1000,))
+    copies = plan_load(all_of((1000,)), many, where="here")
+    assert (copies.stored.tolist(), copies.shape.tolist()) == ([999], [[1000]])
+
+
+def test_chunks_with_many_times_the_elements_of_their_array_raise_an_error() -> None:
+    begin = np.arange(1000)[:, None]
+    nested = boxes(begin, 2000 - 2 * begin, (2000,))
+    with pytest.raises(FormatError, match=r"'w' overlap: .* more than 64 times the 2,000 elements") as raised:
+        plan_load(all_of((2000,)), nested, where="here")
+    assert raised.value.key == "w"
+
+
+def test_overlaps_that_are_too_many_raise_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    begin = np.arange(10)[:, None] * 9
+    crossing = boxes(begin, np.full((10, 1), 10), (91,))
+    assert plan_load(all_of((91,)), crossing, where="here").shape[:, 0].tolist() == [9] * 9 + [10]
+    monkeypatch.setattr(completeness, "MAX_CELLS", 27)
+    with pytest.raises(FormatError, match="'w' overlap in more than 27 places"):
+        plan_load(all_of((91,)), crossing, where="here")
+
+
+def test_many_chunks_that_overlap_and_tile_are_planned_in_time() -> None:
+    side = 300
+    row, column = np.divmod(np.arange(side * side), side)
+    start = np.stack((row, column), axis=1) * 4
+    extent = np.minimum(start + 5, 4 * side) - start  # each reaches into its neighbours
+    began = time.process_time()
+    copies = plan_load(all_of((4 * side, 4 * side)), boxes(start, extent, (4 * side, 4 * side)), where="here")
+    assert time.process_time() - began < 5
+    assert int(copies.shape.prod(axis=1).sum()) == 16 * side * side
+    longer = boxes(start, extent, (4 * side + 1, 4 * side))
+    message = rf"no stored chunk has \[{4 * side}:{4 * side + 1}, 0:{4 * side}\]"
+    with pytest.raises(FormatError, match=message):
+        plan_load(all_of((4 * side + 1, 4 * side)), longer, where="here")
+
+
+def test_rows_of_another_array_are_not_taken_where_an_index_is_not_sorted() -> None:
+    specs = tuple(ArraySpec(key, "int8", (4,)) for key in "ab")
+    column = np.zeros((2, 1), np.int64)
+    four = np.full(2, 4)
+    stored = ChunkTable(specs, np.array([1, 0]), column, four[:, None], 0 * four, four, four)
+    for number, spec in enumerate(specs):
+        ones = np.ones(1, np.int64)
+        wanted = ChunkTable((spec,), 0 * ones, column[:1], four[:1, None], 0 * ones, 4 * ones, 4 * ones)
+        requested = DeclaredChunks(wanted, ones > 0, ones < 0, 0 * ones, 0 * ones)
+        try:
+            copies = plan_load(requested, stored, where="here")
+        except FormatError:
+            continue
+        assert stored.array[copies.stored].tolist() == [number]
+
+
+def stored_as(shape: tuple[int, ...], dtype: torch.dtype) -> StoredChunks:
+    """One chunk that is a whole array, without its data."""
+    meta = ShardedTensor.from_rank_offsets("w", torch.empty(shape, dtype=dtype, device="meta"))
+    plan = plan_main_replicas(merge_declarations([describe([meta], rank=0)]))
+    start = plan.offset_bytes
+    digests = torch.zeros(int(block_counts(plan.table.nbytes).sum()), dtype=torch.uint64).numpy()
+    return StoredChunks(plan.table, plan.writer, start + 4096, start, digests, ("file",))
+
+
+@settings(max_examples=few(30, of=300), deadline=None, suppress_health_check=list(HealthCheck))
+@given(data=st.data())
+def test_a_read_is_whole_blocks_within_bounds_and_holds_its_copies(data: st.DataObject) -> None:
+    rows, columns = data.draw(st.integers(1, 3000)), data.draw(st.integers(1, 3000))
+    dtype = data.draw(st.sampled_from([torch.int8, torch.float32, torch.float64]))
+    stored = stored_as((rows, columns), dtype)
+    asked = []
+    for _ in range(data.draw(st.integers(1, 4))):
+        top, left = data.draw(st.integers(0, rows - 1)), data.draw(st.integers(0, columns - 1))
+        shape = (data.draw(st.integers(1, rows - top)), data.draw(st.integers(1, columns - left)))
+        target = torch.empty(shape, dtype=dtype, device="meta")
+        asked.append(ShardedTensor("w", target, dtype, shape, (rows, columns), (top, left)))
+    copies = plan_load(describe(asked, rank=0), stored.table, where="here")
+    placed = with_target_strides(copies, asked, [t.data for t in asked if t.data is not None])
+    reads = plan_reads(placed, stored.table, position=np.arange(len(stored)), block_bytes=DIGEST_BLOCK_BYTES)
+    nbytes = int(stored.table.nbytes[0])
+    copied = 0
+    for read, (start, stop) in enumerate(zip(reads.start.tolist(), reads.stop.tolist(), strict=True)):
+        assert 0 < stop - start <= READ_BYTES
+        assert start % DIGEST_BLOCK_BYTES == 0
+        assert stop % DIGEST_BLOCK_BYTES == 0 or stop == nbytes
+        for copy in reads.copies([read])[0]:
+            assert start <= copy.source * dtype.itemsize
+            last = copy.source + sum((n - 1) * s for n, s in zip(copy.shape, copy.source_stride, strict=True))
+            assert (last + 1) * dtype.itemsize <= stop
+            copied += copy.numel
+    assert copied == sum(t.data.numel() for t in asked if t.data is not None)
+
+
+@pytest.mark.parametrize("parts", [2, 4])
+def test_a_large_array_loads_as_several_columns_of_one_rank_and_twice(tmp_path: Path, parts: int) -> None:
+    array = torch.randint(0, 2**31, (3000, 1024), dtype=torch.int32)  # 12 MiB, more than one read
+    save({"w": ShardedTensor.from_rank_offsets("w", array)}, tmp_path / "c")
+    columns = [torch.zeros(3000, 1024 // parts, dtype=torch.int32) for _ in range(parts)]
+    asked = [ShardedTensor.from_rank_offsets("w", c, (1, i, parts)) for i, c in enumerate(columns)]
+    whole = [torch.zeros_like(array), torch.zeros_like(array)]
+    load(
+        {"columns": asked, "twice": [ShardedTensor.from_rank_offsets("w", w) for w in whole]}, tmp_path / "c"
+    )
+    assert torch.equal(torch.cat(columns, dim=1), array)
+    assert torch.equal(whole[0], array)
+    assert torch.equal(whole[1], array)
+
+
+def test_blocks_that_are_longer_than_a_read_raise_an_error() -> None:
+    stored = stored_as((4, 4), torch.float32)
+    whole = ShardedTensor.from_rank_offsets("w", torch.empty((4, 4)))
+    copies = plan_load(describe([whole], rank=0), stored.table, where="here")
+    for block_bytes in (0, MAX_BLOCK_BYTES + 1):
+        with pytest.raises(ValueError, match=r"block_bytes is .*; a format gives 1 to"):
+            plan_reads(copies, stored.table, position=np.zeros(1, np.int64), block_bytes=block_bytes)
+
+
+EXTENTS = (5, 4)
+ARRAYS = tuple(ArraySpec(key, "int8", EXTENTS) for key in ("a", "b", "c"))
+Row = tuple[int, tuple[int, int], tuple[int, int], int, int]  # array, start, stop, flat range
+
+
+@st.composite
+def chunks(draw: st.DrawFn) -> Row:
+    """Any flat range of any box, also an empty one; few boxes, so that many are equal."""
+    ends = [sorted(draw(st.tuples(*[st.integers(0, n)] * 2))) for n in EXTENTS]
+    if draw(st.booleans()):
+        ends = [[0, 4], [1, 4]]
+    numel = (ends[0][1] - ends[0][0]) * (ends[1][1] - ends[1][0])
+    low, high = sorted(draw(st.tuples(*[st.integers(0, numel)] * 2)))
+    if draw(st.booleans()):
+        low, high = 0, numel
+    (a, b), (c, d) = ends
+    return draw(st.integers(0, len(ARRAYS) - 1)), (a, c), (b, d), low, high
+
+
+def table_of(rows: list[Row]) -> ChunkTable:
+    """The rows in the order of an index."""
+    ordered = sorted(rows, key=lambda row: (row[0], row[1], row[3], row[4]))
+    columns = [np.array([row[i] for row in ordered], np.int64) for i in range(5)]
+    array, start, stop, low, high = columns
+    start, stop = start.reshape(-1, 2), stop.reshape(-1, 2)
+    return ChunkTable(ARRAYS, array, start, stop - start, low, high, high - low)
+
+
+def elements(table: ChunkTable, row: int) -> set[tuple[int, int]]:
+    """Array and place of each element, the slow way."""
+    locations = np.arange(EXTENTS[0] * EXTENTS[1]).reshape(EXTENTS)
+    (a, c), (n, m) = table.start[row].tolist(), table.shape[row].tolist()
+    low, high = int(table.flat_start[row]), int(table.flat_stop[row])
+    inside = locations[a : a + n, c : c + m].reshape(-1)[low:high]
+    return {(int(table.array[row]), location) for location in inside.tolist()}
+
+
+@settings(deadline=None, max_examples=few(40, of=400))
+@given(wanted=st.lists(chunks(), max_size=5), stored=st.lists(chunks(), max_size=12))
+@example(  # a range that ends later stands before one that ends sooner
+    wanted=[(0, (0, 0), (5, 4), 15, 17)],
+    stored=[(0, (0, 0), (5, 4), 0, 18), (0, (0, 0), (5, 4), 2, 4), (0, (0, 0), (5, 4), 17, 20)],
+)
+def test_pairs_that_share_an_element_are_found(wanted: list[Row], stored: list[Row]) -> None:
+    want, have = table_of(wanted), table_of(stored)
+    asked, candidates = overlapping_chunks(want, have)
+    pairs = list(zip(asked.tolist(), candidates.tolist(), strict=True))
+    assert pairs == sorted(set(pairs))
+    for a in range(len(want)):
+        for b in range(len(have)):
+            asked_for, there = elements(want, a), elements(have, b)
+            shares = bool(asked_for & there)
+            assert not shares or (a, b) in pairs
+            same_box = (want.start[a] == have.start[b]).all() and (want.shape[a] == have.shape[b]).all()
+            if want.array[a] == have.array[b] and same_box and asked_for and there:
+                assert shares or (a, b) not in pairs
+    assert all(want.array[a] == have.array[b] for a, b in pairs)
+
+
+@given(rows=st.integers(0, 64), parts=st.integers(1, 8))
+def test_fragments_tile_the_dim_without_gap_or_overlap(rows: int, parts: int) -> None:
+    shares = [split_range(rows, parts=parts, index=i) for i in range(parts)]
+    assert [e for start, stop in shares for e in range(start, stop)] == list(range(rows))
+
+
+def test_split_range_rejects_a_part_that_does_not_exist() -> None:
+    with pytest.raises(GeometryError, match=r"part 4 of 10 elements in 4 parts.*0 <= index < parts"):
+        split_range(10, parts=4, index=4)
+
+
+@st.composite
+def flat_ranges(draw: st.DrawFn) -> tuple[tuple[int, ...], int, int]:
+    shape = tuple(draw(st.lists(st.integers(0, 5), min_size=1, max_size=4)))
+    ends = sorted(draw(st.tuples(*[st.integers(0, math.prod(shape))] * 2)))
+    return shape, ends[0], ends[1]
+
+
+@settings(max_examples=few(100, of=1000))
+@given(ranges=st.lists(flat_ranges(), min_size=1, max_size=4))
+def test_rectangles_of_a_flat_range_are_its_elements_in_order(
+    ranges: list[tuple[tuple[int, ...], int, int]],
+) -> None:
+    dims = max(len(shape) for shape, _, _ in ranges)
+    shapes = np.array([shape + (1,) * (dims - len(shape)) for shape, _, _ in ranges], np.int64)
+    starts, stops = (np.array([r[i] for r in ranges], np.int64) for i in (1, 2))
+    got = rectangles_of(shapes, starts, stops)
+    for row, (shape, start, stop) in enumerate(ranges):
+        elements = np.arange(math.prod(shape)).reshape(shapes[row])
+        rows = np.flatnonzero(got.row == row)
+        assert len(rows) <= 2 * dims - 1
+        flat: list[int] = []
+        for i in rows:
+            index = tuple(slice(a, a + n) for a, n in zip(got.start[i], got.shape[i], strict=True))
+            flat += elements[index].ravel().tolist()
+        assert flat == list(range(start, stop))
+
+
+@given(shape=st.lists(st.integers(0, 6), min_size=1, max_size=4))
+def test_strides_are_those_of_numpy(shape: list[int]) -> None:
+    reference = tuple(s // 8 for s in np.zeros([max(n, 1) for n in shape], np.int64).strides)
+    assert row_major_strides([max(n, 1) for n in shape]) == reference
+    assert tuple(strides_of(np.array([[max(n, 1) for n in shape]]))[0]) == reference
+
+
+def test_box_names_what_is_wrong_with_it() -> None:
+    with pytest.raises(GeometryError, match=r"has 1 dims but shape \(2, 3\) has 2"):
+        Box((0,), (2, 3))
+    with pytest.raises(GeometryError, match="negative"):
+        Box((-1,), (2,))
+
+
+SIDE = 2100
+
+
+def test_two_thousand_chunks_that_overlap_in_four_million_cells_are_rejected() -> None:
+    """The whole array, then squares along its diagonal: all their edges cross."""
+    corner = np.arange(SIDE - 1)
+    start = np.concatenate(([[0, 0]], np.stack((corner, corner), axis=1)))
+    shape = np.concatenate(([[SIDE, SIDE]], np.full((SIDE - 1, 2), 2)))
+    order = np.lexsort((*shape.T[::-1], *start.T[::-1]))
+    start, shape = start[order], shape[order]
+    numel = shape.prod(axis=1)
+    spec = ArraySpec("w", "int8", (SIDE, SIDE))
+    stored = ChunkTable((spec,), 0 * numel, start, shape, 0 * numel, numel, numel)
+    ones = np.ones(1, np.int64)
+    whole = ChunkTable(
+        (spec,),
+        0 * ones,
+        np.zeros((1, 2), np.int64),
+        np.full((1, 2), SIDE),
+        0 * ones,
+        SIDE**2 * ones,
+        SIDE**2 * ones,
+    )
+    request = DeclaredChunks(whole, ones > 0, ones < 0, 0 * ones, 0 * ones)
+    with pytest.raises(FormatError, match=r"'w' overlap in more than 4,194,304 places.* damaged or forged"):
+        plan_load(request, stored, where="here")

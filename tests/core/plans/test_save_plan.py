@@ -17,17 +17,18 @@ from megackpt.engine.saving.plan_cache import PlanCache
 from megackpt.formats.native.save import NativeSaveStrategy
 from megackpt.geometry import Ints
 from megackpt.mapping.describe import describe
-from megackpt.metadata import ChunkTable, DeclaredChunks, itemsizes
+from megackpt.metadata import ArraySpec, ChunkTable, DeclaredChunks, itemsizes
 from megackpt.metadata.merge import merge_declarations
 from megackpt.planning import SavePlan, plan_main_replicas, plan_save
-from megackpt.planning.assignment import assign_writers
+from megackpt.planning.assignment import FEW, assign_writers
+from megackpt.planning.copy_plan import plan_copy
 from megackpt.planning.long_chunks import split_long_chunks
 from megackpt.planning.save_plan import PART_BYTES
 from megackpt.storage import MemoryStore
 from megackpt.testing.layouts import arrays, owned_chunks
 from megackpt.testing.world import SimulatedRank, SimulatedWorld
 from tests.support.effort import few
-from tests.support.states import filled, replica
+from tests.support.states import filled, replica, sharded
 
 
 def replicated_on(ranks: int, tensors: int, *, main: int = 0) -> DeclaredChunks:
@@ -77,14 +78,8 @@ def test_a_chunk_without_a_main_replica_is_not_written() -> None:
 
 
 def test_an_object_is_written_by_its_main_replica_since_copies_may_encode_differently() -> None:
-    ranks = [
-        describe(
-            [ShardedObject("o", {}, (1,), (0,), replica_id=(rank + 1) % 3)],
-            rank=rank,
-            object_nbytes=[100 + rank],
-        )
-        for rank in range(3)
-    ]
+    copies = [ShardedObject("o", {}, (1,), (0,), replica_id=(rank + 1) % 3) for rank in range(3)]
+    ranks = [describe([o], rank=rank, object_nbytes=[100 + rank]) for rank, o in enumerate(copies)]
     plan = plan_save(merge_declarations(ranks), ranks=3)
     assert plan.writer.tolist() == [2]
     assert plan.table.nbytes.tolist() == [102]
@@ -158,9 +153,7 @@ def state(group: SimulatedRank, *, dp: int, fill: bool) -> dict[str, ShardedTens
     made = {}
     for i in range(60):
         data = torch.full((64 + 8 * (i % 7), 32), float(i * 10 + tp) if fill else 0.0)
-        made[str(i)] = ShardedTensor.from_rank_offsets(
-            f"w{i}", data, (0, tp, RANKS // dp), replica_id=replica
-        )
+        made[str(i)] = sharded(f"w{i}", data, (0, tp, RANKS // dp), replica_id=replica)
     return made
 
 
@@ -169,9 +162,8 @@ def written(store: MemoryStore) -> dict[int, int]:
     results = {}
     for name in store.names("data/"):
         content = store.read(name, max_bytes=1 << 30)
-        results[int(name.rsplit("-", 1)[1].split(".")[0])] = (
-            len(content) - 8 - struct.unpack("<Q", content[:8])[0]
-        )
+        (header,) = struct.unpack("<Q", content[:8])
+        results[int(name.rsplit("-", 1)[1].split(".")[0])] = len(content) - 8 - header
     return results
 
 
@@ -180,16 +172,13 @@ def saved(dp: int, spread: Any, groups: list[list[int]] | None = None) -> dict[i
 
     def run(group: SimulatedRank) -> None:
         own_group = next((g for g in groups or [] if group.rank in g), None)
-        save(
-            state(group, dp=dp, fill=True),
-            store,
-            options=SaveOptions(spread=spread),
-            group=group,
-            spread_group=group.subgroup(own_group) if own_group else None,
-        )
+        spread_group = group.subgroup(own_group) if own_group else None
+        options = SaveOptions(spread=spread)
+        full = state(group, dp=dp, fill=True)
+        save(full, store, options=options, group=group, spread_group=spread_group)
         wanted = state(group, dp=dp, fill=False)
         load(wanted, store, group=group)
-        for key, true in state(group, dp=dp, fill=True).items():
+        for key, true in full.items():
             assert torch.equal(wanted[key].data, true.data)  # type: ignore[arg-type]
 
     SimulatedWorld(RANKS).run(run)
@@ -231,25 +220,18 @@ def test_a_group_and_the_option_belong_together() -> None:
     def run(options: SaveOptions, subgroup: bool) -> None:
         def rank(group: SimulatedRank) -> None:
             own_group = group.subgroup([group.rank]) if subgroup else None
-            save(
-                state(group, dp=8, fill=True),
-                MemoryStore(),
-                options=options,
-                group=group,
-                spread_group=own_group,
-            )
+            full = state(group, dp=8, fill=True)
+            save(full, MemoryStore(), options=options, group=group, spread_group=own_group)
 
         SimulatedWorld(2).run(rank)
 
-    with pytest.raises(
-        DeclarationError, match=r"spread_group is not given, and SaveOptions\.spread is 'group'"
-    ):
+    message = r"spread_group is not given, and SaveOptions\.spread is 'group'"
+    with pytest.raises(DeclarationError, match=message):
         run(SaveOptions(spread="group"), subgroup=False)
     with pytest.raises(DeclarationError, match=r"spread_group is given, and SaveOptions\.spread is 'world'"):
         run(SaveOptions(), subgroup=True)
-    with pytest.raises(
-        DeclarationError, match=r"spread='wide' is not known\. Give one of world, group, none"
-    ):
+    message = r"spread='wide' is not known\. Give one of world, group, none"
+    with pytest.raises(DeclarationError, match=message):
         SaveOptions(spread="wide")  # type: ignore[arg-type]
 
 
@@ -272,9 +254,8 @@ def test_ranks_that_spread_differently_raise_an_error() -> None:
         options = SaveOptions(spread="world" if group.rank else "none")
         save(state(group, dp=8, fill=True), MemoryStore(), options=options, group=group)
 
-    with pytest.raises(
-        DeclarationError, match=r"SaveOptions\.spread is 'none' on rank 0 and 'world' on rank 1"
-    ):
+    message = r"SaveOptions\.spread is 'none' on rank 0 and 'world' on rank 1"
+    with pytest.raises(DeclarationError, match=message):
         SimulatedWorld(RANKS).run(run)
 
 
@@ -447,3 +428,47 @@ def test_a_kept_plan_of_own_rows_is_not_taken_for_one_of_all() -> None:
         return set(strategy.seen.writer.tolist())
 
     assert SimulatedWorld(OWNERS).run(run) == [set(range(OWNERS))] * OWNERS
+
+
+def test_a_chunk_without_elements_is_not_copied() -> None:
+    extent = np.array([0, 3, 5])
+    start = np.array([0, 0, 3])
+    arrays, zeros = (ArraySpec("w", "int8", (8,)),), np.zeros(3, np.int64)
+    stored = ChunkTable(arrays, zeros, start[:, None], extent[:, None], zeros, extent, extent)
+    plan = plan_copy(stored, np.arange(3), ranks=2).plan
+    assert plan.table.start[:, 0].tolist() == [0, 3]
+    assert plan.table.shape[:, 0].tolist() == [3, 5]
+
+
+def writers(nbytes: list[int], owners: list[list[int]], *, ranks: int) -> list[int]:
+    """Return the rank that writes each chunk."""
+    start = np.cumsum([0, *(len(of_chunk) for of_chunk in owners)])
+    flat = np.array([rank for of_chunk in owners for rank in of_chunk])
+    return flat[assign_writers(np.array(nbytes), start, flat, ranks=ranks)].tolist()
+
+
+@pytest.mark.parametrize("count", [1, 3, FEW, FEW + 1, 3 * FEW + 2])
+def test_chunks_of_one_size_go_to_replicas_in_turn_from_the_lowest(count: int) -> None:
+    expected = [(2, 5, 7)[i % 3] for i in range(count)]
+    assert writers([8] * count, [[2, 5, 7]] * count, ranks=8) == expected
+
+
+@pytest.mark.parametrize("count", [2, FEW + 4])
+def test_of_ranks_that_have_equally_many_bytes_already_the_lowest_is_next(count: int) -> None:
+    nbytes = [6, 6, *[3] * count]
+    owners = [[0], [1], *[[0, 1, 2]] * count]
+    assert writers(nbytes, owners, ranks=3) == writers_one_by_one(nbytes, owners, 3)
+    assert writers(nbytes, owners, ranks=3)[2:6] == [2, 2, 0, 1][:count]
+
+
+def test_ties_between_sets_that_overlap_go_to_the_lowest_rank_of_each() -> None:
+    owners = [[1, 2], [0, 2], [0, 1], [1, 2]]
+    assert writers([4, 4, 4, 4], owners, ranks=3) == [1, 0, 0, 2]
+    assert writers([4, 4, 4, 4], owners, ranks=3) == writers_one_by_one([4] * 4, owners, 3)
+
+
+@pytest.mark.parametrize("count", [2, FEW + 1])
+def test_empty_chunks_add_nothing_so_one_rank_has_them_all(count: int) -> None:
+    nbytes = [5, *[0] * count]
+    owners = [[0], *[[0, 1, 2]] * count]
+    assert writers(nbytes, owners, ranks=3) == [0, *[1] * count]

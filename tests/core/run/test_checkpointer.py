@@ -224,9 +224,8 @@ def test_metrics_are_those_of_the_last_save_of_a_step(root: Path | Store) -> Non
 
 def test_a_pin_keeps_a_step_whatever_happens_and_needs_a_committed_one(root: Path | Store) -> None:
     checkpointer = Checkpointer(root, keep_last=1)
-    with pytest.raises(
-        NotACheckpointError, match=r"iter_0000001 is not committed.*Pin one of the committed steps: none"
-    ):
+    message = r"iter_0000001 is not committed.*Pin one of the committed steps: none"
+    with pytest.raises(NotACheckpointError, match=message):
         checkpointer.pin(1)
     assert checkpointer.pins() == ()
     checkpointer.save(1, {"a": 1})

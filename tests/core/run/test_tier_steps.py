@@ -34,6 +34,7 @@ from megackpt.planning.redundancy import Nodes
 from megackpt.storage import LocalStore, Store
 from megackpt.testing.faulty_store import FaultyStore, Operation
 from megackpt.testing.world import SimulatedWorld
+from tests.support.checkpoints import flip
 from tests.support.effort import few
 
 DATA = 4096  # where data begins in a small data file
@@ -120,12 +121,6 @@ class Run:
 
 def data_files(directory: Path) -> list[Path]:
     return sorted((directory / "data").iterdir())
-
-
-def flip(path: Path, at: int) -> None:
-    content = bytearray(path.read_bytes())
-    content[at] ^= 1
-    path.write_bytes(content)
 
 
 def test_each_byte_is_on_replication_factor_nodes_and_old_steps_are_removed(
@@ -245,9 +240,8 @@ def test_a_tier_or_a_root_that_cannot_be_listed_is_a_warning(
 
 
 def test_stored_keys_may_be_renamed_where_ranks_read_for_each_other(memory_path: Path) -> None:
-    run = Run(
-        memory_path, load_options=LoadOptions(rename={"weight": "weight", "share": "part", "rng": "rng"})
-    )
+    options = LoadOptions(rename={"weight": "weight", "share": "part", "rng": "rng"})
+    run = Run(memory_path, load_options=options)
     run.save(1)
 
     def load_part(group: Group) -> float:
@@ -426,10 +420,9 @@ def test_ranks_share_a_node_by_local_world_size_unless_it_is_named(
 def test_invalid_tiers_are_errors(memory_path: Path) -> None:
     with pytest.raises(DeclarationError, match="MemoryTier: keep_last is 0"):
         MemoryTier(memory_path, keep_last=0)
+    tiers = [MemoryTier(memory_path / "a"), LocalTier(memory_path / "b/../a")]
     with pytest.raises(DeclarationError, match="Two tiers are in"):
-        Checkpointer(
-            memory_path / "root", tiers=[MemoryTier(memory_path / "a"), LocalTier(memory_path / "b/../a")]
-        )
+        Checkpointer(memory_path / "root", tiers=tiers)
     with pytest.raises(DeclarationError, match=r"Tiers\.root_every is 0"):
         Tiers(root_every=0)
     shared = Run(memory_path, tiers=[MemoryTier(memory_path / "shared")])

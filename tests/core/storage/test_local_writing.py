@@ -61,9 +61,8 @@ def test_a_failed_write_names_what_where_and_how_and_leaves_nothing(
     store: LocalStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int, advice: str
 ) -> None:
     monkeypatch.setattr(os, "fsync", _raiser(code))
-    with pytest.raises(
-        StorageError, match=rf"ckpt/a: cannot write: {os.strerror(code)} \({advice}"
-    ) as caught:
+    message = rf"ckpt/a: cannot write: {os.strerror(code)} \({advice}"
+    with pytest.raises(StorageError, match=message) as caught:
         store.write("a", b"12345")
     assert caught.value.errno == code
     assert isinstance(caught.value.__cause__, OSError)

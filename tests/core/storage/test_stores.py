@@ -9,7 +9,6 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -25,6 +24,7 @@ from megackpt.storage import FileOptions, LocalStore, MemoryStore, Store, as_sto
 from megackpt.storage.views import PrefixStore
 from megackpt.testing.faulty_store import READS, FaultyStore, Operation, access_denied, io_error
 from megackpt.testing.store_suite import StoreConformance, read_range, write_stream
+from tests.support.states import filled
 from tests.support.writers import RequiredMethodsOnly
 
 # Small buffers, so that streams of a few megabytes go around the pipeline many times.
@@ -32,38 +32,32 @@ SMALL = FileOptions(direct_from_bytes=1, buffer_bytes=64 << 10, buffers=3, threa
 BUFFERED = FileOptions(direct=False)
 
 
-class TestLocalStoreDirect(StoreConformance):
+STORES: dict[str, Callable[[Path], Store]] = {
+    "direct": lambda path: LocalStore(path / "ckpt", files=SMALL, open_files=3),
+    "buffered": lambda path: LocalStore(path / "ckpt", files=BUFFERED),
+    "memory": lambda path: MemoryStore("memory:test"),
+    "forwarding": lambda path: as_store(RequiredMethodsOnly(path)),
+    "faulty, without faults": lambda path: FaultyStore(LocalStore(path)),
+    "prefix": lambda path: PrefixStore(MemoryStore(files={"runs": b"", "run-a": b""}), "run/a"),
+}
+
+
+class TestStores(StoreConformance):
     checks_wording = True
 
-    @pytest.fixture
-    def store(self, tmp_path: Path) -> Store:
-        return LocalStore(tmp_path / "ckpt", files=SMALL, open_files=3)
-
-
-class TestLocalStoreBuffered(StoreConformance):
-    checks_wording = True
-
-    @pytest.fixture
-    def store(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Store:
-        monkeypatch.setattr(file_writer, "_FLUSH_EVERY_BYTES", 1 << 20)
-        return LocalStore(tmp_path / "ckpt", files=BUFFERED)
+    @pytest.fixture(params=STORES)
+    def store(self, request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Store:
+        if request.param == "buffered":
+            monkeypatch.setattr(file_writer, "_FLUSH_EVERY_BYTES", 1 << 20)
+        return STORES[request.param](tmp_path)
 
 
 class TestLocalStoreInSharedMemory(StoreConformance):
     checks_wording = True
 
     @pytest.fixture
-    def store(self) -> Iterator[Store]:
-        with tempfile.TemporaryDirectory(dir="/dev/shm", prefix="megackpt-test-") as root:
-            yield LocalStore(root, files=SMALL)
-
-
-class TestMemoryStore(StoreConformance):
-    checks_wording = True
-
-    @pytest.fixture
-    def store(self) -> Store:
-        return MemoryStore("memory:test")
+    def store(self, memory_path: Path) -> Store:
+        return LocalStore(memory_path, files=SMALL)
 
 
 class Reworded:
@@ -97,42 +91,18 @@ class Reworded:
         return call
 
 
-class TestStoreWithOtherErrorTexts(StoreConformance):
-    @pytest.fixture
-    def store(self) -> Store:
-        return Reworded(MemoryStore())  # type: ignore[return-value]
-
-
-class TestObjectWithTheRequiredMethodsOnly(StoreConformance):
-    @pytest.fixture
-    def store(self, tmp_path: Path) -> Store:
-        return RequiredMethodsOnly(tmp_path)  # type: ignore[return-value]
-
-
-class TestForwardingStore(StoreConformance):
-    checks_wording = True
-
-    @pytest.fixture
-    def store(self, tmp_path: Path) -> Store:
-        return as_store(RequiredMethodsOnly(tmp_path))
-
-
-class TestFaultyStoreWithoutFaults(StoreConformance):
-    checks_wording = True
-
-    @pytest.fixture
-    def store(self, tmp_path: Path) -> Store:
-        return FaultyStore(LocalStore(tmp_path))
+class TestStoresWithOtherErrorTexts(StoreConformance):
+    @pytest.fixture(params=["reworded", "required methods only"])
+    def store(self, request: pytest.FixtureRequest, tmp_path: Path) -> Any:
+        return Reworded(MemoryStore()) if request.param == "reworded" else RequiredMethodsOnly(tmp_path)
 
 
 @pytest.mark.parametrize("strategy", ["megackpt", "torch_dist", "zarr", ("zarr", 3)], ids=str)
 def test_every_format_needs_the_required_methods_only(tmp_path: Path, strategy: Any) -> None:
     store = RequiredMethodsOnly(tmp_path)
     for value in (1.0, 2.0):  # the second save replaces the first
-        declared = {"w": ShardedTensor.from_rank_offsets("w", torch.full((70_000,), value)), "step": 3}
-        megackpt.save(declared, store, strategy)  # type: ignore[arg-type]
-        wanted = {"w": ShardedTensor.from_rank_offsets("w", torch.zeros(70_000))}
-        loaded = megackpt.load(wanted, store)  # type: ignore[arg-type]
+        megackpt.save({"w": filled(value, 70_000), "step": 3}, store, strategy)  # type: ignore[arg-type]
+        loaded = megackpt.load({"w": filled(0, 70_000)}, store)  # type: ignore[arg-type]
         assert torch.equal(loaded["w"], torch.full((70_000,), value))
         assert loaded["step"] == 3
 
@@ -171,9 +141,8 @@ def test_open_store_serves_paths(tmp_path: Path) -> None:
 @pytest.mark.parametrize("url", ["hdfs://host/ckpt", "file:///tmp/x"])
 def test_open_store_names_the_urls_it_cannot_serve(url: str) -> None:
     scheme = url.split("://")[0]
-    with pytest.raises(
-        StorageError, match=rf"{url}: there is no store for {scheme}://.*Mount the location as a directory"
-    ):
+    message = f"{url}: there is no store for {scheme}://.*Mount the location as a directory"
+    with pytest.raises(StorageError, match=message):
         open_store(url)
 
 
@@ -189,14 +158,10 @@ def test_create_makes_missing_parents(tmp_path: Path) -> None:
 
 def test_create_on_a_file_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "f").write_bytes(b"")
-    with pytest.raises(
-        StorageError, match=r"/f: cannot create the directory: .*ENOTDIR.*/f is a file where a directory"
-    ):
-        LocalStore(tmp_path / "f").create()
-    with pytest.raises(
-        StorageError, match=r"/f/g: cannot create the directory: .*ENOTDIR.*file where a directory"
-    ):
-        LocalStore(tmp_path / "f" / "g").create()
+    for name in ("f", "f/g"):
+        message = f"/{name}: cannot create the directory: .*ENOTDIR.*/f is a file where a directory"
+        with pytest.raises(StorageError, match=message):
+            LocalStore(tmp_path / name).create()
 
 
 def test_a_store_that_was_never_created_is_empty_and_cannot_be_written_to(tmp_path: Path) -> None:
@@ -232,9 +197,8 @@ def test_a_linked_file_is_never_read(store: LocalStore, tmp_path: Path) -> None:
     (tmp_path / "secret").write_bytes(b"secret")
     (tmp_path / "ckpt" / "a").symlink_to(tmp_path / "secret")
     for use in _reads(store, "a"):
-        with pytest.raises(
-            StorageError, match=r"ckpt/a: it is a symbolic link, not a regular file.*Put the real"
-        ):
+        message = r"ckpt/a: it is a symbolic link, not a regular file.*Put the real"
+        with pytest.raises(StorageError, match=message):
             use()
     assert store.names() == []
 
@@ -318,17 +282,6 @@ def test_a_directory_in_memory_is_gone_with_its_last_file() -> None:
     assert store.names() == ["b", "d"]
 
 
-class TestPrefixStore(StoreConformance):
-    checks_wording = True
-
-    @pytest.fixture
-    def store(self) -> PrefixStore:
-        whole = MemoryStore()
-        whole.write("runs", b"")
-        whole.write("run-a", b"")
-        return PrefixStore(whole, "run/a")
-
-
 def test_names_stay_below() -> None:
     whole = MemoryStore(files={"run/a": b"1", "runs/a": b"2", "a": b"3"})
     part = PrefixStore(whole, "run")
@@ -343,11 +296,11 @@ def test_names_stay_below() -> None:
         PrefixStore(whole, "..")
 
 
-STATE = {"w": ShardedTensor.from_rank_offsets("w", torch.ones(2))}
+STATE = {"w": filled(1, 2)}
 
 
 def empty() -> dict[str, ShardedTensor]:
-    return {"w": ShardedTensor.from_rank_offsets("w", torch.zeros(2))}
+    return {"w": filled(0, 2)}
 
 
 @pytest.fixture
@@ -447,9 +400,8 @@ def test_faulty_store_fails_at_each_operation_in_turn(tmp_path: Path, index: int
 
 def test_faulty_store_fails_where_a_function_chooses_and_may_do_the_work_first() -> None:
     inner = MemoryStore()
-    store = FaultyStore(
-        inner, fail_at=lambda op: op.kind == "replace", error=access_denied, after=True, kinds={"replace"}
-    )
+    options: dict[str, Any] = {"error": access_denied, "after": True, "kinds": {"replace"}}
+    store = FaultyStore(inner, fail_at=lambda op: op.kind == "replace", **options)
     with pytest.raises(StorageError, match=r"memory:/commit: cannot replace: .*EACCES"):
         _save(store)
     assert inner.read("commit", max_bytes=4) == b"done"

@@ -97,7 +97,7 @@ NO_CODE = {
     (
         "docs/huggingface.md",
         "megackpt.maps",
-    ): "tests/core/views/test_region_maps.py registers a map in this way",
+    ): "tests/core/views/test_mapped_loads.py registers a map in this way",
 }
 """Blocks without code, or with code of another language."""
 
