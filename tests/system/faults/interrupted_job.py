@@ -33,7 +33,6 @@ class Notes:
     life: int
 
     def processes(self) -> list[int]:
-        """Return the process ids of the ranks."""
         return [json.loads(self._rank(rank).read_text())["rank"] for rank in range(RANKS)]
 
     def writers(self) -> list[int]:
@@ -42,7 +41,6 @@ class Notes:
         return [pid for pid in writer_pids if pid]
 
     def report_processes(self, writer: int | None) -> None:
-        """Note the processes of this rank."""
         _put(self._rank(dist.get_rank()), json.dumps({"rank": os.getpid(), "writer": writer}))
 
     def report_duration(self, seconds: float) -> None:
@@ -55,19 +53,15 @@ class Notes:
         return float(self._saving().read_text())
 
     def report_step(self, step: int) -> None:
-        """Note that the save of a step begins."""
         _put(self._step(), str(step))
 
     def step(self) -> int:
-        """Return the step whose save has begun last."""
         return int(self._step().read_text())
 
     def allow(self) -> None:
-        """Let the job begin."""
         self._go().touch()
 
     def await_go(self) -> None:
-        """Wait until the job may begin."""
         wait_for(self._go())
 
     def _rank(self, rank: int) -> Path:
@@ -174,7 +168,6 @@ def await_end(pids: list[int], limit_s: float) -> float:
 
 
 def is_alive(pid: int) -> bool:
-    """Whether there is such a process, which has not ended."""
     try:
         state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except (FileNotFoundError, ProcessLookupError):
@@ -194,7 +187,6 @@ def named_shared_memory(pid: int) -> list[str]:
 
 
 def wait_for(path: Path) -> None:
-    """Return when there is such a file."""
     deadline = time.monotonic() + LIMIT_S
     while not path.exists():
         assert time.monotonic() < deadline, f"{path.name} did not appear"

@@ -136,7 +136,6 @@ def blockwise() -> Files:
 
 
 def spoil(data: bytearray, kind: str, at: int, generator: random.Random) -> None:
-    """Change the bytes of a file."""
     if kind == "flip":
         data[at] ^= generator.randrange(1, 256)
     elif kind == "zero":

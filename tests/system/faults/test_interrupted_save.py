@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from megackpt import Checkpointer, RankFailedError, ShardedTensor
 from megackpt.testing.ranks import RankPool
-from tests.support.effort import few, tries_all, with_all
+from tests.support.effort import few, with_all
 from tests.system.faults import interrupted_job
 from tests.system.faults.interrupted_job import (
     LIMIT_S,
@@ -73,9 +73,8 @@ def test_a_kill_at_any_moment_leaves_the_last_committed_step_loadable(
     assert tally.interrupted >= kills // 4
 
 
+@with_all("ranks of a pool are killed; 200 kills under torchrun take many minutes")
 def test_kills_under_torchrun_lose_nothing(tmp_path: Path) -> None:
-    if not tries_all():
-        pytest.skip("only with --all")
     print(kill_under_torchrun(tmp_path, KILLS_UNDER_TORCHRUN, seed=20261122))
 
 

@@ -131,7 +131,6 @@ class Trial:
             self.checkpointer.save(value, state(value))
 
     def act(self) -> None:
-        """Do what is interrupted."""
         if self.work == "first async save":
             self.checkpointer = self.made()
         assert self.checkpointer is not None

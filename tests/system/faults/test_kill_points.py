@@ -1,23 +1,50 @@
-"""The machine stops at every moment of a save, one after the other: old or new, never a mixture."""
+"""The machine stops at every moment of a save, one after the other: old or new, never a mixture.
+
+Of a repair: no file is worse then, and the next repair ends it. A process that is killed while it exports
+leaves no half model; the next one makes an equal folder.
+"""
 
 from __future__ import annotations
 
+import random
 import re
-from contextlib import suppress
+import subprocess
+import sys
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field
 from itertools import product
+from pathlib import Path
 from unittest.mock import patch
 
 import pytest
 import torch
 
-from megackpt import NotACheckpointError, SaveOptions, ShardedObject, ShardedTensor, load, save
-from megackpt.storage import MemoryStore
+from megackpt import (
+    LoadOptions,
+    NotACheckpointError,
+    SaveOptions,
+    ShardedObject,
+    ShardedTensor,
+    load,
+    repair,
+    save,
+)
+from megackpt.comm import Group
+from megackpt.storage import LocalStore, MemoryStore
 from megackpt.testing.cached_disk import Loss
 from megackpt.testing.crash_store import CrashMachine, Moment, Stopped
+from megackpt.testing.faulty_store import FaultyStore
 from megackpt.testing.identical import difference
 from megackpt.testing.world import SimulatedWorld
 from tests.support.effort import few
+from tests.support.huggingface_folders import saved_model
+from tests.training.models.test_huggingface_restart import (
+    BUFFER_BYTES,
+    FILE_BYTES,
+    LLAMA,
+    assert_listed_files_are_whole,
+    export,
+)
 
 Strategy = tuple[str, int]
 Files = dict[str, bytes]
@@ -61,13 +88,28 @@ def names_of(files: Files) -> list[str]:
     return sorted(re.sub(r"[0-9a-f]{16,32}", "X", name) for name in files)
 
 
+class Listening(CrashMachine):
+    """A machine that tells which moments each rank came to."""
+
+    def __init__(self, files: Files | None = None) -> None:
+        super().__init__(files)
+        self.texts: dict[int, list[str]] = {}
+
+    def moment(self, rank: int, text: str) -> None:
+        super().moment(rank, text)
+        self.texts.setdefault(rank, []).append(text)
+
+
+def numbered_attempt(number: int) -> AbstractContextManager[object]:
+    """Within it equal saves write equal files, so that most directories need to be looked at only once."""
+    return patch("megackpt.engine.saving.preparation.new_attempt", return_value=f"{number:016x}")
+
+
 def run_save(
     machine: CrashMachine, value: int, *, ranks: int, strategy: Strategy, options: SaveOptions | None = None
 ) -> None:
     """Save on a number of ranks, whatever becomes of it."""
-    # Equal saves write equal files, so that most directories need to be looked at only once.
-    attempt = patch("megackpt.engine.saving.preparation.new_attempt", return_value=f"{value:016x}")
-    with suppress(Stopped), attempt:
+    with suppress(Stopped), numbered_attempt(value):
         SimulatedWorld(ranks).outcomes(
             lambda group: save(
                 state(value, rank=group.rank, ranks=ranks),
@@ -110,6 +152,31 @@ class Tally:
         return self.value_of_files[seen]
 
 
+def stop_at_every_moment(
+    tally: Tally,
+    before: Files,
+    ranks: int,
+    losses: tuple[Loss, ...],
+    *,
+    only_this_rank: bool = False,
+    options: SaveOptions | None = None,
+) -> tuple[set[int | None], CrashMachine]:
+    """Stop saves of 2; return the values that are there afterwards, and a machine that was not stopped."""
+    outcomes: set[int | None] = set()
+    for rank in range(ranks):
+        for index in range(10_000):
+            stop = Moment(rank=rank, index=index, only_this_rank=only_this_rank)
+            machine = CrashMachine(before, stop_at=stop)
+            run_save(machine, 2, ranks=ranks, strategy=tally.strategy, options=options)
+            seen = {tally.look(machine.restarted(loss).disk.files_after(Loss.NOTHING)) for loss in losses}
+            outcomes |= seen
+            if not machine.has_stopped:  # all of the save's moments have been seen
+                assert seen == {2}
+                break
+        assert index >= (8 if options is None else 9)
+    return outcomes, machine
+
+
 @pytest.mark.parametrize(
     ("strategy", "ranks", "over", "only_this_rank"),
     [
@@ -125,19 +192,7 @@ def test_a_crash_at_any_moment_of_a_save_leaves_the_old_checkpoint_or_the_new_on
     before = {} if over is None else saved(1, ranks=2, strategy=strategy).disk.files_after(Loss.NOTHING)
     clean = saved(3, ranks=1, strategy=strategy).disk.files_after(Loss.EVERYTHING)
     tally = Tally(strategy, over, names_of(clean))
-    outcomes: set[int | None] = set()
-    for rank in range(ranks):
-        for index in range(10_000):
-            machine = CrashMachine(
-                before, stop_at=Moment(rank=rank, index=index, only_this_rank=only_this_rank)
-            )
-            run_save(machine, 2, ranks=ranks, strategy=strategy)
-            seen = {tally.look(machine.restarted(loss).disk.files_after(Loss.NOTHING)) for loss in losses}
-            outcomes |= seen
-            if not machine.has_stopped:  # all of the save's moments have been seen
-                assert seen == {2}
-                break
-        assert index >= 8
+    outcomes, _ = stop_at_every_moment(tally, before, ranks, losses, only_this_rank=only_this_rank)
     assert outcomes == {over, 2}
     print(f"{tally.crashes} crashes, {len(tally.value_of_files)} different directories")
 
@@ -151,16 +206,96 @@ def test_a_crash_at_any_moment_of_a_save_with_parity_leaves_nothing_that_stays()
     before = machine.disk.files_after(Loss.NOTHING)
     clean = saved(3, ranks=1, strategy=native).disk.files_after(Loss.EVERYTHING)
     tally = Tally(native, 1, names_of(clean))
-    outcomes: set[int | None] = set()
-    for rank in range(ranks):
-        for index in range(10_000):
-            machine = CrashMachine(before, stop_at=Moment(rank=rank, index=index))
-            run_save(machine, 2, ranks=ranks, strategy=native, options=parity)
-            for loss in Loss:
-                outcomes.add(tally.look(machine.restarted(loss).disk.files_after(Loss.NOTHING)))
-            if not machine.has_stopped:
-                break
-        assert index > 8
+    outcomes, machine = stop_at_every_moment(tally, before, ranks, tuple(Loss), options=parity)
     assert outcomes == {1, 2}
     left = machine.disk.files_after(Loss.NOTHING)
     assert sum(name.startswith("parity/") for name in left) == ranks
+
+
+def saved_with_parity() -> Files:
+    store = MemoryStore()
+
+    def save_rank(group: Group) -> None:
+        data = torch.full((2, 3), group.rank + 1.0)
+        rows = ShardedTensor.from_rank_offsets("rows", data, (0, group.rank, 3))
+        save({"rows": rows}, store, options=SaveOptions(parity=3), group=group)
+
+    SimulatedWorld(3).run(save_rank)
+    return contents(store)
+
+
+def contents(store: MemoryStore) -> Files:
+    return {name: store.read(name, max_bytes=1 << 20) for name in store.names()}
+
+
+def loaded_rows(files: Files, *copies: MemoryStore) -> list[float]:
+    asked = ShardedTensor.from_rank_offsets("rows", torch.zeros(6, 3))
+    options = LoadOptions(on_corrupt="fallback", copies=copies)
+    rows: list[float] = load({"rows": asked}, MemoryStore(files=files), options=options)["rows"].tolist()
+    return rows
+
+
+def test_a_crash_at_any_moment_of_a_repair_makes_nothing_worse() -> None:
+    whole = saved_with_parity()
+    first, second, _ = sorted(name for name in whole if name.startswith("data/"))
+    damaged = dict(whole)
+    del damaged[first]
+    # The commit is damaged as well, and comes from a copy with a data file that parity cannot compute alone.
+    manifest = whole["metadata.json"].replace(b"xxh3", b"xxh4")
+    damaged |= {second: whole[second][:-1], "metadata.json": manifest}
+    copy = MemoryStore("copy:", files={name: data for name, data in whole.items() if name != first})
+    looked_at: set[frozenset[tuple[str, bytes]]] = set()
+    for index in range(10_000):
+        machine = CrashMachine(damaged, stop_at=Moment(rank=0, index=index))
+        with suppress(Stopped):
+            repair(machine.store(rank=0), [copy], threads=1)
+        for loss in Loss:
+            left = machine.restarted(loss).disk.files_after(Loss.NOTHING)
+            seen = frozenset((re.sub("[0-9a-f]{16}.tmp", "tmp", name), data) for name, data in left.items())
+            if seen in looked_at:
+                continue
+            looked_at.add(seen)
+            for name, data in whole.items():
+                assert left.get(name) in (data, damaged.get(name)), (index, loss, name)
+            assert loaded_rows(left, MemoryStore("whole:", files=whole)) == loaded_rows(whole)
+            again = MemoryStore(files=left)
+            assert repair(again, [copy], threads=1).is_whole
+            assert {n: d for n, d in contents(again).items() if not n.endswith(".tmp")} == whole
+        if not machine.has_stopped:
+            assert left == whole
+            break
+    assert index > 10
+
+
+_KILLED = """
+import os, sys
+import megackpt
+from megackpt.storage import LocalStore
+from megackpt.testing.faulty_store import FaultyStore
+source, target, count, file_bytes, buffer_bytes = sys.argv[1:]
+store = FaultyStore(LocalStore(target), fail_at=int(count), hook=lambda operation: os._exit(9))
+megackpt.export_huggingface(
+    source, store, max_file_bytes=int(file_bytes), buffer_bytes=int(buffer_bytes), workers=2
+)
+"""
+
+
+def contents_of_folder(folder: Path) -> dict[str, bytes]:
+    return {str(file.relative_to(folder)): file.read_bytes() for file in folder.rglob("*") if file.is_file()}
+
+
+def test_a_killed_process_leaves_no_half_model(tmp_path: Path) -> None:
+    saved_model(tmp_path / "saved", LLAMA, 2)
+    counted = FaultyStore(LocalStore(str(tmp_path / "whole")))
+    export(tmp_path / "saved", counted, workers=2)
+    whole = contents_of_folder(tmp_path / "whole")
+    chance = random.Random(0)
+    for number, count in enumerate(chance.sample(range(len(counted.operations)), few(3, of=20))):
+        target = tmp_path / f"folder{number}"
+        arguments = [str(tmp_path / "saved"), str(target), str(count), str(FILE_BYTES), str(BUFFER_BYTES)]
+        process = subprocess.run([sys.executable, "-c", _KILLED, *arguments], check=False, timeout=120)
+        assert process.returncode == 9
+        if target.exists():
+            assert_listed_files_are_whole(contents_of_folder(target), whole)
+        export(tmp_path / "saved", target)
+        assert contents_of_folder(target) == whole, count

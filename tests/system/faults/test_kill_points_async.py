@@ -1,7 +1,7 @@
 """Writer processes stop at every moment of an asynchronous save: old or new, never a mixture.
 
 What stops is either a writer that runs in a thread here, with all that a real one does, on a crash machine;
-or a real process, which kills itself.
+or a real process, which kills itself. The same of saves into a tier, with connections between nodes.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import subprocess
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from itertools import groupby, product
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -22,38 +23,49 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megackpt import AsyncOptions, Checkpointer, CheckpointError, RankFailedError, SaveOptions, ShardedTensor
-from megackpt.comm import Group
+from megackpt import (
+    AsyncOptions,
+    Checkpointer,
+    CheckpointError,
+    LocalTier,
+    RankFailedError,
+    SaveOptions,
+    ShardedTensor,
+)
+from megackpt.comm import Group, PeerBuffer
 from megackpt.comm.store_group import StoreGroup
+from megackpt.comm.writer_group import WriterGroup
 from megackpt.engine.background.child_process import ChildProcess
 from megackpt.engine.background.messages import CheckpointLocation, Job
 from megackpt.engine.background.prepared_save import Destination
 from megackpt.engine.background.saver import AsyncSaver
 from megackpt.engine.background.writer_main import Writer
+from megackpt.engine.checkpoint.step_roots import LocalSteps
 from megackpt.engine.saving.save_request import save_request
 from megackpt.storage import Store
 from megackpt.testing.cached_disk import Loss
 from megackpt.testing.crash_store import CrashMachine, Moment, Stopped
+from megackpt.testing.faulty_store import FaultyStore, Operation
 from megackpt.testing.ranks import RankPool
 from megackpt.testing.world import SimulatedWorld
-from tests.support.effort import tries_all
-from tests.support.writers import ORDER, Order
-from tests.system.faults.test_kill_points import STRATEGIES, Files, Tally, names_of, run_save, saved, state
+from tests.core.run.test_tier_steps import Run
+from tests.core.run.test_tier_steps import state as tier_state
+from tests.support.effort import tries_all, with_all
+from tests.support.writers import ORDER, Order, saver_of
+from tests.system.faults.test_kill_points import (
+    STRATEGIES,
+    Files,
+    Listening,
+    Tally,
+    names_of,
+    numbered_attempt,
+    run_save,
+    saved,
+    state,
+)
 
 NATIVE = STRATEGIES[0]
 OPTIONS = SaveOptions(timeout_s=20)
-
-
-class Listening(CrashMachine):
-    """A machine that tells which moments each rank came to."""
-
-    def __init__(self, files: Files | None = None, *, stop_at: Moment | None = None) -> None:
-        super().__init__(files, stop_at=stop_at)
-        self.texts: dict[int, list[str]] = {}
-
-    def moment(self, rank: int, text: str) -> None:
-        super().moment(rank, text)
-        self.texts.setdefault(rank, []).append(text)
 
 
 class MortalGroup(StoreGroup):
@@ -168,9 +180,8 @@ def save_asynchronously(machine: CrashMachine, value: int, *, ranks: int) -> lis
             saver.abandon()
         return ""
 
-    attempt = patch("megackpt.engine.saving.preparation.new_attempt", return_value=f"{value:016x}")
     looks = patch("megackpt.comm.store_group.LOOK_EVERY_S", 0.02)
-    with writers_on(machine), attempt, looks:
+    with writers_on(machine), numbered_attempt(value), looks:
         return SimulatedWorld(ranks).run(work)
 
 
@@ -189,14 +200,23 @@ def test_an_asynchronous_save_does_what_a_synchronous_one_does(ranks: int, over:
     assert other.disk.files_after(Loss.NOTHING) == first.disk.files_after(Loss.NOTHING)
 
 
+MINUTES = with_all(
+    "every moment of four writers takes minutes; one writer, and some moments of four are tried"
+)
+
+
 @pytest.mark.parametrize(
-    ("ranks", "over", "only_this_rank"), [(1, 1, False), (4, None, True), (4, 1, False), (4, 1, True)]
+    ("ranks", "over", "only_this_rank"),
+    [
+        (1, 1, False),
+        pytest.param(4, None, True, marks=MINUTES),
+        pytest.param(4, 1, False, marks=MINUTES),
+        (4, 1, True),
+    ],
 )
 def test_a_crash_of_writers_at_any_moment_leaves_the_old_checkpoint_or_the_new_one(
     ranks: int, over: int | None, only_this_rank: bool
 ) -> None:
-    if ranks > 1 and (over is None or not only_this_rank) and not tries_all():
-        pytest.skip("only with --all")
     losses = (Loss.NOTHING, Loss.EVERYTHING) if only_this_rank else tuple(Loss)
     files = before(over)
     tally = Tally(
@@ -277,17 +297,164 @@ def kill_writers(root: Path, points: Sequence[tuple[int, int]] | None) -> list[t
     return done
 
 
-@pytest.mark.parametrize("ranks", [1, 4])
+@pytest.mark.parametrize("ranks", [1, pytest.param(4, marks=with_all("to start writers takes seconds"))])
 def test_a_writer_process_killed_at_any_operation_loses_nothing(
     rank_pool: RankPool, tmp_path: Path, ranks: int
 ) -> None:
     chance = random.Random(0)
     points = None if tries_all() else [(chance.randrange(ranks), chance.randrange(6))]
-    if ranks > 1 and not tries_all():  # to start writers takes seconds
-        pytest.skip("only with --all")
     everyone = rank_pool.run(kill_writers, ranks, tmp_path / "root", points, timeout_s=1200)
     print(f"killed at {len(everyone[0])} points: {everyone[0]}")
     assert len(everyone[0]) >= (1 if points is not None else 15)
     for step in (checkpointer := Checkpointer(tmp_path / "root")).steps():
         loaded = checkpointer.load({"w": ShardedTensor.from_rank_offsets("w", torch.zeros(64 * ranks))}, step)
         assert torch.equal(loaded["w"], torch.full((64 * ranks,), float(step)))
+
+
+# Into a tier: the new step or the old one, whichever node is lost.
+
+
+class Nodes:
+    """The machines of a job, which stop before an operation on a directory of theirs: all, or one alone."""
+
+    def __init__(self, *, stop_at: int | None = None, only_this_rank: bool = False) -> None:
+        self.seen: dict[int, list[str]] = {}
+        self.has_stopped = False
+        self.stopped: int | None = None  # the rank
+        self._stop_at, self._only_this_rank = stop_at, only_this_rank
+        self._count = 0
+        self._lock = threading.Lock()
+
+    def around(self, store: Store, rank: int) -> Store:
+        """Return the store of a rank's node, on which it acts as long as it lives."""
+
+        def listen(operation: Operation) -> bool:
+            with self._lock:
+                if self._count == self._stop_at:
+                    self.has_stopped, self.stopped = True, rank
+                self._count += 1
+                self.check_alive(rank)
+                self.seen.setdefault(rank, []).append(f"{operation.kind} {operation.name}")
+            return False
+
+        return FaultyStore(store, fail_at=listen)
+
+    def check_alive(self, rank: int) -> None:
+        """Raise what ends a process that is no more."""
+        if self.has_stopped and (rank == self.stopped or not self._only_this_rank):
+            raise Stopped(f"rank {rank}")
+
+
+class MortalWriterGroup(MortalGroup, WriterGroup):
+    """Writers that send each other files as long as they live."""
+
+    def exchange(self, sends: Sequence[PeerBuffer], receives: Sequence[PeerBuffer]) -> None:
+        self.machine.check_alive(self.rank)
+        super().exchange(sends, receives)
+
+    def leave(self) -> None:
+        super().leave()
+        self.close_transport()  # the system closes the connections of a dead process
+
+
+class NodeWriter(MortalWriter):
+    """A writer in a thread whose node may stop."""
+
+    def _crash_store(self, store: Store) -> Store:
+        return self._machine.around(store, self._join.rank)  # type: ignore[attr-defined]
+
+    def _group(self, job: Job) -> Group:
+        group = super()._group(job)
+        if isinstance(group, MortalGroup):
+            group.__class__ = MortalWriterGroup
+        return group
+
+
+def run_of(base: Path) -> Run:
+    return Run(base, per_node=1, tiers=[LocalTier(f"{base}/node-{{node}}/memory", keep_last=1)])
+
+
+def save_into_tiers(run: Run, nodes: Nodes, step: int) -> list[str]:
+    """Save a step into the tier of two nodes; return the error of each, "" for none."""
+
+    class AsyncCheckpointer(Checkpointer):
+        _writer_hook = f"threads of {id(nodes)}"
+
+    def act(group: Group) -> str:
+        checkpointer = AsyncCheckpointer(
+            run.base / "root", async_save=True, tiers=run.tiers_of(node=group.rank), group=group, timeout_s=20
+        )
+        message = ""
+        try:
+            checkpointer.save(step, tier_state(group, step, tp=2))
+            checkpointer.wait()
+        except CheckpointError as error:
+            message = str(error)
+        group.all_gather(b"")  # the store that writers meet in is hosted by rank 0
+        saver_of(checkpointer).abandon()
+        return message
+
+    looks = patch("megackpt.comm.store_group.LOOK_EVERY_S", 0.02)
+    with writers_on(nodes, NodeWriter), looks:  # type: ignore[arg-type]
+        return SimulatedWorld(2).run(act)
+
+
+def save_at_once(run: Run, nodes: Nodes, step: int) -> None:
+    open_well = LocalSteps.open
+
+    def open_around(locations: LocalSteps, name: str) -> Store:
+        rank = int(Path(locations.location).parent.name.removeprefix("node-"))
+        return nodes.around(open_well(locations, name), rank)
+
+    with patch.object(LocalSteps, "open", open_around):
+        run.save(step, nodes=range(2))
+
+
+def files_of(run: Run) -> dict[str, bytes]:
+    paths = (path for path in run.base.rglob("*") if path.is_file())
+    return {str(path.relative_to(run.base)): path.read_bytes() for path in paths}
+
+
+def test_an_asynchronous_save_into_a_tier_does_what_a_synchronous_one_does(tmp_path: Path) -> None:
+    """So that what is shown of the one holds for the other."""
+    seen: list[tuple[dict[int, list[str]], Any]] = []
+    for number, save in enumerate((save_at_once, save_into_tiers)):
+        run, nodes = run_of(tmp_path / str(number)), Nodes()
+        numbers = (f"{n:016x}" for n in range(9))
+        with patch("megackpt.engine.saving.preparation.new_attempt", side_effect=numbers):
+            run.save(1, nodes=range(2))
+            assert not any(save(run, nodes, 2) or [])
+        # The number of writes of a row differs: staged parts are contiguous.
+        steps = {rank: [text for text, _ in groupby(texts)] for rank, texts in nodes.seen.items()}
+        seen.append((steps, files_of(run)))
+    assert seen[0] == seen[1]
+    assert all(len(of_rank) > 10 for of_rank in seen[0][0].values())
+
+
+def test_writers_killed_at_any_operation_of_a_save_into_a_tier_leave_the_old_step_or_the_new_one(
+    tmp_path: Path,
+) -> None:
+    whole = Nodes()
+    save_into_tiers(run_of(tmp_path / "whole"), whole, 2)
+    count = sum(map(len, whole.seen.values()))
+    points = range(count) if tries_all() else sorted(random.Random(0).sample(range(count), 4))
+    results = set()
+    for point, only_this_rank in product(points, (False, True)):
+        run, nodes = (
+            run_of(tmp_path / f"{point}-{only_this_rank}"),
+            Nodes(stop_at=point, only_this_rank=only_this_rank),
+        )
+        run.save(1, nodes=range(2))
+        errors = save_into_tiers(run, nodes, 2)
+        assert nodes.stopped is not None
+        who = f"writer process of rank {nodes.stopped} " if only_this_rank else "writer process of rank"
+        assert all(who in error and "while saving step 2" in error for error in errors), (point, errors)
+        run.lose(point % 2)  # so that what the other one says it has must be all there is
+        used = run.load(nodes=range(2))
+        assert used.step in (1, 2), point
+        assert used.skipped == (), point
+        results.add(used.step)
+        run.save(3, nodes=range(2))
+        assert [run.kept(node) for node in range(2)] == [["iter_0000003"]] * 2, point
+    print(f"{len(points)} of {count} operations")
+    assert len(points) < 10 or results == {1, 2}

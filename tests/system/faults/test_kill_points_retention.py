@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from contextlib import suppress
 from dataclasses import dataclass, field
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -16,9 +15,9 @@ from megackpt.storage import MemoryStore
 from megackpt.testing.cached_disk import Loss
 from megackpt.testing.crash_store import CrashMachine, Moment, Stopped
 from megackpt.testing.world import SimulatedWorld
-from tests.support.effort import tries_all
+from tests.support.effort import with_all
+from tests.system.faults.test_kill_points import Files, Listening, numbered_attempt
 
-Files = dict[str, bytes]
 ROWS = 8
 LOSSES = {1: 5.0, 2: 1.0, 3: 4.0, 4: 6.0, 5: 3.0, 6: 7.0}
 TRACKER = "latest_checkpointed_iteration.txt"
@@ -45,11 +44,7 @@ def run_save(machine: CrashMachine, step: int, *, ranks: int) -> None:
             saved = state(step, rank=group.rank, ranks=group.size)
             checkpointer.save(step, saved, metrics={"loss": LOSSES[step]})
 
-    # Equal saves write equal files, so that most directories need to be looked at only once.
-    with (
-        suppress(Stopped),
-        patch("megackpt.engine.saving.preparation.new_attempt", return_value=f"{step:016x}"),
-    ):
+    with suppress(Stopped), numbered_attempt(step):
         SimulatedWorld(ranks).outcomes(save)
 
 
@@ -58,25 +53,12 @@ def before() -> Files:
     store = MemoryStore()
     with Checkpointer(store) as checkpointer:
         for step in (1, 2, 3, 4):
-            with patch("megackpt.engine.saving.preparation.new_attempt", return_value=f"{step:016x}"):
+            with numbered_attempt(step):
                 checkpointer.save(step, state(step), metrics={"loss": LOSSES[step]})
         checkpointer.pin(1)
     files = {name: store.read(name, max_bytes=1 << 20) for name in store.names()}
     del files["iter_0000004/metadata.json"]
     return files | {TRACKER: b"3"}
-
-
-class Listening(CrashMachine):
-    """A machine that never stops, and tells which moments rank 0 came to."""
-
-    def __init__(self, files: Files) -> None:
-        super().__init__(files)
-        self.texts: list[str] = []
-
-    def moment(self, rank: int, text: str) -> None:
-        super().moment(rank, text)
-        if rank == 0:
-            self.texts.append(text)
 
 
 @dataclass
@@ -123,20 +105,22 @@ class Tally:
         return newest
 
 
-@pytest.mark.parametrize(("ranks", "only_this_rank"), [(1, False), (4, False), (4, True)])
+@pytest.mark.parametrize(
+    ("ranks", "only_this_rank"),
+    [(1, False), (4, False), pytest.param(4, True, marks=with_all("of saves without a removal it is tried"))],
+)
 def test_a_crash_at_any_moment_of_a_retention_pass_loses_nothing_that_should_stay(
     ranks: int, only_this_rank: bool
 ) -> None:
-    if only_this_rank and not tries_all():
-        pytest.skip("only with --all")
     files, tally, outcomes = before(), Tally(ranks), list[set[int]]()
     losses = (Loss.NOTHING, Loss.EVERYTHING) if ranks > 1 else tuple(Loss)
     listening = Listening(files)
     run_save(listening, 5, ranks=ranks)
     assert tally.look(listening.restarted(Loss.EVERYTHING).disk.files_after(Loss.NOTHING)) == 5
-    commit = listening.texts.index("before replace of 'iter_0000005/metadata.json'")
-    noted = [i for i, text in enumerate(listening.texts) if ".megackpt/metrics/iter_0000005.json" in text]
-    for index in (*noted, *range(commit, len(listening.texts))):  # test_kill_points.py has those in between
+    texts = listening.texts[0]
+    commit = texts.index("before replace of 'iter_0000005/metadata.json'")
+    noted = [i for i, text in enumerate(texts) if ".megackpt/metrics/iter_0000005.json" in text]
+    for index in (*noted, *range(commit, len(texts))):  # test_kill_points.py has those in between
         machine = CrashMachine(files, stop_at=Moment(rank=0, index=index, only_this_rank=only_this_rank))
         run_save(machine, 5, ranks=ranks)
         assert machine.has_stopped

@@ -54,11 +54,7 @@ class OwnMistakeError(Exception):
 def work(kind: Work, directory: Path, *, timeout_s: float = PATIENT_S) -> None:
     """Save or load, on every rank; one tensor is sharded, the other replicated."""
     rank, size = dist.get_rank(), dist.get_world_size()
-    state = {
-        "w": filled(1.0, 64, rank=rank, ranks=size),
-        "r": replica(2.0, 64, rank=rank),
-        "step": 1,
-    }
+    state = {"w": filled(1.0, 64, rank=rank, ranks=size), "r": replica(2.0, 64, rank=rank), "step": 1}
     if kind in ("save", "overwrite"):
         megackpt.save(state, directory / kind, options=SaveOptions(timeout_s=timeout_s))
     else:

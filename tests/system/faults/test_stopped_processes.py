@@ -17,7 +17,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import timedelta
@@ -32,7 +31,7 @@ from megackpt.comm import world_group
 from megackpt.testing.ranks import RankPool
 from tests.support.effort import tries_all, with_all
 from tests.support.states import filled
-from tests.support.writers import is_alive, saver_of, stop_process, wait_for, wait_for_writers
+from tests.support.writers import is_alive, saver_of, stop_process, store_process, wait_for, wait_for_writers
 
 Work = Literal["save", "async save", "wait", "load"]
 Victim = Literal[
@@ -54,15 +53,6 @@ NODE_S = 10.0  # more than twice the deadline, where a rank and its writer are s
 DELAY_S = 1.5  # at most, from when all ranks are ready to when one is stopped
 CASES = 100  # of each kind of work
 LANES = 4  # that many worlds at once, as most of the time is waited
-
-_LAUNCHER = """
-import sys, time
-from datetime import timedelta
-import torch.distributed as dist
-store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))
-print(store.port, flush=True)
-time.sleep(3600)
-"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,25 +163,13 @@ def work_once(
         megackpt.load({"w": part(step)}, root.parent / "first", options=options)
 
 
-@contextlib.contextmanager
-def launcher() -> Iterator[tuple[int, int]]:
-    """Within the block a process serves a store; yields its id and port."""
-    process = subprocess.Popen([sys.executable, "-c", _LAUNCHER], stdout=subprocess.PIPE, text=True)
-    try:
-        assert process.stdout is not None
-        yield process.pid, int(process.stdout.readline())
-    finally:
-        process.kill()
-        process.communicate()
-
-
 def try_stop(pool: RankPool, stop: Stop, notes: Path, *, ranks: int) -> list[str]:
     """Stop the process at its moment; return what is wrong with what the others do then."""
     notes.mkdir()
     with contextlib.ExitStack() as stack:
         pids = pool.pids(ranks)
         lost: int | None = {"rank 0": 0, "last rank": ranks - 1}.get(stop.victim.removeprefix("node of "))
-        launched, port = stack.enter_context(launcher()) if stop.victim == "launcher" else (0, 0)
+        launched, port = stack.enter_context(store_process()) if stop.victim == "launcher" else (0, 0)
         outcomes: list[Any] = []
 
         def run() -> None:
@@ -310,7 +288,7 @@ checkpointer.save(3, {"w": part})
 
 @with_all("the other tests stop ranks at random moments")
 def test_the_interpreter_of_a_rank_ends_although_another_is_stopped(tmp_path: Path) -> None:
-    with launcher() as (_, port):
+    with store_process() as (_, port):
         ranks = [
             subprocess.Popen(
                 [sys.executable, "-c", _RANK, str(tmp_path / "root"), str(rank), str(port)],
