@@ -5,9 +5,12 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -384,6 +387,28 @@ def _has_stopped(pid: int) -> bool:
         # The state follows the name, which is in parentheses and may hold any character.
         states.append(text.rpartition(")")[2].split()[0])
     return all(state in ("T", "Z") for state in states)
+
+
+_STORE = """
+import sys, time
+from datetime import timedelta
+import torch.distributed as dist
+store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))
+print(store.port, flush=True)
+time.sleep(3600)
+"""
+
+
+@contextmanager
+def store_process() -> Iterator[tuple[int, int]]:
+    """Within the block a process serves a store, as torchrun does; yields its id and port."""
+    process = subprocess.Popen([sys.executable, "-c", _STORE], stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout is not None
+        yield process.pid, int(process.stdout.readline())
+    finally:
+        process.kill()
+        process.communicate()
 
 
 class SlowCommit(NativeSaveStrategy):
