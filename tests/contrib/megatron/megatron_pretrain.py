@@ -1,4 +1,4 @@
-"""Megatron-LM's own pretrain_gpt.py on CPU ranks: one rank of a run, and how a run is started.
+"""Megatron-LM's own pretrain_gpt.py on CPU ranks: one rank of a run.
 
     python tests/contrib/megatron/megatron_pretrain.py [--megackpt] CHECKOUT/pretrain_gpt.py ARGUMENTS...
 
@@ -14,63 +14,10 @@ from __future__ import annotations
 import collections
 import contextlib
 import importlib
-import os
-import re
 import runpy
-import subprocess
 import sys
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-
-HERE = Path(__file__).parent
-ARGUMENTS = [
-    "--num-layers", "2", "--hidden-size", "32", "--num-attention-heads", "4", "--seq-length", "16",
-    "--max-position-embeddings", "16", "--micro-batch-size", "2", "--global-batch-size", "8",
-    "--train-iters", "6", "--lr", "1e-2", "--min-lr", "1e-3", "--mock-data",
-    "--tokenizer-type", "NullTokenizer", "--vocab-size", "127", "--transformer-impl", "local",
-    "--distributed-backend", "gloo", "--use-cpu-initialization", "--no-gradient-accumulation-fusion",
-    "--no-masked-softmax-fusion", "--no-bias-gelu-fusion", "--no-bias-dropout-fusion", "--no-rope-fusion",
-    "--no-persist-layer-norm", "--attention-dropout", "0", "--hidden-dropout", "0", "--log-interval", "1",
-    "--eval-iters", "0", "--eval-interval", "1000", "--save-interval", "3", "--ckpt-format", "torch_dist",
-    "--use-distributed-optimizer", "--bf16", "--attention-backend", "unfused", "--seed", "5",
-    "--split", "100,0,0", "--dataloader-type", "single", "--no-create-attention-mask-in-dataloader",
-    "--dist-ckpt-optim-fully-reshardable",
-]  # fmt: skip
-LINE = re.compile(r"iteration +(\d+)/.*?lm loss: ([0-9.E+-]+).*?grad norm: ([0-9.]+)")
-
-
-def pretrain(checkout: str, *arguments: str, megackpt: bool, ranks: int = 2) -> dict[int, tuple[str, str]]:
-    """Run pretrain_gpt.py; return the loss and the norm of the gradients, as logged, by iteration.
-
-    Raises:
-        RuntimeError: it did not end well.
-    """
-    environment = {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join([str(HERE.parents[2]), checkout]),
-        "OMP_NUM_THREADS": "1",
-        "CUDA_DEVICE_MAX_CONNECTIONS": "1",
-        "TORCHDYNAMO_DISABLE": "1",
-    }
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    command += [str(HERE / "megatron_pretrain.py"), *(["--megackpt"] if megackpt else [])]
-    command += [str(Path(checkout) / "pretrain_gpt.py"), *_known(checkout), *arguments]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
-    log = done.stdout + done.stderr
-    if done.returncode:
-        of_ranks = log.split("/torch/distributed/elastic/", 1)[0]  # without what its launcher adds
-        raise RuntimeError(f"pretrain_gpt.py ended with {done.returncode}:\n{of_ranks[-4000:]}")
-    return {int(number): (loss, norm) for number, loss, norm in LINE.findall(log)}
-
-
-def _known(checkout: str) -> list[str]:
-    """Return the arguments without the switches that this version does not have."""
-    texts = [path.read_text() for path in (Path(checkout) / "megatron" / "training").rglob("*.py")]
-    optional = "--dist-ckpt-optim-fully-reshardable"
-    names = (optional, optional.removeprefix("--").replace("-", "_"))
-    known = any(name in text for text in texts for name in names)
-    return [argument for argument in ARGUMENTS if known or argument != optional]
 
 
 def answer_for_a_gpu() -> None:

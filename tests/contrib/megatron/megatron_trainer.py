@@ -12,72 +12,37 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
 import sys
 from argparse import Namespace
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-HERE = Path(__file__).parent
-SAMPLES, ITERATIONS, SAVE_AT = 4, 6, 3
+from tests.system.interop.jobs import Job
+from tests.system.interop.megatron_peer import SEQUENCE, VOCAB, build_model, build_optimizer, start
 
+start(sys.argv[3:])  # before Megatron-Core is imported
 
-@dataclass(frozen=True)
-class Run:
-    """One run of training, from the start or from a checkpoint, for six iterations in all.
+from megatron.core import dist_checkpointing, parallel_state  # noqa: E402
+from megatron.core.dist_checkpointing import serialization  # noqa: E402
+from megatron.core.dist_checkpointing.mapping import ShardedObject  # noqa: E402
+from megatron.core.dist_checkpointing.strategies import fully_parallel  # noqa: E402
+from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue  # noqa: E402
+from megatron.core.dist_checkpointing.utils import _clean_metadata_for_serialization  # noqa: E402
+from megatron.core.tensor_parallel.random import initialize_rng_tracker  # noqa: E402
+from megatron.core.transformer.enums import AttnBackend  # noqa: E402
 
-    Attributes:
-        tp: size of tensor parallelism; the rest of the two ranks is data parallelism.
-        load: checkpoint to begin from; empty for none.
-        save: where to save after the third iteration; empty for nowhere.
-        is_async: save by a queue, while training goes on.
-    """
+from tests.contrib.megatron.test_megatron_trainer import ITERATIONS, SAVE_AT, Run  # noqa: E402
 
-    tp: int = 1
-    load: str = ""
-    save: str = ""
-    is_async: bool = False
-
-
-def losses_of(runs: list[Run], folder: Path, *, megackpt: bool) -> list[dict[str, str]]:
-    """Return the losses of each run by iteration, every bit of them, from two new processes.
-
-    Raises:
-        RuntimeError: they did not end well.
-    """
-    folder.mkdir()
-    (folder / "runs.json").write_text(json.dumps([asdict(run) for run in runs]))
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command += [str(HERE / "megatron_trainer.py"), str(folder / "runs.json"), str(folder / "losses.json")]
-    environment = {**os.environ, "PYTHONPATH": str(HERE.parents[2]), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        command + ["--megackpt"] * megackpt,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    if done.returncode:
-        raise RuntimeError(f"training ended with {done.returncode}:\n{(done.stdout + done.stderr)[-5000:]}")
-    losses: list[dict[str, str]] = json.loads((folder / "losses.json").read_text())
-    return losses
+SAMPLES = 4
 
 
 class Trainer:
     """One rank's model and optimizer at the layout of a run."""
 
     def __init__(self, run: Run) -> None:
-        from megatron.core import parallel_state
-        from megatron.core.tensor_parallel.random import initialize_rng_tracker
-
-        from tests.system.interop.jobs import Job
-        from tests.system.interop.megatron_peer import build_model, build_optimizer
-
         self.run = run
         job = Job("write", "distopt", "", tp=run.tp, optimizer_format="fully_reshardable")
         parallel_state.destroy_model_parallel()
@@ -92,8 +57,6 @@ class Trainer:
             self._same_weights_on_all_replicas()
 
     def _same_weights_on_all_replicas(self) -> None:
-        from megatron.core import parallel_state
-
         group = parallel_state.get_data_parallel_group()
         for parameter in self.model.parameters():
             dist.broadcast(parameter.data, parallel_state.get_data_parallel_src_rank(), group=group)
@@ -102,7 +65,7 @@ class Trainer:
     def train(self) -> dict[str, str]:
         """Train; return the losses by iteration."""
         losses: dict[str, str] = {}
-        queue = self._new_queue()
+        queue = AsyncCallsQueue()
         if self.run.load:
             self.load(self.run.load)
         while self.iteration < ITERATIONS:
@@ -118,16 +81,7 @@ class Trainer:
         dist.barrier()
         return losses
 
-    def _new_queue(self) -> Any:
-        from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
-
-        return AsyncCallsQueue()
-
     def _step(self) -> float:
-        from megatron.core import parallel_state
-
-        from tests.system.interop.megatron_peer import SEQUENCE, VOCAB
-
         group = parallel_state.get_data_parallel_group()
         seeded = torch.Generator().manual_seed(self.iteration % SAVE_AT)
         everything = torch.randint(0, VOCAB, (SAMPLES, SEQUENCE + 1), generator=seeded)
@@ -146,19 +100,12 @@ class Trainer:
 
     def save(self, path: str) -> Any:
         """Save as Megatron-LM's save_checkpoint does; return the request of an asynchronous save."""
-        from megatron.core import dist_checkpointing, parallel_state
-        from megatron.core.dist_checkpointing.serialization import get_default_save_sharded_strategy
-        from megatron.core.dist_checkpointing.strategies.fully_parallel import (
-            FullyParallelSaveStrategyWrapper,
-        )
-        from megatron.core.dist_checkpointing.utils import _clean_metadata_for_serialization
-
         metadata = self._metadata()
         state = self._state(metadata, is_loading=False)
         if dist.get_rank() == 0:
             os.makedirs(path)
         dist.barrier()
-        strategy = get_default_save_sharded_strategy("torch_dist")
+        strategy = serialization.get_default_save_sharded_strategy("torch_dist")
         strategy.use_cached_ckpt_structure = True
         cached = getattr(self.context.get("load_strategy"), "cached_global_metadata", None)
         if cached is not None:
@@ -167,7 +114,7 @@ class Trainer:
         return dist_checkpointing.save(
             state,
             path,
-            FullyParallelSaveStrategyWrapper(strategy, group, True),
+            fully_parallel.FullyParallelSaveStrategyWrapper(strategy, group, True),
             async_sharded_save=self.run.is_async,
             validate_access_integrity=True,
             preprocess_common_before_consistancy_check=_what_is_compared,
@@ -176,13 +123,6 @@ class Trainer:
 
     def load(self, path: str) -> None:
         """Load as Megatron-LM's load_checkpoint does: common state first, which says what to ask for."""
-        from megatron.core import dist_checkpointing, parallel_state
-        from megatron.core.dist_checkpointing.serialization import get_default_load_sharded_strategy
-        from megatron.core.dist_checkpointing.strategies.fully_parallel import (
-            FullyParallelLoadStrategyWrapper,
-        )
-        from megatron.core.transformer.enums import AttnBackend
-
         if not dist_checkpointing.check_is_distributed_checkpoint(path):
             raise RuntimeError(f"{path} is no distributed checkpoint")
         common = dist_checkpointing.load_common_state_dict(path)
@@ -191,7 +131,9 @@ class Trainer:
         described = dist_checkpointing.load_content_metadata(preloaded_state_dict=common)
         request = self._state({**self._metadata(), **described}, is_loading=True)
         group = parallel_state.get_data_parallel_group(with_context_parallel=True)
-        strategy = FullyParallelLoadStrategyWrapper(get_default_load_sharded_strategy(path), group)
+        strategy = fully_parallel.FullyParallelLoadStrategyWrapper(
+            serialization.get_default_load_sharded_strategy(path), group
+        )
         self.context["load_strategy"] = strategy
         loaded = dist_checkpointing.load(request, path, strategy, strict="assume_ok_unexpected")
         self.model.module.load_state_dict(loaded["model"], strict=True)
@@ -199,8 +141,6 @@ class Trainer:
         self.iteration = loaded["iteration"]
 
     def _metadata(self) -> dict[str, Any]:
-        from megatron.core import parallel_state
-
         return {
             "distrib_optim_sharding_type": "fully_reshardable",
             "distrib_optim_fully_reshardable_mem_efficient": False,
@@ -211,10 +151,6 @@ class Trainer:
 
     def _state(self, metadata: dict[str, Any], *, is_loading: bool) -> dict[str, Any]:
         """Return the sharded state dict that Megatron-LM's generate_state_dict makes."""
-        from megatron.core import parallel_state
-        from megatron.core.dist_checkpointing.mapping import ShardedObject
-        from megatron.core.transformer.enums import AttnBackend
-
         tp, rank = self.run.tp, parallel_state.get_tensor_model_parallel_rank()
         replica = parallel_state.get_data_parallel_rank(with_context_parallel=True)
         model = self.model.module.sharded_state_dict(metadata=metadata)
@@ -240,10 +176,7 @@ def _what_is_compared(common: dict[str, Any]) -> dict[str, Any]:
 
 def main() -> None:
     """Do all runs; rank 0 writes the losses."""
-    runs_file, losses_file, *flags = sys.argv[1:]
-    from tests.system.interop.megatron_peer import start
-
-    start(flags)
+    runs_file, losses_file = sys.argv[1:3]
     dist.init_process_group("gloo")
     losses = [Trainer(Run(**run)).train() for run in json.loads(Path(runs_file).read_text())]
     if dist.get_rank() == 0:

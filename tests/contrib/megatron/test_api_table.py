@@ -36,7 +36,7 @@ HOW = "run python tests/contrib/megatron/api_table.py page"
 def test_every_name_of_a_version_is_accounted_for(version: str) -> None:
     facts = load_facts(version)
     gaps = [name for name, fact in facts.items() if judge(name, fact).status == "gap"]
-    assert not gaps, f"say in api_table.py why {version} has and we lack {gaps}"
+    assert not gaps, f"say in page_notes.md why {version} has and we lack {gaps}"
     assert len(facts) > 200, "the facts are not those of a whole package"
 
 
@@ -47,7 +47,7 @@ def test_a_signature_that_differs_reports_why(version: str) -> None:
         for name, fact in load_facts(version).items()
         if judge(name, fact).status == "differs" and name not in NOTES
     ]
-    assert not unexplained, f"explain in api_table.py: {unexplained}"
+    assert not unexplained, f"explain in page_notes.md: {unexplained}"
 
 
 def test_the_committed_page_is_what_the_script_writes_with_a_row_for_every_name() -> None:

@@ -7,16 +7,68 @@ version.
 
 from __future__ import annotations
 
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import pytest
 
-from tests.contrib.megatron.megatron_pretrain import pretrain
-from tests.contrib.megatron.megatron_trainer import Run, losses_of
-from tests.contrib.megatron.test_installing import MEGATRONS, needs_megatron
+from tests.contrib.megatron.test_installing import MEGATRONS, ROOT, needs_megatron
 from tests.support.effort import with_all
 
+HERE = Path(__file__).parent
+ITERATIONS, SAVE_AT = 6, 3
 CHECKOUTS = [path for path in MEGATRONS if (Path(path) / "pretrain_gpt.py").exists()]
+
+
+def run_ranks(program: str, *arguments: str, paths: Sequence[str] = (), **variables: str) -> str:
+    """Run a program of this folder on new processes; return what they printed.
+
+    Raises:
+        RuntimeError: they did not end well.
+    """
+    python_path = os.pathsep.join([str(ROOT), *paths])
+    environment = {**os.environ, "PYTHONPATH": python_path, "OMP_NUM_THREADS": "1", **variables}
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command += [str(HERE / program), *arguments]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    log = done.stdout + done.stderr
+    if done.returncode:
+        of_ranks = log.split("/torch/distributed/elastic/", 1)[0]  # without what its launcher adds
+        raise RuntimeError(f"{program} ended with {done.returncode}:\n{of_ranks[-4000:]}")
+    return log
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run of training, from the start or from a checkpoint, for six iterations in all.
+
+    Attributes:
+        tp: size of tensor parallelism; the rest of the two ranks is data parallelism.
+        load: checkpoint to begin from; empty for none.
+        save: where to save after the third iteration; empty for nowhere.
+        is_async: save by a queue, while training goes on.
+    """
+
+    tp: int = 1
+    load: str = ""
+    save: str = ""
+    is_async: bool = False
+
+
+def losses_of(runs: list[Run], folder: Path, *, megackpt: bool) -> list[dict[str, str]]:
+    """Return the losses of each run by iteration, every bit of them, from two new processes."""
+    folder.mkdir()
+    (folder / "runs.json").write_text(json.dumps([asdict(run) for run in runs]))
+    files = [str(folder / "runs.json"), str(folder / "losses.json")]
+    run_ranks("megatron_trainer.py", *files, *(["--megackpt"] if megackpt else []))
+    losses: list[dict[str, str]] = json.loads((folder / "losses.json").read_text())
+    return losses
 
 
 def _values(losses: dict[str, str]) -> list[float]:
@@ -51,6 +103,46 @@ def test_megatron_and_megackpt_resume_each_other_s_checkpoints_with_equal_losses
     assert losses == [whole, whole, resumed, resumed, at_tp2, at_tp2]
     back = [Run(load=ours), Run(load=queued), Run(2, ours)]
     assert losses_of(back, tmp_path / "back", megackpt=False) == [resumed, resumed, at_tp2]
+
+
+ARGUMENTS = [
+    "--num-layers", "2", "--hidden-size", "32", "--num-attention-heads", "4", "--seq-length", "16",
+    "--max-position-embeddings", "16", "--micro-batch-size", "2", "--global-batch-size", "8",
+    "--train-iters", "6", "--lr", "1e-2", "--min-lr", "1e-3", "--mock-data",
+    "--tokenizer-type", "NullTokenizer", "--vocab-size", "127", "--transformer-impl", "local",
+    "--distributed-backend", "gloo", "--use-cpu-initialization", "--no-gradient-accumulation-fusion",
+    "--no-masked-softmax-fusion", "--no-bias-gelu-fusion", "--no-bias-dropout-fusion", "--no-rope-fusion",
+    "--no-persist-layer-norm", "--attention-dropout", "0", "--hidden-dropout", "0", "--log-interval", "1",
+    "--eval-iters", "0", "--eval-interval", "1000", "--save-interval", "3", "--ckpt-format", "torch_dist",
+    "--use-distributed-optimizer", "--bf16", "--attention-backend", "unfused", "--seed", "5",
+    "--split", "100,0,0", "--dataloader-type", "single", "--no-create-attention-mask-in-dataloader",
+    "--dist-ckpt-optim-fully-reshardable",
+]  # fmt: skip
+LINE = re.compile(r"iteration +(\d+)/.*?lm loss: ([0-9.E+-]+).*?grad norm: ([0-9.]+)")
+
+
+def pretrain(checkout: str, *arguments: str, megackpt: bool) -> dict[int, tuple[str, str]]:
+    """Run pretrain_gpt.py; return the loss and the norm of the gradients, as logged, by iteration."""
+    program = [*(["--megackpt"] if megackpt else []), str(Path(checkout) / "pretrain_gpt.py")]
+    log = run_ranks(
+        "megatron_pretrain.py",
+        *program,
+        *_known(checkout),
+        *arguments,
+        paths=(checkout,),
+        CUDA_DEVICE_MAX_CONNECTIONS="1",
+        TORCHDYNAMO_DISABLE="1",
+    )
+    return {int(number): (loss, norm) for number, loss, norm in LINE.findall(log)}
+
+
+def _known(checkout: str) -> list[str]:
+    """Return the arguments without the switches that this version does not have."""
+    texts = [path.read_text() for path in (Path(checkout) / "megatron" / "training").rglob("*.py")]
+    optional = "--dist-ckpt-optim-fully-reshardable"
+    names = (optional, optional.removeprefix("--").replace("-", "_"))
+    known = any(name in text for text in texts for name in names)
+    return [argument for argument in ARGUMENTS if known or argument != optional]
 
 
 @pytest.mark.skipif(not CHECKOUTS, reason="MEGATRON_PATHS names no checkout with a pretrain_gpt.py")

@@ -29,6 +29,9 @@ from megackpt.testing.ranks import RankPool
 from tests.contrib.megatron.small_state import small_state
 
 S = mapping.ShardedTensor
+LOAD, CONFIG = base.StrategyAction.LOAD_COMMON, core.CheckpointingConfig("megackpt")
+exchange = exchange_utils.exchange_by_distribution
+Saver, Rejected = torch_dist.TorchDistSaveShardedStrategy, megackpt.CheckpointingException
 
 
 def test_the_training_loop_s_strategies_save_and_load(
@@ -37,7 +40,7 @@ def test_the_training_loop_s_strategies_save_and_load(
     path = str(tmp_path / "iter_1")
     with caplog.at_level(logging.WARNING):
         strategy = serialization.get_default_save_sharded_strategy("torch_dist", 1)
-    assert isinstance(strategy, torch_dist.TorchDistSaveShardedStrategy)
+    assert isinstance(strategy, Saver)
     assert (strategy.backend, strategy.version, caplog.text) == ("torch_dist", 1, "")
     wrapped = fully_parallel.FullyParallelSaveStrategyWrapper(strategy, None, True)
     assert (wrapped.backend, wrapped.can_handle_sharded_objects) == (strategy.backend, True)
@@ -70,40 +73,16 @@ class Planner(torch_dist.MCoreSavePlanner):  # type: ignore[misc]
 @pytest.mark.parametrize(
     ("error", "text", "call"),
     [
-        (megackpt.CheckpointingException, "No strategy saves format", lambda _: default("parchment")),
-        (
-            megackpt.CheckpointingException,
-            "no load_common strategy",
-            lambda _: base.get_default_strategy(base.StrategyAction.LOAD_COMMON, "parchment", 1),
-        ),
-        (
-            megackpt.CheckpointingException,
-            "saves format",
-            lambda _: torch_dist.TorchDistSaveShardedStrategy("megackpt", 1),
-        ),
-        (
-            megackpt.CheckpointingException,
-            "saves format",
-            lambda _: torch_dist.TorchDistSaveShardedStrategy("torch_dist", 2),
-        ),
-        (
-            megackpt.CheckpointingException,
-            "needs two files",
-            lambda _: torch_dist.TorchDistSaveShardedStrategy(thread_count=1, separation_hint="o"),
-        ),
+        (Rejected, "No strategy saves format", lambda _: default("parchment")),
+        (Rejected, "no load_common strategy", lambda _: base.get_default_strategy(LOAD, "parchment", 1)),
+        (Rejected, "saves format", lambda _: Saver("megackpt", 1)),
+        (Rejected, "saves format", lambda _: Saver("torch_dist", 2)),
+        (Rejected, "needs two files", lambda _: Saver(thread_count=1, separation_hint="o")),
         (ValueError, "exchange_algo='pigeons' is not known", lambda _: reader(exchange_algo="pigeons")),
         (UnsupportedError, "Use AsyncCallsQueue", lambda _: async_utils.TemporalAsyncCaller()),
         (UnsupportedError, "tensorstore takes", lambda _: zarr.flatten_range(None, None)),
-        (
-            UnsupportedError,
-            r"LoadOptions\(exchange",
-            lambda _: exchange_utils.exchange_by_distribution({}, {}, None),
-        ),
-        (
-            UnsupportedError,
-            r"save\(\) writes it",
-            lambda path: core.save_config(core.CheckpointingConfig("megackpt"), path),
-        ),
+        (UnsupportedError, r"LoadOptions\(exchange", lambda _: exchange({}, {}, None)),
+        (UnsupportedError, r"save\(\) writes it", lambda path: core.save_config(CONFIG, path)),
         (UnsupportedError, "never handed there", lambda _: torch_dist.MCoreSavePlanner.create_local_plan),
         (UnsupportedError, "Planner of Megatron-Core is not offered", lambda _: Planner()),
     ],
@@ -118,7 +97,7 @@ def test_what_is_not_offered_reports_why_and_what_to_use(
 
 def test_what_is_not_offered_is_not_implemented_and_an_error_of_checkpointing() -> None:
     assert issubclass(UnsupportedError, NotImplementedError)
-    assert issubclass(UnsupportedError, megackpt.CheckpointingException)
+    assert issubclass(UnsupportedError, Rejected)
     assert not hasattr(Planner, "__wrapped__")
 
 
@@ -143,7 +122,7 @@ def test_a_setting_that_a_strategy_lacks_raises_an_error(strategy: Any, name: st
 
 
 def test_a_class_of_a_user_may_have_attributes_of_its_own() -> None:
-    class Mine(torch_dist.TorchDistSaveShardedStrategy):
+    class Mine(Saver):
         pass
 
     strategy: Any = Mine("torch_dist", 1)
@@ -164,7 +143,7 @@ def test_a_registered_strategy_stands_before_our_own() -> None:
     [
         lambda: zarr.ZarrSaveShardedStrategy("zarr", 1),
         lambda: zarr.ZarrSaveShardedStrategy("zarr", 3),
-        lambda: torch_dist.TorchDistSaveShardedStrategy("torch_dist", 1, thread_count=3),
+        lambda: Saver("torch_dist", 1, thread_count=3),
         lambda: ("torch_dist", 1),
         lambda: ("zarr", 1),
     ],
@@ -216,7 +195,7 @@ def test_attributes_of_a_default_strategy_take_effect_when_they_are_set(
     files("planned_again")
     assert strategy.save_arguments["plans"].hits == 1
     strategy.thread_count = 0
-    with pytest.raises(megackpt.CheckpointingException, match="thread_count is 0"):
+    with pytest.raises(Rejected, match="thread_count is 0"):
         files("none")
     assert not (tmp_path / "none").exists()
 
@@ -257,7 +236,7 @@ def test_a_constant_structure_is_planned_once_and_spread_each_time(
 def test_pg_cache_path_and_its_kin_are_accepted(tmp_path: Path) -> None:
     cached = {"pg_cache_path": str(tmp_path / "cache"), "pg_cache_create": True}
     saver = fully_parallel.FullyParallelSaveStrategyWrapper(
-        torch_dist.TorchDistSaveShardedStrategy("torch_dist", 1),
+        Saver("torch_dist", 1),
         None,
         False,
         "torch_dist",
