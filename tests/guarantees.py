@@ -143,11 +143,7 @@ GUARANTEES: Guarantees = {
         (
             "that the ranks together request every stored key, and every element of every array from "
             "exactly one main replica"
-        ): [
-            "test_rows_that_no_rank_requests_are_named",
-            "test_rows_that_two_ranks_request_are_named",
-            "test_a_key_that_no_rank_requests_is_named",
-        ],
+        ): ["test_incomplete_loads.py::test_what_is_not_complete_is_an_error_that_names_it"],
         "each value gets to the right position": [
             "test_casts_convert_values_also_of_resharded_and_flat_chunks"
         ],
@@ -285,7 +281,7 @@ GUARANTEES: Guarantees = {
             "number of the rank and the text."
         ): [
             "test_a_failure_of_one_rank_is_that_of_all",
-            "test_an_exception_of_one_rank_is_raised_on_all_and_names_it",
+            "test_real_ranks.py::test_an_error_of_one_rank_is_raised_on_all_and_names_it",
             "test_a_rank_that_raises_at_any_step_is_named_on_all",
         ],
         "the others raise a `RankFailedError` that names it, at the latest after twice `timeout_s`": [

@@ -96,7 +96,9 @@ DIFFERENT: list[tuple[Change, str]] = [
 
 
 @pytest.mark.parametrize(("change", "message"), DIFFERENT, ids=["one", "nan", "half", "object"])
-def test_copies_that_differ_are_named_and_nothing_is_written(change: Change, message: str) -> None:
+def test_copies_that_differ_are_named_on_all_ranks_and_nothing_is_written(
+    change: Change, message: str
+) -> None:
     outcomes, store = outcome(change)
     assert store.names() == []
     for failure in outcomes:

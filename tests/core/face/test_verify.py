@@ -1,4 +1,4 @@
-"""`megackpt verify` names everything that is damaged, and nothing else; `repair` mends it all, or nothing."""
+"""`megackpt verify` names all that is damaged, and nothing else; `repair` repairs it, or changes nothing."""
 
 from __future__ import annotations
 

@@ -442,7 +442,14 @@ def cut(name: str) -> Callable[[dict[str, Any]], object]:
 
 
 OVERFLOWING = np.array([0, 2**63 - 1, -(2**63), -1, *[384] * 9])
-BESIDE_ROWS = ("array.rows", "array.reach", "block.start", "block.digest_start", "block.xxh3", "digest.xxh3")
+COUNTED_COLUMNS = (
+    "array.rows",
+    "array.reach",
+    "block.start",
+    "block.digest_start",
+    "block.xxh3",
+    "digest.xxh3",
+)
 
 
 @pytest.mark.parametrize(
@@ -461,7 +468,7 @@ BESIDE_ROWS = ("array.rows", "array.reach", "block.start", "block.digest_start",
         (lambda columns: columns.update({"block.digest_start": OVERFLOWING}), "digests of their own"),
         (put("file_name.ends", 0, 2**40), "do not fit its text"),
         (put("global_shape", (0, 0), -8), "shape that no array can have"),
-        *[(cut(name), "does not fit that of rows") for name in BESIDE_ROWS],
+        *[(cut(name), "does not fit that of rows") for name in COUNTED_COLUMNS],
         *[(cut(name), f"column '{name}' is U32") for name in ("start", "nbytes", "offset_bytes")],
         (cut("digest"), "digests of their own"),
         (lambda columns: columns.pop("block.start"), "column 'block.start' is missing"),

@@ -64,7 +64,7 @@ def of_torch(value: Any) -> bytes:
     return out.getvalue()
 
 
-def found(data: bytes, dtype: str, shape: tuple[int, ...]) -> int | None:
+def position_in(data: bytes, dtype: str, shape: tuple[int, ...]) -> int | None:
     """Where the elements begin in an item, by its head."""
     return locate(data[:HEAD_BYTES], length=len(data), dtype=dtype, shape=shape)
 
@@ -363,7 +363,7 @@ def test_the_bytes_are_found_in_what_torch_and_we_have_written(dtype: str, shape
     ours = written(dtype, shape, raw)
     tensor = torch.load(io.BytesIO(ours), weights_only=True)
     for data in (ours, of_torch(tensor)):
-        at = found(data, dtype, shape)
+        at = position_in(data, dtype, shape)
         assert at is not None
         assert data[at : at + len(raw)] == bytes(raw.numpy())
 
@@ -378,7 +378,7 @@ def test_an_item_of_a_size_that_needs_zip64_is_right(monkeypatch: pytest.MonkeyP
     with zipfile.ZipFile(io.BytesIO(data)) as archive:
         assert archive.testzip() is None
         assert archive.getinfo("archive/data/0").file_size == numel
-    at = found(data, "uint8", (numel,))
+    at = position_in(data, "uint8", (numel,))
     assert at is not None
     assert data[at : at + numel] == bytes(raw.numpy())
 
@@ -407,13 +407,13 @@ def unusual() -> dict[str, torch.Tensor]:
 def test_a_tensor_that_is_not_plainly_row_major_is_not_found(name: str) -> None:
     tensor = unusual()[name]
     dtype = str(tensor.dtype).removeprefix("torch.")
-    assert found(of_torch(tensor), dtype, tuple(tensor.shape)) is None
+    assert position_in(of_torch(tensor), dtype, tuple(tensor.shape)) is None
 
 
 def test_rows_of_a_larger_storage_are_found_where_they_begin() -> None:
     whole = torch.arange(12.0).reshape(3, 4)
     data = of_torch(whole[1:])
-    at = found(data, "float32", (2, 4))
+    at = position_in(data, "float32", (2, 4))
     assert at is not None
     assert data[at : at + 32] == bits(whole[1:])
 
@@ -421,9 +421,9 @@ def test_rows_of_a_larger_storage_are_found_where_they_begin() -> None:
 def test_another_byte_order_dtype_or_shape_is_not_found() -> None:
     data = written("float32", (2, 3), raw_bytes("float32", (2, 3)))
     head = data[:HEAD_BYTES]
-    assert found(data, "float32", (2, 3)) is not None
-    assert found(data, "int32", (2, 3)) is None
-    assert found(data, "float32", (3, 2)) is None
+    assert position_in(data, "float32", (2, 3)) is not None
+    assert position_in(data, "int32", (2, 3)) is None
+    assert position_in(data, "float32", (3, 2)) is None
     assert locate(head, length=len(head) - 400, dtype="float32", shape=(2, 3)) is None
     swapped = head.replace(b"little", b"bigend")
     assert locate(swapped, length=len(data), dtype="float32", shape=(2, 3)) is None
