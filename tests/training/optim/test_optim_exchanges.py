@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import Parameter
 
-from megackpt.errors import DeclarationError
+from megackpt.errors import DeclarationError, OptimizerError
 from megackpt.mapping import ShardedStateDict, ShardedTensor
-from megackpt.optim import DistributedOptimizer, distributed, grad_sync
+from megackpt.optim import DistributedOptimizer, distributed, grad_sync, overlap
 from megackpt.optim.collectives import start_reduction
 from megackpt.optim.gather import StateRange, gather_states, join_states
 from megackpt.optim.grad_sync import touched_on_any_rank
 from megackpt.optim.ranges import FlatRange
-from megackpt.parallel import Axis, ParallelGroups, ParallelLayout
+from megackpt.parallel import Axis, ParallelGroups, ParallelLayout, mark
 from tests.support.optimizers import gather, tensors_of
 
 OWN = [StateRange(0, "exp_avg", FlatRange(0, 3), torch.arange(3.0))]
@@ -195,3 +196,83 @@ def test_what_another_rank_touched_is_updated_here_too(
     groups = ParallelGroups.offline(ParallelLayout(dp=2), 0)
     params = [Parameter(torch.zeros(2)) for _ in own]
     assert touched_on_any_rank(params, own, groups) == expected
+
+
+class Events:
+    """Stands in for the exchanges of buckets: notes which one begins and ends, by its rows of 256."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.seen: list[tuple[str, int]] = []
+        monkeypatch.setattr(overlap, "start_reduction", self._start("reduce"))
+        monkeypatch.setattr(overlap, "start_gather", self._start("gather"))
+
+    def _start(self, kind: str) -> Any:
+        def start(bucket: Tensor, axis: Axis, **_: Any) -> Any:
+            assert axis.size == 2
+            rows = len(bucket) // 256
+            self.seen.append((kind, rows))
+            return SimpleNamespace(finish=lambda: self.seen.append((f"{kind} ends", rows)))
+
+        return start
+
+    def take(self) -> list[tuple[str, int]]:
+        """Return what was noted since the last call."""
+        seen, self.seen = self.seen, []
+        return seen
+
+
+def three_layers(events: Events, *, micro_batches: int) -> tuple[nn.Sequential, DistributedOptimizer]:
+    """Return layers with a bucket of 1, 2 and 3 rows; tp sums the gradient of the one in the middle."""
+    model = nn.Sequential(*(nn.Linear(256, rows, bias=False) for rows in (1, 2, 3)))
+    mark(model.get_parameter("1.weight"), "sequence_parallel")
+    optimizer = DistributedOptimizer(
+        model.parameters(),
+        torch.optim.AdamW,
+        ParallelGroups.offline(ParallelLayout(tp=2, dp=2), 0),
+        bucket_size=1,
+        overlap_grad_reduce=True,
+        overlap_param_gather=[model[0], model[2]],
+    )
+    optimizer.micro_batches = micro_batches
+    assert events.take() == []
+    return model, optimizer
+
+
+def backward_of(layer: nn.Module) -> None:
+    layer(torch.ones(1, 256)).sum().backward()
+
+
+def test_a_bucket_is_reduced_when_its_gradients_and_those_of_later_ones_are_complete(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    events = Events(monkeypatch)
+    model, optimizer = three_layers(events, micro_batches=2)
+    reductions: Any = optimizer._reductions
+    for layer in (model[0], model[0], model[1], model[1], model[2]):
+        backward_of(layer)
+    assert events.take() == []  # that of the last layer goes first, and misses a gradient
+    backward_of(model[2])
+    assert events.take() == [("reduce", 3), ("reduce", 1)]
+    with pytest.raises(OptimizerError, match=r"zero_grad\(\) was called while 2 buckets"):
+        reductions.reset()
+    reductions.finish()
+    assert events.take() == [("reduce", 2), ("reduce ends", 3), ("reduce ends", 1), ("reduce ends", 2)]
+    reductions.reset()
+    reductions.finish()  # without any gradient
+    assert [rows for kind, rows in events.take() if kind == "reduce"] == [3, 1, 2]
+
+
+def test_a_module_waits_for_its_own_buckets_and_for_those_of_no_module(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    events = Events(monkeypatch)
+    model, optimizer = three_layers(events, micro_batches=1)
+    gathers: Any = optimizer._gathers
+    gathers.start()
+    assert events.take() == [("gather", 1), ("gather", 2), ("gather", 3)]
+    model[2](torch.ones(256))
+    assert events.take() == [("gather ends", 2), ("gather ends", 3)]
+    model[2](torch.ones(256))
+    assert events.take() == []
+    gathers.finish()
+    assert events.take() == [("gather ends", 1)]
