@@ -12,7 +12,6 @@ import importlib
 import json
 import sys
 import types
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -78,19 +77,6 @@ class DefaultCheckpointManager:
         )
 
 
-@dataclass
-class Context:
-    """The fields of `CheckpointSaveContext` and `CheckpointLoadContext` that are used here."""
-
-    state: Any
-    model: list[Any]
-    pg_collection: Any
-    optimizer: Any = None
-    opt_param_scheduler: Any = None
-    num_floating_point_operations_so_far: int = OPERATIONS
-    strict: bool = True
-
-
 def save(layout: Layout, path: str, installed: bool, async_save: bool) -> torch.Tensor | None:
     """Save a model filled from the oracle; return its logits."""
     manager, context = _managed(layout, path, seed=1, installed=installed, async_save=async_save)
@@ -107,9 +93,7 @@ def load(layout: Layout, path: str, installed: bool) -> tuple[tuple[int, int], t
     return manager.load(context), logits_of(context.model[0])
 
 
-def _managed(
-    layout: Layout, path: str, *, seed: int, installed: bool, async_save: bool
-) -> tuple[Any, Context]:
+def _managed(layout: Layout, path: str, *, seed: int, installed: bool, async_save: bool) -> tuple[Any, Any]:
     model = build(CASE, layout, seed=seed, installed=installed)
     bridge = checkpointing()
     from megatron.bridge.training.state import GlobalState, TrainState
@@ -129,7 +113,15 @@ def _managed(
     state.initialize_async_checkpoint_worker()
     groups = ProcessGroupCollection.use_mpu_process_groups()
     bridge.get_pg_collection = lambda model: groups
-    context = Context(state=state, model=[model], pg_collection=groups)
+    context = types.SimpleNamespace(  # the fields of both contexts that are used here
+        state=state,
+        model=[model],
+        pg_collection=groups,
+        optimizer=None,
+        opt_param_scheduler=None,
+        num_floating_point_operations_so_far=OPERATIONS,
+        strict=True,
+    )
     return MegackptManager(state.cfg.checkpoint), context
 
 

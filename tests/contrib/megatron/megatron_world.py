@@ -29,19 +29,14 @@ Answer = TypeVar("Answer")
 
 @dataclass(frozen=True)
 class Case:
-    """One architecture.
+    """One architecture, under a name for test ids.
 
     Attributes:
-        name: shown in test ids.
-        norm: `LayerNorm` or `RMSNorm`.
-        tied: share the embedding with the output layer.
-        rope: rotary positions; otherwise learned ones.
         experts: number of experts of each layer; 0 for a dense MLP.
         sigmoid: sigmoid scores with a bias for each expert, instead of a softmax.
         shared: extent inside of the shared experts; 0 for none.
         every: experts in layers 0, n, 2n, ...
         groups: key and value heads; there are 8 query heads.
-        qk_norm: queries and keys pass a norm.
         singletons: each expert, and each of gate and up, is saved under a key of its own.
     """
 
@@ -135,10 +130,7 @@ def build(case: Case, layout: Layout, *, seed: int, installed: bool) -> Any:
     if installed:
         megatron.install()
     start(layout, seed)
-    from megatron.core.models.gpt.gpt_layer_specs import (
-        get_gpt_decoder_block_spec,
-        get_gpt_layer_local_spec,
-    )
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_layer_local_spec
     from megatron.core.transformer import TransformerConfig
 
     moe = {

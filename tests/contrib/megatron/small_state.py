@@ -1,7 +1,10 @@
-"""A small state dict of entities by Megatron-Core's names."""
+"""A small state dict of entities by Megatron-Core's names, and what is logged of it."""
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -30,3 +33,14 @@ def small_state(fill: float = 1.0) -> dict[str, Any]:
         "local": mapping.LocalNonpersistentObject("mine"),
         "step": 7,
     }
+
+
+@contextmanager
+def lines_of(logger: logging.Logger) -> Iterator[list[str]]:
+    """Give what a logger is told meanwhile."""
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logger.addHandler(handler)
+    yield lines
+    logger.removeHandler(handler)

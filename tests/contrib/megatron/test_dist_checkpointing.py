@@ -26,7 +26,7 @@ from megackpt.compat.megatron.dist_checkpointing.strategies import async_utils, 
 from megackpt.compat.megatron.dist_checkpointing.strategies import torch as torch_dist
 from megackpt.errors import DeclarationError, IntegrityError, MismatchError, NotACheckpointError
 from megackpt.testing.ranks import RankPool
-from tests.contrib.megatron.small_state import small_state
+from tests.contrib.megatron.small_state import lines_of, small_state
 from tests.support.dcp_alone import ALONE
 
 S, F = mapping.ShardedTensor, mapping.ShardedTensorFactory
@@ -106,17 +106,12 @@ def test_validation_helpers(caplog: pytest.LogCaptureFixture, tmp_path: Path) ->
         validation.verify_checkpoint_and_load_strategy(str(tmp_path))
 
 
-def _halves_of_w(rank: int, lost: bool, common: int) -> dict[str, Any]:
-    part = S.from_rank_offsets("w", torch.zeros(2), (0, rank, 2))
-    part.replica_id = int(lost and rank == 1)
-    return {"w": part, "common": common}
-
-
-def _validate(lost: bool, differ: bool) -> str:
+def _validate(loses_a_half: bool, differs: bool) -> str:
     rank = torch.distributed.get_rank()
+    part = S.from_rank_offsets("w", torch.zeros(2), (0, rank, 2))
+    part.replica_id = int(loses_a_half and rank == 1)
     try:
-        state = _halves_of_w(rank, lost, rank if differ else 0)
-        sharded, common = state_dict_utils.save_preprocess(state)
+        sharded, common = state_dict_utils.save_preprocess({"w": part, "common": rank if differs else 0})
         assert set(sharded) == {"w"}
         assert common == {"common": 0}
     except megackpt.CheckpointingException as error:
@@ -126,25 +121,18 @@ def _validate(lost: bool, differ: bool) -> str:
 
 def test_integrity_is_proved_over_all_ranks_and_fails_on_all(rank_pool: RankPool) -> None:
     assert rank_pool.run(_validate, 2, False, False) == ["", ""]
-    assert all(
-        "'w': elements [2:4] are saved by no rank" in t for t in rank_pool.run(_validate, 2, True, False)
-    )
-    assert all("'common' on rank(s) 1" in t for t in rank_pool.run(_validate, 2, False, True))
+    for faults, text in (
+        ((True, False), "'w': elements [2:4] are saved by no rank"),
+        ((False, True), "'common' on rank(s) 1"),
+    ):
+        assert all(text in error for error in rank_pool.run(_validate, 2, *faults))
 
 
 def _save_other_common_state(path: str) -> list[str]:
     rank = torch.distributed.get_rank()
-    state = {
-        "w": S.from_rank_offsets("w", torch.full((2,), float(rank)), (0, rank, 2)),
-        "wd": float(rank),
-    }
-    warned: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: warned.append(record.getMessage())  # type: ignore[method-assign]
-    logger = logging.getLogger("megackpt.compat.megatron")
-    logger.addHandler(handler)
-    dist_checkpointing.save(state, path)
-    logger.removeHandler(handler)
+    state = {"w": S.from_rank_offsets("w", torch.full((2,), float(rank)), (0, rank, 2)), "wd": float(rank)}
+    with lines_of(logging.getLogger("megackpt.compat.megatron")) as warned:
+        dist_checkpointing.save(state, path)
     return warned
 
 

@@ -60,17 +60,8 @@ def test_a_checkpoint_is_saved_and_loaded_at_another_layout(
             torch.testing.assert_close(logits, expected, rtol=0, atol=1e-5 * expected.abs().max().item())
 
 
-def stand_in(monkeypatch: pytest.MonkeyPatch, **names: object) -> types.ModuleType:
-    """Put a module in the place of Megatron-Bridge's, with some of its names."""
-    for name in ("megatron.bridge", "megatron.bridge.training"):
-        monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
-    bridge = types.ModuleType("megatron.bridge.training.checkpointing")
-    vars(bridge).update(names)
-    monkeypatch.setitem(sys.modules, bridge.__name__, bridge)
-    return bridge
-
-
 def test_a_version_without_managers_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    stand_in(monkeypatch)
+    for name in ("megatron.bridge", "megatron.bridge.training", "megatron.bridge.training.checkpointing"):
+        monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
     with pytest.raises(UnsupportedError, match=r"has no checkpoint managers. Call .*install\(\)"):
         MegackptManager(types.SimpleNamespace(async_save=False))

@@ -233,10 +233,7 @@ def _real_t5() -> Any:
     """Return a whole model of Megatron-Core with the layers of T5."""
     world.start(Layout(), seed=0)
     from megatron.core.models.T5.t5_model import T5Model
-    from megatron.core.models.T5.t5_spec import (
-        decoder_model_with_local_spec,
-        encoder_model_with_local_spec,
-    )
+    from megatron.core.models.T5.t5_spec import decoder_model_with_local_spec, encoder_model_with_local_spec
     from megatron.core.transformer import TransformerConfig
     from megatron.core.transformer.torch_norm import WrappedTorchNorm
     from megatron.core.transformer.transformer_block import TransformerBlockSubmodules

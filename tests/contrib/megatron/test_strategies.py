@@ -26,7 +26,7 @@ from megackpt.compat.megatron.dist_checkpointing.strategies import (
 from megackpt.compat.megatron.dist_checkpointing.strategies import torch as torch_dist
 from megackpt.errors import UnsupportedError
 from megackpt.testing.ranks import RankPool
-from tests.contrib.megatron.small_state import small_state
+from tests.contrib.megatron.small_state import lines_of, small_state
 
 S = mapping.ShardedTensor
 LOAD, CONFIG = base.StrategyAction.LOAD_COMMON, core.CheckpointingConfig("megackpt")
@@ -236,13 +236,7 @@ def test_a_constant_structure_is_planned_once_and_spread_each_time(
 def test_pg_cache_path_and_its_kin_are_accepted(tmp_path: Path) -> None:
     cached = {"pg_cache_path": str(tmp_path / "cache"), "pg_cache_create": True}
     saver = fully_parallel.FullyParallelSaveStrategyWrapper(
-        Saver("torch_dist", 1),
-        None,
-        False,
-        "torch_dist",
-        1,
-        False,
-        **cached,
+        Saver("torch_dist", 1), None, False, "torch_dist", 1, False, **cached
     )
     path = str(tmp_path / "a")
     dist_checkpointing.save(small_state(), path, saver)
@@ -282,13 +276,9 @@ def _replicas() -> tuple[dict[str, Any], Any]:
 
 def summary_of(reader: Any) -> list[str]:
     """Return the lines that a two-stage strategy logs of its load times. Collective."""
-    lines: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
-    two_stage.logger.addHandler(handler)
     two_stage.logger.setLevel(logging.INFO)
-    reader.summarize_load_times()
-    two_stage.logger.removeHandler(handler)
+    with lines_of(two_stage.logger) as lines:
+        reader.summarize_load_times()
     return lines
 
 
