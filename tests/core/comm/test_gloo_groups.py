@@ -176,8 +176,8 @@ def test_ranks_are_missing_or_late_by_what_they_report(
         if number and mark is not None:
             reports.set(str(number), f"{mark} {wait:.3f}")
     assert marks[0] is not None
-    found = threads.run(lambda _: describe_missing_ranks("lost", ranks, marks[0], 2, waits[0], 30), size=1)  # type: ignore[arg-type]
-    assert found == [expected]
+    reported = threads.run(lambda _: describe_missing_ranks("lost", ranks, marks[0], 2, waits[0], 30), size=1)  # type: ignore[arg-type]
+    assert reported == [expected]
     assert reports.get("0") == b"4 10.000"  # its own report, for the others
 
 
@@ -268,7 +268,7 @@ def test_two_groups_of_the_same_ranks_have_different_names() -> None:
 
 
 @pytest.mark.usefixtures("alone")
-def test_a_group_of_devices_is_on_the_cpu_unless_it_is_told() -> None:
+def test_a_group_of_devices_is_on_the_cpu_by_default() -> None:
     for group in (DeviceGroup(None), DeviceGroup(dist.group.WORLD), DeviceGroup(None, torch.device("cpu"))):
         assert group.empty(5).device == torch.device("cpu")
         assert group.broadcast(torch.tensor([1, 2], dtype=torch.uint8), root=0).tolist() == [1, 2]
