@@ -1,18 +1,32 @@
-"""Modules of Transformer Engine for tests, built for one rank."""
+"""Modules of Transformer Engine for tests, built for one rank, and their FP8 state."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from megackpt.integrations.transformer_engine import set_components, set_parallel_mode
-from megackpt.parallel import LayerStack, ParallelGroups
-from tests.contrib.transformer_engine.te_stub import cpu_for_cuda, te_version, transformer_engine
+from megackpt import LoadReport, load_plain_tensors, load_with_report, save
+from megackpt.integrations.transformer_engine import (
+    initialise_fp8_state,
+    set_components,
+    set_parallel_mode,
+    sharded_state_dict,
+)
+from megackpt.parallel import LayerStack, ParallelGroups, ParallelLayout
+from megackpt.testing.world import SimulatedRank, SimulatedWorld
+from tests.contrib.transformer_engine.te_stub import (
+    cpu_for_cuda,
+    device_answers,
+    quantised_on_cpu,
+    te_version,
+    transformer_engine,
+)
 
 te = transformer_engine()
 
@@ -39,15 +53,13 @@ class Group:
         return self._rank
 
 
-def linear(mode: str | None, **kwargs: Any) -> Callable[[ParallelGroups], nn.Module]:
-    size = HIDDEN, FFN
+Make = Callable[[ParallelGroups], nn.Module]
 
-    def build(groups: ParallelGroups) -> nn.Module:
-        tp = groups.tp.size if mode else 1
-        module: nn.Module = te.Linear(*size, parallel_mode=mode, tp_size=tp, device="cpu", **kwargs)
-        return module
 
-    return build
+def linear(mode: str | None, **kwargs: Any) -> Make:
+    return lambda groups: te.Linear(
+        HIDDEN, FFN, parallel_mode=mode, tp_size=groups.tp.size if mode else 1, device="cpu", **kwargs
+    )
 
 
 def gated_linear(groups: ParallelGroups) -> nn.Module:
@@ -56,49 +68,32 @@ def gated_linear(groups: ParallelGroups) -> nn.Module:
     return module
 
 
-def norm_linear(groups: ParallelGroups) -> nn.Module:
-    module: nn.Module = te.LayerNormLinear(
+def norm_linear() -> Make:
+    return lambda groups: te.LayerNormLinear(
         HIDDEN, FFN, parallel_mode="column", tp_size=groups.tp.size, device="cpu"
     )
-    return module
 
 
-def mlp(activation: str, *, parallel: bool = True) -> Callable[[ParallelGroups], nn.Module]:
-    def build(groups: ParallelGroups) -> nn.Module:
-        tp = groups.tp.size if parallel else 1
-        module: nn.Module = te.LayerNormMLP(
-            HIDDEN, FFN, activation=activation, set_parallel_mode=parallel, tp_size=tp, device="cpu"
-        )
-        return module
-
-    return build
+def mlp(activation: str, *, parallel: bool = True) -> Make:
+    return lambda groups: te.LayerNormMLP(
+        HIDDEN, FFN, activation=activation, set_parallel_mode=parallel,
+        tp_size=groups.tp.size if parallel else 1, device="cpu",
+    )  # fmt: skip
 
 
-def norm(name: str) -> Callable[[ParallelGroups], nn.Module]:
+def norm(name: str) -> Make:
     return lambda groups: getattr(te, name)(HIDDEN, device="cpu")
 
 
-def attention_core(groups: ParallelGroups) -> nn.Module:
-    module: nn.Module = te.DotProductAttention(HEADS, 2, tp_size=groups.tp.size, **OFFSETS)
-    return module
+def attention_core() -> Make:
+    return lambda groups: te.DotProductAttention(HEADS, 2, tp_size=groups.tp.size, **OFFSETS)
 
 
-def attention(**kwargs: Any) -> Callable[[ParallelGroups], nn.Module]:
-    def build(groups: ParallelGroups) -> nn.Module:
-        module: nn.Module = te.MultiheadAttention(
-            HIDDEN,
-            HEADS,
-            num_gqa_groups=4,
-            tp_size=groups.tp.size,
-            set_parallel_mode=True,
-            device="cpu",
-            **QK_NORM,
-            **OFFSETS,
-            **kwargs,
-        )
-        return module
-
-    return build
+def attention(**kwargs: Any) -> Make:
+    options = {"num_gqa_groups": 4, "set_parallel_mode": True, **QK_NORM, **OFFSETS, **kwargs}
+    return lambda groups: te.MultiheadAttention(
+        HIDDEN, HEADS, tp_size=groups.tp.size, device="cpu", **options
+    )
 
 
 def layer(groups: ParallelGroups, **kwargs: Any) -> nn.Module:
@@ -109,14 +104,24 @@ def layer(groups: ParallelGroups, **kwargs: Any) -> nn.Module:
     return module
 
 
-def layers(groups: ParallelGroups) -> nn.Module:
-    """Four layers, cut over pp."""
+def stack(
+    groups: ParallelGroups, make: Callable[[int], nn.Module], *, interleaved: bool = False
+) -> nn.Module:
+    """Return four layers, cut over pp; interleaved, a rank has every pp-th of them."""
     pp, count = groups.pp, 4 // groups.pp.size
-    owned = range(pp.rank * count, (pp.rank + 1) * count)
-    return LayerStack(lambda index: layer(groups), owned, 4, groups)
+    owned = range(pp.rank, 4, pp.size) if interleaved else range(pp.rank * count, (pp.rank + 1) * count)
+    return LayerStack(make, owned, 4, groups)
 
 
-def experts(mode: str | None) -> Callable[[ParallelGroups], nn.Module]:
+def layers(groups: ParallelGroups) -> nn.Module:
+    return stack(groups, lambda index: layer(groups))
+
+
+def expert_layers(groups: ParallelGroups, *, interleaved: bool = False) -> nn.Module:
+    return stack(groups, lambda index: experts("column")(groups), interleaved=interleaved)
+
+
+def experts(mode: str | None) -> Make:
     def build(groups: ParallelGroups) -> nn.Module:
         # As Megatron-Core builds them: TE is told nothing of etp.
         etp, count = groups.etp.size, EXPERTS // groups.ep.size
@@ -128,13 +133,6 @@ def experts(mode: str | None) -> Callable[[ParallelGroups], nn.Module]:
         return module
 
     return build
-
-
-def expert_layers(groups: ParallelGroups, *, interleaved: bool = False) -> nn.Module:
-    """Four layers of experts, cut over pp; interleaved, a rank has every pp-th of them."""
-    pp, count = groups.pp, 4 // groups.pp.size
-    owned = range(pp.rank, 4, pp.size) if interleaved else range(pp.rank * count, (pp.rank + 1) * count)
-    return LayerStack(lambda index: experts("column")(groups), owned, 4, groups)
 
 
 def grouped_experts(groups: ParallelGroups) -> nn.Module:
@@ -152,7 +150,7 @@ def grouped_experts(groups: ParallelGroups) -> nn.Module:
     return module
 
 
-def fused_mlp(activation: str, **options: Any) -> Callable[[ParallelGroups], nn.Module]:
+def fused_mlp(activation: str, **options: Any) -> Make:
     def build(groups: ParallelGroups) -> nn.Module:
         ops, size = te.ops, groups.tp.size
         parallel = {"tensor_parallel_group": Group(size)} if size > 1 else {}
@@ -181,19 +179,19 @@ def fused_experts(groups: ParallelGroups, block: int | None = None) -> nn.Module
     return module
 
 
-MODULES: Mapping[str, Callable[[ParallelGroups], nn.Module]] = {
+MODULES: Mapping[str, Make] = {
     "linear": linear(None),
     "linear column": linear("column"),
     "linear row": linear("row"),
     "linear split": linear("column", parameters_split={"query": 16, "key": 8, "value": 8}),
     "linear gate and up": gated_linear,
-    "norm and linear": norm_linear,
+    "norm and linear": norm_linear(),
     "gated mlp": mlp("swiglu"),
     "plain mlp": mlp("gelu"),
     "gated mlp, whole": mlp("geglu", parallel=False),
     "layer norm": norm("LayerNorm"),
     "rms norm": norm("RMSNorm"),
-    "softmax offset": attention_core,
+    "softmax offset": attention_core(),
     "attention, interleaved": attention(fuse_qkv_params=True, input_layernorm=True),
     "attention, one after the other": attention(fuse_qkv_params=True, qkv_weight_interleaved=False),
     "attention, three parameters": attention(input_layernorm=True),
@@ -211,7 +209,7 @@ if not IS_NEW:
     MODULES = {name: make for name, make in MODULES.items() if name not in NEW_MODULES}
 
 
-def build(make: Callable[[ParallelGroups], nn.Module], groups: ParallelGroups, *, seed: int = 0) -> nn.Module:
+def build(make: Make, groups: ParallelGroups, *, seed: int = 0) -> nn.Module:
     """Build a module and fill it with values that depend on the seed and this rank."""
     with cpu_for_cuda(), mock.patch.object(torch.distributed, "get_world_size", _world_size):
         module = make(groups)
@@ -224,3 +222,133 @@ def build(make: Callable[[ParallelGroups], nn.Module], groups: ParallelGroups, *
 
 def _world_size(group: Any = None) -> int:
     return group.size() if isinstance(group, Group) else 1
+
+
+ONE = ParallelGroups.offline(ParallelLayout(), 0)
+
+
+def ranks_of(layout: ParallelLayout) -> list[ParallelGroups]:
+    return [ParallelGroups.offline(layout, rank) for rank in range(layout.world_size)]
+
+
+def pass_on(
+    modules: list[nn.Module],
+    ranks: list[ParallelGroups],
+    source: Path | None,
+    target: Path,
+    prefix: str = "",
+    **options: Any,
+) -> list[LoadReport]:
+    """Load a checkpoint into the modules of all ranks, if there is one, and save them; return the reports."""
+    reports = [LoadReport()] * len(ranks)
+
+    def one_rank(group: SimulatedRank) -> None:
+        own = modules[group.rank], ranks[group.rank], prefix
+        with quantised_on_cpu():
+            if source is not None:
+                state = sharded_state_dict(*own, **options)
+                _, reports[group.rank] = load_with_report(state, source, group=group)
+            save(sharded_state_dict(*own, **options), target, group=group)
+
+    with device_answers():
+        SimulatedWorld(len(ranks)).run(one_rank)
+    return reports
+
+
+def same(actual: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> bool:
+    return actual.keys() == expected.keys() and all(torch.equal(actual[key], expected[key]) for key in actual)
+
+
+def stored_same(first: Path, second: Path) -> bool:
+    return same(load_plain_tensors(first), load_plain_tensors(second))
+
+
+QUANTIZATION = f"transformer_engine.pytorch.{'quantization' if IS_NEW else 'fp8'}"
+
+
+def autocast(recipe: Any) -> Any:
+    """TE's context in which modules use FP8."""
+    if not IS_NEW:
+        return te.fp8_autocast(enabled=True, fp8_recipe=recipe)
+    return te.autocast(enabled=True, recipe=recipe)
+
+
+def delayed(length: int = 4) -> Any:
+    from transformer_engine.common.recipe import DelayedScaling
+
+    return DelayedScaling(amax_history_len=length)
+
+
+def recipe_checks() -> Any:
+    """Let TE accept recipes that the device of the stand-in could not compute with."""
+    newer = ["check_fp8_block_scaling_support", "check_nvfp4_support"] if IS_NEW else []
+    checks = ["check_mxfp8_support", *newer]
+    return mock.patch.multiple(QUANTIZATION, **{check: lambda: (True, "") for check in checks})
+
+
+def build_fp8(make: Make, groups: ParallelGroups, *, recipe: Any = None, seed: int = 0) -> nn.Module:
+    """Build a module with FP8 state that depends on the seed, 0 for state as TE makes it."""
+    recipe = delayed() if recipe is None else recipe
+    module = build(make, groups, seed=seed)
+    with cpu_for_cuda(), recipe_checks(), autocast(recipe):
+        initialise_fp8_state(module, recipe)
+    generator = torch.Generator().manual_seed(seed)
+    for tensor in fp8_tensors(module).values() if seed else ():
+        tensor.copy_(torch.rand(tensor.shape, generator=generator))
+    return module
+
+
+def fp8_tensors(module: nn.Module) -> dict[str, Tensor]:
+    """TE's own tensors, by module, direction and name."""
+    tensors = {}
+    for name, child in module.named_modules():
+        metas = getattr(child, "_fp8_metas", None) or {"both": getattr(child, "fp8_meta", {})}
+        for meta in metas.values():
+            for key in ("scaling_fwd", "scaling_bwd"):
+                if meta and hasattr(meta.get(key), "amax_history"):
+                    tensors[f"{name}.{key}.scale"] = meta[key].scale
+                    tensors[f"{name}.{key}.amax_history"] = meta[key].amax_history
+    return tensors
+
+
+def expert_vectors(experts: range, length: int = 4, *, by_slot: bool = not IS_NEW) -> dict[str, Tensor]:
+    """Return scales and histories of experts that tell expert and slot apart, in TE's own order.
+
+    From 2.3 on: input, weight, output of expert 0, then of expert 1. Before: inputs of all experts, ...
+    """
+    tensors = {}
+    for direction, slots in (("fwd", 3), ("bwd", 2)):
+        scale = torch.tensor([[100.0 * e + s for s in range(slots)] for e in experts])
+        scale = scale.t() if by_slot else scale
+        history = torch.arange(length).view(-1, 1, 1) * 10000.0 + scale
+        tensors |= {f"scale_{direction}": scale.flatten(), f"amax_history_{direction}": history.flatten(1)}
+    return tensors
+
+
+def fill_experts(module: Any, experts: range, *, check: bool) -> None:
+    """Set the numbers of each expert; with `check` they have to be there already."""
+    vectors = expert_vectors(experts, len(module.fp8_meta["scaling_fwd"].amax_history))
+    for direction in ("fwd", "bwd"):
+        state = module.fp8_meta[f"scaling_{direction}"]
+        for own, name in ((state.scale, "scale"), (state.amax_history, "amax_history")):
+            assert not check or torch.equal(own, vectors[f"{name}_{direction}"])
+            own.copy_(vectors[f"{name}_{direction}"])
+
+
+def at_every_ep(
+    make: Make, first: Callable[[Any, range], None], sizes: tuple[int, ...], folder: Path
+) -> None:
+    """Save FP8 state at `sizes[0]` ranks of ep, load it at each next size, and check every expert's numbers.
+
+    `first` sets the numbers of the module of a rank, which has a range of the experts.
+    """
+    for step, ep in enumerate(sizes):
+        ranks, count = ranks_of(ParallelLayout(dp=ep, ep=ep)), EXPERTS // ep
+        modules = [build_fp8(make, groups) for groups in ranks]
+        owned = [range(rank * count, (rank + 1) * count) for rank in range(ep)]
+        for module, experts in zip(modules, owned, strict=True):
+            if step == 0:
+                first(module, experts)
+        pass_on(modules, ranks, folder / f"{step - 1}" if step else None, folder / f"{step}")
+        for module, experts in zip(modules, owned, strict=True):
+            fill_experts(module, experts, check=True)

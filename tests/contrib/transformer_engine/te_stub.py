@@ -140,11 +140,7 @@ def cpu_for_cuda() -> Iterator[None]:
 
     It changes `torch.cuda` for all threads: build the modules of all ranks before their threads start.
     """
-    with (
-        _answers({**_device_answers(), **_WITH_DEVICE}),
-        _CpuForCuda(),
-        warnings.catch_warnings(),
-    ):
+    with _answers({**_device_answers(), **_WITH_DEVICE}), _CpuForCuda(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
 
@@ -168,8 +164,7 @@ def transformer_engine() -> Any:
     if "transformer_engine.pytorch" not in sys.modules:
         if importlib.util.find_spec("transformer_engine") is None:
             pytest.skip(
-                "transformer-engine is not installed: see test-te in pyproject.toml",
-                allow_module_level=True,
+                "transformer-engine is not installed: see test-te in pyproject.toml", allow_module_level=True
             )
         if not torch.cuda.is_available():
             return _import_without_extension()

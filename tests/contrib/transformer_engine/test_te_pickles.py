@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import pickle
 import pickletools
@@ -15,7 +16,17 @@ from torch import Tensor
 
 from megackpt import FormatError, UnknownClassError
 from megackpt.integrations.transformer_engine import read_extra_state
-from tests.contrib.transformer_engine.te_pickles import as_bytes, as_torch_save
+from tests.support.states import PickledCall
+
+
+def as_bytes(value: Any) -> Tensor:
+    return torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+
+
+def as_torch_save(value: Any) -> io.BytesIO:
+    stream = io.BytesIO()
+    torch.save(value, stream)
+    return stream
 
 
 @pytest.mark.parametrize("data", [None, torch.empty(0, dtype=torch.uint8), as_bytes({}), as_bytes(None)])
@@ -29,25 +40,15 @@ def storage_bytes(tensor: Tensor) -> bytes:
     return max(strings, key=len)
 
 
-class Attack:
-    """Creates a file when it is unpickled."""
-
-    def __init__(self, call: Any, *args: Any) -> None:
-        self.call, self.args = call, args
-
-    def __reduce__(self) -> Any:
-        return self.call, self.args
-
-
 @pytest.mark.parametrize("pack", [as_bytes, as_torch_save], ids=["bytes", "torch.save"])
 @pytest.mark.parametrize(
     ("attack", "named"),
     [
-        (lambda target: Attack(os.mkdir, target), "mkdir"),
-        (lambda target: Attack(eval, f"__import__('os').mkdir({target!r})"), "eval"),
-        (lambda target: Attack(pickle.loads, pickle.dumps(Attack(os.mkdir, target))), "loads"),
-        (lambda target: Attack(torch.load, target), r"torch\.serialization\.load"),
-        (lambda target: Attack(getattr, "text", "upper"), "getattr"),
+        (lambda target: PickledCall(os.mkdir, target), "mkdir"),
+        (lambda target: PickledCall(eval, f"__import__('os').mkdir({target!r})"), "eval"),
+        (lambda target: PickledCall(pickle.loads, pickle.dumps(PickledCall(os.mkdir, target))), "loads"),
+        (lambda target: PickledCall(torch.load, target), r"torch\.serialization\.load"),
+        (lambda target: PickledCall(getattr, "text", "upper"), "getattr"),
     ],
 )
 def test_malicious_bytes_are_rejected_and_nothing_runs(
@@ -62,15 +63,15 @@ def test_malicious_bytes_are_rejected_and_nothing_runs(
 
 def test_a_storage_inside_of_a_tensor_is_read_with_the_same_care(tmp_path: Path) -> None:
     """`torch.storage._load_from_bytes` itself would load any pickle."""
-    inner = as_torch_save(Attack(os.mkdir, str(tmp_path / "ran"))).getvalue()
-    outer = {"scale_fwd": Attack(torch.storage._load_from_bytes, inner)}
+    inner = as_torch_save(PickledCall(os.mkdir, str(tmp_path / "ran"))).getvalue()
+    outer = {"scale_fwd": PickledCall(torch.storage._load_from_bytes, inner)}
     with pytest.raises(UnknownClassError, match=r"posix\.mkdir|nt\.mkdir"):
         read_extra_state(as_bytes(outer))
     assert not (tmp_path / "ran").exists()
 
 
 def test_a_tensor_beyond_its_storage_is_an_error() -> None:
-    storage = Attack(torch.storage._load_from_bytes, storage_bytes(torch.ones(3)))
-    tensor = Attack(torch._utils._rebuild_tensor_v2, storage, 0, (300,), (1,), False, OrderedDict())
+    storage = PickledCall(torch.storage._load_from_bytes, storage_bytes(torch.ones(3)))
+    tensor = PickledCall(torch._utils._rebuild_tensor_v2, storage, 0, (300,), (1,), False, OrderedDict())
     with pytest.raises(FormatError, match="beyond its storage"):
         read_extra_state(as_bytes({"scale_fwd": tensor}))

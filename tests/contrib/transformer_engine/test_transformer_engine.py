@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -13,11 +12,21 @@ from megackpt import DeclarationError, load, load_plain_tensors, save
 from megackpt.integrations.transformer_engine import set_components, sharded_state_dict
 from megackpt.mapping import ShardedTensor
 from megackpt.parallel import ParallelGroups, ParallelLayout
-from megackpt.testing.world import SimulatedRank, SimulatedWorld
 from tests.contrib.transformer_engine import te_models
-from tests.contrib.transformer_engine.te_models import EXPERTS, FFN, HEADS, HIDDEN, MODULES, build, needs_new
-
-Make = Callable[[ParallelGroups], nn.Module]
+from tests.contrib.transformer_engine.te_models import (
+    EXPERTS,
+    FFN,
+    HEADS,
+    HIDDEN,
+    MODULES,
+    ONE,
+    Make,
+    build,
+    needs_new,
+    pass_on,
+    ranks_of,
+    stored_same,
+)
 
 TP = [ParallelLayout(tp=1), ParallelLayout(tp=2), ParallelLayout(tp=4)]
 STAGES = [ParallelLayout(), ParallelLayout(tp=2, pp=2), ParallelLayout(pp=4), ParallelLayout(tp=4, dp=2)]
@@ -30,29 +39,21 @@ EP = [
 ]
 
 
-def pass_on(make: Make, source: Path, target: Path, layout: ParallelLayout) -> None:
+def load_anew(make: Make, source: Path, target: Path, layout: ParallelLayout) -> None:
     """Load a checkpoint at a layout, into modules with other values, and save it again."""
-    ranks = [ParallelGroups.offline(layout, rank) for rank in range(layout.world_size)]
-    modules = [build(make, groups, seed=1) for groups in ranks]
-
-    def one_rank(group: SimulatedRank) -> None:
-        module, groups = modules[group.rank], ranks[group.rank]
-        load(sharded_state_dict(module, groups), source, group=group)
-        save(sharded_state_dict(module, groups), target, group=group)
-
-    SimulatedWorld(layout.world_size).run(one_rank)
+    ranks = ranks_of(layout)
+    pass_on([build(make, groups, seed=1) for groups in ranks], ranks, source, target)
 
 
 def check_all_layouts(make: Make, layouts: list[ParallelLayout], folder: Path) -> dict[str, Tensor]:
     """Save at each layout what was loaded at the one before; return the arrays, which stay the same."""
-    groups = ParallelGroups.offline(ParallelLayout(), 0)
-    save(sharded_state_dict(build(make, groups), groups), folder / "first")
+    save(sharded_state_dict(build(make, ONE), ONE), folder / "first")
     expected = load_plain_tensors(folder / "first")
     source = folder / "first"
     # Every pair of neighbours, in both directions, and the first one with the last.
     for number, layout in enumerate([*layouts, *reversed(layouts[:-1]), layouts[-1], layouts[0]]):
         target = folder / str(number)
-        pass_on(make, source, target, layout)
+        load_anew(make, source, target, layout)
         actual = load_plain_tensors(target)
         assert actual.keys() == expected.keys()
         for key, value in expected.items():
@@ -135,15 +136,12 @@ def test_modules_on_meta_are_declared_as_those_on_the_cpu(layout: ParallelLayout
 def test_one_grouped_tensor_is_stored_as_single_experts_are(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    groups = ParallelGroups.offline(ParallelLayout(), 0)
-    single = build(te_models.experts("column"), groups)
-    save(sharded_state_dict(single, groups), tmp_path / "single")
+    single = build(te_models.experts("column"), ONE)
+    save(sharded_state_dict(single, ONE), tmp_path / "single")
     monkeypatch.setenv("NVTE_GROUPED_LINEAR_SINGLE_PARAM", "1")
     for layout in EP:
-        pass_on(te_models.grouped_experts, tmp_path / "single", tmp_path / str(layout), layout)
-        stored, expected = load_plain_tensors(tmp_path / str(layout)), load_plain_tensors(tmp_path / "single")
-        assert stored.keys() == expected.keys()
-        assert all(torch.equal(stored[key], expected[key]) for key in expected)
+        load_anew(te_models.grouped_experts, tmp_path / "single", tmp_path / str(layout), layout)
+        assert stored_same(tmp_path / str(layout), tmp_path / "single")
 
 
 @needs_new
@@ -162,10 +160,9 @@ def test_interleaved_experts_are_the_arrays_of_those_one_after_the_other(tmp_pat
         return te_models.fused_experts(groups, block=4)
 
     arrays = check_all_layouts(interleaved, EP[:2], tmp_path)
-    groups = ParallelGroups.offline(ParallelLayout(), 0)
-    plain = build(te_models.fused_experts, groups, seed=1)
-    load(sharded_state_dict(plain, groups), tmp_path / "first")
-    module = build(interleaved, groups)
+    plain = build(te_models.fused_experts, ONE, seed=1)
+    load(sharded_state_dict(plain, ONE), tmp_path / "first")
+    module = build(interleaved, ONE)
     for expert in range(EXPERTS):
         name = f"0.weight{expert}"
         # TE's own split: [blocks, gate and up, 4, in].
@@ -175,30 +172,45 @@ def test_interleaved_experts_are_the_arrays_of_those_one_after_the_other(tmp_pat
         assert torch.equal(arrays["linear_fc1.weight.gate"][expert], both[:FFN])
 
 
-@pytest.mark.parametrize("kind", ["linear", "experts"])
-def test_parts_that_alternate_are_stored_in_order(tmp_path: Path, kind: str) -> None:
+def alternating(make: Make) -> Make:
     """As Megatron-Core's `moe_mlp_glu_interleave_size`, in modules that do not know it."""
-    make = te_models.linear("column") if kind == "linear" else te_models.experts("column")
 
-    def alternating(groups: ParallelGroups) -> nn.Module:
+    def make_alternating(groups: ParallelGroups) -> nn.Module:
         module = make(groups)
         set_components(module, "gate", "up", block=4)
         return module
 
-    arrays = check_all_layouts(alternating, TP if kind == "linear" else EP, tmp_path)
-    module = build(alternating, ParallelGroups.offline(ParallelLayout(), 0))
+    return make_alternating
+
+
+FUSED = "fused gated mlp, interleaved"
+
+
+@pytest.mark.parametrize(
+    ("make", "layouts", "own", "stored"),
+    [
+        pytest.param(alternating(te_models.linear("column")), TP, "{}", "{}", id="linear"),
+        pytest.param(alternating(te_models.experts("column")), EP, "{}0", "{}", id="experts"),
+        pytest.param(MODULES.get(FUSED), TP[:1], "1.{}", "linear_fc1.{}", id="fused", marks=needs_new),
+    ],
+)
+def test_parts_that_alternate_are_stored_in_order(
+    tmp_path: Path, make: Make, layouts: list[ParallelLayout], own: str, stored: str
+) -> None:
+    arrays = check_all_layouts(make, layouts, tmp_path)
+    module = build(make, ONE)
     for name in ("weight", "bias"):
-        own = module.get_parameter(name if kind == "linear" else f"{name}0")
-        gate, up = own.view(-1, 2, 4, *own.shape[1:]).unbind(1)
-        for part, rows in (("gate", gate), ("up", up)):
-            stored = arrays[f"{name}.{part}"] if kind == "linear" else arrays[f"{name}.{part}"][0]
-            assert torch.equal(stored, rows.flatten(0, 1))
+        parameter = module.get_parameter(own.format(name))
+        # TE's own split: [blocks, gate and up, 4, in].
+        for part, rows in zip(("gate", "up"), parameter.unflatten(0, (-1, 2, 4)).unbind(1), strict=True):
+            array = arrays[f"{stored.format(name)}.{part}"]
+            assert torch.equal(array[0] if layouts is EP else array, rows.flatten(0, 1))
 
 
 @needs_new
 def test_what_one_grouped_parameter_cannot_have_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NVTE_GROUPED_LINEAR_SINGLE_PARAM", "1")
-    ops, groups = te_models.te.ops, ParallelGroups.offline(ParallelLayout(), 0)
+    ops = te_models.te.ops
 
     def interleaved(groups: ParallelGroups) -> nn.Module:
         first = ops.GroupedLinear(2, 16, 16, bias=False, device="cpu", single_grouped_weight=True)
@@ -207,35 +219,17 @@ def test_what_one_grouped_parameter_cannot_have_is_an_error(monkeypatch: pytest.
         return module
 
     with pytest.raises(DeclarationError, match=r"gate and up alternate \(glu_interleave_size\) in one param"):
-        sharded_state_dict(build(interleaved, groups), groups)
-    quantised = build(te_models.grouped_experts, groups)
+        sharded_state_dict(build(interleaved, ONE), ONE)
+    quantised = build(te_models.grouped_experts, ONE)
     quantised.weight.quantizer = object()  # type: ignore[union-attr, assignment]
     with pytest.raises(DeclarationError, match="all experts are one quantised GroupedTensor"):
-        sharded_state_dict(quantised, groups)
-
-
-@needs_new
-def test_interleaved_gate_and_up_are_the_arrays_of_those_one_after_the_other(tmp_path: Path) -> None:
-    groups = ParallelGroups.offline(ParallelLayout(), 0)
-    module = build(MODULES["fused gated mlp, interleaved"], groups)
-    save(sharded_state_dict(module, groups), tmp_path)
-    weight = module.get_parameter("1.weight").detach()
-    # TE's own split: [blocks, gate and up, 4, in].
-    gate, up = weight.view(-1, 2, 4, HIDDEN).unbind(1)
-    stored = load_plain_tensors(tmp_path)
-    assert torch.equal(stored["linear_fc1.weight.gate"], gate.reshape(FFN, HIDDEN))
-    assert torch.equal(stored["linear_fc1.weight.up"], up.reshape(FFN, HIDDEN))
+        sharded_state_dict(quantised, ONE)
 
 
 def test_a_bias_that_is_summed_over_tp_keeps_one_for_each_rank() -> None:
     def make(groups: ParallelGroups) -> nn.Module:
-        module: nn.Module = te_models.te.ops.Linear(
-            HIDDEN,
-            FFN,
-            device="cpu",
-            tensor_parallel_mode="row",
-            tensor_parallel_group=te_models.Group(groups.tp.size),
-        )
+        cut = {"tensor_parallel_mode": "row", "tensor_parallel_group": te_models.Group(groups.tp.size)}
+        module: nn.Module = te_models.te.ops.Linear(HIDDEN, FFN, device="cpu", **cut)
         return module
 
     groups = ParallelGroups.offline(ParallelLayout(tp=2), 1)
@@ -248,9 +242,8 @@ def test_a_bias_that_is_summed_over_tp_keeps_one_for_each_rank() -> None:
 
 @pytest.mark.parametrize("interleaved", [True, False])
 def test_heads_are_stored_in_order_however_they_are_interleaved(tmp_path: Path, interleaved: bool) -> None:
-    groups = ParallelGroups.offline(ParallelLayout(), 0)
-    module = build(te_models.attention(fuse_qkv_params=True, qkv_weight_interleaved=interleaved), groups)
-    save(sharded_state_dict(module, groups), tmp_path)
+    module = build(te_models.attention(fuse_qkv_params=True, qkv_weight_interleaved=interleaved), ONE)
+    save(sharded_state_dict(module, ONE), tmp_path)
     weight, head, shared = module.qkv.weight.detach(), HIDDEN // HEADS, HEADS // 4
     # TE's own split: [groups, q.. k v, head] where interleaved, else [q.. k v, groups, head].
     order = (4, shared + 2, head, HIDDEN) if interleaved else (shared + 2, 4, head, HIDDEN)

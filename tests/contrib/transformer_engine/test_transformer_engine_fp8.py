@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,24 +12,31 @@ from torch import nn
 from megackpt import DeclarationError, MismatchError, load, load_plain_tensors, save
 from megackpt.integrations.transformer_engine import initialise_fp8_state, sharded_state_dict
 from megackpt.parallel import ParallelGroups, ParallelLayout
-from megackpt.testing.world import SimulatedRank, SimulatedWorld
 from tests.contrib.transformer_engine import te_models
-from tests.contrib.transformer_engine.te_fp8 import (
+from tests.contrib.transformer_engine.te_models import (
+    EXPERTS,
+    HIDDEN,
+    IS_NEW,
+    MODULES,
     ONE,
     at_every_ep,
     autocast,
+    build,
     build_fp8,
     delayed,
-    experts_by_slot,
+    expert_vectors,
     fill_experts,
     fp8_tensors,
+    needs_new,
+    pass_on,
+    ranks_of,
+    same,
+    stored_same,
+    te,
 )
-from tests.contrib.transformer_engine.te_models import EXPERTS, HIDDEN, IS_NEW, MODULES, build, needs_new, te
 from tests.contrib.transformer_engine.te_stub import cpu_for_cuda
 
 STATELESS = ["Float8CurrentScaling", "MXFP8BlockScaling", *(["Float8BlockScaling"] if IS_NEW else [])]
-
-Make = Callable[[ParallelGroups], nn.Module]
 
 
 @pytest.mark.parametrize(
@@ -46,25 +52,14 @@ Make = Callable[[ParallelGroups], nn.Module]
 def test_state_is_loaded_at_every_tp(tmp_path: Path, name: str) -> None:
     whole = build_fp8(MODULES[name], ONE, seed=3)
     save(sharded_state_dict(whole, ONE), tmp_path / "one")
+    expected = fp8_tensors(whole)
+    assert expected
     for tp in (2, 4):
-        groups = [ParallelGroups.offline(ParallelLayout(tp=tp), rank) for rank in range(tp)]
-        modules = [build_fp8(MODULES[name], g) for g in groups]
-
-        def one_rank(group: SimulatedRank) -> None:
-            state = sharded_state_dict(modules[group.rank], groups[group.rank])  # noqa: B023 - run at once
-            load(state, tmp_path / "one", group=group)
-            save(state, tmp_path / str(tp), group=group)  # noqa: B023
-
-        SimulatedWorld(tp).run(one_rank)
-        expected = fp8_tensors(whole)
-        assert expected
-        for module in modules:
-            actual = fp8_tensors(module)
-            assert actual.keys() == expected.keys()
-            assert all(torch.equal(actual[key], expected[key]) for key in expected)
-        first, second = load_plain_tensors(tmp_path / "one"), load_plain_tensors(tmp_path / str(tp))
-        assert first.keys() == second.keys()
-        assert all(torch.equal(first[key], second[key]) for key in first)
+        ranks = ranks_of(ParallelLayout(tp=tp))
+        modules = [build_fp8(MODULES[name], groups) for groups in ranks]
+        pass_on(modules, ranks, tmp_path / "one", tmp_path / str(tp))
+        assert all(same(fp8_tensors(module), expected) for module in modules)
+        assert stored_same(tmp_path / "one", tmp_path / str(tp))
 
 
 def test_every_expert_keeps_its_own_numbers_at_another_ep(tmp_path: Path) -> None:
@@ -86,7 +81,7 @@ def test_experts_of_every_layer_keep_their_numbers_at_another_pp_and_order_of_la
         (ParallelLayout(dp=8, ep=8), False),
     ]
     for step, (layout, interleaved) in enumerate(layouts):
-        ranks = [ParallelGroups.offline(layout, rank) for rank in range(layout.world_size)]
+        ranks = ranks_of(layout)
 
         def make(groups: ParallelGroups) -> nn.Module:
             return te_models.expert_layers(groups, interleaved=interleaved)  # noqa: B023 - run at once
@@ -100,15 +95,9 @@ def test_experts_of_every_layer_keep_their_numbers_at_another_pp_and_order_of_la
                     first = EXPERTS * layer + groups.ep.rank * count  # counted over all layers
                     fill_experts(model[local], range(first, first + count), check=check)
 
-        def one_rank(group: SimulatedRank) -> None:
-            state = sharded_state_dict(models[group.rank], ranks[group.rank])  # noqa: B023
-            if step:  # noqa: B023
-                load(state, tmp_path / f"{step - 1}", group=group)  # noqa: B023
-            save(state, tmp_path / f"{step}", group=group)  # noqa: B023
-
         if step == 0:
             numbers(check=False)
-        SimulatedWorld(layout.world_size).run(one_rank)
+        pass_on(models, ranks, tmp_path / f"{step - 1}" if step else None, tmp_path / f"{step}")
         numbers(check=True)
     assert load_plain_tensors(tmp_path / "0")["fp8.scale_fwd"].shape == (4, EXPERTS, 3)
 
@@ -122,7 +111,7 @@ def test_slots_of_older_versions_are_slot_by_slot(tmp_path: Path) -> None:
     old: Any = build_fp8(te_models.experts(None), ONE)
     old._offsets = {"input": 0, "weight": EXPERTS, "output": 2 * EXPERTS, "grad_output": 0}  # of TE 2.2
     load(sharded_state_dict(old, ONE), tmp_path)
-    expected = experts_by_slot(range(EXPERTS))
+    expected = expert_vectors(range(EXPERTS), by_slot=True)
     for direction in ("fwd", "bwd"):
         state = old.fp8_meta[f"scaling_{direction}"]
         assert torch.equal(state.scale, expected[f"scale_{direction}"])
@@ -137,8 +126,7 @@ def test_a_history_of_another_length_is_that_of_te(tmp_path: Path, stored: int, 
     load(sharded_state_dict(other, ONE), tmp_path)
     with cpu_for_cuda(), autocast(delayed(asked)):
         module.adjust_amax_history_length(asked)
-    expected, actual = fp8_tensors(module), fp8_tensors(other)
-    assert all(torch.equal(actual[key], expected[key]) for key in expected)
+    assert same(fp8_tensors(other), fp8_tensors(module))
 
 
 def test_the_recipe_is_an_object_of_plain_values(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from torch.nn import Parameter
 
 from megackpt import (
     DeclarationError,
+    LoadReport,
     MismatchError,
     MissingKeyError,
     OptimizerError,
@@ -52,11 +53,8 @@ FORMS: dict[str, dict[str, Any]] = {
     "float8": {"exp_avg_dtype": torch.uint8, "exp_avg_sq_dtype": torch.float16, "master_weights": True},
 }
 if te_version() >= (2, 20):
-    FORMS["bfloat16"] = {
-        "exp_avg_dtype": torch.bfloat16,
-        "exp_avg_sq_dtype": torch.bfloat16,
-        "master_weights": True,
-    }
+    moments = dict.fromkeys(("exp_avg_dtype", "exp_avg_sq_dtype"), torch.bfloat16)
+    FORMS["bfloat16"] = {**moments, "master_weights": True}
 SCALED = {"float16", "float16 masters", "float8"}
 
 
@@ -161,11 +159,30 @@ def codes_of(optimizer: Any) -> dict[tuple[int, str], list[Tensor]]:
             if hasattr(stored, "_scale_inv"):
                 codes[position, name] = [stored._data, stored._scale_inv.clone()]
             else:
-                codes[position, name] = [
-                    stored,
-                    *optimizer._scales.get(param, {}).get(name, torch.ones(1)).clone(),
-                ]
+                scale = optimizer._scales.get(param, {}).get(name, torch.ones(1))
+                codes[position, name] = [stored, *scale.clone()]
     return codes
+
+
+def pass_on(
+    params: list[Parameter], optimizer: Any, form: str, path: Path, moments: Any
+) -> tuple[list[Parameter], Any, LoadReport]:
+    """Save a model and its optimizer, and load them into others; return these, and the report."""
+    model = declare(params)
+    declared = fused_adam.sharded_state_dict(optimizer, model, moments=moments)
+    save({"model": model, "optimizer": declared}, path)
+    fresh = make_params(1, torch.bfloat16)
+    resumed, model = make(fresh, **FORMS[form]), declare(fresh)
+    declared = fused_adam.sharded_state_dict(resumed, model, True, moments=moments)
+    state, report = load_with_report({"model": model, "optimizer": declared}, path)
+    fused_adam.load_sharded_state_dict(resumed, state["optimizer"])
+    return fresh, resumed, report
+
+
+def are_same_codes(first: Any, second: Any) -> bool:
+    return first.keys() == second.keys() and all(
+        torch.equal(a, b) for key in first for a, b in zip(first[key], second[key], strict=True)
+    )
 
 
 @pytest.mark.parametrize("moments", ["portable", "codes"])
@@ -173,28 +190,14 @@ def codes_of(optimizer: Any) -> dict[tuple[int, str], list[Tensor]]:
 def test_codes_and_scales_are_restored_bit_for_bit_and_are_in_the_report(
     form: str, moments: Any, tmp_path: Path
 ) -> None:
-    params, fresh = make_params(0, torch.bfloat16), make_params(1, torch.bfloat16)
+    params = make_params(0, torch.bfloat16)
     with kernels_of_torch():
-        optimizer, resumed = make(params, **FORMS[form]), make(fresh, **FORMS[form])
-        for step in range(3):
-            set_grads(params, step)
-            optimizer.step()
+        optimizer = make(params, **FORMS[form])
+        train(params, optimizer, range(3))
         # Moments as small as in late training, whose second ones are near the smallest float32.
         optimizer.set_scaled_state(params[1], "exp_avg_sq", torch.rand(13) * 1e-37)
-        model = declare(params)
-        declared = fused_adam.sharded_state_dict(optimizer, model, moments=moments)
-        save({"model": model, "optimizer": declared}, tmp_path)
-        model = declare(fresh)
-        request = {
-            "model": model,
-            "optimizer": fused_adam.sharded_state_dict(resumed, model, True, moments=moments),
-        }
-        state, report = load_with_report(request, tmp_path)
-        fused_adam.load_sharded_state_dict(resumed, state["optimizer"])
-        expected, got = codes_of(optimizer), codes_of(resumed)
-    assert expected.keys() == got.keys()
-    for key, tensors in expected.items():
-        assert all(torch.equal(a, b) for a, b in zip(tensors, got[key], strict=True)), key
+        _, resumed, report = pass_on(params, optimizer, form, tmp_path, moments)
+        assert are_same_codes(codes_of(optimizer), codes_of(resumed))
     scales = {key for key in report.loaded if key.startswith("optimizer.scale.")}
     assert bool(scales) == (moments == "portable" and form in SCALED)
     assert not report.excluded
@@ -234,7 +237,7 @@ def test_codes_at_other_slices_or_of_another_dtype_are_an_error_that_names_the_p
         before = codes_of(resumed)
         with pytest.raises(MismatchError, match=rf"scale_of_codes.exp_avg.float8(.|\n)*{PORTABLE}"):
             load_with_report(request, tmp_path / "cut")
-        assert all(torch.equal(a, b) for a, b in pairs(before, codes_of(resumed)))
+        assert are_same_codes(before, codes_of(resumed))
         _, _, request = save_and_ask("float8", "float16", tmp_path / "dtype", moments=codes)
         with pytest.raises(MissingKeyError, match=rf"codes.exp_avg.float16(.|\n)*{PORTABLE}"):
             load_with_report(request, tmp_path / "dtype")
@@ -255,10 +258,6 @@ def moment_bytes(path: Path) -> int:
     return sum(array.nbytes for key, array in arrays.items() if ".exp_avg" in key and ".scale" not in key)
 
 
-def pairs(first: Any, second: Any) -> Any:
-    return [(a, b) for key in first for a, b in zip(first[key], second[key], strict=True)]
-
-
 @pytest.mark.skipif("bfloat16" not in FORMS, reason="TE 2.20 and later")
 def test_codes_of_bfloat16_have_no_scale_and_load_at_other_slices(tmp_path: Path) -> None:
     with kernels_of_torch():
@@ -271,46 +270,32 @@ def test_codes_of_bfloat16_have_no_scale_and_load_at_other_slices(tmp_path: Path
     assert torch.equal(stored["master_param"][2:], loaded["master_param"])
 
 
-@pytest.mark.parametrize("form", [form for form in FORMS if form in ("float16 masters", "float8")])
+@pytest.mark.parametrize("form", ["float16 masters", "float8"])
 def test_three_steps_after_a_load_of_codes_equal_those_of_the_uninterrupted_run(
     form: str, tmp_path: Path
 ) -> None:
-    params, fresh = make_params(0, torch.bfloat16), make_params(1, torch.bfloat16)
+    params = make_params(0, torch.bfloat16)
     with kernels_of_torch():
-        optimizer, resumed = make(params, **FORMS[form]), make(fresh, **FORMS[form])
+        optimizer = make(params, **FORMS[form])
         train(params, optimizer, range(3))
-        model = declare(params)
-        declared = fused_adam.sharded_state_dict(optimizer, model, moments="codes")
-        save({"model": model, "optimizer": declared}, tmp_path)
-        model = declare(fresh)
-        declared = fused_adam.sharded_state_dict(resumed, model, True, moments="codes")
-        state, _ = load_with_report({"model": model, "optimizer": declared}, tmp_path)
-        fused_adam.load_sharded_state_dict(resumed, state["optimizer"])
+        fresh, resumed, _ = pass_on(params, optimizer, form, tmp_path, "codes")
         train(params, optimizer, range(3, 6))
         train(fresh, resumed, range(3, 6))
         assert are_equal(params, fresh)
-        assert all(torch.equal(a, b) for a, b in pairs(codes_of(optimizer), codes_of(resumed)))
+        assert are_same_codes(codes_of(optimizer), codes_of(resumed))
 
 
 def test_at_other_slices_the_report_has_what_is_scaled_anew(tmp_path: Path) -> None:
-    params, fresh = make_params(0, torch.bfloat16), make_params(1, torch.bfloat16)
+    portable = ("portable", "portable")
     with kernels_of_torch():
-        optimizer, resumed = make(params[:1], **FORMS["float16"]), make([fresh[0]], **FORMS["float16"])
-        set_grads(params, 0)
-        optimizer.step()
-        model = {"w": ShardedTensor.from_rank_offsets("w", params[0], replica_id=(0, 0, 0))}
-        save({"optimizer": fused_adam.sharded_state_dict(optimizer, model)}, tmp_path)
-        half = Parameter(fresh[0].detach()[:2].clone())
-        resumed = make([half], **FORMS["float16"])
-        model = {"w": ShardedTensor.from_rank_offsets("w", half, (0, 1, 2), replica_id=(0, 0, 0))}
-        request = {"optimizer": fused_adam.sharded_state_dict(resumed, model, True)}
+        optimizer, resumed, request = save_and_ask("float16", "float16", tmp_path, moments=portable, cut=True)
         state, report = load_with_report(request, tmp_path)
         fused_adam.load_sharded_state_dict(resumed, state["optimizer"])
-        moment = resumed.get_unscaled_state(half, "exp_avg")
-        whole = optimizer.get_unscaled_state(params[0], "exp_avg")
+        (whole,), (half,) = optimizer.state, resumed.state
+        moments = optimizer.get_unscaled_state(whole, "exp_avg"), resumed.get_unscaled_state(half, "exp_avg")
     assert report.excluded == {f"optimizer.scale.{name}.2.w" for name in ("exp_avg", "exp_avg_sq")}
     # Half of float16's last bit, of the value before and of the one after.
-    torch.testing.assert_close(moment, whole[2:], rtol=2**-10, atol=0)
+    torch.testing.assert_close(moments[1], moments[0][2:], rtol=2**-10, atol=0)
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -319,9 +304,7 @@ def test_every_form_loads_what_every_other_has_saved(form: str, tmp_path: Path) 
     params = make_params(0, torch.bfloat16)
     with kernels_of_torch():
         optimizer = make(params, **FORMS[form])
-        for step in range(2):
-            set_grads(params, step)
-            optimizer.step()
+        train(params, optimizer, range(2))
         model = declare(params)
         save({"model": model, "optimizer": fused_adam.sharded_state_dict(optimizer, model)}, tmp_path)
         values = [optimizer.get_unscaled_state(p, "exp_avg").float() for p in params]

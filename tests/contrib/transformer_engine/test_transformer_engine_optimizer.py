@@ -14,9 +14,8 @@ from megackpt.optim import DistributedOptimizer
 from megackpt.parallel import ParallelGroups, ParallelLayout, is_marked
 from megackpt.testing.world import SimulatedRank, SimulatedWorld
 from tests.contrib.transformer_engine import te_models
-from tests.contrib.transformer_engine.te_fp8 import ONE
-from tests.contrib.transformer_engine.te_models import MODULES, build, needs_new
-from tests.contrib.transformer_engine.te_quantised import build_quantised, linear
+from tests.contrib.transformer_engine.te_models import MODULES, ONE, build, needs_new, ranks_of, same
+from tests.contrib.transformer_engine.test_transformer_engine_quantised import build_quantised, linear
 
 LAYOUTS = [ParallelLayout(), ParallelLayout(tp=2, dp=2), ParallelLayout(dp=3), ParallelLayout(tp=4)]
 EXPERT_LAYOUTS = [
@@ -51,7 +50,7 @@ def test_moments_are_the_same_at_every_layout(
     make = OTHERS.get(name) or MODULES[name]
     expected: dict[str, Any] = {}
     for step, layout in enumerate(EXPERT_LAYOUTS if "experts" in name else LAYOUTS):
-        groups = [ParallelGroups.offline(layout, rank) for rank in range(layout.world_size)]
+        groups = ranks_of(layout)
         modules = [build(make, g, seed=step) for g in groups]
         for module, own in zip(modules, groups, strict=True):
             mark_parameters(module, own)
@@ -78,8 +77,7 @@ def test_moments_are_the_same_at_every_layout(
         SimulatedWorld(layout.world_size).run(one_rank)
         actual = load_plain_tensors(tmp_path / f"{step}")
         expected = expected or actual
-        assert actual.keys() == expected.keys()
-        assert all(torch.equal(actual[key], expected[key]) for key in expected)
+        assert same(actual, expected)
     moments = [key for key in expected if key.startswith("optimizer.state.exp_avg.")]
     assert len(moments) == sum(not key.startswith("optimizer.") for key in expected)
     assert all(expected[key].std() > 0.5 for key in moments)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,48 +21,141 @@ from megackpt import (
     load_with_report,
     save,
 )
-from megackpt.integrations.transformer_engine import fused_adam, quantise_parameters, sharded_state_dict
-from megackpt.integrations.transformer_engine.quantised import is_quantised, members_of
+from megackpt.integrations.transformer_engine import (
+    fused_adam,
+    quantise_parameters,
+    set_components,
+    set_parallel_mode,
+    sharded_state_dict,
+)
+from megackpt.integrations.transformer_engine.quantised import buffers_of, is_quantised, members_of
 from megackpt.optim import optim_state_to_sharding_state
 from megackpt.parallel import ParallelGroups, ParallelLayout
 from megackpt.testing.world import SimulatedRank, SimulatedWorld
-from tests.contrib.transformer_engine import te_quantised
-from tests.contrib.transformer_engine.te_fp8 import ONE, fp8_tensors
-from tests.contrib.transformer_engine.te_models import EXPERTS, IS_NEW, build
-from tests.contrib.transformer_engine.te_quantised import build_quantised, codes, reading
+from tests.contrib.transformer_engine import te_models
+from tests.contrib.transformer_engine.te_models import (
+    EXPERTS,
+    IS_NEW,
+    ONE,
+    Make,
+    build,
+    fp8_tensors,
+    needs_new,
+    ranks_of,
+    recipe_checks,
+    same,
+    te,
+)
 from tests.contrib.transformer_engine.te_stub import cpu_for_cuda, device_answers, quantised_on_cpu
+
+HIDDEN, FFN, HEADS = 64, 256, 8  # MXFP8 has blocks of 32 values, also at tp 4
+
+
+def recipe(name: str) -> Any:
+    from transformer_engine.common import recipe as recipes
+
+    return getattr(recipes, name)()
+
+
+def build_quantised(make: Make, groups: ParallelGroups, of: str, *, seed: int) -> nn.Module:
+    """Build a module with parameters quantised by a recipe; values and FP8 state depend on the seed."""
+    init = te.quantized_model_init if IS_NEW else te.fp8_model_init
+    with cpu_for_cuda(), recipe_checks(), init(enabled=True, recipe=recipe(of)):
+        module = make(groups)
+    generator = torch.Generator().manual_seed(seed)
+    of_rank = torch.Generator().manual_seed(1000 * seed + groups.rank)  # others are replicas
+    for tensor in fp8_tensors(module).values():
+        tensor.copy_(torch.rand(tensor.shape, generator=generator) * 8 + 1)
+    with reading(), torch.no_grad():
+        for parameter in (part for p in module.parameters() for part in (members_of(p) or [p])):
+            own = of_rank if is_quantised(parameter) else generator
+            parameter.copy_(torch.randn(parameter.shape, generator=own).bfloat16())
+    for tensor in fp8_tensors(module).values():  # largest values that are not those of the parameters
+        if tensor.ndim == 2:
+            tensor.copy_(torch.rand(tensor.shape, generator=generator))
+    return module
+
+
+@contextmanager
+def reading() -> Iterator[None]:
+    """Let this thread read and write quantised parameters; for other threads, see `device_answers`."""
+    with device_answers(), quantised_on_cpu():
+        yield
+
+
+def codes(module: nn.Module) -> dict[str, Tensor]:
+    """Copies of all codes and scales, by parameter; of others, their values."""
+    return {
+        f"{name}.{part}": buffer.detach().clone()
+        for name, parameter in single_parameters(module)
+        for part, buffer in (
+            buffers_of(parameter) if is_quantised(parameter) else {"values": parameter}
+        ).items()
+    }
+
+
+def single_parameters(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield the parameters, and the matrices of grouped ones by the names that they have as parameters."""
+    for name, parameter in module.named_parameters():
+        if not members_of(parameter):
+            yield name, parameter
+            continue
+        # Made anew, so that they show the memory of the group, in which those of the parameter still are.
+        with reading():
+            members = parameter.split_into_quantized_tensors()  # type: ignore[attr-defined]
+        for number, member in enumerate(members):
+            transposed = member.get_metadata().get("data_transpose")
+            assert transposed is None or torch.equal(transposed, member._data.movedim(-1, 0))
+            kept = buffers_of(members_of(parameter)[number])
+            assert all(kept[k].data_ptr() == buffer.data_ptr() for k, buffer in buffers_of(member).items())
+            yield f"{name}{number}", member
+
+
+def linear(groups: ParallelGroups) -> nn.Module:
+    return built(te.Linear, HIDDEN, FFN, parallel_mode="column", tp_size=groups.tp.size)
+
+
+def row(groups: ParallelGroups) -> nn.Module:
+    return built(te.Linear, FFN, HIDDEN, parallel_mode="row", tp_size=groups.tp.size)
+
+
+def mlp(groups: ParallelGroups) -> nn.Module:
+    options = {"activation": "swiglu", "set_parallel_mode": True, "tp_size": groups.tp.size}
+    return built(te.LayerNormMLP, HIDDEN, FFN, **options)
+
+
+def attention(groups: ParallelGroups) -> nn.Module:
+    options = {"num_gqa_groups": 4, "set_parallel_mode": True, "fuse_qkv_params": True}
+    return built(te.MultiheadAttention, 4 * HIDDEN, HEADS, tp_size=groups.tp.size, **options)
+
+
+def experts(groups: ParallelGroups, **options: Any) -> nn.Module:
+    module = built(te.GroupedLinear, EXPERTS // groups.ep.size, HIDDEN, FFN, bias=False, **options)
+    set_parallel_mode(module, None)
+    set_components(module, "gate", "up")
+    return module
+
+
+def grouped_experts(groups: ParallelGroups) -> nn.Module:
+    """All experts of a rank as one parameter; set NVTE_GROUPED_LINEAR_SINGLE_PARAM."""
+    return experts(groups, single_grouped_weight=True)
+
+
+def built(kind: Any, *sizes: int, **options: Any) -> nn.Module:
+    module: nn.Module = kind(*sizes, params_dtype=torch.bfloat16, device="cpu", **options)
+    return module
+
 
 RECIPES = ["DelayedScaling", "Float8CurrentScaling", "MXFP8BlockScaling"]
 RECIPES += ["NVFP4BlockScaling"] if IS_NEW else []
-MODULES = {name: getattr(te_quantised, name) for name in ("linear", "row", "mlp", "attention")}
+MODULES = {"linear": linear, "row": row, "mlp": mlp, "attention": attention}
 TP = [ParallelLayout(tp=2), ParallelLayout(tp=4), ParallelLayout(tp=1, dp=2)]
-
-
-def ranks_of(layout: ParallelLayout) -> list[ParallelGroups]:
-    return [ParallelGroups.offline(layout, rank) for rank in range(layout.world_size)]
 
 
 def pass_on(
     modules: list[nn.Module], layout: ParallelLayout, source: Path | None, target: Path, form: Any
 ) -> list[LoadReport]:
-    """Load a checkpoint into the modules of all ranks, if there is one, and save them; return the reports."""
-    groups = ranks_of(layout)
-    reports = [LoadReport()] * len(groups)
-
-    def one_rank(group: SimulatedRank) -> None:
-        with quantised_on_cpu():
-            state = sharded_state_dict(modules[group.rank], groups[group.rank], quantised=form)
-            if source is not None:
-                _, reports[group.rank] = load_with_report(state, source, group=group)
-            save(state, target, group=group)
-
-    with device_answers():
-        SimulatedWorld(layout.world_size).run(one_rank)
-    return reports
-
-
-def same(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> bool:
-    return actual.keys() == expected.keys() and all(torch.equal(actual[key], expected[key]) for key in actual)
+    return te_models.pass_on(modules, ranks_of(layout), source, target, quantised=form)
 
 
 @pytest.mark.parametrize("name", MODULES)
@@ -109,23 +204,15 @@ def test_codes_and_scales_are_loaded_bit_for_bit_at_the_same_layout(
     assert same(codes(other), before)
 
 
+OF_BLOCKS = ["rowwise_data", "rowwise_scale_inv", "columnwise_data", "columnwise_scale_inv"]
+
+
 @pytest.mark.parametrize(
     ("of", "kind", "parts"),
     [
         ("DelayedScaling", "Float8Tensor", ["data", "fp8_scale_inv"]),
-        (
-            "MXFP8BlockScaling",
-            "MXFP8Tensor",
-            ["rowwise_data", "rowwise_scale_inv", "columnwise_data", "columnwise_scale_inv"],
-        ),
-        (
-            "NVFP4BlockScaling",
-            "NVFP4Tensor",
-            [
-                *("rowwise_data", "rowwise_scale_inv", "columnwise_data", "columnwise_scale_inv"),
-                *("amax_rowwise", "amax_columnwise"),
-            ],
-        ),
+        ("MXFP8BlockScaling", "MXFP8Tensor", OF_BLOCKS),
+        ("NVFP4BlockScaling", "NVFP4Tensor", [*OF_BLOCKS, "amax_rowwise", "amax_columnwise"]),
     ],
 )
 def test_keys_of_codes_are_those_of_every_version(
@@ -134,7 +221,7 @@ def test_keys_of_codes_are_those_of_every_version(
     """Both tested versions of TE write them, but for NVFP4, so each loads what the other has saved."""
     if of not in RECIPES:
         pytest.skip("this version of TE has no such recipe")
-    module = build_quantised(te_quantised.linear, ONE, of, seed=1)
+    module = build_quantised(linear, ONE, of, seed=1)
     with reading():
         save(sharded_state_dict(module, ONE, quantised="codes"), tmp_path)
     keys = {key for key in load_plain_tensors(tmp_path) if key.startswith("weight")}
@@ -142,10 +229,10 @@ def test_keys_of_codes_are_those_of_every_version(
     assert keys == {f"weight.{kind}.{dtype}.{part}" for part in parts}
 
 
-@pytest.mark.skipif(not IS_NEW, reason="TE 2.20 and later")
+@needs_new
 def test_codes_of_nvfp4_with_another_bound_of_scales_are_an_error(tmp_path: Path) -> None:
     """Of the 4over6 variants: equal bytes mean other values."""
-    module = build_quantised(te_quantised.linear, ONE, "NVFP4BlockScaling", seed=1)
+    module = build_quantised(linear, ONE, "NVFP4BlockScaling", seed=1)
     weight = module.get_parameter("weight")
     weight._nvfp4_use_4over6, weight._nvfp4_e4m3_max = True, 256
     with reading():
@@ -160,9 +247,7 @@ def test_every_expert_keeps_its_codes_at_another_ep(tmp_path: Path, of: str) -> 
     expected: dict[str, Tensor] = {}
     for step, ep in enumerate((4, 2, 1, 8)):
         layout = ParallelLayout(dp=ep, ep=ep)
-        modules = [
-            build_quantised(te_quantised.experts, g, of, seed=10 * step + g.rank) for g in ranks_of(layout)
-        ]
+        modules = [build_quantised(experts, g, of, seed=10 * step + g.rank) for g in ranks_of(layout)]
         source = tmp_path / str(step - 1) if step else None
         pass_on(modules, layout, source, tmp_path / str(step), "codes")
         actual = codes_of_experts(modules)
@@ -181,7 +266,7 @@ def codes_of_experts(modules: list[nn.Module]) -> dict[str, Tensor]:
     return result
 
 
-@pytest.mark.skipif(not IS_NEW, reason="TE 2.14 and later")
+@needs_new
 @pytest.mark.parametrize("form", ["codes", "values"])
 @pytest.mark.parametrize("of", RECIPES[1:])  # TE makes no such parameter with delayed scaling
 def test_one_quantised_parameter_of_all_experts_is_stored_as_single_ones_are(
@@ -189,7 +274,7 @@ def test_one_quantised_parameter_of_all_experts_is_stored_as_single_ones_are(
 ) -> None:
     monkeypatch.setenv("NVTE_GROUPED_LINEAR_SINGLE_PARAM", "1")
     expected: dict[str, Tensor] = {}
-    kinds = [te_quantised.experts, te_quantised.grouped_experts, te_quantised.grouped_experts] * 2
+    kinds = [experts, grouped_experts, grouped_experts] * 2
     for step, (make, ep) in enumerate(zip(kinds, (4, 2, 8, 1, 1, 2), strict=True)):
         layout = ParallelLayout(dp=ep, ep=ep)
         modules = [build_quantised(make, g, of, seed=10 * step + g.rank) for g in ranks_of(layout)]
@@ -198,20 +283,20 @@ def test_one_quantised_parameter_of_all_experts_is_stored_as_single_ones_are(
         got = codes_of_experts(modules) if form == "codes" else load_plain_tensors(tmp_path / str(step))
         expected = expected or got
         assert same(got, expected)
-        if make is te_quantised.grouped_experts:
+        if make is grouped_experts:
             assert [len(members_of(p)) for p in modules[0].parameters()] == [EXPERTS // ep]
             assert all("Tensor" in report.transformed["weight"] for report in reports)
 
 
-@pytest.mark.skipif(not IS_NEW, reason="TE 2.14 and later")
+@needs_new
 @pytest.mark.parametrize("of", RECIPES[1:])
 def test_masters_of_all_experts_are_written_as_those_of_single_ones(
     monkeypatch: pytest.MonkeyPatch, of: str
 ) -> None:
     monkeypatch.setenv("NVTE_GROUPED_LINEAR_SINGLE_PARAM", "1")
-    single = build_quantised(te_quantised.experts, ONE, of, seed=1)
-    grouped = build_quantised(te_quantised.grouped_experts, ONE, of, seed=2)
-    masters = torch.randn(EXPERTS, te_quantised.FFN, te_quantised.HIDDEN)
+    single = build_quantised(experts, ONE, of, seed=1)
+    grouped = build_quantised(grouped_experts, ONE, of, seed=2)
+    masters = torch.randn(EXPERTS, FFN, HIDDEN)
     with reading():
         quantise_parameters(zip(single.parameters(), masters, strict=True))
         quantise_parameters([(grouped.get_parameter("weight"), masters)])
@@ -220,10 +305,10 @@ def test_masters_of_all_experts_are_written_as_those_of_single_ones(
 
 @pytest.mark.parametrize("of", RECIPES)
 def test_plain_values_are_quantised_and_back(tmp_path: Path, of: str) -> None:
-    plain = build(te_quantised.mlp, ONE, seed=3)
+    plain = build(mlp, ONE, seed=3)
     save(sharded_state_dict(plain, ONE), tmp_path / "plain")
-    module = build_quantised(te_quantised.mlp, ONE, of, seed=1)
-    expected = build_quantised(te_quantised.mlp, ONE, of, seed=1)
+    module = build_quantised(mlp, ONE, of, seed=1)
+    expected = build_quantised(mlp, ONE, of, seed=1)
     history = {key: value.clone() for key, value in fp8_tensors(module).items()}
     with reading(), torch.no_grad():
         for parameter, value in zip(expected.parameters(), plain.parameters(), strict=True):
@@ -247,7 +332,7 @@ def test_plain_values_are_quantised_and_back(tmp_path: Path, of: str) -> None:
 @pytest.mark.parametrize("of", RECIPES)
 def test_values_that_the_parameter_has_are_not_quantised_again(tmp_path: Path, of: str) -> None:
     """MXFP8 would have other codes: those of columns are quantised from the codes of rows."""
-    module = build_quantised(te_quantised.linear, ONE, of, seed=1)
+    module = build_quantised(linear, ONE, of, seed=1)
     before = codes(module)
     with reading():
         save(sharded_state_dict(module, ONE), tmp_path)
@@ -258,7 +343,7 @@ def test_values_that_the_parameter_has_are_not_quantised_again(tmp_path: Path, o
 @pytest.mark.parametrize("form", ["values", "codes", "masters"])
 def test_states_of_optimizers_are_those_of_plain_parameters(tmp_path: Path, form: Any) -> None:
     layout = ParallelLayout(tp=2)
-    whole = {name: torch.randn(te_quantised.FFN, te_quantised.HIDDEN) for name in ("exp_avg", "master_param")}
+    whole = {name: torch.randn(FFN, HIDDEN) for name in ("exp_avg", "master_param")}
     stored = {}
 
     def optimizer_of(rank: int, module: nn.Module, state: dict[str, Any]) -> dict[str, Any]:
@@ -271,9 +356,9 @@ def test_states_of_optimizers_are_those_of_plain_parameters(tmp_path: Path, form
 
     for kind in (form, "plain"):
         modules = [
-            build(te_quantised.linear, g)
+            build(linear, g)
             if kind == "plain"
-            else build_quantised(te_quantised.linear, g, "MXFP8BlockScaling", seed=g.rank)
+            else build_quantised(linear, g, "MXFP8BlockScaling", seed=g.rank)
             for g in ranks_of(layout)
         ]
 
@@ -292,13 +377,13 @@ def test_states_of_optimizers_are_those_of_plain_parameters(tmp_path: Path, form
 
 def test_parameters_are_quantised_from_masters(tmp_path: Path) -> None:
     """The model has no weights in the checkpoint; with the stored scales, masters give the same codes."""
-    module = build_quantised(te_quantised.linear, ONE, "DelayedScaling", seed=1)
-    master = torch.randn(te_quantised.FFN, te_quantised.HIDDEN)
+    module = build_quantised(linear, ONE, "DelayedScaling", seed=1)
+    master = torch.randn(FFN, HIDDEN)
     quantise_in(module, master)
     with reading():
         save(sharded_state_dict(module, ONE, quantised="masters"), tmp_path)
         assert "weight" not in load_plain_tensors(tmp_path)
-        other = build_quantised(te_quantised.linear, ONE, "DelayedScaling", seed=2)
+        other = build_quantised(linear, ONE, "DelayedScaling", seed=2)
         _, report = load_with_report(sharded_state_dict(other, ONE, quantised="masters"), tmp_path)
     assert "the optimizer's masters" in report.transformed["weight"]
     quantise_in(other, master)
@@ -308,9 +393,9 @@ def test_parameters_are_quantised_from_masters(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("of", RECIPES)
 def test_a_load_of_fused_adam_quantises_parameters_from_its_masters(tmp_path: Path, of: str) -> None:
-    module, other = (build_quantised(te_quantised.linear, ONE, of, seed=seed) for seed in (1, 2))
+    module, other = (build_quantised(linear, ONE, of, seed=seed) for seed in (1, 2))
     kernels = pytest.importorskip("transformer_engine.pytorch.optimizers")
-    masters = torch.randn(te_quantised.FFN, te_quantised.HIDDEN)
+    masters = torch.randn(FFN, HIDDEN)
     with cpu_for_cuda():
         optimizer, resumed = (
             kernels.FusedAdam(m.parameters(), master_weights=True, store_param_remainders=False)
@@ -336,6 +421,6 @@ def quantise_in(module: nn.Module, master: Tensor) -> None:
 
 
 def test_an_unknown_form_is_an_error() -> None:
-    module = build_quantised(te_quantised.linear, ONE, "DelayedScaling", seed=1)
+    module = build_quantised(linear, ONE, "DelayedScaling", seed=1)
     with pytest.raises(DeclarationError, match=r"quantised is 'bytes'. Give one of \['values', 'codes'"):
         sharded_state_dict(module, ONE, quantised="bytes")  # type: ignore[arg-type]
