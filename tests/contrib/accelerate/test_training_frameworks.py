@@ -17,10 +17,13 @@ from megackpt.integrations.torch_state import TorchState
 from megackpt.integrations.transformers import FOLDER, TrainerMixin, newest_checkpoint
 
 
-def stepped(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    optimizer.zero_grad()
-    model(torch.ones(2, 4)).sum().backward()
-    optimizer.step()
+def step(models: list[nn.Module], optimizers: list[Any]) -> list[torch.Tensor]:
+    """Step with each optimizer; return copies of all parameters."""
+    for model, optimizer in zip(models, optimizers, strict=True):
+        optimizer.zero_grad()
+        model(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+    return [parameter.detach().clone() for model in models for parameter in model.parameters()]
 
 
 def prepared(seed: int) -> tuple[Any, list[nn.Module], list[Any], Any]:
@@ -29,35 +32,24 @@ def prepared(seed: int) -> tuple[Any, list[nn.Module], list[Any], Any]:
     torch.manual_seed(seed)
     accelerator = accelerate.Accelerator(cpu=True)
     models = [nn.Linear(4, 3), nn.Linear(4, 2)]
-    optimizers = [
-        torch.optim.AdamW(models[0].parameters()),
-        torch.optim.SGD(models[1].parameters(), momentum=0.9),
-    ]
-    schedule = torch.optim.lr_scheduler.StepLR(optimizers[0], 1, 0.5)
-    first, second, adamw, sgd, schedule = accelerator.prepare(*models, *optimizers, schedule)
-    return accelerator, [first, second], [adamw, sgd], schedule
+    adamw = torch.optim.AdamW(models[0].parameters())
+    sgd = torch.optim.SGD(models[1].parameters(), momentum=0.9)
+    schedule = torch.optim.lr_scheduler.StepLR(adamw, 1, 0.5)
+    *all_models, adamw, sgd, schedule = accelerator.prepare(*models, adamw, sgd, schedule)
+    return accelerator, all_models, [adamw, sgd], schedule
 
 
 def test_an_accelerator_goes_on_where_another_was(tmp_path: Path) -> None:
     accelerator, models, optimizers, schedule = prepared(0)
-    for model, optimizer in zip(models, optimizers, strict=True):
-        stepped(model, optimizer)
+    step(models, optimizers)
     schedule.step()
     save_state(accelerator, tmp_path / "step")
-    for model, optimizer in zip(models, optimizers, strict=True):
-        stepped(model, optimizer)
-    expected, drawn = (
-        [parameter.clone() for model in models for parameter in model.parameters()],
-        torch.rand(2),
-    )
+    expected, drawn = step(models, optimizers), torch.rand(2)
 
     resumed, models, optimizers, schedule = prepared(1)
     assert load_state(resumed, tmp_path / "step") == []
     assert schedule.get_last_lr() == [0.0005]
-    for model, optimizer in zip(models, optimizers, strict=True):
-        stepped(model, optimizer)
-    parameters = [parameter for model in models for parameter in model.parameters()]
-    assert all(map(torch.equal, parameters, expected))
+    assert all(map(torch.equal, step(models, optimizers), expected))
     assert torch.equal(torch.rand(2), drawn)
 
 

@@ -24,6 +24,10 @@ from megackpt.integrations.lightning import MegackptDDPStrategy, MegackptIO
 pytestmark = pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning", "ignore::UserWarning")
 
 
+QUIET: dict[str, Any] = {"accelerator": "cpu", "logger": False}
+QUIET |= {"enable_progress_bar": False, "enable_model_summary": False}
+
+
 class Regression(LightningModule):
     def __init__(self) -> None:
         super().__init__()
@@ -40,15 +44,7 @@ def fit(root: Path, io: Any, *, epochs: int, resume: Path | None = None) -> Regr
     """Train two steps an epoch, and save at the end as `last.ckpt` under root."""
     torch.manual_seed(0)
     module = Regression()
-    trainer = Trainer(
-        accelerator="cpu",
-        max_epochs=epochs,
-        plugins=[io],
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
+    trainer = Trainer(max_epochs=epochs, plugins=[io], enable_checkpointing=False, **QUIET)
     trainer.fit(module, DataLoader(torch.ones(2, 4)), ckpt_path=resume)
     trainer.save_checkpoint(root / "last.ckpt")
     trainer.strategy.teardown()  # waits for the thread
@@ -79,16 +75,10 @@ def test_a_checkpoint_is_removed_and_storage_options_are_an_error(tmp_path: Path
 def fit_with_a_strategy(root: Path, epochs: int, *, keep: int = -1, resume: Path | None = None) -> Regression:
     torch.manual_seed(0)
     module = Regression()
-    Trainer(
-        accelerator="cpu",
-        devices=1,
-        max_epochs=epochs,
-        strategy=MegackptDDPStrategy(async_save=True),
-        callbacks=[ModelCheckpoint(root, "{epoch}", save_top_k=keep, monitor="epoch", mode="max")],
-        logger=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    ).fit(module, DataLoader(torch.ones(2, 4)), ckpt_path=resume)
+    callbacks = [ModelCheckpoint(root, "{epoch}", save_top_k=keep, monitor="epoch", mode="max")]
+    strategy = MegackptDDPStrategy(async_save=True)
+    trainer = Trainer(devices=1, max_epochs=epochs, strategy=strategy, callbacks=callbacks, **QUIET)
+    trainer.fit(module, DataLoader(torch.ones(2, 4)), ckpt_path=resume)
     return module
 
 
@@ -112,9 +102,8 @@ def test_a_checkpoint_is_not_removed_before_the_one_that_supersedes_it_is_commit
     remove = shutil.rmtree
 
     def removed(path: Path, **kwargs: Any) -> None:
-        committed.append(
-            any(check_is_distributed_checkpoint(p) for p in tmp_path.iterdir() if p != Path(path))
-        )
+        others = [other for other in tmp_path.iterdir() if other != Path(path)]
+        committed.append(any(map(check_is_distributed_checkpoint, others)))
         remove(path, **kwargs)
 
     monkeypatch.setattr(shutil, "rmtree", removed)

@@ -56,17 +56,16 @@ def managers(tmp_path: Path) -> Iterator[Any]:
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.fill_(number)
+        optimizer = {
+            "state.weight.exp_avg": torch.full((3, 2), number),
+            "state.weight.step": torch.tensor(number),
+            "param_groups.weight.betas": (0.9, number),
+        }
         made.append(
             MegackptManager.Config(**{"enable": True, "interval": 5, **config}).build(
                 dataloader=Part(dp_rank_0=b"pickled", world_size=number),
                 model_parts=[model],
-                optimizers=Part(
-                    **{
-                        "state.weight.exp_avg": torch.full((3, 2), number),
-                        "state.weight.step": torch.tensor(number),
-                        "param_groups.weight.betas": (0.9, number),
-                    }
-                ),
+                optimizers=Part(**optimizer),
                 lr_schedulers=Part(last_epoch=number),
                 states={"train_state": Part(step=number)},
                 sd_adapter=Renaming(),
@@ -127,10 +126,8 @@ def test_a_manager_that_only_loads_or_is_off_saves_nothing(managers: Any, tmp_pa
 def test_the_last_save_can_be_the_model_alone_in_another_dtype(managers: Any, tmp_path: Path) -> None:
     managers(1.0, export_dtype="bfloat16").save(5, last_step=True)
     arrays = megackpt.load_plain_tensors(tmp_path / "checkpoint" / "iter_0000005")
-    assert {key: tensor.dtype for key, tensor in arrays.items()} == {
-        "model.weight": torch.bfloat16,
-        "model.bias": torch.bfloat16,
-    }
+    dtypes = {key: tensor.dtype for key, tensor in arrays.items()}
+    assert dtypes == dict.fromkeys(("model.weight", "model.bias"), torch.bfloat16)
 
 
 def test_an_asynchronous_save_is_pending_until_it_is_waited_for(managers: Any) -> None:
@@ -211,12 +208,11 @@ def test_weights_for_hugging_face_need_an_adapter_and_a_folder(managers: Any) ->
 
 def stage(rank: int, value: float) -> dict[str, Any]:
     """State of one of two pipeline stages, and what both have."""
+    weights = {"scale": value, f"bias_{rank}": value + rank}
+    optimizer = {f"param_groups.{rank}.lr": value + rank, "all": value}
     return {
-        "model": {"scale": torchtitan._tensor("model.scale", torch.full((2,), value))}
-        | {f"bias_{rank}": torchtitan._tensor(f"model.bias_{rank}", torch.full((2,), value + rank))},
-        "optimizer": torchtitan._declared(
-            "optimizer", {f"param_groups.{rank}.lr": value + rank, "all": value}
-        ),
+        "model": {k: torchtitan._tensor(f"model.{k}", torch.full((2,), v)) for k, v in weights.items()},
+        "optimizer": torchtitan._declared("optimizer", optimizer),
     }
 
 
@@ -232,11 +228,8 @@ def test_stages_of_a_pipeline_have_names_of_their_own(tmp_path: Path) -> None:
 
     (loaded,) = SimulatedWorld(1).run(one_rank_with_both)
     assert loaded["optimizer"] == {"param_groups.0.lr": 1.0, "param_groups.1.lr": 2.0, "all": 1.0}
-    assert {name: t.tolist() for name, t in loaded["model"].items()} == {
-        "scale": [1.0, 1.0],
-        "bias_0": [1.0, 1.0],
-        "bias_1": [2.0, 2.0],
-    }
+    model = {name: tensor.tolist() for name, tensor in loaded["model"].items()}
+    assert model == {"scale": [1.0, 1.0], "bias_0": [1.0, 1.0], "bias_1": [2.0, 2.0]}
 
 
 def test_ranks_that_differ_in_what_is_common_to_them_are_an_error(tmp_path: Path) -> None:
