@@ -131,7 +131,9 @@ WHOLE = [
 @pytest.mark.parametrize(
     ("value", "path", "message"), WHOLE, ids=["top", "deep", "cycle", "set", "key", "closed"]
 )
-def test_what_cannot_be_saved_at_its_place_is_rejected(value: object, path: str, message: str) -> None:
+def test_a_value_that_cannot_be_saved_where_it_stands_is_rejected(
+    value: object, path: str, message: str
+) -> None:
     with pytest.raises(UnserializableError, match=message):
         encode(value, path=path)
 

@@ -261,10 +261,12 @@ def rows_of(declared: DeclaredChunks) -> list[tuple[Any, ...]]:
     )
 
 
-def simulated(sizes: ModelSizes, layout: ParallelLayout) -> DeclaredChunks:
+def simulated(
+    sizes: ModelSizes, layout: ParallelLayout, *, states: tuple[str, ...] | None = None
+) -> DeclaredChunks:
     """All ranks."""
     model = build_model(sizes)
-    arrays = job_arrays(model, tp=layout.tp)
+    arrays = job_arrays(model, tp=layout.tp, states=states)
     owned = [h for stage in replica_groups(model, layout, arrays, bucket_size=BUCKET) for h in stage]
     return joined([h.declare(arrays, np.arange(len(h.ranks))) for h in owned])
 
@@ -367,9 +369,7 @@ def test_lists_of_ranks_give_the_plan_of_all_their_rows(tied: bool) -> None:
     experts = Experts(count=4, ffn_size=48, dense_layers=1)
     sizes = replace(SIZES, num_layers=4, tied_embeddings=tied, experts=experts)
     model, layout = build_model(sizes), parse_layout("tp2,pp4,dp4,ep2")
-    arrays = job_arrays(model, tp=2)
-    groups = [g for stage in replica_groups(model, layout, arrays, bucket_size=BUCKET) for g in stage]
-    everyone = joined([g.declare(arrays, np.arange(len(g.ranks))) for g in groups])
+    everyone = simulated(sizes, layout)
     order = np.argsort(everyone.rank, kind="stable")
     whole = plan_save(everyone.take(order), ranks=layout.world_size)
     _, plan = simulate_save(model, layout, bucket_size=BUCKET)
@@ -417,9 +417,7 @@ def planned(
     outcome = simulate_load(
         model, layout, stored, bucket_size=BUCKET, ranks_planned=ranks_planned, states=states
     )
-    arrays = job_arrays(model, tp=layout.tp, states=states)
-    groups = [g for stage in replica_groups(model, layout, arrays, bucket_size=BUCKET) for g in stage]
-    everyone = joined([g.declare(arrays, np.arange(len(g.ranks))) for g in groups])
+    everyone = simulated(sizes, layout, states=states)
     return outcome, stored, [everyone.take(everyone.rank == rank) for rank in range(layout.world_size)]
 
 
@@ -500,21 +498,14 @@ def test_the_states_of_a_checkpoint_are_those_of_its_model(tmp_path: Path) -> No
     assert model.layers == 3
     weights = {weight.key: weight for weight, _ in model.weights()}
     for weight, _ in build_model(TIED).weights():
-        weight_of_key = weights[weight.key]
-        assert (weight_of_key.inner, weight_of_key.tp_dim, weight_of_key.dtype) == (
-            weight.inner,
-            weight.tp_dim,
-            weight.dtype,
-        )
-        assert weight_of_key.is_vocabulary or weight_of_key.parts == weight.parts
+        stored_weight = weights[weight.key]
+        for field in ("inner", "tp_dim", "dtype"):
+            assert getattr(stored_weight, field) == getattr(weight, field)
+        assert stored_weight.is_vocabulary or stored_weight.parts == weight.parts
     target = parse_layout("tp2,pp1,dp2")
     load = simulate_load(model, target, stored, states=states, bucket_size=BUCKET)
-    same = simulate_load(
-        build_model(TIED),
-        target,
-        StoredCheckpoint(plan.table, plan.writer, DIGEST_BLOCK_BYTES, "x"),
-        bucket_size=BUCKET,
-    )
+    written = StoredCheckpoint(plan.table, plan.writer, DIGEST_BLOCK_BYTES, "x")
+    same = simulate_load(build_model(TIED), target, written, bucket_size=BUCKET)
     # The order of parameters in the optimizer's buffers is not stored, so ranks may differ, sums do not. The
     # vocabulary of the checkpoint is padded for tp 2.
     assert load.total_needed == pytest.approx(same.total_needed, rel=1e-3)
@@ -558,17 +549,11 @@ def test_plans_by_bounding_boxes_are_the_plans_by_boxes() -> None:
     order = search_order(messages)
     for requested in requests:
         plain = plan_load(requested, stored.table, where="x")
-        bounded = DeclaredChunks(
-            with_bounding_boxes(requested.table),
-            requested.main,
-            requested.resizable,
-            requested.rank,
-            requested.entity,
-        )
+        bounded = replace(requested, table=with_bounding_boxes(requested.table))
         fast = plan_load(bounded, messages.take(order), where="x")
-        columns = ("entity", "source_first", "target_first")
 
-        def rows(copies: object, stored_rows: np.ndarray, columns: tuple[str, ...] = columns) -> list[object]:
+        def rows(copies: object, stored_rows: np.ndarray) -> list[object]:
+            columns = ("entity", "source_first", "target_first")
             plain_columns = [getattr(copies, name).tolist() for name in columns]
             shapes = [tuple(row) for row in copies.shape.tolist()]  # type: ignore[attr-defined]
             return sorted(zip(stored_rows.tolist(), *plain_columns, shapes, strict=True))

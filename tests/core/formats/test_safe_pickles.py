@@ -179,6 +179,13 @@ def test_anything_but_plain_values_raises_an_error(value: Any) -> None:
         load_value(written(value), where="the file")
 
 
+@pytest.mark.parametrize("name", ["too few bytes", "too many bytes", "extents that overflow"])
+def test_an_array_that_does_not_fit_its_bytes_is_rejected_before_numpy_makes_it(name: str) -> None:
+    nbytes = len(FORGED[name].reduced[2][4])
+    with pytest.raises(FormatError, match=f"an array of numpy of shape .* that has {nbytes} bytes"):
+        load_value(written(FORGED[name]), where="the file")
+
+
 def test_the_constructor_of_arrays_makes_an_empty_one_whatever_it_is_asked_for() -> None:
     check_array(load_value(written(Reduced(np.ndarray, ((64,), F8))), where="it"), np.zeros(0, np.int8))
 

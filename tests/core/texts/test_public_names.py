@@ -1,21 +1,32 @@
-"""Public names: every error is exported, and annotations can be evaluated.
+"""Public names: every error is exported, annotations can be evaluated, arguments that errors advise exist.
 
 Tools that make command lines, configurations or pages from signatures do that by `typing.get_type_hints`.
 """
 
 from __future__ import annotations
 
+import ast
 import importlib
 import inspect
+import io
+import os
 import re
 import typing
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from torch.distributed.tensor import DTensor
 
 import megackpt
-from megackpt.errors import CheckpointError
+from megackpt.compat.megatron.dist_checkpointing import serialization
+from megackpt.compat.megatron.dist_checkpointing.strategies.common import TorchCommonLoadStrategy
+from megackpt.errors import CheckpointError, FormatError
+from megackpt.integrations.apex import declare_gathered
+from megackpt.integrations.transformer_engine.extra_state import read_extra_state
 
 PACKAGE = Path(megackpt.__file__).parent
 
@@ -89,3 +100,131 @@ def test_a_load_has_annotations_when_the_types_of_maps_are_given(name: str) -> N
 
     hints = typing.get_type_hints(getattr(megackpt, name), localns={"MapChoice": MapChoice})
     assert hints["maps"] == MapChoice | None
+
+
+OF_TORCH: dict[str, Callable[..., Any]] = {
+    "load": torch.load,
+    "load_state_dict": torch.nn.Module.load_state_dict,
+    "redistribute": DTensor.redistribute,
+    "state_dict": torch.nn.Module.state_dict,
+    "to_empty": torch.nn.Module.to_empty,
+}
+OF_OTHERS = {
+    "tensorstore_spec",  # in messages of tensorstore, which are shortened
+    "locations",  # likewise
+    "submodule_search_locations",  # in a program for another process
+    "write_empty_chunks",  # an option of writers of zarr
+    "use_collectives",  # of torch.distributed.checkpoint, from 2.8 on
+    "single_grouped_weight",  # of Transformer Engine
+    "tp_size",  # likewise
+    "master_weights",  # likewise
+    "storage_path",  # of Ray Train
+    "quantization_config",  # of transformers, whose lines test_quantised_folders.py runs
+    "dequantize",  # likewise
+    "save_original_format",  # likewise
+    "initial_load_in_hf",  # of torchtitan
+}
+_ARGUMENT = re.compile(r"(?:(?P<owner>\w+)\((?:[^()]*[ ,(])?)?(?<![\w.\-])(?P<name>[a-z_]+)=(?!=)")
+
+
+def _nodes() -> Iterator[tuple[str, list[ast.AST]]]:
+    """Yield all nodes of each module of the package."""
+    for path in sorted(PACKAGE.rglob("*.py")):
+        yield str(path.relative_to(PACKAGE)), list(ast.walk(ast.parse(path.read_text())))
+
+
+def _arguments(nodes: list[ast.AST]) -> Iterator[tuple[str, set[str]]]:
+    """Yield functions and classes with the names of their arguments; fields are arguments of a class."""
+    for node in nodes:
+        if isinstance(node, ast.FunctionDef):
+            yield node.name, _parameters(node)
+        elif isinstance(node, ast.ClassDef):
+            makers = [i for i in node.body if isinstance(i, ast.FunctionDef) and i.name == "__init__"]
+            fields = [i.target for i in node.body if isinstance(i, ast.AnnAssign)]
+            names = {field.id for field in fields if isinstance(field, ast.Name)}
+            yield node.name, names.union(*map(_parameters, makers))
+
+
+def _parameters(function: ast.FunctionDef) -> set[str]:
+    return {arg.arg for arg in (*function.args.posonlyargs, *function.args.args, *function.args.kwonlyargs)}
+
+
+def _texts(nodes: list[ast.AST]) -> Iterator[tuple[int, str]]:
+    """Yield the strings of a module, with their lines, but no docstrings."""
+    docstrings = {id(node.value) for node in nodes if isinstance(node, ast.Expr)}
+    for node in nodes:
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in docstrings:
+            yield node.lineno, node.value
+
+
+def test_arguments_in_error_texts_exist() -> None:
+    arguments: dict[str, set[str]] = defaultdict(set)
+    for name, function in OF_TORCH.items():
+        arguments[name] |= set(inspect.signature(function).parameters)
+    advised: list[tuple[str, str | None, str]] = []
+    for path, nodes in _nodes():
+        for name, parameters in _arguments(nodes):
+            arguments[name] |= parameters
+        for line, text in _texts(nodes):
+            named = _ARGUMENT.finditer(text) if "=" in text else ()
+            advised += [(f"{path}:{line}", match["owner"], match["name"]) for match in named]
+    every = OF_OTHERS.union(*arguments.values())
+    assert not [entry for entry in advised if entry[2] not in arguments.get(entry[1] or "", every)]
+    assert len(advised) > 100, "the texts are not found"
+
+
+class _Runs:
+    """Unpickling it would end this process."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os._exit, (9,)
+
+
+def _evil() -> bytes:
+    out = io.BytesIO()
+    torch.save({"x": _Runs()}, out)
+    return out.getvalue()
+
+
+def _user_common(directory: Path) -> object:
+    (directory / "common.pt").write_bytes(_evil())
+    return TorchCommonLoadStrategy().load_common(directory)
+
+
+OF_OTHER_BYTES: dict[str, Callable[[Path], object]] = {
+    "state of Apex": lambda _: declare_gathered({"format": 1, "gathered_states": [_evil()]}, [], {}),
+    "extra state of Transformer Engine": lambda _: read_extra_state(io.BytesIO(_evil())),
+    "common.pt of a user's strategy": _user_common,
+}
+
+
+@pytest.mark.parametrize("name", OF_OTHER_BYTES)
+def test_what_has_no_unsafe_load_does_not_advise_one(name: str, tmp_path: Path) -> None:
+    with pytest.raises(FormatError, match="Nothing was run") as raised:
+        OF_OTHER_BYTES[name](tmp_path)
+    assert "allow_unsafe" not in str(raised.value)
+    assert "torch.load(weights_only=False)" in str(raised.value)
+
+
+def _checkpoint(directory: Path) -> Path:
+    """Write a checkpoint that is read as Megatron-Core's: without the note and the copies of ours."""
+    path = directory / "checkpoint"
+    megackpt.save({"step": 1}, path, ("torch_dist", 1))
+    for pattern in ("megackpt-*", "common-*"):
+        for file in path.glob(pattern):
+            file.unlink()
+    (path / "common.pt").write_bytes(_evil())
+    return path
+
+
+OF_CHECKPOINTS: dict[str, Callable[[Path], object]] = {
+    "load": lambda path: megackpt.load({"step": 0}, path),
+    "load_common_state_dict": megackpt.load_common_state_dict,
+    "load of Megatron-Core's face": lambda path: serialization.load({"step": 0}, str(path)),
+}
+
+
+@pytest.mark.parametrize("name", OF_CHECKPOINTS)
+def test_a_rejected_checkpoint_names_the_class_of_the_argument(name: str, tmp_path: Path) -> None:
+    with pytest.raises(FormatError, match=r"LoadOptions\(allow_unsafe_pickle=True\), or .*`megackpt convert"):
+        OF_CHECKPOINTS[name](_checkpoint(tmp_path))
