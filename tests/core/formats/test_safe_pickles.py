@@ -154,7 +154,7 @@ def text_of(nbytes: int) -> Reduced:
 
 F8 = np.dtype("<f8")
 MULTIARRAY = np.float64(0).__reduce__()[0]
-FORGED = {
+FORGED: dict[str, Any] = {
     "a struct of pointers": struct_of_pointers(),
     "objects": np.array([None, []], object),
     "a dtype of objects": np.dtype(object),
