@@ -13,8 +13,9 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from functools import cache
+from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -212,10 +213,7 @@ PARSERS: dict[str, tuple[int, Callable[[int, Path], Work]]] = {
     ".metadata": (4_000, lambda n, _: _dcp(_metadata(n))),
     "chunks that many keys of .metadata have": (2_000, lambda n, _: _dcp_chunks(_shared_chunks(n))),
     "a shape that many keys of .metadata have": (4_000, lambda n, _: _dcp_chunks(_shared_shape(n))),
-    "keys of one hash in .metadata": (
-        20_000,
-        lambda n, _: _dcp(_one_hash(n)),
-    ),
+    "keys of one hash in .metadata": (20_000, lambda n, _: _dcp(_one_hash(n))),
     "torch.save": (10_000, lambda n, _: _torch(_torch_saved({str(i): [i, (i,)] for i in range(n)}))),
     "keys of one hash in torch.save": (20_000, lambda n, _: _torch(zipped(_one_hash(n)))),
     "tuples of one hash as keys": (
@@ -226,37 +224,7 @@ PARSERS: dict[str, tuple[int, Callable[[int, Path], Work]]] = {
         20_000,
         lambda n, _: _decoded(EncodedValue({"$dict": [[{"$int": hex(i)}, 0] for i in _crowding(n)]}, ())),
     ),
-    "tuples of one hash in .metadata": (20_000, lambda n, _: _dcp(_dict_of(map(_pair, _tuples_of(n))))),
-    "tuples of one hash in torch.save": (
-        20_000,
-        lambda n, _: _torch(zipped(_dict_of(map(_pair, _tuples_of(n))))),
-    ),
-    "tuples of one hash in an old file": (
-        20_000,
-        lambda n, _: _torch(_old(_dict_of(map(_pair, _tuples_of(n))))),
-    ),
-    "integers that crowd a table of .metadata": (
-        20_000,
-        lambda n, _: _dcp(_dict_of(map(_long, _crowding(n)))),
-    ),
-    "integers that crowd a table of torch.save": (
-        20_000,
-        lambda n, _: _torch(zipped(_dict_of(map(_long, _crowding(n))))),
-    ),
     "a set of tuples of one hash": (20_000, lambda n, _: _torch(zipped(_set_of(map(_pair, _tuples_of(n)))))),
-    "frozensets of one hash": (
-        20_000,
-        lambda n, _: _torch(zipped(_dict_of(_frozen(_pair(t)) for t in _tuples_of(n)))),
-    ),
-    "sizes of one hash": (20_000, lambda n, _: _dcp(_dict_of(map(_size, _tuples_of(n))))),
-    "sizes of one hash in torch.save": (
-        20_000,
-        lambda n, _: _torch(zipped(_dict_of(map(_size, _tuples_of(n))))),
-    ),
-    "indices of one hash in .metadata": (
-        20_000,
-        lambda n, _: _dcp(_dict_of(map(_stored_index, _tuples_of(n)))),
-    ),
     "an ordered dict of tuples of one hash": (
         20_000,
         lambda n, _: _torch(zipped(_ordered(map(_pair, _tuples_of(n))))),
@@ -280,6 +248,27 @@ PARSERS: dict[str, tuple[int, Callable[[int, Path], Work]]] = {
 }
 
 
+# Opcodes of keys that collide, and what reads a pickle of a dict that has them.
+KEYS: dict[str, Callable[[int], Iterable[bytes]]] = {
+    "tuples of one hash": lambda n: map(_pair, _tuples_of(n)),
+    "frozensets of one hash": lambda n: (_frozen(_pair(pair)) for pair in _tuples_of(n)),
+    "sizes of one hash": lambda n: map(_size, _tuples_of(n)),
+    "indices of one hash": lambda n: map(_stored_index, _tuples_of(n)),
+    "integers that crowd a table": lambda n: map(_long, _crowding(n)),
+}
+FILES: dict[str, Callable[[bytes], Work]] = {
+    ".metadata": lambda data: _dcp(data),
+    "torch.save": lambda data: _torch(zipped(data)),
+    "an old file": lambda data: _torch(_old(data)),
+}
+for (keys, opcodes), (file, read) in product(KEYS.items(), FILES.items()):
+
+    def make_work(n: int, _: Path, opcodes: Any = opcodes, read: Any = read) -> Work:
+        return cast(Work, read(_dict_of(opcodes(n))))
+
+    PARSERS[f"{keys} in {file}"] = (20_000, make_work)
+
+
 def _one_hash(n: int) -> bytes:
     """A pickle of a dict with such keys, written by hand: to make the dict takes as long as the attack."""
     pairs = b"".join(b"\x8a\x0a" + (i * _P).to_bytes(10, "little", signed=True) + b"K\x00" for i in range(n))
@@ -297,7 +286,6 @@ def _crowding(n: int) -> list[int]:
 
 
 def _long(number: int) -> bytes:
-    """Opcodes of an integer of eight bytes."""
     return b"\x8a\x08" + number.to_bytes(8, "little", signed=True)
 
 

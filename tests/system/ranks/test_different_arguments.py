@@ -42,9 +42,9 @@ SAVED = {"timeout_s": TIMEOUT_S}
 Given = dict[str, Any]
 
 
-def state() -> dict[str, Any]:
+def state(value: float = 0.0) -> dict[str, Any]:
     rank = dist.get_rank()
-    return {"w": filled(rank, 4, rank=rank, ranks=2)}
+    return {"w": filled(value + rank, 4, rank=rank, ranks=2)}
 
 
 def different_checkpointers(root: str) -> dict[str, tuple[Given, Given]]:
@@ -201,11 +201,6 @@ def fresh_pool() -> Iterator[RankPool]:
     pool.close()
 
 
-def state_of_fours(value: float) -> dict[str, Any]:
-    rank = dist.get_rank()
-    return {"w": filled(value + rank, 4, rank=rank, ranks=2)}
-
-
 def imported() -> list[str]:
     return [name for name in ("torch_dist", "zarr") if f"megackpt.formats.{name}" in sys.modules]
 
@@ -214,24 +209,17 @@ def save_unlike(root: str) -> list[tuple[str, float]]:
     sys.meta_path.insert(0, SlowImports())
     rank = dist.get_rank()
     options = SaveOptions(timeout_s=IMPORTING_TIMEOUT_S)
-    save(state_of_fours(0.0), f"{root}/warm", options=options)
+    save(state(0.0), f"{root}/warm", options=options)
     results = []
     for number, choices in enumerate(UNLIKE):
         dist.barrier()
-        began = time.monotonic()
-        try:
-            save(state_of_fours(1.0), f"{root}/{number}", choices[rank], options=options)
-            results.append(("nothing", 0.0))
-        except CheckpointError as error:
-            results.append((f"{type(error).__name__}: {error}", time.monotonic() - began))
+        directory, choice = f"{root}/{number}", choices[rank]
+        results.append(caught(lambda: save(state(1.0), directory, choice, options=options)))  # noqa: B023
     checkpointer = Checkpointer(f"{root}/run", async_save=True, timeout_s=IMPORTING_TIMEOUT_S)
     wait_for_writers(checkpointer)
     dist.barrier()
-    began = time.monotonic()
-    try:
-        checkpointer.save(1, state_of_fours(1.0), sharded_strategy=UNLIKE[0][rank])
-    except CheckpointError as error:
-        results.append((f"{type(error).__name__}: {error}", time.monotonic() - began))
+    choice = UNLIKE[0][rank]
+    results.append(caught(lambda: checkpointer.save(1, state(1.0), sharded_strategy=choice)))
     checkpointer.close()
     assert imported() == []
     del sys.meta_path[0]
@@ -245,8 +233,8 @@ def save_equal(root: str) -> None:
     dist.barrier()
     for choice in ("torch_dist", "zarr"):
         for value in (1.0, 2.0):
-            save(state_of_fours(value), f"{root}/{choice}", choice, options=SaveOptions(timeout_s=60))
-            assert load(state_of_fours(0.0), f"{root}/{choice}")["w"].eq(value + dist.get_rank()).all()
+            save(state(value), f"{root}/{choice}", choice, options=SaveOptions(timeout_s=60))
+            assert load(state(0.0), f"{root}/{choice}")["w"].eq(value + dist.get_rank()).all()
     assert imported() == ["torch_dist", "zarr"]
 
 
