@@ -10,8 +10,9 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import psutil
 import pytest
@@ -25,9 +26,7 @@ from tests.system.examples.command_line import TIMEOUT_S, quiet
 pytestmark = with_all("hosts are trained under the command of .ci/run")
 
 ROOT = Path(__file__).parents[2]
-HOSTS = ROOT / "examples" / "hosts"
-STEPS = 100  # enough for a kill between the first checkpoint and the end
-STEPS_OF_SLOW_ONES = {"megatron_bridge": 25, "megatron_core": 25, "ray_train": 30, "torchtitan_train": 25}
+SCRIPTS = ROOT / "examples" / "hosts"
 FIRST_SAVE = 5
 
 
@@ -48,34 +47,31 @@ def torchtitan_on_cpu(ranks: int) -> list[str]:
     return [*torchrun(ranks), str(ROOT / "tests" / "contrib" / "torchtitan" / "torchtitan_on_cpu.py")]
 
 
-LAUNCHERS = {
-    "accelerate_loop": accelerate,
-    "lightning_fit": torchrun,
-    "megatron_bridge": megatron_on_cpu,
-    "megatron_core": megatron_on_cpu,
-    "torchtitan_train": torchtitan_on_cpu,
-    "trainer": torchrun,
+def ray(ranks: int) -> list[str]:
+    return [sys.executable]
+
+
+class Host(NamedTuple):
+    """A script: how it is started, where its steps are, and the package that it needs."""
+
+    launch: Callable[[int], list[str]]
+    directory: str
+    package: str
+    steps: int = 100  # enough for a kill between the first checkpoint and the end
+    resumed_on: tuple[int, ...] = (2, 1)
+
+
+HOSTS = {
+    "accelerate_loop": Host(accelerate, "iter_{:07d}", "accelerate"),
+    "lightning_fit": Host(torchrun, "step={}.ckpt", "lightning"),
+    "megatron_bridge": Host(megatron_on_cpu, "iter_{:07d}", "megatron.bridge", 25),
+    # 4 is tensor parallelism 2 with data parallelism 2.
+    "megatron_core": Host(megatron_on_cpu, "iter_{:07d}", "megatron.core", 25, (2, 1, 4)),
+    # It takes as long to start as all of another host's runs.
+    "ray_train": Host(ray, "fit/iter_{:07d}", "ray.train", 30, (1,)),
+    "torchtitan_train": Host(torchtitan_on_cpu, "checkpoint/iter_{:07d}", "torchtitan", 25),
+    "trainer": Host(torchrun, "checkpoint-{}/megackpt", "transformers"),
 }
-STEP_DIRECTORIES = {
-    "accelerate_loop": "iter_{:07d}",
-    "lightning_fit": "step={}.ckpt",
-    "megatron_bridge": "iter_{:07d}",
-    "megatron_core": "iter_{:07d}",
-    "ray_train": "fit/iter_{:07d}",
-    "torchtitan_train": "checkpoint/iter_{:07d}",
-    "trainer": "checkpoint-{}/megackpt",
-}
-PACKAGES = {
-    "accelerate_loop": "accelerate",
-    "lightning_fit": "lightning",
-    "megatron_bridge": "megatron.bridge",
-    "megatron_core": "megatron.core",
-    "ray_train": "ray.train",
-    "torchtitan_train": "torchtitan",
-    "trainer": "transformers",
-}
-# 4 is tensor parallelism 2 with data parallelism 2. Ray takes as long to start as all of another host's runs.
-RESUMED_ON = {"megatron_core": (2, 1, 4), "ray_train": (1,)}
 
 
 @pytest.fixture(autouse=True)
@@ -96,15 +92,9 @@ def require(package: str) -> None:
         pytest.skip(f"{package} is not installed")
 
 
-def steps_of(host: str) -> int:
-    return STEPS_OF_SLOW_ONES.get(host, STEPS)
-
-
 def command(host: str, ranks: int, root: Path) -> Sequence[str]:
-    script = [str(HOSTS / f"{host}.py"), str(root), str(steps_of(host))]
-    if host == "ray_train":
-        return [sys.executable, *script, str(ranks)]
-    return [*LAUNCHERS[host](ranks), *script]
+    script = [str(SCRIPTS / f"{host}.py"), str(root), str(HOSTS[host].steps)]
+    return [*HOSTS[host].launch(ranks), *script, *([str(ranks)] if host == "ray_train" else [])]
 
 
 def train(host: str, ranks: int, root: Path) -> int:
@@ -118,12 +108,7 @@ def environment() -> dict[str, str]:
 
 def run_to_its_end(words: Sequence[str]) -> int:
     run = subprocess.run(
-        words,
-        env=environment(),
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT_S,
-        check=False,
+        words, env=environment(), capture_output=True, text=True, timeout=TIMEOUT_S, check=False
     )
     assert run.returncode == 0, run.stdout[-2000:] + run.stderr[-4000:]
     (begin,) = set(re.findall(r"begins after step (\d+)", run.stdout))
@@ -133,13 +118,9 @@ def run_to_its_end(words: Sequence[str]) -> int:
 def train_and_kill(host: str, ranks: int, root: Path) -> None:
     """Kill every process of a run while it saves a later step than the first, or right after."""
     # Ray asks the workers for one report at a time, so the first step is in its list before the third.
-    later = root / STEP_DIRECTORIES[host].format((4 if host == "ray_train" else 2) * FIRST_SAVE)
-    with subprocess.Popen(
-        command(host, ranks, root),
-        env=environment(),
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    ) as process:
+    later = root / HOSTS[host].directory.format((4 if host == "ray_train" else 2) * FIRST_SAVE)
+    silent = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    with subprocess.Popen(command(host, ranks, root), env=environment(), **silent) as process:
         deadline = time.monotonic() + TIMEOUT_S
         while not later.exists():
             assert process.poll() is None
@@ -154,7 +135,7 @@ def train_and_kill(host: str, ranks: int, root: Path) -> None:
 
 
 def last_step(host: str, root: Path) -> Path:
-    return root / STEP_DIRECTORIES[host].format(steps_of(host))
+    return root / HOSTS[host].directory.format(HOSTS[host].steps)
 
 
 def tensors(host: str, root: Path) -> dict[str, Tensor]:
@@ -162,11 +143,11 @@ def tensors(host: str, root: Path) -> dict[str, Tensor]:
     return megackpt.load_plain_tensors(last_step(host, root))
 
 
-@pytest.mark.parametrize("host", sorted(PACKAGES))
+@pytest.mark.parametrize("host", sorted(HOSTS))
 def test_a_killed_run_goes_on_as_if_nothing_had_happened(host: str, tmp_path: Path) -> None:
-    require(PACKAGES[host])
+    require(HOSTS[host].package)
     whole, killed = tmp_path / "whole", tmp_path / "killed"
-    resumed = {ranks: tmp_path / f"on_{ranks}" for ranks in RESUMED_ON.get(host, (2, 1))}
+    resumed = {ranks: tmp_path / f"on_{ranks}" for ranks in HOSTS[host].resumed_on}
     assert train(host, 2, whole) == 0
     train_and_kill(host, 2, killed)
     for ranks, root in resumed.items():
@@ -175,7 +156,7 @@ def test_a_killed_run_goes_on_as_if_nothing_had_happened(host: str, tmp_path: Pa
 
     if host == "ray_train":  # nothing is copied, and what num_to_keep=2 does not keep is removed
         steps = {path.name for path in (whole / "fit").glob("[!.]*") if path.is_dir()}
-        assert steps == {f"iter_{steps_of(host) - FIRST_SAVE:07d}", last_step(host, whole).name}
+        assert steps == {f"iter_{HOSTS[host].steps - FIRST_SAVE:07d}", last_step(host, whole).name}
     expected = tensors(host, whole)
     assert len(expected) > 10
     for ranks, root in resumed.items():
@@ -193,15 +174,11 @@ def test_checkpoints_of_one_lightning_strategy_load_into_the_other(
     pytest.importorskip("lightning")
 
     def ddp(name: str) -> list[str]:
-        return [*torchrun(2), str(HOSTS / "lightning_fit.py"), str(tmp_path / name), "10"]
+        return [*torchrun(2), str(SCRIPTS / "lightning_fit.py"), str(tmp_path / name), "10"]
 
     def fsdp(name: str) -> list[str]:
-        return [
-            *torchrun(2),
-            str(ROOT / "tests" / "contrib" / "lightning" / "lightning_fsdp.py"),
-            str(tmp_path / name),
-            "10",
-        ]
+        program = Path(__file__).parent / "lightning" / "lightning_fsdp.py"
+        return [*torchrun(2), str(program), str(tmp_path / name), "10"]
 
     assert run_to_its_end(ddp("ddp")) == run_to_its_end(fsdp("fsdp")) == 0
     assert run_to_its_end([*fsdp("ddp_then_fsdp"), str(tmp_path / "ddp" / "step=5.ckpt")]) == 5
