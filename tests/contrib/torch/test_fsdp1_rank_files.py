@@ -14,11 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.fsdp import StateDictType, fully_shard
-from torch.distributed.fsdp.api import (
-    FullOptimStateDictConfig,
-    FullStateDictConfig,
-    LocalStateDictConfig,
-)
+from torch.distributed.fsdp.api import FullOptimStateDictConfig, FullStateDictConfig, LocalStateDictConfig
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import megackpt
@@ -46,9 +42,8 @@ def _trained(kind: str) -> tuple[nn.Module, torch.optim.Optimizer]:
     """Return a trained model in nested FSDP modules, and its optimizer. Collective."""
     # Modules in wrapped modules are wrapped, too, and the norms of a block belong to the block.
     model, optimizer = build(kind, 1, module=WithScale, wrapped=BLOCKS | {nn.Linear})
-    if (
-        kind == "momentum"
-    ):  # Adam has two arrays for each parameter. For SGD, torch gathers the state correctly.
+    # Adam has two arrays for each parameter, and a step. For SGD, torch gathers the whole state correctly.
+    if kind == "momentum":
         optimizer = torch.optim.SGD(model.parameters(), lr=1e-2, momentum=0.9)
     for seed in range(2):
         train_step(model, optimizer, seed=seed)

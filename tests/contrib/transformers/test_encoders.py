@@ -297,10 +297,7 @@ def split_t5(stages: int) -> None:
             lambda: small_t5(seq_length=14).check_layout(ParallelLayout(cp=2)),
             r"T5Config .*seq_length 14 is not a multiple of 2 x cp=2",
         ),
-        (
-            lambda: small_t5().check_layout(ParallelLayout(tp=3)),
-            r"num_heads 4 is not a multiple of tp=3",
-        ),
+        (lambda: small_t5().check_layout(ParallelLayout(tp=3)), r"num_heads 4 is not a multiple of tp=3"),
         (lambda: split_t5(0), r"0 of pp=4 stages cannot have the 2 layers"),
         (lambda: split_t5(3), r"3 of pp=4 stages cannot have the 2 layers"),
         (lambda: split_t5(4), r"4 of pp=4 stages cannot have the 2 layers"),

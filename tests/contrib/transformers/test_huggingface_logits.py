@@ -147,7 +147,5 @@ def test_outputs_and_gradients_are_those_of_transformers(family: str, seed: int)
     assert_all_close(results, known, relative=OF_A_LAYER)
     grads = {name: param.grad for name, param in theirs.named_parameters() if param.grad is not None}
     assert_all_close(
-        join(gradient_boxes(ours, declared, ONE)),
-        experts_in_our_names(grads, "", ""),
-        relative=OF_A_LAYER,
+        join(gradient_boxes(ours, declared, ONE)), experts_in_our_names(grads, "", ""), relative=OF_A_LAYER
     )

@@ -11,9 +11,7 @@ import functools
 import json
 import re
 import shutil
-import threading
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -34,7 +32,7 @@ from megackpt.maps import weights_of
 from megackpt.maps.weights import parameter_key
 from megackpt.optim import DistributedOptimizer
 from megackpt.parallel import ParallelGroups, ParallelLayout
-from megackpt.storage import LocalStore, ObjectStore
+from megackpt.storage import ObjectStore
 from megackpt.testing.ranks import RankPool
 from models import GPTConfig, build_gpt
 from models.huggingface import gpt_config
@@ -55,6 +53,7 @@ from tests.support.huggingface_models import (
 )
 from tests.support.optimizers import tensors_of
 from tests.support.s3_server import BUCKET, S3Server, options_for
+from tests.training.models.test_huggingface_folder import CountingStore
 
 transformers = pytest.importorskip("transformers", reason="the extra huggingface is not installed")
 
@@ -179,27 +178,6 @@ def test_a_folder_is_imported_on_several_ranks(rank_pool: RankPool, folders: Any
                 assert_close(logits, own, relative_error_of(folder.config))
 
 
-class CountingStore(LocalStore):
-    """Counts the bytes that are read of tensors."""
-
-    def __init__(self, directory: Path) -> None:
-        super().__init__(directory)
-        self.nbytes = 0
-        self._counting = threading.Lock()
-
-    def stream_into(self, name: str, offset_bytes: int, out: memoryview) -> Iterator[int]:
-        self._count(name, out.nbytes)
-        return super().stream_into(name, offset_bytes, out)
-
-    def borrow(self, name: str, offset_bytes: int, nbytes: int) -> AbstractContextManager[memoryview]:
-        self._count(name, nbytes)
-        return super().borrow(name, offset_bytes, nbytes)
-
-    def _count(self, name: str, nbytes: int) -> None:
-        with self._counting:
-            self.nbytes += nbytes if name.endswith(".safetensors") else 0
-
-
 def _bytes_read(path: Path, layout: ParallelLayout, exchange: Any, left_out: Sequence[str] = ()) -> float:
     """Return how many times the bytes that this rank needs it reads, headers included."""
     config = gpt_config(json.loads((path / "config.json").read_text()))
@@ -213,7 +191,8 @@ def _bytes_read(path: Path, layout: ParallelLayout, exchange: Any, left_out: Seq
             exchange=exchange, exclude=left_out, rules=(KeyRule(keys="*", missing=Policy.IGNORE),)
         ),
     )
-    return store.nbytes / sum(array.nbytes - array.padded_nbytes for array in report.arrays)
+    read = sum(nbytes for name, _, nbytes in store.reads if name.endswith(".safetensors"))
+    return read / sum(array.nbytes - array.padded_nbytes for array in report.arrays)
 
 
 # Each rank has some columns of the weights that are cut over tp along their inputs. Columns are less than
