@@ -55,7 +55,6 @@ class Location:
     other: Path
 
     def only_file(self, pattern: str) -> Path:
-        """Return the first file that fits a pattern."""
         return min(path for path in self.directory.glob(pattern) if not path.is_dir())
 
 
@@ -87,7 +86,6 @@ ATTACKS: dict[str, Attack] = {}
 def attack(
     base: str, claim: str, *, is_harmless: bool = False, is_another: bool = False
 ) -> Callable[[Callable[[Location], None]], Any]:
-    """Register a builder."""
 
     def register(build: Callable[[Location], None]) -> Callable[[Location], None]:
         name = build.__name__
@@ -153,7 +151,6 @@ def arrays_request() -> ShardedStateDict:
 
 
 def dcp_request() -> ShardedStateDict:
-    """What a load asks of a checkpoint of stock DCP."""
     return {
         "block": ShardedTensor.from_rank_offsets("block", torch.zeros_like(BLOCK)),
         "object": ShardedObject("object", None, (1,), (0,)),
@@ -161,7 +158,6 @@ def dcp_request() -> ShardedStateDict:
 
 
 def build_base(kind: str, directory: Path) -> None:
-    """Save a checkpoint."""
     if kind == DCP:
         dcp.save({"block": BLOCK, "object": "some text"}, checkpoint_id=directory, **ALONE)
         message = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
@@ -215,17 +211,14 @@ def _compress(directory: Path) -> None:
 
 
 def edit_json(file: Path, **fields: Any) -> None:
-    """Replace fields of a JSON document."""
     file.write_text(json.dumps({**json.loads(file.read_bytes()), **fields}))
 
 
 def edit_manifest(location: Location, **fields: Any) -> None:
-    """Replace fields of metadata.json."""
     edit_json(location.directory / "metadata.json", **fields)
 
 
 def edit_entry(location: Location, entry: str, **fields: Any) -> None:
-    """Replace fields of an entry of metadata.json that names a file."""
     message = json.loads((location.directory / "metadata.json").read_bytes())
     edit_manifest(location, **{entry: {**message[entry], **fields}})
 
@@ -271,6 +264,5 @@ def set_rows(location: Location, column: str, value: int, *, row: int = 0) -> No
 
 
 def copy_of(base: Path, target: Path) -> Path:
-    """Copy a checkpoint."""
     shutil.copytree(base, target)
     return target

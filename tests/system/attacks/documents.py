@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import struct
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -57,69 +58,32 @@ SIZES = {
 }
 
 
-@attack(NATIVE, "metadata.json is nested 100,000 deep")
-def manifest_is_deep(location: Location) -> None:
-    location.only_file("metadata.json").write_text('{"a":' * DEEP + "1" + "}" * DEEP)
+def _with_field(text: str, field: str) -> str:
+    return text.rstrip()[:-1] + "," + field + "}"
 
 
-@attack(NATIVE, "a field of metadata.json is nested 100,000 deep")
-def manifest_has_a_deep_field(location: Location) -> None:
-    text = location.only_file("metadata.json").read_text().rstrip()[:-1]
-    location.only_file("metadata.json").write_text(text + ',"x":' + "[" * DEEP + "]" * DEEP + "}")
+def manifest(location: Location, change: Callable[[str], str | bytes]) -> None:
+    file = location.only_file("metadata.json")
+    changed = change(file.read_text())
+    file.write_bytes(changed if isinstance(changed, bytes) else changed.encode())
 
 
-@attack(NATIVE, "metadata.json has a million lists", is_harmless=True)
-def manifest_is_wide(location: Location) -> None:
-    text = location.only_file("metadata.json").read_text().rstrip()[:-1]
-    location.only_file("metadata.json").write_text(text + ',"x":[' + "[]," * 100_000 + "[]]}")
-
-
-@attack(NATIVE, "metadata.json has a number of 100,000 digits")
-def manifest_has_a_huge_number(location: Location) -> None:
-    text = (
-        location.only_file("metadata.json")
-        .read_text()
-        .replace('"world_size": 2', '"world_size": ' + "9" * DEEP)
-    )
-    location.only_file("metadata.json").write_text(text)
-
-
-@attack(NATIVE, "metadata.json is a terabyte long")
-def manifest_is_endless(location: Location) -> None:
-    with location.only_file("metadata.json").open("r+b") as file:
-        file.truncate(1 << 40)
-
-
-@attack(NATIVE, "metadata.json names two indexes")
-def manifest_repeats_a_key(location: Location) -> None:
-    text = location.only_file("metadata.json").read_text()
-    entry = json.dumps({"file": "../../outside/secret", "nbytes": 4, "xxh3_128": ""})
-    location.only_file("metadata.json").write_text('{"index": ' + entry + "," + text.lstrip()[1:])
-
-
-@attack(NATIVE, "a key stands twice in an entry of metadata.json")
-def manifest_repeats_a_nested_key(location: Location) -> None:
-    text = location.only_file("metadata.json").read_text()
-    location.only_file("metadata.json").write_text(text.replace('"nbytes": ', '"nbytes": 7, "nbytes": '))
-
-
-def manifest_is(location: Location, text: bytes) -> None:
-    location.only_file("metadata.json").write_bytes(text)
-
-
-attacks_with(
-    NATIVE,
-    "metadata.json is {}",
-    {
-        "a_list": b"[]",
-        "a_text": b'"metadata"',
-        "empty": b"",
-        "zeros": b"\0" * 64,
-        "not_utf8": b'{"sharded_backend": "\xff"}',
-        "no_object": b"NaN",
-    },
-    manifest_is,
-)
+SECRET_ENTRY = json.dumps({"file": "../../outside/secret", "nbytes": 4, "xxh3_128": ""})
+MANIFESTS: dict[str, Callable[[str], str | bytes]] = {
+    "is_deep": lambda _: '{"a":' * DEEP + "1" + "}" * DEEP,
+    "has_a_deep_field": lambda text: _with_field(text, '"x":' + "[" * DEEP + "]" * DEEP),
+    "has_a_million_lists": lambda text: _with_field(text, '"x":[' + "[]," * 100_000 + "[]]"),
+    "has_a_huge_number": lambda text: text.replace('"world_size": 2', '"world_size": ' + "9" * DEEP),
+    "names_two_indexes": lambda text: '{"index": ' + SECRET_ENTRY + "," + text.lstrip()[1:],
+    "repeats_a_key_of_an_entry": lambda text: text.replace('"nbytes": ', '"nbytes": 7, "nbytes": '),
+    "is_a_list": lambda _: "[]",
+    "is_a_text": lambda _: '"metadata"',
+    "is_empty": lambda _: "",
+    "is_zeros": lambda _: b"\0" * 64,
+    "is_not_utf8": lambda _: b'{"sharded_backend": "\xff"}',
+    "is_no_object": lambda _: "NaN",
+}
+attacks_with(NATIVE, "metadata.json {}", MANIFESTS, manifest, harmless=("has_a_million_lists",))
 
 
 BACKENDS = {
@@ -147,20 +111,22 @@ for base, name, fields, claim, values in (
     attacks_with(base, claim, values, field_is(*fields), name=name)
 
 
-@attack(NATIVE, "metadata.json is that of another checkpoint")
-def manifest_of_another_checkpoint(location: Location) -> None:
-    shutil.copy(location.other / "metadata.json", location.directory)
+def from_another_checkpoint(location: Location, name: str) -> None:
+    shutil.copy(location.other / name, location.directory)
 
 
-@attack(ZARR_3, "metadata.json is that of another checkpoint")
-def zarr_manifest_of_another_checkpoint(location: Location) -> None:
-    shutil.copy(location.other / "metadata.json", location.directory)
-
-
+for base, name in ((NATIVE, "manifest"), (ZARR_3, "manifest_of_zarr")):
+    attacks_with(
+        base, "the {} is that of another checkpoint", {name: "metadata.json"}, from_another_checkpoint
+    )
 # Another library may have saved over ours: our common state is then no part of it, and a warning says so.
-@attack(TORCH_DIST, ".metadata is that of another checkpoint", is_another=True)
-def metadata_of_another_checkpoint(location: Location) -> None:
-    shutil.copy(location.other / ".metadata", location.directory)
+attacks_with(
+    TORCH_DIST,
+    "the {} is that of another checkpoint",
+    {"metadata": ".metadata"},
+    from_another_checkpoint,
+    another=("metadata",),
+)
 
 
 @attack(NATIVE, "the index is that of another checkpoint")
@@ -170,9 +136,18 @@ def index_of_another_checkpoint(location: Location) -> None:
     edit_manifest(location, index=other)
 
 
-@attack(NATIVE, "the common state is that of another attempt, under the name of this one")
-def common_under_another_name(location: Location) -> None:
-    location.only_file("common-*.json").write_bytes(b'{"state_dict":{},"content_metadata":null}')
+def file_is(location: Location, how: tuple[str, bytes]) -> None:
+    """The first file that fits a pattern has other bytes."""
+    pattern, data = how
+    location.only_file(pattern).write_bytes(data)
+
+
+attacks_with(
+    NATIVE,
+    "the common state is {}, under the name of this one",
+    {"that_of_another_attempt": ("common-*.json", b'{"state_dict":{},"content_metadata":null}')},
+    file_is,
+)
 
 
 def common_is(location: Location, text: str | bytes) -> None:
@@ -271,14 +246,21 @@ def note_names_a_file_outside(location: Location) -> None:
     edit_json(note, index={**message["index"], "file": "../../outside/secret"})
 
 
-@attack(TORCH_DIST, "the note of the save is nested 100,000 deep")
-def note_is_deep(location: Location) -> None:
-    location.only_file("megackpt-*.json").write_text("[" * DEEP)
-
-
-@attack(TORCH_DIST, "the note of the save is a list")
-def note_is_a_list(location: Location) -> None:
-    location.only_file("megackpt-*.json").write_text("[1]")
+attacks_with(
+    TORCH_DIST,
+    "the {}",
+    {
+        "note_is_nested_100_000_deep": ("megackpt-*.json", b"[" * DEEP),
+        "note_is_a_list": ("megackpt-*.json", b"[1]"),
+    },
+    file_is,
+)
+attacks_with(
+    ZARR_1,
+    "the {}",
+    {"list_of_files_is_an_object": (".megackpt-*.json", b'{"files": {"a": 1}, "checkpoint": 7}')},
+    file_is,
+)
 
 
 @attack(ZARR_1, "the list of files names a file outside", is_harmless=True)
@@ -289,21 +271,20 @@ def marker_names_a_file_outside(location: Location) -> None:
     edit_json(marker, **{entry: [*message[entry], "../../outside/secret"]})
 
 
-@attack(ZARR_1, "the list of files is an object")
-def marker_is_no_list(location: Location) -> None:
-    location.only_file(".megackpt-*.json").write_text('{"files": {"a": 1}, "checkpoint": 7}')
+def files_are(location: Location, data: bytes) -> None:
+    put_named(location, "files", data)
 
 
-@attack(ZARR_3, "the list of files is no list of names")
-def files_are_no_names(location: Location) -> None:
-    put_named(location, "files", b'{"files": [[["a"]]]}')
-
-
-@attack(ZARR_3, "the list of files names files outside")
-def files_are_outside(location: Location) -> None:
-    put_named(location, "files", b'{"files": ["../../outside/zarr.json"]}')
-
-
-@attack(ZARR_3, "keys that were removed are given as numbers")
-def removed_keys_are_numbers(location: Location) -> None:
-    edit_manifest(location, removed_prefixes=[1, 2])
+attacks_with(
+    ZARR_3,
+    "the list of files has {}",
+    {"no_names": b'{"files": [[["a"]]]}', "names_outside": b'{"files": ["../../outside/zarr.json"]}'},
+    files_are,
+)
+attacks_with(
+    ZARR_3,
+    "keys that were removed are given as {}",
+    {"numbers": [1, 2]},
+    field_is("removed_prefixes"),
+    name="removed",
+)

@@ -132,23 +132,18 @@ def _device(location: Location, pattern: str) -> None:
 attacks_with(NATIVE, "{} is a device", NATIVE_FILES, _device)
 
 
-@attack(NATIVE, "the directory of data is a link to one outside")
-def data_directory_is_a_link(location: Location) -> None:
-    shutil.move(location.directory / "data", location.outside / "data")
-    (location.directory / "data").symlink_to(location.outside / "data")
+def directory_is_a_link(location: Location, pattern: str) -> None:
+    (moved,) = location.directory.glob(pattern)
+    shutil.move(moved, location.outside / moved.name)
+    moved.symlink_to(location.outside / moved.name)
 
 
-@attack(ZARR_1, "the directory of an array is a link to one outside")
-def array_directory_is_a_link(location: Location) -> None:
-    shutil.move(location.directory / "half", location.outside / "half")
-    (location.directory / "half").symlink_to(location.outside / "half")
-
-
-@attack(ZARR_3, "the directory of chunks is a link to one outside")
-def chunk_directory_is_a_link(location: Location) -> None:
-    (chunks,) = location.directory.glob("zarr-*/half/c")
-    shutil.move(chunks, location.outside / "c")
-    chunks.symlink_to(location.outside / "c")
+for base, which, pattern in (
+    (NATIVE, "data", "data"),
+    (ZARR_1, "an_array", "half"),
+    (ZARR_3, "chunks", "zarr-*/half/c"),
+):
+    attacks_with(base, "the directory of {} is a link to one outside", {which: pattern}, directory_is_a_link)
 
 
 @attack(NATIVE, "the directory of data holds a link to itself", is_harmless=True)
@@ -164,18 +159,11 @@ def swapped_data(location: Location) -> None:
     second.write_bytes(owned)
 
 
-@attack(NATIVE, "a data file goes on for a terabyte", is_harmless=True)
-def endless_data(location: Location) -> None:
-    os.truncate(location.only_file("data/*"), 1 << 40)
-
-
 def endless(location: Location, pattern: str) -> None:
     os.truncate(location.only_file(pattern), 1 << 40)
 
 
-attacks_with(
-    NATIVE, "{} goes on for a terabyte", {k: v for k, v in NATIVE_FILES.items() if k != "data"}, endless
-)
+attacks_with(NATIVE, "{} goes on for a terabyte", NATIVE_FILES, endless, harmless=("data",))
 attacks_with(
     TORCH_DIST,
     "torch_dist: {} goes on for a terabyte",
@@ -200,28 +188,22 @@ attacks_with(
 )
 
 
-@attack(NATIVE, "a later step is a pipe", is_harmless=True)
-def later_step_is_a_pipe(location: Location) -> None:
-    os.mkfifo(location.directory.parent / "iter_0000009")
+def next_to_the_step(location: Location, make: Callable[[Path], object]) -> None:
+    make(location.directory.parent)
 
 
-@attack(NATIVE, "a later step is a link to itself", is_harmless=True)
-def later_step_is_a_loop(location: Location) -> None:
-    (location.directory.parent / "iter_0000009").symlink_to("iter_0000009")
+def _step_with_a_pipe(root: Path) -> None:
+    (root / "iter_0000009").mkdir()
+    os.mkfifo(root / "iter_0000009" / "metadata.json")
 
 
-@attack(NATIVE, "a later step has a pipe as metadata.json", is_harmless=True)
-def later_step_with_a_pipe(location: Location) -> None:
-    (location.directory.parent / "iter_0000009").mkdir()
-    os.mkfifo(location.directory.parent / "iter_0000009" / "metadata.json")
-
-
-@attack(NATIVE, "a later step has a number that no integer holds", is_harmless=True)
-def later_step_of_many_digits(location: Location) -> None:
-    (location.directory.parent / ("iter_" + "9" * 200)).mkdir()
-
-
-@attack(NATIVE, "the tracker of the latest step names one outside", is_harmless=True)
-def tracker_names_another_step(location: Location) -> None:
-    text = f"../../outside/{STEP}\n"
-    (location.directory.parent / "latest_checkpointed_iteration.txt").write_text(text)
+SIBLINGS: dict[str, Callable[[Path], object]] = {
+    "a_later_step_that_is_a_pipe": lambda root: os.mkfifo(root / "iter_0000009"),
+    "a_later_step_that_is_a_loop": lambda root: (root / "iter_0000009").symlink_to("iter_0000009"),
+    "a_later_step_with_a_pipe_as_metadata": _step_with_a_pipe,
+    "a_later_step_of_many_digits": lambda root: (root / ("iter_" + "9" * 200)).mkdir(),
+    "a_tracker_of_a_step_outside": lambda root: (root / "latest_checkpointed_iteration.txt").write_text(
+        f"../../outside/{STEP}\n"
+    ),
+}
+attacks_with(NATIVE, "next to the step is {}", SIBLINGS, next_to_the_step, harmless=SIBLINGS)

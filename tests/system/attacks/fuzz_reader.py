@@ -45,7 +45,6 @@ def try_one(data: bytes) -> None:
 
 
 def main() -> None:
-    """Fuzz."""
     logging.disable()
     warnings.simplefilter("ignore")
     atheris.Setup(sys.argv, try_one)

@@ -66,17 +66,23 @@ attacks_with(
 )
 
 
-@attack(HUGGINGFACE, "the index is nested 100,000 deep")
-def folder_index_is_deep(location: Location) -> None:
-    (location.directory / INDEX).write_text('{"weight_map":' * DEEP + "1" + "}" * DEEP)
+def folder_has(location: Location, file: tuple[str, str]) -> None:
+    (location.directory / file[0]).write_text(file[1])
 
 
-@attack(HUGGINGFACE, "a file that is no part of the model has a million lists", is_harmless=True)
-def folder_has_another_file(location: Location) -> None:
-    (location.directory / "vocab.json").write_text("[" + "[]," * 1_000_000 + "[]]")
+attacks_with(
+    HUGGINGFACE,
+    "the folder has {}",
+    {
+        "an_index_that_is_nested_100_000_deep": (INDEX, '{"weight_map":' * DEEP + "1" + "}" * DEEP),
+        "a_file_that_is_no_part_of_the_model": ("vocab.json", "[" + "[]," * 1_000_000 + "[]]"),
+    },
+    folder_has,
+    harmless=("a_file_that_is_no_part_of_the_model",),
+)
 
 
-def _replace_header(location: Location, text: bytes) -> None:
+def folder_header(location: Location, text: bytes) -> None:
     path = location.directory / FIRST
     data = path.read_bytes()
     start = 8 + int.from_bytes(data[:8], "little")
@@ -88,7 +94,7 @@ def header_field(field: str) -> Callable[[Location, Any], None]:
 
     def build(location: Location, value: Any) -> None:
         fields = {"dtype": "F32", "shape": [6, 8], "data_offsets": [0, 192], field: value}
-        _replace_header(location, json.dumps({"block": fields}).encode())
+        folder_header(location, json.dumps({"block": fields}).encode())
 
     return build
 
@@ -102,14 +108,15 @@ attacks_with(HUGGINGFACE, "the shape of a tensor is {}", SHAPES, header_field("s
 attacks_with(HUGGINGFACE, "the end of a tensor is {}", SIZES, folder_header_offset)
 
 
-@attack(HUGGINGFACE, "a header is nested 100,000 deep")
-def folder_header_is_deep(location: Location) -> None:
-    _replace_header(location, b'{"block":' + b"[" * DEEP + b"]" * DEEP + b"}")
-
-
-@attack(HUGGINGFACE, "a header has a million lists")
-def folder_header_is_wide(location: Location) -> None:
-    _replace_header(location, b'{"block":[' + b"[]," * 1_000_000 + b"[]]}")
+attacks_with(
+    HUGGINGFACE,
+    "a header {}",
+    {
+        "is_nested_100_000_deep": b'{"block":' + b"[" * DEEP + b"]" * DEEP + b"}",
+        "has_a_million_lists": b'{"block":[' + b"[]," * 1_000_000 + b"[]]}",
+    },
+    folder_header,
+)
 
 
 def folder_header_length(location: Location, value: int) -> None:

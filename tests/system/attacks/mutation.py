@@ -44,14 +44,12 @@ def request(*, empty: bool) -> dict[str, Any]:
 
 
 def checkpoint(backend: tuple[str, int]) -> Files:
-    """Save a checkpoint; return its files."""
     store = MemoryStore()
     megackpt.save({**request(empty=False), "step": 7, "rng": torch.arange(4)}, store, backend)
     return {name: store.read(name, max_bytes=1 << 20) for name in store.names()}
 
 
 def positions_in(tree: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
-    """Return the paths of all values in a JSON tree."""
     subdirectory = (
         tree.items() if isinstance(tree, dict) else enumerate(tree) if isinstance(tree, list) else ()
     )
@@ -62,7 +60,6 @@ def positions_in(tree: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]
 
 
 def replaced(tree: Any, path: tuple[Any, ...], value: Any) -> Any:
-    """Return a tree with another value at a path."""
     if not path:
         return value
     copy: Any = dict(tree) if isinstance(tree, dict) else list(tree)
@@ -210,7 +207,6 @@ def expected_of(files: Files) -> dict[str, Any]:
 
 
 def decoded(blob: bytes) -> str:
-    """Decode a blob of the codec."""
     try:
         unpack(blob, where="blob")
     except CheckpointError as error:

@@ -16,12 +16,10 @@ def named(module: str, name: str) -> bytes:
 
 
 def text(value: str) -> bytes:
-    """Opcodes of a text."""
     return b"X" + struct.pack("<I", len(value.encode())) + value.encode()
 
 
 def binary(value: bytes) -> bytes:
-    """Opcodes of bytes."""
     return b"B" + struct.pack("<I", len(value)) + value
 
 
@@ -53,7 +51,6 @@ def zipped(data: bytes, records: dict[str, bytes] | None = None) -> bytes:
 
 
 def storage(kind: str, number: str, length: bytes) -> bytes:
-    """Opcodes of a storage on the CPU, whose length is given as opcodes."""
     return b"(" + text("storage") + named("torch", kind) + text(number) + text("cpu") + length + b"tQ"
 
 

@@ -1,14 +1,16 @@
 """Every attack meets every reader, each in a child process: `python -m tests.system.attacks.trial DIRECTORY`.
 
-It watches: files that are opened, programs that are started, modules that are imported,
-memory, time, and whether anything from outside of the checkpoint shows. Says what it saw as a line of JSON
+It watches: files that are opened, programs that are started, modules that are imported, memory, time, and
+whether anything from outside of the checkpoint shows. Says what it saw as a line of JSON
 for each attack. A process of its own, as an audit hook cannot be taken off again.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib
+import io
 import json
 import os
 import pickle
@@ -19,12 +21,14 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import megackpt
+from megackpt.checkpointer import Checkpointer
+from megackpt.cli import main as run_command
 from megackpt.testing.identical import difference
 from tests.system.attacks import (
     documents,
@@ -39,14 +43,17 @@ from tests.system.attacks.crafting import (
     ATTACKS,
     CANARY,
     DCP,
+    HUGGINGFACE,
     NATIVE,
     STEP,
     Attack,
     Location,
+    arrays_request,
     build_base,
     copy_of,
+    dcp_request,
+    request,
 )
-from tests.system.attacks.readers import commands, run, values
 
 DEADLINE_S = 60.0
 MOST_BYTES = 1 << 30
@@ -93,6 +100,52 @@ class Watch:
         parent, _, leaf = os.path.abspath(name).rpartition("/")
         if not f"{os.path.realpath(parent)}/{leaf}".startswith(self._allowed):
             self.seen.append(f"{event} {name!r:.200}")
+
+
+def asked(base: str) -> Any:
+    if base == HUGGINGFACE:
+        return arrays_request()
+    return dcp_request() if base == DCP else request(empty=True)
+
+
+def values(base: str) -> Mapping[str, Callable[[Path], Any]]:
+    """Readers that give values, which must be those that were saved."""
+    return {
+        "load": lambda d: megackpt.load(asked(base), d),
+        "load_plain_tensors": megackpt.load_plain_tensors,
+        "load_common_state_dict": megackpt.load_common_state_dict,
+        "load_content_metadata": megackpt.load_content_metadata,
+        "load_sharded_metadata": lambda d: sorted(megackpt.load_sharded_metadata(d)),
+        "load_tensors_metadata": lambda d: {
+            key: (str(t.dtype), t.global_shape) for key, t in megackpt.load_tensors_metadata(d).items()
+        },
+        "Checkpointer": lambda d: _resumed(base, d.parent),
+    }
+
+
+def _resumed(base: str, root: Path) -> Any:
+    with Checkpointer(root) as checkpointer:
+        if checkpointer.latest() is None:
+            raise megackpt.NotACheckpointError("no step", path=str(root))
+        return checkpointer.load(asked(base))
+
+
+def commands(good: Path, scratch: Path) -> Mapping[str, Callable[[Path], list[str]]]:
+    return {
+        "ls": lambda d: ["ls", str(d.parent)],
+        "inspect": lambda d: ["inspect", str(d), "--json"],
+        "verify": lambda d: ["verify", str(d), "--deep"],
+        "diff": lambda d: ["diff", str(d), str(good)],
+        "convert": lambda d: ["convert", str(d), str(scratch / "converted"), "--to", "megackpt"],
+    }
+
+
+def run(arguments: list[str]) -> tuple[int, str, str]:
+    """Run a command in this process; return exit code, stdout and stderr."""
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        code = run_command(arguments)
+    return code, out.getvalue(), err.getvalue()
 
 
 def outcomes(attack: Attack, location: Location, base: Base, scratch: Path) -> dict[str, str]:
@@ -166,7 +219,6 @@ class Base:
 
 
 def base_of(kind: str, root: Path) -> Base:
-    """Save two checkpoints of one kind."""
     slug = kind.replace(":", "-")
     good, other = (root / f"{name}-{slug}" / STEP for name in ("good", "other"))
     scratch = root / f"scratch-{slug}"
@@ -304,7 +356,6 @@ def trials(root: Path, chosen: list[str]) -> Iterator[dict[str, Any]]:
 
 
 def main() -> None:
-    """Say what each attack led to."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("root", type=Path, help="an empty directory")
     parser.add_argument("names", nargs="*", help="names, or parts with a * behind; all without any")

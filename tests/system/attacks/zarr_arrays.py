@@ -122,15 +122,16 @@ attacks_with(
 )
 
 
-@attack(ZARR_1, "a .zarray is nested 100,000 deep")
-def zarray_is_deep(position: Location) -> None:
-    (position.directory / "half" / ".zarray").write_text("[" * 100_000)
+def zarray_text(position: Location, change: Callable[[str], str]) -> None:
+    file = position.directory / "half" / ".zarray"
+    file.write_text(change(file.read_text().strip()))
 
 
-@attack(ZARR_1, "the field shape stands twice in a .zarray")
-def zarray_repeats_a_field(position: Location) -> None:
-    text = (position.directory / "half" / ".zarray").read_text().strip()
-    (position.directory / "half" / ".zarray").write_text('{"shape": [7],' + text[1:])
+TEXTS: dict[str, Callable[[str], str]] = {
+    "is_nested_100_000_deep": lambda _: "[" * 100_000,
+    "has_the_field_shape_twice": lambda text: '{"shape": [7],' + text[1:],
+}
+attacks_with(ZARR_1, "a .zarray {}", TEXTS, zarray_text)
 
 
 @attack(ZARR_1, "an array is in another array", is_another=True)
@@ -139,23 +140,33 @@ def array_in_an_array(position: Location) -> None:
     edit_json(position.directory / "block" / "half2" / ".zarray", shape=[2**40], chunks=[1])
 
 
-@attack(ZARR_1, "objects are of an array of 10**15")
-def objects_without_end(position: Location) -> None:
-    file = position.only_file("object/*.pt")
-    file.rename(file.with_name("shard_0_1000000000000000.pt"))
-
-
-@attack(ZARR_1, "an object lies at an offset that no integer holds")
-def object_beyond(position: Location) -> None:
+def object_name(position: Location, name: str) -> None:
     for file in position.directory.glob("object/*.pt"):
-        rank = file.name.split("_")[1]
-        file.rename(file.with_name(f"shard_{rank}{'0' * 30}_{'9' * 40}.pt"))
+        file.rename(file.with_name(name.format(rank=file.name.split("_")[1])))
 
 
-@attack(ZARR_1, "an object has a thousand dims")
-def object_of_a_thousand_dims(position: Location) -> None:
+attacks_with(
+    ZARR_1,
+    "an object lies at an offset {}",
+    {"that_no_integer_holds": f"shard_{{rank}}{'0' * 30}_{'9' * 40}.pt"},
+    object_name,
+)
+
+
+def first_object_name(position: Location, name: str) -> None:
     file = position.only_file("object/*.pt")
-    file.rename(file.with_name(f"shard_{'0.' * 50}0_{'1.' * 50}1.pt"))
+    file.rename(file.with_name(name))
+
+
+attacks_with(
+    ZARR_1,
+    "an object is of {}",
+    {
+        "an_array_of_10_to_the_15": "shard_0_1000000000000000.pt",
+        "a_thousand_dims": f"shard_{'0.' * 50}0_{'1.' * 50}1.pt",
+    },
+    first_object_name,
+)
 
 
 def _document_3(position: Location) -> Any:

@@ -19,7 +19,6 @@ def torchrun(ranks: int, script: Path, flags: Sequence[str]) -> list[str]:
 
 
 def run_torchrun(ranks: int, flags: Sequence[str]) -> subprocess.CompletedProcess[str]:
-    """Run pretrain_gpt.py under torchrun to its end."""
     command = torchrun(ranks, PRETRAIN_GPT, flags)
     return subprocess.run(
         command, env=quiet({}), capture_output=True, text=True, timeout=TIMEOUT_S, check=False

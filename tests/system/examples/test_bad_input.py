@@ -91,9 +91,7 @@ CASES = {
         "--optimizer=plain --overlap-grad-reduce", r"--overlap-grad-reduce and .* are for .*leave them out"
     ),
     "sequence parts": Case(
-        "--cp=4 --seq-length=20",
-        r".*seq_length 20 is not a multiple of 2 x cp=4\. Change either\.",
-        ranks=4,
+        "--cp=4 --seq-length=20", r".*seq_length 20 is not a multiple of 2 x cp=4\. Change either\.", ranks=4
     ),
     "format": Case(
         "--dist-ckpt-format=tar", r"No strategy saves format 'tar'\. Known are megackpt version 1.*"
@@ -207,12 +205,7 @@ LLAMA = {
     "intermediate_size": 48,
     "max_position_embeddings": 64,
 }
-FOLDERS = {
-    "bare": None,
-    "bert": {"model_type": "bert"},
-    "llama": LLAMA,
-    "small": LLAMA | {"vocab_size": 100},
-}
+FOLDERS = {"bare": None, "bert": {"model_type": "bert"}, "llama": LLAMA, "small": LLAMA | {"vocab_size": 100}}
 
 
 def _write_folder(path: Path, config: dict[str, object] | None) -> None:

@@ -21,10 +21,7 @@ STEPS = 3
 ALLOWED = 1e-5
 """Relative, as in `test_resume_other_layouts`: layouts differ by the order of sums only. A weight that is not
 imported changes the first loss by parts of a hundred."""
-LAYOUTS = {
-    "llama": ParallelLayout(tp=2, dp=2),
-    "qwen2_moe": ParallelLayout(tp=2, dp=2, ep=2, etp=2),
-}
+LAYOUTS = {"llama": ParallelLayout(tp=2, dp=2), "qwen2_moe": ParallelLayout(tp=2, dp=2, ep=2, etp=2)}
 
 
 def _folder(path: Path, family: str) -> Path:

@@ -35,16 +35,27 @@ def resident(field: str) -> int:
     raise AssertionError(f"/proc/self/status has no {field}")
 
 
+def start_of_peak() -> int:
+    """Start to measure a peak of resident memory; return how much is resident now."""
+    ctypes.CDLL(None).malloc_trim(0)  # what was freed before shall not serve unseen
+    Path("/proc/self/clear_refs").write_text("5")
+    return resident("VmRSS")
+
+
+def warm_up(directory: Path, options: LoadOptions | None = None) -> None:
+    """Save and load, so that what is imported lazily is not the state's memory."""
+    small = {"warm": ShardedTensor.from_rank_offsets("warm", torch.zeros(10), replica_id=dist.get_rank())}
+    megackpt.save(small, directory)
+    megackpt.load(small, directory, options=options)
+
+
 def peak_beyond_the_state(directory: Path, loading: bool) -> tuple[int, int]:
     """Return by how much save (or load) raised resident memory at its peak, and the size of the state."""
     numel = STATE_BYTES // TENSORS // 4
     tensors = [torch.full((numel,), float(i)) for i in range(TENSORS)]
     state = {str(i): ShardedTensor.from_rank_offsets(f"t{i}", t) for i, t in enumerate(tensors)}
-    small = {"warm": ShardedTensor.from_rank_offsets("warm", torch.zeros(10))}
-    megackpt.save(small, directory.with_name("warm"))  # what is imported lazily is not the state's memory
-    megackpt.load(small, directory.with_name("warm"))
-    Path("/proc/self/clear_refs").write_text("5")  # resets the peak
-    before = resident("VmRSS")
+    warm_up(directory.with_name("warm"))
+    before = start_of_peak()
     if loading:
         for tensor in tensors:
             tensor.zero_()
@@ -75,8 +86,7 @@ def peak_of_a_resharded_load(directory: Path, kind: str) -> int:
             )
             for s, p in zip(starts, parts, strict=True)
         ]
-    Path("/proc/self/clear_refs").write_text("5")
-    before = resident("VmRSS")
+    before = start_of_peak()
     megackpt.load({"w": asked}, directory)
     extra = resident("VmHWM") - before
     assert all(torch.equal(a, b) for a, b in zip(target.split(512), array.split(512), strict=True))
@@ -113,14 +123,10 @@ def peak_of_an_exchange(directory: Path, way: Any, exchange_bytes: int, tensors:
     options = LoadOptions(exchange=way, exchange_bytes=exchange_bytes)
     if not directory.exists():
         megackpt.save(state, directory)
-    small = {"warm": ShardedTensor.from_rank_offsets("warm", torch.zeros(10), replica_id=dist.get_rank())}
-    megackpt.save(small, directory.with_name("warm"))
-    megackpt.load(small, directory.with_name("warm"), options=options)
+    warm_up(directory.with_name("warm"), options)
     for tensor in data:
         tensor.zero_()
-    ctypes.CDLL(None).malloc_trim(0)  # what was freed before shall not serve unseen
-    Path("/proc/self/clear_refs").write_text("5")
-    before = resident("VmRSS")
+    before = start_of_peak()
     megackpt.load(state, directory, options=options)
     extra = resident("VmHWM") - before
     assert all(bool((t == float(i)).all()) for i, t in enumerate(data))
@@ -162,9 +168,7 @@ def peaks_of_experts(
     groups = ParallelGroups.create(layout)
     experts = experts_of(groups)
     state = experts.sharded_state_dict("experts.")
-    small = {"warm": ShardedTensor.from_rank_offsets("warm", torch.zeros(10), replica_id=groups.rank)}
-    megackpt.save(small, warm)  # what is imported lazily is not the state's memory
-    megackpt.load(small, warm)
+    warm_up(warm)
     loading = 0
     if source is not None:
         with torch.no_grad():
@@ -181,13 +185,6 @@ def peaks_of_experts(
             number = float(groups.ep.rank * len(param) + local)
             assert all(bool((row == number).all()) for row in expert)
     return loading, saving, sum(p.nbytes for p in experts.parameters())
-
-
-def start_of_peak() -> int:
-    """Start to measure a peak of resident memory; return how much is resident now."""
-    ctypes.CDLL(None).malloc_trim(0)  # what was freed before shall not serve unseen
-    Path("/proc/self/clear_refs").write_text("5")
-    return resident("VmRSS")
 
 
 @with_all("the other tests measure dense arrays")
@@ -219,12 +216,6 @@ NATIVE = ("megackpt", 1)
 OTHERS = [("zarr", 3), ("zarr", 1), ("torch_dist", 1)]
 
 
-class Silent:
-    def begin(self, doing: str, nbytes: int) -> None: ...
-
-    def advance(self, nbytes: int) -> None: ...
-
-
 def save_long_chunks(directory: Path) -> None:
     rows = CHUNK_BYTES // (4 * 1024)
     parts = [torch.arange(rows * 1024, dtype=torch.int32).reshape(rows, 1024) + i for i in range(CHUNKS)]
@@ -232,19 +223,13 @@ def save_long_chunks(directory: Path) -> None:
     megackpt.save({"w": state, "step": 1}, directory)
 
 
-def convert(source: Path, target: Path, strategy: tuple[str, int]) -> None:
-    megackpt.convert(source, target, strategy)
-
-
 def peak_of_a_conversion(source: Path, target: Path, strategy: tuple[str, int]) -> int:
     """Return by how much converting, verification included, raised resident memory at its peak."""
     warm = source.with_name(f"warm-{target.name}")  # what is imported lazily is no memory of the conversion
     megackpt.save({"w": ShardedTensor.from_rank_offsets("w", torch.zeros(10))}, warm, strategy)
-    convert(warm, warm.with_name(f"{warm.name}-again"), NATIVE)
-    ctypes.CDLL(None).malloc_trim(0)
-    Path("/proc/self/clear_refs").write_text("5")  # resets the peak
-    before = resident("VmRSS")
-    convert(source, target, strategy)
+    megackpt.convert(warm, warm.with_name(f"{warm.name}-again"), NATIVE)
+    before = start_of_peak()
+    megackpt.convert(source, target, strategy)
     return resident("VmHWM") - before
 
 
