@@ -17,6 +17,7 @@ from functools import partial
 from multiprocessing.connection import Connection
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -24,6 +25,7 @@ import torch.distributed as dist
 
 from megackpt import WriterFailedError
 from megackpt.comm import run_on_all_ranks, store_group, writer_group
+from megackpt.comm.messages import decode_error
 from megackpt.comm.store_host import StoreAddress, connect_store, host_towards
 from megackpt.comm.transport_choice import open_transport
 from megackpt.comm.writer_group import WriterGroup
@@ -32,11 +34,13 @@ from megackpt.engine.background import saver as saver_module
 from megackpt.engine.background import session
 from megackpt.engine.background.child_process import ChildProcess
 from megackpt.engine.background.messages import (
+    CancelledMessage,
     CheckpointLocation,
     CommittedMessage,
     ConsumedMessage,
     EndedMessage,
     Job,
+    StagedMessage,
 )
 from megackpt.engine.background.prepared_save import SubmittedJob
 from megackpt.engine.background.process import WriterProcess
@@ -434,6 +438,25 @@ def test_an_ended_process_is_closed_while_other_threads_can_take_a_process(idle:
     assert other.closed_with_free_lock is None
 
 
+@pytest.mark.parametrize(
+    ("keeps", "is_lost", "is_kept"), [(True, False, True), (True, True, False), (False, False, False)]
+)
+def test_a_session_leaves_its_process_to_the_next_one_if_that_can_use_it(
+    keeps: bool, is_lost: bool, is_kept: bool, idle: list[Any]
+) -> None:
+    earlier, process, host = Mock(), Mock(is_lost=is_lost), Mock()
+    idle.append(earlier)
+    session.WriterSession(AsyncOptions(), None, process, host=host).end(keeps_writer=keeps)
+    process.wait_until.assert_called_once_with(0)
+    host.close.assert_called_once_with()
+    assert idle == [process if is_kept else earlier]
+    assert (process.rest.called, process.close.called, earlier.close.called) == (
+        is_kept,
+        not is_kept,
+        is_kept,
+    )
+
+
 class Session:
     """A session without a process: writes down how many pending saves were waited for, and its ends."""
 
@@ -441,7 +464,7 @@ class Session:
         self.most_pending: list[int] = []
         self.ends: list[bool] = []
         self.jobs: list[Any] = []
-        self.writer = SimpleNamespace(wait_until=self.most_pending.append, is_ours=True)
+        self.writer = SimpleNamespace(wait_until=self.most_pending.append, is_ours=True, kill=lambda: None)
 
     def wait_staged(self) -> None:
         """Nothing is being copied."""
@@ -490,6 +513,14 @@ def test_a_closed_saver_that_is_forgotten_leaves_the_process_to_its_next_user(fa
     assert fake_session.ends == [True]
 
 
+def test_a_saver_that_is_abandoned_and_forgotten_ends_its_process_once(fake_session: Session) -> None:
+    saver = AsyncSaver(AsyncOptions())
+    saver.abandon()
+    del saver
+    gc.collect()
+    assert fake_session.ends == [False]
+
+
 def test_a_saver_that_is_forgotten_ends_its_process(fake_session: Session) -> None:
     saver = AsyncSaver(AsyncOptions())
     del saver
@@ -510,6 +541,24 @@ def test_staging_that_waits_for_room_ends_when_the_process_does(writer: WriterPr
     wait_for(lambda: bool(writer._changed._waiters))  # type: ignore[attr-defined]  # it waits
     writer.kill()
     assert ended.wait(20)
+
+
+def test_what_is_not_staged_is_cancelled_once_and_the_process_does_not_wait_for_it(
+    writer: WriterProcess,
+) -> None:
+    staged, unstaged = submit(writer), submit(writer)
+    staged.is_staged = True
+    assert writer.cancel_unstaged(ValueError("no memory")) == [unstaged]
+    assert writer.cancel_unstaged(ValueError("no memory")) == []
+    received: list[Any] = []
+    while not received or not isinstance(received[-1], StagedMessage):
+        received.append(its_end(writer).recv())
+    cancelled = received[-2]
+    assert (type(cancelled), cancelled.job) == (CancelledMessage, unstaged.job.number)
+    assert "Rank 0 failed while copying its state: ValueError: no memory" in str(
+        decode_error(cancelled.error)
+    )
+    assert received[-1] == StagedMessage(unstaged.stop)
 
 
 def test_staging_waits_until_the_process_has_read_what_is_in_the_way(writer: WriterProcess) -> None:
