@@ -232,10 +232,7 @@ def test_the_blocks_of_all_ranks_tile_the_same_arrays(layout: GridLayout) -> Non
 
 
 def test_flat_ranges_of_a_stage_hold_every_element_of_the_optimizer_once() -> None:
-    model, layout = (
-        make_model(1 << 20, ranks=4, dtype=torch.bfloat16),
-        GridLayout(tp=2, dp=2, is_flat=True),
-    )
+    model, layout = (make_model(1 << 20, ranks=4, dtype=torch.bfloat16), GridLayout(tp=2, dp=2, is_flat=True))
     seen: dict[str, int] = {}
     for rank in range(4):
         for shard in make_state(model, layout, rank, torch.bfloat16).shards:

@@ -32,49 +32,34 @@ class Notes:
     directory: Path
     life: int
 
+    def put(self, name: str, text: str = "") -> None:
+        """Let there be a file with this text, all at once."""
+        new = self._file(f"{name}.new")
+        new.write_text(text)
+        new.replace(self._file(name))
+
+    def wait(self, name: str) -> str:
+        """Wait until there is such a file, and return its text."""
+        deadline = time.monotonic() + LIMIT_S
+        while not self._file(name).exists():
+            assert time.monotonic() < deadline, f"{name} did not appear"
+            time.sleep(0.002)
+        return self._file(name).read_text()
+
     def processes(self) -> list[int]:
-        return [json.loads(self._rank(rank).read_text())["rank"] for rank in range(RANKS)]
+        return [json.loads(self._file(f"rank-{rank}").read_text())["rank"] for rank in range(RANKS)]
 
     def writers(self) -> list[int]:
         """Return the process ids of the writers of the ranks; none if saves are synchronous."""
-        writer_pids = [json.loads(self._rank(rank).read_text())["writer"] for rank in range(RANKS)]
-        return [pid for pid in writer_pids if pid]
-
-    def report_processes(self, writer: int | None) -> None:
-        _put(self._rank(dist.get_rank()), json.dumps({"rank": os.getpid(), "writer": writer}))
-
-    def report_duration(self, seconds: float) -> None:
-        """Note how long a save takes, right before the next one."""
-        _put(self._saving(), str(seconds))
+        pids = [json.loads(self._file(f"rank-{rank}").read_text())["writer"] for rank in range(RANKS)]
+        return [pid for pid in pids if pid]
 
     def duration(self) -> float:
         """Wait until the job has saved once, and return how long that took, in seconds."""
-        wait_for(self._saving())
-        return float(self._saving().read_text())
+        return float(self.wait("saving"))
 
-    def report_step(self, step: int) -> None:
-        _put(self._step(), str(step))
-
-    def step(self) -> int:
-        return int(self._step().read_text())
-
-    def allow(self) -> None:
-        self._go().touch()
-
-    def await_go(self) -> None:
-        wait_for(self._go())
-
-    def _rank(self, rank: int) -> Path:
-        return self.directory / f"life-{self.life}.rank-{rank}"
-
-    def _step(self) -> Path:
-        return self.directory / f"life-{self.life}.step"
-
-    def _saving(self) -> Path:
-        return self.directory / f"life-{self.life}.saving"
-
-    def _go(self) -> Path:
-        return self.directory / f"life-{self.life}.go"
+    def _file(self, name: str) -> Path:
+        return self.directory / f"life-{self.life}.{name}"
 
 
 def save_one_step_after_the_other(root: Path, notes: Notes, *, async_save: bool) -> None:
@@ -84,8 +69,9 @@ def save_one_step_after_the_other(root: Path, notes: Notes, *, async_save: bool)
     checkpointer = Checkpointer(root, keep_last=2, async_save=options)
     rank, size = dist.get_rank(), dist.get_world_size()
     saver = checkpointer._async_saving and checkpointer._async_saving.saver
-    notes.report_processes(saver.writer_pid if saver is not None else None)
-    notes.await_go()
+    writer = saver.writer_pid if saver is not None else None
+    notes.put(f"rank-{rank}", json.dumps({"rank": os.getpid(), "writer": writer}))
+    notes.wait("go")
     tensors = [torch.empty(NUMEL) for _ in range(TENSORS)]
     parts = [ShardedTensor.from_rank_offsets(f"t{i}", t, (0, rank, size)) for i, t in enumerate(tensors)]
     first = (checkpointer.find_latest() or 0) + 1
@@ -95,13 +81,13 @@ def save_one_step_after_the_other(root: Path, notes: Notes, *, async_save: bool)
             tensor.fill_(step)
         state = {"model": dict(zip(map(str, range(TENSORS)), parts, strict=True)), "step": step}
         if rank == 0:
-            notes.report_step(step)
+            notes.put("step", str(step))
         began = time.monotonic()
         checkpointer.save(step, state)
         if step == first + 1:  # of the first save, a writer process may have begun late
             checkpointer.wait()
             if rank == 0:
-                notes.report_duration(time.monotonic() - began)
+                notes.put("saving", str(time.monotonic() - began))
         dist.barrier()
         step += 1
 
@@ -148,7 +134,7 @@ class Tally:
         )
         self.newest = newest
         self.kills += 1
-        self.interrupted += notes.step() > newest
+        self.interrupted += int(notes.wait("step")) > newest
         self.incomplete += any(incomplete > newest for incomplete in steps.incomplete)
 
     def __str__(self) -> str:
@@ -184,18 +170,6 @@ def named_shared_memory(pid: int) -> list[str]:
         except FileNotFoundError:  # closed meanwhile
             continue
     return [name for name in owned if name.startswith("/dev/shm/") and not name.endswith("(deleted)")]
-
-
-def wait_for(path: Path) -> None:
-    deadline = time.monotonic() + LIMIT_S
-    while not path.exists():
-        assert time.monotonic() < deadline, f"{path.name} did not appear"
-        time.sleep(0.002)
-
-
-def _put(path: Path, text: str) -> None:
-    path.with_suffix(path.suffix + ".new").write_text(text)
-    path.with_suffix(path.suffix + ".new").replace(path)
 
 
 def main() -> None:

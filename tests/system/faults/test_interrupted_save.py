@@ -55,7 +55,7 @@ def test_a_kill_at_any_moment_leaves_the_last_committed_step_loadable(
     tally = Tally()
     for kill in range(kills):
         notes = Notes(tmp_path, kill)
-        notes.allow()
+        notes.put("go")
         pids = pool.pids(RANKS)
         job = threading.Thread(target=pool.outcomes, args=(run_job, RANKS, root, notes, async_save))
         job.start()
@@ -88,7 +88,7 @@ def kill_under_torchrun(directory: Path, kills: int, *, seed: int) -> str:
         agent = subprocess.Popen([*start, *restarts, *script], stdout=log, stderr=log)
     tally, of_one_rank, slowest = Tally(), 0, 0.0
     try:
-        Notes(directory, 0).allow()
+        Notes(directory, 0).put("go")
         for kill in range(kills):
             notes = Notes(directory, kill)
             time.sleep(generator.uniform(0, notes.duration()))
@@ -101,7 +101,7 @@ def kill_under_torchrun(directory: Path, kills: int, *, seed: int) -> str:
             await_end(ranks, 300)  # torchrun ends those that live
             slowest = max(slowest, await_end(notes.writers(), WRITERS_END_S))
             tally.look(root, notes)
-            Notes(directory, kill + 1).allow()
+            Notes(directory, kill + 1).put("go")
         last = Notes(directory, kills)
         last.duration()
     finally:

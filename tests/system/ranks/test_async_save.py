@@ -202,10 +202,7 @@ def verify_saves(root: Path) -> str:
             checkpointer.wait()
         dist.barrier()
         assert checkpointer.steps() == (1,)
-        for step, backend in (
-            (3, "torch_dist"),
-            (4, "zarr"),
-        ):
+        for step, backend in ((3, "torch_dist"), (4, "zarr")):
             checkpointer.save(step, {"w": part(3.0), **objects}, sharded_strategy=backend)
             checkpointer.wait()
             dist.barrier()

@@ -245,14 +245,6 @@ def test_an_asynchronous_save_goes_on_behind(s3_server: S3Server) -> None:
         assert is_loaded(checkpointer.load(state(0, 1, axis=0, seed=None)), 0, 1, axis=0, seed=5)
 
 
-class _Quiet:
-    """Progress that nobody looks at."""
-
-    def begin(self, doing: str, nbytes: int) -> None: ...
-
-    def advance(self, nbytes: int) -> None: ...
-
-
 @sampled(4)
 @pytest.mark.parametrize("to", ["torch_dist", "zarr"])
 def test_other_formats_are_written_and_read_there(s3_server: S3Server, to: str) -> None:

@@ -178,7 +178,6 @@ def _train(job: DenseJob | MoeJob, optimizers: Sequence[MasterOptimizer], steps:
 
 
 def copies_of(state: ShardedStateDict) -> list[ShardedTensor]:
-    """Return copies of every tensor that a rank stores."""
     copies = []
     for tensor in tensors_of(state):
         data: Tensor | None = tensor.data

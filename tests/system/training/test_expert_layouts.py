@@ -211,11 +211,7 @@ def sources(tmp_path_factory: pytest.TempPathFactory, rank_pool: RankPool) -> di
 @pytest.mark.parametrize("shift", range(1, len(SAVED_LAYOUTS)))
 @pytest.mark.parametrize("source", SAVED_LAYOUTS)
 def test_what_one_layout_saved_another_loads_and_saves_bit_equal(
-    source: str,
-    shift: int,
-    sources: dict[str, Path],
-    rank_pool: RankPool,
-    tmp_path: Path,
+    source: str, shift: int, sources: dict[str, Path], rank_pool: RankPool, tmp_path: Path
 ) -> None:
     names = list(SAVED_LAYOUTS)
     target = names[(names.index(source) + shift) % len(names)]

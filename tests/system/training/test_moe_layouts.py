@@ -217,11 +217,7 @@ def test_outputs_losses_and_gradients_are_those_of_one_rank(
 
 @pytest.mark.parametrize(
     "capacity",
-    [
-        Capacity(factor=0.7),
-        Capacity(factor=0.7, drop="position"),
-        Capacity(factor=0.7, pad=True),
-    ],
+    [Capacity(factor=0.7), Capacity(factor=0.7, drop="position"), Capacity(factor=0.7, pad=True)],
     ids=str,
 )
 @pytest.mark.parametrize("name", ["dp4-ep4", "tp1-dp4-ep2-etp2"])

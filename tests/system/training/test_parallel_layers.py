@@ -16,7 +16,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megackpt.errors import DeclarationError
-from megackpt.mapping import ShardedLayout
 from megackpt.parallel import (
     Axis,
     ColumnParallelLinear,
@@ -47,6 +46,7 @@ from megackpt.parallel import (
     vocab_parallel_cross_entropy,
 )
 from megackpt.testing.ranks import RankPool
+from tests.support.gpt import tensors_of
 
 TOLERANCE = {"rtol": 1e-5, "atol": 2e-5}
 VOCAB = 11
@@ -62,10 +62,9 @@ def _groups() -> ParallelGroups:
 
 def _set(layer: nn.Module, groups: ParallelGroups, whole: Mapping[str, Tensor]) -> None:
     """Copy this rank's boxes of the whole arrays, by key, into the layer."""
-    for entity in sharded_state_dict(layer, groups).values():
-        for tensor in entity.tensors() if isinstance(entity, ShardedLayout) else [entity]:
-            with torch.no_grad():
-                tensor.data.copy_(whole[tensor.key][tensor.global_slice()])
+    for tensor in tensors_of(sharded_state_dict(layer, groups)):
+        with torch.no_grad():
+            tensor.data.copy_(whole[tensor.key][tensor.global_slice()])
 
 
 def _check_grads(layer: nn.Module, groups: ParallelGroups, whole: Mapping[str, Tensor]) -> None:
@@ -75,12 +74,11 @@ def _check_grads(layer: nn.Module, groups: ParallelGroups, whole: Mapping[str, T
         assert param.grad is not None
         partial = is_marked(param, "sequence_parallel")
         grads[name] = all_reduce(param.grad, groups.tp) if partial else param.grad
-    for name, entity in sharded_state_dict(layer, groups).items():
-        entity = entity.retarget(key=entity.key, data=grads[name])
-        for tensor in entity.tensors() if isinstance(entity, ShardedLayout) else [entity]:
-            expected = whole[tensor.key].grad
-            assert expected is not None
-            torch.testing.assert_close(tensor.data, expected[tensor.global_slice()], **TOLERANCE)
+    state = sharded_state_dict(layer, groups)
+    for tensor in tensors_of({name: e.retarget(key=e.key, data=grads[name]) for name, e in state.items()}):
+        expected = whole[tensor.key].grad
+        assert expected is not None
+        torch.testing.assert_close(tensor.data, expected[tensor.global_slice()], **TOLERANCE)
 
 
 def _whole_input(seed: int, groups: ParallelGroups, sequence_parallel: bool) -> tuple[Tensor, Tensor, Tensor]:
