@@ -151,7 +151,7 @@ def replace_packages(bare: Sequence[str], empty: Sequence[str]) -> None:
     """Make packages importable without what their `__init__` imports, and others as empty ones, for good."""
     sys.meta_path.insert(0, EmptyModules(empty))
     for name in bare:
-        found = importlib.util.find_spec(name)
-        if found is not None:
+        spec = importlib.util.find_spec(name)
+        if spec is not None:
             package = sys.modules[name] = types.ModuleType(name)
-            package.__path__ = list(found.submodule_search_locations or ())
+            package.__path__ = list(spec.submodule_search_locations or ())

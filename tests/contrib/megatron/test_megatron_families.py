@@ -5,7 +5,7 @@ Megatron-Core load these folders again, at other layouts. A model of ours reads 
 
 Tolerance: everything is fp32 and the same sums are made in another order; see `test_megatron_into_models`.
 A gated delta net divides queries and keys by their lengths, which enlarges rounding errors: see
-`test_qwen3_next`.
+`test_gradients`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Megatron-Core 0.16.1 itself, beside megackpt: our save strategy in its save, its loads, its rerun state.
+"""Megatron-Core 0.16.1 itself with megackpt: our save strategy in its save, its loads, its rerun state.
 
 The state of its rerun state machine holds named tuples.
 """
