@@ -8,6 +8,7 @@ import sys
 import types
 import typing
 from collections.abc import Callable
+from functools import cache
 
 import numpy as np
 import pytest
@@ -124,6 +125,7 @@ _P1, _P2, _P5 = 11400714785074694791, 14029467366897019727, 2870177450012600261
 _WORD = 2**64
 
 
+@cache
 def tuples_of_one_hash(count: int) -> list[tuple[int, int]]:
     """Return pairs of small integers with one hash.
 
@@ -143,6 +145,7 @@ def tuples_of_one_hash(count: int) -> list[tuple[int, int]]:
     return pairs
 
 
+@cache
 def integers_that_crowd_a_table(count: int) -> list[int]:
     """Return different integers, half of which find hundreds of slots taken by the others.
 

@@ -9,10 +9,8 @@ import pickle
 import pickletools
 import struct
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from contextlib import suppress
-from functools import cache
 from itertools import product
 from pathlib import Path
 from typing import Any, cast
@@ -42,10 +40,22 @@ from megackpt.formats.torch_dist.metadata_reader import DcpMetadata
 from megackpt.formats.torch_dist.metadata_unpickler import load_metadata
 from megackpt.storage import LocalStore, MemoryStore
 from tests.support.codec import P as _P
-from tests.support.codec import integers_that_crowd_a_table, tuples_of_one_hash
+from tests.support.codec import integers_that_crowd_a_table as _crowding
+from tests.support.codec import tuples_of_one_hash as _tuples_of
 from tests.support.effort import sampled
 from tests.support.states import box, stack
-from tests.system.attacks.opcodes import binary, named, pickled, text, zipped
+from tests.system.attacks.opcodes import (
+    binary,
+    dict_of,
+    named,
+    number_of,
+    ordered_of,
+    pair_of,
+    pickled,
+    set_of,
+    text,
+    zipped,
+)
 
 _TRIES = 20
 _MOST = 2.5
@@ -224,10 +234,13 @@ PARSERS: dict[str, tuple[int, Callable[[int, Path], Work]]] = {
         20_000,
         lambda n, _: _decoded(EncodedValue({"$dict": [[{"$int": hex(i)}, 0] for i in _crowding(n)]}, ())),
     ),
-    "a set of tuples of one hash": (20_000, lambda n, _: _torch(zipped(_set_of(map(_pair, _tuples_of(n)))))),
+    "a set of tuples of one hash": (
+        20_000,
+        lambda n, _: _torch(zipped(set_of(map(pair_of, _tuples_of(n))))),
+    ),
     "an ordered dict of tuples of one hash": (
         20_000,
-        lambda n, _: _torch(zipped(_ordered(map(_pair, _tuples_of(n))))),
+        lambda n, _: _torch(zipped(ordered_of(map(pair_of, _tuples_of(n))))),
     ),
     "a list that calls copy": (20_000, lambda n, _: _torch(zipped(_copied_list(n)))),
     "a text that calls copy": (
@@ -250,11 +263,11 @@ PARSERS: dict[str, tuple[int, Callable[[int, Path], Work]]] = {
 
 # Opcodes of keys that collide, and what reads a pickle of a dict that has them.
 KEYS: dict[str, Callable[[int], Iterable[bytes]]] = {
-    "tuples of one hash": lambda n: map(_pair, _tuples_of(n)),
-    "frozensets of one hash": lambda n: (_frozen(_pair(pair)) for pair in _tuples_of(n)),
+    "tuples of one hash": lambda n: map(pair_of, _tuples_of(n)),
+    "frozensets of one hash": lambda n: (_frozen(pair_of(pair)) for pair in _tuples_of(n)),
     "sizes of one hash": lambda n: map(_size, _tuples_of(n)),
     "indices of one hash": lambda n: map(_stored_index, _tuples_of(n)),
-    "integers that crowd a table": lambda n: map(_long, _crowding(n)),
+    "integers that crowd a table": lambda n: map(number_of, _crowding(n)),
 }
 FILES: dict[str, Callable[[bytes], Work]] = {
     ".metadata": lambda data: _dcp(data),
@@ -264,7 +277,7 @@ FILES: dict[str, Callable[[bytes], Work]] = {
 for (keys, opcodes), (file, read) in product(KEYS.items(), FILES.items()):
 
     def make_work(n: int, _: Path, opcodes: Any = opcodes, read: Any = read) -> Work:
-        return cast(Work, read(_dict_of(opcodes(n))))
+        return cast(Work, read(dict_of(opcodes(n))))
 
     PARSERS[f"{keys} in {file}"] = (20_000, make_work)
 
@@ -275,26 +288,8 @@ def _one_hash(n: int) -> bytes:
     return b"\x80\x02}(" + pairs + b"u."
 
 
-@cache
-def _tuples_of(n: int) -> list[tuple[int, int]]:
-    return tuples_of_one_hash(n)
-
-
-@cache
-def _crowding(n: int) -> list[int]:
-    return integers_that_crowd_a_table(n)
-
-
-def _long(number: int) -> bytes:
-    return b"\x8a\x08" + number.to_bytes(8, "little", signed=True)
-
-
-def _pair(pair: tuple[int, int]) -> bytes:
-    return _long(pair[0]) + _long(pair[1]) + b"\x86"
-
-
 def _size(pair: tuple[int, int]) -> bytes:
-    return named("torch", "Size") + _pair(pair) + b"\x85R"
+    return named("torch", "Size") + pair_of(pair) + b"\x85R"
 
 
 def _frozen(opcodes: bytes) -> bytes:
@@ -306,20 +301,6 @@ def _stored_index(pair: tuple[int, int]) -> bytes:
     module = "torch.distributed.checkpoint.metadata"
     fields = (b"U\x03fqnK\x01", b"U\x06offset" + _size(pair), b"U\x05indexN")
     return named(module, "MetadataIndex") + b")\x81}(" + b"".join(fields) + b"ub"
-
-
-def _dict_of(keys: Iterable[bytes]) -> bytes:
-    """A pickle of a dict with these keys, written by hand as above."""
-    return pickled(b"}(" + b"".join(key + b"K\x00" for key in keys) + b"u")
-
-
-def _set_of(elements: Iterable[bytes]) -> bytes:
-    return pickled(named("builtins", "set") + b"](" + b"".join(elements) + b"e\x85R")
-
-
-def _ordered(keys: Iterable[bytes]) -> bytes:
-    pairs = b"".join(key + b"K\x00\x86" for key in keys)
-    return pickled(named("collections", "OrderedDict") + b"](" + pairs + b"e\x85R")
 
 
 def _same_key(n: int) -> bytes:
@@ -433,74 +414,3 @@ def test_twice_as_much_takes_about_twice_as_long(name: str, tmp_path: Path) -> N
         if attempt > 0 and best[1] <= _MOST**2 * max(best[0], 5e-4):
             return
     pytest.fail(f"{name}: {best[0]:.5f} s for {size // 4:,}, {best[1]:.5f} s for four times as much")
-
-
-def test_a_repeated_key_is_named() -> None:
-    with pytest.raises(FormatError, match=r"the key 'key9' is repeated in one object"):
-        load_tree(_repeated(10), where="w")
-    with pytest.raises(FormatError, match=r"the key 'key9' is repeated in one object"):
-        parse_document(_repeated(10).encode(), where="w")
-
-
-def test_keys_of_one_hash_raise_an_error_and_others_do_not() -> None:
-    with pytest.raises(FormatError, match="more than 200 keys have the same hash"):
-        decode(_tree_of_int_keys(201, lambda i: i * _P + 5))
-    assert len(decode(_tree_of_int_keys(200, lambda i: i * _P + 5))) == 200
-    many = {i * 2**70: i for i in range(1000)}
-    assert unpack(pack(many), where="w") == many
-    with pytest.raises(pickle.UnpicklingError, match="integers have the same hash"):
-        check_opcodes(pickle.dumps([i * _P for i in range(300)]))
-    check_opcodes(pickle.dumps([7 * _P] * 300 + list(many)))
-
-
-def test_keys_that_crowd_a_table_are_rejected_and_multiples_are_not() -> None:
-    with pytest.raises(FormatError, match="keys collide in a hash table"):
-        decode(_tree_of_int_keys(5000, _crowding(5000).__getitem__))
-    with pytest.raises(FormatError, match="keys collide in a hash table"):
-        load_value(zipped(_dict_of(map(_long, _crowding(5000)))), where="w")
-    for shift in (0, 3, 12, 20, 33, 47, 52, 64):
-        many = {i << shift: i for i in range(3000)}
-        assert unpack(pack(many), where="w") == many
-        assert load_value(_torch_saved(many), where="w") == many
-
-
-def test_keys_of_a_pickle_are_found_however_they_are_inserted() -> None:
-    pairs = [_pair(pair) for pair in _tuples_of(500)]
-    in_parts = b"".join(b"h\x00(" + b"".join(key + b"K\x00" for key in pairs[i::5]) + b"u0" for i in range(5))
-    by_memo = pickled(b"}q\x000" + in_parts + b"h\x00")
-    one_by_one = pickled(b"}" + b"".join(key + b"K\x00s" for key in pairs[:250]))
-    by_dict = pickled(b"(" + b"".join(key + b"K\x00" for key in pairs) + b"d")
-    by_set = _set_of(pairs)
-    by_set_of_2 = by_set.replace(b"builtins", b"__builtin__")
-    of_frozensets = pickled(b"}(" + b"".join(b"(" + key + b"\x91K\x00" for key in pairs) + b"u")
-    padding = b"](" + b"".join(b"}K\x01K\x00s" for _ in range(1000)) + b"e0"  # so that there are many keys
-    for data in (by_memo, one_by_one, by_dict, by_set, by_set_of_2, of_frozensets, _ordered(pairs)):
-        with pytest.raises(pickle.UnpicklingError, match="200 keys have the same hash"):
-            check_opcodes(data[:2] + padding + data[2:])
-
-
-@pytest.mark.parametrize(
-    ("make", "fill"),
-    [
-        (b"]", b"(h%ch%ce"),
-        (b"}", b"(K\x01h%cK\x02h%cu"),
-        (named("collections", "OrderedDict") + b")R", b"(K\x01h%cK\x02h%cu"),
-        (named("argparse", "Namespace") + b")\x81", b"}(U\x01ah%cU\x01bh%cub"),
-    ],
-)
-@pytest.mark.parametrize("outside_in", [False, True])
-def test_containers_that_are_twice_in_each_other_are_rejected(
-    make: bytes, fill: bytes, outside_in: bool
-) -> None:
-    """A few bytes would be a value of 2**40 elements for whoever walks through it."""
-    numbers = range(40) if outside_in else reversed(range(40))
-    made = b"".join(make + b"q%c" % i for i in range(41))
-    filled = b"".join(b"h%c" % i + fill % (i + 1, i + 1) for i in numbers)
-    with pytest.raises(FormatError, match="repeated in each other without measure"):
-        load_value(zipped(pickled(b"(", made, filled, b"t")), where="w")
-
-
-def test_what_several_containers_share_is_loaded() -> None:
-    shared, ordered = [1, 2], OrderedDict(a=[3])
-    state = {"a": shared, "b": [shared, ordered], "many": {i: (shared, ordered) for i in range(30_000)}}
-    assert load_value(_torch_saved(state), where="w") == state

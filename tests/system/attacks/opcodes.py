@@ -8,6 +8,7 @@ from __future__ import annotations
 import io
 import struct
 import zipfile
+from collections.abc import Iterable
 
 
 def named(module: str, name: str) -> bytes:
@@ -75,3 +76,25 @@ def tensor(
 
     numbers = b"".join(b"(" + b"".join(map(whole, values)) + b"t" for values in (shape, stride))
     return rebuilt(storage("FloatStorage", number, whole(numel)), whole(offset), numbers)
+
+
+def number_of(number: int) -> bytes:
+    return b"\x8a\x08" + number.to_bytes(8, "little", signed=True)
+
+
+def pair_of(pair: tuple[int, int]) -> bytes:
+    return number_of(pair[0]) + number_of(pair[1]) + b"\x86"
+
+
+def dict_of(keys: Iterable[bytes]) -> bytes:
+    """A pickle of a dict with these keys."""
+    return pickled(b"}(" + b"".join(key + b"K\x00" for key in keys) + b"u")
+
+
+def set_of(elements: Iterable[bytes]) -> bytes:
+    return pickled(named("builtins", "set") + b"](" + b"".join(elements) + b"e\x85R")
+
+
+def ordered_of(keys: Iterable[bytes]) -> bytes:
+    pairs = b"".join(key + b"K\x00\x86" for key in keys)
+    return pickled(named("collections", "OrderedDict") + b"](" + pairs + b"e\x85R")
