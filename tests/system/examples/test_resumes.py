@@ -164,18 +164,18 @@ SCHEDULES: dict[str, tuple[CosineSchedule, str, CosineSchedule, list[str], float
 def test_the_schedule_goes_on_where_it_was_or_as_asked_for_and_reported(
     rank_pool: RankPool, tmp_path: Path, which: str
 ) -> None:
-    given, flag, followed, texts, decay = SCHEDULES[which]
+    asked_for, flag, followed, texts, decay = SCHEDULES[which]
     run, data = tmp_path / "run", f"--data={write_text(tmp_path / 'text')}"
     train(rank_pool, "PP2xDP2", run, data, *flags_of(STORED), "--exit-after=4", "--weight-decay=0.3")
-    train(rank_pool, "1 rank", run, data, *flags_of(given), flag)
+    train(rank_pool, "1 rank", run, data, *flags_of(asked_for), flag)
     expected = [STORED.at(step) for step in range(1, 5)]
-    assert rates(run) == [*expected, *(followed.at(step) for step in range(5, given.steps + 1))]
+    assert rates(run) == [*expected, *(followed.at(step) for step in range(5, asked_for.steps + 1))]
     starts = events_of(run, "start")
     assert [start["step"] for start in starts] == [0, 4]
-    assert [saved["step"] for saved in events_of(run, "save")] == [4, given.steps]
+    assert [saved["step"] for saved in events_of(run, "save")] == [4, asked_for.steps]
     assert ("schedule is followed" in starts[1]["note"]) == bool(texts)
     assert all(text in starts[1]["note"] for text in texts)
-    assert weight_decay_at(run, given.steps) == decay
+    assert weight_decay_at(run, asked_for.steps) == decay
 
 
 def test_warm_up_then_half_a_cosine_to_the_minimum() -> None:
