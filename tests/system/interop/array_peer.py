@@ -14,6 +14,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import json
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,6 @@ _meshes: dict[tuple[int, ...], Any] = {}  # making one is collective, and slow
 
 
 def start(flags: list[str]) -> None:
-    """Remember which peer this is."""
     warnings.simplefilter("ignore")
     _peer[:] = [f.removeprefix("--as=") for f in flags if f.startswith("--as=")]
 
@@ -50,13 +50,8 @@ def run(job: Job) -> str:
 
 
 def coordinates(job: Job) -> tuple[tuple[int, int], tuple[int, int], tuple[int, int]]:
-    """Return (rank, size) of this rank in tp, dp and pp."""
     rank, dp = dist.get_rank(), job.dp(dist.get_world_size())
-    return (
-        (rank % job.tp, job.tp),
-        (rank // job.tp % dp, dp),
-        (rank // (job.tp * dp), job.pp),
-    )
+    return ((rank % job.tp, job.tp), (rank // job.tp % dp, dp), (rank // (job.tp * dp), job.pp))
 
 
 # ---- megackpt -------------------------------------------------------------------------------------------
@@ -98,7 +93,6 @@ def flat_range(numel: int, rank: int, size: int) -> slice:
 
 
 def write_megackpt(job: Job, arrays: list[Array]) -> str:
-    """Save the arrays and common state."""
     import megackpt
 
     state: dict[str, Any] = dict(common())
@@ -190,7 +184,7 @@ def dcp_state(job: Job, arrays: list[Array], *, zero: bool = False) -> tuple[Any
     for array in arrays:
         if array.key.startswith("model."):
             value = torch.zeros_like(array.value()) if zero else array.value()
-            cut = Array(**{**vars_of(array), "flat": flat})
+            cut = replace(array, flat=flat)
             add_parameter(module, array.value_key, as_dtensor(job, cut, value))
     state: dict[str, Any] = {"model": dcp_state_dict.get_model_state_dict(module)}
     if job.kind == "model":
@@ -201,7 +195,7 @@ def dcp_state(job: Job, arrays: list[Array], *, zero: bool = False) -> tuple[Any
     optimizer.step()
     with torch.no_grad():
         for name, param in module.named_parameters():
-            own = Array(**{**vars_of(by_key[f"model.{name}"]), "flat": flat})
+            own = replace(by_key[f"model.{name}"], flat=flat)
             param.copy_(as_dtensor(job, own, torch.zeros_like(own.value()) if zero else own.value()))
     state["optim"] = dcp_state_dict.get_optimizer_state_dict(module, optimizer)
     for name, states in state["optim"]["state"].items():
@@ -214,15 +208,7 @@ def dcp_state(job: Job, arrays: list[Array], *, zero: bool = False) -> tuple[Any
     return module, optimizer, state
 
 
-def vars_of(array: Array) -> dict[str, Any]:
-    """Return the fields of an array."""
-    from dataclasses import asdict
-
-    return asdict(array)
-
-
 def add_parameter(module: torch.nn.Module, name: str, value: torch.Tensor) -> None:
-    """Register a parameter under a dotted name."""
     *folders, last = name.split(".")
     for folder in folders:
         if not hasattr(module, folder):
@@ -255,7 +241,6 @@ def write_zarr(job: Job, arrays: list[Array]) -> str:
 
 
 def read_zarr(job: Job, arrays: list[Array]) -> str:
-    """Read the blocks of a layout; compare."""
     tp, _, pp = coordinates(job)
     count = 0
     for array in arrays:
@@ -269,7 +254,6 @@ def read_zarr(job: Job, arrays: list[Array]) -> str:
 
 
 def numpy_of(array: Array, where: tuple[slice, ...]) -> Any:
-    """Return a block as numpy of the array's own dtype."""
     import ml_dtypes
 
     block = array.value()[where].contiguous()
@@ -279,7 +263,6 @@ def numpy_of(array: Array, where: tuple[slice, ...]) -> Any:
 
 
 def create(job: Job, array: Array) -> None:
-    """Make an array's metadata."""
     zeros = (0, job.tp), (0, job.pp)
     chunks = [w.stop - w.start for w in array.part(*zeros)]
     dtype = "bfloat16" if array.dtype is torch.bfloat16 else "<f4"
@@ -302,7 +285,6 @@ def create(job: Job, array: Array) -> None:
 
 
 def put(job: Job, array: Array, where: tuple[slice, ...]) -> None:
-    """Write a block."""
     value = numpy_of(array, where)
     if _peer[0] == "tensorstore":
         opened(job, array)[where].write(value).result()
@@ -324,7 +306,6 @@ def get(job: Job, array: Array, where: tuple[slice, ...]) -> Any:
 
 
 def opened(job: Job, array: Array, **more: Any) -> Any:
-    """Open an array with the peer's library."""
     if _peer[0] == "tensorstore":
         import tensorstore
 
@@ -340,7 +321,6 @@ def opened(job: Job, array: Array, **more: Any) -> Any:
 
 
 def folder(job: Job, array: Array) -> Path:
-    """Return where an array lies."""
     if job.version == 3 and job.op == "read":  # an attempt has a group of its own
         return next(Path(job.path).glob("zarr-*")) / array.key
     return Path(job.path) / array.key

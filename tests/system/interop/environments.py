@@ -1,8 +1,7 @@
 """Where the peers live: this environment, and a second one for packages that conflict with it.
 
 `python tests/system/interop/environments.py` makes that one, in build/peers (or MEGACKPT_PEERS): a virtual
-environment with
-Megatron-Core 0.12, zarr 2 and what they need, which finds torch in this environment.
+environment with Megatron-Core 0.12, zarr 2 and what they need, which finds torch in this environment.
 """
 
 from __future__ import annotations
@@ -37,7 +36,6 @@ OLD_PACKAGES = [
 
 
 def folder() -> Path:
-    """Return where environments are made."""
     return Path(os.environ.get("MEGACKPT_PEERS", ROOT / "build" / "peers"))
 
 
@@ -60,7 +58,6 @@ def lacks(name: str, *modules: str) -> str:
 
 
 def make_old() -> Path:
-    """Make the environment of Megatron-Core 0.12, and return it."""
     location = folder() / OLD
     venv.create(location, with_pip=True)
     python = location / "bin" / "python"

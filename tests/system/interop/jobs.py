@@ -1,9 +1,8 @@
 """What a peer is asked to do, and the process that does it on its ranks.
 
 A peer is a program: `python peer.py JOBS.json RESULTS.json [flags]`. It starts its ranks once, does every
-job on
-all of them and writes one result for each job. Imported by every peer in its own environment, so it knows
-torch only.
+job on all of them and writes one result for each job. Imported by every peer in its own environment, so it
+knows torch only.
 """
 
 from __future__ import annotations
@@ -61,20 +60,17 @@ class Job:
     naming: str = "megatron"
 
     def dp(self, ranks: int) -> int:
-        """Return the size of data parallelism."""
         return ranks // (self.tp * self.pp)
 
     def to_json(self) -> dict[str, Any]:
-        """Return plain values."""
         return asdict(self)
 
 
 def main(start: Callable[[list[str]], None], run: Callable[[Job], str]) -> None:
     """Do the jobs of a file on four ranks, as the command line of a peer says.
 
-    Where ranks fail differently, some wait for others that will never come: then all are ended, and new
-    ones go
-    on with the next job.
+    Where ranks fail differently, some wait for others that will never come: then all are ended, and new ones
+    go on with the next job.
     """
     jobs_file, results_file, *flags = sys.argv[1:]
     ranks = next((int(f.removeprefix("--ranks=")) for f in flags if f.startswith("--ranks=")), RANKS)

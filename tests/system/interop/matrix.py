@@ -3,8 +3,7 @@
     python tests/system/interop/matrix.py [torch_dist] [zarr] [--few] [--page]
 
 prints the tables; `--page` puts them into docs/interop.md. Peers of another environment are left out,
-visibly, until
-environments.py has made it.
+visibly, until environments.py has made it.
 """
 
 from __future__ import annotations
@@ -42,6 +41,7 @@ from tests.system.interop.plan import (
 )
 
 HERE = Path(__file__).parent
+PAGE, HEAD = ROOT / "docs" / "interop.md", HERE / "page_head.md"
 TIMEOUT_S = 400
 KINDS = {"model": "model", "adam": "plain Adam", "distopt": "distributed optimizer"}
 
@@ -55,7 +55,6 @@ class Outcome:
 
 
 def run_jobs(program: Program, ranks: int, jobs: list[Job]) -> list[Outcome]:
-    """Run jobs in a peer's process; return an outcome for each."""
     missing = lacks(program.env, *program.modules)
     if missing:
         return [Outcome(f"absent: {missing}", "") for _ in jobs]
@@ -93,7 +92,6 @@ def run_jobs(program: Program, ranks: int, jobs: list[Job]) -> list[Outcome]:
 
 
 def write_all(written: Iterable[Written], root: Path) -> dict[Written, Outcome]:
-    """Write every checkpoint, those of one program in one process."""
     groups: dict[tuple[Program, int], list[Written]] = defaultdict(list)
     for write in written:
         groups[write.program, write.layout[2]].append(write)
@@ -106,7 +104,6 @@ def write_all(written: Iterable[Written], root: Path) -> dict[Written, Outcome]:
 
 
 def read_all(asked: Iterable[Read], root: Path) -> dict[Read, Outcome]:
-    """Do every reading, those of one program in one process."""
     groups: dict[tuple[Program, int], list[Read]] = defaultdict(list)
     for read in asked:
         groups[read.program, read.layout[2]].append(read)
@@ -118,7 +115,6 @@ def read_all(asked: Iterable[Read], root: Path) -> dict[Read, Outcome]:
 
 
 def job_of(written: Written, layout: tuple[int, int, int], op: str, root: Path, *, form: str = "") -> Job:
-    """Return the job that writes or reads a checkpoint at a layout."""
     tp, pp, _ = layout
     by_megatron = written.program.script == "megatron_peer.py"
     return Job(
@@ -152,7 +148,6 @@ class Cell:
     wrong: tuple[str, ...]
 
     def text(self) -> str:
-        """Return what stands in the table."""
         if self.wrong:
             return "WRONG: " + "; ".join(self.wrong)
         if self.passed:
@@ -202,7 +197,6 @@ def table_of(backend: Backend, root: Path, *, few: bool) -> Table:
 
 
 def form_of(written: Written) -> str:
-    """Return what a row says of the form."""
     return written.form + (
         " (DCP's names)" if written.naming == "dcp" and written.program.peer != "DCP" else ""
     )
@@ -226,7 +220,6 @@ def judge(
 
 
 def judge_one(read: Read, result: Outcome) -> tuple[str, str]:
-    """Return what one reading adds to a cell."""
     if result.error.startswith("absent"):
         return ("cannot", result.error)
     if read.rejected:
@@ -244,12 +237,10 @@ def judge_one(read: Read, result: Outcome) -> tuple[str, str]:
 
 
 def last_line(error: str) -> str:
-    """Return the end of a traceback."""
     return next((line for line in reversed(error.splitlines()) if line.strip()), "")[:400]
 
 
 def cell_of(message: list[tuple[str, str]]) -> Cell:
-    """Put what was found together."""
     return Cell(
         passed=sum(what == "pass" for what, _ in message),
         cannot=tuple(dict.fromkeys(text for what, text in message if what == "cannot")),
@@ -258,7 +249,6 @@ def cell_of(message: list[tuple[str, str]]) -> Cell:
 
 
 def show(table: Table) -> None:
-    """Print a table for a person."""
     from rich import box
     from rich.console import Console
     from rich.table import Table as RichTable
@@ -270,6 +260,38 @@ def show(table: Table) -> None:
     for (what, form, writer), cells in table.rows.items():
         shown.add_row(f"{what}\n{form}".strip(), writer, *(c.text() for c in cells.values()))
     Console(width=200).print(shown)
+
+
+def write_page(tables: Iterable[Table]) -> None:
+    """Write the page; tables that are not given stay as they are."""
+    sections = (
+        {section.splitlines()[0]: section for section in PAGE.read_text().split("## ")[1:]}
+        if PAGE.exists()
+        else {}
+    )
+    sections |= {section.splitlines()[0]: section for section in map(markdown, tables)}
+    body = "\n".join(
+        f"## {sections[title].rstrip()}\n" for title in map(title_of, READERS) if title in sections
+    )
+    PAGE.write_text(f"{HEAD.read_text()}\n{body}")
+
+
+def title_of(backend: Backend) -> str:
+    return f"{backend[0]}, version {backend[1]}"
+
+
+def markdown(table: Table) -> str:
+    readers = READERS[table.backend]
+    lines = [
+        title_of(table.backend),
+        "",
+        f"| what | written by | {' | '.join(f'read by {r}' for r in readers)} |",
+    ]
+    lines.append("|---" * (len(readers) + 2) + "|")
+    for (what, form, writer), cells in table.rows.items():
+        texts = [cells[reader].text().replace("|", "\\|") for reader in readers]
+        lines.append(f"| {what}{f', `{form}`' if form else ''} | {writer} | {' | '.join(texts)} |")
+    return "\n".join([*lines, ""])
 
 
 def main() -> int:
@@ -288,8 +310,6 @@ def main() -> int:
     wrong = [line for table in tables for line in table.wrong()]
     print("\n".join(wrong))
     if asked.page:
-        from tests.system.interop.page import write_page
-
         write_page(tables)
     return 1 if wrong else 0
 

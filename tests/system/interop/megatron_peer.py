@@ -4,9 +4,8 @@ Run with the Python of an environment that has a Megatron-Core (see environments
 
     python megatron_peer.py JOBS.json RESULTS.json [--megackpt]
 
-With `--megackpt` Megatron-Core's models and optimizers are the same, but
-`megatron.core.dist_checkpointing` is
-megackpt (`megackpt.compat.megatron.install()`).
+With `--megackpt` Megatron-Core's models and optimizers are the same, but `megatron.core.dist_checkpointing`
+is megackpt (`megackpt.compat.megatron.install()`).
 """
 
 from __future__ import annotations
@@ -17,6 +16,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import dataclasses
 import gc
+import inspect
 import logging
 import warnings
 from typing import Any
@@ -32,7 +32,6 @@ VOCAB, SEQUENCE, HIDDEN = 96, 16, 32
 
 
 def start(flags: list[str]) -> None:
-    """Make this rank ready for Megatron-Core."""
     warnings.simplefilter("ignore")
     logging.getLogger("megatron").setLevel(logging.ERROR)
     if "--megackpt" in flags:
@@ -75,7 +74,11 @@ class World:
             os.makedirs(self.job.path, exist_ok=True)
         dist.barrier()
         strategy = (self.job.backend, self.job.version)
-        kwargs = {"content_metadata": self.content_metadata()} if takes_content_metadata() else {}
+        kwargs = (
+            {"content_metadata": self.content_metadata()}
+            if takes(dist_checkpointing.save, "content_metadata")
+            else {}
+        )
         dist_checkpointing.save(state, self.job.path, strategy, **kwargs)
         return ""
 
@@ -100,7 +103,6 @@ class World:
         return f"{compared} values compared"
 
     def declare_model(self) -> dict[str, Any]:
-        """Return the model's sharded state dict."""
         return self.model.sharded_state_dict()  # type: ignore[no-any-return]
 
     def declare(self, *, is_loading: bool) -> dict[str, Any]:
@@ -120,7 +122,6 @@ class World:
         return state
 
     def content_metadata(self) -> dict[str, Any]:
-        """Return what Megatron-Core's training script stores to know its formats by."""
         return {"distrib_optim_sharding_type": self.job.optimizer_format, "singleton_local_shards": False}
 
 
@@ -192,16 +193,13 @@ class Unwrapping:
         self.wrapped = wrapped
 
     def sharded_state_dict(self) -> dict[str, Any]:
-        """Declare the model inside."""
         return self.wrapped.module.sharded_state_dict()  # type: ignore[no-any-return]
 
     def load_state_dict(self, state: dict[str, Any], strict: bool) -> None:
-        """Load into the model inside."""
         self.wrapped.module.load_state_dict(state, strict=strict)
 
 
 def build_optimizer(job: Job, model: Unwrapping) -> Any:
-    """Return Megatron-Core's optimizer for a model."""
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 
     config = OptimizerConfig(
@@ -240,37 +238,27 @@ def declare_optimizer(optimizer: Any, model: dict[str, Any], job: Job, is_loadin
     """Return the sharded state dict of an optimizer in the format that a job asks for."""
     if job.kind != "distopt":
         return optimizer.sharded_state_dict(model, is_loading)  # type: ignore[no-any-return]
-    if takes_metadata(optimizer):
+    if takes(parts_of(optimizer)[0].sharded_state_dict, "metadata"):
         metadata = {"distrib_optim_sharding_type": job.optimizer_format}
         return optimizer.sharded_state_dict(model, is_loading, metadata=metadata)  # type: ignore[no-any-return]
     return optimizer.sharded_state_dict(model, is_loading, sharding_type=job.optimizer_format)  # type: ignore[no-any-return]
 
 
-def takes_metadata(optimizer: Any) -> bool:
-    """Return whether this Megatron-Core chooses the optimizer's format by metadata (from 0.14 on)."""
-    import inspect
+def takes(function: Any, argument: str) -> bool:
+    """Return whether this Megatron-Core's function has an argument.
 
-    return "metadata" in inspect.signature(parts_of(optimizer)[0].sharded_state_dict).parameters
-
-
-def takes_content_metadata() -> bool:
-    """Return whether this Megatron-Core's save takes content metadata (from 0.13 on)."""
-    import inspect
-
-    from megatron.core import dist_checkpointing
-
-    return "content_metadata" in inspect.signature(dist_checkpointing.save).parameters
+    From 0.13 on, a save has content metadata; from 0.14 on, an optimizer chooses its format by metadata.
+    """
+    return argument in inspect.signature(function).parameters
 
 
 def entities_of(declared: Any) -> list[Any]:
     """Return the tensors that a sharded state dict declares, factories built."""
-    if isinstance(declared, dict):
-        return [e for value in declared.values() for e in entities_of(value)]
-    if isinstance(declared, (list, tuple)):
-        return [e for value in declared for e in entities_of(value)]
-    if hasattr(declared, "build_fn"):
-        return entities_of(declared.build())
-    return [declared] if hasattr(declared, "global_offset") and hasattr(declared, "local_shape") else []
+    leaves = all_leaves(declared)
+    built = [
+        e for leaf in leaves for e in (entities_of(leaf.build()) if hasattr(leaf, "build_fn") else [leaf])
+    ]
+    return [e for e in built if hasattr(e, "global_offset") and hasattr(e, "local_shape")]
 
 
 def expected_of(entity: Any, dtype: torch.dtype) -> torch.Tensor:
@@ -352,7 +340,6 @@ def states_of(part: Any) -> list[tuple[torch.Tensor, dict[str, torch.Tensor], sl
 
 
 def all_leaves(declared: Any) -> list[Any]:
-    """Return the entities of a sharded state dict, factories as they are."""
     if isinstance(declared, dict):
         return [e for value in declared.values() for e in all_leaves(value)]
     if isinstance(declared, (list, tuple)):
@@ -371,7 +358,6 @@ def check_common(loaded: dict[str, Any], expected: Any = None) -> int:
 
 
 def compare(actual: Any, expected: Any, path: str) -> None:
-    """Raise ValueError where two nested values differ."""
     if isinstance(expected, dict):
         if not isinstance(actual, dict) or set(actual) != set(expected):
             raise ValueError(f"{path}: {actual!r}, expected {expected!r}")

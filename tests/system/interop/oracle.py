@@ -36,12 +36,10 @@ def common() -> dict[str, Any]:
 
 
 def rng_state(rank: int) -> dict[str, Any]:
-    """Return an object that each rank has another one of."""
     return {"rank": rank, "state": torch.arange(4, dtype=torch.uint8) + rank, "name": f"rank {rank}"}
 
 
 def check_equal(actual: torch.Tensor, expected: torch.Tensor, what: str) -> None:
-    """Raise ValueError unless two tensors are the same bit for bit."""
     if actual.shape != expected.shape or actual.dtype != expected.dtype:
         raise ValueError(
             f"{what}: {tuple(actual.shape)} {actual.dtype}, expected {tuple(expected.shape)} {expected.dtype}"
@@ -52,7 +50,6 @@ def check_equal(actual: torch.Tensor, expected: torch.Tensor, what: str) -> None
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the bits of a tensor."""
     return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
 
 
@@ -79,7 +76,6 @@ class Array:
     flat: bool = False
 
     def value(self) -> torch.Tensor:
-        """Return the whole array."""
         return oracle(self.value_key, self.shape, self.dtype)
 
     def part(self, tp: tuple[int, int], pp: tuple[int, int]) -> tuple[slice, ...]:

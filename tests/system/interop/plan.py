@@ -82,7 +82,6 @@ class Written:
 
     @property
     def name(self) -> str:
-        """A folder's name."""
         program, backend = self.program, "".join(map(str, self.backend))
         parts = [program.env, program.script[:5], *program.flags, backend, self.kind, self.form, self.naming]
         return "-".join([*parts, "x".join(map(str, self.layout))]).replace("--", "").replace("=", "")
@@ -136,7 +135,6 @@ KNOWN_BUG = (
 
 
 def checkpoints(backend: Backend, *, few: bool) -> list[Written]:
-    """Return what is written in a format."""
     writes = [w for kind in ("model", "adam", "distopt") for w in _of_kind(backend, kind)]
     if few:
         return [w for w in writes if w.program.env == HERE and w.layout == SOURCES[0]]
@@ -179,7 +177,6 @@ def models_of(program: Program) -> str:
 
 
 def reads(written: Written, *, few: bool) -> Iterator[Read]:
-    """Return who reads a checkpoint, and at which layouts."""
     for program in _readers(written):
         if few and program.env != HERE:
             continue
@@ -254,7 +251,6 @@ def unsupported_reason(written: Written, reader: Program) -> tuple[str, str]:
 
 
 def unread(written: Written, peer: str) -> str:
-    """Say why a peer is not even asked to read a checkpoint."""
     if written.form in (*ONLY_DP, *FIXED) and peer not in FORMS:
         return "it holds buckets of Megatron-Core's optimizer, not parameters"
     if written.form and peer in FORMS and written.form not in (*FORMS[peer], FLAT, DTENSORS):
