@@ -116,6 +116,22 @@ def test_no_rank_holds_more_than_its_buffers(ranks: int) -> None:
         assert buffered_bytes(made).max() <= max(buffer_bytes, 4 * DIGEST_BLOCK_BYTES)
 
 
+# Of 48 MiB, a quarter is for what a rank sends, and half for what it receives from the others.
+@pytest.mark.parametrize(
+    ("mode", "ranks", "mib"),
+    [
+        *(("all_to_all", 2, 4), ("all_to_all", 7, 4), ("all_to_all", 9, 3), ("all_to_all", 13, 2)),
+        *(("gather_rounds", 8, 3), ("gather_object", 9, 4), ("two_stage", 9, 4)),
+    ],
+)
+def test_parts_are_as_long_as_the_buffers_have_room_for_one_of_each_rank(
+    mode: str, ranks: int, mib: int
+) -> None:
+    entities = [meta("w", (32768, 32768))]
+    requested = [describe(entities, rank=rank) for rank in range(ranks)]
+    assert plan(requested, stored(entities), mode, 48 * MIB).parts.nbytes.max() == mib * MIB
+
+
 def test_two_stages_hold_at_most_two_of_the_largest_tensors() -> None:
     entities = [meta(f"t{i}", (1024, 1024)) for i in range(20)]
     requested = [describe(entities, rank=rank) for rank in range(4)]
