@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,9 +29,9 @@ def random_config(model_type: str, seed: int) -> dict[str, Any]:
     return {"model_type": model_type, **random_fields(model_type, seed)}
 
 
-def stacked_map(config: Mapping[str, Any]) -> RegionMap:
+def stacked_map(config: Mapping[str, Any], keys: Sequence[str] = ()) -> RegionMap:
     """Return the map of a config; layers of a stack are stacked where all have the same arrays."""
-    made = family_of(config).region_map(config)
+    made = family_of(config).region_map(config, keys)
     layers: dict[str, dict[str, set[int]]] = {}
     for key in made.left:
         match = re.fullmatch(r"(.*layers)\.(\d+)\.(.*)", key)

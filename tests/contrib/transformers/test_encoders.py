@@ -35,7 +35,7 @@ from tests.support.encoder_models import (
     run,
 )
 from tests.support.gpt import Box, assert_all_close, gradient_boxes, join
-from tests.support.huggingface_encoders import random_fields, untie
+from tests.support.huggingface_configs import random_fields, untie
 from tests.support.huggingface_folders import assert_same_tensors, declared
 from tests.support.huggingface_models import assert_close
 from tests.support.optimizers import tensors_of

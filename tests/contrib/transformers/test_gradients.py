@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
@@ -30,20 +30,22 @@ from megackpt.parallel import MicroBatch, ParallelGroups, ParallelLayout, contex
 from megackpt.testing.ranks import RankPool
 from models import GPTConfig, MTPConfig, build_gpt
 from models.huggingface import gpt_config
-from tests.support import huggingface_models as families
-from tests.support import huggingface_recurrent as recurrent
 from tests.support.effort import few, sampled
 from tests.support.gpt import Box, assert_all_close, gradient_boxes, join
-from tests.support.huggingface_configs import random_fields
-from tests.support.huggingface_experts import experts_in_our_names, fill, randomise
+from tests.support.huggingface_configs import RECURRENT, random_fields
 from tests.support.huggingface_folders import assert_same_tensors, declared, folder_tensors, write_folder
 from tests.support.huggingface_models import (
     RELATIVE,
     SCAN_RELATIVE,
+    arrays_in_our_names,
     assert_close,
+    fill,
     logits_of,
+    part_in_our_names,
+    random_config,
+    random_model,
+    randomise,
     relative_error_of,
-    renamed,
     token_ids,
 )
 from tests.support.optimizers import Arrays, tensors_of
@@ -93,19 +95,9 @@ MODELS = {
 }
 
 
-def random_model(name: str, seed: int) -> Any:
-    if name not in recurrent.FAMILIES:
-        return families.random_model(families.random_config(name, seed), seed)
-    model = transformers.AutoModelForCausalLM.from_config(recurrent.random_config(name, seed)).eval()
-    randomise(model, seed)
-    return model
-
-
-def arrays_of(model: Any, layers: Iterable[nn.Module] = ()) -> Arrays:
+def arrays_of(model: Any, layers: Sequence[nn.Module] = ()) -> Arrays:
     """Return the weights of a model, and of its layers for further tokens, as our arrays."""
-    if model.config.model_type in recurrent.FAMILIES:
-        return recurrent.arrays_in_our_names(model.state_dict(), model.config)
-    return {**families.arrays_in_our_names(model), **further_arrays(layers, model.config)}
+    return arrays_in_our_names(model) | (further_arrays(layers, model.config) if layers else {})
 
 
 class Case(NamedTuple):
@@ -120,7 +112,7 @@ class Case(NamedTuple):
 @functools.cache
 def case(name: str, seed: int, further: int) -> Case:
     """Return a random model, with layers for so many further tokens."""
-    model = random_model(name, seed)
+    model: Any = random_model(random_config(name, seed), seed)
     layers = [further_layer(model, seed + depth) for depth in range(further)]
     mtp = MTPConfig(num_layers=further, loss_weight=WEIGHT) if further else None
     config = replace(gpt_config(json.loads(model.config.to_json_string())), make_vocab_divisible=1, mtp=mtp)
@@ -146,21 +138,17 @@ def further_layer(model: Any, seed: int) -> nn.Module:
     return layer
 
 
-def further_arrays(layers: Iterable[nn.Module], config: Any) -> Arrays:
-    """Return the weights of layers for further tokens as our arrays."""
-    arrays: Arrays = {}
-    for number, layer in enumerate(layers):
-        state, ours = layer.state_dict(), f"mtp.layers.{number}."
-        for name in ("enorm.weight", "hnorm.weight", "eh_proj.weight"):
-            arrays[ours + name] = state[name]
-        arrays[f"{ours}final_layernorm.weight"] = state["post_norm.weight"]
-        inner = f"{ours}transformer_layer."
-        for name, value in state.items():
-            if name.startswith("mtp_block.") and ".mlp." not in name:
-                for key, part in renamed(name.replace("mtp_block.", "model.layers.0."), value, config):
-                    arrays[key.replace("decoder.layers.0.", inner)] = part
-        arrays |= experts_in_our_names(state, "mtp_block.mlp.", f"{inner}mlp.")
-    return arrays
+def further_arrays(layers: Sequence[nn.Module], config: Any) -> Arrays:
+    """Return the weights of layers for further tokens as our arrays; in a folder they follow the others."""
+    document = json.loads(config.to_json_string()) | {"num_nextn_predict_layers": len(layers)}
+    state = {
+        f"model.layers.{number}."
+        + name.replace("mtp_block.", "").replace("post_norm", "shared_head.norm"): value
+        for number, layer in enumerate(layers, config.num_hidden_layers)
+        for name, value in layer.state_dict().items()
+    }
+    made = family(f"{config.model_type}_mtp").region_map(document, list(state))
+    return part_in_our_names(made, state)
 
 
 def loss_of(model: Any, layers: list[nn.Module], whole: MicroBatch) -> Tensor:
@@ -258,11 +246,12 @@ def test_more_ranks_compute_logits_and_gradients_of_transformers(
 
 
 @sampled(3)
-@pytest.mark.parametrize("name", recurrent.FAMILIES)
+@pytest.mark.parametrize("name", RECURRENT)
 @pytest.mark.parametrize("seed", range(5))
 def test_a_folder_loads_and_comes_back_from_a_checkpoint(name: str, seed: int, tmp_path: Path) -> None:
     """Transformers writes a folder; our model loads it, and an export is bit-equal and loads there."""
-    written, load = random_model(name, seed), transformers.AutoModelForCausalLM.from_pretrained
+    written: Any = random_model(random_config(name, seed), seed)
+    load = transformers.AutoModelForCausalLM.from_pretrained
     written.save_pretrained(tmp_path / "original")
     model = build_gpt(case(name, seed, 0).config, ONE)
     state = {"model": model.sharded_state_dict()}
@@ -307,9 +296,9 @@ def test_layers_for_further_tokens_are_exported_as_transformers_reads_them(tmp_p
     from transformers.modeling_layers import MtpModel
 
     # All layers have experts: `MtpModel` numbers its layers from 0, and makes the first ones dense.
-    config = families.random_config("deepseek_v3", 0)
+    config = random_config("deepseek_v3", 0)
     config.first_k_dense_replace, config.num_mtp_layers = 0, 2
-    model: Any = families.random_model(config, 0)
+    model: Any = random_model(config, 0)
     layers = [further_layer(model, depth) for depth in range(2)]
     arrays = arrays_of(model, layers)
     fields = json.loads(config.to_json_string())

@@ -24,15 +24,18 @@ from megackpt.testing.ranks import RankPool
 from models.blocks import MoE
 from models.huggingface import gpt_config
 from models.stage import Stage
-from tests.support import huggingface_experts as experts
 from tests.support.effort import sampled
 from tests.support.gpt import assert_all_close, gradient_boxes, join
-from tests.support.huggingface_experts import experts_in_our_names, fill, randomise
+from tests.support.huggingface_configs import WITH_EXPERTS
 from tests.support.huggingface_models import (
     FAMILIES,
     SEEDS,
     assert_close,
+    experts_in_our_names,
+    fill,
     logits,
+    random_config,
+    randomise,
     reference,
     relative_error_of,
 )
@@ -86,7 +89,7 @@ LAYOUTS = {
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-@pytest.mark.parametrize("family", experts.FAMILIES)
+@pytest.mark.parametrize("family", WITH_EXPERTS)
 def test_logits_are_those_of_transformers_with_experts_on_other_ranks(
     rank_pool: RankPool, family: str, name: str
 ) -> None:
@@ -131,13 +134,13 @@ def _step(layer: nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 @pytest.mark.parametrize("seed", range(5))
-@pytest.mark.parametrize("family", experts.FAMILIES)
+@pytest.mark.parametrize("family", WITH_EXPERTS)
 def test_outputs_and_gradients_are_those_of_transformers(family: str, seed: int) -> None:
-    config = experts.random_config(family, seed)
+    config = random_config(family, seed)
     theirs, ours = their_layer(config), our_layer(config)
     randomise(theirs, seed)
     declared = ours.sharded_state_dict()
-    arrays = experts_in_our_names(theirs.state_dict(), "", "")
+    arrays = experts_in_our_names(theirs.state_dict(), config)
     assert fill(declared, arrays) == arrays.keys()
     x = torch.randn(7, 3, config.hidden_size, generator=torch.Generator().manual_seed(seed))
     out, grad = _step(ours, x.clone())
@@ -147,5 +150,5 @@ def test_outputs_and_gradients_are_those_of_transformers(family: str, seed: int)
     assert_all_close(results, known, relative=OF_A_LAYER)
     grads = {name: param.grad for name, param in theirs.named_parameters() if param.grad is not None}
     assert_all_close(
-        join(gradient_boxes(ours, declared, ONE)), experts_in_our_names(grads, "", ""), relative=OF_A_LAYER
+        join(gradient_boxes(ours, declared, ONE)), experts_in_our_names(grads, config), relative=OF_A_LAYER
     )

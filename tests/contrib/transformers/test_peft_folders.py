@@ -30,11 +30,11 @@ from megackpt.parallel import (
 )
 from megackpt.testing.ranks import RankPool
 from models import GPTConfig, build_gpt
-from tests.support import huggingface_experts as experts
 from tests.support.effort import sampled
 from tests.support.gpt import assert_close as assert_arrays_close
 from tests.support.huggingface_models import (
     assert_close,
+    fill,
     logits_of,
     random_config,
     random_model,
@@ -62,7 +62,7 @@ ADAPTERS = {
 def _base(config: GPTConfig, weights: Any, groups: ParallelGroups) -> Any:
     model = build_gpt(config, groups)
     arrays = {key: torch.from_numpy(array) for key, array in weights.items()}
-    experts.fill(base_state(model.sharded_state_dict()), arrays)
+    fill(base_state(model.sharded_state_dict()), arrays)
     return model
 
 

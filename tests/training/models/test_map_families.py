@@ -32,11 +32,8 @@ from megackpt.maps import (
     megatron_map,
     region_map,
 )
-from tests.support import huggingface_encoders as encoders
-from tests.support import huggingface_recurrent as mamba
 from tests.support.effort import few
-from tests.support.huggingface_configs import FAMILIES, IN_MEGATRON, random_fields
-from tests.support.huggingface_encoders import untie
+from tests.support.huggingface_configs import ENCODERS, FAMILIES, IN_MEGATRON, RECURRENT, random_fields, untie
 from tests.support.states import assembled, random_arrays
 
 SEEDS = range(few(2, of=6))
@@ -150,26 +147,22 @@ GPT2 = {
     "n_layer": 12,
     "n_head": 12,
 }
-LLAMA3 = published(128256, 4096, 32, 32, 8, 14336, model_type="llama")
-MISTRAL = published(32000, 4096, 32, 32, 8, 14336, model_type="mistral")
-PHI3 = published(32064, 3072, 32, 32, 32, 8192, model_type="phi3")
-QWEN2 = published(152064, 3584, 28, 28, 4, 18944, model_type="qwen2")
-QWEN3 = published(151936, 4096, 36, 32, 8, 12288, model_type="qwen3")
-GEMMA2 = published(256000, 2304, 26, 8, 4, 9216, model_type="gemma2")
-MIXTRAL = published(32000, 4096, 32, 32, 8, 14336, model_type="mixtral", num_local_experts=8)
 
 
 @pytest.mark.parametrize(
     ("config", "parameters"),
     [
         (GPT2, 124_439_808),
-        (LLAMA3, 8_030_261_248),
-        (MISTRAL, 7_241_732_096),
-        (PHI3, 3_821_079_552),
-        (QWEN2, 7_615_616_512),
-        (QWEN3, 8_190_735_360),
-        (GEMMA2, 2_614_341_888),
-        (MIXTRAL, 46_702_792_704),
+        (published(128256, 4096, 32, 32, 8, 14336, model_type="llama"), 8_030_261_248),
+        (published(32000, 4096, 32, 32, 8, 14336, model_type="mistral"), 7_241_732_096),
+        (published(32064, 3072, 32, 32, 32, 8192, model_type="phi3"), 3_821_079_552),
+        (published(152064, 3584, 28, 28, 4, 18944, model_type="qwen2"), 7_615_616_512),
+        (published(151936, 4096, 36, 32, 8, 12288, model_type="qwen3"), 8_190_735_360),
+        (published(256000, 2304, 26, 8, 4, 9216, model_type="gemma2"), 2_614_341_888),
+        (
+            published(32000, 4096, 32, 32, 8, 14336, model_type="mixtral", num_local_experts=8),
+            46_702_792_704,
+        ),
     ],
     ids=lambda value: value.get("model_type") if isinstance(value, dict) else str(value),
 )
@@ -180,29 +173,12 @@ def test_published_models_have_their_number_of_parameters(config: dict[str, Any]
 
 
 DEFAULTED = (
-    "attention_bias",
-    "conv_kernel",
-    "decoder_sparse_step",
-    "feed_forward_proj",
-    "head_dim",
-    "linear_conv_kernel_dim",
-    "linear_key_head_dim",
-    "linear_num_key_heads",
-    "linear_num_value_heads",
-    "linear_value_head_dim",
-    "mlp_bias",
-    "mlp_only_layers",
-    "n_groups",
-    "n_inner",
-    "num_decoder_layers",
-    "num_key_value_heads",
-    "qkv_bias",
-    "relative_attention_num_buckets",
-    "tie_word_embeddings",
-    "type_vocab_size",
-    "use_bias",
-    "use_conv_bias",
-)
+    "attention_bias", "conv_kernel", "decoder_sparse_step", "feed_forward_proj", "head_dim",
+    "linear_conv_kernel_dim", "linear_key_head_dim", "linear_num_key_heads", "linear_num_value_heads",
+    "linear_value_head_dim", "mlp_bias", "mlp_only_layers", "n_groups", "n_inner", "num_decoder_layers",
+    "num_key_value_heads", "qkv_bias", "relative_attention_num_buckets", "tie_word_embeddings",
+    "type_vocab_size", "use_bias", "use_conv_bias",
+)  # fmt: skip
 """Entries that decide which arrays there are, and that a config.json may leave out."""
 
 
@@ -274,7 +250,7 @@ LATENT_DIMS = ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 def configs(draw: st.DrawFn) -> dict[str, Any]:
     """Return a config of any family, with sizes down to 1 and any of the entries that decide about arrays."""
     model_type = draw(st.sampled_from(FAMILIES))
-    if model_type in (*encoders.FAMILIES, *mamba.FAMILIES):
+    if model_type in (*ENCODERS, *RECURRENT):
         return {"model_type": model_type, **random_fields(model_type, draw(st.integers(0, 10**6)))}
     layers, groups, heads_of_group, d = (draw(SIZE) for _ in range(4))
     heads = groups * heads_of_group
@@ -315,7 +291,7 @@ def configs(draw: st.DrawFn) -> dict[str, Any]:
 def test_arrays_go_to_every_family_and_back_bit_for_bit(config: dict[str, Any], is_fused: bool) -> None:
     family = family_of(config)
     # Of an encoder, any keys would say whether the output layer is tied.
-    is_fused = is_fused and config["model_type"] not in encoders.FAMILIES
+    is_fused = is_fused and config["model_type"] not in ENCODERS
     keys = ("model.layers.0.mlp.experts.gate_up_proj",) if is_fused else ()
     made = family.region_map(config, keys)  # which proves it
     theirs = random_arrays(made, 0)
@@ -324,10 +300,11 @@ def test_arrays_go_to_every_family_and_back_bit_for_bit(config: dict[str, Any], 
     assert all(torch.equal(back[key], array) for key, array in theirs.items())
     assert sum(a.numel() for a in ours.values()) == sum(a.numel() for a in theirs.values())
 
-    if config["model_type"] not in IN_MEGATRON:
+    if config["model_type"] not in (*IN_MEGATRON, *RECURRENT):
         return
     megatron = megatron_map(made.left, family.rules(config, keys).sizes)
     megatron.check(name="Megatron-Core")
+    assert has_megatron_keys(megatron.right)
     stored = assembled(megatron.inverse(), ours)
     back = assembled(megatron, stored)
     assert all(torch.equal(back[key], array) for key, array in ours.items())
@@ -358,29 +335,11 @@ def test_stacked_layers_have_the_same_elements_as_single_ones(config: dict[str, 
             assert torch.equal(array, single[f"decoder.layers.{layer}.{name}"])
 
 
-def mamba_config(family: str, seed: int) -> dict[str, Any]:
-    return {"model_type": family, **random_fields(family, seed)}
-
-
-@pytest.mark.parametrize("family", mamba.FAMILIES)
-@pytest.mark.parametrize("seed", range(few(2, of=5)))
-def test_arrays_go_to_folders_and_to_megatron_core_and_back_bit_for_bit(seed: int, family: str) -> None:
-    config = mamba_config(family, seed)
-    made = family_of(config).region_map(config)  # which proves it
-    theirs = random_arrays(made, seed)
-    ours = assembled(made, theirs)
-    back = assembled(made.inverse(), ours)
-    assert all(torch.equal(back[key], array) for key, array in theirs.items())
-
-    megatron = megatron_map(made.left, family_of(config).rules(config, ()).sizes)
-    assert has_megatron_keys(megatron.right)
-    stored = assembled(megatron.inverse(), ours)
-    direct = checkpoint_map(family_of(config), config, list(megatron.right))
-    assert all(torch.equal(a, theirs[key]) for key, a in assembled(direct.inverse(), stored).items())
-
-
 def test_names_of_megatron_core_are_those_of_its_hybrid_models() -> None:
-    config = mamba_config("nemotron_h", 0) | {"hybrid_override_pattern": "ME*-", "mlp_bias": False}
+    config = {"model_type": "nemotron_h", **random_fields("nemotron_h", 0)} | {
+        "hybrid_override_pattern": "ME*-",
+        "mlp_bias": False,
+    }
     keys = set(_in_megatron(config))
     assert {
         "decoder.final_norm.weight",
@@ -394,7 +353,9 @@ def test_names_of_megatron_core_are_those_of_its_hybrid_models() -> None:
         "decoder.layers.3.mlp.linear_fc1.layer_norm_weight",
     } <= keys
     # Layers of mixers have keys of their own, also where all are equal.
-    assert "decoder.layers.1.mixer.A_log" in _in_megatron(mamba_config("mamba2", 0))
+    assert "decoder.layers.1.mixer.A_log" in _in_megatron(
+        {"model_type": "mamba2", **random_fields("mamba2", 0)}
+    )
 
 
 def _in_megatron(config: dict[str, Any]) -> Sequence[str]:
@@ -402,25 +363,10 @@ def _in_megatron(config: dict[str, Any]) -> Sequence[str]:
     return list(megatron_map(made.left, family_of(config).rules(config, ()).sizes).right)
 
 
-@pytest.mark.parametrize("family", mamba.FAMILIES)
-def test_a_part_that_begins_elsewhere_is_found(family: str) -> None:
-    config = mamba_config(family, 0)
-    rules = family_of(config).rules(config, ())
-    faulty = [
-        Rule(**{name: getattr(rule, name) for name in Rule.__slots__} | {"their_axes": _swapped(rule)})
-        for rule in rules.rules
-    ]
-    with pytest.raises(MapError, match="no bijection"):
-        region_map(faulty, rules.sizes).check(name="faulty")
-
-
-def _swapped(rule: Rule) -> str:
-    """Return the axes of a rule, C where B is."""
-    return rule.their_axes.replace("state@2inner+state/", "state@2inner/")
-
-
 @pytest.mark.parametrize("kinds", [None, "MXM", 3, ["conv"]])
 def test_a_config_without_kinds_of_layers_is_an_error(kinds: Any) -> None:
-    config = mamba_config("nemotron_h", 0) | {"hybrid_override_pattern": kinds}
+    config = {"model_type": "nemotron_h", **random_fields("nemotron_h", 0)} | {
+        "hybrid_override_pattern": kinds
+    }
     with pytest.raises(MapError, match=r"layers_block_type is .*It must have one of M, mamba"):
         family_of(config).region_map(config)
