@@ -288,6 +288,26 @@ def test_any_way_loads_what_direct_reading_loads(
     assert max(times.values(), default=0) <= parts
 
 
+def test_a_reader_leaves_out_what_lies_between_the_blocks_that_ranks_need() -> None:
+    # A row is a block of 256 KiB. A part is the 20th of what a rank reads: 4 blocks.
+    rows = torch.arange(160 << 16, dtype=torch.int32).view(160, -1)
+    needed = [slice(8, 9), slice(11, 12)]
+    store = CountingStore()
+    save({"w": ShardedTensor.from_rank_offsets("w", rows)}, store)
+    store.reads.clear()
+
+    def load_rank(group: SimulatedRank) -> torch.Tensor:
+        own = needed[group.rank]
+        data = torch.zeros(own.stop - own.start, rows.shape[1], dtype=torch.int32)
+        target = ShardedTensor("w", data, data.dtype, tuple(data.shape), (160, 1 << 16), (own.start, 0))
+        load({"w": target}, store, options=LoadOptions(exchange="all_to_all"), group=group)
+        return data
+
+    for own, data in zip(needed, SimulatedWorld(2).run(load_rank), strict=True):
+        assert torch.equal(data, rows[own])
+    assert sum(high - low for name, low, high in store.reads if name.startswith("data/")) == 2 << 18
+
+
 @sampled(3)
 @pytest.mark.parametrize("exchange_bytes", [1 << 17, 1 << 24])
 @pytest.mark.parametrize("only_key", [None, "flat", "columns"])
