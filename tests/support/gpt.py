@@ -230,6 +230,19 @@ SMALL_GPT = GPTConfig(
 )
 """A model of few elements. Its heads share keys two by two."""
 
+SMALL_GPT_MOE = replace(
+    SMALL_GPT,
+    num_query_groups=None,
+    moe=MoEConfig(
+        num_experts=8,
+        ffn_hidden_size=12,
+        routing=RoutingOptions(score_function="sigmoid", bias_rate=0.01),
+        shared_ffn_hidden_size=8,
+        shared_gate=True,
+    ),
+)
+SMALL_GPT_MIXED = replace(SMALL_GPT_MOE, moe=replace(SMALL_GPT_MOE.moe, layer_freq=(0, 1, 1, 0)))
+
 FAMILIES = ("gemma", "gpt2", "gpt-oss")
 
 

@@ -40,20 +40,27 @@ from models.blocks import SelfAttention
 from models.blocks.full_attention import CrossAttention, FullAttention
 from models.blocks.rotary import rotate, rotation
 from models.stage import Stage
-from tests.support.gpt import FAMILIES, SMALL_GPT, as_family, joined
+from tests.support.gpt import FAMILIES, SMALL_GPT, SMALL_GPT_MIXED, SMALL_GPT_MOE, as_family, joined
 
 CONFIG = replace(SMALL_GPT, num_query_groups=4)
 
 ONE = ParallelGroups.create(ParallelLayout())
 LAYOUTS = [
-    ParallelLayout(tp=4),
-    ParallelLayout(pp=4),
-    ParallelLayout(pp=3),
-    ParallelLayout(tp=2, pp=2, dp=2),
-    ParallelLayout(pp=2, vpp=2),
-    ParallelLayout(tp=2, cp=2, pp=2),
-    ParallelLayout(cp=2, dp=2),
+    *(ParallelLayout(tp=4), ParallelLayout(pp=4), ParallelLayout(pp=3), ParallelLayout(pp=2, vpp=2)),
+    *(ParallelLayout(tp=2, pp=2, dp=2), ParallelLayout(tp=2, cp=2, pp=2), ParallelLayout(cp=2, dp=2)),
 ]
+OF_EXPERTS = [
+    *(ParallelLayout(tp=4), ParallelLayout(dp=8, ep=8), ParallelLayout(tp=2, cp=2, dp=2, ep=2, etp=4)),
+    ParallelLayout(tp=2, dp=2, pp=2, vpp=2, ep=4, etp=1),
+]
+OF_CHOICES = [LAYOUTS[0], LAYOUTS[4], LAYOUTS[3]]
+MODELS = {
+    "untied": (replace(CONFIG, tied_embeddings=False), LAYOUTS),
+    "tied": (CONFIG, LAYOUTS),
+    "experts": (SMALL_GPT_MOE, OF_EXPERTS),
+    "some experts": (SMALL_GPT_MIXED, OF_EXPERTS),
+    **{family: (as_family(SMALL_GPT, family), OF_CHOICES) for family in FAMILIES},
+}
 
 
 @pytest.fixture(autouse=True)
@@ -61,26 +68,25 @@ def _seed() -> None:
     torch.manual_seed(0)
 
 
-@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
-@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-def test_initial_weights_are_equal_at_every_layout_bit_for_bit(layout: ParallelLayout, tied: bool) -> None:
-    config = replace(CONFIG, tied_embeddings=tied)
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [
+        pytest.param(name, layout, id=f"{name}-{layout}")
+        for name, (_, layouts) in MODELS.items()
+        for layout in layouts
+    ],
+)
+def test_initial_weights_are_equal_at_every_layout_and_each_element_is_saved_once(
+    name: str, layout: ParallelLayout
+) -> None:
+    config = MODELS[name][0]
     expected, _ = joined(config, ParallelLayout())
-    actual, _ = joined(config, layout)
+    actual, covered = joined(config, layout)
     assert actual.keys() == expected.keys()
     for key, whole in expected.items():
-        vocabulary = key in ("embedding.word_embeddings.weight", "output_layer.weight")
-        real = actual[key][: config.vocab_size] if vocabulary else actual[key]
-        assert torch.equal(real, whole), key
-        if vocabulary:
-            assert torch.count_nonzero(actual[key][config.vocab_size :]) == 0
-
-
-@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
-@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-def test_every_element_has_exactly_one_main_replica(layout: ParallelLayout, tied: bool) -> None:
-    _, covered = joined(replace(CONFIG, tied_embeddings=tied), layout)
-    assert all(torch.all(count == 1) for count in covered.values())
+        assert torch.equal(actual[key][: len(whole)], whole), key
+        assert torch.count_nonzero(actual[key][len(whole) :]) == 0  # the vocabulary is padded
+        assert torch.all(covered[key] == 1), key
 
 
 def _save_at(
@@ -360,27 +366,6 @@ def test_a_rank_of_cp_receives_activations_of_its_own_tokens() -> None:
 def test_dropout_without_streams_raises_an_error() -> None:
     with pytest.raises(DeclarationError, match=r"dropout of 0\.1.*rng"):
         GPT(replace(CONFIG, dropout=0.1), ONE)
-
-
-CHOICE_LAYOUTS = [
-    ParallelLayout(tp=4),
-    ParallelLayout(tp=2, pp=2, dp=2),
-    ParallelLayout(pp=2, vpp=2),
-]
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("layout", CHOICE_LAYOUTS, ids=str)
-def test_parameters_have_equal_values_and_one_main_replica_at_every_layout(
-    layout: ParallelLayout, family: str
-) -> None:
-    config = as_family(SMALL_GPT, family)
-    expected, _ = joined(config, ParallelLayout())
-    actual, covered = joined(config, layout)
-    assert actual.keys() == expected.keys()
-    for key, whole in expected.items():
-        assert torch.equal(actual[key][: len(whole)], whole), key
-        assert torch.all(covered[key] == 1), key
 
 
 def test_norms_start_as_the_identity_and_sinks_and_positions_at_random() -> None:

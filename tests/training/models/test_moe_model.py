@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -13,8 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import models.init
-from megackpt import DeclarationError, ShardedLayout, ShardedTensor, load, load_plain_tensors, save
-from megackpt.mapping import is_main_replica
+from megackpt import DeclarationError, load, load_plain_tensors, save
 from megackpt.optim import DistributedOptimizer
 from megackpt.parallel import (
     Capacity,
@@ -29,74 +26,16 @@ from megackpt.parallel import (
     is_marked,
 )
 from megackpt.testing.world import SimulatedRank, SimulatedWorld
-from models import GPT, GPTConfig, MoEConfig, build_gpt, init_weights
+from models import GPT, init_weights
+from tests.support.gpt import SMALL_GPT_MIXED as MIXED
+from tests.support.gpt import SMALL_GPT_MOE as CONFIG
+from tests.support.gpt import joined, state_of
 
-MOE = MoEConfig(
-    num_experts=8,
-    ffn_hidden_size=12,
-    routing=RoutingOptions(score_function="sigmoid", bias_rate=0.01),
-    shared_ffn_hidden_size=8,
-    shared_gate=True,
-)
-CONFIG = GPTConfig(
-    vocab_size=13,
-    hidden_size=16,
-    num_layers=4,
-    num_heads=4,
-    ffn_hidden_size=8,
-    seq_length=8,
-    make_vocab_divisible=1,
-    linear_bias=True,
-    moe=MOE,
-)
-MIXED = replace(CONFIG, moe=replace(MOE, layer_freq=(0, 1, 1, 0)))
 ONE = ParallelGroups.create(ParallelLayout())
-LAYOUTS = [
-    ParallelLayout(tp=4),
-    ParallelLayout(dp=8, ep=8),
-    ParallelLayout(tp=2, cp=2, dp=2, ep=2, etp=4),
-    ParallelLayout(tp=2, dp=2, pp=2, vpp=2, ep=4, etp=1),
-]
-
-
-def _tensors(layout: ParallelLayout, rank: int, config: GPTConfig) -> Iterator[ShardedTensor]:
-    model = build_gpt(config, ParallelGroups.offline(layout, rank))
-    init_weights(model, seed=7)
-    for entity in model.sharded_state_dict().values():
-        yield from entity.tensors() if isinstance(entity, ShardedLayout) else [entity]
-
-
-def _joined(config: GPTConfig, layout: ParallelLayout) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Return the global arrays of all ranks' models, and how many main replicas have each element."""
-    arrays: dict[str, Tensor] = {}
-    covered: dict[str, Tensor] = {}
-    for rank in range(layout.world_size):
-        for t in _tensors(layout, rank, config):
-            whole = arrays.setdefault(t.key, torch.full(t.global_shape, float("nan")))
-            count = covered.setdefault(t.key, torch.zeros(t.global_shape, dtype=torch.int64))
-            box = t.global_slice()
-            known = ~whole[box].isnan()
-            assert torch.equal(whole[box][known], t.data.detach()[known]), f"replicas of {t.key} differ"
-            whole[box] = t.data.detach()
-            count[box] += is_main_replica(t.replica_id)
-    return arrays, covered
-
-
-@pytest.mark.parametrize("config", [CONFIG, MIXED], ids=["all", "mixed"])
-@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-def test_initial_weights_are_equal_at_every_layout_and_each_element_is_saved_once(
-    layout: ParallelLayout, config: GPTConfig
-) -> None:
-    expected, _ = _joined(config, ParallelLayout())
-    actual, covered = _joined(config, layout)
-    assert actual.keys() == expected.keys()
-    for key, whole in expected.items():
-        assert torch.equal(actual[key][: len(whole)], whole), key  # the vocabulary is padded
-        assert torch.all(covered[key] == 1), key
 
 
 def test_experts_start_different_and_shared_experts_are_not_stacked() -> None:
-    arrays, _ = _joined(CONFIG, ParallelLayout())
+    arrays, _ = joined(CONFIG, ParallelLayout())
     prefix = "decoder.layers.mlp."
     assert arrays[prefix + "experts.linear_fc1.weight.gate"].shape == (4, 8, 12, 16)
     assert arrays[prefix + "experts.linear_fc1.bias.up"].shape == (4, 8, 12)
@@ -119,7 +58,7 @@ def test_no_rank_draws_more_than_one_expert_at_a_time() -> None:
         return torch.zeros(shape)
 
     with patch.object(models.init, "initial_values", record):
-        list(_tensors(ParallelLayout(), 0, CONFIG))
+        joined(CONFIG, ParallelLayout())
     assert shapes["decoder.layers.mlp.experts.linear_fc1.weight.gate"] == (12, 16)
 
 
@@ -143,7 +82,7 @@ def test_layers_of_both_kinds_have_keys_with_their_global_index() -> None:
     [(1, (1, 1, 1, 1, 1)), (2, (1, 0, 1, 0, 1)), (3, (1, 0, 0, 1, 0)), ((0, 1, 1, 1, 0), (0, 1, 1, 1, 0))],
 )
 def test_layer_freq_chooses_which_layers_have_experts(freq: int | tuple[int, ...], expected: object) -> None:
-    config = replace(CONFIG, num_layers=5, moe=replace(MOE, layer_freq=freq))
+    config = replace(CONFIG, num_layers=5, moe=replace(CONFIG.moe, layer_freq=freq))
     assert config.moe_layers == expected
 
 
@@ -175,7 +114,7 @@ def test_parameters_are_marked_for_the_optimizer() -> None:
 )
 def test_experts_that_cannot_be_are_rejected(changes: dict[str, object], text: str) -> None:
     with pytest.raises(DeclarationError, match=text):
-        replace(MOE, **changes)
+        replace(CONFIG.moe, **changes)
 
 
 def test_a_pattern_of_another_number_of_layers_is_rejected() -> None:
@@ -197,7 +136,7 @@ def test_a_layout_that_does_not_fit_the_experts_is_rejected_with_all_reasons() -
 
 
 def test_a_capacity_reaches_the_dispatch() -> None:
-    config = replace(CONFIG, moe=replace(MOE, capacity=Capacity(factor=1e-9)))
+    config = replace(CONFIG, moe=replace(CONFIG.moe, capacity=Capacity(factor=1e-9)))
     model = GPT(config, ONE)
     init_weights(model, seed=1)
     dispatcher = model.decoder.layers[0].get_submodule("mlp").dispatcher
@@ -238,17 +177,12 @@ def _build(layout: ParallelLayout, rank: int) -> tuple[MixtureOfExperts, Distrib
     return layer, optimizer
 
 
-def _state(layer: MixtureOfExperts, optimizer: DistributedOptimizer) -> dict[str, Any]:
-    model = layer.sharded_state_dict()
-    return {"model": model, "optimizer": optimizer.sharded_state_dict(model)}
-
-
 def _pass_on(source: Path, target: Path, layout: ParallelLayout) -> None:
     def one_rank(group: SimulatedRank) -> None:
         layer, optimizer = _build(layout, group.rank)
-        loaded = load(_state(layer, optimizer), source, group=group)
+        loaded = load(state_of(layer, optimizer), source, group=group)
         optimizer.load_sharded_state_dict(loaded["optimizer"])
-        save(_state(layer, optimizer), target, group=group)
+        save(state_of(layer, optimizer), target, group=group)
 
     SimulatedWorld(layout.world_size).run(one_rank)
 
@@ -260,7 +194,7 @@ def test_weights_biases_and_moments_are_the_same_at_every_layout(tmp_path: Path,
     for state in optimizer.inner.state.values():
         state["exp_avg"].normal_()
         state["exp_avg_sq"].uniform_()
-    save(_state(layer, optimizer), tmp_path / "first")
+    save(state_of(layer, optimizer), tmp_path / "first")
     _pass_on(tmp_path / "first", tmp_path / "source", CHECKPOINT_LAYOUTS[index])
     expected = load_plain_tensors(tmp_path / "first")
     assert expected["experts.up.weight"].shape == (EXPERTS, FFN, HIDDEN)

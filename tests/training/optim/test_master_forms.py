@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import Parameter
 
 from megackpt import MismatchError, ShardedTensor, load, save
@@ -30,7 +30,6 @@ from megackpt.optim import (
     split_master,
 )
 from megackpt.parallel import ParallelGroups, ParallelLayout, mark
-from megackpt.testing.world import SimulatedWorld
 from tests.support import fake_apex
 from tests.support.optimizers import Arrays, gather, loaded, scatter
 
@@ -268,63 +267,21 @@ class RemainderSGD(torch.optim.Optimizer):
         return join_master(param.detach(), self.state[param]["master_param"])
 
 
-REMAINDER_ROWS = 12
-
-
-def a_rank(rank: int, ranks: int) -> tuple[nn.Parameter, RemainderSGD, ShardedTensor]:
-    param = nn.Parameter(torch.zeros(REMAINDER_ROWS // ranks, 5, dtype=torch.bfloat16))
-    entity = ShardedTensor.from_rank_offsets("weight", param, (0, rank, ranks))
-    return param, RemainderSGD([param]), entity
-
-
-def some_masters() -> Tensor:
-    special = special_values()
-    return torch.cat([special, random_patterns(REMAINDER_ROWS * 5 - len(special))]).view(REMAINDER_ROWS, 5)
-
-
-@pytest.mark.parametrize("ranks", [1, 2, 3])
-def test_masters_are_stored_as_float32_and_come_back_as_remainders_at_any_layout(
-    ranks: int, tmp_path: Path
-) -> None:
-    masters = some_masters()
-
-    def save_rank(rank: int, group: Any) -> None:
-        param, optimizer, entity = a_rank(rank, 2)
-        optimizer.set_master(param, masters.chunk(2)[rank])
-        save(
-            {"model": entity, "masters": declare_remainder_masters(optimizer, {"model": entity})},
-            tmp_path,
-            group=group,
-        )
-
-    def load_rank(rank: int, group: Any) -> tuple[Tensor, Tensor]:
-        param, optimizer, entity = a_rank(rank, ranks)
-        request: ShardedStateDict = {"model": entity}
-        request["masters"] = declare_remainder_masters(optimizer, {"model": entity})
-        state = load(request, tmp_path, group=group)
-        restore_remainder_masters(optimizer, state["masters"])
-        return param.detach(), optimizer.master(param)
-
-    SimulatedWorld(2).run(lambda group: save_rank(group.rank, group))
-    loaded = SimulatedWorld(ranks).run(lambda group: load_rank(group.rank, group))
-    assert torch.equal(bits(torch.cat([master for _, master in loaded])), bits(masters))
-    assert torch.equal(bits(torch.cat([weight for weight, _ in loaded])), bits(split_master(masters)[0]))
-
-
-def a_checkpoint(path: Path, masters: Tensor) -> None:
-    param = nn.Parameter(torch.zeros(REMAINDER_ROWS, 5, dtype=torch.bfloat16))
-    optimizer = RemainderSGD([param])
-    optimizer.set_master(param, masters)
-    model = ShardedTensor.from_rank_offsets("weight", param)
-    save({"model": model, "masters": declare_remainder_masters(optimizer, {"model": model})}, path)
+def make_remainders() -> tuple[Parameter, RemainderSGD]:
+    param = Parameter(torch.zeros(ROWS, COLUMNS, dtype=torch.bfloat16))
+    return param, RemainderSGD([param])
 
 
 def test_masters_of_a_distributed_optimizer_become_remainders_and_the_reverse(tmp_path: Path) -> None:
     """Values that are halfway between two weights are among them: the two round these differently."""
-    masters = some_masters()
-    a_checkpoint(tmp_path / "remainders", masters)
+    masters = stored_arrays()[MASTER]
+    first, remainders = make_remainders()
+    remainders.set_master(first, masters)
+    declared_first = ShardedTensor.from_rank_offsets("weight", first)
+    of_first = declare_remainder_masters(remainders, {"model": declared_first})
+    save({"model": declared_first, "masters": of_first}, tmp_path / "remainders")
 
-    param = nn.Parameter(torch.zeros(REMAINDER_ROWS, 5, dtype=torch.bfloat16))
+    param, _ = make_remainders()
     groups = ParallelGroups.create(ParallelLayout())
     whole = DistributedOptimizer([param], lambda g: torch.optim.SGD(g, lr=0.1), groups)
     model = ShardedTensor.from_rank_offsets("weight", param)
@@ -336,8 +293,7 @@ def test_masters_of_a_distributed_optimizer_become_remainders_and_the_reverse(tm
     whole.sync_params()  # now the weights are torch's: halfway cases to even
     assert not torch.equal(bits(param.detach()), bits(split_master(masters)[0]))
     save({"model": model, "master": declared}, tmp_path / "float32")
-    other = nn.Parameter(torch.zeros(REMAINDER_ROWS, 5, dtype=torch.bfloat16))
-    optimizer = RemainderSGD([other])
+    other, optimizer = make_remainders()
     entity = ShardedTensor.from_rank_offsets("weight", other)
     masters_of = declare_remainder_masters(optimizer, {"model": entity})
     restore_remainder_masters(
@@ -347,7 +303,7 @@ def test_masters_of_a_distributed_optimizer_become_remainders_and_the_reverse(tm
 
 
 def test_weights_that_neither_rounding_gives_are_still_an_error(tmp_path: Path) -> None:
-    param = nn.Parameter(torch.ones(4, dtype=torch.bfloat16))
+    param = Parameter(torch.ones(4, dtype=torch.bfloat16))
     whole = DistributedOptimizer(
         [param], lambda g: torch.optim.SGD(g, lr=0.1), ParallelGroups.create(ParallelLayout())
     )

@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from megackpt import (
     CoverageError,
     DeclarationError,
-    ShardedLayout,
     ShardedTensor,
     load,
     load_plain_tensors,
@@ -48,6 +47,7 @@ from megackpt.parallel import (
 from megackpt.storage import MemoryStore
 from megackpt.testing.world import SimulatedWorld
 from tests.support.effort import few
+from tests.support.optimizers import tensors_of
 
 HIDDEN, HEADS, TOKENS, BATCH = 12, 3, 7, 2
 SIZES = LatentSizes(
@@ -160,11 +160,6 @@ def declared(layout: ParallelLayout, kv_heads: int, rank: int) -> dict[str, Any]
     )
     model = layer.sharded_state_dict()
     return {"model": model, "optimizer": optimizer.sharded_state_dict(model)["state"]}
-
-
-def tensors_of(state: dict[str, Any]) -> list[ShardedTensor]:
-    entities = [*state["model"].values(), *(e for s in state["optimizer"].values() for e in s.values())]
-    return [t for e in entities for t in (e.tensors() if isinstance(e, ShardedLayout) else [e])]
 
 
 def expected(tensor: ShardedTensor) -> torch.Tensor:
@@ -284,22 +279,6 @@ def test_every_rank_attends_to_equally_many_keys(size: int) -> None:
     assert len(pairs) == 1
 
 
-@pytest.mark.parametrize(("queries", "keys"), [(1, 1), (3, 3), (2, 6), (1, 5)])
-def test_the_mask_lets_a_query_attend_to_itself_and_to_what_is_before_it(queries: int, keys: int) -> None:
-    part = AttentionPart(torch.zeros(1, queries, 4), torch.zeros(1, keys, 4), torch.zeros(1, keys, 4))
-    position = torch.arange(keys - queries, keys)
-    assert torch.equal(part.mask, torch.arange(keys) <= position.unsqueeze(1))
-    assert part.is_square == (queries == keys)
-
-
-@pytest.mark.parametrize(("queries", "keys"), [(3, 3), (2, 6), (1, 5)])
-@pytest.mark.parametrize("window", [1, 2, 6, 9])
-def test_with_a_window_a_query_attends_to_its_last_positions(window: int, queries: int, keys: int) -> None:
-    part = AttentionPart(*(torch.zeros(1, n, 4) for n in (queries, keys, keys)), window)
-    distance = torch.arange(keys - queries, keys).unsqueeze(1) - torch.arange(keys)
-    assert torch.equal(part.mask, (distance >= 0) & (distance < window))
-
-
 @pytest.mark.parametrize(("window", "scale"), [(None, 0.3), (2, None), (5, 0.7), (9, None)])
 def test_attention_with_a_window_and_a_scale_is_that_of_the_definition(
     window: int | None, scale: float | None
@@ -336,8 +315,8 @@ def test_shares_that_cannot_be_cut_are_an_error() -> None:
         join_context([torch.zeros(3), torch.zeros(3)], dim=0)
 
 
-@pytest.mark.parametrize("window", [None, 1, 2, 9])
-@pytest.mark.parametrize(("queries", "keys"), [(1, 1), (3, 3), (2, 5), (1, 4)])
+@pytest.mark.parametrize("window", [None, 1, 2, 6, 9])
+@pytest.mark.parametrize(("queries", "keys"), [(1, 1), (3, 3), (2, 5), (2, 6), (1, 4), (1, 5)])
 def test_a_query_attends_to_its_own_position_and_those_before_it_in_its_window(
     queries: int, keys: int, window: int | None
 ) -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -145,23 +148,6 @@ def test_an_expert_made_with_the_groups_of_dense_layers_is_rejected() -> None:
         ExpertStack(lambda index: RowParallelLinear(8, 6, groups), 2, groups)
 
 
-@pytest.mark.parametrize("kind", ["stacked", "modules"])
-def test_experts_that_cannot_be_spread_evenly_are_rejected(kind: str) -> None:
-    groups = ParallelGroups.offline(ParallelLayout(dp=3, ep=3), 0)
-    make = {
-        "stacked": lambda: GatedExperts(EXPERTS, HIDDEN, FFN, groups),
-        "modules": lambda: ExpertStack(lambda index: Expert(), EXPERTS, groups),
-    }
-    with pytest.raises(DeclarationError, match=r"4 experts cannot be spread evenly over ep=3 ranks"):
-        make[kind]()
-
-
-def test_experts_that_etp_does_not_divide_are_rejected() -> None:
-    groups = ParallelGroups.offline(ParallelLayout(dp=2, etp=2), 0)
-    with pytest.raises(DeclarationError, match=r"component 'gate' 5 cannot be cut into etp=2"):
-        GatedExperts(EXPERTS, HIDDEN, FFN, groups)
-
-
 class Doubled(ShardedModule):
     """Stacked experts of a user: one weight with a declared expert axis."""
 
@@ -204,12 +190,6 @@ def test_activations_may_be_computed_again(reentrant: bool) -> None:
     assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
     assert torch.equal(*losses)
     assert torch.equal(*biases)
-
-
-def test_a_router_of_another_number_of_experts_is_rejected() -> None:
-    router = Router(HIDDEN, EXPERTS, ONE, RoutingOptions())
-    with pytest.raises(DeclarationError, match=r"router chooses among 4 experts, but there are 8"):
-        MixtureOfExperts(router, Doubled(8, ONE), ONE)
 
 
 STACKED, STACKED_HIDDEN, STACKED_FFN = 8, 3, 4
@@ -292,24 +272,41 @@ def test_a_layer_made_with_the_groups_of_experts_is_cut_over_etp() -> None:
     assert weight.replica_id == (0, 0, 0)  # edp is 1: what tells ranks 1 and 3 apart is the axis over experts
 
 
-def test_an_expert_axis_that_tp_also_cuts_is_rejected() -> None:
-    module = Experts(ParallelGroups.offline(ParallelLayout(), 0))
-    module.tp_sharding = {"weight": 0}
-    with pytest.raises(DeclarationError, match=r"'weight'.*dim 0 both in tp_sharding and in expert_axis"):
-        module.sharded_state_dict()
+def _with_axes(expert_axis: dict[str, int], **tp_sharding: int) -> dict[str, Any]:
+    module = Experts(ONE)
+    module.expert_axis, module.tp_sharding = expert_axis, tp_sharding
+    return module.sharded_state_dict()
 
 
-def test_an_expert_axis_of_no_tensor_is_rejected() -> None:
-    module = Experts(ParallelGroups.offline(ParallelLayout(), 0))
-    module.expert_axis = {"wieght": 0}
-    with pytest.raises(DeclarationError, match=r"'wieght'.*expert_axis declares.*'bias', 'weight'"):
-        module.sharded_state_dict()
+EP3 = ParallelGroups.offline(ParallelLayout(dp=3, ep=3), 0)
+ETP2 = ParallelGroups.offline(ParallelLayout(dp=2, etp=2), 0)
+UNEVEN = r"4 experts cannot be spread evenly over ep=3 ranks"
 
 
-def test_an_expert_axis_outside_of_the_tensor_is_rejected() -> None:
-    module = Experts(ParallelGroups.offline(ParallelLayout(), 0))
-    module.expert_axis = {"bias": 2}
-    with pytest.raises(
-        DeclarationError, match=r"'bias'.*expert_axis cuts dim 2 of a tensor of shape \(8, 3\)"
-    ):
-        module.sharded_state_dict()
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: GatedExperts(EXPERTS, HIDDEN, FFN, EP3), UNEVEN),
+        (lambda: ExpertStack(lambda index: Expert(), EXPERTS, EP3), UNEVEN),
+        (
+            lambda: GatedExperts(EXPERTS, HIDDEN, FFN, ETP2),
+            r"component 'gate' 5 cannot be cut into etp=2",
+        ),
+        (
+            lambda: MixtureOfExperts(Router(HIDDEN, EXPERTS, ONE, RoutingOptions()), Doubled(8, ONE), ONE),
+            r"router chooses among 4 experts, but there are 8",
+        ),
+        (
+            lambda: _with_axes({"weight": 0, "bias": 0}, weight=0),
+            r"'weight'.*dim 0 both in tp_sharding and in expert_axis",
+        ),
+        (lambda: _with_axes({"wieght": 0}), r"'wieght'.*expert_axis declares.*'bias', 'weight'"),
+        (
+            lambda: _with_axes({"bias": 2}),
+            r"'bias'.*expert_axis cuts dim 2 of a tensor of shape \(8, 3\)",
+        ),
+    ],
+)
+def test_experts_that_do_not_fit_are_an_error(make: Callable[[], object], message: str) -> None:
+    with pytest.raises(DeclarationError, match=message):
+        make()

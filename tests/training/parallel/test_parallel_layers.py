@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -43,9 +44,10 @@ def _tp(size: int, rank: int = 0) -> ParallelGroups:
     return ParallelGroups.offline(ParallelLayout(tp=size), rank)
 
 
-def test_rms_norm_is_torch_s() -> None:
+def test_norms_are_those_of_torch() -> None:
     x = torch.randn(3, 8)
     torch.testing.assert_close(RMSNorm(8, ONE, eps=1e-3)(x), F.rms_norm(x, (8,), eps=1e-3))
+    torch.testing.assert_close(LayerNorm(8, ONE, eps=1e-3)(x), F.layer_norm(x, (8,), eps=1e-3))
 
 
 def test_a_zero_centred_norm_starts_as_the_identity_and_adds_1_to_its_weight() -> None:
@@ -56,11 +58,6 @@ def test_a_zero_centred_norm_starts_as_the_identity_and_adds_1_to_its_weight() -
     weight = torch.randn(8)
     norm.weight.data.copy_(weight - 1)
     torch.testing.assert_close(norm(x), F.rms_norm(x, (8,), weight, eps=1e-3))
-
-
-def test_layer_norm_is_torch_s() -> None:
-    x = torch.randn(3, 8)
-    torch.testing.assert_close(LayerNorm(8, ONE, eps=1e-3)(x), F.layer_norm(x, (8,), eps=1e-3))
 
 
 @pytest.mark.parametrize("kind", [RMSNorm, LayerNorm])
@@ -84,27 +81,60 @@ def test_fused_components_are_in_order() -> None:
     assert torch.equal(up, layer.weight.T[:, 6:])
 
 
-def test_splitting_an_output_without_components_is_an_error() -> None:
-    with pytest.raises(DeclarationError, match=r"no named components.*mapping"):
-        ColumnParallelLinear(4, 4, ONE).split(torch.zeros(1, 4))
+LOSS = vocab_parallel_cross_entropy
+LABELS = torch.tensor([-1, 3])
 
 
-def test_features_that_tp_does_not_divide_are_rejected() -> None:
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: ColumnParallelLinear(4, 4, ONE).split(torch.zeros(1, 4)), r"no named components.*mapping"),
+        (lambda: RowParallelLinear(6, 4, _tp(4)), r"in_features 6.*tp=4"),
+        (
+            lambda: ColumnParallelLinear(4, {"gate": 8, "up": 6}, _tp(4)),
+            r"component 'up' of out_features 6.*tp=4",
+        ),
+        # Query groups are not cut inside a head: 2 groups of 8 features would divide by tp=4 as features do.
+        (lambda: QKVParallelLinear(32, 12, 6, 8, _tp(4)), r"num_query_groups 6.*tp=4"),
+        (lambda: QKVParallelLinear(32, 6, 2, 8, _tp(4)), r"num_heads 6.*tp=4"),
+        (lambda: QKVParallelLinear(32, 4, 3, 8, ONE), r"num_heads 4.*num_query_groups 3"),
+        (
+            lambda: ColumnParallelLinear(4, {"q": 8, "k": 4}, _tp(4), copies={"k": 3}),
+            r"component 'k': 3 neighbouring ranks.*tp=4.*divides tp",
+        ),
+        (
+            lambda: TpSharding(dim=0, components={"k": 4}, copies={"x": 2}),
+            r"copies is \{'x': 2\}.*components \['k'\]",
+        ),
+        (lambda: TpSharding(dim=0, copies=0), r"copies is 0.*at least 1"),
+        (
+            lambda: ColumnParallelLinear(4, {"gate": 2, "up": 2}, ONE, gather_output=True),
+            r"gather_output.*'gate', 'up'.*interleaved",
+        ),
+        (
+            lambda: RowParallelLinear(4, 4, ONE, input_is_parallel=False, sequence_parallel=True),
+            r"input_is_parallel=True",
+        ),
+        (
+            lambda: VocabParallelEmbedding(5, 2, ONE)(torch.tensor([0, 5])),
+            r"token ids range from 0 to 5.*ids 0 to 4.*tokenizer",
+        ),
+        (lambda: LOSS(torch.zeros(2, 8), LABELS, ONE.tp, vocab_size=5), r"label ids range from -1 to 3"),
+        (
+            lambda: VocabParallelOutput(5, 2, ONE, tied=True)(torch.zeros(1, 2)),
+            r"tied VocabParallelOutput has no weight.*embedding",
+        ),
+    ],
+)
+def test_what_cannot_be_cut_or_computed_is_an_error(make: Callable[[], object], message: str) -> None:
+    with pytest.raises(DeclarationError, match=message):
+        make()
+
+
+def test_features_that_tp_does_not_divide_are_an_error_of_the_rank() -> None:
     with pytest.raises(DeclarationError, match=r"out_features 6.*tp=4.*multiple of 4") as caught:
         ColumnParallelLinear(4, 6, _tp(4, 1))
     assert caught.value.rank == 1
-    with pytest.raises(DeclarationError, match=r"in_features 6.*tp=4"):
-        RowParallelLinear(6, 4, _tp(4))
-    with pytest.raises(DeclarationError, match=r"component 'up' of out_features 6.*tp=4"):
-        ColumnParallelLinear(4, {"gate": 8, "up": 6}, _tp(4))
-
-
-def test_query_groups_are_not_cut_inside_a_head() -> None:
-    # 2 groups of 8 features would divide by tp=4 as features do.
-    with pytest.raises(DeclarationError, match=r"num_query_groups 6.*tp=4"):
-        QKVParallelLinear(32, 12, 6, 8, _tp(4))
-    with pytest.raises(DeclarationError, match=r"num_heads 6.*tp=4"):
-        QKVParallelLinear(32, 6, 2, 8, _tp(4))
 
 
 def test_more_ranks_than_key_heads_have_one_head_each_and_neighbours_the_same() -> None:
@@ -118,15 +148,6 @@ def test_more_ranks_than_key_heads_have_one_head_each_and_neighbours_the_same() 
     assert [copied_rows(layer.weight) for layer in layers] == [(), (RowRange(0, 16, 32),)] * 2
 
 
-def test_copies_that_do_not_divide_tp_are_rejected() -> None:
-    with pytest.raises(DeclarationError, match=r"component 'k': 3 neighbouring ranks.*tp=4.*divides tp"):
-        ColumnParallelLinear(4, {"q": 8, "k": 4}, _tp(4), copies={"k": 3})
-    with pytest.raises(DeclarationError, match=r"copies is \{'x': 2\}.*components \['k'\]"):
-        TpSharding(dim=0, components={"k": 4}, copies={"x": 2})
-    with pytest.raises(DeclarationError, match=r"copies is 0.*at least 1"):
-        TpSharding(dim=0, copies=0)
-
-
 def test_a_whole_tensor_may_have_copies() -> None:
     class Keys(ShardedModule):
         def __init__(self, groups: ParallelGroups) -> None:
@@ -136,21 +157,6 @@ def test_a_whole_tensor_may_have_copies() -> None:
     entity = Keys(_tp(4, 3)).sharded_state_dict()["weight"]
     assert (entity.global_shape, entity.global_offset, entity.replica_id) == ((3, 8), (0, 4), (0, 1, 0))
     assert copied_rows(entity.data) == (RowRange(1, 0, 4),)
-
-
-def test_heads_that_cannot_share_keys_are_rejected() -> None:
-    with pytest.raises(DeclarationError, match=r"num_heads 4.*num_query_groups 3"):
-        QKVParallelLinear(32, 4, 3, 8, ONE)
-
-
-def test_gathering_fused_components_is_an_error() -> None:
-    with pytest.raises(DeclarationError, match=r"gather_output.*'gate', 'up'.*interleaved"):
-        ColumnParallelLinear(4, {"gate": 2, "up": 2}, ONE, gather_output=True)
-
-
-def test_sequence_parallel_output_needs_a_parallel_input() -> None:
-    with pytest.raises(DeclarationError, match=r"input_is_parallel=True"):
-        RowParallelLinear(4, 4, ONE, input_is_parallel=False, sequence_parallel=True)
 
 
 @pytest.mark.parametrize(
@@ -187,19 +193,6 @@ def test_cross_entropy_of_huge_logits_is_finite() -> None:
     logits = torch.tensor([[1e4, -1e4]])
     losses = vocab_parallel_cross_entropy(logits, torch.tensor([1]), ONE.tp, vocab_size=2)
     assert losses.tolist() == [2e4]
-
-
-def test_ids_outside_the_vocabulary_are_rejected() -> None:
-    layer = VocabParallelEmbedding(5, 2, ONE)
-    with pytest.raises(DeclarationError, match=r"token ids range from 0 to 5.*ids 0 to 4.*tokenizer"):
-        layer(torch.tensor([0, 5]))
-    with pytest.raises(DeclarationError, match=r"label ids range from -1 to 3"):
-        vocab_parallel_cross_entropy(torch.zeros(2, 8), torch.tensor([-1, 3]), ONE.tp, vocab_size=5)
-
-
-def test_a_tied_output_without_a_weight_is_rejected() -> None:
-    with pytest.raises(DeclarationError, match=r"tied VocabParallelOutput has no weight.*embedding"):
-        VocabParallelOutput(5, 2, ONE, tied=True)(torch.zeros(1, 2))
 
 
 CONFIG = GPTConfig(

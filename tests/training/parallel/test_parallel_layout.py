@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -27,24 +29,46 @@ def test_rank_order_is_megatron_core_s() -> None:
     assert layout.ranks_of("pp", 6) == (2, 6)
 
 
-def test_a_size_below_one_is_rejected() -> None:
-    with pytest.raises(DeclarationError, match=r"pp=0.*at least 1"):
-        ParallelLayout(pp=0)
+TP2, TP4 = ParallelLayout(tp=2), ParallelLayout(tp=4)
+OFFLINE = ParallelGroups.offline(TP2, 1)
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "rank", "message"),
+    [
+        (lambda: ParallelLayout(pp=0), DeclarationError, None, r"pp=0.*at least 1"),
+        (
+            lambda: ParallelLayout(tp=2, cp=2, dp=3, ep=4), DeclarationError, None,
+            r"etp=2 x ep=4 = 8 does not divide.*= 12 ranks.*divides 12",
+        ),
+        (lambda: ParallelLayout(vpp=2), DeclarationError, None, r"vpp=2.*pp is 1.*vpp=1"),
+        (
+            lambda: ParallelLayout.infer(6, tp=2, pp=2), DeclarationError, None,
+            r"6 ranks.*tp=2 x pp=2 = 4.*multiple of 4",
+        ),
+        (lambda: TP4.coordinates(4), DeclarationError, 4, r"rank 4 does not exist.*ranks 0 to 3"),
+        (lambda: TP2.rank_at(Coordinates(tp=2)), DeclarationError, None, r"tp must be in \[0, 2\)"),
+        (
+            lambda: ParallelGroups.create(TP2), MismatchError, None,
+            r"needs 2 ranks but 1 run.*init_process_group.*infer\(1, tp=2",
+        ),
+        (
+            lambda: reduce_from(torch.ones(2), OFFLINE.tp), DeclarationError, 1,
+            r"ranks \(0, 1\).*offline.*ParallelGroups\.create",
+        ),
+    ],
+)  # fmt: skip
+def test_what_does_not_fit_is_an_error(
+    make: Callable[[], object], error: type[DeclarationError | MismatchError], rank: int | None, message: str
+) -> None:
+    with pytest.raises(error, match=message) as caught:
+        make()
+    assert rank is None or caught.value.rank == rank
 
 
 def test_etp_is_tp_where_it_is_not_given() -> None:
     assert ParallelLayout(tp=4).etp == 4
     assert ParallelLayout(tp=4, etp=2).etp == 2
-
-
-def test_experts_that_do_not_fit_the_ranks_of_a_stage_are_rejected() -> None:
-    with pytest.raises(DeclarationError, match=r"etp=2 x ep=4 = 8 does not divide.*= 12 ranks.*divides 12"):
-        ParallelLayout(tp=2, cp=2, dp=3, ep=4)
-
-
-def test_chunks_of_a_single_stage_are_rejected() -> None:
-    with pytest.raises(DeclarationError, match=r"vpp=2.*pp is 1.*vpp=1"):
-        ParallelLayout(vpp=2)
 
 
 def test_experts_may_cut_across_tp() -> None:
@@ -56,33 +80,12 @@ def test_experts_may_cut_across_tp() -> None:
     assert layout.expert_coordinates(13) == ExpertCoordinates(ep=1, edp=1, pp=1)
 
 
-def test_infer_names_the_numbers_that_do_not_divide() -> None:
-    with pytest.raises(DeclarationError, match=r"6 ranks.*tp=2 x pp=2 = 4.*multiple of 4"):
-        ParallelLayout.infer(6, tp=2, pp=2)
-
-
-def test_a_rank_outside_the_layout_is_rejected() -> None:
-    with pytest.raises(DeclarationError, match=r"rank 4 does not exist.*ranks 0 to 3") as caught:
-        ParallelLayout(tp=4).coordinates(4)
-    assert caught.value.rank == 4
-
-
-def test_coordinates_outside_the_layout_are_rejected() -> None:
-    with pytest.raises(DeclarationError, match=r"tp must be in \[0, 2\)"):
-        ParallelLayout(tp=2).rank_at(Coordinates(tp=2))
-
-
 def test_a_world_of_one_needs_no_torch_distributed() -> None:
     groups = ParallelGroups.create(ParallelLayout())
     assert [axis.group for axis in (groups.tp, groups.pp, groups.dp, groups.embedding)] == [None] * 4
     x = torch.ones(2)
     assert copy_to(x, groups.tp) is x
     assert reduce_from(x, groups.tp) is x
-
-
-def test_create_names_the_number_of_missing_ranks() -> None:
-    with pytest.raises(MismatchError, match=r"needs 2 ranks but 1 run.*init_process_group.*infer\(1, tp=2"):
-        ParallelGroups.create(ParallelLayout(tp=2))
 
 
 def test_offline_groups_know_every_axis_of_every_rank() -> None:
@@ -99,13 +102,6 @@ def test_experts_have_groups_of_their_own() -> None:
     assert (groups.tp.ranks, groups.dp.ranks, groups.cp.ranks) == ((3,), (1, 3, 5, 7), (3,))
     assert groups.dp_cp == groups.dp == groups.edp
     assert groups.for_experts
-
-
-def test_offline_groups_cannot_communicate() -> None:
-    groups = ParallelGroups.offline(ParallelLayout(tp=2), 1)
-    with pytest.raises(DeclarationError, match=r"ranks \(0, 1\).*offline.*ParallelGroups\.create") as caught:
-        reduce_from(torch.ones(2), groups.tp)
-    assert caught.value.rank == 1
 
 
 AXES: tuple[AxisName, ...] = (*RANK_ORDER, "etp", "ep", "edp", "dp_cp")
@@ -156,13 +152,6 @@ def test_the_first_axis_is_the_fastest_and_pp_the_slowest(layout: ParallelLayout
 
 
 @LAWS
-@given(layout=layouts())
-def test_both_systems_have_the_same_stages(layout: ParallelLayout) -> None:
-    for rank in range(layout.world_size):
-        assert layout.coordinates(rank).pp == layout.expert_coordinates(rank).pp
-
-
-@LAWS
 @given(layout=layouts(), axis=axes)
 def test_the_ranks_of_an_axis_partition_the_world(layout: ParallelLayout, axis: AxisName) -> None:
     partition = layout.all_ranks_of(axis)
@@ -201,16 +190,8 @@ def test_offline_groups_are_those_of_the_layout(layout: ParallelLayout) -> None:
 @LAWS
 @given(layout=layouts())
 def test_infer_finds_the_data_parallel_size(layout: ParallelLayout) -> None:
-    inferred = ParallelLayout.infer(
-        layout.world_size,
-        tp=layout.tp,
-        pp=layout.pp,
-        cp=layout.cp,
-        ep=layout.ep,
-        etp=layout.etp,
-        vpp=layout.vpp,
-    )
-    assert inferred == layout
+    sizes = {axis: getattr(layout, axis) for axis in ("tp", "pp", "cp", "ep", "etp", "vpp")}
+    assert ParallelLayout.infer(layout.world_size, **sizes) == layout
 
 
 def test_coordinates_that_are_not_given_are_those_of_the_first_rank() -> None:

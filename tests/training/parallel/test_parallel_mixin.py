@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -174,45 +175,58 @@ def test_a_second_copy_is_no_main_replica() -> None:
     assert (copy.key, copy.replica_id) == ("embedding.weight", (1, 0, 1))
 
 
-def test_a_second_copy_needs_a_replica_id_of_ours() -> None:
-    entity = ShardedTensor.from_rank_offsets("w", torch.zeros(2))
-    with pytest.raises(DeclarationError, match=r"'w' cannot be declared as a copy of 'e'.*replica id 0"):
-        second_copy(entity, "e")
+def _row_cut(**tp_sharding: Any) -> dict[str, Any]:
+    return RowCutLinear(ONE, 3, 2, tp_sharding=tp_sharding).sharded_state_dict("m.")
 
 
-def test_a_declared_name_that_does_not_exist_is_rejected() -> None:
-    layer = RowCutLinear(ONE, 3, 2, tp_sharding={"wieght": 0})
-    with pytest.raises(
-        DeclarationError, match=r"'m\.wieght'.*RowCutLinear.*'bias', 'weight'.*Correct"
-    ) as caught:
-        layer.sharded_state_dict("m.")
-    assert caught.value.key == "m.wieght"
-
-
-@pytest.mark.parametrize("dim", [-1, 2])
-def test_a_dim_that_does_not_exist_is_rejected(dim: int) -> None:
-    layer = RowCutLinear(ONE, 3, 2, tp_sharding={"weight": TpSharding(dim=dim)})
-    with pytest.raises(DeclarationError, match=rf"'m\.weight'.*cuts dim {dim}.*\(2, 3\).*dim from 0 to 1"):
-        layer.sharded_state_dict("m.")
-
-
-def test_a_sharded_parameter_that_is_not_declared_is_rejected() -> None:
+def _marked() -> nn.Module:
     layer = nn.Linear(3, 2)
     mark(layer.weight, "tensor_model_parallel")
-    with pytest.raises(DeclarationError, match=r"'m\.0\.weight'.*marked tensor_model_parallel.*Declare it"):
-        sharded_state_dict(nn.Sequential(layer), GROUPS, "m.")
+    return nn.Sequential(layer)
 
 
-def test_sharded_offsets_of_other_axes_are_rejected() -> None:
-    with pytest.raises(DeclarationError, match=r"\(1, 0, 2\).*axes 0 to 0.*tp_sharding"):
-        Scale(ONE).sharded_state_dict("m.", ((1, 0, 2),))
+ENTITY = ShardedTensor.from_rank_offsets("w", torch.zeros(2))
 
 
-def test_components_cannot_be_padded() -> None:
-    with pytest.raises(
-        DeclarationError, match=r"components \['a'\] cannot have allow_shape_mismatch.*pad none"
-    ):
-        TpSharding(dim=0, components={"a": 1}, allow_shape_mismatch=True)
+@pytest.mark.parametrize(
+    ("declare", "key", "message"),
+    [
+        (
+            lambda: _row_cut(wieght=0), "m.wieght",
+            r"'m\.wieght'.*RowCutLinear.*'bias', 'weight'.*Correct",
+        ),
+        *(
+            (
+                lambda dim=dim: _row_cut(weight=TpSharding(dim=dim)), None,
+                rf"'m\.weight'.*cuts dim {dim}.*\(2, 3\).*dim from 0 to 1",
+            )
+            for dim in (-1, 2)
+        ),
+        (
+            lambda: _row_cut(weight=TpSharding(dim=0, components={"a": 1, "b": 2})), None,
+            r"'m\.weight'.*'a': 1, 'b': 2",
+        ),
+        (
+            lambda: sharded_state_dict(_marked(), GROUPS, "m."), None,
+            r"'m\.0\.weight'.*marked tensor_model_parallel.*Declare it",
+        ),
+        (
+            lambda: Scale(ONE).sharded_state_dict("m.", ((1, 0, 2),)), None,
+            r"\(1, 0, 2\).*axes 0 to 0.*tp_sharding",
+        ),
+        (
+            lambda: TpSharding(dim=0, components={"a": 1}, allow_shape_mismatch=True), None,
+            r"components \['a'\] cannot have allow_shape_mismatch.*pad none",
+        ),
+        (lambda: second_copy(ENTITY, "e"), None, r"'w' cannot be declared as a copy of 'e'.*replica id 0"),
+    ],
+)  # fmt: skip
+def test_declarations_that_do_not_fit_are_an_error(
+    declare: Callable[[], object], key: str | None, message: str
+) -> None:
+    with pytest.raises(DeclarationError, match=message) as caught:
+        declare()
+    assert key is None or caught.value.key == key
 
 
 def test_metadata_reaches_every_child_that_can_ask_for_it() -> None:
@@ -226,12 +240,6 @@ def test_metadata_reaches_every_child_that_can_ask_for_it() -> None:
     sharded_state_dict(nn.ModuleDict({"s": stack}), ONE, "m.", metadata={"format": 2})
     expected = {"prefix": "m.s.0.", "sharded_offsets": ((0, 1, 4),), "metadata": {"format": 2}}
     assert asked.arguments == expected
-
-
-def test_components_that_do_not_add_up_are_an_error() -> None:
-    layer = RowCutLinear(ONE, 3, 4, tp_sharding={"weight": TpSharding(dim=0, components={"a": 1, "b": 2})})
-    with pytest.raises(DeclarationError, match=r"'m\.weight'.*'a': 1, 'b': 2"):
-        layer.sharded_state_dict("m.")
 
 
 def test_a_stack_is_a_sequence_of_the_layers_of_its_stage() -> None:

@@ -26,17 +26,6 @@ def _draws(generator: torch.Generator) -> tuple[float, ...]:
     return tuple(torch.rand(4, generator=generator).tolist())
 
 
-def test_tp_ranks_share_the_replicated_stream_and_nobody_else_does() -> None:
-    drawn = [_draws(_rng(rank).replicated) for rank in range(8)]
-    assert drawn[0::2] == drawn[1::2]
-    assert len(set(drawn)) == 4
-
-
-def test_every_rank_has_a_distinct_stream() -> None:
-    streams = [_draws(_rng(rank).distinct) for rank in range(8)]
-    assert len(set(streams)) == 8
-
-
 def _equal_over(stream: str, layout: ParallelLayout) -> list[set[int]]:
     """Return the sets of ranks that draw the same from a stream."""
     ranks: dict[tuple[float, ...], set[int]] = {}
@@ -48,6 +37,7 @@ def _equal_over(stream: str, layout: ParallelLayout) -> list[set[int]]:
 @pytest.mark.parametrize(
     "layout",
     [
+        LAYOUT,
         ParallelLayout(tp=2, cp=2, dp=2),
         ParallelLayout(cp=4, pp=2),
         ParallelLayout(tp=4, cp=2, ep=2, etp=1),  # replicas of an expert are on different ranks of tp
@@ -143,19 +133,18 @@ def test_reseed_is_a_function_of_seed_step_and_coordinates_alone() -> None:
     assert _draws(drawn.distinct) != _draws(fresh.distinct)
 
 
-def test_each_rank_declares_its_own_element() -> None:
-    declared = [_rng(rank).sharded_state_dict("train.")["train.rng_state"] for rank in range(8)]
+@pytest.mark.parametrize("layout", [LAYOUT, ParallelLayout(tp=2, cp=2, dp=2)], ids=str)
+def test_each_rank_declares_its_own_element(layout: ParallelLayout) -> None:
+    declared = [
+        _rng(rank, layout=layout).sharded_state_dict("train.")["train.rng_state"] for rank in range(8)
+    ]
     assert {e.key for e in declared} == {"train.rng_state"}
-    assert {e.global_shape for e in declared} == {(2, 2, 2)}
-    assert len({e.global_offset for e in declared}) == 8
-    assert declared[6].global_offset == (1, 0, 1)  # pp 1, tp 0, dp 1
-
-
-def test_ranks_of_cp_declare_elements_of_their_own() -> None:
-    layout = ParallelLayout(tp=2, cp=2, dp=2)
-    declared = [_rng(rank, layout=layout).sharded_state_dict()["rng_state"] for rank in range(8)]
-    assert {e.global_shape for e in declared} == {(1, 2, 4)}
-    assert [e.global_offset for e in declared] == [(0, rank % 2, rank // 2) for rank in range(8)]
+    shape = (layout.pp, layout.tp, layout.dp * layout.cp)
+    assert {e.global_shape for e in declared} == {shape}
+    per_stage = 8 // layout.pp
+    assert [e.global_offset for e in declared] == [
+        (rank // per_stage, rank % 2, rank % per_stage // 2) for rank in range(8)
+    ]
 
 
 def test_dropout_keeps_the_expectation_and_the_dtype() -> None:
@@ -172,12 +161,9 @@ def test_dropout_does_nothing_in_evaluation() -> None:
     assert layer(x) is x
 
 
-def test_dropout_without_streams_is_rejected() -> None:
+def test_dropout_without_streams_or_with_a_probability_of_one_is_rejected() -> None:
     with pytest.raises(DeclarationError, match=r"dropout of 0\.5.*rng=ParallelRng"):
         ParallelDropout(0.5, None, "distinct")
-
-
-def test_a_probability_of_one_is_rejected() -> None:
     with pytest.raises(DeclarationError, match=r"probability 1 is not in \[0, 1\)"):
         ParallelDropout(1, _rng(0), "distinct")
 

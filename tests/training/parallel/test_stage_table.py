@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -99,6 +100,7 @@ def test_a_layout_string_that_is_wrong_is_rejected(text: str, error: str) -> Non
         (((0, 1), (2, 3, 3)), r"layer 3 is on stage 1 and stage 1\n"),
         (((0, 1, 2), (3, 4)), r"layer 4 is on stage 1, but the model has no such layer"),
         (((-1, 0, 1), (2, 3)), r"layer -1 is on stage 0, but the model has no such layer"),
+        (((0, 3), (1, 2)), r"layer 3 \(stage 0\) comes before layer 1 \(stage 1\)"),
         (((0, 2), (1, 3)), r"layer 2 \(stage 0\) comes before layer 1 \(stage 1\)"),
         (((0,), (1,), (1,), (3,)), r"layer 1 is on stage 1, virtual stage 0 and stage 0, virtual stage 1"),
         (((0, 1, 2, 3), (), ()), r"3 stages does not fit pp=2"),
@@ -110,42 +112,29 @@ def test_a_layer_on_no_stage_or_on_two_is_named(layers: tuple[tuple[int, ...], .
         StageTable(num_layers=4, pp=2, layers=layers)
 
 
-def test_layers_out_of_order_are_named() -> None:
-    with pytest.raises(DeclarationError, match=r"layer 3 \(stage 0\) comes before layer 1 \(stage 1\)"):
-        StageTable(num_layers=4, pp=2, layers=((0, 3), (1, 2)))
+EVEN = StageTable.even(4, pp=2)
 
 
-def test_several_chunks_on_one_stage_are_rejected() -> None:
-    with pytest.raises(DeclarationError, match=r"2 stages with pp=1.*Give one stage, or set pp"):
-        StageTable.from_string("Et|tL", pp=1)
-
-
-def test_more_stages_than_layers_are_rejected() -> None:
-    with pytest.raises(DeclarationError, match=r"2 layers.*pp=3.*at most 2 stages"):
-        StageTable.even(2, pp=3)
-
-
-def test_negative_counts_are_rejected() -> None:
-    with pytest.raises(DeclarationError, match=r"\(-1, 3, 3\)"):
-        StageTable.from_counts((-1, 3, 3), pp=3)
-
-
-def test_a_table_of_another_model_or_layout_is_rejected() -> None:
-    table = StageTable.even(4, pp=2)
-    table.check_num_layers(4)
-    table.check_layout(pp=2, vpp=1)
-    with pytest.raises(DeclarationError, match=r"'Ett\|ttL' has 4 layers, but the model has 5"):
-        table.check_num_layers(5)
-    with pytest.raises(DeclarationError, match=r"one for pp=2 stages, but the layout has pp=2, vpp=2 stages"):
-        table.check_layout(pp=2, vpp=2)
-
-
-def test_what_the_table_does_not_have_cannot_be_asked_for() -> None:
-    table = StageTable.even(4, pp=2)
-    with pytest.raises(DeclarationError, match=r"no stage 1 with virtual stage 1"):
-        table.layers_of(1, 1)
-    with pytest.raises(DeclarationError, match=r"no layer 4 in a model of 4"):
-        table.stage_of(4)
+@pytest.mark.parametrize(
+    ("ask", "message"),
+    [
+        (lambda: StageTable.from_string("Et|tL", pp=1), r"2 stages with pp=1.*Give one stage, or set pp"),
+        (lambda: StageTable.even(2, pp=3), r"2 layers.*pp=3.*at most 2 stages"),
+        (lambda: StageTable.from_counts((-1, 3, 3), pp=3), r"\(-1, 3, 3\)"),
+        (lambda: EVEN.check_num_layers(5), r"'Ett\|ttL' has 4 layers, but the model has 5"),
+        (
+            lambda: EVEN.check_layout(pp=2, vpp=2),
+            r"one for pp=2 stages, but the layout has pp=2, vpp=2 stages",
+        ),
+        (lambda: EVEN.layers_of(1, 1), r"no stage 1 with virtual stage 1"),
+        (lambda: EVEN.stage_of(4), r"no layer 4 in a model of 4"),
+    ],
+)
+def test_what_does_not_fit_is_an_error(ask: Callable[[], object], message: str) -> None:
+    EVEN.check_num_layers(4)
+    EVEN.check_layout(pp=2, vpp=1)
+    with pytest.raises(DeclarationError, match=message):
+        ask()
 
 
 @pytest.mark.parametrize("value", [None, {}, {"layout": "EtL"}, {"layout": "EtL", "pp": "x"}])
