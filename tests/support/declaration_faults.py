@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TypeAlias
 
 import torch
@@ -200,11 +201,32 @@ def a_flat_range_lies_outside_of_its_block(w: World) -> ExpectedError:
 # --- common state
 
 
-@FAULTS.add
-def a_common_value_differs(w: World) -> ExpectedError:
+COMMON: dict[str, tuple[str, object, tuple[str, ...]]] = {
+    "a_common_value_differs": ("lr", math.nextafter(0.5, 1), ("'args.lr' on rank(s) {}\n",)),
+    "a_common_value_has_another_type": ("step", 3.0, ("'args.step' on rank(s) {}\n",)),
+    "a_common_list_is_a_tuple": (
+        "names",
+        ("a", "b"),
+        ("'args.names[0]' on rank(s) {} (missing there)", "'args.names' on rank(s) {} (missing on"),
+    ),
+    "a_common_value_is_extra": ("more", None, ("'args.more' on rank(s) {} (missing on rank 0)",)),
+    "a_common_value_is_a_number_where_others_have_nan": ("nan", 0.0, ("'args.nan' on rank(s) {}\n",)),
+}
+"""An entry of common state that one rank has otherwise than the first, its value there, and the messages."""
+
+
+def changed(w: World, *, entry: str, value: object, messages: tuple[str, ...]) -> ExpectedError:
     rank = int(w.rng.integers(1, RANKS))
-    w.common[rank]["lr"] = math.nextafter(0.5, 1)
-    return differs(f"'args.lr' on rank(s) {rank}\n")
+    w.common[rank][entry] = value
+    return differs(*(message.format(rank) for message in messages))
+
+
+FAULTS.update(
+    {
+        name: partial(changed, entry=entry, value=value, messages=messages)
+        for name, (entry, value, messages) in COMMON.items()
+    }
+)
 
 
 @FAULTS.add
@@ -214,40 +236,10 @@ def common_values_differ_on_the_first_rank(w: World) -> ExpectedError:
 
 
 @FAULTS.add
-def a_common_value_has_another_type(w: World) -> ExpectedError:
-    rank = int(w.rng.integers(1, RANKS))
-    w.common[rank]["step"] = 3.0
-    return differs(f"'args.step' on rank(s) {rank}\n")
-
-
-@FAULTS.add
-def a_common_list_is_a_tuple(w: World) -> ExpectedError:
-    rank = int(w.rng.integers(1, RANKS))
-    w.common[rank]["names"] = ("a", "b")
-    return differs(
-        f"'args.names[0]' on rank(s) {rank} (missing there)", f"'args.names' on rank(s) {rank} (missing on"
-    )
-
-
-@FAULTS.add
 def a_common_value_is_missing(w: World) -> ExpectedError:
     rank = int(w.rng.integers(1, RANKS))
     del w.common[rank]["none"]
     return differs(f"'args.none' on rank(s) {rank} (missing there)")
-
-
-@FAULTS.add
-def a_common_value_is_extra(w: World) -> ExpectedError:
-    rank = int(w.rng.integers(1, RANKS))
-    w.common[rank]["more"] = None
-    return differs(f"'args.more' on rank(s) {rank} (missing on rank 0)")
-
-
-@FAULTS.add
-def a_common_value_is_a_number_where_others_have_nan(w: World) -> ExpectedError:
-    rank = int(w.rng.integers(1, RANKS))
-    w.common[rank]["nan"] = 0.0
-    return differs(f"'args.nan' on rank(s) {rank}\n")
 
 
 @FAULTS.add

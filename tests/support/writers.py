@@ -62,34 +62,42 @@ class GatedStrategy(NativeSaveStrategy):
         return super().write_chunks(*args, **kwargs)
 
 
-class FullDiskStrategy(NativeSaveStrategy):
-    """Fails on rank 1."""
+class TroubledStrategy(NativeSaveStrategy):
+    """Gets into trouble on one rank, before it writes."""
+
+    def __init__(self, rank: int = 1) -> None:
+        self.troubled = rank
+
+    def trouble(self) -> None:
+        """What happens."""
+        raise NotImplementedError
 
     def write_chunks(self, *args: Any, **kwargs: Any) -> bytes:
-        if kwargs["rank"] == 1:
-            raise StorageError("the disk of rank 1 is full")
+        if kwargs["rank"] == self.troubled:
+            self.trouble()
         return super().write_chunks(*args, **kwargs)
 
 
-class HungStrategy(NativeSaveStrategy):
-    """Does not return on rank 1."""
-
-    def write_chunks(self, *args: Any, **kwargs: Any) -> bytes:
-        if kwargs["rank"] == 1:
-            time.sleep(600)
-        return super().write_chunks(*args, **kwargs)
+class FullDiskStrategy(TroubledStrategy):
+    def trouble(self) -> None:
+        raise StorageError("the disk of rank 1 is full")
 
 
-class MistakenStrategy(NativeSaveStrategy):
-    """Raises what is none of ours on one rank."""
+class HungStrategy(TroubledStrategy):
+    def trouble(self) -> None:
+        time.sleep(600)
 
-    def __init__(self, rank: int) -> None:
-        self.mistaken = rank
 
-    def write_chunks(self, *args: Any, **kwargs: Any) -> bytes:
-        if kwargs["rank"] == self.mistaken:
-            raise OwnMistakeError("something of one's own")
-        return super().write_chunks(*args, **kwargs)
+class MistakenStrategy(TroubledStrategy):
+    """Raises what is none of ours."""
+
+    def trouble(self) -> None:
+        raise OwnMistakeError("something of one's own")
+
+
+class KilledStrategy(TroubledStrategy):
+    def trouble(self) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 class LeavingStrategy(NativeSaveStrategy):
@@ -127,15 +135,6 @@ class SlowStrategy(NativeSaveStrategy):
                     out.write(bytes(1))
         if self.takes_rows:
             kwargs["parts"] = TakenParts(taken)
-        return super().write_chunks(*args, **kwargs)
-
-
-class KilledStrategy(NativeSaveStrategy):
-    """Kills its process on rank 1."""
-
-    def write_chunks(self, *args: Any, **kwargs: Any) -> bytes:
-        if kwargs["rank"] == 1:
-            os.kill(os.getpid(), signal.SIGKILL)
         return super().write_chunks(*args, **kwargs)
 
 
