@@ -8,24 +8,21 @@ one thread of rank 0, in memory, the best of the turns.
 
 from __future__ import annotations
 
-import argparse
-import logging
-import math
-import time
 import timeit
 from collections.abc import Callable
-from pathlib import Path
+from functools import partial
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
-from megackpt import SaveOptions, ShardedTensor, diff, save, verify
+from megackpt import SaveOptions, diff, save, verify
 from megackpt.formats.array_digests import ArrayDigester
 from megackpt.metadata import DIGEST_BLOCK_BYTES, ArraySpec, ChunkTable
 from megackpt.storage import block_digests, open_store
 from megackpt.storage.crc64 import Crc64
-from tests.benchmarks.bench_integrity import State, Times, emptied, shards
+from tests.benchmarks.bench_integrity import State, declared, saves, shards
+from tests.benchmarks.measuring import Times, as_rank, emptied, medians, options
 
 DIGESTED = SaveOptions(array_digests=True)
 ARRAYS, ROWS, COLUMNS = 16, 2048, 8192  # 64 MiB of float32 each
@@ -35,11 +32,8 @@ PART_BYTES = 1 << 20
 
 def columns() -> State:
     """Each rank a part of the columns of every array; with 4 ranks 256 MiB, in runs of 8 KiB."""
-    rank, ranks = dist.get_rank(), dist.get_world_size()
-    data = torch.rand(ARRAYS, ROWS, COLUMNS // ranks)
-    return {
-        f"w{i}": ShardedTensor.from_rank_offsets(f"w{i}", data[i], (1, rank, ranks)) for i in range(ARRAYS)
-    }
+    ranks = dist.get_world_size()
+    return declared(torch.rand(ARRAYS, ROWS, COLUMNS // ranks), (1, dist.get_rank(), ranks))
 
 
 def of_runs(run_nbytes: int) -> ChunkTable:
@@ -54,26 +48,23 @@ def of_runs(run_nbytes: int) -> ChunkTable:
 def rates(turns: int) -> None:
     data = memoryview(np.random.default_rng(0).integers(0, 256, MEMORY_BYTES, dtype=np.uint8).tobytes())
     parts = [data[at : at + PART_BYTES] for at in range(0, MEMORY_BYTES, PART_BYTES)]
-    seconds: dict[str, float] = {}
-    for _ in range(turns):
-        began = time.perf_counter()
+
+    def blocks() -> None:
         for part in parts:
             block_digests(part, DIGEST_BLOCK_BYTES)
-        ended = time.perf_counter()
-        case = "xxh3-64 of each 256 KiB"
-        seconds[case] = min(seconds.get(case, math.inf), ended - began)
-        for run_nbytes in (MEMORY_BYTES, 20 << 10, 4096, 512, 128, 64, 16, 2):
-            table = of_runs(run_nbytes)
-            began = time.perf_counter()
-            chunk = ArrayDigester(table).begin(0)
-            assert chunk is not None
-            rows = int(table.shape[0, 0])
-            for part in parts if rows * run_nbytes == MEMORY_BYTES else [data[: rows * run_nbytes]]:
-                chunk.update(part)
-            chunk.result()
-            taken = time.perf_counter() - began
-            case = f"crc64nvme, runs of {run_nbytes} bytes"
-            seconds[case] = min(seconds.get(case, math.inf), taken)
+
+    def runs(table: ChunkTable) -> None:
+        chunk = ArrayDigester(table).begin(0)
+        assert chunk is not None
+        nbytes = int(table.shape[0].prod())
+        for part in parts if nbytes == MEMORY_BYTES else [data[:nbytes]]:
+            chunk.update(part)
+        chunk.result()
+
+    ways = {"xxh3-64 of each 256 KiB": blocks}
+    for run_nbytes in (MEMORY_BYTES, 20 << 10, 4096, 512, 128, 64, 16, 2):
+        ways[f"crc64nvme, runs of {run_nbytes} bytes"] = partial(runs, of_runs(run_nbytes))
+    seconds = medians(ways, turns, average=min)
     _operations(turns)
     for case, taken in seconds.items():
         print(f"{case:40} {MEMORY_BYTES / taken / 1e9:7.2f} GB/s")
@@ -94,41 +85,31 @@ def _operations(turns: int) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("directory", type=Path)
-    parser.add_argument("--turns", type=int, default=5)
-    arguments = parser.parse_args()
-    dist.init_process_group("gloo")
-    logging.disable(logging.WARNING)
-    if dist.get_rank() == 0:
-        rates(arguments.turns)
+    arguments = options(__doc__, "directory", turns=5)
     times = Times()
     locations = [arguments.directory / f"bench-array-digests-{name}" for name in ("a", "b", "c")]
-    for name, state in (("rows", shards()), ("columns", columns())):
-        for _ in range(arguments.turns):
-            for case, options in (("save", SaveOptions()), ("save, digests", DIGESTED)):
-                emptied(locations[0])
-                times.take(f"{name}: {case}", lambda o=options, s=state: save(s, locations[0], options=o))  # type: ignore[misc]
-    for location in locations[:2]:
-        save(state, emptied(location), options=DIGESTED)
-    if dist.get_rank() == 0:
-        first, second = map(open_store, locations[:2])
-        for _ in range(arguments.turns):
-            for case, read_all in (("diff", False), ("diff --read", True)):
-                times.take_alone(case, lambda r=read_all: diff(first, second, read_all=r))  # type: ignore[misc]
-    dist.barrier()
-    save(state, emptied(locations[2]))
-    if dist.get_rank() == 0:
-        for _ in range(arguments.turns):
-            for case, location in (("verify --deep, digests", locations[0]), ("verify --deep", locations[2])):
-                store = open_store(location)
-                times.take_alone(
-                    case, lambda s=store: verify(s, deep=True)  # type: ignore[misc]
-                )  # fmt: skip
-        times.show()
-    for location in locations:
-        emptied(location)
-    dist.destroy_process_group()
+    with as_rank() as rank:
+        if rank == 0:
+            rates(arguments.turns)
+        for name, state in (("rows", shards()), ("columns", columns())):
+            cases = {f"{name}: save": SaveOptions(), f"{name}: save, digests": DIGESTED}
+            saves(times, locations[0], state, arguments.turns, cases)
+        for location, how in zip(locations, (DIGESTED, DIGESTED, SaveOptions()), strict=True):
+            save(state, emptied(location), options=how)
+        if rank == 0:
+            first, second, plain = map(open_store, locations)
+            checks = {
+                "diff": lambda: diff(first, second),
+                "diff --read": lambda: diff(first, second, read_all=True),
+                "verify --deep, digests": lambda: verify(first, deep=True),
+                "verify --deep": lambda: verify(plain, deep=True),
+            }
+            for _ in range(arguments.turns):
+                for case, check in checks.items():
+                    times.take_separately(case, check)
+            times.show()
+        for location in locations:
+            emptied(location)
 
 
 if __name__ == "__main__":

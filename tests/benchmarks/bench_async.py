@@ -23,11 +23,9 @@ import argparse
 import json
 import os
 import shutil
-import socket
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -39,13 +37,15 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from torch.distributed.elastic.utils.distributed import get_free_port
 
 from megackpt import AsyncOptions, Checkpointer, MemoryTier, Tiers
 from megackpt.bench.dcp import TorchDistributed
 from megackpt.bench.ours import Ours
 from megackpt.bench.state import GridLayout, RankState, as_bytes, invert, make_model, make_state
+from megackpt.bench.stopwatch import timed
+from tests.benchmarks.measuring import MIB, options, scratch
 
-MIB = 1 << 20
 Row = dict[str, Any]  # plain JSON
 
 
@@ -55,13 +55,12 @@ class BackgroundSaver:
     name = "megackpt"
 
     def __init__(self, root: Path, state: RankState) -> None:
-        self._declare = Ours("megackpt").declare
+        self.declare = Ours("megackpt").declare
         self.checkpointer = Checkpointer(root / self.name, keep_last=1, async_save=True)
-        self.checkpointer.warm_up(self._declare(state))
+        self.checkpointer.warm_up(self.declare(state))
+        assert self.checkpointer._async_saving.saver is not None
+        self.saver = self.checkpointer._async_saving.saver
         self._step = 0
-
-    def declare(self, state: RankState) -> Any:
-        return self._declare(state)
 
     def save(self, declared: Any) -> None:
         self._step += 1
@@ -82,19 +81,12 @@ class Dcp:
     def __init__(self, root: Path, state: RankState) -> None:
         import torch.distributed.checkpoint.staging as staging
 
-        self._root, self._peer, self._number = root / self.name, TorchDistributed(), 0
-        options = staging.StagingOptions(
-            use_pinned_memory=False,
-            use_shared_memory=True,
-            use_async_staging=False,
-            use_non_blocking_copy=False,
-        )
-        self._stager = staging.DefaultStager(options)
+        self._root, self.declare, self._number = root / self.name, TorchDistributed().declare, 0
+        names = ("pinned_memory", "shared_memory", "async_staging", "non_blocking_copy")
+        used = {f"use_{name}": name == "shared_memory" for name in names}
+        self._stager = staging.DefaultStager(staging.StagingOptions(**used))
         self._group = dist.new_group(backend="gloo")
         self._future: Any = None
-
-    def declare(self, state: RankState) -> Any:
-        return self._peer.declare(state)
 
     def save(self, declared: Any) -> None:
         from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
@@ -133,11 +125,9 @@ class Megatron:
         from tests.benchmarks.mcore_on_cpu import MegatronCoreOnCpu
 
         self._root, self._peer, self._number = root / self.name, MegatronCoreOnCpu(), 0
+        self.declare = self._peer.declare
         self._peer._queue = AsyncCallsQueue(persistent=torch.cuda.is_available())
         self._finish: Callable[[], Path] | None = None
-
-    def declare(self, state: RankState) -> Any:
-        return self._peer.declare(state)
 
     def save(self, declared: Any) -> None:
         self._number += 1
@@ -161,16 +151,6 @@ class Megatron:
 CONTENDERS = {kind.name: kind for kind in (BackgroundSaver, Dcp, Megatron)}
 
 
-def slowest(act: Callable[[], None]) -> float:
-    """Begin on all ranks at once; return the seconds of the one that took longest."""
-    dist.barrier()
-    began = time.perf_counter()
-    act()
-    spent = torch.tensor([time.perf_counter() - began])
-    dist.all_reduce(spent, dist.ReduceOp.MAX)
-    return float(spent)
-
-
 def made(mib: int) -> RankState:
     """Return this rank's state: parameters and optimizer state of a transformer, split by TP."""
     ranks = dist.get_world_size()
@@ -178,9 +158,8 @@ def made(mib: int) -> RankState:
     return make_state(model, GridLayout(tp=ranks), dist.get_rank(), torch.bfloat16)
 
 
-def stall(root: Path, name: str, mib: int, saves: int) -> Row:
-    """Measure one library on one rank; the same row on all."""
-    state = made(mib)
+def warm_copy_of(state: RankState) -> Callable[[], float]:
+    """Return what measures a copy of the bytes of a state to memory that has been touched. Collective."""
     sources = [as_bytes(part.data).numpy() for part in state.shards]
     warm = [np.zeros_like(source) for source in sources]
 
@@ -188,14 +167,21 @@ def stall(root: Path, name: str, mib: int, saves: int) -> Row:
         for target, source in zip(warm, sources, strict=True):
             np.copyto(target, source)
 
+    return lambda: statistics.median(timed(copy) for _ in range(3))
+
+
+def stall(root: Path, mib: int, saves: int, name: str) -> Row:
+    """Measure one library on one rank; the same row on all."""
+    state = made(mib)
+    time_copy = warm_copy_of(state)
     contender = CONTENDERS[name](root, state)
     copies, stalls, drains = [], [], []
     for _ in range(saves):
-        declared = contender.declare(state)
-        copies.append(statistics.median(slowest(copy) for _ in range(3)))
-        stalls.append(slowest(lambda declared=declared: contender.save(declared)))  # type: ignore[misc]
+        save = partial(contender.save, contender.declare(state))
+        copies.append(time_copy())
+        stalls.append(timed(save))
         invert(state)  # training goes on
-        drains.append(slowest(contender.wait))
+        drains.append(timed(contender.wait))
     contender.close()
     ratios = [s / c for s, c in zip(stalls, copies, strict=True)]
     return {
@@ -213,13 +199,7 @@ def stall(root: Path, name: str, mib: int, saves: int) -> Row:
 def tiers(root: Path, mib: int, saves: int) -> Row:
     """Measure saves into a tier; every other one is synchronous. The same row on all ranks."""
     state = made(mib)
-    declare = Ours("megackpt").declare
-    sources = [as_bytes(part.data).numpy() for part in state.shards]
-    warm = [np.zeros_like(source) for source in sources]
-
-    def copy() -> None:
-        for target, source in zip(warm, sources, strict=True):
-            np.copyto(target, source)
+    declare, time_copy = Ours("megackpt").declare, warm_copy_of(state)
 
     def checkpointer_of(name: str, is_async: bool) -> Checkpointer:
         tier = MemoryTier(root / name / "node-{node}")
@@ -235,12 +215,11 @@ def tiers(root: Path, mib: int, saves: int) -> Row:
     both = {"sync": checkpointer_of("sync", False), "async": checkpointer_of("async", True)}
     both["async"].warm_up(declare(state))
     for step in range(1, saves + 1):
-        copies.append(statistics.median(slowest(copy) for _ in range(3)))
+        copies.append(time_copy())
         for name, checkpointer in both.items():
-            declared = declare(state)
-            save = partial(checkpointer.save, step, declared)
-            stalls[name].append(slowest(save))
-            drained = slowest(checkpointer.wait)
+            save = partial(checkpointer.save, step, declare(state))
+            stalls[name].append(timed(save))
+            drained = timed(checkpointer.wait)
             if name == "async":
                 drains.append(drained)
         invert(state)
@@ -285,8 +264,7 @@ def interference(root: Path, mib: int, saves: int) -> Row:
         return time.perf_counter() - began
 
     contender = BackgroundSaver(root, state)
-    saver = contender.checkpointer._async_saving.saver
-    assert saver is not None
+    saver = contender.saver
     separately, draining, burning, ratios, shares, burnt = [step() for _ in range(200)], [], [], [], [], []
     mean = statistics.mean
     for _ in range(saves):
@@ -328,8 +306,7 @@ def memory(root: Path, mib: int, saves: int) -> Row:
     """Save many times; return the growth from the tenth save to the last."""
     state = made(mib)
     contender = BackgroundSaver(root, state)
-    saver = contender.checkpointer._async_saving.saver
-    assert saver is not None
+    saver = contender.saver
     rows: list[Row] = []
     for _ in range(saves):
         contender.save(contender.declare(state))
@@ -367,62 +344,50 @@ def resident(process: int) -> float:
     return sum(int(fields[name].split()[0]) for name in ("RssAnon", "RssShmem")) / 1024
 
 
-def run_rank(rank: int, arguments: argparse.Namespace, root: str, name: str, port: int) -> None:
+CASES: dict[str, Callable[..., Row]] = {
+    "stall": stall, "interference": interference, "tiers": tiers, "memory": memory
+}  # fmt: skip
+
+
+def run_rank(rank: int, arguments: argparse.Namespace, root: Path, name: str, port: int) -> None:
     """Measure on one rank; rank 0 writes the row."""
     os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(arguments.ranks)}
     torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=timedelta(minutes=30))
-    if arguments.case == "stall":
-        row = stall(Path(root), name, arguments.mib, arguments.saves)
-    elif arguments.case == "tiers":
-        row = tiers(Path(root), arguments.mib, arguments.saves)
-    elif arguments.case == "interference":
-        row = interference(Path(root), arguments.mib, arguments.saves)
-    else:
-        row = memory(Path(root), arguments.mib, arguments.saves)
+    named = (name,) if arguments.case == "stall" else ()
+    row = CASES[arguments.case](root, arguments.mib, arguments.saves, *named)
     dist.barrier()
     if rank == 0:
-        (Path(root) / "row.json").write_text(json.dumps(row))
+        (root / "row.json").write_text(json.dumps(row))
     dist.destroy_process_group()
 
 
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("localhost", 0))
-        return int(listener.getsockname()[1])
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("case", choices=("stall", "tiers", "interference", "memory"))
-    parser.add_argument("--dir", required=True)
-    parser.add_argument("--ranks", type=int, default=2, help="no more than there are processors")
-    parser.add_argument("--mib", type=int, default=2048, help="of all ranks together")
-    parser.add_argument("--saves", type=int, default=6)
-    parser.add_argument(
-        "--vs", nargs="*", default=[], choices=sorted(set(CONTENDERS) - {BackgroundSaver.name})
+    """Measure, and print the rows."""
+    peers = sorted(set(CONTENDERS) - {BackgroundSaver.name})
+    arguments = options(
+        __doc__,
+        ("case", CASES),
+        dir=Path,
+        ranks=2,  # no more than there are processors
+        mib=2048,  # of all ranks together
+        saves=6,
+        vs={"nargs": "*", "default": [], "choices": peers},
+        json={},
     )
-    parser.add_argument("--json")
-    arguments = parser.parse_args()
-    root = Path(tempfile.mkdtemp(prefix="bench-async-", dir=arguments.dir))
     rows: list[Row] = []
-    try:
-        for name in (
-            [BackgroundSaver.name, *arguments.vs] if arguments.case == "stall" else [BackgroundSaver.name]
-        ):
-            mp.spawn(run_rank, (arguments, str(root), name, free_port()), nprocs=arguments.ranks)
+    names = [BackgroundSaver.name, *(arguments.vs if arguments.case == "stall" else [])]
+    with scratch(arguments.dir, "async") as root:
+        for name in names:
+            mp.spawn(run_rank, (arguments, root, name, get_free_port()), nprocs=arguments.ranks)
             rows.append(json.loads((root / "row.json").read_text()))
             for key, value in rows[-1].items():
                 shown = f"{value:.4g}" if isinstance(value, float) else value
                 print(f"{name:10} {key:20} {shown}")
-    finally:
-        shutil.rmtree(root)
     if arguments.json:
-        load = os.getloadavg()
-        Path(arguments.json).write_text(
-            json.dumps({"case": vars(arguments), "load": load, "rows": rows}, indent=1)
-        )
+        document = {"case": vars(arguments), "load": os.getloadavg(), "rows": rows}
+        Path(arguments.json).write_text(json.dumps(document, indent=1, default=str))
 
 
 if __name__ == "__main__":

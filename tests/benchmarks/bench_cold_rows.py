@@ -8,19 +8,18 @@ disk alone.
 
 from __future__ import annotations
 
-import argparse
 import mmap
 import os
-import statistics
-import tempfile
-import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from pathlib import Path
+
+from tests.benchmarks.measuring import MIB, medians, options, random_file
 
 ALIGNMENT = 4096  # of direct I/O
 THREADS = 4
-PART = 4 << 20
+PART = 4 * MIB
 TURNS = 5
 
 Request = tuple[int, int]
@@ -29,21 +28,17 @@ Request = tuple[int, int]
 
 def main() -> None:
     """Print the table."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--dir", required=True)
-    parser.add_argument("--mib", type=int, default=1024)
-    args = parser.parse_args()
-    nbytes = args.mib << 20
-    with tempfile.NamedTemporaryFile(dir=args.dir) as file:
-        for _ in range(args.mib):
-            file.write(os.urandom(1 << 20))
-        os.fsync(file.fileno())
+    args = options(__doc__, dir=Path, mib=1024)
+    nbytes = args.mib * MIB
+    with random_file(args.dir, args.mib) as file, ThreadPoolExecutor(THREADS) as pool:
         descriptor = os.open(file.name, os.O_RDONLY | os.O_DIRECT)
         print(f"{'row, KiB':>10} {'whole rows':>12} {'each half by itself':>20} {'read per byte':>14}")
         for row_nbytes in (5 << 10, 20 << 10, 64 << 10, 256 << 10, 1 << 20):
             parts = _halves(nbytes // row_nbytes, row_nbytes)
             ways = {"plain": _parts(nbytes // 2), "whole": _parts(nbytes), "halves": parts}
-            seconds = _measured(descriptor, ways)
+            seconds = medians(
+                {way: partial(_read, pool, descriptor, requests) for way, requests in ways.items()}, TURNS
+            )
             whole, apart = (seconds["plain"] / seconds[way] for way in ("whole", "halves"))
             over = sum(count for _, count in parts) / (nbytes // 2)
             print(f"{row_nbytes >> 10:10} {whole:12.2f} {apart:20.2f} {over:14.2f}", flush=True)
@@ -64,20 +59,11 @@ def _halves(rows: int, row_nbytes: int) -> list[Request]:
     return requests
 
 
-def _measured(descriptor: int, ways: dict[str, list[Request]]) -> dict[str, float]:
-    spent: dict[str, list[float]] = {way: [] for way in ways}
-    with ThreadPoolExecutor(THREADS) as pool:
-        for turn in range(TURNS + 1):
-            for way, requests in ways.items():
-                shares = [requests[share::THREADS] for share in range(THREADS)]
-                began = time.perf_counter()
-                list(pool.map(partial(_read, descriptor), shares))
-                if turn:
-                    spent[way].append(time.perf_counter() - began)
-    return {way: statistics.median(seconds) for way, seconds in spent.items()}
+def _read(pool: ThreadPoolExecutor, descriptor: int, requests: Sequence[Request]) -> None:
+    list(pool.map(partial(_read_share, descriptor), [requests[share::THREADS] for share in range(THREADS)]))
 
 
-def _read(descriptor: int, requests: Sequence[Request]) -> None:
+def _read_share(descriptor: int, requests: Sequence[Request]) -> None:
     buffer = memoryview(mmap.mmap(-1, PART))
     for at, count in requests:
         os.preadv(descriptor, [buffer[:count]], at)

@@ -7,7 +7,6 @@ hold, ours and DCP's in turn. Times are those of the slowest rank; the rest is t
 
 from __future__ import annotations
 
-import argparse
 import resource
 import shutil
 import time
@@ -21,6 +20,7 @@ import torch.distributed as dist
 from megackpt.bench.dcp import TorchDistributed
 from megackpt.bench.ours import native
 from megackpt.bench.state import GridLayout, make_small_model, make_state
+from tests.benchmarks.measuring import as_rank, options
 
 WORDS = 31
 COLLECTIVES = 100
@@ -96,14 +96,10 @@ def compare_saves(directory: Path, repeats: int) -> None:
 
 def main() -> None:
     """Measure all."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("directory", type=Path)
-    parser.add_argument("--repeats", type=int, default=20)
-    arguments = parser.parse_args()
-    dist.init_process_group("gloo")
-    compare_collectives()
-    compare_saves(arguments.directory, arguments.repeats)
-    dist.destroy_process_group()
+    arguments = options(__doc__, "directory", repeats=20)
+    with as_rank():
+        compare_collectives()
+        compare_saves(arguments.directory, arguments.repeats)
 
 
 if __name__ == "__main__":

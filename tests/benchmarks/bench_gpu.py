@@ -9,11 +9,8 @@ medians. `--device cpu` only shows that the script works.
 
 from __future__ import annotations
 
-import argparse
 import json
-import shutil
 import statistics
-import tempfile
 import time
 import warnings
 from collections.abc import Callable
@@ -25,9 +22,9 @@ import torch.distributed.checkpoint as dcp
 
 from megackpt import Checkpointer, ShardedTensor, load, save
 from megackpt.engine.data.device_copies import parts_in_buffers, to_host
+from tests.benchmarks.measuring import GIB, MIB, medians, options, scratch
 
-GIB = 1 << 30
-LINK_BYTES = 256 << 20
+LINK_BYTES = 256 * MIB
 
 State = dict[str, torch.Tensor]
 
@@ -96,13 +93,12 @@ def dcp_save(state: State, directory: Path, threads: int) -> None:
 
 def rounds(acts: dict[str, Callable[[], Any]], repeats: int, device: torch.device) -> dict[str, float]:
     """Return the median time of each; they take turns, after one round that does not count."""
-    times: dict[str, list[float]] = {name: [] for name in acts}
-    for turn in range(repeats + 1):
-        for name, act in acts.items():
-            spent = seconds(act, device)
-            if turn:
-                times[name].append(spent)
-    return {name: statistics.median(spent) for name, spent in times.items()}
+
+    def clock() -> float:
+        finish(device)
+        return time.perf_counter()
+
+    return medians(acts, repeats, clock=clock)
 
 
 def measure(root: Path, nbytes: int, repeats: int, device: torch.device) -> dict[str, float]:
@@ -137,27 +133,16 @@ def measure(root: Path, nbytes: int, repeats: int, device: torch.device) -> dict
 
 def main() -> None:
     """Measure, and print a table."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0])
-    parser.add_argument(
-        "--dir", type=Path, required=True, help="an empty directory is made in it, and removed"
-    )
-    parser.add_argument("--size-gib", type=float, default=8.0)
-    parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--device", type=torch.device, default=torch.device("cuda"))
-    parser.add_argument("--json", type=Path)
-    arguments = parser.parse_args()
+    device = torch.device("cuda")
+    arguments = options(__doc__, dir=Path, size_gib=8.0, repeats=5, device=device, json={"type": Path})
     warnings.filterwarnings("ignore", module="torch.distributed")
     name = (
         torch.cuda.get_device_name(arguments.device)
         if arguments.device.type == "cuda"
         else "no device: the host"
     )
-    arguments.dir.mkdir(parents=True, exist_ok=True)
-    root = Path(tempfile.mkdtemp(dir=arguments.dir, prefix="bench-gpu-"))
-    try:
+    with scratch(arguments.dir, "gpu") as root:
         speeds = measure(root, int(arguments.size_gib * GIB), arguments.repeats, arguments.device)
-    finally:
-        shutil.rmtree(root)
     print(
         f"{name}, torch {torch.__version__}, {arguments.size_gib} GiB, medians of {arguments.repeats}, "
         f"{arguments.dir}"

@@ -16,19 +16,20 @@ memory; so does `megackpt.load` from the same folder, while our import also writ
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import shutil
 import statistics
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-MIB, GIB = 1 << 20, 1 << 30
+from megackpt.bench.counters import peak_above
+from megackpt.bench.page_cache import drop
+from tests.benchmarks.measuring import GIB, MIB, in_a_process, options
+
 HIDDEN, FFN, VOCAB, HEADS, GROUPS = 2048, 5632, 32_000, 16, 4
 COPY_BYTES = 8 * MIB
 SMALL = "small"  # the directory with the small model
@@ -69,60 +70,61 @@ def arrays_of(config: dict[str, Any], *, theirs: bool) -> dict[str, Any]:
     }
 
 
-def save_ours(directory: Path, config: dict[str, Any]) -> float:
-    """Save the state in our names; return the time of the save in seconds."""
+def save_ours(directory: Path, config: dict[str, Any]) -> None:
+    """Save the state in our names."""
     import megackpt
     from megackpt import ShardedTensor
 
     arrays = arrays_of(config, theirs=False)
     state = {key: ShardedTensor.from_rank_offsets(key, array) for key, array in arrays.items()}
     directory.mkdir(parents=True)
-    began = time.perf_counter()
     megackpt.save(state, directory, content_metadata={"huggingface_config": config})
-    return time.perf_counter() - began
 
 
-def export(source: Path, target: Path, options: dict[str, Any]) -> float:
+Work = Callable[[], object]
+
+
+def export(source: Path, target: Path, how: dict[str, Any]) -> Work:
     from megackpt import export_huggingface
 
-    began = time.perf_counter()
-    export_huggingface(source, target, **options)
-    return time.perf_counter() - began
+    return lambda: export_huggingface(source, target, **how)
 
 
-def import_(source: Path, target: Path, options: dict[str, Any]) -> float:
+def import_(source: Path, target: Path, how: dict[str, Any]) -> Work:
     from megackpt import import_huggingface
 
-    began = time.perf_counter()
-    import_huggingface(source, target, **options)
-    return time.perf_counter() - began
+    return lambda: import_huggingface(source, target, **how)
 
 
-def raw_copy(source: Path, target: Path, options: dict[str, Any]) -> float:
+def raw_copy(source: Path, target: Path, how: dict[str, Any]) -> Work:
     """Copy all files through one buffer, and flush each."""
     buffer = memoryview(bytearray(COPY_BYTES))
     target.mkdir(parents=True)
-    began = time.perf_counter()
-    for number, file in enumerate(files_below(source)):
-        with file.open("rb", buffering=0) as read, (target / str(number)).open("wb", buffering=0) as write:
-            while count := read.readinto(buffer):  # type: ignore[attr-defined]
-                write.write(buffer[:count])
-            os.fsync(write.fileno())
-    return time.perf_counter() - began
+
+    def copy() -> None:
+        for number, file in enumerate(files_below(source)):
+            with file.open("rb", buffering=0) as read, (target / str(number)).open("wb", 0) as write:
+                while count := read.readinto(buffer):
+                    write.write(buffer[:count])
+                os.fsync(write.fileno())
+
+    return copy
 
 
-def direct_copy(source: Path, target: Path, options: dict[str, Any]) -> float:
+def direct_copy(source: Path, target: Path, how: dict[str, Any]) -> Work:
     """Copy all files with dd, past the page cache."""
     target.mkdir(parents=True)
-    began = time.perf_counter()
-    for number, file in enumerate(files_below(source)):
-        command = ["dd", f"if={file}", f"of={target / str(number)}", "bs=8M", "conv=fsync", "status=none"]
-        is_long = file.stat().st_size > 64 * MIB
-        subprocess.run([*command, *(["iflag=direct", "oflag=direct"] if is_long else [])], check=True)
-    return time.perf_counter() - began
+
+    def copy() -> None:
+        for number, file in enumerate(files_below(source)):
+            command = ["dd", f"if={file}", f"of={target / str(number)}", "bs=8M", "conv=fsync", "status=none"]
+            is_long = file.stat().st_size > 64 * MIB
+            subprocess.run([*command, *(["iflag=direct", "oflag=direct"] if is_long else [])], check=True)
+
+    return copy
 
 
-def dcp_save(source: Path, target: Path, options: dict[str, Any]) -> float:
+def dcp_save(source: Path, target: Path, how: dict[str, Any]) -> Work:
     """Write the state with DCP, consolidated into as many files as our export has."""
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
@@ -134,29 +136,27 @@ def dcp_save(source: Path, target: Path, options: dict[str, Any]) -> float:
         str(target), fqn_to_index_mapping=numbers, thread_count=2, save_distributed=True,
         enable_consolidation=True, thread_count_consolidation=2,
     )  # fmt: skip
-    began = time.perf_counter()
-    dcp.save(state, storage_writer=writer, no_dist=True)
-    os.sync()
-    return time.perf_counter() - began
+
+    def save() -> None:
+        dcp.save(state, storage_writer=writer, no_dist=True)
+        os.sync()
+
+    return save
 
 
-def dcp_load(source: Path, target: Path, options: dict[str, Any]) -> float:
+def dcp_load(source: Path, target: Path, how: dict[str, Any]) -> Work:
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 
-    state = empty_state(source)
-    began = time.perf_counter()
-    dcp.load(state, storage_reader=HuggingFaceStorageReader(str(source), thread_count=2), no_dist=True)
-    return time.perf_counter() - began
+    state, reader = empty_state(source), HuggingFaceStorageReader(str(source), thread_count=2)
+    return lambda: dcp.load(state, storage_reader=reader, no_dist=True)
 
 
-def our_load(source: Path, target: Path, options: dict[str, Any]) -> float:
+def our_load(source: Path, target: Path, how: dict[str, Any]) -> Work:
     from megackpt import ShardedTensor, load
 
     state = {key: ShardedTensor.from_rank_offsets(key, data) for key, data in empty_state(source).items()}
-    began = time.perf_counter()
-    load(state, source)
-    return time.perf_counter() - began
+    return lambda: load(state, source)
 
 
 def empty_state(folder: Path) -> dict[str, Any]:
@@ -170,54 +170,39 @@ def empty_state(folder: Path) -> dict[str, Any]:
     return {key: torch.ones(array.stored, dtype=torch.bfloat16) for key, array in arrays.items()}
 
 
-WORK: dict[str, Callable[[Path, Path, dict[str, Any]], float]] = {
+WORK: dict[str, Callable[[Path, Path, dict[str, Any]], Work]] = {
     "export": export, "import": import_, "raw": raw_copy, "direct": direct_copy, "dcp save": dcp_save,
     "dcp load": dcp_load, "load": our_load,
 }  # fmt: skip
 
 
-def run_child(name: str, source: Path, target: Path, options: dict[str, Any]) -> None:
+def run_child(name: str, source: Path, target: Path, how: dict[str, Any]) -> None:
     """Do one part of the work in this process; print its time, and by how much it raised resident memory."""
-    WORK[name](source.parent / SMALL / source.name, target, options)
+    WORK[name](source.parent / SMALL / source.name, target, how)()
     shutil.rmtree(target, ignore_errors=True)
-    Path("/proc/self/clear_refs").write_text("5")  # resets the peak
-    before = resident("VmRSS")
-    seconds = WORK[name](source, target, options)
-    print(json.dumps({"seconds": seconds, "peak": resident("VmHWM") - before}))
+    seconds = 0.0
 
+    def timed() -> None:
+        nonlocal seconds
+        work = WORK[name](source, target, how)
+        began = time.perf_counter()
+        work()
+        seconds = time.perf_counter() - began
 
-def resident(field: str) -> int:
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(field):
-            return int(line.split()[1]) * 1024
-    raise AssertionError(f"/proc/self/status has no {field}")
+    print(json.dumps({"peak": peak_above(timed), "seconds": seconds}))
 
 
 def files_below(directory: Path) -> Iterator[Path]:
     return (path for path in sorted(directory.rglob("*")) if path.is_file())
 
 
-def drop_from_cache(directory: Path) -> None:
-    for path in files_below(directory):
-        descriptor = os.open(path, os.O_RDONLY)
-        os.fsync(descriptor)
-        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-        os.close(descriptor)
-
-
-def measured(
-    name: str, source: Path, target: Path, *, keep: bool = False, **options: Any
-) -> dict[str, float]:
+def measured(name: str, source: Path, target: Path, *, keep: bool = False, **how: Any) -> dict[str, float]:
     """Return the seconds and the peak of one run in a process of its own, whose files are then removed."""
-    drop_from_cache(source)
-    command = [sys.executable, __file__, "--child", name, str(source), str(target), json.dumps(options)]
-    ran = subprocess.run(command, capture_output=True, text=True, check=False)
-    if ran.returncode:
-        raise SystemExit(f"{name}: {ran.stderr[-3000:]}")
+    drop(source)
+    result: dict[str, float] = in_a_process(__file__, "--child", name, source, target, json.dumps(how))
     if not keep:
         shutil.rmtree(target, ignore_errors=True)
         os.sync()
-    result: dict[str, float] = json.loads(ran.stdout.splitlines()[-1])
     return result
 
 
@@ -233,8 +218,8 @@ def compare_speed(source: Path, folder: Path, scratch: Path, *, rounds: int, fil
         ("dcp load", folder, {}),
     ]
     for number in range(rounds):
-        for name, read, options in runs:
-            seconds = measured(name, read, scratch, **options)["seconds"]
+        for name, read, how in runs:
+            seconds = measured(name, read, scratch, **how)["seconds"]
             times.setdefault(name, []).append(seconds)
             print(f"round {number}: {name} {seconds:.2f} s", flush=True)
     fastest = [min(pair) for pair in zip(times["raw"], times["direct"], strict=True)]
@@ -252,31 +237,24 @@ def compare_speed(source: Path, folder: Path, scratch: Path, *, rounds: int, fil
 
 
 def compare_memory(source: Path, folder: Path, scratch: Path) -> None:
-    for file_bytes in (500 * MIB, 5_000_000_000):
-        for buffer_bytes in (8 * MIB, 32 * MIB):
-            sizes = {"max_file_bytes": file_bytes, "buffer_bytes": buffer_bytes}
-            result = measured("export", source, scratch, **sizes)
-            print(
-                f"export, {sizes}: {result['seconds']:.2f} s, peak {result['peak'] / MIB:.0f} MiB", flush=True
-            )
-    for buffer_bytes in (8 * MIB, 32 * MIB):
-        result = measured("import", folder, scratch, buffer_bytes=buffer_bytes)
-        print(
-            f"import, {buffer_bytes=}: {result['seconds']:.2f} s, peak {result['peak'] / MIB:.0f} MiB",
-            flush=True,
-        )
+    buffers = [{"buffer_bytes": nbytes} for nbytes in (8 * MIB, 32 * MIB)]
+    runs = [
+        ("export", source, {"max_file_bytes": file_bytes} | sizes)
+        for file_bytes in (500 * MIB, 5_000_000_000)
+        for sizes in buffers
+    ]
+    for name, read, sizes in [*runs, *(("import", folder, sizes) for sizes in buffers)]:
+        result = measured(name, read, scratch, **sizes)
+        found = f"{result['seconds']:.2f} s, peak {result['peak'] / MIB:.0f} MiB"
+        print(f"{name}, {sizes}: {found}", flush=True)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--child", nargs=4, help=argparse.SUPPRESS)
-    parser.add_argument("--gib", type=float, default=4.0)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--directory", type=Path, default=Path("bench_huggingface"))
-    arguments = parser.parse_args()
+    default = Path("bench_huggingface")
+    arguments = options(__doc__, child={"nargs": 4}, gib=4.0, rounds=3, directory=default)
     if arguments.child:
-        name, source, target, options = arguments.child
-        run_child(name, Path(source), Path(target), json.loads(options))
+        name, source, target, how = arguments.child
+        run_child(name, Path(source), Path(target), json.loads(how))
         return
     root: Path = arguments.directory
     root.mkdir(parents=True)
@@ -284,8 +262,8 @@ def main() -> None:
         source, folder, scratch = root / "checkpoint", root / "folder", root / "scratch"
         small = root / SMALL
         save_ours(small / "checkpoint", small_config())
-        export(small / "checkpoint", small / "folder", {"max_file_bytes": 40_000})
-        print(f"save: {save_ours(source, config_of(arguments.gib)):.2f} s")
+        export(small / "checkpoint", small / "folder", {"max_file_bytes": 40_000})()
+        save_ours(source, config_of(arguments.gib))
         file_bytes = max(int(arguments.gib * GIB / 4), 2 * VOCAB * HIDDEN)
         measured("export", source, folder, keep=True, max_file_bytes=file_bytes)
         total = sum(path.stat().st_size for path in files_below(folder))

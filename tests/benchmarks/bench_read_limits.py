@@ -8,17 +8,17 @@ half of the columns of a matrix that was stored whole.
 
 from __future__ import annotations
 
-import argparse
 import mmap
 import os
-import statistics
-import tempfile
 import time
 from collections.abc import Callable, Mapping
+from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 import xxhash
+
+from tests.benchmarks.measuring import MIB, medians, options, random_file
 
 BLOCK = 256 << 10  # under one digest
 PART = 15 * BLOCK  # the longest read of a load
@@ -29,15 +29,9 @@ Bytes = npt.NDArray[np.uint8]
 
 def main() -> None:
     """Print the tables."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--dir", required=True)
-    parser.add_argument("--mib", type=int, default=128)
-    args = parser.parse_args()
-    with tempfile.NamedTemporaryFile(dir=args.dir) as file:
-        for _ in range(args.mib):
-            file.write(os.urandom(1 << 20))
-        file.flush()
-        nbytes = args.mib << 20
+    args = options(__doc__, dir=Path, mib=128)
+    nbytes = args.mib * MIB
+    with random_file(args.dir, args.mib) as file:
         _print(f"{args.mib} MiB, contiguous", contiguous(file.fileno(), nbytes))
         for row_nbytes in (5 << 10, 20 << 10, 64 << 10, 1 << 20):
             _print(f"half of rows of {row_nbytes >> 10} KiB", half_rows(file.fileno(), nbytes, row_nbytes))
@@ -124,17 +118,10 @@ def _memory(nbytes: int) -> Bytes:
 
 
 def _print(title: str, ways: Mapping[str, Callable[[], None]]) -> None:
-    spent: dict[str, list[float]] = {name: [] for name in ways}
-    for turn in range(REPEATS + 1):
-        for name, way in ways.items():
-            began = time.thread_time()
-            way()
-            if turn:
-                spent[name].append(time.thread_time() - began)
-    medians = {name: statistics.median(seconds) for name, seconds in spent.items()}
-    plain = medians["plain read"]
+    seconds_of = medians(ways, REPEATS, clock=time.thread_time)
+    plain = seconds_of["plain read"]
     print(title)
-    for name, seconds in medians.items():
+    for name, seconds in seconds_of.items():
         print(f"  {name:50} {plain / seconds:.2f}", flush=True)
 
 

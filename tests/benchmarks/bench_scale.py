@@ -10,13 +10,11 @@ first write.
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import os
 import resource
 import statistics
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -44,6 +42,7 @@ from megackpt.metadata import (
 from megackpt.planning import SavePlan, pack_rows, plan_merged_save, unpack_rows
 from megackpt.storage import MemoryStore, digest_of
 from megackpt.validation import check_coverage
+from tests.benchmarks.measuring import Clock, options
 
 LAYERS, HIDDEN, FFN, QKV, VOCAB = 126, 16384, 53248, 18432, 128256
 STATES = ("master", "exp_avg", "exp_avg_sq")
@@ -148,18 +147,9 @@ def _two(values: tuple[int, ...], fill: int) -> tuple[int, int]:
     return (values[0], values[1] if len(values) > 1 else fill)
 
 
-class _Clock:
-    def __init__(self) -> None:
-        self._at = time.process_time()
-
-    def lap(self) -> float:
-        before, self._at = self._at, time.process_time()
-        return self._at - before
-
-
 def bench_ours(layout: Layout) -> dict[str, float]:
     """Return seconds, bytes and balance of a save that is planned anew."""
-    ranks, clock = layout.ranks, _Clock()
+    ranks, clock = layout.ranks, Clock()
     declared: list[DeclaredChunks] = [None] * ranks  # type: ignore[list-item]
     for p, t in np.ndindex(layout.pp, layout.tp):
         for rank, of_rank in declare(layout, p, t):
@@ -206,7 +196,7 @@ def bench_ours(layout: Layout) -> dict[str, float]:
 def _coordinate(
     lists: list[PackedDeclarations], digests: list[str], first: dict[str, int]
 ) -> tuple[SavePlan, list[bytes], dict[str, float]]:
-    clock, laps = _Clock(), {}
+    clock, laps = Clock(), {}
     kinds, kind = np.unique(np.array(digests), return_inverse=True)
     owner_groups: list[Ints] = np.split(np.argsort(kind, kind="stable"), np.cumsum(np.bincount(kind))[:-1])
     owned, _ = merge_packed_declarations(
@@ -237,7 +227,7 @@ class _Everyone(Group):
 
 def bench_collective(ranks: int) -> float:
     """Return the seconds that a rank takes to look through the digests of all."""
-    clock = _Clock()
+    clock = Clock()
     message = run_on_all_ranks(_Everyone(ranks), lambda: bytes(24), doing="comparing declarations")
     assert next(i for i, other in enumerate(message) if other[:16] == message[-1][:16]) == 0
     return clock.lap()
@@ -255,7 +245,7 @@ def bench_kept_plan(tensors: int) -> float:
         plans=plans,
     )
     for _ in range(21):
-        clock = _Clock()
+        clock = Clock()
         plan_save(request, MemoryStore(), SingleProcess(), SaveOptions())
         laps.append(clock.lap())
     assert plans.hits == 20
@@ -274,7 +264,7 @@ def bench_megatron(ranks: int) -> dict[str, float]:
             shard = f"{x.key} {x.start}"
             owners.setdefault(shard, []).extend(layout.rank(p, d, t) for d in range(layout.dp))
             sizes[shard] = math.prod(x.shape) * 2
-    clock = _Clock()
+    clock = Clock()
     chosen = distribute_shards_to_ranks(owners, sizes, ranks, set())
     seconds = clock.lap()
     written = np.zeros(ranks)
@@ -285,12 +275,7 @@ def bench_megatron(ranks: int) -> dict[str, float]:
 
 def main() -> None:
     """Print what was found, as JSON."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--tp", type=int, default=8)
-    parser.add_argument("--pp", type=int, default=16)
-    parser.add_argument("--dp", type=int, default=128)
-    parser.add_argument("--peer-ranks", type=int, default=0)
-    args = parser.parse_args()
+    args = options(__doc__, tp=8, pp=16, dp=128, peer_ranks=0)
     if args.peer_ranks:
         print(json.dumps({"Megatron-Core": args.peer_ranks} | bench_megatron(args.peer_ranks), indent=1))
         return

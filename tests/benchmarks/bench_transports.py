@@ -8,7 +8,6 @@ machine is equally busy for all of them.
 
 from __future__ import annotations
 
-import argparse
 import multiprocessing
 import os
 import statistics
@@ -22,8 +21,8 @@ import torch.distributed as dist
 from megackpt.comm.store_host import StoreAddress, connect_store
 from megackpt.comm.transport_choice import TRANSPORT_VARIABLE, open_transport
 from megackpt.engine.tiers.transfer import PART_BYTES
+from tests.benchmarks.measuring import MIB, options
 
-MIB = 1 << 20
 LIMIT_S = 300.0
 DIRECTIONS = ("one way", "both ways")
 
@@ -66,26 +65,22 @@ def run_rank(rank: int, port: int, names: list[str], rounds: int, nbytes: int, r
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--transports", default="gloo,nixl")
-    parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--mib", type=int, default=256)
-    options = parser.parse_args()
+    chosen = options(__doc__, transports="gloo,nixl", rounds=9, mib=256)
     store = dist.TCPStore(
         "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=LIMIT_S)
     )
     context = multiprocessing.get_context("spawn")
     results = context.Queue()
-    names, nbytes = options.transports.split(","), options.mib * MIB
-    arguments = (store.port, names, options.rounds, nbytes, results)
+    names, nbytes = chosen.transports.split(","), chosen.mib * MIB
+    arguments = (store.port, names, chosen.rounds, nbytes, results)
     processes = [context.Process(target=run_rank, args=(rank, *arguments)) for rank in range(2)]
     for process in processes:
         process.start()
     measured = results.get(timeout=LIMIT_S)
     for process in processes:
         process.join()
-    buffers = f"{options.mib} MiB in buffers of {PART_BYTES // MIB} MiB"
-    print(f"{buffers}; GB/s in each direction; {options.rounds} rounds")
+    buffers = f"{chosen.mib} MiB in buffers of {PART_BYTES // MIB} MiB"
+    print(f"{buffers}; GB/s in each direction; {chosen.rounds} rounds")
     for (name, direction), rows in sorted(measured.items()):
         rates, cpu_s = ([row[i] for row in rows] for i in range(2))
         print(

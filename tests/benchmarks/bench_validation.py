@@ -11,17 +11,13 @@ the world "stacked", once for all that it would need at half the tensor and pipe
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import multiprocessing
 import os
 import resource
 import statistics
-import subprocess
-import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from itertools import pairwise
@@ -31,6 +27,8 @@ from typing import Any
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import numpy as np
+
+from tests.benchmarks.measuring import Clock, in_a_process, options
 
 REPEATS = 3
 Chunk = tuple[tuple[int, ...], tuple[int, ...], int, int, bool]  # start, shape, flat start, flat stop, main
@@ -148,7 +146,7 @@ def bench_ours(messages: list[bytes]) -> Iterator[tuple[str, float]]:
     from megackpt.storage import LocalStore
     from megackpt.validation import check_coverage
 
-    clock = _Clock()
+    clock = Clock()
     declared = decode_declarations([unpack_columns(m, where="message") for m in messages])
     yield "decode", clock.lap()
     merged = merge_declarations(declared)
@@ -207,7 +205,7 @@ def _load_plan(directory: str, output: dict[str, Any], requested: Any) -> tuple[
             self.nbytes += nbytes
             return super().borrow(name, offset_bytes, nbytes)
 
-    store, clock = Counting(directory), _Clock()
+    store, clock = Counting(directory), Clock()
     stored = open_index(store, output).of_boxes([requested.table])
     plan_load(requested, stored.table, where=directory)
     return clock.lap() * 1000, store.nbytes
@@ -249,7 +247,7 @@ def bench_dcp(ranks: list[Rank]) -> Iterator[tuple[str, float]]:
         SavePlan([item(key, whole, c) for key, (whole, chunks) in rank.items() for c in chunks])
         for rank in ranks
     ]
-    clock = _Clock()
+    clock = Clock()
     DefaultSavePlanner(flatten_state_dict=False).create_global_plan(plans)
     yield "coverage", clock.lap()
 
@@ -275,21 +273,12 @@ def bench_megatron(ranks: list[Rank]) -> Iterator[tuple[str, float]]:
         [sharded(k, w, c, len(shapes[k]) == 1) for k, (w, chunks) in rank.items() for c in chunks]
         for rank in ranks
     ]
-    clock = _Clock()
+    clock = Clock()
     validate_sharding_integrity(gathered)
     yield "coverage", clock.lap()
 
 
 # --- measuring
-
-
-class _Clock:
-    def __init__(self) -> None:
-        self._at = time.process_time()
-
-    def lap(self) -> float:
-        before, self._at = self._at, time.process_time()
-        return self._at - before
 
 
 PEERS = {"torch DCP": bench_dcp, "Megatron-Core": bench_megatron}
@@ -321,23 +310,17 @@ def _size_of(ranks: list[Rank]) -> tuple[int, int]:
 
 
 def _medians(who: str, world: str, chunks: int) -> dict[str, float] | str:
-    runs: list[dict[str, float]] = []
-    for _ in range(REPEATS):
-        command = [sys.executable, "-W", "ignore", __file__, "--measure", who, world, str(chunks)]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        if done.returncode:
-            return done.stderr.strip().splitlines()[-1]
-        runs.append(json.loads(done.stdout.splitlines()[-1]))
+    try:
+        runs = [in_a_process(__file__, "--measure", who, world, chunks) for _ in range(REPEATS)]
+    except SystemExit as failed:
+        return str(failed).splitlines()[-1]
     return {name: statistics.median(run[name] for run in runs) for name in runs[0]}
 
 
 def main() -> None:
     """Print the table."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--chunks", type=int, default=1_000_000)
-    parser.add_argument("--peer-chunks", type=int, default=100_000)
-    parser.add_argument("--measure", nargs=3, metavar=("WHO", "WORLD", "CHUNKS"))
-    args = parser.parse_args()
+    inner = {"nargs": 3, "metavar": ("WHO", "WORLD", "CHUNKS")}
+    args = options(__doc__, chunks=1_000_000, peer_chunks=100_000, measure=inner)
     if args.measure:
         _measure(args.measure[0], args.measure[1], int(args.measure[2]))
         return
