@@ -12,7 +12,6 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 
@@ -73,17 +72,6 @@ class Goal:
         if self.measured is None:
             return "not measured"
         return {True: "met", False: "NOT MET", None: "too close to tell"}[self.is_met]
-
-    def to_json(self) -> dict[str, Any]:
-        """Return it as plain JSON values."""
-        return {
-            "what": self.what,
-            "asked": self.asked,
-            "measured": self.measured,
-            "doubt": self.doubt,
-            "of": self.of,
-            "met": self.is_met,
-        }
 
     def _in_words(self, value: float) -> str:
         if self.of == "raw":

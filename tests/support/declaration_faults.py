@@ -413,8 +413,7 @@ def a_flat_range_is_shifted(w: World) -> ExpectedError:
     w.spoil(rank, "flat", flattened_range=slice(1, cut + 1))
     twice = f"{element_of_flat(w, block, cut)} are saved by more than one main replica"
     return not_covered(
-        f"{element_of_flat(w, block, 0)} are saved by no rank",
-        f"{twice} (ranks {rank}, {rank + 1})",
+        f"{element_of_flat(w, block, 0)} are saved by no rank", f"{twice} (ranks {rank}, {rank + 1})"
     )
 
 
@@ -449,7 +448,5 @@ def flat_ranges_belong_to_the_wrong_block(w: World) -> ExpectedError:
     w.spoil(0, "flat", global_offset=high)
     assert low != high
     return not_covered(
-        "'flat': elements [0:",
-        "are saved by no rank",
-        "more than one main replica (ranks 0, 6",
+        "'flat': elements [0:", "are saved by no rank", "more than one main replica (ranks 0, 6"
     )

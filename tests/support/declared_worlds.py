@@ -8,13 +8,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from megackpt import (
-    Policy,
-    SaveOptions,
-    ShardedObject,
-    ShardedTensor,
-    save,
-)
+from megackpt import Policy, SaveOptions, ShardedObject, ShardedTensor, save
 from megackpt.comm import Group
 from megackpt.mapping import ShardedBase
 from megackpt.storage import MemoryStore

@@ -1,9 +1,9 @@
-"""Small GPTs at layouts over all axes, with experts and other choices, and their gradients."""
+"""Small GPTs at layouts over all axes, with experts, adapters and other choices, and their gradients."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,11 +13,12 @@ from torch import Tensor, nn
 
 from megackpt import LoadOptions, load, load_common_state_dict, load_plain_tensors
 from megackpt.engine.data.tensor_bytes import as_bits
-from megackpt.mapping import ShardedLayout, ShardedStateDict, ShardedTensor, is_main_replica
+from megackpt.mapping import ShardedStateDict, is_main_replica
 from megackpt.optim import DistributedOptimizer, MixedPrecisionOptimizer
 from megackpt.optim.master_optimizer import MasterOptimizer
 from megackpt.parallel import (
     LatentSizes,
+    LoRAConfig,
     MambaSizes,
     MicroBatch,
     ModelChunks,
@@ -25,11 +26,15 @@ from megackpt.parallel import (
     ParallelLayout,
     RoutingOptions,
     StageTable,
+    adapter_state,
+    add_adapters,
     all_reduce,
     context_share,
     forward_backward,
     is_marked,
+    reset_magnitudes,
     share_losses,
+    stable_seed,
 )
 from models import (
     AttentionConfig,
@@ -47,6 +52,7 @@ from models import (
     build_gpt,
     init_weights,
 )
+from tests.support.optimizers import tensors_of
 
 MICRO_BATCHES = 8  # in the whole job, divided among dp
 
@@ -292,21 +298,17 @@ def _gpt_oss(config: GPTConfig) -> GPTConfig:
 
 def joined(config: GPTConfig, layout: ParallelLayout) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Build every rank's model; return the global arrays and how many main replicas hold each element."""
-    arrays: dict[str, Tensor] = {}
+    boxes: list[Box] = []
     covered: dict[str, Tensor] = {}
     for rank in range(layout.world_size):
         model = build_gpt(config, ParallelGroups.offline(layout, rank))
         init_weights(model, seed=7)
         for t in tensors_of(model.sharded_state_dict()):
-            whole = arrays.setdefault(t.key, torch.full(t.global_shape, float("nan")))
-            count = covered.setdefault(t.key, torch.zeros(t.global_shape, dtype=torch.int64))
             assert t.data is not None
-            box = t.global_slice()
-            known = ~whole[box].isnan()
-            assert torch.equal(whole[box][known], t.data.detach()[known]), f"replicas of {t.key} differ"
-            whole[box] = t.data.detach()
-            count[box] += is_main_replica(t.replica_id)
-    return arrays, covered
+            boxes.append(Box(t.key, t.global_shape, t.global_slice(), t.data.detach()))
+            count = covered.setdefault(t.key, torch.zeros(t.global_shape, dtype=torch.int64))
+            count[t.global_slice()] += is_main_replica(t.replica_id)
+    return join(boxes), covered
 
 
 class Box(NamedTuple):
@@ -316,15 +318,6 @@ class Box(NamedTuple):
     shape: tuple[int, ...]
     box: tuple[slice, ...]
     data: Tensor
-
-
-def tensors_of(state: ShardedStateDict) -> Iterator[ShardedTensor]:
-    """Yield the tensors of a state dict; the components of a tensor one by one."""
-    for entity in state.values():
-        if isinstance(entity, ShardedLayout):
-            yield from entity.tensors()
-        elif isinstance(entity, ShardedTensor):
-            yield entity
 
 
 def gradient_boxes(model: nn.Module, state: ShardedStateDict, groups: ParallelGroups) -> list[Box]:
@@ -381,3 +374,45 @@ def assert_all_close(
     assert actual.keys() == expected.keys()
     for key in expected:
         assert_close(actual[key], expected[key], key, relative=relative)
+
+
+# No layout pads this vocabulary. With tp 4, two ranks have each key head.
+LORA_CONFIG = replace(CONFIG, tied_embeddings=False, vocab_size=32, num_query_groups=2)
+
+LORA_LAYOUTS = {
+    "one": Case(ParallelLayout()),
+    "tp2-dp2-ep2-sequence": Case(ParallelLayout(tp=2, dp=2, ep=2), True),
+    "dp4-ep2-etp2": Case(ParallelLayout(dp=4, ep=2, etp=2)),
+    "tp4-sequence": Case(ParallelLayout(tp=4), True),
+    "tp2-pp2-vpp2-ep2-etp1": Case(ParallelLayout(tp=2, pp=2, vpp=2, ep=2, etp=1), True),
+    "cp2-pp2-uneven": Case(ParallelLayout(cp=2, pp=2), stages="Ettt|tL"),
+}
+
+ADAPTERS = {
+    # Components of a fused layer with matrices of their own, and DoRA.
+    "attention": LoRAConfig(
+        rank=8, targets=("linear_qkv.v", "linear_qkv.q", "linear_proj"), alpha=16, dora=True
+    ),
+    # One matrix for all components, of dense layers, experts and shared experts; replicated layers.
+    "mlp": LoRAConfig(rank=16, targets=("linear_fc1", "linear_fc2"), alpha=8, rank_stabilised=True),
+}
+
+
+def build_with_adapters(name: str, groups: ParallelGroups, *, seed: int) -> ModelChunks:
+    """Return this rank's model with adapters; the weights of a seed, and initial values of adapters."""
+    model = build(LORA_LAYOUTS[name], LORA_CONFIG, groups, seed=seed)
+    for adapter, config in ADAPTERS.items():
+        add_adapters(model, config, groups, name=adapter, seed=5)
+        reset_magnitudes(model, adapter)
+    return model
+
+
+def randomise_adapters(state: ShardedStateDict) -> None:
+    """Give B and the magnitudes random values, so that each adapter changes the outputs."""
+    for tensor in tensors_of(adapter_state(state)):
+        if ".linear_in." in tensor.key:
+            continue
+        generator = torch.Generator().manual_seed(stable_seed("random", tensor.key))
+        whole = torch.randn(tensor.global_shape, generator=generator) * 0.1
+        with torch.no_grad():
+            tensor.data.add_(whole[tensor.global_slice()])

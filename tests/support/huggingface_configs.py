@@ -175,10 +175,7 @@ def _mixtral(draw: random.Random, seed: int) -> Fields:
 def _qwen(draw: random.Random, seed: int) -> Fields:
     # In the first config all layers have experts, so that their arrays are stacked.
     sparsity = draw.choice([{}, {"decoder_sparse_step": 2}, {"mlp_only_layers": [1]}]) if seed else {}
-    return {
-        "moe_intermediate_size": draw.choice([6, 10]),
-        "norm_topk_prob": draw.random() < 0.5,
-    } | sparsity
+    return {"moe_intermediate_size": draw.choice([6, 10]), "norm_topk_prob": draw.random() < 0.5} | sparsity
 
 
 def _qwen2(draw: random.Random, seed: int) -> Fields:

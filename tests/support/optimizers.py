@@ -153,10 +153,7 @@ def _add_keys_and_queries(
     copies = tp.size // slices
     w = add(
         lambda a: torch.cat(
-            [
-                a["layers.kq.k"][layer].chunk(slices)[tp.rank // copies],
-                rows(a["layers.kq.q"][layer], 0),
-            ]
+            [a["layers.kq.k"][layer].chunk(slices)[tp.rank // copies], rows(a["layers.kq.q"][layer], 0)]
         ),
         lambda n: n["layers.kq"][layer],
         "tensor_model_parallel",

@@ -18,12 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megackpt import (
-    AsyncOptions,
-    Checkpointer,
-    SaveOptions,
-    ShardedTensor,
-)
+from megackpt import AsyncOptions, Checkpointer, SaveOptions, ShardedTensor
 from megackpt.comm import SingleProcess, collectives
 from megackpt.engine.background.saver import AsyncSaver
 from megackpt.engine.verification import verify

@@ -22,7 +22,7 @@ from megackpt.parallel.groups import ParallelGroups
 from megackpt.parallel.layout import ParallelLayout
 from megackpt.testing.ranks import RankPool
 from tests.support import fake_apex
-from tests.support.apex_training import (
+from tests.support.fake_apex import (
     SINGLE_PROCESS,
     are_equal,
     declare,

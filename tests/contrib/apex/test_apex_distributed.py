@@ -19,7 +19,7 @@ from megackpt.integrations.apex import declare_gathered, load_sharded_state_dict
 from megackpt.optim import join_master
 from megackpt.testing.world import SimulatedRank, SimulatedWorld
 from tests.support import fake_apex
-from tests.support.apex_training import (
+from tests.support.fake_apex import (
     DISTRIBUTED,
     are_equal,
     declare,

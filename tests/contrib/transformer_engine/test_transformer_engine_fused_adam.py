@@ -39,7 +39,7 @@ from megackpt.parallel.groups import ParallelGroups
 from megackpt.parallel.layout import ParallelLayout
 from tests.contrib.apex.foreign_optimizers import CHANGES, Kind, outcome, row_of_docs
 from tests.contrib.transformer_engine.te_stub import cpu_for_cuda, te_version, transformer_engine
-from tests.support.apex_training import are_equal, declare, make_params, set_grads
+from tests.support.fake_apex import are_equal, declare, make_params, set_grads
 
 te = transformer_engine()
 te_optimizers = pytest.importorskip("transformer_engine.pytorch.optimizers")

@@ -32,6 +32,7 @@ from megackpt.testing.ranks import RankPool
 from models import GPTConfig, build_gpt
 from tests.support.effort import sampled
 from tests.support.gpt import assert_close as assert_arrays_close
+from tests.support.gpt import randomise_adapters as randomise
 from tests.support.huggingface_models import (
     assert_close,
     fill,
@@ -41,7 +42,6 @@ from tests.support.huggingface_models import (
     reference,
     token_ids,
 )
-from tests.support.lora_world import randomise
 
 # peft 0.21 reads an attribute that transformers 5.23 has renamed.
 pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")

@@ -45,18 +45,22 @@ from megackpt.parallel import (
 from megackpt.testing.ranks import RankPool
 from tests.support.effort import sampled, tries_all
 from tests.support.gpt import (
+    ADAPTERS,
     Box,
     Case,
     assert_all_close,
     assert_equal_checkpoints,
     build,
+    build_with_adapters,
     gradient_boxes,
     join,
     losses_of,
     micro_batches,
     tensors_of,
 )
-from tests.support.lora_world import ADAPTERS, CONFIG, LAYOUTS, build_with_adapters, randomise
+from tests.support.gpt import LORA_CONFIG as CONFIG
+from tests.support.gpt import LORA_LAYOUTS as LAYOUTS
+from tests.support.gpt import randomise_adapters as randomise
 
 RELATIVE = 2e-5
 MICRO_BATCHES = 4  # in the whole job

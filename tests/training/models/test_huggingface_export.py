@@ -98,17 +98,10 @@ def test_values_are_rounded_to_nearest_even_and_the_dtype_is_in_config_json(tmp_
 
 SIZES = {"vocab_size": 8, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 2, "n_groups": 1}
 NEMOTRON_H = {
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "head_dim": 4,
-    "mamba_num_heads": 4,
-    "mamba_head_dim": 4,
-    "ssm_state_size": 4,
-    "layers_block_type": ["mamba", "moe"],
-    "n_routed_experts": 2,
-    "moe_intermediate_size": 4,
-    "moe_shared_expert_intermediate_size": 4,
-}
+    "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 4, "mamba_num_heads": 4,
+    "mamba_head_dim": 4, "ssm_state_size": 4, "layers_block_type": ["mamba", "moe"], "n_routed_experts": 2,
+    "moe_intermediate_size": 4, "moe_shared_expert_intermediate_size": 4,
+}  # fmt: skip
 KEPT: dict[str, tuple[dict[str, Any], str]] = {
     "deepseek_v3": (
         {**random_config("deepseek_v3", 0), "first_k_dense_replace": 0, "moe_intermediate_size": 6},
@@ -376,10 +369,7 @@ def test_a_model_that_is_replaced_is_never_mixed_with_the_new_one(tmp_path: Path
     chance = random.Random(0)
     seen = 0
     removal = range(min(40, moments))  # the old model is removed first
-    for index in [
-        *chance.sample(removal, few(4, of=40)),
-        *chance.sample(range(40, moments), few(3, of=80)),
-    ]:
+    for index in [*chance.sample(removal, few(4, of=40)), *chance.sample(range(40, moments), few(3, of=80))]:
         machine = CrashMachine(old, stop_at=Moment(rank=0, index=index))
         with pytest.raises(Stopped):
             export(tmp_path / "saved", machine.store(rank=0))

@@ -11,14 +11,7 @@ import pytest
 import torch
 
 import megackpt
-from megackpt import (
-    CheckpointError,
-    DeclarationError,
-    IntegrityError,
-    MapError,
-    ShardedTensor,
-    StorageError,
-)
+from megackpt import CheckpointError, DeclarationError, IntegrityError, MapError, ShardedTensor, StorageError
 from megackpt.maintenance import huggingface_model_files
 from megackpt.storage import LocalStore
 from megackpt.testing.faulty_store import FaultyStore

@@ -159,10 +159,7 @@ GPT2 = {
         (published(152064, 3584, 28, 28, 4, 18944, model_type="qwen2"), 7_615_616_512),
         (published(151936, 4096, 36, 32, 8, 12288, model_type="qwen3"), 8_190_735_360),
         (published(256000, 2304, 26, 8, 4, 9216, model_type="gemma2"), 2_614_341_888),
-        (
-            published(32000, 4096, 32, 32, 8, 14336, model_type="mixtral", num_local_experts=8),
-            46_702_792_704,
-        ),
+        (published(32000, 4096, 32, 32, 8, 14336, model_type="mixtral", num_local_experts=8), 46_702_792_704),
     ],
     ids=lambda value: value.get("model_type") if isinstance(value, dict) else str(value),
 )

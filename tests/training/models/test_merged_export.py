@@ -37,23 +37,15 @@ from models import build_gpt, init_weights
 from models.huggingface import gpt_config
 from tests.support.effort import sampled
 from tests.support.gpt import assert_close
+from tests.support.gpt import randomise_adapters as randomise
 from tests.support.huggingface_folders import declared, flat_ranges, folder_tensors, loaded_arrays
-from tests.support.lora_world import randomise
 
 RELATIVE = 6e-7
 CONFIG = {
-    "model_type": "qwen2_moe",
-    "vocab_size": 32,
-    "hidden_size": 16,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "intermediate_size": 24,
-    "num_experts": 3,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 8,
-    "shared_expert_intermediate_size": 12,
-}
+    "model_type": "qwen2_moe", "vocab_size": 32, "hidden_size": 16, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 24, "num_experts": 3,
+    "num_experts_per_tok": 2, "moe_intermediate_size": 8, "shared_expert_intermediate_size": 12,
+}  # fmt: skip
 ADAPTERS = {
     "experts": LoRAConfig(rank=4, targets=("linear_fc1", "linear_fc2"), alpha=2, rank_stabilised=True),
     "attention": LoRAConfig(rank=8, targets=("linear_qkv.v", "linear_proj"), alpha=16, dora=True),
@@ -251,14 +243,9 @@ def _without(arrays: dict[str, torch.Tensor], end: str) -> dict[str, torch.Tenso
 
 
 LLAMA_CONFIG = {
-    "model_type": "llama",
-    "vocab_size": 32,
-    "hidden_size": 16,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "intermediate_size": 24,
-}
+    "model_type": "llama", "vocab_size": 32, "hidden_size": 16, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 24,
+}  # fmt: skip
 MIXTRAL = {**LLAMA_CONFIG, "model_type": "mixtral", "num_local_experts": 2, "num_experts_per_tok": 2}
 GPT2 = {"model_type": "gpt2", "vocab_size": 32, "n_embd": 16, "n_layer": 2, "n_head": 4, "n_positions": 8}
 MODEL = "base_model.model.model.layers.0.self_attn.q_proj."

@@ -34,6 +34,7 @@ from megackpt.integrations.dcp import (
 )
 from megackpt.optim import initialise_state
 from megackpt.testing.world import SimulatedWorld
+from tests.support.optim_training import OPTIMIZERS as OPTIMIZERS_OF_TORCH
 
 Build = Callable[[Any], torch.optim.Optimizer]
 OPTIMIZERS: dict[str, Build] = {
@@ -43,15 +44,8 @@ OPTIMIZERS: dict[str, Build] = {
     "adam foreach": lambda p: torch.optim.Adam(p, lr=0.1, foreach=True),
     "adam fused": lambda p: torch.optim.Adam(p, lr=0.1, fused=True),
     "adam lr tensor": lambda p: torch.optim.Adam(p, lr=torch.tensor(0.1), foreach=False),
-    "adamw": lambda p: torch.optim.AdamW(p, lr=0.1),
-    "nadam": lambda p: torch.optim.NAdam(p, lr=0.1),
-    "radam": lambda p: torch.optim.RAdam(p, lr=0.1),
-    "adamax": lambda p: torch.optim.Adamax(p, lr=0.1),
-    "adadelta": lambda p: torch.optim.Adadelta(p),
-    "adagrad": lambda p: torch.optim.Adagrad(p, lr=0.1, initial_accumulator_value=0.5),
-    "asgd": lambda p: torch.optim.ASGD(p, lr=0.1),
-    "rmsprop": lambda p: torch.optim.RMSprop(p, lr=0.1, centered=True, momentum=0.5),
-    "rprop": lambda p: torch.optim.Rprop(p, lr=0.1),
+    **{name: OPTIMIZERS_OF_TORCH[name] for name in ("adamw", "nadam", "radam", "adamax", "adadelta")},
+    **{name: OPTIMIZERS_OF_TORCH[name] for name in ("adagrad", "asgd", "rmsprop", "rprop")},
     "adafactor": lambda p: torch.optim.Adafactor(p),
 }
 

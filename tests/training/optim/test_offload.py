@@ -12,7 +12,7 @@ from torch.nn import Parameter
 from megackpt import DeclarationError, load, save
 from megackpt.integrations import offload
 from tests.support import optimizers as fake_offload
-from tests.support.apex_training import are_equal, declare, groups_of, make_params, train
+from tests.support.fake_apex import are_equal, declare, groups_of, make_params, train
 
 MAKE: dict[str, Any] = {
     "HybridDeviceOptimizer": lambda params: fake_offload.hybrid(params),

@@ -54,6 +54,8 @@ from tests.support.optimizers import (
     tensors_of,
 )
 
+SINGLE_PROCESS = ParallelGroups.offline(ParallelLayout(), 0)
+
 
 def stacked(param: Tensor, *, tp_rank: int = 0, dp_rank: int = 0) -> ShardedTensor:
     """Layer 2 of 5, rows split over 3 tp ranks."""
@@ -79,30 +81,38 @@ def test_entities_are_found_by_their_parameter() -> None:
     assert get_optim_param_to_id_map([c, a, c]) == {id(c): 0, id(a): 1}
 
 
-def test_a_state_dict_without_keep_vars_is_rejected_with_the_way_to_build_it() -> None:
-    model = nn.Linear(2, 3)
-    state = {key: ShardedTensor.from_rank_offsets(key, t) for key, t in model.state_dict().items()}
-    match = r"without keep_vars=True: the data of 2(.|\n)*bias(.|\n)*weight(.|\n)*state_dict\(keep_vars=True"
-    with pytest.raises(DeclarationError, match=match):
-        get_param_id_to_sharded_param_map(state, model.parameters())
-    optimizer = DistributedOptimizer(
-        model.parameters(), torch.optim.AdamW, ParallelGroups.offline(ParallelLayout(), 0)
-    )
-    state = {key: ShardedTensor.from_rank_offsets(key, t) for key, t in model.state_dict().items()}
-    with pytest.raises(DeclarationError, match=match):
-        optimizer.sharded_state_dict(state)
+def without_keep_vars(layer: nn.Linear) -> ShardedStateDict:
+    return {key: ShardedTensor.from_rank_offsets(key, data) for key, data in layer.state_dict().items()}
 
 
-def test_a_model_state_that_lacks_a_parameter_is_rejected() -> None:
-    model = nn.Linear(2, 3)
-    optimizer = DistributedOptimizer(
-        model.parameters(), torch.optim.AdamW, ParallelGroups.offline(ParallelLayout(), 0)
-    )
-    state = {"w": ShardedTensor.from_rank_offsets("w", model.weight)}
-    with pytest.raises(
-        DeclarationError, match=r"1 of the optimizer's 2(.|\n)*parameter 1 of shape \(3,\)(.|\n)*Pass"
-    ):
-        optimizer.sharded_state_dict(state)
+def of_weight(replica_id: Any) -> Callable[[nn.Linear], ShardedStateDict]:
+    return lambda layer: {"w": ShardedTensor.from_rank_offsets("w", layer.weight, replica_id=replica_id)}
+
+
+def of_factory(layer: nn.Linear) -> ShardedStateDict:
+    return {"f": ShardedTensorFactory("f", layer.weight, lambda *x: [], lambda x: x)}
+
+
+@pytest.mark.parametrize(
+    ("has_bias", "tp", "declare", "match"),
+    [
+        (True, 1, without_keep_vars, "without keep_vars=True: the data of 2.*bias.*weight.*keep_vars=True"),
+        (True, 1, of_weight((0, 0, 0)), r"1 of the optimizer's 2.*parameter 1 of shape \(3,\).*Pass"),
+        (False, 2, of_weight(1), "'w': replica_id 1 is a single number.*Give the tuple"),
+        (False, 2, of_weight((0, 1)), r"'w': replica_id \(0, 1\) does not have the three.*Give all three"),
+        (False, 1, of_factory, "'f': the build_fn.*no ShardedTensor.*Return at least one"),
+    ],
+)
+def test_a_model_state_that_does_not_fit_is_rejected_with_the_way_to_build_it(
+    has_bias: bool, tp: int, declare: Callable[[nn.Linear], ShardedStateDict], match: str
+) -> None:
+    layer, groups = nn.Linear(2, 3, bias=has_bias), ParallelGroups.offline(ParallelLayout(tp=tp), 0)
+    if declare is without_keep_vars:
+        with pytest.raises(DeclarationError, match=f"(?s){match}"):
+            get_param_id_to_sharded_param_map(declare(layer), layer.parameters())
+    optimizer = DistributedOptimizer(layer.parameters(), torch.optim.AdamW, groups)
+    with pytest.raises(DeclarationError, match=f"(?s){match}"):
+        optimizer.sharded_state_dict(declare(layer))
 
 
 def test_a_model_state_of_another_model_is_warned_of() -> None:
@@ -180,11 +190,7 @@ def test_the_state_of_a_plain_torch_optimizer_becomes_sharded() -> None:
     ("ids", "states", "match"),
     [
         ({}, {"exp_avg": torch.zeros(2)}, r"state for parameter 0, which is in no entity.*keep_vars=True"),
-        (
-            None,
-            {"rule": "plain"},
-            r"'w': the optimizer state 'rule' is a str.*Name it in exclude_keys",
-        ),
+        (None, {"rule": "plain"}, r"'w': the optimizer state 'rule' is a str.*Name it in exclude_keys"),
     ],
 )
 def test_states_that_cannot_be_declared_are_rejected(ids: Any, states: dict[str, Any], match: str) -> None:
@@ -192,24 +198,6 @@ def test_states_that_cannot_be_declared_are_rejected(ids: Any, states: dict[str,
     state = {"state": {0: states}, "param_groups": []}
     with pytest.raises(DeclarationError, match=match):
         optim_state_to_sharding_state(state, {0: entity} if ids is None else ids)
-
-
-@pytest.mark.parametrize(
-    ("replica_id", "match"),
-    [
-        (1, r"'w': replica_id 1 is a single number.*Give the tuple"),
-        ((0, 1), r"'w': replica_id \(0, 1\) does not have the three elements.*Give all three"),
-    ],
-)
-def test_replica_ids_that_do_not_show_their_axes_are_rejected(replica_id: Any, match: str) -> None:
-    param = Parameter(torch.zeros(2))
-    optimizer = DistributedOptimizer(
-        [param], torch.optim.AdamW, ParallelGroups.offline(ParallelLayout(tp=2), 0)
-    )
-    with pytest.raises(DeclarationError, match=match):
-        optimizer.sharded_state_dict(
-            {"w": ShardedTensor.from_rank_offsets("w", param, replica_id=replica_id)}
-        )
 
 
 def test_states_of_a_factory_are_declared_as_of_states() -> None:
@@ -227,17 +215,6 @@ def test_states_of_a_factory_are_declared_as_of_states() -> None:
         assert (moment.key, moment.global_shape) == ("optimizer.state.exp_avg.w", (4, 2))
         assert (moment.global_offset, moment.replica_id) == ((1, 0), (0, 0, 0))
         assert (step.key, step.global_shape, step.global_offset) == ("optimizer.state.step.w", (4,), (1,))
-
-
-def test_a_factory_that_declares_nothing_is_rejected() -> None:
-    param = Parameter(torch.zeros(2))
-    optimizer = DistributedOptimizer([param], torch.optim.AdamW, ParallelGroups.offline(ParallelLayout(), 0))
-    factory = ShardedTensorFactory("f", param, lambda *x: [], lambda x: x)
-    with pytest.raises(DeclarationError, match=r"'f': the build_fn.*no ShardedTensor.*Return at least one"):
-        optimizer.sharded_state_dict({"f": factory})
-
-
-SINGLE_PROCESS = ParallelGroups.offline(ParallelLayout(), 0)
 
 
 class PlainOptimizer(Optimizer):

@@ -39,9 +39,16 @@ from megackpt.optim.sharded_state import cuts_of_entity
 from megackpt.parallel import ParallelGroups, ParallelLayout
 from tests.support.optimizers import SHAPES as MODEL_SHAPES
 from tests.support.optimizers import gather, make_model, random_arrays
-from tests.training.optim.test_optim_sharded_state import Blocks, Factors, Norms, adafactor
+from tests.training.optim.test_optim_sharded_state import (
+    Blocks,
+    Factors,
+    Norms,
+    adafactor,
+    declare,
+    make_matrices,
+    train,
+)
 
-SHAPES = [(6, 6), (70, 90), (3, 8), (5,)]
 # Shampoo makes a factor of 8192 x 8192 for the probe of a vector that our wrapper takes.
 IN_WRAPPER = ["Adafactor of torch", "SOAP", "NovoGrad", "AdamW8bit", "Lion8bit"]
 
@@ -68,24 +75,6 @@ OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
 }
 
 
-def make_params(seed: int, shapes: list[tuple[int, ...]] = SHAPES) -> list[Parameter]:
-    generator = torch.Generator().manual_seed(seed)
-    return [Parameter(torch.randn(shape, generator=generator)) for shape in shapes]
-
-
-def train(params: list[Parameter], optimizer: Any, steps: range) -> None:
-    for step in steps:
-        generator = torch.Generator().manual_seed(100 + step)
-        for param in params:
-            param.grad = torch.randn(param.shape, generator=generator)
-        optimizer.step()
-        optimizer.zero_grad()
-
-
-def declare(params: list[Parameter]) -> ShardedStateDict:
-    return {f"p{i}": ShardedTensor.from_rank_offsets(f"p{i}", p) for i, p in enumerate(params)}
-
-
 def sharded_state(params: list[Parameter], optimizer: Optimizer) -> ShardedStateDict:
     state, model = optimizer.state_dict(), declare(params)
     optim_state_to_sharding_state(state, get_param_id_to_sharded_param_map(model, params))
@@ -94,7 +83,7 @@ def sharded_state(params: list[Parameter], optimizer: Optimizer) -> ShardedState
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_state_of_any_shape_goes_on_after_a_load(name: str, tmp_path: Path) -> None:
-    params, fresh = make_params(0), make_params(1)
+    params, fresh = make_matrices(0), make_matrices(1)
     optimizer, resumed = OPTIMIZERS[name](params), OPTIMIZERS[name](fresh)
     train(params, optimizer, range(3))
     save(sharded_state(params, optimizer), tmp_path)
@@ -109,7 +98,7 @@ def test_state_of_any_shape_goes_on_after_a_load(name: str, tmp_path: Path) -> N
 @pytest.mark.parametrize("name", IN_WRAPPER)
 def test_real_packages_go_on_inside_of_our_wrapper(name: str, tmp_path: Path) -> None:
     groups = ParallelGroups.offline(ParallelLayout(), 0)
-    params, fresh = make_params(0), make_params(1)
+    params, fresh = make_matrices(0), make_matrices(1)
     optimizer, resumed = (MixedPrecisionOptimizer(p, OPTIMIZERS[name], groups) for p in (params, fresh))
     train(params, optimizer, range(3))
     save({"model": declare(params), "optimizer": optimizer.sharded_state_dict(declare(params))}, tmp_path)
@@ -142,7 +131,7 @@ def test_what_is_of_a_slice_has_an_axis_over_slices() -> None:
 
 
 def test_a_factor_of_a_square_parameter_is_known_by_those_of_the_others() -> None:
-    params = make_params(0)
+    params = make_matrices(0)[:4]
     state: Any = {
         "state": {i: {"left": torch.zeros(p.shape[0], p.shape[0])} for i, p in enumerate(params)},
         "param_groups": [],
@@ -203,7 +192,7 @@ def test_counters_in_groups_and_tensors_of_groups_do_not_change() -> None:
             super().step(closure)
 
     rate = torch.ones(1)
-    optimizer = Fused(make_params(0))
+    optimizer = Fused(make_matrices(0))
     optimizer.param_groups[0]["rate"] = rate
     initialise_state(optimizer)
     assert optimizer.param_groups[0]["step"] == 0

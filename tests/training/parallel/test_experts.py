@@ -288,10 +288,7 @@ UNEVEN = r"4 experts cannot be spread evenly over ep=3 ranks"
     [
         (lambda: GatedExperts(EXPERTS, HIDDEN, FFN, EP3), UNEVEN),
         (lambda: ExpertStack(lambda index: Expert(), EXPERTS, EP3), UNEVEN),
-        (
-            lambda: GatedExperts(EXPERTS, HIDDEN, FFN, ETP2),
-            r"component 'gate' 5 cannot be cut into etp=2",
-        ),
+        (lambda: GatedExperts(EXPERTS, HIDDEN, FFN, ETP2), r"component 'gate' 5 cannot be cut into etp=2"),
         (
             lambda: MixtureOfExperts(Router(HIDDEN, EXPERTS, ONE, RoutingOptions()), Doubled(8, ONE), ONE),
             r"router chooses among 4 experts, but there are 8",
@@ -301,10 +298,7 @@ UNEVEN = r"4 experts cannot be spread evenly over ep=3 ranks"
             r"'weight'.*dim 0 both in tp_sharding and in expert_axis",
         ),
         (lambda: _with_axes({"wieght": 0}), r"'wieght'.*expert_axis declares.*'bias', 'weight'"),
-        (
-            lambda: _with_axes({"bias": 2}),
-            r"'bias'.*expert_axis cuts dim 2 of a tensor of shape \(8, 3\)",
-        ),
+        (lambda: _with_axes({"bias": 2}), r"'bias'.*expert_axis cuts dim 2 of a tensor of shape \(8, 3\)"),
     ],
 )
 def test_experts_that_do_not_fit_are_an_error(make: Callable[[], object], message: str) -> None:

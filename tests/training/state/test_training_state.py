@@ -235,9 +235,7 @@ SCHEDULES: dict[str, Make] = {
     "lambda": lambda o: lr_scheduler.LambdaLR(o, lambda epoch: 0.9**epoch),
     "plateau": lambda o: lr_scheduler.ReduceLROnPlateau(o, patience=1),
     "sequence": lambda o: lr_scheduler.SequentialLR(
-        o,
-        [lr_scheduler.LinearLR(o, total_iters=5), lr_scheduler.ExponentialLR(o, gamma=0.9)],
-        milestones=[5],
+        o, [lr_scheduler.LinearLR(o, total_iters=5), lr_scheduler.ExponentialLR(o, gamma=0.9)], milestones=[5]
     ),
 }
 
