@@ -18,7 +18,6 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from tests.support.huggingface_experts import fill
 from torch import Tensor, nn
 
 from megackpt.parallel import (
@@ -36,7 +35,7 @@ from models import GPTConfig, T5Config
 from tests.support.gpt import Box, assert_all_close, gradient_boxes, join
 from tests.support.gpt import assert_close as assert_gradient_close
 from tests.support.huggingface_folders import stacked_map
-from tests.support.huggingface_models import RELATIVE, assert_close
+from tests.support.huggingface_models import RELATIVE, assert_close, fill
 from tests.support.states import assembled
 
 Build = Callable[..., ModelChunks]

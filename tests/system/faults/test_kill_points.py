@@ -38,7 +38,7 @@ from megackpt.testing.identical import difference
 from megackpt.testing.world import SimulatedWorld
 from tests.support.effort import few
 from tests.support.huggingface_folders import saved_model
-from tests.training.models.test_huggingface_restart import (
+from tests.training.models.test_huggingface_export import (
     BUFFER_BYTES,
     FILE_BYTES,
     LLAMA,
