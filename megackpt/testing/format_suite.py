@@ -165,7 +165,8 @@ class FormatConformance:
         loaded = load({k: whole(k, torch.zeros_like(v)) for k, v in values.items()}, store)
         assert difference(loaded, values) is None
 
-    @pytest.mark.parametrize("dtype", DTYPES)
+    # An older torch lacks some.
+    @pytest.mark.parametrize("dtype", [name for name in DTYPES if hasattr(torch, name)])
     def test_every_dtype_keeps_its_bits(
         self, strategy: SaveStrategy, new_store: Callable[[], Store], dtype: str
     ) -> None:
