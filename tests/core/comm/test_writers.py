@@ -21,6 +21,7 @@ from unittest.mock import Mock
 
 import numpy as np
 import pytest
+import torch
 import torch.distributed as dist
 
 from megackpt import WriterFailedError
@@ -184,6 +185,10 @@ def test_what_one_has_all_have_whichever_it_is(server: Any, ranks: int) -> None:
     assert on_ranks(server, ranks, meet) == [None] * ranks
 
 
+@pytest.mark.skipif(
+    torch.__version__.startswith("2.6."),
+    reason="gloo of torch 2.6 ends the process to which a stranger connects",
+)
 def test_a_stranger_who_connects_is_not_taken_for_a_rank(server: Any) -> None:
     def connect_as_strangers(before: set[int]) -> list[socket.socket]:
         strangers = []
