@@ -124,6 +124,25 @@ def test_ranks_in_different_collectives_all_raise_an_error(threads: Threads) -> 
         assert "Ranks are at different steps" in str(error)
 
 
+def test_every_rank_counts_the_collectives_so_that_reports_of_one_failure_belong_together(
+    threads: Threads,
+) -> None:
+    def act(group: TorchGroup) -> list[int]:
+        counts = []
+        for collective in (
+            lambda: group.all_gather(b""),
+            lambda: group.gather(b""),
+            lambda: group.all_reduce_max([1], step=b""),
+            lambda: group.all_reduce_max_then_gather([1], b"", step=b"")[1](),
+            lambda: group.scatter([b""] * RANKS if group.rank == 0 else []),
+        ):
+            collective()
+            counts.append(group._collectives)
+        return counts
+
+    assert threads.in_group(act) == [[1, 2, 3, 4, 5]] * RANKS
+
+
 def test_a_rank_that_is_gone_is_named_by_the_others(threads: Threads) -> None:
     def act(group: TorchGroup) -> Any:
         assert group.all_gather(b"") == [b""] * RANKS
