@@ -245,8 +245,8 @@ def compare_memory(source: Path, folder: Path, scratch: Path) -> None:
     ]
     for name, read, sizes in [*runs, *(("import", folder, sizes) for sizes in buffers)]:
         result = measured(name, read, scratch, **sizes)
-        found = f"{result['seconds']:.2f} s, peak {result['peak'] / MIB:.0f} MiB"
-        print(f"{name}, {sizes}: {found}", flush=True)
+        summary = f"{result['seconds']:.2f} s, peak {result['peak'] / MIB:.0f} MiB"
+        print(f"{name}, {sizes}: {summary}", flush=True)
 
 
 def main() -> None:

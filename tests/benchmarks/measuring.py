@@ -22,20 +22,22 @@ import torch.distributed as dist
 MIB, GIB = 1 << 20, 1 << 30
 
 
-def options(text: str | None, *places: str | tuple[str, Iterable[str]], **flags: Any) -> argparse.Namespace:
-    """Parse the command line: paths, or one of some words, by their places; flags of a type or a default."""
+def options(
+    text: str | None, *positional: str | tuple[str, Iterable[str]], **flags: Any
+) -> argparse.Namespace:
+    """Parse the command line: paths, or one of some words; and flags of a type or a default."""
     parser = argparse.ArgumentParser(description=text, formatter_class=argparse.RawTextHelpFormatter)
-    for place in places:
-        if isinstance(place, str):
-            parser.add_argument(place, type=Path)
+    for argument in positional:
+        if isinstance(argument, str):
+            parser.add_argument(argument, type=Path)
         else:
-            parser.add_argument(place[0], choices=tuple(place[1]))
-    for name, given in flags.items():
-        more: dict[str, Any] = {"type": type(given), "default": given}
-        if isinstance(given, type):
-            more = {"type": given, "required": True}
-        elif isinstance(given, dict):
-            more = given
+            parser.add_argument(argument[0], choices=tuple(argument[1]))
+    for name, option in flags.items():
+        more: dict[str, Any] = {"type": type(option), "default": option}
+        if isinstance(option, type):
+            more = {"type": option, "required": True}
+        elif isinstance(option, dict):
+            more = option
         parser.add_argument(f"--{name.replace('_', '-')}", **more)
     return parser.parse_args()
 
