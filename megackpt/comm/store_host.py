@@ -11,6 +11,7 @@ import os
 import socket
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch.distributed as dist
@@ -142,7 +143,8 @@ def _open_store(
     connect_s = timeout_s / 2
 
     def connect() -> Any:
-        return dist.TCPStore(  # type: ignore[attr-defined]
+        open_with = partial(
+            dist.TCPStore,  # type: ignore[attr-defined]
             address.host if listener is None or is_loopback(address.host) else "localhost",
             address.port,
             is_master=listener is not None,
@@ -151,6 +153,10 @@ def _open_store(
             multi_tenant=False,
             master_listen_fd=None if listener is None else listener.detach(),
         )
+        try:
+            return open_with()
+        except NotImplementedError:  # torch 2.6: libuv cannot take over a listener
+            return open_with(use_libuv=False)
 
     # Longer than the deadline of the TCPStore, whose own error says more.
     return StoreClient(

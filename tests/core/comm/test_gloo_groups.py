@@ -270,9 +270,13 @@ def test_a_transfer_names_the_peer_whose_connection_broke(threads: Threads) -> N
 # One rank in this process.
 
 
+_WORLDS: list[Any] = []  # torch 2.6 ends the threads of a group while it holds a lock that they may wait for
+
+
 @pytest.fixture
 def alone(tmp_path: Path) -> Any:
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/meet", rank=0, world_size=1)
+    _WORLDS.append(dist.group.WORLD)
     yield
     dist.destroy_process_group()
 
