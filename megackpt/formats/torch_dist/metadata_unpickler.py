@@ -25,7 +25,7 @@ from megackpt.errors import FormatError
 from megackpt.formats.pickle_keys import check_keys
 from megackpt.formats.pickle_limits import check_opcodes
 from megackpt.formats.safe_pickle import ADVICE, inert_class
-from megackpt.formats.unknown_classes import EnumMembers
+from megackpt.formats.unknown_classes import EnumMembers, member_by_getattr
 
 _OF_TORCH: dict[Any, tuple[str, ...]] = {
     dcp_metadata: (
@@ -67,6 +67,8 @@ _PLAIN: dict[tuple[str, str], Any] = {
     ("builtins", "set"): set,
     ("builtins", "frozenset"): frozenset,
     ("builtins", "slice"): slice,
+    # Python 3.11.0 to 3.11.3 pickles a call of it for a member of an enumeration.
+    ("builtins", "getattr"): member_by_getattr,
     ("builtins", "dict"): dict,
     ("builtins", "list"): list,
     ("pathlib", "PosixPath"): pathlib.PurePosixPath,
