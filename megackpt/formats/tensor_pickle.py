@@ -132,7 +132,15 @@ def _tensor(storage: Any, offset: Any, size: Any, stride: Any, *_: Any) -> torch
     return torch.empty(0, dtype=storage.dtype).set_(storage._untyped_storage, offset, size, stride)
 
 
+def _member(of: Any, name: Any) -> PickledInstance:
+    """Replace `getattr`, with which Python 3.11.0 to 3.11.3 pickles the members of an enumeration."""
+    if not (isinstance(of, type) and issubclass(of, PickledInstance)) or type(name) is not str:
+        raise pickle.UnpicklingError("a call of getattr for something that is no class")
+    return of(name)
+
+
 _FUNCTIONS: dict[Name, Any] = {
+    ("builtins", "getattr"): _member,
     ("torch._utils", "_rebuild_tensor_v2"): _tensor,
     ("torch.storage", "_load_from_bytes"): _storage,
     ("collections", "OrderedDict"): OrderedDict,

@@ -250,14 +250,18 @@ def _recipe(value: Mapping[str, Any]) -> dict[str, Any]:
         if isinstance(field, bool | int | float | str):
             fields[name] = field
         elif isinstance(field, PickledInstance) and field.of[1] == "Format":
-            fields[name] = _FORMATS.get(_format_numbers(field), "unknown")
+            fields[name] = _format_name(field)
     return fields
 
 
-def _format_numbers(member: PickledInstance) -> Any:
-    """Return the largest values forward and backward, by which TE's formats are pickled."""
+def _format_name(member: PickledInstance) -> str:
+    """Return the name of one of TE's formats. It is pickled by its largest values forward and backward.
+
+    Python 3.11.0 to 3.11.3 pickles its name.
+    """
     (helper,) = member.args
-    return helper.args if isinstance(helper, PickledInstance) else helper
+    value = helper.args if isinstance(helper, PickledInstance) else helper
+    return str(value) if value in _FORMATS.values() else _FORMATS.get(value, "unknown")
 
 
 def _reordered(state: Fp8State, *, to_experts: bool) -> Fp8State:
