@@ -345,8 +345,11 @@ def resident(process: int) -> float:
 
 
 CASES: dict[str, Callable[..., Row]] = {
-    "stall": stall, "interference": interference, "tiers": tiers, "memory": memory
-}  # fmt: skip
+    "stall": stall,
+    "interference": interference,
+    "tiers": tiers,
+    "memory": memory,
+}
 
 
 def run_rank(rank: int, arguments: argparse.Namespace, root: Path, name: str, port: int) -> None:

@@ -313,8 +313,11 @@ def test_strict_takes_the_modes_and_raises_torch_s_error_too(tmp_path: Path) -> 
     dist_checkpointing.save(small_state(), path)
     unknown = {"new": S.from_rank_offsets("new", torch.zeros(1))}
     for caught in (
-        megackpt.CheckpointingException, CheckpointException, megackpt.MissingKeyError, KeyError,
-    ):  # fmt: skip
+        megackpt.CheckpointingException,
+        CheckpointException,
+        megackpt.MissingKeyError,
+        KeyError,
+    ):
         with pytest.raises(caught, match="new"):
             dist_checkpointing.load(unknown, path)
     assert "new" not in dist_checkpointing.load(unknown, path, strict=validation.StrictHandling.IGNORE_ALL)

@@ -31,9 +31,19 @@ def _theirs(name: str, *fields: str, **defaults: Any) -> Any:
 
 
 ShardedTensor = _theirs(
-    "ShardedTensor", "key", "data", "dtype", "local_shape", "global_shape", "global_offset",
-    "axis_fragmentations", replica_id=0, prepend_axis_num=0, allow_shape_mismatch=False, flattened_range=None,
-)  # fmt: skip
+    "ShardedTensor",
+    "key",
+    "data",
+    "dtype",
+    "local_shape",
+    "global_shape",
+    "global_offset",
+    "axis_fragmentations",
+    replica_id=0,
+    prepend_axis_num=0,
+    allow_shape_mismatch=False,
+    flattened_range=None,
+)
 ShardedObject = _theirs("ShardedObject", "key", "data", "global_shape", "global_offset", replica_id=0)
 ShardedTensorFactory = _theirs(
     "ShardedTensorFactory", "key", "data", "build_fn", "merge_fn", replica_id=0, flattened_range=None

@@ -76,9 +76,13 @@ def norm_linear() -> Make:
 
 def mlp(activation: str, *, parallel: bool = True) -> Make:
     return lambda groups: te.LayerNormMLP(
-        HIDDEN, FFN, activation=activation, set_parallel_mode=parallel,
-        tp_size=groups.tp.size if parallel else 1, device="cpu",
-    )  # fmt: skip
+        HIDDEN,
+        FFN,
+        activation=activation,
+        set_parallel_mode=parallel,
+        tp_size=groups.tp.size if parallel else 1,
+        device="cpu",
+    )
 
 
 def norm(name: str) -> Make:

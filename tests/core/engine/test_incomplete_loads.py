@@ -464,8 +464,7 @@ def test_a_rule_leaves_keys_to_the_checkpoint(checkpoint: Path) -> None:
 
 def test_excluded_arrays_are_not_proved(checkpoint: Path) -> None:
     options = LoadOptions(complete=True, exclude=("w",))
-    state = load({"w": rows(0, 2), "b": sharded("b", torch.zeros(2))}, checkpoint,
-                 options=options)  # fmt: skip
+    state = load({"w": rows(0, 2), "b": sharded("b", torch.zeros(2))}, checkpoint, options=options)
     assert torch.all(state["w"] == UNTOUCHED)
 
 

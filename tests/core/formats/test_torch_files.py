@@ -459,7 +459,7 @@ ARGUMENTS = (
     + call(named("torch.serialization", "_get_layout"), "torch.strided")
     + call(named("torch", "device"), "cpu")
     + b"\x89t"
-)  # fmt: skip
+)
 STATELESS = WRAPPER + ARGUMENTS + b"R"
 
 

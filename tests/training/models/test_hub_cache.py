@@ -19,9 +19,13 @@ from megackpt.storage import LocalStore
 REVISION = "0123456789abcdef0123456789abcdef01234567"
 DIGEST = "5e" * 32
 CONFIG = {
-    "model_type": "llama", "vocab_size": 8, "hidden_size": 4, "intermediate_size": 6,
-    "num_hidden_layers": 1, "num_attention_heads": 2,
-}  # fmt: skip
+    "model_type": "llama",
+    "vocab_size": 8,
+    "hidden_size": 4,
+    "intermediate_size": 6,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+}
 
 
 @pytest.fixture

@@ -98,10 +98,17 @@ def test_values_are_rounded_to_nearest_even_and_the_dtype_is_in_config_json(tmp_
 
 SIZES = {"vocab_size": 8, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 2, "n_groups": 1}
 NEMOTRON_H = {
-    "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 4, "mamba_num_heads": 4,
-    "mamba_head_dim": 4, "ssm_state_size": 4, "layers_block_type": ["mamba", "moe"], "n_routed_experts": 2,
-    "moe_intermediate_size": 4, "moe_shared_expert_intermediate_size": 4,
-}  # fmt: skip
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 4,
+    "mamba_num_heads": 4,
+    "mamba_head_dim": 4,
+    "ssm_state_size": 4,
+    "layers_block_type": ["mamba", "moe"],
+    "n_routed_experts": 2,
+    "moe_intermediate_size": 4,
+    "moe_shared_expert_intermediate_size": 4,
+}
 KEPT: dict[str, tuple[dict[str, Any], str]] = {
     "deepseek_v3": (
         {**random_config("deepseek_v3", 0), "first_k_dense_replace": 0, "moe_intermediate_size": 6},

@@ -170,12 +170,29 @@ def test_published_models_have_their_number_of_parameters(config: dict[str, Any]
 
 
 DEFAULTED = (
-    "attention_bias", "conv_kernel", "decoder_sparse_step", "feed_forward_proj", "head_dim",
-    "linear_conv_kernel_dim", "linear_key_head_dim", "linear_num_key_heads", "linear_num_value_heads",
-    "linear_value_head_dim", "mlp_bias", "mlp_only_layers", "n_groups", "n_inner", "num_decoder_layers",
-    "num_key_value_heads", "qkv_bias", "relative_attention_num_buckets", "tie_word_embeddings",
-    "type_vocab_size", "use_bias", "use_conv_bias",
-)  # fmt: skip
+    "attention_bias",
+    "conv_kernel",
+    "decoder_sparse_step",
+    "feed_forward_proj",
+    "head_dim",
+    "linear_conv_kernel_dim",
+    "linear_key_head_dim",
+    "linear_num_key_heads",
+    "linear_num_value_heads",
+    "linear_value_head_dim",
+    "mlp_bias",
+    "mlp_only_layers",
+    "n_groups",
+    "n_inner",
+    "num_decoder_layers",
+    "num_key_value_heads",
+    "qkv_bias",
+    "relative_attention_num_buckets",
+    "tie_word_embeddings",
+    "type_vocab_size",
+    "use_bias",
+    "use_conv_bias",
+)
 """Entries that decide which arrays there are, and that a config.json may leave out."""
 
 

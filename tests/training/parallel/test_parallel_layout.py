@@ -42,26 +42,34 @@ OFFLINE = ParallelGroups.offline(TP2, 1)
     [
         (lambda: ParallelLayout(pp=0), DeclarationError, None, r"pp=0.*at least 1"),
         (
-            lambda: ParallelLayout(tp=2, cp=2, dp=3, ep=4), DeclarationError, None,
+            lambda: ParallelLayout(tp=2, cp=2, dp=3, ep=4),
+            DeclarationError,
+            None,
             r"etp=2 x ep=4 = 8 does not divide.*= 12 ranks.*divides 12",
         ),
         (lambda: ParallelLayout(vpp=2), DeclarationError, None, r"vpp=2.*pp is 1.*vpp=1"),
         (
-            lambda: ParallelLayout.infer(6, tp=2, pp=2), DeclarationError, None,
+            lambda: ParallelLayout.infer(6, tp=2, pp=2),
+            DeclarationError,
+            None,
             r"6 ranks.*tp=2 x pp=2 = 4.*multiple of 4",
         ),
         (lambda: TP4.coordinates(4), DeclarationError, 4, r"rank 4 does not exist.*ranks 0 to 3"),
         (lambda: TP2.rank_at(Coordinates(tp=2)), DeclarationError, None, r"tp must be in \[0, 2\)"),
         (
-            lambda: ParallelGroups.create(TP2), MismatchError, None,
+            lambda: ParallelGroups.create(TP2),
+            MismatchError,
+            None,
             r"needs 2 ranks but 1 run.*init_process_group.*infer\(1, tp=2",
         ),
         (
-            lambda: reduce_from(torch.ones(2), OFFLINE.tp), DeclarationError, 1,
+            lambda: reduce_from(torch.ones(2), OFFLINE.tp),
+            DeclarationError,
+            1,
             r"ranks \(0, 1\).*offline.*ParallelGroups\.create",
         ),
     ],
-)  # fmt: skip
+)
 def test_what_does_not_fit_is_an_error(
     make: Callable[[], object], error: type[DeclarationError | MismatchError], rank: int | None, message: str
 ) -> None:

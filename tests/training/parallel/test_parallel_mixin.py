@@ -201,35 +201,41 @@ ENTITY = ShardedTensor.from_rank_offsets("w", torch.zeros(2))
     ("declare", "key", "message"),
     [
         (
-            lambda: _row_cut(wieght=0), "m.wieght",
+            lambda: _row_cut(wieght=0),
+            "m.wieght",
             r"'m\.wieght'.*RowCutLinear.*'bias', 'weight'.*Correct",
         ),
         *(
             (
-                lambda dim=dim: _row_cut(weight=TpSharding(dim=dim)), None,
+                lambda dim=dim: _row_cut(weight=TpSharding(dim=dim)),
+                None,
                 rf"'m\.weight'.*cuts dim {dim}.*\(2, 3\).*dim from 0 to 1",
             )
             for dim in (-1, 2)
         ),
         (
-            lambda: _row_cut(weight=TpSharding(dim=0, components={"a": 1, "b": 2})), None,
+            lambda: _row_cut(weight=TpSharding(dim=0, components={"a": 1, "b": 2})),
+            None,
             r"'m\.weight'.*'a': 1, 'b': 2",
         ),
         (
-            lambda: sharded_state_dict(_marked(), GROUPS, "m."), None,
+            lambda: sharded_state_dict(_marked(), GROUPS, "m."),
+            None,
             r"'m\.0\.weight'.*marked tensor_model_parallel.*Declare it",
         ),
         (
-            lambda: Scale(ONE).sharded_state_dict("m.", ((1, 0, 2),)), None,
+            lambda: Scale(ONE).sharded_state_dict("m.", ((1, 0, 2),)),
+            None,
             r"\(1, 0, 2\).*axes 0 to 0.*tp_sharding",
         ),
         (
-            lambda: TpSharding(dim=0, components={"a": 1}, allow_shape_mismatch=True), None,
+            lambda: TpSharding(dim=0, components={"a": 1}, allow_shape_mismatch=True),
+            None,
             r"components \['a'\] cannot have allow_shape_mismatch.*pad none",
         ),
         (lambda: second_copy(ENTITY, "e"), None, r"'w' cannot be declared as a copy of 'e'.*replica id 0"),
     ],
-)  # fmt: skip
+)
 def test_declarations_that_do_not_fit_are_an_error(
     declare: Callable[[], object], key: str | None, message: str
 ) -> None:
