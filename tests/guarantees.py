@@ -479,7 +479,7 @@ GUARANTEES: Guarantees = {
             "test_gc_removes_what_is_incomplete_and_what_the_policy_does_not_keep"
         ],
         "if the newest step is damaged, the step before it is not lost": [
-            "test_gc_keeps_the_newest_undamaged_step_besides_a_damaged_newest"
+            "test_gc_keeps_a_damaged_newest_step_and_the_newest_undamaged_one"
         ],
     },
     "docs/errors.md": {

@@ -24,7 +24,7 @@ State = dict[str, ShardedTensor]
 
 
 def declared(data: torch.Tensor, *offsets: tuple[int, int, int], **more: Any) -> State:
-    """Return each of the arrays `data[i]`, of which every rank has a part, or a replica."""
+    """Return the arrays `data[i]`; every rank has a part or a replica of each."""
     return {
         f"w{i}": ShardedTensor.from_rank_offsets(f"w{i}", part, *offsets, **more)
         for i, part in enumerate(data)

@@ -168,7 +168,7 @@ def build(case: Case, layout: Layout, *, seed: int, installed: bool) -> Any:
 
 
 def tokens() -> torch.Tensor:
-    """Return the tokens `[b, s]` of which logits are computed."""
+    """Return the tokens `[b, s]` whose logits are computed."""
     return torch.randint(0, VOCAB, (BATCH, SEQUENCE), generator=torch.Generator().manual_seed(5))
 
 

@@ -38,7 +38,7 @@ KERNELS = (
     "mamba_ssm",
     "megatron.core.inference.contexts.attention_context.triton.tensor_ops",
 )
-"""Modules that need a GPU or are not installed, of which Megatron-Core imports functions."""
+"""Modules from which Megatron-Core imports functions, and which need a GPU or are not installed."""
 
 
 class _Norm(nn.Module):

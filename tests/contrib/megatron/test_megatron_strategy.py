@@ -128,7 +128,7 @@ _KEPT = (
 
 
 def failed_machine(rerun: Any) -> tuple[Any, Any]:
-    """A machine, with its data, of which one rank has found a result to check on another device."""
+    """A machine and its data; one rank has found a result to check on another device."""
     rank = dist.get_rank()
     machine = rerun.RerunStateMachine(mode=rerun.RerunMode.VALIDATE_RESULTS)
     machine.state = rerun.RerunState.WILL_RERUN_FROM_CHECKPOINT

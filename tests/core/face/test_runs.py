@@ -261,7 +261,7 @@ def test_gc_takes_what_is_old_enough_and_does_not_touch_metrics_of_steps_to_come
     assert metrics.exists()
 
 
-def test_gc_keeps_the_newest_undamaged_step_besides_a_damaged_newest(scored: Path, cli: CommandLine) -> None:
+def test_gc_keeps_a_damaged_newest_step_and_the_newest_undamaged_one(scored: Path, cli: CommandLine) -> None:
     (scored / "iter_0000006" / "metadata.json").write_text("{")
     done = cli.json("gc", scored, "--keep-last", "1")
     assert done["kept"] == [{"step": 4, "because": ["good"]}, {"step": 6, "because": ["newest", "last 1"]}]

@@ -465,7 +465,7 @@ def test_a_group_reads_and_sends_what_an_exchange_would(states: tuple[str, ...] 
         assert int(plan.read_nbytes().sum()) == outcome.shared_read[tp]
         to_others = plan.deliveries.rank != plan.parts.reader[plan.deliveries.part]
         sent += int(plan.deliveries.nbytes[to_others].sum())
-    if states is None:  # parts hold shards of several ranks, one of which reads all of it
+    if states is None:  # parts hold shards of several ranks; one rank reads all of it
         assert outcome.exchanged <= sent < outcome.total_needed
     else:
         assert outcome.exchanged == sent

@@ -1,4 +1,4 @@
-"""Layers over sequences of which each rank has a share compute what they do over the whole, both ways.
+"""Layers over shares of sequences compute what they do over the whole ones, forward and backward.
 
 Attention, and layers with a recurrence. The GPT's losses and gradients at layouts with cp are in
 `test_gpt_layouts`.

@@ -434,7 +434,7 @@ def sequences_on(rank: int, *, sequence_parallel: bool) -> list[tuple[int, int]]
         raise RouterCalled(list(zip(tokens[:, 0].int().tolist(), sequences.tolist(), strict=True)))
 
     router.register_forward_pre_hook(report)
-    # Each token says of which sequence it is.
+    # The value of a token is the number of its sequence.
     x = torch.arange(BATCH).view(1, BATCH, 1).expand(LENGTH, BATCH, HIDDEN).float()
     with pytest.raises(RouterCalled) as raised:
         layer(x)
