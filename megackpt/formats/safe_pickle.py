@@ -38,6 +38,7 @@ from megackpt.formats.unknown_classes import (
     ForbiddenClassError,
     StandInUnpickler,
     UnknownObject,
+    joined_flags,
     member_by_getattr,
     stand_in_of,
 )
@@ -253,11 +254,16 @@ class _ForeignPickler(_Pickler):  # type: ignore[misc]
         self.memoize(value)
 
     def save_foreign_member(self, value: ForeignMember) -> None:
-        """Write the call of the class with the value."""
-        if value.value is None:
+        """Write the call of the class with the value or, where only its name is known, that of getattr."""
+        if value.value is None and value.name is None:
             raise pickle.PicklingError(f"the value of {value!r} is not known")
-        self._write_name(value.module, value.qualname)
-        self.save((value.value,))
+        of = ForeignName(value.module, value.qualname)
+        if value.value is None:
+            self._write_name("builtins", "getattr")
+            self.save((of, value.name))
+        else:
+            self.save(of)
+            self.save((value.value,))
         self.write(pickle.REDUCE)
         self.memoize(value)
 
@@ -295,6 +301,7 @@ def _harmless() -> tuple[Any, ...]:
         *TIME_CLASSES,
         (no_bytes, "builtins.bytes"),
         (member_by_getattr, "builtins.getattr"),
+        (joined_flags, "_operator.or_"),
     )
 
 

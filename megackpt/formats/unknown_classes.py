@@ -104,6 +104,9 @@ def member_by_getattr(members: Any, name: Any) -> Any:
         return members.inner[name]
     if members is PickledShardedTensor and name == PROCESS_GROUP_STATE[1].rpartition(".")[2]:
         return stand_in_of(*PROCESS_GROUP_STATE)
+    unknown = _name_of_unknown(members)
+    if unknown is not None and type(name) is str and name.isidentifier():
+        return ForeignMember(unknown.module, unknown.qualname, name, None)
     if type(members) is not EnumMembers or type(name) is not str:
         raise ForbiddenClassError("a call of getattr for something that is no member of an enumeration")
     member = member_named(members.cls, name)
@@ -112,6 +115,23 @@ def member_by_getattr(members: Any, name: Any) -> Any:
             f"{name!r:.80} as a member of {members.cls.__qualname__}, which has none such"
         )
     return member
+
+
+def _name_of_unknown(cls: Any) -> ForeignName | None:
+    """Return the name of a class whose members become stand-ins; None if this is no such class."""
+    if type(cls) is UnknownMembers:
+        return cls.of
+    is_unknown = isinstance(cls, type) and issubclass(cls, UnknownObject) and keeps_unknown_values()
+    return cls.of if is_unknown else None
+
+
+def joined_flags(left: Any, right: Any) -> Any:
+    """Replace `operator.or_`, with which Python 3.11.0 to 3.11.3 pickles combinations of flags."""
+    if isinstance(left, enum.Flag) and type(right) in (type(left), int):
+        return EnumMembers(type(left), is_allowed=False)(
+            left.value | (right if type(right) is int else right.value)
+        )
+    return _unknown_class("_operator", "or_", is_harmless=False, is_named_tuple=False)(left, right)
 
 
 class UnknownObject:
