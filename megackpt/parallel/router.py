@@ -201,7 +201,8 @@ def update_expert_bias(models: nn.Module | Sequence[nn.Module], groups: Parallel
         per_router = torch.split_with_sizes(counts, [r.num_experts for r in routers])
         for router, chosen in zip(routers, per_router, strict=True):
             bias = cast(Tensor, router.expert_bias)
-            bias += torch.sign(chosen.float().mean() - chosen) * (router.options.bias_rate or 0)
+            rate = cast(float, router.options.bias_rate)  # there is a bias
+            bias += torch.sign(chosen.float().mean() - chosen) * rate
             router.chosen = None
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -342,7 +342,6 @@ def _with_real_targets(
 
 def _outcome(reading: Sequence[Future[tuple[float, float]]]) -> tuple[float, Exception | None]:
     """Wait for all reads; return the seconds from the first begin to the last end, and the first error."""
-    wait(reading)
     errors = [error for future in reading if (error := future.exception()) is not None]
     if errors:
         if isinstance(errors[0], Exception):

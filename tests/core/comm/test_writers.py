@@ -510,6 +510,24 @@ def test_a_save_waits_for_earlier_ones_as_long_as_its_option(
     saver.close()
 
 
+@pytest.mark.parametrize(
+    ("nbytes", "groups"), [(8, ["a", "bcd", "e", "f"]), (7, ["a", "b", "c", "d", "e", "f"])]
+)
+def test_neighbours_that_write_equal_bytes_are_staged_together_if_all_fit(
+    fake_session: Session, monkeypatch: pytest.MonkeyPatch, nbytes: int, groups: list[str]
+) -> None:
+    plans = {
+        name: SimpleNamespace(plan=plan, layout=SimpleNamespace(stop=8))
+        for name, plan in zip("abcdef", [1, 2, 2, 2, 1, 2], strict=True)
+    }
+    monkeypatch.setattr(saver_module, "shares_bytes", lambda first, second: first.plan == second.plan)
+    saver = AsyncSaver(AsyncOptions())
+    fake_session.writer.memory = SimpleNamespace(nbytes=nbytes)
+    shared = saver._shared_copies(list(plans.items()))
+    assert ["".join(name for name, _ in group) for group in shared] == groups
+    saver.close()
+
+
 def test_a_closed_saver_that_is_forgotten_leaves_the_process_to_its_next_user(fake_session: Session) -> None:
     saver = AsyncSaver(AsyncOptions())
     saver.close()

@@ -42,6 +42,7 @@ ARRAYS = [
     np.arange(24).reshape(2, 3, 4)[:, ::2],
     np.array(3.5),
     np.zeros((0, 3), np.float32),
+    np.arange(2.0).reshape(2, *[1] * 31),  # as many dims as numpy 1 takes
     np.array(["2020-01-01", "NaT"], "M8[s]"),
     np.array([1, 2], "m8[25us]"),
     np.array([-(2**63)]).view("M8"),  # NaT without a unit, which numpy 2.5 warns of in other ways

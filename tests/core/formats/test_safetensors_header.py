@@ -106,7 +106,10 @@ REJECTED = {
     "bits that overflow": (file_of({"w": entry("F64", [2**60], stop=0)}, b""), "'w': its data_offsets"),
     "a product that is right modulo 2**64": (file_of({"w": entry(shape=[2**63 + 4, 2])}), "'w': its shape"),
     "too many bytes for the shape": (file_of({"w": entry(shape=[7])}), "'w': its data_offsets"),
-    "too few bytes for the dtype": (file_of({"w": entry(dtype="F32")}), "'w': its data_offsets"),
+    "too few bytes for the dtype": (
+        file_of({"w": entry(dtype="F32")}),
+        r"'w': its data_offsets give it 8 bytes, its dtype F32 and shape \[8\] 32",
+    ),
     "no whole bytes": (file_of({"w": entry("F4", [15])}), "'w': its data_offsets"),
     "overlapping tensors": (
         file_of({"v": entry(shape=[4], stop=4), "w": entry(shape=[5], start=3)}),

@@ -293,20 +293,29 @@ def test_parts_follow_each_other_in_the_bytes_of_their_chunk(
         assert np.array_equal(np.concatenate(parts), numbers_of(table, row))
 
 
-def test_chunks_of_a_grid_are_cut_into_a_grid_and_objects_stay_whole() -> None:
+@pytest.mark.parametrize(
+    ("rows", "most", "step"),
+    [
+        (60, 25, 20),
+        (22, 8, 2),  # the least divisor that is near enough
+        (26, 9, 9),  # 2 is too far from 9
+    ],
+)
+def test_chunks_of_a_grid_are_cut_into_a_grid_and_objects_stay_whole(rows: int, most: int, step: int) -> None:
     tensors = [
-        ShardedTensor.from_rank_offsets("w", torch.zeros(60, 10), (0, rank, 3), prepend_axis_num=0)
+        ShardedTensor.from_rank_offsets("w", torch.zeros(rows, 10), (0, rank, 3), prepend_axis_num=0)
         for rank in range(3)
     ]
     objects = [ShardedObject("o", None, (1,), (0,))]
     declared = describe([*tensors, *objects], rank=0, object_nbytes=[10**6])
     table = plan_main_replicas(declared).table
-    cut, of, _ = split_long_chunks(table, most=25 * 40)  # 60 rows: of 25 rows at most, 20 divide them
+    cut, of, _ = split_long_chunks(table, most=most * 40)
     whole = [i for i, a in enumerate(cut.arrays) if a.key == "o"]
     is_object = np.isin(cut.array, whole)
     assert cut.nbytes[is_object].tolist() == [10**6]
-    assert sorted(cut.start[~is_object, 0].tolist()) == list(range(0, 180, 20))
-    assert len(of) == 10
+    starts = [rank * rows + start for rank in range(3) for start in range(0, rows, step)]
+    assert sorted(cut.start[~is_object, 0].tolist()) == starts
+    assert len(of) == len(starts) + 1
 
 
 OWNERS = 4

@@ -276,3 +276,19 @@ def test_a_module_waits_for_its_own_buckets_and_for_those_of_no_module(
     assert events.take() == []
     gathers.finish()
     assert events.take() == [("gather ends", 1)]
+
+
+def test_masters_that_are_written_into_the_model_are_sent_to_all_ranks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    shared: list[Tensor] = []
+    monkeypatch.setattr(distributed, "all_gather_slices", lambda bucket, axis: shared.append(bucket.clone()))
+    groups = ParallelGroups.offline(ParallelLayout(dp=DP), 0)
+    param = Parameter(torch.arange(8.0))
+    optimizer = DistributedOptimizer([param], torch.optim.AdamW, groups)
+    (master,) = optimizer.param_groups[0]["params"]
+    master.data.fill_(9.0)
+    optimizer.sync_params()
+    (bucket,) = shared
+    assert bucket[: master.numel()].tolist() == [9.0] * master.numel()
+    assert torch.equal(bucket[:8], param)

@@ -189,6 +189,8 @@ def test_state_of_a_router_is_its_weight_and_bias() -> None:
     router = _router(replace(BALANCED, bias_rate=0.0))
     tokens, sequences = _tokens()
     router(tokens, sequences, SEQUENCES)
+    update_expert_bias(router, GROUPS)
+    assert not router.expert_bias.any()
     assert list(router.sharded_state_dict()) == ["weight", "expert_bias"]
     assert list(_router(BALANCED).sharded_state_dict()) == ["weight"]
     assert is_marked(router.weight, "sequence_parallel")
