@@ -59,6 +59,7 @@ if TYPE_CHECKING:
     from megackpt.formats.damage import Damage as Damage
     from megackpt.maintenance.convert import ConvertReport as ConvertReport
     from megackpt.maintenance.convert import convert as convert
+    from megackpt.maintenance.copy import CopyReport as CopyReport
     from megackpt.maintenance.diff import CheckpointDifference as CheckpointDifference
     from megackpt.maintenance.diff import ValueDifference as ValueDifference
     from megackpt.maintenance.diff import diff as diff
@@ -67,10 +68,10 @@ if TYPE_CHECKING:
     from megackpt.maintenance.export_huggingface import export_huggingface as export_huggingface
     from megackpt.maintenance.import_folder import FolderImport as FolderImport
     from megackpt.maintenance.import_folder import import_deepspeed as import_deepspeed
+    from megackpt.maintenance.import_folder import import_nvrx as import_nvrx
     from megackpt.maintenance.import_folder import import_torch as import_torch
     from megackpt.maintenance.import_huggingface import HuggingFaceImport as HuggingFaceImport
     from megackpt.maintenance.import_huggingface import import_huggingface as import_huggingface
-    from megackpt.maintenance.import_nvrx import import_nvrx as import_nvrx
     from megackpt.maintenance.inspect import CheckpointSummary as CheckpointSummary
     from megackpt.maintenance.inspect import StoredArray as StoredArray
     from megackpt.maintenance.inspect import StoredFile as StoredFile
@@ -152,12 +153,12 @@ _NAMES_OF = {
     ),
     "megackpt.formats.damage": ("Damage",),
     "megackpt.maintenance.convert": ("ConvertReport", "convert"),
+    "megackpt.maintenance.copy": ("CopyReport",),
     "megackpt.maintenance.diff": ("CheckpointDifference", "ValueDifference", "diff"),
     "megackpt.maintenance.diff_arrays": ("ArrayDifference",),
     "megackpt.maintenance.export_huggingface": ("HuggingFaceExport", "export_huggingface"),
-    "megackpt.maintenance.import_folder": ("FolderImport", "import_deepspeed", "import_torch"),
+    "megackpt.maintenance.import_folder": ("FolderImport", "import_deepspeed", "import_nvrx", "import_torch"),
     "megackpt.maintenance.import_huggingface": ("HuggingFaceImport", "import_huggingface"),
-    "megackpt.maintenance.import_nvrx": ("import_nvrx",),
     "megackpt.maintenance.inspect": ("CheckpointSummary", "StoredArray", "StoredFile", "inspect"),
     "megackpt.maintenance.repair": ("RepairReport", "repair"),
     "megackpt.maintenance.repair_search": ("RepairedFile",),

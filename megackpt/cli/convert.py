@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -21,9 +21,8 @@ from megackpt.storage import expanded_path, is_url
 
 if TYPE_CHECKING:
     from megackpt.comm import Group
-    from megackpt.maintenance.convert import ConvertReport
+    from megackpt.maintenance.copy import CopyReport
     from megackpt.maintenance.export_huggingface import HuggingFaceExport
-    from megackpt.maintenance.import_folder import FolderImport
     from megackpt.maintenance.import_huggingface import HuggingFaceImport
 
 _TIMEOUT_S = 600.0
@@ -38,17 +37,18 @@ _SPELLINGS = {"map_name": "--map", "merge_adapters": "--merge-adapter"}
     "name",
     metavar="FORMAT[:VERSION]",
     help="The new format: megackpt, torch_dist, zarr, huggingface, or that of a package; by default its "
-    "newest version. Required, except with --from, where megackpt is the default.",
+    "newest version. Required, except if SRC is of another tool, where megackpt is the default.",
 )
 @click.option(
     "--from",
     "source_format",
-    type=click.Choice(["huggingface", "deepspeed", "torch", "nvrx"]),
-    help="huggingface: SRC is a Hugging Face folder; give its tensors the names of megackpt. deepspeed: SRC "
-    "is what ZeRO-1, 2 or 3 saved; weights, masters, moments and steps become whole arrays. torch: SRC is a "
-    "file of torch.save with full state dicts, or a folder with a file for each rank, also with shards of "
-    "FSDP version 1 and 2. nvrx: SRC has the files of all ranks of a local checkpoint, of "
-    "nvidia-resiliency-ext and Megatron-Core.",
+    type=click.Choice(["huggingface", "deepspeed", "megatron", "nvrx", "torch"]),
+    help="huggingface: give the tensors of a Hugging Face folder the names of megackpt. The others check "
+    "what SRC is, which is detected. deepspeed: what ZeRO-1, 2 or 3 saved; weights, masters, moments and "
+    "steps become whole arrays. megatron: weights that Megatron-LM saved with --ckpt-format torch. nvrx: the "
+    "files of all ranks of a local checkpoint, of nvidia-resiliency-ext and Megatron-Core. torch: a file of "
+    "torch.save with full state dicts, or a folder with a file for each rank, also with shards of FSDP "
+    "version 1 and 2.",
 )
 @click.option(
     "--map",
@@ -65,14 +65,13 @@ _SPELLINGS = {"map_name": "--map", "merge_adapters": "--merge-adapter"}
 @click.option(
     "--weights",
     type=click.Choice(["model", "masters"]),
-    help="With --to huggingface or --from deepspeed: the weights of the model, or the float32 masters of its "
+    help="With --to huggingface, or of deepspeed: the weights of the model, or the float32 masters of its "
     "optimizer.",
 )
 @click.option(
     "--keys",
     type=click.Choice(["megackpt", "torch"]),
-    help="With --from deepspeed: names of the arrays, as megackpt's optimizers (the default) or torch's have "
-    "them.",
+    help="Of deepspeed: names of the arrays, as megackpt's optimizers (the default) or torch's have them.",
 )
 @click.option(
     "--merge-adapter",
@@ -92,7 +91,7 @@ _SPELLINGS = {"map_name": "--map", "merge_adapters": "--merge-adapter"}
 @click.option(
     "--prefix",
     metavar="TEXT",
-    help="With huggingface or --from: what the checkpoint's keys begin with.",
+    help="With huggingface, or of deepspeed and torch: what the checkpoint's keys begin with.",
 )
 @click.option(
     "--norm-added",
@@ -129,8 +128,8 @@ def command(
 ) -> None:
     """Write a copy of the checkpoint in the directory SRC, in another format, to the directory DST.
 
-    The format of SRC is detected; a Hugging Face folder is read, too, and with --from the folders of other
-    tools. Chunks are streamed through small buffers and are not resharded; no GPU and no model is needed.
+    The format of SRC is detected; Hugging Face folders, and folders and files of other tools, are read, too.
+    Chunks are streamed through small buffers and are not resharded; no GPU and no model is needed.
     DST becomes a checkpoint in one step, and is then compared with SRC byte by byte. If anything fails, DST
     is not a checkpoint. To use several processes:
 
@@ -139,6 +138,9 @@ def command(
     With --to huggingface, DST becomes a folder that transformers loads. If that is interrupted, the same
     command goes on after the files that are finished.
     """
+    is_export = name is not None and name.partition(":")[0] == "huggingface"
+    if source_format is None and not is_export:
+        source_format = _foreign_format(source)
     if name is None and source_format is None:
         raise click.UsageError("Missing option '--to'. Name the new format.")
     name = name or "megackpt"
@@ -146,7 +148,6 @@ def command(
     common: dict[str, Any] = {"verify": verify, "overwrite": overwrite, "timeout_s": _TIMEOUT_S}
     read: dict[str, Any] = {"allow_unsafe_pickle": allow_unsafe_pickle}
     written: dict[str, Any] = {"array_digests": array_digests}
-    is_export = name.partition(":")[0] == "huggingface"
     folder.check(is_export=is_export, source=source_format, array_digests=array_digests)
     with ProgressBars() as bars, _torchrun_group() as group:
         common |= {"group": group, "progress": bars}
@@ -156,8 +157,8 @@ def command(
         elif source_format == "huggingface":
             counts, text = _import(source, target, _format(name), **folder.of_import(), **common, **written)
         elif source_format is not None:
-            arguments = {**folder.options, **common, **written}
-            counts, text = _import_folder(source_format, source, target, _format(name), **arguments)
+            arguments = {"settings": folder.options, **common, **written}
+            counts, text = _import_files(source_format, source, target, _format(name), **arguments)
         else:
             counts, text = _convert(source, target, _format(name), **common, **read, **written)
     print_result({"source": source, "target": target, **counts}, text, as_json=as_json)
@@ -181,16 +182,13 @@ def _import(source: str, target: str, to: str | tuple[str, int], **arguments: An
     return asdict(report), _import_text(target, report)
 
 
-def _import_folder(
+def _import_files(
     source_format: str, source: str, target: str, to: str | tuple[str, int], **arguments: Any
 ) -> _Result:
-    from megackpt.maintenance.import_folder import import_deepspeed, import_torch
-    from megackpt.maintenance.import_nvrx import import_nvrx
+    from megackpt.maintenance.import_folder import import_files
 
-    functions: dict[str, Callable[..., FolderImport]]
-    functions = {"deepspeed": import_deepspeed, "torch": import_torch, "nvrx": import_nvrx}
-    report = functions[source_format](source, target, to, **arguments)
-    return asdict(report), _folder_text(target, report)
+    report = import_files(source_format, source, target, to, **arguments)
+    return asdict(report), _copy_text(target, report)
 
 
 def _convert(source: str, target: str, to: str | tuple[str, int], **arguments: Any) -> _Result:
@@ -200,7 +198,22 @@ def _convert(source: str, target: str, to: str | tuple[str, int], **arguments: A
     # An unknown format is reported before the source is looked at.
     strategy = save_strategy(to)
     report = convert(checkpoint_location(source), target, strategy, **arguments)
-    return asdict(report), _convert_text(target, report)
+    return asdict(report), _copy_text(target, report)
+
+
+def _foreign_format(source: str) -> str | None:
+    """Return the format of a source that another tool wrote; None for a checkpoint, or nothing."""
+    from megackpt.engine.checkpoint.manifest import is_committed
+    from megackpt.formats.registry import detect_foreign
+    from megackpt.storage import opened_store
+
+    if is_url(source) or not Path(expanded_path(source)).exists():
+        return None
+    with opened_store(source) as store:
+        if not Path(store.location).is_file() and is_committed(store):
+            return None
+        manifest = detect_foreign(store)
+        return None if manifest is None else str(manifest["sharded_backend"])
 
 
 def _check_folder(path: str) -> None:
@@ -218,10 +231,13 @@ def _check_folder(path: str) -> None:
         )
 
 
-def _convert_text(target: str, report: ConvertReport) -> str:
+def _copy_text(target: str, report: CopyReport) -> str:
+    objects = "" if report.origin else f" and {report.objects} objects"
+    origin = f", from {report.origin}" if report.origin else ""
+    left_out = "".join(f"\n  left out: {what}" for what in report.left_out)
     return (
-        f"{target}: {report.arrays} arrays and {report.objects} objects, {decimal(report.nbytes)} in "
-        f"{report.chunks} chunks, as {report.backend} version {report.version}; {_checked(report)}."
+        f"{target}: {report.arrays} arrays{objects}, {decimal(report.nbytes)} in {report.chunks} chunks"
+        f"{origin}, as {report.backend} version {report.version}; {_checked(report)}.{left_out}"
     )
 
 
@@ -230,14 +246,6 @@ def _import_text(target: str, report: HuggingFaceImport) -> str:
     return (
         f"{target}: {report.arrays} arrays, {decimal(report.nbytes)} in {report.chunks} chunks{left_out}, as "
         f"{report.backend} version {report.version}, by the map {report.map}; {_checked(report)}."
-    )
-
-
-def _folder_text(target: str, report: FolderImport) -> str:
-    left_out = "".join(f"\n  left out: {what}" for what in report.left_out)
-    return (
-        f"{target}: {report.arrays} arrays, {decimal(report.nbytes)} in {report.chunks} chunks, from "
-        f"{report.origin}, as {report.backend} version {report.version}; {_checked(report)}.{left_out}"
     )
 
 
@@ -250,7 +258,7 @@ def _export_text(target: str, report: HuggingFaceExport) -> str:
     )
 
 
-def _checked(report: ConvertReport | FolderImport | HuggingFaceImport | HuggingFaceExport) -> str:
+def _checked(report: CopyReport | HuggingFaceImport | HuggingFaceExport) -> str:
     return "read again and equal" if report.is_verified else "not verified"
 
 

@@ -48,6 +48,8 @@ def command(
     show(*_tables(summary, limit))
     for key, why in summary.unreadable.items():
         show(f"{key!r} {why}.")
+    for what in summary.left_out:
+        show(f"Left out: {what}.")
     if summary.common_error:
         show(f"Common state cannot be read: {summary.common_error}")
 

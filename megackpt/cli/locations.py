@@ -10,6 +10,7 @@ import click
 
 from megackpt.cli.entry import note
 from megackpt.errors import DeclarationError, MissingExtraError, NotACheckpointError
+from megackpt.formats.registry import detect_foreign
 from megackpt.formats.strategy import MANIFEST
 from megackpt.storage import expanded_path, is_url, opened_store
 
@@ -27,12 +28,16 @@ class LocalPath(click.Path):
 def checkpoint_location(path: str, *, takes_latest: bool = True) -> str:
     """Return the location of a checkpoint. For the root of a run: its latest step, named on stderr.
 
-    takes_latest is False for commands that change the checkpoint: they need the path of a step.
+    takes_latest is False for commands that change the checkpoint: they need the path of a step, and no file.
 
     Raises:
         NotACheckpointError: the location is not a directory, or is the root of a run if a step is needed.
         StorageError: the location is a URL that no store serves.
     """
+    if takes_latest and not is_url(path) and Path(expanded_path(path)).is_file():
+        with opened_store(path) as store:
+            if detect_foreign(store) is not None:
+                return path
     step = _latest_step(path)
     if step is None:
         return path

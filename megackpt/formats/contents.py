@@ -78,11 +78,13 @@ class Chunks(ABC):
             to back.
         block_bytes: a read begins at a multiple of this in a chunk, and ends at one or at the end of the
             chunk; at most 1 MiB. 1: anywhere.
+        has_checksums: whether a change of any byte can be found, if `file_ranges` does not say it.
     """
 
     table: ChunkTable
     position: Ints
     block_bytes: int = 1
+    has_checksums: bool = True
 
     def object_rows(self) -> dict[tuple[str, tuple[int, ...]], int]:
         """Return the row of each object in the table, by the key of its array and its offset there."""
@@ -143,6 +145,12 @@ class Contents:
         chunks_overlapping: returns the stored chunks that overlap any of the given ones, and possibly others
             of the same arrays, all of which are stored. None if the format cannot find them faster than all
             chunks of these arrays.
+        origin: what wrote the files, such as "torch.save, 4 ranks"; "" for a checkpoint.
+        left_out: what the files hold besides, which is neither an array nor common state, with the reason.
+        keeps_referenced_arrays: a copy to a format that cannot refer to arrays keeps those that common state
+            refers to as arrays, and drops the references; else they become tensors of common state.
+        check_bytes: compares checksums that no read of chunks compares, for which all files are read; raises
+            the first error. None if there are none.
         rebuilt: opens the same contents with the bytes of chunks computed from other files, which are checked
             against their digests as usual; None if the checkpoint has no parity.
     """
@@ -157,6 +165,10 @@ class Contents:
     rebuilt: Callable[[], Contents] | None = None
     names_save: bool = True
     array_digests: Mapping[str, int] = field(default_factory=dict)
+    origin: str = ""
+    left_out: Sequence[str] = ()
+    keeps_referenced_arrays: bool = False
+    check_bytes: Callable[[], None] | None = None
 
     def chunks_for(self, wanted: Sequence[ChunkTable]) -> Chunks:
         """Return the stored chunks that a load of wanted needs, and as few others as possible. Local."""

@@ -85,6 +85,19 @@ ZARR_V3 = FileNames(
     foreign=r".*/zarr\.json",
 )
 
+DEEPSPEED = FileNames(attempt=NOTHING, foreign=r"(?:[^/]+/)?[^/]*mp_rank_\d+_model_states\.pt")
+"""Files of a step, in its folder or in the folder of all steps."""
+
+LEGACY_MEGATRON = FileNames(
+    attempt=NOTHING,
+    foreign=r"(?:(?:iter_\d{7,}|release)/)?mp_rank_\d{2,}(?:_\d{3,}){0,2}/model_optim_rng\.pt",
+)
+"""Files of an iteration, in its folder or in the folder of all iterations."""
+
+NVRX = FileNames(attempt=NOTHING, foreign=r"(?:.*/)?iter_\d{7,9}_\d{1,6}_local\.pt")
+
+TORCH_SAVE = FileNames(attempt=NOTHING, foreign=r"(?!common\.pt\Z)[^/]+\.(?:pt|pth|bin|ckpt|tar)")
+
 HUGGINGFACE_MODELS = ("model.safetensors", "model.safetensors.index.json")
 """The only file with tensors, or the index of several, in the order that transformers looks for them."""
 

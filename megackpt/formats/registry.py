@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import logging
+import os
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cache
@@ -17,9 +18,20 @@ from typing import TypeAlias
 
 from megackpt.entry_points import loaded_entry_points
 from megackpt.errors import CheckpointError, DeclarationError, FormatError, MismatchError
-from megackpt.formats.file_names import HUGGINGFACE, NATIVE, TORCH_DIST, ZARR_V1, ZARR_V3, FileNames
+from megackpt.formats.file_names import (
+    DEEPSPEED,
+    HUGGINGFACE,
+    LEGACY_MEGATRON,
+    NATIVE,
+    NVRX,
+    TORCH_DIST,
+    TORCH_SAVE,
+    ZARR_V1,
+    ZARR_V3,
+    FileNames,
+)
 from megackpt.formats.strategy import Format, Json, LoadStrategy, SaveStrategy
-from megackpt.storage import Store
+from megackpt.storage import LocalStore, Store
 
 log = logging.getLogger(__name__)
 
@@ -36,10 +48,21 @@ _BUILT_IN: dict[Name, tuple[str, FileNames]] = {
     ("zarr", 1): ("megackpt.formats.zarr.version_1", ZARR_V1),
     ("zarr", 3): ("megackpt.formats.zarr.version_3", ZARR_V3),
     ("huggingface", 1): ("megackpt.formats.huggingface", HUGGINGFACE),
+    ("deepspeed", 1): ("megackpt.formats.foreign.deepspeed", DEEPSPEED),
+    ("megatron", 1): ("megackpt.formats.foreign.legacy_megatron", LEGACY_MEGATRON),
+    ("nvrx", 1): ("megackpt.formats.foreign.nvrx", NVRX),
+    ("torch", 1): ("megackpt.formats.foreign.torch_save", TORCH_SAVE),
 }
 """The module of each built-in format, which names it as FORMAT; and the names of its files."""
 
-_READ_ONLY: frozenset[Name] = frozenset({("huggingface", 1)})
+_FOREIGN: tuple[Name, ...] = (("deepspeed", 1), ("megatron", 1), ("nvrx", 1), ("torch", 1))
+"""Folders and files of other tools, in the order in which they are looked for.
+
+Their names do not show whether a save has finished. So a place with such files is read as a checkpoint, but
+is free for a save, and is no step of a run.
+"""
+
+_READ_ONLY: frozenset[Name] = frozenset({("huggingface", 1), *_FOREIGN})
 """Built-in formats without a save strategy, known without importing them."""
 
 
@@ -108,7 +131,7 @@ def check_known(choice: str | Name, *, to_save: bool = False) -> None:
 def _unknown(choice: object, known: Sequence[Name]) -> DeclarationError:
     """Return the error for a format that cannot be saved; known are those that the choice stands for."""
     hint = " (it is only read)" if known else ""
-    return DeclarationError(f"No strategy saves format {choice!r}{hint}. Known are {_list(_names())}.")
+    return DeclarationError(f"No strategy saves format {choice!r}{hint}. Known are {_list_of_names()}.")
 
 
 def check_format(choice: SaveStrategy | LoadStrategy | Name | str, manifest: Json, *, where: str) -> None:
@@ -169,7 +192,7 @@ def load_strategy(manifest: Json, *, where: str) -> LoadStrategy:
     )
     raise FormatError(
         f"{where}: format {stored[0]!r} version {stored[1]!r} cannot be read here. Known are "
-        f"{_list(_names())}; {advice}.",
+        f"{_list_of_names()}; {advice}.",
         path=where,
     )
 
@@ -180,7 +203,18 @@ def detect(store: Store) -> Json | None:
     None if no format recognises the files.
     """
     listed = store.names()  # once for all formats: in an object store this is many requests
-    for name in _names():
+    return _detect(store, listed, [name for name in _names() if name not in _FOREIGN])
+
+
+def detect_foreign(store: Store) -> Json | None:
+    """Return a manifest for a folder or a file of another tool; None if no format recognises it."""
+    is_file = isinstance(store, LocalStore) and os.path.isfile(store.location)
+    listed = [os.path.basename(store.location)] if is_file else store.names()
+    return _detect(store, listed, _FOREIGN)
+
+
+def _detect(store: Store, listed: Sequence[str], names: Iterable[Name]) -> Json | None:
+    for name in names:
         file_names = _file_names(name)
         if file_names is not None and not any(map(file_names.is_foreign, listed)):
             continue  # so a format with large packages is imported only for directories that may be its own
@@ -244,5 +278,8 @@ def _third_parties() -> dict[Name, Format]:
     return {(added_format.backend, added_format.version): added_format for added_format in added}
 
 
-def _list(names: Iterable[Name]) -> str:
-    return ", ".join(f"{backend} version {version}" for backend, version in names)
+def _list_of_names() -> str:
+    """Return the formats that a manifest or a user may name, for an error."""
+    return ", ".join(
+        f"{backend} version {version}" for backend, version in _names() if (backend, version) not in _FOREIGN
+    )

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,7 +17,6 @@ import torch
 from megackpt.engine.data.chunk_bytes import parts_of
 from megackpt.engine.data.read import read_tensors
 from megackpt.engine.data.tensor_bytes import as_bits, byte_view
-from megackpt.errors import IntegrityError
 from megackpt.formats.contents import Chunks, Contents, Part
 from megackpt.mapping import ShardedTensor
 from megackpt.mapping.describe import describe
@@ -49,36 +48,17 @@ class BytePair:
     second: ByteArray
 
 
-def check_equal(
-    parts: Sequence[Part],
-    chunks: Chunks,
-    other: Contents,
-    *,
-    buffer_bytes: int,
-    where: str,
-    progress: Callable[[int], None],
-) -> None:
-    """Check that another checkpoint has the same elements as these parts of arrays. Local.
-
-    where names the other checkpoint in error texts; progress is called with the number of compared bytes.
-
-    Raises:
-        IntegrityError: the other checkpoint has other bits, or is damaged.
-        FormatError: the other checkpoint lacks elements.
-    """
-    for pair in byte_pairs(parts, chunks, other, buffer_bytes=buffer_bytes, where=where):
-        if not np.array_equal(pair.first, pair.second):
-            raise _difference(pair, chunks, where)
-        progress(len(pair.first))
-
-
 def byte_pairs(
     parts: Sequence[Part], chunks: Chunks, other: Contents, *, buffer_bytes: int, where: str
 ) -> Iterator[BytePair]:
     """Yield the bytes of these parts of arrays in both checkpoints. Local.
 
     Parts are cut so that at most buffer_bytes of each checkpoint are in memory at a time. where names the
-    other checkpoint in error texts. The errors are those of `check_equal`.
+    other checkpoint in error texts.
+
+    Raises:
+        IntegrityError: one of them is damaged.
+        FormatError: the other checkpoint lacks elements.
     """
     # Both buffers are reused, and grow to the largest part and the largest batch.
     first_buffer, second_buffer = np.empty(0, np.uint8), torch.empty(0, dtype=torch.uint8)
@@ -152,16 +132,4 @@ def _entity(part: Part, chunks: Chunks, memory: torch.Tensor) -> ShardedTensor:
         global_shape=spec.global_shape,
         global_offset=tuple(table.start[part.row, :dims].tolist()),
         flattened_range=None if is_whole_box else flat,
-    )
-
-
-def _difference(pair: BytePair, chunks: Chunks, where: str) -> IntegrityError:
-    row = pair.part.row
-    at = pair.part.start + int(np.flatnonzero(pair.first != pair.second)[0])
-    key = chunks.table.arrays[int(chunks.table.array[row])].key
-    return IntegrityError(
-        f"{key!r} {chunks.table.describe(row)}: {where} has other bytes than were written, from byte {at} of "
-        f"the chunk on. Suspect the storage.",
-        key=key,
-        path=where,
     )

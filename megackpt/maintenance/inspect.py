@@ -77,6 +77,7 @@ class CheckpointSummary:
         common: leaves of the common state as shortened text, by path. A tensor that is stored as an array
             appears as `array 'KEY'`.
         content: leaves of the content metadata, in the same form.
+        left_out: what the files hold besides, which cannot be loaded, with the reason.
         common_error: why common state and content metadata could not be read; empty if they were read.
     """
 
@@ -90,6 +91,7 @@ class CheckpointSummary:
     unreadable: Mapping[str, str]
     common: Mapping[str, str]
     content: Mapping[str, str]
+    left_out: tuple[str, ...]
     common_error: str
 
     @property
@@ -155,6 +157,7 @@ def _inspect(store: Store, globs: Sequence[str], *, allow_unsafe_pickle: bool) -
         unreadable=dict(contents.unreadable),
         common=common,
         content=content,
+        left_out=tuple(contents.left_out),
         common_error=error,
     )
 

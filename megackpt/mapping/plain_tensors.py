@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-defined]
 
+from megackpt.mapping.describe import dtype_name
 from megackpt.mapping.recognition import is_torch_sharded, xla_tensor_of
 from megackpt.mapping.sharded_tensor import ShardedTensor
 from megackpt.mapping.tree import (
@@ -24,6 +25,7 @@ from megackpt.mapping.tree import (
     map_leaves,
     same_name_error,
 )
+from megackpt.metadata import DTYPES
 
 
 def is_plain_tensor(leaf: object) -> bool:
@@ -38,6 +40,21 @@ def is_plain_tensor(leaf: object) -> bool:
         and leaf.layout == torch.strided
         and type(leaf).__torch_dispatch__ is torch.Tensor.__torch_dispatch__
         and xla_tensor_of(leaf) is None
+    )
+
+
+def can_be_array(leaf: torch.Tensor) -> bool:
+    """Return whether a tensor of common state can be stored as an array, and loaded again as it is."""
+    return (
+        type(leaf) is torch.Tensor
+        and is_plain_tensor(leaf)
+        and leaf.dim() > 0
+        and leaf.numel() > 0
+        and not leaf.requires_grad
+        and not leaf.is_meta
+        and not leaf.is_quantized
+        and dtype_name(leaf.dtype) in DTYPES
+        and not any(n > 1 and stride == 0 for n, stride in zip(leaf.shape, leaf.stride(), strict=True))
     )
 
 

@@ -14,10 +14,8 @@ import torch
 
 from megackpt.codec import ArrayReference
 from megackpt.mapping import ShardedTensor
-from megackpt.mapping.describe import dtype_name
-from megackpt.mapping.plain_tensors import is_plain_tensor
+from megackpt.mapping.plain_tensors import can_be_array
 from megackpt.mapping.tree import ABSENT, Steps, dotted
-from megackpt.metadata import DTYPES
 
 
 def find_arrays(common: Any, taken: Container[str]) -> dict[Steps, ShardedTensor]:
@@ -33,7 +31,7 @@ def find_arrays(common: Any, taken: Container[str]) -> dict[Steps, ShardedTensor
     candidates = {
         steps: leaf
         for steps, leaf in _leaves(common, ())
-        if isinstance(leaf, torch.Tensor) and _can_be_array(leaf) and _is_name(steps)
+        if isinstance(leaf, torch.Tensor) and can_be_array(leaf) and _is_name(steps)
     }
     counts = Counter(map(dotted, candidates))
     arrays = {}
@@ -112,17 +110,3 @@ def _is_name(steps: Steps) -> bool:
         return all(type(step) in (str, int) for step in steps) and bool(dotted(steps).encode())
     except UnicodeEncodeError:
         return False
-
-
-def _can_be_array(leaf: torch.Tensor) -> bool:
-    return (
-        type(leaf) is torch.Tensor
-        and is_plain_tensor(leaf)
-        and leaf.dim() > 0
-        and leaf.numel() > 0
-        and not leaf.requires_grad
-        and not leaf.is_meta
-        and not leaf.is_quantized
-        and dtype_name(leaf.dtype) in DTYPES
-        and not any(n > 1 and stride == 0 for n, stride in zip(leaf.shape, leaf.stride(), strict=True))
-    )

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from megackpt.engine.checkpoint.common_arrays import array_references, with_tensors
-from megackpt.engine.checkpoint.opening import check_arrays_complete, read_common_and_references
+from megackpt.engine.checkpoint.opening import check_arrays_complete, read_common, read_common_and_references
 from megackpt.engine.data.read import read_tensors
 from megackpt.formats.contents import Contents
 from megackpt.mapping import ShardedTensor
@@ -78,6 +78,12 @@ def without_referenced(contents: Contents, store: Store) -> Contents:
     common, _ = read_common_and_references(contents, where=store.location)
     referenced = set(stored_references(common, contents).values())
     return replace(contents, arrays={k: spec for k, spec in contents.arrays.items() if k not in referenced})
+
+
+def without_references(contents: Contents, *, where: str) -> Contents:
+    """Return the contents of a checkpoint whose common state refers to no arrays. Local."""
+    common, content = read_common(contents, where=where)
+    return replace(contents, common=lambda: {"state_dict": common, "content_metadata": content})
 
 
 def _whole(key: str, contents: Contents) -> ShardedTensor:

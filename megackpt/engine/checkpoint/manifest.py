@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import re
 import secrets
 from dataclasses import dataclass
@@ -17,9 +18,9 @@ from dataclasses import dataclass
 from megackpt.errors import CheckpointError, NotACheckpointError, StorageError
 from megackpt.formats.documents import read_manifest_file
 from megackpt.formats.file_names import HUGGINGFACE_MODELS
-from megackpt.formats.registry import attempt_of, detect, fixed_names
+from megackpt.formats.registry import attempt_of, detect, detect_foreign, fixed_names
 from megackpt.formats.strategy import MANIFEST, Json, SaveStrategy
-from megackpt.storage import Store
+from megackpt.storage import LocalStore, Store
 from megackpt.storage.store import is_temporary_name
 
 _ATTEMPT = re.compile(r"[0-9a-f]{16}")
@@ -37,9 +38,11 @@ def read_manifest(store: Store) -> Json:
         NotACheckpointError: there is no metadata.json, and no format recognises the files.
         FormatError: metadata.json is not a JSON object.
     """
+    if isinstance(store, LocalStore) and os.path.isfile(store.location):
+        return _manifest_of_file(store)
     manifest = read_manifest_file(store)
     if manifest is None:
-        manifest = detect(store)
+        manifest = detect(store) or detect_foreign(store)
     if manifest is None and _has_linked_model(store):
         raise NotACheckpointError(
             f"{store.location} is not a checkpoint: its files are symbolic links. Links are not followed, so "
@@ -52,6 +55,17 @@ def read_manifest(store: Store) -> Json:
         raise NotACheckpointError(
             f"{store.location} is not a checkpoint: it has no {MANIFEST}. Either nothing was saved there, or "
             f"the save did not finish. Give the directory of a finished save.",
+            path=store.location,
+        )
+    return manifest
+
+
+def _manifest_of_file(store: Store) -> Json:
+    manifest = detect_foreign(store)
+    if manifest is None:
+        raise NotACheckpointError(
+            f"{store.location} is a file, not a checkpoint. Name the directory of a finished one, or a file "
+            f"of torch.save.",
             path=store.location,
         )
     return manifest

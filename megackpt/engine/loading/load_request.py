@@ -5,6 +5,7 @@ Bytes come from the checkpoint itself, or from replacements of damaged bytes.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
@@ -12,8 +13,10 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from megackpt.comm import AnyGroup
 from megackpt.engine.checkpoint.opening import open_checkpoint
+from megackpt.errors import truncated_list
 from megackpt.formats.contents import Contents
 from megackpt.mapping import ShardedStateDict
+from megackpt.notices import notice
 from megackpt.options import LoadOptions
 from megackpt.storage import Store
 from megackpt.validation import StrictHandling
@@ -22,6 +25,8 @@ if TYPE_CHECKING:
     from megackpt.engine.loading.fallback import FallbackSource
     from megackpt.maps import MapChoice
     from megackpt.validation import RecoveredBytes
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,4 +95,7 @@ def open_source(store: Store, options: LoadOptions, resources: ExitStack) -> Sou
 
         return FallbackSource.open(store, options, resources)
     contents = open_checkpoint(store, allow_unsafe_pickle=options.allow_unsafe_pickle)
+    if contents.left_out:
+        lines = truncated_list(list(contents.left_out))
+        notice(log, f"{store.location}: some of it can be loaded by no key, and is left out:\n{lines}")
     return StoreSource(store.location, contents, store)

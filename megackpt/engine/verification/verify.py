@@ -254,6 +254,8 @@ class Findings:
         if ranges is not None:
             self.files.update(ranges.files)
             self._unchecked_nbytes += int(table.nbytes[~ranges.is_checked].sum())
+        elif not chunks.has_checksums:
+            self._unchecked_nbytes += int(table.nbytes.sum())
 
     def add_check(self, check: ByteCheck, share: Share) -> None:
         """Add what reading the bytes of a share has found."""

@@ -22,7 +22,6 @@ import torch
 import megackpt
 from megackpt import FormatError, NotACheckpointError, UnknownClassError, UnsupportedError
 from megackpt.cli import main
-from megackpt.maintenance import import_folder
 from tests.contrib.deepspeed.deepspeed_program import CASES, LEARNING_RATE, STATES, STEPS, Net
 from tests.support.effort import sampled
 from tests.support.states import PickledCall
@@ -240,5 +239,4 @@ def test_chunks_are_cut_so_that_memory_is_bounded(tmp_path: Path, monkeypatch: p
     from megackpt.planning import copy_plan
 
     monkeypatch.setattr(copy_plan, "COPIED_BYTES", 64)
-    monkeypatch.setattr(import_folder, "_BUFFER_BYTES", 128)
     check_arrays(STORED, "zero3_bf16", tmp_path / "imported")

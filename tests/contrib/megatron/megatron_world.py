@@ -11,6 +11,7 @@ import gc
 import hashlib
 import multiprocessing
 import os
+from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -242,6 +243,35 @@ def save_filled(case: Case, layout: Layout, path: str, installed: bool) -> torch
     return logits_of(model)
 
 
+def save_legacy(case: Case, layout: Layout, path: str) -> None:
+    """Build, fill from the oracle, and write as Megatron-LM does with `--ckpt-format torch`. Collective."""
+    from megatron.core import parallel_state
+
+    model = build(case, layout, seed=1, installed=False)
+    fill(model.sharded_state_dict())
+    if parallel_state.get_data_parallel_rank() > 0:
+        return
+    stage = f"_{parallel_state.get_pipeline_model_parallel_rank():03d}" if layout.pp > 1 else ""
+    folder = os.path.join(path, f"mp_rank_{parallel_state.get_tensor_model_parallel_rank():02d}{stage}")
+    args = Namespace(
+        tensor_model_parallel_size=layout.tp,
+        pipeline_model_parallel_size=layout.pp,
+        swiglu=case.swiglu,
+        untie_embeddings_and_output_weights=not case.tied,
+        params_dtype=torch.float32,
+        num_layers=4,
+    )
+    value = {
+        "args": args,
+        "checkpoint_version": 3.0,
+        "iteration": 7,
+        "model": model.state_dict_for_save_checkpoint(),
+        "rng_state": [{"seed": dist.get_rank()}],
+    }
+    os.makedirs(folder)
+    torch.save(value, os.path.join(folder, "model_optim_rng.pt"))
+
+
 def save_genuine(case: Case, layout: Layout, path: str) -> torch.Tensor | None:
     """Build, fill from the oracle, save with Megatron-Core itself; return the logits on the last stage."""
     model = build(case, layout, seed=1, installed=False)
@@ -307,6 +337,16 @@ def load_and_save(
     fill(model.sharded_state_dict())
     expected = logits_of(model)
     return None if loaded is None or expected is None else (loaded, expected)
+
+
+def load_legacy(case: Case, layout: Layout, path: str) -> bool:
+    """Load the weights of a folder of Megatron-LM; return whether all are the oracle's."""
+    model = build(case, layout, seed=2, installed=False)
+    state = {k: v for k, v in model.sharded_state_dict().items() if not k.endswith("_extra_state")}
+    model.load_state_dict(megackpt.load(state, path), strict=False)
+    loaded = {name: value.clone() for name, value in model.named_parameters()}
+    fill(model.sharded_state_dict())
+    return all(torch.equal(value, loaded[name]) for name, value in model.named_parameters())
 
 
 def kinds(case: Case, layout: Layout, installed: bool) -> set[tuple[str, str]]:

@@ -1,11 +1,11 @@
-"""Arrays and other state that the files of another tool hold, and the plan of writing them as a checkpoint.
+"""Arrays and other state that the files of another tool hold.
 
 Nothing is copied: each array is made of parts, which are tensors in mapped files.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,9 +15,6 @@ from torch import Tensor
 
 from megackpt.codec.pickled import ForeignShardedTensor
 from megackpt.errors import FormatError, UnsupportedError
-from megackpt.mapping.describe import dtype_name
-from megackpt.metadata import ArraySpec, ChunkTable, pad_shapes
-from megackpt.planning.copy_plan import CopyPlan, plan_copy
 
 LEFT_OUT = object()
 """Stands for a value that does not become part of the checkpoint."""
@@ -115,39 +112,6 @@ class ForeignState:
     common: Mapping[str, Any]
     origin: Mapping[str, Any]
     left_out: tuple[str, ...] = field(default=())
-
-
-def plan_foreign(arrays: Sequence[ForeignArray], *, ranks: int) -> tuple[list[SourcePart], CopyPlan]:
-    """Plan the chunks of a checkpoint; return the parts that `plan.entity` numbers, and the plan. Pure.
-
-    Args:
-        arrays: the arrays, in any order.
-        ranks: how many ranks write them.
-
-    Raises:
-        FormatError: a part repeats a few bytes over many.
-    """
-    arrays = sorted(arrays, key=lambda array: array.key)
-    for array in arrays:
-        for part in array.parts:
-            check_repeats(part.data, array.key)
-    owned = [(number, part) for number, array in enumerate(arrays) for part in array.parts]
-    parts = [part for _, part in owned]
-    dims = max((len(array.shape) for array in arrays), default=1) or 1
-    number = np.array([number for number, _ in owned], np.int64)
-    itemsize = np.array([array.dtype.itemsize for array in arrays], np.int64)
-    numel = np.array([part.data.numel() for part in parts], np.int64)
-    first = np.array([part.flat_start for part in parts], np.int64)
-    table = ChunkTable(
-        tuple(ArraySpec(array.key, dtype_name(array.dtype), array.shape) for array in arrays),
-        array=number,
-        start=pad_shapes([part.start for part in parts], dims, fill=0),
-        shape=pad_shapes([part.shape for part in parts], dims, fill=1),
-        flat_start=first,
-        flat_stop=first + numel,
-        nbytes=numel * itemsize[number],
-    )
-    return parts, plan_copy(table, np.arange(len(parts)), ranks=ranks)
 
 
 def consecutive_parts(tensors: Iterable[Tensor], shape: tuple[int, ...]) -> tuple[SourcePart, ...]:

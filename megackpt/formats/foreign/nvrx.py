@@ -23,14 +23,31 @@ from torch import Tensor
 
 from megackpt.codec.pickled import ForeignObject
 from megackpt.errors import FormatError, NotACheckpointError, UnsupportedError
-from megackpt.formats.torch_files import load_mapped_file
-from megackpt.maintenance.foreign_state import (
+from megackpt.formats.file_names import NVRX
+from megackpt.formats.foreign.mapped_files import load_mapped_file
+from megackpt.formats.foreign.state import (
     CollectedParts,
     ForeignArray,
     ForeignState,
     SourcePart,
     plain_part,
 )
+from megackpt.formats.foreign.strategy import ForeignLoadStrategy
+from megackpt.formats.strategy import Format
+
+
+class NvrxLoadStrategy(ForeignLoadStrategy):
+    """Reads the newest whole step of a folder with local checkpoints."""
+
+    backend = "nvrx"
+    file_names = NVRX
+
+    def read(self, path: str, *, checks_bytes: bool) -> ForeignState:
+        """Return what the files hold."""
+        return read_nvrx(path, checks_bytes=checks_bytes)
+
+
+FORMAT = Format(backend="nvrx", version=1, load=NvrxLoadStrategy)
 
 _FILE = re.compile(r"iter_(\d{7,9})_(\d{1,6})_local\.pt")
 _MAX_DEPTH = 100

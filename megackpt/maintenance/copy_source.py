@@ -1,4 +1,4 @@
-"""The source of a conversion: its content, and which rank copies which chunk."""
+"""The source of a copy: its content, and which rank copies which chunk."""
 
 from __future__ import annotations
 
@@ -8,11 +8,15 @@ from typing import Any
 
 import numpy as np
 
-from megackpt.engine.checkpoint.common_reading import read_whole_common, without_referenced
-from megackpt.engine.checkpoint.opening import check_readable, open_checkpoint, read_common_and_references
+from megackpt.engine.checkpoint.common_reading import (
+    read_whole_common,
+    without_referenced,
+    without_references,
+)
+from megackpt.engine.checkpoint.opening import check_readable, read_common_and_references
 from megackpt.engine.data.chunk_bytes import ReadBuffers
 from megackpt.engine.data.read import read_chunk
-from megackpt.formats.contents import Chunks, Contents, Part
+from megackpt.formats.contents import Chunks, Contents
 from megackpt.formats.strategy import SaveStrategy
 from megackpt.geometry import Ints
 from megackpt.metadata import OBJECT, ChunkTable, DeclaredChunks
@@ -24,13 +28,13 @@ from megackpt.validation import check_coverage
 
 @dataclass(frozen=True, slots=True)
 class SourceCheckpoint:
-    """The source of a conversion on one rank.
+    """The source of a copy on one rank.
 
     Nothing is resharded: the chunks of the source become those of the new checkpoint; long chunks are cut
     into blocks of rows.
 
     Attributes:
-        stored: the opened checkpoint.
+        stored: the opened source, as the new format takes its common state.
         contents: the same without the arrays that the new format stores as tensors of common state.
         chunks: all of its chunks.
         plan: which rank writes which chunk, or which part of a long chunk, `[n]`. The entity of a row is the
@@ -47,18 +51,22 @@ class SourceCheckpoint:
     blobs: Mapping[int, bytes]
 
     @classmethod
-    def open(
-        cls, store: Store, strategy: SaveStrategy, *, rank: int, ranks: int, allow_unsafe_pickle: bool
+    def of(
+        cls, stored: Contents, store: Store, strategy: SaveStrategy, *, rank: int, ranks: int
     ) -> SourceCheckpoint:
-        """Open a checkpoint, plan the copies of all ranks, and encode this rank's objects. Local.
+        """Plan the copies of all ranks, and encode this rank's objects. Local.
 
         Raises:
             FormatError: an array, an object or the common state cannot be loaded.
             CoverageError: the checkpoint is incomplete.
             UnserializableError: the new format cannot store an object.
         """
-        stored = open_checkpoint(store, allow_unsafe_pickle=allow_unsafe_pickle)
-        contents = stored if strategy.capabilities.refers_to_arrays else without_referenced(stored, store)
+        contents = stored
+        if not strategy.capabilities.refers_to_arrays:
+            if stored.keeps_referenced_arrays:  # they are then loaded by their keys alone
+                contents = stored = without_references(stored, where=store.location)
+            else:
+                contents = without_referenced(stored, store)
         check_readable(contents.unreadable, contents.unreadable, where=store.location)
         chunks = contents.chunks(sorted(contents.arrays))
         copies = plan_copy(chunks.table, chunks.position, ranks=ranks, block_bytes=chunks.block_bytes)
@@ -93,13 +101,6 @@ class SourceCheckpoint:
             stop=start + int(self.plan.table.nbytes[row]),
             buffer_bytes=buffer_bytes,
         )
-
-    def blocks_of(self, row: int) -> Part:
-        """Return the blocks of the source that begin in a row of the plan, so that each is in one row."""
-        entity, block = int(self.plan.entity[row]), self.chunks.block_bytes
-        start, stop = int(self.start[row]), int(self.start[row] + self.plan.table.nbytes[row])
-        is_last = stop == int(self.chunks.table.nbytes[entity])
-        return Part(entity, start // block * block, stop if is_last else stop // block * block)
 
 
 def read_common_for(strategy: SaveStrategy, contents: Contents, store: Store) -> tuple[Any, Any]:

@@ -19,9 +19,9 @@ from torch import Tensor
 
 from megackpt.codec.pickled import ForeignObject, ForeignShardedTensor
 from megackpt.errors import FormatError, UnsupportedError, rank_list
+from megackpt.formats.foreign.state import CollectedParts, ForeignArray, SourcePart
 from megackpt.geometry import Ints
 from megackpt.geometry.tiling import Rectangles, uncovered_regions
-from megackpt.maintenance.foreign_state import CollectedParts, ForeignArray, SourcePart
 from megackpt.mapping.tree import Steps, dotted
 
 _MAX_DEPTH = 100

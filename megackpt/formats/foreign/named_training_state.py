@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from megackpt.errors import FormatError
-from megackpt.maintenance.foreign_state import ForeignArray, ForeignState, consecutive_parts, plain_part
+from megackpt.formats.foreign.state import ForeignArray, ForeignState, consecutive_parts, plain_part
 
 MASTER = "fp32_param"
 """The name of the master weights among the states, as in `megackpt.optim`."""

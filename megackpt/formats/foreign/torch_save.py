@@ -15,10 +15,10 @@ from typing import Any
 from torch import Tensor
 
 from megackpt.codec import ArrayReference
-from megackpt.engine.checkpoint.common_arrays import find_arrays
 from megackpt.errors import DeclarationError, FormatError, NotACheckpointError, UnsupportedError
-from megackpt.formats.torch_files import load_mapped_file
-from megackpt.maintenance.foreign_state import (
+from megackpt.formats.file_names import NATIVE, TORCH_DIST, TORCH_SAVE, ZARR_V1, ZARR_V3
+from megackpt.formats.foreign.mapped_files import load_mapped_file
+from megackpt.formats.foreign.state import (
     LEFT_OUT,
     CollectedParts,
     ForeignArray,
@@ -28,12 +28,44 @@ from megackpt.maintenance.foreign_state import (
     have_equal_bits,
     plain_part,
 )
-from megackpt.maintenance.stored_shards import StoredShards, array_of_shards, replace_shards
+from megackpt.formats.foreign.stored_shards import StoredShards, array_of_shards, replace_shards
+from megackpt.formats.foreign.strategy import SUFFIXES, ForeignLoadStrategy, names_of
+from megackpt.formats.strategy import Format, Json
+from megackpt.mapping.plain_tensors import can_be_array
 from megackpt.mapping.recognition import is_dtensor
 from megackpt.mapping.torch_sharded import declare_dtensor
 from megackpt.mapping.tree import Steps, dotted
+from megackpt.storage import Store
 
-_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt", ".tar")
+
+class TorchSaveLoadStrategy(ForeignLoadStrategy):
+    """Reads a file of torch.save, or a folder with a file for each rank.
+
+    Args:
+        prefix: what the keys of arrays begin with.
+    """
+
+    backend = "torch"
+    file_names = TORCH_SAVE
+
+    def __init__(self, prefix: str = "") -> None:
+        self._prefix = prefix
+
+    def detect(self, store: Store) -> Json | None:
+        """Recognise the files by their names; the files that an unfinished save has left are none."""
+        ours = (NATIVE, TORCH_DIST, ZARR_V1, ZARR_V3)
+        for name in names_of(store):
+            if name.endswith(".distcp") or any(file_names.attempt_of(name) for file_names in ours):
+                return None
+        return super().detect(store)
+
+    def read(self, path: str, *, checks_bytes: bool) -> ForeignState:
+        """Return what the files hold."""
+        return read_torch(path, prefix=self._prefix, checks_bytes=checks_bytes)
+
+
+FORMAT = Format(backend="torch", version=1, load=TorchSaveLoadStrategy)
+
 _NUMBER = re.compile(r"(\d+)(?!.*\d)")  # the last one in a name
 _WRAPPERS = ("module.", "_orig_mod.", "_fsdp_wrapped_module.")
 
@@ -83,14 +115,14 @@ def _files(path: str) -> dict[str, list[str]]:
     kinds: dict[str, dict[int, str]] = {}
     for name in names:
         stem, suffix = os.path.splitext(name)
-        if suffix not in _SUFFIXES:
+        if suffix not in SUFFIXES:
             continue
         number = _NUMBER.search(stem)
         kind = _NUMBER.sub("#", stem)
         kinds.setdefault(kind, {})[int(number[1]) if number else 0] = os.path.join(path, name)
     if not kinds:
         raise NotACheckpointError(
-            f"{path} has no file of torch.save ({', '.join(_SUFFIXES)}). Name a file, or a folder with one "
+            f"{path} has no file of torch.save ({', '.join(SUFFIXES)}). Name a file, or a folder with one "
             f"file or one for each rank.",
             path=path,
         )
@@ -190,7 +222,7 @@ class _Merge:
                     f"(torch.distributed.checkpoint.state_dict.get_state_dict) or DTensors; if the numbers "
                     f"in the names are steps, name one file.",
                 )
-        if find_arrays({"x": first}, ()):
+        if can_be_array(first):
             return self._array(ForeignArray.whole(dotted(steps), first))
         return first.clone()
 

@@ -18,13 +18,42 @@ from typing import Any
 from torch import Tensor
 
 from megackpt.errors import FormatError, NotACheckpointError, UnsupportedError
-from megackpt.formats.torch_files import load_mapped_file
-from megackpt.maintenance.named_training_state import (
+from megackpt.formats.file_names import DEEPSPEED
+from megackpt.formats.foreign.mapped_files import load_mapped_file
+from megackpt.formats.foreign.named_training_state import (
     MASTER,
     NamedParam,
     NamedTrainingState,
     StoredWeight,
 )
+from megackpt.formats.foreign.state import ForeignState
+from megackpt.formats.foreign.strategy import ForeignLoadStrategy, folder_of_latest
+from megackpt.formats.strategy import Format
+
+
+class DeepSpeedLoadStrategy(ForeignLoadStrategy):
+    """Reads a folder of ZeRO-1, 2 or 3.
+
+    Args:
+        keys: "megackpt" for the names of megackpt's layers and optimizers, "torch" for those of torch; see
+            `megackpt.import_deepspeed`.
+        weights: "model" for weights in the precision of the model, "masters" in that of the optimizer.
+        prefix: with the keys of megackpt, what each parameter's name begins with.
+    """
+
+    backend = "deepspeed"
+    file_names = DEEPSPEED
+
+    def __init__(self, keys: str = "megackpt", weights: str = "model", prefix: str = "") -> None:
+        self._keys, self._weights, self._prefix = keys, weights, prefix
+
+    def read(self, path: str, *, checks_bytes: bool) -> ForeignState:
+        """Return what the files hold."""
+        named = read_deepspeed(path, checks_bytes=checks_bytes)
+        return named.state(self._keys, weights=self._weights, prefix=self._prefix)
+
+
+FORMAT = Format(backend="deepspeed", version=1, load=DeepSpeedLoadStrategy)
 
 _OPTIMIZER_FILE = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
 _MODEL_FILE = re.compile(r"(?:(?:bf16_|fp16_)?zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt")
@@ -83,7 +112,7 @@ def read_deepspeed(path: str, *, checks_bytes: bool) -> NamedTrainingState:
             saved by ZeRO.
         FormatError: files are missing or damaged, or contradict each other.
     """
-    folder = _step_folder(path)
+    folder = folder_of_latest(path, "latest")
     model_files, optimizer_files = _find_files(folder)
     model = _load(model_files[0], ("module", "param_shapes"), checks_bytes=checks_bytes)
     models = [model, *(_load(f, ("module",), checks_bytes=checks_bytes) for f in model_files[1:])]
@@ -92,21 +121,6 @@ def read_deepspeed(path: str, *, checks_bytes: bool) -> NamedTrainingState:
         for f in optimizer_files
     ]
     return _Step(folder, models, saved).read()
-
-
-def _step_folder(path: str) -> str:
-    """Return the folder of the latest step, or the path if it is the folder of a step."""
-    latest = os.path.join(path, "latest")
-    if not os.path.isfile(latest):
-        return path
-    with open(latest, encoding="utf-8", errors="replace") as file:
-        tag = file.read(1000).strip()
-    if not tag or os.path.basename(tag) != tag or tag in (".", ".."):
-        raise FormatError(
-            f"{latest}: {tag!r:.80} is not the name of a folder in {path}. Name the folder of one step.",
-            path=latest,
-        )
-    return os.path.join(path, tag)
 
 
 def _find_files(folder: str) -> tuple[list[str], list[str]]:

@@ -1,0 +1,190 @@
+"""Folders and files of other tools are checkpoints as they are: loaded, inspected, compared and verified."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import megackpt
+from megackpt import NotACheckpointError, ShardedTensor
+from megackpt.cli import main
+from megackpt.testing.world import SimulatedRank, SimulatedWorld
+
+CONTRIB = Path(__file__).parents[2] / "contrib"
+
+
+@dataclass(frozen=True)
+class Folder:
+    """What a tool has written, and what reads it.
+
+    Attributes:
+        backend: name of its format.
+        make: writes it to a path.
+        imported: makes a checkpoint of it.
+        damaged: the file of it whose bytes are changed.
+        left_out: whether something in it cannot be loaded.
+    """
+
+    backend: str
+    make: Callable[[Path], Any]
+    imported: Callable[..., megackpt.CopyReport]
+    damaged: str = ""
+    left_out: bool = field(default=False)
+
+
+def _state(offset: float = 0.0) -> dict[str, Any]:
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(6, 5), torch.nn.Linear(5, 3))
+    weights = {name: value.detach() + offset for name, value in model.state_dict().items()}
+    return {"model": weights, "rates": [0.1, 0.2], "step": 3}
+
+
+def _ranks(path: Path) -> None:
+    path.mkdir()
+    for rank in range(2):
+        torch.save(_state(), path / f"model_{rank}.pt")
+
+
+FOLDERS = {
+    "a file of torch.save": Folder("torch", lambda p: torch.save(_state(), p), megackpt.import_torch),
+    "files of ranks": Folder("torch", _ranks, megackpt.import_torch, "model_1.pt"),
+    "deepspeed": Folder(
+        "deepspeed",
+        lambda p: shutil.copytree(CONTRIB / "deepspeed" / "folders" / "zero2", p),
+        megackpt.import_deepspeed,
+        "global_step3/zero_pp_rank_1_mp_rank_00_optim_states.pt",
+        left_out=True,
+    ),
+    "nvrx": Folder(
+        "nvrx",
+        lambda p: shutil.copytree(CONTRIB / "nvrx" / "folders" / "atomic", p),
+        megackpt.import_nvrx,
+        left_out=True,
+    ),
+}
+
+
+@pytest.fixture(params=FOLDERS)
+def folder(request: pytest.FixtureRequest) -> Folder:
+    return FOLDERS[request.param]
+
+
+@pytest.fixture
+def source(folder: Folder, tmp_path: Path) -> Path:
+    path = tmp_path / "source"
+    folder.make(path)
+    if path.is_file():
+        path = path.rename(path.with_suffix(".pt"))
+    return path
+
+
+def test_it_is_what_its_import_makes_of_it(folder: Folder, source: Path, tmp_path: Path) -> None:
+    report = folder.imported(source, tmp_path / "imported")
+    copied = megackpt.convert(source, tmp_path / "copied", "megackpt")
+    assert copied.is_verified
+    assert (copied.arrays, copied.origin, copied.left_out) == (report.arrays, report.origin, report.left_out)
+    for name in ("imported", "copied"):
+        assert megackpt.diff(source, tmp_path / name).is_equal, name
+    summary, expected = megackpt.inspect(source), megackpt.inspect(tmp_path / "imported")
+    assert summary.backend == folder.backend
+    assert [(a.key, a.dtype, a.shape) for a in summary.arrays] == [
+        (a.key, a.dtype, a.shape) for a in expected.arrays
+    ]
+    assert (summary.common, summary.content) == (expected.common, expected.content)
+    assert bool(summary.left_out) == folder.left_out
+    loaded, imported = (megackpt.load_plain_tensors(p) for p in (source, tmp_path / "imported"))
+    assert loaded.keys() == imported.keys() != set()
+    assert all(torch.equal(loaded[key], imported[key]) for key in loaded)
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_it_loads_at_any_layout(folder: Folder, source: Path, ranks: int, caplog: Any) -> None:
+    whole = megackpt.load_plain_tensors(source)
+
+    def run(group: SimulatedRank) -> None:
+        wanted = {}
+        for key, tensor in whole.items():
+            if tensor.dim() and tensor.shape[0] % ranks == 0:
+                part = torch.zeros_like(tensor.chunk(ranks)[group.rank])
+                wanted[key] = ShardedTensor.from_rank_offsets(key, part, (0, group.rank, ranks))
+            else:
+                copy = torch.zeros_like(tensor)
+                wanted[key] = ShardedTensor.from_rank_offsets(key, copy, replica_id=group.rank)
+        loaded = megackpt.load(wanted, source, group=group)
+        for key, tensor in whole.items():
+            is_cut = tensor.dim() and tensor.shape[0] % ranks == 0
+            assert torch.equal(loaded[key], tensor.chunk(ranks)[group.rank] if is_cut else tensor), key
+
+    caplog.clear()
+    with caplog.at_level(logging.WARNING):
+        SimulatedWorld(ranks).run(run)
+    texts = [record.getMessage() for record in caplog.records if "left out" in record.getMessage()]
+    assert len(texts) == folder.left_out
+
+
+def test_ranks_divide_a_copy_of_it(source: Path, tmp_path: Path) -> None:
+    reports = SimulatedWorld(2).run(lambda g: megackpt.convert(source, tmp_path / "copy", "zarr", group=g))
+    assert reports[0] == reports[1]
+    assert set(megackpt.load_plain_tensors(tmp_path / "copy")) == set(megackpt.load_plain_tensors(source))
+
+
+def test_verify_finds_a_changed_byte(folder: Folder, source: Path) -> None:
+    assert megackpt.verify(source).damages == ()
+    assert megackpt.verify(source, deep=True).is_whole
+    file = source / folder.damaged if folder.damaged else source
+    if file.is_dir():
+        file = max(file.rglob("*_local.pt"))
+    data = bytearray(file.read_bytes())
+    data[torch.PyTorchFileReader(str(file)).get_record_offset("data/0")] ^= 0x10
+    file.write_bytes(data)
+    damages = megackpt.verify(source, deep=True).damages
+    assert damages
+    assert {Path(damage.file).name for damage in damages} <= {file.name, ""}
+
+
+def test_bytes_without_checksums_are_not_called_whole(tmp_path: Path) -> None:
+    torch.save(_state(), tmp_path / "old.pt", _use_new_zipfile_serialization=False)
+    report = megackpt.verify(tmp_path / "old.pt", deep=True)
+    assert (report.damages, report.is_whole, report.unchecked_nbytes) == ((), None, report.nbytes)
+
+
+def test_the_commands_take_it_as_it_is(folder: Folder, source: Path, tmp_path: Path, capsys: Any) -> None:
+    def run(*arguments: str) -> str:
+        assert main(list(arguments)) == 0, capsys.readouterr().err
+        return capsys.readouterr().out
+
+    copied = json.loads(run("convert", str(source), str(tmp_path / "copy"), "--json"))
+    assert (copied["backend"], copied["is_verified"]) == ("megackpt", True)
+    run("convert", str(source), str(tmp_path / "checked"), "--from", folder.backend, "--to", "zarr")
+    assert json.loads(run("inspect", str(source), "--json"))["backend"] == folder.backend
+    run("verify", str(source), "--deep")
+    run("diff", str(source), str(tmp_path / "copy"))
+
+
+def test_a_folder_with_such_files_is_free_for_a_save_and_no_step(source: Path) -> None:
+    if source.is_dir():
+        assert not megackpt.check_is_distributed_checkpoint(source)
+        megackpt.save({"step": 1}, source)
+        assert megackpt.load({}, source) == {"step": 1}
+
+
+def test_files_that_an_unfinished_save_left_are_none_of_torch_save(tmp_path: Path) -> None:
+    weight = ShardedTensor.from_rank_offsets("w", torch.ones(3))
+    megackpt.save({"w": weight, "step": 1}, tmp_path / "c", "torch_dist")
+    for name in ("metadata.json", ".metadata"):
+        os.remove(tmp_path / "c" / name)
+    with pytest.raises(NotACheckpointError):
+        megackpt.load({}, tmp_path / "c")
+    text = tmp_path / "notes.md"
+    text.write_text("no checkpoint")
+    with pytest.raises(NotACheckpointError, match=r"notes\.md is a file, not a checkpoint"):
+        megackpt.inspect(text)
