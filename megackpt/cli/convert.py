@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from megackpt.comm import Group
     from megackpt.maintenance.copy import CopyReport
     from megackpt.maintenance.export_huggingface import HuggingFaceExport
-    from megackpt.maintenance.import_huggingface import HuggingFaceImport
 
 _TIMEOUT_S = 600.0
 _SPELLINGS = {"map_name": "--map", "merge_adapters": "--merge-adapter"}
@@ -179,7 +178,7 @@ def _import(source: str, target: str, to: str | tuple[str, int], **arguments: An
 
     _check_folder(source)
     report = import_huggingface(source, target, to, **arguments)
-    return asdict(report), _import_text(target, report)
+    return asdict(report), _copy_text(target, report)
 
 
 def _import_files(
@@ -232,20 +231,17 @@ def _check_folder(path: str) -> None:
 
 
 def _copy_text(target: str, report: CopyReport) -> str:
-    objects = "" if report.origin else f" and {report.objects} objects"
+    objects = "" if report.origin or report.map else f" and {report.objects} objects"
     origin = f", from {report.origin}" if report.origin else ""
-    left_out = "".join(f"\n  left out: {what}" for what in report.left_out)
+    by_map = f", by the map {report.map}" if report.map else ""
+    lines = "".join(f"\n  left out: {what}" for what in report.left_out)
+    other_tensors = ""
+    if report.map and report.left_out:  # thousands of names would say no more
+        other_tensors, lines = f" ({len(report.left_out)} tensors of other parts left out)", ""
     return (
         f"{target}: {report.arrays} arrays{objects}, {decimal(report.nbytes)} in {report.chunks} chunks"
-        f"{origin}, as {report.backend} version {report.version}; {_checked(report)}.{left_out}"
-    )
-
-
-def _import_text(target: str, report: HuggingFaceImport) -> str:
-    left_out = f" ({len(report.left_out)} tensors of other parts left out)" if report.left_out else ""
-    return (
-        f"{target}: {report.arrays} arrays, {decimal(report.nbytes)} in {report.chunks} chunks{left_out}, as "
-        f"{report.backend} version {report.version}, by the map {report.map}; {_checked(report)}."
+        f"{other_tensors}{origin}, as {report.backend} version {report.version}{by_map}; {_checked(report)}."
+        f"{lines}"
     )
 
 
@@ -258,7 +254,7 @@ def _export_text(target: str, report: HuggingFaceExport) -> str:
     )
 
 
-def _checked(report: CopyReport | HuggingFaceImport | HuggingFaceExport) -> str:
+def _checked(report: CopyReport | HuggingFaceExport) -> str:
     return "read again and equal" if report.is_verified else "not verified"
 
 

@@ -111,6 +111,14 @@ class Chunks(ABC):
             StorageError, FormatError: the bytes cannot be read, or are missing.
         """
 
+    def read_parts(self, parts: Sequence[Part], outs: Sequence[memoryview]) -> None:
+        """Fill each of outs with the bytes of a part, verified. Raises what `read_into` raises.
+
+        Chunks that are computed from others override this, to plan all of these reads at once.
+        """
+        for part, out in zip(parts, outs, strict=True):
+            self.read_into(part.row, part.start, out, verify=True)
+
     def raw_ranges(self) -> RawRanges | None:
         """Return where the chunks lie, if all are stored as they are; None if any has to be decoded."""
         return None

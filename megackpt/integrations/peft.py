@@ -38,7 +38,7 @@ from megackpt.integrations.peft_names import (
 )
 from megackpt.maintenance.adapter_arrays import stored_config
 from megackpt.maintenance.huggingface_model_files import ConfigSource, ModelFiles
-from megackpt.maintenance.import_plan import with_stacked_layers_where_equal
+from megackpt.maintenance.stacked_layers import with_stacked_layers_where_equal
 from megackpt.mapping import ShardedTensor
 from megackpt.maps import MapChoice
 from megackpt.maps.choice import chosen_map

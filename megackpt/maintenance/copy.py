@@ -24,14 +24,14 @@ from megackpt.engine.data.read import read_chunk
 from megackpt.engine.saving.array_digests import with_array_digests
 from megackpt.engine.saving.write import PlannedSave, write_and_commit
 from megackpt.errors import IntegrityError
-from megackpt.formats.contents import Chunks, Contents
+from megackpt.formats.contents import Chunks, Contents, Part
 from megackpt.formats.registry import SaveChoice, save_strategy
 from megackpt.formats.strategy import ChunkParts
 from megackpt.maintenance.arguments import checked_progress
 from megackpt.maintenance.copy_source import SourceCheckpoint, read_common_for
 from megackpt.maintenance.new_checkpoint import NewCheckpoint, TargetState, check_target, prepare_target
 from megackpt.maintenance.part_reading import read_parts
-from megackpt.maintenance.row_windows import RowWindow, request_of, row_windows
+from megackpt.maintenance.row_windows import RowWindow, request_of, row_windows, windows_of
 from megackpt.maintenance.windows import ByteArray, filled_windows
 from megackpt.metadata import OBJECT
 from megackpt.storage import FileDigester, Location, Store, opened_store
@@ -52,6 +52,8 @@ class CopyReport:
         chunks: number of chunks in the new checkpoint, with objects. Long chunks of the source are cut.
         nbytes: bytes of all chunks of the source.
         is_verified: whether the new checkpoint was read again and is equal to what was written.
+        map: name of the map by which arrays of the source have got other names; "" if they keep theirs.
+        files: names of the tokenizer's and other small files that are part of the new checkpoint.
     """
 
     location: str
@@ -64,6 +66,8 @@ class CopyReport:
     chunks: int
     nbytes: int
     is_verified: bool
+    map: str = ""
+    files: tuple[str, ...] = ()
 
 
 def copy_checkpoint(
@@ -263,9 +267,43 @@ class _CopiedParts(ChunkParts):
 
     def __call__(self, row: int) -> Iterator[memoryview]:
         """Yield the parts of a row."""
+        return self._noted(row, self._copied.read(row, self._buffers, self._buffer_bytes))
+
+    def in_order(self, rows: Sequence[int]) -> Iterator[Iterator[memoryview]]:
+        """Yield the parts of each row; the next parts are read meanwhile."""
+        copied = self._copied
+        parts = (
+            part for row in rows if row not in copied.blobs for part in copied.parts(row, self._buffer_bytes)
+        )
+        stream = self._read(list(windows_of(parts, self._buffer_bytes)))
+        for row in rows:
+            if row in copied.blobs:
+                yield self._noted(row, iter([memoryview(copied.blobs[row])]))
+            else:
+                yield self._noted(row, stream)
+
+    def _read(self, windows: Sequence[RowWindow]) -> Iterator[memoryview]:
+        """Yield the bytes of rows, one after the other."""
+        copied = self._copied
+
+        def fill(window: RowWindow, data: ByteArray) -> None:
+            parts = [Part(int(copied.plan.entity[s.row]), s.start, s.stop) for s in window.segments]
+            outs = [data[s.at : s.at + s.stop - s.start].data for s in window.segments]
+            copied.chunks.read_parts(parts, outs)
+
+        for window, data in filled_windows(windows, fill):
+            for row, start, stop, at in window.segments:
+                # A part is made of whole blocks of the source, and may begin before the row, or end after it.
+                first = int(copied.start[row])
+                last = first + int(copied.plan.table.nbytes[row])
+                yield data[at + max(first - start, 0) : at + min(last, stop) - start].data
+
+    def _noted(self, row: int, parts: Iterator[memoryview]) -> Iterator[memoryview]:
+        """Yield the parts of a row, of an iterator that may go on with other rows; keep its digest."""
         digester = FileDigester()
         left = int(self._copied.plan.table.nbytes[row])
-        for part in self._copied.read(row, self._buffers, self._buffer_bytes):
+        while left:
+            part = next(parts)
             digester.update(part)
             left -= len(part)
             if left == 0:  # a format may not request another part after the last one

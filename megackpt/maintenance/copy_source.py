@@ -14,7 +14,7 @@ from megackpt.engine.checkpoint.common_reading import (
     without_references,
 )
 from megackpt.engine.checkpoint.opening import check_readable, read_common_and_references
-from megackpt.engine.data.chunk_bytes import ReadBuffers
+from megackpt.engine.data.chunk_bytes import ReadBuffers, parts_of
 from megackpt.engine.data.read import read_chunk
 from megackpt.formats.contents import Chunks, Contents
 from megackpt.formats.strategy import SaveStrategy
@@ -87,6 +87,14 @@ class SourceCheckpoint:
         for row, size in sizes.items():
             nbytes[row] = size
         return replace(self, plan=with_sizes(self.plan, nbytes))
+
+    def parts(self, row: int, buffer_bytes: int) -> Iterator[tuple[int, int, int]]:
+        """Yield the parts to read of a row that is no object: row, and range of bytes in its chunk."""
+        start = int(self.start[row])
+        stop = start + int(self.plan.table.nbytes[row])
+        entity = int(self.plan.entity[row])
+        for low, high in parts_of(self.chunks, entity, start=start, stop=stop, buffer_bytes=buffer_bytes):
+            yield row, low, high
 
     def read(self, row: int, buffers: ReadBuffers, buffer_bytes: int) -> Iterator[memoryview]:
         """Yield the bytes of a row of the plan in parts, each valid until the next: objects are in memory."""

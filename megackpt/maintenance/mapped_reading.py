@@ -6,20 +6,22 @@ filled from the stored chunks that hold its elements, wherever these lie and how
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 
 from megackpt.errors import MapError, truncated_list
-from megackpt.formats.contents import Contents
+from megackpt.formats.contents import Chunks, Contents, Part
 from megackpt.maintenance.part_reading import read_parts
+from megackpt.maintenance.row_windows import Segment, request_of
 from megackpt.maintenance.stored_adapters import StoredAdapters
 from megackpt.mapping import ShardedTensor
 from megackpt.mapping.describe import dtype_name
 from megackpt.maps import MappedArray, RegionMap
 from megackpt.maps.requests import MappedTensor, mapped_tensors
-from megackpt.metadata import OBJECT, ArraySpec
+from megackpt.metadata import OBJECT, ArraySpec, ChunkTable, pad_shapes
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +103,74 @@ class MappedCheckpoint:
         else:
             return request
         return replace(request, data=torch.empty(request.local_shape, dtype=dtype), dtype=dtype)
+
+
+class MappedChunks(Chunks):
+    """The arrays of the other family, each as one chunk, computed from the stored chunks.
+
+    Args:
+        source: the checkpoint, and the map.
+        arrays: the arrays, sorted by key.
+    """
+
+    block_bytes = 16  # a multiple of the width of every dtype
+
+    def __init__(self, source: MappedCheckpoint, arrays: Sequence[ArraySpec]) -> None:
+        self._source = source
+        self.position = np.arange(len(arrays))
+        dims = max((len(spec.global_shape) for spec in arrays), default=1) or 1
+        shape = pad_shapes([spec.global_shape for spec in arrays], dims, fill=1)
+        self.table = ChunkTable(
+            tuple(arrays),
+            array=self.position,
+            start=np.zeros((len(arrays), dims), np.int64),
+            shape=shape,
+            flat_start=np.zeros(len(arrays), np.int64),
+            flat_stop=shape.prod(axis=1),
+            nbytes=np.array([spec.nbytes for spec in arrays], np.int64),
+        )
+
+    def describe(self, row: int) -> str:
+        """Return which array it is."""
+        return f"{self.table.describe(row)} of {self._source.where}"
+
+    def read_into(self, row: int, start: int, out: memoryview, *, verify: bool) -> None:
+        """Fill out with bytes of an array."""
+        self.read_parts([Part(row, start, start + len(out))], [out])
+
+    def read_parts(self, parts: Sequence[Part], outs: Sequence[memoryview]) -> None:
+        """Fill each of outs with a part of an array, in one plan."""
+        data = (np.frombuffer(out, np.uint8) for out in outs)
+        rows = (Segment(part.row, part.start, part.stop, 0) for part in parts)
+        self._source.read([request_of(self.table, row, d) for row, d in zip(rows, data, strict=True)])
+
+
+def mapped_contents(
+    source: MappedCheckpoint, dtype: str | None, *, metadata: Mapping[str, object]
+) -> Contents:
+    """Return a checkpoint with the names of another family, and no common state but content metadata.
+
+    Args:
+        source: the checkpoint, and the map; its left side has the new names.
+        dtype: that of floating-point arrays; None keeps the stored one.
+        metadata: the content metadata.
+    """
+    dtypes = source.dtypes(dtype)
+    arrays = {
+        key: ArraySpec(key, dtypes[key], source.map.left[key].stored) for key in sorted(source.map.left)
+    }
+
+    def chunks(keys: Iterable[str]) -> Chunks:
+        return MappedChunks(source, [arrays[key] for key in sorted(set(keys))])
+
+    return Contents(
+        arrays=arrays,
+        chunks=chunks,
+        common=lambda: {"state_dict": {}, "content_metadata": metadata},
+        decode_object=source.contents.decode_object,
+        identity=source.contents.identity,
+        names_save=source.contents.names_save,
+    )
 
 
 def check_fits(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -33,17 +33,22 @@ class RowWindow(NamedTuple):
 def row_windows(table: ChunkTable, rows: Sequence[int], buffer_bytes: int) -> Iterator[RowWindow]:
     """Yield the bytes of rows in order, in windows of at most buffer_bytes, and at least 16 bytes."""
     step = max(buffer_bytes // _ALIGNMENT, 1) * _ALIGNMENT
+    for_all = zip(rows, table.nbytes[list(rows)].tolist(), strict=True)
+    parts = ((row, start, min(start + step, n)) for row, n in for_all for start in range(0, n, step))
+    return windows_of(parts, buffer_bytes)
+
+
+def windows_of(parts: Iterable[tuple[int, int, int]], buffer_bytes: int) -> Iterator[RowWindow]:
+    """Yield windows of parts in order, each (row, start, stop), as many at a time as buffer_bytes hold."""
     segments: list[Segment] = []
     filled = 0
-    for row, nbytes in zip(rows, table.nbytes[list(rows)].tolist(), strict=True):
-        for start in range(0, nbytes, step):
-            stop = min(start + step, nbytes)
-            if segments and filled + stop - start > step:
-                yield RowWindow(tuple(segments), filled)
-                segments, filled = [], 0
-            segments.append(Segment(row, start, stop, filled))
-            # A tensor of any dtype may begin where the next segment does.
-            filled += -(-(stop - start) // _ALIGNMENT) * _ALIGNMENT
+    for row, start, stop in parts:
+        if segments and filled + stop - start > buffer_bytes:
+            yield RowWindow(tuple(segments), filled)
+            segments, filled = [], 0
+        segments.append(Segment(row, start, stop, filled))
+        # A tensor of any dtype may begin where the next segment does.
+        filled += -(-(stop - start) // _ALIGNMENT) * _ALIGNMENT
     if segments:
         yield RowWindow(tuple(segments), filled)
 

@@ -56,7 +56,7 @@ def arrays_of(config: dict[str, Any], *, theirs: bool) -> dict[str, Any]:
     """Return tensors in the names of the folder or in ours, with bits that do not repeat in a tensor."""
     import torch
 
-    from megackpt.maintenance.import_plan import with_stacked_layers_where_equal
+    from megackpt.maintenance.stacked_layers import with_stacked_layers_where_equal
     from megackpt.maps import family_of
 
     made = with_stacked_layers_where_equal(family_of(config).region_map(config))
