@@ -38,9 +38,10 @@ def read_manifest(store: Store) -> Json:
         NotACheckpointError: there is no metadata.json, and no format recognises the files.
         FormatError: metadata.json is not a JSON object.
     """
-    if isinstance(store, LocalStore) and os.path.isfile(store.location):
-        return _manifest_of_file(store)
-    manifest = read_manifest_file(store)
+    is_file = isinstance(store, LocalStore) and os.path.isfile(store.location)  # perhaps of torch.save
+    manifest = detect_foreign(store) if is_file else None
+    if manifest is None:
+        manifest = read_manifest_file(store)
     if manifest is None:
         manifest = detect(store) or detect_foreign(store)
     if manifest is None and _has_linked_model(store):
@@ -55,17 +56,6 @@ def read_manifest(store: Store) -> Json:
         raise NotACheckpointError(
             f"{store.location} is not a checkpoint: it has no {MANIFEST}. Either nothing was saved there, or "
             f"the save did not finish. Give the directory of a finished save.",
-            path=store.location,
-        )
-    return manifest
-
-
-def _manifest_of_file(store: Store) -> Json:
-    manifest = detect_foreign(store)
-    if manifest is None:
-        raise NotACheckpointError(
-            f"{store.location} is a file, not a checkpoint. Name the directory of a finished one, or a file "
-            f"of torch.save.",
             path=store.location,
         )
     return manifest

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import megackpt
-from megackpt import NotACheckpointError, ShardedTensor
+from megackpt import NotACheckpointError, ShardedTensor, StorageError
 from megackpt.cli import main
 from megackpt.testing.world import SimulatedRank, SimulatedWorld
 
@@ -186,5 +186,5 @@ def test_files_that_an_unfinished_save_left_are_none_of_torch_save(tmp_path: Pat
         megackpt.load({}, tmp_path / "c")
     text = tmp_path / "notes.md"
     text.write_text("no checkpoint")
-    with pytest.raises(NotACheckpointError, match=r"notes\.md is a file, not a checkpoint"):
+    with pytest.raises(StorageError, match=r"notes\.md is a file where a directory is needed"):
         megackpt.inspect(text)
