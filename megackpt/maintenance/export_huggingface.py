@@ -41,7 +41,13 @@ from megackpt.maintenance.huggingface_plan import (
 )
 from megackpt.maintenance.huggingface_target import Digests, ExportTarget
 from megackpt.maintenance.huggingface_writing import FileExport, written_small_files
-from megackpt.maintenance.mapped_reading import MappedCheckpoint, check_fits, checked_dtype, is_floating
+from megackpt.maintenance.mapped_reading import (
+    MappedCheckpoint,
+    check_fits,
+    checked_dtype,
+    is_floating,
+    mapped_contents,
+)
 from megackpt.maintenance.new_checkpoint import is_same_location
 from megackpt.maintenance.part_reading import check_can_be_read
 from megackpt.maintenance.stored_adapters import StoredAdapters
@@ -191,7 +197,8 @@ def export_huggingface(
             if group.rank == 0:
                 folder.check(overwrite=overwrite)
         finished = _begin(folder, planned.model_files, group)
-        export = FileExport(planned.source, folder, buffer_bytes, verify, progress)
+        chunks = planned.contents.chunks(planned.contents.arrays)
+        export = FileExport(chunks, folder, buffer_bytes, verify, progress)
         with errors_on_all_ranks(group, "writing files"):
             _write_share(export, finished, group, workers=workers)
         with errors_on_all_ranks(group, "writing the index"):
@@ -266,7 +273,7 @@ class _OpenedSource:
 class _PlannedExport:
     """The files to write and their contents, the same on all ranks."""
 
-    source: MappedCheckpoint
+    contents: Contents
     files: tuple[PlannedFile, ...]
     model_files: Mapping[str, bytes]
     dtype: str
@@ -313,36 +320,35 @@ def _plan(
 ) -> _PlannedExport:
     """Check that the checkpoint can be read, and plan the files. Local; nothing is written."""
     check_can_be_read(opened.contents, list(source.map.right), opened.store)
-    files = plan_files(_tensors(source, dtype), max_file_bytes=max_file_bytes)
+    mapped = mapped_contents(source, dtype)
+    files = plan_files(_tensors(source.map, mapped), max_file_bytes=max_file_bytes)
     written = Counter[str]()
     for file in files:
         for tensor in file.tensors:
             written[tensor.dtype] += tensor.nbytes
     main = dtype or written.most_common(1)[0][0]
     model_files = opened.files.files(main)
-    contents = opened.contents
+    stored = opened.contents
     about = {
         # Some formats do not name a save, so that another one may have the same identity.
-        "source": [contents.identity, "" if contents.names_save else opened.store.location],
+        "source": [stored.identity, "" if stored.names_save else opened.store.location],
         "map": [name, digest_of(repr(source.map.pairs).encode())],
         "config": opened.files.config,
         "adapters": [] if source.adapters is None else source.adapters.description(),
     }
-    return _PlannedExport(source, files, model_files, main, plan_digest(files, json.loads(json.dumps(about))))
+    return _PlannedExport(mapped, files, model_files, main, plan_digest(files, json.loads(json.dumps(about))))
 
 
-def _tensors(source: MappedCheckpoint, dtype: str | None) -> list[PlannedTensor]:
+def _tensors(made: RegionMap, mapped: Contents) -> list[PlannedTensor]:
     """Return the tensors of the folder, in the order of the model."""
-    made = source.map
     position: dict[str, tuple[int, int]] = {}
     for pair in made.pairs:
         start = pair.right.box.start
         at = position_in_model(pair.right.key, start[0] if start else 0)
         position[pair.left.key] = min(at, position.get(pair.left.key, at))
-    dtypes = source.dtypes(dtype)
+    names = sorted(made.left, key=position.__getitem__)
     return [
-        PlannedTensor(name, dtypes[name], made.left[name].stored, made.left[name].viewed)
-        for name in sorted(made.left, key=position.__getitem__)
+        PlannedTensor(name, mapped.arrays[name].dtype, mapped.arrays[name].global_shape) for name in names
     ]
 
 

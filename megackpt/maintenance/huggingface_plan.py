@@ -29,14 +29,12 @@ class PlannedTensor(NamedTuple):
     Attributes:
         name: its name in the folder.
         dtype: its dtype, by its torch name.
-        shape: its shape in the file.
-        viewed: the shape in which it is read, with the same elements in the same row-major order.
+        shape: its shape.
     """
 
     name: str
     dtype: str
     shape: tuple[int, ...]
-    viewed: tuple[int, ...]
 
     @property
     def itemsize(self) -> int:
@@ -52,27 +50,6 @@ class PlannedTensor(NamedTuple):
     def nbytes(self) -> int:
         """Size in bytes."""
         return self.numel * self.itemsize
-
-
-class Segment(NamedTuple):
-    """Elements `[start, stop)` of a tensor in row-major order, at a byte of a window."""
-
-    tensor: PlannedTensor
-    start: int
-    stop: int
-    at: int
-
-    @property
-    def nbytes(self) -> int:
-        """Size in bytes."""
-        return (self.stop - self.start) * self.tensor.itemsize
-
-
-class Window(NamedTuple):
-    """Bytes of a file that are read and written together."""
-
-    segments: tuple[Segment, ...]
-    nbytes: int
 
 
 @dataclass(frozen=True)
@@ -97,21 +74,6 @@ class PlannedFile:
     def nbytes(self) -> int:
         """Size of the file in bytes."""
         return len(self.header) + sum(tensor.nbytes for tensor in self.tensors)
-
-    def windows(self, buffer_bytes: int) -> Iterator[Window]:
-        """Yield the data of the file in order, in windows of at most buffer_bytes, or of one element."""
-        segments: list[Segment] = []
-        filled = 0
-        for tensor in self.tensors:
-            for start, stop in _cuts(tensor, buffer_bytes):
-                nbytes = (stop - start) * tensor.itemsize
-                if segments and filled + nbytes > buffer_bytes:
-                    yield Window(tuple(segments), filled)
-                    segments, filled = [], 0
-                segments.append(Segment(tensor, start, stop, filled))
-                filled += nbytes
-        if segments:
-            yield Window(tuple(segments), filled)
 
 
 def plan_files(tensors: Sequence[PlannedTensor], *, max_file_bytes: int) -> tuple[PlannedFile, ...]:
@@ -178,11 +140,14 @@ def position_in_model(key: str, first: int) -> tuple[int, int]:
     return (3, 0) if "output_layer" in key else (2, 0)
 
 
-def _cuts(tensor: PlannedTensor, buffer_bytes: int) -> Iterator[tuple[int, int]]:
-    """Yield the ranges of elements to read of a tensor; whole rows, if rows are short enough."""
-    step = max(buffer_bytes // tensor.itemsize, 1)
-    row = math.prod(tensor.viewed[1:])
+def ranges_to_read(tensor: PlannedTensor, buffer_bytes: int) -> Iterator[tuple[int, int]]:
+    """Yield ranges of bytes of a tensor, of at most buffer_bytes; whole rows, if rows are short enough.
+
+    Each begins at a multiple of 16 bytes, where a read of a part may begin.
+    """
+    step = max(buffer_bytes // 16, 1) * 16
+    row = math.lcm(math.prod(tensor.shape[1:]) * tensor.itemsize, 16)
     if 0 < row <= step:
         step = step // row * row
-    for start in range(0, tensor.numel, step):
-        yield start, min(start + step, tensor.numel)
+    for start in range(0, tensor.nbytes, step):
+        yield start, min(start + step, tensor.nbytes)

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
-
 from megackpt.engine.data.progress import Progress
 from megackpt.errors import IntegrityError
-from megackpt.maintenance.huggingface_plan import PlannedFile, Segment, Window
+from megackpt.formats.contents import Chunks, Part
+from megackpt.maintenance.huggingface_plan import PlannedFile, ranges_to_read
 from megackpt.maintenance.huggingface_target import Digests, ExportTarget
-from megackpt.maintenance.mapped_reading import MappedCheckpoint
+from megackpt.maintenance.row_windows import RowWindow, Segment, windows_of
 from megackpt.maintenance.windows import ByteArray, filled_windows
-from megackpt.mapping import ShardedTensor
 from megackpt.storage import BufferedWriter, FileDigester, Store
 from megackpt.storage.store import temporary_name
 
@@ -22,14 +20,14 @@ class FileExport:
     """Writes files of a folder. Safe for many threads.
 
     Attributes:
-        source: the checkpoint, read in the names of the folder.
+        chunks: the tensors, each as one chunk.
         target: the folder.
         buffer_bytes: length of a window; two are in memory for each file that is being written.
         verify: read each file again when it is written.
         progress: for bytes written and bytes read again.
     """
 
-    source: MappedCheckpoint
+    chunks: Chunks
     target: ExportTarget
     buffer_bytes: int
     verify: bool
@@ -84,20 +82,28 @@ class FileExport:
         return None
 
     def _write(self, file: PlannedFile, name: str) -> dict[str, str]:
-        digesters = {tensor.name: FileDigester() for tensor in file.tensors}
+        digesters = [FileDigester() for _ in file.tensors]
+        parts = (
+            (number, start, stop)
+            for number, tensor in enumerate(file.tensors)
+            for start, stop in ranges_to_read(tensor, self.buffer_bytes)
+        )
+        rows = {spec.key: row for row, spec in enumerate(self.chunks.table.arrays)}
+
+        def fill(window: RowWindow, data: ByteArray) -> None:
+            of_chunks = [Part(rows[file.tensors[s.row].name], s.start, s.stop) for s in window.segments]
+            self.chunks.read_parts(of_chunks, [_bytes_of(s, data) for s in window.segments])
+
         with self.target.store.open_writer(name, file.nbytes) as writer:
             buffered = BufferedWriter(writer)
             buffered.write(memoryview(file.header))
-            for window, data in filled_windows(list(file.windows(self.buffer_bytes)), self._fill):
+            for window, data in filled_windows(list(windows_of(parts, self.buffer_bytes)), fill):
                 for segment in window.segments:
-                    digesters[segment.tensor.name].update(_bytes_of(segment, data).data)
-                buffered.write(data[: window.nbytes].data)
-                self.progress.advance(window.nbytes)
+                    digesters[segment.row].update(_bytes_of(segment, data))
+                    buffered.write(_bytes_of(segment, data))
+                    self.progress.advance(segment.stop - segment.start)
             buffered.flush()
-        return {tensor: digester.result() for tensor, digester in digesters.items()}
-
-    def _fill(self, window: Window, data: ByteArray) -> None:
-        self.source.read([_request(segment, data) for segment in window.segments])
+        return {t.name: digester.result() for t, digester in zip(file.tensors, digesters, strict=True)}
 
     def _digest(self, name: str, position: int, nbytes: int) -> str:
         digester = FileDigester()
@@ -116,22 +122,5 @@ def written_small_files(store: Store, files: dict[str, bytes]) -> None:
         store.replace(name, data)
 
 
-def _bytes_of(segment: Segment, data: ByteArray) -> ByteArray:
-    return data[segment.at : segment.at + segment.nbytes]
-
-
-def _request(segment: Segment, data: ByteArray) -> ShardedTensor:
-    """Return a segment as a flat range of its array, with its bytes of the window as memory."""
-    tensor = segment.tensor
-    dtype = getattr(torch, tensor.dtype)
-    memory = torch.from_numpy(_bytes_of(segment, data)).view(dtype)
-    shape = tensor.viewed
-    return ShardedTensor(
-        tensor.name,
-        memory,
-        dtype,
-        shape,
-        shape,
-        (0,) * len(shape),
-        flattened_range=slice(segment.start, segment.stop),
-    )
+def _bytes_of(segment: Segment, data: ByteArray) -> memoryview:
+    return data[segment.at : segment.at + segment.stop - segment.start].data

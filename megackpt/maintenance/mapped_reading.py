@@ -117,18 +117,11 @@ class MappedChunks(Chunks):
 
     def __init__(self, source: MappedCheckpoint, arrays: Sequence[ArraySpec]) -> None:
         self._source = source
-        self.position = np.arange(len(arrays))
-        dims = max((len(spec.global_shape) for spec in arrays), default=1) or 1
-        shape = pad_shapes([spec.global_shape for spec in arrays], dims, fill=1)
-        self.table = ChunkTable(
-            tuple(arrays),
-            array=self.position,
-            start=np.zeros((len(arrays), dims), np.int64),
-            shape=shape,
-            flat_start=np.zeros(len(arrays), np.int64),
-            flat_stop=shape.prod(axis=1),
-            nbytes=np.array([spec.nbytes for spec in arrays], np.int64),
-        )
+        self.table = _whole_arrays(arrays)
+        self.position = self.table.array
+        # The map may split dims of an array. Its elements keep their order, and so their bytes.
+        viewed = [replace(spec, global_shape=source.map.left[spec.key].viewed) for spec in arrays]
+        self._viewed = _whole_arrays(viewed)
 
     def describe(self, row: int) -> str:
         """Return which array it is."""
@@ -142,11 +135,27 @@ class MappedChunks(Chunks):
         """Fill each of outs with a part of an array, in one plan."""
         data = (np.frombuffer(out, np.uint8) for out in outs)
         rows = (Segment(part.row, part.start, part.stop, 0) for part in parts)
-        self._source.read([request_of(self.table, row, d) for row, d in zip(rows, data, strict=True)])
+        self._source.read([request_of(self._viewed, row, d) for row, d in zip(rows, data, strict=True)])
+
+
+def _whole_arrays(arrays: Sequence[ArraySpec]) -> ChunkTable:
+    """Return a chunk for each array."""
+    number = np.arange(len(arrays))
+    dims = max((len(spec.global_shape) for spec in arrays), default=1) or 1
+    shape = pad_shapes([spec.global_shape for spec in arrays], dims, fill=1)
+    return ChunkTable(
+        tuple(arrays),
+        array=number,
+        start=np.zeros((len(arrays), dims), np.int64),
+        shape=shape,
+        flat_start=np.zeros(len(arrays), np.int64),
+        flat_stop=shape.prod(axis=1),
+        nbytes=np.array([spec.nbytes for spec in arrays], np.int64),
+    )
 
 
 def mapped_contents(
-    source: MappedCheckpoint, dtype: str | None, *, metadata: Mapping[str, object]
+    source: MappedCheckpoint, dtype: str | None, *, metadata: Mapping[str, object] | None = None
 ) -> Contents:
     """Return a checkpoint with the names of another family, and no common state but content metadata.
 
