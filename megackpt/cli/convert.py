@@ -13,11 +13,17 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import click
 from rich.filesize import decimal
 
-from megackpt.cli.entry import EXIT_CODES, output_options, print_result, unsafe_pickle_option
+from megackpt.cli.entry import (
+    EXIT_CODES,
+    CommandWithSections,
+    output_options,
+    print_result,
+    unsafe_pickle_option,
+)
 from megackpt.cli.locations import check_directory, check_target, checkpoint_location
 from megackpt.cli.progress import ProgressBars
-from megackpt.errors import NotACheckpointError
-from megackpt.storage import expanded_path, is_url
+from megackpt.errors import CheckpointError, NotACheckpointError
+from megackpt.storage import expanded_path, is_url, opened_store
 
 if TYPE_CHECKING:
     from megackpt.comm import Group
@@ -28,7 +34,24 @@ _TIMEOUT_S = 600.0
 _SPELLINGS = {"map_name": "--map", "merge_adapters": "--merge-adapter"}
 
 
-@click.command(name="convert", epilog=EXIT_CODES)
+_SECTIONS = {
+    "The source": ("source_format", "allow_unsafe_pickle"),
+    "The new checkpoint": ("name", "overwrite", "array_digests", "verify"),
+    "Names and dtypes": (
+        "map_name",
+        "config",
+        "dtype",
+        "weights",
+        "keys",
+        "prefix",
+        "norm_added",
+        "text_only",
+    ),
+    "A Hugging Face folder as DST": ("merge_adapters", "adapters_from", "max_file_size"),
+}
+
+
+@click.command(name="convert", cls=CommandWithSections, sections=_SECTIONS, epilog=EXIT_CODES)
 @click.argument("source", metavar="SRC")
 @click.argument("target", metavar="DST")
 @click.option(
@@ -36,24 +59,24 @@ _SPELLINGS = {"map_name": "--map", "merge_adapters": "--merge-adapter"}
     "name",
     metavar="FORMAT[:VERSION]",
     help="The new format: megackpt, torch_dist, zarr, huggingface, or that of a package; by default its "
-    "newest version. Required, except if SRC is of another tool, where megackpt is the default.",
+    "newest version. Required, except if SRC is of another tool, or with --map: then megackpt is the default.",
 )
 @click.option(
     "--from",
     "source_format",
     type=click.Choice(["huggingface", "deepspeed", "megatron", "nvrx", "torch"]),
-    help="huggingface: give the tensors of a Hugging Face folder the names of megackpt. The others check "
-    "what SRC is, which is detected. deepspeed: what ZeRO-1, 2 or 3 saved; weights, masters, moments and "
-    "steps become whole arrays. megatron: weights that Megatron-LM saved with --ckpt-format torch. nvrx: the "
-    "files of all ranks of a local checkpoint, of nvidia-resiliency-ext and Megatron-Core. torch: a file of "
-    "torch.save with full state dicts, or a folder with a file for each rank, also with shards of FSDP "
-    "version 1 and 2.",
+    help="Check what SRC is, which is detected. huggingface: as --map auto. deepspeed: what ZeRO-1, 2 or 3 "
+    "saved; weights, masters, moments and steps become whole arrays. megatron: weights that Megatron-LM saved "
+    "with --ckpt-format torch. nvrx: the files of all ranks of a local checkpoint, of nvidia-resiliency-ext "
+    "and Megatron-Core. torch: a file of torch.save with full state dicts, or a folder with a file for each "
+    "rank, also with shards of FSDP version 1 and 2.",
 )
 @click.option(
     "--map",
     "map_name",
     metavar="NAME",
-    help="With huggingface: the family of names, such as llama; by default that of the config's model_type.",
+    help="Between names of megackpt and of Hugging Face: the family, such as llama, or auto for that of the "
+    "config's model_type. Without a naming option a Hugging Face folder keeps its names, unless it is DST.",
 )
 @click.option(
     "--config",
@@ -138,12 +161,12 @@ def command(
     command goes on after the files that are finished.
     """
     is_export = name is not None and name.partition(":")[0] == "huggingface"
+    folder = _FolderOptions.of(options)
     if source_format is None and not is_export:
-        source_format = _foreign_format(source)
+        source_format = _foreign_format(source, is_mapped=bool(folder.options))
     if name is None and source_format is None:
         raise click.UsageError("Missing option '--to'. Name the new format.")
     name = name or "megackpt"
-    folder = _FolderOptions.of(options)
     common: dict[str, Any] = {"verify": verify, "overwrite": overwrite, "timeout_s": _TIMEOUT_S}
     read: dict[str, Any] = {"allow_unsafe_pickle": allow_unsafe_pickle}
     written: dict[str, Any] = {"array_digests": array_digests}
@@ -200,19 +223,20 @@ def _convert(source: str, target: str, to: str | tuple[str, int], **arguments: A
     return asdict(report), _copy_text(target, report)
 
 
-def _foreign_format(source: str) -> str | None:
-    """Return the format of a source that another tool wrote; None for a checkpoint, or nothing."""
-    from megackpt.engine.checkpoint.manifest import is_committed
-    from megackpt.formats.registry import detect_foreign
-    from megackpt.storage import opened_store
+def _foreign_format(source: str, *, is_mapped: bool) -> str | None:
+    """Return the format of a source that another tool wrote; None for a checkpoint, or nothing.
 
-    if is_url(source) or not Path(expanded_path(source)).exists():
-        return None
-    with opened_store(source) as store:
-        if not Path(store.location).is_file() and is_committed(store):
-            return None
-        manifest = detect_foreign(store)
-        return None if manifest is None else str(manifest["sharded_backend"])
+    A Hugging Face folder is a checkpoint, unless is_mapped: its tensors get the names of megackpt.
+    """
+    from megackpt.engine.checkpoint.manifest import read_manifest
+    from megackpt.formats.registry import is_foreign
+
+    try:
+        with opened_store(source) as store:
+            backend = str(read_manifest(store).get("sharded_backend"))
+    except CheckpointError:
+        return None  # for the conversion to report
+    return backend if is_foreign(backend) or (is_mapped and backend == "huggingface") else None
 
 
 def _check_folder(path: str) -> None:

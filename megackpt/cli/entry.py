@@ -14,7 +14,7 @@ import importlib
 import json
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from difflib import get_close_matches
 from typing import Any, TypeVar
 
@@ -65,6 +65,31 @@ EXIT_CODES = (
 """The last lines of the help of a command."""
 
 F = TypeVar("F", bound=Callable[..., Any])
+
+
+class CommandWithSections(click.Command):
+    """A command whose help lists its options by what they concern.
+
+    Args:
+        sections: the options of each section, by the names of their parameters; all others come last.
+    """
+
+    def __init__(self, *args: Any, sections: Mapping[str, Sequence[str]], **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.sections = sections
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the help of the options, section by section."""
+        records = {
+            str(param.name): record
+            for param in self.get_params(ctx)
+            if (record := param.get_help_record(ctx)) is not None
+        }
+        for title, names in self.sections.items():
+            with formatter.section(title):
+                formatter.write_dl([records.pop(name) for name in names])
+        with formatter.section("Options"):
+            formatter.write_dl(list(records.values()))
 
 
 class _Commands(click.Group):

@@ -213,6 +213,11 @@ def detect_foreign(store: Store) -> Json | None:
     return _detect(store, listed, _FOREIGN)
 
 
+def is_foreign(backend: str) -> bool:
+    """Return whether a format is that of another tool's files."""
+    return any(backend == name for name, _ in _FOREIGN)
+
+
 def _detect(store: Store, listed: Sequence[str], names: Iterable[Name]) -> Json | None:
     for name in names:
         file_names = _file_names(name)

@@ -356,6 +356,23 @@ def test_a_checkpoint_becomes_a_folder_and_a_checkpoint_again(tmp_path: Path, cl
     assert_same_tensors(folder_tensors(tmp_path / "narrow"), narrow)
 
 
+def test_a_naming_option_gives_a_folder_the_names_of_megackpt(tmp_path: Path, cli: CommandLine) -> None:
+    saved_model(tmp_path / "saved", LLAMA, 4)
+    cli.run("convert", tmp_path / "saved", tmp_path / "folder", "--to", "huggingface")
+    cli.run("convert", tmp_path / "folder", tmp_path / "named", "--map", "auto")
+    cli.run("convert", tmp_path / "folder", tmp_path / "checked", "--from", "huggingface")
+    cli.run("convert", tmp_path / "folder", tmp_path / "kept", "--to", "megackpt")
+    stored = {name: set(megackpt.load_plain_tensors(tmp_path / name)) for name in ("folder", "named", "kept")}
+    assert stored["kept"] == stored["folder"] != stored["named"]
+    assert megackpt.diff(tmp_path / "named", tmp_path / "checked").is_equal
+
+
+def test_help_lists_options_by_what_they_concern(cli: CommandLine) -> None:
+    out = cli.out("convert", "--help")
+    assert out.index("The source:") < out.index("--from") < out.index("The new checkpoint:")
+    assert out.index("A Hugging Face folder as DST:") < out.index("--max-file-size") < out.index("--json")
+
+
 def test_masters_and_a_config_of_a_folder(tmp_path: Path, cli: CommandLine) -> None:
     expected = saved_model(tmp_path / "saved", LLAMA, 2, masters=True)
     (tmp_path / "original").mkdir()
