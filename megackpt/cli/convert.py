@@ -58,8 +58,8 @@ _SECTIONS = {
     "--to",
     "name",
     metavar="FORMAT[:VERSION]",
-    help="The new format: megackpt, torch_dist, zarr, huggingface, or that of a package; by default its newest "
-    "version. Required, except if SRC is of another tool, or with --map: megackpt is then the default.",
+    help="The new format: megackpt, torch_dist, zarr, huggingface, or that of a package; by default its "
+    "newest version. Required, except with --map, or if SRC is of another tool: megackpt is then the default.",
 )
 @click.option(
     "--from",
@@ -67,8 +67,8 @@ _SECTIONS = {
     type=click.Choice(["huggingface", "deepspeed", "megatron", "nvrx", "torch"]),
     help="Check what SRC is, which is detected. huggingface: as --map auto. deepspeed: what ZeRO-1, 2 or 3 "
     "saved; weights, masters, moments and steps become whole arrays. megatron: weights that Megatron-LM "
-    "saved with --ckpt-format torch. nvrx: the files of all ranks of a local checkpoint, of nvidia-resiliency-ext "
-    "and Megatron-Core. torch: a file of torch.save with full state dicts, or a folder with a file for each "
+    "saved with --ckpt-format torch. nvrx: the files of all ranks of a local checkpoint, of "
+    "nvidia-resiliency-ext and Megatron-Core. torch: a file of torch.save with full state dicts, or a folder with a file for each "
     "rank, also with shards of FSDP version 1 and 2.",
 )
 @click.option(
