@@ -59,7 +59,7 @@ _SECTIONS = {
     "name",
     metavar="FORMAT[:VERSION]",
     help="The new format: megackpt, torch_dist, zarr, huggingface, or that of a package; by default its "
-    "newest version. Required, except with --map, or if SRC is of another tool: megackpt is then the default.",
+    "newest version. Required, except with --map, or if SRC is of another tool: the default is megackpt.",
 )
 @click.option(
     "--from",
@@ -67,9 +67,9 @@ _SECTIONS = {
     type=click.Choice(["huggingface", "deepspeed", "megatron", "nvrx", "torch"]),
     help="Check what SRC is, which is detected. huggingface: as --map auto. deepspeed: what ZeRO-1, 2 or 3 "
     "saved; weights, masters, moments and steps become whole arrays. megatron: weights that Megatron-LM "
-    "saved with --ckpt-format torch. nvrx: the files of all ranks of a local checkpoint, of "
-    "nvidia-resiliency-ext and Megatron-Core. torch: a file of torch.save with full state dicts, or a folder with a file for each "
-    "rank, also with shards of FSDP version 1 and 2.",
+    "saved with --ckpt-format torch. nvrx: the files of all ranks of a local checkpoint, of nvidia-"
+    "resiliency-ext and Megatron-Core. torch: a file of torch.save with full state dicts, or a folder "
+    "with a file for each rank, also with shards of FSDP version 1 and 2.",
 )
 @click.option(
     "--map",
