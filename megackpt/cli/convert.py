@@ -162,8 +162,11 @@ def command(
     """
     is_export = name is not None and name.partition(":")[0] == "huggingface"
     folder = _FolderOptions.of(options)
-    if source_format is None and not is_export:
-        source_format = _foreign_format(source, is_mapped=bool(folder.options))
+    if not is_export:
+        detected = _foreign_format(source, is_mapped=bool(folder.options))
+        if detected is not None and source_format not in (None, detected):
+            raise click.UsageError(f"{source} is of {detected}, not of {source_format}. Leave --from out.")
+        source_format = source_format or detected
     if name is None and source_format is None:
         raise click.UsageError("Missing option '--to'. Name the new format.")
     name = name or "megackpt"

@@ -39,7 +39,7 @@ _COLUMN = {
 }  # fmt: skip
 _ROW = {"linear_proj", "dense", "linear_fc2", "dense_4h_to_h"}
 _WHOLE = {"position_embeddings", "tokentype_embeddings", "linear_q_down_proj", "linear_kv_down_proj"}
-_GATED = {"linear_fc1", "dense_h_to_4h"}
+_NEXT = {"linear_fc1": "linear_fc2", "dense_h_to_4h": "dense_4h_to_h"}  # in an MLP
 
 # Norms that `sharded_state_dict` names as parts of the module after them, whether or not these are fused.
 _NORMS = (("input_layernorm", "self_attention.linear_qkv"), ("pre_mlp_layernorm", "mlp.linear_fc1"))
@@ -168,7 +168,9 @@ def _arrays(shards: dict[str, list[_Shard]], args: Any, *, tensor_ranks: int) ->
         layers = stacks.get(match[1]) if match else None
         key = f"{match[1]}.{match[3]}" if match and layers else name
         axis, at = ((layers,), (int(match[2]),)) if match and layers else ((), ())
-        shape, parts = _joined(name, of_ranks, tensor_ranks, is_gated=getattr(args, "swiglu", False))
+        shape, parts = _joined(
+            name, of_ranks, tensor_ranks, halves=2 if tensor_ranks > 1 and _is_gated(name, shards) else 1
+        )
         dtypes[key] = of_ranks[0].data.dtype
         collected = joined.setdefault(key, ((*axis, *shape), CollectedParts(key)))[1]
         for file, start, data in parts:
@@ -178,24 +180,38 @@ def _arrays(shards: dict[str, list[_Shard]], args: Any, *, tensor_ranks: int) ->
     )
 
 
+def _is_gated(name: str, shards: Mapping[str, Sequence[_Shard]]) -> bool:
+    """Return whether a weight has gates before what they open: it has twice the rows that go on from it."""
+    before, _, module = name.rpartition(".")[0].rpartition(".")
+    if module not in _NEXT:
+        return False
+    first, second = (shards.get(f"{before}.{of}.weight") for of in (module, _NEXT[module]))
+    if not first or not second:
+        raise _unsupported(name, "the other weight of its MLP is missing")
+    return first[0].data.shape[0] == 2 * second[0].data.shape[1]
+
+
 def _joined(
-    name: str, shards: Sequence[_Shard], tensor_ranks: int, *, is_gated: bool
+    name: str, shards: Sequence[_Shard], tensor_ranks: int, *, halves: int
 ) -> tuple[tuple[int, ...], list[tuple[str, tuple[int, ...], Tensor]]]:
     """Return the shape of a whole weight, and file, start and elements of each part of it."""
     module, kind = name.split(".")[-2:] if "." in name else ("", name)
     is_fused_norm = kind.startswith("layer_norm_")
-    if not is_fused_norm and not module.endswith("norm") and module not in _COLUMN | _ROW | _WHOLE:
+    is_known = is_fused_norm or module.endswith("norm") or module in _COLUMN | _ROW | _WHOLE
+    if not is_known or ".experts." in name:
         raise _unsupported(shards[0].file, f"{name!r} is no weight of which it is known how ranks divide it")
     cut = 0 if module in _COLUMN and not is_fused_norm else 1 if module in _ROW and kind == "weight" else None
     shape = list(shards[0].data.shape)
-    if any(list(shard.data.shape) != shape for shard in shards):
-        raise FormatError(f"{shards[0].file}: {name!r} has other shapes on other ranks.", key=name)
+    if any(
+        (shard.data.shape, shard.data.dtype) != (shards[0].data.shape, shards[0].data.dtype)
+        for shard in shards
+    ):
+        raise FormatError(f"{shards[0].file}: {name!r} has another shape or dtype on other ranks.", key=name)
     if cut is None:
         return tuple(shape), [(file, (0,) * len(shape), data) for _, file, data in shards]
-    halves = 2 if is_gated and module in _GATED else 1  # the gates of all ranks come first
     extent, parts = shape[cut] // halves, []
     for rank, file, data in shards:
-        for half in range(halves):
+        for half in range(halves):  # the gates of all ranks come first
             start = [(half * tensor_ranks + rank) * extent if dim == cut else 0 for dim in range(len(shape))]
             parts.append((file, tuple(start), data.narrow(cut, half * extent, extent)))
     shape[cut] *= tensor_ranks

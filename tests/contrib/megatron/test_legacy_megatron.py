@@ -108,6 +108,24 @@ def test_weights_are_put_together_of_all_ranks_stages_and_chunks(
     assert vars(common["args"]) == {"tensor_model_parallel_size": tp, **OPTIONS}
 
 
+@pytest.mark.parametrize("rows", [4, 8], ids=["plain", "gated"])
+def test_whether_an_mlp_has_gates_is_seen_by_its_shapes(rows: int, tmp_path: Path) -> None:
+    for rank in range(2):
+        folder = tmp_path / f"mp_rank_{rank:02d}"
+        folder.mkdir()
+        fc1 = torch.arange(rows) + 100 * rank
+        weights = {"mlp.linear_fc1.weight": fc1[:, None], "mlp.linear_fc1.bias": fc1}
+        weights["mlp.linear_fc2.weight"] = torch.ones(1, 4)
+        torch.save(
+            {"args": None, "model": {f"a.{k}": v for k, v in weights.items()}}, folder / "model_optim_rng.pt"
+        )
+    gates = [0, 1, 2, 3, 100, 101, 102, 103]
+    expected = gates if rows == 4 else [*gates, *(n + 4 for n in gates)]
+    loaded = megackpt.load_plain_tensors(tmp_path)
+    assert loaded["a.mlp.linear_fc1.bias"].tolist() == expected
+    assert loaded["a.mlp.linear_fc1.weight"].flatten().tolist() == expected
+
+
 def test_layers_that_differ_keep_keys_of_their_own(tmp_path: Path) -> None:
     _write(tmp_path, 1, [[2]])
     file = tmp_path / "mp_rank_00" / "model_optim_rng.pt"
