@@ -12,6 +12,7 @@ from megackpt.cli.entry import EXIT_CODES, FAILED_CHECK, output_options, print_r
 from megackpt.cli.locations import checkpoint_location
 from megackpt.cli.progress import ProgressBars
 from megackpt.cli.tables import show, table_of
+from megackpt.formats.registry import is_foreign
 
 if TYPE_CHECKING:
     from megackpt.engine.verification.verify import VerifyReport
@@ -62,7 +63,8 @@ def _show(report: VerifyReport) -> None:
         f"{decimal(report.nbytes)} in {report.chunks} chunks and {report.files} files."
     )
     if report.damages:
-        show(f"Next: `megackpt repair {report.location}`, or load another checkpoint.")
+        repair = "" if is_foreign(report.backend) else f"`megackpt repair {report.location}`, or "
+        show(f"Next: {repair}load another checkpoint.")
     if report.deep and report.array_digests:
         compared, stored = report.compared_array_digests, report.array_digests
         why = " Others are damaged, or the extra `digests` is not installed." if compared < stored else ""

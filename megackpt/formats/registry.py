@@ -208,9 +208,10 @@ def detect(store: Store) -> Json | None:
 
 def detect_foreign(store: Store) -> Json | None:
     """Return a manifest for a folder or a file of another tool; None if no format recognises it."""
-    is_file = isinstance(store, LocalStore) and os.path.isfile(store.location)
-    listed = [os.path.basename(store.location)] if is_file else store.names()
-    return _detect(store, listed, _FOREIGN)
+    if not isinstance(store, LocalStore) or not os.path.isfile(store.location):
+        return _detect(store, store.names(), _FOREIGN)
+    load = _format(("torch", 1)).load  # whose files may have any name
+    return load().detect(store) if load is not None else None
 
 
 def is_foreign(backend: str) -> bool:

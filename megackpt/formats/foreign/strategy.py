@@ -49,6 +49,10 @@ class ForeignLoadStrategy(LoadStrategy):
         """Recognise the files by their names."""
         if not any(map(self.file_names.is_foreign, names_of(store))):
             return None
+        return self.manifest()
+
+    def manifest(self) -> Json:
+        """Return what stands for a metadata.json, which these tools do not write."""
         return {"sharded_backend": self.backend, "sharded_backend_version": self.version}
 
     def open(self, store: Store, manifest: Json, *, allow_unsafe_pickle: bool) -> Contents:

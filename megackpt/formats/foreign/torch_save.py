@@ -31,11 +31,12 @@ from megackpt.formats.foreign.state import (
 from megackpt.formats.foreign.stored_shards import StoredShards, array_of_shards, replace_shards
 from megackpt.formats.foreign.strategy import SUFFIXES, ForeignLoadStrategy, names_of
 from megackpt.formats.strategy import Format, Json
+from megackpt.formats.torch_zip import is_zip_file
 from megackpt.mapping.plain_tensors import can_be_array
 from megackpt.mapping.recognition import is_dtensor
 from megackpt.mapping.torch_sharded import declare_dtensor
 from megackpt.mapping.tree import Steps, dotted
-from megackpt.storage import Store
+from megackpt.storage import LocalStore, Store
 
 
 class TorchSaveLoadStrategy(ForeignLoadStrategy):
@@ -52,7 +53,12 @@ class TorchSaveLoadStrategy(ForeignLoadStrategy):
         self._prefix = prefix
 
     def detect(self, store: Store) -> Json | None:
-        """Recognise the files by their names; the files that an unfinished save has left are none."""
+        """Recognise a file by its first bytes or its name, and files in a folder by their names.
+
+        The files that an unfinished save has left are none.
+        """
+        if isinstance(store, LocalStore) and os.path.isfile(store.location) and is_zip_file(store.location):
+            return self.manifest()
         ours = (NATIVE, TORCH_DIST, ZARR_V1, ZARR_V3)
         for name in names_of(store):
             if name.endswith(".distcp") or any(file_names.attempt_of(name) for file_names in ours):
@@ -93,9 +99,11 @@ def read_torch(path: str, *, prefix: str, checks_bytes: bool) -> ForeignState:
     for step in reversed(prefix.rstrip(".").split(".") if prefix else []):
         tree = {step: tree}
     if not isinstance(tree, dict):
+        left_out = next((text.strip() for merge in merged.values() for text in merge.left_out), "")
+        what = left_out.strip("()") if tree is LEFT_OUT else f"a {type(tree).__name__}"
         raise FormatError(
-            f"{path}: it holds a {type(tree).__name__}, and a checkpoint is a dict. Save a dict such as "
-            f"{{'model': ..., 'optimizer': ...}}.",
+            f"{path}: it holds {what}, and a checkpoint is a dict. Save a dict such as "
+            f"{{'model': model.state_dict(), 'optimizer': ...}}.",
             path=path,
         )
     ranks = max(map(len, groups.values()))

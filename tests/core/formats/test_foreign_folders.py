@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import megackpt
-from megackpt import NotACheckpointError, ShardedTensor, StorageError
+from megackpt import FormatError, NotACheckpointError, ShardedTensor, StorageError
 from megackpt.cli import main
 from megackpt.testing.world import SimulatedRank, SimulatedWorld
 
@@ -149,6 +149,16 @@ def test_verify_finds_a_changed_byte(folder: Folder, source: Path) -> None:
     damages = megackpt.verify(source, deep=True).damages
     assert damages
     assert {Path(damage.file).name for damage in damages} <= {file.name, ""}
+
+
+def test_a_file_of_torch_save_may_have_any_name_but_holds_a_dict(tmp_path: Path) -> None:
+    torch.save(_state(), tmp_path / "weights.model")
+    assert megackpt.inspect(tmp_path / "weights.model").backend == "torch"
+    torch.save(torch.nn.Linear(2, 2), tmp_path / "whole.pt")
+    with pytest.raises(
+        FormatError, match=r"holds an object of torch\.nn.*Linear, and a checkpoint is a dict"
+    ):
+        megackpt.inspect(tmp_path / "whole.pt")
 
 
 def test_bytes_without_checksums_are_not_called_whole(tmp_path: Path) -> None:
