@@ -22,6 +22,7 @@ from megackpt.engine.checkpoint.opening import (
 from megackpt.engine.checkpoint.removal import remove_arrays
 from megackpt.formats.registry import save_strategy
 from megackpt.mapping import ShardedBase, ShardedObject, ShardedTensor, StateDict
+from megackpt.mapping.describe import torch_dtype
 from megackpt.metadata import OBJECT
 from megackpt.options import LoadOptions
 from megackpt.storage import Location, opened_store
@@ -87,7 +88,7 @@ def load_sharded_metadata(
             entities[entity.unique_key] = entity
         for key, spec in contents.arrays.items():
             if spec.dtype != OBJECT:
-                shape, dtype = spec.global_shape, getattr(torch, spec.dtype)
+                shape, dtype = spec.global_shape, torch_dtype(spec.dtype)
                 origin, ones = (0,) * len(shape), (1,) * len(shape)
                 entities[key] = ShardedTensor(key, None, dtype, shape, shape, origin, ones)
         return entities

@@ -19,7 +19,7 @@ from megackpt.engine.data.read import read_tensors
 from megackpt.engine.data.tensor_bytes import as_bits, byte_view
 from megackpt.formats.contents import Chunks, Contents, Part
 from megackpt.mapping import ShardedTensor
-from megackpt.mapping.describe import describe
+from megackpt.mapping.describe import describe, torch_dtype
 from megackpt.metadata import itemsizes
 from megackpt.options import LoadOptions
 from megackpt.planning import plan_load
@@ -123,7 +123,7 @@ def _entity(part: Part, chunks: Chunks, memory: torch.Tensor) -> ShardedTensor:
     first = int(table.flat_start[part.row])
     flat = slice(first + part.start // width, first + part.stop // width)
     is_whole_box = (flat.start, flat.stop) == (0, math.prod(shape))
-    data = memory.view(getattr(torch, spec.dtype))
+    data = memory.view(torch_dtype(spec.dtype))
     return ShardedTensor(
         key=spec.key,
         data=data.view(shape) if is_whole_box else data,

@@ -19,6 +19,7 @@ from megackpt.engine.data.workers import run_jobs
 from megackpt.errors import CoverageError
 from megackpt.formats.contents import Chunks, Contents, Part
 from megackpt.maintenance.compare import ByteArray, BytePair, byte_pairs
+from megackpt.mapping.describe import torch_dtype
 from megackpt.metadata import DTYPES
 from megackpt.validation import coverage_faults
 
@@ -192,7 +193,7 @@ def element_distance(
     first: ByteArray, second: ByteArray, dtype: str, positions: npt.NDArray[np.int64]
 ) -> tuple[float | None, int]:
     """Return the largest absolute difference of the elements at some positions, and how many are NaN."""
-    kind: torch.dtype = getattr(torch, dtype)
+    kind: torch.dtype = torch_dtype(dtype)
     if not (kind.is_floating_point or kind.is_complex):
         return None, 0
     width = kind.itemsize

@@ -18,7 +18,7 @@ from megackpt.maintenance.part_reading import read_parts
 from megackpt.maintenance.row_windows import Segment, request_of
 from megackpt.maintenance.stored_adapters import StoredAdapters
 from megackpt.mapping import ShardedTensor
-from megackpt.mapping.describe import dtype_name
+from megackpt.mapping.describe import dtype_name, torch_dtype
 from megackpt.maps import MappedArray, RegionMap
 from megackpt.maps.requests import MappedTensor, mapped_tensors
 from megackpt.metadata import OBJECT, ArraySpec, ChunkTable, pad_shapes
@@ -99,7 +99,7 @@ class MappedCheckpoint:
         if self._is_changed(request.key):
             dtype = torch.float32
         elif part.added:
-            dtype = getattr(torch, self.contents.arrays[request.key].dtype)
+            dtype = torch_dtype(self.contents.arrays[request.key].dtype)
         else:
             return request
         return replace(request, data=torch.empty(request.local_shape, dtype=dtype), dtype=dtype)
@@ -222,7 +222,7 @@ def _faults(
 
 def is_floating(dtype: str) -> bool:
     """Return whether a dtype of this name holds floating-point numbers. Pure."""
-    return dtype != OBJECT and bool(getattr(torch, dtype).is_floating_point)
+    return dtype != OBJECT and bool(torch_dtype(dtype).is_floating_point)
 
 
 def checked_dtype(dtype: torch.dtype | str | None) -> str | None:

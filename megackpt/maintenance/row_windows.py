@@ -9,6 +9,7 @@ import torch
 
 from megackpt.maintenance.windows import ByteArray
 from megackpt.mapping import ShardedTensor
+from megackpt.mapping.describe import torch_dtype
 from megackpt.metadata import ChunkTable
 
 _ALIGNMENT = 16  # bytes: a multiple of the width of every dtype
@@ -56,7 +57,7 @@ def windows_of(parts: Iterable[tuple[int, int, int]], buffer_bytes: int) -> Iter
 def request_of(table: ChunkTable, segment: Segment, data: ByteArray) -> ShardedTensor:
     """Return a segment as a part of its array, with its bytes of the window as memory."""
     spec = table.arrays[int(table.array[segment.row])]
-    dims, dtype = len(spec.global_shape), getattr(torch, spec.dtype)
+    dims, dtype = len(spec.global_shape), torch_dtype(spec.dtype)
     first = int(table.flat_start[segment.row])
     memory = torch.from_numpy(data[segment.at : segment.at + segment.stop - segment.start]).view(dtype)
     return ShardedTensor(

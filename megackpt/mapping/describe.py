@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from functools import cache
 
 import numpy as np
+import torch
 
-from megackpt.errors import DeclarationError, MismatchError
+from megackpt.errors import DeclarationError, MismatchError, UnsupportedError
 from megackpt.mapping.base import is_main_replica
 from megackpt.mapping.sharded_object import ShardedObject
 from megackpt.mapping.sharded_tensor import ShardedTensor
@@ -56,6 +57,22 @@ def describe(
 def dtype_name(dtype: object) -> str:
     """Return the name of a torch dtype without its module: `bfloat16`."""
     return str(dtype).removeprefix("torch.")
+
+
+@cache
+def torch_dtype(name: str) -> torch.dtype:
+    """Return the dtype of torch with a name, with which a checkpoint stores an array.
+
+    Raises:
+        UnsupportedError: this torch does not have it.
+    """
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
+        raise UnsupportedError(
+            f"An array is stored as {name}, which torch {torch.__version__} does not have. Install a newer "
+            f"torch."
+        )
+    return dtype
 
 
 def _spec_of(entity: ShardedTensor | ShardedObject) -> ArraySpec:

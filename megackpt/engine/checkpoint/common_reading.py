@@ -17,7 +17,7 @@ from megackpt.engine.checkpoint.opening import check_arrays_complete, read_commo
 from megackpt.engine.data.read import read_tensors
 from megackpt.formats.contents import Contents
 from megackpt.mapping import ShardedTensor
-from megackpt.mapping.describe import describe
+from megackpt.mapping.describe import describe, torch_dtype
 from megackpt.mapping.tree import Steps
 from megackpt.metadata import OBJECT
 from megackpt.options import LoadOptions
@@ -88,5 +88,5 @@ def without_references(contents: Contents, *, where: str) -> Contents:
 
 def _whole(key: str, contents: Contents) -> ShardedTensor:
     spec = contents.arrays[key]
-    shape, dtype = spec.global_shape, getattr(torch, spec.dtype)
+    shape, dtype = spec.global_shape, torch_dtype(spec.dtype)
     return ShardedTensor(key, None, dtype, shape, shape, (0,) * len(shape))

@@ -30,7 +30,7 @@ from megackpt.errors import FormatError
 from megackpt.formats.contents import Borrow, Chunks, Part
 from megackpt.geometry import Ints
 from megackpt.mapping import ShardedTensor
-from megackpt.mapping.describe import dtype_name
+from megackpt.mapping.describe import dtype_name, torch_dtype
 from megackpt.metadata import itemsizes
 from megackpt.options import LoadOptions
 from megackpt.planning import Copies, Reads, StridedCopy, group_reads, plan_reads
@@ -120,7 +120,7 @@ class Target:
     def of(cls, tensor: ShardedTensor, stored_dtypes: Mapping[str, str]) -> Target:
         """Return the target of a tensor with data, given the dtypes of the stored arrays by key."""
         assert tensor.data is not None  # the load has allocated tensors that were declared without data
-        stored: torch.dtype = getattr(torch, stored_dtypes.get(tensor.key, dtype_name(tensor.dtype)))
+        stored: torch.dtype = torch_dtype(stored_dtypes.get(tensor.key, dtype_name(tensor.dtype)))
         memory = as_bits(tensor.data) if stored == tensor.dtype else tensor.data.detach()
         return cls(memory, memory.dtype if stored == tensor.dtype else stored)
 

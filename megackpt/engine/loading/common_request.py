@@ -17,6 +17,7 @@ import torch
 from megackpt.codec import ArrayReference
 from megackpt.engine.checkpoint.common_arrays import array_references, map_common, with_tensors
 from megackpt.mapping import ShardedStateDict, ShardedTensor
+from megackpt.mapping.describe import torch_dtype
 from megackpt.mapping.plain_tensors import (
     can_be_filled,
     fill_in_place,
@@ -168,7 +169,7 @@ def _steps_of(common: Any) -> frozenset[Steps]:
 
 def _whole_array(spec: ArraySpec, target: torch.Tensor | None, options: LoadOptions) -> ShardedTensor:
     """Declare all of an array: in the target, where that can be filled in place, or without data."""
-    shape, dtype = spec.global_shape, getattr(torch, spec.dtype)
+    shape, dtype = spec.global_shape, torch_dtype(spec.dtype)
     is_filled = (
         target is not None
         and _is_in_reach(target, options)

@@ -13,7 +13,6 @@ from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 
 import numpy as np
-import torch
 
 from megackpt.comm import Group
 from megackpt.engine.checkpoint.opening import check_readable, read_common
@@ -28,7 +27,7 @@ from megackpt.engine.loading.shared_targets import SharedTargets
 from megackpt.errors import DeclarationError, MapError, MismatchError, MissingKeyError, truncated_list
 from megackpt.formats.contents import Contents
 from megackpt.mapping import ShardedTensor
-from megackpt.mapping.describe import describe
+from megackpt.mapping.describe import describe, torch_dtype
 from megackpt.mapping.flatten import FlattenedState, flatten_state
 from megackpt.maps import RegionMap, bound_to
 from megackpt.maps.choice import chosen_map
@@ -288,7 +287,7 @@ def _plan_reads(views: Sequence[ShardedTensor], contents: Contents, group: Group
     """Plan the copies from stored chunks into views."""
     # A parameter and its master may ask for one array with different dtypes: it is declared as stored.
     declared = [
-        replace(view, data=None, dtype=getattr(torch, contents.arrays[view.key].dtype)) for view in views
+        replace(view, data=None, dtype=torch_dtype(contents.arrays[view.key].dtype)) for view in views
     ]
     requested = describe(declared, rank=group.rank)
     chunks = contents.chunks_for([requested.table])

@@ -26,6 +26,7 @@ import torch
 
 from megackpt.formats.pickle_limits import check_opcodes
 from megackpt.geometry import row_major_strides
+from megackpt.mapping.describe import torch_dtype
 from megackpt.metadata import DTYPES
 
 ALIGNMENT = 64
@@ -229,7 +230,7 @@ def _pickled(dtype: str, shape: tuple[int, ...]) -> bytes:
     else:
         rebuild = torch._utils._rebuild_tensor_v3
         storage = _Placeholder(torch.storage.UntypedStorage, numel * DTYPES[dtype].itemsize)
-        arguments.append(getattr(torch, dtype))
+        arguments.append(torch_dtype(dtype))
     out = io.BytesIO()
     _Pickler(out, 2).dump(_PickledTensor(rebuild, (storage, *arguments)))
     return out.getvalue()

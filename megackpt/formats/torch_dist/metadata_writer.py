@@ -23,6 +23,7 @@ from megackpt.errors import DeclarationError
 from megackpt.formats.torch_dist import names
 from megackpt.formats.torch_dist.metadata_reader import Extents, key_of
 from megackpt.formats.torch_dist.values import Value
+from megackpt.mapping.describe import torch_dtype
 from megackpt.metadata import OBJECT, ArraySpec, ChunkTable
 
 
@@ -111,7 +112,7 @@ def _taken(key: str, start: Extents) -> DeclarationError:
 
 
 def _properties(dtype: str) -> TensorProperties:
-    return TensorProperties(dtype=getattr(torch, dtype))
+    return TensorProperties(dtype=torch_dtype(dtype))
 
 
 def without_keys(metadata: Any, *, key_prefix: str) -> Metadata:

@@ -34,7 +34,7 @@ from megackpt.integrations.dcp.load_planner import MegackptLoadPlanner
 from megackpt.integrations.dcp.location import opened
 from megackpt.integrations.dcp.names import flatten, name_of
 from megackpt.mapping import ShardedObject, ShardedTensor
-from megackpt.mapping.describe import describe
+from megackpt.mapping.describe import describe, torch_dtype
 from megackpt.metadata import OBJECT
 from megackpt.options import LoadOptions
 from megackpt.planning import plan_load
@@ -92,7 +92,7 @@ class MegackptStorageReader(StorageReader):
                         {entity.unique_key: BytesStorageMetadata() for entity in _objects(contents, spec.key)}
                     )
                 else:
-                    entries[spec.key] = _array_metadata(getattr(torch, spec.dtype), spec.global_shape)
+                    entries[spec.key] = _array_metadata(torch_dtype(spec.dtype), spec.global_shape)
         steps |= {name: (name,) for name in entries if name not in steps}
         return Metadata(entries, planner_data=steps)
 
@@ -261,7 +261,7 @@ def _common_of(contents: Contents, store: Store) -> Any:
     return with_tensors(
         common,
         {
-            steps: torch.empty(spec.global_shape, dtype=getattr(torch, spec.dtype), device="meta")
+            steps: torch.empty(spec.global_shape, dtype=torch_dtype(spec.dtype), device="meta")
             for steps, spec in arrays.items()
         },
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import CheckpointException
 
+import megackpt
 from megackpt import (
     DeclarationError,
     KeyRule,
@@ -24,6 +26,7 @@ from megackpt import (
     ShardedTensor,
     ShardedTensorFactory,
     StrictHandling,
+    UnsupportedError,
     check_is_distributed_checkpoint,
     load,
     load_plain_tensors,
@@ -36,7 +39,7 @@ from megackpt.comm.device_group import DeviceGroup
 from megackpt.engine.loading.exchange import RankRequest
 from megackpt.engine.loading.shared_targets import sharing
 from megackpt.integrations.dcp import MegackptStorageReader
-from megackpt.mapping.describe import describe
+from megackpt.mapping.describe import describe, torch_dtype
 from megackpt.options import Exchange
 from megackpt.storage import MemoryStore
 from megackpt.testing.world import SimulatedWorld
@@ -511,3 +514,28 @@ def test_tensors_on_the_host_never_use_the_backend_of_devices(
     with fake_rank(0, 2):
         tensors = SimulatedWorld(2).run(loaded)
     assert all(torch.equal(tensor, whole) for tensor in tensors)
+
+
+NEW_DTYPE = "float8_e8m0fnu"
+
+
+@pytest.mark.skipif(not hasattr(torch, NEW_DTYPE), reason=f"torch {torch.__version__} has no {NEW_DTYPE}")
+def test_a_dtype_that_this_torch_lacks_is_an_error_with_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state = {"scale": torch.ones(4, dtype=torch.uint8).view(getattr(torch, NEW_DTYPE)), "w": torch.ones(2)}
+    megackpt.save(state, tmp_path / "c")
+    torch_dtype.cache_clear()
+    monkeypatch.delattr(torch, NEW_DTYPE)
+    uses: list[Callable[[], object]] = [
+        lambda: megackpt.load({}, tmp_path / "c"),
+        lambda: megackpt.load_plain_tensors(tmp_path / "c"),
+        lambda: megackpt.load_common_state_dict(tmp_path / "c"),
+        lambda: megackpt.convert(tmp_path / "c", tmp_path / "new", "torch_dist"),
+        lambda: megackpt.diff(tmp_path / "c", tmp_path / "c", read_all=True),
+    ]
+    for use in uses:
+        with pytest.raises(UnsupportedError, match=f"stored as {NEW_DTYPE}, which torch .* does not have"):
+            use()
+    assert {array.key for array in megackpt.inspect(tmp_path / "c").arrays} == {"scale", "w"}
+    torch_dtype.cache_clear()
