@@ -220,6 +220,7 @@ def import_nvrx(
     )
 
 
+_BUFFER_BYTES = 16 * 1024 * 1024  # as long as the longest chunk that a copy writes
 _STRATEGIES: dict[str, type[ForeignLoadStrategy]] = {
     strategy.backend: strategy
     for strategy in (
@@ -258,4 +259,4 @@ def import_files(
     def open_source(store: Store) -> Contents:
         return strategy.open_path(local_path(store))
 
-    return copy_checkpoint(source, target, to, open_source=open_source, **options)
+    return copy_checkpoint(source, target, to, open_source=open_source, buffer_bytes=_BUFFER_BYTES, **options)
