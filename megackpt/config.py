@@ -14,7 +14,7 @@ from megackpt.arguments import check_choice, check_count, check_flag, check_kind
 from megackpt.errors import DeclarationError
 from megackpt.formats.registry import check_known, save_strategy
 from megackpt.formats.strategy import SaveStrategy
-from megackpt.options import AsyncOptions, LoadOptions, SaveOptions, WhenBusy
+from megackpt.options import OTHER_NAMES_OF_ALL_TO_ALL, AsyncOptions, LoadOptions, SaveOptions, WhenBusy
 from megackpt.validation import StrictHandling
 
 SAVE_SIGNALS = ("SIGUSR1", "SIGUSR2")
@@ -28,7 +28,7 @@ _FLAGS = (
     "async_save",
     "verify_after_save",
 )
-EXCHANGE_ALGOS = ("all_to_all", "broadcast", "gather_rounds", "gather_object")
+EXCHANGE_ALGOS = ("all_to_all", *OTHER_NAMES_OF_ALL_TO_ALL)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,8 +48,8 @@ class CheckpointConfig:
         dist_ckpt_parallel_save_within_dp: spread them only over the ranks of the data-parallel group.
         dist_ckpt_parallel_load: one rank of a data-parallel group reads each byte and sends it to the others.
             False: every rank reads the bytes that it needs.
-        dist_ckpt_exchange_algo: how ranks send these bytes: `all_to_all`, or as in Megatron-Core `broadcast`,
-            `gather_rounds`, `gather_object`.
+        dist_ckpt_exchange_algo: how ranks send these bytes: `all_to_all`. Megatron-Core's `broadcast`,
+            `gather_rounds` and `gather_object` mean the same.
         dist_ckpt_torch_dist_multiproc: files and writer threads of a rank in format `torch_dist`.
         dist_ckpt_assume_constant_structure: reuse the plan of the last save without comparing digests.
         dist_ckpt_parallel_dist_opt: the distributed optimizer's state is saved as it is sharded; False: it is

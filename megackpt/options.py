@@ -29,6 +29,9 @@ Exchange: TypeAlias = Literal[
 ]
 """How the bytes of a load get to the ranks that need them."""
 
+OTHER_NAMES_OF_ALL_TO_ALL: tuple[Exchange, ...] = ("broadcast", "gather_rounds", "gather_object")
+"""Algorithms of Megatron-Core, whose names are accepted."""
+
 OnCorrupt: TypeAlias = Literal["error", "fallback"]
 """What a load does if stored bytes are damaged."""
 
@@ -220,17 +223,17 @@ class LoadOptions:
             model that was built on the meta device. DTensors are always loaded in place.
         exchange: who reads bytes that several ranks of the `exchange_group` need. `direct`: each of them.
             `auto`: as `direct`; but if a load with `maps` would make a rank read more than 1.05 times the
-            bytes that it needs, as `all_to_all`. In the other modes one rank reads them and sends them to
-            the others, and all ranks read about the same number of bytes. `all_to_all` sends each rank
-            exactly the elements that it needs; `broadcast` and `gather_rounds` send everything to all ranks;
-            `gather_object` sends everything to all ranks at once, which needs memory for all of it.
+            bytes that it needs, as `all_to_all`. `all_to_all`: one rank reads them and sends the others
+            exactly the elements that they need, and all ranks read about the same number of bytes.
             `two_stage`: the first rank of the group reads everything and broadcasts it. The loaded bits are
-            the same.
-        exchange_bytes: limit of all buffers of one rank for reading, sending and receiving, in bytes.
-            `gather_object` uses more, and so does any load if a single block of the format is larger.
-            `two_stage` also stays within twice the largest chunk.
+            the same. `broadcast`, `gather_rounds` and `gather_object`, names of Megatron-Core, mean
+            `all_to_all`.
+        exchange_bytes: limit of all buffers of one rank for reading, sending and receiving, in bytes. A load
+            uses more if a single block of the format is larger. `two_stage` also stays within twice the
+            largest chunk.
         cpu_transfer: whether exchanged data for tensors on a device goes through host memory. False, only for
-            `broadcast` and `two_stage`: the backend of the exchange group broadcasts between devices.
+            `two_stage`: the backend of the exchange group broadcasts between devices. With `broadcast`, False
+            is accepted and changed to True.
         on_corrupt: what to do if stored bytes are damaged, or a file is lost or too short.
             `error`: raise an error. `fallback`: read damaged bytes from parity files
             (`SaveOptions.parity`) or from copies, if they have the digests of the save there; the
@@ -266,9 +269,12 @@ class LoadOptions:
         check_count("exchange_bytes", self.exchange_bytes)
         if not self.cpu_transfer and self.exchange not in ("broadcast", "two_stage"):
             raise DeclarationError(
-                f"cpu_transfer=False has no meaning with exchange={self.exchange!r}: only 'broadcast' and "
-                f"'two_stage' move data between devices. Leave it out."
+                f"cpu_transfer=False has no meaning with exchange={self.exchange!r}: only 'two_stage' moves "
+                f"data between devices. Leave it out."
             )
+        if self.exchange in OTHER_NAMES_OF_ALL_TO_ALL:
+            object.__setattr__(self, "exchange", "all_to_all")
+            object.__setattr__(self, "cpu_transfer", True)
 
     def _check_keys(self) -> None:
         is_rules = isinstance(self.rules, tuple) and all(isinstance(rule, KeyRule) for rule in self.rules)

@@ -301,7 +301,7 @@ def _add_format(group: argparse._ArgumentGroup) -> None:
         "--dist-ckpt-exchange-algo",
         choices=EXCHANGES,
         default=EXCHANGES[0],
-        help="how it is sent on then (default: %(default)s)",
+        help="accepted for Megatron-LM's sake: each name means all_to_all",
     )
     _count(group, "--dist-ckpt-torch-dist-multiproc", 2, "files per rank in format torch_dist")
     group.add_argument(

@@ -15,7 +15,6 @@ import numpy.typing as npt
 
 from megackpt.geometry import Ints, joined_ranges
 from megackpt.metadata import OBJECT, ChunkTable, DeclaredChunks, itemsizes
-from megackpt.options import Exchange
 from megackpt.planning.completeness import exceed_arrays
 from megackpt.planning.copies import Copies
 from megackpt.planning.equal_requests import equal_requests, for_each_rank, merge_requests
@@ -42,7 +41,7 @@ def plan_exchange(
     *,
     position: Ints,
     block_bytes: int,
-    mode: Exchange,
+    has_one_reader: bool,
     buffer_bytes: int,
     where: str,
     readers: Readers | None = None,
@@ -54,7 +53,8 @@ def plan_exchange(
         stored: the stored chunks.
         position: one number for each stored chunk, in whose order reading is cheap.
         block_bytes: parts begin and end at multiples of this in their chunk.
-        mode: how parts are sent.
+        has_one_reader: the first rank reads all parts and broadcasts them; otherwise ranks share the reads,
+            and send each rank what it needs.
         buffer_bytes: what a rank may buffer for reading, sending and receiving; a longer block needs more.
         where: the checkpoint, for errors.
         readers: which ranks can read which chunks; None if every rank can read all.
@@ -70,7 +70,7 @@ def plan_exchange(
     # For now `entity` is the row of the merged requests, which tells the group and the entity.
     numbered = replace(merged, entity=np.arange(len(merged), dtype=np.int64))
     chunks = _chunks_to_read(numbered, stored, where)
-    bounds = _bounds(merged, stored.nbytes[chunks], mode, buffer_bytes, size)
+    bounds = _bounds(merged, stored.nbytes[chunks], has_one_reader, buffer_bytes, size)
     # Parts are chunks as well, so a load is planned from them as from stored chunks.
     table, parts = _cut(stored, chunks, width, bounds.part_bytes, block_bytes)
     copies = plan_load(numbered, table, where=where)
@@ -82,10 +82,10 @@ def plan_exchange(
     parts, copies = _narrowed(parts, copies, stored.nbytes, block_bytes)
     deliveries = _deliveries(copies, rank, parts.width)
 
-    parts = _with_readers_and_rounds(parts, deliveries, position, bounds, mode, size, readers)
+    parts = _with_readers_and_rounds(parts, deliveries, position, bounds, has_one_reader, size, readers)
     # Each reader reads the parts of a round in the cheapest order.
     order = np.lexsort((parts.start, position[parts.chunk], parts.reader, parts.round))
-    return _ordered(parts, deliveries, copies, order, mode, size)
+    return _ordered(parts, deliveries, copies, order, has_one_reader, size)
 
 
 def _chunks_to_read(requested: DeclaredChunks, stored: ChunkTable, where: str) -> Ints:
@@ -106,25 +106,24 @@ class _Bounds:
     received: int
 
 
-def _bounds(merged: DeclaredChunks, nbytes: Ints, mode: Exchange, buffer_bytes: int, size: int) -> _Bounds:
+def _bounds(
+    merged: DeclaredChunks, nbytes: Ints, has_one_reader: bool, buffer_bytes: int, size: int
+) -> _Bounds:
     """Divide the buffers between sending and receiving; nbytes are the lengths of the chunks to be read.
 
     While one round is sent and received, the next one is read. So a rank buffers twice what it sends in a
     round, and once what it receives.
     """
-    sent, received = buffer_bytes // 4, buffer_bytes // 2
-    if mode == "gather_object":  # all in one round
-        sent = received = 2**62
-    elif mode == "two_stage":  # only the first rank reads and sends, and it receives nothing
+    if has_one_reader:  # only the first rank reads and sends, and it receives nothing
         largest = max(1, min(int(nbytes.max(initial=1)), int(merged.table.nbytes.max(initial=1))))
         sent = received = min(buffer_bytes // 2, largest)
-    elif mode == "gather_rounds":  # every rank receives from all, padded to the longest
-        sent = min(sent, received // size)
-    part_bytes = min(PART_BYTES, sent, received // max(1, size - 1))
-    if mode == "two_stage":
         part_bytes = min(PART_BYTES, sent)
-    else:  # short enough to balance the readers
-        part_bytes = min(part_bytes, int(nbytes.sum()) // (PARTS_PER_RANK * size))
+    else:
+        sent, received = buffer_bytes // 4, buffer_bytes // 2
+        # In one round a rank has room for one part of each other rank.
+        longest = min(PART_BYTES, sent, received // max(1, size - 1))
+        # Parts are short enough to balance the readers.
+        part_bytes = min(longest, int(nbytes.sum()) // (PARTS_PER_RANK * size))
     return _Bounds(max(part_bytes, SMALL_BYTES), sent, received)
 
 
@@ -250,11 +249,11 @@ def _deliveries(copies: Copies, rank: Ints, width: Ints) -> Deliveries:
 
 
 def _buffer_sizes(
-    parts: ChunkParts, deliveries: Deliveries, rank_start: Ints, mode: Exchange, size: int
+    parts: ChunkParts, deliveries: Deliveries, rank_start: Ints, has_one_reader: bool, size: int
 ) -> BufferSizes:
     """Return what ranks buffer for parts: readers what they read and pack, the others what they receive."""
     read = aligned(parts.nbytes)
-    if mode != "all_to_all":  # every rank receives everything, so one receiver stands for all
+    if has_one_reader:  # every rank receives everything, so one receiver stands for all
         any_rank = np.zeros_like(parts.chunk)
         return BufferSizes(parts.reader, read, np.arange(len(parts) + 1), any_rank, read, size)
     is_sent = deliveries.rank != parts.reader[deliveries.part]
@@ -268,13 +267,13 @@ def _with_readers_and_rounds(
     deliveries: Deliveries,
     position: Ints,
     bounds: _Bounds,
-    mode: Exchange,
+    has_one_reader: bool,
     size: int,
     readers: Readers | None,
 ) -> ChunkParts:
     """Choose the rank that reads each part, and the round that sends it."""
     rank_start = np.searchsorted(deliveries.part, np.arange(len(parts) + 1))
-    if mode == "two_stage":
+    if has_one_reader:
         reader = np.zeros(len(parts), np.int64)
     else:
         reader = assign_readers(
@@ -282,7 +281,7 @@ def _with_readers_and_rounds(
         )
     parts = replace(parts, reader=reader)
     rounds = assign_rounds(
-        _buffer_sizes(parts, deliveries, rank_start, mode, size),
+        _buffer_sizes(parts, deliveries, rank_start, has_one_reader, size),
         order=np.lexsort((parts.start, position[parts.chunk])),
         most_sent=bounds.sent,
         most_received=bounds.received,
@@ -291,7 +290,12 @@ def _with_readers_and_rounds(
 
 
 def _ordered(
-    parts: ChunkParts, deliveries: Deliveries, copies: Copies, order: Ints, mode: Exchange, size: int
+    parts: ChunkParts,
+    deliveries: Deliveries,
+    copies: Copies,
+    order: Ints,
+    has_one_reader: bool,
+    size: int,
 ) -> ExchangePlan:
     """Sort parts, then deliveries by part and rank, then copies by delivery; compute offsets in buffers."""
     number = np.empty(len(order), np.int64)
@@ -313,7 +317,7 @@ def _ordered(
     of = part[by_batch]
     offset[by_batch] = _offsets(aligned(nbytes[by_batch]), parts.round[of], parts.reader[of], rank[by_batch])
     return ExchangePlan(
-        mode=mode,
+        has_one_reader=has_one_reader,
         size=size,
         parts=parts,
         deliveries=Deliveries(

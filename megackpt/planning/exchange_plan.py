@@ -9,7 +9,6 @@ import numpy as np
 import numpy.typing as npt
 
 from megackpt.geometry import Ints
-from megackpt.options import Exchange
 from megackpt.planning.copies import Copies
 
 ALIGNMENT = 64
@@ -86,7 +85,8 @@ class ExchangePlan:
     """Which rank reads which parts of a checkpoint, and which ranks receive what of them.
 
     Attributes:
-        mode: how parts are sent.
+        has_one_reader: rank 0 reads all parts and broadcasts them; otherwise ranks share the reads, and each
+            receives what it needs.
         size: number of ranks in the group.
         parts: what is read.
         deliveries: what is sent, and what a rank needs of its own parts.
@@ -95,7 +95,7 @@ class ExchangePlan:
         rounds: number of rounds.
     """
 
-    mode: Exchange
+    has_one_reader: bool
     size: int
     parts: ChunkParts
     deliveries: Deliveries

@@ -155,7 +155,7 @@ def _plan(
         chunks.table,
         position=chunks.position,
         block_bytes=chunks.block_bytes,
-        mode=options.exchange,
+        has_one_reader=options.exchange == "two_stage",
         buffer_bytes=options.exchange_bytes,
         where=where,
         readers=None if ranks.file_readers is None else _readers(chunks, ranks.file_readers),

@@ -49,7 +49,7 @@ class RankRound:
         outgoing: deliveries of these parts, to this rank as well; sorted by part.
         first: range of `outgoing` with the deliveries of a part, by part.
         incoming: deliveries from other ranks.
-        sections: length of all parts that a rank reads, laid out one after the other, by rank.
+        broadcast_nbytes: length of what the one reader broadcasts; 0 if ranks send each other what they need.
         batches: offset in the sending buffer and length of the batch for each peer, by rank.
         incoming_batches: length of the batch from each peer, by rank.
         sent_nbytes: length of the sending buffer.
@@ -60,7 +60,7 @@ class RankRound:
     outgoing: tuple[int, ...]
     first: Mapping[int, tuple[int, int]]
     incoming: tuple[int, ...]
-    sections: Mapping[int, int]
+    broadcast_nbytes: int
     batches: Mapping[int, tuple[int, int]]
     incoming_batches: Mapping[int, int]
     sent_nbytes: int
@@ -85,11 +85,12 @@ def rounds_of(plan: ExchangePlan, rank: int) -> list[RankRound]:
 
 def _round_of(plan: ExchangePlan, rank: int, of_parts: slice, of_deliveries: slice) -> RankRound:
     parts, deliveries = plan.parts, plan.deliveries
-    # The section of a rank ends where the last of its parts does.
-    reader = parts.reader[of_parts]
+    is_own = parts.reader[of_parts] == rank
+    own_parts = of_parts.start + np.flatnonzero(is_own)
+    # What a rank reads lies in its sending buffer one after the other, and ends where the last part does.
     ends = parts.offset[of_parts] + aligned(parts.nbytes[of_parts])
-    sections = {int(r): int(ends[reader == r].max()) for r in np.unique(reader)}
-    own_parts = of_parts.start + np.flatnonzero(reader == rank)
+    sent_nbytes = int(ends[is_own].max(initial=0))
+    broadcast_nbytes = int(ends.max(initial=0)) if plan.has_one_reader else 0
 
     part, receiver = deliveries.part[of_deliveries], deliveries.rank[of_deliveries]
     source = parts.reader[part]
@@ -98,30 +99,26 @@ def _round_of(plan: ExchangePlan, rank: int, of_parts: slice, of_deliveries: sli
     # Outgoing deliveries are sorted by part, so those of one part are a range.
     first = np.searchsorted(part[outgoing], own_parts).tolist()
     first.append(len(outgoing))
-    # A batch ends where its last delivery does. The batches lie behind the section, in order of their peers.
-    in_batch = deliveries.is_batched[of_deliveries] & (plan.mode == "all_to_all")
+    # A batch ends where its last delivery does. The batches lie behind the parts, in order of their peers.
+    in_batch = deliveries.is_batched[of_deliveries] & (not plan.has_one_reader)
     ends = deliveries.offset[of_deliveries] + aligned(deliveries.nbytes[of_deliveries])
-    batches, sent_nbytes = {}, sections.get(rank, 0)
+    batches = {}
     to_peers = in_batch[outgoing] & (receiver[outgoing] != rank)
     for peer, nbytes in _batch_lengths(receiver[outgoing], ends[outgoing], to_peers).items():
         batches[peer] = (sent_nbytes, nbytes)
         sent_nbytes += nbytes
     incoming_batches = _batch_lengths(source[incoming], ends[incoming], in_batch[incoming])
-    # How much arrives in the buffer depends on the mode: what this rank needs, or all sections.
-    if plan.mode == "all_to_all":
+    if plan.has_one_reader:
+        received_nbytes = 0 if rank == 0 else broadcast_nbytes
+    else:
         single = aligned(deliveries.nbytes[of_deliveries][incoming[~in_batch[incoming]]])
         received_nbytes = sum(incoming_batches.values()) + int(single.sum())
-    elif plan.mode == "gather_rounds":
-        longest = max(sections.values(), default=0)
-        sent_nbytes, received_nbytes = longest, longest * plan.size
-    else:
-        received_nbytes = sum(sections.values()) - sections.get(rank, 0)
     return RankRound(
         parts=tuple(own_parts.tolist()),
         outgoing=tuple((of_deliveries.start + outgoing).tolist()),
         first={number: (first[i], first[i + 1]) for i, number in enumerate(own_parts.tolist())},
         incoming=tuple((of_deliveries.start + incoming).tolist()),
-        sections=sections,
+        broadcast_nbytes=broadcast_nbytes,
         batches=batches,
         incoming_batches=incoming_batches,
         sent_nbytes=sent_nbytes,
@@ -158,10 +155,6 @@ class RoundBuffers:
             self._receiving = torch.empty(self._received_nbytes, dtype=torch.uint8)
         return self._receiving
 
-    def section(self, parity: int, nbytes: int) -> torch.Tensor:
-        """Return the first bytes of a sending buffer."""
-        return self._sending[parity][:nbytes]
-
     def part(self, parity: int, offset: int, nbytes: int) -> torch.Tensor:
         """Return the memory of a part in a sending buffer."""
         return self._sending[parity][offset : offset + nbytes]
@@ -173,7 +166,7 @@ class RoundBuffers:
 
 
 class RoundExchange(ABC):
-    """Moves the bytes of a round between the ranks, in one of the modes of a plan."""
+    """Moves the bytes of a round between the ranks."""
 
     def __init__(self, plan: ExchangePlan, group: Group, buffers: RoundBuffers) -> None:
         self._plan, self._group, self._buffers = plan, group, buffers
@@ -181,16 +174,6 @@ class RoundExchange(ABC):
     @abstractmethod
     def move(self, rank_round: RankRound, parity: int) -> list[Arrival]:
         """Send and receive the bytes of a round; return the copies into targets. Collective."""
-
-    def _arrivals(self, rank_round: RankRound, sections: Mapping[int, torch.Tensor]) -> list[Arrival]:
-        """Return the deliveries to this rank, for modes that send whole sections to all ranks."""
-        parts, deliveries, arrivals = self._plan.parts, self._plan.deliveries, []
-        for delivery in rank_round.incoming:
-            part = int(deliveries.part[delivery])
-            offset, nbytes = int(parts.offset[part]), int(parts.nbytes[part])
-            data = sections[int(parts.reader[part])][offset : offset + nbytes]
-            arrivals.append(Arrival(delivery, data, begins=0))
-        return arrivals
 
 
 def round_exchange_for(
@@ -201,7 +184,7 @@ def round_exchange_for(
     target_memory: TargetMemory,
     device: DeviceGroup | None,
 ) -> RoundExchange:
-    """Return the round exchange for the mode of a plan.
+    """Return the round exchange of a plan: a broadcast if one rank reads everything.
 
     Args:
         plan: of the exchange.
@@ -210,13 +193,9 @@ def round_exchange_for(
         target_memory: where a delivery can be received directly.
         device: broadcasts go over this group instead, from device to device; None for the group.
     """
-    if plan.mode == "all_to_all":
-        return _AllToAll(plan, group, buffers, target_memory)
-    if plan.mode == "gather_rounds":
-        return _GatherRounds(plan, group, buffers)
-    if plan.mode == "gather_object":
-        return _GatherObject(plan, group, buffers)
-    return _Broadcast(plan, group, buffers, device)
+    if plan.has_one_reader:
+        return _Broadcast(plan, group, buffers, device)
+    return _AllToAll(plan, group, buffers, target_memory)
 
 
 class _AllToAll(RoundExchange):
@@ -271,7 +250,7 @@ class _AllToAll(RoundExchange):
 
 
 class _Broadcast(RoundExchange):
-    """Lets each reader in turn broadcast the bytes that it has read."""
+    """Lets the one reader, rank 0, broadcast the bytes that it has read."""
 
     def __init__(
         self, plan: ExchangePlan, group: Group, buffers: RoundBuffers, device: DeviceGroup | None
@@ -280,40 +259,21 @@ class _Broadcast(RoundExchange):
         self._device = device
 
     def move(self, rank_round: RankRound, parity: int) -> list[Arrival]:
-        sections, offset = {}, 0
-        for reader, nbytes in rank_round.sections.items():
-            if reader == self._group.rank:
-                data = self._buffers.section(parity, nbytes)
-            elif self._device is not None:
-                data = self._device.empty(nbytes)
-            else:
-                data = self._buffers.receiving[offset : offset + nbytes]
-                offset += nbytes
-            if self._device is not None:
-                data = self._device.broadcast(data, root=reader)
-            else:
-                self._group.broadcast(byte_view(data), root=reader)
-            sections[reader] = data
-        return self._arrivals(rank_round, sections)
-
-
-class _GatherRounds(RoundExchange):
-    """Gathers all sections of a round on all ranks at once, padded to the longest section."""
-
-    def move(self, rank_round: RankRound, parity: int) -> list[Arrival]:
-        longest = max(rank_round.sections.values())
-        gathered = self._buffers.receiving[: longest * self._plan.size]
-        self._group.all_gather_into(byte_view(self._buffers.section(parity, longest)), byte_view(gathered))
-        return self._arrivals(rank_round, {r: gathered[r * longest :] for r in rank_round.sections})
-
-
-class _GatherObject(RoundExchange):
-    """Gathers everything that was read on all ranks, as messages."""
-
-    def move(self, rank_round: RankRound, parity: int) -> list[Arrival]:
-        own_section = self._buffers.section(parity, rank_round.sections.get(self._group.rank, 0))
-        messages = self._group.all_gather(bytes(byte_view(own_section)))
-        sections = {
-            r: torch.frombuffer(bytearray(messages[r]), dtype=torch.uint8) for r in rank_round.sections
-        }
-        return self._arrivals(rank_round, sections)
+        nbytes = rank_round.broadcast_nbytes
+        if self._group.rank == 0:
+            data = self._buffers.part(parity, 0, nbytes)  # its parts lie there one after the other
+        elif self._device is not None:
+            data = self._device.empty(nbytes)
+        else:
+            data = self._buffers.receiving[:nbytes]
+        if self._device is not None:
+            data = self._device.broadcast(data, root=0)
+        else:
+            self._group.broadcast(byte_view(data), root=0)
+        parts, part_of = self._plan.parts, self._plan.deliveries.part
+        arrivals = []
+        for delivery in rank_round.incoming:
+            part = int(part_of[delivery])
+            offset, part_nbytes = int(parts.offset[part]), int(parts.nbytes[part])
+            arrivals.append(Arrival(delivery, data[offset : offset + part_nbytes], begins=0))
+        return arrivals

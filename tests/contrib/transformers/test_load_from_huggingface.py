@@ -224,7 +224,7 @@ def test_ranks_read_what_they_need(rank_pool: RankPool, tmp_path: Path, name: st
     assert max(ratios) <= 1.05, ratios
 
 
-@pytest.mark.parametrize("exchange", ["direct", "broadcast"])
+@pytest.mark.parametrize("exchange", ["direct", "all_to_all"])
 @pytest.mark.parametrize("family", ["llama", "gpt_oss"])
 def test_every_way_to_exchange_loads_the_same(
     rank_pool: RankPool, folders: Any, family: str, exchange: str

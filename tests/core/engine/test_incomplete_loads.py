@@ -40,7 +40,7 @@ from megackpt.testing.world import SimulatedRank, SimulatedWorld
 from tests.support.effort import few
 from tests.support.states import sharded
 
-MODES: tuple[Any, ...] = ("gather_object", "gather_rounds", "broadcast", "all_to_all", "two_stage")
+MODES: tuple[Any, ...] = ("all_to_all", "two_stage")
 SENTINEL = -7.0
 Ends = tuple[tuple[int, int], ...]  # one range a dim
 

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from typing import Any
+from dataclasses import replace
+from typing import Any, get_args
 
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from megackpt import DeclarationError, load, load_with_report, save
+from megackpt import CheckpointConfig, DeclarationError, load, load_with_report, save
 from megackpt.comm import Group, SingleProcess
 from megackpt.engine.data.tensor_bytes import as_bits, byte_view
 from megackpt.mapping import (
@@ -23,7 +24,7 @@ from megackpt.mapping import (
     StateDict,
 )
 from megackpt.metadata import DTYPES
-from megackpt.options import LoadOptions
+from megackpt.options import OTHER_NAMES_OF_ALL_TO_ALL, Exchange, LoadOptions
 from megackpt.storage import MemoryStore
 from megackpt.testing.layouts import OwnedChunk, arrays, owned_chunks
 from megackpt.testing.state_dicts import (
@@ -37,7 +38,7 @@ from megackpt.testing.state_dicts import (
 from megackpt.testing.world import SimulatedRank, SimulatedWorld
 from tests.support.effort import few, sampled
 from tests.support.groups import MessagesOnly
-from tests.support.states import bits
+from tests.support.states import bits, sharded
 
 
 def declare(layout: list[OwnedChunk], key: str, array: torch.Tensor, rank: int) -> list[ShardedTensor]:
@@ -209,7 +210,7 @@ def test_any_world_loads_what_any_other_saved_of_all_entities(
         assert state_difference(loaded, values_of(target.declare(rank))) is None
 
 
-WAYS = ("all_to_all", "broadcast", "gather_rounds", "gather_object", "two_stage")
+WAYS = ("all_to_all", "two_stage")
 
 
 class CountingStore(MemoryStore):
@@ -286,6 +287,62 @@ def test_any_way_loads_what_direct_reading_loads(
             assert bits_of(got) == bits_of(true)
     times = Counter((name, at) for name, low, high in store.reads for at in range(low, high))
     assert max(times.values(), default=0) <= parts
+
+
+STORED = torch.arange(256 * 640, dtype=torch.int32).view(256, 640)
+
+
+def load_by_name(name: Exchange, **options: Any) -> tuple[list[Any], list[tuple[int, int]]]:
+    """Return what 4 ranks load, in rank order, and the sorted ranges that they read of the one data file."""
+    store = CountingStore()
+    half = STORED.to(torch.bfloat16)
+    thing = ShardedObject("thing", {"seen": 3}, (1,), (0,))
+    save({"w": sharded("w", STORED), "half": sharded("half", half), "thing": thing}, store)
+    store.reads.clear()
+
+    def load_rank(group: SimulatedRank) -> Any:
+        column = torch.zeros(256, 320, dtype=torch.int32)
+        row = torch.zeros(64, 640, dtype=torch.bfloat16)
+        wanted = {
+            "w": ShardedTensor.from_rank_offsets(
+                "w", column, (1, group.rank % 2, 2), replica_id=group.rank // 2
+            ),
+            "half": ShardedTensor.from_rank_offsets("half", row, (0, group.rank, 4)),
+            "whole": ShardedTensor.from_rank_offsets("w", torch.zeros_like(STORED), replica_id=group.rank),
+            "thing": ShardedObject("thing", None, (1,), (0,), group.rank),
+        }
+        # Buffers are short, so bytes are exchanged in several rounds.
+        how = LoadOptions(exchange=name, exchange_bytes=1 << 18, **options)
+        return load(wanted, store, options=how, group=group)
+
+    loaded = SimulatedWorld(4).run(load_rank)
+    return loaded, sorted((low, high) for name, low, high in store.reads if name.startswith("data/"))
+
+
+@pytest.mark.parametrize("name", get_args(Exchange))
+def test_every_name_of_an_exchange_loads_the_same_bits(name: Exchange) -> None:
+    loaded, _ = load_by_name(name)
+    half = STORED.to(torch.bfloat16)
+    for rank, state in enumerate(loaded):
+        assert torch.equal(state["w"], STORED.chunk(2, dim=1)[rank % 2])
+        assert bits(state["half"]) == bits(half.chunk(4)[rank])
+        assert torch.equal(state["whole"], STORED)
+        assert state["thing"] == {"seen": 3}
+
+
+@pytest.mark.parametrize("name", OTHER_NAMES_OF_ALL_TO_ALL)
+def test_other_names_mean_all_to_all(name: Exchange) -> None:
+    assert LoadOptions(exchange=name) == LoadOptions(exchange="all_to_all")
+    knobs = CheckpointConfig(dist_ckpt_parallel_load=True, dist_ckpt_exchange_algo=name)
+    assert knobs.load_options().exchange == "all_to_all"
+    assert load_by_name(name)[1] == load_by_name("all_to_all")[1]
+
+
+def test_a_broadcast_that_should_not_go_through_the_host_is_accepted() -> None:
+    options = LoadOptions(exchange="broadcast", cpu_transfer=False)
+    assert options == replace(options, timeout_s=options.timeout_s) == LoadOptions(exchange="all_to_all")
+    loaded, _ = load_by_name("broadcast", cpu_transfer=False)
+    assert all(torch.equal(state["whole"], STORED) for state in loaded)
 
 
 def test_a_reader_leaves_out_what_lies_between_the_blocks_that_ranks_need() -> None:
@@ -384,10 +441,10 @@ def test_groups_that_make_no_sense_raise_an_error() -> None:
     with pytest.raises(DeclarationError, match=r"which is not a megackpt\.comm\.Group"):
         load(state(), store, options=LoadOptions(exchange="all_to_all"), group=object())  # type: ignore[call-overload]
     with pytest.raises(DeclarationError, match="cpu_transfer=False broadcasts between devices"):
-        load(state(), store, options=LoadOptions(exchange="broadcast", cpu_transfer=False))
+        load(state(), store, options=LoadOptions(exchange="two_stage", cpu_transfer=False))
 
 
-@pytest.mark.parametrize("exchange", ["all_to_all", "broadcast", "gather_rounds", "gather_object"])
+@pytest.mark.parametrize("exchange", WAYS)
 def test_a_group_of_a_user_needs_two_methods_to_exchange(exchange: str) -> None:
     store = MemoryStore()
 

@@ -129,7 +129,7 @@ def test_an_argument_of_a_checkpointer_of_a_wrong_kind_raises_an_error_with_its_
         ),
         (LoadOptions, {"exchange_bytes": 0}, "exchange_bytes is 0"),
         (LoadOptions, {"cpu_transfer": False}, "cpu_transfer=False has no meaning with exchange='auto'"),
-        (LoadOptions, {"cpu_transfer": False, "exchange": "all_to_all"}, "only 'broadcast' and 'two_stage'"),
+        (LoadOptions, {"cpu_transfer": False, "exchange": "all_to_all"}, "only 'two_stage' moves data"),
         (LoadOptions, {"on_corrupt": "ignore"}, "on_corrupt='ignore' is not known"),
         (LoadOptions, {"copies": ("a",)}, "set on_corrupt='fallback' as well"),
         (LoadOptions, {"on_corrupt": "fallback", "copies": ["a"]}, "give a tuple of locations"),

@@ -458,7 +458,7 @@ def test_a_group_reads_and_sends_what_an_exchange_would(states: tuple[str, ...] 
             stored.table,
             position=np.arange(len(stored.table)),
             block_bytes=DIGEST_BLOCK_BYTES,
-            mode="all_to_all",
+            has_one_reader=False,
             buffer_bytes=1 << 26,
             where="x",
         )

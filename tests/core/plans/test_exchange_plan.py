@@ -37,7 +37,6 @@ from megackpt.testing.layouts import arrays, owned_chunks
 from tests.support.effort import few
 
 MIB = 1 << 20
-WAYS = ("all_to_all", "broadcast", "gather_rounds", "gather_object", "two_stage")
 
 
 def meta(key: str, shape: tuple[int, ...], *offsets: Any, replica: int = 0) -> ShardedTensor:
@@ -52,9 +51,9 @@ def stored(entities: list[ShardedTensor]) -> ChunkTable:
 def plan(
     requested: list[DeclaredChunks],
     table: ChunkTable,
-    mode: Any = "all_to_all",
-    buffer_bytes: int = 64 * MIB,
     *,
+    has_one_reader: bool = False,
+    buffer_bytes: int = 64 * MIB,
     readers: Readers | None = None,
 ) -> ExchangePlan:
     return plan_exchange(
@@ -62,7 +61,7 @@ def plan(
         table,
         position=np.arange(len(table)),
         block_bytes=DIGEST_BLOCK_BYTES,
-        mode=mode,
+        has_one_reader=has_one_reader,
         buffer_bytes=buffer_bytes,
         where="here",
         readers=readers,
@@ -92,10 +91,9 @@ def replicated(ranks: int) -> tuple[list[DeclaredChunks], ChunkTable]:
 
 
 @pytest.mark.parametrize("ranks", [2, 8, 16])
-@pytest.mark.parametrize("mode", ["all_to_all", "broadcast", "gather_rounds", "gather_object"])
-def test_every_byte_is_read_once_and_each_rank_reads_its_share(ranks: int, mode: str) -> None:
+def test_every_byte_is_read_once_and_each_rank_reads_its_share(ranks: int) -> None:
     requested, table = replicated(ranks)
-    made = plan(requested, table, mode)
+    made = plan(requested, table)
     by_chunk = np.bincount(made.parts.chunk, made.parts.nbytes, minlength=len(table))
     assert by_chunk.tolist() == table.nbytes.tolist()
     order = np.lexsort((made.parts.start, made.parts.chunk))
@@ -118,24 +116,22 @@ def test_no_rank_holds_more_than_its_buffers(ranks: int) -> None:
 
 # Of 48 MiB, a quarter is for what a rank sends, and half for what it receives from the others.
 @pytest.mark.parametrize(
-    ("mode", "ranks", "mib"),
-    [
-        *(("all_to_all", 2, 4), ("all_to_all", 7, 4), ("all_to_all", 9, 3), ("all_to_all", 13, 2)),
-        *(("gather_rounds", 8, 3), ("gather_object", 9, 4), ("two_stage", 9, 4)),
-    ],
+    ("has_one_reader", "ranks", "mib"),
+    [(False, 2, 4), (False, 7, 4), (False, 9, 3), (False, 13, 2), (True, 9, 4)],
 )
 def test_parts_are_as_long_as_the_buffers_have_room_for_one_of_each_rank(
-    mode: str, ranks: int, mib: int
+    has_one_reader: bool, ranks: int, mib: int
 ) -> None:
     entities = [meta("w", (32768, 32768))]
     requested = [describe(entities, rank=rank) for rank in range(ranks)]
-    assert plan(requested, stored(entities), mode, 48 * MIB).parts.nbytes.max() == mib * MIB
+    made = plan(requested, stored(entities), has_one_reader=has_one_reader, buffer_bytes=48 * MIB)
+    assert made.parts.nbytes.max() == mib * MIB
 
 
 def test_two_stages_hold_at_most_two_of_the_largest_tensors() -> None:
     entities = [meta(f"t{i}", (1024, 1024)) for i in range(20)]
     requested = [describe(entities, rank=rank) for rank in range(4)]
-    made = plan(requested, stored(entities), "two_stage", 1024 * MIB)
+    made = plan(requested, stored(entities), has_one_reader=True, buffer_bytes=1024 * MIB)
     assert made.parts.reader.max() == 0
     assert buffered_bytes(made).max() <= 2 * (2 * MIB)
     assert made.rounds == 20
@@ -167,16 +163,17 @@ def test_a_chunk_goes_to_a_rank_that_needs_it() -> None:
 
 
 @settings(max_examples=few(40, of=400), deadline=None, suppress_health_check=list(HealthCheck))
-@given(data=st.data(), array=arrays(max_extent=9), ranks=st.integers(1, 5), mode=st.sampled_from(WAYS))
+@given(data=st.data(), array=arrays(max_extent=9), ranks=st.integers(1, 5), has_one_reader=st.booleans())
 def test_deliveries_hold_every_element_that_a_rank_asks_for_once(
-    data: st.DataObject, array: torch.Tensor, ranks: int, mode: Any
+    data: st.DataObject, array: torch.Tensor, ranks: int, has_one_reader: bool
 ) -> None:
     source = data.draw(owned_chunks(tuple(array.shape), ranks=1))
     target = data.draw(owned_chunks(tuple(array.shape), ranks=ranks))
     table = stored([h.declare("a", array) for h in source if not h.replica])
     asked = [[h.declare("a", array) for h in target if h.rank == rank] for rank in range(ranks)]
     requested = [describe(entities, rank=rank) for rank, entities in enumerate(asked)]
-    made = plan(requested, table, mode, data.draw(st.sampled_from([1, 1 << 20])))
+    buffer_bytes = data.draw(st.sampled_from([1, 1 << 20]))
+    made = plan(requested, table, has_one_reader=has_one_reader, buffer_bytes=buffer_bytes)
     counts = np.diff(made.deliveries.first)
     rank = np.repeat(made.deliveries.rank, counts)
     assert np.array_equal(np.repeat(made.deliveries.part, counts), made.copies.stored)
@@ -185,8 +182,8 @@ def test_deliveries_hold_every_element_that_a_rank_asks_for_once(
         for number, entity in enumerate(entities):
             numel = made.copies.shape[is_own & (made.copies.entity == number)].prod(axis=1).sum()
             assert numel == (0 if entity.data is None else entity.data.numel())
-    again = plan(requested, table, mode, 1 << 20)
-    assert again.fingerprint() == plan(requested, table, mode, 1 << 20).fingerprint()
+    again = plan(requested, table, has_one_reader=has_one_reader, buffer_bytes=buffer_bytes)
+    assert again.fingerprint() == made.fingerprint()
     assert (np.diff(made.parts.round) >= 0).all()
 
 
@@ -236,10 +233,10 @@ def test_gaps_of_whole_blocks_are_not_read() -> None:
     array=arrays(max_extent=9),
     kinds=st.integers(1, 3),
     ranks=st.integers(1, 6),
-    mode=st.sampled_from(WAYS),
+    has_one_reader=st.booleans(),
 )
 def test_planning_equal_requests_once_gives_the_plan_of_planning_each(
-    data: st.DataObject, array: torch.Tensor, kinds: int, ranks: int, mode: Any
+    data: st.DataObject, array: torch.Tensor, kinds: int, ranks: int, has_one_reader: bool
 ) -> None:
     source = data.draw(owned_chunks(tuple(array.shape), ranks=1))
     target = data.draw(owned_chunks(tuple(array.shape), ranks=kinds))
@@ -248,8 +245,8 @@ def test_planning_equal_requests_once_gives_the_plan_of_planning_each(
     requested = [describe(asked[data.draw(st.integers(0, kinds - 1))], rank=r) for r in range(ranks)]
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(exchange, "equal_requests", lambda of: [[rank] for rank in range(len(of))])
-        one_by_one = plan(requested, table, mode)
-    combined = plan(requested, table, mode)
+        one_by_one = plan(requested, table, has_one_reader=has_one_reader)
+    combined = plan(requested, table, has_one_reader=has_one_reader)
     for field in ("parts", "deliveries", "copies"):
         for name in type(getattr(combined, field)).__slots__:
             actual, expected = (getattr(getattr(p, field), name) for p in (combined, one_by_one))

@@ -87,7 +87,7 @@ def load_unlike_the_other(directory: Path, case: str) -> None:
     arguments: dict[str, Any] = {"options": LoadOptions(timeout_s=60)}
     group = dist.new_group([0, 1])
     if case == "cpu_transfer":
-        arguments["options"] = LoadOptions(timeout_s=60, exchange="broadcast", cpu_transfer=not first)
+        arguments["options"] = LoadOptions(timeout_s=60, exchange="two_stage", cpu_transfer=not first)
     elif case == "direct with a group":
         arguments["exchange_group"] = group if first else None
     elif case == "group of one":

@@ -41,13 +41,13 @@ from megackpt.engine.saving.plan_cache import PlanCache
 from megackpt.errors import DeclarationError, UnsupportedError
 from megackpt.formats.registry import SaveChoice
 from megackpt.mapping import ShardedStateDict, ShardedTensor, StateDict, is_main_replica
-from megackpt.options import Exchange, LoadOptions, SaveOptions
+from megackpt.options import OTHER_NAMES_OF_ALL_TO_ALL, Exchange, LoadOptions, SaveOptions
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-EXCHANGE_ALGORITHMS: tuple[Exchange, ...] = ("broadcast", "gather_rounds", "gather_object", "all_to_all")
-"""Those of Megatron-Core, and ours, which sends each rank only what it needs."""
+EXCHANGE_ALGORITHMS: tuple[Exchange, ...] = (*OTHER_NAMES_OF_ALL_TO_ALL, "all_to_all")
+"""Names of Megatron-Core, and ours. All mean `all_to_all`, which sends each rank only what it needs."""
 __all__ = [
     "EXCHANGE_ALGORITHMS",
     "FullyParallelLoadStrategyWrapper",
@@ -195,7 +195,7 @@ class FullyParallelLoadStrategyWrapper(KnownSettings, LoadShardedStrategy):
         parallelization_group: the group.
         do_cache_distribution: only kept: a plan of a load costs one exchange of requests, and every load
             makes its own.
-        exchange_algo: one of Megatron-Core's, or `all_to_all`, which needs the least memory and traffic.
+        exchange_algo: `all_to_all`, or a name of Megatron-Core, which means the same.
         per_rank_object_load: only kept: objects are exchanged as tensors are.
         pg_cache_path, pg_cache_create: only kept, see `FullyParallelSaveStrategyWrapper`.
         cached_global_metadata: that of the wrapped strategy.
@@ -234,7 +234,7 @@ class FullyParallelLoadStrategyWrapper(KnownSettings, LoadShardedStrategy):
 
     @property
     def exchange_algo(self) -> str:
-        """How ranks send what they have read."""
+        """How ranks send what they have read: the name that was given."""
         return self._exchange_algo
 
     @exchange_algo.setter
