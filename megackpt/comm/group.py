@@ -96,18 +96,6 @@ class Group(ABC):
         """Fill data on every rank with the bytes that root has in it. The length is equal on all ranks."""
         data[:] = self.all_gather(bytes(data) if self.rank == root else b"")[root]
 
-    def all_gather_into(self, data: memoryview, gathered: memoryview) -> None:
-        """Fill gathered with the data of each rank, in rank order. All ranks give equally many bytes."""
-        gathered[:] = b"".join(self.all_gather(bytes(data)))
-
-
-def all_gather_by_exchange(group: Group, data: memoryview, gathered: memoryview) -> None:
-    """Do `Group.all_gather_into` with one exchange between all pairs of ranks. Collective."""
-    buffers = [gathered[r * data.nbytes : (r + 1) * data.nbytes] for r in range(group.size)]
-    peers = [r for r in range(group.size) if r != group.rank]
-    buffers[group.rank][:] = data
-    group.exchange([(r, data) for r in peers], [(r, buffers[r]) for r in peers])
-
 
 def _buffers_for(rank: int, message: bytes) -> list[bytes]:
     """Return the buffers for one rank in a message of the default `Group.exchange`."""
@@ -142,10 +130,6 @@ class SingleProcess(Group):
 
     def broadcast(self, data: memoryview, *, root: int) -> None:
         """Do nothing."""
-
-    def all_gather_into(self, data: memoryview, gathered: memoryview) -> None:
-        """Copy the data."""
-        gathered[:] = data
 
 
 def check_group(group: object, *, name: str = "group") -> None:

@@ -22,7 +22,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from megackpt.comm.group import MAX_NUMBERS, Group, PeerBuffer, all_gather_by_exchange
+from megackpt.comm.group import MAX_NUMBERS, Group, PeerBuffer
 from megackpt.comm.messages import check_same_step, first_line, read_step_header
 from megackpt.comm.missing_ranks import (
     describe_lost_rendezvous,
@@ -199,13 +199,6 @@ class TorchGroup(Group):
             options.rootRank = root
             tensor = torch.frombuffer(data, dtype=torch.uint8)
             self._guarded(lambda: self._group.broadcast([tensor], options).wait())
-
-    def all_gather_into(self, data: memoryview, gathered: memoryview) -> None:
-        """Fill gathered with the data of each rank, in rank order.
-
-        Not with gloo's all-gather, which makes a copy of everything.
-        """
-        all_gather_by_exchange(self, data, gathered)
 
     def _exchange(self, sends: Sequence[PeerBuffer], receives: Sequence[PeerBuffer]) -> None:
         if self._transport is None:

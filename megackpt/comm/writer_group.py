@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import NoReturn
 
 from megackpt.comm import store_group
-from megackpt.comm.group import PeerBuffer, all_gather_by_exchange
+from megackpt.comm.group import PeerBuffer
 from megackpt.comm.messages import first_line
 from megackpt.comm.store_client import StoreClient
 from megackpt.comm.store_group import StoreGroup
@@ -80,10 +80,6 @@ class WriterGroup(StoreGroup):
         bits = (position & -position).bit_length() - 1 if position else self.size.bit_length()
         children = [position + (1 << bit) for bit in reversed(range(bits))]
         self.exchange([((child + root) % self.size, data) for child in children if child < self.size], [])
-
-    def all_gather_into(self, data: memoryview, gathered: memoryview) -> None:
-        """Fill gathered with the data of each rank, in rank order."""
-        all_gather_by_exchange(self, data, gathered)
 
     def leave(self) -> None:
         """Close the connections, and leave the group."""

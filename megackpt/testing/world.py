@@ -158,10 +158,6 @@ class SimulatedRank(Group):
         own_data = bytes(data) if self.rank == root else b""
         data[:] = self._world._meet(self.rank, own_data, len(own_data))[root]
 
-    def all_gather_into(self, data: memoryview, gathered: memoryview) -> None:
-        """Fill gathered with what each rank has in data."""
-        gathered[:] = b"".join(self._world._meet(self.rank, bytes(data), len(data)))
-
 
 def _messages(everyone: Sequence[Any]) -> list[bytes]:
     """Return the messages; for ranks in a collective of another kind, their step if they have one."""

@@ -164,9 +164,6 @@ def test_messages_between_all_ranks_arrive_in_order_and_nothing_stays(server: An
             for rank, data in receives:
                 assert data == text(rank, group.rank, data.nbytes)
         group.exchange([], [])
-        everyone = memoryview(bytearray(ranks * 3))
-        group.all_gather_into(text(group.rank, 0, 3), everyone)
-        assert everyone == b"".join(text(r, 0, 3) for r in range(ranks))
         run_on_all_ranks(group, lambda: b"", doing="ending")
 
     before = server.num_keys()
