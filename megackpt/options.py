@@ -273,6 +273,7 @@ class LoadOptions:
                 f"data between devices. Leave it out."
             )
         if self.exchange in OTHER_NAMES_OF_ALL_TO_ALL:
+            # What all_to_all exchanges always goes through host memory.
             object.__setattr__(self, "exchange", "all_to_all")
             object.__setattr__(self, "cpu_transfer", True)
 
