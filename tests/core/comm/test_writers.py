@@ -504,7 +504,9 @@ def test_a_save_waits_for_earlier_ones_as_long_as_its_option(
     fake_session.most_pending.clear()
     saver.turn(waits=True)
     assert fake_session.most_pending == at_the_end
+    fake_session.most_pending.clear()
     saver.close()
+    assert fake_session.most_pending == [0]
 
 
 @pytest.mark.parametrize(

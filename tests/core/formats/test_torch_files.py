@@ -90,6 +90,13 @@ def test_prefixes_of_wrappers_are_left_out_and_a_prefix_is_put_before_bare_weigh
     assert_same(megackpt.load({}, tmp_path / "new"), {"model": model.state_dict()})
 
 
+def test_tensors_in_tuples_are_common_state(tmp_path: Path) -> None:
+    torch.save({"pair": (torch.arange(3), 1), "w": torch.ones(2)}, tmp_path / "s.pt")
+    for path in (tmp_path / "s.pt", megackpt.import_torch(tmp_path / "s.pt", tmp_path / "c").location):
+        tensor, number = megackpt.load_common_state_dict(path)["pair"]
+        assert (tensor.tolist(), number) == ([0, 1, 2], 1)
+
+
 def test_a_transposed_and_a_narrowed_tensor_are_stored_as_they_look(tmp_path: Path) -> None:
     base = torch.arange(24.0).view(4, 6)
     odd = {"scalar": torch.tensor(3), "empty": torch.empty(0, 3)}

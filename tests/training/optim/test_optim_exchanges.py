@@ -14,7 +14,14 @@ from torch.nn import Parameter
 
 from megackpt.errors import DeclarationError, OptimizerError
 from megackpt.mapping import ShardedStateDict, ShardedTensor
-from megackpt.optim import DistributedOptimizer, distributed, grad_sync, overlap
+from megackpt.optim import (
+    DistributedOptimizer,
+    MixedPrecisionOptimizer,
+    distributed,
+    grad_sync,
+    mixed_precision,
+    overlap,
+)
 from megackpt.optim.collectives import start_reduction
 from megackpt.optim.gather import StateRange, gather_states, join_states
 from megackpt.optim.grad_sync import touched_on_any_rank
@@ -292,3 +299,19 @@ def test_masters_that_are_written_into_the_model_are_sent_to_all_ranks(
     (bucket,) = shared
     assert bucket[: master.numel()].tolist() == [9.0] * master.numel()
     assert torch.equal(bucket[:8], param)
+
+
+def test_gradients_of_whole_parameters_are_reduced_and_shared_bucket_by_bucket(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    called: list[str] = []
+    monkeypatch.setattr(
+        mixed_precision,
+        "reduce_scatter_grads",
+        lambda bucket, axis, divisor: called.append(f"reduced by {divisor}"),
+    )
+    monkeypatch.setattr(mixed_precision, "all_gather_slices", lambda bucket, axis: called.append("gathered"))
+    groups = ParallelGroups.offline(ParallelLayout(dp=DP), 0)
+    optimizer = MixedPrecisionOptimizer([Parameter(torch.arange(8.0))], torch.optim.AdamW, groups)
+    optimizer._average_grads()
+    assert called == [f"reduced by {DP}", "gathered"]
