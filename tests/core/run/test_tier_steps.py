@@ -403,6 +403,7 @@ def test_copies_go_to_other_nodes_whatever_their_number_and_the_jump() -> None:
                     nodes_with_copies = [nodes.of_rank[rank], *(nodes.of_rank[keeper] for keeper in keepers)]
                     assert len(set(nodes_with_copies)) == len(nodes_with_copies) == min(copies, count)
     assert Nodes((0, 0, 1, 1, 2, 2, 3, 3)).keepers(copies=2, jump=2)[:3] == ((4,), (5,), (6,))
+    assert Nodes(tuple(range(5))).keepers(copies=3, jump=2)[0] == (2, 4)
 
 
 def test_ranks_share_a_node_by_local_world_size_unless_it_is_named(
