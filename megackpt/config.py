@@ -39,7 +39,7 @@ class CheckpointConfig:
 
     Attributes:
         dist_ckpt_format: format of new checkpoints: `megackpt`, `torch_dist`, `zarr`, or a format that
-            another package adds. A version may follow, as in `zarr:1`; default is the newest. Loads detect
+            another package adds. A version may follow, as in `zarr:3`; default is the newest. Loads detect
             the format.
         dist_ckpt_load_on_device: load straight into tensors on their device. False: load into new tensors in
             host memory, which the loaded state dict then has.

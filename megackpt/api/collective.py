@@ -47,9 +47,8 @@ def save(
     """Save a sharded state dict as one checkpoint, atomically and durably.
 
     Collective: every rank of the group calls it with its own part of the state. When it returns, the
-    checkpoint is committed. Until then, an older checkpoint in the same directory does not change (in zarr
-    version 1, unless the process dies during the replacement). The function does not change the state dict,
-    its entities or its tensors.
+    checkpoint is committed. Until then, an older checkpoint in the same directory does not change. The
+    function does not change the state dict, its entities or its tensors.
 
     Args:
         sharded_state_dict: nested dicts and lists. Leaves are sharded entities or DTensors, which become

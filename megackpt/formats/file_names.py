@@ -74,9 +74,9 @@ TORCH_DIST = FileNames(
 )
 
 ZARR_V1 = FileNames(
-    # The second one is the temporary file of a process that died while it replaced a marker.
+    # Earlier versions of megackpt wrote an attempt to a directory of its own, and moved the files to names
+    # without an attempt, as Megatron-Core has them. The second one is a temporary file of the list of these.
     attempt=rf"\.megackpt-{_ATTEMPT}/.*|\.\.megackpt-{_ATTEMPT}\.json\.[0-9a-f]+\.tmp",
-    marker=r"\.megackpt-[0-9a-f]{16}\.json",
     foreign=r".*/\.zarray",
 )
 

@@ -62,7 +62,7 @@ Their names do not show whether a save has finished. So a place with such files 
 is free for a save, and is no step of a run.
 """
 
-_READ_ONLY: frozenset[Name] = frozenset({("huggingface", 1), *_FOREIGN})
+_READ_ONLY: frozenset[Name] = frozenset({("zarr", 1), ("huggingface", 1), *_FOREIGN})
 """Built-in formats without a save strategy, known without importing them."""
 
 

@@ -39,9 +39,8 @@ class Capabilities:
     Each `SaveStrategy` declares one. The defaults fit a strategy that has the required methods only.
 
     Attributes:
-        writes_in_place: the name of a file depends on its content only, not on the rank or attempt that
-            writes it. So ranks need each other's rows in order not to write one file at the same time: a
-            save without an exchange of declarations raises an error, and `SaveStrategy.begin` is called.
+        shares_files: several ranks may write parts of one file. They need each other's rows in order not to
+            write it at the same time, so a save without an exchange of declarations raises an error.
         needs_own_rows_only: `rounds` and `write_chunks` need only the rank's own rows of the plan, and are
             given these alone. This saves memory and messages that would grow with the number of ranks.
             `write_index` is given the plan of all ranks in any case.
@@ -53,7 +52,7 @@ class Capabilities:
         digests_arrays: `with_array_digests` is implemented.
     """
 
-    writes_in_place: bool = False
+    shares_files: bool = False
     needs_own_rows_only: bool = False
     writes_in_order: bool = False
     refers_to_arrays: bool = False
@@ -83,9 +82,8 @@ class ChunkParts(ABC):
 class SaveStrategy(ABC):
     """Writes checkpoints of one format. Nothing that it writes is part of a checkpoint before the commit.
 
-    A save calls, in this order: `check_common` on rank 0; `encode_object` on every rank; `begin` on rank 0,
-    if the strategy writes in place; `write_chunks` once per round on every rank; `write_common`,
-    `write_index` and `publish` on rank 0. The commit follows.
+    A save calls, in this order: `check_common` on rank 0; `encode_object` on every rank; `write_chunks` once
+    per round on every rank; `write_common`, `write_index` and `publish` on rank 0. The commit follows.
 
     Attributes:
         backend: name of the format, `sharded_backend` in metadata.json.
@@ -178,9 +176,6 @@ class SaveStrategy(ABC):
         return []
 
     # Formats that declare the capability.
-
-    def begin(self, store: Store, *, attempt: str) -> None:  # noqa: B027 - most formats have nothing to do
-        """Prepare the store for an attempt (`writes_in_place`). Rank 0, before any rank writes."""
 
     def with_array_digests(self, covered: CoverageCheck) -> SaveStrategy:
         """Return a strategy that also stores a digest of each covered array (`digests_arrays`).

@@ -19,11 +19,14 @@ from megackpt.mapping import ShardedStateDict
 from megackpt.optim import DistributedOptimizer
 from megackpt.parallel import ParallelGroups, ParallelLayout, RoutingOptions
 from megackpt.simulation import ModelSizes
+from megackpt.storage import MemoryStore, Store
 from megackpt.testing.world import SimulatedWorld
 from models import GPTConfig, MoEConfig, build_gpt
+from tests.support.zarr_v1 import copy_as_zarr_v1
 
-FORMATS = sorted((strategy.backend, strategy.version) for strategy in save_strategies())
-NATIVE = ("megackpt", 1)
+SAVED_FORMATS = sorted((strategy.backend, strategy.version) for strategy in save_strategies())
+NATIVE, ZARR_1 = ("megackpt", 1), ("zarr", 1)
+FORMATS = [*SAVED_FORMATS, ZARR_1]  # all that `saved` makes: the last one is only read
 RANKS = 2
 COMMON = {"step": 7, "args": {"lr": 3e-4, "betas": [0.9, 0.95]}, "rng": torch.arange(4)}
 CONTENT = {"sharding": "flat"}
@@ -51,12 +54,16 @@ def state_of(rank: int) -> ShardedStateDict:
 def saved(directory: Path, format: tuple[str, int] = NATIVE, *, parity: int | None = None) -> Path:
     """Save the state of both ranks, with a file of tensors of common state where the format has one."""
     options = SaveOptions(plain_tensors="common", parity=parity)
+    target: Path | Store = MemoryStore() if format == ZARR_1 else directory
+    strategy = NATIVE if format == ZARR_1 else format
 
     def save_rank(group: Group) -> None:
         state = state_of(group.rank)
-        megackpt.save(state, directory, format, content_metadata=CONTENT, options=options, group=group)
+        megackpt.save(state, target, strategy, content_metadata=CONTENT, options=options, group=group)
 
     SimulatedWorld(RANKS).run(save_rank)
+    if format == ZARR_1:
+        copy_as_zarr_v1(target, directory)
     return directory
 
 

@@ -34,7 +34,7 @@ from megackpt.compat.megatron.settings import KnownSettings
 from megackpt.engine.saving.plan_cache import PlanCache
 from megackpt.engine.saving.save_request import SaveRequest, save_request
 from megackpt.errors import CommonStateError, DeclarationError
-from megackpt.formats.registry import DEFAULT_BACKEND, SaveChoice, save_strategy
+from megackpt.formats.registry import DEFAULT_BACKEND, SaveChoice, check_known, save_strategy
 from megackpt.mapping import ShardedStateDict, StateDict
 from megackpt.options import KeyRule, LoadOptions, Policy, SaveOptions
 from megackpt.validation import StrictHandling
@@ -58,11 +58,15 @@ class FormatSaveStrategy(KnownSettings, AsyncSaveShardedStrategy):
         backend, version: the format.
         use_cached_ckpt_structure: keep the plan of each structure that this strategy saves. A later save of
             the same structure takes it: ranks compare digests of it, and gather no declarations.
+
+    Raises:
+        DeclarationError: there is no such format, or it is only read.
     """
 
     SETTINGS: ClassVar[tuple[str, ...]] = ("backend", "version", "use_cached_ckpt_structure")
 
     def __init__(self, backend: str, version: int) -> None:
+        check_known((backend, version), to_save=True)
         super().__init__(backend, version)
         self.use_cached_ckpt_structure = False
         self._plans = PlanCache()

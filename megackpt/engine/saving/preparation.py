@@ -134,7 +134,7 @@ def _prepare(
     strategy = request.choose()
     for hook in request.hooks:
         strategy = hook.strategy_for(strategy)
-    if strategy.capabilities.writes_in_place and not request.validate:
+    if strategy.capabilities.shares_files and not request.validate:
         raise DeclarationError(
             f"Format {strategy.backend} version {strategy.version} needs validate_access_integrity=True: "
             f"without it ranks do not exchange what they write, and two ranks could write one file at the "

@@ -32,8 +32,7 @@ def save_state(request: SaveRequest, store: Store, group: Group, options: SaveOp
 
     Raises:
         CheckpointError: the same on every rank. The checkpoint at this location is the previous one, if any,
-            or this one if only the last synchronisation, after the commit, failed; see
-            `Capabilities.writes_in_place` for formats that may leave none.
+            or this one if only the last synchronisation, after the commit, failed.
     """
     planned = plan_save(request, store, group, options)
     write_and_commit(planned, store, group)

@@ -118,10 +118,6 @@ def write_chunks(planned: PlannedSave, store: Store, group: Group) -> WrittenChu
         CheckpointError: the same on every rank. What was written is not removed.
     """
     strategy, plan, rank = planned.strategy, planned.plan, group.rank
-    if strategy.capabilities.writes_in_place:
-        with errors_on_all_ranks(group, "removing the files of the checkpoint that is replaced"):
-            if rank == 0:
-                strategy.begin(store, attempt=planned.attempt)
     messages_of_rounds: list[list[bytes]] = []
     rounds: Sequence[Ints] = ()
     while not messages_of_rounds or len(messages_of_rounds) < len(rounds):

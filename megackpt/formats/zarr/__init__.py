@@ -1,1 +1,1 @@
-"""The formats `zarr`: version 1 (zarr v2, as Megatron-Core wrote it) and version 3 (zarr v3 with shards)."""
+"""The formats `zarr`: version 3 (zarr v3 with shards), and version 1 (Megatron-Core's zarr v2), only read."""

@@ -1,8 +1,7 @@
 """The chunk grid of each array.
 
 Pure: a function of the whole plan, so every rank computes the same. Each chunk of a grid is a file, and two
-    ranks
-cannot write parts of one file at the same time. So a grid follows the cuts between ranks if these are
+ranks cannot write parts of one file at the same time. So a grid follows the cuts between ranks if these are
 regular. If not, its chunks are chosen so that few ranks share one (see `rounds`).
 """
 
@@ -24,12 +23,12 @@ class GridRules:
 
     Attributes:
         file_bytes: about the largest size of a file.
-        inner_bytes: about the largest size of a chunk inside a file; 0 if files are not divided.
+        inner_bytes: about the largest size of a chunk inside a file.
         files_per_row: largest number of files for each row of the plan.
     """
 
     file_bytes: int = 16 * 1024 * 1024
-    inner_bytes: int = 0
+    inner_bytes: int = 1024 * 1024
     files_per_row: int = 4
 
 
@@ -81,8 +80,6 @@ def _grid_of(spec: ArraySpec, rows: ChunkTable, width: int, rules: GridRules) ->
         whole = tuple(max(n, 1) for n in spec.global_shape)
         steps = boxes if fits else _Steps(whole, (False,) * dims)
     chunk = _shrunk(steps, max(target // width, 1))
-    if not rules.inner_bytes:
-        return Grid(chunk, chunk)
     return _cut_inside(_Steps(chunk, steps.aligned), max(rules.inner_bytes // width, 1))
 
 

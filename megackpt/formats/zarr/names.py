@@ -6,29 +6,23 @@ import re
 from collections.abc import Iterable, Sequence
 from urllib.parse import unquote
 
-from megackpt.errors import DeclarationError, truncated_list
-from megackpt.metadata import OBJECT, ArraySpec
-from megackpt.storage import is_allowed_name
+from megackpt.errors import DeclarationError
+from megackpt.metadata import ArraySpec
 
 BACKEND = "zarr"
 COMMON = "common.pt"
 STAGING = ".megackpt-"
+"""Version 1, as earlier versions of megackpt saved it: begin of the names of markers, and of directories of
+attempts that were not published."""
 
 _MARKER = re.compile(r"\.megackpt-([0-9a-f]{16})\.json")
-_CHUNK = re.compile(r"\d+(?:\.\d+)*")
 _SHARD = re.compile(r"shard_(\d+(?:\.\d+)*)_(\d+(?:\.\d+)*)\.(?:pt|bin)")
 # What no file system or zarr v3 (which reserves "__") takes, and "%", so that `unquoted` is the inverse.
 _UNSAFE = re.compile(r"[%/\\\x00-\x1f\x7f]|^\.+$|^__|^zarr\.json$", re.DOTALL)
-_FIXED = frozenset({"metadata.json", COMMON, "zarr.json", ".zarray", ".zattrs", ".zgroup", ".zmetadata"})
-
-
-def staged(attempt: str) -> str:
-    """Return the directory with the files of an attempt of version 1 that is not published yet."""
-    return f"{STAGING}{attempt}/"
 
 
 def marker(attempt: str) -> str:
-    """Return the file that names an attempt of version 1 that was published, and lists its files."""
+    """Return the file that lists the files of an attempt of version 1, saved by an earlier megackpt."""
     return f"{STAGING}{attempt}.json"
 
 
@@ -82,11 +76,6 @@ def parse_shard(leaf: str) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
     return offset, shape
 
 
-def is_chunk(leaf: str) -> bool:
-    """Return whether a name, in the directory of an array, may be that of a chunk of zarr v2."""
-    return _CHUNK.fullmatch(leaf) is not None
-
-
 def quoted(key: str) -> str:
     """Return a directory name for any key: what a name cannot hold is percent-encoded.
 
@@ -99,26 +88,6 @@ def quoted(key: str) -> str:
 def unquoted(name: str) -> str:
     """Return the key of a directory name."""
     return unquote(name)
-
-
-def check_names(arrays: Iterable[ArraySpec]) -> None:
-    """Check that keys can be paths, as Megatron-Core's version 1 uses them.
-
-    Raises:
-        DeclarationError: a key is not a relative path, is one of the format's own files, or is in the
-            directory of another array.
-    """
-    specs = list(arrays)
-    tensors = {spec.key for spec in specs if spec.dtype != OBJECT}
-    faults = [f"{s.key!r} {fault}" for s in specs if (fault := _fault_of(s.key, tensors)) is not None]
-    if faults:
-        raise DeclarationError(
-            f"Format zarr version 1 stores every key in the directory of its name, so these cannot be "
-            f"saved:\n"
-            f"{truncated_list(faults)}\nRename them, or save in another format (zarr version 3 takes any "
-            f"key).",
-            key=next(s.key for s in specs if _fault_of(s.key, tensors) is not None),
-        )
 
 
 def check_lengths(arrays: Iterable[ArraySpec]) -> None:
@@ -134,19 +103,6 @@ def check_lengths(arrays: Iterable[ArraySpec]) -> None:
                 f"empty, longer than 255 bytes, or no valid Unicode. Use another key.",
                 key=spec.key,
             )
-
-
-def _fault_of(key: str, tensors: set[str]) -> str | None:
-    if not is_allowed_name(key):
-        return "is no relative path"
-    parts = key.split("/")
-    if parts[0].startswith(STAGING):
-        return f"begins with {STAGING!r}"
-    if not _FIXED.isdisjoint(parts):
-        return "has the name of a file of the format"
-    # A file of one array in the directory of another could have the name of a chunk.
-    above = next((a for n in range(1, len(parts)) if (a := "/".join(parts[:n])) in tensors), None)
-    return f"lies in the directory of {above!r}" if above is not None else None
 
 
 def _is_unicode(text: str) -> bool:

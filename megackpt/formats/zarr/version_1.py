@@ -1,50 +1,42 @@
-"""Format `zarr` version 1: zarr v2 arrays exactly as Megatron-Core up to 0.15 wrote them.
+"""Format `zarr` version 1: zarr v2 arrays as Megatron-Core before 0.15 wrote them. It is only read.
 
 Each array is in the directory of its key, with uncompressed chunks. Objects and common state are files of
-torch.save. An attempt is written to a directory of its own, and moved to its final names at the end.
+torch.save. Earlier versions of megackpt saved this format as well: a marker, whose name has the attempt,
+lists the files of such a save.
 
 Source: Megatron-Core 0.12 `dist_checkpointing/strategies/{zarr,tensorstore,common}.py`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-from megackpt.errors import CheckpointError, FormatError, UnserializableError
+from megackpt.errors import CheckpointError, FormatError
 from megackpt.formats.contents import Contents
 from megackpt.formats.damage import Damage, damage_of
 from megackpt.formats.file_names import ZARR_V1
-from megackpt.formats.safe_pickle import load_value, save_value, warn_of_unsafe_pickle
+from megackpt.formats.safe_pickle import load_value, warn_of_unsafe_pickle
 from megackpt.formats.strategy import MANIFEST, Format, Json, LoadStrategy
 from megackpt.formats.zarr import names
-from megackpt.formats.zarr.array_documents import V2_FILE, ZarrArray, array_v2
-from megackpt.formats.zarr.assembly import put_file
+from megackpt.formats.zarr.array_documents import V2_FILE, array_v2
 from megackpt.formats.zarr.checking import (
     changed_documents,
     changed_records,
     missing_chunks,
     missing_files,
 )
-from megackpt.formats.zarr.grids import Grid, GridRules
 from megackpt.formats.zarr.library import tensorstore
-from megackpt.formats.zarr.load import find_arrays_v2, find_objects, identity_of, open_contents, parse_files
-from megackpt.formats.zarr.publication import (
-    MARKER_MAX_BYTES,
-    arrays_in,
-    check_marked,
-    is_committed,
-    marked_files,
-    owned_files,
-    publish_files,
-    put_marker,
-    remove_empty_directories,
+from megackpt.formats.zarr.load import (
+    check_listed,
+    find_arrays_v2,
+    find_objects,
+    identity_of,
+    open_contents,
+    parse_files,
 )
-from megackpt.formats.zarr.save import ZarrSaveStrategy
-from megackpt.metadata import ArraySpec
 from megackpt.storage import Store
 
-RULES = GridRules()
 SUFFIX = ".pt"
 CONTENT_METADATA = "content_metadata"
 """Key under which Megatron-Core stores content metadata in common state."""
@@ -58,88 +50,7 @@ _MANIFEST: Json = {
 """The whole content of metadata.json: Megatron-Core fails on any other field."""
 
 _COMMON_MAX_BYTES = 2**34
-
-
-class ZarrV2SaveStrategy(ZarrSaveStrategy):
-    """Saves format `zarr` version 1."""
-
-    version = 1
-    file_names = ZARR_V1
-
-    def __init__(self, rules: GridRules = RULES) -> None:
-        super().__init__(rules)
-
-    def begin(self, store: Store, *, attempt: str) -> None:
-        """Check, before anything is written, that all arrays in the directory are of a checkpoint."""
-        tensorstore()
-        # Called for its errors: publishing replaces arrays by name, so it must not meet those of somebody
-        # else.
-        owned_files(store, store.names())
-        remove_empty_directories(store, names.STAGING)
-
-    def check_keys(self, arrays: tuple[ArraySpec, ...]) -> None:
-        """Check that keys are paths that do not contain each other."""
-        names.check_names(arrays)
-
-    def array_of(self, spec: ArraySpec, grid: Grid, attempt: str) -> ZarrArray:
-        """Return the array as it is stored in the directory of an attempt."""
-        return array_v2(spec, grid, directory=names.staged(attempt))
-
-    def object_name(self, spec: ArraySpec, offset: tuple[int, ...], attempt: str) -> str:
-        """Return the file of an object."""
-        return (
-            f"{names.staged(attempt)}{spec.key}/{names.shard_file(offset, spec.global_shape, suffix=SUFFIX)}"
-        )
-
-    def check_common(self, common: Any) -> None:
-        """Check that common state can be pickled, and loaded without running code."""
-        _encoded_common(common)
-
-    def encode_object(self, value: Any, *, path: str) -> bytes:
-        """Return the bytes of torch.save for a value."""
-        return save_value(value, path=path)
-
-    def write_common(self, store: Store, *, attempt: str, common: Any) -> Json:
-        """Write common state; content metadata is a part of it, as in Megatron-Core."""
-        put_file(store, names.staged(attempt) + names.COMMON, _encoded_common(common))
-        return {"common": names.staged(attempt) + names.COMMON}
-
-    def publish(self, store: Store, *, attempt: str, entries: Json) -> Json:
-        """Replace the files of the last checkpoint by those of the attempt."""
-        publish_files(store, attempt=attempt)
-        return dict(_MANIFEST)
-
-    def committed_attempt(self, store: Store) -> str | None:
-        """Return the attempt of the marker, if metadata.json is of this format."""
-        return _attempt(store, store.names()) if is_committed(store) else None
-
-    def remove_arrays(self, store: Store, manifest: Json, *, key_prefix: str) -> tuple[Json, list[str]]:
-        """Return the files of the arrays, documents first: without its document there is no array."""
-        listed = store.names()
-        paths = [n.removesuffix(V2_FILE) for n in arrays_in(listed) if n.startswith(key_prefix)]
-        stale = [path + V2_FILE for path in sorted(paths)]
-        owned = sorted(owned_files(store, listed) - set(stale))
-        stale += [n for n in owned if n.startswith(key_prefix) and n != names.COMMON]
-        # The marker keeps naming the removed files as ours, so that a later save deletes them if this one
-        # does not get to it. They leave the list of the checkpoint, by which a load finds that files are
-        # missing.
-        attempt = _attempt(store, listed)
-        if attempt is not None:
-            kept = parse_files(
-                store.read(names.marker(attempt), max_bytes=MARKER_MAX_BYTES),
-                "checkpoint",
-                where=f"{store.location}/{names.marker(attempt)}",
-            )
-            put_marker(store, attempt, owned=owned + stale, checkpoint=sorted(set(kept) - set(stale)))
-        return manifest, stale
-
-    def files_of(self, manifest: Json) -> list[str]:
-        """Return the file with common state before it is published."""
-        return [manifest["common"]] if "common" in manifest else []
-
-    def fixed_names(self, store: Store) -> list[str]:
-        """Return the files that our markers name, then the markers."""
-        return marked_files(store, store.names())
+_MARKER_MAX_BYTES = 2**30
 
 
 class ZarrV2LoadStrategy(LoadStrategy):
@@ -154,25 +65,26 @@ class ZarrV2LoadStrategy(LoadStrategy):
         Arrays in deeper directories count only inside a zarr group: else they are of the steps of a training.
         """
         listed = store.names()
-        # Saves of megackpt and Megatron-Core write one of these before the commit, and other writers neither.
+        # Megatron-Core and earlier versions of megackpt wrote one of these before the commit, and other
+        # writers neither.
         is_incomplete = names.COMMON in listed or any(names.attempt_of_marker(n) for n in listed)
-        arrays = arrays_in(listed)
+        arrays = [n for n in listed if n.endswith(f"/{V2_FILE}") and not n.startswith(names.STAGING)]
         is_group = bool(arrays) and ".zgroup" in listed
         if is_incomplete or not (is_group or any(name.count("/") == 1 for name in arrays)):
             return None
         return {**_MANIFEST, "detected": True}
 
     def check_files(self, store: Store, manifest: Json, *, deep: bool) -> Iterator[Damage]:
-        """Yield the files that are missing or changed, and entries of the commit that no save writes."""
+        """Yield the files that are missing or changed, and entries of the commit that no save wrote."""
         listed = store.names()
         try:
-            attempt = None if manifest.get("detected") else _attempt(store, listed)
+            attempt = None if manifest.get("detected") else _attempt(listed)
             if attempt is not None:  # saved by megackpt: others may write other entries
                 if manifest != _MANIFEST:
-                    what = "it has other entries than a save of this format writes"
+                    what = "it has other entries than a save of this format wrote"
                     yield Damage(file=MANIFEST, what=what)
                 name = names.marker(attempt)
-                data = store.read(name, max_bytes=MARKER_MAX_BYTES)
+                data = store.read(name, max_bytes=_MARKER_MAX_BYTES)
                 files = parse_files(data, "checkpoint", where=f"{store.location}/{name}")
                 yield from missing_files(files, listed, list_name=name)
             arrays = find_arrays_v2(store, listed)
@@ -195,7 +107,7 @@ class ZarrV2LoadStrategy(LoadStrategy):
         # Arrays are found by their documents, so without this check a lost document is a lost array,
         # silently.
         if not manifest.get("detected"):
-            check_marked(store, listed)
+            _check_marked(store, listed)
         arrays = find_arrays_v2(store, listed)
 
         def decode(data: bytes, where: str) -> Any:
@@ -213,26 +125,33 @@ class ZarrV2LoadStrategy(LoadStrategy):
             listed=listed,
             common=common,
             decode_object=decode,
-            identity=_attempt(store, listed) or identity_of(arrays, listed),
-            names_save=_attempt(store, listed) is not None,
+            identity=_attempt(listed) or identity_of(arrays, listed),
+            names_save=_attempt(listed) is not None,
         )
 
 
-def _encoded_common(common: Any) -> bytes:
-    """Return the content of common.pt: common state, with content metadata in it."""
-    state, content_metadata = common["state_dict"], common[CONTENT_METADATA]
-    if CONTENT_METADATA in state:  # Megatron-Core would take it for what save() was given
-        raise UnserializableError(
-            f"{CONTENT_METADATA}: the state dict has this key, where format zarr version 1 stores the "
-            f"content metadata that save() is given. Rename it.",
-            path=CONTENT_METADATA,
-        )
-    if content_metadata is not None:
-        state = {**state, CONTENT_METADATA: content_metadata}
-    return save_value(state, path="common state")
+def _check_marked(store: Store, listed: Sequence[str]) -> None:
+    """Check that no document of an array, and no object, is missing that a marker lists.
+
+    The marker of an attempt that was never published is ignored. Checkpoints of others have no marker, and
+    cannot be checked.
+
+    Raises:
+        FormatError: a file is missing, or the marker is damaged.
+    """
+    unpublished = {ZARR_V1.attempt_of(name) for name in listed}
+    for name in listed:
+        attempt = names.attempt_of_marker(name)
+        if attempt is None or attempt in unpublished:
+            continue
+        where = f"{store.location}/{name}"
+        files = parse_files(store.read(name, max_bytes=_MARKER_MAX_BYTES), "checkpoint", where=where)
+        files = [n for n in files if n != names.COMMON]  # its reader reports it
+        check_listed(files, listed, location=store.location, list_name=where, key_of=str)
 
 
-def _attempt(store: Store, listed: list[str]) -> str | None:
+def _attempt(listed: Iterable[str]) -> str | None:
+    """Return the attempt of the only marker; None if there is none, or more than one."""
     attempts = [a for a in map(names.attempt_of_marker, listed) if a is not None]
     # There are two markers if a save died after it wrote its own and before it deleted the old one. Files of
     # both attempts may then be in place.
@@ -258,7 +177,5 @@ def _read_common(store: Store, allow_unsafe_pickle: bool) -> Any:
 FORMAT = Format(
     backend=names.BACKEND,
     version=1,
-    save=ZarrV2SaveStrategy,
     load=ZarrV2LoadStrategy,
-    file_names=ZARR_V1,
 )

@@ -6,6 +6,7 @@ Objects and common state are blobs of `megackpt.codec`, without pickle, each wit
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -25,13 +26,21 @@ from megackpt.formats.documents import (
     write_small_file,
 )
 from megackpt.formats.file_names import ZARR_V3
-from megackpt.formats.strategy import MANIFEST, Format, Json, LoadStrategy
+from megackpt.formats.strategy import (
+    MANIFEST,
+    Capabilities,
+    ChunkParts,
+    Format,
+    Json,
+    LoadStrategy,
+    SaveStrategy,
+)
 from megackpt.formats.zarr import names
 from megackpt.formats.zarr.array_documents import MAX_DOCUMENT_BYTES, V3_FILE, ZarrArray, array_v3, group_v3
-from megackpt.formats.zarr.assembly import put_file
+from megackpt.formats.zarr.assembly import Assembler, WritePlan, gathered, put_file
 from megackpt.formats.zarr.checking import changed_documents, missing_chunks, missing_files
 from megackpt.formats.zarr.chunks import StoredObjects
-from megackpt.formats.zarr.grids import Grid, GridRules
+from megackpt.formats.zarr.grids import Grid, GridRules, choose_grids
 from megackpt.formats.zarr.library import tensorstore
 from megackpt.formats.zarr.load import (
     check_listed,
@@ -41,43 +50,27 @@ from megackpt.formats.zarr.load import (
     open_contents,
     parse_files,
 )
-from megackpt.formats.zarr.publication import remove_empty_directories
-from megackpt.formats.zarr.save import ZarrSaveStrategy
+from megackpt.formats.zarr.rounds import find_touched_files, plan_rounds
+from megackpt.geometry import Ints
 from megackpt.metadata import OBJECT, ArraySpec
 from megackpt.planning import SavePlan
 from megackpt.storage import Store, check_name, digest_of
 
-RULES = GridRules(inner_bytes=1024 * 1024)
+RULES = GridRules()
 SUFFIX = ".bin"
 
 
-class ZarrV3SaveStrategy(ZarrSaveStrategy):
-    """Saves format `zarr` version 3."""
+class ZarrV3SaveStrategy(SaveStrategy):
+    """Saves format `zarr` version 3, with sizes of files and chunks by rules. Used for one save at a time."""
 
+    backend = names.BACKEND
     version = 3
     file_names = ZARR_V3
+    capabilities = Capabilities(shares_files=True)
 
     def __init__(self, rules: GridRules = RULES) -> None:
-        super().__init__(rules)
-
-    def begin(self, store: Store, *, attempt: str) -> None:
-        """Remove empty directories of earlier attempts."""
-        tensorstore()
-        for prefix in ("zarr-", "objects-"):
-            remove_empty_directories(store, prefix)
-
-    def check_keys(self, arrays: tuple[ArraySpec, ...]) -> None:
-        """Check that encoded keys are valid directory names."""
-        names.check_lengths(arrays)
-
-    def array_of(self, spec: ArraySpec, grid: Grid, attempt: str) -> ZarrArray:
-        """Return the array as it is stored in the group of an attempt."""
-        return array_v3(spec, grid, directory=names.arrays_directory(attempt), name=names.quoted(spec.key))
-
-    def object_name(self, spec: ArraySpec, offset: tuple[int, ...], attempt: str) -> str:
-        """Return the file of an object."""
-        leaf = names.shard_file(offset, spec.global_shape, suffix=SUFFIX)
-        return f"{names.objects_directory(attempt)}{names.quoted(spec.key)}/{leaf}"
+        self._rules = rules
+        self._last: tuple[SavePlan, str, WritePlan] | None = None
 
     def check_common(self, common: Any) -> None:
         """Check that `megackpt.codec` can encode common state and content metadata."""
@@ -88,9 +81,52 @@ class ZarrV3SaveStrategy(ZarrSaveStrategy):
         """Return the digest and the blob of a value."""
         return with_digest(pack(value, path=path))
 
+    def rounds(self, plan: SavePlan, rank: int) -> list[Ints]:
+        """Return the rows of a rank by round: ranks that share a file write it in different rounds.
+
+        Raises:
+            DeclarationError: a key cannot be stored; the same on every rank.
+            MissingExtraError: tensorstore is not installed here.
+        """
+        tensorstore()
+        names.check_lengths(plan.table.arrays)
+        rounds = self._planned(plan, "").rounds
+        own_rows = plan.rows_of(rank)
+        return [np.sort(own_rows[rounds.round[own_rows] == number]) for number in range(rounds.count)]
+
+    def write_chunks(
+        self, store: Store, *, attempt: str, rank: int, plan: SavePlan, rows: Ints, parts: ChunkParts
+    ) -> bytes:
+        """Write the files of one round. Rank 0 needs no receipt."""
+        writing = self._planned(plan, attempt)
+        table = plan.table
+        # Whoever writes the first row of an array writes its documents, so that exactly one rank does.
+        first_rows = np.searchsorted(table.array, np.arange(len(table.arrays)))
+        assembler = Assembler(store, writing)
+        tensors = [row for row in rows.tolist() if writing.arrays[int(table.array[row])] is not None]
+        assembler.write(np.array(tensors, np.int64), parts)
+        for row in rows.tolist():
+            number = int(table.array[row])
+            array, spec = writing.arrays[number], table.arrays[number]
+            if array is None:
+                offset = tuple(table.start[row, : len(spec.global_shape)].tolist())
+                data = gathered(parts(row), int(table.nbytes[row])).tobytes()
+                put_file(store, _object_name(spec, offset, attempt), data)
+            elif row == first_rows[number]:
+                _put_documents(store, array)
+        # Durable, with their names, before rank 0 publishes the files after the last round.
+        store.sync()
+        return b""
+
     def write_index(self, store: Store, *, attempt: str, plan: SavePlan, receipts: list[list[bytes]]) -> Json:
-        """Write the document of the group of arrays, and the list of files."""
-        super().write_index(store, attempt=attempt, plan=plan, receipts=receipts)
+        """Write the document of the group of arrays, those of arrays without elements, and the list of files.
+
+        `write_chunks` has written the documents of all other arrays.
+        """
+        filled = set(plan.table.array.tolist())
+        for number, array in enumerate(self._planned(plan, attempt).arrays):
+            if array is not None and number not in filled:
+                _put_documents(store, array)
         put_file(store, names.arrays_directory(attempt) + V3_FILE, group_v3())
         # Without this list, an array whose document is lost would look like one that was never saved.
         files = json.dumps({"files": self._identifying_files(plan, attempt)}, indent=1)
@@ -111,7 +147,7 @@ class ZarrV3SaveStrategy(ZarrSaveStrategy):
         for row in np.flatnonzero(is_object[table.array]).tolist() if len(table) else ():
             spec = table.arrays[int(table.array[row])]
             offset = tuple(table.start[row, : len(spec.global_shape)].tolist())
-            files.add(self.object_name(spec, offset, attempt))
+            files.add(_object_name(spec, offset, attempt))
         return sorted(files)
 
     def write_common(self, store: Store, *, attempt: str, common: Any) -> Json:
@@ -121,6 +157,13 @@ class ZarrV3SaveStrategy(ZarrSaveStrategy):
         return {
             "common": {"file": names.common_file(attempt), "nbytes": len(data), "xxh3_128": digest_of(data)}
         }
+
+    def publish(self, store: Store, *, attempt: str, entries: Json) -> Json:
+        """Remove the empty directories of earlier attempts; return the entries."""
+        with contextlib.suppress(CheckpointError):  # what cannot be removed stays
+            for prefix in ("zarr-", "objects-"):
+                store.remove_empty_directories(prefix)
+        return entries
 
     def committed_attempt(self, store: Store) -> str | None:
         """Return the attempt that metadata.json names."""
@@ -140,6 +183,43 @@ class ZarrV3SaveStrategy(ZarrSaveStrategy):
     def files_of(self, manifest: Json) -> list[str]:
         """Return the group's document and the common state."""
         return [f"{manifest['arrays']}/{V3_FILE}", *(manifest[e]["file"] for e in ("files", "common"))]
+
+    def _planned(self, plan: SavePlan, attempt: str) -> WritePlan:
+        """Return how a plan is written. It is kept, as each rank needs it several times in a save."""
+        last = self._last  # read once: ranks simulated by threads may share a strategy
+        if last is not None and last[0] is plan and last[1] == attempt:
+            return last[2]
+        grids = choose_grids(plan.table, self._rules)
+        arrays = [
+            None if grid is None else _array_of(spec, grid, attempt)
+            for spec, grid in zip(plan.table.arrays, grids, strict=True)
+        ]
+        # `rounds` asks before there is an attempt. Which rows touch which files does not depend on it, and is
+        # what takes long to compute.
+        if last is not None and last[0] is plan:
+            touches, rounds = last[2].touches, last[2].rounds
+        else:
+            touches = find_touched_files(plan.table, grids)
+            rounds = plan_rounds(plan, touches)
+        planned = WritePlan(plan, arrays, touches, rounds)
+        self._last = (plan, attempt, planned)
+        return planned
+
+
+def _array_of(spec: ArraySpec, grid: Grid, attempt: str) -> ZarrArray:
+    """Return the array as it is stored in the group of an attempt."""
+    return array_v3(spec, grid, directory=names.arrays_directory(attempt), name=names.quoted(spec.key))
+
+
+def _object_name(spec: ArraySpec, offset: tuple[int, ...], attempt: str) -> str:
+    """Return the file of an object."""
+    leaf = names.shard_file(offset, spec.global_shape, suffix=SUFFIX)
+    return f"{names.objects_directory(attempt)}{names.quoted(spec.key)}/{leaf}"
+
+
+def _put_documents(store: Store, array: ZarrArray) -> None:
+    for name, data in array.documents().items():
+        put_file(store, name, data)
 
 
 class ZarrV3LoadStrategy(LoadStrategy):

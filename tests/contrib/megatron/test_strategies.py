@@ -79,6 +79,13 @@ class Planner(torch_dist.MCoreSavePlanner):  # type: ignore[misc]
         (Rejected, "no load_common strategy", lambda _: base.get_default_strategy(LOAD, "parchment", 1)),
         (Rejected, "saves format", lambda _: Saver("megackpt", 1)),
         (Rejected, "saves format", lambda _: Saver("torch_dist", 2)),
+        (Rejected, "it is only read", lambda _: zarr.ZarrSaveShardedStrategy("zarr", 1)),
+        (Rejected, "it is only read", lambda _: serialization.get_default_save_sharded_strategy("zarr", 1)),
+        (
+            Rejected,
+            "it is only read",
+            lambda path: dist_checkpointing.save(small_state(), path, ("zarr", 1)),
+        ),
         (Rejected, "needs two files", lambda _: Saver(thread_count=1, separation_hint="o")),
         (ValueError, "exchange_algo='pigeons' is not known", lambda _: reader(exchange_algo="pigeons")),
         (
@@ -147,11 +154,10 @@ def test_a_registered_strategy_stands_before_our_own() -> None:
 @pytest.mark.parametrize(
     "strategy",
     [
-        lambda: zarr.ZarrSaveShardedStrategy("zarr", 1),
         lambda: zarr.ZarrSaveShardedStrategy("zarr", 3),
         lambda: Saver("torch_dist", 1, thread_count=3),
         lambda: ("torch_dist", 1),
-        lambda: ("zarr", 1),
+        lambda: ("zarr", 3),
     ],
 )
 def test_strategies_of_megatrons_names_save_their_format(tmp_path: Path, strategy: Any) -> None:

@@ -14,7 +14,6 @@ import torch.distributed.checkpoint as dcp
 
 from megackpt import (
     FormatError,
-    UnserializableError,
     convert,
     load,
     load_common_state_dict,
@@ -394,10 +393,3 @@ def test_common_state_of_the_save_before_is_not_that_of_what_dcp_saved_over_it(
         assert load_common_state_dict(tmp_path) == {}
     assert "written with another .metadata" in caplog.text
     assert torch.equal(load({"w": tensor("w")}, tmp_path)["w"], torch.ones(4))
-
-
-@pytest.mark.parametrize("content", [None, {"a": 1}], ids=["without", "with content metadata"])
-def test_a_key_of_the_users_that_zarr_1_uses_itself_raises_an_error(tmp_path: Path, content: object) -> None:
-    state = {"w": tensor("w"), "content_metadata": "mine"}
-    with pytest.raises(UnserializableError, match="state dict has this key"):
-        save(state, tmp_path, sharded_strategy=("zarr", 1), content_metadata=content)

@@ -370,10 +370,8 @@ def test_without_validation_nothing_is_proved(tmp_path: Path) -> None:
         load({"w": ShardedTensor.from_rank_offsets("w", torch.ones(4))}, tmp_path / "c")
 
 
-@pytest.mark.parametrize("format", ["megackpt", "torch_dist", ("zarr", 1), ("zarr", 3)])
-def test_a_tied_weight_under_two_names_is_stored_and_loaded_under_both(
-    tmp_path: Path, format: str | tuple[str, int]
-) -> None:
+@pytest.mark.parametrize("format", ["megackpt", "torch_dist", "zarr"])
+def test_a_tied_weight_under_two_names_is_stored_and_loaded_under_both(tmp_path: Path, format: str) -> None:
     weight = torch.arange(6.0).reshape(2, 3)
     state = {"embedding": {"weight": weight}, "output": {"weight": weight, "rows": weight[1:]}}
     save(state, tmp_path / "c", format)

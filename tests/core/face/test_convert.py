@@ -37,8 +37,10 @@ from tests.support.command_line import CommandLine
 from tests.support.effort import sampled
 from tests.support.huggingface_folders import assert_same_tensors, folder_tensors, random_config, saved_model
 from tests.support.states import random_arrays
+from tests.support.zarr_v1 import copy_as_zarr_v1
 
 FORMATS = sorted(f"{strategy.backend}:{strategy.version}" for strategy in save_strategies())
+ZARR_1 = "zarr:1"  # which is only read
 NATIVE = "megackpt:1"
 RANKS = 2
 MIB = 1 << 20
@@ -122,11 +124,14 @@ def everything(source: Path) -> dict[str, Any]:
     return everything_in(source)
 
 
-@pytest.fixture(scope="module", params=FORMATS)
+@pytest.fixture(scope="module", params=[*FORMATS, ZARR_1])
 def in_first_format(request: pytest.FixtureRequest, source: Path, everything: dict[str, Any]) -> Path:
     """The source as it was converted to a format."""
     directory = source.with_name(request.param)
-    assert main(["convert", str(source), str(directory), "--to", request.param]) == 0
+    if request.param == ZARR_1:
+        copy_as_zarr_v1(source, directory)
+    else:
+        assert main(["convert", str(source), str(directory), "--to", request.param]) == 0
     assert difference(everything, everything_in(directory)) is None
     return directory
 
@@ -181,13 +186,16 @@ def test_a_target_that_fails_on_any_operation_is_left_without_a_checkpoint(sourc
     assert {"create", "sync", "replace"} < set(failed)  # the commit too
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", [*FORMATS, ZARR_1])
 def test_a_source_that_lacks_a_file_gives_what_a_load_of_it_sees_or_nothing(
     tmp_path: Path, source: Path, name: str
 ) -> None:
-    backend, version = name.split(":")
     whole = MemoryStore()
-    convert(open_store(source), whole, save_strategy((backend, int(version))))
+    if name == ZARR_1:
+        copy_as_zarr_v1(source, whole)
+    else:
+        backend, version = name.split(":")
+        convert(open_store(source), whole, save_strategy((backend, int(version))))
     failed = 0
     for lost in whole.names():
         source, target = copy_of(whole, without=lost), MemoryStore()
@@ -415,6 +423,7 @@ def test_the_report_is_one_line(tmp_path: Path, cli: CommandLine) -> None:
     ("options", "text"),
     [
         (("--to", "zarr", "--map", "llama"), "--map cannot be used with"),
+        (("--to", ZARR_1), "format ('zarr', 1) (it is only read)"),
         (("--to", "huggingface", "--from", "huggingface"), "not both"),
         (("--to", "megackpt", "--from", "huggingface", "--weights", "masters"), "--weights cannot be used"),
         (("--from", "huggingface", "--norm-added", "1"), "--norm-added cannot be used"),

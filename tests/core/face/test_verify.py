@@ -22,6 +22,8 @@ from tests.support.checkpoints import (
     DAMAGES,
     FORMATS,
     NATIVE,
+    SAVED_FORMATS,
+    ZARR_1,
     contents,
     copy_of_saved,
     files_below,
@@ -87,7 +89,7 @@ def test_the_verdict_names_what_was_checked_and_nothing_more(tmp_path: Path, cli
         (*_, last) = [line for line in lines if line.startswith(f"{directory}: ")]
         return last.removeprefix(f"{directory}: ").partition(";")[0]
 
-    directory, unchecked = copy_of_saved(tmp_path / "a"), copy_of_saved(tmp_path / "b", ("zarr", 1))
+    directory, unchecked = copy_of_saved(tmp_path / "a"), copy_of_saved(tmp_path / "b", ZARR_1)
     assert verdict(directory, "--deep") == "whole (every byte read)"
     assert verdict(unchecked, "--deep") == "structure whole (every byte read, not all have digests)"
     flip(data_files(directory)[0], position_of(data_files(directory)[0], "long[0:200000]")[0])
@@ -166,7 +168,7 @@ def test_every_lost_file_is_damage(tmp_path: Path, format: tuple[str, int]) -> N
         file.write_bytes(data)
         tolerated = {
             ("torch_dist", 1): ("metadata.json", "megackpt-"),  # .metadata alone is a checkpoint of DCP
-            ("zarr", 1): (".megackpt-",),  # without its marker it is one of Megatron-Core
+            ZARR_1: (".megackpt-",),  # without its marker it is one of Megatron-Core
         }.get(format, ())
         is_commit = name == "metadata.json"
         if name.startswith(tolerated) or (name.endswith("/zarr.json") and name.count("/") == 1):
@@ -223,7 +225,7 @@ def test_swapped_data_files_are_damage(tmp_path: Path, cli: CommandLine) -> None
     assert {d["file"] for d in message["damages"]} == {f"data/{first.name}", f"data/{second.name}"}
 
 
-@pytest.mark.parametrize("format", [f for f in FORMATS if f != ("zarr", 1)], ids=str)
+@pytest.mark.parametrize("format", [f for f in FORMATS if f != ZARR_1], ids=str)
 def test_a_flipped_byte_in_the_middle_of_any_file_of_chunks_is_found(
     tmp_path: Path, format: tuple[str, int], cli: CommandLine
 ) -> None:
@@ -289,8 +291,8 @@ def test_any_number_of_threads_finds_the_same(tmp_path: Path) -> None:
 
 
 SMALL_FILES = [
-    (("zarr", 1), "*.pt"),
-    (("zarr", 1), ".zarray"),
+    (ZARR_1, "*.pt"),
+    (ZARR_1, ".zarray"),
     (("zarr", 3), "zarr.json"),
     (("torch_dist", 1), "*.pt"),
 ]
@@ -376,7 +378,7 @@ def test_a_whole_checkpoint_is_left_alone(tmp_path: Path, cli: CommandLine) -> N
     assert contents(tmp_path) == before
 
 
-@pytest.mark.parametrize("format", FORMATS, ids=str)
+@pytest.mark.parametrize("format", SAVED_FORMATS, ids=str)
 def test_a_copy_repairs_all_files_of_chunks_that_are_lost(
     tmp_path: Path, format: tuple[str, int], cli: CommandLine
 ) -> None:

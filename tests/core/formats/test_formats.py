@@ -8,24 +8,33 @@ from typing import Any
 import pytest
 import torch
 
-from megackpt import ShardedObject, ShardedTensor, UnserializableError, load, save
+from megackpt import (
+    ShardedObject,
+    ShardedTensor,
+    UnserializableError,
+    load,
+    remove_sharded_tensors,
+    save,
+    verify,
+)
 from megackpt.errors import DeclarationError, UnsupportedError
 from megackpt.formats import native, registry, torch_dist
 from megackpt.formats.contents import Chunks
 from megackpt.formats.file_names import NATIVE, TORCH_DIST, ZARR_V1, ZARR_V3, FileNames
 from megackpt.formats.registry import save_strategy
 from megackpt.formats.strategy import Capabilities, ChunkParts, Format, SaveStrategy
-from megackpt.formats.zarr import version_1, version_3
+from megackpt.formats.zarr import version_3
 from megackpt.options import SaveOptions
 from megackpt.storage import MemoryStore, Store
 from megackpt.testing.format_suite import FormatConformance
 from tests.support.effort import few
+from tests.support.zarr_v1 import save_zarr_v1
 
 
 class TestFormats(FormatConformance):
     examples = few(16, of=60)
 
-    @pytest.fixture(params=[native, version_1, version_3], ids=lambda module: module.__name__)
+    @pytest.fixture(params=[native, version_3], ids=lambda module: module.__name__)
     def format(self, request: pytest.FixtureRequest) -> Format:
         chosen: Format = request.param.FORMAT
         return chosen
@@ -46,7 +55,7 @@ class TestFormatsInMemory(FormatConformance):
 
 class TestTorchDist(FormatConformance):
     examples = few(16, of=60)
-    test_a_save_that_fails_anywhere_leaves_the_old_checkpoint_or_none_or_the_new = None
+    test_a_save_that_fails_anywhere_leaves_the_old_checkpoint_or_the_new = None
     """`test_torch_dist_saving.py` claims more: which of the two is left, and that no file is."""
 
     @pytest.fixture
@@ -60,6 +69,7 @@ FILE_NAMES = {
     ("zarr", 1): ZARR_V1,
     ("zarr", 3): ZARR_V3,
 }
+SAVED = [name for name in FILE_NAMES if name != ("zarr", 1)]
 ATTEMPT = "0123456789abcdef"
 
 
@@ -72,7 +82,7 @@ def state() -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("name", FILE_NAMES, ids=str)
+@pytest.mark.parametrize("name", SAVED, ids=str)
 def test_each_file_of_a_save_carries_the_attempt_or_is_listed_as_a_fixed_name(name: tuple[str, int]) -> None:
     store = MemoryStore()
     save(state(), store, name)
@@ -84,7 +94,7 @@ def test_each_file_of_a_save_carries_the_attempt_or_is_listed_as_a_fixed_name(na
     assert not fixed or any(map(strategy.file_names.is_marker, names))
 
 
-@pytest.mark.parametrize("name", FILE_NAMES, ids=str)
+@pytest.mark.parametrize("name", SAVED, ids=str)
 def test_formats_that_recognise_the_same_name_see_the_same_attempt(name: tuple[str, int]) -> None:
     store = MemoryStore()
     save(state(), store, name)
@@ -113,6 +123,43 @@ def test_a_commit_removes_stale_files_of_other_formats() -> None:
     save({"step": 1}, store)
     assert not set(STALE) & set(store.names())
     assert "of-others" in store.names()
+
+
+def test_zarr_1_is_only_read_and_the_name_alone_saves_version_3() -> None:
+    store = MemoryStore()
+    with pytest.raises(DeclarationError, match=r"saves format \('zarr', 1\) \(it is only read\)"):
+        save(state(), store, ("zarr", 1))
+    with pytest.raises(DeclarationError, match="it is only read"):
+        registry.check_known(("zarr", 1), to_save=True)
+    assert store.names() == []
+    save_zarr_v1(state(), store)
+    with pytest.raises(DeclarationError, match="it is only read"):
+        remove_sharded_tensors(store, "w")
+    assert save_strategy("zarr").version == 3
+
+
+@pytest.mark.parametrize("strategy", SAVED, ids=str)
+@pytest.mark.parametrize("is_ours", [True, False])
+def test_a_save_over_zarr_1_replaces_the_checkpoint_and_leaves_its_arrays(
+    strategy: tuple[str, int], is_ours: bool
+) -> None:
+    store = MemoryStore()
+    save_zarr_v1(
+        state() | {"w": ShardedTensor.from_rank_offsets("w", torch.ones(6)), "step": 1},
+        store,
+        is_ours=is_ours,
+    )
+    before = set(store.names()) - {"common.pt"}
+    store.write(f".megackpt-{ATTEMPT[::-1]}/w/0", b"of an attempt that was not published")
+    save(state(), store, strategy)
+    wanted = state()
+    wanted["w"].data.zero_()
+    loaded = load(wanted, store)
+    assert torch.equal(loaded["w"], torch.arange(6.0))
+    assert loaded["step"] == 7
+    assert verify(store, deep=True).is_whole
+    assert before <= set(store.names())
+    assert not [name for name in store.names() if ATTEMPT[::-1] in name]
 
 
 class Minimal(SaveStrategy):
@@ -207,17 +254,13 @@ def test_a_directory_of_another_program_is_not_detected_by_importing_every_forma
     assert registry.detect(store) is None
 
 
-@pytest.mark.parametrize("strategy", [("torch_dist", 1), ("zarr", 1)], ids=str)
-def test_a_key_that_is_the_formats_own_raises_an_error_before_anything_is_written(
-    strategy: tuple[str, int],
-) -> None:
+def test_a_key_that_is_the_formats_own_raises_an_error_before_anything_is_written() -> None:
     store = MemoryStore()
     state = {"w": ShardedTensor.from_rank_offsets("w", torch.ones(3)), "content_metadata": "mine"}
     with pytest.raises(UnserializableError, match=r"content_metadata.*Rename"):
-        save(state, store, strategy, content_metadata={"v": 1})
+        save(state, store, "torch_dist", content_metadata={"v": 1})
     assert store.names() == []
-    if strategy[0] == "torch_dist":  # whose note tells the two apart; zarr 1 has no place for that
-        save(state, store, strategy)
+    save(state, store, "torch_dist")  # its note shows that it is not content metadata
 
 
 def test_a_format_that_stores_any_text_accepts_that_key() -> None:

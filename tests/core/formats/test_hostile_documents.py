@@ -21,6 +21,7 @@ from megackpt.comm import Group
 from megackpt.formats.zarr.chunks import MAX_CHUNKS
 from megackpt.testing.world import SimulatedWorld
 from tests.support.effort import few
+from tests.support.zarr_v1 import save_zarr_v1
 from tests.system.attacks.crafting import NATIVE, Location, build_base, edit_index, edit_json, request
 from tests.system.attacks.mutation import Files, checkpoint, mutated, outcome
 
@@ -58,7 +59,7 @@ VAST = 2**40
 def test_an_array_of_zarr_with_too_many_chunks_raises_an_error_before_its_files_are_looked_for(
     tmp_path: Path, count: int, message: str
 ) -> None:
-    save({"a": ShardedTensor.from_rank_offsets("a", torch.ones(3))}, tmp_path, ("zarr", 1))
+    save_zarr_v1({"a": ShardedTensor.from_rank_offsets("a", torch.ones(3))}, tmp_path)
     before = json.loads((tmp_path / "a" / ".zarray").read_text())
     data = np.ones(1, before["dtype"]).tobytes()
     for number in range(3):

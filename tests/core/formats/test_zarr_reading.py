@@ -30,14 +30,11 @@ from megackpt import (
 )
 from megackpt.errors import CheckpointError, FormatError, IntegrityError, NotACheckpointError
 from megackpt.formats.zarr.grids import GridRules
-from megackpt.formats.zarr.version_1 import ZarrV2SaveStrategy
 from megackpt.formats.zarr.version_3 import ZarrV3SaveStrategy
 from megackpt.storage import MemoryStore
+from tests.support.zarr_v1 import save_zarr_v1
 
-SMALL = {
-    1: ZarrV2SaveStrategy(GridRules(file_bytes=64)),
-    3: ZarrV3SaveStrategy(GridRules(file_bytes=64, inner_bytes=16)),
-}
+SMALL = ZarrV3SaveStrategy(GridRules(file_bytes=64, inner_bytes=16))
 DATA = torch.arange(60, dtype=torch.int32).reshape(6, 10)
 
 
@@ -47,10 +44,18 @@ def tensor(key: str, data: torch.Tensor) -> ShardedTensor:
 
 def saved(directory: Path, version: int) -> Path:
     """Save DATA as 'a', and return the directory of the array."""
-    save({"a": tensor("a", DATA)}, directory, sharded_strategy=SMALL[version])
     if version == 1:
+        save_zarr_v1({"a": tensor("a", DATA)}, directory)
         return directory / "a"
+    save({"a": tensor("a", DATA)}, directory, sharded_strategy=SMALL)
     return directory / str(json.loads((directory / "metadata.json").read_text())["arrays"]) / "a"
+
+
+def save_as(version: int, state: Any, target: Path | MemoryStore) -> None:
+    if version == 1:
+        save_zarr_v1(state, target)
+    else:
+        save(state, target, ("zarr", version))
 
 
 def chunk_files(array: Path) -> list[Path]:
@@ -111,7 +116,7 @@ def test_a_run_of_zarr_steps_is_no_checkpoint_itself(
 ) -> None:
     for step in ("iter_0000001", "iter_0000002"):
         if is_ours:
-            save({"a": tensor("a", DATA)}, tmp_path / step, ("zarr", {2: 1, 3: 3}[form]))
+            saved(tmp_path / step, {2: 1, 3: 3}[form])
         else:
             group = stock_zarr.open_group(tmp_path / step, mode="w", zarr_format=form)
             group.create_array("a", shape=(2,), chunks=(2,), dtype="i2")[...] = [1, 2]
@@ -222,7 +227,7 @@ def test_a_chunk_that_is_missing_in_a_shard_is_an_error_and_not_the_fill_value(t
 
 
 def test_a_pickle_that_names_a_class_raises_an_error_unless_it_is_trusted(tmp_path: Path) -> None:
-    save({"o": ShardedObject("o", 1, (1,), (0,)), "x": 1}, tmp_path, sharded_strategy=("zarr", 1))
+    save_zarr_v1({"o": ShardedObject("o", 1, (1,), (0,)), "x": 1}, tmp_path)
     torch.save(Trap(), tmp_path / "o/shard_0_1.pt")
     with pytest.raises(FormatError, match=r"Trap|trap_sprung|getpid"):
         load({"o": ShardedObject("o", None, (1,), (0,))}, tmp_path)
@@ -253,9 +258,7 @@ def test_objects_of_version_3_have_digests(tmp_path: Path) -> None:
 def test_objects_whose_file_names_lack_the_last_number_are_found(tmp_path: Path) -> None:
     # So Megatron-Core named them until 0.5: the suffix replaced what stands behind the last dot.
     state = {f"o{i}": ShardedObject("o", i, (1, 2), (0, i)) for i in range(2)}
-    save(state, tmp_path, sharded_strategy=("zarr", 1))
-    for marker in tmp_path.glob(".megackpt-*"):  # it has none of these
-        marker.unlink()
+    save_zarr_v1(state, tmp_path, is_ours=False)
     for i in range(2):
         (tmp_path / f"o/shard_0.{i}_1.2.pt").rename(tmp_path / f"o/shard_0.{i}_1.pt")
     wanted = {f"o{i}": ShardedObject("o", None, (1, 2), (0, i)) for i in range(2)}
@@ -339,9 +342,7 @@ def test_a_tiny_shard_cannot_claim_billions_of_chunks(tmp_path: Path, extent: in
 
 
 def test_a_save_of_megatron_core_that_did_not_finish_is_no_checkpoint(tmp_path: Path) -> None:
-    saved(tmp_path, 1)
-    (marker,) = tmp_path.glob(".megackpt-*.json")
-    marker.unlink()
+    save_zarr_v1({"a": tensor("a", DATA)}, tmp_path, is_ours=False)
     (tmp_path / "metadata.json").unlink()  # common.pt and arrays stay, as of a save that died
     with pytest.raises(NotACheckpointError):
         loaded(tmp_path)
@@ -358,7 +359,7 @@ def test_lock_files_of_megatron_core_are_no_arrays(tmp_path: Path) -> None:
 def test_metadata_of_arrays_and_objects_is_listed(tmp_path: Path) -> None:
     for version in (1, 3):
         state = {"a": tensor("a", DATA), "o": ShardedObject("o", 1, (1,), (0,))}
-        save(state, tmp_path / str(version), sharded_strategy=("zarr", version))
+        save_as(version, state, tmp_path / str(version))
         metadata = load_sharded_metadata(tmp_path / str(version))
         shapes = {key: value.global_shape for key, value in metadata.items()}
         assert shapes == {"a": (6, 10), "o/shard_0_1": (1,)}
@@ -367,7 +368,7 @@ def test_metadata_of_arrays_and_objects_is_listed(tmp_path: Path) -> None:
 def test_other_stores_than_directories_are_read_too() -> None:
     for version in (1, 3):
         store = MemoryStore()
-        save({"a": tensor("a", DATA)}, store, sharded_strategy=SMALL[version])
+        save_as(version, {"a": tensor("a", DATA)}, store)
         got = load({"a": tensor("a", torch.zeros_like(DATA))}, store)["a"]
         assert torch.equal(got, DATA)
 
@@ -376,18 +377,17 @@ def test_nan_payloads_and_signed_zeros_survive(tmp_path: Path) -> None:
     values = np.frombuffer(struct.pack("<4I", 0x7FC12345, 0xFF800001, 0x80000000, 0x00000001), np.float32)
     for version in (1, 3):
         state = {"a": tensor("a", torch.from_numpy(values.copy()))}
-        save(state, tmp_path / str(version), sharded_strategy=("zarr", version))
+        save_as(version, state, tmp_path / str(version))
         assert_equal(load_plain_tensors(tmp_path / str(version))["a"], values)
 
 
-STRATEGIES = [("zarr", 1), ("zarr", 3)]
 LOST = {
-    ("zarr", 1): {
+    1: {
         "model/a%/.zarray": "model/a%",
         "empty/.zarray": "empty",
         "rng/state/shard_1_2.pt": "rng/state",
     },
-    ("zarr", 3): {
+    3: {
         "zarr-*/model%2Fa%25/zarr.json": "model/a%",
         "zarr-*/empty/zarr.json": "empty",
         "objects-*/rng%2Fstate/shard_1_2.bin": "rng/state",
@@ -395,23 +395,21 @@ LOST = {
 }
 
 
-def saved_state(directory: Path, strategy: tuple[str, int]) -> Path:
+def saved_state(directory: Path, version: int) -> Path:
     state = {
         "a": ShardedTensor.from_rank_offsets("model/a%", torch.ones(3)),
         "none": ShardedTensor.from_rank_offsets("empty", torch.zeros(0)),
         "b": ShardedTensor.from_rank_offsets("opt.b", torch.ones(3)),
         "o": [ShardedObject("rng/state", i, (2,), (i,)) for i in range(2)],
     }
-    save(state, directory, strategy)
+    save_as(version, state, directory)
     return directory
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES, ids=str)
-def test_a_lost_document_or_object_is_an_error_that_names_key_and_file(
-    tmp_path: Path, strategy: tuple[str, int]
-) -> None:
-    for number, (name, key) in enumerate(LOST[strategy].items()):
-        directory = saved_state(tmp_path / str(number), strategy)
+@pytest.mark.parametrize("version", LOST)
+def test_a_lost_document_or_object_is_an_error_that_names_key_and_file(tmp_path: Path, version: int) -> None:
+    for number, (name, key) in enumerate(LOST[version].items()):
+        directory = saved_state(tmp_path / str(number), version)
         (lost,) = directory.glob(name)
         lost.unlink()
         with pytest.raises(FormatError, match=re.escape(f"{key!r}: {lost} is missing")) as caught:
@@ -420,13 +418,22 @@ def test_a_lost_document_or_object_is_an_error_that_names_key_and_file(
         assert caught.value.path == str(lost)
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES, ids=str)
-def test_what_was_taken_out_is_not_missed_and_what_is_left_is(
-    tmp_path: Path, strategy: tuple[str, int]
-) -> None:
-    directory = saved_state(tmp_path, strategy)
-    remove_sharded_tensors(directory, "opt.")
-    remove_sharded_tensors(directory, "rng/")
+def take_out_of_version_1(directory: Path, prefix: str) -> None:
+    """Remove what is below a prefix as earlier versions of megackpt did, which left it in the other list."""
+    (marker,) = directory.glob(".megackpt-*.json")
+    lists = json.loads(marker.read_text())
+    removed = [name for name in lists["checkpoint"] if name.startswith(prefix)]
+    lists["checkpoint"] = [name for name in lists["checkpoint"] if name not in removed]
+    marker.write_text(json.dumps(lists))
+    for name in removed:
+        (directory / name).unlink()
+
+
+@pytest.mark.parametrize("version", [1, 3])
+def test_what_was_taken_out_is_not_missed_and_what_is_left_is(tmp_path: Path, version: int) -> None:
+    directory = saved_state(tmp_path, version)
+    for prefix in ("opt.", "rng/"):
+        (take_out_of_version_1 if version == 1 else remove_sharded_tensors)(directory, prefix)
     assert set(load_sharded_metadata(directory)) == {"model/a%", "empty"}
     (document,) = [p for p in directory.rglob("*") if p.parent.name == "empty" and p.is_file()]
     document.unlink()
@@ -435,17 +442,17 @@ def test_what_was_taken_out_is_not_missed_and_what_is_left_is(
 
 
 def test_a_list_of_files_that_is_damaged_is_an_error(tmp_path: Path) -> None:
-    (listing,) = saved_state(tmp_path / "3", ("zarr", 3)).glob("files-*.json")
+    (listing,) = saved_state(tmp_path / "3", 3).glob("files-*.json")
     listing.write_text("{}")
     with pytest.raises(IntegrityError, match="digest does not match"):
         load_sharded_metadata(tmp_path / "3")
-    (marker,) = saved_state(tmp_path / "1", ("zarr", 1)).glob(".megackpt-*.json")
+    (marker,) = saved_state(tmp_path / "1", 1).glob(".megackpt-*.json")
     marker.write_text('{"files": []}')
     with pytest.raises(FormatError, match="'checkpoint' is no list of files"):
         load_sharded_metadata(tmp_path / "1")
 
 
 def test_without_a_marker_as_megatron_core_leaves_it_nothing_is_missed(tmp_path: Path) -> None:
-    (marker,) = saved_state(tmp_path, ("zarr", 1)).glob(".megackpt-*.json")
+    (marker,) = saved_state(tmp_path, 1).glob(".megackpt-*.json")
     marker.unlink()
     assert {"model/a%", "empty", "opt.b"} < set(load_sharded_metadata(tmp_path))

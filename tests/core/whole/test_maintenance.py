@@ -38,6 +38,7 @@ from tests.support.checkpoints import (
     LONG,
     NATIVE,
     RANKS,
+    SAVED_FORMATS,
     contents,
     files_below,
     flip,
@@ -139,7 +140,7 @@ def test_diff_of_a_damaged_checkpoint_is_an_error(tmp_path: Path) -> None:
             megackpt.diff(*(tmp_path / name for name in pair))
 
 
-@pytest.mark.parametrize("to", FORMATS, ids=str)
+@pytest.mark.parametrize("to", SAVED_FORMATS, ids=str)
 def test_convert_writes_an_equal_checkpoint(tmp_path: Path, to: tuple[str, int]) -> None:
     progress = CountingProgress()
     report = megackpt.convert(saved(tmp_path / "a"), tmp_path / "b", to, progress=progress)

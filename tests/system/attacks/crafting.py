@@ -24,9 +24,10 @@ import megackpt
 from megackpt import SaveOptions, ShardedObject, ShardedTensor
 from megackpt.comm import Group
 from megackpt.mapping import ShardedStateDict
-from megackpt.storage import digest_of
+from megackpt.storage import MemoryStore, Store, digest_of
 from megackpt.testing.world import SimulatedWorld
 from tests.support.dcp_alone import ALONE
+from tests.support.zarr_v1 import copy_as_zarr_v1
 
 STEP = "iter_0000007"
 CANARY = b"CANARY-of-a-file-outside"
@@ -166,12 +167,14 @@ def build_base(kind: str, directory: Path) -> None:
     if kind == HUGGINGFACE:
         _build_folder(directory)
         return
-    backend, _, version = (ZARR_1 if kind == ZARR_ZLIB else kind).partition(":")
+    is_zarr_1 = kind in (ZARR_1, ZARR_ZLIB)
+    backend, _, version = (NATIVE if is_zarr_1 else kind).partition(":")
+    target: Path | Store = MemoryStore() if is_zarr_1 else directory
 
     def save_rank(group: Group) -> None:
         megackpt.save(
             request(empty=False, ranks=(group.rank,)),
-            directory,
+            target,
             (backend, int(version)),
             content_metadata={"sharding": "flat"},
             options=SaveOptions(plain_tensors="common"),  # there are attacks on the file of these
@@ -179,6 +182,8 @@ def build_base(kind: str, directory: Path) -> None:
         )
 
     SimulatedWorld(2).run(save_rank)
+    if is_zarr_1:
+        copy_as_zarr_v1(target, directory, is_ours=kind == ZARR_1)
     if kind == ZARR_ZLIB:
         _compress(directory)
 
@@ -201,9 +206,7 @@ def _build_folder(directory: Path) -> None:
 
 
 def _compress(directory: Path) -> None:
-    """Compress the arrays of a zarr v2 checkpoint, as other writers do, which have no list of files."""
-    (marker,) = directory.glob(".megackpt-*")
-    marker.unlink()
+    """Compress the arrays of a zarr v2 checkpoint, as other writers do."""
     for document in directory.glob("*/.zarray"):
         edit_json(document, compressor={"id": "zlib", "level": 1})
         for chunk in document.parent.glob("[0-9]*"):

@@ -81,7 +81,7 @@ def test_formats_and_files_are_those_asked_for(
     flags = [f"--data={write_text(tmp_path / 'text')}", "--steps=1", *knobs]
     for name, asked in {
         "megackpt": [],
-        "zarr:1": ["--dist-ckpt-format=zarr:1"],
+        "zarr:3": ["--dist-ckpt-format=zarr:3"],
         "torch_dist": ["--dist-ckpt-format=torch_dist", "--dist-ckpt-torch-dist-multiproc=3"],
         "zarr": ["--dist-ckpt-format=zarr"],
     }.items():

@@ -32,17 +32,16 @@ from megackpt.comm import Group, SingleProcess
 from megackpt.engine.checkpoint.removal import files_of_saves, is_leftover
 from megackpt.formats.strategy import MANIFEST
 from megackpt.storage import LocalStore
-from megackpt.testing.faulty_store import READS, FaultyStore, Operation, access_denied, io_error, no_space
+from megackpt.testing.faulty_store import READS, FaultyStore, access_denied, io_error, no_space
 from megackpt.testing.world import SimulatedWorld
 from tests.support.dcp_alone import ALONE
 from tests.support.effort import sampled
 from tests.support.states import filled
+from tests.support.zarr_v1 import save_zarr_v1
 
 Strategy = tuple[str, int]
-ZARR: list[Strategy] = [("zarr", 1), ("zarr", 3)]
-STRATEGIES: list[Strategy] = [("megackpt", 1), ("torch_dist", 1), *ZARR]
+STRATEGIES: list[Strategy] = [("megackpt", 1), ("torch_dist", 1), ("zarr", 3)]
 PAIRS = list(itertools.permutations(STRATEGIES, 2))
-REJECTED = (("torch_dist", 1), ("zarr", 1))  # its common.pt would be replaced before the commit
 
 
 def state(value: float, names: str = "ab") -> dict[str, object]:
@@ -204,10 +203,10 @@ def test_an_error_that_is_not_ours_leaves_no_files_either(tmp_path: Path) -> Non
 
 @sampled(2)
 @pytest.mark.parametrize("dies", [False, True], ids=["fails", "dies"])
-@pytest.mark.parametrize("strategy", ZARR, ids=str)
-def test_an_overwriting_save_of_zarr_that_stops_anywhere_leaves_old_or_new_or_none(
-    tmp_path: Path, strategy: Strategy, dies: bool
+def test_an_overwriting_save_of_zarr_that_stops_anywhere_leaves_old_or_new(
+    tmp_path: Path, dies: bool
 ) -> None:
+    strategy = ("zarr", 3)
     save(state(3.0), tmp_path / "clean", sharded_strategy=strategy)
     expected = files_of(tmp_path / "clean")
     outcomes = []
@@ -221,12 +220,8 @@ def test_an_overwriting_save_of_zarr_that_stops_anywhere_leaves_old_or_new_or_no
             done = True
         except StorageError:
             done = False
-        try:
-            value = value_of(directory)
-        except NotACheckpointError:
-            value = 0.0
-        outcomes.append(value)
-        assert value == 2.0 or not done
+        outcomes.append(value_of(directory))
+        assert outcomes[-1] == 2.0 or not done
         save(state(3.0), directory, sharded_strategy=strategy)
         assert value_of(directory) == 3.0
         assert files_of(directory) == sorted([*expected, "notes.txt"])
@@ -237,18 +232,11 @@ def test_an_overwriting_save_of_zarr_that_stops_anywhere_leaves_old_or_new_or_no
     else:
         raise AssertionError("more operations than this test tries")
     assert outcomes[0] == 1.0
-    if strategy == ("zarr", 3):
-        assert set(outcomes) == {1.0, 2.0}
-    else:  # between taking the old commit away and making the new one, there is none
-        assert set(outcomes) == {0.0, 1.0, 2.0}
-        if dies:  # old, then none, then new: no death brings an earlier state back
-            assert outcomes == sorted(outcomes, key=[1.0, 0.0, 2.0].index)
+    assert set(outcomes) == {1.0, 2.0}
 
 
-@pytest.mark.parametrize("strategy", ZARR, ids=str)
-def test_a_first_save_of_zarr_that_dies_anywhere_is_cleaned_up_by_the_next(
-    tmp_path: Path, strategy: Strategy
-) -> None:
+def test_a_first_save_of_zarr_that_dies_anywhere_is_cleaned_up_by_the_next(tmp_path: Path) -> None:
+    strategy = ("zarr", 3)
     save(state(3.0), tmp_path / "clean", sharded_strategy=strategy)
     for at in range(300):
         directory = tmp_path / str(at)
@@ -264,95 +252,6 @@ def test_a_first_save_of_zarr_that_dies_anywhere_is_cleaned_up_by_the_next(
         assert value_of(directory) == 3.0
         assert files_of(directory) == files_of(tmp_path / "clean")
     assert at > 10
-
-
-def test_zarr_files_of_others_are_never_removed_nor_overwritten(tmp_path: Path) -> None:
-    save(state(1.0), tmp_path, sharded_strategy=("zarr", 1))
-    user_files = ["t.a/README", "t.a/0.0.bak", "other/0.0", "t.n/0.0", "t.n/notes"]
-    for name in user_files:
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).write_text("mine")
-    save(state(2.0, names="b"), tmp_path, sharded_strategy=("zarr", 1))
-    assert all((tmp_path / name).read_text() == "mine" for name in user_files)
-    assert not (tmp_path / "t.a/.zarray").exists()
-    with pytest.raises(StorageError, match=r"no part of a checkpoint(.|\n)*t\.n/0\.0"):
-        save(state(3.0, names="bn"), tmp_path, sharded_strategy=("zarr", 1))
-    assert value_of(tmp_path) == 2.0
-    assert all((tmp_path / name).read_text() == "mine" for name in user_files)
-
-
-def test_zarr_arrays_of_an_unfinished_save_by_others_raise_an_error_before_anything_is_written(
-    tmp_path: Path,
-) -> None:
-    save(state(1.0), tmp_path, sharded_strategy=("zarr", 1))
-    (tmp_path / "metadata.json").unlink()
-    for marker in tmp_path.glob(".megackpt-*"):
-        marker.unlink()
-    before = files_of(tmp_path)
-    with pytest.raises(StorageError, match=r"zarr arrays without a checkpoint(.|\n)*t\.a/\.zarray"):
-        save(state(2.0), tmp_path, sharded_strategy=("zarr", 1))
-    assert files_of(tmp_path) == before
-
-
-def test_checkpoints_of_other_formats_are_replaced_only_where_nothing_can_mix(tmp_path: Path) -> None:
-    save(state(1.0), tmp_path / "native")
-    store = FaultyStore(LocalStore(tmp_path / "native"), fail_at=lambda op: op.name == "metadata.json")
-    with pytest.raises(StorageError):
-        save(state(2.0), store, sharded_strategy=("zarr", 1))
-    assert value_of(tmp_path / "native") == 1.0
-    save(state(3.0), tmp_path / "native", sharded_strategy=("zarr", 1))
-    assert value_of(tmp_path / "native") == 3.0
-    save(state(1.0), tmp_path / "other")
-    (tmp_path / "other/common.pt").write_text("of the other format")
-    with pytest.raises(StorageError, match=r"checkpoint of another format"):
-        save(state(2.0), tmp_path / "other", sharded_strategy=("zarr", 1))
-    assert value_of(tmp_path / "other") == 1.0
-    # A marker of a save before names common.pt, which is that of torch_dist now.
-    save(state(1.0), tmp_path / "dist", sharded_strategy=("zarr", 1))
-    save(state(2.0), tmp_path / "dist", sharded_strategy=("torch_dist", 1))
-    with pytest.raises(StorageError, match=r"checkpoint of another format"):
-        save(state(3.0), tmp_path / "dist", sharded_strategy=("zarr", 1))
-    assert value_of(tmp_path / "dist") == 2.0
-    save(state(1.0), tmp_path / "back", sharded_strategy=("zarr", 1))
-    save(state(2.0), tmp_path / "back")
-    save(state(3.0), tmp_path / "back", sharded_strategy=("zarr", 1))
-    assert value_of(tmp_path / "back") == 3.0
-
-
-def test_a_checkpoint_that_megatron_core_wrote_is_replaced_whole(tmp_path: Path) -> None:
-    save(state(1.0, names="az"), tmp_path, sharded_strategy=("zarr", 1))
-    for marker in tmp_path.glob(".megackpt-*"):  # it has none of these
-        marker.unlink()
-    save(state(2.0), tmp_path, sharded_strategy=("zarr", 1))
-    assert value_of(tmp_path) == 2.0
-    assert not [name for name in files_of(tmp_path) if name.startswith("t.z")]
-
-
-def test_a_save_that_fails_while_files_are_put_in_place_leaves_the_checkpoint_of_before(
-    tmp_path: Path,
-) -> None:
-    for at in range(100):
-        directory = tmp_path / str(at)
-        save(state(1.0, names="az"), directory, sharded_strategy=("zarr", 1))
-        before = files_of(directory)
-        seen = [0]
-
-        def is_chosen(operation: Operation, at: int = at, seen: list[int] = seen) -> bool:
-            seen[0] += operation.kind == "move"
-            return operation.kind == "move" and seen[0] == at + 1
-
-        try:
-            save(
-                state(2.0),
-                FaultyStore(LocalStore(directory), fail_at=is_chosen),
-                sharded_strategy=("zarr", 1),
-            )
-            break
-        except StorageError:
-            assert value_of(directory) == 1.0
-            assert files_of(directory) == before
-    assert at > 10
-    assert value_of(directory) == 2.0
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES, ids=str)
@@ -401,13 +300,6 @@ def test_a_save_over_another_format_leaves_only_its_own_files(
     save(state(1.0, "abz"), tmp_path / "c", sharded_strategy=first)
     (tmp_path / "c/notes.txt").write_text("mine")
     (tmp_path / "c/common-notes.txt").write_text("mine")
-    if pair == REJECTED:
-        before = files_of(tmp_path / "c")
-        with pytest.raises(StorageError, match="checkpoint of another format"):
-            save(state(2.0), tmp_path / "c", sharded_strategy=second)
-        assert files_of(tmp_path / "c") == before
-        assert value_of(tmp_path / "c") == 1.0
-        return
     save(state(2.0), tmp_path / "c", sharded_strategy=second)
     assert value_of(tmp_path / "c") == 2.0
     assert files_of(tmp_path / "c") == sorted(
@@ -416,7 +308,7 @@ def test_a_save_over_another_format_leaves_only_its_own_files(
 
 
 @sampled(3)
-@pytest.mark.parametrize("pair", [p for p in PAIRS if p != REJECTED], ids=str)
+@pytest.mark.parametrize("pair", PAIRS, ids=str)
 def test_a_save_over_another_format_that_dies_anywhere_leaves_the_old_or_the_new_and_is_cleaned_up(
     tmp_path: Path, pair: tuple[Strategy, Strategy]
 ) -> None:
@@ -431,14 +323,34 @@ def test_a_save_over_another_format_that_dies_anywhere_leaves_the_old_or_the_new
             break
         except CheckpointError:
             pass
-        if (directory / MANIFEST).exists():
-            outcomes.append(value_of(directory))
-        else:
-            assert second == ("zarr", 1)
-            assert is_leftover(LocalStore(directory))
+        outcomes.append(value_of(directory))
         save(state(3.0), directory)
         assert value_of(directory) == 3.0
         assert files_of(directory) == files_of(tmp_path / "fresh")
+    assert outcomes[0] == 1.0
+    assert set(outcomes) <= {1.0, 2.0}
+
+
+@sampled(3)
+@pytest.mark.parametrize("strategy", STRATEGIES, ids=str)
+@pytest.mark.parametrize("is_ours", [True, False], ids=["ours", "megatron"])
+def test_a_save_over_zarr_1_that_dies_anywhere_leaves_the_old_or_the_new(
+    tmp_path: Path, strategy: Strategy, is_ours: bool
+) -> None:
+    outcomes = []
+    for at in range(200):
+        directory = tmp_path / str(at)
+        save_zarr_v1(state(1.0, "abz"), directory, is_ours=is_ours)
+        before = files_of(directory)
+        try:
+            save(state(2.0), dying(directory, at), sharded_strategy=strategy)
+            break
+        except CheckpointError:
+            pass
+        outcomes.append(value_of(directory))
+        save(state(3.0), directory)
+        assert value_of(directory) == 3.0
+        assert set(before) - {"common.pt"} <= set(files_of(directory))
     assert outcomes[0] == 1.0
     assert set(outcomes) <= {1.0, 2.0}
 

@@ -145,7 +145,8 @@ def _of_kind(backend: Backend, kind: str) -> Iterator[Written]:
     if backend != ZARR_3:
         yield from _of_megatron(backend, kind)
     form = FLAT if kind == "distopt" else ""
-    yield Written(ARRAYS, kind, SOURCES[0], form, backend)
+    if backend != ZARR_1:
+        yield Written(ARRAYS, kind, SOURCES[0], form, backend)
     if backend == TORCH_DIST:
         yield Written(ARRAYS, kind, SOURCES[0], form, backend, naming="dcp")
         for layout in SOURCES[:1]:
@@ -161,6 +162,8 @@ def _of_megatron(backend: Backend, kind: str) -> Iterator[Written]:
     for program in (OURS_NEW, OURS_OLD, STOCK_NEW, STOCK_OLD):
         if program is STOCK_NEW and backend != TORCH_DIST:
             continue  # 0.16 has no zarr
+        if program in (OURS_NEW, OURS_OLD) and backend == ZARR_1:
+            continue  # which megackpt only reads
         for form in FORMS[models_of(program)] if kind == "distopt" else ("",):
             for layout in SOURCES:
                 ours = program in (OURS_OLD, OURS_NEW)

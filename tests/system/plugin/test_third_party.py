@@ -63,5 +63,5 @@ def test_broken_strategies_fail_it_and_the_report_shows_how(installed: Path) -> 
         line.split()[1].split("::", 1)[1] for line in result.stdout.splitlines() if line[:6] == "FAILED"
     }
     assert "TestReadsFromTheStart::test_any_range_of_a_chunk_can_be_read" in failed
-    same_name = "test_a_save_that_fails_anywhere_leaves_the_old_checkpoint_or_none_or_the_new"
+    same_name = "test_a_save_that_fails_anywhere_leaves_the_old_checkpoint_or_the_new"
     assert f"TestSameNameEverySave::{same_name}" in failed

@@ -177,7 +177,7 @@ Choice = Any
 UNLIKE: tuple[tuple[Choice, Choice], ...] = (
     ("torch_dist", None),
     (None, "torch_dist"),
-    ("megackpt", ("zarr", 1)),
+    ("megackpt", ("zarr", 3)),
     (("zarr", 3), "torch_dist"),
 )
 

@@ -21,6 +21,7 @@ from megackpt.parallel import GatedExperts, ParallelGroups, ParallelLayout
 from megackpt.testing.ranks import RankPool
 from models import GPT, GPTConfig
 from tests.support.effort import sampled, with_all
+from tests.support.zarr_v1 import copy_as_zarr_v1
 
 MIB = 1 << 20
 STATE_BYTES = 1024 * MIB
@@ -238,7 +239,11 @@ def test_converting_long_chunks_adds_at_most_100_mib(
     rank_pool: RankPool, tmp_path: Path, other: tuple[str, int]
 ) -> None:
     rank_pool.run(save_long_chunks, 1, tmp_path / "native")
-    (there,) = rank_pool.run(peak_of_a_conversion, 1, tmp_path / "native", tmp_path / "other", other)
+    there = 0
+    if other == ("zarr", 1):  # which is only read
+        rank_pool.run(copy_as_zarr_v1, 1, tmp_path / "native", tmp_path / "other")
+    else:
+        (there,) = rank_pool.run(peak_of_a_conversion, 1, tmp_path / "native", tmp_path / "other", other)
     (back,) = rank_pool.run(peak_of_a_conversion, 1, tmp_path / "other", tmp_path / "back", NATIVE)
     total = CHUNKS * CHUNK_BYTES // MIB
     print(f"{total} MiB in {CHUNKS} chunks: to {other} {there / MIB:.1f} MiB, back {back / MIB:.1f} MiB")

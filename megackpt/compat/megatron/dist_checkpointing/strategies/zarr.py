@@ -12,11 +12,10 @@ _PLUMBING = {
 
 
 class ZarrSaveShardedStrategy(FormatSaveStrategy):
-    """Saves one zarr array for each key: version 1 as Megatron-Core did, version 3 in shards.
+    """Saves one zarr array for each key, in shards: version 3. Megatron-Core's version 1 is only read.
 
     Raises:
-        DeclarationError: there is no such version.
-        MissingExtraError: tensorstore is not installed.
+        DeclarationError: there is no such version, or it is only read.
     """
 
 
