@@ -114,7 +114,7 @@ class ZarrV3SaveStrategy(SaveStrategy):
                 put_file(store, _object_name(spec, offset, attempt), data)
             elif row == first_rows[number]:
                 _put_documents(store, array)
-        # Durable, with their names, before rank 0 publishes the files after the last round.
+        # Durable, with their names, before rank 0 commits them after the last round.
         store.sync()
         return b""
 
