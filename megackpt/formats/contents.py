@@ -154,7 +154,7 @@ class Contents:
             of the same arrays, all of which are stored. None if the format cannot find them faster than all
             chunks of these arrays.
         origin: what wrote the files, such as "torch.save, 4 ranks"; "" for a checkpoint.
-        left_out: what the files hold besides, which is neither an array nor common state, with the reason.
+        left_out: other values of the files, which cannot be loaded, each with the reason.
         keeps_referenced_arrays: a copy to a format that cannot refer to arrays keeps those that common state
             refers to as arrays, and drops the references; else they become tensors of common state.
         check_bytes: compares checksums that no read of chunks compares, for which all files are read; raises

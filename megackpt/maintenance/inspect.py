@@ -77,7 +77,7 @@ class CheckpointSummary:
         common: leaves of the common state as shortened text, by path. A tensor that is stored as an array
             appears as `array 'KEY'`.
         content: leaves of the content metadata, in the same form.
-        left_out: what the files hold besides, which cannot be loaded, with the reason.
+        left_out: other values of the files, which cannot be loaded, each with the reason.
         common_error: why common state and content metadata could not be read; empty if they were read.
     """
 

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from megackpt.errors import FormatError, NotACheckpointError, UnsupportedError
+from megackpt.errors import CheckpointError, FormatError, NotACheckpointError, UnsupportedError
 from megackpt.formats.file_names import LEGACY_MEGATRON
 from megackpt.formats.foreign.mapped_files import load_mapped_file
 from megackpt.formats.foreign.state import CollectedParts, ForeignArray, ForeignState, SourcePart, plain_part
@@ -60,7 +60,19 @@ class LegacyMegatronLoadStrategy(ForeignLoadStrategy):
     file_names = LEGACY_MEGATRON
 
     def read(self, path: str, *, checks_bytes: bool) -> ForeignState:
-        """Return the weights, put together of all files, and what the first file has besides."""
+        """Return the weights of all files as whole arrays, and the other values of the first file."""
+        try:
+            return self._read(path, checks_bytes=checks_bytes)
+        except (KeyError, IndexError, TypeError, ValueError, AttributeError, RuntimeError) as error:
+            if isinstance(error, CheckpointError):
+                raise
+            raise FormatError(
+                f"{path}: the files do not have the layout of Megatron-LM ({type(error).__name__}: "
+                f"{str(error)[:200]}). They are damaged, or of a version that is not known.",
+                path=path,
+            ) from error
+
+    def _read(self, path: str, *, checks_bytes: bool) -> ForeignState:
         folder = folder_of_latest(
             path, "latest_checkpointed_iteration.txt", lambda n: f"iter_{int(n):07d}" if n.isdecimal() else n
         )
@@ -71,8 +83,9 @@ class LegacyMegatronLoadStrategy(ForeignLoadStrategy):
                 raise FormatError(
                     f"{files[at]}: it has no 'model'. Megatron-LM did not write it.", path=files[at]
                 )
-        first, args = loaded[0, 0], loaded[0, 0].get("args")
+        args = next(iter(loaded.values())).get("args")
         _check_ranks(folder, files, args)
+        first = loaded[0, 0]
         left_out = [f"{name} (it is of each rank)" for name in _OF_A_RANK if first.get(name) is not None]
         arrays = _arrays(_shards(files, loaded, left_out), args, tensor_ranks=max(t for t, _ in files) + 1)
         rest = {
@@ -111,11 +124,12 @@ def _check_ranks(folder: str, files: Mapping[tuple[int, int], str], args: Any) -
     tensor, stages = (max(at[i] for at in files) + 1 for i in (0, 1))
     tensor = max(tensor, getattr(args, "tensor_model_parallel_size", 0))
     stages = max(stages, getattr(args, "pipeline_model_parallel_size", 0))
-    missing = [f"{t:02d}_{p:03d}" for p in range(stages) for t in range(tensor) if (t, p) not in files]
-    if missing:
+    # One is enough: damaged arguments may name any number of ranks.
+    at = next(((t, p) for p in range(stages) for t in range(tensor) if (t, p) not in files), None)
+    if at is not None:
         raise FormatError(
-            f"{folder}: the files of {len(missing)} ranks are missing, as mp_rank_{missing[0]}. Copy those "
-            f"of all ranks into one folder.",
+            f"{folder}: the files of {tensor * stages - len(files)} ranks are missing, as "
+            f"mp_rank_{at[0]:02d}_{at[1]:03d}. Copy those of all ranks into one folder.",
             path=folder,
         )
 
@@ -126,7 +140,8 @@ def _shards(
     """Return what the files have of each weight, layers by their numbers in the whole model."""
     shards: dict[str, list[_Shard]] = {}
     before = Counter[str]()  # layers of each stack in earlier stages and chunks
-    for chunk in sorted({name for value in loaded.values() for name in value if _CHUNK.fullmatch(str(name))}):
+    chunks = {name for value in loaded.values() for name in value if _CHUNK.fullmatch(str(name))}
+    for chunk in sorted(chunks, key=lambda name: int(name[len("model") :] or 0)):
         for stage in sorted({stage for _, stage in files}):  # all stages have their first chunks first
             numbers: dict[str, set[str]] = {}
             for rank in sorted(rank for rank, of in files if of == stage):
@@ -199,7 +214,7 @@ def _joined(
     is_fused_norm = kind.startswith("layer_norm_")
     is_known = is_fused_norm or module.endswith("norm") or module in _COLUMN | _ROW | _WHOLE
     if not is_known or ".experts." in name:
-        raise _unsupported(shards[0].file, f"{name!r} is no weight of which it is known how ranks divide it")
+        raise _unsupported(shards[0].file, f"{name!r} is a weight that ranks divide in an unknown way")
     cut = 0 if module in _COLUMN and not is_fused_norm else 1 if module in _ROW and kind == "weight" else None
     shape = list(shards[0].data.shape)
     if any(

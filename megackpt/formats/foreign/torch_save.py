@@ -55,13 +55,18 @@ class TorchSaveLoadStrategy(ForeignLoadStrategy):
     def detect(self, store: Store) -> Json | None:
         """Recognise a file by its first bytes or its name, and files in a folder by their names.
 
-        The files that an unfinished save has left are none.
+        The files that an unfinished save has left are none, nor is a file in the root of a run.
         """
         if isinstance(store, LocalStore) and os.path.isfile(store.location) and is_zip_file(store.location):
             return self.manifest()
         ours = (NATIVE, TORCH_DIST, ZARR_V1, ZARR_V3)
         for name in names_of(store):
-            if name.endswith(".distcp") or any(file_names.attempt_of(name) for file_names in ours):
+            is_of_a_step = name.endswith("/metadata.json")  # the folder is the root of a run
+            if (
+                is_of_a_step
+                or name.endswith(".distcp")
+                or any(file_names.attempt_of(name) for file_names in ours)
+            ):
                 return None
         return super().detect(store)
 

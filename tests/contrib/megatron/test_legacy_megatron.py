@@ -89,7 +89,14 @@ def _write(folder: Path, tp: int, stages: list[list[int]], **options: Any) -> di
 
 @pytest.mark.parametrize(
     ("tp", "stages"),
-    [(1, [[2]]), (2, [[3]]), (2, [[1], [3], [2]]), (1, [[1, 2], [2, 1]]), (2, [[1, 1], [1, 1]])],
+    [
+        (1, [[2]]),
+        (1, [[1] * 12]),
+        (2, [[3]]),
+        (2, [[1], [3], [2]]),
+        (1, [[1, 2], [2, 1]]),
+        (2, [[1, 1], [1, 1]]),
+    ],
     ids=str,
 )
 def test_weights_are_put_together_of_all_ranks_stages_and_chunks(
@@ -126,6 +133,20 @@ def test_whether_an_mlp_has_gates_is_seen_by_its_shapes(rows: int, tmp_path: Pat
     assert loaded["a.mlp.linear_fc1.weight"].flatten().tolist() == expected
 
 
+@pytest.mark.parametrize("size", ["two", None, 10**12])
+def test_arguments_that_cannot_be_are_one_error(size: Any, tmp_path: Path) -> None:
+    _write(tmp_path, 1, [[1]], pipeline_model_parallel_size=size)
+    with pytest.raises(FormatError, match=r"do not have the layout of Megatron-LM|ranks are missing"):
+        megackpt.inspect(tmp_path)
+
+
+def test_files_without_those_of_the_first_rank_are_an_error(tmp_path: Path) -> None:
+    _write(tmp_path, 2, [[1]])
+    (tmp_path / "mp_rank_00" / "model_optim_rng.pt").unlink()
+    with pytest.raises(FormatError, match="as mp_rank_00_000"):
+        megackpt.inspect(tmp_path)
+
+
 def test_layers_that_differ_keep_keys_of_their_own(tmp_path: Path) -> None:
     _write(tmp_path, 1, [[2]])
     file = tmp_path / "mp_rank_00" / "model_optim_rng.pt"
@@ -151,7 +172,9 @@ def test_what_is_not_whole_or_not_known_is_an_error(tmp_path: Path) -> None:
     value["model"]["decoder.layers.0.mlp.linear_fc1.layer_norm_weight"] = norm
     value["model"]["decoder.layers.0.mixer.in_proj.weight"] = torch.ones(2)
     torch.save(value, file)
-    with pytest.raises(UnsupportedError, match=r"mixer\.in_proj\.weight' is no weight of which it is known"):
+    with pytest.raises(
+        UnsupportedError, match=r"mixer\.in_proj\.weight' is a weight that ranks divide in an unknown way"
+    ):
         megackpt.load_plain_tensors(tmp_path / "b")
     (tmp_path / "b" / "mp_rank_01").rename(tmp_path / "b" / "mp_rank_00_000_001")
     with pytest.raises(UnsupportedError, match="experts are divided over ranks"):

@@ -161,6 +161,15 @@ def test_a_file_of_torch_save_may_have_any_name_but_holds_a_dict(tmp_path: Path)
         megackpt.inspect(tmp_path / "whole.pt")
 
 
+def test_a_file_in_the_root_of_a_run_is_not_taken_for_the_run(tmp_path: Path, capsys: Any) -> None:
+    megackpt.save({"step": 1}, tmp_path / "run" / "iter_0000001")
+    torch.save(_state(), tmp_path / "run" / "args.pt")
+    with pytest.raises(NotACheckpointError):
+        megackpt.load({}, tmp_path / "run")
+    assert main(["convert", str(tmp_path / "run"), str(tmp_path / "new"), "--to", "zarr"]) == 0
+    assert megackpt.load_common_state_dict(tmp_path / "new") == {"step": 1}
+
+
 def test_bytes_without_checksums_are_not_called_whole(tmp_path: Path) -> None:
     torch.save(_state(), tmp_path / "old.pt", _use_new_zipfile_serialization=False)
     report = megackpt.verify(tmp_path / "old.pt", deep=True)
