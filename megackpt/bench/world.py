@@ -90,7 +90,7 @@ def _spawn(settings: BenchSettings) -> Report:
     with _temporary_directory(settings) as root:
         try:
             with without_current_directory():
-                spawn(_rank, (settings, str(root)), nprocs=settings.ranks)  # type: ignore[no-untyped-call]
+                spawn(_rank, (settings, str(root)), nprocs=settings.ranks)
         except (ProcessRaisedException, ProcessExitedException) as error:
             raise RankFailedError(f"A rank of the benchmark failed: {error}") from error
         return Report.from_json(json.loads((root / "report.json").read_text()))

@@ -216,7 +216,7 @@ def _checks_of_sparse_tensors(names: Collection[tuple[str, str]]) -> Iterator[No
     if ("torch._utils", "_rebuild_sparse_tensor") not in names:
         yield
         return
-    checks = torch.sparse.check_sparse_tensor_invariants()  # type: ignore[no-untyped-call]
+    checks = torch.sparse.check_sparse_tensor_invariants()
     with _sparse_lock, warnings.catch_warnings(), checks:
         warnings.filterwarnings("ignore", message="(Validating s|S)parse ")
         yield
@@ -371,7 +371,7 @@ def _find_substitutes(names: Iterable[tuple[str, str]]) -> tuple[list[tuple[Any,
         ForbiddenClassError: unknown values are kept, and there are too many classes of them.
     """
     known = torch._weights_only_unpickler._get_allowed_globals()
-    users = torch._weights_only_unpickler._get_user_allowed_globals()  # type: ignore[no-untyped-call]
+    users = torch._weights_only_unpickler._get_user_allowed_globals()
     substitutes: list[tuple[Any, str]] = []
     members: list[EnumMembers] = []
     names = set(names)

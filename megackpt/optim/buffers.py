@@ -238,5 +238,5 @@ def _replace_hook(param: Parameter, hook: Callable[[Tensor], None]) -> None:
     previous = getattr(param, _HOOK, None)
     if isinstance(previous, _GradHook):
         previous.remove()
-    handle = param.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]  # torch's own
+    handle = param.register_post_accumulate_grad_hook(hook)  # torch's own
     setattr(param, _HOOK, _GradHook(handle))

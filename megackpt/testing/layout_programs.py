@@ -123,7 +123,7 @@ def _split(views: Mapping[str, torch.Tensor], axis: int, sizes: list[int]) -> di
 
 
 def _unflatten(view: torch.Tensor, axis: int, sizes: Sequence[int]) -> torch.Tensor:
-    unflattened: torch.Tensor = view.unflatten(axis, tuple(sizes))  # type: ignore[no-untyped-call]
+    unflattened: torch.Tensor = view.unflatten(axis, tuple(sizes))
     return unflattened
 
 

@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "guarantees.md"
 
 PLAIN, SYSTEM, HOSTS, DOCS = "pytest", ".ci/run system", ".ci/run hosts", ".ci/run docs"
-ALL, GPU = "pytest --all", "pytest -m gpu"
+ALL, GPU = "pytest --all tests", "pytest -m gpu tests"
 LEVELS = (PLAIN, SYSTEM, HOSTS, DOCS, ALL, GPU)
 """The commands that run tests, those that need least first."""
 IN_CI = {PLAIN, SYSTEM, HOSTS, DOCS}

@@ -242,7 +242,7 @@ def _first_of(under_way: deque[tuple[Label, _Download]]) -> Iterator[tuple[Label
 
 @cache
 def _side_stream(device: torch.device) -> torch.cuda.Stream:
-    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    return torch.cuda.Stream(device)
 
 
 @contextlib.contextmanager
@@ -261,4 +261,4 @@ def _event(device: torch.device) -> torch.cuda.Event | None:
 
 
 def _is_done(copied: torch.cuda.Event | None) -> bool:
-    return copied is None or bool(copied.query())  # type: ignore[no-untyped-call]
+    return copied is None or bool(copied.query())

@@ -49,6 +49,18 @@ def test_each_guarantee_has_a_test_in_ci_or_a_reason_why_not(page: str) -> None:
     assert without == GUARANTEES[page].keys() & EXCEPTIONS.keys()
 
 
+@pytest.mark.parametrize("command", [PLAIN, ALL, GPU])
+def test_a_command_of_pytest_collects_the_tests_of_its_rows(
+    command: str, pytestconfig: pytest.Config
+) -> None:
+    of_newcomers: list[str] = pytestconfig.getini("testpaths")
+    collected = of_newcomers if command == PLAIN else command.split()[-1:]
+    folders = tuple(f"{folder}/" for folder in collected)
+    names = {name for quotes in GUARANTEES.values() for tests in quotes.values() for name in tests}
+    tests = [test for test in map(find_test, names) if level_of(test) == command]
+    assert [test for test in tests if not test.path.startswith(folders)] == []
+
+
 def test_each_exception_belongs_to_a_guarantee() -> None:
     assert EXCEPTIONS.keys() <= {quote for quotes in GUARANTEES.values() for quote in quotes}
 
