@@ -174,18 +174,35 @@ def cuts_of_entity(model_param: ParamEntity) -> list[tuple[int, int]] | None:
     """Return this rank's slice along each axis that cuts a parameter: its number, and how many there are.
 
     Local, pure. None if some slices are of other sizes, so that they have no numbers. Of a fused parameter
-    those of the component with the most slices, as tp may cut queries into more of them than keys.
+    those of the component with the most slices, as tp may cut queries into more of them than keys. The boxes
+    of one component are one slice: groups of queries, keys and values that alternate are a box each.
     """
     cuts: list[tuple[int, int]] = []
-    for box in _boxes(model_param):
-        axes = list(zip(box.global_shape, box.global_offset, box.box_shape, strict=True))
-        cut_axes = [axis for axis in axes[box.prepend_axis_num :] if axis[0] != axis[2]]
+    for boxes in _by_array(_boxes(model_param)):
+        starts = [min(offsets) for offsets in zip(*(box.global_offset for box in boxes), strict=True)]
+        ends = [max(ends) for ends in zip(*(_end_of(box) for box in boxes), strict=True)]
+        sizes = [end - start for start, end in zip(starts, ends, strict=True)]
+        axes = list(zip(boxes[0].global_shape, starts, sizes, strict=True))
+        cut_axes = [axis for axis in axes[boxes[0].prepend_axis_num :] if axis[0] != axis[2]]
         if any(not local or extent % local or offset % local for extent, offset, local in cut_axes):
             return None
-        of_box = [(offset // local, extent // local) for extent, offset, local in cut_axes]
-        if math.prod(size for _, size in of_box) > math.prod(size for _, size in cuts):
-            cuts = of_box
+        if sum(math.prod(box.box_shape) for box in boxes) != math.prod(sizes):
+            return None  # with a gap
+        of_array = [(offset // local, extent // local) for extent, offset, local in cut_axes]
+        if math.prod(size for _, size in of_array) > math.prod(size for _, size in cuts):
+            cuts = of_array
     return cuts
+
+
+def _by_array(boxes: Sequence[ShardedTensor]) -> Iterable[list[ShardedTensor]]:
+    arrays: dict[str, list[ShardedTensor]] = {}
+    for box in boxes:
+        arrays.setdefault(box.key, []).append(box)
+    return arrays.values()
+
+
+def _end_of(box: ShardedTensor) -> tuple[int, ...]:
+    return tuple(start + size for start, size in zip(box.global_offset, box.box_shape, strict=True))
 
 
 def replica_of(model_param: ParamEntity) -> tuple[int, int, int]:

@@ -23,11 +23,12 @@ from megackpt import (
     MissingKeyError,
     OptimizerError,
     ShardedTensor,
+    load,
     load_plain_tensors,
     load_with_report,
     save,
 )
-from megackpt.integrations.transformer_engine import fused_adam
+from megackpt.integrations.transformer_engine import fused_adam, sharded_state_dict
 from megackpt.optim import (
     DistributedOptimizer,
     MixedPrecisionOptimizer,
@@ -38,7 +39,12 @@ from megackpt.optim import (
 from megackpt.parallel.groups import ParallelGroups
 from megackpt.parallel.layout import ParallelLayout
 from tests.contrib.apex.foreign_optimizers import CHANGES, Kind, outcome, row_of_docs
-from tests.contrib.transformer_engine.te_stub import cpu_for_cuda, te_version, transformer_engine
+from tests.contrib.transformer_engine import te_models
+from tests.contrib.transformer_engine.te_stub import (
+    cpu_for_cuda,
+    te_version,
+    transformer_engine,
+)
 from tests.support.fake_apex import are_equal, declare, make_params, set_grads
 
 te = transformer_engine()
@@ -365,3 +371,30 @@ def test_another_optimizer_is_an_error() -> None:
     params = make_params(0, torch.float32)
     with pytest.raises(DeclarationError, match="Adam is not the FusedAdam of Transformer Engine"):
         fused_adam.sharded_state_dict(torch.optim.Adam(params), declare(params))
+
+
+@pytest.mark.parametrize("name", te_models.MODULES)
+def test_scaled_moments_of_every_module_come_back(tmp_path: Path, name: str) -> None:
+    with kernels_of_torch():
+        (module, before), (other, after) = (trained(name, seed) for seed in (1, 2))
+        save(declared(module, before), tmp_path)
+        loaded = load(declared(other, after, is_loading=True), tmp_path)
+        fused_adam.load_sharded_state_dict(after, loaded["optimizer"])
+    for old, new in zip(before.state.values(), after.state.values(), strict=True):
+        assert all(torch.equal(old[key], new[key]) for key in old)
+    assert list(before._scales.values()) == list(after._scales.values())
+
+
+def trained(name: str, seed: int) -> tuple[Any, Any]:
+    module = te_models.build(te_models.MODULES[name], te_models.ONE, seed=seed)
+    optimizer = make(module.parameters(), **FORMS["float16"])
+    generator = torch.Generator().manual_seed(seed)
+    for param in module.parameters():
+        param.grad = torch.randn(param.shape, generator=generator)
+    optimizer.step()
+    return module, optimizer
+
+
+def declared(module: Any, optimizer: Any, *, is_loading: bool = False) -> Any:
+    model = sharded_state_dict(module, te_models.ONE)
+    return {"model": model, "optimizer": fused_adam.sharded_state_dict(optimizer, model, is_loading)}

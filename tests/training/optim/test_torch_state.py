@@ -21,8 +21,10 @@ import megackpt
 from megackpt import (
     DeclarationError,
     MismatchError,
+    ShardedLayout,
     ShardedObject,
     ShardedTensor,
+    ShardedTensorFactory,
     load,
     load_sharded_metadata,
     save,
@@ -181,6 +183,25 @@ def test_the_slices_of_a_fused_weight_are_those_of_its_most_cut_component() -> N
         assert cuts["layers.fc1"] == cuts["layers.fc2"] == [(rank, 4)]
         assert cuts["layers.norm"] == cuts["final"] == []
     assert positions == [[(rank, 4)] for rank in range(4)]
+
+
+@pytest.mark.parametrize(("tp", "groups"), [(1, 4), (2, 2), (4, 1)])
+def test_groups_of_queries_keys_and_values_that_alternate_are_one_slice(tp: int, groups: int) -> None:
+    qkv = torch.zeros(4 * groups, 6)
+    for rank in range(tp):
+        entity = ShardedLayout.interleave("qkv", qkv, 0, {"q": 2, "k": 1, "v": 1}, (0, rank, tp))
+        assert cuts_of_entity(entity) == ([(rank, tp)] if tp > 1 else [])
+
+
+def test_boxes_with_a_gap_have_no_number() -> None:
+    def rows(key: str, tensor: torch.Tensor, *_: Any) -> Any:
+        return {
+            first: ShardedTensor("w", tensor[:1], tensor.dtype, (1, 2), (8, 2), (first, 0))
+            for first in (0, 2)
+        }
+
+    factory = ShardedTensorFactory("w", torch.zeros(2, 2), rows, lambda parts: parts)
+    assert cuts_of_entity(factory) is None
 
 
 def test_counters_in_groups_and_tensors_of_groups_do_not_change() -> None:
