@@ -116,6 +116,9 @@ class Run:
         loss.backward()
         self.optimizer.step()
         self.optimizer.zero_grad()
+        for parameter in self.model.parameters():
+            # FusedAdam of TE 2.20 writes codes of delayed scaling, and keeps the transposes of older ones.
+            getattr(parameter, "_reset_caches", lambda: None)()
         value: float = loss.item()
         return value
 
