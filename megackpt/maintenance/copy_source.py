@@ -96,10 +96,19 @@ class SourceCheckpoint:
         for low, high in parts_of(self.chunks, entity, start=start, stop=stop, buffer_bytes=buffer_bytes):
             yield row, low, high
 
-    def read(self, row: int, buffers: ReadBuffers, buffer_bytes: int) -> Iterator[memoryview]:
-        """Yield the bytes of a row of the plan in parts, each valid until the next: objects are in memory."""
+    def lent(self, row: int) -> memoryview | None:
+        """Return the bytes of a row that lie in memory: objects, and chunks that the source lends."""
         if row in self.blobs:
-            yield memoryview(self.blobs[row])
+            return memoryview(self.blobs[row])
+        start = int(self.start[row])
+        chunk = self.chunks.lent(int(self.plan.entity[row]))
+        return None if chunk is None else chunk[start : start + int(self.plan.table.nbytes[row])]
+
+    def read(self, row: int, buffers: ReadBuffers, buffer_bytes: int) -> Iterator[memoryview]:
+        """Yield the bytes of a row of the plan in parts, each valid until the next."""
+        lent = self.lent(row)
+        if lent is not None:
+            yield from (lent[at : at + buffer_bytes] for at in range(0, len(lent), buffer_bytes))
             return
         start = int(self.start[row])
         yield from buffers.parts(

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megackpt.errors import FormatError
 from megackpt.formats.contents import Chunks, Contents
-from megackpt.formats.foreign.state import ForeignArray, ForeignState, check_repeats
+from megackpt.formats.foreign.state import ForeignArray, ForeignState, check_repeats, plain_elements
 from megackpt.mapping.describe import dtype_name
 from megackpt.metadata import ArraySpec, ChunkTable, pad_shapes
 from megackpt.planning.save_plan import index_order
@@ -85,7 +85,7 @@ class TensorChunks(Chunks):
         )
         rows = index_order(table)
         self.table = table.take(rows)
-        self._tensors = [owned[row][1].data.detach() for row in rows.tolist()]
+        self._tensors = [plain_elements(owned[row][1].data) for row in rows.tolist()]
         self._dtypes = [array.dtype for array in arrays]
         self._where = where
         self._flat: tuple[int, Tensor] = (-1, torch.empty(0))
@@ -104,6 +104,13 @@ class TensorChunks(Chunks):
         first, count = start // dtype.itemsize, len(out) // dtype.itemsize
         elements = self._flattened(row)[first : first + count].to(dtype)
         np.frombuffer(out, np.uint8)[:] = elements.view(torch.uint8).numpy()
+
+    def lent(self, row: int) -> memoryview | None:
+        """Return the bytes of a tensor in its mapped file; None if its elements are not as in the array."""
+        tensor = self._tensors[row]
+        if tensor.dtype != self._dtypes[int(self.table.array[row])] or not tensor.is_contiguous():
+            return None
+        return tensor.reshape(-1).view(torch.uint8).numpy().data
 
     def _flattened(self, row: int) -> Tensor:
         """Return the elements of a chunk; one that is not contiguous is copied once."""

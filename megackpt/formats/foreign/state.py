@@ -147,8 +147,13 @@ def have_equal_bits(first: Tensor, second: Tensor) -> bool:
     """Return whether two tensors of one shape and dtype have equal bits."""
     if first is second or first.numel() == 0:
         return True
-    flat = [tensor.detach().contiguous().reshape(-1).view(torch.uint8) for tensor in (first, second)]
+    flat = [plain_elements(tensor).contiguous().reshape(-1).view(torch.uint8) for tensor in (first, second)]
     return torch.equal(*flat)
+
+
+def plain_elements(tensor: Tensor) -> Tensor:
+    """Return a tensor whose memory has its elements, which that of a conjugate or a negative has not."""
+    return tensor.detach().resolve_conj().resolve_neg()
 
 
 def plain_part(value: Any, path: str, left_out: list[str], depth: int = 0) -> Any:

@@ -224,7 +224,7 @@ class _Merge:
                 )
 
     def _tensor(self, values: Sequence[Tensor], steps: Steps) -> Any:
-        first = values[0].detach()
+        first = values[0]
         for value in values:
             check_repeats(value, dotted(steps))
         for rank, value in enumerate(values):
@@ -237,7 +237,7 @@ class _Merge:
                 )
         if can_be_array(first):
             return self._array(ForeignArray.whole(dotted(steps), first))
-        return first.clone()
+        return first.detach().clone()
 
     def _array(self, array: ForeignArray) -> ArrayReference:
         self.arrays.append(array)

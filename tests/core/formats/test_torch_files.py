@@ -21,6 +21,8 @@ from torch import Tensor, nn
 import megackpt
 from megackpt import CheckpointError, FormatError, NotACheckpointError, UnknownClassError, UnsupportedError
 from megackpt.cli import main
+from megackpt.formats.foreign.contents import TensorChunks
+from megackpt.formats.foreign.state import ForeignArray
 from megackpt.formats.torch_dist.save import TorchDistSaveStrategy
 from tests.support.effort import few, with_all
 from tests.system.attacks import pickles
@@ -104,6 +106,32 @@ def test_a_transposed_and_a_narrowed_tensor_are_stored_as_they_look(tmp_path: Pa
     torch.save(saved, tmp_path / "a.pt")
     megackpt.import_torch(tmp_path / "a.pt", tmp_path / "new")
     assert_same(megackpt.load({}, tmp_path / "new"), saved)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_conjugates_and_negatives_are_stored_as_they_look(ranks: int, tmp_path: Path) -> None:
+    """Their files have the bits of other numbers, and a flag."""
+    numbers = torch.randn(3, 5, dtype=torch.complex64)
+    first, second, third = (numbers.clone().conj() for _ in range(3))  # torch saves memory as of one dtype
+    saved = {"conjugate": first, "negative": second.imag, "scalar": third[0, 0]}
+    (tmp_path / "source").mkdir()
+    for rank in range(ranks):
+        torch.save(saved, tmp_path / "source" / f"rank_{rank}.pt")
+    megackpt.import_torch(tmp_path / "source", tmp_path / "imported")
+    assert_same(megackpt.load({}, tmp_path / "imported"), saved)
+
+
+def test_chunks_lend_the_memory_of_a_file_where_it_has_their_bytes() -> None:
+    rows = torch.arange(12.0).view(3, 4)
+    whole = {"plain": rows, "turned": rows.t(), "conjugate": torch.randn(3, dtype=torch.complex64).conj()}
+    arrays = [ForeignArray.whole(key, tensor) for key, tensor in sorted(whole.items())]
+    chunks = TensorChunks([*arrays, ForeignArray.whole("wide", rows, torch.float64)], where="here")
+    for row, spec in enumerate(chunks.table.arrays):
+        read = bytearray(int(chunks.table.nbytes[row]))
+        chunks.read_into(row, 0, memoryview(read), verify=True)
+        lent = chunks.lent(row)
+        assert (lent is None) == (spec.key in ("turned", "wide"))
+        assert lent is None or bytes(lent) == bytes(read)
 
 
 @pytest.mark.parametrize("to", ["torch_dist", "zarr"])
