@@ -119,7 +119,7 @@ class Chunks(ABC):
         for part, out in zip(parts, outs, strict=True):
             self.read_into(part.row, part.start, out, verify=True)
 
-    def lent(self, row: int) -> memoryview | None:
+    def mapped(self, row: int) -> memoryview | None:
         """Return the bytes of a chunk that lie in memory, in row-major order; None if they must be read.
 
         They are valid as long as these chunks are. Several threads may call it at once.

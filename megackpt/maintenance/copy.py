@@ -272,12 +272,12 @@ class _CopiedParts(ChunkParts):
     def in_order(self, rows: Sequence[int]) -> Iterator[Iterator[memoryview]]:
         """Yield the parts of each row; the next parts are read meanwhile."""
         copied = self._copied
-        is_lent = [copied.lent(row) is not None for row in rows]
-        to_read = (row for row, lent in zip(rows, is_lent, strict=True) if not lent)
+        is_mapped = [copied.mapped(row) is not None for row in rows]
+        to_read = (row for row, mapped in zip(rows, is_mapped, strict=True) if not mapped)
         parts = (part for row in to_read for part in copied.parts(row, self._buffer_bytes))
         stream = self._read(list(windows_of(parts, self._buffer_bytes)))
-        for row, lent in zip(rows, is_lent, strict=True):
-            yield self(row) if lent else self._noted(row, stream)
+        for row, mapped in zip(rows, is_mapped, strict=True):
+            yield self(row) if mapped else self._noted(row, stream)
 
     def _read(self, windows: Sequence[RowWindow]) -> Iterator[memoryview]:
         """Yield the bytes of rows, one after the other."""

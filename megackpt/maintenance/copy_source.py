@@ -96,19 +96,19 @@ class SourceCheckpoint:
         for low, high in parts_of(self.chunks, entity, start=start, stop=stop, buffer_bytes=buffer_bytes):
             yield row, low, high
 
-    def lent(self, row: int) -> memoryview | None:
-        """Return the bytes of a row that lie in memory: objects, and chunks that the source lends."""
+    def mapped(self, row: int) -> memoryview | None:
+        """Return the bytes of a row that lie in memory: objects, and chunks of mapped files."""
         if row in self.blobs:
             return memoryview(self.blobs[row])
         start = int(self.start[row])
-        chunk = self.chunks.lent(int(self.plan.entity[row]))
+        chunk = self.chunks.mapped(int(self.plan.entity[row]))
         return None if chunk is None else chunk[start : start + int(self.plan.table.nbytes[row])]
 
     def read(self, row: int, buffers: ReadBuffers, buffer_bytes: int) -> Iterator[memoryview]:
         """Yield the bytes of a row of the plan in parts, each valid until the next."""
-        lent = self.lent(row)
-        if lent is not None:
-            yield from (lent[at : at + buffer_bytes] for at in range(0, len(lent), buffer_bytes))
+        mapped = self.mapped(row)
+        if mapped is not None:
+            yield from (mapped[at : at + buffer_bytes] for at in range(0, len(mapped), buffer_bytes))
             return
         start = int(self.start[row])
         yield from buffers.parts(

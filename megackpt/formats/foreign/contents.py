@@ -105,7 +105,7 @@ class TensorChunks(Chunks):
         elements = self._flattened(row)[first : first + count].to(dtype)
         np.frombuffer(out, np.uint8)[:] = elements.view(torch.uint8).numpy()
 
-    def lent(self, row: int) -> memoryview | None:
+    def mapped(self, row: int) -> memoryview | None:
         """Return the bytes of a tensor in its mapped file; None if its elements are not as in the array."""
         tensor = self._tensors[row]
         if tensor.dtype != self._dtypes[int(self.table.array[row])] or not tensor.is_contiguous():

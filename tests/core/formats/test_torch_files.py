@@ -121,7 +121,7 @@ def test_conjugates_and_negatives_are_stored_as_they_look(ranks: int, tmp_path: 
     assert_same(megackpt.load({}, tmp_path / "imported"), saved)
 
 
-def test_chunks_lend_the_memory_of_a_file_where_it_has_their_bytes() -> None:
+def test_chunks_are_the_memory_of_a_file_where_it_has_their_bytes() -> None:
     rows = torch.arange(12.0).view(3, 4)
     whole = {"plain": rows, "turned": rows.t(), "conjugate": torch.randn(3, dtype=torch.complex64).conj()}
     arrays = [ForeignArray.whole(key, tensor) for key, tensor in sorted(whole.items())]
@@ -129,9 +129,9 @@ def test_chunks_lend_the_memory_of_a_file_where_it_has_their_bytes() -> None:
     for row, spec in enumerate(chunks.table.arrays):
         read = bytearray(int(chunks.table.nbytes[row]))
         chunks.read_into(row, 0, memoryview(read), verify=True)
-        lent = chunks.lent(row)
-        assert (lent is None) == (spec.key in ("turned", "wide"))
-        assert lent is None or bytes(lent) == bytes(read)
+        mapped = chunks.mapped(row)
+        assert (mapped is None) == (spec.key in ("turned", "wide"))
+        assert mapped is None or bytes(mapped) == bytes(read)
 
 
 @pytest.mark.parametrize("to", ["torch_dist", "zarr"])
