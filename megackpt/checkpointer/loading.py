@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 from megackpt.api.collective import load_with_report
 from megackpt.checkpointer.root_files import newest_step, scan
-from megackpt.comm import AnyGroup, Group, run_on_all_ranks
+from megackpt.comm import AnyGroup, Group, gather_step
 from megackpt.engine.checkpoint.steps import StepDirectories, step_name
 from megackpt.engine.loading.fallback import DAMAGE_ERRORS
 from megackpt.errors import CheckpointError, DeclarationError, NotACheckpointError
@@ -203,9 +203,7 @@ def _error_of_all(failures: Sequence[tuple[int, CheckpointError]]) -> Checkpoint
 
 def _answer_of_rank_0(group: Group, look: Callable[[], int | None], *, doing: str) -> int | None:
     """Return on all ranks the step that rank 0 finds. Collective."""
-
-    def encoded() -> bytes:
-        return json.dumps(look() if group.rank == 0 else None).encode()
-
-    step: int | None = json.loads(run_on_all_ranks(group, encoded, doing=doing)[0])
+    with gather_step(group, doing, on_all_ranks=True) as looking:
+        looking.data = json.dumps(look() if group.rank == 0 else None).encode()
+    step: int | None = json.loads(looking.results[0])
     return step

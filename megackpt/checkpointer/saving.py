@@ -15,7 +15,7 @@ from megackpt.checkpointer.options import OnError
 from megackpt.checkpointer.retention import Cleanup
 from megackpt.checkpointer.root_files import checked_metrics, remove_metrics, scan, write_metrics
 from megackpt.checkpointer.settings import RunSettings
-from megackpt.comm import Group, run_on_all_ranks
+from megackpt.comm import Group, errors_on_all_ranks
 from megackpt.engine.checkpoint.steps import StepDirectories, step_name
 from megackpt.engine.saving.save import plan_save
 from megackpt.engine.saving.save_request import SaveRequest
@@ -168,12 +168,9 @@ class RootSaving:
         finally:
             store.close()
 
-        def clean_up_after_commit() -> bytes:
+        with errors_on_all_ranks(group, work_after_commit(damages)):
             if group.rank == 0:
                 self.cleanup.after_commit(step, damages)
-            return b""
-
-        run_on_all_ranks(group, clean_up_after_commit, doing=work_after_commit(damages))
 
     def clean_up(self, step: int, group: Group) -> None:
         """Remove on rank 0 the files of a step whose save failed. Local."""
@@ -203,11 +200,7 @@ class RootSaving:
                 if group.rank == 0:
                     remove_metrics(root, step)
             return
-
-        def write() -> bytes:
+        with errors_on_all_ranks(group, "storing metrics"):
             numbers = checked_metrics(metrics)
             if group.rank == 0:
                 write_metrics(root, step, numbers)
-            return b""
-
-        run_on_all_ranks(group, write, doing="storing metrics")

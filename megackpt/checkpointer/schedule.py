@@ -14,10 +14,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from megackpt.checkpointer.options import MAX_SIGNALS, SaveSchedule, Tiers
-from megackpt.comm import Group, Numbers, run_and_compare
+from megackpt.comm import Group, compare_step
 from megackpt.errors import DeclarationError
 
 _MAX_STEPS_APART = 100  # if steps become slower, the next exchange is still this many steps away
+# One for each signal of a schedule: messages have one length, also if ranks have other schedules.
+_SIGNALS = tuple(f"signal {number}" for number in range(MAX_SIGNALS))
 _SAVE_ONLY_SIGNALS = (signal.SIGUSR1, signal.SIGUSR2)
 
 
@@ -94,28 +96,30 @@ class SaveTrigger:
     def _exchange(self, step: int, group: Group) -> bool:
         """Exchange time and signals with all ranks; return whether a save is due. Collective."""
         settings = zlib.crc32(repr((self._schedule, self._signals.signals)).encode())
-
-        def numbers() -> Numbers:
+        with compare_step(
+            group,
+            "agreeing whether to save",
+            equal=("step", "schedule"),
+            largest=("is time", "steps apart", *_SIGNALS),
+        ) as asking:
             is_time, steps_apart = self._time_and_distance(step) if group.rank == 0 else (0, 0)
             steps_apart = 1 if group.size == 1 else steps_apart  # without other ranks an exchange is free
             received = self._signals.received()
-            padding = [0] * (MAX_SIGNALS - len(received))
-            return Numbers((step, settings), (is_time, steps_apart, *received, *padding))
-
-        answers = run_and_compare(
-            group, numbers, equal=2, largest=2 + MAX_SIGNALS, doing="agreeing whether to save"
-        )
-        if not all(answers.equal):
-            what = "the same schedule" if answers.equal[0] else "the same step"
+            asking.equal = {"step": step, "schedule": settings}
+            asking.largest = {"is time": is_time, "steps apart": steps_apart, **dict.fromkeys(_SIGNALS, 0)}
+            asking.largest |= dict(zip(_SIGNALS, received, strict=False))
+        if not all(asking.is_equal.values()):
+            what = "the same schedule" if asking.is_equal["step"] else "the same step"
             raise DeclarationError(
                 f"Ranks call should_save or maybe_save differently: give {what} on all of them, and "
                 f"call it on all ranks at every step (this is rank {group.rank}, step {step}).",
                 rank=group.rank,
             )
-        is_time, self._steps_apart, *flags = answers.largest
+        self._steps_apart = asking.maximum["steps apart"]
         self._next_exchange = step + self._steps_apart
         self._last_exchange = step, self._clock()
-        return self._take_signals(flags) or bool(is_time)
+        is_asked = self._take_signals([asking.maximum[name] for name in _SIGNALS])
+        return is_asked or bool(asking.maximum["is time"])
 
     def _take_signals(self, flags: Sequence[int]) -> bool:
         """Act on the signals that any rank has received; return whether there are some.

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megackpt.checkpointer.options import OnError, Retention, SaveSchedule, Tier, Tiers
-from megackpt.comm import Group, Numbers, compare_step, run_on_all_ranks
+from megackpt.comm import Group, compare_step, gather_step
 from megackpt.engine.saving.preparation import Settings, as_number, check_settings
 from megackpt.options import AsyncOptions, LoadOptions, SaveOptions
 from megackpt.storage import absolute_path
@@ -95,8 +95,9 @@ def compare_settings(group: Group, settings: Settings, *, what: str, doing: str)
         RankFailedError: a rank did not answer, or is at another step.
     """
     encoded = json.dumps(settings).encode()
-    with compare_step(group, doing, equal=1) as step:
-        step.numbers = Numbers((as_number(encoded),))
-    if not all(step.reduced.equal):
-        settings_of_ranks = run_on_all_ranks(group, lambda: encoded, doing=doing)
-        check_settings([json.loads(settings) for settings in settings_of_ranks], what=what)
+    with compare_step(group, doing, equal=("settings",)) as step:
+        step.equal["settings"] = as_number(encoded)
+    if not step.is_equal["settings"]:
+        with gather_step(group, doing, on_all_ranks=True) as naming:
+            naming.data = encoded
+        check_settings([json.loads(settings) for settings in naming.results], what=what)

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 from megackpt.checkpointer.loading import LastLoad, RootLoading, SkippedStep, StepRequest, with_copies_of_step
 from megackpt.checkpointer.root_files import scan
 from megackpt.checkpointer.tier_survey import ROOT, StepCandidate, TierSurvey
-from megackpt.comm import Group, broadcast_from_rank_0, run_and_gather, run_on_all_ranks
+from megackpt.comm import Group, broadcast_from_rank_0, errors_on_all_ranks, gather_step
 from megackpt.engine.checkpoint.step_roots import LocalSteps
 from megackpt.engine.checkpoint.steps import step_name
 from megackpt.engine.loading.fallback import DAMAGE_ERRORS
@@ -228,17 +228,13 @@ class Recovery:
     def _find_damage(self, candidate: StepCandidate) -> bool:
         """Check the files of a step on every node; return whether new damage was found."""
         group, leaders, name = self._group, self._nodes.leaders(), step_name(candidate.step)
-
-        def damage_on_node() -> bytes:
-            if group.rank not in leaders:
-                return b"[]"
-            with self._open(candidate.tier, name) as store:
-                return json.dumps(damaged_files(store)).encode()
-
-        reports = run_and_gather(group, damage_on_node, doing="checking its copies of a checkpoint")
+        with gather_step(group, "checking its copies of a checkpoint") as checking:
+            if group.rank in leaders:
+                with self._open(candidate.tier, name) as store:
+                    checking.data = json.dumps(damaged_files(store)).encode()
         is_new = False
-        for node, leader in enumerate(leaders if reports else ()):
-            is_new |= self._survey.note_damage(candidate, node, json.loads(reports[leader]))
+        for node, leader in enumerate(leaders if checking.results else ()):
+            is_new |= self._survey.note_damage(candidate, node, json.loads(checking.results[leader]))
         return bool(_from_rank_0(group, is_new))
 
     @contextlib.contextmanager
@@ -274,14 +270,13 @@ class Recovery:
             log.warning("Step %s was loaded from %s.", candidate.step, where)
             if damaged:
                 log.warning("Damaged copies were not used:\n%s", truncated_list(damaged))
-        run_on_all_ranks(
-            self._group, lambda: self._remove(useless), doing="removing incomplete steps from its node"
-        )
+        with errors_on_all_ranks(self._group, "removing incomplete steps from its node"):
+            self._remove(useless)
         return LastLoad(
             step=candidate.step, where=where, skipped=tuple(self._skipped), damaged=tuple(damaged)
         )
 
-    def _remove(self, useless: Sequence[tuple[int, str]]) -> bytes:
+    def _remove(self, useless: Sequence[tuple[int, str]]) -> None:
         """Remove steps of tiers from this node, as far as possible. Done by one rank of each node."""
         if self._group.rank in self._nodes.leaders():
             for tier, name in useless:
@@ -289,20 +284,15 @@ class Recovery:
                 if name in steps.names() and (steps.committed([name]) or steps.is_leftover(name)):
                     with contextlib.suppress(OSError):
                         steps.remove(name)
-        return b""
 
 
 def _survey(group: Group, directories: TierDirectories, root: RootLoading) -> TierSurvey:
     """Gather the steps of all nodes; return them on rank 0, and an empty survey elsewhere. Collective."""
     leaders = directories.nodes.leaders()
-
-    def steps_on_node() -> bytes:
-        if group.rank not in leaders:
-            return b""
-        return json.dumps([_steps_in(tier) for tier in directories.tiers]).encode()
-
-    reports = run_and_gather(group, steps_on_node, doing="looking for checkpoints on its node")
-    by_node = [json.loads(reports[leader]) for leader in leaders] if reports else []
+    with gather_step(group, "looking for checkpoints on its node") as looking:
+        if group.rank in leaders:
+            looking.data = json.dumps([_steps_in(tier) for tier in directories.tiers]).encode()
+    by_node = [json.loads(looking.results[leader]) for leader in leaders] if looking.results else []
     node_steps = [
         [{row[0]: NodeStep.from_json(row) for row in tiers[number]} for tiers in by_node]
         for number in range(len(directories.tiers))

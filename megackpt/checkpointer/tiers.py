@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from megackpt.checkpointer.loading import LastLoad, RootLoading, StepRequest
 from megackpt.checkpointer.options import MemoryTier, Tier, Tiers
 from megackpt.checkpointer.tier_recovery import Recovery, TierDirectories
-from megackpt.comm import Group, Numbers, run_and_compare, run_on_all_ranks
+from megackpt.comm import Group, errors_on_all_ranks, gather_step
 from megackpt.engine.background.prepared_save import Destination
 from megackpt.engine.checkpoint.step_roots import LocalSteps
 from megackpt.engine.checkpoint.steps import step_of
@@ -57,11 +57,9 @@ class TierSet:
     def _find_directories(self, group: Group) -> TierDirectories:
         label = _label(self._node, group.rank)
         steps = tuple(LocalSteps.at(os.fspath(tier.path).replace("{node}", label)) for tier in self._tiers)
-
-        def described() -> bytes:
-            return json.dumps([label, [_identity(of_tier) for of_tier in steps]]).encode()
-
-        reports = [json.loads(r) for r in run_on_all_ranks(group, described, doing="opening its tiers")]
+        with gather_step(group, "opening its tiers", on_all_ranks=True) as step:
+            step.data = json.dumps([label, [_identity(of_tier) for of_tier in steps]]).encode()
+        reports = [json.loads(report) for report in step.results]
         labels = [report[0] for report in reports]
         nodes = Nodes.of_labels(labels)
         for number, tier in enumerate(self._tiers):
@@ -187,12 +185,8 @@ class TierSaving:
         planned = plan_save(request, None, group, self.options)
         with contextlib.closing(location.open()) as store:
             save_on_nodes(planned, store, group, location)
-
-        def clean() -> Numbers:
+        with errors_on_all_ranks(group, "removing old steps from its node"):
             clean_node(location, rank=group.rank)
-            return Numbers(())
-
-        run_and_compare(group, clean, equal=0, doing="removing old steps from its node")
 
 
 def destinations_in_tiers(

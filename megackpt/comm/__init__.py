@@ -9,17 +9,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from megackpt.comm.collectives import (
-    Numbers,
+    CompareStep,
     broadcast_from_rank_0,
     compare_step,
     errors_on_all_ranks,
     gather_step,
     rank_0_errors_on_all_ranks,
-    run_and_all_gather,
-    run_and_compare,
-    run_and_gather,
-    run_on_all_ranks,
-    scatter_from_rank_0,
     scatter_step,
 )
 from megackpt.comm.group import Group, PeerBuffer, SingleProcess, check_group
@@ -31,8 +26,8 @@ if TYPE_CHECKING:
 
 __all__ = [
     "AnyGroup",
+    "CompareStep",
     "Group",
-    "Numbers",
     "PeerBuffer",
     "SingleProcess",
     "TorchGroup",
@@ -45,11 +40,6 @@ __all__ = [
     "group_or_world",
     "join_fields",
     "rank_0_errors_on_all_ranks",
-    "run_and_all_gather",
-    "run_and_compare",
-    "run_and_gather",
-    "run_on_all_ranks",
-    "scatter_from_rank_0",
     "scatter_step",
     "split_fields",
     "world_group",

@@ -19,7 +19,7 @@ from typing import Literal, TypeAlias, get_args
 import torch
 
 from megackpt.arguments import check_choice, check_count, check_flags, check_seconds
-from megackpt.comm import Group, errors_on_all_ranks, group_or_world, run_on_all_ranks
+from megackpt.comm import Group, errors_on_all_ranks, gather_step, group_or_world
 from megackpt.engine.checkpoint.common_reading import stored_references
 from megackpt.engine.checkpoint.opening import open_checkpoint, read_common_and_references
 from megackpt.engine.data.progress import Progress
@@ -358,15 +358,13 @@ def _begin(folder: ExportTarget, model_files: Mapping[str, bytes], group: Group)
     Raises:
         MismatchError: ranks have opened different checkpoints.
     """
-
-    def message() -> bytes:
+    with gather_step(group, "preparing the target", on_all_ranks=True) as step:
         finished = {}
         if group.rank == 0:
             finished = folder.begin()
             written_small_files(folder.store, dict(model_files))
-        return json.dumps([folder.plan, finished]).encode()
-
-    messages = [json.loads(data) for data in run_on_all_ranks(group, message, doing="preparing the target")]
+        step.data = json.dumps([folder.plan, finished]).encode()
+    messages = [json.loads(data) for data in step.results]
     if any(plan != messages[0][0] for plan, _ in messages):
         raise MismatchError("Ranks see different checkpoints, or have other arguments. Export again.")
     return dict(messages[0][1])

@@ -12,7 +12,7 @@ import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
-from megackpt.comm import Group, run_on_all_ranks
+from megackpt.comm import Group, gather_step
 from megackpt.engine.checkpoint import manifest
 from megackpt.engine.checkpoint.removal import withdraw
 from megackpt.engine.data.progress import Progress
@@ -67,11 +67,9 @@ class NewCheckpoint:
         Raises:
             MismatchError: ranks have opened different sources.
         """
-        message = json.dumps([identity, manifest.new_attempt(), list((sizes or {}).items())]).encode()
-        messages = [
-            json.loads(data)
-            for data in run_on_all_ranks(self.group, lambda: message, doing="comparing the opened source")
-        ]
+        with gather_step(self.group, "comparing the opened source", on_all_ranks=True) as step:
+            step.data = json.dumps([identity, manifest.new_attempt(), list((sizes or {}).items())]).encode()
+        messages = [json.loads(data) for data in step.results]
         if any(identity != messages[0][0] for identity, _, _ in messages):
             where = self.source.location
             raise MismatchError(

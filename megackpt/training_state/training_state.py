@@ -9,7 +9,7 @@ import json
 from collections.abc import Mapping
 from typing import Any, Protocol
 
-from megackpt.comm import Group, run_on_all_ranks, world_group
+from megackpt.comm import Group, gather_step, world_group
 from megackpt.errors import DeclarationError, MismatchError
 from megackpt.mapping import ShardedStateDict
 
@@ -90,16 +90,12 @@ class TrainingState:
             MismatchError: a part cannot be continued, or the checkpoint has no part of that name; the same on
                 all ranks, for the first part that failed.
         """
-
-        def resume_here() -> bytes:
-            notes = [self._resume_part(name, part, loaded, step) for name, part in self.parts.items()]
-            return json.dumps([note for note in notes if note]).encode()
-
         group = self._group or world_group(timeout_s=self._timeout_s)
-        notes: list[str] = json.loads(
-            run_on_all_ranks(group, resume_here, doing="resuming the training state")[0]
-        )
-        return notes
+        with gather_step(group, "resuming the training state", on_all_ranks=True) as resuming:
+            notes = [self._resume_part(name, part, loaded, step) for name, part in self.parts.items()]
+            resuming.data = json.dumps([note for note in notes if note]).encode()
+        of_rank_0: list[str] = json.loads(resuming.results[0])
+        return of_rank_0
 
     def _resume_part(self, name: str, part: Resumable, loaded: Mapping[str, Any], step: int) -> str:
         if name not in loaded:

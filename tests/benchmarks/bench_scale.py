@@ -24,7 +24,7 @@ import numpy as np
 import torch
 
 from megackpt import PlanCache, SaveOptions, ShardedObject, ShardedTensor
-from megackpt.comm import Group, SingleProcess, run_on_all_ranks
+from megackpt.comm import Group, SingleProcess
 from megackpt.engine.saving.save import plan_save
 from megackpt.engine.saving.save_request import SaveRequest
 from megackpt.formats.native.save import NativeSaveStrategy
@@ -43,6 +43,7 @@ from megackpt.planning import SavePlan, pack_rows, plan_merged_save, unpack_rows
 from megackpt.storage import MemoryStore, digest_of
 from megackpt.validation import check_coverage
 from tests.benchmarks.measuring import Clock, options
+from tests.support.groups import shared
 
 LAYERS, HIDDEN, FFN, QKV, VOCAB = 126, 16384, 53248, 18432, 128256
 STATES = ("master", "exp_avg", "exp_avg_sq")
@@ -228,7 +229,7 @@ class _Everyone(Group):
 def bench_collective(ranks: int) -> float:
     """Return the seconds that a rank takes to look through the digests of all."""
     clock = Clock()
-    message = run_on_all_ranks(_Everyone(ranks), lambda: bytes(24), doing="comparing declarations")
+    message = shared(_Everyone(ranks), bytes(24), doing="comparing declarations")
     assert next(i for i, other in enumerate(message) if other[:16] == message[-1][:16]) == 0
     return clock.lap()
 

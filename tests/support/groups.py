@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from megackpt.comm import Group
+from collections.abc import Sequence
+
+from megackpt.comm import Group, compare_step, gather_step, scatter_step
 
 
 class MessagesOnly(Group):
@@ -16,3 +18,39 @@ class MessagesOnly(Group):
 
     def gather(self, data: bytes) -> list[bytes]:
         return self._group.gather(data)
+
+
+def shared(group: Group, data: bytes, *, doing: str = "sharing") -> list[bytes]:
+    """Return the data of all ranks on every rank."""
+    with gather_step(group, doing, on_all_ranks=True) as step:
+        step.data = data
+    return step.results
+
+
+def gathered(group: Group, data: bytes, *, doing: str = "sending") -> list[bytes]:
+    """Return the data of all ranks on rank 0, and nothing elsewhere."""
+    with gather_step(group, doing) as step:
+        step.data = data
+    return step.results
+
+
+def scattered(group: Group, parts: Sequence[bytes], *, doing: str = "giving") -> bytes:
+    """Return this rank's part of those that rank 0 has."""
+    with scatter_step(group, doing) as step:
+        step.parts = parts
+    return step.part
+
+
+def compared(
+    group: Group, equal: Sequence[int], largest: Sequence[int] = (), *, doing: str = "comparing"
+) -> tuple[list[bool], list[int]]:
+    """Return which numbers are equal on all ranks, and the largest of the others."""
+    names, others = (
+        [f"{kind} {n}" for n in range(len(numbers))] for kind, numbers in (("e", equal), ("l", largest))
+    )
+    with compare_step(group, doing, equal=names, largest=others) as step:
+        step.equal, step.largest = (
+            dict(zip(names, equal, strict=True)),
+            dict(zip(others, largest, strict=True)),
+        )
+    return [step.is_equal[name] for name in names], [step.maximum[name] for name in others]

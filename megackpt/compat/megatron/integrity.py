@@ -12,7 +12,7 @@ import logging
 import os
 from typing import Any
 
-from megackpt.comm import Group, scatter_from_rank_0, world_group
+from megackpt.comm import Group, rank_0_errors_on_all_ranks, world_group
 from megackpt.errors import CheckpointError, FormatError, IntegrityError
 from megackpt.formats.documents import parse_document
 from megackpt.storage import Store, open_store
@@ -47,24 +47,18 @@ def verify_integrity_manifest(checkpoint_dir: str | os.PathLike[str], group: Gro
         IntegrityError: there is no integrity.json, or a file is missing or has other bytes; on every rank.
         FormatError: integrity.json is damaged.
     """
-
-    def check() -> list[bytes]:
-        _verify(checkpoint_dir)
-        return [b""] * ranks.size
-
     ranks = world_group(timeout_s=_TIMEOUT_S) if group is None else group
-    scatter_from_rank_0(ranks, check, doing=f"verifying {INTEGRITY_FNAME}")
+    with rank_0_errors_on_all_ranks(ranks, f"verifying {INTEGRITY_FNAME}"):
+        if ranks.rank == 0:
+            _verify(checkpoint_dir)
 
 
 def write_on_rank_0(checkpoint_dir: str | os.PathLike[str], group: Group | None = None) -> None:
     """Write integrity.json of a committed checkpoint on rank 0; all ranks wait. Collective."""
-
-    def write() -> list[bytes]:
-        save_integrity_manifest(checkpoint_dir)
-        return [b""] * ranks.size
-
     ranks = world_group(timeout_s=_TIMEOUT_S) if group is None else group
-    scatter_from_rank_0(ranks, write, doing=f"writing {INTEGRITY_FNAME}")
+    with rank_0_errors_on_all_ranks(ranks, f"writing {INTEGRITY_FNAME}"):
+        if ranks.rank == 0:
+            save_integrity_manifest(checkpoint_dir)
 
 
 def _verify(checkpoint_dir: str | os.PathLike[str]) -> None:

@@ -16,14 +16,14 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from megackpt.comm import Group, Numbers, compare_step, encode_error, errors_on_all_ranks
+from megackpt.comm import Group, compare_step, encode_error, errors_on_all_ranks
 from megackpt.comm.messages import common_error
 from megackpt.comm.store_host import StoreHost
 from megackpt.engine.background.messages import Job, store_prefix
 from megackpt.engine.background.prepared_save import Destination, PreparedSave, SubmittedJob, shares_bytes
 from megackpt.engine.background.session import WriterSession, end_forgotten
 from megackpt.engine.background.staging_memory import StreamClosedError, StreamRange, copy_rows
-from megackpt.engine.saving.preparation import WriterStatus, prepare_on_all_ranks
+from megackpt.engine.saving.preparation import WRITER_STATUS, WriterStatus, prepare_on_all_ranks
 from megackpt.engine.saving.save import plan_prepared
 from megackpt.engine.saving.save_request import SaveRequest
 from megackpt.engine.saving.write import PlannedSave
@@ -225,9 +225,10 @@ class AsyncSaver:
         Raises:
             CheckpointError: the error of a save that has failed, of the first rank that has one.
         """
-        with compare_step(group, doing, largest=3) as step:
-            step.numbers = Numbers((), self._session.status(group, with_failure=True))
-        has_failed, is_any_busy, is_apart = step.reduced.largest
+        with compare_step(group, doing, largest=WRITER_STATUS) as step:
+            status = self._session.status(group, with_failure=True)
+            step.largest = dict(zip(WRITER_STATUS, status, strict=True))
+        has_failed, is_any_busy, is_apart = (step.maximum[name] for name in WRITER_STATUS)
         self._session.follow_status(
             (has_failed, is_any_busy, is_apart),
             group,

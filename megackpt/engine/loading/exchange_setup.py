@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from megackpt.comm import AnyGroup, Group, run_and_all_gather
+from megackpt.comm import AnyGroup, Group, errors_on_all_ranks
 from megackpt.comm.device_group import DeviceGroup
 from megackpt.comm.subgroups import check_group_argument, subgroup
 from megackpt.engine.data.read import probe_chunk
@@ -39,8 +39,8 @@ def connect_exchange(request: LoadRequest, prepared: PreparedLoad, group: Group)
     Raises:
         CheckpointError: the ranks could not be connected; the same on every rank.
     """
-    doing = "connecting the ranks that exchange"
-    reader, _ = run_and_all_gather(group, lambda: (_connect(request, prepared, group), b""), doing=doing)
+    with errors_on_all_ranks(group, "connecting the ranks that exchange"):
+        reader = _connect(request, prepared, group)
     return reader
 
 

@@ -14,7 +14,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, TypeAlias
 
-from megackpt.comm import Group, run_and_all_gather
+from megackpt.comm import Group, gather_step
 from megackpt.engine.data.read import read_chunk, read_tensors
 from megackpt.engine.loading.load_request import LoadRequest, open_source
 from megackpt.engine.loading.prepare import prepare_load
@@ -61,10 +61,9 @@ def load_state(request: LoadRequest, group: Group) -> LoadResult:
         CheckpointError: the same on every rank. If reading had begun, the given tensors may have any content.
     """
     with ExitStack() as resources:
-        prepared, messages = run_and_all_gather(
-            group, lambda: _open_and_prepare(request, group, resources), doing="preparing the load"
-        )
-        ranks = check_answers(messages, prepared.where)
+        with gather_step(group, "preparing the load", on_all_ranks=True) as preparing:
+            prepared, preparing.data = _open_and_prepare(request, group, resources)
+        ranks = check_answers(preparing.results, prepared.where)
         if group.rank == 0:
             log_notices(ranks.values("notices"))
         missing: frozenset[str] = frozenset()
@@ -79,16 +78,15 @@ def load_state(request: LoadRequest, group: Group) -> LoadResult:
 
         request = _with_chosen_exchange(request, ranks)
         reader = connect_reader(request, prepared, group)
-        state, messages = run_and_all_gather(
-            group, lambda: _read_and_finish(prepared, reader), doing="reading"
-        )
-        if not all(messages):
+        with gather_step(group, "reading", on_all_ranks=True) as reading:
+            state, reading.data = _read_and_finish(prepared, reader)
+        if not all(reading.results):
             raise RankFailedError(
                 f"{prepared.where}: the exchange between ranks broke off before all bytes had arrived. Load "
                 f"again."
             )
 
-        times = LoadTimes.over([PhaseTimes(*json.loads(message)) for message in messages])
+        times = LoadTimes.over([PhaseTimes(*json.loads(message)) for message in reading.results])
         report = replace(prepared.report, missing=missing, recovered=prepared.source.recovered, times=times)
         _log_result(request, prepared, report, group)
         return LoadResult(state, report)

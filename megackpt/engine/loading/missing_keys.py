@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 
-from megackpt.comm import Group, run_on_all_ranks
+from megackpt.comm import Group, gather_step
 from megackpt.engine.loading.prepared_load import PreparedLoad
 from megackpt.engine.loading.rank_checks import RankAnswers
 from megackpt.mapping.tree import keys_by_container
@@ -61,19 +61,13 @@ def _check_empty_containers(prepared: PreparedLoad, ranks: RankAnswers, group: G
         return
     doing = "comparing keys"
 
-    def requested_below() -> bytes:
+    with gather_step(group, doing, on_all_ranks=True) as comparing:
         by_name = keys_by_container(sorted(prepared.keys.requested), names)
-        return json.dumps([key for keys in by_name.values() for key in keys]).encode()
-
-    below = run_on_all_ranks(group, requested_below, doing=doing)
-    requested = {key for keys in below for key in json.loads(keys)}
-
-    def check() -> bytes:
+        comparing.data = json.dumps([key for keys in by_name.values() for key in keys]).encode()
+    requested = {key for keys in comparing.results for key in json.loads(keys)}
+    with gather_step(group, doing) as checking:
         with collected_notices() as notices:
             stored_below = keys_by_container(prepared.loadable, names, requested)
             check_empty_containers(stored_below, prepared.rules, where=prepared.where)
-        return json.dumps(notices).encode()
-
-    notices = run_on_all_ranks(group, check, doing=doing)
-    if group.rank == 0:
-        log_notices([json.loads(of_rank) for of_rank in notices])
+        checking.data = json.dumps(notices).encode()
+    log_notices([json.loads(of_rank) for of_rank in checking.results])

@@ -17,10 +17,9 @@ import torch
 from megackpt.codec import leaf_digests
 from megackpt.comm import (
     Group,
+    gather_step,
     join_fields,
     rank_0_errors_on_all_ranks,
-    run_and_gather,
-    run_on_all_ranks,
     split_fields,
 )
 from megackpt.engine.checkpoint.common_arrays import map_common
@@ -49,27 +48,26 @@ def check_request_coverage(prepared: PreparedLoad, group: Group) -> None:
     """
     _check_common(prepared, group)
     packed = _packed_request(prepared, group.rank)
-    digest = digest_of(packed.replica_rows).encode()
-    digests = run_on_all_ranks(group, lambda: digest, doing=_DOING)
-    is_first = digests.index(digest) == group.rank
-    replica_rows = packed.replica_rows if is_first else b""
-    message = join_fields([packed.main_rows, replica_rows])
-    messages = run_and_gather(group, lambda: message, doing=_DOING)
+    with gather_step(group, _DOING, on_all_ranks=True) as comparing:
+        comparing.data = digest_of(packed.replica_rows).encode()
+    is_first = comparing.results.index(comparing.data) == group.rank
+    with gather_step(group, _DOING) as gathering:
+        gathering.data = join_fields([packed.main_rows, packed.replica_rows if is_first else b""])
     with rank_0_errors_on_all_ranks(group, _DOING):
         if group.rank == 0:
-            _check(messages, digests)
+            _check(gathering.results, comparing.results)
 
 
 def _check_common(prepared: PreparedLoad, group: Group) -> None:
-    digests_of_ranks = run_on_all_ranks(
-        group, lambda: digest_of(_common_digests(prepared)).encode(), doing=_DOING
-    )
-    if len(set(digests_of_ranks)) == 1:
+    with gather_step(group, _DOING, on_all_ranks=True) as comparing:
+        comparing.data = digest_of(_common_digests(prepared)).encode()
+    if len(set(comparing.results)) == 1:
         return
-    digests = run_and_gather(group, lambda: _common_digests(prepared), doing=_DOING)
+    with gather_step(group, _DOING) as gathering:
+        gathering.data = _common_digests(prepared)
     with rank_0_errors_on_all_ranks(group, _DOING):
         if group.rank == 0:
-            check_common_equal([json.loads(of_rank) for of_rank in digests], requested=True)
+            check_common_equal([json.loads(of_rank) for of_rank in gathering.results], requested=True)
 
 
 def _common_digests(prepared: PreparedLoad) -> bytes:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megackpt.comm import Group, run_and_gather, scatter_from_rank_0
+from megackpt.comm import Group, gather_step, scatter_step
 from megackpt.engine.saving.save_hook import SaveHook, WrittenChunks
 from megackpt.errors import UnsupportedError
 from megackpt.formats.strategy import Json, SaveStrategy
@@ -35,18 +35,14 @@ class ParityHook(SaveHook):
     ) -> list[bytes]:
         """Compute the parity of the files that were written; rank 0 decides which rank computes what."""
         attempt = written.attempt
-        task = scatter_from_rank_0(
-            group,
-            lambda: strategy.plan_parity(
-                attempt=attempt, plan=written.plan(), receipts=written.receipts, most=self.max_files
-            ),
-            doing="planning parity",
-        )
-        return run_and_gather(
-            group,
-            lambda: strategy.write_parity(store, attempt=attempt, work=task),
-            doing="writing parity files",
-        )
+        with scatter_step(group, "planning parity") as planning:
+            if group.rank == 0:
+                planning.parts = strategy.plan_parity(
+                    attempt=attempt, plan=written.plan(), receipts=written.receipts, most=self.max_files
+                )
+        with gather_step(group, "writing parity files") as writing:
+            writing.data = strategy.write_parity(store, attempt=attempt, work=planning.part)
+        return writing.results
 
     def index_fields(
         self, receipts: list[bytes], store: Store, strategy: SaveStrategy, *, attempt: str

@@ -18,7 +18,6 @@ from megackpt.comm import (
     gather_step,
     join_fields,
     rank_0_errors_on_all_ranks,
-    run_on_all_ranks,
     scatter_step,
     split_fields,
 )
@@ -166,9 +165,9 @@ def reuse_plan(
         return _with_own_sizes(local, plan, plan_of_all_ranks)
     if not len(object_sizes(plan)):
         return PlanAgreement(plan)
-    own_sizes = local.object_sizes(plan).tobytes()
-    sizes_of_ranks = run_on_all_ranks(group, lambda: own_sizes, doing="comparing sizes of objects")
-    return PlanAgreement(plan, _decode_sizes(sizes_of_ranks))
+    with gather_step(group, "comparing sizes of objects", on_all_ranks=True) as step:
+        step.data = local.object_sizes(plan).tobytes()
+    return PlanAgreement(plan, _decode_sizes(step.results))
 
 
 def compare_values(local: LocalState, group: Group, to_compare: ValuesToCompare) -> None:

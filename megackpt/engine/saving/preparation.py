@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from megackpt.comm import Group, Numbers, compare_step, run_on_all_ranks
+from megackpt.comm import CompareStep, Group, compare_step, gather_step
 from megackpt.engine.checkpoint import manifest
 from megackpt.engine.checkpoint.manifest import new_attempt
 from megackpt.engine.saving.local_state import LocalState, make_local_state
@@ -28,21 +28,19 @@ Settings: TypeAlias = Mapping[str, Any]
 """Arguments that must be equal on all ranks, by the names that a user knows; JSON values."""
 
 WriterStatus: TypeAlias = tuple[int, int, int]
-"""Numbers about the writer process of an asynchronous save. All ranks receive the maximum of each."""
+"""The numbers of `WRITER_STATUS`, of one rank or the maximum of all."""
 
 _PLANS_COMPARED = 8
 """How many of the plans that were used last are compared, to find one that fits on all ranks."""
 
-# What ranks compare, in the order of `Numbers.equal`.
-_SETTINGS, _COMMON, _VALUES, _CACHE, _ASSUMES = range(5)
-_EQUAL = 5
+_COMPARED = ("settings", "common state", "values", "cached plans", "assumes structure")
+"""What ranks compare: digests, and whether a rank assumes that its structure is that of the last save."""
 
-# What ranks maximise, in the order of `Numbers.largest`: the attempt id of rank 0 in two numbers; for each
-# cached plan, whether it does not fit; whether the format is not imported yet; the status of the writer.
-_MISFITS = slice(2, 2 + _PLANS_COMPARED)
-_NOT_IMPORTED = 2 + _PLANS_COMPARED
-_WRITER_STATUS = slice(_NOT_IMPORTED + 1, _NOT_IMPORTED + 4)
-_LARGEST = _NOT_IMPORTED + 4
+# For each cached plan, whether it does not fit on a rank.
+_MISFITS = tuple(f"misfit of plan {number}" for number in range(_PLANS_COMPARED))
+WRITER_STATUS = ("writer has failed", "writer is busy", "writer is apart")
+# The attempt id is that of rank 0; other ranks send zeros.
+_MAXIMISED = ("attempt, high half", "attempt, low half", "format is not imported", *_MISFITS, *WRITER_STATUS)
 
 _DOING = "preparing the save"
 
@@ -100,31 +98,32 @@ def prepare_on_all_ranks(
         CheckpointError: the same on every rank.
     """
     local: LocalState | None = None
-    numbers: Numbers | None = None
     leftovers: manifest.LeftoverFiles | None = None
-    with compare_step(group, _DOING, equal=_EQUAL, largest=_LARGEST) as step:
+    with compare_step(group, _DOING, equal=_COMPARED, largest=_MAXIMISED) as step:
         spread_label = request.spread_label()  # it may be collective: no rank may leave it out
         unimported = request.not_imported()
         if unimported is not None:
             settings = _settings(request, unimported, options)
-            step.numbers = _numbers_before_import(settings)
+            _set_before_import(step, settings)
         else:
             local, settings = _prepare(request, options, group, spread_label)
             leftovers = _leftovers(local, store, group)
-            step.numbers = numbers = _numbers(local, settings, writer_status)
-    if step.reduced.largest[_NOT_IMPORTED]:
+            _set_numbers(step, local, settings, writer_status)
+    if step.maximum["format is not imported"]:
         # Some ranks have compared their settings only. An import takes seconds, so it begins when all ranks
         # are known to want the same format.
-        if not step.reduced.equal[_SETTINGS]:
+        if not step.is_equal["settings"]:
             raise_different_settings(settings, group)
-        with compare_step(group, _DOING, equal=_EQUAL, largest=_LARGEST) as step:
-            if numbers is None:
+        first = step
+        with compare_step(group, _DOING, equal=_COMPARED, largest=_MAXIMISED) as step:
+            if local is None:
                 local, settings = _prepare(request, options, group, spread_label)
                 leftovers = _leftovers(local, store, group)
-                numbers = _numbers(local, settings, writer_status)
-            step.numbers = numbers
+                _set_numbers(step, local, settings, writer_status)
+            else:
+                step.equal, step.largest = first.equal, first.largest
     assert local is not None
-    return _prepared_state(local, leftovers, settings, step.reduced)
+    return _prepared_state(local, leftovers, settings, step)
 
 
 def _prepare(
@@ -154,35 +153,40 @@ def _leftovers(local: LocalState, store: Store | None, group: Group) -> manifest
 
 
 def _prepared_state(
-    local: LocalState, leftovers: manifest.LeftoverFiles | None, settings: bytes, reduced: Numbers
+    local: LocalState, leftovers: manifest.LeftoverFiles | None, settings: bytes, compared: CompareStep
 ) -> PreparedState:
-    """Interpret the numbers that ranks have reduced."""
-    plans, misfits = local.request.plans, reduced.largest[_MISFITS]
-    caches_are_equal = bool(reduced.equal[_CACHE])
+    """Interpret the numbers that ranks have compared."""
+    plans, is_equal, maximum = local.request.plans, compared.is_equal, compared.maximum
+    misfits = [maximum[name] for name in _MISFITS]
+    caches_are_equal = is_equal["cached plans"]
     has_fitting_plan = caches_are_equal and 0 in misfits
     # A rank that assumes its structure sends no digests of common state and values. What only some ranks have
     # sent, or none, is not known to be equal.
-    all_assume = bool(reduced.equal[_ASSUMES]) and local.request.assumes_structure
-    was_compared = bool(reduced.equal[_ASSUMES]) and not all_assume
-    attempt_high, attempt_low = reduced.largest[:2]
-    has_failed, is_busy, is_apart = reduced.largest[_WRITER_STATUS]
+    all_assume = is_equal["assumes structure"] and local.request.assumes_structure
+    was_compared = is_equal["assumes structure"] and not all_assume
+    has_failed, is_busy, is_apart = (maximum[name] for name in WRITER_STATUS)
     return PreparedState(
         local=local,
-        attempt=f"{attempt_high:08x}{attempt_low:08x}",
+        attempt=f"{maximum['attempt, high half']:08x}{maximum['attempt, low half']:08x}",
         leftovers=leftovers,
-        settings_differ=not reduced.equal[_SETTINGS],
+        settings_differ=not is_equal["settings"],
         caches_are_equal=caches_are_equal,
         fitting_plan=plans.names[misfits.index(0)] if plans is not None and has_fitting_plan else None,
         all_assume_structure=all_assume,
-        common_is_equal=was_compared and bool(reduced.equal[_COMMON]),
-        values_are_equal=was_compared and bool(reduced.equal[_VALUES]),
+        common_is_equal=was_compared and is_equal["common state"],
+        values_are_equal=was_compared and is_equal["values"],
         writer_status=(has_failed, is_busy, is_apart),
         settings=settings,
     )
 
 
-def _numbers(local: LocalState, settings: bytes, writer_status: Callable[[], WriterStatus] | None) -> Numbers:
-    """Return what this rank compares: digests of what must be equal, and which cached plans do not fit."""
+def _set_numbers(
+    step: CompareStep,
+    local: LocalState,
+    settings: bytes,
+    writer_status: Callable[[], WriterStatus] | None,
+) -> None:
+    """Set what this rank compares: digests of what must be equal, and which cached plans do not fit."""
     request, plans = local.request, local.request.plans
     attempt = new_attempt() if local.rank == 0 else "0" * 16  # rank 0's is the maximum
     assumes = request.assumes_structure
@@ -194,23 +198,28 @@ def _numbers(local: LocalState, settings: bytes, writer_status: Callable[[], Wri
         if assumes and not fits[0]:
             raise _structure_error(local, plans.peek(names[0]))
     sends_digests = request.validate and not assumes
-    equal = (
-        as_number(settings),
-        as_number(local.common_digests()) if sends_digests else 0,
-        as_number(json.dumps(local.value_digests(), sort_keys=True).encode()) if sends_digests else 0,
-        as_number(json.dumps(plans.names if plans is not None else []).encode()),
-        int(assumes),
-    )
+    values = json.dumps(local.value_digests(), sort_keys=True).encode() if sends_digests else b""
+    step.equal = {
+        "settings": as_number(settings),
+        "common state": as_number(local.common_digests()) if sends_digests else 0,
+        "values": as_number(values) if sends_digests else 0,
+        "cached plans": as_number(json.dumps(plans.names if plans is not None else []).encode()),
+        "assumes structure": int(assumes),
+    }
     status = (0, 0, 0) if writer_status is None else writer_status()
-    misfits = (int(not fit) for fit in fits)
-    return Numbers(equal, (int(attempt[:8], 16), int(attempt[8:], 16), *misfits, 0, *status))
+    step.largest = {
+        "attempt, high half": int(attempt[:8], 16),
+        "attempt, low half": int(attempt[8:], 16),
+        "format is not imported": 0,
+        **{name: int(not fit) for name, fit in zip(_MISFITS, fits, strict=True)},
+        **dict(zip(WRITER_STATUS, status, strict=True)),
+    }
 
 
-def _numbers_before_import(settings: bytes) -> Numbers:
-    """Return the numbers of a rank that has not imported its format yet; only its settings count."""
-    largest = [0] * _LARGEST
-    largest[_NOT_IMPORTED] = 1
-    return Numbers((as_number(settings), *(0,) * (_EQUAL - 1)), tuple(largest))
+def _set_before_import(step: CompareStep, settings: bytes) -> None:
+    """Set the numbers of a rank that has not imported its format yet; only its settings count."""
+    step.equal = dict.fromkeys(_COMPARED, 0) | {"settings": as_number(settings)}
+    step.largest = dict.fromkeys(_MAXIMISED, 0) | {"format is not imported": 1}
 
 
 def _settings(request: SaveRequest, format_name: tuple[str, int], options: SaveOptions) -> bytes:
@@ -233,8 +242,9 @@ def raise_different_settings(settings: bytes, group: Group) -> None:
     Raises:
         DeclarationError: the same on every rank.
     """
-    settings_of_ranks = run_on_all_ranks(group, lambda: settings, doing="comparing settings")
-    check_settings([json.loads(encoded) for encoded in settings_of_ranks], what="Ranks save differently")
+    with gather_step(group, "comparing settings", on_all_ranks=True) as step:
+        step.data = settings
+    check_settings([json.loads(encoded) for encoded in step.results], what="Ranks save differently")
 
 
 def check_settings(settings_of_ranks: Sequence[Settings], *, what: str) -> None:

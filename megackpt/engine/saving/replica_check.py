@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megackpt.comm import Group, broadcast_from_rank_0, rank_0_errors_on_all_ranks, run_and_gather
+from megackpt.comm import Group, broadcast_from_rank_0, gather_step, rank_0_errors_on_all_ranks
 from megackpt.engine.data.device_copies import host_parts
 from megackpt.engine.saving.save_hook import SaveHook
 from megackpt.engine.saving.unmarked_replicas import value_digest
@@ -48,24 +48,22 @@ class ReplicaCheckHook(SaveHook):
     def after_planning(self, flattened: FlattenedState, declared: DeclaredChunks, group: Group) -> None:
         """Compare this rank's state with the replicas of other ranks."""
         replicas = _LocalReplicas(flattened, declared)
-        digests_of_ranks = run_and_gather(
-            group, lambda: replicas.digests(self.part_bytes).tobytes(), doing=_DOING
-        )
+        with gather_step(group, _DOING) as digesting:
+            digesting.data = replicas.digests(self.part_bytes).tobytes()
         # Rank 0 knows digests only. Ranks that hold what differs send its keys and boxes for the error.
         divergences = find_divergences(
-            [np.frombuffer(digests, REPLICA_DIGEST) for digests in digests_of_ranks]
+            [np.frombuffer(digests, REPLICA_DIGEST) for digests in digesting.results]
         )
         names = broadcast_from_rank_0(group, b"".join(d.name for d in divergences), doing=_DOING)
         if not names:
             return
         wanted = {names[at : at + 16] for at in range(0, len(names), 16)}
-        labels_of_ranks = run_and_gather(
-            group, lambda: replicas.labels(wanted), doing="naming replicas that differ"
-        )
+        with gather_step(group, "naming replicas that differ") as naming:
+            naming.data = replicas.labels(wanted)
         with rank_0_errors_on_all_ranks(group, doing=_DOING):
             if group.rank == 0:
                 labels = {
-                    name: label for labels in labels_of_ranks for name, label in json.loads(labels).items()
+                    name: label for labels in naming.results for name, label in json.loads(labels).items()
                 }
                 self._report(_divergence_error(divergences, labels))
 

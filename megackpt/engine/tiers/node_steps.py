@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megackpt.comm import Group, errors_on_all_ranks, run_on_all_ranks
+from megackpt.comm import Group, errors_on_all_ranks, gather_step
 from megackpt.engine.checkpoint.manifest import read_manifest
 from megackpt.engine.checkpoint.opening import open_checkpoint
 from megackpt.engine.checkpoint.steps import StepDirectories, step_of
@@ -165,12 +165,11 @@ def share_step(
     """
     doing = "giving its node the index of a step"
 
-    def describe_needs() -> bytes:
+    with gather_step(group, doing, on_all_ranks=True) as asking:
         if takes or commits:
             store.create()
-        return json.dumps([list(takes), commits]).encode()
-
-    needs = [json.loads(encoded) for encoded in run_on_all_ranks(group, describe_needs, doing=doing)]
+        asking.data = json.dumps([list(takes), commits]).encode()
+    needs = [json.loads(encoded) for encoded in asking.results]
     missing = {name for names, _ in needs for name in names}
     files = sorted((name, nbytes) for name, nbytes in step.small.items() if name in missing)
     if not files and not any(lacks_commit for _, lacks_commit in needs):

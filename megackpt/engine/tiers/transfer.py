@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence, Set
 from functools import partial
 from typing import TypeAlias
 
-from megackpt.comm import Group, Numbers, errors_on_all_ranks, run_and_compare
+from megackpt.comm import Group, compare_step, errors_on_all_ranks
 from megackpt.storage import Store, StreamWriter
 
 PART_BYTES = 4 * 1024 * 1024
@@ -26,16 +26,10 @@ def broadcast_from_rank(group: Group, make: Callable[[], bytes], *, source: int,
     Raises:
         CheckpointError: raised by `make`, on all ranks.
     """
-    data = b""
-
-    def length() -> Numbers:
-        nonlocal data
-        if group.rank == source:
-            data = make()
-        return Numbers((), (len(data),))
-
-    (nbytes,) = run_and_compare(group, length, equal=0, largest=1, doing=doing).largest
-    buffer = bytearray(data if group.rank == source else nbytes)
+    with compare_step(group, doing, largest=("nbytes",)) as making:
+        data = make() if group.rank == source else b""
+        making.largest["nbytes"] = len(data)
+    buffer = bytearray(data if group.rank == source else making.maximum["nbytes"])
     group.broadcast(memoryview(buffer), root=source)
     return bytes(buffer)
 
@@ -127,13 +121,11 @@ def copy_files(
     Raises:
         CheckpointError: on all ranks. Partial files are removed.
     """
-
-    def count() -> Numbers:
-        own_files = files[group.rank]
-        return Numbers((), (len(own_files), max((len(_parts(n)) for _, n in own_files), default=0)))
-
+    with compare_step(group, doing, largest=("files", "parts")) as counting:
+        counting.largest["files"] = len(files[group.rank])
+        counting.largest["parts"] = max((len(_parts(n)) for _, n in files[group.rank]), default=0)
     # An exchange is collective, so all ranks make equally many, also those with fewer or shorter files.
-    most_files, most_parts = run_and_compare(group, count, equal=0, largest=2, doing=doing).largest
+    most_files, most_parts = counting.maximum["files"], counting.maximum["parts"]
     errors: list[Exception] = []
     for number in range(most_files):
         of_round = {rank: listed[number] for rank, listed in files.items() if number < len(listed)}

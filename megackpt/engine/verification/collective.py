@@ -10,11 +10,9 @@ from typing import Any
 
 from megackpt.comm import (
     Group,
-    Numbers,
-    run_and_compare,
-    run_and_gather,
-    run_on_all_ranks,
-    scatter_from_rank_0,
+    compare_step,
+    gather_step,
+    scatter_step,
 )
 from megackpt.engine.data.progress import Progress
 from megackpt.engine.verification.arrays import ArrayShare, compare_arrays
@@ -29,6 +27,8 @@ _SYNC_INTERVAL_S = 5.0
 _MAX_SENT_DAMAGES = 20
 """The most damages that a rank sends. If a directory is lost, each rank finds as many as there are files."""
 _DOING = "verifying the step"
+_FLAGS = ("is running", "is damaged", "has arrays")
+"""What each rank says of its share, every few seconds."""
 
 
 def verify_on_all_ranks(
@@ -52,7 +52,7 @@ def verify_on_all_ranks(
 
     Raises:
         CheckpointError: the same on every rank: StorageError if a rank has read nothing for timeout_s, else
-            the error that verify_share raised, as in `run_on_all_ranks`.
+            the error that verify_share raised, as in `errors_on_all_ranks`.
     """
     if group.size == 1:
         return list(verify_share(_WatchedProgress(while_reading), WHOLE).damages)
@@ -60,16 +60,18 @@ def verify_on_all_ranks(
         verify_share, (group.rank, group.size), timeout_s=timeout_s, while_reading=while_reading
     )
     try:
-        is_running, is_damaged, has_arrays = 1, 0, 0
-        while is_running:
-            flags = run_and_compare(group, share.wait_and_report, equal=0, largest=3, doing=_DOING)
-            is_running, is_damaged, has_arrays = flags.largest
+        any_rank = {"is running": 1}
+        while any_rank["is running"]:
+            with compare_step(group, _DOING, largest=_FLAGS) as step:
+                step.largest = share.wait_and_report()
+            any_rank = step.maximum
     finally:
         share.stop()  # after an error of another rank, too: the caller closes the store next
-    if not is_damaged:
-        return _compare_arrays(group, share.arrays()) if has_arrays else []
-    messages = run_on_all_ranks(group, lambda: _encode(share.damages()), doing=_DOING)
-    return list(dict.fromkeys(damage for message in messages for damage in _decode(message)))
+    if not any_rank["is damaged"]:
+        return _compare_arrays(group, share.arrays()) if any_rank["has arrays"] else []
+    with gather_step(group, _DOING, on_all_ranks=True) as reporting:
+        reporting.data = _encode(share.damages())
+    return list(dict.fromkeys(damage for message in reporting.results for damage in _decode(message)))
 
 
 def work_after_commit(damages: Sequence[Damage] | None) -> str:
@@ -82,23 +84,26 @@ def _compare_arrays(group: Group, shares: Sequence[ArrayShare]) -> list[Damage]:
 
     Nothing is compared if a rank lacks the library that computes digests.
     """
-    message = json.dumps([[share.read, share.contribution] for share in shares]).encode()
-    messages = run_and_gather(group, lambda: message, doing=_DOING)
+    with gather_step(group, _DOING) as reading:
+        reading.data = json.dumps([[share.read, share.contribution] for share in shares]).encode()
+    with scatter_step(group, _DOING) as comparing:
+        if group.rank == 0:
+            of_ranks = [json.loads(message) for message in reading.results]
+            comparing.parts = [_encode(_damaged_arrays(shares, of_ranks))] * group.size
+    return _decode(comparing.part)
 
-    def compare_on_rank_0() -> list[bytes]:
-        decoded = [json.loads(message) for message in messages]
-        # A rank without the library has no shares.
-        if any(len(of_rank) != len(shares) for of_rank in decoded):
-            return [_encode([])] * group.size
-        # All ranks list the same arrays, so rank 0 takes keys, lengths and digests from its own list.
-        by_rank = [
-            [replace(share, read=n, contribution=c) for share, (n, c) in zip(shares, of_rank, strict=True)]
-            for of_rank in decoded
-        ]
-        _, damages = compare_arrays(by_rank)
-        return [_encode(damages)] * group.size
 
-    return _decode(scatter_from_rank_0(group, compare_on_rank_0, doing=_DOING))
+def _damaged_arrays(shares: Sequence[ArrayShare], of_ranks: Sequence[Any]) -> Sequence[Damage]:
+    # A rank without the library has no shares.
+    if any(len(of_rank) != len(shares) for of_rank in of_ranks):
+        return []
+    # All ranks list the same arrays, so rank 0 takes keys, lengths and digests from its own list.
+    by_rank = [
+        [replace(share, read=n, contribution=c) for share, (n, c) in zip(shares, of_rank, strict=True)]
+        for of_rank in of_ranks
+    ]
+    _, damages = compare_arrays(by_rank)
+    return damages
 
 
 def _encode(damages: Sequence[Damage]) -> bytes:
@@ -169,7 +174,7 @@ class _ShareThread:
         except Exception as error:  # noqa: BLE001 - raised on all ranks, by `wait_and_report`
             self._error = error
 
-    def wait_and_report(self) -> Numbers:
+    def wait_and_report(self) -> dict[str, int]:
         """Wait for one interval; return whether the thread runs, has found damage, and has read arrays.
 
         Raises:
@@ -180,7 +185,8 @@ class _ShareThread:
         if not self._thread.is_alive():
             if self._report is None:
                 raise self._error or RuntimeError("the thread that reads the step has ended")
-            return Numbers((), (0, int(bool(self._report.damages)), int(bool(self._report.arrays))))
+            flags = (False, bool(self._report.damages), bool(self._report.arrays))
+            return dict(zip(_FLAGS, map(int, flags), strict=True))
         # Counts as progress even if a read hangs: this method has its own deadline for that.
         self._progress.while_reading()
         # Count intervals instead of reading a clock, which goes on while the process is stopped.
@@ -192,7 +198,7 @@ class _ShareThread:
                 f"nothing could be read for {self._timeout_s:g} s. The disk or mount does not answer; raise "
                 f"timeout_s if it is only slow."
             )
-        return Numbers((), (1, 0, 0))
+        return dict.fromkeys(_FLAGS, 0) | {"is running": 1}
 
     def stop(self) -> None:
         """Stop the thread. Wait a short time for its end: the caller closes the store next."""

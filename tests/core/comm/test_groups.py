@@ -29,13 +29,11 @@ from megackpt import (
 )
 from megackpt.comm import (
     Group,
-    Numbers,
     broadcast_from_rank_0,
+    compare_step,
     encode_error,
-    run_and_compare,
-    run_and_gather,
-    run_on_all_ranks,
-    scatter_from_rank_0,
+    errors_on_all_ranks,
+    scatter_step,
     store_group,
 )
 from megackpt.comm.gloo_transport import PairTransport, _PeerThread
@@ -44,7 +42,7 @@ from megackpt.comm.store_host import StoreAddress, StoreHost, connect_store
 from megackpt.comm.transport import LostPeerError
 from megackpt.notices import collected_notices, log_notices, notice
 from megackpt.testing.world import SimulatedWorld
-from tests.support.groups import MessagesOnly
+from tests.support.groups import MessagesOnly, compared, gathered, scattered, shared
 
 KINDS: dict[str, Callable[[Group], Group]] = {"reducing": lambda group: group, "plain": MessagesOnly}
 kinds = pytest.mark.parametrize("kind", KINDS)
@@ -53,23 +51,20 @@ kinds = pytest.mark.parametrize("kind", KINDS)
 @kinds
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_ranks_learn_what_is_equal_and_what_is_largest(kind: str, ranks: int) -> None:
-    def run(group: Group) -> Numbers:
-        text = Numbers((7, 5 + (group.rank == 1), 0), (group.rank, 2**61))
-        return run_and_compare(KINDS[kind](group), lambda: text, equal=3, largest=2, doing="comparing")
+    def run(group: Group) -> tuple[list[bool], list[int]]:
+        return compared(KINDS[kind](group), (7, 5 + (group.rank == 1), 0), (group.rank, 2**61))
 
     for result in SimulatedWorld(ranks).run(run):
-        assert result == Numbers((1, int(ranks == 1), 1), (ranks - 1, 2**61))
+        assert result == ([True, ranks == 1, True], [ranks - 1, 2**61])
 
 
 @kinds
 def test_a_failure_of_one_rank_is_that_of_all(kind: str) -> None:
-    def step(rank: int) -> Numbers:
-        if rank == 2:
-            raise StorageError("no space", path="p")
-        return Numbers((1,))
-
-    def run(group: Group) -> Numbers:
-        return run_and_compare(KINDS[kind](group), lambda: step(group.rank), equal=1, doing="comparing")
+    def run(group: Group) -> None:
+        with compare_step(KINDS[kind](group), "comparing", equal=("a number",)) as step:
+            if group.rank == 2:
+                raise StorageError("no space", path="p")
+            step.equal["a number"] = 1
 
     for error in SimulatedWorld(3).outcomes(run):
         assert isinstance(error, StorageError)
@@ -78,14 +73,13 @@ def test_a_failure_of_one_rank_is_that_of_all(kind: str) -> None:
 
 
 @kinds
-@pytest.mark.parametrize("other", ["run_on_all_ranks", "run_and_compare"])
+@pytest.mark.parametrize("other", ["gather", "compare"])
 def test_ranks_that_compare_while_others_do_something_else_raise_an_error(kind: str, other: str) -> None:
     def run(simulated: Group) -> object:
         group = KINDS[kind](simulated)
-        if group.rank == 1 and other == "run_on_all_ranks":
-            return run_on_all_ranks(group, lambda: b"x", doing="reading")
-        doing = "reading" if group.rank == 1 else "comparing"
-        return run_and_compare(group, lambda: Numbers((1,)), equal=1, doing=doing)
+        if group.rank == 1 and other == "gather":
+            return shared(group, b"x", doing="reading")
+        return compared(group, (1,), doing="reading" if group.rank == 1 else "comparing")
 
     for rank, error in enumerate(SimulatedWorld(2).outcomes(run)):
         assert isinstance(error, RankFailedError)
@@ -97,9 +91,9 @@ def test_ranks_that_compare_while_others_do_something_else_raise_an_error(kind: 
 def test_rank_0_gives_each_rank_its_part_and_gathers_what_they_have(kind: str, ranks: int) -> None:
     def run(simulated: Group) -> tuple[bytes, bytes, list[bytes]]:
         group = KINDS[kind](simulated)
-        part = scatter_from_rank_0(group, lambda: [bytes([r] * r) for r in range(ranks)], doing="giving")
-        shared = broadcast_from_rank_0(group, b"abc" if group.rank == 0 else b"", doing="sharing")
-        return part, shared, run_and_gather(group, lambda: part, doing="gathering")
+        part = scattered(group, [bytes([r] * r) for r in range(ranks)])
+        of_rank_0 = broadcast_from_rank_0(group, b"abc" if group.rank == 0 else b"", doing="sharing")
+        return part, of_rank_0, gathered(group, part)
 
     parts = [bytes([r] * r) for r in range(ranks)]
     for rank, results in enumerate(SimulatedWorld(ranks).run(run)):
@@ -108,11 +102,10 @@ def test_rank_0_gives_each_rank_its_part_and_gathers_what_they_have(kind: str, r
 
 @kinds
 def test_what_rank_0_finds_wrong_with_others_is_reported_unchanged(kind: str) -> None:
-    def find() -> list[bytes]:
-        raise CoverageError("nobody saves 'w'", key="w", rank=2)
-
-    def run(group: Group) -> bytes:
-        return scatter_from_rank_0(KINDS[kind](group), find, doing="planning")
+    def run(group: Group) -> None:
+        with scatter_step(KINDS[kind](group), "planning"):
+            if group.rank == 0:
+                raise CoverageError("nobody saves 'w'", key="w", rank=2)
 
     for error in SimulatedWorld(3).outcomes(run):
         assert isinstance(error, CoverageError)
@@ -121,11 +114,10 @@ def test_what_rank_0_finds_wrong_with_others_is_reported_unchanged(kind: str) ->
 
 @kinds
 def test_a_mistake_of_rank_0_is_called_so(kind: str) -> None:
-    def fail() -> list[bytes]:
-        raise ZeroDivisionError("oh")
-
-    def run(group: Group) -> bytes:
-        return scatter_from_rank_0(KINDS[kind](group), fail, doing="planning")
+    def run(group: Group) -> None:
+        with scatter_step(KINDS[kind](group), "planning"):
+            if group.rank == 0:
+                raise ZeroDivisionError("oh")
 
     for error in SimulatedWorld(3).outcomes(run):
         assert isinstance(error, RankFailedError)
@@ -134,19 +126,13 @@ def test_a_mistake_of_rank_0_is_called_so(kind: str) -> None:
 
 
 @kinds
-@pytest.mark.parametrize("collective", ["run_and_compare", "scatter_from_rank_0"])
-def test_what_failed_here_is_not_forgotten_when_another_rank_is_gone(kind: str, collective: str) -> None:
-    def run(simulated: Group, own: Exception) -> object:
-        group = KINDS[kind](simulated)
-
-        def fail() -> Numbers:
-            raise own
-
+@pytest.mark.parametrize("collective", [compare_step, errors_on_all_ranks, scatter_step])
+def test_what_failed_here_is_not_forgotten_when_another_rank_is_gone(kind: str, collective: Any) -> None:
+    def run(group: Group, own: Exception) -> None:
         if group.rank == 1:
-            return None  # does not come
-        if collective == "run_and_compare":
-            return run_and_compare(group, fail, equal=0, doing="comparing")
-        return scatter_from_rank_0(group, fail, doing="giving")  # type: ignore[arg-type]
+            return  # does not come
+        with collective(KINDS[kind](group), "comparing"):
+            raise own
 
     mistake = ZeroDivisionError("oh")
     error = SimulatedWorld(2).outcomes(lambda group: run(group, mistake))[0]
@@ -189,13 +175,10 @@ def test_messages_arrive_and_nothing_of_them_stays(server: Any, nbytes: int) -> 
 
     def meet(group: StoreGroup) -> None:
         own_parts = parts[group.rank]
-        assert run_on_all_ranks(group, lambda: own_parts, doing="sharing") == parts
-        assert run_and_gather(group, lambda: own_parts, doing="sending") == ([] if group.rank else parts)
-        assert scatter_from_rank_0(group, lambda: parts, doing="giving") == own_parts
-        compared = run_and_compare(
-            group, lambda: Numbers((1, group.rank), (group.rank,)), equal=2, largest=1, doing="x"
-        )
-        assert compared == Numbers((1, 0), (RANKS - 1,))
+        assert shared(group, own_parts) == parts
+        assert gathered(group, own_parts) == ([] if group.rank else parts)
+        assert scattered(group, parts) == own_parts
+        assert compared(group, (1, group.rank), (group.rank,)) == ([True, False], [RANKS - 1])
         group.leave()
 
     before = server.num_keys()
@@ -205,12 +188,9 @@ def test_messages_arrive_and_nothing_of_them_stays(server: Any, nbytes: int) -> 
 
 def test_an_error_of_one_rank_is_that_of_all(server: Any) -> None:
     def meet(group: StoreGroup) -> None:
-        def step() -> bytes:
+        with errors_on_all_ranks(group, "writing"):
             if group.rank == 2:
                 raise StorageError("the disk is full", path="/data")
-            return b""
-
-        run_on_all_ranks(group, step, doing="writing")
 
     for error in on_ranks(server, meet):
         assert isinstance(error, StorageError)
@@ -221,7 +201,7 @@ def test_a_rank_that_does_not_come_is_named_to_all(server: Any, monkeypatch: pyt
     def meet(group: StoreGroup) -> None:
         group._while_waiting = lambda: beats.append(group.rank)
         if group.rank != 1:
-            run_on_all_ranks(group, lambda: b"", doing="waiting")
+            shared(group, b"", doing="waiting")
 
     beats: list[int] = []  # of those who wait: they are not stuck
     monkeypatch.setattr(store_group, "LOOK_EVERY_S", 0.1)
@@ -241,7 +221,7 @@ def test_those_who_wait_learn_that_a_rank_has_given_up(server: Any) -> None:
         if group.rank == 1:
             host.abort("job", encode_error(RankFailedError("the writer was killed", rank=1)))
             return
-        run_on_all_ranks(group, lambda: b"", doing="waiting")
+        shared(group, b"", doing="waiting")
 
     first, _, last = on_ranks(server, meet, timeout_s=60)
     assert str(first) == str(last) == "the writer was killed"
@@ -255,7 +235,7 @@ def test_a_store_that_goes_away_is_an_error_that_names_it() -> None:
     group = StoreGroup(client, prefix="job", rank=1, size=2, timeout_s=30)
     threading.Timer(0.3, owned.clear).start()
     with pytest.raises(RankFailedError, match="Rank 0 hosts it") as raised:
-        run_on_all_ranks(group, lambda: b"", doing="waiting")
+        shared(group, b"", doing="waiting")
     assert raised.value.rank == 0
 
 

@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 
 from megackpt import WriterFailedError
-from megackpt.comm import run_on_all_ranks, store_group, writer_group
+from megackpt.comm import store_group, writer_group
 from megackpt.comm.messages import decode_error
 from megackpt.comm.store_host import StoreAddress, connect_store, host_towards
 from megackpt.comm.transport_choice import open_transport
@@ -49,6 +49,7 @@ from megackpt.engine.background.saver import AsyncSaver
 from megackpt.engine.background.staging_memory import StagingMemory, StreamClosedError
 from megackpt.engine.data.workers import run_jobs, useful_threads
 from megackpt.options import AsyncOptions
+from tests.support.groups import shared
 from tests.support.writers import wait_for
 
 
@@ -164,7 +165,7 @@ def test_messages_between_all_ranks_arrive_in_order_and_nothing_stays(server: An
             for rank, data in receives:
                 assert data == text(rank, group.rank, data.nbytes)
         group.exchange([], [])
-        run_on_all_ranks(group, lambda: b"", doing="ending")
+        shared(group, b"", doing="ending")
 
     before = server.num_keys()
     assert on_ranks(server, ranks, meet) == [None] * ranks
@@ -199,9 +200,9 @@ def test_a_stranger_who_connects_is_not_taken_for_a_rank(server: Any) -> None:
 
     def act(group: WriterGroup) -> bytes:
         group.exchange([], [])  # begins to listen
-        run_on_all_ranks(group, lambda: b"", doing="listening")
+        shared(group, b"", doing="listening")
         strangers = connect_as_strangers(before) if group.rank == 0 else []
-        run_on_all_ranks(group, lambda: b"", doing="beginning")
+        shared(group, b"", doing="beginning")
         data = memoryview(bytearray(b"bytes of rank 1" if group.rank else 15))
         group.exchange([(0, data)] if group.rank else [], [(1, data)] if group.rank == 0 else [])
         strangers += connect_as_strangers(before) if group.rank == 0 else []
@@ -226,7 +227,7 @@ def listening_ports() -> set[int]:
 
 def receive_from_next(group: WriterGroup) -> None:
     """Each rank but the last waits for the next one."""
-    run_on_all_ranks(group, lambda: b"", doing="beginning")
+    shared(group, b"", doing="beginning")
     group.exchange([], [(group.rank + 1, memoryview(bytearray(2))) for _ in range(2)])
 
 
@@ -235,7 +236,7 @@ def test_a_rank_that_is_late_is_named_also_by_those_who_wait_for_others(server: 
 
     def meet(group: WriterGroup) -> None:
         if group.rank == 3:
-            run_on_all_ranks(group, lambda: b"", doing="beginning")
+            shared(group, b"", doing="beginning")
             is_over.wait(20)
             return
         try:
@@ -258,7 +259,7 @@ def test_a_rank_that_is_gone_is_named_by_all_at_once(server: Any, reports_why: b
         if group.rank < 2:
             receive_from_next(group)
             return
-        run_on_all_ranks(group, lambda: b"", doing="beginning")
+        shared(group, b"", doing="beginning")
         group.exchange([(1, memoryview(bytearray(2)))], [])  # half of what it waits for
         if reports_why:
             group.abort(WriterFailedError("rank 2 was killed", rank=2))

@@ -17,13 +17,8 @@ import torch.distributed as dist
 
 from megackpt import RankFailedError, WriterFailedError
 from megackpt.comm import (
-    Numbers,
     TorchGroup,
     broadcast_from_rank_0,
-    run_and_compare,
-    run_and_gather,
-    run_on_all_ranks,
-    scatter_from_rank_0,
     world_group,
 )
 from megackpt.comm.store_client import StoreClient, StoreTimeoutError
@@ -32,6 +27,7 @@ from megackpt.comm.store_host import StoreAddress, connect_store
 from megackpt.testing.ranks import RankPool
 from tests.contrib.megatron.megatron_world import may_start_processes
 from tests.support.effort import with_all
+from tests.support.groups import compared, gathered, scattered, shared
 from tests.support.writers import is_alive, stop_process, store_process
 
 
@@ -39,14 +35,11 @@ def exchange_of(nbytes: int) -> None:
     rank, size = dist.get_rank(), dist.get_world_size()
     group = world_group(timeout_s=60)
     parts = [bytes([r]) * (nbytes * r) for r in range(size)]  # rank 0 has none, and is given none
-    assert scatter_from_rank_0(group, lambda: parts, doing="giving") == parts[rank]
-    assert run_and_gather(group, lambda: parts[rank], doing="sending") == (parts if rank == 0 else [])
-    assert run_on_all_ranks(group, lambda: parts[rank], doing="sharing") == parts
+    assert scattered(group, parts) == parts[rank]
+    assert gathered(group, parts[rank]) == (parts if rank == 0 else [])
+    assert shared(group, parts[rank]) == parts
     assert broadcast_from_rank_0(group, parts[-1] if rank == 0 else b"", doing="telling") == parts[-1]
-    compared = run_and_compare(
-        group, lambda: Numbers((1, rank), (rank,)), equal=2, largest=1, doing="comparing"
-    )
-    assert compared == Numbers((1, 0), (size - 1,))
+    assert compared(group, (1, rank), (rank,)) == ([True, False], [size - 1])
 
 
 @pytest.mark.parametrize("nbytes", [3, 680, 681, 400_000])  # 2040 bytes of rank 3 are sent along
@@ -57,9 +50,9 @@ def test_messages_arrive_whatever_their_lengths(rank_pool: RankPool, nbytes: int
 def meet_differently() -> None:
     group = world_group(timeout_s=60)
     if dist.get_rank() == 0:
-        run_and_compare(group, lambda: Numbers((1,)), equal=1, doing="saving")
+        compared(group, (1,), doing="saving")
     elif dist.get_rank() == 1:
-        run_on_all_ranks(group, lambda: b"what is read", doing="loading")
+        shared(group, b"what is read", doing="loading")
     else:
         group.gather(b"\xff" * 300)
 

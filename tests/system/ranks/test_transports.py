@@ -18,12 +18,12 @@ import torch.distributed as dist
 
 import megackpt
 from megackpt import LoadOptions, ShardedTensor, WriterFailedError
-from megackpt.comm import run_on_all_ranks
 from megackpt.comm.store_host import StoreAddress, connect_store
 from megackpt.comm.transport_choice import TRANSPORT_VARIABLE
 from megackpt.comm.writer_group import WriterGroup
 from megackpt.testing.ranks import RankPool
 from tests.support.effort import sampled
+from tests.support.groups import shared
 
 RANKS = 3
 TROUBLED = RANKS - 1
@@ -78,7 +78,7 @@ def run_rank(rank: int, port: int, trouble: str, results: Any) -> None:
     group = open_group("job", RANKS)
     for number in range(2):
         exchange_with_all(group, number)
-    run_on_all_ranks(group, lambda: b"", doing="beginning")
+    shared(group, b"", doing="beginning")
     if rank == TROUBLED and trouble in ("SIGKILL", "SIGSTOP"):
         os.kill(os.getpid(), getattr(signal, trouble))
     if rank == TROUBLED and trouble == "slow":

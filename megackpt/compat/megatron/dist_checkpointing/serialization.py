@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from megackpt.api import local
-from megackpt.comm import run_on_all_ranks, world_group
+from megackpt.comm import errors_on_all_ranks, world_group
 from megackpt.comm.subgroups import subgroup
 from megackpt.compat.megatron.core_version import core_version
 from megackpt.compat.megatron.dist_checkpointing.core import maybe_load_config
@@ -199,18 +199,15 @@ def load_plain_tensors(checkpoint_dir: str) -> StateDict:
 
     `megackpt.load_plain_tensors` does the same for one process alone.
     """
-    tensors: StateDict = {}
     sharded = _chosen(StrategyAction.LOAD_SHARDED, None, checkpoint_dir)
     if not is_loaded_by_us(sharded):
         asked = load_tensors_metadata(checkpoint_dir, sharded)
         loaded: Any = load(dict(asked), checkpoint_dir, sharded)
         return {key: loaded[key] for key in asked}
 
-    def read() -> bytes:
-        tensors.update(local.load_plain_tensors(checkpoint_dir))
-        return b""
-
-    run_on_all_ranks(world_group(timeout_s=LoadOptions().timeout_s), read, doing="loading plain tensors")
+    group = world_group(timeout_s=LoadOptions().timeout_s)
+    with errors_on_all_ranks(group, "loading plain tensors"):
+        tensors = local.load_plain_tensors(checkpoint_dir)
     return tensors
 
 

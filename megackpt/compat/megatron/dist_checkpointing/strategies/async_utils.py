@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from megackpt.comm import Group, Numbers, run_and_compare, world_group
+from megackpt.comm import Group, compare_step, world_group
 from megackpt.compat.megatron.deferred_save import DeferredSave
 from megackpt.compat.megatron.unsupported import unsupported_name
 from megackpt.engine.background.saver import AsyncSaver
@@ -191,25 +191,23 @@ class AsyncCallsQueue:
             raise
 
     def _has_ended(self, call: _Call, blocking: bool, no_dist: bool) -> bool:
-        def look() -> Numbers:
-            return Numbers((call.number,), (int(not self._is_over(call, blocking)),))
-
         try:
             if no_dist:
                 return self._is_over(call, blocking)
             group = world_group(timeout_s=_TIMEOUT_S)
-            compared = run_and_compare(
-                group, look, equal=1, largest=1, doing="looking after asynchronous saves"
-            )
+            doing = "looking after asynchronous saves"
+            with compare_step(group, doing, equal=("number",), largest=("is under way",)) as step:
+                step.equal["number"] = call.number
+                step.largest["is under way"] = int(not self._is_over(call, blocking))
         except Exception:
             self._calls.remove(call)
             raise
-        if not compared.equal[0]:
+        if not step.is_equal["number"]:
             raise DeclarationError(
                 f"Ranks have different requests in their queues; this one is at number {call.number}. "
                 f"Schedule and finalize in the same order on all ranks."
             )
-        return not compared.largest[0]
+        return not step.maximum["is under way"]
 
     def _is_over(self, call: _Call, blocking: bool) -> bool:
         """Return whether a request has ended here; raise its error. Local."""

@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 from megackpt.api import collective
-from megackpt.comm import Group, SingleProcess, errors_on_all_ranks, run_on_all_ranks, world_group
+from megackpt.comm import Group, SingleProcess, errors_on_all_ranks, gather_step, world_group
 from megackpt.comm.subgroups import subgroup
 from megackpt.compat.megatron.dist_checkpointing.dict_utils import (
     dict_list_map_inplace,
@@ -172,8 +172,9 @@ class TwoStageDataParallelLoadShardedStrategy(DetectingLoadStrategy):
         logger.info("two-stage load: %s", "nothing was loaded yet" if self.times is None else self.times)
         group = world_group(timeout_s=_TIMEOUT_S)
         own = {name: sum(times) for name, times in timers.items()}
-        answers = run_on_all_ranks(group, lambda: json.dumps(own).encode(), doing="summarising load times")
-        ranks: list[dict[str, float]] = [json.loads(answer) for answer in answers]
+        with gather_step(group, "summarising load times") as step:
+            step.data = json.dumps(own).encode()
+        ranks: list[dict[str, float]] = [json.loads(answer) for answer in step.results]
         if group.rank == 0:
             for name in sorted({name for times in ranks for name in times}):
                 times = [rank.get(name, 0.0) for rank in ranks]
