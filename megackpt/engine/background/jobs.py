@@ -65,6 +65,7 @@ def carry_out(
     """
     job = staged.job
     with errors_on_all_ranks(group, "preparing to write"):
+        # In the step, as a store or a strategy of the user may raise an error on one rank only.
         store = job.location.open()
         store = hook(store) if hook is not None else store
         planned = _planned_save(staged)
@@ -85,6 +86,8 @@ def carry_out(
                 )
     finally:
         store.close()
+    # Writers of all ranks wait here for the training process of rank 0, which removes older steps. So the
+    # save is over on no rank before that.
     with errors_on_all_ranks(group, work_after_commit(damages)):
         if isinstance(job.location, NodeLocation):
             clean_node(job.location, rank=group.rank)

@@ -35,6 +35,7 @@ class Outbox:
         """
         while (message := self._waiting.get()) is not None:
             if isinstance(message, SubmittedJob):
+                # The process does a job as often as it receives it.
                 if message.is_sent:
                     continue
                 message.is_sent = True

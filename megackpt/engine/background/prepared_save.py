@@ -121,6 +121,7 @@ class SubmittedJob:
 def shares_bytes(first: PreparedSave, second: PreparedSave) -> bool:
     """Return whether two saves of one state write the same rows of this rank with equal bytes. Pure."""
     has_same_plan = first.planned.kept is second.planned.kept and first.strategy == second.strategy
+    # The rows are the same then, but not where they lie: that depends on the sizes of the objects.
     return has_same_plan and np.array_equal(first.planned.sizes, second.planned.sizes)
 
 
@@ -146,6 +147,8 @@ def pickled_for_a_writer(sent: object) -> bytes:
         DeclarationError: it cannot be sent to that process.
     """
     kind = type(sent)
+    # A class of the script can be pickled here, by name. The writer process has another `__main__`, so only
+    # there it would be an error, in the middle of the save.
     if kind.__module__ == "__main__" or "<locals>" in kind.__qualname__:
         raise DeclarationError(
             f"{kind.__qualname__} is defined in the script itself, or in a function, where the process that "

@@ -167,6 +167,8 @@ class WriterProcess:
         submitted = SubmittedJob(job, self._position + nbytes, on_commit, on_failure)
         with self._lock:
             self._jobs.append(submitted)
+            # The receiving thread sets this flag under the lock, and fails the jobs that it finds afterwards.
+            # A job that comes later has to be failed here.
             is_lost = self._is_lost
         self._position = submitted.stop
         if is_lost:
@@ -183,6 +185,7 @@ class WriterProcess:
         """Make the jobs that are not fully staged fail on all ranks, and return them."""
         cancelled = [submitted for submitted in self._jobs if not submitted.is_staged]
         for submitted in cancelled:
+            # An interrupt in `submit` may have left the position before the bytes of this job.
             self._position = max(self._position, submitted.stop)
             self._send_jobs()
             self._outbox.put(CancelledMessage(submitted.job.number, self.abort(submitted.job.attempt, error)))
@@ -239,6 +242,7 @@ class WriterProcess:
             with self._lock:
                 if self._changed.wait_for(lambda: len(self._jobs) <= count, _LOOK_EVERY_S):
                     return
+                # Jobs are done one after the other, so only the first one can be the job that hangs.
                 first = self._jobs[0]
             if self._host is None or not self._host.is_aborted(store_prefix(first.job.attempt)):
                 continue
@@ -260,6 +264,7 @@ class WriterProcess:
         for thread in self._threads:
             if thread is not threading.current_thread():  # the garbage collector may run in any thread
                 thread.join(END_S)
+        # The threads use the connection, so it is closed after them.
         self._process.connection.close()
         self.memory.close()
 
@@ -296,6 +301,8 @@ class WriterProcess:
             pass  # it has ended, or is ended below
         except Exception as error:  # noqa: BLE001 - handed over to all ranks
             self._process.kill(f"sent a message that could not be handled ({type(error).__name__}: {error})")
+        # First of all: the process must not go on writing when its jobs fail on all ranks, and their error
+        # names its exit code.
         self._process.end()
         with self._lock:
             self._is_lost = True
@@ -303,6 +310,7 @@ class WriterProcess:
 
     def _handle(self, message: FromWriter) -> None:
         if isinstance(message, CommittedMessage):
+            # The job stays pending until the process has received the outcome and sends `EndedMessage`.
             arguments = self._submitted(message.job), message.damages
             name = "megackpt-follow"
             threading.Thread(target=self._follow_up, args=arguments, name=name, daemon=True).start()
@@ -321,11 +329,14 @@ class WriterProcess:
         """Kill a process that has work and has shown no progress for too long."""
         with self._lock:
             first = self._jobs[0] if self._jobs else None
+            # While `on_commit` runs, the process waits for this one. Of a job that was not sent it knows
+            # nothing.
             is_idle = first is None or first.is_followed_up or not first.is_sent
         if is_idle:
             watch.reset()
             return
         watch.check()
+        # A process that imports torch sends no heartbeat. How long that may take has an option of its own.
         if not self._is_ready and watch.silent_s > self._start_timeout_s:
             self._kill_stuck(f"had not started after {self._start_timeout_s:g} s")
         elif self._is_ready and watch.silent_s > self._timeout_s + _GRACE_S:
@@ -343,6 +354,8 @@ class WriterProcess:
             submitted.on_commit(damages)
         except Exception as raised:  # noqa: BLE001 - handed over to all ranks
             error = encode_error(raised)
+        # The process waits for this message whatever `on_commit` has done: without it the job would never be
+        # over.
         self._outbox.put(FollowUpDoneMessage(submitted.job.number, error))
         submitted.is_followed_up = False
 
@@ -366,6 +379,8 @@ class WriterProcess:
         errors = [self._lost_on_all_ranks(submitted) for submitted in lost]
         with self._lock:
             for submitted, error in zip(lost, errors, strict=True):
+                # `submit` calls this method, too. So two threads may fail the same job, and one of them comes
+                # second.
                 if not submitted.is_over:
                     self._end(submitted, error)
             self._changed.notify_all()
@@ -376,6 +391,7 @@ class WriterProcess:
         if self._host is None:
             return error
         first = self._host.abort(store_prefix(submitted.job.attempt), encode_error(error))
+        # The writer of rank 0 waits until all ranks have left. A lost process cannot leave by itself.
         self._host.leave(store_prefix(submitted.job.attempt))
         return decode_error(first)
 

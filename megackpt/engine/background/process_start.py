@@ -17,6 +17,8 @@ from pathlib import Path
 
 from megackpt.engine.background.child_process import ChildProcess
 
+# A writer process must take no memory of a device. It has one thread for arithmetic, since the processors are
+# for the training.
 _QUIET = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "FATAL"}
 
 # In isolated mode Python imports nothing from the current directory or PYTHONPATH. This package is the one
@@ -40,6 +42,8 @@ main(settings)
 def start_writer(kind: tuple[int, str | None, str | None], memory: int) -> ChildProcess:
     """Start the process. It is a new interpreter: a fork would copy locks and handles of devices."""
     ours, theirs = socket.socketpair()
+    # Closed here after the start: if this process kept the end of its child, it would not notice that the
+    # child has ended.
     with theirs:
         settings = {
             "connection": theirs.fileno(),
@@ -69,12 +73,15 @@ def search_path() -> list[str]:
     except FileNotFoundError:  # it has been removed
         return [path for path in sys.path if os.path.isabs(path)]
     paths = [os.path.abspath(path) for path in sys.path if isinstance(path, str)]
+    # By real path: a link to the current directory must not come before the standard library either.
     others = [path for path in paths if os.path.realpath(path) != here]
     return [*others, here] if len(others) < len(paths) else others
 
 
 def _options() -> list[str]:
     """Return the options of the interpreter: isolated mode, and otherwise those of this process."""
+    # Isolated mode ignores the environment variables of Python. What they have set in this process is
+    # repeated as options.
     options = ["-I", *(["-B"] if sys.flags.dont_write_bytecode else []), *["-O"] * sys.flags.optimize]
     options += [f"-W{option}" for option in sys.warnoptions]
     x_options = {"utf8": str(sys.flags.utf8_mode), **sys._xoptions}

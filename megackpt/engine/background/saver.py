@@ -111,6 +111,7 @@ class AsyncSaver:
         """Wait for earlier saves as long as `when_busy` says, or for all of them if waits is true. Local."""
         self.wait_staged()
         if waits or not self.skips:
+            # One less than the maximum: the save that follows is pending, too.
             most = _MAX_QUEUED - 1 if self._options.when_busy == "queue" and not waits else 0
             self._session.writer.wait_until(most)
 
@@ -145,6 +146,8 @@ class AsyncSaver:
         """
         prepared: list[tuple[Destination, PreparedSave]] = []
         status: Callable[[], WriterStatus] | None
+        # The status of the writer travels with the first destination, so it needs no collective of its own.
+        # If that destination fails, it travels with the next one.
         status = partial(self._session.status, group, with_failure=earlier is not None)
         try:
             for destination in destinations:
@@ -171,6 +174,8 @@ class AsyncSaver:
                     prepared.append((destination, save))
         finally:
             try:
+                # Also after an error: all ranks have agreed on the destinations before the one that has
+                # failed, and their writers expect these saves.
                 self._stage([self._submit(copied) for copied in self._shared_copies(prepared)])
             except BaseException as error:  # Ctrl-C, too: writers would wait for the rest for ever
                 self._cancel(prepared, error)
@@ -216,6 +221,7 @@ class AsyncSaver:
     def abandon(self) -> None:
         """End the process immediately. Uncommitted saves stay incomplete; no error is raised. Local."""
         self._closing.detach()
+        # The jobs of a killed process fail at once, so that `end` does not wait for them.
         self._session.writer.kill()
         self._session.end(keeps_writer=False)
 
@@ -267,6 +273,8 @@ class AsyncSaver:
         groups: list[list[tuple[Destination, PreparedSave]]] = []
         for destination, save in prepared:
             previous = groups[-1][0][1] if groups else None
+            # Memory that is smaller than the rows is overwritten while the first job reads it. The next job
+            # could not read the same bytes again.
             fits = save.layout.stop <= self._session.writer.memory.nbytes
             if previous is not None and fits and shares_bytes(previous, save):
                 groups[-1].append((destination, save))
@@ -305,6 +313,7 @@ class AsyncSaver:
             keeps=keeps,
             verify=destination.verify,
         )
+        # A job that reads the bytes of an earlier one takes no bytes of the stream for itself.
         nbytes = save.layout.stop if start is None else 0
         return writer.submit(job, nbytes, destination.on_commit, destination.on_failure)
 
@@ -316,6 +325,8 @@ class AsyncSaver:
         if not self._options.stage_in_background or not copies:
             self._copy(copies)
             return
+        # Noted in the session before it starts: an interrupt in between leaves a thread without an id, which
+        # `wait_staged` and `_cancel` recognise.
         self._session.staging = threading.Thread(
             target=self._copy_in_background, args=(copies,), name="megackpt-stage", daemon=True
         )
@@ -346,6 +357,8 @@ class AsyncSaver:
             return
         writer = self._session.writer
         cancelled = writer.cancel_unstaged(error)
+        # An interrupt in `_submit` leaves jobs that the writer has and the session does not. Their errors are
+        # raised from here.
         self._session.jobs += [job for job in cancelled if job not in self._session.jobs]
         # Other ranks may have submitted saves that this rank has only prepared: their writers must not wait.
         submitted = {job.job.attempt for job in self._session.jobs}

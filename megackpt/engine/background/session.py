@@ -83,6 +83,8 @@ class WriterSession:
             writer = _take_writer(self.options, hook=self.hook)
             if self.joined is not None:  # first: a writer without connections writes as a single process
                 self._send_join(writer, *self.joined)
+            # Known before it is resized: if there is not enough memory, the next save finds this process and
+            # tries again.
             self.writer = writer
             self.writer.resize(nbytes)
         return self.writer
@@ -93,6 +95,7 @@ class WriterSession:
         Raises:
             RankFailedError: a rank cannot reach the store.
         """
+        # Forgotten first: if hosting fails, no closed store remains, and the next save connects again.
         old, self.host, self.joined = self.host, None, None
         if old is not None:
             old.close()
@@ -118,6 +121,7 @@ class WriterSession:
             # The bytes of pending saves are in this memory, so it can only grow when there are none.
             if needed > self.running().memory.nbytes:
                 self.writer.wait_until(0)
+            # The process may have been lost while this rank has waited for it, so it is looked up again.
             self.running().resize(max(needed, self.writer.memory.nbytes))
             return
         self.running().resize(bound)  # raises an error if the thread could not allocate it
@@ -159,6 +163,7 @@ class WriterSession:
         with_failure says whether `follow_status` is going to raise the error of a save that has failed.
         """
         if with_failure:
+            # If the collective fails, the error is neither raised nor lost: the next call sends it again.
             self.unraised = self.failure()
         is_busy = self.running().is_busy
         is_connected = self.joined == (group.rank, group.size)
@@ -187,6 +192,7 @@ class WriterSession:
         has_failed, _, is_apart = status
         if has_failed and raised_in is not None:
             error, self.unraised = self.unraised, None
+            # On ranks without an error, too: all ranks of the group have to connect together.
             self.joined = None
             # Only ranks whose save has failed have an error; all ranks raise that of the first one.
             errors = group.all_gather(encode_error(error) if error is not None else b"")
@@ -205,6 +211,8 @@ class WriterSession:
             _return_writer(self.writer)
         else:
             self.writer.close()
+        # After the wait: the last job of rank 0, which serves the store, is over when the writers of all
+        # ranks have left their group.
         if self.host is not None:
             self.host.close()
 

@@ -62,6 +62,7 @@ class StagingMemory:
         size = -(-nbytes // PAGE_BYTES) * PAGE_BYTES
         if size == self.nbytes:
             return
+        # The mapping ends first: to touch it after the file is truncated would kill this process by SIGBUS.
         self._array = np.zeros(0, np.uint8)
         try:
             os.ftruncate(self.descriptor, 0)  # free the old memory before the new is allocated
@@ -77,6 +78,8 @@ class StagingMemory:
                 f"AsyncOptions.staging_bytes a smaller number: a larger state goes through it in waves."
             ) from error
         self._array = map_memory(self.descriptor, size, writable=True)
+        # The pages exist since they were allocated, where a lack of memory is an error. To touch them only
+        # maps them into this process, so that the first copy meets no page faults.
         for start in range(0, size, _STEP_BYTES):
             self._array[start : start + _STEP_BYTES : PAGE_BYTES] = 0
 
@@ -199,6 +202,8 @@ def copy_rows(
         CheckpointError: raised by parts.
     """
     if not rows:
+        # The writer process receives the job with the first report. It has to take part in the collectives of
+        # the save, even with nothing to write.
         reader.report_staged(target.stop)
         return
     free_until = reader.room_from(target.start)

@@ -59,6 +59,7 @@ class StagedStream:
                 lambda: self._staged >= position or job in self._cancelled, timeout=BEAT_S
             ):
                 self._heartbeat.beat()  # the training is slow, not this process
+            # Even if the position is staged: the bytes of a cancelled job are not those of its state.
             if job in self._cancelled:
                 raise decode_error(self._cancelled[job])
 
@@ -68,6 +69,8 @@ class StagedStream:
             if position - self._consumed < max(step, 1):
                 return
             self._consumed = position
+        # Without the lock: a full pipe blocks, and the thread that receives needs the lock to note staged
+        # bytes.
         self._send(ConsumedMessage(position))
 
 
@@ -92,6 +95,8 @@ class StreamRowParts(ChunkParts):
             for first, last in ring_ranges(low, high, capacity=capacity):
                 self._stream.wait(low + last - first, job=self._job.number)
                 yield self._memory.data[first:last]
+                # The strategy has taken this part when it asks for the next one. Until then its memory must
+                # not be free.
                 low += last - first
                 if in_order and not self._job.keeps:
                     self._stream.consume(low, step=capacity // 16)

@@ -51,6 +51,8 @@ class TrainerConnection:
             CheckpointError: the error of the training process.
         """
         self.send(CommittedMessage(job, None if damages is None else tuple(damages)))
+        # Jobs are done one after the other, so the next message is about this one. There is no heartbeat
+        # meanwhile: the training process knows that it is at work itself.
         message = self._follow_ups.get()
         if message.error is not None:
             raise decode_error(message.error)

@@ -72,6 +72,8 @@ class Writer:
 
     def run(self) -> None:
         """Receive messages until there are no more."""
+        # A job needs messages while it runs: positions that are staged, and the end of the work after its
+        # commit.
         threading.Thread(target=self._work, name=_WORKER, daemon=True).start()
         self._trainer.send(ReadyMessage())
         with contextlib.suppress(EOFError, ConnectionError):
@@ -93,8 +95,11 @@ class Writer:
             case ForgetPlanMessage():
                 del self._plans[message.number]
             case JoinMessage():
+                # In the queue of jobs: those before it belong to the former rank and store.
                 self._todo.put(message)
             case Job():
+                # Looked up in the order of the messages: when the job begins, its plan may be forgotten
+                # already.
                 self._todo.put((message, self._plans[message.plan], self._mapped()))
 
     def _mapped(self) -> ByteArray:
@@ -107,6 +112,7 @@ class Writer:
         while True:
             todo = self._todo.get()
             if isinstance(todo, JoinMessage):
+                # The address may be another one, so the next job connects again.
                 self._join, self._store = todo, None
             else:
                 self._do(*todo)
@@ -138,6 +144,7 @@ class Writer:
         try:
             carry_out(staged, group, self._trainer, hook=self._hook, timeout_s=self._join.timeout_s)
         finally:
+            # After an error, too: the writer of rank 0 waits for all ranks before it removes their messages.
             if isinstance(group, StoreGroup):
                 group.leave()
 
@@ -177,11 +184,13 @@ def main(settings: dict[str, Any]) -> None:
     Args:
         settings: `connection` and `memory`, descriptors; `parent`, process id; `nice`; `ionice`; `hook`.
     """
+    # Before anything that may hang or fail, such as an import: the process must never run without its parent.
     _end_with(settings["parent"])
     threading.excepthook = _end_with_worker
     # These signals are for the training process, which decides about the save.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
+    # The processors are for the training.
     torch.set_num_threads(1)
     _lower_priority(settings["nice"], settings["ionice"])
     hook = _import_attribute(settings["hook"]) if settings["hook"] else None
@@ -202,6 +211,8 @@ def _end_with(parent: int) -> None:
         with contextlib.suppress(OSError):  # in kernels that lack it
             descriptor = os.pidfd_open(parent)
             threading.Thread(target=_exit_at_end_of, args=(descriptor,), daemon=True).start()
+    # In any case: if the parent has ended before the descriptor was opened, its id may be that of another
+    # process.
     threading.Thread(target=_exit_without, args=(parent,), daemon=True).start()
 
 
