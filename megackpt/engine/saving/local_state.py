@@ -71,6 +71,7 @@ class LocalState:
         """Return digests of the leaves of common state that are compared between ranks, as sorted JSON."""
         prune, common, arrays = self.request.common_to_compare, self.common, self.arrays
         if prune is not None:
+            # The function of the user takes the tensors of its state, not references to arrays.
             common, arrays = self.flattened.common, {}
         if self.request.rank0_values:
             common = map_common(lambda steps, leaf: ABSENT if self._is_rank0_value(steps) else leaf, common)
@@ -122,6 +123,7 @@ class LocalState:
         packed = self._pack(replace(self.declared, table=replace(table, nbytes=nbytes)))
         has_all_rows = not self.strategy.capabilities.needs_own_rows_only
         identity = [self.rank, self.ranks, self.request.spread, self.spread_label]
+        # The length of main_rows shows where they end: the digest joins them with replica_rows.
         header = json.dumps([*identity, len(packed.main_rows), has_all_rows]).encode()
         return digest_of(b"".join((header, packed.entities.tobytes(), packed.main_rows, packed.replica_rows)))
 
@@ -147,6 +149,7 @@ class LocalState:
         entity, part, whole = int(plan.entity[row]), plan.table, self.declared.table
         data = self.flattened.tensors[entity].data
         assert data is not None
+        # The planner has not cut the entity.
         if part.nbytes[row] == whole.nbytes[entity]:
             return data
         # Tables are as wide as their array of most dims, which may differ between the plan and this rank.
@@ -159,6 +162,7 @@ class LocalState:
             before = int((start * strides_of(whole.shape[[entity], :axes])[0]).sum())
             low = before + int(part.flat_start[row] - whole.flat_start[entity])
             return data[low : low + int(part.flat_stop[row] - part.flat_start[row])]
+        # The local tensor has no dims for prepended axes, along which a chunk has one index only.
         own = zip(start.tolist()[axes - data.ndim :], shape.tolist()[axes - data.ndim :], strict=True)
         return data[tuple(slice(a, a + n) for a, n in own)]
 
@@ -197,6 +201,7 @@ class StateRowParts(ChunkParts):
             for row in rows
             if self._is_copied(row)
         )
+        # `arriving` has one item for each copied row, in the order of rows.
         return (next(arriving) if self._is_copied(row) else self(row) for row in rows)
 
     def _is_copied(self, row: int) -> bool:
@@ -257,6 +262,7 @@ def make_local_state(
 def _encoded_objects(flattened: FlattenedState, strategy: SaveStrategy) -> tuple[bytes, ...]:
     """Return the bytes of the objects that this rank may write; none of those that another rank writes."""
     return tuple(
+        # Rank 0 chooses later who writes a replicated value, so every rank encodes it.
         strategy.encode_object(o.data, path=o.key)
         if is_main_replica(o.replica_id) or o.key in flattened.replicated
         else b""
@@ -326,6 +332,7 @@ def _with_object_sizes(declared: DeclaredChunks, sizes: Sequence[int]) -> Declar
     """Return the declarations with other sizes of the objects, in bytes; objects are the last rows."""
     if not sizes:
         return declared
+    # A copy, as these declarations belong to a cached plan, which later saves use, too.
     nbytes = declared.table.nbytes.copy()
     nbytes[-len(sizes) :] = sizes
     return replace(declared, table=replace(declared.table, nbytes=nbytes))

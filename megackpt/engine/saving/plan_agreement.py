@@ -142,6 +142,7 @@ def plan_on_rank_0(local: LocalState, group: Group, to_compare: ValuesToCompare)
         values=values,
         attachment=attachment if _is_first(summaries["attachment"], group.rank) else b"",
     )
+    # A plain gather: nothing can fail on one rank between the step above and this line.
     messages = group.gather(message.pack())
     plan_of_all_ranks: SavePlan | None = None
     with scatter_step(group, "planning the save") as planning:
@@ -163,6 +164,7 @@ def reuse_plan(
     """Use a cached plan for the objects of this save. Collective if the format needs all ranks' rows."""
     if local.strategy.capabilities.needs_own_rows_only:
         return _with_own_sizes(local, plan, plan_of_all_ranks)
+    # Here every rank has the rows of all ranks. So all ranks return, or all of them go on to the collective.
     if not len(object_sizes(plan)):
         return PlanAgreement(plan)
     with gather_step(group, "comparing sizes of objects", on_all_ranks=True) as step:
@@ -194,6 +196,7 @@ def _checked_plan(
     local: LocalState, messages: Sequence[_DeclarationMessage], summaries: np.ndarray[Any, Any]
 ) -> SavePlan:
     """Merge the declarations of all ranks, check them, and plan. Rank 0 only."""
+    # All ranks have the same `ValuesToCompare`, so either all of them send digests or none does.
     values = [json.loads(message.values) for message in messages] if messages[0].values else []
     if values and "common" in values[0]:
         # First, since tensors of common state are declared, too: this error says more than one of coverage.
@@ -219,6 +222,8 @@ def _checked_plan(
 
 def _groups_of_equal(digests: np.ndarray[Any, Any]) -> tuple[list[int], list[Ints]]:
     """Group the ranks by digest: return the lowest rank of each group, and the ranks of each group."""
+    # `first` has the first rank with each digest. That is the lowest one, which has sent the rows of its
+    # group.
     _, first, group_of_rank = np.unique(digests, return_index=True, return_inverse=True)
     # The ranks group by group, ascending in each group: the sort is stable.
     order = np.argsort(group_of_rank, kind="stable")
@@ -246,6 +251,7 @@ def _check_attachments(
 ) -> None:
     hooks = local.request.hooks
     _, first, number_of_rank = np.unique(digests, return_index=True, return_inverse=True)
+    # Other ranks with the same digest have sent no attachment.
     distinct = [split_fields(messages[rank].attachment) for rank in first.tolist()]
     for number, hook in enumerate(hooks):
         of_hook = [attachments[number] for attachments in distinct]

@@ -147,7 +147,9 @@ def _leftovers(local: LocalState, store: Store | None, group: Group) -> manifest
     if store is None:
         return None
     if group.rank != 0:
+        # Not None, which would make `write_and_commit` search the store again.
         return manifest.LeftoverFiles()
+    # All ranks wait for this step, so the directory exists before any of them writes.
     store.create()
     return manifest.find_leftover_files(store, local.strategy)
 
@@ -159,6 +161,8 @@ def _prepared_state(
     plans, is_equal, maximum = local.request.plans, compared.is_equal, compared.maximum
     misfits = [maximum[name] for name in _MISFITS]
     caches_are_equal = is_equal["cached plans"]
+    # A plan fits if its misfit is 0 on all ranks. If caches differ, the positions stand for different plans
+    # on different ranks.
     has_fitting_plan = caches_are_equal and 0 in misfits
     # A rank that assumes its structure sends no digests of common state and values. What only some ranks have
     # sent, or none, is not known to be equal.
@@ -206,7 +210,9 @@ def _set_numbers(
         "cached plans": as_number(json.dumps(plans.names if plans is not None else []).encode()),
         "assumes structure": int(assumes),
     }
+    # In the step: this may start another writer process, which can fail on one rank only.
     status = (0, 0, 0) if writer_status is None else writer_status()
+    # A number is below 2**62, and an attempt id has 64 bits: it takes two of them.
     step.largest = {
         "attempt, high half": int(attempt[:8], 16),
         "attempt, low half": int(attempt[8:], 16),
@@ -266,6 +272,7 @@ def check_settings(settings_of_ranks: Sequence[Settings], *, what: str) -> None:
 
 def as_number(data: bytes) -> int:
     """Return a digest of data as one of the numbers that ranks compare."""
+    # 60 bits of the digest, since a number is below 2**62.
     return int(digest_of(data)[:15], 16)
 
 
@@ -288,6 +295,7 @@ def _structure_error(local: LocalState, cached: CachedPlan) -> DeclarationError:
 
 def _is_within(table: ChunkTable, row: int, declared: ChunkTable, entity: int) -> bool:
     """Return whether a planned row is the declared chunk of an entity, or a part of it."""
+    # The state dict has fewer entities than at the earlier save.
     if entity >= len(declared):
         return False
     array = table.arrays[int(table.array[row])]

@@ -54,6 +54,7 @@ class ReplicaCheckHook(SaveHook):
         divergences = find_divergences(
             [np.frombuffer(digests, REPLICA_DIGEST) for digests in digesting.results]
         )
+        # Other ranks receive the digests of no rank, and find no divergence: what rank 0 has found counts.
         names = broadcast_from_rank_0(group, b"".join(d.name for d in divergences), doing=_DOING)
         if not names:
             return

@@ -74,6 +74,8 @@ class ReplicaSampleHook(SaveHook):
         divergences = find_divergences([np.frombuffer(samples, SAMPLE) for samples in attachments])
         if not divergences:
             return
+        # Samples have digests of names only. The table of rank 0 has the chunks of all ranks, with keys and
+        # boxes.
         labels = {_chunk_name(table, row): _label(table, row) for row in range(len(table))}
         error = _divergence_error(
             sorted((labels[d.name], _with_ranks(d, attachment_of_rank)) for d in divergences)
@@ -116,8 +118,11 @@ def _chunk_name(table: ChunkTable, row: int) -> bytes:
 def _sample_bits(tensors: Sequence[torch.Tensor]) -> list[bytes]:
     """Return the sample of each tensor: all of a small one, else its start, middle and end."""
     parts = [part for tensor in tensors for part in _parts_of(tensor.detach())]
+    # Each tensor has one part for each position, one after the other: lengths[t] counts the bytes of all
+    # parts of tensor t.
     lengths = np.array([part.numel() for part in parts], np.int64).reshape(-1, len(_POSITIONS)).sum(axis=1)
     on_host = np.empty(int(lengths.sum()), np.uint8)
+    # Part p is to lie in on_host[first[p] : first[p + 1]].
     first = np.cumsum([0, *(part.numel() for part in parts)])
     # One copy from each device: many small copies would each wait for the device.
     for device in {part.device for part in parts}:
@@ -128,6 +133,7 @@ def _sample_bits(tensors: Sequence[torch.Tensor]) -> list[bytes]:
             count = int(first[number + 1] - first[number])
             on_host[first[number] : first[number + 1]] = joined[start : start + count]
             start += count
+    # The parts of a tensor are neighbours in on_host, so its sample is one range that ends at ends[t].
     ends = np.cumsum(lengths)
     return [on_host[end - count : end].tobytes() for end, count in zip(ends, lengths, strict=True)]
 
@@ -137,6 +143,7 @@ def _parts_of(tensor: torch.Tensor) -> list[torch.Tensor]:
     fits = tensor.numel() * tensor.element_size() <= _POSITION_BYTES
     # Torch calls any strides of a single element contiguous, but does not view them as bytes.
     is_contiguous = tensor.is_contiguous() and tensor.numel() > 1
+    # A lazy conjugate or negative keeps the bits of the tensor that it was made of.
     if is_contiguous and not tensor.is_conj() and not tensor.is_neg():
         flat, width = tensor.view(-1).view(torch.uint8), tensor.element_size()
         if fits:
@@ -153,6 +160,7 @@ def _flat_range_at(shape: Sequence[int], width: int, position: float) -> tuple[i
     """Return start and length, in elements, of what `_box_at` returns of a contiguous tensor."""
     start, inner = 0, math.prod(shape)
     for extent in shape:
+        # No extent is 0: a tensor without elements is not sampled.
         inner //= extent
         kept = max(1, min(extent, _POSITION_BYTES // (inner * width)))
         start += int((extent - kept) * position) * inner

@@ -88,6 +88,8 @@ def _agree_on_plan(prepared: PreparedState, group: Group) -> PlanAgreement:
     to_compare = ValuesToCompare(common=not prepared.common_is_equal, values=not prepared.values_are_equal)
     if plans is not None and prepared.fitting_plan is not None:
         cached = plans.find(prepared.fitting_plan)
+        # A plan that fits does not mean that values are equal. This is decided from reduced numbers, so all
+        # ranks compare or none does.
         if not prepared.all_assume_structure and (to_compare.common or to_compare.values):
             compare_values(local, group, to_compare)
         return reuse_plan(local, cached.plan, cached.plan_of_all_ranks, group)

@@ -124,6 +124,8 @@ def save_request(
         )
     return SaveRequest(
         state=sharded_state_dict,
+        # Functions, as they may fail on one rank: a step of the save calls them, and raises the error on all
+        # ranks.
         choose=lambda: save_strategy(sharded_strategy),
         not_imported=lambda: not_imported(sharded_strategy),
         content_metadata=content_metadata,

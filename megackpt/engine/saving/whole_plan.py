@@ -19,6 +19,8 @@ def send_whole_plan(plan: SavePlan | None, own_rows: SavePlan, group: Group) -> 
     writer, entity, offset = (
         column(received, name, where=where) for name in ("writer", "entity", "offset_bytes")
     )
+    # Rank 0 counts entities as each rank has packed them. For its own rows, in the same order, this rank
+    # knows the entities of its state.
     entity = entity.copy()
     entity[writer == group.rank] = own_rows.entity
     return SavePlan(table, writer, entity, offset)

@@ -96,6 +96,8 @@ def write_and_commit(planned: PlannedSave, store: Store, group: Group) -> None:
             if group.rank == 0:
                 commit_attempt(planned, written, store, world_size=group.size, hook_receipts=receipts)
     except Exception:
+        # Rank 0 removes the files of all ranks, which are in one store. What a lost rank still writes is left
+        # over, and the next save removes it.
         if group.rank == 0:
             manifest.discard(store, attempt=planned.attempt, strategy=strategy)
         raise
@@ -120,6 +122,8 @@ def write_chunks(planned: PlannedSave, store: Store, group: Group) -> WrittenChu
     strategy, plan, rank = planned.strategy, planned.plan, group.rank
     messages_of_rounds: list[list[bytes]] = []
     rounds: Sequence[Ints] = ()
+    # The strategy returns the number of rounds in the first step. It is equal on all ranks, so all of them
+    # make as many steps.
     while not messages_of_rounds or len(messages_of_rounds) < len(rounds):
         with gather_step(group, "writing its chunks") as step:
             # Computed in the step, as it may raise an error on one rank only.
@@ -132,6 +136,7 @@ def write_chunks(planned: PlannedSave, store: Store, group: Group) -> WrittenChu
                 rows=rounds[len(messages_of_rounds)],
                 parts=planned.parts,
             )
+            # The report is the same in all rounds, so it travels with the first one only.
             step.data = join_fields([b"" if messages_of_rounds else planned.report, receipt])
         messages_of_rounds.append(step.results)
     unpacked = [[split_fields(message) for message in messages] for messages in messages_of_rounds]
