@@ -37,6 +37,7 @@ def find_arrays(common: Any, taken: Container[str]) -> dict[Steps, ShardedTensor
     arrays = {}
     for steps, leaf in candidates.items():
         key, shape = dotted(steps), tuple(leaf.shape)
+        # The path ('a', 'b') and the name 'a.b' give one key. Then none of them becomes an array.
         if counts[key] == 1 and key not in taken:
             arrays[steps] = ShardedTensor(key, leaf, leaf.dtype, shape, shape, (0,) * len(shape))
     return arrays
@@ -83,10 +84,12 @@ def map_common(fn: Callable[[Steps, Any], Any], tree: Any, steps: Steps = ()) ->
     children = tree.items() if isinstance(tree, dict) else enumerate(tree)
     values = {key: map_common(fn, child, (*steps, key)) for key, child in children}
     kept = {key: value for key, value in values.items() if value is not ABSENT}
+    # A container that loses all of its leaves goes with them. One that was empty before stays.
     if values and not kept:
         return ABSENT
     if isinstance(tree, list):
         return list(kept.values()) if len(kept) == len(tree) else kept
+    # Most dicts have no array in them, and need no copy.
     if all(kept.get(key, ABSENT) is child for key, child in tree.items()):
         return tree
     return OrderedDict(kept) if isinstance(tree, OrderedDict) else kept

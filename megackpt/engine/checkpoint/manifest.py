@@ -127,6 +127,7 @@ def commit(
         StorageError: files of this attempt are gone, for example because another job has saved to the same
             directory meanwhile.
     """
+    # The old checkpoint must not be replaced by one whose files are gone.
     if not set(strategy.files_of(entries)) <= set(store.names()):
         raise StorageError(
             f"{store.location}: files that this save has written are gone. Another job saves to the same "
@@ -145,6 +146,7 @@ def commit(
 def _stale_files(store: Store, *, attempt: str, earlier: LeftoverFiles, strategy: SaveStrategy) -> list[str]:
     """Return the files that a commit has made useless: fixed names first, see `SaveStrategy.fixed_names`."""
     names = dict.fromkeys(store.names())
+    # A process that was killed before it could rename its file has left these.
     stale = [name for name in names if is_temporary_name(name)]
     if fixed := [name for name in earlier.fixed if name in names]:
         # The new checkpoint may have a file with the same name.
@@ -162,6 +164,7 @@ def discard(store: Store, *, attempt: str, strategy: SaveStrategy) -> None:
     since it is the only checkpoint there is.
     """
     with contextlib.suppress(CheckpointError):
+        # The store is asked, since the error does not show whether the commit has happened.
         if strategy.committed_attempt(store) != attempt:
             store.delete(files_of_attempt(store, attempt, strategy))
             store.sync()

@@ -46,6 +46,7 @@ def remove_arrays(store: Store, *, key_prefix: str, strategy: SaveStrategy) -> N
     manifest, stale = strategy.remove_arrays(store, read_manifest(store), key_prefix=key_prefix)
     store.sync()  # the new index is durable before the manifest names it
     store.replace(MANIFEST, json.dumps(manifest, indent=1, sort_keys=True).encode())
+    # The change is committed. Files that stay are of no checkpoint, and take room only.
     with contextlib.suppress(StorageError):
         store.delete(stale)
         store.sync()
@@ -59,8 +60,10 @@ def withdraw(store: Store, *, attempt: str, strategy: SaveStrategy) -> None:
     with contextlib.suppress(CheckpointError):
         fixed: list[str] = []
         if strategy.committed_attempt(store) == attempt:
+            # Read before the commit is removed, which alone names files without an attempt in their names.
             fixed = strategy.files_of(read_manifest(store))
             store.delete([MANIFEST])
+            # A power failure must not bring back the commit when its files are gone.
             store.sync()
         store.delete([*fixed, *files_of_attempt(store, attempt, strategy)])
         store.sync()

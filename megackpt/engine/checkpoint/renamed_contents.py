@@ -22,6 +22,7 @@ def with_renamed_keys(contents: Contents, patterns: Mapping[str, str]) -> tuple[
         DeclarationError, MismatchError: as `rename_keys`.
     """
     new_name = rename_keys(contents.arrays, patterns)
+    # No two keys have the same new name, so each new name has one old name.
     old_name = {new: old for old, new in new_name.items()}
 
     def chunks(keys: Iterable[str]) -> Chunks:

@@ -111,6 +111,7 @@ class LocalSteps(StepDirectories):
                     step_files.append(
                         StepFile(name=relative, nbytes=status.st_size, modified_s=status.st_mtime)
                     )
+        # os.walk reports no error for a directory that is gone.
         return step_files if root.exists() else None
 
     def remove(self, name: str) -> None:
@@ -120,6 +121,7 @@ class LocalSteps(StepDirectories):
             directory.unlink()
             return
         with contextlib.closing(LocalStore(directory)) as store:
+            # The commit first: rmtree removes files in any order, and may be interrupted.
             remove_saved_files(store)
         shutil.rmtree(directory)
 

@@ -39,6 +39,8 @@ def with_views(contents: Contents, views: Mapping[str, Shape], *, where: str) ->
         stored = contents.chunks(keys)
         return ChunksOfOtherTable(stored, viewed_table(stored.table, views, where=where))
 
+    # The format finds overlapping chunks by boxes of the stored shapes, and boxes of the request have those
+    # of the views.
     return replace(contents, arrays=arrays, chunks=chunks, chunks_overlapping=None)
 
 
@@ -56,6 +58,7 @@ def viewed_table(table: ChunkTable, views: Mapping[str, Shape], *, where: str) -
     shape = np.ones((len(table), dims), np.int64)
     for number, (stored, viewed) in enumerate(zip(table.arrays, arrays, strict=True)):
         rows = np.flatnonzero(table.array == number)
+        # Along the dims of the stored array: `column` is the first dim of the view that this dim becomes.
         column = 0
         for dim, extents in enumerate(split_dims(stored.global_shape, viewed.global_shape)):
             # A box stays a box if its cuts along this dim are at multiples of the inner extents, which it
@@ -73,6 +76,7 @@ def viewed_table(table: ChunkTable, views: Mapping[str, Shape], *, where: str) -
             shape[rows, column] = table.shape[rows, dim] // inner
             shape[rows, column + 1 : column + len(extents)] = extents[1:]
             column += len(extents)
+    # Flat ranges stay: they number the elements of a box in row-major order, which a view does not change.
     return replace(table, arrays=arrays, start=start, shape=shape)
 
 
