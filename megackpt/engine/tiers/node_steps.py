@@ -90,6 +90,7 @@ def list_node_steps(directories: StepDirectories) -> Iterator[NodeStep]:
         with contextlib.suppress(OSError), contextlib.closing(directories.open(name)) as store:
             files = {file: store.size(file) for file in store.names()}
             commit, small = "", None
+            # A damaged commit counts as none: another node may have the step undamaged.
             with contextlib.suppress(CheckpointError):
                 commit, small = _commit_in(store)
             described = small is not None and small <= files.keys()
@@ -139,6 +140,7 @@ def describe_step(store: Store) -> StepFiles:
     # A data file must be as long as its last chunk needs.
     nbytes = np.zeros(len(ranges.files), np.int64)
     np.maximum.at(nbytes, ranges.file, ranges.stop)
+    # The bytes as they are stored: nodes recognise the same commit by a digest of them.
     data = store.read(MANIFEST, max_bytes=MANIFEST_MAX_BYTES)
     return StepFiles(
         commit=data.decode(),
@@ -172,6 +174,7 @@ def share_step(
     needs = [json.loads(encoded) for encoded in asking.results]
     missing = {name for names, _ in needs for name in names}
     files = sorted((name, nbytes) for name, nbytes in step.small.items() if name in missing)
+    # All ranks know what all of them lack, so all return here or none does.
     if not files and not any(lacks_commit for _, lacks_commit in needs):
         return
     broadcast_files(
@@ -194,6 +197,7 @@ def damaged_files(store: Store) -> list[tuple[str, bool]]:
         strategy = load_strategy(read_manifest(store), where=store.location)
         report = verify_checkpoint(store, VerifyOptions(deep=True), NoProgress())
     except CheckpointError:
+        # Without a readable index no file can be checked, so the commit stands for the whole step.
         return [(MANIFEST, False)] if names else []
     damaged = sorted({damage.file for damage in report.damages} & names)
     return [(name, strategy.writer_of(name) is not None) for name in damaged]

@@ -77,6 +77,7 @@ def save_on_nodes(planned: PlannedSave, store: Store, group: Group, location: No
     with errors_on_all_ranks(group, "opening the directory of its node"):
         store.create()
         if is_leader:
+            # The ranks of a node share its directory, so one of them looks, commits and cleans up.
             leftovers = manifest.find_leftover_files(store, strategy)
     keepers = location.nodes.keepers(copies=location.replication_factor, jump=location.jump)
     try:
@@ -86,6 +87,8 @@ def save_on_nodes(planned: PlannedSave, store: Store, group: Group, location: No
         if is_leader:
             manifest.discard(store, attempt=planned.attempt, strategy=strategy)
         raise
+    # Outside of the block above: when one node has committed, the files of all nodes are its checkpoint, and
+    # no other node may discard its files.
     with errors_on_all_ranks(group, "committing on its node"):
         if is_leader:
             manifest.commit(
@@ -105,7 +108,9 @@ def clean_node(location: NodeLocation, *, rank: int) -> None:
     with contextlib.suppress(OSError):
         steps = {name: step for name in directories.names() if (step := step_of(name)) is not None}
         committed = sorted(directories.committed(steps), key=steps.__getitem__)
+        # After a run has gone back, the step that was just saved may be older than others in the tier.
         surplus = [name for name in committed[: -location.keep_last] if steps[name] != location.step]
+        # A newer step without a commit may be one that is being saved.
         older = [name for name, step in steps.items() if step <= location.step and name not in committed]
         for name in [*surplus, *(name for name in older if directories.is_leftover(name))]:
             with contextlib.suppress(OSError):
@@ -146,6 +151,8 @@ def _broadcast_index(
     drafts = MemoryStore(store.location, files=dict.fromkeys(files, b""))
 
     def write_index() -> bytes:
+        # In this store nothing is left over. No hook has written files, so there are no receipts for
+        # `index_fields`.
         draft = replace(planned, leftovers=manifest.LeftoverFiles(), hooks=())
         commit_attempt(draft, written, drafts, world_size=group.size)
         document = drafts.read(MANIFEST, max_bytes=1 << 62)
@@ -169,6 +176,7 @@ def _written_files(store: Store, strategy: SaveStrategy, attempt: str, rank: int
     """Return the data files that a rank has written in an attempt."""
     named = {"sharded_backend": strategy.backend, "sharded_backend_version": strategy.version}
     reader = load_strategy(named, where=store.location)
+    # The ranks of a node write into one directory. Each lists the files that it has written itself.
     own_names = [
         name
         for name in store.names()

@@ -94,6 +94,8 @@ def broadcast_files(
         copy = _Copy(write_to, (name, nbytes) if name in takes else None, errors)
         for begin, length in _parts(nbytes):
             if group.rank == source:
+                # If it fails, the buffer has any bytes. They are sent all the same, since other ranks wait
+                # for them. The error is raised on all ranks below.
                 _attempt(errors, partial(read_from.read_into, name, begin, buffer[:length]))
             group.broadcast(buffer[:length], root=source)
             copy.write(buffer[:length])
@@ -148,6 +150,7 @@ def _copy_one_file_of_each(
     own_file, own_parts = files.get(group.rank), parts.get(group.rank, [])
     outgoing = memoryview(bytearray(_longest_part(own_file)))
     incoming = {rank: memoryview(bytearray(_longest_part(files[rank]))) for rank in sources}
+    # Both sides of a pair compute the parts from the same list of the sender's files, so their lengths agree.
     for number in range(most_parts):
         sends, receives = [], []
         if own_file is not None and keepers[group.rank] and number < len(own_parts):
