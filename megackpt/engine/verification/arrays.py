@@ -69,6 +69,8 @@ class ArrayCheck:
                 # down.
                 with self._short_ranges_lock if digest.has_short_ranges else contextlib.nullcontext():
                     digest.update(part_data)
+                # Parts of one chunk may come from several threads, and `^=` on a row of an array is not
+                # atomic.
                 with self._lock:
                     self._contributions[part.row] ^= np.uint64(digest.result())
                     self._read[part.row] += len(part_data)

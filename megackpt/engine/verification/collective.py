@@ -64,6 +64,7 @@ def verify_on_all_ranks(
         while any_rank["is running"]:
             with compare_step(group, _DOING, largest=_FLAGS) as step:
                 step.largest = share.wait_and_report()
+            # The maximum over ranks: all of them stay in the loop until the last one has read its share.
             any_rank = step.maximum
     finally:
         share.stop()  # after an error of another rank, too: the caller closes the store next

@@ -123,6 +123,8 @@ class ByteCheck:
 
     def _check_group(self, borrow: Borrow, parts: Sequence[Part]) -> None:
         try:
+            # All digests are checked before the block begins. So a part goes to `arrays` here or in
+            # `_check_part`, and never twice.
             with borrow(parts, True) as data:
                 if self.arrays is not None:
                     self.arrays.add(parts, data)
@@ -137,6 +139,7 @@ class ByteCheck:
         if error is None:
             return
         block = self._chunks.block_bytes
+        # Nothing smaller than a block can be checked, and a format without blocks has none to look for.
         if block == 1 or part.stop - part.start <= block:
             self._add_damage(part, error)
             return
@@ -173,6 +176,8 @@ class ByteCheck:
         if self._ranges is None:
             return Damage(key=key, box=box, what=f"{self._chunks.describe(row)}: {what}")
         name = self._ranges.files[int(self._ranges.file[row])]
+        # Of a compressed chunk nobody knows where in the file a byte of it is: the damage then names the
+        # range of the whole chunk.
         first, last = int(self._ranges.start[row]), int(self._ranges.stop[row])
         if self._raw is not None:
             first, last = first + start, first + stop
@@ -195,6 +200,7 @@ def can_decode(decode: Callable[[], object], options: VerifyOptions) -> bool:
     except FormatError as error:
         if options.skip_unknown_classes and isinstance(error, UnknownClassError):
             return False
+        # The unknown class may hide damage. This decodes all of the value, and makes no instance.
         with keep_unknown_values():
             decode()
         return False
@@ -247,6 +253,7 @@ def _neighbours(raw: RawRanges, parts: Sequence[Part]) -> Iterator[list[Part]]:
     files, offsets = raw.file[rows].tolist(), raw.offset_bytes[rows].tolist()
     for part, file, offset in zip(parts, files, offsets, strict=True):
         start, stop = offset + part.start, offset + part.stop
+        # A damaged index may have chunks that overlap, so a part can begin before the group stops.
         is_near = file == group_file and group_start <= start <= group_stop + _MAX_GAP_BYTES
         if group and not (is_near and stop - group_start <= MAX_BORROWED_BYTES):
             yield group

@@ -33,6 +33,7 @@ def check_files(store: Store, chunks: Chunks) -> tuple[Mask, list[Damage]]:
     if ranges is None:
         return readable, []
     sizes, damages = _file_sizes(store, chunks, ranges)
+    # size_of_chunk[r] is the length of the file of row r, or -1 without such a file.
     size_of_chunk = sizes[ranges.file] if len(ranges.file) else sizes[:0]
     is_cut = (size_of_chunk >= 0) & (ranges.stop > size_of_chunk)
     for row in np.flatnonzero(is_cut).tolist():

@@ -189,6 +189,7 @@ def find_damages(store: Store, options: VerifyOptions, progress: Progress, share
             whole_files = [file for file in whole_files if file.name not in findings.files]
             in_order = np.argsort(chunks.position, kind="stable")
             nbytes = chunks.table.nbytes[in_order]
+            # Shares are made of all chunks, readable or not. So all processes agree on their borders.
             readable[in_order] &= in_share(nbytes, share, after=sizes_of(whole_files))
             arrays = array_check(chunks.table, contents.array_digests, keys)
             check = ByteCheck(contents, chunks, store, options, progress, arrays)
@@ -305,6 +306,7 @@ def _openable_chunks(contents: Contents, findings: Findings) -> Iterator[tuple[l
         if len(keys) <= 1:
             findings.add_error(error)
             return
+    # One by one: an array that cannot be opened must not hide the damage of others.
     for key in keys:
         try:
             chunks = contents.chunks([key])
