@@ -20,6 +20,7 @@ def parts_of(
     block = chunks.block_bytes
     step = max(buffer_bytes // block, 1) * block
     nbytes = int(chunks.table.nbytes[row])
+    # A digest is that of a whole block, so a read begins and ends at blocks or at the end of the chunk.
     end = nbytes if stop is None else min(-(-stop // block) * block, nbytes)
     for first in range(start // block * block, end, step):
         yield first, min(first + step, end)
@@ -45,6 +46,8 @@ class ReadBuffers:
             for low, high in parts_of(chunks, row, start=start, stop=stop, buffer_bytes=buffer_bytes):
                 part = buffer.data[: high - low]
                 chunks.read_into(row, low, part, verify=True)
+                # The first and the last part may have bytes that were read for the digest of their block
+                # only.
                 yield part[max(start - low, 0) : min(stop, high) - low]
         finally:
             self._free.append(buffer)

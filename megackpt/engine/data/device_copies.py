@@ -60,6 +60,7 @@ class HostBuffers:
         """Return a buffer that no copy uses; its content is arbitrary."""
         with self._lock:
             is_full = len(self._idle) >= self._limit
+            # A new buffer is better than a wait, as long as fewer than `limit` are kept.
             can_take = bool(self._idle) and (is_full or _is_done(self._idle[0][1]))
             oldest = self._idle.popleft() if can_take else None
         if oldest is None:
@@ -185,6 +186,7 @@ class Uploads:
     ) -> None:
         for device in {target.device for target in self._targets if target.is_cuda}:
             torch.cuda.current_stream(device).wait_stream(_side_stream(device))
+            # When a load returns, its tensors may be used on any stream, so the host waits, too.
             _side_stream(device).synchronize()
 
     def ordered_with_copies(self, device: torch.device) -> AbstractContextManager[None]:

@@ -192,6 +192,8 @@ class _Reader:
 
     def _straight_jobs(self, reads: Reads, rows: Ints) -> Iterator[Callable[[], None]]:
         """Yield one job for each read that is a single contiguous copy."""
+        # A straight read has one copy, the one at reads.first. Its bytes are [into, into + lengths) of the
+        # target.
         stored, entity = reads.stored[rows], reads.all_copies.entity[reads.first[rows]]
         into = reads.all_copies.target[reads.first[rows]] * self._itemsize[stored]
         lengths = reads.stop[rows] - reads.start[rows]
@@ -206,8 +208,10 @@ class _Reader:
     def _are_straight(self, reads: Reads) -> npt.NDArray[np.bool_]:
         """Return which reads are long and one contiguous copy, so that they need no buffer, `[n]`."""
         takes_bytes = np.array([not t.is_cast and t.memory.is_cpu for t in self._targets], np.bool_)
+        # Read r has all_copies[reads.first[r] : reads.first[r + 1]], at least one copy.
         blocks, first = reads.all_copies, reads.first[:-1]
         width = self._itemsize[reads.stored]
+        # begin[c] is the byte of its chunk at which copy c begins.
         begin = blocks.source * self._itemsize[blocks.stored]
         # The first copy takes all bytes of the read.
         is_whole = (begin[first] == reads.start) & (
@@ -217,6 +221,7 @@ class _Reader:
         is_one_stretch = (
             (np.diff(reads.first) == 1) & blocks.are_contiguous()[first] & takes_bytes[blocks.entity[first]]
         )
+        # Without raw ranges no reads are joined, so a buffer would be of no use to a short one.
         is_long = reads.stop - reads.start >= (0 if self._raw is None else STRAIGHT_BYTES)
         return np.asarray(is_whole & is_one_stretch & is_long)
 

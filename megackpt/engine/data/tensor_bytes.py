@@ -76,6 +76,7 @@ def _overlaps_itself(data: torch.Tensor) -> bool:
     if data.is_contiguous():
         return False
     reach = 0  # the largest distance, in elements, of two elements along the dims so far
+    # A dim of extent 1 has no second element, whatever its stride.
     for stride, extent in sorted((s, n) for s, n in zip(data.stride(), data.shape, strict=True) if n > 1):
         if stride <= reach:
             return True
@@ -115,6 +116,7 @@ def as_bits(tensor: torch.Tensor) -> torch.Tensor:
     """
     tensor = tensor.detach().resolve_conj().resolve_neg()
     integer = _SAME_SIZE.get(tensor.element_size())
+    # No integer of torch has 16 bytes. A copy of complex128 to complex128 keeps all bits.
     return tensor if integer is None else tensor.view(integer)
 
 
@@ -199,6 +201,7 @@ def _block_in(
 ) -> npt.NDArray[Any]:
     """Return a view of a block of elements in flat bytes; `first` counts bytes, `stride` elements."""
     strides = [step * width for step in stride]
+    # numpy raises an error if the block does not lie within the bytes.
     block: npt.NDArray[Any] = np.ndarray(shape, _NUMPY_OF[width], data, first, strides)
     return block
 
