@@ -127,6 +127,7 @@ def match_common_state(
     }
 
     def without_lost_reference(steps: Steps, leaf: Any) -> Any:
+        # The array of such a reference was removed or renamed, so nothing is loaded for it.
         return leaf if steps in references or not isinstance(leaf, ArrayReference) else ABSENT
 
     remaining = map_common(without_lost_reference, common)
@@ -161,6 +162,7 @@ def _steps_of(common: Any) -> frozenset[Steps]:
     every: set[Steps] = set()
     if isinstance(common, (dict, list)):
         for steps, _ in iter_leaves(common, (), step=add_step):
+            # Where some steps are known, those to the containers around them are, too.
             while steps and steps not in every:
                 every.add(steps)
                 steps = steps[:-1]
@@ -170,6 +172,7 @@ def _steps_of(common: Any) -> frozenset[Steps]:
 def _whole_array(spec: ArraySpec, target: torch.Tensor | None, options: LoadOptions) -> ShardedTensor:
     """Declare all of an array: in the target, where that can be filled in place, or without data."""
     shape, dtype = spec.global_shape, torch_dtype(spec.dtype)
+    # Only shape and dtype count for `can_be_filled`: a tensor on meta takes no memory.
     is_filled = (
         target is not None
         and _is_in_reach(target, options)

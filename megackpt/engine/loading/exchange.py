@@ -111,6 +111,7 @@ def load_by_exchange(
     group = ranks.group
     # Every rank plans for all, from the same requests: nobody waits for a plan.
     messages = group.all_gather(pack_columns(request.requested.to_columns()))
+    # `cpu_transfer` is equal on all ranks, so all of them make this exchange or none does.
     all_have_devices = ranks.devices is not None and all(group.all_gather(_has_device(request)))
     devices = ranks.devices.on(request.device) if ranks.devices and all_have_devices else None
     exchange: RankExchange | None = None
@@ -168,6 +169,7 @@ def _readers(chunks: Chunks, file_readers: Mapping[str, Sequence[int]]) -> Reade
     ranges = chunks.file_ranges()
     assert ranges is not None  # whoever gives file_readers has chosen the format
     sets = [list(file_readers[name]) for name in ranges.files]
+    # Set s of readers is ranks[first[s] : first[s + 1]], and each chunk has the set of its file.
     return Readers(
         of=ranges.file,
         first=np.cumsum([0, *map(len, sets)], dtype=np.int64),
@@ -214,6 +216,7 @@ class RankExchange:
         try:
             return self._run(pool)
         finally:
+            # Waits for reads that have begun: the caller may free or change the tensors next.
             pool.shutdown(cancel_futures=True)
 
     def _run(self, pool: ThreadPoolExecutor) -> PhaseTimes | None:
@@ -235,6 +238,8 @@ class RankExchange:
             arrivals = self._round_exchange.move(rank_round, number % 2)
             exchanged = time.perf_counter()
             exchange_s += exchanged - began
+            # Not raised here: the other ranks learn of it before the next round, and after the last one from
+            # the step that the caller makes.
             error = self._copy_arrivals(arrivals)
             copy_s += time.perf_counter() - exchanged
         if error is not None:
@@ -259,6 +264,8 @@ class RankExchange:
         for delivery in of_part:
             rank = int(deliveries.rank[delivery])
             if rank == self._group.rank:
+                # In this thread, while others copy their parts: no two parts have the same element of a
+                # target.
                 self._copy_to_targets(Arrival(delivery, data, begins=0))
             elif rank in rank_round.batches and deliveries.is_batched[delivery]:
                 self._pack(delivery, data, self._buffers.batch(parity, rank_round, rank))
@@ -267,6 +274,7 @@ class RankExchange:
     def _needed_ranges(self, part: int, of_part: Sequence[int], nbytes: int) -> list[tuple[int, int]]:
         """Return the ranges of a part that its deliveries need, in bytes."""
         deliveries, block = self._plan.deliveries, self._chunks.block_bytes
+        # One rank needs the whole part, so there is nothing to leave out.
         if any(deliveries.is_dense[d] and deliveries.nbytes[d] == nbytes for d in of_part):
             return [(0, nbytes)]
         copies = [copy for d in of_part for copy in self._copies_of(d)]
@@ -287,6 +295,7 @@ class RankExchange:
             out.copy_(data[start : start + nbytes])
             return
         width = int(self._plan.parts.width[deliveries.part[delivery]])
+        # One copy after the other, each in row-major order. The receiver has the same plan and finds them so.
         elements, packed, at = as_elements(data, width), as_elements(out, width), 0
         for copy in self._copies_of(delivery):
             copy_block(

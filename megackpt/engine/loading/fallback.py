@@ -121,6 +121,7 @@ class FallbackSource:
         """Return the replacements that can be opened. The first call opens them."""
         with self._lock:
             if self._replacements is None:
+                # Other threads that meet damage wait for the first one, which opens the sources for all.
                 self._replacements = tuple(self._open_replacements())
             return self._replacements
 
@@ -261,16 +262,19 @@ class ChunksWithFallback(Chunks):
                 # Part by part: only the damaged ones come from a replacement.
                 for part, out in zip(parts, buffers, strict=True):
                     self.read_into(part.row, part.start, out, verify=verify)
+            # Outside of the try block: an error of the caller is no damage of these bytes.
             yield buffers
 
     def _read_blocks(self, row: int, start: int, out: memoryview, error: CheckpointError) -> None:
         """Read block by block, so that only damaged blocks have to be found elsewhere."""
+        # A memoryview whose shape has a 0 cannot be cast.
         view = out.cast("B") if out.nbytes else memoryview(b"")
         step = self.block_bytes if self.block_bytes > 1 else max(len(view), 1)
         for at in range(0, len(view), step):
             block = view[at : at + step]
             if len(block) < len(view):  # else the read that failed was this block
                 try:
+                    # With digests, even if the caller wants none: they show which of the blocks is damaged.
                     self._chunks.read_into(row, start + at, block, verify=True)
                     continue
                 except DAMAGE_ERRORS as damage:
@@ -302,6 +306,7 @@ class ChunksWithFallback(Chunks):
                     except CheckpointError as failure:
                         self._unusable.append(f"{replacement.name}: {failure}")
                         continue
+                    # A row number has to mean the same chunk in both tables.
                     if _are_equal(chunks.table, self.table):
                         self._replacements.append((replacement.name, chunks))
                     else:

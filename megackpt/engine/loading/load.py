@@ -65,8 +65,11 @@ def load_state(request: LoadRequest, group: Group) -> LoadResult:
             prepared, preparing.data = _open_and_prepare(request, group, resources)
         ranks = check_answers(preparing.results, prepared.where)
         if group.rank == 0:
+            # Most notices are those of all ranks. Rank 0 logs each text once.
             log_notices(ranks.values("notices"))
         missing: frozenset[str] = frozenset()
+        # `check_answers` has shown that the rules are equal, and a union is the same on all ranks. So all of
+        # them make the collectives below, or none does.
         if prepared.rules.look_for_missing_keys or ranks.union("empty_containers"):
             from megackpt.engine.loading.missing_keys import find_missing_keys
 
@@ -80,6 +83,7 @@ def load_state(request: LoadRequest, group: Group) -> LoadResult:
         reader = connect_reader(request, prepared, group)
         with gather_step(group, "reading", on_all_ranks=True) as reading:
             state, reading.data = _read_and_finish(prepared, reader)
+        # A rank with an empty message expects the error of another one. Here no rank has raised any.
         if not all(reading.results):
             raise RankFailedError(
                 f"{prepared.where}: the exchange between ranks broke off before all bytes had arrived. Load "
@@ -130,6 +134,7 @@ def _read_and_finish(prepared: PreparedLoad, reader: Reader) -> tuple[StateDict,
 
     The message is empty if another rank failed, which raises its own error.
     """
+    # Before the read, which fills only what the checkpoint has of these tensors.
     prepared.clear_padding()
     result = reader.read(prepared)
     if result is None:

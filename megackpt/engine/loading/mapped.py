@@ -70,6 +70,7 @@ def prepare_mapped_load(request: LoadRequest, source: Source, rules: LoadRules, 
     names = _Names.of(made, {parameter_key(key) for key in requested - excluded}, where)
     _check_known(requested - excluded, names)
     _check_stored(requested - excluded, contents, names)
+    # After the check of shapes: a view can only split dims of the stored shape that the map expects.
     contents = names.viewed(contents)
     targets = _targets(flattened, excluded, names)
 
@@ -83,8 +84,10 @@ def prepare_mapped_load(request: LoadRequest, source: Source, rules: LoadRules, 
         contents=contents,
         rules=rules,
         flattened=flattened,
+        # From another family nothing but weights is loaded.
         common=CommonRequest({}, {}, {}, {}, frozenset()),
         common_arrays={},
+        # By the names of the other family, as missing keys are looked for among the stored ones.
         keys=RequestedKeys(frozenset(view.key for view in views), excluded, frozenset()),
         loadable=(),
         empty_containers=(),
@@ -122,6 +125,7 @@ def _with_stored_padding(made: RegionMap, stored: Mapping[str, ArraySpec]) -> Re
     right = dict(made.right)
     for key, array in made.right.items():
         shape = stored[key].global_shape if key in stored else ()
+        # An array that is not stored has the shape (), which is never greater.
         if array.is_padded and shape[:1] > array.stored[:1] and array.stored == array.viewed:
             padded = (shape[0], *array.stored[1:])
             right[key] = array._replace(stored=padded, viewed=padded)
@@ -199,6 +203,7 @@ def _check_known(requested: frozenset[str], names: _Names) -> None:
         return
     lines: list[str] = []
     for key in unknown:
+        # The error shows ten lines, and each search takes long in a large map.
         close = difflib.get_close_matches(key, names.made.left, n=1) if len(lines) < 10 else []
         lines.append(repr(key) + (f" (the map has {close[0]!r})" if close else ""))
     tied = "output_layer.weight" in unknown and "output_layer.weight" not in names.made.left

@@ -57,6 +57,7 @@ def _check_empty_containers(prepared: PreparedLoad, ranks: RankAnswers, group: G
         MissingKeyError: no rank requests a key there, and a rule makes that an error.
     """
     names = ranks.union("empty_containers")
+    # The union of all ranks: all of them return here, or none does.
     if not names:
         return
     doing = "comparing keys"

@@ -73,6 +73,7 @@ def prepare_load(
 
     tensors = checkpoint.allocate_targets(request, keys)
     filled = request.common.filled_targets(options)
+    # Targets of references are among the tensors already.
     values = {dotted(steps): t for steps, t in filled.items() if steps not in request.common.references}
     targets = SharedTargets.of(tensors, values)
     objects = [o for o in request.flattened.objects if o.key not in keys.left_out]
@@ -151,6 +152,7 @@ class _Checkpoint:
             state,
             rank=group.rank,
             ranks=group.size,
+            # An object cannot fill a plain tensor.
             stored=_AllKeysBut(objects),
             common=common.steps,
             in_host_memory=not self.options.load_on_device,
@@ -190,6 +192,8 @@ class _Checkpoint:
         loaded = {s: array for s, array in request.common_arrays.items() if array.key not in keys.left_out}
         plain_targets = request.common.targets  # a property that makes a dict each time
         allocated = sorted({array.key for steps, array in loaded.items() if steps not in plain_targets})
+        # With replacements the bytes come from several stores, and files of the first one need not be
+        # complete.
         if allocated and self.source.only_store is not None:
             check_arrays_complete(self.source.only_store, self.contents.chunks(allocated), allocated)
         tensors = [t for t in request.flattened.tensors if t.key not in keys.left_out]
@@ -216,6 +220,7 @@ class _Checkpoint:
         may_resize = np.array([a.key in resized for a in requested.table.arrays], np.bool_)
         requested = replace(requested, resizable=requested.resizable | may_resize[requested.table.array])
         chunks = self.contents.chunks_for([requested.table])
+        # Tensors are the first rows. Objects are read as a whole, each from the row of its offset.
         copies = plan_load(requested.take(np.arange(len(tensors))), chunks.table, where=self.where)
         return ReadPlan(requested, tensors, chunks, copies, _object_rows(objects, chunks, self.where))
 

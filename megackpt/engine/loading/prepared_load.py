@@ -151,6 +151,7 @@ class PreparedLoad:
             MismatchError: two keys were loaded into the same memory, and are stored with different values.
             FormatError: an object cannot be decoded.
         """
+        # Before the copies to shared targets: the numbers are added to the memory that was read into.
         with torch.no_grad():
             for addition in self.additions:
                 addition.values.detach().add_(addition.added)
@@ -165,6 +166,7 @@ class PreparedLoad:
             if array.key not in left_out or steps in targets
         }
         common = self.common.loaded(self.filled, arrays)
+        # Last, since `loaded` fills targets as well, and may have overwritten what they share memory with.
         shared = {steps for steps in self.filled if self.targets.is_shared(dotted(steps))}
         values = self.common.values_of(shared, self.filled) if shared else {}
         self.targets.check(self.where, values)

@@ -45,6 +45,7 @@ def answer_of(request: LoadRequest, prepared: PreparedLoad, notices: Notices) ->
         "checkpoint": prepared.contents.identity,
         "where": prepared.where,
         "timeout_s": float(options.timeout_s),
+        # Only where they are compared: all ranks receive the keys of all.
         "requested": sorted(prepared.keys.requested) if looks_for_missing else [],
         "empty_containers": prepared.empty_containers,
         "missing_key_rules": [rules.about_missing_keys, dict(options.rename) if looks_for_missing else 0],
@@ -119,6 +120,7 @@ def _check_exchange_groups(ranks: RankAnswers, where: str) -> None:
     """Check that as many ranks name a group as it has members."""
     groups = ranks.values("exchange_group")
     for group, count in Counter(groups).items():
+        # The text of a group begins with the number of its members; see `subgroup_members`.
         if group and int(group.partition(":")[0]) != count:
             rank = groups.index(group)
             raise MismatchError(

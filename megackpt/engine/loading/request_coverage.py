@@ -50,6 +50,7 @@ def check_request_coverage(prepared: PreparedLoad, group: Group) -> None:
     packed = _packed_request(prepared, group.rank)
     with gather_step(group, _DOING, on_all_ranks=True) as comparing:
         comparing.data = digest_of(packed.replica_rows).encode()
+    # The lowest of the ranks with equal replicas sends the rows of all.
     is_first = comparing.results.index(comparing.data) == group.rank
     with gather_step(group, _DOING) as gathering:
         gathering.data = join_fields([packed.main_rows, packed.replica_rows if is_first else b""])
@@ -61,6 +62,7 @@ def check_request_coverage(prepared: PreparedLoad, group: Group) -> None:
 def _check_common(prepared: PreparedLoad, group: Group) -> None:
     with gather_step(group, _DOING, on_all_ranks=True) as comparing:
         comparing.data = digest_of(_common_digests(prepared)).encode()
+    # The usual case: common state is equal, and no leaf has to be sent.
     if len(set(comparing.results)) == 1:
         return
     with gather_step(group, _DOING) as gathering:
@@ -94,6 +96,7 @@ def _check(messages: Sequence[bytes], digests: Sequence[bytes]) -> None:
     ranks_of_digest: dict[bytes, list[int]] = {}
     for rank, digest in enumerate(digests):
         ranks_of_digest.setdefault(digest, []).append(rank)
+    # In the order of ranks, so the first rank of a group is the one that has sent the rows.
     owner_groups = list(ranks_of_digest.values())
     merged, marks = merge_packed_declarations(
         [main_rows for main_rows, _ in rows_of_ranks],

@@ -98,6 +98,7 @@ def _round_of(plan: ExchangePlan, rank: int, of_parts: slice, of_deliveries: sli
     incoming = np.flatnonzero((receiver == rank) & (source != rank))
     # Outgoing deliveries are sorted by part, so those of one part are a range.
     first = np.searchsorted(part[outgoing], own_parts).tolist()
+    # So first[i + 1] is the end of the range of the last part, too.
     first.append(len(outgoing))
     # A batch ends where its last delivery does. The batches lie behind the parts, in order of their peers.
     in_batch = deliveries.is_batched[of_deliveries] & (not plan.has_one_reader)
@@ -109,8 +110,10 @@ def _round_of(plan: ExchangePlan, rank: int, of_parts: slice, of_deliveries: sli
         sent_nbytes += nbytes
     incoming_batches = _batch_lengths(source[incoming], ends[incoming], in_batch[incoming])
     if plan.has_one_reader:
+        # Rank 0 broadcasts from its sending buffer, in which it has read the parts.
         received_nbytes = 0 if rank == 0 else broadcast_nbytes
     else:
+        # An upper bound: `move` receives some of these directly in their targets.
         single = aligned(deliveries.nbytes[of_deliveries][incoming[~in_batch[incoming]]])
         received_nbytes = sum(incoming_batches.values()) + int(single.sum())
     return RankRound(
@@ -242,6 +245,7 @@ class _AllToAll(RoundExchange):
             memory = self._target_memory(delivery)
             if memory is None:
                 data = self._buffers.receiving[offset : offset + nbytes]
+                # Aligned, since the bytes are viewed as elements of the target.
                 offset += int(aligned(np.array([nbytes]))[0])
                 memory = byte_view(data)
                 arrivals.append(Arrival(delivery, data, begins))

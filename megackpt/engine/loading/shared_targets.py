@@ -97,16 +97,23 @@ def sharing(tensors: Sequence[torch.Tensor]) -> dict[int, int]:
 
     Tensors are numbered by their positions.
     """
+    # Tensor i has the bytes [low[i], high[i]) of device[i]. Where that is empty, its memory is empty or not
+    # known.
     address_ranges = [_address_range(tensor) for tensor in tensors]
     devices = {device: i for i, device in enumerate(sorted({device for device, _, _ in address_ranges}))}
     device = np.array([devices[device] for device, _, _ in address_ranges], np.int64)
+    # Unsigned, as an address may need all 64 bits.
     low, high = (np.array([address_range[i] for address_range in address_ranges], np.uint64) for i in (1, 2))
     sharing_with: dict[int, int] = {}
     for number in devices.values():
         rows = np.flatnonzero((device == number) & (high > low))
+        # Sorted by first byte: only tensors of one device are compared, as each device has its own addresses.
         rows = rows[np.argsort(low[rows], kind="stable")]
         reach = np.maximum.accumulate(high[rows])  # the end of all tensors up to each
+        # A tensor begins a group if all tensors before it end before its first byte. Only tensors of one
+        # group can share memory.
         begins_anew = np.append(True, low[rows][1:] >= reach[:-1]) if len(rows) else np.zeros(0, np.bool_)
+        # The first tensor always begins a group, so its position separates nothing.
         for group in np.split(rows, np.flatnonzero(begins_anew)[1:]):
             if len(group) > 1:
                 _find_in(group.tolist(), tensors, low, high, sharing_with)
@@ -119,8 +126,10 @@ def _find_in(
     """Add the pairs of a group that share memory; the group is sorted by first byte."""
     for at, i in enumerate(group):
         for j in group[at + 1 :]:
+            # All later ones begin even further behind.
             if low[j] >= high[i]:
                 break
+            # One partner of each is enough for an error, and a comparison of strided views takes long.
             if (i not in sharing_with or j not in sharing_with) and _share_memory(tensors[i], tensors[j]):
                 sharing_with.setdefault(i, j)
                 sharing_with.setdefault(j, i)
@@ -140,6 +149,7 @@ def _address_range(tensor: torch.Tensor) -> tuple[str, int, int]:
 
 def _share_memory(first: torch.Tensor, second: torch.Tensor) -> bool:
     """Return whether two tensors whose address ranges overlap have an element in common."""
+    # Contiguous tensors have no gaps in which the other one could lie.
     if first.is_contiguous() and second.is_contiguous():
         return True
     views = _AddressArray(first).array(), _AddressArray(second).array()
