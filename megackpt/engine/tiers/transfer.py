@@ -7,6 +7,7 @@ exchange.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping, Sequence, Set
 from functools import partial
 from typing import TypeAlias
@@ -85,7 +86,7 @@ def broadcast_files(
         doing: what the ranks do, for the error's text.
 
     Raises:
-        CheckpointError: on all ranks. Partial files are removed.
+        CheckpointError: on all ranks. What this call wrote is removed.
     """
     errors: list[Exception] = []
     longest = max((nbytes for _, nbytes in files), default=0)
@@ -100,7 +101,7 @@ def broadcast_files(
             group.broadcast(buffer[:length], root=source)
             copy.write(buffer[:length])
         copy.close()
-    _raise_on_all_ranks(group, write_to, errors, doing)
+    _end_on_all_ranks(group, write_to, takes & {name for name, _ in files}, errors, doing)
 
 
 def copy_files(
@@ -121,7 +122,7 @@ def copy_files(
         doing: what the ranks do, for the error's text.
 
     Raises:
-        CheckpointError: on all ranks. Partial files are removed.
+        CheckpointError: on all ranks. What this call wrote is removed.
     """
     with compare_step(group, doing, largest=("files", "parts")) as counting:
         counting.largest["files"] = len(files[group.rank])
@@ -132,7 +133,8 @@ def copy_files(
     for number in range(most_files):
         of_round = {rank: listed[number] for rank, listed in files.items() if number < len(listed)}
         _copy_one_file_of_each(group, of_round, keepers, most_parts, store, errors)
-    _raise_on_all_ranks(group, store, errors, doing)
+    kept = {name for rank in _sources(group, keepers) for name, _ in files[rank]}
+    _end_on_all_ranks(group, store, kept, errors, doing)
 
 
 def _copy_one_file_of_each(
@@ -219,9 +221,17 @@ def _attempt(errors: list[Exception], act: Callable[[], None]) -> bool:
     return True
 
 
-def _raise_on_all_ranks(group: Group, store: Store, errors: Sequence[Exception], doing: str) -> None:
-    """Raise the first error of any rank on all ranks; without one, make the files durable."""
-    with errors_on_all_ranks(group, doing):
-        if errors:
-            raise errors[0]
-        store.sync()
+def _end_on_all_ranks(
+    group: Group, store: Store, written: Set[str], errors: Sequence[Exception], doing: str
+) -> None:
+    """Make the files that were written durable; raise the first error of any rank on all ranks."""
+    try:
+        with errors_on_all_ranks(group, doing):
+            if errors:
+                raise errors[0]
+            store.sync()
+    except Exception:
+        # A source that could not read a file has sent other bytes in its place: no file can be trusted.
+        with contextlib.suppress(OSError):
+            store.delete(written)
+        raise

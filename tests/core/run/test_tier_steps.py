@@ -21,6 +21,7 @@ from megackpt import (
     NotACheckpointError,
     ShardedObject,
     ShardedTensor,
+    StorageError,
     Tier,
     Tiers,
 )
@@ -429,3 +430,28 @@ def test_invalid_tiers_are_errors(memory_path: Path) -> None:
     shared = Run(memory_path, tiers=[MemoryTier(memory_path / "shared")])
     with pytest.raises(DeclarationError, match=r"different nodes, '0' and '1'.*the same directory"):
         shared.save(1)
+
+
+@pytest.mark.parametrize("way", ["broadcast", "copy"])
+def test_files_that_a_node_could_not_read_are_on_no_other_node(memory_path: Path, way: str) -> None:
+    """The ranks that receive them have been sent bytes, but not those of the files."""
+
+    def run(group: Group) -> None:
+        store = stores[group.rank]
+        store.create()
+        if group.rank == 0:
+            store.write("good", b"good")
+        files = [("good", 4), ("lost", 4)]
+        if way == "broadcast":
+            takes = {name for name, _ in files} if group.rank else set()
+            tier_transfer.broadcast_files(
+                group, files, source=0, read_from=store, write_to=store, takes=takes, doing="copying"
+            )
+        else:
+            tier_transfer.copy_files(group, {0: files, 1: []}, [[1], [0]], store, doing="copying")
+
+    stores = [LocalStore(memory_path / str(rank)) for rank in range(2)]
+    for error in SimulatedWorld(2).outcomes(run):
+        assert isinstance(error, StorageError)
+        assert error.rank == 0
+    assert [store.names() for store in stores] == [["good"], []]
