@@ -237,17 +237,17 @@ class WriterProcess:
 
         A process that hangs is killed once other ranks have given up waiting for it.
         """
-        given_up: float | None = None
+        given_up: dict[str, float] = {}  # when other ranks gave up waiting, by the attempt of the job
         while True:
             with self._lock:
                 if self._changed.wait_for(lambda: len(self._jobs) <= count, _LOOK_EVERY_S):
                     return
                 # Jobs are done one after the other, so only the first one can be the job that hangs.
                 first = self._jobs[0]
-            if self._host is None or not self._host.is_aborted(store_prefix(first.job.attempt)):
+            attempt = first.job.attempt
+            if self._host is None or not self._host.is_aborted(store_prefix(attempt)):
                 continue
-            given_up = given_up or time.monotonic()
-            if time.monotonic() - given_up > _GRACE_S:
+            if time.monotonic() - given_up.setdefault(attempt, time.monotonic()) > _GRACE_S:
                 self._process.kill()
 
     def close(self) -> None:
