@@ -29,6 +29,7 @@ def child_environment(name: str, value: str) -> Iterator[None]:
     the old value.
     """
     with _lock:
+        # Only the first thread saves the old value. A later one would save what the first has set.
         if not _threads.get(name):
             _before[name] = os.environ.get(name)
             os.environ[name] = value

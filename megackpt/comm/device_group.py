@@ -50,8 +50,10 @@ class DeviceGroup:
         Raises:
             RankFailedError: the broadcast failed; the deadline of the backend may have passed.
         """
+        # `to` copies no data that is on the device already, so the broadcast may fill the caller's tensor.
         on_device = data.to(self._device)
         try:
+            # torch takes the root as a rank of the world, also in a smaller group.
             dist.broadcast(on_device, dist.get_global_rank(self._group, root), group=self._group)
             if on_device.is_cuda:  # the caller may overwrite the host buffer when this returns
                 torch.cuda.synchronize(self._device)

@@ -61,6 +61,7 @@ def by_peer(
     peers: dict[int, tuple[_Buffers, _Buffers]] = {}
     for direction, buffers in enumerate((sends, receives)):
         for peer, data in buffers:
+            # `torch.frombuffer` rejects empty buffers. Both ranks know the lengths, so neither waits.
             if data.nbytes:
                 peers.setdefault(peer, ([], []))[direction].append(data)
     return peers
@@ -109,6 +110,7 @@ class _MeshTransfer(Transfer):
             try:
                 work.wait(_until(self.deadline))
             except RuntimeError as error:
+                # gloo raises one class for broken connections and missed deadlines. Only the time differs.
                 if time.monotonic() < self.deadline - _NEAR_S:
                     raise LostPeerError(peer, error) from error
                 raise LatePeersError([peer]) from error
@@ -148,7 +150,9 @@ class PairTransport(Transport):
         """Return a process group of this rank and a peer, and the number of the peer in it."""
         options = _c10d.ProcessGroupGloo._Options()
         options._devices = self._devices
+        # The constructor of the group waits for the peer, so the deadline of the transfer holds for it, too.
         options._timeout = _until(deadline)
+        # Both ranks look for each other under one name, so it must not depend on which of them asks.
         low, high = sorted((self._rank, peer))
         store = dist.PrefixStore(f"{low}-{high}", self._rendezvous)  # type: ignore[attr-defined]
         group = _c10d.ProcessGroupGloo(store, int(self._rank == high), 2, options)
@@ -181,6 +185,7 @@ class _PairTransfer(Transfer):
             except queue.Empty:
                 return False
             self.under_way.remove(peer)
+            # A broken connection ends the transfer at once, but late peers are named all together.
             if error is not None and time.monotonic() < self.deadline - _NEAR_S:
                 raise LostPeerError(peer, error) from error
             if error is not None:
@@ -196,6 +201,7 @@ class _PeerThread:
     def __init__(self, peer: int, connect: Callable[[int, float], tuple[Any, int]]) -> None:
         self._requests: queue.SimpleQueue[_Request | None] = queue.SimpleQueue()
         arguments = self._requests, peer, connect
+        # A daemon thread: a call of gloo that still waits must not keep the process from ending.
         threading.Thread(target=_serve, args=arguments, name=f"megackpt-peer-{peer}", daemon=True).start()
 
     def move(self, sends: _Buffers, receives: _Buffers, deadline: float, reports: _Reports) -> None:
@@ -217,6 +223,7 @@ def _serve(
         sends, receives, deadline, reports = request
         error: Exception | None = None
         try:
+            # In this thread: connecting waits for the peer, and `begin` begins with all peers at once.
             if connection is None:
                 connection = connect(peer, deadline)
             group, number = connection
@@ -271,4 +278,5 @@ class _Rendezvous(dist.Store):  # type: ignore[misc, name-defined]
 
 
 def _until(deadline: float) -> timedelta:
+    # Never 0: for `Work.wait` that means no timeout.
     return timedelta(seconds=max(0.001, deadline - time.monotonic()))

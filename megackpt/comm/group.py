@@ -75,6 +75,7 @@ class Group(ABC):
         step = step_header("scatter")
         messages = self.all_gather(step + struct.pack(f"<{len(parts)}q", *map(len, parts)) + b"".join(parts))
         check_same_step(messages, step)
+        # Only the message of rank 0 has parts. Those of the other ranks end after the header.
         message = memoryview(messages[0])[len(step) :]
         lengths_of_parts = struct.unpack(f"<{self.size}q", message[: 8 * self.size])
         begin = 8 * self.size + sum(lengths_of_parts[: self.rank])
@@ -89,6 +90,7 @@ class Group(ABC):
         heads = b"".join(struct.pack("<qq", peer, data.nbytes) for peer, data in sends)
         message = struct.pack("<q", len(sends)) + heads + b"".join(data for _, data in sends)
         incoming = [_buffers_for(self.rank, m) for m in self.all_gather(message)]
+        # The buffers of a message keep the order of `sends`, so each receive takes the next one of its peer.
         for peer, buffer in receives:
             buffer[:] = incoming[peer].pop(0)
 

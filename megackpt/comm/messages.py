@@ -57,6 +57,7 @@ def check_same_step(messages: Sequence[bytes], step: bytes) -> None:
 def _describe_step(message: bytes) -> str:
     length = int.from_bytes(message[:4], "little")
     name = message[4 : 4 + length]
+    # A message of another kind has arbitrary bytes here. An error must not show them as a name.
     is_name = len(message) >= 4 + length and name.isascii() and name.decode("ascii").isprintable()
     return f"what belongs to {name.decode('ascii')!r}" if is_name and name else "a message of another kind"
 
@@ -79,6 +80,7 @@ def decode_error(data: bytes) -> CheckpointError:
 
 def common_error(failures: dict[int, bytes], doing: str) -> CheckpointError:
     """Return the error that all ranks raise, given the encoded errors of some ranks."""
+    # Every rank must choose the same error, so the lowest rank's stands for all.
     first = min(failures)
     fields = json.loads(failures[first])
     further = sorted(set(failures) - {first})
@@ -89,6 +91,7 @@ def common_error(failures: dict[int, bytes], doing: str) -> CheckpointError:
 
 def error_class(name: str) -> type[CheckpointError]:
     """Return the class of that name in `megackpt.errors`, or RankFailedError if there is none."""
+    # The name comes from another process, so it must not select anything but an error of this library.
     kind: object = getattr(errors, name, None) if name else None
     return kind if isinstance(kind, type) and issubclass(kind, CheckpointError) else RankFailedError
 

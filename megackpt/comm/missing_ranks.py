@@ -117,6 +117,7 @@ def rendezvous_rank() -> int | None:
 def rendezvous_port() -> int | None:
     """Return the port of the rendezvous store; None if it is no TCPStore. Local."""
     store = dist.distributed_c10d._get_default_store()
+    # torch wraps the TCPStore in views with a prefix, which have no port.
     while isinstance(store, dist.PrefixStore):  # type: ignore[attr-defined]
         store = store.underlying_store
     return getattr(store, "port", None)
@@ -131,6 +132,7 @@ def _reported_wait(store: StoreClient, rank: int, mark: int, tolerance: int) -> 
     """Return the seconds that a rank waited before it reported this failure; None if it has not."""
     if not store.check([str(rank)]):
         return None
+    # The key may be left from an earlier failure of this group. Its mark is far from this one then.
     reported_mark, waited_s = store.get(str(rank)).split()
     return float(waited_s) if abs(int(reported_mark) - mark) <= tolerance else None
 

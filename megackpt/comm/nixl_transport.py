@@ -98,6 +98,7 @@ class _NixlTransfer(Transfer):
             idle_rounds = 0 if self.transport.move(self) else idle_rounds + 1
             if idle_rounds > _BUSY_ROUNDS:
                 time.sleep(_PAUSE_S)
+        # Not after an error: UCX may still read the caller's memory then, so it stays registered.
         self.transport.release(self)
         return True
 
@@ -215,6 +216,7 @@ class NixlTransport(Transport):
             # Parts of the next transfer stay in the ring, as the peer may have begun with it.
             while receiving.lengths and buffers:
                 length, begin = receiving.lengths.popleft(), receiving.copied % RING_PARTS * PART_BYTES
+                # A part never crosses two buffers: the sender cuts each buffer into parts of its own.
                 buffers[0][:length] = receiving.ring[begin : begin + length].data
                 buffers[0] = buffers[0][length:]
                 if not buffers[0]:
@@ -248,6 +250,7 @@ class NixlTransport(Transport):
         to = ring.address + ring.sent % RING_PARTS * PART_BYTES
         ring.sent += 1
         local, remote = (self._agent.get_xfer_descs([(start, length, 0)], "DRAM") for start in (address, to))
+        # NIXL delivers the notification after the bytes, so the peer may copy the part when it reads it.
         handle = self._agent.initialize_xfer(
             "WRITE", local, remote, self._name(peer), _notification(_SENT, length)
         )

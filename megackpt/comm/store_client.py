@@ -50,6 +50,8 @@ class CallThread:
         self._store_port = store_port
         self._requests: queue.SimpleQueue[_Request | None] = queue.SimpleQueue()
         self._is_stuck = False
+        # The thread refers to the queue and not to this object. So the object can be collected, and the
+        # finalizer then ends the thread.
         self._thread = threading.Thread(
             target=_make_calls, args=(self._requests,), name="megackpt-calls", daemon=True
         )
@@ -177,6 +179,7 @@ def _break_stuck_connections() -> None:
                 is_tcp = connection.family in (socket.AF_INET, socket.AF_INET6)
                 if is_tcp and connection.getpeername()[1] in ports:
                     connection.shutdown(socket.SHUT_RDWR)
+    # A limit for each join: a thread that stays stuck must not keep the process from ending.
     for thread, _ in _STUCK:
         thread.join(_END_S)
 

@@ -94,6 +94,7 @@ class StoreGroup(Group):
     def all_reduce_max(self, numbers: Sequence[int], *, step: bytes) -> list[int]:
         """Return the element-wise maximum over all ranks."""
         by_rank = [json.loads(data) for data in self._gather_on_root(json.dumps(list(numbers)).encode())]
+        # Only rank 0 compares: on the other ranks `by_rank` is empty, and the maximum comes from rank 0.
         if len({len(of_rank) for of_rank in by_rank}) > 1:
             raise RankFailedError(
                 "Ranks are at different steps: they sent different counts of numbers to compare. Call the "
@@ -108,6 +109,7 @@ class StoreGroup(Group):
         self._collectives += 1
         if self.rank:
             return self._receive_message(self._key(f"for/{self.rank}"), from_rank=0)
+        # Each part has one reader, which removes it. So these keys are not kept in `_sent_keys`.
         for rank in range(1, self.size):
             self._send_message(self._key(f"for/{rank}"), parts[rank])
         return parts[0]
@@ -213,6 +215,7 @@ class StoreGroup(Group):
         missing = [from_rank]
         if self.rank == 0:
             later = range(from_rank + 1, self.size)
+            # Rank 0 reads messages in rank order, so those of later ranks may have come.
             missing += [r for r in later if not self._ask(self._store.check, [self._key(str(r))])]
         return missing
 
@@ -257,4 +260,5 @@ class StoreGroup(Group):
         )
 
     def _key(self, name: str) -> str:
+        # Without the number, a late message of one collective could be read in the next one.
         return f"{self._prefix}/{self._collectives}/{name}"

@@ -99,6 +99,7 @@ def host_store(group: Group, *, timeout_s: float, host: str | None = None) -> St
     """
     with gather_step(group, "naming the hosts of the writers", on_all_ranks=True) as naming:
         naming.data = socket.gethostname().encode()
+    # A given host is a name for other hosts, so the store must not listen on the loopback address only.
     is_one_host = host is None and len(set(naming.results)) == 1
     store: StoreClient | None = None
     with scatter_step(group, "serving the store of the writers") as serving:
@@ -145,12 +146,14 @@ def _open_store(
     def connect() -> Any:
         open_with = partial(
             dist.TCPStore,  # type: ignore[attr-defined]
+            # Rank 0 need not resolve the name that other hosts know: its server is local.
             address.host if listener is None or is_loopback(address.host) else "localhost",
             address.port,
             is_master=listener is not None,
             wait_for_workers=False,
             timeout=timedelta(seconds=connect_s),
             multi_tenant=False,
+            # The socket has its port already, so no other process can take it before the server starts.
             master_listen_fd=None if listener is None else listener.detach(),
         )
         try:
@@ -222,6 +225,7 @@ def host_towards(host: str, port: int) -> str:
 
 def _listen_everywhere() -> socket.socket:
     if socket.has_dualstack_ipv6():
+        # A kernel may know IPv6 and have it disabled. Then the host has IPv4 only.
         with contextlib.suppress(OSError):
             return socket.create_server(
                 ("", 0), family=socket.AF_INET6, backlog=_MAX_WAITING, dualstack_ipv6=True

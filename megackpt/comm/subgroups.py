@@ -83,6 +83,7 @@ def subgroup_label(group: AnyGroup, *, rank: int) -> int:
     if ranks is None:
         assert isinstance(group, Group)
         ranks = [int(message) for message in group.all_gather(str(rank).encode())]
+    # Groups without a common rank have different lowest ranks.
     return min(ranks)
 
 

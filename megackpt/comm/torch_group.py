@@ -218,6 +218,7 @@ class TorchGroup(Group):
             connect_s=self._timeout_s,
             answer_s=self._timeout_s,
         )
+        # Only gloo's transport uses the host, and it is not opened here.
         return transport_choice.open_transport(client, prefix=self._name, rank=self.rank, host="")
 
     def _send_first(
@@ -239,6 +240,7 @@ class TorchGroup(Group):
         padding = [0] * (_HEAD_NUMBERS - len(head_numbers))
         head = struct.pack(f"<{_HEAD_NUMBERS}q", *head_numbers, *padding)
         enclosed = data[: self._enclosed_bytes].ljust(self._enclosed_bytes, b"\0")
+        # Only rank 0 uses the enclosed data, so the others receive just the head.
         sent = bytearray(head + enclosed + head * (self.size - 1))
         to_rank_0 = len(head) + len(enclosed)
         received = torch.empty(self.size * (len(head) if self.rank else to_rank_0), dtype=torch.uint8)
@@ -261,6 +263,7 @@ class TorchGroup(Group):
     def _read_first(self, received: torch.Tensor, head_bytes: int, step: bytes) -> _FirstMessages:
         """Split the first messages of all ranks into numbers, which are reduced, and enclosed data."""
         messages = received.numpy().reshape(self.size, -1)
+        # The columns of a larger array are not contiguous, and a view as integers needs rows that are.
         numbers: list[int] = messages[:, :head_bytes].copy().view(np.int64).max(0).tolist()
         # The maximum of the kinds differs from their minimum. All ranks see that, so they send their steps.
         if numbers[0] != -numbers[1]:
@@ -282,6 +285,7 @@ class TorchGroup(Group):
 
     def _all_gather(self, data: bytes) -> list[bytes]:
         # gloo gathers messages of one length, so all are padded to the longest.
+        # Data that begins with a step header is also the step: an error names it if the kinds differ.
         longest = self._send_first(_ALL_GATHER, [len(data)], data)().numbers[0]
         head = len(data).to_bytes(8, "little")
         received = self._gather_equal(_padded(head + data, 8 + longest))
@@ -343,6 +347,7 @@ class TorchGroup(Group):
         if self._group is None:
             raise RankFailedError("The connections of this group are closed. Create a new group.")
         began = time.monotonic()
+        # Before the call: after an interrupt such as KeyboardInterrupt, the group does not count as idle.
         self._has_returned = False
         try:
             returned = exchange()

@@ -60,6 +60,7 @@ class WriterGroup(StoreGroup):
         transport = self._open_transport()
         try:
             transfer = transport.begin(sends, receives, timeout_s=self._timeout_s)
+            # Short waits: between two of them, this rank sees whether another rank has given up.
             while not transfer.wait(store_group.LOOK_EVERY_S):
                 self._wait()
         except LatePeersError as late:
@@ -74,6 +75,7 @@ class WriterGroup(StoreGroup):
         """
         position = (self.rank - root) % self.size  # in the tree; the root has 0
         if position:
+            # The parent sends first. This rank goes on when it has the data.
             parent = position & (position - 1)
             self.exchange([], [((parent + root) % self.size, data)])
         # A rank sends to the positions that differ from its own in one bit below its lowest bit.
@@ -116,6 +118,7 @@ class WriterGroup(StoreGroup):
 
     def _look_for_abort(self) -> None:
         super()._look_for_abort()
+        # A rank that waits for a lost one is alive: it answers while it waits.
         if not self._has_answered and self._ask(self._store.check, [self._call_key()]):
             self._answer()
 
