@@ -28,10 +28,12 @@ def check_keys(data: bytes) -> None:
     Raises:
         pickle.UnpicklingError: keys collide, or the pickle is damaged.
     """
+    # Texts of Python 2 may have any encoding. As bytes, they have salted hashes as well.
     reader = _KeyReader(io.BytesIO(data), encoding="bytes")
     try:
         with stand_ins():
             reader.load()
+        # Only now: a pickle can add to a table until its end.
         for table in reader.tables:
             check_collisions(table.keys)
     except pickle.UnpicklingError:
@@ -77,6 +79,7 @@ class _Name:
 class _KeyReader(_Unpickler):  # type: ignore[misc]
     """Unpickles numbers, texts, tuples and lists as they are, and stand-ins for all else."""
 
+    # A copy, as the table of the base class is that of all unpicklers in the process.
     dispatch: ClassVar[dict[int, Any]] = dict(_Unpickler.dispatch)
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -146,6 +149,7 @@ class _KeyReader(_Unpickler):  # type: ignore[misc]
             return self._frozenset(_keys_of(args[-1], pairs=False) if args else ())
         if name == ("torch", "Size"):
             return tuple(_keys_of(args[0], pairs=False)) if args else ()
+        # A named tuple has the hash of a plain tuple, which a file can choose.
         if imported_named_tuple(*name) is not None:
             return args
         make = _MADE.get(".".join(name))

@@ -90,16 +90,19 @@ def check_pickle(data: bytes, begin: int, *, calls_make_new: bool) -> tuple[set[
                 check_keys(data[begin:position])
             return named, position
         start = position
+        # pickletools has the length of an argument, or a negative code for the way to find it.
         if kind >= 0:
             position += kind
         elif kind == pickletools.UP_TO_NEWLINE:
             # Two lines: module and name.
             for _ in range(2 if code == _GLOBAL else 1):
+                # Without the end of a line, the position is past the pickle, and the loop ends with an error.
                 position = data.find(b"\n", position) + 1 or end + 1
         else:
             # The argument begins with its length.
             width = _COUNT_BYTES[kind]
             position += width + int.from_bytes(data[position : position + width], "little")
+        # Shorter ones are below the modulus of hashes, and different numbers there have different hashes.
         is_long = code in _INTEGERS and position - start > 8
         if is_long and numbers.add(_integer(code, data[start:position])):
             raise pickle.UnpicklingError("integers have the same hash, as if to make this slow")
@@ -303,6 +306,7 @@ class _StackModel:
         """
         target = self.stack[-count] if len(self.stack) >= count else _PLAIN
         if code in _CALLS:
+            # Even an empty tuple of arguments weighs 1; one that weighs more may bring keys.
             if target[2] == _TABLES and self.stack[1 - count][1] > 1:
                 self.makes_tables = True
                 self._hash([(0, self.stack[1 - count][1], _OTHER, None)])

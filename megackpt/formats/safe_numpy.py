@@ -27,6 +27,7 @@ _MAX_NBYTES = 2**63 - 1
 _MAX_DIMS = 32  # numpy 1.x
 _UNITS = ("Y", "M", "W", "D", "h", "m", "s", "ms", "us", "ns", "ps", "fs", "as", "generic")
 
+# From values, as the modules of these functions have other names in other versions of numpy.
 _real_reconstruct: Any = np.zeros(1).__reduce__()[0]
 _real_scalar: Any = np.float64(0).__reduce__()[0]
 
@@ -127,6 +128,7 @@ class StandInArray(np.ndarray[Any, Any]):
             raise UnsupportedValueError(
                 f"an array of numpy of shape {shape} and dtype {value.str} that has {len(raw)} bytes"
             )
+        # All of it is checked by now, so numpy's own method may take it.
         state = (1, shape, value, bool(is_fortran), raw)
         super().__setstate__(state)
         vars(self)["is_filled"] = True
@@ -148,6 +150,7 @@ def scalar(dtype: Any, raw: Any = None) -> Any:
     fits = type(dtype) is StandInDtype and (type(raw) is bytes or (raw is None and not dtype.value.itemsize))
     if not fits or len(raw or b"") != dtype.value.itemsize:
         raise UnsupportedValueError("a scalar of numpy whose bytes do not fit its dtype")
+    # The dtype may be a string of width 0, of which `frombuffer` makes nothing.
     if not raw:
         return dtype.value.type()
     return np.frombuffer(raw, dtype.value)[0]
@@ -222,6 +225,7 @@ class _StandInReplacer:
             return value.of
         if kind in (tuple, frozenset):
             items = [self.replaced(item) for item in value]
+            # A tuple without stand-ins stays the same object, for all that refer to it.
             return value if _are_same(items, value) else kind(items)
         if kind is list:
             value[:] = [self.replaced(item) for item in value]

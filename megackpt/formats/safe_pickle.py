@@ -163,6 +163,7 @@ def _pickle(value: Any) -> tuple[bytes, bool]:
     """
     out = io.BytesIO()
     try:
+        # First without stand-ins: the usual pickler is in C, the one for stand-ins is in Python and slow.
         torch.save(value, out)
     except StandInPickleError:
         out = io.BytesIO()
@@ -236,6 +237,7 @@ class _ForeignPickler(_Pickler):  # type: ignore[misc]
         self.save(tuple(value.args))
         self.write(pickle.REDUCE if value.is_called else pickle.NEWOBJ)
         self.memoize(value)
+        # The object is in the memo by now, so its items and state may refer to it.
         self._batch_setitems(value.items)
         if value.state is not None:
             self.save(value.state)
@@ -268,6 +270,7 @@ class _ForeignPickler(_Pickler):  # type: ignore[misc]
         self.memoize(value)
 
     def _write_name(self, module: str, name: str) -> None:
+        # The name becomes two lines of the pickle. A newline in it would begin other opcodes.
         if not is_dotted(module) or not is_dotted(name):
             raise pickle.PicklingError(f"{module}.{name} is no name of a class")
         self.write(pickle.GLOBAL + f"{module}\n{name}\n".encode())
@@ -305,6 +308,7 @@ def _harmless() -> tuple[Any, ...]:
     )
 
 
+# torch has one list of classes for all threads. These say what this module has changed in it.
 _lock = threading.Lock()
 _users = 0
 _added: list[Any] = []  # put on torch's list
@@ -355,6 +359,7 @@ def _enter() -> None:
     of_numpy = [c for c in known if _name_of(c).startswith(_REPLACED)]
     enums = [c for c in known if _is_enum(_object_of(c))]
     _removed[:] = [*of_numpy, *enums]
+    # A name in a pickle cannot begin with a newline, so these are out of reach of all pickles.
     hidden = [(_object_of(c), f"\n{_name_of(c)}") for c in of_numpy]
     members = [(EnumMembers(_object_of(c), is_allowed=True), _name_of(c)) for c in enums]
     of_names = [(stand_in, name) for name, stand_in in STAND_INS.items()]
@@ -379,6 +384,7 @@ def _find_substitutes(names: Iterable[tuple[str, str]]) -> tuple[list[tuple[Any,
         names.add(PROCESS_GROUP_STATE)  # Python before 3.13 pickles a call of getattr in place of its name
     for module, name in names:
         full = f"{module}.{name}"
+        # A substitute that another thread has put on torch's list does not make the class a known one.
         if full in known or (full in users and (users[full], full) not in _in_use):
             members += [users[full]] if isinstance(users.get(full), EnumMembers) else []
             continue

@@ -42,6 +42,7 @@ def check_repeated_values(value: Any, *, nbytes: int) -> None:
                 raise ValueError("values are repeated in each other without measure")
         elif isinstance(container, _CONTAINERS) and id(container) not in counts:
             counts[id(container)] = 1
+            # It comes off the stack twice: now, and after all that is in it, to be added up.
             items = list(_items_of(container))
             stack.append((container, items))
             stack += [(item, None) for item in items]

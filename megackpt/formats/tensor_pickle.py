@@ -62,6 +62,7 @@ def load_tensor_pickle(data: bytes, classes: Collection[Name], *, where: str) ->
         FormatError: it is damaged, or would change what it has not made.
     """
     try:
+        # Before the unpickler: that one allocates what a pickle asks for.
         check_opcodes(data)
         return _Unpickler(data, classes, where).load()
     except CheckpointError:

@@ -92,6 +92,7 @@ class OuterClass:
     inner: Mapping[str, type]
 
     def __hash__(self) -> int:
+        # torch keeps its list as a set, and a mapping has no hash.
         return id(self)
 
 
@@ -153,6 +154,7 @@ class UnknownObject:
         return stand_in
 
     def __init__(self, *_: Any) -> None:
+        # REDUCE calls the class and so this method; NEWOBJ calls `__new__` alone.
         vars(self)["is_called"] = True
 
     def __setstate__(self, state: Any) -> None:
