@@ -52,6 +52,7 @@ class ArrayDigester:
         """Return the digests of the arrays with these keys, from the contributions of all chunks."""
         table = self._table
         values = np.zeros(len(table.arrays), np.uint64)
+        # `at` takes in every chunk of an array; plain indexing would keep the last one only.
         np.bitwise_xor.at(values, table.array, contributions)
         return {
             spec.key: self._crc.finished(value, spec.nbytes)
@@ -86,6 +87,7 @@ class ChunkDigest:
 
     def update(self, data: memoryview) -> None:
         """Take the next bytes, one or more."""
+        # The box is one range, so there is nothing to combine: its CRC is open until the end.
         if not self._ranges.extents:
             self._open = self._crc.of(data, self._open)
             self._position += len(data)

@@ -88,6 +88,7 @@ def file_entry(store: Store, document: Json, key: str, *, document_name: str = M
             f"another checkpoint.",
             path=where,
         )
+    # No digest covers the document itself, so its entries may have any types.
     if not isinstance(entry["file"], str) or not isinstance(entry["nbytes"], int):
         raise FormatError(
             f"{where}: entry {key!r} is malformed. The file is damaged; load another checkpoint.", path=where

@@ -25,6 +25,7 @@ class FileChunks(Chunks):
         self._store = store
         self.stored = stored
         self.table = stored.table
+        # A block is compared as a whole, so reads with digests begin and end with blocks.
         self.block_bytes = 1 if stored.digests is None else DIGEST_BLOCK_BYTES
 
     @cached_property
@@ -46,6 +47,7 @@ class FileChunks(Chunks):
         start = self.stored.offset_bytes
         return FileRanges(
             self.stored.files,
+            # An index has the ends of chunks, but not the lengths of files.
             np.full(len(self.stored.files), -1, np.int64),
             self.stored.file,
             start,

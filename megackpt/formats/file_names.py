@@ -96,6 +96,7 @@ LEGACY_MEGATRON = FileNames(
 
 NVRX = FileNames(attempt=NOTHING, foreign=r"(?:.*/)?iter_\d{7,9}_\d{1,6}_local\.pt")
 
+# common.pt is the common state of torch_dist and zarr. Without metadata.json, that save has not finished.
 TORCH_SAVE = FileNames(attempt=NOTHING, foreign=r"(?!common\.pt\Z)[^/]+\.(?:pt|pth|bin|ckpt|tar)")
 
 HUGGINGFACE_MODELS = ("model.safetensors", "model.safetensors.index.json")

@@ -105,6 +105,7 @@ def column_in(
     stop = stored.offset_bytes + stored.nbytes
     if stop > len(head):
         raise damaged(f"a column at byte {stored.offset_bytes} is not in the head", where)
+    # Columns are stored in narrow dtypes. Sums and products of them must not overflow.
     values = np.frombuffer(head[stored.offset_bytes : stop], stored.dtype).reshape(stored.shape)
     return values.astype(np.uint64) if stored.code == "U64" else values.astype(np.int64)
 

@@ -219,6 +219,7 @@ def _digests_of_blocks(values: Column, dtype: np.dtype[np.integer[Any]], block_r
     row_nbytes = dtype.itemsize * int(np.prod(values.shape[1:], dtype=np.int64))
     parts = converted_parts(values, dtype, block_rows * _PART_BLOCKS)
     digests = [block_digests(bytes_of(part), block_rows * row_nbytes) for part in parts]
+    # An index without chunks has no parts, and `concatenate` needs one.
     return np.concatenate([np.zeros(0, np.uint64), *digests])
 
 
@@ -299,6 +300,7 @@ def check_files_exist(store: Store, stored: StoredChunks, *, prefix: str = "") -
 def without_arrays(index: StoredChunks, *, key_prefix: str) -> StoredChunks:
     """Return an index without the arrays whose keys begin with key_prefix, and what only they need."""
     kept = [i for i, a in enumerate(index.table.arrays) if not a.key.startswith(key_prefix)]
+    # By the old number of an array: its new number, or -1 if the array goes.
     new_number = np.full(len(index.table.arrays), -1, np.int64)
     new_number[kept] = np.arange(len(kept))
     remaining = index.take(np.flatnonzero(new_number[index.table.array] >= 0))
@@ -316,6 +318,7 @@ def compact(stored: StoredChunks) -> StoredChunks:
     used = np.unique(stored.file)
     blocks = block_counts(stored.table.nbytes)
     start = np.cumsum(blocks) - blocks
+    # The usual case, at each save. Only digests behind those of the last row are left out.
     if len(used) == len(stored.files) and np.array_equal(start, stored.digest_start):
         return replace(stored, digests=stored.digests[: int(blocks.sum())])
     # The number of each block within its chunk, added to the old start of the chunk, is its old position.

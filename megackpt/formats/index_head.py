@@ -102,6 +102,7 @@ class IndexHead:
             FormatError: a name is not UTF-8.
         """
         ends = self.file_ends[chosen].tolist()
+        # Name i is between the ends i - 1 and i. For name 0, the value at index -1 is not used.
         starts = np.where(chosen > 0, self.file_ends[chosen - 1], 0).tolist() if len(chosen) else []
         try:
             return tuple(self.file_text[a:b].decode() for a, b in zip(starts, ends, strict=True))
@@ -143,6 +144,7 @@ class IndexHead:
 
     def _blocks_of_arrays(self, array: Ints) -> tuple[Ints, Ints]:
         """Return the first block of rows of each of these arrays and one past the last."""
+        # An array without rows gets a range that ends at 0, before it begins.
         low, stop = self.first_row[array], self.first_row[array + 1]
         return low // self.block_rows, np.where(stop > low, -(-stop // self.block_rows), 0)
 
@@ -179,6 +181,7 @@ def read_head(store: Store, entry: Json, where: str) -> IndexHead:
         number={spec.key: i for i, spec in enumerate(decoded.arrays)},
         file_text=columns["file_name.utf8"].astype(np.uint8).tobytes(),
         file_ends=columns["file_name.ends"].astype(np.int64),
+        # Rows are sorted by array, so the counts of rows add up to the first row of each array.
         first_row=np.concatenate(([0], np.cumsum(columns["array.rows"].astype(np.int64)))),
         reach=columns["array.reach"].astype(np.int64),
         block_rows=head_entry["block_rows"],

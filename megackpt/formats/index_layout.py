@@ -62,6 +62,7 @@ def header_of(
         entries[name] = {"dtype": _NAMES[dtype], "shape": list(shape), "data_offsets": [position, end]}
         position = end
     text = json.dumps(entries, separators=(",", ":")).encode()
+    # Spaces at the end of a header are allowed. They align columns of 8-byte integers in the file.
     padded = -(-len(text) // _HEADER_ALIGNMENT) * _HEADER_ALIGNMENT
     return padded.to_bytes(8, "little") + text.ljust(padded)
 

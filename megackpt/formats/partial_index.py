@@ -78,8 +78,10 @@ class PartialIndex(StoredIndex):
     def _hulls(self, wanted: Sequence[ChunkTable]) -> tuple[Ints, Ints]:
         """Return for each array the box around all that is wanted of it, as starts and stops, `[a, dims]`."""
         whole = self._head.decoded.whole
+        # The box of an array of which nothing is wanted ends before it begins, so no chunk overlaps it.
         low, high = np.full(whole.shape, _ANYWHERE), np.zeros(whole.shape, np.int64)
         for table in wanted:
+            # A request without elements needs no chunk, and would make the hull larger.
             rows = np.flatnonzero(table.flat_stop > table.flat_start)
             if not len(rows):
                 continue
@@ -258,6 +260,7 @@ class _RowBlocks:
         block = rows // head.block_rows
         start = block_start[block] + before_row[rows] - before_block[block]
         stop = block_start[block] + before_row[rows + 1] - before_block[block]
+        # Blocks that are not needed were not compared with their digests, so what they say does not count.
         fits = np.diff(before_block) == np.diff(block_start)
         is_outside = np.any(start < block_start[block]) or np.any(stop > block_start[block + 1])
         if np.any(~fits & self._needed) or is_outside:

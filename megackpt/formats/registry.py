@@ -178,6 +178,7 @@ def load_strategy(manifest: Json, *, where: str) -> LoadStrategy:
         FormatError: the format or its version is not known, or can only be written.
     """
     stored = (manifest.get("sharded_backend"), manifest.get("sharded_backend_version"))
+    # Compared one by one: a damaged manifest may name a list or an object, which no dict can look up.
     for name in _names():
         if name == stored:
             load = _format(name).load
@@ -266,6 +267,7 @@ def _file_names(name: Name) -> FileNames | None:
 
 
 def _names() -> Iterable[Name]:
+    # Another package can add formats, but not replace a built-in one.
     return [*_BUILT_IN, *(name for name in _third_parties() if name not in _BUILT_IN)]
 
 

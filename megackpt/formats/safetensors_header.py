@@ -163,6 +163,7 @@ class _HeaderText:
 
     def __init__(self, text: str) -> None:
         self._text = text
+        # The text itself is valid Unicode, so only an escape can be half of a character.
         self._has_escapes = "\\u" in text
         self._at = 0
         self._skip_space()
@@ -189,6 +190,7 @@ class _HeaderText:
 
     def fields(self, name: str) -> Any:
         """Return the value of a tensor, which should be an object; its text has a limited length."""
+        # A longer entry is cut off here, and the decoder then raises an error.
         text = self._text[self._at : self._at + _ENTRY_MAX_CHARACTERS]
         try:
             value, length = _DECODER.raw_decode(text)

@@ -45,6 +45,7 @@ def check_files(store: Store, manifest: Json) -> Iterator[Damage]:
         stored = read_index(store, manifest)
         yield from _check_head(store, manifest, stored)
     except CheckpointError as error:
+        # Without an index there is nothing to compare the data files with.
         yield damage_of(error, location=store.location)
         return
     yield from _check_data_files(store, manifest, stored)
@@ -108,6 +109,7 @@ def _check_parity(store: Store, manifest: Json) -> Iterator[Damage]:
         yield damage_of(error, location=store.location)
         return
     for listed in (file for group in groups for file in group.files):
+        # The caller looks up the files of chunks, and would report the same fault again.
         if listed.name in with_chunks:
             continue
         try:

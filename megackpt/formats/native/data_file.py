@@ -67,6 +67,7 @@ class _Chunk:
 
 def _chunks_of(table: ChunkTable) -> Iterator[_Chunk]:
     columns = (table.array, table.start, table.shape, table.flat_start, table.flat_stop, table.nbytes)
+    # Lists of Python's integers: JSON takes no integers of numpy, and one by one these are slow.
     for array, start, shape, *numbers in zip(*(column.tolist() for column in columns), strict=True):
         spec = table.arrays[array]
         dims = len(spec.global_shape)

@@ -151,6 +151,7 @@ def write_parity_file(
                         _xor_into(parity, data)
             parity_digest.update(parity.data)
             writer.write(parity.data)
+    # The receipt makes rank 0 list this file, so its name must be durable first.
     store.sync()
     return ParityGroup(
         parity=ListedFile(name=name, nbytes=total, digest=parity_digest.result()),
@@ -237,6 +238,7 @@ class RebuiltFiles(ReadOnlyView):
         header = parity_header(group.longest)
         in_header = header[offset_bytes : offset_bytes + len(view)]
         view[: len(in_header)] = in_header
+        # Positions in data files count from the end of this header. If all of out is in it, nothing is left.
         self._xor_others(group, name, offset_bytes + len(in_header) - len(header), view[len(in_header) :])
 
     def _group_of(self, name: str) -> ParityGroup:

@@ -45,6 +45,7 @@ def write_parity_list(store: Store, *, attempt: str, receipts: list[bytes]) -> J
     """Write the list of all ranks' parity files, if there are any; return its entry for metadata.json."""
     entries = [entry for receipt in receipts for entry in json.loads(receipt)]
     where = "receipts of parity files"
+    # With the checks of a load, so that no list is committed that a load rejects.
     groups = [ParityGroup.from_json(entry, where=where, location=store.location) for entry in entries]
     if not groups:
         return {}
@@ -62,6 +63,7 @@ def reduced_parity(store: Store, manifest: Json, kept: Set[str]) -> tuple[Json, 
     groups = read_groups(store, manifest)
     remaining = [group for group in groups if any(member.name in kept for member in group.members)]
     needed = {file.name for group in remaining for file in group.files}
+    # The committed list stays valid; a new revision would have the same content.
     if len(remaining) == len(groups):
         return {"parity": manifest["parity"]}, needed, set()
     old = manifest["parity"]["file"]

@@ -60,6 +60,7 @@ class NativeSaveStrategy(SaveStrategy):
         from megackpt.storage.crc64 import Crc64
 
         Crc64()  # raises an error now, before anything is written, if its library is not installed
+        # The caller may use the same strategy for saves without these digests.
         strategy = copy.copy(self)
         strategy._covered = covered
         return strategy
@@ -193,6 +194,7 @@ def _stored_chunks(
     in_files are the rows in the order of files, and in each file in the order of bytes.
     """
     writers = list(written)
+    # Files are numbered among the ranks that have one: `file_of[rank]` is the number of the rank's file.
     file_of = np.zeros(max(writers, default=-1) + 1, np.int64)
     file_of[writers] = np.arange(len(writers))
     file = file_of[plan.writer]
@@ -200,11 +202,13 @@ def _stored_chunks(
     blocks = block_counts(plan.table.nbytes)
     digest_start = np.cumsum(blocks) - blocks
     digests = np.empty(int(blocks.sum()), np.uint64)
+    # The rows of writers[i] are in_files[ends[i] : ends[i + 1]].
     ends = [0, *np.searchsorted(plan.writer[in_files], writers, side="right").tolist()]
     for first in range(0, len(writers), _RANKS_AT_ONCE):
         last = min(first + _RANKS_AT_ONCE, len(writers))
         rows = in_files[ends[first] : ends[last]]
         in_file_order = np.concatenate([written[rank]["digests"] for rank in writers[first:last]])
+        # Row r owns digests[digest_start[r] : digest_start[r] + blocks[r]]; a chunk without bytes owns none.
         digests[joined_ranges(digest_start[rows], blocks[rows])] = in_file_order
     return StoredChunks(
         table=plan.table,
