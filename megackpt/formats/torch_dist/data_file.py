@@ -79,6 +79,7 @@ class DataFile:
     @classmethod
     def of(cls, items: Items, rows: Ints, members: Ints) -> DataFile:
         """Return the layout of a file with the items of the rows at these positions."""
+        # Items are listed row by row, so those of a row are neighbours.
         first = np.searchsorted(items.row, members)
         last = np.searchsorted(items.row, members, side="right")
         chosen: list[int] = []

@@ -232,6 +232,7 @@ def _pickled(dtype: str, shape: tuple[int, ...]) -> bytes:
         storage = _Placeholder(torch.storage.UntypedStorage, numel * DTYPES[dtype].itemsize)
         arguments.append(torch_dtype(dtype))
     out = io.BytesIO()
+    # Protocol 2, as torch.save uses, so that equal tensors give equal items in both.
     _Pickler(out, 2).dump(_PickledTensor(rebuild, (storage, *arguments)))
     return out.getvalue()
 

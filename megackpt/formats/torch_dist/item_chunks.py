@@ -127,6 +127,7 @@ class ItemChunks(Chunks):
             begin = locate(head, length=item.nbytes, dtype=item.dtype, shape=item.shape)
             if begin is not None:
                 return item.offset_bytes + begin
+            # The head was the whole item, so a longer one has nothing more.
             if len(head) == item.nbytes:
                 break
         return None

@@ -89,6 +89,7 @@ def _open_own(store: Store, note: Json, name: str, *, identity: str, allow_unsaf
 
 
 def _open_foreign(store: Store, metadata: DcpMetadata, *, identity: str, allow_unsafe: bool) -> Contents:
+    # A copy: `_foreign_common` takes the object with common state out of it.
     arrays = dict(metadata.arrays)
 
     def decode(data: bytes, where: str) -> Any:

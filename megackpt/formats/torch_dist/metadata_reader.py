@@ -93,6 +93,7 @@ class DcpMetadata:
             )
         self._entries: dict[str, Any] = entries
         self._storage: dict[Any, Any] = storage
+        # Megatron-Core has a subclass of DCP's class with this attribute.
         reformulated = getattr(metadata, "mcore_data", None)
         self.is_of_megatron = hasattr(metadata, "mcore_data")
         self._reformulated = reformulated if isinstance(reformulated, dict) else {}
@@ -157,6 +158,7 @@ class DcpMetadata:
         plain: list[str] = []
         sharded: dict[str, dict[str, tuple[Extents, Extents]]] = {}
         for name, entry in self._entries.items():
+            # A printable text has no halves of characters. The question is quicker than encoding a key.
             if not isinstance(name, str) or not name.isprintable():
                 _check_unicode(name, self._where)
             if isinstance(entry, TensorStorageMetadata):

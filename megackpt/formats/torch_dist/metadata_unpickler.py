@@ -115,6 +115,7 @@ class _MetadataUnpickler(pickle.Unpickler):
                 return _hashed_by_identity(value, self._made) if is_key else value
         if name in _OF_MEGATRON.get(module, ()):
             return inert_class(module, name)
+        # Python 3.13 has the classes of paths in `pathlib._local`.
         plain = _PLAIN.get((module.removesuffix("._local"), name))
         if plain is not None:
             return plain
@@ -131,10 +132,13 @@ class _MetadataUnpickler(pickle.Unpickler):
             ValueError: keys of `storage_data` collide more often than chance allows.
         """
         metadata = super().load()
+        # All keys are inserted by now, so their own classes, and with them their own hashes, may come back.
         for instance in self._made:
             object.__setattr__(instance, "__class__", type(instance).__base__)
         stored = getattr(metadata, "storage_data", None)
         if self._made and type(stored) is dict:
+            # The dict was filled with other hashes, so a look-up would fail. It is made anew, once a check
+            # has shown that the true hashes are harmless.
             check_collisions(list(stored))
             metadata.storage_data = dict(stored.items())
         return metadata
@@ -148,6 +152,7 @@ def load_metadata(data: bytes, *, where: str, allow_unsafe: bool = False) -> Any
     """
     try:
         check_opcodes(data, calls_make_new=allow_unsafe)
+        # Of the classes that are allowed, only those of builtins insert keys when they are called.
         if _BUILTINS in data:
             check_keys(data)
         return _MetadataUnpickler(data, allow_unsafe=allow_unsafe).load()

@@ -59,6 +59,7 @@ def metadata_of(written: WrittenItems, values: Iterable[Value] = (), *, attempt:
     entries, storage = _listed(written)
     paths: dict[str, Any] = {}
     for value in values:
+        # An array or object of this name stays: DCP can list a name once.
         if value.key in entries:
             continue
         entries[value.key] = BytesStorageMetadata()

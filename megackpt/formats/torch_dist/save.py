@@ -120,6 +120,7 @@ class TorchDistSaveStrategy(SaveStrategy):
             files[number].write(store, names.data_file(attempt, rank, number), parts)
 
         with ThreadPoolExecutor(max_workers=len(files), thread_name_prefix="megackpt-write") as pool:
+            # All files are begun before the first is waited for. The pool waits for the others if one fails.
             for done in [pool.submit(write, number) for number in range(len(files))]:
                 done.result()
         store.sync()
@@ -331,6 +332,7 @@ def _stored(attempt: str, plan: SavePlan, receipts: list[bytes]) -> tuple[Stored
         # Each rank numbers its files from 0.
         file = receipt["file"] + len(files)
         files += [names.data_file(attempt, rank, n) for n in range(int(receipt["file"].max()) + 1)]
+        # Each rank has computed the same rectangles, so they are not in its receipt.
         tables.append(items_of(plan.table, rows).table)
         for name, values in columns.items():
             values.append(file if name == "file" else receipt[name])

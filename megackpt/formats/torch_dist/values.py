@@ -61,6 +61,7 @@ def write_state(store: Store, *, attempt: str, state: Mapping[str, Any]) -> Json
     leaves: dict[str, tuple[tuple[Any, ...], Any]] = {}
 
     def visit(path: tuple[Any, ...], value: Any) -> None:
+        # Two paths may join to one key. DCP can list it once, so the first one stays.
         leaves.setdefault(".".join(map(str, path)), (path, value))
 
     traverse_state_dict(dict(state), visit)

@@ -27,6 +27,7 @@ class ArrayCodec:
     def __init__(self, array: ZarrArray) -> None:
         ts = tensorstore()
         self.array = array
+        # All memory stores of one context share their content, so each codec needs its own.
         context = ts.Context()
         self._memory = ts.KvStore.open(f"memory://{_DIRECTORY}", context=context).result()
         self.handle = open_array(array, {"driver": "memory", "path": _DIRECTORY}, context=context)

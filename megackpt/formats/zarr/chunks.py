@@ -246,6 +246,7 @@ class _ArrayFiles:
         self._store = store
         self._array = array
         self._handle: Any = None
+        # tensorstore reads directories itself. Of other stores it gets whole files; see `_in_memory`.
         if isinstance(store, LocalStore):
             path = f"{store.location}/{array.path}"
             self._handle = open_array(array, {"driver": "file", "path": path}, context=context)

@@ -198,6 +198,7 @@ def _bzip2_sizes(data: bytes) -> Iterator[int]:
                 decompressed = len(decoder.decompress(part, _PART_BYTES))
             except (OSError, EOFError):
                 return
+            # The decoder keeps what it has not read yet, so it gets its input once.
             part = b""
             total += decompressed
             yield total

@@ -152,6 +152,7 @@ def _cut_inside(steps: _Steps, target: int) -> Grid:
 
 def _near_divisor(number: int, want: int) -> int:
     """Return the divisor of number that is nearest to want, by ratio."""
+    # Of two factors of a number, one is no larger than its root.
     low: npt.NDArray[np.int64] = np.arange(1, math.isqrt(number) + 1)
     low = low[number % low == 0]
     divisors = np.concatenate([low, number // low])

@@ -42,6 +42,7 @@ def open_array(array: ZarrArray, kvstore: Mapping[str, Any], *, context: Any) ->
         "metadata": array.document,
         "store_data_equal_to_fill_value": True,
         "fill_missing_data_reads": False,
+        # Files of a checkpoint do not change, so a cached chunk is not compared with its file again.
         "recheck_cached_data": "open",
     }
     try:

@@ -83,6 +83,7 @@ def find_arrays_v3(store: Store, listed: Iterable[str], *, directory: str) -> li
     arrays: dict[str, ZarrArray] = {}
     for name in listed:
         path = name.removesuffix(V3_FILE)
+        # Left out: files that are no documents, and the document of the directory's own group.
         if path in (name, directory) or not name.startswith(directory) or not path.endswith("/"):
             continue
         # In a directory of others, arrays of our attempts are what saves without a commit have left.

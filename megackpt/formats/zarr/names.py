@@ -82,6 +82,7 @@ def quoted(key: str) -> str:
     >>> quoted("layer/weight"), quoted(".."), quoted("layer.0.weight")
     ('layer%2Fweight', '%2E%2E', 'layer.0.weight')
     """
+    # A match may have several characters, such as those of `..`; each one is encoded.
     return _UNSAFE.sub(lambda m: "".join(f"%{byte:02X}" for byte in m.group().encode()), key)
 
 

@@ -129,6 +129,7 @@ def _first_rounds(touches: TouchedFiles, rounds: Ints) -> dict[int, int]:
     """Return the first round of each file that is written in several rounds."""
     files, number = np.unique(touches.file, return_inverse=True)
     round_of_pair = rounds[touches.row]
+    # The least and the greatest round of each file, over its pairs. They differ if it has several rounds.
     first = np.full(len(files), np.iinfo(np.int64).max)
     last = np.zeros(len(files), np.int64)
     np.minimum.at(first, number, round_of_pair)
