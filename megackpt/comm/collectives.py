@@ -134,6 +134,7 @@ def gather_step(group: Group, doing: str, *, on_all_ranks: bool = False) -> Iter
     if on_all_ranks:
         step.results = gather_results(group, step.data, kept.error, doing=doing)
     else:
+        # If a rank has failed, this raises on all ranks, so no rank calls `gather` alone.
         _, _, gather = _reduce(group, (), (), kept.error, doing=doing, data=step.data)
         step.results = gather()
 
@@ -191,6 +192,7 @@ def scatter_step(group: Group, doing: str) -> Iterator[ScatterStep]:
         yield step
     except Exception as failure:
         if group.rank != 0:
+            # A scatter carries messages of rank 0 only, so the error of another rank cannot reach the others.
             raise
         error = failure
     step.part = _scatter(group, step.parts, error, doing=doing)
@@ -209,6 +211,7 @@ def rank_0_errors_on_all_ranks(group: Group, doing: str) -> Iterator[None]:
 
 def _scatter(group: Group, parts: Sequence[bytes], error: Exception | None, *, doing: str) -> bytes:
     """Send rank 0's parts, or its error, and return this rank's part."""
+    # A single process raises its own error unchanged, with its class and traceback.
     if error is not None and group.size == 1:
         raise error
     messages: Sequence[bytes] = []
@@ -222,6 +225,7 @@ def _scatter(group: Group, parts: Sequence[bytes], error: Exception | None, *, d
         raise_lost_rank(lost, error)
     if message[:1] == _RESULT:
         return message[1:]
+    # Rank 0 raises the error itself, which has the traceback. Other ranks raise a copy from the message.
     if isinstance(error, CheckpointError):
         raise error
     raise decode_error(message[1:]) from error
@@ -236,6 +240,7 @@ def _encode_error_of_rank_0(error: Exception, doing: str) -> bytes:
 
 def broadcast_from_rank_0(group: Group, data: bytes, *, doing: str) -> bytes:
     """Return rank 0's data on every rank; the data of other ranks is not used. Collective."""
+    # A broadcast fills buffers of equal length, so all ranks need the length first.
     with scatter_step(group, doing) as step:
         step.parts = [struct.pack("<q", len(data))] * group.size  # those of rank 0 are sent
     buffer = bytearray(data) if group.rank == 0 else bytearray(struct.unpack("<q", step.part)[0])

@@ -34,6 +34,7 @@ def contents_of(state: ForeignState, *, where: str, check_bytes: Callable[[], No
     whole = TensorChunks([arrays[key] for key in sorted(arrays)], where=where)
     table = whole.table
     columns = (table.array, table.start, table.shape, table.flat_start, table.flat_stop)
+    # Names, shapes and places alone: elements would have to be read. So `names_save` is False.
     identity = [repr(table.arrays).encode(), *(column.tobytes() for column in columns)]
 
     def chunks(keys: Iterable[str]) -> Chunks:
@@ -67,6 +68,7 @@ class TensorChunks(Chunks):
 
     def __init__(self, arrays: Sequence[ForeignArray], *, where: str) -> None:
         owned = [(n, part) for n, array in enumerate(arrays) for part in array.parts if part.data.numel()]
+        # Here, before a load plans to copy these tensors into memory.
         for n, part in owned:
             check_repeats(part.data, arrays[n].key)
         dims = max((len(array.shape) for array in arrays), default=1) or 1
@@ -85,6 +87,7 @@ class TensorChunks(Chunks):
         )
         rows = index_order(table)
         self.table = table.take(rows)
+        # Parameters require gradients, and torch gives no numpy array of such a tensor.
         self._tensors = [plain_elements(owned[row][1].data) for row in rows.tolist()]
         self._dtypes = [array.dtype for array in arrays]
         self._where = where

@@ -126,6 +126,7 @@ def read_deepspeed(path: str, *, checks_bytes: bool) -> NamedTrainingState:
 def _find_files(folder: str) -> tuple[list[str], list[str]]:
     """Return the files of the model and of the optimizer, by rank."""
     names = sorted(os.listdir(folder)) if os.path.isdir(folder) else []
+    # ZeRO-1 and 2 write one file of the model, without a data-parallel rank; ZeRO-3 writes one for each rank.
     models = {int(m[1] or 0): name for name in names if (m := _MODEL_FILE.fullmatch(name))}
     optimizers = {int(m[1]): name for name in names if (m := _OPTIMIZER_FILE.fullmatch(name))}
     if not models:
@@ -134,6 +135,7 @@ def _find_files(folder: str) -> tuple[list[str], list[str]]:
             f"save_checkpoint(), which has a file 'latest', or the folder of one step in it.",
             path=folder,
         )
+    # Before files are counted: those of several tensor ranks have one number in `models`.
     _check_data_parallel(folder, names)
     if os.path.isdir(os.path.join(folder, "zero")):
         raise UnsupportedError(
@@ -204,6 +206,7 @@ class _Step:
         try:
             return self._read()
         except (KeyError, IndexError, TypeError, ValueError, AttributeError, RuntimeError) as error:
+            # Errors of this library derive from the caught classes as well, and have a better text.
             if isinstance(error, FormatError | UnsupportedError):
                 raise
             raise FormatError(
@@ -262,11 +265,13 @@ class _Step:
 
     def _stage(self) -> str:
         stage: Any = self.saved[0].get("zero_stage")
+        # A number, or the stand-in for a member of DeepSpeed's enumeration, which is made from the number.
         number = getattr(stage, "args", [stage])[0]
         return "3" if self._is_zero_3 else str(int(number or 1))
 
     def _check_rank_count(self) -> None:
         counts = self.saved[0]["partition_count"]
+        # ZeRO-1 and 2 store the count of each group, ZeRO-3 one number.
         ranks = max(counts) if isinstance(counts, list) else counts
         if ranks != len(self.saved):
             raise FormatError(
@@ -282,6 +287,7 @@ class _Step:
         masters = [[tensor.detach().reshape(-1) for tensor in of_rank[name]] for of_rank in self.saved]
         states = [self._states_of(of_rank) for of_rank in self.saved]
         return [
+            # An optimizer that has made no step has no states.
             _Group(tuple(of[i] for of in masters), tuple(of.get(i, {}) for of in states))
             for i in range(len(masters[0]))
         ]
@@ -309,6 +315,7 @@ class _Step:
         self, shapes: Sequence[Mapping[str, tuple[int, ...]]], groups: Sequence[_Group]
     ) -> Iterator[tuple[str, dict[str, list[Tensor]]]]:
         """Yield each parameter's stretches by state, of ZeRO-1 and 2: in the flat group, over all ranks."""
+        # A file without paddings has the parameters of a group one directly after the other.
         paddings = self.saved[0].get("param_alignment_paddings") or [[0] * len(of) for of in shapes]
         for of, group, padding in zip(shapes, groups, paddings, strict=True):
             vectors = {name: group.vectors(name) for name in group.names()}
@@ -327,6 +334,7 @@ class _Step:
             vectors = {name: group.vectors(name) for name in group.names()}
             at = 0
             for name, shape in of.items():
+                # The part of the last rank may end with padding, which `_stretch` leaves out.
                 length = -(-_numel(shape) // ranks)
                 yield (
                     name,
@@ -344,6 +352,7 @@ class _Step:
         shapes |= self.models[0].get("frozen_param_shapes") or {}
         whole = {}
         for name, value in module.items():
+            # A weight that ZeRO-3 cuts has a tensor without elements here, so its shape differs.
             if _is_tensor(value) and tuple(value.shape) == tuple(shapes.get(name, value.shape)):
                 whole[name] = StoredWeight(tuple(value.shape), [value])
         aliases = self.models[0].get("shared_params") or {}

@@ -154,8 +154,10 @@ def _shards(
                         name = f"{match[1]}.{before[match[1]] + int(match[2])}.{match[3]}"
                     if isinstance(data, Tensor):
                         shards.setdefault(name, []).append(_Shard(rank, files[rank, stage], data.detach()))
+                    # None is an empty extra state. All tensor ranks have the same entries, listed once.
                     elif data is not None and rank == 0:
                         left_out.append(f"{name} (not a tensor)")
+            # `Counter.update` adds: the layers of the next stage come after these.
             before.update({stack: len(of) for stack, of in numbers.items()})
     return shards
 
@@ -183,6 +185,7 @@ def _arrays(shards: dict[str, list[_Shard]], args: Any, *, tensor_ranks: int) ->
         layers = stacks.get(match[1]) if match else None
         key = f"{match[1]}.{match[3]}" if match and layers else name
         axis, at = ((layers,), (int(match[2]),)) if match and layers else ((), ())
+        # With one tensor rank, a file has both halves as they are in the whole weight.
         shape, parts = _joined(
             name, of_ranks, tensor_ranks, halves=2 if tensor_ranks > 1 and _is_gated(name, shards) else 1
         )
@@ -212,6 +215,7 @@ def _joined(
     """Return the shape of a whole weight, and file, start and elements of each part of it."""
     module, kind = name.split(".")[-2:] if "." in name else ("", name)
     is_fused_norm = kind.startswith("layer_norm_")
+    # A guess could join a weight along the wrong dim without an error, so unknown names are errors.
     is_known = is_fused_norm or module.endswith("norm") or module in _COLUMN | _ROW | _WHOLE
     if not is_known or ".experts." in name:
         raise _unsupported(shards[0].file, f"{name!r} is a weight that ranks divide in an unknown way")
@@ -222,6 +226,7 @@ def _joined(
         for shard in shards
     ):
         raise FormatError(f"{shards[0].file}: {name!r} has another shape or dtype on other ranks.", key=name)
+    # Every rank has the whole weight. `CollectedParts` compares these copies and keeps one.
     if cut is None:
         return tuple(shape), [(file, (0,) * len(shape), data) for _, file, data in shards]
     extent, parts = shape[cut] // halves, []

@@ -79,6 +79,7 @@ class NamedTrainingState:
         groups = plain_part(list(self.groups), "param_groups", left_out)
         named = list(self._weights(masters=weights == "masters"))
         if keys == "torch":
+            # If the weights are the masters, a second copy under `masters.` has nothing to add.
             arrays = [*_weight_arrays(named, "model."), *self._torch_states(with_masters=weights == "model")]
             optimizer = self._torch_optimizer(groups)
         else:

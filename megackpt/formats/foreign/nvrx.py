@@ -91,6 +91,7 @@ def _newest_step(path: str) -> tuple[int, dict[int, str]]:
     for folder, _, names in sorted(os.walk(path)):
         for name in names:
             if (match := _FILE.fullmatch(name)) is not None:
+                # With replication, several nodes have the file of a rank; any of them will do.
                 steps[int(match[1])].setdefault(int(match[2]), os.path.join(folder, name))
     ranks = {rank for files in steps.values() for rank in files}
     if not ranks:
@@ -99,6 +100,7 @@ def _newest_step(path: str) -> tuple[int, dict[int, str]]:
             f"to LocalCheckpointManager, with the files of all nodes.",
             path=path,
         )
+    # A rank without a file of any iteration is missing, too.
     ranks |= set(range(max(ranks)))
     whole = [iteration for iteration, files in steps.items() if files.keys() == ranks]
     if not whole:
@@ -117,6 +119,7 @@ def _state_of(file: str, *, checks_bytes: bool) -> Mapping[str, Any]:
     value = load_mapped_file(file, checks_bytes=checks_bytes)
     if _is_of_megatron(value, "MCoreTensorAwareStateDict"):
         state = value.state
+        # Megatron-Core takes the tensors out of a hollow state dict, to save or send them by themselves.
         if isinstance(state.get("common"), dict) and not state.get("_is_hollow"):
             return state  # type: ignore[no-any-return]
         raise FormatError(f"{file}: its tensors are not in it. Import another iteration.", path=file)
@@ -194,6 +197,7 @@ def _part(state: Mapping[str, Any], file: str) -> tuple[tuple[int, ...], SourceP
     box = (1,) * (len(shape) - len(local)) + local  # axes over layers are in front, and not in the data
     flat = state.get("flattened_range")
     flat_range = (flat.start, flat.stop) if isinstance(flat, slice) else (0, math.prod(box))
+    # Of any other value, a range that ends before it begins: the check of its length fails.
     first, last = _ints(flat_range) if _ints(flat_range) != _INVALID else (1, 0)
     is_inside = len(start) == len(box) == len(shape) and all(
         offset + length <= size for offset, length, size in zip(start, box, shape, strict=True)

@@ -147,6 +147,7 @@ def have_equal_bits(first: Tensor, second: Tensor) -> bool:
     """Return whether two tensors of one shape and dtype have equal bits."""
     if first is second or first.numel() == 0:
         return True
+    # As bytes: NaN is not equal to itself as a number.
     flat = [plain_elements(tensor).contiguous().reshape(-1).view(torch.uint8) for tensor in (first, second)]
     return torch.equal(*flat)
 

@@ -98,6 +98,7 @@ def _read(state: Any, file: str) -> StoredShards:
     rank, ranks = _extents((of_group["global_rank"], of_group["global_world_size"]))
     if not isinstance(dtype, torch.dtype) or rank >= ranks:
         raise ValueError("its dtype or rank is malformed")
+    # With this bound, corners of boxes fit into int64.
     if not shape or math.prod(shape) >= _MAX_EXTENT:
         raise ValueError(f"no ShardedTensor has shape {shape}")
     boxes = {_box(box, shape) for box in of_array["shards_metadata"]}
@@ -111,6 +112,7 @@ def _read(state: Any, file: str) -> StoredShards:
         ranks,
         dtype,
         shape,
+        # In one order for all files, so that they can be compared at once.
         np.array(sorted(box for box in boxes if 0 not in box[1]), np.int64).reshape(-1, 2, len(shape)),
         tuple(part for part in parts if part.data.numel()),
     )
@@ -120,6 +122,7 @@ def _attributes(value: Any, name: str) -> Mapping[str, Any]:
     """Return the attributes of an object of torch's, with or without slots."""
     if not isinstance(value, ForeignObject) or value.qualname != name:
         raise ValueError(f"it has no {name}")
+    # With slots, a state is a pair: None, and a dict of the slots.
     state = value.state
     attributes: Mapping[str, Any] = state[1] if isinstance(state, tuple) else state
     return attributes
@@ -177,6 +180,7 @@ def array_of_shards(key: str, values: Sequence[Any], files: Sequence[str]) -> Fo
             raise _error(key, file, "has no ShardedTensor here, and other files have one", _SAME_STEP)
     _check_names(key, values[0].file)
     _check_equal(key, values)
+    # All files describe the same boxes from here on, so the first stands for all.
     collected = CollectedParts(key)
     for value in values:
         for part in value.parts:

@@ -106,6 +106,7 @@ def folder_of_latest(path: str, tracker: str, folder_of: Callable[[str], str] = 
     with open(file_path, encoding="utf-8", errors="replace") as file:
         text = file.read(1000).strip()
     name = folder_of(text)
+    # The text may be damaged or forged. It must not lead out of the folder.
     if not name or os.path.basename(name) != name or name in (".", ".."):
         raise FormatError(
             f"{file_path}: {text!r:.80} is not the name of a folder in {path}. Name the folder of one step.",

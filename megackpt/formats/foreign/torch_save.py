@@ -147,6 +147,7 @@ def _files(path: str) -> dict[str, list[str]]:
                 f"files of all ranks into one folder; if the numbers are steps, name one file.",
                 path=path,
             )
+    # A kind with one file may hold what all ranks share.
     counts = {len(of_rank) for of_rank in kinds.values()}
     if len(counts) > 1 and 1 not in counts:
         raise FormatError(
@@ -184,6 +185,7 @@ class _Merge:
             raise FormatError(f"{self.where}: values are nested too deep. It is damaged.", path=self.where)
         if any(isinstance(value, StoredShards) for value in values):
             return self._array(array_of_shards(dotted(steps), values, self.files))
+        # The files of all ranks must agree first, as the value of rank 0 chooses the branch.
         if isinstance(first, Tensor):
             self._check_tensors(values, steps)
         if is_dtensor(first):
@@ -225,6 +227,7 @@ class _Merge:
 
     def _tensor(self, values: Sequence[Tensor], steps: Steps) -> Any:
         first = values[0]
+        # Before any comparison, which copies tensors that are not contiguous.
         for value in values:
             check_repeats(value, dotted(steps))
         for rank, value in enumerate(values):
@@ -283,6 +286,7 @@ def _array_of_dtensors(key: str, dtensors: Sequence[Any], files: Sequence[str]) 
         except DeclarationError as error:
             raise FormatError(str(error), key=key) from error
         for chunk in chunks:
+            # A rank may have no elements of a DTensor whose dim is shorter than the mesh.
             if chunk.data is not None and chunk.data.numel():
                 start, shape = tuple(chunk.global_offset), tuple(chunk.local_shape)
                 parts.add(SourcePart(chunk.data, start, shape), file)
