@@ -168,11 +168,14 @@ def _chunks_of(
     """
     arrays = tuple(ArraySpec(entry.name, DTYPE_NAMES[entry.dtype], entry.shape) for entry, _ in entries)
     dims = max((len(spec.global_shape) for spec in arrays), default=1) or 1
+    # Offsets in a header count from the beginning of the data; `data_starts` makes them offsets in files.
     start = np.array([entry.start for entry, _ in entries], np.int64)
     stop = np.array([entry.stop for entry, _ in entries], np.int64)
     file = np.array([number for _, number in entries], np.int64)
+    # Padding dims have extent 1, so the product of all extents is the number of elements.
     shape = pad_shapes([spec.global_shape for spec in arrays], dims, fill=1)
     number = np.flatnonzero(stop > start)  # an array without elements has no chunk
+    # From here on, row r of each column is the array number[r], stored whole as one chunk.
     table = ChunkTable(
         arrays,
         array=number,
