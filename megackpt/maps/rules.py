@@ -10,6 +10,23 @@ model. Dims are separated by spaces:
     [i 0/2]           the same where the innermost is a position: the dim is viewed as two dims
 
 `{layer}` in keys stands for a layer, and `{word}` in a key of theirs for a position along the axis `word`.
+
+An example: our fused array has for each of two heads a row of Q, of K and of V, and theirs has Q alone.
+
+    ours: qkv, [6, 4]             theirs: q, [2, 4]
+    row 0    Q of head 0    is    row 0    head 0
+    row 1    K of head 0
+    row 2    V of head 0
+    row 3    Q of head 1    is    row 1    head 1
+    row 4    K of head 1
+    row 5    V of head 1
+
+>>> rule = Rule(ours="qkv", theirs="q", axes="(head 0/3) width", their_axes="head width")
+>>> pairs = region_map([rule], {"head": 2, "width": 4}).pairs
+>>> [(pair.left.box.start, pair.right.box.start) for pair in pairs]
+[((0, 0), (0, 0)), ((3, 0), (1, 0))]
+>>> pairs[1].left.box.shape, pairs[1].right.box.shape  # so qkv[3, 2] is q[1, 2]
+((1, 4), (1, 4))
 """
 
 from __future__ import annotations
