@@ -68,7 +68,9 @@ def _takes_long(hashes: npt.NDArray[np.uint64], *, bits: int, neighbours: int) -
 
     Source: CPython, `lookdict` of dictobject.c and `set_add_entry` of setobject.c.
     """
+    # In a round, each key without a slot takes one probe; a look at neighbours counts with it.
     mask, budget = np.uint64((1 << bits) - 1), _MAX_ROUNDS * len(hashes)
+    # With room behind the table, as neighbours of its last slots are computed too. They stay free.
     taken = np.zeros((1 << bits) + neighbours, np.bool_)
     owner = np.zeros(len(taken), np.int64)
     slot, perturbation = hashes & mask, hashes
@@ -79,13 +81,16 @@ def _takes_long(hashes: npt.NDArray[np.uint64], *, bits: int, neighbours: int) -
         for step in range(neighbours + 1):
             at = slot + np.uint64(step)
             is_free = ~taken[at]
+            # CPython looks at neighbours only where all of them are in the table.
             if step:
                 is_free &= slot + np.uint64(neighbours) <= mask
+            # Several keys may want one free slot. It goes to the key that reads its own number back.
             number = np.arange(len(slot))
             owner[at[is_free]] = number[is_free]  # the last one of several gets the slot
             is_placed = is_free & (owner[at] == number)
             taken[at[is_placed]] = True
             slot, perturbation = slot[~is_placed], perturbation[~is_placed]
+        # Bits of the hash above the mask come in, five at a time; integers of 64 bits wrap around as in C.
         perturbation = perturbation >> np.uint64(5)
         slot = (slot * np.uint64(5) + perturbation + np.uint64(1)) & mask
     return False

@@ -65,9 +65,11 @@ def assign_writers(
 def _chunks_of_groups(groups: list[tuple[Ints, bool]], set_of: Ints) -> list[Ints]:
     """Return the chunks of each group of sets, ascending."""
     lengths = [len(group) for group, _ in groups]
+    # Each set is in one group: number[s] is the group of set s.
     number = np.empty(sum(lengths), np.int64)
     number[np.concatenate([group for group, _ in groups])] = np.repeat(np.arange(len(groups)), lengths)
     of_chunk = number[set_of]
+    # A stable sort keeps the chunks of a group ascending. Groups end at sums of counts; the last is no cut.
     return np.split(
         np.argsort(of_chunk, kind="stable"), np.cumsum(np.bincount(of_chunk, minlength=len(groups)))[:-1]
     )

@@ -267,8 +267,10 @@ class _Edges(NamedTuple):
 
 def _edges(entity: Ints, start: Ints, extent: Ints) -> _Edges:
     """Number the different edges of each entity in the order of entities and positions."""
+    # Row i is the edge at which rectangle i begins, row len(entity) + i that at which it ends.
     both, value = np.concatenate((entity, entity)), np.concatenate((start, start + extent))
     order = np.lexsort((value, both))
+    # Equal edges are neighbours now, and the first of each is marked. Marks so far, less 1, are the number.
     begins = np.append(True, (np.diff(both[order]) != 0) | (np.diff(value[order]) != 0))
     number = np.empty(len(order), np.int64)
     number[order] = np.cumsum(begins) - 1

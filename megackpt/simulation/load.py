@@ -77,6 +77,7 @@ class _Counts:
 
     def outcome(self, layout: ParallelLayout, planned: Ints) -> LoadOutcome:
         """Return what the load of these ranks costs; numbers of ranks in the order of ranks."""
+        # Ranks were planned group by group. Numbers of groups stay in that order, those of ranks are sorted.
         order = np.argsort(np.array(self.rank, np.int64))
         return LoadOutcome(
             layout=layout,

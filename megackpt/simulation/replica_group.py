@@ -181,8 +181,10 @@ def boxes_of(groups: Sequence[ReplicaGroup], arrays: JobArrays) -> DeclaredChunk
 def joined(declared: Sequence[DeclaredChunks]) -> DeclaredChunks:
     """Merge the declarations of one job, in the order of ranks, and number the entities of each rank."""
     merged = merge_declarations(declared)
+    # Rows come table by table, each with all ranks. A stable sort gives each rank's rows in their order.
     if len(merged) and (np.diff(merged.rank) < 0).any():
         merged = merged.take(np.argsort(merged.rank, kind="stable"))
+    # Rows begins[i] : begins[i] + counts[i] are of one rank, and entities of each rank count from 0.
     begins = np.flatnonzero(np.diff(merged.rank, prepend=-1))
     counts = np.diff(np.append(begins, len(merged)))
     return replace(merged, entity=np.arange(len(merged)) - np.repeat(begins, counts))
