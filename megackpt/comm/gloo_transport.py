@@ -278,5 +278,5 @@ class _Rendezvous(dist.Store):  # type: ignore[misc, name-defined]
 
 
 def _until(deadline: float) -> timedelta:
-    # Never 0: for `Work.wait` that means no timeout.
+    # Never 0: `Work.wait` then waits for the timeout of the group.
     return timedelta(seconds=max(0.001, deadline - time.monotonic()))

@@ -150,7 +150,7 @@ def scalar(dtype: Any, raw: Any = None) -> Any:
     fits = type(dtype) is StandInDtype and (type(raw) is bytes or (raw is None and not dtype.value.itemsize))
     if not fits or len(raw or b"") != dtype.value.itemsize:
         raise UnsupportedValueError("a scalar of numpy whose bytes do not fit its dtype")
-    # The dtype may be a string of width 0, of which `frombuffer` makes nothing.
+    # The dtype may be a string of width 0, which `frombuffer` rejects.
     if not raw:
         return dtype.value.type()
     return np.frombuffer(raw, dtype.value)[0]

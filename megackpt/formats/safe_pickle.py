@@ -359,7 +359,7 @@ def _enter() -> None:
     of_numpy = [c for c in known if _name_of(c).startswith(_REPLACED)]
     enums = [c for c in known if _is_enum(_object_of(c))]
     _removed[:] = [*of_numpy, *enums]
-    # A name in a pickle cannot begin with a newline, so these are out of reach of all pickles.
+    # torch knows only the opcode GLOBAL, which ends names at newlines. So no pickle can have these names.
     hidden = [(_object_of(c), f"\n{_name_of(c)}") for c in of_numpy]
     members = [(EnumMembers(_object_of(c), is_allowed=True), _name_of(c)) for c in enums]
     of_names = [(stand_in, name) for name, stand_in in STAND_INS.items()]

@@ -93,7 +93,7 @@ class DcpMetadata:
             )
         self._entries: dict[str, Any] = entries
         self._storage: dict[Any, Any] = storage
-        # Megatron-Core has a subclass of DCP's class with this attribute.
+        # Older versions of Megatron-Core save a subclass of DCP's class, with this attribute.
         reformulated = getattr(metadata, "mcore_data", None)
         self.is_of_megatron = hasattr(metadata, "mcore_data")
         self._reformulated = reformulated if isinstance(reformulated, dict) else {}
