@@ -89,7 +89,7 @@ _MAX_REPEATS = 64
 
 
 def _encode_tensor(value: torch.Tensor, encoder: ValueEncoder) -> Json:
-    fault = _fault_of_tensor(value)
+    fault = tensor_fault(value)
     if fault:
         raise encoder.error(fault)
     plain = _compact(value.detach().resolve_conj().resolve_neg().cpu())
@@ -105,14 +105,17 @@ def _compact(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.contiguous() if tensor.numel() > 1 else tensor.clone(memory_format=torch.contiguous_format)
 
 
-def _fault_of_tensor(value: torch.Tensor) -> str | None:
+def tensor_fault(value: torch.Tensor) -> str | None:
+    """Return why a checkpoint cannot hold a tensor, and what to do; None if it can."""
     if value.is_meta:
         return (
             "A meta tensor has no values. Materialise it (to_empty, then load or initialise) before saving."
         )
     if value.is_quantized:
         return "A quantized tensor is not supported. Save value.int_repr() with its scale and zero point."
-    if value.layout is not torch.strided or value.is_nested:
+    if value.is_nested:
+        return "A nested tensor is not supported. Save value.unbind()."
+    if value.layout is not torch.strided:
         return f"A tensor of layout {value.layout} is not supported. Save value.to_dense() or its components."
     if value.requires_grad:
         return "A tensor that requires grad would load without it. Save value.detach()."

@@ -12,7 +12,7 @@ import math
 import queue
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, TypeAlias
@@ -227,8 +227,7 @@ def _serve(
             if connection is None:
                 connection = connect(peer, deadline)
             group, number = connection
-            for work in start_messages(group, number, sends=sends, receives=receives):
-                work.wait(_until(deadline))
+            _finish(start_messages(group, number, sends=sends, receives=receives), deadline)
         # Whatever is raised, it must be reported: the caller waits for a report of every peer.
         except Exception as failure:  # noqa: BLE001 - raised in the thread that waits
             error = failure
@@ -237,12 +236,17 @@ def _serve(
         del request, sends, receives, reports, error
 
 
+def _finish(under_way: Iterable[Any], deadline: float) -> None:
+    """Wait for messages. Here, so that no name in the thread's loop keeps the last one, and its memory."""
+    for work in under_way:
+        work.wait(_until(deadline))
+
+
 class _Rendezvous(dist.Store):  # type: ignore[misc, name-defined]
     """A view of a store through which gloo finds a peer. It waits by polling, never in a call of the store.
 
     A TCPStore that waits holds a lock, for which every other call of this process would wait: also the call
-        by
-    which this rank learns that another rank has given up.
+    by which this rank learns that another rank has given up.
     """
 
     def __init__(self, client: StoreClient, prefix: str) -> None:

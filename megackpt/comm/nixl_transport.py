@@ -1,9 +1,8 @@
 """The transport over NIXL, which moves bytes by UCX: over RDMA, shared memory or TCP, whatever hosts share.
 
 A rank receives from each peer into a ring: memory of RING_PARTS parts, to which the peer writes. The peer
-    sends
-a notification of each part that it has written. The rank sends one back for each part that it has copied out;
-then the peer may write there again. Needs the extra `nixl`.
+sends a notification of each part that it has written. The rank sends one back for each part that it has
+copied out; then the peer may write there again. Needs the extra `nixl`.
 """
 
 from __future__ import annotations

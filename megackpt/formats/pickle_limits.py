@@ -51,8 +51,7 @@ def check_opcodes(data: bytes, *, calls_make_new: bool = True) -> set[tuple[str,
     * Numbers of the memo are sequential in an honest pickle. A forged one makes a table of 64 GiB.
     * An unpickler trusts lengths, and allocates memory before the bytes are there.
     * Tuples in tuples, 100,000 levels deep, overflow the stack when they are hashed. If each contains the
-    next
-      one twice, the hash never ends.
+      next one twice, the hash never ends.
     * Keys of dicts and elements of sets can be chosen so that their hashes collide. If more than a few are no
       strings, `check_keys` looks at all of them.
     * A few bytes can copy a large value: an opcode that calls a function, again and again with the same list.

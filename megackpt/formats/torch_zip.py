@@ -65,12 +65,13 @@ def _check_zip(file: BinaryIO, *, nbytes: int, checks_bytes: bool) -> set[tuple[
             # Records that share bytes expand a short file to any size, without compression.
             if sum(record.file_size for record in records) > nbytes:
                 raise pickle.UnpicklingError("records of the zip file lie on each other, or outside of it")
-            # Of two records with one name, torch may load the other one than zipfile checks.
-            if len({record.filename for record in records}) < len(records):
+            # Of two records with one name, torch may load the other one than zipfile checks. It looks for
+            # names without regard to case.
+            if len({record.filename.lower() for record in records}) < len(records):
                 raise pickle.UnpicklingError("a record of the zip file stands twice in it")
             for record in records:
                 # torch takes the folder of the first record, so the pickles of all folders are checked.
-                if record.filename.endswith("/data.pkl"):
+                if record.filename.lower().endswith("/data.pkl"):
                     named |= check_opcodes(archive.read(record))
             if checks_bytes and (damaged := archive.testzip()) is not None:
                 raise pickle.UnpicklingError(f"the bytes of its record {damaged} are not those written")

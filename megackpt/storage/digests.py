@@ -70,8 +70,7 @@ class BlockDigester:
     """Computes digests of blocks of bytes that arrive in parts of any size, without a copy. For one thread.
 
     One digester can digest several chunks one after the other, each with blocks of its own: call `end`
-        between
-    two chunks.
+    between two chunks.
     """
 
     def __init__(self, block_bytes: int) -> None:

@@ -4,8 +4,8 @@ This module makes files and their names durable. `sandbox` opens files by name, 
 `file_writer` and `file_reader` write and read the bytes.
 
 A file is durable after two steps: fsync of the file, which makes its bytes durable, and fsync of its
-    directory,
-which makes its name durable. The store notes the directories that it has changed, and `sync` flushes them.
+directory, which makes its name durable. The store notes the directories that it has changed, and `sync`
+flushes them.
 """
 
 from __future__ import annotations

@@ -72,10 +72,9 @@ class FaultyStore(Store):
     """Wraps `inner`; a `Store` itself. Safe for many threads as far as `inner` is.
 
     fail_at chooses the operations that fail: the one with this index, or those for which the function is
-        true;
-    None chooses none. kinds says which operations count. A chosen operation calls `hook` if there is one; the
-    hook may kill the process. Without a hook, the operation raises the StorageError that a real store would
-    make of `error()`. This comes before anything is done, or with `after` when all is done.
+    true; None chooses none. kinds says which operations count. A chosen operation calls `hook` if there is
+    one; the hook may kill the process. Without a hook, the operation raises the StorageError that a real
+    store would make of `error()`. This comes before anything is done, or with `after` when all is done.
 
     Attributes:
         operations: the counted operations so far, in order.

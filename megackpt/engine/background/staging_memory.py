@@ -194,8 +194,7 @@ def copy_rows(
     """Copy rows into a ring of memory, `[capacity]`; if they do not fit, wait for the reader to free memory.
 
     If all rows fit, the copy is reported once, at its end: a reader that began earlier would take processor
-        time
-    from the copy. If they do not fit, progress is reported after each quarter of the memory.
+    time from the copy. If they do not fit, progress is reported after each quarter of the memory.
 
     Raises:
         StreamClosedError: see `StreamReader`.

@@ -1,8 +1,7 @@
 """The main program of a writer process, which writes and commits the saves that its rank has staged.
 
 The process ends with the training process that has started it: otherwise it could commit a save while a
-    restarted
-job already writes. It uses no CUDA, and runs nothing of the user's script.
+restarted job already writes. It uses no CUDA, and runs nothing of the user's script.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """The replica check: at a save, ranks compare all bits of the chunks and objects that several of them have.
 
 Without it, a replica that has drifted may be stored: the planner chooses the writer of a chunk by bytes,
-    and does
-not know which replica is right.
+and does not know which replica is right.
 """
 
 from __future__ import annotations

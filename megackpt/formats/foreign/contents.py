@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megackpt.errors import FormatError
 from megackpt.formats.contents import Chunks, Contents
-from megackpt.formats.foreign.state import ForeignArray, ForeignState, check_repeats, plain_elements
+from megackpt.formats.foreign.state import ForeignArray, ForeignState, check_tensor, plain_elements
 from megackpt.mapping.describe import dtype_name
 from megackpt.metadata import ArraySpec, ChunkTable, pad_shapes
 from megackpt.planning.save_plan import index_order
@@ -70,7 +70,7 @@ class TensorChunks(Chunks):
         owned = [(n, part) for n, array in enumerate(arrays) for part in array.parts if part.data.numel()]
         # Here, before a load plans to copy these tensors into memory.
         for n, part in owned:
-            check_repeats(part.data, arrays[n].key)
+            check_tensor(part.data, arrays[n].key)
         dims = max((len(array.shape) for array in arrays), default=1) or 1
         number = np.array([n for n, _ in owned], np.int64)
         itemsize = np.array([array.dtype.itemsize for array in arrays], np.int64)
@@ -105,7 +105,7 @@ class TensorChunks(Chunks):
         """Fill out with bytes of a chunk."""
         dtype = self._dtypes[int(self.table.array[row])]
         first, count = start // dtype.itemsize, len(out) // dtype.itemsize
-        elements = self._flattened(row)[first : first + count].to(dtype)
+        elements = self._flattened(row)[first : first + count].to(dtype).contiguous()
         np.frombuffer(out, np.uint8)[:] = elements.view(torch.uint8).numpy()
 
     def mapped(self, row: int) -> memoryview | None:

@@ -33,6 +33,8 @@ def load_mapped_file(path: str, *, checks_bytes: bool = True) -> Any:
         UnknownClassError: the file names a module that runs programs, such as os.
         FormatError: it is damaged, or not one of torch.save.
     """
+    if not pathlib.Path(path).is_file():  # to open a pipe would wait for ever
+        raise FormatError(f"{path} is missing, or is no regular file.", path=path)
     try:
         with keep_unknown_values():
             if not is_zip_file(path):

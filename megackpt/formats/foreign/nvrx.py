@@ -71,7 +71,7 @@ def read_nvrx(path: str, *, checks_bytes: bool) -> ForeignState:
     for rank in sorted(files, reverse=True):  # common state is that of the first rank
         state = _state_of(files[rank], checks_bytes=checks_bytes)
         common = state["common"]
-        for entity in _entities(state["sharded_state_dict"]):
+        for entity in _entities(state["sharded_state_dict"], files[rank]):
             shards.add(entity, files[rank])
     left_out = [f"{key} (an object of each rank, not an array)" for key in sorted(shards.objects)]
     return ForeignState(
@@ -135,12 +135,12 @@ def _is_of_megatron(value: Any, name: str) -> bool:
     return is_object and isinstance(value.state, dict)
 
 
-def _entities(state: Any, depth: int = 0) -> Iterator[ForeignObject]:
+def _entities(state: Any, file: str, depth: int = 0) -> Iterator[ForeignObject]:
     if depth > _MAX_DEPTH:
-        return
+        raise FormatError(f"{file}: values are nested too deep. It is damaged.", path=file)
     if isinstance(state, (dict, list, tuple)):
         for part in state.values() if isinstance(state, dict) else state:
-            yield from _entities(part, depth + 1)
+            yield from _entities(part, file, depth + 1)
     elif isinstance(state, ForeignObject):
         yield state
 

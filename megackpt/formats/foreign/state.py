@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from megackpt.codec.arrays import tensor_fault
 from megackpt.codec.pickled import ForeignShardedTensor
 from megackpt.errors import FormatError, UnsupportedError
 
@@ -81,7 +82,7 @@ class CollectedParts:
         Raises:
             FormatError: it has other bits than its copy in another file, or repeats a few bytes over many.
         """
-        check_repeats(part.data, self.key)
+        check_tensor(part.data, self.key)
         region = (part.start, part.shape, part.flat_start, part.data.numel())
         copy, file_of_copy = self._parts.setdefault(region, (part, file))
         if copy is not part and not have_equal_bits(copy.data, part.data):
@@ -124,23 +125,27 @@ def consecutive_parts(tensors: Iterable[Tensor], shape: tuple[int, ...]) -> tupl
     return tuple(parts)
 
 
-def check_repeats(tensor: Tensor, key: str) -> None:
-    """Reject a tensor that repeats its elements over much more memory than they have in the file.
+def check_tensor(tensor: Tensor, key: str) -> None:
+    """Reject a tensor that no checkpoint can hold, and one that needs much more memory than its file has.
 
     With strides of 0, a few bytes are a tensor of any size, which takes memory as soon as it is copied.
 
     Raises:
-        FormatError: it does.
+        UnsupportedError: it is quantised, sparse, nested, without values, or of a dtype without one here.
+        FormatError: it repeats its elements over many bytes.
     """
-    if tensor.layout != torch.strided or tensor.is_meta:
-        return
-    nbytes, stored = tensor.numel() * tensor.dtype.itemsize, tensor.untyped_storage().nbytes()
+    has_memory = tensor.layout is torch.strided and not (tensor.is_meta or tensor.is_nested)
+    nbytes = tensor.numel() * tensor.dtype.itemsize if has_memory else 0
+    stored = tensor.untyped_storage().nbytes() if has_memory else 0
     if nbytes > max(_REPEATED_BYTES, stored):
         raise FormatError(
             f"{key!r:.200} repeats {stored:,} bytes over {nbytes:,}: it is an expanded tensor, or the file "
             f"is damaged. Save tensor.contiguous().",
             key=key,
         )
+    fault = tensor_fault(tensor.detach())
+    if fault is not None:
+        raise UnsupportedError(f"{key!r:.200}: {fault}", key=key)
 
 
 def have_equal_bits(first: Tensor, second: Tensor) -> bool:
@@ -176,7 +181,7 @@ def plain_part(value: Any, path: str, left_out: list[str], depth: int = 0) -> An
             key=path,
         )
     if isinstance(value, Tensor):
-        check_repeats(value, path)
+        check_tensor(value, path)
         return value.detach().clone()
     if isinstance(value, _PLAIN):
         return value

@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import Tensor
 
-from megackpt.codec import ArrayReference
+from megackpt.codec import ArrayReference, leaf_digests
 from megackpt.errors import DeclarationError, FormatError, NotACheckpointError, UnsupportedError
 from megackpt.formats.file_names import NATIVE, TORCH_DIST, TORCH_SAVE, ZARR_V1, ZARR_V3
 from megackpt.formats.foreign.mapped_files import load_mapped_file
@@ -24,7 +24,7 @@ from megackpt.formats.foreign.state import (
     ForeignArray,
     ForeignState,
     SourcePart,
-    check_repeats,
+    check_tensor,
     have_equal_bits,
     plain_part,
 )
@@ -132,7 +132,15 @@ def _files(path: str) -> dict[str, list[str]]:
             continue
         number = _NUMBER.search(stem)
         kind = _NUMBER.sub("#", stem)
-        kinds.setdefault(kind, {})[int(number[1]) if number else 0] = os.path.join(path, name)
+        of_rank = kinds.setdefault(kind, {})
+        rank = int(number[1]) if number else 0
+        other = of_rank.setdefault(rank, os.path.join(path, name))
+        if os.path.basename(other) != name:
+            raise FormatError(
+                f"{path}: {os.path.basename(other)} and {name} have one name and number, and one of them "
+                f"would be left out. Name the file that you want, or move the other one away.",
+                path=path,
+            )
     if not kinds:
         raise NotACheckpointError(
             f"{path} has no file of torch.save ({', '.join(SUFFIXES)}). Name a file, or a folder with one "
@@ -140,16 +148,17 @@ def _files(path: str) -> dict[str, list[str]]:
             path=path,
         )
     for kind, of_rank in kinds.items():
-        missing = sorted(set(range(max(of_rank) + 1)) - set(of_rank))
-        if len(of_rank) > 1 and missing:
+        # The number of one file may be anything, also the time of its save.
+        missing = next((rank for rank in range(len(of_rank)) if rank not in of_rank), None)
+        if len(of_rank) > 1 and missing is not None:
             raise FormatError(
-                f"{path}: {kind.replace('#', str(missing[0]))}, of rank {missing[0]}, is missing. Copy the "
+                f"{path}: {kind.replace('#', str(missing))}, of rank {missing}, is missing. Copy the "
                 f"files of all ranks into one folder; if the numbers are steps, name one file.",
                 path=path,
             )
     # A kind with one file may hold what all ranks share.
-    counts = {len(of_rank) for of_rank in kinds.values()}
-    if len(counts) > 1 and 1 not in counts:
+    counts = {len(of_rank) for of_rank in kinds.values()} - {1}
+    if len(counts) > 1:
         raise FormatError(
             f"{path}: kinds of files have different numbers of ranks: {sorted(kinds)}.", path=path
         )
@@ -229,7 +238,7 @@ class _Merge:
         first = values[0]
         # Before any comparison, which copies tensors that are not contiguous.
         for value in values:
-            check_repeats(value, dotted(steps))
+            check_tensor(value, dotted(steps))
         for rank, value in enumerate(values):
             if value.shape != first.shape or value.dtype != first.dtype or not have_equal_bits(value, first):
                 raise UnsupportedError(
@@ -250,9 +259,9 @@ class _Merge:
         kept = [
             plain_part(value, dotted(steps), self.left_out if value is values[0] else []) for value in values
         ]
-        others = [
-            rank for rank, value in enumerate(kept) if type(value) is not type(kept[0]) or value != kept[0]
-        ]
+        # By digests: arrays of numpy have no answer to whether they are equal.
+        digests = [leaf_digests([value]) for value in kept] if len(kept) > 1 else []
+        others = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
         if others:
             self.left_out.append(f"{dotted(steps)} of ranks {others} (differs from that of rank 0)")
         return kept[0]

@@ -78,8 +78,8 @@ _PLAIN: dict[tuple[str, str], Any] = {
 }
 
 
-_BUILTINS = b"builtins"
-"""Part of every pickle that names set, frozenset, slice, dict or list."""
+_BUILTINS = (b"builtins", rb"\u", rb"\U")
+"""One of these is in every pickle that names set, frozenset, slice, dict or list: a name may have escapes."""
 
 
 class _ForbiddenClassError(pickle.UnpicklingError):
@@ -153,7 +153,7 @@ def load_metadata(data: bytes, *, where: str, allow_unsafe: bool = False) -> Any
     try:
         check_opcodes(data, calls_make_new=allow_unsafe)
         # Of the classes that are allowed, only those of builtins insert keys when they are called.
-        if _BUILTINS in data:
+        if any(mark in data for mark in _BUILTINS):
             check_keys(data)
         return _MetadataUnpickler(data, allow_unsafe=allow_unsafe).load()
     except _ForbiddenClassError as error:

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -119,6 +120,104 @@ def test_conjugates_and_negatives_are_stored_as_they_look(ranks: int, tmp_path: 
         torch.save(saved, tmp_path / "source" / f"rank_{rank}.pt")
     megackpt.import_torch(tmp_path / "source", tmp_path / "imported")
     assert_same(megackpt.load({}, tmp_path / "imported"), saved)
+
+
+def jagged() -> Tensor:
+    return torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged)
+
+
+WITHOUT_PLACE: dict[str, tuple[Callable[[], Any], str]] = {
+    "quantised": (lambda: torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8), "quantized"),
+    "quantised by channel": (
+        lambda: torch.quantize_per_channel(torch.ones(2, 2), torch.ones(2), torch.zeros(2), 0, torch.qint8),
+        "quantized",
+    ),
+    "sparse": (lambda: torch.eye(2).to_sparse(), "sparse_coo"),
+    "csr": (lambda: torch.eye(2).to_sparse_csr(), "sparse_csr"),
+    "blocks": (lambda: torch.eye(4).to_sparse_bsr((2, 2)), "sparse_bsr"),
+    "meta": (lambda: torch.empty(3, device="meta"), "meta tensor"),
+    "nested": (lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]), "nested"),
+    "jagged": (jagged, "nested"),
+    "bits": (lambda: torch.zeros(3, dtype=torch.uint8).view(torch.bits8), "bits8"),
+}
+WITH_A_PLACE: dict[str, Callable[[], Any]] = {
+    "column": lambda: torch.randn(4, 5)[:, 1],
+    "every seventh": lambda: torch.randn(100)[::7],
+    "expanded": lambda: torch.randn(1, 4).expand(3, 4),
+    "parameter": lambda: nn.Parameter(torch.randn(3)),
+    "half of complex": lambda: torch.randn(3, 2, dtype=torch.complex64).conj().imag,
+    "many dims": lambda: torch.ones([1] * 64),
+    "float8": lambda: torch.randn(3).to(torch.float8_e4m3fn),
+    "numbers of numpy": lambda: np.arange(4.0),
+    "texts of numpy": lambda: np.array(["a", "bc"]),
+}
+TOOLS: dict[str, Callable[[Path, Path], Any]] = {
+    "import": lambda source, target: megackpt.import_torch(source, target),
+    "convert": lambda source, target: megackpt.convert(source, target, "megackpt"),
+    "load": lambda source, _: megackpt.load({}, source),
+    "inspect": lambda source, _: megackpt.inspect(source),
+    "verify": lambda source, _: raise_damage(source),
+}
+
+
+def raise_damage(source: Path) -> None:
+    """Verify a file; what cannot be read is damage in its report."""
+    for damage in megackpt.verify(source).damages:
+        raise CheckpointError(damage.what)
+
+
+@pytest.mark.filterwarnings("default")  # torch warns of some of these kinds
+@pytest.mark.parametrize("tool", TOOLS)
+@pytest.mark.parametrize("kind", WITHOUT_PLACE)
+def test_a_tensor_that_no_checkpoint_can_hold_is_one_error_that_names_it(
+    kind: str, tool: str, tmp_path: Path
+) -> None:
+    make, what = WITHOUT_PLACE[kind]
+    torch.save({"layer": {"odd": make()}, "w": torch.ones(2)}, tmp_path / "a.pt")
+    with pytest.raises(CheckpointError, match=rf"layer\.odd.*{what}"):
+        TOOLS[tool](tmp_path / "a.pt", tmp_path / "new")
+
+
+@pytest.mark.parametrize("tool", TOOLS)
+@pytest.mark.parametrize("kind", WITH_A_PLACE)
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_every_other_kind_of_tensor_is_stored_as_it_looks(
+    kind: str, tool: str, ranks: int, tmp_path: Path
+) -> None:
+    saved = {"odd": WITH_A_PLACE[kind](), "w": torch.ones(2)}
+    source = tmp_path / "source"
+    source.mkdir()
+    for rank in range(ranks):
+        torch.save(saved, source / f"rank_{rank}.pt")
+    TOOLS[tool](source, tmp_path / "new")
+    loaded = megackpt.load({}, tmp_path / "new" if tool in ("import", "convert") else source)["odd"]
+    expected = np.asarray(saved["odd"]) if isinstance(saved["odd"], np.ndarray) else saved["odd"].detach()
+    assert type(loaded) is type(expected)
+    assert bool((loaded == expected).all())
+
+
+def test_files_whose_names_say_the_same_are_an_error_and_any_number_is_a_name(tmp_path: Path) -> None:
+    torch.save({"w": torch.ones(2)}, tmp_path / "model_1764115200.pt")  # the time of its save
+    assert list(megackpt.load({}, tmp_path)) == ["w"]
+    for name in ("model_1764115200.bin", "model_001764115200.pt"):
+        shutil.copy(tmp_path / "model_1764115200.pt", tmp_path / name)
+        with pytest.raises(FormatError, match=r"model_.* and model_.* have one name and number"):
+            megackpt.load({}, tmp_path)
+        (tmp_path / name).unlink()
+    torch.save({"w": torch.ones(2)}, tmp_path / "model_0.pt")
+    with pytest.raises(FormatError, match=r"model_1, of rank 1, is missing"):
+        megackpt.load({}, tmp_path)
+
+
+@pytest.mark.parametrize("way", ["pipe", "link to a device", "lost link"])
+def test_only_regular_files_are_opened(way: str, tmp_path: Path) -> None:
+    torch.save({"w": torch.ones(2)}, tmp_path / "model_0.pt")
+    if way == "pipe":
+        os.mkfifo(tmp_path / "model_1.pt")
+    else:
+        (tmp_path / "model_1.pt").symlink_to("/dev/zero" if way == "link to a device" else tmp_path / "none")
+    with pytest.raises(FormatError, match=r"model_1\.pt is missing, or is no regular file"):
+        megackpt.load({}, tmp_path)
 
 
 def test_chunks_are_the_memory_of_a_file_where_it_has_their_bytes() -> None:
