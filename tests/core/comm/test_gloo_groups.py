@@ -16,11 +16,13 @@ import torch.distributed
 from megackpt import DeclarationError, RankFailedError
 from megackpt.comm import missing_ranks, torch_group
 from megackpt.comm.device_group import DeviceGroup
-from megackpt.comm.gloo_transport import MeshTransport
+from megackpt.comm.gloo_transport import MeshTransport, PairTransport
 from megackpt.comm.missing_ranks import describe_missing_ranks, rendezvous_port
+from megackpt.comm.store_client import StoreClient
 from megackpt.comm.torch_group import TorchGroup
 from megackpt.comm.transport import LatePeersError, LostPeerError
 from megackpt.testing.world import SimulatedWorld
+from tests.support.writers import wait_for
 
 dist: Any = torch.distributed  # not all that it has is exported by its types
 c10d = dist.distributed_c10d
@@ -251,6 +253,39 @@ def test_a_transfer_ends_when_its_bytes_have_come_or_at_its_deadline(
     else:
         assert isinstance(result, LatePeersError)
         assert result.ranks == [1]
+
+
+def test_a_thread_that_waits_for_transfers_keeps_no_memory_of_the_last(threads: Threads) -> None:
+    def act(rank: int) -> list[bytearray]:
+        transport = PairTransport(
+            StoreClient(lambda: threads.store, port=None, connect_s=30, answer_s=30),
+            prefix="pairs",
+            rank=rank,
+            host="127.0.0.1",
+        )
+        buffers = [bytearray(64) for _ in range(2)]
+        messages = [(1 - rank, memoryview(buffer)) for buffer in buffers]
+        sends, receives = (messages, []) if rank else ([], messages)
+        assert transport.begin(sends, receives, timeout_s=30).wait()
+        both_have_ended.wait(60)
+        messages.clear()
+        wait_for(lambda: all(map(is_released, buffers)))
+        both_have_ended.wait(60)  # a transport that closes takes the connection of its peer away
+        transport.close()
+        return buffers
+
+    both_have_ended = threading.Barrier(2)
+
+    assert [len(buffers) for buffers in threads.run(act, size=2)] == [2, 2]
+
+
+def is_released(buffer: bytearray) -> bool:
+    """Return whether nobody has a view of a buffer: only then its length can change."""
+    try:
+        buffer.append(0)
+    except BufferError:
+        return False
+    return True
 
 
 def test_a_transfer_names_the_peer_whose_connection_broke(threads: Threads) -> None:

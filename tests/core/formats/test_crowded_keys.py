@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import pickle
+import zipfile
 from collections import OrderedDict
 from collections.abc import Callable
 
@@ -15,6 +16,7 @@ from megackpt.errors import FormatError
 from megackpt.formats.documents import parse_document
 from megackpt.formats.pickle_limits import check_opcodes
 from megackpt.formats.safe_pickle import load_value
+from megackpt.formats.torch_dist.metadata_unpickler import load_metadata
 from tests.support.codec import P as _P
 from tests.support.codec import integers_that_crowd_a_table, tuples_of_one_hash
 from tests.system.attacks.opcodes import (
@@ -104,6 +106,38 @@ def test_containers_that_are_twice_in_each_other_are_rejected(
     filled = b"".join(b"h%c" % i + fill % (i + 1, i + 1) for i in numbers)
     with pytest.raises(FormatError, match="repeated in each other without measure"):
         load_value(zipped(pickled(b"(", made, filled, b"t")), where="w")
+
+
+def _renamed(data: bytes, *, keeps: bool) -> bytes:
+    """Return a file of torch.save whose pickle has another name, or comes twice."""
+    out = io.BytesIO()
+    with (
+        zipfile.ZipFile(io.BytesIO(data)) as archive,
+        zipfile.ZipFile(out, "w", zipfile.ZIP_STORED) as renamed,
+    ):
+        for name in archive.namelist():
+            if keeps or not name.endswith("data.pkl"):
+                renamed.writestr(name, archive.read(name))
+            if name.endswith("data.pkl"):
+                renamed.writestr(name.replace("data.pkl", "DATA.PKL"), archive.read(name))
+    return out.getvalue()
+
+
+def test_a_pickle_is_checked_whatever_the_letters_of_its_name() -> None:
+    """Torch looks for it without regard to case."""
+    crowded = zipped(dict_of(map(number_of, integers_that_crowd_a_table(5000))))
+    with pytest.raises(FormatError, match="keys collide in a hash table"):
+        load_value(_renamed(crowded, keeps=False), where="w")
+    with pytest.raises(FormatError, match="stands twice in it"):
+        load_value(_renamed(_torch_saved({"a": 1}), keeps=True), where="w")
+
+
+@pytest.mark.parametrize("module", [b"builtins", rb"\u0062uiltins", rb"\U00000062uiltins"])
+def test_keys_of_a_set_are_checked_however_its_name_is_written(module: bytes) -> None:
+    pairs = b"".join(pair_of(pair) for pair in tuples_of_one_hash(500))
+    made = pickled(b"V" + module + b"\nVset\n\x93](" + pairs + b"e\x85R")
+    with pytest.raises(FormatError, match="200 keys have the same hash"):
+        load_metadata(made, where="w")
 
 
 def test_what_several_containers_share_is_loaded() -> None:

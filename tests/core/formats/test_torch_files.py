@@ -126,7 +126,7 @@ def jagged() -> Tensor:
     return torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged)
 
 
-WITHOUT_PLACE: dict[str, tuple[Callable[[], Any], str]] = {
+NOT_DENSE: dict[str, tuple[Callable[[], Any], str]] = {
     "quantised": (lambda: torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8), "quantized"),
     "quantised by channel": (
         lambda: torch.quantize_per_channel(torch.ones(2, 2), torch.ones(2), torch.zeros(2), 0, torch.qint8),
@@ -140,7 +140,7 @@ WITHOUT_PLACE: dict[str, tuple[Callable[[], Any], str]] = {
     "jagged": (jagged, "nested"),
     "bits": (lambda: torch.zeros(3, dtype=torch.uint8).view(torch.bits8), "bits8"),
 }
-WITH_A_PLACE: dict[str, Callable[[], Any]] = {
+DENSE: dict[str, Callable[[], Any]] = {
     "column": lambda: torch.randn(4, 5)[:, 1],
     "every seventh": lambda: torch.randn(100)[::7],
     "expanded": lambda: torch.randn(1, 4).expand(3, 4),
@@ -168,23 +168,23 @@ def raise_damage(source: Path) -> None:
 
 @pytest.mark.filterwarnings("default")  # torch warns of some of these kinds
 @pytest.mark.parametrize("tool", TOOLS)
-@pytest.mark.parametrize("kind", WITHOUT_PLACE)
+@pytest.mark.parametrize("kind", NOT_DENSE)
 def test_a_tensor_that_no_checkpoint_can_hold_is_one_error_that_names_it(
     kind: str, tool: str, tmp_path: Path
 ) -> None:
-    make, what = WITHOUT_PLACE[kind]
+    make, what = NOT_DENSE[kind]
     torch.save({"layer": {"odd": make()}, "w": torch.ones(2)}, tmp_path / "a.pt")
     with pytest.raises(CheckpointError, match=rf"layer\.odd.*{what}"):
         TOOLS[tool](tmp_path / "a.pt", tmp_path / "new")
 
 
 @pytest.mark.parametrize("tool", TOOLS)
-@pytest.mark.parametrize("kind", WITH_A_PLACE)
+@pytest.mark.parametrize("kind", DENSE)
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_every_other_kind_of_tensor_is_stored_as_it_looks(
     kind: str, tool: str, ranks: int, tmp_path: Path
 ) -> None:
-    saved = {"odd": WITH_A_PLACE[kind](), "w": torch.ones(2)}
+    saved = {"odd": DENSE[kind](), "w": torch.ones(2)}
     source = tmp_path / "source"
     source.mkdir()
     for rank in range(ranks):
@@ -196,7 +196,7 @@ def test_every_other_kind_of_tensor_is_stored_as_it_looks(
     assert bool((loaded == expected).all())
 
 
-def test_files_whose_names_say_the_same_are_an_error_and_any_number_is_a_name(tmp_path: Path) -> None:
+def test_two_files_of_one_number_are_an_error_and_a_number_may_be_long(tmp_path: Path) -> None:
     torch.save({"w": torch.ones(2)}, tmp_path / "model_1764115200.pt")  # the time of its save
     assert list(megackpt.load({}, tmp_path)) == ["w"]
     for name in ("model_1764115200.bin", "model_001764115200.pt"):
