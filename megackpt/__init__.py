@@ -13,79 +13,44 @@ if TYPE_CHECKING:
     from megackpt.api.collective import load as load
     from megackpt.api.collective import load_with_report as load_with_report
     from megackpt.api.collective import save as save
-    from megackpt.api.local import check_is_distributed_checkpoint as check_is_distributed_checkpoint
     from megackpt.api.local import load_common_state_dict as load_common_state_dict
     from megackpt.api.local import load_content_metadata as load_content_metadata
     from megackpt.api.local import load_plain_tensors as load_plain_tensors
     from megackpt.api.local import load_sharded_metadata as load_sharded_metadata
     from megackpt.api.local import load_tensors_metadata as load_tensors_metadata
-    from megackpt.api.local import remove_sharded_tensors as remove_sharded_tensors
     from megackpt.checkpointer import Checkpointer as Checkpointer
-    from megackpt.checkpointer import Groups as Groups
     from megackpt.checkpointer import KeepBest as KeepBest
     from megackpt.checkpointer import LocalTier as LocalTier
     from megackpt.checkpointer import MemoryTier as MemoryTier
     from megackpt.checkpointer import Retention as Retention
     from megackpt.checkpointer import SaveSchedule as SaveSchedule
-    from megackpt.checkpointer import Tier as Tier
     from megackpt.checkpointer import Tiers as Tiers
-    from megackpt.codec import ForeignMember as ForeignMember
-    from megackpt.codec import ForeignNamedTuple as ForeignNamedTuple
-    from megackpt.codec.pickled import ForeignObject as ForeignObject
     from megackpt.codec.registration import register_codec as register_codec
-    from megackpt.config import CheckpointConfig as CheckpointConfig
-    from megackpt.engine.saving.plan_cache import PlanCache as PlanCache
-    from megackpt.engine.verification.verify import VerifyReport as VerifyReport
     from megackpt.errors import CheckpointError as CheckpointError
-    from megackpt.errors import CheckpointingException as CheckpointingException
-    from megackpt.errors import CommonStateError as CommonStateError
     from megackpt.errors import CoverageError as CoverageError
     from megackpt.errors import DeclarationError as DeclarationError
     from megackpt.errors import FormatError as FormatError
-    from megackpt.errors import GeometryError as GeometryError
     from megackpt.errors import IntegrityError as IntegrityError
-    from megackpt.errors import MapError as MapError
     from megackpt.errors import MismatchError as MismatchError
-    from megackpt.errors import MissingExtraError as MissingExtraError
     from megackpt.errors import MissingKeyError as MissingKeyError
     from megackpt.errors import NotACheckpointError as NotACheckpointError
-    from megackpt.errors import OptimizerError as OptimizerError
     from megackpt.errors import RankFailedError as RankFailedError
     from megackpt.errors import StorageError as StorageError
-    from megackpt.errors import UnknownClassError as UnknownClassError
-    from megackpt.errors import UnserializableError as UnserializableError
-    from megackpt.errors import UnsupportedError as UnsupportedError
-    from megackpt.errors import WriterFailedError as WriterFailedError
-    from megackpt.formats.damage import Damage as Damage
-    from megackpt.maintenance.convert import ConvertReport as ConvertReport
     from megackpt.maintenance.convert import convert as convert
-    from megackpt.maintenance.copy import CopyReport as CopyReport
-    from megackpt.maintenance.diff import CheckpointDifference as CheckpointDifference
-    from megackpt.maintenance.diff import ValueDifference as ValueDifference
     from megackpt.maintenance.diff import diff as diff
-    from megackpt.maintenance.diff_arrays import ArrayDifference as ArrayDifference
-    from megackpt.maintenance.export_huggingface import HuggingFaceExport as HuggingFaceExport
     from megackpt.maintenance.export_huggingface import export_huggingface as export_huggingface
-    from megackpt.maintenance.import_folder import FolderImport as FolderImport
     from megackpt.maintenance.import_folder import import_deepspeed as import_deepspeed
     from megackpt.maintenance.import_folder import import_nvrx as import_nvrx
     from megackpt.maintenance.import_folder import import_torch as import_torch
-    from megackpt.maintenance.import_huggingface import HuggingFaceImport as HuggingFaceImport
     from megackpt.maintenance.import_huggingface import import_huggingface as import_huggingface
-    from megackpt.maintenance.inspect import CheckpointSummary as CheckpointSummary
-    from megackpt.maintenance.inspect import StoredArray as StoredArray
-    from megackpt.maintenance.inspect import StoredFile as StoredFile
     from megackpt.maintenance.inspect import inspect as inspect
-    from megackpt.maintenance.repair import RepairReport as RepairReport
     from megackpt.maintenance.repair import repair as repair
-    from megackpt.maintenance.repair_search import RepairedFile as RepairedFile
     from megackpt.maintenance.verify import verify as verify
     from megackpt.mapping import ComponentPlacement as ComponentPlacement
     from megackpt.mapping import Layout as Layout
     from megackpt.mapping import LocalNonpersistentObject as LocalNonpersistentObject
     from megackpt.mapping import PerRankValue as PerRankValue
     from megackpt.mapping import ReplicatedValue as ReplicatedValue
-    from megackpt.mapping import ShardedBase as ShardedBase
     from megackpt.mapping import ShardedLayout as ShardedLayout
     from megackpt.mapping import ShardedObject as ShardedObject
     from megackpt.mapping import ShardedTensor as ShardedTensor
@@ -95,7 +60,6 @@ if TYPE_CHECKING:
     from megackpt.options import LoadOptions as LoadOptions
     from megackpt.options import Policy as Policy
     from megackpt.options import SaveOptions as SaveOptions
-    from megackpt.validation import ArrayReport as ArrayReport
     from megackpt.validation import LoadReport as LoadReport
     from megackpt.validation import StrictHandling as StrictHandling
 
@@ -104,64 +68,41 @@ __version__ = "0.1.0"
 _NAMES_OF = {
     "megackpt.api.collective": ("load", "load_with_report", "save"),
     "megackpt.api.local": (
-        "check_is_distributed_checkpoint",
         "load_common_state_dict",
         "load_content_metadata",
         "load_plain_tensors",
         "load_sharded_metadata",
         "load_tensors_metadata",
-        "remove_sharded_tensors",
     ),
     "megackpt.checkpointer": (
         "Checkpointer",
-        "Groups",
         "KeepBest",
         "LocalTier",
         "MemoryTier",
         "Retention",
         "SaveSchedule",
-        "Tier",
         "Tiers",
     ),
-    "megackpt.codec": ("ForeignMember", "ForeignNamedTuple"),
-    "megackpt.codec.pickled": ("ForeignObject",),
     "megackpt.codec.registration": ("register_codec",),
-    "megackpt.config": ("CheckpointConfig",),
-    "megackpt.engine.saving.plan_cache": ("PlanCache",),
-    "megackpt.engine.verification.verify": ("VerifyReport",),
     "megackpt.errors": (
         "CheckpointError",
-        "CheckpointingException",
-        "CommonStateError",
         "CoverageError",
         "DeclarationError",
         "FormatError",
-        "GeometryError",
         "IntegrityError",
-        "MapError",
         "MismatchError",
-        "MissingExtraError",
         "MissingKeyError",
         "NotACheckpointError",
-        "OptimizerError",
         "RankFailedError",
         "StorageError",
-        "UnknownClassError",
-        "UnserializableError",
-        "UnsupportedError",
-        "WriterFailedError",
     ),
-    "megackpt.formats.damage": ("Damage",),
-    "megackpt.maintenance.convert": ("ConvertReport", "convert"),
-    "megackpt.maintenance.copy": ("CopyReport",),
-    "megackpt.maintenance.diff": ("CheckpointDifference", "ValueDifference", "diff"),
-    "megackpt.maintenance.diff_arrays": ("ArrayDifference",),
-    "megackpt.maintenance.export_huggingface": ("HuggingFaceExport", "export_huggingface"),
-    "megackpt.maintenance.import_folder": ("FolderImport", "import_deepspeed", "import_nvrx", "import_torch"),
-    "megackpt.maintenance.import_huggingface": ("HuggingFaceImport", "import_huggingface"),
-    "megackpt.maintenance.inspect": ("CheckpointSummary", "StoredArray", "StoredFile", "inspect"),
-    "megackpt.maintenance.repair": ("RepairReport", "repair"),
-    "megackpt.maintenance.repair_search": ("RepairedFile",),
+    "megackpt.maintenance.convert": ("convert",),
+    "megackpt.maintenance.diff": ("diff",),
+    "megackpt.maintenance.export_huggingface": ("export_huggingface",),
+    "megackpt.maintenance.import_folder": ("import_deepspeed", "import_nvrx", "import_torch"),
+    "megackpt.maintenance.import_huggingface": ("import_huggingface",),
+    "megackpt.maintenance.inspect": ("inspect",),
+    "megackpt.maintenance.repair": ("repair",),
     "megackpt.maintenance.verify": ("verify",),
     "megackpt.mapping": (
         "ComponentPlacement",
@@ -169,14 +110,13 @@ _NAMES_OF = {
         "LocalNonpersistentObject",
         "PerRankValue",
         "ReplicatedValue",
-        "ShardedBase",
         "ShardedLayout",
         "ShardedObject",
         "ShardedTensor",
         "ShardedTensorFactory",
     ),
     "megackpt.options": ("AsyncOptions", "KeyRule", "LoadOptions", "Policy", "SaveOptions"),
-    "megackpt.validation": ("ArrayReport", "LoadReport", "StrictHandling"),
+    "megackpt.validation": ("LoadReport", "StrictHandling"),
 }
 """The public names by the module that defines them. Type checkers read the imports above instead."""
 
@@ -186,21 +126,25 @@ _MODULE_OF = {name: module for module, names in _NAMES_OF.items() for name in na
 __all__ = sorted(_MODULE_OF)
 
 
-def __getattr__(name: str) -> Any:
-    """Import a public name, or a module of the package, at its first use."""
-    if name in _MODULE_OF:
-        value = getattr(import_module(_MODULE_OF[name]), name)
-        globals()[name] = value
-        return value
-    module = f"{__name__}.{name}"
-    if not name.startswith("_"):
-        try:
-            return import_module(module)
-        except ModuleNotFoundError as error:
-            if error.name != module:  # the module exists, and lacks a package of others
-                raise
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+if not TYPE_CHECKING:  # type checkers would accept any name
+
+    def __getattr__(name: str) -> Any:
+        """Import a public name, or a module of the package, at its first use."""
+        if name in _MODULE_OF:
+            value = getattr(import_module(_MODULE_OF[name]), name)
+            globals()[name] = value
+            return value
+        module = f"{__name__}.{name}"
+        if not name.startswith("_"):
+            try:
+                return import_module(module)
+            except ModuleNotFoundError as error:
+                if error.name != module:  # the module exists, and lacks a package of others
+                    raise
+        from megackpt.moved_names import moved_name
+
+        return moved_name(__name__, name)
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return [*__all__, "__version__"]

@@ -1,4 +1,4 @@
-"""The error classes of megackpt; `megackpt` exports all of them.
+"""The error classes of megackpt; `megackpt` exports those that programs catch most.
 
 CheckpointError (CheckpointingException, Megatron-Core's name, is the same class)
 |- GeometryError          ValueError         a box, split or flat range is impossible
@@ -25,6 +25,29 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from itertools import pairwise
+
+__all__ = [
+    "CheckpointError",
+    "CheckpointingException",
+    "CommonStateError",
+    "CoverageError",
+    "DeclarationError",
+    "FormatError",
+    "GeometryError",
+    "IntegrityError",
+    "MapError",
+    "MismatchError",
+    "MissingExtraError",
+    "MissingKeyError",
+    "NotACheckpointError",
+    "OptimizerError",
+    "RankFailedError",
+    "StorageError",
+    "UnknownClassError",
+    "UnserializableError",
+    "UnsupportedError",
+    "WriterFailedError",
+]
 
 
 class CheckpointError(Exception):

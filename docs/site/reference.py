@@ -1,12 +1,14 @@
 """Makes the pages of the API reference while mkdocs builds the site: one for each public part of megackpt.
 
-The names are those of each part's `__all__`, and a build in which one of them has no entry fails.
+The names are those of each part's `__all__`, and those that names.md lists under the part, by the modules
+that they are imported from. A build in which one of them has no entry fails.
 mkdocstrings reads docstrings and signatures from the source; nothing is imported.
 """
 
 from __future__ import annotations
 
 import ast
+import re
 from pathlib import Path
 
 from mkdocs.config.defaults import MkDocsConfig
@@ -68,17 +70,29 @@ def _names_for_type_checkers(tree: ast.Module) -> list[str]:
     return [alias.name for node in block.body if isinstance(node, ast.ImportFrom) for alias in node.names]
 
 
+def names_in_modules(part: str) -> dict[str, list[str]]:
+    """Return the names that names.md lists under a part, by the module that they are imported from."""
+    _, _, section = (ROOT / "docs" / "names.md").read_text().partition(f"\n## {part}\n")
+    rows = re.findall(r"^\| `([\w.]+)` \| .*? \| (.*) \|$", section.partition("\n## ")[0], re.MULTILINE)
+    return {module: re.findall(r"`(\w+)`", names) for module, names in rows}
+
+
 def page_of(part: str, about: str) -> str:
     """Return the Markdown of a part's page, with a directive of mkdocstrings for each name."""
     if part in MODULES:
         return f"# {part}\n\n{about}\n\n::: {part}\n"
-    entries = [_entry(f"{part}.{name}") for name in public_names(part)]
-    return "\n".join([f"# {part}\n", f"{about}\n", *entries])
+    lines = [f"# {part}\n", f"{about}\n", *(_entry(f"{part}.{name}") for name in public_names(part))]
+    for module, names in names_in_modules(part).items():
+        entries = [_entry(f"{module}.{name}", heading_level=3) for name in names]
+        lines += [f"## Of `{module}`\n", *entries]
+    return "\n".join(lines)
 
 
-def _entry(name: str) -> str:
-    options = "    options:\n      inherited_members: true\n" if name in WITH_INHERITED_MEMBERS else ""
-    return f"::: {name}\n{options}"
+def _entry(name: str, *, heading_level: int = 2) -> str:
+    options = f"      heading_level: {heading_level}\n"
+    if name in WITH_INHERITED_MEMBERS:
+        options += "      inherited_members: true\n"
+    return f"::: {name}\n    options:\n{options}"
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
@@ -92,7 +106,9 @@ def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -
     """Fail if a public name has no entry on the page of its part."""
     part = page.file.src_uri.removeprefix("reference/").removesuffix(".md")
     if part in PARTS:
-        missing = [name for name in public_names(part) if f'id="{part}.{name}"' not in html]
+        names = [f"{part}.{name}" for name in public_names(part)]
+        names += [f"{module}.{name}" for module, of in names_in_modules(part).items() for name in of]
+        missing = [name for name in names if f'id="{name}"' not in html]
         if missing:
             raise PluginError(f"{page.file.src_uri} has no entry for {', '.join(missing)}")
     return html

@@ -14,7 +14,8 @@ from typing import Any
 
 import torch
 
-from megackpt import CheckpointConfig, CheckpointError
+from megackpt import CheckpointError
+from megackpt.config import CheckpointConfig
 from megackpt.parallel import Capacity, ParallelLayout, RoutingOptions, StageTable
 from megackpt.training_state import WhenDifferent
 from models import GPTConfig, MoEConfig

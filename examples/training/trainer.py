@@ -13,15 +13,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megackpt import (
-    Checkpointer,
-    CheckpointError,
-    Groups,
-    Policy,
-    Retention,
-    SaveSchedule,
-    StrictHandling,
-)
+from megackpt import Checkpointer, CheckpointError, Policy, Retention, SaveSchedule, StrictHandling
+from megackpt.checkpointer import Groups
 from megackpt.optim import DistributedOptimizer, MixedPrecisionOptimizer
 from megackpt.parallel import (
     MicroBatch,

@@ -263,7 +263,7 @@ class Destinations:
 class DestinationChoice:
     """Chooses the destinations of steps: the same on all ranks, because all skip the same steps. Local.
 
-    >>> from megackpt import Tier
+    >>> from megackpt.checkpointer import Tier
     >>> choice = DestinationChoice(Tiers([Tier("a", every=2)], root_every=4))
     >>> choice.of(2), choice.of(3, to_root=True)
     (Destinations(tiers=(0,), root=False), Destinations(tiers=(), root=True))

@@ -1,8 +1,13 @@
 """Encodes Python values as plain JSON and tensors, and decodes them; without pickle and without I/O.
 
 For everything in a checkpoint but sharded tensors: arguments, schedules, random states, a user's objects.
-`megackpt.codec.encoder` describes the encoding.
+`megackpt.codec.encoder` describes the encoding. `ForeignObject`, which only pickles have, is imported at its
+first use.
 """
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
 
 from megackpt.codec.arrays import ArrayReference
 from megackpt.codec.blob import pack, unpack
@@ -16,11 +21,15 @@ from megackpt.codec.stand_ins import (
 )
 from megackpt.codec.tree import EncodedValue, dump_tree, load_tree
 
+if TYPE_CHECKING:
+    from megackpt.codec.pickled import ForeignObject
+
 __all__ = [
     "ArrayReference",
     "EncodedValue",
     "ForeignMember",
     "ForeignNamedTuple",
+    "ForeignObject",
     "decode",
     "dump_tree",
     "encode",
@@ -31,3 +40,12 @@ __all__ = [
     "pack",
     "unpack",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """Import `ForeignObject` when it is first used."""
+    if name != "ForeignObject":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from megackpt.codec.pickled import ForeignObject
+
+    return ForeignObject

@@ -8,8 +8,6 @@ from megackpt.formats.registry import SaveChoice
 from megackpt.maintenance.copy import CopyReport, copy_checkpoint
 from megackpt.storage import Location
 
-ConvertReport = CopyReport
-
 
 def convert(
     source: Location,

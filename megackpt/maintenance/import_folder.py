@@ -21,7 +21,6 @@ from megackpt.formats.registry import SaveChoice
 from megackpt.maintenance.copy import CopyReport, copy_checkpoint
 from megackpt.storage import Location, Store
 
-FolderImport = CopyReport
 Keys: TypeAlias = Literal["megackpt", "torch"]
 Weights: TypeAlias = Literal["model", "masters"]
 

@@ -44,9 +44,6 @@ _BUFFERS = re.compile(r".*\.(rotary_emb\.inv_freq|attn\.(masked_)?bias)")
 """Tensors that older versions of transformers stored, and computed again when they loaded a model."""
 
 
-HuggingFaceImport = CopyReport
-
-
 def import_huggingface(
     source: Location,
     target: Location,

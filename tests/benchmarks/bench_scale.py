@@ -23,7 +23,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import numpy as np
 import torch
 
-from megackpt import PlanCache, SaveOptions, ShardedObject, ShardedTensor
+from megackpt import SaveOptions, ShardedObject, ShardedTensor
+from megackpt.api import PlanCache
 from megackpt.comm import Group, SingleProcess
 from megackpt.engine.saving.save import plan_save
 from megackpt.engine.saving.save_request import SaveRequest

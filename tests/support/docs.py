@@ -14,14 +14,12 @@ from typing import Any, NamedTuple
 
 from megackpt import (
     AsyncOptions,
-    Groups,
     KeepBest,
     KeyRule,
     LoadOptions,
     Retention,
     SaveOptions,
     SaveSchedule,
-    Tier,
     Tiers,
     convert,
     diff,
@@ -33,6 +31,7 @@ from megackpt import (
     save,
     verify,
 )
+from megackpt.checkpointer import Groups, Tier
 from megackpt.errors import CheckpointError
 from megackpt.options import VerifyOptions
 from megackpt.storage import FileOptions, ObjectOptions
@@ -117,6 +116,13 @@ def run(example: Example, path: Path, namespace: dict[str, Any]) -> str:
     return printed.getvalue()
 
 
+def names_by_module() -> dict[str, list[str]]:
+    """Return the public names that docs/names.md lists, by the module that they are imported from."""
+    text = (ROOT / "docs" / "names.md").read_text()
+    rows = re.findall(r"^\| `(megackpt\.[\w.]+)` \| .*? \| (.*) \|$", text, re.MULTILINE)
+    return {module: re.findall(r"`(\w+)`", names) for module, names in rows}
+
+
 PAGE = Path(__file__).parents[2] / "docs" / "options.md"
 
 FUNCTIONS: dict[Callable[..., object], str] = {
@@ -150,8 +156,8 @@ HEAD = """# Every option
 
 What can be set, by where it is given, with its default; made from the docstrings by
 `python -m tests.support.docs`. Arguments of a `Checkpointer` have a [table of their
-own](checkpointer.md#options), and `megackpt COMMAND --help` lists the flags of a command. `CheckpointConfig`,
-names that users of Megatron-Core know, is in [strategies](strategies.md).
+own](checkpointer.md#options), and `megackpt COMMAND --help` lists the flags of a command. `CheckpointConfig`
+of `megackpt.config`, names that users of Megatron-Core know, is in [strategies](strategies.md).
 """
 
 _ENTRY = re.compile(r"^(?P<name>\w+): (?P<text>.*?)(?=^\w+: |\Z)", re.MULTILINE | re.DOTALL)

@@ -14,7 +14,8 @@ import pytest
 import torch
 from torch.nn import Parameter
 
-from megackpt import FormatError, MismatchError, UnknownClassError, load, save
+from megackpt import FormatError, MismatchError, load, save
+from megackpt.errors import UnknownClassError
 from megackpt.integrations.apex import declare_gathered, load_sharded_state_dict, sharded_state_dict
 from megackpt.optim import join_master
 from megackpt.testing.world import SimulatedRank, SimulatedWorld

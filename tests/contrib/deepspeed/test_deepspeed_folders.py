@@ -20,8 +20,9 @@ import pytest
 import torch
 
 import megackpt
-from megackpt import FormatError, NotACheckpointError, UnknownClassError, UnsupportedError
+from megackpt import FormatError, NotACheckpointError
 from megackpt.cli import main
+from megackpt.errors import UnknownClassError, UnsupportedError
 from tests.contrib.deepspeed.deepspeed_program import CASES, LEARNING_RATE, STATES, STEPS, Net
 from tests.support.effort import sampled
 from tests.support.states import PickledCall

@@ -16,7 +16,8 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from torch.utils.data import DataLoader
 
-from megackpt import check_is_distributed_checkpoint, load
+from megackpt import load
+from megackpt.api import check_is_distributed_checkpoint
 from megackpt.errors import CheckpointError, UnsupportedError
 from megackpt.integrations.lightning import MegackptDDPStrategy, MegackptIO
 

@@ -14,6 +14,7 @@ import torch
 from torch.distributed.checkpoint.api import CheckpointException
 
 import megackpt
+from megackpt.api import check_is_distributed_checkpoint
 from megackpt.compat.megatron import core_version, dist_checkpointing, process_options
 from megackpt.compat.megatron.dist_checkpointing import (
     core,
@@ -24,7 +25,13 @@ from megackpt.compat.megatron.dist_checkpointing import (
 )
 from megackpt.compat.megatron.dist_checkpointing.strategies import async_utils, fully_parallel
 from megackpt.compat.megatron.dist_checkpointing.strategies import torch as torch_dist
-from megackpt.errors import DeclarationError, IntegrityError, MismatchError, NotACheckpointError
+from megackpt.errors import (
+    CheckpointingException,
+    DeclarationError,
+    IntegrityError,
+    MismatchError,
+    NotACheckpointError,
+)
 from megackpt.testing.ranks import RankPool
 from tests.contrib.megatron.small_state import lines_of, small_state
 from tests.support.dcp_alone import ALONE
@@ -114,7 +121,7 @@ def _validate(loses_a_half: bool, differs: bool) -> str:
         sharded, common = state_dict_utils.save_preprocess({"w": part, "common": rank if differs else 0})
         assert set(sharded) == {"w"}
         assert common == {"common": 0}
-    except megackpt.CheckpointingException as error:
+    except CheckpointingException as error:
         return str(error)
     return ""
 
@@ -240,7 +247,7 @@ def test_integrity_json_finds_a_changed_file_and_a_lost_one(tmp_path: Path) -> N
     with pytest.raises(IntegrityError, match=r"1 of .* files differ .*its SHA-256 is"):
         validation.verify_integrity_manifest(str(path))
     file.unlink()
-    with pytest.raises(megackpt.CheckpointingException, match="cannot be read"):
+    with pytest.raises(CheckpointingException, match="cannot be read"):
         dist_checkpointing.load(small_state(), str(path), verify_integrity=True)
     (path / "integrity.json").write_text('{"algorithm": "crc", "files": {}}')
     with pytest.raises(megackpt.FormatError, match="does not list files"):
@@ -295,7 +302,7 @@ def test_a_bare_dcp_directory_is_none_of_megatron_s_distributed_checkpoints(tmp_
     torch.distributed.checkpoint.save({"w": torch.ones(2)}, checkpoint_id=dcp, **ALONE)
     assert not dist_checkpointing.check_is_distributed_checkpoint(str(dcp))
     assert core.maybe_load_config(dcp) is None
-    assert megackpt.check_is_distributed_checkpoint(dcp), "megackpt itself reads it"
+    assert check_is_distributed_checkpoint(dcp), "megackpt itself reads it"
     with pytest.raises(NotACheckpointError, match=r"no metadata\.json"):
         validation.verify_checkpoint(str(dcp))
     store = megackpt.storage.open_store(dcp)
@@ -313,7 +320,7 @@ def test_strict_takes_the_modes_and_raises_torch_s_error_too(tmp_path: Path) -> 
     dist_checkpointing.save(small_state(), path)
     unknown = {"new": S.from_rank_offsets("new", torch.zeros(1))}
     for caught in (
-        megackpt.CheckpointingException,
+        CheckpointingException,
         CheckpointException,
         megackpt.MissingKeyError,
         KeyError,

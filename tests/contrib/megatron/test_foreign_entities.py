@@ -17,6 +17,7 @@ import pytest
 import torch
 
 import megackpt
+from megackpt.errors import UnserializableError
 from megackpt.mapping.megatron_entities import adopt_megatron_entities
 from megackpt.mapping.recognition import MEGATRON_MODULE
 from megackpt.mapping.tree import leaf_types
@@ -113,7 +114,7 @@ def test_what_only_looks_similar_is_not_changed() -> None:
 
 
 def test_an_entity_inside_of_a_tuple_raises_an_error_at_save(tmp_path: Path) -> None:
-    with pytest.raises(megackpt.UnserializableError, match="ShardedObject"):
+    with pytest.raises(UnserializableError, match="ShardedObject"):
         megackpt.save({"a": (ShardedObject("o", 1, (1,), (0,)),)}, tmp_path / "c")
 
 

@@ -55,7 +55,7 @@ assert dist_checkpointing is ours is megatron.core.dist_checkpointing
 assert megatron.core.dist_checkpointing.dict_utils is dict_utils is ours.dict_utils
 assert mlp.ShardedTensor is megackpt.ShardedTensor
 assert mlp.ShardedTensorFactory is megackpt.ShardedTensorFactory
-assert dist_checkpointing.mapping.CheckpointingException is megackpt.CheckpointingException
+assert dist_checkpointing.mapping.CheckpointingException is megackpt.errors.CheckpointingException
 assert ours.__spec__.name == ours.__name__ == "megackpt.compat.megatron.dist_checkpointing"
 try:
     import megatron.core.dist_checkpointing.not_of_ours

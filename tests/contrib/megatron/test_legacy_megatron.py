@@ -15,7 +15,8 @@ import pytest
 import torch
 
 import megackpt
-from megackpt import FormatError, UnsupportedError
+from megackpt import FormatError
+from megackpt.errors import UnsupportedError
 from megackpt.testing.ranks import RankPool
 from tests.contrib.megatron import megatron_world as world
 from tests.contrib.megatron.megatron_world import Case, Layout

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 import megackpt
-from megackpt import MapError
+from megackpt.errors import MapError
 from megackpt.maps import family, has_megatron_keys, megatron_map
 from megackpt.parallel import ParallelGroups, ParallelLayout
 from megackpt.testing.ranks import RankPool

@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 import torch
 
-import megackpt
 from megackpt.compat.megatron import dist_checkpointing
 from megackpt.compat.megatron.dist_checkpointing import dict_utils as d
 from megackpt.compat.megatron.dist_checkpointing import (
@@ -22,6 +21,7 @@ from megackpt.compat.megatron.dist_checkpointing import (
     utils,
 )
 from megackpt.compat.megatron.dist_checkpointing.strategies import resharding
+from megackpt.errors import CheckpointingException
 from tests.contrib.megatron.small_state import halves, small_state
 
 S, F = mapping.ShardedTensor, mapping.ShardedTensorFactory
@@ -225,18 +225,18 @@ def test_what_does_not_fit_raises_an_error() -> None:
     flat = next(iter(parts((2, 3), cut=2).values()))
     plain = S.from_rank_offsets("p", torch.zeros(3))
     assert [resharding.is_nd_flattened_tensor(x) for x in (flat, plain, 7)] == [True, False, False]
-    with pytest.raises(megackpt.CheckpointingException, match="'p' is no flat range"):
+    with pytest.raises(CheckpointingException, match="'p' is no flat range"):
         resharding.nd_flattened_tensor_reformulated_global_shape(plain)
-    with pytest.raises(megackpt.CheckpointingException, match="'w' has no reformulation metadata"):
+    with pytest.raises(CheckpointingException, match="'w' has no reformulation metadata"):
         resharding.apply_nd_flattened_tensors_reformulation({"w": flat}, {})
-    with pytest.raises(megackpt.CheckpointingException, match="ckpt_orig_global_shape is empty"):
+    with pytest.raises(CheckpointingException, match="ckpt_orig_global_shape is empty"):
         resharding.TensorReformulationMetadata((), (1,))
     for shape, reformed in [((4, 6), (3, 2, 4)), ((4, 6), (2, 12)), ((4, 6), (2, 3, 5)), ((4, 6), (0, 3, 4))]:
         wrong = resharding.TensorReformulationMetadata(shape, reformed)
-        with pytest.raises(megackpt.CheckpointingException, match="when it is reformulated"):
+        with pytest.raises(CheckpointingException, match="when it is reformulated"):
             resharding.reformulate_single_nd_flattened_tensor(flat, wrong)
     other = resharding.TensorReformulationMetadata((2, 4, 6), (2, 2, 3, 4))
-    with pytest.raises(megackpt.CheckpointingException, match="dims have to be the same"):
+    with pytest.raises(CheckpointingException, match="dims have to be the same"):
         resharding.reformulate_single_nd_flattened_tensor(flat, other)
 
 

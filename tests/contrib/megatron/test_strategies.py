@@ -24,7 +24,7 @@ from megackpt.compat.megatron.dist_checkpointing.strategies import (
     zarr,
 )
 from megackpt.compat.megatron.dist_checkpointing.strategies import torch as torch_dist
-from megackpt.errors import UnsupportedError
+from megackpt.errors import CheckpointingException, UnsupportedError
 from megackpt.storage import MemoryStore
 from megackpt.testing.ranks import RankPool
 from megackpt.testing.world import SimulatedWorld
@@ -33,7 +33,7 @@ from tests.contrib.megatron.small_state import lines_of, small_state
 S = mapping.ShardedTensor
 LOAD, CONFIG = base.StrategyAction.LOAD_COMMON, core.CheckpointingConfig("megackpt")
 exchange = exchange_utils.exchange_by_distribution
-Saver, Rejected = torch_dist.TorchDistSaveShardedStrategy, megackpt.CheckpointingException
+Saver, Rejected = torch_dist.TorchDistSaveShardedStrategy, CheckpointingException
 
 
 def test_the_training_loop_s_strategies_save_and_load(

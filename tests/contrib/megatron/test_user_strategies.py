@@ -22,7 +22,7 @@ from megackpt.compat.megatron.dist_checkpointing import mapping, serialization, 
 from megackpt.compat.megatron.dist_checkpointing.dict_utils import dict_list_map_outplace, nested_values
 from megackpt.compat.megatron.dist_checkpointing.strategies import async_utils, base, common, fully_parallel
 from megackpt.compat.megatron.dist_checkpointing.strategies import torch as torch_dist
-from megackpt.errors import UnsupportedError
+from megackpt.errors import CheckpointingException, UnsupportedError
 from megackpt.testing.ranks import RankPool
 from tests.contrib.megatron.small_state import halves, small_state
 
@@ -209,9 +209,7 @@ def save_and_load(root: Path) -> None:
     assert dist_checkpointing.load_common_state_dict(str(root))["step"] == 3
     metadata = serialization.load_sharded_metadata(str(root), LoadFilePerRank())
     assert {entity.key for entity in metadata.values()} == {"w", "same", "fused.0", "fused.1", "extra"}
-    together(
-        megackpt.CheckpointingException, "'file_per_rank'", lambda: dist_checkpointing.load({}, str(root))
-    )
+    together(CheckpointingException, "'file_per_rank'", lambda: dist_checkpointing.load({}, str(root)))
     base.register_default_strategy(base.StrategyAction.LOAD_SHARDED, "file_per_rank", 1, LoadFilePerRank())
     base.register_default_strategy(base.StrategyAction.SAVE_SHARDED, "torch_dist", 1, strategy)
     try:
@@ -264,10 +262,10 @@ def fail_on_all_ranks(root: Path) -> None:
         del holed["model"]["w"]
     together(megackpt.CoverageError, "'w'", lambda: save(holed, strategy))
     mixed = state(2.0) | {"list": [S.from_rank_offsets("l", torch.ones(1), replica_id=rank), 5]}
-    together(megackpt.CheckpointingException, "positions would be lost", lambda: save(mixed, strategy))
+    together(CheckpointingException, "positions would be lost", lambda: save(mixed, strategy))
     check(root, 1.0, sharded_strategy=LoadFilePerRank())  # what was there stays
     together(
-        megackpt.CheckpointingException,
+        CheckpointingException,
         r"[Rr]ank 1.*returned nothing for it",
         lambda: dist_checkpointing.load(state(), str(root), LoadNothing()),
     )
@@ -325,7 +323,7 @@ def load_in_the_parallel_wrapper(root: Path) -> None:
         wrapped = fully_parallel.FullyParallelLoadStrategyWrapper(LoadFilePerRank(), group, True, algorithm)
         for _ in range(2):
             check(root, 3.0, sharded_strategy=wrapped)
-    with pytest.raises(megackpt.CheckpointingException, match="is not a load strategy"):
+    with pytest.raises(CheckpointingException, match="is not a load strategy"):
         fully_parallel.FullyParallelLoadStrategyWrapper(FilePerRank())  # type: ignore[arg-type]
 
 
@@ -480,11 +478,11 @@ def test_no_method_of_a_subclass_is_passed_over(tmp_path: Path) -> None:
 
 def test_what_is_no_strategy_raises_an_error(tmp_path: Path) -> None:
     for wrong in (7, object(), LoadFilePerRank()):
-        with pytest.raises(megackpt.CheckpointingException, match="is not a save strategy"):
+        with pytest.raises(CheckpointingException, match="is not a save strategy"):
             dist_checkpointing.save(small_state(), str(tmp_path / "c"), wrong)  # type: ignore[arg-type]
-    with pytest.raises(megackpt.CheckpointingException, match="is not a load strategy"):
+    with pytest.raises(CheckpointingException, match="is not a load strategy"):
         dist_checkpointing.load({}, str(tmp_path / "c"), FilePerRank())  # type: ignore[arg-type]
     stranger = FilePerRank()
-    with pytest.raises(megackpt.CheckpointingException, match="can handle ShardedObjects"):
+    with pytest.raises(CheckpointingException, match="can handle ShardedObjects"):
         validation.validate_sharded_objects_handling(stranger, stranger)
     assert list(tmp_path.iterdir()) == []

@@ -18,10 +18,12 @@ import torch
 from torch import Tensor
 
 import megackpt
-from megackpt import CoverageError, FormatError, NotACheckpointError, UnsupportedError
+from megackpt import CoverageError, FormatError, NotACheckpointError
+from megackpt.api import check_is_distributed_checkpoint
 from megackpt.cli import main
 from megackpt.compat.megatron.dist_checkpointing import mapping
 from megackpt.compat.megatron.dist_checkpointing.tensor_aware_state_dict import MCoreTensorAwareStateDict
+from megackpt.errors import UnsupportedError
 from megackpt.testing.ranks import RankPool
 
 STORED = Path(__file__).parent / "folders"
@@ -185,7 +187,7 @@ def test_a_folder_that_is_not_whole_is_an_error(fault: str, folder: Path, tmp_pa
     spoil(folder)
     with pytest.raises(error, match=text):
         megackpt.import_nvrx(folder, tmp_path / "imported")
-    assert not megackpt.check_is_distributed_checkpoint(tmp_path / "imported")
+    assert not check_is_distributed_checkpoint(tmp_path / "imported")
 
 
 WRONG = {

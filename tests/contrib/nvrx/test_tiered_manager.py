@@ -12,12 +12,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-import megackpt
 from megackpt import Checkpointer, MemoryTier, SaveOptions, Tiers
 from megackpt.compat.megatron.dist_checkpointing import mapping
 from megackpt.compat.megatron.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
 from megackpt.compat.megatron.dist_checkpointing.tensor_aware_state_dict import MCoreTensorAwareStateDict
-from megackpt.errors import DeclarationError, MissingKeyError, NotACheckpointError
+from megackpt.errors import CheckpointingException, DeclarationError, MissingKeyError, NotACheckpointError
 from megackpt.integrations.megatron_lm import TieredCheckpointManager
 from megackpt.testing.ranks import RankPool
 from tests.contrib.megatron.small_state import small_state
@@ -175,7 +174,7 @@ def test_what_a_local_checkpoint_lacks_is_an_error_or_a_reported_key() -> None:
     with pytest.raises(MissingKeyError, match=r"'new' among them.*the layout that wrote it"):
         kept.to_state_dict(other)
     cut = {"w": S.from_rank_offsets("w", torch.zeros(1, 3), (0, 0, 2))}
-    with pytest.raises(megackpt.CheckpointingException, match="'w' among them"):
+    with pytest.raises(CheckpointingException, match="'w' among them"):
         kept.to_state_dict(cut)
     state, missing, unexpected = kept.to_state_dict(other, strict="log_all", return_mismatch_keys=True)
     assert (state, unexpected) == ({"step": 7}, {"new"})

@@ -20,6 +20,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import megackpt
+from megackpt.api import check_is_distributed_checkpoint
 from megackpt.integrations.dcp import (
     MegackptLoadPlanner,
     MegackptSavePlanner,
@@ -248,7 +249,7 @@ def test_a_save_that_fails_in_the_background_raises_when_asked_for(
     for outcome in rank_pool.outcomes(_fail_in_background, 2, str(tmp_path / "step")):
         assert isinstance(outcome.error, CheckpointException)
         assert "code: A value of type object has no codec" in str(outcome.error)
-    assert not megackpt.check_is_distributed_checkpoint(tmp_path / "step")
+    assert not check_is_distributed_checkpoint(tmp_path / "step")
 
 
 def _save_from_another_process(path: str, rendezvous: str) -> None:

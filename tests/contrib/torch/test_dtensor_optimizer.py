@@ -15,7 +15,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import megackpt
-from megackpt import Checkpointer, CommonStateError, LoadOptions, SaveOptions
+from megackpt import Checkpointer, LoadOptions, SaveOptions
+from megackpt.errors import CommonStateError
 from megackpt.testing.ranks import RankPool
 from tests.contrib.torch.worlds import COMPUTES, full, make, same, train_step
 

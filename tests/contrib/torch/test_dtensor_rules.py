@@ -23,6 +23,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from torch.distributed.tensor.placement_types import _StridedShard
 
 import megackpt
+from megackpt.errors import GeometryError
 from megackpt.geometry.mesh import MeshBox, MeshCut, mesh_boxes
 from megackpt.mapping.torch_sharded import adopt_torch_sharded_tensors
 from megackpt.mapping.tree import PathKeys
@@ -316,7 +317,7 @@ def test_the_order_of_cuts_can_be_given() -> None:
 
 def test_a_mesh_that_does_not_fit_raises_an_error() -> None:
     for mesh, at, cut in (((2,), (2,), MeshCut(0)), ((2,), (0, 0), MeshCut(0)), ((2,), (0,), MeshCut(1))):
-        with pytest.raises(megackpt.GeometryError, match="do not fit an array of shape"):
+        with pytest.raises(GeometryError, match="do not fit an array of shape"):
             mesh_boxes((4,), mesh, at, [cut])
 
 

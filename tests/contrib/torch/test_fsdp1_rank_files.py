@@ -18,6 +18,7 @@ from torch.distributed.fsdp.api import FullOptimStateDictConfig, FullStateDictCo
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import megackpt
+from megackpt.errors import UnsupportedError
 from megackpt.testing.ranks import RankPool
 from tests.contrib.torch.test_fsdp1 import BLOCKS, build, load_fsdp1, load_fsdp2, sharded, whole
 from tests.contrib.torch.worlds import COMPUTES, Transformer, full, same, train_step
@@ -148,7 +149,7 @@ def test_flat_parameters_are_rejected_with_advice(rank_pool: RankPool, tmp_path:
     folder = tmp_path / "ranks"
     folder.mkdir()
     key = rank_pool.run(_save_flat, 2, folder)[0]
-    with pytest.raises(megackpt.UnsupportedError, match=r"rank_0.pt: .*flat parameter") as raised:
+    with pytest.raises(UnsupportedError, match=r"rank_0.pt: .*flat parameter") as raised:
         megackpt.import_torch(folder, tmp_path / "new")
     assert raised.value.key == f"model.{key}"
     assert "SHARDED_STATE_DICT" in str(raised.value)

@@ -14,7 +14,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from megackpt import FormatError, UnknownClassError
+from megackpt import FormatError
+from megackpt.errors import UnknownClassError
 from megackpt.integrations.transformer_engine import read_extra_state
 from tests.support.states import PickledCall
 

@@ -21,13 +21,13 @@ from megackpt import (
     LoadReport,
     MismatchError,
     MissingKeyError,
-    OptimizerError,
     ShardedTensor,
     load,
     load_plain_tensors,
     load_with_report,
     save,
 )
+from megackpt.errors import OptimizerError
 from megackpt.integrations.transformer_engine import fused_adam, sharded_state_dict
 from megackpt.optim import (
     DistributedOptimizer,

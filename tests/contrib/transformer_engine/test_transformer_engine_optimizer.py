@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from megackpt import OptimizerError, load, load_plain_tensors, save
+from megackpt import load, load_plain_tensors, save
+from megackpt.errors import OptimizerError
 from megackpt.integrations.transformer_engine import mark_parameters, sharded_state_dict
 from megackpt.optim import DistributedOptimizer
 from megackpt.parallel import ParallelGroups, ParallelLayout, is_marked

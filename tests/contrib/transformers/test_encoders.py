@@ -16,7 +16,8 @@ import pytest
 import torch
 
 import megackpt
-from megackpt import DeclarationError, MapError
+from megackpt import DeclarationError
+from megackpt.errors import MapError
 from megackpt.maps import family
 from megackpt.parallel import MicroBatch, ParallelGroups, ParallelLayout, context_share, join_context
 from megackpt.testing.ranks import RankPool

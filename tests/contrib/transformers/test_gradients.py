@@ -24,7 +24,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import megackpt
-from megackpt import CheckpointError, KeyRule, LoadOptions, MapError, Policy
+from megackpt import CheckpointError, KeyRule, LoadOptions, Policy
+from megackpt.errors import MapError
 from megackpt.maps import family, weights_of
 from megackpt.parallel import MicroBatch, ParallelGroups, ParallelLayout, context_share, forward_backward
 from megackpt.testing.ranks import RankPool

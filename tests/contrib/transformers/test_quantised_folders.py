@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import megackpt
-from megackpt import MapError
+from megackpt.errors import MapError
 from megackpt.parallel import ParallelGroups, ParallelLayout
 from models import build_gpt
 from models.huggingface import gpt_config

@@ -24,7 +24,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megackpt import WriterFailedError
 from megackpt.comm import store_group, writer_group
 from megackpt.comm.messages import decode_error
 from megackpt.comm.store_host import StoreAddress, connect_store, host_towards
@@ -48,6 +47,7 @@ from megackpt.engine.background.process import WriterProcess
 from megackpt.engine.background.saver import AsyncSaver
 from megackpt.engine.background.staging_memory import StagingMemory, StreamClosedError
 from megackpt.engine.data.workers import run_jobs, useful_threads
+from megackpt.errors import WriterFailedError
 from megackpt.options import AsyncOptions
 from tests.support.groups import shared
 from tests.support.writers import wait_for

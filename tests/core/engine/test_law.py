@@ -12,8 +12,9 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from megackpt import CheckpointConfig, DeclarationError, load, load_with_report, save
+from megackpt import DeclarationError, load, load_with_report, save
 from megackpt.comm import Group, SingleProcess
+from megackpt.config import CheckpointConfig
 from megackpt.engine.data.tensor_bytes import as_bits, byte_view
 from megackpt.mapping import (
     ReplicaId,

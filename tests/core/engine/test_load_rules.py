@@ -26,18 +26,17 @@ from megackpt import (
     ShardedTensor,
     ShardedTensorFactory,
     StrictHandling,
-    UnsupportedError,
-    check_is_distributed_checkpoint,
     load,
     load_plain_tensors,
     load_with_report,
-    remove_sharded_tensors,
     save,
 )
+from megackpt.api import check_is_distributed_checkpoint, remove_sharded_tensors
 from megackpt.comm import Group
 from megackpt.comm.device_group import DeviceGroup
 from megackpt.engine.loading.exchange import RankRequest
 from megackpt.engine.loading.shared_targets import sharing
+from megackpt.errors import UnsupportedError
 from megackpt.integrations.dcp import MegackptStorageReader
 from megackpt.mapping.describe import describe, torch_dtype
 from megackpt.storage import MemoryStore

@@ -26,10 +26,10 @@ from megackpt import (
     inspect,
     load,
     load_with_report,
-    remove_sharded_tensors,
     save,
     verify,
 )
+from megackpt.api import remove_sharded_tensors
 from megackpt.comm import Group
 from megackpt.errors import UnsupportedError
 from megackpt.integrations.dcp import MegackptStorageReader, MegackptStorageWriter

@@ -15,13 +15,11 @@ from torch import nn
 import megackpt
 from megackpt import (
     Checkpointer,
-    CommonStateError,
     FormatError,
     IntegrityError,
     LoadOptions,
     MissingKeyError,
     PerRankValue,
-    PlanCache,
     SaveOptions,
     StrictHandling,
     load,
@@ -30,13 +28,13 @@ from megackpt import (
     load_sharded_metadata,
     load_tensors_metadata,
     load_with_report,
-    remove_sharded_tensors,
     save,
 )
+from megackpt.api import PlanCache, remove_sharded_tensors
 from megackpt.cli import main
 from megackpt.comm import Group
 from megackpt.engine.loading.common_request import CommonRequest
-from megackpt.errors import UnsupportedError
+from megackpt.errors import CommonStateError, UnsupportedError
 from megackpt.integrations.dcp import MegackptStorageReader
 from megackpt.storage import MemoryStore
 from megackpt.testing.world import SimulatedWorld

@@ -18,7 +18,6 @@ from megackpt import (
     CoverageError,
     DeclarationError,
     MismatchError,
-    PlanCache,
     ReplicatedValue,
     SaveOptions,
     ShardedObject,
@@ -26,6 +25,7 @@ from megackpt import (
     load,
     save,
 )
+from megackpt.api import PlanCache
 from megackpt.comm import Group
 from megackpt.engine.saving.replica_samples import _sample_bits
 from megackpt.options import Policy

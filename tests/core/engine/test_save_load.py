@@ -24,7 +24,6 @@ from megackpt import (
     ShardedTensor,
     ShardedTensorFactory,
     StorageError,
-    UnserializableError,
     load,
     load_common_state_dict,
     load_content_metadata,
@@ -34,6 +33,7 @@ from megackpt import (
     save,
 )
 from megackpt.comm import Group
+from megackpt.errors import UnserializableError
 from megackpt.formats.native.save import NativeSaveStrategy
 from megackpt.formats.registry import save_strategy
 from megackpt.geometry import Ints

@@ -16,12 +16,10 @@ import torch
 import megackpt
 from megackpt import (
     AsyncOptions,
-    CheckpointConfig,
     Checkpointer,
     CoverageError,
     DeclarationError,
     FormatError,
-    Groups,
     IntegrityError,
     KeepBest,
     KeyRule,
@@ -37,7 +35,6 @@ from megackpt import (
     ShardedTensor,
     StorageError,
     Tiers,
-    UnserializableError,
     convert,
     diff,
     load,
@@ -48,8 +45,11 @@ from megackpt import (
 )
 from megackpt import inspect as inspect_checkpoint
 from megackpt.arguments import checked_step
+from megackpt.checkpointer import Groups
+from megackpt.config import CheckpointConfig
 from megackpt.engine.background.prepared_save import sendable
 from megackpt.engine.background.staging_memory import StagingMemory
+from megackpt.errors import UnserializableError
 from megackpt.formats.native import NativeSaveStrategy
 from megackpt.options import VerifyOptions
 from megackpt.storage import FileOptions, ObjectOptions

@@ -16,6 +16,7 @@ import torch
 
 import megackpt
 from megackpt import SaveOptions, ShardedObject, ShardedTensor
+from megackpt.api import remove_sharded_tensors
 from megackpt.comm import Group
 from megackpt.engine.data.tensor_bytes import as_bits, byte_view
 from megackpt.engine.verification.collective import verify_on_all_ranks
@@ -177,7 +178,7 @@ def test_removing_and_converting_keep_or_make_digests(tmp_path: Path, cli: Comma
     cli.run("convert", first, tmp_path / "new", "--to", "megackpt", "--array-digests")
     message = cli.json("diff", first, tmp_path / "new")
     assert message["by_digest"] == 5
-    megackpt.remove_sharded_tensors(tmp_path / "new", "half")
+    remove_sharded_tensors(tmp_path / "new", "half")
     message = cli.json("diff", first, tmp_path / "new", code=1)
     assert (message["only_first"], message["by_digest"]) == (["half"], 4)
     command = ("convert", first, tmp_path / "z", "--to", "torch_dist", "--array-digests")

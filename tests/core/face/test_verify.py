@@ -14,6 +14,7 @@ import torch.distributed.checkpoint
 
 import megackpt
 from megackpt import ShardedTensor
+from megackpt.api import remove_sharded_tensors
 from megackpt.cli import main
 from megackpt.errors import FormatError
 from megackpt.metadata import DIGEST_BLOCK_BYTES
@@ -264,7 +265,7 @@ def test_elements_that_no_chunk_has_are_named(tmp_path: Path, cli: CommandLine) 
 
 
 def test_arrays_that_were_taken_out_leave_no_damage(tmp_path: Path, cli: CommandLine) -> None:
-    megackpt.remove_sharded_tensors(copy_of_saved(tmp_path), "block")
+    remove_sharded_tensors(copy_of_saved(tmp_path), "block")
     cli.json("verify", tmp_path, "--deep")
     flip(data_files(tmp_path)[0], 60)
     cli.json("verify", tmp_path, code=1)

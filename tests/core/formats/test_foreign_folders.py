@@ -16,7 +16,9 @@ import torch
 
 import megackpt
 from megackpt import FormatError, NotACheckpointError, ShardedTensor, StorageError
+from megackpt.api import check_is_distributed_checkpoint
 from megackpt.cli import main
+from megackpt.maintenance import CopyReport
 from megackpt.testing.world import SimulatedRank, SimulatedWorld
 
 CONTRIB = Path(__file__).parents[2] / "contrib"
@@ -36,7 +38,7 @@ class Folder:
 
     backend: str
     make: Callable[[Path], Any]
-    imported: Callable[..., megackpt.CopyReport]
+    imported: Callable[..., CopyReport]
     damaged: str = ""
     left_out: bool = field(default=False)
 
@@ -191,7 +193,7 @@ def test_the_commands_take_it_as_it_is(folder: Folder, source: Path, tmp_path: P
 
 def test_a_folder_with_such_files_is_free_for_a_save_and_no_step(source: Path) -> None:
     if source.is_dir():
-        assert not megackpt.check_is_distributed_checkpoint(source)
+        assert not check_is_distributed_checkpoint(source)
         megackpt.save({"step": 1}, source)
         assert megackpt.load({}, source) == {"step": 1}
 

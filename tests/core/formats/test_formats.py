@@ -8,16 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from megackpt import (
-    ShardedObject,
-    ShardedTensor,
-    UnserializableError,
-    load,
-    remove_sharded_tensors,
-    save,
-    verify,
-)
-from megackpt.errors import DeclarationError, UnsupportedError
+from megackpt import ShardedObject, ShardedTensor, load, save, verify
+from megackpt.api import remove_sharded_tensors
+from megackpt.errors import DeclarationError, UnserializableError, UnsupportedError
 from megackpt.formats import native, registry, torch_dist
 from megackpt.formats.contents import Chunks
 from megackpt.formats.file_names import NATIVE, TORCH_DIST, ZARR_V1, ZARR_V3, FileNames

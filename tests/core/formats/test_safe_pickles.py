@@ -20,8 +20,9 @@ import pytest
 import torch
 import torch.distributed.checkpoint.metadata as dcp_metadata
 
-from megackpt import FormatError, UnserializableError
+from megackpt import FormatError
 from megackpt.codec import ForeignMember, keep_unknown_values
+from megackpt.errors import UnserializableError
 from megackpt.formats.pickle_limits import check_opcodes
 from megackpt.formats.safe_pickle import load_value, save_value
 from megackpt.formats.tensor_pickle import load_tensor_pickle

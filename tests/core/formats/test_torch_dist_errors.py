@@ -29,12 +29,12 @@ from megackpt import (
     ShardedObject,
     ShardedTensor,
     StorageError,
-    UnserializableError,
     load,
     load_plain_tensors,
     save,
 )
 from megackpt.codec.stand_ins import ForeignMember
+from megackpt.errors import UnserializableError
 from megackpt.formats import safe_pickle
 from megackpt.formats.torch_dist import item_chunks
 from megackpt.formats.torch_dist.item_chunks import _row_major

@@ -34,8 +34,8 @@ from megackpt import (
     load_content_metadata,
     load_plain_tensors,
     load_sharded_metadata,
-    remove_sharded_tensors,
 )
+from megackpt.api import remove_sharded_tensors
 from megackpt.formats.torch_dist import item as items
 from megackpt.formats.torch_dist.item import HEAD_BYTES, frame_of, locate, stream
 from megackpt.metadata import DTYPES

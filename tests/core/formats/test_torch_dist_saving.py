@@ -25,18 +25,18 @@ from megackpt import (
     ShardedObject,
     ShardedTensor,
     StorageError,
-    UnserializableError,
     convert,
     load,
     load_common_state_dict,
     load_content_metadata,
     load_plain_tensors,
     load_sharded_metadata,
-    remove_sharded_tensors,
     save,
     verify,
 )
+from megackpt.api import remove_sharded_tensors
 from megackpt.comm import Group
+from megackpt.errors import UnserializableError
 from megackpt.formats.torch_dist import TorchDistSaveStrategy
 from megackpt.formats.torch_dist import item as items
 from megackpt.formats.torch_dist.item import frame_of, stream

@@ -20,8 +20,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import megackpt
-from megackpt import CheckpointError, FormatError, NotACheckpointError, UnknownClassError, UnsupportedError
+from megackpt import CheckpointError, FormatError, NotACheckpointError
 from megackpt.cli import main
+from megackpt.errors import UnknownClassError, UnsupportedError
 from megackpt.formats.foreign.contents import TensorChunks
 from megackpt.formats.foreign.state import ForeignArray
 from megackpt.formats.torch_dist.save import TorchDistSaveStrategy

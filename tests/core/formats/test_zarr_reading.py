@@ -20,14 +20,13 @@ from megackpt import (
     LoadOptions,
     ShardedObject,
     ShardedTensor,
-    check_is_distributed_checkpoint,
     load,
     load_common_state_dict,
     load_plain_tensors,
     load_sharded_metadata,
-    remove_sharded_tensors,
     save,
 )
+from megackpt.api import check_is_distributed_checkpoint, remove_sharded_tensors
 from megackpt.errors import CheckpointError, FormatError, IntegrityError, NotACheckpointError
 from megackpt.formats.zarr.grids import GridRules
 from megackpt.formats.zarr.version_3 import ZarrV3SaveStrategy

@@ -17,7 +17,8 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from megackpt import ShardedObject, ShardedTensor, load, load_plain_tensors, remove_sharded_tensors, save
+from megackpt import ShardedObject, ShardedTensor, load, load_plain_tensors, save
+from megackpt.api import remove_sharded_tensors
 from megackpt.comm import Group
 from megackpt.engine.data.tensor_bytes import as_bits
 from megackpt.errors import DeclarationError, MissingExtraError

@@ -22,10 +22,9 @@ from megackpt import (
     ShardedObject,
     ShardedTensor,
     StorageError,
-    Tier,
     Tiers,
 )
-from megackpt.checkpointer import LastLoad
+from megackpt.checkpointer import LastLoad, Tier
 from megackpt.checkpointer.tiers import TierSet
 from megackpt.cli.ls import list_steps
 from megackpt.comm import Group

@@ -19,9 +19,10 @@ import click
 import pytest
 
 import megackpt
-from megackpt import CheckpointConfig, Checkpointer, options
+from megackpt import Checkpointer, options
 from megackpt.cli.entry import COMMANDS
 from megackpt.codec.tree import MAX_DEPTH
+from megackpt.config import CheckpointConfig
 from megackpt.engine.background.saver import _MAX_QUEUED
 from megackpt.engine.checkpoint.steps import _MAX_STEP
 from megackpt.formats.zarr.chunks import MAX_CHUNKS

@@ -1,4 +1,4 @@
-"""Public names: every error is exported, annotations can be evaluated, arguments that errors advise exist.
+"""Public names: every error is exported, moved names work, annotations can be evaluated, advice is right.
 
 Tools that make command lines, configurations or pages from signatures do that by `typing.get_type_hints`.
 """
@@ -10,8 +10,10 @@ import importlib
 import inspect
 import io
 import os
+import pickle
 import re
 import typing
+import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -22,11 +24,14 @@ import torch
 from torch.distributed.tensor import DTensor
 
 import megackpt
+from megackpt import errors
 from megackpt.compat.megatron.dist_checkpointing import serialization
 from megackpt.compat.megatron.dist_checkpointing.strategies.common import TorchCommonLoadStrategy
 from megackpt.errors import CheckpointError, FormatError
 from megackpt.integrations.apex import declare_gathered
 from megackpt.integrations.transformer_engine.extra_state import read_extra_state
+from megackpt.moved_names import moved_names
+from tests.support.docs import names_by_module
 
 PACKAGE = Path(megackpt.__file__).parent
 
@@ -46,8 +51,58 @@ def test_every_error_class_of_the_package_is_exported() -> None:
     for module in sorted(PACKAGE.rglob("*.py")):
         if "testing" not in module.relative_to(PACKAGE).parts:
             known |= error_classes(module, known)
-    assert known <= set(megackpt.__all__)
-    assert all(issubclass(getattr(megackpt, name), CheckpointError) for name in known)
+    assert known <= set(errors.__all__)
+    assert all(issubclass(getattr(errors, name), CheckpointError) for name in known)
+    of_package = {name for name in megackpt.__all__ if name.endswith("Error")}
+    assert of_package <= known
+
+
+MOST_NAMES = {"megackpt": 52}
+MOVED = [(package, name) for package in MOST_NAMES for name in moved_names(package)]
+
+
+@pytest.mark.parametrize("package", MOST_NAMES)
+def test_a_package_has_few_names(package: str) -> None:
+    module = importlib.import_module(package)
+    assert len(module.__all__) <= MOST_NAMES[package]
+    assert {name for name in dir(module) if not name.startswith("_")} == set(module.__all__)
+    assert not moved_names(package).keys() & set(module.__all__)
+
+
+@pytest.mark.parametrize(("package", "name"), MOVED)
+def test_a_moved_name_is_the_same_object_and_one_notice_has_the_new_line(package: str, name: str) -> None:
+    module = importlib.import_module(package)
+    vars(module).pop(name, None)  # where the test runs twice in a process
+    old_line = f"from {package} import {name} as old\n"
+    names: dict[str, object] = {}
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        exec(compile(old_line + old_line, "program.py", "exec"), names)
+        by_attribute = getattr(module, name)
+        unpickled = pickle.loads(f"c{package}\n{name}\n.".encode())
+    (notice,) = caught
+    assert (notice.category, notice.filename, notice.lineno) == (DeprecationWarning, "program.py", 1)
+    new_line = str(notice.message).partition(" Write: ")[2]
+    exec(new_line, names)
+    new_module, new_name = re.fullmatch(r"from ([\w.]+) import (\w+)", new_line).groups()  # type: ignore[union-attr]
+    assert names["old"] is names[new_name] is by_attribute is unpickled
+    assert new_name in names_by_module()[new_module]
+
+
+@pytest.mark.parametrize("package", MOST_NAMES)
+def test_the_notice_about_an_attribute_is_of_the_line_that_uses_it(package: str) -> None:
+    name = next(iter(moved_names(package)))
+    module = importlib.import_module(package)
+    vars(module).pop(name, None)
+    with pytest.warns(DeprecationWarning, match=f"`from {package} import {name}` will not work") as caught:
+        getattr(module, name)
+    assert caught[0].filename == __file__
+
+
+@pytest.mark.parametrize("package", MOST_NAMES)
+def test_a_name_that_a_package_never_had_is_an_error(package: str) -> None:
+    with pytest.raises(AttributeError, match=f"'{package}' has no attribute 'nothing'"):
+        getattr(importlib.import_module(package), "nothing")  # noqa: B009
 
 
 PUBLIC_PARTS = (
@@ -80,11 +135,18 @@ def annotated(public: object) -> Iterator[object]:
                 yield function
 
 
-@pytest.mark.parametrize("part", PUBLIC_PARTS)
+def names_of(part: str) -> set[str]:
+    """Return the public names of a part: its `__all__`, or those that docs/names.md lists."""
+    if part in PUBLIC_PARTS:
+        return set(importlib.import_module(part).__all__)
+    return set(names_by_module()[part])
+
+
+@pytest.mark.parametrize("part", sorted({*PUBLIC_PARTS, *names_by_module()}))
 def test_the_annotations_of_public_names_can_be_evaluated(part: str) -> None:
     module = importlib.import_module(part)
     faults = {}
-    for name in sorted(set(module.__all__) - IMPORTS_MAPS_LATER):
+    for name in sorted(names_of(part) - IMPORTS_MAPS_LATER):
         for item in annotated(getattr(module, name)):
             try:
                 typing.get_type_hints(item)

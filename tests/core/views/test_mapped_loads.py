@@ -21,7 +21,6 @@ from megackpt import (
     DeclarationError,
     KeyRule,
     LoadOptions,
-    MapError,
     MismatchError,
     MissingKeyError,
     Policy,
@@ -29,6 +28,7 @@ from megackpt import (
     ShardedTensor,
 )
 from megackpt.checkpointer import LocalTier
+from megackpt.errors import MapError
 from megackpt.geometry import Box
 from megackpt.maps import Family, FamilyRules, Rule, bound_to, family_of, region_map, weights_of
 from megackpt.maps.megatron import megatron_map

@@ -14,7 +14,8 @@ from pathlib import Path
 import pytest
 from training.arguments import parse_arguments
 
-from megackpt import CheckpointConfig, Checkpointer, DeclarationError
+from megackpt import Checkpointer, DeclarationError
+from megackpt.config import CheckpointConfig
 from megackpt.engine.checkpoint.opening import open_checkpoint
 from megackpt.storage import LocalStore
 from megackpt.testing.ranks import RankPool

@@ -17,8 +17,9 @@ from megackpt_npyfiles.shelf import ShelfStore
 from safetensors.torch import save_file
 
 import megackpt
-from megackpt import Checkpointer, MapError, ShardedTensor, StorageError
+from megackpt import Checkpointer, ShardedTensor, StorageError
 from megackpt.cli import main
+from megackpt.errors import MapError
 from megackpt.formats.contents import Contents
 from megackpt.formats.registry import load_strategy, save_strategy
 from megackpt.formats.strategy import Format

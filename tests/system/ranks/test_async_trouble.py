@@ -22,12 +22,12 @@ from megackpt import (
     SaveOptions,
     ShardedTensor,
     StorageError,
-    WriterFailedError,
 )
 from megackpt.comm import SingleProcess
 from megackpt.engine.background import child_process, session
 from megackpt.engine.background import process as writer_process
 from megackpt.engine.background import saver as async_save
+from megackpt.errors import WriterFailedError
 from megackpt.testing.ranks import RankPool
 from tests.support.effort import tries_all, with_all
 from tests.support.writers import (

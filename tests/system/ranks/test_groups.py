@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from megackpt import RankFailedError, WriterFailedError
+from megackpt import RankFailedError
 from megackpt.comm import (
     TorchGroup,
     broadcast_from_rank_0,
@@ -24,6 +24,7 @@ from megackpt.comm import (
 from megackpt.comm.store_client import StoreClient, StoreTimeoutError
 from megackpt.comm.store_group import StoreGroup
 from megackpt.comm.store_host import StoreAddress, connect_store
+from megackpt.errors import WriterFailedError
 from megackpt.testing.ranks import RankPool
 from tests.contrib.megatron.megatron_world import may_start_processes
 from tests.support.effort import with_all

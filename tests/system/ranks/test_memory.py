@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 import megackpt
 from megackpt import LoadOptions, ShardedTensor
+from megackpt.api import PlanCache
 from megackpt.bench.collectives import COLLECTIVE_METHODS, MESSAGE_METHODS, observed
 from megackpt.formats.native import NativeSaveStrategy
 from megackpt.optim import DistributedOptimizer
@@ -328,7 +329,7 @@ PLANNING = [
 
 def calls_of_four_saves(directory: Path) -> list[tuple[list[str], list[str]]]:
     """Return collectives until the end of planning and after it, for saves of two structures in turn."""
-    plans, counts = megackpt.PlanCache(), []
+    plans, counts = PlanCache(), []
     megackpt.save({}, directory)  # makes the process group, once
     for number in range(4):
         rows = 2 + number % 2

@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 import megackpt
 from megackpt import Checkpointer, KeepBest, NotACheckpointError, Retention, ShardedTensor, StorageError
+from megackpt.api import check_is_distributed_checkpoint
 from megackpt.checkpointer import StepList
 from megackpt.comm import Group, SingleProcess
 from megackpt.errors import UnsupportedError
@@ -83,8 +84,8 @@ def test_the_environment_and_an_url_are_all_that_save_and_load_need(
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", options.config["secret_access_key"])
     megackpt.save(state(0, 1, axis=0, seed=3), f"{url}/iter_1")
     assert is_loaded(megackpt.load(state(0, 1, axis=0, seed=None), f"{url}/iter_1"), 0, 1, axis=0, seed=3)
-    assert megackpt.check_is_distributed_checkpoint(f"{url}/iter_1")
-    assert not megackpt.check_is_distributed_checkpoint(url)
+    assert check_is_distributed_checkpoint(f"{url}/iter_1")
+    assert not check_is_distributed_checkpoint(url)
 
 
 # Requests.

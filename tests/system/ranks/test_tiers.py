@@ -31,13 +31,13 @@ from megackpt import (
     ShardedTensor,
     StorageError,
     Tiers,
-    WriterFailedError,
 )
 from megackpt.checkpointer import LastLoad
 from megackpt.comm import SingleProcess
 from megackpt.engine.background import saver
 from megackpt.engine.background.staging_memory import StreamRange
 from megackpt.engine.tiers import save as tier_save
+from megackpt.errors import WriterFailedError
 from megackpt.testing.ranks import RankPool
 from tests.support.effort import tries_all, with_all
 from tests.support.writers import (

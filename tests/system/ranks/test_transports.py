@@ -17,10 +17,11 @@ import torch
 import torch.distributed as dist
 
 import megackpt
-from megackpt import LoadOptions, ShardedTensor, WriterFailedError
+from megackpt import LoadOptions, ShardedTensor
 from megackpt.comm.store_host import StoreAddress, connect_store
 from megackpt.comm.transport_choice import TRANSPORT_VARIABLE
 from megackpt.comm.writer_group import WriterGroup
+from megackpt.errors import WriterFailedError
 from megackpt.testing.ranks import RankPool
 from tests.support.effort import sampled
 from tests.support.groups import shared

@@ -19,8 +19,9 @@ import torch
 from safetensors.torch import save_file
 
 import megackpt
-from megackpt import CheckpointError, DeclarationError, MapError
+from megackpt import CheckpointError, DeclarationError
 from megackpt.cli import main
+from megackpt.errors import MapError
 from megackpt.maps import family_of
 from megackpt.maps.text_part import TextPart
 from megackpt.parallel import RoutingOptions, SwiGLU

@@ -13,7 +13,8 @@ import pytest
 import torch
 
 import megackpt
-from megackpt import CheckpointError, DeclarationError, IntegrityError, MapError, StorageError
+from megackpt import CheckpointError, DeclarationError, IntegrityError, StorageError
+from megackpt.errors import MapError
 from megackpt.storage import LocalStore, ObjectStore, Store
 from megackpt.testing.cached_disk import Loss
 from megackpt.testing.crash_store import CrashMachine, Moment, Stopped

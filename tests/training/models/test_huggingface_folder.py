@@ -24,6 +24,7 @@ from megackpt import (
 )
 from megackpt.cli import main
 from megackpt.comm import Group
+from megackpt.config import CheckpointConfig
 from megackpt.formats.file_names import HUGGINGFACE
 from megackpt.formats.registry import detect, not_imported, save_strategy
 from megackpt.formats.safetensors_header import read_header
@@ -260,7 +261,7 @@ def test_the_format_is_only_read() -> None:
         save_strategy("huggingface")
     assert not_imported("huggingface") is None
     with pytest.raises(DeclarationError, match="it is only read"):
-        megackpt.CheckpointConfig(dist_ckpt_format="huggingface")
+        CheckpointConfig(dist_ckpt_format="huggingface")
 
 
 FIRST, SECOND = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"

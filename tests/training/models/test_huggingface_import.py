@@ -11,7 +11,8 @@ import pytest
 import torch
 
 import megackpt
-from megackpt import CheckpointError, DeclarationError, IntegrityError, MapError, ShardedTensor, StorageError
+from megackpt import CheckpointError, DeclarationError, IntegrityError, ShardedTensor, StorageError
+from megackpt.errors import MapError
 from megackpt.maintenance import huggingface_model_files
 from megackpt.storage import LocalStore
 from megackpt.testing.faulty_store import FaultyStore

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 from torch import Tensor
 
-from megackpt import MapError
+from megackpt.errors import MapError
 from megackpt.maps import (
     RegionMap,
     Rule,

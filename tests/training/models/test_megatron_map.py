@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megackpt import MapError
+from megackpt.errors import MapError
 from megackpt.maps import (
     RegionMap,
     bound_to,

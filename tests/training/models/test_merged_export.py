@@ -17,8 +17,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import megackpt
-from megackpt import CheckpointError, DeclarationError, MapError, StorageError
+from megackpt import CheckpointError, DeclarationError, StorageError
 from megackpt.cli import main
+from megackpt.errors import MapError
 from megackpt.integrations.peft import export_peft, import_peft
 from megackpt.parallel import (
     LoRAConfig,

@@ -14,18 +14,9 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
 
-from megackpt import (
-    KeyRule,
-    LoadOptions,
-    MissingKeyError,
-    OptimizerError,
-    Policy,
-    ShardedObject,
-    ShardedTensor,
-    load,
-    save,
-)
+from megackpt import KeyRule, LoadOptions, MissingKeyError, Policy, ShardedObject, ShardedTensor, load, save
 from megackpt.comm import Group
+from megackpt.errors import OptimizerError
 from megackpt.integrations.dcp import (
     MegackptLoadPlanner,
     MegackptSavePlanner,

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from megackpt import DeclarationError, MismatchError, MissingKeyError, OptimizerError, ShardedTensor
+from megackpt import DeclarationError, MismatchError, MissingKeyError, ShardedTensor
+from megackpt.errors import OptimizerError
 from megackpt.optim import DistributedOptimizer, MixedPrecisionOptimizer
 from megackpt.parallel import ParallelGroups, ParallelLayout
 from tests.support.optim_training import (

@@ -21,7 +21,6 @@ from megackpt import (
     DeclarationError,
     LocalNonpersistentObject,
     MismatchError,
-    OptimizerError,
     ShardedLayout,
     ShardedObject,
     ShardedTensor,
@@ -29,6 +28,7 @@ from megackpt import (
     load,
     save,
 )
+from megackpt.errors import OptimizerError
 from megackpt.mapping import ShardedStateDict, is_main_replica
 from megackpt.optim import (
     DistributedOptimizer,

@@ -17,9 +17,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from megackpt import GeometryError, ShardedTensor, load, save
+from megackpt import ShardedTensor, load, save
 from megackpt.comm import Group
 from megackpt.engine.data.tensor_bytes import as_bits
+from megackpt.errors import GeometryError
 from megackpt.mapping import ShardedStateDict
 from megackpt.optim import DistributedOptimizer, MixedPrecisionOptimizer
 from megackpt.optim.master_optimizer import MasterOptimizer

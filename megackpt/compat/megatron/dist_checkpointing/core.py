@@ -45,7 +45,8 @@ def check_is_distributed_checkpoint(checkpoint_dir: str | os.PathLike[str] | Sto
     """Return whether a directory holds a metadata.json that can be read. Local.
 
     As in Megatron-Core, a checkpoint of torch.distributed.checkpoint alone is none: Megatron-LM loads that in
-    another way (`torch_dcp`, `fsdp_dtensor`). `megackpt.check_is_distributed_checkpoint` knows it too.
+    another way (`torch_dcp`, `fsdp_dtensor`). `megackpt.api.check_is_distributed_checkpoint` knows it
+    too.
 
     Raises:
         FormatError: metadata.json is damaged.
