@@ -20,9 +20,8 @@ from megackpt.parallel import (
     ReplicatedLinear,
     ShardedModule,
     StageTable,
-    collect_sequence,
-    gather_sequence,
 )
+from megackpt.parallel.collectives import collect_sequence, gather_sequence
 from models.block_config import LearnedPositions, MLPConfig, NormConfig
 from models.blocks.embedding import Embedding, ReplicatedEmbedding
 from models.blocks.full_attention import FullAttention, padding_bias

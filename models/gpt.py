@@ -24,9 +24,8 @@ from megackpt.parallel import (
     ParallelRng,
     ShardedModule,
     StageTable,
-    mean_over_tokens_ahead,
-    tokens_ahead,
 )
+from megackpt.parallel.mtp import mean_over_tokens_ahead, tokens_ahead
 from models.blocks.embedding import Embedding
 from models.blocks.mtp import MultiTokenPrediction
 from models.blocks.norm import block_norm

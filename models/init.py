@@ -19,7 +19,8 @@ from torch import Tensor
 
 from megackpt.errors import DeclarationError
 from megackpt.mapping import ShardedLayout, ShardedObject, ShardedStateDict, ShardedTensor
-from megackpt.parallel import ModelChunks, stable_seed
+from megackpt.parallel import ModelChunks
+from megackpt.parallel.rng import stable_seed
 from models.config import GPTConfig
 from models.language_model import LanguageModel
 

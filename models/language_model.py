@@ -13,16 +13,11 @@ from torch import Tensor
 
 from megackpt.errors import DeclarationError
 from megackpt.mapping import RankOffset, ShardedStateDict
-from megackpt.parallel import (
-    Metadata,
-    ShardedModule,
-    VocabParallelOutput,
-    all_reduce,
-    divide_over_tp,
-    mark,
-    second_copy,
-    vocab_parallel_cross_entropy,
-)
+from megackpt.parallel import ShardedModule, VocabParallelOutput, divide_over_tp, vocab_parallel_cross_entropy
+from megackpt.parallel.attributes import mark
+from megackpt.parallel.collectives import all_reduce
+from megackpt.parallel.foreign_modules import Metadata
+from megackpt.parallel.mixin import second_copy
 from models.blocks.embedding import Embedding
 from models.extra_rows import Shape, row_count
 from models.stage import Stage

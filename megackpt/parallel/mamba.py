@@ -23,7 +23,7 @@ from megackpt.parallel.groups import ParallelGroups
 from megackpt.parallel.layout import ParallelLayout
 from megackpt.parallel.linear import ColumnParallelLinear, RowParallelLinear, divide_over_tp
 from megackpt.parallel.mixin import ShardedModule
-from megackpt.parallel.selective_scan import selective_scan
+from megackpt.parallel.scan import selective_scan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

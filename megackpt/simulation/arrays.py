@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from megackpt.metadata import DTYPES, ArraySpec
-from megackpt.parallel import padded_vocab_size
+from megackpt.parallel.embedding import padded_vocab_size
 from megackpt.simulation.model import Model, Weight
 
 MOMENTS = ("exp_avg", "exp_avg_sq")

@@ -12,7 +12,7 @@ import numpy.typing as npt
 from megackpt.errors import DeclarationError, MismatchError, truncated_list
 from megackpt.geometry import split_range
 from megackpt.mapping import ShardedStateDict
-from megackpt.parallel import stable_seed
+from megackpt.parallel.rng import stable_seed
 
 Ints: TypeAlias = npt.NDArray[np.int64]
 

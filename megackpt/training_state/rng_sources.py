@@ -14,7 +14,8 @@ import numpy as np
 import torch
 
 from megackpt.errors import DeclarationError, MismatchError
-from megackpt.parallel import ParallelRng, stable_seed
+from megackpt.parallel import ParallelRng
+from megackpt.parallel.rng import stable_seed
 from megackpt.training_state.rank_position import RankPosition
 
 DATA_AXES = ("dp",)

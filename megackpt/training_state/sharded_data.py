@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 from megackpt.errors import DeclarationError, MismatchError, truncated_list
 from megackpt.mapping import ShardedObject, ShardedStateDict
-from megackpt.parallel import stable_seed
+from megackpt.parallel.rng import stable_seed
 from megackpt.training_state.rank_position import RankPosition
 
 

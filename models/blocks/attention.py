@@ -18,12 +18,11 @@ from megackpt.parallel import (
     QKVParallelLinear,
     RowParallelLinear,
     ShardedModule,
-    attention_parts,
     causal_attention,
     context_positions,
-    join_heads,
-    split_heads,
 )
+from megackpt.parallel.attention import join_heads, split_heads
+from megackpt.parallel.context import attention_parts
 from models.blocks.norm import head_norm
 from models.blocks.rotary import rotate, rotation
 from models.stage import Stage

@@ -17,15 +17,9 @@ from torch import Tensor, nn
 
 import megackpt.parallel
 from megackpt.errors import DeclarationError
-from megackpt.parallel import (
-    Axis,
-    ShardedModule,
-    context_positions,
-    gather_context,
-    gather_keys_and_values,
-    join_heads,
-    split_heads,
-)
+from megackpt.parallel import Axis, ShardedModule, context_positions
+from megackpt.parallel.attention import join_heads, split_heads
+from megackpt.parallel.context import gather_context, gather_keys_and_values
 from models.blocks.attention import (
     Attention,
     has_input_bias,

@@ -12,7 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megackpt.errors import DeclarationError
-from megackpt.parallel import GatedExperts, MixtureOfExperts, PlainExperts, Router, mark
+from megackpt.parallel import GatedExperts, MixtureOfExperts, PlainExperts, Router
+from megackpt.parallel.attributes import mark
 from models.blocks.mlp import ACTIVATIONS, MLP, GatedMLP
 from models.moe_config import MoEConfig
 from models.stage import Stage

@@ -40,9 +40,8 @@ from megackpt.parallel import (
     causal_attention,
     context_share,
     forward_backward,
-    gather_context,
-    join_context,
 )
+from megackpt.parallel.context import gather_context, join_context
 from megackpt.storage import LocalStore
 from megackpt.testing.faulty_store import FaultyStore
 from megackpt.testing.ranks import RankPool

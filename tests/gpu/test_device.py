@@ -15,16 +15,9 @@ from megackpt import Checkpointer, KeyRule, LoadOptions, Policy, SaveOptions, Sh
 from megackpt.engine.data.device_copies import COMMON_BUFFERS, HostBuffers, host_parts, to_host
 from megackpt.engine.data.tensor_bytes import as_bits, byte_view, parts_of
 from megackpt.metadata import DTYPES
-from megackpt.parallel import (
-    AttentionPart,
-    ParallelGroups,
-    ParallelLayout,
-    ParallelRng,
-    causal_attention,
-    context_positions,
-    dropout,
-)
-from megackpt.parallel.context import _attend
+from megackpt.parallel import ParallelGroups, ParallelLayout, ParallelRng, causal_attention, context_positions
+from megackpt.parallel.context import AttentionPart, _attend
+from megackpt.parallel.rng import dropout
 from megackpt.storage.rawio import BUFFER_BYTES
 from megackpt.training_state import RankPosition, RngState, Seeds, TrackedRng
 

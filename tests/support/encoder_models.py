@@ -29,8 +29,8 @@ from megackpt.parallel import (
     StageTable,
     context_share,
     forward_backward,
-    gather_from,
 )
+from megackpt.parallel.collectives import gather_from
 from models import GPTConfig, T5Config
 from tests.support.gpt import Box, assert_all_close, gradient_boxes, join
 from tests.support.gpt import assert_close as assert_gradient_close

@@ -19,9 +19,9 @@ from megackpt.parallel import (
     ParallelLayout,
     ShardedModule,
     TpSharding,
-    mark,
     sharded_state_dict,
 )
+from megackpt.parallel.attributes import mark
 from megackpt.parallel.collectives import gather_sequence, reduce_from, reduce_scatter_sequence
 from tests.support.optimizers import Arrays, random_arrays, scatter, tensors_of
 

@@ -26,16 +26,15 @@ from megackpt.parallel import (
     ParallelLayout,
     RoutingOptions,
     StageTable,
-    adapter_state,
     add_adapters,
-    all_reduce,
     context_share,
     forward_backward,
-    is_marked,
-    reset_magnitudes,
     share_losses,
-    stable_seed,
 )
+from megackpt.parallel.adapters import adapter_state, reset_magnitudes
+from megackpt.parallel.attributes import is_marked
+from megackpt.parallel.collectives import all_reduce
+from megackpt.parallel.rng import stable_seed
 from models import (
     AttentionConfig,
     DeltaNetConfig,

@@ -16,14 +16,9 @@ from torch import Tensor, nn
 from megackpt import DeclarationError
 from megackpt.mapping import ShardedStateDict
 from megackpt.maps import RegionMap, family_of
-from megackpt.parallel import (
-    ModelChunks,
-    ParallelGroups,
-    ParallelLayout,
-    context_share,
-    gather_context,
-    gather_from,
-)
+from megackpt.parallel import ModelChunks, ParallelGroups, ParallelLayout, context_share
+from megackpt.parallel.collectives import gather_from
+from megackpt.parallel.context import gather_context
 from models import GPTConfig, build_gpt
 from models.huggingface import gpt_config
 from tests.support.huggingface_configs import DENSE, SEQUENCE, WITH_EXPERTS, random_fields

@@ -26,8 +26,10 @@ from megackpt.integrations.transformer_engine.own_tensors import declare_own
 from megackpt.integrations.transformer_engine.quantised import Quantised, check_quantised
 from megackpt.integrations.transformer_engine.site import NAMES, QUANTISED, Site, own_tensors
 from megackpt.mapping import RankOffset, ShardedStateDict
-from megackpt.parallel import Metadata, ParallelGroups, is_marked, register_package
+from megackpt.parallel import ParallelGroups
 from megackpt.parallel import sharded_state_dict as declare_any
+from megackpt.parallel.attributes import is_marked
+from megackpt.parallel.foreign_modules import Metadata, register_package
 
 PACKAGE = "transformer_engine"
 

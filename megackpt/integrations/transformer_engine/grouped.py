@@ -37,7 +37,8 @@ from megackpt.mapping import (
     ShardedTensor,
     ShardedTensorFactory,
 )
-from megackpt.parallel import TpSharding, declare_tensor
+from megackpt.parallel import TpSharding
+from megackpt.parallel.mixin import declare_tensor
 
 
 def declare_grouped(

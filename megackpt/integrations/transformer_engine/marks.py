@@ -8,7 +8,8 @@ from torch import nn
 
 from megackpt.integrations.transformer_engine.declare import kind_of
 from megackpt.integrations.transformer_engine.site import Site, own_tensors, parallel_mode
-from megackpt.parallel import ParallelGroups, mark
+from megackpt.parallel import ParallelGroups
+from megackpt.parallel.attributes import mark
 
 
 def mark_parameters(model: nn.Module, groups: ParallelGroups) -> None:

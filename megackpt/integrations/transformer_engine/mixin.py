@@ -9,7 +9,8 @@ from torch import nn
 
 from megackpt.integrations.transformer_engine.declare import declare_module_of_te
 from megackpt.mapping import RankOffset, ShardedStateDict
-from megackpt.parallel import Metadata, ParallelGroups
+from megackpt.parallel import ParallelGroups
+from megackpt.parallel.foreign_modules import Metadata
 
 
 class TransformerEngineMixin(nn.Module):

@@ -17,7 +17,9 @@ from megackpt.integrations.transformer_engine.quantised import (
     without_codes,
 )
 from megackpt.mapping import RankOffset, ShardedBase, ShardedStateDict
-from megackpt.parallel import Metadata, ParallelGroups, TpSharding, declare_tensor
+from megackpt.parallel import ParallelGroups, TpSharding
+from megackpt.parallel.foreign_modules import Metadata
+from megackpt.parallel.mixin import declare_tensor
 
 ParallelMode: TypeAlias = Literal["column", "row"]
 # The keys of the caller's choices in metadata.

@@ -21,7 +21,8 @@ import torch.distributed as dist
 
 import megackpt
 from megackpt.errors import MapError
-from megackpt.parallel import ParallelGroups, ParallelLayout, RoutingOptions, gather_from
+from megackpt.parallel import ParallelGroups, ParallelLayout, RoutingOptions
+from megackpt.parallel.collectives import gather_from
 from megackpt.testing.ranks import RankPool
 from models import GPTConfig, LearnedPositions, MLPConfig, MoEConfig, NormConfig, build_gpt
 from models.megatron import megatron_state

@@ -19,7 +19,8 @@ import megackpt
 from megackpt import DeclarationError
 from megackpt.errors import MapError
 from megackpt.maps import family
-from megackpt.parallel import MicroBatch, ParallelGroups, ParallelLayout, context_share, join_context
+from megackpt.parallel import MicroBatch, ParallelGroups, ParallelLayout, context_share
+from megackpt.parallel.context import join_context
 from megackpt.testing.ranks import RankPool
 from models import GPT, BertConfig, LearnedPositions, T5Config, build_bert, build_t5
 from models.huggingface_bert import bert_config

@@ -17,13 +17,10 @@ import torch
 
 import megackpt
 from megackpt.integrations.peft import export_peft, import_peft
-from megackpt.parallel import (
-    LoRAConfig,
-    ParallelGroups,
-    ParallelLayout,
+from megackpt.parallel import LoRAConfig, ParallelGroups, ParallelLayout, add_adapters
+from megackpt.parallel.adapters import (
     adapter_metadata,
     adapter_state,
-    add_adapters,
     base_state,
     merge_adapter,
     reset_magnitudes,

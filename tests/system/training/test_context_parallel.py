@@ -20,7 +20,6 @@ from torch import Tensor
 
 from megackpt.errors import DeclarationError
 from megackpt.parallel import (
-    AttentionPart,
     Axis,
     GatedDeltaNet,
     MambaMixer,
@@ -28,14 +27,12 @@ from megackpt.parallel import (
     ParallelGroups,
     ParallelLayout,
     ParallelRng,
-    attention_parts,
     causal_attention,
-    collect_sequence,
     context_share,
-    gather_context,
-    join_context,
-    stable_seed,
 )
+from megackpt.parallel.collectives import collect_sequence
+from megackpt.parallel.context import AttentionPart, attention_parts, gather_context, join_context
+from megackpt.parallel.rng import stable_seed
 from megackpt.testing.ranks import RankPool
 from models import GPTConfig
 from models.blocks.attention import SelfAttention

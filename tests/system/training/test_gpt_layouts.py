@@ -31,15 +31,15 @@ from megackpt.parallel import (
     ParallelRng,
     RoutingOptions,
     SwiGLU,
-    all_reduce,
-    copied_rows,
     forward_backward,
-    forward_only,
-    mean_auxiliary_losses,
     share_losses,
-    stable_seed,
     update_expert_bias,
 )
+from megackpt.parallel.attributes import copied_rows
+from megackpt.parallel.collectives import all_reduce
+from megackpt.parallel.pipeline import forward_only
+from megackpt.parallel.rng import stable_seed
+from megackpt.parallel.router import mean_auxiliary_losses
 from megackpt.testing.ranks import RankPool
 from models import GPT, GPTConfig, LearnedPositions, MoEConfig, init_weights
 from tests.support.effort import sampled, tries_all

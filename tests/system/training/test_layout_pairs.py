@@ -25,10 +25,10 @@ from megackpt.parallel import (
     ModelChunks,
     ParallelGroups,
     ParallelLayout,
-    all_reduce,
     forward_backward,
     update_expert_bias,
 )
+from megackpt.parallel.collectives import all_reduce
 from megackpt.storage import LocalStore
 from megackpt.testing.ranks import RankPool
 from models import BertConfig, LearnedPositions, MLPConfig, T5Config, build_bert, build_gpt, build_t5

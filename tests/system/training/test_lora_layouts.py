@@ -31,16 +31,18 @@ from megackpt.parallel import (
     ParallelGroups,
     ParallelLayout,
     RowParallelLinear,
+    add_adapters,
+    forward_backward,
+    sharded_state_dict,
+)
+from megackpt.parallel.adapters import (
     adapter_metadata,
     adapter_parameters,
     adapter_state,
-    add_adapters,
     base_state,
-    forward_backward,
     merge_adapter,
     reset_magnitudes,
     set_active_adapters,
-    sharded_state_dict,
 )
 from megackpt.testing.ranks import RankPool
 from tests.support.effort import sampled, tries_all

@@ -26,13 +26,12 @@ from megackpt.parallel import (
     Router,
     RoutingOptions,
     RowParallelLinear,
-    TokenDispatcher,
-    collect_sequence,
-    mean_auxiliary_losses,
-    set_auxiliary_loss_scale,
-    stable_seed,
     update_expert_bias,
 )
+from megackpt.parallel.collectives import collect_sequence
+from megackpt.parallel.dispatch import TokenDispatcher
+from megackpt.parallel.rng import stable_seed
+from megackpt.parallel.router import mean_auxiliary_losses, set_auxiliary_loss_scale
 from megackpt.parallel.routing import Routing
 from megackpt.testing.ranks import RankPool
 from tests.support.effort import sampled

@@ -27,6 +27,11 @@ from megackpt.parallel import (
     RowParallelLinear,
     VocabParallelEmbedding,
     VocabParallelOutput,
+    sharded_state_dict,
+    vocab_parallel_cross_entropy,
+)
+from megackpt.parallel.attributes import is_marked
+from megackpt.parallel.collectives import (
     all_reduce,
     collect_rows,
     collect_sequence,
@@ -35,15 +40,12 @@ from megackpt.parallel import (
     gather_from,
     gather_rows,
     gather_sequence,
-    is_marked,
     reduce_from,
     reduce_scatter_rows,
     reduce_scatter_sequence,
     scatter_rows,
     scatter_sequence,
     scatter_to,
-    sharded_state_dict,
-    vocab_parallel_cross_entropy,
 )
 from megackpt.testing.ranks import RankPool
 from tests.support.gpt import tensors_of

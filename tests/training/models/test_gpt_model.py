@@ -18,8 +18,8 @@ from megackpt.parallel import (
     ParallelRng,
     StageTable,
     forward_backward,
-    is_marked,
 )
+from megackpt.parallel.attributes import is_marked
 from megackpt.storage import MemoryStore
 from megackpt.testing.world import SimulatedWorld
 from models import (

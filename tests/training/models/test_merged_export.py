@@ -21,13 +21,10 @@ from megackpt import CheckpointError, DeclarationError, StorageError
 from megackpt.cli import main
 from megackpt.errors import MapError
 from megackpt.integrations.peft import export_peft, import_peft
-from megackpt.parallel import (
-    LoRAConfig,
-    ParallelGroups,
-    ParallelLayout,
+from megackpt.parallel import LoRAConfig, ParallelGroups, ParallelLayout, add_adapters
+from megackpt.parallel.adapters import (
     adapter_metadata,
     adapter_state,
-    add_adapters,
     base_state,
     merge_adapter,
     reset_magnitudes,

@@ -23,8 +23,8 @@ from megackpt.parallel import (
     Router,
     RoutingOptions,
     RowParallelLinear,
-    is_marked,
 )
+from megackpt.parallel.attributes import is_marked
 from megackpt.testing.world import SimulatedRank, SimulatedWorld
 from models import GPT, init_weights
 from tests.support.gpt import SMALL_GPT_MIXED as MIXED

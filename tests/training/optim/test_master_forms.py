@@ -29,7 +29,8 @@ from megackpt.optim import (
     restore_remainder_masters,
     split_master,
 )
-from megackpt.parallel import ParallelGroups, ParallelLayout, mark
+from megackpt.parallel import ParallelGroups, ParallelLayout
+from megackpt.parallel.attributes import mark
 from tests.support import fake_apex
 from tests.support.optimizers import Arrays, gather, loaded, scatter
 

@@ -26,7 +26,8 @@ from megackpt.optim.collectives import start_reduction
 from megackpt.optim.gather import StateRange, gather_states, join_states
 from megackpt.optim.grad_sync import touched_on_any_rank
 from megackpt.optim.ranges import FlatRange
-from megackpt.parallel import Axis, ParallelGroups, ParallelLayout, mark
+from megackpt.parallel import Axis, ParallelGroups, ParallelLayout
+from megackpt.parallel.attributes import mark
 from tests.support.optimizers import gather, tensors_of
 
 OWN = [StateRange(0, "exp_avg", FlatRange(0, 3), torch.arange(3.0))]

@@ -41,7 +41,8 @@ from megackpt.optim import (
 )
 from megackpt.optim.master_optimizer import MasterOptimizer
 from megackpt.optim.sharded_state import make_flat_optimizer_tensor, make_sharded_scalar
-from megackpt.parallel import ParallelGroups, ParallelLayout, mark
+from megackpt.parallel import ParallelGroups, ParallelLayout
+from megackpt.parallel.attributes import mark
 from megackpt.testing.world import SimulatedWorld
 from tests.support.optimizers import (
     SHAPES,

@@ -20,12 +20,9 @@ from megackpt import CoverageError, DeclarationError, ShardedTensor, load, load_
 from megackpt.comm import Group
 from megackpt.optim import DistributedOptimizer
 from megackpt.parallel import (
-    AttentionPart,
     Axis,
-    CausalConv1d,
     CrossAttention,
     GatedDeltaNet,
-    GatedGroupNorm,
     LatentAttention,
     LatentSizes,
     MambaMixer,
@@ -33,18 +30,16 @@ from megackpt.parallel import (
     ParallelGroups,
     ParallelLayout,
     QKVParallelLinear,
-    attention_parts,
     causal_attention,
     context_positions,
     context_share,
-    gated_delta_rule,
-    join_context,
-    join_heads,
-    own_heads,
-    selective_scan,
-    split_heads,
-    tokens_to_heads,
 )
+from megackpt.parallel.attention import join_heads, split_heads
+from megackpt.parallel.causal_conv import CausalConv1d
+from megackpt.parallel.context import AttentionPart, attention_parts, join_context, own_heads, tokens_to_heads
+from megackpt.parallel.delta_net import gated_delta_rule
+from megackpt.parallel.mamba import GatedGroupNorm
+from megackpt.parallel.scan import selective_scan
 from megackpt.storage import MemoryStore
 from megackpt.testing.world import SimulatedWorld
 from models import AttentionConfig, DeltaNetConfig, build_gpt

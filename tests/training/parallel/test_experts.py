@@ -27,10 +27,10 @@ from megackpt.parallel import (
     RowParallelLinear,
     ShardedModule,
     TpSharding,
-    is_marked,
-    mean_auxiliary_losses,
     update_expert_bias,
 )
+from megackpt.parallel.attributes import is_marked
+from megackpt.parallel.router import mean_auxiliary_losses
 
 ONE = ParallelGroups.create(ParallelLayout())
 EXPERTS, HIDDEN, FFN = 4, 6, 5

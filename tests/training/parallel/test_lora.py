@@ -21,16 +21,18 @@ from megackpt.parallel import (
     ParallelRng,
     PlainExperts,
     RowParallelLinear,
+    add_adapters,
+    sharded_state_dict,
+)
+from megackpt.parallel.adapters import (
     adapter_parameters,
     adapter_state,
-    add_adapters,
     base_state,
-    is_marked,
     merge_adapter,
     reset_magnitudes,
     set_active_adapters,
-    sharded_state_dict,
 )
+from megackpt.parallel.attributes import is_marked
 
 ONE = ParallelGroups.create(ParallelLayout())
 

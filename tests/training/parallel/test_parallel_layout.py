@@ -10,19 +10,10 @@ from hypothesis import given, settings
 from hypothesis.strategies import DrawFn, composite, integers, sampled_from
 
 from megackpt import DeclarationError, MismatchError
-from megackpt.parallel import (
-    Coordinates,
-    ExpertCoordinates,
-    ParallelDropout,
-    ParallelGroups,
-    ParallelLayout,
-    ParallelRng,
-    copy_to,
-    dropout,
-    reduce_from,
-    stable_seed,
-)
-from megackpt.parallel.layout import EXPERT_RANK_ORDER, RANK_ORDER, AxisName
+from megackpt.parallel import ParallelDropout, ParallelGroups, ParallelLayout, ParallelRng
+from megackpt.parallel.collectives import copy_to, reduce_from
+from megackpt.parallel.layout import EXPERT_RANK_ORDER, RANK_ORDER, AxisName, Coordinates, ExpertCoordinates
+from megackpt.parallel.rng import dropout, stable_seed
 from tests.support.effort import few
 
 

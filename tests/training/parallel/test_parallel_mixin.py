@@ -22,19 +22,16 @@ from megackpt.parallel import (
     QKVParallelLinear,
     RMSNorm,
     RowParallelLinear,
-    RowRange,
     ShardedModule,
     TpSharding,
     VocabParallelEmbedding,
     VocabParallelOutput,
-    copied_rows,
-    is_marked,
-    mark,
-    padded_vocab_size,
-    second_copy,
     sharded_state_dict,
     vocab_parallel_cross_entropy,
 )
+from megackpt.parallel.attributes import RowRange, copied_rows, is_marked, mark
+from megackpt.parallel.embedding import padded_vocab_size
+from megackpt.parallel.mixin import second_copy
 from models import GPTConfig, MoEConfig, build_gpt, init_weights
 from tests.support.optimizers import tensors_of
 

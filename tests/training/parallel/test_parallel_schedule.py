@@ -11,16 +11,12 @@ from hypothesis import given, settings
 from hypothesis.strategies import SearchStrategy, booleans, composite, integers, lists
 
 from megackpt import DeclarationError
-from megackpt.parallel import (
+from megackpt.parallel import MicroBatch, ParallelGroups, ParallelLayout, StageTable, forward_backward
+from megackpt.parallel.schedule import (
     Action,
     Backward,
     Forward,
-    MicroBatch,
-    ParallelGroups,
-    ParallelLayout,
-    StageTable,
     Transfer,
-    forward_backward,
     plan_1f1b,
     plan_forward,
     plan_interleaved,

@@ -22,16 +22,13 @@ from megackpt.parallel import (
     ParallelGroups,
     ParallelLayout,
     Router,
-    Routing,
     RoutingOptions,
-    TokenDispatcher,
-    is_marked,
-    mean_auxiliary_losses,
-    set_auxiliary_loss_scale,
     update_expert_bias,
 )
-from megackpt.parallel.dispatch import plan_rows
-from megackpt.parallel.routing import choose_experts, scores_of
+from megackpt.parallel.attributes import is_marked
+from megackpt.parallel.dispatch import TokenDispatcher, plan_rows
+from megackpt.parallel.router import mean_auxiliary_losses, set_auxiliary_loss_scale
+from megackpt.parallel.routing import Routing, choose_experts, scores_of
 
 HIDDEN, EXPERTS, SEQUENCES, LENGTH = 6, 5, 3, 7
 GROUPS = ParallelGroups.create(ParallelLayout())

@@ -12,7 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megackpt import DeclarationError, MismatchError, load, save
-from megackpt.parallel import Coordinates, ParallelGroups, ParallelLayout
+from megackpt.parallel import ParallelGroups, ParallelLayout
+from megackpt.parallel.layout import Coordinates
 from megackpt.storage import MemoryStore
 from megackpt.testing.world import SimulatedWorld
 from megackpt.training_state import (
