@@ -95,13 +95,10 @@ class Checkpoint:
         number = self.number[key]
         shape, name = self.shapes[number], self.dtypes[number]
         low, high, drop = bounds(index, shape)
-        # The chunks of an array have all of its elements, so no zero stays in a whole checkpoint.
         values = np.zeros([b - a for a, b in zip(low, high, strict=True)], np.dtype(RAW_BITS.get(name, name)))
         for row in np.flatnonzero(self.index["array"] == number):
-            # Rows are padded to the dims of the widest array.
             start = self.index["start"][row, : len(shape)]
             box = self.index["shape"][row, : len(shape)]
-            # What the box of the chunk and the slice have in common, in coordinates of the array.
             begin, end = np.maximum(start, low), np.minimum(start + box, high)
             if (begin >= end).any():
                 continue
@@ -117,7 +114,6 @@ class Checkpoint:
                 is_asked = ((inside >= 0) & (inside < np.subtract(high, low)[:, None])).all(axis=0)
                 values[tuple(inside[:, is_asked])] = data[is_asked]
         if name == "bfloat16" and not raw:
-            # The bits of bfloat16 are the upper half of a float32 of equal value.
             values = np.asarray(np.left_shift(values.astype("u4"), 16)).view("f4")
         return np.asarray(values[drop])
 
@@ -145,8 +141,7 @@ def main(arguments: list[str]) -> None:
     if len(arguments) > 1:
         print(checkpoint.array(arguments[1]))
         return
-    for key in checkpoint.number:
-        number = checkpoint.number[key]
+    for key, number in checkpoint.number.items():
         print(f"{checkpoint.dtypes[number]:>14}  {list(checkpoint.shapes[number])!s:24} {key}")
     print(json.dumps(checkpoint.common, indent=1, ensure_ascii=False))
 

@@ -127,7 +127,7 @@ def copy_checkpoint(
             opened = run.open_source(open_source or open_stored, checks_bytes=verify)
             prepared = run.prepare(opened, overwrite=overwrite)
         object_sizes = {row: len(blob) for row, blob in opened.blobs.items()}
-        attempt, all_sizes = run.exchange(opened.contents.identity, object_sizes)
+        attempt, all_sizes = run.exchange(opened.identity(), object_sizes)
         copied = opened.with_object_sizes(all_sizes)
         with run.removed_on_error(prepared.state, attempt):
             digests = run.write(copied, prepared, attempt)

@@ -22,7 +22,7 @@ from megackpt.geometry import Ints
 from megackpt.metadata import OBJECT, ChunkTable, DeclaredChunks
 from megackpt.planning import SavePlan, with_sizes
 from megackpt.planning.copy_plan import plan_copy
-from megackpt.storage import Store
+from megackpt.storage import Store, digest_of_parts
 from megackpt.validation import check_coverage
 
 
@@ -80,6 +80,12 @@ class SourceCheckpoint:
                 value = contents.decode_object(data, f"{store.location}: object {spec.key!r}")
                 blobs[row] = strategy.encode_object(value, path=spec.key)
         return cls(stored, contents, chunks, plan, copies.start, blobs)
+
+    def identity(self) -> str:
+        """Return what is equal on all ranks that have opened one source, and copy each chunk of it once."""
+        columns = (self.plan.writer, self.plan.entity, self.start)
+        digest = digest_of_parts([memoryview(column.tobytes()) for column in columns])
+        return f"{self.contents.identity} {digest}"
 
     def with_object_sizes(self, sizes: Mapping[int, int]) -> SourceCheckpoint:
         """Return the same with the encoded sizes of all ranks' objects in the plan, by row, in bytes."""

@@ -58,7 +58,7 @@ class NewCheckpoint:
         """Compare what the ranks have opened, and exchange sizes of objects. Collective.
 
         Args:
-            identity: that of the opened source.
+            identity: of the opened source, and of what this rank will do with it.
             sizes: in bytes, of the objects that this rank has encoded, by row of the plan.
 
         Returns:

@@ -30,7 +30,7 @@ def contents_of(state: ForeignState, *, where: str, check_bytes: Callable[[], No
     Raises:
         FormatError: a part of an array repeats a few bytes over many.
     """
-    arrays = {array.key: array for array in state.arrays}
+    arrays = {array.key: (number, array) for number, array in enumerate(state.arrays)}
     whole = TensorChunks([arrays[key] for key in sorted(arrays)], where=where)
     table = whole.table
     columns = (table.array, table.start, table.shape, table.flat_start, table.flat_stop)
@@ -60,13 +60,14 @@ class TensorChunks(Chunks):
     """Chunks that are tensors. Elements of another dtype than that of their array are converted.
 
     Args:
-        arrays: the arrays, sorted by key.
+        numbered: the arrays, sorted by key, each with its number in the order of the files.
         where: where they are stored, for messages.
     """
 
     block_bytes = 16  # a multiple of the width of every dtype: a read begins with an element
 
-    def __init__(self, arrays: Sequence[ForeignArray], *, where: str) -> None:
+    def __init__(self, numbered: Sequence[tuple[int, ForeignArray]], *, where: str) -> None:
+        arrays = [array for _, array in numbered]
         owned = [(n, part) for n, array in enumerate(arrays) for part in array.parts if part.data.numel()]
         # Here, before a load plans to copy these tensors into memory.
         for n, part in owned:
@@ -92,10 +93,11 @@ class TensorChunks(Chunks):
         self._dtypes = [array.dtype for array in arrays]
         self._where = where
         self._flat: tuple[int, Tensor] = (-1, torch.empty(0))
-        # In the order of addresses: those of a mapped file are in the order of its bytes.
-        addresses = [tensor.data_ptr() for tensor in self._tensors]
+        # In the order in which the files name their tensors, which is that of their bytes. Not by addresses:
+        # ranks divide the work by these numbers, and each rank maps the files to other addresses.
+        in_files = np.array([order for order, _ in numbered], np.int64)[number][rows]
         self.position = np.empty(len(rows), np.int64)
-        self.position[np.argsort(np.array(addresses, np.uint64), kind="stable")] = np.arange(len(rows))
+        self.position[np.lexsort((rows, in_files))] = np.arange(len(rows))
 
     def describe(self, row: int) -> str:
         """Return where a chunk lies."""

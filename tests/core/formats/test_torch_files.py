@@ -197,6 +197,17 @@ def test_every_other_kind_of_tensor_is_stored_as_it_looks(
     assert bool((loaded == expected).all())
 
 
+def test_the_order_of_reads_is_that_of_the_files_wherever_they_are_mapped() -> None:
+    """Ranks divide the work by it, and map the files to addresses of their own."""
+    memory = torch.arange(30.0)
+    for starts in ([0, 10, 20], [20, 10, 0]):
+        tensors = {key: memory[start : start + 10] for key, start in zip("bca", starts, strict=True)}
+        numbered = [(number, ForeignArray.whole(key, t)) for number, (key, t) in enumerate(tensors.items())]
+        chunks = TensorChunks(sorted(numbered, key=lambda item: item[1].key), where="here")
+        assert [spec.key for spec in chunks.table.arrays] == ["a", "b", "c"]
+        assert chunks.position.tolist() == [2, 0, 1]
+
+
 def test_two_files_of_one_number_are_an_error_and_a_number_may_be_long(tmp_path: Path) -> None:
     torch.save({"w": torch.ones(2)}, tmp_path / "model_1764115200.pt")  # the time of its save
     assert list(megackpt.load({}, tmp_path)) == ["w"]
@@ -225,7 +236,8 @@ def test_chunks_are_the_memory_of_a_file_where_it_has_their_bytes() -> None:
     rows = torch.arange(12.0).view(3, 4)
     whole = {"plain": rows, "turned": rows.t(), "conjugate": torch.randn(3, dtype=torch.complex64).conj()}
     arrays = [ForeignArray.whole(key, tensor) for key, tensor in sorted(whole.items())]
-    chunks = TensorChunks([*arrays, ForeignArray.whole("wide", rows, torch.float64)], where="here")
+    arrays.append(ForeignArray.whole("wide", rows, torch.float64))
+    chunks = TensorChunks(list(enumerate(arrays)), where="here")
     for row, spec in enumerate(chunks.table.arrays):
         read = bytearray(int(chunks.table.nbytes[row]))
         chunks.read_into(row, 0, memoryview(read), verify=True)
