@@ -166,6 +166,8 @@ class Contents:
             refers to as arrays, and drops the references; else they become tensors of common state.
         check_bytes: compares checksums that no read of chunks compares, for which all files are read; raises
             the first error. None if there are none.
+        check_unchanged: raises an error if a file is not the one that was opened. None for formats whose
+            files have digests, or names that no later save uses.
         rebuilt: opens the same contents with the bytes of chunks computed from other files, which are checked
             against their digests as usual; None if the checkpoint has no parity.
     """
@@ -184,6 +186,7 @@ class Contents:
     left_out: Sequence[str] = ()
     keeps_referenced_arrays: bool = False
     check_bytes: Callable[[], None] | None = None
+    check_unchanged: Callable[[], None] | None = None
 
     def chunks_for(self, wanted: Sequence[ChunkTable]) -> Chunks:
         """Return the stored chunks that a load of wanted needs, and as few others as possible. Local."""

@@ -131,6 +131,9 @@ def copy_checkpoint(
         copied = opened.with_object_sizes(all_sizes)
         with run.removed_on_error(prepared.state, attempt):
             digests = run.write(copied, prepared, attempt)
+            with errors_on_all_ranks(group, "looking at the source again"):
+                if copied.contents.check_unchanged is not None:
+                    copied.contents.check_unchanged()
             if verify:
                 run.verify(copied, digests, prepared)
     return run.report(opened, is_verified=verify)

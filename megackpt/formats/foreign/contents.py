@@ -18,7 +18,13 @@ from megackpt.planning.save_plan import index_order
 from megackpt.storage import digest_of_parts
 
 
-def contents_of(state: ForeignState, *, where: str, check_bytes: Callable[[], None] | None) -> Contents:
+def contents_of(
+    state: ForeignState,
+    *,
+    where: str,
+    check_bytes: Callable[[], None] | None,
+    check_unchanged: Callable[[], None],
+) -> Contents:
     """Return what the files of another tool hold as the contents of a checkpoint. Local.
 
     Args:
@@ -26,9 +32,10 @@ def contents_of(state: ForeignState, *, where: str, check_bytes: Callable[[], No
         where: the location of the files, for messages.
         check_bytes: compares the checksums in the files, for which all bytes are read; None if there are
             none.
+        check_unchanged: raises an error if the files are not those that were read.
 
     Raises:
-        FormatError: a part of an array repeats a few bytes over many.
+        UnsupportedError: no checkpoint can hold a part of an array.
     """
     arrays = {array.key: (number, array) for number, array in enumerate(state.arrays)}
     whole = TensorChunks([arrays[key] for key in sorted(arrays)], where=where)
@@ -53,6 +60,7 @@ def contents_of(state: ForeignState, *, where: str, check_bytes: Callable[[], No
         left_out=state.left_out,
         keeps_referenced_arrays=True,
         check_bytes=check_bytes,
+        check_unchanged=check_unchanged,
     )
 
 

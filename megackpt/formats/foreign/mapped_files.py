@@ -5,16 +5,32 @@ Tensors are mapped, and objects of unknown classes become stand-ins. `safe_pickl
 
 from __future__ import annotations
 
+import os
 import pathlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from importlib import import_module
-from typing import Any
+from typing import Any, TypeAlias
 
+import torch
+
+from megackpt.codec.pickled import ForeignObject
 from megackpt.codec.stand_ins import keep_unknown_values
 from megackpt.errors import FormatError, UnknownClassError
 from megackpt.formats.safe_numpy import UnsupportedValueError
 from megackpt.formats.safe_pickle import OTHER_ADVICE, load_checked, load_safely
 from megackpt.formats.torch_zip import check_archive_file, is_zip_file
 from megackpt.formats.unknown_classes import ForbiddenClassError
+from megackpt.mapping.recognition import is_dtensor
+
+Stamp: TypeAlias = tuple[int, int, int] | None
+"""Inode, size and time of a file, one of which changes when the file does; None of a file that is gone."""
+
+_NOTED: ContextVar[dict[str, Stamp] | None] = ContextVar("stamps of the files that are read", default=None)
+
+MAX_REPEATED_BYTES = 64 * 1024 * 1024
+"""Expanded tensors of one file may need so many bytes more than they have in it."""
 
 
 def load_mapped_file(path: str, *, checks_bytes: bool = True) -> Any:
@@ -31,10 +47,76 @@ def load_mapped_file(path: str, *, checks_bytes: bool = True) -> Any:
 
     Raises:
         UnknownClassError: the file names a module that runs programs, such as os.
-        FormatError: it is damaged, or not one of torch.save.
+        FormatError: it is damaged, or not one of torch.save; or its tensors repeat a few bytes over many.
     """
     if not pathlib.Path(path).is_file():  # to open a pipe would wait for ever
         raise FormatError(f"{path} is missing, or is no regular file.", path=path)
+    noted = _NOTED.get()
+    if noted is not None:
+        noted[path] = file_stamp(path)  # before it is read
+    value = _load_file(path, checks_bytes=checks_bytes)
+    _check_repeats(value, path)
+    return value
+
+
+@contextmanager
+def noted_stamps() -> Iterator[dict[str, Stamp]]:
+    """Note the stamp of each file that the block loads, by path. For this thread only."""
+    noted: dict[str, Stamp] = {}
+    token = _NOTED.set(noted)
+    try:
+        yield noted
+    finally:
+        _NOTED.reset(token)
+
+
+def file_stamp(path: str) -> Stamp:
+    """Return the stamp of a file as it is now."""
+    try:
+        stat = os.stat(path)
+    except OSError:
+        return None
+    return stat.st_ino, stat.st_size, stat.st_mtime_ns
+
+
+def _check_repeats(value: Any, path: str) -> None:
+    """Reject a file whose tensors repeat their elements over much more memory than they have in the file.
+
+    With strides of 0, a few bytes are a tensor of any size, which takes memory as soon as it is copied.
+    """
+    repeated, done = 0, set()
+    todo: list[tuple[str, Any]] = [("", value)]
+    while todo:
+        key, part = todo.pop()
+        if id(part) in done:  # containers may be in several others
+            continue
+        done.add(id(part))
+        if isinstance(part, torch.Tensor):
+            nbytes, stored = _sizes(part)
+            repeated += max(nbytes - stored, 0)
+            if repeated > MAX_REPEATED_BYTES:
+                raise FormatError(
+                    f"{path}: {key[1:]!r:.200} repeats {stored:,} bytes over {nbytes:,}, perhaps not alone: "
+                    f"it is an expanded tensor, or the file is damaged. Save tensor.contiguous().",
+                    key=key[1:],
+                    path=path,
+                )
+        elif isinstance(part, dict):
+            todo.extend((f"{key}.{name}", member) for name, member in part.items())
+        elif isinstance(part, (list, tuple, set, frozenset)):
+            todo.extend((f"{key}.{number}", member) for number, member in enumerate(part))
+        elif isinstance(part, ForeignObject):
+            todo.append((key, part.state))
+
+
+def _sizes(tensor: torch.Tensor) -> tuple[int, int]:
+    """Return the bytes of a tensor's elements, and those that the file has of it; 0 if it has no strides."""
+    if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_meta or is_dtensor(tensor):
+        return 0, 0
+    return tensor.numel() * tensor.dtype.itemsize, tensor.untyped_storage().nbytes()
+
+
+def _load_file(path: str, *, checks_bytes: bool) -> Any:
     try:
         with keep_unknown_values():
             if not is_zip_file(path):

@@ -20,8 +20,6 @@ from megackpt.errors import FormatError, UnsupportedError
 LEFT_OUT = object()
 """Stands for a value that does not become part of the checkpoint."""
 _MAX_DEPTH = 100
-_REPEATED_BYTES = 64 * 1024 * 1024
-"""A tensor that is an expanded view may repeat its elements over so many bytes."""
 _PLAIN = (str, int, float, bool, bytes, type(None), torch.dtype, torch.Size)
 
 
@@ -80,7 +78,8 @@ class CollectedParts:
         """Add a part of a file. A copy of an earlier part must have its dtype.
 
         Raises:
-            FormatError: it has other bits than its copy in another file, or repeats a few bytes over many.
+            FormatError: it has other bits than its copy in another file.
+            UnsupportedError: no checkpoint can hold it.
         """
         check_tensor(part.data, self.key)
         region = (part.start, part.shape, part.flat_start, part.data.numel())
@@ -126,23 +125,11 @@ def consecutive_parts(tensors: Iterable[Tensor], shape: tuple[int, ...]) -> tupl
 
 
 def check_tensor(tensor: Tensor, key: str) -> None:
-    """Reject a tensor that no checkpoint can hold, and one that needs much more memory than its file has.
-
-    With strides of 0, a few bytes are a tensor of any size, which takes memory as soon as it is copied.
+    """Reject a tensor that no checkpoint can hold.
 
     Raises:
         UnsupportedError: it is quantised, sparse, nested, without values, or of a dtype without one here.
-        FormatError: it repeats its elements over many bytes.
     """
-    has_memory = tensor.layout is torch.strided and not (tensor.is_meta or tensor.is_nested)
-    nbytes = tensor.numel() * tensor.dtype.itemsize if has_memory else 0
-    stored = tensor.untyped_storage().nbytes() if has_memory else 0
-    if nbytes > max(_REPEATED_BYTES, stored):
-        raise FormatError(
-            f"{key!r:.200} repeats {stored:,} bytes over {nbytes:,}: it is an expanded tensor, or the file "
-            f"is damaged. Save tensor.contiguous().",
-            key=key,
-        )
     fault = tensor_fault(tensor.detach())
     if fault is not None:
         raise UnsupportedError(f"{key!r:.200}: {fault}", key=key)
@@ -168,8 +155,7 @@ def plain_part(value: Any, path: str, left_out: list[str], depth: int = 0) -> An
     Tensors are copied: in the files they are mapped. What is nested more than 100 levels deep is left out.
 
     Raises:
-        UnsupportedError: the value contains a ShardedTensor.
-        FormatError: a tensor repeats a few bytes over many.
+        UnsupportedError: the value contains a ShardedTensor, or a tensor that no checkpoint can hold.
     """
     if depth > _MAX_DEPTH:  # it may contain itself
         left_out.append(f"{path:.200} (nested too deep)")

@@ -9,11 +9,12 @@ import os
 from abc import abstractmethod
 from collections.abc import Callable, Iterator
 
-from megackpt.errors import CheckpointError, FormatError, NotACheckpointError
+from megackpt.errors import CheckpointError, FormatError, IntegrityError, NotACheckpointError
 from megackpt.formats.contents import Contents
 from megackpt.formats.damage import Damage, damage_of
 from megackpt.formats.file_names import FileNames
 from megackpt.formats.foreign.contents import contents_of
+from megackpt.formats.foreign.mapped_files import file_stamp, noted_stamps
 from megackpt.formats.foreign.state import ForeignState
 from megackpt.formats.strategy import Json, LoadStrategy
 from megackpt.formats.torch_zip import is_zip_file
@@ -65,8 +66,23 @@ class ForeignLoadStrategy(LoadStrategy):
         def check_bytes() -> None:
             self.read(path, checks_bytes=True)
 
-        state = self.read(path, checks_bytes=False)
-        return contents_of(state, where=path, check_bytes=check_bytes if _have_checksums(path) else None)
+        def check_unchanged() -> None:
+            for file, stamp in stamps.items():
+                if file_stamp(file) != stamp:
+                    raise IntegrityError(
+                        f"{file} changed while it was read, so what was read may be of two states. Wait "
+                        f"until nothing writes there, and start again.",
+                        path=file,
+                    )
+
+        with noted_stamps() as stamps:
+            state = self.read(path, checks_bytes=False)
+        return contents_of(
+            state,
+            where=path,
+            check_bytes=check_bytes if _have_checksums(path) else None,
+            check_unchanged=check_unchanged,
+        )
 
     def check_files(self, store: Store, manifest: Json, *, deep: bool) -> Iterator[Damage]:
         """Yield what is wrong with the files; with deep, their checksums are compared."""

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import megackpt
-from megackpt import FormatError, NotACheckpointError, ShardedTensor, StorageError
+from megackpt import FormatError, IntegrityError, NotACheckpointError, ShardedTensor, StorageError
 from megackpt.api import check_is_distributed_checkpoint
 from megackpt.cli import main
 from megackpt.maintenance import CopyReport
@@ -137,6 +137,41 @@ def test_ranks_divide_a_copy_of_it(source: Path, tmp_path: Path) -> None:
     reports = SimulatedWorld(2).run(lambda g: megackpt.convert(source, tmp_path / "copy", "zarr", group=g))
     assert reports[0] == reports[1]
     assert set(megackpt.load_plain_tensors(tmp_path / "copy")) == set(megackpt.load_plain_tensors(source))
+
+
+class WhileCopied:
+    """A `Progress` that does something when the first bytes have been copied."""
+
+    def __init__(self, act: Callable[[], Any]) -> None:
+        self._act = act
+
+    def begin(self, doing: str, nbytes: int) -> None:
+        pass
+
+    def advance(self, nbytes: int) -> None:
+        act, self._act = self._act, lambda: None
+        act()
+
+
+@pytest.mark.parametrize("change", ["another time", "another file", "lost"])
+def test_a_source_that_changes_while_it_is_copied_makes_no_checkpoint(
+    folder: Folder, source: Path, change: str, tmp_path: Path
+) -> None:
+    file = source if source.is_file() else max(source.rglob("*.pt"))
+
+    def act() -> None:
+        if change == "another time":
+            os.utime(file, ns=(0, 0))  # not its bytes: a mapped file that is cut short ends the process
+        elif change == "another file":
+            shutil.copy(file, tmp_path / "other")
+            (tmp_path / "other").replace(file)
+        else:
+            file.unlink()
+
+    with pytest.raises(IntegrityError, match=r"changed while it was read"):
+        megackpt.convert(source, tmp_path / "copy", "megackpt", progress=WhileCopied(act))
+    with pytest.raises(NotACheckpointError):
+        megackpt.inspect(tmp_path / "copy")
 
 
 def test_verify_finds_a_changed_byte(folder: Folder, source: Path) -> None:
