@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
@@ -233,7 +234,7 @@ class LoadOptions:
             largest chunk.
         cpu_transfer: whether exchanged data for tensors on a device goes through host memory. False, only for
             `two_stage`: the backend of the exchange group broadcasts between devices. With `broadcast`, False
-            is accepted and changed to True.
+            has no effect, and a warning says so.
         on_corrupt: what to do if stored bytes are damaged, or a file is lost or too short.
             `error`: raise an error. `fallback`: read damaged bytes from parity files
             (`SaveOptions.parity`) or from copies, if they have the digests of the save there; the
@@ -273,7 +274,13 @@ class LoadOptions:
                 f"data between devices. Leave it out."
             )
         if self.exchange in OTHER_NAMES_OF_ALL_TO_ALL:
-            # What all_to_all exchanges always goes through host memory.
+            if not self.cpu_transfer:
+                warnings.warn(
+                    f"cpu_transfer=False has no effect with exchange={self.exchange!r}: that means "
+                    f"'all_to_all', whose data goes through host memory. Leave it out, or give "
+                    f"exchange='two_stage', which broadcasts between devices.",
+                    stacklevel=3,  # this method, the constructor, and the line that makes the options
+                )
             object.__setattr__(self, "exchange", "all_to_all")
             object.__setattr__(self, "cpu_transfer", True)
 

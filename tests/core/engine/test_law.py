@@ -339,11 +339,11 @@ def test_other_names_mean_all_to_all(name: Exchange) -> None:
     assert load_by_name(name)[1] == load_by_name("all_to_all")[1]
 
 
-def test_a_broadcast_that_should_not_go_through_the_host_is_accepted() -> None:
-    options = LoadOptions(exchange="broadcast", cpu_transfer=False)
+def test_a_broadcast_that_should_not_go_through_the_host_is_all_to_all_with_a_warning() -> None:
+    with pytest.warns(UserWarning, match="cpu_transfer=False has no effect.*two_stage") as warned:
+        options = LoadOptions(exchange="broadcast", cpu_transfer=False)
+    assert [warning.filename for warning in warned] == [__file__]
     assert options == replace(options, timeout_s=options.timeout_s) == LoadOptions(exchange="all_to_all")
-    loaded, _ = load_by_name("broadcast", cpu_transfer=False)
-    assert all(torch.equal(state["whole"], STORED) for state in loaded)
 
 
 def test_a_reader_leaves_out_what_lies_between_the_blocks_that_ranks_need() -> None:
