@@ -71,12 +71,15 @@ PAGES = {
 
 def parse(arguments: list[str]) -> None:
     """Raise click's error for an option that the command does not have, or a choice that it does not."""
-    command = commands.get_command(click.Context(commands), arguments[0])
+    # With the settings of the program: a command keeps the option for help that its first context has.
+    context = click.Context(commands, **commands.context_settings)
+    command = commands.get_command(context, arguments[0])
     while isinstance(command, click.Group):
         arguments = arguments[1:]
-        command = command.get_command(click.Context(command), arguments[0])
+        context = click.Context(command, parent=context)
+        command = command.get_command(context, arguments[0])
     assert command is not None, f"there is no command {arguments[0]}"
-    context = click.Context(command, info_name=arguments[0])
+    context = click.Context(command, parent=context, info_name=arguments[0])
     values, _, _ = command.make_parser(context).parse_args(list(arguments[1:]))
     for option in command.params:
         if isinstance(option.type, click.Choice) and isinstance(value := values.get(option.name or ""), str):
