@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 
 from megackpt.comm import store_group, writer_group
+from megackpt.comm.child_processes import child_environment
 from megackpt.comm.messages import decode_error
 from megackpt.comm.store_host import StoreAddress, connect_store, host_towards
 from megackpt.comm.transport_choice import open_transport
@@ -593,3 +594,17 @@ def test_staging_waits_until_the_process_has_read_what_is_in_the_way(writer: Wri
     its_end(writer).send(ConsumedMessage(8))
     staging.join(20)
     assert room == [8]
+
+
+@pytest.mark.parametrize("before", [None, "2"])
+def test_the_environment_is_changed_for_processes_that_start_in_a_block_only(
+    before: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("MEGACKPT_TRIED", raising=False)
+    if before is not None:
+        monkeypatch.setenv("MEGACKPT_TRIED", before)
+    with child_environment("MEGACKPT_TRIED", "1"):
+        with child_environment("MEGACKPT_TRIED", "1"):
+            assert os.environ["MEGACKPT_TRIED"] == "1"
+        assert os.environ["MEGACKPT_TRIED"] == "1"
+    assert os.environ.get("MEGACKPT_TRIED") == before

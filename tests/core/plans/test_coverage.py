@@ -31,6 +31,7 @@ from megackpt.metadata import (
 from megackpt.metadata.merge import decode_declarations, merge_declarations
 from megackpt.options import Spread
 from megackpt.planning import SavePlan, plan_merged_save, plan_save
+from megackpt.planning.main_replicas import keep_lowest_main
 from megackpt.testing.layouts import arrays, boxes, owned_chunks
 from megackpt.validation import check_coverage
 from megackpt.validation.common import check_common_equal
@@ -234,6 +235,13 @@ def test_copies_neither_cover_anything_nor_cover_it_twice(is_flat: bool) -> None
     for saved in ([0], [1], [0, 2], []):
         with pytest.raises(CoverageError, match=r"saved by no rank.*declare replicas"):
             check_coverage(replace(twice, main=np.isin(np.arange(4), saved)))
+
+
+def test_of_equal_chunks_that_several_ranks_save_the_first_stays_and_other_arrays_do_not_change() -> None:
+    rows: list[Row] = [("shared", (0,), (2,), None), ("shared", (2,), (2,), None), ("own", (0,), (4,), None)]
+    saved = declared({"shared": (4,), "own": (4,)}, *rows, *rows)
+    assert keep_lowest_main(saved, {"shared"}).main.tolist() == [True, True, True, False, False, True]
+    assert keep_lowest_main(saved, set()).main.all()
 
 
 def test_arrays_of_very_many_elements_are_proved_too() -> None:

@@ -149,11 +149,15 @@ def test_the_first_rank_declares_whole_states_and_the_others_none(monkeypatch: p
     assert all(t.flattened_range is None and t.local_shape == t.global_shape for t in tensors_of(first))
 
 
-class Done:
-    """Work that is over."""
+class Arriving:
+    """Work whose result is there when somebody has waited for it."""
+
+    def __init__(self, into: Tensor, result: Tensor) -> None:
+        self._into, self._result = into, result
 
     def wait(self) -> None:
-        """Return at once."""
+        """Let the result arrive."""
+        self._into.copy_(self._result)
 
 
 def test_a_rank_gets_the_mean_of_its_slice_summed_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -163,10 +167,9 @@ def test_a_rank_gets_the_mean_of_its_slice_summed_in_float32(monkeypatch: pytest
         bucket.repeat_interleave(2)[:3] for bucket in buckets
     ]  # [r, r, 256 or 1], a slice for each rank
 
-    def all_to_all(received: Tensor, sent: Tensor, *, group: Any, async_op: bool) -> Done:
+    def all_to_all(received: Tensor, sent: Tensor, *, group: Any, async_op: bool) -> Arriving:
         assert torch.equal(sent, buckets[2])
-        received.copy_(torch.stack([bucket[2] for bucket in buckets]))
-        return Done()
+        return Arriving(received.fill_(7), torch.stack([bucket[2] for bucket in buckets]))
 
     group: Any = "a group"
     monkeypatch.setattr(dist, "all_to_all_single", all_to_all)

@@ -34,11 +34,15 @@ from megackpt.optim import (
     DistributedOptimizer,
     MixedPrecisionOptimizer,
     get_param_id_to_sharded_param_map,
+    group_numbers,
     initialise_state,
     optim_state_to_sharding_state,
 )
+from megackpt.optim.group_numbers import stored_group_names
+from megackpt.optim.param_groups import parse_param_groups
 from megackpt.optim.sharded_state import cuts_of_entity
 from megackpt.parallel import ParallelGroups, ParallelLayout
+from megackpt.parallel.groups import Axis
 from tests.support.optimizers import SHAPES as MODEL_SHAPES
 from tests.support.optimizers import gather, make_model, random_arrays
 from tests.training.optim.test_optim_sharded_state import (
@@ -313,3 +317,23 @@ def test_numbers_of_groups_are_stored_only_where_groups_can_be_mistaken(sets: Se
     _, state = build(sets)
     megackpt.save(state, tmp_path)
     assert not [key for key in load_sharded_metadata(tmp_path) if "param_group" in key]
+
+
+def test_a_group_learns_from_other_stages_which_group_was_stored(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Here are parameters of the first group only, and on the other stage those of the second."""
+    groups = parse_param_groups([{"params": [Parameter(torch.ones(1))]}, {"params": [], "lr": 0.1}])
+
+    def from_both_stages(was_in: torch.Tensor, axis: Axis, op: Any) -> torch.Tensor:
+        assert was_in.tolist() == [[0, 1, 0], [0, 0, 0]]
+        return was_in + torch.tensor([[0, 0, 0], [1, 0, 0]])
+
+    monkeypatch.setattr(group_numbers, "all_reduce", from_both_stages)
+    group: Any = "a group"
+    names = stored_group_names(
+        groups,
+        {0: torch.tensor(1)},
+        {"0": {}, "1": {}},
+        pp=Axis.of([0, 1], 0, group),
+        device=torch.device("cpu"),
+    )
+    assert names == {"0": "1", "1": "0"}
