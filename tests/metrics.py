@@ -1,4 +1,4 @@
-"""Measure how much there is to read: size, imports, call depth, protocols, names. Uses ast only.
+"""Measure how much there is to read: size, imports, functions that run, call depth, protocols, names.
 
     python tests/metrics.py [ROOT]
 
@@ -13,6 +13,7 @@ import io
 import itertools
 import re
 import statistics
+import subprocess
 import sys
 import tokenize
 from collections.abc import Iterable, Iterator
@@ -23,7 +24,7 @@ PACKAGE = ROOT / "megackpt"
 FILES = [path for path in sorted(PACKAGE.rglob("*.py")) if "testing" not in path.relative_to(PACKAGE).parts]
 TREES = {path: ast.parse(path.read_text()) for path in FILES}
 NAMES = {".".join(p.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): p for p in FILES}
-COMMENTED_PARTS = ("planning", "metadata", "formats", "validation")
+COMMENTED_PARTS = ("engine", "formats", "planning", "metadata", "comm")
 
 # From `megackpt.save` to the system call that writes; each function calls the next one.
 CALLS_OF_A_SAVE = (
@@ -47,6 +48,29 @@ PLAIN_SAVE_AND_LOAD = [
     "megackpt.formats.native",
     "megackpt.engine.saving.replica_samples",
 ]
+
+# What the second save and the second load of a small state run: the first import what they need.
+TRACED = """
+import sys, tempfile, torch, megackpt
+package = megackpt.__path__[0]
+state = {"w": megackpt.ShardedTensor.from_rank_offsets("w", torch.ones(8, 8)), "step": 1}
+def traced(act):
+    ran = set()
+    def note(frame, event, _):
+        code = frame.f_code
+        # No lambdas and comprehensions, which are no functions to look up.
+        if event == "call" and code.co_filename.startswith(package) and not code.co_name.startswith("<"):
+            ran.add((code.co_filename, code.co_firstlineno))
+    sys.setprofile(note)
+    act()
+    sys.setprofile(None)
+    return ran
+with tempfile.TemporaryDirectory() as root:
+    for act in (lambda: megackpt.save(state, root + "/c"), lambda: megackpt.load(state, root + "/c")):
+        act()
+        ran = traced(act)
+        print(len(ran), len({file for file, _ in ran}))
+"""
 
 # A class name that is a bare participle, preposition or verb, and no noun of English.
 NO_NOUN = re.compile(
@@ -198,6 +222,13 @@ def check_calls() -> None:
             raise SystemExit(f"{module}.{qualified} does not call {following}: correct CALLS_OF_A_SAVE")
 
 
+def functions_that_run() -> list[str]:
+    """Return how many functions, and in how many files, a plain save runs, and a plain load."""
+    command = [sys.executable, "-c", TRACED]
+    ran = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True)
+    return ["{} ({} files)".format(*line.split()) for line in ran.stdout.splitlines()]
+
+
 def main() -> None:
     """Print the numbers."""
     sizes = {path: code_and_comments(path) for path in FILES}
@@ -210,6 +241,7 @@ def main() -> None:
     between = CALLS_OF_A_SAVE[1:-1]
     depth, files = len(between), len({module for module, _ in between})
     print(f"functions between save and the write call: {depth} ({files} files)")
+    print(f"functions that a plain save and a plain load run: {' and '.join(functions_that_run())}")
     print(f"package without testing: {sum(code for code, _ in sizes.values())} SLOC in {len(FILES)} files")
     probed = [
         c.name for _, c in classes() if any("runtime_checkable" in ast.unparse(d) for d in c.decorator_list)
