@@ -484,3 +484,11 @@ def test_dcp_rejects_a_name_that_an_entity_has_too(tmp_path: Path, value: object
             dcp.save(
                 state, storage_writer=MegackptStorageWriter(tmp_path / "c"), planner=MegackptSavePlanner()
             )
+
+
+def test_tensors_of_common_state_that_share_memory_are_stored_each(tmp_path: Path) -> None:
+    rates = torch.tensor([0.1, 0.2])
+    save({"first": rates[0], "second": rates[1], "again": rates[0]}, tmp_path)
+    loaded, report = load_with_report({}, tmp_path)
+    assert [float(loaded[key]) for key in ("first", "second", "again")] == rates[[0, 1, 0]].tolist()
+    assert report.recovered == ()
