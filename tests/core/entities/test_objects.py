@@ -37,7 +37,7 @@ from megackpt.mapping import (
     ShardedTensorFactory,
 )
 from megackpt.mapping.sharded_object import UNKNOWN
-from megackpt.options import Policy
+from megackpt.options import Policy, SaveOptions
 from megackpt.testing.spmd import SpmdLayout
 from megackpt.testing.world import SimulatedWorld
 from tests.support.states import filled, replica
@@ -487,8 +487,9 @@ def test_dcp_rejects_a_name_that_an_entity_has_too(tmp_path: Path, value: object
 
 
 def test_tensors_of_common_state_that_share_memory_are_stored_each(tmp_path: Path) -> None:
-    rates = torch.tensor([0.1, 0.2])
-    save({"first": rates[0], "second": rates[1], "again": rates[0]}, tmp_path)
+    rates = torch.arange(6.0)
+    state = {"first": rates[:3], "second": rates[3:], "again": rates[:3]}
+    save(state, tmp_path, options=SaveOptions(plain_tensors="common"))
     loaded, report = load_with_report({}, tmp_path)
-    assert [float(loaded[key]) for key in ("first", "second", "again")] == rates[[0, 1, 0]].tolist()
+    assert {key: loaded[key].tolist() for key in state} == {key: state[key].tolist() for key in state}
     assert report.recovered == ()
