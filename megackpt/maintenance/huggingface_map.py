@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megackpt.maps import MapChoice, RegionMap, bound_to, checkpoint_map, has_megatron_keys
-from megackpt.maps.choice import chosen_family
+from megackpt.maps.choice import chosen_family, proved
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,7 @@ class ChosenMap:
             )
         ours = [key.removeprefix(self.prefix) for key in keys]
         if isinstance(self.map, RegionMap):
-            made = bound_to(self.map, ours)
+            made = bound_to(proved(self.map), ours)
         else:
             made = checkpoint_map(chosen_family(self.map, config), config, ours)
         return made.with_left_keys({key: self.prefix + key for key in made.left})
@@ -52,8 +52,6 @@ class ChosenMap:
         Raises:
             MapError, DeclarationError: as `of_checkpoint`.
         """
-        return (
-            self.map
-            if isinstance(self.map, RegionMap)
-            else chosen_family(self.map, config).region_map(config, keys)
-        )
+        if isinstance(self.map, RegionMap):
+            return proved(self.map)
+        return chosen_family(self.map, config).region_map(config, keys)

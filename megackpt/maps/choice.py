@@ -26,10 +26,11 @@ def chosen_map(
 
     Raises:
         DeclarationError: the choice or the config is of another class.
-        MapError: there is no such family, no config to make its map of, or the config makes no sense.
+        MapError: there is no such family, no config to make its map of, or the config makes no sense; or the
+            map that is given is no bijection.
     """
     if isinstance(choice, RegionMap):
-        return choice
+        return proved(choice)
     _check_choice(choice)
     if config is None:
         raise MapError(
@@ -40,6 +41,16 @@ def chosen_map(
     if not isinstance(config, Mapping):
         raise DeclarationError(f"config is a {type(config).__name__}. Give the parsed config.json as a dict.")
     return chosen_family(choice, config).region_map(config, keys)
+
+
+def proved(given: RegionMap) -> RegionMap:
+    """Return a map that a user has made, if it is a bijection. Pure.
+
+    Raises:
+        MapError: it is none, with the region that is in no pair, or in several.
+    """
+    given.check(name="that is given")
+    return given
 
 
 def chosen_family(choice: str | Family, config: Mapping[str, Any]) -> Family:

@@ -7,6 +7,7 @@ the order of their axes. No tensor is needed to make, prove, invert or join maps
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -149,9 +150,19 @@ class RegionMap:
         return RegionMap(self.left, other.right, tuple(pairs))
 
     def with_left_keys(self, renamed: Mapping[str, str]) -> RegionMap:
-        """Return the map with other keys of left arrays; keys that are not named stay."""
+        """Return the map with other keys of left arrays; keys that are not named stay.
+
+        Raises:
+            MapError: two arrays would have one key.
+        """
+        left: dict[str, MappedArray] = {}
+        for key, array in self.left.items():
+            new = renamed.get(key, key)
+            if new in left:
+                raise MapError(f"Two arrays of the map would have the key {new!r}; one of them is {key!r}.")
+            left[new] = array
         return RegionMap(
-            {renamed.get(key, key): array for key, array in self.left.items()},
+            left,
             self.right,
             tuple(
                 replace(pair, left=Region(renamed.get(pair.left.key, pair.left.key), pair.left.box))
@@ -166,8 +177,19 @@ class RegionMap:
             name: of the map, for the error.
 
         Raises:
-            MapError: an element is in no pair, or in more than one; the text names array and region.
+            MapError: an element is in no pair, or in more than one, or a pair makes no sense; the text names
+                array and region.
         """
+        for key, array in (*self.left.items(), *self.right.items()):
+            if math.prod(array.stored) != math.prod(array.viewed):
+                raise MapError(
+                    f"The map {name} is wrong: {key!r} of shape {array.stored} cannot be seen as "
+                    f"{array.viewed}, which has another number of elements."
+                )
+        for pair in self.pairs:
+            fault = _fault_of_pair(pair, self.left, self.right)
+            if fault is not None:
+                raise MapError(f"The map {name} is wrong: {fault}, in the pair {pair}.")
         for side, arrays, regions in (
             ("left", self.left, [pair.left for pair in self.pairs]),
             ("right", self.right, [pair.right for pair in self.pairs]),
@@ -192,6 +214,32 @@ class RegionMap:
                 tables[left] = _PairTable(pairs, start, stop)
             self._tables.update(tables)  # all at once: other threads may look at the same time
         return self._tables[key]
+
+
+def _fault_of_pair(
+    pair: RegionPair, left: Mapping[str, MappedArray], right: Mapping[str, MappedArray]
+) -> str | None:
+    """Return why the two boxes of a pair cannot have the same elements; None if they can."""
+    for (key, box), arrays in ((pair.left, left), (pair.right, right)):
+        if key not in arrays:
+            return f"there is no array {key!r}"
+        whole = arrays[key].viewed
+        is_inside = len(box.start) == len(whole) and all(
+            0 <= low <= high <= size for low, high, size in zip(box.start, box.stop, whole, strict=True)
+        )
+        if not is_inside:
+            return f"a box is not inside of {key!r} {whole}"
+    ours, theirs = pair.left.box.shape, pair.right.box.shape
+    named = [axis for axis in pair.axes if axis >= 0]
+    # Each dim of more than one element runs along exactly one dim of the other box, of the same extent.
+    is_axes = len(pair.axes) == len(theirs) and len(named) == len(set(named))
+    fits = is_axes and set(named) <= set(range(len(ours)))
+    fits = fits and all(
+        size == (ours[axis] if axis >= 0 else 1) for size, axis in zip(theirs, pair.axes, strict=True)
+    )
+    if not fits or any(size != 1 for axis, size in enumerate(ours) if axis not in named):
+        return f"axes {pair.axes} do not take a box of shape {ours} to one of shape {theirs}"
+    return None
 
 
 def _uncovered(arrays: Mapping[str, MappedArray], regions: Iterable[Region]) -> list[str]:

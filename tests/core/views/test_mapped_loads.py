@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import random
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,7 @@ from megackpt.errors import MapError
 from megackpt.geometry import Box
 from megackpt.maps import Family, FamilyRules, Rule, bound_to, family_of, region_map, weights_of
 from megackpt.maps.megatron import megatron_map
+from megackpt.maps.regions import Region, RegionMap, RegionPair
 from megackpt.maps.requests import mapped_tensors
 from megackpt.maps.weights import MASTER
 from tests.support.states import assembled, random_arrays
@@ -534,3 +536,61 @@ def test_a_config_that_makes_no_sense_is_an_error(change: dict[str, object], tex
     config = LLAMA | change
     with pytest.raises(MapError, match=text):
         family_of(config).region_map(config)
+
+
+def _with_pair(made: RegionMap, number: int, pair: RegionPair | None) -> RegionMap:
+    """Return a map with another pair of a number, or without it."""
+    pairs = [*made.pairs[:number], *([] if pair is None else [pair]), *made.pairs[number + 1 :]]
+    return RegionMap(made.left, made.right, tuple(pairs))
+
+
+def _wrong_maps(made: RegionMap) -> dict[str, RegionMap]:
+    """Return maps with one fault each; the first pair is of the embedding, a matrix that is not square."""
+    first, second = made.pairs[0], made.pairs[1]
+    box = first.left.box
+    outside = Region(first.left.key, Box((box.start[0] + 1, *box.start[1:]), box.shape))
+    short = Region(first.left.key, Box(box.start, (box.shape[0] - 1, *box.shape[1:])))
+    array = made.left[first.left.key]
+    other_view = {**made.left, first.left.key: array._replace(stored=(*array.stored[:-1], 1))}
+    return {
+        "a hole": _with_pair(made, 0, None),
+        "twice": RegionMap(made.left, made.right, (*made.pairs, first)),
+        "other axes": _with_pair(made, 0, replace(first, axes=first.axes[::-1])),
+        "an axis twice": _with_pair(made, 0, replace(first, axes=(0,) * len(first.axes))),
+        "too few axes": _with_pair(made, 0, replace(first, axes=first.axes[1:])),
+        "an axis too many": _with_pair(made, 0, replace(first, axes=(*first.axes[:-1], 9))),
+        "outside": _with_pair(made, 0, replace(first, left=outside)),
+        "short on one side": _with_pair(made, 0, replace(first, left=short)),
+        "no such array": _with_pair(made, 0, replace(first, right=first.right._replace(key="none"))),
+        "exchanged": _with_pair(made, 0, replace(first, right=second.right)),
+        "another size": RegionMap(other_view, made.right, made.pairs),
+    }
+
+
+FAULTS_OF_MAPS = list(_wrong_maps(family_of(CONFIG).region_map(CONFIG)))
+
+
+@pytest.mark.parametrize("fault", FAULTS_OF_MAPS)
+def test_a_map_of_a_user_is_proved_before_a_byte_moves(tmp_path: Path, fault: str) -> None:
+    write_folder(tmp_path / "hf")
+    made = family_of(CONFIG).region_map(CONFIG)
+    megackpt.import_huggingface(tmp_path / "hf", tmp_path / "c", map=made)
+    wrong = _wrong_maps(made)[fault]
+    before = torch.full((11, 8), 7.0)
+    state = {EMBEDDING: ShardedTensor.from_rank_offsets(EMBEDDING, before.clone())}
+    acts: list[Callable[[], Any]] = [
+        lambda: megackpt.load(state, tmp_path / "hf", maps=wrong, strict="ignore_all"),
+        lambda: megackpt.import_huggingface(tmp_path / "hf", tmp_path / "new", map=wrong),
+        lambda: megackpt.export_huggingface(tmp_path / "c", tmp_path / "new", map=wrong),
+    ]
+    for act in acts:
+        with pytest.raises(MapError, match=r"The map that is given is (wrong|no bijection)"):
+            act()
+    assert torch.equal(state[EMBEDDING].data, before)
+    assert not (tmp_path / "new").exists() or not any((tmp_path / "new").iterdir())
+
+
+def test_two_arrays_of_a_map_cannot_get_one_key() -> None:
+    made = family_of(CONFIG).region_map(CONFIG)
+    with pytest.raises(MapError, match=f"would have the key '{OUTPUT}'"):
+        made.with_left_keys({EMBEDDING: OUTPUT})
