@@ -43,14 +43,14 @@ def chosen_map(
     return chosen_family(choice, config).region_map(config, keys)
 
 
-def proved(given: RegionMap) -> RegionMap:
+def proved(made: RegionMap) -> RegionMap:
     """Return a map that a user has made, if it is a bijection. Pure.
 
     Raises:
         MapError: it is none, with the region that is in no pair, or in several.
     """
-    given.check(name="that is given")
-    return given
+    made.check(name="that is given")
+    return made
 
 
 def chosen_family(choice: str | Family, config: Mapping[str, Any]) -> Family:

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from itertools import accumulate, chain
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from megackpt.errors import FormatError, NotACheckpointError, UnsupportedError
@@ -120,7 +121,11 @@ def read_deepspeed(path: str, *, checks_bytes: bool) -> NamedTrainingState:
         _load(f, ("optimizer_state_dict",), checks_bytes=checks_bytes)["optimizer_state_dict"]
         for f in optimizer_files
     ]
-    return _Step(folder, models, saved).read()
+    step = _Step(folder, models, saved)
+    state = step.read()
+    if checks_bytes:
+        step.check_masters(state)
+    return state
 
 
 def _find_files(folder: str) -> tuple[list[str], list[str]]:
@@ -259,6 +264,30 @@ class _Step:
             for name, shape in of.items()
         }
 
+    def check_masters(self, state: NamedTrainingState) -> None:
+        """Compare each weight that a file has as a whole with what its master is rounded to.
+
+        It finds shapes in another order than the values, and files of other ranks or steps, which nothing
+        else in the files shows.
+
+        Raises:
+            FormatError: a weight is another one.
+        """
+        for name, param in state.params.items():
+            weight = state.weights.get(name)
+            if weight is None:  # ZeRO-3 stores masters only
+                continue
+            (values,) = weight.parts
+            rounded = torch.cat([part.to(values.dtype) for part in param.states[MASTER]])
+            if not torch.equal(rounded, values.detach().reshape(-1)):
+                raise FormatError(
+                    f"{self.folder}: the weight {name!r} is not its master in the optimizer's files, rounded "
+                    f"to {values.dtype}. The files are of different steps or ranks, or damaged. Copy all of "
+                    f"them again; if the script changes weights after its step, import without verifying.",
+                    key=name,
+                    path=self.folder,
+                )
+
     @property
     def _is_zero_3(self) -> bool:
         return "fp32_flat_groups" in self.saved[0]
@@ -324,6 +353,9 @@ class _Step:
                 stop = at + _numel(shape)
                 yield name, {k: list(_stretch(of_ranks, at, stop)) for k, of_ranks in vectors.items()}
                 at = stop + after
+            stored = sum(map(len, group.masters))
+            if at != stored:
+                raise ValueError(f"{stored} values of a group, and shapes of {at}")
 
     def _cut_groups(
         self, shapes: Sequence[Mapping[str, tuple[int, ...]]], groups: Sequence[_Group]

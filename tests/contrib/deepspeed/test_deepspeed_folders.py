@@ -180,6 +180,40 @@ def test_a_damaged_folder_is_one_error_and_nothing_is_written(
     assert not (tmp_path / "imported").exists()
 
 
+def _reordered(shapes: dict[str, torch.Size]) -> dict[str, torch.Size]:
+    return dict(reversed(shapes.items()))
+
+
+def _shortened(shapes: dict[str, torch.Size]) -> dict[str, torch.Size]:
+    name = next(iter(shapes))
+    return {**shapes, name: torch.Size((shapes[name][0] - 1, *shapes[name][1:]))}
+
+
+def _without_last(shapes: dict[str, torch.Size]) -> dict[str, torch.Size]:
+    return dict(list(shapes.items())[:-1])
+
+
+@pytest.mark.parametrize("change", [_reordered, _shortened, _without_last, None])
+@pytest.mark.parametrize("case", ["zero1", "zero1_bf16", "zero2", "bf16_optimizer"])
+def test_shapes_or_files_that_are_not_those_of_the_values_are_an_error(
+    case: str, change: Callable[[dict[str, torch.Size]], dict[str, torch.Size]] | None, tmp_path: Path
+) -> None:
+    """The masters would be those of other parameters, and nothing else in the files shows it."""
+    folder = tmp_path / case
+    shutil.copytree(STORED / case, folder)
+    if change is None:
+        optimizers = sorted(folder.rglob("*optim_states.pt"))
+        shutil.copy(optimizers[0], optimizers[1])
+    else:
+        (model,) = folder.rglob("mp_rank_00_model_states.pt")
+        state = torch.load(model, weights_only=False)
+        state["param_shapes"] = [type(of)(change(of)) for of in state["param_shapes"]]
+        torch.save(state, model)
+    with pytest.raises(FormatError, match=r"is not its master|do not have the layout of ZeRO"):
+        megackpt.import_deepspeed(folder, tmp_path / "new")
+    assert not (tmp_path / "new").exists()
+
+
 @pytest.mark.parametrize("name", ["mp_rank_01_model_states.pt", "layer_00-model_00-model_states.pt"])
 def test_model_parallel_folders_are_rejected_with_advice(name: str, tmp_path: Path) -> None:
     shutil.copytree(STORED / "zero2", tmp_path / "folder")
