@@ -279,7 +279,9 @@ class _Step:
                 continue
             (values,) = weight.parts
             rounded = torch.cat([part.to(values.dtype) for part in param.states[MASTER]])
-            if not torch.equal(rounded, values.detach().reshape(-1)):
+            stored = values.detach().reshape(-1)
+            # A run that has diverged has NaN in both, which is equal to nothing.
+            if not ((rounded == stored) | (rounded.isnan() & stored.isnan())).all():
                 raise FormatError(
                     f"{self.folder}: the weight {name!r} is not its master in the optimizer's files, rounded "
                     f"to {values.dtype}. The files are of different steps or ranks, or damaged. Copy all of "

@@ -23,6 +23,8 @@ import megackpt
 from megackpt import FormatError, NotACheckpointError
 from megackpt.cli import main
 from megackpt.errors import UnknownClassError, UnsupportedError
+from megackpt.formats.foreign import deepspeed
+from megackpt.formats.foreign.named_training_state import MASTER
 from tests.contrib.deepspeed.deepspeed_program import CASES, LEARNING_RATE, STATES, STEPS, Net
 from tests.support.effort import sampled
 from tests.support.states import PickledCall
@@ -191,6 +193,19 @@ def _shortened(shapes: dict[str, torch.Size]) -> dict[str, torch.Size]:
 
 def _without_last(shapes: dict[str, torch.Size]) -> dict[str, torch.Size]:
     return dict(list(shapes.items())[:-1])
+
+
+def test_a_weight_that_is_no_number_is_that_of_a_master_that_is_none() -> None:
+    state = deepspeed.read_deepspeed(
+        str(STORED / "zero1"), checks_bytes=False
+    )  # its memory is a copy on write
+    name, param = next(iter(state.params.items()))
+    step = deepspeed._Step("the folder", (), ())
+    param.states[MASTER][0][0] = torch.nan
+    with pytest.raises(FormatError, match=f"'{name}' is not its master"):
+        step.check_masters(state)
+    state.weights[name].parts[0].view(-1)[0] = torch.nan
+    step.check_masters(state)
 
 
 @pytest.mark.parametrize("change", [_reordered, _shortened, _without_last, None])
