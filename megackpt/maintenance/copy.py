@@ -7,6 +7,7 @@ and committed in one step, as in a save.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Executor
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
@@ -32,7 +33,7 @@ from megackpt.maintenance.copy_source import SourceCheckpoint, read_common_for
 from megackpt.maintenance.new_checkpoint import NewCheckpoint, TargetState, check_target, prepare_target
 from megackpt.maintenance.part_reading import read_parts
 from megackpt.maintenance.row_windows import RowWindow, request_of, row_windows, windows_of
-from megackpt.maintenance.windows import ByteArray, filled_windows
+from megackpt.maintenance.windows import ByteArray, filled_windows, window_threads
 from megackpt.metadata import OBJECT
 from megackpt.storage import FileDigester, Location, Store, opened_store
 
@@ -181,16 +182,17 @@ class _Copy(NewCheckpoint):
     def write(self, copied: SourceCheckpoint, prepared: _PreparedTarget, attempt: str) -> dict[int, str]:
         """Write and commit the new checkpoint; return the digests of this rank's rows. Collective."""
         self.progress.begin("writing", self._nbytes(copied))
-        parts = _CopiedParts(copied, self)
-        save = PlannedSave(
-            attempt=attempt,
-            plan=copied.plan,
-            parts=parts,
-            common={"state_dict": prepared.common[0], "content_metadata": prepared.common[1]},
-            strategy=self.strategy,
-            leftovers=prepared.state.earlier,
-        )
-        write_and_commit(save, self.target, self.group)
+        with window_threads() as threads:
+            parts = _CopiedParts(copied, self, threads)
+            save = PlannedSave(
+                attempt=attempt,
+                plan=copied.plan,
+                parts=parts,
+                common={"state_dict": prepared.common[0], "content_metadata": prepared.common[1]},
+                strategy=self.strategy,
+                leftovers=prepared.state.earlier,
+            )
+            write_and_commit(save, self.target, self.group)
         return parts.digests
 
     def verify(self, copied: SourceCheckpoint, digests: dict[int, str], prepared: _PreparedTarget) -> None:
@@ -229,16 +231,17 @@ class _Copy(NewCheckpoint):
         _check_arrays(copied.contents, written, where)
         rows = np.sort(copied.plan.rows_of(self.group.rank)).tolist()
         rows = [row for row in rows if row not in copied.blobs]
-        for row, digest in self._digests_of(written, copied, rows):
-            if digest != digests.get(row):
-                raise _difference(copied, row, where)
+        with window_threads() as threads:
+            for row, digest in self._digests_of(written, copied, rows, threads):
+                if digest != digests.get(row):
+                    raise _difference(copied, row, where)
         _check_objects(copied, written, where)
         self.progress.advance(sum(map(len, copied.blobs.values())))
         if self.group.rank == 0:
             _check_common(prepared.common, read_common_for(self.strategy, written, self.target), where)
 
     def _digests_of(
-        self, written: Contents, copied: SourceCheckpoint, rows: Sequence[int]
+        self, written: Contents, copied: SourceCheckpoint, rows: Sequence[int], threads: Executor
     ) -> Iterator[tuple[int, str]]:
         """Yield each row with the digest of its bytes in the new checkpoint."""
         table, where = copied.plan.table, self.target.location
@@ -247,7 +250,8 @@ class _Copy(NewCheckpoint):
             read_parts(written, [request_of(table, part, data) for part in window.segments], where=where)
 
         digester = FileDigester()
-        for window, data in filled_windows(list(row_windows(table, rows, self.buffer_bytes)), fill):
+        windows = list(row_windows(table, rows, self.buffer_bytes))
+        for window, data in filled_windows(windows, fill, threads):
             for row, start, stop, at in window.segments:
                 digester.update(data[at : at + stop - start].data)
                 self.progress.advance(stop - start)
@@ -263,8 +267,8 @@ class _CopiedParts(ChunkParts):
         digests: of the rows that were written, by row.
     """
 
-    def __init__(self, copied: SourceCheckpoint, run: _Copy) -> None:
-        self._copied, self._buffers = copied, ReadBuffers()
+    def __init__(self, copied: SourceCheckpoint, run: _Copy, threads: Executor) -> None:
+        self._copied, self._buffers, self._threads = copied, ReadBuffers(), threads
         self._buffer_bytes, self._progress = run.buffer_bytes, run.progress
         self.digests: dict[int, str] = {}
 
@@ -291,7 +295,7 @@ class _CopiedParts(ChunkParts):
             outs = [data[s.at : s.at + s.stop - s.start].data for s in window.segments]
             copied.chunks.read_parts(parts, outs)
 
-        for window, data in filled_windows(windows, fill):
+        for window, data in filled_windows(windows, fill, self._threads):
             for row, start, stop, at in window.segments:
                 # A part is made of whole blocks of the source, and may begin before the row, or end after it.
                 first = int(copied.start[row])

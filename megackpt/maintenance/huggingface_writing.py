@@ -10,7 +10,7 @@ from megackpt.formats.contents import Chunks, Part
 from megackpt.maintenance.huggingface_plan import PlannedFile, ranges_to_read
 from megackpt.maintenance.huggingface_target import Digests, ExportTarget
 from megackpt.maintenance.row_windows import RowWindow, Segment, windows_of
-from megackpt.maintenance.windows import ByteArray, filled_windows
+from megackpt.maintenance.windows import ByteArray, filled_windows, window_threads
 from megackpt.storage import BufferedWriter, FileDigester, Store
 from megackpt.storage.store import temporary_name
 
@@ -94,10 +94,11 @@ class FileExport:
             of_chunks = [Part(rows[file.tensors[s.row].name], s.start, s.stop) for s in window.segments]
             self.chunks.read_parts(of_chunks, [_bytes_of(s, data) for s in window.segments])
 
-        with self.target.store.open_writer(name, file.nbytes) as writer:
+        windows = list(windows_of(parts, self.buffer_bytes))
+        with self.target.store.open_writer(name, file.nbytes) as writer, window_threads() as threads:
             buffered = BufferedWriter(writer)
             buffered.write(memoryview(file.header))
-            for window, data in filled_windows(list(windows_of(parts, self.buffer_bytes)), fill):
+            for window, data in filled_windows(windows, fill, threads):
                 for segment in window.segments:
                     digesters[segment.row].update(_bytes_of(segment, data))
                     buffered.write(_bytes_of(segment, data))

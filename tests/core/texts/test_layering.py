@@ -218,3 +218,26 @@ def test_every_public_name_exists() -> None:
 def _packages() -> list[object]:
     modules = pkgutil.iter_modules(megackpt.__path__, "megackpt.")
     return [importlib.import_module(m.name) for m in modules if m.ispkg and not m.name.endswith(".testing")]
+
+
+WAITS_FOR_THREADS = {"ThreadPoolExecutor", "Thread", "window_threads", "join_thread"}
+
+
+def test_no_generator_owns_threads() -> None:
+    """The garbage collector may close it while a thread holds a lock that the end of a thread needs.
+
+    A context manager made of a generator is none of these: `with` closes it.
+    """
+    owners = []
+    for path in FILES:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if not isinstance(node, ast.FunctionDef) or "contextmanager" in map(
+                ast.unparse, node.decorator_list
+            ):
+                continue
+            own = [inner for inner in ast.walk(node) if inner is not node]
+            is_generator = any(isinstance(inner, (ast.Yield, ast.YieldFrom)) for inner in own)
+            calls = {ast.unparse(i.func).rpartition(".")[2] for i in own if isinstance(i, ast.Call)}
+            if is_generator and calls & WAITS_FOR_THREADS:
+                owners.append(f"{path.relative_to(ROOT)}: {node.name}")
+    assert owners == []

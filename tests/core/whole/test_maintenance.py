@@ -6,7 +6,7 @@ import shutil
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import is_dataclass
+from dataclasses import dataclass, is_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,7 @@ from megackpt.engine.verification.collective import verify_on_all_ranks
 from megackpt.engine.verification.verify import ShareReport, verify_checkpoint, verify_share
 from megackpt.errors import CheckpointError, StorageError
 from megackpt.formats.damage import Damage
+from megackpt.maintenance.windows import ByteArray, filled_windows, window_threads
 from megackpt.options import VerifyOptions
 from megackpt.storage import LocalStore, MemoryStore, Store, open_store
 from megackpt.testing.world import SimulatedWorld
@@ -427,3 +428,28 @@ def test_a_linked_data_file_is_damage_and_hides_no_other_damage(
     assert linked, damages
     assert all(damage.what.startswith("it is a symbolic link") for damage in linked)
     assert any(damage.file == common.name for damage in damages), damages
+
+
+@dataclass(frozen=True)
+class Stretch:
+    """A window of a few bytes."""
+
+    nbytes: int = 8
+
+
+def test_a_stream_of_windows_can_be_dropped_while_one_is_filled() -> None:
+    """Whoever drops it, perhaps the garbage collector, may hold a lock that the thread needs to go on."""
+    may_go_on = threading.Event()
+    begun: list[int] = []
+
+    def fill(window: Stretch, data: ByteArray) -> None:
+        begun.append(window.nbytes)
+        if len(begun) > 1:
+            assert may_go_on.wait(60)
+
+    with window_threads() as threads:
+        stream = filled_windows([Stretch()] * 3, fill, threads)
+        next(stream)
+        stream.close()  # type: ignore[attr-defined]
+        may_go_on.set()
+    assert len(begun) == 2
