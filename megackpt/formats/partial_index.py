@@ -78,7 +78,7 @@ class PartialIndex(StoredIndex):
     def _hulls(self, wanted: Sequence[ChunkTable]) -> tuple[Ints, Ints]:
         """Return for each array the box around all that is wanted of it, as starts and stops, `[a, dims]`."""
         whole = self._head.decoded.whole
-        # The box of an array of which nothing is wanted ends before it begins, so no chunk overlaps it.
+        # An array that is not asked for has a box that ends before it begins, so no chunk overlaps it.
         low, high = np.full(whole.shape, _ANYWHERE), np.zeros(whole.shape, np.int64)
         for table in wanted:
             # A request without elements needs no chunk, and would make the hull larger.

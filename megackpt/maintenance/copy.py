@@ -23,11 +23,12 @@ from megackpt.engine.data.chunk_bytes import ReadBuffers
 from megackpt.engine.data.progress import Progress
 from megackpt.engine.data.read import read_chunk
 from megackpt.engine.saving.array_digests import with_array_digests
+from megackpt.engine.saving.save_hook import SaveHook, WrittenChunks
 from megackpt.engine.saving.write import PlannedSave, write_and_commit
 from megackpt.errors import IntegrityError
 from megackpt.formats.contents import Chunks, Contents, Part
 from megackpt.formats.registry import SaveChoice, save_strategy
-from megackpt.formats.strategy import ChunkParts
+from megackpt.formats.strategy import ChunkParts, SaveStrategy
 from megackpt.maintenance.arguments import checked_progress
 from megackpt.maintenance.copy_source import SourceCheckpoint, read_common_for
 from megackpt.maintenance.new_checkpoint import NewCheckpoint, TargetState, check_target, prepare_target
@@ -132,9 +133,6 @@ def copy_checkpoint(
         copied = opened.with_object_sizes(all_sizes)
         with run.removed_on_error(prepared.state, attempt):
             digests = run.write(copied, prepared, attempt)
-            with errors_on_all_ranks(group, "looking at the source again"):
-                if copied.contents.check_unchanged is not None:
-                    copied.contents.check_unchanged()
             if verify:
                 run.verify(copied, digests, prepared)
     return run.report(opened, is_verified=verify)
@@ -191,6 +189,7 @@ class _Copy(NewCheckpoint):
                 common={"state_dict": prepared.common[0], "content_metadata": prepared.common[1]},
                 strategy=self.strategy,
                 leftovers=prepared.state.earlier,
+                hooks=(_UnchangedSource(copied.contents),),
             )
             write_and_commit(save, self.target, self.group)
         return parts.digests
@@ -258,6 +257,22 @@ class _Copy(NewCheckpoint):
                 if stop == int(table.nbytes[row]):
                     yield row, digester.result()
                     digester = FileDigester()
+
+
+@dataclass(frozen=True, slots=True)
+class _UnchangedSource(SaveHook):
+    """Looks at the files of the source again before the commit: an earlier checkpoint is then still there."""
+
+    contents: Contents
+
+    def after_writing(
+        self, written: WrittenChunks, store: Store, strategy: SaveStrategy, group: Group
+    ) -> list[bytes]:
+        """Raise an error on all ranks if a file is not the one that was opened."""
+        with errors_on_all_ranks(group, "looking at the source again"):
+            if self.contents.check_unchanged is not None:
+                self.contents.check_unchanged()
+        return []
 
 
 class _CopiedParts(ChunkParts):

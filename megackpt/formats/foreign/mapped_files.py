@@ -25,10 +25,11 @@ from megackpt.formats.unknown_classes import ForbiddenClassError
 from megackpt.mapping.recognition import is_dtensor
 
 Stamp: TypeAlias = tuple[int, int, int] | None
-"""Inode, size and time of a file, one of which changes when the file does; None of a file that is gone."""
+"""Inode, size and time of a file, which show whether it has changed; None if it is gone."""
 
 _NOTED: ContextVar[dict[str, Stamp] | None] = ContextVar("stamps of the files that are read", default=None)
 
+_MAX_DEPTH = 200
 MAX_REPEATED_BYTES = 64 * 1024 * 1024
 """Expanded tensors of one file may need so many bytes more than they have in it."""
 
@@ -84,13 +85,13 @@ def _check_repeats(value: Any, path: str) -> None:
 
     With strides of 0, a few bytes are a tensor of any size, which takes memory as soon as it is copied.
     """
-    repeated, done = 0, set()
-    todo: list[tuple[str, Any]] = [("", value)]
+    repeated = 0
+    # Every place counts: a tensor that is in many is copied for each. `pickle_limits` bounds their number.
+    todo: list[tuple[str, Any, int]] = [("", value, 0)]
     while todo:
-        key, part = todo.pop()
-        if id(part) in done:  # containers may be in several others
+        key, part, depth = todo.pop()
+        if depth > _MAX_DEPTH:  # it may contain itself; whoever reads it rejects it
             continue
-        done.add(id(part))
         if isinstance(part, torch.Tensor):
             nbytes, stored = _sizes(part)
             repeated += max(nbytes - stored, 0)
@@ -102,11 +103,11 @@ def _check_repeats(value: Any, path: str) -> None:
                     path=path,
                 )
         elif isinstance(part, dict):
-            todo.extend((f"{key}.{name}", member) for name, member in part.items())
+            todo.extend((f"{key}.{name}", member, depth + 1) for name, member in part.items())
         elif isinstance(part, (list, tuple, set, frozenset)):
-            todo.extend((f"{key}.{number}", member) for number, member in enumerate(part))
+            todo.extend((f"{key}.{number}", member, depth + 1) for number, member in enumerate(part))
         elif isinstance(part, ForeignObject):
-            todo.append((key, part.state))
+            todo.append((key, part.state, depth + 1))
 
 
 def _sizes(tensor: torch.Tensor) -> tuple[int, int]:

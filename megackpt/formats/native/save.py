@@ -208,7 +208,7 @@ def _stored_chunks(
         last = min(first + _RANKS_AT_ONCE, len(writers))
         rows = in_files[ends[first] : ends[last]]
         in_file_order = np.concatenate([written[rank]["digests"] for rank in writers[first:last]])
-        # Row r owns digests[digest_start[r] : digest_start[r] + blocks[r]]; a chunk without bytes owns none.
+        # Row r owns digests[digest_start[r] : digest_start[r] + blocks[r]]; an empty chunk has none.
         digests[joined_ranges(digest_start[rows], blocks[rows])] = in_file_order
     return StoredChunks(
         table=plan.table,
