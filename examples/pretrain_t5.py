@@ -19,8 +19,8 @@ from training.losses import mean_loss
 from training.text import Text
 
 from megackpt import Checkpointer
-from megackpt.optim import DistributedOptimizer
-from megackpt.parallel import (
+from megackpt.training.optim import DistributedOptimizer
+from megackpt.training.parallel import (
     Axis,
     MicroBatch,
     ParallelGroups,

@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch import nn
 
 from megackpt import Checkpointer
-from megackpt.optim import DistributedOptimizer
-from megackpt.parallel import ParallelGroups, ParallelLayout, ShardedModule
+from megackpt.training.optim import DistributedOptimizer
+from megackpt.training.parallel import ParallelGroups, ParallelLayout, ShardedModule
 
 FEATURES = 8
 

@@ -6,26 +6,23 @@ help of the command line and the reader without torch start quickly.
 
 from __future__ import annotations
 
+import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from megackpt.ground.moved import MovedModules, moved_name
+
 if TYPE_CHECKING:
-    from megackpt.api.collective import load as load
-    from megackpt.api.collective import load_with_report as load_with_report
-    from megackpt.api.collective import save as save
-    from megackpt.api.local import load_common_state_dict as load_common_state_dict
-    from megackpt.api.local import load_content_metadata as load_content_metadata
-    from megackpt.api.local import load_plain_tensors as load_plain_tensors
-    from megackpt.api.local import load_sharded_metadata as load_sharded_metadata
-    from megackpt.api.local import load_tensors_metadata as load_tensors_metadata
-    from megackpt.checkpointer import Checkpointer as Checkpointer
-    from megackpt.checkpointer import KeepBest as KeepBest
-    from megackpt.checkpointer import LocalTier as LocalTier
-    from megackpt.checkpointer import MemoryTier as MemoryTier
-    from megackpt.checkpointer import Retention as Retention
-    from megackpt.checkpointer import SaveSchedule as SaveSchedule
-    from megackpt.checkpointer import Tiers as Tiers
     from megackpt.codec.registration import register_codec as register_codec
+    from megackpt.entities import ComponentPlacement as ComponentPlacement
+    from megackpt.entities import Layout as Layout
+    from megackpt.entities import LocalNonpersistentObject as LocalNonpersistentObject
+    from megackpt.entities import PerRankValue as PerRankValue
+    from megackpt.entities import ReplicatedValue as ReplicatedValue
+    from megackpt.entities import ShardedLayout as ShardedLayout
+    from megackpt.entities import ShardedObject as ShardedObject
+    from megackpt.entities import ShardedTensor as ShardedTensor
+    from megackpt.entities import ShardedTensorFactory as ShardedTensorFactory
     from megackpt.errors import CheckpointError as CheckpointError
     from megackpt.errors import CoverageError as CoverageError
     from megackpt.errors import DeclarationError as DeclarationError
@@ -36,45 +33,51 @@ if TYPE_CHECKING:
     from megackpt.errors import NotACheckpointError as NotACheckpointError
     from megackpt.errors import RankFailedError as RankFailedError
     from megackpt.errors import StorageError as StorageError
-    from megackpt.maintenance.convert import convert as convert
-    from megackpt.maintenance.diff import diff as diff
-    from megackpt.maintenance.export_huggingface import export_huggingface as export_huggingface
-    from megackpt.maintenance.import_folder import import_deepspeed as import_deepspeed
-    from megackpt.maintenance.import_folder import import_nvrx as import_nvrx
-    from megackpt.maintenance.import_folder import import_torch as import_torch
-    from megackpt.maintenance.import_huggingface import import_huggingface as import_huggingface
-    from megackpt.maintenance.inspect import inspect as inspect
-    from megackpt.maintenance.repair import repair as repair
-    from megackpt.maintenance.verify import verify as verify
-    from megackpt.mapping import ComponentPlacement as ComponentPlacement
-    from megackpt.mapping import Layout as Layout
-    from megackpt.mapping import LocalNonpersistentObject as LocalNonpersistentObject
-    from megackpt.mapping import PerRankValue as PerRankValue
-    from megackpt.mapping import ReplicatedValue as ReplicatedValue
-    from megackpt.mapping import ShardedLayout as ShardedLayout
-    from megackpt.mapping import ShardedObject as ShardedObject
-    from megackpt.mapping import ShardedTensor as ShardedTensor
-    from megackpt.mapping import ShardedTensorFactory as ShardedTensorFactory
     from megackpt.options import AsyncOptions as AsyncOptions
     from megackpt.options import KeyRule as KeyRule
     from megackpt.options import LoadOptions as LoadOptions
     from megackpt.options import Policy as Policy
     from megackpt.options import SaveOptions as SaveOptions
-    from megackpt.validation import LoadReport as LoadReport
-    from megackpt.validation import StrictHandling as StrictHandling
+    from megackpt.plans.validation import LoadReport as LoadReport
+    from megackpt.plans.validation import StrictHandling as StrictHandling
+    from megackpt.run.checkpointer import Checkpointer as Checkpointer
+    from megackpt.run.checkpointer import KeepBest as KeepBest
+    from megackpt.run.checkpointer import LocalTier as LocalTier
+    from megackpt.run.checkpointer import MemoryTier as MemoryTier
+    from megackpt.run.checkpointer import Retention as Retention
+    from megackpt.run.checkpointer import SaveSchedule as SaveSchedule
+    from megackpt.run.checkpointer import Tiers as Tiers
+    from megackpt.run.collective import load as load
+    from megackpt.run.collective import load_with_report as load_with_report
+    from megackpt.run.collective import save as save
+    from megackpt.run.local import load_common_state_dict as load_common_state_dict
+    from megackpt.run.local import load_content_metadata as load_content_metadata
+    from megackpt.run.local import load_plain_tensors as load_plain_tensors
+    from megackpt.run.local import load_sharded_metadata as load_sharded_metadata
+    from megackpt.run.local import load_tensors_metadata as load_tensors_metadata
+    from megackpt.whole.convert import convert as convert
+    from megackpt.whole.diff import diff as diff
+    from megackpt.whole.export_huggingface import export_huggingface as export_huggingface
+    from megackpt.whole.import_folder import import_deepspeed as import_deepspeed
+    from megackpt.whole.import_folder import import_nvrx as import_nvrx
+    from megackpt.whole.import_folder import import_torch as import_torch
+    from megackpt.whole.import_huggingface import import_huggingface as import_huggingface
+    from megackpt.whole.inspect import inspect as inspect
+    from megackpt.whole.repair import repair as repair
+    from megackpt.whole.verify import verify as verify
 
 __version__ = "0.1.0"
 
 _NAMES_OF = {
-    "megackpt.api.collective": ("load", "load_with_report", "save"),
-    "megackpt.api.local": (
+    "megackpt.run.collective": ("load", "load_with_report", "save"),
+    "megackpt.run.local": (
         "load_common_state_dict",
         "load_content_metadata",
         "load_plain_tensors",
         "load_sharded_metadata",
         "load_tensors_metadata",
     ),
-    "megackpt.checkpointer": (
+    "megackpt.run.checkpointer": (
         "Checkpointer",
         "KeepBest",
         "LocalTier",
@@ -96,15 +99,15 @@ _NAMES_OF = {
         "RankFailedError",
         "StorageError",
     ),
-    "megackpt.maintenance.convert": ("convert",),
-    "megackpt.maintenance.diff": ("diff",),
-    "megackpt.maintenance.export_huggingface": ("export_huggingface",),
-    "megackpt.maintenance.import_folder": ("import_deepspeed", "import_nvrx", "import_torch"),
-    "megackpt.maintenance.import_huggingface": ("import_huggingface",),
-    "megackpt.maintenance.inspect": ("inspect",),
-    "megackpt.maintenance.repair": ("repair",),
-    "megackpt.maintenance.verify": ("verify",),
-    "megackpt.mapping": (
+    "megackpt.whole.convert": ("convert",),
+    "megackpt.whole.diff": ("diff",),
+    "megackpt.whole.export_huggingface": ("export_huggingface",),
+    "megackpt.whole.import_folder": ("import_deepspeed", "import_nvrx", "import_torch"),
+    "megackpt.whole.import_huggingface": ("import_huggingface",),
+    "megackpt.whole.inspect": ("inspect",),
+    "megackpt.whole.repair": ("repair",),
+    "megackpt.whole.verify": ("verify",),
+    "megackpt.entities": (
         "ComponentPlacement",
         "Layout",
         "LocalNonpersistentObject",
@@ -116,7 +119,7 @@ _NAMES_OF = {
         "ShardedTensorFactory",
     ),
     "megackpt.options": ("AsyncOptions", "KeyRule", "LoadOptions", "Policy", "SaveOptions"),
-    "megackpt.validation": ("LoadReport", "StrictHandling"),
+    "megackpt.plans.validation": ("LoadReport", "StrictHandling"),
 }
 """The public names by the module that defines them. Type checkers read the imports above instead."""
 
@@ -125,6 +128,8 @@ _MODULE_OF = {name: module for module, names in _NAMES_OF.items() for name in na
 # Type checkers need no list: `import name as name`, above, re-exports a name.
 __all__ = sorted(_MODULE_OF)
 
+
+sys.meta_path.insert(0, MovedModules())
 
 if not TYPE_CHECKING:  # type checkers would accept any name
 
@@ -141,8 +146,6 @@ if not TYPE_CHECKING:  # type checkers would accept any name
             except ModuleNotFoundError as error:
                 if error.name != module:  # the module exists, and lacks a package of others
                     raise
-        from megackpt.moved_names import moved_name
-
         return moved_name(__name__, name)
 
 

@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, Literal, TypeAlias, get_args
 
-from megackpt.arguments import (
+from megackpt.errors import DeclarationError
+from megackpt.ground.arguments import (
     check_choice,
     check_count,
     check_flag,
@@ -17,7 +18,6 @@ from megackpt.arguments import (
     check_text,
     check_texts,
 )
-from megackpt.errors import DeclarationError
 
 Spread: TypeAlias = Literal["world", "group", "none"]
 """Which ranks may write a chunk that several ranks declare."""

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megackpt.errors import DeclarationError
-from megackpt.parallel import (
+from megackpt.training.parallel import (
     LayerStack,
     ModelChunks,
     ParallelGroups,
@@ -21,7 +21,7 @@ from megackpt.parallel import (
     ShardedModule,
     StageTable,
 )
-from megackpt.parallel.collectives import collect_sequence, gather_sequence
+from megackpt.training.parallel.collectives import collect_sequence, gather_sequence
 from models.block_config import LearnedPositions, MLPConfig, NormConfig
 from models.blocks.embedding import Embedding, ReplicatedEmbedding
 from models.blocks.full_attention import FullAttention, padding_bias

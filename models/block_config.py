@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal, TypeAlias, get_args
 
 from megackpt.errors import DeclarationError
-from megackpt.parallel import LatentSizes, ParallelLayout
+from megackpt.training.parallel import LatentSizes, ParallelLayout
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import torch
 
 from megackpt.errors import DeclarationError
-from megackpt.parallel import MambaSizes, ParallelLayout, StageTable
+from megackpt.training.parallel import MambaSizes, ParallelLayout, StageTable
 from models.block_config import (
     AttentionConfig,
     DeltaNetConfig,

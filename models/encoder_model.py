@@ -7,7 +7,7 @@ from typing import Generic, TypeVar
 
 import torch
 
-from megackpt.parallel import ParallelGroups, ParallelRng, StageTable
+from megackpt.training.parallel import ParallelGroups, ParallelRng, StageTable
 from models.blocks.embedding import Embedding
 from models.encoder_config import EncoderConfig
 from models.language_model import LanguageModel

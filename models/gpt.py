@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from megackpt.errors import DeclarationError
-from megackpt.parallel import (
+from megackpt.training.parallel import (
     LayerStack,
     ModelChunks,
     ParallelGroups,
@@ -25,7 +25,7 @@ from megackpt.parallel import (
     ShardedModule,
     StageTable,
 )
-from megackpt.parallel.mtp import mean_over_tokens_ahead, tokens_ahead
+from megackpt.training.parallel.mtp import mean_over_tokens_ahead, tokens_ahead
 from models.blocks.embedding import Embedding
 from models.blocks.mtp import MultiTokenPrediction
 from models.blocks.norm import block_norm

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import Any
 
-from megackpt.parallel import RoutingOptions, SwiGLU
+from megackpt.training.parallel import RoutingOptions, SwiGLU
 from models.huggingface_fields import ConfigFields
 from models.moe_config import MoEConfig
 

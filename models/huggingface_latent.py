@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from megackpt.parallel import LatentSizes
+from megackpt.training.parallel import LatentSizes
 from models.block_config import AttentionConfig, RotaryConfig
 from models.huggingface_fields import ConfigFields
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-from megackpt.parallel import MambaSizes
+from megackpt.training.parallel import MambaSizes
 from models.block_config import AttentionConfig, MLPConfig, NoPositions
 from models.config import GPTConfig
 from models.huggingface_experts import deepseek_routing

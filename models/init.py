@@ -17,10 +17,10 @@ from typing import cast
 import torch
 from torch import Tensor
 
+from megackpt.entities import ShardedLayout, ShardedObject, ShardedStateDict, ShardedTensor
 from megackpt.errors import DeclarationError
-from megackpt.mapping import ShardedLayout, ShardedObject, ShardedStateDict, ShardedTensor
-from megackpt.parallel import ModelChunks
-from megackpt.parallel.rng import stable_seed
+from megackpt.training.parallel import ModelChunks
+from megackpt.training.parallel.rng import stable_seed
 from models.config import GPTConfig
 from models.language_model import LanguageModel
 

@@ -11,13 +11,18 @@ from typing import cast
 import torch
 from torch import Tensor
 
+from megackpt.entities import RankOffset, ShardedStateDict
 from megackpt.errors import DeclarationError
-from megackpt.mapping import RankOffset, ShardedStateDict
-from megackpt.parallel import ShardedModule, VocabParallelOutput, divide_over_tp, vocab_parallel_cross_entropy
-from megackpt.parallel.attributes import mark
-from megackpt.parallel.collectives import all_reduce
-from megackpt.parallel.foreign_modules import Metadata
-from megackpt.parallel.mixin import second_copy
+from megackpt.training.parallel import (
+    ShardedModule,
+    VocabParallelOutput,
+    divide_over_tp,
+    vocab_parallel_cross_entropy,
+)
+from megackpt.training.parallel.attributes import mark
+from megackpt.training.parallel.collectives import all_reduce
+from megackpt.training.parallel.foreign_modules import Metadata
+from megackpt.training.parallel.mixin import second_copy
 from models.blocks.embedding import Embedding
 from models.extra_rows import Shape, row_count
 from models.stage import Stage

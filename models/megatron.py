@@ -9,11 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 
+from megackpt.entities import ShardedLayout, ShardedStateDict, ShardedTensor
 from megackpt.errors import MapError
-from megackpt.mapping import ShardedLayout, ShardedStateDict, ShardedTensor
 from megackpt.maps import MappedArray, bound_to, megatron_map
 from megackpt.maps.requests import mapped_tensors
-from megackpt.parallel import ModelChunks
+from megackpt.training.parallel import ModelChunks
 from models.block_config import RotaryConfig
 from models.config import GPTConfig
 from models.gpt import GPT

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from megackpt.errors import DeclarationError
-from megackpt.parallel import Capacity, ParallelLayout, RoutingOptions, SwiGLU
+from megackpt.training.parallel import Capacity, ParallelLayout, RoutingOptions, SwiGLU
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from megackpt.parallel import ParallelGroups, ParallelRng
+from megackpt.training.parallel import ParallelGroups, ParallelRng
 from models.config import GPTConfig
 
 

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from megackpt.errors import DeclarationError
-from megackpt.parallel import (
+from megackpt.training.parallel import (
     LayerStack,
     ModelChunks,
     ParallelGroups,

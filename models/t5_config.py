@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from megackpt.errors import DeclarationError
-from megackpt.parallel import ParallelLayout, StageTable
+from megackpt.training.parallel import ParallelLayout, StageTable
 from models.block_config import AttentionConfig, MLPConfig
 from models.encoder_config import EncoderConfig
 

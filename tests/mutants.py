@@ -38,7 +38,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from tests.support.reach import NOW, RECORD, SECONDS
 
 ROOT = Path(__file__).resolve().parents[1]
-PACKAGES = ("planning", "formats", "engine", "optim", "parallel", "comm")
+PACKAGES = ("plans/planning", "formats", "engine", "training/optim", "training/parallel", "comm")
 AT_LEAST = 6  # mutants of each package
 DEFAULT = ("tests/core", "tests/training")
 REAL_RANKS = "tests/core/test_real_ranks.py"
@@ -46,11 +46,11 @@ LIMIT_S = {"default": 1500.0, "system": 900.0}  # of one mutant; each test has a
 
 # Where the tests of real ranks and of other libraries are that run a package.
 SYSTEM: dict[str, tuple[str, ...]] = {
-    "planning": ("tests/system/ranks", "tests/system/training"),
+    "plans/planning": ("tests/system/ranks", "tests/system/training"),
     "formats": ("tests/system/faults", "tests/system/ranks", "tests/system/attacks", "tests/contrib/torch"),
     "engine": ("tests/system/ranks", "tests/system/faults"),
-    "optim": ("tests/system/training", "tests/contrib/torch", "tests/contrib/apex"),
-    "parallel": ("tests/system/training", "tests/system/examples", "tests/contrib/transformers"),
+    "training/optim": ("tests/system/training", "tests/contrib/torch", "tests/contrib/apex"),
+    "training/parallel": ("tests/system/training", "tests/system/examples", "tests/contrib/transformers"),
     "comm": ("tests/system/ranks", "tests/system/faults"),
 }
 
@@ -83,8 +83,8 @@ class Mutant:
 
     @property
     def package(self) -> str:
-        """The package of the file, as "planning"."""
-        return self.file.split("/")[1]
+        """The package of the file, as "plans/planning"."""
+        return next(package for package in PACKAGES if self.file.startswith(f"megackpt/{package}/"))
 
     def apply(self, tree: Path) -> None:
         """Change the file in a tree that is private to this mutant."""

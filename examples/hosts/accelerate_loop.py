@@ -11,7 +11,7 @@ from accelerate import Accelerator
 from torch.utils.data import DataLoader, TensorDataset
 
 from megackpt import Checkpointer
-from megackpt.integrations.accelerate import AcceleratorState
+from megackpt.contrib.accelerate import AcceleratorState
 
 GLOBAL_BATCH = 4
 

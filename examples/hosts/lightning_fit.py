@@ -13,7 +13,7 @@ from lightning.pytorch import LightningModule, Trainer, seed_everything
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.utils.data import DataLoader, TensorDataset
 
-from megackpt.integrations.lightning import MegackptDDPStrategy
+from megackpt.contrib.lightning import MegackptDDPStrategy
 
 
 class Regression(LightningModule):

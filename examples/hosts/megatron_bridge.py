@@ -9,7 +9,7 @@ import sys
 import torch
 import torch.distributed as dist
 
-from megackpt.compat import megatron
+from megackpt.contrib import megatron
 
 megatron.install()
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from megackpt.compat import megatron
+from megackpt.contrib import megatron
 
 megatron.install()
 

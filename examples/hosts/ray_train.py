@@ -13,8 +13,8 @@ from ray.train import CheckpointConfig, RunConfig, ScalingConfig
 from ray.train.torch import TorchTrainer, prepare_model
 
 from megackpt import load, save
-from megackpt.integrations.ray import get_checkpoint, report, step_directory
-from megackpt.integrations.torch_state import TorchState
+from megackpt.contrib.ray import get_checkpoint, report, step_directory
+from megackpt.contrib.torch_state import TorchState
 
 GLOBAL_BATCH = 4
 

@@ -14,7 +14,7 @@ from torchtitan.components.dataloader import BaseDataLoader
 from torchtitan.models.common.attention import ScaledDotProductAttention
 from torchtitan.models.llama3.config_registry import llama3_debugmodel
 
-from megackpt.integrations.torchtitan import MegackptManager
+from megackpt.contrib.torchtitan import MegackptManager
 
 
 class Tokens(BaseDataLoader):

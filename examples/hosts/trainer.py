@@ -9,7 +9,7 @@ import sys
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
-from megackpt.integrations.transformers import TrainerMixin, newest_checkpoint
+from megackpt.contrib.transformers import TrainerMixin, newest_checkpoint
 
 GLOBAL_BATCH = 4
 

@@ -15,9 +15,9 @@ from typing import Any
 import torch
 
 from megackpt import CheckpointError
-from megackpt.config import CheckpointConfig
-from megackpt.parallel import Capacity, ParallelLayout, RoutingOptions, StageTable
-from megackpt.training_state import WhenDifferent
+from megackpt.contrib.megatron.config import CheckpointConfig
+from megackpt.training.parallel import Capacity, ParallelLayout, RoutingOptions, StageTable
+from megackpt.training.state import WhenDifferent
 from models import GPTConfig, MoEConfig
 from training.flags import MODEL_FLAGS, exit_with_error, make_parser
 from training.hugging_face import config_of_flags, flags_unlike_mixtral, model_of, read_config, read_model

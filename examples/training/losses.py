@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch.distributed as dist
 from torch import Tensor
 
-from megackpt.parallel import ParallelGroups
+from megackpt.training.parallel import ParallelGroups
 
 
 def mean_loss(losses: Tensor, groups: ParallelGroups) -> float:

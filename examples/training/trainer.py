@@ -14,9 +14,9 @@ import torch
 import torch.distributed as dist
 
 from megackpt import Checkpointer, CheckpointError, Policy, Retention, SaveSchedule, StrictHandling
-from megackpt.checkpointer import Groups
-from megackpt.optim import DistributedOptimizer, MixedPrecisionOptimizer
-from megackpt.parallel import (
+from megackpt.run.checkpointer import Groups
+from megackpt.training.optim import DistributedOptimizer, MixedPrecisionOptimizer
+from megackpt.training.parallel import (
     MicroBatch,
     ParallelGroups,
     ParallelRng,
@@ -25,7 +25,7 @@ from megackpt.parallel import (
     share_losses,
     update_expert_bias,
 )
-from megackpt.training_state import DataPosition, RankPosition, RngState, ScheduleState, TrainingState
+from megackpt.training.state import DataPosition, RankPosition, RngState, ScheduleState, TrainingState
 from models import build_gpt, init_weights
 from training.arguments import Arguments, exit_with_error
 from training.hugging_face import export_folder, import_weights

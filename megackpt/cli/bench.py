@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING
 import click
 from rich.console import Console
 
-from megackpt.bench.settings import CASES, DTYPES, PEERS, BenchSettings
+from megackpt.cli.benchmark.settings import CASES, DTYPES, PEERS, BenchSettings
 from megackpt.cli.entry import EXIT_CODES, FAILED_CHECK, is_quiet, is_rank_0, output_options, print_result
 from megackpt.cli.locations import LocalPath, check_chart, check_output
 
 if TYPE_CHECKING:
-    from megackpt.bench.report import Report
+    from megackpt.cli.benchmark.report import Report
 
 
 _PIPED_WIDTH = 160  # columns of a table that goes to a file
@@ -99,7 +99,7 @@ def command(
 
     torchrun --nnodes 2 --nproc-per-node 4 ... -m megackpt.cli bench --dir /shared/bench
     """
-    from megackpt.bench.world import run_bench
+    from megackpt.cli.benchmark.world import run_bench
 
     settings = BenchSettings(
         directory=directory,
@@ -122,7 +122,7 @@ def command(
     if report is None:  # a rank of torchrun other than 0
         return 0
     if chart is not None:
-        from megackpt.bench.chart import draw
+        from megackpt.cli.benchmark.chart import draw
 
         draw(report, Path(chart))
     if as_json:
@@ -137,7 +137,7 @@ def _names(listed: str) -> tuple[str, ...]:
 
 
 def _show(report: Report, console: Console) -> None:
-    from megackpt.bench.tables import table_of_figures, table_of_times
+    from megackpt.cli.benchmark.tables import table_of_figures, table_of_times
 
     console.print(table_of_times(report))
     console.print(

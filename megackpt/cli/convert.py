@@ -27,8 +27,8 @@ from megackpt.storage import expanded_path, is_url, opened_store
 
 if TYPE_CHECKING:
     from megackpt.comm import Group
-    from megackpt.maintenance.copy import CopyReport
-    from megackpt.maintenance.export_huggingface import HuggingFaceExport
+    from megackpt.whole.copy import CopyReport
+    from megackpt.whole.export_huggingface import HuggingFaceExport
 
 _TIMEOUT_S = 600.0
 _SPELLINGS = {"map_name": "--map", "merge_adapters": "--merge-adapter"}
@@ -193,14 +193,14 @@ _Result: TypeAlias = tuple[dict[str, Any], str]  # the counts of a report, and t
 
 
 def _export(source: str, target: str, **arguments: Any) -> _Result:
-    from megackpt.maintenance.export_huggingface import export_huggingface
+    from megackpt.whole.export_huggingface import export_huggingface
 
     report = export_huggingface(checkpoint_location(source), target, **arguments)
     return asdict(report), _export_text(target, report)
 
 
 def _import(source: str, target: str, to: str | tuple[str, int], **arguments: Any) -> _Result:
-    from megackpt.maintenance.import_huggingface import import_huggingface
+    from megackpt.whole.import_huggingface import import_huggingface
 
     _check_folder(source)
     report = import_huggingface(source, target, to, **arguments)
@@ -210,7 +210,7 @@ def _import(source: str, target: str, to: str | tuple[str, int], **arguments: An
 def _import_files(
     source_format: str, source: str, target: str, to: str | tuple[str, int], **arguments: Any
 ) -> _Result:
-    from megackpt.maintenance.import_folder import import_files
+    from megackpt.whole.import_folder import import_files
 
     report = import_files(source_format, source, target, to, **arguments)
     return asdict(report), _copy_text(target, report)
@@ -218,7 +218,7 @@ def _import_files(
 
 def _convert(source: str, target: str, to: str | tuple[str, int], **arguments: Any) -> _Result:
     from megackpt.formats.registry import save_strategy
-    from megackpt.maintenance.convert import convert
+    from megackpt.whole.convert import convert
 
     # An unknown format is reported before the source is looked at.
     strategy = save_strategy(to)

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     import torch
 
     from megackpt.comm import Group
-    from megackpt.mapping import ShardedTensor
+    from megackpt.entities import ShardedTensor
 
     State: TypeAlias = dict[str, ShardedTensor]
     RankOfElement: TypeAlias = list[list[int]]  # [ROWS][COLUMNS]
@@ -88,7 +88,7 @@ def _save_and_load(path: Path) -> dict[str, Any]:
 
 def _state_of_saving_rank(rank: int, weight: torch.Tensor, exp_avg: torch.Tensor) -> State:
     """Declare rows of the weight, equal on the ranks of dp, and this rank's share of the moment of them."""
-    from megackpt.mapping import ShardedTensor
+    from megackpt.entities import ShardedTensor
 
     tp_rank, dp_rank = divmod(rank, DP_OF_SAVE)
     rows = (0, tp_rank, TP_OF_SAVE)  # axis, position, number of parts
@@ -109,7 +109,7 @@ def _state_of_loading_rank(rank: int) -> State:
     """Ask for columns of both arrays."""
     import torch
 
-    from megackpt.mapping import ShardedTensor
+    from megackpt.entities import ShardedTensor
 
     columns = (1, rank, TP_OF_LOAD)
     return {

@@ -17,8 +17,8 @@ from megackpt.cli.progress import ProgressBars
 from megackpt.cli.tables import limited_table, natural, show
 
 if TYPE_CHECKING:
-    from megackpt.maintenance.diff import CheckpointDifference
-    from megackpt.maintenance.diff_arrays import ArrayDifference
+    from megackpt.whole.diff import CheckpointDifference
+    from megackpt.whole.diff_arrays import ArrayDifference
 
 
 @click.command(name="diff", epilog=EXIT_CODES)
@@ -62,7 +62,7 @@ def command(
     these digests are equal, the array is not read. With --json all rows are printed, by key.
     """
     with ProgressBars() as bars:
-        from megackpt.maintenance.diff import diff
+        from megackpt.whole.diff import diff
 
         locations = checkpoint_location(first), checkpoint_location(second)
         difference = diff(

@@ -8,18 +8,18 @@ from typing import TYPE_CHECKING
 
 import click
 
-from megackpt.arguments import MOST_SECONDS, check_number
 from megackpt.cli.entry import EXIT_CODES, FAILED_CHECK, note, output_options, print_result
 from megackpt.cli.locations import check_run_root
 from megackpt.cli.progress import ProgressBars
 from megackpt.cli.tables import show, table_of
 from megackpt.errors import DeclarationError, NotACheckpointError
+from megackpt.ground.arguments import MOST_SECONDS, check_number
 
 if TYPE_CHECKING:
-    from megackpt.checkpointer import KeepBest, Retention
-    from megackpt.checkpointer.retention import Removals
-    from megackpt.checkpointer.root_files import StepList
     from megackpt.engine.checkpoint.steps import StepDirectories
+    from megackpt.run.checkpointer import KeepBest, Retention
+    from megackpt.run.checkpointer.retention import Removals
+    from megackpt.run.checkpointer.root_files import StepList
 
 _RUNNING = (
     "A job may be saving there right now: leftovers that are newer than the newest commit, and steps that "
@@ -34,7 +34,7 @@ class _KeepBestType(click.ParamType):  # type: ignore[type-arg]  # click 8.1 has
 
     def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> KeepBest:
         """Return the option's value as a `KeepBest`."""
-        from megackpt.checkpointer import KeepBest
+        from megackpt.run.checkpointer import KeepBest
 
         if isinstance(value, KeepBest):
             return value
@@ -90,7 +90,7 @@ def command(
     kept. An incomplete step is removed only if a newer step is committed, or with --incomplete-newest, and
     only if nothing was written to it within --min-age.
     """
-    from megackpt.checkpointer.options import Retention
+    from megackpt.run.checkpointer.options import Retention
 
     retention = Retention(keep_last=keep_last, keep_every=keep_every, keep_best=keep_best)
     if retention.keeps_all != keep_all:
@@ -127,8 +127,8 @@ def _clean_up(
     dry_run: bool,
 ) -> _Result:
     """Remove what no rule keeps; with dry_run only find it. idle_s is --min-age."""
-    from megackpt.checkpointer.retention import Cleanup
     from megackpt.engine.checkpoint.step_roots import step_directories
+    from megackpt.run.checkpointer.retention import Cleanup
 
     directories = step_directories(root, objects=None)
     steps = _scan_checked(directories, retention, root)
@@ -164,7 +164,7 @@ def _scan_checked(directories: StepDirectories, retention: Retention, root: str)
         NotACheckpointError: none is committed.
         DeclarationError: no committed step has the metric of the rules.
     """
-    from megackpt.checkpointer.root_files import read_metrics, scan
+    from megackpt.run.checkpointer.root_files import read_metrics, scan
 
     steps = scan(directories)
     if not steps.committed:

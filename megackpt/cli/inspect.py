@@ -14,10 +14,10 @@ from megackpt.cli.entry import EXIT_CODES, output_options, print_result, unsafe_
 from megackpt.cli.locations import checkpoint_location
 from megackpt.cli.progress import ProgressBars
 from megackpt.cli.tables import limited_table, show, table_of
-from megackpt.metadata import OBJECT
+from megackpt.plans.metadata import OBJECT
 
 if TYPE_CHECKING:
-    from megackpt.maintenance.inspect import CheckpointSummary
+    from megackpt.whole.inspect import CheckpointSummary
 
 
 @click.command(name="inspect", epilog=EXIT_CODES)
@@ -37,7 +37,7 @@ def command(
     state. With --json all rows are printed.
     """
     with ProgressBars():
-        from megackpt.maintenance.inspect import inspect
+        from megackpt.whole.inspect import inspect
 
         summary = inspect(checkpoint_location(path), keys=keys, allow_unsafe_pickle=allow_unsafe_pickle)
     if keys and not summary.arrays:

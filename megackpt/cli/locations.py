@@ -77,7 +77,7 @@ def check_target(path: str) -> None:
     """
     if Path(expanded_path(path)).is_file():
         raise DeclarationError(f"{path} is a file. Name a directory that is new.", path=path)
-    from megackpt.checkpointer.run import Run
+    from megackpt.run.checkpointer.run import Run
 
     if Run(path).steps():
         raise DeclarationError(
@@ -91,7 +91,7 @@ def _latest_step(path: str) -> str | None:
     with opened_store(path) as store:
         if store.exists(MANIFEST):
             return None
-    from megackpt.checkpointer.run import Run
+    from megackpt.run.checkpointer.run import Run
 
     run = Run(path)
     steps = run.steps()

@@ -86,9 +86,9 @@ def list_steps(root: str | os.PathLike[str], bars: ProgressBars | None = None) -
     Raises:
         NotACheckpointError: the location is not a directory, or is itself a checkpoint.
     """
-    from megackpt.checkpointer.root_files import read_pins, scan
     from megackpt.engine.checkpoint.manifest import is_committed
     from megackpt.engine.checkpoint.step_roots import step_directories
+    from megackpt.run.checkpointer.root_files import read_pins, scan
 
     check_run_root(str(root))
     directories = step_directories(root, objects=None)
@@ -120,8 +120,8 @@ def _describe_step(
     directories: StepDirectories, step: int, *, committed: Sequence[int], pins: frozenset[int]
 ) -> Step | None:
     """Return the description of a step; None if it was removed meanwhile."""
-    from megackpt.checkpointer.root_files import read_metrics
     from megackpt.engine.checkpoint.steps import step_name
+    from megackpt.run.checkpointer.root_files import read_metrics
 
     files = directories.files(step_name(step))
     if files is None:

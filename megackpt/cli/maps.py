@@ -130,7 +130,7 @@ def _read(path: Path) -> tuple[dict[str, Any], Collection[str]]:
         return _config(path), ()
     keys: Collection[str] = ()
     if any(path.glob("*.safetensors")):
-        from megackpt.api.local import load_sharded_metadata
+        from megackpt.run.local import load_sharded_metadata
 
         keys = load_sharded_metadata(path)
     return _config(path / "config.json"), keys

@@ -25,7 +25,7 @@ def command(root: str, step: int | None, *, remove: bool, only_list: bool, as_js
     if only_list and remove:
         raise click.UsageError("--remove needs a STEP and cannot be combined with --list.")
     with ProgressBars():
-        from megackpt.checkpointer.run import Run
+        from megackpt.run.checkpointer.run import Run
 
         check_run_root(root)
         run = Run(root)

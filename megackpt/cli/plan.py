@@ -13,11 +13,11 @@ from megackpt.cli.entry import EXIT_CODES, output_options, print_result
 from megackpt.cli.locations import LocalPath, check_chart, checkpoint_location
 from megackpt.cli.progress import ProgressBars
 from megackpt.errors import DeclarationError
-from megackpt.metadata import DIGEST_BLOCK_BYTES
+from megackpt.plans.metadata import DIGEST_BLOCK_BYTES
 
 if TYPE_CHECKING:
-    from megackpt.simulation import Model, ParallelLayout, StoredCheckpoint
-    from megackpt.simulation.outcome import LoadOutcome, SaveOutcome
+    from megackpt.cli.simulation import Model, ParallelLayout, StoredCheckpoint
+    from megackpt.cli.simulation.outcome import LoadOutcome, SaveOutcome
 
 _PIPED_WIDTH = 120  # columns of a table that goes to a file
 
@@ -70,7 +70,7 @@ def command(
     """
     check_chart(chart)
     with ProgressBars("starting") as bars:
-        from megackpt.simulation import Cluster, PlanReport, estimate, parse_layout
+        from megackpt.cli.simulation import Cluster, PlanReport, estimate, parse_layout
 
         cluster = Cluster(
             ranks_per_node=ranks_per_node,
@@ -92,7 +92,7 @@ def command(
             subject=name, parameters=parameters, save=save, load=load, cluster=cluster, times=times
         )
         if chart is not None:
-            from megackpt.simulation.chart import draw
+            from megackpt.cli.simulation.chart import draw
 
             draw(name, save, load, Path(chart))
     if as_json:
@@ -115,7 +115,7 @@ def _of_model(
     *,
     states: tuple[str, ...] | None,
 ) -> _Planned:
-    from megackpt.simulation import StoredCheckpoint, check_layout, simulate_save
+    from megackpt.cli.simulation import StoredCheckpoint, check_layout, simulate_save
 
     name, model = _model(subject)
     if source is None:
@@ -139,7 +139,7 @@ def _of_checkpoint(
     ranks_planned: int | None,
     bars: ProgressBars,
 ) -> _Planned:
-    from megackpt.simulation import layout_title, open_stored
+    from megackpt.cli.simulation import layout_title, open_stored
 
     if source is not None:
         raise DeclarationError(
@@ -173,7 +173,7 @@ def _planned_load(
     ranks_planned: int | None,
     bars: ProgressBars,
 ) -> LoadOutcome:
-    from megackpt.simulation import simulate_load
+    from megackpt.cli.simulation import simulate_load
 
     bars.begin_count("planning the load, ranks", min(target.world_size, ranks_planned or target.world_size))
     return simulate_load(
@@ -182,7 +182,7 @@ def _planned_load(
 
 
 def _model(subject: str) -> tuple[str, Model]:
-    from megackpt.simulation import PRESETS, build_model, read_sizes
+    from megackpt.cli.simulation import PRESETS, build_model, read_sizes
 
     if subject in PRESETS:
         return subject, build_model(PRESETS[subject])

@@ -21,8 +21,8 @@ from megackpt.cli.progress import ProgressBars
 from megackpt.cli.tables import show, table_of
 
 if TYPE_CHECKING:
-    from megackpt.maintenance.repair import RepairReport
-    from megackpt.maintenance.repair_search import RepairedFile
+    from megackpt.whole.repair import RepairReport
+    from megackpt.whole.repair_search import RepairedFile
 
 
 @click.command(name="repair", epilog=EXIT_CODES)
@@ -55,7 +55,7 @@ def command(
     if not is_rank_0():
         return 0  # under torchrun one process repairs
     with ProgressBars() as bars:
-        from megackpt.maintenance.repair import repair
+        from megackpt.whole.repair import repair
 
         location, *sources = [checkpoint_location(p, takes_latest=False) for p in (path, *copies)]
         report = repair(

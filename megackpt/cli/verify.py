@@ -38,7 +38,7 @@ def command(path: str, *, deep: bool, threads: int, allow_unsafe_pickle: bool, a
     All damage is listed, with file, bytes, key and chunk.
     """
     with ProgressBars() as bars:
-        from megackpt.maintenance.verify import verify
+        from megackpt.whole.verify import verify
 
         location = checkpoint_location(path)
         report = verify(

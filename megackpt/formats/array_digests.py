@@ -13,8 +13,8 @@ from collections.abc import Collection
 import numpy as np
 import numpy.typing as npt
 
-from megackpt.geometry import BoxRanges, box_ranges
-from megackpt.metadata import DTYPES, OBJECT, ChunkTable
+from megackpt.plans.geometry import BoxRanges, box_ranges
+from megackpt.plans.metadata import DTYPES, OBJECT, ChunkTable
 from megackpt.storage.crc64 import Crc64
 
 Contributions = npt.NDArray[np.uint64]

@@ -11,8 +11,8 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from megackpt.geometry import Ints
-from megackpt.metadata import OBJECT, ArraySpec, ChunkTable
+from megackpt.plans.geometry import Ints
+from megackpt.plans.metadata import OBJECT, ArraySpec, ChunkTable
 
 
 class Part(NamedTuple):

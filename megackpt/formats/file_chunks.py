@@ -11,8 +11,8 @@ import numpy as np
 
 from megackpt.errors import CheckpointError, IntegrityError
 from megackpt.formats.contents import Chunks, FileRanges, Part, RawRanges
-from megackpt.geometry import Ints
-from megackpt.metadata import DIGEST_BLOCK_BYTES, StoredChunks
+from megackpt.plans.geometry import Ints
+from megackpt.plans.metadata import DIGEST_BLOCK_BYTES, StoredChunks
 from megackpt.storage import Store, digest_list
 
 _SAMPLED_FILES = 16  # whose state tells whether all are in memory

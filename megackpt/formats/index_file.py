@@ -27,8 +27,8 @@ from megackpt.formats.index_layout import (
     read_array_digests,
 )
 from megackpt.formats.strategy import MANIFEST, Json
-from megackpt.geometry import Ints
-from megackpt.metadata import (
+from megackpt.plans.geometry import Ints
+from megackpt.plans.metadata import (
     ArraySpec,
     ChunkTable,
     Column,

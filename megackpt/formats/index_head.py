@@ -22,8 +22,8 @@ from megackpt.formats.index_layout import (
     read_array_digests,
 )
 from megackpt.formats.strategy import Json
-from megackpt.geometry import Ints, position_bases
-from megackpt.metadata import ArraySpec, ChunkTable, Column, DecodedArrays, decode_arrays
+from megackpt.plans.geometry import Ints, position_bases
+from megackpt.plans.metadata import ArraySpec, ChunkTable, Column, DecodedArrays, decode_arrays
 from megackpt.storage import Store, digest_of_parts
 
 Marks = npt.NDArray[np.bool_]

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from megackpt.errors import FormatError
-from megackpt.metadata import OBJECT, ArraySpec, Column
+from megackpt.plans.metadata import OBJECT, ArraySpec, Column
 
 ROW_COLUMNS = ("start", "shape", "flat_start", "flat_stop", "nbytes", "file", "offset_bytes")
 """Columns with a row for each chunk, in the order of their digests in the head. `array` is not here:

@@ -16,7 +16,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from functools import cache
 from typing import TypeAlias
 
-from megackpt.entry_points import loaded_entry_points
 from megackpt.errors import CheckpointError, DeclarationError, FormatError, MismatchError
 from megackpt.formats.file_names import (
     DEEPSPEED,
@@ -31,6 +30,7 @@ from megackpt.formats.file_names import (
     FileNames,
 )
 from megackpt.formats.strategy import Format, Json, LoadStrategy, SaveStrategy
+from megackpt.ground.entry_points import loaded_entry_points
 from megackpt.storage import LocalStore, Store
 
 log = logging.getLogger(__name__)

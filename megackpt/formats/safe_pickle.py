@@ -42,7 +42,7 @@ from megackpt.formats.unknown_classes import (
     member_by_getattr,
     stand_in_of,
 )
-from megackpt.notices import notice
+from megackpt.ground.notices import notice
 
 log = logging.getLogger(__name__)
 

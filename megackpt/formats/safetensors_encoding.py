@@ -10,7 +10,7 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 
 from megackpt.errors import FormatError
-from megackpt.metadata import DTYPES
+from megackpt.plans.metadata import DTYPES
 
 LENGTH_BYTES = 8
 """Bytes before the header: its length."""

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from megackpt.codec.tree import object_of
 from megackpt.errors import FormatError
 from megackpt.formats.safetensors_encoding import DTYPE_NAMES, LENGTH_BYTES, METADATA
-from megackpt.metadata import DTYPES
+from megackpt.plans.metadata import DTYPES
 from megackpt.storage import Store, digest_of
 
 MAX_HEADER_BYTES = 100_000_000

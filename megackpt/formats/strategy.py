@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from megackpt.formats.contents import Contents
 from megackpt.formats.file_names import FileNames
-from megackpt.geometry import Ints
-from megackpt.metadata import ChunkTable
-from megackpt.planning import SavePlan
+from megackpt.plans.geometry import Ints
+from megackpt.plans.metadata import ChunkTable
+from megackpt.plans.planning import SavePlan
 from megackpt.storage import Store
 
 if TYPE_CHECKING:

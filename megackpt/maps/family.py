@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-from megackpt.entry_points import loaded_entry_points
 from megackpt.errors import MapError
+from megackpt.ground.entry_points import loaded_entry_points
 from megackpt.maps.regions import RegionMap
 from megackpt.maps.rules import Rule, region_map
 

@@ -11,8 +11,8 @@ from collections.abc import Collection, Mapping
 from dataclasses import replace
 
 from megackpt.errors import MapError
-from megackpt.geometry import Box
 from megackpt.maps.regions import MappedArray, Region, RegionMap, RegionPair
+from megackpt.plans.geometry import Box
 
 _LAYER = re.compile(r"(?P<stack>(?:.*\.)?layers)\.(?P<number>\d+)\.(?P<name>.+)")
 

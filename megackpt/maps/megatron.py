@@ -20,10 +20,10 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from megackpt.errors import MapError, truncated_list
-from megackpt.geometry import Box
 from megackpt.maps.family import Family
 from megackpt.maps.layers import bound_to
 from megackpt.maps.regions import MappedArray, Region, RegionMap, RegionPair
+from megackpt.plans.geometry import Box
 
 _LAYER = re.compile(
     r"(?P<layer>(?:encoder|decoder)\.layers\.\d+|mtp\.layers\.\d+\.transformer_layer)\.(?P<name>.+)"

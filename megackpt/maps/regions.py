@@ -16,8 +16,8 @@ from typing import NamedTuple
 import numpy as np
 
 from megackpt.errors import MapError
-from megackpt.geometry import Box, Ints
-from megackpt.geometry.tiling import Rectangles, uncovered_regions
+from megackpt.plans.geometry import Box, Ints
+from megackpt.plans.geometry.tiling import Rectangles, uncovered_regions
 
 
 class MappedArray(NamedTuple):

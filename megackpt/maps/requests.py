@@ -13,9 +13,9 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from megackpt.geometry import Box, rectangles_of
-from megackpt.mapping import ShardedTensor
+from megackpt.entities import ShardedTensor
 from megackpt.maps.regions import RegionMap, RegionPair
+from megackpt.plans.geometry import Box, rectangles_of
 
 
 @dataclass(frozen=True, slots=True)

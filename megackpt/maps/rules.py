@@ -39,8 +39,8 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from megackpt.errors import MapError
-from megackpt.geometry import Box
 from megackpt.maps.regions import MappedArray, Region, RegionMap, RegionPair
+from megackpt.plans.geometry import Box
 
 _DIM = re.compile(r"\([^()]*\)|\[[^\[\]]*\]|\S+")
 _MOST_PAIRS = 10_000_000

@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 
-from megackpt.mapping import ShardedLayout, ShardedStateDict, ShardedTensor, ShardedTensorFactory
-from megackpt.mapping.recognition import is_torch_sharded
-from megackpt.mapping.tree import ABSENT, map_leaves
+from megackpt.entities import ShardedLayout, ShardedStateDict, ShardedTensor, ShardedTensorFactory
+from megackpt.entities.recognition import is_torch_sharded
+from megackpt.entities.tree import ABSENT, map_leaves
 
 MASTER = "optimizer.state.fp32_param."
 """What the key of a float32 master weight begins with; the key of its parameter follows."""

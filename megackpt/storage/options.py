@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from megackpt.arguments import check_count, check_flag, check_seconds
 from megackpt.errors import DeclarationError
+from megackpt.ground.arguments import check_count, check_flag, check_seconds
 from megackpt.storage.rawio import ALIGNMENT, BUFFER_BYTES
 
 OBJECT_SCHEMES = ("s3", "gs", "az")

@@ -24,22 +24,22 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from megackpt.api.collective import load, save
-from megackpt.api.local import (
+from megackpt.comm import Group
+from megackpt.engine.checkpoint.manifest import is_committed
+from megackpt.engine.checkpoint.opening import open_checkpoint
+from megackpt.engine.data.tensor_bytes import as_bits, byte_view
+from megackpt.entities import ShardedObject, ShardedStateDict, ShardedTensor
+from megackpt.errors import CheckpointError, DeclarationError, FormatError, UnserializableError
+from megackpt.formats.strategy import MANIFEST, Format, SaveStrategy
+from megackpt.options import Exchange, LoadOptions, SaveOptions
+from megackpt.plans.metadata import DTYPES
+from megackpt.run.collective import load, save
+from megackpt.run.local import (
     load_content_metadata,
     load_sharded_metadata,
     load_tensors_metadata,
     remove_sharded_tensors,
 )
-from megackpt.comm import Group
-from megackpt.engine.checkpoint.manifest import is_committed
-from megackpt.engine.checkpoint.opening import open_checkpoint
-from megackpt.engine.data.tensor_bytes import as_bits, byte_view
-from megackpt.errors import CheckpointError, DeclarationError, FormatError, UnserializableError
-from megackpt.formats.strategy import MANIFEST, Format, SaveStrategy
-from megackpt.mapping import ShardedObject, ShardedStateDict, ShardedTensor
-from megackpt.metadata import DTYPES
-from megackpt.options import Exchange, LoadOptions, SaveOptions
 from megackpt.storage import LocalStore, Store
 from megackpt.testing.faulty_store import FaultyStore
 from megackpt.testing.format_trials import (

@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 
-from megackpt.api.collective import load
 from megackpt.engine.data.tensor_bytes import as_bits, byte_view
+from megackpt.entities import ShardedObject, ShardedStateDict, ShardedTensor
 from megackpt.formats.strategy import ChunkParts, SaveStrategy
-from megackpt.geometry import Ints
-from megackpt.mapping import ShardedObject, ShardedStateDict, ShardedTensor
+from megackpt.plans.geometry import Ints
+from megackpt.run.collective import load
 from megackpt.storage import Store
 
 

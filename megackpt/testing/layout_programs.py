@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from hypothesis import strategies as st
 
-from megackpt.mapping import Layout
+from megackpt.entities import Layout
 
 FRAGMENTS = 6
 """Into how many fragments the sharded axis can be cut; a world uses any divisor of it."""

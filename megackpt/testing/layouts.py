@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import torch
 from hypothesis import strategies as st
 
-from megackpt.geometry import Box
-from megackpt.mapping import ShardedTensor
+from megackpt.entities import ShardedTensor
+from megackpt.plans.geometry import Box
 
 Chunk = tuple[Box, int, int]
 """A box and the flat range `[start, stop)` of it."""

@@ -17,14 +17,14 @@ import torch
 from hypothesis import strategies as st
 
 from megackpt.engine.data.tensor_bytes import as_bits
-from megackpt.mapping import (
+from megackpt.entities import (
     LocalNonpersistentObject,
     ShardedBase,
     ShardedObject,
     ShardedStateDict,
     StateDict,
 )
-from megackpt.mapping.tree import map_leaves
+from megackpt.entities.tree import map_leaves
 from megackpt.testing.identical import difference
 from megackpt.testing.layouts import OwnedChunk, arrays, owned_chunks
 from megackpt.testing.state_leaves import Declare, GlobalLeaf, factory_leaf, layout_leaf

@@ -16,7 +16,7 @@ import torch
 from hypothesis import strategies as st
 
 from megackpt.engine.data.tensor_bytes import as_bits
-from megackpt.mapping import (
+from megackpt.entities import (
     LocalNonpersistentObject,
     ReplicaId,
     ShardedBase,

@@ -13,7 +13,7 @@ import math
 import torch
 from torch import Tensor, nn
 
-from megackpt.parallel import (
+from megackpt.training.parallel import (
     ParallelDropout,
     QKVParallelLinear,
     RowParallelLinear,
@@ -21,8 +21,8 @@ from megackpt.parallel import (
     causal_attention,
     context_positions,
 )
-from megackpt.parallel.attention import join_heads, split_heads
-from megackpt.parallel.context import attention_parts
+from megackpt.training.parallel.attention import join_heads, split_heads
+from megackpt.training.parallel.context import attention_parts
 from models.blocks.norm import head_norm
 from models.blocks.rotary import rotate, rotation
 from models.stage import Stage

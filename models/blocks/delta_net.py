@@ -1,9 +1,9 @@
-"""The gated delta net of a layer: that of `megackpt.parallel`, with the sizes of the config."""
+"""The gated delta net of a layer: that of `megackpt.training.parallel`, with the sizes of the config."""
 
 from __future__ import annotations
 
 from megackpt.errors import DeclarationError
-from megackpt.parallel import GatedDeltaNet
+from megackpt.training.parallel import GatedDeltaNet
 from models.stage import Stage
 
 

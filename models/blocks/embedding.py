@@ -6,8 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megackpt.parallel import ShardedModule, VocabParallelEmbedding, context_positions
-from megackpt.parallel.attributes import mark
+from megackpt.training.parallel import ShardedModule, VocabParallelEmbedding, context_positions
+from megackpt.training.parallel.attributes import mark
 from models.block_config import LearnedPositions
 from models.blocks.transformer import residual_dropout
 from models.stage import Stage

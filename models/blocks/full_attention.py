@@ -15,11 +15,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-import megackpt.parallel
+import megackpt.training.parallel
 from megackpt.errors import DeclarationError
-from megackpt.parallel import Axis, ShardedModule, context_positions
-from megackpt.parallel.attention import join_heads, split_heads
-from megackpt.parallel.context import gather_context, gather_keys_and_values
+from megackpt.training.parallel import Axis, ShardedModule, context_positions
+from megackpt.training.parallel.attention import join_heads, split_heads
+from megackpt.training.parallel.context import gather_context, gather_keys_and_values
 from models.blocks.attention import (
     Attention,
     has_input_bias,
@@ -87,10 +87,10 @@ class FullAttention(_AttentionToAll):
         return out
 
 
-class CrossAttention(_AttentionToAll, megackpt.parallel.CrossAttention):
+class CrossAttention(_AttentionToAll, megackpt.training.parallel.CrossAttention):
     """Attention of tokens `[s, b, hidden]` to all of a memory `[m, b, hidden]`. Collective over tp and cp.
 
-    The projections are those of `megackpt.parallel.CrossAttention`.
+    The projections are those of `megackpt.training.parallel.CrossAttention`.
 
     Args:
         stage: what its parts are made with.
@@ -101,7 +101,7 @@ class CrossAttention(_AttentionToAll, megackpt.parallel.CrossAttention):
 
     def __init__(self, stage: Stage) -> None:
         config = stage.config
-        megackpt.parallel.CrossAttention.__init__(
+        megackpt.training.parallel.CrossAttention.__init__(
             self,
             config.hidden_size,
             config.num_heads,

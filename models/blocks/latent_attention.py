@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import megackpt.parallel
+import megackpt.training.parallel
 from megackpt.errors import DeclarationError
 from models.blocks.attention import CausalAttention, has_input_bias, has_output_bias, sinks
 from models.stage import Stage
 
 
-class LatentAttention(CausalAttention, megackpt.parallel.LatentAttention):
+class LatentAttention(CausalAttention, megackpt.training.parallel.LatentAttention):
     """Latent attention over `[s, b, hidden]` (`[s/tp, b, hidden]`). Collective over tp and cp.
 
-    The projections are those of `megackpt.parallel.LatentAttention`; `CausalAttention` has what happens
-    between them.
+    The projections are those of `megackpt.training.parallel.LatentAttention`; `CausalAttention` has what
+    happens between them.
 
     Args:
         stage: what its parts are made with.
@@ -26,7 +26,7 @@ class LatentAttention(CausalAttention, megackpt.parallel.LatentAttention):
         config = stage.config
         if config.attention.latent is None:
             raise DeclarationError("GPTConfig.attention.latent is None: give LatentSizes.")
-        megackpt.parallel.LatentAttention.__init__(
+        megackpt.training.parallel.LatentAttention.__init__(
             self,
             config.hidden_size,
             config.num_heads,

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 import torch.nn.functional as F
 from torch import Tensor
 
-from megackpt.parallel import ColumnParallelLinear, RowParallelLinear, ShardedModule
+from megackpt.training.parallel import ColumnParallelLinear, RowParallelLinear, ShardedModule
 from models.block_config import Activation
 from models.stage import Stage
 

@@ -1,6 +1,6 @@
 """The mixture of experts of a transformer layer: routed experts, and shared ones that all tokens go to.
 
-The sizes and the shared experts; the rest is that of `megackpt.parallel.MixtureOfExperts`.
+The sizes and the shared experts; the rest is that of `megackpt.training.parallel.MixtureOfExperts`.
 
 Source: DeepSeek-V3, section 2.1.2; Megatron-Core `moe.shared_experts.SharedExpertMLP` (the gate).
 """
@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megackpt.errors import DeclarationError
-from megackpt.parallel import GatedExperts, MixtureOfExperts, PlainExperts, Router
-from megackpt.parallel.attributes import mark
+from megackpt.training.parallel import GatedExperts, MixtureOfExperts, PlainExperts, Router
+from megackpt.training.parallel.attributes import mark
 from models.blocks.mlp import ACTIVATIONS, MLP, GatedMLP
 from models.moe_config import MoEConfig
 from models.stage import Stage

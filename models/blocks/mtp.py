@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from megackpt.parallel import LayerNorm, LayerStack, MTPLayer, RMSNorm, ShardedModule
+from megackpt.training.parallel import LayerNorm, LayerStack, MTPLayer, RMSNorm, ShardedModule
 from models.blocks.norm import block_norm
 from models.blocks.transformer import TransformerLayer
 from models.stage import Stage

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megackpt.parallel import LayerNorm, RMSNorm
+from megackpt.training.parallel import LayerNorm, RMSNorm
 from models.stage import Stage
 
 

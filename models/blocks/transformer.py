@@ -11,7 +11,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from megackpt.errors import DeclarationError
-from megackpt.parallel import GatedDeltaNet, MambaMixer, ParallelDropout, ShardedModule
+from megackpt.training.parallel import GatedDeltaNet, MambaMixer, ParallelDropout, ShardedModule
 from models.blocks.attention import SelfAttention
 from models.blocks.delta_net import build_delta_net
 from models.blocks.latent_attention import LatentAttention

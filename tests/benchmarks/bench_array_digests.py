@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from megackpt import SaveOptions, diff, save, verify
 from megackpt.formats.array_digests import ArrayDigester
-from megackpt.metadata import DIGEST_BLOCK_BYTES, ArraySpec, ChunkTable
+from megackpt.plans.metadata import DIGEST_BLOCK_BYTES, ArraySpec, ChunkTable
 from megackpt.storage import block_digests, open_store
 from megackpt.storage.crc64 import Crc64
 from tests.benchmarks.bench_integrity import State, declared, saves, shards

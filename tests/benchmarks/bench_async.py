@@ -40,10 +40,10 @@ import torch.multiprocessing as mp
 from torch.distributed.elastic.utils.distributed import get_free_port
 
 from megackpt import AsyncOptions, Checkpointer, MemoryTier, Tiers
-from megackpt.bench.dcp import TorchDistributed
-from megackpt.bench.ours import Ours
-from megackpt.bench.state import GridLayout, RankState, as_bytes, invert, make_model, make_state
-from megackpt.bench.stopwatch import timed
+from megackpt.cli.benchmark.dcp import TorchDistributed
+from megackpt.cli.benchmark.ours import Ours
+from megackpt.cli.benchmark.state import GridLayout, RankState, as_bytes, invert, make_model, make_state
+from megackpt.cli.benchmark.stopwatch import timed
 from tests.benchmarks.measuring import MIB, options, scratch
 
 Row = dict[str, Any]  # plain JSON

@@ -17,9 +17,9 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from megackpt.bench.dcp import TorchDistributed
-from megackpt.bench.ours import native
-from megackpt.bench.state import GridLayout, make_small_model, make_state
+from megackpt.cli.benchmark.dcp import TorchDistributed
+from megackpt.cli.benchmark.ours import native
+from megackpt.cli.benchmark.state import GridLayout, make_small_model, make_state
 from tests.benchmarks.measuring import as_rank, options
 
 WORDS = 31

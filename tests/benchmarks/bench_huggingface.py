@@ -26,8 +26,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from megackpt.bench.counters import peak_above
-from megackpt.bench.page_cache import drop
+from megackpt.cli.benchmark.counters import peak_above
+from megackpt.cli.benchmark.page_cache import drop
 from tests.benchmarks.measuring import GIB, MIB, in_a_process, options
 
 HIDDEN, FFN, VOCAB, HEADS, GROUPS = 2048, 5632, 32_000, 16, 4
@@ -56,8 +56,8 @@ def arrays_of(config: dict[str, Any], *, theirs: bool) -> dict[str, Any]:
     """Return tensors in the names of the folder or in ours, with bits that do not repeat in a tensor."""
     import torch
 
-    from megackpt.maintenance.stacked_layers import with_stacked_layers_where_equal
     from megackpt.maps import family_of
+    from megackpt.whole.stacked_layers import with_stacked_layers_where_equal
 
     made = with_stacked_layers_where_equal(family_of(config).region_map(config))
     arrays = made.right if theirs else made.left

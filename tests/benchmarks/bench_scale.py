@@ -24,13 +24,12 @@ import numpy as np
 import torch
 
 from megackpt import SaveOptions, ShardedObject, ShardedTensor
-from megackpt.api import PlanCache
 from megackpt.comm import Group, SingleProcess
 from megackpt.engine.saving.save import plan_save
 from megackpt.engine.saving.save_request import SaveRequest
 from megackpt.formats.native.save import NativeSaveStrategy
-from megackpt.geometry import Ints
-from megackpt.metadata import (
+from megackpt.plans.geometry import Ints
+from megackpt.plans.metadata import (
     OBJECT,
     ArraySpec,
     ChunkTable,
@@ -40,9 +39,10 @@ from megackpt.metadata import (
     merge_packed_declarations,
     pack_declarations,
 )
-from megackpt.planning import SavePlan, pack_rows, plan_merged_save, unpack_rows
+from megackpt.plans.planning import SavePlan, pack_rows, plan_merged_save, unpack_rows
+from megackpt.plans.validation import check_coverage
+from megackpt.run import PlanCache
 from megackpt.storage import MemoryStore, digest_of
-from megackpt.validation import check_coverage
 from tests.benchmarks.measuring import Clock, options
 from tests.support.groups import shared
 

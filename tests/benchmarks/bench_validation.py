@@ -117,7 +117,7 @@ WORLDS = {
 
 def _messages(ranks: list[Rank]) -> list[bytes]:
     """What each rank would send to the others."""
-    from megackpt.metadata import ArraySpec, ChunkTable, DeclaredChunks, pack_columns
+    from megackpt.plans.metadata import ArraySpec, ChunkTable, DeclaredChunks, pack_columns
 
     def of(rank: int) -> bytes:
         own_state = ranks[rank]
@@ -140,11 +140,11 @@ def _messages(ranks: list[Rank]) -> list[bytes]:
 def bench_ours(messages: list[bytes]) -> Iterator[tuple[str, float]]:
     """Decode, merge, prove and plan what came from all ranks, index it, and plan loads by the index."""
     from megackpt.formats.native import NativeSaveStrategy
-    from megackpt.metadata import unpack_columns
-    from megackpt.metadata.merge import decode_declarations, merge_declarations
-    from megackpt.planning import plan_save
+    from megackpt.plans.metadata import unpack_columns
+    from megackpt.plans.metadata.merge import decode_declarations, merge_declarations
+    from megackpt.plans.planning import plan_save
+    from megackpt.plans.validation import check_coverage
     from megackpt.storage import LocalStore
-    from megackpt.validation import check_coverage
 
     clock = Clock()
     declared = decode_declarations([unpack_columns(m, where="message") for m in messages])
@@ -178,7 +178,7 @@ def bench_ours(messages: list[bytes]) -> Iterator[tuple[str, float]]:
 def _receipts(plan: Any, ranks: int, directory: Path, attempt: str) -> list[list[bytes]]:
     """What ranks would tell of files that they have written, which are empty."""
     from megackpt.formats.native import names
-    from megackpt.metadata import block_counts, pack_columns
+    from megackpt.plans.metadata import block_counts, pack_columns
 
     counts = np.bincount(plan.writer, block_counts(plan.table.nbytes), minlength=ranks).astype(int)
     (directory / "data").mkdir()
@@ -191,7 +191,7 @@ def _receipts(plan: Any, ranks: int, directory: Path, attempt: str) -> list[list
 def _load_plan(directory: str, output: dict[str, Any], requested: Any) -> tuple[float, int]:
     """Return the time that a rank takes to its load plan, in milliseconds, and what it reads of the index."""
     from megackpt.formats.index_reader import open_index
-    from megackpt.planning import plan_load
+    from megackpt.plans.planning import plan_load
     from megackpt.storage import LocalStore
 
     class Counting(LocalStore):
@@ -213,7 +213,7 @@ def _load_plan(directory: str, output: dict[str, Any], requested: Any) -> tuple[
 
 def _half_as_parallel(arrays: tuple[Any, ...]) -> Any:
     """What a rank in the middle needs of the stacked world at TP 4 x PP 8: 16 layers of each array."""
-    from megackpt.metadata import ChunkTable, DeclaredChunks
+    from megackpt.plans.metadata import ChunkTable, DeclaredChunks
 
     n = 16 * len(arrays)
     array = np.repeat(np.arange(len(arrays)), 16)

@@ -15,10 +15,10 @@ from pathlib import Path
 
 from rich.console import Console
 
-from megackpt.bench import names
-from megackpt.bench.names import LOAD_COLD, LOAD_WARM, OURS, SAVE
-from megackpt.bench.report import Report
-from megackpt.bench.tables import empty_table, fill_table
+from megackpt.cli.benchmark import names
+from megackpt.cli.benchmark.names import LOAD_COLD, LOAD_WARM, OURS, SAVE
+from megackpt.cli.benchmark.report import Report
+from megackpt.cli.benchmark.tables import empty_table, fill_table
 
 _MOST_MEMORY_MIB = 64
 _MOST_DIGESTS_PERCENT = 5

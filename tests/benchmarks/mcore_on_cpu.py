@@ -16,7 +16,7 @@ from unittest import mock
 import torch
 from torch.overrides import TorchFunctionMode
 
-from megackpt.bench.megatron import MegatronCore
+from megackpt.cli.benchmark.megatron import MegatronCore
 
 
 class MegatronCoreOnCpu(MegatronCore):

@@ -31,8 +31,11 @@ from megackpt import (
     load_plain_tensors,
 )
 from megackpt.engine.checkpoint.opening import open_checkpoint
-from megackpt.optim import DistributedOptimizer
-from megackpt.parallel import (
+from megackpt.storage import LocalStore
+from megackpt.testing.faulty_store import FaultyStore
+from megackpt.testing.ranks import RankPool
+from megackpt.training.optim import DistributedOptimizer
+from megackpt.training.parallel import (
     MicroBatch,
     ModelChunks,
     ParallelGroups,
@@ -41,10 +44,7 @@ from megackpt.parallel import (
     context_share,
     forward_backward,
 )
-from megackpt.parallel.context import gather_context, join_context
-from megackpt.storage import LocalStore
-from megackpt.testing.faulty_store import FaultyStore
-from megackpt.testing.ranks import RankPool
+from megackpt.training.parallel.context import gather_context, join_context
 from models import GPTConfig, build_gpt, init_weights
 from tests.support.states import bits
 from tests.support.writers import KilledStrategy, part, wait_for_writers

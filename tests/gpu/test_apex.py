@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.nn import Parameter
 
 from megackpt import ShardedTensor, load, save
-from megackpt.integrations.apex import load_sharded_state_dict, sharded_state_dict
+from megackpt.contrib.apex import load_sharded_state_dict, sharded_state_dict
 
 pytestmark = pytest.mark.gpu
 if not torch.cuda.is_available():

@@ -14,12 +14,18 @@ import torch
 from megackpt import Checkpointer, KeyRule, LoadOptions, Policy, SaveOptions, ShardedTensor, load, save
 from megackpt.engine.data.device_copies import COMMON_BUFFERS, HostBuffers, host_parts, to_host
 from megackpt.engine.data.tensor_bytes import as_bits, byte_view, parts_of
-from megackpt.metadata import DTYPES
-from megackpt.parallel import ParallelGroups, ParallelLayout, ParallelRng, causal_attention, context_positions
-from megackpt.parallel.context import AttentionPart, _attend
-from megackpt.parallel.rng import dropout
+from megackpt.plans.metadata import DTYPES
 from megackpt.storage.rawio import BUFFER_BYTES
-from megackpt.training_state import RankPosition, RngState, Seeds, TrackedRng
+from megackpt.training.parallel import (
+    ParallelGroups,
+    ParallelLayout,
+    ParallelRng,
+    causal_attention,
+    context_positions,
+)
+from megackpt.training.parallel.context import AttentionPart, _attend
+from megackpt.training.parallel.rng import dropout
+from megackpt.training.state import RankPosition, RngState, Seeds, TrackedRng
 
 pytestmark = pytest.mark.gpu
 

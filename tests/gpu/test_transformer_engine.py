@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from megackpt import load, save
-from megackpt.integrations.transformer_engine import fused_adam, initialise_fp8_state, sharded_state_dict
-from megackpt.parallel import LayerStack, ParallelGroups, ParallelLayout
+from megackpt.contrib.transformer_engine import fused_adam, initialise_fp8_state, sharded_state_dict
+from megackpt.training.parallel import LayerStack, ParallelGroups, ParallelLayout
 
 pytestmark = pytest.mark.gpu
 if not torch.cuda.is_available():

@@ -13,14 +13,14 @@ import torch
 
 import megackpt
 from megackpt import SaveOptions, ShardedObject, ShardedTensor
+from megackpt.cli.simulation import ModelSizes
 from megackpt.comm import Group
+from megackpt.entities import ShardedStateDict
 from megackpt.formats.registry import save_strategies
-from megackpt.mapping import ShardedStateDict
-from megackpt.optim import DistributedOptimizer
-from megackpt.parallel import ParallelGroups, ParallelLayout, RoutingOptions
-from megackpt.simulation import ModelSizes
 from megackpt.storage import MemoryStore, Store
 from megackpt.testing.world import SimulatedWorld
+from megackpt.training.optim import DistributedOptimizer
+from megackpt.training.parallel import ParallelGroups, ParallelLayout, RoutingOptions
 from models import GPTConfig, MoEConfig, build_gpt
 from tests.support.zarr_v1 import copy_as_zarr_v1
 

@@ -19,7 +19,7 @@ from megackpt import (
     ShardedTensor,
     ShardedTensorFactory,
 )
-from megackpt.mapping import ShardedBase
+from megackpt.entities import ShardedBase
 from tests.support.declared_worlds import DP, PP, RANKS, TP, World, rank_of
 
 

@@ -10,7 +10,7 @@ import torch
 
 from megackpt import Policy, SaveOptions, ShardedObject, ShardedTensor, save
 from megackpt.comm import Group
-from megackpt.mapping import ShardedBase
+from megackpt.entities import ShardedBase
 from megackpt.storage import MemoryStore
 from megackpt.testing.world import SimulatedWorld
 

@@ -31,9 +31,9 @@ from megackpt import (
     save,
     verify,
 )
-from megackpt.checkpointer import Groups, Tier
 from megackpt.errors import CheckpointError
 from megackpt.options import VerifyOptions
+from megackpt.run.checkpointer import Groups, Tier
 from megackpt.storage import FileOptions, ObjectOptions
 
 ROOT = Path(__file__).parents[2]
@@ -157,7 +157,8 @@ HEAD = """# Every option
 What can be set, by where it is given, with its default; made from the docstrings by
 `python -m tests.support.docs`. Arguments of a `Checkpointer` have a [table of their
 own](checkpointer.md#options), and `megackpt COMMAND --help` lists the flags of a command. `CheckpointConfig`
-of `megackpt.config`, names that users of Megatron-Core know, is in [strategies](strategies.md).
+of `megackpt.contrib.megatron.config`, names that users of Megatron-Core know, is in
+[strategies](strategies.md).
 """
 
 _ENTRY = re.compile(r"^(?P<name>\w+): (?P<text>.*?)(?=^\w+: |\Z)", re.MULTILINE | re.DOTALL)

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from megackpt.parallel import (
+from megackpt.training.parallel import (
     Axis,
     MicroBatch,
     ModelChunks,
@@ -30,7 +30,7 @@ from megackpt.parallel import (
     context_share,
     forward_backward,
 )
-from megackpt.parallel.collectives import gather_from
+from megackpt.training.parallel.collectives import gather_from
 from models import GPTConfig, T5Config
 from tests.support.gpt import Box, assert_all_close, gradient_boxes, join
 from tests.support.gpt import assert_close as assert_gradient_close

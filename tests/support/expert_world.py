@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megackpt.mapping import ShardedStateDict
-from megackpt.parallel import (
+from megackpt.entities import ShardedStateDict
+from megackpt.training.parallel import (
     LayerStack,
     ParallelGroups,
     ParallelLayout,
@@ -21,8 +21,8 @@ from megackpt.parallel import (
     TpSharding,
     sharded_state_dict,
 )
-from megackpt.parallel.attributes import mark
-from megackpt.parallel.collectives import gather_sequence, reduce_from, reduce_scatter_sequence
+from megackpt.training.parallel.attributes import mark
+from megackpt.training.parallel.collectives import gather_sequence, reduce_from, reduce_scatter_sequence
 from tests.support.optimizers import Arrays, random_arrays, scatter, tensors_of
 
 EXPERTS, LAYERS, HIDDEN, FFN, OUT = 8, 4, 6, 8, 8

@@ -24,10 +24,10 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from megackpt import ShardedTensor, load, save
-from megackpt.integrations.apex import load_sharded_state_dict, sharded_state_dict
-from megackpt.mapping import ShardedStateDict
-from megackpt.optim import join_master, split_master
-from megackpt.parallel import ParallelGroups, ParallelLayout
+from megackpt.contrib.apex import load_sharded_state_dict, sharded_state_dict
+from megackpt.entities import ShardedStateDict
+from megackpt.training.optim import join_master, split_master
+from megackpt.training.parallel import ParallelGroups, ParallelLayout
 
 
 def _adam_update(grad: Tensor, m: Tensor, v: Tensor, step: int, group: dict[str, Any]) -> Tensor:

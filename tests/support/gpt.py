@@ -13,10 +13,10 @@ from torch import Tensor, nn
 
 from megackpt import LoadOptions, load, load_common_state_dict, load_plain_tensors
 from megackpt.engine.data.tensor_bytes import as_bits
-from megackpt.mapping import ShardedStateDict, is_main_replica
-from megackpt.optim import DistributedOptimizer, MixedPrecisionOptimizer
-from megackpt.optim.master_optimizer import MasterOptimizer
-from megackpt.parallel import (
+from megackpt.entities import ShardedStateDict, is_main_replica
+from megackpt.training.optim import DistributedOptimizer, MixedPrecisionOptimizer
+from megackpt.training.optim.master_optimizer import MasterOptimizer
+from megackpt.training.parallel import (
     LatentSizes,
     LoRAConfig,
     MambaSizes,
@@ -31,10 +31,10 @@ from megackpt.parallel import (
     forward_backward,
     share_losses,
 )
-from megackpt.parallel.adapters import adapter_state, reset_magnitudes
-from megackpt.parallel.attributes import is_marked
-from megackpt.parallel.collectives import all_reduce
-from megackpt.parallel.rng import stable_seed
+from megackpt.training.parallel.adapters import adapter_state, reset_magnitudes
+from megackpt.training.parallel.attributes import is_marked
+from megackpt.training.parallel.collectives import all_reduce
+from megackpt.training.parallel.rng import stable_seed
 from models import (
     AttentionConfig,
     DeltaNetConfig,

@@ -15,7 +15,7 @@ from torch import Tensor
 import megackpt
 from megackpt import ShardedTensor
 from megackpt.comm import Group
-from megackpt.mapping import ShardedStateDict
+from megackpt.entities import ShardedStateDict
 from megackpt.maps import RegionMap, bound_to, family_of
 from megackpt.testing.world import SimulatedWorld
 from tests.support.huggingface_configs import random_fields

@@ -14,11 +14,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megackpt import DeclarationError
-from megackpt.mapping import ShardedStateDict
+from megackpt.entities import ShardedStateDict
 from megackpt.maps import RegionMap, family_of
-from megackpt.parallel import ModelChunks, ParallelGroups, ParallelLayout, context_share
-from megackpt.parallel.collectives import gather_from
-from megackpt.parallel.context import gather_context
+from megackpt.training.parallel import ModelChunks, ParallelGroups, ParallelLayout, context_share
+from megackpt.training.parallel.collectives import gather_from
+from megackpt.training.parallel.context import gather_context
 from models import GPTConfig, build_gpt
 from models.huggingface import gpt_config
 from tests.support.huggingface_configs import DENSE, SEQUENCE, WITH_EXPERTS, random_fields

@@ -10,11 +10,11 @@ from torch import nn
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from megackpt.mapping import ShardedStateDict, ShardedTensor
-from megackpt.optim import DistributedOptimizer, MixedPrecisionOptimizer
-from megackpt.optim.master_optimizer import MasterOptimizer
-from megackpt.parallel.groups import ParallelGroups
-from megackpt.parallel.layout import ParallelLayout
+from megackpt.entities import ShardedStateDict, ShardedTensor
+from megackpt.training.optim import DistributedOptimizer, MixedPrecisionOptimizer
+from megackpt.training.optim.master_optimizer import MasterOptimizer
+from megackpt.training.parallel.groups import ParallelGroups
+from megackpt.training.parallel.layout import ParallelLayout
 from tests.support.optimizers import gather, loaded, scatter
 
 Kind = type[MasterOptimizer]

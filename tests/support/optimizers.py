@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from megackpt.mapping import (
+from megackpt.entities import (
     ComponentPlacement,
     ReplicaId,
     ShardedLayout,
@@ -28,9 +28,9 @@ from megackpt.mapping import (
     ShardedTensorFactory,
     is_main_replica,
 )
-from megackpt.mapping.tree import iter_leaves
-from megackpt.parallel.attributes import RowRange, mark, mark_copied_rows
-from megackpt.parallel.groups import Axis, ParallelGroups
+from megackpt.entities.tree import iter_leaves
+from megackpt.training.parallel.attributes import RowRange, mark, mark_copied_rows
+from megackpt.training.parallel.groups import Axis, ParallelGroups
 
 LAYERS, HIDDEN, FFN, VOCAB = 4, 12, 20, 24
 HEADS, KEY_HEADS, HEAD_DIM = 4, 2, 3  # with tp=4, two ranks hold each key head

@@ -16,7 +16,7 @@ from megackpt.formats.partial_index import PartialIndex
 from megackpt.formats.strategy import Json
 from megackpt.maps import RegionMap
 from megackpt.maps.requests import in_order_of
-from megackpt.metadata import ArraySpec, ChunkTable, StoredChunks, block_counts
+from megackpt.plans.metadata import ArraySpec, ChunkTable, StoredChunks, block_counts
 from megackpt.storage import MemoryStore
 
 sharded = ShardedTensor.from_rank_offsets

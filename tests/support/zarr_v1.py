@@ -20,10 +20,10 @@ from megackpt import (
     save,
 )
 from megackpt.engine.data.tensor_bytes import as_bits, byte_view
+from megackpt.entities import ShardedObject, ShardedStateDict
 from megackpt.formats.zarr.array_documents import array_v2
 from megackpt.formats.zarr.grids import Grid
-from megackpt.mapping import ShardedObject, ShardedStateDict
-from megackpt.metadata import ArraySpec
+from megackpt.plans.metadata import ArraySpec
 from megackpt.storage import LocalStore, MemoryStore, Store
 
 ATTEMPT = "0123456789abcdef"

@@ -16,12 +16,13 @@ import pytest
 import torch
 
 import megackpt
-from megackpt.bench import counters, names
-from megackpt.bench.cases.digests import _no_digests
-from megackpt.bench.progress import BenchProgress
-from megackpt.bench.raw import RawFiles
-from megackpt.bench.report import Figure, Report, Row
-from megackpt.bench.state import (
+from megackpt.cli import main
+from megackpt.cli.benchmark import counters, names
+from megackpt.cli.benchmark.cases.digests import _no_digests
+from megackpt.cli.benchmark.progress import BenchProgress
+from megackpt.cli.benchmark.raw import RawFiles
+from megackpt.cli.benchmark.report import Figure, Report, Row
+from megackpt.cli.benchmark.state import (
     GridLayout,
     as_bytes,
     fingerprints,
@@ -33,9 +34,8 @@ from megackpt.bench.state import (
     spoil,
     state_nbytes,
 )
-from megackpt.bench.tracing import Tracer, traced_load, traced_store, traced_strategy
-from megackpt.bench.world import _joined
-from megackpt.cli import main
+from megackpt.cli.benchmark.tracing import Tracer, traced_load, traced_store, traced_strategy
+from megackpt.cli.benchmark.world import _joined
 from megackpt.formats.registry import save_strategy
 from megackpt.storage import LocalStore, block_digests
 from tests.benchmarks.goals import goals_of

@@ -24,7 +24,7 @@ from megackpt.engine.verification.verify import verify_share
 from megackpt.errors import CheckpointError
 from megackpt.formats.damage import Damage
 from megackpt.formats.strategy import ChunkParts, SaveStrategy
-from megackpt.planning import SavePlan
+from megackpt.plans.planning import SavePlan
 from megackpt.storage import Store
 
 StoreHook = Callable[[Store], Store]

@@ -16,9 +16,9 @@ from megackpt.engine.saving.save_hook import PlanCompletion, SaveHook
 from megackpt.engine.saving.write import CommonFiles
 from megackpt.engine.tiers.save import NodeLocation
 from megackpt.formats.damage import Damage
-from megackpt.geometry import Ints
 from megackpt.options import VerifyOptions
-from megackpt.planning import SavePlan
+from megackpt.plans.geometry import Ints
+from megackpt.plans.planning import SavePlan
 from megackpt.storage import ObjectOptions, Store
 
 

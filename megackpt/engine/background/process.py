@@ -42,7 +42,7 @@ from megackpt.engine.saving.save_hook import PlanCompletion
 from megackpt.errors import CheckpointError, RankFailedError, WriterFailedError
 from megackpt.formats.damage import Damage
 from megackpt.options import AsyncOptions
-from megackpt.planning import SavePlan
+from megackpt.plans.planning import SavePlan
 
 log = logging.getLogger(__name__)
 

@@ -27,7 +27,7 @@ from megackpt.engine.background.staging_memory import StagingMemory
 from megackpt.engine.saving.preparation import WriterStatus
 from megackpt.errors import CheckpointError, DeclarationError
 from megackpt.options import AsyncOptions
-from megackpt.planning import SavePlan
+from megackpt.plans.planning import SavePlan
 
 log = logging.getLogger(__name__)
 

@@ -21,7 +21,7 @@ import numpy.typing as npt
 
 from megackpt.errors import StorageError
 from megackpt.formats.strategy import ChunkParts
-from megackpt.geometry import Ints
+from megackpt.plans.geometry import Ints
 
 ByteArray = npt.NDArray[np.uint8]
 

@@ -48,7 +48,7 @@ from megackpt.engine.background.stream import StagedStream, StreamRowParts
 from megackpt.engine.background.trainer_connection import TrainerConnection
 from megackpt.engine.tiers.save import NodeLocation
 from megackpt.errors import CheckpointError, RankFailedError, WriterFailedError
-from megackpt.planning import with_object_sizes
+from megackpt.plans.planning import with_object_sizes
 
 _WORKER = "megackpt-writer"  # the thread that does the jobs
 _IO_CLASSES = {"low": (2, 7), "idle": (3, 0)}  # class and level; Source: ioprio_set(2)

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 
 from megackpt.codec import ArrayReference
-from megackpt.mapping import ShardedTensor
-from megackpt.mapping.plain_tensors import can_be_array
-from megackpt.mapping.tree import ABSENT, Steps, dotted
+from megackpt.entities import ShardedTensor
+from megackpt.entities.plain_tensors import can_be_array
+from megackpt.entities.tree import ABSENT, Steps, dotted
 
 
 def find_arrays(common: Any, taken: Container[str]) -> dict[Steps, ShardedTensor]:

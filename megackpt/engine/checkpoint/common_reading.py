@@ -15,13 +15,13 @@ import torch
 from megackpt.engine.checkpoint.common_arrays import array_references, with_tensors
 from megackpt.engine.checkpoint.opening import check_arrays_complete, read_common, read_common_and_references
 from megackpt.engine.data.read import read_tensors
+from megackpt.entities import ShardedTensor
+from megackpt.entities.describe import describe, torch_dtype
+from megackpt.entities.tree import Steps
 from megackpt.formats.contents import Contents
-from megackpt.mapping import ShardedTensor
-from megackpt.mapping.describe import describe, torch_dtype
-from megackpt.mapping.tree import Steps
-from megackpt.metadata import OBJECT
 from megackpt.options import LoadOptions
-from megackpt.planning import plan_load
+from megackpt.plans.metadata import OBJECT
+from megackpt.plans.planning import plan_load
 from megackpt.storage import Store
 
 

@@ -15,8 +15,8 @@ from megackpt.engine.checkpoint.manifest import read_manifest
 from megackpt.errors import FormatError, truncated_list
 from megackpt.formats.contents import Chunks, Contents
 from megackpt.formats.registry import load_strategy
+from megackpt.plans.validation import coverage_faults
 from megackpt.storage import Store
-from megackpt.validation import coverage_faults
 
 
 def open_checkpoint(store: Store, *, allow_unsafe_pickle: bool = False) -> Contents:

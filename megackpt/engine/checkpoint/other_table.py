@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from megackpt.formats.contents import Chunks, FileRanges, RawRanges
-from megackpt.metadata import ChunkTable
+from megackpt.plans.metadata import ChunkTable
 
 
 class ChunksOfOtherTable(Chunks):

@@ -12,7 +12,7 @@ from dataclasses import replace
 from megackpt.engine.checkpoint.other_table import ChunksOfOtherTable
 from megackpt.errors import DeclarationError, MismatchError
 from megackpt.formats.contents import Chunks, Contents
-from megackpt.metadata import ChunkTable
+from megackpt.plans.metadata import ChunkTable
 
 
 def with_renamed_keys(contents: Contents, patterns: Mapping[str, str]) -> tuple[Contents, Container[str]]:

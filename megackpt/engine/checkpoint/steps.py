@@ -1,6 +1,6 @@
 """The directories of a run's steps in a root: their names, and functions to find, open and remove them.
 
-`checkpointer` decides which steps count, and which are kept.
+`run.checkpointer` decides which steps count, and which are kept.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from megackpt.storage import Store
 from megackpt.storage.store import is_temporary_name
 from megackpt.storage.views import PrefixStore
 
-_MAX_STEP = 1 << 62  # as in `megackpt.arguments.checked_step`
+_MAX_STEP = 1 << 62  # as in `megackpt.ground.arguments.checked_step`
 _STEP_DIRECTORY = re.compile(r"iter_(\d{7,})")
 
 

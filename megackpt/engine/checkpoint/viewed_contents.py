@@ -15,7 +15,7 @@ import numpy as np
 from megackpt.engine.checkpoint.other_table import ChunksOfOtherTable
 from megackpt.errors import MismatchError
 from megackpt.formats.contents import Chunks, Contents
-from megackpt.metadata import ChunkTable
+from megackpt.plans.metadata import ChunkTable
 
 Shape = tuple[int, ...]
 

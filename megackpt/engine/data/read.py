@@ -1,8 +1,8 @@
 """Reads a load plan into tensors, with several reads at the same time.
 
-`planning` decides which bytes are read for which tensor. This module decides how: a long contiguous read goes
-straight into its tensor, short reads that are neighbours in a file are joined, and other reads go through a
-buffer.
+`plans.planning` decides which bytes are read for which tensor. This module decides how: a long contiguous
+read goes straight into its tensor, short reads that are neighbours in a file are joined, and other reads go
+through a buffer.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from megackpt.engine.data.tensor_bytes import (
     target_block,
 )
 from megackpt.engine.data.workers import run_jobs, useful_threads
+from megackpt.entities import ShardedTensor
+from megackpt.entities.describe import dtype_name, torch_dtype
 from megackpt.errors import FormatError
 from megackpt.formats.contents import Borrow, Chunks, Part
-from megackpt.geometry import Ints
-from megackpt.mapping import ShardedTensor
-from megackpt.mapping.describe import dtype_name, torch_dtype
-from megackpt.metadata import itemsizes
 from megackpt.options import LoadOptions
-from megackpt.planning import Copies, Reads, StridedCopy, group_reads, plan_reads
+from megackpt.plans.geometry import Ints
+from megackpt.plans.metadata import itemsizes
+from megackpt.plans.planning import Copies, Reads, StridedCopy, group_reads, plan_reads
 from megackpt.storage import COMMON_POOL, MAX_BORROWED_BYTES
 
 _PROBED_BYTES = 1024 * 1024

@@ -13,9 +13,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from megackpt.entities import ShardedTensor
 from megackpt.errors import DeclarationError
-from megackpt.mapping import ShardedTensor
-from megackpt.planning import StridedCopy
+from megackpt.plans.planning import StridedCopy
 
 _SAME_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _NUMPY_OF = {1: np.uint8, 2: np.int16, 4: np.int32, 8: np.int64, 16: np.complex128}

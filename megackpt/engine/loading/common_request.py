@@ -16,18 +16,18 @@ import torch
 
 from megackpt.codec import ArrayReference
 from megackpt.engine.checkpoint.common_arrays import array_references, map_common, with_tensors
-from megackpt.mapping import ShardedStateDict, ShardedTensor
-from megackpt.mapping.describe import torch_dtype
-from megackpt.mapping.plain_tensors import (
+from megackpt.entities import ShardedStateDict, ShardedTensor
+from megackpt.entities.describe import torch_dtype
+from megackpt.entities.plain_tensors import (
     can_be_filled,
     fill_in_place,
     is_plain_tensor,
     match_common_leaves,
     plain_tensors,
 )
-from megackpt.mapping.tree import ABSENT, Steps, add_step, dotted, iter_leaves, same_name_error
-from megackpt.metadata import OBJECT, ArraySpec
+from megackpt.entities.tree import ABSENT, Steps, add_step, dotted, iter_leaves, same_name_error
 from megackpt.options import LoadOptions
+from megackpt.plans.metadata import OBJECT, ArraySpec
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,8 +1,8 @@
 """Executes an exchange plan: reads the parts of one round while those of the previous round are sent.
 
 Before every round, each rank sends the others whether it has failed, so that no rank waits for bytes that
-are never sent. `planning` decides which rank reads what, and which ranks need it; `rounds` lays out buffers
-and moves the bytes.
+are never sent. `plans.planning` decides which rank reads what, and which ranks need it; `rounds` lays out
+buffers and moves the bytes.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from megackpt.engine.data.read import Target, with_target_strides
 from megackpt.engine.data.tensor_bytes import as_elements, byte_view, contiguous_bytes, copy_block
 from megackpt.engine.loading.prepared_load import PreparedLoad, ReadResult
 from megackpt.engine.loading.rounds import Arrival, RankRound, RoundBuffers, round_exchange_for, rounds_of
+from megackpt.entities import ShardedTensor
 from megackpt.errors import MismatchError
 from megackpt.formats.contents import Chunks, Contents
-from megackpt.geometry import row_major_strides
-from megackpt.mapping import ShardedTensor
-from megackpt.metadata import DeclaredChunks, pack_columns, unpack_columns
-from megackpt.metadata.merge import decode_declarations
 from megackpt.options import LoadOptions
-from megackpt.planning import CompactCopies, Copies, StridedCopy
-from megackpt.planning.exchange import plan_exchange
-from megackpt.planning.exchange_plan import ExchangePlan
-from megackpt.planning.part_reading import Readers, needed_ranges
-from megackpt.validation import PhaseTimes
+from megackpt.plans.geometry import row_major_strides
+from megackpt.plans.metadata import DeclaredChunks, pack_columns, unpack_columns
+from megackpt.plans.metadata.merge import decode_declarations
+from megackpt.plans.planning import CompactCopies, Copies, StridedCopy
+from megackpt.plans.planning.exchange import plan_exchange
+from megackpt.plans.planning.exchange_plan import ExchangePlan
+from megackpt.plans.planning.part_reading import Readers, needed_ranges
+from megackpt.plans.validation import PhaseTimes
 
 
 @dataclass(frozen=True, slots=True)

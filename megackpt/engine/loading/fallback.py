@@ -1,7 +1,7 @@
 """Loads a damaged checkpoint: damaged bytes are read from parity or from a copy of the same save.
 
 Every byte from such a source is checked against the digests of the save. As long as nothing is damaged, no
-source is opened, and no rank waits for another. A load changes no file; `megackpt.maintenance.repair` does.
+source is opened, and no rank waits for another. A load changes no file; `megackpt.whole.repair` does.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from megackpt.errors import (
 )
 from megackpt.formats.contents import Chunks, Contents, Part, RawRanges
 from megackpt.formats.damage import damage_of
-from megackpt.metadata import ChunkTable
-from megackpt.notices import notice
+from megackpt.ground.notices import notice
 from megackpt.options import LoadOptions
+from megackpt.plans.metadata import ChunkTable
+from megackpt.plans.validation import RecoveredBytes
+from megackpt.plans.validation.recovered import PARITY, merge_recovered
 from megackpt.storage import Store, as_store, open_store
-from megackpt.validation import RecoveredBytes
-from megackpt.validation.recovered import PARITY, merge_recovered
 
 log = logging.getLogger(__name__)
 

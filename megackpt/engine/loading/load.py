@@ -24,11 +24,11 @@ from megackpt.engine.loading.rank_checks import (
     answer_of,
     check_answers,
 )
+from megackpt.entities import StateDict
 from megackpt.errors import RankFailedError, truncated_list
-from megackpt.mapping import StateDict
-from megackpt.notices import collected_notices, log_notices
+from megackpt.ground.notices import collected_notices, log_notices
 from megackpt.options import Exchange, LoadOptions, Policy
-from megackpt.validation import LoadReport, LoadRules, LoadTimes, PhaseTimes, StrictHandling
+from megackpt.plans.validation import LoadReport, LoadRules, LoadTimes, PhaseTimes, StrictHandling
 
 if TYPE_CHECKING:
     from megackpt.engine.loading.exchange import ExchangeReader

@@ -13,18 +13,18 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from megackpt.comm import AnyGroup
 from megackpt.engine.checkpoint.opening import open_checkpoint
+from megackpt.entities import ShardedStateDict
 from megackpt.errors import truncated_list
 from megackpt.formats.contents import Contents
-from megackpt.mapping import ShardedStateDict
-from megackpt.notices import notice
+from megackpt.ground.notices import notice
 from megackpt.options import LoadOptions
+from megackpt.plans.validation import StrictHandling
 from megackpt.storage import Store
-from megackpt.validation import StrictHandling
 
 if TYPE_CHECKING:
     from megackpt.engine.loading.fallback import FallbackSource
     from megackpt.maps import MapChoice
-    from megackpt.validation import RecoveredBytes
+    from megackpt.plans.validation import RecoveredBytes
 
 log = logging.getLogger(__name__)
 

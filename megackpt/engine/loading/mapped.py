@@ -24,20 +24,20 @@ from megackpt.engine.loading.mapped_report import check_casts, report_mapped_arr
 from megackpt.engine.loading.prepare import LOAD_ON_META, with_options_renamed
 from megackpt.engine.loading.prepared_load import Addition, PreparedLoad, ReadPlan, RequestedKeys
 from megackpt.engine.loading.shared_targets import SharedTargets
+from megackpt.entities import ShardedTensor
+from megackpt.entities.describe import describe, torch_dtype
+from megackpt.entities.flatten import FlattenedState, flatten_state
 from megackpt.errors import DeclarationError, MapError, MismatchError, MissingKeyError, truncated_list
 from megackpt.formats.contents import Contents
-from megackpt.mapping import ShardedTensor
-from megackpt.mapping.describe import describe, torch_dtype
-from megackpt.mapping.flatten import FlattenedState, flatten_state
 from megackpt.maps import RegionMap, bound_to
 from megackpt.maps.choice import chosen_map
 from megackpt.maps.requests import MappedTensor, mapped_tensors
 from megackpt.maps.weights import is_weight, parameter_key
-from megackpt.metadata import OBJECT, ArraySpec
-from megackpt.planning import plan_load
-from megackpt.planning.read_sizes import read_ratio
+from megackpt.plans.metadata import OBJECT, ArraySpec
+from megackpt.plans.planning import plan_load
+from megackpt.plans.planning.read_sizes import read_ratio
+from megackpt.plans.validation import LoadReport, LoadRules
 from megackpt.storage import digest_of
-from megackpt.validation import LoadReport, LoadRules
 
 
 def prepare_mapped_load(request: LoadRequest, source: Source, rules: LoadRules, group: Group) -> PreparedLoad:

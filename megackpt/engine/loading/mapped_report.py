@@ -5,16 +5,16 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 
+from megackpt.entities import ShardedTensor
+from megackpt.entities.describe import dtype_name
 from megackpt.errors import MismatchError, truncated_list
-from megackpt.mapping import ShardedTensor
-from megackpt.mapping.describe import dtype_name
+from megackpt.ground.notices import notice
 from megackpt.maps import RegionMap
 from megackpt.maps.requests import MappedTensor
 from megackpt.maps.weights import parameter_key
-from megackpt.metadata import ArraySpec
-from megackpt.notices import notice
 from megackpt.options import Policy
-from megackpt.validation import ArrayReport, LoadRules
+from megackpt.plans.metadata import ArraySpec
+from megackpt.plans.validation import ArrayReport, LoadRules
 
 log = logging.getLogger(__name__)
 

@@ -10,9 +10,9 @@ import json
 from megackpt.comm import Group, gather_step
 from megackpt.engine.loading.prepared_load import PreparedLoad
 from megackpt.engine.loading.rank_checks import RankAnswers
-from megackpt.mapping.tree import keys_by_container
-from megackpt.notices import collected_notices, log_notices
-from megackpt.validation.missing import check_empty_containers, check_missing_keys
+from megackpt.entities.tree import keys_by_container
+from megackpt.ground.notices import collected_notices, log_notices
+from megackpt.plans.validation.missing import check_empty_containers, check_missing_keys
 
 
 def find_missing_keys(prepared: PreparedLoad, ranks: RankAnswers, group: Group) -> frozenset[str]:

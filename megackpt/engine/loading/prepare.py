@@ -25,17 +25,17 @@ from megackpt.engine.loading.common_request import CommonRequest, match_common_s
 from megackpt.engine.loading.load_request import Source
 from megackpt.engine.loading.prepared_load import PreparedLoad, ReadPlan, RequestedKeys
 from megackpt.engine.loading.shared_targets import SharedTargets
+from megackpt.entities import PerRankValue, ShardedObject, ShardedStateDict, ShardedTensor
+from megackpt.entities.describe import describe
+from megackpt.entities.flatten import FlattenedState, flatten_state
+from megackpt.entities.tree import Steps, dotted, empty_containers, keys_by_container
 from megackpt.errors import MismatchError, MissingKeyError
 from megackpt.formats.contents import Chunks, Contents
-from megackpt.mapping import PerRankValue, ShardedObject, ShardedStateDict, ShardedTensor
-from megackpt.mapping.describe import describe
-from megackpt.mapping.flatten import FlattenedState, flatten_state
-from megackpt.mapping.tree import Steps, dotted, empty_containers, keys_by_container
-from megackpt.metadata import OBJECT, ArraySpec
-from megackpt.notices import notice
+from megackpt.ground.notices import notice
 from megackpt.options import LoadOptions
-from megackpt.planning import plan_load
-from megackpt.validation import (
+from megackpt.plans.metadata import OBJECT, ArraySpec
+from megackpt.plans.planning import plan_load
+from megackpt.plans.validation import (
     LoadReport,
     LoadRules,
     check_dtypes_and_shapes,

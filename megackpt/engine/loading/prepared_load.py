@@ -14,13 +14,13 @@ import torch
 from megackpt.engine.loading.common_request import CommonRequest
 from megackpt.engine.loading.load_request import Source
 from megackpt.engine.loading.shared_targets import SharedTargets
+from megackpt.entities import ShardedObject, ShardedTensor, StateDict
+from megackpt.entities.flatten import FlattenedState
+from megackpt.entities.tree import Steps, dotted
 from megackpt.formats.contents import Chunks, Contents
-from megackpt.mapping import ShardedObject, ShardedTensor, StateDict
-from megackpt.mapping.flatten import FlattenedState
-from megackpt.mapping.tree import Steps, dotted
-from megackpt.metadata import DeclaredChunks
-from megackpt.planning import Copies
-from megackpt.validation import LoadReport, LoadRules, PhaseTimes
+from megackpt.plans.metadata import DeclaredChunks
+from megackpt.plans.planning import Copies
+from megackpt.plans.validation import LoadReport, LoadRules, PhaseTimes
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ from typing import Any
 from megackpt.engine.loading.load_request import LoadRequest
 from megackpt.engine.loading.prepared_load import PreparedLoad
 from megackpt.errors import MismatchError
-from megackpt.notices import Notices
+from megackpt.ground.notices import Notices
 
 
 @dataclass(frozen=True, slots=True)

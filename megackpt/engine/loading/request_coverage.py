@@ -24,12 +24,12 @@ from megackpt.comm import (
 )
 from megackpt.engine.checkpoint.common_arrays import map_common
 from megackpt.engine.loading.prepared_load import PreparedLoad
-from megackpt.mapping.describe import describe
-from megackpt.mapping.tree import ABSENT, Steps, without_empty
-from megackpt.metadata import PackedDeclarations, merge_packed_declarations, pack_declarations
-from megackpt.planning.main_replicas import choose_main_replicas
+from megackpt.entities.describe import describe
+from megackpt.entities.tree import ABSENT, Steps, without_empty
+from megackpt.plans.metadata import PackedDeclarations, merge_packed_declarations, pack_declarations
+from megackpt.plans.planning.main_replicas import choose_main_replicas
+from megackpt.plans.validation import check_common_equal, check_merged_coverage
 from megackpt.storage import digest_of
-from megackpt.validation import check_common_equal, check_merged_coverage
 
 _DOING = "comparing requests"
 

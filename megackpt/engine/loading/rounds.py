@@ -19,7 +19,7 @@ import torch
 from megackpt.comm import Group, PeerBuffer
 from megackpt.comm.device_group import DeviceGroup
 from megackpt.engine.data.tensor_bytes import byte_view
-from megackpt.planning.exchange_plan import ExchangePlan, aligned
+from megackpt.plans.planning.exchange_plan import ExchangePlan, aligned
 
 TargetMemory: TypeAlias = Callable[[int], "memoryview | None"]
 """Returns the memory that a delivery (a row of the plan) fills, or None if it has to be copied there."""

@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from megackpt.entities import ShardedTensor
 from megackpt.errors import MismatchError
-from megackpt.mapping import ShardedTensor
 
 _MAX_WORK = 10_000
 """Steps that numpy may take to find whether two strided views share memory. If these are not enough, the

@@ -7,8 +7,8 @@ from collections.abc import Collection
 from megackpt.engine.saving.save_hook import SaveHook
 from megackpt.errors import UnsupportedError
 from megackpt.formats.strategy import SaveStrategy
-from megackpt.metadata import ChunkTable
-from megackpt.validation import coverage_faults
+from megackpt.plans.metadata import ChunkTable
+from megackpt.plans.validation import coverage_faults
 
 
 class ArrayDigestHook(SaveHook):

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from megackpt.comm import Group
 from megackpt.engine.saving.local_state import LocalState
 from megackpt.engine.saving.plan_agreement import PlanAgreement
-from megackpt.metadata import pack_columns, unpack_columns
-from megackpt.metadata.merge import decode_declarations, merge_declarations
-from megackpt.planning import SavePlan, plan_main_replicas
-from megackpt.planning.main_replicas import choose_lowest_rank_as_main
+from megackpt.plans.metadata import pack_columns, unpack_columns
+from megackpt.plans.metadata.merge import decode_declarations, merge_declarations
+from megackpt.plans.planning import SavePlan, plan_main_replicas
+from megackpt.plans.planning.main_replicas import choose_lowest_rank_as_main
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,15 +22,15 @@ from megackpt.engine.data.device_copies import follow, host_parts, parts_in_buff
 from megackpt.engine.data.tensor_bytes import check_source
 from megackpt.engine.saving.plan_cache import CachedPlan
 from megackpt.engine.saving.save_request import SaveRequest
+from megackpt.entities import ShardedTensor, is_main_replica
+from megackpt.entities.describe import describe
+from megackpt.entities.flatten import FlattenedState, flatten_state
+from megackpt.entities.tree import ABSENT, Steps, dotted, without_empty
 from megackpt.errors import DeclarationError, UnsupportedError
 from megackpt.formats.strategy import ChunkParts, SaveStrategy
-from megackpt.geometry import Ints, strides_of
-from megackpt.mapping import ShardedTensor, is_main_replica
-from megackpt.mapping.describe import describe
-from megackpt.mapping.flatten import FlattenedState, flatten_state
-from megackpt.mapping.tree import ABSENT, Steps, dotted, without_empty
-from megackpt.metadata import DIGEST_BLOCK_BYTES, DeclaredChunks, PackedDeclarations, pack_declarations
-from megackpt.planning import SavePlan
+from megackpt.plans.geometry import Ints, strides_of
+from megackpt.plans.metadata import DIGEST_BLOCK_BYTES, DeclaredChunks, PackedDeclarations, pack_declarations
+from megackpt.plans.planning import SavePlan
 from megackpt.storage import digest_of, digest_of_parts
 
 

@@ -23,9 +23,9 @@ from megackpt.comm import (
 )
 from megackpt.engine.saving.local_state import LocalState
 from megackpt.engine.saving.save_hook import PlanCompletion
-from megackpt.geometry import Ints
-from megackpt.metadata import ChunkTable, merge_packed_declarations
-from megackpt.planning import (
+from megackpt.plans.geometry import Ints
+from megackpt.plans.metadata import ChunkTable, merge_packed_declarations
+from megackpt.plans.planning import (
     SavePlan,
     object_sizes,
     pack_rows,
@@ -33,13 +33,13 @@ from megackpt.planning import (
     unpack_rows,
     with_object_sizes,
 )
-from megackpt.storage import digest_of
-from megackpt.validation import (
+from megackpt.plans.validation import (
     check_common_equal,
     check_copies_equal,
     check_merged_coverage,
     check_replicated_equal,
 )
+from megackpt.storage import digest_of
 
 _SUMMARY = np.dtype([("replica_rows", "V16"), ("label", "<i8"), ("attachment", "V16")])
 """What each rank sends to all before its declarations: digests of what other ranks may have with equal bytes,
@@ -209,7 +209,7 @@ def _checked_plan(
         ranks_of_senders,
     )
     if marks.any():  # of values and chunks whose replicas have no replica ids
-        from megackpt.planning.main_replicas import choose_main_replicas
+        from megackpt.plans.planning.main_replicas import choose_main_replicas
 
         merged = choose_main_replicas(merged, marks)
     check_merged_coverage(merged)

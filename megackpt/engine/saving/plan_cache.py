@@ -11,8 +11,8 @@ from collections import OrderedDict
 from dataclasses import dataclass
 from typing import Any
 
-from megackpt.metadata import DeclaredChunks
-from megackpt.planning import SavePlan
+from megackpt.plans.metadata import DeclaredChunks
+from megackpt.plans.planning import SavePlan
 
 
 @dataclass(frozen=True, slots=True, eq=False)

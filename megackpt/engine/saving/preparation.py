@@ -20,8 +20,8 @@ from megackpt.engine.saving.local_state import LocalState, make_local_state
 from megackpt.engine.saving.plan_cache import CachedPlan
 from megackpt.engine.saving.save_request import SaveRequest
 from megackpt.errors import DeclarationError
-from megackpt.metadata import ChunkTable
 from megackpt.options import SaveOptions
+from megackpt.plans.metadata import ChunkTable
 from megackpt.storage import Store, digest_of
 
 Settings: TypeAlias = Mapping[str, Any]

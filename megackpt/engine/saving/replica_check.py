@@ -16,12 +16,12 @@ from megackpt.comm import Group, broadcast_from_rank_0, gather_step, rank_0_erro
 from megackpt.engine.data.device_copies import host_parts
 from megackpt.engine.saving.save_hook import SaveHook
 from megackpt.engine.saving.unmarked_replicas import value_digest
+from megackpt.entities.flatten import FlattenedState
 from megackpt.errors import MismatchError, truncated_list
-from megackpt.mapping.flatten import FlattenedState
-from megackpt.metadata import DeclaredChunks
 from megackpt.options import Policy
+from megackpt.plans.metadata import DeclaredChunks
+from megackpt.plans.validation.replicas import REPLICA_DIGEST, Divergence, find_divergences
 from megackpt.storage import digest_of, digest_of_parts
-from megackpt.validation.replicas import REPLICA_DIGEST, Divergence, find_divergences
 
 log = logging.getLogger(__name__)
 

@@ -18,13 +18,13 @@ import torch
 
 from megackpt.engine.data.tensor_bytes import as_bits
 from megackpt.engine.saving.save_hook import SaveHook
+from megackpt.entities.flatten import FlattenedState
 from megackpt.errors import MismatchError, truncated_list
-from megackpt.geometry import Ints
-from megackpt.mapping.flatten import FlattenedState
-from megackpt.metadata import ChunkTable, DeclaredChunks
 from megackpt.options import Policy
+from megackpt.plans.geometry import Ints
+from megackpt.plans.metadata import ChunkTable, DeclaredChunks
+from megackpt.plans.validation.replicas import Divergence, find_divergences
 from megackpt.storage import digest_of
-from megackpt.validation.replicas import Divergence, find_divergences
 
 log = logging.getLogger(__name__)
 

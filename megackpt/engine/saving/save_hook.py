@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from megackpt.comm import Group
+from megackpt.entities.flatten import FlattenedState
 from megackpt.formats.strategy import Json, SaveStrategy
-from megackpt.geometry import Ints
-from megackpt.mapping.flatten import FlattenedState
-from megackpt.metadata import ChunkTable, DeclaredChunks
-from megackpt.planning import SavePlan
+from megackpt.plans.geometry import Ints
+from megackpt.plans.metadata import ChunkTable, DeclaredChunks
+from megackpt.plans.planning import SavePlan
 from megackpt.storage import Store
 
 PlanCompletion: TypeAlias = Callable[[Sequence[bytes]], SavePlan]

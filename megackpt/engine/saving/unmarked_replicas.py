@@ -10,10 +10,10 @@ from typing import Any
 
 from megackpt.codec import leaf_digests
 from megackpt.engine.data.device_copies import host_parts
-from megackpt.geometry import Box
-from megackpt.mapping import is_main_replica
-from megackpt.mapping.flatten import FlattenedState
-from megackpt.metadata import DIGEST_BLOCK_BYTES
+from megackpt.entities import is_main_replica
+from megackpt.entities.flatten import FlattenedState
+from megackpt.plans.geometry import Box
+from megackpt.plans.metadata import DIGEST_BLOCK_BYTES
 from megackpt.storage import BlockDigester, digest_of
 
 

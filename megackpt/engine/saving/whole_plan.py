@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from megackpt.comm import Group, broadcast_from_rank_0
-from megackpt.metadata import ChunkTable, column, pack_columns, unpack_columns
-from megackpt.planning import SavePlan
+from megackpt.plans.metadata import ChunkTable, column, pack_columns, unpack_columns
+from megackpt.plans.planning import SavePlan
 
 
 def send_whole_plan(plan: SavePlan | None, own_rows: SavePlan, group: Group) -> SavePlan:

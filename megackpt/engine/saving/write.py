@@ -12,8 +12,8 @@ from megackpt.comm import Group, errors_on_all_ranks, gather_step, join_fields, 
 from megackpt.engine.checkpoint import manifest
 from megackpt.engine.saving.save_hook import PlanCompletion, SaveHook, WrittenChunks
 from megackpt.formats.strategy import ChunkParts, Json, SaveStrategy
-from megackpt.geometry import Ints
-from megackpt.planning import SavePlan
+from megackpt.plans.geometry import Ints
+from megackpt.plans.planning import SavePlan
 from megackpt.storage import Store
 
 

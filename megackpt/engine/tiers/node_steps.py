@@ -1,6 +1,6 @@
 """Steps of a tier on this node: which files there are, which of them a load needs, and which are damaged.
 
-`checkpointer` decides which step is loaded, and from which nodes.
+`run.checkpointer` decides which step is loaded, and from which nodes.
 """
 
 from __future__ import annotations

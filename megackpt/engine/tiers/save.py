@@ -30,7 +30,7 @@ from megackpt.engine.tiers.transfer import (
 from megackpt.formats.documents import parse_document
 from megackpt.formats.registry import load_strategy
 from megackpt.formats.strategy import MANIFEST, Json, SaveStrategy
-from megackpt.planning.redundancy import Nodes
+from megackpt.plans.planning.redundancy import Nodes
 from megackpt.storage import MemoryStore, Store
 
 

@@ -19,7 +19,7 @@ from megackpt.errors import MissingExtraError
 from megackpt.formats.array_digests import ArrayDigester
 from megackpt.formats.contents import Part
 from megackpt.formats.damage import Damage
-from megackpt.metadata import ChunkTable
+from megackpt.plans.metadata import ChunkTable
 from megackpt.storage.crc64 import Crc64
 
 

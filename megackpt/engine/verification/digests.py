@@ -24,8 +24,8 @@ from megackpt.errors import CheckpointError, FormatError, IntegrityError, Unknow
 from megackpt.formats.contents import Borrow, Chunks, Contents, Part, RawRanges
 from megackpt.formats.damage import Damage, damage_of
 from megackpt.formats.strategy import WholeFile
-from megackpt.metadata import OBJECT
 from megackpt.options import VerifyOptions
+from megackpt.plans.metadata import OBJECT
 from megackpt.storage import COMMON_POOL, MAX_BORROWED_BYTES, FileDigester, Store
 
 T = TypeVar("T")

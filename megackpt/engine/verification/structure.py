@@ -13,9 +13,9 @@ import numpy.typing as npt
 from megackpt.errors import CheckpointError
 from megackpt.formats.contents import Chunks, FileRanges
 from megackpt.formats.damage import Damage, why_not_found
-from megackpt.geometry import Ints
+from megackpt.plans.geometry import Ints
+from megackpt.plans.validation import coverage_faults
 from megackpt.storage import Store
-from megackpt.validation import coverage_faults
 
 _MAX_SHOWN_KEYS = 3
 

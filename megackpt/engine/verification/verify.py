@@ -24,9 +24,9 @@ from megackpt.formats.contents import Chunks, Contents
 from megackpt.formats.damage import Damage, damage_of
 from megackpt.formats.registry import load_strategy
 from megackpt.formats.strategy import MANIFEST, LoadStrategy, WholeFile
-from megackpt.geometry import Ints
-from megackpt.metadata import OBJECT
 from megackpt.options import VerifyOptions
+from megackpt.plans.geometry import Ints
+from megackpt.plans.metadata import OBJECT
 from megackpt.storage import Store
 
 Share = tuple[int, int]

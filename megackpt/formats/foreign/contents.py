@@ -9,12 +9,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from megackpt.entities.describe import dtype_name
 from megackpt.errors import FormatError
 from megackpt.formats.contents import Chunks, Contents
 from megackpt.formats.foreign.state import ForeignArray, ForeignState, check_tensor, plain_elements
-from megackpt.mapping.describe import dtype_name
-from megackpt.metadata import ArraySpec, ChunkTable, pad_shapes
-from megackpt.planning.save_plan import index_order
+from megackpt.plans.metadata import ArraySpec, ChunkTable, pad_shapes
+from megackpt.plans.planning.save_plan import index_order
 from megackpt.storage import digest_of_parts
 
 

@@ -18,13 +18,13 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from megackpt.entities.tree import add_step, dotted, iter_leaves
 from megackpt.errors import CheckpointError, FormatError, NotACheckpointError, UnsupportedError
 from megackpt.formats.file_names import LEGACY_MEGATRON
 from megackpt.formats.foreign.mapped_files import load_mapped_file
 from megackpt.formats.foreign.state import CollectedParts, ForeignArray, ForeignState, SourcePart, plain_part
 from megackpt.formats.foreign.strategy import ForeignLoadStrategy, folder_of_latest
 from megackpt.formats.strategy import Format
-from megackpt.mapping.tree import add_step, dotted, iter_leaves
 
 _RANK = re.compile(r"mp_rank_(\d{2,})(?:_(\d{3,}))?(_\d{3,})?")
 _FILE = "model_optim_rng.pt"

@@ -17,12 +17,12 @@ import torch
 
 from megackpt.codec.pickled import ForeignObject
 from megackpt.codec.stand_ins import keep_unknown_values
+from megackpt.entities.recognition import is_dtensor
 from megackpt.errors import FormatError, UnknownClassError
 from megackpt.formats.safe_numpy import UnsupportedValueError
 from megackpt.formats.safe_pickle import OTHER_ADVICE, load_checked, load_safely
 from megackpt.formats.torch_zip import check_archive_file, is_zip_file
 from megackpt.formats.unknown_classes import ForbiddenClassError
-from megackpt.mapping.recognition import is_dtensor
 
 Stamp: TypeAlias = tuple[int, int, int] | None
 """Inode, size and time of a file, which show whether it has changed; None if it is gone."""

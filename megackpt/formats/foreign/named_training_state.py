@@ -13,7 +13,7 @@ from megackpt.errors import FormatError
 from megackpt.formats.foreign.state import ForeignArray, ForeignState, consecutive_parts, plain_part
 
 MASTER = "fp32_param"
-"""The name of the master weights among the states, as in `megackpt.optim`."""
+"""The name of the master weights among the states, as in `megackpt.training.optim`."""
 
 
 class StoredWeight(NamedTuple):

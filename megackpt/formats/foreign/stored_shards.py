@@ -18,11 +18,11 @@ import torch
 from torch import Tensor
 
 from megackpt.codec.pickled import ForeignObject, ForeignShardedTensor
+from megackpt.entities.tree import Steps, dotted
 from megackpt.errors import FormatError, UnsupportedError, rank_list
 from megackpt.formats.foreign.state import CollectedParts, ForeignArray, SourcePart
-from megackpt.geometry import Ints
-from megackpt.geometry.tiling import Rectangles, uncovered_regions
-from megackpt.mapping.tree import Steps, dotted
+from megackpt.plans.geometry import Ints
+from megackpt.plans.geometry.tiling import Rectangles, uncovered_regions
 
 _MAX_DEPTH = 100
 _MAX_DIMS = 64

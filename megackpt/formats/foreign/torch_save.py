@@ -15,6 +15,10 @@ from typing import Any
 from torch import Tensor
 
 from megackpt.codec import ArrayReference, leaf_digests
+from megackpt.entities.plain_tensors import can_be_array
+from megackpt.entities.recognition import is_dtensor
+from megackpt.entities.torch_sharded import declare_dtensor
+from megackpt.entities.tree import Steps, dotted
 from megackpt.errors import DeclarationError, FormatError, NotACheckpointError, UnsupportedError
 from megackpt.formats.file_names import NATIVE, TORCH_DIST, TORCH_SAVE, ZARR_V1, ZARR_V3
 from megackpt.formats.foreign.mapped_files import load_mapped_file
@@ -32,10 +36,6 @@ from megackpt.formats.foreign.stored_shards import StoredShards, array_of_shards
 from megackpt.formats.foreign.strategy import SUFFIXES, ForeignLoadStrategy, names_of
 from megackpt.formats.strategy import Format, Json
 from megackpt.formats.torch_zip import is_zip_file
-from megackpt.mapping.plain_tensors import can_be_array
-from megackpt.mapping.recognition import is_dtensor
-from megackpt.mapping.torch_sharded import declare_dtensor
-from megackpt.mapping.tree import Steps, dotted
 from megackpt.storage import LocalStore, Store
 
 

@@ -14,8 +14,8 @@ from megackpt.errors import FormatError, StorageError, truncated_list
 from megackpt.formats.documents import parse_document
 from megackpt.formats.safetensors_encoding import DTYPE_NAMES
 from megackpt.formats.safetensors_header import Header, HeaderEntry, read_header
-from megackpt.metadata import ArraySpec, ChunkTable, StoredChunks, pad_shapes
-from megackpt.metadata.chunk_table import MAX_NUMEL
+from megackpt.plans.metadata import ArraySpec, ChunkTable, StoredChunks, pad_shapes
+from megackpt.plans.metadata.chunk_table import MAX_NUMEL
 from megackpt.storage import Store, digest_of, is_allowed_name
 
 _INDEX_MAX_BYTES = 100_000_000  # one of a million tensors

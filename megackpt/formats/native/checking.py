@@ -25,7 +25,7 @@ from megackpt.formats.native import names
 from megackpt.formats.native.data_file import METADATA, header_of, tensors_of
 from megackpt.formats.native.parity import read_groups
 from megackpt.formats.strategy import MANIFEST, Json, WholeFile
-from megackpt.metadata import StoredChunks
+from megackpt.plans.metadata import StoredChunks
 from megackpt.storage import Store, digest_of
 
 _ATTEMPT = re.compile(r"[0-9a-f]{16}")

@@ -11,8 +11,8 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
 from megackpt.formats.safetensors_encoding import encode_header
-from megackpt.metadata import DTYPES, OBJECT, ArraySpec, ChunkTable
-from megackpt.metadata.chunk_table import region_text
+from megackpt.plans.metadata import DTYPES, OBJECT, ArraySpec, ChunkTable
+from megackpt.plans.metadata.chunk_table import region_text
 
 HEADER_ALIGNMENT = 4096
 """Data begins at a multiple of this, so that it is aligned for direct I/O and memory maps."""

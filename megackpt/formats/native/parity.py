@@ -1,6 +1,6 @@
 """Parity files: one for each group of data files, from which any single lost file of the group is computed.
 
-`planning` decides which files make a group. A computed byte is wrong if a second file of the group is
+`plans.planning` decides which files make a group. A computed byte is wrong if a second file of the group is
 damaged at the same position. So every reader checks computed bytes against the digests of the index.
 Source: docs/format.md.
 """

@@ -12,7 +12,7 @@ from megackpt.formats.documents import write_small_file
 from megackpt.formats.native import names
 from megackpt.formats.native.parity import ParityGroup, list_of, read_groups, write_parity_file
 from megackpt.formats.strategy import Json
-from megackpt.planning.redundancy import parity_groups, parity_writer
+from megackpt.plans.planning.redundancy import parity_groups, parity_writer
 from megackpt.storage import Store
 
 

@@ -19,8 +19,8 @@ from megackpt.formats.index_file import check_files_exist, compact, write_index
 from megackpt.formats.native import names
 from megackpt.formats.native.data_file import header_of
 from megackpt.formats.strategy import Capabilities, ChunkParts, CoverageCheck, Json, SaveStrategy
-from megackpt.geometry import Ints, joined_ranges
-from megackpt.metadata import (
+from megackpt.plans.geometry import Ints, joined_ranges
+from megackpt.plans.metadata import (
     DIGEST_BLOCK_BYTES,
     ChunkTable,
     Column,
@@ -29,7 +29,7 @@ from megackpt.metadata import (
     pack_columns,
     unpack_columns,
 )
-from megackpt.planning import SavePlan, first_of_equal_chunks
+from megackpt.plans.planning import SavePlan, first_of_equal_chunks
 from megackpt.storage import BlockDigester, BufferedWriter, Store
 
 if TYPE_CHECKING:

@@ -21,7 +21,7 @@ from megackpt.formats.strategy import MANIFEST, Json
 from megackpt.formats.torch_dist import names
 from megackpt.formats.torch_dist.item import Frame, frame_of
 from megackpt.formats.torch_dist.notes import COMMON_MAX_BYTES, MANIFEST_CONTENT, find_note, read_metadata
-from megackpt.metadata import OBJECT, StoredChunks
+from megackpt.plans.metadata import OBJECT, StoredChunks
 from megackpt.storage import Store, digest_of
 
 _CRC = struct.Struct("<4sI")  # follows the bytes of a tensor: a signature, and their CRC-32

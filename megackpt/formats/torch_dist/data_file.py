@@ -10,8 +10,8 @@ import numpy as np
 
 from megackpt.formats.strategy import ChunkParts
 from megackpt.formats.torch_dist.item import ALIGNMENT, frame_of, stream
-from megackpt.geometry import Ints, rectangles_of
-from megackpt.metadata import DIGEST_BLOCK_BYTES, OBJECT, ChunkTable, itemsizes
+from megackpt.plans.geometry import Ints, rectangles_of
+from megackpt.plans.metadata import DIGEST_BLOCK_BYTES, OBJECT, ChunkTable, itemsizes
 from megackpt.storage import BlockDigester, Store
 
 

@@ -24,10 +24,10 @@ from typing import Any
 
 import torch
 
+from megackpt.entities.describe import torch_dtype
 from megackpt.formats.pickle_limits import check_opcodes
-from megackpt.geometry import row_major_strides
-from megackpt.mapping.describe import torch_dtype
-from megackpt.metadata import DTYPES
+from megackpt.plans.geometry import row_major_strides
+from megackpt.plans.metadata import DTYPES
 
 ALIGNMENT = 64
 """The tensor's bytes begin at a multiple of this in the item, as torch's do."""

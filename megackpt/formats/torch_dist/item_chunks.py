@@ -21,8 +21,8 @@ from megackpt.formats.contents import Chunks, FileRanges
 from megackpt.formats.safe_pickle import load_value
 from megackpt.formats.torch_dist.item import HEAD_BYTES, locate
 from megackpt.formats.torch_dist.metadata_reader import Item
-from megackpt.geometry import Ints
-from megackpt.metadata import DTYPES, OBJECT, ChunkTable
+from megackpt.plans.geometry import Ints
+from megackpt.plans.metadata import DTYPES, OBJECT, ChunkTable
 from megackpt.storage import Store
 
 LONG_HEAD_BYTES = 64 * 1024

@@ -27,7 +27,7 @@ from megackpt.formats.torch_dist.notes import (
     find_note,
     read_metadata,
 )
-from megackpt.notices import notice
+from megackpt.ground.notices import notice
 from megackpt.storage import Store, digest_of
 
 log = logging.getLogger(__name__)

@@ -22,9 +22,9 @@ from torch.distributed.checkpoint.metadata import (
 from megackpt.codec.hashes import check_collisions
 from megackpt.errors import FormatError
 from megackpt.formats.torch_dist import names
-from megackpt.metadata import DTYPES, OBJECT, ArraySpec, ChunkTable, itemsizes, pad_shapes
-from megackpt.metadata.chunk_table import MAX_NUMEL
-from megackpt.notices import notice
+from megackpt.ground.notices import notice
+from megackpt.plans.metadata import DTYPES, OBJECT, ArraySpec, ChunkTable, itemsizes, pad_shapes
+from megackpt.plans.metadata.chunk_table import MAX_NUMEL
 from megackpt.storage import check_name
 
 log = logging.getLogger(__name__)

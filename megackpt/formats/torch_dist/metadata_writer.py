@@ -19,12 +19,12 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from megackpt.entities.describe import torch_dtype
 from megackpt.errors import DeclarationError
 from megackpt.formats.torch_dist import names
 from megackpt.formats.torch_dist.metadata_reader import Extents, key_of
 from megackpt.formats.torch_dist.values import Value
-from megackpt.mapping.describe import torch_dtype
-from megackpt.metadata import OBJECT, ArraySpec, ChunkTable
+from megackpt.plans.metadata import OBJECT, ArraySpec, ChunkTable
 
 
 def unique_key(spec: ArraySpec, start: Extents) -> str:

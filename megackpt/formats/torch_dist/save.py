@@ -38,15 +38,15 @@ from megackpt.formats.torch_dist.notes import (
     read_metadata,
 )
 from megackpt.formats.torch_dist.values import write_objects, write_state, written_values
-from megackpt.geometry import Ints
-from megackpt.metadata import (
+from megackpt.plans.geometry import Ints
+from megackpt.plans.metadata import (
     ChunkTable,
     StoredChunks,
     block_counts,
     pack_columns,
     unpack_columns,
 )
-from megackpt.planning import SavePlan, first_of_equal_chunks
+from megackpt.plans.planning import SavePlan, first_of_equal_chunks
 from megackpt.storage import Store, digest_of
 
 PICKLE_PROTOCOL = 4  # the newest that the oldest supported Python of a reader knows

@@ -20,7 +20,7 @@ from megackpt.formats.documents import write_small_file
 from megackpt.formats.safe_pickle import load_value, save_known_value, save_value
 from megackpt.formats.strategy import Json
 from megackpt.formats.torch_dist import names
-from megackpt.metadata import OBJECT, StoredChunks
+from megackpt.plans.metadata import OBJECT, StoredChunks
 from megackpt.storage import Store
 
 log = logging.getLogger(__name__)

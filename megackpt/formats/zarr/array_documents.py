@@ -18,8 +18,8 @@ from typing import Any
 from megackpt.errors import FormatError
 from megackpt.formats.strategy import Json
 from megackpt.formats.zarr.grids import Grid
-from megackpt.metadata import DTYPES, ArraySpec
-from megackpt.metadata.chunk_table import MAX_NUMEL
+from megackpt.plans.metadata import DTYPES, ArraySpec
+from megackpt.plans.metadata.chunk_table import MAX_NUMEL
 
 V2_FILE, V2_ATTRIBUTES, V3_FILE = ".zarray", ".zattrs", "zarr.json"
 MAX_DOCUMENT_BYTES = 16 * 1024 * 1024

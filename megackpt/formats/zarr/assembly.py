@@ -19,8 +19,8 @@ from megackpt.formats.strategy import ChunkParts
 from megackpt.formats.zarr.array_codec import ArrayCodec, Elements
 from megackpt.formats.zarr.array_documents import ZarrArray
 from megackpt.formats.zarr.rounds import Rounds, TouchedFiles
-from megackpt.geometry import Ints, rectangles_of
-from megackpt.planning import SavePlan
+from megackpt.plans.geometry import Ints, rectangles_of
+from megackpt.plans.planning import SavePlan
 from megackpt.storage import Store
 
 BUFFERED_BYTES = 512 * 1024 * 1024

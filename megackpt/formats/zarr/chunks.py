@@ -23,9 +23,9 @@ from megackpt.formats.zarr.array_codec import ArrayCodec, Elements, decoding_err
 from megackpt.formats.zarr.array_documents import ZarrArray
 from megackpt.formats.zarr.expansion_limits import LARGE_BYTES, ChunkEncoding, check_file, encoding_of
 from megackpt.formats.zarr.library import open_array, tensorstore
-from megackpt.geometry import Ints, rectangles_of
-from megackpt.metadata import DTYPES, ArraySpec, ChunkTable
-from megackpt.metadata.chunk_table import widen
+from megackpt.plans.geometry import Ints, rectangles_of
+from megackpt.plans.metadata import DTYPES, ArraySpec, ChunkTable
+from megackpt.plans.metadata.chunk_table import widen
 from megackpt.storage import LocalStore, Store
 
 CACHE_BYTES = 16 * 1024 * 1024

@@ -18,7 +18,7 @@ import numpy as np
 
 from megackpt.errors import FormatError
 from megackpt.formats.zarr.array_documents import ZarrArray
-from megackpt.metadata import DTYPES
+from megackpt.plans.metadata import DTYPES
 from megackpt.storage import Store
 
 LARGE_BYTES = 512 * 1024 * 1024

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from megackpt.geometry import Ints, rectangles_of
-from megackpt.metadata import OBJECT, ArraySpec, ChunkTable, itemsizes
+from megackpt.plans.geometry import Ints, rectangles_of
+from megackpt.plans.metadata import OBJECT, ArraySpec, ChunkTable, itemsizes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

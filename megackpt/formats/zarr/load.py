@@ -23,7 +23,7 @@ from megackpt.formats.zarr.array_documents import (
     parse_v3,
 )
 from megackpt.formats.zarr.chunks import StoredObjects, ZarrChunks
-from megackpt.metadata import OBJECT, ArraySpec
+from megackpt.plans.metadata import OBJECT, ArraySpec
 from megackpt.storage import Store, digest_of
 
 _LOCKS = ".sync/"

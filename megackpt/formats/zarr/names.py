@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from urllib.parse import unquote
 
 from megackpt.errors import DeclarationError
-from megackpt.metadata import ArraySpec
+from megackpt.plans.metadata import ArraySpec
 
 BACKEND = "zarr"
 COMMON = "common.pt"

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from megackpt.formats.zarr.grids import Grid
-from megackpt.geometry import Ints, joined_ranges, rectangles_of
-from megackpt.metadata import ChunkTable
-from megackpt.planning import SavePlan
+from megackpt.plans.geometry import Ints, joined_ranges, rectangles_of
+from megackpt.plans.metadata import ChunkTable
+from megackpt.plans.planning import SavePlan
 
 
 @dataclass(frozen=True, slots=True, eq=False)

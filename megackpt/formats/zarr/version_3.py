@@ -51,9 +51,9 @@ from megackpt.formats.zarr.load import (
     parse_files,
 )
 from megackpt.formats.zarr.rounds import find_touched_files, plan_rounds
-from megackpt.geometry import Ints
-from megackpt.metadata import OBJECT, ArraySpec
-from megackpt.planning import SavePlan
+from megackpt.plans.geometry import Ints
+from megackpt.plans.metadata import OBJECT, ArraySpec
+from megackpt.plans.planning import SavePlan
 from megackpt.storage import Store, check_name, digest_of
 
 RULES = GridRules()

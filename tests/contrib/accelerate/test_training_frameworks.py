@@ -11,10 +11,10 @@ import torch
 from torch import nn
 
 import megackpt
+from megackpt.contrib.accelerate import AcceleratorState, load_state, save_state
+from megackpt.contrib.torch_state import TorchState
+from megackpt.contrib.transformers import FOLDER, TrainerMixin, newest_checkpoint
 from megackpt.errors import NotACheckpointError, UnsupportedError
-from megackpt.integrations.accelerate import AcceleratorState, load_state, save_state
-from megackpt.integrations.torch_state import TorchState
-from megackpt.integrations.transformers import FOLDER, TrainerMixin, newest_checkpoint
 
 
 def step(models: list[nn.Module], optimizers: list[Any]) -> list[torch.Tensor]:

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch.nn import Parameter
 
-from megackpt.mapping import ShardedStateDict
-from megackpt.parallel.groups import ParallelGroups
-from megackpt.parallel.layout import ParallelLayout
+from megackpt.entities import ShardedStateDict
+from megackpt.training.parallel.groups import ParallelGroups
+from megackpt.training.parallel.layout import ParallelLayout
 from tests.support import expert_world
 from tests.support.optimizers import (
     SHAPES,

@@ -15,12 +15,12 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from megackpt import DeclarationError, MismatchError, ShardedTensor, load, save
-from megackpt.integrations.apex import installed_apex, load_sharded_state_dict, sharded_state_dict
-from megackpt.optim import MixedPrecisionOptimizer
-from megackpt.parallel.attributes import mark
-from megackpt.parallel.groups import ParallelGroups
-from megackpt.parallel.layout import ParallelLayout
+from megackpt.contrib.apex import installed_apex, load_sharded_state_dict, sharded_state_dict
 from megackpt.testing.ranks import RankPool
+from megackpt.training.optim import MixedPrecisionOptimizer
+from megackpt.training.parallel.attributes import mark
+from megackpt.training.parallel.groups import ParallelGroups
+from megackpt.training.parallel.layout import ParallelLayout
 from tests.support import fake_apex
 from tests.support.fake_apex import (
     SINGLE_PROCESS,
@@ -251,7 +251,7 @@ class DistributedFusedLAMB(torch.optim.SGD):
     [
         (fake_apex.FusedSGD, "no state for 3 of 3 parameters"),
         (fake_apex.FusedNovoGrad, "no state for 3 of 3 parameters"),
-        (torch.optim.Adam, r"Adam is none of the optimizers of Apex.*megackpt\.optim\.$"),
+        (torch.optim.Adam, r"Adam is none of the optimizers of Apex.*megackpt\.training\.optim\.$"),
         (_with_amp, "_amp_stash"),
         (_strided, "not contiguous"),
         (DistributedFusedLAMB, "by the gradients of its first backward pass"),

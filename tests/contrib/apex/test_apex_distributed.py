@@ -15,10 +15,10 @@ import torch
 from torch.nn import Parameter
 
 from megackpt import FormatError, MismatchError, load, save
+from megackpt.contrib.apex import declare_gathered, load_sharded_state_dict, sharded_state_dict
 from megackpt.errors import UnknownClassError
-from megackpt.integrations.apex import declare_gathered, load_sharded_state_dict, sharded_state_dict
-from megackpt.optim import join_master
 from megackpt.testing.world import SimulatedRank, SimulatedWorld
+from megackpt.training.optim import join_master
 from tests.support import fake_apex
 from tests.support.fake_apex import (
     DISTRIBUTED,

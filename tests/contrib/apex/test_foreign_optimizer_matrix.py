@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 import torch
 
-from megackpt.integrations import apex, offload
-from megackpt.mapping import ShardedStateDict
-from megackpt.parallel.attributes import is_marked
-from megackpt.parallel.groups import ParallelGroups
+from megackpt.contrib import apex, offload
+from megackpt.entities import ShardedStateDict
+from megackpt.training.parallel.attributes import is_marked
+from megackpt.training.parallel.groups import ParallelGroups
 from tests.contrib.apex.foreign_optimizers import CHANGES, Kind, Rank, along, outcome, row_of_docs
 from tests.support import fake_apex
 from tests.support import optimizers as fake_offload

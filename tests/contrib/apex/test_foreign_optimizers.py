@@ -13,9 +13,9 @@ import torch
 import torch.distributed as dist
 
 from megackpt import CheckpointError, load, save
-from megackpt.parallel.groups import Axis, ParallelGroups
-from megackpt.parallel.layout import ParallelLayout
 from megackpt.testing.ranks import RankPool
+from megackpt.training.parallel.groups import Axis, ParallelGroups
+from megackpt.training.parallel.layout import ParallelLayout
 from tests.contrib.apex.foreign_optimizers import CHANGES, SAVED_AFTER, STEPS, Rank
 from tests.contrib.apex.test_foreign_optimizer_matrix import KINDS, DenseAndExperts, expected
 from tests.support.effort import sampled

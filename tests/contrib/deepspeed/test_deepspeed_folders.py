@@ -95,7 +95,7 @@ def test_the_rest_of_the_run_is_common_state(tmp_path: Path) -> None:
 @sampled(4)
 @pytest.mark.parametrize("case", ["zero1", "zero3_bf16"])
 def test_torch_names_load_into_a_plain_model_and_optimizer(case: str, tmp_path: Path) -> None:
-    from megackpt.integrations.torch_state import TorchState
+    from megackpt.contrib.torch_state import TorchState
 
     megackpt.import_deepspeed(STORED / case, tmp_path / "imported", keys="torch", weights="masters")
     model = Net()
@@ -286,7 +286,7 @@ def test_an_object_of_another_class_is_left_out_and_never_made(tmp_path: Path) -
 
 
 def test_chunks_are_cut_so_that_memory_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from megackpt.planning import copy_plan
+    from megackpt.plans.planning import copy_plan
 
     monkeypatch.setattr(copy_plan, "COPIED_BYTES", 64)
     check_arrays(STORED, "zero3_bf16", tmp_path / "imported")

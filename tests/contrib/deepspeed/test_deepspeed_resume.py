@@ -15,8 +15,9 @@ import torch
 from torch import Tensor, nn
 
 import megackpt
-from megackpt.optim import DistributedOptimizer
-from megackpt.parallel import (
+from megackpt.testing.ranks import RankPool
+from megackpt.training.optim import DistributedOptimizer
+from megackpt.training.parallel import (
     ColumnParallelLinear,
     ParallelGroups,
     ParallelLayout,
@@ -24,7 +25,6 @@ from megackpt.parallel import (
     ShardedModule,
     VocabParallelEmbedding,
 )
-from megackpt.testing.ranks import RankPool
 from tests.contrib.deepspeed.deepspeed_program import (
     LEARNING_RATE,
     MORE_STEPS,

@@ -14,7 +14,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.utils.data import DataLoader, TensorDataset
 
 from examples.hosts.lightning_fit import Regression
-from megackpt.integrations.lightning import MegackptModelParallelStrategy
+from megackpt.contrib.lightning import MegackptModelParallelStrategy
 
 TENSOR_PARALLEL = int(os.environ.get("LIGHTNING_TP", "1"))
 

@@ -17,9 +17,9 @@ from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from torch.utils.data import DataLoader
 
 from megackpt import load
-from megackpt.api import check_is_distributed_checkpoint
+from megackpt.contrib.lightning import MegackptDDPStrategy, MegackptIO
 from megackpt.errors import CheckpointError, UnsupportedError
-from megackpt.integrations.lightning import MegackptDDPStrategy, MegackptIO
+from megackpt.run import check_is_distributed_checkpoint
 
 # Lightning 2.6 uses a name that torch 2.13 is about to remove.
 pytestmark = pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning", "ignore::UserWarning")

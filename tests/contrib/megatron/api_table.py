@@ -20,14 +20,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megackpt.compat.megatron.unsupported import is_unsupported_name
+from megackpt.contrib.megatron.unsupported import is_unsupported_name
 from tests.contrib.megatron import imports_table
 
 HERE = Path(__file__).parent
 PAGE = HERE.parents[2] / "docs" / "megatron-compat.md"
 FACTS = HERE / "facts"
 VERSIONS = ("0.8.0", "0.12.1", "0.16.1", "0.17.1", "0.18.2", "0.19.2")
-OURS = "megackpt.compat.megatron.dist_checkpointing"
+OURS = "megackpt.contrib.megatron.dist_checkpointing"
 ALWAYS_RAISES = "Raises UnsupportedError"
 MISSING = object()
 LEFT_OUT = {"logger", "fallback_logger", "T", "U", "V"}

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megackpt.integrations.megatron_bridge import MegackptManager
+from megackpt.contrib.megatron_bridge import MegackptManager
 from tests.contrib.megatron.megatron_stand_ins import replace_packages
 from tests.contrib.megatron.megatron_world import Case, Layout, build, fill, logits_of
 

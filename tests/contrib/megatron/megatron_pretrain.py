@@ -76,7 +76,7 @@ def main() -> None:
     """Be one rank."""
     arguments = sys.argv[1:]
     if arguments[0] == "--megackpt":
-        from megackpt.compat import megatron
+        from megackpt.contrib import megatron
 
         megatron.install()
         arguments = arguments[1:]

@@ -20,8 +20,8 @@ import torch
 import torch.distributed as dist
 
 import megackpt
-from megackpt.compat import megatron
-from megackpt.mapping.flatten import flatten_state
+from megackpt.contrib import megatron
+from megackpt.entities.flatten import flatten_state
 from megackpt.maps import Family, checkpoint_map, family_of
 
 VOCAB, SEQUENCE, BATCH, HIDDEN = 64, 16, 2, 32

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from megackpt.compat.megatron.dist_checkpointing import mapping
+from megackpt.contrib.megatron.dist_checkpointing import mapping
 
 S, F = mapping.ShardedTensor, mapping.ShardedTensorFactory
 

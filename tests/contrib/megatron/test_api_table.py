@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from megackpt.compat.megatron.dist_checkpointing import serialization
-from megackpt.compat.megatron.unsupported import is_unsupported_name
+from megackpt.contrib.megatron.dist_checkpointing import serialization
+from megackpt.contrib.megatron.unsupported import is_unsupported_name
 from megackpt.errors import UnsupportedError
 from tests.contrib.megatron import api_table
 from tests.contrib.megatron.api_table import (

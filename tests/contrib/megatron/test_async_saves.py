@@ -13,10 +13,10 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
 from megackpt import CheckpointError, DeclarationError, RankFailedError
-from megackpt.compat.megatron import dist_checkpointing
-from megackpt.compat.megatron.dist_checkpointing.strategies import async_utils, fully_parallel, nvrx
-from megackpt.compat.megatron.dist_checkpointing.strategies import torch as torch_dist
-from megackpt.compat.megatron.dist_checkpointing.strategies.async_utils import AsyncCallsQueue, AsyncRequest
+from megackpt.contrib.megatron import dist_checkpointing
+from megackpt.contrib.megatron.dist_checkpointing.strategies import async_utils, fully_parallel, nvrx
+from megackpt.contrib.megatron.dist_checkpointing.strategies import torch as torch_dist
+from megackpt.contrib.megatron.dist_checkpointing.strategies.async_utils import AsyncCallsQueue, AsyncRequest
 from megackpt.testing.ranks import RankPool
 from tests.contrib.megatron.small_state import small_state
 from tests.contrib.megatron.test_installing import run_python
@@ -193,7 +193,7 @@ def test_requests_and_priorities_by_newer_names() -> None:
         assert not gc.isenabled()
     assert gc.isenabled()
     done = run_python(
-        "import os; from megackpt.compat.megatron.dist_checkpointing.strategies import async_utils\n"
+        "import os; from megackpt.contrib.megatron.dist_checkpointing.strategies import async_utils\n"
         "before = os.nice(0); async_utils._set_process_qos(before + 3, 3); assert os.nice(0) == before + 3\n"
         "async_utils._set_process_qos(0, None); assert os.nice(0) == before + 3"
     )

@@ -14,17 +14,16 @@ import torch
 from torch.distributed.checkpoint.api import CheckpointException
 
 import megackpt
-from megackpt.api import check_is_distributed_checkpoint
-from megackpt.compat.megatron import core_version, dist_checkpointing, process_options
-from megackpt.compat.megatron.dist_checkpointing import (
+from megackpt.contrib.megatron import core_version, dist_checkpointing, process_options
+from megackpt.contrib.megatron.dist_checkpointing import (
     core,
     mapping,
     serialization,
     state_dict_utils,
     validation,
 )
-from megackpt.compat.megatron.dist_checkpointing.strategies import async_utils, fully_parallel
-from megackpt.compat.megatron.dist_checkpointing.strategies import torch as torch_dist
+from megackpt.contrib.megatron.dist_checkpointing.strategies import async_utils, fully_parallel
+from megackpt.contrib.megatron.dist_checkpointing.strategies import torch as torch_dist
 from megackpt.errors import (
     CheckpointingException,
     DeclarationError,
@@ -32,6 +31,7 @@ from megackpt.errors import (
     MismatchError,
     NotACheckpointError,
 )
+from megackpt.run import check_is_distributed_checkpoint
 from megackpt.testing.ranks import RankPool
 from tests.contrib.megatron.small_state import lines_of, small_state
 from tests.support.dcp_alone import ALONE
@@ -138,7 +138,7 @@ def test_integrity_is_proved_over_all_ranks_and_fails_on_all(rank_pool: RankPool
 def _save_other_common_state(path: str) -> list[str]:
     rank = torch.distributed.get_rank()
     state = {"w": S.from_rank_offsets("w", torch.full((2,), float(rank)), (0, rank, 2)), "wd": float(rank)}
-    with lines_of(logging.getLogger("megackpt.compat.megatron")) as warned:
+    with lines_of(logging.getLogger("megackpt.contrib.megatron")) as warned:
         dist_checkpointing.save(state, path)
     return warned
 

@@ -17,10 +17,10 @@ import pytest
 import torch
 
 import megackpt
+from megackpt.entities.megatron_entities import adopt_megatron_entities
+from megackpt.entities.recognition import MEGATRON_MODULE
+from megackpt.entities.tree import leaf_types
 from megackpt.errors import UnserializableError
-from megackpt.mapping.megatron_entities import adopt_megatron_entities
-from megackpt.mapping.recognition import MEGATRON_MODULE
-from megackpt.mapping.tree import leaf_types
 
 
 def _theirs(name: str, *fields: str, **defaults: Any) -> Any:

@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[3]
 MEGATRONS = [path for path in os.environ.get("MEGATRON_PATHS", "").split(os.pathsep) if path]
 """Checkouts of Megatron-LM, or unpacked wheels from 0.17 on, to import `megatron.training` from."""
 IMPORTS_TRAINING = """
-from megackpt.compat import megatron
+from megackpt.contrib import megatron
 megatron.install()
 import megatron.training
 from megatron.training import arguments, async_utils, checkpointing, training
@@ -41,7 +41,7 @@ def run_python(program: str, *paths: str) -> subprocess.CompletedProcess[str]:
 def test_megatron_core_finds_our_modules_and_classes_under_its_own_names() -> None:
     done = run_python("""
 import megackpt
-from megackpt.compat import megatron
+from megackpt.contrib import megatron
 megatron.install()
 megatron.install()                                     # a second time does nothing
 import megatron.core
@@ -49,14 +49,14 @@ from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
 import megatron.core.dist_checkpointing.dict_utils as dict_utils
 from megatron.core.transformer import mlp
-from megackpt.compat.megatron import dist_checkpointing as ours
+from megackpt.contrib.megatron import dist_checkpointing as ours
 
 assert dist_checkpointing is ours is megatron.core.dist_checkpointing
 assert megatron.core.dist_checkpointing.dict_utils is dict_utils is ours.dict_utils
 assert mlp.ShardedTensor is megackpt.ShardedTensor
 assert mlp.ShardedTensorFactory is megackpt.ShardedTensorFactory
 assert dist_checkpointing.mapping.CheckpointingException is megackpt.errors.CheckpointingException
-assert ours.__spec__.name == ours.__name__ == "megackpt.compat.megatron.dist_checkpointing"
+assert ours.__spec__.name == ours.__name__ == "megackpt.contrib.megatron.dist_checkpointing"
 try:
     import megatron.core.dist_checkpointing.not_of_ours
 except ModuleNotFoundError as error:
@@ -74,7 +74,7 @@ def test_the_lines_for_hosts_that_save_through_megatron_core_are_those_of_the_do
     )
     done = run_python(f"""{block.code}
 from megatron.core import dist_checkpointing
-from megackpt.compat.megatron import dist_checkpointing as ours
+from megackpt.contrib.megatron import dist_checkpointing as ours
 assert dist_checkpointing is ours
 """)
     assert done.returncode == 0, done.stderr
@@ -84,7 +84,7 @@ assert dist_checkpointing is ours
 def test_install_after_megatron_core_was_imported_raises_an_error_with_the_way_out() -> None:
     done = run_python("""
 import megatron.core
-from megackpt.compat import megatron
+from megackpt.contrib import megatron
 megatron.install()
 """)
     assert done.returncode == 1
@@ -95,8 +95,8 @@ megatron.install()
 def test_our_modules_need_no_megatron_core() -> None:
     done = run_python("""
 import sys
-from megackpt.compat.megatron import dist_checkpointing
-from megackpt.compat.megatron.dist_checkpointing import serialization
+from megackpt.contrib.megatron import dist_checkpointing
+from megackpt.contrib.megatron.dist_checkpointing import serialization
 assert not [name for name in sys.modules if name == "megatron" or name.startswith("megatron.")]
 """)
     assert done.returncode == 0, done.stderr
@@ -117,13 +117,14 @@ def test_every_name_that_megatron_imports_is_found_under_install() -> None:
         f"from megatron.core.dist_checkpointing.{m} import {n}".replace("checkpointing. ", "checkpointing ")
         for m, _, n in (name.rpartition(".") for name in names)
     ]
-    done = run_python("\n".join(["from megackpt.compat import megatron; megatron.install()", *lines]))
+    done = run_python("\n".join(["from megackpt.contrib import megatron; megatron.install()", *lines]))
     assert done.returncode == 0, done.stderr[-2000:]
 
 
 def test_install_sets_the_option() -> None:
     done = run_python(
-        "from megackpt.compat import megatron; from megackpt.compat.megatron.process_options import OPTIONS\n"
+        "from megackpt.contrib import megatron\n"
+        "from megackpt.contrib.megatron.process_options import OPTIONS\n"
         "megatron.install(silent_cast=True); assert OPTIONS.silent_cast\n"
         "megatron.install(); assert not OPTIONS.silent_cast\n"
         "megatron.install(silent_cast='yes')"

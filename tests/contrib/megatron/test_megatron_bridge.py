@@ -13,8 +13,8 @@ import pytest
 import torch
 
 import megackpt
+from megackpt.contrib.megatron_bridge import MegackptManager
 from megackpt.errors import UnsupportedError
-from megackpt.integrations.megatron_bridge import MegackptManager
 from megackpt.testing.ranks import JobFailedError, RankPool
 
 has_core = importlib.util.find_spec("megatron") is not None

@@ -17,8 +17,8 @@ import torch.distributed as dist
 from torch import nn
 
 from megackpt.maps import checkpoint_map, family_of, has_megatron_keys, megatron_map
-from megackpt.parallel import GatedDeltaNet, MambaMixer, MambaSizes, ParallelGroups, ParallelLayout
 from megackpt.testing.ranks import RankPool
+from megackpt.training.parallel import GatedDeltaNet, MambaMixer, MambaSizes, ParallelGroups, ParallelLayout
 from tests.contrib.megatron import megatron_world as world
 from tests.contrib.megatron.megatron_stand_ins import empty_modules
 from tests.contrib.megatron.megatron_world import Layout

@@ -21,8 +21,8 @@ from torch import Tensor
 import megackpt
 from megackpt.errors import MapError
 from megackpt.maps import family, has_megatron_keys, megatron_map
-from megackpt.parallel import ParallelGroups, ParallelLayout
 from megackpt.testing.ranks import RankPool
+from megackpt.training.parallel import ParallelGroups, ParallelLayout
 from models import MTPConfig, build_gpt
 from models.huggingface import gpt_config
 from models.megatron import megatron_state

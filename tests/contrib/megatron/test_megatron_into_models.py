@@ -21,9 +21,9 @@ import torch.distributed as dist
 
 import megackpt
 from megackpt.errors import MapError
-from megackpt.parallel import ParallelGroups, ParallelLayout, RoutingOptions
-from megackpt.parallel.collectives import gather_from
 from megackpt.testing.ranks import RankPool
+from megackpt.training.parallel import ParallelGroups, ParallelLayout, RoutingOptions
+from megackpt.training.parallel.collectives import gather_from
 from models import GPTConfig, LearnedPositions, MLPConfig, MoEConfig, NormConfig, build_gpt
 from models.megatron import megatron_state
 from tests.contrib.megatron import megatron_world as world
@@ -129,7 +129,7 @@ def test_a_model_loaded_at_another_layout_is_the_model_that_was_saved(
 
 def test_an_unmodified_model_makes_our_entities_after_install_and_its_own_without(saved: Saved) -> None:
     modules = {module for module, _ in saved.pool.run(world.kinds, 1, GPT, Layout(), saved.installed)[0]}
-    assert all(module.startswith("megackpt.mapping.") == saved.installed for module in modules), modules
+    assert all(module.startswith("megackpt.entities.") == saved.installed for module in modules), modules
 
 
 # Without install() Megatron-Core's own helpers declare the states, and they cannot declare Adam's 0-dim step.

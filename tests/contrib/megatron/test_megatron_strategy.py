@@ -51,7 +51,7 @@ def save_and_load(path: str, wraps: bool, passes_common: bool) -> list[Any]:
     from megatron.core.dist_checkpointing.mapping import ShardedObject
     from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
 
-    from megackpt.integrations.megatron_strategy import MegackptSaveStrategy
+    from megackpt.contrib.megatron_strategy import MegackptSaveStrategy
 
     assert dist_checkpointing.__file__.endswith("megatron/core/dist_checkpointing/__init__.py")
     rank = dist.get_rank()

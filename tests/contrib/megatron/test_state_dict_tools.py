@@ -12,15 +12,15 @@ import numpy as np
 import pytest
 import torch
 
-from megackpt.compat.megatron import dist_checkpointing
-from megackpt.compat.megatron.dist_checkpointing import dict_utils as d
-from megackpt.compat.megatron.dist_checkpointing import (
+from megackpt.contrib.megatron import dist_checkpointing
+from megackpt.contrib.megatron.dist_checkpointing import dict_utils as d
+from megackpt.contrib.megatron.dist_checkpointing import (
     gpt_checkpoint_interop,
     mapping,
     state_dict_utils,
     utils,
 )
-from megackpt.compat.megatron.dist_checkpointing.strategies import resharding
+from megackpt.contrib.megatron.dist_checkpointing.strategies import resharding
 from megackpt.errors import CheckpointingException
 from tests.contrib.megatron.small_state import halves, small_state
 

@@ -12,10 +12,10 @@ import torch
 import torch.distributed.checkpoint
 
 import megackpt
-from megackpt.compat.megatron import dist_checkpointing
-from megackpt.compat.megatron.dist_checkpointing import core, exchange_utils, mapping, serialization
-from megackpt.compat.megatron.dist_checkpointing.dict_utils import nested_values
-from megackpt.compat.megatron.dist_checkpointing.strategies import (
+from megackpt.contrib.megatron import dist_checkpointing
+from megackpt.contrib.megatron.dist_checkpointing import core, exchange_utils, mapping, serialization
+from megackpt.contrib.megatron.dist_checkpointing.dict_utils import nested_values
+from megackpt.contrib.megatron.dist_checkpointing.strategies import (
     async_utils,
     base,
     fully_parallel,
@@ -23,7 +23,7 @@ from megackpt.compat.megatron.dist_checkpointing.strategies import (
     two_stage,
     zarr,
 )
-from megackpt.compat.megatron.dist_checkpointing.strategies import torch as torch_dist
+from megackpt.contrib.megatron.dist_checkpointing.strategies import torch as torch_dist
 from megackpt.errors import CheckpointingException, UnsupportedError
 from megackpt.storage import MemoryStore
 from megackpt.testing.ranks import RankPool

@@ -17,11 +17,11 @@ import torch
 import torch.distributed as dist
 
 import megackpt
-from megackpt.compat.megatron import dist_checkpointing
-from megackpt.compat.megatron.dist_checkpointing import mapping, serialization, validation
-from megackpt.compat.megatron.dist_checkpointing.dict_utils import dict_list_map_outplace, nested_values
-from megackpt.compat.megatron.dist_checkpointing.strategies import async_utils, base, common, fully_parallel
-from megackpt.compat.megatron.dist_checkpointing.strategies import torch as torch_dist
+from megackpt.contrib.megatron import dist_checkpointing
+from megackpt.contrib.megatron.dist_checkpointing import mapping, serialization, validation
+from megackpt.contrib.megatron.dist_checkpointing.dict_utils import dict_list_map_outplace, nested_values
+from megackpt.contrib.megatron.dist_checkpointing.strategies import async_utils, base, common, fully_parallel
+from megackpt.contrib.megatron.dist_checkpointing.strategies import torch as torch_dist
 from megackpt.errors import CheckpointingException, UnsupportedError
 from megackpt.testing.ranks import RankPool
 from tests.contrib.megatron.small_state import halves, small_state

@@ -19,11 +19,11 @@ from torch import Tensor
 
 import megackpt
 from megackpt import CoverageError, FormatError, NotACheckpointError
-from megackpt.api import check_is_distributed_checkpoint
 from megackpt.cli import main
-from megackpt.compat.megatron.dist_checkpointing import mapping
-from megackpt.compat.megatron.dist_checkpointing.tensor_aware_state_dict import MCoreTensorAwareStateDict
+from megackpt.contrib.megatron.dist_checkpointing import mapping
+from megackpt.contrib.megatron.dist_checkpointing.tensor_aware_state_dict import MCoreTensorAwareStateDict
 from megackpt.errors import UnsupportedError
+from megackpt.run import check_is_distributed_checkpoint
 from megackpt.testing.ranks import RankPool
 
 STORED = Path(__file__).parent / "folders"

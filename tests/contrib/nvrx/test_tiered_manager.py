@@ -13,11 +13,11 @@ import torch
 import torch.distributed as dist
 
 from megackpt import Checkpointer, MemoryTier, SaveOptions, Tiers
-from megackpt.compat.megatron.dist_checkpointing import mapping
-from megackpt.compat.megatron.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
-from megackpt.compat.megatron.dist_checkpointing.tensor_aware_state_dict import MCoreTensorAwareStateDict
+from megackpt.contrib.megatron.dist_checkpointing import mapping
+from megackpt.contrib.megatron.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
+from megackpt.contrib.megatron.dist_checkpointing.tensor_aware_state_dict import MCoreTensorAwareStateDict
+from megackpt.contrib.megatron_lm import TieredCheckpointManager
 from megackpt.errors import CheckpointingException, DeclarationError, MissingKeyError, NotACheckpointError
-from megackpt.integrations.megatron_lm import TieredCheckpointManager
 from megackpt.testing.ranks import RankPool
 from tests.contrib.megatron.small_state import small_state
 from tests.support.effort import with_all

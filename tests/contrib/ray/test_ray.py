@@ -15,8 +15,8 @@ import pyarrow.fs
 import ray.train
 
 import megackpt
+from megackpt.contrib.ray import get_checkpoint, report, step_directory
 from megackpt.errors import NotACheckpointError, UnsupportedError
-from megackpt.integrations.ray import get_checkpoint, report, step_directory
 
 
 class Context:

@@ -20,13 +20,13 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import megackpt
-from megackpt.api import check_is_distributed_checkpoint
-from megackpt.integrations.dcp import (
+from megackpt.contrib.dcp import (
     MegackptLoadPlanner,
     MegackptSavePlanner,
     MegackptStorageReader,
     MegackptStorageWriter,
 )
+from megackpt.run import check_is_distributed_checkpoint
 from megackpt.testing.ranks import RankPool
 from tests.contrib.torch.worlds import (
     RANKS,

@@ -13,7 +13,8 @@ from torch.distributed.tensor import DTensor
 
 import megackpt
 from megackpt.engine.checkpoint.renamed_contents import rename_keys
-from megackpt.parallel import (
+from megackpt.testing.ranks import RankPool
+from megackpt.training.parallel import (
     ColumnParallelLinear,
     LayerNorm,
     ParallelGroups,
@@ -22,7 +23,6 @@ from megackpt.parallel import (
     VocabParallelEmbedding,
     sharded_state_dict,
 )
-from megackpt.testing.ranks import RankPool
 from tests.contrib.torch.worlds import (
     HIDDEN,
     LAYERS,

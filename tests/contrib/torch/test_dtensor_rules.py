@@ -23,10 +23,10 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from torch.distributed.tensor.placement_types import _StridedShard
 
 import megackpt
+from megackpt.entities.torch_sharded import adopt_torch_sharded_tensors
+from megackpt.entities.tree import PathKeys
 from megackpt.errors import GeometryError
-from megackpt.geometry.mesh import MeshBox, MeshCut, mesh_boxes
-from megackpt.mapping.torch_sharded import adopt_torch_sharded_tensors
-from megackpt.mapping.tree import PathKeys
+from megackpt.plans.geometry.mesh import MeshBox, MeshCut, mesh_boxes
 from megackpt.testing.ranks import RankPool
 from tests.contrib.torch.worlds import data_nbytes
 

@@ -16,15 +16,15 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 import megackpt
 from megackpt import ShardedObject, ShardedTensor, load, load_plain_tensors, save
-from megackpt.compat.megatron.dist_checkpointing import mapping, serialization
-from megackpt.compat.megatron.dist_checkpointing.strategies.checkpointable import (
+from megackpt.contrib.megatron.dist_checkpointing import mapping, serialization
+from megackpt.contrib.megatron.dist_checkpointing.strategies.checkpointable import (
     CheckpointableShardedTensor,
     LocalShardsContainer,
 )
-from megackpt.compat.megatron.dist_checkpointing.strategies.fully_parallel import (
+from megackpt.contrib.megatron.dist_checkpointing.strategies.fully_parallel import (
     FullyParallelSaveStrategyWrapper,
 )
-from megackpt.compat.megatron.dist_checkpointing.strategies.torch import (
+from megackpt.contrib.megatron.dist_checkpointing.strategies.torch import (
     MCoreLoadPlanner,
     TorchDistSaveShardedStrategy,
 )

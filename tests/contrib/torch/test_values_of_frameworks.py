@@ -19,7 +19,7 @@ import pytest
 import torch
 
 import megackpt
-from megackpt.compat.megatron import dist_checkpointing
+from megackpt.contrib.megatron import dist_checkpointing
 from megackpt.errors import UnserializableError
 from megackpt.testing.identical import difference
 

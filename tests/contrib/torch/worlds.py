@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import megackpt
-from megackpt.integrations.dcp import (
+from megackpt.contrib.dcp import (
     MegackptLoadPlanner,
     MegackptSavePlanner,
     MegackptStorageReader,

@@ -17,8 +17,8 @@ from megackpt.testing.world import SimulatedWorld
 
 pytest.importorskip("torchtitan")
 
-from megackpt.integrations import torchtitan
-from megackpt.integrations.torchtitan import MegackptManager
+from megackpt.contrib import torchtitan
+from megackpt.contrib.torchtitan import MegackptManager
 
 
 class Part:

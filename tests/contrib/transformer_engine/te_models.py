@@ -12,14 +12,14 @@ import torch
 from torch import Tensor, nn
 
 from megackpt import LoadReport, load_plain_tensors, load_with_report, save
-from megackpt.integrations.transformer_engine import (
+from megackpt.contrib.transformer_engine import (
     initialise_fp8_state,
     set_components,
     set_parallel_mode,
     sharded_state_dict,
 )
-from megackpt.parallel import LayerStack, ParallelGroups, ParallelLayout
 from megackpt.testing.world import SimulatedRank, SimulatedWorld
+from megackpt.training.parallel import LayerStack, ParallelGroups, ParallelLayout
 from tests.contrib.transformer_engine.te_stub import (
     cpu_for_cuda,
     device_answers,

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from megackpt import FormatError
+from megackpt.contrib.transformer_engine import read_extra_state
 from megackpt.errors import UnknownClassError
-from megackpt.integrations.transformer_engine import read_extra_state
 from tests.support.states import PickledCall
 
 

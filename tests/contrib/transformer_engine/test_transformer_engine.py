@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from megackpt import DeclarationError, load, load_plain_tensors, save
-from megackpt.integrations.transformer_engine import set_components, sharded_state_dict
-from megackpt.mapping import ShardedTensor
-from megackpt.parallel import ParallelGroups, ParallelLayout
+from megackpt.contrib.transformer_engine import set_components, sharded_state_dict
+from megackpt.entities import ShardedTensor
+from megackpt.training.parallel import ParallelGroups, ParallelLayout
 from tests.contrib.transformer_engine import te_models
 from tests.contrib.transformer_engine.te_models import (
     EXPERTS,

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from megackpt import DeclarationError, FormatError
-from megackpt.integrations.transformer_engine.extra_state import (
+from megackpt.contrib.transformer_engine.extra_state import (
     Fp8State,
     fill_fp8_state,
     fp8_state_of,

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from megackpt import DeclarationError, MismatchError, load, load_plain_tensors, save
-from megackpt.integrations.transformer_engine import initialise_fp8_state, sharded_state_dict
-from megackpt.parallel import ParallelGroups, ParallelLayout
+from megackpt.contrib.transformer_engine import initialise_fp8_state, sharded_state_dict
+from megackpt.training.parallel import ParallelGroups, ParallelLayout
 from tests.contrib.transformer_engine import te_models
 from tests.contrib.transformer_engine.te_models import (
     EXPERTS,

@@ -27,17 +27,17 @@ from megackpt import (
     load_with_report,
     save,
 )
+from megackpt.contrib.transformer_engine import fused_adam, sharded_state_dict
 from megackpt.errors import OptimizerError
-from megackpt.integrations.transformer_engine import fused_adam, sharded_state_dict
-from megackpt.optim import (
+from megackpt.training.optim import (
     DistributedOptimizer,
     MixedPrecisionOptimizer,
     WholeMatrixOptimizer,
     join_master,
     split_master,
 )
-from megackpt.parallel.groups import ParallelGroups
-from megackpt.parallel.layout import ParallelLayout
+from megackpt.training.parallel.groups import ParallelGroups
+from megackpt.training.parallel.layout import ParallelLayout
 from tests.contrib.apex.foreign_optimizers import CHANGES, Kind, outcome, row_of_docs
 from tests.contrib.transformer_engine import te_models
 from tests.contrib.transformer_engine.te_stub import (

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from megackpt import DeclarationError, MismatchError, load, load_plain_tensors, save
-from megackpt.integrations.transformer_engine import (
+from megackpt.contrib.transformer_engine import (
     TransformerEngineMixin,
     canonical_key,
     check_zero_centred,
@@ -24,10 +24,10 @@ from megackpt.integrations.transformer_engine import (
     sharded_state_dict,
     use_stored_names,
 )
-from megackpt.integrations.transformer_engine.names import fused_key
-from megackpt.integrations.transformer_engine.site import NAMES
-from megackpt.mapping import ShardedTensor
-from megackpt.parallel import ParallelGroups, ParallelLayout, ShardedModule
+from megackpt.contrib.transformer_engine.names import fused_key
+from megackpt.contrib.transformer_engine.site import NAMES
+from megackpt.entities import ShardedTensor
+from megackpt.training.parallel import ParallelGroups, ParallelLayout, ShardedModule
 from models.block_config import AttentionConfig, NormConfig
 from models.blocks.transformer import TransformerLayer
 from models.config import GPTConfig

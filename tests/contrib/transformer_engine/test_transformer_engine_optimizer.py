@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from megackpt import load, load_plain_tensors, save
+from megackpt.contrib.transformer_engine import mark_parameters, sharded_state_dict
 from megackpt.errors import OptimizerError
-from megackpt.integrations.transformer_engine import mark_parameters, sharded_state_dict
-from megackpt.optim import DistributedOptimizer
-from megackpt.parallel import ParallelGroups, ParallelLayout
-from megackpt.parallel.attributes import is_marked
 from megackpt.testing.world import SimulatedRank, SimulatedWorld
+from megackpt.training.optim import DistributedOptimizer
+from megackpt.training.parallel import ParallelGroups, ParallelLayout
+from megackpt.training.parallel.attributes import is_marked
 from tests.contrib.transformer_engine import te_models
 from tests.contrib.transformer_engine.te_models import MODULES, ONE, build, needs_new, ranks_of, same
 from tests.contrib.transformer_engine.test_transformer_engine_quantised import build_quantised, linear

@@ -21,17 +21,17 @@ from megackpt import (
     load_with_report,
     save,
 )
-from megackpt.integrations.transformer_engine import (
+from megackpt.contrib.transformer_engine import (
     fused_adam,
     quantise_parameters,
     set_components,
     set_parallel_mode,
     sharded_state_dict,
 )
-from megackpt.integrations.transformer_engine.quantised import buffers_of, is_quantised, members_of
-from megackpt.optim import optim_state_to_sharding_state
-from megackpt.parallel import ParallelGroups, ParallelLayout
+from megackpt.contrib.transformer_engine.quantised import buffers_of, is_quantised, members_of
 from megackpt.testing.world import SimulatedRank, SimulatedWorld
+from megackpt.training.optim import optim_state_to_sharding_state
+from megackpt.training.parallel import ParallelGroups, ParallelLayout
 from tests.contrib.transformer_engine import te_models
 from tests.contrib.transformer_engine.te_models import (
     EXPERTS,

@@ -19,9 +19,9 @@ import megackpt
 from megackpt import DeclarationError
 from megackpt.errors import MapError
 from megackpt.maps import family
-from megackpt.parallel import MicroBatch, ParallelGroups, ParallelLayout, context_share
-from megackpt.parallel.context import join_context
 from megackpt.testing.ranks import RankPool
+from megackpt.training.parallel import MicroBatch, ParallelGroups, ParallelLayout, context_share
+from megackpt.training.parallel.context import join_context
 from models import GPT, BertConfig, LearnedPositions, T5Config, build_bert, build_t5
 from models.huggingface_bert import bert_config
 from models.huggingface_t5 import t5_config

@@ -27,8 +27,14 @@ import megackpt
 from megackpt import CheckpointError, KeyRule, LoadOptions, Policy
 from megackpt.errors import MapError
 from megackpt.maps import family, weights_of
-from megackpt.parallel import MicroBatch, ParallelGroups, ParallelLayout, context_share, forward_backward
 from megackpt.testing.ranks import RankPool
+from megackpt.training.parallel import (
+    MicroBatch,
+    ParallelGroups,
+    ParallelLayout,
+    context_share,
+    forward_backward,
+)
 from models import GPTConfig, MTPConfig, build_gpt
 from models.huggingface import gpt_config
 from tests.support.effort import few, sampled

@@ -19,8 +19,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from megackpt.parallel import ParallelGroups, ParallelLayout
 from megackpt.testing.ranks import RankPool
+from megackpt.training.parallel import ParallelGroups, ParallelLayout
 from models.blocks import MoE
 from models.huggingface import gpt_config
 from models.stage import Stage

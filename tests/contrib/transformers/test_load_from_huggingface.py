@@ -30,10 +30,10 @@ import megackpt
 from megackpt import CheckpointError, KeyRule, LoadOptions, Policy, ShardedTensor
 from megackpt.maps import weights_of
 from megackpt.maps.weights import parameter_key
-from megackpt.optim import DistributedOptimizer
-from megackpt.parallel import ParallelGroups, ParallelLayout
 from megackpt.storage import ObjectStore
 from megackpt.testing.ranks import RankPool
+from megackpt.training.optim import DistributedOptimizer
+from megackpt.training.parallel import ParallelGroups, ParallelLayout
 from models import GPTConfig, build_gpt
 from models.huggingface import gpt_config
 from tests.support.effort import few, sampled

@@ -16,16 +16,16 @@ import pytest
 import torch
 
 import megackpt
-from megackpt.integrations.peft import export_peft, import_peft
-from megackpt.parallel import LoRAConfig, ParallelGroups, ParallelLayout, add_adapters
-from megackpt.parallel.adapters import (
+from megackpt.contrib.peft import export_peft, import_peft
+from megackpt.testing.ranks import RankPool
+from megackpt.training.parallel import LoRAConfig, ParallelGroups, ParallelLayout, add_adapters
+from megackpt.training.parallel.adapters import (
     adapter_metadata,
     adapter_state,
     base_state,
     merge_adapter,
     reset_magnitudes,
 )
-from megackpt.testing.ranks import RankPool
 from models import GPTConfig, build_gpt
 from tests.support.effort import sampled
 from tests.support.gpt import assert_close as assert_arrays_close
@@ -163,6 +163,6 @@ def test_two_ranks_of_tp_compute_what_peft_does_and_write_its_folder_again(
     assert_close(rank_pool.run(_load, 2, ours, weights, lora, tmp_path / "adapter")[0], expected)
     export_peft(tmp_path / "adapter", tmp_path / "again")
     folders = [tmp_path / name / "adapter_model.safetensors" for name in ("folder", "again")]
-    first, second = (megackpt.integrations.peft.read_safetensors(path.read_bytes()) for path in folders)
+    first, second = (megackpt.contrib.peft.read_safetensors(path.read_bytes()) for path in folders)
     assert first.keys() == second.keys()
     assert all(torch.equal(first[key], second[key]) for key in first)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 import megackpt
 from megackpt.errors import MapError
-from megackpt.parallel import ParallelGroups, ParallelLayout
+from megackpt.training.parallel import ParallelGroups, ParallelLayout
 from models import build_gpt
 from models.huggingface import gpt_config
 from tests.support.huggingface_models import assert_close, randomised, token_ids

@@ -23,17 +23,17 @@ from torch.distributed.checkpoint import FileSystemWriter
 import megackpt
 from megackpt import load, save
 from megackpt.comm import Group
-from megackpt.engine.checkpoint.opening import open_checkpoint
-from megackpt.engine.data.tensor_bytes import as_bits, byte_view
-from megackpt.errors import CoverageError, DeclarationError, IntegrityError
-from megackpt.integrations.xla import (
+from megackpt.contrib.xla import (
     SPMDLoadPlanner,
     SPMDSavePlanner,
     XlaLoadPlanner,
     XlaSavePlanner,
     declare_xla,
 )
-from megackpt.mapping import ShardedTensor
+from megackpt.engine.checkpoint.opening import open_checkpoint
+from megackpt.engine.data.tensor_bytes import as_bits, byte_view
+from megackpt.entities import ShardedTensor
+from megackpt.errors import CoverageError, DeclarationError, IntegrityError
 from megackpt.storage import MemoryStore, Store, open_store
 from megackpt.testing.layouts import OwnedChunk, arrays, owned_chunks
 from megackpt.testing.ranks import RankPool

@@ -15,7 +15,7 @@ import torch_xla.runtime as xr
 from torch_xla.experimental.distributed_checkpoint import SPMDSavePlanner
 
 import megackpt
-from megackpt.integrations.xla import XlaLoadPlanner, XlaSavePlanner
+from megackpt.contrib.xla import XlaLoadPlanner, XlaSavePlanner
 from megackpt.storage import MemoryStore
 from tests.support.dcp_alone import ALONE
 

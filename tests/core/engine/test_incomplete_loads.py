@@ -30,13 +30,19 @@ from megackpt import (
 from megackpt.comm import Group
 from megackpt.engine.checkpoint.opening import open_checkpoint
 from megackpt.engine.data.read import read_chunk
+from megackpt.entities import ShardedStateDict
 from megackpt.errors import CheckpointError, CommonStateError, CoverageError, MismatchError, MissingKeyError
 from megackpt.formats.zarr.grids import GridRules
 from megackpt.formats.zarr.version_3 import ZarrV3SaveStrategy
-from megackpt.mapping import ShardedStateDict
-from megackpt.parallel import ExpertStack, GatedExperts, ParallelGroups, ParallelLayout, RowParallelLinear
 from megackpt.storage import LocalStore, MemoryStore, Store
 from megackpt.testing.world import SimulatedRank, SimulatedWorld
+from megackpt.training.parallel import (
+    ExpertStack,
+    GatedExperts,
+    ParallelGroups,
+    ParallelLayout,
+    RowParallelLinear,
+)
 from tests.support.effort import few
 from tests.support.states import sharded
 

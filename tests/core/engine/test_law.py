@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 
 from megackpt import DeclarationError, load, load_with_report, save
 from megackpt.comm import Group, SingleProcess
-from megackpt.config import CheckpointConfig
+from megackpt.contrib.megatron.config import CheckpointConfig
 from megackpt.engine.data.tensor_bytes import as_bits, byte_view
-from megackpt.mapping import (
+from megackpt.entities import (
     ReplicaId,
     ShardedLayout,
     ShardedObject,
@@ -24,8 +24,8 @@ from megackpt.mapping import (
     ShardedTensorFactory,
     StateDict,
 )
-from megackpt.metadata import DTYPES
 from megackpt.options import OTHER_NAMES_OF_ALL_TO_ALL, Exchange, LoadOptions
+from megackpt.plans.metadata import DTYPES
 from megackpt.storage import MemoryStore
 from megackpt.testing.layouts import OwnedChunk, arrays, owned_chunks
 from megackpt.testing.state_dicts import (

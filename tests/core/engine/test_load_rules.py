@@ -31,14 +31,14 @@ from megackpt import (
     load_with_report,
     save,
 )
-from megackpt.api import check_is_distributed_checkpoint, remove_sharded_tensors
 from megackpt.comm import Group
 from megackpt.comm.device_group import DeviceGroup
+from megackpt.contrib.dcp import MegackptStorageReader
 from megackpt.engine.loading.exchange import RankRequest
 from megackpt.engine.loading.shared_targets import sharing
+from megackpt.entities.describe import describe, torch_dtype
 from megackpt.errors import UnsupportedError
-from megackpt.integrations.dcp import MegackptStorageReader
-from megackpt.mapping.describe import describe, torch_dtype
+from megackpt.run import check_is_distributed_checkpoint, remove_sharded_tensors
 from megackpt.storage import MemoryStore
 from megackpt.testing.world import SimulatedWorld
 from tests.core.formats.test_torch_files import fake_rank

@@ -29,10 +29,10 @@ from megackpt import (
     save,
     verify,
 )
-from megackpt.api import remove_sharded_tensors
 from megackpt.comm import Group
+from megackpt.contrib.dcp import MegackptStorageReader, MegackptStorageWriter
 from megackpt.errors import UnsupportedError
-from megackpt.integrations.dcp import MegackptStorageReader, MegackptStorageWriter
+from megackpt.run import remove_sharded_tensors
 from megackpt.storage import MemoryStore
 from megackpt.testing.world import SimulatedWorld
 from tests.support.checkpoints import flip

@@ -30,12 +30,12 @@ from megackpt import (
     load_with_report,
     save,
 )
-from megackpt.api import PlanCache, remove_sharded_tensors
 from megackpt.cli import main
 from megackpt.comm import Group
+from megackpt.contrib.dcp import MegackptStorageReader
 from megackpt.engine.loading.common_request import CommonRequest
 from megackpt.errors import CommonStateError, UnsupportedError
-from megackpt.integrations.dcp import MegackptStorageReader
+from megackpt.run import PlanCache, remove_sharded_tensors
 from megackpt.storage import MemoryStore
 from megackpt.testing.world import SimulatedWorld
 from tests.support.checkpoints import flip

@@ -25,14 +25,14 @@ from megackpt import (
     load,
     save,
 )
-from megackpt.api import PlanCache
 from megackpt.comm import Group
 from megackpt.engine.saving.replica_samples import _sample_bits
 from megackpt.options import Policy
-from megackpt.parallel import ParallelGroups, ParallelLayout, ShardedModule
+from megackpt.plans.validation.replicas import REPLICA_DIGEST, find_divergences
+from megackpt.run import PlanCache
 from megackpt.storage import MemoryStore
 from megackpt.testing.world import SimulatedRank, SimulatedWorld
-from megackpt.validation.replicas import REPLICA_DIGEST, find_divergences
+from megackpt.training.parallel import ParallelGroups, ParallelLayout, ShardedModule
 from tests.support.groups import MessagesOnly
 from tests.support.states import filled, replica, sharded
 

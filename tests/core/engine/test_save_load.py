@@ -36,8 +36,8 @@ from megackpt.comm import Group
 from megackpt.errors import UnserializableError
 from megackpt.formats.native.save import NativeSaveStrategy
 from megackpt.formats.registry import save_strategy
-from megackpt.geometry import Ints
-from megackpt.planning import SavePlan
+from megackpt.plans.geometry import Ints
+from megackpt.plans.planning import SavePlan
 from megackpt.storage import LocalStore, MemoryStore
 from megackpt.storage.file_writer import FileWriter
 from megackpt.testing.world import SimulatedWorld

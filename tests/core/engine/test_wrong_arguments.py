@@ -44,14 +44,14 @@ from megackpt import (
     verify,
 )
 from megackpt import inspect as inspect_checkpoint
-from megackpt.arguments import checked_step
-from megackpt.checkpointer import Groups
-from megackpt.config import CheckpointConfig
+from megackpt.contrib.megatron.config import CheckpointConfig
 from megackpt.engine.background.prepared_save import sendable
 from megackpt.engine.background.staging_memory import StagingMemory
 from megackpt.errors import UnserializableError
 from megackpt.formats.native import NativeSaveStrategy
+from megackpt.ground.arguments import checked_step
 from megackpt.options import VerifyOptions
+from megackpt.run.checkpointer import Groups
 from megackpt.storage import FileOptions, ObjectOptions
 from megackpt.testing.world import SimulatedWorld
 from tests.support.checkpoints import flip

@@ -20,8 +20,8 @@ from megackpt import (
     load_plain_tensors,
     save,
 )
+from megackpt.entities import ShardedTensor
 from megackpt.errors import CheckpointingException, DeclarationError
-from megackpt.mapping import ShardedTensor
 from megackpt.storage import LocalStore
 from tests.support.dcp_alone import ALONE
 

@@ -13,10 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megackpt import load, save
+from megackpt.entities import Layout, LayoutComponent, ShardedLayout, ShardedTensor
+from megackpt.entities.layout import chunks_of_view, whole_view
 from megackpt.errors import DeclarationError
-from megackpt.geometry import View
-from megackpt.mapping import Layout, LayoutComponent, ShardedLayout, ShardedTensor
-from megackpt.mapping.layout import chunks_of_view, whole_view
+from megackpt.plans.geometry import View
 from megackpt.testing.layout_programs import LayoutProgram, layout_programs
 from tests.support.effort import few
 

@@ -26,9 +26,8 @@ from megackpt import (
     save,
 )
 from megackpt.comm import Group
-from megackpt.errors import CheckpointError, DeclarationError
-from megackpt.integrations.dcp import MegackptSavePlanner, MegackptStorageWriter
-from megackpt.mapping import (
+from megackpt.contrib.dcp import MegackptSavePlanner, MegackptStorageWriter
+from megackpt.entities import (
     LocalNonpersistentObject,
     ReplicaId,
     ShardedLayout,
@@ -36,7 +35,8 @@ from megackpt.mapping import (
     ShardedTensor,
     ShardedTensorFactory,
 )
-from megackpt.mapping.sharded_object import UNKNOWN
+from megackpt.entities.sharded_object import UNKNOWN
+from megackpt.errors import CheckpointError, DeclarationError
 from megackpt.options import Policy, SaveOptions
 from megackpt.testing.spmd import SpmdLayout
 from megackpt.testing.world import SimulatedWorld

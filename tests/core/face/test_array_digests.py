@@ -16,7 +16,6 @@ import torch
 
 import megackpt
 from megackpt import SaveOptions, ShardedObject, ShardedTensor
-from megackpt.api import remove_sharded_tensors
 from megackpt.comm import Group
 from megackpt.engine.data.tensor_bytes import as_bits, byte_view
 from megackpt.engine.verification.collective import verify_on_all_ranks
@@ -25,6 +24,7 @@ from megackpt.errors import DeclarationError, MissingExtraError, UnsupportedErro
 from megackpt.formats.damage import Damage
 from megackpt.formats.index_file import read_index, write_index
 from megackpt.options import VerifyOptions
+from megackpt.run import remove_sharded_tensors
 from megackpt.storage import open_store
 from megackpt.testing.world import SimulatedWorld
 from tests.support.checkpoints import files_below, flip

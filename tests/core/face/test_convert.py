@@ -20,14 +20,14 @@ from megackpt.comm import Group, SingleProcess
 from megackpt.engine.checkpoint.manifest import is_committed
 from megackpt.engine.checkpoint.opening import open_checkpoint
 from megackpt.engine.data.tensor_bytes import as_bits
+from megackpt.entities import ShardedStateDict
 from megackpt.errors import CheckpointError, IntegrityError, StorageError, UnserializableError
 from megackpt.formats.native import NativeSaveStrategy
 from megackpt.formats.registry import save_strategies, save_strategy
 from megackpt.formats.strategy import ChunkParts, SaveStrategy
-from megackpt.mapping import ShardedStateDict
 from megackpt.maps import family_of
 from megackpt.maps.megatron import megatron_map
-from megackpt.planning import SavePlan
+from megackpt.plans.planning import SavePlan
 from megackpt.storage import LocalStore, MemoryStore, Store, open_store
 from megackpt.testing.faulty_store import FaultyStore
 from megackpt.testing.identical import difference

@@ -19,8 +19,8 @@ from safetensors.torch import save_file
 
 import megackpt
 from megackpt import Checkpointer, ShardedTensor
-from megackpt.bench.report import Report
 from megackpt.cli import progress
+from megackpt.cli.benchmark.report import Report
 from megackpt.cli.entry import BAD_INPUT, FAILED_CHECK, commands
 from megackpt.cli.progress import ProgressBars
 from megackpt.maps import family_of, known_families
@@ -286,7 +286,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
     machine = {"peers": {}, "load_before": 0.0, "cpus": 1, "has_cold_files": True}
     report = Report(command={"peers": []}, machine=machine, state={"nbytes": 1}, rows=())
-    monkeypatch.setattr("megackpt.bench.world.run_bench", lambda settings: report)
+    monkeypatch.setattr("megackpt.cli.benchmark.world.run_bench", lambda settings: report)
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
@@ -378,7 +378,7 @@ def test_an_interrupted_command_prints_one_line(
     def interrupt(*args: object, **kwargs: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(megackpt.maintenance.verify, "verify_checkpoint", interrupt)
+    monkeypatch.setattr(megackpt.whole.verify, "verify_checkpoint", interrupt)
     assert "megackpt: interrupted. " in cli.err("verify", "run", code=130)
 
 

@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from megackpt.cli.simulation import Cluster, advise, estimate, parse_layout
+from megackpt.cli.simulation.estimate import slowest
+from megackpt.cli.simulation.outcome import LoadOutcome, SaveOutcome
 from megackpt.errors import DeclarationError
-from megackpt.parallel import ParallelLayout
-from megackpt.simulation import Cluster, advise, estimate, parse_layout
-from megackpt.simulation.estimate import slowest
-from megackpt.simulation.outcome import LoadOutcome, SaveOutcome
+from megackpt.training.parallel import ParallelLayout
 from tests.support.checkpoints import SIZES, save_for_real
 from tests.support.command_line import CommandLine
 

@@ -12,17 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megackpt.errors import DeclarationError
-from megackpt.geometry import rectangles_of
-from megackpt.mapping.describe import describe
-from megackpt.mapping.flatten import flatten_state
-from megackpt.metadata import DIGEST_BLOCK_BYTES, ArraySpec, ChunkTable, DeclaredChunks, pad_shapes
-from megackpt.parallel import ParallelLayout
-from megackpt.planning import plan_load, plan_reads, plan_save
-from megackpt.planning.exchange import plan_exchange
-from megackpt.planning.overlaps import search_order, with_bounding_boxes
-from megackpt.planning.read_sizes import copied_nbytes, read_nbytes, read_ratio
-from megackpt.simulation import (
+from megackpt.cli.simulation import (
     PRESETS,
     ModelSizes,
     StoredCheckpoint,
@@ -36,12 +26,22 @@ from megackpt.simulation import (
     simulate_load,
     simulate_save,
 )
-from megackpt.simulation.layout import layers_of_stages, replica_ranks
-from megackpt.simulation.outcome import LoadOutcome
-from megackpt.simulation.replica_group import boxes_of, joined
-from megackpt.simulation.sizes import Experts, sizes_from_json
-from megackpt.simulation.stored import model_of
-from megackpt.validation import check_coverage
+from megackpt.cli.simulation.layout import layers_of_stages, replica_ranks
+from megackpt.cli.simulation.outcome import LoadOutcome
+from megackpt.cli.simulation.replica_group import boxes_of, joined
+from megackpt.cli.simulation.sizes import Experts, sizes_from_json
+from megackpt.cli.simulation.stored import model_of
+from megackpt.entities.describe import describe
+from megackpt.entities.flatten import flatten_state
+from megackpt.errors import DeclarationError
+from megackpt.plans.geometry import rectangles_of
+from megackpt.plans.metadata import DIGEST_BLOCK_BYTES, ArraySpec, ChunkTable, DeclaredChunks, pad_shapes
+from megackpt.plans.planning import plan_load, plan_reads, plan_save
+from megackpt.plans.planning.exchange import plan_exchange
+from megackpt.plans.planning.overlaps import search_order, with_bounding_boxes
+from megackpt.plans.planning.read_sizes import copied_nbytes, read_nbytes, read_ratio
+from megackpt.plans.validation import check_coverage
+from megackpt.training.parallel import ParallelLayout
 from tests.support.checkpoints import BUCKET, SIZES, TIED, real_state, save_for_real
 
 # Exact totals of the weights that were published, and what the papers round them to.

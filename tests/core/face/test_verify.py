@@ -14,10 +14,10 @@ import torch.distributed.checkpoint
 
 import megackpt
 from megackpt import ShardedTensor
-from megackpt.api import remove_sharded_tensors
 from megackpt.cli import main
 from megackpt.errors import FormatError
-from megackpt.metadata import DIGEST_BLOCK_BYTES
+from megackpt.plans.metadata import DIGEST_BLOCK_BYTES
+from megackpt.run import remove_sharded_tensors
 from megackpt.storage import open_store
 from tests.support.checkpoints import (
     DAMAGES,

@@ -16,10 +16,10 @@ import torch
 
 import megackpt
 from megackpt import FormatError, IntegrityError, NotACheckpointError, ShardedTensor, StorageError
-from megackpt.api import check_is_distributed_checkpoint
 from megackpt.cli import main
-from megackpt.maintenance import CopyReport
+from megackpt.run import check_is_distributed_checkpoint
 from megackpt.testing.world import SimulatedRank, SimulatedWorld
+from megackpt.whole import CopyReport
 
 CONTRIB = Path(__file__).parents[2] / "contrib"
 

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from megackpt import ShardedObject, ShardedTensor, load, save, verify
-from megackpt.api import remove_sharded_tensors
 from megackpt.errors import DeclarationError, UnserializableError, UnsupportedError
 from megackpt.formats import native, registry, torch_dist
 from megackpt.formats.contents import Chunks
@@ -18,6 +17,7 @@ from megackpt.formats.registry import save_strategy
 from megackpt.formats.strategy import Capabilities, ChunkParts, Format, SaveStrategy
 from megackpt.formats.zarr import version_3
 from megackpt.options import SaveOptions
+from megackpt.run import remove_sharded_tensors
 from megackpt.storage import MemoryStore, Store
 from megackpt.testing.format_suite import FormatConformance
 from tests.support.effort import few

@@ -16,7 +16,7 @@ import torch
 
 from megackpt import ShardedObject, ShardedTensor, load, load_content_metadata, save
 from megackpt.comm import Group
-from megackpt.mapping import ShardedStateDict
+from megackpt.entities import ShardedStateDict
 from megackpt.testing.identical import difference
 from megackpt.testing.world import SimulatedWorld
 

@@ -30,7 +30,7 @@ from megackpt.formats.native import names
 from megackpt.formats.native.save import NativeSaveStrategy
 from megackpt.formats.partial_index import PartialIndex
 from megackpt.formats.strategy import Json
-from megackpt.metadata import (
+from megackpt.plans.metadata import (
     DIGEST_BLOCK_BYTES,
     ArraySpec,
     ChunkTable,
@@ -41,7 +41,7 @@ from megackpt.metadata import (
     pack_columns,
     pad_shapes,
 )
-from megackpt.planning import plan_load, plan_save
+from megackpt.plans.planning import plan_load, plan_save
 from megackpt.storage import MemoryStore, digest_of
 from megackpt.testing.world import SimulatedWorld
 from tests.support.effort import few

@@ -20,7 +20,7 @@ from megackpt.errors import StorageError
 from megackpt.formats.documents import write_small_file
 from megackpt.formats.native.parity import RebuiltFiles, read_groups, write_parity_file
 from megackpt.formats.native.parity import list_of as list_of_groups
-from megackpt.planning.redundancy import parity_groups, parity_writer
+from megackpt.plans.planning.redundancy import parity_groups, parity_writer
 from megackpt.storage import MemoryStore
 from megackpt.storage.digests import digest_of
 from megackpt.storage.views import Patch, PatchedStore

@@ -10,9 +10,9 @@ import pytest
 from torch.distributed.checkpoint import metadata
 
 from megackpt import FormatError
+from megackpt.contrib.transformer_engine.extra_state import _format_name
 from megackpt.formats.tensor_pickle import load_tensor_pickle
 from megackpt.formats.torch_dist.metadata_unpickler import load_metadata
-from megackpt.integrations.transformer_engine.extra_state import _format_name
 
 
 class Called:

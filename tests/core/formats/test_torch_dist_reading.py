@@ -35,10 +35,10 @@ from megackpt import (
     load_plain_tensors,
     load_sharded_metadata,
 )
-from megackpt.api import remove_sharded_tensors
 from megackpt.formats.torch_dist import item as items
 from megackpt.formats.torch_dist.item import HEAD_BYTES, frame_of, locate, stream
-from megackpt.metadata import DTYPES
+from megackpt.plans.metadata import DTYPES
+from megackpt.run import remove_sharded_tensors
 from megackpt.storage import LocalStore
 from megackpt.testing.faulty_store import FaultyStore
 from tests.support.dcp_alone import ALONE

@@ -34,14 +34,14 @@ from megackpt import (
     save,
     verify,
 )
-from megackpt.api import remove_sharded_tensors
 from megackpt.comm import Group
 from megackpt.errors import UnserializableError
 from megackpt.formats.torch_dist import TorchDistSaveStrategy
 from megackpt.formats.torch_dist import item as items
 from megackpt.formats.torch_dist.item import frame_of, stream
 from megackpt.formats.torch_dist.values import MAX_VALUES
-from megackpt.metadata import DTYPES
+from megackpt.plans.metadata import DTYPES
+from megackpt.run import remove_sharded_tensors
 from megackpt.storage import MemoryStore
 from megackpt.testing.faulty_store import FaultyStore
 from megackpt.testing.world import SimulatedWorld

@@ -26,10 +26,10 @@ from megackpt import (
     load_sharded_metadata,
     save,
 )
-from megackpt.api import check_is_distributed_checkpoint, remove_sharded_tensors
 from megackpt.errors import CheckpointError, FormatError, IntegrityError, NotACheckpointError
 from megackpt.formats.zarr.grids import GridRules
 from megackpt.formats.zarr.version_3 import ZarrV3SaveStrategy
+from megackpt.run import check_is_distributed_checkpoint, remove_sharded_tensors
 from megackpt.storage import MemoryStore
 from tests.support.zarr_v1 import save_zarr_v1
 

@@ -18,18 +18,18 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from megackpt import ShardedObject, ShardedTensor, load, load_plain_tensors, save
-from megackpt.api import remove_sharded_tensors
 from megackpt.comm import Group
 from megackpt.engine.data.tensor_bytes import as_bits
+from megackpt.entities.describe import describe
 from megackpt.errors import DeclarationError, MissingExtraError
 from megackpt.formats.zarr.grids import Grid, GridRules, choose_grids
 from megackpt.formats.zarr.rounds import find_touched_files, plan_rounds
 from megackpt.formats.zarr.version_3 import ZarrV3SaveStrategy
-from megackpt.geometry import Box
-from megackpt.mapping.describe import describe
-from megackpt.metadata import DTYPES, ArraySpec
-from megackpt.metadata.merge import merge_declarations
-from megackpt.planning import SavePlan, plan_save
+from megackpt.plans.geometry import Box
+from megackpt.plans.metadata import DTYPES, ArraySpec
+from megackpt.plans.metadata.merge import merge_declarations
+from megackpt.plans.planning import SavePlan, plan_save
+from megackpt.run import remove_sharded_tensors
 from megackpt.storage import LocalStore, MemoryStore, Store
 from megackpt.testing.format_trials import bytes_of, declared_chunks
 from megackpt.testing.layouts import OwnedChunk, arrays, owned_chunks

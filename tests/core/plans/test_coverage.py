@@ -13,11 +13,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from megackpt import CoverageError, FormatError, MismatchError, ShardedObject, ShardedTensor
+from megackpt.entities.describe import describe
 from megackpt.errors import CheckpointError, rank_list
-from megackpt.geometry import Box, tiling
-from megackpt.geometry.tiling import Rectangles, uncovered_regions
-from megackpt.mapping.describe import describe
-from megackpt.metadata import (
+from megackpt.options import Spread
+from megackpt.plans.geometry import Box, tiling
+from megackpt.plans.geometry.tiling import Rectangles, uncovered_regions
+from megackpt.plans.metadata import (
     ArraySpec,
     ChunkTable,
     DeclaredChunks,
@@ -28,13 +29,12 @@ from megackpt.metadata import (
     pack_declarations,
     unpack_columns,
 )
-from megackpt.metadata.merge import decode_declarations, merge_declarations
-from megackpt.options import Spread
-from megackpt.planning import SavePlan, plan_merged_save, plan_save
-from megackpt.planning.main_replicas import keep_lowest_main
+from megackpt.plans.metadata.merge import decode_declarations, merge_declarations
+from megackpt.plans.planning import SavePlan, plan_merged_save, plan_save
+from megackpt.plans.planning.main_replicas import keep_lowest_main
+from megackpt.plans.validation import check_coverage
+from megackpt.plans.validation.common import check_common_equal
 from megackpt.testing.layouts import arrays, boxes, owned_chunks
-from megackpt.validation import check_coverage
-from megackpt.validation.common import check_common_equal
 from tests.support.effort import few
 
 World = list[list[ShardedTensor | ShardedObject]]

@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 
 from megackpt import FormatError, ShardedTensor, load, save
 from megackpt.engine.data.read import with_target_strides
+from megackpt.entities.describe import describe
 from megackpt.errors import GeometryError
-from megackpt.geometry import Box, Ints, rectangles_of, row_major_strides, split_range, strides_of
-from megackpt.mapping.describe import describe
-from megackpt.metadata import (
+from megackpt.plans.geometry import Box, Ints, rectangles_of, row_major_strides, split_range, strides_of
+from megackpt.plans.metadata import (
     DIGEST_BLOCK_BYTES,
     ArraySpec,
     ChunkTable,
@@ -26,13 +26,20 @@ from megackpt.metadata import (
     StoredChunks,
     block_counts,
 )
-from megackpt.metadata.merge import merge_declarations
-from megackpt.planning import StridedCopy, completeness, exchange, plan_load, plan_main_replicas, plan_reads
-from megackpt.planning.exchange import PART_BYTES, plan_exchange
-from megackpt.planning.exchange_plan import ExchangePlan, aligned
-from megackpt.planning.overlaps import overlapping_chunks
-from megackpt.planning.part_reading import Readers, needed_ranges
-from megackpt.planning.read_plan import MAX_BLOCK_BYTES, READ_BYTES
+from megackpt.plans.metadata.merge import merge_declarations
+from megackpt.plans.planning import (
+    StridedCopy,
+    completeness,
+    exchange,
+    plan_load,
+    plan_main_replicas,
+    plan_reads,
+)
+from megackpt.plans.planning.exchange import PART_BYTES, plan_exchange
+from megackpt.plans.planning.exchange_plan import ExchangePlan, aligned
+from megackpt.plans.planning.overlaps import overlapping_chunks
+from megackpt.plans.planning.part_reading import Readers, needed_ranges
+from megackpt.plans.planning.read_plan import MAX_BLOCK_BYTES, READ_BYTES
 from megackpt.testing.layouts import arrays, owned_chunks
 from tests.support.effort import few
 

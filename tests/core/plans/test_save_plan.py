@@ -14,16 +14,16 @@ from hypothesis import strategies as st
 
 from megackpt import DeclarationError, SaveOptions, ShardedObject, ShardedTensor, load, save
 from megackpt.engine.saving.plan_cache import PlanCache
+from megackpt.entities.describe import describe
 from megackpt.formats.native.save import NativeSaveStrategy
-from megackpt.geometry import Ints
-from megackpt.mapping.describe import describe
-from megackpt.metadata import ArraySpec, ChunkTable, DeclaredChunks, itemsizes
-from megackpt.metadata.merge import merge_declarations
-from megackpt.planning import SavePlan, plan_main_replicas, plan_save
-from megackpt.planning.assignment import FEW, assign_writers
-from megackpt.planning.copy_plan import plan_copy
-from megackpt.planning.long_chunks import split_long_chunks
-from megackpt.planning.save_plan import PART_BYTES
+from megackpt.plans.geometry import Ints
+from megackpt.plans.metadata import ArraySpec, ChunkTable, DeclaredChunks, itemsizes
+from megackpt.plans.metadata.merge import merge_declarations
+from megackpt.plans.planning import SavePlan, plan_main_replicas, plan_save
+from megackpt.plans.planning.assignment import FEW, assign_writers
+from megackpt.plans.planning.copy_plan import plan_copy
+from megackpt.plans.planning.long_chunks import split_long_chunks
+from megackpt.plans.planning.save_plan import PART_BYTES
 from megackpt.storage import MemoryStore
 from megackpt.testing.layouts import arrays, owned_chunks
 from megackpt.testing.world import SimulatedRank, SimulatedWorld

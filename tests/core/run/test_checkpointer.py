@@ -23,12 +23,12 @@ from megackpt import (
     ShardedTensor,
     StorageError,
 )
-from megackpt.checkpointer import saving
-from megackpt.checkpointer.retention import Cleanup
-from megackpt.checkpointer.root_files import write_pin
 from megackpt.comm import Group
 from megackpt.engine.checkpoint.step_roots import LocalSteps
 from megackpt.engine.verification.verify import ShareReport, verify_share
+from megackpt.run.checkpointer import saving
+from megackpt.run.checkpointer.retention import Cleanup
+from megackpt.run.checkpointer.root_files import write_pin
 from megackpt.storage import LocalStore, MemoryStore, Store
 from megackpt.testing.world import SimulatedWorld
 from tests.support.states import filled

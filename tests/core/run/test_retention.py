@@ -16,14 +16,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megackpt import Checkpointer, MemoryTier, SaveSchedule, ShardedTensor, Tiers
-from megackpt.checkpointer import KeepBest, Retention
-from megackpt.checkpointer.retention import decide, stale_leftovers
-from megackpt.checkpointer.schedule import SaveTrigger, SignalWatch
 from megackpt.comm import Group, SingleProcess
 from megackpt.engine.checkpoint.step_roots import step_directories
 from megackpt.engine.checkpoint.steps import StepFile, step_name
 from megackpt.errors import DeclarationError
 from megackpt.formats.strategy import MANIFEST
+from megackpt.run.checkpointer import KeepBest, Retention
+from megackpt.run.checkpointer.retention import decide, stale_leftovers
+from megackpt.run.checkpointer.schedule import SaveTrigger, SignalWatch
 from megackpt.storage import LocalStore, MemoryStore
 from megackpt.testing.world import SimulatedWorld
 

@@ -24,13 +24,13 @@ from megackpt import (
     StorageError,
     Tiers,
 )
-from megackpt.checkpointer import LastLoad, Tier
-from megackpt.checkpointer.tiers import TierSet
 from megackpt.cli.ls import list_steps
 from megackpt.comm import Group
 from megackpt.engine.checkpoint.step_roots import LocalSteps
 from megackpt.engine.tiers import transfer as tier_transfer
-from megackpt.planning.redundancy import Nodes
+from megackpt.plans.planning.redundancy import Nodes
+from megackpt.run.checkpointer import LastLoad, Tier
+from megackpt.run.checkpointer.tiers import TierSet
 from megackpt.storage import LocalStore, Store
 from megackpt.testing.faulty_store import FaultyStore, Operation
 from megackpt.testing.world import SimulatedWorld
@@ -334,7 +334,7 @@ def test_a_full_tier_is_a_warning_and_the_root_still_gets_its_step(
     run = Run(memory_path)
     run.save(1)
     stores["strike"] = strike
-    caplog.set_level(logging.WARNING, logger="megackpt.checkpointer")
+    caplog.set_level(logging.WARNING, logger="megackpt.run.checkpointer")
     run.save(2, to_root=True)
     assert "Step 2 is not in the memory tier" in caplog.text
     assert "No space left" in caplog.text

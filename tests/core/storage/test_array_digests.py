@@ -18,8 +18,8 @@ from megackpt.engine.checkpoint.opening import open_checkpoint
 from megackpt.engine.data.tensor_bytes import as_bits, byte_view
 from megackpt.errors import MissingExtraError
 from megackpt.formats.array_digests import ArrayDigester
-from megackpt.geometry import Box, box_ranges
-from megackpt.metadata import ArraySpec, ChunkTable
+from megackpt.plans.geometry import Box, box_ranges
+from megackpt.plans.metadata import ArraySpec, ChunkTable
 from megackpt.storage import MemoryStore
 from megackpt.storage.crc64 import Crc64
 from megackpt.testing.layouts import arrays, boxes, owned_chunks

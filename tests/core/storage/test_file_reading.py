@@ -17,8 +17,8 @@ import torch
 from megackpt import IntegrityError, ShardedTensor, load, save
 from megackpt.engine.background.staging_memory import StagingMemory
 from megackpt.errors import FormatError
-from megackpt.geometry import Ints
-from megackpt.planning import CompactCopies, Reads, group_reads
+from megackpt.plans.geometry import Ints
+from megackpt.plans.planning import CompactCopies, Reads, group_reads
 from megackpt.storage import MAX_BORROWED_BYTES, FileOptions, LocalStore, MemoryStore, file_reader, rawio
 from megackpt.storage.file_reader import DescriptorCache
 from megackpt.storage.rawio import COMMON_POOL, BufferPool, ByteArray, is_cached

@@ -38,7 +38,7 @@ from megackpt.engine.data.device_copies import AHEAD, HostBuffers, Uploads, host
 from megackpt.engine.data.tensor_bytes import parts_of, source_block, target_block
 from megackpt.engine.saving import local_state
 from megackpt.formats.strategy import ChunkParts
-from megackpt.planning import StridedCopy
+from megackpt.plans.planning import StridedCopy
 
 PAGE = 4096
 

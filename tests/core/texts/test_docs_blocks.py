@@ -22,11 +22,11 @@ import megackpt
 from megackpt import Checkpointer, options
 from megackpt.cli.entry import COMMANDS
 from megackpt.codec.tree import MAX_DEPTH
-from megackpt.config import CheckpointConfig
+from megackpt.contrib.megatron.config import CheckpointConfig
 from megackpt.engine.background.saver import _MAX_QUEUED
 from megackpt.engine.checkpoint.steps import _MAX_STEP
 from megackpt.formats.zarr.chunks import MAX_CHUNKS
-from megackpt.metadata.chunk_table import MAX_NUMEL
+from megackpt.plans.metadata.chunk_table import MAX_NUMEL
 from tests.support.docs import CLASSES, DOCUMENTS, FENCE, PAGE, ROOT, Block, blocks_of, page
 
 SHELL = {"bash", "sh", "console"}
@@ -36,17 +36,15 @@ ENGINE = "tests/contrib/transformer_engine/test_transformer_engine"
 RUN_ELSEWHERE = {
     ("docs/coming-from.md", "deepspeed.initialize"): ["tests/contrib/deepspeed/deepspeed_program.py"],
     ("docs/coming-from.md", "import_deepspeed"): ["tests/contrib/deepspeed/test_deepspeed_folders.py"],
-    ("docs/integrations.md", "integrations.accelerate"): [
-        "tests/contrib/accelerate/test_training_frameworks.py"
-    ],
+    ("docs/integrations.md", "contrib.accelerate"): ["tests/contrib/accelerate/test_training_frameworks.py"],
     ("docs/integrations.md", "class MyTrainer"): [TRAINING, "examples/hosts/trainer.py"],
     ("docs/integrations.md", "MegackptDDPStrategy"): [
         "tests/contrib/lightning/test_lightning.py",
         "examples/hosts/lightning_fit.py",
         "tests/contrib/lightning/lightning_fsdp.py",
     ],
-    ("docs/integrations.md", "integrations.ray"): [TRAINING, "examples/hosts/ray_train.py"],
-    ("docs/integrations.md", "integrations.torchtitan"): [TRAINING, "examples/hosts/torchtitan_train.py"],
+    ("docs/integrations.md", "contrib.ray"): [TRAINING, "examples/hosts/ray_train.py"],
+    ("docs/integrations.md", "contrib.torchtitan"): [TRAINING, "examples/hosts/torchtitan_train.py"],
     ("docs/integrations.md", "dist_checkpointing.save(state"): [TRAINING, "examples/hosts/megatron_core.py"],
     ("docs/integrations.md", "megatron.core or megatron.bridge"): ["examples/hosts/megatron_bridge.py"],
     ("docs/integrations.md", "custom_manager_class"): ["tests/contrib/megatron/test_megatron_bridge.py"],

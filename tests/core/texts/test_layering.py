@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import importlib
 import pkgutil
+import re
 from pathlib import Path
 
 import pytest
@@ -14,99 +15,25 @@ from tests.support.docs import names_by_module
 
 ROOT = Path(__file__).parents[3]
 
-# A part of the package, and the parts that it may import besides itself.
-MAY_IMPORT: dict[str, set[str]] = {
-    "errors": set(),
-    "notices": set(),
-    "moved_names": set(),
-    "entry_points": {"notices"},
-    "read_checkpoint": set(),
-    "arguments": {"errors"},
-    "options": {"arguments", "errors"},
-    "geometry": {"errors"},
-    "metadata": {"geometry", "errors"},
-    "mapping": {"metadata", "geometry", "errors"},
-    "planning": {"metadata", "geometry", "errors", "options"},
-    # Maps between families of names: rules and their proofs, and requests in another family's names.
-    "maps": {"mapping", "geometry", "entry_points", "errors"},
-    "validation": {"planning", "metadata", "geometry", "notices", "errors", "options"},
-    "codec": {"errors"},
-    "comm": {"errors"},
-    "storage": {"arguments", "errors"},
-    "formats": {
-        "planning", "metadata", "mapping", "geometry", "codec", "storage", "options", "entry_points",
-        "notices", "errors",
-    },
-    "engine": {
-        "formats", "validation", "planning", "maps", "mapping", "metadata", "geometry", "codec", "comm",
-        "storage", "options", "notices", "errors",
-    },
-    # Public functions on whole checkpoints; the command line prints what they return.
-    "maintenance": {
-        "engine", "formats", "validation", "planning", "mapping", "maps", "metadata", "parallel", "geometry",
-        "codec", "comm", "storage", "options", "arguments", "notices", "errors",
-    },
-    "api": {
-        "engine", "formats", "validation", "maps", "mapping", "metadata", "comm", "storage", "options",
-        "arguments", "errors",
-    },
-    "config": {"formats", "validation", "options", "arguments", "errors"},
-    "checkpointer": {
-        "api", "engine", "formats", "planning", "validation", "storage", "mapping", "maps", "comm", "options",
-        "arguments", "notices", "errors",
-    },
-    "parallel": {"mapping", "geometry", "comm", "moved_names", "errors"},
-    "optim": {"parallel", "mapping", "geometry", "comm", "errors"},
-    "training_state": {"parallel", "mapping", "geometry", "comm", "errors"},
-    # Other libraries' names over our core: at the rim.
-    "compat": {
-        "api", "engine", "formats", "validation", "mapping", "metadata", "codec", "optim", "comm", "storage",
-        "options", "errors",
-    },
-    # Other libraries' tensors and interfaces, likewise. DCP's protocols stand over planning and engine:
-    # DCP brings the ranks together itself, where `api` would.
-    "integrations": {
-        "compat", "checkpointer", "api", "maintenance", "engine", "formats", "validation", "planning",
-        "optim", "parallel", "maps", "mapping", "metadata", "geometry", "codec", "comm", "storage",
-        "training_state", "options", "notices", "errors",
-    },
-    # A user of the whole, and of peers; it wraps stores and strategies, and looks into the engine.
-    "bench": {
-        "api", "checkpointer", "engine", "formats", "planning", "mapping", "geometry", "comm", "storage",
-        "options", "errors",
-    },
-    # Jobs that are not there, from the arithmetic of layers and optimizers, and the planner over them.
-    "simulation": {
-        "engine", "formats", "validation", "planning", "metadata", "parallel", "optim", "geometry", "storage",
-        "options", "arguments", "errors",
-    },
-    "cli": {
-        "bench", "simulation", "checkpointer", "maintenance", "api", "engine", "formats", "validation",
-        "mapping", "maps", "metadata", "comm", "storage", "options", "arguments", "testing", "errors",
-    },
-}  # fmt: skip
-ANYTHING = {"testing", "__init__"}
-
-# The subpackages of `engine`: each may import those before it.
-ENGINE_ORDER = [
-    "data", "checkpoint", "saving", "loading", "verification", "tiers", "background",
-]  # fmt: skip
+# Who may import whom: the table of rooms, from the top of the house to its ground.
+_ROW = re.compile(r"^\| `(\w+)` \|(.*?)\|(.*?)\|(.*?)\|$", re.MULTILINE)
+TABLE = (ROOT / "docs" / "design" / "000-reading-order.md").read_text().partition("## The rooms")[2]
+ROOMS = {
+    room: (re.findall(r"`(\w+)`", parts), set(re.findall(r"`(\w+)`", below)))
+    for room, _, parts, below in _ROW.findall(TABLE.partition("\n## ")[0])
+}
 
 # Packages of others that a part must not touch.
 FORBIDDEN_OUTSIDE: dict[str, set[str]] = {
     "errors": {"torch", "numpy"},
-    "geometry": {"torch"},
-    "metadata": {"torch", "pathlib", "os"},
-    "planning": {"torch", "pathlib", "os", "time"},
-    "validation": {"torch", "pathlib", "os", "time"},
+    "plans": {"torch", "pathlib", "os", "time"},
     "storage": {"torch"},
-    "mapping": {"torch.distributed"},
+    "entities": {"torch.distributed"},
     "codec": {"pickle", "torch.distributed"},
     "formats": {"pickle", "torch.distributed"},
     "engine": {"pickle", "torch.distributed"},
-    "maintenance": {"pickle", "torch.distributed"},
-    "training_state": {"pickle", "torch.distributed"},
-    "api": {"torch.distributed"},
+    "whole": {"pickle", "torch.distributed"},
+    "training/state": {"pickle", "torch.distributed"},
 }
 
 # Folders and files that own what the rest of their part must not touch: formats that are made of it.
@@ -132,46 +59,62 @@ def imports_of(path: Path) -> set[str]:
     return modules
 
 
-def part_of(path: Path) -> str:
-    inside = path.relative_to(ROOT / "megackpt")
-    return inside.parts[0].removesuffix(".py")
-
-
 FILES = sorted((ROOT / "megackpt").rglob("*.py"))
 
 
+def room_of(path: Path) -> str:
+    return path.relative_to(ROOT / "megackpt").parts[0].removesuffix(".py")
+
+
+def test_a_room_is_in_the_table_and_imports_only_rooms_below_it() -> None:
+    assert set(ROOMS) == {room_of(path) for path in FILES} - {"__init__"}
+    below = set(ROOMS)
+    for room, (_, may_import) in ROOMS.items():
+        below.remove(room)
+        assert may_import <= below, f"{room}: {sorted(may_import - below)} stand above it"
+
+
 @pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(ROOT)))
-def test_a_module_imports_only_what_lies_below_it(path: Path) -> None:
-    part = part_of(path)
-    if part in ANYTHING:
-        return
-    assert part in MAY_IMPORT, f"{part} is new: say in MAY_IMPORT where it stands"
+def test_a_module_imports_only_what_its_room_may(path: Path) -> None:
     imported = imports_of(path)
-    ours = {name.split(".")[1] for name in imported if name.startswith("megackpt.")}
-    assert ours - {part} <= MAY_IMPORT[part], (
-        f"{part} must not import {sorted(ours - {part} - MAY_IMPORT[part])}"
-    )
+    room = room_of(path)
+    if room != "__init__":
+        others = {name.split(".")[1] for name in imported if name.startswith("megackpt.")} - {room}
+        assert others <= ROOMS[room][1], f"{room} must not import {sorted(others - ROOMS[room][1])}"
     inside = path.relative_to(ROOT / "megackpt")
-    owned = OWNERS.get(str(inside), set()) | OWNERS.get(str(inside.parent), set())
-    for outside in FORBIDDEN_OUTSIDE.get(part, set()) - owned:
+    folders = {str(inside), *map(str, inside.parents)}
+    owned = set().union(*(OWNERS.get(folder, set()) for folder in folders))
+    for outside in set().union(*(FORBIDDEN_OUTSIDE.get(folder, set()) for folder in folders)) - owned:
         bad = [name for name in imported if name == outside or name.startswith(outside + ".")]
-        assert not bad, f"{part} must not import {bad}"
+        assert not bad, f"{inside} must not import {bad}"
 
 
-def test_a_subpackage_of_the_engine_imports_only_those_before_it() -> None:
-    engine = ROOT / "megackpt" / "engine"
-    subpackages = {path.name for path in engine.iterdir() if (path / "__init__.py").exists()}
-    assert subpackages == set(ENGINE_ORDER)
-    assert [path.name for path in engine.glob("*.py")] == ["__init__.py"], (
-        "put it into a subpackage of `engine`"
-    )
-    for path in sorted(engine.rglob("*/*.py")):
-        subpackage = path.relative_to(engine).parts[0]
-        allowed = set(ENGINE_ORDER[: ENGINE_ORDER.index(subpackage) + 1])
-        if subpackage == "loading":
+@pytest.mark.parametrize("room", [room for room, (parts, _) in ROOMS.items() if parts])
+def test_a_part_of_a_room_imports_only_those_before_it(room: str) -> None:
+    folder, order = ROOT / "megackpt" / room, ROOMS[room][0]
+    parts = {path.stem for path in folder.iterdir() if path.name[0] != "_" and (path.suffix or path.is_dir())}
+    assert parts == set(order), f"name each part of {room} in the table"
+    for path in sorted(folder.rglob("*.py")):
+        part = path.relative_to(folder).parts[0].removesuffix(".py")
+        if part == "__init__":
+            continue
+        allowed = set(order[: order.index(part) + 1])
+        if (room, part) == ("engine", "loading"):
             allowed.remove("saving")
-        used = {n.split(".")[2] for n in imports_of(path) if n.startswith("megackpt.engine.")}
-        assert used <= allowed, f"engine/{subpackage} must not import {sorted(used - allowed)}: {path}"
+        used = {n.split(".")[2] for n in imports_of(path) if n.startswith(f"megackpt.{room}.")}
+        assert used <= allowed, f"{room}/{part} must not import {sorted(used - allowed)}: {path}"
+
+
+SHARED_BY_HOSTS = {"group_settings", "peft_names", "torch_state", "megatron"}
+"""Files of `contrib` that more than one host needs: several train with Megatron-Core."""
+
+
+def test_a_host_imports_no_other_host() -> None:
+    contrib = ROOT / "megackpt" / "contrib"
+    for path in contrib.rglob("*.py"):
+        host = path.relative_to(contrib).parts[0].removesuffix(".py")
+        used = {n.split(".")[2] for n in imports_of(path) if n.startswith("megackpt.contrib.")}
+        assert used <= {host, *SHARED_BY_HOSTS}, f"{path} imports {sorted(used)}"
 
 
 def test_a_format_imports_no_other_format() -> None:
@@ -187,17 +130,14 @@ def test_a_format_imports_no_other_format() -> None:
 
 
 def test_models_are_built_from_layers_and_never_see_the_checkpoint_core() -> None:
-    allowed = {"megackpt.parallel", "megackpt.mapping", "megackpt.maps", "megackpt.errors"}
+    allowed = ("megackpt.training.parallel", "megackpt.entities", "megackpt.maps", "megackpt.errors")
     for path in (ROOT / "models").rglob("*.py"):
-        ours = {".".join(n.split(".")[:2]) for n in imports_of(path) if n.startswith("megackpt.")}
-        assert ours <= allowed, f"{path} imports {sorted(ours - allowed)}"
+        others = [n for n in imports_of(path) if n.startswith("megackpt.") and not n.startswith(allowed)]
+        assert not others, f"{path} imports {others}"
 
 
 def test_examples_use_public_names_only() -> None:
-    public = {
-        "megackpt.compat", "megackpt.integrations", "megackpt.maps", "megackpt.optim", "megackpt.parallel",
-        "megackpt.testing", "megackpt.training_state",
-    }  # fmt: skip
+    public = {"megackpt.contrib", "megackpt.maps", "megackpt.testing", "megackpt.training"}
     in_modules = {f"{module}.{name}" for module, names in names_by_module().items() for name in names}
     for path in (ROOT / "examples").rglob("*.py"):
         for name in imports_of(path):

@@ -7,11 +7,14 @@ from __future__ import annotations
 
 import ast
 import importlib
+import importlib.util
 import inspect
 import io
 import os
 import pickle
 import re
+import subprocess
+import sys
 import typing
 import warnings
 from collections import defaultdict
@@ -25,12 +28,13 @@ from torch.distributed.tensor import DTensor
 
 import megackpt
 from megackpt import errors
-from megackpt.compat.megatron.dist_checkpointing import serialization
-from megackpt.compat.megatron.dist_checkpointing.strategies.common import TorchCommonLoadStrategy
+from megackpt.contrib.apex import declare_gathered
+from megackpt.contrib.megatron.dist_checkpointing import serialization
+from megackpt.contrib.megatron.dist_checkpointing.strategies.common import TorchCommonLoadStrategy
+from megackpt.contrib.transformer_engine.extra_state import read_extra_state
 from megackpt.errors import CheckpointError, FormatError
-from megackpt.integrations.apex import declare_gathered
-from megackpt.integrations.transformer_engine.extra_state import read_extra_state
-from megackpt.moved_names import moved_names
+from megackpt.ground import moved
+from megackpt.ground.moved import moved_names
 from tests.support.docs import names_by_module
 
 PACKAGE = Path(megackpt.__file__).parent
@@ -57,7 +61,7 @@ def test_every_error_class_of_the_package_is_exported() -> None:
     assert of_package <= known
 
 
-MOST_NAMES = {"megackpt": 52, "megackpt.parallel": 47}
+MOST_NAMES = {"megackpt": 52, "megackpt.training.parallel": 47}
 MOVED = [(package, name) for package in MOST_NAMES for name in moved_names(package)]
 
 
@@ -105,17 +109,54 @@ def test_a_name_that_a_package_never_had_is_an_error(package: str) -> None:
         getattr(importlib.import_module(package), "nothing")  # noqa: B009
 
 
+OLD_MODULES = {
+    "megackpt.parallel.adapters": "megackpt.training.parallel.adapters",
+    "megackpt.compat.megatron.dist_checkpointing": "megackpt.contrib.megatron.dist_checkpointing",
+    "megackpt.geometry": "megackpt.plans.geometry",
+    "megackpt.config": "megackpt.contrib.megatron.config",
+}
+
+
+@pytest.mark.parametrize("old", OLD_MODULES)
+def test_a_module_under_its_old_name_is_the_same_module_with_one_notice_for_each_name(old: str) -> None:
+    code = (
+        f"import megackpt, sys, warnings; warnings.simplefilter('always')\n"
+        f"import {old}\n"
+        f"import {old}, {OLD_MODULES[old]} as new\n"
+        f"assert {old} is new is sys.modules['{old}']\n"
+        f"assert new.__spec__.name == new.__name__ == '{OLD_MODULES[old]}'"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr
+    notices = [line for line in done.stderr.splitlines() if "DeprecationWarning" in line]
+    assert len(notices) == old.count(".")  # one for each package on the way
+    assert notices[-1].startswith("<string>:2:")
+    assert f"`{old}` will not work in the next version. Write: {OLD_MODULES[old]}" in notices[-1]
+
+
+def test_the_table_of_old_modules_has_modules_that_exist() -> None:
+    for old, new in moved._NEW_MODULE_NAMES.items():
+        assert importlib.util.find_spec(f"megackpt.{new}") is not None
+        assert not (PACKAGE / old).exists()
+        assert not (PACKAGE / f"{old}.py").exists()
+
+
+def test_a_module_that_never_was_is_no_module_under_an_old_name() -> None:
+    with pytest.raises(ModuleNotFoundError, match=r"megackpt\.plans\.geometry\.nothing"):
+        importlib.import_module("megackpt.plans.geometry.nothing")
+
+
 PUBLIC_PARTS = (
     "megackpt",
-    "megackpt.parallel",
-    "megackpt.optim",
-    "megackpt.training_state",
+    "megackpt.training.parallel",
+    "megackpt.training.optim",
+    "megackpt.training.state",
     "megackpt.maps",
-    "megackpt.geometry",
+    "megackpt.plans.geometry",
     "megackpt.storage",
-    "megackpt.integrations.apex",
-    "megackpt.integrations.dcp",
-    "megackpt.integrations.transformer_engine",
+    "megackpt.contrib.apex",
+    "megackpt.contrib.dcp",
+    "megackpt.contrib.transformer_engine",
 )
 
 # Their argument `maps` may be a `Family` or a `RegionMap` of `megackpt.maps`: a thousand lines that a load

@@ -51,7 +51,7 @@ def test_every_requirement_is_pinned_once_for_each_python(python: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "module", ["megackpt.api", "models.gpt", "tests.support.states", "examples.quickstart"]
+    "module", ["megackpt.run", "models.gpt", "tests.support.states", "examples.quickstart"]
 )
 def test_a_warning_of_ours_is_an_error(module: str) -> None:
     with pytest.raises(FutureWarning):

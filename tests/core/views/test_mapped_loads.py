@@ -28,14 +28,14 @@ from megackpt import (
     ShardedObject,
     ShardedTensor,
 )
-from megackpt.checkpointer import LocalTier
 from megackpt.errors import MapError
-from megackpt.geometry import Box
 from megackpt.maps import Family, FamilyRules, Rule, bound_to, family_of, region_map, weights_of
 from megackpt.maps.megatron import megatron_map
 from megackpt.maps.regions import Region, RegionMap, RegionPair
 from megackpt.maps.requests import mapped_tensors
 from megackpt.maps.weights import MASTER
+from megackpt.plans.geometry import Box
+from megackpt.run.checkpointer import LocalTier
 from tests.support.states import assembled, random_arrays
 
 CONFIG = {

@@ -29,10 +29,10 @@ from megackpt.engine.verification.collective import verify_on_all_ranks
 from megackpt.engine.verification.verify import ShareReport, verify_checkpoint, verify_share
 from megackpt.errors import CheckpointError, StorageError
 from megackpt.formats.damage import Damage
-from megackpt.maintenance.windows import ByteArray, filled_windows, window_threads
 from megackpt.options import VerifyOptions
 from megackpt.storage import LocalStore, MemoryStore, Store, open_store
 from megackpt.testing.world import SimulatedWorld
+from megackpt.whole.windows import ByteArray, filled_windows, window_threads
 from tests.support.checkpoints import (
     DAMAGES,
     FORMATS,

@@ -23,7 +23,7 @@ from safetensors.torch import save_file
 import megackpt
 from megackpt import SaveOptions, ShardedObject, ShardedTensor
 from megackpt.comm import Group
-from megackpt.mapping import ShardedStateDict
+from megackpt.entities import ShardedStateDict
 from megackpt.storage import MemoryStore, Store, digest_of
 from megackpt.testing.world import SimulatedWorld
 from tests.support.dcp_alone import ALONE

@@ -27,8 +27,8 @@ from pathlib import Path
 from typing import Any
 
 import megackpt
-from megackpt.checkpointer import Checkpointer
 from megackpt.cli import main as run_command
+from megackpt.run.checkpointer import Checkpointer
 from megackpt.testing.identical import difference
 from tests.system.attacks import (
     documents,

@@ -10,8 +10,8 @@ import torch
 from training.arguments import parse_arguments
 
 import megackpt
-from megackpt.parallel import ParallelGroups, ParallelLayout
 from megackpt.testing.ranks import RankPool
+from megackpt.training.parallel import ParallelGroups, ParallelLayout
 from models import build_gpt
 from tests.support.huggingface_models import arrays_in_our_names, assert_close, random_config, random_model
 from tests.system.examples.training_runs import arguments_for, metrics_of, run_trainer, write_text

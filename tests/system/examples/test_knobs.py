@@ -15,7 +15,7 @@ import pytest
 from training.arguments import parse_arguments
 
 from megackpt import Checkpointer, DeclarationError
-from megackpt.config import CheckpointConfig
+from megackpt.contrib.megatron.config import CheckpointConfig
 from megackpt.engine.checkpoint.opening import open_checkpoint
 from megackpt.storage import LocalStore
 from megackpt.testing.ranks import RankPool

@@ -20,8 +20,8 @@ from training.arguments import Arguments
 from training.schedule import CosineSchedule
 
 from megackpt import Checkpointer, load_common_state_dict, load_plain_tensors
-from megackpt.parallel import ParallelLayout
 from megackpt.testing.ranks import RankPool
+from megackpt.training.parallel import ParallelLayout
 from tests.support.effort import sampled
 from tests.support.s3_server import ACCESS_KEY, BUCKET, SECRET, S3Server, options_for
 from tests.system.examples.training_runs import (

@@ -16,8 +16,8 @@ from training.arguments import Arguments
 from training.saved_model import differences, plain_fields
 from training.text import END_OF_TEXT, NoTextError, Text
 
-from megackpt.parallel import ParallelLayout, SwiGLU
 from megackpt.testing.ranks import RankPool
+from megackpt.training.parallel import ParallelLayout, SwiGLU
 from models import AttentionConfig, GPTConfig, MoEConfig, NormConfig, SlidingWindow
 from tests.system.examples.training_runs import (
     LAYOUTS,

@@ -14,8 +14,8 @@ from training.arguments import Arguments, parse_arguments
 from training.text import Text
 from training.trainer import Trainer
 
-from megackpt.parallel import ParallelLayout
 from megackpt.testing.ranks import RankPool
+from megackpt.training.parallel import ParallelLayout
 
 # The smallest model that can be cut into 4 along each axis: heads and query groups, layers, samples.
 SMALL_MODEL = [

@@ -5,7 +5,7 @@ Run with the Python of an environment that has a Megatron-Core (see environments
     python megatron_peer.py JOBS.json RESULTS.json [--megackpt]
 
 With `--megackpt` Megatron-Core's models and optimizers are the same, but `megatron.core.dist_checkpointing`
-is megackpt (`megackpt.compat.megatron.install()`).
+is megackpt (`megackpt.contrib.megatron.install()`).
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def start(flags: list[str]) -> None:
     warnings.simplefilter("ignore")
     logging.getLogger("megatron").setLevel(logging.ERROR)
     if "--megackpt" in flags:
-        from megackpt.compat import megatron
+        from megackpt.contrib import megatron
 
         megatron.install()
     pretend()

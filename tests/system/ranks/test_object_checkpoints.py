@@ -16,10 +16,10 @@ import torch.distributed as dist
 
 import megackpt
 from megackpt import Checkpointer, KeepBest, NotACheckpointError, Retention, ShardedTensor, StorageError
-from megackpt.api import check_is_distributed_checkpoint
-from megackpt.checkpointer import StepList
 from megackpt.comm import Group, SingleProcess
 from megackpt.errors import UnsupportedError
+from megackpt.run import check_is_distributed_checkpoint
+from megackpt.run.checkpointer import StepList
 from megackpt.storage import MemoryStore, ObjectOptions, ObjectStore
 from megackpt.testing.faulty_store import FaultyStore, Operation
 from megackpt.testing.ranks import RankPool

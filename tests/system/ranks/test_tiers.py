@@ -32,12 +32,12 @@ from megackpt import (
     StorageError,
     Tiers,
 )
-from megackpt.checkpointer import LastLoad
 from megackpt.comm import SingleProcess
 from megackpt.engine.background import saver
 from megackpt.engine.background.staging_memory import StreamRange
 from megackpt.engine.tiers import save as tier_save
 from megackpt.errors import WriterFailedError
+from megackpt.run.checkpointer import LastLoad
 from megackpt.testing.ranks import RankPool
 from tests.support.effort import tries_all, with_all
 from tests.support.writers import (
@@ -288,11 +288,11 @@ def lose_a_writer(base: Path, how: str, timeout_s: float) -> tuple[str, float]:
 
 def train_in_trouble(base: Path, troubles: list[str]) -> list[tuple[str, float]]:
     received = LogRecorder()
-    logging.getLogger("megackpt.checkpointer").addHandler(received)
+    logging.getLogger("megackpt.run.checkpointer").addHandler(received)
     try:
         train(base, received)
     finally:
-        logging.getLogger("megackpt.checkpointer").removeHandler(received)
+        logging.getLogger("megackpt.run.checkpointer").removeHandler(received)
     return [lose_a_writer(base, how, DEADLINE_S if how == "dies" else 3.0) for how in troubles]
 
 

@@ -16,12 +16,12 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from megackpt import CheckpointError, ShardedTensor, load, save
-from megackpt.mapping import ShardedStateDict
-from megackpt.optim import DistributedOptimizer, MixedPrecisionOptimizer, WholeMatrixOptimizer
-from megackpt.optim.master_optimizer import MasterOptimizer
-from megackpt.parallel.attributes import is_marked
-from megackpt.parallel.groups import ParallelGroups
-from megackpt.parallel.layout import ParallelLayout
+from megackpt.entities import ShardedStateDict
+from megackpt.training.optim import DistributedOptimizer, MixedPrecisionOptimizer, WholeMatrixOptimizer
+from megackpt.training.optim.master_optimizer import MasterOptimizer
+from megackpt.training.parallel.attributes import is_marked
+from megackpt.training.parallel.groups import ParallelGroups
+from megackpt.training.parallel.layout import ParallelLayout
 from tests.support import expert_world
 from tests.support.optimizers import SHAPES, make_model, model_state, random_arrays, tensors_of
 

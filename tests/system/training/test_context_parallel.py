@@ -19,7 +19,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megackpt.errors import DeclarationError
-from megackpt.parallel import (
+from megackpt.testing.ranks import RankPool
+from megackpt.training.parallel import (
     Axis,
     GatedDeltaNet,
     MambaMixer,
@@ -30,10 +31,9 @@ from megackpt.parallel import (
     causal_attention,
     context_share,
 )
-from megackpt.parallel.collectives import collect_sequence
-from megackpt.parallel.context import AttentionPart, attention_parts, gather_context, join_context
-from megackpt.parallel.rng import stable_seed
-from megackpt.testing.ranks import RankPool
+from megackpt.training.parallel.collectives import collect_sequence
+from megackpt.training.parallel.context import AttentionPart, attention_parts, gather_context, join_context
+from megackpt.training.parallel.rng import stable_seed
 from models import GPTConfig
 from models.blocks.attention import SelfAttention
 from models.stage import Stage

@@ -17,12 +17,12 @@ from torch.nn import Parameter
 import megackpt
 from megackpt import load_plain_tensors
 from megackpt.engine.data.tensor_bytes import as_bits
-from megackpt.mapping import ShardedTensor
-from megackpt.optim import DistributedOptimizer, MixedPrecisionOptimizer
-from megackpt.optim.master_optimizer import MasterOptimizer
-from megackpt.parallel import ParallelGroups, ParallelLayout
-from megackpt.parallel.attributes import is_marked
+from megackpt.entities import ShardedTensor
 from megackpt.testing.ranks import RankPool
+from megackpt.training.optim import DistributedOptimizer, MixedPrecisionOptimizer
+from megackpt.training.optim.master_optimizer import MasterOptimizer
+from megackpt.training.parallel import ParallelGroups, ParallelLayout
+from megackpt.training.parallel.attributes import is_marked
 from tests.support.effort import sampled
 from tests.support.expert_world import TinyMoE, build, random_weights, tokens_of
 from tests.support.gpt import state_of

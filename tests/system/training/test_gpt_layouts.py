@@ -22,9 +22,10 @@ import torch
 from torch import Tensor
 
 import megackpt
-from megackpt.mapping import ShardedStateDict, ShardedTensor
-from megackpt.optim import DistributedOptimizer, MixedPrecisionOptimizer
-from megackpt.parallel import (
+from megackpt.entities import ShardedStateDict, ShardedTensor
+from megackpt.testing.ranks import RankPool
+from megackpt.training.optim import DistributedOptimizer, MixedPrecisionOptimizer
+from megackpt.training.parallel import (
     ModelChunks,
     ParallelGroups,
     ParallelLayout,
@@ -35,12 +36,11 @@ from megackpt.parallel import (
     share_losses,
     update_expert_bias,
 )
-from megackpt.parallel.attributes import copied_rows
-from megackpt.parallel.collectives import all_reduce
-from megackpt.parallel.pipeline import forward_only
-from megackpt.parallel.rng import stable_seed
-from megackpt.parallel.router import mean_auxiliary_losses
-from megackpt.testing.ranks import RankPool
+from megackpt.training.parallel.attributes import copied_rows
+from megackpt.training.parallel.collectives import all_reduce
+from megackpt.training.parallel.pipeline import forward_only
+from megackpt.training.parallel.rng import stable_seed
+from megackpt.training.parallel.router import mean_auxiliary_losses
 from models import GPT, GPTConfig, LearnedPositions, MoEConfig, init_weights
 from tests.support.effort import sampled, tries_all
 from tests.support.gpt import (

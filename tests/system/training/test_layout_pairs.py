@@ -19,8 +19,10 @@ import megackpt
 from megackpt import LoadOptions
 from megackpt.engine.checkpoint.opening import open_checkpoint
 from megackpt.engine.data.tensor_bytes import as_bits
-from megackpt.optim.master_optimizer import MasterOptimizer
-from megackpt.parallel import (
+from megackpt.storage import LocalStore
+from megackpt.testing.ranks import RankPool
+from megackpt.training.optim.master_optimizer import MasterOptimizer
+from megackpt.training.parallel import (
     MicroBatch,
     ModelChunks,
     ParallelGroups,
@@ -28,9 +30,7 @@ from megackpt.parallel import (
     forward_backward,
     update_expert_bias,
 )
-from megackpt.parallel.collectives import all_reduce
-from megackpt.storage import LocalStore
-from megackpt.testing.ranks import RankPool
+from megackpt.training.parallel.collectives import all_reduce
 from models import BertConfig, LearnedPositions, MLPConfig, T5Config, build_bert, build_gpt, build_t5
 from tests.support.effort import sampled, tries_all, with_all
 from tests.support.encoder_models import context_share_of

@@ -22,8 +22,9 @@ from torch import nn
 import megackpt
 from megackpt import LoadOptions, load_plain_tensors
 from megackpt.errors import DeclarationError
-from megackpt.optim import DistributedOptimizer
-from megackpt.parallel import (
+from megackpt.testing.ranks import RankPool
+from megackpt.training.optim import DistributedOptimizer
+from megackpt.training.parallel import (
     ColumnParallelLinear,
     LoRAConfig,
     MicroBatch,
@@ -35,7 +36,7 @@ from megackpt.parallel import (
     forward_backward,
     sharded_state_dict,
 )
-from megackpt.parallel.adapters import (
+from megackpt.training.parallel.adapters import (
     adapter_metadata,
     adapter_parameters,
     adapter_state,
@@ -44,7 +45,6 @@ from megackpt.parallel.adapters import (
     reset_magnitudes,
     set_active_adapters,
 )
-from megackpt.testing.ranks import RankPool
 from tests.support.effort import sampled, tries_all
 from tests.support.gpt import (
     ADAPTERS,

@@ -15,7 +15,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from megackpt.parallel import (
+from megackpt.testing.ranks import RankPool
+from megackpt.training.parallel import (
     Capacity,
     ColumnParallelLinear,
     ExpertStack,
@@ -28,12 +29,11 @@ from megackpt.parallel import (
     RowParallelLinear,
     update_expert_bias,
 )
-from megackpt.parallel.collectives import collect_sequence
-from megackpt.parallel.dispatch import TokenDispatcher
-from megackpt.parallel.rng import stable_seed
-from megackpt.parallel.router import mean_auxiliary_losses, set_auxiliary_loss_scale
-from megackpt.parallel.routing import Routing
-from megackpt.testing.ranks import RankPool
+from megackpt.training.parallel.collectives import collect_sequence
+from megackpt.training.parallel.dispatch import TokenDispatcher
+from megackpt.training.parallel.rng import stable_seed
+from megackpt.training.parallel.router import mean_auxiliary_losses, set_auxiliary_loss_scale
+from megackpt.training.parallel.routing import Routing
 from tests.support.effort import sampled
 from tests.support.gpt import Box, assert_all_close, assert_close, gradient_boxes, join, tensors_of
 

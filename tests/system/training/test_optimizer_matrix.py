@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from megackpt.parallel.layout import ParallelLayout
 from megackpt.testing.ranks import RankPool
+from megackpt.training.parallel.layout import ParallelLayout
 from tests.support.effort import sampled, tries_all
 from tests.support.optimizers import gather
 from tests.system.training.optimizer_matrix import OPTIMIZERS, Result, run

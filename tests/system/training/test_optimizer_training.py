@@ -12,12 +12,12 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from megackpt import load, save
-from megackpt.mapping import ShardedStateDict, ShardedTensor
-from megackpt.optim import DistributedOptimizer, MixedPrecisionOptimizer, WholeMatrixOptimizer
-from megackpt.optim.master_optimizer import MasterOptimizer
-from megackpt.parallel.groups import ParallelGroups
-from megackpt.parallel.layout import ParallelLayout
+from megackpt.entities import ShardedStateDict, ShardedTensor
 from megackpt.testing.ranks import RankPool
+from megackpt.training.optim import DistributedOptimizer, MixedPrecisionOptimizer, WholeMatrixOptimizer
+from megackpt.training.optim.master_optimizer import MasterOptimizer
+from megackpt.training.parallel.groups import ParallelGroups
+from megackpt.training.parallel.layout import ParallelLayout
 from tests.support.optimizers import (
     SHAPES,
     Arrays,

@@ -16,7 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megackpt.errors import DeclarationError
-from megackpt.parallel import (
+from megackpt.testing.ranks import RankPool
+from megackpt.training.parallel import (
     Axis,
     ColumnParallelLinear,
     LayerNorm,
@@ -30,8 +31,8 @@ from megackpt.parallel import (
     sharded_state_dict,
     vocab_parallel_cross_entropy,
 )
-from megackpt.parallel.attributes import is_marked
-from megackpt.parallel.collectives import (
+from megackpt.training.parallel.attributes import is_marked
+from megackpt.training.parallel.collectives import (
     all_reduce,
     collect_rows,
     collect_sequence,
@@ -47,7 +48,6 @@ from megackpt.parallel.collectives import (
     scatter_sequence,
     scatter_to,
 )
-from megackpt.testing.ranks import RankPool
 from tests.support.gpt import tensors_of
 
 TOLERANCE = {"rtol": 1e-5, "atol": 2e-5}

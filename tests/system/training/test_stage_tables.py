@@ -16,9 +16,9 @@ from torch import nn
 import megackpt
 from megackpt import LoadOptions, load_common_state_dict
 from megackpt.errors import CheckpointError
-from megackpt.optim import DistributedOptimizer
-from megackpt.parallel import LayerStack, ModelChunks, ParallelGroups, ParallelLayout, StageTable
 from megackpt.testing.ranks import RankPool
+from megackpt.training.optim import DistributedOptimizer
+from megackpt.training.parallel import LayerStack, ModelChunks, ParallelGroups, ParallelLayout, StageTable
 from models import build_gpt, init_weights
 from tests.support.gpt import ALL_MOE, SMALL_GPT, Case, build, state_of
 from tests.support.optimizers import tensors_of

@@ -11,7 +11,9 @@ import torch
 
 from megackpt import DeclarationError, load, load_plain_tensors, save
 from megackpt.comm import Group
-from megackpt.parallel import (
+from megackpt.storage import MemoryStore
+from megackpt.testing.world import SimulatedWorld
+from megackpt.training.parallel import (
     MicroBatch,
     ParallelGroups,
     ParallelLayout,
@@ -19,9 +21,7 @@ from megackpt.parallel import (
     StageTable,
     forward_backward,
 )
-from megackpt.parallel.attributes import is_marked
-from megackpt.storage import MemoryStore
-from megackpt.testing.world import SimulatedWorld
+from megackpt.training.parallel.attributes import is_marked
 from models import (
     GPT,
     AttentionConfig,

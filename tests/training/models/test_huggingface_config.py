@@ -24,7 +24,7 @@ from megackpt.cli import main
 from megackpt.errors import MapError
 from megackpt.maps import family_of
 from megackpt.maps.text_part import TextPart
-from megackpt.parallel import RoutingOptions, SwiGLU
+from megackpt.training.parallel import RoutingOptions, SwiGLU
 from models import (
     GPTConfig,
     LinearScaling,

@@ -24,7 +24,7 @@ from megackpt import (
 )
 from megackpt.cli import main
 from megackpt.comm import Group
-from megackpt.config import CheckpointConfig
+from megackpt.contrib.megatron.config import CheckpointConfig
 from megackpt.formats.file_names import HUGGINGFACE
 from megackpt.formats.registry import detect, not_imported, save_strategy
 from megackpt.formats.safetensors_header import read_header

@@ -13,10 +13,10 @@ import torch
 import megackpt
 from megackpt import CheckpointError, DeclarationError, IntegrityError, ShardedTensor, StorageError
 from megackpt.errors import MapError
-from megackpt.maintenance import huggingface_model_files
 from megackpt.storage import LocalStore
 from megackpt.testing.faulty_store import FaultyStore
 from megackpt.testing.world import SimulatedWorld
+from megackpt.whole import huggingface_model_files
 from tests.support.effort import few, sampled
 from tests.support.huggingface_configs import FAMILIES
 from tests.support.huggingface_folders import (

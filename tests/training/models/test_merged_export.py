@@ -19,18 +19,18 @@ from safetensors.torch import load_file, save_file
 import megackpt
 from megackpt import CheckpointError, DeclarationError, StorageError
 from megackpt.cli import main
+from megackpt.contrib.peft import export_peft, import_peft
 from megackpt.errors import MapError
-from megackpt.integrations.peft import export_peft, import_peft
-from megackpt.parallel import LoRAConfig, ParallelGroups, ParallelLayout, add_adapters
-from megackpt.parallel.adapters import (
+from megackpt.storage import LocalStore
+from megackpt.testing.faulty_store import FaultyStore
+from megackpt.training.parallel import LoRAConfig, ParallelGroups, ParallelLayout, add_adapters
+from megackpt.training.parallel.adapters import (
     adapter_metadata,
     adapter_state,
     base_state,
     merge_adapter,
     reset_magnitudes,
 )
-from megackpt.storage import LocalStore
-from megackpt.testing.faulty_store import FaultyStore
 from models import build_gpt, init_weights
 from models.huggingface import gpt_config
 from tests.support.effort import sampled

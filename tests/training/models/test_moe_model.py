@@ -12,8 +12,9 @@ from torch import Tensor, nn
 
 import models.init
 from megackpt import DeclarationError, load, load_plain_tensors, save
-from megackpt.optim import DistributedOptimizer
-from megackpt.parallel import (
+from megackpt.testing.world import SimulatedRank, SimulatedWorld
+from megackpt.training.optim import DistributedOptimizer
+from megackpt.training.parallel import (
     Capacity,
     ColumnParallelLinear,
     ExpertStack,
@@ -24,8 +25,7 @@ from megackpt.parallel import (
     RoutingOptions,
     RowParallelLinear,
 )
-from megackpt.parallel.attributes import is_marked
-from megackpt.testing.world import SimulatedRank, SimulatedWorld
+from megackpt.training.parallel.attributes import is_marked
 from models import GPT, init_weights
 from tests.support.gpt import SMALL_GPT_MIXED as MIXED
 from tests.support.gpt import SMALL_GPT_MOE as CONFIG

@@ -16,15 +16,15 @@ from torch import nn
 
 from megackpt import KeyRule, LoadOptions, MissingKeyError, Policy, ShardedObject, ShardedTensor, load, save
 from megackpt.comm import Group
-from megackpt.errors import OptimizerError
-from megackpt.integrations.dcp import (
+from megackpt.contrib.dcp import (
     MegackptLoadPlanner,
     MegackptSavePlanner,
     MegackptStorageReader,
     MegackptStorageWriter,
 )
-from megackpt.optim import initialise_state
+from megackpt.errors import OptimizerError
 from megackpt.testing.world import SimulatedWorld
+from megackpt.training.optim import initialise_state
 from tests.support.optim_training import OPTIMIZERS as OPTIMIZERS_OF_TORCH
 
 Build = Callable[[Any], torch.optim.Optimizer]
@@ -163,7 +163,7 @@ def test_an_empty_container_over_stored_arrays_is_an_error(tmp_path: Path, stric
         load(NOTHING, tmp_path / "c", strict=strict)
     text = str(caught.value)
     assert "'optimizer.state': 2 keys, 'optimizer.state.0.exp_avg' for one" in text
-    assert "megackpt.optim.initialise_state(optimizer)" in text
+    assert "megackpt.training.optim.initialise_state(optimizer)" in text
     assert "KeyRule(keys='optimizer.state.*', missing=Policy.IGNORE)" in text
 
 

@@ -18,9 +18,9 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from megackpt import MismatchError, ShardedTensor, load, save
-from megackpt.integrations import apex
-from megackpt.mapping import ShardedStateDict
-from megackpt.optim import (
+from megackpt.contrib import apex
+from megackpt.entities import ShardedStateDict
+from megackpt.training.optim import (
     DistributedOptimizer,
     MixedPrecisionOptimizer,
     WholeMatrixOptimizer,
@@ -29,8 +29,8 @@ from megackpt.optim import (
     restore_remainder_masters,
     split_master,
 )
-from megackpt.parallel import ParallelGroups, ParallelLayout
-from megackpt.parallel.attributes import mark
+from megackpt.training.parallel import ParallelGroups, ParallelLayout
+from megackpt.training.parallel.attributes import mark
 from tests.support import fake_apex
 from tests.support.optimizers import Arrays, gather, loaded, scatter
 

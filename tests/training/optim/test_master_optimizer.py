@@ -17,8 +17,8 @@ from torch.optim import Optimizer
 
 from megackpt import DeclarationError, MismatchError, MissingKeyError, ShardedTensor
 from megackpt.errors import OptimizerError
-from megackpt.optim import DistributedOptimizer, MixedPrecisionOptimizer
-from megackpt.parallel import ParallelGroups, ParallelLayout
+from megackpt.training.optim import DistributedOptimizer, MixedPrecisionOptimizer
+from megackpt.training.parallel import ParallelGroups, ParallelLayout
 from tests.support.optim_training import (
     KINDS,
     OPTIMIZERS,

@@ -10,7 +10,7 @@ import torch
 from torch.nn import Parameter
 
 from megackpt import DeclarationError, load, save
-from megackpt.integrations import offload
+from megackpt.contrib import offload
 from tests.support import optimizers as fake_offload
 from tests.support.fake_apex import are_equal, declare, groups_of, make_params, train
 
@@ -104,5 +104,5 @@ def test_what_cannot_be_declared_is_an_error() -> None:
     params, optimizer = make("HybridDeviceOptimizer", 0)
     with pytest.raises(DeclarationError, match=r"no state for 3 of 3 parameters.*is_loading=True"):
         offload.sharded_state_dict(optimizer, declare(params))
-    with pytest.raises(DeclarationError, match=r"Adam is neither Megatron-Core's.*megackpt\.optim"):
+    with pytest.raises(DeclarationError, match=r"Adam is neither Megatron-Core's.*megackpt\.training\.optim"):
         offload.sharded_state_dict(torch.optim.Adam(params), declare(params))

@@ -12,9 +12,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import Parameter
 
+from megackpt.entities import ShardedStateDict, ShardedTensor
 from megackpt.errors import DeclarationError, OptimizerError
-from megackpt.mapping import ShardedStateDict, ShardedTensor
-from megackpt.optim import (
+from megackpt.training.optim import (
     DistributedOptimizer,
     MixedPrecisionOptimizer,
     distributed,
@@ -22,12 +22,12 @@ from megackpt.optim import (
     mixed_precision,
     overlap,
 )
-from megackpt.optim.collectives import start_reduction
-from megackpt.optim.gather import StateRange, gather_states, join_states
-from megackpt.optim.grad_sync import touched_on_any_rank
-from megackpt.optim.ranges import FlatRange
-from megackpt.parallel import Axis, ParallelGroups, ParallelLayout
-from megackpt.parallel.attributes import mark
+from megackpt.training.optim.collectives import start_reduction
+from megackpt.training.optim.gather import StateRange, gather_states, join_states
+from megackpt.training.optim.grad_sync import touched_on_any_rank
+from megackpt.training.optim.ranges import FlatRange
+from megackpt.training.parallel import Axis, ParallelGroups, ParallelLayout
+from megackpt.training.parallel.attributes import mark
 from tests.support.optimizers import gather, tensors_of
 
 OWN = [StateRange(0, "exp_avg", FlatRange(0, 3), torch.arange(3.0))]

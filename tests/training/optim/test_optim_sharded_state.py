@@ -28,9 +28,10 @@ from megackpt import (
     load,
     save,
 )
+from megackpt.entities import ShardedStateDict, is_main_replica
 from megackpt.errors import OptimizerError
-from megackpt.mapping import ShardedStateDict, is_main_replica
-from megackpt.optim import (
+from megackpt.testing.world import SimulatedWorld
+from megackpt.training.optim import (
     DistributedOptimizer,
     MixedPrecisionOptimizer,
     WholeMatrixOptimizer,
@@ -39,11 +40,10 @@ from megackpt.optim import (
     make_sharded_optimizer_tensor,
     optim_state_to_sharding_state,
 )
-from megackpt.optim.master_optimizer import MasterOptimizer
-from megackpt.optim.sharded_state import make_flat_optimizer_tensor, make_sharded_scalar
-from megackpt.parallel import ParallelGroups, ParallelLayout
-from megackpt.parallel.attributes import mark
-from megackpt.testing.world import SimulatedWorld
+from megackpt.training.optim.master_optimizer import MasterOptimizer
+from megackpt.training.optim.sharded_state import make_flat_optimizer_tensor, make_sharded_scalar
+from megackpt.training.parallel import ParallelGroups, ParallelLayout
+from megackpt.training.parallel.attributes import mark
 from tests.support.optimizers import (
     SHAPES,
     gather,

@@ -20,15 +20,15 @@ from torch import Tensor
 from megackpt import ShardedTensor, load, save
 from megackpt.comm import Group
 from megackpt.engine.data.tensor_bytes import as_bits
+from megackpt.entities import ShardedStateDict
 from megackpt.errors import GeometryError
-from megackpt.mapping import ShardedStateDict
-from megackpt.optim import DistributedOptimizer, MixedPrecisionOptimizer
-from megackpt.optim.master_optimizer import MasterOptimizer
-from megackpt.optim.owned_params import OwnedParam
-from megackpt.optim.ranges import BufferLayout, FlatRange, plan_buffer
-from megackpt.parallel import ParallelGroups, ParallelLayout
 from megackpt.storage import MemoryStore
 from megackpt.testing.world import SimulatedWorld
+from megackpt.training.optim import DistributedOptimizer, MixedPrecisionOptimizer
+from megackpt.training.optim.master_optimizer import MasterOptimizer
+from megackpt.training.optim.owned_params import OwnedParam
+from megackpt.training.optim.ranges import BufferLayout, FlatRange, plan_buffer
+from megackpt.training.parallel import ParallelGroups, ParallelLayout
 from tests.support.effort import few
 from tests.support.expert_world import TinyMoE
 from tests.support.optimizers import (

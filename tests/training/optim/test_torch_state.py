@@ -29,8 +29,8 @@ from megackpt import (
     load_sharded_metadata,
     save,
 )
-from megackpt.mapping import ShardedStateDict
-from megackpt.optim import (
+from megackpt.entities import ShardedStateDict
+from megackpt.training.optim import (
     DistributedOptimizer,
     MixedPrecisionOptimizer,
     get_param_id_to_sharded_param_map,
@@ -38,11 +38,11 @@ from megackpt.optim import (
     initialise_state,
     optim_state_to_sharding_state,
 )
-from megackpt.optim.group_numbers import stored_group_names
-from megackpt.optim.param_groups import parse_param_groups
-from megackpt.optim.sharded_state import cuts_of_entity
-from megackpt.parallel import ParallelGroups, ParallelLayout
-from megackpt.parallel.groups import Axis
+from megackpt.training.optim.group_numbers import stored_group_names
+from megackpt.training.optim.param_groups import parse_param_groups
+from megackpt.training.optim.sharded_state import cuts_of_entity
+from megackpt.training.parallel import ParallelGroups, ParallelLayout
+from megackpt.training.parallel.groups import Axis
 from tests.support.optimizers import SHAPES as MODEL_SHAPES
 from tests.support.optimizers import gather, make_model, random_arrays
 from tests.training.optim.test_optim_sharded_state import (

@@ -18,8 +18,10 @@ from torch import Tensor, nn
 
 from megackpt import CoverageError, DeclarationError, ShardedTensor, load, load_plain_tensors, save
 from megackpt.comm import Group
-from megackpt.optim import DistributedOptimizer
-from megackpt.parallel import (
+from megackpt.storage import MemoryStore
+from megackpt.testing.world import SimulatedWorld
+from megackpt.training.optim import DistributedOptimizer
+from megackpt.training.parallel import (
     Axis,
     CrossAttention,
     GatedDeltaNet,
@@ -34,14 +36,18 @@ from megackpt.parallel import (
     context_positions,
     context_share,
 )
-from megackpt.parallel.attention import join_heads, split_heads
-from megackpt.parallel.causal_conv import CausalConv1d
-from megackpt.parallel.context import AttentionPart, attention_parts, join_context, own_heads, tokens_to_heads
-from megackpt.parallel.delta_net import gated_delta_rule
-from megackpt.parallel.mamba import GatedGroupNorm
-from megackpt.parallel.scan import selective_scan
-from megackpt.storage import MemoryStore
-from megackpt.testing.world import SimulatedWorld
+from megackpt.training.parallel.attention import join_heads, split_heads
+from megackpt.training.parallel.causal_conv import CausalConv1d
+from megackpt.training.parallel.context import (
+    AttentionPart,
+    attention_parts,
+    join_context,
+    own_heads,
+    tokens_to_heads,
+)
+from megackpt.training.parallel.delta_net import gated_delta_rule
+from megackpt.training.parallel.mamba import GatedGroupNorm
+from megackpt.training.parallel.scan import selective_scan
 from models import AttentionConfig, DeltaNetConfig, build_gpt
 from tests.support.effort import few
 from tests.support.gpt import SMALL_GPT, joined

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from megackpt import DeclarationError, ShardedLayout, ShardedTensor
-from megackpt.parallel import (
+from megackpt.training.parallel import (
     ColumnParallelLinear,
     ExpertStack,
     GatedExperts,
@@ -29,8 +29,8 @@ from megackpt.parallel import (
     TpSharding,
     update_expert_bias,
 )
-from megackpt.parallel.attributes import is_marked
-from megackpt.parallel.router import mean_auxiliary_losses
+from megackpt.training.parallel.attributes import is_marked
+from megackpt.training.parallel.router import mean_auxiliary_losses
 
 ONE = ParallelGroups.create(ParallelLayout())
 EXPERTS, HIDDEN, FFN = 4, 6, 5

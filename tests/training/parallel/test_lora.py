@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megackpt import CheckpointError, DeclarationError, load, save
-from megackpt.parallel import (
+from megackpt.training.parallel import (
     ColumnParallelLinear,
     ExpertStack,
     GatedExperts,
@@ -24,7 +24,7 @@ from megackpt.parallel import (
     add_adapters,
     sharded_state_dict,
 )
-from megackpt.parallel.adapters import (
+from megackpt.training.parallel.adapters import (
     adapter_parameters,
     adapter_state,
     base_state,
@@ -32,7 +32,7 @@ from megackpt.parallel.adapters import (
     reset_magnitudes,
     set_active_adapters,
 )
-from megackpt.parallel.attributes import is_marked
+from megackpt.training.parallel.attributes import is_marked
 
 ONE = ParallelGroups.create(ParallelLayout())
 

@@ -10,10 +10,16 @@ from hypothesis import given, settings
 from hypothesis.strategies import DrawFn, composite, integers, sampled_from
 
 from megackpt import DeclarationError, MismatchError
-from megackpt.parallel import ParallelDropout, ParallelGroups, ParallelLayout, ParallelRng
-from megackpt.parallel.collectives import copy_to, reduce_from
-from megackpt.parallel.layout import EXPERT_RANK_ORDER, RANK_ORDER, AxisName, Coordinates, ExpertCoordinates
-from megackpt.parallel.rng import dropout, stable_seed
+from megackpt.training.parallel import ParallelDropout, ParallelGroups, ParallelLayout, ParallelRng
+from megackpt.training.parallel.collectives import copy_to, reduce_from
+from megackpt.training.parallel.layout import (
+    EXPERT_RANK_ORDER,
+    RANK_ORDER,
+    AxisName,
+    Coordinates,
+    ExpertCoordinates,
+)
+from megackpt.training.parallel.rng import dropout, stable_seed
 from tests.support.effort import few
 
 

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from megackpt import DeclarationError, ShardedLayout, ShardedObject, ShardedTensor
-from megackpt.parallel import (
+from megackpt.training.parallel import (
     ColumnParallelLinear,
     LayerNorm,
     LayerStack,
@@ -29,9 +29,9 @@ from megackpt.parallel import (
     sharded_state_dict,
     vocab_parallel_cross_entropy,
 )
-from megackpt.parallel.attributes import RowRange, copied_rows, is_marked, mark
-from megackpt.parallel.embedding import padded_vocab_size
-from megackpt.parallel.mixin import second_copy
+from megackpt.training.parallel.attributes import RowRange, copied_rows, is_marked, mark
+from megackpt.training.parallel.embedding import padded_vocab_size
+from megackpt.training.parallel.mixin import second_copy
 from models import GPTConfig, MoEConfig, build_gpt, init_weights
 from tests.support.optimizers import tensors_of
 

@@ -11,8 +11,14 @@ from hypothesis import given, settings
 from hypothesis.strategies import SearchStrategy, booleans, composite, integers, lists
 
 from megackpt import DeclarationError
-from megackpt.parallel import MicroBatch, ParallelGroups, ParallelLayout, StageTable, forward_backward
-from megackpt.parallel.schedule import (
+from megackpt.training.parallel import (
+    MicroBatch,
+    ParallelGroups,
+    ParallelLayout,
+    StageTable,
+    forward_backward,
+)
+from megackpt.training.parallel.schedule import (
     Action,
     Backward,
     Forward,

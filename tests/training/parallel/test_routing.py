@@ -15,7 +15,7 @@ from hypothesis.strategies import booleans, floats, integers, sampled_from
 from torch import Tensor, nn
 
 from megackpt import DeclarationError
-from megackpt.parallel import (
+from megackpt.training.parallel import (
     Capacity,
     GatedExperts,
     MixtureOfExperts,
@@ -25,10 +25,10 @@ from megackpt.parallel import (
     RoutingOptions,
     update_expert_bias,
 )
-from megackpt.parallel.attributes import is_marked
-from megackpt.parallel.dispatch import TokenDispatcher, plan_rows
-from megackpt.parallel.router import mean_auxiliary_losses, set_auxiliary_loss_scale
-from megackpt.parallel.routing import Routing, choose_experts, scores_of
+from megackpt.training.parallel.attributes import is_marked
+from megackpt.training.parallel.dispatch import TokenDispatcher, plan_rows
+from megackpt.training.parallel.router import mean_auxiliary_losses, set_auxiliary_loss_scale
+from megackpt.training.parallel.routing import Routing, choose_experts, scores_of
 
 HIDDEN, EXPERTS, SEQUENCES, LENGTH = 6, 5, 3, 7
 GROUPS = ParallelGroups.create(ParallelLayout())

@@ -12,11 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megackpt import DeclarationError, MismatchError, load, save
-from megackpt.parallel import ParallelGroups, ParallelLayout
-from megackpt.parallel.layout import Coordinates
 from megackpt.storage import MemoryStore
 from megackpt.testing.world import SimulatedWorld
-from megackpt.training_state import (
+from megackpt.training.parallel import ParallelGroups, ParallelLayout
+from megackpt.training.parallel.layout import Coordinates
+from megackpt.training.state import (
     DataPosition,
     RankPosition,
     SampleOrder,

@@ -14,9 +14,9 @@ import torch
 from torch.optim import SGD, lr_scheduler
 
 from megackpt import Checkpointer, DeclarationError, MismatchError, load, save
-from megackpt.parallel import ParallelGroups, ParallelLayout, ParallelRng
 from megackpt.testing.world import SimulatedWorld
-from megackpt.training_state import (
+from megackpt.training.parallel import ParallelGroups, ParallelLayout, ParallelRng
+from megackpt.training.state import (
     TRACKED_AXES,
     CommonObject,
     DataPosition,

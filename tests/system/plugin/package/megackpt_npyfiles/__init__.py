@@ -26,8 +26,8 @@ from megackpt.formats.strategy import (
     LoadStrategy,
     SaveStrategy,
 )
-from megackpt.metadata import ChunkTable, column, pack_columns, unpack_columns
-from megackpt.planning import SavePlan, first_of_equal_chunks
+from megackpt.plans.metadata import ChunkTable, column, pack_columns, unpack_columns
+from megackpt.plans.planning import SavePlan, first_of_equal_chunks
 from megackpt.storage import Store, digest_of
 
 BACKEND, VERSION = "npyfiles", 1

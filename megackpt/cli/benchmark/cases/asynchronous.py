@@ -1,0 +1,45 @@
+"""How long training waits for an asynchronous save, and when that save is durable."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from megackpt.cli.benchmark.contender import Contender
+from megackpt.cli.benchmark.measure import BenchRun
+from megackpt.cli.benchmark.names import ASYNC_STALL, ASYNC_TOTAL
+from megackpt.cli.benchmark.settings import PEER_ROUNDS
+from megackpt.cli.benchmark.state import GridLayout, RankState, fingerprints, first_difference, invert, spoil
+from megackpt.cli.benchmark.stopwatch import timed
+
+
+def measure_async(run: BenchRun) -> None:
+    """Save asynchronously, change the state at once, and look at what was saved. Collective."""
+    layout = GridLayout(tp=run.ranks)
+    source, target = run.state(layout), run.state(layout, filled=False)
+    expected = fingerprints(source)
+    able = [contender for contender in run.leaders if contender.can_save_async]
+    for contender in run.turns(able, peer_rounds=PEER_ROUNDS):
+        _save_async(run, contender, source, target, expected)
+        if contender is not run.native:  # whose Checkpointer removes old steps itself
+            run.fresh(contender.name)
+    run.native.close()
+    run.clear()
+
+
+def _save_async(
+    run: BenchRun, contender: Contender, source: RankState, target: RankState, expected: Sequence[str]
+) -> None:
+    directory = run.fresh(contender.name)
+    declared = contender.declare(source)
+    waits: list[Callable[[], Path]] = []
+    stall = timed(lambda: waits.append(contender.save_async(declared, directory)))
+    invert(source)  # as training would change it: what is saved must be a copy
+    written: list[Path] = []
+    rest = timed(lambda: written.append(waits[0]()))
+    run.results.add(ASYNC_STALL, contender.name, stall, run.nbytes)
+    run.results.add(ASYNC_TOTAL, contender.name, stall + rest, run.nbytes)
+    invert(source)
+    spoil(target)
+    contender.load(contender.declare(target), written[0])
+    run.results.verify((ASYNC_STALL, ASYNC_TOTAL), contender.name, first_difference(target, expected))

@@ -1,0 +1,108 @@
+"""megackpt itself, in each of its formats."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator
+from pathlib import Path
+
+from megackpt.cli.benchmark.names import OURS
+from megackpt.cli.benchmark.settings import WRITE_THREADS
+from megackpt.cli.benchmark.state import GridLayout, RankState, Shard
+from megackpt.engine.saving.plan_cache import PlanCache
+from megackpt.entities import ShardedStateDict, ShardedTensor
+from megackpt.errors import DeclarationError
+from megackpt.formats.registry import DEFAULT_BACKEND, save_strategies
+from megackpt.run.checkpointer import Checkpointer
+from megackpt.run.collective import load, save
+
+
+class Ours:
+    """megackpt with one format, and default options.
+
+    Plans are kept from one save to the next, as peers keep theirs. Asynchronous saves are those of a
+    Checkpointer that is kept, as in a training script: it keeps the memory for copies, too.
+    """
+
+    thread_counts: tuple[int, ...] = ()
+    threads = WRITE_THREADS
+    can_save_async = True
+
+    def __init__(self, backend: str) -> None:
+        self.backend = backend
+        self.name = OURS if backend == DEFAULT_BACKEND else f"{OURS}:{backend}"
+        self._plans = PlanCache()
+        self._checkpointer: Checkpointer | None = None
+        self._step = 0
+
+    def unsupported_reason(self, saved_at: GridLayout, loaded_at: GridLayout) -> str | None:
+        """Any layout will do."""
+        return None
+
+    def declare(self, state: RankState) -> ShardedStateDict:
+        """Declare each shard by the coordinates of its rank."""
+        declared: ShardedStateDict = {p.key: _declared(p, state) for p in state.shards}
+        return declared
+
+    def save(self, declared: ShardedStateDict, directory: Path) -> None:
+        """`megackpt.save`."""
+        save(declared, directory, self.backend, plans=self._plans)
+
+    def load(self, declared: ShardedStateDict, directory: Path) -> None:
+        """`megackpt.load`."""
+        load(declared, directory)
+
+    def save_async(self, declared: ShardedStateDict, directory: Path) -> Callable[[], Path]:
+        """`Checkpointer.save` with async_save; one Checkpointer for all of them, as in a training script."""
+        if self._checkpointer is None:
+            self._checkpointer = Checkpointer(
+                directory.parent / f"{self.backend}-steps", keep_last=1, async_save=True
+            )
+        self._step += 1
+        self._checkpointer.save(self._step, declared, sharded_strategy=self.backend)
+        return self._finish
+
+    def close(self) -> None:
+        """Let go of what asynchronous saves keep. Collective."""
+        checkpointer, self._checkpointer = self._checkpointer, None
+        if checkpointer is not None:
+            checkpointer.close()
+
+    def _finish(self) -> Path:
+        assert self._checkpointer is not None
+        self._checkpointer.wait()
+        return self._checkpointer.directory(self._step)
+
+
+def native() -> Ours:
+    """Return the one for the native format."""
+    return Ours(DEFAULT_BACKEND)
+
+
+def other_formats(chosen: Collection[str] | None) -> Iterator[Ours]:
+    """Return one for every other format that can be saved with what is installed, or those of them chosen.
+
+    Raises:
+        DeclarationError: a chosen one is not there.
+    """
+    known = list(dict.fromkeys(strategy.backend for strategy in save_strategies()))
+    unknown = [backend for backend in chosen or () if backend not in known]
+    if unknown:
+        raise DeclarationError(f"{unknown[0]!r} is no format here. Known are {', '.join(known)}.")
+    for backend in known:
+        if backend != DEFAULT_BACKEND and (chosen is None or backend in chosen):
+            yield Ours(backend)
+
+
+def _declared(shard: Shard, state: RankState) -> ShardedTensor:
+    tp, tp_rank = state.layout.tp, state.layout.coordinates_of(state.rank)[0]
+    offsets = [] if shard.tp_axis is None else [(shard.tp_axis, tp_rank, tp)]
+    if shard.flat is None:
+        return ShardedTensor.from_rank_offsets(shard.key, shard.data, *offsets, replica_id=shard.replica)
+    return ShardedTensor.from_rank_offsets_flat(
+        shard.key,
+        shard.data,
+        shard.box_shape,
+        *offsets,
+        flattened_range=shard.flat,
+        replica_id=shard.replica,
+    )

@@ -1,0 +1,168 @@
+"""The report of a benchmark: times by case and library, other figures, and ratios."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from megackpt.cli.benchmark.names import ASYNC_TOTAL, OURS, RAW, SAVE
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One case of one contender.
+
+    Attributes:
+        case: what was done.
+        who: by whom; one of RAW for files without a checkpoint.
+        nbytes: bytes of all ranks that were written, each once, or that they asked for.
+        seconds: of each measured run, from a common start to the end of the slowest rank.
+        verified: whether what was loaded, or what was saved and then loaded, is equal after every run, that
+            which does not count among them; None for what is not compared.
+        differing: a key whose bits were not those that were saved.
+        unsupported: why it was not done; there are no seconds then.
+        read_nbytes: bytes that all ranks read from files in the last run, by the system's count; None where
+            it is not counted.
+    """
+
+    case: str
+    who: str
+    nbytes: int = 0
+    seconds: tuple[float, ...] = ()
+    verified: bool | None = None
+    differing: str | None = None
+    unsupported: str | None = None
+    read_nbytes: int | None = None
+
+    @property
+    def is_raw(self) -> bool:
+        """Whether it is files without a checkpoint."""
+        return self.who in RAW
+
+    @property
+    def median_s(self) -> float | None:
+        """The median time; None if it was not done."""
+        return statistics.median(self.seconds) if self.seconds else None
+
+    @property
+    def rate(self) -> float | None:
+        """Bytes per second in median; None if it was not done."""
+        return self.nbytes / self.median_s if self.median_s else None
+
+    @property
+    def over_read(self) -> float | None:
+        """Bytes read per byte asked for; None where it is not known."""
+        return self.read_nbytes / self.nbytes if self.read_nbytes is not None and self.nbytes else None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Figure:
+    """Something measured that is no time of a case.
+
+    Attributes:
+        name: what, as in `names`.
+        who: of whom.
+        value: how much, of the unit.
+        unit: "MiB", "%", "ms", "" for a count or a ratio, ...
+    """
+
+    name: str
+    who: str
+    value: float
+    unit: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Report:
+    """All rows, and what they stand for.
+
+    Attributes:
+        command: the settings.
+        machine: where it ran; "has_cold_files" says whether files can be taken out of memory there.
+        state: what was saved.
+        rows: what was timed.
+        figures: what else was measured.
+        phases: with a profile, seconds by what was done ("save", "load"), rank and phase; sums over threads.
+    """
+
+    command: dict[str, Any]
+    machine: dict[str, Any]
+    state: dict[str, Any]
+    rows: tuple[Row, ...]
+    figures: tuple[Figure, ...] = ()
+    phases: dict[str, list[dict[str, float]]] = field(default_factory=dict)
+
+    @property
+    def peers(self) -> list[str]:
+        """Names of the other libraries that took part."""
+        names = dict.fromkeys(row.who for row in self.rows)
+        return [name for name in names if name not in RAW and not name.startswith(OURS)]
+
+    @property
+    def is_verified(self) -> bool:
+        """Whether every load gave what was saved."""
+        return all(row.verified is not False for row in self.rows)
+
+    def row(self, case: str, who: str) -> Row | None:
+        """Return the row of a contender in a case that was measured; None if there is none."""
+        return next((r for r in self.rows if (r.case, r.who) == (case, who) and r.seconds), None)
+
+    def figure(self, name: str, who: str) -> Figure | None:
+        """Return a figure; None if it was not measured."""
+        return next((f for f in self.figures if (f.name, f.who) == (name, who)), None)
+
+    def limit(self, case: str) -> float | None:
+        """Return the bytes per second of the faster raw I/O of a case; None where there is none."""
+        named = SAVE if case == ASYNC_TOTAL else case
+        rates = [r.rate for r in self.rows if r.is_raw and r.case == named and r.rate]
+        return max(rates, default=None)
+
+    def ratios(self, row: Row) -> dict[str, float]:
+        """Compare a row: its share of the raw limit, and how many times faster it is than each peer."""
+        ratios: dict[str, float] = {}
+        if row.rate is None or row.median_s is None or row.is_raw:
+            return ratios
+        limit = self.limit(row.case)
+        if limit:
+            ratios["raw"] = row.rate / limit
+        for peer in self.peers:
+            theirs = self.row(row.case, peer)
+            if theirs is not None and theirs.median_s and peer != row.who:
+                ratios[peer] = theirs.median_s / row.median_s
+        return ratios
+
+    def unsupported_cases(self) -> list[str]:
+        """Say once why something was not done."""
+        return list(dict.fromkeys(f"{r.who}: {r.unsupported}." for r in self.rows if r.unsupported))
+
+    def to_json(self) -> dict[str, Any]:
+        """Return it as plain JSON values."""
+        return {
+            "command": self.command,
+            "machine": self.machine,
+            "state": self.state,
+            "phases": self.phases,
+            "rows": [dict(self._of(row)) for row in self.rows],
+            "figures": [asdict(figure) for figure in self.figures],
+        }
+
+    @classmethod
+    def from_json(cls, values: dict[str, Any]) -> Report:
+        """Return what `to_json` was called on."""
+        stored = ("case", "who", "nbytes", "verified", "differing", "unsupported", "read_nbytes")
+        rows = tuple(
+            Row(seconds=tuple(row["seconds"]), **{name: row[name] for name in stored})
+            for row in values["rows"]
+        )
+        figures = tuple(Figure(**figure) for figure in values["figures"])
+        kept = {k: values[k] for k in ("command", "machine", "state", "phases")}
+        return cls(rows=rows, figures=figures, **kept)
+
+    def _of(self, row: Row) -> Iterator[tuple[str, Any]]:
+        yield from asdict(row).items()
+        yield "median_s", row.median_s
+        yield "bytes_per_s", row.rate
+        yield "over_read", row.over_read
+        yield "ratios", self.ratios(row)

@@ -1,0 +1,82 @@
+"""A picture of a plan: how much more or less than the mean each rank writes and reads."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+
+from megackpt.cli.simulation.layout import layout_title
+from megackpt.cli.simulation.outcome import LoadOutcome, SaveOutcome
+from megackpt.plans.geometry import Ints
+from megackpt.training.parallel import ParallelLayout
+
+GB = 1e9
+
+
+def draw(title: str, save: SaveOutcome, load: LoadOutcome | None, path: Path) -> None:
+    """Write heat maps of the deviation from the mean; the suffix of the path chooses the format.
+
+    A row is a (pp, tp), a column is a dp rank.
+    """
+    panels: list[tuple[str, ParallelLayout, npt.NDArray[np.float64]]] = []
+    if save.layout is not None:
+        panels.append(("written", save.layout, save.nbytes / GB))
+    if load is not None:
+        panels.append(("read, each rank by itself", load.layout, _everywhere(load.read, load) / GB))
+        group = load.shared_read / load.layout.size("dp_cp") / GB
+        panels.append(
+            (
+                "read, exchanged over dp" if load.layout.cp == 1 else "read, exchanged over dp and cp",
+                load.layout,
+                _of_groups(group, load.layout),
+            )
+        )
+    figure = Figure(figsize=(9.0, 1.2 + 3.4 * len(panels)), layout="constrained")
+    figure.suptitle(title)
+    for axes, (what, layout, numbers) in zip(
+        figure.subplots(len(panels), 1, squeeze=False)[:, 0], panels, strict=True
+    ):
+        _draw_panel(figure, axes, what, layout, numbers)
+    figure.savefig(path)
+
+
+def _draw_panel(
+    figure: Figure, axes: Axes, what: str, layout: ParallelLayout, of_rank: npt.NDArray[np.float64]
+) -> None:
+    placed = of_rank.reshape(layout.pp, layout.size("dp_cp"), layout.tp).transpose(0, 2, 1)
+    rows = placed.reshape(layout.pp * layout.tp, layout.size("dp_cp"))
+    mean, most = float(np.nanmean(rows)), float(np.nanmax(rows))
+    deviation = 100 * (rows / mean - 1) if mean else np.zeros_like(rows)
+    # Symmetric, so that the mean is white; never below 1 %, so that rounding does not look like imbalance.
+    limit = max(1.0, float(np.nanmax(np.abs(deviation))))
+    drawn = axes.imshow(
+        deviation, aspect="auto", interpolation="nearest", cmap="RdBu_r", vmin=-limit, vmax=limit
+    )
+    axes.set_title(
+        f"{layout_title(layout)}: {what}; mean {mean:.3g} GB, most {most:.3g} GB", fontsize="medium"
+    )
+    axes.set_xlabel("dp rank" if layout.cp == 1 else "dp rank, in each cp 0 to " + str(layout.cp - 1))
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.set_ylabel("pp stage" if layout.tp == 1 else f"pp stage, in each tp 0 to {layout.tp - 1}")
+    step = max(1, layout.pp // 8)
+    stages = range(0, layout.pp, step)
+    axes.set_yticks([pp * layout.tp for pp in stages], [str(pp) for pp in stages])
+    figure.colorbar(drawn, ax=axes, label="% above or below the mean")
+
+
+def _everywhere(of_planned: Ints, load: LoadOutcome) -> npt.NDArray[np.float64]:
+    """Return a number for each rank; NaN for ranks that were not planned."""
+    placed = np.full(load.layout.world_size, np.nan)
+    placed[load.planned] = of_planned
+    return placed
+
+
+def _of_groups(of_group: npt.NDArray[np.float64], layout: ParallelLayout) -> npt.NDArray[np.float64]:
+    """Give each rank the number of its data-parallel group; groups are in the order of (pp, tp)."""
+    by_group = of_group.reshape(layout.pp, 1, layout.tp)
+    return np.broadcast_to(by_group, (layout.pp, layout.size("dp_cp"), layout.tp)).reshape(-1)

@@ -1,0 +1,166 @@
+"""Estimates times on other hardware, and how often to save.
+
+Seconds are computed from bytes and bandwidths. No estimate is better than the given bandwidths: `megackpt
+bench` measures those of a directory.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+
+from megackpt.cli.simulation.outcome import LoadOutcome, SaveOutcome
+from megackpt.ground.arguments import check_count, check_number
+from megackpt.plans.geometry import Ints
+
+GB = 1e9
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cluster:
+    """What the machines do; bandwidths in GB/s, 10^9 bytes a second. None: it is no limit.
+
+    Attributes:
+        ranks_per_node: neighbouring ranks that share a node.
+        write: what one node writes.
+        read: what one node reads.
+        total_write: what the storage takes from all nodes together.
+        total_read: what it gives to all nodes together.
+        network: what one node receives from others.
+        mtbf_hours: mean time between failures that stop the job.
+
+    Raises:
+        DeclarationError: a number that is not above 0.
+    """
+
+    ranks_per_node: int = 8
+    write: float | None = None
+    read: float | None = None
+    total_write: float | None = None
+    total_read: float | None = None
+    network: float | None = None
+    mtbf_hours: float | None = None
+
+    def __post_init__(self) -> None:
+        for name, value in asdict(self).items():
+            if value is not None and name != "ranks_per_node":
+                check_number(name, value)
+        check_count("ranks_per_node", self.ranks_per_node)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Estimate:
+    """Seconds; None where no bandwidth was given for it.
+
+    Attributes:
+        save: all bytes written, planning and proof included.
+        load_direct: every rank reads for itself.
+        load_exchange: groups read each byte once and exchange it.
+        interval: advice about saves, where a time between failures was given.
+    """
+
+    save: float | None
+    load_direct: float | None
+    load_exchange: float | None
+    interval: Interval | None
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain JSON."""
+        return asdict(self)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Interval:
+    """How long to train between two saves that training waits for, in seconds.
+
+    Attributes:
+        young: `sqrt(2 C M)`, for a save that takes C and a mean time between failures of M.
+        daly: Daly's higher-order estimate, which is also valid where C is not small compared with M.
+        efficiency: the share of time that is progress at Daly's interval; the rest are saves, lost work and
+            restarts.
+    """
+
+    young: float
+    daly: float
+    efficiency: float
+
+
+def estimate(save: SaveOutcome, load: LoadOutcome | None, cluster: Cluster) -> Estimate:
+    """Return the times of a save and a load on a cluster. Pure.
+
+    A phase takes as long as its slowest node, or as the storage as a whole if that is longer. An exchange
+    overlaps with reading, so the longer of the two counts.
+    """
+    writing = None
+    if save.layout is not None:
+        writing = slowest(save.nbytes, cluster.ranks_per_node, cluster.write, cluster.total_write)
+    save_s = None if writing is None else writing + save.coordinator_s + float(save.rank_s.max(initial=0.0))
+    direct = exchange = None
+    if load is not None:
+        planning = float(load.plan_s.max(initial=0.0) + load.region_s.max(initial=0.0))
+        direct, exchange = _load_times(load, cluster)
+        direct = None if direct is None else direct + planning
+        exchange = None if exchange is None else exchange + planning
+    interval = None
+    if save_s is not None and cluster.mtbf_hours is not None:
+        known = [seconds for seconds in (direct, exchange) if seconds is not None]
+        interval = advise(save_s, mtbf_s=cluster.mtbf_hours * 3600, restart_s=min(known, default=save_s))
+    return Estimate(save=save_s, load_direct=direct, load_exchange=exchange, interval=interval)
+
+
+def slowest(nbytes: Ints, ranks_per_node: int, node: float | None, total: float | None) -> float | None:
+    """Return the seconds that all nodes take to move the bytes of their ranks; None without a bandwidth."""
+    nodes = np.add.reduceat(nbytes, np.arange(0, len(nbytes), ranks_per_node)) if len(nbytes) else nbytes
+    times = [] if node is None else [float(nodes.max(initial=0)) / (node * GB)]
+    times += [] if total is None else [float(nbytes.sum()) / (total * GB)]
+    return max(times, default=None)
+
+
+def advise(save_s: float, *, mtbf_s: float, restart_s: float) -> Interval:
+    """Return how long to train between saves that take save_s.
+
+    >>> advice = advise(60.0, mtbf_s=3 * 3600.0, restart_s=120.0)
+    >>> round(advice.young), round(advice.daly), round(advice.efficiency, 3)
+    (1138, 1099, 0.888)
+
+    Source: Young 1974, "A first order approximation to the optimum checkpoint interval"; Daly 2006, "A higher
+    order estimate of the optimum checkpoint interval for restart dumps", equation 37, and its model of the
+    time to solution for the efficiency.
+    """
+    young = math.sqrt(2 * save_s * mtbf_s)
+    ratio = save_s / (2 * mtbf_s)
+    daly = young * (1 + math.sqrt(ratio) / 3 + ratio / 9) - save_s if save_s < 2 * mtbf_s else mtbf_s
+    # Time to solution over time of computing alone: M e^(R/M) (e^((t + C)/M) - 1) / t.
+    exponent = (daly + save_s) / mtbf_s
+    slowdown = (
+        mtbf_s * math.exp(restart_s / mtbf_s) * math.expm1(exponent) / daly if exponent < 500 else math.inf
+    )
+    return Interval(young=young, daly=daly, efficiency=1 / slowdown)
+
+
+def _load_times(load: LoadOutcome, cluster: Cluster) -> tuple[float | None, float | None]:
+    """Return the seconds of reading alone, and of reading and exchanging."""
+    layout, per_node = load.layout, cluster.ranks_per_node
+    group = np.arange(layout.world_size) % layout.tp + layout.tp * (
+        np.arange(layout.world_size) // (layout.stage_size)
+    )
+    read, needed = _of_all_ranks(load.read, load), _of_all_ranks(load.needed, load)
+    direct = slowest(read, per_node, cluster.read, cluster.total_read)
+    shared = slowest(
+        (load.shared_read // layout.size("dp_cp"))[group], per_node, cluster.read, cluster.total_read
+    )
+    if shared is None:
+        return direct, None
+    received = np.maximum(needed - (load.unique // layout.size("dp_cp"))[group], 0)
+    sent = slowest(received, per_node, cluster.network, None)
+    return direct, max(shared, sent or 0.0)
+
+
+def _of_all_ranks(of_planned: Ints, load: LoadOutcome) -> Ints:
+    """Give ranks that were not planned what the last planned one before them has."""
+    at = np.searchsorted(load.planned, np.arange(load.layout.world_size), side="right") - 1
+    spread: Ints = of_planned[np.maximum(at, 0)]
+    return spread

@@ -1,0 +1,103 @@
+"""What makes a directory a checkpoint. Source: Megatron-Core `dist_checkpointing.core`, for the names."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from megackpt.contrib.megatron.unsupported import raise_unsupported
+from megackpt.engine.checkpoint.manifest import read_manifest
+from megackpt.errors import CheckpointingException, FormatError
+from megackpt.formats.strategy import MANIFEST
+from megackpt.storage import Store, is_url, open_store
+
+__all__ = [
+    "CONFIG_FNAME",
+    "CheckpointingConfig",
+    "CheckpointingException",
+    "check_is_distributed_checkpoint",
+    "maybe_load_config",
+    "save_config",
+]
+
+CONFIG_FNAME = MANIFEST
+
+
+@dataclass
+class CheckpointingConfig:
+    """Which formats a checkpoint is in, as its metadata.json says.
+
+    Attributes:
+        sharded_backend: format of tensors and objects.
+        sharded_backend_version: its version.
+        common_backend: format of common state.
+        common_backend_version: its version.
+    """
+
+    sharded_backend: str
+    sharded_backend_version: int = 1
+    common_backend: str = "torch"
+    common_backend_version: int = 1
+
+
+def check_is_distributed_checkpoint(checkpoint_dir: str | os.PathLike[str] | Store) -> bool:
+    """Return whether a directory holds a metadata.json that can be read. Local.
+
+    As in Megatron-Core, a checkpoint of torch.distributed.checkpoint alone is none: Megatron-LM loads that in
+    another way (`torch_dcp`, `fsdp_dtensor`). `megackpt.run.check_is_distributed_checkpoint` knows it
+    too.
+
+    Raises:
+        FormatError: metadata.json is damaged.
+    """
+    return maybe_load_config(checkpoint_dir) is not None
+
+
+def maybe_load_config(checkpoint_dir: str | os.PathLike[str] | Store) -> CheckpointingConfig | None:
+    """Return the formats that metadata.json names, None for a directory without one. Local.
+
+    Other fields of metadata.json are left out.
+
+    Raises:
+        FormatError: metadata.json is damaged.
+    """
+    if not checkpoint_dir:
+        return None
+    if not isinstance(checkpoint_dir, (str, os.PathLike)):
+        return _config_in(checkpoint_dir)
+    directory = os.fspath(checkpoint_dir)
+    if not is_url(directory) and not Path(directory).is_dir():
+        return None
+    store = open_store(directory)
+    try:
+        return _config_in(store)
+    finally:
+        store.close()
+
+
+def _config_in(store: Store) -> CheckpointingConfig | None:
+    if not store.exists(CONFIG_FNAME):
+        return None
+    manifest = read_manifest(store)
+    if "sharded_backend" not in manifest:
+        raise FormatError(
+            f"{store.location}/{CONFIG_FNAME} does not name a sharded_backend. The file is damaged or "
+            f"foreign.",
+            path=store.location,
+        )
+    names = ("sharded_backend", "sharded_backend_version", "common_backend", "common_backend_version")
+    return CheckpointingConfig(**{name: manifest[name] for name in names if name in manifest})
+
+
+def save_config(config: CheckpointingConfig, checkpoint_dir: str) -> None:
+    """Raise an error: metadata.json is the commit of a checkpoint.
+
+    Raises:
+        UnsupportedError: always.
+    """
+    raise_unsupported(
+        "save_config",
+        because="metadata.json is the commit of a checkpoint and names the index it commits.",
+        instead="save() writes it when everything else is durable.",
+    )

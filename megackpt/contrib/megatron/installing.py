@@ -1,0 +1,95 @@
+"""Our `dist_checkpointing` in the place of Megatron-Core's.
+
+An import hook gives the same modules a second name, so a class is the same class under both names.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Sequence
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+
+from megackpt.contrib.megatron.process_options import OPTIONS
+from megackpt.errors import CheckpointError, DeclarationError
+
+THEIRS = "megatron.core.dist_checkpointing"
+OURS = "megackpt.contrib.megatron.dist_checkpointing"
+
+
+def install(*, silent_cast: bool = False) -> None:
+    """Make `megatron.core.dist_checkpointing` and all its modules ours, in this process. Local.
+
+    Call it before anything of Megatron-Core is imported: its modules take the classes when they are imported.
+    Calling it again only changes silent_cast. Megatron-Core itself need not be installed.
+
+    Args:
+        silent_cast: let `load` convert values that are stored in another dtype, as Megatron-Core does.
+            Otherwise that is an error, which names the key and both dtypes.
+
+    Raises:
+        CheckpointError: Megatron-Core's own `dist_checkpointing` has been imported already.
+
+    >>> from megackpt.contrib import megatron                    # doctest: +SKIP
+    >>> megatron.install()                                      # doctest: +SKIP
+    >>> from megatron.core.models.gpt import GPTModel           # doctest: +SKIP
+    """
+    if not isinstance(silent_cast, bool):
+        raise DeclarationError(f"silent_cast is {silent_cast!r}; give True or False.")
+    OPTIONS.silent_cast = silent_cast
+    if any(isinstance(finder, _Finder) for finder in sys.meta_path):
+        return
+    _check_not_imported()
+    sys.meta_path.insert(0, _Finder())
+
+
+def _check_not_imported() -> None:
+    early = [name for name in sys.modules if name == THEIRS or name.startswith(THEIRS + ".")]
+    if early:
+        raise CheckpointError(
+            f"megackpt.contrib.megatron.install() came too late: {early[0]} was imported already, and "
+            f"modules that imported its classes would keep them. Call install() at the top of the program, "
+            f"before the first import of megatron.core."
+        )
+
+
+class _Finder(MetaPathFinder):
+    """Finds modules of Megatron-Core's `dist_checkpointing` in ours."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """Return where a module is; None for a module that is not ours."""
+        if fullname != THEIRS and not fullname.startswith(THEIRS + "."):
+            return None
+        name = OURS + fullname.removeprefix(THEIRS)
+        try:
+            module = importlib.import_module(name)
+        except ModuleNotFoundError as error:
+            if error.name != name:
+                raise
+            raise ModuleNotFoundError(
+                f"{fullname} is not offered by megackpt, which stands for "
+                f"megatron.core.dist_checkpointing here "
+                f"(see docs/megatron-compat.md).",
+                name=fullname,
+            ) from error
+        return ModuleSpec(fullname, _Alias(module), is_package=hasattr(module, "__path__"))
+
+
+class _Alias(Loader):
+    """Gives a module that exists a second name."""
+
+    def __init__(self, module: ModuleType) -> None:
+        self._module = module
+        self._spec = module.__spec__
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        """Return the module as it is."""
+        return self._module
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Give the module its own spec back, which the import has replaced."""
+        module.__spec__ = self._spec

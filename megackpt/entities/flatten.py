@@ -1,0 +1,377 @@
+"""Flattening of a sharded state dict into tensors, objects and common state, and the way back after a load.
+
+The user's tree and its entities are never changed: factories and layouts are expanded into new entities, and
+an entity is copied before anything fills it.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Container, Mapping, Set
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from megackpt.entities.base import Expansion, ShardedBase, ShardedStateDict
+from megackpt.entities.plain_tensors import declare_whole_tensors, has_tensors
+from megackpt.entities.recognition import (
+    is_megatron_class,
+    is_torch_sharded,
+    is_torch_sharded_class,
+    may_have_xla,
+)
+from megackpt.entities.sharded_object import (
+    LocalNonpersistentObject,
+    PerRankValue,
+    ReplicatedValue,
+    ShardedObject,
+)
+from megackpt.entities.sharded_tensor import ShardedTensor, TorchShardedTensor
+from megackpt.entities.tree import (
+    ABSENT,
+    PathKeys,
+    Steps,
+    iter_leaves,
+    leaf_types,
+    map_leaves,
+    merge,
+    without_positions,
+)
+from megackpt.errors import DeclarationError, UnserializableError
+
+DroppedKeys = Set[str]
+"""Keys that were not loaded."""
+
+
+@dataclass(slots=True, eq=False)
+class EntityLeaf:
+    """A leaf whose loaded value is the data of an entity.
+
+    Attributes:
+        entity: has the data when the load is done.
+        keys: what it is stored as.
+    """
+
+    entity: ShardedTensor | ShardedObject | TorchShardedTensor
+    keys: tuple[str, ...]
+
+    def loaded(self, dropped: DroppedKeys) -> Any:
+        """Return the loaded value; ABSENT if nothing was loaded for one of the keys."""
+        if dropped and any(key in dropped for key in self.keys):
+            return ABSENT
+        data = self.entity.data
+        return ABSENT if data is None and isinstance(self.entity, ShardedTensor) else data
+
+
+@dataclass(slots=True, eq=False)
+class LocalLeaf:
+    """A leaf that is not stored; a load answers it with the local value."""
+
+    leaf: LocalNonpersistentObject
+
+    def loaded(self, dropped: DroppedKeys) -> Any:
+        """Return the local value."""
+        return self.leaf.unwrap()
+
+
+@dataclass(slots=True, eq=False)
+class ExpandedLeaf:
+    """A leaf that is stored as other entities: a layout, or what a factory has built.
+
+    Attributes:
+        key: of the leaf.
+        expansion: merges the loaded values.
+        parts: those of the expansion, with a leaf of these classes for each entity.
+    """
+
+    key: str
+    expansion: Expansion
+    parts: Any
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """What is stored for it, also for parts that are expanded again."""
+        leaves = [leaf for _, leaf in iter_leaves([self.parts])]
+        return tuple(key for leaf in leaves if not isinstance(leaf, LocalLeaf) for key in leaf.keys)
+
+    def is_dropped(self, dropped: DroppedKeys) -> bool:
+        """Return whether nothing is loaded for one of its keys."""
+        return any(key in dropped for key in self.keys)
+
+    def loaded(self, dropped: DroppedKeys) -> Any:
+        """Return what the expansion merges; ABSENT if nothing was loaded for one of its entities."""
+        # Each value is computed once: it may be of a factory whose merge_fn works in place.
+        values = {id(leaf): leaf.loaded(dropped) for _, leaf in iter_leaves([self.parts])}
+        if any(value is ABSENT for value in values.values()):
+            return ABSENT
+        return self.expansion.merge(map_leaves(lambda _, leaf: values[id(leaf)], self.parts))
+
+
+ShardedLeaf = EntityLeaf | LocalLeaf | ExpandedLeaf
+
+
+@dataclass(frozen=True, slots=True)
+class FlattenedState:
+    """A sharded state dict as lists of entities and common state.
+
+    Attributes:
+        tensors: every ShardedTensor, with factories and layouts expanded, in the order of the tree.
+        objects: every ShardedObject, also per-rank and replicated values, in the order of the tree.
+        per_rank: the per-rank values, by key.
+        replicated: keys of replicated values, whose main replica is not chosen yet.
+        on_some_ranks: keys of DTensors and of torch's ShardedTensors whose mesh or process group does not
+            have all ranks. Other ranks may hold replicas that are not marked as such by a replica id.
+        common: the tree without sharded and non-persistent leaves.
+        tree: the tree with all leaves.
+        leaves: how each leaf of the tree that is not common state is answered after a load, in order.
+    """
+
+    tensors: tuple[ShardedTensor, ...]
+    objects: tuple[ShardedObject, ...]
+    per_rank: Mapping[str, PerRankValue]
+    replicated: frozenset[str]
+    on_some_ranks: frozenset[str]
+    common: Any
+    tree: Any
+    leaves: tuple[ShardedLeaf, ...]
+
+    @property
+    def entities(self) -> list[ShardedTensor | ShardedObject]:
+        """All entities, in the order of a declaration: tensors, then objects."""
+        return [*self.tensors, *self.objects]
+
+    def transformed(self, dropped: DroppedKeys) -> dict[str, str]:
+        """Return by key what the factories say that a load makes of stored arrays, if none is dropped."""
+        return {
+            leaf.key: leaf.expansion.how
+            for leaf in self.leaves
+            if isinstance(leaf, ExpandedLeaf) and leaf.expansion.how and not leaf.is_dropped(dropped)
+        }
+
+    def advice(self) -> dict[str, str]:
+        """Return by key of an array what its factory advises if it cannot be loaded as it is requested."""
+        return {
+            key: leaf.expansion.advice
+            for leaf in self.leaves
+            if isinstance(leaf, ExpandedLeaf) and leaf.expansion.advice
+            for key in leaf.keys
+        }
+
+    def unflatten(self, stored_common: Any, dropped: DroppedKeys) -> Any:
+        """Return the loaded state dict: the common state of a checkpoint, with the loaded leaves in it."""
+        values = iter([leaf.loaded(dropped) for leaf in self.leaves])
+
+        def loaded_leaf(_: str, leaf: Any) -> Any:
+            value = next(values) if isinstance(leaf, _NOT_COMMON) else ABSENT
+            return ABSENT if value is ABSENT else _LoadedLeaf(value)
+
+        loaded = map_leaves(loaded_leaf, self.tree)
+        merged = stored_common if loaded is ABSENT else merge(stored_common, loaded)
+        return map_leaves(lambda _, leaf: leaf.value if isinstance(leaf, _LoadedLeaf) else leaf, merged)
+
+
+def flatten_state(
+    sharded_state_dict: ShardedStateDict,
+    *,
+    rank: int,
+    ranks: int,
+    stored: Container[str] = (),
+    common: Container[Steps] = (),
+    in_host_memory: bool = False,
+) -> FlattenedState:
+    """Flatten a sharded state dict. Local.
+
+    Args:
+        sharded_state_dict: of this rank.
+        rank: number of this rank.
+        ranks: number of ranks.
+        stored: for a load, the keys of global arrays of the checkpoint: a plain tensor of the state dict
+            with such a key is filled with the whole array.
+        common: for a load, the steps of tensors that are not, because common state has them.
+        in_host_memory: for a load, replace tensors on devices by new ones in host memory.
+
+    Raises:
+        DeclarationError: it is not a dict; an entity is inside of a tuple or set, or has no data to save; or
+            two tensors without a key get the same key from their paths.
+        UnserializableError: the state dict contains itself.
+    """
+    if not isinstance(sharded_state_dict, dict):
+        raise DeclarationError(
+            f"A sharded state dict must be a dict, not {type(sharded_state_dict).__name__}. Give it a key: "
+            f"{{'model': ...}}."
+        )
+    try:
+        kinds = leaf_types(sharded_state_dict)
+        names = PathKeys()
+        ours = _with_sharded_tensors(_with_own_entities(sharded_state_dict, kinds), kinds, names)
+        state = (
+            declare_whole_tensors(ours, stored, common=common, names=names) if has_tensors(kinds) else ours
+        )
+    except RecursionError as error:
+        raise UnserializableError(
+            "The state dict contains itself, or is nested too deeply to be walked. Remove the cycle."
+        ) from error
+    collector = _LeafCollector(rank, ranks, in_host_memory=in_host_memory)
+    common_state = map_leaves(collector.collect, state)
+    return FlattenedState(
+        tensors=tuple(collector.tensors),
+        objects=tuple(collector.objects),
+        per_rank=collector.per_rank,
+        replicated=frozenset(collector.replicated),
+        on_some_ranks=frozenset(collector.on_some_ranks),
+        common={} if common_state is ABSENT else without_positions(common_state),
+        tree=state,
+        leaves=tuple(collector.leaves),
+    )
+
+
+# The most frequent class is the first: isinstance with the exact class does not ask the abstract base.
+_NOT_COMMON = (
+    ShardedTensor,
+    ShardedBase,
+    LocalNonpersistentObject,
+    PerRankValue,
+    ReplicatedValue,
+    TorchShardedTensor,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class _LoadedLeaf:
+    """Wraps a loaded leaf while trees are merged, so that a dict or list in it is not merged."""
+
+    value: Any
+
+
+class _LeafCollector:
+    """Collects the entities of the leaves, and how each leaf is answered after a load."""
+
+    def __init__(self, rank: int, ranks: int, *, in_host_memory: bool) -> None:
+        self.tensors: list[ShardedTensor] = []
+        self.objects: list[ShardedObject] = []
+        self.per_rank: dict[str, PerRankValue] = {}
+        self.replicated: set[str] = set()
+        self.on_some_ranks: set[str] = set()
+        self.leaves: list[ShardedLeaf] = []  # in the order of the tree
+        self._rank = rank
+        self._ranks = ranks
+        self._in_host_memory = in_host_memory
+
+    def collect(self, path: str, leaf: Any) -> Any:
+        """Collect a leaf; return it if it is common state, else ABSENT."""
+        if isinstance(leaf, _NOT_COMMON):
+            self.leaves.append(self._add(path, leaf))
+            return ABSENT
+        _check_no_hidden_entities(leaf, path)
+        return leaf
+
+    def _add(self, path: str, leaf: Any) -> ShardedLeaf:
+        match leaf:
+            case ShardedTensor():
+                return self._add_tensor(leaf)
+            case LocalNonpersistentObject():
+                return LocalLeaf(leaf)
+            case TorchShardedTensor():
+                return self._add_torch_sharded(leaf)
+            case ShardedObject():
+                return self._add_object(replace(leaf))
+            case PerRankValue():
+                self._check_declared_once(path, leaf.key)
+                self.per_rank[leaf.key] = leaf
+                return self._add_object(leaf.on(self._rank, self._ranks))
+            case ReplicatedValue():
+                self._check_declared_once(path, leaf.key)
+                self.replicated.add(leaf.key)
+                return self._add_object(leaf.on(self._rank))
+        return self._add_expanded(path, leaf)
+
+    def _check_declared_once(self, path: str, key: str) -> None:
+        if key in self.per_rank or key in self.replicated:
+            raise DeclarationError(
+                f"{path}: a rank declares the plain value {key!r} twice. Give each value a key of its own.",
+                key=key,
+                path=path,
+            )
+
+    def _add_tensor(self, tensor: ShardedTensor) -> ShardedLeaf:
+        target = tensor.with_data(None if tensor.data is None else self._on_host(tensor.data))
+        self.tensors.append(target)
+        return EntityLeaf(target, (target.key,))
+
+    def _on_host(self, data: torch.Tensor) -> torch.Tensor:
+        if not self._in_host_memory or data.device.type == "cpu":
+            return data
+        return torch.empty_like(data, device="cpu", requires_grad=False)
+
+    def _add_torch_sharded(self, tensor: TorchShardedTensor) -> ShardedLeaf:
+        self.tensors.extend(tensor.chunks)
+        if tensor.ranks < self._ranks:
+            self.on_some_ranks.add(tensor.key)
+        return EntityLeaf(tensor, (tensor.key,))
+
+    def _add_object(self, target: ShardedObject) -> ShardedLeaf:
+        self.objects.append(target)
+        return EntityLeaf(target, (target.key,))
+
+    def _add_expanded(self, path: str, entity: ShardedBase) -> ShardedLeaf:
+        expansion = entity.expand(self._on_host)
+        if expansion is None:
+            raise DeclarationError(
+                f"{path}: {type(entity).__name__} is not an entity that can be saved.", path=path
+            )
+
+        def leaf_of(inner: str, leaf: Any) -> ShardedLeaf:
+            if not isinstance(leaf, _NOT_COMMON):
+                raise DeclarationError(
+                    f"{inner}: the factory of {entity.key!r} built a {type(leaf).__name__}. It must build "
+                    f"sharded entities only, in dicts or lists.",
+                    key=entity.key,
+                )
+            return self._add(inner, leaf)
+
+        # A factory of Megatron-Core builds entities of Megatron-Core.
+        parts = _with_own_entities(expansion.parts, leaf_types(expansion.parts))
+        return ExpandedLeaf(entity.key, expansion, map_leaves(leaf_of, parts, path))
+
+
+# Adapters of other libraries are imported where a state dict has leaves of their classes.
+
+
+def _with_own_entities(state: Any, kinds: Set[type]) -> Any:
+    """Return the tree with Megatron-Core's entities as ours; kinds are the classes of its leaves."""
+    if not any(map(is_megatron_class, kinds)):
+        return state
+    from megackpt.entities.megatron_entities import adopt_megatron_entities
+
+    return adopt_megatron_entities(state, kinds)
+
+
+def _with_sharded_tensors(state: Any, kinds: Set[type], names: PathKeys) -> Any:
+    """Return the tree with the sharded tensors of torch and torch_xla as entities."""
+    # XLA first: from torch_xla 2.9 on its tensors are of a class that is derived from DTensor.
+    if may_have_xla(kinds):
+        from megackpt.entities.xla import adopt_xla_tensors
+
+        state = adopt_xla_tensors(state, kinds, names)
+    if any(map(is_torch_sharded_class, kinds)):
+        from megackpt.entities.torch_sharded import adopt_torch_sharded_tensors
+
+        state = adopt_torch_sharded_tensors(state, kinds, names)
+    return state
+
+
+def _check_no_hidden_entities(leaf: Any, path: str) -> None:
+    if not isinstance(leaf, (tuple, set, frozenset, deque)):
+        return
+    for inner in leaf:
+        if isinstance(inner, _NOT_COMMON) or is_torch_sharded(inner):
+            raise DeclarationError(
+                f"{path}: a {type(inner).__name__} is inside of a {type(leaf).__name__}. Use a list or a "
+                f"dict for sharded entities.",
+                path=path,
+            )
+        for _, deeper in iter_leaves([inner]):
+            _check_no_hidden_entities(deeper, path)
+            if deeper is not inner and (isinstance(deeper, _NOT_COMMON) or is_torch_sharded(deeper)):
+                _check_no_hidden_entities((deeper,), path)

@@ -1,0 +1,169 @@
+"""Plain tensors of a state dict: which they are, and which stored value or array fills each at a load.
+
+A plain tensor is saved as common state, or as an array (`plain_tensors="arrays"`). A checkpoint of the same
+model may hold it either way, so a load looks for both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-defined]
+
+from megackpt.entities.describe import dtype_name
+from megackpt.entities.recognition import is_torch_sharded, xla_tensor_of
+from megackpt.entities.sharded_tensor import ShardedTensor
+from megackpt.entities.tree import (
+    PathKeys,
+    Steps,
+    add_step,
+    dotted,
+    iter_leaves,
+    leaf_types,
+    map_leaves,
+    same_name_error,
+)
+from megackpt.plans.metadata import DTYPES
+
+
+def is_plain_tensor(leaf: object) -> bool:
+    """Return whether a leaf is an ordinary strided tensor, with all of its elements in its own storage.
+
+    Parameters and subclasses are plain tensors, except those that wrap other tensors or have no storage yet.
+    """
+    return (
+        isinstance(leaf, torch.Tensor)
+        and not is_torch_sharded(leaf)
+        and not isinstance(leaf, UninitializedTensorMixin)
+        and leaf.layout == torch.strided
+        and type(leaf).__torch_dispatch__ is torch.Tensor.__torch_dispatch__
+        and xla_tensor_of(leaf) is None
+    )
+
+
+def can_be_array(leaf: torch.Tensor) -> bool:
+    """Return whether a tensor of common state can be stored as an array, and loaded again as it is."""
+    return (
+        type(leaf) is torch.Tensor
+        and is_plain_tensor(leaf)
+        and leaf.dim() > 0
+        and leaf.numel() > 0
+        and not leaf.requires_grad
+        and not leaf.is_meta
+        and not leaf.is_quantized
+        and dtype_name(leaf.dtype) in DTYPES
+        and not any(n > 1 and stride == 0 for n, stride in zip(leaf.shape, leaf.stride(), strict=True))
+    )
+
+
+def has_tensors(kinds: Iterable[type]) -> bool:
+    """Return whether leaves of these classes may be plain tensors."""
+    return any(issubclass(kind, torch.Tensor) for kind in kinds)
+
+
+def plain_tensors(state: Any) -> dict[Steps, torch.Tensor]:
+    """Return the plain tensors of a tree by the steps that lead to them."""
+    if not has_tensors(leaf_types(state)):  # the usual case: listing all steps takes much longer
+        return {}
+    return {steps: leaf for steps, leaf in iter_leaves(state, (), step=add_step) if is_plain_tensor(leaf)}
+
+
+def match_common_leaves(
+    wanted: Iterable[Steps], stored: Iterable[Steps], arrays: Container[str] = ()
+) -> dict[Steps, Steps]:
+    """Return the leaf of stored common state from which each plain tensor is loaded, by steps. Pure.
+
+    It is the leaf at the same steps. If there is none, it is a leaf whose steps give the same text when
+    joined with dots, so that nested and flattened optimizer state dicts load each other; unless there is an
+    array of that name.
+
+    Args:
+        wanted: the steps to the plain tensors of the request.
+        stored: the steps to the leaves of stored common state.
+        arrays: the keys of stored arrays.
+
+    Raises:
+        DeclarationError: a name belongs to several tensors or several leaves.
+    """
+    leaves = set(stored)
+    matches = {steps: steps for steps in wanted if steps in leaves}
+    unmatched: dict[str, list[Steps]] = {}
+    for steps in wanted:
+        if steps not in matches and (name := dotted(steps)) not in arrays:
+            unmatched.setdefault(name, []).append(steps)
+    if not unmatched:
+        return matches
+    leaves_of_name: dict[str, list[Steps]] = {}
+    for steps in leaves:
+        leaves_of_name.setdefault(dotted(steps), []).append(steps)
+    exact: dict[str, list[Steps]] = {}
+    for steps in matches:
+        exact.setdefault(dotted(steps), []).append(steps)
+    for name, asking in unmatched.items():
+        answers = leaves_of_name.get(name, [])
+        if not answers:
+            continue
+        if len(asking) + len(exact.get(name, [])) > 1:
+            raise same_name_error(name, [*asking, *exact.get(name, [])], "tensors of the state dict")
+        if len(answers) > 1:
+            raise same_name_error(name, answers, "values of the checkpoint")
+        matches[asking[0]] = answers[0]
+    return matches
+
+
+def fill_in_place(stored: Any, targets: Mapping[Steps, torch.Tensor]) -> Any:
+    """Fill the targets with stored common state at the same steps; return it with the targets in place.
+
+    A stored tensor stays where the target has another shape or dtype, has no memory, or has elements that
+    share memory.
+    """
+
+    def filled(steps: Steps, leaf: Any) -> Any:
+        target = targets.get(steps)
+        if target is None or not is_plain_tensor(leaf) or not can_be_filled(target, leaf):
+            return leaf
+        with torch.no_grad():
+            target.detach().copy_(leaf)
+        return target
+
+    return map_leaves(filled, stored, (), step=add_step) if targets else stored
+
+
+def can_be_filled(target: torch.Tensor, value: torch.Tensor) -> bool:
+    """Return whether a tensor can be filled in place with values of the shape and dtype of `value`."""
+    shares_memory = any(n > 1 and step == 0 for n, step in zip(target.shape, target.stride(), strict=True))
+    return (
+        target.shape == value.shape
+        and target.dtype == value.dtype
+        and target.device.type != "meta"
+        and not shares_memory
+    )
+
+
+def declare_whole_tensors(
+    state: Any, keys: Container[str], *, common: Container[Steps] = (), names: PathKeys | None = None
+) -> Any:
+    """Return the tree with plain tensors declared as whole arrays; the given tree is not changed.
+
+    So what was saved from DTensors loads into a model without DTensors.
+
+    Args:
+        state: nested dicts and lists.
+        keys: the tensors whose paths, joined with dots, are in keys are declared.
+        common: steps to tensors that stay as they are.
+        names: the keys that other leaves have got from their paths.
+
+    Raises:
+        DeclarationError: two leaves get one key.
+    """
+    taken = PathKeys() if names is None else names
+
+    def declared(steps: Steps, leaf: Any) -> Any:
+        if not is_plain_tensor(leaf) or steps in common or dotted(steps) not in keys:
+            return leaf
+        shape = tuple(leaf.shape)
+        return ShardedTensor(taken.key_of(steps), leaf, leaf.dtype, shape, shape, (0,) * len(shape))
+
+    return map_leaves(declared, state, (), step=add_step) if keys else state

@@ -1,0 +1,1 @@
+"""Small tools that every room uses; they import nothing but the errors."""

@@ -1,1 +1,0 @@
-"""Other libraries' tensors and checkpoint interfaces, at the rim: imported by name, never by the core."""

@@ -1,0 +1,37 @@
+"""Plans: which rank writes or reads which bytes, computed from declarations. Pure, over columns."""
+
+from megackpt.plans.planning.copies import CompactCopies, Copies, StridedCopy
+from megackpt.plans.planning.load_plan import plan_load
+from megackpt.plans.planning.read_plan import Reads, group_reads, plan_reads
+from megackpt.plans.planning.save_plan import (
+    SavePlan,
+    first_of_equal_chunks,
+    object_sizes,
+    pack_rows,
+    plan_main_replicas,
+    plan_merged_save,
+    plan_save,
+    unpack_rows,
+    with_object_sizes,
+    with_sizes,
+)
+
+__all__ = [
+    "CompactCopies",
+    "Copies",
+    "Reads",
+    "SavePlan",
+    "StridedCopy",
+    "first_of_equal_chunks",
+    "group_reads",
+    "object_sizes",
+    "pack_rows",
+    "plan_load",
+    "plan_main_replicas",
+    "plan_merged_save",
+    "plan_reads",
+    "plan_save",
+    "unpack_rows",
+    "with_object_sizes",
+    "with_sizes",
+]

@@ -1,0 +1,168 @@
+"""Which rank writes a chunk that several ranks declare.
+
+Pure and deterministic: every rank computes the same answer from the same input. The rule is greedy, one chunk
+after the other. Where many chunks have the same owners and few different sizes, as those of data-parallel
+replicas, its result is computed for all chunks of a size at once.
+"""
+
+from __future__ import annotations
+
+import heapq
+
+import numpy as np
+import numpy.typing as npt
+
+from megackpt.plans.geometry import Ints, joined_ranges
+
+FEW = 16
+"""Up to so many chunks of one size are assigned one by one, which is faster than all at once."""
+
+
+def assign_writers(
+    nbytes: Ints, owner_start: Ints, owners: Ints, *, ranks: int, set_of: Ints | None = None
+) -> Ints:
+    """Choose one owner for each chunk, keeping bytes per rank even; returns indices into `owners`, `[n]`.
+
+    Chunks with the fewest owners are assigned first, since the others can still go to ranks with fewer bytes.
+    Among chunks with equally many owners the largest is first. Each goes to the owner with the fewest bytes
+    so far, ties to the lowest rank.
+
+    Args:
+        nbytes: length of each chunk, `[n]`.
+        owner_start: where each set of owners begins in owners, and the end of the last, `[sets + 1]`.
+        owners: ranks, ascending in each set.
+        ranks: number of ranks.
+        set_of: the set of each chunk, `[n]`; None if chunk i has set i.
+
+    >>> two = assign_writers(np.array([8, 8]), np.array([0, 2, 4]), np.array([0, 1, 0, 1]), ranks=2)
+    >>> two.tolist()  # chunk 0 goes to its first owner (rank 0), chunk 1 to its second (rank 1)
+    [0, 3]
+    """
+    sets = np.arange(len(nbytes)) if set_of is None else set_of
+    choice: Ints = owner_start[sets]
+    counts = np.diff(owner_start)[sets]
+    # A single owner is no choice; its bytes count for the choices that follow.
+    load = np.zeros(ranks, np.int64)
+    is_single = counts == 1
+    np.add.at(load, owners[choice[is_single]], nbytes[is_single])
+    for count in np.unique(counts[~is_single]).tolist():
+        chunks = np.flatnonzero(counts == count)
+        used, own = np.unique(sets[chunks], return_inverse=True)
+        rank_sets = owners[owner_start[used, None] + np.arange(count)]  # [sets, count]
+        # Groups have no rank in common, so the order between groups does not change the result.
+        groups = _independent_groups(rank_sets, ranks)
+        for (_, is_one_set), members in zip(groups, _chunks_of_groups(groups, own), strict=True):
+            order = members[np.argsort(-nbytes[chunks[members]], kind="stable")]
+            sizes = nbytes[chunks[order]]
+            if is_one_set:
+                chosen = _spread_over_one_set(sizes, rank_sets[own[order[0]]], load)
+            else:
+                chosen = _spread_over_many_sets(sizes, rank_sets[own[order]], load)
+            choice[chunks[order]] += chosen
+    return choice
+
+
+def _chunks_of_groups(groups: list[tuple[Ints, bool]], set_of: Ints) -> list[Ints]:
+    """Return the chunks of each group of sets, ascending."""
+    lengths = [len(group) for group, _ in groups]
+    # Each set is in one group: number[s] is the group of set s.
+    number = np.empty(sum(lengths), np.int64)
+    number[np.concatenate([group for group, _ in groups])] = np.repeat(np.arange(len(groups)), lengths)
+    of_chunk = number[set_of]
+    # A stable sort keeps the chunks of a group ascending. Groups end at sums of counts; the last is no cut.
+    return np.split(
+        np.argsort(of_chunk, kind="stable"), np.cumsum(np.bincount(of_chunk, minlength=len(groups)))[:-1]
+    )
+
+
+def _independent_groups(rank_sets: Ints, ranks: int) -> list[tuple[Ints, bool]]:
+    """Split sets of ranks, rows of `[n, count]`, into groups without a common rank.
+
+    A group is either all rows of one set (True), or all rows whose sets overlap others (False).
+    """
+    # After sorting by hash, equal sets are neighbours. If different sets share a hash, a set may fall into
+    # several groups; these overlap then, which is slower but right.
+    order = np.argsort(_hashes(rank_sets), kind="stable")
+    begins = np.ones(len(order), np.bool_)
+    begins[1:] = (rank_sets[order[1:]] != rank_sets[order[:-1]]).any(axis=1)
+    first = np.flatnonzero(begins)
+    sets = rank_sets[order[first]]
+    overlaps = (np.bincount(sets.ravel(), minlength=ranks)[sets] > 1).any(axis=1)
+    members = np.split(order, first[1:])
+    groups = [(members[i], True) for i in np.flatnonzero(~overlaps).tolist()]
+    if overlaps.any():
+        groups.append((np.concatenate([members[i] for i in np.flatnonzero(overlaps).tolist()]), False))
+    return groups
+
+
+def _hashes(rank_sets: Ints) -> npt.NDArray[np.uint64]:
+    """Return one hash for each row, `[n]`."""
+    mixed = np.zeros(len(rank_sets), np.uint64)
+    for column in rank_sets.T:
+        mixed = (mixed ^ column.astype(np.uint64)) * np.uint64(0x9E3779B97F4A7C15)
+        mixed ^= mixed >> np.uint64(29)
+    return mixed
+
+
+def _spread_over_one_set(sizes: Ints, owners: Ints, load: Ints) -> Ints:
+    """Assign chunks, largest first, to one set of owners; returns indices in `owners` and adds to `load`."""
+    chosen = np.empty(len(sizes), np.int64)
+    starts = np.flatnonzero(np.diff(sizes, prepend=-1))
+    stops = np.append(starts[1:], len(sizes))
+    # (bytes so far, index) of every owner. The queue is kept while chunks are assigned one by one, and
+    # written back to `load` before chunks are assigned all at once.
+    queue: list[tuple[int, int]] = []
+    for start, stop in zip(starts.tolist(), stops.tolist(), strict=True):
+        size = int(sizes[start])
+        if stop - start > FEW:
+            _write_back(queue, owners, load)
+            chosen[start:stop] = _next_owners(load[owners], size, stop - start)
+            load[owners] += size * np.bincount(chosen[start:stop], minlength=len(owners))
+            continue
+        if not queue:
+            queue = [(total, at) for at, total in enumerate(load[owners].tolist())]
+            heapq.heapify(queue)
+        for chunk in range(start, stop):
+            total, at = queue[0]
+            chosen[chunk] = at
+            heapq.heapreplace(queue, (total + size, at))
+    _write_back(queue, owners, load)
+    return chosen
+
+
+def _write_back(queue: list[tuple[int, int]], owners: Ints, load: Ints) -> None:
+    for total, at in queue:
+        load[owners[at]] = total
+    queue.clear()
+
+
+def _next_owners(load: Ints, size: int, count: int) -> Ints:
+    """Return the owner of each of `count` chunks of one size: the one with the least load, ties to the first.
+
+    Before its first, second, third chunk an owner has `load`, `load + size`, `load + 2 size`, ... So the
+    greedy rule visits these numbers of all owners in ascending order.
+    """
+    if size == 0:
+        return np.full(count, int(load.argmin()), np.int64)
+    by_load = np.sort(load)
+    # All owners are filled up to one level. If only the a lowest take part, the level is their bytes plus
+    # those of the chunks, divided by a; the right a is the largest whose members lie below its level.
+    levels = -(-(np.cumsum(by_load) + count * size) // np.arange(1, len(load) + 1))
+    level = int(levels[np.flatnonzero(levels > by_load)[-1]])
+    # Every number up to the level is listed. There are at least `count`; the smallest are taken.
+    turns = np.where(load <= level, (level - load) // size + 1, 0)
+    owner = np.repeat(np.arange(len(load)), turns)
+    nth = joined_ranges(0, turns)
+    return owner[np.lexsort((owner, load[owner] + nth * size))[:count]]
+
+
+def _spread_over_many_sets(sizes: Ints, rank_sets: Ints, load: Ints) -> Ints:
+    """Assign chunks, largest first, each to one rank of its own set; returns indices and adds to `load`."""
+    totals: list[int] = load.tolist()
+    chosen = np.empty(len(sizes), np.int64)
+    for chunk, (size, ranks) in enumerate(zip(sizes.tolist(), rank_sets.tolist(), strict=True)):
+        rank = min(ranks, key=totals.__getitem__)  # of equals the first, so the lowest rank
+        chosen[chunk] = ranks.index(rank)
+        totals[rank] += size
+    load[:] = totals
+    return chosen

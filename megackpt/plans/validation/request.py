@@ -1,0 +1,324 @@
+"""Comparison of a rank's request with the arrays of a checkpoint, before any byte is read.
+
+`LoadRules` decide whether a difference is an error, is logged as a warning, or is ignored.
+"""
+
+from __future__ import annotations
+
+import difflib
+import logging
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from fnmatch import fnmatchcase
+
+import numpy as np
+import numpy.typing as npt
+
+from megackpt.errors import CheckpointError, MismatchError, MissingKeyError, truncated_list
+from megackpt.ground.notices import notice
+from megackpt.options import KeyRule, Policy
+from megackpt.plans.metadata import OBJECT, ArraySpec, ChunkTable, DeclaredChunks
+from megackpt.plans.planning import Copies
+from megackpt.plans.validation.report import ArrayReport
+from megackpt.plans.validation.strictness import StrictHandling
+
+log = logging.getLogger(__name__)
+
+
+class LoadRules:
+    """What a load does about each difference: the first rule for the key, else the default of the mode."""
+
+    def __init__(self, rules: Sequence[KeyRule], strict: StrictHandling, *, complete: bool = False) -> None:
+        self._rules = rules
+        self._strict = strict
+        self._missing = Policy.ERROR if complete else strict.on_missing
+        self._looks_for_missing_keys = complete or strict.looks_for_missing_keys
+
+    @property
+    def look_for_missing_keys(self) -> bool:
+        """Whether missing keys matter, so that ranks must exchange their requested keys."""
+        return self._looks_for_missing_keys or any(
+            r.missing not in (None, Policy.IGNORE) for r in self._rules
+        )
+
+    def policy(self, difference: str, key: str, *, default: Policy) -> Policy:
+        """Return what to do about a difference, named by its field of KeyRule."""
+        for rule in self._rules:
+            policy: Policy | None = getattr(rule, difference)
+            if policy is not None and fnmatchcase(key, rule.keys):
+                return policy
+        return default
+
+    def on_unexpected(self, key: str) -> Policy:
+        """Return what to do about a key that the checkpoint lacks."""
+        return self.policy("unexpected", key, default=self._strict.on_unexpected)
+
+    def on_unexpected_plain(self, key: str) -> Policy:
+        """Return what to do about a plain tensor for whose path the checkpoint has nothing.
+
+        In the default mode that is a warning, not an error: the trees of Megatron-Core's models and
+        optimizers may hold plain tensors that older checkpoints lack, and its load drops them.
+        """
+        is_default = self._strict is StrictHandling.ASSUME_OK_UNEXPECTED
+        return self.policy(
+            "unexpected", key, default=Policy.WARN if is_default else self._strict.on_unexpected
+        )
+
+    @property
+    def about_missing_keys(self) -> list[str]:
+        """The rules about missing keys as text, by which ranks compare them: all must decide equally."""
+        if not self.look_for_missing_keys:
+            return []
+        by_key = [f"{r.keys}: {r.missing.value}" for r in self._rules if r.missing is not None]
+        return [f"*: {self._missing.value}", *by_key]
+
+    def on_missing(self, key: str) -> Policy:
+        """Return what to do about a key that no rank requests."""
+        return self.policy("missing", key, default=self._missing)
+
+    def on_empty_container(self, key: str) -> Policy:
+        """Return what to do about a key that no rank requests, below an empty dict or list of the request.
+
+        It is an error in the modes in which an unexpected key is one: such a request is usually the state of
+        an optimizer that has not taken a step yet.
+        """
+        return self.policy("missing", key, default=self._strict.on_unexpected)
+
+
+def check_unexpected_keys(
+    asked: Iterable[str],
+    stored: Iterable[str],
+    rules: LoadRules,
+    *,
+    where: str,
+    plain: Container[str] = (),
+    advice: Mapping[str, str] | None = None,
+) -> frozenset[str]:
+    """Return the requested keys that are not stored; nothing must be loaded for them.
+
+    Args:
+        asked: the requested keys of this rank.
+        stored: the keys of the checkpoint.
+        rules: what to do about them.
+        where: the checkpoint, for errors.
+        plain: those of the requested keys that are paths of plain tensors, not keys of entities.
+        advice: what to do about single keys, for the error.
+
+    Raises:
+        MissingKeyError: rules make some of them errors. All of these are listed, each with the most similar
+            stored key.
+    """
+    known = set(stored)
+    unexpected = sorted(set(asked) - known)
+
+    def error(keys: list[str]) -> MissingKeyError:
+        lines: list[str] = []
+        for key in keys:
+            # Finding similar keys is slow, and only the first lines are shown.
+            close = difflib.get_close_matches(key, known, n=1) if len(lines) < 10 else []
+            lines.append(repr(key) + (f" (the checkpoint has {close[0]!r})" if close else ""))
+        return MissingKeyError(
+            f"{where} does not hold {len(keys)} of the keys asked for:\n{truncated_list(lines)}\n"
+            f"{_advice_for(keys, advice)}Ask for what was saved, or list what is there with "
+            f"megackpt.load_sharded_metadata().",
+            key=keys[0],
+            path=where,
+        )
+
+    def policy_of(key: str) -> Policy:
+        return rules.on_unexpected_plain(key) if key in plain else rules.on_unexpected(key)
+
+    apply_policies(unexpected, policy_of, error)
+    return frozenset(unexpected)
+
+
+def check_dtypes_and_shapes(
+    requested: DeclaredChunks,
+    stored: Mapping[str, ArraySpec],
+    rules: LoadRules,
+    *,
+    where: str,
+    advice: Mapping[str, str] | None = None,
+) -> frozenset[str]:
+    """Compare the dtypes and global shapes of arrays; return the keys whose arrays are padded or cut.
+
+    advice says what to do about single keys, for the error.
+
+    Raises:
+        MismatchError: rules, or the lack of one, make some differences errors. All of these are listed.
+    """
+    # A tensor with allow_shape_mismatch makes its array resizable: a default that rules may override.
+    is_resizable = {int(a) for a in requested.table.array[requested.resizable]}
+    resized: set[str] = set()
+    faults: list[str] = []
+    for number, asked in enumerate(requested.table.arrays):
+        spec = stored[asked.key]
+        if asked == spec:
+            continue
+        policies = [
+            rules.policy(
+                name,
+                asked.key,
+                default=Policy.IGNORE if number in is_resizable and name != "cast" else Policy.ERROR,
+            )
+            for name in _differences(asked, spec)
+        ]
+        if not policies:
+            continue
+        # Objects are never cast or resized, and arrays of other numbers of dims have no common elements.
+        incomparable = OBJECT in (asked.dtype, spec.dtype)
+        incomparable |= len(asked.global_shape) != len(spec.global_shape)
+        if incomparable or Policy.ERROR in policies:
+            faults.append(asked.key)
+            continue
+        if Policy.WARN in policies:
+            notice(log, f"{where}: {_difference_text(asked, spec)}")
+        if asked.global_shape != spec.global_shape:
+            resized.add(asked.key)
+    if faults:
+        asked_by_key = {a.key: a for a in requested.table.arrays}
+        lines = [_difference_text(asked_by_key[key], stored[key]) for key in faults]
+        objects = any(OBJECT in (asked_by_key[key].dtype, stored[key].dtype) for key in faults)
+        about_objects = (
+            "Objects are never resharded: ask for them as they were saved, or leave their keys out. "
+            if objects
+            else ""
+        )
+        raise MismatchError(
+            f"{where} holds other shapes or dtypes than asked for:\n{truncated_list(lines)}\n"
+            f"{_advice_for(faults, advice)}{about_objects}"
+            f"Build the model with the sizes it was saved with; set allow_shape_mismatch=True on a tensor "
+            f"whose global shape may differ (a padded vocabulary); to convert dtypes, load with "
+            f"KeyRule(keys=..., cast=Policy.WARN).",
+            key=faults[0],
+            path=where,
+        )
+    return frozenset(resized)
+
+
+def _advice_for(keys: Iterable[str], advice: Mapping[str, str] | None) -> str:
+    """Return the different sentences about these keys, each on a line of its own."""
+    return "".join(
+        f"{sentence}\n" for sentence in sorted({(advice or {}).get(key, "") for key in keys} - {""})
+    )
+
+
+def check_resharding(arrays: Iterable[ArrayReport], rules: LoadRules, *, where: str) -> None:
+    """Apply the rules to arrays that were stored in other chunks than this rank requests.
+
+    Raises:
+        MismatchError: rules make some of them errors. All of these are listed.
+    """
+
+    def error(keys: list[str]) -> MismatchError:
+        return MismatchError(
+            f"{where} was saved at another layout: this rank's chunks of {len(keys)} arrays are not the "
+            f"stored ones:\n"
+            f"{truncated_list([repr(k) for k in keys])}\n"
+            f"Load at the layout it was saved at, or without a KeyRule that makes this an error.",
+            key=keys[0],
+            path=where,
+        )
+
+    resharded = sorted(a.key for a in arrays if a.resharded)
+    apply_policies(resharded, lambda key: rules.policy("resharded", key, default=Policy.IGNORE), error)
+
+
+def report_arrays(
+    requested: DeclaredChunks, stored: Mapping[str, ArraySpec], chunks: ChunkTable, copies: Copies
+) -> tuple[ArrayReport, ...]:
+    """Return how each array of one rank's request is loaded.
+
+    Args:
+        requested: the declarations of this rank.
+        stored: the arrays of the checkpoint, by key.
+        chunks: its chunks.
+        copies: the load plan of this rank.
+    """
+    table = requested.table
+    entities = int(requested.entity.max(initial=-1)) + 1
+    filled = np.bincount(
+        copies.entity, copies.shape.prod(axis=1).astype(np.float64), minlength=entities
+    ).astype(np.int64)
+    # Elements of a request that no copy fills are padding. Empty requests are neither padded nor resharded.
+    numel = table.flat_stop - table.flat_start
+    itemsize = np.where(numel > 0, table.nbytes // np.maximum(numel, 1), 0)
+    padded = np.where(numel > 0, numel - filled[requested.entity], 0) * itemsize
+    is_resharded = (numel > 0) & ~_is_one_whole_chunk(requested, chunks, copies, entities)
+    # Sum the rows of each array up.
+    arrays = len(table.arrays)
+    nbytes = np.zeros(arrays, np.int64)
+    np.add.at(nbytes, table.array, np.where(numel > 0, table.nbytes, 0))
+    padded_nbytes = np.zeros(arrays, np.int64)
+    np.add.at(padded_nbytes, table.array, padded)
+    resharded = np.zeros(arrays, np.bool_)
+    np.logical_or.at(resharded, table.array, is_resharded)
+    columns = zip(table.arrays, nbytes.tolist(), padded_nbytes.tolist(), resharded.tolist(), strict=True)
+    return tuple(
+        ArrayReport(
+            key=asked.key,
+            stored_dtype=stored[asked.key].dtype,
+            dtype=asked.dtype,
+            stored_shape=stored[asked.key].global_shape,
+            global_shape=asked.global_shape,
+            nbytes=size,
+            padded_nbytes=padding,
+            resharded=any_resharded,
+        )
+        for asked, size, padding, any_resharded in columns
+        if asked.dtype != OBJECT
+    )
+
+
+def _is_one_whole_chunk(
+    requested: DeclaredChunks, chunks: ChunkTable, copies: Copies, entities: int
+) -> npt.NDArray[np.bool_]:
+    """Return which requested rows are equal to one stored chunk, from which they are loaded, `[n]`."""
+    table = requested.table
+    copy_count = np.bincount(copies.entity, minlength=entities)[requested.entity]
+    # One of the stored chunks of each entity: the only one, where that is asked below.
+    source = np.full(entities, -1, np.int64)
+    source[copies.entity] = copies.stored
+    chunk = source[requested.entity]
+    if not len(chunks):
+        return np.zeros(len(table), np.bool_)
+    dims = min(table.dims, chunks.dims)  # rows are padded to the widest array, which may not be the same
+    same: npt.NDArray[np.bool_] = (
+        (copy_count == 1)
+        & (table.start[:, :dims] == chunks.start[chunk, :dims]).all(axis=1)
+        & (table.shape[:, :dims] == chunks.shape[chunk, :dims]).all(axis=1)
+        & (table.flat_start == chunks.flat_start[chunk])
+        & (table.flat_stop == chunks.flat_stop[chunk])
+    )
+    return same
+
+
+def _differences(asked: ArraySpec, stored: ArraySpec) -> list[str]:
+    """Return the fields of KeyRule that name a difference of these arrays."""
+    names = ["cast"] if asked.dtype != stored.dtype else []
+    if len(asked.global_shape) != len(stored.global_shape):
+        return [*names, "padded", "cut"]
+    pairs = list(zip(asked.global_shape, stored.global_shape, strict=True))
+    names += ["padded"] if any(a > b for a, b in pairs) else []
+    names += ["cut"] if any(a < b for a, b in pairs) else []
+    return names
+
+
+def _difference_text(asked: ArraySpec, stored: ArraySpec) -> str:
+    return (
+        f"{asked.key!r}: stored as {stored.dtype} {stored.global_shape}, asked for as {asked.dtype} "
+        f"{asked.global_shape}"
+    )
+
+
+def apply_policies(
+    keys: list[str], policy_of: Callable[[str], Policy], error: Callable[[list[str]], CheckpointError]
+) -> None:
+    """Raise the error for the keys whose policy is ERROR, and log it for those whose policy is WARN."""
+    # All keys are looked at before an error is raised, so that it lists all of them.
+    by_policy: dict[Policy, list[str]] = {policy: [] for policy in Policy}
+    for key in keys:
+        by_policy[policy_of(key)].append(key)
+    if by_policy[Policy.ERROR]:
+        raise error(by_policy[Policy.ERROR])
+    if by_policy[Policy.WARN]:
+        notice(log, str(error(by_policy[Policy.WARN])))

@@ -1,0 +1,206 @@
+"""Saving one step into the root, and which errors of saves training tolerates."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import weakref
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from types import TracebackType
+from typing import SupportsFloat, get_args
+
+from megackpt.comm import Group, errors_on_all_ranks
+from megackpt.engine.checkpoint.steps import StepDirectories, step_name
+from megackpt.engine.saving.save import plan_save
+from megackpt.engine.saving.save_request import SaveRequest
+from megackpt.engine.saving.write import PlannedSave, write_and_commit
+from megackpt.engine.verification.collective import verify_on_all_ranks, work_after_commit
+from megackpt.engine.verification.verify import verify_share
+from megackpt.errors import CheckpointError, DeclarationError, IntegrityError, StorageError, WriterFailedError
+from megackpt.formats.damage import Damage
+from megackpt.options import SaveOptions, VerifyOptions
+from megackpt.run.checkpointer.options import OnError
+from megackpt.run.checkpointer.retention import Cleanup
+from megackpt.run.checkpointer.root_files import checked_metrics, remove_metrics, scan, write_metrics
+from megackpt.run.checkpointer.settings import RunSettings
+from megackpt.storage import Store
+
+log = logging.getLogger(__name__)
+
+
+TOLERATED_ERRORS = (StorageError, IntegrityError, WriterFailedError)
+"""Errors that on_error="warn" turns into warnings: errors of the store, and of processes that are restarted.
+
+Other errors are raised in any case: a mistake of the caller, or an error in a user's strategy, would recur in
+every later save, and the connections of a lost rank do not recover.
+"""
+
+
+class SaveFailures:
+    """Counts failed saves, and logs or raises their errors.
+
+    Attributes:
+        count: the number of saves that have failed.
+    """
+
+    def __init__(self, on_error: OnError) -> None:
+        if on_error not in get_args(OnError):
+            raise DeclarationError(f"on_error={on_error!r} is not known. Give 'raise' or 'warn'.")
+        self._on_error = on_error
+        # A weak reference, since the frames of an error hold the state that was saved.
+        self._last: weakref.ref[CheckpointError] | None = None
+        self.count = 0
+
+    def attempt(self, what: str, *, rank: int) -> SaveAttempt:
+        """Return a context for a save that may fail; `what` names the save in the warning."""
+        return SaveAttempt(self, what, rank)
+
+    def handle(self, what: str, error: CheckpointError, *, rank: int) -> bool:
+        """Count an error, only once even if it passes several blocks. Return whether it is only a warning."""
+        if self._last is not None and self._last() is error:
+            return False
+        self._last = weakref.ref(error)
+        self.count += 1
+        if self._on_error == "raise":
+            return False
+        if rank in (0, error.rank):
+            cause = error.rank if error.rank is not None else rank
+            log.warning(
+                "%s failed (rank %s), and training goes on without it; %s saves have failed so far. %s",
+                what,
+                cause,
+                self.count,
+                error,
+                exc_info=error if rank == cause else None,
+            )
+        return True
+
+
+class SaveAttempt:
+    """A context for a save that may fail. A tolerated error ends the block and is not raised.
+
+    Attributes:
+        has_failed: whether a tolerated error ended the block.
+    """
+
+    def __init__(self, failures: SaveFailures, what: str, rank: int) -> None:
+        self._failures, self._what, self._rank = failures, what, rank
+        self.has_failed = False
+
+    def __enter__(self) -> SaveAttempt:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None, /
+    ) -> bool:
+        if not isinstance(error, TOLERATED_ERRORS):
+            return False
+        self.has_failed = self._failures.handle(self._what, error, rank=self._rank)
+        return self.has_failed
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RootSaving:
+    """Saves steps into a root.
+
+    Attributes:
+        directories: the step directories under the root.
+        cleanup: removes files after a commit or a failure.
+        failures: counts failed saves.
+        options: options of the saves.
+        verify: how to verify every byte after a commit; None: no verification.
+    """
+
+    directories: StepDirectories
+    cleanup: Cleanup
+    failures: SaveFailures
+    options: SaveOptions
+    verify: VerifyOptions | None
+
+    @classmethod
+    def of(cls, directories: StepDirectories, settings: RunSettings, failures: SaveFailures) -> RootSaving:
+        """Return what saves the steps of a run with these settings."""
+        trusted = settings.load_options.allow_unsafe_pickle
+        verifies = settings.verify_after_save
+        return cls(
+            directories=directories,
+            cleanup=Cleanup(directories, settings.retention, allow_unsafe_pickle=trusted),
+            failures=failures,
+            options=settings.save_options,
+            verify=VerifyOptions(deep=True, allow_unsafe_pickle=trusted) if verifies else None,
+        )
+
+    def save(
+        self, step: int, request: SaveRequest, metrics: Mapping[str, SupportsFloat] | None, group: Group
+    ) -> bool:
+        """Save a step; return False if it failed with a tolerated error. Collective.
+
+        Raises:
+            CheckpointError: the same on every rank.
+        """
+        self.warn_of_newer(step, group)
+        with self.failures.attempt(f"Saving step {step}", rank=group.rank) as attempt:
+            self.store_metrics(step, metrics, group)
+            store = self.directories.open(step_name(step))
+            try:
+                planned = plan_save(request, store, group, self.options)
+            except Exception:
+                store.close()
+                self.clean_up(step, group)
+                raise
+            self._write(step, planned, store, group)
+        return not attempt.has_failed
+
+    def _write(self, step: int, planned: PlannedSave, store: Store, group: Group) -> None:
+        """Write, commit and verify a step, then remove older ones. Collective."""
+        damages: list[Damage] | None = None
+        try:
+            try:
+                write_and_commit(planned, store, group)
+            except Exception:
+                self.clean_up(step, group)
+                raise
+            if self.verify is not None:
+                verify = partial(verify_share, store, self.verify)
+                damages = verify_on_all_ranks(group, verify, timeout_s=self.options.timeout_s)
+        finally:
+            store.close()
+
+        with errors_on_all_ranks(group, work_after_commit(damages)):
+            if group.rank == 0:
+                self.cleanup.after_commit(step, damages)
+
+    def clean_up(self, step: int, group: Group) -> None:
+        """Remove on rank 0 the files of a step whose save failed. Local."""
+        if group.rank == 0:
+            self.cleanup.after_failure(step)
+
+    def warn_of_newer(self, step: int, group: Group) -> None:
+        """Log a warning on rank 0 if a newer step exists. Local."""
+        newest = step
+        with contextlib.suppress(OSError):  # the save meets the same error, and raises it on all ranks
+            newest = max(scan(self.directories).committed, default=step) if group.rank == 0 else step
+        if newest > step:
+            log.warning(
+                "Step %s is saved although step %s exists, which stays the one that is loaded and kept as "
+                "newest.",
+                step,
+                newest,
+            )
+
+    def store_metrics(self, step: int, metrics: Mapping[str, SupportsFloat] | None, group: Group) -> None:
+        """Store metrics before the commit, so that every committed step has its metrics. Collective."""
+        root = self.directories.root
+        if metrics is None:
+            # Metrics of an earlier save of this step are removed without synchronisation with other ranks. An
+            # error here is not an error of this save.
+            with contextlib.suppress(OSError):
+                if group.rank == 0:
+                    remove_metrics(root, step)
+            return
+        with errors_on_all_ranks(group, "storing metrics"):
+            numbers = checked_metrics(metrics)
+            if group.rank == 0:
+                write_metrics(root, step, numbers)

@@ -1,0 +1,272 @@
+"""The tiers of a job: their directories on the nodes, and how steps are saved to and loaded from them."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import socket
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from megackpt.comm import Group, errors_on_all_ranks, gather_step
+from megackpt.engine.background.prepared_save import Destination
+from megackpt.engine.checkpoint.step_roots import LocalSteps
+from megackpt.engine.checkpoint.steps import step_of
+from megackpt.engine.saving.save import plan_save
+from megackpt.engine.saving.save_request import SaveRequest
+from megackpt.engine.tiers.save import NodeLocation, clean_node, save_on_nodes
+from megackpt.entities import StateDict
+from megackpt.errors import DeclarationError, StorageError
+from megackpt.formats.damage import Damage
+from megackpt.formats.registry import save_strategy
+from megackpt.options import SaveOptions
+from megackpt.plans.planning.redundancy import Nodes
+from megackpt.run.checkpointer.loading import LastLoad, RootLoading, StepRequest
+from megackpt.run.checkpointer.options import MemoryTier, Tier, Tiers
+from megackpt.run.checkpointer.tier_recovery import Recovery, TierDirectories
+
+log = logging.getLogger(__name__)
+
+
+class TierSet:
+    """The tiers of a run on the nodes of a job. All methods are collective."""
+
+    def __init__(self, tiers: Tiers) -> None:
+        self._tiers = tiers.tiers
+        self._node = tiers.node
+        self._directories: TierDirectories | None = None
+
+    def __len__(self) -> int:
+        return len(self._tiers)
+
+    def __getitem__(self, number: int) -> Tier:
+        return self._tiers[number]
+
+    def open(self, group: Group) -> TierDirectories:
+        """Return the directories of the tiers. Collective at the first call.
+
+        Raises:
+            DeclarationError: nodes share a directory, or ranks of one node have different ones.
+        """
+        if self._directories is None:
+            self._directories = self._find_directories(group)
+        return self._directories
+
+    def _find_directories(self, group: Group) -> TierDirectories:
+        label = _label(self._node, group.rank)
+        steps = tuple(LocalSteps.at(os.fspath(tier.path).replace("{node}", label)) for tier in self._tiers)
+        with gather_step(group, "opening its tiers", on_all_ranks=True) as step:
+            step.data = json.dumps([label, [_identity(of_tier) for of_tier in steps]]).encode()
+        reports = [json.loads(report) for report in step.results]
+        labels = [report[0] for report in reports]
+        nodes = Nodes.of_labels(labels)
+        for number, tier in enumerate(self._tiers):
+            _check_directories(tier, [report[1][number] for report in reports], labels, nodes)
+            if group.rank == 0:
+                _warn_of_tier(tier, steps[number], nodes, group.size)
+        return TierDirectories(nodes=nodes, tiers=steps, names=[str(tier) for tier in self._tiers])
+
+    def location(self, number: int, step: int, group: Group) -> NodeLocation:
+        """Return the path of a step in a tier on this rank's node. Collective, as `open` is."""
+        directories, tier = self.open(group), self._tiers[number]
+        return NodeLocation(
+            root=directories.tiers[number].location,
+            step=step,
+            nodes=directories.nodes,
+            replication_factor=tier.replication_factor,
+            jump=tier.jump,
+            keep_last=tier.keep_last,
+        )
+
+
+def _label(node: str | int | None, rank: int) -> str:
+    """Return the name of this rank's node."""
+    if node is not None:
+        return str(node)
+    per_node = os.environ.get("LOCAL_WORLD_SIZE", "")
+    if per_node.isdecimal() and int(per_node):
+        return str(rank // int(per_node))
+    return socket.gethostname()
+
+
+def _identity(steps: LocalSteps) -> str:
+    """Return the identity of a directory; empty if there is none: then the first save raises the error."""
+    try:
+        return steps.identity()
+    except OSError:
+        return ""
+
+
+def _check_directories(tier: Tier, identities: Sequence[str], labels: Sequence[str], nodes: Nodes) -> None:
+    """Check that a tier has one directory for each node. Every rank gets the same result.
+
+    Args:
+        tier: the tier.
+        identities: the identity of each rank's directory.
+        labels: the name of each rank's node.
+        nodes: the nodes of the job.
+
+    Raises:
+        DeclarationError: nodes share a directory, or ranks of one node have different ones.
+    """
+    first_rank: dict[str, int] = {}
+    of_node: dict[int, str] = {}
+    for rank, (identity, node) in enumerate(zip(identities, nodes.of_rank, strict=True)):
+        if not identity:
+            continue
+        other = first_rank.setdefault(identity, rank)
+        fault = ""
+        if nodes.of_rank[other] != node:
+            fault = (
+                f"ranks {other} and {rank} are declared to be on different nodes, {labels[other]!r} and "
+                f"{labels[rank]!r}, but write into the same directory, so a copy there protects nothing. Put "
+                f"{{node}} into the path, or give ranks that share a node the same `Tiers.node`."
+            )
+        elif of_node.setdefault(node, identity) != identity:
+            fault = (
+                f"rank {rank} is declared to be on node {labels[rank]!r}, but another rank of this node has "
+                f"another directory. Give ranks of different machines different `Tiers.node`."
+            )
+        if fault:
+            raise DeclarationError(f"{tier.path}: {fault}", rank=rank, path=str(tier.path))
+
+
+def _warn_of_tier(tier: Tier, steps: LocalSteps, nodes: Nodes, size: int) -> None:
+    """Log warnings about a tier that is weaker or slower than its options say."""
+    if tier.replication_factor > nodes.count and size > 1:
+        log.warning(
+            "%s: replication_factor is %s, but there are %s nodes. Each node has all bytes.",
+            tier.path, tier.replication_factor, nodes.count,
+        )  # fmt: skip
+    with contextlib.suppress(OSError):
+        if isinstance(tier, MemoryTier) and not steps.is_in_memory():
+            log.warning(
+                "%s is not in memory but on a disk, so saving there is slower than it could be. Give a "
+                "directory in /dev/shm or another tmpfs, or call it a LocalTier.",
+                steps.location,
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class TierSaving:
+    """Saves steps into tiers, and returns when the nodes have committed.
+
+    Attributes:
+        tiers: the tiers of the run.
+        options: options of the saves.
+    """
+
+    tiers: TierSet
+    options: SaveOptions
+
+    def save(self, step: int, due: Iterable[int], request: SaveRequest, group: Group) -> bool:
+        """Save a step into the tiers with these numbers; return whether one of them has it. Collective.
+
+        If a tier cannot store the step, a warning is logged, and its older steps stay.
+
+        Raises:
+            CheckpointError: the state is invalid, or a rank was lost; the same on every rank.
+        """
+        native, is_saved = in_native_format(request), False
+        for number in due:
+            location = self.tiers.location(number, step, group)
+            try:
+                self._save(location, native, group)
+                is_saved = True
+                if group.rank == 0:
+                    warn_of_newer(location, self.tiers[number])
+            except StorageError as error:
+                warn_of_failure(location, self.tiers[number], error, rank=group.rank)
+        return is_saved
+
+    def _save(self, location: NodeLocation, request: SaveRequest, group: Group) -> None:
+        planned = plan_save(request, None, group, self.options)
+        with contextlib.closing(location.open()) as store:
+            save_on_nodes(planned, store, group, location)
+        with errors_on_all_ranks(group, "removing old steps from its node"):
+            clean_node(location, rank=group.rank)
+
+
+def destinations_in_tiers(
+    tiers: TierSet, due: Iterable[int], step: int, request: SaveRequest, group: Group
+) -> Iterator[Destination]:
+    """Yield the destinations of a step in the tiers with these numbers, for an asynchronous save.
+
+    Collective at the first call in a run.
+
+    Raises:
+        DeclarationError: as `TierSet.open`.
+    """
+    native = in_native_format(request)
+    for number in due:
+        yield _destination(tiers.location(number, step, group), tiers[number], native, group)
+
+
+def _destination(location: NodeLocation, tier: Tier, request: SaveRequest, group: Group) -> Destination:
+    def follow(_: Sequence[Damage] | None) -> None:
+        warn_of_newer(location, tier)
+
+    def failed(error: Exception) -> bool:
+        if not isinstance(error, StorageError):
+            return False
+        warn_of_failure(location, tier, error, rank=group.rank)
+        return True
+
+    return Destination(
+        request=request,
+        location=location,
+        label=f"step {location.step} in {tier}",
+        on_commit=follow,
+        on_failure=failed,
+    )
+
+
+def in_native_format(request: SaveRequest) -> SaveRequest:
+    """Return the request for a tier, whose format is always the native one."""
+    return replace(request, choose=lambda: save_strategy(None), not_imported=lambda: None)
+
+
+def warn_of_failure(location: NodeLocation, tier: Tier, error: StorageError, *, rank: int) -> None:
+    """Log a warning on rank 0 that a step could not be saved into a tier."""
+    if rank == 0:
+        log.warning(
+            "Step %s is not in %s, which keeps its older steps: %s", location.step, tier, error,
+        )  # fmt: skip
+
+
+def warn_of_newer(location: NodeLocation, tier: Tier) -> None:
+    """Log a warning if this node has a newer step in a tier. Local."""
+    with contextlib.suppress(OSError):
+        steps = (step_of(name) for name in LocalSteps.at(location.root).names())
+        newest = max((step for step in steps if step is not None), default=location.step)
+        if newest > location.step:
+            log.warning(
+                "Step %s goes into %s although step %s is there. Loads take the newer step.",
+                location.step, tier, newest,
+            )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TierLoading:
+    """Loads steps from tiers and the root. See `StepLoading`.
+
+    Attributes:
+        tiers: storage of the nodes.
+        root: loads from the root; its options are used for tiers, too.
+    """
+
+    tiers: TierSet
+    root: RootLoading
+
+    def load(self, request: StepRequest, step: int | None, group: Group) -> tuple[StateDict, LastLoad]:
+        """Load a step from the first tier that has all of it, or from the root."""
+        return self._begin_recovery(group).load(request, step)
+
+    def find_latest(self, group: Group) -> int | None:
+        """Return the newest step that is complete, in the root or over all nodes of a tier."""
+        return self._begin_recovery(group).find()
+
+    def _begin_recovery(self, group: Group) -> Recovery:
+        return Recovery.begin(group, self.tiers.open(group), self.root)

@@ -1,0 +1,1 @@
+"""Layers and optimizers in Megatron's style, and the state of a run: each declares its own parts."""

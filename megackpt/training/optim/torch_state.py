@@ -1,0 +1,155 @@
+"""Turns the `state_dict()` of a torch optimizer into declarations.
+
+Source: Megatron-Core `dist_checkpointing.optimizer.optim_state_to_sharding_state`.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megackpt.entities import LocalNonpersistentObject, ShardedObject, StateDict
+from megackpt.errors import DeclarationError
+from megackpt.training.optim.inner_optimizer import STEP
+from megackpt.training.optim.sharded_state import (
+    ParamEntity,
+    cuts_of_entity,
+    make_own_array,
+    make_sharded_optimizer_tensor,
+    make_sharded_scalar,
+    replica_of,
+)
+
+_COUNTERS = frozenset({STEP, "mu_product", "mu", "eta"})
+"""0-dim states of torch's optimizers that follow from the number of steps, so that all slices have the same.
+
+Others, such as norms, are those of a slice.
+"""
+
+
+def optim_state_to_sharding_state(
+    optim_state_dict: StateDict,
+    id_to_sharded_param_map: Mapping[int, ParamEntity],
+    exclude_keys: Collection[str] = (),
+) -> None:
+    """Turn the `state_dict()` of a torch optimizer into a sharded state dict, in place. Local.
+
+    States of the parameter's shape become entities keyed `optimizer.state.<state>.<model key>`, and `step` a
+    number of its parameter. Tensors of other shapes (factors, norms, scales of blocks) become arrays of their
+    own, with an axis for each axis that cuts the parameter: at other cuts a load is an error. Python numbers
+    become objects, and None stays as it is. Members of lists and dicts have names such as `GG.0`; after a
+    load they are where they were. States in exclude_keys are dropped. The lists of parameter ids in the
+    groups are not stored, as ids have a meaning on this rank only.
+
+    Raises:
+        DeclarationError: a parameter with state has no entity, a state is of another type, or it has its own
+            shape and the parameter is cut into slices of different sizes.
+    """
+    sharded: dict[int, dict[str, Any]] = {}
+    arrays = _names_of_arrays(optim_state_dict["state"], id_to_sharded_param_map)
+    for param_id, states in optim_state_dict["state"].items():
+        if param_id not in id_to_sharded_param_map:
+            raise DeclarationError(
+                f"The optimizer has state for parameter {param_id}, which is in no entity of the model's "
+                f"sharded state dict. Build that from the model that this optimizer trains, of the "
+                f"parameters themselves (those of state_dict(keep_vars=True))."
+            )
+        entity = id_to_sharded_param_map[param_id]
+        sharded[param_id] = {
+            name: declare_state(entity, value, name, arrays)
+            for name, value in states.items()
+            if name not in exclude_keys
+        }
+    groups = [dict(group) for group in copy.deepcopy(optim_state_dict["param_groups"])]
+    for group in groups:
+        group["params"] = LocalNonpersistentObject(group["params"])
+    optim_state_dict["state"] = sharded
+    optim_state_dict["param_groups"] = groups
+
+
+def _names_of_arrays(
+    state: Mapping[Any, Mapping[str, Any]], entities: Mapping[int, ParamEntity]
+) -> frozenset[str]:
+    """Return the names of states that have another shape than some parameter.
+
+    A factor of a square parameter has the parameter's shape by chance, but not that of the next one.
+    """
+    names = set()
+    for param_id, states in state.items():
+        param = entities[param_id].data if param_id in entities else None
+        if param is not None:
+            tensors = _flattened("", states)
+            names |= {name for name, value in tensors if value.ndim > 0 and value.shape != param.shape}
+    return frozenset(names)
+
+
+def _flattened(name: str, value: Any) -> Iterator[tuple[str, Tensor]]:
+    """Yield name and value of all tensors."""
+    if isinstance(value, Tensor):
+        yield name, value
+    elif isinstance(value, Mapping):
+        for key, member in value.items():
+            yield from _flattened(f"{name}.{key}" if name else str(key), member)
+    elif isinstance(value, list):
+        for number, member in enumerate(value):
+            yield from _flattened(f"{name}.{number}", member)
+
+
+def declare_state(entity: ParamEntity, value: Any, name: str, arrays: Collection[str]) -> Any:
+    """Declare one state of a parameter: an entity, or a list or dict of them. Local.
+
+    Args:
+        entity: the parameter's.
+        value: a tensor, a number, None, or a list or dict of them.
+        name: of the state.
+        arrays: names of states that are not elementwise although some have the parameter's shape.
+
+    Raises:
+        DeclarationError: see `optim_state_to_sharding_state`.
+    """
+    if value is None:
+        return LocalNonpersistentObject(None)
+    if isinstance(value, Mapping):  # bitsandbytes has one with all of its tensors
+        return {key: declare_state(entity, member, f"{name}.{key}", arrays) for key, member in value.items()}
+    if isinstance(value, list):
+        names = [f"{name}.{i}" for i in range(len(value))]
+        return [declare_state(entity, member, n, names) for n, member in zip(names, value, strict=True)]
+    prefix = f"optimizer.state.{name}"
+    if isinstance(value, bool | int | float):
+        return _make_number(entity, value, prefix)
+    if not isinstance(value, Tensor):
+        raise DeclarationError(
+            f"{entity.key!r}: the optimizer state {name!r} is a {type(value).__name__}. Only tensors, "
+            f"numbers, and lists and dicts of them can be stored. Name it in exclude_keys.",
+            key=entity.key,
+        )
+    if value.ndim == 0 and name in _COUNTERS and entity.data is not None and entity.data.ndim > 0:
+        return make_sharded_scalar(entity, value, prefix=prefix, replica=replica_of(entity))
+    if name not in arrays and (entity.data is None or value.shape == entity.data.shape):
+        return make_sharded_optimizer_tensor(entity, value, prefix)
+    return make_own_array(entity, value, prefix=prefix, cuts=_cuts(entity, name))
+
+
+def _make_number(entity: ParamEntity, value: float, prefix: str) -> ShardedObject:
+    """Declare a Python number of this rank's slice of a parameter; a load returns a number."""
+    # An array of the same slice says which element of the array of objects this is.
+    position = make_own_array(entity, torch.zeros(()), prefix=prefix, cuts=_cuts(entity, prefix))
+    return ShardedObject(
+        position.key, value, position.global_shape, position.global_offset, position.replica_id
+    )
+
+
+def _cuts(entity: ParamEntity, name: str) -> list[tuple[int, int]]:
+    cuts = cuts_of_entity(entity)
+    if cuts is None:
+        raise DeclarationError(
+            f"{entity.key!r}: the optimizer state {name!r} has not the shape of the parameter, and belongs "
+            f"to a slice of it; but the slices are of different sizes, so that this one has no number. Cut "
+            f"the parameter into equal slices, or name the state in exclude_keys.",
+            key=entity.key,
+        )
+    return cuts

@@ -1,0 +1,312 @@
+"""The experts of a layer whose matrices are stacked: one weight for all experts of this rank.
+
+The axis over the experts is cut over `groups.ep`, and every expert over `groups.etp`, which may be another
+number of ranks than tp. `expert_stack` has experts that are modules of their own; `dispatch` brings tokens to
+the ranks of their experts.
+
+Initial values are drawn from torch's global generator and depend on the layout; see `models.init`.
+
+Source: Megatron-Core `moe.experts.TEGroupedMLP` (names and what is cut).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TypeAlias
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megackpt.errors import DeclarationError
+from megackpt.training.parallel.attributes import mark
+from megackpt.training.parallel.groups import ParallelGroups
+from megackpt.training.parallel.linear import INIT_STD, divide_over_tp
+from megackpt.training.parallel.mixin import ShardedModule
+from megackpt.training.parallel.swiglu import SwiGLU
+from megackpt.training.parallel.tp_sharding import TpSharding
+
+GatedActivation: TypeAlias = Callable[[Tensor, Tensor], Tensor]
+"""From gate and up, both `[rows, ffn/etp]`, to the input of the projection down, element by element."""
+
+
+def divide_over_ep(num_experts: int, groups: ParallelGroups) -> int:
+    """Return the number of experts of one rank. Pure.
+
+    Raises:
+        DeclarationError: ep does not divide `num_experts`.
+    """
+    if num_experts % groups.ep.size:
+        raise DeclarationError(
+            f"{num_experts} experts cannot be spread evenly over ep={groups.ep.size} ranks. Choose a "
+            f"multiple of {groups.ep.size}, or a smaller ep.",
+            rank=groups.rank,
+        )
+    return num_experts // groups.ep.size
+
+
+class GroupedColumnLinear(ShardedModule):
+    """`y = x W[e]^T + b[e]`, every W[e] cut by rows: weight `[experts/ep, out/etp, in]`. Local.
+
+    Input `[rows, in]` sorted by expert, output `[rows, out/etp]`.
+
+    Args:
+        num_experts: number of experts on all ranks.
+        in_features: extent of the last dim of the input.
+        out_features: extent of the last dim of the whole output, or names and extents of its components (gate
+            and up). A rank's slice is then its slice of the first one, then of the second, and so on. Each is
+            an array of its own in the checkpoint, `weight.gate` with shape `[experts, gate, in]`.
+        groups: the ranks around this one.
+        bias: whether there is a bias `[experts/ep, out/etp]`.
+        dtype: dtype of the parameters.
+        device: where the parameters are.
+
+    Raises:
+        DeclarationError: ep does not divide the experts, or etp the outputs or a component of them.
+    """
+
+    expert_axis = {"weight": 0, "bias": 0}  # noqa: RUF012 - read-only by its type in ShardedModule
+
+    def __init__(
+        self,
+        num_experts: int,
+        in_features: int,
+        out_features: int | Mapping[str, int],
+        groups: ParallelGroups,
+        *,
+        bias: bool = True,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        local = None
+        if isinstance(out_features, int):
+            rows = divide_over_tp("out_features", out_features, groups.experts)
+        else:
+            local = {
+                n: divide_over_tp(f"component {n!r}", s, groups.experts) for n, s in out_features.items()
+            }
+            rows = sum(local.values())
+        sharding = TpSharding(dim=1, components=local)
+        super().__init__(groups, tp_sharding={"weight": sharding, "bias": sharding})
+        experts = divide_over_ep(num_experts, groups)
+        self.local_components = local
+        self.weight = nn.Parameter(torch.empty(experts, rows, in_features, dtype=dtype, device=device))
+        self.bias = nn.Parameter(torch.empty(experts, rows, dtype=dtype, device=device)) if bias else None
+        _reset(self.weight, self.bias)
+
+    def forward(self, x: Tensor, counts: Sequence[int]) -> Tensor:
+        """Return this rank's slice of the outputs; `counts[e]` rows are of local expert e."""
+        return _grouped_linear(x, self.weight, self.bias, counts)
+
+    def split(self, y: Tensor) -> tuple[Tensor, ...]:
+        """Return the components of an output `y`, in order. Local.
+
+        Raises:
+            DeclarationError: the layer was made without components.
+        """
+        if self.local_components is None:
+            raise DeclarationError(
+                "these layers have no named components. Give out_features as a mapping of component to size."
+            )
+        return torch.split_with_sizes(y, list(self.local_components.values()), dim=-1)
+
+
+class GroupedRowLinear(ShardedModule):
+    """`y = x W[e]^T + b[e]`, every W[e] cut by columns: weight `[experts/ep, out, in/etp]`. Local.
+
+    Input `[rows, in/etp]` sorted by expert. The output `[rows, out]` is this rank's part of a sum over etp;
+    the bias `[experts/ep, out]` is in the part of the first rank.
+
+    Args:
+        num_experts: number of experts on all ranks.
+        in_features: extent of the last dim of the whole input.
+        out_features: extent of the last dim of the output.
+        groups: the ranks around this one.
+        bias: whether there is a bias.
+        dtype: dtype of the parameters.
+        device: where the parameters are.
+
+    Raises:
+        DeclarationError: ep does not divide the experts, or etp in_features.
+    """
+
+    expert_axis = {"weight": 0, "bias": 0}  # noqa: RUF012 - read-only by its type in ShardedModule
+    tp_sharding = {"weight": 2}  # noqa: RUF012
+
+    def __init__(
+        self,
+        num_experts: int,
+        in_features: int,
+        out_features: int,
+        groups: ParallelGroups,
+        *,
+        bias: bool = True,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__(groups)
+        experts = divide_over_ep(num_experts, groups)
+        local = divide_over_tp("in_features", in_features, groups.experts)
+        self.weight = nn.Parameter(torch.empty(experts, out_features, local, dtype=dtype, device=device))
+        self.bias = (
+            nn.Parameter(torch.empty(experts, out_features, dtype=dtype, device=device)) if bias else None
+        )
+        _reset(self.weight, self.bias)
+
+    def forward(self, x: Tensor, counts: Sequence[int]) -> Tensor:
+        """Return this rank's part of the outputs; `counts[e]` rows are of local expert e."""
+        bias: Tensor | None = self.bias
+        if bias is not None and not self.groups.etp.is_first:
+            # Nothing is added here, but the gradient is the same as on the first rank.
+            bias = bias - bias.detach()
+        return _grouped_linear(x, self.weight, bias, counts)
+
+
+class GroupedReplicatedLinear(ShardedModule):
+    """`y = x W[e]^T`, every W[e] whole on all ranks of etp: weight `[experts/ep, out, in]`. Local.
+
+    Input `[rows, in]` sorted by expert, output `[rows, out]`. Either may be this rank's part of a sum over
+    etp, so that the gradient is: it is marked to be summed over etp.
+
+    Args:
+        num_experts: number of experts on all ranks.
+        in_features: extent of the last dim of the input.
+        out_features: extent of the last dim of the output.
+        groups: the ranks around this one.
+        dtype: dtype of the weight.
+        device: where the weight is.
+
+    Raises:
+        DeclarationError: ep does not divide the experts.
+    """
+
+    expert_axis = {"weight": 0}  # noqa: RUF012 - read-only by its type in ShardedModule
+
+    def __init__(
+        self,
+        num_experts: int,
+        in_features: int,
+        out_features: int,
+        groups: ParallelGroups,
+        *,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__(groups)
+        experts = divide_over_ep(num_experts, groups)
+        self.weight = nn.Parameter(
+            torch.empty(experts, out_features, in_features, dtype=dtype, device=device)
+        )
+        mark(self.weight, "sequence_parallel")
+        _reset(self.weight, None)
+
+    def forward(self, x: Tensor, counts: Sequence[int]) -> Tensor:
+        """Return the outputs; `counts[e]` rows are of local expert e."""
+        return _grouped_linear(x, self.weight, None, counts)
+
+
+class GatedExperts(ShardedModule):
+    """`down(activation(gate(x), up(x)))` of every expert of this rank. Local.
+
+    Input and output `[rows, hidden]`, sorted by expert. All ranks of etp get the same rows; the output is
+    this rank's part of a sum over etp (see `output_is_partial`).
+
+    Args:
+        num_experts: number of experts on all ranks.
+        hidden_size: extent of input and output.
+        ffn_hidden_size: extent inside of one expert.
+        groups: the ranks around this one.
+        bias: whether the linear layers have biases.
+        activation: between the projections; None for `silu(gate) * up`.
+        dtype: dtype of the parameters.
+        device: where the parameters are.
+
+    Raises:
+        DeclarationError: ep does not divide the experts, or etp ffn_hidden_size.
+    """
+
+    output_is_partial = True
+
+    def __init__(
+        self,
+        num_experts: int,
+        hidden_size: int,
+        ffn_hidden_size: int,
+        groups: ParallelGroups,
+        *,
+        bias: bool = False,
+        activation: GatedActivation | None = None,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__(groups)
+        self.num_experts = num_experts
+        self.activation = SwiGLU() if activation is None else activation
+        components = {"gate": ffn_hidden_size, "up": ffn_hidden_size}
+        self.linear_fc1 = GroupedColumnLinear(
+            num_experts, hidden_size, components, groups, bias=bias, dtype=dtype, device=device
+        )
+        self.linear_fc2 = GroupedRowLinear(
+            num_experts, ffn_hidden_size, hidden_size, groups, bias=bias, dtype=dtype, device=device
+        )
+
+    def forward(self, rows: Tensor, counts: Sequence[int]) -> Tensor:
+        """Return the outputs of `rows`, which are ordered by local expert: `counts[e]` rows of expert e."""
+        gate, up = self.linear_fc1.split(self.linear_fc1(rows, counts))  # each [rows, ffn/etp]
+        out: Tensor = self.linear_fc2(self.activation(gate, up), counts)
+        return out
+
+
+class PlainExperts(ShardedModule):
+    """`down(activation(up(x)))` of every expert of this rank. Local.
+
+    Input, output, arguments and errors are those of `GatedExperts`, but for the activation: from `up(x)`
+    `[rows, ffn/etp]` to the input of the projection down, element by element.
+    """
+
+    output_is_partial = True
+
+    def __init__(
+        self,
+        num_experts: int,
+        hidden_size: int,
+        ffn_hidden_size: int,
+        groups: ParallelGroups,
+        *,
+        activation: Callable[[Tensor], Tensor],
+        bias: bool = False,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__(groups)
+        self.num_experts = num_experts
+        self.activation = activation
+        self.linear_fc1 = GroupedColumnLinear(
+            num_experts, hidden_size, ffn_hidden_size, groups, bias=bias, dtype=dtype, device=device
+        )
+        self.linear_fc2 = GroupedRowLinear(
+            num_experts, ffn_hidden_size, hidden_size, groups, bias=bias, dtype=dtype, device=device
+        )
+
+    def forward(self, rows: Tensor, counts: Sequence[int]) -> Tensor:
+        """Return the outputs of `rows`, which are ordered by local expert: `counts[e]` rows of expert e."""
+        out: Tensor = self.linear_fc2(self.activation(self.linear_fc1(rows, counts)), counts)
+        return out
+
+
+def _grouped_linear(x: Tensor, weight: Tensor, bias: Tensor | None, counts: Sequence[int]) -> Tensor:
+    """Apply the e-th of the stacked weights to the e-th group of rows.
+
+    An expert without rows takes part all the same, so that its gradient is 0 and not missing.
+    """
+    weights = weight.unbind()
+    biases = [None] * len(weights) if bias is None else bias.unbind()
+    groups = torch.split_with_sizes(x, list(counts))
+    return torch.cat([F.linear(rows, w, b) for rows, w, b in zip(groups, weights, biases, strict=True)])
+
+
+def _reset(weight: Tensor, bias: Tensor | None) -> None:
+    with torch.no_grad():
+        weight.normal_(std=INIT_STD)
+        if bias is not None:
+            bias.zero_()

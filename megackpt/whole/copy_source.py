@@ -1,0 +1,157 @@
+"""The source of a copy: its content, and which rank copies which chunk."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from megackpt.engine.checkpoint.common_reading import (
+    read_whole_common,
+    without_referenced,
+    without_references,
+)
+from megackpt.engine.checkpoint.opening import check_readable, read_common_and_references
+from megackpt.engine.data.chunk_bytes import ReadBuffers, parts_of
+from megackpt.engine.data.read import read_chunk
+from megackpt.formats.contents import Chunks, Contents
+from megackpt.formats.strategy import SaveStrategy
+from megackpt.plans.geometry import Ints
+from megackpt.plans.metadata import OBJECT, ChunkTable, DeclaredChunks
+from megackpt.plans.planning import SavePlan, with_sizes
+from megackpt.plans.planning.copy_plan import plan_copy
+from megackpt.plans.validation import check_coverage
+from megackpt.storage import Store, digest_of_parts
+
+
+@dataclass(frozen=True, slots=True)
+class SourceCheckpoint:
+    """The source of a copy on one rank.
+
+    Nothing is resharded: the chunks of the source become those of the new checkpoint; long chunks are cut
+    into blocks of rows.
+
+    Attributes:
+        stored: the opened source, as the new format takes its common state.
+        contents: the same without the arrays that the new format stores as tensors of common state.
+        chunks: all of its chunks.
+        plan: which rank writes which chunk, or which part of a long chunk, `[n]`. The entity of a row is the
+            row of its chunk in the source.
+        start: position of each row of the plan in its chunk of the source, in bytes, `[n]`.
+        blobs: this rank's objects, encoded for the new format, by row of the plan.
+    """
+
+    stored: Contents
+    contents: Contents
+    chunks: Chunks
+    plan: SavePlan
+    start: Ints
+    blobs: Mapping[int, bytes]
+
+    @classmethod
+    def of(
+        cls, stored: Contents, store: Store, strategy: SaveStrategy, *, rank: int, ranks: int
+    ) -> SourceCheckpoint:
+        """Plan the copies of all ranks, and encode this rank's objects. Local.
+
+        Raises:
+            FormatError: an array, an object or the common state cannot be loaded.
+            CoverageError: the checkpoint is incomplete.
+            UnserializableError: the new format cannot store an object.
+        """
+        contents = stored
+        if not strategy.capabilities.refers_to_arrays:
+            if stored.keeps_referenced_arrays:  # they are then loaded by their keys alone
+                contents = stored = without_references(stored, where=store.location)
+            else:
+                contents = without_referenced(stored, store)
+        check_readable(contents.unreadable, contents.unreadable, where=store.location)
+        chunks = contents.chunks(sorted(contents.arrays))
+        copies = plan_copy(chunks.table, chunks.position, ranks=ranks, block_bytes=chunks.block_bytes)
+        plan = replace(copies.plan, table=_without_other_arrays(copies.plan.table, contents.arrays))
+        check_coverage(as_declarations(plan))
+        blobs = {}
+        for row in plan.rows_of(rank).tolist():
+            spec = plan.table.arrays[int(plan.table.array[row])]
+            if spec.dtype == OBJECT:
+                data = read_chunk(chunks, int(plan.entity[row]))
+                value = contents.decode_object(data, f"{store.location}: object {spec.key!r}")
+                blobs[row] = strategy.encode_object(value, path=spec.key)
+        return cls(stored, contents, chunks, plan, copies.start, blobs)
+
+    def identity(self) -> str:
+        """Return what is equal on all ranks that have opened one source, and copy each chunk of it once."""
+        columns = (self.plan.writer, self.plan.entity, self.start)
+        digest = digest_of_parts([memoryview(column.tobytes()) for column in columns])
+        return f"{self.contents.identity} {digest}"
+
+    def with_object_sizes(self, sizes: Mapping[int, int]) -> SourceCheckpoint:
+        """Return the same with the encoded sizes of all ranks' objects in the plan, by row, in bytes."""
+        nbytes = self.plan.table.nbytes.copy()
+        for row, size in sizes.items():
+            nbytes[row] = size
+        return replace(self, plan=with_sizes(self.plan, nbytes))
+
+    def parts(self, row: int, buffer_bytes: int) -> Iterator[tuple[int, int, int]]:
+        """Yield the parts to read of a row that is no object: row, and range of bytes in its chunk."""
+        start = int(self.start[row])
+        stop = start + int(self.plan.table.nbytes[row])
+        entity = int(self.plan.entity[row])
+        for low, high in parts_of(self.chunks, entity, start=start, stop=stop, buffer_bytes=buffer_bytes):
+            yield row, low, high
+
+    def mapped(self, row: int) -> memoryview | None:
+        """Return the bytes of a row that lie in memory: objects, and chunks of mapped files."""
+        if row in self.blobs:
+            return memoryview(self.blobs[row])
+        start = int(self.start[row])
+        chunk = self.chunks.mapped(int(self.plan.entity[row]))
+        return None if chunk is None else chunk[start : start + int(self.plan.table.nbytes[row])]
+
+    def read(self, row: int, buffers: ReadBuffers, buffer_bytes: int) -> Iterator[memoryview]:
+        """Yield the bytes of a row of the plan in parts, each valid until the next."""
+        mapped = self.mapped(row)
+        if mapped is not None:
+            yield from (mapped[at : at + buffer_bytes] for at in range(0, len(mapped), buffer_bytes))
+            return
+        start = int(self.start[row])
+        yield from buffers.parts(
+            self.chunks,
+            int(self.plan.entity[row]),
+            start=start,
+            stop=start + int(self.plan.table.nbytes[row]),
+            buffer_bytes=buffer_bytes,
+        )
+
+
+def read_common_for(strategy: SaveStrategy, contents: Contents, store: Store) -> tuple[Any, Any]:
+    """Return common state and content metadata as a format stores them. Local.
+
+    A format that cannot refer to arrays stores them as tensors of common state. These are read into memory,
+    as in a save.
+    """
+    if strategy.capabilities.refers_to_arrays:
+        return read_common_and_references(contents, where=store.location)
+    return read_whole_common(contents, store)
+
+
+def _without_other_arrays(table: ChunkTable, keys: Container[str]) -> ChunkTable:
+    """Return a chunk table without the arrays that have no chunks in it.
+
+    A format may list all arrays of a file even if the table has chunks of only a few.
+    """
+    is_kept = np.array([spec.key in keys for spec in table.arrays], np.bool_)
+    if is_kept.all():
+        return table
+    new_numbers = np.cumsum(is_kept) - 1
+    arrays = tuple(spec for spec in table.arrays if spec.key in keys)
+    return replace(table, arrays=arrays, array=new_numbers[table.array])
+
+
+def as_declarations(plan: SavePlan) -> DeclaredChunks:
+    """Return the rows of a plan as if a rank declared each as the main replica. Pure."""
+    rows = len(plan.table)
+    yes, no = np.ones(rows, np.bool_), np.zeros(rows, np.bool_)
+    return DeclaredChunks(plan.table, yes, no, plan.writer, plan.entity)
