@@ -6,7 +6,7 @@ model may hold it either way, so a load looks for both.
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Container, Iterable
 from typing import Any
 
 import torch
@@ -44,7 +44,11 @@ def is_plain_tensor(leaf: object) -> bool:
 
 
 def can_be_array(leaf: torch.Tensor) -> bool:
-    """Return whether a tensor of common state can be stored as an array, and loaded again as it is."""
+    """Return whether a tensor of common state can be stored as an array, and loaded again as it is.
+
+    Elements that share memory become elements of their own. A tensor without dims or elements takes less
+    room in common state, and is an array to a load all the same.
+    """
     return (
         type(leaf) is torch.Tensor
         and is_plain_tensor(leaf)
@@ -54,7 +58,6 @@ def can_be_array(leaf: torch.Tensor) -> bool:
         and not leaf.is_meta
         and not leaf.is_quantized
         and dtype_name(leaf.dtype) in DTYPES
-        and not any(n > 1 and stride == 0 for n, stride in zip(leaf.shape, leaf.stride(), strict=True))
     )
 
 
@@ -113,33 +116,15 @@ def match_common_leaves(
     return matches
 
 
-def fill_in_place(stored: Any, targets: Mapping[Steps, torch.Tensor]) -> Any:
-    """Fill the targets with stored common state at the same steps; return it with the targets in place.
+def can_be_filled(target: torch.Tensor, *, load_on_device: bool) -> bool:
+    """Return whether a load fills a plain tensor in place; otherwise it returns a new one instead.
 
-    A stored tensor stays where the target has another shape or dtype, has no memory, or has elements that
-    share memory.
+    It does not fill tensors without memory, those whose elements share memory, and those on devices if they
+    are to be loaded into host memory.
     """
-
-    def filled(steps: Steps, leaf: Any) -> Any:
-        target = targets.get(steps)
-        if target is None or not is_plain_tensor(leaf) or not can_be_filled(target, leaf):
-            return leaf
-        with torch.no_grad():
-            target.detach().copy_(leaf)
-        return target
-
-    return map_leaves(filled, stored, (), step=add_step) if targets else stored
-
-
-def can_be_filled(target: torch.Tensor, value: torch.Tensor) -> bool:
-    """Return whether a tensor can be filled in place with values of the shape and dtype of `value`."""
     shares_memory = any(n > 1 and step == 0 for n, step in zip(target.shape, target.stride(), strict=True))
-    return (
-        target.shape == value.shape
-        and target.dtype == value.dtype
-        and target.device.type != "meta"
-        and not shares_memory
-    )
+    is_in_reach = load_on_device or target.device.type == "cpu"
+    return is_in_reach and target.device.type != "meta" and not shares_memory
 
 
 def declare_whole_tensors(

@@ -164,6 +164,8 @@ class Contents:
         left_out: other values of the files, which cannot be loaded, each with the reason.
         keeps_referenced_arrays: a copy to a format that cannot refer to arrays keeps those that common state
             refers to as arrays, and drops the references; else they become tensors of common state.
+        inline: the elements of arrays that are no chunks, but tensors of common state, by key; see
+            `engine.checkpoint.inline_arrays`. No format opens its checkpoints with any.
         check_bytes: compares checksums that no read of chunks compares, for which all files are read; raises
             the first error. None if there are none.
         check_unchanged: raises an error if a file is not the one that was opened. None for formats whose
@@ -185,6 +187,7 @@ class Contents:
     origin: str = ""
     left_out: Sequence[str] = ()
     keeps_referenced_arrays: bool = False
+    inline: Mapping[str, Any] = field(default_factory=dict)
     check_bytes: Callable[[], None] | None = None
     check_unchanged: Callable[[], None] | None = None
 

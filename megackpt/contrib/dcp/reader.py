@@ -160,7 +160,7 @@ class MegackptStorageReader(StorageReader):
     ) -> None:
         targets = [planner.resolve_tensor(item) for item in items]
         tensors = [_target(item, target, contents) for item, target in zip(items, targets, strict=True)]
-        shared = SharedTargets.of(tensors, {})
+        shared = SharedTargets.of(tensors)
         requested = describe(tensors, rank=0)
         rules = LoadRules(self._options.rules, StrictHandling.ASSUME_OK_UNEXPECTED)
         check_dtypes_and_shapes(requested, contents.arrays, rules, where=store.location)
@@ -168,7 +168,7 @@ class MegackptStorageReader(StorageReader):
         copies = plan_load(requested, chunks.table, where=store.location)
         read_tensors(chunks, copies, shared.tensors, self._options)
         shared.copy_to_shared()
-        shared.check(store.location, {})
+        shared.check(store.location)
         for item, target in zip(items, targets, strict=True):
             planner.commit_tensor(item, target)
 

@@ -30,9 +30,12 @@ from megackpt.contrib.megatron.enclosing_save import take_common
 from megackpt.contrib.megatron.load_errors import also_of_torch
 from megackpt.contrib.megatron.process_options import OPTIONS
 from megackpt.contrib.megatron.settings import KnownSettings
+from megackpt.contrib.megatron.stored_metadata import stored_metadata, stored_tensors
 from megackpt.engine.saving.plan_cache import PlanCache
 from megackpt.engine.saving.save_request import SaveRequest, save_request
 from megackpt.entities import ShardedStateDict, StateDict
+from megackpt.entities.plain_tensors import has_tensors, is_plain_tensor
+from megackpt.entities.tree import ABSENT, leaf_types, map_leaves
 from megackpt.errors import CommonStateError, DeclarationError
 from megackpt.formats.registry import DEFAULT_BACKEND, SaveChoice, check_known, save_strategy
 from megackpt.options import KeyRule, LoadOptions, Policy, SaveOptions
@@ -114,11 +117,11 @@ class DetectingLoadStrategy(KnownSettings, LoadShardedStrategy):
 
     def load_tensors_metadata(self, checkpoint_dir: str | os.PathLike[str]) -> dict[str, Any]:
         """Return the global arrays without data, by key. Local."""
-        return dict(local.load_tensors_metadata(checkpoint_dir))
+        return stored_tensors(checkpoint_dir)
 
     def load_sharded_metadata(self, checkpoint_dir: str | os.PathLike[str]) -> dict[str, Any]:
         """Return global arrays and objects without data. Local."""
-        return dict(local.load_sharded_metadata(checkpoint_dir))
+        return dict(stored_metadata(checkpoint_dir))
 
     def remove_sharded_tensors(self, checkpoint_dir: str | os.PathLike[str], key_prefix: str) -> None:
         """Remove every array and object whose key begins with key_prefix from a checkpoint. Local."""
@@ -330,13 +333,28 @@ def load_by(
     arguments = _load_arguments(strategy)
     with also_of_torch():
         loaded, report = collective.load_with_report(
-            sharded_state_dict, checkpoint_dir, strict=strict, group=group, **arguments
+            _without_plain_tensors(sharded_state_dict),
+            checkpoint_dir,
+            strict=strict,
+            group=group,
+            **arguments,
         )
     if hasattr(strategy, "times"):
         strategy.times = report.times
     if strict.returns_keys:
         return loaded, set(report.missing), set(report.unexpected)
     return loaded
+
+
+def _without_plain_tensors(sharded_state_dict: ShardedStateDict) -> ShardedStateDict:
+    """Return a request without its plain tensors: Megatron-Core returns what is stored for them.
+
+    `megackpt.load` would fill them in place, and raise an error where dtypes or shapes differ.
+    """
+    if not has_tensors(leaf_types(sharded_state_dict)):
+        return sharded_state_dict
+    rest = map_leaves(lambda _, leaf: ABSENT if is_plain_tensor(leaf) else leaf, sharded_state_dict)
+    return {} if rest is ABSENT else rest
 
 
 def _load_arguments(strategy: Any) -> dict[str, Any]:

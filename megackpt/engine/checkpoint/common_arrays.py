@@ -30,8 +30,8 @@ def find_arrays(common: Any, taken: Container[str]) -> dict[Steps, ShardedTensor
     """
     candidates = {
         steps: leaf
-        for steps, leaf in _leaves(common, ())
-        if isinstance(leaf, torch.Tensor) and can_be_array(leaf) and _is_name(steps)
+        for steps, leaf in common_leaves(common)
+        if isinstance(leaf, torch.Tensor) and can_be_array(leaf) and is_name(steps)
     }
     counts = Counter(map(dotted, candidates))
     arrays = {}
@@ -55,12 +55,12 @@ def with_references(common: Any, arrays: Mapping[Steps, ShardedTensor]) -> Any:
 
 def array_references(common: Any) -> dict[Steps, str]:
     """Return the keys of the arrays that stored common state refers to, by the steps of the references."""
-    return {steps: leaf.key for steps, leaf in _leaves(common, ()) if isinstance(leaf, ArrayReference)}
+    return {steps: leaf.key for steps, leaf in common_leaves(common) if isinstance(leaf, ArrayReference)}
 
 
 def value_steps(common: Any) -> set[Steps]:
     """Return the steps to the leaves of stored common state that are no references to arrays."""
-    return {steps for steps, leaf in _leaves(common, ()) if not isinstance(leaf, ArrayReference)}
+    return {steps for steps, leaf in common_leaves(common) if not isinstance(leaf, ArrayReference)}
 
 
 def with_tensors(common: Any, tensors: Mapping[Steps, Any]) -> Any:
@@ -98,16 +98,16 @@ def map_common(fn: Callable[[Steps, Any], Any], tree: Any, steps: Steps = ()) ->
 _CONTAINERS = (dict, OrderedDict, list)
 
 
-def _leaves(tree: Any, steps: Steps) -> Iterator[tuple[Steps, Any]]:
+def common_leaves(tree: Any, steps: Steps = ()) -> Iterator[tuple[Steps, Any]]:
     """Yield steps and values of the leaves that `map_common` visits."""
     if type(tree) not in _CONTAINERS:
         yield steps, tree
         return
     for key, child in tree.items() if isinstance(tree, dict) else enumerate(tree):
-        yield from _leaves(child, (*steps, key))
+        yield from common_leaves(child, (*steps, key))
 
 
-def _is_name(steps: Steps) -> bool:
+def is_name(steps: Steps) -> bool:
     """Return whether steps joined with dots are a key that can be stored as text."""
     try:
         return all(type(step) in (str, int) for step in steps) and bool(dotted(steps).encode())

@@ -34,7 +34,13 @@ def with_renamed_keys(contents: Contents, patterns: Mapping[str, str]) -> tuple[
         )
 
     arrays = {new_name[key]: replace(spec, key=new_name[key]) for key, spec in contents.arrays.items()}
-    renamed = replace(contents, arrays=arrays, chunks=chunks, chunks_overlapping=chunks_overlapping)
+    renamed = replace(
+        contents,
+        arrays=arrays,
+        chunks=chunks,
+        chunks_overlapping=chunks_overlapping,
+        inline={new_name[key]: tensor for key, tensor in contents.inline.items()},
+    )
     return renamed, {old for old, new in new_name.items() if old == new}
 
 

@@ -1,15 +1,13 @@
 """The part of a load request for common state: plain tensors, and arrays that common state refers to.
 
-Tensors of common state are stored by value, or as global arrays with an `ArrayReference` in their place. A
-leaf of common state answers a plain tensor of the request if it has the same steps, or the same dotted
-name.
+Common state has an `ArrayReference` in the place of each tensor, be it stored as an array or inline. A leaf
+of common state answers a plain tensor of the request if it has the same steps, or the same dotted name.
 """
 
 from __future__ import annotations
 
 from collections.abc import Container, Iterable, Mapping, Set
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
@@ -20,12 +18,11 @@ from megackpt.entities import ShardedStateDict, ShardedTensor
 from megackpt.entities.describe import torch_dtype
 from megackpt.entities.plain_tensors import (
     can_be_filled,
-    fill_in_place,
-    is_plain_tensor,
     match_common_leaves,
     plain_tensors,
 )
 from megackpt.entities.tree import ABSENT, Steps, add_step, dotted, iter_leaves, same_name_error
+from megackpt.formats.contents import Contents
 from megackpt.options import LoadOptions
 from megackpt.plans.metadata import OBJECT, ArraySpec
 
@@ -35,7 +32,7 @@ class CommonRequest:
     """Stored common state, and the plain tensors of a request that it answers.
 
     Attributes:
-        stored: common state, with an `ArrayReference` for each tensor that is stored as an array.
+        stored: common state, with an `ArrayReference` for each tensor.
         references: keys of these arrays, by steps.
         plain: plain tensors of the request, by their steps.
         answers: steps of the leaf of common state that answers a plain tensor, by the steps of that tensor.
@@ -60,47 +57,35 @@ class CommonRequest:
         return {leaf: self.plain[steps] for steps, leaf in self.answers.items()}
 
     def arrays(
-        self, requested: Container[str], stored: Mapping[str, ArraySpec], options: LoadOptions
+        self, requested: Container[str], contents: Contents, options: LoadOptions
     ) -> dict[Steps, ShardedTensor]:
         """Declare the arrays that common state refers to, by the steps of the reference.
 
-        An array is declared as a whole: in the plain tensor that it answers if that can be filled in place,
-        otherwise without data. An array whose key is in `requested` is left out, unless it answers a plain
-        tensor.
+        An array that answers a plain tensor is declared with the dtype and shape of that tensor, so that a
+        difference is one as for any other entity. Another array is declared without data. It is left out if
+        its key is in `requested`, and if it is inline: then its value is known already.
         """
         targets = self.targets
         return {
-            steps: _whole_array(stored[key], targets.get(steps), options)
+            steps: _whole_array(contents.arrays[key], targets.get(steps), options)
             for steps, key in self.references.items()
-            if steps in targets or key not in requested
+            if steps in targets or not (key in requested or key in contents.inline)
         }
 
-    def filled_targets(self, options: LoadOptions) -> dict[Steps, torch.Tensor]:
-        """Return the targets that are filled in place with stored values."""
+    def inline_values(
+        self, requested: Container[str], inline: Mapping[str, torch.Tensor]
+    ) -> dict[Steps, torch.Tensor]:
+        """Return the tensors of inline arrays that nothing asks for, by the steps of the reference."""
+        targets = self.targets
         return {
-            leaf: self.plain[steps]
-            for steps, leaf in self.answers.items()
-            if _is_filled(dotted(steps), self.plain[steps], options)
+            steps: inline[key]
+            for steps, key in self.references.items()
+            if key in inline and steps not in targets and key not in requested
         }
 
-    def values_of(
-        self, steps: Container[Steps], targets: Mapping[Steps, torch.Tensor]
-    ) -> dict[str, torch.Tensor]:
-        """Return the stored values for the targets at these steps, by dotted name."""
-        return {
-            dotted(at): leaf
-            for at, leaf in iter_leaves(self.stored, (), step=add_step)
-            if at in steps and is_plain_tensor(leaf) and can_be_filled(targets[at], leaf)
-        }
-
-    def loaded(self, filled: Mapping[Steps, torch.Tensor], arrays: Mapping[Steps, Any]) -> Any:
-        """Return common state for the result.
-
-        Args:
-            filled: tensors that are filled with stored values and stand in their place.
-            arrays: tensors in the place of references; a reference without one is left out.
-        """
-        return with_tensors(fill_in_place(self.stored, filled), arrays)
+    def loaded(self, arrays: Mapping[Steps, torch.Tensor | None]) -> Any:
+        """Return common state with tensors in the place of references; one without a tensor is left out."""
+        return with_tensors(self.stored, arrays)
 
 
 def match_common_state(
@@ -170,21 +155,8 @@ def _steps_of(common: Any) -> frozenset[Steps]:
 
 
 def _whole_array(spec: ArraySpec, target: torch.Tensor | None, options: LoadOptions) -> ShardedTensor:
-    """Declare all of an array: in the target, where that can be filled in place, or without data."""
-    shape, dtype = spec.global_shape, torch_dtype(spec.dtype)
-    # Only shape and dtype count for `can_be_filled`: a tensor on meta takes no memory.
-    is_filled = (
-        target is not None
-        and _is_in_reach(target, options)
-        and can_be_filled(target, torch.empty(shape, dtype=dtype, device="meta"))
-    )
+    """Declare all of an array: in the target where it can be filled in place, otherwise without data."""
+    dtype = torch_dtype(spec.dtype) if target is None else target.dtype
+    shape = spec.global_shape if target is None else tuple(target.shape)
+    is_filled = target is not None and can_be_filled(target, load_on_device=options.load_on_device)
     return ShardedTensor(spec.key, target if is_filled else None, dtype, shape, shape, (0,) * len(shape))
-
-
-def _is_filled(path: str, tensor: torch.Tensor, options: LoadOptions) -> bool:
-    """Return whether a plain tensor that common state answers is filled in place."""
-    return _is_in_reach(tensor, options) and not any(fnmatchcase(path, glob) for glob in options.exclude)
-
-
-def _is_in_reach(tensor: torch.Tensor, options: LoadOptions) -> bool:
-    return options.load_on_device or tensor.device.type == "cpu"

@@ -67,6 +67,9 @@ def load_state(request: LoadRequest, group: Group) -> LoadResult:
         if group.rank == 0:
             # Most notices are those of all ranks. Rank 0 logs each text once.
             log_notices(ranks.values("notices"))
+            # A pattern may be for keys that only some ranks ask for.
+            for pattern in sorted(set.intersection(*map(set, ranks.values("idle_patterns")))):
+                log.warning("%s: %s matches no key, stored or requested.", prepared.where, pattern)
         missing: frozenset[str] = frozenset()
         # `check_answers` has shown that the rules are equal, and a union is the same on all ranks. So all of
         # them make the collectives below, or none does.

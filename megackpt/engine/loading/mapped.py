@@ -87,11 +87,11 @@ def prepare_mapped_load(request: LoadRequest, source: Source, rules: LoadRules, 
         # From another family nothing but weights is loaded.
         common=CommonRequest({}, {}, {}, {}, frozenset()),
         common_arrays={},
+        inline=None,
         # By the names of the other family, as missing keys are looked for among the stored ones.
         keys=RequestedKeys(frozenset(view.key for view in views), excluded, frozenset()),
         loadable=(),
         empty_containers=(),
-        filled={},
         targets=targets,
         objects=(),
         plan=plan,
@@ -285,7 +285,7 @@ def _targets(flattened: FlattenedState, excluded: frozenset[str], names: _Names)
     for tensor in tensors:
         tensor.init_data()
         check_target(tensor, on_meta=LOAD_ON_META)
-    return SharedTargets.of(tensors, {})
+    return SharedTargets.of(tensors)
 
 
 def _plan_reads(views: Sequence[ShardedTensor], contents: Contents, group: Group, where: str) -> ReadPlan:

@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Container, Iterable, Mapping, Sequence, Set
+from collections.abc import Collection, Container, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 
 import numpy as np
+import torch
 
 from megackpt.comm import Group
+from megackpt.engine.checkpoint.inline_arrays import inline_chunks, with_inline_arrays
 from megackpt.engine.checkpoint.opening import (
     check_arrays_complete,
     check_readable,
@@ -36,6 +38,7 @@ from megackpt.options import LoadOptions
 from megackpt.plans.metadata import OBJECT, ArraySpec
 from megackpt.plans.planning import plan_load
 from megackpt.plans.validation import (
+    ArrayReport,
     LoadReport,
     LoadRules,
     check_dtypes_and_shapes,
@@ -63,7 +66,8 @@ def prepare_load(
         DeclarationError: the request contradicts itself, or a target cannot be filled in place.
         FormatError: a requested array is stored in a form that cannot be loaded.
     """
-    contents, unrenamed = with_options_renamed(source.contents, options)
+    stored = with_inline_arrays(source.contents, where=source.location)
+    contents, unrenamed = with_options_renamed(stored, options)
     checkpoint = _Checkpoint(source.location, source, contents, options, rules)
 
     request = checkpoint.flatten(state, unrenamed, group)
@@ -71,14 +75,14 @@ def prepare_load(
     loadable = [key for key in contents.arrays if not _matches(key, options.exclude)]
     containers = {dotted(steps) for steps in empty_containers(state)} - {""}
 
-    tensors = checkpoint.allocate_targets(request, keys)
-    filled = request.common.filled_targets(options)
-    # Targets of references are among the tensors already.
-    values = {dotted(steps): t for steps, t in filled.items() if steps not in request.common.references}
-    targets = SharedTargets.of(tensors, values)
+    targets = SharedTargets.of(checkpoint.allocate_targets(request, keys))
     objects = [o for o in request.flattened.objects if o.key not in keys.left_out]
 
-    plan = checkpoint.plan_reads(targets.tensors, objects, group, advice=request.flattened.advice())
+    advice = request.flattened.advice()
+    of_chunks = [t for t in targets.tensors if t.key not in contents.inline]
+    of_common = [t for t in targets.tensors if t.key in contents.inline]
+    plan = checkpoint.plan_reads(of_chunks, objects, group, advice=advice)
+    inline = checkpoint.plan_reads(of_common, (), group, advice=advice) if of_common else None
     return PreparedLoad(
         where=source.location,
         source=source,
@@ -87,14 +91,16 @@ def prepare_load(
         flattened=request.flattened,
         common=request.common,
         common_arrays=request.common_arrays,
+        inline_values=request.inline_values,
         keys=keys,
+        idle_patterns=_idle_patterns(options, stored.arrays, {*contents.arrays, *keys.requested}),
         loadable=loadable,
         empty_containers=sorted(keys_by_container(loadable, containers, keys.requested)),
-        filled=filled,
         targets=targets,
         objects=objects,
         plan=plan,
-        report=checkpoint.report(request, keys, plan, objects),
+        inline=inline,
+        report=checkpoint.report(request, keys, [plan] if inline is None else [plan, inline], objects),
     )
 
 
@@ -114,13 +120,15 @@ class _Request:
     Attributes:
         flattened: its entities and other leaves.
         common: the part for common state.
-        common_arrays: arrays that common state refers to, by steps.
+        common_arrays: arrays that common state refers to and that are read, by steps.
+        inline_values: tensors of inline arrays that nothing asks for, by steps.
         plain_keys: names of plain tensors for which common state has no value.
     """
 
     flattened: FlattenedState
     common: CommonRequest
     common_arrays: Mapping[Steps, ShardedTensor]
+    inline_values: Mapping[Steps, torch.Tensor]
     plain_keys: Set[str]
 
 
@@ -157,14 +165,21 @@ class _Checkpoint:
             common=common.steps,
             in_host_memory=not self.options.load_on_device,
         )
-        common_arrays = common.arrays({e.key for e in flattened.entities}, arrays, self.options)
-        return _Request(flattened, common, common_arrays, common.unanswered - objects)
+        requested = {entity.key for entity in flattened.entities}
+        return _Request(
+            flattened,
+            common,
+            common.arrays(requested, self.contents, self.options),
+            common.inline_values(requested, self.contents.inline),
+            common.unanswered - objects,
+        )
 
     def check_keys(self, request: _Request, group: Group) -> RequestedKeys:
         """Compare the requested keys with the stored ones."""
         flattened, arrays = request.flattened, self.contents.arrays
         keys_of_entities = [entity.key for entity in flattened.entities]
-        requested = frozenset(keys_of_entities) | {array.key for array in request.common_arrays.values()}
+        common_steps = {*request.common_arrays, *request.inline_values}
+        requested = frozenset(keys_of_entities) | {request.common.references[s] for s in common_steps}
         excluded = {key for key in requested if _matches(key, self.options.exclude)}
         check_readable(requested - excluded, self.contents.unreadable, where=self.where)
         excluded |= _kept_per_rank_values(flattened.per_rank, arrays, group.size, self.where)
@@ -172,8 +187,10 @@ class _Checkpoint:
         excluded |= {t.key for t in flattened.tensors if t.if_missing == "keep" and t.key not in arrays}
         # A missing plain tensor is judged less strictly, unless an entity requests the same key.
         counts = Counter(keys_of_entities)
+        # Of the arrays of common state, only those that a plain tensor of the request asks for.
+        asked = {request.common.references[steps] for steps in request.common.targets.keys() & common_steps}
         unexpected = check_unexpected_keys(
-            requested - excluded,
+            (asked | set(keys_of_entities)) - excluded,
             arrays,
             self.rules,
             where=self.where,
@@ -191,7 +208,10 @@ class _Checkpoint:
         """
         loaded = {s: array for s, array in request.common_arrays.items() if array.key not in keys.left_out}
         plain_targets = request.common.targets  # a property that makes a dict each time
-        allocated = sorted({array.key for steps, array in loaded.items() if steps not in plain_targets})
+        allocated = sorted(
+            {array.key for steps, array in loaded.items() if steps not in plain_targets}
+            - self.contents.inline.keys()
+        )
         # With replacements the bytes come from several stores, and files of the first one need not be
         # complete.
         if allocated and self.source.only_store is not None:
@@ -211,7 +231,10 @@ class _Checkpoint:
         *,
         advice: Mapping[str, str],
     ) -> ReadPlan:
-        """Compare shapes and dtypes with the stored arrays, and plan the copies from stored chunks."""
+        """Compare shapes and dtypes with the stored arrays, and plan the copies from stored chunks.
+
+        The tensors are all inline, or none is.
+        """
         requested = describe([*tensors, *objects], rank=group.rank)
         resized = check_dtypes_and_shapes(
             requested, self.contents.arrays, self.rules, where=self.where, advice=advice
@@ -219,21 +242,32 @@ class _Checkpoint:
         # A row may be resized if its entity allows it, or if a rule allows it for its array.
         may_resize = np.array([a.key in resized for a in requested.table.arrays], np.bool_)
         requested = replace(requested, resizable=requested.resizable | may_resize[requested.table.array])
-        chunks = self.contents.chunks_for([requested.table])
+        is_inline = bool(tensors) and tensors[0].key in self.contents.inline
+        chunks = (
+            inline_chunks(self.contents, [t.key for t in tensors], where=self.where)
+            if is_inline
+            else self.contents.chunks_for([requested.table])
+        )
         # Tensors are the first rows. Objects are read as a whole, each from the row of its offset.
         copies = plan_load(requested.take(np.arange(len(tensors))), chunks.table, where=self.where)
         return ReadPlan(requested, tensors, chunks, copies, _object_rows(objects, chunks, self.where))
 
     def report(
-        self, request: _Request, keys: RequestedKeys, plan: ReadPlan, objects: Sequence[ShardedObject]
+        self,
+        request: _Request,
+        keys: RequestedKeys,
+        plans: Sequence[ReadPlan],
+        objects: Sequence[ShardedObject],
     ) -> LoadReport:
         """Report how each array is loaded.
 
         Raises:
             MismatchError: an array would be resharded, and a rule forbids it.
         """
-        read_tensors = plan.requested.take(np.arange(len(plan.tensors)))
-        reports = report_arrays(read_tensors, self.contents.arrays, plan.chunks.table, plan.copies)
+        reports: tuple[ArrayReport, ...] = ()
+        for plan in plans:
+            read = plan.requested.take(np.arange(len(plan.tensors)))
+            reports += report_arrays(read, self.contents.arrays, plan.chunks.table, plan.copies)
         check_resharding(reports, self.rules, where=self.where)
         return LoadReport(
             arrays=reports,
@@ -254,8 +288,24 @@ class _AllKeysBut(Container[str]):
         return key not in self.others
 
 
+def _any_matches(keys: Iterable[str], glob: str) -> bool:
+    return any(fnmatchcase(key, glob) for key in keys)
+
+
 def _matches(key: str, globs: Iterable[str]) -> bool:
     return any(fnmatchcase(key, glob) for glob in globs)
+
+
+def _idle_patterns(options: LoadOptions, stored: Collection[str], named: Collection[str]) -> list[str]:
+    """Return the patterns of the options that match nothing, as text.
+
+    Args:
+        options: with `rename` and `exclude`.
+        stored: keys of the checkpoint, under the names that they are stored with.
+        named: these keys under the names of the request, and the keys of the request.
+    """
+    idle = [f"rename {{{pattern!r}: ...}}" for pattern in options.rename if not _any_matches(stored, pattern)]
+    return idle + [f"exclude {glob!r}" for glob in options.exclude if not _any_matches(named, glob)]
 
 
 def _kept_per_rank_values(

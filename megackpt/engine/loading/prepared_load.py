@@ -11,13 +11,15 @@ from dataclasses import dataclass, field
 
 import torch
 
+from megackpt.engine.data.read import read_tensors
 from megackpt.engine.loading.common_request import CommonRequest
 from megackpt.engine.loading.load_request import Source
 from megackpt.engine.loading.shared_targets import SharedTargets
 from megackpt.entities import ShardedObject, ShardedTensor, StateDict
 from megackpt.entities.flatten import FlattenedState
-from megackpt.entities.tree import Steps, dotted
+from megackpt.entities.tree import Steps
 from megackpt.formats.contents import Chunks, Contents
+from megackpt.options import LoadOptions
 from megackpt.plans.metadata import DeclaredChunks
 from megackpt.plans.planning import Copies
 from megackpt.plans.validation import LoadReport, LoadRules, PhaseTimes
@@ -100,16 +102,18 @@ class PreparedLoad:
         flattened: the request, flattened.
         common: the part of the request for common state.
         common_arrays: arrays that common state refers to, those that are left out as well, by steps.
+        inline_values: tensors of common state that nothing asks for, likewise.
         keys: the requested keys.
         loadable: stored keys that `LoadOptions.exclude` does not name.
         empty_containers: names of empty dicts and lists of the request for which something is stored.
-        filled: tensors that are filled with stored values of common state, by the steps of the value.
         targets: memory that is filled.
         objects: the objects that are loaded.
         plan: what is read.
+        inline: what is copied from tensors of common state; None for nothing.
         report: how each array is loaded.
         additions: numbers to add to what was read.
         our_names: the names in the request of stored keys, as text; empty if they are the same.
+        idle_patterns: of `LoadOptions.rename` and `exclude`, those that match no stored and no requested key.
         map_digest: of the map between the names; empty without one.
         read_ratio: with a map, how many times the bytes that this rank needs it would read by itself.
     """
@@ -121,16 +125,18 @@ class PreparedLoad:
     flattened: FlattenedState
     common: CommonRequest
     common_arrays: Mapping[Steps, ShardedTensor]
+    inline: ReadPlan | None
     keys: RequestedKeys
     loadable: Sequence[str]
     empty_containers: Sequence[str]
-    filled: Mapping[Steps, torch.Tensor]
     targets: SharedTargets
     objects: Sequence[ShardedObject]
     plan: ReadPlan
     report: LoadReport
+    inline_values: Mapping[Steps, torch.Tensor] = field(default_factory=dict)
     additions: Sequence[Addition] = ()
     our_names: Mapping[str, str] = field(default_factory=dict)
+    idle_patterns: Sequence[str] = ()
     map_digest: str = ""
     read_ratio: float = 1.0
 
@@ -151,6 +157,8 @@ class PreparedLoad:
             MismatchError: two keys were loaded into the same memory, and are stored with different values.
             FormatError: an object cannot be decoded.
         """
+        if self.inline is not None:
+            read_tensors(self.inline.chunks, self.inline.copies, self.inline.tensors, LoadOptions())
         # Before the copies to shared targets: the numbers are added to the memory that was read into.
         with torch.no_grad():
             for addition in self.additions:
@@ -160,15 +168,17 @@ class PreparedLoad:
             entity.data = self.contents.decode_object(data, f"{self.where}: object {entity.unique_key!r}")
         left_out, targets = self.keys.left_out, self.common.targets
         # An excluded array does not change the plain tensor that it would fill.
-        arrays = {
+        arrays: dict[Steps, torch.Tensor | None] = {
             steps: targets[steps] if array.key in left_out else array.data
             for steps, array in self.common_arrays.items()
             if array.key not in left_out or steps in targets
         }
-        common = self.common.loaded(self.filled, arrays)
-        # Last, since `loaded` fills targets as well, and may have overwritten what they share memory with.
-        shared = {steps for steps in self.filled if self.targets.is_shared(dotted(steps))}
-        values = self.common.values_of(shared, self.filled) if shared else {}
-        self.targets.check(self.where, values)
+        arrays |= {
+            steps: tensor
+            for steps, tensor in self.inline_values.items()
+            if self.common.references[steps] not in left_out
+        }
+        common = self.common.loaded(arrays)
+        self.targets.check(self.where)
         state: StateDict = self.flattened.unflatten(common, self.keys.unexpected)
         return state

@@ -51,6 +51,7 @@ def answer_of(request: LoadRequest, prepared: PreparedLoad, notices: Notices) ->
         "missing_key_rules": [rules.about_missing_keys, dict(options.rename) if looks_for_missing else 0],
         "complete": options.complete,
         "maps": prepared.map_digest,
+        "idle_patterns": prepared.idle_patterns,
         "notices": notices,
         "exchange": options.exchange,
         "read_ratio": prepared.read_ratio,

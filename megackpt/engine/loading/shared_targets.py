@@ -28,10 +28,10 @@ class SharedTargets:
 
     Attributes:
         tensors: what is read into: the targets, or copies of those that share memory.
-        names: keys of the targets, then names of the other targets.
-        targets: the memory of all of them.
+        names: keys of the targets.
+        targets: their memory.
         partners: for each target that shares memory, one target that it shares memory with; both by number.
-        values: memory of their own for the targets that share memory, by number; not for other targets.
+        values: memory of their own for the targets that share memory, by number.
     """
 
     tensors: Sequence[ShardedTensor]
@@ -41,23 +41,14 @@ class SharedTargets:
     values: Mapping[int, torch.Tensor]
 
     @classmethod
-    def of(cls, tensors: Sequence[ShardedTensor], others: Mapping[str, torch.Tensor]) -> SharedTargets:
-        """Find the targets that share memory, and allocate memory for their values.
-
-        Args:
-            tensors: targets that are read into; each has data.
-            others: targets that are filled otherwise, when all tensors are read, by name.
-        """
-        targets = [*(t.data for t in tensors if t.data is not None), *others.values()]
-        assert len(targets) == len(tensors) + len(others)
+    def of(cls, tensors: Sequence[ShardedTensor]) -> SharedTargets:
+        """Find the targets that share memory, and allocate memory for their values. Each has data."""
+        targets = [t.data for t in tensors if t.data is not None]
+        assert len(targets) == len(tensors)
         partners = sharing(targets)
-        values = {
-            i: torch.empty_like(targets[i].detach(), requires_grad=False)
-            for i in partners
-            if i < len(tensors)
-        }
+        values = {i: torch.empty_like(targets[i].detach(), requires_grad=False) for i in partners}
         read = [replace(t, data=values[i]) if i in values else t for i, t in enumerate(tensors)]
-        return cls(read, [*(t.key for t in tensors), *others], targets, partners, values)
+        return cls(read, [t.key for t in tensors], targets, partners, values)
 
     def copy_to_shared(self) -> None:
         """Copy what was read into the targets that share memory."""
@@ -65,23 +56,17 @@ class SharedTargets:
             for i, value in self.values.items():
                 self.targets[i].detach().copy_(value)
 
-    def is_shared(self, name: str) -> bool:
-        """Return whether a target of this name shares memory with another one."""
-        return any(self.names[i] == name for i in self.partners)
-
-    def check(self, where: str, values: Mapping[str, torch.Tensor]) -> None:
+    def check(self, where: str) -> None:
         """Check that every target has the values of its key, when all are filled.
 
         Args:
             where: location of the checkpoint, for the error.
-            values: the stored values of the other targets that share memory, by name.
 
         Raises:
             MismatchError: a target that shares its memory has other values, and has overwritten them.
         """
         for i, partner in self.partners.items():
-            value = self.values.get(i, values.get(self.names[i]))
-            if value is not None and not _same_bits(self.targets[i], value):
+            if not _same_bits(self.targets[i], self.values[i]):
                 first, second = sorted((self.names[i], self.names[partner]))
                 raise MismatchError(
                     f"{where}: {first!r} and {second!r} were loaded into the same memory, and the "

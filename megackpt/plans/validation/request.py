@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import difflib
 import logging
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence, Set
 from fnmatch import fnmatchcase
 
 import numpy as np
@@ -100,15 +100,18 @@ def check_unexpected_keys(
         stored: the keys of the checkpoint.
         rules: what to do about them.
         where: the checkpoint, for errors.
-        plain: those of the requested keys that are paths of plain tensors, not keys of entities.
+        plain: those of the requested keys that are paths of plain tensors, not keys of entities. They are
+            judged less strictly, unless all requested keys are missing.
         advice: what to do about single keys, for the error.
 
     Raises:
         MissingKeyError: rules make some of them errors. All of these are listed, each with the most similar
             stored key.
     """
-    known = set(stored)
-    unexpected = sorted(set(asked) - known)
+    known, wanted = set(stored), set(asked)
+    unexpected = sorted(wanted - known)
+    # Where nothing at all is found, the names differ, and a warning would leave the model as it was.
+    is_nothing_found = len(unexpected) == len(wanted)
 
     def error(keys: list[str]) -> MissingKeyError:
         lines: list[str] = []
@@ -118,17 +121,33 @@ def check_unexpected_keys(
             lines.append(repr(key) + (f" (the checkpoint has {close[0]!r})" if close else ""))
         return MissingKeyError(
             f"{where} does not hold {len(keys)} of the keys asked for:\n{truncated_list(lines)}\n"
-            f"{_advice_for(keys, advice)}Ask for what was saved, or list what is there with "
-            f"megackpt.load_sharded_metadata().",
+            f"{_advice_for(keys, advice)}{_rename_advice(unexpected, known)}Ask for what was saved, or list "
+            f"what is there with megackpt.load_sharded_metadata().",
             key=keys[0],
             path=where,
         )
 
     def policy_of(key: str) -> Policy:
-        return rules.on_unexpected_plain(key) if key in plain else rules.on_unexpected(key)
+        is_lenient = key in plain and not is_nothing_found
+        return rules.on_unexpected_plain(key) if is_lenient else rules.on_unexpected(key)
 
     apply_policies(unexpected, policy_of, error)
     return frozenset(unexpected)
+
+
+def _rename_advice(missing: Sequence[str], stored: Set[str]) -> str:
+    """Return the rename that finds all missing keys, if they lack one prefix or have one too many."""
+    first = missing[0]
+    longer = [key.removesuffix(first) for key in stored if key.endswith(f".{first}")]
+    for prefix in sorted(longer, key=len):
+        if all(prefix + key in stored for key in missing):
+            return f'Under other names it has them: LoadOptions(rename={{"{prefix}*": "*"}}). '
+    steps = first.split(".")
+    for count in range(1, len(steps)):
+        prefix = "".join(f"{step}." for step in steps[:count])
+        if all(key.startswith(prefix) and key.removeprefix(prefix) in stored for key in missing):
+            return f'Under other names it has them: LoadOptions(rename={{"*": "{prefix}*"}}). '
+    return ""
 
 
 def check_dtypes_and_shapes(
@@ -187,8 +206,9 @@ def check_dtypes_and_shapes(
             f"{where} holds other shapes or dtypes than asked for:\n{truncated_list(lines)}\n"
             f"{_advice_for(faults, advice)}{about_objects}"
             f"Build the model with the sizes it was saved with; set allow_shape_mismatch=True on a tensor "
-            f"whose global shape may differ (a padded vocabulary); to convert dtypes, load with "
-            f"KeyRule(keys=..., cast=Policy.WARN).",
+            f"whose global shape may differ (a padded vocabulary), or load with LoadOptions(rules=(KeyRule("
+            f"keys={faults[0]!r}, padded=Policy.WARN, cut=Policy.WARN),)); to convert dtypes, load with "
+            f"LoadOptions(rules=(KeyRule(keys={faults[0]!r}, cast=Policy.WARN),)).",
             key=faults[0],
             path=where,
         )

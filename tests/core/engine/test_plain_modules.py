@@ -17,9 +17,12 @@ from megackpt import (
     Checkpointer,
     FormatError,
     IntegrityError,
+    KeyRule,
     LoadOptions,
+    MismatchError,
     MissingKeyError,
     PerRankValue,
+    Policy,
     SaveOptions,
     StrictHandling,
     load,
@@ -33,10 +36,11 @@ from megackpt import (
 from megackpt.cli import main
 from megackpt.comm import Group
 from megackpt.contrib.dcp import MegackptStorageReader
+from megackpt.engine.checkpoint.opening import open_checkpoint
 from megackpt.engine.loading.common_request import CommonRequest
 from megackpt.errors import CommonStateError, UnsupportedError
 from megackpt.run import PlanCache, remove_sharded_tensors
-from megackpt.storage import MemoryStore
+from megackpt.storage import MemoryStore, opened_store
 from megackpt.testing.world import SimulatedWorld
 from tests.support.checkpoints import flip
 from tests.support.dcp_alone import ALONE
@@ -88,7 +92,7 @@ def test_a_module_and_its_optimizer_come_back(tmp_path: Path, options: SaveOptio
 def test_arrays_are_written_by_all_ranks_and_small_scalars_stay(tmp_path: Path) -> None:
     saved = {"model": {f"w{i}": torch.arange(25_000.0) for i in range(8)} | {"n": torch.tensor(7)}}
     SimulatedWorld(4).run(lambda group: save(saved, tmp_path / "c", options=ARRAYS, group=group))
-    assert set(load_plain_tensors(tmp_path / "c")) == {f"model.w{i}" for i in range(8)}
+    assert set(load_plain_tensors(tmp_path / "c")) == {f"model.w{i}" for i in range(8)} | {"model.n"}
     sizes = [file.stat().st_size for file in sorted((tmp_path / "c" / "data").iterdir())]
     assert len(sizes) == 4
     assert max(sizes) < 800_000 / 3
@@ -98,13 +102,25 @@ def test_arrays_are_written_by_all_ranks_and_small_scalars_stay(tmp_path: Path) 
     assert stored["n"] == {"$tensor": 0}
 
 
-def test_what_does_not_fit_the_request_is_returned_as_it_was_saved(tmp_path: Path) -> None:
-    save({"a": torch.ones(4), "b": torch.ones(4)}, tmp_path / "c", options=ARRAYS)
-    half, meta = torch.zeros(4, dtype=torch.float16), torch.zeros(4, device="meta")
-    loaded = load({"a": half, "b": meta}, tmp_path / "c")
-    assert loaded["a"].dtype == loaded["b"].dtype == torch.float32
-    assert loaded["a"].tolist() == loaded["b"].tolist() == [1.0] * 4
+@pytest.mark.parametrize("plain_tensors", ["arrays", "common"])
+@pytest.mark.parametrize("shape", [(), (0,), (4,)])
+def test_another_dtype_or_shape_is_an_error_with_the_rule_that_allows_it(
+    tmp_path: Path, plain_tensors: Any, shape: tuple[int, ...]
+) -> None:
+    options = SaveOptions(plain_tensors=plain_tensors)
+    save({"a": torch.ones(shape), "b": torch.ones(shape)}, tmp_path / "c", options=options)
+    half, meta = torch.zeros(shape, dtype=torch.float16), torch.zeros(shape, device="meta")
+    with pytest.raises(MismatchError, match=r"(?s)'a': stored as .*KeyRule\(keys='a', cast=Policy.WARN\)"):
+        load({"a": half, "b": meta}, tmp_path / "c")
     assert not half.any()
+    rules = LoadOptions(rules=(KeyRule(keys="a", cast=Policy.WARN),))
+    loaded = load({"a": half, "b": meta}, tmp_path / "c", options=rules)
+    assert loaded["a"] is half
+    assert torch.equal(half, torch.ones(shape).half())
+    assert torch.equal(loaded["b"], torch.ones(shape))
+    other = torch.zeros((*shape, 2))
+    with pytest.raises(MismatchError, match="'a': stored as float32"):
+        load({"a": other}, tmp_path / "c")
 
 
 def bn(rank: int) -> dict[str, Any]:
@@ -177,7 +193,8 @@ def test_names_that_are_taken_stay_common_state(tmp_path: Path) -> None:
         "d": torch.ones(2),
     }
     save(saved, tmp_path, options=ARRAYS)
-    assert set(load_plain_tensors(tmp_path)) == {"a.c", "d"}
+    by_path = {"['a.b']", "['a']['b']", "['a']['c']", "[(1, 2)]"}
+    assert set(load_plain_tensors(tmp_path)) == {"a.c", "a.e", "d"} | by_path
     loaded = load({"x": sharded("a.c", torch.ones(4))}, tmp_path)
     assert loaded["a"]["c"].tolist() == [1.0] * 3
     assert loaded["x"].tolist() == [0.0] * 4
@@ -236,7 +253,7 @@ def test_ranks_read_for_each_other(tmp_path: Path, exchange: Any) -> None:
     save(saved, tmp_path, options=ARRAYS)
     options = LoadOptions(exchange=exchange)
     for loaded in SimulatedWorld(3).run(
-        lambda g: load({"v": torch.zeros(3)}, tmp_path, options=options, group=g)
+        lambda g: load({"v": torch.zeros(3, dtype=torch.int64)}, tmp_path, options=options, group=g)
     ):
         assert same(loaded, saved)
 
@@ -262,9 +279,11 @@ def test_a_reader_that_does_not_know_references_finds_the_arrays(tmp_path: Path)
 
 def test_they_are_arrays_by_default_where_the_format_has_it(tmp_path: Path) -> None:
     saved = {"model": {"w": torch.arange(5.0)}, "step": 4}
-    for backend, keys in (("megackpt", {"model.w"}), ("torch_dist", set()), ("zarr", set())):
+    for backend, keys in (("megackpt", ["model.w"]), ("torch_dist", []), ("zarr", [])):
         save(saved, tmp_path / backend, backend)
-        assert set(load_tensors_metadata(tmp_path / backend)) == keys
+        with opened_store(tmp_path / backend) as store:
+            assert list(open_checkpoint(store).arrays) == keys
+        assert set(load_tensors_metadata(tmp_path / backend)) == {"model.w"}
         assert same(load({}, tmp_path / backend, strict="raise_all"), saved)
     with Checkpointer(tmp_path / "run") as checkpointer:
         checkpointer.save(1, saved)
@@ -319,9 +338,7 @@ def test_conversion_keeps_what_a_load_returns(tmp_path: Path, backend: str) -> N
     assert asked["model"]["w"].tolist() == list(range(5))
     for result in (load({}, target), load_common_state_dict(target)):
         assert same(result, SAVED)
-    assert set(load_plain_tensors(target)) == {"x"} | (
-        {"model.w", "list.0", "state.0.m"} if backend == "megackpt" else set()
-    )
+    assert set(load_plain_tensors(target)) == {"x", "model.w", "model.n", "list.0", "state.0.m"}
     assert main(["diff", source, target]) == 0
     assert main(["diff", target, source]) == 0
     assert main(["convert", target, back, "--to", "megackpt"]) == 0

@@ -54,6 +54,7 @@ from megackpt.contrib.megatron.our_strategies import (
     request_by,
     save_as_rank_0,
 )
+from megackpt.contrib.megatron.stored_metadata import stored_metadata, stored_tensors
 from megackpt.contrib.megatron.user_loads import load_with
 from megackpt.contrib.megatron.user_saves import request_with, save_with
 from megackpt.entities import ShardedBase, ShardedStateDict, StateDict
@@ -173,7 +174,7 @@ def load_tensors_metadata(
     sharded = _chosen(StrategyAction.LOAD_SHARDED, sharded_strategy, checkpoint_dir)
     if sharded is not None:
         return dict(sharded.load_tensors_metadata(Path(checkpoint_dir)))
-    return dict(local.load_tensors_metadata(checkpoint_dir))
+    return stored_tensors(checkpoint_dir)
 
 
 def load_sharded_metadata(
@@ -191,7 +192,7 @@ def load_sharded_metadata(
             validate_sharded_objects_handling(sharded, common)
             metadata |= common.load_sharded_metadata(Path(checkpoint_dir))
         return metadata
-    return local.load_sharded_metadata(checkpoint_dir)
+    return stored_metadata(checkpoint_dir)
 
 
 def load_plain_tensors(checkpoint_dir: str) -> StateDict:
@@ -208,7 +209,8 @@ def load_plain_tensors(checkpoint_dir: str) -> StateDict:
     group = world_group(timeout_s=LoadOptions().timeout_s)
     with errors_on_all_ranks(group, "loading plain tensors"):
         tensors = local.load_plain_tensors(checkpoint_dir)
-    return tensors
+        arrays = stored_tensors(checkpoint_dir)
+    return {key: tensor for key, tensor in tensors.items() if key in arrays}
 
 
 def load_content_metadata(

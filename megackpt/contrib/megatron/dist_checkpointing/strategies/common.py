@@ -20,6 +20,7 @@ from megackpt.contrib.megatron.dist_checkpointing.strategies.base import (
     StrategyAction,
     set_megackpt_strategy,
 )
+from megackpt.contrib.megatron.stored_metadata import stored_metadata
 from megackpt.entities import ShardedObject, ShardedStateDict, StateDict, is_main_replica
 from megackpt.errors import DeclarationError, FormatError, NotACheckpointError
 from megackpt.formats.safe_pickle import load_value, save_value
@@ -103,7 +104,7 @@ class TorchCommonLoadStrategy(LoadCommonStrategy):
     def load_sharded_metadata(self, checkpoint_dir: str | os.PathLike[str]) -> ShardedStateDict:
         """Return global arrays and objects without data; where another's strategy saved, objects. Local."""
         if _is_read_here(checkpoint_dir):
-            return dict(local.load_sharded_metadata(checkpoint_dir))
+            return dict(stored_metadata(checkpoint_dir))
         with closing(open_store(checkpoint_dir)) as store:
             files = [name.removesuffix(".pt") for name in store.names() if _is_object_file(name)]
         return {name: ShardedObject.empty_from_unique_key(name) for name in files}
@@ -165,7 +166,7 @@ def _rank() -> int:
 def _is_read_here(checkpoint_dir: str | os.PathLike[str]) -> bool:
     """Return whether the checkpoint is in a format of megackpt, rather than of a user's strategy."""
     try:
-        local.load_tensors_metadata(checkpoint_dir)
+        stored_metadata(checkpoint_dir)
     except (FormatError, NotACheckpointError):
         with closing(open_store(checkpoint_dir)) as store:
             if store.exists(COMMON_STATE_FNAME):

@@ -1,0 +1,90 @@
+"""Tensors that common state holds by value, as arrays of the checkpoint: inline arrays.
+
+Some tensors are stored in common state itself: those without dims or elements, all plain tensors in formats
+that do not refer to arrays, and those of checkpoints that were saved before tensors became arrays. To a load
+each is an array like any other, with its path as key. So options that speak of arrays reach it, and any
+declaration may ask for it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from megackpt.codec import ArrayReference
+from megackpt.engine.checkpoint.common_arrays import common_leaves, is_name, map_common
+from megackpt.engine.checkpoint.opening import read_common_and_references
+from megackpt.entities.describe import dtype_name
+from megackpt.entities.plain_tensors import is_plain_tensor
+from megackpt.entities.tree import Steps, dotted, shown
+from megackpt.formats.contents import Chunks, Contents
+from megackpt.plans.metadata import DTYPES, ArraySpec
+
+
+def with_inline_arrays(contents: Contents, *, where: str) -> Contents:
+    """Return contents whose common state refers to an array in the place of each of its dense tensors.
+
+    The key of such an array is its path joined with dots. Where another array or tensor has that name, it is
+    the path as it is written in Python, which no other can have.
+
+    Args:
+        contents: an opened checkpoint.
+        where: its location, for errors.
+
+    Raises:
+        FormatError: the common state does not have the form in which a save writes it.
+    """
+    common, content = read_common_and_references(contents, where=where)
+    tensors = {steps: leaf for steps, leaf in common_leaves(common) if _is_dense(leaf)}
+    counts = Counter(map(dotted, tensors))
+    taken = contents.arrays.keys() | contents.unreadable.keys()
+
+    def key_of(steps: Steps) -> str:
+        name = dotted(steps)
+        return name if counts[name] == 1 and name not in taken and is_name(steps) else shown(steps)
+
+    keys = {steps: key_of(steps) for steps in tensors}
+    inline = {keys[steps]: tensor for steps, tensor in tensors.items()}
+
+    def reference_or_leaf(steps: Steps, leaf: Any) -> Any:
+        return ArrayReference(keys[steps]) if steps in keys else leaf
+
+    if inline:
+        common = map_common(reference_or_leaf, common)
+    specs = {key: ArraySpec(key, dtype_name(t.dtype), tuple(t.shape)) for key, t in inline.items()}
+    return replace(
+        contents,
+        arrays={**contents.arrays, **specs} if inline else contents.arrays,
+        common=lambda: {"state_dict": common, "content_metadata": content},
+        inline=inline,
+    )
+
+
+def inline_chunks(contents: Contents, keys: Iterable[str], *, where: str) -> Chunks:
+    """Return inline arrays as chunks, each whole. Local.
+
+    Args:
+        contents: with inline arrays.
+        keys: of inline arrays.
+        where: the location of the checkpoint, for errors.
+    """
+    from megackpt.formats.foreign.contents import TensorChunks
+    from megackpt.formats.foreign.state import ForeignArray
+
+    arrays = [ForeignArray.whole(key, contents.inline[key]) for key in sorted(set(keys))]
+    return TensorChunks(list(enumerate(arrays)), where=where)
+
+
+def _is_dense(leaf: Any) -> bool:
+    """Return whether a leaf of common state is a tensor that has all of its elements in memory."""
+    return (
+        isinstance(leaf, torch.Tensor)
+        and is_plain_tensor(leaf)
+        and not leaf.is_meta
+        and not leaf.is_quantized
+        and dtype_name(leaf.dtype) in DTYPES
+    )
