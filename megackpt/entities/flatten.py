@@ -1,5 +1,6 @@
 """Flattening of a sharded state dict into tensors, objects and common state, and the way back after a load.
 
+One walk visits each leaf once. Adapters turn leaves of other libraries into entities (see `recognition`).
 The user's tree and its entities are never changed: factories and layouts are expanded into new entities, and
 an entity is copied before anything fills it.
 """
@@ -14,13 +15,8 @@ from typing import Any
 import torch
 
 from megackpt.entities.base import Expansion, ShardedBase, ShardedStateDict
-from megackpt.entities.plain_tensors import declare_whole_tensors, has_tensors
-from megackpt.entities.recognition import (
-    is_megatron_class,
-    is_torch_sharded,
-    is_torch_sharded_class,
-    may_have_xla,
-)
+from megackpt.entities.plain_tensors import declare_whole, is_plain_tensor
+from megackpt.entities.recognition import adapter_of, is_torch_sharded, megatron_adapter_of
 from megackpt.entities.sharded_object import (
     LocalNonpersistentObject,
     PerRankValue,
@@ -32,10 +28,12 @@ from megackpt.entities.tree import (
     ABSENT,
     PathKeys,
     Steps,
+    add_step,
+    dotted,
     iter_leaves,
-    leaf_types,
     map_leaves,
     merge,
+    path_of,
     without_positions,
 )
 from megackpt.errors import DeclarationError, UnserializableError
@@ -123,8 +121,8 @@ class FlattenedState:
         on_some_ranks: keys of DTensors and of torch's ShardedTensors whose mesh or process group does not
             have all ranks. Other ranks may hold replicas that are not marked as such by a replica id.
         common: the tree without sharded and non-persistent leaves.
-        tree: the tree with all leaves.
-        leaves: how each leaf of the tree that is not common state is answered after a load, in order.
+        tree: the tree with all leaves, as the user has given it.
+        leaves: how each leaf of the tree that is not common state is answered after a load, by its steps.
     """
 
     tensors: tuple[ShardedTensor, ...]
@@ -134,7 +132,7 @@ class FlattenedState:
     on_some_ranks: frozenset[str]
     common: Any
     tree: Any
-    leaves: tuple[ShardedLeaf, ...]
+    leaves: Mapping[Steps, ShardedLeaf]
 
     @property
     def entities(self) -> list[ShardedTensor | ShardedObject]:
@@ -145,7 +143,7 @@ class FlattenedState:
         """Return by key what the factories say that a load makes of stored arrays, if none is dropped."""
         return {
             leaf.key: leaf.expansion.how
-            for leaf in self.leaves
+            for leaf in self.leaves.values()
             if isinstance(leaf, ExpandedLeaf) and leaf.expansion.how and not leaf.is_dropped(dropped)
         }
 
@@ -153,20 +151,20 @@ class FlattenedState:
         """Return by key of an array what its factory advises if it cannot be loaded as it is requested."""
         return {
             key: leaf.expansion.advice
-            for leaf in self.leaves
+            for leaf in self.leaves.values()
             if isinstance(leaf, ExpandedLeaf) and leaf.expansion.advice
             for key in leaf.keys
         }
 
     def unflatten(self, stored_common: Any, dropped: DroppedKeys) -> Any:
         """Return the loaded state dict: the common state of a checkpoint, with the loaded leaves in it."""
-        values = iter([leaf.loaded(dropped) for leaf in self.leaves])
+        values = {steps: leaf.loaded(dropped) for steps, leaf in self.leaves.items()}
 
-        def loaded_leaf(_: str, leaf: Any) -> Any:
-            value = next(values) if isinstance(leaf, _NOT_COMMON) else ABSENT
+        def loaded_leaf(steps: Steps, _: Any) -> Any:
+            value = values.get(steps, ABSENT)
             return ABSENT if value is ABSENT else _LoadedLeaf(value)
 
-        loaded = map_leaves(loaded_leaf, self.tree)
+        loaded = map_leaves(loaded_leaf, self.tree, (), step=add_step)
         merged = stored_common if loaded is ABSENT else merge(stored_common, loaded)
         return map_leaves(lambda _, leaf: leaf.value if isinstance(leaf, _LoadedLeaf) else leaf, merged)
 
@@ -201,19 +199,13 @@ def flatten_state(
             f"A sharded state dict must be a dict, not {type(sharded_state_dict).__name__}. Give it a key: "
             f"{{'model': ...}}."
         )
+    collector = _LeafCollector(rank, ranks, stored=stored, common=common, in_host_memory=in_host_memory)
     try:
-        kinds = leaf_types(sharded_state_dict)
-        names = PathKeys()
-        ours = _with_sharded_tensors(_with_own_entities(sharded_state_dict, kinds), kinds, names)
-        state = (
-            declare_whole_tensors(ours, stored, common=common, names=names) if has_tensors(kinds) else ours
-        )
+        common_state = map_leaves(collector.collect, sharded_state_dict, (), step=add_step)
     except RecursionError as error:
         raise UnserializableError(
             "The state dict contains itself, or is nested too deeply to be walked. Remove the cycle."
         ) from error
-    collector = _LeafCollector(rank, ranks, in_host_memory=in_host_memory)
-    common_state = map_leaves(collector.collect, state)
     return FlattenedState(
         tensors=tuple(collector.tensors),
         objects=tuple(collector.objects),
@@ -221,8 +213,8 @@ def flatten_state(
         replicated=frozenset(collector.replicated),
         on_some_ranks=frozenset(collector.on_some_ranks),
         common={} if common_state is ABSENT else without_positions(common_state),
-        tree=state,
-        leaves=tuple(collector.leaves),
+        tree=sharded_state_dict,
+        leaves=collector.leaves,
     )
 
 
@@ -247,26 +239,54 @@ class _LoadedLeaf:
 class _LeafCollector:
     """Collects the entities of the leaves, and how each leaf is answered after a load."""
 
-    def __init__(self, rank: int, ranks: int, *, in_host_memory: bool) -> None:
+    def __init__(
+        self,
+        rank: int,
+        ranks: int,
+        *,
+        stored: Container[str],
+        common: Container[Steps],
+        in_host_memory: bool,
+    ) -> None:
         self.tensors: list[ShardedTensor] = []
         self.objects: list[ShardedObject] = []
         self.per_rank: dict[str, PerRankValue] = {}
         self.replicated: set[str] = set()
         self.on_some_ranks: set[str] = set()
-        self.leaves: list[ShardedLeaf] = []  # in the order of the tree
+        self.leaves: dict[Steps, ShardedLeaf] = {}  # in the order of the tree
         self._rank = rank
         self._ranks = ranks
+        self._stored = stored
+        self._common = common
         self._in_host_memory = in_host_memory
+        self._names = PathKeys()  # of leaves without a key
+        self._adapters: dict[type, Any] = {}
 
-    def collect(self, path: str, leaf: Any) -> Any:
+    def collect(self, steps: Steps, leaf: Any) -> Any:
         """Collect a leaf; return it if it is common state, else ABSENT."""
-        if isinstance(leaf, _NOT_COMMON):
-            self.leaves.append(self._add(path, leaf))
+        entity = self._adopted(steps, leaf)
+        if isinstance(entity, _NOT_COMMON):
+            self.leaves[steps] = self._add(steps, entity)
             return ABSENT
-        _check_no_hidden_entities(leaf, path)
+        if isinstance(leaf, _HIDING):
+            _check_no_hidden_entities(leaf, path_of(steps))
         return leaf
 
-    def _add(self, path: str, leaf: Any) -> ShardedLeaf:
+    def _adopted(self, steps: Steps, leaf: Any) -> Any:
+        """Return the entity that declares a leaf; the leaf itself if it is one, or is common state."""
+        kind = type(leaf)
+        if kind not in self._adapters:
+            self._adapters[kind] = adapter_of(kind)
+        adapter = self._adapters[kind]
+        entity = leaf if adapter is None else adapter(steps, leaf, self._names)
+        # A save has no stored keys: it decides later which plain tensors become arrays.
+        if entity is not leaf or not self._stored or not is_plain_tensor(leaf):
+            return entity
+        if steps in self._common or dotted(steps) not in self._stored:
+            return leaf
+        return declare_whole(self._names.key_of(steps), leaf)
+
+    def _add(self, steps: Steps, leaf: Any) -> ShardedLeaf:
         match leaf:
             case ShardedTensor():
                 return self._add_tensor(leaf)
@@ -277,17 +297,18 @@ class _LeafCollector:
             case ShardedObject():
                 return self._add_object(replace(leaf))
             case PerRankValue():
-                self._check_declared_once(path, leaf.key)
+                self._check_declared_once(steps, leaf.key)
                 self.per_rank[leaf.key] = leaf
                 return self._add_object(leaf.on(self._rank, self._ranks))
             case ReplicatedValue():
-                self._check_declared_once(path, leaf.key)
+                self._check_declared_once(steps, leaf.key)
                 self.replicated.add(leaf.key)
                 return self._add_object(leaf.on(self._rank))
-        return self._add_expanded(path, leaf)
+        return self._add_expanded(steps, leaf)
 
-    def _check_declared_once(self, path: str, key: str) -> None:
+    def _check_declared_once(self, steps: Steps, key: str) -> None:
         if key in self.per_rank or key in self.replicated:
+            path = path_of(steps)
             raise DeclarationError(
                 f"{path}: a rank declares the plain value {key!r} twice. Give each value a key of its own.",
                 key=key,
@@ -314,55 +335,35 @@ class _LeafCollector:
         self.objects.append(target)
         return EntityLeaf(target, (target.key,))
 
-    def _add_expanded(self, path: str, entity: ShardedBase) -> ShardedLeaf:
+    def _add_expanded(self, steps: Steps, entity: ShardedBase) -> ShardedLeaf:
         expansion = entity.expand(self._on_host)
         if expansion is None:
+            path = path_of(steps)
             raise DeclarationError(
                 f"{path}: {type(entity).__name__} is not an entity that can be saved.", path=path
             )
 
-        def leaf_of(inner: str, leaf: Any) -> ShardedLeaf:
-            if not isinstance(leaf, _NOT_COMMON):
+        def leaf_of(inner: Steps, leaf: Any) -> ShardedLeaf:
+            # A factory of Megatron-Core builds entities of Megatron-Core.
+            adapter = megatron_adapter_of(type(leaf))
+            built = leaf if adapter is None else adapter(inner, leaf, self._names)
+            if not isinstance(built, _NOT_COMMON):
                 raise DeclarationError(
-                    f"{inner}: the factory of {entity.key!r} built a {type(leaf).__name__}. It must build "
-                    f"sharded entities only, in dicts or lists.",
+                    f"{path_of(inner)}: the factory of {entity.key!r} built a {type(leaf).__name__}. It must "
+                    f"build sharded entities only, in dicts or lists.",
                     key=entity.key,
                 )
-            return self._add(inner, leaf)
+            return self._add(inner, built)
 
-        # A factory of Megatron-Core builds entities of Megatron-Core.
-        parts = _with_own_entities(expansion.parts, leaf_types(expansion.parts))
-        return ExpandedLeaf(entity.key, expansion, map_leaves(leaf_of, parts, path))
+        return ExpandedLeaf(entity.key, expansion, map_leaves(leaf_of, expansion.parts, steps, step=add_step))
 
 
-# Adapters of other libraries are imported where a state dict has leaves of their classes.
-
-
-def _with_own_entities(state: Any, kinds: Set[type]) -> Any:
-    """Return the tree with Megatron-Core's entities as ours; kinds are the classes of its leaves."""
-    if not any(map(is_megatron_class, kinds)):
-        return state
-    from megackpt.entities.megatron_entities import adopt_megatron_entities
-
-    return adopt_megatron_entities(state, kinds)
-
-
-def _with_sharded_tensors(state: Any, kinds: Set[type], names: PathKeys) -> Any:
-    """Return the tree with the sharded tensors of torch and torch_xla as entities."""
-    # XLA first: from torch_xla 2.9 on its tensors are of a class that is derived from DTensor.
-    if may_have_xla(kinds):
-        from megackpt.entities.xla import adopt_xla_tensors
-
-        state = adopt_xla_tensors(state, kinds, names)
-    if any(map(is_torch_sharded_class, kinds)):
-        from megackpt.entities.torch_sharded import adopt_torch_sharded_tensors
-
-        state = adopt_torch_sharded_tensors(state, kinds, names)
-    return state
+_HIDING = (tuple, set, frozenset, deque)
+"""Containers that are leaves. An entity in one of them would be missed."""
 
 
 def _check_no_hidden_entities(leaf: Any, path: str) -> None:
-    if not isinstance(leaf, (tuple, set, frozenset, deque)):
+    if not isinstance(leaf, _HIDING):
         return
     for inner in leaf:
         if isinstance(inner, _NOT_COMMON) or is_torch_sharded(inner):

@@ -6,7 +6,7 @@ installed. The new entities have the same tensors, so a load fills them in place
 
 from __future__ import annotations
 
-from collections.abc import Callable, Set
+from collections.abc import Callable
 from typing import Any
 
 from megackpt.entities.base import ReplicaId
@@ -14,7 +14,7 @@ from megackpt.entities.factory import ShardedTensorFactory
 from megackpt.entities.recognition import MEGATRON_MODULE
 from megackpt.entities.sharded_object import LocalNonpersistentObject, ShardedObject
 from megackpt.entities.sharded_tensor import ShardedTensor
-from megackpt.entities.tree import map_leaves
+from megackpt.entities.tree import PathKeys, Steps, add_step, map_leaves, path_of
 from megackpt.errors import DeclarationError
 
 _TENSOR_FIELDS = (
@@ -33,25 +33,21 @@ _OBJECT_FIELDS = ("key", "data", "global_shape", "global_offset", "replica_id")
 _FACTORY_FIELDS = ("key", "data", "build_fn", "merge_fn", "replica_id")
 
 
-def adopt_megatron_entities(sharded_state_dict: Any, kinds: Set[type]) -> Any:
-    """Return the tree with every entity of Megatron-Core converted; the given tree is not changed.
-
-    Args:
-        sharded_state_dict: nested dicts and lists.
-        kinds: the classes of its leaves; see `leaf_types`.
+def adopt_megatron_entity(steps: Steps, leaf: Any, names: PathKeys) -> Any:
+    """Return an entity of Megatron-Core as one of ours; a leaf of another of its classes stays as it is.
 
     Raises:
         DeclarationError: an entity lacks a field that it has in every version of Megatron-Core, or
             contradicts itself.
     """
-    if not any(map(_known_class, kinds)):
-        return sharded_state_dict
-    return map_leaves(_adopt_leaf, sharded_state_dict)
-
-
-def _adopt_leaf(path: str, leaf: Any) -> Any:
     known = _known_class(type(leaf))
-    return leaf if known is None else _ADOPT[known](path, leaf)
+    return leaf if known is None else _ADOPT[known](path_of(steps), leaf)
+
+
+def adopt_megatron_entities(state: Any) -> Any:
+    """Return a tree with each entity of Megatron-Core as one of ours; the given tree is not changed."""
+    names = PathKeys()
+    return map_leaves(lambda steps, leaf: adopt_megatron_entity(steps, leaf, names), state, (), step=add_step)
 
 
 def _known_class(kind: type) -> str | None:
@@ -76,8 +72,7 @@ def _factory(path: str, leaf: Any) -> ShardedTensorFactory:
     build = fields["build_fn"]
 
     def build_ours(key: str, data: Any, replica_id: ReplicaId, flattened_range: slice | None) -> Any:
-        built = build(key, data, replica_id, flattened_range)
-        return map_leaves(_adopt_leaf, built, path)
+        return adopt_megatron_entities(build(key, data, replica_id, flattened_range))
 
     return ShardedTensorFactory(
         **{**fields, "build_fn": build_ours}, flattened_range=getattr(leaf, "flattened_range", None)

@@ -15,16 +15,7 @@ from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-def
 from megackpt.entities.describe import dtype_name
 from megackpt.entities.recognition import is_torch_sharded, xla_tensor_of
 from megackpt.entities.sharded_tensor import ShardedTensor
-from megackpt.entities.tree import (
-    PathKeys,
-    Steps,
-    add_step,
-    dotted,
-    iter_leaves,
-    leaf_types,
-    map_leaves,
-    same_name_error,
-)
+from megackpt.entities.tree import Steps, add_step, dotted, iter_leaves, same_name_error
 from megackpt.plans.metadata import DTYPES
 
 
@@ -61,15 +52,8 @@ def can_be_array(leaf: torch.Tensor) -> bool:
     )
 
 
-def has_tensors(kinds: Iterable[type]) -> bool:
-    """Return whether leaves of these classes may be plain tensors."""
-    return any(issubclass(kind, torch.Tensor) for kind in kinds)
-
-
 def plain_tensors(state: Any) -> dict[Steps, torch.Tensor]:
     """Return the plain tensors of a tree by the steps that lead to them."""
-    if not has_tensors(leaf_types(state)):  # the usual case: listing all steps takes much longer
-        return {}
     return {steps: leaf for steps, leaf in iter_leaves(state, (), step=add_step) if is_plain_tensor(leaf)}
 
 
@@ -127,28 +111,7 @@ def can_be_filled(target: torch.Tensor, *, load_on_device: bool) -> bool:
     return is_in_reach and target.device.type != "meta" and not shares_memory
 
 
-def declare_whole_tensors(
-    state: Any, keys: Container[str], *, common: Container[Steps] = (), names: PathKeys | None = None
-) -> Any:
-    """Return the tree with plain tensors declared as whole arrays; the given tree is not changed.
-
-    So what was saved from DTensors loads into a model without DTensors.
-
-    Args:
-        state: nested dicts and lists.
-        keys: the tensors whose paths, joined with dots, are in keys are declared.
-        common: steps to tensors that stay as they are.
-        names: the keys that other leaves have got from their paths.
-
-    Raises:
-        DeclarationError: two leaves get one key.
-    """
-    taken = PathKeys() if names is None else names
-
-    def declared(steps: Steps, leaf: Any) -> Any:
-        if not is_plain_tensor(leaf) or steps in common or dotted(steps) not in keys:
-            return leaf
-        shape = tuple(leaf.shape)
-        return ShardedTensor(taken.key_of(steps), leaf, leaf.dtype, shape, shape, (0,) * len(shape))
-
-    return map_leaves(declared, state, (), step=add_step) if keys else state
+def declare_whole(key: str, tensor: torch.Tensor) -> ShardedTensor:
+    """Declare a plain tensor as a whole array, so that what was saved from DTensors loads without them."""
+    shape = tuple(tensor.shape)
+    return ShardedTensor(key, tensor, tensor.dtype, shape, shape, (0,) * len(shape))

@@ -1,16 +1,22 @@
 """Entities and tensors of other libraries, recognised by their classes without importing these libraries.
 
-A library that is not loaded has no instances. What a tensor or entity declares is read by an adapter
-(`torch_sharded`, `xla`, `megatron_entities`), which is imported only where a state dict holds one.
+A library that is not loaded has no instances. An adapter (in `torch_sharded`, `xla`, `megatron_entities`)
+turns a leaf of such a class into an entity. It is imported only where a state dict holds one.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeAlias
 
 import torch
+
+from megackpt.entities.tree import PathKeys, Steps
+
+Adapter: TypeAlias = Callable[[Steps, Any, PathKeys], Any]
+"""Takes the steps of a leaf, the leaf, and what names leaves without a key; returns the entity that declares
+it, or the leaf itself if it declares nothing."""
 
 MEGATRON_MODULE = "megatron.core.dist_checkpointing.mapping"
 """The module of Megatron-Core that defines its sharded entities."""
@@ -51,13 +57,28 @@ def is_sharded_tensor_class(kind: type) -> bool:
     return issubclass(kind, cls)
 
 
-def may_have_xla(kinds: Iterable[type]) -> bool:
-    """Return whether leaves of these classes may be tensors that XLA has sharded.
-
-    As long as torch_xla is not loaded, there are none. Afterwards any tensor may be marked as sharded.
-    """
+def adapter_of(kind: type) -> Adapter | None:
+    """Return what turns leaves of a class into entities; None for a class that is no other library's."""
+    # XLA before DTensor: from torch_xla 2.9 on its tensors are of a class that is derived from DTensor.
     is_loaded = f"{XLA_PACKAGE}.distributed.spmd" in sys.modules
-    return any(_is_xla_class(kind) or (is_loaded and issubclass(kind, torch.Tensor)) for kind in kinds)
+    if _is_xla_class(kind) or (is_loaded and issubclass(kind, torch.Tensor)):
+        from megackpt.entities.xla import adopt_xla_tensor
+
+        return adopt_xla_tensor
+    if is_torch_sharded_class(kind):
+        from megackpt.entities.torch_sharded import adopt_torch_sharded_tensor
+
+        return adopt_torch_sharded_tensor
+    return megatron_adapter_of(kind)
+
+
+def megatron_adapter_of(kind: type) -> Adapter | None:
+    """Return what turns leaves of a class of Megatron-Core into entities; None for other classes."""
+    if not is_megatron_class(kind):
+        return None
+    from megackpt.entities.megatron_entities import adopt_megatron_entity
+
+    return adopt_megatron_entity
 
 
 def xla_tensor_of(leaf: Any) -> Any:

@@ -8,42 +8,27 @@ module _shard is imported: if there is such a tensor, its modules are loaded alr
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence, Set
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from megackpt.entities.base import declaration_error
-from megackpt.entities.recognition import is_dtensor, is_torch_sharded, is_torch_sharded_class
+from megackpt.entities.recognition import is_dtensor
 from megackpt.entities.sharded_tensor import ShardedTensor, TorchShardedTensor
-from megackpt.entities.tree import PathKeys, Steps, add_step, map_leaves
+from megackpt.entities.tree import PathKeys, Steps
 from megackpt.errors import DeclarationError
 from megackpt.plans.geometry.mesh import MeshCut, mesh_boxes
 
 
-def adopt_torch_sharded_tensors(state: Any, kinds: Set[type], names: PathKeys) -> Any:
-    """Return the tree with every DTensor and ShardedTensor of torch as a TorchSharded.
-
-    The given tree is not changed.
-
-    Args:
-        state: nested dicts and lists.
-        kinds: the classes of its leaves; see `leaf_types`.
-        names: gives each leaf its key.
+def adopt_torch_sharded_tensor(steps: Steps, leaf: Any, names: PathKeys) -> TorchShardedTensor:
+    """Declare a DTensor or a ShardedTensor of torch; its key is its path.
 
     Raises:
-        DeclarationError: two of them have one key, or one cannot be saved: see `declare_dtensor` and
+        DeclarationError: two leaves have one key, or the tensor cannot be saved: see `declare_dtensor` and
             `declare_torch_sharded`.
     """
-    if not any(map(is_torch_sharded_class, kinds)):
-        return state
-
-    def adopt_leaf(steps: Steps, leaf: Any) -> Any:
-        if not is_torch_sharded(leaf):
-            return leaf
-        return (declare_dtensor if is_dtensor(leaf) else declare_torch_sharded)(names.key_of(steps), leaf)
-
-    return map_leaves(adopt_leaf, state, (), step=add_step)
+    return (declare_dtensor if is_dtensor(leaf) else declare_torch_sharded)(names.key_of(steps), leaf)
 
 
 def declare_torch_sharded(key: str, sharded: Any) -> TorchShardedTensor:

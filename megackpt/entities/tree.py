@@ -40,24 +40,6 @@ def iter_leaves(
             yield inner, child
 
 
-def leaf_types(tree: Any) -> set[type]:
-    """Return the classes of all leaves, which tell whether a tree has to be mapped at all."""
-    types: set[type] = set()
-    _add_types(tree, types)
-    return types
-
-
-def _add_types(tree: Any, types: set[type]) -> None:
-    if not isinstance(tree, (dict, list)):
-        types.add(type(tree))
-        return
-    for child in tree.values() if isinstance(tree, dict) else tree:
-        if isinstance(child, (dict, list)):
-            _add_types(child, types)
-        else:
-            types.add(type(child))
-
-
 def empty_containers(tree: Any, steps: Steps = ()) -> Iterator[Steps]:
     """Yield the steps to every empty dict and list below the tree itself."""
     for key, child in _children(tree).items():
@@ -193,6 +175,15 @@ def join_dotted(path: str, key: object) -> str:
 def add_step(steps: Steps, key: object) -> Steps:
     """Append a dict key or list index to the steps that lead to a leaf."""
     return (*steps, key)
+
+
+def path_of(steps: Steps) -> str:
+    """Return the path of a leaf as it is written in Python.
+
+    >>> path_of(("optimizer", "groups", 0, "lr"))
+    'optimizer.groups[0].lr'
+    """
+    return reduce(join, steps, "")
 
 
 def dotted(steps: Steps) -> str:

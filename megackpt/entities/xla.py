@@ -7,7 +7,7 @@ devices of one host may have the same chunk. torch_xla is not imported here, and
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence, Set
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -15,10 +15,11 @@ import torch
 
 from megackpt.entities.base import ReplicaId
 from megackpt.entities.factory import ShardedTensorFactory
-from megackpt.entities.recognition import XLA_PACKAGE, may_have_xla, xla_tensor_of
+from megackpt.entities.recognition import XLA_PACKAGE, is_torch_sharded, xla_tensor_of
 from megackpt.entities.sharded_object import LocalNonpersistentObject
 from megackpt.entities.sharded_tensor import ShardedTensor
-from megackpt.entities.tree import PathKeys, Steps, add_step, map_leaves
+from megackpt.entities.torch_sharded import adopt_torch_sharded_tensor
+from megackpt.entities.tree import PathKeys, Steps
 from megackpt.errors import DeclarationError
 
 
@@ -67,27 +68,15 @@ class XlaTensor(Protocol):
         """Put the data of shards, one of every device of this host, onto the devices."""
 
 
-def adopt_xla_tensors(state: Any, kinds: Set[type], names: PathKeys) -> Any:
-    """Return the tree with every tensor that XLA has sharded as an entity; the given tree is not changed.
-
-    Call it before DTensors are looked for: from torch_xla 2.9 on, the class of these tensors derives from
-    DTensor.
-
-    Args:
-        state: nested dicts and lists.
-        kinds: the classes of its leaves; see `leaf_types`.
-        names: gives each leaf its key.
+def adopt_xla_tensor(steps: Steps, leaf: Any, names: PathKeys) -> Any:
+    """Declare a tensor that XLA has sharded; its key is its path. Another tensor stays, or is a DTensor.
 
     Raises:
         DeclarationError: two leaves get one key.
     """
-    if not may_have_xla(kinds):
-        return state
-
-    def adopt_leaf(steps: Steps, leaf: Any) -> Any:
-        return leaf if xla_tensor_of(leaf) is None else declare_xla(names.key_of(steps), leaf)
-
-    return map_leaves(adopt_leaf, state, (), step=add_step)
+    if xla_tensor_of(leaf) is not None:
+        return declare_xla(names.key_of(steps), leaf)
+    return adopt_torch_sharded_tensor(steps, leaf, names) if is_torch_sharded(leaf) else leaf
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,15 +34,15 @@ from torch.distributed.checkpoint.planner import (
 
 from megackpt.codec import leaf_digests, pack
 from megackpt.contrib.dcp.location import rank_and_size
-from megackpt.contrib.dcp.names import Steps, flatten
+from megackpt.contrib.dcp.names import flatten
 from megackpt.contrib.dcp.rectangles import Rectangle, rectangles
 from megackpt.engine.data.tensor_bytes import check_source
 from megackpt.engine.saving.unmarked_replicas import digests_of_unmarked_replicas
 from megackpt.entities import ShardedObject, ShardedTensor, is_main_replica
 from megackpt.entities.describe import describe, dtype_name
 from megackpt.entities.flatten import FlattenedState, flatten_state
-from megackpt.entities.plain_tensors import declare_whole_tensors
-from megackpt.entities.tree import ABSENT, iter_leaves, map_leaves, without_positions
+from megackpt.entities.plain_tensors import declare_whole, is_plain_tensor
+from megackpt.entities.tree import ABSENT, PathKeys, Steps, add_step, dotted, map_leaves, without_positions
 from megackpt.errors import DeclarationError
 from megackpt.plans.metadata import DTYPES, DeclaredChunks, pack_columns, unpack_columns
 from megackpt.plans.metadata.merge import decode_declarations, merge_declarations
@@ -231,9 +231,16 @@ def _check_sources(tensors: Iterable[ShardedTensor]) -> None:
 def _plain_tensors(common: Any) -> tuple[list[ShardedTensor], Any]:
     """Return the plain tensors among common values as whole arrays, and the rest."""
     arrays = {name for name, (_, value) in flatten(common).items() if _is_array(value)}
-    declared = declare_whole_tensors(common, arrays)
-    tensors = [leaf for _, leaf in iter_leaves(declared) if isinstance(leaf, ShardedTensor)]
-    rest = map_leaves(lambda _, leaf: ABSENT if isinstance(leaf, ShardedTensor) else leaf, declared)
+    tensors: list[ShardedTensor] = []
+    names = PathKeys()
+
+    def taken(steps: Steps, leaf: Any) -> Any:
+        if not is_plain_tensor(leaf) or dotted(steps) not in arrays:
+            return leaf
+        tensors.append(declare_whole(names.key_of(steps), leaf))
+        return ABSENT
+
+    rest = map_leaves(taken, common, (), step=add_step)
     return tensors, {} if rest is ABSENT else without_positions(rest)
 
 

@@ -34,8 +34,8 @@ from megackpt.contrib.megatron.stored_metadata import stored_metadata, stored_te
 from megackpt.engine.saving.plan_cache import PlanCache
 from megackpt.engine.saving.save_request import SaveRequest, save_request
 from megackpt.entities import ShardedStateDict, StateDict
-from megackpt.entities.plain_tensors import has_tensors, is_plain_tensor
-from megackpt.entities.tree import ABSENT, leaf_types, map_leaves
+from megackpt.entities.plain_tensors import is_plain_tensor
+from megackpt.entities.tree import ABSENT, map_leaves
 from megackpt.errors import CommonStateError, DeclarationError
 from megackpt.formats.registry import DEFAULT_BACKEND, SaveChoice, check_known, save_strategy
 from megackpt.options import KeyRule, LoadOptions, Policy, SaveOptions
@@ -351,8 +351,6 @@ def _without_plain_tensors(sharded_state_dict: ShardedStateDict) -> ShardedState
 
     `megackpt.load` would fill them in place, and raise an error where dtypes or shapes differ.
     """
-    if not has_tensors(leaf_types(sharded_state_dict)):
-        return sharded_state_dict
     rest = map_leaves(lambda _, leaf: ABSENT if is_plain_tensor(leaf) else leaf, sharded_state_dict)
     return {} if rest is ABSENT else rest
 

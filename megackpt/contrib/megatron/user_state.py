@@ -11,7 +11,6 @@ from megackpt.contrib.megatron.dist_checkpointing.dict_utils import extract_matc
 from megackpt.contrib.megatron.dist_checkpointing.validation import validate_sharded_objects_handling
 from megackpt.entities import LocalNonpersistentObject, ShardedBase, ShardedObject, ShardedStateDict
 from megackpt.entities.megatron_entities import adopt_megatron_entities
-from megackpt.entities.tree import leaf_types
 from megackpt.errors import DeclarationError
 from megackpt.storage import is_url
 
@@ -27,7 +26,7 @@ def with_our_entities(state: ShardedStateDict) -> ShardedStateDict:
             f"A sharded state dict is a dict; this is a {type(state).__name__}. Give what "
             f"sharded_state_dict() of the model returns."
         )
-    adopted: ShardedStateDict = adopt_megatron_entities(state, leaf_types(state))
+    adopted: ShardedStateDict = adopt_megatron_entities(state)
     _kinds_in(adopted, "")
     return adopted
 

@@ -19,7 +19,6 @@ import torch
 import megackpt
 from megackpt.entities.megatron_entities import adopt_megatron_entities
 from megackpt.entities.recognition import MEGATRON_MODULE
-from megackpt.entities.tree import leaf_types
 from megackpt.errors import UnserializableError
 
 
@@ -65,7 +64,7 @@ def _flat(key: str, data: torch.Tensor, start: int, kind: Any = ShardedTensor) -
 def test_every_field_is_taken_over_and_tensors_are_shared() -> None:
     data = torch.zeros(2)
     theirs = {"a": [_flat("w", data, 3, Derived)], "b": 1}
-    ours = adopt_megatron_entities(theirs, leaf_types(theirs))
+    ours = adopt_megatron_entities(theirs)
     entity = ours["a"][0]
     assert type(entity) is megackpt.ShardedTensor
     assert entity.data is data
@@ -104,13 +103,13 @@ def test_an_entity_that_lacks_a_field_raises_an_error_with_its_path() -> None:
     with pytest.raises(
         megackpt.DeclarationError, match=r"model\.w: this ShardedTensor .* no 'global_offset'"
     ) as caught:
-        adopt_megatron_entities({"model": {"w": broken}}, {type(broken)})
+        adopt_megatron_entities({"model": {"w": broken}})
     assert (caught.value.key, caught.value.path) == ("w", "model.w")
 
 
 def test_what_only_looks_similar_is_not_changed() -> None:
     stranger = SimpleNamespace(key="k", data=None, global_shape=(1,), global_offset=(0,))
-    assert adopt_megatron_entities({"a": stranger}, {type(stranger)})["a"] is stranger
+    assert adopt_megatron_entities({"a": stranger})["a"] is stranger
 
 
 def test_an_entity_inside_of_a_tuple_raises_an_error_at_save(tmp_path: Path) -> None:

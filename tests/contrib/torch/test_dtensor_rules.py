@@ -23,8 +23,8 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from torch.distributed.tensor.placement_types import _StridedShard
 
 import megackpt
-from megackpt.entities.torch_sharded import adopt_torch_sharded_tensors
-from megackpt.entities.tree import PathKeys
+from megackpt.entities.flatten import flatten_state
+from megackpt.entities.recognition import adapter_of
 from megackpt.errors import GeometryError
 from megackpt.plans.geometry.mesh import MeshBox, MeshCut, mesh_boxes
 from megackpt.testing.ranks import RankPool
@@ -325,6 +325,6 @@ def test_dtensors_are_not_looked_for_before_torch_has_loaded_their_module(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.delitem(sys.modules, "torch.distributed.tensor")
-    state = {"w": torch.zeros(2)}
-    assert adopt_torch_sharded_tensors(state, {torch.Tensor}, PathKeys()) is state
+    assert adapter_of(torch.Tensor) is None
+    assert flatten_state({"w": torch.zeros(2)}, rank=0, ranks=1).tensors == ()
     assert "torch.distributed.tensor" not in sys.modules
