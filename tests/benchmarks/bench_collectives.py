@@ -17,10 +17,10 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from megackpt.cli.benchmark.dcp import TorchDistributed
-from megackpt.cli.benchmark.ours import native
+from megackpt.cli.benchmark.contenders import native
 from megackpt.cli.benchmark.state import GridLayout, make_small_model, make_state
 from tests.benchmarks.measuring import as_rank, options
+from tests.benchmarks.peers.dcp import TorchDistributed
 
 WORDS = 31
 COLLECTIVES = 100

@@ -26,9 +26,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from megackpt.cli.benchmark.counters import peak_above
 from megackpt.cli.benchmark.page_cache import drop
 from tests.benchmarks.measuring import GIB, MIB, in_a_process, options
+from tests.benchmarks.peers.counters import peak_above
 
 HIDDEN, FFN, VOCAB, HEADS, GROUPS = 2048, 5632, 32_000, 16, 4
 COPY_BYTES = 8 * MIB

@@ -1,6 +1,7 @@
-"""The project's goals for speed and memory, and whether a run of `megackpt bench` has met them.
+"""The project's goals for speed and memory, and whether a run of `bench_peers.py` has met them.
 
-    megackpt bench --dir DIRECTORY ... --json > report.json && python tests/benchmarks/goals.py report.json
+    python tests/benchmarks/bench_peers.py --dir DIRECTORY ... --json report.json
+    python tests/benchmarks/goals.py report.json
 
 A goal is a bound on a ratio or a figure of the report.
 """
@@ -15,10 +16,10 @@ from pathlib import Path
 
 from rich.console import Console
 
-from megackpt.cli.benchmark import names
-from megackpt.cli.benchmark.names import LOAD_COLD, LOAD_WARM, OURS, SAVE
-from megackpt.cli.benchmark.report import Report
+from megackpt.cli.benchmark.report import LOAD_COLD, LOAD_WARM, OURS, SAVE
 from megackpt.cli.benchmark.tables import empty_table, fill_table
+from tests.benchmarks.peers import names
+from tests.benchmarks.peers.run import PeerReport
 
 _MOST_MEMORY_MIB = 64
 _MOST_DIGESTS_PERCENT = 5
@@ -81,12 +82,12 @@ class Goal:
         return f"{value:.3g} {self.of}".rstrip()
 
 
-def goals_of(report: Report) -> list[Goal]:
+def goals_of(report: PeerReport) -> list[Goal]:
     """Return every goal that stands for the place of the run, with what the run has found."""
     return [*_of_saves_and_loads(report), *_of_resharded(report), *_of_figures(report)]
 
 
-def _of_saves_and_loads(report: Report) -> Iterator[Goal]:
+def _of_saves_and_loads(report: PeerReport) -> Iterator[Goal]:
     if report.machine["has_cold_files"]:
         yield _ratio(report, SAVE, "raw", 0.9)
         yield _ratio(report, SAVE, "dcp", 2)
@@ -99,7 +100,7 @@ def _of_saves_and_loads(report: Report) -> Iterator[Goal]:
     yield _ratio(report, names.SMALL_SAVE, "dcp", 3)
 
 
-def _of_resharded(report: Report) -> Iterator[Goal]:
+def _of_resharded(report: PeerReport) -> Iterator[Goal]:
     for case in dict.fromkeys(row.case for row in report.rows if " to " in row.case):
         yield _ratio(report, case, "raw", 0.8)
         row = report.row(case, OURS)
@@ -112,7 +113,7 @@ def _of_resharded(report: Report) -> Iterator[Goal]:
                 yield _ratio(report, case, peer, 3)
 
 
-def _of_figures(report: Report) -> Iterator[Goal]:
+def _of_figures(report: PeerReport) -> Iterator[Goal]:
     cases = [SAVE, *([LOAD_COLD] if report.machine["has_cold_files"] else []), LOAD_WARM]
     for case in cases:
         yield _figure(report, f"{names.DIGESTS}, {case}", "%", at_most=_MOST_DIGESTS_PERCENT)
@@ -127,7 +128,7 @@ def _of_figures(report: Report) -> Iterator[Goal]:
         yield _figure(report, f"{case}, {scaling}", "", at_least=_LEAST_SCALING)
 
 
-def _ratio(report: Report, case: str, against: str, bound: float) -> Goal:
+def _ratio(report: PeerReport, case: str, against: str, bound: float) -> Goal:
     row = report.row(case, OURS)
     ratio = report.ratios(row).get(against) if row is not None else None
     of = "raw" if against == "raw" else f"x as fast as {against}"
@@ -135,7 +136,7 @@ def _ratio(report: Report, case: str, against: str, bound: float) -> Goal:
 
 
 def _figure(
-    report: Report, name: str, unit: str, *, at_most: float | None = None, at_least: float | None = None
+    report: PeerReport, name: str, unit: str, *, at_most: float | None = None, at_least: float | None = None
 ) -> Goal:
     figure = report.figure(name, OURS)
     bound = at_most if at_most is not None else at_least
@@ -154,7 +155,7 @@ def _figure(
 
 def main() -> None:
     """Print the goals that a report measured."""
-    report = Report.from_json(json.loads(Path(sys.argv[1]).read_text()))
+    report = PeerReport.from_json(json.loads(Path(sys.argv[1]).read_text()))
     goals = goals_of(report)
     table = empty_table("goals", ("what", "asked"), ("measured", ""))
     measured = [goal for goal in goals if goal.measured is not None]

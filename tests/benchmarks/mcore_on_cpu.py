@@ -1,6 +1,6 @@
-"""Megatron-Core as a peer of `megackpt bench` on a machine without CUDA.
+"""Megatron-Core as a peer on a machine without CUDA.
 
-    PYTHONPATH=. megackpt bench --dir DIRECTORY --vs tests.benchmarks.mcore_on_cpu:MegatronCoreOnCpu
+    python tests/benchmarks/bench_peers.py --dir DIR --vs tests.benchmarks.mcore_on_cpu:MegatronCoreOnCpu
 
 While Megatron-Core's code runs, torch takes the device "cuda" for the CPU. That code is as it was installed.
 """
@@ -16,7 +16,7 @@ from unittest import mock
 import torch
 from torch.overrides import TorchFunctionMode
 
-from megackpt.cli.benchmark.megatron import MegatronCore
+from tests.benchmarks.peers.megatron import MegatronCore
 
 
 class MegatronCoreOnCpu(MegatronCore):

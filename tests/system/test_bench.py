@@ -1,4 +1,4 @@
-"""`megackpt bench`: every row is there, every load is verified, and bad settings are errors."""
+"""`megackpt bench` and `bench_peers.py`: every row is there, loads are verified, bad settings are errors."""
 
 from __future__ import annotations
 
@@ -17,11 +17,10 @@ import torch
 
 import megackpt
 from megackpt.cli import main
-from megackpt.cli.benchmark import counters, names
-from megackpt.cli.benchmark.cases.digests import _no_digests
+from megackpt.cli.benchmark import page_cache
 from megackpt.cli.benchmark.progress import BenchProgress
 from megackpt.cli.benchmark.raw import RawFiles
-from megackpt.cli.benchmark.report import Figure, Report, Row
+from megackpt.cli.benchmark.report import RAW, RAW_BUFFERED, RAW_DIRECT, Report, Row
 from megackpt.cli.benchmark.state import (
     GridLayout,
     as_bytes,
@@ -34,11 +33,16 @@ from megackpt.cli.benchmark.state import (
     spoil,
     state_nbytes,
 )
-from megackpt.cli.benchmark.tracing import Tracer, traced_load, traced_store, traced_strategy
-from megackpt.cli.benchmark.world import _joined
+from megackpt.errors import DeclarationError
 from megackpt.formats.registry import save_strategy
 from megackpt.storage import LocalStore, block_digests
 from tests.benchmarks.goals import goals_of
+from tests.benchmarks.peers import counters, names
+from tests.benchmarks.peers.digests import _no_digests
+from tests.benchmarks.peers.run import Figure, PeerReport, PeerSettings
+from tests.benchmarks.peers.tracing import Tracer, traced_load, traced_store, traced_strategy
+from tests.benchmarks.peers.world import joined, run_peers
+from tests.support.docs import ROOT
 from tests.support.effort import tries_all, with_all
 
 RANKS = 2
@@ -55,23 +59,24 @@ SCALING_CASES = tuple(
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """One tiny run, as a user starts it; everything that it writes, by kind. Plain tests run three cases."""
+    """One tiny run, as a person starts it; all that it writes, by kind. Plain tests run three cases."""
     directory = tmp_path_factory.mktemp("bench")
-    files = {kind: directory / f"out.{kind}" for kind in ("svg", "trace")}
+    files = {kind: directory / f"out.{kind}" for kind in ("svg", "trace", "json")}
     arguments = ["--ranks", str(RANKS), "--size", "2MiB", "--repeats", "1", "--vs", "dcp,torch"]
     arguments += ["--formats", "torch_dist"]
     arguments += ["--scaling", "2", "--long-run", "4"] if tries_all() else ["--cases", "save,load,reshard"]
-    outputs = ["--json", "--chart", files["svg"], "--profile", files["trace"]]
-    command = [sys.executable, "-m", "megackpt.cli", "bench", "--dir", str(directory / "dir")]
+    outputs = ["--json", files["json"], "--chart", files["svg"], "--profile", files["trace"]]
+    command = [sys.executable, "tests/benchmarks/bench_peers.py", "--dir", str(directory / "dir")]
     run = subprocess.run(
-        [*command, *arguments, *map(str, outputs)], capture_output=True, text=True, check=False
+        [*command, *arguments, *map(str, outputs)], cwd=ROOT, capture_output=True, text=True, check=False
     )
     left = [path.name for path in (directory / "dir").iterdir()]
     return {
         "code": run.returncode,
         "stderr": run.stderr,
         "left": left,
-        "report": json.loads(run.stdout),
+        "report": json.loads(files["json"].read_text()),
+        "stdout": run.stdout,
         "chart": files["svg"].read_text(),
         "trace": json.loads(files["trace"].read_text()),
     }
@@ -86,11 +91,11 @@ def test_the_json_has_a_row_for_every_case_and_contender(results: dict[str, Any]
     wanted |= {(case, who) for case in ASYNC_TOTAL for who in ("megackpt", "dcp")}
     wanted |= {(f"digests: {c}", w) for c in ("save", "load, warm") for w in ("megackpt", names.UNCHECKED)}
     wanted |= {(case, "megackpt") for case in SCALING_CASES}
-    wanted |= {(case, names.RAW_DIRECT) for case in ("save", "load, cold", "save, 1 rank", "save, 2 ranks")}
-    wanted |= {(case, names.RAW_BUFFERED) for case in ("save", "load, cold", "load, warm", *RESHARDED, *FLAT)}
+    wanted |= {(case, RAW_DIRECT) for case in ("save", "load, cold", "save, 1 rank", "save, 2 ranks")}
+    wanted |= {(case, RAW_BUFFERED) for case in ("save", "load, cold", "load, warm", *RESHARDED, *FLAT)}
     if results["report"]["machine"]["has_cold_files"]:
         wanted |= {("digests: load, cold", who) for who in ("megackpt", names.UNCHECKED)}
-        wanted |= {(c, w) for c in COLD - {"load, cold"} for w in ("megackpt", *names.RAW)}
+        wanted |= {(c, w) for c in COLD - {"load, cold"} for w in ("megackpt", *RAW)}
         wanted |= {(f"{case}, cold", "dcp") for case in RESHARDED}
     assert measured == wanted
 
@@ -101,12 +106,12 @@ def test_every_row_was_measured_and_verified_or_reports_why_not(results: dict[st
     for row in results["report"]["rows"]:
         name = (row["case"], row["who"])
         if row["unsupported"]:
-            assert row["who"] in names.RAW or row["case"] in COLD or name in unable, name
+            assert row["who"] in RAW or row["case"] in COLD or name in unable, name
             assert row["seconds"] == []
         else:
             assert len(row["seconds"]) == _runs(row), name
             assert row["median_s"] > 0, name
-            is_compared = row["who"] not in names.RAW and row["case"] not in (
+            is_compared = row["who"] not in RAW and row["case"] not in (
                 "digests: save",
                 "digests: load, cold",
             )
@@ -122,7 +127,7 @@ def _runs(row: dict[str, Any]) -> int:
 def test_resharded_loads_count_what_they_read_and_have_a_limit_of_their_own(results: dict[str, Any]) -> None:
     rows = {(row["case"], row["who"]): row for row in results["report"]["rows"]}
     for case in (*RESHARDED, *FLAT):
-        row, raw = rows[case, "megackpt"], rows[case, names.RAW_BUFFERED]
+        row, raw = rows[case, "megackpt"], rows[case, RAW_BUFFERED]
         # At least what is needed, and no more than everything for each of two ranks, with the index.
         assert row["nbytes"] <= row["read_nbytes"] < 2.5 * row["nbytes"]
         assert raw["nbytes"] == row["nbytes"]
@@ -131,12 +136,10 @@ def test_resharded_loads_count_what_they_read_and_have_a_limit_of_their_own(resu
 
 @with_all("the other tests run three cases")
 def test_every_goal_is_measured_but_those_against_a_peer_that_took_no_part(results: dict[str, Any]) -> None:
-    goals = goals_of(Report.from_json(results["report"]))
+    goals = goals_of(PeerReport.from_json(results["report"]))
     unmeasured = {goal.what for goal in goals if goal.measured is None}
     against_others = {goal.what for goal in goals if "mcore" in goal.of}
-    raw_unsupported = {
-        r["case"] for r in results["report"]["rows"] if r["unsupported"] and r["who"] in names.RAW
-    }
+    raw_unsupported = {r["case"] for r in results["report"]["rows"] if r["unsupported"] and r["who"] in RAW}
     assert unmeasured <= against_others | raw_unsupported
     figures = {(f["name"], f["who"]): f["value"] for f in results["report"]["figures"]}
     assert figures[names.DESCRIPTORS, "megackpt"] == 0
@@ -147,6 +150,7 @@ def test_every_goal_is_measured_but_those_against_a_peer_that_took_no_part(resul
 def test_nothing_is_left_in_the_directory_and_the_chart_names_the_contenders(results: dict[str, Any]) -> None:
     assert results["left"] == []
     assert "<svg" in results["chart"]
+    assert "dcp takes" in results["stdout"]
 
 
 def test_progress_names_each_case_and_round_where_stderr_is_a_file(results: dict[str, Any]) -> None:
@@ -198,13 +202,10 @@ def test_the_trace_has_the_phases_of_both_on_every_rank(results: dict[str, Any])
     [
         (["--ranks", "3"], "ranks is 3"),
         (["--size", "many"], "'many' is not a size"),
-        (["--vs", "zip"], "'zip' is no peer"),
-        (["--vs", "no.such.module:Peer"], "The peer 'no.such.module:Peer' cannot be imported"),
         (["--repeats", "0"], "repeats is 0"),
         (["--cases", "save,nap"], "'nap' is no case"),
+        (["--cases", "save,small"], "'small' is no case"),
         (["--formats", "zip"], "'zip' is no format"),
-        (["--scaling", "5"], "scaling is 5"),
-        (["--long-run", "2"], "long_run is 2"),
     ],
 )
 def test_bad_settings_raise_an_error_before_anything_starts(
@@ -213,6 +214,38 @@ def test_bad_settings_raise_an_error_before_anything_starts(
     assert main(["bench", "--dir", str(tmp_path / "dir"), *arguments]) == 2
     assert message in capsys.readouterr().err
     assert not (tmp_path / "dir").exists()
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"peers": ("zip",)}, "'zip' is no peer"),
+        ({"peers": ("no.such.module:Peer",)}, "The peer 'no.such.module:Peer' cannot be imported"),
+        ({"cases": ("save", "nap")}, "'nap' is no case"),
+        ({"ranks": 3}, "ranks is 3"),
+        ({"scaling": 5}, "scaling is 5"),
+        ({"long_run": 2}, "long_run is 2"),
+    ],
+)
+def test_bad_settings_of_a_comparison_raise_an_error_before_anything_starts(
+    tmp_path: Path, settings: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(DeclarationError, match=message):
+        run_peers(PeerSettings(directory=str(tmp_path / "dir"), **settings))
+    assert not (tmp_path / "dir").exists()
+
+
+def test_the_command_measures_raw_files_and_our_formats(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "megackpt.cli", "bench", "--dir", str(tmp_path / "dir"), "--json", "-q"]
+    command += ["--ranks", "2", "--size", "1MiB", "--repeats", "1", "--formats", "torch_dist"]
+    command += ["--cases", "save", "--chart", str(tmp_path / "chart.svg")]
+    run = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (run.returncode, run.stderr) == (0, "")
+    report = Report.from_json(json.loads(run.stdout))
+    assert {row.who for row in report.rows if row.case == "load, warm"} == {*OURS, RAW_BUFFERED}
+    assert {row.verified for row in report.rows if not row.is_raw and row.seconds} == {True}
+    assert "<svg" in (tmp_path / "chart.svg").read_text()
+    assert list((tmp_path / "dir").iterdir()) == []
 
 
 @pytest.mark.parametrize("layout", [GridLayout(tp=4), GridLayout(pp=4), GridLayout(tp=2, dp=2)])
@@ -273,13 +306,13 @@ def test_the_small_state_is_200_arrays_of_1_kib() -> None:
 
 def test_a_report_survives_json_and_its_ratios_are_those_of_medians() -> None:
     rows = (
-        Row(case="save", who=names.RAW_DIRECT, nbytes=100, seconds=(1.0,)),
-        Row(case="save", who=names.RAW_BUFFERED, nbytes=100, seconds=(2.0,)),
+        Row(case="save", who=RAW_DIRECT, nbytes=100, seconds=(1.0,)),
+        Row(case="save", who=RAW_BUFFERED, nbytes=100, seconds=(2.0,)),
         Row(case="save", who="megackpt", nbytes=100, seconds=(2.0, 9.0, 1.0), verified=True),
         Row(case="save", who="dcp", nbytes=100, seconds=(5.0,), verified=False, differing="w"),
     )
     report = _report(rows, (Figure(name="a", who="megackpt", value=1.5, unit="ms"),))
-    assert Report.from_json(json.loads(json.dumps(report.to_json()))) == report
+    assert PeerReport.from_json(json.loads(json.dumps(report.to_json()))) == report
     assert report.ratios(rows[2]) == {"raw": 0.5, "dcp": 2.5}
     assert report.limit("async, total") == 100
     assert not report.is_verified
@@ -287,15 +320,15 @@ def test_a_report_survives_json_and_its_ratios_are_those_of_medians() -> None:
 
 def _report(
     rows: tuple[Row, ...], figures: tuple[Figure, ...] = (), *, has_cold_files: bool = True
-) -> Report:
+) -> PeerReport:
     machine = {"has_cold_files": has_cold_files, "scaling_ranks": 8, "spent_s": {"small": 1.0}}
     command = {"peers": ["dcp"], "ranks": 2}
-    return Report(command=command, machine=machine, state={"nbytes": 100}, rows=rows, figures=figures)
+    return PeerReport(command=command, machine=machine, state={"nbytes": 100}, rows=rows, figures=figures)
 
 
 def test_a_goal_is_met_at_its_bound_and_not_beyond() -> None:
     rows = (
-        Row(case="save", who=names.RAW_DIRECT, nbytes=90, seconds=(1.0,)),
+        Row(case="save", who=RAW_DIRECT, nbytes=90, seconds=(1.0,)),
         Row(case="save", who="megackpt", nbytes=90, seconds=(1.0625,)),
         Row(case="save", who="dcp", nbytes=90, seconds=(1.9125,)),
         Row(case="TP4 to DP4", who="megackpt", nbytes=100, seconds=(1.0,), read_nbytes=111),
@@ -306,7 +339,7 @@ def test_a_goal_is_met_at_its_bound_and_not_beyond() -> None:
         Figure(name=f"save, {names.SCALING.format(ranks=8)}", who="megackpt", value=0.95, unit=""),
     )
 
-    def verdicts(report: Report) -> dict[tuple[str, str], bool | None]:
+    def verdicts(report: PeerReport) -> dict[tuple[str, str], bool | None]:
         return {(goal.what, goal.of): goal.is_met for goal in goals_of(report)}
 
     on_disk, in_memory = (verdicts(_report(rows, figures, has_cold_files=cold)) for cold in (True, False))
@@ -337,9 +370,9 @@ def test_the_system_counts_as_read_what_the_store_was_asked_for(tmp_path: Path) 
     half = torch.zeros(1 << 20, dtype=torch.int64)
     for _ in range(2):  # the first load imports modules, which are files too
         store = _Counting(tmp_path)
-        before = counters.read_bytes()
+        before = page_cache.read_bytes()
         megackpt.load({"w": megackpt.ShardedTensor.from_rank_offsets("w", half, (0, 1, 2))}, store)
-        after = counters.read_bytes()
+        after = page_cache.read_bytes()
     assert before is not None
     assert after is not None
     assert store.asked >= half.nbytes
@@ -361,7 +394,7 @@ def test_a_goal_within_noise_of_its_bound_is_neither_met_nor_missed() -> None:
 def test_what_another_world_has_measured_is_added_to_a_report() -> None:
     here = _report((Row(case="save", who="megackpt"),), (Figure(name="a", who="megackpt", value=1, unit=""),))
     there = _report((Row(case="save, 8 ranks", who="megackpt"),))
-    both = _joined(here, replace(there, machine={"scaling_ranks": 6, "spent_s": {"scaling": 2.0}}))
+    both = joined(here, replace(there, machine={"scaling_ranks": 6, "spent_s": {"scaling": 2.0}}))
     assert [row.case for row in both.rows] == ["save", "save, 8 ranks"]
     assert both.figures == here.figures
     spent = {"small": 1.0, "scaling": 2.0}
@@ -379,9 +412,9 @@ def test_raw_files_are_read_around_the_ring(tmp_path: Path) -> None:
         file.write(direct=False)
     sizes = [path.stat().st_size for path in sorted((tmp_path / "raw").iterdir())]
     assert sizes == [20_480, 20_480]
-    before = counters.read_bytes()
+    before = page_cache.read_bytes()
     files[1].read(30_000, direct=False)
-    after = counters.read_bytes()
+    after = page_cache.read_bytes()
     assert before is not None
     assert after is not None
     assert 32_768 <= after - before < 33_500

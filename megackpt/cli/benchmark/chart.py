@@ -8,8 +8,7 @@ from pathlib import Path
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from megackpt.cli.benchmark.names import COLD, LOAD_COLD, LOAD_WARM, SAVE
-from megackpt.cli.benchmark.report import Report, Row
+from megackpt.cli.benchmark.report import COLD, LOAD_COLD, LOAD_WARM, SAVE, Report, Row
 
 _WIDTH_INCHES = 9.0  # fits a page
 _PANEL_INCHES = 2.6

@@ -17,13 +17,11 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
-from megackpt.cli.benchmark import counters, page_cache
-from megackpt.cli.benchmark.contender import Contender
-from megackpt.cli.benchmark.names import RAW_BUFFERED, RAW_DIRECT
-from megackpt.cli.benchmark.ours import native, other_formats
-from megackpt.cli.benchmark.peers import make_peer
+from megackpt.cli.benchmark import page_cache
+from megackpt.cli.benchmark.contenders import Contender, native, other_formats
 from megackpt.cli.benchmark.progress import BenchProgress
 from megackpt.cli.benchmark.raw import RawFiles
+from megackpt.cli.benchmark.report import RAW_BUFFERED, RAW_DIRECT
 from megackpt.cli.benchmark.settings import BenchSettings
 from megackpt.cli.benchmark.state import (
     GridLayout,
@@ -46,7 +44,7 @@ class BenchRun:
 
     Attributes:
         native: our own format with default options.
-        peers: those to compare with.
+        peers: other libraries to compare with.
         formats: our other formats; they take part in plain saves and loads and in resharded loads.
         leaders: the native format and the peers.
         everyone: all of them.
@@ -54,7 +52,9 @@ class BenchRun:
         has_cold_files: whether files can be taken out of memory.
     """
 
-    def __init__(self, settings: BenchSettings, root: Path, *, cases: int) -> None:
+    def __init__(
+        self, settings: BenchSettings, root: Path, *, cases: int, peers: Sequence[Contender] = ()
+    ) -> None:
         self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
         self.settings, self.root = settings, root
         self.dtype: torch.dtype = getattr(torch, settings.dtype)
@@ -62,7 +62,7 @@ class BenchRun:
         self.nbytes = state_nbytes(self.model, self.dtype)
         self.native = native()
         self.formats: list[Contender] = list(other_formats(settings.formats))
-        self.peers: list[Contender] = [make_peer(name) for name in settings.peers]
+        self.peers = list(peers)
         self.leaders: list[Contender] = [self.native, *self.peers]
         self.everyone: list[Contender] = [self.native, *self.formats, *self.peers]
         self.results = Results()
@@ -132,9 +132,9 @@ class BenchRun:
         """
         spoil(target)
         declared = contender.declare(target)
-        before = counters.read_bytes()
+        before = page_cache.read_bytes()
         seconds = timed(partial(contender.load, declared, self.directory(contender.name)))
-        after = counters.read_bytes()
+        after = page_cache.read_bytes()
         read = None if before is None or after is None else total(after - before)
         self.results.add(case, contender.name, seconds, total(target.nbytes), read_nbytes=read)
         cases = (case,) if saved is None else (case, saved)

@@ -1,13 +1,22 @@
-"""The report of a benchmark: times by case and library, other figures, and ratios."""
+"""The report of a benchmark: times by case and library, and ratios."""
 
 from __future__ import annotations
 
 import statistics
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from typing import Any
 
-from megackpt.cli.benchmark.names import ASYNC_TOTAL, OURS, RAW, SAVE
+SAVE = "save"
+LOAD_COLD = "load, cold"
+LOAD_WARM = "load, warm"
+COLD = ", cold"  # ends the name of a resharded load
+
+OURS = "megackpt"
+RAW_DIRECT = "raw, direct"
+RAW_BUFFERED = "raw, buffered"
+RAW = (RAW_DIRECT, RAW_BUFFERED)
+"""Files without a checkpoint: around the page cache, and through it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,23 +67,6 @@ class Row:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Figure:
-    """Something measured that is no time of a case.
-
-    Attributes:
-        name: what, as in `names`.
-        who: of whom.
-        value: how much, of the unit.
-        unit: "MiB", "%", "ms", "" for a count or a ratio, ...
-    """
-
-    name: str
-    who: str
-    value: float
-    unit: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
     """All rows, and what they stand for.
 
@@ -83,16 +75,12 @@ class Report:
         machine: where it ran; "has_cold_files" says whether files can be taken out of memory there.
         state: what was saved.
         rows: what was timed.
-        figures: what else was measured.
-        phases: with a profile, seconds by what was done ("save", "load"), rank and phase; sums over threads.
     """
 
     command: dict[str, Any]
     machine: dict[str, Any]
     state: dict[str, Any]
     rows: tuple[Row, ...]
-    figures: tuple[Figure, ...] = ()
-    phases: dict[str, list[dict[str, float]]] = field(default_factory=dict)
 
     @property
     def peers(self) -> list[str]:
@@ -109,14 +97,9 @@ class Report:
         """Return the row of a contender in a case that was measured; None if there is none."""
         return next((r for r in self.rows if (r.case, r.who) == (case, who) and r.seconds), None)
 
-    def figure(self, name: str, who: str) -> Figure | None:
-        """Return a figure; None if it was not measured."""
-        return next((f for f in self.figures if (f.name, f.who) == (name, who)), None)
-
     def limit(self, case: str) -> float | None:
         """Return the bytes per second of the faster raw I/O of a case; None where there is none."""
-        named = SAVE if case == ASYNC_TOTAL else case
-        rates = [r.rate for r in self.rows if r.is_raw and r.case == named and r.rate]
+        rates = [r.rate for r in self.rows if r.is_raw and r.case == case and r.rate]
         return max(rates, default=None)
 
     def ratios(self, row: Row) -> dict[str, float]:
@@ -143,22 +126,18 @@ class Report:
             "command": self.command,
             "machine": self.machine,
             "state": self.state,
-            "phases": self.phases,
             "rows": [dict(self._of(row)) for row in self.rows],
-            "figures": [asdict(figure) for figure in self.figures],
         }
 
-    @classmethod
-    def from_json(cls, values: dict[str, Any]) -> Report:
+    @staticmethod
+    def from_json(values: dict[str, Any]) -> Report:
         """Return what `to_json` was called on."""
         stored = ("case", "who", "nbytes", "verified", "differing", "unsupported", "read_nbytes")
         rows = tuple(
             Row(seconds=tuple(row["seconds"]), **{name: row[name] for name in stored})
             for row in values["rows"]
         )
-        figures = tuple(Figure(**figure) for figure in values["figures"])
-        kept = {k: values[k] for k in ("command", "machine", "state", "phases")}
-        return cls(rows=rows, figures=figures, **kept)
+        return Report(rows=rows, **{k: values[k] for k in ("command", "machine", "state")})
 
     def _of(self, row: Row) -> Iterator[tuple[str, Any]]:
         yield from asdict(row).items()

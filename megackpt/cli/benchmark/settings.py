@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 from megackpt.errors import DeclarationError
 from megackpt.options import LoadOptions
 from megackpt.storage import FileOptions
 
-PEERS = ("dcp", "mcore", "torch")
-"""Names of other libraries that can save the same state. A peer from elsewhere is given as `module:class`."""
-
 DTYPES = ("bfloat16", "float16", "float32")
 """Dtypes that parameters may have."""
 
-CASES = ("save", "load", "reshard", "async", "digests", "memory", "small", "plan", "long", "scaling")
+CASES = ("save", "load", "reshard")
 """What can be measured, in order. `save` and `load` are one case: a load needs a checkpoint."""
 
 WRITE_THREADS = FileOptions().threads
@@ -35,47 +34,43 @@ class BenchSettings:
         size: bytes of the whole state, about.
         dtype: dtype of parameters; their masters and moments are float32.
         repeats: measured runs, after one that does not count; fewer where a case says so.
-        peers: libraries to compare with: names of PEERS, or `module:class` of a `Contender` that ranks can
-            import. formats: which of our formats take part, the native one always; None for all that can be
-            saved. cases: what to measure, names of CASES. scaling: how many ranks are compared with one,
-            each time with the same state; under torchrun all. long_run: how many saves and loads the case
-            `long` makes. profile: where to write a trace of one save and one load, as JSON for Perfetto;
-            None for none. quiet: no progress on stderr.
+        formats: which of our formats take part, the native one always; None for all that can be saved.
+        cases: what to measure, names of `known_cases`.
+        quiet: no progress on stderr.
     """
+
+    known_cases: ClassVar[tuple[str, ...]] = CASES
 
     directory: str
     ranks: int = 4
     size: int = 2 << 30
     dtype: str = "bfloat16"
     repeats: int = 5
-    peers: tuple[str, ...] = ()
     formats: tuple[str, ...] | None = None
     cases: tuple[str, ...] = CASES
-    scaling: int = 8
-    long_run: int = 50
-    profile: str | None = None
     quiet: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("ranks", "scaling"):
-            count = getattr(self, name)
-            if count < 1 or (count > 1 and count % 2):
-                raise DeclarationError(f"{name} is {count}; give 1 or an even number, to have TP halved.")
+        check_even("ranks", self.ranks)
         if self.repeats < 1:
             raise DeclarationError(f"repeats is {self.repeats}; give at least 1.")
-        if self.long_run < 3:
-            raise DeclarationError(f"long_run is {self.long_run}; give at least 3, to see a slope.")
         if self.size < 1 << 20:
             raise DeclarationError(f"size is {self.size} bytes; give at least 1 MiB.")
         if self.dtype not in DTYPES:
             raise DeclarationError(f"dtype={self.dtype!r} is not known. Give one of {', '.join(DTYPES)}.")
         if not self.cases:
-            raise DeclarationError(f"No case is given. Known are {', '.join(CASES)}.")
-        _check_known("peer", tuple(name for name in self.peers if ":" not in name), PEERS)
-        _check_known("case", self.cases, CASES)
+            raise DeclarationError(f"No case is given. Known are {', '.join(self.known_cases)}.")
+        check_known("case", self.cases, self.known_cases)
 
 
-def _check_known(what: str, names: tuple[str, ...], known: tuple[str, ...]) -> None:
+def check_even(name: str, count: int) -> None:
+    """Raise a DeclarationError for a number of ranks whose TP cannot be halved."""
+    if count < 1 or (count > 1 and count % 2):
+        raise DeclarationError(f"{name} is {count}; give 1 or an even number, to have TP halved.")
+
+
+def check_known(what: str, names: Sequence[str], known: Sequence[str]) -> None:
+    """Raise a DeclarationError that lists what is known, for a name that is not."""
     unknown = [name for name in names if name not in known]
     if unknown:
         raise DeclarationError(f"{unknown[0]!r} is no {what}. Known are {', '.join(known)}.")

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
-from megackpt.cli.benchmark.report import Figure, Row
+from megackpt.cli.benchmark.report import Row
 
 
 def timed(work: Callable[[], object]) -> float:
@@ -49,7 +49,6 @@ class Results:
         self._differing: dict[tuple[str, str], str] = {}
         self._unsupported: dict[tuple[str, str], str] = {}
         self._read: dict[tuple[str, str], int] = {}
-        self.figures: list[Figure] = []
 
     def add(
         self, case: str, who: str, seconds: float, nbytes: int, *, read_nbytes: int | None = None
@@ -61,14 +60,6 @@ class Results:
         runs = self._seconds.setdefault((case, who), [])
         if self.counts:
             runs.append(seconds)
-
-    def note(self, name: str, who: str, value: float, unit: str = "") -> None:
-        """Note a figure."""
-        self.figures.append(Figure(name=name, who=who, value=value, unit=unit))
-
-    def seconds(self, case: str, who: str) -> list[float]:
-        """Return the times of the runs that count."""
-        return self._seconds.get((case, who), [])
 
     def mark_unsupported(self, case: str, who: str, reason: str) -> None:
         """Note why there is no run."""
@@ -85,10 +76,6 @@ class Results:
             if differing:
                 self._seconds.setdefault((case, who), [])  # a row, also where nothing is timed
                 self._differing[case, who] = differing[0]
-
-    def row(self, case: str, who: str) -> Row:
-        """Return one row; without seconds if nothing was noted."""
-        return next((r for r in self.rows() if (r.case, r.who) == (case, who)), Row(case=case, who=who))
 
     def rows(self) -> list[Row]:
         """Return a row for everything noted, by case and contender in order of appearance."""

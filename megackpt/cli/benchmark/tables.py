@@ -4,11 +4,31 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from rich.console import Console
 from rich.filesize import decimal
 from rich.table import Table
 
-from megackpt.cli.benchmark.names import ASYNC_STALL
-from megackpt.cli.benchmark.report import Figure, Report, Row
+from megackpt.cli.benchmark.report import Report, Row
+
+_BUSY = 0.5  # load average per CPU
+
+
+def show(report: Report, console: Console) -> None:
+    """Print the table of times, and notes on how to read it."""
+    console.print(table_of_times(report))
+    console.print(
+        "of raw: share of the faster raw I/O of that case. X takes: how many times as long X takes (below "
+        "1, X is faster). read: bytes read from files per byte asked for. equal: what was loaded is what was "
+        "saved, by a 128-bit digest of every tensor."
+    )
+    machine = report.machine
+    if machine["load_before"] > _BUSY * machine["cpus"]:
+        console.print(
+            f"- The machine was busy before the run: a load average of {machine['load_before']:.1f} on "
+            f"{machine['cpus']} CPUs. Times of a quiet one differ, and so do ratios."
+        )
+    for reason in report.unsupported_cases():
+        console.print(f"- {reason}")
 
 
 def table_of_times(report: Report) -> Table:
@@ -19,14 +39,6 @@ def table_of_times(report: Report) -> Table:
     takes = (f"{peer} takes" for peer in report.peers)
     table = empty_table(title, ("case", "who"), ("median", "rate", "of raw", *takes, "read", "equal"))
     fill_table(table, [(row.case, row.who, *_cells(report, row)) for row in report.rows], has_sections=True)
-    return table
-
-
-def table_of_figures(figures: Sequence[Figure]) -> Table:
-    """Return what was measured besides times."""
-    table = empty_table("figures", ("what", "who"), ("measured",))
-    texts = (f"{figure.value:.4g} {figure.unit}".rstrip() for figure in figures)
-    fill_table(table, [(f.name, f.who, text) for f, text in zip(figures, texts, strict=True)])
     return table
 
 
@@ -56,7 +68,7 @@ def _cells(report: Report, row: Row) -> Iterator[str]:
         return
     ratios = report.ratios(row)
     yield f"{row.median_s:.3f} s"
-    yield "" if row.case == ASYNC_STALL else f"{decimal(int(row.rate))}/s"
+    yield f"{decimal(int(row.rate))}/s" if row.nbytes else ""
     yield f"{ratios['raw']:.0%}" if "raw" in ratios else ""
     for peer in report.peers:
         yield f"{ratios[peer]:.2f}x" if peer in ratios else ""

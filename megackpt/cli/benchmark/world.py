@@ -1,8 +1,4 @@
-"""Runs the benchmark on the ranks of torchrun, or else on processes that it starts.
-
-Before anything is measured, each peer tries a few numbers of writing threads and keeps the fastest, which
-depends on the machine and the file system.
-"""
+"""Runs the benchmark on the ranks of torchrun, or else on processes that it starts."""
 
 from __future__ import annotations
 
@@ -11,7 +7,6 @@ import logging
 import os
 import platform
 import shutil
-import statistics
 import tempfile
 import time
 import warnings
@@ -19,49 +14,56 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from datetime import timedelta
-from functools import reduce
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException, spawn
 
 from megackpt.cli.benchmark.cases import CASES
+from megackpt.cli.benchmark.contenders import other_formats
 from megackpt.cli.benchmark.measure import BenchRun
-from megackpt.cli.benchmark.ours import other_formats
-from megackpt.cli.benchmark.peers import check_peers
 from megackpt.cli.benchmark.report import Report
 from megackpt.cli.benchmark.settings import BenchSettings
-from megackpt.cli.benchmark.state import GridLayout, make_model, make_state
-from megackpt.cli.benchmark.tracing import Phases, profile
 from megackpt.comm.child_processes import without_current_directory
 from megackpt.errors import DeclarationError, RankFailedError
 
 _TIMEOUT = timedelta(minutes=30)
-_SCALING = "scaling"
+
+S = TypeVar("S", bound=BenchSettings)
+R = TypeVar("R", bound=BenchRun)
 
 
 def run_bench(settings: BenchSettings) -> Report | None:
     """Measure, and return what was found; None on ranks of torchrun other than 0.
 
-    How throughput scales is measured in a world of its own, of `settings.scaling` ranks where these are not
-    the ranks of the rest; under torchrun in the one that is there.
-
     Raises:
         DeclarationError: a setting that cannot be, or a directory that ranks do not share.
         RankFailedError: a rank failed; the text has its error.
     """
-    # Unknown formats and peers are errors before anything starts.
+    values = run_ranks(settings, measure)
+    return None if values is None else Report.from_json(values)
+
+
+def run_ranks(settings: S, work: Callable[[S, Path], Report | None]) -> dict[str, Any] | None:
+    """Call `work(settings, directory)` on every rank, and return the report of rank 0 as JSON values.
+
+    None on ranks of torchrun other than 0.
+
+    Args:
+        settings: what is measured.
+        work: a function that processes can import. It gets an empty directory that all ranks share and
+            that is removed at the end.
+    """
+    # An unknown format is an error before anything starts.
     list(other_formats(settings.formats))
-    check_peers(settings.peers)
     _check_room(settings)
     Path(settings.directory).mkdir(parents=True, exist_ok=True)
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
-        return _run_under_torchrun(settings)
-    report = reduce(_joined, map(_spawn, _worlds(settings)))
-    return replace(report, command=asdict(settings))
+        return _run_under_torchrun(settings, work)
+    return _spawn(settings, work)
 
 
 def _check_room(settings: BenchSettings) -> None:
@@ -76,42 +78,20 @@ def _check_room(settings: BenchSettings) -> None:
         )
 
 
-def _worlds(settings: BenchSettings) -> list[BenchSettings]:
-    """Return the cases to measure for each world of processes."""
-    if _SCALING not in settings.cases or settings.scaling == settings.ranks:
-        return [settings]
-    apart = replace(settings, cases=(_SCALING,), ranks=settings.scaling, peers=(), formats=())
-    rest = tuple(case for case in settings.cases if case != _SCALING)
-    return [replace(settings, cases=rest), replace(apart, profile=None)] if rest else [apart]
-
-
-def _spawn(settings: BenchSettings) -> Report:
+def _spawn(settings: S, work: Callable[[S, Path], Report | None]) -> dict[str, Any]:
     """Measure in processes of our own."""
     with _temporary_directory(settings) as root:
         try:
             with without_current_directory():
-                spawn(_rank, (settings, str(root)), nprocs=settings.ranks)
+                spawn(_rank, (settings, work, str(root)), nprocs=settings.ranks)
         except (ProcessRaisedException, ProcessExitedException) as error:
             raise RankFailedError(f"A rank of the benchmark failed: {error}") from error
-        return Report.from_json(json.loads((root / "report.json").read_text()))
+        values: dict[str, Any] = json.loads((root / "report.json").read_text())
+        return values
 
 
-def _joined(report: Report, scaling: Report) -> Report:
-    """Add what was measured in the world for scaling."""
-    return replace(
-        report,
-        rows=report.rows + scaling.rows,
-        figures=report.figures + scaling.figures,
-        machine=report.machine
-        | {
-            "scaling_ranks": scaling.machine["scaling_ranks"],
-            "spent_s": report.machine["spent_s"] | scaling.machine["spent_s"],
-        },
-    )
-
-
-def _rank(rank: int, settings: BenchSettings, root: str) -> None:
-    """One process of `run_bench`."""
+def _rank(rank: int, settings: S, work: Callable[[S, Path], Report | None], root: str) -> None:
+    """One process of `run_ranks`."""
     os.dup2(2, 1)  # the command's stdout is for its result only; some libraries print there
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // settings.ranks))
     os.environ["LOCAL_WORLD_SIZE"] = str(settings.ranks)  # as torchrun says it
@@ -120,14 +100,14 @@ def _rank(rank: int, settings: BenchSettings, root: str) -> None:
         "gloo", init_method=address, rank=rank, world_size=settings.ranks, timeout=_TIMEOUT
     )
     try:
-        report = _measure(settings, Path(root))
+        report = work(settings, Path(root))
         if report is not None:
             (Path(root) / "report.json").write_text(json.dumps(report.to_json()))
     finally:
         dist.destroy_process_group()
 
 
-def _run_under_torchrun(settings: BenchSettings) -> Report | None:
+def _run_under_torchrun(settings: S, work: Callable[[S, Path], Report | None]) -> dict[str, Any] | None:
     if int(os.environ["WORLD_SIZE"]) != settings.ranks:
         settings = replace(settings, ranks=int(os.environ["WORLD_SIZE"]))
     dist.init_process_group("gloo", timeout=_TIMEOUT)
@@ -142,11 +122,11 @@ def _run_under_torchrun(settings: BenchSettings) -> Report | None:
                 rank=dist.get_rank(),
                 path=root[0],
             )
-        report = _measure(settings, Path(root[0]))
+        report = work(settings, Path(root[0]))
         dist.barrier()
         if dist.get_rank() == 0:
             shutil.rmtree(root[0])
-        return report
+        return None if report is None else report.to_json()
     finally:
         dist.destroy_process_group()
 
@@ -160,45 +140,19 @@ def _temporary_directory(settings: BenchSettings) -> Iterator[Path]:
         shutil.rmtree(root)
 
 
-def _measure(settings: BenchSettings, root: Path) -> Report | None:
-    """Measure on one rank; return the report on rank 0."""
+def measure(settings: BenchSettings, root: Path) -> Report | None:
+    """Measure the cases on one rank; return the report on rank 0. Collective."""
     load_before = os.getloadavg()[0]
-    _silence_peers()
+    silence_libraries()
     chosen = list(dict.fromkeys(CASES[case] for case in CASES if case in settings.cases))
     run = BenchRun(settings, root, cases=len(chosen))
-    run.progress.show("choosing the threads of peers", 0.0)
-    settled = _settle_threads(run)
-    spent = _run_cases(run, chosen)
-    phases = profile(run, Path(settings.profile)) if settings.profile else {}
+    spent = run_cases(run, chosen)
     run.progress.end()
-    if dist.get_rank():
-        return None
-    machine = _machine(settings, load_before=load_before) | {
-        "peers": settled,
-        "has_cold_files": run.has_cold_files,
-        "scaling_ranks": run.ranks,
-        "spent_s": spent,
-    }
-    return _report(run, machine, phases)
+    return None if dist.get_rank() else make_report(run, spent, load_before=load_before)
 
 
-def _report(run: BenchRun, machine: dict[str, Any], phases: Phases) -> Report:
-    return Report(
-        command=asdict(run.settings),
-        machine=machine,
-        state={
-            "nbytes": run.nbytes,
-            "parameters": sum(array.numel for array in run.model),
-            "arrays": len(run.model) * 4,
-        },
-        rows=tuple(run.results.rows()),
-        figures=tuple(run.results.figures),
-        phases=phases,
-    )
-
-
-def _run_cases(run: BenchRun, measures: Sequence[Callable[[BenchRun], None]]) -> dict[str, float]:
-    """Measure one case after the other; return the seconds that each took, by name."""
+def run_cases(run: R, measures: Sequence[Callable[[R], None]]) -> dict[str, float]:
+    """Measure one case after the other; return the seconds that each took, by name. Collective."""
     spent: dict[str, float] = {}
     for measure in measures:
         name = measure.__name__.removeprefix("measure_")
@@ -209,11 +163,26 @@ def _run_cases(run: BenchRun, measures: Sequence[Callable[[BenchRun], None]]) ->
     return spent
 
 
-def _silence_peers() -> None:
+def silence_libraries() -> None:
     """Ignore warnings and log lines of other libraries, which would hide the tables."""
     warnings.filterwarnings("ignore", module=r"(?!megackpt)")
     for library in ("torch", "megatron"):
         logging.getLogger(library).setLevel(logging.ERROR)
+
+
+def make_report(run: BenchRun, spent_s: dict[str, float], *, load_before: float) -> Report:
+    """Return the report of what a run has measured, with the machine and the state."""
+    machine = _machine(run.settings, load_before=load_before)
+    return Report(
+        command=asdict(run.settings),
+        machine=machine | {"has_cold_files": run.has_cold_files, "spent_s": spent_s},
+        state={
+            "nbytes": run.nbytes,
+            "parameters": sum(array.numel for array in run.model),
+            "arrays": len(run.model) * 4,
+        },
+        rows=tuple(run.results.rows()),
+    )
 
 
 def _machine(settings: BenchSettings, *, load_before: float) -> dict[str, Any]:
@@ -232,31 +201,3 @@ def _machine(settings: BenchSettings, *, load_before: float) -> dict[str, Any]:
         "python": platform.python_version(),
         "packages": packages,
     }
-
-
-_TRIAL_BYTES = 512 << 20  # at most; large enough that starting threads or processes does not decide
-_TRIALS = 3  # of which the first does not count
-
-
-def _settle_threads(run: BenchRun) -> dict[str, str]:
-    """Choose the number of threads of each peer that has a choice. Collective.
-
-    Returns:
-        The choice and the times of all trials, as text, by peer.
-    """
-    choices: dict[str, str] = {}
-    size = min(run.settings.size, _TRIAL_BYTES)
-    model = make_model(size, ranks=run.ranks, dtype=run.dtype)
-    source = make_state(model, GridLayout(tp=run.ranks), run.rank, run.dtype)
-    for peer in run.peers:
-        seconds: dict[int, float] = {}
-        for threads in peer.thread_counts:
-            peer.threads = threads
-            runs = [run.save(peer, source) for _ in range(_TRIALS)]
-            seconds[threads] = statistics.median(runs[1:])
-        if seconds:
-            peer.threads = min(seconds, key=lambda threads: seconds[threads])
-            tried = ", ".join(f"{threads}: {spent:.3f} s" for threads, spent in seconds.items())
-            choices[peer.name] = f"{peer.threads} threads (a save with {tried})"
-    run.clear()
-    return choices

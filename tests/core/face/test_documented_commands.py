@@ -36,6 +36,7 @@ TESTED_SCRIPTS = {
     "examples/hosts/megatron_core.py": "tests/contrib/test_hosts.py",
     "examples/pretrain_gpt.py": "tests/system/examples/test_resumes.py",
     "tests/benchmarks/bench_gpu.py": "needs a CUDA device",
+    "tests/benchmarks/bench_peers.py": "tests/system/test_bench.py",
     "tests/benchmarks/bench_read_limits.py": "measures for minutes",
     "tests/system/attacks/fuzz_reader.py": "runs until it finds a fault; needs atheris",
 }
@@ -204,7 +205,7 @@ def test_names_come_from_where_type_checkers_see_them() -> None:
     assert seen == megackpt._MODULE_OF
 
 
-@pytest.mark.parametrize("command", ["plan llama3-8b --from tp8", "bench --dir new --cases small"])
+@pytest.mark.parametrize("command", ["plan llama3-8b --from tp8", "bench --dir new --cases save"])
 def test_a_chart_without_matplotlib_is_an_error_that_names_the_extra_before_any_work(
     command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cli: CommandLine
 ) -> None:

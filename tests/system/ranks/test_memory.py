@@ -14,13 +14,13 @@ import torch.distributed as dist
 
 import megackpt
 from megackpt import LoadOptions, ShardedTensor
-from megackpt.cli.benchmark.collectives import COLLECTIVE_METHODS, MESSAGE_METHODS, observed
 from megackpt.formats.native import NativeSaveStrategy
 from megackpt.run import PlanCache
 from megackpt.testing.ranks import RankPool
 from megackpt.training.optim import DistributedOptimizer
 from megackpt.training.parallel import GatedExperts, ParallelGroups, ParallelLayout
 from models import GPT, GPTConfig
+from tests.benchmarks.peers.collectives import COLLECTIVE_METHODS, MESSAGE_METHODS, observed
 from tests.support.effort import sampled, with_all
 from tests.support.zarr_v1 import copy_as_zarr_v1
 

@@ -19,8 +19,7 @@ import numpy as np
 import xxhash
 
 import megackpt.storage.digests as digest
-from megackpt.cli.benchmark.measure import BenchRun
-from megackpt.cli.benchmark.names import DIGESTS, DOUBT, HASH, LOAD_COLD, LOAD_WARM, OURS, SAVE, UNCHECKED
+from megackpt.cli.benchmark.report import LOAD_COLD, LOAD_WARM, OURS, SAVE
 from megackpt.cli.benchmark.settings import WRITE_THREADS
 from megackpt.cli.benchmark.state import (
     GridLayout,
@@ -34,12 +33,14 @@ from megackpt.cli.benchmark.stopwatch import all_true, timed
 from megackpt.options import LoadOptions
 from megackpt.run.collective import load
 from megackpt.storage import block_digests
+from tests.benchmarks.peers.names import DIGESTS, DOUBT, HASH, UNCHECKED
+from tests.benchmarks.peers.run import PeerRun
 
 _BLOCK_BYTES = 4 << 20
 _MORE = 2  # times the repeats: the difference is small compared with the noise
 
 
-def measure_digests(run: BenchRun) -> None:
+def measure_digests(run: PeerRun) -> None:
     """Measure what they add to a save, a cold and a warm load, in per cent. Collective."""
     layout = GridLayout(tp=run.ranks)
     state = run.state(layout)
@@ -61,7 +62,7 @@ def measure_digests(run: BenchRun) -> None:
         _note_cost(run, case, statistics.median(hashing))
 
 
-def _save(run: BenchRun, state: RankState, who: str) -> None:
+def _save(run: PeerRun, state: RankState, who: str) -> None:
     directory = run.fresh("unread")
     save = partial(run.native.save, run.native.declare(state), directory)
     if who == OURS:
@@ -75,7 +76,7 @@ def _save(run: BenchRun, state: RankState, who: str) -> None:
         run.results.mark_unsupported(_name(SAVE), who, "the hash is not where it was: it cannot be left out")
 
 
-def _load(run: BenchRun, state: RankState, case: str, who: str) -> None:
+def _load(run: PeerRun, state: RankState, case: str, who: str) -> None:
     spoil(state)
     options = LoadOptions(verify=who == OURS)
     declared = run.native.declare(state)
@@ -90,19 +91,18 @@ def _hash(state: RankState) -> None:
             done.result()
 
 
-def _note_cost(run: BenchRun, case: str, hashing_s: float) -> None:
+def _note_cost(run: PeerRun, case: str, hashing_s: float) -> None:
     """Compare runs in pairs, each of two that followed each other."""
-    results = run.results
-    checked, unchecked = results.seconds(_name(case), OURS), results.seconds(_name(case), UNCHECKED)
+    checked, unchecked = (run.row(_name(case), who).seconds for who in (OURS, UNCHECKED))
     if not checked or len(checked) != len(unchecked):
         return
     added = np.subtract(checked, unchecked) / statistics.median(unchecked)
     low, high = np.quantile(added, [0.25, 0.75])
-    results.note(f"{DIGESTS}, {case}", OURS, 100 * float(np.median(added)), "%")
+    run.note(f"{DIGESTS}, {case}", OURS, 100 * float(np.median(added)), "%")
     # The error of a median of n values, from the middle half of them. Source: McGill et al. 1978, notches.
     doubt = 1.57 * float(high - low) / math.sqrt(len(added))
-    results.note(f"{DIGESTS}, {case}{DOUBT}", OURS, 100 * doubt, "%")
-    results.note(f"{HASH} {case}", OURS, 100 * hashing_s / statistics.median(checked), "%")
+    run.note(f"{DIGESTS}, {case}{DOUBT}", OURS, 100 * doubt, "%")
+    run.note(f"{HASH} {case}", OURS, 100 * hashing_s / statistics.median(checked), "%")
 
 
 def _name(case: str) -> str:

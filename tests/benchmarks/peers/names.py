@@ -1,19 +1,11 @@
-"""What cases and contenders are called in tables, in JSON and by the goals."""
+"""Names of the cases and figures that only this benchmark has, in tables, in JSON and by the goals."""
 
-SAVE = "save"
-LOAD_COLD = "load, cold"
-LOAD_WARM = "load, warm"
+from megackpt.cli.benchmark.report import OURS
+
 ASYNC_STALL = "async, stall"
 ASYNC_TOTAL = "async, total"
 SMALL_SAVE = "small state, save"
 SMALL_LOAD = "small state, load"
-COLD = ", cold"  # ends the name of a resharded load
-
-OURS = "megackpt"
-RAW_DIRECT = "raw, direct"
-RAW_BUFFERED = "raw, buffered"
-RAW = (RAW_DIRECT, RAW_BUFFERED)
-"""Files without a checkpoint: around the page cache, and through it."""
 
 UNCHECKED = f"{OURS}, no digests"
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import torch
 
-from megackpt.cli.benchmark.measure import BenchRun
-from megackpt.cli.benchmark.names import SMALL_LOAD, SMALL_SAVE
 from megackpt.cli.benchmark.state import GridLayout, fingerprints, make_small_model, make_state, state_nbytes
+from tests.benchmarks.peers.names import SMALL_LOAD, SMALL_SAVE
+from tests.benchmarks.peers.run import PeerRun
 
 _MORE = 3  # times the repeats: these runs are short, and vary
 
 
-def measure_small(run: BenchRun) -> None:
+def measure_small(run: PeerRun) -> None:
     """Save, durably and committed, and load. Collective."""
     model = make_small_model()
     layout = GridLayout(dp=run.ranks)

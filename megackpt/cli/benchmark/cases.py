@@ -1,21 +1,66 @@
-"""Loads at another layout than that of the save, from files in memory and from cold files.
+"""The cases: saves, loads at the layout of the save, and loads at another layout.
 
-The raw limit of a resharded load is the time to read as many bytes per rank as that rank needs from plain
-files of the size of the checkpoint, with as many threads.
+Files are cold where they can be taken out of memory, and warm. The raw limit of a resharded load is the time
+to read as many bytes per rank as that rank needs from plain files of the size of the checkpoint, with as many
+threads.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
-from megackpt.cli.benchmark.contender import Contender
+from megackpt.cli.benchmark.contenders import Contender
 from megackpt.cli.benchmark.measure import BenchRun
-from megackpt.cli.benchmark.names import COLD
 from megackpt.cli.benchmark.raw import RawFiles
+from megackpt.cli.benchmark.report import COLD, LOAD_COLD, LOAD_WARM, RAW, SAVE
 from megackpt.cli.benchmark.settings import PEER_ROUNDS
 from megackpt.cli.benchmark.state import GridLayout, RankState, fingerprints
+
+NOTHING_IS_COLD = "the file system keeps files in memory, so nothing is cold"
+
+
+def measure_same_layout(run: BenchRun) -> None:
+    """Save and load at TP over all ranks. Collective."""
+    layout = GridLayout(tp=run.ranks)
+    source, target = run.state(layout), run.state(layout, filled=False)
+    expected = fingerprints(source)
+    raw = run.raw_files()
+    for contender in run.turns([None, *run.everyone]):
+        if contender is None:
+            _raw_round_trip(run, raw)
+        else:
+            _round_trip(run, contender, source, target, expected)
+        run.clear()  # one checkpoint at a time: files in memory are memory
+
+
+def _round_trip(
+    run: BenchRun, contender: Contender, source: RankState, target: RankState, expected: Sequence[str]
+) -> None:
+    seconds = run.save(contender, source)
+    run.results.add(SAVE, contender.name, seconds, run.nbytes)
+    if run.drop(run.directory(contender.name)):
+        run.load(contender, target, expected, LOAD_COLD)
+    else:
+        run.results.mark_unsupported(LOAD_COLD, contender.name, NOTHING_IS_COLD)
+    run.warm(contender.name)
+    run.load(contender, target, expected, LOAD_WARM, saved=SAVE)
+
+
+def _raw_round_trip(run: BenchRun, raw: RawFiles) -> None:
+    for is_direct in (True, False):
+        run.time_raw(SAVE, raw.nbytes, lambda direct: raw.write(direct=direct), is_direct=is_direct)
+    if run.drop_raw():
+        for is_direct in (True, False):  # the direct one leaves files cold
+            run.time_raw(LOAD_COLD, raw.nbytes, lambda direct: raw.read(direct=direct), is_direct=is_direct)
+    else:
+        for who in RAW:
+            run.results.mark_unsupported(LOAD_COLD, who, NOTHING_IS_COLD)
+    raw.read(direct=False)
+    run.time_raw(
+        LOAD_WARM, raw.nbytes, lambda direct: raw.read(direct=direct, is_cached=True), is_direct=False
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,16 +114,16 @@ def changes(ranks: int) -> list[list[Change]]:
 def measure_reshard(run: BenchRun) -> None:
     """Measure every change of layout. Collective."""
     for group in changes(run.ranks):
-        able = _save(run, group)
+        able = _save_with_all(run, group)
         raw = run.raw_files()
         raw.write(direct=False)
         for change in group:
-            _load(run, change, able, raw)
+            _load_resharded(run, change, able, raw)
         del raw
         run.clear()
 
 
-def _save(run: BenchRun, group: Sequence[Change]) -> list[Contender]:
+def _save_with_all(run: BenchRun, group: Sequence[Change]) -> list[Contender]:
     """Save once with everyone who can load what was saved; return them."""
     able: list[Contender] = []
     source = run.state(group[0].saved_at)
@@ -93,7 +138,7 @@ def _save(run: BenchRun, group: Sequence[Change]) -> list[Contender]:
     return able
 
 
-def _load(run: BenchRun, change: Change, able: Sequence[Contender], raw: RawFiles) -> None:
+def _load_resharded(run: BenchRun, change: Change, able: Sequence[Contender], raw: RawFiles) -> None:
     state = run.state(change.loaded_at)
     target = _Target(state, fingerprints(state))
     for contender in run.turns([None, *able], peer_rounds=PEER_ROUNDS):
@@ -115,3 +160,11 @@ def _read_raw(run: BenchRun, change: Change, raw: RawFiles, nbytes: int) -> None
             run.time_raw(change.case + COLD, nbytes, read, is_direct=is_direct)
     read(False)
     run.time_raw(change.case, nbytes, partial(read, is_cached=True), is_direct=False)
+
+
+CASES: dict[str, Callable[[BenchRun], None]] = {
+    "save": measure_same_layout,
+    "load": measure_same_layout,
+    "reshard": measure_reshard,
+}
+"""The function to call for a name of `settings.CASES`, in order; collective."""

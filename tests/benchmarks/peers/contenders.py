@@ -1,4 +1,4 @@
-"""Makes the libraries to compare with, by name or by `module:class`."""
+"""Peers: makes the libraries to compare with, by name or by `module:class`."""
 
 from __future__ import annotations
 
@@ -11,9 +11,12 @@ import torch
 import torch.distributed as dist
 
 from megackpt.cli.benchmark import page_cache
-from megackpt.cli.benchmark.contender import Contender
+from megackpt.cli.benchmark.contenders import Contender
 from megackpt.cli.benchmark.state import GridLayout, RankState
 from megackpt.errors import DeclarationError, UnsupportedError
+
+PEERS = ("dcp", "mcore", "torch")
+"""Names of other libraries that can save the same state. A peer from elsewhere is given as `module:class`."""
 
 
 def make_peer(name: str) -> Contender:
@@ -26,11 +29,11 @@ def make_peer(name: str) -> Contender:
     if ":" in name:
         return _import_class(name)()
     if name == "dcp":
-        from megackpt.cli.benchmark.dcp import TorchDistributed
+        from tests.benchmarks.peers.dcp import TorchDistributed
 
         return TorchDistributed()
     if name == "mcore":
-        from megackpt.cli.benchmark.megatron import MegatronCore
+        from tests.benchmarks.peers.megatron import MegatronCore
 
         return MegatronCore()
 

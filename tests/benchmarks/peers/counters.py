@@ -1,7 +1,7 @@
-"""What the system counts for this process: memory, bytes read, open files.
+"""What the system counts for this process: memory and open files.
 
 They are read from /proc/self. Where there is none (not Linux), a value is None.
-Source: proc_pid_status(5), proc_pid_io(5), proc_pid_clear_refs(5).
+Source: proc_pid_status(5), proc_pid_clear_refs(5).
 """
 
 from __future__ import annotations
@@ -15,18 +15,6 @@ from contextlib import suppress
 from pathlib import Path
 
 _PROC = Path("/proc/self")
-
-
-def read_bytes() -> int | None:
-    """Return the bytes that this process has read from files so far, by any thread and any system call.
-
-    What comes from the page cache counts, what is read through a memory map or a socket does not.
-    """
-    try:
-        lines = (_PROC / "io").read_text().splitlines()
-    except OSError:
-        return None
-    return next((int(line.split()[1]) for line in lines if line.startswith("rchar:")), None)
 
 
 def open_descriptors() -> int | None:

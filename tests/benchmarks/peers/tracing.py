@@ -27,7 +27,7 @@ import megackpt.engine.loading.load_request as engine_source
 import megackpt.engine.loading.prepare as engine_prepare
 import megackpt.formats.file_chunks as file_chunks
 from megackpt.cli.benchmark import page_cache
-from megackpt.cli.benchmark.ours import native
+from megackpt.cli.benchmark.contenders import native
 from megackpt.cli.benchmark.state import GridLayout, spoil
 from megackpt.cli.benchmark.stopwatch import timed
 from megackpt.formats.registry import save_strategy
@@ -38,7 +38,7 @@ from megackpt.run import collective
 from megackpt.storage import ForwardingStore, Store, StreamWriter, open_store
 
 if TYPE_CHECKING:
-    from megackpt.cli.benchmark.measure import BenchRun
+    from tests.benchmarks.peers.run import PeerRun
 
 
 _LOAD_PHASES: tuple[tuple[ModuleType, str, str], ...] = (
@@ -263,7 +263,7 @@ def _end_of_digest(tracer: Tracer) -> None:
 Phases = dict[str, list[dict[str, float]]]
 
 
-def profile(run: BenchRun, path: Path) -> Phases:
+def profile(run: PeerRun, path: Path) -> Phases:
     """Trace a save and a load, cold where that is possible; write the trace to path. Collective.
 
     Return seconds by "save" and "load", rank and phase, with "all" for the whole; those of phases are sums

@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from megackpt.cli.benchmark.contender import Contender
-from megackpt.cli.benchmark.measure import BenchRun
-from megackpt.cli.benchmark.names import ASYNC_STALL, ASYNC_TOTAL
+from megackpt.cli.benchmark.contenders import Contender
 from megackpt.cli.benchmark.settings import PEER_ROUNDS
 from megackpt.cli.benchmark.state import GridLayout, RankState, fingerprints, first_difference, invert, spoil
 from megackpt.cli.benchmark.stopwatch import timed
+from tests.benchmarks.peers.names import ASYNC_STALL, ASYNC_TOTAL
+from tests.benchmarks.peers.run import PeerRun
 
 
-def measure_async(run: BenchRun) -> None:
+def measure_async(run: PeerRun) -> None:
     """Save asynchronously, change the state at once, and look at what was saved. Collective."""
     layout = GridLayout(tp=run.ranks)
     source, target = run.state(layout), run.state(layout, filled=False)
@@ -28,7 +28,7 @@ def measure_async(run: BenchRun) -> None:
 
 
 def _save_async(
-    run: BenchRun, contender: Contender, source: RankState, target: RankState, expected: Sequence[str]
+    run: PeerRun, contender: Contender, source: RankState, target: RankState, expected: Sequence[str]
 ) -> None:
     directory = run.fresh(contender.name)
     declared = contender.declare(source)
@@ -37,7 +37,7 @@ def _save_async(
     invert(source)  # as training would change it: what is saved must be a copy
     written: list[Path] = []
     rest = timed(lambda: written.append(waits[0]()))
-    run.results.add(ASYNC_STALL, contender.name, stall, run.nbytes)
+    run.results.add(ASYNC_STALL, contender.name, stall, 0)  # bytes a second would say nothing
     run.results.add(ASYNC_TOTAL, contender.name, stall + rest, run.nbytes)
     invert(source)
     spoil(target)

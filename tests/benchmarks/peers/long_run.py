@@ -6,9 +6,7 @@ import contextlib
 
 import numpy as np
 
-from megackpt.cli.benchmark.counters import open_descriptors, resident_bytes
-from megackpt.cli.benchmark.measure import BenchRun
-from megackpt.cli.benchmark.names import DESCRIPTORS, OURS, SLOPE
+from megackpt.cli.benchmark.report import OURS
 from megackpt.cli.benchmark.state import (
     GridLayout,
     fingerprints,
@@ -19,13 +17,16 @@ from megackpt.cli.benchmark.state import (
 )
 from megackpt.cli.benchmark.stopwatch import largest
 from megackpt.run.checkpointer import Checkpointer
+from tests.benchmarks.peers.counters import open_descriptors, resident_bytes
+from tests.benchmarks.peers.names import DESCRIPTORS, SLOPE
+from tests.benchmarks.peers.run import PeerRun
 
 _MOST_BYTES = 128 << 20  # of the state: what is lost with each save does not depend on it
 _SETTLING = 0.2  # share of the runs that is left out: they allocate memory that later ones use again
 _CASE = "long run"
 
 
-def measure_long_run(run: BenchRun) -> None:
+def measure_long_run(run: PeerRun) -> None:
     """Save and load with Checkpointers, synchronous and asynchronous in turn. Collective."""
     model = make_model(min(run.settings.size, _MOST_BYTES), ranks=run.ranks, dtype=run.dtype)
     state = make_state(model, GridLayout(tp=run.ranks), run.rank, run.dtype)
@@ -49,8 +50,8 @@ def measure_long_run(run: BenchRun) -> None:
     run.clear()
     settled = min(max(2, int(_SETTLING * len(resident))), len(resident) - 2)
     left = descriptors[-1] - descriptors[settled]
-    run.results.note(SLOPE, OURS, largest(_slope(resident[settled:])) / (1 << 20), "MiB a save")
-    run.results.note(DESCRIPTORS, OURS, largest(left))
+    run.note(SLOPE, OURS, largest(_slope(resident[settled:])) / (1 << 20), "MiB a save")
+    run.note(DESCRIPTORS, OURS, largest(left))
 
 
 def _slope(values: list[int]) -> float:

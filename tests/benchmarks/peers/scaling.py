@@ -5,9 +5,8 @@ from __future__ import annotations
 from functools import partial
 from pathlib import Path
 
-from megackpt.cli.benchmark.measure import BenchRun
-from megackpt.cli.benchmark.names import LOAD_WARM, OURS, SAVE, SCALING, scaling_case
 from megackpt.cli.benchmark.raw import RawFiles
+from megackpt.cli.benchmark.report import LOAD_WARM, OURS, SAVE
 from megackpt.cli.benchmark.state import (
     GridLayout,
     RankState,
@@ -19,9 +18,11 @@ from megackpt.cli.benchmark.state import (
 from megackpt.cli.benchmark.stopwatch import timed
 from megackpt.comm import Group, SingleProcess
 from megackpt.run.collective import load, save
+from tests.benchmarks.peers.names import SCALING, scaling_case
+from tests.benchmarks.peers.run import PeerRun
 
 
-def measure_scaling(run: BenchRun) -> None:
+def measure_scaling(run: PeerRun) -> None:
     """Save and load with rank 0 alone, while the others wait, and with all ranks. Collective."""
     if run.ranks == 1:
         return
@@ -31,16 +32,16 @@ def measure_scaling(run: BenchRun) -> None:
         side.round_trip()
         run.clear()
     for case in (SAVE, LOAD_WARM):
-        one_rank, many_ranks = (run.results.row(scaling_case(case, side.ranks), OURS) for side in sides)
+        one_rank, many_ranks = (run.row(scaling_case(case, side.ranks), OURS) for side in sides)
         if one_rank.rate and many_ranks.rate:
             name = f"{case}, {SCALING.format(ranks=run.ranks)}"
-            run.results.note(name, OURS, many_ranks.rate / one_rank.rate)
+            run.note(name, OURS, many_ranks.rate / one_rank.rate)
 
 
 class _Side:
     """The state on so many ranks; the others have nothing, and wait."""
 
-    def __init__(self, run: BenchRun, ranks: int) -> None:
+    def __init__(self, run: PeerRun, ranks: int) -> None:
         self.ranks = ranks
         self._run = run
         self._takes_part = run.rank < ranks

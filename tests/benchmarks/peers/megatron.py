@@ -42,9 +42,8 @@ class MegatronCore:
     def __init__(self) -> None:
         if self.needs_cuda and not torch.cuda.is_available():
             raise UnsupportedError(
-                "--vs mcore needs a CUDA device: Megatron-Core's strategies call torch.cuda. A checkout of "
-                "megackpt has a stand-in: `PYTHONPATH=. megackpt bench --vs "
-                "tests.benchmarks.mcore_on_cpu:MegatronCoreOnCpu`."
+                "--vs mcore needs a CUDA device: Megatron-Core's strategies call torch.cuda. Without "
+                "one, give its stand-in: `--vs tests.benchmarks.mcore_on_cpu:MegatronCoreOnCpu`."
             )
         self.threads = 2
         self._saving: dict[Any, Any] = {}  # strategies, by structure and threads

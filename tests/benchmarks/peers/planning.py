@@ -8,9 +8,7 @@ from __future__ import annotations
 import statistics
 from dataclasses import dataclass
 
-from megackpt.cli.benchmark.collectives import counted
-from megackpt.cli.benchmark.measure import BenchRun
-from megackpt.cli.benchmark.names import COLLECTIVES, COLLECTIVES_SAVE, OURS, PLAN_AGAIN, PLAN_FIRST
+from megackpt.cli.benchmark.report import OURS
 from megackpt.cli.benchmark.state import GridLayout, RankState
 from megackpt.cli.benchmark.stopwatch import largest, timed
 from megackpt.comm import world_group
@@ -21,6 +19,9 @@ from megackpt.engine.saving.write import PlannedSave, write_and_commit
 from megackpt.formats.registry import save_strategy
 from megackpt.options import SaveOptions
 from megackpt.storage import open_store
+from tests.benchmarks.peers.collectives import counted
+from tests.benchmarks.peers.names import COLLECTIVES, COLLECTIVES_SAVE, PLAN_AGAIN, PLAN_FIRST
+from tests.benchmarks.peers.run import PeerRun
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +38,7 @@ class _Run:
     saving: int
 
 
-def measure_planning(run: BenchRun) -> None:
+def measure_planning(run: PeerRun) -> None:
     """Save a state for the first time, then again and again. Collective."""
     state = run.state(GridLayout(tp=run.ranks))
     _save(run, state, PlanCache())  # opens what is opened once in a process
@@ -45,14 +46,13 @@ def measure_planning(run: BenchRun) -> None:
     first = _save(run, state, plans)
     again = [_save(run, state, plans) for _ in range(run.settings.repeats)]
     run.clear()
-    results = run.results
-    results.note(PLAN_FIRST, OURS, 1e3 * first.planning_s, "ms")
-    results.note(PLAN_AGAIN, OURS, 1e3 * statistics.median(run.planning_s for run in again), "ms")
-    results.note(COLLECTIVES, OURS, largest(again[-1].planning))
-    results.note(COLLECTIVES_SAVE, OURS, largest(again[-1].saving))
+    run.note(PLAN_FIRST, OURS, 1e3 * first.planning_s, "ms")
+    run.note(PLAN_AGAIN, OURS, 1e3 * statistics.median(run.planning_s for run in again), "ms")
+    run.note(COLLECTIVES, OURS, largest(again[-1].planning))
+    run.note(COLLECTIVES_SAVE, OURS, largest(again[-1].saving))
 
 
-def _save(run: BenchRun, state: RankState, plans: PlanCache) -> _Run:
+def _save(run: PeerRun, state: RankState, plans: PlanCache) -> _Run:
     store = open_store(run.fresh(OURS))
     options = SaveOptions()
     group = world_group(timeout_s=options.timeout_s)

@@ -5,17 +5,18 @@ from __future__ import annotations
 import gc
 from functools import partial
 
-from megackpt.cli.benchmark.counters import peak_above
-from megackpt.cli.benchmark.measure import BenchRun
-from megackpt.cli.benchmark.names import LOAD_WARM, MEMORY, SAVE
+from megackpt.cli.benchmark.report import LOAD_WARM, SAVE
 from megackpt.cli.benchmark.state import GridLayout, fingerprints, first_difference, spoil
 from megackpt.cli.benchmark.stopwatch import largest
+from tests.benchmarks.peers.counters import peak_above
+from tests.benchmarks.peers.names import MEMORY
+from tests.benchmarks.peers.run import PeerRun
 
 _PEER_ROUNDS = 1  # what counts is the highest
 _MIB = 1 << 20
 
 
-def measure_memory(run: BenchRun) -> None:
+def measure_memory(run: PeerRun) -> None:
     """Measure the peak of resident memory over what it was before. Collective.
 
     Pages of files that are mapped count as memory of the process; processes that it starts do not.
@@ -36,4 +37,4 @@ def measure_memory(run: BenchRun) -> None:
                 highest[case, contender.name] = max(highest.get((case, contender.name), 0), peak)
         run.clear()
     for (case, who), peak in sorted(highest.items()):
-        run.results.note(f"{MEMORY}, {case.split(',')[0]}", who, peak / _MIB, "MiB")
+        run.note(f"{MEMORY}, {case.split(',')[0]}", who, peak / _MIB, "MiB")
