@@ -10,7 +10,12 @@ to accept TE modules as children:
     megackpt.save(state, path)
 """
 
-from megackpt.contrib.transformer_engine.declare import declare_module_of_te, sharded_state_dict
+from megackpt.contrib.transformer_engine.declare import (
+    TransformerEngineMixin,
+    declare_module_of_te,
+    mark_parameters,
+    sharded_state_dict,
+)
 from megackpt.contrib.transformer_engine.extra_state import (
     Fp8State,
     fill_fp8_state,
@@ -20,17 +25,15 @@ from megackpt.contrib.transformer_engine.extra_state import (
     write_extra_state,
 )
 from megackpt.contrib.transformer_engine.fp8_state import initialise_fp8_state
-from megackpt.contrib.transformer_engine.marks import mark_parameters
-from megackpt.contrib.transformer_engine.mixin import TransformerEngineMixin
 from megackpt.contrib.transformer_engine.names import (
     ALIASES,
     Names,
     canonical_key,
     use_stored_names,
 )
-from megackpt.contrib.transformer_engine.norms import check_zero_centred
 from megackpt.contrib.transformer_engine.quantised import Quantised, quantise_parameters
 from megackpt.contrib.transformer_engine.site import ParallelMode, set_components, set_parallel_mode
+from megackpt.contrib.transformer_engine.tensors import check_zero_centred
 
 __all__ = [
     "ALIASES",

@@ -14,9 +14,7 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from megackpt.contrib.transformer_engine.grouped import declare_grouped
-from megackpt.contrib.transformer_engine.own_tensors import declare_own
-from megackpt.contrib.transformer_engine.patterns import declare_alternating
+from megackpt.contrib.transformer_engine.layers import declare_grouped
 from megackpt.contrib.transformer_engine.site import (
     OwnTensor,
     ParallelMode,
@@ -26,6 +24,7 @@ from megackpt.contrib.transformer_engine.site import (
     parallel_mode,
     renamed,
 )
+from megackpt.contrib.transformer_engine.tensors import declare_alternating, declare_own
 from megackpt.entities import ShardedStateDict
 
 LINEAR = ("BasicLinear", "GroupedLinear")
