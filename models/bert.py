@@ -30,7 +30,7 @@ from models.blocks.norm import block_norm
 from models.blocks.transformer import residual_dropout
 from models.encoder_config import EncoderConfig
 from models.encoder_model import EncoderModel
-from models.extra_rows import Shape, with_rows, without_rows
+from models.language_model import Shape, with_rows, without_rows
 from models.stage import Stage
 
 

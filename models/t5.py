@@ -42,7 +42,7 @@ from models.blocks.mlp import build_mlp
 from models.blocks.norm import block_norm
 from models.blocks.transformer import residual_dropout
 from models.encoder_model import EncoderModel
-from models.extra_rows import Shape, with_rows, without_rows
+from models.language_model import Shape, with_rows, without_rows
 from models.stage import Stage
 from models.t5_config import T5Config
 

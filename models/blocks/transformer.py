@@ -18,7 +18,7 @@ from models.blocks.latent_attention import LatentAttention
 from models.blocks.mlp import MLP, GatedMLP, build_mlp
 from models.blocks.moe import MoE
 from models.blocks.norm import block_norm
-from models.layer_blocks import BlockKind
+from models.config import BlockKind
 from models.stage import Stage
 
 

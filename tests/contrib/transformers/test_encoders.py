@@ -23,8 +23,7 @@ from megackpt.testing.ranks import RankPool
 from megackpt.training.parallel import MicroBatch, ParallelGroups, ParallelLayout, context_share
 from megackpt.training.parallel.context import join_context
 from models import GPT, BertConfig, LearnedPositions, T5Config, build_bert, build_t5
-from models.huggingface_bert import bert_config
-from models.huggingface_t5 import t5_config
+from models.huggingface import bert_config, t5_config
 from tests.support.effort import few, sampled
 from tests.support.encoder_models import (
     OF_GRADIENTS,

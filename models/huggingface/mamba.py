@@ -11,10 +11,9 @@ from collections.abc import Mapping
 
 from megackpt.training.parallel import MambaSizes
 from models.block_config import AttentionConfig, MLPConfig, NoPositions
-from models.config import GPTConfig
-from models.huggingface_experts import deepseek_routing
-from models.huggingface_fields import ConfigFields
-from models.layer_blocks import BlockKind
+from models.config import BlockKind, GPTConfig
+from models.huggingface.experts import deepseek_routing
+from models.huggingface.fields import ConfigFields
 from models.moe_config import MoEConfig
 
 _KINDS: Mapping[str, BlockKind] = {

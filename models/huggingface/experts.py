@@ -13,7 +13,7 @@ from collections.abc import Collection
 from typing import Any
 
 from megackpt.training.parallel import RoutingOptions, SwiGLU
-from models.huggingface_fields import ConfigFields
+from models.huggingface.fields import ConfigFields
 from models.moe_config import MoEConfig
 
 

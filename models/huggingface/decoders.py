@@ -14,7 +14,6 @@ from dataclasses import replace
 from typing import Any
 
 from megackpt.errors import DeclarationError
-from models import huggingface_defaults as defaults
 from models.block_config import (
     AttentionConfig,
     LearnedPositions,
@@ -23,14 +22,19 @@ from models.block_config import (
     RotaryConfig,
     SlidingWindow,
 )
-from models.config import GPTConfig
-from models.huggingface_delta_net import delta_net, layers_with_delta_net
-from models.huggingface_experts import deepseek_experts, gpt_oss_experts, mixtral_experts, qwen_experts
-from models.huggingface_fields import WITHOUT_EFFECT, ConfigFields
-from models.huggingface_latent import interleaved, latent_attention
-from models.huggingface_mamba import mamba2, nemotron_h
-from models.huggingface_rotary import rotary_by_layer_type, rotary_of
-from models.layer_blocks import LayerBlocks
+from models.config import GPTConfig, LayerBlocks
+from models.huggingface import defaults
+from models.huggingface.attention import (
+    delta_net,
+    interleaved,
+    latent_attention,
+    layers_with_delta_net,
+    rotary_by_layer_type,
+    rotary_of,
+)
+from models.huggingface.experts import deepseek_experts, gpt_oss_experts, mixtral_experts, qwen_experts
+from models.huggingface.fields import WITHOUT_EFFECT, ConfigFields
+from models.huggingface.mamba import mamba2, nemotron_h
 
 
 def gpt_config(config: Mapping[str, Any], *, ignored: Collection[str] = ()) -> GPTConfig:
