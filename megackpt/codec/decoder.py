@@ -14,7 +14,7 @@ import torch
 
 import megackpt.codec.encoder  # noqa: F401 - adds kinds
 from megackpt.codec import arrays
-from megackpt.codec.hashes import check_collisions
+from megackpt.codec.containers import check_collisions
 from megackpt.codec.kinds import (
     KIND_OF_TAG,
     REGISTRY,

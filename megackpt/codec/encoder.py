@@ -20,7 +20,6 @@ from typing import Any
 import torch
 
 from megackpt.codec import arrays, containers, members, standard
-from megackpt.codec.imported_classes import is_named_tuple
 from megackpt.codec.kinds import (
     KIND_OF_CLASS,
     REGISTRY,
@@ -31,6 +30,7 @@ from megackpt.codec.kinds import (
     base64_of,
     format_path,
 )
+from megackpt.codec.members import is_named_tuple
 from megackpt.codec.stand_ins import ForeignCodecValue, ForeignMember, ForeignNamedTuple
 from megackpt.codec.tree import MAX_DEPTH, MAX_PLAIN_INT, EncodedValue, Json, dump_tree
 from megackpt.errors import CheckpointError, UnserializableError

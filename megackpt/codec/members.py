@@ -7,19 +7,10 @@ Where the class is not imported at a load, a stand-in takes the place of the val
 from __future__ import annotations
 
 import enum
+import sys
+from types import FunctionType, ModuleType
 from typing import Any
 
-from megackpt.codec.imported_classes import (
-    IMPLICIT_METHODS,
-    imported_class,
-    imported_enum,
-    imported_named_tuple,
-    member_fields,
-    member_named,
-    member_of_value,
-    named_fields,
-    named_tuple_of,
-)
 from megackpt.codec.kinds import (
     Kind,
     ValueDecoder,
@@ -32,8 +23,154 @@ from megackpt.codec.stand_ins import (
     PLAIN_VALUE_CLASSES,
     ForeignMember,
     ForeignNamedTuple,
+    PlainValue,
 )
 from megackpt.codec.tree import Json
+
+# Looks up enumerations and named tuples by names that a file contains, without running any code for it.
+#
+# A class is looked up among the modules that are imported already, and taken only if it is an enumeration or
+# a class of named tuples. Nothing is imported, and no code of a module or class runs: dictionaries are read
+# past module `__getattr__`, metaclasses, properties and `__missing__`.
+
+# The interpreter's own way to these attributes, which no metaclass and no class of modules can replace.
+_class_dict: Any = vars(type)["__dict__"].__get__
+_class_mro: Any = vars(type)["__mro__"].__get__
+_module_dict: Any = vars(ModuleType)["__dict__"].__get__
+
+# Methods that Python calls by itself for a value that is put into a dict, tested with isinstance, or dropped.
+IMPLICIT_METHODS = ("__hash__", "__eq__", "__class__", "__getattribute__", "__del__")
+
+# What a class of flags may consist of, so that combining flags runs only code of the standard library.
+_STANDARD_BASES = (enum.Flag, enum.IntFlag, enum.Enum, int, object, getattr(enum, "ReprEnum", object))
+_STANDARD_ATTRIBUTE_IDS = {id(value) for cls in _STANDARD_BASES for value in vars(cls).values()}
+_CODE_CLASSES = (FunctionType, classmethod, property)
+_NEVER_CALLED = frozenset(("__format__", "__reduce__", "__reduce_ex__", "__repr__", "__str__"))
+
+
+def imported_enum(module: str, qualname: str) -> type[enum.Enum] | None:
+    """Return an enumeration by its name; None if it is not imported, or is not an enumeration."""
+    cls = imported_class(module, qualname)
+    is_enum = cls is not None and _derives(cls, enum.Enum)
+    return cls if is_enum and type(_class_dict(cls).get("_member_map_")) is dict else None
+
+
+def imported_named_tuple(module: str, qualname: str) -> type[tuple[Any, ...]] | None:
+    """Return a class of named tuples by its name; None if it is not imported, or is no such class.
+
+    None too if the class has methods that would run without being called, such as `__eq__` for a key of a
+    dict.
+    """
+    cls = imported_class(module, qualname)
+    if cls is None or not _derives(cls, tuple) or named_fields(cls) is None:
+        return None
+    bases = [base for base in _class_mro(cls) if base is not tuple and base is not object]
+    return None if any(name in _class_dict(base) for base in bases for name in IMPLICIT_METHODS) else cls
+
+
+def imported_class(module: str, qualname: str) -> Any:
+    """Return a class by its name if it is imported, else None."""
+    imported = sys.modules.get(module)
+    if imported is None or not _derives(type(imported), ModuleType):
+        return None
+    cls: Any = None
+    names: Any = _module_dict(imported)
+    for name in qualname.split("."):
+        cls = names.get(name)
+        if not _derives(type(cls), type):
+            return None
+        names = _class_dict(cls)
+    return cls
+
+
+def is_named_tuple(cls: type) -> bool:
+    """Return whether a class was made by `collections.namedtuple` or `typing.NamedTuple`."""
+    return issubclass(cls, tuple) and hasattr(cls, "_fields")
+
+
+def named_fields(cls: type) -> tuple[str, ...] | None:
+    """Return the names of the fields of a class of named tuples; None if it is no such class."""
+    tables = (_class_dict(base) for base in _class_mro(cls))
+    names = next((table["_fields"] for table in tables if "_fields" in table), None)
+    is_named = type(names) is tuple and all(type(name) is str for name in names)
+    return names if is_named else None
+
+
+def named_tuple_of(
+    module: str, qualname: str, values: tuple[Any, ...], *, fields: tuple[str, ...] | None = None
+) -> tuple[Any, ...] | None:
+    """Return a named tuple of an imported class; None if there is no such class, or it has other fields.
+
+    Args:
+        module: of the class.
+        qualname: name of the class in its module.
+        values: of the fields.
+        fields: names that the class must have; None if only their number is known.
+    """
+    cls = imported_named_tuple(module, qualname)
+    names = None if cls is None else named_fields(cls)
+    if cls is None or names is None or len(names) != len(values) or fields not in (None, names):
+        return None
+    made: tuple[Any, ...] = tuple.__new__(cls, values)  # without `__new__` of the class
+    return made
+
+
+def member_named(cls: type[enum.Enum], name: str) -> enum.Enum | None:
+    """Return a member by its name, which may be an alias; None if there is none."""
+    member = _members(cls).get(name)
+    return member if type(member) is cls else None
+
+
+def member_of_value(cls: type[enum.Enum], value: PlainValue) -> enum.Enum | None:
+    """Return a member, or a combination of flags, by its value; None if there is none."""
+    # Not the dictionary by value: its lookup compares with keys of any class, which runs their code.
+    for member in _members(cls).values():
+        member_value = _attributes(member).get("_value_")
+        if type(member_value) is type(value) and member_value == value:
+            return member if type(member) is cls else None
+    return _combination(cls, value) if type(value) is int and _derives(cls, enum.Flag) else None
+
+
+def member_fields(member: enum.Enum) -> tuple[str | None, PlainValue]:
+    """Return name and value of a member: no name of a combination of flags, no value that is not plain."""
+    name, value = member._name_, member._value_
+    is_named = isinstance(name, str) and member_named(type(member), name) is member
+    return name if is_named else None, value if type(value) in PLAIN_VALUE_CLASSES else None
+
+
+def _derives(cls: type, base: type) -> bool:
+    """Return whether a class derives from another, without asking its metaclass."""
+    return any(parent is base for parent in _class_mro(cls))
+
+
+def _members(cls: type[enum.Enum]) -> dict[str, Any]:
+    """Return the members by name, from the dictionary of the class."""
+    members = _class_dict(cls).get("_member_map_")
+    return members if type(members) is dict else {}
+
+
+def _attributes(member: Any) -> dict[str, Any]:
+    attributes: dict[str, Any] = object.__getattribute__(member, "__dict__")
+    return attributes
+
+
+def _combination(cls: type[enum.Enum], value: int) -> enum.Enum | None:
+    """Combine flags as the standard library does; None if that would run code of the class.
+
+    Only known flags are combined, so that a file cannot fill the class with values of its own.
+    """
+    bases = [base for base in _class_mro(cls) if base is not cls]
+    table = _class_dict(cls).items()
+    special = [item for name, item in table if name.startswith("_") and name not in _NEVER_CALLED]
+    own = [i for i in special if isinstance(i, _CODE_CLASSES) and id(i) not in _STANDARD_ATTRIBUTE_IDS]
+    is_standard = type(cls) is enum.EnumMeta and all(base in _STANDARD_BASES for base in bases) and not own
+    bits = 0
+    for member in _members(cls).values():
+        bits |= _attributes(member).get("_value_", 0) if is_standard else 0
+    if value < 0 or value & ~bits or not is_standard:
+        return None
+    combined: enum.Enum = enum.Flag._missing_.__func__(cls, value)  # type: ignore[attr-defined]
+    return combined
 
 
 def _encode_member(value: enum.Enum | ForeignMember, encoder: ValueEncoder) -> Json:

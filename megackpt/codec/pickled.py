@@ -10,13 +10,6 @@ import enum
 from dataclasses import dataclass, field
 from typing import Any
 
-from megackpt.codec.imported_classes import (
-    imported_enum,
-    member_fields,
-    member_of_value,
-    named_fields,
-    named_tuple_of,
-)
 from megackpt.codec.kinds import (
     Kind,
     ValueDecoder,
@@ -27,7 +20,15 @@ from megackpt.codec.kinds import (
     list_of,
     text_of,
 )
-from megackpt.codec.members import check_named_tuple, items_of
+from megackpt.codec.members import (
+    check_named_tuple,
+    imported_enum,
+    items_of,
+    member_fields,
+    member_of_value,
+    named_fields,
+    named_tuple_of,
+)
 from megackpt.codec.stand_ins import PLAIN_VALUE_CLASSES, ForeignMember, ForeignNamedTuple, Unpicklable
 from megackpt.codec.tree import Json
 

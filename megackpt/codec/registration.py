@@ -9,8 +9,8 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from megackpt.codec.encoder import PLAIN_CLASSES
-from megackpt.codec.imported_classes import is_named_tuple
 from megackpt.codec.kinds import KIND_OF_CLASS, REGISTRY, RegisteredCodec
+from megackpt.codec.members import is_named_tuple
 from megackpt.errors import DeclarationError
 
 _T = TypeVar("_T")

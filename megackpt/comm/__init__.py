@@ -17,8 +17,15 @@ from megackpt.comm.collectives import (
     rank_0_errors_on_all_ranks,
     scatter_step,
 )
-from megackpt.comm.group import Group, PeerBuffer, SingleProcess, check_group
-from megackpt.comm.messages import encode_error, join_fields, split_fields
+from megackpt.comm.group import (
+    Group,
+    PeerBuffer,
+    SingleProcess,
+    check_group,
+    encode_error,
+    join_fields,
+    split_fields,
+)
 from megackpt.comm.process_groups import AnyGroup, group_or_world, world_group
 
 if TYPE_CHECKING:

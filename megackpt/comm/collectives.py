@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import NoReturn
 
-from megackpt.comm.group import Group
-from megackpt.comm.messages import (
+from megackpt.comm.group import (
+    Group,
     check_same_step,
     common_error,
     decode_error,

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from megackpt.comm.messages import describe_ranks
+from megackpt.comm.group import describe_ranks
 from megackpt.comm.store_client import StoreClient
 
 _REPORTS_S = 3.0  # how long the other ranks of a broken collective wait for each other's reports

@@ -16,8 +16,8 @@ from typing import Any, NoReturn, TypeVar
 
 import torch.distributed as dist
 
-from megackpt.comm.group import Group
-from megackpt.comm.messages import (
+from megackpt.comm.group import (
+    Group,
     decode_error,
     describe_ranks,
     encode_error,

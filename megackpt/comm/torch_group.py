@@ -22,8 +22,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from megackpt.comm.group import MAX_NUMBERS, Group, PeerBuffer
-from megackpt.comm.messages import check_same_step, first_line, read_step_header
+from megackpt.comm.group import MAX_NUMBERS, Group, PeerBuffer, check_same_step, first_line, read_step_header
 from megackpt.comm.missing_ranks import (
     describe_lost_rendezvous,
     describe_missing_ranks,

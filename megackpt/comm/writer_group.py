@@ -14,8 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import NoReturn
 
 from megackpt.comm import store_group
-from megackpt.comm.group import PeerBuffer
-from megackpt.comm.messages import first_line
+from megackpt.comm.group import PeerBuffer, first_line
 from megackpt.comm.store_client import StoreClient
 from megackpt.comm.store_group import StoreGroup
 from megackpt.comm.store_host import StoreAddress, host_towards

@@ -18,7 +18,7 @@ from megackpt.entities.recognition import is_dtensor
 from megackpt.entities.sharded_tensor import ShardedTensor, TorchShardedTensor
 from megackpt.entities.tree import PathKeys, Steps
 from megackpt.errors import DeclarationError
-from megackpt.plans.geometry.mesh import MeshCut, mesh_boxes
+from megackpt.plans.geometry.box import MeshCut, mesh_boxes
 
 
 def adopt_torch_sharded_tensor(steps: Steps, leaf: Any, names: PathKeys) -> TorchShardedTensor:

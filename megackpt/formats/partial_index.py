@@ -19,7 +19,7 @@ from megackpt.formats.index_layout import ROW_COLUMNS
 from megackpt.formats.strategy import Json
 from megackpt.plans.geometry import Ints
 from megackpt.plans.metadata import ArraySpec, ChunkTable, StoredChunks, block_counts
-from megackpt.plans.planning.overlaps import overlapping_chunks
+from megackpt.plans.planning.load_plan import overlapping_chunks
 from megackpt.storage import MAX_BORROWED_BYTES, Store, block_digests, check_name
 
 READ_ROWS = 128 * 1024

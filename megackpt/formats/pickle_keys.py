@@ -13,8 +13,8 @@ from _compat_pickle import IMPORT_MAPPING, NAME_MAPPING
 from collections.abc import Hashable, Sequence
 from typing import Any, ClassVar
 
-from megackpt.codec.hashes import check_collisions
-from megackpt.codec.imported_classes import imported_named_tuple
+from megackpt.codec.containers import check_collisions
+from megackpt.codec.members import imported_named_tuple
 from megackpt.formats.safe_numpy import STAND_INS, StandInDtype, no_bytes, stand_ins
 
 _Unpickler: Any = pickle._Unpickler  # in Python: the one in C has no methods for opcodes

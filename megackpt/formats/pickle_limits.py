@@ -10,7 +10,7 @@ import pickle
 import pickletools
 from typing import TypeAlias
 
-from megackpt.codec.hashes import MAX_EQUAL_HASHES, MAX_UNCHECKED_KEYS
+from megackpt.codec.containers import MAX_EQUAL_HASHES, MAX_UNCHECKED_KEYS
 from megackpt.formats.pickle_keys import TABLE_CLASSES, check_keys, name_in_python_3
 
 _MODULUS = 2**61 - 1  # of the hashes of numbers; Source: sys.hash_info.modulus of 64-bit systems

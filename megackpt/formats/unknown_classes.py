@@ -17,7 +17,7 @@ from typing import Any
 
 import torch._weights_only_unpickler as weights_only
 
-from megackpt.codec.imported_classes import imported_enum, imported_named_tuple, member_named, member_of_value
+from megackpt.codec.members import imported_enum, imported_named_tuple, member_named, member_of_value
 from megackpt.codec.pickled import ForeignName, is_dotted
 from megackpt.codec.stand_ins import ForeignMember, keeps_unknown_values
 from megackpt.formats.sharded_tensor_pickle import (

@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 from megackpt.comm import Group, PeerBuffer
-from megackpt.comm.messages import check_same_step
+from megackpt.comm.group import check_same_step
 from megackpt.errors import RankFailedError
 
 T = TypeVar("T")

@@ -10,8 +10,7 @@ from typing import Any
 import numpy as np
 
 from megackpt.codec import keep_unknown_values
-from megackpt.engine.checkpoint.manifest import read_manifest
-from megackpt.engine.checkpoint.opening import read_common_and_references
+from megackpt.engine.checkpoint.manifest import read_common_and_references, read_manifest
 from megackpt.errors import CheckpointError
 from megackpt.formats.contents import Chunks, Contents
 from megackpt.formats.registry import load_strategy

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from megackpt.engine.checkpoint.opening import check_arrays_complete, check_readable
+from megackpt.engine.checkpoint.manifest import check_arrays_complete, check_readable
 from megackpt.engine.data.read import read_tensors
 from megackpt.entities import ShardedTensor
 from megackpt.entities.describe import describe

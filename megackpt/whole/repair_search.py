@@ -16,7 +16,7 @@ from megackpt.formats.damage import Damage, damage_of
 from megackpt.formats.registry import load_strategy, save_strategy
 from megackpt.formats.strategy import MANIFEST, Json, SaveStrategy
 from megackpt.options import VerifyOptions
-from megackpt.plans.validation.recovered import PARITY
+from megackpt.plans.validation.report import PARITY
 from megackpt.storage import Store
 from megackpt.storage.views import Patch, PatchedStore
 

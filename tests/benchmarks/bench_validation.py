@@ -177,7 +177,7 @@ def bench_ours(messages: list[bytes]) -> Iterator[tuple[str, float]]:
 
 def _receipts(plan: Any, ranks: int, directory: Path, attempt: str) -> list[list[bytes]]:
     """What ranks would tell of files that they have written, which are empty."""
-    from megackpt.formats.native import names
+    from megackpt.formats.native import data_file as names
     from megackpt.plans.metadata import block_counts, pack_columns
 
     counts = np.bincount(plan.writer, block_counts(plan.table.nbytes), minlength=ranks).astype(int)
@@ -190,7 +190,7 @@ def _receipts(plan: Any, ranks: int, directory: Path, attempt: str) -> list[list
 
 def _load_plan(directory: str, output: dict[str, Any], requested: Any) -> tuple[float, int]:
     """Return the time that a rank takes to its load plan, in milliseconds, and what it reads of the index."""
-    from megackpt.formats.index_reader import open_index
+    from megackpt.formats.index_file import open_index
     from megackpt.plans.planning import plan_load
     from megackpt.storage import LocalStore
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from megackpt import ShardedTensor
-from megackpt.formats import index_reader
+from megackpt.formats import index_file as index_reader
 from megackpt.formats.index_file import write_index
 from megackpt.formats.partial_index import PartialIndex
 from megackpt.formats.strategy import Json

@@ -19,7 +19,7 @@ from megackpt.cli.simulation.replicas import BUCKET_SIZE, data_parallel_groups, 
 from megackpt.cli.simulation.save import Advance, StoredCheckpoint, table_nbytes
 from megackpt.plans.geometry import Ints
 from megackpt.plans.metadata import DeclaredChunks
-from megackpt.plans.planning.overlaps import StoredPositions
+from megackpt.plans.planning.load_plan import StoredPositions
 from megackpt.plans.planning.read_sizes import copied_nbytes, read_nbytes
 from megackpt.training.parallel import ParallelLayout
 

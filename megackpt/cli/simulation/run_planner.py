@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from megackpt.formats.native import names
+from megackpt.formats.native import data_file as names
 from megackpt.formats.native.save import NativeSaveStrategy
 from megackpt.plans.geometry import Ints
 from megackpt.plans.metadata import (
@@ -25,7 +25,7 @@ from megackpt.plans.metadata import (
     pack_declarations,
 )
 from megackpt.plans.planning import Copies, SavePlan, pack_rows, plan_load, plan_merged_save, unpack_rows
-from megackpt.plans.planning.overlaps import (
+from megackpt.plans.planning.load_plan import (
     StoredPositions,
     overlapping_chunks,
     search_order,

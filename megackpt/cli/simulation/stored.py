@@ -17,8 +17,7 @@ from megackpt.cli.simulation.arrays import STEP, state_key
 from megackpt.cli.simulation.model import Model, Stack, Weight
 from megackpt.cli.simulation.outcome import SaveOutcome
 from megackpt.cli.simulation.save import StoredCheckpoint, table_nbytes
-from megackpt.engine.checkpoint.manifest import read_manifest
-from megackpt.engine.checkpoint.opening import open_checkpoint
+from megackpt.engine.checkpoint.manifest import open_checkpoint, read_manifest
 from megackpt.plans.metadata import OBJECT, ArraySpec, ChunkTable
 from megackpt.storage import open_store
 

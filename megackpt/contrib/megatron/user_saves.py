@@ -24,7 +24,7 @@ from megackpt.contrib.megatron.dist_checkpointing.strategies.async_utils import 
 from megackpt.contrib.megatron.enclosing_save import EnclosingSave, enclosing_save
 from megackpt.contrib.megatron.user_state import path_or_url, split_objects, with_our_entities
 from megackpt.engine.checkpoint.manifest import is_committed
-from megackpt.engine.checkpoint.removal import files_of_saves
+from megackpt.engine.checkpoint.steps import files_of_saves
 from megackpt.entities import ShardedObject, ShardedStateDict, ShardedTensor, StateDict
 from megackpt.entities.describe import describe
 from megackpt.errors import CommonStateError, DeclarationError, UnsupportedError
@@ -32,7 +32,7 @@ from megackpt.formats.strategy import MANIFEST
 from megackpt.plans.metadata import pack_columns, unpack_columns
 from megackpt.plans.metadata.merge import decode_declarations, merge_declarations
 from megackpt.plans.validation import check_coverage
-from megackpt.plans.validation.common import check_common_equal
+from megackpt.plans.validation.equality import check_common_equal
 from megackpt.storage import open_store
 
 log = logging.getLogger(__name__)

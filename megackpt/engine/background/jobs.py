@@ -12,7 +12,7 @@ from functools import partial
 from multiprocessing.reduction import ForkingPickler
 
 from megackpt.comm import Group, encode_error, errors_on_all_ranks
-from megackpt.comm.messages import common_error
+from megackpt.comm.group import common_error
 from megackpt.comm.writer_group import WriterGroup
 from megackpt.engine.background.messages import Job
 from megackpt.engine.background.trainer_connection import TrainerConnection

@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Sequence
 
-from megackpt.comm.messages import common_error, decode_error, encode_error
+from megackpt.comm.group import common_error, decode_error, encode_error
 from megackpt.comm.store_host import StoreHost
 from megackpt.engine.background.child_process import END_S
 from megackpt.engine.background.heartbeat import BEAT_S, ProgressWatch

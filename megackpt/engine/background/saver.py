@@ -17,7 +17,7 @@ from functools import partial
 from typing import Any
 
 from megackpt.comm import Group, compare_step, encode_error, errors_on_all_ranks
-from megackpt.comm.messages import common_error
+from megackpt.comm.group import common_error
 from megackpt.comm.store_host import StoreHost
 from megackpt.engine.background.messages import Job, store_prefix
 from megackpt.engine.background.prepared_save import Destination, PreparedSave, SubmittedJob, shares_bytes

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megackpt.comm import Group, encode_error
-from megackpt.comm.messages import decode_error
+from megackpt.comm.group import decode_error
 from megackpt.comm.store_host import StoreHost, host_store
 from megackpt.engine.background.prepared_save import PreparedSave, SubmittedJob
 from megackpt.engine.background.process import WriterProcess

@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Sequence
 
-from megackpt.comm.messages import decode_error
+from megackpt.comm.group import decode_error
 from megackpt.engine.background.heartbeat import BEAT_S, Heartbeat
 from megackpt.engine.background.messages import ConsumedMessage, FromWriter, Job
 from megackpt.engine.background.staging_memory import ByteArray, RowLayout, ring_ranges

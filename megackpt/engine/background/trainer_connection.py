@@ -7,7 +7,7 @@ import threading
 from collections.abc import Sequence
 from multiprocessing.connection import Connection
 
-from megackpt.comm.messages import decode_error
+from megackpt.comm.group import decode_error
 from megackpt.engine.background.heartbeat import Heartbeat
 from megackpt.engine.background.messages import CommittedMessage, FollowUpDoneMessage, FromWriter, ToWriter
 from megackpt.formats.damage import Damage

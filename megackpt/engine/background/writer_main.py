@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from megackpt.comm import Group, SingleProcess
-from megackpt.comm.messages import encode_error
+from megackpt.comm.group import encode_error
 from megackpt.comm.store_group import StoreGroup
 from megackpt.comm.store_host import connect_store
 from megackpt.comm.writer_group import WriterGroup

@@ -30,8 +30,7 @@ from megackpt.plans.metadata import DeclaredChunks, pack_columns, unpack_columns
 from megackpt.plans.metadata.merge import decode_declarations
 from megackpt.plans.planning import CompactCopies, Copies, StridedCopy
 from megackpt.plans.planning.exchange import plan_exchange
-from megackpt.plans.planning.exchange_plan import ExchangePlan
-from megackpt.plans.planning.part_reading import Readers, needed_ranges
+from megackpt.plans.planning.exchange_plan import ExchangePlan, Readers, needed_ranges
 from megackpt.plans.validation import PhaseTimes
 
 

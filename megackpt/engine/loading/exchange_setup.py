@@ -9,8 +9,7 @@ from megackpt.comm.device_group import DeviceGroup
 from megackpt.comm.subgroups import check_group_argument, subgroup
 from megackpt.engine.data.read import probe_chunk
 from megackpt.engine.loading.exchange import ExchangeRanks, ExchangeReader
-from megackpt.engine.loading.load_request import LoadRequest
-from megackpt.engine.loading.prepared_load import PreparedLoad
+from megackpt.engine.loading.prepared_load import LoadRequest, PreparedLoad
 from megackpt.errors import DeclarationError
 from megackpt.options import LoadOptions
 

@@ -17,8 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from megackpt.engine.checkpoint.manifest import read_manifest
-from megackpt.engine.checkpoint.opening import open_checkpoint
+from megackpt.engine.checkpoint.manifest import open_checkpoint, read_manifest
 from megackpt.errors import (
     CheckpointError,
     FormatError,
@@ -33,7 +32,7 @@ from megackpt.ground.notices import notice
 from megackpt.options import LoadOptions
 from megackpt.plans.metadata import ChunkTable
 from megackpt.plans.validation import RecoveredBytes
-from megackpt.plans.validation.recovered import PARITY, merge_recovered
+from megackpt.plans.validation.report import PARITY, merge_recovered
 from megackpt.storage import Store, as_store, open_store
 
 log = logging.getLogger(__name__)

@@ -17,15 +17,14 @@ import torch
 
 from megackpt.comm import Group
 from megackpt.engine.checkpoint.inline_arrays import inline_chunks, with_inline_arrays
-from megackpt.engine.checkpoint.opening import (
+from megackpt.engine.checkpoint.manifest import (
     check_arrays_complete,
     check_readable,
     read_common_and_references,
 )
 from megackpt.engine.data.tensor_bytes import check_target
 from megackpt.engine.loading.common_request import CommonRequest, match_common_state
-from megackpt.engine.loading.load_request import Source
-from megackpt.engine.loading.prepared_load import PreparedLoad, ReadPlan, RequestedKeys
+from megackpt.engine.loading.prepared_load import PreparedLoad, ReadPlan, RequestedKeys, Source
 from megackpt.engine.loading.shared_targets import SharedTargets
 from megackpt.entities import PerRankValue, ShardedObject, ShardedStateDict, ShardedTensor
 from megackpt.entities.describe import describe
@@ -108,7 +107,7 @@ def with_options_renamed(stored: Contents, options: LoadOptions) -> tuple[Conten
     """Return contents with keys renamed as `LoadOptions.rename` says, and the keys that keep their names."""
     if not options.rename:
         return stored, stored.arrays
-    from megackpt.engine.checkpoint.renamed_contents import with_renamed_keys
+    from megackpt.engine.checkpoint.views import with_renamed_keys
 
     return with_renamed_keys(stored, options.rename)
 

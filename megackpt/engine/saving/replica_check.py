@@ -20,7 +20,7 @@ from megackpt.entities.flatten import FlattenedState
 from megackpt.errors import MismatchError, truncated_list
 from megackpt.options import Policy
 from megackpt.plans.metadata import DeclaredChunks
-from megackpt.plans.validation.replicas import REPLICA_DIGEST, Divergence, find_divergences
+from megackpt.plans.validation.equality import REPLICA_DIGEST, Divergence, find_divergences
 from megackpt.storage import digest_of, digest_of_parts
 
 log = logging.getLogger(__name__)

@@ -23,7 +23,7 @@ from megackpt.errors import MismatchError, truncated_list
 from megackpt.options import Policy
 from megackpt.plans.geometry import Ints
 from megackpt.plans.metadata import ChunkTable, DeclaredChunks
-from megackpt.plans.validation.replicas import Divergence, find_divergences
+from megackpt.plans.validation.equality import Divergence, find_divergences
 from megackpt.storage import digest_of
 
 log = logging.getLogger(__name__)

@@ -13,8 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megackpt.engine.checkpoint.manifest import read_manifest
-from megackpt.engine.checkpoint.opening import open_checkpoint, read_common
+from megackpt.engine.checkpoint.manifest import open_checkpoint, read_common, read_manifest
 from megackpt.engine.data.progress import Progress
 from megackpt.engine.verification.arrays import ArrayShare, array_check, compare_arrays
 from megackpt.engine.verification.digests import ByteCheck, can_decode, check_whole_files

@@ -6,10 +6,9 @@ from collections.abc import Iterator
 from typing import Any
 
 from megackpt.errors import CheckpointError, FormatError
-from megackpt.formats.contents import Contents
+from megackpt.formats.contents import Contents, FileChunks
 from megackpt.formats.damage import Damage, damage_of
 from megackpt.formats.documents import read_document
-from megackpt.formats.file_chunks import FileChunks
 from megackpt.formats.huggingface import names
 from megackpt.formats.huggingface.folder import Folder, read_folder
 from megackpt.formats.index_file import WholeIndex

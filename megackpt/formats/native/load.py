@@ -11,12 +11,10 @@ from safetensors import SafetensorError
 
 from megackpt.codec import EncodedValue, decode, load_tree, unpack
 from megackpt.errors import FormatError
-from megackpt.formats.contents import Contents
+from megackpt.formats.contents import Contents, FileChunks
 from megackpt.formats.documents import read_small_file
-from megackpt.formats.file_chunks import FileChunks
-from megackpt.formats.index_file import StoredIndex
-from megackpt.formats.index_reader import open_index
-from megackpt.formats.native import names
+from megackpt.formats.index_file import StoredIndex, open_index
+from megackpt.formats.native import data_file as names
 from megackpt.formats.strategy import Json, LoadStrategy, WholeFile
 from megackpt.storage import Store
 

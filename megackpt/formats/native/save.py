@@ -16,7 +16,7 @@ from megackpt.codec import encode, pack
 from megackpt.formats.documents import attempt_in_manifest, write_small_file
 from megackpt.formats.file_names import NATIVE
 from megackpt.formats.index_file import check_files_exist, compact, write_index
-from megackpt.formats.native import names
+from megackpt.formats.native import data_file as names
 from megackpt.formats.native.data_file import header_of
 from megackpt.formats.strategy import Capabilities, ChunkParts, CoverageCheck, Json, SaveStrategy
 from megackpt.plans.geometry import Ints, joined_ranges
@@ -123,7 +123,7 @@ class NativeSaveStrategy(SaveStrategy):
         self, *, attempt: str, plan: SavePlan, receipts: list[list[bytes]], most: int
     ) -> list[bytes]:
         """Return the parity files that each rank writes, with the data files that they protect, as JSON."""
-        from megackpt.formats.native.parity_saving import parity_work
+        from megackpt.formats.native.parity import parity_work
 
         nbytes = np.zeros(len(receipts), np.int64)
         np.add.at(nbytes, plan.writer, plan.table.nbytes)
@@ -136,13 +136,13 @@ class NativeSaveStrategy(SaveStrategy):
 
     def write_parity(self, store: Store, *, attempt: str, work: bytes) -> bytes:
         """Write the parity files of a rank, one after the other."""
-        from megackpt.formats.native.parity_saving import write_parity_files
+        from megackpt.formats.native.parity import write_parity_files
 
         return write_parity_files(store, attempt=attempt, work=work)
 
     def list_parity(self, store: Store, *, attempt: str, receipts: list[bytes]) -> Json:
         """Write the list of parity files."""
-        from megackpt.formats.native.parity_saving import write_parity_list
+        from megackpt.formats.native.parity import write_parity_list
 
         return write_parity_list(store, attempt=attempt, receipts=receipts)
 

@@ -8,11 +8,10 @@ from functools import partial
 from typing import Any
 
 from megackpt.errors import FormatError
-from megackpt.formats.contents import Contents
+from megackpt.formats.contents import Contents, FileChunks
 from megackpt.formats.damage import Damage
 from megackpt.formats.documents import read_document, read_small_file
-from megackpt.formats.file_chunks import FileChunks
-from megackpt.formats.index_reader import open_index
+from megackpt.formats.index_file import open_index
 from megackpt.formats.safe_pickle import load_value, warn_of_unsafe_pickle
 from megackpt.formats.strategy import Json, LoadStrategy
 from megackpt.formats.torch_dist import names

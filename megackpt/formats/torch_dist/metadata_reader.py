@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from megackpt.codec.hashes import check_collisions
+from megackpt.codec.containers import check_collisions
 from megackpt.errors import FormatError
 from megackpt.formats.torch_dist import names
 from megackpt.ground.notices import notice

@@ -20,7 +20,7 @@ import torch.distributed.checkpoint.filesystem as dcp_filesystem
 import torch.distributed.checkpoint.metadata as dcp_metadata
 import torch.distributed.checkpoint.planner as dcp_planner
 
-from megackpt.codec.hashes import check_collisions
+from megackpt.codec.containers import check_collisions
 from megackpt.errors import FormatError
 from megackpt.formats.pickle_keys import check_keys
 from megackpt.formats.pickle_limits import check_opcodes

@@ -8,8 +8,16 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from megackpt.plans.geometry.flat import Ints, rectangles_of, row_major_strides, strides_of
-from megackpt.plans.geometry.ranges import joined_ranges, lexicographic_keys, position_bases, split_range
+from megackpt.plans.geometry.flat import (
+    Ints,
+    joined_ranges,
+    lexicographic_keys,
+    position_bases,
+    rectangles_of,
+    row_major_strides,
+    split_range,
+    strides_of,
+)
 
 if TYPE_CHECKING:
     from megackpt.plans.geometry.box import Box, BoxRanges, box_ranges

@@ -23,10 +23,10 @@ from megackpt.plans.metadata.columns import (
     unpack_columns,
     unpack_strings,
 )
-from megackpt.plans.metadata.declarations import DeclaredChunks
-from megackpt.plans.metadata.merged_declarations import (
+from megackpt.plans.metadata.declarations import (
     ON_SOME_RANKS,
     REPLICATED_VALUE,
+    DeclaredChunks,
     MergedDeclarations,
     PackedDeclarations,
     merge_packed_declarations,

@@ -1,6 +1,6 @@
 """Declarations that each rank has sent as columns: decoded, and merged row by row into one table.
 
-A save merges packed declarations instead, equal lists of replicas once; see `merged_declarations`.
+A save merges packed declarations instead, equal lists of replicas once; see `declarations`.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Plans: which rank writes or reads which bytes, computed from declarations. Pure, over columns."""
 
-from megackpt.plans.planning.copies import CompactCopies, Copies, StridedCopy
+from megackpt.plans.planning.copies import CompactCopies, Copies, Reads, StridedCopy, group_reads, plan_reads
 from megackpt.plans.planning.load_plan import plan_load
-from megackpt.plans.planning.read_plan import Reads, group_reads, plan_reads
 from megackpt.plans.planning.save_plan import (
     SavePlan,
     first_of_equal_chunks,

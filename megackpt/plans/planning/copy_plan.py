@@ -8,7 +8,7 @@ import numpy as np
 
 from megackpt.plans.geometry import Ints
 from megackpt.plans.metadata import ChunkTable
-from megackpt.plans.planning.long_chunks import split_long_chunks
+from megackpt.plans.planning.assignment import split_long_chunks
 from megackpt.plans.planning.save_plan import SavePlan, first_of_equal_chunks, index_order, offsets_in_files
 
 COPIED_BYTES = 16 * 1024 * 1024

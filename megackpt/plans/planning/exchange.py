@@ -17,12 +17,20 @@ from megackpt.plans.geometry import Ints, joined_ranges
 from megackpt.plans.metadata import OBJECT, ChunkTable, DeclaredChunks, itemsizes
 from megackpt.plans.planning.completeness import exceed_arrays
 from megackpt.plans.planning.copies import Copies
-from megackpt.plans.planning.equal_requests import equal_requests, for_each_rank, merge_requests
-from megackpt.plans.planning.exchange_plan import ChunkParts, Deliveries, ExchangePlan, aligned
-from megackpt.plans.planning.load_plan import plan_load
-from megackpt.plans.planning.overlaps import overlapping_chunks
-from megackpt.plans.planning.part_reading import Readers, assign_readers
-from megackpt.plans.planning.rounds import BufferSizes, assign_rounds
+from megackpt.plans.planning.exchange_plan import (
+    BufferSizes,
+    ChunkParts,
+    Deliveries,
+    ExchangePlan,
+    Readers,
+    aligned,
+    assign_readers,
+    assign_rounds,
+    equal_requests,
+    for_each_rank,
+    merge_requests,
+)
+from megackpt.plans.planning.load_plan import overlapping_chunks, plan_load
 
 PART_BYTES = 4 * 1024 * 1024
 """The longest part, unless a block of the format is longer."""

@@ -10,7 +10,7 @@ import numpy as np
 from megackpt.plans.geometry import Ints, joined_ranges
 from megackpt.plans.metadata import ChunkTable, itemsizes
 from megackpt.plans.planning import Copies
-from megackpt.plans.planning.read_plan import FAR_BYTES
+from megackpt.plans.planning.copies import FAR_BYTES
 
 
 def copied_nbytes(copies: Copies, table: ChunkTable) -> int:

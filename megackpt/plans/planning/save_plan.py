@@ -13,8 +13,7 @@ from megackpt.options import Spread
 from megackpt.plans.geometry import Ints
 from megackpt.plans.metadata import OBJECT, ChunkTable, DeclaredChunks, MergedDeclarations, itemsizes
 from megackpt.plans.metadata.chunk_table import Rows
-from megackpt.plans.planning.assignment import assign_writers
-from megackpt.plans.planning.long_chunks import split_long_chunks
+from megackpt.plans.planning.assignment import assign_writers, split_long_chunks
 
 
 @dataclass(frozen=True, slots=True, eq=False)

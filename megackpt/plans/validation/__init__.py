@@ -1,7 +1,7 @@
 """Checks of declarations, requests and replicas before a byte is read or written. Pure."""
 
-from megackpt.plans.validation.common import check_common_equal, check_copies_equal, check_replicated_equal
 from megackpt.plans.validation.coverage import check_coverage, check_merged_coverage, coverage_faults
+from megackpt.plans.validation.equality import check_common_equal, check_copies_equal, check_replicated_equal
 from megackpt.plans.validation.report import ArrayReport, LoadReport, LoadTimes, PhaseTimes, RecoveredBytes
 from megackpt.plans.validation.request import (
     LoadRules,

@@ -23,9 +23,9 @@ from unittest import mock
 import torch.distributed as dist
 
 import megackpt.engine.data.read as engine_read
-import megackpt.engine.loading.load_request as engine_source
 import megackpt.engine.loading.prepare as engine_prepare
-import megackpt.formats.file_chunks as file_chunks
+import megackpt.engine.loading.prepared_load as engine_source
+import megackpt.formats.contents as file_chunks
 from megackpt.cli.benchmark import page_cache
 from megackpt.cli.benchmark.contenders import native
 from megackpt.cli.benchmark.state import GridLayout, spoil

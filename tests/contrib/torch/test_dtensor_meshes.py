@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 import megackpt
-from megackpt.engine.checkpoint.renamed_contents import rename_keys
+from megackpt.engine.checkpoint.views import rename_keys
 from megackpt.testing.ranks import RankPool
 from megackpt.training.parallel import (
     ColumnParallelLinear,

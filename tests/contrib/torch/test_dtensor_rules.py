@@ -26,7 +26,7 @@ import megackpt
 from megackpt.entities.flatten import flatten_state
 from megackpt.entities.recognition import adapter_of
 from megackpt.errors import GeometryError
-from megackpt.plans.geometry.mesh import MeshBox, MeshCut, mesh_boxes
+from megackpt.plans.geometry.box import MeshBox, MeshCut, mesh_boxes
 from megackpt.testing.ranks import RankPool
 from tests.contrib.torch.worlds import data_nbytes
 

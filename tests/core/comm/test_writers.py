@@ -26,7 +26,7 @@ import torch.distributed as dist
 
 from megackpt.comm import store_group, writer_group
 from megackpt.comm.child_processes import child_environment
-from megackpt.comm.messages import decode_error
+from megackpt.comm.group import decode_error
 from megackpt.comm.store_host import StoreAddress, connect_store, host_towards
 from megackpt.comm.transport_choice import open_transport
 from megackpt.comm.writer_group import WriterGroup

@@ -28,7 +28,7 @@ from megackpt import (
 from megackpt.comm import Group
 from megackpt.engine.saving.replica_samples import _sample_bits
 from megackpt.options import Policy
-from megackpt.plans.validation.replicas import REPLICA_DIGEST, find_divergences
+from megackpt.plans.validation.equality import REPLICA_DIGEST, find_divergences
 from megackpt.run import PlanCache
 from megackpt.storage import MemoryStore
 from megackpt.testing.world import SimulatedRank, SimulatedWorld

@@ -33,7 +33,7 @@ from megackpt.plans.metadata.merge import decode_declarations, merge_declaration
 from megackpt.plans.planning import SavePlan, plan_merged_save, plan_save
 from megackpt.plans.planning.main_replicas import keep_lowest_main
 from megackpt.plans.validation import check_coverage
-from megackpt.plans.validation.common import check_common_equal
+from megackpt.plans.validation.equality import check_common_equal
 from megackpt.testing.layouts import arrays, boxes, owned_chunks
 from tests.support.effort import few
 

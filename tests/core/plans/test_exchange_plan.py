@@ -35,11 +35,10 @@ from megackpt.plans.planning import (
     plan_main_replicas,
     plan_reads,
 )
+from megackpt.plans.planning.copies import MAX_BLOCK_BYTES, READ_BYTES
 from megackpt.plans.planning.exchange import PART_BYTES, plan_exchange
-from megackpt.plans.planning.exchange_plan import ExchangePlan, aligned
-from megackpt.plans.planning.overlaps import overlapping_chunks
-from megackpt.plans.planning.part_reading import Readers, needed_ranges
-from megackpt.plans.planning.read_plan import MAX_BLOCK_BYTES, READ_BYTES
+from megackpt.plans.planning.exchange_plan import ExchangePlan, Readers, aligned, needed_ranges
+from megackpt.plans.planning.load_plan import overlapping_chunks
 from megackpt.testing.layouts import arrays, owned_chunks
 from tests.support.effort import few
 

@@ -20,9 +20,8 @@ from megackpt.plans.geometry import Ints
 from megackpt.plans.metadata import ArraySpec, ChunkTable, DeclaredChunks, itemsizes
 from megackpt.plans.metadata.merge import merge_declarations
 from megackpt.plans.planning import SavePlan, plan_main_replicas, plan_save
-from megackpt.plans.planning.assignment import FEW, assign_writers
+from megackpt.plans.planning.assignment import FEW, assign_writers, split_long_chunks
 from megackpt.plans.planning.copy_plan import plan_copy
-from megackpt.plans.planning.long_chunks import split_long_chunks
 from megackpt.plans.planning.save_plan import PART_BYTES
 from megackpt.storage import MemoryStore
 from megackpt.testing.layouts import arrays, owned_chunks

@@ -19,7 +19,7 @@ from safetensors.numpy import save as save_columns
 import megackpt
 from megackpt import CheckpointError, ShardedObject, ShardedTensor, verify
 from megackpt.codec import unpack
-from megackpt.formats import index_reader
+from megackpt.formats import index_file as index_reader
 from megackpt.formats.documents import read_document
 from megackpt.storage import MemoryStore, digest_of
 from megackpt.testing.identical import difference

@@ -36,7 +36,7 @@ from megackpt.entities.flatten import flatten_state
 from megackpt.errors import DeclarationError, FormatError, MissingKeyError, NotACheckpointError
 from megackpt.plans.metadata.merge import merge_declarations
 from megackpt.plans.validation import StrictHandling, check_coverage
-from megackpt.plans.validation.common import check_common_equal
+from megackpt.plans.validation.equality import check_common_equal
 
 __all__ = [
     "INTEGRITY_FNAME",
