@@ -177,7 +177,7 @@ def bench_ours(messages: list[bytes]) -> Iterator[tuple[str, float]]:
 
 def _receipts(plan: Any, ranks: int, directory: Path, attempt: str) -> list[list[bytes]]:
     """What ranks would tell of files that they have written, which are empty."""
-    from megackpt.formats.native import data_file as names
+    from megackpt.formats.native import names
     from megackpt.plans.metadata import block_counts, pack_columns
 
     counts = np.bincount(plan.writer, block_counts(plan.table.nbytes), minlength=ranks).astype(int)

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from megackpt import ShardedTensor
-from megackpt.formats import index_file as index_reader
-from megackpt.formats.index_file import write_index
+from megackpt.formats.index_file import open_index, write_index
 from megackpt.formats.partial_index import PartialIndex
 from megackpt.formats.strategy import Json
 from megackpt.maps import RegionMap
@@ -82,7 +81,7 @@ def small() -> tuple[MemoryStore, Json, StoredChunks]:
 
 def ask(store: MemoryStore, message: Json, stored: StoredChunks) -> StoredChunks:
     """Open an index by its head, and ask for two layers of the second array."""
-    index = index_reader.open_index(store, message, whole_bytes=0)
+    index = open_index(store, message, whole_bytes=0)
     assert isinstance(index, PartialIndex)
     return index.of_boxes([box(stored, 1, (2, 0, 0), (2, 8, 300_000))])
 

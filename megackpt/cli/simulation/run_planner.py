@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from megackpt.formats.native import data_file as names
+from megackpt.formats.native import names
 from megackpt.formats.native.save import NativeSaveStrategy
 from megackpt.plans.geometry import Ints
 from megackpt.plans.metadata import (

@@ -21,7 +21,7 @@ from megackpt.formats.documents import file_entry
 from megackpt.formats.file_names import NATIVE
 from megackpt.formats.index_file import read_index
 from megackpt.formats.index_head import read_head
-from megackpt.formats.native import data_file as names
+from megackpt.formats.native import names
 from megackpt.formats.native.data_file import METADATA, header_of, tensors_of
 from megackpt.formats.native.parity import read_groups
 from megackpt.formats.strategy import MANIFEST, Json, WholeFile

@@ -14,7 +14,7 @@ from megackpt.errors import FormatError
 from megackpt.formats.contents import Contents, FileChunks
 from megackpt.formats.documents import read_small_file
 from megackpt.formats.index_file import StoredIndex, open_index
-from megackpt.formats.native import data_file as names
+from megackpt.formats.native import names
 from megackpt.formats.strategy import Json, LoadStrategy, WholeFile
 from megackpt.storage import Store
 

@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from megackpt.errors import FormatError, StorageError
 from megackpt.formats.documents import parse_document, read_small_file, write_small_file
-from megackpt.formats.native import data_file as names
+from megackpt.formats.native import names
 from megackpt.formats.native.data_file import HEADER_ALIGNMENT
 from megackpt.formats.strategy import Json, WholeFile
 from megackpt.plans.planning.redundancy import parity_groups, parity_writer

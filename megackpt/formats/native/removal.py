@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from megackpt.formats.index_file import read_index, without_arrays, write_index
-from megackpt.formats.native import data_file as names
+from megackpt.formats.native import names
 from megackpt.formats.native.parity import reduced_parity
 from megackpt.formats.strategy import Json
 from megackpt.storage import Store

@@ -16,7 +16,7 @@ from megackpt.codec import encode, pack
 from megackpt.formats.documents import attempt_in_manifest, write_small_file
 from megackpt.formats.file_names import NATIVE
 from megackpt.formats.index_file import check_files_exist, compact, write_index
-from megackpt.formats.native import data_file as names
+from megackpt.formats.native import names
 from megackpt.formats.native.data_file import header_of
 from megackpt.formats.strategy import Capabilities, ChunkParts, CoverageCheck, Json, SaveStrategy
 from megackpt.plans.geometry import Ints, joined_ranges

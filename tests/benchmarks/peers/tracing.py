@@ -24,8 +24,8 @@ import torch.distributed as dist
 
 import megackpt.engine.data.read as engine_read
 import megackpt.engine.loading.prepare as engine_prepare
-import megackpt.engine.loading.prepared_load as engine_source
-import megackpt.formats.contents as file_chunks
+import megackpt.engine.loading.prepared_load as engine_prepared
+import megackpt.formats.contents as contents
 from megackpt.cli.benchmark import page_cache
 from megackpt.cli.benchmark.contenders import native
 from megackpt.cli.benchmark.state import GridLayout, spoil
@@ -42,10 +42,10 @@ if TYPE_CHECKING:
 
 
 _LOAD_PHASES: tuple[tuple[ModuleType, str, str], ...] = (
-    (engine_source, "open_checkpoint", "open"),
+    (engine_prepared, "open_checkpoint", "open"),
     (engine_prepare, "plan_load", "plan"),
     (engine_read, "plan_reads", "plan"),
-    (file_chunks, "digest_list", "digest"),
+    (contents, "digest_list", "digest"),
     (engine_read, "copy_bytes", "copy"),
     (engine_read, "copy_to_flat_bytes", "copy"),
 )

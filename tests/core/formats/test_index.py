@@ -21,11 +21,10 @@ from hypothesis import strategies as st
 import megackpt
 from megackpt import LoadOptions, ShardedObject, ShardedTensor
 from megackpt.errors import CheckpointError, FormatError, IntegrityError, StorageError
-from megackpt.formats import index_file as index_reader
 from megackpt.formats.index_columns import StoredColumn, require
 from megackpt.formats.index_file import WholeIndex, open_index, read_index, write_index
 from megackpt.formats.index_layout import ROW_COLUMNS, aligned_head, bytes_of, header_of
-from megackpt.formats.native import data_file as names
+from megackpt.formats.native import names
 from megackpt.formats.native.save import NativeSaveStrategy
 from megackpt.formats.partial_index import PartialIndex
 from megackpt.formats.strategy import Json
@@ -232,7 +231,7 @@ def test_a_rank_reads_a_small_part_of_a_large_index() -> None:
     nbytes = message["index"]["nbytes"]
     assert nbytes / len(stored) < 100
     assert message["index"]["head"]["nbytes"] < 0.01 * nbytes
-    index = index_reader.open_index(store, message)
+    index = open_index(store, message)
     assert isinstance(index, PartialIndex)
     chunks = index.of_boxes([box(stored, k, (64, 0, 0), (2, 256, 300_000)) for k in (2, 3)])
     assert len(chunks) == 2 * 2 * 256
@@ -243,7 +242,7 @@ def test_a_rank_reads_a_small_part_of_a_large_index() -> None:
 def test_a_small_index_is_one_request() -> None:
     stored, store = stack(2, 4, 4), CountingStore()
     message = {"index": write_index(store, "index", stored)}
-    index = index_reader.open_index(store, message)
+    index = open_index(store, message)
     assert len(index.of_boxes([box(stored, 1, (1, 0, 0), (1, 4, 300_000))])) == 16
     assert store.requests == [message["index"]["nbytes"]]
 
@@ -251,7 +250,7 @@ def test_a_small_index_is_one_request() -> None:
 def test_an_index_without_a_head_is_read_whole() -> None:
     store, message, stored = small()
     del message["index"]["head"]
-    index = index_reader.open_index(store, message, whole_bytes=0)
+    index = open_index(store, message, whole_bytes=0)
     assert isinstance(index, WholeIndex)
     assert len(index.of_keys([stored.table.arrays[2].key])) == 64
 
@@ -287,7 +286,7 @@ def test_a_chunk_is_found_wherever_it_begins(first: int) -> None:
     stored = StoredChunks(table, zeros, column, np.array([0, len(digests) - 1]), digests, ("data/0",))
     store = MemoryStore()
     message = {"index": write_index(store, "index", stored)}
-    index = index_reader.open_index(store, message, whole_bytes=0)
+    index = open_index(store, message, whole_bytes=0)
     assert index.of_keys(["w"]).table.start[:, 0].tolist() == column.tolist()
     last = ChunkTable(
         table.arrays, zeros[:1], column[1:, None], ones[:1, None], zeros[:1], ones[:1], ones[:1]
@@ -320,7 +319,7 @@ def test_a_load_by_parts_of_the_index_gives_what_was_saved(
     opened = []
 
     def open_by_parts(*args: Any) -> PartialIndex:
-        opened.append(index_reader.open_index(*args, whole_bytes=0))
+        opened.append(open_index(*args, whole_bytes=0))
         return opened[-1]
 
     monkeypatch.setattr("megackpt.formats.native.load.open_index", open_by_parts)
@@ -394,7 +393,7 @@ def test_damage_elsewhere_neither_stops_a_load_nor_is_believed() -> None:
     # A row between those asked for, read with them: with this flip it would seem to be one of them.
     wanted = [box(stored, 0, (0, 0, 0), (2, 8, 300_000)), box(stored, 0, (6, 0, 0), (2, 8, 300_000))]
     damaged(store, offset_of(store, "start") + 16 * 12, bit=2)
-    index = index_reader.open_index(store, message, whole_bytes=0)
+    index = open_index(store, message, whole_bytes=0)
     assert len(index.of_boxes(wanted)) == 32
     assert ask(store, message, stored).table.start.tolist() == expected.table.start.tolist()
 
@@ -491,10 +490,10 @@ def with_digests(**columns: Any) -> Callable[[dict[str, Any]], object]:
 @pytest.mark.parametrize("whole_bytes", [0, 2**30], ids=["parts", "whole"])
 def test_digests_of_arrays_are_read_with_the_head_or_the_whole_index(whole_bytes: int) -> None:
     store, message, _ = forged(with_digests())
-    index = index_reader.open_index(store, message, whole_bytes=whole_bytes)
+    index = open_index(store, message, whole_bytes=whole_bytes)
     assert index.array_digests == {"layers.000": 5, "layers.002": 2**64 - 1}
     store, message, _ = small()
-    assert index_reader.open_index(store, message, whole_bytes=whole_bytes).array_digests == {}
+    assert open_index(store, message, whole_bytes=whole_bytes).array_digests == {}
 
 
 @pytest.mark.parametrize("whole_bytes", [0, 2**30], ids=["parts", "whole"])
@@ -517,7 +516,7 @@ def test_digests_of_arrays_are_read_with_the_head_or_the_whole_index(whole_bytes
 def test_digests_of_arrays_that_do_not_fit_them_raise_an_error(columns: Any, whole_bytes: int) -> None:
     store, message, _ = forged(with_digests(**columns))
     with pytest.raises(FormatError, match=r"index: .*(array\.(has_)?crc64nvme'|digests of arrays).* damaged"):
-        index_reader.open_index(store, message, whole_bytes=whole_bytes)
+        open_index(store, message, whole_bytes=whole_bytes)
 
 
 def test_damage_to_digests_of_arrays_is_found() -> None:
@@ -649,6 +648,6 @@ def test_a_row_with_more_digests_than_its_block_raises_an_error() -> None:
     nbytes[64 + 16 : 64 + 18] = 2**61, 1_000_000 - 2**61  # together they have as many digests as before
     lying = replace(honest, table=replace(table, nbytes=nbytes))
     message = {"index": write_index(store, "index", lying, block_rows=16, block_digests=8)}
-    index = index_reader.open_index(store, message, whole_bytes=0)
+    index = open_index(store, message, whole_bytes=0)
     with pytest.raises(FormatError, match="index: of the chunks 64:96 some have more or fewer digests"):
         index.of_boxes([box(honest, 1, (2, 0, 0), (1, 1, 1))])

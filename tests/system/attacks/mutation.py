@@ -19,8 +19,8 @@ from safetensors.numpy import save as save_columns
 import megackpt
 from megackpt import CheckpointError, ShardedObject, ShardedTensor, verify
 from megackpt.codec import unpack
-from megackpt.formats import index_file as index_reader
 from megackpt.formats.documents import read_document
+from megackpt.formats.index_file import open_index
 from megackpt.storage import MemoryStore, digest_of
 from megackpt.testing.identical import difference
 from tests.support.zarr_v1 import save_zarr_v1
@@ -188,7 +188,7 @@ def _by_parts(store: MemoryStore) -> None:
     """Read an index as if it were a large one."""
     manifest = read_document(store, "metadata.json")
     if isinstance(manifest.get("index"), dict) and isinstance(manifest["index"].get("head"), dict):
-        index = index_reader.open_index(store, manifest, whole_bytes=0)
+        index = open_index(store, manifest, whole_bytes=0)
         index.of_keys([spec.key for spec in index.arrays])
 
 
