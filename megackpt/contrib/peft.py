@@ -37,7 +37,7 @@ from megackpt.errors import DeclarationError, FormatError, MapError
 from megackpt.formats.documents import parse_document
 from megackpt.maps import MapChoice
 from megackpt.maps.choice import chosen_map
-from megackpt.maps.weights import OPTIMIZER
+from megackpt.maps.requests import OPTIMIZER
 from megackpt.run.collective import load, save
 from megackpt.run.local import load_content_metadata, load_tensors_metadata
 from megackpt.storage import Location, opened_store

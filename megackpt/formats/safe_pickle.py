@@ -29,7 +29,7 @@ from megackpt.codec.stand_ins import ForeignMember, ForeignNamedTuple, StandInPi
 from megackpt.errors import CheckpointError, FormatError, UnknownClassError, UnserializableError
 from megackpt.formats.pickle_keys import TIME_CLASSES
 from megackpt.formats.safe_numpy import STAND_INS, UnsupportedValueError, no_bytes, plain_values, stand_ins
-from megackpt.formats.sharded_tensor_pickle import PROCESS_GROUP_STATE, SHARDED_TENSOR
+from megackpt.formats.unknown_classes import PROCESS_GROUP_STATE, SHARDED_TENSOR
 from megackpt.formats.shared_values import check_repeated_values
 from megackpt.formats.torch_zip import check_archive
 from megackpt.formats.unknown_classes import (

@@ -10,7 +10,7 @@ from megackpt.maps.layers import bound_to
 from megackpt.maps.megatron import checkpoint_map, has_megatron_keys, megatron_map
 from megackpt.maps.regions import MappedArray, Region, RegionMap, RegionPair
 from megackpt.maps.rules import Rule, region_map
-from megackpt.maps.weights import weights_of
+from megackpt.maps.requests import weights_of
 
 __all__ = [
     "Family",

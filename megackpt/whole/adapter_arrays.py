@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 from megackpt.errors import DeclarationError, MapError
-from megackpt.maps.weights import MASTER, OPTIMIZER, parameter_key
+from megackpt.maps.requests import MASTER, OPTIMIZER, parameter_key
 from megackpt.plans.metadata import ArraySpec
 from megackpt.training.parallel.adapters import CHILD
 from megackpt.training.parallel.lora_config import LoRAConfig

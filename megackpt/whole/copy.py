@@ -34,8 +34,8 @@ from megackpt.storage import FileDigester, Location, Store, opened_store
 from megackpt.whole.arguments import checked_progress
 from megackpt.whole.copy_source import SourceCheckpoint, read_common_for
 from megackpt.whole.new_checkpoint import NewCheckpoint, TargetState, check_target, prepare_target
-from megackpt.whole.part_reading import read_parts
-from megackpt.whole.row_windows import RowWindow, request_of, row_windows, windows_of
+from megackpt.whole.mapped_reading import read_parts
+from megackpt.whole.windows import RowWindow, request_of, row_windows, windows_of
 from megackpt.whole.windows import ByteArray, filled_windows, window_threads
 
 

@@ -28,7 +28,7 @@ from megackpt.formats.contents import Contents
 from megackpt.formats.huggingface.names import INDEX
 from megackpt.ground.arguments import check_choice, check_count, check_flags, check_seconds
 from megackpt.maps import MapChoice, RegionMap
-from megackpt.maps.weights import MASTER, OPTIMIZER
+from megackpt.maps.requests import MASTER, OPTIMIZER
 from megackpt.plans.metadata import ArraySpec
 from megackpt.storage import Location, Store, digest_of, opened_store
 from megackpt.whole.adapter_arrays import is_of_adapter
@@ -43,7 +43,7 @@ from megackpt.whole.huggingface_plan import (
     plan_files,
     position_in_model,
 )
-from megackpt.whole.huggingface_target import Digests, ExportTarget
+from megackpt.whole.huggingface_writing import Digests, ExportTarget
 from megackpt.whole.huggingface_writing import FileExport, written_small_files
 from megackpt.whole.mapped_reading import (
     MappedCheckpoint,
@@ -53,7 +53,7 @@ from megackpt.whole.mapped_reading import (
     mapped_contents,
 )
 from megackpt.whole.new_checkpoint import is_same_location
-from megackpt.whole.part_reading import check_can_be_read
+from megackpt.whole.mapped_reading import check_can_be_read
 from megackpt.whole.stored_adapters import StoredAdapters
 
 WeightsChoice: TypeAlias = Literal["model", "masters"]

@@ -35,7 +35,7 @@ from megackpt.whole.huggingface_model_files import (
     kept_files,
 )
 from megackpt.whole.mapped_reading import MappedCheckpoint, check_fits, checked_dtype, mapped_contents
-from megackpt.whole.part_reading import check_can_be_read
+from megackpt.whole.mapped_reading import check_can_be_read
 from megackpt.whole.stacked_layers import with_stacked_layers_where_equal
 
 log = logging.getLogger(__name__)

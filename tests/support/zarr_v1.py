@@ -22,7 +22,7 @@ from megackpt import (
 from megackpt.engine.data.tensor_bytes import as_bits, byte_view
 from megackpt.entities import ShardedObject, ShardedStateDict
 from megackpt.formats.zarr.array_documents import array_v2
-from megackpt.formats.zarr.grids import Grid
+from megackpt.formats.zarr.rounds import Grid
 from megackpt.plans.metadata import ArraySpec
 from megackpt.storage import LocalStore, MemoryStore, Store
 

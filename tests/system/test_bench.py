@@ -18,7 +18,7 @@ import torch
 import megackpt
 from megackpt.cli import main
 from megackpt.cli.benchmark import page_cache
-from megackpt.cli.benchmark.progress import BenchProgress
+from megackpt.cli.benchmark.measure import BenchProgress
 from megackpt.cli.benchmark.raw import RawFiles
 from megackpt.cli.benchmark.report import RAW, RAW_BUFFERED, RAW_DIRECT, Report, Row
 from megackpt.cli.benchmark.state import (

@@ -6,6 +6,13 @@ begins each round, so that other work on the machine slows all of them down equa
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
+import torch
+import torch.distributed as dist
+from megackpt.cli.benchmark.report import Row
+from datetime import timedelta
+from typing import TextIO
 import gc
 import shutil
 import sys
@@ -13,13 +20,8 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
-
-import torch
-import torch.distributed as dist
-
 from megackpt.cli.benchmark import page_cache
 from megackpt.cli.benchmark.contenders import Contender, native, other_formats
-from megackpt.cli.benchmark.progress import BenchProgress
 from megackpt.cli.benchmark.raw import RawFiles
 from megackpt.cli.benchmark.report import RAW_BUFFERED, RAW_DIRECT
 from megackpt.cli.benchmark.settings import BenchSettings
@@ -32,7 +34,141 @@ from megackpt.cli.benchmark.state import (
     spoil,
     state_nbytes,
 )
-from megackpt.cli.benchmark.stopwatch import Results, all_true, timed, total
+
+
+# Times that all ranks agree on, and what came of them.
+
+def timed(work: Callable[[], object]) -> float:
+    """Return the seconds from a common start until the slowest rank has done its work. Collective."""
+    dist.barrier()
+    began = time.perf_counter()
+    work()
+    return largest(time.perf_counter() - began)
+
+
+def largest(value: float) -> float:
+    """Return the largest over all ranks. Collective."""
+    largest_value = torch.tensor(value, dtype=torch.float64)
+    dist.all_reduce(largest_value, dist.ReduceOp.MAX)
+    return float(largest_value)
+
+
+def total(value: int) -> int:
+    """Return the sum over all ranks. Collective."""
+    sum_of_ranks = torch.tensor(value)
+    dist.all_reduce(sum_of_ranks)
+    return int(sum_of_ranks)
+
+
+def all_true(value: bool) -> bool:
+    """Tell whether something is true on all ranks. Collective."""
+    return total(int(value)) == dist.get_world_size()
+
+
+class Results:
+    """Gathers runs by case and contender. Runs that do not count are only checked."""
+
+    def __init__(self) -> None:
+        self.counts = False
+        self._nbytes: dict[tuple[str, str], int] = {}
+        self._seconds: dict[tuple[str, str], list[float]] = {}
+        self._verified: dict[tuple[str, str], bool] = {}
+        self._differing: dict[tuple[str, str], str] = {}
+        self._unsupported: dict[tuple[str, str], str] = {}
+        self._read: dict[tuple[str, str], int] = {}
+
+    def add(
+        self, case: str, who: str, seconds: float, nbytes: int, *, read_nbytes: int | None = None
+    ) -> None:
+        """Note a run; read_nbytes is what it has read from files where that is of interest."""
+        self._nbytes[case, who] = nbytes
+        if read_nbytes is not None:
+            self._read[case, who] = read_nbytes
+        runs = self._seconds.setdefault((case, who), [])
+        if self.counts:
+            runs.append(seconds)
+
+    def mark_unsupported(self, case: str, who: str, reason: str) -> None:
+        """Note why there is no run."""
+        self._seconds.setdefault((case, who), [])
+        self._unsupported[case, who] = reason
+
+    def verify(self, cases: tuple[str, ...], who: str, difference: str | None) -> None:
+        """Note whether what runs have loaded is right: difference is a key that is not. Collective."""
+        parts: list[str | None] = [None] * dist.get_world_size()
+        dist.all_gather_object(parts, difference)
+        differing = [part for part in parts if part is not None]
+        for case in cases:
+            self._verified[case, who] = self._verified.get((case, who), True) and not differing
+            if differing:
+                self._seconds.setdefault((case, who), [])  # a row, also where nothing is timed
+                self._differing[case, who] = differing[0]
+
+    def rows(self) -> list[Row]:
+        """Return a row for everything noted, by case and contender in order of appearance."""
+        cases = list(dict.fromkeys(case for case, _ in self._seconds))
+        names = list(dict.fromkeys(who for _, who in self._seconds))
+        ordered = sorted(self._seconds, key=lambda name: (cases.index(name[0]), names.index(name[1])))
+        return [
+            Row(
+                case=name[0],
+                who=name[1],
+                nbytes=self._nbytes.get(name, 0),
+                seconds=tuple(self._seconds[name]),
+                verified=self._verified.get(name),
+                differing=self._differing.get(name),
+                unsupported=self._unsupported.get(name),
+                read_nbytes=self._read.get(name),
+            )
+            for name in ordered
+        ]
+
+
+# Lines on stderr that show how far a benchmark is. On a terminal, each replaces the one before.
+
+_CLEAR = "\r\x1b[K"  # to the beginning of the line, and erase it
+
+
+class BenchProgress:
+    """What is measured now, the time spent, and an estimate of the time left.
+
+    The estimate takes every case as equally long.
+    """
+
+    def __init__(self, stream: TextIO | None, cases: int) -> None:
+        """Take where to write, or None to write nothing, and the number of cases."""
+        self._stream, self._cases = stream, cases
+        self._is_terminal = stream is not None and stream.isatty()
+        self._case, self._number = "", 0
+        self._began = time.perf_counter()
+
+    def begin(self, case: str) -> None:
+        """Show that the next case begins."""
+        self._case, self._number = case, self._number + 1
+        self.show("begins", 0.0)
+
+    def show(self, doing: str, share: float) -> None:
+        """Show what is done now; share is how much of the case is done, from 0 to 1."""
+        if self._stream is None:
+            return
+        spent = time.perf_counter() - self._began
+        done = (max(self._number - 1, 0) + share) / self._cases
+        left = f", about {_clock(spent / done - spent)} left" if done else ""
+        where = f"{self._case} ({self._number} of {self._cases}): " if self._case else ""
+        line = f"bench: {where}{doing}, {_clock(spent)} spent{left}"
+        self._stream.write(f"{_CLEAR}{line}" if self._is_terminal else f"{line}\n")
+        self._stream.flush()
+
+    def end(self) -> None:
+        """Erase the line of a terminal."""
+        if self._stream is not None and self._is_terminal:
+            self._stream.write(_CLEAR)
+            self._stream.flush()
+
+
+def _clock(seconds: float) -> str:
+    return str(timedelta(seconds=int(seconds)))
+
 
 T = TypeVar("T")
 _FORMAT_ROUNDS = 2

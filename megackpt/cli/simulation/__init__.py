@@ -4,12 +4,12 @@ from megackpt.cli.simulation.arrays import job_arrays
 from megackpt.cli.simulation.estimate import Cluster, Estimate, advise, estimate
 from megackpt.cli.simulation.layout import layout_title, parse_layout
 from megackpt.cli.simulation.load import simulate_load
-from megackpt.cli.simulation.model import Model, check_layout
+from megackpt.cli.simulation.arrays import Model, check_layout
 from megackpt.cli.simulation.presets import PRESETS
 from megackpt.cli.simulation.replicas import replica_groups
 from megackpt.cli.simulation.report import PlanReport
 from megackpt.cli.simulation.save import StoredCheckpoint, simulate_save
-from megackpt.cli.simulation.sizes import ModelSizes, read_sizes
+from megackpt.cli.simulation.transformer import ModelSizes, read_sizes
 from megackpt.cli.simulation.stored import open_stored
 from megackpt.cli.simulation.transformer import build_model
 from megackpt.training.parallel import ParallelLayout

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from megackpt.cli.simulation.sizes import Experts, LatentAttention, ModelSizes
+from megackpt.cli.simulation.transformer import Experts, LatentAttention, ModelSizes
 
 PRESETS: Mapping[str, ModelSizes] = MappingProxyType(
     {

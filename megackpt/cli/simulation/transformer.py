@@ -8,11 +8,216 @@ several kinds have keys of their own, `decoder.layers.<index>`, and no axis.
 
 from __future__ import annotations
 
+import json
+from dataclasses import MISSING, asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+from megackpt.errors import DeclarationError
+from megackpt.plans.metadata import DTYPES
 from collections.abc import Iterable
 from dataclasses import replace
+from megackpt.cli.simulation.arrays import Model, Stack, Weight
 
-from megackpt.cli.simulation.model import Model, Stack, Weight
-from megackpt.cli.simulation.sizes import ModelSizes
+
+# The sizes of a transformer, as a user gives them or picks them by name.
+#
+# They are checked, and may be read from a file. `transformer` makes the arrays from them.
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LatentAttention:
+    """Sizes of multi-head latent attention.
+
+    Attributes:
+        q_rank: extent of the compressed queries.
+        kv_rank: extent of the compressed keys and values.
+        nope_dim: extent of a query or key head without positions.
+        rope_dim: extent of its part with rotary positions; that of the key is shared by all heads.
+        v_dim: extent of a value head.
+
+    Source: DeepSeek-AI 2024 (DeepSeek-V2), section 2.1.
+    """
+
+    q_rank: int
+    kv_rank: int
+    nope_dim: int
+    rope_dim: int
+    v_dim: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Experts:
+    """Sizes of the mixture-of-experts layers.
+
+    Attributes:
+        count: routed experts of a layer.
+        ffn_size: extent inside one of them.
+        shared_ffn_size: extent inside the expert that every token goes through; 0: there is none.
+        dense_layers: so many layers at the beginning have an ordinary MLP.
+        router_bias: whether the router has a bias for each expert.
+    """
+
+    count: int
+    ffn_size: int
+    shared_ffn_size: int = 0
+    dense_layers: int = 0
+    router_bias: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelSizes:
+    """A decoder-only transformer.
+
+    Attributes:
+        vocab_size: token ids, without padding.
+        hidden_size: extent of a hidden state.
+        num_layers: transformer layers over all pipeline stages.
+        num_heads: query heads.
+        ffn_size: extent inside an ordinary MLP.
+        query_groups: key and value heads; None: one for each query head.
+        head_dim: extent of a head; None: `hidden_size / num_heads`.
+        gated: whether the MLP has a gate in addition to its first projection.
+        linear_bias: whether the linear layers of a block have biases.
+        norm_bias: whether norms have a bias (LayerNorm) or not (RMSNorm).
+        tied_embeddings: whether the embedding is the output weight too.
+        positions: rows of a learned position embedding; 0: there is none.
+        vocab_multiple: rows of the vocabulary on each tp rank are a multiple of this.
+        ends_count_as_layers: whether embedding and output layer count as a layer each when layers are split
+            over stages (Megatron-LM's `--account-for-embedding-in-pipeline-split` and its like for the loss).
+        dtype: of the parameters.
+        latent: sizes of latent attention; None: ordinary heads.
+        experts: sizes of the experts; None: every layer has an ordinary MLP.
+
+    Raises:
+        DeclarationError: a size below 1, heads that do not divide, or an unknown dtype.
+    """
+
+    vocab_size: int
+    hidden_size: int
+    num_layers: int
+    num_heads: int
+    ffn_size: int
+    query_groups: int | None = None
+    head_dim: int | None = None
+    gated: bool = True
+    linear_bias: bool = False
+    norm_bias: bool = False
+    tied_embeddings: bool = False
+    positions: int = 0
+    vocab_multiple: int = 128
+    ends_count_as_layers: bool = False
+    dtype: str = "bfloat16"
+    latent: LatentAttention | None = None
+    experts: Experts | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("vocab_size", "hidden_size", "num_layers", "num_heads", "ffn_size", "vocab_multiple"):
+            _check_at_least(1, f"ModelSizes.{name}", getattr(self, name))
+        _check_at_least(0, "ModelSizes.positions", self.positions)
+        _check_at_least(1, "ModelSizes.head_dim", self.head_size)
+        for owner in (self.latent, self.experts):
+            for field in fields(owner) if owner is not None else ():
+                least = 1 if field.default is MISSING else 0
+                _check_at_least(
+                    least, f"{type(owner).__name__}.{field.name}", int(getattr(owner, field.name))
+                )
+        if self.num_heads % self.kv_heads:
+            raise DeclarationError(
+                f"ModelSizes.query_groups {self.kv_heads} does not divide num_heads {self.num_heads}. Choose "
+                f"a divisor."
+            )
+        if self.experts is not None and self.experts.dense_layers > self.num_layers:
+            raise DeclarationError(
+                f"Experts.dense_layers {self.experts.dense_layers} is more than num_layers "
+                f"{self.num_layers}. Give at most that many."
+            )
+        if self.dtype not in DTYPES:
+            raise DeclarationError(
+                f"ModelSizes.dtype {self.dtype!r} is none of {', '.join(DTYPES)}. Give one of them."
+            )
+
+    @property
+    def kv_heads(self) -> int:
+        """Number of key and value heads."""
+        return self.num_heads if self.query_groups is None else self.query_groups
+
+    @property
+    def head_size(self) -> int:
+        """Extent of one head."""
+        return self.hidden_size // self.num_heads if self.head_dim is None else self.head_dim
+
+    def to_json(self) -> dict[str, Any]:
+        """Return what `sizes_from_json` reads."""
+        return asdict(self)
+
+
+def sizes_from_json(fields: Any, *, where: str) -> ModelSizes:
+    """Return the sizes that a JSON object names by the fields of `ModelSizes`.
+
+    Raises:
+        DeclarationError: it is no object, a field is unknown, missing or of another type, or a value is bad.
+    """
+    values = dict(_fields_of(ModelSizes, fields, where))
+    for name, kind in (("latent", LatentAttention), ("experts", Experts)):
+        if values.get(name) is not None:
+            values[name] = kind(**_fields_of(kind, values[name], f"{where}, {name}"))
+    return ModelSizes(**values)
+
+
+def read_sizes(path: Path) -> ModelSizes:
+    """Read the sizes of a model from a JSON file; see `sizes_from_json`.
+
+    Raises:
+        DeclarationError: the file cannot be read, is no JSON, or not what it should be.
+    """
+    try:
+        fields = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise DeclarationError(
+            f"{path}: not a description of a model ({error}). Give a JSON object with the fields of "
+            f"ModelSizes, such as hidden_size.",
+            path=str(path),
+        ) from error
+    return sizes_from_json(fields, where=str(path))
+
+
+_NESTED = {"latent": dict, "experts": dict}
+
+
+def _fields_of(kind: type[Any], values: Any, where: str) -> dict[str, Any]:
+    if not isinstance(values, dict):
+        raise DeclarationError(
+            f"{where}: a {type(values).__name__} where an object should be. Give the fields of "
+            f"{kind.__name__}.",
+            path=where,
+        )
+    known = {field.name: field for field in fields(kind)}
+    unknown = sorted(set(values) - set(known))
+    needed = {name for name, field in known.items() if field.default is MISSING}
+    missing = sorted(needed - set(values))
+    wrong = sorted(
+        n for n in set(values) & set(known) if not isinstance(values[n], _types_of(n, known[n].type))
+    )
+    if unknown or missing or wrong:
+        raise DeclarationError(
+            f"{where}: unknown fields {unknown}, missing ones {missing}, of another type {wrong}. "
+            f"{kind.__name__} has {', '.join(known)}.",
+            path=where,
+        )
+    return values
+
+
+def _types_of(name: str, annotation: Any) -> tuple[type, ...]:
+    """Types that a JSON value of a field may have; annotations are text here."""
+    may_be_none = (type(None),) if "None" in annotation else ()
+    if name in _NESTED:
+        return (_NESTED[name], *may_be_none)
+    plain = {"int": int, "bool": bool, "str": str}[annotation.split(" ")[0]]
+    return (plain, *may_be_none)
+
+
+def _check_at_least(least: int, name: str, value: int) -> None:
+    if value < least:
+        raise DeclarationError(f"{name} is {value}. It must be at least {least}.")
 
 
 def build_model(sizes: ModelSizes) -> Model:

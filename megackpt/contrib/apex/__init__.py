@@ -15,6 +15,6 @@ Source: Apex `optimizers/*.py` and `contrib/optimizers/distributed_fused_adam.py
 
 from megackpt.contrib.apex.declare import load_sharded_state_dict, sharded_state_dict
 from megackpt.contrib.apex.gathered import declare_gathered
-from megackpt.contrib.apex.installed import installed_apex
+from megackpt.contrib.apex.declare import installed_apex
 
 __all__ = ["declare_gathered", "installed_apex", "load_sharded_state_dict", "sharded_state_dict"]

@@ -26,7 +26,7 @@ from megackpt.contrib.megatron.dist_checkpointing.strategies.base import (
     get_default_strategy,
     set_megackpt_strategy,
 )
-from megackpt.contrib.megatron.enclosing_save import take_common
+from megackpt.contrib.megatron.deferred_save import take_common
 from megackpt.contrib.megatron.load_errors import also_of_torch
 from megackpt.contrib.megatron.process_options import OPTIONS
 from megackpt.contrib.megatron.settings import KnownSettings

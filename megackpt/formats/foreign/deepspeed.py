@@ -21,7 +21,7 @@ from torch import Tensor
 from megackpt.errors import FormatError, NotACheckpointError, UnsupportedError
 from megackpt.formats.file_names import DEEPSPEED
 from megackpt.formats.foreign.mapped_files import load_mapped_file
-from megackpt.formats.foreign.named_training_state import (
+from megackpt.formats.foreign.state import (
     MASTER,
     NamedParam,
     NamedTrainingState,

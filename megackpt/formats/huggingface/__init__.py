@@ -1,6 +1,6 @@
 """The format `huggingface`, version 1: a folder of safetensors files as transformers writes it. Read only."""
 
-from megackpt.formats.huggingface.load import HuggingFaceLoadStrategy
+from megackpt.formats.huggingface.folder import HuggingFaceLoadStrategy
 from megackpt.formats.strategy import Format
 
 FORMAT = Format(

@@ -17,7 +17,7 @@ from typing import Any
 
 from megackpt.errors import FormatError
 from megackpt.formats.strategy import Json
-from megackpt.formats.zarr.grids import Grid
+from megackpt.formats.zarr.rounds import Grid
 from megackpt.plans.metadata import DTYPES, ArraySpec
 from megackpt.plans.metadata.chunk_table import MAX_NUMEL
 

@@ -26,7 +26,7 @@ from megackpt.formats.zarr.checking import (
     missing_chunks,
     missing_files,
 )
-from megackpt.formats.zarr.library import tensorstore
+from megackpt.formats.zarr.array_codec import tensorstore
 from megackpt.formats.zarr.load import (
     check_listed,
     find_arrays_v2,

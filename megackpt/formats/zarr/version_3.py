@@ -40,8 +40,8 @@ from megackpt.formats.zarr.array_documents import MAX_DOCUMENT_BYTES, V3_FILE, Z
 from megackpt.formats.zarr.assembly import Assembler, WritePlan, gathered, put_file
 from megackpt.formats.zarr.checking import changed_documents, missing_chunks, missing_files
 from megackpt.formats.zarr.chunks import StoredObjects
-from megackpt.formats.zarr.grids import Grid, GridRules, choose_grids
-from megackpt.formats.zarr.library import tensorstore
+from megackpt.formats.zarr.rounds import Grid, GridRules, choose_grids
+from megackpt.formats.zarr.array_codec import tensorstore
 from megackpt.formats.zarr.load import (
     check_listed,
     find_arrays_v3,

@@ -1,12 +1,45 @@
-"""Rules that most decoders share: embeddings, attention, norms and gated MLPs, under Llama's names."""
+"""Decoders under Llama's names: the rules that most share, and families that differ from Llama in little."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Collection
 from dataclasses import replace
-
+from functools import wraps
+from typing import TypeAlias
 from megackpt.maps.families.sizes import Config
+from megackpt.maps.family import FamilyRules
+from collections.abc import Iterator, Sequence
 from megackpt.maps.rules import Rule
+from collections.abc import Collection
+from megackpt.maps.families.sizes import Config, count_of, decoder_sizes, with_defaults
+from megackpt.maps.family import Family, FamilyRules
+from collections.abc import Collection, Sequence
+
+
+# Folders of a model without its output layer: their keys lack what those of the whole model begin with.
+
+RulesFunction: TypeAlias = Callable[[Config, Collection[str]], FamilyRules]
+
+
+def prefix_is_optional(prefix: str) -> Callable[[RulesFunction], RulesFunction]:
+    """Return a decorator for rules of keys with a prefix: a folder may have none of them.
+
+    Such a folder is that of `GPT2Model` instead of `GPT2LMHeadModel`, whose keys begin with `transformer.`.
+    """
+
+    def decorator(rules: RulesFunction) -> RulesFunction:
+        @wraps(rules)
+        def rules_of_folder(config: Config, keys: Collection[str]) -> FamilyRules:
+            made = rules(config, keys)
+            if not keys or any(key.startswith(prefix) for key in keys):
+                return made
+            shorter = tuple(replace(rule, theirs=rule.theirs.removeprefix(prefix)) for rule in made.rules)
+            return replace(made, rules=shorter)
+
+        return rules_of_folder
+
+    return decorator
+
 
 OURS, THEIRS = "decoder.layers.{layer}.", "model.layers.{layer}."
 
@@ -127,3 +160,176 @@ def gated_mlp_rules(layers: Sequence[int], *, has_bias: bool = False) -> list[Ru
     if has_bias:
         rules.append(layer_rule("mlp.linear_fc2.bias", "mlp.down_proj.bias", "h", layers))
     return rules
+
+
+# Llama 2 and 3, Mistral, Qwen2 and Qwen3: dense decoders that differ in biases, norms and defaults only.
+#
+# Source: transformers 5.23, `LlamaConfig`, `MistralConfig`, `Qwen2Config`, `Qwen3Config` and their models.
+
+@prefix_is_optional("model.")
+def llama_rules(config: Config, keys: Collection[str]) -> FamilyRules:
+    """Return the rules of Llama. Attention and MLPs may have biases."""
+    config = with_defaults(config, keys)
+    return _dense_rules(config, mlp_bias=bool(config.get("mlp_bias")))
+
+
+@prefix_is_optional("model.")
+def mistral_rules(config: Config, keys: Collection[str]) -> FamilyRules:
+    """Return the rules of Mistral, which has no biases."""
+    return _dense_rules(with_defaults(config, keys, num_key_value_heads=8), qkv_bias=False, output_bias=False)
+
+
+@prefix_is_optional("model.")
+def qwen2_rules(config: Config, keys: Collection[str]) -> FamilyRules:
+    """Return the rules of Qwen2, whose queries, keys and values have biases."""
+    return _dense_rules(with_defaults(config, keys, num_key_value_heads=32), qkv_bias=True, output_bias=False)
+
+
+@prefix_is_optional("model.")
+def qwen3_rules(config: Config, keys: Collection[str]) -> FamilyRules:
+    """Return the rules of Qwen3, whose queries and keys pass a norm."""
+    config = with_defaults(config, keys, num_key_value_heads=32, head_dim=128)
+    return _dense_rules(config, has_qk_norm=True)
+
+
+def _dense_rules(
+    config: Config,
+    *,
+    qkv_bias: bool | None = None,
+    output_bias: bool | None = None,
+    has_qk_norm: bool = False,
+    mlp_bias: bool = False,
+) -> FamilyRules:
+    layers = range(count_of(config, "num_hidden_layers"))
+    rules = [*outer_rules(config), *norm_rules(layers), *gated_mlp_rules(layers, has_bias=mlp_bias)]
+    rules += attention_rules(
+        config, layers, qkv_bias=qkv_bias, output_bias=output_bias, has_qk_norm=has_qk_norm
+    )
+    return FamilyRules(tuple(rules), decoder_sizes(config))
+
+
+LLAMA = Family("llama", ("llama",), llama_rules)
+MISTRAL = Family("mistral", ("mistral",), mistral_rules)
+QWEN2 = Family("qwen2", ("qwen2",), qwen2_rules)
+QWEN3 = Family("qwen3", ("qwen3",), qwen3_rules)
+
+
+# Phi-3 and Phi-4: queries, keys and values are one matrix, and so are gate and up.
+#
+# Source: transformers 5.23, `Phi3Config` and `Phi3ForCausalLM`.
+
+# Part of ours, its axes, and its rows in their array.
+_FUSED_QKV = (("q", "q h", "q@0/q+2k h"), ("k", "k h", "k@q/q+2k h"), ("v", "k h", "k@q+k/q+2k h"))
+_GATE_UP = (("gate", "i h", "i@0/2i h"), ("up", "i h", "i@i/2i h"))
+
+
+@prefix_is_optional("model.")
+def phi3_rules(config: Config, keys: Collection[str]) -> FamilyRules:
+    """Return the rules of Phi-3, which has no biases."""
+    config = with_defaults(config, keys)
+    layers = range(count_of(config, "num_hidden_layers"))
+    rules = [
+        *outer_rules(config),
+        *norm_rules(layers),
+        layer_rule("self_attention.linear_proj.weight", "self_attn.o_proj.weight", "h q", layers),
+        layer_rule("mlp.linear_fc2.weight", "mlp.down_proj.weight", "h i", layers),
+    ]
+    for part, axes, theirs in _FUSED_QKV:
+        ours = f"self_attention.linear_qkv.weight.{part}"
+        rules.append(layer_rule(ours, "self_attn.qkv_proj.weight", axes, layers, theirs))
+    for part, axes, theirs in _GATE_UP:
+        ours = f"mlp.linear_fc1.weight.{part}"
+        rules.append(layer_rule(ours, "mlp.gate_up_proj.weight", axes, layers, theirs))
+    return FamilyRules(tuple(rules), decoder_sizes(config))
+
+
+PHI3 = Family("phi3", ("phi3",), phi3_rules)
+
+
+# Gemma, Gemma 2 and the text model of Gemma 3: tied embeddings, and norms stored as what is added to 1.
+#
+# Their norms stay as they are: that a norm is zero-centred is a choice of the model, not of its arrays.
+#
+# Source: transformers 5.23, `GemmaConfig`, `Gemma2Config`, `Gemma3TextConfig` and their models.
+
+@prefix_is_optional("model.")
+def gemma_rules(config: Config, keys: Collection[str]) -> FamilyRules:
+    """Return the rules of the first Gemma, which has Llama's norms."""
+    config = with_defaults(config, keys, num_key_value_heads=16, head_dim=256, tie_word_embeddings=True)
+    layers = range(count_of(config, "num_hidden_layers"))
+    rules = [*outer_rules(config), *norm_rules(layers), *attention_rules(config, layers)]
+    return FamilyRules((*rules, *gated_mlp_rules(layers)), decoder_sizes(config))
+
+
+@prefix_is_optional("model.")
+def gemma2_rules(config: Config, keys: Collection[str]) -> FamilyRules:
+    """Return the rules of Gemma 2, which has norms after attention and MLP, too."""
+    return _rules(config, keys, has_qk_norm=False)
+
+
+@prefix_is_optional("model.")
+def gemma3_rules(config: Config, keys: Collection[str]) -> FamilyRules:
+    """Return the rules of Gemma 3, whose queries and keys pass a norm."""
+    config = {"vocab_size": 262208, "num_attention_heads": 8, **config}  # original folders leave them out
+    return _rules(config, keys, has_qk_norm=True)
+
+
+def _rules(config: Config, keys: Collection[str], *, has_qk_norm: bool) -> FamilyRules:
+    config = with_defaults(config, keys, num_key_value_heads=4, head_dim=256, tie_word_embeddings=True)
+    layers = range(count_of(config, "num_hidden_layers"))
+    rules = [*outer_rules(config), *_four_norms(layers), *gated_mlp_rules(layers)]
+    rules += attention_rules(config, layers, has_qk_norm=has_qk_norm)
+    return FamilyRules(tuple(rules), decoder_sizes(config))
+
+
+def _four_norms(layers: Sequence[int]) -> list[Rule]:
+    """Return the rules of the norms. Llama's `post_attention_layernorm` is `pre_feedforward_layernorm`."""
+    return [
+        layer_rule("input_layernorm.weight", "input_layernorm.weight", "h", layers),
+        layer_rule("post_self_attn_layernorm.weight", "post_attention_layernorm.weight", "h", layers),
+        layer_rule("pre_mlp_layernorm.weight", "pre_feedforward_layernorm.weight", "h", layers),
+        layer_rule("post_mlp_layernorm.weight", "post_feedforward_layernorm.weight", "h", layers),
+    ]
+
+
+GEMMA = Family("gemma", ("gemma",), gemma_rules)
+GEMMA2 = Family("gemma2", ("gemma2",), gemma2_rules)
+GEMMA3 = Family("gemma3", ("gemma3_text",), gemma3_rules)
+
+
+# GPT-OSS: fused experts with transposed matrices, gate and up by turns, biases, and attention sinks.
+#
+# Its published weights are quantised (MXFP4), which is no matter of boxes: they have to be dequantised first.
+#
+# Source: transformers 5.23, `GptOssConfig` and `GptOssForCausalLM`.
+
+@prefix_is_optional("model.")
+def gpt_oss_rules(config: Config, keys: Collection[str]) -> FamilyRules:
+    """Return the rules of GPT-OSS in floating point."""
+    config = with_defaults(config, keys, num_key_value_heads=8, head_dim=64, attention_bias=True)
+    layers = range(count_of(config, "num_hidden_layers"))
+    rules = [*outer_rules(config), *norm_rules(layers), *attention_rules(config, layers)]
+    rules.append(layer_rule("self_attention.softmax_offset", "self_attn.sinks", "heads", layers))
+    sizes = decoder_sizes(config)
+    sizes |= {"e": sizes["i"], "expert": count_of(config, "num_local_experts", "num_experts")}
+    return FamilyRules((*rules, *_expert_rules(layers)), sizes)
+
+
+def _expert_rules(layers: Sequence[int]) -> list[Rule]:
+    fc1, fc2, theirs = "mlp.experts.linear_fc1", "mlp.experts.linear_fc2", "mlp.experts"
+    rules = [
+        layer_rule("mlp.router.weight", "mlp.router.weight", "expert h", layers),
+        layer_rule("mlp.router.bias", "mlp.router.bias", "expert", layers),
+        layer_rule(f"{fc2}.weight", f"{theirs}.down_proj", "expert h e", layers, "expert e h"),
+        layer_rule(f"{fc2}.bias", f"{theirs}.down_proj_bias", "expert h", layers),
+    ]
+    for part, part_axis in (("gate", "[e 0/2]"), ("up", "[e 1/2]")):
+        weight, bias = f"{theirs}.gate_up_proj", f"{theirs}.gate_up_proj_bias"
+        rules += [
+            layer_rule(f"{fc1}.weight.{part}", weight, "expert e h", layers, f"expert h {part_axis}"),
+            layer_rule(f"{fc1}.bias.{part}", bias, "expert e", layers, f"expert {part_axis}"),
+        ]
+    return rules
+
+
+GPT_OSS = Family("gpt_oss", ("gpt_oss",), gpt_oss_rules)

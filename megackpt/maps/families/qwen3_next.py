@@ -22,7 +22,7 @@ from megackpt.maps.families.decoder import (
     rules_elsewhere,
 )
 from megackpt.maps.families.experts import QWEN, expert_rules, qwen_rules, shared_expert_rules
-from megackpt.maps.families.prefixes import prefix_is_optional
+from megackpt.maps.families.decoder import prefix_is_optional
 from megackpt.maps.families.sizes import (
     Config,
     count_of,

@@ -29,7 +29,7 @@ from megackpt.cli.benchmark.state import (
     first_difference,
     spoil,
 )
-from megackpt.cli.benchmark.stopwatch import all_true, timed
+from megackpt.cli.benchmark.measure import all_true, timed
 from megackpt.options import LoadOptions
 from megackpt.run.collective import load
 from megackpt.storage import block_digests

@@ -15,7 +15,7 @@ from megackpt.cli.benchmark.state import (
     make_state,
     spoil,
 )
-from megackpt.cli.benchmark.stopwatch import largest
+from megackpt.cli.benchmark.measure import largest
 from megackpt.run.checkpointer import Checkpointer
 from tests.benchmarks.peers.counters import open_descriptors, resident_bytes
 from tests.benchmarks.peers.names import DESCRIPTORS, SLOPE

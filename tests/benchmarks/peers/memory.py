@@ -7,7 +7,7 @@ from functools import partial
 
 from megackpt.cli.benchmark.report import LOAD_WARM, SAVE
 from megackpt.cli.benchmark.state import GridLayout, fingerprints, first_difference, spoil
-from megackpt.cli.benchmark.stopwatch import largest
+from megackpt.cli.benchmark.measure import largest
 from tests.benchmarks.peers.counters import peak_above
 from tests.benchmarks.peers.names import MEMORY
 from tests.benchmarks.peers.run import PeerRun

@@ -15,7 +15,7 @@ from megackpt.cli.benchmark.state import (
     make_state,
     spoil,
 )
-from megackpt.cli.benchmark.stopwatch import timed
+from megackpt.cli.benchmark.measure import timed
 from megackpt.comm import Group, SingleProcess
 from megackpt.run.collective import load, save
 from tests.benchmarks.peers.names import SCALING, scaling_case

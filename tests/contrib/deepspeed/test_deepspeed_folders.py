@@ -24,7 +24,7 @@ from megackpt import FormatError, NotACheckpointError
 from megackpt.cli import main
 from megackpt.errors import UnknownClassError, UnsupportedError
 from megackpt.formats.foreign import deepspeed
-from megackpt.formats.foreign.named_training_state import MASTER
+from megackpt.formats.foreign.state import MASTER
 from tests.contrib.deepspeed.deepspeed_program import CASES, LEARNING_RATE, STATES, STEPS, Net
 from tests.support.effort import sampled
 from tests.support.states import PickledCall

@@ -29,7 +29,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 import megackpt
 from megackpt import CheckpointError, KeyRule, LoadOptions, Policy, ShardedTensor
 from megackpt.maps import weights_of
-from megackpt.maps.weights import parameter_key
+from megackpt.maps.requests import parameter_key
 from megackpt.storage import ObjectStore
 from megackpt.testing.ranks import RankPool
 from megackpt.training.optim import DistributedOptimizer

@@ -32,7 +32,7 @@ from megackpt.engine.checkpoint.manifest import open_checkpoint
 from megackpt.engine.data.read import read_chunk
 from megackpt.entities import ShardedStateDict
 from megackpt.errors import CheckpointError, CommonStateError, CoverageError, MismatchError, MissingKeyError
-from megackpt.formats.zarr.grids import GridRules
+from megackpt.formats.zarr.rounds import GridRules
 from megackpt.formats.zarr.version_3 import ZarrV3SaveStrategy
 from megackpt.storage import LocalStore, MemoryStore, Store
 from megackpt.testing.world import SimulatedRank, SimulatedWorld

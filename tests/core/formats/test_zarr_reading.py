@@ -27,7 +27,7 @@ from megackpt import (
     save,
 )
 from megackpt.errors import CheckpointError, FormatError, IntegrityError, NotACheckpointError
-from megackpt.formats.zarr.grids import GridRules
+from megackpt.formats.zarr.rounds import GridRules
 from megackpt.formats.zarr.version_3 import ZarrV3SaveStrategy
 from megackpt.run import check_is_distributed_checkpoint, remove_sharded_tensors
 from megackpt.storage import MemoryStore

@@ -33,7 +33,7 @@ from megackpt.maps import Family, FamilyRules, Rule, bound_to, family_of, region
 from megackpt.maps.megatron import megatron_map
 from megackpt.maps.regions import Region, RegionMap, RegionPair
 from megackpt.maps.requests import mapped_tensors
-from megackpt.maps.weights import MASTER
+from megackpt.maps.requests import MASTER
 from megackpt.plans.geometry import Box
 from megackpt.run.checkpointer import LocalTier
 from tests.support.states import assembled, random_arrays

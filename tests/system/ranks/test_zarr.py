@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from megackpt import ShardedObject, ShardedTensor, load, save
 from megackpt.errors import CheckpointError
-from megackpt.formats.zarr.grids import GridRules
+from megackpt.formats.zarr.rounds import GridRules
 from megackpt.formats.zarr.version_3 import ZarrV3SaveStrategy
 from megackpt.testing.ranks import RankPool
 
