@@ -21,7 +21,7 @@ from megackpt.cli.entry import (
     unsafe_pickle_option,
 )
 from megackpt.cli.locations import check_directory, check_target, checkpoint_location
-from megackpt.cli.progress import ProgressBars
+from megackpt.cli.output import ProgressBars
 from megackpt.errors import CheckpointError, NotACheckpointError
 from megackpt.storage import expanded_path, is_url, opened_store
 

@@ -14,8 +14,7 @@ from rich.text import Text
 
 from megackpt.cli.entry import EXIT_CODES, FAILED_CHECK, output_options, print_result
 from megackpt.cli.locations import LocalPath
-from megackpt.cli.progress import ProgressBars
-from megackpt.cli.tables import show
+from megackpt.cli.output import ProgressBars, show
 from megackpt.errors import DeclarationError
 from megackpt.storage import is_url
 

@@ -13,8 +13,7 @@ from rich.filesize import decimal
 
 from megackpt.cli.entry import EXIT_CODES, FAILED_CHECK, output_options, print_result, unsafe_pickle_option
 from megackpt.cli.locations import checkpoint_location
-from megackpt.cli.progress import ProgressBars
-from megackpt.cli.tables import limited_table, natural, show
+from megackpt.cli.output import ProgressBars, limited_table, natural, show
 
 if TYPE_CHECKING:
     from megackpt.whole.diff import CheckpointDifference

@@ -10,8 +10,7 @@ import click
 
 from megackpt.cli.entry import EXIT_CODES, FAILED_CHECK, note, output_options, print_result
 from megackpt.cli.locations import check_run_root
-from megackpt.cli.progress import ProgressBars
-from megackpt.cli.tables import show, table_of
+from megackpt.cli.output import ProgressBars, show, table_of
 from megackpt.errors import DeclarationError, NotACheckpointError
 from megackpt.ground.arguments import MOST_SECONDS, check_number
 

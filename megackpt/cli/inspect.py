@@ -12,8 +12,7 @@ from rich.filesize import decimal
 
 from megackpt.cli.entry import EXIT_CODES, output_options, print_result, unsafe_pickle_option
 from megackpt.cli.locations import checkpoint_location
-from megackpt.cli.progress import ProgressBars
-from megackpt.cli.tables import limited_table, show, table_of
+from megackpt.cli.output import ProgressBars, limited_table, show, table_of
 from megackpt.plans.metadata import OBJECT
 
 if TYPE_CHECKING:

@@ -17,8 +17,7 @@ from rich.filesize import decimal
 
 from megackpt.cli.entry import EXIT_CODES, output_options, print_result
 from megackpt.cli.locations import check_run_root, single_checkpoint_error
-from megackpt.cli.progress import ProgressBars
-from megackpt.cli.tables import show, table_of
+from megackpt.cli.output import ProgressBars, show, table_of
 from megackpt.errors import CheckpointError
 from megackpt.formats.strategy import MANIFEST
 

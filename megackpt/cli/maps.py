@@ -12,8 +12,7 @@ import click
 
 from megackpt.cli.entry import EXIT_CODES, output_options, print_result
 from megackpt.cli.locations import LocalPath
-from megackpt.cli.progress import ProgressBars
-from megackpt.cli.tables import limited_table, show, table_of
+from megackpt.cli.output import ProgressBars, limited_table, show, table_of
 from megackpt.errors import MapError
 
 if TYPE_CHECKING:

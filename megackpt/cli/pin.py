@@ -6,7 +6,7 @@ import click
 
 from megackpt.cli.entry import EXIT_CODES, output_options, print_result
 from megackpt.cli.locations import check_run_root
-from megackpt.cli.progress import ProgressBars
+from megackpt.cli.output import ProgressBars
 
 
 @click.command(name="pin", epilog=EXIT_CODES)

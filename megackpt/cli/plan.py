@@ -11,7 +11,7 @@ from rich.console import Console
 
 from megackpt.cli.entry import EXIT_CODES, output_options, print_result
 from megackpt.cli.locations import LocalPath, check_chart, checkpoint_location
-from megackpt.cli.progress import ProgressBars
+from megackpt.cli.output import ProgressBars
 from megackpt.errors import DeclarationError
 from megackpt.plans.metadata import DIGEST_BLOCK_BYTES
 

@@ -17,8 +17,7 @@ from megackpt.cli.entry import (
     unsafe_pickle_option,
 )
 from megackpt.cli.locations import checkpoint_location
-from megackpt.cli.progress import ProgressBars
-from megackpt.cli.tables import show, table_of
+from megackpt.cli.output import ProgressBars, show, table_of
 
 if TYPE_CHECKING:
     from megackpt.whole.repair import RepairReport

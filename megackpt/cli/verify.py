@@ -10,8 +10,7 @@ from rich.filesize import decimal
 
 from megackpt.cli.entry import EXIT_CODES, FAILED_CHECK, output_options, print_result, unsafe_pickle_option
 from megackpt.cli.locations import checkpoint_location
-from megackpt.cli.progress import ProgressBars
-from megackpt.cli.tables import show, table_of
+from megackpt.cli.output import ProgressBars, show, table_of
 from megackpt.formats.registry import is_foreign
 
 if TYPE_CHECKING:

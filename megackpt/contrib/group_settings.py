@@ -16,8 +16,12 @@ from torch.nn import Parameter
 
 from megackpt.entities import ShardedStateDict, StateDict
 from megackpt.errors import DeclarationError, MismatchError
-from megackpt.training.optim.group_numbers import declare_group_numbers, match_unnamed_groups, need_numbers
-from megackpt.training.optim.param_groups import ParamGroup
+from megackpt.training.optim.param_groups import (
+    ParamGroup,
+    declare_group_numbers,
+    match_unnamed_groups,
+    need_numbers,
+)
 
 _NOT_STORED = frozenset({"params", "name", "exp_avg_sq"})
 """The last is NovoGrad's norms, which are stored by parameter."""

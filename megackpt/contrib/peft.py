@@ -36,7 +36,7 @@ from megackpt.entities import ShardedTensor
 from megackpt.errors import DeclarationError, FormatError, MapError
 from megackpt.formats.documents import parse_document
 from megackpt.maps import MapChoice
-from megackpt.maps.choice import chosen_map
+from megackpt.maps.family import chosen_map
 from megackpt.maps.requests import OPTIMIZER
 from megackpt.run.collective import load, save
 from megackpt.run.local import load_content_metadata, load_tensors_metadata
@@ -44,8 +44,8 @@ from megackpt.storage import Location, opened_store
 from megackpt.training.parallel.adapters import CHILD
 from megackpt.training.parallel.lora_config import LoRAConfig
 from megackpt.whole.adapter_arrays import stored_config
+from megackpt.whole.huggingface_map import with_stacked_layers_where_equal
 from megackpt.whole.huggingface_model_files import ConfigSource, ModelFiles
-from megackpt.whole.stacked_layers import with_stacked_layers_where_equal
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 

@@ -11,7 +11,7 @@ import pickletools
 from typing import TypeAlias
 
 from megackpt.codec.containers import MAX_EQUAL_HASHES, MAX_UNCHECKED_KEYS
-from megackpt.formats.pickle_keys import TABLE_CLASSES, check_keys, name_in_python_3
+from megackpt.formats.pickle_values import TABLE_CLASSES, check_keys, name_in_python_3
 
 _MODULUS = 2**61 - 1  # of the hashes of numbers; Source: sys.hash_info.modulus of 64-bit systems
 _MAX_DEPTH = 500  # values of real checkpoints are nested a few dozen levels deep

@@ -19,8 +19,7 @@ import numpy as np
 
 from megackpt.codec.pickled import ForeignName, ForeignObject, ForeignShardedTensor, named_tuple_for
 from megackpt.codec.stand_ins import keeps_unknown_values
-from megackpt.formats.unknown_classes import PickledShardedTensor
-from megackpt.formats.unknown_classes import EnumMembers, UnknownMembers, UnknownObject
+from megackpt.formats.unknown_classes import EnumMembers, PickledShardedTensor, UnknownMembers, UnknownObject
 
 _CODE = re.compile(r"[biufcSUMm]\d{0,9}")
 _MAX_NBYTES = 2**63 - 1

@@ -27,13 +27,13 @@ import torch
 from megackpt.codec.pickled import ForeignName, ForeignObject, is_dotted
 from megackpt.codec.stand_ins import ForeignMember, ForeignNamedTuple, StandInPickleError, keep_unknown_values
 from megackpt.errors import CheckpointError, FormatError, UnknownClassError, UnserializableError
-from megackpt.formats.pickle_keys import TIME_CLASSES
+from megackpt.formats.pickle_values import TIME_CLASSES, check_repeated_values
 from megackpt.formats.safe_numpy import STAND_INS, UnsupportedValueError, no_bytes, plain_values, stand_ins
-from megackpt.formats.unknown_classes import PROCESS_GROUP_STATE, SHARDED_TENSOR
-from megackpt.formats.shared_values import check_repeated_values
 from megackpt.formats.torch_zip import check_archive
 from megackpt.formats.unknown_classes import (
     MAX_UNKNOWN,
+    PROCESS_GROUP_STATE,
+    SHARDED_TENSOR,
     EnumMembers,
     ForbiddenClassError,
     StandInUnpickler,

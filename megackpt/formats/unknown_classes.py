@@ -7,19 +7,20 @@ them. Nothing is imported, and no code of such a class runs.
 
 from __future__ import annotations
 
-from typing import Any
-import torch
 import enum
 import signal
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
+
+import torch
 import torch._weights_only_unpickler as weights_only
+
 from megackpt.codec.members import imported_enum, imported_named_tuple, member_named, member_of_value
 from megackpt.codec.pickled import ForeignName, is_dotted
 from megackpt.codec.stand_ins import ForeignMember, keeps_unknown_values
-
 
 # A stand-in for the ShardedTensors in a pickle, such as those of the sharded state dicts of FSDP version 1.
 #

@@ -4,13 +4,11 @@ A map says which box of an array of one family has the same elements as which bo
 rules for a model's config, proved a bijection, and used on the index of a checkpoint: no model is built.
 """
 
-from megackpt.maps.choice import MapChoice, chosen_map
-from megackpt.maps.family import Family, FamilyRules, family, family_of, known_families
-from megackpt.maps.layers import bound_to
+from megackpt.maps.family import Family, FamilyRules, MapChoice, chosen_map, family, family_of, known_families
 from megackpt.maps.megatron import checkpoint_map, has_megatron_keys, megatron_map
-from megackpt.maps.regions import MappedArray, Region, RegionMap, RegionPair
-from megackpt.maps.rules import Rule, region_map
+from megackpt.maps.regions import MappedArray, Region, RegionMap, RegionPair, bound_to
 from megackpt.maps.requests import weights_of
+from megackpt.maps.rules import Rule, region_map
 
 __all__ = [
     "Family",

@@ -21,8 +21,7 @@ from typing import Any, NamedTuple
 
 from megackpt.errors import MapError, truncated_list
 from megackpt.maps.family import Family
-from megackpt.maps.layers import bound_to
-from megackpt.maps.regions import MappedArray, Region, RegionMap, RegionPair
+from megackpt.maps.regions import MappedArray, Region, RegionMap, RegionPair, bound_to
 from megackpt.plans.geometry import Box
 
 _LAYER = re.compile(

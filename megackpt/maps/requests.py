@@ -6,19 +6,19 @@ and by that the tensor.
 
 from __future__ import annotations
 
-from typing import Any
-import torch
-from megackpt.entities import ShardedLayout, ShardedStateDict, ShardedTensor, ShardedTensorFactory
-from megackpt.entities.recognition import is_torch_sharded
-from megackpt.entities.tree import ABSENT, map_leaves
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
+
 import numpy as np
-from megackpt.entities import ShardedTensor
+import torch
+
+from megackpt.entities import ShardedLayout, ShardedStateDict, ShardedTensor, ShardedTensorFactory
+from megackpt.entities.recognition import is_torch_sharded
+from megackpt.entities.tree import ABSENT, map_leaves
 from megackpt.maps.regions import RegionMap, RegionPair
 from megackpt.plans.geometry import Box, rectangles_of
-
 
 # The part of a training state that another family's checkpoint can fill: weights, and their masters.
 

@@ -34,9 +34,16 @@ from megackpt.storage import FileDigester, Location, Store, opened_store
 from megackpt.whole.arguments import checked_progress
 from megackpt.whole.copy_source import SourceCheckpoint, read_common_for
 from megackpt.whole.new_checkpoint import NewCheckpoint, TargetState, check_target, prepare_target
-from megackpt.whole.mapped_reading import read_parts
-from megackpt.whole.windows import RowWindow, request_of, row_windows, windows_of
-from megackpt.whole.windows import ByteArray, filled_windows, window_threads
+from megackpt.whole.windows import (
+    ByteArray,
+    RowWindow,
+    filled_windows,
+    read_parts,
+    request_of,
+    row_windows,
+    window_threads,
+    windows_of,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

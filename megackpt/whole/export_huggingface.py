@@ -43,8 +43,7 @@ from megackpt.whole.huggingface_plan import (
     plan_files,
     position_in_model,
 )
-from megackpt.whole.huggingface_writing import Digests, ExportTarget
-from megackpt.whole.huggingface_writing import FileExport, written_small_files
+from megackpt.whole.huggingface_writing import Digests, ExportTarget, FileExport, written_small_files
 from megackpt.whole.mapped_reading import (
     MappedCheckpoint,
     check_fits,
@@ -53,8 +52,8 @@ from megackpt.whole.mapped_reading import (
     mapped_contents,
 )
 from megackpt.whole.new_checkpoint import is_same_location
-from megackpt.whole.mapped_reading import check_can_be_read
 from megackpt.whole.stored_adapters import StoredAdapters
+from megackpt.whole.windows import check_can_be_read
 
 WeightsChoice: TypeAlias = Literal["model", "masters"]
 """The weights of the model, or the master weights of its optimizer."""

@@ -6,22 +6,17 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
-from megackpt.errors import CheckpointError, DeclarationError
+
+from megackpt.engine.data.progress import Progress
+from megackpt.errors import CheckpointError, DeclarationError, IntegrityError
+from megackpt.formats.contents import Chunks, Part
 from megackpt.formats.documents import parse_document
 from megackpt.formats.huggingface.names import INDEX, MODEL
 from megackpt.formats.strategy import MANIFEST
-from megackpt.storage import Store
-from megackpt.storage.store import is_temporary_name
-from megackpt.whole.huggingface_plan import PlannedFile
-from megackpt.engine.data.progress import Progress
-from megackpt.errors import IntegrityError
-from megackpt.formats.contents import Chunks, Part
 from megackpt.storage import BufferedWriter, FileDigester, Store
-from megackpt.storage.store import temporary_name
+from megackpt.storage.store import is_temporary_name, temporary_name
 from megackpt.whole.huggingface_plan import PlannedFile, ranges_to_read
-from megackpt.whole.windows import RowWindow, Segment, windows_of
-from megackpt.whole.windows import ByteArray, filled_windows, window_threads
-
+from megackpt.whole.windows import ByteArray, RowWindow, Segment, filled_windows, window_threads, windows_of
 
 # The folder that an export writes: what is there before, which files an interrupted export has finished.
 #

@@ -26,7 +26,7 @@ from megackpt.maps.text_part import TextPart
 from megackpt.plans.metadata import ArraySpec
 from megackpt.storage import Location, Store
 from megackpt.whole.copy import CopyReport, copy_checkpoint
-from megackpt.whole.huggingface_map import ChosenMap
+from megackpt.whole.huggingface_map import ChosenMap, with_stacked_layers_where_equal
 from megackpt.whole.huggingface_model_files import (
     KEPT_FILES,
     MAX_KEPT_BYTES,
@@ -35,8 +35,7 @@ from megackpt.whole.huggingface_model_files import (
     kept_files,
 )
 from megackpt.whole.mapped_reading import MappedCheckpoint, check_fits, checked_dtype, mapped_contents
-from megackpt.whole.mapped_reading import check_can_be_read
-from megackpt.whole.stacked_layers import with_stacked_layers_where_equal
+from megackpt.whole.windows import check_can_be_read
 
 log = logging.getLogger(__name__)
 

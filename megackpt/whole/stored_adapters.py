@@ -32,7 +32,7 @@ from megackpt.whole.adapter_arrays import (
     layer_of,
     stored_config,
 )
-from megackpt.whole.mapped_reading import check_can_be_read, read_parts
+from megackpt.whole.windows import check_can_be_read, read_parts
 
 _BLOCK_BYTES = 4 * 1024 * 1024  # of whole rows, for their lengths
 

@@ -57,7 +57,7 @@ def arrays_of(config: dict[str, Any], *, theirs: bool) -> dict[str, Any]:
     import torch
 
     from megackpt.maps import family_of
-    from megackpt.whole.stacked_layers import with_stacked_layers_where_equal
+    from megackpt.whole.huggingface_map import with_stacked_layers_where_equal
 
     made = with_stacked_layers_where_equal(family_of(config).region_map(config))
     arrays = made.right if theirs else made.left

@@ -6,24 +6,23 @@ begins each round, so that other work on the machine slows all of them down equa
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
-import torch
-import torch.distributed as dist
-from megackpt.cli.benchmark.report import Row
-from datetime import timedelta
-from typing import TextIO
 import gc
 import shutil
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import TextIO, TypeVar
+
+import torch
+import torch.distributed as dist
+
 from megackpt.cli.benchmark import page_cache
 from megackpt.cli.benchmark.contenders import Contender, native, other_formats
 from megackpt.cli.benchmark.raw import RawFiles
-from megackpt.cli.benchmark.report import RAW_BUFFERED, RAW_DIRECT
+from megackpt.cli.benchmark.report import RAW_BUFFERED, RAW_DIRECT, Row
 from megackpt.cli.benchmark.settings import BenchSettings
 from megackpt.cli.benchmark.state import (
     GridLayout,
@@ -35,8 +34,8 @@ from megackpt.cli.benchmark.state import (
     state_nbytes,
 )
 
-
 # Times that all ranks agree on, and what came of them.
+
 
 def timed(work: Callable[[], object]) -> float:
     """Return the seconds from a common start until the slowest rank has done its work. Collective."""

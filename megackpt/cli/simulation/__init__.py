@@ -1,17 +1,15 @@
 """Jobs that need not exist: their declarations, planned for real without a process group or a GPU."""
 
-from megackpt.cli.simulation.arrays import job_arrays
+from megackpt.cli.simulation.arrays import Model, check_layout, job_arrays
 from megackpt.cli.simulation.estimate import Cluster, Estimate, advise, estimate
 from megackpt.cli.simulation.layout import layout_title, parse_layout
 from megackpt.cli.simulation.load import simulate_load
-from megackpt.cli.simulation.arrays import Model, check_layout
 from megackpt.cli.simulation.presets import PRESETS
 from megackpt.cli.simulation.replicas import replica_groups
 from megackpt.cli.simulation.report import PlanReport
 from megackpt.cli.simulation.save import StoredCheckpoint, simulate_save
-from megackpt.cli.simulation.transformer import ModelSizes, read_sizes
 from megackpt.cli.simulation.stored import open_stored
-from megackpt.cli.simulation.transformer import build_model
+from megackpt.cli.simulation.transformer import ModelSizes, build_model, read_sizes
 from megackpt.training.parallel import ParallelLayout
 
 __all__ = [

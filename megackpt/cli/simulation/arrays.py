@@ -1,4 +1,4 @@
-"""The global arrays of a job: parameters, and what an optimizer keeps of each.
+"""The global arrays of a job: parameters of a model, and what an optimizer keeps of each.
 
 Their keys, dtypes and shapes follow from a model and from tp, because vocabularies are padded to tp.
 Keys of optimizer state are those of `megackpt.training.optim`.
@@ -9,19 +9,18 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+
 from megackpt.cli.simulation.layout import layout_title
 from megackpt.errors import DeclarationError, truncated_list
-from megackpt.training.parallel import ParallelLayout
-from collections.abc import Mapping
-from dataclasses import dataclass
 from megackpt.plans.metadata import DTYPES, ArraySpec
+from megackpt.training.parallel import ParallelLayout
 from megackpt.training.parallel.embedding import padded_vocab_size
-
 
 # The parameters of a model: names, shapes, and which dim tp cuts.
 #
 # A parameter is described before a layout is chosen; a check says whether a layout is possible for the model.
 # `transformer` and `stored` make the parameters.
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Weight:

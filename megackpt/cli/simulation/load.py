@@ -11,8 +11,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from megackpt.cli.simulation import run_planner
-from megackpt.cli.simulation.arrays import JobArrays, job_arrays
-from megackpt.cli.simulation.arrays import Model, check_layout
+from megackpt.cli.simulation.arrays import JobArrays, Model, check_layout, job_arrays
 from megackpt.cli.simulation.outcome import LoadOutcome
 from megackpt.cli.simulation.replica_group import ReplicaGroup, boxes_of, joined
 from megackpt.cli.simulation.replicas import BUCKET_SIZE, data_parallel_groups, replica_groups

@@ -15,9 +15,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from megackpt.cli.simulation.arrays import JobArrays, padded_rows
+from megackpt.cli.simulation.arrays import JobArrays, Model, Weight, padded_rows
 from megackpt.cli.simulation.layout import expert_replica_ranks, layers_of_stages, replica_ranks
-from megackpt.cli.simulation.arrays import Model, Weight
 from megackpt.cli.simulation.replica_group import BucketedParameters, Flags, Parts, ReplicaGroup
 from megackpt.plans.geometry import Ints
 from megackpt.training.optim.ranges import plan_buffer

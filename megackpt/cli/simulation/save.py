@@ -12,8 +12,7 @@ from dataclasses import dataclass, fields, replace
 import numpy as np
 
 from megackpt.cli.simulation import run_planner
-from megackpt.cli.simulation.arrays import JobArrays, job_arrays
-from megackpt.cli.simulation.arrays import Model, check_layout
+from megackpt.cli.simulation.arrays import JobArrays, Model, check_layout, job_arrays
 from megackpt.cli.simulation.outcome import SaveOutcome, Seconds
 from megackpt.cli.simulation.replica_group import ReplicaGroup, joined
 from megackpt.cli.simulation.replicas import BUCKET_SIZE, replica_groups

@@ -13,8 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from megackpt.cli.simulation.arrays import STEP, state_key
-from megackpt.cli.simulation.arrays import Model, Stack, Weight
+from megackpt.cli.simulation.arrays import STEP, Model, Stack, Weight, state_key
 from megackpt.cli.simulation.outcome import SaveOutcome
 from megackpt.cli.simulation.save import StoredCheckpoint, table_nbytes
 from megackpt.engine.checkpoint.manifest import open_checkpoint, read_manifest

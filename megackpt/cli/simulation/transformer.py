@@ -1,4 +1,4 @@
-"""A transformer's parameters from its sizes.
+"""The sizes of a transformer, and its parameters.
 
 It has the keys and the order of registration of Megatron-style layers as
 `megackpt.training.parallel` declares them: the layers of a stack are one array with a leading axis, a fused
@@ -9,19 +9,19 @@ several kinds have keys of their own, `decoder.layers.<index>`, and no axis.
 from __future__ import annotations
 
 import json
-from dataclasses import MISSING, asdict, dataclass, fields
+from collections.abc import Iterable
+from dataclasses import MISSING, asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
+
+from megackpt.cli.simulation.arrays import Model, Stack, Weight
 from megackpt.errors import DeclarationError
 from megackpt.plans.metadata import DTYPES
-from collections.abc import Iterable
-from dataclasses import replace
-from megackpt.cli.simulation.arrays import Model, Stack, Weight
-
 
 # The sizes of a transformer, as a user gives them or picks them by name.
 #
-# They are checked, and may be read from a file. `transformer` makes the arrays from them.
+# They are checked, and may be read from a file.
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LatentAttention:

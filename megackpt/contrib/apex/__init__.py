@@ -13,8 +13,7 @@ Optimizers are known by the names of their classes and attributes. Apex is not i
 Source: Apex `optimizers/*.py` and `contrib/optimizers/distributed_fused_adam.py` (2026-07).
 """
 
-from megackpt.contrib.apex.declare import load_sharded_state_dict, sharded_state_dict
+from megackpt.contrib.apex.declare import installed_apex, load_sharded_state_dict, sharded_state_dict
 from megackpt.contrib.apex.gathered import declare_gathered
-from megackpt.contrib.apex.declare import installed_apex
 
 __all__ = ["declare_gathered", "installed_apex", "load_sharded_state_dict", "sharded_state_dict"]

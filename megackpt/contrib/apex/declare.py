@@ -5,11 +5,12 @@ from __future__ import annotations
 import importlib.machinery
 import sys
 from pathlib import Path
-from typing import Literal
-from typing import Any
+from typing import Any, Literal
+
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+
 from megackpt.contrib.apex.fragments import (
     declare_fragments,
     is_distributed_fused_adam,
@@ -27,8 +28,8 @@ from megackpt.entities import ShardedStateDict, StateDict
 from megackpt.errors import DeclarationError
 from megackpt.training.parallel.groups import ParallelGroups
 
-
 # Which package of the name `apex` is installed: NVIDIA's, or the other project on the package index.
+
 
 def installed_apex() -> Literal["nvidia", "other"] | None:
     """Return whose `apex` an import would find; nothing is imported. Local.

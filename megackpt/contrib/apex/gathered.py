@@ -9,19 +9,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import Any
+
 import torch
 from torch import Tensor
 from torch.nn import Parameter
-from megackpt.errors import FormatError
-from megackpt.formats.safe_pickle import inert_class, load_value
-from megackpt.formats.unknown_classes import OuterClass
-from megackpt.training.optim.remainders import join_master
+
 from megackpt.contrib.group_settings import declare_settings
 from megackpt.entities import ShardedBase, ShardedStateDict
 from megackpt.errors import FormatError, MismatchError
+from megackpt.formats.safe_pickle import inert_class, load_value
+from megackpt.formats.unknown_classes import OuterClass
 from megackpt.training.optim.inner_optimizer import MASTER
+from megackpt.training.optim.remainders import join_master
 from megackpt.training.optim.sharded_state import find_param_entities, make_sharded_optimizer_tensor
-
 
 # Turns pickled state dicts of Apex's DistributedFusedAdam (format 1) into state dicts of format 2.
 #

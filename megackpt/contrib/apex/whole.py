@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from megackpt.entities import ShardedBase, ShardedStateDict
 from megackpt.errors import DeclarationError
 from megackpt.training.optim.inner_optimizer import MASTER
-from megackpt.training.optim.param_positions import cuts_of
+from megackpt.training.optim.owned_params import cuts_of
 from megackpt.training.optim.remainders import is_rounded
 from megackpt.training.optim.sharded_state import (
     find_param_entities,

@@ -26,8 +26,7 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 
 from megackpt.codec import unpack
 from megackpt.contrib.dcp.location import rank_and_size
-from megackpt.contrib.dcp.names import flatten, replace_leaves, update
-from megackpt.contrib.dcp.rectangles import Rectangle, rectangles
+from megackpt.contrib.dcp.state_dicts import Rectangle, flatten, rectangles, replace_leaves, update
 from megackpt.engine.data.tensor_bytes import check_target
 from megackpt.entities import ShardedObject, ShardedTensor
 from megackpt.entities.flatten import flatten_state

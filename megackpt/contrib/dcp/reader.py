@@ -24,7 +24,7 @@ from torch.futures import Future
 
 from megackpt.contrib.dcp.load_planner import MegackptLoadPlanner
 from megackpt.contrib.dcp.location import opened
-from megackpt.contrib.dcp.names import flatten, name_of
+from megackpt.contrib.dcp.state_dicts import flatten, name_of
 from megackpt.engine.checkpoint.common_arrays import with_tensors
 from megackpt.engine.checkpoint.common_reading import stored_references
 from megackpt.engine.checkpoint.manifest import open_checkpoint, read_common_and_references

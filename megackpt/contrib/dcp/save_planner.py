@@ -34,8 +34,7 @@ from torch.distributed.checkpoint.planner import (
 
 from megackpt.codec import leaf_digests, pack
 from megackpt.contrib.dcp.location import rank_and_size
-from megackpt.contrib.dcp.names import flatten
-from megackpt.contrib.dcp.rectangles import Rectangle, rectangles
+from megackpt.contrib.dcp.state_dicts import Rectangle, flatten, rectangles
 from megackpt.engine.data.tensor_bytes import check_source
 from megackpt.engine.saving.unmarked_replicas import digests_of_unmarked_replicas
 from megackpt.entities import ShardedObject, ShardedTensor, is_main_replica

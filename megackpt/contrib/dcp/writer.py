@@ -20,9 +20,8 @@ from torch.futures import Future
 
 from megackpt.codec import pack, unpack
 from megackpt.contrib.dcp.location import opened
-from megackpt.contrib.dcp.names import with_lists, with_value
 from megackpt.contrib.dcp.save_planner import MegackptSavePlanner
-from megackpt.contrib.dcp.staging import Stager
+from megackpt.contrib.dcp.state_dicts import Stager, with_lists, with_value
 from megackpt.engine.checkpoint import manifest
 from megackpt.engine.data.device_copies import host_parts
 from megackpt.engine.data.tensor_bytes import check_source

@@ -7,23 +7,21 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import TypeAlias
+
 from megackpt.comm import Group
 from megackpt.engine.background.messages import CheckpointLocation
 from megackpt.engine.background.prepared_save import Destination, for_a_writer
 from megackpt.engine.background.saver import AsyncSaver
 from megackpt.engine.saving.save_request import SaveRequest
+from megackpt.entities import StateDict
 from megackpt.errors import CommonStateError
 from megackpt.options import SaveOptions
 from megackpt.storage import absolute_path, is_url
-from collections.abc import Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
-from megackpt.entities import StateDict
-from megackpt.storage import is_url
-
 
 log = logging.getLogger(__name__)
 
@@ -87,6 +85,7 @@ class DeferredSave:
 #
 # A strategy may pass its arguments on to one of megackpt's, as a wrapper does. The inner strategy then saves
 # the whole checkpoint, and needs the common state, which the user's strategy never gets.
+
 
 @dataclass
 class EnclosingSave:

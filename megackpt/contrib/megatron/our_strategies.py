@@ -16,7 +16,7 @@ from typing import Any, ClassVar, TypeAlias
 import torch.distributed as dist
 
 from megackpt.comm import Group
-from megackpt.contrib.megatron.deferred_save import DeferredSave
+from megackpt.contrib.megatron.deferred_save import DeferredSave, take_common
 from megackpt.contrib.megatron.dist_checkpointing.dict_utils import dict_list_map_outplace, merge
 from megackpt.contrib.megatron.dist_checkpointing.strategies.async_utils import AsyncRequest
 from megackpt.contrib.megatron.dist_checkpointing.strategies.base import (
@@ -26,8 +26,7 @@ from megackpt.contrib.megatron.dist_checkpointing.strategies.base import (
     get_default_strategy,
     set_megackpt_strategy,
 )
-from megackpt.contrib.megatron.deferred_save import take_common
-from megackpt.contrib.megatron.load_errors import also_of_torch
+from megackpt.contrib.megatron.errors import also_of_torch
 from megackpt.contrib.megatron.process_options import OPTIONS
 from megackpt.contrib.megatron.settings import KnownSettings
 from megackpt.contrib.megatron.stored_metadata import stored_metadata, stored_tensors

@@ -18,10 +18,10 @@ from typing import Any
 
 from megackpt.codec import leaf_digests
 from megackpt.comm import Group, errors_on_all_ranks, gather_step, world_group
+from megackpt.contrib.megatron.deferred_save import EnclosingSave, enclosing_save
 from megackpt.contrib.megatron.dist_checkpointing.dict_utils import dict_list_map_outplace, nested_values
 from megackpt.contrib.megatron.dist_checkpointing.state_dict_utils import save_preprocess
 from megackpt.contrib.megatron.dist_checkpointing.strategies.async_utils import AsyncRequest
-from megackpt.contrib.megatron.deferred_save import EnclosingSave, enclosing_save
 from megackpt.contrib.megatron.user_state import path_or_url, split_objects, with_our_entities
 from megackpt.engine.checkpoint.manifest import is_committed
 from megackpt.engine.checkpoint.steps import files_of_saves

@@ -36,9 +36,8 @@ from megackpt.entities.flatten import FlattenedState, flatten_state
 from megackpt.errors import DeclarationError, MapError, MismatchError, MissingKeyError, truncated_list
 from megackpt.formats.contents import Contents
 from megackpt.maps import RegionMap, bound_to
-from megackpt.maps.choice import chosen_map
-from megackpt.maps.requests import MappedTensor, mapped_tensors
-from megackpt.maps.requests import is_weight, parameter_key
+from megackpt.maps.family import chosen_map
+from megackpt.maps.requests import MappedTensor, is_weight, mapped_tensors, parameter_key
 from megackpt.plans.metadata import OBJECT, ArraySpec
 from megackpt.plans.planning import plan_load
 from megackpt.plans.planning.read_sizes import read_ratio

@@ -10,8 +10,7 @@ from megackpt.entities.describe import dtype_name
 from megackpt.errors import MismatchError, truncated_list
 from megackpt.ground.notices import notice
 from megackpt.maps import RegionMap
-from megackpt.maps.requests import MappedTensor
-from megackpt.maps.requests import parameter_key
+from megackpt.maps.requests import MappedTensor, parameter_key
 from megackpt.options import Policy
 from megackpt.plans.metadata import ArraySpec
 from megackpt.plans.validation import ArrayReport, LoadRules

@@ -23,11 +23,11 @@ from megackpt.formats.file_names import DEEPSPEED
 from megackpt.formats.foreign.mapped_files import load_mapped_file
 from megackpt.formats.foreign.state import (
     MASTER,
+    ForeignState,
     NamedParam,
     NamedTrainingState,
     StoredWeight,
 )
-from megackpt.formats.foreign.state import ForeignState
 from megackpt.formats.foreign.strategy import ForeignLoadStrategy, folder_of_latest
 from megackpt.formats.strategy import Format
 

@@ -5,19 +5,17 @@ Nothing is copied: each array is made of parts, which are tensors in mapped file
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
+
 import numpy as np
 import torch
 from torch import Tensor
+
 from megackpt.codec.arrays import tensor_fault
 from megackpt.codec.pickled import ForeignShardedTensor
 from megackpt.errors import FormatError, UnsupportedError
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
-from megackpt.errors import FormatError
-
 
 LEFT_OUT = object()
 """Stands for a value that does not become part of the checkpoint."""

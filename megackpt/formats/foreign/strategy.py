@@ -5,33 +5,30 @@ A subclass finds the files of a folder, and says which arrays they hold. So a ne
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import os
+from abc import abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
+
 import numpy as np
 import torch
 from torch import Tensor
+
 from megackpt.entities.describe import dtype_name
-from megackpt.errors import FormatError
-from megackpt.formats.contents import Chunks, Contents
-from megackpt.formats.foreign.state import ForeignArray, ForeignState, check_tensor, plain_elements
-from megackpt.plans.metadata import ArraySpec, ChunkTable, pad_shapes
-from megackpt.plans.planning.save_plan import index_order
-from megackpt.storage import digest_of_parts
-import os
-from abc import abstractmethod
-from collections.abc import Callable, Iterator
 from megackpt.errors import CheckpointError, FormatError, IntegrityError, NotACheckpointError
-from megackpt.formats.contents import Contents
+from megackpt.formats.contents import Chunks, Contents
 from megackpt.formats.damage import Damage, damage_of
 from megackpt.formats.file_names import FileNames
 from megackpt.formats.foreign.mapped_files import file_stamp, noted_stamps
-from megackpt.formats.foreign.state import ForeignState
+from megackpt.formats.foreign.state import ForeignArray, ForeignState, check_tensor, plain_elements
 from megackpt.formats.strategy import Json, LoadStrategy
 from megackpt.formats.torch_zip import is_zip_file
-from megackpt.storage import LocalStore, Store
-
+from megackpt.plans.metadata import ArraySpec, ChunkTable, pad_shapes
+from megackpt.plans.planning.save_plan import index_order
+from megackpt.storage import LocalStore, Store, digest_of_parts
 
 # The files of another tool as an opened checkpoint: chunks are tensors in mapped files.
+
 
 def contents_of(
     state: ForeignState,

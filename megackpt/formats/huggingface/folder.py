@@ -2,30 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from errno import ENOENT
 from functools import partial
+from typing import Any
+
 import numpy as np
-from megackpt.errors import FormatError, StorageError, truncated_list
-from megackpt.formats.documents import parse_document
+
+from megackpt.errors import CheckpointError, FormatError, StorageError, truncated_list
+from megackpt.formats.contents import Contents, FileChunks
+from megackpt.formats.damage import Damage, damage_of
+from megackpt.formats.documents import parse_document, read_document
+from megackpt.formats.huggingface import names
+from megackpt.formats.index_file import WholeIndex
 from megackpt.formats.safetensors_encoding import DTYPE_NAMES
 from megackpt.formats.safetensors_header import Header, HeaderEntry, read_header
+from megackpt.formats.strategy import Json, LoadStrategy
 from megackpt.plans.metadata import ArraySpec, ChunkTable, StoredChunks, pad_shapes
 from megackpt.plans.metadata.chunk_table import MAX_NUMEL
 from megackpt.storage import Store, digest_of, is_allowed_name
-from collections.abc import Iterator
-from typing import Any
-from megackpt.errors import CheckpointError, FormatError
-from megackpt.formats.contents import Contents, FileChunks
-from megackpt.formats.damage import Damage, damage_of
-from megackpt.formats.documents import read_document
-from megackpt.formats.huggingface import names
-from megackpt.formats.index_file import WholeIndex
-from megackpt.formats.strategy import Json, LoadStrategy
-from megackpt.storage import Store
-
 
 _INDEX_MAX_BYTES = 100_000_000  # one of a million tensors
 _MAX_DIMS = 64  # those of numpy; more would also make every row of the chunk table wider

@@ -22,8 +22,8 @@ import torch.distributed.checkpoint.planner as dcp_planner
 
 from megackpt.codec.containers import check_collisions
 from megackpt.errors import FormatError
-from megackpt.formats.pickle_keys import check_keys
 from megackpt.formats.pickle_limits import check_opcodes
+from megackpt.formats.pickle_values import check_keys
 from megackpt.formats.safe_pickle import ADVICE, inert_class
 from megackpt.formats.unknown_classes import EnumMembers, member_by_getattr
 

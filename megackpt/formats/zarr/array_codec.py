@@ -6,18 +6,18 @@ names are checked, as in every other format.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import ModuleType
 from typing import Any
-from megackpt.errors import FormatError, MissingExtraError
-from megackpt.formats.zarr.array_documents import ZarrArray
-from collections.abc import Sequence
+
 import numpy as np
 import numpy.typing as npt
-from megackpt.errors import FormatError
 
+from megackpt.errors import FormatError, MissingExtraError
+from megackpt.formats.zarr.array_documents import ZarrArray
 
 # The import of tensorstore, an optional dependency (extra `zarr`), and opening arrays with it.
+
 
 def tensorstore() -> ModuleType:
     """Return the module.

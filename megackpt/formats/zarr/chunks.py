@@ -19,10 +19,9 @@ import numpy.typing as npt
 
 from megackpt.errors import FormatError, IntegrityError, StorageError
 from megackpt.formats.contents import Chunks, FileRanges
-from megackpt.formats.zarr.array_codec import ArrayCodec, Elements, decoding_error
+from megackpt.formats.zarr.array_codec import ArrayCodec, Elements, decoding_error, open_array, tensorstore
 from megackpt.formats.zarr.array_documents import ZarrArray
 from megackpt.formats.zarr.expansion_limits import LARGE_BYTES, ChunkEncoding, check_file, encoding_of
-from megackpt.formats.zarr.array_codec import open_array, tensorstore
 from megackpt.plans.geometry import Ints, rectangles_of
 from megackpt.plans.metadata import DTYPES, ArraySpec, ChunkTable
 from megackpt.plans.metadata.chunk_table import widen

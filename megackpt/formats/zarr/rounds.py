@@ -7,22 +7,22 @@ other: their rows are in different rounds, and all ranks synchronise between two
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+
 import numpy as np
 import numpy.typing as npt
-from megackpt.plans.geometry import Ints, rectangles_of
-from megackpt.plans.metadata import OBJECT, ArraySpec, ChunkTable, itemsizes
-from collections.abc import Sequence
-from megackpt.plans.geometry import Ints, joined_ranges, rectangles_of
-from megackpt.plans.metadata import ChunkTable
-from megackpt.plans.planning import SavePlan
 
+from megackpt.plans.geometry import Ints, joined_ranges, rectangles_of
+from megackpt.plans.metadata import OBJECT, ArraySpec, ChunkTable, itemsizes
+from megackpt.plans.planning import SavePlan
 
 # The chunk grid of each array.
 #
 # Pure: a function of the whole plan, so every rank computes the same. Each chunk of a grid is a file, and two
 # ranks cannot write parts of one file at the same time. So a grid follows the cuts between ranks if these are
-# regular. If not, its chunks are chosen so that few ranks share one (see `rounds`).
+# regular. If not, its chunks are chosen so that few ranks share one (see `rounds_of_rows`).
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GridRules:

@@ -19,6 +19,7 @@ from megackpt.formats.file_names import ZARR_V1
 from megackpt.formats.safe_pickle import load_value, warn_of_unsafe_pickle
 from megackpt.formats.strategy import MANIFEST, Format, Json, LoadStrategy
 from megackpt.formats.zarr import names
+from megackpt.formats.zarr.array_codec import tensorstore
 from megackpt.formats.zarr.array_documents import V2_FILE, array_v2
 from megackpt.formats.zarr.checking import (
     changed_documents,
@@ -26,7 +27,6 @@ from megackpt.formats.zarr.checking import (
     missing_chunks,
     missing_files,
 )
-from megackpt.formats.zarr.array_codec import tensorstore
 from megackpt.formats.zarr.load import (
     check_listed,
     find_arrays_v2,

@@ -36,12 +36,11 @@ from megackpt.formats.strategy import (
     SaveStrategy,
 )
 from megackpt.formats.zarr import names
+from megackpt.formats.zarr.array_codec import tensorstore
 from megackpt.formats.zarr.array_documents import MAX_DOCUMENT_BYTES, V3_FILE, ZarrArray, array_v3, group_v3
 from megackpt.formats.zarr.assembly import Assembler, WritePlan, gathered, put_file
 from megackpt.formats.zarr.checking import changed_documents, missing_chunks, missing_files
 from megackpt.formats.zarr.chunks import StoredObjects
-from megackpt.formats.zarr.rounds import Grid, GridRules, choose_grids
-from megackpt.formats.zarr.array_codec import tensorstore
 from megackpt.formats.zarr.load import (
     check_listed,
     find_arrays_v3,
@@ -50,7 +49,7 @@ from megackpt.formats.zarr.load import (
     open_contents,
     parse_files,
 )
-from megackpt.formats.zarr.rounds import find_touched_files, plan_rounds
+from megackpt.formats.zarr.rounds import Grid, GridRules, choose_grids, find_touched_files, plan_rounds
 from megackpt.plans.geometry import Ints
 from megackpt.plans.metadata import OBJECT, ArraySpec
 from megackpt.plans.planning import SavePlan

@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 from functools import wraps
 from typing import TypeAlias
-from megackpt.maps.families.sizes import Config
-from megackpt.maps.family import FamilyRules
-from collections.abc import Iterator, Sequence
-from megackpt.maps.rules import Rule
-from collections.abc import Collection
+
 from megackpt.maps.families.sizes import Config, count_of, decoder_sizes, with_defaults
 from megackpt.maps.family import Family, FamilyRules
-from collections.abc import Collection, Sequence
-
+from megackpt.maps.rules import Rule
 
 # Folders of a model without its output layer: their keys lack what those of the whole model begin with.
 
@@ -166,6 +161,7 @@ def gated_mlp_rules(layers: Sequence[int], *, has_bias: bool = False) -> list[Ru
 #
 # Source: transformers 5.23, `LlamaConfig`, `MistralConfig`, `Qwen2Config`, `Qwen3Config` and their models.
 
+
 @prefix_is_optional("model.")
 def llama_rules(config: Config, keys: Collection[str]) -> FamilyRules:
     """Return the rules of Llama. Attention and MLPs may have biases."""
@@ -252,6 +248,7 @@ PHI3 = Family("phi3", ("phi3",), phi3_rules)
 #
 # Source: transformers 5.23, `GemmaConfig`, `Gemma2Config`, `Gemma3TextConfig` and their models.
 
+
 @prefix_is_optional("model.")
 def gemma_rules(config: Config, keys: Collection[str]) -> FamilyRules:
     """Return the rules of the first Gemma, which has Llama's norms."""
@@ -302,6 +299,7 @@ GEMMA3 = Family("gemma3", ("gemma3_text",), gemma3_rules)
 # Its published weights are quantised (MXFP4), which is no matter of boxes: they have to be dequantised first.
 #
 # Source: transformers 5.23, `GptOssConfig` and `GptOssForCausalLM`.
+
 
 @prefix_is_optional("model.")
 def gpt_oss_rules(config: Config, keys: Collection[str]) -> FamilyRules:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+
 from megackpt.errors import MapError
 from megackpt.maps.families.sizes import Config, count_of, decoder_sizes, size_of, with_defaults
 from megackpt.maps.family import Family, FamilyRules
 from megackpt.maps.rules import Rule
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from megackpt.maps.families.sizes import Config, count_of, size_of, with_defaults
-
 
 # BERT: an encoder with norms after its blocks, with a head for masked tokens or with a pooler.
 #

@@ -9,15 +9,20 @@ Source: transformers 5.23, `MixtralConfig`, `Qwen2MoeConfig`, `Qwen3MoeConfig`, 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Sequence
+
+from megackpt.errors import MapError
 from megackpt.maps.families.decoder import (
+    THEIRS,
     attention_rules,
     gated_mlp_rules,
     layer_rule,
     norm_rules,
     outer_rules,
+    prefix_is_optional,
+    rules_elsewhere,
 )
-from megackpt.maps.families.decoder import prefix_is_optional
 from megackpt.maps.families.sizes import (
     Config,
     count_of,
@@ -28,18 +33,6 @@ from megackpt.maps.families.sizes import (
 )
 from megackpt.maps.family import Family, FamilyRules
 from megackpt.maps.rules import Rule
-import re
-from megackpt.errors import MapError
-from megackpt.maps.families.decoder import (
-    THEIRS,
-    gated_mlp_rules,
-    layer_rule,
-    norm_rules,
-    outer_rules,
-    rules_elsewhere,
-)
-from megackpt.maps.families.sizes import Config, count_of, decoder_sizes, size_of, with_defaults
-
 
 _MIXTRAL = ("block_sparse_moe", "w1", "w3", "w2")
 QWEN = ("mlp", "gate_proj", "up_proj", "down_proj")

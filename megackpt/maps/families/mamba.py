@@ -12,8 +12,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Sequence
 
 from megackpt.errors import MapError
-from megackpt.maps.families.decoder import OURS
-from megackpt.maps.families.decoder import prefix_is_optional
+from megackpt.maps.families.decoder import OURS, prefix_is_optional
 from megackpt.maps.families.sizes import Config, count_of, decoder_sizes, size_of, with_defaults
 from megackpt.maps.family import Family, FamilyRules
 from megackpt.maps.rules import Rule

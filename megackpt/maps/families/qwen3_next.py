@@ -19,10 +19,10 @@ from megackpt.maps.families.decoder import (
     gated_mlp_rules,
     layer_rule,
     norm_rules,
+    prefix_is_optional,
     rules_elsewhere,
 )
 from megackpt.maps.families.experts import QWEN, expert_rules, qwen_rules, shared_expert_rules
-from megackpt.maps.families.decoder import prefix_is_optional
 from megackpt.maps.families.sizes import (
     Config,
     count_of,

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Mapping
-from typing import Any
-from megackpt.errors import MapError
 from typing import Any, TypeAlias
 
+from megackpt.errors import MapError
 
 # Quantised folders: codes and scales instead of weights, which no map can move. What to do about them.
 #

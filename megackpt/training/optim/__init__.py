@@ -2,7 +2,7 @@
 
 from megackpt.training.optim.distributed import DistributedOptimizer
 from megackpt.training.optim.initial_state import initialise_state
-from megackpt.training.optim.mixed_precision import MixedPrecisionOptimizer
+from megackpt.training.optim.mixed_precision import MixedPrecisionOptimizer, WholeMatrixOptimizer
 from megackpt.training.optim.remainders import (
     declare_remainder_masters,
     join_master,
@@ -15,7 +15,6 @@ from megackpt.training.optim.sharded_state import (
     make_sharded_optimizer_tensor,
 )
 from megackpt.training.optim.torch_state import optim_state_to_sharding_state
-from megackpt.training.optim.whole_matrix import WholeMatrixOptimizer
 
 __all__ = [
     "DistributedOptimizer",

@@ -25,17 +25,18 @@ from megackpt.training.optim.grad_sync import (
     sum_over_model_ranks,
     touched_on_any_rank,
 )
-from megackpt.training.optim.group_numbers import declare_group_numbers, need_numbers, stored_group_names
 from megackpt.training.optim.inner_optimizer import InnerOptimizer, OptimizerFactory
-from megackpt.training.optim.owned_params import OwnedParam, OwnedSlice, cut_params, cut_slices
+from megackpt.training.optim.owned_params import OwnedParam, OwnedSlice, cut_params, cut_slices, cuts_of
 from megackpt.training.optim.param_groups import (
     Hyperparameters,
     ParamsOrGroups,
+    declare_group_numbers,
     hyperparameters,
+    need_numbers,
     parse_param_groups,
     restore_hyperparameters,
+    stored_group_names,
 )
-from megackpt.training.optim.param_positions import cuts_of
 from megackpt.training.optim.ranges import BufferLayout, FlatRange
 from megackpt.training.optim.remainders import is_rounded
 from megackpt.training.optim.sharded_state import (

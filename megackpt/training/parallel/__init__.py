@@ -7,17 +7,14 @@ from typing import TYPE_CHECKING, Any
 from megackpt.ground.moved import moved_name
 from megackpt.training.parallel.adapters import add_adapters
 from megackpt.training.parallel.attention import CrossAttention, LatentAttention, LatentSizes
-from megackpt.training.parallel.chunks import ModelChunks
 from megackpt.training.parallel.context import causal_attention, context_positions, context_share
 from megackpt.training.parallel.delta_net import GatedDeltaNet
-from megackpt.training.parallel.dispatch import Capacity
 from megackpt.training.parallel.embedding import (
     VocabParallelEmbedding,
     VocabParallelOutput,
     vocab_parallel_cross_entropy,
 )
-from megackpt.training.parallel.expert_stack import ExpertStack
-from megackpt.training.parallel.experts import GatedExperts, PlainExperts
+from megackpt.training.parallel.experts import ExpertStack, GatedExperts, PlainExperts
 from megackpt.training.parallel.groups import Axis, ParallelGroups
 from megackpt.training.parallel.layout import ParallelLayout
 from megackpt.training.parallel.linear import (
@@ -30,10 +27,10 @@ from megackpt.training.parallel.linear import (
 from megackpt.training.parallel.lora_config import LoRAConfig
 from megackpt.training.parallel.mamba import MambaMixer, MambaSizes
 from megackpt.training.parallel.mixin import ShardedModule, sharded_state_dict
-from megackpt.training.parallel.moe import MixtureOfExperts
+from megackpt.training.parallel.moe import Capacity, MixtureOfExperts
 from megackpt.training.parallel.mtp import MTPLayer
 from megackpt.training.parallel.norm import LayerNorm, RMSNorm
-from megackpt.training.parallel.pipeline import MicroBatch, forward_backward, share_losses
+from megackpt.training.parallel.pipeline import MicroBatch, ModelChunks, forward_backward, share_losses
 from megackpt.training.parallel.rng import ParallelDropout, ParallelRng
 from megackpt.training.parallel.router import Router, update_expert_bias
 from megackpt.training.parallel.routing import RoutingOptions

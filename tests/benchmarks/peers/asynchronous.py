@@ -6,9 +6,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from megackpt.cli.benchmark.contenders import Contender
+from megackpt.cli.benchmark.measure import timed
 from megackpt.cli.benchmark.settings import PEER_ROUNDS
 from megackpt.cli.benchmark.state import GridLayout, RankState, fingerprints, first_difference, invert, spoil
-from megackpt.cli.benchmark.measure import timed
 from tests.benchmarks.peers.names import ASYNC_STALL, ASYNC_TOTAL
 from tests.benchmarks.peers.run import PeerRun
 

@@ -1,7 +1,7 @@
 """`torch.distributed.checkpoint`, with DTensors.
 
 The settings are the best that its documents name: files synced, one writer per rank with the number of
-threads that was fastest in a trial (see `peers`), plans and staging memory kept from save to save. Its reader
+threads that was fastest in a trial (see `world`), plans and staging memory kept from save to save. Its reader
 has no settings.
 """
 

@@ -19,6 +19,7 @@ import numpy as np
 import xxhash
 
 import megackpt.storage.digests as digest
+from megackpt.cli.benchmark.measure import all_true, timed
 from megackpt.cli.benchmark.report import LOAD_COLD, LOAD_WARM, OURS, SAVE
 from megackpt.cli.benchmark.settings import WRITE_THREADS
 from megackpt.cli.benchmark.state import (
@@ -29,7 +30,6 @@ from megackpt.cli.benchmark.state import (
     first_difference,
     spoil,
 )
-from megackpt.cli.benchmark.measure import all_true, timed
 from megackpt.options import LoadOptions
 from megackpt.run.collective import load
 from megackpt.storage import block_digests

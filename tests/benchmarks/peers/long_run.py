@@ -6,6 +6,7 @@ import contextlib
 
 import numpy as np
 
+from megackpt.cli.benchmark.measure import largest
 from megackpt.cli.benchmark.report import OURS
 from megackpt.cli.benchmark.state import (
     GridLayout,
@@ -15,7 +16,6 @@ from megackpt.cli.benchmark.state import (
     make_state,
     spoil,
 )
-from megackpt.cli.benchmark.measure import largest
 from megackpt.run.checkpointer import Checkpointer
 from tests.benchmarks.peers.counters import open_descriptors, resident_bytes
 from tests.benchmarks.peers.names import DESCRIPTORS, SLOPE

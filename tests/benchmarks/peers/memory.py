@@ -5,9 +5,9 @@ from __future__ import annotations
 import gc
 from functools import partial
 
+from megackpt.cli.benchmark.measure import largest
 from megackpt.cli.benchmark.report import LOAD_WARM, SAVE
 from megackpt.cli.benchmark.state import GridLayout, fingerprints, first_difference, spoil
-from megackpt.cli.benchmark.measure import largest
 from tests.benchmarks.peers.counters import peak_above
 from tests.benchmarks.peers.names import MEMORY
 from tests.benchmarks.peers.run import PeerRun

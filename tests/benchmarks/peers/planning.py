@@ -8,9 +8,9 @@ from __future__ import annotations
 import statistics
 from dataclasses import dataclass
 
+from megackpt.cli.benchmark.measure import largest, timed
 from megackpt.cli.benchmark.report import OURS
 from megackpt.cli.benchmark.state import GridLayout, RankState
-from megackpt.cli.benchmark.measure import largest, timed
 from megackpt.comm import world_group
 from megackpt.engine.saving.plan_cache import PlanCache
 from megackpt.engine.saving.save import plan_save

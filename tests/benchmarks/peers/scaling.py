@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import partial
 from pathlib import Path
 
+from megackpt.cli.benchmark.measure import timed
 from megackpt.cli.benchmark.raw import RawFiles
 from megackpt.cli.benchmark.report import LOAD_WARM, OURS, SAVE
 from megackpt.cli.benchmark.state import (
@@ -15,7 +16,6 @@ from megackpt.cli.benchmark.state import (
     make_state,
     spoil,
 )
-from megackpt.cli.benchmark.measure import timed
 from megackpt.comm import Group, SingleProcess
 from megackpt.run.collective import load, save
 from tests.benchmarks.peers.names import SCALING, scaling_case

@@ -28,8 +28,8 @@ import megackpt.engine.loading.prepared_load as engine_prepared
 import megackpt.formats.contents as contents
 from megackpt.cli.benchmark import page_cache
 from megackpt.cli.benchmark.contenders import native
-from megackpt.cli.benchmark.state import GridLayout, spoil
 from megackpt.cli.benchmark.measure import timed
+from megackpt.cli.benchmark.state import GridLayout, spoil
 from megackpt.formats.registry import save_strategy
 from megackpt.formats.strategy import MANIFEST, ChunkParts, Json, SaveStrategy
 from megackpt.plans.geometry import Ints

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megackpt.contrib.megatron.unsupported import is_unsupported_name
+from megackpt.contrib.megatron.errors import is_unsupported_name
 from tests.contrib.megatron import imports_table
 
 HERE = Path(__file__).parent

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from megackpt.contrib.megatron.dist_checkpointing import serialization
-from megackpt.contrib.megatron.unsupported import is_unsupported_name
+from megackpt.contrib.megatron.errors import is_unsupported_name
 from megackpt.errors import UnsupportedError
 from tests.contrib.megatron import api_table
 from tests.contrib.megatron.api_table import (

@@ -19,10 +19,10 @@ from safetensors.torch import save_file
 
 import megackpt
 from megackpt import Checkpointer, ShardedTensor
-from megackpt.cli import progress
+from megackpt.cli import output
 from megackpt.cli.benchmark.report import Report
 from megackpt.cli.entry import BAD_INPUT, FAILED_CHECK, commands
-from megackpt.cli.progress import ProgressBars
+from megackpt.cli.output import ProgressBars
 from megackpt.maps import family_of, known_families
 from tests.support.checkpoints import FORMATS, RANKS, copy_of_saved, flip
 from tests.support.command_line import CommandLine
@@ -295,9 +295,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def terminal(monkeypatch: pytest.MonkeyPatch) -> io.StringIO:
     """What is drawn on stderr, which bars take for a terminal."""
     text = io.StringIO()
-    monkeypatch.setattr(
-        progress, "Console", lambda stderr: Console(file=text, force_terminal=True, width=120)
-    )
+    monkeypatch.setattr(output, "Console", lambda stderr: Console(file=text, force_terminal=True, width=120))
     return text
 
 

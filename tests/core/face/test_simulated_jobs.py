@@ -29,8 +29,8 @@ from megackpt.cli.simulation import (
 from megackpt.cli.simulation.layout import layers_of_stages, replica_ranks
 from megackpt.cli.simulation.outcome import LoadOutcome
 from megackpt.cli.simulation.replica_group import boxes_of, joined
-from megackpt.cli.simulation.transformer import Experts, sizes_from_json
 from megackpt.cli.simulation.stored import model_of
+from megackpt.cli.simulation.transformer import Experts, sizes_from_json
 from megackpt.entities.describe import describe
 from megackpt.entities.flatten import flatten_state
 from megackpt.errors import DeclarationError

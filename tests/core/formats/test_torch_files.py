@@ -23,8 +23,8 @@ import megackpt
 from megackpt import CheckpointError, FormatError, NotACheckpointError
 from megackpt.cli import main
 from megackpt.errors import UnknownClassError, UnsupportedError
-from megackpt.formats.foreign.strategy import TensorChunks
 from megackpt.formats.foreign.state import ForeignArray
+from megackpt.formats.foreign.strategy import TensorChunks
 from megackpt.formats.torch_dist.save import TorchDistSaveStrategy
 from tests.support.effort import few, with_all
 from tests.system.attacks import pickles

@@ -22,8 +22,7 @@ from megackpt.comm import Group
 from megackpt.engine.data.tensor_bytes import as_bits
 from megackpt.entities.describe import describe
 from megackpt.errors import DeclarationError, MissingExtraError
-from megackpt.formats.zarr.rounds import Grid, GridRules, choose_grids
-from megackpt.formats.zarr.rounds import find_touched_files, plan_rounds
+from megackpt.formats.zarr.rounds import Grid, GridRules, choose_grids, find_touched_files, plan_rounds
 from megackpt.formats.zarr.version_3 import ZarrV3SaveStrategy
 from megackpt.plans.geometry import Box
 from megackpt.plans.metadata import DTYPES, ArraySpec

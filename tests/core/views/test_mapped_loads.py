@@ -32,8 +32,7 @@ from megackpt.errors import MapError
 from megackpt.maps import Family, FamilyRules, Rule, bound_to, family_of, region_map, weights_of
 from megackpt.maps.megatron import megatron_map
 from megackpt.maps.regions import Region, RegionMap, RegionPair
-from megackpt.maps.requests import mapped_tensors
-from megackpt.maps.requests import MASTER
+from megackpt.maps.requests import MASTER, mapped_tensors
 from megackpt.plans.geometry import Box
 from megackpt.run.checkpointer import LocalTier
 from tests.support.states import assembled, random_arrays

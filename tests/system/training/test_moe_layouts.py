@@ -30,7 +30,7 @@ from megackpt.training.parallel import (
     update_expert_bias,
 )
 from megackpt.training.parallel.collectives import collect_sequence
-from megackpt.training.parallel.dispatch import TokenDispatcher
+from megackpt.training.parallel.moe import TokenDispatcher
 from megackpt.training.parallel.rng import stable_seed
 from megackpt.training.parallel.router import mean_auxiliary_losses, set_auxiliary_loss_scale
 from megackpt.training.parallel.routing import Routing

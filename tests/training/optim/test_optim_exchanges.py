@@ -23,7 +23,7 @@ from megackpt.training.optim import (
     overlap,
 )
 from megackpt.training.optim.collectives import start_reduction
-from megackpt.training.optim.gather import StateRange, gather_states, join_states
+from megackpt.training.optim.distributed import StateRange, gather_states, join_states
 from megackpt.training.optim.grad_sync import touched_on_any_rank
 from megackpt.training.optim.ranges import FlatRange
 from megackpt.training.parallel import Axis, ParallelGroups, ParallelLayout

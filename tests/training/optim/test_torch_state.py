@@ -34,12 +34,11 @@ from megackpt.training.optim import (
     DistributedOptimizer,
     MixedPrecisionOptimizer,
     get_param_id_to_sharded_param_map,
-    group_numbers,
     initialise_state,
     optim_state_to_sharding_state,
+    param_groups,
 )
-from megackpt.training.optim.group_numbers import stored_group_names
-from megackpt.training.optim.param_groups import parse_param_groups
+from megackpt.training.optim.param_groups import parse_param_groups, stored_group_names
 from megackpt.training.optim.sharded_state import cuts_of_entity
 from megackpt.training.parallel import ParallelGroups, ParallelLayout
 from megackpt.training.parallel.groups import Axis
@@ -327,7 +326,7 @@ def test_a_group_learns_from_other_stages_which_group_was_stored(monkeypatch: py
         assert was_in.tolist() == [[0, 1, 0], [0, 0, 0]]
         return was_in + torch.tensor([[0, 0, 0], [1, 0, 0]])
 
-    monkeypatch.setattr(group_numbers, "all_reduce", from_both_stages)
+    monkeypatch.setattr(param_groups, "all_reduce", from_both_stages)
     group: Any = "a group"
     names = stored_group_names(
         groups,

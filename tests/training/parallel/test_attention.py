@@ -46,8 +46,7 @@ from megackpt.training.parallel.context import (
     tokens_to_heads,
 )
 from megackpt.training.parallel.delta_net import gated_delta_rule
-from megackpt.training.parallel.mamba import GatedGroupNorm
-from megackpt.training.parallel.scan import selective_scan
+from megackpt.training.parallel.mamba import GatedGroupNorm, selective_scan
 from models import AttentionConfig, DeltaNetConfig, build_gpt
 from tests.support.effort import few
 from tests.support.gpt import SMALL_GPT, joined

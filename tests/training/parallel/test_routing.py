@@ -26,7 +26,7 @@ from megackpt.training.parallel import (
     update_expert_bias,
 )
 from megackpt.training.parallel.attributes import is_marked
-from megackpt.training.parallel.dispatch import TokenDispatcher, plan_rows
+from megackpt.training.parallel.moe import TokenDispatcher, plan_rows
 from megackpt.training.parallel.router import mean_auxiliary_losses, set_auxiliary_loss_scale
 from megackpt.training.parallel.routing import Routing, choose_experts, scores_of
 

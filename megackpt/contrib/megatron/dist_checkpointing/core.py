@@ -6,7 +6,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from megackpt.contrib.megatron.unsupported import raise_unsupported
+from megackpt.contrib.megatron.errors import raise_unsupported
 from megackpt.engine.checkpoint.manifest import read_manifest
 from megackpt.errors import CheckpointingException, FormatError
 from megackpt.formats.strategy import MANIFEST

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from megackpt.contrib.megatron.dist_checkpointing.dict_utils import nested_values
-from megackpt.contrib.megatron.unsupported import unsupported_name
+from megackpt.contrib.megatron.errors import unsupported_name
 from megackpt.entities import ShardedStateDict, ShardedTensor, is_main_replica
 from megackpt.errors import DeclarationError
 

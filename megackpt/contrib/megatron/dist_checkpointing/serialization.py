@@ -45,8 +45,8 @@ from megackpt.contrib.megatron.dist_checkpointing.validation import (
     validate_sharded_objects_handling,
     verify_checkpoint_and_load_strategy,
 )
+from megackpt.contrib.megatron.errors import also_of_torch
 from megackpt.contrib.megatron.integrity import verify_integrity_manifest, write_on_rank_0
-from megackpt.contrib.megatron.load_errors import also_of_torch
 from megackpt.contrib.megatron.our_strategies import (
     is_loaded_by_us,
     is_saved_by_us,

@@ -24,12 +24,12 @@ from megackpt.contrib.megatron.dist_checkpointing.strategies.base import (
     StrategyAction,
     get_default_strategy,
 )
+from megackpt.contrib.megatron.errors import unsupported_name
 from megackpt.contrib.megatron.integrity import (
     INTEGRITY_FNAME,
     save_integrity_manifest,
     verify_integrity_manifest,
 )
-from megackpt.contrib.megatron.unsupported import unsupported_name
 from megackpt.entities import ShardedBase, ShardedStateDict, StateDict
 from megackpt.entities.describe import describe
 from megackpt.entities.flatten import flatten_state

@@ -27,7 +27,7 @@ import torch.distributed as dist
 
 from megackpt.comm import Group, compare_step, world_group
 from megackpt.contrib.megatron.deferred_save import DeferredSave
-from megackpt.contrib.megatron.unsupported import unsupported_name
+from megackpt.contrib.megatron.errors import unsupported_name
 from megackpt.engine.background.saver import AsyncSaver
 from megackpt.entities import ShardedBase
 from megackpt.errors import DeclarationError

@@ -12,7 +12,7 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.utils import _DistWrapper
 
 from megackpt.contrib.megatron.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
-from megackpt.contrib.megatron.unsupported import unsupported_name
+from megackpt.contrib.megatron.errors import unsupported_name
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from typing import ClassVar
 
+from megackpt.contrib.megatron.errors import unsupported_name
 from megackpt.contrib.megatron.our_strategies import DetectingLoadStrategy, LoadArguments
-from megackpt.contrib.megatron.unsupported import unsupported_name
 from megackpt.options import LoadOptions
 
 _PLUMBING = {

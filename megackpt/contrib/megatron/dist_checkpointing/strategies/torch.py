@@ -15,9 +15,9 @@ from megackpt.contrib.megatron.dist_checkpointing.strategies.state_dict_saver im
     save_state_dict_async_finalize,
     save_state_dict_async_plan,
 )
+from megackpt.contrib.megatron.errors import unsupported_name
 from megackpt.contrib.megatron.load_planner import MCoreLoadPlanner as MCoreLoadPlanner
 from megackpt.contrib.megatron.our_strategies import DetectingLoadStrategy, FormatSaveStrategy, SaveArguments
-from megackpt.contrib.megatron.unsupported import unsupported_name
 from megackpt.entities import ShardedStateDict, StateDict
 from megackpt.errors import DeclarationError
 from megackpt.formats.registry import SaveChoice, save_strategy

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from megackpt.contrib.megatron.errors import unsupported_name
 from megackpt.contrib.megatron.our_strategies import DetectingLoadStrategy, FormatSaveStrategy
-from megackpt.contrib.megatron.unsupported import unsupported_name
 
 _PLUMBING = {
     "because": "it is a step between zarr arrays and tensors that tensorstore takes here.",

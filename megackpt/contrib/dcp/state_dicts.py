@@ -1,19 +1,26 @@
-"""Nested state dicts as DCP names their leaves, and back.
-
-A name is the steps to a leaf, joined with dots. A dict is always walked. A list is walked only if it
-contains a dict or a tensor; otherwise it is one value.
-
-Source: torch.distributed.checkpoint's flatten_state_dict (torch 2.4 and later).
-"""
+"""State dicts as DCP has them: names of leaves, rectangles of arrays, copies for background saves."""
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
+import numpy as np
 import torch
+from torch.distributed.checkpoint import staging
 
+from megackpt.entities import ShardedTensor
 from megackpt.errors import DeclarationError
+from megackpt.plans.geometry import Box, rectangles_of
+
+# Nested state dicts as DCP names their leaves, and back.
+#
+# A name is the steps to a leaf, joined with dots. A dict is always walked. A list is walked only if it
+# contains a dict or a tensor; otherwise it is one value.
+#
+# Source: torch.distributed.checkpoint's flatten_state_dict (torch 2.4 and later).
 
 Steps: TypeAlias = tuple[Any, ...]
 """The dict keys and list indices that lead to a leaf."""
@@ -100,3 +107,61 @@ def _leaves(tree: Any, steps: Steps) -> list[tuple[Steps, Any]]:
     if not is_walked(tree):
         return [(steps, tree)]
     return [leaf for key, child in _children(tree).items() for leaf in _leaves(child, (*steps, key))]
+
+
+# Entities as DCP knows chunks: rectangles of the global array, each with a view of its elements.
+#
+# DCP knows neither flat shards nor prepended axes, so they are cut into such rectangles here.
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Rectangle:
+    """A part of what an entity holds.
+
+    Attributes:
+        box: where it lies in the global array.
+        data: its elements, a view of the entity's, of the box's shape; None without data.
+    """
+
+    box: Box
+    data: torch.Tensor | None
+
+
+def rectangles(tensor: ShardedTensor) -> list[Rectangle]:
+    """Return the rectangles of an entity; a block without elements is one, an empty flat range none."""
+    data = None if tensor.data is None else tensor.data.detach()
+    flat = tensor.flattened_range
+    if flat is None or not tensor.box_shape:
+        whole = None if data is None else data[(None,) * tensor.prepend_axis_num]
+        return [Rectangle(Box(tensor.global_offset, tensor.box_shape), whole)]
+    cut = rectangles_of(np.array([tensor.box_shape]), np.array([flat.start]), np.array([flat.stop]))
+    rectangles = []
+    position = 0
+    for start, extents in zip(cut.start.tolist(), cut.shape.tolist(), strict=True):
+        offset = tuple(a + b for a, b in zip(tensor.global_offset, start, strict=True))
+        box = Box(offset, tuple(extents))
+        present = None if data is None else data[position : position + box.numel].view(box.shape)
+        rectangles.append(Rectangle(box, present))
+        position += box.numel
+    return rectangles
+
+
+# The copy that a save in the background takes of a state dict, for torch releases that take none.
+#
+# A workaround: before DCP had stagers, its async_save copied tensors of devices only, and shared tensors in
+# host memory with the training.
+
+if hasattr(staging, "DefaultStager"):  # DCP copies everything itself
+
+    class Stager:
+        """Nothing: DCP takes the copy."""
+
+else:
+    from torch.distributed._state_dict_utils import _offload_state_dict_to_cpu
+
+    class Stager(staging.BlockingAsyncStager):  # type: ignore[no-redef]
+        """Takes the copy when async_save asks the storage writer for it."""
+
+        def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+            """Return the state dict in host memory of its own. Local."""
+            return copy.deepcopy(_offload_state_dict_to_cpu(state_dict, type_check=False))
