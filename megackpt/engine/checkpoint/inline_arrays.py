@@ -72,7 +72,7 @@ def inline_chunks(contents: Contents, keys: Iterable[str], *, where: str) -> Chu
         keys: of inline arrays.
         where: the location of the checkpoint, for errors.
     """
-    from megackpt.formats.foreign.contents import TensorChunks
+    from megackpt.formats.foreign.strategy import TensorChunks
     from megackpt.formats.foreign.state import ForeignArray
 
     arrays = [ForeignArray.whole(key, contents.inline[key]) for key in sorted(set(keys))]
