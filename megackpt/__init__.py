@@ -56,11 +56,11 @@ if TYPE_CHECKING:
     from megackpt.run.local import load_sharded_metadata as load_sharded_metadata
     from megackpt.run.local import load_tensors_metadata as load_tensors_metadata
     from megackpt.whole.convert import convert as convert
+    from megackpt.whole.convert import import_deepspeed as import_deepspeed
+    from megackpt.whole.convert import import_nvrx as import_nvrx
+    from megackpt.whole.convert import import_torch as import_torch
     from megackpt.whole.diff import diff as diff
     from megackpt.whole.export_huggingface import export_huggingface as export_huggingface
-    from megackpt.whole.import_folder import import_deepspeed as import_deepspeed
-    from megackpt.whole.import_folder import import_nvrx as import_nvrx
-    from megackpt.whole.import_folder import import_torch as import_torch
     from megackpt.whole.import_huggingface import import_huggingface as import_huggingface
     from megackpt.whole.inspect import inspect as inspect
     from megackpt.whole.repair import repair as repair
@@ -99,10 +99,9 @@ _NAMES_OF = {
         "RankFailedError",
         "StorageError",
     ),
-    "megackpt.whole.convert": ("convert",),
+    "megackpt.whole.convert": ("convert", "import_deepspeed", "import_nvrx", "import_torch"),
     "megackpt.whole.diff": ("diff",),
     "megackpt.whole.export_huggingface": ("export_huggingface",),
-    "megackpt.whole.import_folder": ("import_deepspeed", "import_nvrx", "import_torch"),
     "megackpt.whole.import_huggingface": ("import_huggingface",),
     "megackpt.whole.inspect": ("inspect",),
     "megackpt.whole.repair": ("repair",),

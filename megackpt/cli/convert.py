@@ -210,7 +210,7 @@ def _import(source: str, target: str, to: str | tuple[str, int], **arguments: An
 def _import_files(
     source_format: str, source: str, target: str, to: str | tuple[str, int], **arguments: Any
 ) -> _Result:
-    from megackpt.whole.import_folder import import_files
+    from megackpt.whole.convert import import_files
 
     report = import_files(source_format, source, target, to, **arguments)
     return asdict(report), _copy_text(target, report)

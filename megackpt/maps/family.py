@@ -82,18 +82,18 @@ _BUILT_IN = {
     "gpt2": "megackpt.maps.families.gpt2:GPT2",
     "gpt_oss": "megackpt.maps.families.decoder:GPT_OSS",
     "llama": "megackpt.maps.families.decoder:LLAMA",
-    "mamba2": "megackpt.maps.families.mamba:MAMBA2",
+    "mamba2": "megackpt.maps.families.hybrids:MAMBA2",
     "mistral": "megackpt.maps.families.decoder:MISTRAL",
     "mixtral": "megackpt.maps.families.experts:MIXTRAL",
     "mt5": "megackpt.maps.families.encoders:MT5",
-    "nemotron_h": "megackpt.maps.families.mamba:NEMOTRON_H",
+    "nemotron_h": "megackpt.maps.families.hybrids:NEMOTRON_H",
     "phi3": "megackpt.maps.families.decoder:PHI3",
     "qwen2": "megackpt.maps.families.decoder:QWEN2",
     "qwen2_moe": "megackpt.maps.families.experts:QWEN2_MOE",
     "qwen3": "megackpt.maps.families.decoder:QWEN3",
     "qwen3_moe": "megackpt.maps.families.experts:QWEN3_MOE",
-    "qwen3_next": "megackpt.maps.families.qwen3_next:QWEN3_NEXT",
-    "qwen3_next_mtp": "megackpt.maps.families.qwen3_next:QWEN3_NEXT_MTP",
+    "qwen3_next": "megackpt.maps.families.hybrids:QWEN3_NEXT",
+    "qwen3_next_mtp": "megackpt.maps.families.hybrids:QWEN3_NEXT_MTP",
     "t5": "megackpt.maps.families.encoders:T5",
 }
 """The built-in families by name, as module and attribute."""
@@ -216,3 +216,73 @@ def _check_choice(choice: str | Family) -> None:
 
 def _name_of(choice: str | Family) -> str:
     return repr(choice if isinstance(choice, str) else choice.name)
+
+
+# The text model inside of a multimodal one: its config, and the arrays of a folder that are its own.
+#
+# Source: transformers 4.57 and 5.23, `conversion_mapping` and `models/*/configuration_*.py` of Gemma 3,
+# Mistral 3 and Qwen2.5-VL: `text_config`, and names that begin with `language_model.`,
+# `model.language_model.` or `model.`.
+
+_SPELLINGS = (
+    {"language_model.model.": "model.", "language_model.lm_head.": "lm_head."},
+    {"model.language_model.": "model.", "lm_head.": "lm_head."},
+    {name: name for name in ("model.layers.", "model.embed_tokens.", "model.norm.", "lm_head.")},
+)
+"""Spellings: what keys of the text model begin with in a folder, and in one of the text model alone.
+
+A folder has the first spelling whose first entry one of its keys begins with.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class TextPart:
+    """The text model inside of a multimodal one.
+
+    Attributes:
+        config: its `config.json`, as if it stood alone.
+        stored: the key of each of its arrays in the folder, by its key in a folder of the text model alone.
+    """
+
+    config: Mapping[str, Any]
+    stored: Mapping[str, str]
+
+    @classmethod
+    def of(cls, config: Mapping[str, Any], keys: Collection[str]) -> TextPart:
+        """Return the text model of a folder. Pure.
+
+        Args:
+            config: the parsed `config.json` of the whole model.
+            keys: of the folder.
+
+        Raises:
+            MapError: the config has no `text_config`.
+        """
+        inner = config.get("text_config")
+        if not isinstance(inner, Mapping):
+            raise MapError(
+                "config.json has no text_config, so the folder has no text model inside of another one. "
+                "Import all of it: leave text_only out.",
+                key="text_config",
+            )
+        stored = _own_keys(keys)
+        # transformers looks at these fields of the whole model, and ignores those of the text model.
+        outer = {
+            name: config[name] for name in ("tie_word_embeddings", "quantization_config") if name in config
+        }
+        text = {"tie_word_embeddings": "lm_head.weight" not in stored, **inner, **outer}
+        if text["tie_word_embeddings"]:
+            stored.pop("lm_head.weight", None)  # a copy of the embedding
+        return cls(text, stored)
+
+
+def _own_keys(keys: Collection[str]) -> dict[str, str]:
+    """Return the keys of the text model, by those in a folder of the text model alone."""
+    fitting = (s for s in _SPELLINGS if any(key.startswith(next(iter(s))) for key in keys))
+    spelling = next(fitting, _SPELLINGS[0])
+    return {
+        own + key.removeprefix(begin): key
+        for begin, own in spelling.items()
+        for key in keys
+        if key.startswith(begin)
+    }

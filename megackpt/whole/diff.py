@@ -23,7 +23,7 @@ from megackpt.plans.metadata import OBJECT, ArraySpec
 from megackpt.storage import Location, Store, opened_store
 from megackpt.whole.arguments import checked_globs, checked_progress, matching
 from megackpt.whole.diff_arrays import ArrayDifference, diff_arrays
-from megackpt.whole.leaves import leaves_as_text
+from megackpt.whole.inspect import leaves_as_text
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

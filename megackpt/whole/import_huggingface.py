@@ -22,7 +22,7 @@ from megackpt.formats.contents import Contents
 from megackpt.formats.registry import SaveChoice
 from megackpt.ground.arguments import check_flags, check_seconds
 from megackpt.maps import MapChoice, RegionMap
-from megackpt.maps.text_part import TextPart
+from megackpt.maps.family import TextPart
 from megackpt.plans.metadata import ArraySpec
 from megackpt.storage import Location, Store
 from megackpt.whole.copy import CopyReport, copy_checkpoint

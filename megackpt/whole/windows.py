@@ -1,4 +1,4 @@
-"""Reading parts of arrays, and windows: stretches of bytes that are read while the previous one is written."""
+"""Parts of arrays, and windows of bytes: the next one is read while the previous one is written."""
 
 from __future__ import annotations
 

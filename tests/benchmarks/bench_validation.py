@@ -190,7 +190,7 @@ def _receipts(plan: Any, ranks: int, directory: Path, attempt: str) -> list[list
 
 def _load_plan(directory: str, output: dict[str, Any], requested: Any) -> tuple[float, int]:
     """Return the time that a rank takes to its load plan, in milliseconds, and what it reads of the index."""
-    from megackpt.formats.index_file import open_index
+    from megackpt.formats.index_reader import open_index
     from megackpt.plans.planning import plan_load
     from megackpt.storage import LocalStore
 

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from megackpt import ShardedTensor
-from megackpt.formats.index_file import open_index, write_index
+from megackpt.formats.index_file import write_index
+from megackpt.formats.index_reader import open_index
 from megackpt.formats.partial_index import PartialIndex
 from megackpt.formats.strategy import Json
 from megackpt.maps import RegionMap

@@ -30,7 +30,8 @@ from megackpt.codec import EncodedValue, decode, load_tree, pack, unpack
 from megackpt.errors import FormatError
 from megackpt.formats.documents import parse_document
 from megackpt.formats.huggingface.folder import read_folder
-from megackpt.formats.index_file import open_index, write_index
+from megackpt.formats.index_file import write_index
+from megackpt.formats.index_reader import open_index
 from megackpt.formats.pickle_limits import check_opcodes
 from megackpt.formats.safe_pickle import load_value
 from megackpt.formats.safetensors_header import parse_header

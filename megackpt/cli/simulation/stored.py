@@ -15,7 +15,7 @@ import numpy as np
 
 from megackpt.cli.simulation.arrays import STEP, Model, Stack, Weight, state_key
 from megackpt.cli.simulation.outcome import SaveOutcome
-from megackpt.cli.simulation.save import StoredCheckpoint, table_nbytes
+from megackpt.cli.simulation.saves_and_loads import StoredCheckpoint, table_nbytes
 from megackpt.engine.checkpoint.manifest import open_checkpoint, read_manifest
 from megackpt.plans.metadata import OBJECT, ArraySpec, ChunkTable
 from megackpt.storage import open_store

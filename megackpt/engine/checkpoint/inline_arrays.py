@@ -72,8 +72,8 @@ def inline_chunks(contents: Contents, keys: Iterable[str], *, where: str) -> Chu
         keys: of inline arrays.
         where: the location of the checkpoint, for errors.
     """
-    from megackpt.formats.foreign.strategy import TensorChunks
     from megackpt.formats.foreign.state import ForeignArray
+    from megackpt.formats.foreign.strategy import TensorChunks
 
     arrays = [ForeignArray.whole(key, contents.inline[key]) for key in sorted(set(keys))]
     return TensorChunks(list(enumerate(arrays)), where=where)

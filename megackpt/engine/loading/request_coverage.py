@@ -18,8 +18,8 @@ from megackpt.comm import (
     split_fields,
 )
 from megackpt.engine.checkpoint.common_arrays import map_common
-from megackpt.engine.loading.load import RankAnswers
 from megackpt.engine.loading.prepared_load import PreparedLoad
+from megackpt.engine.loading.rank_checks import RankAnswers
 from megackpt.entities.describe import describe
 from megackpt.entities.tree import ABSENT, Steps, keys_by_container, without_empty
 from megackpt.ground.notices import collected_notices, log_notices

@@ -15,7 +15,7 @@ from megackpt.comm import (
     scatter_step,
 )
 from megackpt.engine.data.progress import Progress
-from megackpt.engine.verification.arrays import ArrayShare, compare_arrays
+from megackpt.engine.verification.digests import ArrayShare, compare_arrays
 from megackpt.engine.verification.verify import WHOLE, Share, ShareReport
 from megackpt.errors import StorageError
 from megackpt.formats.damage import Damage

@@ -15,8 +15,14 @@ import numpy as np
 
 from megackpt.engine.checkpoint.manifest import open_checkpoint, read_common, read_manifest
 from megackpt.engine.data.progress import Progress
-from megackpt.engine.verification.arrays import ArrayShare, array_check, compare_arrays
-from megackpt.engine.verification.digests import ByteCheck, can_decode, check_whole_files
+from megackpt.engine.verification.digests import (
+    ArrayShare,
+    ByteCheck,
+    array_check,
+    can_decode,
+    check_whole_files,
+    compare_arrays,
+)
 from megackpt.engine.verification.structure import check_coverage, check_files
 from megackpt.errors import CheckpointError, NotACheckpointError, StorageError
 from megackpt.formats.contents import Chunks, Contents

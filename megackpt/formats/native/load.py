@@ -13,7 +13,8 @@ from megackpt.codec import EncodedValue, decode, load_tree, unpack
 from megackpt.errors import FormatError
 from megackpt.formats.contents import Contents, FileChunks
 from megackpt.formats.documents import read_small_file
-from megackpt.formats.index_file import StoredIndex, open_index
+from megackpt.formats.index_file import StoredIndex
+from megackpt.formats.index_reader import open_index
 from megackpt.formats.native import names
 from megackpt.formats.strategy import Json, LoadStrategy, WholeFile
 from megackpt.storage import Store

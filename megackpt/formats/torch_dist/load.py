@@ -11,21 +11,21 @@ from megackpt.errors import FormatError
 from megackpt.formats.contents import Contents, FileChunks
 from megackpt.formats.damage import Damage
 from megackpt.formats.documents import read_document, read_small_file
-from megackpt.formats.index_file import open_index
+from megackpt.formats.index_reader import open_index
 from megackpt.formats.safe_pickle import load_value, warn_of_unsafe_pickle
 from megackpt.formats.strategy import Json, LoadStrategy
 from megackpt.formats.torch_dist import names
-from megackpt.formats.torch_dist.checking import check_files
-from megackpt.formats.torch_dist.item_chunks import LISTED_OBJECT, ItemChunks
-from megackpt.formats.torch_dist.metadata_reader import COMMON_STATE, DcpMetadata
-from megackpt.formats.torch_dist.metadata_unpickler import load_metadata
-from megackpt.formats.torch_dist.notes import (
+from megackpt.formats.torch_dist.checking import (
     COMMON_MAX_BYTES,
     CONTENT_METADATA,
     MANIFEST_CONTENT,
+    check_files,
     find_note,
     read_metadata,
 )
+from megackpt.formats.torch_dist.item_chunks import LISTED_OBJECT, ItemChunks
+from megackpt.formats.torch_dist.metadata_reader import COMMON_STATE, DcpMetadata
+from megackpt.formats.torch_dist.metadata_unpickler import load_metadata
 from megackpt.ground.notices import notice
 from megackpt.storage import Store, digest_of
 

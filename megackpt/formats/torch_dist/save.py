@@ -25,11 +25,7 @@ from megackpt.formats.index_file import (
 from megackpt.formats.safe_pickle import save_value
 from megackpt.formats.strategy import MANIFEST, Capabilities, ChunkParts, Json, SaveStrategy
 from megackpt.formats.torch_dist import names
-from megackpt.formats.torch_dist.data_file import DataFile, Items, items_of, spread_evenly
-from megackpt.formats.torch_dist.metadata_reader import DcpMetadata
-from megackpt.formats.torch_dist.metadata_unpickler import load_metadata
-from megackpt.formats.torch_dist.metadata_writer import WrittenItems, data_files_of, metadata_of, without_keys
-from megackpt.formats.torch_dist.notes import (
+from megackpt.formats.torch_dist.checking import (
     COMMON_MAX_BYTES,
     CONTENT_METADATA,
     MANIFEST_CONTENT,
@@ -37,6 +33,10 @@ from megackpt.formats.torch_dist.notes import (
     find_note,
     read_metadata,
 )
+from megackpt.formats.torch_dist.data_file import DataFile, Items, items_of, spread_evenly
+from megackpt.formats.torch_dist.metadata_reader import DcpMetadata
+from megackpt.formats.torch_dist.metadata_unpickler import load_metadata
+from megackpt.formats.torch_dist.metadata_writer import WrittenItems, data_files_of, metadata_of, without_keys
 from megackpt.formats.torch_dist.values import write_objects, write_state, written_values
 from megackpt.plans.geometry import Ints
 from megackpt.plans.metadata import (

@@ -1,7 +1,6 @@
 """Optimizers whose state is declared shard by shard, so that saving it needs no communication."""
 
 from megackpt.training.optim.distributed import DistributedOptimizer
-from megackpt.training.optim.initial_state import initialise_state
 from megackpt.training.optim.mixed_precision import MixedPrecisionOptimizer, WholeMatrixOptimizer
 from megackpt.training.optim.remainders import (
     declare_remainder_masters,
@@ -14,7 +13,7 @@ from megackpt.training.optim.sharded_state import (
     get_param_id_to_sharded_param_map,
     make_sharded_optimizer_tensor,
 )
-from megackpt.training.optim.torch_state import optim_state_to_sharding_state
+from megackpt.training.optim.torch_state import initialise_state, optim_state_to_sharding_state
 
 __all__ = [
     "DistributedOptimizer",

@@ -20,7 +20,7 @@ import megackpt
 from megackpt import CheckpointError, ShardedObject, ShardedTensor, verify
 from megackpt.codec import unpack
 from megackpt.formats.documents import read_document
-from megackpt.formats.index_file import open_index
+from megackpt.formats.index_reader import open_index
 from megackpt.storage import MemoryStore, digest_of
 from megackpt.testing.identical import difference
 from tests.support.zarr_v1 import save_zarr_v1

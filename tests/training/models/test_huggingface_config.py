@@ -23,7 +23,7 @@ from megackpt import CheckpointError, DeclarationError
 from megackpt.cli import main
 from megackpt.errors import MapError
 from megackpt.maps import family_of
-from megackpt.maps.text_part import TextPart
+from megackpt.maps.family import TextPart
 from megackpt.training.parallel import RoutingOptions, SwiGLU
 from models import (
     GPTConfig,

@@ -24,7 +24,7 @@ from megackpt.contrib.megatron.stored_metadata import stored_metadata
 from megackpt.entities import ShardedObject, ShardedStateDict, StateDict, is_main_replica
 from megackpt.errors import DeclarationError, FormatError, NotACheckpointError
 from megackpt.formats.safe_pickle import load_value, save_value
-from megackpt.formats.torch_dist.notes import COMMON_MAX_BYTES
+from megackpt.formats.torch_dist.checking import COMMON_MAX_BYTES
 from megackpt.run import collective, local
 from megackpt.storage import open_store
 

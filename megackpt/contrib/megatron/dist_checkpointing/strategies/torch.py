@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
+from collections.abc import Iterable, Mapping
 from typing import Any, ClassVar
+
+import torch
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import LoadPlan
 
 from megackpt.contrib.megatron.dist_checkpointing.strategies import filesystem_async
 from megackpt.contrib.megatron.dist_checkpointing.strategies.async_utils import AsyncCallsQueue, AsyncRequest
@@ -16,13 +23,80 @@ from megackpt.contrib.megatron.dist_checkpointing.strategies.state_dict_saver im
     save_state_dict_async_plan,
 )
 from megackpt.contrib.megatron.errors import unsupported_name
-from megackpt.contrib.megatron.load_planner import MCoreLoadPlanner as MCoreLoadPlanner
 from megackpt.contrib.megatron.our_strategies import DetectingLoadStrategy, FormatSaveStrategy, SaveArguments
-from megackpt.entities import ShardedStateDict, StateDict
-from megackpt.errors import DeclarationError
+from megackpt.entities import ShardedStateDict, ShardedTensor, StateDict
+from megackpt.errors import DeclarationError, MismatchError, MissingKeyError
 from megackpt.formats.registry import SaveChoice, save_strategy
 from megackpt.formats.torch_dist import TorchDistSaveStrategy
 from megackpt.options import SaveOptions
+
+# Megatron-Core's planner of loads, for programs that call torch.distributed.checkpoint themselves.
+
+
+class MCoreLoadPlanner(DefaultLoadPlanner):
+    """torch's default planner, which also compares global shapes; `megackpt.load` needs no planner.
+
+    Args:
+        shapes_validation_sharded_tensors: entities whose global shapes must be the stored ones.
+        allow_shape_mismatch_sharded_tensors: entities by key whose arrays may have another shape when stored,
+            such as a vocabulary that is padded otherwise; what both have is loaded.
+
+    Source: Megatron-Core `strategies.torch.MCoreLoadPlanner`, for names and behaviour.
+    """
+
+    def __init__(
+        self,
+        *args: Any,
+        shapes_validation_sharded_tensors: Iterable[ShardedTensor] = (),
+        allow_shape_mismatch_sharded_tensors: Mapping[str, ShardedTensor] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(*args, **kwargs)
+        self.shapes_validation_sharded_tensors = shapes_validation_sharded_tensors
+        self.allow_shape_mismatch_sharded_tensors = allow_shape_mismatch_sharded_tensors
+
+    def create_local_plan(self) -> LoadPlan:
+        """Return the plan of this rank, after comparing shapes.
+
+        Raises:
+            MissingKeyError: an array that is to be compared is not stored.
+            MismatchError: it has another shape.
+        """
+        stored = self.metadata
+        if stored is None:
+            return super().create_local_plan()
+        self._validate_global_shapes(stored, self.shapes_validation_sharded_tensors)
+        self.metadata = self._with_own_shapes(stored)
+        try:
+            return super().create_local_plan()
+        finally:
+            self.metadata = stored
+
+    def _validate_global_shapes(self, metadata: Metadata, sharded_tensors: Iterable[ShardedTensor]) -> None:
+        for entity in sharded_tensors:
+            entry = metadata.state_dict_metadata.get(entity.key)
+            if entry is None:
+                raise MissingKeyError(
+                    f"{entity.key!r} is not stored in the checkpoint. Ask for what was saved.", key=entity.key
+                )
+            shape = tuple(getattr(entry, "size", ()))
+            if shape != tuple(entity.global_shape):
+                raise MismatchError(
+                    f"{entity.key!r} has the shape {shape} in the checkpoint, and "
+                    f"{tuple(entity.global_shape)} here. Build the model with the shapes "
+                    f"of the checkpoint, or set allow_shape_mismatch.",
+                    key=entity.key,
+                )
+
+    def _with_own_shapes(self, metadata: Metadata) -> Metadata:
+        """Return the metadata with the shapes of this program where these may differ: torch compares them."""
+        entries = dict(metadata.state_dict_metadata)
+        for key, entity in (self.allow_shape_mismatch_sharded_tensors or {}).items():
+            if key in entries:
+                size: Any = torch.Size(entity.global_shape)
+                entries[key] = dataclasses.replace(entries[key], size=size)
+        return dataclasses.replace(metadata, state_dict_metadata=entries)
+
 
 _PLUMBING = {
     "because": "it is how Megatron-Core hands its entities to torch.distributed.checkpoint, and they are "
