@@ -19,7 +19,6 @@ from megackpt.comm import (
 )
 from megackpt.engine.checkpoint.common_arrays import map_common
 from megackpt.engine.loading.prepared_load import PreparedLoad
-from megackpt.engine.loading.rank_checks import RankAnswers
 from megackpt.entities.describe import describe
 from megackpt.entities.tree import ABSENT, Steps, keys_by_container, without_empty
 from megackpt.ground.notices import collected_notices, log_notices
@@ -110,17 +109,21 @@ def _check(messages: Sequence[bytes], digests: Sequence[bytes]) -> None:
 # A mode or a rule asks for this comparison, or an empty dict or list in a request.
 
 
-def find_missing_keys(prepared: PreparedLoad, ranks: RankAnswers, group: Group) -> frozenset[str]:
+def find_missing_keys(
+    prepared: PreparedLoad, group: Group, *, requested: set[str], empty_containers: set[str]
+) -> frozenset[str]:
     """Check the keys below empty containers; return the missing keys if a rule looks for them. Collective.
+
+    `requested` and `empty_containers` are the unions over all ranks.
 
     Raises:
         MissingKeyError: a rule makes a missing key an error; the same on every rank.
     """
-    _check_empty_containers(prepared, ranks, group)
-    return _missing_keys(prepared, ranks, group)
+    _check_empty_containers(prepared, empty_containers, group)
+    return _missing_keys(prepared, requested, group)
 
 
-def _missing_keys(prepared: PreparedLoad, ranks: RankAnswers, group: Group) -> frozenset[str]:
+def _missing_keys(prepared: PreparedLoad, requested: set[str], group: Group) -> frozenset[str]:
     """Return the stored keys that no rank requests, if a rule looks for them. All ranks call it.
 
     Raises:
@@ -131,7 +134,7 @@ def _missing_keys(prepared: PreparedLoad, ranks: RankAnswers, group: Group) -> f
         return frozenset()
     with collected_notices() as notices:  # the same on all ranks
         missing = check_missing_keys(
-            ranks.union("requested"),
+            requested,
             prepared.contents.arrays,
             rules,
             where=prepared.where,
@@ -142,7 +145,7 @@ def _missing_keys(prepared: PreparedLoad, ranks: RankAnswers, group: Group) -> f
     return missing
 
 
-def _check_empty_containers(prepared: PreparedLoad, ranks: RankAnswers, group: Group) -> None:
+def _check_empty_containers(prepared: PreparedLoad, names: set[str], group: Group) -> None:
     """Check the keys stored below empty dicts and lists of the request. Collective.
 
     What one rank leaves empty another may request: the stages of a pipeline. So the requested keys below
@@ -151,7 +154,6 @@ def _check_empty_containers(prepared: PreparedLoad, ranks: RankAnswers, group: G
     Raises:
         MissingKeyError: no rank requests a key there, and a rule makes that an error.
     """
-    names = ranks.union("empty_containers")
     # The union of all ranks: all of them return here, or none does.
     if not names:
         return
