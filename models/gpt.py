@@ -27,9 +27,8 @@ from megackpt.training.parallel import (
 )
 from megackpt.training.parallel.mtp import mean_over_tokens_ahead, tokens_ahead
 from models.blocks.embedding import Embedding
-from models.blocks.mtp import MultiTokenPrediction
 from models.blocks.norm import block_norm
-from models.blocks.transformer import TransformerLayer
+from models.blocks.transformer import MultiTokenPrediction, TransformerLayer
 from models.config import GPTConfig
 from models.language_model import LanguageModel
 from models.stage import Stage

@@ -2,8 +2,7 @@
 
 from models.blocks.attention import SelfAttention
 from models.blocks.latent_attention import LatentAttention
-from models.blocks.mlp import MLP, GatedMLP
-from models.blocks.moe import MoE, SharedExperts
+from models.blocks.mlp import MLP, GatedMLP, MoE, SharedExperts
 from models.blocks.transformer import TransformerLayer
 
 __all__ = ["MLP", "GatedMLP", "LatentAttention", "MoE", "SelfAttention", "SharedExperts", "TransformerLayer"]

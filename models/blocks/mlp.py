@@ -9,11 +9,23 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
+import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
-from megackpt.training.parallel import ColumnParallelLinear, RowParallelLinear, ShardedModule
+from megackpt.errors import DeclarationError
+from megackpt.training.parallel import (
+    ColumnParallelLinear,
+    GatedExperts,
+    MixtureOfExperts,
+    PlainExperts,
+    Router,
+    RowParallelLinear,
+    ShardedModule,
+)
+from megackpt.training.parallel.attributes import mark
 from models.block_config import Activation
+from models.moe_config import MoEConfig
 from models.stage import Stage
 
 
@@ -109,3 +121,85 @@ def _projection_out(stage: Stage, in_features: int) -> RowParallelLinear:
 def _has_bias(stage: Stage) -> bool:
     bias = stage.config.mlp.bias
     return stage.config.linear_bias if bias is None else bias
+
+
+# The mixture of experts of a transformer layer: routed experts, and shared ones that all tokens go to.
+#
+# The sizes and the shared experts; the rest is that of `megackpt.training.parallel.MixtureOfExperts`.
+#
+# Source: DeepSeek-V3, section 2.1.2; Megatron-Core `moe.shared_experts.SharedExpertMLP` (the gate).
+
+
+class SharedExperts(GatedMLP):
+    """A gated MLP, times a sigmoid of the token if there is a gate. Collective over tp; shapes as GatedMLP.
+
+    The gate's weight `[1, hidden]` is equal on all ranks of tp.
+    """
+
+    def __init__(self, stage: Stage, ffn_size: int, *, gate: bool) -> None:
+        super().__init__(stage, ffn_size)
+        self.gate_weight: nn.Parameter | None = None
+        if gate:
+            shape, config = (1, stage.config.hidden_size), stage.config
+            weight = torch.zeros(shape, dtype=config.params_dtype, device=stage.device)
+            self.gate_weight = nn.Parameter(weight)
+            if stage.sequence_parallel:
+                mark(self.gate_weight, "sequence_parallel")
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the output, shaped like `x`."""
+        out = super().forward(x)
+        return out if self.gate_weight is None else out * F.linear(x, self.gate_weight).sigmoid()
+
+
+class MoE(MixtureOfExperts):
+    """A mixture of experts over `[s, b, hidden]` (`[s/tp, b, hidden]`).
+
+    Collective over tp, cp, ep and etp.
+
+    Raises:
+        DeclarationError: the config has no experts.
+    """
+
+    def __init__(self, stage: Stage) -> None:
+        config, moe = stage.config, _experts_of(stage)
+        router = Router(
+            config.hidden_size,
+            moe.num_experts,
+            stage.groups,
+            moe.routing,
+            bias=moe.router_bias,
+            dtype=config.params_dtype,
+            device=stage.device,
+        )
+        super().__init__(
+            router,
+            _build_experts(stage, moe),
+            stage.groups,
+            capacity=moe.capacity,
+            shared_experts=_build_shared_experts(stage, moe) if moe.shared_ffn_hidden_size else None,
+            sequence_parallel=stage.sequence_parallel,
+        )
+
+
+def _build_experts(stage: Stage, moe: MoEConfig) -> GatedExperts | PlainExperts:
+    config = stage.config
+    sizes = (moe.num_experts, config.hidden_size, moe.ffn_hidden_size, stage.groups)
+    bias = config.linear_bias if moe.bias is None else moe.bias
+    dtype, device = config.params_dtype, stage.device
+    if moe.gated:
+        return GatedExperts(*sizes, bias=bias, activation=moe.activation, dtype=dtype, device=device)
+    activation = ACTIVATIONS[config.mlp.activation]
+    return PlainExperts(*sizes, bias=bias, activation=activation, dtype=dtype, device=device)
+
+
+def _build_shared_experts(stage: Stage, moe: MoEConfig) -> SharedExperts | MLP:
+    if moe.gated:
+        return SharedExperts(stage, moe.shared_ffn_hidden_size, gate=moe.shared_gate)
+    return MLP(stage, moe.shared_ffn_hidden_size)
+
+
+def _experts_of(stage: Stage) -> MoEConfig:
+    if stage.config.moe is None:
+        raise DeclarationError("GPTConfig.moe is None: there are no experts. Give a MoEConfig.")
+    return stage.config.moe

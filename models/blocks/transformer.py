@@ -5,18 +5,26 @@ The residual path, its dropout and the norms on it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 from torch import Tensor
 
 from megackpt.errors import DeclarationError
-from megackpt.training.parallel import GatedDeltaNet, MambaMixer, ParallelDropout, ShardedModule
+from megackpt.training.parallel import (
+    GatedDeltaNet,
+    LayerNorm,
+    LayerStack,
+    MambaMixer,
+    MTPLayer,
+    ParallelDropout,
+    RMSNorm,
+    ShardedModule,
+)
 from models.blocks.attention import SelfAttention
 from models.blocks.delta_net import build_delta_net
 from models.blocks.latent_attention import LatentAttention
-from models.blocks.mlp import MLP, GatedMLP, build_mlp
-from models.blocks.moe import MoE
+from models.blocks.mlp import MLP, GatedMLP, MoE, build_mlp
 from models.blocks.norm import block_norm
 from models.config import BlockKind
 from models.stage import Stage
@@ -119,3 +127,35 @@ def residual_dropout(stage: Stage) -> ParallelDropout:
     return ParallelDropout(
         stage.config.dropout, stage.rng, "distinct" if stage.sequence_parallel else "replicated"
     )
+
+
+# The layers of a GPT that predict further tokens: each is as the last layer of the model.
+
+
+class MultiTokenPrediction(ShardedModule):
+    """Layers for further tokens, in `layers`. The keys have their numbers, as layers of a model may differ.
+
+    Args:
+        stage: what its parts are made with.
+        owned: indices of the layers of this chunk: all of them.
+    """
+
+    def __init__(self, stage: Stage, owned: Sequence[int]) -> None:
+        super().__init__(stage.groups)
+        config = stage.config
+
+        def norm() -> RMSNorm | LayerNorm:
+            return block_norm(stage)
+
+        def build(index: int) -> MTPLayer:
+            return MTPLayer(
+                TransformerLayer(stage, config.num_layers - 1),
+                norm,
+                config.hidden_size,
+                stage.groups,
+                sequence_parallel=stage.sequence_parallel,
+                dtype=config.params_dtype,
+                device=stage.device,
+            )
+
+        self.layers = LayerStack(build, owned, len(owned), stage.groups, homogeneous=False)

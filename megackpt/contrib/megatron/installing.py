@@ -12,7 +12,7 @@ from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 
-from megackpt.contrib.megatron.process_options import OPTIONS
+from megackpt.contrib.megatron.settings import OPTIONS
 from megackpt.errors import CheckpointError, DeclarationError
 
 THEIRS = "megatron.core.dist_checkpointing"

@@ -27,8 +27,7 @@ from megackpt.contrib.megatron.dist_checkpointing.strategies.base import (
     set_megackpt_strategy,
 )
 from megackpt.contrib.megatron.errors import also_of_torch
-from megackpt.contrib.megatron.process_options import OPTIONS
-from megackpt.contrib.megatron.settings import KnownSettings
+from megackpt.contrib.megatron.settings import OPTIONS, KnownSettings
 from megackpt.contrib.megatron.stored_metadata import stored_metadata, stored_tensors
 from megackpt.engine.saving.plan_cache import PlanCache
 from megackpt.engine.saving.save_request import SaveRequest, save_request

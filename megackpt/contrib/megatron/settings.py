@@ -1,4 +1,4 @@
-"""Attributes of strategies that programs set: known ones take effect, others are errors.
+"""Settings of programs: attributes of strategies, of which unknown ones are errors, and of the process.
 
 Megatron-LM sets some of a strategy's attributes after it was made. A misspelt one, or one of another version,
 would silently have no effect.
@@ -6,6 +6,7 @@ would silently have no effect.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 
@@ -28,3 +29,22 @@ class KnownSettings:
                     obj=self,
                 )
         super().__setattr__(name, value)
+
+
+# Options of the Megatron-Core face as a whole, which a program gives to `install()`.
+
+
+@dataclass
+class ProcessOptions:
+    """Options that no signature of Megatron-Core has a place for.
+
+    Attributes:
+        silent_cast: a load converts values that are stored in another dtype, as Megatron-Core does, where
+            megackpt raises an error.
+    """
+
+    silent_cast: bool = False
+
+
+OPTIONS = ProcessOptions()
+"""Those of this process."""

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from megackpt.comm import Group
-from megackpt.comm.device_group import DeviceGroup
+from megackpt.comm.subgroups import DeviceGroup
 from megackpt.engine.data.read import Target, with_target_strides
 from megackpt.engine.data.tensor_bytes import as_elements, byte_view, contiguous_bytes, copy_block
 from megackpt.engine.loading.prepared_load import PreparedLoad, ReadResult

@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 
 from megackpt.comm import AnyGroup, Group, errors_on_all_ranks
-from megackpt.comm.device_group import DeviceGroup
-from megackpt.comm.subgroups import check_group_argument, subgroup
+from megackpt.comm.subgroups import DeviceGroup, check_group_argument, subgroup
 from megackpt.engine.data.read import probe_chunk
 from megackpt.engine.loading.exchange import ExchangeRanks, ExchangeReader
 from megackpt.engine.loading.prepared_load import LoadRequest, PreparedLoad

@@ -14,7 +14,7 @@ import torch
 from torch.distributed.checkpoint.api import CheckpointException
 
 import megackpt
-from megackpt.contrib.megatron import core_version, dist_checkpointing, process_options
+from megackpt.contrib.megatron import core_version, dist_checkpointing, settings
 from megackpt.contrib.megatron.dist_checkpointing import (
     core,
     mapping,
@@ -348,7 +348,7 @@ def test_a_silent_cast_is_an_option_of_install(tmp_path: Path, monkeypatch: pyte
 
     with pytest.raises(MismatchError, match="float32"):
         dist_checkpointing.load(wanted(), path)
-    monkeypatch.setattr(process_options.OPTIONS, "silent_cast", True)
+    monkeypatch.setattr(settings.OPTIONS, "silent_cast", True)
     assert dist_checkpointing.load(wanted(), path)["w"].tolist() == [1.5, 2.5]
     with pytest.raises(MismatchError, match="float32"):
         megackpt.load(wanted(), path)

@@ -124,7 +124,7 @@ def test_every_name_that_megatron_imports_is_found_under_install() -> None:
 def test_install_sets_the_option() -> None:
     done = run_python(
         "from megackpt.contrib import megatron\n"
-        "from megackpt.contrib.megatron.process_options import OPTIONS\n"
+        "from megackpt.contrib.megatron.settings import OPTIONS\n"
         "megatron.install(silent_cast=True); assert OPTIONS.silent_cast\n"
         "megatron.install(); assert not OPTIONS.silent_cast\n"
         "megatron.install(silent_cast='yes')"

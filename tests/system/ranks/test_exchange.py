@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 import megackpt
 from megackpt import IntegrityError, LoadOptions, MismatchError, RankFailedError, ShardedObject, ShardedTensor
-from megackpt.comm.device_group import DeviceGroup
+from megackpt.comm.subgroups import DeviceGroup
 from megackpt.engine.loading import exchange
 from megackpt.storage import LocalStore
 from megackpt.testing.ranks import Outcome, RankPool
