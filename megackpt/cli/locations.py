@@ -124,18 +124,6 @@ def single_checkpoint_error(root: str) -> NotACheckpointError:
     )
 
 
-def check_output(path: str | None) -> None:
-    """Check that a result can be written to a file, before it is computed. None is accepted.
-
-    Raises:
-        DeclarationError: the directory of the file does not exist.
-    """
-    if path is not None and not Path(path).absolute().parent.is_dir():
-        raise DeclarationError(
-            f"{path}: there is no such directory. Give a file in one that exists.", path=path
-        )
-
-
 def check_chart(path: str | None) -> None:
     """Check that a chart can be drawn to a file, before its data is computed. None is accepted.
 

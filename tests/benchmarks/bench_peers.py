@@ -19,7 +19,7 @@ from megackpt.cli.bench import Size, split_names
 from megackpt.cli.benchmark.settings import DTYPES
 from megackpt.cli.benchmark.tables import empty_table, fill_table, show
 from megackpt.cli.entry import is_rank_0
-from megackpt.cli.locations import check_chart, check_output
+from megackpt.cli.locations import check_chart
 from megackpt.errors import CheckpointError
 from tests.benchmarks.measuring import options
 from tests.benchmarks.peers.contenders import PEERS
@@ -66,7 +66,7 @@ def main() -> int:
         if is_rank_0():  # only rank 0 writes these files; other machines may lack their directories
             check_chart(None if arguments.chart is None else str(arguments.chart))
             for file in (arguments.profile, arguments.json):
-                check_output(None if file is None else str(file))
+                check_output(file)
         report = run_peers(settings)
     except CheckpointError as error:
         raise SystemExit(str(error)) from error
@@ -88,6 +88,12 @@ def parse_size(text: str) -> int:
         return Size().convert(text, None, None)
     except click.BadParameter as error:
         raise argparse.ArgumentTypeError(error.message) from error
+
+
+def check_output(file: Path | None) -> None:
+    """Raise an error, before anything is measured, if a result cannot be written to a file."""
+    if file is not None and not file.absolute().parent.is_dir():
+        raise SystemExit(f"{file}: there is no such directory. Give a file in one that exists.")
 
 
 def show_all(report: PeerReport, console: Console) -> None:

@@ -43,7 +43,7 @@ OWNERS: dict[str, set[str]] = {
     "formats/tensor_pickle.py": {"pickle"},
     "formats/pickle_limits.py": {"pickle"},  # its errors
     "formats/torch_zip.py": {"pickle"},  # its errors
-    "formats/pickle_keys.py": {"pickle"},  # its errors, and opcodes; no class is looked up
+    "formats/pickle_values.py": {"pickle"},  # its errors, and opcodes; no class is looked up
 }
 
 
