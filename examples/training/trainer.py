@@ -241,10 +241,12 @@ class Trainer:
                 strict=StrictHandling.of(self.arguments.knobs.dist_ckpt_load_strictness),
             )
             notes = self.training_state.resume(loaded, step=step)
+            self.optimizer.load_sharded_state_dict(
+                loaded["optimizer"], when_different=self.arguments.when_schedule_differs
+            )
         except CheckpointError as error:  # the same on all ranks
             exit_with_error(f"cannot resume {location}: {error}")
         self.step = step
-        self.optimizer.load_sharded_state_dict(loaded["optimizer"])
         self._follow_schedule()
         return "; ".join(
             [

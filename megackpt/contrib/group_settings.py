@@ -18,6 +18,8 @@ from megackpt.entities import ShardedStateDict, StateDict
 from megackpt.errors import DeclarationError, MismatchError
 from megackpt.training.optim.param_groups import (
     ParamGroup,
+    WhenDifferent,
+    chosen_options,
     declare_group_numbers,
     match_unnamed_groups,
     need_numbers,
@@ -68,7 +70,11 @@ def plain_settings(groups: Sequence[Mapping[str, Any]]) -> Settings:
 
 
 def restore_settings(
-    groups: Sequence[dict[str, Any]], loaded: StateDict, *, is_capturable: bool = False
+    groups: Sequence[dict[str, Any]],
+    loaded: StateDict,
+    *,
+    is_capturable: bool = False,
+    when_different: WhenDifferent = "checkpoint",
 ) -> None:
     """Write loaded settings into the groups. A tensor stays one, on its device. Local.
 
@@ -76,10 +82,11 @@ def restore_settings(
         groups: of an optimizer.
         loaded: what was loaded for `declare_settings`.
         is_capturable: whether the optimizer will make a tensor of a `step` that a group does not have yet.
+        when_different: whose configuration is taken where it differs; see `chosen_options`.
 
     Raises:
-        MismatchError: the groups have other names, or groups without a name were made of other parameters.
-            Nothing is changed then.
+        MismatchError: the groups have other names, groups without a name were made of other parameters, or
+            the configuration differs, with "error". Nothing is changed then.
     """
     stored: Settings = loaded["param_groups"]
     names = group_names(groups)
@@ -87,8 +94,10 @@ def restore_settings(
     names_there = [stored_names.get(name, name) for name in names]
     if set(names_there) != set(stored):
         raise _other_groups(stored, names)
-    for name, group in zip(names_there, groups, strict=True):
-        for option, value in stored[name].items():
+    there = dict(zip(names_there, groups, strict=True))
+    chosen = chosen_options(stored, there, when_different)
+    for name, group in there.items():
+        for option, value in chosen[name].items():
             group[option] = _as_in(groups, group, option, value, is_capturable=is_capturable)
         if "step" not in stored[name]:  # no step was taken before the save
             group.pop("step", None)

@@ -37,7 +37,7 @@ from megackpt.entities import ShardedStateDict, StateDict
 from megackpt.errors import DeclarationError
 from megackpt.training.optim import initialise_state, make_sharded_optimizer_tensor
 from megackpt.training.optim.inner_optimizer import MASTER
-from megackpt.training.optim.param_groups import IMPLEMENTATION_OPTIONS
+from megackpt.training.optim.param_groups import IMPLEMENTATION_OPTIONS, WhenDifferent
 from megackpt.training.optim.sharded_state import find_param_entities
 from megackpt.training.optim.torch_state import declare_state
 
@@ -114,17 +114,20 @@ def sharded_state_dict(
 
 
 @torch.no_grad()
-def load_sharded_state_dict(optimizer: Any, loaded: StateDict) -> None:
+def load_sharded_state_dict(
+    optimizer: Any, loaded: StateDict, *, when_different: WhenDifferent = "checkpoint"
+) -> None:
     """Restore what a load of `sharded_state_dict(..., is_loading=True)` returned. Local.
 
     Load the model before: copies of parameters that have no stored master are made from the parameters.
+    when_different is as for the optimizers of `megackpt.training.optim`.
 
     Raises:
-        MismatchError: the groups do not belong to those of the checkpoint.
+        MismatchError: the groups do not belong to those of the checkpoint, or are configured otherwise.
         DeclarationError: the optimizer is another one.
     """
     members = _offloaded_params(optimizer)
-    _restore_settings(optimizer, members, loaded)
+    _restore_settings(optimizer, members, loaded, when_different)
     for position, member in enumerate(members):
         values = loaded["state"].get(position, {})
         for name, current in member.states().items():
@@ -218,9 +221,11 @@ def _stored_options(group: dict[str, Any]) -> dict[str, Any]:
     return {option: value for option, value in group.items() if option not in left_out}
 
 
-def _restore_settings(optimizer: Any, members: Sequence[OffloadedParam], loaded: StateDict) -> None:
+def _restore_settings(
+    optimizer: Any, members: Sequence[OffloadedParam], loaded: StateDict, when_different: WhenDifferent
+) -> None:
     groups = _groups(optimizer, members)
-    restore_settings(groups, loaded)
+    restore_settings(groups, loaded, when_different=when_different)
     inner_group = dict(_inner_groups(members))
     for number, group in enumerate(groups):
         options = {option: value for option, value in group.items() if option != "params"}

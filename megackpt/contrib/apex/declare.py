@@ -24,6 +24,7 @@ from megackpt.entities import ShardedBase, ShardedStateDict, StateDict
 from megackpt.errors import DeclarationError
 from megackpt.training.optim.inner_optimizer import MASTER
 from megackpt.training.optim.owned_params import cuts_of
+from megackpt.training.optim.param_groups import WhenDifferent
 from megackpt.training.optim.remainders import is_rounded
 from megackpt.training.optim.sharded_state import (
     find_param_entities,
@@ -308,19 +309,23 @@ def sharded_state_dict(
 
 
 @torch.no_grad()
-def load_sharded_state_dict(optimizer: Optimizer, loaded: StateDict) -> None:
+def load_sharded_state_dict(
+    optimizer: Optimizer, loaded: StateDict, *, when_different: WhenDifferent = "checkpoint"
+) -> None:
     """Restore what a load of `sharded_state_dict(..., is_loading=True)` returned. Local.
 
     Load the model before. Of DistributedFusedAdam with remainders, the weights of this rank's fragments are
     written, too (see `megackpt.training.optim.remainders`); other ranks get them with the next step's
-    parameters.
+    parameters. when_different is as for the optimizers of `megackpt.training.optim`.
 
     Raises:
-        MismatchError: the parameter groups have other names, or other parameters.
+        MismatchError: the parameter groups have other names, other parameters, or are configured otherwise.
         DeclarationError: the optimizer is none of Apex's.
     """
     is_capturable = getattr(optimizer, "capturable", False)
-    restore_settings(optimizer.param_groups, loaded, is_capturable=is_capturable)
+    restore_settings(
+        optimizer.param_groups, loaded, is_capturable=is_capturable, when_different=when_different
+    )
     if not is_distributed_fused_adam(optimizer):
         restore_whole(optimizer, _whole_kind(optimizer), loaded["state"])
         return

@@ -44,6 +44,7 @@ from megackpt.entities import (
 )
 from megackpt.errors import DeclarationError
 from megackpt.training.optim.inner_optimizer import MASTER
+from megackpt.training.optim.param_groups import WhenDifferent
 from megackpt.training.optim.remainders import join_master, split_master
 from megackpt.training.optim.sharded_state import (
     ParamEntity,
@@ -233,17 +234,22 @@ def sharded_state_dict(
 
 
 @torch.no_grad()
-def load_sharded_state_dict(optimizer: Optimizer, loaded: StateDict) -> None:
+def load_sharded_state_dict(
+    optimizer: Optimizer, loaded: StateDict, *, when_different: WhenDifferent = "checkpoint"
+) -> None:
     """Restore what a load of `sharded_state_dict` returned. Local; after the model was loaded.
 
     With remainders it writes the weights, too (see `megackpt.training.optim.remainders`), and with
     `quantised="masters"` the quantised ones. Masters that were not loaded are copied from the weights.
+    when_different is as for the optimizers of `megackpt.training.optim`.
 
     Raises:
-        MismatchError: the groups do not belong to those of the checkpoint.
+        MismatchError: the groups do not belong to those of the checkpoint, or are configured otherwise.
     """
     is_capturable = getattr(optimizer, "capturable", False)
-    restore_settings(optimizer.param_groups, loaded, is_capturable=is_capturable)
+    restore_settings(
+        optimizer.param_groups, loaded, is_capturable=is_capturable, when_different=when_different
+    )
     params = [param for group in optimizer.param_groups for param in group["params"]]
     scales = loaded.get("scales", {})
     for position, param in enumerate(params):

@@ -24,6 +24,7 @@ from megackpt.engine.checkpoint.manifest import (
 )
 from megackpt.engine.data.tensor_bytes import check_target
 from megackpt.engine.loading.common_request import CommonRequest, match_common_state
+from megackpt.engine.loading.optimizer_names import ordered_as_requested
 from megackpt.engine.loading.prepared_load import PreparedLoad, ReadPlan, RequestedKeys, Source
 from megackpt.engine.loading.shared_targets import SharedTargets
 from megackpt.entities import PerRankValue, ShardedObject, ShardedStateDict, ShardedTensor
@@ -153,6 +154,7 @@ class _Checkpoint:
         """Split a request into entities and common state; unrenamed keys have their stored names."""
         arrays = self.contents.arrays
         stored_common = read_common_and_references(self.contents, where=self.where)[0]
+        stored_common, absent = ordered_as_requested(stored_common, state, where=self.where)
         common = match_common_state(state, stored_common, arrays, unrenamed)
         objects = {key for key, spec in arrays.items() if spec.dtype == OBJECT}
         flattened = flatten_state(
@@ -161,7 +163,7 @@ class _Checkpoint:
             ranks=group.size,
             # An object cannot fill a plain tensor.
             stored=_AllKeysBut(objects),
-            common=common.steps,
+            common=common.steps | absent,
             in_host_memory=not self.options.load_on_device,
         )
         requested = {entity.key for entity in flattened.entities}

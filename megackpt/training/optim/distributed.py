@@ -27,7 +27,7 @@ from megackpt.training.optim.inner_optimizer import OptimizerFactory
 from megackpt.training.optim.master_optimizer import DEFAULT_BUCKET_SIZE, MasterOptimizer
 from megackpt.training.optim.overlap import GradientReductions, ParameterGathers, buckets_in_order
 from megackpt.training.optim.owned_params import OwnedParam, model_replica
-from megackpt.training.optim.param_groups import ParamsOrGroups
+from megackpt.training.optim.param_groups import ParamsOrGroups, WhenDifferent
 from megackpt.training.optim.ranges import BufferLayout, FlatRange
 from megackpt.training.optim.sharded_state import (
     ParamEntity,
@@ -258,10 +258,12 @@ class DistributedOptimizer(MasterOptimizer):
         self.finish_param_sync()
         super().reload_model_params()
 
-    def load_sharded_state_dict(self, loaded: StateDict) -> None:
+    def load_sharded_state_dict(
+        self, loaded: StateDict, *, when_different: WhenDifferent = "checkpoint"
+    ) -> None:
         """Restore what a load of `sharded_state_dict` returned; see `MasterOptimizer`."""
         self.finish_param_sync()
-        super().load_sharded_state_dict(loaded)
+        super().load_sharded_state_dict(loaded, when_different=when_different)
 
     def sharded_state_dict(
         self, model_sharded_state_dict: ShardedStateDict, is_loading: bool = False, *, gathered: bool = False

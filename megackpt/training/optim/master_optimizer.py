@@ -30,6 +30,7 @@ from megackpt.training.optim.owned_params import OwnedParam, OwnedSlice, cut_par
 from megackpt.training.optim.param_groups import (
     Hyperparameters,
     ParamsOrGroups,
+    WhenDifferent,
     declare_group_numbers,
     hyperparameters,
     need_numbers,
@@ -164,11 +165,11 @@ class MasterOptimizer(ABC):
         """
         return {"param_groups": hyperparameters(self.inner.param_groups)}
 
-    def load_state_dict(self, state_dict: StateDict) -> None:
-        """Restore what `state_dict` returned. Local.
+    def load_state_dict(self, state_dict: StateDict, *, when_different: WhenDifferent = "checkpoint") -> None:
+        """Restore what `state_dict` returned. Local. when_different is as for `load_sharded_state_dict`.
 
         Raises:
-            MismatchError: the names of the groups differ.
+            MismatchError: the names of the groups differ, or their configuration (see `when_different`).
             MissingKeyError: state_dict has no groups.
         """
         if "param_groups" not in state_dict:
@@ -177,7 +178,9 @@ class MasterOptimizer(ABC):
                 f"what state_dict() of this optimizer returned.",
                 path="param_groups",
             )
-        restore_hyperparameters(self.inner.param_groups, state_dict["param_groups"])
+        restore_hyperparameters(
+            self.inner.param_groups, state_dict["param_groups"], when_different=when_different
+        )
 
     def sharded_state_dict(
         self, model_sharded_state_dict: ShardedStateDict, is_loading: bool = False
@@ -217,7 +220,9 @@ class MasterOptimizer(ABC):
         return declared
 
     @torch.no_grad()
-    def load_sharded_state_dict(self, loaded: StateDict) -> None:
+    def load_sharded_state_dict(
+        self, loaded: StateDict, *, when_different: WhenDifferent = "checkpoint"
+    ) -> None:
         """Restore what a load of `sharded_state_dict` returned. Load the model before.
 
         Local, but collective over pp where there are several groups, some without a name: these are matched
@@ -228,12 +233,22 @@ class MasterOptimizer(ABC):
         change; master weights that were not loaded are copied from the model's parameters. Loaded master
         weights must round to the loaded parameters on every rank; then nothing needs to be exchanged.
 
+        Args:
+            loaded: the part of the loaded state dict that `sharded_state_dict` has declared.
+            when_different: what to do if groups are configured otherwise than in the checkpoint (weight
+                decay, betas, eps, the rates that a schedule computes from): "checkpoint" goes on as stored,
+                "given" as given, both with a warning; "error" raises one. Steps and the present rate always
+                continue as stored.
+
         Raises:
             MismatchError: the names of the groups differ, groups without a name were made of other
-                parameters, a tensor has another size, or parameters are not the rounded master weights.
+                parameters, a tensor has another size, or parameters are not the rounded master weights; or
+                the configuration differs, with "error".
         """
         if "param_groups" in loaded:
-            self._restore_hyperparameters(loaded["param_groups"], loaded.get("param_group_of", {}))
+            self._restore_hyperparameters(
+                loaded["param_groups"], loaded.get("param_group_of", {}), when_different
+            )
         states = loaded.get("state", {})
         for owned_param in self._owned_params:
             self._inner.restore(owned_param, states.get(owned_param.position, {}))
@@ -279,11 +294,13 @@ class MasterOptimizer(ABC):
     ) -> ShardedTensor:
         """Declare a 0-dim state of the whole parameter."""
 
-    def _restore_hyperparameters(self, stored: Hyperparameters, numbers: Mapping[int, Tensor]) -> None:
+    def _restore_hyperparameters(
+        self, stored: Hyperparameters, numbers: Mapping[int, Tensor], when_different: WhenDifferent
+    ) -> None:
         names: Mapping[str, str] = {}
         if need_numbers(self._groups):
             names = stored_group_names(self._groups, numbers, stored, pp=self.groups.pp, device=self._device)
-        restore_hyperparameters(self.inner.param_groups, stored, names)
+        restore_hyperparameters(self.inner.param_groups, stored, names, when_different=when_different)
 
     @property
     def _grad_divisor(self) -> int:

@@ -19,7 +19,7 @@ from megackpt.training.optim.collectives import all_gather_slices, reduce_scatte
 from megackpt.training.optim.inner_optimizer import OptimizerFactory
 from megackpt.training.optim.master_optimizer import MasterOptimizer
 from megackpt.training.optim.owned_params import OwnedParam, model_replica
-from megackpt.training.optim.param_groups import ParamsOrGroups
+from megackpt.training.optim.param_groups import ParamsOrGroups, WhenDifferent
 from megackpt.training.optim.ranges import BufferLayout, FlatRange
 from megackpt.training.optim.sharded_state import (
     ParamEntity,
@@ -137,7 +137,9 @@ class WholeMatrixOptimizer(MixedPrecisionOptimizer):
         # A bucket ends before it would exceed its size: so each parameter has one of its own.
         super().__init__(params_or_groups, optimizer_factory, groups, clip_grad=clip_grad, bucket_size=1)
 
-    def load_sharded_state_dict(self, loaded: StateDict) -> None:
+    def load_sharded_state_dict(
+        self, loaded: StateDict, *, when_different: WhenDifferent = "checkpoint"
+    ) -> None:
         """Restore what a load of `sharded_state_dict` returned. Load the model before. Collective.
 
         After it the parameters of all ranks are those of their owners.
@@ -145,7 +147,7 @@ class WholeMatrixOptimizer(MixedPrecisionOptimizer):
         Raises:
             MismatchError: see `MasterOptimizer`.
         """
-        super().load_sharded_state_dict(loaded)
+        super().load_sharded_state_dict(loaded, when_different=when_different)
         self._share_all_params()
 
     def _ownership(self, layout: BufferLayout, axis: Axis) -> tuple[Sequence[FlatRange], Sequence[FlatRange]]:

@@ -6,9 +6,10 @@ A group with a name is matched with the stored group of that name; `match_unname
 from __future__ import annotations
 
 import copy
+import logging
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -16,15 +17,36 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from megackpt.entities import ShardedStateDict, ShardedTensor
-from megackpt.errors import DeclarationError, MismatchError
+from megackpt.errors import DeclarationError, MismatchError, truncated_list
 from megackpt.training.optim.sharded_state import find_param_entities, make_sharded_scalar, replica_of
 from megackpt.training.parallel.collectives import all_reduce
 from megackpt.training.parallel.groups import Axis
+
+log = logging.getLogger(__name__)
 
 ParamsOrGroups: TypeAlias = Iterable[Parameter] | Iterable[dict[str, Any]]  # as torch.optim takes them
 Hyperparameters: TypeAlias = dict[
     str, dict[str, Any]
 ]  # group name -> option -> value, whatever the optimizer has
+
+WhenDifferent: TypeAlias = Literal["error", "checkpoint", "given"]
+"""Whose configuration a run goes on with where that of the checkpoint is not the one given."""
+
+SCHEDULE_OPTIONS = frozenset(
+    {"max_lr", "min_lr", "initial_lr", "base_momentum", "max_momentum", "start_wd", "end_wd"}
+)
+"""Options of groups from which schedulers of torch and Megatron-Core compute the others at each step."""
+
+CONFIGURED_OPTIONS = SCHEDULE_OPTIONS | {
+    *("weight_decay", "decoupled_weight_decay", "betas", "eps", "momentum", "dampening", "nesterov"),
+    *("amsgrad", "maximize", "alpha", "centered", "rho", "lambd", "t0", "lr_decay", "etas", "step_sizes"),
+    *("momentum_decay", "lr_mult", "wd_mult", "bias_correction", "adam_w_mode", "grad_averaging"),
+}
+"""Options that a user configures. All others are state, such as `step`, `lr` and the counters of optimizers
+without schedules: they continue as stored.
+
+Source: torch 2.13 `torch.optim`; Megatron-Core 0.16.1 `optimizer`; Transformer Engine and Apex.
+"""
 
 IMPLEMENTATION_OPTIONS = frozenset({"foreach", "fused", "capturable", "differentiable"})
 """Options that choose an implementation for this machine and do not change results; they are not stored."""
@@ -82,6 +104,8 @@ def restore_hyperparameters(
     inner_groups: Sequence[dict[str, Any]],
     loaded: Hyperparameters,
     stored_names: Mapping[str, str] | None = None,
+    *,
+    when_different: WhenDifferent = "checkpoint",
 ) -> None:
     """Overwrite the options of every group with those loaded for it. Local.
 
@@ -89,15 +113,83 @@ def restore_hyperparameters(
         inner_groups: the groups of the torch optimizer.
         loaded: what `hyperparameters` returned.
         stored_names: the name in loaded of each group that has another name there.
+        when_different: as for `chosen_options`.
 
     Raises:
-        MismatchError: the names differ. Nothing is changed in that case.
+        MismatchError: the names differ, or `chosen_options` raises it. Nothing is changed in that case.
     """
     renamed = {} if stored_names is None else stored_names
-    _check_names({renamed.get(group["name"], group["name"]) for group in inner_groups}, set(loaded))
+    names = [renamed.get(group["name"], group["name"]) for group in inner_groups]
+    _check_names(set(names), set(loaded))
+    stored = {group["name"]: loaded[name] for group, name in zip(inner_groups, names, strict=True)}
+    given = {group["name"]: group for group in inner_groups}
+    chosen = chosen_options(stored, given, when_different)
     for group in inner_groups:
-        options = loaded[renamed.get(group["name"], group["name"])]
-        group.update({option: _copy(value) for option, value in options.items()})
+        group.update({option: _copy(value) for option, value in chosen[group["name"]].items()})
+
+
+def chosen_options(
+    stored: Mapping[str, Mapping[str, Any]],
+    given: Mapping[str, Mapping[str, Any]],
+    when_different: WhenDifferent,
+) -> dict[str, dict[str, Any]]:
+    """Return the options that each group goes on with, by name of the group. Local.
+
+    State is that of the checkpoint. Of the configuration that differs, `when_different` says whose is taken:
+    `checkpoint` and `given` log a warning with both values, on rank 0.
+
+    Raises:
+        MismatchError: the configuration differs, and `when_different` is "error".
+        DeclarationError: `when_different` is none of the three.
+    """
+    if when_different not in ("error", "checkpoint", "given"):
+        raise DeclarationError(
+            f"when_different={when_different!r} is not known. Give 'error', 'checkpoint' or 'given'."
+        )
+    chosen = {name: dict(options) for name, options in stored.items()}
+    differing: list[str] = []
+    for name, options in stored.items():
+        for option, value in options.items():
+            now = given[name].get(option, _UNSET)
+            if now is _UNSET or not _is_configured(option, given[name]) or _are_equal(value, now):
+                continue
+            differing.append(f"group {name!r}: {option} {value!r} stored, {now!r} given")
+            if when_different == "given":
+                chosen[name][option] = now
+    if not differing:
+        return chosen
+    text = truncated_list(differing)
+    if when_different == "error":
+        raise MismatchError(
+            f"The optimizer of the checkpoint is configured otherwise than this one:\n{text}\n"
+            f'Give the values it was trained with, or choose: when_different="checkpoint" goes on as stored, '
+            f'"given" as given.',
+            path="param_groups",
+        )
+    if not dist.is_available() or not dist.is_initialized() or dist.get_rank() == 0:
+        whose = "the given values are" if when_different == "given" else "those of the checkpoint are"
+        log.warning("The optimizer was configured otherwise when it was saved; %s used:\n%s", whose, text)
+    return chosen
+
+
+_UNSET = object()
+
+
+def _is_configured(option: str, group: Mapping[str, Any]) -> bool:
+    """Return whether a user configures an option of a group, and no schedule changes it at each step."""
+    if option == "weight_decay" and "wd_mult" in group:  # by the scheduler of Megatron-Core
+        return False
+    if option in ("betas", "momentum") and "max_momentum" in group:  # by OneCycleLR and CyclicLR
+        return False
+    return option in CONFIGURED_OPTIONS
+
+
+def _are_equal(a: Any, b: Any) -> bool:
+    """Return whether two options are equal, whether they are numbers or tensors of one element."""
+    if isinstance(a, (tuple, list)) and isinstance(b, (tuple, list)):
+        return len(a) == len(b) and all(map(_are_equal, a, b))
+    a, b = (v.item() if isinstance(v, Tensor) and v.numel() == 1 else v for v in (a, b))
+    return torch.equal(a, b) if isinstance(a, Tensor) and isinstance(b, Tensor) else bool(a == b)
 
 
 def _check_names(ours: set[str], theirs: set[str]) -> None:

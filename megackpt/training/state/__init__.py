@@ -1,5 +1,6 @@
 """State of a training run that is not tensors: random streams, data position, schedule, users' objects."""
 
+from megackpt.training.optim.param_groups import WhenDifferent
 from megackpt.training.state.data_position import DataPosition, SampleOrder
 from megackpt.training.state.objects import CommonObject, RankObject, Stateful, loader_object
 from megackpt.training.state.rank_position import RankPosition
@@ -19,7 +20,7 @@ from megackpt.training.state.rng_sources import (
     TorchRng,
     TrackedRng,
 )
-from megackpt.training.state.schedule import PROGRESS, ScheduleState, WhenDifferent
+from megackpt.training.state.schedule import PROGRESS, ScheduleState
 from megackpt.training.state.sharded_data import SequenceReader, ShardedData, ShardReader, ShuffleBuffer
 from megackpt.training.state.training_state import Resumable, TrainingState
 

@@ -5,16 +5,15 @@ The stored configuration is compared with the given one, field by field.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
-from typing import Any, Literal, TypeAlias
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 
 from megackpt.entities import ShardedStateDict
 from megackpt.errors import DeclarationError, MismatchError, truncated_list
+from megackpt.training.optim.param_groups import SCHEDULE_OPTIONS, WhenDifferent
 from megackpt.training.state.objects import Stateful
-
-WhenDifferent: TypeAlias = Literal["error", "checkpoint", "given"]
 
 PROGRESS = frozenset(
     {
@@ -40,6 +39,11 @@ class ScheduleState:
     * `given`: continue as given (`--override-opt_param-scheduler`). A torch scheduler that computes a rate
       from the one before (most do) continues from the stored rate.
 
+    Schedulers keep a part of their configuration in the groups of their optimizer (`max_lr`, `initial_lr`,
+    ...), where a load of the optimizer overwrites it. It is stored with the schedule. What the groups have
+    when this object is made is the given configuration. So make it before the load, and call `resume` after
+    the optimizer is loaded.
+
     Args:
         schedule: an object whose `load_state_dict` is called, or a mapping, which is not changed: see
             `values`.
@@ -62,6 +66,7 @@ class ScheduleState:
         self._values = dict(schedule) if isinstance(schedule, Mapping) else None
         self.when_different = when_different
         self._progress = frozenset(progress)
+        self._given_groups = _options_of_groups(schedule)
 
     @property
     def values(self) -> dict[str, Any]:
@@ -73,7 +78,8 @@ class ScheduleState:
 
     def sharded_state_dict(self, prefix: str = "") -> ShardedStateDict:
         """Return the fields, as common state. Local."""
-        return {"fields": self.values}
+        groups = _options_of_groups(self._schedule)
+        return {"fields": self.values, "groups": groups} if groups else {"fields": self.values}
 
     def resume(self, loaded: Any, *, step: int) -> str:
         """Continue where the schedule was. Local.
@@ -85,7 +91,9 @@ class ScheduleState:
             MismatchError: they differ, and `when_different` is "error".
         """
         stored, configured = loaded["fields"], self.values
-        differing = list(self._differing(stored, configured))
+        # A checkpoint of an older version lacks them, and the load of the optimizer has written them.
+        stored_groups = loaded.get("groups") or _options_of_groups(self._schedule)
+        differing = [*self._differing(stored, configured), *self._differing_groups(stored_groups)]
         if differing and self.when_different == "error":
             raise MismatchError(
                 f"The schedule of the checkpoint is not the one given:\n{truncated_list(differing)}\n"
@@ -93,6 +101,9 @@ class ScheduleState:
                 f'stored, "given" as given.'
             )
         chosen = self._overridden(stored, configured) if self.when_different == "given" else stored
+        chosen_groups = self._given_groups if self.when_different == "given" else stored_groups
+        for group, options in zip(_groups_of(self._schedule), chosen_groups, strict=False):
+            group.update(options)
         if self._values is not None:
             self._values = dict(chosen)
         else:
@@ -102,6 +113,14 @@ class ScheduleState:
             return ""
         whose = "the given" if self.when_different == "given" else "the checkpoint's"
         return f"{whose} schedule is followed ({'; '.join(differing)})"
+
+    def _differing_groups(self, stored_groups: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+        """Yield each option of the optimizer's groups that differs, with the stored and the given value."""
+        for number, (stored, given) in enumerate(zip(stored_groups, self._given_groups, strict=False)):
+            for option, value in given.items():
+                before = stored.get(option, _ABSENT)
+                if not _are_equal(before, value):
+                    yield f"param_groups[{number}].{option}: {before!r} stored, {value!r} given"
 
     def _differing(self, stored: Any, configured: Any, path: str = "") -> Iterator[str]:
         """Yield each configured field that differs, with the stored and the given value."""
@@ -127,6 +146,21 @@ class ScheduleState:
             is_progress = name in self._progress
             fields[name] = stored[name] if is_progress else self._overridden(stored[name], configured[name])
         return fields
+
+
+def _groups_of(schedule: Any) -> Sequence[dict[str, Any]]:
+    """Return the groups of the optimizer whose rates a schedule sets; none if it has no optimizer."""
+    groups = getattr(getattr(schedule, "optimizer", None), "param_groups", ())
+    return groups if isinstance(groups, Sequence) else ()
+
+
+def _options_of_groups(schedule: Any) -> list[dict[str, Any]]:
+    """Return what the groups have that schedules compute rates from, without groups that have nothing."""
+    options = [
+        {option: value for option, value in group.items() if option in SCHEDULE_OPTIONS}
+        for group in _groups_of(schedule)
+    ]
+    return options if any(options) else []
 
 
 class _Absent:

@@ -1,0 +1,80 @@
+"""State of a torch optimizer with named parameters is loaded by their names, whatever their order."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import distribute_tensor, init_device_mesh
+
+from megackpt import MismatchError, SaveOptions, load, save
+from megackpt.storage import MemoryStore
+
+
+def trained(names: list[str], *, steps: int = 2) -> tuple[dict[str, nn.Parameter], torch.optim.Optimizer]:
+    params = {name: nn.Parameter(torch.full((3,), float(ord(name)))) for name in names}
+    optimizer = torch.optim.AdamW(params.items(), lr=0.1)
+    for step in range(steps):
+        for name, param in params.items():
+            param.grad = torch.full_like(param, ord(name) + step)
+        optimizer.step()
+    return params, optimizer
+
+
+def moments(params: dict[str, nn.Parameter], optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    return {name: optimizer.state[param]["exp_avg"].tolist() for name, param in params.items()}
+
+
+@pytest.mark.parametrize("plain_tensors", ["arrays", "common"])
+@pytest.mark.parametrize("has_state", [True, False])
+@pytest.mark.parametrize("order", ["cab", "abc", "cba"])
+def test_another_order_of_parameters_gets_the_moments_of_each_name(
+    plain_tensors: Any, has_state: bool, order: str
+) -> None:
+    params, optimizer = trained(list("abc"))
+    save(
+        {"opt": optimizer.state_dict()},
+        store := MemoryStore(),
+        options=SaveOptions(plain_tensors=plain_tensors),
+    )
+    again, other = trained(list(order), steps=int(has_state))
+    loaded = load({"opt": other.state_dict()}, store)
+    other.load_state_dict(loaded["opt"])
+    assert moments(again, other) == moments(params, optimizer)
+    assert other.state_dict()["param_groups"][0]["param_names"] == list(order)
+
+
+def test_parameters_of_one_side_only_are_named(caplog: pytest.LogCaptureFixture) -> None:
+    params, optimizer = trained(list("abc"))
+    save({"opt": optimizer.state_dict()}, store := MemoryStore())
+    again, other = trained(list("dcb"), steps=1)
+    other.load_state_dict(load({"opt": other.state_dict()}, store)["opt"])
+    assert "has no state of:\n  d" in caplog.text
+    assert "has state of parameters that are not asked for:\n  a" in caplog.text
+    known = {name: again[name] for name in "cb"}
+    assert moments(known, other) == {name: moments(params, optimizer)[name] for name in "cb"}
+    assert again["d"] not in other.state
+
+
+def test_state_in_dtensors_of_another_order_is_an_error() -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        mesh = init_device_mesh("cpu", (1,))
+
+        def sharded(names: str) -> dict[str, Any]:
+            params = {name: nn.Parameter(distribute_tensor(torch.ones(2), mesh)) for name in names}
+            optimizer = torch.optim.AdamW(params.items())
+            for param in params.values():
+                param.grad = torch.ones_like(param)
+            optimizer.step()
+            return {"opt": optimizer.state_dict()}
+
+        save(sharded("ab"), store := MemoryStore())
+        load(sharded("ab"), store)
+        with pytest.raises(MismatchError, match=r"'opt' are not in the order of the checkpoint.*DTensor"):
+            load(sharded("ba"), store)
+    finally:
+        dist.destroy_process_group()
