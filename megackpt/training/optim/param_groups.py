@@ -122,15 +122,15 @@ def restore_hyperparameters(
     names = [renamed.get(group["name"], group["name"]) for group in inner_groups]
     _check_names(set(names), set(loaded))
     stored = {group["name"]: loaded[name] for group, name in zip(inner_groups, names, strict=True)}
-    given = {group["name"]: group for group in inner_groups}
-    chosen = chosen_options(stored, given, when_different)
+    present = {group["name"]: group for group in inner_groups}
+    chosen = chosen_options(stored, present, when_different)
     for group in inner_groups:
         group.update({option: _copy(value) for option, value in chosen[group["name"]].items()})
 
 
 def chosen_options(
     stored: Mapping[str, Mapping[str, Any]],
-    given: Mapping[str, Mapping[str, Any]],
+    present: Mapping[str, Mapping[str, Any]],
     when_different: WhenDifferent,
 ) -> dict[str, dict[str, Any]]:
     """Return the options that each group goes on with, by name of the group. Local.
@@ -150,8 +150,8 @@ def chosen_options(
     differing: list[str] = []
     for name, options in stored.items():
         for option, value in options.items():
-            now = given[name].get(option, _UNSET)
-            if now is _UNSET or not _is_configured(option, given[name]) or _are_equal(value, now):
+            now = present[name].get(option, _UNSET)
+            if now is _UNSET or not _is_configured(option, present[name]) or _are_equal(value, now):
                 continue
             differing.append(f"group {name!r}: {option} {value!r} stored, {now!r} given")
             if when_different == "given":

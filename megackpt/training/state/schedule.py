@@ -116,11 +116,11 @@ class ScheduleState:
 
     def _differing_groups(self, stored_groups: Sequence[Mapping[str, Any]]) -> Iterator[str]:
         """Yield each option of the optimizer's groups that differs, with the stored and the given value."""
-        for number, (stored, given) in enumerate(zip(stored_groups, self._given_groups, strict=False)):
-            for option, value in given.items():
-                before = stored.get(option, _ABSENT)
-                if not _are_equal(before, value):
-                    yield f"param_groups[{number}].{option}: {before!r} stored, {value!r} given"
+        for number, (stored, group) in enumerate(zip(stored_groups, self._given_groups, strict=False)):
+            for option, value in group.items():
+                stored_value = stored.get(option, _ABSENT)
+                if not _are_equal(stored_value, value):
+                    yield f"param_groups[{number}].{option}: {stored_value!r} stored, {value!r} given"
 
     def _differing(self, stored: Any, configured: Any, path: str = "") -> Iterator[str]:
         """Yield each configured field that differs, with the stored and the given value."""

@@ -61,7 +61,7 @@ def resumed(store: MemoryStore, adam: Adam, wrapper: type[Any] = DistributedOpti
 
 @pytest.mark.parametrize("wrapper", [DistributedOptimizer, MixedPrecisionOptimizer])
 @pytest.mark.parametrize(
-    ("option", "stored", "given"),
+    ("option", "stored", "other"),
     [
         ("weight_decay", 0.1, 0.5),
         ("betas", (0.9, 0.999), (0.8, 0.9)),
@@ -70,26 +70,25 @@ def resumed(store: MemoryStore, adam: Adam, wrapper: type[Any] = DistributedOpti
     ],
 )
 def test_what_a_user_configures_is_that_of_the_choice(
-    wrapper: type[Any], option: str, stored: Any, given: Any, caplog: pytest.LogCaptureFixture
+    wrapper: type[Any], option: str, stored: Any, other: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     store = saved(adam_with(**{option: stored}), wrapper)
     if option == "amsgrad":  # a state more; it is the configuration that is compared
-        given = stored
-        assert resumed(store, adam_with(amsgrad=given), wrapper, when_different="error")[0][option] == stored
+        assert resumed(store, adam_with(amsgrad=stored), wrapper, when_different="error")[0][option] == stored
         return
-    other = adam_with(**{option: given})
+    changed = adam_with(**{option: other})
     with pytest.raises(MismatchError, match=rf"group 'decay': {option} .* stored, .* given") as caught:
-        resumed(store, other, wrapper, when_different="error")
+        resumed(store, changed, wrapper, when_different="error")
     assert str(stored) in str(caught.value)
-    assert str(given) in str(caught.value)
+    assert str(other) in str(caught.value)
     with caplog.at_level(logging.WARNING):
-        assert resumed(store, other, wrapper)[0][option] == stored
+        assert resumed(store, changed, wrapper)[0][option] == stored
     assert "those of the checkpoint are used" in caplog.text
     caplog.clear()
     with caplog.at_level(logging.WARNING):
-        assert resumed(store, other, wrapper, when_different="given")[0][option] == given
+        assert resumed(store, changed, wrapper, when_different="given")[0][option] == other
     assert "the given values are used" in caplog.text
-    assert f"{option} {stored!r} stored, {given!r} given" in caplog.text
+    assert f"{option} {stored!r} stored, {other!r} given" in caplog.text
 
 
 @pytest.mark.parametrize("choice", ["error", "checkpoint", "given"])
@@ -104,7 +103,7 @@ def test_the_rate_and_steps_are_state(choice: Any, caplog: pytest.LogCaptureFixt
 
 def test_equal_configurations_are_no_difference_whatever_their_form() -> None:
     stored = {"0": {"betas": [0.9, 0.99], "eps": 1e-8, "weight_decay": 0.0, "step": 7}}
-    given = {
+    present = {
         "0": {
             "betas": (0.9, 0.99),
             "eps": torch.tensor(1e-8, dtype=torch.float64),
@@ -112,26 +111,26 @@ def test_equal_configurations_are_no_difference_whatever_their_form() -> None:
             "step": 0,
         }
     }
-    assert chosen_options(stored, given, "error") == stored
+    assert chosen_options(stored, present, "error") == stored
 
 
 def test_what_a_schedule_sets_at_each_step_is_state() -> None:
     stored = {"0": {"weight_decay": 0.07, "wd_mult": 1.0}, "1": {"betas": (0.95, 0.99), "max_momentum": 0.95}}
-    given = {"0": {"weight_decay": 0.1, "wd_mult": 1.0}, "1": {"betas": (0.85, 0.99), "max_momentum": 0.95}}
-    assert chosen_options(stored, given, "error") == stored
-    assert chosen_options(stored, given, "given") == stored
+    present = {"0": {"weight_decay": 0.1, "wd_mult": 1.0}, "1": {"betas": (0.85, 0.99), "max_momentum": 0.95}}
+    assert chosen_options(stored, present, "error") == stored
+    assert chosen_options(stored, present, "given") == stored
 
 
 @pytest.mark.parametrize("option", sorted(CONFIGURED_OPTIONS))
 @pytest.mark.parametrize("choice", ["error", "checkpoint", "given"])
 def test_the_table_of_options_and_choices(option: str, choice: Any) -> None:
-    stored, given = {"0": {option: 1.0, "other": 5}}, {"0": {option: 2.0, "other": 6}}
+    stored, present = {"0": {option: 1.0, "other": 5}}, {"0": {option: 2.0, "other": 6}}
     if choice == "error":
         with pytest.raises(MismatchError, match=f"{option} 1.0 stored, 2.0 given"):
-            chosen_options(stored, given, choice)
+            chosen_options(stored, present, choice)
     else:
         expected = 1.0 if choice == "checkpoint" else 2.0
-        assert chosen_options(stored, given, choice) == {"0": {option: expected, "other": 5}}
+        assert chosen_options(stored, present, choice) == {"0": {option: expected, "other": 5}}
 
 
 def test_hosts_optimizers_have_the_same_choice() -> None:
