@@ -166,13 +166,14 @@ class WriterProcess:
         """
         submitted = SubmittedJob(job, self._position + nbytes, on_commit, on_failure)
         with self._lock:
-            self._jobs.append(submitted)
-            # The receiving thread sets this flag under the lock, and fails the jobs that it finds afterwards.
-            # A job that comes later has to be failed here.
+            # The receiving thread fails the jobs that are here when the process is lost. A later job is never
+            # pending: Ctrl-C while it is failed must leave nothing that others wait for.
             is_lost = self._is_lost
+            if not is_lost:
+                self._jobs.append(submitted)
         self._position = submitted.stop
         if is_lost:
-            self._fail_all()
+            self._fail([submitted])
         return submitted
 
     def rest(self) -> None:
@@ -305,8 +306,9 @@ class WriterProcess:
         # names its exit code.
         self._process.end()
         with self._lock:
-            self._is_lost = True
-        self._fail_all()
+            self._is_lost, lost = True, list(self._jobs)
+            self._changed.notify_all()
+        self._fail(lost)
 
     def _handle(self, message: FromWriter) -> None:
         if isinstance(message, CommittedMessage):
@@ -315,12 +317,13 @@ class WriterProcess:
             name = "megackpt-follow"
             threading.Thread(target=self._follow_up, args=arguments, name=name, daemon=True).start()
             return
+        if isinstance(message, EndedMessage):
+            error = decode_error(message.error) if message.error is not None else None
+            self._end(self._submitted(message.job), error)
+            return
         with self._lock:
             if isinstance(message, ConsumedMessage):
                 self._consumed = message.position
-            elif isinstance(message, EndedMessage):
-                error = decode_error(message.error) if message.error is not None else None
-                self._end(self._submitted(message.job), error)
             elif isinstance(message, ReadyMessage):
                 self._is_ready = True
             self._changed.notify_all()
@@ -363,27 +366,21 @@ class WriterProcess:
         return next(submitted for submitted in self._jobs if submitted.job.number == job)
 
     def _end(self, submitted: SubmittedJob, error: CheckpointError | None) -> None:
-        if error is not None:
-            try:
-                error = None if submitted.on_failure(error) else error
-            except Exception as another:  # noqa: BLE001 - the first error is the one that is raised
-                log.warning("After %s has failed: %s", submitted.job.label, another)
-        submitted.error, submitted.is_over = error, True
-        self._jobs.remove(submitted)
-
-    def _fail_all(self) -> None:
-        """Make all jobs fail, here and on other ranks, because the process has ended."""
+        """End a job. It stays pending until `on_failure` has returned."""
+        # Without the lock: it does work in storage, and may wait for a thread that needs the lock.
+        if error is not None and _is_handled(submitted, error):
+            error = None
         with self._lock:
-            lost = list(self._jobs)
-        # Without the lock: the store may take seconds to answer.
-        errors = [self._lost_on_all_ranks(submitted) for submitted in lost]
-        with self._lock:
-            for submitted, error in zip(lost, errors, strict=True):
-                # `submit` calls this method, too. So two threads may fail the same job, and one of them comes
-                # second.
-                if not submitted.is_over:
-                    self._end(submitted, error)
+            submitted.error, submitted.is_over = error, True
+            if submitted in self._jobs:
+                self._jobs.remove(submitted)
             self._changed.notify_all()
+
+    def _fail(self, lost: Sequence[SubmittedJob]) -> None:
+        """Make jobs fail, here and on other ranks, because the process has ended."""
+        errors = [self._lost_on_all_ranks(submitted) for submitted in lost]
+        for submitted, error in zip(lost, errors, strict=True):
+            self._end(submitted, error)
 
     def _lost_on_all_ranks(self, submitted: SubmittedJob) -> CheckpointError:
         """Make a job fail on other ranks; return the error that all ranks raise."""
@@ -402,3 +399,12 @@ class WriterProcess:
             f"{submitted.job.label}. It is started again for the next save.{self._advice}",
             rank=self._rank,
         )
+
+
+def _is_handled(submitted: SubmittedJob, error: CheckpointError) -> bool:
+    """Do what follows a failure; return whether the error is not to be raised any more."""
+    try:
+        return submitted.on_failure(error)
+    except Exception as another:  # noqa: BLE001 - the first error is the one that is raised
+        log.warning("After %s has failed: %s", submitted.job.label, another)
+        return False

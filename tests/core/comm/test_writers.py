@@ -26,7 +26,7 @@ import torch.distributed as dist
 
 from megackpt.comm import store_group, writer_group
 from megackpt.comm.child_processes import child_environment
-from megackpt.comm.group import decode_error
+from megackpt.comm.group import decode_error, encode_error
 from megackpt.comm.store_host import StoreAddress, connect_store, host_towards
 from megackpt.comm.transport_choice import open_transport
 from megackpt.comm.writer_group import WriterGroup
@@ -43,7 +43,7 @@ from megackpt.engine.background.messages import (
     Job,
     StagedMessage,
 )
-from megackpt.engine.background.prepared_save import SubmittedJob
+from megackpt.engine.background.prepared_save import FailureHandler, SubmittedJob
 from megackpt.engine.background.process import WriterProcess
 from megackpt.engine.background.saver import AsyncSaver
 from megackpt.engine.background.staging_memory import StagingMemory, StreamClosedError
@@ -326,7 +326,9 @@ def writer(monkeypatch: pytest.MonkeyPatch) -> Iterator[WriterProcess]:
     writer.close()
 
 
-def submit(writer: WriterProcess, *, common: Any = None) -> SubmittedJob:
+def submit(
+    writer: WriterProcess, *, common: Any = None, on_failure: FailureHandler = lambda error: False
+) -> SubmittedJob:
     number, start = writer.next_job()
     job = Job(
         number=number,
@@ -344,7 +346,7 @@ def submit(writer: WriterProcess, *, common: Any = None) -> SubmittedJob:
         keeps=False,
         verify=None,
     )
-    return writer.submit(job, 0, lambda damages: None, lambda error: False)
+    return writer.submit(job, 0, lambda damages: None, on_failure)
 
 
 def its_end(writer: WriterProcess) -> Connection:
@@ -403,6 +405,46 @@ def test_a_message_that_cannot_be_sent_fails_the_jobs_and_ends_the_process(write
     reason = f"{raised.type.__name__}: {raised.value}"
     assert f"could not be sent a message ({reason}) and was killed" in str(job.error)
     assert writer.is_lost
+
+
+@pytest.mark.parametrize("end", ["the save fails", "the process is lost", "the process was lost before"])
+def test_what_follows_a_failure_may_wait_for_a_thread_that_uses_the_process(
+    writer: WriterProcess, end: str
+) -> None:
+    """As the removal of files may, which waits for threads; one of them may submit or stage."""
+    has_waited = []
+
+    def wait_for_another_thread(error: Exception) -> bool:
+        other = threading.Thread(target=writer.wait_until, args=(99,), daemon=True)
+        other.start()
+        other.join(5)
+        has_waited.append(not other.is_alive())
+        return True
+
+    if end == "the process was lost before":
+        writer.kill()
+        wait_for(lambda: writer.is_lost)
+    job = submit(writer, on_failure=wait_for_another_thread)
+    if end == "the save fails":
+        its_end(writer).send(EndedMessage(job.job.number, encode_error(WriterFailedError("full", rank=0))))
+    elif end == "the process is lost":
+        writer.kill()
+    wait_for(lambda: job.is_over)
+    assert has_waited == [True]
+    assert job.error is None
+    assert not writer.is_busy
+
+
+def test_ctrl_c_while_a_late_job_fails_leaves_nothing_to_wait_for(writer: WriterProcess) -> None:
+    def interrupt(error: Exception) -> bool:
+        raise KeyboardInterrupt
+
+    writer.kill()
+    wait_for(lambda: writer.is_lost)
+    with pytest.raises(KeyboardInterrupt):
+        submit(writer, on_failure=interrupt)
+    assert not writer.is_busy
+    writer.wait_until(0)  # and does not hang
 
 
 class FakeWriter:
