@@ -59,18 +59,26 @@ _STUCK_ADVICE = " Look at the disk or mount that it writes to. Raise timeout_s i
 class WriterProcess:
     """A process that writes the saves of this rank.
 
-    Any thread may use it. To the thread that stages bytes it is a `StreamReader`.
+    The constructor starts it. If this object is dropped before `begin`, its connection closes and the
+    process ends; from `begin` on it lives until `close`. Any thread may use it. To the thread that stages
+    bytes it is a `StreamReader`.
 
     Attributes:
         memory: the staging memory that it shares.
         kind: what was decided at its start: niceness, class of I/O, and a hook for tests (see
             `jobs.StoreHook`).
+        user: the session that uses it; None if it is idle.
     """
 
     def __init__(
-        self, options: AsyncOptions, *, memory: StagingMemory, kind: tuple[int, str | None, str | None]
+        self,
+        options: AsyncOptions,
+        *,
+        memory: StagingMemory,
+        kind: tuple[int, str | None, str | None],
+        user: object,
     ) -> None:
-        self.memory, self.kind = memory, kind
+        self.memory, self.kind, self.user = memory, kind, user
         self._owner = os.getpid()
         self._start_timeout_s = options.start_timeout_s
         self._numbers = itertools.count()
@@ -87,15 +95,19 @@ class WriterProcess:
         self._host: StoreHost | None = None
         self._timeout_s = 0.0
         self._outbox = Outbox()
+        self._threads: list[threading.Thread] = []
         self._process = start_writer(kind, memory.descriptor)
+
+    def begin(self) -> None:
+        """Start the threads that exchange messages with it."""
         try:
-            self._threads = [
-                threading.Thread(target=self._receive_messages, name="megackpt-listen", daemon=True),
-                threading.Thread(target=self._send_messages, name="megackpt-send", daemon=True),
-            ]
-            for thread in self._threads:
-                thread.start()
-        except BaseException:  # Ctrl-C: nobody will know of the process
+            for work, name in (
+                (self._receive_messages, "megackpt-listen"),
+                (self._send_messages, "megackpt-send"),
+            ):
+                self._threads.append(threading.Thread(target=work, name=name, daemon=True))
+                self._threads[-1].start()
+        except BaseException:  # Ctrl-C: without both threads it is of no use
             self._process.kill()
             raise
 
@@ -263,7 +275,8 @@ class WriterProcess:
             text = "The writer process %s is killed, and does not end: the system waits for a disk."
             log.warning(text, self.pid)
         for thread in self._threads:
-            if thread is not threading.current_thread():  # the garbage collector may run in any thread
+            is_started = thread.ident is not None
+            if is_started and thread is not threading.current_thread():  # garbage is collected in any thread
                 thread.join(END_S)
         # The threads use the connection, so it is closed after them.
         self._process.connection.close()

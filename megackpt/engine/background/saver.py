@@ -53,8 +53,9 @@ class AsyncSaver:
 
     def __init__(self, options: AsyncOptions, *, hook: str | None = None) -> None:
         self._options = options
-        self._session = WriterSession.start(options, hook=hook)
+        self._session = WriterSession(options, hook)
         self._closing = weakref.finalize(self, end_forgotten, self._session)
+        self._session.start()
 
     @property
     def is_busy(self) -> bool:
@@ -215,15 +216,15 @@ class AsyncSaver:
         try:
             self.wait()
         finally:
-            self._closing.detach()
             self._session.end(keeps_writer=True)
+            self._closing.detach()
 
     def abandon(self) -> None:
         """End the process immediately. Uncommitted saves stay incomplete; no error is raised. Local."""
-        self._closing.detach()
         # The jobs of a killed process fail at once, so that `end` does not wait for them.
         self._session.writer.kill()
         self._session.end(keeps_writer=False)
+        self._closing.detach()
 
     def _exchange_status(self, group: Group, options: SaveOptions, *, doing: str) -> bool:
         """Exchange the status of all ranks' writers; return whether a save is pending on any. Collective.

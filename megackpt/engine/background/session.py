@@ -36,12 +36,13 @@ log = logging.getLogger(__name__)
 class WriterSession:
     """A writer process, the memory that is shared with it, and what was sent to it.
 
-    It does not refer to the saver, so that it can be ended when the saver is garbage.
+    It does not refer to the saver, so that it can be ended when the saver is garbage. It exists before its
+    process, and every process that has it as its user ends with it: Ctrl-C at any moment leaks none.
 
     Attributes:
         options: how to save.
         hook: wraps stores, for tests; see `jobs.StoreHook`.
-        writer: the process that was started last; it may have ended.
+        writer: the process that was taken last, from `start` on; it may have ended.
         host: the store over which writers synchronise; None for one rank, or before the first save.
         joined: rank and size of the group whose writers are connected; None if they have to be connected.
         timeout_s: how long writers wait for each other, in seconds.
@@ -54,7 +55,7 @@ class WriterSession:
 
     options: AsyncOptions
     hook: str | None
-    writer: WriterProcess
+    writer: WriterProcess = field(init=False)
     host: StoreHost | None = None
     joined: tuple[int, int] | None = None
     timeout_s: float = 0.0
@@ -64,23 +65,21 @@ class WriterSession:
     plans_with_room: deque[SavePlan | None] = field(default_factory=lambda: deque(maxlen=8))
     unraised: CheckpointError | None = None
 
-    @classmethod
-    def start(cls, options: AsyncOptions, *, hook: str | None) -> WriterSession:
+    def start(self) -> None:
         """Start a process or take an idle one; allocate its memory in a thread, if the size is known."""
-        session = cls(options, hook, _take_writer(options, hook=hook))
-        if options.staging_bytes is not None:
-            session.allocation = threading.Thread(
-                target=_allocate, args=(session.writer, options.staging_bytes), daemon=True
+        self.writer = _take_writer(self)
+        if self.options.staging_bytes is not None:
+            self.allocation = threading.Thread(
+                target=_allocate, args=(self.writer, self.options.staging_bytes), daemon=True
             )
-            session.allocation.start()
-        return session
+            self.allocation.start()
 
     def running(self) -> WriterProcess:
         """Return the process; if it has ended, another one with as much memory."""
         if self.writer.is_lost:
             nbytes = self.writer.memory.nbytes
-            self.writer.close()
-            writer = _take_writer(self.options, hook=self.hook)
+            _close_writer(self.writer)
+            writer = _take_writer(self)
             if self.joined is not None:  # first: a writer without connections writes as a single process
                 self._send_join(writer, *self.joined)
             # Known before it is resized: if there is not enough memory, the next save finds this process and
@@ -113,9 +112,7 @@ class WriterSession:
             DeclarationError: the memory is bounded, and the format needs more at once.
         """
         needed = prepared.layout.stop
-        if self.allocation is not None:
-            self.allocation.join()
-            self.allocation = None
+        self._wait_allocated()
         bound = self.options.staging_bytes
         if bound is None:
             # The bytes of pending saves are in this memory, so it can only grow when there are none.
@@ -139,9 +136,12 @@ class WriterSession:
 
     def wait_staged(self) -> None:
         """Return when nothing is being copied. Local."""
-        if self.staging is not None and self.staging.ident is not None:  # None: it was not started
-            self.staging.join()
+        _join(self.staging)
         self.staging = None
+
+    def _wait_allocated(self) -> None:
+        _join(self.allocation)
+        self.allocation = None
 
     def failure(self) -> CheckpointError | None:
         """Return the error of the first save that has failed; log the errors of others that have ended."""
@@ -202,15 +202,15 @@ class WriterSession:
             self.connect(group, timeout_s=timeout_s)
 
     def end(self, *, keeps_writer: bool) -> None:
-        """Wait for pending saves, and release all resources."""
+        """Wait for pending saves, and release all resources. An interrupted call can be repeated."""
         self.wait_staged()
-        if self.allocation is not None:
-            self.allocation.join()
-        self.writer.wait_until(0)
-        if keeps_writer and not self.writer.is_lost:
-            _return_writer(self.writer)
-        else:
-            self.writer.close()
+        self._wait_allocated()
+        for writer in _writers_of(self):
+            writer.wait_until(0)
+            if keeps_writer and not writer.is_lost:
+                _return_writer(writer, self)
+            else:
+                _close_writer(writer)
         # After the wait: the last job of rank 0, which serves the store, is over when the writers of all
         # ranks have left their group.
         if self.host is not None:
@@ -223,7 +223,7 @@ class WriterSession:
 
 def end_forgotten(session: WriterSession) -> None:
     """End a session whose saver is garbage, and log the errors that were not raised."""
-    if not session.writer.is_ours:
+    if any(not writer.is_ours for writer in _writers_of(session)):
         return
     session.end(keeps_writer=False)
     for job in session.jobs:
@@ -231,52 +231,67 @@ def end_forgotten(session: WriterSession) -> None:
             log.error("An asynchronous save has failed: %s", job.error)
 
 
+def _join(thread: threading.Thread | None) -> None:
+    """Wait until a thread has ended, if there is one and it was started."""
+    if thread is not None and thread.ident is not None:
+        thread.join()
+
+
 def _allocate(writer: WriterProcess, nbytes: int) -> None:
     with contextlib.suppress(CheckpointError):  # the first save tries again, and raises the error
         writer.resize(nbytes)
 
 
-_Kind = tuple[int, str | None, str | None]
+_WRITERS: list[WriterProcess] = []
+"""The processes that were started here and not closed. At most one of them is idle: it has no user."""
 
-_MAX_IDLE = 1
+_LOCK = threading.Lock()  # for changes from and to idle
 
 
-def _take_writer(options: AsyncOptions, *, hook: str | None) -> WriterProcess:
-    """Return a process that nobody else uses, with staging memory of size 0."""
-    kind = _kind(options, hook)
+def _take_writer(session: WriterSession) -> WriterProcess:
+    """Return a process that nobody else uses, with staging memory of size 0. Its user is this session."""
+    options = session.options
+    kind = options.nice, options.ionice, session.hook
     with _LOCK:
-        lost = [writer for writer in _IDLE if writer.is_lost]
-        usable = next((writer for writer in _IDLE if writer.kind == kind and writer not in lost), None)
-        _IDLE[:] = [writer for writer in _IDLE if writer is not usable and writer not in lost]
-    for writer in lost:  # without the lock: this waits for threads
-        writer.close()
-    return usable or WriterProcess(options, memory=StagingMemory(), kind=kind)
+        idle = _writers_of(None)
+        lost = [writer for writer in idle if writer.is_lost]
+        writer = next((writer for writer in idle if writer.kind == kind and writer not in lost), None)
+        for own in (*lost, *([] if writer is None else [writer])):
+            own.user = session
+    for ended in lost:  # without the lock: this waits for threads
+        _close_writer(ended)
+    if writer is None:
+        writer = WriterProcess(options, memory=StagingMemory(), kind=kind, user=session)
+        _WRITERS.append(writer)
+        writer.begin()
+    return writer
 
 
-def _return_writer(writer: WriterProcess) -> None:
-    """Keep a process that has nothing to do; end those that are too many."""
+def _return_writer(writer: WriterProcess, session: WriterSession) -> None:
+    """Keep a process that has nothing to do instead of an earlier one, which ends."""
     writer.rest()
     with _LOCK:
-        if not _IDLE:
-            atexit.register(_end_all)
-        _IDLE.append(writer)
-        surplus = _IDLE[:-_MAX_IDLE]
-        del _IDLE[:-_MAX_IDLE]
-    for old in surplus:
-        old.close()
+        earlier = _writers_of(None)
+        for other in earlier:
+            other.user = session
+        writer.user = None
+    for other in earlier:
+        _close_writer(other)
 
 
-def _kind(options: AsyncOptions, hook: str | None) -> _Kind:
-    return options.nice, options.ionice, hook
+def _close_writer(writer: WriterProcess) -> None:
+    writer.close()
+    with contextlib.suppress(ValueError):  # closed for the second time, since the first was interrupted
+        _WRITERS.remove(writer)
 
 
-def _end_all() -> None:
-    atexit.unregister(_end_all)
-    with _LOCK:
-        idle, _IDLE[:] = list(_IDLE), []
-    for writer in idle:
-        writer.close()
+def _writers_of(user: WriterSession | None) -> list[WriterProcess]:
+    """Return the processes of a session; for None the idle ones."""
+    # Of a copy: another thread may remove a process meanwhile.
+    return [writer for writer in list(_WRITERS) if writer.user is user]
 
 
-_IDLE: list[WriterProcess] = []
-_LOCK = threading.Lock()
+@atexit.register
+def _end_idle() -> None:
+    for writer in _writers_of(None):
+        _close_writer(writer)

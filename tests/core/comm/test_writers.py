@@ -314,14 +314,24 @@ class FakeProcess:
 
 
 @pytest.fixture
-def writer(monkeypatch: pytest.MonkeyPatch) -> Iterator[WriterProcess]:
+def processes(monkeypatch: pytest.MonkeyPatch) -> list[FakeProcess]:
+    """The processes that writers have started, which are none."""
+    started: list[FakeProcess] = []
+
     def start(*_: object) -> ChildProcess:
         ours, theirs = socket.socketpair()
         process: Any = FakeProcess(Connection(theirs.detach()))
+        started.append(process)
         return ChildProcess(process, Connection(ours.detach()))
 
     monkeypatch.setattr(writer_process, "start_writer", start)
-    writer = WriterProcess(AsyncOptions(), memory=StagingMemory(), kind=(0, None, None))
+    return started
+
+
+@pytest.fixture
+def writer(processes: list[FakeProcess]) -> Iterator[WriterProcess]:
+    writer = WriterProcess(AsyncOptions(), memory=StagingMemory(), kind=(0, None, None), user=None)
+    writer.begin()
     yield writer
     writer.close()
 
@@ -448,11 +458,12 @@ def test_ctrl_c_while_a_late_job_fails_leaves_nothing_to_wait_for(writer: Writer
 
 
 class FakeWriter:
-    """A process that has a kind, and may have ended."""
+    """A process that has a kind and a user, and may have ended."""
 
-    def __init__(self, kind: Any, *, is_lost: bool) -> None:
-        self.kind, self.is_lost = kind, is_lost
+    def __init__(self, kind: Any, *, is_lost: bool = False, user: Any = None) -> None:
+        self.kind, self.is_lost, self.user = kind, is_lost, user
         self.closed_with_free_lock: bool | None = None
+        self.rest, self.wait_until = Mock(), Mock()
 
     def close(self) -> None:
         is_free = session._LOCK.acquire(blocking=False)
@@ -462,24 +473,29 @@ class FakeWriter:
 
 
 @pytest.fixture
-def idle(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    writers: list[Any] = []
-    monkeypatch.setattr(session, "_IDLE", writers)
-    return writers
+def writers(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The processes that sessions know, instead of those of other tests."""
+    known: list[Any] = []
+    monkeypatch.setattr(session, "_WRITERS", known)
+    return known
 
 
-def test_an_ended_process_is_closed_while_other_threads_can_take_a_process(idle: list[Any]) -> None:
+def test_an_ended_process_is_closed_while_other_threads_can_take_a_process(writers: list[Any]) -> None:
     """To close a process takes seconds if its threads wait for a store."""
     options = AsyncOptions()
-    kind = session._kind(options, None)
-    lost, other, usable = (
+    kind = (options.nice, options.ionice, None)
+    lost, other, used, usable = (
         FakeWriter(kind, is_lost=True),
-        FakeWriter("other", is_lost=False),
-        FakeWriter(kind, is_lost=False),
+        FakeWriter("other"),
+        FakeWriter(kind, user="another session"),
+        FakeWriter(kind),
     )
-    idle += [lost, other, usable]
-    assert session._take_writer(options, hook=None) is usable
-    assert idle == [other]
+    writers += [lost, other, used, usable]
+    asking = session.WriterSession(options, None)
+    asking.start()
+    assert asking.writer is usable
+    assert writers == [other, used, usable]
+    assert [writer.user for writer in writers] == [None, "another session", asking]
     assert lost.closed_with_free_lock is True
     assert other.closed_with_free_lock is None
 
@@ -488,19 +504,88 @@ def test_an_ended_process_is_closed_while_other_threads_can_take_a_process(idle:
     ("keeps", "is_lost", "is_kept"), [(True, False, True), (True, True, False), (False, False, False)]
 )
 def test_a_session_leaves_its_process_to_the_next_one_if_that_can_use_it(
-    keeps: bool, is_lost: bool, is_kept: bool, idle: list[Any]
+    keeps: bool, is_lost: bool, is_kept: bool, writers: list[Any]
 ) -> None:
-    earlier, process, host = Mock(), Mock(is_lost=is_lost), Mock()
-    idle.append(earlier)
-    session.WriterSession(AsyncOptions(), None, process, host=host).end(keeps_writer=keeps)
+    host = Mock()
+    ending = session.WriterSession(AsyncOptions(), None, host=host)
+    earlier, process = FakeWriter("kind"), FakeWriter("kind", is_lost=is_lost, user=ending)
+    writers += [earlier, process]
+    ending.end(keeps_writer=keeps)
     process.wait_until.assert_called_once_with(0)
     host.close.assert_called_once_with()
-    assert idle == [process if is_kept else earlier]
-    assert (process.rest.called, process.close.called, earlier.close.called) == (
-        is_kept,
-        not is_kept,
-        is_kept,
+    (idle,) = writers
+    assert idle is (process if is_kept else earlier)
+    assert idle.user is None
+    assert process.rest.called == is_kept
+    assert (process.closed_with_free_lock, earlier.closed_with_free_lock) == (
+        (None, True) if is_kept else (True, None)
     )
+
+
+def interrupting(act: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that is interrupted before its caller has its result."""
+
+    def interrupted(*arguments: Any, **named: Any) -> None:
+        act(*arguments, **named)
+        raise KeyboardInterrupt
+
+    return interrupted
+
+
+def has_ended(process: FakeProcess) -> bool:
+    """Whether a process was killed, or ends because its connection is closed."""
+    if process.returncode is not None:
+        return True
+    try:
+        return process.end.poll(5) and process.end.recv() is None
+    except EOFError:
+        return True
+
+
+@pytest.mark.parametrize(
+    ("at", "is_idle"),
+    [
+        ("WriterProcess", False),
+        ("begin", False),
+        ("_take_writer", False),
+        ("_take_writer", True),
+        ("start", False),
+        ("start", True),
+    ],
+)
+def test_ctrl_c_while_a_process_is_taken_leaves_no_process(
+    writers: list[Any],
+    processes: list[FakeProcess],
+    monkeypatch: pytest.MonkeyPatch,
+    at: str,
+    is_idle: bool,
+) -> None:
+    if is_idle:
+        AsyncSaver(AsyncOptions()).close()
+    owner = {"begin": WriterProcess, "start": session.WriterSession}.get(at, session)
+    with monkeypatch.context() as patched:
+        patched.setattr(owner, at, interrupting(getattr(owner, at)))
+        with pytest.raises(KeyboardInterrupt):
+            AsyncSaver(AsyncOptions())
+    gc.collect()
+    assert writers == []
+    (process,) = processes
+    assert has_ended(process)
+
+
+@pytest.mark.parametrize("at", ["wait_until", "rest", "close"])
+def test_ctrl_c_while_a_saver_is_closed_leaves_no_process_in_use(
+    writers: list[Any], processes: list[FakeProcess], monkeypatch: pytest.MonkeyPatch, at: str
+) -> None:
+    saver = AsyncSaver(AsyncOptions())
+    with monkeypatch.context() as patched:
+        patched.setattr(WriterProcess, at, interrupting(getattr(WriterProcess, at)))
+        with pytest.raises(KeyboardInterrupt):
+            saver.close() if at != "close" else saver.abandon()
+    del saver
+    gc.collect()
+    assert writers == []
+    assert has_ended(processes[0])
 
 
 class Session:
@@ -511,6 +596,9 @@ class Session:
         self.ends: list[bool] = []
         self.jobs: list[Any] = []
         self.writer = SimpleNamespace(wait_until=self.most_pending.append, is_ours=True, kill=lambda: None)
+
+    def start(self) -> None:
+        """There is nothing to start."""
 
     def wait_staged(self) -> None:
         """Nothing is being copied."""
@@ -526,8 +614,7 @@ class Session:
 @pytest.fixture
 def fake_session(monkeypatch: pytest.MonkeyPatch) -> Session:
     session = Session()
-    starting = SimpleNamespace(start=lambda options, hook: session)
-    monkeypatch.setattr(saver_module, "WriterSession", starting)
+    monkeypatch.setattr(saver_module, "WriterSession", lambda options, hook: session)
     return session
 
 

@@ -141,7 +141,7 @@ def test_training_does_not_tolerate_a_mistake_in_a_strategy_in_whichever_process
 def test_a_mistake_in_the_strategy_of_a_rank_alone_is_raised(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    session._end_all()  # a process that an earlier test has left writes where the output of that test went
+    session._end_idle()  # a process that an earlier test has left writes where the output of that test went
     with single_process_checkpointer(tmp_path, on_error="warn") as checkpointer:
         checkpointer.save(1, ones(), sharded_strategy=MistakenStrategy(0))
         with pytest.raises(RankFailedError, match=r"Rank 0 failed while saving step 1: OwnMistake") as raised:
