@@ -147,9 +147,13 @@ class ReadyMessage:
     """From the writer: it has started."""
 
 
+BEAT_S = 1.0
+"""How often a process sends `AliveMessage`, and how often its rank checks that it makes progress."""
+
+
 @dataclass(frozen=True, slots=True)
 class AliveMessage:
-    """From the writer: it works, or waits for somebody else; see `heartbeat`."""
+    """From the writer: it works, or waits for somebody else."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,18 +6,21 @@ thread meets an error, the process is killed, and its jobs fail on all ranks.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
 import os
+import queue
 import threading
 import time
 from collections.abc import Sequence
+from multiprocessing.connection import Connection
 
 from megackpt.comm.group import common_error, decode_error, encode_error
 from megackpt.comm.store_host import StoreHost
-from megackpt.engine.background.child_process import END_S
-from megackpt.engine.background.heartbeat import BEAT_S, ProgressWatch
+from megackpt.engine.background.child_process import END_S, ProgressWatch, start_writer
 from megackpt.engine.background.messages import (
+    BEAT_S,
     CancelledMessage,
     CommittedMessage,
     ConsumedMessage,
@@ -32,11 +35,10 @@ from megackpt.engine.background.messages import (
     PlanMessage,
     ReadyMessage,
     StagedMessage,
+    ToWriter,
     store_prefix,
 )
-from megackpt.engine.background.outbox import Outbox
 from megackpt.engine.background.prepared_save import CommitHandler, FailureHandler, SubmittedJob
-from megackpt.engine.background.process_start import start_writer
 from megackpt.engine.background.staging_memory import StagingMemory, StreamClosedError
 from megackpt.engine.saving.save_hook import PlanCompletion
 from megackpt.errors import CheckpointError, RankFailedError, WriterFailedError
@@ -54,6 +56,40 @@ _GRACE_S = 3.0
 Other ranks know more about the failure, so their error should come first.
 """
 _STUCK_ADVICE = " Look at the disk or mount that it writes to. Raise timeout_s if that is only slow."
+
+
+class Outbox:
+    """The messages that wait to be sent to a writer process, oldest first. Any thread may put one.
+
+    One thread calls `send_all`: a full pipe blocks its sender, and training must not wait for that.
+    """
+
+    def __init__(self) -> None:
+        self._waiting: queue.SimpleQueue[ToWriter | SubmittedJob | None] = queue.SimpleQueue()
+
+    def put(self, message: ToWriter | SubmittedJob) -> None:
+        """Send a message later. A submitted job is sent once, however often it is put here."""
+        self._waiting.put(message)
+
+    def close(self) -> None:
+        """Let `send_all` return after the messages that are waiting."""
+        self._waiting.put(None)
+
+    def send_all(self, connection: Connection) -> None:
+        """Send messages until `close` is called. What a process that has ended does not take is dropped.
+
+        Raises:
+            Exception: a message cannot be pickled.
+        """
+        while (message := self._waiting.get()) is not None:
+            if isinstance(message, SubmittedJob):
+                # The process does a job as often as it receives it.
+                if message.is_sent:
+                    continue
+                message.is_sent = True
+                message = message.job
+            with contextlib.suppress(OSError):  # it has ended, which the receiving thread notices
+                connection.send(message)
 
 
 class WriterProcess:

@@ -44,8 +44,7 @@ from megackpt.engine.background.messages import (
     store_prefix,
 )
 from megackpt.engine.background.staging_memory import ByteArray, lay_out_rows, map_memory
-from megackpt.engine.background.stream import StagedStream, StreamRowParts
-from megackpt.engine.background.trainer_connection import TrainerConnection
+from megackpt.engine.background.trainer_connection import StagedStream, StreamRowParts, TrainerConnection
 from megackpt.engine.tiers.save import NodeLocation
 from megackpt.errors import CheckpointError, RankFailedError, WriterFailedError
 from megackpt.plans.planning import with_object_sizes

@@ -17,7 +17,6 @@ from hypothesis import strategies as st
 
 from megackpt import StorageError
 from megackpt.comm import encode_error
-from megackpt.engine.background.heartbeat import Heartbeat
 from megackpt.engine.background.messages import (
     AliveMessage,
     CheckpointLocation,
@@ -33,7 +32,7 @@ from megackpt.engine.background.staging_memory import (
     lay_out_rows,
     map_memory,
 )
-from megackpt.engine.background.stream import StagedStream, StreamRowParts
+from megackpt.engine.background.trainer_connection import Heartbeat, StagedStream, StreamRowParts
 from megackpt.engine.data.device_copies import AHEAD, HostBuffers, Uploads, host_parts, rows_to_host, to_host
 from megackpt.engine.data.tensor_bytes import parts_of, source_block, target_block
 from megackpt.engine.saving import local_state
@@ -141,10 +140,7 @@ def test_a_reader_raises_the_error_of_a_row_that_will_never_come() -> None:
 
 def test_a_reader_that_waits_for_bytes_sends_heartbeats() -> None:
     reader = Reader(PAGE)
-    with (
-        patch("megackpt.engine.background.stream.BEAT_S", 0.02),
-        patch("megackpt.engine.background.heartbeat.BEAT_S", 0.0),
-    ):
+    with patch("megackpt.engine.background.trainer_connection.BEAT_S", 0.02):
         waiting = threading.Thread(target=reader.stream.wait, args=(1,), kwargs={"job": 1})
         waiting.start()
         deadline = time.monotonic() + 20

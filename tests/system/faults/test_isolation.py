@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from megackpt.comm.child_processes import without_current_directory
-from megackpt.engine.background.process_start import search_path
+from megackpt.engine.background.child_process import search_path
 from megackpt.testing.ranks import RankPool
 
 NAMES = [
