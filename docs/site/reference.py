@@ -50,9 +50,6 @@ MODULES = {
 }
 """Modules without `__all__`: what they define in public is documented as a whole."""
 
-WITH_INHERITED_MEMBERS = {"megackpt.Checkpointer"}
-"""Classes with public methods of base classes that have no entry of their own."""
-
 
 def public_names(part: str) -> list[str]:
     """Return the names of a package's `__all__`, from its source."""
@@ -89,10 +86,7 @@ def page_of(part: str, about: str) -> str:
 
 
 def _entry(name: str, *, heading_level: int = 2) -> str:
-    options = f"      heading_level: {heading_level}\n"
-    if name in WITH_INHERITED_MEMBERS:
-        options += "      inherited_members: true\n"
-    return f"::: {name}\n    options:\n{options}"
+    return f"::: {name}\n    options:\n      heading_level: {heading_level}\n"
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:

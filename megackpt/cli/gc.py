@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from megackpt.engine.checkpoint.steps import StepDirectories
     from megackpt.run.checkpointer import KeepBest, Retention
     from megackpt.run.checkpointer.retention import Removals
-    from megackpt.run.checkpointer.root_files import StepList
+    from megackpt.run.checkpointer.root import StepList
 
 _RUNNING = (
     "A job may be saving there right now: leftovers that are newer than the newest commit, and steps that "
@@ -163,7 +163,7 @@ def _scan_checked(directories: StepDirectories, retention: Retention, root: str)
         NotACheckpointError: none is committed.
         DeclarationError: no committed step has the metric of the rules.
     """
-    from megackpt.run.checkpointer.root_files import read_metrics, scan
+    from megackpt.run.checkpointer.root import read_metrics, scan
 
     steps = scan(directories)
     if not steps.committed:

@@ -77,9 +77,9 @@ def check_target(path: str) -> None:
     """
     if Path(expanded_path(path)).is_file():
         raise DeclarationError(f"{path} is a file. Name a directory that is new.", path=path)
-    from megackpt.run.checkpointer.run import Run
+    from megackpt.run.checkpointer.root import RunRoot
 
-    if Run(path).steps():
+    if RunRoot(path).steps():
         raise DeclarationError(
             f"{path} is the root of a run. Name a directory that is new, such as {path}-converted.", path=path
         )
@@ -91,9 +91,9 @@ def _latest_step(path: str) -> str | None:
     with opened_store(path) as store:
         if store.exists(MANIFEST):
             return None
-    from megackpt.run.checkpointer.run import Run
+    from megackpt.run.checkpointer.root import RunRoot
 
-    run = Run(path)
+    run = RunRoot(path)
     steps = run.steps()
     return run.location(steps[-1]) if steps else None
 

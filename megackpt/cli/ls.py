@@ -87,7 +87,7 @@ def list_steps(root: str | os.PathLike[str], bars: ProgressBars | None = None) -
     """
     from megackpt.engine.checkpoint.manifest import is_committed
     from megackpt.engine.checkpoint.step_roots import step_directories
-    from megackpt.run.checkpointer.root_files import read_pins, scan
+    from megackpt.run.checkpointer.root import read_pins, scan
 
     check_run_root(str(root))
     directories = step_directories(root, objects=None)
@@ -120,7 +120,7 @@ def _describe_step(
 ) -> Step | None:
     """Return the description of a step; None if it was removed meanwhile."""
     from megackpt.engine.checkpoint.steps import step_name
-    from megackpt.run.checkpointer.root_files import read_metrics
+    from megackpt.run.checkpointer.root import read_metrics
 
     files = directories.files(step_name(step))
     if files is None:

@@ -25,10 +25,10 @@ def command(root: str, step: int | None, *, remove: bool, only_list: bool, as_js
     if only_list and remove:
         raise click.UsageError("--remove needs a STEP and cannot be combined with --list.")
     with ProgressBars():
-        from megackpt.run.checkpointer.run import Run
+        from megackpt.run.checkpointer.root import RunRoot
 
         check_run_root(root)
-        run = Run(root)
+        run = RunRoot(root)
         was_pinned = step in run.pins()
         if step is not None and remove:
             run.unpin(step)

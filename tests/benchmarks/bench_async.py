@@ -45,6 +45,7 @@ from megackpt.cli.benchmark.measure import timed
 from megackpt.cli.benchmark.state import GridLayout, RankState, as_bytes, invert, make_model, make_state
 from tests.benchmarks.measuring import MIB, options, scratch
 from tests.benchmarks.peers.dcp import TorchDistributed
+from tests.support.writers import saver_of
 
 Row = dict[str, Any]  # plain JSON
 
@@ -58,8 +59,7 @@ class BackgroundSaver:
         self.declare = Ours("megackpt").declare
         self.checkpointer = Checkpointer(root / self.name, keep_last=1, async_save=True)
         self.checkpointer.warm_up(self.declare(state))
-        assert self.checkpointer._async_saving.saver is not None
-        self.saver = self.checkpointer._async_saving.saver
+        self.saver = saver_of(self.checkpointer)
         self._step = 0
 
     def save(self, declared: Any) -> None:

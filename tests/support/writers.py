@@ -25,6 +25,7 @@ from megackpt.engine.verification import verify
 from megackpt.errors import StorageError
 from megackpt.formats.native import NativeSaveStrategy
 from megackpt.formats.strategy import ChunkParts
+from megackpt.run.checkpointer.async_saving import AsyncSaving
 from megackpt.storage import LocalStore, Store
 from megackpt.testing.faulty_store import FaultyStore, Operation
 from tests.support.states import filled
@@ -286,9 +287,15 @@ def part(value: float, rows: int = 1000) -> ShardedTensor:
 
 
 def saver_of(checkpointer: Checkpointer) -> AsyncSaver:
-    saver = checkpointer._async_saving and checkpointer._async_saving.saver
+    saver = open_saver_of(checkpointer)
     assert saver is not None
     return saver
+
+
+def open_saver_of(checkpointer: Checkpointer) -> AsyncSaver | None:
+    """Return what stages and writes its saves; None if it saves synchronously, or after `close`."""
+    saving = checkpointer._saving
+    return saving.saver if isinstance(saving, AsyncSaving) else None
 
 
 def wait_for_writers(checkpointer: Checkpointer) -> None:

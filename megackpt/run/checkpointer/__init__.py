@@ -12,7 +12,7 @@ from megackpt.run.checkpointer.options import (
     Tier,
     Tiers,
 )
-from megackpt.run.checkpointer.root_files import StepList
+from megackpt.run.checkpointer.root import StepList
 
 __all__ = [
     "Checkpointer",

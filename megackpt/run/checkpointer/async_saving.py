@@ -6,34 +6,39 @@ is decided in `engine.background.saver`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import SupportsFloat
 
 from megackpt.comm import Group
 from megackpt.engine.background.messages import CheckpointLocation
-from megackpt.engine.background.prepared_save import Destination
+from megackpt.engine.background.prepared_save import Destination, for_a_writer, pickled_for_a_writer
 from megackpt.engine.background.saver import AsyncSaver
 from megackpt.engine.checkpoint.steps import step_name
 from megackpt.engine.saving.save_request import SaveRequest
+from megackpt.engine.tiers.save import NodeLocation
 from megackpt.errors import StorageError
 from megackpt.formats.damage import Damage
 from megackpt.options import AsyncOptions
+from megackpt.run.checkpointer.options import Tier
 from megackpt.run.checkpointer.saving import RootSaving, SaveAttempt
 from megackpt.run.checkpointer.schedule import Destinations
-from megackpt.run.checkpointer.tiers import TierSet, destinations_in_tiers, in_native_format
-from megackpt.storage import ObjectOptions
+from megackpt.run.checkpointer.tiers import TierSet, in_native_format, warn_of_failure, warn_of_newer
+from megackpt.storage import ObjectOptions, Store
 
 
 class AsyncSaving:
-    """Saves steps into tiers and a root with a writer process of each rank.
+    """Saves steps into tiers and a root with a writer process of each rank. See `StepSaving`.
 
     Args:
         root_saving: saves steps into the root.
         tiers: the tiers of the run.
         options: options of the writer process.
         objects: options of the object store, if the root is a URL.
-        store: the root, pickled, if it is neither a path nor a URL.
+        store: the root, if it is neither a path nor a URL.
         hook: for tests: wraps the stores of writer processes.
+
+    Raises:
+        DeclarationError: the store cannot be sent to a writer process.
 
     Attributes:
         saver: stages and writes; None after `close`, until the next save.
@@ -46,14 +51,14 @@ class AsyncSaving:
         options: AsyncOptions,
         *,
         objects: ObjectOptions | None,
-        store: bytes | None = None,
+        store: Store | None = None,
         hook: str | None = None,
     ) -> None:
         self._root_saving = root_saving
         self._tiers = tiers
         self._options = options
         self._objects = objects
-        self._store = store
+        self._store = None if store is None else pickled_for_a_writer(store)
         self._hook = hook
         self._rank = 0
         self._step: int | None = None  # the step of the last save
@@ -81,7 +86,7 @@ class AsyncSaving:
                 rank.
         """
         earlier, self._step = self._last_save(), step
-        destinations = list(destinations_in_tiers(self._tiers, to.tiers, step, request, group))
+        destinations = list(_destinations_in_tiers(self._tiers, to.tiers, step, request, group))
         if to.root:
             destinations.append(self._destination_in_root(step, request, metrics, group))
         options = self._root_saving.options
@@ -92,7 +97,7 @@ class AsyncSaving:
     def warm_up(self, request: SaveRequest, group: Group) -> None:
         """Do everything that a first save does, except the copy. Collective."""
         self.wait()
-        requests = [request]
+        requests = [for_a_writer(request)]
         if len(self._tiers):
             self._tiers.open(group)
             requests.append(in_native_format(request))
@@ -123,7 +128,7 @@ class AsyncSaving:
             with self._last_save():
                 saver.close()
 
-    def may_save(self, group: Group, *, is_last: bool = False) -> bool:
+    def may_save(self, group: Group, *, is_last: bool) -> bool:
         """Wait for earlier saves as the options say; return whether to make the next save. Collective.
 
         With is_last, for the last save of a run, it returns True. Ranks synchronise here only if saves may be
@@ -165,7 +170,7 @@ class AsyncSaving:
             store=store,
         )
         return Destination(
-            request=request,
+            request=for_a_writer(request),
             location=location,
             label=f"step {step}",
             on_commit=follow,
@@ -198,3 +203,39 @@ def _check_visible(root_saving: RootSaving, step: int) -> None:
             f"files; the copy of a store in the memory of a process does not.",
             path=where,
         )
+
+
+def _destinations_in_tiers(
+    tiers: TierSet, due: Iterable[int], step: int, request: SaveRequest, group: Group
+) -> Iterator[Destination]:
+    """Yield the destinations of a step in the tiers with these numbers, for an asynchronous save.
+
+    Collective at the first call in a run.
+
+    Raises:
+        DeclarationError: as `TierSet.open`.
+    """
+    native = in_native_format(request)
+    for number in due:
+        yield _destination_in_tier(tiers.location(number, step, group), tiers[number], native, group)
+
+
+def _destination_in_tier(
+    location: NodeLocation, tier: Tier, request: SaveRequest, group: Group
+) -> Destination:
+    def follow(_: Sequence[Damage] | None) -> None:
+        warn_of_newer(location, tier)
+
+    def failed(error: Exception) -> bool:
+        if not isinstance(error, StorageError):
+            return False
+        warn_of_failure(location, tier, error, rank=group.rank)
+        return True
+
+    return Destination(
+        request=request,
+        location=location,
+        label=f"step {location.step} in {tier}",
+        on_commit=follow,
+        on_failure=failed,
+    )

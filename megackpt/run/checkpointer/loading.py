@@ -18,7 +18,7 @@ from megackpt.errors import CheckpointError, DeclarationError, NotACheckpointErr
 from megackpt.maps import MapChoice
 from megackpt.options import LoadOptions
 from megackpt.plans.validation import LoadReport, ReturnsState
-from megackpt.run.checkpointer.root_files import newest_step, scan
+from megackpt.run.checkpointer.root import newest_step, scan
 from megackpt.run.collective import load_with_report
 from megackpt.storage import Location
 

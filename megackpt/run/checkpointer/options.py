@@ -5,14 +5,13 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import ClassVar, Literal, get_args
 
 from megackpt.comm import AnyGroup, Group, check_group
 from megackpt.comm.subgroups import check_group_argument
 from megackpt.errors import DeclarationError
 from megackpt.ground.arguments import check_count, check_kind, check_seconds
-from megackpt.options import AsyncOptions, LoadOptions, SaveOptions
 from megackpt.storage import absolute_path
 
 Mode = Literal["min", "max"]
@@ -233,99 +232,6 @@ class Groups:
         for name in ("spread", "exchange"):
             if getattr(self, name) is not None:
                 check_group_argument(f"Groups.{name}", getattr(self, name))
-
-
-def retention_of(retention: Retention | None, keep_last: int | None) -> Retention:
-    """Return the retention of `Checkpointer(retention=..., keep_last=...)`.
-
-    Raises:
-        DeclarationError: both are given, or one is of the wrong type.
-    """
-    check_kind("retention", retention, Retention, give="Retention(keep_last=3), or None", optional=True)
-    if keep_last is not None:
-        check_count("keep_last", keep_last, otherwise=", or None")
-        _check_given_once("keep_last", keep_last, "retention", retention, "keep_last")
-    return retention or Retention(keep_last=keep_last)
-
-
-def schedule_of(schedule: SaveSchedule | None, save_interval: int | None) -> SaveSchedule:
-    """Return the schedule of `Checkpointer(schedule=..., save_interval=...)`.
-
-    Raises:
-        DeclarationError: both are given, or one is of the wrong type.
-    """
-    check_kind("schedule", schedule, SaveSchedule, give="SaveSchedule(steps=100), or None", optional=True)
-    if save_interval is not None:
-        check_count("save_interval", save_interval, otherwise=", or None; or give schedule=SaveSchedule(...)")
-        _check_given_once("save_interval", save_interval, "schedule", schedule, "steps")
-    return schedule or SaveSchedule(steps=save_interval)
-
-
-def _check_given_once(
-    short: str, number: int, name: str, value: Retention | SaveSchedule | None, field: str
-) -> None:
-    """Check that an argument and the one that it is short for are not both given.
-
-    Raises:
-        DeclarationError: they are.
-    """
-    if value is None:
-        return
-    kind = type(value).__name__
-    raise DeclarationError(
-        f"{short}={number} and {name}={value} are both given. {short} is short for a {kind} with nothing "
-        f"else: write {kind}({field}={number}, ...)."
-    )
-
-
-def tiers_of(tiers: Sequence[Tier] | Tiers) -> Tiers:
-    """Return the tiers of `Checkpointer(tiers=...)`; a list is short for `Tiers(list)`.
-
-    Raises:
-        DeclarationError: as `Tiers`.
-    """
-    return tiers if isinstance(tiers, Tiers) else Tiers(tiers)
-
-
-def async_options_of(async_save: bool | AsyncOptions) -> AsyncOptions | None:
-    """Return the options of asynchronous saves; None for synchronous ones.
-
-    Raises:
-        DeclarationError: async_save is neither a bool nor `AsyncOptions`.
-    """
-    check_kind("async_save", async_save, (bool, AsyncOptions), give="True, False or AsyncOptions(...)")
-    if isinstance(async_save, AsyncOptions):
-        return async_save
-    return AsyncOptions() if async_save else None
-
-
-def options_of(
-    save_options: SaveOptions | None, load_options: LoadOptions | None, timeout_s: float | None
-) -> tuple[SaveOptions, LoadOptions]:
-    """Return the options of saves and loads, with the deadline timeout_s if it is given.
-
-    Raises:
-        DeclarationError: an argument is of the wrong type.
-    """
-    check_kind("save_options", save_options, SaveOptions, give="SaveOptions(...), or None", optional=True)
-    check_kind("load_options", load_options, LoadOptions, give="LoadOptions(...), or None", optional=True)
-    save_options, load_options = save_options or SaveOptions(), load_options or LoadOptions()
-    if timeout_s is None:
-        return save_options, load_options
-    return replace(save_options, timeout_s=timeout_s), replace(load_options, timeout_s=timeout_s)
-
-
-def groups_of(group: Group | Groups | None) -> Groups:
-    """Return the groups of `Checkpointer(group=...)`; a group is short for `Groups(world=group)`.
-
-    Raises:
-        DeclarationError: the argument is neither a group nor `Groups`.
-    """
-    if isinstance(group, Groups):
-        return group
-    if group is not None:
-        check_group(group)
-    return Groups(world=group)
 
 
 def _checked_signals(signals: object) -> tuple[int, ...]:

@@ -19,7 +19,7 @@ from megackpt.errors import IntegrityError, truncated_list
 from megackpt.formats.damage import Damage
 from megackpt.options import VerifyOptions
 from megackpt.run.checkpointer.options import Retention
-from megackpt.run.checkpointer.root_files import (
+from megackpt.run.checkpointer.root import (
     TRACKER,
     StepList,
     is_pinned,

@@ -1,4 +1,4 @@
-"""Saving one step into the root, and which errors of saves training tolerates."""
+"""Saving one step to its destinations, root and tiers, and which errors of saves training tolerates."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from types import TracebackType
-from typing import SupportsFloat, get_args
+from typing import Protocol, SupportsFloat, get_args
 
 from megackpt.comm import Group, errors_on_all_ranks
 from megackpt.engine.checkpoint.steps import StepDirectories, step_name
@@ -20,11 +20,14 @@ from megackpt.engine.verification.collective import verify_on_all_ranks, work_af
 from megackpt.engine.verification.verify import verify_share
 from megackpt.errors import CheckpointError, DeclarationError, IntegrityError, StorageError, WriterFailedError
 from megackpt.formats.damage import Damage
+from megackpt.ground.arguments import check_flag
 from megackpt.options import SaveOptions, VerifyOptions
 from megackpt.run.checkpointer.options import OnError
 from megackpt.run.checkpointer.retention import Cleanup
-from megackpt.run.checkpointer.root_files import checked_metrics, remove_metrics, scan, write_metrics
-from megackpt.run.checkpointer.settings import RunSettings
+from megackpt.run.checkpointer.root import checked_metrics, remove_metrics, scan, write_metrics
+from megackpt.run.checkpointer.schedule import DestinationChoice, Destinations, SaveTrigger
+from megackpt.run.checkpointer.settings import RunSettings, compare_settings
+from megackpt.run.checkpointer.tiers import TierSaving
 from megackpt.storage import Store
 
 log = logging.getLogger(__name__)
@@ -120,7 +123,9 @@ class RootSaving:
     verify: VerifyOptions | None
 
     @classmethod
-    def of(cls, directories: StepDirectories, settings: RunSettings, failures: SaveFailures) -> RootSaving:
+    def from_settings(
+        cls, directories: StepDirectories, settings: RunSettings, failures: SaveFailures
+    ) -> RootSaving:
         """Return what saves the steps of a run with these settings."""
         trusted = settings.load_options.allow_unsafe_pickle
         verifies = settings.verify_after_save
@@ -204,3 +209,149 @@ class RootSaving:
             numbers = checked_metrics(metrics)
             if group.rank == 0:
                 write_metrics(root, step, numbers)
+
+
+class StepSaving(Protocol):
+    """Saves steps to destinations, before `save` returns or in the background."""
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a save is pending on this rank."""
+
+    def may_save(self, group: Group, *, is_last: bool) -> bool:
+        """Return whether to make the next save, after waiting for earlier ones as far as needed. Collective.
+
+        Args:
+            group: the ranks.
+            is_last: whether it is the last save of a run: then the result is True.
+
+        Raises:
+            CheckpointError: an earlier save has failed, and the error is not tolerated.
+        """
+
+    def save(
+        self,
+        step: int,
+        to: Destinations,
+        request: SaveRequest,
+        metrics: Mapping[str, SupportsFloat] | None,
+        group: Group,
+    ) -> bool:
+        """Save a step; return whether it is saved or pending. Collective, after `may_save`.
+
+        Raises:
+            CheckpointError: the same on every rank.
+        """
+
+    def warm_up(self, request: SaveRequest, group: Group) -> None:
+        """Do everything that a first save does before it copies or writes. Collective."""
+
+    def wait_staged(self) -> None:
+        """Wait until the saved state may change. Local."""
+
+    def poll(self) -> None:
+        """Raise the error of a save that has failed since the last call, unless it is tolerated. Local."""
+
+    def wait(self) -> None:
+        """Wait until no save is pending; raise errors as `poll` does. Local."""
+
+    def close(self) -> None:
+        """Wait, and release processes and memory; raise errors as `poll` does. Saves are still possible."""
+
+
+class DirectSaving:
+    """Saves steps before `save` returns. See `StepSaving`."""
+
+    is_busy = False
+
+    def __init__(self, root_saving: RootSaving, tier_saving: TierSaving) -> None:
+        self._root_saving, self._tier_saving = root_saving, tier_saving
+
+    def may_save(self, group: Group, *, is_last: bool) -> bool:
+        """Return True: no earlier save is pending."""
+        return True
+
+    def save(
+        self,
+        step: int,
+        to: Destinations,
+        request: SaveRequest,
+        metrics: Mapping[str, SupportsFloat] | None,
+        group: Group,
+    ) -> bool:
+        """Save a step; return False if it failed with a tolerated error. Collective."""
+        # Tiers come first: an error of the root must not keep the step out of them.
+        is_in_tier = bool(to.tiers) and self._tier_saving.save(step, to.tiers, request, group)
+        if not to.root:
+            return is_in_tier
+        return self._root_saving.save(step, request, metrics, group)
+
+    def warm_up(self, request: SaveRequest, group: Group) -> None:
+        """Do nothing: a synchronous save prepares itself."""
+
+    def wait_staged(self) -> None:
+        """Return at once: the state may change when `save` has returned."""
+
+    def poll(self) -> None:
+        """Return at once: `save` has raised its error itself."""
+
+    def wait(self) -> None:
+        """Return at once: no save is pending after `save`."""
+
+    def close(self) -> None:
+        """Return at once: there is neither a process nor memory to release."""
+
+
+class ScheduledSaving:
+    """Saves steps to the destinations that are due. All methods are collective.
+
+    Args:
+        saving: saves to destinations, before `save` returns or in the background.
+        choice: chooses the destinations of each step.
+        trigger: has the signals, and is notified of each save.
+    """
+
+    def __init__(self, saving: StepSaving, choice: DestinationChoice, trigger: SaveTrigger) -> None:
+        self._saving, self._choice, self._trigger = saving, choice, trigger
+
+    def destinations(self, step: int, to_root: bool | None, group: Group) -> Destinations:
+        """Return the destinations of a step.
+
+        Raises:
+            DeclarationError: ranks would save it to different destinations.
+        """
+        destinations = self._choice.of(step, to_root=to_root, is_signalled=self._trigger.is_signalled)
+        if self._choice.depends_on_step or to_root is not None:
+            if to_root is not None:
+                check_flag("to_root", to_root)
+            values = {
+                "step": step,
+                "to_root": to_root,
+                "is for the root": destinations.root,
+                "tiers": list(destinations.tiers),
+            }
+            compare_settings(group, values, what="Ranks save differently", doing="choosing where a step goes")
+        return destinations
+
+    def save(
+        self,
+        step: int,
+        destinations: Destinations,
+        request: SaveRequest,
+        metrics: Mapping[str, SupportsFloat] | None,
+        group: Group,
+    ) -> bool:
+        """Save a step; return whether it is saved, or being saved in the background.
+
+        Raises:
+            CheckpointError: as `Checkpointer.save`.
+        """
+        is_last = self._trigger.exit_signal is not None
+        if destinations and not self._saving.may_save(group, is_last=is_last):
+            self._choice.skipped(destinations)
+            return False
+        self._choice.saved(destinations)
+        try:
+            return bool(destinations) and self._saving.save(step, destinations, request, metrics, group)
+        finally:
+            self._trigger.saved(step)

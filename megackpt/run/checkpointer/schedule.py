@@ -186,14 +186,11 @@ def asks_to_exit(signum: int) -> bool:
 
 
 class SignalWatch:
-    """Records which of some signals this process has received, from construction to `close`.
+    """Records which of some signals this process has received, from `start` to `close`.
 
     A handler only sets a flag: at an arbitrary point of the program, a save could not use locks, memory or
     other ranks. Handlers that were set before are called as well, except Python's own handler for SIGINT,
     which would end the process.
-
-    Raises:
-        DeclarationError: a signal cannot be handled, or this is not the main thread.
 
     Attributes:
         signals: their numbers, as `SaveSchedule.signals`.
@@ -204,6 +201,13 @@ class SignalWatch:
         self._flags = dict.fromkeys(self.signals, False)
         self._earlier_handlers: dict[int, Callable[..., object] | int | None] = {}
         self._is_closed = False
+
+    def start(self) -> None:
+        """Set the handlers.
+
+        Raises:
+            DeclarationError: a signal cannot be handled, or this is not the main thread. No handler is set.
+        """
         for signum in self.signals:
             try:
                 self._earlier_handlers[signum] = signal.signal(signum, self._note)

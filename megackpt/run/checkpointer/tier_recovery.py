@@ -30,7 +30,6 @@ from megackpt.engine.tiers.node_steps import (
 from megackpt.engine.tiers.transfer import broadcast_from_rank
 from megackpt.entities import StateDict
 from megackpt.errors import CheckpointError, NotACheckpointError, truncated_list
-from megackpt.plans.planning.redundancy import Nodes
 from megackpt.run.checkpointer.loading import (
     LastLoad,
     RootLoading,
@@ -38,8 +37,9 @@ from megackpt.run.checkpointer.loading import (
     StepRequest,
     with_copies_of_step,
 )
-from megackpt.run.checkpointer.root_files import scan
+from megackpt.run.checkpointer.root import scan
 from megackpt.run.checkpointer.tier_survey import ROOT, StepCandidate, TierSurvey
+from megackpt.run.checkpointer.tiers import TierDirectories, TierSet
 from megackpt.storage import Store
 
 log = logging.getLogger(__name__)
@@ -48,18 +48,27 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TierDirectories:
-    """The directories of the tiers of a job.
+class TierLoading:
+    """Loads steps from tiers and the root. See `StepLoading`.
 
     Attributes:
-        nodes: the nodes of the job.
-        tiers: this node's directory of each tier.
-        names: the name of each tier in messages.
+        tiers: storage of the nodes.
+        root: loads from the root; its options are used for tiers, too.
     """
 
-    nodes: Nodes
-    tiers: Sequence[LocalSteps]
-    names: Sequence[str]
+    tiers: TierSet
+    root: RootLoading
+
+    def load(self, request: StepRequest, step: int | None, group: Group) -> tuple[StateDict, LastLoad]:
+        """Load a step from the first tier that has all of it, or from the root."""
+        return self._begin_recovery(group).load(request, step)
+
+    def find_latest(self, group: Group) -> int | None:
+        """Return the newest step that is complete, in the root or over all nodes of a tier."""
+        return self._begin_recovery(group).find()
+
+    def _begin_recovery(self, group: Group) -> Recovery:
+        return Recovery.begin(group, self.tiers.open(group), self.root)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

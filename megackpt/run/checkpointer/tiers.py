@@ -1,4 +1,4 @@
-"""The tiers of a job: their directories on the nodes, and how steps are saved to and loaded from them."""
+"""The tiers of a job: their directories on the nodes, and saves into them before `save` returns."""
 
 from __future__ import annotations
 
@@ -7,27 +7,37 @@ import json
 import logging
 import os
 import socket
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from megackpt.comm import Group, errors_on_all_ranks, gather_step
-from megackpt.engine.background.prepared_save import Destination
 from megackpt.engine.checkpoint.step_roots import LocalSteps
 from megackpt.engine.checkpoint.steps import step_of
 from megackpt.engine.saving.save import plan_save
 from megackpt.engine.saving.save_request import SaveRequest
 from megackpt.engine.tiers.save import NodeLocation, clean_node, save_on_nodes
-from megackpt.entities import StateDict
 from megackpt.errors import DeclarationError, StorageError
-from megackpt.formats.damage import Damage
 from megackpt.formats.registry import save_strategy
 from megackpt.options import SaveOptions
 from megackpt.plans.planning.redundancy import Nodes
-from megackpt.run.checkpointer.loading import LastLoad, RootLoading, StepRequest
 from megackpt.run.checkpointer.options import MemoryTier, Tier, Tiers
-from megackpt.run.checkpointer.tier_recovery import Recovery, TierDirectories
 
 log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TierDirectories:
+    """The directories of the tiers of a job.
+
+    Attributes:
+        nodes: the nodes of the job.
+        tiers: this node's directory of each tier.
+        names: the name of each tier in messages.
+    """
+
+    nodes: Nodes
+    tiers: Sequence[LocalSteps]
+    names: Sequence[str]
 
 
 class TierSet:
@@ -189,40 +199,6 @@ class TierSaving:
             clean_node(location, rank=group.rank)
 
 
-def destinations_in_tiers(
-    tiers: TierSet, due: Iterable[int], step: int, request: SaveRequest, group: Group
-) -> Iterator[Destination]:
-    """Yield the destinations of a step in the tiers with these numbers, for an asynchronous save.
-
-    Collective at the first call in a run.
-
-    Raises:
-        DeclarationError: as `TierSet.open`.
-    """
-    native = in_native_format(request)
-    for number in due:
-        yield _destination(tiers.location(number, step, group), tiers[number], native, group)
-
-
-def _destination(location: NodeLocation, tier: Tier, request: SaveRequest, group: Group) -> Destination:
-    def follow(_: Sequence[Damage] | None) -> None:
-        warn_of_newer(location, tier)
-
-    def failed(error: Exception) -> bool:
-        if not isinstance(error, StorageError):
-            return False
-        warn_of_failure(location, tier, error, rank=group.rank)
-        return True
-
-    return Destination(
-        request=request,
-        location=location,
-        label=f"step {location.step} in {tier}",
-        on_commit=follow,
-        on_failure=failed,
-    )
-
-
 def in_native_format(request: SaveRequest) -> SaveRequest:
     """Return the request for a tier, whose format is always the native one."""
     return replace(request, choose=lambda: save_strategy(None), not_imported=lambda: None)
@@ -246,27 +222,3 @@ def warn_of_newer(location: NodeLocation, tier: Tier) -> None:
                 "Step %s goes into %s although step %s is there. Loads take the newer step.",
                 location.step, tier, newest,
             )  # fmt: skip
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TierLoading:
-    """Loads steps from tiers and the root. See `StepLoading`.
-
-    Attributes:
-        tiers: storage of the nodes.
-        root: loads from the root; its options are used for tiers, too.
-    """
-
-    tiers: TierSet
-    root: RootLoading
-
-    def load(self, request: StepRequest, step: int | None, group: Group) -> tuple[StateDict, LastLoad]:
-        """Load a step from the first tier that has all of it, or from the root."""
-        return self._begin_recovery(group).load(request, step)
-
-    def find_latest(self, group: Group) -> int | None:
-        """Return the newest step that is complete, in the root or over all nodes of a tier."""
-        return self._begin_recovery(group).find()
-
-    def _begin_recovery(self, group: Group) -> Recovery:
-        return Recovery.begin(group, self.tiers.open(group), self.root)

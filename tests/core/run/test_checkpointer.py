@@ -28,7 +28,7 @@ from megackpt.engine.checkpoint.step_roots import LocalSteps
 from megackpt.engine.verification.verify import ShareReport, verify_share
 from megackpt.run.checkpointer import saving
 from megackpt.run.checkpointer.retention import Cleanup
-from megackpt.run.checkpointer.root_files import write_pin
+from megackpt.run.checkpointer.root import write_pin
 from megackpt.storage import LocalStore, MemoryStore, Store
 from megackpt.testing.world import SimulatedWorld
 from tests.support.states import filled
@@ -348,7 +348,7 @@ def test_steps_to_load_are_numbers_or_the_latest_and_timeout_s_is_that_of_saves_
     assert [checkpointer.load({}, step)["a"] for step in (1, 2, None, "latest")] == [1, 2, 2, 2]
     with pytest.raises(DeclarationError, match="step is 'newest'"):
         checkpointer.load({}, "newest")  # type: ignore[arg-type]
-    assert checkpointer.save_options.timeout_s == checkpointer._settings.load_options.timeout_s == 7.0
+    assert checkpointer.save_options.timeout_s == checkpointer._load_options.timeout_s == 7.0
 
 
 def test_damaged_metrics_are_none(tmp_path: Path) -> None:

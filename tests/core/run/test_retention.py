@@ -7,8 +7,10 @@ import math
 import os
 import signal
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -22,8 +24,10 @@ from megackpt.engine.checkpoint.steps import StepFile, step_name
 from megackpt.errors import DeclarationError
 from megackpt.formats.strategy import MANIFEST
 from megackpt.run.checkpointer import KeepBest, Retention
+from megackpt.run.checkpointer import checkpointer as checkpointer_module
 from megackpt.run.checkpointer.retention import decide, stale_leftovers
-from megackpt.run.checkpointer.schedule import SaveTrigger, SignalWatch
+from megackpt.run.checkpointer.saving import DirectSaving, ScheduledSaving
+from megackpt.run.checkpointer.schedule import DestinationChoice, Destinations, SaveTrigger, SignalWatch
 from megackpt.storage import LocalStore, MemoryStore
 from megackpt.testing.world import SimulatedWorld
 
@@ -231,6 +235,7 @@ def test_a_step_without_a_destination_is_not_saved(tmp_path: Path) -> None:
 
 def test_a_signal_asks_until_a_save_is_tried() -> None:
     with contextlib.closing(SignalWatch((signal.SIGUSR1,))) as watch:
+        watch.start()
         trigger = SaveTrigger(SaveSchedule(), watch)
         signal.raise_signal(signal.SIGUSR1)
         group = SingleProcess()
@@ -246,6 +251,8 @@ def test_watches_that_are_closed_in_the_order_they_were_made_leave_the_signal_as
     before = signal.signal(signal.SIGUSR2, lambda signum, frame: seen.append(signum))
     try:
         first, second = SignalWatch((signal.SIGUSR2,)), SignalWatch((signal.SIGUSR2,))
+        first.start()
+        second.start()
         first.close()
         signal.raise_signal(signal.SIGUSR2)
         assert second.received() == (1,)
@@ -258,6 +265,7 @@ def test_watches_that_are_closed_in_the_order_they_were_made_leave_the_signal_as
 
 def test_a_handler_that_came_later_stays() -> None:
     watch = SignalWatch((signal.SIGUSR2,))
+    watch.start()
     before = watch._earlier_handlers[signal.SIGUSR2]
     try:
         signal.signal(signal.SIGUSR2, later := lambda signum, frame: None)
@@ -265,6 +273,49 @@ def test_a_handler_that_came_later_stays() -> None:
         assert signal.getsignal(signal.SIGUSR2) is later
     finally:
         signal.signal(signal.SIGUSR2, before)  # type: ignore[arg-type]
+
+
+def test_a_checkpointer_that_cannot_be_constructed_sets_no_handler(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only `close` puts handlers back, and nobody could call it: so they are set when all else is there."""
+
+    def fail(*_: object) -> None:
+        raise MemoryError
+
+    before = signal.getsignal(signal.SIGUSR1)
+    monkeypatch.setattr(checkpointer_module, "ScheduledSaving", fail)
+    with pytest.raises(MemoryError):
+        Checkpointer(tmp_path, schedule=SaveSchedule(signals=(signal.SIGUSR1,)))
+    assert signal.getsignal(signal.SIGUSR1) is before
+
+
+class BusySaving(DirectSaving):
+    """Saves nothing, and is too busy for some steps; notes the destinations of the others."""
+
+    def __init__(self, *, is_free: Sequence[bool]) -> None:
+        self._is_free, self.saved = list(is_free), list[tuple[int, Destinations]]()
+
+    def may_save(self, group: Group, *, is_last: bool) -> bool:
+        return self._is_free.pop(0)
+
+    def save(self, step: int, to: Destinations, *_: Any) -> bool:
+        self.saved.append((step, to))
+        return True
+
+
+def test_a_step_that_is_skipped_leaves_its_destinations_to_the_next_one() -> None:
+    tiers = Tiers([MemoryTier("/dev/shm/none", every=10)], root_every=100)
+    saving, group = BusySaving(is_free=[False, True]), SingleProcess()
+    trigger = SaveTrigger(SaveSchedule(steps=5), no_signals())
+    scheduled = ScheduledSaving(saving, DestinationChoice(tiers), trigger)
+    request = Mock()
+    results = []
+    for step in (100, 101, 102):
+        destinations = scheduled.destinations(step, None, group)
+        results.append(scheduled.save(step, destinations, request, None, group))
+    assert results == [False, True, False]  # 102 is for no destination
+    assert saving.saved == [(101, Destinations((0,), root=True))]
 
 
 def test_signals_that_cannot_be_watched_leave_all_handlers_as_they_were(tmp_path: Path) -> None:

@@ -24,6 +24,7 @@ from megackpt.testing.ranks import RankPool
 from megackpt.training.parallel import ParallelLayout
 from tests.support.effort import sampled
 from tests.support.s3_server import ACCESS_KEY, BUCKET, SECRET, S3Server, options_for
+from tests.support.writers import saver_of
 from tests.system.examples.training_runs import (
     LAYOUTS,
     MOE,
@@ -212,9 +213,7 @@ class _Observed(Checkpointer):
     staging_nbytes: list[int]
 
     def save(self, *args: Any, **kwargs: Any) -> bool:
-        saver = self._async_saving.saver if self._async_saving is not None else None
-        assert saver is not None
-        self.staging_nbytes.append(saver.staging_nbytes)
+        self.staging_nbytes.append(saver_of(self).staging_nbytes)
         return super().save(*args, **kwargs)
 
 

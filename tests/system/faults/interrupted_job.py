@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from megackpt import AsyncOptions, Checkpointer, ShardedTensor
 from megackpt.comm import SingleProcess
+from tests.support.writers import open_saver_of
 
 RANKS = 2
 TENSORS = 8
@@ -68,7 +69,7 @@ def save_one_step_after_the_other(root: Path, notes: Notes, *, async_save: bool)
     options = AsyncOptions(nice=0) if async_save else False
     checkpointer = Checkpointer(root, keep_last=2, async_save=options)
     rank, size = dist.get_rank(), dist.get_world_size()
-    saver = checkpointer._async_saving and checkpointer._async_saving.saver
+    saver = open_saver_of(checkpointer)
     writer = saver.writer_pid if saver is not None else None
     notes.put(f"rank-{rank}", json.dumps({"rank": os.getpid(), "writer": writer}))
     notes.wait("go")

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from megackpt import Checkpointer, RankFailedError, ShardedTensor
 from megackpt.testing.ranks import RankPool
 from tests.support.effort import few, with_all
+from tests.support.writers import saver_of
 from tests.system.faults import interrupted_job
 from tests.system.faults.interrupted_job import (
     LIMIT_S,
@@ -128,8 +129,7 @@ def go_on_without_a_writer(root: Path, kills: int, seed: int) -> tuple[int, int]
         return {"w": ShardedTensor.from_rank_offsets("w", data.fill_(value), (0, rank, size))}
 
     with Checkpointer(root, keep_last=2, async_save=True, timeout_s=LIMIT_S) as checkpointer:
-        saver = checkpointer._async_saving and checkpointer._async_saving.saver
-        assert saver is not None
+        saver = saver_of(checkpointer)
         checkpointer.save(0, part(0))
         checkpointer.wait()
         good, failures = 0, 0

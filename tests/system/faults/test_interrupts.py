@@ -37,7 +37,7 @@ from megackpt import AsyncOptions, Checkpointer, CheckpointError, ShardedTensor
 from megackpt.testing.ranks import RankPool
 from tests.support.effort import few, tries_all
 from tests.support.states import filled
-from tests.support.writers import wait_for, wait_for_writers
+from tests.support.writers import open_saver_of, wait_for, wait_for_writers
 
 Work = Literal["save", "first async save", "async save", "waves", "behind", "wait", "close", "load"]
 
@@ -200,11 +200,7 @@ def interrupt(work: Work, root: Path, share: tuple[int, int], sample: int | None
             signal.alarm(0)
             message = traceback.format_exc()[-1500:]
             wrong.append(f"{work}: line {number} at {where}: {type(error).__name__}: {error}\n{message}")
-            saver = (
-                trial.checkpointer
-                and trial.checkpointer._async_saving
-                and trial.checkpointer._async_saving.saver
-            )
+            saver = open_saver_of(trial.checkpointer) if trial.checkpointer is not None else None
             if saver is not None:
                 saver._session.writer.kill()
             trial.checkpointer = None

@@ -1,4 +1,4 @@
-"""The files below the root of a run: its steps, and small files about them.
+"""The root of a run: its steps, and small files about them. No ranks are needed.
 
 The small files are next to the steps, so formats need not know of them. Files of one kind share a prefix, so
 one listing finds all of them.
@@ -6,16 +6,22 @@ one listing finds all of them.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import math
+import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, SupportsFloat
 
+from megackpt.engine.checkpoint.step_roots import step_directories
 from megackpt.engine.checkpoint.steps import StepDirectories, step_name, step_of
-from megackpt.errors import DeclarationError, FormatError
-from megackpt.storage import Store
+from megackpt.errors import DeclarationError, FormatError, NotACheckpointError, UnsupportedError
+from megackpt.ground.arguments import check_flag, checked_step
+from megackpt.run.local import load_content_metadata
+from megackpt.storage import ObjectOptions, Store, is_url
 
 log = logging.getLogger(__name__)
 
@@ -70,6 +76,117 @@ def newest_step(directories: StepDirectories) -> int | None:
                 newest,
             )
     return newest
+
+
+class RunRoot:
+    """Numbered steps under a root, `iter_0000100` for step 100. Every method is local.
+
+    Any process can use it, also while a job is running.
+
+    Args:
+        root: a directory, the URL of one in an object store, or a `Store`.
+        objects: options of the object store, if the root is a URL.
+        allow_unsafe_pickle: as in `LoadOptions`, for `content_metadata`.
+
+    Attributes:
+        path: the directory, or the URL as text.
+        directories: the step directories under the root.
+        store: the root, if it was given as a `Store`; None for a path or a URL.
+    """
+
+    def __init__(
+        self,
+        root: str | os.PathLike[str] | Store,
+        *,
+        objects: ObjectOptions | None = None,
+        allow_unsafe_pickle: bool = False,
+    ) -> None:
+        self.directories = step_directories(root, objects=objects)
+        self.store = None if isinstance(root, (str, os.PathLike)) else root
+        check_flag("allow_unsafe_pickle", allow_unsafe_pickle)
+        self._allow_unsafe_pickle = allow_unsafe_pickle
+        location = self.directories.location
+        is_path = isinstance(root, (str, os.PathLike)) and not is_url(os.fspath(root))
+        self.path: Path | str = Path(location) if is_path else location
+
+    @property
+    def common_location(self) -> str | None:
+        """The location that must be equal on all ranks; None for a store, which each may name differently."""
+        return self.directories.location if self.store is None else None
+
+    def location(self, step: int) -> str:
+        """Return the path or URL of a step, even if the step does not exist."""
+        return f"{self.directories.location}/{step_name(checked_step(step))}"
+
+    def directory(self, step: int) -> Path:
+        """Return the directory of a step, even if the step does not exist.
+
+        Raises:
+            UnsupportedError: the root is a URL; see `location`.
+        """
+        if not isinstance(self.path, Path):
+            raise UnsupportedError(
+                f"{self.path} is not on a file system, so its steps have no directories. "
+                f"Use location({step})."
+            )
+        return self.path / step_name(checked_step(step))
+
+    def scan(self) -> StepList:
+        """Return the committed and the incomplete steps."""
+        return scan(self.directories)
+
+    def steps(self) -> tuple[int, ...]:
+        """Return the committed steps, ascending."""
+        return self.scan().committed
+
+    def latest(self) -> int | None:
+        """Return the newest committed step or None; log a warning for each newer one that is incomplete."""
+        return newest_step(self.directories)
+
+    def pin(self, step: int) -> None:
+        """Protect a committed step from removal until `unpin`. One rank calls it.
+
+        Raises:
+            NotACheckpointError: the step is not committed, or another process is removing it.
+            StorageError: the pin could not be written.
+        """
+        step = checked_step(step)
+        self._check_committed(step)
+        write_pin(self.directories.root, step)
+        try:
+            self._check_committed(step)  # a removal that began before the pin was written continues
+        except NotACheckpointError:
+            remove_pin(self.directories.root, step)
+            raise
+
+    def unpin(self, step: int) -> None:
+        """Permit the next save to remove a step again. One rank calls it.
+
+        Does nothing if the step is not pinned.
+        """
+        remove_pin(self.directories.root, checked_step(step))
+
+    def pins(self) -> tuple[int, ...]:
+        """Return the pinned steps, ascending."""
+        return tuple(sorted(read_pins(self.directories.root)))
+
+    def metrics(self, step: int) -> dict[str, float]:
+        """Return the metrics of a step; an empty dict if it was saved without metrics."""
+        return read_metrics(self.directories.root, checked_step(step))
+
+    def content_metadata(self, step: int) -> Any:
+        """Return the `content_metadata` of a step."""
+        with contextlib.closing(self.directories.open(step_name(checked_step(step)))) as store:
+            return load_content_metadata(store, allow_unsafe_pickle=self._allow_unsafe_pickle)
+
+    def _check_committed(self, step: int) -> None:
+        if not self.directories.committed([step_name(step)]):
+            steps = ", ".join(map(str, self.steps())) or "none"
+            raise NotACheckpointError(
+                f"{self.location(step)} is not committed, so it cannot be pinned. Pin one of the committed "
+                f"steps: {steps}.",
+                path=self.location(step),
+            )
 
 
 # Metrics of steps: `.megackpt/metrics/iter_0000100.json`. They are written before the step is committed. So
