@@ -7,7 +7,7 @@ first use.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from megackpt.codec.arrays import ArrayReference
 from megackpt.codec.blob import pack, unpack
@@ -20,9 +20,12 @@ from megackpt.codec.stand_ins import (
     keep_unknown_values,
 )
 from megackpt.codec.tree import EncodedValue, dump_tree, load_tree
+from megackpt.ground.lazy_names import lazy_names
 
 if TYPE_CHECKING:
     from megackpt.codec.pickled import ForeignObject
+else:  # type checkers would accept any name
+    __getattr__ = lazy_names(__name__, {"megackpt.codec.pickled": ("ForeignObject",)})
 
 __all__ = [
     "ArrayReference",
@@ -40,12 +43,3 @@ __all__ = [
     "pack",
     "unpack",
 ]
-
-
-def __getattr__(name: str) -> Any:
-    """Import `ForeignObject` when it is first used."""
-    if name != "ForeignObject":
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from megackpt.codec.pickled import ForeignObject
-
-    return ForeignObject

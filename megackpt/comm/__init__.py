@@ -6,7 +6,7 @@ some of the ranks.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from megackpt.comm.collectives import (
     CompareStep,
@@ -27,9 +27,12 @@ from megackpt.comm.group import (
     split_fields,
 )
 from megackpt.comm.process_groups import AnyGroup, group_or_world, world_group
+from megackpt.ground.lazy_names import lazy_names
 
 if TYPE_CHECKING:
     from megackpt.comm.torch_group import TorchGroup
+else:  # type checkers would accept any name
+    __getattr__ = lazy_names(__name__, {"megackpt.comm.torch_group": ("TorchGroup",)})
 
 __all__ = [
     "AnyGroup",
@@ -51,12 +54,3 @@ __all__ = [
     "split_fields",
     "world_group",
 ]
-
-
-def __getattr__(name: str) -> Any:
-    """Import `TorchGroup` when it is first used."""
-    if name != "TorchGroup":
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from megackpt.comm.torch_group import TorchGroup
-
-    return TorchGroup

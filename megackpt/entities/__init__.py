@@ -5,8 +5,7 @@ Layouts and factories, which not every state dict has, are imported when their n
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from megackpt.entities.base import (
     RankOffset,
@@ -23,11 +22,21 @@ from megackpt.entities.sharded_object import (
     ShardedObject,
 )
 from megackpt.entities.sharded_tensor import ShardedTensor
+from megackpt.ground.lazy_names import lazy_names
 
 if TYPE_CHECKING:
     from megackpt.entities.factory import ShardedTensorFactory
     from megackpt.entities.layout import Layout
     from megackpt.entities.sharded_layout import ComponentPlacement, LayoutComponent, ShardedLayout
+else:  # type checkers would accept any name
+    __getattr__ = lazy_names(
+        __name__,
+        {
+            "megackpt.entities.factory": ("ShardedTensorFactory",),
+            "megackpt.entities.layout": ("Layout",),
+            "megackpt.entities.sharded_layout": ("ComponentPlacement", "LayoutComponent", "ShardedLayout"),
+        },
+    )
 
 __all__ = [
     "ComponentPlacement",
@@ -47,18 +56,3 @@ __all__ = [
     "StateDict",
     "is_main_replica",
 ]
-
-_LAZY_IMPORTS = {
-    "ComponentPlacement": "sharded_layout",
-    "Layout": "layout",
-    "LayoutComponent": "sharded_layout",
-    "ShardedLayout": "sharded_layout",
-    "ShardedTensorFactory": "factory",
-}
-
-
-def __getattr__(name: str) -> Any:
-    """Import a class at its first use."""
-    if name not in _LAZY_IMPORTS:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_LAZY_IMPORTS[name]}"), name)

@@ -6,9 +6,9 @@ programs need are imported at their first use.
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from megackpt.ground.lazy_names import lazy_names
 from megackpt.storage.digests import (
     BlockDigester,
     FileDigester,
@@ -27,6 +27,15 @@ if TYPE_CHECKING:
     from megackpt.storage.memory import MemoryStore
     from megackpt.storage.object_store import ObjectStore
     from megackpt.storage.views import ForwardingStore
+else:  # type checkers would accept any name
+    __getattr__ = lazy_names(
+        __name__,
+        {
+            "megackpt.storage.memory": ("MemoryStore",),
+            "megackpt.storage.object_store": ("ObjectStore",),
+            "megackpt.storage.views": ("ForwardingStore",),
+        },
+    )
 
 __all__ = [
     "COMMON_POOL",
@@ -58,16 +67,3 @@ __all__ = [
     "open_store",
     "opened_store",
 ]
-
-_LAZY_IMPORTS = {
-    "ForwardingStore": "views",
-    "MemoryStore": "memory",
-    "ObjectStore": "object_store",
-}
-
-
-def __getattr__(name: str) -> Any:
-    """Import a store at its first use."""
-    if name not in _LAZY_IMPORTS:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_LAZY_IMPORTS[name]}"), name)

@@ -6,8 +6,9 @@ its first use.
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from megackpt.ground.lazy_names import lazy_names
 
 if TYPE_CHECKING:
     from megackpt.engine.verification.verify import VerifyReport
@@ -19,6 +20,21 @@ if TYPE_CHECKING:
     from megackpt.whole.inspect import CheckpointSummary, StoredArray, StoredFile
     from megackpt.whole.repair import RepairReport
     from megackpt.whole.repair_search import RepairedFile
+else:  # type checkers would accept any name
+    __getattr__ = lazy_names(
+        __name__,
+        {
+            "megackpt.engine.verification.verify": ("VerifyReport",),
+            "megackpt.formats.damage": ("Damage",),
+            "megackpt.whole.copy": ("CopyReport",),
+            "megackpt.whole.diff": ("CheckpointDifference", "ValueDifference"),
+            "megackpt.whole.diff_arrays": ("ArrayDifference",),
+            "megackpt.whole.export_huggingface": ("HuggingFaceExport",),
+            "megackpt.whole.inspect": ("CheckpointSummary", "StoredArray", "StoredFile"),
+            "megackpt.whole.repair": ("RepairReport",),
+            "megackpt.whole.repair_search": ("RepairedFile",),
+        },
+    )
 
 __all__ = [
     "ArrayDifference",
@@ -34,25 +50,3 @@ __all__ = [
     "ValueDifference",
     "VerifyReport",
 ]
-
-_LAZY_IMPORTS = {
-    "ArrayDifference": "megackpt.whole.diff_arrays",
-    "CheckpointDifference": "megackpt.whole.diff",
-    "CheckpointSummary": "megackpt.whole.inspect",
-    "CopyReport": "megackpt.whole.copy",
-    "Damage": "megackpt.formats.damage",
-    "HuggingFaceExport": "megackpt.whole.export_huggingface",
-    "RepairReport": "megackpt.whole.repair",
-    "RepairedFile": "megackpt.whole.repair_search",
-    "StoredArray": "megackpt.whole.inspect",
-    "StoredFile": "megackpt.whole.inspect",
-    "ValueDifference": "megackpt.whole.diff",
-    "VerifyReport": "megackpt.engine.verification.verify",
-}
-
-
-def __getattr__(name: str) -> Any:
-    """Import a class at its first use."""
-    if name not in _LAZY_IMPORTS:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(_LAZY_IMPORTS[name]), name)

@@ -5,9 +5,9 @@ Single boxes and views are imported when their names are first used: plans are m
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from megackpt.ground.lazy_names import lazy_names
 from megackpt.plans.geometry.flat import (
     Ints,
     joined_ranges,
@@ -22,6 +22,14 @@ from megackpt.plans.geometry.flat import (
 if TYPE_CHECKING:
     from megackpt.plans.geometry.box import Box, BoxRanges, box_ranges
     from megackpt.plans.geometry.view import Axis, View
+else:  # type checkers would accept any name
+    __getattr__ = lazy_names(
+        __name__,
+        {
+            "megackpt.plans.geometry.box": ("Box", "BoxRanges", "box_ranges"),
+            "megackpt.plans.geometry.view": ("Axis", "View"),
+        },
+    )
 
 __all__ = [
     "Axis",
@@ -38,18 +46,3 @@ __all__ = [
     "split_range",
     "strides_of",
 ]
-
-_LAZY_IMPORTS = {
-    "Axis": "view",
-    "Box": "box",
-    "BoxRanges": "box",
-    "View": "view",
-    "box_ranges": "box",
-}
-
-
-def __getattr__(name: str) -> Any:
-    """Import a class or function at its first use."""
-    if name not in _LAZY_IMPORTS:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_LAZY_IMPORTS[name]}"), name)

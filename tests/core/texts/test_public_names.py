@@ -61,6 +61,26 @@ def test_every_error_class_of_the_package_is_exported() -> None:
     assert of_package <= known
 
 
+LATE = [path for path in sorted(PACKAGE.rglob("__init__.py")) if "= lazy_names(" in path.read_text()]
+
+
+@pytest.mark.parametrize("path", LATE, ids=lambda path: str(path.parent.relative_to(PACKAGE)))
+def test_type_checkers_see_the_names_that_a_package_imports_late_and_no_others(path: Path) -> None:
+    tree = ast.parse(path.read_text())
+    (choice,) = (node for node in tree.body if isinstance(node, ast.If))
+    assert ast.unparse(choice.test) == "TYPE_CHECKING"
+    seen = {
+        node.module: tuple(alias.name for alias in node.names)
+        for node in choice.body
+        if isinstance(node, ast.ImportFrom)
+    }
+    (assigned,) = choice.orelse
+    assert isinstance(assigned, ast.Assign)
+    assert isinstance(assigned.value, ast.Call)
+    assert ast.literal_eval(assigned.value.args[1]) == seen
+    assert not any(isinstance(node, ast.FunctionDef) for node in tree.body)
+
+
 MOST_NAMES = {"megackpt": 52, "megackpt.training.parallel": 47}
 MOVED = [(package, name) for package in MOST_NAMES for name in moved_names(package)]
 
