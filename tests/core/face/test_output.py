@@ -295,7 +295,12 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def terminal(monkeypatch: pytest.MonkeyPatch) -> io.StringIO:
     """What is drawn on stderr, which bars take for a terminal."""
     text = io.StringIO()
-    monkeypatch.setattr(output, "Console", lambda stderr: Console(file=text, force_terminal=True, width=120))
+
+    def console(*, stderr: bool = False, **settings: Any) -> Console:
+        shown = {"file": text, "force_terminal": True, "width": 120} if stderr else settings
+        return Console(**shown)
+
+    monkeypatch.setattr(output, "Console", console)
     return text
 
 
