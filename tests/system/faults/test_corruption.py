@@ -22,7 +22,7 @@ from megackpt import (
     save,
 )
 from megackpt.comm import Group
-from megackpt.formats.index_file import WHOLE_BYTES
+from megackpt.formats.index_reader import WHOLE_BYTES
 from megackpt.storage import MemoryStore
 from megackpt.testing.identical import difference
 from megackpt.testing.world import SimulatedWorld
