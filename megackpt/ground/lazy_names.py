@@ -1,9 +1,11 @@
 """Names of a package that are imported from their modules at their first use.
 
-if TYPE_CHECKING:
-from megackpt.comm.torch_group import TorchGroup
-else:  # type checkers would accept any name
-__getattr__ = lazy_names(__name__, {"megackpt.comm.torch_group": ("TorchGroup",)})
+In the package, below the imports:
+
+    if TYPE_CHECKING:
+        from megackpt.comm.torch_group import TorchGroup
+    else:  # type checkers would accept any name
+        __getattr__ = lazy_names(__name__, {"megackpt.comm.torch_group": ("TorchGroup",)})
 """
 
 from __future__ import annotations
