@@ -41,9 +41,9 @@ class Capabilities:
     Attributes:
         shares_files: several ranks may write parts of one file. They need each other's rows in order not to
             write it at the same time, so a save without an exchange of declarations raises an error.
-        needs_own_rows_only: `rounds` and `write_chunks` need only the rank's own rows of the plan, and are
-            given these alone. This saves memory and messages that would grow with the number of ranks.
-            `write_index` is given the plan of all ranks in any case.
+        needs_own_rows_only: `rounds` and `write_chunks` need only the rank's own rows of the plan. Ranks
+            other than 0 are given these alone, which saves memory and messages that would grow with the
+            number of ranks. `write_index` is given the plan of all ranks in any case.
         writes_in_order: all rows of a rank are in one round, and `write_chunks` takes the bytes of each row
             once, in the order of the rows. The bytes can then be passed through a buffer that does not hold
             them all.
@@ -65,7 +65,13 @@ class ChunkParts(ABC):
 
     A part is valid until the next one is taken, or the iterator is closed: its memory is then used again.
     Several threads may take parts of different rows at the same time.
+
+    Attributes:
+        object_sizes: lengths of the objects among the rows, in bytes, in the order of rows; None if the plan
+            has them.
     """
+
+    object_sizes: Ints | None = None
 
     @abstractmethod
     def __call__(self, row: int) -> Iterator[memoryview]:
@@ -84,6 +90,8 @@ class SaveStrategy(ABC):
 
     A save calls, in this order: `check_common` on rank 0; `encode_object` on every rank; `write_chunks` once
     per round on every rank; `write_common`, `write_index` and `publish` on rank 0. The commit follows.
+    The plan that `rounds` and `write_chunks` are given has the sizes of the rank's own objects. Those of
+    other ranks may be out of date in it; the plan for `write_index` has the sizes of all.
 
     Attributes:
         backend: name of the format, `sharded_backend` in metadata.json.

@@ -22,8 +22,8 @@ from megackpt.engine.data.chunk_bytes import ReadBuffers
 from megackpt.engine.data.progress import Progress
 from megackpt.engine.data.read import read_chunk
 from megackpt.engine.saving.array_digests import with_array_digests
-from megackpt.engine.saving.save_hook import SaveHook, WrittenChunks
-from megackpt.engine.saving.write import PlannedSave, write_and_commit
+from megackpt.engine.saving.planned_save import PlannedSave, SaveHook, WrittenChunks
+from megackpt.engine.saving.write import write_and_commit
 from megackpt.errors import IntegrityError
 from megackpt.formats.contents import Chunks, Contents, Part
 from megackpt.formats.registry import SaveChoice, save_strategy

@@ -19,8 +19,8 @@ from megackpt.engine.data.read import read_chunk
 from megackpt.formats.contents import Chunks, Contents
 from megackpt.formats.strategy import SaveStrategy
 from megackpt.plans.geometry import Ints
-from megackpt.plans.metadata import OBJECT, ChunkTable, DeclaredChunks
-from megackpt.plans.planning import SavePlan, with_sizes
+from megackpt.plans.metadata import OBJECT, ChunkTable
+from megackpt.plans.planning import SavePlan, as_declarations, with_sizes
 from megackpt.plans.planning.copy_plan import plan_copy
 from megackpt.plans.validation import check_coverage
 from megackpt.storage import Store, digest_of_parts
@@ -148,10 +148,3 @@ def _without_other_arrays(table: ChunkTable, keys: Container[str]) -> ChunkTable
     new_numbers = np.cumsum(is_kept) - 1
     arrays = tuple(spec for spec in table.arrays if spec.key in keys)
     return replace(table, arrays=arrays, array=new_numbers[table.array])
-
-
-def as_declarations(plan: SavePlan) -> DeclaredChunks:
-    """Return the rows of a plan as if a rank declared each as the main replica. Pure."""
-    rows = len(plan.table)
-    yes, no = np.ones(rows, np.bool_), np.zeros(rows, np.bool_)
-    return DeclaredChunks(plan.table, yes, no, plan.writer, plan.entity)

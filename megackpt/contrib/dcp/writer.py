@@ -25,8 +25,8 @@ from megackpt.contrib.dcp.state_dicts import Stager, with_lists, with_value
 from megackpt.engine.checkpoint import manifest
 from megackpt.engine.data.device_copies import host_parts
 from megackpt.engine.data.tensor_bytes import check_source
-from megackpt.engine.saving.save_hook import WrittenChunks
-from megackpt.engine.saving.write import PlannedSave, commit_attempt
+from megackpt.engine.saving.planned_save import PlannedSave, WrittenChunks
+from megackpt.engine.saving.write import commit_attempt
 from megackpt.entities import (
     LocalNonpersistentObject,
     PerRankValue,
@@ -219,22 +219,15 @@ class MegackptStorageWriter(Stager, StorageWriter):
                 "kept.",
                 path=store.location,
             )
-        plan = _plan_of(written)
         planned = PlannedSave(
             attempt=self._attempt,
-            plan=plan,
+            plan=_plan_of(written),
             parts=_NoParts(),  # every rank has written its own
             common={"state_dict": self._common(written, paths), "content_metadata": self._content_metadata},
             strategy=save_strategy(None),
             leftovers=self._earlier,
         )
-        chunks = WrittenChunks(
-            attempt=self._attempt,
-            receipts=[w.receipts for w in written],
-            reports=[],
-            own_plan=plan,
-            complete=None,
-        )
+        chunks = WrittenChunks(planned, rows=[], receipts=[w.receipts for w in written])
         commit_attempt(planned, chunks, store, world_size=len(written))
 
     def _common(self, written: Sequence[_Written], paths: Mapping[str, Any]) -> Any:

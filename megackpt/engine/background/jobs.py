@@ -16,8 +16,8 @@ from megackpt.comm.group import common_error
 from megackpt.comm.writer_group import WriterGroup
 from megackpt.engine.background.messages import Job
 from megackpt.engine.background.trainer_connection import TrainerConnection
-from megackpt.engine.saving.save_hook import PlanCompletion
-from megackpt.engine.saving.write import PlannedSave, write_and_commit
+from megackpt.engine.saving.planned_save import PlannedSave
+from megackpt.engine.saving.write import write_and_commit
 from megackpt.engine.tiers.save import NodeLocation, clean_node, save_on_nodes
 from megackpt.engine.verification.collective import verify_on_all_ranks, work_after_commit
 from megackpt.engine.verification.verify import verify_share
@@ -37,14 +37,12 @@ class StagedJob:
 
     Attributes:
         job: the job.
-        plan: the rows that this rank writes, with the sizes of objects.
-        complete: makes the plan of all ranks, on rank 0.
-        parts: the bytes of the rows.
+        plan: the plan of the job.
+        parts: the bytes of the rows that the rank writes, and the sizes of its objects.
     """
 
     job: Job
     plan: SavePlan
-    complete: PlanCompletion | None
     parts: ChunkParts
 
 
@@ -110,9 +108,8 @@ def _planned_save(staged: StagedJob) -> PlannedSave:
         common=job.common,
         strategy=strategy,
         leftovers=None,
-        report=job.report,
-        complete=staged.complete,
         hooks=job.hooks,
+        exchanged=job.exchanged,
     )
 
 

@@ -12,7 +12,7 @@ from typing import TypeAlias
 
 from megackpt.comm.store_host import StoreAddress
 from megackpt.engine.checkpoint.step_roots import step_directories
-from megackpt.engine.saving.save_hook import PlanCompletion, SaveHook
+from megackpt.engine.saving.planned_save import SaveHook
 from megackpt.engine.saving.write import CommonFiles
 from megackpt.engine.tiers.save import NodeLocation
 from megackpt.formats.damage import Damage
@@ -56,8 +56,8 @@ class Job:
         strategy: the strategy, pickled: if it cannot be unpickled, only this job fails.
         hooks: optional features of the save.
         plan: number of the plan.
-        sizes: sizes of the objects in the plan, in bytes.
-        report: the report of this rank to rank 0 after writing.
+        exchanged: whether ranks have exchanged declarations; see `PlannedSave`.
+        object_sizes: sizes of the objects that this rank writes, in bytes.
         common: common state; on rank 0.
         start: position of the stream at which its first row starts.
         in_order: whether the strategy takes the rows in order, so that memory is free as soon as it is read.
@@ -72,8 +72,8 @@ class Job:
     strategy: bytes
     hooks: tuple[SaveHook, ...]
     plan: int
-    sizes: Ints
-    report: bytes
+    exchanged: bool
+    object_sizes: Ints | None
     common: CommonFiles | None
     start: int
     in_order: bool
@@ -100,11 +100,10 @@ class MemoryMessage:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PlanMessage:
-    """To the writer: a plan, which jobs name by its number, and how it is completed on rank 0."""
+    """To the writer: a plan, which jobs name by its number."""
 
     number: int
     plan: SavePlan
-    complete: PlanCompletion | None
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,8 +14,9 @@ import numpy as np
 
 from megackpt.engine.background.messages import CheckpointLocation, Job
 from megackpt.engine.background.staging_memory import RowLayout, lay_out_rows
+from megackpt.engine.saving.planned_save import PlannedSave
 from megackpt.engine.saving.save_request import SaveRequest
-from megackpt.engine.saving.write import CommonFiles, PlannedSave
+from megackpt.engine.saving.write import CommonFiles
 from megackpt.engine.tiers.save import NodeLocation
 from megackpt.errors import CheckpointError, DeclarationError
 from megackpt.formats.damage import Damage
@@ -84,8 +85,9 @@ class PreparedSave:
         common = None
         if rank == 0:  # here, where the user's types are known, and now, before their values change
             common = CommonFiles.of(planned.common, strategy, attempt=planned.attempt)
-        rows = planned.plan.rows_of(rank)
-        layout = lay_out_rows(planned.plan.table.nbytes[rows])
+        plan = planned.sized_plan(rank)
+        rows = plan.rows_of(rank)
+        layout = lay_out_rows(plan.table.nbytes[rows])
         pickled = bytes(ForkingPickler.dumps(strategy))
         in_order = strategy.capabilities.writes_in_order
         return cls(planned, pickled, common, rows.tolist(), layout, in_order)
@@ -120,9 +122,9 @@ class SubmittedJob:
 
 def shares_bytes(first: PreparedSave, second: PreparedSave) -> bool:
     """Return whether two saves of one state write the same rows of this rank with equal bytes. Pure."""
-    has_same_plan = first.planned.kept is second.planned.kept and first.strategy == second.strategy
+    has_same_plan = first.planned.plan is second.planned.plan and first.strategy == second.strategy
     # The rows are the same then, but not where they lie: that depends on the sizes of the objects.
-    return has_same_plan and np.array_equal(first.planned.sizes, second.planned.sizes)
+    return has_same_plan and np.array_equal(first.layout.nbytes, second.layout.nbytes)
 
 
 def for_a_writer(request: SaveRequest) -> SaveRequest:

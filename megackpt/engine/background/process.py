@@ -40,7 +40,6 @@ from megackpt.engine.background.messages import (
 )
 from megackpt.engine.background.prepared_save import CommitHandler, FailureHandler, SubmittedJob
 from megackpt.engine.background.staging_memory import StagingMemory, StreamClosedError
-from megackpt.engine.saving.save_hook import PlanCompletion
 from megackpt.errors import CheckpointError, RankFailedError, WriterFailedError
 from megackpt.formats.damage import Damage
 from megackpt.options import AsyncOptions
@@ -185,13 +184,13 @@ class WriterProcess:
             self._outbox.put(MemoryMessage(self.memory.nbytes))
             self._capacity = self.memory.nbytes
 
-    def use_plan(self, plan: SavePlan, complete: PlanCompletion | None) -> int:
+    def use_plan(self, plan: SavePlan) -> int:
         """Return the number of a plan; send it if it is not one of the plans that were used last."""
         # By identity: saves that use the same plan have the same object.
         numbered = next((recent for recent in self._plans if recent[1] is plan), None)
         if numbered is None:
             numbered = next(self._numbers), plan
-            self._outbox.put(PlanMessage(*numbered, complete))
+            self._outbox.put(PlanMessage(*numbered))
         else:
             self._plans.remove(numbered)
         self._plans.append(numbered)

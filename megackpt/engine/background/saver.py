@@ -23,10 +23,10 @@ from megackpt.engine.background.messages import Job, store_prefix
 from megackpt.engine.background.prepared_save import Destination, PreparedSave, SubmittedJob, shares_bytes
 from megackpt.engine.background.session import WriterSession, end_forgotten
 from megackpt.engine.background.staging_memory import StreamClosedError, StreamRange, copy_rows
+from megackpt.engine.saving.planned_save import PlannedSave
 from megackpt.engine.saving.preparation import WRITER_STATUS, WriterStatus, prepare_on_all_ranks
 from megackpt.engine.saving.save import plan_prepared
 from megackpt.engine.saving.save_request import SaveRequest
-from megackpt.engine.saving.write import PlannedSave
 from megackpt.options import AsyncOptions, SaveOptions
 
 _MAX_QUEUED = 4
@@ -87,7 +87,7 @@ class AsyncSaver:
         self._exchange_status(group, options, doing="warming up for asynchronous saves")
         planned = plan_prepared(prepare_on_all_ranks(request, None, group, options), group, options)
         self._stageable(planned, group)
-        self._use_plan(planned)
+        self._session.writer.use_plan(planned.plan)
         with errors_on_all_ranks(group, "starting its writer process"):
             self._session.running().wait_ready()
 
@@ -247,10 +247,10 @@ class AsyncSaver:
     def _stageable(self, planned: PlannedSave, group: Group) -> PreparedSave:
         """Return a planned save as the writer process takes it, with room for it in memory. Collective."""
         session = self._session
-        if not session.has_room_for(planned.kept):
+        if not session.has_room_for(planned.plan):
             with errors_on_all_ranks(group, "making room for its state"):
                 prepared = self._with_room(planned, rank=group.rank)
-            session.plans_with_room.append(planned.kept)
+            session.plans_with_room.append(planned.plan)
             return prepared
         # All ranks use this plan again and had room for it, so they need not synchronise. If it fails all the
         # same, the writers of other ranks receive the error.
@@ -296,7 +296,7 @@ class AsyncSaver:
         self, destination: Destination, save: PreparedSave, start: int | None, *, keeps: bool
     ) -> SubmittedJob:
         planned, writer = save.planned, self._session.writer
-        plan = self._use_plan(planned)
+        plan = writer.use_plan(planned.plan)
         number, position = writer.next_job()
         job = Job(
             number=number,
@@ -306,8 +306,8 @@ class AsyncSaver:
             strategy=save.strategy,
             hooks=planned.hooks,
             plan=plan,
-            sizes=planned.sizes,
-            report=planned.report,
+            exchanged=planned.exchanged,
+            object_sizes=planned.parts.object_sizes,
             common=save.common,
             start=position if start is None else start,
             in_order=save.in_order,
@@ -317,10 +317,6 @@ class AsyncSaver:
         # A job that reads the bytes of an earlier one takes no bytes of the stream for itself.
         nbytes = save.layout.stop if start is None else 0
         return writer.submit(job, nbytes, destination.on_commit, destination.on_failure)
-
-    def _use_plan(self, planned: PlannedSave) -> int:
-        assert planned.kept is not None
-        return self._session.writer.use_plan(planned.kept, planned.complete)
 
     def _stage(self, copies: Sequence[_StagedCopy]) -> None:
         if not self._options.stage_in_background or not copies:

@@ -62,7 +62,7 @@ class WriterSession:
     allocation: threading.Thread | None = None
     jobs: list[SubmittedJob] = field(default_factory=list)
     staging: threading.Thread | None = None
-    plans_with_room: deque[SavePlan | None] = field(default_factory=lambda: deque(maxlen=8))
+    plans_with_room: deque[SavePlan] = field(default_factory=lambda: deque(maxlen=8))
     unraised: CheckpointError | None = None
 
     def start(self) -> None:
@@ -130,7 +130,7 @@ class WriterSession:
                 f"thread_count=1."
             )
 
-    def has_room_for(self, plan: SavePlan | None) -> bool:
+    def has_room_for(self, plan: SavePlan) -> bool:
         """Return whether all ranks have had room for a plan, one of the few that they used last."""
         return any(recent is plan for recent in self.plans_with_room)
 

@@ -159,6 +159,7 @@ class StreamRowParts(ChunkParts):
         self, stream: StagedStream, memory: ByteArray, rows: Sequence[int], layout: RowLayout, job: Job
     ) -> None:
         self._stream, self._memory, self._job = stream, memory, job
+        self.object_sizes = job.object_sizes
         starts = (layout.start + job.start).tolist()
         self._ranges = dict(zip(rows, zip(starts, layout.nbytes.tolist(), strict=True), strict=True))
 

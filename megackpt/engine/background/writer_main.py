@@ -117,11 +117,12 @@ class Writer:
 
     def _do(self, job: Job, plan_message: PlanMessage, memory: ByteArray) -> None:
         """Do a job, free its memory and send its outcome."""
-        plan = with_object_sizes(plan_message.plan, job.sizes)
-        rows = plan.rows_of(self._join.rank)
-        layout = lay_out_rows(plan.table.nbytes[rows])
+        plan, rank = plan_message.plan, self._join.rank
+        sized = plan if job.object_sizes is None else with_object_sizes(plan, {rank: job.object_sizes})
+        rows = sized.rows_of(rank)
+        layout = lay_out_rows(sized.table.nbytes[rows])
         parts = StreamRowParts(self._stream, memory, rows.tolist(), layout, job)
-        staged = StagedJob(job=job, plan=plan, complete=plan_message.complete, parts=parts)
+        staged = StagedJob(job=job, plan=plan, parts=parts)
         error: bytes | None = None
         try:
             self._carry_out(staged)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from megackpt.engine.saving.save_hook import SaveHook
+from megackpt.engine.saving.planned_save import SaveHook
 from megackpt.errors import UnsupportedError
 from megackpt.formats.strategy import SaveStrategy
 from megackpt.plans.metadata import ChunkTable

@@ -127,9 +127,9 @@ class LocalState:
         header = json.dumps([*identity, len(packed.main_rows), has_all_rows]).encode()
         return digest_of(b"".join((header, packed.entities.tobytes(), packed.main_rows, packed.replica_rows)))
 
-    def cached_plan(self, plan: SavePlan, plan_of_all_ranks: SavePlan | None) -> CachedPlan:
+    def cached_plan(self, plan: SavePlan) -> CachedPlan:
         """Return a plan as it is cached for the next save that declares the same."""
-        return CachedPlan(plan, self.structure_digest(), self.source, self.declared, plan_of_all_ranks)
+        return CachedPlan(plan, self.structure_digest(), self.source, self.declared)
 
     def object_sizes(self, plan: SavePlan) -> Ints:
         """Return the bytes of each object that this rank writes, in the order of the plan's rows."""
@@ -187,6 +187,7 @@ class StateRowParts(ChunkParts):
         }
         follow(on_cuda.values())
         self._copied = frozenset(on_cuda)
+        self.object_sizes = local.object_sizes(plan)
 
     def __call__(self, row: int) -> Iterator[memoryview]:
         """Return the bytes of one row."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megackpt.comm import Group, gather_step, scatter_step
-from megackpt.engine.saving.save_hook import SaveHook, WrittenChunks
+from megackpt.engine.saving.planned_save import SaveHook, WrittenChunks
 from megackpt.errors import UnsupportedError
 from megackpt.formats.strategy import Json, SaveStrategy
 from megackpt.storage import Store
@@ -34,7 +34,7 @@ class ParityHook(SaveHook):
         self, written: WrittenChunks, store: Store, strategy: SaveStrategy, group: Group
     ) -> list[bytes]:
         """Compute the parity of the files that were written; rank 0 decides which rank computes what."""
-        attempt = written.attempt
+        attempt = written.planned.attempt
         with scatter_step(group, "planning parity") as planning:
             if group.rank == 0:
                 planning.parts = strategy.plan_parity(

@@ -1,20 +1,21 @@
 """How ranks agree on a plan: rank 0 plans from the declarations of all ranks, and sends each rank its rows.
 
-Declarations of replicas that are equal on several ranks are sent by the lowest of these ranks only. A save
-without validation has no such exchange; see `independent_plan`.
+Declarations of replicas that are equal on several ranks are sent by the lowest of these ranks only. In a save
+without validation ranks exchange nothing before they write: each plans by itself.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from megackpt.comm import (
     Group,
+    broadcast_from_rank_0,
     gather_step,
     join_fields,
     rank_0_errors_on_all_ranks,
@@ -22,16 +23,20 @@ from megackpt.comm import (
     split_fields,
 )
 from megackpt.engine.saving.local_state import LocalState
-from megackpt.engine.saving.save_hook import PlanCompletion
 from megackpt.plans.geometry import Ints
-from megackpt.plans.metadata import ChunkTable, merge_packed_declarations
+from megackpt.plans.metadata import (
+    ChunkTable,
+    column,
+    merge_packed_declarations,
+    pack_columns,
+    unpack_columns,
+)
 from megackpt.plans.planning import (
     SavePlan,
-    object_sizes,
     pack_rows,
+    plan_main_replicas,
     plan_merged_save,
     unpack_rows,
-    with_object_sizes,
 )
 from megackpt.plans.validation import (
     check_common_equal,
@@ -44,46 +49,6 @@ from megackpt.storage import digest_of
 _SUMMARY = np.dtype([("replica_rows", "V16"), ("label", "<i8"), ("attachment", "V16")])
 """What each rank sends to all before its declarations: digests of what other ranks may have with equal bytes,
 and the label of its spread group."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class CompletionFromSizes:
-    """Completes the plan of all ranks with the sizes of their objects."""
-
-    plan_of_all_ranks: SavePlan
-
-    def __call__(self, reports: Sequence[bytes]) -> SavePlan:
-        """Return the plan; each report is the sizes of a rank's objects, int64."""
-        return with_object_sizes(self.plan_of_all_ranks, _decode_sizes(reports))
-
-
-@dataclass(frozen=True, slots=True)
-class PlanAgreement:
-    """A plan that ranks have agreed on.
-
-    Attributes:
-        kept: the rows of this rank, or of all ranks where the format needs them, without the sizes of
-            objects. Saves that use the same plan have the same object here.
-        sizes: the sizes of the objects among them, in bytes.
-        report: message of this rank to rank 0 after it has written.
-        complete: on rank 0, makes the plan of all ranks from the reports; None if `plan` is that plan
-            already.
-    """
-
-    kept: SavePlan
-    sizes: Ints = field(default_factory=lambda: np.zeros(0, np.int64))
-    report: bytes = b""
-    complete: PlanCompletion | None = None
-
-    @property
-    def plan(self) -> SavePlan:
-        """The rows, with the sizes of this save's objects."""
-        return with_object_sizes(self.kept, self.sizes)
-
-    @property
-    def plan_of_all_ranks(self) -> SavePlan | None:
-        """The plan of all ranks before the reports, on rank 0 if there is one."""
-        return self.complete.plan_of_all_ranks if isinstance(self.complete, CompletionFromSizes) else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,8 +88,11 @@ class _DeclarationMessage:
         return cls(*split_fields(message))
 
 
-def plan_on_rank_0(local: LocalState, group: Group, to_compare: ValuesToCompare) -> PlanAgreement:
+def plan_on_rank_0(local: LocalState, group: Group, to_compare: ValuesToCompare) -> SavePlan:
     """Check the declarations of all ranks on rank 0 and plan from them. Collective.
+
+    Returns:
+        The plan of all ranks on rank 0, and on every rank if the format needs it; else the rank's own rows.
 
     Raises:
         CheckpointError: the same on every rank: what is wrong with which ranks' declarations or values.
@@ -144,32 +112,47 @@ def plan_on_rank_0(local: LocalState, group: Group, to_compare: ValuesToCompare)
     )
     # A plain gather: nothing can fail on one rank between the step above and this line.
     messages = group.gather(message.pack())
-    plan_of_all_ranks: SavePlan | None = None
+    plan: SavePlan | None = None
+    own_rows_only = local.strategy.capabilities.needs_own_rows_only
     with scatter_step(group, "planning the save") as planning:
         if group.rank == 0:
             unpacked = [_DeclarationMessage.unpack(message) for message in messages]
-            plan_of_all_ranks = _checked_plan(local, unpacked, summaries)
-            planning.parts = pack_rows(plan_of_all_ranks, ranks=group.size)
-    own_rows = unpack_rows(planning.part, local.declared, packed.entities, rank=group.rank)
-    if local.strategy.capabilities.needs_own_rows_only:
-        return _with_own_sizes(local, own_rows, plan_of_all_ranks)
-    from megackpt.engine.saving.whole_plan import send_whole_plan
+            plan = _checked_plan(local, unpacked, summaries)
+            if own_rows_only:
+                planning.parts = pack_rows(plan, ranks=group.size)
+    if not own_rows_only:
+        plan = _send_plan(plan, group)
+    if plan is None:
+        return unpack_rows(planning.part, local.declared, packed.entities, rank=group.rank)
+    # Rank 0 counts entities as each rank has packed them. Of its own rows, a rank knows the entities of its
+    # state.
+    entity, own = plan.entity.copy(), plan.writer == group.rank
+    entity[own] = packed.entities[entity[own]]
+    return replace(plan, entity=entity)
 
-    return PlanAgreement(send_whole_plan(plan_of_all_ranks, own_rows, group))
+
+def _send_plan(plan: SavePlan | None, group: Group) -> SavePlan:
+    """Return rank 0's plan on every rank. Collective."""
+    packed = b""
+    if plan is not None:
+        columns = {"writer": plan.writer, "entity": plan.entity, "offset_bytes": plan.offset_bytes}
+        packed = pack_columns({**plan.table.to_columns(), **columns})
+    where = "plan of rank 0"
+    received = unpack_columns(broadcast_from_rank_0(group, packed, doing="sending the plan"), where=where)
+    table = ChunkTable.from_columns(received, where=where)
+    return SavePlan(
+        table, *(column(received, name, where=where) for name in ("writer", "entity", "offset_bytes"))
+    )
 
 
-def reuse_plan(
-    local: LocalState, plan: SavePlan, plan_of_all_ranks: SavePlan | None, group: Group
-) -> PlanAgreement:
-    """Use a cached plan for the objects of this save. Collective if the format needs all ranks' rows."""
-    if local.strategy.capabilities.needs_own_rows_only:
-        return _with_own_sizes(local, plan, plan_of_all_ranks)
-    # Here every rank has the rows of all ranks. So all ranks return, or all of them go on to the collective.
-    if not len(object_sizes(plan)):
-        return PlanAgreement(plan)
-    with gather_step(group, "comparing sizes of objects", on_all_ranks=True) as step:
-        step.data = local.object_sizes(plan).tobytes()
-    return PlanAgreement(plan, _decode_sizes(step.results))
+def plan_independently(local: LocalState) -> SavePlan:
+    """Plan from this rank's declarations only. Local.
+
+    No rank knows which others hold a replicated value, so each of them stores it.
+    """
+    from megackpt.plans.planning.main_replicas import choose_lowest_rank_as_main
+
+    return plan_main_replicas(choose_lowest_rank_as_main(local.declared, set(local.flattened.replicated)))
 
 
 def compare_values(local: LocalState, group: Group, to_compare: ValuesToCompare) -> None:
@@ -183,13 +166,6 @@ def compare_values(local: LocalState, group: Group, to_compare: ValuesToCompare)
     with rank_0_errors_on_all_ranks(group, "comparing values"):
         if group.rank == 0:
             _check_values([json.loads(encoded) for encoded in step.results])
-
-
-def _with_own_sizes(local: LocalState, plan: SavePlan, plan_of_all_ranks: SavePlan | None) -> PlanAgreement:
-    """Give objects the bytes that they need in this rank's file; it reports their sizes after writing."""
-    sizes = local.object_sizes(plan)
-    complete = CompletionFromSizes(plan_of_all_ranks) if plan_of_all_ranks is not None else None
-    return PlanAgreement(plan, sizes, sizes.tobytes(), complete)
 
 
 def _checked_plan(
@@ -278,7 +254,3 @@ def _check_values(digests_of_ranks: Sequence[dict[str, Any]]) -> None:
 
 def _digest(data: bytes) -> bytes:
     return bytes.fromhex(digest_of(data))
-
-
-def _decode_sizes(reports: Sequence[bytes]) -> Ints:
-    return np.frombuffer(b"".join(reports), np.int64)

@@ -20,18 +20,16 @@ class CachedPlan:
     """A plan as one rank caches it.
 
     Attributes:
-        plan: its own rows, or those of all ranks where the format needs them.
+        plan: its own rows, or those of all ranks on rank 0 and where the format needs them.
         structure_digest: digest of what the rank has declared; see `LocalState.structure_digest`.
         source: all that the declarations were made from, except the sizes of objects.
         declared: the declarations, with the sizes that objects had at that time.
-        plan_of_all_ranks: the rows of all ranks, on rank 0; None on other ranks.
     """
 
     plan: SavePlan
     structure_digest: str
     source: tuple[Any, ...]  # fields of the user's entities
     declared: DeclaredChunks
-    plan_of_all_ranks: SavePlan | None = None
 
 
 class PlanCache:

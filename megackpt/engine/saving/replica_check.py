@@ -14,7 +14,7 @@ import numpy as np
 
 from megackpt.comm import Group, broadcast_from_rank_0, gather_step, rank_0_errors_on_all_ranks
 from megackpt.engine.data.device_copies import host_parts
-from megackpt.engine.saving.save_hook import SaveHook
+from megackpt.engine.saving.planned_save import SaveHook
 from megackpt.engine.saving.unmarked_replicas import value_digest
 from megackpt.entities.flatten import FlattenedState
 from megackpt.errors import MismatchError, truncated_list

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from megackpt.engine.data.tensor_bytes import as_bits
-from megackpt.engine.saving.save_hook import SaveHook
+from megackpt.engine.saving.planned_save import SaveHook
 from megackpt.entities.flatten import FlattenedState
 from megackpt.errors import MismatchError, truncated_list
 from megackpt.options import Policy

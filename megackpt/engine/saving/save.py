@@ -2,7 +2,7 @@
 
 Every rank calls these functions. A step that can fail on one rank ends with a synchronisation of all ranks,
 where its error is raised on all of them. Optional features (parity, replica check, array digests, samples)
-are hooks; see `save_hook`.
+are hooks; see `planned_save`.
 """
 
 from __future__ import annotations
@@ -10,20 +10,21 @@ from __future__ import annotations
 from megackpt.comm import Group
 from megackpt.engine.saving.local_state import StateRowParts
 from megackpt.engine.saving.plan_agreement import (
-    PlanAgreement,
     ValuesToCompare,
     compare_values,
+    plan_independently,
     plan_on_rank_0,
-    reuse_plan,
 )
+from megackpt.engine.saving.planned_save import PlannedSave
 from megackpt.engine.saving.preparation import (
     PreparedState,
     prepare_on_all_ranks,
     raise_different_settings,
 )
 from megackpt.engine.saving.save_request import SaveRequest
-from megackpt.engine.saving.write import PlannedSave, write_and_commit
+from megackpt.engine.saving.write import write_and_commit
 from megackpt.options import SaveOptions
+from megackpt.plans.planning import SavePlan
 from megackpt.storage import Store
 
 
@@ -59,10 +60,9 @@ def plan_prepared(prepared: PreparedState, group: Group, options: SaveOptions) -
     if prepared.settings_differ:
         raise_different_settings(prepared.settings, group)
     local = prepared.local
-    agreement = _agree_on_plan(prepared, group)
+    plan = _agree_on_plan(prepared, group)
     for hook in local.request.hooks:
         hook.after_planning(local.flattened, local.declared, group)
-    plan = agreement.plan
     return PlannedSave(
         attempt=prepared.attempt,
         plan=plan,
@@ -70,21 +70,16 @@ def plan_prepared(prepared: PreparedState, group: Group, options: SaveOptions) -
         common={"state_dict": local.common, "content_metadata": local.request.content_metadata},
         strategy=local.strategy,
         leftovers=prepared.leftovers,
-        report=agreement.report,
-        complete=agreement.complete,
-        kept=agreement.kept,
-        sizes=agreement.sizes,
         hooks=local.request.hooks,
+        exchanged=local.request.validate,
     )
 
 
-def _agree_on_plan(prepared: PreparedState, group: Group) -> PlanAgreement:
+def _agree_on_plan(prepared: PreparedState, group: Group) -> SavePlan:
     """Use a cached plan that fits on all ranks; if there is none, plan on rank 0 and cache the plan."""
     local, plans = prepared.local, prepared.local.request.plans
     if not local.request.validate:
-        from megackpt.engine.saving.independent_plan import plan_independently
-
-        return plan_independently(local, group)
+        return plan_independently(local)
     to_compare = ValuesToCompare(common=not prepared.common_is_equal, values=not prepared.values_are_equal)
     if plans is not None and prepared.fitting_plan is not None:
         cached = plans.find(prepared.fitting_plan)
@@ -92,10 +87,10 @@ def _agree_on_plan(prepared: PreparedState, group: Group) -> PlanAgreement:
         # ranks compare or none does.
         if not prepared.all_assume_structure and (to_compare.common or to_compare.values):
             compare_values(local, group, to_compare)
-        return reuse_plan(local, cached.plan, cached.plan_of_all_ranks, group)
-    agreement = plan_on_rank_0(local, group, to_compare)
+        return cached.plan
+    plan = plan_on_rank_0(local, group, to_compare)
     if plans is not None:
         if not prepared.caches_are_equal:  # from now on all ranks have the same plans
             plans.clear()
-        plans.add(prepared.attempt, local.cached_plan(agreement.kept, agreement.plan_of_all_ranks))
-    return agreement
+        plans.add(prepared.attempt, local.cached_plan(plan))
+    return plan

@@ -11,7 +11,7 @@ from typing import Any
 
 from megackpt.comm import AnyGroup, Group
 from megackpt.engine.saving.plan_cache import PlanCache
-from megackpt.engine.saving.save_hook import SaveHook
+from megackpt.engine.saving.planned_save import SaveHook
 from megackpt.entities import ShardedStateDict
 from megackpt.errors import DeclarationError
 from megackpt.formats.registry import SaveChoice, not_imported, save_strategy

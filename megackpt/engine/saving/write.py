@@ -3,51 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
-
-import numpy as np
 
 from megackpt.comm import Group, errors_on_all_ranks, gather_step, join_fields, split_fields
 from megackpt.engine.checkpoint import manifest
-from megackpt.engine.saving.save_hook import PlanCompletion, SaveHook, WrittenChunks
-from megackpt.formats.strategy import ChunkParts, Json, SaveStrategy
+from megackpt.engine.saving.planned_save import PlannedSave, WrittenChunks, pack_written_rows
+from megackpt.formats.strategy import Json, SaveStrategy
 from megackpt.plans.geometry import Ints
-from megackpt.plans.planning import SavePlan
 from megackpt.storage import Store
-
-
-@dataclass(frozen=True, slots=True)
-class PlannedSave:
-    """A save that all ranks have agreed on; nothing is written yet.
-
-    Attributes:
-        attempt: the id of this attempt.
-        plan: the plan; at least this rank's own rows of it.
-        parts: returns the bytes of a row that this rank writes.
-        common: what is stored as common state, or its files, made already; that of rank 0 counts.
-        strategy: writes the format.
-        leftovers: the leftover files of earlier saves; known to rank 0. None: the store was not searched yet.
-        report: message of this rank to rank 0 after it has written.
-        complete: on rank 0, makes the plan of all ranks from the reports; None if `plan` is that plan
-            already.
-        kept: `plan` without the sizes of this save's objects. Saves with the same plan have the same object
-            here.
-        sizes: these sizes, in bytes.
-        hooks: optional features of this save.
-    """
-
-    attempt: str
-    plan: SavePlan
-    parts: ChunkParts
-    common: Any  # whatever the user saves
-    strategy: SaveStrategy
-    leftovers: manifest.LeftoverFiles | None = field(default_factory=manifest.LeftoverFiles)
-    report: bytes = b""
-    complete: PlanCompletion | None = None
-    kept: SavePlan | None = None
-    sizes: Ints = field(default_factory=lambda: np.zeros(0, np.int64))
-    hooks: tuple[SaveHook, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +83,7 @@ def write_chunks(planned: PlannedSave, store: Store, group: Group) -> WrittenChu
     Raises:
         CheckpointError: the same on every rank. What was written is not removed.
     """
-    strategy, plan, rank = planned.strategy, planned.plan, group.rank
+    strategy, plan, rank = planned.strategy, planned.sized_plan(group.rank), group.rank
     messages_of_rounds: list[list[bytes]] = []
     rounds: Sequence[Ints] = ()
     # The strategy returns the number of rounds in the first step. It is equal on all ranks, so all of them
@@ -136,16 +100,15 @@ def write_chunks(planned: PlannedSave, store: Store, group: Group) -> WrittenChu
                 rows=rounds[len(messages_of_rounds)],
                 parts=planned.parts,
             )
-            # The report is the same in all rounds, so it travels with the first one only.
-            step.data = join_fields([b"" if messages_of_rounds else planned.report, receipt])
+            # The rows are the same in all rounds, so they travel with the first receipt only.
+            rows = b"" if messages_of_rounds else pack_written_rows(planned, plan, rank=rank)
+            step.data = join_fields([rows, receipt])
         messages_of_rounds.append(step.results)
     unpacked = [[split_fields(message) for message in messages] for messages in messages_of_rounds]
     return WrittenChunks(
-        attempt=planned.attempt,
+        planned,
+        rows=[rows for rows, _ in unpacked[0]],
         receipts=[[receipt for _, receipt in of_rank] for of_rank in zip(*unpacked, strict=True)],
-        reports=[report for report, _ in unpacked[0]],
-        own_plan=plan,
-        complete=planned.complete,
     )
 
 

@@ -18,8 +18,8 @@ from megackpt.comm import Group, errors_on_all_ranks, gather_step
 from megackpt.engine.checkpoint import manifest
 from megackpt.engine.checkpoint.step_roots import LocalSteps
 from megackpt.engine.checkpoint.steps import step_name, step_of
-from megackpt.engine.saving.save_hook import WrittenChunks
-from megackpt.engine.saving.write import PlannedSave, commit_attempt, write_chunks
+from megackpt.engine.saving.planned_save import PlannedSave, WrittenChunks
+from megackpt.engine.saving.write import commit_attempt, write_chunks
 from megackpt.engine.tiers.transfer import (
     SizedFile,
     broadcast_files,

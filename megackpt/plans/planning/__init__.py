@@ -4,6 +4,7 @@ from megackpt.plans.planning.copies import CompactCopies, Copies, Reads, Strided
 from megackpt.plans.planning.load_plan import plan_load
 from megackpt.plans.planning.save_plan import (
     SavePlan,
+    as_declarations,
     first_of_equal_chunks,
     object_sizes,
     pack_rows,
@@ -21,6 +22,7 @@ __all__ = [
     "Reads",
     "SavePlan",
     "StridedCopy",
+    "as_declarations",
     "first_of_equal_chunks",
     "group_reads",
     "object_sizes",

@@ -5,6 +5,7 @@ Pure and deterministic: equal declarations give equal plans. Rank 0 plans, and s
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -19,6 +20,9 @@ from megackpt.plans.planning.assignment import assign_writers, split_long_chunks
 @dataclass(frozen=True, slots=True, eq=False)
 class SavePlan:
     """Chunks to be written, each once, in index order.
+
+    A plan follows from the structure of the state. The sizes of objects change from save to save, so those
+    in the plan are the ones that were declared when it was made. `with_object_sizes` sets those of a save.
 
     Attributes:
         table: the chunks, sorted by array, start and flat range; empty ones are left out.
@@ -154,25 +158,44 @@ def with_sizes(plan: SavePlan, nbytes: Ints) -> SavePlan:
     return replace(plan, table=table, offset_bytes=offsets_in_files(table, plan.writer))
 
 
-def object_sizes(plan: SavePlan) -> Ints:
-    """Return the lengths of the objects in a plan, in bytes, sorted by rank and row."""
-    return plan.table.nbytes[_objects(plan)]
+def object_sizes(plan: SavePlan, rank: int) -> Ints:
+    """Return the lengths of the objects that a rank writes, in bytes, in the order of rows."""
+    return plan.table.nbytes[_objects_of(plan, [rank])]
 
 
-def with_object_sizes(plan: SavePlan, sizes: Ints) -> SavePlan:
-    """Return the plan for objects of other sizes, in the order of `object_sizes`; only offsets change."""
-    if not len(sizes):
+def with_object_sizes(plan: SavePlan, sizes: Mapping[int, Ints]) -> SavePlan:
+    """Return the plan for objects of other sizes.
+
+    Args:
+        plan: who writes what.
+        sizes: sizes of the objects that some ranks write, by rank, each in the order of rows. The offsets in
+            the files of these ranks change with them.
+    """
+    ranks = sorted(rank for rank, of_rank in sizes.items() if len(of_rank))
+    if not ranks:
         return plan
-    nbytes = plan.table.nbytes.copy()
-    nbytes[_objects(plan)] = sizes
-    return with_sizes(plan, nbytes)
+    nbytes, offset_bytes = plan.table.nbytes.copy(), plan.offset_bytes.copy()
+    nbytes[_objects_of(plan, ranks)] = np.concatenate([sizes[rank] for rank in ranks])
+    table = replace(plan.table, nbytes=nbytes)
+    in_files = np.flatnonzero(np.isin(plan.writer, ranks))
+    offset_bytes[in_files] = offsets_in_files(table.take(in_files), plan.writer[in_files])
+    return replace(plan, table=table, offset_bytes=offset_bytes)
 
 
-def _objects(plan: SavePlan) -> Ints:
+def _objects_of(plan: SavePlan, ranks: Sequence[int]) -> Ints:
+    """Return the rows of the objects that some ranks write, sorted by rank and row."""
     is_object = np.array([a.dtype == OBJECT for a in plan.table.arrays], np.bool_)
     rows = np.flatnonzero(is_object[plan.table.array]) if len(is_object) else np.zeros(0, np.int64)
-    # Stable: ranks send the sizes of their objects in the order of their rows.
+    rows = rows[np.isin(plan.writer[rows], ranks)]
+    # Stable: the rows of each rank stay in order.
     return rows[np.argsort(plan.writer[rows], kind="stable")]
+
+
+def as_declarations(plan: SavePlan) -> DeclaredChunks:
+    """Return the rows of a plan as if the rank that writes each declared it as the main replica."""
+    rows = len(plan.table)
+    yes, no = np.ones(rows, np.bool_), np.zeros(rows, np.bool_)
+    return DeclaredChunks(plan.table, yes, no, plan.writer, plan.entity)
 
 
 def index_order(table: ChunkTable) -> Ints:

@@ -13,9 +13,10 @@ from typing import Protocol, SupportsFloat, get_args
 
 from megackpt.comm import Group, errors_on_all_ranks
 from megackpt.engine.checkpoint.steps import StepDirectories, step_name
+from megackpt.engine.saving.planned_save import PlannedSave
 from megackpt.engine.saving.save import plan_save
 from megackpt.engine.saving.save_request import SaveRequest
-from megackpt.engine.saving.write import PlannedSave, write_and_commit
+from megackpt.engine.saving.write import write_and_commit
 from megackpt.engine.verification.collective import verify_on_all_ranks, work_after_commit
 from megackpt.engine.verification.verify import verify_share
 from megackpt.errors import CheckpointError, DeclarationError, IntegrityError, StorageError, WriterFailedError

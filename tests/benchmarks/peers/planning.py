@@ -13,9 +13,10 @@ from megackpt.cli.benchmark.report import OURS
 from megackpt.cli.benchmark.state import GridLayout, RankState
 from megackpt.comm import world_group
 from megackpt.engine.saving.plan_cache import PlanCache
+from megackpt.engine.saving.planned_save import PlannedSave
 from megackpt.engine.saving.save import plan_save
 from megackpt.engine.saving.save_request import SaveRequest
-from megackpt.engine.saving.write import PlannedSave, write_and_commit
+from megackpt.engine.saving.write import write_and_commit
 from megackpt.formats.registry import save_strategy
 from megackpt.options import SaveOptions
 from megackpt.storage import open_store

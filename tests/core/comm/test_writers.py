@@ -19,7 +19,6 @@ from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -348,8 +347,8 @@ def submit(
         strategy=b"",
         hooks=(),
         plan=0,
-        sizes=np.zeros(0, np.int64),
-        report=b"",
+        exchanged=True,
+        object_sizes=None,
         common=common,
         start=start,
         in_order=True,

@@ -19,7 +19,7 @@ from megackpt.formats.native.save import NativeSaveStrategy
 from megackpt.plans.geometry import Ints
 from megackpt.plans.metadata import ArraySpec, ChunkTable, DeclaredChunks, itemsizes
 from megackpt.plans.metadata.merge import merge_declarations
-from megackpt.plans.planning import SavePlan, plan_main_replicas, plan_save
+from megackpt.plans.planning import SavePlan, object_sizes, plan_main_replicas, plan_save, with_object_sizes
 from megackpt.plans.planning.assignment import FEW, assign_writers, split_long_chunks
 from megackpt.plans.planning.copy_plan import plan_copy
 from megackpt.plans.planning.save_plan import PART_BYTES
@@ -367,14 +367,14 @@ def test_a_rank_sees_and_keeps_its_own_rows_or_all_where_the_format_needs_them(k
         kept = caches[rank].peek(caches[rank].names[0])
         assert caches[rank].hits == 1
         for plan in (*plans, kept.plan):
-            assert set(plan.writer.tolist()) == ({rank} if kind is Noting else set(range(OWNERS)))
-        assert (kept.plan_of_all_ranks is not None) == (rank == 0 and kind is Noting)
+            # Rank 0 writes the index from the plan of all ranks.
+            has_all = kind is NeedsAll or rank == 0
+            assert set(plan.writer.tolist()) == (set(range(OWNERS)) if has_all else {rank})
     if kind is NeedsAll:
         first, *others = SimulatedWorld(OWNERS).run(run)
         for plan in others:
-            for column in ("nbytes", "array", "start"):
+            for column in ("array", "start"):
                 assert np.array_equal(getattr(plan[1].table, column), getattr(first[1].table, column))
-            assert np.array_equal(plan[1].offset_bytes, first[1].offset_bytes)
 
 
 @pytest.mark.parametrize("kind", [Noting, NeedsAll])
@@ -422,6 +422,29 @@ def test_long_tensors_are_written_in_parts_by_all_that_hold_them(kind: type[Noti
     load({"stacked": stacked}, store)
     assert torch.equal(stacked.data, true)  # type: ignore[arg-type]
     assert all(torch.equal(data, true) for data in wanted.values())
+
+
+def test_objects_of_other_sizes_move_the_offsets_of_their_ranks_only() -> None:
+    def planned(sizes: list[int]) -> SavePlan:
+        declared = []
+        for rank, nbytes in enumerate(sizes):
+            tensor = ShardedTensor.from_rank_offsets(
+                "t", torch.zeros(3, dtype=torch.int8), (0, rank, len(sizes))
+            )
+            thing = ShardedObject("o", None, (len(sizes),), (rank,))
+            declared.append(describe([tensor, thing], rank=rank, object_nbytes=[nbytes]))
+        return plan_save(merge_declarations(declared), ranks=len(sizes))
+
+    before, after, sizes = planned([5, 6, 7]), planned([50, 60, 70]), [[50], [60], [70]]
+    whole = with_object_sizes(before, {rank: np.array(of_rank) for rank, of_rank in enumerate(sizes)})
+    own = with_object_sizes(before, {1: np.array(sizes[1])})
+    assert np.array_equal(whole.table.nbytes, after.table.nbytes)
+    assert np.array_equal(whole.offset_bytes, after.offset_bytes)
+    assert [object_sizes(own, rank).tolist() for rank in range(3)] == [[5], [60], [7]]
+    for rank, expected in enumerate((before, after, before)):
+        rows = own.rows_of(rank)
+        assert np.array_equal(own.offset_bytes[rows], expected.offset_bytes[rows])
+    assert before.table.nbytes.sum() == 9 + 18  # a cached plan does not change
 
 
 def test_a_kept_plan_of_own_rows_is_not_taken_for_one_of_all() -> None:

@@ -83,7 +83,7 @@ class RowParts(ChunkParts):
 def job_at(start: int) -> Job:
     return Job(
         number=1, label="", attempt="", location=CheckpointLocation(root="", name=""), strategy=b"",
-        hooks=(), plan=0, sizes=np.zeros(0, np.int64), report=b"", verify=None, common=None, start=start,
+        hooks=(), plan=0, exchanged=True, object_sizes=None, verify=None, common=None, start=start,
         in_order=True, keeps=False,
     )  # fmt: skip
 
@@ -225,6 +225,9 @@ class LocalRows:
     def __init__(self, tensors: list[torch.Tensor]) -> None:
         self.tensors = tensors
         self.flattened = SimpleNamespace(tensors=[SimpleNamespace(data=tensor) for tensor in tensors])
+
+    def object_sizes(self, plan: object) -> np.ndarray:
+        return np.zeros(0, np.int64)
 
     def elements(self, plan: object, row: int) -> torch.Tensor:
         return self.tensors[row]

@@ -1,0 +1,157 @@
+"""A planned save, what its ranks have written, and the hooks of its optional features."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from megackpt.comm import Group
+from megackpt.engine.checkpoint.manifest import LeftoverFiles
+from megackpt.entities.flatten import FlattenedState
+from megackpt.formats.strategy import ChunkParts, Json, SaveStrategy
+from megackpt.plans.geometry import Ints
+from megackpt.plans.metadata import ChunkTable, DeclaredChunks, pack_columns, unpack_columns
+from megackpt.plans.planning import (
+    SavePlan,
+    as_declarations,
+    object_sizes,
+    plan_main_replicas,
+    with_object_sizes,
+)
+from megackpt.storage import Store
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedSave:
+    """A save that all ranks have agreed on; nothing is written yet.
+
+    Attributes:
+        attempt: the id of this attempt.
+        plan: the rows that this rank writes, or those of all ranks: on rank 0, and on each rank if the format
+            needs them. Saves that use one cached plan have the same object here.
+        parts: the bytes of the rows that this rank writes, and the sizes of its objects.
+        common: common state, or its encoded files. Only rank 0's is written.
+        strategy: writes the format.
+        leftovers: the leftover files of earlier saves; known to rank 0. None: the store was not searched yet.
+        hooks: optional features of this save.
+        exchanged: whether ranks have exchanged declarations. If they have not, rank 0 has its own rows only,
+            and each rank sends its rows when it has written them.
+    """
+
+    attempt: str
+    plan: SavePlan
+    parts: ChunkParts
+    common: Any  # whatever the user saves
+    strategy: SaveStrategy
+    leftovers: LeftoverFiles | None = field(default_factory=LeftoverFiles)
+    hooks: tuple[SaveHook, ...] = ()
+    exchanged: bool = True
+
+    def sized_plan(self, rank: int) -> SavePlan:
+        """Return the plan with the sizes of the objects that this rank writes."""
+        sizes = self.parts.object_sizes
+        return self.plan if sizes is None else with_object_sizes(self.plan, {rank: sizes})
+
+
+@dataclass(frozen=True, slots=True)
+class WrittenChunks:
+    """What the ranks have written. Ranks other than 0 have no messages of others.
+
+    Attributes:
+        planned: the save.
+        rows: what `pack_written_rows` returned, by rank; empty if the plan has all rows and sizes.
+        receipts: what `SaveStrategy.write_chunks` returned, by rank and round.
+    """
+
+    planned: PlannedSave
+    rows: Sequence[bytes]
+    receipts: list[list[bytes]]
+
+    def plan(self) -> SavePlan:
+        """Return the plan of all ranks, with the sizes of their objects. On rank 0 only.
+
+        Raises:
+            MismatchError: ranks that have exchanged no declarations contradict each other.
+        """
+        if self.planned.exchanged:
+            sizes = {rank: np.frombuffer(of_rank, np.int64) for rank, of_rank in enumerate(self.rows)}
+            return with_object_sizes(self.planned.plan, sizes)
+        from megackpt.plans.metadata.merge import decode_declarations, merge_declarations
+
+        columns = [
+            unpack_columns(of_rank, where=f"rows of rank {rank}") for rank, of_rank in enumerate(self.rows)
+        ]
+        return plan_main_replicas(merge_declarations(decode_declarations(columns)))
+
+
+def pack_written_rows(planned: PlannedSave, sized: SavePlan, *, rank: int) -> bytes:
+    """Return what rank 0 does not know of the rows that a rank writes: the sizes of objects, or all rows."""
+    if planned.exchanged:
+        return object_sizes(sized, rank).tobytes()
+    return pack_columns(as_declarations(sized).to_columns())
+
+
+class SaveHook:
+    """An optional feature of a save. Each method is called at one stage; here, each does nothing.
+
+    All ranks have equal hooks in the same order. A hook can be pickled: in an asynchronous save the writer
+    process calls `after_writing` and `index_fields`.
+    """
+
+    def strategy_for(self, strategy: SaveStrategy) -> SaveStrategy:
+        """Return the strategy that writes the checkpoint, given the one that the user chose. Local.
+
+        Raises:
+            UnsupportedError: the format does not have this feature.
+        """
+        return strategy
+
+    def attachment(self, flattened: FlattenedState, declared: DeclaredChunks, *, ranks: int) -> bytes:
+        """Return what this rank sends with its declarations to the rank that plans. Local.
+
+        Ranks send declarations only if there is no cached plan for them.
+        """
+        return b""
+
+    def check_attachments(
+        self, attachments: Sequence[bytes], attachment_of_rank: Ints, table: ChunkTable
+    ) -> None:
+        """Check the attachments of all ranks, before rank 0 plans. Rank 0 only.
+
+        Args:
+            attachments: every distinct attachment once.
+            attachment_of_rank: position of each rank's attachment in it, `[ranks]`.
+            table: the chunks that all ranks declare.
+
+        Raises:
+            CheckpointError: raised on all ranks.
+        """
+
+    def after_planning(self, flattened: FlattenedState, declared: DeclaredChunks, group: Group) -> None:
+        """Look at this rank's state when all ranks have a plan and nothing is written. Collective.
+
+        Raises:
+            CheckpointError: the same on every rank.
+        """
+
+    def after_writing(
+        self, written: WrittenChunks, store: Store, strategy: SaveStrategy, group: Group
+    ) -> list[bytes]:
+        """Write more files when all ranks have written their chunks. Collective.
+
+        Returns:
+            One receipt of each rank for `index_fields`, on rank 0.
+
+        Raises:
+            CheckpointError: the same on every rank.
+        """
+        return []
+
+    def index_fields(
+        self, receipts: list[bytes], store: Store, strategy: SaveStrategy, *, attempt: str
+    ) -> Json:
+        """Return what the manifest says of the files of `after_writing`. Rank 0 only, with the index."""
+        return {}
