@@ -59,7 +59,7 @@ class _AsyncDirectories:
         self._remove_superseded()
         root, name = os.path.split(absolute_path(path))
         destination = Destination(
-            request=save_request(state, options=options, group=group),
+            request=save_request(state, options=options),
             location=CheckpointLocation(root=root, name=name),
             label=str(path),
             on_commit=lambda _: None,

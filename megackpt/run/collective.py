@@ -94,13 +94,12 @@ def save(
         preprocess_common_before_consistancy_check=preprocess_common_before_consistancy_check,
         content_metadata=content_metadata,
         options=options,
-        group=group,
         plans=plans,
         spread_group=spread_group,
         equal_arguments={"checkpoint_dir": _comparable_location(checkpoint_dir)},
     )
     with opened_store(checkpoint_dir) as store:
-        save_state(request, store, group, options)
+        save_state(request, store, group)
 
 
 @overload

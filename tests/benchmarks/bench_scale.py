@@ -23,11 +23,10 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import numpy as np
 import torch
 
-from megackpt import SaveOptions, ShardedObject, ShardedTensor
+from megackpt import ShardedObject, ShardedTensor
 from megackpt.comm import Group, SingleProcess
 from megackpt.engine.saving.save import plan_save
 from megackpt.engine.saving.save_request import SaveRequest
-from megackpt.formats.native.save import NativeSaveStrategy
 from megackpt.plans.geometry import Ints
 from megackpt.plans.metadata import (
     OBJECT,
@@ -243,12 +242,11 @@ def bench_kept_plan(tensors: int) -> float:
     common = {"args": {f"arg{i}": i for i in range(100)}}
     request = SaveRequest(
         state={**state, "rng": ShardedObject("rng", bytes(OBJECT_BYTES), (1,), (0,)), **common},
-        choose=NativeSaveStrategy,
         plans=plans,
     )
     for _ in range(21):
         clock = Clock()
-        plan_save(request, MemoryStore(), SingleProcess(), SaveOptions())
+        plan_save(request, MemoryStore(), SingleProcess())
         laps.append(clock.lap())
     assert plans.hits == 20
     return statistics.median(laps[1:])

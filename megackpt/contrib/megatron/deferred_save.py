@@ -15,7 +15,7 @@ from typing import TypeAlias
 
 from megackpt.comm import Group
 from megackpt.engine.background.messages import CheckpointLocation
-from megackpt.engine.background.prepared_save import Destination, for_a_writer
+from megackpt.engine.background.prepared_save import Destination
 from megackpt.engine.background.saver import AsyncSaver
 from megackpt.engine.saving.save_request import SaveRequest
 from megackpt.entities import StateDict
@@ -25,8 +25,8 @@ from megackpt.storage import absolute_path, is_url
 
 log = logging.getLogger(__name__)
 
-MakesRequest: TypeAlias = Callable[[Group, SaveOptions, bool], SaveRequest]
-"""Makes the request for a group; the last argument says whether common state may differ between ranks."""
+MakesRequest: TypeAlias = Callable[[bool], SaveRequest]
+"""Makes the request. The argument says whether common state may differ between ranks."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,7 +72,7 @@ class DeferredSave:
             there = absolute_path(there)  # the process that writes has the working directory of its start
         root, name = os.path.split(there)
         destination = Destination(
-            request=for_a_writer(self.request(group, self.options, may_differ)),
+            request=self.request(may_differ),
             location=CheckpointLocation(root=root, name=name),
             label=self.checkpoint_dir,
             on_commit=lambda _: None,  # that is done elsewhere

@@ -262,17 +262,15 @@ def request_by(
     save_strategy(choice)
     sharded_state_dict, arguments = _enclosed(sharded_state_dict, checkpoint_dir, arguments)
     all_arguments = _all_of(strategy, arguments)
-    options = all_arguments.pop("options")
 
-    def request(group: Group, options: SaveOptions, may_differ: bool) -> SaveRequest:
+    def request(may_differ: bool) -> SaveRequest:
         compared = {_PREPROCESS: _nothing_of} if may_differ else {}
-        with_all = {**all_arguments, **compared, "options": options, "group": group}
-        return save_request(sharded_state_dict, choice, **with_all)
+        return save_request(sharded_state_dict, choice, **(all_arguments | compared))
 
     deferred = DeferredSave(
         now=lambda: save_as_rank_0(strategy, sharded_state_dict, checkpoint_dir, **arguments),
         request=request,
-        options=options,
+        options=all_arguments["options"],
         checkpoint_dir=os.fspath(checkpoint_dir),
     )
     return AsyncRequest(deferred, (), [])

@@ -7,7 +7,7 @@ out.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from multiprocessing.reduction import ForkingPickler
 
 import numpy as np
@@ -125,11 +125,6 @@ def shares_bytes(first: PreparedSave, second: PreparedSave) -> bool:
     has_same_plan = first.planned.plan is second.planned.plan and first.strategy == second.strategy
     # The rows are the same then, but not where they lie: that depends on the sizes of the objects.
     return has_same_plan and np.array_equal(first.layout.nbytes, second.layout.nbytes)
-
-
-def for_a_writer(request: SaveRequest) -> SaveRequest:
-    """Return the request; its `choose` raises an error if a writer process cannot be sent the strategy."""
-    return replace(request, choose=lambda: sendable(request.choose()))
 
 
 def sendable(strategy: SaveStrategy) -> SaveStrategy:

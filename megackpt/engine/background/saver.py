@@ -16,17 +16,24 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from megackpt.comm import Group, compare_step, encode_error, errors_on_all_ranks
+from megackpt.comm import CompareStep, Group, compare_step, encode_error, errors_on_all_ranks
 from megackpt.comm.group import common_error
 from megackpt.comm.store_host import StoreHost
 from megackpt.engine.background.messages import Job, store_prefix
-from megackpt.engine.background.prepared_save import Destination, PreparedSave, SubmittedJob, shares_bytes
+from megackpt.engine.background.prepared_save import (
+    Destination,
+    PreparedSave,
+    SubmittedJob,
+    sendable,
+    shares_bytes,
+)
 from megackpt.engine.background.session import WriterSession, end_forgotten
 from megackpt.engine.background.staging_memory import StreamClosedError, StreamRange, copy_rows
 from megackpt.engine.saving.planned_save import PlannedSave
-from megackpt.engine.saving.preparation import WRITER_STATUS, WriterStatus, prepare_on_all_ranks
-from megackpt.engine.saving.save import plan_prepared
+from megackpt.engine.saving.preparation import WRITER_STATUS, WriterStatus, compare_states
+from megackpt.engine.saving.save import plan_compared
 from megackpt.engine.saving.save_request import SaveRequest
+from megackpt.formats.strategy import SaveStrategy
 from megackpt.options import AsyncOptions, SaveOptions
 
 _MAX_QUEUED = 4
@@ -85,7 +92,9 @@ class AsyncSaver:
         """
         self.wait()
         self._exchange_status(group, options, doing="warming up for asynchronous saves")
-        planned = plan_prepared(prepare_on_all_ranks(request, None, group, options), group, options)
+        planned = plan_compared(
+            *compare_states(request, None, group, writer_status=_status_if_sendable), group
+        )
         self._stageable(planned, group)
         self._session.writer.use_plan(planned.plan)
         with errors_on_all_ranks(group, "starting its writer process"):
@@ -146,15 +155,18 @@ class AsyncSaver:
                 on one rank, only that rank raises an error; the other ranks raise one at the next call.
         """
         prepared: list[tuple[Destination, PreparedSave]] = []
-        status: Callable[[], WriterStatus] | None
         # The status of the writer travels with the first destination, so it needs no collective of its own.
         # If that destination fails, it travels with the next one.
+        status: Callable[[], WriterStatus] | None
         status = partial(self._session.status, group, with_failure=earlier is not None)
         try:
             for destination in destinations:
                 try:
-                    state = prepare_on_all_ranks(
-                        destination.request, None, group, options, writer_status=status
+                    local, compared = compare_states(
+                        destination.request,
+                        None,
+                        group,
+                        writer_status=partial(_status_if_sendable, status=status),
                     )
                 except Exception as error:
                     if not destination.on_failure(error):
@@ -163,10 +175,10 @@ class AsyncSaver:
                 if status is not None:  # ranks exchange it once
                     status = None
                     self._session.follow_status(
-                        state.writer_status, group, timeout_s=options.timeout_s, raised_in=earlier
+                        _largest_status(compared), group, timeout_s=options.timeout_s, raised_in=earlier
                     )
                 try:
-                    save = self._stageable(plan_prepared(state, group, options), group)
+                    save = self._stageable(plan_compared(local, compared, group), group)
                     destination.on_planned()
                 except Exception as error:
                     if not destination.on_failure(error):
@@ -235,13 +247,11 @@ class AsyncSaver:
         with compare_step(group, doing, largest=WRITER_STATUS) as step:
             status = self._session.status(group, with_failure=True)
             step.largest = dict(zip(WRITER_STATUS, status, strict=True))
-        has_failed, is_any_busy, is_apart = (step.maximum[name] for name in WRITER_STATUS)
+        largest = _largest_status(step)
         self._session.follow_status(
-            (has_failed, is_any_busy, is_apart),
-            group,
-            timeout_s=options.timeout_s,
-            raised_in=contextlib.nullcontext(),
+            largest, group, timeout_s=options.timeout_s, raised_in=contextlib.nullcontext()
         )
+        _, is_any_busy, _ = largest
         return bool(is_any_busy)
 
     def _stageable(self, planned: PlannedSave, group: Group) -> PreparedSave:
@@ -362,3 +372,21 @@ class AsyncSaver:
         for _, save in prepared:
             if save.planned.attempt not in submitted:
                 writer.abort(save.planned.attempt, error)
+
+
+def _status_if_sendable(
+    strategy: SaveStrategy, *, status: Callable[[], WriterStatus] | None = None
+) -> WriterStatus:
+    """Return the status of this rank's writer, zeros without one, if it can be sent the strategy. Local.
+
+    Raises:
+        DeclarationError: the strategy cannot be sent to another process.
+    """
+    sendable(strategy)
+    return (0, 0, 0) if status is None else status()
+
+
+def _largest_status(compared: CompareStep) -> WriterStatus:
+    """Return the element-wise maximum of all ranks' status."""
+    has_failed, is_busy, is_apart = (compared.maximum[name] for name in WRITER_STATUS)
+    return has_failed, is_busy, is_apart

@@ -18,9 +18,11 @@ import torch
 from megackpt.codec import leaf_digests
 from megackpt.codec.kinds import format_path
 from megackpt.engine.checkpoint.common_arrays import find_arrays, map_common, with_references
+from megackpt.engine.checkpoint.manifest import LeftoverFiles
 from megackpt.engine.data.device_copies import follow, host_parts, parts_in_buffers, rows_to_host
 from megackpt.engine.data.tensor_bytes import check_source
 from megackpt.engine.saving.plan_cache import CachedPlan
+from megackpt.engine.saving.planned_save import SaveHook
 from megackpt.engine.saving.save_request import SaveRequest
 from megackpt.entities import ShardedTensor, is_main_replica
 from megackpt.entities.describe import describe
@@ -41,21 +43,24 @@ class LocalState:
     Attributes:
         request: what is saved.
         strategy: writes the format.
+        hooks: the optional features of this save.
         flattened: the state dict, flattened.
         blobs: its objects, encoded; empty where another rank writes the object.
         declared: its declarations; entities are numbered tensors first, then objects.
         source: what the declarations were made from, see `CachedPlan`.
         matching_plan: a cached plan for which this rank has declared the same; None if there is none.
-        spread_label: see `SaveRequest`.
+        spread_label: what `SaveRequest.spread_label` has returned.
         rank: number of this rank.
         ranks: number of ranks.
         common: the common state that is stored, with references to its arrays.
         arrays: tensors of common state that are stored as arrays, by their steps in the state dict. Those
             that this rank declares are also among the flattened tensors.
+        leftovers: the leftover files of earlier saves, on rank 0; None if the store was not searched.
     """
 
     request: SaveRequest
     strategy: SaveStrategy
+    hooks: tuple[SaveHook, ...]
     flattened: FlattenedState
     blobs: tuple[bytes, ...]
     declared: DeclaredChunks
@@ -66,16 +71,22 @@ class LocalState:
     ranks: int
     common: Any
     arrays: Mapping[Steps, ShardedTensor]
+    leftovers: LeftoverFiles | None = None
 
-    def common_digests(self) -> bytes:
-        """Return digests of the leaves of common state that are compared between ranks, as sorted JSON."""
+    def settings(self) -> dict[str, Any]:
+        """Return the arguments that must be equal on all ranks; see `SaveRequest.settings`."""
+        return self.request.settings(self.strategy.backend, self.strategy.version)
+
+    def common_digests(self) -> dict[str, str]:
+        """Return digests of the leaves of common state that are compared between ranks, by path."""
         prune, common, arrays = self.request.common_to_compare, self.common, self.arrays
+        globs = self.request.options.rank0_values
         if prune is not None:
             # The function of the user takes the tensors of its state, not references to arrays.
             common, arrays = self.flattened.common, {}
-        if self.request.rank0_values:
-            common = map_common(lambda steps, leaf: ABSENT if self._is_rank0_value(steps) else leaf, common)
-            arrays = {steps: array for steps, array in arrays.items() if not self._is_rank0_value(steps)}
+        if globs:
+            common = map_common(lambda steps, leaf: ABSENT if is_rank0_value(steps, globs) else leaf, common)
+            arrays = {steps: array for steps, array in arrays.items() if not is_rank0_value(steps, globs)}
         if prune is not None:
             common = prune({} if common is ABSENT else common)
         # A container that is empty on one rank may hold sharded entities on another.
@@ -85,10 +96,7 @@ class LocalState:
             assert array.data is not None  # a tensor of the state dict
             parts = host_parts(array.data, part_bytes=DIGEST_BLOCK_BYTES)
             digests[format_path("", steps)] = f"{array.dtype}{array.global_shape}{digest_of_parts(parts)}"
-        return json.dumps(digests, sort_keys=True).encode()
-
-    def _is_rank0_value(self, steps: Steps) -> bool:
-        return is_rank0_value(steps, self.request.rank0_values)
+        return digests
 
     def value_digests(self) -> dict[str, dict[str, str]]:
         """Return digests of what must be equal on ranks that hold copies.
@@ -122,7 +130,7 @@ class LocalState:
         nbytes[len(self.flattened.tensors) :] = nbytes[len(self.flattened.tensors) :] > 0
         packed = self._pack(replace(self.declared, table=replace(table, nbytes=nbytes)))
         has_all_rows = not self.strategy.capabilities.needs_own_rows_only
-        identity = [self.rank, self.ranks, self.request.spread, self.spread_label]
+        identity = [self.rank, self.ranks, self.request.options.spread, self.spread_label]
         # The length of main_rows shows where they end: the digest joins them with replica_rows.
         header = json.dumps([*identity, len(packed.main_rows), has_all_rows]).encode()
         return digest_of(b"".join((header, packed.entities.tobytes(), packed.main_rows, packed.replica_rows)))
@@ -210,13 +218,20 @@ class StateRowParts(ChunkParts):
 
 
 def make_local_state(
-    request: SaveRequest, strategy: SaveStrategy, *, spread_label: int, rank: int, ranks: int
+    request: SaveRequest,
+    strategy: SaveStrategy,
+    hooks: tuple[SaveHook, ...],
+    *,
+    spread_label: int,
+    rank: int,
+    ranks: int,
 ) -> LocalState:
     """Flatten a rank's state dict, encode its objects and declare its chunks. Local.
 
     Args:
         request: what is saved.
         strategy: writes the format.
+        hooks: the optional features of the save.
         spread_label: what `SaveRequest.spread_label` has returned.
         rank: number of this rank.
         ranks: number of ranks.
@@ -237,7 +252,7 @@ def make_local_state(
         strategy.check_common({"state_dict": common, "content_metadata": request.content_metadata})
     blobs = _encoded_objects(flattened, strategy)
     sizes = [len(blob) for blob in blobs]
-    identity = (rank, ranks, request.spread, spread_label, strategy.capabilities.needs_own_rows_only)
+    identity = (rank, ranks, request.options.spread, spread_label, strategy.capabilities.needs_own_rows_only)
     source = (identity, *_declaration_source(flattened, sizes))
     matching_plan = request.plans.recall(source) if request.plans is not None else None
     if matching_plan is None:
@@ -247,6 +262,7 @@ def make_local_state(
     return LocalState(
         request=request,
         strategy=strategy,
+        hooks=hooks,
         flattened=flattened,
         blobs=blobs,
         declared=declared,
@@ -285,14 +301,14 @@ def _plain_arrays(
 ) -> Mapping[Steps, ShardedTensor]:
     """Return the tensors of common state that are stored as arrays."""
     if not strategy.capabilities.refers_to_arrays:
-        if request.plain_tensors == "arrays":
+        if request.options.plain_tensors == "arrays":
             raise UnsupportedError(
                 f"Format {strategy.backend} version {strategy.version} holds tensors of common state in "
                 f"common state only. Save in the native format, or without "
                 f"SaveOptions(plain_tensors='arrays')."
             )
         return {}
-    if request.plain_tensors == "common":
+    if request.options.plain_tensors == "common":
         return {}
     return find_arrays(flattened.common, {entity.key for entity in flattened.entities})
 
@@ -310,7 +326,7 @@ def _declared_arrays(
     return [
         replace(array, replica_id=rank)
         for steps, array in arrays.items()
-        if rank == 0 or not is_rank0_value(steps, request.rank0_values)
+        if rank == 0 or not is_rank0_value(steps, request.options.rank0_values)
     ]
 
 

@@ -7,7 +7,7 @@ without validation ranks exchange nothing before they write: each plans by itsel
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -52,19 +52,6 @@ and the label of its spread group."""
 
 
 @dataclass(frozen=True, slots=True)
-class ValuesToCompare:
-    """The values that digests have not shown to be equal. Ranks compare these leaf by leaf.
-
-    Attributes:
-        common: common state.
-        values: replicated values and copies of chunks.
-    """
-
-    common: bool
-    values: bool
-
-
-@dataclass(frozen=True, slots=True)
 class _DeclarationMessage:
     """What a rank sends to rank 0, so that it can plan.
 
@@ -88,8 +75,14 @@ class _DeclarationMessage:
         return cls(*split_fields(message))
 
 
-def plan_on_rank_0(local: LocalState, group: Group, to_compare: ValuesToCompare) -> SavePlan:
+def plan_on_rank_0(local: LocalState, group: Group, to_compare: Set[str]) -> SavePlan:
     """Check the declarations of all ranks on rank 0 and plan from them. Collective.
+
+    Args:
+        local: this rank's state.
+        group: the ranks.
+        to_compare: the values that digests have not shown to be equal, and that are compared leaf by leaf:
+            "common state", and "values" (replicated values and copies of chunks). Equal on all ranks.
 
     Returns:
         The plan of all ranks on rank 0, and on every rank if the format needs it; else the rank's own rows.
@@ -155,8 +148,10 @@ def plan_independently(local: LocalState) -> SavePlan:
     return plan_main_replicas(choose_lowest_rank_as_main(local.declared, set(local.flattened.replicated)))
 
 
-def compare_values(local: LocalState, group: Group, to_compare: ValuesToCompare) -> None:
+def compare_values(local: LocalState, group: Group, to_compare: Set[str]) -> None:
     """Compare replicated values and common state leaf by leaf. Collective.
+
+    to_compare is as for `plan_on_rank_0`.
 
     Raises:
         MismatchError: the same on every rank: what differs, and on which ranks.
@@ -172,7 +167,7 @@ def _checked_plan(
     local: LocalState, messages: Sequence[_DeclarationMessage], summaries: np.ndarray[Any, Any]
 ) -> SavePlan:
     """Merge the declarations of all ranks, check them, and plan. Rank 0 only."""
-    # All ranks have the same `ValuesToCompare`, so either all of them send digests or none does.
+    # Ranks compare the same values, so either all of them send digests or none does.
     values = [json.loads(message.values) for message in messages] if messages[0].values else []
     if values and "common" in values[0]:
         # First, since tensors of common state are declared, too: this error says more than one of coverage.
@@ -193,7 +188,7 @@ def _checked_plan(
     if values:
         _check_values(values)
     labels = summaries["label"].astype(np.int64)
-    return plan_merged_save(merged, spread=local.request.spread, labels=labels)
+    return plan_merged_save(merged, spread=local.request.options.spread, labels=labels)
 
 
 def _groups_of_equal(digests: np.ndarray[Any, Any]) -> tuple[list[int], list[Ints]]:
@@ -215,7 +210,7 @@ def _is_first(digests: np.ndarray[Any, Any], rank: int) -> bool:
 def _attachment(local: LocalState) -> bytes:
     """Return what the hooks of this save send with the declarations; empty without hooks."""
     return join_fields(
-        [hook.attachment(local.flattened, local.declared, ranks=local.ranks) for hook in local.request.hooks]
+        [hook.attachment(local.flattened, local.declared, ranks=local.ranks) for hook in local.hooks]
     )
 
 
@@ -225,22 +220,21 @@ def _check_attachments(
     digests: np.ndarray[Any, Any],
     table: ChunkTable,
 ) -> None:
-    hooks = local.request.hooks
     _, first, number_of_rank = np.unique(digests, return_index=True, return_inverse=True)
     # Other ranks with the same digest have sent no attachment.
     distinct = [split_fields(messages[rank].attachment) for rank in first.tolist()]
-    for number, hook in enumerate(hooks):
+    for number, hook in enumerate(local.hooks):
         of_hook = [attachments[number] for attachments in distinct]
         hook.check_attachments(of_hook, number_of_rank.reshape(-1), table)
 
 
-def _encoded_values(local: LocalState, to_compare: ValuesToCompare) -> bytes:
+def _encoded_values(local: LocalState, to_compare: Set[str]) -> bytes:
     """Return digests of the values that have to be compared, as JSON; empty if there are none."""
     digests: dict[str, Any] = {}
-    if to_compare.values:
+    if "values" in to_compare:
         digests |= local.value_digests()
-    if to_compare.common:
-        digests["common"] = json.loads(local.common_digests())
+    if "common state" in to_compare:
+        digests["common"] = local.common_digests()
     return json.dumps(digests).encode() if digests else b""
 
 

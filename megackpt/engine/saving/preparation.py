@@ -8,19 +8,19 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any, TypeAlias
 
 import numpy as np
 
 from megackpt.comm import CompareStep, Group, compare_step, gather_step
-from megackpt.engine.checkpoint import manifest
-from megackpt.engine.checkpoint.manifest import new_attempt
+from megackpt.engine.checkpoint.manifest import LeftoverFiles, find_leftover_files, new_attempt
 from megackpt.engine.saving.local_state import LocalState, make_local_state
 from megackpt.engine.saving.plan_cache import CachedPlan
-from megackpt.engine.saving.save_request import SaveRequest
+from megackpt.engine.saving.save_request import SaveRequest, hooks_for
 from megackpt.errors import DeclarationError
-from megackpt.options import SaveOptions
+from megackpt.formats.registry import not_imported, save_strategy
+from megackpt.formats.strategy import SaveStrategy
 from megackpt.plans.metadata import ChunkTable
 from megackpt.storage import Store, digest_of
 
@@ -40,98 +40,90 @@ _COMPARED = ("settings", "common state", "values", "cached plans", "assumes stru
 _MISFITS = tuple(f"misfit of plan {number}" for number in range(_PLANS_COMPARED))
 WRITER_STATUS = ("writer has failed", "writer is busy", "writer is apart")
 # The attempt id is that of rank 0; other ranks send zeros.
-_MAXIMISED = ("attempt, high half", "attempt, low half", "format is not imported", *_MISFITS, *WRITER_STATUS)
-
-_DOING = "preparing the save"
-
-
-@dataclass(frozen=True, slots=True)
-class PreparedState:
-    """The state of this rank, and what all ranks know after they have compared digests.
-
-    Attributes:
-        local: this rank's state.
-        attempt: id of the attempt; equal on all ranks.
-        leftovers: the leftover files of earlier saves, on rank 0; None if the store was not searched.
-        settings_differ: whether ranks save with different settings, an error that planning raises.
-        caches_are_equal: whether all ranks have the same cached plans.
-        fitting_plan: name of a cached plan that fits on all ranks; None if there is none.
-        all_assume_structure: whether all ranks use that plan without comparing anything else.
-        common_is_equal: whether common state is known to be equal on all ranks.
-        values_are_equal: whether replicated values and copies of chunks are known to be equal.
-        writer_status: the element-wise maximum over all ranks.
-        settings: the settings of this rank, as JSON.
-    """
-
-    local: LocalState
-    attempt: str
-    leftovers: manifest.LeftoverFiles | None
-    settings_differ: bool
-    caches_are_equal: bool
-    fitting_plan: str | None
-    all_assume_structure: bool
-    common_is_equal: bool
-    values_are_equal: bool
-    writer_status: WriterStatus
-    settings: bytes
+_ATTEMPT = ("attempt, high half", "attempt, low half")
+_MAXIMISED = (*_ATTEMPT, "format is not imported", *_MISFITS, *WRITER_STATUS)
 
 
-def prepare_on_all_ranks(
+def compare_states(
     request: SaveRequest,
     store: Store | None,
     group: Group,
-    options: SaveOptions,
     *,
-    writer_status: Callable[[], WriterStatus] | None = None,
-) -> PreparedState:
+    writer_status: Callable[[SaveStrategy], WriterStatus] | None = None,
+) -> tuple[LocalState, CompareStep]:
     """Prepare this rank's state, and compare digests with other ranks. Collective.
 
     Args:
         request: what is saved.
         store: where it will be written: rank 0 looks for leftover files. None to do so when it is written.
         group: the ranks.
-        options: tunables.
-        writer_status: returns the status of this rank's writer process; given on all ranks or on none. It is
-            called in the step, so that all ranks raise its error.
+        writer_status: returns the status of the writer process that is to be sent this strategy; given on all
+            ranks or on none. It is called in the step, so that all ranks raise its error.
+
+    Returns:
+        The state of this rank, and what all ranks have in common; see the functions below.
 
     Raises:
         CheckpointError: the same on every rank.
     """
     local: LocalState | None = None
-    leftovers: manifest.LeftoverFiles | None = None
-    with compare_step(group, _DOING, equal=_COMPARED, largest=_MAXIMISED) as step:
-        spread_label = request.spread_label()  # it may be collective: no rank may leave it out
-        unimported = request.not_imported()
-        if unimported is not None:
-            settings = _settings(request, unimported, options)
-            _set_before_import(step, settings)
-        else:
-            local, settings = _prepare(request, options, group, spread_label)
-            leftovers = _leftovers(local, store, group)
-            _set_numbers(step, local, settings, writer_status)
-    if step.maximum["format is not imported"]:
-        # Some ranks have compared their settings only. An import takes seconds, so it begins when all ranks
-        # are known to want the same format.
+    spread_label: int | None = None
+    settings: Settings = {}
+    for may_import in (False, True):
+        with compare_step(group, "preparing the save", equal=_COMPARED, largest=_MAXIMISED) as step:
+            if spread_label is None:  # it may be collective: no rank may leave it out
+                spread_label = request.spread_label(rank=group.rank)
+            unimported = None if may_import else not_imported(request.format)
+            if unimported is not None:
+                settings = request.settings(*unimported)
+                _set_before_import(step, settings)
+            else:
+                local = local or _prepare(request, store, group, spread_label)
+                settings = local.settings()
+                status = (0, 0, 0) if writer_status is None else writer_status(local.strategy)
+                _set_numbers(step, local, settings, status)
+        # An import takes seconds, so a rank imports its format when all ranks are known to want the same one:
+        # in a second round, which takes place on all ranks or on none.
+        if not step.maximum["format is not imported"]:
+            break
         if not step.is_equal["settings"]:
             raise_different_settings(settings, group)
-        first = step
-        with compare_step(group, _DOING, equal=_COMPARED, largest=_MAXIMISED) as step:
-            if local is None:
-                local, settings = _prepare(request, options, group, spread_label)
-                leftovers = _leftovers(local, store, group)
-                _set_numbers(step, local, settings, writer_status)
-            else:
-                step.equal, step.largest = first.equal, first.largest
     assert local is not None
-    return _prepared_state(local, leftovers, settings, step)
+    return local, step
 
 
-def _prepare(
-    request: SaveRequest, options: SaveOptions, group: Group, spread_label: int
-) -> tuple[LocalState, bytes]:
-    """Choose the strategy and prepare this rank's state; return the state and the settings. Local."""
-    strategy = request.choose()
-    for hook in request.hooks:
+def attempt_in(compared: CompareStep) -> str:
+    """Return the id of the attempt, which is rank 0's."""
+    return "".join(f"{compared.maximum[half]:08x}" for half in _ATTEMPT)
+
+
+def fitting_plan(local: LocalState, compared: CompareStep) -> str | None:
+    """Return the name of a cached plan that fits on all ranks; None if there is none."""
+    misfits = [compared.maximum[name] for name in _MISFITS]
+    # If caches differ, the positions stand for different plans on different ranks.
+    if local.request.plans is None or not compared.is_equal["cached plans"] or 0 not in misfits:
+        return None
+    return local.request.plans.names[misfits.index(0)]
+
+
+def all_assume_structure(local: LocalState, compared: CompareStep) -> bool:
+    """Return whether all ranks use the last plan without comparing anything else."""
+    return local.request.assumes_structure and compared.is_equal["assumes structure"]
+
+
+def values_to_compare(local: LocalState, compared: CompareStep) -> frozenset[str]:
+    """Return what digests have not shown to be equal, of "common state" and "values"."""
+    # A rank that assumes its structure sends no digests. What only some ranks have sent, or none, is not
+    # known to be equal.
+    all_sent = compared.is_equal["assumes structure"] and not local.request.assumes_structure
+    names = ("common state", "values")
+    return frozenset(name for name in names if not (all_sent and compared.is_equal[name]))
+
+
+def _prepare(request: SaveRequest, store: Store | None, group: Group, spread_label: int) -> LocalState:
+    """Import the format, prepare this rank's state, and look at the store. Local."""
+    strategy, hooks = save_strategy(request.format), hooks_for(request.options)
+    for hook in hooks:
         strategy = hook.strategy_for(strategy)
     if strategy.capabilities.shares_files and not request.validate:
         raise DeclarationError(
@@ -139,56 +131,21 @@ def _prepare(
             f"without it ranks do not exchange what they write, and two ranks could write one file at the "
             f"same time."
         )
-    local = make_local_state(request, strategy, spread_label=spread_label, rank=group.rank, ranks=group.size)
-    return local, _settings(request, (strategy.backend, strategy.version), options)
-
-
-def _leftovers(local: LocalState, store: Store | None, group: Group) -> manifest.LeftoverFiles | None:
-    if store is None:
-        return None
-    if group.rank != 0:
-        # Not None, which would make `write_and_commit` search the store again.
-        return manifest.LeftoverFiles()
-    # All ranks wait for this step, so the directory exists before any of them writes.
-    store.create()
-    return manifest.find_leftover_files(store, local.strategy)
-
-
-def _prepared_state(
-    local: LocalState, leftovers: manifest.LeftoverFiles | None, settings: bytes, compared: CompareStep
-) -> PreparedState:
-    """Interpret the numbers that ranks have compared."""
-    plans, is_equal, maximum = local.request.plans, compared.is_equal, compared.maximum
-    misfits = [maximum[name] for name in _MISFITS]
-    caches_are_equal = is_equal["cached plans"]
-    # A plan fits if its misfit is 0 on all ranks. If caches differ, the positions stand for different plans
-    # on different ranks.
-    has_fitting_plan = caches_are_equal and 0 in misfits
-    # A rank that assumes its structure sends no digests of common state and values. What only some ranks have
-    # sent, or none, is not known to be equal.
-    all_assume = is_equal["assumes structure"] and local.request.assumes_structure
-    was_compared = is_equal["assumes structure"] and not all_assume
-    has_failed, is_busy, is_apart = (maximum[name] for name in WRITER_STATUS)
-    return PreparedState(
-        local=local,
-        attempt=f"{maximum['attempt, high half']:08x}{maximum['attempt, low half']:08x}",
-        leftovers=leftovers,
-        settings_differ=not is_equal["settings"],
-        caches_are_equal=caches_are_equal,
-        fitting_plan=plans.names[misfits.index(0)] if plans is not None and has_fitting_plan else None,
-        all_assume_structure=all_assume,
-        common_is_equal=was_compared and is_equal["common state"],
-        values_are_equal=was_compared and is_equal["values"],
-        writer_status=(has_failed, is_busy, is_apart),
-        settings=settings,
+    local = make_local_state(
+        request, strategy, hooks, spread_label=spread_label, rank=group.rank, ranks=group.size
     )
+    if store is None:
+        return local
+    leftovers = LeftoverFiles()
+    if group.rank == 0:
+        # All ranks wait for this step, so the directory exists before any of them writes.
+        store.create()
+        leftovers = find_leftover_files(store, strategy)
+    return replace(local, leftovers=leftovers)
 
 
 def _set_numbers(
-    step: CompareStep,
-    local: LocalState,
-    settings: bytes,
-    writer_status: Callable[[], WriterStatus] | None,
+    step: CompareStep, local: LocalState, settings: Settings, writer_status: WriterStatus
 ) -> None:
     """Set what this rank compares: digests of what must be equal, and which cached plans do not fit."""
     request, plans = local.request, local.request.plans
@@ -202,54 +159,36 @@ def _set_numbers(
         if assumes and not fits[0]:
             raise _structure_error(local, plans.peek(names[0]))
     sends_digests = request.validate and not assumes
-    values = json.dumps(local.value_digests(), sort_keys=True).encode() if sends_digests else b""
     step.equal = {
-        "settings": as_number(settings),
-        "common state": as_number(local.common_digests()) if sends_digests else 0,
-        "values": as_number(values) if sends_digests else 0,
-        "cached plans": as_number(json.dumps(plans.names if plans is not None else []).encode()),
+        "settings": as_number(_encoded(settings)),
+        "common state": as_number(_encoded(local.common_digests())) if sends_digests else 0,
+        "values": as_number(_encoded(local.value_digests())) if sends_digests else 0,
+        "cached plans": as_number(_encoded(plans.names if plans is not None else [])),
         "assumes structure": int(assumes),
     }
-    # In the step: this may start another writer process, which can fail on one rank only.
-    status = (0, 0, 0) if writer_status is None else writer_status()
     # A number is below 2**62, and an attempt id has 64 bits: it takes two of them.
     step.largest = {
-        "attempt, high half": int(attempt[:8], 16),
-        "attempt, low half": int(attempt[8:], 16),
+        **dict(zip(_ATTEMPT, (int(attempt[:8], 16), int(attempt[8:], 16)), strict=True)),
         "format is not imported": 0,
         **{name: int(not fit) for name, fit in zip(_MISFITS, fits, strict=True)},
-        **dict(zip(WRITER_STATUS, status, strict=True)),
+        **dict(zip(WRITER_STATUS, writer_status, strict=True)),
     }
 
 
-def _set_before_import(step: CompareStep, settings: bytes) -> None:
+def _set_before_import(step: CompareStep, settings: Settings) -> None:
     """Set the numbers of a rank that has not imported its format yet; only its settings count."""
-    step.equal = dict.fromkeys(_COMPARED, 0) | {"settings": as_number(settings)}
+    step.equal = dict.fromkeys(_COMPARED, 0) | {"settings": as_number(_encoded(settings))}
     step.largest = dict.fromkeys(_MAXIMISED, 0) | {"format is not imported": 1}
 
 
-def _settings(request: SaveRequest, format_name: tuple[str, int], options: SaveOptions) -> bytes:
-    """Return the settings that must be equal on all ranks, as JSON."""
-    of_options = {
-        "SaveOptions.timeout_s": float(options.timeout_s),
-        "SaveOptions.plain_tensors": options.plain_tensors,
-        "SaveOptions.rank0_values": list(options.rank0_values),
-        "SaveOptions.parity": options.parity,
-        "SaveOptions.compare_replicas": options.compare_replicas.value,
-        "SaveOptions.sample_replicas": options.sample_replicas.value,
-        "SaveOptions.array_digests": options.array_digests,
-    }
-    return json.dumps(request.settings(*format_name) | of_options).encode()
-
-
-def raise_different_settings(settings: bytes, group: Group) -> None:
+def raise_different_settings(settings: Settings, group: Group) -> None:
     """Raise an error that names the setting that differs between ranks. Collective.
 
     Raises:
         DeclarationError: the same on every rank.
     """
     with gather_step(group, "comparing settings", on_all_ranks=True) as step:
-        step.data = settings
+        step.data = json.dumps(settings).encode()  # in the order in which differences are looked for
     check_settings([json.loads(encoded) for encoded in step.results], what="Ranks save differently")
 
 
@@ -268,6 +207,10 @@ def check_settings(settings_of_ranks: Sequence[Settings], *, what: str) -> None:
                 f"all ranks the same arguments.",
                 rank=other,
             )
+
+
+def _encoded(value: Any) -> bytes:
+    return json.dumps(value, sort_keys=True).encode()
 
 
 def as_number(data: bytes) -> int:

@@ -11,7 +11,7 @@ from typing import SupportsFloat
 
 from megackpt.comm import Group
 from megackpt.engine.background.messages import CheckpointLocation
-from megackpt.engine.background.prepared_save import Destination, for_a_writer, pickled_for_a_writer
+from megackpt.engine.background.prepared_save import Destination, pickled_for_a_writer
 from megackpt.engine.background.saver import AsyncSaver
 from megackpt.engine.checkpoint.steps import step_name
 from megackpt.engine.saving.save_request import SaveRequest
@@ -97,7 +97,7 @@ class AsyncSaving:
     def warm_up(self, request: SaveRequest, group: Group) -> None:
         """Do everything that a first save does, except the copy. Collective."""
         self.wait()
-        requests = [for_a_writer(request)]
+        requests = [request]
         if len(self._tiers):
             self._tiers.open(group)
             requests.append(in_native_format(request))
@@ -170,7 +170,7 @@ class AsyncSaving:
             store=store,
         )
         return Destination(
-            request=for_a_writer(request),
+            request=request,
             location=location,
             label=f"step {step}",
             on_commit=follow,

@@ -280,7 +280,7 @@ class Checkpointer:
         step = checked_step(step)
         group = self._ranks.group(timeout_s=self.save_options.timeout_s)
         destinations = self._scheduled_saving.destinations(step, to_root, group)
-        request = self._request(state, content_metadata, sharded_strategy, group)
+        request = self._request(state, content_metadata, sharded_strategy)
         equal_arguments = {"step": step, "metrics given": metrics is not None}
         request = replace(request, equal_arguments=equal_arguments)
         return self._scheduled_saving.save(step, destinations, request, metrics, group)
@@ -302,7 +302,7 @@ class Checkpointer:
         """
         if self.async_save:
             group = self._ranks.group(timeout_s=self.save_options.timeout_s)
-            self._saving.warm_up(self._request(state, content_metadata, sharded_strategy, group), group)
+            self._saving.warm_up(self._request(state, content_metadata, sharded_strategy), group)
 
     def wait(self) -> None:
         """Wait until every save is committed or has failed. Local.
@@ -498,14 +498,11 @@ class Checkpointer:
         finally:
             self._signals.close()
 
-    def _request(
-        self, state: ShardedStateDict, content_metadata: Any, strategy: SaveChoice, group: Group
-    ) -> SaveRequest:
+    def _request(self, state: ShardedStateDict, content_metadata: Any, strategy: SaveChoice) -> SaveRequest:
         return save_request(
             state,
             strategy,
             options=self.save_options,
-            group=group,
             content_metadata=content_metadata,
             plans=self._plans,
             spread_group=self._ranks.groups.spread,

@@ -151,7 +151,7 @@ class RootSaving:
             self.store_metrics(step, metrics, group)
             store = self.directories.open(step_name(step))
             try:
-                planned = plan_save(request, store, group, self.options)
+                planned = plan_save(request, store, group)
             except Exception:
                 store.close()
                 self.clean_up(step, group)

@@ -17,7 +17,6 @@ from megackpt.engine.saving.save import plan_save
 from megackpt.engine.saving.save_request import SaveRequest
 from megackpt.engine.tiers.save import NodeLocation, clean_node, save_on_nodes
 from megackpt.errors import DeclarationError, StorageError
-from megackpt.formats.registry import save_strategy
 from megackpt.options import SaveOptions
 from megackpt.plans.planning.redundancy import Nodes
 from megackpt.run.checkpointer.options import MemoryTier, Tier, Tiers
@@ -192,7 +191,7 @@ class TierSaving:
         return is_saved
 
     def _save(self, location: NodeLocation, request: SaveRequest, group: Group) -> None:
-        planned = plan_save(request, None, group, self.options)
+        planned = plan_save(request, None, group)
         with contextlib.closing(location.open()) as store:
             save_on_nodes(planned, store, group, location)
         with errors_on_all_ranks(group, "removing old steps from its node"):
@@ -201,7 +200,7 @@ class TierSaving:
 
 def in_native_format(request: SaveRequest) -> SaveRequest:
     """Return the request for a tier, whose format is always the native one."""
-    return replace(request, choose=lambda: save_strategy(None), not_imported=lambda: None)
+    return replace(request, format=None)
 
 
 def warn_of_failure(location: NodeLocation, tier: Tier, error: StorageError, *, rank: int) -> None:

@@ -17,7 +17,6 @@ from megackpt.engine.saving.planned_save import PlannedSave
 from megackpt.engine.saving.save import plan_save
 from megackpt.engine.saving.save_request import SaveRequest
 from megackpt.engine.saving.write import write_and_commit
-from megackpt.formats.registry import save_strategy
 from megackpt.options import SaveOptions
 from megackpt.storage import open_store
 from tests.benchmarks.peers.collectives import counted
@@ -57,14 +56,14 @@ def _save(run: PeerRun, state: RankState, plans: PlanCache) -> _Run:
     store = open_store(run.fresh(OURS))
     options = SaveOptions()
     group = world_group(timeout_s=options.timeout_s)
-    request = SaveRequest(state=run.native.declare(state), choose=lambda: save_strategy(None), plans=plans)
+    request = SaveRequest(state=run.native.declare(state), options=options, plans=plans)
     planned: list[PlannedSave] = []
     during: list[int] = []
     with counted() as count:
 
         def plan() -> None:
             before = count.value
-            planned.append(plan_save(request, store, group, options))
+            planned.append(plan_save(request, store, group))
             during.append(count.value - before)
 
         seconds = timed(plan)

@@ -164,9 +164,7 @@ def save_asynchronously(machine: CrashMachine, value: int, *, ranks: int) -> lis
         try:
             saver.may_save(group, OPTIONS)
             destination = Destination(
-                request=save_request(
-                    state(value, rank=group.rank, ranks=ranks), NATIVE, options=OPTIONS, group=group
-                ),
+                request=save_request(state(value, rank=group.rank, ranks=ranks), NATIVE, options=OPTIONS),
                 location=CheckpointLocation(root="/nowhere", name="step"),
                 label="the step",
                 on_commit=lambda _: None,
