@@ -1,4 +1,4 @@
-"""Measure how much there is to read: size, imports, functions that run, call depth, protocols, names.
+"""Measure how much there is to read: size, imports, functions that run, records, call depth, names.
 
     python tests/metrics.py [ROOT]
 
@@ -49,27 +49,33 @@ PLAIN_SAVE_AND_LOAD = [
     "megackpt.engine.saving.replica_samples",
 ]
 
-# What the second save and the second load of a small state run: the first import what they need.
+# What the second save and the second load of a small state run: the first import what they need. A record is
+# a dataclass of `engine/saving` that its steps hand to each other: not a hook, and not private to a file.
 TRACED = """
-import sys, tempfile, torch, megackpt
+import dataclasses, sys, tempfile, torch, megackpt
 package = megackpt.__path__[0]
 state = {"w": megackpt.ShardedTensor.from_rank_offsets("w", torch.ones(8, 8)), "step": 1}
 def traced(act):
-    ran = set()
+    ran, made = set(), set()
     def note(frame, event, _):
         code = frame.f_code
         # No lambdas and comprehensions, which are no functions to look up.
         if event == "call" and code.co_filename.startswith(package) and not code.co_name.startswith("<"):
             ran.add((code.co_filename, code.co_firstlineno))
+        # The constructor of a dataclass is compiled from a string.
+        if event == "call" and (code.co_filename, code.co_name) == ("<string>", "__init__"):
+            made.add(type(frame.f_locals["self"]))
     sys.setprofile(note)
     act()
     sys.setprofile(None)
-    return ran
+    of_saves = [c for c in made if c.__module__.startswith("megackpt.engine.saving.")]
+    records = [c for c in of_saves if not c.__name__.startswith("_") and not c.__name__.endswith("Hook")]
+    fields = sum(len(dataclasses.fields(record)) for record in records)
+    return len(ran), len({file for file, _ in ran}), len(records), fields
 with tempfile.TemporaryDirectory() as root:
     for act in (lambda: megackpt.save(state, root + "/c"), lambda: megackpt.load(state, root + "/c")):
         act()
-        ran = traced(act)
-        print(len(ran), len({file for file, _ in ran}))
+        print(*traced(act))
 """
 
 # A class name that is a bare participle, preposition or verb, and no noun of English.
@@ -222,11 +228,17 @@ def check_calls() -> None:
             raise SystemExit(f"{module}.{qualified} does not call {following}: correct CALLS_OF_A_SAVE")
 
 
-def functions_that_run() -> list[str]:
-    """Return how many functions, and in how many files, a plain save runs, and a plain load."""
+def count_what_runs() -> tuple[list[str], str]:
+    """Return how many functions, and in how many files, a plain save and a plain load run; and the records.
+
+    The records are those of a save.
+    """
     command = [sys.executable, "-c", TRACED]
     ran = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True)
-    return ["{} ({} files)".format(*line.split()) for line in ran.stdout.splitlines()]
+    rows = [line.split() for line in ran.stdout.splitlines()]
+    return [f"{functions} ({files} files)" for functions, files, *_ in rows], "{} ({} fields)".format(
+        *rows[0][2:]
+    )
 
 
 def main() -> None:
@@ -241,7 +253,9 @@ def main() -> None:
     between = CALLS_OF_A_SAVE[1:-1]
     depth, files = len(between), len({module for module, _ in between})
     print(f"functions between save and the write call: {depth} ({files} files)")
-    print(f"functions that a plain save and a plain load run: {' and '.join(functions_that_run())}")
+    functions_of, records = count_what_runs()
+    print(f"functions that a plain save and a plain load run: {' and '.join(functions_of)}")
+    print(f"records of a plain save: {records}")
     print(f"package without testing: {sum(code for code, _ in sizes.values())} SLOC in {len(FILES)} files")
     probed = [
         c.name for _, c in classes() if any("runtime_checkable" in ast.unparse(d) for d in c.decorator_list)

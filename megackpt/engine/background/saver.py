@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from megackpt.comm import CompareStep, Group, compare_step, encode_error, errors_on_all_ranks
+from megackpt.comm import Group, compare_step, encode_error, errors_on_all_ranks
 from megackpt.comm.group import common_error
 from megackpt.comm.store_host import StoreHost
 from megackpt.engine.background.messages import Job, store_prefix
@@ -175,7 +175,7 @@ class AsyncSaver:
                 if status is not None:  # ranks exchange it once
                     status = None
                     self._session.follow_status(
-                        _largest_status(compared), group, timeout_s=options.timeout_s, raised_in=earlier
+                        compared.maximum, group, timeout_s=options.timeout_s, raised_in=earlier
                     )
                 try:
                     save = self._stageable(plan_compared(local, compared, group), group)
@@ -245,14 +245,11 @@ class AsyncSaver:
             CheckpointError: the error of a save that has failed, of the first rank that has one.
         """
         with compare_step(group, doing, largest=WRITER_STATUS) as step:
-            status = self._session.status(group, with_failure=True)
-            step.largest = dict(zip(WRITER_STATUS, status, strict=True))
-        largest = _largest_status(step)
+            step.largest = dict(self._session.status(group, with_failure=True))
         self._session.follow_status(
-            largest, group, timeout_s=options.timeout_s, raised_in=contextlib.nullcontext()
+            step.maximum, group, timeout_s=options.timeout_s, raised_in=contextlib.nullcontext()
         )
-        _, is_any_busy, _ = largest
-        return bool(is_any_busy)
+        return bool(step.maximum["writer is busy"])
 
     def _stageable(self, planned: PlannedSave, group: Group) -> PreparedSave:
         """Return a planned save as the writer process takes it, with room for it in memory. Collective."""
@@ -377,16 +374,10 @@ class AsyncSaver:
 def _status_if_sendable(
     strategy: SaveStrategy, *, status: Callable[[], WriterStatus] | None = None
 ) -> WriterStatus:
-    """Return the status of this rank's writer, zeros without one, if it can be sent the strategy. Local.
+    """Return the status of this rank's writer, if it can be sent the strategy; empty without one. Local.
 
     Raises:
         DeclarationError: the strategy cannot be sent to another process.
     """
     sendable(strategy)
-    return (0, 0, 0) if status is None else status()
-
-
-def _largest_status(compared: CompareStep) -> WriterStatus:
-    """Return the element-wise maximum of all ranks' status."""
-    has_failed, is_busy, is_apart = (compared.maximum[name] for name in WRITER_STATUS)
-    return has_failed, is_busy, is_apart
+    return {} if status is None else status()

@@ -24,7 +24,7 @@ from megackpt.comm.store_host import StoreHost, host_store
 from megackpt.engine.background.prepared_save import PreparedSave, SubmittedJob
 from megackpt.engine.background.process import WriterProcess
 from megackpt.engine.background.staging_memory import StagingMemory
-from megackpt.engine.saving.preparation import WriterStatus
+from megackpt.engine.saving.preparation import WRITER_STATUS, WriterStatus
 from megackpt.errors import CheckpointError, DeclarationError
 from megackpt.options import AsyncOptions
 from megackpt.plans.planning import SavePlan
@@ -167,7 +167,8 @@ class WriterSession:
             self.unraised = self.failure()
         is_busy = self.running().is_busy
         is_connected = self.joined == (group.rank, group.size)
-        return int(with_failure and self.unraised is not None), int(is_busy), int(not is_connected)
+        has_failed = with_failure and self.unraised is not None
+        return dict(zip(WRITER_STATUS, (int(has_failed), int(is_busy), int(not is_connected)), strict=True))
 
     def follow_status(
         self,
@@ -180,7 +181,7 @@ class WriterSession:
         """Raise the error of a save that has failed, and connect the writers if needed. Collective.
 
         Args:
-            status: the element-wise maximum of what `status` has returned on all ranks.
+            status: the maximum over all ranks of the numbers that `status` has returned, by name.
             group: the ranks.
             timeout_s: how long writers wait for each other, in seconds.
             raised_in: a context in which the error is raised, and which may suppress it; None if `status` was
@@ -189,7 +190,7 @@ class WriterSession:
         Raises:
             CheckpointError: the same on every rank, of the first rank that has one.
         """
-        has_failed, _, is_apart = status
+        has_failed, is_apart = status["writer has failed"], status["writer is apart"]
         if has_failed and raised_in is not None:
             error, self.unraised = self.unraised, None
             # On ranks without an error, too: all ranks of the group have to connect together.

@@ -30,7 +30,7 @@ from megackpt.entities.flatten import FlattenedState, flatten_state
 from megackpt.entities.tree import ABSENT, Steps, dotted, without_empty
 from megackpt.errors import DeclarationError, UnsupportedError
 from megackpt.formats.strategy import ChunkParts, SaveStrategy
-from megackpt.plans.geometry import Ints, strides_of
+from megackpt.plans.geometry import strides_of
 from megackpt.plans.metadata import DIGEST_BLOCK_BYTES, DeclaredChunks, PackedDeclarations, pack_declarations
 from megackpt.plans.planning import SavePlan
 from megackpt.storage import digest_of, digest_of_parts
@@ -112,9 +112,12 @@ class LocalState:
         replicated = {key: value_digest(value) for key, value in values.items()}
         return {"replicated": replicated, "copies": digests_of_unmarked_replicas(flattened)}
 
-    def packed_declarations(self) -> PackedDeclarations:
-        """Return the declarations as they are sent to rank 0."""
-        return self._pack(self.declared)
+    def packed(self, declared: DeclaredChunks) -> PackedDeclarations:
+        """Return declarations of this state as they are sent to rank 0."""
+        flattened = self.flattened
+        return pack_declarations(
+            declared, replicated=flattened.replicated, on_some_ranks=flattened.on_some_ranks
+        )
 
     def structure_digest(self) -> str:
         """Return a digest of what a plan depends on: the declarations of this rank, without sizes of objects.
@@ -128,7 +131,7 @@ class LocalState:
         nbytes = table.nbytes.copy()
         # Of an object only whether this rank encodes it: sizes change from save to save.
         nbytes[len(self.flattened.tensors) :] = nbytes[len(self.flattened.tensors) :] > 0
-        packed = self._pack(replace(self.declared, table=replace(table, nbytes=nbytes)))
+        packed = self.packed(replace(self.declared, table=replace(table, nbytes=nbytes)))
         has_all_rows = not self.strategy.capabilities.needs_own_rows_only
         identity = [self.rank, self.ranks, self.request.options.spread, self.spread_label]
         # The length of main_rows shows where they end: the digest joins them with replica_rows.
@@ -139,47 +142,6 @@ class LocalState:
         """Return a plan as it is cached for the next save that declares the same."""
         return CachedPlan(plan, self.structure_digest(), self.source, self.declared)
 
-    def object_sizes(self, plan: SavePlan) -> Ints:
-        """Return the bytes of each object that this rank writes, in the order of the plan's rows."""
-        first = len(self.flattened.tensors)
-        entities = plan.entity[plan.writer == self.rank]
-        return np.array([len(self.blobs[s - first]) for s in entities.tolist() if s >= first], np.int64)
-
-    def row_parts(self, plan: SavePlan, row: int, *, part_bytes: int) -> Iterator[memoryview]:
-        """Return the bytes of a row of a plan that this rank writes."""
-        entity, tensors = int(plan.entity[row]), self.flattened.tensors
-        if entity >= len(tensors):
-            return iter([memoryview(self.blobs[entity - len(tensors)])])
-        return host_parts(self.elements(plan, row), part_bytes=part_bytes)
-
-    def elements(self, plan: SavePlan, row: int) -> torch.Tensor:
-        """Return the elements of a tensor that a row stands for: a box of it, or a range of a flat tensor."""
-        entity, part, whole = int(plan.entity[row]), plan.table, self.declared.table
-        data = self.flattened.tensors[entity].data
-        assert data is not None
-        # The planner has not cut the entity.
-        if part.nbytes[row] == whole.nbytes[entity]:
-            return data
-        # Tables are as wide as their array of most dims, which may differ between the plan and this rank.
-        axes = len(whole.arrays[int(whole.array[entity])].global_shape)
-        start = part.start[row, :axes] - whole.start[entity, :axes]
-        shape = part.shape[row, :axes]
-        if self.flattened.tensors[entity].flattened_range is not None:
-            # A flat tensor that covers its box was declared as that box, and so is cut as a box: the start
-            # of the cut box in row-major order is where its elements begin.
-            before = int((start * strides_of(whole.shape[[entity], :axes])[0]).sum())
-            low = before + int(part.flat_start[row] - whole.flat_start[entity])
-            return data[low : low + int(part.flat_stop[row] - part.flat_start[row])]
-        # The local tensor has no dims for prepended axes, along which a chunk has one index only.
-        own = zip(start.tolist()[axes - data.ndim :], shape.tolist()[axes - data.ndim :], strict=True)
-        return data[tuple(slice(a, a + n) for a, n in own)]
-
-    def _pack(self, declared: DeclaredChunks) -> PackedDeclarations:
-        flattened = self.flattened
-        return pack_declarations(
-            declared, replicated=flattened.replicated, on_some_ranks=flattened.on_some_ranks
-        )
-
 
 class StateRowParts(ChunkParts):
     """The bytes of the rows of a plan that a rank writes, one by one or in order.
@@ -189,32 +151,57 @@ class StateRowParts(ChunkParts):
     """
 
     def __init__(self, local: LocalState, plan: SavePlan, *, part_bytes: int) -> None:
-        self._local, self._plan, self._part_bytes = local, plan, part_bytes
-        on_cuda = {
-            i: t.data for i, t in enumerate(local.flattened.tensors) if t.data is not None and t.data.is_cuda
-        }
+        self._tensors, self._blobs = local.flattened.tensors, local.blobs
+        self._declared, self._plan, self._part_bytes = local.declared.table, plan, part_bytes
+        on_cuda = {i: t.data for i, t in enumerate(self._tensors) if t.data is not None and t.data.is_cuda}
         follow(on_cuda.values())
         self._copied = frozenset(on_cuda)
-        self.object_sizes = local.object_sizes(plan)
+        # Entities are numbered tensors first, then objects.
+        objects = plan.entity[plan.writer == local.rank] - len(self._tensors)
+        self.object_sizes = np.array([len(self._blobs[i]) for i in objects.tolist() if i >= 0], np.int64)
 
     def __call__(self, row: int) -> Iterator[memoryview]:
         """Return the bytes of one row."""
-        return self._local.row_parts(self._plan, int(row), part_bytes=self._part_bytes)
+        number = int(self._plan.entity[row]) - len(self._tensors)
+        if number >= 0:
+            return iter([memoryview(self._blobs[number])])
+        return host_parts(self._elements(int(row)), part_bytes=self._part_bytes)
 
     def in_order(self, rows: Sequence[int]) -> Iterator[Iterator[memoryview]]:
         """Yield the bytes of each row; copies from devices begin before their row is taken."""
         if not self._copied:
             return map(self, rows)
         arriving = rows_to_host(
-            parts_in_buffers(self._local.elements(self._plan, row), self._part_bytes)
-            for row in rows
-            if self._is_copied(row)
+            parts_in_buffers(self._elements(row), self._part_bytes) for row in rows if self._is_copied(row)
         )
         # `arriving` has one item for each copied row, in the order of rows.
         return (next(arriving) if self._is_copied(row) else self(row) for row in rows)
 
     def _is_copied(self, row: int) -> bool:
         return int(self._plan.entity[row]) in self._copied and self._plan.table.nbytes[row] > 0
+
+    def _elements(self, row: int) -> torch.Tensor:
+        """Return the elements of a tensor that a row stands for: a box of it, or a range of a flat tensor."""
+        entity, part, whole = int(self._plan.entity[row]), self._plan.table, self._declared
+        tensor = self._tensors[entity]
+        data = tensor.data
+        assert data is not None
+        # The planner has not cut the entity.
+        if part.nbytes[row] == whole.nbytes[entity]:
+            return data
+        # Tables are as wide as their array of most dims, which may differ between the plan and this rank.
+        axes = len(whole.arrays[int(whole.array[entity])].global_shape)
+        start = part.start[row, :axes] - whole.start[entity, :axes]
+        shape = part.shape[row, :axes]
+        if tensor.flattened_range is not None:
+            # A flat tensor that covers its box was declared as that box, and so is cut as a box: the start
+            # of the cut box in row-major order is where its elements begin.
+            before = int((start * strides_of(whole.shape[[entity], :axes])[0]).sum())
+            low = before + int(part.flat_start[row] - whole.flat_start[entity])
+            return data[low : low + int(part.flat_stop[row] - part.flat_start[row])]
+        # The local tensor has no dims for prepended axes, along which a chunk has one index only.
+        own = zip(start.tolist()[axes - data.ndim :], shape.tolist()[axes - data.ndim :], strict=True)
+        return data[tuple(slice(a, a + n) for a, n in own)]
 
 
 def make_local_state(

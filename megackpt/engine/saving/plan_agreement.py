@@ -90,7 +90,7 @@ def plan_on_rank_0(local: LocalState, group: Group, to_compare: Set[str]) -> Sav
     Raises:
         CheckpointError: the same on every rank: what is wrong with which ranks' declarations or values.
     """
-    packed = local.packed_declarations()
+    packed = local.packed(local.declared)
     with gather_step(group, "comparing declarations", on_all_ranks=True) as step:
         values, attachment = _encoded_values(local, to_compare), _attachment(local)
         label = local.spread_label.to_bytes(8, "little", signed=True)

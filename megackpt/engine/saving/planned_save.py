@@ -17,7 +17,6 @@ from megackpt.plans.metadata import ChunkTable, DeclaredChunks, pack_columns, un
 from megackpt.plans.planning import (
     SavePlan,
     as_declarations,
-    object_sizes,
     plan_main_replicas,
     with_object_sizes,
 )
@@ -87,10 +86,14 @@ class WrittenChunks:
         return plan_main_replicas(merge_declarations(decode_declarations(columns)))
 
 
-def pack_written_rows(planned: PlannedSave, sized: SavePlan, *, rank: int) -> bytes:
-    """Return what rank 0 does not know of the rows that a rank writes: the sizes of objects, or all rows."""
+def pack_written_rows(planned: PlannedSave, sized: SavePlan) -> bytes:
+    """Return what rank 0 does not know of the rows that this rank writes: sizes of objects, or all of them.
+
+    sized is what `PlannedSave.sized_plan` has returned.
+    """
+    sizes = planned.parts.object_sizes
     if planned.exchanged:
-        return object_sizes(sized, rank).tobytes()
+        return b"" if sizes is None else sizes.tobytes()
     return pack_columns(as_declarations(sized).to_columns())
 
 

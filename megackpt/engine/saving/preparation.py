@@ -27,8 +27,8 @@ from megackpt.storage import Store, digest_of
 Settings: TypeAlias = Mapping[str, Any]
 """Arguments that must be equal on all ranks, by the names that a user knows; JSON values."""
 
-WriterStatus: TypeAlias = tuple[int, int, int]
-"""The numbers of `WRITER_STATUS`, of one rank or the maximum of all."""
+WriterStatus: TypeAlias = Mapping[str, int]
+"""The numbers that `WRITER_STATUS` names, of one rank or the maximum of all."""
 
 _PLANS_COMPARED = 8
 """How many of the plans that were used last are compared, to find one that fits on all ranks."""
@@ -38,7 +38,10 @@ _COMPARED = ("settings", "common state", "values", "cached plans", "assumes stru
 
 # For each cached plan, whether it does not fit on a rank.
 _MISFITS = tuple(f"misfit of plan {number}" for number in range(_PLANS_COMPARED))
+
 WRITER_STATUS = ("writer has failed", "writer is busy", "writer is apart")
+"""Of a writer process: whether a save of it has failed, is pending, and whether it has to be connected."""
+
 # The attempt id is that of rank 0; other ranks send zeros.
 _ATTEMPT = ("attempt, high half", "attempt, low half")
 _MAXIMISED = (*_ATTEMPT, "format is not imported", *_MISFITS, *WRITER_STATUS)
@@ -57,8 +60,8 @@ def compare_states(
         request: what is saved.
         store: where it will be written: rank 0 looks for leftover files. None to do so when it is written.
         group: the ranks.
-        writer_status: returns the status of the writer process that is to be sent this strategy; given on all
-            ranks or on none. It is called in the step, so that all ranks raise its error.
+        writer_status: returns the status of the writer process that is to be sent this strategy, empty for
+            zeros. It is called in the step, so that all ranks raise its error.
 
     Returns:
         The state of this rank, and what all ranks have in common; see the functions below.
@@ -80,7 +83,7 @@ def compare_states(
             else:
                 local = local or _prepare(request, store, group, spread_label)
                 settings = local.settings()
-                status = (0, 0, 0) if writer_status is None else writer_status(local.strategy)
+                status = {} if writer_status is None else writer_status(local.strategy)
                 _set_numbers(step, local, settings, status)
         # An import takes seconds, so a rank imports its format when all ranks are known to want the same one:
         # in a second round, which takes place on all ranks or on none.
@@ -160,10 +163,10 @@ def _set_numbers(
             raise _structure_error(local, plans.peek(names[0]))
     sends_digests = request.validate and not assumes
     step.equal = {
-        "settings": as_number(_encoded(settings)),
-        "common state": as_number(_encoded(local.common_digests())) if sends_digests else 0,
-        "values": as_number(_encoded(local.value_digests())) if sends_digests else 0,
-        "cached plans": as_number(_encoded(plans.names if plans is not None else [])),
+        "settings": as_number(settings),
+        "common state": as_number(local.common_digests()) if sends_digests else 0,
+        "values": as_number(local.value_digests()) if sends_digests else 0,
+        "cached plans": as_number(plans.names if plans is not None else []),
         "assumes structure": int(assumes),
     }
     # A number is below 2**62, and an attempt id has 64 bits: it takes two of them.
@@ -171,25 +174,37 @@ def _set_numbers(
         **dict(zip(_ATTEMPT, (int(attempt[:8], 16), int(attempt[8:], 16)), strict=True)),
         "format is not imported": 0,
         **{name: int(not fit) for name, fit in zip(_MISFITS, fits, strict=True)},
-        **dict(zip(WRITER_STATUS, writer_status, strict=True)),
+        **{name: writer_status.get(name, 0) for name in WRITER_STATUS},
     }
 
 
 def _set_before_import(step: CompareStep, settings: Settings) -> None:
     """Set the numbers of a rank that has not imported its format yet; only its settings count."""
-    step.equal = dict.fromkeys(_COMPARED, 0) | {"settings": as_number(_encoded(settings))}
+    step.equal = dict.fromkeys(_COMPARED, 0) | {"settings": as_number(settings)}
     step.largest = dict.fromkeys(_MAXIMISED, 0) | {"format is not imported": 1}
 
 
-def raise_different_settings(settings: Settings, group: Group) -> None:
+def raise_different_settings(
+    settings: Settings,
+    group: Group,
+    *,
+    what: str = "Ranks save differently",
+    doing: str = "comparing settings",
+) -> None:
     """Raise an error that names the setting that differs between ranks. Collective.
+
+    Args:
+        settings: of this rank; they differ from those of another rank.
+        group: the ranks.
+        what: start of the error's text.
+        doing: name of the step, for the error's text.
 
     Raises:
         DeclarationError: the same on every rank.
     """
-    with gather_step(group, "comparing settings", on_all_ranks=True) as step:
+    with gather_step(group, doing, on_all_ranks=True) as step:
         step.data = json.dumps(settings).encode()  # in the order in which differences are looked for
-    check_settings([json.loads(encoded) for encoded in step.results], what="Ranks save differently")
+    check_settings([json.loads(encoded) for encoded in step.results], what=what)
 
 
 def check_settings(settings_of_ranks: Sequence[Settings], *, what: str) -> None:
@@ -209,14 +224,10 @@ def check_settings(settings_of_ranks: Sequence[Settings], *, what: str) -> None:
             )
 
 
-def _encoded(value: Any) -> bytes:
-    return json.dumps(value, sort_keys=True).encode()
-
-
-def as_number(data: bytes) -> int:
-    """Return a digest of data as one of the numbers that ranks compare."""
+def as_number(value: Any) -> int:
+    """Return a digest of a value, which JSON can encode, as one of the numbers that ranks compare."""
     # 60 bits of the digest, since a number is below 2**62.
-    return int(digest_of(data)[:15], 16)
+    return int(digest_of(json.dumps(value, sort_keys=True).encode())[:15], 16)
 
 
 def _structure_error(local: LocalState, cached: CachedPlan) -> DeclarationError:

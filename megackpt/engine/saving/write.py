@@ -101,7 +101,7 @@ def write_chunks(planned: PlannedSave, store: Store, group: Group) -> WrittenChu
                 parts=planned.parts,
             )
             # The rows are the same in all rounds, so they travel with the first receipt only.
-            rows = b"" if messages_of_rounds else pack_written_rows(planned, plan, rank=rank)
+            rows = b"" if messages_of_rounds else pack_written_rows(planned, plan)
             step.data = join_fields([rows, receipt])
         messages_of_rounds.append(step.results)
     unpacked = [[split_fields(message) for message in messages] for messages in messages_of_rounds]

@@ -5,7 +5,7 @@ Pure and deterministic: equal declarations give equal plans. Rank 0 plans, and s
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -158,11 +158,6 @@ def with_sizes(plan: SavePlan, nbytes: Ints) -> SavePlan:
     return replace(plan, table=table, offset_bytes=offsets_in_files(table, plan.writer))
 
 
-def object_sizes(plan: SavePlan, rank: int) -> Ints:
-    """Return the lengths of the objects that a rank writes, in bytes, in the order of rows."""
-    return plan.table.nbytes[_objects_of(plan, [rank])]
-
-
 def with_object_sizes(plan: SavePlan, sizes: Mapping[int, Ints]) -> SavePlan:
     """Return the plan for objects of other sizes.
 
@@ -175,20 +170,15 @@ def with_object_sizes(plan: SavePlan, sizes: Mapping[int, Ints]) -> SavePlan:
     if not ranks:
         return plan
     nbytes, offset_bytes = plan.table.nbytes.copy(), plan.offset_bytes.copy()
-    nbytes[_objects_of(plan, ranks)] = np.concatenate([sizes[rank] for rank in ranks])
-    table = replace(plan.table, nbytes=nbytes)
-    in_files = np.flatnonzero(np.isin(plan.writer, ranks))
-    offset_bytes[in_files] = offsets_in_files(table.take(in_files), plan.writer[in_files])
-    return replace(plan, table=table, offset_bytes=offset_bytes)
-
-
-def _objects_of(plan: SavePlan, ranks: Sequence[int]) -> Ints:
-    """Return the rows of the objects that some ranks write, sorted by rank and row."""
+    rows = np.flatnonzero(np.isin(plan.writer, ranks))
     is_object = np.array([a.dtype == OBJECT for a in plan.table.arrays], np.bool_)
-    rows = np.flatnonzero(is_object[plan.table.array]) if len(is_object) else np.zeros(0, np.int64)
-    rows = rows[np.isin(plan.writer[rows], ranks)]
-    # Stable: the rows of each rank stay in order.
-    return rows[np.argsort(plan.writer[rows], kind="stable")]
+    objects = rows[is_object[plan.table.array[rows]]]
+    # Sorted by rank. The sort is stable, so the objects of each rank stay in the order of rows.
+    objects = objects[np.argsort(plan.writer[objects], kind="stable")]
+    nbytes[objects] = np.concatenate([sizes[rank] for rank in ranks])
+    table = replace(plan.table, nbytes=nbytes)
+    offset_bytes[rows] = offsets_in_files(table.take(rows), plan.writer[rows])
+    return replace(plan, table=table, offset_bytes=offset_bytes)
 
 
 def as_declarations(plan: SavePlan) -> DeclaredChunks:

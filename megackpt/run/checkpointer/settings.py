@@ -6,13 +6,12 @@ another interval, the others would wait for it, or it would remove steps that th
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from megackpt.comm import Group, check_group, compare_step, gather_step, world_group
-from megackpt.engine.saving.preparation import Settings, as_number, check_settings
+from megackpt.comm import Group, check_group, compare_step, world_group
+from megackpt.engine.saving.preparation import Settings, as_number, raise_different_settings
 from megackpt.errors import DeclarationError
 from megackpt.ground.arguments import check_count, check_flag, check_kind
 from megackpt.options import AsyncOptions, LoadOptions, SaveOptions
@@ -174,13 +173,10 @@ def compare_settings(group: Group, settings: Settings, *, what: str, doing: str)
         DeclarationError: settings differ; the same on every rank, naming the first that differs.
         RankFailedError: a rank did not answer, or is at another step.
     """
-    encoded = json.dumps(settings).encode()
     with compare_step(group, doing, equal=("settings",)) as step:
-        step.equal["settings"] = as_number(encoded)
+        step.equal["settings"] = as_number(settings)
     if not step.is_equal["settings"]:
-        with gather_step(group, doing, on_all_ranks=True) as naming:
-            naming.data = encoded
-        check_settings([json.loads(settings) for settings in naming.results], what=what)
+        raise_different_settings(settings, group, what=what, doing=doing)
 
 
 def _retention(retention: Retention | None, keep_last: int | None) -> Retention:

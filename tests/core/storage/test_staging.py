@@ -219,30 +219,18 @@ class OnDevice(torch.Tensor):
     is_cuda = property(lambda self: True)
 
 
-class LocalRows:
-    """Stands for the local state of a save with one row for each tensor."""
-
-    def __init__(self, tensors: list[torch.Tensor]) -> None:
-        self.tensors = tensors
-        self.flattened = SimpleNamespace(tensors=[SimpleNamespace(data=tensor) for tensor in tensors])
-
-    def object_sizes(self, plan: object) -> np.ndarray:
-        return np.zeros(0, np.int64)
-
-    def elements(self, plan: object, row: int) -> torch.Tensor:
-        return self.tensors[row]
-
-    def row_parts(self, plan: object, row: int, *, part_bytes: int) -> Iterator[memoryview]:
-        return iter([memoryview(self.tensors[row].numpy())])
-
-
 def test_rows_of_devices_and_of_host_memory_come_in_order_and_only_those_of_devices_take_buffers(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     tensors = [torch.arange(n, dtype=torch.uint8) for n in (9, 5, 7, 0, 4)]
     tensors = [t.as_subclass(OnDevice) if row in (0, 2, 3, 4) else t for row, t in enumerate(tensors)]
-    plan = SimpleNamespace(
-        entity=np.arange(5), table=SimpleNamespace(nbytes=np.array([t.numel() for t in tensors]))
+    table = SimpleNamespace(nbytes=np.array([t.numel() for t in tensors]))
+    plan = SimpleNamespace(entity=np.arange(5), writer=np.zeros(5), table=table)
+    local = SimpleNamespace(
+        flattened=SimpleNamespace(tensors=[SimpleNamespace(data=tensor) for tensor in tensors]),
+        blobs=(),
+        declared=SimpleNamespace(table=table),
+        rank=0,
     )
     monkeypatch.setattr(local_state, "follow", lambda tensors: None)
     copied: list[int] = []
@@ -252,7 +240,10 @@ def test_rows_of_devices_and_of_host_memory_come_in_order_and_only_those_of_devi
         return parts_of(tensor, part_bytes)
 
     monkeypatch.setattr(local_state, "parts_in_buffers", note_copied)
-    rows = local_state.StateRowParts(LocalRows(tensors), plan, part_bytes=4)  # type: ignore[arg-type]
+    monkeypatch.setattr(
+        local_state, "host_parts", lambda tensor, part_bytes: iter([memoryview(tensor.numpy())])
+    )
+    rows = local_state.StateRowParts(local, plan, part_bytes=4)  # type: ignore[arg-type]
     data = [b"".join(map(bytes, parts)) for parts in rows.in_order(range(5))]
     assert data == [bytes(range(n)) for n in (9, 5, 7, 0, 4)]
     assert copied == [9, 7, 4]  # neither the row in host memory nor the empty one
