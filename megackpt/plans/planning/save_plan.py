@@ -169,14 +169,19 @@ def with_object_sizes(plan: SavePlan, sizes: Mapping[int, Ints]) -> SavePlan:
     ranks = sorted(rank for rank, of_rank in sizes.items() if len(of_rank))
     if not ranks:
         return plan
-    nbytes, offset_bytes = plan.table.nbytes.copy(), plan.offset_bytes.copy()
-    rows = np.flatnonzero(np.isin(plan.writer, ranks))
+    # The rows that these ranks write, and the objects among them.
+    has_sizes = np.zeros(int(plan.writer.max()) + 1, np.bool_)
+    has_sizes[ranks] = True
     is_object = np.array([a.dtype == OBJECT for a in plan.table.arrays], np.bool_)
+    rows = np.flatnonzero(has_sizes[plan.writer])
     objects = rows[is_object[plan.table.array[rows]]]
     # Sorted by rank. The sort is stable, so the objects of each rank stay in the order of rows.
     objects = objects[np.argsort(plan.writer[objects], kind="stable")]
+    nbytes = plan.table.nbytes.copy()
     nbytes[objects] = np.concatenate([sizes[rank] for rank in ranks])
-    table = replace(plan.table, nbytes=nbytes)
+    if len(rows) == len(plan.table):
+        return with_sizes(plan, nbytes)
+    table, offset_bytes = replace(plan.table, nbytes=nbytes), plan.offset_bytes.copy()
     offset_bytes[rows] = offsets_in_files(table.take(rows), plan.writer[rows])
     return replace(plan, table=table, offset_bytes=offset_bytes)
 
