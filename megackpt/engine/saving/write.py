@@ -83,15 +83,16 @@ def write_chunks(planned: PlannedSave, store: Store, group: Group) -> WrittenChu
     Raises:
         CheckpointError: the same on every rank. What was written is not removed.
     """
-    strategy, plan, rank = planned.strategy, planned.sized_plan(group.rank), group.rank
+    strategy, plan, rank = planned.strategy, planned.plan, group.rank
     messages_of_rounds: list[list[bytes]] = []
     rounds: Sequence[Ints] = ()
     # The strategy returns the number of rounds in the first step. It is equal on all ranks, so all of them
     # make as many steps.
     while not messages_of_rounds or len(messages_of_rounds) < len(rounds):
         with gather_step(group, "writing its chunks") as step:
-            # Computed in the step, as it may raise an error on one rank only.
-            rounds = rounds or strategy.rounds(plan, rank)
+            if not rounds:  # computed in the step, as it may raise an error on one rank only
+                plan = planned.sized_plan(rank)
+                rounds = strategy.rounds(plan, rank)
             receipt = strategy.write_chunks(
                 store,
                 attempt=planned.attempt,
