@@ -225,6 +225,8 @@ class AsyncSaver:
         Raises:
             CheckpointError: a save has failed since the last call that raises such errors.
         """
+        if not self._session.writer.is_ours:  # a forked child: its parent uses the process and the memory
+            return
         try:
             self.wait()
         finally:

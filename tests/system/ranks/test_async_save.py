@@ -348,3 +348,21 @@ def test_a_rank_whose_state_is_the_same_writes_by_a_new_plan_when_another_rank_h
     rank_pool: RankPool, tmp_path: Path
 ) -> None:
     rank_pool.run(save_what_another_rank_has_changed, 2, tmp_path)
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_a_forked_child_that_closes_its_copy_of_a_checkpointer_changes_nothing(tmp_path: Path) -> None:
+    with single_process_checkpointer(tmp_path, async_save=True) as checkpointer:
+        checkpointer.save(1, ones())
+        child = os.fork()
+        if not child:  # it waits for nothing: it has none of the threads
+            outcome = 1
+            try:
+                checkpointer.close()
+                outcome = 0
+            finally:
+                os._exit(outcome)
+        assert os.waitpid(child, 0)[1] == 0
+        checkpointer.save(2, ones())
+        checkpointer.wait()
+        assert checkpointer.steps() == (1, 2)
