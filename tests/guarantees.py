@@ -167,7 +167,7 @@ GUARANTEES: Guarantees = {
             "test_an_asynchronous_save_does_what_a_synchronous_one_does",
         ],
         "The copy is ordered after the work on the caller's stream.": [
-            "test_a_tensor_still_being_computed_is_saved_complete",
+            "test_a_tensor_still_being_computed_is_staged_complete",
             "test_a_tensor_may_change_as_soon_as_save_returns",
         ],
         (

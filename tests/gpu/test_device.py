@@ -2,17 +2,39 @@
 
 from __future__ import annotations
 
+import logging
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
-from megackpt import Checkpointer, KeyRule, LoadOptions, Policy, SaveOptions, ShardedTensor, load, save
-from megackpt.engine.data.device_copies import COMMON_BUFFERS, HostBuffers, host_parts, to_host
+from megackpt import (
+    AsyncOptions,
+    Checkpointer,
+    KeyRule,
+    LoadOptions,
+    Policy,
+    SaveOptions,
+    ShardedTensor,
+    load,
+    save,
+)
+from megackpt.engine.background.staging_memory import StagingMemory
+from megackpt.engine.data.device_copies import (
+    COMMON_BUFFERS,
+    Downloads,
+    HostBuffers,
+    bytes_on_device,
+    follow,
+    host_parts,
+    to_host,
+    unpin,
+)
 from megackpt.engine.data.tensor_bytes import as_bits, byte_view, parts_of
 from megackpt.plans.metadata import DTYPES
 from megackpt.storage.rawio import BUFFER_BYTES
@@ -26,6 +48,7 @@ from megackpt.training.parallel import (
 from megackpt.training.parallel.context import AttentionPart, _attend
 from megackpt.training.parallel.rng import dropout
 from megackpt.training.state import RankPosition, RngState, Seeds, TrackedRng
+from tests.support.writers import saver_of
 
 pytestmark = pytest.mark.gpu
 
@@ -125,6 +148,118 @@ def test_values_that_are_converted_are_those_that_the_host_makes_of_them(tmp_pat
     for target in targets:
         load(declared({"w": target}), tmp_path / "c", options=cast)
     assert is_same(*targets)
+
+
+IN_WAVES = 1 << 20  # bytes of staging memory: a quarter of a part
+
+
+@pytest.mark.parametrize(
+    ("backend", "options", "part_bytes"),
+    [
+        ("megackpt", AsyncOptions(), SaveOptions().part_bytes),
+        ("megackpt", AsyncOptions(staging_bytes=IN_WAVES), SaveOptions().part_bytes),
+        ("megackpt", AsyncOptions(staging_bytes=IN_WAVES), 30_001),
+        ("megackpt", AsyncOptions(stage_in_background=True), SaveOptions().part_bytes),
+        ("torch_dist", AsyncOptions(), SaveOptions().part_bytes),
+    ],
+    ids=["once", "in waves", "in waves, small parts", "in background", "torch_dist"],
+)
+def test_what_is_saved_asynchronously_from_a_device_is_loaded_on_the_host(
+    tmp_path: Path, backend: str, options: AsyncOptions, part_bytes: int
+) -> None:
+    host = on_host()
+    state = declared({key: like(t) for key, t in host.items()} | {"on the host": host["cut"]})
+    with Checkpointer(
+        tmp_path, async_save=options, save_options=SaveOptions(part_bytes=part_bytes)
+    ) as checkpointer:
+        for step in (1, 2):  # into new memory, and into memory that has bytes
+            checkpointer.save(step, state, sharded_strategy=(backend, 1))
+        checkpointer.wait()
+        assert is_pinned(saver_of(checkpointer)._session.writer.memory)
+    for step in (1, 2):
+        targets = {key: torch.zeros(t.shape, dtype=t.dtype) for key, t in host.items()}
+        targets["on the host"] = torch.zeros_like(host["cut"])
+        load(declared(targets), tmp_path / f"iter_{step:07}")
+        assert is_same(targets.pop("on the host"), host["cut"])
+        for key, target in targets.items():
+            assert is_same(target, host[key]), key
+
+
+def is_pinned(memory: StagingMemory) -> bool:
+    return torch.from_numpy(memory.array).is_pinned()
+
+
+def test_staging_memory_is_pinned_once_and_again_when_it_has_grown(tmp_path: Path) -> None:
+    def state(count: int) -> dict[str, Any]:
+        return declared({str(i): torch.ones(LONG, device="cuda") for i in range(count)})
+
+    with (
+        Checkpointer(tmp_path / "a", async_save=True) as growing,
+        Checkpointer(tmp_path / "b", async_save=True) as steady,
+    ):
+        memories = [saver_of(checkpointer)._session.writer.memory for checkpointer in (growing, steady)]
+        for checkpointer, memory in zip((growing, steady), memories, strict=True):
+            checkpointer.warm_up(state(1))
+            assert is_pinned(memory)
+        before = memories[0].array
+        growing.save(1, state(1))
+        assert memories[0].array is before
+        growing.save(2, state(3))
+        steady.save(1, state(1))
+        assert all(map(is_pinned, memories))
+        assert memories[0].nbytes > before.nbytes
+        # A view keeps the old memory mapped, but it is not pinned any more.
+        assert not torch.from_numpy(before).is_pinned()
+        last = memories[0].array
+    assert not torch.from_numpy(last).is_pinned()
+    assert [memory.nbytes for memory in memories] == [0, 0]
+
+
+def test_memory_that_cannot_be_pinned_takes_the_same_bytes_and_later_kernels_run(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    values = random((1500, 2300), torch.float32).t()
+    tensor = like(values)
+    memory = StagingMemory()
+    memory.resize(4 * values.numel())
+    first_page = memory.array[:4096]
+    torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(first_page.ctypes.data, 4096, 1))
+    with caplog.at_level(logging.WARNING):
+        memory.pin(torch.device("cuda"))  # CUDA registers no page twice
+        memory.pin(torch.device("cuda"))
+    unpin(first_page)
+    assert len(caplog.records) == 1
+    assert "cannot be pinned (part or all of the requested memory range is already mapped)" in caplog.text
+    assert torch.ones(3, device="cuda").sum().item() == 3
+    assert not is_pinned(memory)
+    follow([tensor])
+    position = 0
+    with Downloads() as downloads:
+        for part in bytes_on_device(tensor, 1 << 20):
+            downloads.copy(part, memory.array[position : position + len(part)])
+            position += len(part)
+    assert memory.array[:position].tobytes() == np.ascontiguousarray(values.numpy()).tobytes()
+    memory.close()
+
+
+@pytest.mark.parametrize("in_background", [False, True])
+def test_a_tensor_still_being_computed_is_staged_complete(tmp_path: Path, in_background: bool) -> None:
+    values = random((LONG,), torch.float32).cuda()
+    tensor, strided = torch.zeros_like(values), torch.zeros(2 * LONG, device="cuda")[::2]
+    state = declared({"w": tensor, "strided": strided})
+    torch.cuda.synchronize()
+    options = AsyncOptions(stage_in_background=in_background)
+    with Checkpointer(tmp_path, async_save=options) as checkpointer:
+        checkpointer.warm_up(state)
+        with busy_stream():
+            tensor.copy_(values)
+            strided.copy_(values)
+            checkpointer.save(1, state)
+            checkpointer.wait_staged()
+    for key in ("w", "strided"):
+        target = torch.zeros(LONG)
+        load(declared({key: target}), tmp_path / "iter_0000001")
+        assert is_same(target, values)
 
 
 @pytest.mark.parametrize("backend", FORMATS)

@@ -14,6 +14,7 @@ import numpy as np
 
 from megackpt.engine.background.messages import CheckpointLocation, Job
 from megackpt.engine.background.staging_memory import RowLayout, lay_out_rows
+from megackpt.engine.saving.local_state import StateRowParts
 from megackpt.engine.saving.planned_save import PlannedSave
 from megackpt.engine.saving.save_request import SaveRequest
 from megackpt.engine.saving.write import CommonFiles
@@ -64,6 +65,7 @@ class PreparedSave:
 
     Attributes:
         planned: the plan that all ranks have agreed on.
+        parts: the bytes of the rows.
         strategy: the strategy, pickled.
         common: common state, encoded; on rank 0.
         rows: the rows that this rank writes.
@@ -72,6 +74,7 @@ class PreparedSave:
     """
 
     planned: PlannedSave
+    parts: StateRowParts
     strategy: bytes
     common: CommonFiles | None
     rows: Sequence[int]
@@ -81,7 +84,8 @@ class PreparedSave:
     @classmethod
     def of(cls, planned: PlannedSave, *, rank: int) -> PreparedSave:
         """Encode objects and common state, and lay out the rows. Local."""
-        strategy = planned.strategy
+        strategy, parts = planned.strategy, planned.parts
+        assert isinstance(parts, StateRowParts)  # only in the writer process they are those of a stream
         common = None
         if rank == 0:  # here, where the user's types are known, and now, before their values change
             common = CommonFiles.of(planned.common, strategy, attempt=planned.attempt)
@@ -90,7 +94,7 @@ class PreparedSave:
         layout = lay_out_rows(plan.table.nbytes[rows])
         pickled = bytes(ForkingPickler.dumps(strategy))
         in_order = strategy.capabilities.writes_in_order
-        return cls(planned, pickled, common, rows.tolist(), layout, in_order)
+        return cls(planned, parts, pickled, common, rows.tolist(), layout, in_order)
 
 
 @dataclass(slots=True, eq=False)

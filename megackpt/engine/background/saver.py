@@ -274,6 +274,8 @@ class AsyncSaver:
     def _with_room(self, planned: PlannedSave, *, rank: int) -> PreparedSave:
         prepared = PreparedSave.of(planned, rank=rank)
         self._session.make_room(prepared)
+        if prepared.parts.device is not None:
+            self._session.writer.memory.pin(prepared.parts.device)
         return prepared
 
     def _shared_copies(
@@ -344,7 +346,7 @@ class AsyncSaver:
             save = copied.prepared
             where = StreamRange(start=copied.jobs[0].job.start, layout=save.layout)
             try:
-                copy_rows(writer.memory.array, where, save.rows, save.planned.parts, writer)
+                copy_rows(writer.memory.array, where, save.rows, save.parts, writer)
             except StreamClosedError:  # the saves have failed; the next call raises their error
                 return
             for job in copied.jobs:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import logging
 import mmap
 import os
 import tempfile
@@ -17,13 +18,14 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
-import numpy.typing as npt
+import torch
 
+from megackpt.engine.data.device_copies import ByteArray, ByteSource, Downloads, pin, unpin
 from megackpt.errors import StorageError
-from megackpt.formats.strategy import ChunkParts
+from megackpt.ground.notices import notice
 from megackpt.plans.geometry import Ints
 
-ByteArray = npt.NDArray[np.uint8]
+log = logging.getLogger(__name__)
 
 PAGE_BYTES = mmap.PAGESIZE
 _ROW_ALIGNMENT = 64
@@ -40,6 +42,7 @@ class StagingMemory:
     def __init__(self) -> None:
         self.descriptor = _anonymous_file()
         self._array = np.zeros(0, np.uint8)
+        self._is_pinned, self._can_pin = False, True
 
     @property
     def nbytes(self) -> int:
@@ -63,7 +66,7 @@ class StagingMemory:
         if size == self.nbytes:
             return
         # The mapping ends first: to touch it after the file is truncated would kill this process by SIGBUS.
-        self._array = np.zeros(0, np.uint8)
+        self._unmap()
         try:
             os.ftruncate(self.descriptor, 0)  # free the old memory before the new is allocated
             if size > _available_bytes():  # the system would kill processes instead of reporting an error
@@ -83,12 +86,41 @@ class StagingMemory:
         for start in range(0, size, _STEP_BYTES):
             self._array[start : start + _STEP_BYTES : PAGE_BYTES] = 0
 
+    def pin(self, device: torch.device) -> None:
+        """Pin the memory until its size changes: CUDA devices copy into it at the speed of their links.
+
+        If the system does not allow it, this logs one warning, and copies are slower. Nobody may resize the
+        memory during the call.
+
+        Args:
+            device: a CUDA device that this process uses.
+        """
+        if self._is_pinned or not self._can_pin or not self.nbytes:
+            return
+        self._is_pinned = True  # first: after an interrupt it is rather unpinned in vain than not at all
+        try:
+            pin(self._array, device)
+        except RuntimeError as error:
+            self._is_pinned = self._can_pin = False
+            notice(
+                log,
+                f"{self.nbytes:,} bytes of staging memory cannot be pinned ({error}), so asynchronous saves "
+                f"of CUDA tensors stall training longer. Raise the limit of locked memory (ulimit -l), or "
+                f"give AsyncOptions.staging_bytes a smaller number.",
+            )
+
     def close(self) -> None:
         """Release the memory. Views of `array` stay valid."""
-        self._array = np.zeros(0, np.uint8)
+        self._unmap()
         descriptor, self.descriptor = self.descriptor, -1  # first: so that it is closed only once
         if descriptor >= 0:
             os.close(descriptor)
+
+    def _unmap(self) -> None:
+        array, self._array = self._array, np.zeros(0, np.uint8)
+        is_pinned, self._is_pinned = self._is_pinned, False
+        if is_pinned:
+            unpin(array)
 
 
 def map_memory(descriptor: int, nbytes: int, *, writable: bool) -> ByteArray:
@@ -152,6 +184,13 @@ def _anonymous_file() -> int:
         return os.dup(file.fileno())
 
 
+class RowSource(Protocol):
+    """The bytes of rows of a rank, in host memory or on devices."""
+
+    def sources(self, rows: Sequence[int]) -> Iterator[Iterator[ByteSource]]:
+        """Yield the parts of each row, each valid until the next one is taken and its copies are done."""
+
+
 class StreamReader(Protocol):
     """The process that reads the stream, as the process that writes it sees it."""
 
@@ -189,7 +228,7 @@ class StreamRange:
 
 
 def copy_rows(
-    memory: ByteArray, target: StreamRange, rows: Sequence[int], parts: ChunkParts, reader: StreamReader
+    memory: ByteArray, target: StreamRange, rows: Sequence[int], source: RowSource, reader: StreamReader
 ) -> None:
     """Copy rows into a ring of memory, `[capacity]`; if they do not fit, wait for the reader to free memory.
 
@@ -198,7 +237,7 @@ def copy_rows(
 
     Raises:
         StreamClosedError: see `StreamReader`.
-        CheckpointError: raised by parts.
+        CheckpointError: raised by source.
     """
     if not rows:
         # The writer process receives the job with the first report. It has to take part in the collectives of
@@ -208,26 +247,26 @@ def copy_rows(
     free_until = reader.room_from(target.start)
     reported = target.start
     starts = (target.layout.start + target.start).tolist()
-    for position, row_parts in zip(starts, parts.in_order(rows), strict=True):
-        for part in row_parts:
-            data = np.frombuffer(part, np.uint8)
-            while data.size:
-                if free_until <= position:
-                    # No room: the reader can only free the staged bytes.
-                    reader.report_staged(position)
-                    reported = position
-                    free_until = reader.room_from(position)
-                count = min(data.size, free_until - position)
-                _copy(memory, position, data[:count])
-                position, data = position + count, data[count:]
-                if free_until < target.stop and position - reported >= memory.size // 4:
-                    reader.report_staged(position)
-                    reported = position
+    # When the block is left, also by an error, no device writes into the memory any more.
+    with Downloads() as downloads:
+        for position, parts in zip(starts, source.sources(rows), strict=True):
+            for data in parts:
+                while len(data):
+                    is_full = free_until <= position
+                    if is_full or (free_until < target.stop and position - reported >= memory.size // 4):
+                        downloads.wait()
+                        reader.report_staged(position)
+                        reported = position
+                    if is_full:  # the reader can only free the staged bytes
+                        free_until = reader.room_from(position)
+                    count = min(len(data), free_until - position)
+                    _copy(downloads, memory, position, data[:count])
+                    position, data = position + count, data[count:]
     reader.report_staged(target.stop)
 
 
-def _copy(memory: ByteArray, position: int, data: ByteArray) -> None:
+def _copy(downloads: Downloads, memory: ByteArray, position: int, data: ByteSource) -> None:
     done = 0
-    for low, high in ring_ranges(position, position + data.size, capacity=memory.size):
-        np.copyto(memory[low:high], data[done : done + high - low])  # without the interpreter lock
+    for low, high in ring_ranges(position, position + len(data), capacity=memory.size):
+        downloads.copy(data[done : done + high - low], memory[low:high])
         done += high - low

@@ -23,7 +23,8 @@ from megackpt.engine.background.messages import (
     Job,
     ToWriter,
 )
-from megackpt.engine.background.staging_memory import ByteArray, RowLayout, ring_ranges
+from megackpt.engine.background.staging_memory import RowLayout, ring_ranges
+from megackpt.engine.data.device_copies import ByteArray
 from megackpt.formats.damage import Damage
 from megackpt.formats.strategy import ChunkParts
 

@@ -43,8 +43,9 @@ from megackpt.engine.background.messages import (
     ToWriter,
     store_prefix,
 )
-from megackpt.engine.background.staging_memory import ByteArray, lay_out_rows, map_memory
+from megackpt.engine.background.staging_memory import lay_out_rows, map_memory
 from megackpt.engine.background.trainer_connection import StagedStream, StreamRowParts, TrainerConnection
+from megackpt.engine.data.device_copies import ByteArray
 from megackpt.engine.tiers.save import NodeLocation
 from megackpt.errors import CheckpointError, RankFailedError, WriterFailedError
 from megackpt.plans.planning import with_object_sizes

@@ -1,8 +1,8 @@
 """Copies between devices and host memory that run while other work is done.
 
-Copies of CUDA tensors run on a stream of their own, through pinned buffers that this process keeps. Copies of
-other tensors are synchronous. If memory cannot be pinned, the buffers are ordinary memory: slower, with the
-same result.
+Copies of CUDA tensors run on a stream of their own: through pinned buffers that this process keeps, or
+straight into memory of the caller, who may `pin` it. Copies of other tensors are synchronous. If memory
+cannot be pinned, it is ordinary memory: slower, with the same result.
 """
 
 from __future__ import annotations
@@ -12,12 +12,13 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from functools import cache
 from itertools import groupby
 from operator import itemgetter
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -32,8 +33,13 @@ AHEAD = 2
 """How many copies to the host run while the previous one is written. Each has a buffer."""
 
 _KEPT = 8
+_FOR_ALL_DEVICES = 1  # cudaHostRegisterPortable
 
 Label = TypeVar("Label")
+
+ByteArray: TypeAlias = npt.NDArray[np.uint8]
+ByteSource: TypeAlias = ByteArray | torch.Tensor
+"""Bytes in host memory, or on a device as a uint8 tensor; `[n]`."""
 
 
 class HostBuffers:
@@ -164,6 +170,83 @@ def rows_to_host(
     labelled = ((number, part) for number, parts in enumerate(rows) for part in parts)
     for _, arriving in groupby(to_host(labelled, buffers), key=itemgetter(0)):
         yield (part for _, part in arriving)
+
+
+def bytes_on_device(tensor: torch.Tensor, part_bytes: int) -> Iterator[torch.Tensor]:
+    """Yield the bytes of a tensor's elements on its device, `[n]` uint8, in row-major order, for `Downloads`.
+
+    Parts are those of `parts_in_buffers`. If the tensor is contiguous, they are views of it; if not, each is
+    copied on the device.
+    """
+    for part in parts_in_buffers(tensor, part_bytes):
+        with _on_side_stream(part.device):
+            # contiguous() allocates on this stream: no other stream reuses the memory before the copy.
+            bits = as_bits(part).contiguous()
+        # view(-1) would keep the stride of a single element, which may be any, and reject the bytes.
+        yield bits.as_strided((bits.numel(),), (1,)).view(torch.uint8)
+
+
+class Downloads:
+    """Copies of bytes into host memory. Copies from CUDA devices run while others begin.
+
+    These copies wait for the work that `follow` has marked. All are done when the block is left. Until then
+    the caller keeps the tensors.
+    """
+
+    def __init__(self) -> None:
+        self._devices: set[torch.device] = set()
+
+    def __enter__(self) -> Downloads:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.wait()
+
+    def copy(self, source: ByteSource, target: ByteArray) -> None:
+        """Begin to copy bytes; those in host memory are copied when this returns."""
+        if isinstance(source, np.ndarray):
+            np.copyto(target, source)  # without the interpreter lock
+            return
+        self._devices.add(source.device)
+        with _on_side_stream(source.device):
+            torch.from_numpy(target).copy_(source, non_blocking=True)
+
+    def wait(self) -> None:
+        """Return when the copies begun so far are done."""
+        for device in self._devices:
+            copied = _event(device)
+            if copied is not None:
+                copied.synchronize()
+
+
+def pin(memory: ByteArray, device: torch.device) -> None:
+    """Pin memory until `unpin`: all CUDA devices copy into it at the speed of their links.
+
+    Args:
+        memory: whole pages.
+        device: a CUDA device that this process uses.
+
+    Raises:
+        RuntimeError: the system or the driver does not allow it.
+    """
+
+    def register() -> Any:
+        with torch.cuda.device(device):  # a new thread's device is 0, where this process may have no context
+            return torch.cuda.cudart().cudaHostRegister(memory.ctypes.data, memory.nbytes, _FOR_ALL_DEVICES)
+
+    # In its own thread: CUDA keeps an error as the last one of the thread, and the next kernel that the
+    # thread launches raises it.
+    with ThreadPoolExecutor(1) as thread:
+        status = thread.submit(register).result()
+    if int(status) != 0:
+        raise RuntimeError(torch.cuda.cudart().cudaGetErrorString(status))
+
+
+def unpin(memory: ByteArray) -> None:
+    """Undo `pin`, before the memory is unmapped. No copy is under way."""
+    torch.cuda.cudart().cudaHostUnregister(memory.ctypes.data)
 
 
 class Uploads:

@@ -19,7 +19,14 @@ from megackpt.codec import leaf_digests
 from megackpt.codec.kinds import format_path
 from megackpt.engine.checkpoint.common_arrays import find_arrays, map_common, with_references
 from megackpt.engine.checkpoint.manifest import LeftoverFiles
-from megackpt.engine.data.device_copies import follow, host_parts, parts_in_buffers, rows_to_host
+from megackpt.engine.data.device_copies import (
+    ByteSource,
+    bytes_on_device,
+    follow,
+    host_parts,
+    parts_in_buffers,
+    rows_to_host,
+)
 from megackpt.engine.data.tensor_bytes import check_source
 from megackpt.engine.saving.plan_cache import CachedPlan
 from megackpt.engine.saving.planned_save import SaveHook
@@ -148,6 +155,9 @@ class StateRowParts(ChunkParts):
 
     The thread that has computed the tensors makes this object, since copies from devices are ordered after
     the work of that thread. Any thread may use it.
+
+    Attributes:
+        device: a CUDA device that has some of the tensors; None if none has.
     """
 
     def __init__(self, local: LocalState, plan: SavePlan, *, part_bytes: int) -> None:
@@ -159,6 +169,7 @@ class StateRowParts(ChunkParts):
         # Entities are numbered tensors first, then objects.
         objects = plan.entity[plan.writer == local.rank] - len(self._tensors)
         self.object_sizes = np.array([len(self._blobs[i]) for i in objects.tolist() if i >= 0], np.int64)
+        self.device = next((data.device for data in on_cuda.values()), None)
 
     def __call__(self, row: int) -> Iterator[memoryview]:
         """Return the bytes of one row."""
@@ -176,6 +187,14 @@ class StateRowParts(ChunkParts):
         )
         # `arriving` has one item for each copied row, in the order of rows.
         return (next(arriving) if self._is_copied(row) else self(row) for row in rows)
+
+    def sources(self, rows: Sequence[int]) -> Iterator[Iterator[ByteSource]]:
+        """Yield the bytes of each row where they are, for `Downloads`."""
+        for row in rows:
+            if self._is_copied(row):
+                yield bytes_on_device(self._elements(row), self._part_bytes)
+            else:
+                yield (np.frombuffer(part, np.uint8) for part in self(row))
 
     def _is_copied(self, row: int) -> bool:
         return int(self._plan.entity[row]) in self._copied and self._plan.table.nbytes[row] > 0

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import logging
+import os
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from unittest.mock import patch
@@ -17,6 +19,7 @@ from hypothesis import strategies as st
 
 from megackpt import StorageError
 from megackpt.comm import encode_error
+from megackpt.engine.background import staging_memory
 from megackpt.engine.background.messages import (
     AliveMessage,
     CheckpointLocation,
@@ -33,10 +36,20 @@ from megackpt.engine.background.staging_memory import (
     map_memory,
 )
 from megackpt.engine.background.trainer_connection import Heartbeat, StagedStream, StreamRowParts
-from megackpt.engine.data.device_copies import AHEAD, HostBuffers, Uploads, host_parts, rows_to_host, to_host
+from megackpt.engine.data.device_copies import (
+    AHEAD,
+    ByteArray,
+    ByteSource,
+    Downloads,
+    HostBuffers,
+    Uploads,
+    bytes_on_device,
+    host_parts,
+    rows_to_host,
+    to_host,
+)
 from megackpt.engine.data.tensor_bytes import parts_of, source_block, target_block
 from megackpt.engine.saving import local_state
-from megackpt.formats.strategy import ChunkParts
 from megackpt.plans.planning import StridedCopy
 
 PAGE = 4096
@@ -69,15 +82,38 @@ class Reader:
         self.stream.stage(position)
 
 
-class RowParts(ChunkParts):
-    """Rows in parts of a number of bytes."""
+class RowParts:
+    """Rows in parts of a number of bytes; every second part is a tensor, as if it were on a device."""
 
     def __init__(self, rows: list[np.ndarray], part_bytes: int) -> None:
         self._rows, self._part_bytes = rows, part_bytes
 
-    def __call__(self, row: int) -> Iterator[memoryview]:
-        data = self._rows[row].data
-        return (data[at : at + self._part_bytes] for at in range(0, len(data), self._part_bytes))
+    def sources(self, rows: Sequence[int]) -> Iterator[Iterator[ByteSource]]:
+        return (self._parts(self._rows[row]) for row in rows)
+
+    def _parts(self, data: np.ndarray) -> Iterator[ByteSource]:
+        for number, at in enumerate(range(0, len(data), self._part_bytes)):
+            part = data[at : at + self._part_bytes]
+            yield torch.from_numpy(part) if number % 2 else part
+
+
+class LateDownloads(Downloads):
+    """Copies from devices that are made at the last moment."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._begun: list[tuple[torch.Tensor, ByteArray]] = []
+
+    def copy(self, source: ByteSource, target: ByteArray) -> None:
+        if isinstance(source, torch.Tensor):
+            self._begun.append((source, target))
+        else:
+            super().copy(source, target)
+
+    def wait(self) -> None:
+        for source, target in self._begun:
+            super().copy(source, target)
+        self._begun.clear()
 
 
 def job_at(start: int) -> Job:
@@ -121,11 +157,111 @@ def test_rows_arrive_as_they_were(pages: int, saves: list[list[int]], part_bytes
         thread = threading.Thread(target=read)
         thread.start()
         target = StreamRange(start=start, layout=layout)
-        copy_rows(memory.array, target, range(len(rows)), RowParts(rows, part_bytes), reader)
+        with patch.object(staging_memory, "Downloads", LateDownloads):
+            copy_rows(memory.array, target, range(len(rows)), RowParts(rows, part_bytes), reader)
         thread.join(20)
         assert results == [row.tobytes() for row in rows]
         start += layout.stop
     memory.close()
+
+
+class QuickReader(Reader):
+    """Frees all that is reported, at once."""
+
+    def __init__(self, capacity: int) -> None:
+        super().__init__(capacity)
+        self.reported: list[int] = []
+
+    def report_staged(self, position: int) -> None:
+        self.reported.append(position)
+        self.consumed = position
+
+
+@pytest.mark.parametrize(("pages", "reported"), [(4, [4]), (8, [1, 2, 3, 4, 8])])
+def test_each_quarter_of_the_memory_is_reported_unless_all_rows_fit(pages: int, reported: list[int]) -> None:
+    reader = QuickReader(4 * PAGE)
+    rows = RowParts([np.zeros(pages * PAGE, np.uint8)], PAGE)
+    target = StreamRange(start=0, layout=lay_out_rows(np.array([pages * PAGE])))
+    copy_rows(np.zeros(4 * PAGE, np.uint8), target, [0], rows, reader)
+    assert reader.reported == [page * PAGE for page in reported]
+
+
+def test_no_copy_is_under_way_after_an_error() -> None:
+    class Failing(RowParts):
+        def _parts(self, data: np.ndarray) -> Iterator[ByteSource]:
+            yield torch.from_numpy(data)
+            raise StorageError("no more")
+
+    memory = np.zeros(PAGE, np.uint8)
+    target = StreamRange(start=0, layout=lay_out_rows(np.array([9])))
+    with (
+        patch.object(staging_memory, "Downloads", LateDownloads),
+        pytest.raises(StorageError, match="no more"),
+    ):
+        copy_rows(memory, target, [0], Failing([np.arange(9, dtype=np.uint8)], 9), Reader(PAGE))
+    assert memory[:9].tolist() == list(range(9))
+
+
+class Pins:
+    """Stands for the registration of memory with CUDA: the ranges of addresses that are pinned."""
+
+    def __init__(self, memory: StagingMemory) -> None:
+        self.memory = memory
+        self.pinned: list[tuple[int, int]] = []
+        self.error: str | None = None
+
+    def pin(self, array: ByteArray, device: torch.device) -> None:
+        if self.error is not None:
+            raise RuntimeError(self.error)
+        self.pinned.append((array.ctypes.data, array.nbytes))
+
+    def unpin(self, array: ByteArray) -> None:
+        self.pinned.remove((array.ctypes.data, array.nbytes))
+        assert os.fstat(self.memory.descriptor).st_size == array.nbytes  # the pages still exist
+
+
+@pytest.fixture
+def pins(monkeypatch: pytest.MonkeyPatch) -> Iterator[Pins]:
+    pins = Pins(StagingMemory())
+    monkeypatch.setattr(staging_memory, "pin", pins.pin)
+    monkeypatch.setattr(staging_memory, "unpin", pins.unpin)
+    yield pins
+    pins.memory.close()
+
+
+DEVICE = torch.device("cuda")
+
+
+def test_memory_is_pinned_once_until_its_size_changes_or_it_is_closed(pins: Pins) -> None:
+    pins.memory.pin(DEVICE)
+    assert not pins.pinned  # it has no pages
+    for pages in (2, 3):
+        pins.memory.resize(pages * PAGE)
+        assert not pins.pinned
+        for _ in range(2):
+            pins.memory.pin(DEVICE)
+            pins.memory.resize(pages * PAGE)
+            assert pins.pinned == [(pins.memory.array.ctypes.data, pages * PAGE)]
+    pins.memory.close()
+    assert not pins.pinned
+
+
+def test_memory_that_cannot_be_pinned_takes_copies_and_one_warning_is_logged(
+    pins: Pins, caplog: pytest.LogCaptureFixture
+) -> None:
+    pins.error = "no locked memory"
+    with caplog.at_level(logging.WARNING):
+        for pages in (2, 2, 3):
+            pins.memory.resize(pages * PAGE)
+            pins.memory.pin(DEVICE)
+    assert [record.getMessage() for record in caplog.records] == [
+        "8,192 bytes of staging memory cannot be pinned (no locked memory), so asynchronous saves of CUDA "
+        "tensors stall training longer. Raise the limit of locked memory (ulimit -l), or give "
+        "AsyncOptions.staging_bytes a smaller number."
+    ]
+    with Downloads() as downloads:
+        downloads.copy(torch.arange(9, dtype=torch.uint8), pins.memory.array[5:14])
+    assert pins.memory.array[5:14].tolist() == list(range(9))
 
 
 def test_a_reader_raises_the_error_of_a_row_that_will_never_come() -> None:
@@ -180,6 +316,22 @@ def test_parts_that_went_through_buffers_are_the_elements_in_order(name: str, bu
     assert [label for label, _ in arrived] == list(range(len(parts)))
     assert b"".join(share for _, share in arrived) == true_bytes(tensor)
     assert b"".join(bytes(p) for p in host_parts(tensor, part_bytes=buffer_bytes)) == true_bytes(tensor)
+
+
+@pytest.mark.parametrize("name", VIEWS)
+@pytest.mark.parametrize("part_bytes", [16, 50, 4096])
+def test_bytes_that_were_copied_from_where_they_are_are_the_elements_in_order(
+    name: str, part_bytes: int
+) -> None:
+    tensor = VIEWS[name]
+    arrived = np.zeros(len(true_bytes(tensor)), np.uint8)
+    position = 0
+    with Downloads() as downloads:
+        for part in bytes_on_device(tensor, part_bytes):
+            assert len(part) <= part_bytes
+            downloads.copy(part, arrived[position : position + len(part)])
+            position += len(part)
+    assert arrived.tobytes() == true_bytes(tensor)
 
 
 def test_a_part_stays_while_the_next_are_copied_and_no_more_of_them_than_asked() -> None:
@@ -247,6 +399,16 @@ def test_rows_of_devices_and_of_host_memory_come_in_order_and_only_those_of_devi
     data = [b"".join(map(bytes, parts)) for parts in rows.in_order(range(5))]
     assert data == [bytes(range(n)) for n in (9, 5, 7, 0, 4)]
     assert copied == [9, 7, 4]  # neither the row in host memory nor the empty one
+    parts_of_rows = [list(parts) for parts in rows.sources(range(5))]
+    assert [[bytes(part.tolist()) for part in parts] for parts in parts_of_rows] == [
+        [bytes(range(4)), bytes(range(4, 8)), b"\x08"],
+        [bytes(range(5))],
+        [bytes(range(4)), bytes(range(4, 7))],
+        [b""],
+        [bytes(range(4))],
+    ]
+    assert [isinstance(parts[0], torch.Tensor) for parts in parts_of_rows] == [True, False, True, False, True]
+    assert rows.device == tensors[0].device
 
 
 def test_what_is_left_of_a_row_is_passed_over() -> None:
