@@ -28,6 +28,9 @@ from megackpt import (
     register_codec,
 )
 from megackpt.comm import Group
+from megackpt.engine.background import staging_memory
+from megackpt.engine.data.device_copies import ByteArray
+from megackpt.engine.saving import local_state
 from megackpt.formats.torch_dist import TorchDistSaveStrategy
 from megackpt.storage import LocalStore, MemoryStore
 from megackpt.testing.ranks import RankPool
@@ -366,3 +369,40 @@ def test_a_forked_child_that_closes_its_copy_of_a_checkpointer_changes_nothing(t
         checkpointer.save(2, ones())
         checkpointer.wait()
         assert checkpointer.steps() == (1, 2)
+
+
+class OnDevice(torch.Tensor):
+    """A tensor in host memory that says that it is on a device."""
+
+    is_cuda = property(lambda self: True)
+
+
+@pytest.mark.parametrize("error", [None, "no locked memory"])
+def test_a_state_on_a_device_is_staged_in_memory_that_is_pinned_until_close_if_it_can_be(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, error: str | None
+) -> None:
+    pinned: list[int] = []
+
+    def pin(array: ByteArray, device: torch.device) -> None:
+        if error is not None:
+            raise RuntimeError(error)
+        pinned.append(array.nbytes)
+
+    monkeypatch.setattr(staging_memory, "pin", pin)
+    monkeypatch.setattr(staging_memory, "unpin", lambda array: pinned.remove(array.nbytes))
+    monkeypatch.setattr(local_state, "follow", lambda tensors: None)
+    values = torch.randn(3000, 7, generator=torch.Generator().manual_seed(0)).t()
+
+    def state(data: torch.Tensor) -> dict[str, Any]:
+        return {"w": ShardedTensor.from_rank_offsets("w", data)}
+
+    with single_process_checkpointer(tmp_path, async_save=True) as checkpointer:
+        for step in (1, 2):
+            checkpointer.save(step, state(values.as_subclass(OnDevice)))
+            checkpointer.wait()
+            assert pinned == ([] if error else [saver_of(checkpointer).staging_nbytes])
+    assert pinned == []
+    assert caplog.text.count("cannot be pinned (no locked memory)") == bool(error)
+    for step in (1, 2):
+        loaded = load(state(torch.zeros(7, 3000)), tmp_path / f"iter_{step:07}")
+        assert torch.equal(loaded["w"].view(torch.int32), values.contiguous().view(torch.int32))
