@@ -1,6 +1,6 @@
 """Flattening of a sharded state dict into tensors, objects and common state, and the way back after a load.
 
-One walk visits each leaf once. Adapters turn leaves of other libraries into entities (see `recognition`).
+One walk visits each leaf once. Adapters turn leaves of other libraries into entities (see `adapters`).
 The user's tree and its entities are never changed: factories and layouts are expanded into new entities, and
 an entity is copied before anything fills it.
 """
@@ -14,9 +14,10 @@ from typing import Any
 
 import torch
 
+from megackpt.entities.adapters import adapter_of, megatron_adapter_of
 from megackpt.entities.base import Expansion, ShardedBase, ShardedStateDict
 from megackpt.entities.plain_tensors import declare_whole, is_plain_tensor
-from megackpt.entities.recognition import adapter_of, is_torch_sharded, megatron_adapter_of
+from megackpt.entities.recognition import is_torch_sharded
 from megackpt.entities.sharded_object import (
     LocalNonpersistentObject,
     PerRankValue,
