@@ -57,10 +57,10 @@ class AcceleratorState:
         )
         self._others = TrainingState(_parts(accelerator, seed))
 
-    def sharded_state_dict(self) -> ShardedStateDict:
-        """Declare all state, to save it or to load it. Collective under FSDP."""
+    def sharded_state_dict(self, is_loading: bool = False) -> ShardedStateDict:
+        """Declare all state, to save it or, with is_loading, to load it. Collective under FSDP."""
         return {
-            **self._torch.sharded_state_dict(),
+            **self._torch.sharded_state_dict(is_loading),
             **self._others.sharded_state_dict(),
             "accumulation_step": self._accelerator.step,
         }
@@ -99,7 +99,8 @@ def load_state(
     Arguments, result and errors are those of `AcceleratorState.resume` and `load`.
     """
     state = AcceleratorState(accelerator)
-    return state.resume(load(state.sharded_state_dict(), checkpoint_dir, options=options), step=step)
+    loaded = load(state.sharded_state_dict(is_loading=True), checkpoint_dir, options=options)
+    return state.resume(loaded, step=step)
 
 
 def _parts(accelerator: Accelerator, seed: int) -> dict[str, Resumable]:

@@ -164,7 +164,7 @@ class _SavedByAllRanks:
         if self._directories is not None:
             self._directories.wait()
         torch_state = self._torch_state()
-        state = {**torch_state.sharded_state_dict(), _REST: self._rest(None)}
+        state = {**torch_state.sharded_state_dict(is_loading=True), _REST: self._rest(None)}
         loaded = load(state, Path(cast(Any, self).broadcast(checkpoint_path)))
         torch_state.load_models(loaded)
         torch_state.load_optimizers(loaded)

@@ -1,26 +1,44 @@
 """The state of torch modules and optimizers in a host's hands, by the names of their parameters.
 
-torch's own functions take off the wrappers (DistributedDataParallel, FSDP1, FSDP2, torch.compile) and name
-an optimizer's state by parameter, so that state saved under one wrapper loads under another.
+Names have no wrappers (DistributedDataParallel, FSDP1, FSDP2, torch.compile, activation checkpointing), so
+state that was saved under one wrapper loads under another. The state of models is that of torch's own
+functions, as is that of optimizers over FSDP1, whose parameters are flat. The state of other optimizers is
+named here: torch's functions raise an error where a parameter has no state, lose that of frozen ones, and
+refuse new groups.
 
-Source: `torch.distributed.checkpoint.state_dict`.
+Source: torch 2.13 `torch.distributed.checkpoint.state_dict`, whose keys these are.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
     get_model_state_dict,
     get_optimizer_state_dict,
     set_model_state_dict,
     set_optimizer_state_dict,
 )
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from megackpt.entities import ShardedStateDict, StateDict
-from megackpt.errors import UnsupportedError
+from megackpt.entities.sharded_tensor import KeptIfMissing
+from megackpt.errors import UnsupportedError, truncated_list
+from megackpt.training.optim import initialise_state
+from megackpt.training.optim.param_groups import ParamGroup, chosen_options, match_unnamed_groups
+
+log = logging.getLogger(__name__)
+
+_WITH_STATE = "params_with_state"
+"""Beside `state` and `param_groups`: the names of the parameters that had state when it was saved."""
+
+_WRAPPED = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
+"""Attributes under which torch.compile, FSDP1 and checkpoint_wrapper have the module that they wrap."""
 
 
 class TorchState:
@@ -43,21 +61,28 @@ class TorchState:
             for position, optimizer in enumerate(optimizers)
         ]
 
-    def sharded_state_dict(self) -> ShardedStateDict:
-        """Declare all state, to save it or to ask for it in a load. Collective under FSDP."""
-        return {**self.models(), **self.optimizers()}
+    def sharded_state_dict(self, is_loading: bool = False) -> ShardedStateDict:
+        """Declare all state, to save it or to ask for it in a load. Collective under FSDP.
+
+        is_loading is as for `optimizers`.
+        """
+        return {**self.models(), **self.optimizers(is_loading)}
 
     def models(self) -> ShardedStateDict:
         """Declare the models' state. Collective under FSDP."""
         return {_name("model", i): get_model_state_dict(model) for i, model in enumerate(self._models)}
 
-    def optimizers(self) -> ShardedStateDict:
+    def optimizers(self, is_loading: bool = False) -> ShardedStateDict:
         """Declare the optimizers' state. Collective under FSDP.
 
-        State that an optimizer makes in its first step is made here, without a change of any parameter.
+        What exists is declared, whether the parameter trains or is frozen. State that an optimizer makes in
+        its first step is made here, without a change of any parameter: for an optimizer without any state,
+        and with is_loading for every parameter, as the checkpoint may have state of it.
         """
         return {
             _name("optimizer", i): get_optimizer_state_dict(model, optimizer)
+            if _has_flat_params(model)
+            else _optimizer_state(optimizer, param_names(model), is_loading=is_loading)
             for i, (optimizer, model) in enumerate(self._optimizers)
         }
 
@@ -67,9 +92,124 @@ class TorchState:
             set_model_state_dict(model, loaded[_name("model", position)])
 
     def load_optimizers(self, loaded: StateDict) -> None:
-        """Put what a load returned into the optimizers. Collective under FSDP."""
+        """Put what a load returned into the optimizers. Collective under FSDP.
+
+        A parameter of which the checkpoint has no state has none afterwards, and a group whose parameters it
+        lacks keeps its settings; a warning names both.
+
+        Raises:
+            MismatchError: the parameters of a group were in several groups, or those of several in one.
+        """
         for position, (optimizer, model) in enumerate(self._optimizers):
-            set_optimizer_state_dict(model, optimizer, loaded[_name("optimizer", position)])
+            stored = loaded[_name("optimizer", position)]
+            if _has_flat_params(model):
+                set_optimizer_state_dict(model, optimizer, stored)
+            else:
+                _load_optimizer(optimizer, param_names(model), stored)
+
+
+def param_names(model: nn.Module) -> dict[int, str]:
+    """Return the name of each parameter of a model, without wrappers, by the id of the parameter. Local."""
+    names: dict[int, str] = {}
+    for name, param in _named_params(model):
+        names.setdefault(id(param), name)
+    return names
+
+
+def _named_params(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Parameter]]:
+    for name, param in module.named_parameters(recurse=False, remove_duplicate=False):
+        yield f"{prefix}{name}", param
+    for name, child in module.named_children():
+        # A user's own submodule may be called `module`; in DistributedDataParallel it is what is wrapped.
+        is_wrapped = name in _WRAPPED or (name == "module" and isinstance(module, DistributedDataParallel))
+        yield from _named_params(child, prefix if is_wrapped else f"{prefix}{name}.")
+
+
+def _has_flat_params(model: nn.Module) -> bool:
+    return any(isinstance(module, FullyShardedDataParallel) for module in model.modules())
+
+
+def _optimizer_state(optimizer: Optimizer, names: Mapping[int, str], *, is_loading: bool) -> dict[str, Any]:
+    """Return the state of an optimizer by the names of its parameters, as torch's functions have it."""
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    with_state = [names[id(param)] for param in params if optimizer.state.get(param)]
+    if is_loading or not with_state:
+        initialise_state(optimizer, frozen=True)
+    state = {
+        names[id(param)]: {
+            key: KeptIfMissing(value) if is_loading and isinstance(value, Tensor) else value
+            for key, value in optimizer.state[param].items()
+        }
+        for param in params
+        if optimizer.state.get(param)
+    }
+    groups = [
+        {**_settings(group), "params": [names[id(param)] for param in group["params"]]}
+        for group in optimizer.param_groups
+    ]
+    return {"state": state, "param_groups": groups, _WITH_STATE: with_state}
+
+
+def _load_optimizer(optimizer: Optimizer, names: Mapping[int, str], stored: Mapping[str, Any]) -> None:
+    """Put the loaded state of an optimizer into it."""
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    # Checkpoints that torch's functions have named lack it. Where no parameter had state, what is stored is
+    # what a first step begins with.
+    known = set(stored.get(_WITH_STATE) or stored["state"])
+    absent = sorted({names[id(param)] for param in params} - known)
+    if absent:
+        log.warning("The checkpoint has no state of the optimizer for:\n%s", truncated_list(absent))
+    state = {
+        position: stored["state"][name]
+        for position, param in enumerate(params)
+        if (name := names[id(param)]) in known and name in stored["state"]
+    }
+    positions = {id(param): position for position, param in enumerate(params)}
+    groups = [
+        {**settings, "params": [positions[id(param)] for param in group["params"]]}
+        for group, settings in zip(
+            optimizer.param_groups, _stored_settings(optimizer, names, stored["param_groups"]), strict=True
+        )
+    ]
+    optimizer.load_state_dict({"state": state, "param_groups": groups})
+
+
+def _stored_settings(
+    optimizer: Optimizer, names: Mapping[int, str], stored: Sequence[Mapping[str, Any]]
+) -> list[dict[str, Any]]:
+    """Return the settings that each group continues with: those of the stored group with its parameters.
+
+    A group that the checkpoint does not have keeps its own settings, with a warning.
+    """
+    group_of = {name: number for number, group in enumerate(stored) for name in group["params"]}
+    groups = [
+        ParamGroup(name=str(number), is_named=False, params=tuple(group["params"]), options={})
+        for number, group in enumerate(optimizer.param_groups)
+    ]
+    saved_in = [
+        {group_of[names[id(p)]] for p in group.params if names[id(p)] in group_of} for group in groups
+    ]
+    matched = match_unnamed_groups(groups, saved_in)
+    settings = []
+    for group, own in zip(groups, optimizer.param_groups, strict=True):
+        number = int(matched.get(group.name, -1))
+        if not 0 <= number < len(stored) or not saved_in[int(group.name)]:
+            log.warning(
+                "The checkpoint has no group of the optimizer with the parameters of group %s; it "
+                "keeps its settings.",
+                group.name,
+            )
+            settings.append(_settings(own))
+            continue
+        before = {name: value for name, value in stored[number].items() if name != "params"}
+        chosen = chosen_options({group.name: before}, {group.name: own}, "checkpoint")[group.name]
+        settings.append({**_settings(own), **chosen})
+    return settings
+
+
+def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings of a group. Names are stored without wrappers, and beside the state."""
+    return {name: value for name, value in group.items() if name not in ("params", "param_names")}
 
 
 def _name(kind: str, position: int) -> str:

@@ -108,7 +108,9 @@ class TrainerMixin:
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is not None:
             torch_state = self._torch_state()
-            torch_state.load_optimizers(load(torch_state.optimizers(), Path(checkpoint, FOLDER)))
+            torch_state.load_optimizers(
+                load(torch_state.optimizers(is_loading=True), Path(checkpoint, FOLDER))
+            )
 
     def _load_scaler(self, checkpoint: str | None) -> None:
         """Nothing: `_load_rng_state` loads it."""

@@ -24,7 +24,7 @@ from megackpt.entities.sharded_object import (
     ReplicatedValue,
     ShardedObject,
 )
-from megackpt.entities.sharded_tensor import ShardedTensor, TorchShardedTensor
+from megackpt.entities.sharded_tensor import KeptIfMissing, ShardedTensor, TorchShardedTensor
 from megackpt.entities.tree import (
     ABSENT,
     PathKeys,
@@ -275,6 +275,8 @@ class _LeafCollector:
 
     def _adopted(self, steps: Steps, leaf: Any) -> Any:
         """Return the entity that declares a leaf; the leaf itself if it is one, or is common state."""
+        if type(leaf) is KeptIfMissing:
+            return self._kept_if_missing(steps, leaf.value)
         kind = type(leaf)
         if kind not in self._adapters:
             self._adapters[kind] = adapter_of(kind)
@@ -286,6 +288,14 @@ class _LeafCollector:
         if steps in self._common or dotted(steps) not in self._stored:
             return leaf
         return declare_whole(self._names.key_of(steps), leaf)
+
+    def _kept_if_missing(self, steps: Steps, tensor: torch.Tensor) -> ShardedTensor | TorchShardedTensor:
+        adapter = adapter_of(type(tensor))
+        if adapter is None:
+            return replace(declare_whole(self._names.key_of(steps), tensor), if_missing="keep")
+        entity: TorchShardedTensor = adapter(steps, tensor, self._names)
+        chunks = tuple(replace(chunk, if_missing="keep") for chunk in entity.chunks)
+        return replace(entity, chunks=chunks)
 
     def _add(self, steps: Steps, leaf: Any) -> ShardedLeaf:
         match leaf:

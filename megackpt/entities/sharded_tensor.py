@@ -398,3 +398,14 @@ class TorchShardedTensor:
     data: torch.Tensor
     chunks: tuple[ShardedTensor, ...]
     ranks: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class KeptIfMissing:
+    """A plain tensor or a DTensor of a request, whose key is its path; it stays as it is if that is missing.
+
+    Attributes:
+        value: the tensor, which a load returns in the place of this object.
+    """
+
+    value: torch.Tensor

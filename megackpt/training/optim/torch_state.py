@@ -33,11 +33,12 @@ from megackpt.training.optim.sharded_state import (
 # before.
 
 
-def initialise_state(optimizer: Optimizer) -> None:
+def initialise_state(optimizer: Optimizer, *, frozen: bool = False) -> None:
     """Create the state of every parameter that has none, so that a load can fill `optimizer.state_dict()`.
 
     Call it on every rank after the model is sharded (`fully_shard`) and before `state_dict()`. Parameters,
-    gradients, hyperparameters and existing state do not change, bit for bit. Frozen parameters get no state.
+    gradients, hyperparameters and existing state do not change, bit for bit. Frozen parameters get no state,
+    unless `frozen` is set: they may have been trained before they were frozen.
     It takes one step with gradients of zero and a learning rate of zero, and needs memory for a gradient and
     a copy of each parameter while it runs; hooks on `step` are called.
 
@@ -48,7 +49,7 @@ def initialise_state(optimizer: Optimizer) -> None:
         OptimizerError: the optimizer cannot take such a step (LBFGS needs a closure).
     """
     params = [p for group in optimizer.param_groups for p in group["params"]]
-    fresh = [p for p in params if p.requires_grad and not optimizer.state.get(p)]
+    fresh = [p for p in params if (p.requires_grad or frozen) and not optimizer.state.get(p)]
     _check_steps_without_closure(optimizer)
     if not fresh:
         return
