@@ -31,7 +31,7 @@ def main(root: str, steps: int) -> None:
     with Checkpointer(root, keep_last=2) as checkpointer:
         done = checkpointer.find_latest() or 0
         if done:
-            for note in state.resume(checkpointer.load(state.sharded_state_dict()), step=done):
+            for note in state.resume(checkpointer.load(state.sharded_state_dict(is_loading=True)), step=done):
                 accelerator.print(note)
         accelerator.print(f"begins after step {done}", flush=True)
         batches = iter(accelerator.skip_first_batches(data, done))

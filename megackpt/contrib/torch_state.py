@@ -4,7 +4,7 @@ Names have no wrappers (DistributedDataParallel, FSDP1, FSDP2, torch.compile, ac
 state that was saved under one wrapper loads under another. The state of models is that of torch's own
 functions, as is that of optimizers over FSDP1, whose parameters are flat. The state of other optimizers is
 named here: torch's functions raise an error where a parameter has no state, lose that of frozen ones, and
-refuse new groups.
+have no answer for new groups.
 
 Source: torch 2.13 `torch.distributed.checkpoint.state_dict`, whose keys these are.
 """
@@ -35,7 +35,7 @@ from megackpt.training.optim.param_groups import ParamGroup, chosen_options, mat
 log = logging.getLogger(__name__)
 
 _WITH_STATE = "params_with_state"
-"""Beside `state` and `param_groups`: the names of the parameters that had state when it was saved."""
+"""Next to `state` and `param_groups`: the names of the parameters that had state when it was saved."""
 
 _WRAPPED = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
 """Attributes under which torch.compile, FSDP1 and checkpoint_wrapper have the module that they wrap."""
@@ -208,7 +208,7 @@ def _stored_settings(
 
 
 def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings of a group. Names are stored without wrappers, and beside the state."""
+    """Return the settings of a group. Names are stored without wrappers, with the state."""
     return {name: value for name, value in group.items() if name not in ("params", "param_names")}
 
 
