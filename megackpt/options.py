@@ -113,8 +113,9 @@ class SaveOptions:
             without sharding. `arrays`: as global arrays under their paths, written by all ranks; only the
             native format can do this. `common`: by rank 0, in one file with the rest of common state.
             `auto`: as arrays if the format can. See docs/plain-modules.md.
-        rank0_values: globs of paths of common state, joined with dots, that may differ between ranks. The
-            values of rank 0 are stored; those of other ranks are not compared. Use it for buffers that each
+        rank0_values: globs of paths of common state, joined with dots, or paths as errors show them, that
+            may differ between ranks, also inside of namespaces. The values of rank 0 are stored; those of
+            other ranks are not compared. Use it for buffers that each
             rank updates separately, such as `("model.*.running_*",)` of a BatchNorm.
         parity: the maximum number of data files that share one parity file. If one of them is lost or
             damaged, it is computed from the others. None writes no parity. Only the native format can do

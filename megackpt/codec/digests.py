@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import argparse
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,7 +20,9 @@ from megackpt.errors import UnserializableError
 _DIGEST_BYTES = 16
 
 
-def leaf_digests(value: object, *, path: str = "") -> dict[str, str]:
+def leaf_digests(
+    value: object, *, path: str = "", left_out: Callable[[Sequence[Step]], bool] | None = None
+) -> dict[str, str]:
     """Return the digest (32 hexadecimal digits) of every leaf, by its path in the value. Local.
 
     Dicts with plain keys, lists and namespaces are branches unless empty; everything else is a leaf. Two
@@ -30,6 +32,7 @@ def leaf_digests(value: object, *, path: str = "") -> dict[str, str]:
     Args:
         value: anything that `encode` takes.
         path: where the value is inside of a larger one.
+        left_out: returns whether the leaf at some steps gets no digest; None for no such leaf.
 
     Raises:
         UnserializableError: a part of it has no codec.
@@ -41,6 +44,7 @@ def leaf_digests(value: object, *, path: str = "") -> dict[str, str]:
     return {
         format_path(path, steps): _digest(leaf, path, steps, context)
         for steps, leaf, context in _leaves(value, path, [], "")
+        if left_out is None or not left_out(steps)
     }
 
 

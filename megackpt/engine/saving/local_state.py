@@ -98,7 +98,10 @@ class LocalState:
             common = prune({} if common is ABSENT else common)
         # A container that is empty on one rank may hold sharded entities on another.
         compared = without_empty(common)
-        digests = leaf_digests({} if compared is ABSENT else compared)
+        # Leaves inside of namespaces, too, which are leaves of the tree above.
+        digests = leaf_digests(
+            {} if compared is ABSENT else compared, left_out=lambda steps: is_rank0_value(steps, globs)
+        )
         for steps, array in arrays.items():
             assert array.data is not None  # a tensor of the state dict
             parts = host_parts(array.data, part_bytes=DIGEST_BLOCK_BYTES)
@@ -336,9 +339,15 @@ def _declared_arrays(
     ]
 
 
-def is_rank0_value(steps: Steps, globs: Sequence[str]) -> bool:
-    """Return whether a leaf of common state may differ between ranks, so that rank 0's value is stored."""
-    return any(fnmatchcase(dotted(steps), glob) for glob in globs)
+def is_rank0_value(steps: Sequence[object], globs: Sequence[str]) -> bool:
+    """Return whether a leaf of common state may differ between ranks, so that rank 0's value is stored.
+
+    A glob matches the path joined with dots, or is the path as errors show it.
+    """
+    if not globs:
+        return False
+    name, path = dotted(tuple(steps)), format_path("", steps)
+    return any(path == glob or fnmatchcase(name, glob) for glob in globs)
 
 
 def _declaration_source(flattened: FlattenedState, sizes: Sequence[int]) -> tuple[Any, ...]:

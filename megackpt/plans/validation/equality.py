@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,13 +19,15 @@ _SAVED = (
     "Common state (what is not sharded) must be equal on all ranks, as only rank 0's is stored.",
     "Wrap what belongs to one rank in a ShardedObject (stored for each) or a LocalNonpersistentObject (not "
     "stored), or remove it. To store rank 0's value although others differ, as for the buffers of a "
-    "BatchNorm, save with SaveOptions(rank0_values=(...)), globs of paths.",
+    "BatchNorm, save with SaveOptions(rank0_values={globs}).",
 )
 _REQUESTED = (
     "LoadOptions(complete=True) loads only if the common state in the request is equal on all ranks.",
     "Give all ranks the same (a stage table, for example), or leave out what belongs to one rank.",
 )
 """What is wrong, and what to do, where common state differs between ranks."""
+
+_PATHS_SHOWN = 10
 
 
 def check_common_equal(per_rank: Sequence[Mapping[str, str]], *, requested: bool = False) -> None:
@@ -56,11 +59,20 @@ def check_common_equal(per_rank: Sequence[Mapping[str, str]], *, requested: bool
         f"{path!r} on rank(s) {rank_list(ranks)}{note}" for (path, note), ranks in sorted(faults.items())
     ]
     what, remedy = _REQUESTED if requested else _SAVED
+    remedy = remedy.format(globs=_globs_for({path for path, _ in faults}))
     raise CommonStateError(
         f"{what} It differs from rank 0's at:\n{truncated_list(lines)}\n{remedy}",
         path=min(path for path, _ in faults),
         rank=min(min(ranks) for ranks in faults.values()),
     )
+
+
+def _globs_for(paths: Set[str]) -> tuple[str, ...]:
+    """Return globs that match some paths: the paths themselves; if they are many, one for each last name."""
+    if len(paths) <= _PATHS_SHOWN:
+        return tuple(sorted(paths))
+    names = {tuple(re.sub(r"\['?(.*?)'?\]", r".\1", path).split(".")) for path in paths}
+    return tuple(sorted({f"{name[0]}.*{name[-1]}" if len(name) > 1 else name[0] for name in names}))
 
 
 def check_replicated_equal(per_rank: Sequence[Mapping[str, str]]) -> None:
