@@ -12,24 +12,28 @@ from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 
-from megackpt.contrib.megatron.settings import OPTIONS
+from megackpt.contrib.megatron.settings import OPTIONS, Replicas
 from megackpt.errors import CheckpointError, DeclarationError
 
 THEIRS = "megatron.core.dist_checkpointing"
 OURS = "megackpt.contrib.megatron.dist_checkpointing"
 
 
-def install(*, silent_cast: bool = False) -> None:
+def install(*, silent_cast: bool = False, replicas: Replicas = "warn") -> None:
     """Make `megatron.core.dist_checkpointing` and all its modules ours, in this process. Local.
 
     Call it before anything of Megatron-Core is imported: its modules take the classes when they are imported.
-    Calling it again only changes silent_cast. Megatron-Core itself need not be installed.
+    Calling it again only changes the arguments. Megatron-Core itself need not be installed.
 
     Args:
         silent_cast: let `load` convert values that are stored in another dtype, as Megatron-Core does.
             Otherwise that is an error, which names the key and both dtypes.
+        replicas: what `save` does if copies of a tensor on several ranks have drifted apart, as samples
+            show. "warn": as Megatron-Core, it stores the main replica, with a warning that names the key and
+            the ranks. "error": it raises a MismatchError instead. "off": it compares none.
 
     Raises:
+        DeclarationError: an argument has another value.
         CheckpointError: Megatron-Core's own `dist_checkpointing` has been imported already.
 
     >>> from megackpt.contrib import megatron                    # doctest: +SKIP
@@ -38,7 +42,9 @@ def install(*, silent_cast: bool = False) -> None:
     """
     if not isinstance(silent_cast, bool):
         raise DeclarationError(f"silent_cast is {silent_cast!r}; give True or False.")
-    OPTIONS.silent_cast = silent_cast
+    if replicas not in ("warn", "error", "off"):
+        raise DeclarationError(f"replicas is {replicas!r}; give 'warn', 'error' or 'off'.")
+    OPTIONS.silent_cast, OPTIONS.replicas = silent_cast, replicas
     if any(isinstance(finder, _Finder) for finder in sys.meta_path):
         return
     _check_not_imported()

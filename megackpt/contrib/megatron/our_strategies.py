@@ -291,7 +291,8 @@ def _enclosed(
 def _all_of(strategy: Any, arguments: SaveArguments) -> SaveArguments:
     """Return the arguments of a save, with those that a strategy stands for.
 
-    Tensors of common state are stored there, as by Megatron-Core.
+    Tensors of common state are stored there, as by Megatron-Core, and copies that differ are treated as
+    `install` says.
 
     Megatron-LM saves a constant structure with `validate_access_integrity=False` from the second time on.
     Where the plan of an earlier save is kept, the proof is the comparison of digests by which that plan is
@@ -304,6 +305,8 @@ def _all_of(strategy: Any, arguments: SaveArguments) -> SaveArguments:
     options = merged.get("options") or SaveOptions()
     if options.plain_tensors == "auto":
         options = dataclasses.replace(options, plain_tensors="common")
+    if options.sample_replicas is SaveOptions().sample_replicas:
+        options = dataclasses.replace(options, sample_replicas=OPTIONS.replica_policy)
     return merged | {"options": options}
 
 

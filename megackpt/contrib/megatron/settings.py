@@ -7,7 +7,11 @@ would silently have no effect.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal, TypeAlias
+
+from megackpt.options import Policy
+
+Replicas: TypeAlias = Literal["warn", "error", "off"]
 
 
 class KnownSettings:
@@ -41,9 +45,17 @@ class ProcessOptions:
     Attributes:
         silent_cast: a load converts values that are stored in another dtype, as Megatron-Core does, where
             megackpt raises an error.
+        replicas: what a save does if ranks declare the same chunk of a tensor and have different bits in
+            samples of it: "warn", "error" or "off".
     """
 
     silent_cast: bool = False
+    replicas: Replicas = "warn"
+
+    @property
+    def replica_policy(self) -> Policy:
+        """`replicas` as the policy of `SaveOptions.sample_replicas`."""
+        return {"warn": Policy.WARN, "error": Policy.ERROR, "off": Policy.IGNORE}[self.replicas]
 
 
 OPTIONS = ProcessOptions()

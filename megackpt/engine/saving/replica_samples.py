@@ -77,26 +77,27 @@ class ReplicaSampleHook(SaveHook):
         # Samples have digests of names only. The table of rank 0 has the chunks of all ranks, with keys and
         # boxes.
         labels = {_chunk_name(table, row): _label(table, row) for row in range(len(table))}
-        error = _divergence_error(
-            sorted((labels[d.name], _with_ranks(d, attachment_of_rank)) for d in divergences)
+        of_chunks = sorted((labels[d.name], _with_ranks(d, attachment_of_rank)) for d in divergences)
+        lines = [f"{key!r} {box}: {divergence}" for (key, box), divergence in of_chunks]
+        what = (
+            f"Ranks declare the same chunk of a tensor, as replicas of each other, and hold different bits "
+            f"in it:\n{truncated_list(lines)}"
         )
         if self.policy is Policy.ERROR:
-            raise error
-        log.warning("%s", error)
+            (key, _), first = of_chunks[0]
+            raise _divergence_error(what, key, rank=first.groups[-1][0])
+        log.warning("%s\nOf each chunk, the main replica is stored.", what)
 
 
-def _divergence_error(divergences: list[tuple[tuple[str, str], Divergence]]) -> MismatchError:
-    lines = [f"{key!r} {box}: {divergence}" for (key, box), divergence in divergences]
-    (key, _), first = divergences[0]
+def _divergence_error(what: str, key: str, *, rank: int) -> MismatchError:
     return MismatchError(
-        f"Ranks declare the same chunk of a tensor, as replicas of each other, and hold different bits in "
-        f"it:\n{truncated_list(lines)}\n"
+        f"{what}\n"
         f"If each of these ranks holds a part of the tensor, only one part would be stored: declare how it "
         f"is cut, with tp_sharding = {{'name': dim}} on its module, or as a ShardedTensor with this rank's "
         f"offset. If they are copies that have drifted apart, make them equal, or save them anyway with "
-        f"SaveOptions(sample_replicas=Policy.WARN).",
+        f"SaveOptions(sample_replicas=Policy.WARN); under Megatron-Core's names, install(replicas='warn').",
         key=key,
-        rank=first.groups[-1][0],
+        rank=rank,
     )
 
 

@@ -14,7 +14,8 @@ import torch
 from torch.distributed.checkpoint.api import CheckpointException
 
 import megackpt
-from megackpt.contrib.megatron import core_version, dist_checkpointing, settings
+from megackpt import Policy, SaveOptions
+from megackpt.contrib.megatron import core_version, dist_checkpointing, our_strategies, settings
 from megackpt.contrib.megatron.dist_checkpointing import (
     core,
     mapping,
@@ -337,6 +338,20 @@ def test_strict_takes_the_modes_and_raises_torch_s_error_too(tmp_path: Path) -> 
     with pytest.raises(megackpt.MissingKeyError) as plain:
         megackpt.load(unknown, path)
     assert not isinstance(plain.value, CheckpointException), "only the face of Megatron-Core does so"
+
+
+def test_what_a_save_does_about_copies_that_differ_is_an_option_of_install(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def policy(**arguments: Any) -> Policy:
+        return our_strategies._all_of(None, arguments)["options"].sample_replicas
+
+    assert policy() is Policy.WARN
+    monkeypatch.setattr(settings.OPTIONS, "replicas", "error")
+    assert policy() is Policy.ERROR
+    monkeypatch.setattr(settings.OPTIONS, "replicas", "off")
+    assert policy() is Policy.IGNORE
+    assert policy(options=SaveOptions(sample_replicas=Policy.WARN)) is Policy.WARN
 
 
 def test_a_silent_cast_is_an_option_of_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

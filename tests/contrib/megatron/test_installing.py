@@ -127,6 +127,10 @@ def test_install_sets_the_option() -> None:
         "from megackpt.contrib.megatron.settings import OPTIONS\n"
         "megatron.install(silent_cast=True); assert OPTIONS.silent_cast\n"
         "megatron.install(); assert not OPTIONS.silent_cast\n"
+        "megatron.install(replicas='error'); assert OPTIONS.replica_policy.value == 'error'\n"
+        "megatron.install(); assert OPTIONS.replica_policy.value == 'warn'\n"
+        "try: megatron.install(replicas='no')\n"
+        "except ValueError as error: assert \"replicas is 'no'\" in str(error)\n"
         "megatron.install(silent_cast='yes')"
     )
     assert "silent_cast is 'yes'" in done.stderr, done.stderr
