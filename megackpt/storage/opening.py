@@ -22,7 +22,8 @@ Location: TypeAlias = str | os.PathLike[str] | Store
 """What users give for a checkpoint: a path, a URL as text, or an open store."""
 
 _URL = re.compile(r"(?P<scheme>[A-Za-z][A-Za-z0-9+.-]*)://")
-_URL_WITH_ONE_SLASH = re.compile(r"(s3|gs|az):/[^/]")
+# Not with one letter, as of a drive. `str(Path("s3://bucket/run"))` gives one slash.
+_URL_WITH_ONE_SLASH = re.compile(r"(?P<scheme>[A-Za-z][A-Za-z0-9+.-]+):/(?!/)(?P<rest>.*)", re.DOTALL)
 
 
 def open_store(path: str | os.PathLike[str], *, objects: ObjectOptions | None = None) -> Store:
@@ -88,9 +89,11 @@ def checked_path(path: object) -> str:
     url = _URL.match(text)
     if url and (is_object_url(text) or url["scheme"] in _stores_of_packages()):
         return text
-    if not isinstance(path, str) and _URL_WITH_ONE_SLASH.match(text):
+    if (one_slash := _URL_WITH_ONE_SLASH.match(text)) is not None:
+        scheme, rest = one_slash["scheme"], one_slash["rest"]
         raise StorageError(
-            f"{text}: a pathlib.Path makes one slash of the two in a URL. Give the URL as a string.",
+            f"{text}: a URL has two slashes, and a pathlib.Path makes one of them. Give "
+            f"{scheme + '://' + rest!r} as a string; for a directory of this name, {'./' + text!r}.",
             path=text,
         )
     if url:

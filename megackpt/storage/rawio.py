@@ -54,6 +54,8 @@ def write_fully(descriptor: int, data: memoryview, offset: int) -> None:
             disable_direct(descriptor)
             is_rejected = True
             continue
+        if not count:  # a system that neither writes nor fails would be asked for ever
+            raise OSError(errno.EIO, "the system wrote no byte of a request, and gave no error")
         data = data[count:]
         offset += count
 

@@ -179,7 +179,7 @@ def test_what_is_no_location_is_an_error_of_every_function_that_takes_one(locati
         lambda location: convert(location, location, "megackpt"),
         repair,
     ):
-        message = r"not a location|empty path|no store|one slash"
+        message = r"not a location|empty path|no store|two slashes"
         with pytest.raises((DeclarationError, StorageError), match=message):
             use(location)
 

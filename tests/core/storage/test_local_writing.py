@@ -459,3 +459,11 @@ def test_a_block_has_at_least_one_byte() -> None:
 def test_a_file_digest_is_the_canonical_xxh3_128() -> None:
     # The empty input's value is given in the xxHash test vectors.
     assert digest_of(b"") == "99aa06d3014798d86001c324468d497f"
+
+
+def test_a_write_of_no_byte_is_an_error_and_not_a_loop(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rawio.os, "pwrite", lambda descriptor, data, offset: 0)
+    with open(tmp_path / "file", "wb") as file, pytest.raises(OSError, match="wrote no byte of a request"):
+        rawio.write_fully(file.fileno(), memoryview(b"some bytes"), 0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import shutil
 import signal
 import socket
@@ -428,3 +429,23 @@ def test_faulty_store_calls_a_hook_that_may_kill_the_process(tmp_path: Path) -> 
     ended = subprocess.run([sys.executable, "-c", program, str(tmp_path)], check=False)
     assert ended.returncode == -signal.SIGKILL
     assert LocalStore(tmp_path).names() == ["a"]
+
+
+@pytest.mark.parametrize(
+    "text", ["s3:/bucket/run", "dbfs:/run", "gs:/b", "hdfs:/x/y", "S3:/b/r", "abfss:/c@a/r", "file:/tmp/x"]
+)
+@pytest.mark.parametrize("kind", [str, Path])
+def test_a_url_with_one_slash_is_no_local_directory(
+    text: str, kind: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    scheme, rest = text.split(":/")
+    with pytest.raises(StorageError, match=re.escape(f"Give '{scheme}://{rest}' as a string")):
+        open_store(kind(text))
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("text", ["a:b", "C:/run", "run:1/x", "./s3:/bucket", "x/dbfs:/run"])
+def test_a_path_with_a_colon_is_a_path(text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert open_store(text).location.endswith(str(Path(text)))
