@@ -6,6 +6,7 @@ bytes to each other rank. Rank 0 chooses the step of the next exchange in the la
 
 from __future__ import annotations
 
+import os
 import signal
 import time
 import types
@@ -190,7 +191,8 @@ class SignalWatch:
 
     A handler only sets a flag: at an arbitrary point of the program, a save could not use locks, memory or
     other ranks. Handlers that were set before are called as well, except Python's own handler for SIGINT,
-    which would end the process.
+    which would end the process. A process that is forked later inherits the handlers (a worker of a data
+    loader): there each does what the earlier one does, as after `close`.
 
     Attributes:
         signals: their numbers, as `SaveSchedule.signals`.
@@ -201,6 +203,7 @@ class SignalWatch:
         self._flags = dict.fromkeys(self.signals, False)
         self._earlier_handlers: dict[int, Callable[..., object] | int | None] = {}
         self._is_closed = False
+        self._pid = os.getpid()
 
     def start(self) -> None:
         """Set the handlers.
@@ -240,10 +243,11 @@ class SignalWatch:
         """Set the flag of a signal and call the earlier handler."""
         self._flags[signum] = True
         earlier = self._earlier_handlers.get(signum)
-        if callable(earlier) and (self._is_closed or earlier is not signal.default_int_handler):
+        is_over = self._is_closed or os.getpid() != self._pid
+        if callable(earlier) and (is_over or earlier is not signal.default_int_handler):
             earlier(signum, frame)
-        elif self._is_closed and earlier != signal.SIG_IGN and signal.getsignal(signum) == self._note:
-            # After close the default action is due: restore it and raise the signal again.
+        elif is_over and earlier != signal.SIG_IGN and signal.getsignal(signum) == self._note:
+            # The default action is due: restore it and raise the signal again.
             signal.signal(signum, signal.SIG_DFL)
             signal.raise_signal(signum)
 

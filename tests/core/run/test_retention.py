@@ -6,6 +6,8 @@ import contextlib
 import math
 import os
 import signal
+import subprocess
+import sys
 import threading
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -261,6 +263,55 @@ def test_watches_that_are_closed_in_the_order_they_were_made_leave_the_signal_as
         assert seen == [signal.SIGUSR2, signal.SIGUSR2]
     finally:
         signal.signal(signal.SIGUSR2, before)
+
+
+FORKED = """
+import multiprocessing, os, signal, sys
+from megackpt import Checkpointer, SaveSchedule
+
+earlier = sys.argv[2]
+if earlier == "handler":
+    signal.signal(signal.SIGTERM, lambda signum, frame: os._exit(7))
+elif earlier == "ignore":
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+signals = (signal.SIGTERM, signal.SIGINT)
+checkpointer = Checkpointer(sys.argv[1], schedule=SaveSchedule(steps=10, signals=signals))
+ready, begun = multiprocessing.get_context("fork").Pipe(duplex=False)
+
+
+def work():
+    begun.send("ready")
+    while True:
+        signal.pause()
+
+
+child = multiprocessing.get_context("fork").Process(target=work)
+child.start()
+ready.recv()
+if earlier == "ignore":
+    os.kill(child.pid, signal.SIGTERM)
+    assert child.is_alive()
+    child.kill()
+else:
+    child.terminate()
+child.join()
+assert not checkpointer.maybe_save(1, dict)  # the parent has received nothing
+os.kill(os.getpid(), signal.SIGTERM)
+assert checkpointer.maybe_save(2, lambda: {"step": 2})
+print(child.exitcode)
+"""
+
+
+@pytest.mark.parametrize(("earlier", "exit_code"), [("default", -15), ("handler", 7), ("ignore", -9)])
+def test_a_forked_process_ends_as_if_nothing_watched_its_signals(
+    earlier: str, exit_code: int, tmp_path: Path
+) -> None:
+    command = [sys.executable, "-c", FORKED, str(tmp_path / "run"), earlier]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
+    if earlier == "handler":  # the parent's earlier handler ends it, too, when it has noted the signal
+        assert done.returncode == 7, done.stderr
+    else:
+        assert done.stdout == f"{exit_code}\n", done.stderr
 
 
 def test_a_handler_that_came_later_stays() -> None:
