@@ -115,8 +115,8 @@ class SaveOptions:
             `auto`: as arrays if the format can. See docs/plain-modules.md.
         rank0_values: globs of paths of common state, joined with dots, or paths as errors show them, that
             may differ between ranks, also inside of namespaces. The values of rank 0 are stored; those of
-            other ranks are not compared. Use it for buffers that each
-            rank updates separately, such as `("model.*.running_*",)` of a BatchNorm.
+            other ranks are not compared. Use it for buffers that each rank updates
+            separately, such as `("model.*.running_*",)` of a BatchNorm.
         parity: the maximum number of data files that share one parity file. If one of them is lost or
             damaged, it is computed from the others. None writes no parity. Only the native format can do
             this. See docs/integrity.md for the cost.
@@ -207,8 +207,8 @@ class LoadOptions:
     Attributes:
         timeout_s: how long a rank waits for the others in each collective, in seconds.
         verify: check the digest of every block that is read.
-        threads: the maximum number of reads at the same time; each may use a buffer of 8 MiB. If all files
-            are in memory, at most the number of processors for each rank of this machine.
+        threads: the maximum number of reads at the same time; each may use two buffers of 4 MiB. If all
+            files are in memory, at most the number of processors for each rank of this machine.
         rules: what to do about keys and arrays that differ. The first rule that matches and has a policy
             decides.
         rename: stored keys under other names, `{"old.*": "new.*"}`: the stored key `old.x` answers a request

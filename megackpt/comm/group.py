@@ -156,8 +156,7 @@ class Group(ABC):
 
         Args:
             numbers: equally many on all ranks, each representable in 64 bits.
-            step: header of the step (see `messages.step_header`), for the error if ranks are at different
-                steps.
+            step: header of the step (see `step_header`), for the error if ranks are at different steps.
         """
         packed = struct.pack(f"<{len(numbers)}q", *numbers)
         messages = self.all_gather(step + packed)

@@ -2,7 +2,6 @@
 
 `data`: the bytes of tensors and chunks, and the threads that move them.
 `checkpoint`: a checkpoint in a store, its `metadata.json` and the directories of its steps.
-`state`: a sharded state dict, flattened into entities.
 `saving` and `loading`: the two recipes; `loading` does not import `saving`.
 `verification`: every byte of a checkpoint, checked.
 `tiers`: saves into storage of the nodes.

@@ -26,7 +26,7 @@ it, or the leaf itself if it declares nothing."""
 
 
 def adapter_of(kind: type) -> Adapter | None:
-    """Return what turns leaves of a class into entities; None for a class that is no other library's."""
+    """Return the adapter for leaves of a class; None if its library has no adapter."""
     # XLA before DTensor: from torch_xla 2.9 on its tensors are of a class that is derived from DTensor.
     is_loaded = f"{XLA_PACKAGE}.distributed.spmd" in sys.modules
     if is_xla_class(kind) or (is_loaded and issubclass(kind, torch.Tensor)):

@@ -1,4 +1,7 @@
-"""What all sharded entities share: the base class, replica ids, and checks of the fields of one entity.
+"""What all sharded entities share.
+
+These are the types of state dicts, the base class, replica ids, positions in even splits, and checks of the
+fields of one entity.
 
 `plans.validation` checks what several ranks declare. Every entity is checked at every save and load, so the
 checks have plain loops where `any` and `all` would make a generator for two or three numbers.

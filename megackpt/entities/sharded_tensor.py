@@ -1,4 +1,4 @@
-"""ShardedTensor: one rank's chunk of a global array.
+"""ShardedTensor: one rank's chunk of a global array; and leaves of torch that a state dict holds as they are.
 
 `plans.validation` checks that the declarations of all ranks fit together.
 """

@@ -129,7 +129,9 @@ def without_empty(tree: Any) -> Any:
 
 
 def merge(base: Any, other: Any, path: str = "") -> Any:
-    """Return the union of two trees that `map_leaves` split; if both have a leaf, that of other is taken.
+    """Return the union of two trees that `map_leaves` has split.
+
+    Where both have a leaf, the leaf of `other` is taken.
 
     Positions become a list again if the two trees have all positions, else a plain dict. base may have plain
     dicts in place of Positions (see `without_positions`): one side that has a list is enough.

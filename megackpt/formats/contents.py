@@ -1,4 +1,7 @@
-"""The result of opening a checkpoint of any format: what is stored, and how to read its chunks."""
+"""The interface of an opened checkpoint: what is stored, and its chunks.
+
+`FileChunks` reads uncompressed chunks from files and compares their digests.
+"""
 
 from __future__ import annotations
 
@@ -158,25 +161,25 @@ class Contents:
         decode_object: returns the value of an object from the bytes of its chunk; the second argument says
             where they come from, for messages.
         identity: the same on all ranks that have opened the same commit.
-        names_save: whether `identity` is unique to this save: no other save can have the same.
-        array_digests: CRC-64/NVME of the elements of arrays, little-endian in row-major order, by key; only
-            of the arrays of which one is stored.
         unreadable: keys that are stored, but not in arrays, with the reason why they cannot be loaded.
         chunks_overlapping: returns the stored chunks that overlap any of the given ones, and possibly others
             of the same arrays, all of which are stored. None if the format cannot find them faster than all
             chunks of these arrays.
+        rebuilt: opens the same contents with the bytes of chunks computed from other files, which are checked
+            against their digests as usual; None if the checkpoint has no parity.
+        names_save: whether `identity` is unique to this save: no other save can have the same.
+        array_digests: CRC-64/NVME of the elements of arrays, little-endian in row-major order, by key; only
+            of the arrays of which one is stored.
         origin: what wrote the files, such as "torch.save, 4 ranks"; "" for a checkpoint.
         left_out: other values of the files, which cannot be loaded, each with the reason.
-        keeps_referenced_arrays: a copy to a format that cannot refer to arrays keeps those that common state
-            refers to as arrays, and drops the references; else they become tensors of common state.
+        keeps_referenced_arrays: if common state refers to arrays and a copy's format cannot, the copy keeps
+            these arrays and drops the references; else they become tensors of common state.
         inline: the elements of arrays that are no chunks, but tensors of common state, by key; see
             `engine.checkpoint.inline_arrays`. No format opens its checkpoints with any.
         check_bytes: compares checksums that no read of chunks compares, for which all files are read; raises
             the first error. None if there are none.
         check_unchanged: raises an error if a file is not the one that was opened. None for formats whose
             files have digests, or names that no later save uses.
-        rebuilt: opens the same contents with the bytes of chunks computed from other files, which are checked
-            against their digests as usual; None if the checkpoint has no parity.
     """
 
     arrays: Mapping[str, ArraySpec]
@@ -203,7 +206,7 @@ class Contents:
         return self.chunks(sorted({spec.key for table in wanted for spec in table.arrays}))
 
 
-# Chunks that are stored uncompressed in files, read by range and checked where digests were stored.
+# Uncompressed chunks in files: they are read by range, and compared with their digests where there are some.
 
 _SAMPLED_FILES = 16  # whose state tells whether all are in memory
 

@@ -3,10 +3,9 @@
 * `DirectOutput` writes with O_DIRECT. The caller's thread copies into page-aligned buffers, and a few threads
   write the full ones. The caller waits only when all buffers are being written.
 * `CachedOutput` writes through the page cache, straight from the caller's memory: small files, and files
-where
-  the file system has no O_DIRECT. Every 32 MiB, it flushes the written bytes and drops them from the page
-  cache. To fill fresh pages with gigabytes that nobody reads again takes several times as long as to reuse
-  a few pages, and takes memory from the training.
+  where the file system has no O_DIRECT. Every 32 MiB, it flushes the written bytes and drops them from the
+  page cache. To fill fresh pages with gigabytes that nobody reads again takes several times as long as to
+  reuse a few pages, and takes memory from the training.
 
 `local` creates the file.
 """

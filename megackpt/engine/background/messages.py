@@ -1,7 +1,6 @@
-"""Messages between a rank and its writer process.
+"""Messages between a rank and its writer process, and the location that a job names.
 
-They go through a pipe between a process and its own child, as pickles. No other part of a save or load
-pickles objects of a checkpoint.
+They are pickles in a pipe between a process and its own child. The native format has no pickles.
 """
 
 from __future__ import annotations

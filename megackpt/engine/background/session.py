@@ -3,8 +3,8 @@
 A session starts another process if one has ended, sizes the memory, and connects the writers of all ranks.
 
 The start of a process takes seconds of processor time, most of them for the import of torch. So a process
-that is no longer used waits, without staging memory, for the next saver with the same options. It ends with
-this process.
+that is no longer used waits, without staging memory, for the next saver with the same options. The writer
+process ends when the training process ends.
 """
 
 from __future__ import annotations

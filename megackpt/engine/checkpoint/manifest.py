@@ -120,7 +120,7 @@ def commit(
 ) -> None:
     """Make an attempt the checkpoint, atomically, then remove the files of earlier attempts. Rank 0 only.
 
-    Every file of the attempt must be durable before.
+    Every file of the attempt must already be durable.
 
     Args:
         store: where the attempt was written.

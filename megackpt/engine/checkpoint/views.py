@@ -13,7 +13,7 @@ from megackpt.errors import DeclarationError, MismatchError
 from megackpt.formats.contents import Chunks, Contents, FileRanges, RawRanges
 from megackpt.plans.metadata import ChunkTable
 
-# Chunks that are described by another table: of arrays with other names or shapes, and the same bytes.
+# The stored chunks as chunks of other arrays: another table describes them, and their bytes stay the same.
 
 
 class ChunksOfOtherTable(Chunks):
@@ -52,7 +52,8 @@ class ChunksOfOtherTable(Chunks):
 
 # A view of a checkpoint that gives stored arrays the names of `LoadOptions.rename`.
 #
-# Patterns like `{"old.*": "new.*"}` decide the new name of each key, so that no two keys get one name.
+# Patterns like `{"old.*": "new.*"}` give each key its new name. If two keys would get one name, a
+# MismatchError is raised.
 
 
 def with_renamed_keys(contents: Contents, patterns: Mapping[str, str]) -> tuple[Contents, Container[str]]:
@@ -138,9 +139,8 @@ def _renamed(key: str, compiled: list[tuple[re.Pattern[str], str]]) -> str:
 
 # A view of a checkpoint whose arrays have more dims than in the files, in the same row-major order.
 #
-# A map between families may split a dim of another family's array: of a fused `[experts, hidden, 2 x ffn]`
-# the last one into `[ffn, 2]`, for instance. No byte moves, so a chunk keeps its bytes and its position in
-# them.
+# A map may split a dim of a stored array. Example: it splits the last dim of `[experts, hidden, 2 x ffn]`
+# into `[ffn, 2]`. No byte moves.
 
 Shape = tuple[int, ...]
 

@@ -1,4 +1,7 @@
-"""Parity files: written when all chunks are written, before the commit."""
+"""The hook that writes parity files, after all chunks and before the commit.
+
+`formats.native.parity` computes them.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """How ranks agree on a plan: rank 0 plans from the declarations of all ranks, and sends each rank its rows.
 
 Declarations of replicas that are equal on several ranks are sent by the lowest of these ranks only. In a save
-without validation ranks exchange nothing before they write: each plans by itself.
+without validation ranks exchange no declarations: each plans by itself.
 """
 
 from __future__ import annotations

@@ -2,6 +2,7 @@
 
 The digests show whether ranks save with equal settings, whether common state is equal, and whether a cached
 plan fits on all ranks. Only small messages are exchanged; their length does not depend on the state.
+Rank 0 chooses the attempt id and looks for leftover files.
 """
 
 from __future__ import annotations

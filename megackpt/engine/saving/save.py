@@ -82,8 +82,8 @@ def _agree_on_plan(local: LocalState, compared: CompareStep, group: Group) -> Sa
     name = fitting_plan(local, compared)
     if plans is not None and name is not None:
         cached = plans.find(name)
-        # A plan that fits does not mean that values are equal. This is decided from reduced numbers, so all
-        # ranks compare or none does.
+        # A plan that fits does not mean that values are equal. Whether to compare is decided from reduced
+        # numbers, so all ranks compare or none does.
         if to_compare and not all_assume_structure(local, compared):
             compare_values(local, group, to_compare)
         return cached.plan

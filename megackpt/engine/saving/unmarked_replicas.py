@@ -1,4 +1,4 @@
-"""Digests of replicas that are not marked as such by a replica id, so that ranks can compare them.
+"""Digests of DTensor chunks without a replica id and of objects, so that ranks can compare them.
 
 `planning.main_replicas` chooses one of them as the main replica.
 """

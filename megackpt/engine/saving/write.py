@@ -1,4 +1,4 @@
-"""The last part of a save: write the chunks that were planned, write the index, commit."""
+"""The last part of a save: write chunks, common state and index, then commit."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ from megackpt.plans.planning import SavePlan
 #
 # Pure: a function of the whole plan, so every rank computes the same. Each chunk of a grid is a file, and two
 # ranks cannot write parts of one file at the same time. So a grid follows the cuts between ranks if these are
-# regular. If not, its chunks are chosen so that few ranks share one (see `rounds_of_rows`).
+# regular. If not, its chunks are chosen so that few ranks share one (see `plan_rounds`).
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

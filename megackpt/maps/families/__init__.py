@@ -1,1 +1,4 @@
-"""The families of names that megackpt knows: one module each, with a function from a config to rules."""
+"""The families of names that megackpt knows.
+
+A module has one or several families, each with a function from a config to rules.
+"""

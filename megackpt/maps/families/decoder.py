@@ -1,4 +1,7 @@
-"""Decoders under Llama's names: the rules that most share, and families that differ from Llama in little."""
+"""Decoders that differ from Llama in little, and the rules that they share.
+
+The families are Llama, Mistral, Qwen2, Qwen3, Phi-3, Gemma and GPT-OSS.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,8 @@ from megackpt.maps.families.sizes import Config, count_of, decoder_sizes, with_d
 from megackpt.maps.family import Family, FamilyRules
 from megackpt.maps.rules import Rule
 
-# Folders of a model without its output layer: their keys lack what those of the whole model begin with.
+# Rules that many families share. A folder may have the model without its output layer; then its keys lack the
+# prefix of the whole model.
 
 RulesFunction: TypeAlias = Callable[[Config, Collection[str]], FamilyRules]
 
@@ -261,17 +265,17 @@ def gemma_rules(config: Config, keys: Collection[str]) -> FamilyRules:
 @prefix_is_optional("model.")
 def gemma2_rules(config: Config, keys: Collection[str]) -> FamilyRules:
     """Return the rules of Gemma 2, which has norms after attention and MLP, too."""
-    return _rules(config, keys, has_qk_norm=False)
+    return _gemma_rules(config, keys, has_qk_norm=False)
 
 
 @prefix_is_optional("model.")
 def gemma3_rules(config: Config, keys: Collection[str]) -> FamilyRules:
     """Return the rules of Gemma 3, whose queries and keys pass a norm."""
     config = {"vocab_size": 262208, "num_attention_heads": 8, **config}  # original folders leave them out
-    return _rules(config, keys, has_qk_norm=True)
+    return _gemma_rules(config, keys, has_qk_norm=True)
 
 
-def _rules(config: Config, keys: Collection[str], *, has_qk_norm: bool) -> FamilyRules:
+def _gemma_rules(config: Config, keys: Collection[str], *, has_qk_norm: bool) -> FamilyRules:
     config = with_defaults(config, keys, num_key_value_heads=4, head_dim=256, tie_word_embeddings=True)
     layers = range(count_of(config, "num_hidden_layers"))
     rules = [*outer_rules(config), *_four_norms(layers), *gated_mlp_rules(layers)]
@@ -310,10 +314,10 @@ def gpt_oss_rules(config: Config, keys: Collection[str]) -> FamilyRules:
     rules.append(layer_rule("self_attention.softmax_offset", "self_attn.sinks", "heads", layers))
     sizes = decoder_sizes(config)
     sizes |= {"e": sizes["i"], "expert": count_of(config, "num_local_experts", "num_experts")}
-    return FamilyRules((*rules, *_expert_rules(layers)), sizes)
+    return FamilyRules((*rules, *_gpt_oss_expert_rules(layers)), sizes)
 
 
-def _expert_rules(layers: Sequence[int]) -> list[Rule]:
+def _gpt_oss_expert_rules(layers: Sequence[int]) -> list[Rule]:
     fc1, fc2, theirs = "mlp.experts.linear_fc1", "mlp.experts.linear_fc2", "mlp.experts"
     rules = [
         layer_rule("mlp.router.weight", "mlp.router.weight", "expert h", layers),

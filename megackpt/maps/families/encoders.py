@@ -1,4 +1,4 @@
-"""BERT, and T5 with its encoder and decoder."""
+"""BERT, T5 and mT5: models with an encoder; T5 and mT5 also have a decoder."""
 
 from __future__ import annotations
 
@@ -134,15 +134,15 @@ def t5_rules(config: Config, keys: Collection[str]) -> FamilyRules:
     """
     config = with_defaults(config, keys, feed_forward_proj="relu")
     is_tied = all(config.get(name) is not False for name in ("tie_word_embeddings", "scale_decoder_outputs"))
-    return _rules(config, keys, is_tied=is_tied)
+    return _t5_rules(config, keys, is_tied=is_tied)
 
 
 def mt5_rules(config: Config, keys: Collection[str]) -> FamilyRules:
     """Return the rules of mT5, whose output layer is not tied, whatever the config says."""
-    return _rules(with_defaults(config, keys, feed_forward_proj="gated-gelu"), keys, is_tied=False)
+    return _t5_rules(with_defaults(config, keys, feed_forward_proj="gated-gelu"), keys, is_tied=False)
 
 
-def _rules(config: Config, keys: Collection[str], *, is_tied: bool) -> FamilyRules:
+def _t5_rules(config: Config, keys: Collection[str], *, is_tied: bool) -> FamilyRules:
     words = Rule(ours="embedding.word_embeddings.weight", theirs="shared.weight", axes="v h", is_padded=True)
     rules = [words]
     if "lm_head.weight" in keys if keys else not is_tied:
@@ -151,12 +151,12 @@ def _rules(config: Config, keys: Collection[str], *, is_tied: bool) -> FamilyRul
     if config.get("num_decoder_layers") is not None:
         decoder_count = count_of(config, "num_decoder_layers")
     mlp = _GATED_MLP if str(config["feed_forward_proj"]).startswith("gated-") else _MLP
-    rules += _stack_rules("encoder", range(count), mlp)
-    rules += _stack_rules("decoder", range(decoder_count), mlp)
-    return FamilyRules(tuple(rules), _sizes(config))
+    rules += _t5_stack_rules("encoder", range(count), mlp)
+    rules += _t5_stack_rules("decoder", range(decoder_count), mlp)
+    return FamilyRules(tuple(rules), _t5_sizes(config))
 
 
-def _sizes(config: Config) -> dict[str, int]:
+def _t5_sizes(config: Config) -> dict[str, int]:
     heads, head_dim = count_of(config, "num_heads"), size_of(config, "d_kv")
     buckets = "relative_attention_num_buckets"
     return {
@@ -171,7 +171,7 @@ def _sizes(config: Config) -> dict[str, int]:
     }
 
 
-def _stack_rules(stack: str, layers: Sequence[int], mlp: Mapping[str, str]) -> Iterator[Rule]:
+def _t5_stack_rules(stack: str, layers: Sequence[int], mlp: Mapping[str, str]) -> Iterator[Rule]:
     """Yield the rules of encoder or decoder."""
     first = f"{stack}.block.0.layer.0.SelfAttention.relative_attention_bias.weight"
     yield Rule(ours=f"{stack}.relative_positions.weight", theirs=first, axes="b heads")
@@ -189,12 +189,12 @@ def _stack_rules(stack: str, layers: Sequence[int], mlp: Mapping[str, str]) -> I
             yield Rule(
                 ours=f"{stack}.layers.{{layer}}.{own}",
                 theirs=f"{stack}.block.{{layer}}.layer.{number}.{other}",
-                axes=_axes(own),
+                axes=_t5_axes(own),
                 layers=tuple(layers),
             )
 
 
-def _axes(ours: str) -> str:
+def _t5_axes(ours: str) -> str:
     if "norm" in ours:
         return "h"
     if "mlp" in ours:

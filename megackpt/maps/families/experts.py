@@ -1,4 +1,4 @@
-"""Mixtral, Qwen2-MoE and Qwen3-MoE: experts with modules of their own, or in fused arrays.
+"""Mixtral, Qwen2-MoE, Qwen3-MoE and DeepSeek-V3: decoders with experts, one by one or fused.
 
 Folders have one array for each expert and projection; transformers holds them fused in memory, and some
 folders, too. The keys of a folder tell which. What is written has an array for each expert.
@@ -35,7 +35,7 @@ from megackpt.maps.family import Family, FamilyRules
 from megackpt.maps.rules import Rule
 
 _MIXTRAL = ("block_sparse_moe", "w1", "w3", "w2")
-QWEN = ("mlp", "gate_proj", "up_proj", "down_proj")
+EXPERT_NAMES = ("mlp", "gate_proj", "up_proj", "down_proj")
 """The block of experts, and of each expert gate, up and down."""
 
 
@@ -85,7 +85,7 @@ def qwen_rules(
     if dense:
         rules += gated_mlp_rules(dense)
     if sparse:
-        rules += expert_rules(sparse, keys, QWEN)
+        rules += expert_rules(sparse, keys, EXPERT_NAMES)
         sizes |= {"e": size_of(config, "moe_intermediate_size"), "expert": _number_of_experts(config)}
     if sparse and has_shared_expert:
         rules += shared_expert_rules(sparse)
@@ -151,15 +151,12 @@ QWEN3_MOE = Family("qwen3_moe", ("qwen3_moe",), qwen3_moe_rules)
 
 # DeepSeek-V3: latent attention, experts with a bias of the choice and shared experts, dense first layers.
 #
-# Folders have one array for each expert and projection; transformers holds them fused in memory, and some
-# folders, too. Layers for further tokens follow the model's layers and have their numbers; transformers does
-# not write them. The keys of a folder tell about both. A folder is written with these layers by the family
+# Layers for further tokens follow the model's layers and have their numbers; transformers does not write
+# them. The keys of a folder tell about them. A folder is written with these layers by the family
 # `deepseek_v3_mtp`: as many as the config has.
 #
 # Source: transformers 5.23, `DeepseekV3Config`, `DeepseekV3ForCausalLM`, `MtpModel` and its
 # `conversion_mapping`.
-
-_EXPERTS = ("mlp", "gate_proj", "up_proj", "down_proj")
 
 
 @prefix_is_optional("model.")
@@ -174,25 +171,26 @@ def deepseek_v3_rules(config: Config, keys: Collection[str]) -> FamilyRules:
             f"{count} layers of config.json. Give the config of the model.",
             key="num_hidden_layers",
         )
-    return _rules(config, keys, further=len(numbers))
+    return _deepseek_rules(config, keys, further=len(numbers))
 
 
 def deepseek_v3_mtp_rules(config: Config, keys: Collection[str]) -> FamilyRules:
     """Return the rules of DeepSeek-V3 with layers for further tokens, also for a folder to be written."""
     if keys:
         return deepseek_v3_rules(config, keys)
-    return _rules(config, keys, further=count_of(config, "num_nextn_predict_layers", "num_mtp_layers"))
+    further = count_of(config, "num_nextn_predict_layers", "num_mtp_layers")
+    return _deepseek_rules(config, keys, further=further)
 
 
-def _rules(config: Config, keys: Collection[str], *, further: int) -> FamilyRules:
+def _deepseek_rules(config: Config, keys: Collection[str], *, further: int) -> FamilyRules:
     config = with_defaults(config, keys, q_lora_rank=1536, first_k_dense_replace=3, n_shared_experts=1)
     count = count_of(config, "num_hidden_layers")
     dense = min(size_or_zero(config, "first_k_dense_replace"), count)
-    rules = [*outer_rules(config), *_layer_rules(config, range(dense), keys, has_experts=False)]
-    rules += _layer_rules(config, range(dense, count), keys, has_experts=True)
+    rules = [*outer_rules(config), *_deepseek_layer_rules(config, range(dense), keys, has_experts=False)]
+    rules += _deepseek_layer_rules(config, range(dense, count), keys, has_experts=True)
     for number in range(further):
-        inner = _layer_rules(config, (count + number,), keys, has_experts=dense < count)
-        rules += _further_rules(inner, number, count + number)
+        inner = _deepseek_layer_rules(config, (count + number,), keys, has_experts=dense < count)
+        rules += _deepseek_further_rules(inner, number, count + number)
     sizes = latent_sizes(config)
     if dense < count:
         expert = size_of(config, "moe_intermediate_size")
@@ -201,7 +199,7 @@ def _rules(config: Config, keys: Collection[str], *, further: int) -> FamilyRule
     return FamilyRules(tuple(rules), sizes)
 
 
-def _layer_rules(
+def _deepseek_layer_rules(
     config: Config, layers: Sequence[int], keys: Collection[str], *, has_experts: bool
 ) -> list[Rule]:
     """Return the rules of some layers, which may be none."""
@@ -209,11 +207,11 @@ def _layer_rules(
         return []
     rules = [*norm_rules(layers), *latent_attention_rules(config, layers)]
     if has_experts:
-        return [*rules, *expert_rules(layers, keys, _EXPERTS), *_deepseek_expert_rules(layers)]
+        return [*rules, *expert_rules(layers, keys, EXPERT_NAMES), *_deepseek_expert_rules(layers)]
     return [*rules, *gated_mlp_rules(layers)]
 
 
-def _further_rules(inner: Sequence[Rule], number: int, theirs: int) -> list[Rule]:
+def _deepseek_further_rules(inner: Sequence[Rule], number: int, theirs: int) -> list[Rule]:
     """Return the rules of a layer for further tokens: those of the layer in it, and its own."""
     ours, other = f"mtp.layers.{number}.", THEIRS.format(layer=theirs)
     names = (

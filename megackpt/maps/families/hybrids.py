@@ -1,4 +1,4 @@
-"""Decoders whose layers are of several kinds: Mamba-2, Nemotron-H and Qwen3-Next."""
+"""Mamba-2, Nemotron-H and Qwen3-Next: decoders with layers that are not attention."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from megackpt.maps.families.decoder import (
     prefix_is_optional,
     rules_elsewhere,
 )
-from megackpt.maps.families.experts import QWEN, expert_rules, qwen_rules, shared_expert_rules
+from megackpt.maps.families.experts import EXPERT_NAMES, expert_rules, qwen_rules, shared_expert_rules
 from megackpt.maps.families.sizes import (
     Config,
     count_of,
@@ -26,7 +26,7 @@ from megackpt.maps.families.sizes import (
 from megackpt.maps.family import Family, FamilyRules
 from megackpt.maps.rules import Rule
 
-# Layers of Mamba-2 and Nemotron-H are a Mamba-2 mixer, attention, an MLP or experts.
+# Mamba-2 and Nemotron-H: a layer is a Mamba-2 mixer; in Nemotron-H also attention, an MLP or experts.
 #
 # The input projection of a mixer is one matrix in their folders, and so are the channels of its convolution.
 # Folders have one array for each expert and projection; transformers holds them fused in memory, and some
@@ -87,7 +87,7 @@ def nemotron_h_rules(config: Config, keys: Collection[str]) -> FamilyRules:
             "s": size_of(config, "moe_shared_expert_intermediate_size"),
             "expert": count_of(config, "n_routed_experts", "num_local_experts"),
         }
-        rules += _expert_rules(config, keys, layers["moe"])
+        rules += _nemotron_h_expert_rules(config, keys, layers["moe"])
     return FamilyRules(tuple(rules), sizes)
 
 
@@ -230,7 +230,7 @@ def _mlp_rules(ours: str, theirs: str, axis: str, layers: Sequence[int], *, has_
     return rules
 
 
-def _expert_rules(config: Config, keys: Collection[str], layers: Sequence[int]) -> list[Rule]:
+def _nemotron_h_expert_rules(config: Config, keys: Collection[str], layers: Sequence[int]) -> list[Rule]:
     is_fused = any(key.endswith(".mixer.experts.up_proj") for key in keys)
     experts = "mixer.experts.{}_proj" if is_fused else "mixer.experts.{{expert}}.{}_proj.weight"
     shared, has_bias = "shared_experts.", bool(config.get("mlp_bias"))
@@ -284,15 +284,15 @@ _FURTHER = (
 @prefix_is_optional("model.")
 def qwen3_next_rules(config: Config, keys: Collection[str]) -> FamilyRules:
     """Return the rules of Qwen3-Next, with the layer for further tokens if the keys have it."""
-    return _rules(config, keys, has_further="mtp.fc.weight" in keys)
+    return _qwen3_next_rules(config, keys, has_further="mtp.fc.weight" in keys)
 
 
 def qwen3_next_mtp_rules(config: Config, keys: Collection[str]) -> FamilyRules:
     """Return the rules of Qwen3-Next with the layer for further tokens, also for a folder to be written."""
-    return qwen3_next_rules(config, keys) if keys else _rules(config, keys, has_further=True)
+    return qwen3_next_rules(config, keys) if keys else _qwen3_next_rules(config, keys, has_further=True)
 
 
-def _rules(config: Config, keys: Collection[str], *, has_further: bool) -> FamilyRules:
+def _qwen3_next_rules(config: Config, keys: Collection[str], *, has_further: bool) -> FamilyRules:
     config = with_defaults(
         config,
         keys,
@@ -310,16 +310,16 @@ def _rules(config: Config, keys: Collection[str], *, has_further: bool) -> Famil
     if with_delta_net:
         rules += delta_net_rules(with_delta_net)
     made = qwen_rules(config, keys, rules, has_shared_expert=True)
-    further = _further_rules(config, keys) if has_further else ()
+    further = _qwen3_next_further_rules(config, keys) if has_further else ()
     return FamilyRules((*made.rules, *further), {**made.sizes, **delta_net_sizes(config)})
 
 
-def _further_rules(config: Config, keys: Collection[str]) -> list[Rule]:
+def _qwen3_next_further_rules(config: Config, keys: Collection[str]) -> list[Rule]:
     """Return the rules of the layer for further tokens: attention, and experts if the last layer has them."""
     last = (count_of(config, "num_hidden_layers") - 1,)
     inner = [*norm_rules(last), *attention_rules(config, last, has_qk_norm=True, has_output_gate=True)]
     if set(last).issubset(layers_with_experts(config)):
-        inner += [*expert_rules(last, keys, QWEN), *shared_expert_rules(last)]
+        inner += [*expert_rules(last, keys, EXPERT_NAMES), *shared_expert_rules(last)]
     else:
         inner += gated_mlp_rules(last)
     own = [

@@ -1,6 +1,6 @@
 """What ranks declare: their chunks, and which replica each chunk is.
 
-`mapping.describe` makes the table from the entities of one rank. `MergedDeclarations` has those of all
+`entities.describe` makes the table from the entities of one rank. `MergedDeclarations` has those of all
 ranks.
 """
 

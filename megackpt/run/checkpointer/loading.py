@@ -1,4 +1,8 @@
-"""Loading one step from the root: the same step on all ranks, and an older one if the newest is damaged."""
+"""What loads of steps have in common, and loading from the root.
+
+`StepRequest`, `StepLoading` and `LastLoad` are for every place of a step. From the root, all ranks load the
+same step, and an older one if the newest is damaged.
+"""
 
 from __future__ import annotations
 

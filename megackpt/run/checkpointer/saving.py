@@ -1,4 +1,4 @@
-"""Saving one step to its destinations, root and tiers, and which errors of saves training tolerates."""
+"""Saving one step to its destinations, the root and the tiers; errors of saves that training tolerates."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The tiers of a job: their directories on the nodes, and saves into them before `save` returns."""
+"""The tiers of a job: their directories on the nodes, synchronous saves into them, and warnings."""
 
 from __future__ import annotations
 
