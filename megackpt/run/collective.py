@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, overload
 from megackpt.comm import AnyGroup, Group, group_or_world
 from megackpt.engine.checkpoint.manifest import read_manifest
 from megackpt.engine.loading.load import load_state
-from megackpt.engine.loading.prepared_load import LoadRequest
+from megackpt.engine.loading.source import LoadRequest
 from megackpt.engine.saving.plan_cache import PlanCache
 from megackpt.engine.saving.save import save_state
 from megackpt.engine.saving.save_request import save_request

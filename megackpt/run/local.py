@@ -13,15 +13,14 @@ import torch
 from megackpt.comm import SingleProcess
 from megackpt.engine.checkpoint.common_reading import read_whole_common
 from megackpt.engine.checkpoint.inline_arrays import with_inline_arrays
-from megackpt.engine.checkpoint.manifest import (
+from megackpt.engine.checkpoint.manifest import is_committed, read_manifest
+from megackpt.engine.checkpoint.opening import (
     check_arrays_complete,
     check_readable,
-    is_committed,
     open_checkpoint,
     read_common,
-    read_manifest,
 )
-from megackpt.engine.checkpoint.steps import remove_arrays
+from megackpt.engine.checkpoint.removal import remove_arrays
 from megackpt.entities import ShardedBase, ShardedObject, ShardedTensor, StateDict
 from megackpt.entities.describe import torch_dtype
 from megackpt.errors import truncated_list

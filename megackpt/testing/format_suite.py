@@ -25,7 +25,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from megackpt.comm import Group
-from megackpt.engine.checkpoint.manifest import is_committed, open_checkpoint
+from megackpt.engine.checkpoint.manifest import is_committed
+from megackpt.engine.checkpoint.opening import open_checkpoint
 from megackpt.engine.data.tensor_bytes import as_bits, byte_view
 from megackpt.entities import ShardedObject, ShardedStateDict, ShardedTensor
 from megackpt.errors import CheckpointError, DeclarationError, FormatError, UnserializableError

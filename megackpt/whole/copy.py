@@ -17,7 +17,7 @@ import numpy as np
 
 from megackpt.codec import keep_unknown_values, leaf_digests
 from megackpt.comm import Group, errors_on_all_ranks, group_or_world
-from megackpt.engine.checkpoint.manifest import open_checkpoint
+from megackpt.engine.checkpoint.opening import open_checkpoint
 from megackpt.engine.data.chunk_bytes import ReadBuffers
 from megackpt.engine.data.progress import Progress
 from megackpt.engine.data.read import read_chunk

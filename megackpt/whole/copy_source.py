@@ -13,7 +13,7 @@ from megackpt.engine.checkpoint.common_reading import (
     without_referenced,
     without_references,
 )
-from megackpt.engine.checkpoint.manifest import check_readable, read_common_and_references
+from megackpt.engine.checkpoint.opening import check_readable, read_common_and_references
 from megackpt.engine.data.chunk_bytes import ReadBuffers, parts_of
 from megackpt.engine.data.read import read_chunk
 from megackpt.formats.contents import Chunks, Contents

@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 from megackpt.codec import keep_unknown_values, leaf_digests
 from megackpt.engine.checkpoint.common_arrays import value_steps, with_tensors
 from megackpt.engine.checkpoint.common_reading import read_referenced, stored_references
-from megackpt.engine.checkpoint.manifest import check_readable, open_checkpoint, read_common_and_references
+from megackpt.engine.checkpoint.opening import check_readable, open_checkpoint, read_common_and_references
 from megackpt.engine.data.progress import Progress
 from megackpt.engine.data.read import read_chunk
 from megackpt.formats.contents import Contents

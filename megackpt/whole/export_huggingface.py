@@ -20,7 +20,7 @@ import torch
 
 from megackpt.comm import Group, errors_on_all_ranks, gather_step, group_or_world
 from megackpt.engine.checkpoint.common_reading import stored_references
-from megackpt.engine.checkpoint.manifest import open_checkpoint, read_common_and_references
+from megackpt.engine.checkpoint.opening import open_checkpoint, read_common_and_references
 from megackpt.engine.data.progress import Progress
 from megackpt.engine.data.workers import run_jobs
 from megackpt.errors import DeclarationError, MapError, MismatchError

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from megackpt.comm import Group, group_or_world
-from megackpt.engine.checkpoint.manifest import open_checkpoint, read_common
+from megackpt.engine.checkpoint.opening import open_checkpoint, read_common
 from megackpt.engine.checkpoint.views import with_views
 from megackpt.engine.data.progress import Progress
 from megackpt.formats.contents import Contents

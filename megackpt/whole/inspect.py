@@ -11,7 +11,8 @@ import numpy as np
 import torch
 
 from megackpt.codec import ArrayReference, keep_unknown_values, leaves
-from megackpt.engine.checkpoint.manifest import read_common_and_references, read_manifest
+from megackpt.engine.checkpoint.manifest import read_manifest
+from megackpt.engine.checkpoint.opening import read_common_and_references
 from megackpt.errors import CheckpointError
 from megackpt.formats.contents import Chunks, Contents
 from megackpt.formats.registry import load_strategy

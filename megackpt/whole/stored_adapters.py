@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from megackpt.engine.checkpoint.manifest import open_checkpoint, read_common_and_references
+from megackpt.engine.checkpoint.opening import open_checkpoint, read_common_and_references
 from megackpt.entities import ShardedTensor
 from megackpt.formats.contents import Contents
 from megackpt.storage import Store

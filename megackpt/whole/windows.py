@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from megackpt.engine.checkpoint.manifest import check_arrays_complete, check_readable
+from megackpt.engine.checkpoint.opening import check_arrays_complete, check_readable
 from megackpt.engine.data.read import read_tensors
 from megackpt.entities import ShardedTensor
 from megackpt.entities.describe import describe, torch_dtype

@@ -30,7 +30,7 @@ from megackpt import (
     StorageError,
     load_plain_tensors,
 )
-from megackpt.engine.checkpoint.manifest import open_checkpoint
+from megackpt.engine.checkpoint.opening import open_checkpoint
 from megackpt.storage import LocalStore
 from megackpt.testing.faulty_store import FaultyStore
 from megackpt.testing.ranks import RankPool

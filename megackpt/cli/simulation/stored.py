@@ -16,7 +16,8 @@ import numpy as np
 from megackpt.cli.simulation.arrays import STEP, Model, Stack, Weight, state_key
 from megackpt.cli.simulation.outcome import SaveOutcome
 from megackpt.cli.simulation.saves_and_loads import StoredCheckpoint, table_nbytes
-from megackpt.engine.checkpoint.manifest import open_checkpoint, read_manifest
+from megackpt.engine.checkpoint.manifest import read_manifest
+from megackpt.engine.checkpoint.opening import open_checkpoint
 from megackpt.plans.metadata import OBJECT, ArraySpec, ChunkTable
 from megackpt.storage import open_store
 

@@ -27,7 +27,7 @@ from megackpt.contrib.dcp.location import opened
 from megackpt.contrib.dcp.state_dicts import flatten, name_of
 from megackpt.engine.checkpoint.common_arrays import with_tensors
 from megackpt.engine.checkpoint.common_reading import stored_references
-from megackpt.engine.checkpoint.manifest import open_checkpoint, read_common_and_references
+from megackpt.engine.checkpoint.opening import open_checkpoint, read_common_and_references
 from megackpt.engine.data.read import read_chunk, read_tensors
 from megackpt.engine.data.tensor_bytes import check_target
 from megackpt.engine.loading.shared_targets import SharedTargets

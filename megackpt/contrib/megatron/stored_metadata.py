@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from megackpt.engine.checkpoint.manifest import open_checkpoint
+from megackpt.engine.checkpoint.opening import open_checkpoint
 from megackpt.entities import ShardedBase, ShardedTensor
 from megackpt.run.local import stored_entities
 from megackpt.storage import opened_store

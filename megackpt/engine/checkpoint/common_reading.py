@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from megackpt.engine.checkpoint.common_arrays import array_references, with_tensors
-from megackpt.engine.checkpoint.manifest import check_arrays_complete, read_common, read_common_and_references
+from megackpt.engine.checkpoint.opening import check_arrays_complete, read_common, read_common_and_references
 from megackpt.engine.data.read import read_tensors
 from megackpt.entities import ShardedTensor
 from megackpt.entities.describe import describe, torch_dtype

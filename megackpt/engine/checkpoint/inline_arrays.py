@@ -17,7 +17,7 @@ import torch
 
 from megackpt.codec import ArrayReference
 from megackpt.engine.checkpoint.common_arrays import common_leaves, is_name, map_common
-from megackpt.engine.checkpoint.manifest import read_common_and_references
+from megackpt.engine.checkpoint.opening import read_common_and_references
 from megackpt.entities.describe import dtype_name
 from megackpt.entities.plain_tensors import is_plain_tensor
 from megackpt.entities.tree import Steps, dotted, shown

@@ -8,7 +8,8 @@ from megackpt.comm import AnyGroup, Group, errors_on_all_ranks
 from megackpt.comm.subgroups import DeviceGroup, check_group_argument, subgroup
 from megackpt.engine.data.read import probe_chunk
 from megackpt.engine.loading.exchange import ExchangeRanks, ExchangeReader
-from megackpt.engine.loading.prepared_load import LoadRequest, PreparedLoad
+from megackpt.engine.loading.prepared_load import PreparedLoad
+from megackpt.engine.loading.source import LoadRequest
 from megackpt.errors import DeclarationError
 from megackpt.options import LoadOptions
 

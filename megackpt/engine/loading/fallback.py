@@ -17,7 +17,8 @@ from typing import Any
 
 import numpy as np
 
-from megackpt.engine.checkpoint.manifest import open_checkpoint, read_manifest
+from megackpt.engine.checkpoint.manifest import read_manifest
+from megackpt.engine.checkpoint.opening import open_checkpoint
 from megackpt.errors import (
     CheckpointError,
     FormatError,

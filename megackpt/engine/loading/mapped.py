@@ -15,21 +15,15 @@ from fnmatch import fnmatchcase
 import numpy as np
 
 from megackpt.comm import Group
-from megackpt.engine.checkpoint.manifest import check_readable, read_common
+from megackpt.engine.checkpoint.opening import check_readable, read_common
 from megackpt.engine.checkpoint.views import with_views
 from megackpt.engine.data.tensor_bytes import check_target
 from megackpt.engine.loading.common_request import CommonRequest
 from megackpt.engine.loading.mapped_report import check_casts, report_mapped_arrays
 from megackpt.engine.loading.prepare import LOAD_ON_META, with_options_renamed
-from megackpt.engine.loading.prepared_load import (
-    Addition,
-    LoadRequest,
-    PreparedLoad,
-    ReadPlan,
-    RequestedKeys,
-    Source,
-)
+from megackpt.engine.loading.prepared_load import Addition, PreparedLoad, ReadPlan, RequestedKeys
 from megackpt.engine.loading.shared_targets import SharedTargets
+from megackpt.engine.loading.source import LoadRequest, Source
 from megackpt.entities import ShardedTensor
 from megackpt.entities.describe import describe, torch_dtype
 from megackpt.entities.flatten import FlattenedState, flatten_state

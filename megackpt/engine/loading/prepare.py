@@ -17,7 +17,7 @@ import torch
 
 from megackpt.comm import Group
 from megackpt.engine.checkpoint.inline_arrays import inline_chunks, with_inline_arrays
-from megackpt.engine.checkpoint.manifest import (
+from megackpt.engine.checkpoint.opening import (
     check_arrays_complete,
     check_readable,
     read_common_and_references,
@@ -25,8 +25,9 @@ from megackpt.engine.checkpoint.manifest import (
 from megackpt.engine.data.tensor_bytes import check_target
 from megackpt.engine.loading.common_request import CommonRequest, match_common_state
 from megackpt.engine.loading.optimizer_names import ordered_as_requested
-from megackpt.engine.loading.prepared_load import PreparedLoad, ReadPlan, RequestedKeys, Source
+from megackpt.engine.loading.prepared_load import PreparedLoad, ReadPlan, RequestedKeys
 from megackpt.engine.loading.shared_targets import SharedTargets
+from megackpt.engine.loading.source import Source
 from megackpt.entities import PerRankValue, ShardedObject, ShardedStateDict, ShardedTensor
 from megackpt.entities.describe import describe
 from megackpt.entities.flatten import FlattenedState, flatten_state

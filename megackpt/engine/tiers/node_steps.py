@@ -13,7 +13,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from megackpt.comm import Group, errors_on_all_ranks, gather_step
-from megackpt.engine.checkpoint.manifest import open_checkpoint, read_manifest
+from megackpt.engine.checkpoint.manifest import read_manifest
+from megackpt.engine.checkpoint.opening import open_checkpoint
 from megackpt.engine.checkpoint.steps import StepDirectories, step_of
 from megackpt.engine.data.progress import NoProgress
 from megackpt.engine.tiers.transfer import broadcast_files

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megackpt.engine.checkpoint.manifest import open_checkpoint, read_common, read_manifest
+from megackpt.engine.checkpoint.manifest import read_manifest
+from megackpt.engine.checkpoint.opening import open_checkpoint, read_common
 from megackpt.engine.data.progress import Progress
 from megackpt.engine.verification.digests import (
     ArrayShare,

@@ -18,7 +18,7 @@ from megackpt.engine.checkpoint.step_roots import LocalSteps
 from megackpt.engine.checkpoint.steps import step_name
 from megackpt.engine.loading.fallback import DAMAGE_ERRORS
 from megackpt.engine.loading.load import load_state
-from megackpt.engine.loading.prepared_load import LoadRequest
+from megackpt.engine.loading.source import LoadRequest
 from megackpt.engine.tiers.node_steps import (
     NodeStep,
     StepFiles,

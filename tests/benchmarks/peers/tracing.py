@@ -24,7 +24,7 @@ import torch.distributed as dist
 
 import megackpt.engine.data.read as engine_read
 import megackpt.engine.loading.prepare as engine_prepare
-import megackpt.engine.loading.prepared_load as engine_prepared
+import megackpt.engine.loading.source as engine_source
 import megackpt.formats.contents as contents
 from megackpt.cli.benchmark import page_cache
 from megackpt.cli.benchmark.contenders import native
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 
 _LOAD_PHASES: tuple[tuple[ModuleType, str, str], ...] = (
-    (engine_prepared, "open_checkpoint", "open"),
+    (engine_source, "open_checkpoint", "open"),
     (engine_prepare, "plan_load", "plan"),
     (engine_read, "plan_reads", "plan"),
     (contents, "digest_list", "digest"),

@@ -30,7 +30,7 @@ from megackpt.contrib.xla import (
     XlaSavePlanner,
     declare_xla,
 )
-from megackpt.engine.checkpoint.manifest import open_checkpoint
+from megackpt.engine.checkpoint.opening import open_checkpoint
 from megackpt.engine.data.tensor_bytes import as_bits, byte_view
 from megackpt.entities import ShardedTensor
 from megackpt.errors import CoverageError, DeclarationError, IntegrityError

@@ -28,7 +28,7 @@ from megackpt import (
     save,
 )
 from megackpt.comm import Group
-from megackpt.engine.checkpoint.manifest import open_checkpoint
+from megackpt.engine.checkpoint.opening import open_checkpoint
 from megackpt.engine.data.read import read_chunk
 from megackpt.entities import ShardedStateDict
 from megackpt.errors import CheckpointError, CommonStateError, CoverageError, MismatchError, MissingKeyError

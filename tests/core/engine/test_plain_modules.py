@@ -39,7 +39,7 @@ from megackpt import (
 from megackpt.cli import main
 from megackpt.comm import Group
 from megackpt.contrib.dcp import MegackptStorageReader
-from megackpt.engine.checkpoint.manifest import open_checkpoint
+from megackpt.engine.checkpoint.opening import open_checkpoint
 from megackpt.engine.loading.common_request import CommonRequest
 from megackpt.errors import CommonStateError, UnsupportedError
 from megackpt.run import PlanCache, remove_sharded_tensors

@@ -17,7 +17,8 @@ from megackpt import ShardedObject, ShardedTensor
 from megackpt.cli import main
 from megackpt.cli.entry import BAD_INPUT, UNREADABLE
 from megackpt.comm import Group, SingleProcess
-from megackpt.engine.checkpoint.manifest import is_committed, open_checkpoint
+from megackpt.engine.checkpoint.manifest import is_committed
+from megackpt.engine.checkpoint.opening import open_checkpoint
 from megackpt.engine.data.tensor_bytes import as_bits
 from megackpt.entities import ShardedStateDict
 from megackpt.errors import CheckpointError, IntegrityError, StorageError, UnserializableError

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from megackpt import SaveOptions, ShardedTensor, save
 from megackpt.comm import Group
-from megackpt.engine.checkpoint.manifest import open_checkpoint
+from megackpt.engine.checkpoint.opening import open_checkpoint
 from megackpt.engine.data.tensor_bytes import as_bits, byte_view
 from megackpt.errors import MissingExtraError
 from megackpt.formats.array_digests import ArrayDigester

@@ -16,7 +16,7 @@ from training.arguments import parse_arguments
 
 from megackpt import Checkpointer, DeclarationError
 from megackpt.contrib.megatron.config import CheckpointConfig
-from megackpt.engine.checkpoint.manifest import open_checkpoint
+from megackpt.engine.checkpoint.opening import open_checkpoint
 from megackpt.storage import LocalStore
 from megackpt.testing.ranks import RankPool
 from tests.support.effort import sampled, with_all

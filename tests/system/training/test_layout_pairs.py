@@ -17,7 +17,7 @@ import torch
 
 import megackpt
 from megackpt import LoadOptions
-from megackpt.engine.checkpoint.manifest import open_checkpoint
+from megackpt.engine.checkpoint.opening import open_checkpoint
 from megackpt.engine.data.tensor_bytes import as_bits
 from megackpt.storage import LocalStore
 from megackpt.testing.ranks import RankPool
