@@ -10,7 +10,10 @@ import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from megackpt.ground.moved import MovedModules, moved_name
+from megackpt.ground.moved import MovedModules, moved_module, moved_name
+
+# First: another thread may import a module by its old name while this one is imported.
+sys.meta_path.insert(0, MovedModules())
 
 if TYPE_CHECKING:
     from megackpt.codec.registration import register_codec as register_codec
@@ -128,8 +131,6 @@ _MODULE_OF = {name: module for module, names in _NAMES_OF.items() for name in na
 __all__ = sorted(_MODULE_OF)
 
 
-sys.meta_path.insert(0, MovedModules())
-
 if not TYPE_CHECKING:  # type checkers would accept any name
 
     def __getattr__(name: str) -> Any:
@@ -138,6 +139,8 @@ if not TYPE_CHECKING:  # type checkers would accept any name
             value = getattr(import_module(_MODULE_OF[name]), name)
             globals()[name] = value
             return value
+        if (moved := moved_module(name)) is not None:
+            return moved
         module = f"{__name__}.{name}"
         if not name.startswith("_"):
             try:

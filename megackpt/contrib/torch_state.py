@@ -15,6 +15,7 @@ import logging
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
     get_model_state_dict,
@@ -133,8 +134,11 @@ def _optimizer_state(optimizer: Optimizer, names: Mapping[int, str], *, is_loadi
     """Return the state of an optimizer by the names of its parameters, as torch's functions have it."""
     params = [param for group in optimizer.param_groups for param in group["params"]]
     with_state = [names[id(param)] for param in params if optimizer.state.get(param)]
-    if is_loading or not with_state:
+    # LBFGS has its state in one of its parameters, and makes it in a step with a closure only.
+    if not with_state or (is_loading and not isinstance(optimizer, torch.optim.LBFGS)):
         initialise_state(optimizer, frozen=True)
+    if not with_state:  # what is stored are the values that a first step begins with
+        with_state = [names[id(param)] for param in params if optimizer.state.get(param)]
     state = {
         names[id(param)]: {
             key: KeptIfMissing(value) if is_loading and isinstance(value, Tensor) else value
@@ -147,16 +151,18 @@ def _optimizer_state(optimizer: Optimizer, names: Mapping[int, str], *, is_loadi
         {**_settings(group), "params": [names[id(param)] for param in group["params"]]}
         for group in optimizer.param_groups
     ]
-    return {"state": state, "param_groups": groups, _WITH_STATE: with_state}
+    # A request without it: a checkpoint of an older version has no such list, and then gives none.
+    return {"state": state, "param_groups": groups} | ({} if is_loading else {_WITH_STATE: with_state})
 
 
 def _load_optimizer(optimizer: Optimizer, names: Mapping[int, str], stored: Mapping[str, Any]) -> None:
     """Put the loaded state of an optimizer into it."""
     params = [param for group in optimizer.param_groups for param in group["params"]]
-    # Checkpoints that torch's functions have named lack it. Where no parameter had state, what is stored is
-    # what a first step begins with.
-    known = set(stored.get(_WITH_STATE) or stored["state"])
-    absent = sorted({names[id(param)] for param in params} - known)
+    # Checkpoints that torch's functions have named lack it.
+    with_state = stored.get(_WITH_STATE)
+    known = set(stored["state"] if with_state is None else with_state)
+    # An optimizer may have state for some of its parameters only, or for none, as SGD without momentum.
+    absent = sorted({names[id(param)] for param in params if optimizer.state.get(param)} - known)
     if absent:
         log.warning("The checkpoint has no state of the optimizer for:\n%s", truncated_list(absent))
     state = {

@@ -63,6 +63,22 @@ class MovedModules(MetaPathFinder):
         return ModuleSpec(fullname, _MovedModule(module), is_package=hasattr(module, "__path__"))
 
 
+def moved_module(name: str) -> ModuleType | None:
+    """Return a module of `megackpt` by its old name, and warn whoever asks for it; None for other names.
+
+    For `__getattr__` of the package.
+    """
+    if name not in _NEW_MODULE_NAMES:
+        return None
+    new = f"megackpt.{_NEW_MODULE_NAMES[name]}"
+    warnings.warn(
+        f"`megackpt.{name}` will not work in the next version. Write: {new}",
+        DeprecationWarning,
+        stacklevel=3,  # this function, `__getattr__`, and the line that is to be changed
+    )
+    return import_module(new)
+
+
 class _MovedModule(Loader):
     """Loads a module that is imported already, under an old name of it."""
 

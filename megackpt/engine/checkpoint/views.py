@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -56,14 +56,18 @@ class ChunksOfOtherTable(Chunks):
 # MismatchError is raised.
 
 
-def with_renamed_keys(contents: Contents, patterns: Mapping[str, str]) -> tuple[Contents, Container[str]]:
+def with_renamed_keys(contents: Contents, patterns: Mapping[str, str]) -> tuple[Contents, Collection[str]]:
     """Return contents with keys renamed by the patterns of `LoadOptions.rename`, and the keys that stay.
 
     Raises:
         DeclarationError, MismatchError: as `rename_keys`.
     """
     new_name = rename_keys(contents.arrays, patterns)
-    # No two keys have the same new name, so each new name has one old name.
+    return with_new_names(contents, new_name), {old for old, new in new_name.items() if old == new}
+
+
+def with_new_names(contents: Contents, new_name: Mapping[str, str]) -> Contents:
+    """Return contents whose arrays have other keys: new_name has one for each array, all different."""
     old_name = {new: old for old, new in new_name.items()}
 
     def chunks(keys: Iterable[str]) -> Chunks:
@@ -75,14 +79,13 @@ def with_renamed_keys(contents: Contents, patterns: Mapping[str, str]) -> tuple[
         )
 
     arrays = {new_name[key]: replace(spec, key=new_name[key]) for key, spec in contents.arrays.items()}
-    renamed = replace(
+    return replace(
         contents,
         arrays=arrays,
         chunks=chunks,
         chunks_overlapping=chunks_overlapping,
         inline={new_name[key]: tensor for key, tensor in contents.inline.items()},
     )
-    return renamed, {old for old, new in new_name.items() if old == new}
 
 
 def _renamed_chunks(chunks: Chunks, new_name: Mapping[str, str]) -> Chunks:
@@ -116,6 +119,11 @@ def rename_keys(keys: Iterable[str], patterns: Mapping[str, str]) -> dict[str, s
                 key=new,
             )
     return renamed
+
+
+def matches_rename(key: str, pattern: str) -> bool:
+    """Return whether a pattern of `LoadOptions.rename` matches a key."""
+    return _compiled(pattern, pattern).fullmatch(key) is not None
 
 
 def _compiled(pattern: str, new: str) -> re.Pattern[str]:

@@ -8,56 +8,102 @@ order, positions would give a parameter the moments of another one.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 
+from megackpt.codec import ArrayReference
+from megackpt.engine.checkpoint.common_arrays import map_common
+from megackpt.engine.checkpoint.views import with_new_names
 from megackpt.entities.plain_tensors import is_plain_tensor
-from megackpt.entities.tree import Steps, add_step, iter_leaves, path_of
+from megackpt.entities.tree import Steps, add_step, dotted, iter_leaves, path_of
 from megackpt.errors import MismatchError, truncated_list
+from megackpt.formats.contents import Contents
 from megackpt.ground.notices import notice
 
 log = logging.getLogger(__name__)
 
 
-def ordered_as_requested(stored: Any, state: Mapping[Any, Any], *, where: str) -> tuple[Any, set[Steps]]:
-    """Return stored common state with the state of optimizers in the order of the request. Local.
+def ordered_as_requested(
+    contents: Contents, state: Mapping[Any, Any], *, where: str
+) -> tuple[Contents, Mapping[str, str], set[Steps]]:
+    """Return contents with the state of optimizers in the order of the request. Local.
 
     Args:
-        stored: common state of the checkpoint, which is not changed.
+        contents: the checkpoint, with inline arrays; their common state is not changed.
         state: the request.
         where: location of the checkpoint, for errors.
 
     Returns:
-        Common state, and the steps to leaves of the request that it has nothing for: the state of parameters
+        The contents; the new key of each array whose key has changed, as it has the number of a parameter;
+        and the steps to leaves of the request that the checkpoint has nothing for: the state of parameters
         that the stored optimizer did not have.
 
     Raises:
         MismatchError: the order differs, and the state of the optimizer is not plain tensors.
     """
-    absent: set[Steps] = set()
+    described = contents.common()
+    common, absent = described["state_dict"], set[Steps]()
+    new_name: dict[str, str] = {}
     for steps, optimizer in _named_optimizers(state):
-        before = _at(stored, steps)
-        if not _has_names(before) or _names_of(before) == _names_of(optimizer):
+        before = _at(common, steps)
+        if not _has_names(before):
+            _notice_of_state_elsewhere(contents, steps, optimizer, where)
             continue
-        stored = _with_value(stored, steps, _reordered(before, optimizer, path_of(steps), where))
-        known = _names_of(before)
-        for name, number in _names_of(optimizer).items():
-            of_param = optimizer["state"].get(number, {}) if name not in known else {}
+        if _groups_of(before) == _groups_of(optimizer):
+            continue
+        path, prefix = path_of(steps), f"{dotted(steps)}.state."
+        reordered = _reordered(before, optimizer, path, where)
+        stored, wanted = _numbers_of(before), _numbers_of(optimizer)
+        # Parameters that are not asked for get their names, which no number can be.
+        numbers = {str(number): str(wanted.get(name, name)) for name, number in stored.items()}
+        new_name |= {
+            key: _renumbered(key, prefix, numbers) for key in contents.arrays if key.startswith(prefix)
+        }
+        common = _with_value(common, steps, reordered)
+        for name in wanted.keys() - stored.keys():
+            number = wanted[name]
+            of_param = optimizer["state"].get(number, {})
             absent |= {inner for inner, _ in iter_leaves(of_param, (*steps, "state", number), step=add_step)}
-    return stored, absent
+    if not new_name and common is described["state_dict"]:
+        return contents, {}, absent
+
+    def renamed_reference(_: Steps, leaf: Any) -> Any:
+        is_renamed = isinstance(leaf, ArrayReference) and leaf.key in new_name
+        return ArrayReference(new_name[leaf.key]) if is_renamed else leaf
+
+    common = map_common(renamed_reference, common)
+    names = {key: new_name.get(key, key) for key in contents.arrays}
+    renamed = with_new_names(contents, names)
+    return replace(renamed, common=lambda: {**described, "state_dict": common}), new_name, absent
+
+
+def _renumbered(key: str, prefix: str, numbers: Mapping[str, str]) -> str:
+    number, dot, rest = key.removeprefix(prefix).partition(".")
+    return f"{prefix}{numbers.get(number, number)}{dot}{rest}"
+
+
+def _notice_of_state_elsewhere(
+    contents: Contents, steps: Steps, optimizer: Mapping[str, Any], where: str
+) -> None:
+    """Log a warning if arrays were renamed to an optimizer whose names the checkpoint has elsewhere."""
+    if any(key.startswith(f"{dotted(steps)}.state.") for key in contents.arrays) and steps:
+        notice(
+            log,
+            f"{where}: the checkpoint has no param_names for the optimizer {path_of(steps)!r}; its state is "
+            f"loaded by the positions of the parameters. Ask for it under the path that it was saved under.",
+        )
 
 
 def _named_optimizers(tree: Any, steps: Steps = ()) -> Iterator[tuple[Steps, Mapping[str, Any]]]:
     """Yield the state dicts of optimizers with named parameters, by their steps."""
-    if not isinstance(tree, dict):
-        return
     if _has_names(tree):
         yield steps, tree
-        return
-    for key, child in tree.items():
-        yield from _named_optimizers(child, (*steps, key))
+    elif isinstance(tree, (dict, list)):
+        for key, child in tree.items() if isinstance(tree, dict) else enumerate(tree):
+            yield from _named_optimizers(child, (*steps, key))
 
 
 def _has_names(value: Any) -> bool:
@@ -76,18 +122,23 @@ def _has_names(value: Any) -> bool:
     )
 
 
-def _names_of(optimizer: Mapping[str, Any]) -> dict[str, Any]:
+def _groups_of(optimizer: Mapping[str, Any]) -> list[tuple[Sequence[Any], Sequence[Any]]]:
+    """Return the names and numbers of the parameters of each group, in order."""
+    return [(group["param_names"], group["params"]) for group in optimizer["param_groups"]]
+
+
+def _numbers_of(optimizer: Mapping[str, Any]) -> dict[str, Any]:
     """Return the number of each parameter by its name, in order."""
     return {
         name: number
-        for group in optimizer["param_groups"]
-        for name, number in zip(group["param_names"], group["params"], strict=True)
+        for names, numbers in _groups_of(optimizer)
+        for name, number in zip(names, numbers, strict=True)
     }
 
 
 def _reordered(before: Mapping[str, Any], now: Mapping[str, Any], path: str, where: str) -> dict[str, Any]:
     """Return a stored state dict with the numbers and groups of the request; settings stay as stored."""
-    stored, wanted = _names_of(before), _names_of(now)
+    stored, wanted = _numbers_of(before), _numbers_of(now)
     others = sorted({type(leaf).__name__ for _, leaf in iter_leaves(now["state"]) if _is_declared(leaf)})
     if others:
         raise MismatchError(
@@ -105,11 +156,7 @@ def _reordered(before: Mapping[str, Any], now: Mapping[str, Any], path: str, whe
         if names:
             notice(log, f"{where}: the optimizer {path!r} {what}:\n{truncated_list(sorted(names))}")
     groups = [
-        {
-            **_settings_of(before, group["param_names"]),
-            "params": group["params"],
-            "param_names": group["param_names"],
-        }
+        _settings_for(group, before) | {name: group[name] for name in ("params", "param_names")}
         for group in now["param_groups"]
     ]
     state = {
@@ -120,13 +167,13 @@ def _reordered(before: Mapping[str, Any], now: Mapping[str, Any], path: str, whe
     return {**before, "state": state, "param_groups": groups}
 
 
-def _settings_of(optimizer: Mapping[str, Any], names: list[str]) -> dict[str, Any]:
-    """Return the group that has the first of some parameters; empty if none has."""
-    for name in names:
-        for group in optimizer["param_groups"]:
-            if name in group["param_names"]:
-                return dict(group)
-    return {}
+def _settings_for(group: Mapping[str, Any], optimizer: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the stored group that has the first of some parameters; the group itself if none has."""
+    for name in group["param_names"]:
+        for stored in optimizer["param_groups"]:
+            if name in stored["param_names"]:
+                return dict(stored)
+    return dict(group)
 
 
 def _is_declared(leaf: Any) -> bool:
@@ -134,8 +181,10 @@ def _is_declared(leaf: Any) -> bool:
 
 
 def _at(tree: Any, steps: Steps) -> Any:
+    """Return what is at some steps; None if there is nothing."""
     for step in steps:
-        if not isinstance(tree, dict) or step not in tree:
+        known = range(len(tree)) if isinstance(tree, list) else tree if isinstance(tree, dict) else ()
+        if step not in known:
             return None
         tree = tree[step]
     return tree

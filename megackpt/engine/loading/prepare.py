@@ -69,9 +69,11 @@ def prepare_load(
     """
     stored = with_inline_arrays(source.contents, where=source.location)
     contents, unrenamed = with_options_renamed(stored, options)
+    contents, renumbered, absent = ordered_as_requested(contents, state, where=source.location)
+    referable = {renumbered.get(key, key) for key in unrenamed}
     checkpoint = _Checkpoint(source.location, source, contents, options, rules)
 
-    request = checkpoint.flatten(state, unrenamed, group)
+    request = checkpoint.flatten(state, referable, absent, group)
     keys = checkpoint.check_keys(request, group)
     loadable = [key for key in contents.arrays if not _matches(key, options.exclude)]
     containers = {dotted(steps) for steps in empty_containers(state)} - {""}
@@ -105,7 +107,7 @@ def prepare_load(
     )
 
 
-def with_options_renamed(stored: Contents, options: LoadOptions) -> tuple[Contents, Container[str]]:
+def with_options_renamed(stored: Contents, options: LoadOptions) -> tuple[Contents, Collection[str]]:
     """Return contents with keys renamed as `LoadOptions.rename` says, and the keys that keep their names."""
     if not options.rename:
         return stored, stored.arrays
@@ -151,12 +153,20 @@ class _Checkpoint:
     options: LoadOptions
     rules: LoadRules
 
-    def flatten(self, state: ShardedStateDict, unrenamed: Container[str], group: Group) -> _Request:
-        """Split a request into entities and common state; unrenamed keys have their stored names."""
+    def flatten(
+        self, state: ShardedStateDict, referable: Container[str], absent: Set[Steps], group: Group
+    ) -> _Request:
+        """Split a request into entities and common state.
+
+        Args:
+            state: the request.
+            referable: keys to which references of common state are valid.
+            absent: steps to plain tensors of the request that the checkpoint has nothing for.
+            group: the ranks.
+        """
         arrays = self.contents.arrays
         stored_common = read_common_and_references(self.contents, where=self.where)[0]
-        stored_common, absent = ordered_as_requested(stored_common, state, where=self.where)
-        common = match_common_state(state, stored_common, arrays, unrenamed)
+        common = match_common_state(state, stored_common, arrays, referable)
         objects = {key for key, spec in arrays.items() if spec.dtype == OBJECT}
         flattened = flatten_state(
             state,
@@ -306,7 +316,15 @@ def _idle_patterns(options: LoadOptions, stored: Collection[str], named: Collect
         stored: keys of the checkpoint, under the names that they are stored with.
         named: these keys under the names of the request, and the keys of the request.
     """
-    idle = [f"rename {{{pattern!r}: ...}}" for pattern in options.rename if not _any_matches(stored, pattern)]
+    idle = []
+    if options.rename:
+        from megackpt.engine.checkpoint.views import matches_rename
+
+        idle = [
+            f"rename {{{pattern!r}: ...}}"
+            for pattern in options.rename
+            if not any(matches_rename(key, pattern) for key in stored)
+        ]
     return idle + [f"exclude {glob!r}" for glob in options.exclude if not _any_matches(named, glob)]
 
 

@@ -28,6 +28,9 @@ _REQUESTED = (
 """What is wrong, and what to do, where common state differs between ranks."""
 
 _PATHS_SHOWN = 10
+# A name, then names after dots, or names and numbers in brackets; a path of other texts is no glob of itself.
+_SIMPLE_STEP = re.compile(r"\['?([\w.]+)'?\]")
+_SIMPLE_PATH = re.compile(r"\w+(\.\w+|\['[\w.]+'\]|\[\d+\])*")
 
 
 def check_common_equal(per_rank: Sequence[Mapping[str, str]], *, requested: bool = False) -> None:
@@ -68,11 +71,14 @@ def check_common_equal(per_rank: Sequence[Mapping[str, str]], *, requested: bool
 
 
 def _globs_for(paths: Set[str]) -> tuple[str, ...]:
-    """Return globs that match some paths: the paths themselves; if they are many, one for each last name."""
+    """Return globs that match some paths: where many have simple names, one for each last name."""
     if len(paths) <= _PATHS_SHOWN:
         return tuple(sorted(paths))
-    names = {tuple(re.sub(r"\['?(.*?)'?\]", r".\1", path).split(".")) for path in paths}
-    return tuple(sorted({f"{name[0]}.*{name[-1]}" if len(name) > 1 else name[0] for name in names}))
+    simple = {
+        path: _SIMPLE_STEP.sub(r".\1", path).split(".") for path in paths if _SIMPLE_PATH.fullmatch(path)
+    }
+    globs = {f"{names[0]}.*{names[-1]}" if len(names) > 1 else names[0] for names in simple.values()}
+    return tuple(sorted(globs | (paths - simple.keys())))
 
 
 def check_replicated_equal(per_rank: Sequence[Mapping[str, str]]) -> None:

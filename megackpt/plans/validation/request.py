@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import difflib
 import logging
+import re
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence, Set
 from fnmatch import fnmatchcase
 
@@ -135,17 +136,28 @@ def check_unexpected_keys(
     return frozenset(unexpected)
 
 
+_PREFIX = re.compile(r"(\w+\.)+")
+"""A prefix that is a pattern of itself."""
+
+
 def _rename_advice(missing: Sequence[str], stored: Set[str]) -> str:
     """Return the rename that finds all missing keys, if they lack one prefix or have one too many."""
     first = missing[0]
-    longer = [key.removesuffix(first) for key in stored if key.endswith(f".{first}")]
-    for prefix in sorted(longer, key=len):
-        if all(prefix + key in stored for key in missing):
-            return f'Under other names it has them: LoadOptions(rename={{"{prefix}*": "*"}}). '
+    lacking = sorted(
+        prefix
+        for key in stored
+        if key.endswith(f".{first}") and _PREFIX.fullmatch(prefix := key.removesuffix(first))
+        if all(prefix + key in stored for key in missing)
+        if not any(key.startswith(prefix) and key.removeprefix(prefix) in stored for key in stored)
+    )
+    if lacking:
+        several = f" They are also below {', '.join(map(repr, lacking[1:]))}." if len(lacking) > 1 else ""
+        return f'Under other names it has them: LoadOptions(rename={{"{lacking[0]}*": "*"}}).{several} '
     steps = first.split(".")
     for count in range(1, len(steps)):
         prefix = "".join(f"{step}." for step in steps[:count])
-        if all(key.startswith(prefix) and key.removeprefix(prefix) in stored for key in missing):
+        is_plain = _PREFIX.fullmatch(prefix) is not None
+        if is_plain and all(key.startswith(prefix) and key.removeprefix(prefix) in stored for key in missing):
             return f'Under other names it has them: LoadOptions(rename={{"*": "{prefix}*"}}). '
     return ""
 

@@ -33,7 +33,7 @@ WhenDifferent: TypeAlias = Literal["error", "checkpoint", "given"]
 """Whose configuration a run goes on with where that of the checkpoint is not the one given."""
 
 SCHEDULE_OPTIONS = frozenset(
-    {"max_lr", "min_lr", "initial_lr", "base_momentum", "max_momentum", "start_wd", "end_wd"}
+    {"max_lr", "min_lr", "initial_lr", "base_momentum", "max_momentum", "start_wd", "end_wd", "swa_lr"}
 )
 """Options of groups from which schedulers of torch and Megatron-Core compute the others at each step."""
 

@@ -179,3 +179,51 @@ def test_a_checkpoint_that_torchs_functions_have_named_loads(is_loading: bool) -
     for run, its_optimizer in ((model, optimizer), (again, other)):
         step(run, its_optimizer, "lm", 1)
     assert weights(again) == weights(model)
+
+
+def test_lbfgs_loads_into_one_that_has_taken_a_step(caplog: pytest.LogCaptureFixture) -> None:
+    def trained(steps: int) -> tuple[nn.Module, torch.optim.LBFGS]:
+        model = Towers()
+        optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1)
+        for number in range(steps):
+            step_with_closure(model, optimizer, number)
+        return model, optimizer
+
+    def step_with_closure(model: nn.Module, optimizer: torch.optim.LBFGS, number: int) -> None:
+        def closure() -> torch.Tensor:
+            torch.manual_seed(number)
+            optimizer.zero_grad()
+            loss = model(torch.randn(3, 4), "lm")
+            loss.backward()
+            return loss  # type: ignore[no-any-return]
+
+        optimizer.step(closure)
+
+    model, optimizer = trained(2)
+    save(TorchState([model], [optimizer]).sharded_state_dict(), store := MemoryStore())
+    again, other = trained(3)
+    state = TorchState([again], [other])
+    loaded = load(state.sharded_state_dict(is_loading=True), store)
+    state.load_models(loaded)
+    state.load_optimizers(loaded)
+    assert "no state of the optimizer" not in caplog.text
+    step_with_closure(model, optimizer, 5)
+    step_with_closure(again, other, 5)
+    assert weights(again) == weights(model)
+
+
+def test_state_that_the_checkpoint_lacks_goes(caplog: pytest.LogCaptureFixture) -> None:
+    """SGD had no momentum when it was saved: its parameters have no buffers after the load."""
+    model = Towers()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    step(model, optimizer, "lm", 0)
+    save(TorchState([model], [optimizer]).sharded_state_dict(), store := MemoryStore())
+    state = TorchState([model], [optimizer])
+    state.load_optimizers(load(state.sharded_state_dict(is_loading=True), store))
+    assert caplog.text == ""  # it never has state
+    other = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    step(model, other, "lm", 1)
+    state = TorchState([model], [other])
+    state.load_optimizers(load(state.sharded_state_dict(is_loading=True), store))
+    assert with_state(model, other) == set()
+    assert "no state of the optimizer for:\n  left.weight" in caplog.text

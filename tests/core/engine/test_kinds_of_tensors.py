@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import itertools
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -187,6 +189,37 @@ def test_a_load_that_finds_nothing_is_an_error_with_the_rename_to_paste() -> Non
     assert longer["ddp"]["module"]["w"].tolist() == [1.0] * 3
 
 
+@pytest.mark.parametrize(
+    "stored",
+    [
+        {'m"x': {"a": 1.0}},
+        {"m*x": {"a": 1.0}},
+        {"m[0]": {"a": 1.0}},
+        {"model": {"a": 1.0, "c": 2.0}, "c": 3.0},
+        {"ema": {"a": 1.0}, "model": {"a": 2.0}},
+        {"module": {"a": 1.0}},
+    ],
+)
+def test_a_rename_that_is_proposed_works(stored: dict[str, Any]) -> None:
+    tensors = {
+        top: {k: torch.tensor([v]) for k, v in value.items()}
+        if isinstance(value, dict)
+        else torch.tensor([value])
+        for top, value in stored.items()
+    }
+    save(tensors, store := MemoryStore())
+    with pytest.raises(MissingKeyError) as caught:
+        load({"a": torch.zeros(1)}, store)
+    proposed = re.search(r"rename=(\{.*?\})", str(caught.value))
+    if "ema" in stored:
+        assert "They are also below 'model.'." in str(caught.value)
+    if proposed is not None:
+        request = {"a": torch.zeros(1)}
+        load(request, store, options=LoadOptions(rename=ast.literal_eval(proposed[1])))
+        assert request["a"].item() == 1.0
+    assert (proposed is not None) == bool({"ema", "module"} & stored.keys())
+
+
 def test_one_that_finds_some_warns_of_the_others(caplog: pytest.LogCaptureFixture) -> None:
     store = MemoryStore()
     save({"w": torch.ones(3)}, store)
@@ -201,11 +234,14 @@ def test_one_that_finds_some_warns_of_the_others(caplog: pytest.LogCaptureFixtur
 def test_a_pattern_that_matches_nothing_is_named_once(caplog: pytest.LogCaptureFixture) -> None:
     store = MemoryStore()
     save({"m": {"w": torch.ones(3), "n": torch.tensor(1)}}, store)
-    options = LoadOptions(rename={"model.*": "x.*", "m.w": "m.v"}, exclude=("m.n", "head.*", "new"))
+    options = LoadOptions(
+        rename={"model.*": "x.*", "m.[nw]": "y", "m.w": "m.v"}, exclude=("m.n", "head.*", "new")
+    )
     load({"m": {"v": torch.zeros(3)}, "new": torch.zeros(1)}, store, options=options)
     idle = [record.getMessage() for record in caplog.records if "matches no key" in record.getMessage()]
     assert [text.partition(": ")[2].split(" matches")[0] for text in idle] == [
         "exclude 'head.*'",
+        "rename {'m.[nw]': ...}",
         "rename {'model.*': ...}",
     ]
 

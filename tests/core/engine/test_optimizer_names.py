@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import distribute_tensor, init_device_mesh
 
-from megackpt import MismatchError, SaveOptions, load, save
+from megackpt import LoadOptions, MismatchError, SaveOptions, load, save
 from megackpt.storage import MemoryStore
 
 
@@ -78,3 +78,75 @@ def test_state_in_dtensors_of_another_order_is_an_error() -> None:
             load(sharded("ba"), store)
     finally:
         dist.destroy_process_group()
+
+
+def state_at(path: str, state: Any) -> Any:
+    """Nest a state: "x.0" in a list in a dict."""
+    for step in reversed(path.split(".")):
+        state = [state] if step == "0" else {step: state}
+    return state
+
+
+@pytest.mark.parametrize("path", ["opts.0", "run.deep.opt", "a.0.b.0"])
+def test_optimizers_in_lists_and_deep_dicts_are_loaded_by_name(path: str) -> None:
+    params, optimizer = trained(list("abc"))
+    save(state_at(path, optimizer.state_dict()), store := MemoryStore())
+    again, other = trained(list("cab"))
+    loaded = load(state_at(path, other.state_dict()), store)
+    for step in path.split("."):
+        loaded = loaded[0 if step == "0" else step]
+    other.load_state_dict(loaded)
+    assert moments(again, other) == moments(params, optimizer)
+
+
+@pytest.mark.parametrize("plain_tensors", ["arrays", "common"])
+def test_options_speak_of_the_numbers_of_the_request(plain_tensors: Any) -> None:
+    params, optimizer = trained(list("abc"))
+    options = SaveOptions(plain_tensors=plain_tensors)
+    save({"opt": optimizer.state_dict()}, store := MemoryStore(), options=options)
+    again, other = trained(list("cab"), steps=1)
+    before = moments(again, other)
+    exclude = LoadOptions(exclude=("opt.state.0.*",))
+    other.load_state_dict(load({"opt": other.state_dict()}, store, options=exclude)["opt"])
+    assert moments(again, other) == {**moments(params, optimizer), "c": before["c"]}
+
+
+def test_a_group_that_is_new_keeps_its_settings() -> None:
+    params, optimizer = trained(list("ab"))
+    save({"opt": optimizer.state_dict()}, store := MemoryStore())
+    again, other = trained(list("ab"), steps=1)
+    other.add_param_group({"params": [("d", nn.Parameter(torch.ones(2)))], "lr": 7.0})
+    other.load_state_dict(load({"opt": other.state_dict()}, store)["opt"])
+    assert [group["lr"] for group in other.param_groups] == [0.1, 7.0]
+    assert moments(again, other) == moments(params, optimizer)
+    other.step()  # all settings are there
+
+
+@pytest.mark.parametrize(
+    ("stored", "asked"), [("ab|c", "a|bc"), ("abc", "a|bc"), ("a|bc", "abc"), ("ab|c", "ca|b")]
+)
+def test_other_groups_of_the_same_parameters(stored: str, asked: str) -> None:
+    def grouped(groups: str) -> tuple[dict[str, nn.Parameter], torch.optim.Optimizer]:
+        params = {name: nn.Parameter(torch.full((3,), float(ord(name)))) for name in groups if name != "|"}
+        members = [{"params": [(name, params[name]) for name in group]} for group in groups.split("|")]
+        optimizer = torch.optim.AdamW(members, lr=0.1)
+        for name, param in params.items():
+            param.grad = torch.full_like(param, ord(name))
+        optimizer.step()
+        return params, optimizer
+
+    params, optimizer = grouped(stored)
+    save({"opt": optimizer.state_dict()}, store := MemoryStore())
+    again, other = grouped(asked)
+    other.load_state_dict(load({"opt": other.state_dict()}, store)["opt"])
+    assert moments(again, other) == moments(params, optimizer)
+
+
+def test_names_that_the_checkpoint_has_under_another_path_are_a_warning(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    _, optimizer = trained(list("abc"))
+    save({"o1": optimizer.state_dict()}, store := MemoryStore())
+    _, other = trained(list("cab"), steps=1)
+    load({"o2": other.state_dict()}, store, options=LoadOptions(rename={"o1.*": "o2.*"}))
+    assert "loaded by the positions of the parameters" in caplog.text

@@ -180,6 +180,23 @@ def test_the_option_of_the_error_works_when_it_is_pasted(
     assert isinstance(save_with(("args.lr",))[1], CommonStateError)
 
 
+@pytest.mark.parametrize("key", ["it's", "a]b", "l*[x]", "a\\n", 'q"', "two words", "a.b", 3])
+def test_the_option_works_for_many_paths_of_any_text(key: Any) -> None:
+    def save_with(rank0_values: tuple[str, ...]) -> list[Any]:
+        def state(rank: int) -> dict[Any, Any]:
+            of_layers = {f"{i}{key}": rank for i in range(15)} if isinstance(key, str) else {}
+            return {"m": of_layers | {key: rank}, **{i: rank for i in range(13)}}
+
+        options = SaveOptions(rank0_values=rank0_values)
+        return SimulatedWorld(2).outcomes(
+            lambda g: save(state(g.rank), MemoryStore(), options=options, group=g)
+        )
+
+    pasted = re.search(r"SaveOptions\(rank0_values=(\(.*\))\)\.", str(save_with(())[1]))
+    assert pasted is not None
+    assert save_with(ast.literal_eval(pasted[1])) == [None, None]
+
+
 def test_buffers_of_each_rank_can_be_kept(tmp_path: Path) -> None:
     def state(group: Group) -> dict[str, Any]:
         mean = torch.full((2,), float(group.rank))

@@ -154,6 +154,14 @@ def test_a_module_under_its_old_name_is_the_same_module_with_one_notice_for_each
     assert f"`{old}` will not work in the next version. Write: {OLD_MODULES[old]}" in notices[-1]
 
 
+@pytest.mark.parametrize("line", ["from megackpt import parallel", "import megackpt; megackpt.parallel"])
+def test_the_notice_of_an_old_module_is_of_the_line_that_uses_it(line: str) -> None:
+    done = subprocess.run([sys.executable, "-c", f"\n{line}"], capture_output=True, text=True, timeout=600)
+    assert done.stderr.startswith("<string>:2: DeprecationWarning: `megackpt.parallel` will not work"), (
+        done.stderr
+    )
+
+
 def test_the_table_of_old_modules_has_modules_that_exist() -> None:
     for old, new in moved._NEW_MODULE_NAMES.items():
         assert importlib.util.find_spec(f"megackpt.{new}") is not None
