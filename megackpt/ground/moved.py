@@ -34,7 +34,13 @@ _NEW_MODULE_NAMES = {
     "training_state": "training.state",
     "validation": "plans.validation",
 }
-"""By the old name of a module in `megackpt`. Modules in it moved with it."""
+"""By the old name of a module in `megackpt`. Modules in it moved with it, but for those below."""
+
+_JOINED = {
+    "training.parallel.dispatch": "training.parallel.moe",
+    "training.parallel.scan": "training.parallel.mamba",
+}
+"""Documented modules that have joined another one, both by their new place."""
 
 
 class MovedModules(MetaPathFinder):
@@ -53,7 +59,8 @@ class MovedModules(MetaPathFinder):
         _, old, *inner = fullname.split(".")
         if old not in _NEW_MODULE_NAMES:
             return None
-        new = ".".join(("megackpt", _NEW_MODULE_NAMES[old], *inner))
+        new_name = ".".join((_NEW_MODULE_NAMES[old], *inner))
+        new = f"megackpt.{_JOINED.get(new_name, new_name)}"
         module = import_module(new)
         warnings.warn(
             f"`{fullname}` will not work in the next version. Write: {new}",

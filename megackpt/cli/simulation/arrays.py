@@ -224,7 +224,7 @@ class JobArrays:
 def job_arrays(model: Model, *, tp: int, states: tuple[str, ...] | None = None) -> JobArrays:
     """Return the arrays of a job that trains a model. Pure.
 
-    states are what an optimizer keeps for each element, besides a count for each parameter; none: nothing is
+    states are what an optimizer keeps for each element, with a count for each parameter; none: nothing is
     stored of an optimizer; None: those of Adam. Parameters of two bytes have a master copy of four, which
     the moments are like; others are their own.
     """

@@ -1,4 +1,4 @@
-"""Settings of programs: attributes of strategies, of which unknown ones are errors, and of the process.
+"""Settings of programs: attributes of strategies, where an unknown one is an error, and of the process.
 
 Megatron-LM sets some of a strategy's attributes after it was made. A misspelt one, or one of another version,
 would silently have no effect.

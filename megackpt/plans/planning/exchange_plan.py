@@ -142,7 +142,7 @@ def equal_requests(requested: Sequence[DeclaredChunks]) -> list[list[int]]:
 
 
 def _digest_of_rows(declared: DeclaredChunks) -> bytes:
-    """Return a digest of everything that a plan uses of a request, besides its arrays."""
+    """Return a digest of everything that a plan uses of a request, except its arrays."""
     table = declared.table
     digest = hashlib.blake2b()
     digest.update(repr(table.start.shape).encode())

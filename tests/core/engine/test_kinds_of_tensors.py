@@ -41,7 +41,7 @@ DTYPES = [torch.float32, torch.bfloat16, torch.int64]
 SAVED = [
     ("entity", "megackpt", "auto"),
     ("plain", "megackpt", "auto"),
-    ("expanded", "megackpt", "auto"),
+    ("overlapping", "megackpt", "auto"),
     ("plain", "megackpt", "common"),
     ("plain", "torch_dist", "auto"),
 ]
@@ -75,14 +75,14 @@ def tensor_of(kind: str, key: str, value: torch.Tensor) -> Any:
     match kind:
         case "entity":
             return sharded(key, value)
-        case "expanded":  # the same elements, which share memory with those of a tensor with one dim more
-            return value.new_empty((1, *value.shape)).copy_(value).expand(1, *value.shape)[0]
+        case "overlapping":  # the same elements, of which several share memory
+            return value.flatten()[:1].expand(value.shape) if value.dim() and value.numel() else value
     return value
 
 
 def value_of(leaf: Leaf, number: int) -> torch.Tensor:
-    elements = torch.arange(torch.Size(leaf.shape).numel()) + 10 * number + 1
-    return elements.reshape(leaf.shape).to(leaf.dtype)
+    # All elements are equal, so that a tensor with strides of 0 can have them.
+    return torch.full(leaf.shape, 10 * number + 1).to(leaf.dtype)
 
 
 def outcome(
