@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch.distributed as dist
@@ -22,7 +22,7 @@ from megackpt.contrib.megatron.dist_checkpointing.dict_utils import dict_list_ma
 from megackpt.contrib.megatron.dist_checkpointing.strategies.async_utils import AsyncRequest
 from megackpt.contrib.megatron.dist_checkpointing.tensor_aware_state_dict import MCoreTensorAwareStateDict
 from megackpt.entities import ShardedStateDict, StateDict
-from megackpt.errors import DeclarationError, NotACheckpointError
+from megackpt.errors import CommonStateError, DeclarationError, NotACheckpointError
 from megackpt.plans.validation import ReturnsState, StrictHandling
 from megackpt.run.checkpointer import Checkpointer
 
@@ -99,6 +99,9 @@ class TieredCheckpointManager:
         With is_async the state is copied when this returns, and may change. The request waits in a thread
         until the step is committed, and raises the error of the save when it is finalized.
 
+        Where ranks differ in common state, as in the rank that Megatron-LM's arguments name, rank 0's is
+        stored, and a warning says so once.
+
         Raises:
             DeclarationError: state_dict is not of megackpt, or is_async is given and the Checkpointer saves
                 synchronously.
@@ -117,12 +120,23 @@ class TieredCheckpointManager:
         self.latest_iteration = -1
         state = dict_list_map_outplace(lambda leaf: leaf, state_dict.common)
         merge(state, dict_list_map_outplace(lambda leaf: leaf, state_dict.sharded_state_dict))
-        if not self.checkpointer.save(iteration, state):
+        if not self._save(iteration, state):
             log.warning("Iteration %d is not saved: no tier takes it, or its save failed.", iteration)
         if is_async:
             return AsyncRequest(self._wait_in_thread, (), [self.checkpointer.wait])
         self.checkpointer.wait()
         return None
+
+    def _save(self, iteration: int, state: ShardedStateDict) -> bool:
+        """Save a step. Where ranks differ in common state, store that of rank 0 and warn once. Collective."""
+        try:
+            return self.checkpointer.save(iteration, state)
+        except CommonStateError as error:  # before anything was written, and on every rank
+            if not dist.is_initialized() or dist.get_rank() == 0:
+                log.warning("%s Rank 0's is stored, at later saves, too, as Megatron-Core does.", error)
+            options = self.checkpointer.save_options
+            self.checkpointer.save_options = replace(options, rank0_values=("*",))
+            return self.checkpointer.save(iteration, state)
 
     def find_latest(self) -> int:
         """Return the newest iteration that is stored completely; -1 if there is none."""

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib.util
 import io
 import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +15,14 @@ import torch
 import torch.distributed as dist
 
 from megackpt import Checkpointer, MemoryTier, SaveOptions, Tiers
-from megackpt.contrib.megatron.dist_checkpointing import mapping
+from megackpt.contrib.megatron.dist_checkpointing import mapping, tensor_aware_state_dict
 from megackpt.contrib.megatron.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
 from megackpt.contrib.megatron.dist_checkpointing.tensor_aware_state_dict import MCoreTensorAwareStateDict
 from megackpt.contrib.megatron_lm import TieredCheckpointManager
 from megackpt.errors import CheckpointingException, DeclarationError, MissingKeyError, NotACheckpointError
 from megackpt.testing.ranks import RankPool
 from tests.contrib.megatron.small_state import small_state
+from tests.contrib.nvrx import test_nvrx_folders as nvrx_folders
 from tests.support.effort import with_all
 
 S = mapping.ShardedTensor
@@ -38,13 +41,14 @@ def _manager(base: Path, *, async_save: bool = False) -> TieredCheckpointManager
 
 
 def _state(iteration: int) -> dict[str, Any]:
-    """Rows of a weight, a replica, objects, and common state with a tensor as a gradient scaler's."""
+    """Rows of a weight, a replica, objects, and common state: arguments that name the rank, a scale."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     weight = (torch.arange(24.0).reshape(8, 3) + 100 * iteration).chunk(ranks)[rank].clone()
     return {
         "w": S.from_rank_offsets("w", weight, (0, rank, ranks)),
         "same": S.from_rank_offsets("same", torch.full((3,), float(iteration)), replica_id=rank),
         "rng": mapping.ShardedObject("rng", [iteration + rank], (ranks,), (rank,)),
+        "args": argparse.Namespace(rank=rank, local_rank=rank, lr=0.1),
         "scaler": {"scale": torch.tensor(float(iteration))},
         "iteration": iteration,
     }
@@ -83,6 +87,7 @@ def _resume(base: str) -> int:
     for key in request:
         assert torch.equal(loaded[key], expected[key].data), key
     assert (loaded["scaler"], loaded["iteration"]) == (expected["scaler"], latest)
+    assert vars(loaded["args"]) == {"rank": 0, "local_rank": 0, "lr": 0.1}
     return latest
 
 
@@ -168,6 +173,40 @@ def test_a_state_dict_survives_without_its_tensors(algo: str) -> None:
     _check_small(again.to_state_dict(small_state(0.0)))
 
 
+@pytest.fixture
+def megatron_modules(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let pickles that name Megatron-Core's modules get ours, as under `install()`."""
+    names = "megatron.core.dist_checkpointing"
+    for module in (mapping, tensor_aware_state_dict):
+        monkeypatch.setitem(sys.modules, f"{names}.{module.__name__.rpartition('.')[2]}", module)
+
+
+@pytest.mark.parametrize("algo", nvrx_folders.ALGORITHMS)
+@pytest.mark.usefixtures("megatron_modules")
+def test_a_file_of_megatrons_own_class_is_read_or_the_error_names_the_files_of_other_ranks(algo: str) -> None:
+    expected = nvrx_folders.arrays(nvrx_folders.NEWEST)
+    ranks_without = []
+    for rank in range(2):
+        file = nvrx_folders.STORED / algo / str(rank) / f"iter_{nvrx_folders.NEWEST:07d}_{rank}_local.pt"
+        kept = torch.load(file, weights_only=False)
+        assert isinstance(kept, MCoreTensorAwareStateDict)
+        kept.insert_tensors(kept.pop_tensors())
+        kept.restore_tensor_device()
+        request = nvrx_folders.state_of(rank, 2, 0, mapping)
+        model, same = request["model"], request["model"].pop("same")
+        loaded = kept.to_state_dict({"model": model, "rng": request["rng"]}, algo=algo)
+        assert torch.equal(loaded["model"]["w"], expected["w"].chunk(2)[rank])
+        assert torch.equal(loaded["model"]["layer"], expected["layers.weight"][rank])
+        assert (loaded["rng"], loaded["iteration"]) == ({"seed": rank}, nvrx_folders.NEWEST)
+        if kept.to_state_dict({"same": same}, strict="log_all", return_mismatch_keys=True)[2]:
+            ranks_without.append(rank)
+            with pytest.raises(MissingKeyError, match="in the files of other ranks"):
+                kept.to_state_dict({"same": same}, algo=algo)
+        else:
+            assert torch.equal(kept.to_state_dict({"same": same}, algo=algo)["same"][0], expected["same"])
+    assert len(ranks_without) == (algo == "fully_parallel"), "one rank keeps the replica for both"
+
+
 def test_what_a_local_checkpoint_lacks_is_an_error_or_a_reported_key() -> None:
     kept, _ = MCoreTensorAwareStateDict.from_state_dict(small_state(), "atomic")
     other = {"new": S.from_rank_offsets("new", torch.zeros(1))}
@@ -206,12 +245,13 @@ def _save_and_load_local(path: str, is_async: bool) -> int:
     reader = LocalCheckpointManager(path)
     latest = reader.find_latest()
     expected, request = _state(latest), _state(0)
-    del request["iteration"], request["scaler"]
+    del request["iteration"], request["scaler"], request["args"]
     loaded = reader.load()[0].to_state_dict(request)
     assert torch.equal(loaded["w"], expected["w"].data)
     assert torch.equal(loaded["same"], expected["same"].data)
     assert loaded["rng"] == expected["rng"].data
     assert (loaded["scaler"], loaded["iteration"]) == (expected["scaler"], latest)
+    assert loaded["args"] == expected["args"], "each rank keeps its own common state"
     return latest
 
 

@@ -58,8 +58,10 @@ class MCoreTensorAwareStateDict(_Base):  # type: ignore[misc]
     Both algorithms of Megatron-Core are taken and do the same: each rank keeps all that it holds. There
     `fully_parallel` keeps every replica once and exchanges them at the load.
 
+    An object that Megatron-Core's own class has pickled becomes one of this class.
+
     Attributes:
-        common: what is not sharded.
+        common: what is not sharded. Each rank keeps its own.
         sharded_state_dict: the entities, factories built.
     """
 
@@ -67,6 +69,27 @@ class MCoreTensorAwareStateDict(_Base):  # type: ignore[misc]
     sharded_state_dict: ShardedStateDict
     _is_hollow: bool = False
     _devices: dict[int, str] = field(default_factory=dict)  # where tensors were, by position
+    _on_other_ranks: set[str] = field(default_factory=set)  # keys of shards that Megatron-Core left out here
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        if "_devices" in state:
+            return
+        # Pickled by Megatron-Core's class. It notes on each tensor where it was, and with fully_parallel it
+        # leaves the entity without a tensor where another rank keeps that replica.
+        self._devices, self._on_other_ranks = {}, set()
+        tensors = self._entities()
+        kept = [entity for entity in tensors if entity.data is not None or hasattr(entity, "orig_device")]
+        self._on_other_ranks = {entity.key for entity in tensors} - {entity.key for entity in kept}
+        kept_ids = {id(entity) for entity in kept}
+        self.sharded_state_dict, _ = extract_matching_values(
+            self.sharded_state_dict,
+            lambda leaf: not isinstance(leaf, ShardedTensor) or id(leaf) in kept_ids,
+        )
+        for number, entity in enumerate(self._entities()):
+            if hasattr(entity, "orig_device"):
+                self._devices[number] = entity.orig_device
+                del entity.orig_device
 
     @classmethod
     def from_state_dict(
@@ -79,14 +102,19 @@ class MCoreTensorAwareStateDict(_Base):  # type: ignore[misc]
         """Return a state dict's own form, and what to give as cached_metadata the next time.
 
         The tensors are shared with the given state dict, whose entities stay as they are. Collective without
-        cached_metadata: then coverage and common state are proved, as by `save`.
+        cached_metadata: then coverage is proved, as by `save`. Common state may differ between ranks, as
+        each rank keeps its own: the arguments of Megatron-LM name the rank.
 
         Raises:
             DeclarationError: there is no such algorithm.
             CoverageError, MismatchError: the proof failed; on every rank.
         """
         _check_algorithm(algo)
-        sharded, common = save_preprocess(sharded_state_dict, cached_metadata is None)
+        sharded, common = save_preprocess(
+            sharded_state_dict,
+            validate_access_integrity=cached_metadata is None,
+            preprocess_common_before_consistancy_check=lambda common: {},
+        )
         sharded = dict_list_map_outplace(copy.copy, sharded)
         return cls(common, sharded), cached_metadata or ShardDistribution({}, set(), {})
 
@@ -121,7 +149,7 @@ class MCoreTensorAwareStateDict(_Base):  # type: ignore[misc]
         unexpected = {entity.key for entity in asked if _identity(entity) not in stored}
         missing = {identity[0] for identity in stored} - {entity.key for entity in asked}
         if unexpected and StrictHandling.of(strict).on_unexpected is Policy.ERROR:
-            raise _missing_shards(unexpected)
+            raise _missing_shards(unexpected, on_other_ranks=self._on_other_ranks)
         wanted, _ = extract_matching_values(wanted, lambda entity: _identity(entity) in stored)
         wanted = dict_list_map_inplace(lambda entity: stored[_identity(entity)], wanted)
         merge(state, apply_factory_merges(wanted, factories))
@@ -229,13 +257,16 @@ class MCoreTensorAwareStateDict(_Base):  # type: ignore[misc]
             raise DeclarationError(fault)
 
 
-def _missing_shards(keys: Collection[str]) -> MissingKeyError:
+def _missing_shards(keys: Collection[str], *, on_other_ranks: Collection[str]) -> MissingKeyError:
     key = min(keys)
-    return MissingKeyError(
-        f"{len(keys)} keys are asked for in shards that this rank's local checkpoint does not have, {key!r} "
-        f"among them. A local checkpoint loads only at the layout that wrote it: load a global one instead.",
-        key=key,
-    )
+    fault = f"{len(keys)} keys are asked for in shards that this rank's local checkpoint does not have"
+    cure = "A local checkpoint loads only at the layout that wrote it: load a global one instead."
+    if key in on_other_ranks:
+        cure = (
+            "Megatron-Core wrote it with fully_parallel, so these shards are in the files of other ranks. "
+            "Copy the files of all ranks into one folder, and load that with megackpt.load(state, folder)."
+        )
+    return MissingKeyError(f"{fault}, {key!r} among them. {cure}", key=key)
 
 
 def _check_algorithm(algo: str) -> None:
