@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from importlib import import_module
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
-from types import ModuleType
+from types import CodeType, ModuleType
 from typing import Any
 
 _NEW_MODULE_NAMES = {
@@ -95,6 +95,12 @@ class _MovedModule(Loader):
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
         return self.module
+
+    def get_code(self, name: str) -> CodeType | None:
+        """Return the code of the module, which `python -m` runs."""
+        loader: Any = self.spec.loader if self.spec else None
+        code: CodeType | None = loader.get_code(self.module.__name__)
+        return code
 
     def exec_module(self, module: ModuleType) -> None:
         module.__spec__ = self.spec  # the import system has just put the old name's here

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from megackpt.comm import Group
+from megackpt.contrib.megatron.errors import naming_install
 from megackpt.engine.background.messages import CheckpointLocation
 from megackpt.engine.background.prepared_save import Destination
 from megackpt.engine.background.saver import AsyncSaver
@@ -59,12 +60,13 @@ class DeferredSave:
         Raises:
             CheckpointError: as `megackpt.save` before anything is written.
         """
-        try:
-            self._begin(saver, group, may_differ=False)
-        except CommonStateError as error:  # before anything was staged, and on every rank
-            if group.rank == 0:
-                log.warning("%s Rank 0's is stored, as Megatron-Core does.", error)
-            self._begin(saver, group, may_differ=True)
+        with naming_install():
+            try:
+                self._begin(saver, group, may_differ=False)
+            except CommonStateError as error:  # before anything was staged, and on every rank
+                if group.rank == 0:
+                    log.warning("%s Rank 0's is stored, as Megatron-Core does.", error)
+                self._begin(saver, group, may_differ=True)
 
     def _begin(self, saver: AsyncSaver, group: Group, *, may_differ: bool) -> None:
         there = self.checkpoint_dir.rstrip("/")

@@ -27,6 +27,24 @@ def also_of_torch() -> Iterator[None]:
         raise joined.with_traceback(error.__traceback__) from error.__cause__
 
 
+@contextmanager
+def naming_install() -> Iterator[None]:
+    """Add to an error that proposes options how a program of Megatron-Core gives them: by `install()`."""
+    try:
+        yield
+    except CheckpointError as error:
+        options = [argument for proposed, argument in _AT_INSTALL.items() if proposed in error.message]
+        if options and "install(" not in error.message:
+            error.message += f" To Megatron-Core's names give it by install({', '.join(options)})."
+        raise
+
+
+_AT_INSTALL = {
+    "SaveOptions(": "save_options=SaveOptions(...)",
+    "LoadOptions(": "load_options=LoadOptions(...)",
+}
+
+
 @cache
 def _class_for(kind: Any) -> type[CheckpointError]:
     from torch.distributed.checkpoint.api import CheckpointException

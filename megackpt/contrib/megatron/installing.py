@@ -14,12 +14,20 @@ from types import ModuleType
 
 from megackpt.contrib.megatron.settings import OPTIONS, Replicas
 from megackpt.errors import CheckpointError, DeclarationError
+from megackpt.ground.arguments import check_kind
+from megackpt.options import LoadOptions, SaveOptions
 
 THEIRS = "megatron.core.dist_checkpointing"
 OURS = "megackpt.contrib.megatron.dist_checkpointing"
 
 
-def install(*, silent_cast: bool = False, replicas: Replicas = "warn") -> None:
+def install(
+    *,
+    silent_cast: bool = False,
+    replicas: Replicas = "warn",
+    save_options: SaveOptions | None = None,
+    load_options: LoadOptions | None = None,
+) -> None:
     """Make `megatron.core.dist_checkpointing` and all its modules ours, in this process. Local.
 
     Call it before anything of Megatron-Core is imported: its modules take the classes when they are imported.
@@ -31,6 +39,9 @@ def install(*, silent_cast: bool = False, replicas: Replicas = "warn") -> None:
         replicas: what `save` does if copies of a tensor on several ranks have drifted apart, as samples
             show. "warn": as Megatron-Core, it stores the main replica, with a warning that names the key and
             the ranks. "error": it raises a MismatchError instead. "off": it compares none.
+        save_options: options that errors of a save propose, and others that no setting of a strategy gives.
+            What a strategy is set to counts more.
+        load_options: the same for loads.
 
     Raises:
         DeclarationError: an argument has another value.
@@ -44,7 +55,11 @@ def install(*, silent_cast: bool = False, replicas: Replicas = "warn") -> None:
         raise DeclarationError(f"silent_cast is {silent_cast!r}; give True or False.")
     if replicas not in ("warn", "error", "off"):
         raise DeclarationError(f"replicas is {replicas!r}; give 'warn', 'error' or 'off'.")
+    check_kind("save_options", save_options, SaveOptions, give="SaveOptions(...), or None", optional=True)
+    check_kind("load_options", load_options, LoadOptions, give="LoadOptions(...), or None", optional=True)
     OPTIONS.silent_cast, OPTIONS.replicas = silent_cast, replicas
+    OPTIONS.save_options = SaveOptions() if save_options is None else save_options
+    OPTIONS.load_options = LoadOptions() if load_options is None else load_options
     if any(isinstance(finder, _Finder) for finder in sys.meta_path):
         return
     _check_not_imported()

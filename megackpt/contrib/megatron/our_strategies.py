@@ -26,7 +26,7 @@ from megackpt.contrib.megatron.dist_checkpointing.strategies.base import (
     get_default_strategy,
     set_megackpt_strategy,
 )
-from megackpt.contrib.megatron.errors import also_of_torch
+from megackpt.contrib.megatron.errors import also_of_torch, naming_install
 from megackpt.contrib.megatron.settings import OPTIONS, KnownSettings
 from megackpt.contrib.megatron.stored_metadata import stored_metadata, stored_tensors
 from megackpt.engine.saving.plan_cache import PlanCache
@@ -36,7 +36,7 @@ from megackpt.entities.plain_tensors import is_plain_tensor
 from megackpt.entities.tree import ABSENT, map_leaves
 from megackpt.errors import CommonStateError, DeclarationError
 from megackpt.formats.registry import DEFAULT_BACKEND, SaveChoice, check_known, save_strategy
-from megackpt.options import KeyRule, LoadOptions, Policy, SaveOptions
+from megackpt.options import KeyRule, Policy, SaveOptions
 from megackpt.plans.validation import StrictHandling
 from megackpt.run import collective, local
 
@@ -222,9 +222,10 @@ def save_by(
         strategy = get_default_strategy(StrategyAction.SAVE_SHARDED, *strategy)
     choice = save_choice(strategy)
     sharded_state_dict, arguments = _enclosed(sharded_state_dict, checkpoint_dir, arguments)
-    collective.save(
-        sharded_state_dict, checkpoint_dir, sharded_strategy=choice, **_all_of(strategy, arguments)
-    )
+    with naming_install():
+        collective.save(
+            sharded_state_dict, checkpoint_dir, sharded_strategy=choice, **_all_of(strategy, arguments)
+        )
 
 
 def save_as_rank_0(
@@ -302,7 +303,7 @@ def _all_of(strategy: Any, arguments: SaveArguments) -> SaveArguments:
     plans = merged.get("plans")
     if not merged.get("validate_access_integrity", True) and plans is not None and plans.names:
         merged |= {"validate_access_integrity": True, _PREPROCESS: _nothing_of}
-    options = merged.get("options") or SaveOptions()
+    options = merged.get("options") or OPTIONS.save_options
     if options.plain_tensors == "auto":
         options = dataclasses.replace(options, plain_tensors="common")
     if options.sample_replicas is SaveOptions().sample_replicas:
@@ -330,7 +331,7 @@ def load_by(
     if isinstance(strategy, (tuple, list)):
         strategy = get_default_strategy(StrategyAction.LOAD_SHARDED, *strategy)
     arguments = _load_arguments(strategy)
-    with also_of_torch():
+    with also_of_torch(), naming_install():
         loaded, report = collective.load_with_report(
             _without_plain_tensors(sharded_state_dict),
             checkpoint_dir,
@@ -356,9 +357,9 @@ def _without_plain_tensors(sharded_state_dict: ShardedStateDict) -> ShardedState
 
 def _load_arguments(strategy: Any) -> dict[str, Any]:
     """Return the arguments of a load that a strategy stands for, and those of `install`."""
-    arguments = dict(getattr(strategy, "load_arguments", {}))
+    arguments = {"options": OPTIONS.load_options, **getattr(strategy, "load_arguments", {})}
     if OPTIONS.silent_cast:
-        options = arguments.get("options") or LoadOptions()
+        options = arguments["options"]
         converts = KeyRule(keys="*", cast=Policy.IGNORE)
         arguments["options"] = dataclasses.replace(options, rules=(*options.rules, converts))
     return arguments

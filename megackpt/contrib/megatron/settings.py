@@ -6,10 +6,10 @@ would silently have no effect.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, TypeAlias
 
-from megackpt.options import Policy
+from megackpt.options import LoadOptions, Policy, SaveOptions
 
 Replicas: TypeAlias = Literal["warn", "error", "off"]
 
@@ -47,10 +47,14 @@ class ProcessOptions:
             megackpt raises an error.
         replicas: what a save does if ranks declare the same chunk of a tensor and have different bits in
             samples of it: "warn", "error" or "off".
+        save_options: how to save, but for what a strategy is set to.
+        load_options: how to load, but for what a strategy is set to.
     """
 
     silent_cast: bool = False
     replicas: Replicas = "warn"
+    save_options: SaveOptions = field(default_factory=SaveOptions)
+    load_options: LoadOptions = field(default_factory=LoadOptions)
 
     @property
     def replica_policy(self) -> Policy:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+import re
 import sys
 import types
 from pathlib import Path
@@ -14,7 +15,7 @@ import torch
 from torch.distributed.checkpoint.api import CheckpointException
 
 import megackpt
-from megackpt import Policy, SaveOptions
+from megackpt import LoadOptions, MissingKeyError, Policy, SaveOptions
 from megackpt.contrib.megatron import core_version, dist_checkpointing, our_strategies, settings
 from megackpt.contrib.megatron.dist_checkpointing import (
     core,
@@ -23,7 +24,7 @@ from megackpt.contrib.megatron.dist_checkpointing import (
     state_dict_utils,
     validation,
 )
-from megackpt.contrib.megatron.dist_checkpointing.strategies import async_utils, fully_parallel
+from megackpt.contrib.megatron.dist_checkpointing.strategies import async_utils, fully_parallel, tensorstore
 from megackpt.contrib.megatron.dist_checkpointing.strategies import torch as torch_dist
 from megackpt.errors import (
     CheckpointingException,
@@ -352,6 +353,32 @@ def test_what_a_save_does_about_copies_that_differ_is_an_option_of_install(
     monkeypatch.setattr(settings.OPTIONS, "replicas", "off")
     assert policy() is Policy.IGNORE
     assert policy(options=SaveOptions(sample_replicas=Policy.WARN)) is Policy.WARN
+
+
+def test_what_an_error_proposes_can_be_given_to_install(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = str(tmp_path / "iter_1")
+    dist_checkpointing.save({"model.w": S.from_rank_offsets("model.w", torch.ones(2))}, path)
+
+    def wanted() -> dict[str, Any]:
+        return {"w": S.from_rank_offsets("w", torch.zeros(2))}
+
+    with pytest.raises(MissingKeyError) as raised:
+        dist_checkpointing.load(wanted(), path)
+    proposed = re.findall(r"LoadOptions\(rename=.*?\)", str(raised.value))
+    assert "install(load_options=LoadOptions(...))" in str(raised.value)
+    assert len(proposed) == 1, str(raised.value)
+    monkeypatch.setattr(settings.OPTIONS, "load_options", eval(proposed[0], {"LoadOptions": LoadOptions}))
+    reader = torch_dist.TorchDistLoadShardedStrategy()
+    wrapped = fully_parallel.FullyParallelLoadStrategyWrapper(reader)
+    for strategy in (None, reader, wrapped, tensorstore.TensorStoreLoadShardedStrategy()):
+        assert dist_checkpointing.load(wanted(), path, strategy)["w"].tolist() == [1.0, 1.0], strategy
+    monkeypatch.setattr(settings.OPTIONS, "save_options", SaveOptions(rank0_values=("*",)))
+    for strategy in (None, ("torch_dist", 1), torch_dist.TorchDistSaveShardedStrategy("torch_dist", 1)):
+        assert our_strategies._all_of(strategy, getattr(strategy, "save_arguments", {}))[
+            "options"
+        ].rank0_values
 
 
 def test_a_silent_cast_is_an_option_of_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -102,6 +102,27 @@ assert not [name for name in sys.modules if name == "megatron" or name.startswit
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.parametrize("module", ["megackpt.contrib.megatron", "megackpt.compat.megatron"])
+def test_a_program_that_cannot_be_edited_runs_under_install(module: str, tmp_path: Path) -> None:
+    (tmp_path / "beside_it.py").write_text("VALUE = 7")
+    (tmp_path / "pretrain.py").write_text(
+        "import sys, beside_it, megackpt\n"
+        "from megatron.core.dist_checkpointing import ShardedTensor\n"
+        "from megackpt.contrib.megatron.settings import OPTIONS\n"
+        "assert ShardedTensor is megackpt.ShardedTensor and __name__ == '__main__'\n"
+        "assert OPTIONS.replicas == 'error'\n"
+        "print(sys.argv[1:], beside_it.VALUE)"
+    )
+    command = [sys.executable, "-m", module, "--replicas", "error", "pretrain.py", "--replicas", "2"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.stdout == "['--replicas', '2'] 7\n", done.stderr
+    command[command.index("pretrain.py")] = "missing.py"
+    done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert "missing.py is no file" in done.stderr
+
+
 @pytest.mark.parametrize("path", MEGATRONS or ["installed"])
 def test_megatron_training_can_be_imported_under_install(path: str) -> None:
     done = run_python(IMPORTS_TRAINING, *([path] if MEGATRONS else []))
@@ -131,6 +152,8 @@ def test_install_sets_the_option() -> None:
         "megatron.install(); assert OPTIONS.replica_policy.value == 'warn'\n"
         "try: megatron.install(replicas='no')\n"
         "except ValueError as error: assert \"replicas is 'no'\" in str(error)\n"
+        "try: megatron.install(load_options={'complete': False})\n"
+        "except ValueError as error: assert 'LoadOptions(...), or None' in str(error)\n"
         "megatron.install(silent_cast='yes')"
     )
     assert "silent_cast is 'yes'" in done.stderr, done.stderr

@@ -54,12 +54,12 @@ from megackpt.contrib.megatron.our_strategies import (
     request_by,
     save_as_rank_0,
 )
+from megackpt.contrib.megatron.settings import OPTIONS
 from megackpt.contrib.megatron.stored_metadata import stored_metadata, stored_tensors
 from megackpt.contrib.megatron.user_loads import load_with
 from megackpt.contrib.megatron.user_saves import request_with, save_with
 from megackpt.entities import ShardedBase, ShardedStateDict, StateDict
 from megackpt.errors import DeclarationError, UnsupportedError
-from megackpt.options import LoadOptions
 from megackpt.run import local
 
 if TYPE_CHECKING:
@@ -146,7 +146,8 @@ def load(
     sharded = _chosen(StrategyAction.LOAD_SHARDED, sharded_strategy, checkpoint_dir)
     common = _chosen(StrategyAction.LOAD_COMMON, common_strategy, checkpoint_dir)
     mode = StrictHandling.of(strict)
-    group = None if process_group is None else subgroup(process_group, timeout_s=LoadOptions().timeout_s)
+    timeout_s = OPTIONS.load_options.timeout_s
+    group = None if process_group is None else subgroup(process_group, timeout_s=timeout_s)
     if verify_integrity:
         verify_integrity_manifest(checkpoint_dir, group)
     loaded: StateDict | tuple[StateDict, set[str], set[str]]
@@ -206,7 +207,7 @@ def load_plain_tensors(checkpoint_dir: str) -> StateDict:
         loaded: Any = load(dict(asked), checkpoint_dir, sharded)
         return {key: loaded[key] for key in asked}
 
-    group = world_group(timeout_s=LoadOptions().timeout_s)
+    group = world_group(timeout_s=OPTIONS.load_options.timeout_s)
     with errors_on_all_ranks(group, "loading plain tensors"):
         tensors = local.load_plain_tensors(checkpoint_dir)
         arrays = stored_tensors(checkpoint_dir)

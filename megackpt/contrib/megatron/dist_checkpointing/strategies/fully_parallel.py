@@ -36,12 +36,12 @@ from megackpt.contrib.megatron.our_strategies import (
     save_by,
     save_choice,
 )
-from megackpt.contrib.megatron.settings import KnownSettings
+from megackpt.contrib.megatron.settings import OPTIONS, KnownSettings
 from megackpt.engine.saving.plan_cache import PlanCache
 from megackpt.entities import ShardedStateDict, ShardedTensor, StateDict, is_main_replica
 from megackpt.errors import DeclarationError, UnsupportedError
 from megackpt.formats.registry import SaveChoice
-from megackpt.options import OTHER_NAMES_OF_ALL_TO_ALL, Exchange, LoadOptions, SaveOptions
+from megackpt.options import OTHER_NAMES_OF_ALL_TO_ALL, Exchange
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -135,7 +135,7 @@ class FullyParallelSaveStrategyWrapper(KnownSettings, AsyncSaveShardedStrategy):
         arguments = dict(getattr(self.base_strategy, "save_arguments", {}))
         if self.do_cache_distribution:
             arguments.setdefault("plans", self._plans)
-        options = arguments.get("options", SaveOptions())
+        options = arguments.get("options", OPTIONS.save_options)
         if self.parallelization_group is None:
             return arguments | {"options": replace(options, spread="world")}
         spread = {"options": replace(options, spread="group"), "spread_group": self.parallelization_group}
@@ -276,7 +276,7 @@ class FullyParallelLoadStrategyWrapper(KnownSettings, LoadShardedStrategy):
         """
         ours = FullyParallelLoadStrategyWrapper.apply_loading_parallelization
         _check_is_ours(self, "apply_loading_parallelization", ours)
-        options = getattr(self.base_strategy, "load_arguments", {}).get("options", LoadOptions())
+        options = getattr(self.base_strategy, "load_arguments", {}).get("options", OPTIONS.load_options)
         return {
             "options": replace(options, exchange=self._exchange_algo),
             "exchange_group": self.parallelization_group,

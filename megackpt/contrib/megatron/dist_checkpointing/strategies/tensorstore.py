@@ -5,11 +5,12 @@ Source: Megatron-Core up to 0.15, `dist_checkpointing.strategies.tensorstore`, f
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import ClassVar
 
 from megackpt.contrib.megatron.errors import unsupported_name
 from megackpt.contrib.megatron.our_strategies import DetectingLoadStrategy, LoadArguments
-from megackpt.options import LoadOptions
+from megackpt.contrib.megatron.settings import OPTIONS
 
 _PLUMBING = {
     "because": "it is a step between zarr arrays and tensors that the format takes by itself here.",
@@ -34,7 +35,7 @@ class TensorStoreLoadShardedStrategy(DetectingLoadStrategy):
     @property
     def load_arguments(self) -> LoadArguments:
         """The arguments of `megackpt.load` that the current settings of this strategy give."""
-        return {"options": LoadOptions(load_on_device=self.load_directly_on_device)}
+        return {"options": replace(OPTIONS.load_options, load_on_device=self.load_directly_on_device)}
 
 
 def register_default_tensorstore_strategies() -> None:

@@ -24,11 +24,12 @@ from megackpt.contrib.megatron.dist_checkpointing.strategies.state_dict_saver im
 )
 from megackpt.contrib.megatron.errors import unsupported_name
 from megackpt.contrib.megatron.our_strategies import DetectingLoadStrategy, FormatSaveStrategy, SaveArguments
+from megackpt.contrib.megatron.settings import OPTIONS
 from megackpt.entities import ShardedStateDict, ShardedTensor, StateDict
 from megackpt.errors import DeclarationError, MismatchError, MissingKeyError
 from megackpt.formats.registry import SaveChoice, save_strategy
 from megackpt.formats.torch_dist import TorchDistSaveStrategy
-from megackpt.options import SaveOptions
+from megackpt.options import Spread
 
 # Megatron-Core's planner of loads, for programs that call torch.distributed.checkpoint themselves.
 
@@ -184,7 +185,8 @@ class TorchDistSaveShardedStrategy(FormatSaveStrategy):
     @property
     def save_arguments(self) -> SaveArguments:
         """The other arguments of `megackpt.save` that the current settings of this strategy give."""
-        options = SaveOptions(spread="none" if self.keep_only_main_replica else "world")
+        spread: Spread = "none" if self.keep_only_main_replica else "world"
+        options = dataclasses.replace(OPTIONS.save_options, spread=spread)
         return {**super().save_arguments, "options": options}
 
 

@@ -34,8 +34,8 @@ from megackpt.contrib.megatron.our_strategies import (
     has_own_steps,
     load_by,
 )
+from megackpt.contrib.megatron.settings import OPTIONS
 from megackpt.entities import ShardedBase, ShardedStateDict, ShardedTensor, StateDict
-from megackpt.options import LoadOptions
 from megackpt.plans.validation import LoadTimes
 from megackpt.run import collective
 
@@ -163,7 +163,7 @@ class TwoStageDataParallelLoadShardedStrategy(DetectingLoadStrategy):
     def load_arguments(self) -> LoadArguments:
         """The arguments of `megackpt.load` that the current settings of this strategy give."""
         return {
-            "options": LoadOptions(exchange="two_stage", cpu_transfer=self.cpu_transfer),
+            "options": replace(OPTIONS.load_options, exchange="two_stage", cpu_transfer=self.cpu_transfer),
             "exchange_group": self.data_parallel_group,
         }
 
