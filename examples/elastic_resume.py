@@ -3,9 +3,12 @@
     python examples/elastic_resume.py          # a dense model over changing TP, PP and DP
     python examples/elastic_resume.py --moe    # a mixture of experts, over changing EP, ETP, CP and VPP too
 
-Every phase is a run of pretrain_gpt.py under torchrun that ends after its steps. The next phase resumes from
-the checkpoint at another layout. The losses are compared with those of a run that was never interrupted,
-printed as a table and drawn as a picture. It takes about two minutes on 2 cores, twice as long with experts.
+Every phase is a run of pretrain_gpt.py that ends after its steps. The next phase makes new process groups, a
+new model and a new optimizer at another layout, and resumes from the checkpoint. The losses are compared with
+those of a run that was never interrupted, printed as a table and drawn as a picture. It takes about a minute
+on 2 cores, twice as long with experts.
+
+The 4 processes stay, as starting them takes most of the time. With --new-processes each phase starts its own.
 """
 
 from __future__ import annotations
@@ -18,11 +21,13 @@ import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
 from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 EXAMPLES = Path(__file__).parent
@@ -81,6 +86,7 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--moe", action="store_true", help="train a mixture of experts, over all axes")
+    parser.add_argument("--new-processes", action="store_true", help="start each phase in new processes")
     parser.add_argument(
         "--out",
         type=Path,
@@ -97,12 +103,27 @@ def main() -> int:
     console = Console()
     began = time.monotonic()
 
-    console.print(f"[bold]Uninterrupted[/]: {steps} steps at {layout_text(trained.phases[0])}")
-    run(trained, 0, out / "uninterrupted", steps=steps, until=steps)
-    for number, axes in enumerate(trained.phases):
-        first, last = number * STEPS_PER_PHASE + 1, (number + 1) * STEPS_PER_PHASE
-        console.print(f"[bold]Elastic[/]: steps {first} to {last} at {layout_text(axes)}")
-        run(trained, number, out / "elastic", steps=steps, until=last)
+    runs = [(0, "uninterrupted", steps)]
+    runs += [(number, "elastic", (number + 1) * STEPS_PER_PHASE) for number in range(len(trained.phases))]
+    flags = [flags_of(trained, phase, out / name, steps=steps, until=until) for phase, name, until in runs]
+    console.print(
+        f"{PROCESSES} processes train {steps} steps twice: at {layout_text(trained.phases[0])}, and at "
+        f"another layout every {STEPS_PER_PHASE} steps. Their output: {out / 'log.txt'}",
+        soft_wrap=True,
+    )
+    batches = [[run] for run in flags] if arguments.new_processes else [flags]
+    with progress_bar(console) as bar:
+        task = bar.add_task("starting", total=2 * steps)
+        for batch in batches:
+            process = start(batch, out)
+            while process.poll() is None:
+                time.sleep(0.2)
+                done = [len(losses(out / name)) for name in ("uninterrupted", "elastic")]
+                phase = max(0, done[1] - 1) // STEPS_PER_PHASE if done[1] else 0
+                bar.update(task, completed=sum(done), description=layout_text(trained.phases[phase]))
+            if process.returncode:
+                console.print((out / "log.txt").read_text(), highlight=False, markup=False)
+                return process.returncode
 
     whole, switched = losses(out / "uninterrupted"), losses(out / "elastic")
     differences = {step: abs(switched[step] - whole[step]) / whole[step] for step in range(1, steps + 1)}
@@ -119,19 +140,34 @@ def main() -> int:
     return 0 if worst <= ALLOWED_DIFFERENCE else 1
 
 
-def run(trained: Run, phase: int, directory: Path, *, steps: int, until: int) -> None:
-    """Run pretrain_gpt.py in 4 processes, from the newest checkpoint in the directory to step `until`."""
+def flags_of(trained: Run, phase: int, directory: Path, *, steps: int, until: int) -> list[str]:
+    """Return the flags of pretrain_gpt.py that train from the newest checkpoint to step `until`."""
+    flags = [*trained.flags, *(f"--{axis}={size}" for axis, size in trained.phases[phase].items())]
+    flags += [f"--ckpt={directory}", f"--steps={steps}", f"--exit-after={until}", f"--save-every={steps}"]
+    return [*flags, "--micro-batches=2", "--global-batch-size=8", "--keep-last=2"]
+
+
+def start(runs: Sequence[Sequence[str]], out: Path) -> subprocess.Popen[bytes]:
+    """Start 4 processes that do runs of pretrain_gpt.py with these flags, one after the other."""
+    (out / "runs.json").write_text(json.dumps(runs))
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={PROCESSES}"]
-    command += [str(EXAMPLES / "pretrain_gpt.py"), *trained.flags]
-    command += [f"--{axis}={size}" for axis, size in trained.phases[phase].items()]
-    command += [f"--ckpt={directory}", f"--steps={steps}", f"--exit-after={until}", f"--save-every={steps}"]
-    command += ["--micro-batches=2", "--global-batch-size=8", "--keep-last=2"]
-    subprocess.run(command, check=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
+    command += [str(EXAMPLES / "training" / "phases.py"), str(out / "runs.json")]
+    with (out / "log.txt").open("ab") as log:
+        environment = os.environ | {"OMP_NUM_THREADS": "1"}
+        return subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environment)
+
+
+def progress_bar(console: Console) -> Progress:
+    """Return a bar over the steps of all runs. A log file gets no bar."""
+    columns = (TextColumn("{task.description:14}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    return Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
 
 
 def losses(directory: Path) -> dict[int, float]:
-    """Return the loss of every step from a run's metrics, by step."""
-    lines = (json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines())
+    """Return the loss of every step from a run's metrics, by step; empty before the first step."""
+    metrics = directory / "metrics.jsonl"
+    whole_lines = metrics.read_text().rpartition("\n")[0].splitlines() if metrics.exists() else []
+    lines = map(json.loads, whole_lines)
     return {line["step"]: line["loss"] for line in lines if "loss" in line}
 
 

@@ -38,10 +38,15 @@ from training.text import NoTextError, Text
 from training.trainer import Trainer
 
 
-def main() -> int:
-    """Run one rank; started by torchrun, or alone. Returns the exit code."""
+def main(argv: list[str] | None = None, store: dist.Store | None = None) -> int:
+    """Run one rank; started by torchrun, or alone. Return the exit code.
+
+    Args:
+        argv: the flags; None for those of the process.
+        store: where ranks find each other; None for that of torchrun.
+    """
     logging.basicConfig(format="%(message)s", level=logging.WARNING)  # an incomplete checkpoint, for example
-    arguments = parse_arguments()
+    arguments = parse_arguments(argv)
     try:
         text = Text.read(arguments.data, seq_length=arguments.model.seq_length, seed=arguments.seed)
     except NoTextError as error:
@@ -49,7 +54,8 @@ def main() -> int:
     # All checks that need no other ranks are done. From here on ranks wait for each other.
     torch.use_deterministic_algorithms(True)
     if "RANK" in os.environ:
-        dist.init_process_group("gloo")
+        rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
     try:
         return Trainer(arguments, text).run()
     finally:

@@ -25,19 +25,19 @@ class MegatronCoreOnCpu(MegatronCore):
     needs_cuda = False
 
     def save(self, declared: Any, directory: Path) -> None:
-        with _cuda_is_the_cpu():
+        with cuda_is_the_cpu():
             super().save(declared, directory)
 
     def load(self, declared: Any, directory: Path) -> None:
-        with _cuda_is_the_cpu():
+        with cuda_is_the_cpu():
             super().load(declared, directory)
 
     def save_async(self, declared: Any, directory: Path) -> Callable[[], Path]:
-        with _cuda_is_the_cpu():
+        with cuda_is_the_cpu():
             finish = super().save_async(declared, directory)
 
         def wait() -> Path:
-            with _cuda_is_the_cpu():
+            with cuda_is_the_cpu():
                 return finish()
 
         return wait
@@ -58,7 +58,8 @@ class _HostMemory(TorchFunctionMode):
 
 
 @contextlib.contextmanager
-def _cuda_is_the_cpu() -> Iterator[None]:
+def cuda_is_the_cpu() -> Iterator[None]:
+    """Let Megatron-Core find the CPU where it looks for a CUDA device."""
     with (
         mock.patch.object(torch.cuda, "synchronize", return_value=None),
         mock.patch.object(torch.cuda, "current_device", return_value=torch.device("cpu")),

@@ -104,14 +104,14 @@ assert not [name for name in sys.modules if name == "megatron" or name.startswit
 
 @pytest.mark.parametrize("module", ["megackpt.contrib.megatron", "megackpt.compat.megatron"])
 def test_a_program_that_cannot_be_edited_runs_under_install(module: str, tmp_path: Path) -> None:
-    (tmp_path / "beside_it.py").write_text("VALUE = 7")
+    (tmp_path / "neighbour.py").write_text("VALUE = 7")
     (tmp_path / "pretrain.py").write_text(
-        "import sys, beside_it, megackpt\n"
+        "import sys, neighbour, megackpt\n"
         "from megatron.core.dist_checkpointing import ShardedTensor\n"
         "from megackpt.contrib.megatron.settings import OPTIONS\n"
         "assert ShardedTensor is megackpt.ShardedTensor and __name__ == '__main__'\n"
         "assert OPTIONS.replicas == 'error'\n"
-        "print(sys.argv[1:], beside_it.VALUE)"
+        "print(sys.argv[1:], neighbour.VALUE)"
     )
     command = [sys.executable, "-m", module, "--replicas", "error", "pretrain.py", "--replicas", "2"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}

@@ -12,10 +12,12 @@ import doctest
 import importlib
 import pkgutil
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
 import megackpt
 from megackpt import errors
@@ -30,6 +32,8 @@ PUBLIC_PARTS = {
     *(module.split(".")[1] for module in names_by_module()),
 }  # fmt: skip
 """Parts of megackpt that users import from; most names are in the package itself."""
+
+README = ROOT / "README.md"
 
 _LINK = re.compile(r"\]\(([^)\s]+)\)")
 _PATH = re.compile(r"`((?:megackpt|models|examples|tests|docs)/[\w./-]+)`")
@@ -47,16 +51,26 @@ def as_shown(text: str, directory: Path) -> str:
     return _ATTEMPT.sub("0123456789abcdef", text.replace(str(directory), "/data"))
 
 
+@pytest.fixture
+def group_of_one() -> Iterator[None]:
+    """A process group of this process alone."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
 @pytest.mark.parametrize(
     "path", [p for p in DOCUMENTS if p != ON_RANKS], ids=lambda p: str(p.relative_to(ROOT))
 )
 def test_the_examples_of_a_document_run_and_print_what_it_shows(
-    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:
     directory = tmp_path / "cwd"
     directory.mkdir()
     monkeypatch.chdir(directory)
     namespace: dict[str, Any] = {"__name__": "__main__"}
+    if path == README:  # one of its examples is FSDP2, which needs a process group
+        request.getfixturevalue("group_of_one")
     for example in examples_of(path.read_text()):
         if re.search("^import zarr$", example.code, re.MULTILINE):
             pytest.importorskip("zarr", reason="zarr 3.1 needs Python 3.11; the blocks before have run")
