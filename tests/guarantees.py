@@ -338,7 +338,10 @@ GUARANTEES: Guarantees = {
             "does not know."
         ): ["test_fields_and_columns_of_a_newer_version_are_ignored"],
     },
-    "docs/versions.md": {
+    "docs/status.md": {
+        "Sparse tensors and `complex32` are an error": [
+            "test_a_tensor_without_elements_in_memory_cannot_be_saved"
+        ],
         "Every later version reads every checkpoint that a released version has written": [
             "test_a_golden_checkpoint_loads",
             "test_there_is_a_golden_checkpoint_of_the_native_format",
@@ -421,7 +424,7 @@ GUARANTEES: Guarantees = {
             "test_arrays_go_to_every_family_and_back_bit_for_bit",
         ],
     },
-    "docs/lora.md": {
+    "docs/fine-tuning.md": {
         "restores both at any other layout": [
             "test_adapters_and_their_optimizer_load_at_another_layout_bit_for_bit"
         ],
@@ -453,11 +456,6 @@ GUARANTEES: Guarantees = {
         "bit for bit with what the ranks had": [
             "test_deepspeed_folders.py::test_every_array_is_bit_equal_with_what_the_ranks_had",
             "test_folders_that_deepspeed_makes_now_are_bit_equal",
-        ],
-    },
-    "docs/limits.md": {
-        "Sparse tensors and `complex32` are an error": [
-            "test_a_tensor_without_elements_in_memory_cannot_be_saved"
         ],
     },
     "docs/operating.md": {

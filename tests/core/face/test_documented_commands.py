@@ -25,7 +25,7 @@ from tests.support.docs import DOCUMENTS, ROOT, blocks_of
 SHELL = {"bash", "sh", "console"}
 PARSED_ONLY = {
     "docs/huggingface.md": "tests/core/face/test_convert.py converts",
-    "docs/lora.md": "tests/training/models/test_merged_export.py merges adapters",
+    "docs/fine-tuning.md": "tests/training/models/test_merged_export.py merges adapters",
     "docs/performance.md": "measures for minutes; tests/system/test_bench.py measures less",
     "docs/planning.md": "plans 16384 ranks for a minute; tests/core/face/test_plan.py plans fewer",
 }
