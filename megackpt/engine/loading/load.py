@@ -1,4 +1,4 @@
-"""A load: open the checkpoint, flatten the request, check, plan, read, rebuild the state dict.
+"""A load: open the checkpoint, view it under the names of the request, check, plan, read, rebuild the state.
 
 Every rank reads the bytes that it needs. Ranks synchronise only to compare requests and to share errors.
 `source.open_source` chooses the source of the bytes (for a damaged checkpoint also parity and copies), and
@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from megackpt.comm import Group, gather_step
 from megackpt.engine.data.read import read_chunk, read_tensors
-from megackpt.engine.loading.prepare import prepare_load
+from megackpt.engine.loading.prepare import CheckpointView, prepare_load
 from megackpt.engine.loading.prepared_load import PreparedLoad, ReadResult
 from megackpt.engine.loading.rank_answers import RankAnswers, answer_of, check_answers
 from megackpt.engine.loading.source import LoadRequest, open_source
@@ -114,11 +114,12 @@ def _open_and_prepare(request: LoadRequest, group: Group, resources: ExitStack) 
         store = resources.enter_context(request.open_store())
         source = open_source(store, options, resources)
         if request.maps is None:
-            prepared = prepare_load(request.state, source, options, rules, group)
+            view = CheckpointView.from_source(source, request.state, options, rules)
         else:
-            from megackpt.engine.loading.mapped import prepare_mapped_load
+            from megackpt.engine.loading.mapped import MappedView
 
-            prepared = prepare_mapped_load(request, source, rules, group)
+            view = MappedView.from_request(request, source, rules)
+        prepared = prepare_load(view, request.state, group)
     return prepared, answer_of(request, prepared, notices)
 
 

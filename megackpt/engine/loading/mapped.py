@@ -1,4 +1,4 @@
-"""Prepares one rank's load from a checkpoint with the names of another family, before it reads.
+"""The view of a checkpoint by a map between families of names, for a load into tensors with our names.
 
 The request has our names, the checkpoint has others. Each tensor of the request becomes views of its
 memory, and each view is a box of an array of the other family. So each rank reads only the elements of its
@@ -8,107 +8,231 @@ own tensors, at any layout, and no array is assembled first.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from fnmatch import fnmatchcase
 
 import numpy as np
 
 from megackpt.comm import Group
 from megackpt.engine.checkpoint.opening import check_readable, read_common
 from megackpt.engine.checkpoint.views import with_views
-from megackpt.engine.data.tensor_bytes import check_target
 from megackpt.engine.loading.common_request import CommonRequest
 from megackpt.engine.loading.mapped_report import check_casts, report_mapped_arrays
-from megackpt.engine.loading.prepare import LOAD_ON_META, with_options_renamed
-from megackpt.engine.loading.prepared_load import Addition, PreparedLoad, ReadPlan, RequestedKeys
-from megackpt.engine.loading.shared_targets import SharedTargets
+from megackpt.engine.loading.prepare import (
+    AllKeysBut,
+    CheckpointView,
+    FlattenedRequest,
+    matches_any,
+    with_options_renamed,
+)
+from megackpt.engine.loading.prepared_load import MappedParts, ReadPlan, RequestedKeys
 from megackpt.engine.loading.source import LoadRequest, Source
-from megackpt.entities import ShardedTensor
+from megackpt.entities import ShardedObject, ShardedStateDict, ShardedTensor
 from megackpt.entities.describe import describe, torch_dtype
 from megackpt.entities.flatten import FlattenedState, flatten_state
 from megackpt.errors import DeclarationError, MapError, MismatchError, MissingKeyError, truncated_list
-from megackpt.formats.contents import Contents
+from megackpt.formats.contents import Chunks, Contents
 from megackpt.maps import RegionMap, bound_to
 from megackpt.maps.family import chosen_map
 from megackpt.maps.requests import MappedTensor, is_weight, mapped_tensors, parameter_key
 from megackpt.plans.metadata import OBJECT, ArraySpec
-from megackpt.plans.planning import plan_load
+from megackpt.plans.planning import Copies, plan_load
 from megackpt.plans.planning.read_sizes import read_ratio
 from megackpt.plans.validation import LoadReport, LoadRules
 from megackpt.storage import digest_of
 
 
-def prepare_mapped_load(request: LoadRequest, source: Source, rules: LoadRules, group: Group) -> PreparedLoad:
-    """Flatten the request of this rank, find its elements in the other family's arrays, and plan. Local.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MappedView(CheckpointView):
+    """A checkpoint seen under our names by a map. Its contents have the names of the other family.
 
-    Raises:
-        MapError: there is no map for the checkpoint, or it lacks an array of the request.
-        DeclarationError: the request has more than weights, or a target cannot be filled in place.
-        MissingKeyError, MismatchError: the checkpoint lacks an array that the map names, or holds it with
-            another shape; or the model has another shape than the map.
+    Attributes:
+        stored: the arrays in the shapes of the files; `contents` has them in the shapes of the map.
+        made: the map, with a key for each of our layers.
+        ours_by_theirs: our keys of each array of the other family, as text: the same on all ranks, whatever a
+            rank stacks.
     """
-    where, options = source.location, request.options
-    contents = with_options_renamed(source.contents, options)[0]
-    assert request.maps is not None
-    config = _config_of(request, contents, where)
-    made = _with_stored_padding(
-        chosen_map(request.maps, config, contents.arrays, where=where), contents.arrays
-    )
-    flattened = flatten_state(
-        request.state,
-        rank=group.rank,
-        ranks=group.size,
-        stored=_EveryKey(),
-        in_host_memory=not options.load_on_device,
-    )
-    requested = frozenset(tensor.key for tensor in flattened.tensors)
-    excluded = frozenset(k for k in requested if any(fnmatchcase(k, glob) for glob in options.exclude))
-    _check_only_weights(flattened, excluded, where)
 
-    names = _Names.of(made, {parameter_key(key) for key in requested - excluded}, where)
-    _check_known(requested - excluded, names)
-    _check_stored(requested - excluded, contents, names)
-    # After the check of shapes: a view can only split dims of the stored shape that the map expects.
-    contents = names.viewed(contents)
-    targets = _targets(flattened, excluded, names)
+    stored: Contents
+    made: RegionMap
+    ours_by_theirs: Mapping[str, str]
 
-    parts = [[*mapped_tensors(tensor, parameter_key(tensor.key), names.made)] for tensor in targets.tensors]
-    views = [part.theirs for of_tensor in parts for part in of_tensor]
-    check_casts(targets.tensors, parts, contents.arrays, rules, where=where)
-    plan = _plan_reads(views, contents, group, where)
-    return PreparedLoad(
-        where=where,
-        source=source,
-        contents=contents,
-        rules=rules,
-        flattened=flattened,
-        # From another family nothing but weights is loaded.
-        common=CommonRequest({}, {}, {}, {}, frozenset()),
-        common_arrays={},
-        inline=None,
-        # By the names of the other family, as missing keys are looked for among the stored ones.
-        keys=RequestedKeys(frozenset(view.key for view in views), excluded, frozenset()),
-        loadable=(),
-        empty_containers=(),
-        targets=targets,
-        objects=(),
-        plan=plan,
-        report=LoadReport(
-            arrays=report_mapped_arrays(targets.tensors, parts, contents.arrays, names.made),
-            excluded=excluded,
-            transformed=flattened.transformed(excluded),
-        ),
-        additions=[
-            Addition(part.theirs.data, part.added)
-            for of_tensor in parts
-            for part in of_tensor
-            if part.added and part.theirs.data is not None
-        ],
-        our_names=names.ours_by_theirs,
-        map_digest=_digest(made),
-        read_ratio=_read_ratio(plan, targets.tensors, parts),
-    )
+    @classmethod
+    def from_request(cls, request: LoadRequest, source: Source, rules: LoadRules) -> MappedView:
+        """Choose the map of a request for a checkpoint. Local.
+
+        Raises:
+            MapError: there is no map for the checkpoint.
+            DeclarationError, MismatchError: a pattern of `LoadOptions.rename` is invalid, or gives two keys
+                one name.
+        """
+        assert request.maps is not None
+        where = source.location
+        stored = with_options_renamed(source.contents, request.options)[0]
+        config = _config_of(request, stored, where)
+        made = chosen_map(request.maps, config, stored.arrays, where=where)
+        made = _with_stored_padding(made, stored.arrays)
+        ours: dict[str, dict[str, None]] = {}
+        for pair in made.pairs:
+            ours.setdefault(pair.right.key, {})[pair.left.key] = None
+        return cls(
+            where=where,
+            source=source,
+            contents=_viewed(stored, made, where),
+            options=request.options,
+            rules=rules,
+            stored_keys=source.contents.arrays,
+            stored=stored,
+            made=made,
+            ours_by_theirs={key: ", ".join(map(repr, names)) for key, names in ours.items()},
+        )
+
+    def loadable(self) -> list[str]:
+        """Return nothing: an empty dict of the request asks for no array of another family."""
+        return []
+
+    def flatten(self, state: ShardedStateDict, group: Group) -> FlattenedRequest:
+        """Declare all tensors of a request; from another family nothing but weights is loaded."""
+        flattened = flatten_state(
+            state,
+            rank=group.rank,
+            ranks=group.size,
+            stored=AllKeysBut(frozenset()),
+            in_host_memory=not self.options.load_on_device,
+        )
+        keys = {tensor.key for tensor in flattened.tensors} - self._excluded(flattened)
+        bound = bound_to(self.made, {parameter_key(key) for key in keys})
+        no_common_state = CommonRequest({}, {}, {}, {}, frozenset())
+        return FlattenedRequest(flattened, no_common_state, {}, {}, frozenset(), bound)
+
+    def check_keys(self, request: FlattenedRequest, group: Group) -> RequestedKeys:
+        """Check that the map has all requested arrays, and that the checkpoint has those of the map.
+
+        Raises:
+            DeclarationError: the request has more than weights.
+            MapError: the map lacks an array of the request.
+            MissingKeyError, MismatchError: the checkpoint lacks an array that the map names, or holds it with
+                another shape; or the model has another shape than the map.
+        """
+        assert request.map is not None
+        flattened, excluded = request.flattened, self._excluded(request.flattened)
+        _check_only_weights(flattened, excluded, self.where)
+        requested = frozenset(tensor.key for tensor in flattened.tensors)
+        self._check_known(requested - excluded, request.map)
+        self._check_stored(requested - excluded, request.map)
+        tensors = [tensor for tensor in flattened.tensors if tensor.key not in excluded]
+        _check_shapes(tensors, request.map, self.where)
+        return RequestedKeys(requested, excluded, frozenset())
+
+    def plan_reads(
+        self,
+        request: FlattenedRequest,
+        tensors: Sequence[ShardedTensor],
+        objects: Sequence[ShardedObject],
+        group: Group,
+    ) -> ReadPlan:
+        """Find the elements of the tensors in the other family's arrays, and plan the copies from chunks."""
+        made, arrays = request.map, self.contents.arrays
+        assert made is not None
+        parts = [[*mapped_tensors(tensor, parameter_key(tensor.key), made)] for tensor in tensors]
+        check_casts(tensors, parts, arrays, self.rules, where=self.where)
+        views = [part.theirs for of_tensor in parts for part in of_tensor]
+        # A parameter and its master may ask for one array with different dtypes: it is declared as stored.
+        declared = [replace(view, data=None, dtype=torch_dtype(arrays[view.key].dtype)) for view in views]
+        requested = describe(declared, rank=group.rank)
+        chunks = self.contents.chunks_for([requested.table])
+        copies = plan_load(requested, chunks.table, where=self.where)
+        ratio = _read_ratio(copies, chunks, tensors, parts)
+        by_map = MappedParts(tensors, parts, self.ours_by_theirs, _digest(self.made), ratio)
+        return ReadPlan(requested, views, chunks, copies, [], by_map)
+
+    def report(
+        self,
+        request: FlattenedRequest,
+        keys: RequestedKeys,
+        plans: Sequence[ReadPlan],
+        objects: Sequence[ShardedObject],
+    ) -> LoadReport:
+        """Report how each array of the request is loaded, under our keys."""
+        (plan,) = plans
+        assert request.map is not None
+        assert plan.by_map is not None
+        return LoadReport(
+            arrays=report_mapped_arrays(
+                plan.by_map.tensors, plan.by_map.parts, self.contents.arrays, request.map
+            ),
+            excluded=keys.excluded,
+            transformed=request.flattened.transformed(keys.excluded),
+        )
+
+    def _excluded(self, flattened: FlattenedState) -> frozenset[str]:
+        """Return the keys of tensors that `LoadOptions.exclude` names."""
+        return frozenset(t.key for t in flattened.tensors if matches_any(t.key, self.options.exclude))
+
+    def _check_known(self, requested: frozenset[str], made: RegionMap) -> None:
+        """Check that the map has all requested arrays.
+
+        Raises:
+            MapError: it lacks some; all are listed, each with the most similar array of the map.
+        """
+        unknown = sorted({parameter_key(key) for key in requested} - set(made.left))
+        if not unknown:
+            return
+        lines: list[str] = []
+        for key in unknown:
+            # The error shows ten lines, and each search takes long in a large map.
+            close = difflib.get_close_matches(key, made.left, n=1) if len(lines) < 10 else []
+            lines.append(repr(key) + (f" (the map has {close[0]!r})" if close else ""))
+        tied = "output_layer.weight" in unknown and "output_layer.weight" not in made.left
+        hint = (
+            "The config ties the output layer to the embedding, so there is no output_layer.weight: tie them "
+            "in the model too. "
+            if tied
+            else ""
+        )
+        raise MapError(
+            f"{self.where}: the map has no array of the other model for {len(unknown)} of the requested "
+            f"keys:\n{truncated_list(lines)}\n{hint}Build the model of the same config, keep them as "
+            f"they are with LoadOptions(exclude=...), or give a map that has them.",
+            key=unknown[0],
+            path=self.where,
+        )
+
+    def _check_stored(self, requested: frozenset[str], made: RegionMap) -> None:
+        """Check that the arrays that the map names are stored, with the shapes that it names.
+
+        Raises:
+            MissingKeyError, MismatchError: one is not; the text has both names of all such arrays.
+            FormatError: one is stored in a form that cannot be loaded.
+        """
+        ours = {parameter_key(key) for key in requested}
+        wanted = dict.fromkeys(pair.right.key for pair in made.pairs if pair.left.key in ours)
+        check_readable(wanted, self.stored.unreadable, where=self.where)
+        missing = [key for key in wanted if key not in self.stored.arrays]
+        if missing:
+            lines = [f"{key!r} (ours: {self.ours_by_theirs[key]})" for key in missing]
+            raise MissingKeyError(
+                f"{self.where} lacks {len(missing)} of the arrays that the map names:\n"
+                f"{truncated_list(lines)}\nFetch the whole folder, or give the config that the weights "
+                f"were saved with.",
+                key=missing[0],
+                path=self.where,
+            )
+        faults: dict[str, str] = {}
+        for key in wanted:
+            spec, array = self.stored.arrays[key], made.right[key]
+            if spec.dtype == OBJECT or spec.global_shape != array.stored:
+                faults[key] = (
+                    f"{key!r} (ours: {self.ours_by_theirs[key]}): stored as {spec.dtype} "
+                    f"{spec.global_shape}, and {array.stored} by the config"
+                )
+        if faults:
+            raise MismatchError(
+                f"{self.where} holds other shapes than its map:\n{truncated_list(list(faults.values()))}\n"
+                f"Give the config that the weights were saved with.",
+                key=next(iter(faults)),
+                path=self.where,
+            )
 
 
 def _config_of(request: LoadRequest, contents: Contents, where: str) -> Mapping[str, object] | None:
@@ -131,46 +255,23 @@ def _with_stored_padding(made: RegionMap, stored: Mapping[str, ArraySpec]) -> Re
     return replace(made, right=right)
 
 
-@dataclass(frozen=True, slots=True)
-class _Names:
-    """A map bound to the keys of a request, with texts for errors.
+def _viewed(stored: Contents, made: RegionMap, where: str) -> Contents:
+    """Return the arrays in the shapes of a map, without those that repeat others or are computed."""
+    known = {key: made.right[key].viewed for key in made.right}
+    views = {
+        key: known.get(key, spec.global_shape)
+        for key, spec in stored.arrays.items()
+        if key in known or not _is_derived(key)
+    }
+    return with_views(stored, views, where=where)
 
-    Attributes:
-        made: the map.
-        ours_by_theirs: our keys of each array of the other family, with those of layers one by one: the same
-            on all ranks, whatever a rank stacks.
-        where: the checkpoint, for errors.
+
+def _is_derived(key: str) -> bool:
+    """Return whether an array that a map lacks holds nothing of its own.
+
+    A folder with tied embeddings may hold them twice, and old ones hold the rotary frequencies.
     """
-
-    made: RegionMap
-    ours_by_theirs: Mapping[str, str]
-    where: str
-
-    @classmethod
-    def of(cls, made: RegionMap, keys: Collection[str], where: str) -> _Names:
-        """Bind a map to the keys of this rank's request."""
-        ours: dict[str, dict[str, None]] = {}
-        for pair in made.pairs:
-            ours.setdefault(pair.right.key, {})[pair.left.key] = None
-        by_theirs = {key: ", ".join(map(repr, names)) for key, names in ours.items()}
-        return cls(bound_to(made, keys), by_theirs, where)
-
-    def viewed(self, contents: Contents) -> Contents:
-        """Return the arrays in the shapes of the map, without those that repeat others or are computed."""
-        known = {key: self.made.right[key].viewed for key in self.made.right}
-        views = {
-            key: known.get(key, spec.global_shape)
-            for key, spec in contents.arrays.items()
-            if key in known or not self._is_derived(key)
-        }
-        return with_views(contents, views, where=self.where)
-
-    def _is_derived(self, key: str) -> bool:
-        """Return whether an array that the map lacks holds nothing of its own.
-
-        A folder with tied embeddings may hold them twice, and old ones hold the rotary frequencies.
-        """
-        return key.endswith("lm_head.weight") or key.endswith((".rotary_emb.inv_freq", ".attn.masked_bias"))
+    return key.endswith("lm_head.weight") or key.endswith((".rotary_emb.inv_freq", ".attn.masked_bias"))
 
 
 def _check_only_weights(flattened: FlattenedState, excluded: frozenset[str], where: str) -> None:
@@ -191,83 +292,15 @@ def _check_only_weights(flattened: FlattenedState, excluded: frozenset[str], whe
         )
 
 
-def _check_known(requested: frozenset[str], names: _Names) -> None:
-    """Check that the map has all requested arrays.
+def _check_shapes(tensors: Sequence[ShardedTensor], made: RegionMap, where: str) -> None:
+    """Check that tensors have the global shapes of a map, where a padded array may have more rows.
 
     Raises:
-        MapError: it lacks some; all are listed, each with the most similar array of the map.
+        MismatchError: a tensor has another global shape; all of these are listed.
     """
-    unknown = sorted({parameter_key(key) for key in requested} - set(names.made.left))
-    if not unknown:
-        return
-    lines: list[str] = []
-    for key in unknown:
-        # The error shows ten lines, and each search takes long in a large map.
-        close = difflib.get_close_matches(key, names.made.left, n=1) if len(lines) < 10 else []
-        lines.append(repr(key) + (f" (the map has {close[0]!r})" if close else ""))
-    tied = "output_layer.weight" in unknown and "output_layer.weight" not in names.made.left
-    hint = (
-        "The config ties the output layer to the embedding, so there is no output_layer.weight: tie them in "
-        "the model too. "
-        if tied
-        else ""
-    )
-    raise MapError(
-        f"{names.where}: the map has no array of the other model for {len(unknown)} of the requested keys:\n"
-        f"{truncated_list(lines)}\n{hint}Build the model of the same config, keep them as they are with "
-        f"LoadOptions(exclude=...), or give a map that has them.",
-        key=unknown[0],
-        path=names.where,
-    )
-
-
-def _check_stored(requested: frozenset[str], contents: Contents, names: _Names) -> None:
-    """Check that the arrays that the map names are stored, with the shapes that it names.
-
-    Raises:
-        MissingKeyError, MismatchError: one is not; the text has both names of all such arrays.
-        FormatError: one is stored in a form that cannot be loaded.
-    """
-    ours = {parameter_key(key) for key in requested}
-    wanted = dict.fromkeys(pair.right.key for pair in names.made.pairs if pair.left.key in ours)
-    check_readable(wanted, contents.unreadable, where=names.where)
-    missing = [key for key in wanted if key not in contents.arrays]
-    if missing:
-        lines = [f"{key!r} (ours: {names.ours_by_theirs[key]})" for key in missing]
-        raise MissingKeyError(
-            f"{names.where} lacks {len(missing)} of the arrays that the map names:\n{truncated_list(lines)}\n"
-            f"Fetch the whole folder, or give the config that the weights were saved with.",
-            key=missing[0],
-            path=names.where,
-        )
-    faults: dict[str, str] = {}
-    for key in wanted:
-        spec, array = contents.arrays[key], names.made.right[key]
-        if spec.dtype == OBJECT or spec.global_shape != array.stored:
-            faults[key] = (
-                f"{key!r} (ours: {names.ours_by_theirs[key]}): stored as {spec.dtype} "
-                f"{spec.global_shape}, and {array.stored} by the config"
-            )
-    if faults:
-        raise MismatchError(
-            f"{names.where} holds other shapes than its map:\n{truncated_list(list(faults.values()))}\n"
-            f"Give the config that the weights were saved with.",
-            key=next(iter(faults)),
-            path=names.where,
-        )
-
-
-def _targets(flattened: FlattenedState, excluded: frozenset[str], names: _Names) -> SharedTargets:
-    """Return the tensors to fill, with memory.
-
-    Raises:
-        MismatchError: a tensor has another global shape than the map; all of these are listed.
-        DeclarationError: a tensor cannot be filled in place.
-    """
-    tensors = [tensor for tensor in flattened.tensors if tensor.key not in excluded]
     faults = {}
     for tensor in tensors:
-        array = names.made.left[parameter_key(tensor.key)]
+        array = made.left[parameter_key(tensor.key)]
         is_taller = array.is_padded and tensor.global_shape[:1] >= array.stored[:1]
         expected = (*tensor.global_shape[:1], *array.stored[1:]) if is_taller else array.stored
         if tensor.global_shape != expected:
@@ -276,30 +309,18 @@ def _targets(flattened: FlattenedState, excluded: frozenset[str], names: _Names)
             )
     if faults:
         raise MismatchError(
-            f"{names.where}: the model has other shapes than the config says:\n"
+            f"{where}: the model has other shapes than the config says:\n"
             f"{truncated_list(list(faults.values()))}\nBuild the model of the config of the weights.",
             key=next(iter(faults)),
-            path=names.where,
+            path=where,
         )
-    for tensor in tensors:
-        tensor.init_data()
-        check_target(tensor, on_meta=LOAD_ON_META)
-    return SharedTargets.of(tensors)
-
-
-def _plan_reads(views: Sequence[ShardedTensor], contents: Contents, group: Group, where: str) -> ReadPlan:
-    """Plan the copies from stored chunks into views."""
-    # A parameter and its master may ask for one array with different dtypes: it is declared as stored.
-    declared = [
-        replace(view, data=None, dtype=torch_dtype(contents.arrays[view.key].dtype)) for view in views
-    ]
-    requested = describe(declared, rank=group.rank)
-    chunks = contents.chunks_for([requested.table])
-    return ReadPlan(requested, views, chunks, plan_load(requested, chunks.table, where=where), [])
 
 
 def _read_ratio(
-    plan: ReadPlan, tensors: Sequence[ShardedTensor], parts: Sequence[Sequence[MappedTensor]]
+    copies: Copies,
+    chunks: Chunks,
+    tensors: Sequence[ShardedTensor],
+    parts: Sequence[Sequence[MappedTensor]],
 ) -> float:
     """Return how many times the bytes that this rank needs it would read by itself."""
     is_master = [
@@ -307,17 +328,10 @@ def _read_ratio(
         for tensor, of_tensor in zip(tensors, parts, strict=True)
         for _ in of_tensor
     ]
-    chunks, kinds = plan.chunks, np.array(is_master, np.int64)
-    return read_ratio(plan.copies, chunks.table, block_bytes=chunks.block_bytes, kinds=kinds)
+    kinds = np.array(is_master, np.int64)
+    return read_ratio(copies, chunks.table, block_bytes=chunks.block_bytes, kinds=kinds)
 
 
 def _digest(made: RegionMap) -> str:
     """Return a digest of the arrays of a map, by which ranks compare theirs."""
     return digest_of(repr((sorted(made.left.items()), sorted(made.right.items()))).encode())
-
-
-class _EveryKey:
-    """All keys: each plain tensor of the request is declared under its path."""
-
-    def __contains__(self, key: object) -> bool:
-        return True

@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Collection, Container, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -48,6 +49,9 @@ from megackpt.plans.validation import (
     report_arrays,
 )
 
+if TYPE_CHECKING:
+    from megackpt.maps import RegionMap
+
 log = logging.getLogger(__name__)
 
 LOAD_ON_META = (
@@ -57,67 +61,58 @@ LOAD_ON_META = (
 )
 
 
-def prepare_load(
-    state: ShardedStateDict, source: Source, options: LoadOptions, rules: LoadRules, group: Group
-) -> PreparedLoad:
+def prepare_load(view: CheckpointView, state: ShardedStateDict, group: Group) -> PreparedLoad:
     """Flatten the request of this rank, check it against the checkpoint, allocate targets and plan. Local.
+
+    Args:
+        view: the checkpoint, under the names of the request.
+        state: the request.
+        group: the ranks.
 
     Raises:
         MissingKeyError, MismatchError: the checkpoint lacks a key, or holds it with another shape or dtype.
         DeclarationError: the request contradicts itself, or a target cannot be filled in place.
         FormatError: a requested array is stored in a form that cannot be loaded.
+        MapError: the map of the view lacks an array of the request.
     """
-    stored = with_inline_arrays(source.contents, where=source.location)
-    contents, unrenamed = with_options_renamed(stored, options)
-    contents, renumbered, absent = ordered_as_requested(contents, state, where=source.location)
-    referable = {renumbered.get(key, key) for key in unrenamed}
-    checkpoint = _Checkpoint(source.location, source, contents, options, rules)
-
-    request = checkpoint.flatten(state, referable, absent, group)
-    keys = checkpoint.check_keys(request, group)
-    loadable = [key for key in contents.arrays if not _matches(key, options.exclude)]
+    request = view.flatten(state, group)
+    keys = view.check_keys(request, group)
+    loadable = view.loadable()
     containers = {dotted(steps) for steps in empty_containers(state)} - {""}
 
-    targets = SharedTargets.of(checkpoint.allocate_targets(request, keys))
+    targets = SharedTargets.of(view.allocate_targets(request, keys))
     objects = [o for o in request.flattened.objects if o.key not in keys.left_out]
 
-    advice = request.flattened.advice()
-    of_chunks = [t for t in targets.tensors if t.key not in contents.inline]
-    of_common = [t for t in targets.tensors if t.key in contents.inline]
-    plan = checkpoint.plan_reads(of_chunks, objects, group, advice=advice)
-    inline = checkpoint.plan_reads(of_common, (), group, advice=advice) if of_common else None
+    inline_keys = view.contents.inline
+    of_chunks = [t for t in targets.tensors if t.key not in inline_keys]
+    of_common = [t for t in targets.tensors if t.key in inline_keys]
+    plan = view.plan_reads(request, of_chunks, objects, group)
+    inline = view.plan_reads(request, of_common, (), group) if of_common else None
     return PreparedLoad(
-        where=source.location,
-        source=source,
-        contents=contents,
-        rules=rules,
+        where=view.where,
+        source=view.source,
+        contents=view.contents,
+        rules=view.rules,
         flattened=request.flattened,
         common=request.common,
         common_arrays=request.common_arrays,
         inline_values=request.inline_values,
         keys=keys,
-        idle_patterns=_idle_patterns(options, stored.arrays, {*contents.arrays, *keys.requested}),
+        idle_patterns=_idle_patterns(
+            view.options, view.stored_keys, {*view.contents.arrays, *keys.requested}
+        ),
         loadable=loadable,
         empty_containers=sorted(keys_by_container(loadable, containers, keys.requested)),
         targets=targets,
         objects=objects,
         plan=plan,
         inline=inline,
-        report=checkpoint.report(request, keys, [plan] if inline is None else [plan, inline], objects),
+        report=view.report(request, keys, [plan] if inline is None else [plan, inline], objects),
     )
 
 
-def with_options_renamed(stored: Contents, options: LoadOptions) -> tuple[Contents, Collection[str]]:
-    """Return contents with keys renamed as `LoadOptions.rename` says, and the keys that keep their names."""
-    if not options.rename:
-        return stored, stored.arrays
-    from megackpt.engine.checkpoint.views import with_renamed_keys
-
-    return with_renamed_keys(stored, options.rename)
-
-
 @dataclass(frozen=True, slots=True)
-class _Request:
+class FlattenedRequest:
     """The request of one rank, flattened.
 
     Attributes:
@@ -126,6 +121,7 @@ class _Request:
         common_arrays: arrays that common state refers to and that are read, by steps.
         inline_values: tensors of inline arrays that nothing asks for, by steps.
         plain_keys: names of plain tensors for which common state has no value.
+        map: the map to the names of the checkpoint, with our keys as the request has them; None without one.
     """
 
     flattened: FlattenedState
@@ -133,11 +129,12 @@ class _Request:
     common_arrays: Mapping[Steps, ShardedTensor]
     inline_values: Mapping[Steps, torch.Tensor]
     plain_keys: Set[str]
+    map: RegionMap | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class _Checkpoint:
-    """The opened checkpoint, and how it is loaded: what all steps of the preparation use.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointView:
+    """An opened checkpoint under the names of a request, with the steps of a load before it reads.
 
     Attributes:
         where: its location, for errors.
@@ -145,6 +142,9 @@ class _Checkpoint:
         contents: its arrays, under the names that the request uses.
         options: options of the load.
         rules: what to do about differences.
+        stored_keys: keys of its arrays, under the names that they are stored with.
+        referable: keys to which references of common state are valid.
+        absent: steps to plain tensors of the request that the checkpoint has nothing for.
     """
 
     where: str
@@ -152,33 +152,55 @@ class _Checkpoint:
     contents: Contents
     options: LoadOptions
     rules: LoadRules
+    stored_keys: Collection[str]
+    referable: Container[str] = ()
+    absent: Set[Steps] = frozenset()
 
-    def flatten(
-        self, state: ShardedStateDict, referable: Container[str], absent: Set[Steps], group: Group
-    ) -> _Request:
-        """Split a request into entities and common state.
+    @classmethod
+    def from_source(
+        cls, source: Source, state: ShardedStateDict, options: LoadOptions, rules: LoadRules
+    ) -> CheckpointView:
+        """View a checkpoint by the names that `LoadOptions.rename` and a request's optimizers give. Local.
 
-        Args:
-            state: the request.
-            referable: keys to which references of common state are valid.
-            absent: steps to plain tensors of the request that the checkpoint has nothing for.
-            group: the ranks.
+        Raises:
+            FormatError: the common state is damaged.
+            DeclarationError, MismatchError: a pattern is invalid, or gives two keys one name.
         """
+        stored = with_inline_arrays(source.contents, where=source.location)
+        contents, unrenamed = with_options_renamed(stored, options)
+        contents, renumbered, absent = ordered_as_requested(contents, state, where=source.location)
+        return cls(
+            where=source.location,
+            source=source,
+            contents=contents,
+            options=options,
+            rules=rules,
+            stored_keys=stored.arrays,
+            referable={renumbered.get(key, key) for key in unrenamed},
+            absent=absent,
+        )
+
+    def loadable(self) -> list[str]:
+        """Return the stored keys that `LoadOptions.exclude` does not name."""
+        return [key for key in self.contents.arrays if not matches_any(key, self.options.exclude)]
+
+    def flatten(self, state: ShardedStateDict, group: Group) -> FlattenedRequest:
+        """Split a request into entities and common state."""
         arrays = self.contents.arrays
         stored_common = read_common_and_references(self.contents, where=self.where)[0]
-        common = match_common_state(state, stored_common, arrays, referable)
+        common = match_common_state(state, stored_common, arrays, self.referable)
         objects = {key for key, spec in arrays.items() if spec.dtype == OBJECT}
         flattened = flatten_state(
             state,
             rank=group.rank,
             ranks=group.size,
             # An object cannot fill a plain tensor.
-            stored=_AllKeysBut(objects),
-            common=common.steps | absent,
+            stored=AllKeysBut(objects),
+            common=common.steps | self.absent,
             in_host_memory=not self.options.load_on_device,
         )
         requested = {entity.key for entity in flattened.entities}
-        return _Request(
+        return FlattenedRequest(
             flattened,
             common,
             common.arrays(requested, self.contents, self.options),
@@ -186,13 +208,13 @@ class _Checkpoint:
             common.unanswered - objects,
         )
 
-    def check_keys(self, request: _Request, group: Group) -> RequestedKeys:
+    def check_keys(self, request: FlattenedRequest, group: Group) -> RequestedKeys:
         """Compare the requested keys with the stored ones."""
         flattened, arrays = request.flattened, self.contents.arrays
         keys_of_entities = [entity.key for entity in flattened.entities]
         common_steps = {*request.common_arrays, *request.inline_values}
         requested = frozenset(keys_of_entities) | {request.common.references[s] for s in common_steps}
-        excluded = {key for key in requested if _matches(key, self.options.exclude)}
+        excluded = {key for key in requested if matches_any(key, self.options.exclude)}
         check_readable(requested - excluded, self.contents.unreadable, where=self.where)
         excluded |= _kept_per_rank_values(flattened.per_rank, arrays, group.size, self.where)
         excluded |= _kept_objects(flattened.objects, arrays)
@@ -211,7 +233,7 @@ class _Checkpoint:
         )
         return RequestedKeys(requested, frozenset(excluded), unexpected)
 
-    def allocate_targets(self, request: _Request, keys: RequestedKeys) -> list[ShardedTensor]:
+    def allocate_targets(self, request: FlattenedRequest, keys: RequestedKeys) -> list[ShardedTensor]:
         """Return the tensors to fill, each with memory of its own or that of the request.
 
         Raises:
@@ -237,11 +259,10 @@ class _Checkpoint:
 
     def plan_reads(
         self,
+        request: FlattenedRequest,
         tensors: Sequence[ShardedTensor],
         objects: Sequence[ShardedObject],
         group: Group,
-        *,
-        advice: Mapping[str, str],
     ) -> ReadPlan:
         """Compare shapes and dtypes with the stored arrays, and plan the copies from stored chunks.
 
@@ -249,7 +270,11 @@ class _Checkpoint:
         """
         requested = describe([*tensors, *objects], rank=group.rank)
         resized = check_dtypes_and_shapes(
-            requested, self.contents.arrays, self.rules, where=self.where, advice=advice
+            requested,
+            self.contents.arrays,
+            self.rules,
+            where=self.where,
+            advice=request.flattened.advice(),
         )
         # A row may be resized if its entity allows it, or if a rule allows it for its array.
         may_resize = np.array([a.key in resized for a in requested.table.arrays], np.bool_)
@@ -266,7 +291,7 @@ class _Checkpoint:
 
     def report(
         self,
-        request: _Request,
+        request: FlattenedRequest,
         keys: RequestedKeys,
         plans: Sequence[ReadPlan],
         objects: Sequence[ShardedObject],
@@ -290,8 +315,17 @@ class _Checkpoint:
         )
 
 
+def with_options_renamed(stored: Contents, options: LoadOptions) -> tuple[Contents, Collection[str]]:
+    """Return contents with keys renamed as `LoadOptions.rename` says, and the keys that keep their names."""
+    if not options.rename:
+        return stored, stored.arrays
+    from megackpt.engine.checkpoint.views import with_renamed_keys
+
+    return with_renamed_keys(stored, options.rename)
+
+
 @dataclass(frozen=True, slots=True)
-class _AllKeysBut(Container[str]):
+class AllKeysBut(Container[str]):
     """All keys but some."""
 
     others: Set[str]
@@ -300,11 +334,12 @@ class _AllKeysBut(Container[str]):
         return key not in self.others
 
 
-def _any_matches(keys: Iterable[str], glob: str) -> bool:
+def _anymatches_any(keys: Iterable[str], glob: str) -> bool:
     return any(fnmatchcase(key, glob) for key in keys)
 
 
-def _matches(key: str, globs: Iterable[str]) -> bool:
+def matches_any(key: str, globs: Iterable[str]) -> bool:
+    """Return whether a key matches one of the patterns of an option."""
     return any(fnmatchcase(key, glob) for glob in globs)
 
 
@@ -325,7 +360,7 @@ def _idle_patterns(options: LoadOptions, stored: Collection[str], named: Collect
             for pattern in options.rename
             if not any(matches_rename(key, pattern) for key in stored)
         ]
-    return idle + [f"exclude {glob!r}" for glob in options.exclude if not _any_matches(named, glob)]
+    return idle + [f"exclude {glob!r}" for glob in options.exclude if not _anymatches_any(named, glob)]
 
 
 def _kept_per_rank_values(

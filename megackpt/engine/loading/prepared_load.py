@@ -1,13 +1,14 @@
 """A prepared load: what one rank knows before it reads tensors, and the steps after it has read them.
 
-`prepare` makes one for a request with the names of the checkpoint, `mapped` for a request with other names. A
-reader fills the targets; then `PreparedLoad.finish` makes the state dict.
+`prepare` makes one. A reader fills the targets; then `PreparedLoad.finish` makes the state dict.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -23,6 +24,9 @@ from megackpt.options import LoadOptions
 from megackpt.plans.metadata import DeclaredChunks
 from megackpt.plans.planning import Copies
 from megackpt.plans.validation import LoadReport, LoadRules, PhaseTimes
+
+if TYPE_CHECKING:
+    from megackpt.maps.requests import MappedTensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,15 +63,42 @@ class RequestedKeys:
 
 
 @dataclass(frozen=True, slots=True)
+class MappedParts:
+    """The tensors of a request as parts of arrays with the names of another family.
+
+    Attributes:
+        tensors: the tensors of the request.
+        parts: of each tensor, its parts.
+        our_names: the names in the request of stored keys, as text.
+        map_digest: of the map between the names, equal on all ranks that have the same.
+        read_ratio: how many times the bytes that this rank needs it would read by itself.
+    """
+
+    tensors: Sequence[ShardedTensor]
+    parts: Sequence[Sequence[MappedTensor]]
+    our_names: Mapping[str, str]
+    map_digest: str
+    read_ratio: float
+
+    def add(self) -> None:
+        """Add to the loaded values what another family stores with another zero."""
+        with torch.no_grad():
+            for part in itertools.chain.from_iterable(self.parts):
+                if part.added and part.theirs.data is not None:
+                    part.theirs.data.detach().add_(part.added)
+
+
+@dataclass(frozen=True, slots=True)
 class ReadPlan:
     """The reads of one rank.
 
     Attributes:
         requested: declarations of the tensors, then of the objects.
-        tensors: what is read into.
+        tensors: what is read into: with a map, views of the tensors of the request.
         chunks: the stored chunks that hold them.
         copies: from these chunks into the tensors.
         object_rows: row of `chunks.table` of each object.
+        by_map: the tensors of the request as parts of stored arrays; None if the names are the same.
     """
 
     requested: DeclaredChunks
@@ -75,19 +106,7 @@ class ReadPlan:
     chunks: Chunks
     copies: Copies
     object_rows: Sequence[int]
-
-
-@dataclass(frozen=True, slots=True)
-class Addition:
-    """A number to add to loaded values, which another family stores with another zero.
-
-    Attributes:
-        values: what is read into.
-        added: the number.
-    """
-
-    values: torch.Tensor
-    added: int
+    by_map: MappedParts | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,7 +116,7 @@ class PreparedLoad:
     Attributes:
         where: location of the checkpoint, for errors.
         source: where the bytes come from.
-        contents: the opened checkpoint, its keys under the names that the request uses.
+        contents: the opened checkpoint, its keys under the names that the request uses, or those of its map.
         rules: what to do about differences.
         flattened: the request, flattened.
         common: the part of the request for common state.
@@ -111,11 +130,7 @@ class PreparedLoad:
         plan: what is read.
         inline: what is copied from tensors of common state; None for nothing.
         report: how each array is loaded.
-        additions: numbers to add to what was read.
-        our_names: the names in the request of stored keys, as text; empty if they are the same.
         idle_patterns: of `LoadOptions.rename` and `exclude`, those that match no stored and no requested key.
-        map_digest: of the map between the names; empty without one.
-        read_ratio: with a map, how many times the bytes that this rank needs it would read by itself.
     """
 
     where: str
@@ -133,12 +148,16 @@ class PreparedLoad:
     objects: Sequence[ShardedObject]
     plan: ReadPlan
     report: LoadReport
-    inline_values: Mapping[Steps, torch.Tensor] = field(default_factory=dict)
-    additions: Sequence[Addition] = ()
-    our_names: Mapping[str, str] = field(default_factory=dict)
-    idle_patterns: Sequence[str] = ()
-    map_digest: str = ""
-    read_ratio: float = 1.0
+    inline_values: Mapping[Steps, torch.Tensor]
+    idle_patterns: Sequence[str]
+
+    @property
+    def stored_keys(self) -> frozenset[str]:
+        """The requested keys, by the names that the checkpoint has for them."""
+        by_map = self.plan.by_map
+        if by_map is None:
+            return self.keys.requested
+        return frozenset(part.theirs.key for part in itertools.chain.from_iterable(by_map.parts))
 
     def clear_padding(self) -> None:
         """Set to 0 the tensors that the checkpoint stores only in part."""
@@ -160,9 +179,8 @@ class PreparedLoad:
         if self.inline is not None:
             read_tensors(self.inline.chunks, self.inline.copies, self.inline.tensors, LoadOptions())
         # Before the copies to shared targets: the numbers are added to the memory that was read into.
-        with torch.no_grad():
-            for addition in self.additions:
-                addition.values.detach().add_(addition.added)
+        if self.plan.by_map is not None:
+            self.plan.by_map.add()
         self.targets.copy_to_shared()
         for entity, data in zip(self.objects, object_bytes, strict=True):
             entity.data = self.contents.decode_object(data, f"{self.where}: object {entity.unique_key!r}")

@@ -35,6 +35,7 @@ class RankAnswers:
 def answer_of(request: LoadRequest, prepared: PreparedLoad, notices: Notices) -> bytes:
     """Return this rank's message about its prepared load, as JSON."""
     options, group, rules = request.options, request.exchange_group, prepared.rules
+    by_map = prepared.plan.by_map
     looks_for_missing = rules.look_for_missing_keys
     members = ""
     if group is not None:
@@ -46,15 +47,15 @@ def answer_of(request: LoadRequest, prepared: PreparedLoad, notices: Notices) ->
         "where": prepared.where,
         "timeout_s": float(options.timeout_s),
         # Only where they are compared: all ranks receive the keys of all.
-        "requested": sorted(prepared.keys.requested) if looks_for_missing else [],
+        "requested": sorted(prepared.stored_keys) if looks_for_missing else [],
         "empty_containers": prepared.empty_containers,
         "missing_key_rules": [rules.about_missing_keys, dict(options.rename) if looks_for_missing else 0],
         "complete": options.complete,
-        "maps": prepared.map_digest,
+        "maps": "" if by_map is None else by_map.map_digest,
         "idle_patterns": prepared.idle_patterns,
         "notices": notices,
         "exchange": options.exchange,
-        "read_ratio": prepared.read_ratio,
+        "read_ratio": 1.0 if by_map is None else by_map.read_ratio,
         "cpu_transfer": options.cpu_transfer,
         "has_exchange_group": group is not None,
         "exchange_group": members,

@@ -129,7 +129,7 @@ def _missing_keys(prepared: PreparedLoad, requested: set[str], group: Group) -> 
     Raises:
         MissingKeyError: a rule makes a missing key an error; the same on every rank.
     """
-    rules = prepared.rules
+    rules, by_map = prepared.rules, prepared.plan.by_map
     if not rules.look_for_missing_keys:
         return frozenset()
     with collected_notices() as notices:  # the same on all ranks
@@ -138,7 +138,7 @@ def _missing_keys(prepared: PreparedLoad, requested: set[str], group: Group) -> 
             prepared.contents.arrays,
             rules,
             where=prepared.where,
-            our_names=prepared.our_names,
+            our_names=None if by_map is None else by_map.our_names,
         )
     if group.rank == 0:
         log_notices([notices])
