@@ -236,7 +236,6 @@ GUARANTEES: Guarantees = {
         "With 2, any one node may be lost": [
             "test_each_byte_is_on_replication_factor_nodes_and_old_steps_are_removed",
             "test_tiers_are_written_asynchronously_and_survive_a_lost_node_a_full_one_and_a_lost_writer",
-            "test_the_newest_step_in_memory_survives_the_loss_of_any_node_and_without_it_the_root_is_loaded",
         ],
         "the load uses the undamaged copies": [
             "test_a_damaged_copy_is_not_used_and_the_other_one_is_read",

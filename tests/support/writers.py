@@ -79,11 +79,6 @@ class FullDiskStrategy(TroubledStrategy):
         raise StorageError("the disk of rank 1 is full")
 
 
-class HungStrategy(TroubledStrategy):
-    def trouble(self) -> None:
-        time.sleep(600)
-
-
 class MistakenStrategy(TroubledStrategy):
     """Raises what is none of ours."""
 

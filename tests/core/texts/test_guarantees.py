@@ -100,7 +100,7 @@ def test_the_level_is_the_command_that_runs_a_test(
 
 
 def test_marks_of_functions_and_modules_are_found() -> None:
-    assert "with_all" in find_test("test_writers_that_hang_are_given_up_and_replaced").marks
+    assert "with_all" in find_test("test_a_writer_in_trouble_at_any_collective_is_named_on_all_ranks").marks
     assert "with_all" in find_test("test_a_killed_run_goes_on_as_if_nothing_had_happened").marks
     assert "gpu" in find_test("test_a_tensor_may_change_as_soon_as_save_returns").marks
     # Only one of its cases is left to --all.

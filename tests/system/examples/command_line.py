@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -16,25 +15,6 @@ def torchrun(ranks: int, script: Path, flags: Sequence[str]) -> list[str]:
     """Return the command line that runs a script on `ranks` ranks of this machine."""
     start = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
     return [*start, str(script), *flags]
-
-
-def run_torchrun(ranks: int, flags: Sequence[str]) -> subprocess.CompletedProcess[str]:
-    command = torchrun(ranks, PRETRAIN_GPT, flags)
-    return subprocess.run(
-        command, env=quiet({}), capture_output=True, text=True, timeout=TIMEOUT_S, check=False
-    )
-
-
-def start_torchrun(
-    ranks: int, script: Path, flags: Sequence[str], environment: Mapping[str, str]
-) -> subprocess.Popen[bytes]:
-    """Start a script under torchrun; what it prints is dropped."""
-    return subprocess.Popen(
-        torchrun(ranks, script, flags),
-        env=quiet(environment),
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    )
 
 
 def quiet(environment: Mapping[str, str]) -> dict[str, str]:

@@ -1,102 +1,18 @@
-"""What a run of the examples goes on with: every sample once, at whatever layouts, and the same model."""
+"""What a run of the examples goes on with: every window of the text once an epoch, and the same model."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from dataclasses import asdict, replace
-from pathlib import Path
-from typing import Any
 
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor
-from training.arguments import Arguments
 from training.saved_model import differences, plain_fields
 from training.text import END_OF_TEXT, NoTextError, Text
 
-from megackpt.testing.ranks import RankPool
-from megackpt.training.parallel import ParallelLayout, SwiGLU
+from megackpt.training.parallel import SwiGLU
 from models import AttentionConfig, GPTConfig, MoEConfig, NormConfig, SlidingWindow
-from tests.system.examples.training_runs import (
-    LAYOUTS,
-    arguments_for,
-    make_trainer,
-    metrics_of,
-    train,
-    write_text,
-)
-
-PHASES = ("PP2xDP2", "DP4", "TP4", "TP2xDP2")
-STEPS_PER_PHASE = 2
-STEPS = STEPS_PER_PHASE * len(PHASES)
-BATCH = 8
-
-Consumed = list[list[int]]  # step -> numbers of the samples that went into the model
-
-
-class RecordingText(Text):
-    """A text that remembers which samples it was asked for."""
-
-    asked: list[int]
-
-    def batch(self, numbers: Sequence[int]) -> tuple[Tensor, Tensor]:
-        self.asked += numbers
-        return super().batch(numbers)
-
-
-def run_and_record(arguments: Arguments) -> Consumed:
-    """Train in a worker rank; return what this very rank consumed in each step."""
-    trainer = make_trainer(arguments)
-    text = trainer.text
-    text.__class__, text.asked = RecordingText, []
-    steps: Consumed = []
-    train_step = trainer.train_step
-
-    def recording_step() -> dict[str, Any]:
-        text.asked.clear()
-        measured = train_step()
-        steps.append(sorted(text.asked))
-        return measured
-
-    trainer.train_step = recording_step
-    trainer.run()
-    return steps
-
-
-def global_batches(layout: ParallelLayout, per_rank: Sequence[Consumed]) -> Consumed:
-    """Join what the dp ranks consumed; ranks that differ in tp and pp only have to consume the same."""
-    coordinates = [layout.coordinates(rank) for rank in range(layout.world_size)]
-    batches: Consumed = []
-    for step in range(len(per_rank[0])):
-        of_dp = [
-            [per_rank[rank][step] for rank, where in enumerate(coordinates) if where.dp == dp]
-            for dp in range(layout.dp)
-        ]
-        assert all(samples == same[0] for same in of_dp for samples in same)
-        batches.append(sorted(number for same in of_dp for number in same[0]))
-    return batches
-
-
-def test_changes_of_layout_neither_skip_nor_repeat_nor_move_a_sample(
-    rank_pool: RankPool, tmp_path: Path
-) -> None:
-    flags = [f"--data={write_text(tmp_path / 'text')}", f"--steps={STEPS}", "--log-samples"]
-    flags += [f"--global-batch-size={BATCH}"]
-    train(rank_pool, "1 rank", tmp_path / "whole", *flags)
-    consumed: Consumed = []
-    for phase, name in enumerate(PHASES):
-        until = f"--exit-after={STEPS_PER_PHASE * (phase + 1)}"
-        arguments = arguments_for(LAYOUTS[name], [f"--ckpt={tmp_path / 'elastic'}", *flags, until])
-        consumed += global_batches(LAYOUTS[name], rank_pool.run(run_and_record, 4, arguments))
-
-    assert [number for batch in consumed for number in batch] == list(range(STEPS * BATCH))
-    logged = {
-        run: [m["sample_numbers"] for m in metrics_of(tmp_path / run).values()]
-        for run in ("whole", "elastic")
-    }
-    assert consumed == logged["elastic"] == logged["whole"]
 
 
 @given(

@@ -34,7 +34,6 @@ from tests.support.writers import (
     OPTIONS,
     FullDiskStrategy,
     GatedStrategy,
-    HungStrategy,
     KilledStrategy,
     LeavingStrategy,
     MistakenStrategy,
@@ -153,35 +152,6 @@ def test_a_mistake_in_the_strategy_of_a_rank_alone_is_raised(
         assert checkpointer.failed_saves == 1
 
 
-def outlast_hung_writers(root: Path) -> str:
-    checkpointer = Checkpointer(root, async_save=True, save_options=SaveOptions(timeout_s=3))
-    wait_for_writers(checkpointer)
-    dist.barrier()
-    checkpointer.save(1, {"w": part(1.0)}, sharded_strategy=HungStrategy())
-    with pytest.raises(WriterFailedError, match=r"rank 1|rank\(s\) 1"):
-        checkpointer.wait()
-    wait_for_writers(checkpointer)
-    dist.barrier()
-    stop_process(saver_of(checkpointer).writer_pid)
-    checkpointer.save(1, {"w": part(1.0)})
-    with pytest.raises(WriterFailedError) as raised:  # all hang, so none waits for another and gives it up
-        checkpointer.wait()
-    dist.barrier()
-    checkpointer.close()
-    patient = Checkpointer(root, async_save=True, save_options=OPTIONS)
-    patient.save(2, {"w": part(2.0)})
-    patient.close()
-    assert patient.steps() == (2,)
-    return str(raised.value)
-
-
-@with_all("other tests here lose writers")
-def test_writers_that_hang_are_given_up_and_replaced(rank_pool: RankPool, tmp_path: Path) -> None:
-    first, second = rank_pool.run(outlast_hung_writers, 2, tmp_path)
-    assert first == second
-    assert "made no progress for 3 s and was killed while saving step 1" in first
-
-
 def test_training_survives_a_writer_that_is_killed(rank_pool: RankPool, tmp_path: Path) -> None:
     rank_pool.run(train_on_without_a_writer, 2, tmp_path)
 
@@ -280,19 +250,6 @@ def test_a_writer_for_which_there_is_no_memory_still_knows_for_which_rank_it_wri
             with pytest.raises(StorageError, match="cannot be allocated"):
                 session.running()
         assert session.running()._rank == 1
-
-
-def test_training_survives_a_writer_that_is_killed_if_it_is_to(tmp_path: Path) -> None:
-    with single_process_checkpointer(tmp_path, on_error="warn") as checkpointer:
-        checkpointer.warm_up(ones())
-        writer = saver_of(checkpointer).writer_pid
-        stop_process(writer)
-        assert checkpointer.save(1, ones())
-        os.kill(writer, signal.SIGKILL)
-        checkpointer.wait()
-        assert checkpointer.failed_saves == 1
-        assert checkpointer.save(2, ones())
-    assert checkpointer.steps() == (2,)
 
 
 def test_a_writer_that_is_alone_and_makes_no_progress_is_given_up_also_if_it_cannot_be_killed(

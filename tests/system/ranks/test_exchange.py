@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
@@ -15,13 +14,11 @@ import torch
 import torch.distributed as dist
 
 import megackpt
-from megackpt import IntegrityError, LoadOptions, MismatchError, RankFailedError, ShardedObject, ShardedTensor
+from megackpt import IntegrityError, LoadOptions, MismatchError, ShardedObject, ShardedTensor
 from megackpt.comm.subgroups import DeviceGroup
 from megackpt.engine.loading import exchange
 from megackpt.storage import LocalStore
-from megackpt.testing.ranks import Outcome, RankPool
-from tests.support.effort import with_all
-from tests.support.writers import wait_for
+from megackpt.testing.ranks import RankPool
 
 WAYS = ("all_to_all", "two_stage")
 KIB, MIB = 1 << 10, 1 << 20
@@ -232,45 +229,6 @@ def test_a_failure_in_one_group_is_raised_in_all_groups(rank_pool: RankPool, tmp
         assert isinstance(outcome.error, megackpt.CheckpointError)
         assert "Rank 3 failed while reading: OSError: [Errno 5]" in str(outcome.error)
         assert outcome.error.rank == 3
-
-
-def load_while_rank_1(directory: Path, what: str, timeout_s: float) -> None:
-    raised = [directory.with_name(f"raised.{rank}") for rank in range(dist.get_world_size()) if rank != 1]
-
-    def sleep() -> None:
-        wait_for(lambda: all(file.exists() for file in raised))
-
-    act = {"dies": lambda: os._exit(9), "sleeps": sleep}[what]
-    # Not its first read: one round, or more, has been exchanged by then.
-    store = CountingStore(directory, before=act, read=3 if dist.get_rank() == 1 else -1)
-    options = LoadOptions(exchange="all_to_all", exchange_bytes=MIB, timeout_s=timeout_s)
-    try:
-        megackpt.load(replicated(False), store, options=options)
-    finally:
-        directory.with_name(f"raised.{dist.get_rank()}").touch()
-
-
-def check_that_rank_1_is_named(outcomes: list[Outcome]) -> None:
-    for outcome in outcomes:
-        if outcome.rank != 1:
-            assert isinstance(outcome.error, RankFailedError)
-            assert "No answer from rank(s) 1" in str(outcome.error)
-            assert outcome.error.rank == 1
-
-
-@with_all("test_no_hang.py kills ranks that exchange, too")
-def test_a_rank_that_dies_in_the_middle_is_named(rank_pool: RankPool, tmp_path: Path) -> None:
-    rank_pool.run(save_replicated, 4, tmp_path / "c")
-    outcomes = rank_pool.outcomes(load_while_rank_1, 4, tmp_path / "c", "dies", 2.0)
-    assert isinstance(outcomes[1].error, EOFError)
-    check_that_rank_1_is_named(outcomes)
-
-
-@with_all("tests/faults loses ranks at every step")
-def test_a_rank_that_is_stuck_in_the_middle_is_named(rank_pool: RankPool, tmp_path: Path) -> None:
-    rank_pool.run(save_replicated, 3, tmp_path / "c")
-    outcomes = rank_pool.outcomes(load_while_rank_1, 3, tmp_path / "c", "sleeps", 3.0)
-    check_that_rank_1_is_named(outcomes)
 
 
 def load_in_different_ways(directory: Path) -> None:

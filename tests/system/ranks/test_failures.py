@@ -5,7 +5,6 @@ When one rank receives a signal, all save the same step and exit with the same c
 
 from __future__ import annotations
 
-import errno
 import os
 import signal
 import time
@@ -29,11 +28,8 @@ from megackpt import (
     SaveSchedule,
     ShardedTensor,
     ShardedTensorFactory,
-    StorageError,
 )
 from megackpt.comm import missing_ranks
-from megackpt.storage import LocalStore
-from megackpt.testing.faulty_store import FaultyStore
 from megackpt.testing.ranks import Outcome, RankPool
 from tests.support.states import filled
 from tests.support.writers import wait_for
@@ -47,16 +43,6 @@ def shard(value: float = 1.0, numel: int = 4096) -> ShardedTensor:
 def errors_of(outcomes: list[Outcome]) -> list[BaseException | None]:
     """Return what ranks have raised; who waits for ever raises a TimeoutError of the pool."""
     return [outcome.error for outcome in outcomes]
-
-
-def save_with_a_full_disk_on_rank_1(directory: Path) -> None:
-    def full() -> OSError:
-        return OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    store: Any = LocalStore(directory)
-    if dist.get_rank() == 1:
-        store = FaultyStore(store, fail_at=lambda operation: operation.kind == "writer.write", error=full)
-    megackpt.save({"w": shard(2.0)}, store)
 
 
 def save_well(directory: Path) -> None:
@@ -134,20 +120,6 @@ def load_everything(directory: Path) -> float:
     megackpt.load({"w": tensor}, directory)
     assert tensor.data is not None
     return float(tensor.data.sum())
-
-
-def test_a_full_disk_on_one_rank_fails_the_save_everywhere_and_the_old_checkpoint_stays(
-    rank_pool: RankPool, tmp_path: Path
-) -> None:
-    rank_pool.run(save_well, 4, tmp_path / "c")
-    before = sorted(p for p in (tmp_path / "c").rglob("*"))
-    for error in errors_of(rank_pool.outcomes(save_with_a_full_disk_on_rank_1, 4, tmp_path / "c")):
-        assert isinstance(error, StorageError)
-        assert error.rank == 1
-        assert "Rank 1 failed while writing its chunks" in str(error)
-        assert "No space left" in str(error)
-    assert sorted(p for p in (tmp_path / "c").rglob("*")) == before
-    assert sum(rank_pool.run(load_everything, 4, tmp_path / "c")) == 4 * 4096
 
 
 def test_a_rank_that_is_stuck_is_named_before_the_deadline(rank_pool: RankPool, tmp_path: Path) -> None:

@@ -18,8 +18,6 @@ import torch.distributed as dist
 from megackpt import RankFailedError
 from megackpt.comm import (
     TorchGroup,
-    broadcast_from_rank_0,
-    world_group,
 )
 from megackpt.comm.store_client import StoreClient, StoreTimeoutError
 from megackpt.comm.store_group import StoreGroup
@@ -28,45 +26,7 @@ from megackpt.errors import WriterFailedError
 from megackpt.testing.ranks import RankPool
 from tests.contrib.megatron.megatron_world import may_start_processes
 from tests.support.effort import with_all
-from tests.support.groups import compared, gathered, scattered, shared
 from tests.support.writers import is_alive, stop_process, store_process
-
-
-def exchange_of(nbytes: int) -> None:
-    rank, size = dist.get_rank(), dist.get_world_size()
-    group = world_group(timeout_s=60)
-    parts = [bytes([r]) * (nbytes * r) for r in range(size)]  # rank 0 has none, and is given none
-    assert scattered(group, parts) == parts[rank]
-    assert gathered(group, parts[rank]) == (parts if rank == 0 else [])
-    assert shared(group, parts[rank]) == parts
-    assert broadcast_from_rank_0(group, parts[-1] if rank == 0 else b"", doing="telling") == parts[-1]
-    assert compared(group, (1, rank), (rank,)) == ([True, False], [size - 1])
-
-
-@pytest.mark.parametrize("nbytes", [3, 680, 681, 400_000])  # 2040 bytes of rank 3 are sent along
-def test_messages_arrive_whatever_their_lengths(rank_pool: RankPool, nbytes: int) -> None:
-    rank_pool.run(exchange_of, 4, nbytes)
-
-
-def meet_differently() -> None:
-    group = world_group(timeout_s=60)
-    if dist.get_rank() == 0:
-        compared(group, (1,), doing="saving")
-    elif dist.get_rank() == 1:
-        shared(group, b"what is read", doing="loading")
-    else:
-        group.gather(b"\xff" * 300)
-
-
-def test_ranks_in_collectives_of_different_kinds_raise_an_error_that_names_both(rank_pool: RankPool) -> None:
-    errors = [outcome.error for outcome in rank_pool.outcomes(meet_differently, 3)]
-    assert all(isinstance(error, RankFailedError) for error in errors)
-    for error in errors:
-        assert "Ranks are at different steps" in str(error)
-    what = "rank(s) 1, 2 sent what belongs to 'loading' while this one sent what belongs to 'saving'"
-    assert what in str(errors[0])
-    assert "0, 2" in str(errors[1])
-
 
 _PROGRAM = """
 import atexit

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import os
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +17,10 @@ from megackpt.formats.native import NativeSaveStrategy
 from megackpt.run import PlanCache
 from megackpt.testing.ranks import RankPool
 from megackpt.training.optim import DistributedOptimizer
-from megackpt.training.parallel import GatedExperts, ParallelGroups, ParallelLayout
+from megackpt.training.parallel import ParallelGroups, ParallelLayout
 from models import GPT, GPTConfig
 from tests.benchmarks.peers.collectives import COLLECTIVE_METHODS, MESSAGE_METHODS, observed
-from tests.support.effort import sampled, with_all
+from tests.support.effort import sampled
 from tests.support.zarr_v1 import copy_as_zarr_v1
 
 MIB = 1 << 20
@@ -147,67 +146,6 @@ def test_an_exchange_keeps_within_its_buffers(rank_pool: RankPool, tmp_path: Pat
     extra = rank_pool.run(peak_of_an_exchange, 3, tmp_path / "c", "all_to_all", 16 * MIB, 6)
     print(f"all_to_all: peaks beyond the state {[round(e / MIB, 1) for e in extra]} MiB")
     assert max(extra) <= 16 * MIB + 8 * MIB
-
-
-EXPERT_BYTES = 480 * MIB  # of all experts: 8 of 3 matrices of 1024 x 5120 in float32
-
-
-def experts_of(groups: ParallelGroups) -> GatedExperts:
-    """Return this rank's experts, each filled with its number."""
-    experts = GatedExperts(8, 1024, 5120, groups)
-    with torch.no_grad():
-        for param in experts.parameters():
-            for local, expert in enumerate(param):
-                expert.fill_(groups.ep.rank * len(param) + local)
-    return experts
-
-
-def peaks_of_experts(
-    layout: ParallelLayout, source: Path | None, target: Path, warm: Path
-) -> tuple[int, int, int]:
-    """Load stacked experts, and save them; return the peaks of both beyond the state, and its size."""
-    groups = ParallelGroups.create(layout)
-    experts = experts_of(groups)
-    state = experts.sharded_state_dict("experts.")
-    warm_up(warm)
-    loading = 0
-    if source is not None:
-        with torch.no_grad():
-            for param in experts.parameters():
-                param.zero_()
-        before = start_of_peak()
-        megackpt.load(state, source, options=LoadOptions(complete=True))
-        loading = resident("VmHWM") - before
-    before = start_of_peak()
-    megackpt.save(state, target)
-    saving = resident("VmHWM") - before
-    for param in experts.parameters():
-        for local, expert in enumerate(param):
-            number = float(groups.ep.rank * len(param) + local)
-            assert all(bool((row == number).all()) for row in expert)
-    return loading, saving, sum(p.nbytes for p in experts.parameters())
-
-
-@with_all("the other tests measure dense arrays")
-def test_experts_of_two_ranks_on_one_in_slices_and_back_add_at_most_64_mib(
-    rank_pool: RankPool, tmp_path: Path
-) -> None:
-    by_expert, by_slice = ParallelLayout(dp=2, ep=2), ParallelLayout(dp=2, etp=2)
-    source = None
-    for step, layout in enumerate((by_expert, ParallelLayout(), by_slice, by_expert)):
-        ranks = layout.world_size
-        target, warm = tmp_path / f"{step}", tmp_path / f"warm-{step}"
-        results = rank_pool.run(peaks_of_experts, ranks, layout, source, target, warm)
-        for loading, saving, state in results:
-            print(
-                f"{ranks} ranks, ep={layout.ep}, etp={layout.etp}: state {state / MIB} MiB, peaks beyond it: "
-                f"load {loading / MIB:.1f} MiB, save {saving / MIB:.1f} MiB"
-            )
-            assert state == EXPERT_BYTES // ranks
-            assert max(loading, saving) <= ALLOWED_BYTES
-        if source is not None:
-            shutil.rmtree(source)
-        source = target
 
 
 CHUNK_BYTES = int(os.environ.get("MEGACKPT_TEST_CHUNK_MIB", "192")) * MIB

@@ -1,7 +1,4 @@
-"""Saves into tiers: of eight ranks as four nodes, of writers of three nodes, and of one process alone.
-
-A node is killed during a save, and the job continues on the others. Writers save while training goes on.
-"""
+"""Asynchronous saves into tiers: of writers of three nodes, and of one process alone."""
 
 from __future__ import annotations
 
@@ -25,8 +22,6 @@ from megackpt import (
     LoadOptions,
     LocalTier,
     MemoryTier,
-    RankFailedError,
-    SaveOptions,
     ShardedObject,
     ShardedTensor,
     StorageError,
@@ -35,11 +30,10 @@ from megackpt import (
 from megackpt.comm import SingleProcess
 from megackpt.engine.background import saver
 from megackpt.engine.background.staging_memory import StreamRange
-from megackpt.engine.tiers import save as tier_save
 from megackpt.errors import WriterFailedError
 from megackpt.run.checkpointer import LastLoad
 from megackpt.testing.ranks import RankPool
-from tests.support.effort import tries_all, with_all
+from tests.support.effort import tries_all
 from tests.support.writers import (
     TIER_ORDER,
     TierOrder,
@@ -49,98 +43,6 @@ from tests.support.writers import (
     stop_process,
     wait_for,
 )
-
-RANKS, NODES, KILLED = 8, 4, 1
-
-
-def state(step: int, tp: int) -> dict[str, Any]:
-    """A weight in rows, replicated over the rest; a share of each rank that no node sends in one part."""
-    rank = dist.get_rank()
-    weight = (torch.arange(64 * 1024.0).reshape(64, 1024) * step).chunk(tp)[rank % tp].clone()
-    share = torch.arange(9 << 16, dtype=torch.int32).add_(step).chunk(RANKS)[rank].clone()
-    return {
-        "weight": ShardedTensor.from_rank_offsets("w", weight, (0, rank % tp, tp), replica_id=rank // tp),
-        "share": ShardedTensor.from_rank_offsets("s", share, (0, rank, RANKS)),
-        "rng": ShardedObject("rng", [rank, step], (RANKS,), (rank,)),
-        "step": step,
-    }
-
-
-def checkpointer(base: Path, timeout_s: float = 60) -> Checkpointer:
-    tier = MemoryTier(f"{base}/node-{{node}}")
-    options = SaveOptions(timeout_s=timeout_s)
-    return Checkpointer(
-        base / "root", tiers=Tiers([tier], root_every=100, node=dist.get_rank() // 2), save_options=options
-    )
-
-
-def train_until_a_node_is_killed(base: Path) -> str:
-    """Save step 1 to the root, 2 and 3 to memory; the processes of a node die while they send step 4."""
-    first = checkpointer(base)
-    first.save(1, state(1, tp=2), to_root=True)
-    for step in (2, 3):
-        first.save(step, state(step, tp=2))
-    copy = tier_save.copy_files
-
-    def copy_or_die(*args: Any, **kwargs: Any) -> None:
-        if dist.get_rank() // 2 == KILLED:
-            os.kill(os.getpid(), signal.SIGKILL)
-        copy(*args, **kwargs)
-
-    tier_save.copy_files = copy_or_die
-    try:
-        checkpointer(base, timeout_s=8).save(4, state(4, tp=2))
-    except RankFailedError as error:
-        return str(error)
-    finally:
-        tier_save.copy_files = copy
-    return ""
-
-
-def resume(base: Path, tp: int) -> LastLoad:
-    """Load the newest step at a layout, compare every bit, and save the next one."""
-    again = checkpointer(base)
-    asked = state(0, tp)
-    loaded = again.load(asked)
-    assert again.last_load is not None
-    step = again.last_load.step
-    expected = state(step, tp)
-    for key in ("weight", "share"):
-        assert torch.equal(loaded[key], expected[key].data), key
-    assert (loaded["rng"], loaded["step"]) == ([dist.get_rank(), step], step)
-    again.save(step + 1, state(step + 1, tp))
-    return again.last_load
-
-
-@with_all("test_tiers_async.py loses nodes, too")
-def test_the_newest_step_in_memory_survives_the_loss_of_any_node_and_without_it_the_root_is_loaded(
-    rank_pool: RankPool, memory_path: Path
-) -> None:
-    outcomes = rank_pool.outcomes(train_until_a_node_is_killed, RANKS, memory_path / "run")
-    assert [isinstance(o.error, EOFError) for o in outcomes] == [r // 2 == KILLED for r in range(RANKS)]
-    assert all(o.value for o in outcomes if o.error is None)
-    incomplete = memory_path / "run" / f"node-{KILLED}" / "iter_0000004"
-    assert list((incomplete / "data").iterdir())
-
-    for lost in range(NODES):
-        shutil.copytree(memory_path / "run", memory_path / "restarted")
-        shutil.rmtree(memory_path / "restarted" / "root")
-        shutil.rmtree(memory_path / "restarted" / f"node-{lost}")
-        results = rank_pool.run(resume, RANKS, memory_path / "restarted", 2 if lost else 4)
-        assert {(used.step, used.skipped, used.damaged) for used in results} == {(3, (), ())}
-        for node in range(NODES):
-            steps = sorted(path.name for path in (memory_path / "restarted" / f"node-{node}").iterdir())
-            assert steps == ["iter_0000003", "iter_0000004"], (
-                "incomplete steps are removed, lost copies are not made again"
-            )
-        shutil.rmtree(memory_path / "restarted")
-
-    for lost in (0, 1):
-        shutil.rmtree(memory_path / "run" / f"node-{lost}")
-    results = rank_pool.run(resume, RANKS, memory_path / "run", 1)
-    assert {(used.step, used.where) for used in results} == {(1, str(memory_path / "run" / "root"))}
-    assert [passed.step for passed in results[0].skipped] == [3, 2]
-
 
 WRITERS = 3
 DEADLINE_S = 600.0  # none waits for it
@@ -314,41 +216,6 @@ def test_tiers_are_written_asynchronously_and_survive_a_lost_node_a_full_one_and
         results = rank_pool.run(load_shares, WRITERS, restarted)
         assert {(used.step, used.damaged) for used in results} == {(5, ())}
         shutil.rmtree(restarted)
-
-
-def lose_a_node(base: Path) -> tuple[str, float]:
-    """The training of a node dies while its writer waits in a save, and others wait for that."""
-    run = async_checkpointer(base)
-    run.save(1, shares(1))
-    run.wait()
-    order(base, node="node-1", kind="writer.write", name="00000.safetensors", how="held")
-    run.save(2, shares(2))
-    wait_for((base / "begun").exists)
-    dist.barrier()
-    if dist.get_rank() == 1:
-        os.kill(os.getpid(), signal.SIGKILL)
-    began = time.monotonic()
-    with pytest.raises(WriterFailedError) as raised:
-        run.wait()
-    elapsed = time.monotonic() - began
-    assert raised.value.rank == 1
-    saver_of(run).abandon()
-    return str(raised.value), elapsed
-
-
-@with_all("connections that break are in test_writers.py")
-def test_a_node_that_is_lost_is_named_by_all_others_long_before_the_deadline(
-    rank_pool: RankPool, memory_path: Path
-) -> None:
-    outcomes = rank_pool.outcomes(lose_a_node, WRITERS, memory_path)
-    assert isinstance(outcomes[1].error, EOFError)
-    for outcome in (outcomes[0], outcomes[2]):
-        assert outcome.error is None, outcome.trace
-        text, elapsed = outcome.value
-        assert "writer process of rank 1 broke" in text
-        assert elapsed < DEADLINE_S / 2
-    shutil.rmtree(memory_path / "node-1")
-    assert {used.step for used in rank_pool.run(load_shares, WRITERS, memory_path)} == {1}
 
 
 ROWS = 3000

@@ -10,7 +10,6 @@ import torch
 import torch.distributed as dist
 
 from megackpt import ShardedObject, ShardedTensor, load, save
-from megackpt.errors import CheckpointError
 from megackpt.formats.zarr.rounds import GridRules
 from megackpt.formats.zarr.version_3 import ZarrV3SaveStrategy
 from megackpt.testing.ranks import RankPool
@@ -94,22 +93,3 @@ def test_ranks_that_share_files_write_the_right_bits(tmp_path: Path, rank_pool: 
     assert max(counts[0]) > 1  # files really are shared here
     for ranks in (1, 3, 4):
         assert rank_pool.run(load_all, ranks, str(tmp_path), 4) == [[]] * ranks
-
-
-LONG_KEY = "k" * 256  # longer than a name of a directory can be
-
-
-def save_bad_key(directory: str) -> str:
-    key = LONG_KEY if dist.get_rank() == 1 else "fine"
-    state = {"t": ShardedTensor.from_rank_offsets(key, torch.ones(2))}
-    try:
-        save(state, directory, sharded_strategy="zarr")
-    except CheckpointError as error:
-        return f"{type(error).__name__} {error.key}"
-    return "saved"
-
-
-def test_a_key_that_one_rank_cannot_store_raises_an_error_on_all(tmp_path: Path, rank_pool: RankPool) -> None:
-    results = rank_pool.run(save_bad_key, 2, str(tmp_path / "c"))
-    assert results == [f"DeclarationError {LONG_KEY}"] * 2
-    assert not [p for p in tmp_path.rglob("*") if p.is_file()]
