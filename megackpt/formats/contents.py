@@ -127,13 +127,6 @@ class Chunks(ABC):
         for part, out in zip(parts, outs, strict=True):
             self.read_into(part.row, part.start, out, verify=True)
 
-    def mapped(self, row: int) -> memoryview | None:
-        """Return the bytes of a chunk that lie in memory, in row-major order; None if they must be read.
-
-        They are valid as long as these chunks are. Several threads may call it at once.
-        """
-        return None
-
     def raw_ranges(self) -> RawRanges | None:
         """Return where the chunks lie, if all are stored as they are; None if any has to be decoded."""
         return None

@@ -8,9 +8,11 @@ import pickle
 import zipfile
 from typing import BinaryIO
 
+from megackpt.errors import FormatError
 from megackpt.formats.pickle_limits import check_opcodes, check_pickle
 
 _ZIP = b"PK\3\4"
+_ZIP_ERRORS = (zipfile.BadZipFile, ValueError, OSError, EOFError, NotImplementedError, RuntimeError)
 _OLD_PICKLES = 5  # of a file that is no zip file: magic number, version, system, value, names of storages
 
 
@@ -49,6 +51,22 @@ def check_archive_file(path: str, *, checks_bytes: bool) -> set[tuple[str, str]]
         return _check_zip(file, nbytes=os.fstat(file.fileno()).st_size, checks_bytes=checks_bytes)
 
 
+def tensor_records(path: str) -> list[tuple[str, int, int]]:
+    """Return name, size and checksum of each tensor's record in a zip file of torch.save, sorted.
+
+    Raises:
+        FormatError: it is no whole zip file.
+    """
+    try:
+        with zipfile.ZipFile(path) as archive:
+            records = [(record.filename.partition("/")[2], record) for record in archive.infolist()]
+    except _ZIP_ERRORS as error:
+        raise FormatError(
+            f"{path}: no whole zip file ({error}). Copy it again from where it was saved.", path=path
+        ) from error
+    return sorted((name, r.file_size, r.CRC) for name, r in records if name.startswith("data/"))
+
+
 def is_zip_file(path: str) -> bool:
     """Return whether a file begins as those of torch.save do."""
     with open(path, "rb") as file:
@@ -75,6 +93,6 @@ def _check_zip(file: BinaryIO, *, nbytes: int, checks_bytes: bool) -> set[tuple[
                     named |= check_opcodes(archive.read(record))
             if checks_bytes and (damaged := archive.testzip()) is not None:
                 raise pickle.UnpicklingError(f"the bytes of its record {damaged} are not those written")
-    except (zipfile.BadZipFile, ValueError, OSError, EOFError, NotImplementedError, RuntimeError) as error:
+    except _ZIP_ERRORS as error:
         raise pickle.UnpicklingError(f"no whole zip file ({error})") from error
     return named

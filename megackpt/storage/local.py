@@ -16,7 +16,7 @@ import os
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
 from megackpt.storage.error_translation import large_file_error, translated_errors
 from megackpt.storage.file_reader import FileReader, read_through_cache
@@ -64,6 +64,7 @@ class LocalStore(Store):
         self._unsynced: set[str] = set()  # directories in root ("" is root) with changed entries
         self._unsynced_outside: set[str] = set()  # paths of the parents of directories that `create` made
         self._lock = threading.Lock()
+        self._watches: tuple[dict[str, _Stamp], ...] = ()
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle the arguments: the process that writes asynchronous saves opens its own files."""
@@ -226,9 +227,38 @@ class LocalStore(Store):
         """Close files kept open for reading."""
         self._reader.close()
 
+    def watch(self) -> Callable[[], str | None]:
+        """Note inode, size and time of each file at its next opening; see `Store.watch`."""
+        stamps: dict[str, _Stamp] = {}
+        self._reader.close()  # a file that stays open would not be noted
+        with self._lock:
+            self._watches = (*self._watches, stamps)
+
+        def changed() -> str | None:
+            with self._lock:
+                noted = dict(stamps)
+            return next((name for name, stamp in noted.items() if self._stamp_of(name) != stamp), None)
+
+        return changed
+
+    def _stamp_of(self, name: str) -> _Stamp | None:
+        """Return the stamp of a file as it is now; None if it cannot be opened."""
+        try:
+            descriptor = self._files.open_to_read(name)
+        except OSError:
+            return None
+        try:
+            return _stamp(descriptor)
+        finally:
+            os.close(descriptor)
+
     def _open_to_read(self, name: str) -> int:
         with translated_errors("open", self._files.path(name)):
-            return self._files.open_to_read(name)
+            descriptor = self._files.open_to_read(name)
+        for stamps in self._watches:
+            with self._lock:
+                stamps.setdefault(name, _stamp(descriptor))
+        return descriptor
 
     def _create_file(self, name: str) -> int:
         with translated_errors("create", self._files.path(name)):
@@ -281,6 +311,15 @@ class LocalStore(Store):
                 self._unsynced.update(directories)
                 self._unsynced_outside.update(outside)
             raise
+
+
+_Stamp: TypeAlias = tuple[int, int, int]
+"""Inode, size and time of a file: they show whether it has changed."""
+
+
+def _stamp(descriptor: int) -> _Stamp:
+    status = os.fstat(descriptor)
+    return status.st_ino, status.st_size, status.st_mtime_ns
 
 
 def expanded_path(path: str | os.PathLike[str]) -> str:

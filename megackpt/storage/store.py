@@ -9,7 +9,7 @@ import contextlib
 import re
 import secrets
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import Protocol
@@ -281,6 +281,13 @@ class Store(ABC):
     def is_cached(self, name: str) -> bool:
         """Return whether a file seems to be in memory, so that reads need not wait; False if unknown."""
         return False
+
+    def watch(self) -> Callable[[], str | None]:
+        """Note the state of each file at its next opening; return a function that names one that has changed.
+
+        The function returns None if no file has, or if the store cannot know, as by default.
+        """
+        return lambda: None
 
     def move(self, name: str, target: str) -> None:
         """Rename a file; it takes the place of an older file of the new name. Durable after `sync`.

@@ -32,7 +32,7 @@ from megackpt.ground.arguments import check_count, check_flags, check_seconds
 from megackpt.plans.metadata import OBJECT
 from megackpt.storage import FileDigester, Location, Store, opened_store
 from megackpt.whole.arguments import checked_progress
-from megackpt.whole.copy_source import SourceCheckpoint, read_common_for
+from megackpt.whole.copy_source import SourceCheckpoint, check_unchanged, read_common_for
 from megackpt.whole.new_checkpoint import NewCheckpoint, TargetState, check_target, prepare_target
 from megackpt.whole.windows import (
     ByteArray,
@@ -124,8 +124,10 @@ def copy_checkpoint(
         stack.enter_context(keep_unknown_values())
         with errors_on_all_ranks(group, "opening the source"):
             strategy = save_strategy(to)
+            opened_source = stack.enter_context(opened_store(source))
             run = _Copy(
-                source=stack.enter_context(opened_store(source)),
+                changed=opened_source.watch(),
+                source=opened_source,
                 target=stack.enter_context(opened_store(target)),
                 strategy=with_array_digests(strategy) if array_digests else strategy,
                 group=group,
@@ -163,6 +165,7 @@ class _Copy(NewCheckpoint):
     """The steps of a copy; for the fields see the arguments of `copy_checkpoint`."""
 
     open_target: Callable[[Store], Contents]
+    changed: Callable[[], str | None]
 
     def open_source(
         self, open_source: Callable[[Store], Contents], *, checks_bytes: bool
@@ -196,7 +199,7 @@ class _Copy(NewCheckpoint):
                 common={"state_dict": prepared.common[0], "content_metadata": prepared.common[1]},
                 strategy=self.strategy,
                 leftovers=prepared.state.earlier,
-                hooks=(_UnchangedSource(copied.contents),),
+                hooks=(_UnchangedSource(copied.contents, self.changed, self.source),),
             )
             write_and_commit(save, self.target, self.group)
         return parts.digests
@@ -271,6 +274,8 @@ class _UnchangedSource(SaveHook):
     """Looks at the files of the source again before the commit: an earlier checkpoint is then still there."""
 
     contents: Contents
+    changed: Callable[[], str | None]
+    source: Store
 
     def after_writing(
         self, written: WrittenChunks, store: Store, strategy: SaveStrategy, group: Group
@@ -279,6 +284,7 @@ class _UnchangedSource(SaveHook):
         with errors_on_all_ranks(group, "looking at the source again"):
             if self.contents.check_unchanged is not None:
                 self.contents.check_unchanged()
+            check_unchanged(self.changed, self.source)
         return []
 
 
@@ -301,12 +307,11 @@ class _CopiedParts(ChunkParts):
     def in_order(self, rows: Sequence[int]) -> Iterator[Iterator[memoryview]]:
         """Yield the parts of each row; the next parts are read meanwhile."""
         copied = self._copied
-        is_mapped = [copied.mapped(row) is not None for row in rows]
-        to_read = (row for row, mapped in zip(rows, is_mapped, strict=True) if not mapped)
+        to_read = (row for row in rows if row not in copied.blobs)
         parts = (part for row in to_read for part in copied.parts(row, self._buffer_bytes))
         stream = self._read(list(windows_of(parts, self._buffer_bytes)))
-        for row, mapped in zip(rows, is_mapped, strict=True):
-            yield self(row) if mapped else self._noted(row, stream)
+        for row in rows:
+            yield self(row) if row in copied.blobs else self._noted(row, stream)
 
     def _read(self, windows: Sequence[RowWindow]) -> Iterator[memoryview]:
         """Yield the bytes of rows, one after the other."""

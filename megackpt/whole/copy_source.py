@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,6 +16,7 @@ from megackpt.engine.checkpoint.common_reading import (
 from megackpt.engine.checkpoint.opening import check_readable, read_common_and_references
 from megackpt.engine.data.chunk_bytes import ReadBuffers, parts_of
 from megackpt.engine.data.read import read_chunk
+from megackpt.errors import IntegrityError
 from megackpt.formats.contents import Chunks, Contents
 from megackpt.formats.strategy import SaveStrategy
 from megackpt.plans.geometry import Ints
@@ -102,19 +103,11 @@ class SourceCheckpoint:
         for low, high in parts_of(self.chunks, entity, start=start, stop=stop, buffer_bytes=buffer_bytes):
             yield row, low, high
 
-    def mapped(self, row: int) -> memoryview | None:
-        """Return the bytes of a row that lie in memory: objects, and chunks of mapped files."""
-        if row in self.blobs:
-            return memoryview(self.blobs[row])
-        start = int(self.start[row])
-        chunk = self.chunks.mapped(int(self.plan.entity[row]))
-        return None if chunk is None else chunk[start : start + int(self.plan.table.nbytes[row])]
-
     def read(self, row: int, buffers: ReadBuffers, buffer_bytes: int) -> Iterator[memoryview]:
         """Yield the bytes of a row of the plan in parts, each valid until the next."""
-        mapped = self.mapped(row)
-        if mapped is not None:
-            yield from (mapped[at : at + buffer_bytes] for at in range(0, len(mapped), buffer_bytes))
+        if row in self.blobs:
+            blob = memoryview(self.blobs[row])
+            yield from (blob[at : at + buffer_bytes] for at in range(0, len(blob), buffer_bytes))
             return
         start = int(self.start[row])
         yield from buffers.parts(
@@ -123,6 +116,21 @@ class SourceCheckpoint:
             start=start,
             stop=start + int(self.plan.table.nbytes[row]),
             buffer_bytes=buffer_bytes,
+        )
+
+
+def check_unchanged(changed: Callable[[], str | None], store: Store) -> None:
+    """Check that no file is another one than when it was read first; changed is of `Store.watch`.
+
+    Raises:
+        IntegrityError: a file has changed.
+    """
+    name = changed()
+    if name is not None:
+        raise IntegrityError(
+            f"{store.location}/{name} changed while it was read, so what was read may be of two states. Wait "
+            f"until nothing writes there, and start again.",
+            path=f"{store.location}/{name}",
         )
 
 

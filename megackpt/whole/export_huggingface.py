@@ -33,6 +33,7 @@ from megackpt.plans.metadata import ArraySpec
 from megackpt.storage import Location, Store, digest_of, opened_store
 from megackpt.whole.adapter_arrays import is_of_adapter
 from megackpt.whole.arguments import checked_progress
+from megackpt.whole.copy_source import check_unchanged
 from megackpt.whole.huggingface_map import ChosenMap
 from megackpt.whole.huggingface_model_files import ConfigSource, ModelFiles
 from megackpt.whole.huggingface_plan import (
@@ -173,9 +174,9 @@ def export_huggingface(
     group = group_or_world(group, timeout_s=timeout_s)
     with ExitStack() as stack:
         with errors_on_all_ranks(group, "planning the export"):
-            opened = _OpenedSource.open(
-                stack.enter_context(opened_store(source)), config, allow_unsafe_pickle=allow_unsafe_pickle
-            )
+            stored = stack.enter_context(opened_store(source))
+            changed = stored.watch()
+            opened = _OpenedSource.open(stored, config, allow_unsafe_pickle=allow_unsafe_pickle)
             choice = ChosenMap(map, prefix, norm_added)
             made = _map_of(opened, choice, weights, merges_adapters=bool(merged))
             name = choice.name(opened.files.config)
@@ -201,6 +202,9 @@ def export_huggingface(
         export = FileExport(chunks, folder, buffer_bytes, verify, progress)
         with errors_on_all_ranks(group, "writing files"):
             _write_share(export, finished, group, workers=workers)
+            if opened.contents.check_unchanged is not None:
+                opened.contents.check_unchanged()
+            check_unchanged(changed, stored)
         with errors_on_all_ranks(group, "writing the index"):
             if group.rank == 0:
                 _end(folder)

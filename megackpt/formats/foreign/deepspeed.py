@@ -12,7 +12,7 @@ import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, chain
+from itertools import accumulate, chain, pairwise
 from typing import Any
 
 import torch
@@ -21,14 +21,16 @@ from torch import Tensor
 from megackpt.errors import FormatError, NotACheckpointError, UnsupportedError
 from megackpt.formats.file_names import DEEPSPEED
 from megackpt.formats.foreign.mapped_files import load_mapped_file
+from megackpt.formats.foreign.mapped_memory import in_memory
 from megackpt.formats.foreign.state import (
     MASTER,
     ForeignState,
     NamedParam,
     NamedTrainingState,
     StoredWeight,
+    have_equal_bits,
 )
-from megackpt.formats.foreign.strategy import ForeignLoadStrategy, folder_of_latest
+from megackpt.formats.foreign.strategy import ForeignLoadStrategy, first_gap, folder_of_latest
 from megackpt.formats.strategy import Format
 
 
@@ -67,6 +69,8 @@ _OWN_ENTRIES = frozenset({
     "checkpoint_parallel_dimensions", "ds_config", "ds_version", "universal_checkpoint_info",
     "autoep_layers",
 })  # fmt: skip
+_LEAST_COMPARED = 3  # elements of a part: fewer may be equal on two ranks by chance
+_MAX_DIMS, _MAX_NUMEL = 64, 2**62
 _KEPT_ENTRIES = ("global_steps", "global_samples", "skipped_steps", "lr_scheduler")
 
 
@@ -86,10 +90,13 @@ class _Group:
         """Return the masters, or a state without padding, of each rank."""
         if name == MASTER:
             return list(self.masters)
-        return [
+        vectors = [
             state[name].reshape(-1)[: len(master)]
             for state, master in zip(self.states, self.masters, strict=True)
         ]
+        if any(len(vector) < len(master) for vector, master in zip(vectors, self.masters, strict=True)):
+            raise ValueError(f"{name!r:.80} is shorter than its masters")
+        return vectors
 
     def names(self) -> tuple[str, ...]:
         """Return the names of masters and states that have a value for each element."""
@@ -154,6 +161,8 @@ def _find_files(folder: str) -> tuple[list[str], list[str]]:
             f"{folder} has no '*_optim_states.pt', so it was saved without ZeRO (stage 0), or only in part. "
             f"Import a stage 0 folder with import_torch (--from torch) instead.",
         )
+    for of_rank, pattern in ((optimizers, _OPTIMIZER_FILE), (models, _MODEL_FILE)):
+        _check_one_each(folder, [name for name in names if pattern.fullmatch(name)], of_rank)
     _check_ranks(folder, list(optimizers), "zero_pp_rank_{}_mp_rank_00_optim_states.pt")
     _check_ranks(folder, list(models), "zero_pp_rank_{}_mp_rank_00_model_states.pt")
     return (
@@ -175,12 +184,26 @@ def _check_data_parallel(folder: str, names: Sequence[str]) -> None:
         )
 
 
-def _check_ranks(folder: str, ranks: Sequence[int], name: str) -> None:
-    missing = sorted(set(range(max(ranks) + 1)) - set(ranks))
-    if missing:
+def _check_one_each(folder: str, names: Sequence[str], of_rank: Mapping[int, str]) -> None:
+    """Check that no two files are of one rank: one of them would be left out."""
+    left_out = next((name for name in names if name not in of_rank.values()), None)
+    if left_out is not None:
+        match = _OPTIMIZER_FILE.fullmatch(left_out) or _MODEL_FILE.fullmatch(left_out)
+        rank = int((match and match[1]) or 0)
         raise FormatError(
-            f"{folder}: {name.format(missing[0])} is missing, and {len(missing) - 1} others. Copy the files "
-            f"of all ranks into one folder.",
+            f"{folder}: {left_out:.200} and {of_rank[rank]:.200} are of one rank, and one of them would be "
+            f"left out. Move the one that is not of this step away.",
+            path=folder,
+        )
+
+
+def _check_ranks(folder: str, ranks: Sequence[int], name: str) -> None:
+    missing = first_gap(ranks)
+    if missing is not None:
+        others = max(ranks) - len(ranks)
+        raise FormatError(
+            f"{folder}: {name.format(missing)} is missing, and {others:.6g} others. Copy the files of all "
+            f"ranks into one folder.",
             path=folder,
         )
 
@@ -245,7 +268,7 @@ class _Step:
 
     def _params(self, options: Sequence[Mapping[str, Any]]) -> dict[str, NamedParam]:
         """Cut every parameter out of the flat groups; options are those of the torch optimizer."""
-        shapes = [{name: tuple(shape) for name, shape in of.items()} for of in self.models[0]["param_shapes"]]
+        shapes = self._shapes()
         groups = self._groups()
         if len(shapes) != len(groups):
             raise ValueError(f"{len(shapes)} groups of shapes, and {len(groups)} of values")
@@ -264,11 +287,28 @@ class _Step:
             for name, shape in of.items()
         }
 
+    def _shapes(self) -> list[dict[str, tuple[int, ...]]]:
+        """Return the shapes of the parameters of each group, which the weights and all ranks must have."""
+        module = self.models[0]["module"]
+        of_ranks = [[list(of.items()) for of in model.get("param_shapes") or []] for model in self.models]
+        if any(shapes != of_ranks[0] for shapes in of_ranks):
+            raise ValueError("ranks have other shapes of parameters, or in another order")
+        shapes = [{name: _shape(shape) for name, shape in of} for of in of_ranks[0]]
+        names = [name for of in shapes for name in of]
+        if len(set(names)) < len(names):
+            raise ValueError("a parameter is in two groups")
+        for name, shape in chain.from_iterable(of.items() for of in shapes):
+            stored = tuple(module[name].shape)
+            # Of a weight that ZeRO-3 cuts, the module has a tensor without elements.
+            if stored != shape and not (self._is_zero_3 and 0 in stored):
+                raise ValueError(f"{name!r:.200} has shape {stored}, and {shape} in param_shapes")
+        return shapes
+
     def check_masters(self, state: NamedTrainingState) -> None:
         """Compare each weight that a file has as a whole with what its master is rounded to.
 
         It finds shapes in another order than the values, and files of other ranks or steps, which nothing
-        else in the files shows.
+        else in the files shows. ZeRO-3 cuts weights, so of its files only copies of another rank's are found.
 
         Raises:
             FormatError: a weight is another one.
@@ -276,10 +316,11 @@ class _Step:
         for name, param in state.params.items():
             weight = state.weights.get(name)
             if weight is None:  # ZeRO-3 stores masters only
+                self._check_not_copied(param)
                 continue
             (values,) = weight.parts
-            rounded = torch.cat([part.to(values.dtype) for part in param.states[MASTER]])
-            stored = values.detach().reshape(-1)
+            rounded = torch.cat([in_memory(part).to(values.dtype) for part in param.states[MASTER]])
+            stored = in_memory(values).reshape(-1)
             # A run that has diverged has NaN in both, which is equal to nothing.
             if not ((rounded == stored) | (rounded.isnan() & stored.isnan())).all():
                 raise FormatError(
@@ -287,6 +328,27 @@ class _Step:
                     f"to {values.dtype}. The files are of different steps or ranks, or damaged. Copy all of "
                     f"them again; if the script changes weights after its step, import without verifying.",
                     key=name,
+                    path=self.folder,
+                )
+
+    def _check_not_copied(self, param: NamedParam) -> None:
+        """Check that not all states of two ranks' parts of a parameter are equal.
+
+        Raises:
+            FormatError: they are, and have more than one value, so that this is no chance.
+        """
+        parts = list(zip(*param.states.values(), strict=False))  # the last part may be shorter
+        for before, after in pairwise(parts):
+            read = map(in_memory, after)
+            is_constant = all(len(data) == 0 or bool((data == data[0]).all()) for data in read)
+            length = len(after[0])
+            if length < _LEAST_COMPARED or is_constant:
+                continue
+            if all(have_equal_bits(a[:length], b) for a, b in zip(before, after, strict=True)):
+                raise FormatError(
+                    f"{self.folder}: two ranks have equal masters and moments, so the optimizer's file of "
+                    f"one is a copy of another rank's. Copy the files of all ranks again; if the ranks do "
+                    f"have equal parts, import without verifying.",
                     path=self.folder,
                 )
 
@@ -378,12 +440,15 @@ class _Step:
                     },
                 )
                 at += length
+            for master in group.masters:
+                if len(master) != at:
+                    raise ValueError(f"{len(master)} values of a group on a rank, and shapes of {at}")
 
     def _whole_weights(self) -> dict[str, StoredWeight]:
         """Return weights and buffers that a file has as a whole; ZeRO-3 has buffers and small weights."""
         module = self.models[0]["module"]
         shapes = dict(chain.from_iterable(of.items() for of in self.models[0]["param_shapes"]))
-        shapes |= self.models[0].get("frozen_param_shapes") or {}
+        shapes |= {n: _shape(s) for n, s in (self.models[0].get("frozen_param_shapes") or {}).items()}
         whole = {}
         for name, value in module.items():
             # A weight that ZeRO-3 cuts has a tensor without elements here, so its shape differs.
@@ -403,10 +468,9 @@ class _Step:
             return {}
         return {
             name: StoredWeight(
-                tuple(shape),
-                list(_stretch([of[name].reshape(-1) for of in fragments], 0, _numel(tuple(shape)))),
+                shape, list(_stretch([of[name].reshape(-1) for of in fragments], 0, _numel(shape)))
             )
-            for name, shape in shapes.items()
+            for name, shape in ((name, _shape(value)) for name, value in shapes.items())
         }
 
 
@@ -419,6 +483,15 @@ def _stretch(vectors: Sequence[Tensor], start: int, stop: int) -> Iterator[Tenso
         begin = end - len(vector)
         if begin < stop and start < end:
             yield vector[max(start - begin, 0) : min(stop, end) - begin]
+
+
+def _shape(value: Any) -> tuple[int, ...]:
+    """Return a shape of a file."""
+    if not isinstance(value, list | tuple) or len(value) > _MAX_DIMS:
+        raise ValueError("a shape is none")
+    if not all(type(n) is int and n >= 0 for n in value) or _numel(tuple(value)) >= _MAX_NUMEL:
+        raise ValueError(f"no parameter has the shape {tuple(value)!r:.200}")
+    return tuple(value)
 
 
 def _numel(shape: tuple[int, ...]) -> int:

@@ -111,7 +111,14 @@ def _files(folder: str) -> dict[tuple[int, int], str]:
         if match is not None and os.path.isfile(path):
             if match[3] is not None:
                 raise _unsupported(path, "experts are divided over ranks")
-            files[int(match[1]), int(match[2] or 0)] = path
+            at = int(match[1]), int(match[2] or 0)
+            if at in files:
+                raise FormatError(
+                    f"{folder}: {os.path.relpath(files[at], folder)} and {name}/{_FILE} are of one rank, and "
+                    f"one of them would be left out. Move the one that is not of this step away.",
+                    path=folder,
+                )
+            files[at] = path
     if not files:
         raise NotACheckpointError(
             f"{folder} has no mp_rank_*/{_FILE}. Name the folder of one iteration.", path=folder

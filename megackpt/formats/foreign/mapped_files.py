@@ -21,7 +21,7 @@ from megackpt.entities.recognition import is_dtensor
 from megackpt.errors import FormatError, UnknownClassError
 from megackpt.formats.safe_numpy import UnsupportedValueError
 from megackpt.formats.safe_pickle import OTHER_ADVICE, load_checked, load_safely
-from megackpt.formats.torch_zip import check_archive_file, is_zip_file
+from megackpt.formats.torch_zip import check_archive_file, is_zip_file, tensor_records
 from megackpt.formats.unknown_classes import ForbiddenClassError
 
 Stamp: TypeAlias = tuple[int, int, int] | None
@@ -78,6 +78,19 @@ def file_stamp(path: str) -> Stamp:
     except OSError:
         return None
     return stat.st_ino, stat.st_size, stat.st_mtime_ns
+
+
+def record_checksums(path: str) -> list[tuple[str, int, int]]:
+    """Return name, size and checksum of each tensor's record in a file, as its directory has them.
+
+    A file of an old version of torch has no checksums; of it, the size is returned.
+
+    Raises:
+        FormatError: the file is missing, or damaged.
+    """
+    if not pathlib.Path(path).is_file():
+        raise FormatError(f"{path} is missing, or is no regular file.", path=path)
+    return tensor_records(path) if is_zip_file(path) else [("", pathlib.Path(path).stat().st_size, 0)]
 
 
 def _check_repeats(value: Any, path: str) -> None:

@@ -14,8 +14,9 @@ import math
 import os
 import re
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any
 
 import torch
@@ -24,7 +25,7 @@ from torch import Tensor
 from megackpt.codec.pickled import ForeignObject
 from megackpt.errors import FormatError, NotACheckpointError, UnsupportedError
 from megackpt.formats.file_names import NVRX
-from megackpt.formats.foreign.mapped_files import load_mapped_file
+from megackpt.formats.foreign.mapped_files import load_mapped_file, record_checksums
 from megackpt.formats.foreign.state import (
     CollectedParts,
     ForeignArray,
@@ -87,12 +88,11 @@ def read_nvrx(path: str, *, checks_bytes: bool) -> ForeignState:
 
 def _newest_step(path: str) -> tuple[int, dict[int, str]]:
     """Return the newest iteration that has a file of every rank, and its files by rank."""
-    steps: dict[int, dict[int, str]] = defaultdict(dict)
+    steps: dict[int, dict[int, list[str]]] = defaultdict(lambda: defaultdict(list))
     for folder, _, names in sorted(os.walk(path)):
-        for name in names:
+        for name in sorted(names):
             if (match := _FILE.fullmatch(name)) is not None:
-                # With replication, several nodes have the file of a rank; any of them will do.
-                steps[int(match[1])].setdefault(int(match[2]), os.path.join(folder, name))
+                steps[int(match[1])][int(match[2])].append(os.path.join(folder, name))
     ranks = {rank for files in steps.values() for rank in files}
     if not ranks:
         raise NotACheckpointError(
@@ -101,17 +101,38 @@ def _newest_step(path: str) -> tuple[int, dict[int, str]]:
             path=path,
         )
     # A rank without a file of any iteration is missing, too.
-    ranks |= set(range(max(ranks)))
-    whole = [iteration for iteration, files in steps.items() if files.keys() == ranks]
+    count = max(ranks) + 1
+    whole = [iteration for iteration, files in steps.items() if len(files) == count]
     if not whole:
         newest = max(steps)
-        missing = ", ".join(str(rank) for rank in sorted(ranks - steps[newest].keys())[:8])
+        missing = ", ".join(map(str, islice((r for r in range(count) if r not in steps[newest]), 8)))
         raise NotACheckpointError(
-            f"{path} has no iteration with the files of all {len(ranks)} ranks: of iteration {newest}, those "
+            f"{path} has no iteration with the files of all {count} ranks: of iteration {newest}, those "
             f"of ranks {missing} are missing. Copy the files of all nodes into one folder.",
             path=path,
         )
-    return max(whole), steps[max(whole)]
+    files = steps[max(whole)]
+    for replicas in files.values():
+        _check_replicas(replicas)
+    return max(whole), {rank: replicas[0] for rank, replicas in files.items()}
+
+
+def _check_replicas(files: Sequence[str]) -> None:
+    """Check that the files of one rank, which several nodes have, hold equal tensors.
+
+    Raises:
+        FormatError: their records have other checksums.
+    """
+    if len(files) < 2:
+        return
+    checksums = [record_checksums(file) for file in files]
+    for file, of_file in zip(files, checksums, strict=True):
+        if of_file != checksums[0]:
+            raise FormatError(
+                f"{file}: it is of the same rank and iteration as {files[0]}, and has other tensors. The "
+                f"files are of different runs. Copy those of one run into one folder.",
+                path=file,
+            )
 
 
 def _state_of(file: str, *, checks_bytes: bool) -> Mapping[str, Any]:

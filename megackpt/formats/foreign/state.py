@@ -16,10 +16,12 @@ from torch import Tensor
 from megackpt.codec.arrays import tensor_fault
 from megackpt.codec.pickled import ForeignShardedTensor
 from megackpt.errors import FormatError, UnsupportedError
+from megackpt.formats.foreign.mapped_memory import elements_at, in_memory
 
 LEFT_OUT = object()
 """Stands for a value that does not become part of the checkpoint."""
 _MAX_DEPTH = 100
+_COMPARED = 4 * 1024 * 1024  # elements at a time
 _PLAIN = (str, int, float, bool, bytes, type(None), torch.dtype, torch.Size)
 
 
@@ -139,14 +141,18 @@ def have_equal_bits(first: Tensor, second: Tensor) -> bool:
     """Return whether two tensors of one shape and dtype have equal bits."""
     if first is second or first.numel() == 0:
         return True
+    if not (first.is_contiguous() and second.is_contiguous()):
+        return _are_equal_bytes(in_memory(first), in_memory(second))
+    return all(
+        _are_equal_bytes(*(elements_at(tensor, start, count) for tensor in (first, second)))
+        for start in range(0, first.numel(), _COMPARED)
+        for count in (min(_COMPARED, first.numel() - start),)
+    )
+
+
+def _are_equal_bytes(first: Tensor, second: Tensor) -> bool:
     # As bytes: NaN is not equal to itself as a number.
-    flat = [plain_elements(tensor).contiguous().reshape(-1).view(torch.uint8) for tensor in (first, second)]
-    return torch.equal(*flat)
-
-
-def plain_elements(tensor: Tensor) -> Tensor:
-    """Return a tensor whose memory has its elements, which that of a conjugate or a negative has not."""
-    return tensor.detach().resolve_conj().resolve_neg()
+    return torch.equal(*(tensor.reshape(-1).view(torch.uint8) for tensor in (first, second)))
 
 
 def plain_part(value: Any, path: str, left_out: list[str], depth: int = 0) -> Any:
@@ -168,7 +174,7 @@ def plain_part(value: Any, path: str, left_out: list[str], depth: int = 0) -> An
         )
     if isinstance(value, Tensor):
         check_tensor(value, path)
-        return value.detach().clone()
+        return in_memory(value)
     if isinstance(value, _PLAIN):
         return value
     if type(value).__name__ in ("dict", "OrderedDict") and isinstance(value, dict):
@@ -329,7 +335,8 @@ class NamedTrainingState:
             numbers |= {} if step is None else {"step": step}
         for name, value in numbers.items():
             if isinstance(value, Tensor | int | float):
-                yield name, torch.as_tensor(value, dtype=torch.float32 if name == "step" else None).clone()
+                number = in_memory(value) if isinstance(value, Tensor) else value
+                yield name, torch.as_tensor(number, dtype=torch.float32 if name == "step" else None).clone()
 
 
 def _weight_arrays(

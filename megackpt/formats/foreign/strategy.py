@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -20,7 +20,13 @@ from megackpt.formats.contents import Chunks, Contents
 from megackpt.formats.damage import Damage, damage_of
 from megackpt.formats.file_names import FileNames
 from megackpt.formats.foreign.mapped_files import file_stamp, noted_stamps
-from megackpt.formats.foreign.state import ForeignArray, ForeignState, check_tensor, plain_elements
+from megackpt.formats.foreign.mapped_memory import (
+    MappedFiles,
+    cut_files_are_errors,
+    elements_at,
+    in_memory,
+)
+from megackpt.formats.foreign.state import ForeignArray, ForeignState, check_tensor
 from megackpt.formats.strategy import Json, LoadStrategy
 from megackpt.formats.torch_zip import is_zip_file
 from megackpt.plans.metadata import ArraySpec, ChunkTable, pad_shapes
@@ -108,8 +114,8 @@ class TensorChunks(Chunks):
         )
         rows = index_order(table)
         self.table = table.take(rows)
-        # Parameters require gradients, and torch gives no numpy array of such a tensor.
-        self._tensors = [plain_elements(owned[row][1].data) for row in rows.tolist()]
+        self._tensors = [owned[row][1].data for row in rows.tolist()]
+        self._files = MappedFiles()
         self._dtypes = [array.dtype for array in arrays]
         self._where = where
         self._flat: tuple[int, Tensor] = (-1, torch.empty(0))
@@ -127,21 +133,23 @@ class TensorChunks(Chunks):
         """Fill out with bytes of a chunk."""
         dtype = self._dtypes[int(self.table.array[row])]
         first, count = start // dtype.itemsize, len(out) // dtype.itemsize
-        elements = self._flattened(row)[first : first + count].to(dtype).contiguous()
-        np.frombuffer(out, np.uint8)[:] = elements.view(torch.uint8).numpy()
-
-    def mapped(self, row: int) -> memoryview | None:
-        """Return the bytes of a tensor in its mapped file; None if its elements are not as in the array."""
         tensor = self._tensors[row]
-        if tensor.dtype != self._dtypes[int(self.table.array[row])] or not tensor.is_contiguous():
-            return None
-        return tensor.reshape(-1).view(torch.uint8).numpy().data
+        is_as_stored = tensor.dtype == dtype and not tensor.is_conj() and not tensor.is_neg()
+        with cut_files_are_errors(self._where):
+            if not tensor.is_contiguous():
+                elements = self._flattened(row)[first : first + count]
+            elif is_as_stored:
+                self._files.read(tensor.data_ptr() + start, out)
+                return
+            else:
+                elements = elements_at(tensor, first, count)
+        np.frombuffer(out, np.uint8)[:] = elements.to(dtype).contiguous().view(torch.uint8).numpy()
 
     def _flattened(self, row: int) -> Tensor:
-        """Return the elements of a chunk; one that is not contiguous is copied once."""
+        """Return the elements of a chunk that is not contiguous, which is copied once."""
         kept, elements = self._flat
         if kept != row:
-            elements = self._tensors[row].reshape(-1)
+            elements = in_memory(self._tensors[row]).reshape(-1)
             # Another thread may put another tensor here at once, so the attribute is not read again.
             self._flat = row, elements
         return elements
@@ -195,7 +203,8 @@ class ForeignLoadStrategy(LoadStrategy):
         """Return what the files at a path hold as the contents of a checkpoint. Local."""
 
         def check_bytes() -> None:
-            self.read(path, checks_bytes=True)
+            with cut_files_are_errors(path):
+                self.read(path, checks_bytes=True)
 
         def check_unchanged() -> None:
             for file, stamp in stamps.items():
@@ -206,7 +215,7 @@ class ForeignLoadStrategy(LoadStrategy):
                         path=file,
                     )
 
-        with noted_stamps() as stamps:
+        with noted_stamps() as stamps, cut_files_are_errors(path):
             state = self.read(path, checks_bytes=False)
         return contents_of(
             state,
@@ -218,7 +227,8 @@ class ForeignLoadStrategy(LoadStrategy):
     def check_files(self, store: Store, manifest: Json, *, deep: bool) -> Iterator[Damage]:
         """Yield what is wrong with the files; with deep, their checksums are compared."""
         try:
-            self.read(local_path(store), checks_bytes=deep)
+            with cut_files_are_errors(store.location):
+                self.read(local_path(store), checks_bytes=deep)
         except CheckpointError as error:
             yield damage_of(error, location=store.location)
 
@@ -227,6 +237,18 @@ def _have_checksums(path: str) -> bool:
     """Return whether files of torch.save have checksums; those of its old form, no zip files, have none."""
     paths = [path, *(os.path.join(folder, name) for folder, _, names in os.walk(path) for name in names)]
     return all(is_zip_file(file) for file in paths if os.path.isfile(file) and file.endswith(SUFFIXES))
+
+
+def first_gap(numbers: Collection[int]) -> int | None:
+    """Return the first number from 0 on that is missing; None if all below the highest are there.
+
+    A number may be any, such as a time, so nothing is as long as the highest one.
+
+    >>> first_gap([1, 0, 3]), first_gap([0, 1])
+    (2, None)
+    """
+    gap = next(number for number in range(len(numbers) + 1) if number not in numbers)
+    return gap if gap < max(numbers, default=-1) else None
 
 
 def names_of(store: Store) -> list[str]:

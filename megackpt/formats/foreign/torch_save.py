@@ -22,6 +22,7 @@ from megackpt.entities.tree import Steps, dotted
 from megackpt.errors import DeclarationError, FormatError, NotACheckpointError, UnsupportedError
 from megackpt.formats.file_names import NATIVE, TORCH_DIST, TORCH_SAVE, ZARR_V1, ZARR_V3
 from megackpt.formats.foreign.mapped_files import load_mapped_file
+from megackpt.formats.foreign.mapped_memory import in_memory
 from megackpt.formats.foreign.state import (
     LEFT_OUT,
     CollectedParts,
@@ -162,10 +163,19 @@ def _files(path: str) -> dict[str, list[str]]:
         raise FormatError(
             f"{path}: kinds of files have different numbers of ranks: {sorted(kinds)}.", path=path
         )
-    return {
-        (re.sub(r"\W*#\W*|_#|#", "", kind).strip("_-.") or kind): [of_rank[r] for r in sorted(of_rank)]
-        for kind, of_rank in kinds.items()
-    }
+    named: dict[str, list[str]] = {}
+    for kind, of_rank in kinds.items():
+        name = re.sub(r"\W*#\W*|_#|#", "", kind).strip("_-.") or kind
+        files = [of_rank[rank] for rank in sorted(of_rank)]
+        if name in named:
+            first, second = (os.path.basename(of[0]) for of in (named[name], files))
+            raise FormatError(
+                f"{path}: {first:.200} and {second:.200} would both become {name!r:.200}, and one of them "
+                f"would be left out. Name the file that you want, or rename one of them.",
+                path=path,
+            )
+        named[name] = files
+    return named
 
 
 def _load(file: str, *, checks_bytes: bool) -> Any:
@@ -249,7 +259,7 @@ class _Merge:
                 )
         if can_be_array(first):
             return self._array(ForeignArray.whole(dotted(steps), first))
-        return first.detach().clone()
+        return in_memory(first)
 
     def _array(self, array: ForeignArray) -> ArrayReference:
         self.arrays.append(array)

@@ -15,6 +15,7 @@ import sys
 import zipfile
 from collections.abc import Callable
 from pathlib import Path, PosixPath
+from typing import Any
 
 import pytest
 import torch
@@ -208,10 +209,27 @@ def test_a_weight_that_is_no_number_is_that_of_a_master_that_is_none() -> None:
     step.check_masters(state)
 
 
-@pytest.mark.parametrize("change", [_reordered, _shortened, _without_last, None])
-@pytest.mark.parametrize("case", ["zero1", "zero1_bf16", "zero2", "bf16_optimizer"])
+def _turned(shapes: dict[str, torch.Size]) -> dict[str, torch.Size]:
+    return {name: torch.Size(reversed(shape)) for name, shape in shapes.items()}
+
+
+def _negative(shapes: dict[str, torch.Size]) -> dict[str, Any]:
+    name = next(iter(shapes))
+    return {**shapes, name: tuple(-extent for extent in shapes[name])}
+
+
+# ZeRO-3 has no file with a whole weight, so that an order or a shape of as many elements is believed.
+CONTRADICTIONS = [
+    (case, change)
+    for case in ("zero1", "zero1_bf16", "zero2", "bf16_optimizer", "zero3", "zero3_bf16")
+    for change in (_reordered, _turned, _shortened, _without_last, _negative, None)
+    if not case.startswith("zero3") or change not in (_reordered, _turned)
+]
+
+
+@pytest.mark.parametrize(("case", "change"), CONTRADICTIONS)
 def test_shapes_or_files_that_are_not_those_of_the_values_are_an_error(
-    case: str, change: Callable[[dict[str, torch.Size]], dict[str, torch.Size]] | None, tmp_path: Path
+    case: str, change: Callable[[dict[str, torch.Size]], dict[str, Any]] | None, tmp_path: Path
 ) -> None:
     """The masters would be those of other parameters, and nothing else in the files shows it."""
     folder = tmp_path / case
@@ -220,13 +238,43 @@ def test_shapes_or_files_that_are_not_those_of_the_values_are_an_error(
         optimizers = sorted(folder.rglob("*optim_states.pt"))
         shutil.copy(optimizers[0], optimizers[1])
     else:
-        (model,) = folder.rglob("mp_rank_00_model_states.pt")
-        state = torch.load(model, weights_only=False)
-        state["param_shapes"] = [type(of)(change(of)) for of in state["param_shapes"]]
-        torch.save(state, model)
-    with pytest.raises(FormatError, match=r"is not its master|do not have the layout of ZeRO"):
+        for model in folder.rglob("*model_states.pt"):
+            state = torch.load(model, weights_only=False)
+            state["param_shapes"] = [type(of)(change(of)) for of in state["param_shapes"]]
+            torch.save(state, model)
+    with pytest.raises(
+        FormatError, match=r"is not its master|do not have the layout of ZeRO|is a copy of another"
+    ):
         megackpt.import_deepspeed(folder, tmp_path / "new")
     assert not (tmp_path / "new").exists()
+
+
+def test_ranks_whose_files_name_other_shapes_are_an_error(tmp_path: Path) -> None:
+    folder = tmp_path / "zero3"
+    shutil.copytree(STORED / "zero3", folder)
+    model = max(folder.rglob("*model_states.pt"))
+    state = torch.load(model, weights_only=False)
+    state["param_shapes"] = [type(of)(_reordered(of)) for of in state["param_shapes"]]
+    torch.save(state, model)
+    with pytest.raises(FormatError, match="ranks have other shapes of parameters, or in another order"):
+        megackpt.import_deepspeed(folder, tmp_path / "new")
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt", "are of one rank, and one of them would be left"),
+        ("zero_pp_rank_01_mp_rank_00_optim_states.pt", "are of one rank, and one of them would be left"),
+        ("zero_pp_rank_1764115200_mp_rank_00_optim_states.pt", "zero_pp_rank_2_mp_rank_00_optim_.* missing"),
+    ],
+)
+def test_a_second_file_of_a_rank_and_a_rank_like_a_time_are_errors(
+    name: str, words: str, tmp_path: Path
+) -> None:
+    shutil.copytree(STORED / "zero2", tmp_path / "folder")
+    shutil.copy(tmp_path / "folder" / OPTIMIZER_1, tmp_path / "folder" / "global_step3" / name)
+    with pytest.raises(FormatError, match=words):
+        megackpt.import_deepspeed(tmp_path / "folder", tmp_path / "imported")
 
 
 @pytest.mark.parametrize("name", ["mp_rank_01_model_states.pt", "layer_00-model_00-model_states.pt"])

@@ -20,10 +20,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import megackpt
-from megackpt import CheckpointError, FormatError, NotACheckpointError
+from megackpt import CheckpointError, FormatError, IntegrityError, NotACheckpointError
 from megackpt.cli import main
 from megackpt.errors import UnknownClassError, UnsupportedError
-from megackpt.formats.foreign.state import ForeignArray
+from megackpt.formats.foreign import mapped_memory
+from megackpt.formats.foreign.mapped_files import load_mapped_file
+from megackpt.formats.foreign.mapped_memory import in_memory
+from megackpt.formats.foreign.state import ForeignArray, have_equal_bits
 from megackpt.formats.foreign.strategy import TensorChunks
 from megackpt.formats.torch_dist.save import TorchDistSaveStrategy
 from tests.support.effort import few, with_all
@@ -221,6 +224,17 @@ def test_two_files_of_one_number_are_an_error_and_a_number_may_be_long(tmp_path:
         megackpt.load({}, tmp_path)
 
 
+@pytest.mark.parametrize("names", [("model.pt", "model_0.pt"), ("a-0.pt", "a_0.pt"), ("r_1.pt", "r1.pt")])
+def test_two_files_whose_entries_would_have_one_name_are_an_error(
+    names: tuple[str, str], tmp_path: Path
+) -> None:
+    for number, name in enumerate(names):
+        torch.save({"w": torch.full((2,), float(number))}, tmp_path / name)
+    with pytest.raises(FormatError, match="would both become") as raised:
+        megackpt.load({}, tmp_path)
+    assert all(name in str(raised.value) for name in names)
+
+
 @pytest.mark.parametrize("way", ["pipe", "link to a device", "lost link"])
 def test_only_regular_files_are_opened(way: str, tmp_path: Path) -> None:
     torch.save({"w": torch.ones(2)}, tmp_path / "model_0.pt")
@@ -232,18 +246,55 @@ def test_only_regular_files_are_opened(way: str, tmp_path: Path) -> None:
         megackpt.load({}, tmp_path)
 
 
-def test_chunks_are_the_memory_of_a_file_where_it_has_their_bytes() -> None:
-    rows = torch.arange(12.0).view(3, 4)
-    whole = {"plain": rows, "turned": rows.t(), "conjugate": torch.randn(3, dtype=torch.complex64).conj()}
-    arrays = [ForeignArray.whole(key, tensor) for key, tensor in sorted(whole.items())]
-    arrays.append(ForeignArray.whole("wide", rows, torch.float64))
-    chunks = TensorChunks(list(enumerate(arrays)), where="here")
-    for row, spec in enumerate(chunks.table.arrays):
-        read = bytearray(int(chunks.table.nbytes[row]))
-        chunks.read_into(row, 0, memoryview(read), verify=True)
-        mapped = chunks.mapped(row)
-        assert (mapped is None) == (spec.key in ("turned", "wide"))
-        assert mapped is None or bytes(mapped) == bytes(read)
+FORMS: dict[str, Callable[[Tensor], Tensor]] = {
+    "as it is": lambda t: t,
+    "turned": lambda t: t.t(),
+    "a column": lambda t: t[:, 1],
+    "every other": lambda t: t[::2, 1::3],
+    "expanded": lambda t: t[:1].expand(5, *t.shape[1:]),
+    "conjugate": lambda t: torch.complex(t, -t).conj(),
+    "conjugate, turned": lambda t: torch.complex(t, -t).t().conj(),
+    "negative": lambda t: torch._neg_view(t),
+    "negative of a conjugate": lambda t: torch.complex(t, t).conj().imag,
+    "one number": lambda t: t[2, 3],
+    "empty": lambda t: t[:0],
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_elements_are_read_as_they_look(form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mapped_memory, "_SPAN_BYTES", 128)  # so that spans are halved
+    monkeypatch.setattr(mapped_memory, "_LONG_BYTES", 32)  # so that some parts are read from the file
+    torch.save({"w": FORMS[form](torch.arange(48.0).reshape(8, 6))}, tmp_path / "a.pt")
+    tensor = load_mapped_file(str(tmp_path / "a.pt"))["w"]
+    expected = tensor.resolve_conj().resolve_neg().contiguous()
+    assert torch.equal(in_memory(tensor), expected)
+    dtypes = {tensor.dtype, torch.complex128 if tensor.is_complex() else torch.float64}
+    for dtype in sorted(dtypes, key=str):
+        chunks = TensorChunks([(0, ForeignArray.whole("w", tensor, dtype))], where="here")
+        for row in range(len(chunks.table)):
+            read = bytearray(int(chunks.table.nbytes[row]))
+            for at in range(0, len(read), 48):  # in parts, as a copy reads
+                chunks.read_into(row, at, memoryview(read)[at : at + 48], verify=True)
+            assert bytes(read) == bytes(expected.to(dtype).reshape(-1).view(torch.uint8).numpy())
+
+
+def test_a_file_that_is_cut_short_while_it_is_mapped_is_an_error(tmp_path: Path) -> None:
+    """To look at its memory would end the process."""
+    torch.save({"w": torch.ones(100_000), "step": 1}, tmp_path / "a.pt")
+    tensor = load_mapped_file(str(tmp_path / "a.pt"))["w"]
+    arrays = [ForeignArray.whole("plain", tensor), ForeignArray.whole("wide", tensor, torch.float64)]
+    arrays.append(ForeignArray.whole("columns", tensor.view(1000, 100).t()))
+    chunks = TensorChunks(list(enumerate(sorted(arrays, key=lambda array: array.key))), where="here")
+    os.truncate(tmp_path / "a.pt", 4096)
+    for row in range(len(chunks.table)):
+        for nbytes in (16, int(chunks.table.nbytes[row])):  # by memory, and by the file
+            with pytest.raises(IntegrityError, match=r"here: a file was cut short while it was read"):
+                chunks.read_into(
+                    row, int(chunks.table.nbytes[row]) - nbytes, memoryview(bytearray(nbytes)), verify=True
+                )
+    with pytest.raises(OSError, match="Input/output error"):
+        have_equal_bits(tensor, torch.ones(100_000))
 
 
 @pytest.mark.parametrize("to", ["torch_dist", "zarr"])
