@@ -168,6 +168,7 @@ def command(
             raise click.UsageError(f"{source} is of {detected}, not of {source_format}. Leave --from out.")
         source_format = source_format or detected
     if name is None and source_format is None:
+        _check_source(source)
         raise click.UsageError("Missing option '--to'. Name the new format.")
     name = name or "megackpt"
     common: dict[str, Any] = {"verify": verify, "overwrite": overwrite, "timeout_s": _TIMEOUT_S}
@@ -240,6 +241,18 @@ def _foreign_format(source: str, *, is_mapped: bool) -> str | None:
     except CheckpointError:
         return None  # for the conversion to report
     return backend if is_foreign(backend) or (is_mapped and backend == "huggingface") else None
+
+
+def _check_source(source: str) -> None:
+    """Check that the source can be opened: if not, the error says what it is, and another option is no help.
+
+    Raises:
+        NotACheckpointError, FormatError, StorageError: it cannot be opened.
+    """
+    from megackpt.engine.checkpoint.manifest import read_manifest
+
+    with opened_store(checkpoint_location(source)) as store:
+        read_manifest(store)
 
 
 def _check_folder(path: str) -> None:

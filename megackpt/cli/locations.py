@@ -10,7 +10,7 @@ import click
 
 from megackpt.cli.entry import note
 from megackpt.errors import DeclarationError, MissingExtraError, NotACheckpointError
-from megackpt.formats.registry import detect_foreign
+from megackpt.formats.registry import detect_foreign, recognise
 from megackpt.formats.strategy import MANIFEST
 from megackpt.storage import expanded_path, is_url, opened_store
 
@@ -58,8 +58,14 @@ def check_directory(path: str) -> None:
     """
     if is_url(path) or Path(expanded_path(path)).is_dir():
         return
-    if Path(expanded_path(path)).exists():
+    if Path(expanded_path(path)).is_file():
+        with opened_store(path) as store:
+            seen = recognise(store)
         what = "is a file, not a checkpoint. Name the directory of a finished one."
+        if seen is not None:
+            what = f"is a file: {seen.name}. {seen.advice}"
+    elif Path(expanded_path(path)).exists():
+        what = "is neither a directory nor a file. Name the directory of a checkpoint."
     else:
         what = (
             "is not a checkpoint: there is no such directory. Check the path; `megackpt ls ROOT` lists the "
@@ -108,20 +114,17 @@ def check_run_root(root: str) -> None:
     with opened_store(root) as store:
         is_directory = is_url(root) or Path(expanded_path(root)).is_dir()
         if is_directory and store.exists(MANIFEST):
-            raise single_checkpoint_error(root)
-    if not is_url(root) and not Path(expanded_path(root)).is_dir():
+            raise NotACheckpointError(
+                f"{root} is a single checkpoint and has no steps. Look into it with `megackpt inspect`, or "
+                f"name the directory above it.",
+                path=root,
+            )
+        seen = recognise(store) if not is_directory and Path(expanded_path(root)).is_file() else None
+    if not is_directory:
+        what = f" It is {seen.name}. {seen.advice}" if seen is not None else ""
         raise NotACheckpointError(
-            f"{root} is not a directory. Name the one that a Checkpointer saves to.", path=root
+            f"{root} is not a directory. Name the one that a Checkpointer saves to.{what}", path=root
         )
-
-
-def single_checkpoint_error(root: str) -> NotACheckpointError:
-    """Return the error for a checkpoint where the root of a run is needed."""
-    return NotACheckpointError(
-        f"{root} is a single checkpoint and has no steps. Look into it with `megackpt inspect`, or name the "
-        f"directory above it.",
-        path=root,
-    )
 
 
 def check_chart(path: str | None) -> None:

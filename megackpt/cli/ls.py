@@ -16,9 +16,10 @@ import click
 from rich.filesize import decimal
 
 from megackpt.cli.entry import EXIT_CODES, output_options, print_result
-from megackpt.cli.locations import check_run_root, single_checkpoint_error
+from megackpt.cli.locations import check_run_root
 from megackpt.cli.output import ProgressBars, show, table_of
-from megackpt.errors import CheckpointError
+from megackpt.errors import CheckpointError, NotACheckpointError
+from megackpt.formats.registry import recognise
 from megackpt.formats.strategy import MANIFEST
 
 if TYPE_CHECKING:
@@ -85,7 +86,6 @@ def list_steps(root: str | os.PathLike[str], bars: ProgressBars | None = None) -
     Raises:
         NotACheckpointError: the location is not a directory, or is itself a checkpoint.
     """
-    from megackpt.engine.checkpoint.manifest import is_committed
     from megackpt.engine.checkpoint.step_roots import step_directories
     from megackpt.run.checkpointer.root import read_pins, scan
 
@@ -93,9 +93,11 @@ def list_steps(root: str | os.PathLike[str], bars: ProgressBars | None = None) -
     directories = step_directories(root, objects=None)
     steps = scan(directories)
     has_steps = steps.committed or steps.incomplete
-    # Checkpoints of other libraries have no metadata.json; to recognise one takes a list of all files.
-    if not has_steps and is_committed(directories.root):
-        raise single_checkpoint_error(str(root))
+    # Folders of other tools have no metadata.json; to recognise one takes a list of all files.
+    if not has_steps and (seen := recognise(directories.root)) is not None:
+        raise NotACheckpointError(
+            f"{root} has no steps of a Checkpointer: it is {seen.name}. {seen.advice}", path=str(root)
+        )
     describe = partial(
         _describe_step, directories, committed=steps.committed, pins=read_pins(directories.root)
     )

@@ -96,8 +96,13 @@ LEGACY_MEGATRON = FileNames(
 
 NVRX = FileNames(attempt=NOTHING, foreign=r"(?:.*/)?iter_\d{7,9}_\d{1,6}_local\.pt")
 
+TRAINER_ARGUMENTS = "training_args.bin"
+"""A pickled object of Hugging Face's Trainer, which is no state."""
+
 # common.pt is the common state of torch_dist and zarr. Without metadata.json, that save has not finished.
-TORCH_SAVE = FileNames(attempt=NOTHING, foreign=r"(?!common\.pt\Z)[^/]+\.(?:pt|pth|bin|ckpt|tar)")
+TORCH_SAVE = FileNames(
+    attempt=NOTHING, foreign=r"(?!(?:common\.pt|training_args\.bin)\Z)[^/]+\.(?:pt|pth|bin|ckpt|tar)"
+)
 
 HUGGINGFACE_MODELS = ("model.safetensors", "model.safetensors.index.json")
 """The only file with tensors, or the index of several, in the order that transformers looks for them."""
@@ -106,7 +111,7 @@ HUGGINGFACE = FileNames(
     attempt=NOTHING,
     # An index, or a safetensors file in the folder itself that no save of another format has written.
     foreign=(
-        r"model\.safetensors\.index\.json"
+        r"[^/]+\.safetensors\.index(?:\.[^/.]+)?\.json"
         rf"|(?!(?:index|common|megackpt)-{_ATTEMPT}(?:-\d{{5,}})?\.safetensors\Z)[^/]+\.safetensors"
     ),
 )

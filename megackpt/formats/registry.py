@@ -11,10 +11,11 @@ import contextlib
 import importlib
 import logging
 import os
+import shlex
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cache
-from typing import TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 from megackpt.errors import CheckpointError, DeclarationError, FormatError, MismatchError
 from megackpt.formats.file_names import (
@@ -32,6 +33,9 @@ from megackpt.formats.file_names import (
 from megackpt.formats.strategy import Format, Json, LoadStrategy, SaveStrategy
 from megackpt.ground.entry_points import loaded_entry_points
 from megackpt.storage import LocalStore, Store
+
+if TYPE_CHECKING:
+    from megackpt.formats.folder_kinds import Sighting
 
 log = logging.getLogger(__name__)
 
@@ -213,6 +217,25 @@ def detect_foreign(store: Store) -> Json | None:
         return _detect(store, store.names(), _FOREIGN)
     load = _format(("torch", 1)).load  # whose files may have any name
     return load().detect(store) if load is not None else None
+
+
+def recognise(store: Store) -> Sighting | None:
+    """Return what a folder or file without metadata.json is, and the next step; None if that is not known.
+
+    No file is read, except by a format that has to look into one to recognise it.
+    """
+    from megackpt.formats.folder_kinds import Sighting, recognise_names  # for errors only
+
+    is_file = isinstance(store, LocalStore) and os.path.isfile(store.location)
+    names = [os.path.basename(store.location)] if is_file else store.names()
+    if any(map(attempt_of, names)):
+        return None  # what a save of ours has left
+    seen = recognise_names(names, where=store.location)
+    manifest = detect(store) if seen is None and not is_file else None
+    if manifest is None:
+        return seen
+    name = f"a checkpoint in the format {manifest.get('sharded_backend')}"
+    return Sighting(name, f"Look into it with `megackpt inspect {shlex.quote(store.location)}`.")
 
 
 def is_foreign(backend: str) -> bool:

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from megackpt.errors import CheckpointError, NotACheckpointError, StorageError
 from megackpt.formats.documents import read_manifest_file
 from megackpt.formats.file_names import HUGGINGFACE_MODELS
-from megackpt.formats.registry import attempt_of, detect, detect_foreign, fixed_names
+from megackpt.formats.registry import attempt_of, detect, detect_foreign, fixed_names, recognise
 from megackpt.formats.strategy import MANIFEST, Json, SaveStrategy
 from megackpt.storage import LocalStore, Store
 from megackpt.storage.store import is_temporary_name
@@ -40,11 +40,14 @@ def read_manifest(store: Store) -> Json:
     """
     is_file = isinstance(store, LocalStore) and os.path.isfile(store.location)  # perhaps of torch.save
     manifest = detect_foreign(store) if is_file else None
-    if manifest is None:
+    seen = recognise(store) if is_file and manifest is None else None
+    if manifest is None and seen is None:
         manifest = read_manifest_file(store)
-    if manifest is None:
+    if manifest is None and not is_file:
         manifest = detect(store) or detect_foreign(store)
-    if manifest is None and _has_linked_model(store):
+    if manifest is not None:
+        return manifest
+    if not is_file and _has_linked_model(store):
         raise NotACheckpointError(
             f"{store.location} is not a checkpoint: its files are symbolic links. Links are not followed, so "
             f"that a forged checkpoint cannot make a load read other files; only those of the cache of "
@@ -52,13 +55,17 @@ def read_manifest(store: Store) -> Json:
             f"folder of regular files by `hf download REPO --local-dir DIR`, or copy this one with `cp -rL`.",
             path=store.location,
         )
-    if manifest is None:
+    seen = seen or recognise(store)
+    if seen is not None:
         raise NotACheckpointError(
-            f"{store.location} is not a checkpoint: it has no {MANIFEST}. Either nothing was saved there, or "
-            f"the save did not finish. Give the directory of a finished save.",
+            f"{store.location} is not a checkpoint that can be opened: it is {seen.name}. {seen.advice}",
             path=store.location,
         )
-    return manifest
+    raise NotACheckpointError(
+        f"{store.location} is not a checkpoint: it has no {MANIFEST}. Either nothing was saved there, or "
+        f"the save did not finish. Give the directory of a finished save.",
+        path=store.location,
+    )
 
 
 def _has_linked_model(store: Store) -> bool:

@@ -163,6 +163,7 @@ def find_damages(store: Store, options: VerifyOptions, progress: Progress, share
     Raises:
         NotACheckpointError: nothing was committed there.
         FormatError: the checkpoint is in a format that is not known here.
+        UnsupportedError: the files of another tool are not damaged, but cannot be read.
         StorageError: the store cannot tell whether there is a checkpoint.
     """
     findings = Findings(store.location)

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from megackpt.errors import FormatError, NotACheckpointError, UnsupportedError
 from megackpt.formats.file_names import DEEPSPEED
+from megackpt.formats.folder_kinds import recognise_names
 from megackpt.formats.foreign.mapped_files import load_mapped_file
 from megackpt.formats.foreign.mapped_memory import in_memory
 from megackpt.formats.foreign.state import (
@@ -173,6 +174,10 @@ def _find_files(folder: str) -> tuple[list[str], list[str]]:
 
 def _check_data_parallel(folder: str, names: Sequence[str]) -> None:
     """Check by the names of the files that parameters are cut by nothing but ZeRO."""
+    if any(re.match(r"layer_\d+-model_\d", name) for name in names):
+        seen = recognise_names(names, where=folder)
+        assert seen is not None
+        raise UnsupportedError(f"{folder} is {seen.name}. {seen.advice}")
     parallel = [m[2] for name in names if (m := _MODEL_FILE.fullmatch(name)) and int(m[2])]
     other = [name for name in names if re.match(r"layer_\d|.*expert_\d", name)]
     if parallel or other:

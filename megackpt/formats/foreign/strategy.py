@@ -15,7 +15,13 @@ import torch
 from torch import Tensor
 
 from megackpt.entities.describe import dtype_name
-from megackpt.errors import CheckpointError, FormatError, IntegrityError, NotACheckpointError
+from megackpt.errors import (
+    CheckpointError,
+    FormatError,
+    IntegrityError,
+    NotACheckpointError,
+    UnsupportedError,
+)
 from megackpt.formats.contents import Chunks, Contents
 from megackpt.formats.damage import Damage, damage_of
 from megackpt.formats.file_names import FileNames
@@ -225,10 +231,16 @@ class ForeignLoadStrategy(LoadStrategy):
         )
 
     def check_files(self, store: Store, manifest: Json, *, deep: bool) -> Iterator[Damage]:
-        """Yield what is wrong with the files; with deep, their checksums are compared."""
+        """Yield what is wrong with the files; with deep, their checksums are compared.
+
+        Raises:
+            UnsupportedError: they are not damaged, but cannot be read.
+        """
         try:
             with cut_files_are_errors(store.location):
                 self.read(local_path(store), checks_bytes=deep)
+        except UnsupportedError:
+            raise
         except CheckpointError as error:
             yield damage_of(error, location=store.location)
 

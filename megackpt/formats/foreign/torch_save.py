@@ -1,6 +1,7 @@
 """Reads what a script has saved with torch.save: one file, or a file for each rank, without running pickles.
 
-Tensors of full state dicts become whole arrays. DTensors, as FSDP2 has them, and ShardedTensors of FSDP
+Shards of a Hugging Face folder (`pytorch_model-00001-of-00003.bin`) are one file in several parts. Tensors
+of full state dicts become whole arrays. DTensors, as FSDP2 has them, and ShardedTensors of FSDP
 version 1 become the arrays that they are parts of: where each rank's part lies is in its file.
 """
 
@@ -9,6 +10,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,7 +22,15 @@ from megackpt.entities.recognition import is_dtensor
 from megackpt.entities.torch_sharded import declare_dtensor
 from megackpt.entities.tree import Steps, dotted
 from megackpt.errors import DeclarationError, FormatError, NotACheckpointError, UnsupportedError
-from megackpt.formats.file_names import NATIVE, TORCH_DIST, TORCH_SAVE, ZARR_V1, ZARR_V3
+from megackpt.formats.documents import parse_document
+from megackpt.formats.file_names import (
+    NATIVE,
+    TORCH_DIST,
+    TORCH_SAVE,
+    TRAINER_ARGUMENTS,
+    ZARR_V1,
+    ZARR_V3,
+)
 from megackpt.formats.foreign.mapped_files import load_mapped_file
 from megackpt.formats.foreign.mapped_memory import in_memory
 from megackpt.formats.foreign.state import (
@@ -79,6 +89,8 @@ class TorchSaveLoadStrategy(ForeignLoadStrategy):
 FORMAT = Format(backend="torch", version=1, load=TorchSaveLoadStrategy)
 
 _NUMBER = re.compile(r"(\d+)(?!.*\d)")  # the last one in a name
+_SHARD = re.compile(r"(.+)-(\d{5})-of-(\d{5})")
+_INDEX_MAX_BYTES = 100_000_000  # one of a million tensors
 _WRAPPERS = ("module.", "_orig_mod.", "_fsdp_wrapped_module.")
 
 
@@ -97,8 +109,12 @@ def read_torch(path: str, *, prefix: str, checks_bytes: bool) -> ForeignState:
     """
     groups = _files(path)
     merged = {
-        name: _Merge(path, files, [_load(f, checks_bytes=checks_bytes) for f in files])
-        for name, files in groups.items()
+        name: _Merge(
+            path,
+            [shards[0] for shards in ranks],
+            [_load(shards, checks_bytes=checks_bytes) for shards in ranks],
+        )
+        for name, ranks in groups.items()
     }
     nested = {name: merge.tree((name,) if len(merged) > 1 else (), prefix) for name, merge in merged.items()}
     tree: Any = nested if len(nested) > 1 else next(iter(nested.values()))
@@ -113,23 +129,35 @@ def read_torch(path: str, *, prefix: str, checks_bytes: bool) -> ForeignState:
             path=path,
         )
     ranks = max(map(len, groups.values()))
+    shards = max(len(of_rank[0]) for of_rank in groups.values())
+    counted = f"{ranks} ranks" if ranks > 1 else f"{shards} shards" if shards > 1 else "1 file"
     return ForeignState(
         arrays=tuple(array for merge in merged.values() for array in merge.arrays),
         common=tree,
-        origin={"imported_from": f"torch.save, {ranks} {'ranks' if ranks > 1 else 'file'}"},
-        left_out=tuple(text for merge in merged.values() for text in merge.left_out),
+        origin={"imported_from": f"torch.save, {counted}"},
+        left_out=(
+            *(text for merge in merged.values() for text in merge.left_out),
+            *([f"{TRAINER_ARGUMENTS} (no state)"] if os.path.isfile(f"{path}/{TRAINER_ARGUMENTS}") else []),
+        ),
     )
 
 
-def _files(path: str) -> dict[str, list[str]]:
-    """Return the files of each kind, by rank: `model_0.pt` and `model_1.pt` are two ranks of `model`."""
+def _files(path: str) -> dict[str, list[tuple[str, ...]]]:
+    """Return the files of each kind, by rank: `model_0.pt` and `model_1.pt` are two ranks of `model`.
+
+    Each rank has one file, or the shards of one.
+    """
     if os.path.isfile(path):
-        return {"": [path]}
+        return {"": [(path,)]}
     names = sorted(os.listdir(path)) if os.path.isdir(path) else []
     kinds: dict[str, dict[int, str]] = {}
+    shards: dict[str, list[str]] = {}
     for name in names:
         stem, suffix = os.path.splitext(name)
-        if suffix not in SUFFIXES:
+        if suffix not in SUFFIXES or name == TRAINER_ARGUMENTS:
+            continue
+        if (shard := _SHARD.fullmatch(stem)) is not None:
+            shards.setdefault(shard[1], []).append(os.path.join(path, name))
             continue
         number = _NUMBER.search(stem)
         kind = _NUMBER.sub("#", stem)
@@ -142,7 +170,7 @@ def _files(path: str) -> dict[str, list[str]]:
                 f"would be left out. Name the file that you want, or move the other one away.",
                 path=path,
             )
-    if not kinds:
+    if not kinds and not shards:
         raise NotACheckpointError(
             f"{path} has no file of torch.save ({', '.join(SUFFIXES)}). Name a file, or a folder with one "
             f"file or one for each rank.",
@@ -163,12 +191,17 @@ def _files(path: str) -> dict[str, list[str]]:
         raise FormatError(
             f"{path}: kinds of files have different numbers of ranks: {sorted(kinds)}.", path=path
         )
-    named: dict[str, list[str]] = {}
-    for kind, of_rank in kinds.items():
-        name = re.sub(r"\W*#\W*|_#|#", "", kind).strip("_-.") or kind
-        files = [of_rank[rank] for rank in sorted(of_rank)]
+    named: dict[str, list[tuple[str, ...]]] = {}
+    of_kinds = [
+        (
+            re.sub(r"\W*#\W*|_#|#", "", kind).strip("_-.") or kind,
+            [(of_rank[rank],) for rank in sorted(of_rank)],
+        )
+        for kind, of_rank in kinds.items()
+    ]
+    for name, files in (*of_kinds, *((stem, [_checked_shards(of_stem)]) for stem, of_stem in shards.items())):
         if name in named:
-            first, second = (os.path.basename(of[0]) for of in (named[name], files))
+            first, second = (os.path.basename(of[0][0]) for of in (named[name], files))
             raise FormatError(
                 f"{path}: {first:.200} and {second:.200} would both become {name!r:.200}, and one of them "
                 f"would be left out. Name the file that you want, or rename one of them.",
@@ -178,10 +211,61 @@ def _files(path: str) -> dict[str, list[str]]:
     return named
 
 
-def _load(file: str, *, checks_bytes: bool) -> Any:
-    value = load_mapped_file(file, checks_bytes=checks_bytes)
-    replace_shards(value, file)
-    return value
+def _checked_shards(files: Sequence[str]) -> tuple[str, ...]:
+    """Return the shards of one file, of which none may be missing."""
+    numbered = {}
+    for file in files:
+        match = _SHARD.fullmatch(os.path.splitext(os.path.basename(file))[0])
+        assert match is not None
+        numbered[int(match[2]), int(match[3])] = file
+    counts = {count for _, count in numbered}
+    count = max(counts)
+    missing = next((n for n in range(1, count + 1) if (n, count) not in numbered), None)
+    if len(counts) > 1 or len(numbered) < len(files) or missing is not None:
+        fault = "shards of several models" if missing is None else f"no shard {missing:05d}-of-{count:05d}"
+        raise FormatError(
+            f"{os.path.dirname(files[0])} has {fault}. Fetch the whole folder again, into an empty one.",
+            path=files[0],
+        )
+    return tuple(numbered[number, count] for number in range(1, count + 1))
+
+
+def _load(shards: Sequence[str], *, checks_bytes: bool) -> Any:
+    """Return the value of a file, or of the shards of one, whose entries are those of all."""
+    values = []
+    for file in shards:
+        values.append(load_mapped_file(file, checks_bytes=checks_bytes))
+        replace_shards(values[-1], file)
+    if len(values) == 1:
+        return values[0]
+    whole: dict[Any, Any] = {}
+    for file, value in zip(shards, values, strict=True):
+        if not isinstance(value, dict) or (twice := whole.keys() & value.keys()):
+            what = "no dict" if not isinstance(value, dict) else f"{min(map(str, twice))!r}, as another shard"
+            raise FormatError(f"{file}: it has {what}. Fetch the whole folder again.", path=file)
+        whole |= value
+    _check_index(shards, whole)
+    return whole
+
+
+def _check_index(shards: Sequence[str], whole: Mapping[Any, Any]) -> None:
+    """Check that the shards have what their index names; it may be missing, as their names have the count."""
+    stem, suffix = os.path.splitext(shards[0])
+    index = f"{stem.rpartition('-of-')[0].rpartition('-')[0]}{suffix}.index.json"
+    if not os.path.isfile(index):
+        return
+    with closing(LocalStore(os.path.dirname(index))) as store:
+        data = store.read(os.path.basename(index), max_bytes=_INDEX_MAX_BYTES)
+    weight_map = parse_document(data, where=index).get("weight_map")
+    if not isinstance(weight_map, dict) or weight_map.keys() != whole.keys():
+        listed = set(weight_map) if isinstance(weight_map, dict) else set()
+        other = min(map(str, listed ^ set(whole)), default="")
+        raise FormatError(
+            f"{index} contradicts the shards, for instance about {other!r}. Files of different models are "
+            f"mixed, or one is damaged: fetch the whole folder again.",
+            key=other,
+            path=index,
+        )
 
 
 @dataclass(slots=True)

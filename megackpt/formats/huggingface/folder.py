@@ -218,10 +218,13 @@ class HuggingFaceLoadStrategy(LoadStrategy):
 
     def detect(self, store: Store) -> Json | None:
         """Recognise a folder by its index, or by its only safetensors file."""
-        model = names.find_model(store.names())
+        listed = store.names()
+        model = names.find_model(listed)
         if model is None:
             return None
-        return {"sharded_backend": self.backend, "sharded_backend_version": self.version, "model": model}
+        left_out = dict.fromkeys(names.training_state(listed), "state of a Trainer or of accelerate")
+        manifest = {"sharded_backend": self.backend, "sharded_backend_version": self.version, "model": model}
+        return {**manifest, "left_out": left_out} if left_out else manifest
 
     def check_files(self, store: Store, manifest: Json, *, deep: bool) -> Iterator[Damage]:
         """Yield what is wrong with config.json and generation_config.json; `open` checks everything else."""
@@ -238,7 +241,9 @@ class HuggingFaceLoadStrategy(LoadStrategy):
             StorageError: a file cannot be read.
         """
         folder = read_folder(store, _model_of(store, manifest))
-        return _contents(store, folder)
+        left_out = manifest.get("left_out")  # absent in a metadata.json of somebody else
+        texts = [f"{name} ({why})" for name, why in left_out.items()] if isinstance(left_out, dict) else []
+        return _contents(store, folder, left_out=texts)
 
 
 def _model_of(store: Store, manifest: Json) -> str:
@@ -255,7 +260,7 @@ def _model_of(store: Store, manifest: Json) -> str:
     return model
 
 
-def _contents(store: Store, folder: Folder) -> Contents:
+def _contents(store: Store, folder: Folder, *, left_out: Sequence[str]) -> Contents:
     index = WholeIndex(folder.stored)
     return Contents(
         arrays={spec.key: spec for spec in index.arrays},
@@ -264,6 +269,7 @@ def _contents(store: Store, folder: Folder) -> Contents:
         decode_object=_reject_object,
         identity=folder.identity,
         unreadable=folder.unreadable,
+        left_out=left_out,
         names_save=False,  # headers are equal for all models of one architecture
     )
 

@@ -148,7 +148,7 @@ def test_commands_show_and_check_a_folder(tmp_path: Path, capsys: pytest.Capture
     assert main(["verify", folder]) == 0
     capsys.readouterr()
     assert main(["ls", folder]) == 3
-    assert "is a single checkpoint and has no steps" in capsys.readouterr().err
+    assert "has no steps of a Checkpointer: it is a folder of Hugging Face" in capsys.readouterr().err
     (tmp_path / "config.json").write_text("{")
     capsys.readouterr()
     assert main(["verify", folder]) == 1

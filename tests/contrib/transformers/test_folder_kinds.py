@@ -1,0 +1,384 @@
+"""Folders of other tools, under every command: it opens them, or says what they are and what to do next."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+from collections.abc import Callable
+from contextlib import redirect_stderr, redirect_stdout
+from dataclasses import dataclass
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import save_file
+from torch import nn
+
+import megackpt
+from megackpt import CheckpointError, ShardedTensor
+from megackpt.cli import main
+from megackpt.formats.folder_kinds import KINDS
+from tests.support.command_line import CommandLine
+
+transformers = pytest.importorskip("transformers", reason="the extra huggingface is not installed")
+
+NVRX = Path(__file__).parents[1] / "nvrx" / "folders" / "atomic"
+ZERO = Path(__file__).parents[1] / "deepspeed" / "folders" / "zero2"
+
+
+def llama() -> Any:
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2}
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, **heads))
+
+
+class Tokens(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        tokens = torch.arange(8) * index % 32
+        return {"input_ids": tokens, "labels": tokens}
+
+
+def trainer_run(path: Path) -> Path:
+    pytest.importorskip("accelerate")
+    chosen = {"max_steps": 2, "save_steps": 1, "report_to": [], "use_cpu": True, "disable_tqdm": True}
+    arguments = transformers.TrainingArguments(output_dir=str(path), **chosen)
+    transformers.Trainer(llama(), arguments, train_dataset=Tokens()).train()
+    return path
+
+
+def accelerate_folder(path: Path) -> Path:
+    accelerate = pytest.importorskip("accelerate")
+    accelerator = accelerate.Accelerator(cpu=True)
+    model = nn.Linear(3, 2)
+    accelerator.prepare(model, torch.optim.SGD(model.parameters(), momentum=0.9))
+    accelerator.save_state(str(path))
+    return path
+
+
+def adapter(path: Path) -> Path:
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM")
+    peft.get_peft_model(llama(), config).save_pretrained(path)
+    return path
+
+
+def sharded_bin(path: Path) -> Path:
+    """Shards of torch.save with their index, as transformers before version 5 wrote them."""
+    path.mkdir()
+    weight_map = {}
+    for number, name in enumerate(("a.weight", "b.weight", "c.weight"), 1):
+        file = f"pytorch_model-{number:05d}-of-00003.bin"
+        torch.save({name: torch.full((2, 3), float(number))}, path / file)
+        weight_map[name] = file
+    index = {"metadata": {"total_size": 72}, "weight_map": weight_map}
+    (path / "pytorch_model.bin.index.json").write_text(json.dumps(index))
+    (path / "config.json").write_text("{}")
+    torch.save({"seed": 1}, path / "training_args.bin")
+    return path
+
+
+def variant(path: Path) -> Path:
+    llama().save_pretrained(path, variant="fp16", max_shard_size="4KB")
+    return path
+
+
+def consolidated(path: Path) -> Path:
+    path.mkdir()
+    save_file({"w": torch.ones(2)}, path / "consolidated.safetensors")
+    return path
+
+
+def without_index(path: Path) -> Path:
+    path.mkdir()
+    for number in (1, 2):
+        save_file({f"w{number}": torch.ones(2)}, path / f"model-{number:05d}-of-00002.safetensors")
+    return path
+
+
+def diffusers(path: Path) -> Path:
+    (path / "unet").mkdir(parents=True)
+    (path / "model_index.json").write_text('{"_class_name": "StableDiffusionPipeline"}')
+    save_file({"w": torch.ones(2)}, path / "unet" / "diffusion_pytorch_model.safetensors")
+    return path
+
+
+def orbax(path: Path) -> Path:
+    (path / "default" / "d").mkdir(parents=True)
+    (path / "_CHECKPOINT_METADATA").write_text("{}")
+    (path / "default" / "manifest.ocdbt").write_bytes(b"\x0c\xdb\x3a\x2a")
+    return path
+
+
+def dcp_folder(path: Path) -> Path:
+    dcp.save({"w": torch.ones(2)}, checkpoint_id=path, no_dist=True)
+    return path
+
+
+def dcp_without_metadata(path: Path) -> Path:
+    dcp_folder(path)
+    (path / ".metadata").unlink()
+    return path
+
+
+def torch_dist(path: Path) -> Path:
+    state = {"w": ShardedTensor.from_rank_offsets("w", torch.ones(3))}
+    megackpt.save(state, path, sharded_strategy="torch_dist")
+    return path
+
+
+def legacy_megatron(path: Path) -> Path:
+    """Two tensor ranks and two stages, with an MLP in each."""
+    full = torch.arange(32.0).reshape(4, 8)
+    for rank in range(2):
+        for stage in range(2):
+            folder = path / "iter_0000100" / f"mp_rank_{rank:02d}_{stage:03d}"
+            folder.mkdir(parents=True)
+            mlp = "decoder.layers.0.mlp"
+            model = {
+                f"{mlp}.linear_fc1.weight": full.chunk(2)[rank].clone() + 100 * stage,
+                f"{mlp}.linear_fc2.weight": full.T.contiguous().chunk(2, dim=1)[rank].clone(),
+            }
+            args = argparse.Namespace(tensor_model_parallel_size=2, pipeline_model_parallel_size=2)
+            state = {"args": args, "iteration": 100, "checkpoint_version": 3.0, "model": model}
+            torch.save(state, folder / "model_optim_rng.pt")
+    (path / "latest_checkpointed_iteration.txt").write_text("100")
+    return path
+
+
+def neox(path: Path) -> Path:
+    folder = path / "global_step100"
+    folder.mkdir(parents=True)
+    for rank in range(2):
+        weight = {"mlp.dense_h_to_4h.weight": torch.ones(4, 8) * rank}
+        torch.save(weight, folder / f"layer_02-model_{rank:02d}-model_states.pt")
+        model = {"module": None, "mp_world_size": 2, "dp_world_size": 1, "global_steps": 100}
+        torch.save(model, folder / f"mp_rank_{rank:02d}_model_states.pt")
+    (path / "latest").write_text("global_step100")
+    return path
+
+
+def universal(path: Path) -> Path:
+    folder = path / "zero" / "w"
+    folder.mkdir(parents=True)
+    torch.save({"param": torch.ones(2)}, folder / "fp32.pt")
+    return path
+
+
+def root_of_run(path: Path) -> Path:
+    for step in (5, 10):
+        megackpt.save({"w": torch.ones(2)}, path / f"iter_{step:07d}")
+    return path
+
+
+def gguf(path: Path) -> Path:
+    path.mkdir()
+    (path / "model.gguf").write_bytes(b"GGUF" + bytes(8))
+    return path / "model.gguf"
+
+
+def safetensors_file(path: Path) -> Path:
+    consolidated(path)
+    return path / "consolidated.safetensors"
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A kind of folder.
+
+    Attributes:
+        make: writes it, and returns the path to name.
+        is_read: whether commands open it; `ls`, which lists steps of runs, never does.
+        name: what an error calls it.
+        advice: what an error says to do, after the path where there is one.
+        lists: whether `ls` lists steps in it.
+    """
+
+    make: Callable[[Path], Path]
+    is_read: bool
+    name: str
+    advice: str
+    lists: bool = False
+
+
+FOLDERS = {
+    "ours": Kind(
+        lambda p: root_of_run(p) / "iter_0000010", True, "is a single checkpoint", "`megackpt inspect`"
+    ),
+    "the root of a run": Kind(root_of_run, True, "", "", lists=True),
+    "torch_dist": Kind(torch_dist, True, "is a single checkpoint", "`megackpt inspect`"),
+    "DCP": Kind(dcp_folder, True, "torch.distributed.checkpoint (DCP)", "`megackpt inspect"),
+    "DCP without .metadata": Kind(
+        dcp_without_metadata, False, "(DCP) without its file .metadata", "Copy the whole folder again"
+    ),
+    "legacy Megatron": Kind(legacy_megatron, True, "legacy checkpoint of Megatron-LM", "`megackpt convert"),
+    "NeoX": Kind(neox, False, "of GPT-NeoX", "convert_neox_to_hf.py"),
+    "DeepSpeed": Kind(lambda p: ZERO, True, "checkpoint of DeepSpeed", "`megackpt convert"),
+    "universal": Kind(universal, False, "universal checkpoint of DeepSpeed", "Name the ZeRO folder"),
+    "nvrx": Kind(lambda p: NVRX, True, "local checkpoint of nvidia-resiliency-ext", "`megackpt convert"),
+    "a run of the Trainer": Kind(
+        trainer_run, False, "a run of Hugging Face's Trainer", "/checkpoint-2; TrainerMixin resumes from it"
+    ),
+    "a step of the Trainer": Kind(
+        lambda p: trainer_run(p) / "checkpoint-2",
+        True,
+        "a checkpoint of Hugging Face's Trainer",
+        "TrainerMixin resumes from it",
+    ),
+    "accelerate": Kind(
+        accelerate_folder, True, "what Accelerator.save_state wrote", "accelerate.load_state loads it"
+    ),
+    "folders of accelerate": Kind(
+        lambda p: accelerate_folder(p / "checkpoint_3").parent,
+        False,
+        "checkpoints of Accelerator.save_state",
+        "/checkpoint_3",
+    ),
+    "an adapter": Kind(adapter, True, "an adapter of peft", "`megackpt inspect"),
+    "Hugging Face": Kind(
+        lambda p: llama().save_pretrained(p) or p, True, "a folder of Hugging Face", "`megackpt convert"
+    ),
+    "Hugging Face, fp16": Kind(variant, True, "a folder of Hugging Face", "`megackpt convert"),
+    "Hugging Face, .bin": Kind(sharded_bin, True, "a folder of Hugging Face", "`megackpt convert"),
+    "Hugging Face, consolidated": Kind(consolidated, True, "files of safetensors", "fetch the index"),
+    "Hugging Face, without index": Kind(without_index, False, "files of safetensors", "fetch the index"),
+    "diffusers": Kind(diffusers, False, "a pipeline of diffusers", "/unet"),
+    "Orbax": Kind(orbax, False, "a checkpoint of Orbax", "docs/coming-from.md#orbax"),
+    "a file of llama.cpp": Kind(gguf, False, "(GGUF)", "Name the Hugging Face folder"),
+    "a file of safetensors": Kind(safetensors_file, False, "files of safetensors", "Name such a folder"),
+}
+
+COMMANDS: dict[str, Callable[[str, Path], list[str]]] = {
+    "ls": lambda path, new: ["ls", path],
+    "inspect": lambda path, new: ["inspect", path],
+    "verify": lambda path, new: ["verify", path],
+    "diff": lambda path, new: ["diff", path, path],
+    "convert": lambda path, new: ["convert", path, str(new), "--to", "megackpt"],
+    "convert without --to": lambda path, new: ["convert", path, str(new)],
+}
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
+    """Return the path of a folder of a kind, which is made once."""
+    paths: dict[str, str] = {}
+
+    def make(name: str) -> str:
+        if name not in paths:
+            root = tmp_path_factory.mktemp("kinds")
+            paths[name] = str(FOLDERS[name].make(root / "folder"))
+        return paths[name]
+
+    return make
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize("name", FOLDERS)
+def test_a_command_works_or_names_the_folder(
+    name: str,
+    command: str,
+    made: Callable[[str], str],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    kind, path = FOLDERS[name], made(name)
+    capsys.readouterr()
+    code = main(COMMANDS[command](path, tmp_path / "new"))
+    out, err = (" ".join(text.split()) for text in capsys.readouterr())
+    if command == "convert without --to" and kind.is_read and code:
+        assert "Missing option '--to'" in err
+    elif kind.lists or (kind.is_read and command != "ls"):
+        assert code == 0, err
+    else:
+        assert code in (2, 3), (code, out, err)
+        assert kind.name in err
+        assert kind.advice in err
+        assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize("name", FOLDERS)
+def test_a_load_works_or_names_the_folder(name: str, made: Callable[[str], str]) -> None:
+    kind, path = FOLDERS[name], made(name)
+    if kind.is_read and not kind.lists:
+        assert megackpt.load_plain_tensors(path)
+        return
+    with pytest.raises(CheckpointError) as error:
+        megackpt.load({}, path)
+    text = str(error.value)
+    assert (kind.name or "the root of a run") in text
+    assert (kind.advice or "iter_0000010") in text
+
+
+def test_the_command_of_an_advice_can_be_pasted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = accelerate_folder(tmp_path / "a folder of 'mine'")
+    err = CommandLine(capsys).err("ls", folder, code=3)
+    command = shlex.split(err.partition("`")[2].partition("`")[0])
+    with redirect_stdout(StringIO()) as out, redirect_stderr(StringIO()):
+        assert main(command[1:]) == 0
+    assert "weight" in out.getvalue()
+
+
+def test_shards_of_torch_save_are_one_checkpoint(made: Callable[[str], str]) -> None:
+    arrays = megackpt.load_plain_tensors(made("Hugging Face, .bin"))
+    assert {key: array.unique().tolist() for key, array in arrays.items()} == {
+        "a.weight": [1.0],
+        "b.weight": [2.0],
+        "c.weight": [3.0],
+    }
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        (lambda p: (p / "pytorch_model-00002-of-00003.bin").unlink(), "no shard 00002-of-00003"),
+        (
+            lambda p: torch.save({"a.weight": torch.ones(1)}, p / "pytorch_model-00002-of-00003.bin"),
+            r"'a.weight', as another shard",
+        ),
+        (
+            lambda p: torch.save({"d": torch.ones(1)}, p / "pytorch_model-00002-of-00003.bin"),
+            r"contradicts the shards, for instance about 'b.weight'",
+        ),
+        (
+            lambda p: torch.save([1], p / "pytorch_model-00002-of-00003.bin"),
+            r"00002-of-00003.bin: it has no dict",
+        ),
+        (
+            lambda p: torch.save({"d": torch.ones(1)}, p / "pytorch_model-00001-of-00001.bin"),
+            r"has shards of several models",
+        ),
+    ],
+)
+def test_shards_that_do_not_belong_together_are_an_error(
+    change: Callable[[Path], object], named: str, tmp_path: Path
+) -> None:
+    change(sharded_bin(tmp_path / "folder"))
+    with pytest.raises(megackpt.FormatError, match=named):
+        megackpt.load_plain_tensors(tmp_path / "folder")
+
+
+def test_tensor_ranks_and_stages_of_a_legacy_folder_are_joined(made: Callable[[str], str]) -> None:
+    arrays = megackpt.load_plain_tensors(made("legacy Megatron"))
+    full = torch.arange(32.0).reshape(4, 8)
+    joined = arrays["decoder.layers.mlp.linear_fc1.weight"]
+    assert torch.equal(joined, torch.stack([full, full + 100]))
+
+
+def test_training_state_next_to_a_model_is_left_out_by_name(
+    made: Callable[[str], str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = " ".join(CommandLine(capsys).out("inspect", made("a step of the Trainer")).split())
+    assert "Left out: optimizer.pt (state of a Trainer or of accelerate)" in out
+
+
+def test_every_kind_of_the_table_has_a_next_step() -> None:
+    for kind in KINDS:
+        assert kind.advice.endswith("."), kind.name
+        assert ("{place}" in kind.advice) == (kind.place is not None) or kind.name == "an archive of NeMo"
