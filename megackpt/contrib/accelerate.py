@@ -1,9 +1,10 @@
 """Hugging Face accelerate: what `Accelerator.save_state` saves, without pickles, at any number of processes.
 
-    from megackpt.contrib.accelerate import load_state, save_state
+    from megackpt.contrib.accelerate import load_state, newest, save_state
 
-    save_state(accelerator, "run/step_100")     # instead of accelerator.save_state("run/step_100")
-    load_state(accelerator, "run/step_100")
+    save_state(accelerator, "run/step_100", step=100)   # instead of accelerator.save_state("run/step_100")
+    path = newest("run")                                # None in a new run
+    done = load_state(accelerator, path).step
 
 A hook of `Accelerator.save_state` can keep it from writing models, but not from pickling optimizers. So these
 are functions.
@@ -13,14 +14,21 @@ Source: accelerate 1.15 `Accelerator.save_state`, `accelerate.checkpointing`.
 
 from __future__ import annotations
 
+import os
+import re
+import zipfile
+from collections.abc import Iterable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from megackpt.contrib.torch_state import TorchState
 from megackpt.entities import ShardedStateDict, StateDict
-from megackpt.errors import UnsupportedError
+from megackpt.errors import NotACheckpointError, UnsupportedError
+from megackpt.formats.registry import recognise
+from megackpt.formats.strategy import MANIFEST
 from megackpt.options import LoadOptions, SaveOptions
 from megackpt.run.collective import load, save
-from megackpt.storage import Location
+from megackpt.storage import Location, is_url, opened_store
 from megackpt.training.state import CommonObject, RankPosition, RngState, TrainingState, loader_object
 
 if TYPE_CHECKING:
@@ -29,6 +37,8 @@ if TYPE_CHECKING:
 Accelerator: TypeAlias = Any  # accelerate has no types
 
 _OWN_FORMATS = ("DEEPSPEED", "MEGATRON_LM")
+_STEP = "step"
+_RANDOM_STATES = "random_states_{}.pkl"
 
 
 class AcceleratorState:
@@ -84,23 +94,109 @@ class AcceleratorState:
         return self._others.resume(loaded, step=step)
 
 
+class Resumed(list[str]):
+    """A sentence on each part that does not go on as it was; empty if all do.
+
+    Attributes:
+        step: the step that was given to `save_state`; None if none was, as in a folder of accelerate's own.
+    """
+
+    def __init__(self, notes: Iterable[str], step: int | None) -> None:
+        super().__init__(notes)
+        self.step = step
+
+
 def save_state(
-    accelerator: Accelerator, checkpoint_dir: Location, *, options: SaveOptions | None = None
+    accelerator: Accelerator,
+    checkpoint_dir: Location,
+    *,
+    step: int | None = None,
+    options: SaveOptions | None = None,
 ) -> None:
-    """Save the state of an accelerator as one checkpoint. Collective; see `AcceleratorState` and `save`."""
-    save(AcceleratorState(accelerator).sharded_state_dict(), checkpoint_dir, options=options)
+    """Save the state of an accelerator as one checkpoint. Collective; see `AcceleratorState` and `save`.
+
+    step is the step of the run, which `load_state` returns.
+    """
+    state = AcceleratorState(accelerator).sharded_state_dict()
+    save(state if step is None else {**state, _STEP: step}, checkpoint_dir, options=options)
 
 
 def load_state(
-    accelerator: Accelerator, checkpoint_dir: Location, *, step: int = 0, options: LoadOptions | None = None
-) -> list[str]:
+    accelerator: Accelerator,
+    checkpoint_dir: Location,
+    *,
+    step: int | None = None,
+    options: LoadOptions | None = None,
+) -> Resumed:
     """Load a checkpoint into an accelerator, at any number of processes. Collective.
 
-    Arguments, result and errors are those of `AcceleratorState.resume` and `load`.
+    A folder of `Accelerator.save_state` is loaded by `Accelerator.load_state`, pickles included: on as many
+    processes as saved it.
+
+    Args:
+        accelerator: after `prepare`.
+        checkpoint_dir: what `save_state` wrote, or `Accelerator.save_state`.
+        step: as for `AcceleratorState.resume`; None for the step that `save_state` was given, or 0.
+        options: of the load; not used for a folder of accelerate's own.
+
+    Raises:
+        CheckpointError: as `load` and `AcceleratorState.resume`.
     """
     state = AcceleratorState(accelerator)
+    if (own := _folder_of_accelerate(checkpoint_dir)) is not None:
+        return Resumed(_load_own(accelerator, own), None)
     loaded = load(state.sharded_state_dict(is_loading=True), checkpoint_dir, options=options)
-    return state.resume(loaded, step=step)
+    stored = loaded.get(_STEP)
+    done = stored if isinstance(stored, int) else None
+    return Resumed(state.resume(loaded, step=step if step is not None else done or 0), done)
+
+
+def newest(root: str | os.PathLike[str]) -> str | None:
+    """Return the newest checkpoint in a directory, None if there is none. Local.
+
+    These are directories whose names end with a number, and of which the largest is the newest: committed
+    ones of `save_state`, and finished ones of `Accelerator.save_state`.
+
+    Raises:
+        NotACheckpointError: there is none of these, but another tool's checkpoint is among them.
+    """
+    numbered = [
+        (int(match[0]), path)
+        for path in Path(root).glob("*")
+        if (match := re.search(r"\d+\Z", path.name)) and path.is_dir()
+    ]
+    paths = [path for _, path in sorted(numbered, reverse=True)]
+    for path in paths:
+        if (path / MANIFEST).is_file() or _folder_of_accelerate(path) is not None:
+            return str(path)
+    for path in paths:
+        with opened_store(path) as store:
+            seen = recognise(store)
+        if seen is not None:
+            raise NotACheckpointError(
+                f"{root} has no checkpoint that load_state loads; {path} is {seen.name}. {seen.advice}",
+                path=str(path),
+            )
+    return None
+
+
+def _folder_of_accelerate(location: Location) -> Path | None:
+    """Return the path of a folder that `Accelerator.save_state` has finished; None for anything else."""
+    if not isinstance(location, (str, os.PathLike)) or is_url(os.fspath(location)):
+        return None
+    path = Path(location)
+    states = path / _RANDOM_STATES.format(0)  # which it writes after models and optimizers
+    is_whole = not (path / MANIFEST).exists() and states.is_file() and zipfile.is_zipfile(states)
+    return path if is_whole else None
+
+
+def _load_own(accelerator: Accelerator, path: Path) -> list[str]:
+    """Load a folder of accelerate's own; return what does not go on."""
+    # accelerate says so in its log only.
+    states = _RANDOM_STATES.format(accelerator.process_index)
+    has_states = (path / states).is_file()
+    accelerator.load_state(str(path))
+    return [] if has_states else [f"{path} has no {states}: random streams of this rank begin anew."]
 
 
 def _parts(accelerator: Accelerator, seed: int) -> dict[str, Resumable]:

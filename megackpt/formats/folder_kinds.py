@@ -27,15 +27,15 @@ class FolderKind:
         name: what it is, as a phrase with an article.
         files: regular expression; a folder that has a file with such a name is of this kind.
         advice: the next step. `{where}` stands for the location, `{shell}` for the same as a shell takes it,
-            and `{place}` for the first group of `place`.
-        place: regular expression for names of files, or of folders in them; of several matches that with
+            and `{subfolder}` for the first group of `subfolder`.
+        subfolder: regular expression for names of files, or of folders in them; of several matches that with
             the largest number counts. The kind needs a match. None if advice does not name any.
     """
 
     name: str
     files: str
     advice: str
-    place: str | None = None
+    subfolder: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,43 +55,51 @@ KINDS = (
     FolderKind(
         name="the root of a run, with a checkpoint for each step",
         files=r"iter_\d{7,}/metadata\.json",
-        place=r"(iter_\d{7,})/metadata\.json",
-        advice="Name a step of it, such as {where}/{place}.",
+        subfolder=r"(iter_\d{7,})/metadata\.json",
+        advice="Name a step of it, such as {where}/{subfolder}.",
     ),
     FolderKind(
         name="a folder of Hugging Face's Trainer that has a checkpoint of megackpt in it",
         files=r"trainer_state\.json",
-        place=r"(megackpt)/metadata\.json",
-        advice="Name that, {where}/{place}.",
+        subfolder=r"(megackpt)/metadata\.json",
+        advice="Name that, {where}/{subfolder}.",
     ),
     FolderKind(
         name="a run of Hugging Face's Trainer, with a checkpoint for each step",
         files=r"checkpoint-\d+/trainer_state\.json",
-        place=r"(checkpoint-\d+/megackpt)/metadata\.json",
-        advice="Name one of them, such as {where}/{place}.",
+        subfolder=r"(checkpoint-\d+/megackpt)/metadata\.json",
+        advice="Name one of them, such as {where}/{subfolder}.",
     ),
     FolderKind(
         name="a run of Hugging Face's Trainer, with a checkpoint for each step",
         files=r"checkpoint-\d+/trainer_state\.json",
-        place=r"(checkpoint-\d+)/trainer_state\.json",
-        advice="Name one of them, such as {where}/{place}; TrainerMixin resumes from it.",
+        subfolder=r"(checkpoint-\d+)/trainer_state\.json",
+        advice="Name one of them, such as {where}/{subfolder}; TrainerMixin resumes from it.",
     ),
     FolderKind(
         name="a checkpoint of Hugging Face's Trainer under FSDP",
         files=r"trainer_state\.json",
-        place=r"(pytorch_model_fsdp_0)/\.metadata",
-        advice="TrainerMixin resumes from it. Its weights are {where}/{place}.",
+        subfolder=r"(pytorch_model_fsdp_0)/\.metadata",
+        advice="TrainerMixin resumes from it. Its weights are {where}/{subfolder}.",
+    ),
+    FolderKind(
+        name="a checkpoint of Hugging Face's Trainer under DeepSpeed",
+        files=r"trainer_state\.json",
+        subfolder=r"(global_step\d+)/[^/]*mp_rank_\d+_model_states\.pt",
+        advice="TrainerMixin does not resume from it: go on with the Trainer without the mixin, or make a "
+        "checkpoint of {where}/{subfolder} with `megackpt convert`.",
     ),
     FolderKind(
         name="a checkpoint of Hugging Face's Trainer",
         files=r"trainer_state\.json",
+        subfolder=r"((?:adapter_)?model\.safetensors(?:\.index\.json)?|(?:pytorch|adapter)_model.*\.bin)",
         advice=f"TrainerMixin resumes from it. {_INSPECT}.",
     ),
     FolderKind(
         name="what Accelerator.save_state wrote under FSDP",
         files=r"random_states_\d+\.pkl",
-        place=r"(pytorch_model_fsdp_0)/\.metadata",
-        advice="megackpt.contrib.accelerate.load_state loads it. Its weights are {where}/{place}.",
+        subfolder=r"(pytorch_model_fsdp_0)/\.metadata",
+        advice="megackpt.contrib.accelerate.load_state loads it. Its weights are {where}/{subfolder}.",
     ),
     FolderKind(
         name="what Accelerator.save_state wrote",
@@ -101,14 +109,14 @@ KINDS = (
     FolderKind(
         name="a folder of checkpoints of Accelerator.save_state",
         files=r"(?:[^/]+/){1,2}random_states_\d+\.pkl",
-        place=r"((?:[^/]+/)?[^/]+)/random_states_\d+\.pkl",
-        advice="Name one of them, such as {where}/{place}.",
+        subfolder=r"((?:[^/]+/)?[^/]+)/random_states_\d+\.pkl",
+        advice="Name one of them, such as {where}/{subfolder}.",
     ),
     FolderKind(
         name="a pipeline of diffusers, which is several models",
         files=r"model_index\.json",
-        place=r"([^/]+)/[^/]*\.(?:safetensors|bin)",
-        advice="Name the folder of one of them, such as {where}/{place}.",
+        subfolder=r"([^/]+)/[^/]*\.(?:safetensors|bin)",
+        advice="Name the folder of one of them, such as {where}/{subfolder}.",
     ),
     FolderKind(name="an adapter of peft", files=r"adapter_config\.json", advice=_CONVERT_TO),
     FolderKind(
@@ -140,13 +148,13 @@ KINDS = (
     FolderKind(
         name="a checkpoint of NeMo",
         files=r"context/.*",
-        place=r"(weights)/(?:\.metadata|metadata\.json)",
-        advice="Name its folder of weights, {where}/{place}.",
+        subfolder=r"(weights)/(?:\.metadata|metadata\.json)",
+        advice="Name its folder of weights, {where}/{subfolder}.",
     ),
     FolderKind(
         name="an archive of NeMo",
         files=r"[^/]+\.nemo",
-        place=r"([^/]+\.nemo)",
+        subfolder=r"([^/]+\.nemo)",
         advice="It is a tar file: unpack it, and name the folder model_weights or the .ckpt file in it.",
     ),
     FolderKind(
@@ -195,8 +203,8 @@ KINDS = (
     FolderKind(
         name="a folder with checkpoints in it",
         files=r"[^/]+/(?:\.metadata|metadata\.json|(?:model|adapter_model)\.safetensors(?:\.index\.json)?)",
-        place=r"([^/]+)/(?:\.metadata|metadata\.json|(?:model|adapter_model)\.safetensors(?:\.index\.json)?)",
-        advice="Name one of them, such as {where}/{place}.",
+        subfolder=r"([^/]+)/(?:\.metadata|metadata\.json|(?:model|adapter_model)\.safetensors(?:\.index\.json)?)",
+        advice="Name one of them, such as {where}/{subfolder}.",
     ),
 )
 """Kinds in the order in which they are looked for: those with more to say come first."""
@@ -210,9 +218,11 @@ def recognise_names(names: Sequence[str], *, where: str) -> Sighting | None:
     """
     for kind in KINDS:
         if any(map(_compiled(kind.files).fullmatch, names)):
-            place = "" if kind.place is None else _largest(kind.place, names)
-            if place is not None:
-                return Sighting(kind.name, kind.advice.format(where=where, shell=quote(where), place=place))
+            subfolder = "" if kind.subfolder is None else _largest(kind.subfolder, names)
+            if subfolder is not None:
+                return Sighting(
+                    kind.name, kind.advice.format(where=where, shell=quote(where), subfolder=subfolder)
+                )
     return None
 
 

@@ -381,4 +381,4 @@ def test_training_state_next_to_a_model_is_left_out_by_name(
 def test_every_kind_of_the_table_has_a_next_step() -> None:
     for kind in KINDS:
         assert kind.advice.endswith("."), kind.name
-        assert ("{place}" in kind.advice) == (kind.place is not None) or kind.name == "an archive of NeMo"
+        assert "{subfolder}" not in kind.advice or kind.subfolder, kind.name

@@ -1,0 +1,239 @@
+"""Folders of the Trainer and accelerate themselves: a run goes on from them, and they are not removed."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import megackpt
+from megackpt.contrib.accelerate import load_state, newest, save_state
+from megackpt.contrib.transformers import FOLDER, TrainerMixin, newest_checkpoint
+from megackpt.errors import NotACheckpointError
+
+transformers = pytest.importorskip("transformers", reason="the extra huggingface is not installed")
+accelerate = pytest.importorskip("accelerate", reason="accelerate is not installed")
+
+
+class Tokens(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
+    def __len__(self) -> int:
+        return 16
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        tokens = torch.randint(0, 32, (8,), generator=torch.Generator().manual_seed(index))
+        return {"input_ids": tokens, "labels": tokens}
+
+
+class OurTrainer(TrainerMixin, transformers.Trainer):  # type: ignore[misc, name-defined]  # no types
+    pass
+
+
+def trainer(kind: type, root: Path, steps: int, **chosen: Any) -> Any:
+    """A Trainer of a model with dropout, so that the random streams count."""
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "attention_dropout": 0.3}
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, **heads))
+    quiet = {"report_to": [], "use_cpu": True, "disable_tqdm": True}
+    arguments = transformers.TrainingArguments(
+        output_dir=str(root),
+        max_steps=steps,
+        per_device_train_batch_size=4,
+        logging_steps=1,
+        seed=1,
+        learning_rate=1e-2,
+        **{"save_steps": 2, **quiet, **chosen},
+    )
+    return kind(model, arguments, train_dataset=Tokens(), eval_dataset=Tokens())
+
+
+def losses(trained: Any) -> list[float]:
+    return [entry["loss"] for entry in trained.state.log_history if "loss" in entry]
+
+
+def folders(root: Path) -> list[str]:
+    return sorted(path.name for path in root.iterdir())
+
+
+@pytest.fixture(scope="module")
+def stock(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of two steps of the Trainer without the mixin."""
+    root = tmp_path_factory.mktemp("stock")
+    trainer(transformers.Trainer, root, 2).train()
+    return root
+
+
+@pytest.fixture
+def run(stock: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(stock, tmp_path / "run"))
+
+
+@pytest.mark.parametrize("how", ["True", "path", "newest"])
+def test_a_run_goes_on_from_a_folder_of_the_trainer_as_the_trainer_does(how: str, run: Path) -> None:
+    expected = trainer(transformers.Trainer, run.parent / "other", 5, save_strategy="no")
+    expected.train(resume_from_checkpoint=str(run / "checkpoint-2"))
+    chosen: dict[str, Any] = {
+        "True": True,
+        "path": str(run / "checkpoint-2"),
+        "newest": newest_checkpoint(str(run)),
+    }
+    resumed = trainer(OurTrainer, run, 5)
+    resumed.train(resume_from_checkpoint=chosen[how])
+    assert len(losses(resumed)) == 5
+    assert losses(resumed) == losses(expected)
+    weights = expected.model.state_dict()
+    assert all(torch.equal(value, weights[name]) for name, value in resumed.model.state_dict().items())
+    assert newest_checkpoint(str(run)) == str(run / "checkpoint-5")
+    assert FOLDER in folders(run / "checkpoint-5")
+
+
+def test_a_limit_removes_only_what_the_mixin_has_written(run: Path) -> None:
+    again = trainer(OurTrainer, run, 6, save_total_limit=1, save_steps=1)
+    again.train(resume_from_checkpoint=True)
+    assert folders(run) == ["checkpoint-2", "checkpoint-6"]
+    assert "optimizer.pt" in folders(run / "checkpoint-2")
+    assert again.args.save_total_limit == 1
+
+
+def test_the_best_model_is_kept_and_loaded_if_the_trainer_wrote_it(run: Path) -> None:
+    state = json.loads((run / "checkpoint-2" / "trainer_state.json").read_text())
+    best = {"best_model_checkpoint": str(run / "checkpoint-2"), "best_metric": -1e9, "best_global_step": 2}
+    (run / "checkpoint-2" / "trainer_state.json").write_text(json.dumps({**state, **best}))
+    chosen = {"load_best_model_at_end": True, "eval_strategy": "steps", "eval_steps": 1, "save_steps": 1}
+    chosen |= {"save_total_limit": 1, "metric_for_best_model": "loss", "greater_is_better": False}
+    resumed = trainer(OurTrainer, run, 4, **chosen)
+    resumed.train(resume_from_checkpoint=True)
+    assert "checkpoint-2" in folders(run)
+    stored = megackpt.load_plain_tensors(run / "checkpoint-2")
+    weights = resumed.model.state_dict()
+    assert all(torch.equal(weights[name], value) for name, value in stored.items())
+
+
+def weights_only(folder: Path) -> None:
+    (folder / "optimizer.pt").unlink()
+
+
+def of_deepspeed(folder: Path) -> None:
+    (folder / "optimizer.pt").unlink()
+    (folder / "model.safetensors").unlink()
+    (folder / "global_step2").mkdir()
+    (folder / "global_step2" / "mp_rank_00_model_states.pt").write_bytes(b"")
+
+
+def also_ours(folder: Path) -> None:
+    megackpt.save({"model": {"weight": torch.zeros(1)}}, folder / FOLDER)
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        (
+            weights_only,
+            r"checkpoint-2 has the weights of a model, and no state of an optimizer .*from_pretrained",
+        ),
+        (of_deepspeed, r"Trainer under DeepSpeed.*go on with the Trainer without the mixin"),
+        (also_ours, r"has a checkpoint of megackpt, and one of a Trainer without TrainerMixin. Keep one"),
+    ],
+)
+def test_a_folder_that_the_mixin_cannot_resume_is_an_error_and_no_new_run(
+    change: Callable[[Path], None], named: str, run: Path
+) -> None:
+    change(run / "checkpoint-2")
+    with pytest.raises(NotACheckpointError, match=named):
+        newest_checkpoint(str(run))
+    for chosen in (True, str(run / "checkpoint-2")):
+        with pytest.raises(NotACheckpointError, match=named):
+            trainer(OurTrainer, run, 3).train(resume_from_checkpoint=chosen)
+
+
+def test_the_folder_of_all_steps_is_an_error_with_the_newest(run: Path) -> None:
+    with pytest.raises(NotACheckpointError, match=r"is a folder of several steps. .*/checkpoint-2\."):
+        trainer(OurTrainer, run, 3).train(resume_from_checkpoint=str(run))
+
+
+def test_a_save_of_the_trainer_that_did_not_finish_is_left_out(run: Path) -> None:
+    shutil.copytree(run / "checkpoint-2", run / "checkpoint-4")
+    (run / "checkpoint-4" / "trainer_state.json").unlink()
+    assert newest_checkpoint(str(run)) == str(run / "checkpoint-2")
+
+
+def prepared(seed: int) -> tuple[Any, Any, Any]:
+    torch.manual_seed(seed)
+    accelerator = accelerate.Accelerator(cpu=True)
+    accelerator._models.clear(), accelerator._optimizers.clear(), accelerator._schedulers.clear()
+    model = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5), nn.Linear(8, 2))
+    optimizer = torch.optim.AdamW(model.parameters())
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+    model, optimizer, schedule = accelerator.prepare(model, optimizer, schedule)
+    return accelerator, model, (optimizer, schedule)
+
+
+def train(model: Any, parts: Any, steps: int) -> list[torch.Tensor]:
+    optimizer, schedule = parts
+    for _ in range(steps):
+        optimizer.zero_grad()
+        model(torch.ones(2, 4)).square().sum().backward()
+        optimizer.step()
+        schedule.step()
+    return [parameter.detach().clone() for parameter in model.parameters()]
+
+
+def test_a_folder_of_accelerate_is_loaded_and_the_run_goes_on(tmp_path: Path) -> None:
+    accelerator, model, parts = prepared(0)
+    train(model, parts, 2)
+    accelerator.save_state(str(tmp_path / "step_2"))
+    expected = train(model, parts, 2)
+    accelerator, model, parts = prepared(1)
+    path = newest(tmp_path)
+    assert path == str(tmp_path / "step_2")
+    resumed = load_state(accelerator, path)
+    assert (resumed, resumed.step) == ([], None)
+    assert all(map(torch.equal, train(model, parts, 2), expected))
+
+
+def test_random_streams_that_a_folder_of_accelerate_lacks_are_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    accelerator, _, _ = prepared(0)
+    accelerator.save_state(str(tmp_path / "step_2"))
+    # As on the second of two ranks, whose file is not there.
+    for name, number in (("num_processes", 2), ("process_index", 1)):
+        monkeypatch.setitem(accelerator.state._shared_state, name, number)
+    (note,) = load_state(accelerator, tmp_path / "step_2")
+    assert "step_2 has no random_states_1.pkl: random streams of this rank begin anew" in note
+
+
+def test_the_step_is_given_back(tmp_path: Path) -> None:
+    accelerator, _, _ = prepared(0)
+    save_state(accelerator, tmp_path / "step_20", step=20)
+    save_state(accelerator, tmp_path / "without")
+    assert load_state(accelerator, tmp_path / "step_20").step == 20
+    assert load_state(accelerator, tmp_path / "without").step is None
+
+
+def test_the_newest_is_the_largest_number_that_is_whole(tmp_path: Path) -> None:
+    assert newest(tmp_path) is None
+    accelerator, _, _ = prepared(0)
+    for name in ("step_9", "step_10"):
+        save_state(accelerator, tmp_path / name)
+    accelerator.save_state(str(tmp_path / "step_11"))
+    accelerator.save_state(str(tmp_path / "step_12"))
+    os.truncate(tmp_path / "step_12" / "random_states_0.pkl", 100)  # killed
+    (tmp_path / "logs").mkdir()
+    assert newest(tmp_path) == str(tmp_path / "step_11")
+    shutil.rmtree(tmp_path / "step_11")
+    assert newest(tmp_path) == str(tmp_path / "step_10")
+
+
+def test_checkpoints_of_others_alone_are_no_new_run(tmp_path: Path) -> None:
+    (tmp_path / "step_5").mkdir()
+    (tmp_path / "step_5" / "manifest.ocdbt").write_bytes(b"")
+    with pytest.raises(NotACheckpointError, match=r"step_5 is a checkpoint of Orbax. It is not read"):
+        newest(tmp_path)
