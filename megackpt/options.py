@@ -73,9 +73,10 @@ class KeyRule:
         missing: the key is in the checkpoint and no rank requests it. Default: by `strict`.
         cast: the array is stored with another dtype. Default: error; otherwise values are converted.
         padded: the stored array is smaller along some axis. Default: error unless the tensor has
-            `allow_shape_mismatch`; otherwise elements that are not stored become 0.
-        cut: the stored array is larger along some axis. Default: as `padded`; otherwise the elements outside
-            are left out.
+            `allow_shape_mismatch`, which makes it a warning; otherwise elements that are not stored become 0,
+            or stay as they are if they are rows of new tokens (`ShardedTensor.unpadded_shape`).
+        cut: the stored array is larger along some axis. Default: as `padded`, but an error if the elements
+            outside are known to be no padding; otherwise they are left out.
         resharded: a chunk of this rank is not exactly a stored chunk. Default: ignore.
     """
 

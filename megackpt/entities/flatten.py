@@ -327,7 +327,14 @@ class _LeafCollector:
             )
 
     def _add_tensor(self, tensor: ShardedTensor) -> ShardedLeaf:
-        target = tensor.with_data(None if tensor.data is None else self._on_host(tensor.data))
+        data = tensor.data
+        if data is not None:
+            host = self._on_host(data)
+            # A load keeps elements of such a tensor, so their values come along.
+            if host is not data and tensor.unpadded_shape is not None and not data.is_meta:
+                host.copy_(data.detach())
+            data = host
+        target = tensor.with_data(data)
         self.tensors.append(target)
         return EntityLeaf(target, (target.key,))
 

@@ -54,6 +54,9 @@ class ShardedTensor(ShardedBase):
             layers).
         allow_shape_mismatch: whether the global shape may differ between checkpoint and request (vocabulary
             padding). A load fills the common elements, and the rest of the request with zeros.
+        unpadded_shape: the part of `global_shape` that has values, from the first element on; the rest is
+            padding (`allow_shape_mismatch`). It is stored with the array. A load into a larger one keeps
+            `data` where nothing is stored; a smaller one is an error. None: not known.
         flattened_range: `slice(start, stop)` of the row-major flattening of the local box: data is that
             slice.
         if_missing: what a load does if the checkpoint has no array `key`: what its mode says (`error`), or
@@ -77,6 +80,7 @@ class ShardedTensor(ShardedBase):
     allow_shape_mismatch: bool = False
     flattened_range: slice | None = None
     if_missing: Literal["error", "keep"] = field(default="error", kw_only=True)
+    unpadded_shape: tuple[int, ...] | None = field(default=None, kw_only=True)
     # The other fields at the last check; see `with_data`.
     _checked: tuple[object, ...] = field(default=(object(),), init=False, repr=False, compare=False)
 
@@ -87,6 +91,8 @@ class ShardedTensor(ShardedBase):
         if self.axis_fragmentations is not None:
             fragments = self.axis_fragmentations
             self.axis_fragmentations = as_extents(self.key, "axis_fragmentations", fragments)
+        if self.unpadded_shape is not None:
+            self.unpadded_shape = as_extents(self.key, "unpadded_shape", self.unpadded_shape)
         self.validate_metadata_integrity()
         self._checked = self.declared()
 
@@ -265,6 +271,7 @@ class ShardedTensor(ShardedBase):
             global_shape=shape,
             global_offset=offset,
             flattened_range=None,
+            unpadded_shape=None,  # that of the whole array
         )
         if self.flattened_range is None:
             return [replace(box, data=whole_view(view, self.data))]
@@ -363,10 +370,24 @@ class ShardedTensor(ShardedBase):
         if self.axis_fragmentations is not None:
             resizable = self.allow_shape_mismatch
             check_grid(self.key, self.box_shape, *position, self.axis_fragmentations, resizable=resizable)
+        if self.unpadded_shape is not None:
+            self._check_unpadded(self.unpadded_shape)
         if self.flattened_range is not None:
             check_flattened_range(self.key, self.flattened_range, self.local_shape)
         if self.data is not None:
             check_data(self.key, self.data, self.dtype, self.local_shape, self.flattened_range)
+
+    def _check_unpadded(self, unpadded: tuple[int, ...]) -> None:
+        whole = self.global_shape
+        if len(unpadded) != len(whole) or any(a > b for a, b in zip(unpadded, whole, strict=True)):
+            raise declaration_error(
+                self.key,
+                f"unpadded_shape {unpadded} is no part of global_shape {whole}. Give at most its extents.",
+            )
+        if not self.allow_shape_mismatch:
+            raise declaration_error(
+                self.key, f"unpadded_shape {unpadded} needs allow_shape_mismatch=True: padding may differ."
+            )
 
 
 def declare_chunk(box: ShardedTensor, chunk: ViewChunk) -> ShardedTensor:

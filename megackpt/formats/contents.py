@@ -169,6 +169,8 @@ class Contents:
             these arrays and drops the references; else they become tensors of common state.
         inline: the elements of arrays that are no chunks, but tensors of common state, by key; see
             `engine.checkpoint.inline_arrays`. No format opens its checkpoints with any.
+        unpadded: shapes of arrays without their padding, by key, where a save has stored them; see
+            `ShardedTensor.unpadded_shape`.
         check_bytes: compares checksums that no read of chunks compares, for which all files are read; raises
             the first error. None if there are none.
         check_unchanged: raises an error if a file is not the one that was opened. None for formats whose
@@ -189,6 +191,7 @@ class Contents:
     left_out: Sequence[str] = ()
     keeps_referenced_arrays: bool = False
     inline: Mapping[str, Any] = field(default_factory=dict)
+    unpadded: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     check_bytes: Callable[[], None] | None = None
     check_unchanged: Callable[[], None] | None = None
 

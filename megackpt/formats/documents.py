@@ -7,10 +7,12 @@ JSON object with the name, the size and the digest of a file: `{"file", "nbytes"
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 
 from megackpt.codec.tree import object_of
 from megackpt.errors import FormatError, IntegrityError
 from megackpt.formats.strategy import MANIFEST, MANIFEST_MAX_BYTES, Json
+from megackpt.plans.metadata import ArraySpec
 from megackpt.storage import Store, digest_of
 
 
@@ -115,3 +117,40 @@ def read_small_file(
             path=where,
         )
     return data, where
+
+
+UNPADDED = "unpadded"
+"""Entry with the shapes of arrays without their padding, by key; missing if there are none."""
+
+
+def unpadded_shapes(
+    document: Json, arrays: Mapping[str, ArraySpec], *, where: str
+) -> dict[str, tuple[int, ...]]:
+    """Return the shapes without padding of those arrays for which a document names one. Pure.
+
+    Args:
+        document: the content of metadata.json, or of the file that has its entries.
+        arrays: the arrays of the checkpoint, by key.
+        where: the document, for errors.
+
+    Raises:
+        FormatError: the entry is malformed.
+    """
+    named = document.get(UNPADDED, {})
+    shapes = {}
+    for key, shape in named.items() if isinstance(named, dict) else [("", None)]:
+        whole = arrays[key].global_shape if key in arrays else None
+        if isinstance(shape, list) and whole is None:  # the array was removed since
+            continue
+        if (
+            whole is None
+            or not isinstance(shape, list)
+            or len(shape) != len(whole)
+            or not all(type(n) is int and 0 <= n <= m for n, m in zip(shape, whole, strict=True))
+        ):
+            raise FormatError(
+                f"{where}: entry {UNPADDED!r} is malformed. The file is damaged; load another checkpoint.",
+                path=where,
+            )
+        shapes[key] = tuple(shape)
+    return shapes

@@ -200,6 +200,7 @@ class _Copy(NewCheckpoint):
                 strategy=self.strategy,
                 leftovers=prepared.state.earlier,
                 hooks=(_UnchangedSource(copied.contents, self.changed, self.source),),
+                unpadded=copied.contents.unpadded,
             )
             write_and_commit(save, self.target, self.group)
         return parts.digests

@@ -110,6 +110,7 @@ def _planned_save(staged: StagedJob) -> PlannedSave:
         leftovers=None,
         hooks=job.hooks,
         exchanged=job.exchanged,
+        unpadded=job.unpadded,
     )
 
 

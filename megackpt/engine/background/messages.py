@@ -5,6 +5,7 @@ They are pickles in a pipe between a process and its own child. The native forma
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from multiprocessing.reduction import ForkingPickler
 from typing import TypeAlias
@@ -62,6 +63,7 @@ class Job:
         in_order: whether the strategy takes the rows in order, so that memory is free as soon as it is read.
         keeps: whether the memory stays in use, because the next job reads the same rows from it.
         verify: how the committed checkpoint is read again; None if it is not.
+        unpadded: shapes without padding; see `PlannedSave`.
     """
 
     number: int
@@ -78,6 +80,7 @@ class Job:
     in_order: bool
     keeps: bool
     verify: VerifyOptions | None
+    unpadded: Mapping[str, tuple[int, ...]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

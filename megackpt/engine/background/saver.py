@@ -324,6 +324,7 @@ class AsyncSaver:
             in_order=save.in_order,
             keeps=keeps,
             verify=destination.verify,
+            unpadded=planned.unpadded,
         )
         # A job that reads the bytes of an earlier one takes no bytes of the stream for itself.
         nbytes = save.layout.stop if start is None else 0

@@ -85,6 +85,7 @@ def with_new_names(contents: Contents, new_name: Mapping[str, str]) -> Contents:
         chunks=chunks,
         chunks_overlapping=chunks_overlapping,
         inline={new_name[key]: tensor for key, tensor in contents.inline.items()},
+        unpadded={new_name[key]: shape for key, shape in contents.unpadded.items()},
     )
 
 
@@ -174,7 +175,7 @@ def with_views(contents: Contents, views: Mapping[str, Shape], *, where: str) ->
 
     # The format finds overlapping chunks by boxes of the stored shapes, and boxes of the request have those
     # of the views.
-    return replace(contents, arrays=arrays, chunks=chunks, chunks_overlapping=None)
+    return replace(contents, arrays=arrays, chunks=chunks, chunks_overlapping=None, unpadded={})
 
 
 def viewed_table(table: ChunkTable, views: Mapping[str, Shape], *, where: str) -> ChunkTable:

@@ -144,7 +144,7 @@ class MappedView(CheckpointView):
         copies = plan_load(requested, chunks.table, where=self.where)
         ratio = _read_ratio(copies, chunks, tensors, parts)
         by_map = MappedParts(tensors, parts, self.ours_by_theirs, _digest(self.made), ratio)
-        return ReadPlan(requested, views, chunks, copies, [], by_map)
+        return ReadPlan(requested, views, chunks, copies, [], {}, {}, by_map)
 
     def report(
         self,

@@ -26,7 +26,7 @@ from megackpt.engine.checkpoint.opening import (
 from megackpt.engine.data.tensor_bytes import check_target
 from megackpt.engine.loading.common_request import CommonRequest, match_common_state
 from megackpt.engine.loading.optimizer_names import ordered_as_requested
-from megackpt.engine.loading.prepared_load import PreparedLoad, ReadPlan, RequestedKeys
+from megackpt.engine.loading.prepared_load import KeptElements, PreparedLoad, ReadPlan, RequestedKeys
 from megackpt.engine.loading.shared_targets import SharedTargets
 from megackpt.engine.loading.source import Source
 from megackpt.entities import PerRankValue, ShardedObject, ShardedStateDict, ShardedTensor
@@ -37,12 +37,13 @@ from megackpt.errors import MismatchError, MissingKeyError
 from megackpt.formats.contents import Chunks, Contents
 from megackpt.ground.notices import notice
 from megackpt.options import LoadOptions
-from megackpt.plans.metadata import OBJECT, ArraySpec
+from megackpt.plans.metadata import DTYPES, OBJECT, ArraySpec
 from megackpt.plans.planning import plan_load
 from megackpt.plans.validation import (
     ArrayReport,
     LoadReport,
     LoadRules,
+    UnpaddedShapes,
     check_dtypes_and_shapes,
     check_resharding,
     check_unexpected_keys,
@@ -108,7 +109,17 @@ def prepare_load(view: CheckpointView, state: ShardedStateDict, group: Group) ->
         plan=plan,
         inline=inline,
         report=view.report(request, keys, [plan] if inline is None else [plan, inline], objects),
+        kept=_kept_elements(targets, plan),
     )
+
+
+def _kept_elements(targets: SharedTargets, plan: ReadPlan) -> list[KeptElements]:
+    """Return the elements of targets that do not become what is read."""
+    if not plan.grown and not plan.shrunk:
+        return []
+    from megackpt.engine.loading.kept_elements import kept_elements
+
+    return kept_elements(targets, plan.grown, plan.shrunk)
 
 
 @dataclass(frozen=True, slots=True)
@@ -253,7 +264,8 @@ class CheckpointView:
         tensors = [t for t in request.flattened.tensors if t.key not in keys.left_out]
         tensors += loaded.values()
         for tensor in tensors:
-            tensor.init_data()
+            # Rows of new tokens may stay as they are, and in memory that a load allocates they are 0.
+            tensor.init_data(init_fn=torch.empty if tensor.unpadded_shape is None else torch.zeros)
             check_target(tensor, on_meta=LOAD_ON_META)
         return tensors
 
@@ -269,15 +281,17 @@ class CheckpointView:
         The tensors are all inline, or none is.
         """
         requested = describe([*tensors, *objects], rank=group.rank)
-        resized = check_dtypes_and_shapes(
+        unpadded = {t.key: t.unpadded_shape for t in tensors if t.unpadded_shape is not None}
+        allowed = check_dtypes_and_shapes(
             requested,
             self.contents.arrays,
             self.rules,
             where=self.where,
             advice=request.flattened.advice(),
+            unpadded=UnpaddedShapes(unpadded, self.contents.unpadded),
         )
         # A row may be resized if its entity allows it, or if a rule allows it for its array.
-        may_resize = np.array([a.key in resized for a in requested.table.arrays], np.bool_)
+        may_resize = np.array([a.key in allowed.resized for a in requested.table.arrays], np.bool_)
         requested = replace(requested, resizable=requested.resizable | may_resize[requested.table.array])
         is_inline = bool(tensors) and tensors[0].key in self.contents.inline
         chunks = (
@@ -287,7 +301,8 @@ class CheckpointView:
         )
         # Tensors are the first rows. Objects are read as a whole, each from the row of its offset.
         copies = plan_load(requested.take(np.arange(len(tensors))), chunks.table, where=self.where)
-        return ReadPlan(requested, tensors, chunks, copies, _object_rows(objects, chunks, self.where))
+        object_rows = _object_rows(objects, chunks, self.where)
+        return ReadPlan(requested, tensors, chunks, copies, object_rows, allowed.grown, allowed.shrunk)
 
     def report(
         self,
@@ -304,7 +319,8 @@ class CheckpointView:
         reports: tuple[ArrayReport, ...] = ()
         for plan in plans:
             read = plan.requested.take(np.arange(len(plan.tensors)))
-            reports += report_arrays(read, self.contents.arrays, plan.chunks.table, plan.copies)
+            arrays = report_arrays(read, self.contents.arrays, plan.chunks.table, plan.copies)
+            reports += tuple(_with_kept(array, plan) for array in arrays) if plan.grown else arrays
         check_resharding(reports, self.rules, where=self.where)
         return LoadReport(
             arrays=reports,
@@ -322,6 +338,17 @@ def with_options_renamed(stored: Contents, options: LoadOptions) -> tuple[Conten
     from megackpt.engine.checkpoint.views import with_renamed_keys
 
     return with_renamed_keys(stored, options.rename)
+
+
+def _with_kept(array: ArrayReport, plan: ReadPlan) -> ArrayReport:
+    """Return the report of an array, with the bytes that stay as they are."""
+    if array.key not in plan.grown:
+        return array
+    from megackpt.engine.loading.kept_elements import count_outside
+
+    kept = sum(count_outside(t, plan.grown[t.key]) for t in plan.tensors if t.key == array.key)
+    width = DTYPES[array.dtype].itemsize
+    return replace(array, padded_nbytes=0, kept_nbytes=kept * width)
 
 
 @dataclass(frozen=True, slots=True)

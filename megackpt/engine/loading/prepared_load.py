@@ -99,6 +99,7 @@ class ReadPlan:
         copies: from these chunks into the tensors.
         object_rows: row of `chunks.table` of each object.
         by_map: the tensors of the request as parts of stored arrays; None if the names are the same.
+        grown, shrunk: shapes by key; see `AllowedDifferences`.
     """
 
     requested: DeclaredChunks
@@ -106,7 +107,26 @@ class ReadPlan:
     chunks: Chunks
     copies: Copies
     object_rows: Sequence[int]
+    grown: Mapping[str, tuple[int, ...]]
+    shrunk: Mapping[str, tuple[int, ...]]
     by_map: MappedParts | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class KeptElements:
+    """Elements of a target that do not become what is read, such as the rows of new tokens.
+
+    Attributes:
+        target: a view of them in the memory that is read into.
+        values: what they become instead: a copy of them from before the load, or 0 for padding.
+    """
+
+    target: torch.Tensor
+    values: torch.Tensor
+
+    def put_back(self) -> None:
+        """Set the elements to their values."""
+        self.target.copy_(self.values)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,6 +151,7 @@ class PreparedLoad:
         inline: what is copied from tensors of common state; None for nothing.
         report: how each array is loaded.
         idle_patterns: of `LoadOptions.rename` and `exclude`, those that match no stored and no requested key.
+        kept: elements that stored ones may be read over, and what they become.
     """
 
     where: str
@@ -150,6 +171,7 @@ class PreparedLoad:
     report: LoadReport
     inline_values: Mapping[Steps, torch.Tensor]
     idle_patterns: Sequence[str]
+    kept: Sequence[KeptElements]
 
     @property
     def stored_keys(self) -> frozenset[str]:
@@ -178,7 +200,10 @@ class PreparedLoad:
         """
         if self.inline is not None:
             read_tensors(self.inline.chunks, self.inline.copies, self.inline.tensors, LoadOptions())
-        # Before the copies to shared targets: the numbers are added to the memory that was read into.
+        # Before the copies to shared targets: these change the memory that was read into.
+        with torch.no_grad():
+            for kept in self.kept:
+                kept.put_back()
         if self.plan.by_map is not None:
             self.plan.by_map.add()
         self.targets.copy_to_shared()

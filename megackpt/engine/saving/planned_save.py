@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,6 +12,7 @@ import numpy as np
 from megackpt.comm import Group
 from megackpt.engine.checkpoint.manifest import LeftoverFiles
 from megackpt.entities.flatten import FlattenedState
+from megackpt.errors import MismatchError
 from megackpt.formats.strategy import ChunkParts, Json, SaveStrategy
 from megackpt.plans.geometry import Ints
 from megackpt.plans.metadata import ChunkTable, DeclaredChunks, pack_columns, unpack_columns
@@ -38,6 +40,7 @@ class PlannedSave:
         hooks: optional features of this save.
         exchanged: whether ranks have exchanged declarations. If they have not, rank 0 has its own rows only,
             and each rank sends its rows when it has written them.
+        unpadded: `ShardedTensor.unpadded_shape` of the tensors of this rank that declare one, by key.
     """
 
     attempt: str
@@ -48,6 +51,7 @@ class PlannedSave:
     leftovers: LeftoverFiles | None = field(default_factory=LeftoverFiles)
     hooks: tuple[SaveHook, ...] = ()
     exchanged: bool = True
+    unpadded: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
 
     def sized_plan(self, rank: int) -> SavePlan:
         """Return the plan with the sizes of the objects that this rank writes."""
@@ -63,11 +67,13 @@ class WrittenChunks:
         planned: the save.
         rows: what `pack_written_rows` returned, by rank; empty if the plan has all rows and sizes.
         receipts: what `SaveStrategy.write_chunks` returned, by rank and round.
+        unpadded: `PlannedSave.unpadded` as JSON, by rank; empty for a rank that declares none.
     """
 
     planned: PlannedSave
     rows: Sequence[bytes]
     receipts: list[list[bytes]]
+    unpadded: Sequence[bytes] = ()
 
     def plan(self) -> SavePlan:
         """Return the plan of all ranks, with the sizes of their objects. On rank 0 only.
@@ -84,6 +90,24 @@ class WrittenChunks:
             unpack_columns(of_rank, where=f"rows of rank {rank}") for rank, of_rank in enumerate(self.rows)
         ]
         return plan_main_replicas(merge_declarations(decode_declarations(columns)))
+
+    def unpadded_shapes(self) -> dict[str, list[int]]:
+        """Return the shapes without padding that ranks declare, by key. On rank 0 only.
+
+        Raises:
+            MismatchError: ranks declare different ones for a key.
+        """
+        shapes: dict[str, list[int]] = {}
+        for rank, of_rank in enumerate(self.unpadded):
+            for key, shape in (json.loads(of_rank) if of_rank else {}).items():
+                if shapes.setdefault(key, shape) != shape:
+                    raise MismatchError(
+                        f"{key!r}: rank {rank} declares unpadded_shape {tuple(shape)}, and another rank "
+                        f"{tuple(shapes[key])}. Build the model with one vocabulary size on all ranks.",
+                        key=key,
+                        rank=rank,
+                    )
+        return shapes
 
 
 def pack_written_rows(planned: PlannedSave, sized: SavePlan) -> bytes:

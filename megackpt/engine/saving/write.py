@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 from megackpt.comm import Group, errors_on_all_ranks, gather_step, join_fields, split_fields
 from megackpt.engine.checkpoint import manifest
 from megackpt.engine.saving.planned_save import PlannedSave, WrittenChunks, pack_written_rows
+from megackpt.formats.documents import UNPADDED
 from megackpt.formats.strategy import Json, SaveStrategy
 from megackpt.plans.geometry import Ints
 from megackpt.storage import Store
@@ -102,14 +104,17 @@ def write_chunks(planned: PlannedSave, store: Store, group: Group) -> WrittenChu
                 parts=planned.parts,
             )
             # The rows are the same in all rounds, so they travel with the first receipt only.
-            rows = b"" if messages_of_rounds else pack_written_rows(planned, plan)
-            step.data = join_fields([rows, receipt])
+            is_first = not messages_of_rounds
+            rows = pack_written_rows(planned, plan) if is_first else b""
+            unpadded = json.dumps(planned.unpadded).encode() if is_first and planned.unpadded else b""
+            step.data = join_fields([rows, receipt, unpadded])
         messages_of_rounds.append(step.results)
     unpacked = [[split_fields(message) for message in messages] for messages in messages_of_rounds]
     return WrittenChunks(
         planned,
-        rows=[rows for rows, _ in unpacked[0]],
-        receipts=[[receipt for _, receipt in of_rank] for of_rank in zip(*unpacked, strict=True)],
+        rows=[rows for rows, _, _ in unpacked[0]],
+        receipts=[[receipt for _, receipt, _ in of_rank] for of_rank in zip(*unpacked, strict=True)],
+        unpadded=[unpadded for _, _, unpadded in unpacked[0]],
     )
 
 
@@ -133,7 +138,7 @@ def commit_attempt(
     Raises:
         CheckpointError: see `write_and_commit`; nothing is removed here.
     """
-    attempt, strategy = planned.attempt, planned.strategy
+    attempt, strategy, unpadded = planned.attempt, planned.strategy, written.unpadded_shapes()
     manifest_fields = {
         "sharded_backend": strategy.backend,
         "sharded_backend_version": strategy.version,
@@ -143,6 +148,7 @@ def commit_attempt(
         "world_size": world_size,
         **_write_common(planned, store),
         **strategy.write_index(store, attempt=attempt, plan=written.plan(), receipts=written.receipts),
+        **({UNPADDED: unpadded} if unpadded else {}),
     }
     for hook, receipts in zip(planned.hooks, hook_receipts, strict=True):
         manifest_fields |= hook.index_fields(receipts, store, strategy, attempt=attempt)

@@ -191,15 +191,10 @@ def _files(path: str) -> dict[str, list[tuple[str, ...]]]:
         raise FormatError(
             f"{path}: kinds of files have different numbers of ranks: {sorted(kinds)}.", path=path
         )
+    entries = [(_name_of(kind), [(of_rank[r],) for r in sorted(of_rank)]) for kind, of_rank in kinds.items()]
+    entries += [(stem, [_checked_shards(of_stem)]) for stem, of_stem in shards.items()]
     named: dict[str, list[tuple[str, ...]]] = {}
-    of_kinds = [
-        (
-            re.sub(r"\W*#\W*|_#|#", "", kind).strip("_-.") or kind,
-            [(of_rank[rank],) for rank in sorted(of_rank)],
-        )
-        for kind, of_rank in kinds.items()
-    ]
-    for name, files in (*of_kinds, *((stem, [_checked_shards(of_stem)]) for stem, of_stem in shards.items())):
+    for name, files in entries:
         if name in named:
             first, second = (os.path.basename(of[0][0]) for of in (named[name], files))
             raise FormatError(
@@ -209,6 +204,11 @@ def _files(path: str) -> dict[str, list[tuple[str, ...]]]:
             )
         named[name] = files
     return named
+
+
+def _name_of(kind: str) -> str:
+    """Return what the files of a kind become: its name without the number of the rank."""
+    return re.sub(r"\W*#\W*|_#|#", "", kind).strip("_-.") or kind
 
 
 def _checked_shards(files: Sequence[str]) -> tuple[str, ...]:

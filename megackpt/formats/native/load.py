@@ -12,11 +12,11 @@ from safetensors import SafetensorError
 from megackpt.codec import EncodedValue, decode, load_tree, unpack
 from megackpt.errors import FormatError
 from megackpt.formats.contents import Contents, FileChunks
-from megackpt.formats.documents import read_small_file
+from megackpt.formats.documents import read_small_file, unpadded_shapes
 from megackpt.formats.index_file import StoredIndex
 from megackpt.formats.index_reader import open_index
 from megackpt.formats.native import names
-from megackpt.formats.strategy import Json, LoadStrategy, WholeFile
+from megackpt.formats.strategy import MANIFEST, Json, LoadStrategy, WholeFile
 from megackpt.storage import Store
 
 if TYPE_CHECKING:
@@ -70,14 +70,16 @@ class NativeLoadStrategy(LoadStrategy):
 
 
 def _contents(store: Store, index: StoredIndex, manifest: Json) -> Contents:
+    arrays = {a.key: a for a in index.arrays}
     return Contents(
-        arrays={a.key: a for a in index.arrays},
+        arrays=arrays,
         chunks=lambda keys: FileChunks(store, index.of_keys(keys)),
         chunks_overlapping=lambda wanted: FileChunks(store, index.of_boxes(wanted)),
         common=lambda: _read_common(store, manifest),
         decode_object=lambda data, where: unpack(data, where=where),
         identity=str(manifest.get("attempt")),
         array_digests=index.array_digests,
+        unpadded=unpadded_shapes(manifest, arrays, where=f"{store.location}/{MANIFEST}"),
     )
 
 

@@ -10,7 +10,7 @@ from typing import Any
 from megackpt.errors import FormatError
 from megackpt.formats.contents import Contents, FileChunks
 from megackpt.formats.damage import Damage
-from megackpt.formats.documents import read_document, read_small_file
+from megackpt.formats.documents import read_document, read_small_file, unpadded_shapes
 from megackpt.formats.index_reader import open_index
 from megackpt.formats.safe_pickle import load_value, warn_of_unsafe_pickle
 from megackpt.formats.strategy import Json, LoadStrategy
@@ -75,8 +75,9 @@ def _open_own(store: Store, note: Json, name: str, *, identity: str, allow_unsaf
         state = load_value(data, where=where, allow_unsafe=allow_unsafe)
         return _split_common(state, where=where, has_content_metadata=bool(note.get(CONTENT_METADATA)))
 
+    arrays = {a.key: a for a in index.arrays}
     return Contents(
-        arrays={a.key: a for a in index.arrays},
+        arrays=arrays,
         chunks=lambda keys: FileChunks(store, index.of_keys(keys)),
         chunks_overlapping=lambda wanted: FileChunks(store, index.of_boxes(wanted)),
         common=common,
@@ -84,6 +85,7 @@ def _open_own(store: Store, note: Json, name: str, *, identity: str, allow_unsaf
             load_value(data, where=where, allow_unsafe=allow_unsafe), where
         ),
         identity=identity,
+        unpadded=unpadded_shapes(note, arrays, where=f"{store.location}/{name}"),
     )
 
 

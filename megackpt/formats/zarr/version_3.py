@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -23,6 +23,7 @@ from megackpt.formats.documents import (
     file_entry,
     parse_document,
     read_small_file,
+    unpadded_shapes,
     write_small_file,
 )
 from megackpt.formats.file_names import ZARR_V3
@@ -270,7 +271,7 @@ class ZarrV3LoadStrategy(LoadStrategy):
         tensorstore()
         detected = bool(manifest.get("detected"))
         stored = _find(store, manifest)
-        return open_contents(
+        contents = open_contents(
             store,
             arrays=stored.arrays,
             objects=stored.objects,
@@ -280,6 +281,8 @@ class ZarrV3LoadStrategy(LoadStrategy):
             identity=identity_of(stored.arrays, stored.listed) if detected else _identity(manifest),
             names_save=not detected,
         )
+        unpadded = unpadded_shapes(manifest, contents.arrays, where=f"{store.location}/{MANIFEST}")
+        return replace(contents, unpadded=unpadded)
 
 
 _NOTHING: Json = {"state_dict": {}, "content_metadata": None}

@@ -4,7 +4,9 @@ from megackpt.plans.validation.coverage import check_coverage, check_merged_cove
 from megackpt.plans.validation.equality import check_common_equal, check_copies_equal, check_replicated_equal
 from megackpt.plans.validation.report import ArrayReport, LoadReport, LoadTimes, PhaseTimes, RecoveredBytes
 from megackpt.plans.validation.request import (
+    AllowedDifferences,
     LoadRules,
+    UnpaddedShapes,
     check_dtypes_and_shapes,
     check_resharding,
     check_unexpected_keys,
@@ -13,6 +15,7 @@ from megackpt.plans.validation.request import (
 from megackpt.plans.validation.strictness import ReturnsKeys, ReturnsState, StrictHandling
 
 __all__ = [
+    "AllowedDifferences",
     "ArrayReport",
     "LoadReport",
     "LoadRules",
@@ -22,6 +25,7 @@ __all__ = [
     "ReturnsKeys",
     "ReturnsState",
     "StrictHandling",
+    "UnpaddedShapes",
     "check_common_equal",
     "check_copies_equal",
     "check_coverage",

@@ -25,6 +25,7 @@ class ArrayReport:
         global_shape: requested global shape.
         nbytes: bytes of this rank's chunks of the array, in the requested dtype.
         padded_nbytes: how many of these are not stored and became 0.
+        kept_nbytes: how many of these were not loaded and stayed as they were: rows of new tokens.
         resharded: whether some chunk is not exactly a stored one.
     """
 
@@ -36,6 +37,7 @@ class ArrayReport:
     nbytes: int
     padded_nbytes: int
     resharded: bool
+    kept_nbytes: int = 0
 
     @property
     def is_cast(self) -> bool:
@@ -181,7 +183,7 @@ class LoadReport:
     @property
     def padded(self) -> tuple[ArrayReport, ...]:
         """Arrays that are larger than what is stored."""
-        return tuple(a for a in self.arrays if a.is_padded)
+        return tuple(a for a in self.arrays if a.is_padded or a.kept_nbytes)
 
     @property
     def cut(self) -> tuple[ArrayReport, ...]:
@@ -223,7 +225,8 @@ class LoadReport:
 def _difference(array: ArrayReport) -> str:
     stored, requested = f"{array.stored_dtype} {array.stored_shape}", f"{array.dtype} {array.global_shape}"
     padding = f", {array.padded_nbytes:,} bytes of 0" if array.padded_nbytes else ""
-    return f"{array.key!r}: stored as {stored}, loaded as {requested}{padding}"
+    kept = f", {array.kept_nbytes:,} bytes kept" if array.kept_nbytes else ""
+    return f"{array.key!r}: stored as {stored}, loaded as {requested}{padding}{kept}"
 
 
 # The records of bytes that a load has read from another source, joined for the load report.

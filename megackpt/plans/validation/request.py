@@ -9,7 +9,9 @@ import difflib
 import logging
 import re
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence, Set
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -19,10 +21,13 @@ from megackpt.ground.notices import notice
 from megackpt.options import KeyRule, Policy
 from megackpt.plans.metadata import OBJECT, ArraySpec, ChunkTable, DeclaredChunks
 from megackpt.plans.planning import Copies
+from megackpt.plans.validation.globs import globs_for, globs_with_states
 from megackpt.plans.validation.report import ArrayReport
 from megackpt.plans.validation.strictness import StrictHandling
 
 log = logging.getLogger(__name__)
+
+Shape: TypeAlias = tuple[int, ...]
 
 
 class LoadRules:
@@ -162,6 +167,36 @@ def _rename_advice(missing: Sequence[str], stored: Set[str]) -> str:
     return ""
 
 
+@dataclass(frozen=True, slots=True)
+class UnpaddedShapes:
+    """Shapes of arrays without their padding, by key, as far as they are known.
+
+    Attributes:
+        requested: those of the request.
+        stored: those of the checkpoint.
+    """
+
+    requested: Mapping[str, Shape] = field(default_factory=dict)
+    stored: Mapping[str, Shape] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class AllowedDifferences:
+    """The arrays of a request that are loaded although the stored ones have other shapes.
+
+    Attributes:
+        resized: keys of those that are padded or cut.
+        grown: for those with more elements that are no padding than are stored: the shape of the stored
+            elements. Elements outside of it keep their values.
+        shrunk: for those with fewer elements that are no padding than are stored: the shape of their
+            elements. Elements outside of it become 0.
+    """
+
+    resized: frozenset[str]
+    grown: Mapping[str, Shape]
+    shrunk: Mapping[str, Shape]
+
+
 def check_dtypes_and_shapes(
     requested: DeclaredChunks,
     stored: Mapping[str, ArraySpec],
@@ -169,62 +204,164 @@ def check_dtypes_and_shapes(
     *,
     where: str,
     advice: Mapping[str, str] | None = None,
-) -> frozenset[str]:
-    """Compare the dtypes and global shapes of arrays; return the keys whose arrays are padded or cut.
+    unpadded: UnpaddedShapes | None = None,
+) -> AllowedDifferences:
+    """Compare the dtypes and global shapes of arrays; return the arrays that are padded or cut.
 
-    advice says what to do about single keys, for the error.
+    Args:
+        requested: the request of this rank.
+        stored: the arrays of the checkpoint, by key.
+        rules: what to do about differences.
+        where: the checkpoint, for errors.
+        advice: what to do about single keys, for the error.
+        unpadded: shapes without padding, where they are known.
 
     Raises:
         MismatchError: rules, or the lack of one, make some differences errors. All of these are listed.
     """
+    unpadded = unpadded or UnpaddedShapes()
     # A tensor with allow_shape_mismatch makes its array resizable: a default that rules may override.
     is_resizable = {int(a) for a in requested.table.array[requested.resizable]}
     resized: set[str] = set()
-    faults: list[str] = []
+    grown: dict[str, Shape] = {}
+    shrunk: dict[str, Shape] = {}
+    faults: dict[str, tuple[str, tuple[str, ...]]] = {}  # by key: text, differences that a rule allows
+    notices: list[tuple[str, str]] = []  # text of the array, and what happens to it
     for number, asked in enumerate(requested.table.arrays):
         spec = stored[asked.key]
-        if asked == spec:
+        if asked == spec and asked.key not in unpadded.stored:
             continue
-        policies = [
-            rules.policy(
-                name,
-                asked.key,
-                default=Policy.IGNORE if number in is_resizable and name != "cast" else Policy.ERROR,
-            )
-            for name in _differences(asked, spec)
-        ]
-        if not policies:
-            continue
+        difference = _compared(
+            asked,
+            spec,
+            is_resizable=number in is_resizable,
+            wanted=unpadded.requested.get(asked.key),
+            filled=unpadded.stored.get(asked.key),
+        )
+        policies = {
+            name: rules.policy(name, asked.key, default=default)
+            for name, default in difference.defaults.items()
+        }
         # Objects are never cast or resized, and arrays of other numbers of dims have no common elements.
         incomparable = OBJECT in (asked.dtype, spec.dtype)
         incomparable |= len(asked.global_shape) != len(spec.global_shape)
-        if incomparable or Policy.ERROR in policies:
-            faults.append(asked.key)
+        if policies and (incomparable or Policy.ERROR in policies.values()):
+            forbidden = tuple(name for name, policy in policies.items() if policy is Policy.ERROR)
+            faults[asked.key] = difference.text, () if incomparable else forbidden
             continue
-        if Policy.WARN in policies:
-            notice(log, f"{where}: {_difference_text(asked, spec)}")
+        if Policy.WARN in policies.values():
+            notices.append((difference.text, difference.outcome))
         if asked.global_shape != spec.global_shape:
             resized.add(asked.key)
+        if difference.grows:
+            grown[asked.key] = unpadded.stored[asked.key]
+        elif difference.shrinks:
+            shrunk[asked.key] = unpadded.requested[asked.key]
     if faults:
-        asked_by_key = {a.key: a for a in requested.table.arrays}
-        lines = [_difference_text(asked_by_key[key], stored[key]) for key in faults]
-        objects = any(OBJECT in (asked_by_key[key].dtype, stored[key].dtype) for key in faults)
-        about_objects = (
-            "Objects are never resharded: ask for them as they were saved, or leave their keys out. "
-            if objects
-            else ""
-        )
-        raise MismatchError(
-            f"{where} holds other shapes or dtypes than asked for:\n{truncated_list(lines)}\n"
-            f"{_advice_for(faults, advice)}{about_objects}"
-            f"Build the model with the sizes it was saved with; set allow_shape_mismatch=True on a tensor "
-            f"whose global shape may differ (a padded vocabulary), or load with LoadOptions(rules=(KeyRule("
-            f"keys={faults[0]!r}, padded=Policy.WARN, cut=Policy.WARN),)); to convert dtypes, load with "
-            f"LoadOptions(rules=(KeyRule(keys={faults[0]!r}, cast=Policy.WARN),)).",
-            key=faults[0],
-            path=where,
-        )
-    return frozenset(resized)
+        raise _shape_error(faults, requested, stored, where, advice, unpadded.stored.keys())
+    for outcome in dict.fromkeys(outcome for _, outcome in notices):
+        lines = [text for text, of_array in notices if of_array == outcome]
+        end = f"\n{outcome}" if outcome else ""
+        texts = f" {lines[0]}" if len(lines) == 1 else f"\n{truncated_list(lines)}"
+        notice(log, f"{where}:{texts}{end}")
+    return AllowedDifferences(frozenset(resized), grown, shrunk)
+
+
+_NEW_KEEP = (
+    "The checkpoint says how many rows are no padding, and the model has more: its new rows keep the values "
+    "that they have."
+)
+_CUT_OR_ZERO = (
+    "The checkpoint does not say which of its rows are padding, so rows that the model lacks are left out, "
+    "and rows that the checkpoint lacks become 0."
+)
+
+
+class _Difference(NamedTuple):
+    """How a stored array differs from a requested one.
+
+    Attributes:
+        text: the difference.
+        defaults: the fields of KeyRule that name it, with what is done about each if no rule decides.
+        outcome: what a load does to elements that only one side has; "" for what the option says.
+        grows: whether elements that are no padding are not stored.
+        shrinks: whether elements that are stored and no padding are padding of the request, or outside.
+    """
+
+    text: str
+    defaults: Mapping[str, Policy]
+    outcome: str = ""
+    grows: bool = False
+    shrinks: bool = False
+
+
+def _compared(
+    asked: ArraySpec, stored: ArraySpec, *, is_resizable: bool, wanted: Shape | None, filled: Shape | None
+) -> _Difference:
+    """Compare two arrays; wanted and filled are their shapes without padding, None where not known."""
+    text = _difference_text(asked, stored)
+    defaults = {"cast": Policy.ERROR} if asked.dtype != stored.dtype else {}
+    if len(asked.global_shape) != len(stored.global_shape):
+        return _Difference(text, defaults | {"padded": Policy.ERROR, "cut": Policy.ERROR})
+    if not is_resizable:
+        names = _larger_or_smaller(asked.global_shape, stored.global_shape)
+        return _Difference(text, defaults | dict.fromkeys(names, Policy.ERROR))
+    if filled is None:
+        policies = dict.fromkeys(_larger_or_smaller(asked.global_shape, stored.global_shape), Policy.WARN)
+        if wanted is not None and "padded" not in _larger_or_smaller(wanted, stored.global_shape):
+            policies["padded"] = Policy.IGNORE  # only padding becomes 0
+        return _Difference(text, defaults | policies, _CUT_OR_ZERO)
+    names = _larger_or_smaller(wanted or asked.global_shape, filled)
+    text += f"; without padding {filled} is stored"
+    if wanted is None:  # it has room for all that is stored, or it has not
+        return _Difference(text, defaults | {name: Policy.ERROR for name in names if name == "cut"})
+    text += f", and the model has {wanted}"
+    known = {name: Policy.WARN if name == "padded" else Policy.ERROR for name in names}
+    grows, shrinks = "padded" in names, "cut" in names
+    return _Difference(text, defaults | known, _NEW_KEEP if grows else "", grows, shrinks)
+
+
+def _larger_or_smaller(asked: Shape, stored: Shape) -> list[str]:
+    """Return the fields of KeyRule that name how a requested shape differs from a stored one."""
+    pairs = list(zip(asked, stored, strict=True))
+    larger, smaller = any(a > b for a, b in pairs), any(a < b for a, b in pairs)
+    return ["padded"] * larger + ["cut"] * smaller
+
+
+def _shape_error(
+    faults: Mapping[str, tuple[str, tuple[str, ...]]],
+    requested: DeclaredChunks,
+    stored: Mapping[str, ArraySpec],
+    where: str,
+    advice: Mapping[str, str] | None,
+    padded: Set[str],
+) -> MismatchError:
+    """Return the error for arrays; padded are the stored ones whose padding is known."""
+    asked_dtypes = {a.key: a.dtype for a in requested.table.arrays}
+    about_objects = (
+        "Objects are never resharded: ask for them as they were saved, or leave their keys out. "
+        if any(OBJECT in (asked_dtypes[key], stored[key].dtype) for key in faults)
+        else ""
+    )
+    by_names: dict[tuple[str, ...], list[str]] = {}
+    for key, (_, allows) in faults.items():
+        if allows:
+            by_names.setdefault(allows, []).append(key)
+    rules = [
+        f"KeyRule(keys={glob!r}, {', '.join(f'{name}=Policy.WARN' for name in names)})"
+        for names, keys in by_names.items()
+        for glob in (globs_with_states(keys) if set(keys) <= padded else globs_for(keys))
+    ]
+    ending = f", or load with LoadOptions(rules=({', '.join(rules)},))" if rules else ""
+    return MismatchError(
+        f"{where} holds other shapes or dtypes than asked for:\n"
+        f"{truncated_list([text for text, _ in faults.values()])}\n"
+        f"{_advice_for(faults, advice)}{about_objects}"
+        f"Build the model with the sizes and dtypes it was saved with; set allow_shape_mismatch=True on a "
+        f"tensor whose global shape may differ (a padded vocabulary){ending}.",
+        key=next(iter(faults)),
+        path=where,
+    )
 
 
 def _advice_for(keys: Iterable[str], advice: Mapping[str, str] | None) -> str:
@@ -322,17 +459,6 @@ def _is_one_whole_chunk(
         & (table.flat_stop == chunks.flat_stop[chunk])
     )
     return same
-
-
-def _differences(asked: ArraySpec, stored: ArraySpec) -> list[str]:
-    """Return the fields of KeyRule that name a difference of these arrays."""
-    names = ["cast"] if asked.dtype != stored.dtype else []
-    if len(asked.global_shape) != len(stored.global_shape):
-        return [*names, "padded", "cut"]
-    pairs = list(zip(asked.global_shape, stored.global_shape, strict=True))
-    names += ["padded"] if any(a > b for a, b in pairs) else []
-    names += ["cut"] if any(a < b for a, b in pairs) else []
-    return names
 
 
 def _difference_text(asked: ArraySpec, stored: ArraySpec) -> str:

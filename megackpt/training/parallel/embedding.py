@@ -2,7 +2,8 @@
 
 The number of rows is rounded up to a multiple of tp, so it depends on tp. The padding rows are zero and stay
 zero: they are never looked up, and their logits are not part of the loss. So the padding in a checkpoint may
-differ from that of the model (`allow_shape_mismatch`).
+differ from that of the model (`allow_shape_mismatch`). The number of tokens is stored with the arrays
+(`unpadded_extent`), so that the rows of new tokens keep the values that the model was initialised with.
 
 Source: Shoeybi et al. 2019, section 3 (parallel embedding and cross entropy); `make_divisible` is
 Megatron-LM's `--make-vocab-size-divisible-by`.
@@ -28,8 +29,9 @@ from megackpt.training.parallel.linear import INIT_STD
 from megackpt.training.parallel.mixin import ShardedModule
 from megackpt.training.parallel.tp_sharding import TpSharding
 
-_CUT = TpSharding(dim=0, allow_shape_mismatch=True)
-_VOCABULARY = {"weight": _CUT}
+
+def _cut_vocabulary(vocab_size: int) -> TpSharding:
+    return TpSharding(dim=0, allow_shape_mismatch=True, unpadded_extent=vocab_size)
 
 
 def padded_vocab_size(vocab_size: int, *, tp: int, make_divisible: int = 128) -> int:
@@ -55,8 +57,6 @@ class VocabParallelEmbedding(ShardedModule):
         device: where the weight is.
     """
 
-    tp_sharding = _VOCABULARY
-
     def __init__(
         self,
         vocab_size: int,
@@ -68,7 +68,7 @@ class VocabParallelEmbedding(ShardedModule):
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
     ) -> None:
-        super().__init__(groups)
+        super().__init__(groups, tp_sharding={"weight": _cut_vocabulary(vocab_size)})
         self.vocab_size = vocab_size
         self.sequence_parallel = sequence_parallel
         self.weight = _vocabulary_weight(vocab_size, hidden_size, groups.tp, make_divisible, dtype, device)
@@ -105,8 +105,6 @@ class VocabParallelOutput(ShardedModule):
         device: where the weight is.
     """
 
-    tp_sharding = {"weight": _CUT, "bias": _CUT}  # noqa: RUF012 - read-only by its type in ShardedModule
-
     def __init__(
         self,
         vocab_size: int,
@@ -120,7 +118,8 @@ class VocabParallelOutput(ShardedModule):
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
     ) -> None:
-        super().__init__(groups)
+        cut = _cut_vocabulary(vocab_size)
+        super().__init__(groups, tp_sharding={"weight": cut, "bias": cut})
         self.sequence_parallel = sequence_parallel
         self.weight = (
             None

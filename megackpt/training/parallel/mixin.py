@@ -26,6 +26,7 @@ slice, the second element counts them.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor, nn
@@ -277,7 +278,7 @@ def _declare_cut(
             prepend_axis_num=len(stack),
             placements=placements,
         )
-    return ShardedTensor.from_rank_offsets(
+    tensor = ShardedTensor.from_rank_offsets(
         key,
         value,
         *placements[""].rank_offsets,
@@ -285,6 +286,10 @@ def _declare_cut(
         prepend_axis_num=len(stack),
         allow_shape_mismatch=sharding.allow_shape_mismatch,
     )
+    if sharding.unpadded_extent is None:
+        return tensor
+    axis, whole = sharding.dim + len(stack), tensor.global_shape
+    return replace(tensor, unpadded_shape=(*whole[:axis], sharding.unpadded_extent, *whole[axis + 1 :]))
 
 
 def check_copies(what: str, copies: int, groups: ParallelGroups) -> None:

@@ -18,6 +18,8 @@ class TpSharding:
         components: names and local extents along `dim` of the components of the slice, in order (gate and up;
             q, k and v). Each component is stored as a global array of its own, `key.name`.
         allow_shape_mismatch: the global extent may differ between checkpoint and model (vocabulary padding).
+        unpadded_extent: how much of the global extent has values; the rest is padding. It needs
+            allow_shape_mismatch. None: not known. See `ShardedTensor.unpadded_shape`.
         copies: how many neighbouring ranks have the same slice, where tp has more ranks than there are slices
             (key and value heads): a number, or a number by component. The layer sums their gradients over
             these ranks: see `copy_to_neighbours`.
@@ -31,6 +33,7 @@ class TpSharding:
     components: Mapping[str, int] | None = None
     allow_shape_mismatch: bool = False
     copies: int | Mapping[str, int] = 1
+    unpadded_extent: int | None = None
 
     def __post_init__(self) -> None:
         if self.components is not None and self.allow_shape_mismatch:
