@@ -191,7 +191,9 @@ def _files(path: str) -> dict[str, list[tuple[str, ...]]]:
         raise FormatError(
             f"{path}: kinds of files have different numbers of ranks: {sorted(kinds)}.", path=path
         )
-    entries = [(_name_of(kind), [(of_rank[r],) for r in sorted(of_rank)]) for kind, of_rank in kinds.items()]
+    entries: list[tuple[str, list[tuple[str, ...]]]] = [
+        (_name_of(kind), [(of_rank[rank],) for rank in sorted(of_rank)]) for kind, of_rank in kinds.items()
+    ]
     entries += [(stem, [_checked_shards(of_stem)]) for stem, of_stem in shards.items()]
     named: dict[str, list[tuple[str, ...]]] = {}
     for name, files in entries:
