@@ -124,10 +124,11 @@ class SaveOptions:
         compare_replicas: what to do if ranks that declare the same chunk of a tensor, or the same object,
             have different bits. IGNORE does not compare; otherwise every rank computes digests of everything
             that it declares.
-        sample_replicas: what to do if ranks that declare the same chunk of a tensor have different bits in
-            samples of it, 3 KiB of each chunk. ERROR finds a parameter that is sharded but not declared as
-            sharded. Samples are compared when a save makes a new plan, not when it reuses one; IGNORE
-            compares none. If `compare_replicas` compares all bits, nothing is sampled.
+        sample_replicas: what to do if ranks that declare the same object have different values, or ranks
+            that declare the same chunk of a tensor have different bits in samples of it. Every save compares
+            them: all of each object, and of each chunk 4.5 KiB at positions that move from save to save.
+            ERROR also finds a parameter that is sharded but not declared as sharded; IGNORE compares nothing.
+            If `compare_replicas` compares all bits, nothing is sampled.
         array_digests: store a digest of each array that does not depend on its sharding. With it, `megackpt
             diff` compares arrays of two checkpoints without reading them. Only the native format can do
             this, and it needs the extra `digests`. See docs/integrity.md for the cost.

@@ -76,6 +76,20 @@ GUARANTEES: Guarantees = {
             "test_a_parameter_that_tp_cuts_undeclared_is_named_with_its_ranks_and_the_remedy",
             "test_the_begin_the_middle_and_the_end_are_sampled",
         ],
+        "So every save compares samples of the chunks that several ranks declare": [
+            "test_a_copy_of_which_every_element_drifts_is_found_at_the_next_save",
+            "test_one_element_in_4096_that_drifts_is_found_within_64_saves",
+            "test_any_64_saves_sample_every_sequence_of_a_4096th",
+            "test_ranks_find_copies_that_differ_in_any_save",
+        ],
+        "Objects that several ranks declare, such as random states, are compared as a whole": [
+            "test_objects_that_differ_are_named_at_once",
+            "test_ranks_find_copies_that_differ_in_any_save",
+        ],
+        "With a cached plan, the comparison takes no message": [
+            "test_a_comparison_takes_no_collective_and_no_longer_message",
+            "test_the_comparison_of_copies_takes_no_collective",
+        ],
         "compares the digests before anything is written": [
             "test_copies_that_differ_are_named_on_all_ranks_and_nothing_is_written",
             "test_ranks_agree_which_of_them_has_drifted",

@@ -18,6 +18,7 @@ from megackpt.comm.collectives import (
     scatter_step,
 )
 from megackpt.comm.group import (
+    SUMMAND_BITS,
     Group,
     PeerBuffer,
     SingleProcess,
@@ -35,6 +36,7 @@ else:  # type checkers would accept any name
     __getattr__ = lazy_names(__name__, {"megackpt.comm.torch_group": ("TorchGroup",)})
 
 __all__ = [
+    "SUMMAND_BITS",
     "AnyGroup",
     "CompareStep",
     "Group",

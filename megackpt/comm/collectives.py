@@ -58,19 +58,23 @@ class ScatterStep:
 
 @dataclass(slots=True)
 class CompareStep:
-    """A block whose numbers are compared, or maximised, at its end. Each is at least 0 and below 2**62.
+    """A block whose numbers are compared, maximised or added at its end. Each is at least 0, and below 2**62.
 
     Attributes:
         equal: this rank's numbers to compare, by name; set in the block.
         largest: this rank's numbers to maximise, by name; set in the block.
+        added: this rank's numbers to add, by name, below `2**SUMMAND_BITS`; set in the block.
         is_equal: whether a number to compare is equal on all ranks, by name; empty until the block has ended.
         maximum: the maximum over all ranks, by name; empty until the block has ended.
+        total: the sum over all ranks, by name; empty until the block has ended.
     """
 
     equal: dict[str, int] = field(default_factory=dict)
     largest: dict[str, int] = field(default_factory=dict)
+    added: dict[str, int] = field(default_factory=dict)
     is_equal: dict[str, bool] = field(default_factory=dict)
     maximum: dict[str, int] = field(default_factory=dict)
+    total: dict[str, int] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -135,13 +139,17 @@ def gather_step(group: Group, doing: str, *, on_all_ranks: bool = False) -> Iter
         step.results = gather_results(group, step.data, kept.error, doing=doing)
     else:
         # If a rank has failed, this raises on all ranks, so no rank calls `gather` alone.
-        _, _, gather = _reduce(group, (), (), kept.error, doing=doing, data=step.data)
-        step.results = gather()
+        step.results = _reduce(group, (), (), kept.error, doing=doing, data=step.data).gather()
 
 
 @contextmanager
 def compare_step(
-    group: Group, doing: str, *, equal: Sequence[str] = (), largest: Sequence[str] = ()
+    group: Group,
+    doing: str,
+    *,
+    equal: Sequence[str] = (),
+    largest: Sequence[str] = (),
+    added: Sequence[str] = (),
 ) -> Iterator[CompareStep]:
     """Run the block on every rank, and reduce the numbers that the ranks set in it. Collective.
 
@@ -152,6 +160,7 @@ def compare_step(
         doing: what the block does, for the error's text.
         equal: names of the numbers to compare; the same on all ranks. The block sets all of them.
         largest: names of the numbers to maximise; likewise.
+        added: names of the numbers to add; likewise.
 
     Raises:
         CheckpointError: as `errors_on_all_ranks`.
@@ -162,16 +171,19 @@ def compare_step(
         yield step
         assert step.equal.keys() == set(equal)
         assert step.largest.keys() == set(largest)
+        assert step.added.keys() == set(added)
     # A rank that has failed has not set all of them, and its message has the length of every other.
-    is_equal, maxima, _ = _reduce(
+    reduced = _reduce(
         group,
         [step.equal.get(name, 0) for name in equal],
         [step.largest.get(name, 0) for name in largest],
         kept.error,
+        added=[step.added.get(name, 0) for name in added],
         doing=doing,
     )
-    step.is_equal = dict(zip(equal, is_equal, strict=True))
-    step.maximum = dict(zip(largest, maxima, strict=True))
+    step.is_equal = dict(zip(equal, reduced.is_equal, strict=True))
+    step.maximum = dict(zip(largest, reduced.maxima, strict=True))
+    step.total = dict(zip(added, reduced.sums, strict=True))
 
 
 @contextmanager
@@ -282,6 +294,23 @@ def raise_lost_rank(lost: RankFailedError, error: Exception | None) -> NoReturn:
     raise lost from error
 
 
+@dataclass(frozen=True, slots=True)
+class _Reduced:
+    """What all ranks know after a step that no rank has failed.
+
+    Attributes:
+        is_equal: whether each number to compare is equal on all ranks.
+        maxima: the maximum of each number to maximise.
+        sums: the sum of each number to add.
+        gather: gathers the data of the step on rank 0; all ranks call it, or none does.
+    """
+
+    is_equal: Sequence[bool]
+    maxima: Sequence[int]
+    sums: Sequence[int]
+    gather: Callable[[], list[bytes]]
+
+
 def _reduce(
     group: Group,
     equal: Sequence[int],
@@ -289,23 +318,25 @@ def _reduce(
     error: Exception | None,
     *,
     doing: str,
+    added: Sequence[int] = (),
     data: bytes | None = None,
-) -> tuple[Sequence[bool], Sequence[int], Callable[[], list[bytes]]]:
+) -> _Reduced:
     """Reduce the numbers of all ranks and raise the common error if there is one. Collective.
 
-    Returns:
-        For each number of `equal` whether it is equal on all ranks, the maximum of each number of `largest`,
-        and a function that gathers data on rank 0.
+    A step has numbers to add, or data to gather, or neither.
     """
     step = step_header(doing)
     # A number is equal on all ranks if its maximum equals its minimum, which is minus the maximum of its
     # negative. The digest of the step is compared in the same way: ranks at different steps stop here.
     compared = (zlib.crc32(step), *equal)
     sent = [int(error is not None), *compared, *(-n for n in compared), *largest]
+    sums: list[int] = []
     gather: Callable[[], list[bytes]] = partial(group.gather, data or b"")
     try:
         if data is not None:
             reduced, gather = group.all_reduce_max_then_gather(sent, data, step=step)
+        elif added:
+            reduced, sums = group.all_reduce(sent, added, step=step)
         else:
             reduced = group.all_reduce_max(sent, step=step)
     except RankFailedError as lost:
@@ -316,4 +347,4 @@ def _reduce(
     if has_failed or not is_equal[0]:
         # All ranks have received the same numbers, so all of them exchange their errors now.
         gather_results(group, b"", error, doing=doing)
-    return is_equal[1:], reduced[1 + 2 * count :], gather
+    return _Reduced(is_equal[1:], reduced[1 + 2 * count :], sums, gather)

@@ -123,8 +123,11 @@ def describe_ranks(ranks: Sequence[int]) -> str:
 PeerBuffer: TypeAlias = tuple[int, memoryview]
 """A rank of the group, and the buffer that is sent to it or received from it."""
 
-MAX_NUMBERS = 28
-"""The most numbers that one `all_reduce_max` of the engine takes, so that its messages have one length."""
+MAX_NUMBERS = 29
+"""The most numbers that one reduction of the engine takes, so that its messages have one length."""
+
+SUMMAND_BITS = 40
+"""A number that ranks add has at most so many bits, so that the sum over four million ranks has 62."""
 
 
 class Group(ABC):
@@ -158,11 +161,28 @@ class Group(ABC):
             numbers: equally many on all ranks, each representable in 64 bits.
             step: header of the step (see `step_header`), for the error if ranks are at different steps.
         """
+        return [max(column) for column in self._columns(numbers, step)]
+
+    def all_reduce(
+        self, largest: Sequence[int], added: Sequence[int], *, step: bytes
+    ) -> tuple[list[int], list[int]]:
+        """Return the element-wise maximum of some numbers, and the sums of others, over all ranks.
+
+        Args:
+            largest: equally many on all ranks, each representable in 64 bits.
+            added: equally many on all ranks, each at least 0 and below `2**SUMMAND_BITS`.
+            step: header of the step, as for `all_reduce_max`.
+        """
+        numbers, count = (*largest, *added), len(largest)
+        columns = self._columns(numbers, step)
+        return [max(column) for column in columns[:count]], [sum(column) for column in columns[count:]]
+
+    def _columns(self, numbers: Sequence[int], step: bytes) -> list[tuple[int, ...]]:
+        """Return each number of all ranks."""
         packed = struct.pack(f"<{len(numbers)}q", *numbers)
         messages = self.all_gather(step + packed)
         check_same_step(messages, step)
-        columns = zip(*(struct.unpack(f"<{len(numbers)}q", m[len(step) :]) for m in messages), strict=True)
-        return [max(column) for column in columns]
+        return list(zip(*(struct.unpack(f"<{len(numbers)}q", m[len(step) :]) for m in messages), strict=True))
 
     def all_reduce_max_then_gather(
         self, numbers: Sequence[int], data: bytes, *, step: bytes

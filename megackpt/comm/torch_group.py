@@ -38,7 +38,7 @@ _c10d: Any = dist.distributed_c10d  # gloo's class and options: not all builds o
 # How many groups of the same ranks were connected, for each default process group of torch.distributed.
 _CONNECTED: weakref.WeakKeyDictionary[Any, Counter[tuple[int, ...]]] = weakref.WeakKeyDictionary()
 
-_ALL_GATHER, _GATHER, _MAXIMUM, _SCATTER, _COLLECT = 1, 2, 3, 4, 5
+_ALL_GATHER, _GATHER, _MAXIMUM, _SCATTER, _COLLECT, _REDUCE = 1, 2, 3, 4, 5, 6
 _HEAD_NUMBERS = 3 + MAX_NUMBERS
 _MAX_ENCLOSED_BYTES = 2048  # of each rank's data that go with the first message of a gather
 _STEP_BYTES = 200
@@ -53,10 +53,12 @@ class _FirstMessages:
 
     Attributes:
         numbers: element-wise maximum of the numbers of all ranks.
+        sums: element-wise sums of the same numbers; right where a sum fits into 64 bits.
         enclosed: on rank 0, the first bytes of each rank's data, padded; empty on the other ranks.
     """
 
     numbers: list[int]
+    sums: list[int]
     enclosed: list[bytes]
 
 
@@ -175,6 +177,14 @@ class TorchGroup(Group):
         wait = self._guarded(lambda: self._send_first(_MAXIMUM, numbers, step))
         return lambda: self._guarded(lambda: wait().numbers[: len(numbers)])
 
+    def all_reduce(
+        self, largest: Sequence[int], added: Sequence[int], *, step: bytes
+    ) -> tuple[list[int], list[int]]:
+        """Return the element-wise maximum and the sums over all ranks; one message, as `all_reduce_max`."""
+        self._collectives += 1
+        first = self._guarded(lambda: self._send_first(_REDUCE, (*largest, *added), step)())
+        return first.numbers[: len(largest)], first.sums[len(largest) : len(largest) + len(added)]
+
     def all_reduce_max_then_gather(
         self, numbers: Sequence[int], data: bytes, *, step: bytes
     ) -> tuple[list[int], Callable[[], list[bytes]]]:
@@ -227,7 +237,7 @@ class TorchGroup(Group):
 
         Args:
             kind: of the collective.
-            numbers: at most MAX_NUMBERS + 1, to maximise.
+            numbers: at most MAX_NUMBERS + 1, to maximise or to add.
             step: a message that begins with a step header, or an empty one.
             data: for rank 0, as much as there is room for.
 
@@ -263,7 +273,8 @@ class TorchGroup(Group):
         """Split the first messages of all ranks into numbers, which are reduced, and enclosed data."""
         messages = received.numpy().reshape(self.size, -1)
         # The columns of a larger array are not contiguous, and a view as integers needs rows that are.
-        numbers: list[int] = messages[:, :head_bytes].copy().view(np.int64).max(0).tolist()
+        heads = messages[:, :head_bytes].copy().view(np.int64)
+        numbers: list[int] = heads.max(0).tolist()
         # The maximum of the kinds differs from their minimum. All ranks see that, so they send their steps.
         if numbers[0] != -numbers[1]:
             header = read_step_header(step)[:_STEP_BYTES]
@@ -272,9 +283,8 @@ class TorchGroup(Group):
                 "Ranks are at different steps of a save or load. Call the same functions in the same order "
                 "on all ranks, with equal options."
             )
-        return _FirstMessages(
-            numbers[2:], [] if self.rank else [message[head_bytes:].tobytes() for message in messages]
-        )
+        enclosed = [] if self.rank else [message[head_bytes:].tobytes() for message in messages]
+        return _FirstMessages(numbers[2:], heads[:, 2:].sum(0).tolist(), enclosed)
 
     def _gather_equal(self, data: torch.Tensor) -> list[bytes]:
         """All-gather messages of equal length."""

@@ -131,11 +131,11 @@ class SimulatedRank(Group):
         everyone = self._world._meet(self.rank, data, len(data))
         return everyone if self.rank == 0 else []
 
-    def all_reduce_max(self, numbers: Sequence[int], *, step: bytes) -> list[int]:
-        """Return the largest of what the ranks gave, number by number."""
+    def _columns(self, numbers: Sequence[int], step: bytes) -> list[tuple[int, ...]]:
+        """Return each number of all ranks, for the reductions of `Group`."""
         everyone = self._world._meet(self.rank, (step, list(numbers)), 8 * len(numbers))
         check_same_step(_messages(everyone), step)
-        return [max(column) for column in zip(*(numbers for _, numbers in everyone), strict=True)]
+        return list(zip(*(numbers for _, numbers in everyone), strict=True))
 
     def scatter(self, parts: Sequence[bytes]) -> bytes:
         """Return this rank's part; rank 0 gives those of all."""

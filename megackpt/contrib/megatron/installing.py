@@ -36,9 +36,9 @@ def install(
     Args:
         silent_cast: let `load` convert values that are stored in another dtype, as Megatron-Core does.
             Otherwise that is an error, which names the key and both dtypes.
-        replicas: what `save` does if copies of a tensor on several ranks have drifted apart, as samples
-            show. "warn": as Megatron-Core, it stores the main replica, with a warning that names the key and
-            the ranks. "error": it raises a MismatchError instead. "off": it compares none.
+        replicas: what `save` does if copies of an object on several ranks differ, or copies of a tensor, as
+            samples show. "warn": as Megatron-Core, it stores the main replica, with a warning that names the
+            key and the ranks. "error": it raises a MismatchError instead. "off": it compares none.
         save_options: options that errors of a save propose, and others that no setting of a strategy gives.
             What a strategy is set to counts more.
         load_options: the same for loads.

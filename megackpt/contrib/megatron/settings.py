@@ -45,8 +45,8 @@ class ProcessOptions:
     Attributes:
         silent_cast: a load converts values that are stored in another dtype, as Megatron-Core does, where
             megackpt raises an error.
-        replicas: what a save does if ranks declare the same chunk of a tensor and have different bits in
-            samples of it: "warn", "error" or "off".
+        replicas: what a save does if ranks declare the same object and have different values, or the same
+            chunk of a tensor and have different bits in samples of it: "warn", "error" or "off".
         save_options: how to save, but for what a strategy is set to.
         load_options: how to load, but for what a strategy is set to.
     """

@@ -28,6 +28,7 @@ from megackpt.engine.data.device_copies import (
     rows_to_host,
 )
 from megackpt.engine.data.tensor_bytes import check_source
+from megackpt.engine.saving.copies import replica_factors, value_digest
 from megackpt.engine.saving.plan_cache import CachedPlan
 from megackpt.engine.saving.planned_save import SaveHook
 from megackpt.engine.saving.save_request import SaveRequest
@@ -37,7 +38,7 @@ from megackpt.entities.flatten import FlattenedState, flatten_state
 from megackpt.entities.tree import ABSENT, Steps, dotted, without_empty
 from megackpt.errors import DeclarationError, UnsupportedError
 from megackpt.formats.strategy import ChunkParts, SaveStrategy
-from megackpt.plans.geometry import strides_of
+from megackpt.plans.geometry import Ints, strides_of
 from megackpt.plans.metadata import DIGEST_BLOCK_BYTES, DeclaredChunks, PackedDeclarations, pack_declarations
 from megackpt.plans.planning import SavePlan
 from megackpt.storage import digest_of, digest_of_parts
@@ -116,7 +117,7 @@ class LocalState:
         flattened = self.flattened
         if not flattened.replicated and not flattened.on_some_ranks:
             return {"replicated": {}, "copies": {}}
-        from megackpt.engine.saving.unmarked_replicas import digests_of_unmarked_replicas, value_digest
+        from megackpt.engine.saving.unmarked_replicas import digests_of_unmarked_replicas
 
         values = {o.key: o.data for o in flattened.objects if o.key in flattened.replicated}
         replicated = {key: value_digest(value) for key, value in values.items()}
@@ -148,9 +149,13 @@ class LocalState:
         header = json.dumps([*identity, len(packed.main_rows), has_all_rows]).encode()
         return digest_of(b"".join((header, packed.entities.tobytes(), packed.main_rows, packed.replica_rows)))
 
-    def cached_plan(self, plan: SavePlan) -> CachedPlan:
-        """Return a plan as it is cached for the next save that declares the same."""
-        return CachedPlan(plan, self.structure_digest(), self.source, self.declared)
+    def cached_plan(self, plan: SavePlan, replica_weights: Ints) -> CachedPlan:
+        """Return a plan as it is cached for the next save that declares the same.
+
+        replica_weights is what rank 0 has sent with the plan.
+        """
+        factors = replica_factors(self.declared.table, replica_weights)
+        return CachedPlan(plan, self.structure_digest(), self.source, self.declared, factors)
 
 
 class StateRowParts(ChunkParts):

@@ -26,6 +26,7 @@ from megackpt.engine.saving.local_state import LocalState
 from megackpt.plans.geometry import Ints
 from megackpt.plans.metadata import (
     ChunkTable,
+    MergedDeclarations,
     column,
     merge_packed_declarations,
     pack_columns,
@@ -38,6 +39,7 @@ from megackpt.plans.planning import (
     plan_merged_save,
     unpack_rows,
 )
+from megackpt.plans.planning.replica_weights import replica_weights
 from megackpt.plans.validation import (
     check_common_equal,
     check_copies_equal,
@@ -49,6 +51,23 @@ from megackpt.storage import digest_of
 _SUMMARY = np.dtype([("replica_rows", "V16"), ("label", "<i8"), ("attachment", "V16")])
 """What each rank sends to all before its declarations: digests of what other ranks may have with equal bytes,
 and the label of its spread group."""
+
+_WEIGHT = np.dtype("<i4")
+"""How rank 0 sends the weight of a replica: its absolute value is less than the number of ranks."""
+
+
+@dataclass(frozen=True, slots=True)
+class AgreedPlan:
+    """What a rank receives when rank 0 has planned.
+
+    Attributes:
+        plan: of all ranks on rank 0, and on every rank if the format needs it; else the rank's own rows.
+        replica_weights: for each entity of the rank, the weight of its replica; 0 if there is no other, and
+            if the save has no cache. See `plans.planning.replica_weights`.
+    """
+
+    plan: SavePlan
+    replica_weights: Ints
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +94,7 @@ class _DeclarationMessage:
         return cls(*split_fields(message))
 
 
-def plan_on_rank_0(local: LocalState, group: Group, to_compare: Set[str]) -> SavePlan:
+def plan_on_rank_0(local: LocalState, group: Group, to_compare: Set[str], *, number: int) -> AgreedPlan:
     """Check the declarations of all ranks on rank 0 and plan from them. Collective.
 
     Args:
@@ -83,16 +102,14 @@ def plan_on_rank_0(local: LocalState, group: Group, to_compare: Set[str]) -> Sav
         group: the ranks.
         to_compare: the values that digests have not shown to be equal, and that are compared leaf by leaf:
             "common state", and "values" (replicated values and copies of chunks). Equal on all ranks.
-
-    Returns:
-        The plan of all ranks on rank 0, and on every rank if the format needs it; else the rank's own rows.
+        number: one of the save, for its hooks. Equal on all ranks.
 
     Raises:
         CheckpointError: the same on every rank: what is wrong with which ranks' declarations or values.
     """
     packed = local.packed(local.declared)
     with gather_step(group, "comparing declarations", on_all_ranks=True) as step:
-        values, attachment = _encoded_values(local, to_compare), _attachment(local)
+        values, attachment = _encoded_values(local, to_compare), _attachment(local, number)
         label = local.spread_label.to_bytes(8, "little", signed=True)
         step.data = _digest(packed.replica_rows) + label + _digest(attachment)
     # Every rank knows now which lower ranks have equal bytes, so that only the lowest one sends them.
@@ -110,18 +127,23 @@ def plan_on_rank_0(local: LocalState, group: Group, to_compare: Set[str]) -> Sav
     with scatter_step(group, "planning the save") as planning:
         if group.rank == 0:
             unpacked = [_DeclarationMessage.unpack(message) for message in messages]
-            plan = _checked_plan(local, unpacked, summaries)
-            if own_rows_only:
-                planning.parts = pack_rows(plan, ranks=group.size)
+            plan, weights = _checked_plan(local, unpacked, summaries)
+            rows = pack_rows(plan, ranks=group.size) if own_rows_only else [b""] * group.size
+            planning.parts = [join_fields(fields) for fields in zip(rows, weights, strict=True)]
+    own_rows, own_weights = split_fields(planning.part)
+    # Rank 0 counts entities as each rank has packed them.
+    replica_weights = np.zeros(len(local.declared), np.int64)
+    if own_weights:
+        replica_weights[packed.entities] = np.frombuffer(own_weights, _WEIGHT)
     if not own_rows_only:
         plan = _send_plan(plan, group)
     if plan is None:
-        return unpack_rows(planning.part, local.declared, packed.entities, rank=group.rank)
-    # Rank 0 counts entities as each rank has packed them. Of its own rows, a rank knows the entities of its
-    # state.
+        plan = unpack_rows(own_rows, local.declared, packed.entities, rank=group.rank)
+        return AgreedPlan(plan, replica_weights)
+    # Of its own rows, a rank knows the entities of its state.
     entity, own = plan.entity.copy(), plan.writer == group.rank
     entity[own] = packed.entities[entity[own]]
-    return replace(plan, entity=entity)
+    return AgreedPlan(replace(plan, entity=entity), replica_weights)
 
 
 def _send_plan(plan: SavePlan | None, group: Group) -> SavePlan:
@@ -165,8 +187,12 @@ def compare_values(local: LocalState, group: Group, to_compare: Set[str]) -> Non
 
 def _checked_plan(
     local: LocalState, messages: Sequence[_DeclarationMessage], summaries: np.ndarray[Any, Any]
-) -> SavePlan:
-    """Merge the declarations of all ranks, check them, and plan. Rank 0 only."""
+) -> tuple[SavePlan, list[bytes]]:
+    """Merge the declarations of all ranks, check them, and plan. Rank 0 only.
+
+    Returns:
+        The plan, and for each rank the weights of its replicas, packed; empty if no later save uses them.
+    """
     # Ranks compare the same values, so either all of them send digests or none does.
     values = [json.loads(message.values) for message in messages] if messages[0].values else []
     if values and "common" in values[0]:
@@ -179,6 +205,9 @@ def _checked_plan(
         [messages[rank].replica_rows for rank in senders],
         ranks_of_senders,
     )
+    weights = [b""] * local.ranks
+    if local.request.plans is not None and local.ranks > 1:
+        weights = _packed_weights(merged, marks, ranks_of_senders)
     if marks.any():  # of values and chunks whose replicas have no replica ids
         from megackpt.plans.planning.main_replicas import choose_main_replicas
 
@@ -188,7 +217,15 @@ def _checked_plan(
     if values:
         _check_values(values)
     labels = summaries["label"].astype(np.int64)
-    return plan_merged_save(merged, spread=local.request.options.spread, labels=labels)
+    return plan_merged_save(merged, spread=local.request.options.spread, labels=labels), weights
+
+
+def _packed_weights(merged: MergedDeclarations, marks: Ints, owner_groups: Sequence[Ints]) -> list[bytes]:
+    """Return the weights of the replicas of each rank, in the order in which it has packed its rows."""
+    group_of_rank = np.empty(merged.ranks, np.int64)
+    for group, ranks in enumerate(owner_groups):
+        group_of_rank[ranks] = group
+    return [weights.astype(_WEIGHT).tobytes() for weights in replica_weights(merged, marks, group_of_rank)]
 
 
 def _groups_of_equal(digests: np.ndarray[Any, Any]) -> tuple[list[int], list[Ints]]:
@@ -207,10 +244,11 @@ def _is_first(digests: np.ndarray[Any, Any], rank: int) -> bool:
     return not bool(np.any(digests[:rank] == digests[rank]))
 
 
-def _attachment(local: LocalState) -> bytes:
+def _attachment(local: LocalState, number: int) -> bytes:
     """Return what the hooks of this save send with the declarations; empty without hooks."""
+    flattened, declared = local.flattened, local.declared
     return join_fields(
-        [hook.attachment(local.flattened, local.declared, ranks=local.ranks) for hook in local.hooks]
+        [hook.attachment(flattened, declared, ranks=local.ranks, number=number) for hook in local.hooks]
     )
 
 

@@ -7,9 +7,13 @@ save to save and are not part of a cached plan.
 
 from __future__ import annotations
 
-from collections import OrderedDict
+import zlib
+from collections import Counter, OrderedDict
 from dataclasses import dataclass
 from typing import Any
+
+import numpy as np
+import numpy.typing as npt
 
 from megackpt.plans.metadata import DeclaredChunks
 from megackpt.plans.planning import SavePlan
@@ -24,12 +28,15 @@ class CachedPlan:
         structure_digest: digest of what the rank has declared; see `LocalState.structure_digest`.
         source: all that the declarations were made from, except the sizes of objects.
         declared: the declarations, with the sizes that objects had at that time.
+        replica_factors: for each entity of the rank, the number that its digest is multiplied with when ranks
+            compare copies; 0 if no other rank has a copy. See `copies.replica_factors`.
     """
 
     plan: SavePlan
     structure_digest: str
     source: tuple[Any, ...]  # fields of the user's entities
     declared: DeclaredChunks
+    replica_factors: npt.NDArray[np.uint64]
 
 
 class PlanCache:
@@ -48,6 +55,7 @@ class PlanCache:
         self.capacity = capacity
         self.hits = 0
         self._plans: OrderedDict[str, CachedPlan] = OrderedDict()
+        self._uses: Counter[str] = Counter()
 
     @property
     def names(self) -> list[str]:
@@ -57,12 +65,20 @@ class PlanCache:
     def find(self, name: str) -> CachedPlan:
         """Return a plan, and count it as used."""
         self._plans.move_to_end(name)
+        self._uses[name] += 1
         self.hits += 1
         return self._plans[name]
 
     def peek(self, name: str) -> CachedPlan:
         """Return a plan without counting it as used."""
         return self._plans[name]
+
+    def save_number(self, name: str) -> int:
+        """Return the number of the next save that uses a plan, one more for each; equal on all ranks.
+
+        The numbers of a plan begin anywhere, so that runs that are restarted often do not have the same ones.
+        """
+        return zlib.crc32(name.encode()) + self._uses[name]
 
     def recall(self, source: tuple[Any, ...]) -> CachedPlan | None:
         """Return the plan of an earlier save with the same declarations of this rank, if there is one. Local.
@@ -77,8 +93,10 @@ class PlanCache:
         self._plans[name] = plan
         self._plans.move_to_end(name)
         while len(self._plans) > self.capacity:
-            self._plans.popitem(last=False)
+            dropped, _ = self._plans.popitem(last=False)
+            del self._uses[dropped]
 
     def clear(self) -> None:
         """Drop all plans."""
         self._plans.clear()
+        self._uses.clear()

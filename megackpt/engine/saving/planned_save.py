@@ -11,6 +11,7 @@ import numpy as np
 
 from megackpt.comm import Group
 from megackpt.engine.checkpoint.manifest import LeftoverFiles
+from megackpt.engine.saving.plan_cache import CachedPlan
 from megackpt.entities.flatten import FlattenedState
 from megackpt.errors import MismatchError
 from megackpt.formats.strategy import ChunkParts, Json, SaveStrategy
@@ -136,12 +137,41 @@ class SaveHook:
         """
         return strategy
 
-    def attachment(self, flattened: FlattenedState, declared: DeclaredChunks, *, ranks: int) -> bytes:
+    def attachment(
+        self, flattened: FlattenedState, declared: DeclaredChunks, *, ranks: int, number: int
+    ) -> bytes:
         """Return what this rank sends with its declarations to the rank that plans. Local.
 
-        Ranks send declarations only if there is no cached plan for them.
+        Ranks send declarations only if there is no cached plan for them. number is one of the save, and equal
+        on all ranks.
         """
         return b""
+
+    def terms(self, flattened: FlattenedState, cached: CachedPlan, *, number: int) -> tuple[int, int]:
+        """Return this rank's terms of two sums over all ranks: for copies of tensors, and of objects. Local.
+
+        If copies are equal on all ranks, each sum is a multiple of `2**SUMMAND_BITS`. Ranks add terms only if
+        they have a cached plan. number is one of the save, and equal on all ranks that use this plan.
+        """
+        return 0, 0
+
+    def compare_copies(
+        self,
+        flattened: FlattenedState,
+        cached: CachedPlan,
+        group: Group,
+        *,
+        number: int,
+        tensors: bool,
+        objects: bool,
+    ) -> None:
+        """Find out which copies differ, after the sum of tensors, of objects or both has shown that some do.
+
+        Collective, before the rank plans or writes anything.
+
+        Raises:
+            CheckpointError: the same on every rank.
+        """
 
     def check_attachments(
         self, attachments: Sequence[bytes], attachment_of_rank: Ints, table: ChunkTable

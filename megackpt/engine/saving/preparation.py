@@ -1,7 +1,8 @@
 """The first part of a save: every rank prepares its state, then all ranks compare digests.
 
-The digests show whether ranks save with equal settings, whether common state is equal, and whether a cached
-plan fits on all ranks. Only small messages are exchanged; their length does not depend on the state.
+The digests show whether ranks save with equal settings, whether common state is equal, whether a cached plan
+fits on all ranks, and whether ranks have equal copies. Only small messages are exchanged; their length does
+not depend on the state.
 Rank 0 chooses the attempt id and looks for leftover files.
 """
 
@@ -14,10 +15,10 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from megackpt.comm import CompareStep, Group, compare_step, gather_step
+from megackpt.comm import SUMMAND_BITS, CompareStep, Group, compare_step, gather_step
 from megackpt.engine.checkpoint.manifest import LeftoverFiles, find_leftover_files, new_attempt
 from megackpt.engine.saving.local_state import LocalState, make_local_state
-from megackpt.engine.saving.plan_cache import CachedPlan
+from megackpt.engine.saving.plan_cache import CachedPlan, PlanCache
 from megackpt.engine.saving.save_request import SaveRequest, hooks_for
 from megackpt.errors import DeclarationError
 from megackpt.formats.registry import not_imported, save_strategy
@@ -47,6 +48,9 @@ WRITER_STATUS = ("writer has failed", "writer is busy", "writer is apart")
 _ATTEMPT = ("attempt, high half", "attempt, low half")
 _MAXIMISED = (*_ATTEMPT, "format is not imported", *_MISFITS, *WRITER_STATUS)
 
+# Sums of digests, with weights that make them 0, or a multiple of 2**SUMMAND_BITS, if copies are equal.
+_COPIES = ("copies of tensors", "copies of objects")
+
 
 def compare_states(
     request: SaveRequest,
@@ -74,7 +78,9 @@ def compare_states(
     spread_label: int | None = None
     settings: Settings = {}
     for may_import in (False, True):
-        with compare_step(group, "preparing the save", equal=_COMPARED, largest=_MAXIMISED) as step:
+        with compare_step(
+            group, "preparing the save", equal=_COMPARED, largest=_MAXIMISED, added=_COPIES
+        ) as step:
             if spread_label is None:  # it may be collective: no rank may leave it out
                 spread_label = request.spread_label(rank=group.rank)
             unimported = None if may_import else not_imported(request.format)
@@ -108,6 +114,15 @@ def fitting_plan(local: LocalState, compared: CompareStep) -> str | None:
     if local.request.plans is None or not compared.is_equal["cached plans"] or 0 not in misfits:
         return None
     return local.request.plans.names[misfits.index(0)]
+
+
+def differing_kinds(compared: CompareStep) -> tuple[bool, bool]:
+    """Return whether copies of tensors, and of objects, may differ between ranks that use a cached plan.
+
+    They are known to be equal otherwise. They may differ also if ranks have compared them by different plans.
+    """
+    tensors, objects = (bool(compared.total[kind] % 2**SUMMAND_BITS) for kind in _COPIES)
+    return tensors, objects
 
 
 def all_assume_structure(local: LocalState, compared: CompareStep) -> bool:
@@ -153,6 +168,7 @@ def _set_numbers(
 ) -> None:
     """Set what this rank compares: digests of what must be equal, and which cached plans do not fit."""
     request, plans = local.request, local.request.plans
+    terms = (0, 0)
     attempt = new_attempt() if local.rank == 0 else "0" * 16  # rank 0's is the maximum
     assumes = request.assumes_structure
     fits = [False] * _PLANS_COMPARED
@@ -162,12 +178,14 @@ def _set_numbers(
         fits[: len(names)] = [plans.peek(name).structure_digest == digest for name in names]
         if assumes and not fits[0]:
             raise _structure_error(local, plans.peek(names[0]))
+        if True in fits:
+            terms = _terms(local, plans, names[fits.index(True)])
     sends_digests = request.validate and not assumes
     step.equal = {
         "settings": as_number(settings),
         "common state": as_number(local.common_digests()) if sends_digests else 0,
         "values": as_number(local.value_digests()) if sends_digests else 0,
-        "cached plans": as_number(plans.names if plans is not None else []),
+        "cached plans": as_number(_numbered(plans)),
         "assumes structure": int(assumes),
     }
     # A number is below 2**62, and an attempt id has 64 bits: it takes two of them.
@@ -177,12 +195,34 @@ def _set_numbers(
         **{name: int(not fit) for name, fit in zip(_MISFITS, fits, strict=True)},
         **{name: writer_status.get(name, 0) for name in WRITER_STATUS},
     }
+    step.added = dict(zip(_COPIES, terms, strict=True))
+
+
+def _numbered(plans: PlanCache | None) -> list[tuple[str, int]]:
+    """Return names and numbers of the cached plans, the one that was used last first."""
+    return [] if plans is None else [(name, plans.save_number(name)) for name in plans.names]
+
+
+def _terms(local: LocalState, plans: PlanCache, name: str) -> tuple[int, int]:
+    """Return this rank's terms of the sums that compare copies, by the plan that fits this rank."""
+    if local.ranks == 1:
+        return 0, 0
+    # Other ranks may take another plan, with other weights. So the plan is compared like a copy that every
+    # rank has: if it is not the same, the sums are not 0.
+    weight = 1 - local.ranks if local.rank == 0 else 1
+    tensors = objects = weight * as_number(name)
+    cached, number = plans.peek(name), plans.save_number(name)
+    for hook in local.hooks:
+        of_tensors, of_objects = hook.terms(local.flattened, cached, number=number)
+        tensors, objects = tensors + of_tensors, objects + of_objects
+    return tensors % 2**SUMMAND_BITS, objects % 2**SUMMAND_BITS
 
 
 def _set_before_import(step: CompareStep, settings: Settings) -> None:
     """Set the numbers of a rank that has not imported its format yet; only its settings count."""
     step.equal = dict.fromkeys(_COMPARED, 0) | {"settings": as_number(settings)}
     step.largest = dict.fromkeys(_MAXIMISED, 0) | {"format is not imported": 1}
+    step.added = dict.fromkeys(_COPIES, 0)
 
 
 def raise_different_settings(

@@ -6,22 +6,22 @@ and does not know which replica is right.
 
 from __future__ import annotations
 
-import json
 import logging
+from collections.abc import Sequence, Set
 from dataclasses import dataclass
 
 import numpy as np
 
-from megackpt.comm import Group, broadcast_from_rank_0, gather_step, rank_0_errors_on_all_ranks
+from megackpt.comm import Group, rank_0_errors_on_all_ranks
 from megackpt.engine.data.device_copies import host_parts
+from megackpt.engine.saving.copies import Label, differing_copies, label_of, name_of, value_digest
 from megackpt.engine.saving.planned_save import SaveHook
-from megackpt.engine.saving.unmarked_replicas import value_digest
 from megackpt.entities.flatten import FlattenedState
 from megackpt.errors import MismatchError, truncated_list
 from megackpt.options import Policy
 from megackpt.plans.metadata import DeclaredChunks
-from megackpt.plans.validation.equality import REPLICA_DIGEST, Divergence, find_divergences
-from megackpt.storage import digest_of, digest_of_parts
+from megackpt.plans.validation.equality import REPLICA_DIGEST, Divergence
+from megackpt.storage import digest_of_parts
 
 log = logging.getLogger(__name__)
 
@@ -47,25 +47,14 @@ class ReplicaCheckHook(SaveHook):
     def after_planning(self, flattened: FlattenedState, declared: DeclaredChunks, group: Group) -> None:
         """Compare this rank's state with the replicas of other ranks."""
         replicas = _LocalReplicas(flattened, declared)
-        with gather_step(group, _DOING) as digesting:
-            digesting.data = replicas.digests(self.part_bytes).tobytes()
-        # Rank 0 knows digests only. Ranks that hold what differs send its keys and boxes for the error.
-        divergences = find_divergences(
-            [np.frombuffer(digests, REPLICA_DIGEST) for digests in digesting.results]
+        differing = differing_copies(
+            group, lambda: replicas.digests(self.part_bytes), replicas.labels, doing=_DOING
         )
-        # Other ranks receive the digests of no rank, and find no divergence: what rank 0 has found counts.
-        names = broadcast_from_rank_0(group, b"".join(d.name for d in divergences), doing=_DOING)
-        if not names:
+        if differing is None:
             return
-        wanted = {names[at : at + 16] for at in range(0, len(names), 16)}
-        with gather_step(group, "naming replicas that differ") as naming:
-            naming.data = replicas.labels(wanted)
         with rank_0_errors_on_all_ranks(group, doing=_DOING):
             if group.rank == 0:
-                labels = {
-                    name: label for labels in naming.results for name, label in json.loads(labels).items()
-                }
-                self._report(_divergence_error(divergences, labels))
+                self._report(_divergence_error(differing))
 
     def _report(self, error: MismatchError) -> None:
         if self.policy is Policy.ERROR:
@@ -85,8 +74,8 @@ class _LocalReplicas:
             for row, entity in enumerate(flattened.entities)
             if (row >= len(self._tensors) or table.nbytes[row] > 0) and entity.key not in flattened.replicated
         ]
-        self._labels = [(table.arrays[int(table.array[row])].key, table.describe(row)) for row in self._rows]
-        self._names = [bytes.fromhex(digest_of(json.dumps(label).encode())) for label in self._labels]
+        self._labels = [label_of(table, row) for row in self._rows]
+        self._names = [name_of(label) for label in self._labels]
 
     def digests(self, part_bytes: int) -> np.ndarray[tuple[int], np.dtype[np.void]]:
         """Return name and digest of each chunk and object, `[n]` of REPLICA_DIGEST."""
@@ -94,10 +83,10 @@ class _LocalReplicas:
         packed = b"".join(field for pair in zip(self._names, digests, strict=True) for field in pair)
         return np.frombuffer(packed, REPLICA_DIGEST)
 
-    def labels(self, wanted: set[bytes]) -> bytes:
-        """Return key and box of the chunks with these names, as JSON."""
+    def labels(self, wanted: Set[bytes]) -> dict[bytes, Label]:
+        """Return key and box of the chunks with these names."""
         pairs = zip(self._names, self._labels, strict=True)
-        return json.dumps({name.hex(): label for name, label in pairs if name in wanted}).encode()
+        return {name: label for name, label in pairs if name in wanted}
 
     def _digest(self, row: int, part_bytes: int) -> str:
         if row >= len(self._tensors):
@@ -107,10 +96,9 @@ class _LocalReplicas:
         return digest_of_parts(host_parts(data, part_bytes=part_bytes))
 
 
-def _divergence_error(divergences: list[Divergence], labels: dict[str, list[str]]) -> MismatchError:
-    named = sorted((labels[divergence.name.hex()], divergence) for divergence in divergences)
-    lines = [f"{key!r} {box}: {divergence}" for (key, box), divergence in named]
-    (key, _), first = named[0]
+def _divergence_error(differing: Sequence[tuple[Label, Divergence]]) -> MismatchError:
+    lines = [f"{key!r} {box}: {divergence}" for (key, box), divergence in differing]
+    (key, _), first = differing[0]
     return MismatchError(
         f"Ranks hold different bits in copies of the same chunk:\n{truncated_list(lines)}\n"
         f"Copies have drifted apart: a device is faulty, updates are not deterministic, or the copies were "

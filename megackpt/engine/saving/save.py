@@ -16,6 +16,7 @@ from megackpt.engine.saving.preparation import (
     all_assume_structure,
     attempt_in,
     compare_states,
+    differing_kinds,
     fitting_plan,
     raise_different_settings,
     values_to_compare,
@@ -76,21 +77,27 @@ def plan_compared(local: LocalState, compared: CompareStep, group: Group) -> Pla
 
 def _agree_on_plan(local: LocalState, compared: CompareStep, group: Group) -> SavePlan:
     """Use a cached plan that fits on all ranks; if there is none, plan on rank 0 and cache the plan."""
-    plans = local.request.plans
+    plans, attempt = local.request.plans, attempt_in(compared)
     if not local.request.validate:
         return plan_independently(local)
     to_compare = values_to_compare(local, compared)
     name = fitting_plan(local, compared)
     if plans is not None and name is not None:
-        cached = plans.find(name)
+        number, cached = plans.save_number(name), plans.find(name)
         # A plan that fits does not mean that values are equal. Whether to compare is decided from reduced
         # numbers, so all ranks compare or none does.
         if to_compare and not all_assume_structure(local, compared):
             compare_values(local, group, to_compare)
+        tensors, objects = differing_kinds(compared)
+        for hook in local.hooks if tensors or objects else ():
+            hook.compare_copies(
+                local.flattened, cached, group, number=number, tensors=tensors, objects=objects
+            )
         return cached.plan
-    plan = plan_on_rank_0(local, group, to_compare)
+    # Without a cached plan nothing counts saves; the attempt id is another on each.
+    agreed = plan_on_rank_0(local, group, to_compare, number=int(attempt, 16))
     if plans is not None:
         if not compared.is_equal["cached plans"]:  # from now on all ranks have the same plans
             plans.clear()
-        plans.add(attempt_in(compared), local.cached_plan(plan))
-    return plan
+        plans.add(attempt, local.cached_plan(agreed.plan, agreed.replica_weights))
+    return agreed.plan

@@ -1,14 +1,10 @@
-"""Digests of DTensor chunks without a replica id and of objects, so that ranks can compare them.
+"""Digests of DTensor chunks without a replica id, so that ranks can compare them.
 
 `planning.main_replicas` chooses one of them as the main replica.
 """
 
 from __future__ import annotations
 
-import json
-from typing import Any
-
-from megackpt.codec import leaf_digests
 from megackpt.engine.data.device_copies import host_parts
 from megackpt.entities import is_main_replica
 from megackpt.entities.flatten import FlattenedState
@@ -29,8 +25,3 @@ def digests_of_unmarked_replicas(flattened: FlattenedState) -> dict[str, str]:
             name = f"{tensor.key}{Box(tensor.global_offset, tensor.local_shape)}"
             digests[name] = digest_of(digester.result().tobytes())
     return digests
-
-
-def value_digest(value: Any) -> str:
-    """Return a digest of a value that is no tensor; equal for equal values. Local."""
-    return digest_of(json.dumps(leaf_digests(value), sort_keys=True).encode())

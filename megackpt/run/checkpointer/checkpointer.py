@@ -191,7 +191,7 @@ class Checkpointer:
 
         Collective: all ranks call it at every step, with the same step. Most calls send nothing. In the first
         collective call, ranks compare their arguments. If the schedule has seconds or signals, ranks exchange
-        248 bytes about once a second.
+        256 bytes about once a second.
 
         Raises:
             DeclarationError: ranks pass different steps, or have different options.

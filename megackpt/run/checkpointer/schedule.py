@@ -1,6 +1,6 @@
 """When a step is saved, and to which destinations: the same answer on all ranks.
 
-Multiples of steps need no communication. Time and signals need it: about once a second, each rank sends 248
+Multiples of steps need no communication. Time and signals need it: about once a second, each rank sends 256
 bytes to each other rank. Rank 0 chooses the step of the next exchange in the last exchange.
 """
 

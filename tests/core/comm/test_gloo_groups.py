@@ -109,6 +109,7 @@ def test_collectives_give_what_those_of_a_simulated_group_give(
         return (
             [group.all_gather(data), group.gather(data), maximum, at_root, group.scatter(parts)],
             [group.all_reduce_max([group.rank], step=b""), shared],
+            group.all_reduce([group.rank, -3], [2**40 - 1 - group.rank, 7], step=b""),
             [bytes(buffer) for _, buffer in receives],
         )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -14,12 +15,14 @@ from megackpt import (
     LoadOptions,
     MismatchError,
     SaveOptions,
+    ShardedObject,
     ShardedTensor,
     diff,
     load,
     load_with_report,
     save,
 )
+from megackpt.comm import TorchGroup
 from megackpt.options import Policy
 from megackpt.testing.ranks import RankPool
 from tests.support.states import replica
@@ -68,6 +71,62 @@ def save_drifted(directory: str) -> str:
 def test_ranks_agree_which_of_them_has_drifted(rank_pool: RankPool, tmp_path: Path) -> None:
     (message,) = set(rank_pool.run(save_drifted, RANKS, str(tmp_path)))
     assert "'copy' [0:3]: rank 3 differs from the majority, ranks 0, 1, 2" in message
+
+
+def save_with_stream(checkpointer: Checkpointer, step: int, *, seed: int = 7, drift: float = 0.0) -> None:
+    """Save an object and a tensor, of which all ranks have a copy."""
+    rank = torch.distributed.get_rank()
+    stream = ShardedObject("stream", {"seed": seed}, (1,), (0,), replica_id=rank)
+    saved = state(rank, 1.0)
+    assert saved["copy"].data is not None
+    saved["copy"].data += drift
+    checkpointer.save(step, {**saved, "stream": stream})
+
+
+def save_until_found(root: str, asynchronous: bool) -> tuple[str, tuple[int, ...]]:
+    is_last = torch.distributed.get_rank() == RANKS - 1
+    with Checkpointer(root, async_save=asynchronous) as checkpointer:
+        for step in (1, 2, 3):
+            save_with_stream(checkpointer, step)
+        with pytest.raises(MismatchError) as of_object:
+            save_with_stream(checkpointer, 4, seed=7 + is_last)
+        with pytest.raises(MismatchError) as of_tensor:
+            save_with_stream(checkpointer, 5, drift=float(is_last))
+        save_with_stream(checkpointer, 6)
+        checkpointer.wait()
+        return f"{of_object.value}\n{of_tensor.value}", checkpointer.steps()
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_ranks_find_copies_that_differ_in_any_save(
+    rank_pool: RankPool, tmp_path: Path, asynchronous: bool
+) -> None:
+    ((message, steps),) = set(rank_pool.run(save_until_found, RANKS, str(tmp_path), asynchronous))
+    assert "'stream' [0:1]: rank 3 differs from the majority, ranks 0, 1, 2" in message
+    assert "'copy' [0:3]: rank 3 differs from the majority, ranks 0, 1, 2" in message
+    assert steps == (1, 2, 3, 6)
+
+
+def collectives_of_saves(root: str, asynchronous: bool, policy: Policy) -> list[int]:
+    group = TorchGroup(timeout_s=60)
+    counts = []
+    options = SaveOptions(sample_replicas=policy)
+    with Checkpointer(root, group=group, async_save=asynchronous, save_options=options) as checkpointer:
+        for step in (1, 2, 3):
+            save_with_stream(checkpointer, step)
+            counts.append(group._collectives)
+    return [later - earlier for earlier, later in pairwise(counts)]
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_the_comparison_of_copies_takes_no_collective(
+    rank_pool: RankPool, tmp_path: Path, asynchronous: bool
+) -> None:
+    counts = [
+        rank_pool.run(collectives_of_saves, RANKS, str(tmp_path / policy.value), asynchronous, policy)
+        for policy in (Policy.ERROR, Policy.IGNORE)
+    ]
+    assert counts[0] == counts[1]
 
 
 def go_back(root: str) -> tuple[int, float, int]:

@@ -1,0 +1,93 @@
+"""Copies of chunks and objects that ranks compare by digests: their names, and which of them differ."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Set
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from megackpt.codec import leaf_digests
+from megackpt.comm import Group, broadcast_from_rank_0, gather_step
+from megackpt.plans.geometry import Ints
+from megackpt.plans.metadata import ChunkTable
+from megackpt.plans.validation.equality import Divergence, find_divergences
+from megackpt.storage import digest_of
+
+Label = tuple[str, str]
+"""The key of a chunk, and its box as text."""
+
+
+def label_of(table: ChunkTable, row: int) -> Label:
+    """Return the key and the box of a row. Pure."""
+    return table.arrays[int(table.array[row])].key, table.describe(row)
+
+
+def name_of(label: Label) -> bytes:
+    """Return a digest of a label, of 16 bytes: equal for copies of one chunk on all ranks. Pure."""
+    return bytes.fromhex(digest_of(json.dumps(label).encode()))
+
+
+def replica_factors(table: ChunkTable, weights: Ints) -> npt.NDArray[np.uint64]:
+    """Return the number that the digest of each row is multiplied with before digests are added. Pure.
+
+    It is the weight of the row, times an odd number that depends on key and box. So two chunks that change
+    alike do not cancel each other out: a second copy of an embedding changes like the first.
+
+    Args:
+        table: the rows of one rank.
+        weights: of the rows; see `plans.planning.replica_weights`.
+    """
+    rows = np.flatnonzero(weights)
+    names = [int.from_bytes(name_of(label_of(table, row))[:8], "little") | 1 for row in rows.tolist()]
+    factors = weights.astype(np.uint64)  # modulo 2**64, as the products
+    factors[rows] *= np.array(names, np.uint64)
+    return factors
+
+
+def value_digest(value: Any) -> str:
+    """Return a digest of a value that is no tensor; equal for equal values. Local.
+
+    Raises:
+        UnserializableError: a part of the value has no codec.
+    """
+    return digest_of(json.dumps(leaf_digests(value), sort_keys=True).encode())
+
+
+def differing_copies(
+    group: Group,
+    digests: Callable[[], npt.NDArray[np.void]],
+    labels: Callable[[Set[bytes]], Mapping[bytes, Label]],
+    *,
+    doing: str,
+) -> list[tuple[Label, Divergence]] | None:
+    """Compare the digests of all ranks on rank 0. Collective.
+
+    Args:
+        group: the ranks.
+        digests: returns name and digest of each copy of this rank, as for `find_divergences`. It is called in
+            a step, so that all ranks raise its error.
+        labels: returns the labels of those copies of this rank that have one of some names.
+        doing: what is done, for the text of errors.
+
+    Returns:
+        None on all ranks if no copies differ. Else rank 0 has what differs, sorted by label, and the others
+        have an empty list.
+    """
+    with gather_step(group, doing) as digesting:
+        own = digests()
+        digesting.data = own.tobytes()
+    divergences = find_divergences([np.frombuffer(sent, own.dtype) for sent in digesting.results])
+    # Other ranks receive the digests of no rank, and find no divergence: what rank 0 has found counts.
+    names = broadcast_from_rank_0(group, b"".join(d.name for d in divergences), doing=doing)
+    if not names:
+        return None
+    # Rank 0 knows digests only. Ranks that hold what differs send its keys and boxes for the error.
+    length = own.dtype["name"].itemsize
+    wanted = {names[at : at + length] for at in range(0, len(names), length)}
+    with gather_step(group, "naming replicas that differ") as naming:
+        naming.data = json.dumps({name.hex(): label for name, label in labels(wanted).items()}).encode()
+    known = {name: label for sent in naming.results for name, label in json.loads(sent).items()}
+    return sorted((tuple(known[divergence.name.hex()]), divergence) for divergence in divergences)
