@@ -9,8 +9,9 @@ from pathlib import Path
 import click
 from rich.console import Console
 
+from megackpt.cli.benchmark.report import show
 from megackpt.cli.benchmark.settings import CASES, DTYPES, BenchSettings
-from megackpt.cli.entry import EXIT_CODES, FAILED_CHECK, is_quiet, is_rank_0, output_options, print_result
+from megackpt.cli.entry import EPILOG, FAILED_CHECK, is_quiet, is_rank_0, print_json, wants_json
 from megackpt.cli.locations import LocalPath, check_chart
 
 _PIPED_WIDTH = 160  # columns of a table that goes to a file
@@ -33,7 +34,7 @@ class Size(click.ParamType):  # type: ignore[type-arg]  # click 8.1 has no type 
         return int(float(match["number"]) * _UNITS[match["unit"].upper()])
 
 
-@click.command(name="bench", epilog=EXIT_CODES)
+@click.command(name="bench", epilog=EPILOG)
 @click.option(
     "--dir",
     "directory",
@@ -54,7 +55,6 @@ class Size(click.ParamType):  # type: ignore[type-arg]  # click 8.1 has no type 
     "--cases", default=",".join(CASES), show_default=True, help="The cases to measure, separated by commas."
 )
 @click.option("--chart", type=LocalPath(dir_okay=False), help="Draw a chart to a file, .png or .svg.")
-@output_options
 def command(
     directory: str,
     ranks: int,
@@ -64,7 +64,6 @@ def command(
     formats: str | None,
     cases: str,
     chart: str | None,
-    as_json: bool,
 ) -> int:
     """Measure how fast a training state is saved and loaded in a directory, and how fast it could be.
 
@@ -97,11 +96,9 @@ def command(
         from megackpt.cli.benchmark.chart import draw
 
         draw(report, Path(chart))
-    if as_json:
-        print_result(report.to_json(), "", as_json=True)
+    if wants_json():
+        print_json(report.to_json())
     else:
-        from megackpt.cli.benchmark.tables import show
-
         show(report, Console(width=None if sys.stdout.isatty() else _PIPED_WIDTH))
     return 0 if report.is_verified else FAILED_CHECK
 

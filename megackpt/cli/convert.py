@@ -14,9 +14,8 @@ import click
 from rich.filesize import decimal
 
 from megackpt.cli.entry import (
-    EXIT_CODES,
+    EPILOG,
     CommandWithSections,
-    output_options,
     print_result,
     unsafe_pickle_option,
 )
@@ -51,7 +50,7 @@ _SECTIONS = {
 }
 
 
-@click.command(name="convert", cls=CommandWithSections, sections=_SECTIONS, epilog=EXIT_CODES)
+@click.command(name="convert", cls=CommandWithSections, sections=_SECTIONS, epilog=EPILOG)
 @click.argument("source", metavar="SRC")
 @click.argument("target", metavar="DST")
 @click.option(
@@ -134,7 +133,6 @@ _SECTIONS = {
     "--verify/--no-verify", default=True, help="Read the new checkpoint again to compare it (the default)."
 )
 @unsafe_pickle_option
-@output_options
 def command(
     source: str,
     target: str,
@@ -145,7 +143,6 @@ def command(
     array_digests: bool,
     verify: bool,
     allow_unsafe_pickle: bool,
-    as_json: bool,
     **options: Any,  # of folders of other tools
 ) -> None:
     """Write a copy of the checkpoint in the directory SRC, in another format, to the directory DST.
@@ -187,7 +184,7 @@ def command(
             counts, text = _import_files(source_format, source, target, _format(name), **arguments)
         else:
             counts, text = _convert(source, target, _format(name), **common, **read, **written)
-    print_result({"source": source, "target": target, **counts}, text, as_json=as_json)
+    print_result({"source": source, "target": target, **counts}, text)
 
 
 _Result: TypeAlias = tuple[dict[str, Any], str]  # the counts of a report, and the report as text

@@ -12,7 +12,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from megackpt.cli.entry import EXIT_CODES, FAILED_CHECK, output_options, print_result
+from megackpt.cli.entry import EPILOG, FAILED_CHECK, print_json, wants_json
 from megackpt.cli.locations import LocalPath
 from megackpt.cli.output import ProgressBars, show
 from megackpt.errors import DeclarationError
@@ -33,10 +33,9 @@ TP_OF_LOAD = 3
 _COLOURS = ("white on blue", "black on green", "white on magenta", "black on yellow")
 
 
-@click.command(name="demo", epilog=EXIT_CODES)
+@click.command(name="demo", epilog=EPILOG)
 @click.option("--dir", "directory", type=LocalPath(file_okay=False), help="Keep the checkpoint in DIRECTORY.")
-@output_options
-def command(directory: str | None, *, as_json: bool) -> int:
+def command(directory: str | None) -> int:
     """Save a checkpoint at one layout and load it at another, in seconds.
 
     Ranks are threads of this process, so that nothing has to be started. They call megackpt.save and
@@ -49,8 +48,8 @@ def command(directory: str | None, *, as_json: bool) -> int:
     temporary = nullcontext(directory) if directory else tempfile.TemporaryDirectory()
     with temporary as path, ProgressBars("saving and loading"):
         result = _save_and_load(Path(path))
-    if as_json:
-        print_result(result, "", as_json=True)
+    if wants_json():
+        print_json(result)
     else:
         _show(result, directory)
     return 0 if result["equal"] else FAILED_CHECK

@@ -11,7 +11,7 @@ import click
 from rich.console import Group
 from rich.filesize import decimal
 
-from megackpt.cli.entry import EXIT_CODES, FAILED_CHECK, output_options, print_result, unsafe_pickle_option
+from megackpt.cli.entry import EPILOG, FAILED_CHECK, print_json, unsafe_pickle_option, wants_json
 from megackpt.cli.locations import checkpoint_location
 from megackpt.cli.output import ProgressBars, limited_table, natural, show
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from megackpt.whole.diff_arrays import ArrayDifference
 
 
-@click.command(name="diff", epilog=EXIT_CODES)
+@click.command(name="diff", epilog=EPILOG)
 @click.argument("first", metavar="A")
 @click.argument("second", metavar="B")
 @click.option("--keys", multiple=True, metavar="GLOB", help="Only keys that match; repeatable.")
@@ -37,9 +37,7 @@ if TYPE_CHECKING:
     "--limit", default=50, show_default=True, type=click.IntRange(0), help="Rows of each table; 0 for all."
 )
 @click.option("--read", "read_all", is_flag=True, help="Read all arrays, also those of equal digests.")
-@click.option("--threads", default=2, show_default=True, type=click.IntRange(1), help="Comparisons at once.")
 @unsafe_pickle_option
-@output_options
 def command(
     first: str,
     second: str,
@@ -49,9 +47,7 @@ def command(
     order: str,
     limit: int,
     read_all: bool,
-    threads: int,
     allow_unsafe_pickle: bool,
-    as_json: bool,
 ) -> int:
     """Compare the checkpoints in the directories A and B, of any formats, saved at any layouts.
 
@@ -70,17 +66,14 @@ def command(
             common=not no_common,
             read_all=read_all,
             allow_unsafe_pickle=allow_unsafe_pickle,
-            threads=threads,
             progress=bars,
         )
     has_keys = difference.compared or difference.only_first or difference.only_second or difference.declared
     if keys and not has_keys:
         raise click.UsageError(f"No key of {first} or {second} matches {', '.join(map(repr, keys))}.")
-    if as_json:
+    if wants_json():
         result = asdict(difference) | {"arrays": [_to_json(array) for array in difference.arrays]}
-        print_result(
-            {"first": first, "second": second, "is_equal": difference.is_equal, **result}, "", as_json=True
-        )
+        print_json({"first": first, "second": second, "is_equal": difference.is_equal, **result})
     else:
         _show(difference, order, limit)
     return 0 if difference.is_equal else FAILED_CHECK

@@ -1,11 +1,11 @@
 """The entry point of the command line: commands, exit codes, errors and JSON.
 
 A command is a module of this package with a click command named `command`, and a line in COMMANDS. It is
-imported when it is called. It prints its result with `print_result` and does not catch errors of megackpt. It
-imports torch only when it runs, so that its help does not wait for torch.
+imported when it is called. It prints its result with `print_result`, or with `print_json` if `wants_json`. It
+does not catch errors of megackpt. It imports torch only when it runs: its help does not wait for torch.
 
 An error of megackpt, of the system or of usage is printed as one line on stderr, without a traceback. With
-`--json` it is also the one JSON document on stdout. For exit codes see EXIT_CODES.
+`--json` it is also the one JSON document on stdout. For exit codes see EPILOG.
 """
 
 from __future__ import annotations
@@ -58,9 +58,13 @@ _INTERRUPTED_TEXT = (
 _CHECKS = (IntegrityError, CoverageError, MismatchError)
 _UNREADABLE = (NotACheckpointError, FormatError)
 
-EXIT_CODES = (
-    "Exit codes: 0 done, no fault found; 1 a check has failed: damaged, incomplete or different; 2 bad "
-    "usage or input; 3 no checkpoint, or none that can be read here."
+FLAGS_OF_ALL = ("--json", "--quiet", "-q")
+"""Flags that every command takes, before its name or anywhere after it."""
+
+EPILOG = (
+    "Every command takes --json and --quiet: see megackpt --help. Exit codes: 0 done, no fault found; 1 a "
+    "check has failed: damaged, incomplete or different; 2 bad usage or input; 3 no checkpoint, or none that "
+    "can be read here."
 )
 """The last lines of the help of a command."""
 
@@ -95,6 +99,13 @@ class CommandWithSections(click.Command):
 class _Commands(click.Group):
     """Finds commands in COMMANDS, so that `--help` and a command do not import the other commands."""
 
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Parse the flags of all commands first, so that they may stand anywhere; after `--` are no flags."""
+        end = args.index("--") if "--" in args else len(args)
+        flags = [word for word in args[:end] if word in FLAGS_OF_ALL]
+        others = [word for word in args[:end] if word not in FLAGS_OF_ALL]
+        return super().parse_args(ctx, [*flags, *others, *args[end:]])
+
     def list_commands(self, ctx: click.Context) -> list[str]:
         """Return the names of all commands."""
         return sorted(COMMANDS)
@@ -121,10 +132,16 @@ class _Commands(click.Group):
             formatter.write_dl(sorted(COMMANDS.items()))
 
 
-@click.command(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]}, epilog=EXIT_CODES)
+@click.command(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]}, epilog=EPILOG)
 @click.version_option(package_name="megackpt", message="%(package)s %(version)s")
-def commands() -> None:
+@click.option("--json", "as_json", is_flag=True, help="Print the result of a command as JSON on stdout.")
+@click.option(
+    "-q", "--quiet", "is_quiet", is_flag=True, help="No progress and no notes on stderr, only errors."
+)
+@click.pass_context
+def commands(context: click.Context, *, as_json: bool, is_quiet: bool) -> None:
     """Inspect, verify, compare, convert, repair and clean up distributed checkpoints."""
+    context.meta.update(as_json=as_json, is_quiet=is_quiet)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -149,43 +166,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return code if isinstance(code, int) else 0
 
 
-def output_options(command: F) -> F:
-    """Add `--json` and `--quiet`.
-
-    The command takes `--json` as `as_json` and passes it to `print_result`. For `--quiet` it does nothing:
-    bars and notes ask `is_quiet`.
-    """
-    command = click.option(
-        "-q",
-        "--quiet",
-        "is_quiet",
-        is_flag=True,
-        expose_value=False,
-        callback=_or_of_group,
-        help="No progress and no notes on stderr, only errors.",
-    )(command)
-    return click.option(
-        "--json", "as_json", is_flag=True, callback=_or_of_group, help="Print the result as JSON on stdout."
-    )(command)
+def wants_json() -> bool:
+    """Return whether the command that runs now was called with `--json`."""
+    return _is_set("as_json")
 
 
 def is_quiet() -> bool:
     """Return whether the command that runs now was called with `--quiet`."""
+    return _is_set("is_quiet")
+
+
+def _is_set(flag: str) -> bool:
+    """Return the value of a flag that every command takes; False outside of a command."""
     context = click.get_current_context(silent=True)
-    return context is not None and bool(context.meta.get("is_quiet"))
+    return context is not None and bool(context.meta.get(flag))
 
 
 def note(text: str) -> None:
     """Print a note on stderr, on rank 0; not with `--quiet`."""
     if is_rank_0() and not is_quiet():
         click.echo(f"megackpt: {text}", err=True)
-
-
-def _or_of_group(context: click.Context, parameter: click.Parameter, value: bool) -> bool:
-    """Return whether a flag is given, here or before the name of a subcommand."""
-    name = str(parameter.name)
-    context.meta[name] = value or context.meta.get(name, False)
-    return bool(context.meta[name])
 
 
 def unsafe_pickle_option(command: F) -> F:
@@ -198,10 +198,18 @@ def unsafe_pickle_option(command: F) -> F:
     )(command)
 
 
-def print_result(result: dict[str, Any], text: str, *, as_json: bool) -> None:
-    """Print the result of a command on rank 0: the text, or the dict as JSON."""
+def print_result(result: dict[str, Any], text: str) -> None:
+    """Print the result of a command on rank 0: the text, or with `--json` the dict."""
+    if wants_json():
+        print_json(result)
+    elif is_rank_0():
+        click.echo(text)
+
+
+def print_json(result: dict[str, Any]) -> None:
+    """Print the result of a command as JSON, on rank 0."""
     if is_rank_0():
-        click.echo(json.dumps(result, indent=1, sort_keys=True) if as_json else text)
+        click.echo(json.dumps(result, indent=1, sort_keys=True))
 
 
 def is_rank_0() -> bool:

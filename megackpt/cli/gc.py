@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from megackpt.cli.entry import EXIT_CODES, FAILED_CHECK, note, output_options, print_result
+from megackpt.cli.entry import EPILOG, FAILED_CHECK, note, print_json, wants_json
 from megackpt.cli.locations import check_run_root
 from megackpt.cli.output import ProgressBars, show, table_of
 from megackpt.errors import DeclarationError, NotACheckpointError
@@ -44,7 +44,7 @@ class _KeepBestType(click.ParamType):  # type: ignore[type-arg]  # click 8.1 has
         return KeepBest(metric=metric, n=int(n), mode="min" if mode == "min" else "max")
 
 
-@click.command(name="gc", epilog=EXIT_CODES)
+@click.command(name="gc", epilog=EPILOG)
 @click.argument("root", metavar="ROOT")
 @click.option("--keep-last", type=click.IntRange(1), metavar="N", help="Keep the newest N steps.")
 @click.option("--keep-every", type=click.IntRange(1), metavar="K", help="Keep steps that K divides.")
@@ -69,7 +69,6 @@ class _KeepBestType(click.ParamType):  # type: ignore[type-arg]  # click 8.1 has
     help="Also remove incomplete steps newer than the newest commit: no job must be saving them.",
 )
 @click.option("--dry-run", is_flag=True, help="Show what would be removed, and remove nothing.")
-@output_options
 def command(
     root: str,
     *,
@@ -80,7 +79,6 @@ def command(
     min_age: float,
     incomplete_newest: bool,
     dry_run: bool,
-    as_json: bool,
 ) -> int:
     """Remove leftovers of incomplete saves, and steps that no rule keeps, from the run in ROOT.
 
@@ -108,8 +106,8 @@ def command(
             incomplete_newest=incomplete_newest,
             dry_run=dry_run,
         )
-    if as_json:
-        print_result(result.to_json(), "", as_json=True)
+    if wants_json():
+        print_json(result.to_json())
     else:
         result.show()
         note(_RUNNING)

@@ -10,7 +10,7 @@ import click
 from rich.console import Group
 from rich.filesize import decimal
 
-from megackpt.cli.entry import EXIT_CODES, output_options, print_result, unsafe_pickle_option
+from megackpt.cli.entry import EPILOG, print_json, unsafe_pickle_option, wants_json
 from megackpt.cli.locations import checkpoint_location
 from megackpt.cli.output import ProgressBars, limited_table, show, table_of
 from megackpt.plans.metadata import OBJECT
@@ -19,17 +19,14 @@ if TYPE_CHECKING:
     from megackpt.whole.inspect import CheckpointSummary
 
 
-@click.command(name="inspect", epilog=EXIT_CODES)
+@click.command(name="inspect", epilog=EPILOG)
 @click.argument("path", metavar="PATH")
 @click.option("--keys", multiple=True, metavar="GLOB", help="Only keys that match; repeatable.")
 @click.option(
     "--limit", default=50, show_default=True, type=click.IntRange(0), help="Rows of each table; 0 for all."
 )
 @unsafe_pickle_option
-@output_options
-def command(
-    path: str, *, keys: tuple[str, ...], limit: int, allow_unsafe_pickle: bool, as_json: bool
-) -> None:
+def command(path: str, *, keys: tuple[str, ...], limit: int, allow_unsafe_pickle: bool) -> None:
     """Show the content of the checkpoint in the directory PATH, without reading a tensor.
 
     Shows the commit; arrays and objects with dtype, shape, chunks and bytes; files; bytes by rank; common
@@ -41,8 +38,8 @@ def command(
         summary = inspect(checkpoint_location(path), keys=keys, allow_unsafe_pickle=allow_unsafe_pickle)
     if keys and not summary.arrays:
         raise click.UsageError(f"No key of {path} matches {', '.join(map(repr, keys))}.")
-    if as_json:
-        print_result(asdict(summary), "", as_json=True)
+    if wants_json():
+        print_json(asdict(summary))
         return
     show(*_tables(summary, limit))
     for key, why in summary.unreadable.items():

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import click
 from rich.filesize import decimal
 
-from megackpt.cli.entry import EXIT_CODES, output_options, print_result
+from megackpt.cli.entry import EPILOG, print_json, print_result, wants_json
 from megackpt.cli.locations import check_run_root
 from megackpt.cli.output import ProgressBars, show, table_of
 from megackpt.errors import CheckpointError, NotACheckpointError
@@ -58,10 +58,9 @@ class Step:
     metrics: dict[str, float | str]
 
 
-@click.command(name="ls", epilog=EXIT_CODES)
+@click.command(name="ls", epilog=EPILOG)
 @click.argument("root", metavar="ROOT")
-@output_options
-def command(root: str, *, as_json: bool) -> None:
+def command(root: str) -> None:
     """List the steps that a Checkpointer keeps in ROOT, a directory or a URL, oldest first.
 
     An incomplete step is the leftover of a save that did not finish, or is still being written. It is never
@@ -70,14 +69,14 @@ def command(root: str, *, as_json: bool) -> None:
     with ProgressBars("reading the steps") as bars:
         steps = list_steps(root, bars)
     latest = next((step.step for step in steps if step.latest), None)
-    if as_json:
-        print_result({"root": root, "latest": latest, "steps": [asdict(s) for s in steps]}, "", as_json=True)
+    if wants_json():
+        print_json({"root": root, "latest": latest, "steps": [asdict(s) for s in steps]})
     elif steps:
         columns = ("age", "size", "ranks")
         left = ("step", "state", "format", "metrics")
         show(table_of(root, map(_cells, steps), left=left, right=columns))
     else:
-        print_result({}, f"{root}: no steps.", as_json=False)
+        print_result({}, f"{root}: no steps.")
 
 
 def list_steps(root: str | os.PathLike[str], bars: ProgressBars | None = None) -> list[Step]:

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import click
 
-from megackpt.cli.entry import EXIT_CODES, output_options, print_result
+from megackpt.cli.entry import EPILOG, print_json, wants_json
 from megackpt.cli.locations import LocalPath
-from megackpt.cli.output import ProgressBars, limited_table, show, table_of
+from megackpt.cli.output import ProgressBars, show, table_of
 from megackpt.errors import MapError
 
 if TYPE_CHECKING:
@@ -20,10 +20,9 @@ if TYPE_CHECKING:
     from megackpt.maps.table import MapRow
 
 
-@click.command(name="maps", cls=click.Group, invoke_without_command=True, epilog=EXIT_CODES)
-@output_options
+@click.command(name="maps", cls=click.Group, invoke_without_command=True, epilog=EPILOG)
 @click.pass_context
-def command(context: click.Context, *, as_json: bool) -> None:
+def command(context: click.Context) -> None:
     """List the families of names that checkpoints can be mapped to and from.
 
     A family is chosen by its name, or by the `model_type` of a config.json.
@@ -34,14 +33,14 @@ def command(context: click.Context, *, as_json: bool) -> None:
         from megackpt.maps import known_families
 
         known = {name: family.model_types for name, family in sorted(known_families().items())}
-    if as_json:
-        print_result({"families": {name: list(types) for name, types in known.items()}}, "", as_json=True)
+    if wants_json():
+        print_json({"families": {name: list(types) for name, types in known.items()}})
         return
     rows = [(name, ", ".join(types)) for name, types in known.items()]
     show(table_of(f"{len(rows)} families", rows, left=("name", "model types")))
 
 
-@command.command(name="show", epilog=EXIT_CODES)
+@command.command(name="show", epilog=EPILOG)
 @click.argument("name", metavar="[FAMILY]", default="auto")
 @click.option(
     "--config",
@@ -61,13 +60,7 @@ def command(context: click.Context, *, as_json: bool) -> None:
     metavar="N",
     help="Keys of the first N layers, instead of {layer}; with --megatron 1.",
 )
-@click.option(
-    "--limit", default=0, show_default=True, type=click.IntRange(0), help="Rows of the table; 0 for all."
-)
-@output_options
-def show_map(
-    name: str, *, source: str, megatron: bool, layers: int | None, limit: int, as_json: bool
-) -> None:
+def show_map(name: str, *, source: str, megatron: bool, layers: int | None) -> None:
     """Show which of our arrays is where in a family, and prove that no element is lost or moved twice.
 
     FAMILY is a name of `megackpt maps`; without it, it is that of the config's `model_type`. The arrays are
@@ -84,13 +77,13 @@ def show_map(
             table = _pair_table(made, layers or 1)
         else:
             table, theirs = _array_table(rules, made, layers), chosen.name
-    if as_json:
+    if wants_json():
         counts = {"ours": len(made.left), "theirs": len(made.right), "pairs": len(made.pairs)}
         result = {"family": chosen.name, "sizes": dict(rules.sizes), "rows": table.rows, "proved": counts}
-        print_result(result, "", as_json=True)
+        print_json(result)
         return
     show(
-        limited_table(f"{chosen.name}: {_sizes(rules.sizes)}", table.columns, (), table.cells, limit),
+        table_of(f"{chosen.name}: {_sizes(rules.sizes)}", table.cells, left=table.columns),
         f"proved: every element of {len(made.left)} arrays of ours and {len(made.right)} of {theirs} is in "
         f"exactly one of {len(made.pairs)} pairs",
     )

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, TypeAlias
 import click
 from rich.console import Console
 
-from megackpt.cli.entry import EXIT_CODES, output_options, print_result
+from megackpt.cli.entry import EPILOG, print_json, wants_json
 from megackpt.cli.locations import LocalPath, check_chart, checkpoint_location
 from megackpt.cli.output import ProgressBars
 from megackpt.errors import DeclarationError
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 _PIPED_WIDTH = 120  # columns of a table that goes to a file
 
 
-@click.command(name="plan", epilog=EXIT_CODES)
+@click.command(name="plan", epilog=EPILOG)
 @click.argument("subject", metavar="MODEL|CHECKPOINT", type=LocalPath())
 @click.option(
     "--from", "source", help="Layout of the job that saves, as tp8,pp16,dp128 (cp, vpp, ep, etp, world)."
@@ -42,7 +42,6 @@ _PIPED_WIDTH = 120  # columns of a table that goes to a file
     "--mtbf-hours", type=float, help="Hours between failures of the job: advises how often to save."
 )
 @click.option("--chart", type=LocalPath(dir_okay=False), help="Draw heat maps by rank: .png, .svg or .pdf.")
-@output_options
 def command(
     subject: str,
     source: str | None,
@@ -58,7 +57,6 @@ def command(
     network_gbps: float | None,
     mtbf_hours: float | None,
     chart: str | None,
-    as_json: bool,
 ) -> None:
     """Plan the save of a job at one layout and its load at another, for every rank, in this process.
 
@@ -95,8 +93,8 @@ def command(
             from megackpt.cli.simulation.chart import draw
 
             draw(name, save, load, Path(chart))
-    if as_json:
-        print_result(report.to_json(), "", as_json=True)
+    if wants_json():
+        print_json(report.to_json())
         return
     console = Console(width=None if sys.stdout.isatty() else _PIPED_WIDTH)
     for table in report.tables():

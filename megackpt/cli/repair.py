@@ -9,12 +9,12 @@ import click
 from rich.filesize import decimal
 
 from megackpt.cli.entry import (
-    EXIT_CODES,
+    EPILOG,
     FAILED_CHECK,
     is_rank_0,
-    output_options,
-    print_result,
+    print_json,
     unsafe_pickle_option,
+    wants_json,
 )
 from megackpt.cli.locations import checkpoint_location
 from megackpt.cli.output import ProgressBars, show, table_of
@@ -24,23 +24,19 @@ if TYPE_CHECKING:
     from megackpt.whole.repair_search import RepairedFile
 
 
-@click.command(name="repair", epilog=EXIT_CODES)
+@click.command(name="repair", epilog=EPILOG)
 @click.argument("path", metavar="PATH")
 @click.option("--from", "copies", metavar="OTHER", multiple=True, help="A copy of the same save; repeatable.")
 @click.option("--dry-run", is_flag=True, help="Show what can be repaired, and change nothing.")
 @click.option("--partial", is_flag=True, help="Repair what can be repaired, even if other damage is left.")
-@click.option("--threads", default=4, show_default=True, type=click.IntRange(1), help="Concurrent reads.")
 @unsafe_pickle_option
-@output_options
 def command(
     path: str,
     *,
     copies: tuple[str, ...],
     dry_run: bool,
     partial: bool,
-    threads: int,
     allow_unsafe_pickle: bool,
-    as_json: bool,
 ) -> int:
     """Repair the checkpoint in the directory PATH.
 
@@ -62,17 +58,16 @@ def command(
             sources,
             dry_run=dry_run,
             partial=partial,
-            threads=threads,
             allow_unsafe_pickle=allow_unsafe_pickle,
             progress=bars,
         )
-    if as_json:
+    if wants_json():
         result = asdict(report) | {
             "is_whole": report.is_whole,
             "damages": [damage.to_json() for damage in report.damages],
             "remaining": [damage.to_json() for damage in report.remaining],
         }
-        print_result(result, "", as_json=True)
+        print_json(result)
     else:
         _show(report)
     return 0 if report.is_whole else FAILED_CHECK

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import click
 from rich.filesize import decimal
 
-from megackpt.cli.entry import EXIT_CODES, FAILED_CHECK, output_options, print_result, unsafe_pickle_option
+from megackpt.cli.entry import EPILOG, FAILED_CHECK, print_json, unsafe_pickle_option, wants_json
 from megackpt.cli.locations import checkpoint_location
 from megackpt.cli.output import ProgressBars, show, table_of
 from megackpt.formats.registry import is_foreign
@@ -18,13 +18,11 @@ if TYPE_CHECKING:
     from megackpt.formats.damage import Damage
 
 
-@click.command(name="verify", epilog=EXIT_CODES)
+@click.command(name="verify", epilog=EPILOG)
 @click.argument("path", metavar="PATH")
 @click.option("--deep", is_flag=True, help="Read every byte and compare it with its digest.")
-@click.option("--threads", default=4, show_default=True, type=click.IntRange(1), help="Concurrent reads.")
 @unsafe_pickle_option
-@output_options
-def command(path: str, *, deep: bool, threads: int, allow_unsafe_pickle: bool, as_json: bool) -> int:
+def command(path: str, *, deep: bool, allow_unsafe_pickle: bool) -> int:
     """Find all damage of the checkpoint in the directory PATH. Nothing is changed.
 
     Without --deep the structure is checked: the commit, the index and its digest, that every file exists
@@ -40,13 +38,11 @@ def command(path: str, *, deep: bool, threads: int, allow_unsafe_pickle: bool, a
         from megackpt.whole.verify import verify
 
         location = checkpoint_location(path)
-        report = verify(
-            location, deep=deep, threads=threads, allow_unsafe_pickle=allow_unsafe_pickle, progress=bars
-        )
-    if as_json:
+        report = verify(location, deep=deep, allow_unsafe_pickle=allow_unsafe_pickle, progress=bars)
+    if wants_json():
         damages = [damage.to_json() for damage in report.damages]
         verdict = {"is_whole": report.is_whole, "is_undamaged": report.is_undamaged}
-        print_result({**asdict(report), **verdict, "damages": damages}, "", as_json=True)
+        print_json({**asdict(report), **verdict, "damages": damages})
     else:
         _show(report)
     return 0 if report.is_undamaged else FAILED_CHECK

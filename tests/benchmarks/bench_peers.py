@@ -16,8 +16,8 @@ import click
 from rich.console import Console
 
 from megackpt.cli.bench import Size, split_names
+from megackpt.cli.benchmark.report import empty_table, fill_table, show
 from megackpt.cli.benchmark.settings import DTYPES
-from megackpt.cli.benchmark.tables import empty_table, fill_table, show
 from megackpt.cli.entry import is_rank_0
 from megackpt.cli.locations import check_chart
 from megackpt.errors import CheckpointError

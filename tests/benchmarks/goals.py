@@ -16,8 +16,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from megackpt.cli.benchmark.report import LOAD_COLD, LOAD_WARM, OURS, SAVE
-from megackpt.cli.benchmark.tables import empty_table, fill_table
+from megackpt.cli.benchmark.report import LOAD_COLD, LOAD_WARM, OURS, SAVE, empty_table, fill_table
 from tests.benchmarks.peers import names
 from tests.benchmarks.peers.run import PeerReport
 

@@ -17,7 +17,7 @@ import torch
 import megackpt
 from megackpt import Checkpointer, SaveOptions
 from megackpt.cli import main
-from megackpt.cli.entry import COMMANDS, FAILED_CHECK, commands
+from megackpt.cli.entry import COMMANDS, FAILED_CHECK, FLAGS_OF_ALL, commands
 from tests.support.checkpoints import flip
 from tests.support.command_line import CommandLine
 from tests.support.docs import DOCUMENTS, ROOT, blocks_of
@@ -81,7 +81,8 @@ def parse(arguments: list[str]) -> None:
         command = command.get_command(context, arguments[0])
     assert command is not None, f"there is no command {arguments[0]}"
     context = click.Context(command, parent=context, info_name=arguments[0])
-    values, _, _ = command.make_parser(context).parse_args(list(arguments[1:]))
+    own = [word for word in arguments[1:] if word not in FLAGS_OF_ALL]
+    values, _, _ = command.make_parser(context).parse_args(own)
     for option in command.params:
         if isinstance(option.type, click.Choice) and isinstance(value := values.get(option.name or ""), str):
             option.type.convert(value, option, context)

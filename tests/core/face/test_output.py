@@ -21,7 +21,7 @@ import megackpt
 from megackpt import Checkpointer, ShardedTensor
 from megackpt.cli import output
 from megackpt.cli.benchmark.report import Report
-from megackpt.cli.entry import BAD_INPUT, FAILED_CHECK, commands
+from megackpt.cli.entry import BAD_INPUT, FAILED_CHECK, FLAGS_OF_ALL, UNREADABLE, commands
 from megackpt.cli.output import ProgressBars
 from megackpt.maps import family_of, known_families
 from tests.support.checkpoints import FORMATS, RANKS, copy_of_saved, flip
@@ -304,12 +304,20 @@ def terminal(monkeypatch: pytest.MonkeyPatch) -> io.StringIO:
     return text
 
 
-def test_every_command_is_called_here_and_has_the_options() -> None:
+def test_every_command_is_called_here_and_leaves_the_flags_of_all_to_the_group() -> None:
     by_name = dict(all_commands(commands))
     assert set(by_name) == set(CALLS), "add the new command to CALLS"
     for name, command in by_name.items():
         flags = {option for parameter in command.params for option in parameter.opts}
-        assert flags >= {"--json", "--quiet", "-q"}, name
+        assert flags.isdisjoint(FLAGS_OF_ALL), name
+    assert {option for parameter in commands.params for option in parameter.opts} >= set(FLAGS_OF_ALL)
+
+
+def test_flags_of_all_commands_may_stand_anywhere_but_after_two_dashes(here: Path, cli: CommandLine) -> None:
+    last = cli.out("pin", "run", "--json", "-q")
+    assert json.loads(last)["root"] == "run"
+    assert cli.out("--json", "pin", "run") == cli.out("pin", "--json", "run") == last
+    assert "--json" in cli.err("pin", "--", "--json", code=UNREADABLE)
 
 
 @pytest.mark.parametrize("name", CALLS)

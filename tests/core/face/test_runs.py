@@ -286,11 +286,11 @@ def test_gc_has_no_default_for_what_to_keep(scored: Path, cli: CommandLine) -> N
 def test_pin_shows_what_is_pinned_and_rejects_what_is_not_committed(scored: Path, cli: CommandLine) -> None:
     assert "step 3 is pinned; pinned: 3." in cli.out("pin", scored, "3")
     assert cli.json("pin", scored, "1")["pins"] == [1, 3]
-    assert cli.json("pin", scored, "--list")["pins"] == [1, 3]
+    assert cli.json("pin", scored)["pins"] == [1, 3]
     assert "step 1 is no longer pinned; pinned: 3." in cli.out("pin", scored, "1", "--remove")
     assert "step 1 was not pinned" in cli.out("pin", scored, "1", "--remove")
     assert "iter_0000005 is not committed" in cli.err("pin", scored, "5", code=3)
-    for wrong in ([], ["3", "--list"], ["--list", "--remove"], ["three"]):
+    for wrong in (["--remove"], ["three"]):
         cli.run("pin", scored, *wrong, code=2)
 
 

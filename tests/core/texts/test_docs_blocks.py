@@ -20,7 +20,7 @@ import pytest
 
 import megackpt
 from megackpt import Checkpointer, options
-from megackpt.cli.entry import COMMANDS
+from megackpt.cli.entry import COMMANDS, FLAGS_OF_ALL
 from megackpt.codec.tree import MAX_DEPTH
 from megackpt.contrib.megatron.config import CheckpointConfig
 from megackpt.engine.background.saver import _MAX_QUEUED
@@ -252,4 +252,5 @@ def test_every_flag_and_every_knob_is_named_in_the_documents(name: str) -> None:
     if name in COMMANDS:
         command: click.Command = importlib.import_module(f"megackpt.cli.{name}").command
         names = [param.opts[0] for param in command.params if isinstance(param, click.Option)]
+        names += FLAGS_OF_ALL
     assert undocumented(names, *DOCS.glob("*.md")) == []
