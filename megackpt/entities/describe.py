@@ -112,7 +112,7 @@ def _table(
 ) -> ChunkTable:
     number = {spec.key: i for i, spec in enumerate(arrays)}
     dims = max([len(a.global_shape) for a in arrays], default=1) or 1
-    shapes = [_box_shape(e) for e in entities]
+    shapes = [e.box_shape for e in entities]
     flats = [_flat_range(e, shape) for e, shape in zip(entities, shapes, strict=True)]
     array = np.array([number[e.key] for e in entities], np.int64)
     flat_start, flat_stop = (np.array([f[i] for f in flats], np.int64) for i in (0, 1))
@@ -129,10 +129,6 @@ def _table(
         flat_stop,
         nbytes,
     )
-
-
-def _box_shape(entity: ShardedTensor | ShardedObject) -> tuple[int, ...]:
-    return entity.box_shape if isinstance(entity, ShardedTensor) else (1,) * len(entity.global_shape)
 
 
 def _flat_range(entity: ShardedTensor | ShardedObject, shape: tuple[int, ...]) -> tuple[int, int]:

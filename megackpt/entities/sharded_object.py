@@ -105,6 +105,11 @@ class ShardedObject(ShardedBase):
         return cls(match["key"], None, shape, offset, replica_id)
 
     @property
+    def box_shape(self) -> tuple[int, ...]:
+        """The extents of the box that this object is in the array of objects: 1 along each axis."""
+        return (1,) * len(self.global_shape)
+
+    @property
     def unique_key(self) -> str:
         """The name of this object, `key/shard_OFFSET_SHAPE`, with numbers joined by dots."""
         offset, shape = (".".join(map(str, v)) for v in (self.global_offset, self.global_shape))

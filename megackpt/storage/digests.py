@@ -13,6 +13,10 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
+FileDigester = xxhash.xxh3_128
+"""Computes the digest (see `digest_of`) of a file whose parts arrive one after the other: `update(part)` adds
+bytes, and `hexdigest()` returns the digest of the bytes so far."""
+
 
 def block_digests(data: memoryview, block_bytes: int) -> npt.NDArray[np.uint64]:
     """Return the 64-bit digest of each block of `block_bytes` bytes, `[blocks]`.
@@ -47,23 +51,7 @@ def digest_of_parts(parts: Iterable[memoryview]) -> str:
     digester = FileDigester()
     for part in parts:
         digester.update(part)
-    return digester.result()
-
-
-class FileDigester:
-    """Computes the digest (see `digest_of`) of a file whose parts arrive one after the other."""
-
-    def __init__(self) -> None:
-        self._digest = xxhash.xxh3_128()
-
-    def update(self, part: memoryview) -> None:
-        """Add the next bytes."""
-        self._digest.update(part)
-
-    def result(self) -> str:
-        """Return the digest of the bytes so far."""
-        digest: str = self._digest.hexdigest()
-        return digest
+    return digester.hexdigest()
 
 
 class BlockDigester:

@@ -266,7 +266,7 @@ class _Copy(NewCheckpoint):
                 digester.update(data[at : at + stop - start].data)
                 self.progress.advance(stop - start)
                 if stop == int(table.nbytes[row]):
-                    yield row, digester.result()
+                    yield row, digester.hexdigest()
                     digester = FileDigester()
 
 
@@ -339,7 +339,7 @@ class _CopiedParts(ChunkParts):
             digester.update(part)
             left -= len(part)
             if left == 0:  # a format may not request another part after the last one
-                self.digests[row] = digester.result()
+                self.digests[row] = digester.hexdigest()
             self._progress.advance(len(part))
             yield part
 

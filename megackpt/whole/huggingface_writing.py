@@ -220,7 +220,7 @@ class FileExport:
                     buffered.write(_bytes_of(segment, data))
                     self.progress.advance(segment.stop - segment.start)
             buffered.flush()
-        return {t.name: digester.result() for t, digester in zip(file.tensors, digesters, strict=True)}
+        return {t.name: digester.hexdigest() for t, digester in zip(file.tensors, digesters, strict=True)}
 
     def _digest(self, name: str, position: int, nbytes: int) -> str:
         digester = FileDigester()
@@ -230,7 +230,7 @@ class FileExport:
             self.target.store.read_into(name, position + start, part)
             digester.update(part)
             self.progress.advance(len(part))
-        return digester.result()
+        return digester.hexdigest()
 
 
 def written_small_files(store: Store, files: dict[str, bytes]) -> None:

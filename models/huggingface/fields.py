@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from megackpt.errors import DeclarationError
-from megackpt.maps.families.quantised import how_to_dequantise
+from megackpt.maps.families.sizes import how_to_dequantise
 from models.block_config import Activation
 
 ACTIVATIONS: Mapping[str, Activation] = {

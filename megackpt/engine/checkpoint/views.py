@@ -62,6 +62,8 @@ def with_renamed_keys(contents: Contents, patterns: Mapping[str, str]) -> tuple[
     Raises:
         DeclarationError, MismatchError: as `rename_keys`.
     """
+    if not patterns:
+        return contents, contents.arrays
     new_name = rename_keys(contents.arrays, patterns)
     return with_new_names(contents, new_name), {old for old, new in new_name.items() if old == new}
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from megackpt.codec import ArrayReference
-from megackpt.engine.checkpoint.common_arrays import array_references, map_common, with_tensors
+from megackpt.engine.checkpoint.common_arrays import array_references, map_common
 from megackpt.entities import ShardedStateDict, ShardedTensor
 from megackpt.entities.describe import torch_dtype
 from megackpt.entities.plain_tensors import (
@@ -82,10 +82,6 @@ class CommonRequest:
             for steps, key in self.references.items()
             if key in inline and steps not in targets and key not in requested
         }
-
-    def loaded(self, arrays: Mapping[Steps, torch.Tensor | None]) -> Any:
-        """Return common state with tensors in the place of references; one without a tensor is left out."""
-        return with_tensors(self.stored, arrays)
 
 
 def match_common_state(

@@ -15,7 +15,7 @@ import numpy as np
 
 from megackpt.comm import Group
 from megackpt.engine.checkpoint.opening import check_readable, read_common
-from megackpt.engine.checkpoint.views import with_views
+from megackpt.engine.checkpoint.views import with_renamed_keys, with_views
 from megackpt.engine.loading.common_request import CommonRequest
 from megackpt.engine.loading.mapped_report import check_casts, report_mapped_arrays
 from megackpt.engine.loading.prepare import (
@@ -23,7 +23,6 @@ from megackpt.engine.loading.prepare import (
     CheckpointView,
     FlattenedRequest,
     matches_any,
-    with_options_renamed,
 )
 from megackpt.engine.loading.prepared_load import MappedParts, ReadPlan, RequestedKeys
 from megackpt.engine.loading.source import LoadRequest, Source
@@ -68,7 +67,7 @@ class MappedView(CheckpointView):
         """
         assert request.maps is not None
         where = source.location
-        stored = with_options_renamed(source.contents, request.options)[0]
+        stored = with_renamed_keys(source.contents, request.options.rename)[0]
         config = _config_of(request, stored, where)
         made = chosen_map(request.maps, config, stored.arrays, where=where)
         made = _with_stored_padding(made, stored.arrays)

@@ -23,6 +23,7 @@ from megackpt.engine.checkpoint.opening import (
     check_readable,
     read_common_and_references,
 )
+from megackpt.engine.checkpoint.views import matches_rename, with_renamed_keys
 from megackpt.engine.data.tensor_bytes import check_target
 from megackpt.engine.loading.common_request import CommonRequest, match_common_state
 from megackpt.engine.loading.optimizer_names import ordered_as_requested
@@ -178,7 +179,7 @@ class CheckpointView:
             DeclarationError, MismatchError: a pattern is invalid, or gives two keys one name.
         """
         stored = with_inline_arrays(source.contents, where=source.location)
-        contents, unrenamed = with_options_renamed(stored, options)
+        contents, unrenamed = with_renamed_keys(stored, options.rename)
         contents, renumbered, absent = ordered_as_requested(contents, state, where=source.location)
         return cls(
             where=source.location,
@@ -228,7 +229,9 @@ class CheckpointView:
         excluded = {key for key in requested if matches_any(key, self.options.exclude)}
         check_readable(requested - excluded, self.contents.unreadable, where=self.where)
         excluded |= _kept_per_rank_values(flattened.per_rank, arrays, group.size, self.where)
-        excluded |= _kept_objects(flattened.objects, arrays)
+        # Objects that were stored in an array of another shape.
+        others = [o for o in flattened.objects if arrays.get(o.key, o).global_shape != o.global_shape]
+        excluded |= {o.key for o in others if o.elsewhere == "keep"}
         excluded |= {t.key for t in flattened.tensors if t.if_missing == "keep" and t.key not in arrays}
         # A missing plain tensor is judged less strictly, unless an entity requests the same key.
         counts = Counter(keys_of_entities)
@@ -331,15 +334,6 @@ class CheckpointView:
         )
 
 
-def with_options_renamed(stored: Contents, options: LoadOptions) -> tuple[Contents, Collection[str]]:
-    """Return contents with keys renamed as `LoadOptions.rename` says, and the keys that keep their names."""
-    if not options.rename:
-        return stored, stored.arrays
-    from megackpt.engine.checkpoint.views import with_renamed_keys
-
-    return with_renamed_keys(stored, options.rename)
-
-
 def _with_kept(array: ArrayReport, plan: ReadPlan) -> ArrayReport:
     """Return the report of an array, with the bytes that stay as they are."""
     if array.key not in plan.grown:
@@ -361,10 +355,6 @@ class AllKeysBut(Container[str]):
         return key not in self.others
 
 
-def _anymatches_any(keys: Iterable[str], glob: str) -> bool:
-    return any(fnmatchcase(key, glob) for key in keys)
-
-
 def matches_any(key: str, globs: Iterable[str]) -> bool:
     """Return whether a key matches one of the patterns of an option."""
     return any(fnmatchcase(key, glob) for glob in globs)
@@ -378,16 +368,9 @@ def _idle_patterns(options: LoadOptions, stored: Collection[str], named: Collect
         stored: keys of the checkpoint, under the names that they are stored with.
         named: these keys under the names of the request, and the keys of the request.
     """
-    idle = []
-    if options.rename:
-        from megackpt.engine.checkpoint.views import matches_rename
-
-        idle = [
-            f"rename {{{pattern!r}: ...}}"
-            for pattern in options.rename
-            if not any(matches_rename(key, pattern) for key in stored)
-        ]
-    return idle + [f"exclude {glob!r}" for glob in options.exclude if not _anymatches_any(named, glob)]
+    rename = [p for p in options.rename if not any(matches_rename(key, p) for key in stored)]
+    exclude = [glob for glob in options.exclude if not any(fnmatchcase(key, glob) for key in named)]
+    return [f"rename {{{pattern!r}: ...}}" for pattern in rename] + [f"exclude {glob!r}" for glob in exclude]
 
 
 def _kept_per_rank_values(
@@ -414,15 +397,6 @@ def _kept_per_rank_values(
         notice(log, f"{difference}: every rank keeps its own value.")
         kept.add(key)
     return kept
-
-
-def _kept_objects(objects: Iterable[ShardedObject], stored: Mapping[str, ArraySpec]) -> set[str]:
-    """Return the keys of objects that were stored in an array of another shape and are kept."""
-    return {
-        o.key
-        for o in objects
-        if o.elsewhere == "keep" and o.key in stored and stored[o.key].global_shape != o.global_shape
-    }
 
 
 def _object_rows(objects: Sequence[ShardedObject], chunks: Chunks, where: str) -> list[int]:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from megackpt.engine.checkpoint.common_arrays import with_tensors
 from megackpt.engine.data.read import read_tensors
 from megackpt.engine.loading.common_request import CommonRequest
 from megackpt.engine.loading.shared_targets import SharedTargets
@@ -221,7 +222,8 @@ class PreparedLoad:
             for steps, tensor in self.inline_values.items()
             if self.common.references[steps] not in left_out
         }
-        common = self.common.loaded(arrays)
+        # A reference without a tensor is left out.
+        common = with_tensors(self.common.stored, arrays)
         self.targets.check(self.where)
         state: StateDict = self.flattened.unflatten(common, self.keys.unexpected)
         return state

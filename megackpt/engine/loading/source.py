@@ -65,16 +65,13 @@ class StoreSource:
         location: path or URL of the checkpoint.
         contents: the opened checkpoint.
         only_store: the store.
+        recovered: nothing, since there is no other source.
     """
 
     location: str
     contents: Contents
     only_store: Store
-
-    @property
-    def recovered(self) -> tuple[RecoveredBytes, ...]:
-        """Return nothing: there is no other source."""
-        return ()
+    recovered: tuple[RecoveredBytes, ...] = ()
 
 
 Source: TypeAlias = "StoreSource | FallbackSource"

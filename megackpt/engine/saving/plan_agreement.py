@@ -109,7 +109,10 @@ def plan_on_rank_0(local: LocalState, group: Group, to_compare: Set[str], *, num
     """
     packed = local.packed(local.declared)
     with gather_step(group, "comparing declarations", on_all_ranks=True) as step:
-        values, attachment = _encoded_values(local, to_compare), _attachment(local, number)
+        values, flattened, declared = _encoded_values(local, to_compare), local.flattened, local.declared
+        attachment = join_fields(
+            [hook.attachment(flattened, declared, ranks=local.ranks, number=number) for hook in local.hooks]
+        )
         label = local.spread_label.to_bytes(8, "little", signed=True)
         step.data = _digest(packed.replica_rows) + label + _digest(attachment)
     # Every rank knows now which lower ranks have equal bytes, so that only the lowest one sends them.
@@ -242,14 +245,6 @@ def _groups_of_equal(digests: np.ndarray[Any, Any]) -> tuple[list[int], list[Int
 def _is_first(digests: np.ndarray[Any, Any], rank: int) -> bool:
     """Return whether no lower rank has the digest of this rank."""
     return not bool(np.any(digests[:rank] == digests[rank]))
-
-
-def _attachment(local: LocalState, number: int) -> bytes:
-    """Return what the hooks of this save send with the declarations; empty without hooks."""
-    flattened, declared = local.flattened, local.declared
-    return join_fields(
-        [hook.attachment(flattened, declared, ranks=local.ranks, number=number) for hook in local.hooks]
-    )
 
 
 def _check_attachments(

@@ -138,7 +138,12 @@ def commit_attempt(
     Raises:
         CheckpointError: see `write_and_commit`; nothing is removed here.
     """
-    attempt, strategy, unpadded = planned.attempt, planned.strategy, written.unpadded_shapes()
+    attempt, strategy, common = planned.attempt, planned.strategy, planned.common
+    unpadded = written.unpadded_shapes()
+    if isinstance(common, CommonFiles):  # encoded earlier
+        common_entries = common.put(store)
+    else:
+        common_entries = strategy.write_common(store, attempt=attempt, common=common)
     manifest_fields = {
         "sharded_backend": strategy.backend,
         "sharded_backend_version": strategy.version,
@@ -146,7 +151,7 @@ def commit_attempt(
         "common_backend_version": strategy.version,
         "attempt": attempt,
         "world_size": world_size,
-        **_write_common(planned, store),
+        **common_entries,
         **strategy.write_index(store, attempt=attempt, plan=written.plan(), receipts=written.receipts),
         **({UNPADDED: unpadded} if unpadded else {}),
     }
@@ -156,9 +161,3 @@ def commit_attempt(
     store.sync()
     leftovers = planned.leftovers or manifest.LeftoverFiles()
     manifest.commit(store, manifest_fields, attempt=attempt, earlier=leftovers, strategy=strategy)
-
-
-def _write_common(planned: PlannedSave, store: Store) -> Json:
-    if isinstance(planned.common, CommonFiles):
-        return planned.common.put(store)
-    return planned.strategy.write_common(store, attempt=planned.attempt, common=planned.common)

@@ -341,7 +341,7 @@ def _check_whole_file(file: WholeFile, store: Store, progress: Progress, damages
                     digester.update(data)
                     read += len(data)
                     progress.advance(len(data))
-            if digester.result() != file.digest:
+            if digester.hexdigest() != file.digest:
                 damages.append(Damage(file=file.name, what=f"its {_DIFFER}"))
     except CheckpointError as error:
         damages.append(damage_of(error, location=store.location, file=file.name))

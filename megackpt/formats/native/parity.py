@@ -155,9 +155,9 @@ def write_parity_file(
     # The receipt makes rank 0 list this file, so its name must be durable first.
     store.sync()
     return ParityGroup(
-        parity=ListedFile(name=name, nbytes=total, digest=parity_digest.result()),
+        parity=ListedFile(name=name, nbytes=total, digest=parity_digest.hexdigest()),
         members=tuple(
-            ListedFile(name=member, nbytes=nbytes, digest=digest.result())
+            ListedFile(name=member, nbytes=nbytes, digest=digest.hexdigest())
             for (member, nbytes), digest in zip(members, member_digests, strict=True)
         ),
     )

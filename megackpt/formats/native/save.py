@@ -15,7 +15,7 @@ import torch
 from megackpt.codec import encode, pack
 from megackpt.formats.documents import attempt_in_manifest, write_small_file
 from megackpt.formats.file_names import NATIVE
-from megackpt.formats.index_file import check_files_exist, compact, write_index
+from megackpt.formats.index_file import check_files_exist, compact, read_index, without_arrays, write_index
 from megackpt.formats.native import names
 from megackpt.formats.native.data_file import header_of
 from megackpt.formats.strategy import Capabilities, ChunkParts, CoverageCheck, Json, SaveStrategy
@@ -152,9 +152,24 @@ class NativeSaveStrategy(SaveStrategy):
 
     def remove_arrays(self, store: Store, manifest: Json, *, key_prefix: str) -> tuple[Json, list[str]]:
         """Write a new index without some arrays; data files that hold nothing else become stale."""
-        from megackpt.formats.native.removal import remove_arrays
+        index = read_index(store, manifest)
+        stored = without_arrays(index, key_prefix=key_prefix)
+        old = manifest["index"]["file"]
+        # A new name: the committed index stays as it is until a manifest that names the new one replaces the
+        # old.
+        new = names.index_file(manifest["attempt"], revision=names.revision_of(old) + 1)
+        kept = frozenset(stored.files)
+        stale = set(index.files) - kept
+        entries = {**manifest, "index": write_index(store, new, stored)}
+        if "parity" in manifest:
+            from megackpt.formats.native.parity import reduced_parity
 
-        return remove_arrays(store, manifest, key_prefix=key_prefix)
+            # Data files that parity needs to compute others are kept.
+            parity, needed, unneeded = reduced_parity(store, manifest, kept)
+            del entries["parity"]
+            entries |= parity
+            stale = (stale - needed) | unneeded
+        return entries, [old, *sorted(stale)]
 
     def write_common(self, store: Store, *, attempt: str, common: Any) -> Json:
         """Write the tree as JSON, and its tensors in a file of their own."""

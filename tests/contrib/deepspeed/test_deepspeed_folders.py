@@ -334,7 +334,7 @@ def test_an_object_of_another_class_is_left_out_and_never_made(tmp_path: Path) -
 
 
 def test_chunks_are_cut_so_that_memory_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from megackpt.plans.planning import copy_plan
+    from megackpt.whole import copy_source
 
-    monkeypatch.setattr(copy_plan, "COPIED_BYTES", 64)
+    monkeypatch.setattr(copy_source, "COPIED_BYTES", 64)
     check_arrays(STORED, "zero3_bf16", tmp_path / "imported")

@@ -21,11 +21,11 @@ from megackpt.plans.metadata import ArraySpec, ChunkTable, DeclaredChunks, items
 from megackpt.plans.metadata.merge import merge_declarations
 from megackpt.plans.planning import SavePlan, plan_main_replicas, plan_save, with_object_sizes
 from megackpt.plans.planning.assignment import FEW, assign_writers, split_long_chunks
-from megackpt.plans.planning.copy_plan import plan_copy
 from megackpt.plans.planning.save_plan import PART_BYTES
 from megackpt.storage import MemoryStore
 from megackpt.testing.layouts import arrays, owned_chunks
 from megackpt.testing.world import SimulatedRank, SimulatedWorld
+from megackpt.whole.copy_source import plan_copy
 from tests.support.effort import few
 from tests.support.states import filled, replica, sharded
 
