@@ -14,9 +14,11 @@ Source: lightning 2.6 `Strategy`, `ModelParallelStrategy`, `CheckpointIO`.
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
 from collections.abc import Mapping
+from contextlib import closing
 from pathlib import Path
 from typing import Any, cast
 
@@ -28,12 +30,16 @@ from megackpt.contrib.torch_state import TorchState
 from megackpt.engine.background.messages import CheckpointLocation
 from megackpt.engine.background.prepared_save import Destination
 from megackpt.engine.background.saver import AsyncSaver
+from megackpt.engine.checkpoint.removal import is_leftover
 from megackpt.engine.saving.save_request import save_request
 from megackpt.entities import ShardedObject, ShardedStateDict
-from megackpt.errors import UnsupportedError
+from megackpt.errors import NotACheckpointError, UnsupportedError
+from megackpt.formats.strategy import MANIFEST
 from megackpt.options import AsyncOptions, SaveOptions
 from megackpt.run.collective import load, save
-from megackpt.storage import absolute_path
+from megackpt.storage import LocalStore, absolute_path
+
+log = logging.getLogger(__name__)
 
 _OPTIMIZERS = "optimizer_states"
 _MODEL = "state_dict"
@@ -91,7 +97,7 @@ class _AsyncDirectories:
 
     def _remove_superseded(self) -> None:
         for path in self._superseded:
-            shutil.rmtree(path, ignore_errors=True)
+            _remove(path)
         self._superseded.clear()
 
 
@@ -160,25 +166,40 @@ class _SavedByAllRanks:
     def load_checkpoint(
         self, checkpoint_path: str | Path, weights_only: bool | None = None
     ) -> dict[str, Any]:
-        """Fill the model, and the optimizers if the Trainer fits it; return all else. Collective."""
+        """Fill the model, and the optimizers if the Trainer fits it; return all else. Collective.
+
+        Raises:
+            NotACheckpointError: Lightning itself wrote it, or nothing is there.
+        """
         if self._directories is not None:
             self._directories.wait()
+        path = Path(cast(Any, self).broadcast(checkpoint_path))
+        if path.exists() and not (path / MANIFEST).exists():
+            raise NotACheckpointError(
+                f"{path} is no checkpoint of megackpt: it has no {MANIFEST}. If Lightning wrote it, resume "
+                f"with the strategy that saved it, or take its weights: "
+                f"module.load_state_dict(torch.load(PATH)['state_dict']), and fit without ckpt_path.",
+                path=str(path),
+            )
         torch_state = self._torch_state()
         state = {**torch_state.sharded_state_dict(is_loading=True), _REST: self._rest(None)}
-        loaded = load(state, Path(cast(Any, self).broadcast(checkpoint_path)))
+        loaded = load(state, path)
         torch_state.load_models(loaded)
         torch_state.load_optimizers(loaded)
         rest: dict[str, Any] = loaded[_REST]
         return rest
 
     def remove_checkpoint(self, filepath: str | Path) -> None:
-        """Remove a checkpoint, after the commit of a pending save. All ranks call it."""
+        """Remove a checkpoint, after the commit of a pending save. All ranks call it.
+
+        One that Lightning itself has written stays.
+        """
         if not self.is_global_zero:
             return
         if self._directories is not None:
             self._directories.remove_after_commit(Path(filepath))
         else:
-            shutil.rmtree(filepath, ignore_errors=True)
+            _remove(Path(filepath))
 
     def teardown(self) -> None:
         """End the strategy; a pending save is committed before. All ranks call it.
@@ -231,8 +252,21 @@ class MegackptIO(CheckpointIO):
         return loaded
 
     def remove_checkpoint(self, path: str | Path) -> None:
-        """Remove a checkpoint. Called on rank 0 only."""
-        shutil.rmtree(path, ignore_errors=True)
+        """Remove a checkpoint; not one of Lightning's own. Called on rank 0 only."""
+        _remove(Path(path))
+
+
+def _remove(path: Path) -> None:
+    """Remove a directory that a save of ours has written, finished or not."""
+    if not path.exists():
+        return
+    if path.is_dir():
+        with closing(LocalStore(path)) as store:
+            if (path / MANIFEST).exists() or is_leftover(store):
+                shutil.rmtree(path, ignore_errors=True)
+                return
+    # After a resume, `save_top_k` may name a checkpoint that Lightning itself has written.
+    log.warning("%s stays: megackpt has not written it. Remove it yourself if you do not need it.", path)
 
 
 def _reject(storage_options: Any) -> None:

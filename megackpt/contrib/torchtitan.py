@@ -11,6 +11,7 @@ Source: torchtitan 0.3.0 `components.checkpointer`.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -30,13 +31,15 @@ from torchtitan.components.checkpointer import (
 from torchtitan.config import TORCH_DTYPE_MAP
 from torchtitan.tools import filesystem
 
+from megackpt.engine.checkpoint.step_roots import step_directories
 from megackpt.entities import ReplicatedValue, ShardedStateDict, ShardedTensor
 from megackpt.entities.sharded_tensor import TorchShardedTensor
-from megackpt.errors import DeclarationError, UnsupportedError
+from megackpt.errors import DeclarationError, NotACheckpointError, UnsupportedError
 from megackpt.options import KeyRule, LoadOptions, Policy
 from megackpt.run.checkpointer import Checkpointer
 from megackpt.run.collective import load
 
+_OTHER_STEP = re.compile(r"step-(\d+)")
 _ANY_DTYPE = LoadOptions(rules=(KeyRule(keys="*", cast=Policy.IGNORE),))
 
 
@@ -98,8 +101,9 @@ class MegackptManager(BaseCheckpointManager):
         others = {OPTIMIZER: optimizers, LR_SCHEDULER: lr_schedulers, DATALOADER: dataloader, **states}
         self._others = {name: part for name, part in others.items() if part is not None}
         _check_names(config.exclude_from_loading, self._others)
+        self._root = filesystem.join(base_folder, config.folder)
         self.checkpointer = Checkpointer(
-            filesystem.join(base_folder, config.folder),
+            self._root,
             keep_last=config.keep_latest_k or None,
             async_save=config.async_save,
         )
@@ -124,10 +128,27 @@ class MegackptManager(BaseCheckpointManager):
     def _load(self, step: int = -1) -> bool:
         newest = self.checkpointer.find_latest() if step == -1 else step
         if newest is None:
+            self._check_no_other_steps()
             return self._load_initial()
         names = () if newest == 0 else self._names_to_load()  # step 0 is the model that a run begins with
         self._resume(self.checkpointer.load(self._state(names), newest))
         return True
+
+    def _check_no_other_steps(self) -> None:
+        """Check that the folder has no steps of torchtitan's own manager: a new run would hide them."""
+        numbers = [
+            int(match[1])
+            for name in step_directories(self._root, objects=None).names()
+            if (match := _OTHER_STEP.fullmatch(name))
+        ]
+        if numbers:
+            raise NotACheckpointError(
+                f"{self._root} has no step of megackpt, and steps of torchtitan's CheckpointManager: "
+                f"step-{max(numbers)} is the newest. Go on with CheckpointManager, or begin anew in another "
+                f"checkpoint.folder; with initial_load_in_hf a new run takes the weights that "
+                f"CheckpointManager wrote with last_save_in_hf.",
+                path=str(self._root),
+            )
 
     def _load_initial(self) -> bool:
         """Load what a new run begins with; return False if the config names nothing."""

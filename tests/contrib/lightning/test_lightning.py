@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader
 
 from megackpt import load
 from megackpt.contrib.lightning import MegackptDDPStrategy, MegackptIO
-from megackpt.errors import CheckpointError, UnsupportedError
+from megackpt.errors import CheckpointError, NotACheckpointError, UnsupportedError
 from megackpt.run import check_is_distributed_checkpoint
 
 # Lightning 2.6 uses a name that torch 2.13 is about to remove.
@@ -94,6 +94,23 @@ def test_asynchronous_saves_are_committed_at_the_end_and_resume(tmp_path: Path) 
     for module in (resumed, alone):
         for parameter, expected in zip(module.parameters(), whole.parameters(), strict=True):
             assert torch.equal(parameter, expected)
+
+
+def test_a_checkpoint_of_lightning_itself_is_an_error_and_stays(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    trainer = Trainer(max_epochs=1, enable_checkpointing=False, **QUIET)
+    trainer.fit(Regression(), DataLoader(torch.ones(2, 4)))
+    trainer.save_checkpoint(tmp_path / "own.ckpt")
+    (tmp_path / "sharded").mkdir()
+    torch.save({}, tmp_path / "sharded" / "meta.pt")  # as of FSDP
+    again = Trainer(max_epochs=2, strategy=MegackptDDPStrategy(), enable_checkpointing=False, **QUIET)
+    with pytest.raises(NotACheckpointError, match=r"own\.ckpt is no checkpoint of megackpt.*state_dict"):
+        again.fit(Regression(), DataLoader(torch.ones(2, 4)), ckpt_path=tmp_path / "own.ckpt")
+    for name in ("own.ckpt", "sharded"):
+        MegackptIO().remove_checkpoint(tmp_path / name)
+        assert f"{name} stays: megackpt has not written it" in caplog.text
+        assert (tmp_path / name).exists()
 
 
 def test_a_checkpoint_is_not_removed_before_the_one_that_supersedes_it_is_committed(

@@ -102,6 +102,18 @@ def test_a_new_run_goes_on_where_another_was(managers: Any) -> None:
     assert set(numbers(resumed).values()) == {1.0}
 
 
+def test_steps_of_torchtitans_own_manager_are_no_new_run(managers: Any, tmp_path: Path) -> None:
+    manager = managers(1.0)
+    folder = tmp_path / manager._config.folder
+    for step in (9, 10):
+        (folder / f"step-{step}").mkdir(parents=True)
+    with pytest.raises(NotACheckpointError, match=r"steps of torchtitan's .*: step-10 is the newest"):
+        manager.load()
+    assert manager.save(5)
+    assert manager.load()
+    assert {path.name for path in folder.glob("step-*")} == {"step-9", "step-10"}
+
+
 def test_a_manager_saves_at_intervals_at_the_last_step_and_if_asked_at_the_first(managers: Any) -> None:
     manager = managers(1.0, enable_first_step_checkpoint=True, last_save_model_only=False)
     assert [step for step in range(1, 13) if manager.save(step, last_step=step == 12)] == [1, 5, 10, 12]
