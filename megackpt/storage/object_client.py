@@ -29,6 +29,12 @@ T = TypeVar("T")
 _URL = re.compile(r"(?P<scheme>[a-z0-9]+)://(?P<bucket>[A-Za-z0-9._-]+)(?P<prefix>/[^?#]*)?")
 _HTTP = re.compile(r"https?://[^/\s]")
 _ENDPOINT_VARIABLES = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")
+_CREDENTIALS = {
+    "s3": "AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, AWS_SESSION_TOKEN",
+    "gs": "GOOGLE_APPLICATION_CREDENTIALS or GOOGLE_SERVICE_ACCOUNT",
+    "az": "AZURE_STORAGE_ACCOUNT_NAME, AZURE_STORAGE_ACCOUNT_KEY or AZURE_STORAGE_SAS_TOKEN",
+}
+"""The environment variables that the library reads, by scheme."""
 
 # What is taken from the texts of the library's errors.
 _STATUS = r"status(?: code)?: (\d{3})"
@@ -83,7 +89,7 @@ def open_client(url: str, options: ObjectOptions) -> Any:
         StorageError: the library rejects the configuration.
     """
     library = obstore()
-    endpoint = _endpoint(options)
+    endpoint = _endpoint(options) if url.startswith("s3://") else ""
     if endpoint and not _HTTP.match(endpoint):  # the library would panic at the first request
         raise StorageError(
             f"{url}: the endpoint of the object store must begin with http:// or https://. Correct "
@@ -114,8 +120,9 @@ def open_client(url: str, options: ObjectOptions) -> Any:
             raise
         raise StorageError(
             f"{url}: the library rejects the settings of the object store ({type(error).__name__}). Check "
-            f"the environment variables (AWS_..., for s3) and the names in ObjectOptions(config=...): "
-            f"{', '.join(sorted(options.config)) or 'none are given'}.",
+            f"the environment variables ({_CREDENTIALS[url.partition(':')[0]]}) and the names in "
+            f"ObjectOptions(config=...): {', '.join(sorted(options.config)) or 'none are given'}."
+            f"{_untested(url)}",
             path=url,
         ) from None  # the library's text may quote values
 
@@ -177,15 +184,22 @@ def _translated(error: Exception, *, action: str, path: str) -> StorageError:
     code = _first(_CODE, text)
     if isinstance(error, FileNotFoundError) and code not in ("NoSuchBucket", "NoSuchUpload"):
         return storage_error(OSError(errno.ENOENT, os.strerror(errno.ENOENT)), action=action, path=path)
-    number, reason, advice = _explanation(type(error).__name__, text, status, code)
+    scheme = path.partition(":")[0]
+    number, reason, advice = _explanation(type(error).__name__, text, status, code, scheme=scheme)
     retries = _first(_RETRIES, text)
     reason += f", also after {retries} retries" if retries else ""
-    translated = StorageError(f"{path}: cannot {action}: {reason}. {advice}", path=path)
+    translated = StorageError(f"{path}: cannot {action}: {reason}. {advice}{_untested(path)}", path=path)
     translated.errno = number
     return translated
 
 
-def _explanation(kind: str, text: str, status: str, code: str) -> tuple[int | None, str, str]:
+def _untested(url: str) -> str:
+    """Return a sentence for URLs that the library serves, and no test of megackpt uses."""
+    scheme = url.partition(":")[0]
+    return "" if scheme == "s3" else f" {scheme}:// URLs are untested: obstore serves them."
+
+
+def _explanation(kind: str, text: str, status: str, code: str, *, scheme: str) -> tuple[int | None, str, str]:
     """Return errno, what happened, and what to do.
 
     Args:
@@ -193,7 +207,9 @@ def _explanation(kind: str, text: str, status: str, code: str) -> tuple[int | No
         text: the library's text.
         status: the HTTP status in it, "" if there is none.
         code: the code of the object store in it, "" if there is none.
+        scheme: that of the URL.
     """
+    endpoint = "the endpoint (AWS_ENDPOINT_URL)" if scheme == "s3" else "the endpoint"
     answer = f"the server answered {status}{code and f' ({code})'}"
     if code == "NoSuchBucket":
         return errno.ENOENT, answer, "Create the bucket, or correct its name, region and endpoint."
@@ -203,8 +219,8 @@ def _explanation(kind: str, text: str, status: str, code: str) -> tuple[int | No
         return (
             errno.EACCES,
             answer if status else "permission denied",
-            "Check the credentials (AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, AWS_SESSION_TOKEN), the clock, "
-            "and that they may get, put, list and delete objects there.",
+            f"Check the credentials ({_CREDENTIALS.get(scheme, 'of the store')}), the clock, and that they "
+            f"may get, put, list and delete objects there.",
         )
     if status == "503" or code == "SlowDown" or status == "429":
         return (
@@ -223,14 +239,14 @@ def _explanation(kind: str, text: str, status: str, code: str) -> tuple[int | No
         return (
             errno.ETIMEDOUT,
             "no answer in time",
-            "Check the network and the endpoint (AWS_ENDPOINT_URL); if it is slow, raise timeout_s.",
+            f"Check the network and {endpoint}; if it is slow, raise timeout_s.",
         )
     if failure == "Connect":
-        return None, "no connection", "Check the network and the endpoint (AWS_ENDPOINT_URL)."
+        return None, "no connection", f"Check the network and {endpoint}."
     return (
         None,
         f"the transfer failed ({kind})",
-        "Check the network, the endpoint (AWS_ENDPOINT_URL), and try again.",
+        f"Check the network, {endpoint}, and try again.",
     )
 
 

@@ -23,7 +23,19 @@ Location: TypeAlias = str | os.PathLike[str] | Store
 
 _URL = re.compile(r"(?P<scheme>[A-Za-z][A-Za-z0-9+.-]*)://")
 # Not with one letter, as of a drive. `str(Path("s3://bucket/run"))` gives one slash.
-_URL_WITH_ONE_SLASH = re.compile(r"(?P<scheme>[A-Za-z][A-Za-z0-9+.-]+):/(?!/)(?P<rest>.*)", re.DOTALL)
+_SCHEME = re.compile(r"(?P<scheme>[A-Za-z][A-Za-z0-9+.-]+):(?P<slashes>/*)(?P<rest>.*)", re.DOTALL)
+
+_OTHER_SPELLINGS = {
+    "s3a": "s3", "s3n": "s3", "gcs": "gs", "abfs": "az", "abfss": "az", "azure": "az", "wasb": "az",
+    "wasbs": "az", "adl": "az",
+}  # fmt: skip
+"""Schemes of other programs, and ours for the same stores."""
+
+_MOUNTS = {"file": "/", "dbfs": "/dbfs/"}
+"""Schemes of files that a machine has as a directory, with that directory."""
+
+_KNOWN = {*OBJECT_SCHEMES, *_OTHER_SPELLINGS, *_MOUNTS, "hdfs", "hf", "http", "https", "memory"}
+"""Schemes that are meant as such also without a slash, as in `s3:bucket/run`."""
 
 
 def open_store(path: str | os.PathLike[str], *, objects: ObjectOptions | None = None) -> Store:
@@ -89,23 +101,38 @@ def checked_path(path: object) -> str:
     url = _URL.match(text)
     if url and (is_object_url(text) or url["scheme"] in _stores_of_packages()):
         return text
-    if (one_slash := _URL_WITH_ONE_SLASH.match(text)) is not None:
-        scheme, rest = one_slash["scheme"], one_slash["rest"]
-        raise StorageError(
-            f"{text}: a URL has two slashes, and a pathlib.Path makes one of them. Give "
-            f"{scheme + '://' + rest!r} as a string; for a directory of this name, {'./' + text!r}.",
-            path=text,
-        )
-    if url:
-        known = ", ".join(f"{scheme}://" for scheme in ("s3", *sorted(_stores_of_packages())))
-        raise StorageError(
-            f"{text}: there is no store for {url['scheme']}:// locations; there are stores for {known}. "
+    match = _SCHEME.match(text)
+    if match is not None and (match["slashes"] or match["scheme"].lower() in _KNOWN):
+        raise _scheme_error(text, match["scheme"], match["slashes"], match["rest"])
+    return expanded_path(text)
+
+
+def _scheme_error(text: str, scheme: str, slashes: str, rest: str) -> StorageError:
+    """Return the error for a text that begins as a URL, and is none that a store serves."""
+    name = scheme.lower()
+    name = _OTHER_SPELLINGS.get(name, name)
+    is_known = name in OBJECT_SCHEMES or name in _stores_of_packages()
+    known = ", ".join(f"{own}://" for own in (*OBJECT_SCHEMES, *sorted(_stores_of_packages())))
+    what = f"there is no store for {scheme}:// locations; there are stores for {known}"
+    if is_known and scheme == name:
+        what = "a URL has two slashes, and a pathlib.Path makes one of them"
+    if is_known:
+        # `abfss://container@account/prefix` also names the account.
+        container, _, prefix = rest.partition("/")
+        rest = f"{container.partition('@')[0]}/{prefix}" if name == "az" else rest
+        advice = f"Give {f'{name}://{rest}'!r} as a string"
+    elif name in _MOUNTS:
+        advice = f"Give the path, {_MOUNTS[name] + rest!r}"
+    elif name == "hf":
+        advice = "Get the folder by `hf download REPO --local-dir DIR`, and give that"
+    else:
+        advice = (
             "Mount the location as a directory and give the path (without a scheme), pass an object with the "
             "methods of megackpt.storage.Store, or install a package that has a store for it (entry point "
-            f"group {ENTRY_POINTS}).",
-            path=text,
+            f"group {ENTRY_POINTS})"
         )
-    return expanded_path(text)
+    directory = "" if slashes.startswith("//") else f"; for a directory of this name, {'./' + text!r}"
+    return StorageError(f"{text}: {what}. {advice}{directory}.", path=text)
 
 
 def as_store(location: object) -> Store:

@@ -17,6 +17,7 @@ import pytest
 from megackpt.engine.checkpoint.step_roots import ObjectSteps
 from megackpt.errors import CheckpointError, MissingExtraError, StorageError
 from megackpt.storage import COMMON_POOL, ObjectOptions, ObjectStore, Store, object_upload, open_store
+from megackpt.storage.object_client import translated_object_errors
 from megackpt.testing.store_suite import StoreConformance, read_range, some_bytes, write_stream
 from tests.support.s3_server import (
     ACCESS_KEY,
@@ -306,6 +307,20 @@ def test_urls_are_opened_with_the_environment(s3_server: S3Server, monkeypatch: 
     assert store.location == url
     assert open_store(url).names() == ["a"]
     assert open_store(f"s3://{BUCKET}").exists(f"{url.rpartition('/')[2]}/a")
+
+
+@pytest.mark.parametrize(("scheme", "variable"), [("gs", "GOOGLE_APPLICATION_CREDENTIALS"), ("az", "AZURE_")])
+def test_errors_of_stores_without_tests_say_so_and_name_their_own_variables(
+    scheme: str, variable: str
+) -> None:
+    denied = type("PermissionDeniedError", (OSError,), {})("Server returned error status: 403")
+    refused = OSError("HttpError { kind: Connect }")
+    for error, named in ((denied, variable), (refused, "Check the network and the endpoint.")):
+        with pytest.raises(StorageError) as caught, translated_object_errors("list", f"{scheme}://b/x"):
+            raise error
+        assert named in str(caught.value)
+        assert f"{scheme}:// URLs are untested: obstore serves them" in str(caught.value)
+        assert "AWS" not in str(caught.value)
 
 
 def test_an_url_in_a_path_is_recognised(store: ObjectStore) -> None:

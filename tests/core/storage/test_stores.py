@@ -139,7 +139,7 @@ def test_open_store_serves_paths(tmp_path: Path) -> None:
     assert open_store("some/dir").location == str(Path("some/dir").absolute())
 
 
-@pytest.mark.parametrize("url", ["hdfs://host/ckpt", "file:///tmp/x"])
+@pytest.mark.parametrize("url", ["hdfs://host/ckpt", "memory://x"])
 def test_open_store_names_the_urls_it_cannot_serve(url: str) -> None:
     scheme = url.split("://")[0]
     message = f"{url}: there is no store for {scheme}://.*Mount the location as a directory"
@@ -432,16 +432,39 @@ def test_faulty_store_calls_a_hook_that_may_kill_the_process(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize(
-    "text", ["s3:/bucket/run", "dbfs:/run", "gs:/b", "hdfs:/x/y", "S3:/b/r", "abfss:/c@a/r", "file:/tmp/x"]
+    ("text", "correction"),
+    [
+        (
+            "s3:/bucket/run",
+            "Give 's3://bucket/run' as a string; for a directory of this name, './s3:/bucket/run'",
+        ),
+        ("s3:bucket/run", "Give 's3://bucket/run' as a string"),
+        ("gs:/b", "Give 'gs://b' as a string"),
+        ("S3:/b/r", "Give 's3://b/r' as a string"),
+        ("S3://b/r", "Give 's3://b/r' as a string"),
+        ("s3a://b/r", "Give 's3://b/r' as a string"),
+        ("gcs://b/r", "Give 'gs://b/r' as a string"),
+        ("abfss://c@account.dfs.core.windows.net/r", "Give 'az://c/r' as a string"),
+        ("dbfs:/run", "Give the path, '/dbfs/run'; for a directory of this name, './dbfs:/run'"),
+        ("dbfs://run", "Give the path, '/dbfs/run'"),
+        ("file:/tmp/x", "Give the path, '/tmp/x'"),
+        ("file:///tmp/x", "Give the path, '/tmp/x'."),
+        ("hf://me/x", "hf download REPO --local-dir DIR"),
+        ("hdfs:/x/y", "Mount the location as a directory"),
+        ("https://x/y", "Mount the location as a directory"),
+    ],
 )
 @pytest.mark.parametrize("kind", [str, Path])
-def test_a_url_with_one_slash_is_no_local_directory(
-    text: str, kind: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_what_looks_like_a_url_is_no_local_directory(
+    text: str, correction: str, kind: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    scheme, rest = text.split(":/")
-    with pytest.raises(StorageError, match=re.escape(f"Give '{scheme}://{rest}' as a string")):
+    # A Path has one slash, of which a directory may have the name.
+    with pytest.raises(StorageError, match=re.escape(correction.rstrip(".").partition(";")[0])):
         open_store(kind(text))
+    if kind is str:
+        with pytest.raises(StorageError, match=re.escape(correction)):
+            open_store(text)
     assert list(tmp_path.iterdir()) == []
 
 
