@@ -62,6 +62,7 @@ class CheckpointError(Exception):
     def __init__(
         self, message: str, *, key: str | None = None, rank: int | None = None, path: str | None = None
     ) -> None:
+        message = _within_a_screen(message)
         super().__init__(message)
         self.message = message
         self.key = key
@@ -148,7 +149,30 @@ class WriterFailedError(RankFailedError):
     """A process that writes an asynchronous save died, hung or lost the others; no rank failed."""
 
 
+_MOST_CHARACTERS = 2400
+"""Of the text of an error: a screen. Keys, and lists of them, may be of any length."""
+
+
+def _within_a_screen(text: str) -> str:
+    """Return a text without the middle of what is too long: it begins with what, and ends with how to fix it.
+
+    Middles of long lines go first, such as of keys, and then the middle of the text.
+    """
+    if len(text) <= _MOST_CHARACTERS:
+        return text
+    lines = [_without_middle(line, _MOST_CHARACTERS // 2) for line in text.split("\n")]
+    return _without_middle("\n".join(lines), _MOST_CHARACTERS)
+
+
+def _without_middle(text: str, most: int) -> str:
+    if len(text) <= most:
+        return text
+    half = most // 2 - 20  # there is room for the note between the halves
+    return f"{text[:half]} ... [{len(text) - 2 * half:,} characters] ... {text[-half:]}"
+
+
 _LINES_SHOWN = 10
+_LINE_CHARACTERS = 300
 _RANGES_SHOWN = 8
 
 
@@ -157,7 +181,7 @@ def truncated_list(lines: list[str], *, total: int | None = None) -> str:
 
     total is the number of all lines, if `lines` has only the first ones.
     """
-    shown = [f"  {line}" for line in lines[:_LINES_SHOWN]]
+    shown = [f"  {_without_middle(line, _LINE_CHARACTERS)}" for line in lines[:_LINES_SHOWN]]
     total = len(lines) if total is None else total
     if total > len(shown):
         shown.append(f"  ... and {total - len(shown)} more ({total} in all)")

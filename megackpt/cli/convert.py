@@ -45,6 +45,7 @@ _SECTIONS = {
         "prefix",
         "norm_added",
         "text_only",
+        "tied_output",
     ),
     "A Hugging Face folder as DST": ("merge_adapters", "adapters_from", "max_file_size"),
 }
@@ -126,6 +127,12 @@ _SECTIONS = {
     is_flag=True,
     default=None,
     help="With --from huggingface: the text model of a multimodal one; all other tensors are left out.",
+)
+@click.option(
+    "--tied-output",
+    type=click.Choice(["equal", "untie", "drop"]),
+    help="With --from huggingface: an output layer that is stored although the config ties it to the "
+    "embedding must be equal to it (the default), is imported, or is left out.",
 )
 @click.option("--overwrite", is_flag=True, help="Replace a checkpoint of the same format at DST.")
 @click.option("--array-digests", is_flag=True, help="Store a digest of each array (format megackpt only).")
@@ -273,8 +280,8 @@ def _copy_text(target: str, report: CopyReport) -> str:
     by_map = f", by the map {report.map}" if report.map else ""
     lines = "".join(f"\n  left out: {what}" for what in report.left_out)
     other_tensors = ""
-    if report.map and report.left_out:  # thousands of names would say no more
-        other_tensors, lines = f" ({len(report.left_out)} tensors of other parts left out)", ""
+    if report.map and len(report.left_out) > 10:  # thousands of names would say no more
+        other_tensors, lines = f" ({len(report.left_out)} tensors left out)", ""
     return (
         f"{target}: {report.arrays} arrays{objects}, {decimal(report.nbytes)} in {report.chunks} chunks"
         f"{other_tensors}{origin}, as {report.backend} version {report.version}{by_map}; {_checked(report)}."
@@ -298,7 +305,7 @@ def _checked(report: CopyReport | HuggingFaceExport) -> str:
 _NAMES = frozenset({"map_name", "config", "dtype", "prefix"})
 _EXPORT_OPTIONS = _NAMES | {"weights", "max_file_size", "norm_added", "merge_adapters", "adapters_from"}
 _IMPORT_OPTIONS = {
-    "huggingface": _NAMES | {"text_only"},
+    "huggingface": _NAMES | {"text_only", "tied_output"},
     "deepspeed": frozenset({"keys", "prefix", "weights"}),
     "torch": frozenset({"prefix"}),
 }
@@ -333,7 +340,7 @@ class _FolderOptions:
 
     def of_import(self) -> dict[str, Any]:
         """Return arguments of `import_huggingface`."""
-        names = self.options.keys() & {"config", "dtype", "prefix", "text_only"}
+        names = self.options.keys() & {"config", "dtype", "prefix", "text_only", "tied_output"}
         return {"map": self.options.get("map_name", "auto"), **{name: self.options[name] for name in names}}
 
     def of_export(self) -> dict[str, Any]:

@@ -41,9 +41,10 @@ from megackpt.maps.requests import OPTIMIZER
 from megackpt.run.collective import load, save
 from megackpt.run.local import load_content_metadata, load_tensors_metadata
 from megackpt.storage import Location, opened_store
-from megackpt.training.parallel.adapters import CHILD
+from megackpt.training.parallel.adapters import CHILD, check_adapter_name
 from megackpt.training.parallel.lora_config import LoRAConfig
 from megackpt.whole.adapter_arrays import stored_config
+from megackpt.whole.copy_source import check_unchanged
 from megackpt.whole.huggingface_map import with_stacked_layers_where_equal
 from megackpt.whole.huggingface_model_files import ConfigSource, ModelFiles
 
@@ -139,8 +140,10 @@ def import_peft(
             the layers.
         FormatError: a file is damaged.
     """
+    check_adapter_name(adapter)
     base = ModelFiles.of(config, None, where=str(source)).config
     document, by_module, where = _read_folder(source)
+    _check_types(document, where)
     made = chosen_map(map, base, (), where=where)
     modules = modules_of(made)
     by_module = _with_names_of_parameters(by_module, modules, document)
@@ -270,6 +273,35 @@ def _our_config(document: Mapping[str, Any], targets: set[str], where: str) -> L
     )
 
 
+_TYPES: Mapping[str, tuple[type, ...]] = {
+    "r": (int,),
+    "lora_alpha": (int, float),
+    "lora_dropout": (int, float),
+    "use_rslora": (bool,),
+    "use_dora": (bool,),
+    "fan_in_fan_out": (bool,),
+}
+
+
+def _check_types(document: Mapping[str, Any], where: str) -> None:
+    """Check the fields of a folder's config that decide what is read.
+
+    Raises:
+        FormatError: one has a value of another type.
+    """
+    faults = [n for n, types in _TYPES.items() if n in document and type(document[n]) not in types]
+    parameters = document.get("target_parameters")
+    is_list = isinstance(parameters, list) and all(isinstance(name, str) for name in parameters)
+    faults += ["target_parameters"] * (parameters is not None and not is_list)
+    if faults:
+        raise FormatError(
+            f"{where}/{CONFIG}: {faults[0]} is {document[faults[0]]!r:.200}, which peft does not write. The "
+            f"file is damaged: fetch it again.",
+            key=faults[0],
+            path=where,
+        )
+
+
 def _with_names_of_parameters(
     tensors: Mapping[str, dict[str, Tensor]], modules: Mapping[str, PeftModule], document: Mapping[str, Any]
 ) -> dict[str, dict[str, Tensor]]:
@@ -288,19 +320,30 @@ def _read_folder(source: Location) -> tuple[Mapping[str, Any], dict[str, dict[st
     """
     with opened_store(source) as store:
         where = store.location
+        changed = store.watch()
         document = parse_document(store.read(CONFIG, max_bytes=1 << 24), where=f"{where}/{CONFIG}")
         try:
             tensors = read_safetensors(store.read(WEIGHTS, max_bytes=_MAX_BYTES))
         except SafetensorError as error:
-            raise FormatError(f"{where}/{WEIGHTS} is damaged: {error}.", path=where) from error
+            raise FormatError(f"{where}/{WEIGHTS} is damaged: {error!s:.300}.", path=where) from error
+        check_unchanged(changed, store)
     by_module: dict[str, dict[str, Tensor]] = {}
     for key, tensor in tensors.items():
         match = _NAMES.fullmatch(key)
         if match is None:
             raise FormatError(
-                f"{where}/{WEIGHTS}: {key!r} is no tensor of LoRA. Only A, B and magnitudes of linear "
+                f"{where}/{WEIGHTS}: {key!r:.200} is no tensor of LoRA. Only A, B and magnitudes of linear "
                 f"modules can be imported.",
                 path=where,
             )
-        by_module.setdefault(match["module"], {})[match["what"]] = tensor
+        of_module = by_module.setdefault(match["module"], {})
+        is_alone = match["what"] not in of_module  # not spelled with and without `.weight`
+        if not is_alone or not tensor.is_floating_point():
+            what = f"is {tensor.dtype}, and adapters are floating point" if is_alone else "is there twice"
+            raise FormatError(
+                f"{where}/{WEIGHTS}: {key!r:.200} {what}. The file is damaged: fetch it again.",
+                key=key,
+                path=where,
+            )
+        of_module[match["what"]] = tensor
     return document, by_module, where

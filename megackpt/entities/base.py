@@ -168,6 +168,10 @@ def grid_position(key: str, box: Sequence[int], rank_offsets: Sequence[RankOffse
     return GridPosition(tuple(map(mul, box, fragments)), tuple(map(mul, box, index)), tuple(fragments))
 
 
+MAX_DIMS = 64
+"""Dims of an array: those of numpy, through which bytes are written."""
+
+
 def check_key(key: object, kind: str) -> None:
     """Check that the key is a non-empty string."""
     if not isinstance(key, str) or not key:
@@ -213,6 +217,11 @@ def check_box(
             key,
             f"global_offset {global_offset} and global_shape {global_shape} differ in length. Give one "
             f"offset per global axis.",
+        )
+    if len(global_shape) > MAX_DIMS:
+        raise declaration_error(
+            key,
+            f"it has {len(global_shape)} dims, and at most {MAX_DIMS} can be stored. Save a view of fewer.",
         )
     box = (1,) * prepended + tuple(local_shape)
     if len(box) != len(global_shape):

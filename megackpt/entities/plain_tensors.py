@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-defined]
 
+from megackpt.entities.base import MAX_DIMS
 from megackpt.entities.describe import dtype_name
 from megackpt.entities.recognition import is_torch_sharded, xla_tensor_of
 from megackpt.entities.sharded_tensor import ShardedTensor
@@ -43,7 +44,7 @@ def can_be_array(leaf: torch.Tensor) -> bool:
     return (
         type(leaf) is torch.Tensor
         and is_plain_tensor(leaf)
-        and leaf.dim() > 0
+        and 0 < leaf.dim() <= MAX_DIMS
         and leaf.numel() > 0
         and not leaf.requires_grad
         and not leaf.is_meta

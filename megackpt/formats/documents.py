@@ -55,6 +55,11 @@ def read_manifest_file(store: Store) -> Json | None:
     return read_document(store, MANIFEST) if store.exists(MANIFEST) else None
 
 
+def is_ours(manifest: Json) -> bool:
+    """Return whether a metadata.json is that of a checkpoint: other programs have files of this name, too."""
+    return "sharded_backend" in manifest
+
+
 def attempt_in_manifest(store: Store) -> str | None:
     """Return the attempt that metadata.json names; None if there is none, or it names none.
 

@@ -67,9 +67,41 @@ class Family:
                 are no bijection.
         """
         family = self.rules(config, keys)
+        if keys:
+            check_number_of_arrays(family, len(keys), name=self.name)
         made = region_map(family.rules, family.sizes)
         made.check(name=self.name)
         return made
+
+
+_SPARE_ARRAYS, _SPARE_FACTOR = 1000, 4
+
+
+def check_number_of_arrays(family: FamilyRules, stored: int, *, name: str) -> None:
+    """Check that rules name about as many arrays as are stored, before a map is made of them. Pure.
+
+    A map has a pair for each array, so a few bytes of a config could cost any time and memory. Where the
+    numbers differ less, the map is made, and the error lists the arrays.
+
+    Args:
+        family: the rules for a config.
+        stored: how many arrays there are.
+        name: of the family, for the error.
+
+    Raises:
+        MapError: they name far more.
+    """
+    counts: dict[str, int] = {}
+    for rule in family.rules:
+        counts[rule.theirs] = max(counts.get(rule.theirs, 0), rule.count_of_theirs(family.sizes))
+    named = sum(counts.values())
+    if named > _SPARE_FACTOR * stored + _SPARE_ARRAYS:
+        most = max(counts, key=lambda key: counts[key])
+        raise MapError(
+            f"By config.json and the map {name}, the model has {named:,} arrays, as {counts[most]:,} "
+            f"{most!r:.200}, and {stored:,} are stored. Give the config.json of the model that was saved.",
+            key=most,
+        )
 
 
 _BUILT_IN = {
@@ -180,7 +212,17 @@ def chosen_map(
         )
     if not isinstance(config, Mapping):
         raise DeclarationError(f"config is a {type(config).__name__}. Give the parsed config.json as a dict.")
-    return chosen_family(choice, config).region_map(config, keys)
+    return map_of_family(chosen_family(choice, config), config, keys)
+
+
+def map_of_family(family: Family, config: Mapping[str, Any], keys: Collection[str] = ()) -> RegionMap:
+    """Return the proved map of a family for a config. Pure.
+
+    Raises:
+        MapError: as `Family.region_map`, also where a subclass of a user makes the map in another way.
+    """
+    made = family.region_map(config, keys)
+    return made if type(family) is Family else proved(made)
 
 
 def proved(made: RegionMap) -> RegionMap:
@@ -224,6 +266,9 @@ def _name_of(choice: str | Family) -> str:
 # Mistral 3 and Qwen2.5-VL: `text_config`, and names that begin with `language_model.`,
 # `model.language_model.` or `model.`.
 
+OUTPUT = "lm_head.weight"
+"""Key of the weight of the output layer in a folder of a model of text."""
+
 _SPELLINGS = (
     {"language_model.model.": "model.", "language_model.lm_head.": "lm_head."},
     {"model.language_model.": "model.", "lm_head.": "lm_head."},
@@ -242,10 +287,12 @@ class TextPart:
     Attributes:
         config: its `config.json`, as if it stood alone.
         stored: the key of each of its arrays in the folder, by its key in a folder of the text model alone.
+        tied: key in the folder of an output layer that the config ties to the embedding; "" if there is none.
     """
 
     config: Mapping[str, Any]
     stored: Mapping[str, str]
+    tied: str = ""
 
     @classmethod
     def of(cls, config: Mapping[str, Any], keys: Collection[str]) -> TextPart:
@@ -270,10 +317,10 @@ class TextPart:
         outer = {
             name: config[name] for name in ("tie_word_embeddings", "quantization_config") if name in config
         }
-        text = {"tie_word_embeddings": "lm_head.weight" not in stored, **inner, **outer}
-        if text["tie_word_embeddings"]:
-            stored.pop("lm_head.weight", None)  # a copy of the embedding
-        return cls(text, stored)
+        text = {"tie_word_embeddings": OUTPUT not in stored, **inner, **outer}
+        # Whoever leaves it out compares it with the embedding.
+        tied = stored.pop(OUTPUT, "") if text["tie_word_embeddings"] else ""
+        return cls(text, stored, tied)
 
 
 def _own_keys(keys: Collection[str]) -> dict[str, str]:

@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from megackpt.errors import MapError, truncated_list
-from megackpt.maps.family import Family
+from megackpt.maps.family import Family, map_of_family
 from megackpt.maps.regions import MappedArray, Region, RegionMap, RegionPair, bound_to
 from megackpt.plans.geometry import Box
 
@@ -112,7 +112,7 @@ def checkpoint_map(
         MapError: the config makes no sense, or a checkpoint of Megatron-Core lacks an array of the model, has
             one more, or is of a model that Megatron-Core has otherwise.
     """
-    made = family.region_map(config)
+    made = map_of_family(family, config)
     if not has_megatron_keys(keys):
         return bound_to(made, keys)
     if config.get("rope_interleave") is False:

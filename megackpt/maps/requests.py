@@ -25,6 +25,9 @@ from megackpt.plans.geometry import Box, rectangles_of
 MASTER = "optimizer.state.fp32_param."
 """What the key of a float32 master weight begins with; the key of its parameter follows."""
 
+EMBEDDING = "embedding.word_embeddings.weight"
+"""The key of the embedding, to which an output layer may be tied."""
+
 OPTIMIZER = "optimizer."
 """What the key of any optimizer state begins with."""
 

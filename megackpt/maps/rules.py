@@ -72,6 +72,16 @@ class Rule:
     added: int = 0
     keeps_dtype: bool = False
 
+    def __str__(self) -> str:
+        """Return names and axes, for errors: layers may be thousands."""
+        their_axes = self.their_axes or self.axes
+        return f"the rule {self.ours!r:.200} [{self.axes:.200}] as {self.theirs!r:.200} [{their_axes:.200}]"
+
+    def count_of_theirs(self, sizes: Mapping[str, int]) -> int:
+        """Return how many arrays of theirs the rule names, in all layers and positions. Pure."""
+        words = set(_PLACEHOLDER.findall(self.theirs)) - {"layer"}
+        return max(len(self.layers), 1) * math.prod(sizes.get(word, 1) for word in words)
+
 
 class _Token(NamedTuple):
     """One axis of a dim: `size` positions from `offset` on, of `extent`; of a fixed position if no name."""

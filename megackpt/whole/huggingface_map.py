@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from megackpt.maps import MapChoice, RegionMap, bound_to, checkpoint_map, has_megatron_keys
-from megackpt.maps.family import chosen_family, proved
+from megackpt.maps.family import check_number_of_arrays, chosen_family, map_of_family, proved
+from megackpt.plans.metadata import ArraySpec
 
 # Layers of a map as stacks. Pure.
 
@@ -55,13 +57,19 @@ class ChosenMap:
         """Return the name of the map, for reports."""
         return "given" if isinstance(self.map, RegionMap) else chosen_family(self.map, config).name
 
-    def of_checkpoint(self, config: Mapping[str, Any], keys: Collection[str]) -> RegionMap:
-        """Return the map from a checkpoint with these keys, ours or Megatron-Core's, to a folder. Pure.
+    def of_checkpoint(self, config: Mapping[str, Any], stored: Mapping[str, ArraySpec]) -> RegionMap:
+        """Return the map from a checkpoint with these arrays, ours or Megatron-Core's, to a folder. Pure.
 
         Raises:
             MapError: there is no such map, or the config contradicts itself.
             DeclarationError: the choice is of another class.
         """
+        keys = list(stored)
+        if not isinstance(self.map, RegionMap):
+            family = chosen_family(self.map, config)
+            # An array may have axes over layers and experts: each position is an array of the folder.
+            most = sum(math.prod(spec.global_shape[:2]) for spec in stored.values())
+            check_number_of_arrays(family.rules(config, ()), most, name=family.name)
         if not isinstance(self.map, RegionMap) and has_megatron_keys(keys):
             return checkpoint_map(
                 chosen_family(self.map, config), config, keys, prefix=self.prefix, norm_added=self.norm_added
@@ -81,4 +89,4 @@ class ChosenMap:
         """
         if isinstance(self.map, RegionMap):
             return proved(self.map)
-        return chosen_family(self.map, config).region_map(config, keys)
+        return map_of_family(chosen_family(self.map, config), config, keys)

@@ -28,6 +28,7 @@ MAX_KEPT_BYTES = 64 * 1024 * 1024
 
 _ENDS = (".json", ".txt", ".model", ".jinja", ".tiktoken")
 _MAX_BYTES = 256 * 1024 * 1024  # tokenizers with large vocabularies have some 30 MB
+_MAX_DEPTH = 100
 _DTYPE_KEYS = ("dtype", "torch_dtype")
 
 
@@ -59,6 +60,7 @@ class ModelFiles:
         if source is None:
             return _of_metadata(content_metadata, where)
         if isinstance(source, Mapping):
+            _check_json(source, "config", where)
             return cls(source, {})
         if isinstance(source, (str, os.PathLike)):
             return _of_path(os.fspath(source))
@@ -68,7 +70,7 @@ class ModelFiles:
 
     def files(self, dtype: str) -> dict[str, bytes]:
         """Return the content of all files by name, where weights are written in this dtype."""
-        config = {**self.config}
+        config = with_both_spellings(self.config)
         names = [name for name in _DTYPE_KEYS if name in config] or [_DTYPE_KEYS[0]]
         # transformers loads weights in the dtype that the config names, whatever the files hold.
         config.update(dict.fromkeys(names, dtype))
@@ -83,11 +85,67 @@ def _of_metadata(content: Any, where: str) -> ModelFiles:
             f"config.json. Give config= (or --config), the config or a folder that has it.",
             path=where,
         )
+    _check_json(config, "huggingface_config of the content metadata", where)
     generation, kept = content.get("huggingface_generation_config"), content.get(KEPT_FILES)
     others = _with_safe_names(kept) if isinstance(kept, Mapping) else {}
     if isinstance(generation, Mapping) and GENERATION_CONFIG not in others:
+        _check_json(generation, "huggingface_generation_config of the content metadata", where)
         others[GENERATION_CONFIG] = (json.dumps(generation, indent=2, sort_keys=True) + "\n").encode()
     return ModelFiles(config, others)
+
+
+def _check_json(value: Any, path: str, where: str, depth: int = 0) -> None:
+    """Check that a file of JSON can hold a value; path is its place.
+
+    Raises:
+        DeclarationError: it cannot.
+    """
+    if depth > _MAX_DEPTH:
+        raise DeclarationError(
+            f"{where}: {path:.200} is nested more than {_MAX_DEPTH} levels deep.", key=path
+        )
+    if isinstance(value, Mapping):
+        for key, member in value.items():
+            if not isinstance(key, str):
+                raise DeclarationError(
+                    f"{where}: {path:.200} has the key {key!r:.80}, and keys of JSON are text. Give what "
+                    f"config.to_dict() of transformers has, read from its JSON.",
+                    key=path,
+                )
+            _check_json(member, f"{path}.{key}", where, depth + 1)
+    elif isinstance(value, list | tuple):
+        for number, member in enumerate(value):
+            _check_json(member, f"{path}.{number}", where, depth + 1)
+    elif not isinstance(value, str | int | float | None):
+        raise DeclarationError(
+            f"{where}: {path:.200} is a {type(value).__name__}, which JSON does not have. Give numbers, "
+            f"text, lists and dicts: json.loads(config.to_json_string()) of transformers.",
+            key=path,
+        )
+
+
+def with_both_spellings(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a config in which both generations of transformers find the rotary positions. Pure.
+
+    transformers 5 has all of them in `rope_parameters`. transformers 4 looks at `rope_theta` and
+    `rope_scaling`, and where these are missing it computes with the default of the family.
+    """
+    rope = config.get("rope_parameters")
+    if not isinstance(rope, Mapping):
+        return dict(config)
+    older: dict[str, Any] = {}
+    windowed = rope.get("sliding_attention")
+    if isinstance(windowed, Mapping) and "rope_theta" in windowed:
+        # Gemma 3, with one mapping for each type of layer.
+        older["rope_local_base_freq"] = windowed["rope_theta"]
+        rope = rope.get("full_attention")
+    if not isinstance(rope, Mapping) or not isinstance(rope.get("rope_theta"), int | float):
+        return dict(config)
+    older |= {name: rope[name] for name in ("rope_theta", "partial_rotary_factor") if name in rope}
+    scaling = {name: value for name, value in rope.items() if name not in older}
+    is_scaled = scaling.get("rope_type", scaling.get("type", "default")) != "default"
+    older["rope_scaling"] = scaling if is_scaled else None
+    return {**older, **config}
 
 
 def _of_path(path: str) -> ModelFiles:

@@ -10,7 +10,7 @@ from typing import Any
 from megackpt.engine.data.progress import Progress
 from megackpt.errors import CheckpointError, DeclarationError, IntegrityError
 from megackpt.formats.contents import Chunks, Part
-from megackpt.formats.documents import parse_document
+from megackpt.formats.documents import is_ours, parse_document, read_manifest_file
 from megackpt.formats.huggingface.names import INDEX, MODEL
 from megackpt.formats.strategy import MANIFEST
 from megackpt.storage import BufferedWriter, FileDigester, Store
@@ -53,7 +53,7 @@ class ExportTarget:
             DeclarationError: the folder has a model that must not be replaced, or a checkpoint.
         """
         names, where = self.store.names(), self.store.location
-        if MANIFEST in names:
+        if MANIFEST in names and is_ours(read_manifest_file(self.store) or {}):
             raise DeclarationError(
                 f"{where} has a checkpoint of another format. Name another directory.", path=where
             )
@@ -90,21 +90,30 @@ class ExportTarget:
 
     def end(self) -> None:
         """Remove what only an unfinished export needs."""
-        self.store.delete(self.store.names(FOLDER))
+        names = self.store.names()
+        # First one file with all records, last the plan: whenever this ends, all files stay finished.
+        document = {"plan": self.plan, "finished": self._finished(names)}
+        self.store.replace(_PLAN, json.dumps(document).encode())
+        self.store.delete([name for name in names if name.startswith(FOLDER) and name != _PLAN])
+        self.store.delete([_PLAN])
         self.store.remove_empty_directories(FOLDER.rstrip("/"))
         self.store.sync()
 
     def _finished(self, names: Sequence[str]) -> dict[str, Digests]:
         present = set(names)
-        if _PLAN not in present or self._document(_PLAN).get("plan") != self.plan:
+        plan = self._document(_PLAN) if _PLAN in present else {}
+        if plan.get("plan") != self.plan:
             return {}
+        ended = plan.get("finished")
+        of_ended = ended if isinstance(ended, dict) else {}  # of an export that was interrupted in its end
         finished: dict[str, Digests] = {}
         for file in self.files:
-            if file.name not in present or _record_of(file.name) not in present:
+            if file.name not in present:
                 continue
-            record = self._document(_record_of(file.name))
+            is_recorded = _record_of(file.name) in present
+            record = self._document(_record_of(file.name)) if is_recorded else {"plan": self.plan}
             is_same = record.get("plan") == self.plan and self.store.size(file.name) == file.nbytes
-            digests = record.get("digests")
+            digests = record.get("digests", of_ended.get(file.name))
             if is_same and isinstance(digests, dict) and digests.keys() == {t.name for t in file.tensors}:
                 finished[file.name] = digests
         return finished
@@ -128,7 +137,7 @@ def _is_weights(name: str) -> bool:
 
 def _is_left_over(name: str) -> bool:
     """Return whether a file is of an earlier model or export, and not of this one."""
-    return _is_weights(name) or (is_temporary_name(name) and ".safetensors." in name)
+    return _is_weights(name) or ("/" not in name and is_temporary_name(name))
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,6 +6,7 @@ filled from the stored chunks that hold its elements, wherever these lie and how
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -47,7 +48,13 @@ class MappedCheckpoint:
         Raises:
             IntegrityError, FormatError, StorageError: the bytes are damaged, or cannot be read.
         """
-        parts = [part for tensor in tensors for part in mapped_tensors(tensor, tensor.key, self.map)]
+        parts = []
+        for tensor in tensors:
+            of_tensor = list(mapped_tensors(tensor, tensor.key, self.map))
+            # The map is proved. Without this, elements that it lacks would be those of any memory.
+            assert tensor.data is not None
+            assert sum(math.prod(p.theirs.local_shape) for p in of_tensor) == tensor.data.numel(), tensor.key
+            parts += of_tensor
         requests = [self._request(part) for part in parts]
         read_parts(self.contents, requests, where=self.where)
         if self.adapters is not None:

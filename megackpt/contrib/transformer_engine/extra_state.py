@@ -120,8 +120,9 @@ def fill_fp8_state(module: nn.Module, state: Fp8State) -> None:
         scale = state.tensors[f"scale_{target.direction}"]
         if scale.shape != target.scale.shape:
             raise DeclarationError(
-                f"the state has {len(scale)} slots {target.direction} and the {type(module).__name__} has "
-                f"{len(target.scale)}. Give the state of a module of the same class and number of experts."
+                f"the state has {tuple(scale.shape)} slots {target.direction} and the "
+                f"{type(module).__name__} has {tuple(target.scale.shape)}. Give the state of a module of the "
+                f"same class and number of experts."
             )
         history = state.tensors[f"amax_history_{target.direction}"]
         rows = min(len(history), len(target.amax_history))

@@ -16,7 +16,7 @@ import secrets
 from dataclasses import dataclass
 
 from megackpt.errors import CheckpointError, NotACheckpointError, StorageError
-from megackpt.formats.documents import read_manifest_file
+from megackpt.formats.documents import is_ours, read_manifest_file
 from megackpt.formats.file_names import HUGGINGFACE_MODELS
 from megackpt.formats.registry import attempt_of, detect, detect_foreign, fixed_names, recognise
 from megackpt.formats.strategy import MANIFEST, Json, SaveStrategy
@@ -43,6 +43,10 @@ def read_manifest(store: Store) -> Json:
     seen = recognise(store) if is_file and manifest is None else None
     if manifest is None and seen is None:
         manifest = read_manifest_file(store)
+    if manifest is not None and not is_ours(manifest):
+        # No other format: a damaged metadata.json of ours must not be taken for that of another program.
+        other = detect(store)
+        manifest = other if other is not None and other["sharded_backend"] == "huggingface" else manifest
     if manifest is None and not is_file:
         manifest = detect(store) or detect_foreign(store)
     if manifest is not None:

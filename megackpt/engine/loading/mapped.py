@@ -16,6 +16,7 @@ import numpy as np
 from megackpt.comm import Group
 from megackpt.engine.checkpoint.opening import check_readable, read_common
 from megackpt.engine.checkpoint.views import with_renamed_keys, with_views
+from megackpt.engine.data.equal_arrays import have_equal_bytes
 from megackpt.engine.loading.common_request import CommonRequest
 from megackpt.engine.loading.mapped_report import check_casts, report_mapped_arrays
 from megackpt.engine.loading.prepare import (
@@ -32,8 +33,9 @@ from megackpt.entities.flatten import FlattenedState, flatten_state
 from megackpt.errors import DeclarationError, MapError, MismatchError, MissingKeyError, truncated_list
 from megackpt.formats.contents import Chunks, Contents
 from megackpt.maps import RegionMap, bound_to
-from megackpt.maps.family import chosen_map
-from megackpt.maps.requests import MappedTensor, is_weight, mapped_tensors, parameter_key
+from megackpt.maps.family import OUTPUT, chosen_map
+from megackpt.maps.requests import EMBEDDING, MappedTensor, is_weight, mapped_tensors, parameter_key
+from megackpt.options import Policy
 from megackpt.plans.metadata import OBJECT, ArraySpec
 from megackpt.plans.planning import Copies, plan_load
 from megackpt.plans.planning.read_sizes import read_ratio
@@ -77,7 +79,7 @@ class MappedView(CheckpointView):
         return cls(
             where=where,
             source=source,
-            contents=_viewed(stored, made, where),
+            contents=_viewed(stored, made, rules, where),
             options=request.options,
             rules=rules,
             stored_keys=source.contents.arrays,
@@ -111,7 +113,8 @@ class MappedView(CheckpointView):
             DeclarationError: the request has more than weights.
             MapError: the map lacks an array of the request.
             MissingKeyError, MismatchError: the checkpoint lacks an array that the map names, or holds it with
-                another shape; or the model has another shape than the map.
+                another shape; or the model has another shape than the map, or an output layer that the
+                config ties to the embedding is another one.
         """
         assert request.map is not None
         flattened, excluded = request.flattened, self._excluded(request.flattened)
@@ -121,6 +124,9 @@ class MappedView(CheckpointView):
         self._check_stored(requested - excluded, request.map)
         tensors = [tensor for tensor in flattened.tensors if tensor.key not in excluded]
         _check_shapes(tensors, request.map, self.where)
+        if group.rank == 0:  # it compares for all ranks, which then raise its error
+            for key in _tied_outputs(self.stored, self.made, self.rules):
+                self._check_tied(key)
         return RequestedKeys(requested, excluded, frozenset())
 
     def plan_reads(
@@ -233,6 +239,27 @@ class MappedView(CheckpointView):
                 path=self.where,
             )
 
+    def _check_tied(self, key: str) -> None:
+        """Check that an output layer has the bytes of the embedding.
+
+        Raises:
+            MismatchError: it has others.
+        """
+        embeddings = {pair.right.key for pair in self.made.pairs if pair.left.key == EMBEDDING}
+        embedding = embeddings.pop() if len(embeddings) == 1 else ""
+        if embedding in self.stored.arrays and have_equal_bytes(
+            self.stored, key, embedding, where=self.where
+        ):
+            return
+        raise MismatchError(
+            f"{self.where}: the map has no output layer, as the config ties it to the embedding, and {key!r} "
+            f"has other bytes than {embedding or 'the embedding'!r}. Untie both: "
+            f"config={{**config, 'tie_word_embeddings': False}}, and a model with an output layer of its "
+            f"own. To leave it: LoadOptions(rules=[KeyRule(keys={key!r}, missing=Policy.IGNORE)]).",
+            key=key,
+            path=self.where,
+        )
+
 
 def _config_of(request: LoadRequest, contents: Contents, where: str) -> Mapping[str, object] | None:
     """Return the config of the other model: that of the request, or that of a Hugging Face folder."""
@@ -254,23 +281,26 @@ def _with_stored_padding(made: RegionMap, stored: Mapping[str, ArraySpec]) -> Re
     return replace(made, right=right)
 
 
-def _viewed(stored: Contents, made: RegionMap, where: str) -> Contents:
+def _viewed(stored: Contents, made: RegionMap, rules: LoadRules, where: str) -> Contents:
     """Return the arrays in the shapes of a map, without those that repeat others or are computed."""
     known = {key: made.right[key].viewed for key in made.right}
+    tied = _tied_outputs(stored, made, rules)
     views = {
         key: known.get(key, spec.global_shape)
         for key, spec in stored.arrays.items()
-        if key in known or not _is_derived(key)
+        # Old folders hold the rotary frequencies, which the model computes.
+        if key in known or not (key in tied or key.endswith((".rotary_emb.inv_freq", ".attn.masked_bias")))
     }
     return with_views(stored, views, where=where)
 
 
-def _is_derived(key: str) -> bool:
-    """Return whether an array that a map lacks holds nothing of its own.
+def _tied_outputs(stored: Contents, made: RegionMap, rules: LoadRules) -> list[str]:
+    """Return the output layers of a folder whose config ties it to the embedding: they should repeat that.
 
-    A folder with tied embeddings may hold them twice, and old ones hold the rotary frequencies.
+    A rule or mode that tolerates arrays that nobody asks for decides about an output layer, too.
     """
-    return key.endswith("lm_head.weight") or key.endswith((".rotary_emb.inv_freq", ".attn.masked_bias"))
+    others = stored.arrays.keys() - made.right.keys()
+    return sorted(key for key in others if key.endswith(OUTPUT) and rules.on_missing(key) is Policy.ERROR)
 
 
 def _check_only_weights(flattened: FlattenedState, excluded: frozenset[str], where: str) -> None:

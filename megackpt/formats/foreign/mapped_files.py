@@ -10,6 +10,7 @@ import pathlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import dataclass
 from importlib import import_module
 from typing import Any, TypeAlias
 
@@ -29,9 +30,22 @@ Stamp: TypeAlias = tuple[int, int, int] | None
 
 _NOTED: ContextVar[dict[str, Stamp] | None] = ContextVar("stamps of the files that are read", default=None)
 
+
+@dataclass(slots=True)
+class _Repeated:
+    """Bytes of expanded tensors beyond those that the files have, of all files so far."""
+
+    nbytes: int = 0
+
+
+_REPEATED: ContextVar[_Repeated | None] = ContextVar("what the files that are read repeat", default=None)
+
 _MAX_DEPTH = 200
+_IN_TUPLE = 1_000_000  # added to the depth of what a tuple or set contains
 MAX_REPEATED_BYTES = 64 * 1024 * 1024
-"""Expanded tensors of one file may need so many bytes more than they have in it."""
+"""Expanded tensors of files that are read together may need so many bytes more than they have in these."""
+_MAX_COPIES = 64
+"""How often the bytes of a file may be in it on average: weights that are tied, or shared by all layers."""
 
 
 def load_mapped_file(path: str, *, checks_bytes: bool = True) -> Any:
@@ -56,19 +70,26 @@ def load_mapped_file(path: str, *, checks_bytes: bool = True) -> Any:
     if noted is not None:
         noted[path] = file_stamp(path)  # before it is read
     value = _load_file(path, checks_bytes=checks_bytes)
-    _check_repeats(value, path)
+    before = _REPEATED.get()
+    repeated = _check_repeats(value, path, before.nbytes if before is not None else 0)
+    if before is not None:
+        before.nbytes = repeated
     return value
 
 
 @contextmanager
 def noted_stamps() -> Iterator[dict[str, Stamp]]:
-    """Note the stamp of each file that the block loads, by path. For this thread only."""
+    """Note the stamp of each file that the block loads, by path, and bound what they repeat together.
+
+    For this thread only.
+    """
     noted: dict[str, Stamp] = {}
-    token = _NOTED.set(noted)
+    token, repeated = _NOTED.set(noted), _REPEATED.set(_Repeated())
     try:
         yield noted
     finally:
         _NOTED.reset(token)
+        _REPEATED.reset(repeated)
 
 
 def file_stamp(path: str) -> Stamp:
@@ -93,22 +114,28 @@ def record_checksums(path: str) -> list[tuple[str, int, int]]:
     return tensor_records(path) if is_zip_file(path) else [("", pathlib.Path(path).stat().st_size, 0)]
 
 
-def _check_repeats(value: Any, path: str) -> None:
+def _check_repeats(value: Any, path: str, repeated: int) -> int:
     """Reject a file whose tensors repeat their elements over much more memory than they have in the file.
 
     With strides of 0, a few bytes are a tensor of any size, which takes memory as soon as it is copied.
+    Return the bytes that are repeated in this file and before it.
     """
-    repeated = 0
+    total, most = 0, _MAX_COPIES * (os.stat(path).st_size + MAX_REPEATED_BYTES // _MAX_COPIES)
+    in_memory: set[int] = set()  # storages of tensors in tuples and sets, which common state has by value
     # Every place counts: a tensor that is in many is copied for each. `pickle_limits` bounds their number.
     todo: list[tuple[str, Any, int]] = [("", value, 0)]
     while todo:
         key, part, depth = todo.pop()
-        if depth > _MAX_DEPTH:  # it may contain itself; whoever reads it rejects it
+        if depth % _IN_TUPLE > _MAX_DEPTH:  # it may contain itself; whoever reads it rejects it
             continue
         if isinstance(part, torch.Tensor):
             nbytes, stored = _sizes(part)
-            repeated += max(nbytes - stored, 0)
-            if repeated > MAX_REPEATED_BYTES:
+            total += nbytes
+            storage = part.untyped_storage().data_ptr() if stored else 0
+            repeated += nbytes if storage in in_memory else max(nbytes - stored, 0)
+            if depth >= _IN_TUPLE:
+                in_memory.add(storage)
+            if repeated > MAX_REPEATED_BYTES or total > most:
                 raise FormatError(
                     f"{path}: {key[1:]!r:.200} repeats {stored:,} bytes over {nbytes:,}, perhaps not alone: "
                     f"it is an expanded tensor, or the file is damaged. Save tensor.contiguous().",
@@ -118,9 +145,11 @@ def _check_repeats(value: Any, path: str) -> None:
         elif isinstance(part, dict):
             todo.extend((f"{key}.{name}", member, depth + 1) for name, member in part.items())
         elif isinstance(part, (list, tuple, set, frozenset)):
-            todo.extend((f"{key}.{number}", member, depth + 1) for number, member in enumerate(part))
+            deeper = depth + 1 + (_IN_TUPLE if type(part) is not list and depth < _IN_TUPLE else 0)
+            todo.extend((f"{key}.{number}", member, deeper) for number, member in enumerate(part))
         elif isinstance(part, ForeignObject):
             todo.append((key, part.state, depth + 1))
+    return repeated
 
 
 def _sizes(tensor: torch.Tensor) -> tuple[int, int]:

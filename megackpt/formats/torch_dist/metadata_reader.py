@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 
 Extents = tuple[int, ...]
 
-_MAX_DIMS = 255  # a chunk table has a byte for their number
+_MAX_DIMS = 64  # those of numpy, through which bytes are read
 
 COMMON_STATE = "common_state"
 """Key of the object that has the common state in newer versions of Megatron-Core."""

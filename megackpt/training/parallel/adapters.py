@@ -63,8 +63,7 @@ def add_adapters(
         DeclarationError: no layer has the name of a target, or it cannot have an adapter; two targets name
             the same rows; the model has an adapter of this name; tp does not divide the rank.
     """
-    if not _NAME.fullmatch(name):
-        raise DeclarationError(f"{name!r} cannot name an adapter. Use letters, digits, _ and -.")
+    check_adapter_name(name)
     configs = _configs(model)
     if name in configs:
         raise DeclarationError(f"the model has an adapter {name!r} already. Choose another name.")
@@ -80,6 +79,16 @@ def add_adapters(
     for param in adapter_parameters(model):
         param.requires_grad_()
     _initialise(adapter_state(sharded_state_dict(model, groups), name), seed)
+
+
+def check_adapter_name(name: object) -> None:
+    """Check that a name can be a part of keys. Pure.
+
+    Raises:
+        DeclarationError: it cannot.
+    """
+    if not isinstance(name, str) or not _NAME.fullmatch(name):
+        raise DeclarationError(f"{name!r:.200} cannot name an adapter. Use letters, digits, _ and -.")
 
 
 def adapter_parameters(model: nn.Module, name: str | None = None) -> list[nn.Parameter]:

@@ -9,6 +9,8 @@ from typing import Any
 
 from megackpt.errors import DeclarationError
 
+_LARGEST = 3e38  # of float32
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoRAConfig:
@@ -38,7 +40,7 @@ class LoRAConfig:
     dora: bool = False
 
     def __post_init__(self) -> None:
-        if not isinstance(self.rank, int) or self.rank < 1:
+        if type(self.rank) is not int or self.rank < 1:
             raise DeclarationError(f"the rank of an adapter is {self.rank!r}. Give an integer of at least 1.")
         if isinstance(self.targets, str) or not all(isinstance(t, str) and t for t in self.targets):
             raise DeclarationError(f"targets is {self.targets!r}. Give a tuple of names, ('linear_qkv',).")
@@ -46,8 +48,10 @@ class LoRAConfig:
             raise DeclarationError("an adapter has no targets. Name at least one layer, ('linear_qkv',).")
         if not isinstance(self.dropout, (int, float)) or not 0 <= self.dropout < 1:
             raise DeclarationError(f"dropout of an adapter is {self.dropout!r}. Give a number in [0, 1).")
-        if self.alpha is not None and not isinstance(self.alpha, (int, float)):
-            raise DeclarationError(f"alpha of an adapter is {self.alpha!r}. Give a number, or None.")
+        if self.alpha is not None and not _is_number(self.alpha):
+            raise DeclarationError(
+                f"alpha of an adapter is {self.alpha!r:.80}. Give a finite number, or None."
+            )
 
     @property
     def scale(self) -> float:
@@ -73,3 +77,9 @@ class LoRAConfig:
                 f"{', '.join(sorted(names - {'rank', 'targets'}))}."
             )
         return cls(**{**values, "targets": tuple(values["targets"])})
+
+
+def _is_number(value: object) -> bool:
+    """Return whether a value is a number that a float32 can be multiplied by."""
+    is_typed = isinstance(value, (int, float)) and not isinstance(value, bool)
+    return is_typed and -_LARGEST < value < _LARGEST  # type: ignore[operator]  # NaN is not

@@ -144,10 +144,26 @@ def test_rows_of_the_vocabulary_that_are_padding_become_0(tmp_path: Path) -> Non
 
 
 def test_a_tied_folder_may_hold_the_embedding_twice(tmp_path: Path) -> None:
-    stored = write_folder(tmp_path / "hf", TIED, **{THEIR_OUTPUT: torch.zeros(11, 8)})
+    stored = write_folder(tmp_path / "hf", TIED)
+    stored = write_folder(tmp_path / "hf", TIED, **{THEIR_OUTPUT: stored[THEIR_EMBEDDING].clone()})
     state = request(TIED)
     megackpt.load(state, tmp_path / "hf", maps="auto", options=LoadOptions(complete=True))
     assert torch.equal(state[EMBEDDING], stored[THEIR_EMBEDDING])
+
+
+@pytest.mark.parametrize("strict", ["assume_ok_unexpected", "raise_all", "log_all"])
+def test_a_tied_folder_with_another_output_layer_is_an_error_unless_a_rule_leaves_it(
+    strict: Any, tmp_path: Path
+) -> None:
+    write_folder(tmp_path / "hf", TIED, **{THEIR_OUTPUT: torch.full((11, 8), torch.nan)})
+    if strict != "log_all":
+        with pytest.raises(
+            MismatchError, match=r"'lm_head.weight' has other bytes than '.*' Untie|Untie both"
+        ):
+            megackpt.load(request(TIED), tmp_path / "hf", maps="auto", strict=strict)
+    rules = LoadOptions(rules=[KeyRule(keys=THEIR_OUTPUT, missing=Policy.IGNORE)])
+    state = request(TIED)
+    megackpt.load(state, tmp_path / "hf", maps="auto", strict=strict, options=rules)
 
 
 NORM, THEIR_NORM = "decoder.final_layernorm.weight", "model.norm.weight"
