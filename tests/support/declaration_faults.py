@@ -19,7 +19,6 @@ from megackpt import (
     ShardedTensor,
     ShardedTensorFactory,
 )
-from megackpt.entities import ShardedBase
 from tests.support.declared_worlds import DP, PP, RANKS, TP, World, rank_of
 
 
@@ -161,41 +160,19 @@ def an_array_of_objects_has_another_shape_on_one_rank(w: World) -> ExpectedError
     return differs("'rng': ", f"object ({RANKS + 1},) on ranks {rank}")
 
 
-# --- declarations that contradict themselves, made inside the save
-
-
-def built(w: World, rank: int, key: str, build: Callable[[], ShardedBase]) -> ExpectedError:
-    w.entities[rank][key] = ShardedTensorFactory(
-        key, torch.zeros(1), lambda *_: [build()], lambda parts: parts[0]
-    )
-    return ExpectedError(DeclarationError, (repr(key), f"ank {rank}"))
-
-
-@FAULTS.add
-def an_object_lies_outside_of_its_array(w: World) -> ExpectedError:
-    rank = int(w.rng.integers(0, RANKS))
-    return built(w, rank, "rng", lambda: ShardedObject("rng", 0, (RANKS,), (RANKS,)))
-
-
-@FAULTS.add
-def a_fragment_lies_outside_of_its_grid(w: World) -> ExpectedError:
-    rank = int(w.rng.integers(0, RANKS))
-    return built(
-        w, rank, "tied", lambda: ShardedTensor.from_rank_offsets("tied", torch.zeros(2), (0, TP, TP))
-    )
+# --- a declaration that contradicts itself, made inside the save
 
 
 @FAULTS.add
 def a_box_lies_outside_of_its_array(w: World) -> ExpectedError:
-    rank, tensor = 0, w.tensor(0, "uneven")
-    return built(w, rank, "uneven", lambda: replace(tensor, global_offset=(w.edges[-1] - 1, 0)))
-
-
-@FAULTS.add
-def a_flat_range_lies_outside_of_its_block(w: World) -> ExpectedError:
-    rank, tensor = int(w.rng.integers(0, RANKS)), w.tensor(0, "flat")
-    beyond = slice(0, w.rows * w.cols + 1)
-    return built(w, rank, "flat", lambda: replace(tensor, data=None, flattened_range=beyond))
+    tensor = w.tensor(0, "uneven")
+    w.entities[0]["uneven"] = ShardedTensorFactory(
+        "uneven",
+        torch.zeros(1),
+        lambda *_: [replace(tensor, global_offset=(w.edges[-1] - 1, 0))],
+        lambda parts: parts[0],
+    )
+    return ExpectedError(DeclarationError, ("'uneven'", "ank 0"))
 
 
 # --- common state

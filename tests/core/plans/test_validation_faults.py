@@ -13,15 +13,8 @@ from megackpt import CheckpointError, CoverageError, MismatchError, ShardedObjec
 from megackpt.comm import Group
 from megackpt.storage import MemoryStore
 from megackpt.testing.world import SimulatedWorld
-from tests.support import declaration_faults
-from tests.support import declaration_faults as chunk_faults
+from tests.support.declaration_faults import FAULTS
 from tests.support.declared_worlds import RANKS, World, is_main, outcomes_of, valid_world
-
-FAULTS = {**chunk_faults.FAULTS, **declaration_faults.FAULTS}
-
-
-def test_there_are_many_kinds_of_faults() -> None:
-    assert len(FAULTS) >= 40
 
 
 @pytest.mark.parametrize("seed", range(4))

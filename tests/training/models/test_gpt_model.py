@@ -9,10 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from megackpt import DeclarationError, load, load_plain_tensors, save
-from megackpt.comm import Group
-from megackpt.storage import MemoryStore
-from megackpt.testing.world import SimulatedWorld
+from megackpt import DeclarationError
 from megackpt.training.parallel import (
     MicroBatch,
     ParallelGroups,
@@ -87,36 +84,6 @@ def test_initial_weights_are_equal_at_every_layout_and_each_element_is_saved_onc
         assert torch.equal(actual[key][: len(whole)], whole), key
         assert torch.count_nonzero(actual[key][len(whole) :]) == 0  # the vocabulary is padded
         assert torch.all(covered[key] == 1), key
-
-
-def _save_at(
-    layout: ParallelLayout, seed: int, store: MemoryStore, source: MemoryStore | None = None
-) -> None:
-    """Save the model of a layout, with the weights of a seed, or those of another checkpoint."""
-
-    def save_rank(group: Group) -> None:
-        model = GPT(CONFIG, ParallelGroups.offline(layout, group.rank))
-        init_weights(model, seed)
-        if source is not None:
-            load(model.sharded_state_dict(), source, group=group)
-        save(model.sharded_state_dict(), store, group=group)
-
-    SimulatedWorld(layout.world_size).run(save_rank)
-
-
-@pytest.mark.parametrize("cp", [2, 4])
-def test_the_checkpoint_knows_nothing_of_cp(cp: int) -> None:
-    without, with_cp, passed_on = MemoryStore("without"), MemoryStore("with"), MemoryStore("on")
-    _save_at(ParallelLayout(tp=2), 7, without)
-    _save_at(ParallelLayout(tp=2, cp=cp), 7, with_cp)
-    _save_at(ParallelLayout(tp=2, cp=8 // cp), 8, passed_on, source=with_cp)
-    expected = load_plain_tensors(without)
-    for store in (with_cp, passed_on):
-        actual = load_plain_tensors(store)
-        assert actual.keys() == expected.keys()
-        for key, array in expected.items():
-            assert actual[key].shape == array.shape
-            assert torch.equal(actual[key].view(torch.int32), array.view(torch.int32)), key
 
 
 def test_keys_are_free_of_layer_numbers_and_stages() -> None:

@@ -20,8 +20,7 @@ from megackpt.testing.cached_disk import Loss
 from megackpt.testing.crash_store import CrashMachine, Moment, Stopped
 from megackpt.testing.faulty_store import FaultyStore, Operation
 from megackpt.testing.world import SimulatedWorld
-from tests.support.effort import few, sampled
-from tests.support.huggingface_configs import FAMILIES
+from tests.support.effort import few
 from tests.support.huggingface_folders import (
     assert_same_tensors,
     declared,
@@ -32,28 +31,6 @@ from tests.support.huggingface_folders import (
 )
 from tests.support.s3_server import BUCKET, S3Server, options_for
 from tests.support.states import assembled, random_arrays
-
-SEEDS = range(few(2, of=5))
-
-
-@sampled(4)
-@pytest.mark.parametrize("seed", SEEDS)
-@pytest.mark.parametrize("model_type", FAMILIES)
-def test_every_tensor_of_a_family_is_written_bit_for_bit(model_type: str, seed: int, tmp_path: Path) -> None:
-    config = random_config(model_type, seed)
-    expected = saved_model(tmp_path / "saved", config, seed)
-    chance = random.Random(seed)
-    report = megackpt.export_huggingface(
-        tmp_path / "saved",
-        tmp_path / "folder",
-        max_file_bytes=chance.choice([4000, 20_000, 10**9]),
-        buffer_bytes=chance.choice([700, 5000, 10**6]),
-        workers=chance.choice([1, 3]),
-    )
-    assert_same_tensors(folder_tensors(tmp_path / "folder"), expected)
-    assert (report.tensors, report.dtype) == (len(expected), "float32")
-    assert report.nbytes == sum(tensor.nbytes for tensor in expected.values())
-
 
 LLAMA = random_config("llama", 0)
 
@@ -290,15 +267,6 @@ def test_wrong_arguments_are_one_error_and_nothing_is_written(
     assert not (tmp_path / "folder").exists()
 
 
-def test_a_truncated_source_is_an_error_and_nothing_is_written(tmp_path: Path) -> None:
-    saved_model(tmp_path / "saved", LLAMA, 9)
-    file = sorted((tmp_path / "saved").rglob("*.safetensors"))[0]
-    file.write_bytes(file.read_bytes()[:-20])
-    with pytest.raises(CheckpointError, match="ends at byte"):
-        megackpt.export_huggingface(tmp_path / "saved", tmp_path / "folder")
-    assert not (tmp_path / "folder").exists()
-
-
 def test_a_checkpoint_without_a_config_needs_one(tmp_path: Path) -> None:
     (tmp_path / "saved").mkdir()
     megackpt.save({"a": torch.zeros(3)}, tmp_path / "saved")
@@ -452,12 +420,3 @@ def test_a_kept_file_that_changed_is_an_error(tmp_path: Path) -> None:
         export(tmp_path / "saved", tmp_path / "folder")
     assert not kept.exists()
     export(tmp_path / "saved", tmp_path / "folder")
-
-
-def test_an_unfinished_export_is_no_model(tmp_path: Path) -> None:
-    saved_model(tmp_path / "saved", LLAMA, 8)
-    store = FaultyStore(LocalStore(str(tmp_path / "folder")), fail_at=lambda o: "model-00002" in o.name)
-    with pytest.raises(StorageError):
-        export(tmp_path / "saved", store)
-    with pytest.raises(megackpt.NotACheckpointError):
-        megackpt.inspect(tmp_path / "folder")

@@ -31,26 +31,11 @@ from megackpt.formats.safetensors_header import read_header
 from megackpt.storage import LocalStore, MemoryStore, ObjectStore
 from megackpt.testing.identical import difference
 from megackpt.testing.world import SimulatedWorld
+from tests.support.counting import CountingStore
 from tests.support.effort import few
 from tests.support.s3_server import BUCKET, S3Server, options_for
 
 INDEX = "model.safetensors.index.json"
-
-
-class CountingStore(LocalStore):
-    """Records the byte range of every read."""
-
-    def __init__(self, directory: Path) -> None:
-        super().__init__(directory)
-        self.reads: list[tuple[str, int, int]] = []  # `read_into` calls `stream_into`
-
-    def borrow(self, name: str, offset_bytes: int, nbytes: int) -> Any:
-        self.reads.append((name, offset_bytes, nbytes))
-        return super().borrow(name, offset_bytes, nbytes)
-
-    def stream_into(self, name: str, offset_bytes: int, out: memoryview) -> Any:
-        self.reads.append((name, offset_bytes, out.nbytes))
-        return super().stream_into(name, offset_bytes, out)
 
 
 def tensors() -> dict[str, torch.Tensor]:
