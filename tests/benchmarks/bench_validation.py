@@ -1,8 +1,8 @@
-"""How long it takes to prove, plan and index a save of a million chunks; peers do it with fewer.
+"""How long it takes to prove, plan and index a save of a million chunks.
 
-Run by hand: `python tests/benchmarks/bench_validation.py [--chunks N] [--peer-chunks N]`. CPU time of one
-core, median of 3 runs. Each run is a process of its own; for megackpt its peak memory is that of the messages
-of all ranks and the work on them, interpreter and numpy included.
+Run by hand: `python tests/benchmarks/bench_validation.py [--chunks N]`. CPU time of one core, median of 3
+runs. Each run is a process of its own; its peak memory is that of the messages of all ranks and the work on
+them, interpreter and numpy included.
 
 With the index goes how a rank uses it: what it reads of the index, and the CPU time from opening it to its
 load plan, the worst of the first, the middle and the last rank. Once it asks for what it has saved, and, in
@@ -19,7 +19,6 @@ import resource
 import statistics
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -137,7 +136,7 @@ def _messages(ranks: list[Rank]) -> list[bytes]:
     return [of(rank) for rank in range(len(ranks))]
 
 
-def bench_ours(messages: list[bytes]) -> Iterator[tuple[str, float]]:
+def bench(messages: list[bytes]) -> Iterator[tuple[str, float]]:
     """Decode, merge, prove and plan what came from all ranks, index it, and plan loads by the index."""
     from megackpt.formats.native import NativeSaveStrategy
     from megackpt.plans.metadata import unpack_columns
@@ -192,20 +191,9 @@ def _load_plan(directory: str, output: dict[str, Any], requested: Any) -> tuple[
     """Return the time that a rank takes to its load plan, in milliseconds, and what it reads of the index."""
     from megackpt.formats.index_reader import open_index
     from megackpt.plans.planning import plan_load
-    from megackpt.storage import LocalStore
+    from tests.support.counting import CountingStore
 
-    class Counting(LocalStore):
-        nbytes = 0
-
-        def stream_into(self, name: str, offset_bytes: int, out: memoryview) -> Iterator[int]:
-            self.nbytes += out.nbytes
-            return super().stream_into(name, offset_bytes, out)
-
-        def borrow(self, name: str, offset_bytes: int, nbytes: int) -> AbstractContextManager[memoryview]:
-            self.nbytes += nbytes
-            return super().borrow(name, offset_bytes, nbytes)
-
-    store, clock = Counting(directory), Clock()
+    store, clock = CountingStore(directory), Clock()
     stored = open_index(store, output).of_boxes([requested.table])
     plan_load(requested, stored.table, where=directory)
     return clock.lap() * 1000, store.nbytes
@@ -226,133 +214,45 @@ def _half_as_parallel(arrays: tuple[Any, ...]) -> Any:
     return DeclaredChunks(table, yes, ~yes, 0 * numel, np.arange(n))
 
 
-# --- others
-
-
-def bench_dcp(ranks: list[Rank]) -> Iterator[tuple[str, float]]:
-    """`DefaultSavePlanner.create_global_plan`: remove duplicates, make metadata, validate."""
-    import torch
-    from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
-    from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
-
-    def item(key: str, whole: tuple[int, ...], chunk: Chunk) -> WriteItem:
-        start, shape = torch.Size(chunk[0]), torch.Size(chunk[1])
-        data = TensorWriteData(
-            ChunkStorageMetadata(start, shape), TensorProperties(dtype=torch.float32), torch.Size(whole)
-        )
-        return WriteItem(MetadataIndex(key, start), WriteItemType.SHARD, tensor_data=data)
-
-    plans = [
-        SavePlan([item(key, whole, c) for key, (whole, chunks) in rank.items() for c in chunks])
-        for rank in ranks
-    ]
-    clock = Clock()
-    DefaultSavePlanner(flatten_state_dict=False).create_global_plan(plans)
-    yield "coverage", clock.lap()
-
-
-def bench_megatron(ranks: list[Rank]) -> Iterator[tuple[str, float]]:
-    """`validate_sharding_integrity` on what its all_gather_object returns."""
-    import torch
-    from megatron.core.dist_checkpointing.mapping import ShardedTensor
-    from megatron.core.dist_checkpointing.validation import validate_sharding_integrity
-
-    torch.distributed.init_process_group("fake", rank=0, world_size=1)
-
-    def sharded(key: str, whole: tuple[int, ...], chunk: Chunk, is_grid: bool) -> ShardedTensor:
-        start, shape = chunk[0], chunk[1]
-        fragments = tuple(g // n for g, n in zip(whole, shape, strict=True)) if is_grid else None
-        return ShardedTensor(key, None, torch.float32, shape, whole, start, fragments, 0 if chunk[4] else 1)
-
-    shapes: dict[str, set[tuple[int, ...]]] = {}
-    for rank in ranks:
-        for key, (_, chunks) in rank.items():
-            shapes.setdefault(key, set()).update(c[1] for c in chunks)
-    gathered = [
-        [sharded(k, w, c, len(shapes[k]) == 1) for k, (w, chunks) in rank.items() for c in chunks]
-        for rank in ranks
-    ]
-    clock = Clock()
-    validate_sharding_integrity(gathered)
-    yield "coverage", clock.lap()
-
-
 # --- measuring
 
 
-PEERS = {"torch DCP": bench_dcp, "Megatron-Core": bench_megatron}
-
-
-def _measure(who: str, world: str, chunks: int) -> None:
+def _measure(world: str, chunks: int) -> None:
     """Print the result of one run; called in a process of its own."""
-    if who == "megackpt":
-        with multiprocessing.get_context("spawn").Pool(1) as pool:  # its memory does not count
-            rows, arrays, messages = pool.apply(_built, (world, chunks))
-        laps = dict(bench_ours(messages))
-    else:
-        ranks = WORLDS[world](chunks)
-        rows, arrays = _size_of(ranks)
-        laps = dict(PEERS[who](ranks))
+    with multiprocessing.get_context("spawn").Pool(1) as pool:  # its memory does not count
+        rows, arrays, messages = pool.apply(_built, (world, chunks))
+    laps = dict(bench(messages))
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
     print(json.dumps({"rows": rows, "arrays": arrays, "peak_mib": peak, **laps}))
 
 
 def _built(world: str, chunks: int) -> tuple[int, int, list[bytes]]:
+    """Return how many rows and arrays there are, and what the ranks send."""
     ranks = WORLDS[world](chunks)
-    return (*_size_of(ranks), _messages(ranks))
-
-
-def _size_of(ranks: list[Rank]) -> tuple[int, int]:
-    return sum(len(c) for rank in ranks for _, c in rank.values()), len(
-        {key for rank in ranks for key in rank}
-    )
-
-
-def _medians(who: str, world: str, chunks: int) -> dict[str, float] | str:
-    try:
-        runs = [in_a_process(__file__, "--measure", who, world, chunks) for _ in range(REPEATS)]
-    except SystemExit as failed:
-        return str(failed).splitlines()[-1]
-    return {name: statistics.median(run[name] for run in runs) for name in runs[0]}
+    rows = sum(len(c) for rank in ranks for _, c in rank.values())
+    return rows, len({key for rank in ranks for key in rank}), _messages(ranks)
 
 
 def main() -> None:
     """Print the table."""
-    inner = {"nargs": 3, "metavar": ("WHO", "WORLD", "CHUNKS")}
-    args = options(__doc__, chunks=1_000_000, peer_chunks=100_000, measure=inner)
+    inner = {"nargs": 2, "metavar": ("WORLD", "CHUNKS")}
+    args = options(__doc__, chunks=1_000_000, measure=inner)
     if args.measure:
-        _measure(args.measure[0], args.measure[1], int(args.measure[2]))
+        _measure(args.measure[0], int(args.measure[1]))
         return
-    todo = [("megackpt", world, args.chunks) for world in WORLDS]
-    # The other worlds are left out for the peers: neither of them has flat ranges any more.
-    todo += [
-        (who, world, args.peer_chunks) for world in ("grid", "irregular") for who in ("megackpt", *PEERS)
-    ]
-    named = ("decode", "merge", "coverage", "plan", "index")
-    head = ("", "world", "chunks", "arrays", *(f"{name} s" for name in named), "sum s", "peak MiB")
-    index = ("B/chunk", "load ms", "read %", "all ms")
-    print(("{:14} {:10} {:>9} {:>7}" + " {:>10}" * 7 + " {:>7}" * 4).format(*head, *index))
-    for who, world, chunks in todo:
-        medians = _medians(who, world, chunks)
-        if isinstance(medians, str):
-            print(f"{who:14} {world:10} {medians}")
-            continue
-        laps = [f"{medians[name]:.2f}" if name in medians else "-" for name in named]
-        total = sum(medians[name] for name in named if name in medians)
-        of_index = [
-            f"{medians[name] * factor:.{digits}f}" if name in medians else "-"
-            for name, factor, digits in (
-                ("chunk_nbytes", 1, 1), ("load_ms", 1, 1), ("load_read", 100, 1), ("all_ms", 1, 1)
-            )
-        ]  # fmt: skip
+    steps = ("decode", "merge", "coverage", "plan", "index")
+    head = ("world", "chunks", "arrays", *(f"{name} s" for name in steps), "sum s", "peak MiB")
+    print(("{:10} {:>9} {:>7}" + " {:>10}" * 7).format(*head), "B/chunk load ms  read %  all ms")
+    for world in WORLDS:
+        runs = [in_a_process(__file__, "--measure", world, args.chunks) for _ in range(REPEATS)]
+        medians = {name: statistics.median(run[name] for run in runs) for name in runs[0]}
+        laps = [medians[name] for name in steps]
+        print(f"{world:10} {medians['rows']:9,.0f} {medians['arrays']:7,.0f}", end="")
+        print("".join(f" {lap:10.2f}" for lap in (*laps, sum(laps))), end="")
         print(
-            f"{who:14} {world:10} {medians['rows']:9,.0f} {medians['arrays']:7,.0f} "
-            + " ".join(f"{text:>10}" for text in (*laps, f"{total:.2f}", f"{medians['peak_mib']:,.0f}"))
-            + " "
-            + " ".join(f"{text:>7}" for text in of_index),
-            flush=True,
+            f" {medians['peak_mib']:10,.0f} {medians['chunk_nbytes']:7.1f} {medians['load_ms']:7.1f}", end=""
         )
+        print(f" {100 * medians['load_read']:7.1f} {medians.get('all_ms', math.nan):7.1f}", flush=True)
 
 
 if __name__ == "__main__":

@@ -29,23 +29,14 @@ _MOST_OVER_READ = 1.1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Goal:
-    """One bound.
+    """One bound."""
 
-    Attributes:
-        what: what is measured.
-        of: what it is compared with: "raw", the name of a peer, or a unit.
-        bound: how much is asked for.
-        is_least: whether more is better.
-        measured: what the run has found; None where it did not measure it.
-        doubt: how far that may be off, where it is a small difference of large times.
-    """
-
-    what: str
-    of: str
-    bound: float
-    is_least: bool
-    measured: float | None
-    doubt: float = 0.0
+    what: str  # what is measured
+    of: str  # what it is compared with: "raw", the name of a peer, or a unit
+    bound: float  # how much is asked for
+    is_least: bool  # whether more is better
+    measured: float | None  # what the run has found; None where it did not measure it
+    doubt: float = 0.0  # how far that may be off, where it is a small difference of large times
 
     @property
     def is_met(self) -> bool | None:

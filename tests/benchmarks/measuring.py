@@ -94,11 +94,7 @@ def scratch(directory: Path, name: str) -> Iterator[Path]:
 
 
 def in_a_process(program: str, *arguments: object) -> Any:
-    """Run a program of Python, and return the JSON document of its last line.
-
-    Raises:
-        SystemExit: it failed; with the end of what it said.
-    """
+    """Run a program of Python, and return the JSON document of its last line."""
     command = [sys.executable, "-W", "ignore", program, *map(str, arguments)]
     ran = subprocess.run(command, capture_output=True, text=True, check=False)
     if ran.returncode:

@@ -46,6 +46,7 @@ from megackpt.training.parallel import (
 )
 from megackpt.training.parallel.context import gather_context, join_context
 from models import GPTConfig, build_gpt, init_weights
+from tests.support.counting import CountingStore
 from tests.support.states import bits
 from tests.support.writers import KilledStrategy, part, wait_for_writers
 
@@ -100,20 +101,6 @@ def save_and_train_on(root: Path) -> None:
 def test_an_asynchronous_save_has_the_state_at_the_call(rank_pool: RankPool, tmp_path: Path) -> None:
     rank_pool.run(save_and_train_on, RANKS, tmp_path)
     assert rank_pool.run(load_step, RANKS, tmp_path) == [1] * RANKS
-
-
-class CountingStore(LocalStore):
-    """Counts the bytes that are read of data files."""
-
-    nbytes = 0
-
-    def stream_into(self, name: str, offset_bytes: int, out: memoryview) -> Any:
-        self.nbytes += out.nbytes
-        return super().stream_into(name, offset_bytes, out)
-
-    def borrow(self, name: str, offset_bytes: int, nbytes: int) -> Any:
-        self.nbytes += nbytes
-        return super().borrow(name, offset_bytes, nbytes)
 
 
 NUMBERS = torch.arange(700 * 1000.0).reshape(700, 1000)

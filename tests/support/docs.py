@@ -46,21 +46,13 @@ FENCE = re.compile(
 
 
 class Block(NamedTuple):
-    """A fenced block.
+    """A fenced block."""
 
-    Attributes:
-        kind: the word after the fence, or "".
-        code: its lines.
-        line: how many lines of the page come before them.
-        section: the heading that it stands under, "" before the first of level 2.
-        lead: the text between the heading or block before and this one.
-    """
-
-    kind: str
-    code: str
-    line: int
-    section: str
-    lead: str
+    kind: str  # the word after the fence, or ""
+    code: str  # its lines
+    line: int  # how many lines of the page come before them
+    section: str  # the heading that it stands under, "" before the first of level 2
+    lead: str  # the text between the heading or block before and this one
 
     @property
     def first_line(self) -> str:

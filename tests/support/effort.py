@@ -38,10 +38,7 @@ def with_all(why: str) -> pytest.MarkDecorator:
 
 
 def leave_out(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Deselect what only `--all` tries.
-
-    The choice depends on the test's name, so that two dimensions of cases never keep step.
-    """
+    """Deselect what only `--all` tries."""
     out = {item for item in items if item.get_closest_marker("with_all")}
     cases: dict[tuple[str, int], list[pytest.Item]] = defaultdict(list)
     for item in items:

@@ -43,10 +43,7 @@ OF_GRADIENTS = 2 * RELATIVE
 
 
 class Case(NamedTuple):
-    """A random model of transformers: our config, its weights, and what it computes.
-
-    Weights are numpy's, which need no shared memory.
-    """
+    """A random model of transformers: our config, its weights, and what it computes."""
 
     config: Any  # a GPTConfig of another model
     weights: Mapping[str, Any]
@@ -58,10 +55,7 @@ class Case(NamedTuple):
 def case_of(
     model: nn.Module, fields: Mapping[str, Any], config: GPTConfig, batch: MicroBatch, outputs: Any
 ) -> Case:
-    """Return the case of a model of transformers, whose `outputs` are those of the batch.
-
-    Its folder is a `config.json` of `fields`, and its state dict without what is tied.
-    """
+    """Return the case of a model of transformers, whose `outputs` are those of the batch."""
     made = stacked_map(fields)
     state = dict(model.state_dict(keep_vars=True))
     theirs = {key: state[key] for key in made.right}
@@ -101,10 +95,7 @@ def run(
     sequence_parallel: bool = False,
     stages: str | None = None,
 ) -> list[Answer]:
-    """Return this rank's logits and gradients.
-
-    There are no logits with virtual stages, nor on other stages than the last.
-    """
+    """Return this rank's logits and gradients."""
     answers = []
     groups = ParallelGroups.create(layout)
     for case in cases:

@@ -257,10 +257,7 @@ _GATHERED = ("param", "exp_avg", "exp_avg_sq")
 
 
 class DistributedFusedAdam(torch.optim.Optimizer):
-    """ZeRO-2 with buckets of a fixed size; here without communication.
-
-    A test gives each rank the averaged gradient, and copies parameters between ranks with `share_params`.
-    """
+    """ZeRO-2 with buckets of a fixed size; here without communication."""
 
     def __init__(
         self,

@@ -252,10 +252,7 @@ FAMILIES = ("gemma", "gpt2", "gpt-oss")
 
 
 def as_family(config: GPTConfig, family: str) -> GPTConfig:
-    """Return a config of the same sizes with the choices of a family, and some that go with them.
-
-    Its sequences have at least 4 tokens, and there are 4 layers.
-    """
+    """Return a config of the same sizes with the choices of a family, and some that go with them."""
     return {"gemma": _gemma, "gpt2": _gpt2, "gpt-oss": _gpt_oss}[family](config)
 
 
@@ -320,10 +317,7 @@ class Box(NamedTuple):
 
 
 def gradient_boxes(model: nn.Module, state: ShardedStateDict, groups: ParallelGroups) -> list[Box]:
-    """Return this rank's boxes of the gradients, under the keys of the parameters. Collective.
-
-    Parameters that are frozen have none.
-    """
+    """Return this rank's boxes of the gradients, under the keys of the parameters. Collective."""
     grads = {name: reduced(p, groups) for name, p in model.named_parameters() if p.requires_grad}
     entities = {name: e.retarget(key=e.key, data=grads[name]) for name, e in state.items() if name in grads}
     return [Box(t.key, t.global_shape, t.global_slice(), t.data) for t in tensors_of(entities)]

@@ -44,34 +44,21 @@ class GuaranteeError(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FoundTest:
-    """A function that pytest collects.
+    """A function that pytest collects."""
 
-    Attributes:
-        path: its file, from the root of the repository.
-        name: its name.
-        marks: names of the marks of the function and of its module.
-    """
-
-    path: str
-    name: str
-    marks: frozenset[str]
+    path: str  # its file, from the root of the repository
+    name: str  # its name
+    marks: frozenset[str]  # names of the marks of the function and of its module
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """A command of .ci/hosts or .ci/docs that runs tests.
+    """A command of .ci/hosts or .ci/docs that runs tests."""
 
-    Attributes:
-        level: the part of .ci/run.
-        paths: files and folders that it names.
-        words: a test that it runs has one of these in its path or name; empty for all tests.
-        tries_all: whether it has `--all`.
-    """
-
-    level: str
-    paths: tuple[str, ...]
-    words: tuple[str, ...]
-    tries_all: bool
+    level: str  # the part of .ci/run
+    paths: tuple[str, ...]  # files and folders that it names
+    words: tuple[str, ...]  # a test that it runs has one of these in its path or name; empty for all tests
+    tries_all: bool  # whether it has `--all`
 
     def has(self, test: FoundTest) -> bool:
         """Whether the command runs a test, by its path and name."""
@@ -107,10 +94,7 @@ def _is_pytestmark(target: ast.expr) -> bool:
 
 
 def _names_in(decorator: ast.expr) -> set[str]:
-    """Return the words of a mark: `pytest.mark.gpu`, or `with_all(...)`.
-
-    Marks of single parameters are arguments, and do not count.
-    """
+    """Return the words of a mark: `pytest.mark.gpu`, or `with_all(...)`."""
     if isinstance(decorator, (ast.List, ast.Tuple)):
         return set().union(*(_names_in(element) for element in decorator.elts))
     called = decorator.func if isinstance(decorator, ast.Call) else decorator

@@ -113,10 +113,7 @@ def _recurrent(family: str, seed: int) -> Fields:
 
 
 def _delta_net(draw: random.Random, seed: int, layers: int) -> Fields:
-    """Return fields of gated delta nets and gated attention.
-
-    Of seeds 0, 100, ... 2 divides heads, and 4 those of values.
-    """
+    """Return fields of gated delta nets and gated attention."""
     key_heads = draw.choice([1, 2, 3]) if seed % 100 else 2
     shared = draw.choice([1, 2, 3]) if seed % 100 else 2 * draw.choice([1, 2])
     kinds = [draw.choice(["linear_attention", "full_attention"]) for _ in range(layers)]

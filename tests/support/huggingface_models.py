@@ -106,10 +106,7 @@ def randomise(module: nn.Module, seed: int) -> None:
 
 
 def arrays_in_our_names(model: nn.Module) -> Arrays:
-    """Return the weights of a transformers model as our arrays, by its map; equal layers are stacked.
-
-    That models of ours with these arrays compute the same proves the map.
-    """
+    """Return the weights of a transformers model as our arrays, by its map; equal layers are stacked."""
     config = json.loads(model.config.to_json_string())
     state = {_saved_name(key, config): value.detach() for key, value in model.state_dict().items()}
     made = stacked_map(config, list(state))
@@ -141,10 +138,7 @@ def _saved_name(key: str, config: Mapping[str, Any]) -> str:
 
 
 def fill(declared: ShardedStateDict | Iterable[ShardedStateDict], arrays: Arrays) -> set[str]:
-    """Fill the parameters of one rank with its boxes of the arrays; return the keys of those it has.
-
-    Rows of a padded vocabulary stay as they are.
-    """
+    """Fill the parameters of one rank with its boxes of the arrays; return the keys of those it has."""
     keys = set()
     for tensor in tensors_of(declared):
         array, box = arrays[tensor.key], tensor.global_slice()
@@ -195,10 +189,7 @@ def assert_close(actual: Any, expected: Tensor, relative: float = RELATIVE) -> N
 
 
 def logits(config: GPTConfig, weights: Any, layout: ParallelLayout, sequence_parallel: bool = False) -> Any:
-    """Return the logits `[b, s, vocab]` of our model, of ranks of the last stage; of others None.
-
-    Each rank of dp has its part of the batch. Arrays come and go as numpy's, which need no shared memory.
-    """
+    """Return the logits `[b, s, vocab]` of our model, of ranks of the last stage; of others None."""
     groups = ParallelGroups.create(layout)
     model = build_gpt(config, groups, sequence_parallel=sequence_parallel)
     keys = fill(model.sharded_state_dict(), {key: torch.from_numpy(array) for key, array in weights.items()})

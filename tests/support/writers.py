@@ -159,17 +159,11 @@ ORDER = "trouble.json"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Order:
-    """What is to happen in a writer process.
+    """What is to happen in a writer process."""
 
-    Attributes:
-        trainer: process id of the rank whose writer it is.
-        before: how many collectives of a save, or operations of its store, come before.
-        how: `raises`, `dies` or `sleeps`.
-    """
-
-    trainer: int
-    before: int
-    how: str
+    trainer: int  # process id of the rank whose writer it is
+    before: int  # how many collectives of a save, or operations of its store, come before
+    how: str  # `raises`, `dies` or `sleeps`
 
     def give(self, root: Path) -> None:
         """Let it happen in the next save below a root."""
@@ -230,19 +224,12 @@ TIER_ORDER = "trouble-in-a-tier.json"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TierOrder:
-    """What is to happen where a step goes into a tier.
+    """What is to happen where a step goes into a tier."""
 
-    Attributes:
-        node: directory of the node.
-        kind: of an operation on its store, before which it happens.
-        name: a part of the name of the file concerned.
-        how: `full`, `dies`, `sleeps`, or `held` until there is a file `go`, after one `begun`.
-    """
-
-    node: str
-    kind: str
-    name: str = ""
-    how: str
+    node: str  # directory of the node
+    kind: str  # of an operation on its store, before which it happens
+    name: str = ""  # a part of the name of the file concerned
+    how: str  # `full`, `dies`, `sleeps`, or `held` until there is a file `go`, after one `begun`
 
     def give(self, base: Path) -> None:
         """Let it happen from now on."""

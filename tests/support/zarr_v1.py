@@ -41,10 +41,7 @@ def save_zarr_v1(
 
 
 def copy_as_zarr_v1(source: Path | Store, target: Path | Store, *, is_ours: bool = True) -> None:
-    """Write what is in another checkpoint, each dim of an array cut into two chunks.
-
-    is_ours adds the marker that earlier versions of megackpt wrote and Megatron-Core does not.
-    """
+    """Write what is in another checkpoint, each dim of an array cut into two chunks."""
     files: dict[str, bytes] = {}
     common, content_metadata = load_common_state_dict(source), load_content_metadata(source)
     for key, tensor in load_plain_tensors(source).items():

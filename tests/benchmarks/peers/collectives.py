@@ -59,10 +59,7 @@ def counted() -> Iterator[Count]:
 
 @contextlib.contextmanager
 def observed(names: tuple[str, ...], note: Callable[[str, tuple[Any, ...]], None]) -> Iterator[None]:
-    """Call `note(name, arguments)` before each call of these methods of a process group, in this process.
-
-    The calls are made as before. The arguments leave out the group itself.
-    """
+    """Call `note(name, arguments)` before each call of these methods of a process group, in this process."""
 
     def around(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
         def noting(group: Any, *args: Any, **kwargs: Any) -> Any:

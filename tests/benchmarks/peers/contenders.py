@@ -20,12 +20,7 @@ PEERS = ("dcp", "mcore", "torch")
 
 
 def make_peer(name: str) -> Contender:
-    """Return the contender of a name of PEERS, or an instance of the class that `module:class` names.
-
-    Raises:
-        MissingExtraError: its library is not installed.
-        DeclarationError: there is no such module or class.
-    """
+    """Return the contender of a name of PEERS, or an instance of the class that `module:class` names."""
     if ":" in name:
         return _import_class(name)()
     if name == "dcp":
@@ -41,11 +36,7 @@ def make_peer(name: str) -> Contender:
 
 
 def check_peers(names: Sequence[str]) -> None:
-    """Raise an error for a peer given as `module:class` that cannot be imported.
-
-    Raises:
-        DeclarationError: there is no such module or class.
-    """
+    """Raise an error for a peer given as `module:class` that cannot be imported."""
     for name in names:
         if ":" in name:
             _import_class(name)

@@ -101,10 +101,7 @@ def _planner() -> DefaultSavePlanner:
 
 
 def _stager() -> Any:
-    """Return what keeps the memory for copies from save to save; None in a torch that has none.
-
-    The other options of it are for devices.
-    """
+    """Return what keeps the memory for copies from save to save; None in a torch that has none."""
     if not hasattr(staging, "DefaultStager"):
         return None
     options = staging.StagingOptions(

@@ -26,16 +26,11 @@ from tests.benchmarks.peers.run import PeerRun
 
 @dataclass(frozen=True, slots=True)
 class _Run:
-    """One save.
+    """One save."""
 
-    Attributes:
-        planning_s: seconds until all ranks know what to write.
-        planning, saving: collectives until then, and until the end.
-    """
-
-    planning_s: float
-    planning: int
-    saving: int
+    planning_s: float  # until all ranks know what to write
+    planning: int  # collectives until then
+    saving: int  # collectives until the end
 
 
 def measure_planning(run: PeerRun) -> None:

@@ -19,22 +19,17 @@ CASES = ("save", "load", "reshard", "async", "digests", "memory", "small", "plan
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PeerSettings(BenchSettings):
-    """One run of the benchmark.
-
-    Attributes:
-        peers: libraries to compare with: names of PEERS, or `module:class` of a `Contender` that ranks can
-            import.
-        scaling: how many ranks are compared with one, each time with the same state; under torchrun all.
-        long_run: how many saves and loads the case `long` makes.
-        profile: where to write a trace of one save and one load, as JSON for Perfetto; None for none.
-    """
+    """One run of the benchmark."""
 
     known_cases: ClassVar[tuple[str, ...]] = CASES
 
     cases: tuple[str, ...] = CASES
+    # libraries to compare with: names of PEERS, or `module:class` of a `Contender` that ranks can import
     peers: tuple[str, ...] = ()
+    # how many ranks are compared with one, each time with the same state; under torchrun all
     scaling: int = 8
-    long_run: int = 50
+    long_run: int = 50  # how many saves and loads the case `long` makes
+    # where to write a trace of one save and one load, as JSON for Perfetto; None for none
     profile: str | None = None
 
     def __post_init__(self) -> None:
@@ -47,27 +42,16 @@ class PeerSettings(BenchSettings):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Figure:
-    """Something measured that is no time of a case.
+    """Something measured that is no time of a case."""
 
-    Attributes:
-        name: what, as in `names`.
-        who: of whom.
-        value: how much, of the unit.
-        unit: "MiB", "%", "ms", "" for a count or a ratio, ...
-    """
-
-    name: str
-    who: str
-    value: float
-    unit: str
+    name: str  # what, as in `names`
+    who: str  # of whom
+    value: float  # how much, of the unit
+    unit: str  # "MiB", "%", "ms", or "" for a count or a ratio
 
 
 class PeerRun(BenchRun):
-    """One rank's part, with the peers of the settings, and figures that are no times of a case.
-
-    Attributes:
-        figures: what was noted.
-    """
+    """One rank's part, with the peers of the settings, and figures that are no times of a case."""
 
     settings: PeerSettings
 
@@ -88,14 +72,10 @@ class PeerRun(BenchRun):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PeerReport(Report):
-    """A report with figures.
+    """A report with figures."""
 
-    Attributes:
-        figures: what was measured besides times.
-        phases: with a profile, seconds by what was done ("save", "load"), rank and phase; sums over threads.
-    """
-
-    figures: tuple[Figure, ...] = ()
+    figures: tuple[Figure, ...] = ()  # what was measured besides times
+    # with a profile, seconds by what was done ("save", "load"), rank and phase; sums over threads
     phases: dict[str, list[dict[str, float]]] = field(default_factory=dict)
 
     def figure(self, name: str, who: str) -> Figure | None:

@@ -53,18 +53,12 @@ _LOAD_PHASES: tuple[tuple[ModuleType, str, str], ...] = (
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Something that took time.
+    """Something that took time."""
 
-    Attributes:
-        name: the phase.
-        start_s, stop_s: seconds since the tracer was made.
-        thread: which thread of the process, counted from 0.
-    """
-
-    name: str
-    start_s: float
+    name: str  # the phase
+    start_s: float  # since the tracer was made
     stop_s: float
-    thread: int
+    thread: int  # which thread of the process, counted from 0
 
 
 class Tracer:
@@ -117,10 +111,7 @@ def traced_store(store: Store, tracer: Tracer) -> Store:
 
 
 def traced_strategy(strategy: SaveStrategy, tracer: Tracer) -> SaveStrategy:
-    """Return a strategy that does the same, and notes the plan before it, copies and the index.
-
-    The plan is what happens from the making of the tracer until the first chunk.
-    """
+    """Return a strategy that does the same, and notes the plan before it, copies and the index."""
     return cast(SaveStrategy, _TracedStrategy(strategy, tracer))
 
 
@@ -264,11 +255,7 @@ Phases = dict[str, list[dict[str, float]]]
 
 
 def profile(run: PeerRun, path: Path) -> Phases:
-    """Trace a save and a load, cold where that is possible; write the trace to path. Collective.
-
-    Return seconds by "save" and "load", rank and phase, with "all" for the whole; those of phases are sums
-    over threads.
-    """
+    """Trace a save and a load, cold where that is possible; write the trace to path. Collective."""
     state, declared = run.state(GridLayout(tp=run.ranks)), native()
     directory = run.root / "profile"
     strategy = save_strategy(None)

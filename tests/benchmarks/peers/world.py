@@ -19,16 +19,14 @@ from megackpt.cli.benchmark.cases import measure_reshard, measure_same_layout
 from megackpt.cli.benchmark.report import Report
 from megackpt.cli.benchmark.state import GridLayout, make_model, make_state
 from megackpt.cli.benchmark.world import make_report, run_cases, run_ranks, silence_libraries
-from tests.benchmarks.peers.asynchronous import measure_async
 from tests.benchmarks.peers.contenders import check_peers
 from tests.benchmarks.peers.digests import measure_digests
-from tests.benchmarks.peers.long_run import measure_long_run
-from tests.benchmarks.peers.memory import measure_memory
+from tests.benchmarks.peers.memory import measure_long_run, measure_memory
 from tests.benchmarks.peers.planning import measure_planning
 from tests.benchmarks.peers.run import PeerReport, PeerRun, PeerSettings, fields_of
 from tests.benchmarks.peers.scaling import measure_scaling
-from tests.benchmarks.peers.small import measure_small
 from tests.benchmarks.peers.tracing import profile
+from tests.benchmarks.peers.waits import measure_async, measure_small
 
 MEASURES: dict[str, Callable[[PeerRun], None]] = {
     "save": measure_same_layout,
@@ -50,15 +48,7 @@ _TRIALS = 3  # of which the first does not count
 
 
 def run_peers(settings: PeerSettings) -> PeerReport | None:
-    """Measure, and return what was found; None on ranks of torchrun other than 0.
-
-    How throughput scales is measured in a world of its own, of `settings.scaling` ranks where these are not
-    the ranks of the rest; under torchrun in the one that is there.
-
-    Raises:
-        DeclarationError: a setting that cannot be, or a directory that ranks do not share.
-        RankFailedError: a rank failed; the text has its error.
-    """
+    """Measure, and return what was found; None on ranks of torchrun other than 0."""
     check_peers(settings.peers)  # an unknown peer is an error before anything starts
     worlds = [settings] if "RANK" in os.environ and "WORLD_SIZE" in os.environ else _worlds(settings)
     measured = [values for world in worlds if (values := run_ranks(world, measure_all)) is not None]
@@ -112,11 +102,7 @@ def measure_all(settings: PeerSettings, root: Path) -> Report | None:
 
 
 def settle_threads(run: PeerRun) -> dict[str, str]:
-    """Choose the number of threads of each peer that has a choice. Collective.
-
-    Returns:
-        The choice and the times of all trials, as text, by peer.
-    """
+    """Choose the number of threads of each peer that has a choice. Collective."""
     choices: dict[str, str] = {}
     size = min(run.settings.size, _TRIAL_BYTES)
     model = make_model(size, ranks=run.ranks, dtype=run.dtype)

@@ -41,20 +41,14 @@ CHANGES = {
 
 @dataclass(frozen=True, kw_only=True)
 class Kind:
-    """An optimizer, and how its state is declared and restored.
+    """An optimizer, and how its state is declared and restored."""
 
-    Attributes:
-        make: makes the optimizer of the parameters of a rank.
-        declare: `sharded_state_dict` of the optimizer, with the model's, whether it loads, and the groups.
-        restore: `load_sharded_state_dict`.
-        dtype: of the parameters.
-        after_step: called with all ranks after their steps.
-    """
-
-    make: Callable[[list[Parameter], ParallelGroups], Any]
+    make: Callable[[list[Parameter], ParallelGroups], Any]  # makes the optimizer of the parameters of a rank
+    # `sharded_state_dict` of the optimizer, with the model's, whether it loads, and the groups
     declare: Callable[[Any, ShardedStateDict, bool, ParallelGroups], ShardedStateDict]
-    restore: Callable[[Any, Any], None]
-    dtype: torch.dtype = torch.bfloat16
+    restore: Callable[[Any, Any], None]  # `load_sharded_state_dict`
+    dtype: torch.dtype = torch.bfloat16  # of the parameters
+    # called with all ranks after their steps
     after_step: Callable[[Sequence[Rank]], None] = lambda ranks: None
 
 

@@ -118,31 +118,6 @@ def test_a_flattened_optimizer_state_dict_moves_between_meshes(
     assert "optimizer.state.layers.0.up.weight.exp_avg" in megackpt.load_tensors_metadata(path)
 
 
-def _raw_optimizer(path: str, seed: int, *, load: bool) -> tuple[dict[str, Any], list[Any]]:
-    model, optimizer = make("fsdp2", seed=seed)
-    train_step(model, optimizer, seed=seed)
-    state = {"optimizer": optimizer.state_dict()}
-    if load:
-        state = megackpt.load(state, path)
-    else:
-        megackpt.save(state, path)
-    return full(state), list(state["optimizer"]["state"])
-
-
-def _raw_optimizer_round_trip(path: str) -> list[str]:
-    expected, _ = _raw_optimizer(path, 1, load=False)
-    loaded, numbers = _raw_optimizer(path, 2, load=True)
-    assert all(isinstance(number, int) for number in numbers)
-    return same(loaded, expected)
-
-
-def test_an_optimizers_own_state_dict_with_numbers_for_keys_comes_back(
-    rank_pool: RankPool, tmp_path: Path
-) -> None:
-    assert rank_pool.run(_raw_optimizer_round_trip, 2, str(tmp_path / "step")) == [[], []]
-    assert "optimizer.state.0.exp_avg" in megackpt.load_tensors_metadata(tmp_path / "step")
-
-
 def test_a_model_without_dtensors_loads_what_was_saved_from_them(saved: Saved) -> None:
     """One process, plain tensors: they are filled from the arrays of their paths."""
     path, then, _ = saved["fsdp2xtp2"]

@@ -14,15 +14,14 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.fsdp import StateDictType, fully_shard
-from torch.distributed.fsdp.api import FullOptimStateDictConfig, FullStateDictConfig, LocalStateDictConfig
+from torch.distributed.fsdp.api import FullOptimStateDictConfig, FullStateDictConfig
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import megackpt
-from megackpt.errors import UnsupportedError
 from megackpt.testing.ranks import RankPool
-from tests.contrib.torch.test_fsdp1 import BLOCKS, build, load_fsdp1, load_fsdp2, sharded, whole
+from tests.contrib.torch.test_fsdp1 import BLOCKS, build, sharded, whole
 from tests.contrib.torch.worlds import COMPUTES, Transformer, full, same, train_step
-from tests.support.effort import sampled, with_all
+from tests.support.effort import sampled
 
 pytestmark = pytest.mark.filterwarnings("ignore:Please use DTensor instead")
 computes = pytest.mark.skipif(not COMPUTES, reason="this torch does not run FSDP on the CPU")
@@ -106,54 +105,6 @@ def test_files_of_fsdp1_ranks_become_whole_arrays(
     with pytest.raises(megackpt.FormatError, match=r"\.pt: .*are missing"):
         megackpt.import_torch(folder, tmp_path / "incomplete")
     assert not (tmp_path / "incomplete").exists()
-
-
-def _save_small(folder: Path) -> dict[str, Any]:
-    """Save files of the model of test_fsdp1.py. Collective."""
-    model, optimizer = build("full", 1)
-    for seed in range(2):
-        train_step(model, optimizer, seed=seed)
-    torch.save(sharded(model, optimizer), folder / f"rank{dist.get_rank()}.pth")
-    return whole(model, optimizer)
-
-
-@computes
-@with_all("a plain run compares one set of files, and test_fsdp1.py loads at other layouts")
-@pytest.mark.parametrize("target", ["fsdp1", "fsdp2"])
-def test_training_resumes_from_imported_files_at_another_layout(
-    target: str, rank_pool: RankPool, tmp_path: Path
-) -> None:
-    folder = tmp_path / "ranks"
-    folder.mkdir()
-    expected = rank_pool.run(_save_small, 2, folder)[0]
-    path = str(tmp_path / "imported")
-    megackpt.import_torch(folder, path)
-    if target == "fsdp1":
-        assert rank_pool.run(load_fsdp1, 4, "hybrid", path, expected) == [[]] * 4
-    else:
-        assert rank_pool.run(load_fsdp2, 4, path, expected) == [[]] * 4
-
-
-def _save_flat(folder: Path) -> str:
-    """Save flat parameters; return the key of one. Collective."""
-    model, _ = _trained("flat")
-    with FSDP.state_dict_type(model, StateDictType.LOCAL_STATE_DICT, LocalStateDictConfig()):
-        state = model.state_dict()
-    torch.save({"model": state}, folder / f"rank_{dist.get_rank()}.pt")
-    return next(iter(state))
-
-
-@computes
-@with_all("a plain run rejects a crafted flat parameter")
-def test_flat_parameters_are_rejected_with_advice(rank_pool: RankPool, tmp_path: Path) -> None:
-    folder = tmp_path / "ranks"
-    folder.mkdir()
-    key = rank_pool.run(_save_flat, 2, folder)[0]
-    with pytest.raises(UnsupportedError, match=r"rank_0.pt: .*flat parameter") as raised:
-        megackpt.import_torch(folder, tmp_path / "new")
-    assert raised.value.key == f"model.{key}"
-    assert "SHARDED_STATE_DICT" in str(raised.value)
-    assert not (tmp_path / "new").exists()
 
 
 def _small_model() -> nn.Module:

@@ -342,10 +342,7 @@ def fill_experts(module: Any, experts: range, *, check: bool) -> None:
 def at_every_ep(
     make: Make, first: Callable[[Any, range], None], sizes: tuple[int, ...], folder: Path
 ) -> None:
-    """Save FP8 state at `sizes[0]` ranks of ep, load it at each next size, and check every expert's numbers.
-
-    `first` sets the numbers of the module of a rank, which has a range of the experts.
-    """
+    """Save FP8 state at `sizes[0]` ranks of ep, load it at each next size, and check all numbers."""
     for step, ep in enumerate(sizes):
         ranks, count = ranks_of(ParallelLayout(dp=ep, ep=ep)), EXPERTS // ep
         modules = [build_fp8(make, groups) for groups in ranks]

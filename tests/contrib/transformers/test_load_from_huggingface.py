@@ -36,6 +36,7 @@ from megackpt.training.optim import DistributedOptimizer
 from megackpt.training.parallel import ParallelGroups, ParallelLayout
 from models import GPTConfig, build_gpt
 from models.huggingface import gpt_config
+from tests.support.counting import CountingStore
 from tests.support.effort import few, sampled
 from tests.support.huggingface_folders import assert_same_tensors, folder_tensors
 from tests.support.huggingface_models import (
@@ -53,7 +54,6 @@ from tests.support.huggingface_models import (
 )
 from tests.support.optimizers import tensors_of
 from tests.support.s3_server import BUCKET, S3Server, options_for
-from tests.training.models.test_huggingface_folder import CountingStore
 
 transformers = pytest.importorskip("transformers", reason="the extra huggingface is not installed")
 

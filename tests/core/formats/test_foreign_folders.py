@@ -26,21 +26,13 @@ CONTRIB = Path(__file__).parents[2] / "contrib"
 
 @dataclass(frozen=True)
 class Folder:
-    """What a tool has written, and what reads it.
+    """What a tool has written, and what reads it."""
 
-    Attributes:
-        backend: name of its format.
-        make: writes it to a path.
-        imported: makes a checkpoint of it.
-        damaged: the file of it whose bytes are changed.
-        left_out: whether something in it cannot be loaded.
-    """
-
-    backend: str
-    make: Callable[[Path], Any]
-    imported: Callable[..., CopyReport]
-    damaged: str = ""
-    left_out: bool = field(default=False)
+    backend: str  # name of its format
+    make: Callable[[Path], Any]  # writes it to a path
+    imported: Callable[..., CopyReport]  # makes a checkpoint of it
+    damaged: str = ""  # the file of it whose bytes are changed
+    left_out: bool = field(default=False)  # whether something in it cannot be loaded
 
 
 def _state(offset: float = 0.0) -> dict[str, Any]:

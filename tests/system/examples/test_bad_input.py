@@ -27,10 +27,7 @@ from tests.system.examples.training_runs import SMALL_MODEL, train, write_text
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """What a user types, with {root} for a directory of files, and a pattern of the line that answers.
-
-    Rank 0 answers; another rank, if it is to be looked at, ends in silence.
-    """
+    """What a user types, with {root} for a directory of files, and a pattern of the line that answers."""
 
     flags: str
     message: str

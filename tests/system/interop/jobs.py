@@ -29,35 +29,20 @@ PATIENCE_S = 60  # between the first rank that is done with a job and the last
 
 @dataclass(frozen=True)
 class Job:
-    """One checkpoint to write or read.
+    """One checkpoint to write or read."""
 
-    Attributes:
-        op: `write` or `read`.
-        kind: `model`, `adam` (a plain optimizer) or `distopt` (one cut over data-parallel ranks).
-        path: the checkpoint's directory.
-        backend: `torch_dist` or `zarr`.
-        tp: size of tensor parallelism; what tp * pp leaves of four ranks is data parallelism.
-        pp: size of pipeline parallelism.
-        optimizer_format: what Megatron-Core calls the sharding type of its distributed optimizer.
-        same_layout: the checkpoint was written at this layout (reading).
-        has_common: the checkpoint has the oracle's common state.
-        has_objects: the checkpoint has an object of each rank.
-        version: version of the backend.
-        naming: whose names the arrays have: `megatron` or `dcp`.
-    """
-
-    op: str
-    kind: str
-    path: str
-    backend: str = "torch_dist"
-    tp: int = 1
-    pp: int = 1
-    optimizer_format: str = ""
-    same_layout: bool = False
-    has_common: bool = True
-    has_objects: bool = True
-    version: int = 1
-    naming: str = "megatron"
+    op: str  # `write` or `read`
+    kind: str  # `model`, `adam` (a plain optimizer) or `distopt` (one cut over data-parallel ranks)
+    path: str  # the checkpoint's directory
+    backend: str = "torch_dist"  # `torch_dist` or `zarr`
+    tp: int = 1  # size of tensor parallelism; what tp * pp leaves of four ranks is data parallelism
+    pp: int = 1  # size of pipeline parallelism
+    optimizer_format: str = ""  # what Megatron-Core calls the sharding type of its distributed optimizer
+    same_layout: bool = False  # the checkpoint was written at this layout (reading)
+    has_common: bool = True  # the checkpoint has the oracle's common state
+    has_objects: bool = True  # the checkpoint has an object of each rank
+    version: int = 1  # version of the backend
+    naming: str = "megatron"  # whose names the arrays have: `megatron` or `dcp`
 
     def dp(self, ranks: int) -> int:
         return ranks // (self.tp * self.pp)

@@ -135,17 +135,11 @@ def job_of(written: Written, layout: tuple[int, int, int], op: str, root: Path, 
 
 @dataclass(frozen=True)
 class Cell:
-    """A cell of a table.
+    """A cell of a table."""
 
-    Attributes:
-        passed: readings that gave every value bit for bit.
-        cannot: why it cannot pass, where its peer cannot.
-        wrong: what went otherwise than said.
-    """
-
-    passed: int
-    cannot: tuple[str, ...]
-    wrong: tuple[str, ...]
+    passed: int  # readings that gave every value bit for bit
+    cannot: tuple[str, ...]  # why it cannot pass, where its peer cannot
+    wrong: tuple[str, ...]  # what went otherwise than said
 
     def text(self) -> str:
         if self.wrong:

@@ -55,25 +55,15 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Array:
-    """A global array of the model of megatron_peer.py, for peers that know arrays only.
+    """A global array of the model of megatron_peer.py, for peers that know arrays only."""
 
-    Attributes:
-        key: its name in the checkpoint.
-        value_key: what oracle() knows it as.
-        shape: global shape.
-        dtype: of its elements.
-        tp_dim: the dim cut by tensor parallelism; None if there is none.
-        layers: dim 0 counts layers, and is cut by pipeline parallelism.
-        flat: a data-parallel rank holds a range of the flattened local block.
-    """
-
-    key: str
-    value_key: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    tp_dim: int | None
-    layers: bool
-    flat: bool = False
+    key: str  # its name in the checkpoint
+    value_key: str  # what oracle() knows it as
+    shape: tuple[int, ...]  # global shape
+    dtype: torch.dtype  # of its elements
+    tp_dim: int | None  # the dim cut by tensor parallelism; None if there is none
+    layers: bool  # dim 0 counts layers, and is cut by pipeline parallelism
+    flat: bool = False  # a data-parallel rank holds a range of the flattened local block
 
     def value(self) -> torch.Tensor:
         return oracle(self.value_key, self.shape, self.dtype)

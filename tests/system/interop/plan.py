@@ -30,21 +30,13 @@ TARGETS: tuple[Layout, ...] = ((2, 2, 4), (4, 1, 4), (1, 1, 4), (1, 4, 4))
 
 @dataclass(frozen=True)
 class Program:
-    """A peer's process.
+    """A peer's process."""
 
-    Attributes:
-        peer: who it speaks for.
-        script: a file in this directory.
-        flags: of its command line.
-        env: the environment it runs in.
-        modules: what it imports there.
-    """
-
-    peer: str
-    script: str
-    flags: tuple[str, ...] = ()
-    env: str = "here"
-    modules: tuple[str, ...] = ()
+    peer: str  # who it speaks for
+    script: str  # a file in this directory
+    flags: tuple[str, ...] = ()  # of its command line
+    env: str = "here"  # the environment it runs in
+    modules: tuple[str, ...] = ()  # what it imports there
 
 
 ARRAYS = Program(MEGACKPT, "array_peer.py", ("--as=megackpt",))
@@ -62,23 +54,14 @@ STOCK_ZARR3 = Program(ZARR3, "array_peer.py", ("--as=zarr",), modules=("zarr", "
 
 @dataclass(frozen=True)
 class Written:
-    """One checkpoint.
+    """One checkpoint."""
 
-    Attributes:
-        program: who writes it.
-        kind: `model`, `adam` or `distopt`.
-        form: the format of a distributed optimizer.
-        layout: tp, pp, ranks of the writer.
-        backend: and its version.
-        naming: whose names its arrays have.
-    """
-
-    program: Program
-    kind: str
-    layout: Layout
-    form: str = ""
-    backend: Backend = ("torch_dist", 1)
-    naming: str = "megatron"
+    program: Program  # who writes it
+    kind: str  # `model`, `adam` or `distopt`
+    layout: Layout  # tp, pp, ranks of the writer
+    form: str = ""  # the format of a distributed optimizer
+    backend: Backend = ("torch_dist", 1)  # and its version
+    naming: str = "megatron"  # whose names its arrays have
 
     @property
     def name(self) -> str:
@@ -89,21 +72,13 @@ class Written:
 
 @dataclass(frozen=True)
 class Read:
-    """One reading of a checkpoint.
+    """One reading of a checkpoint."""
 
-    Attributes:
-        written: what is read.
-        program: by whom.
-        layout: at which layout.
-        rejected: why the peer cannot; "" if it must.
-        text: part of the error that shows it.
-    """
-
-    written: Written
-    program: Program
-    layout: Layout
-    rejected: str = ""
-    text: str = ""
+    written: Written  # what is read
+    program: Program  # by whom
+    layout: Layout  # at which layout
+    rejected: str = ""  # why the peer cannot; "" if it must
+    text: str = ""  # part of the error that shows it
 
 
 # Formats of Megatron-Core's distributed optimizer, and along which axes each can be resharded by its nature.

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Iterator
-from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -19,35 +16,10 @@ from megackpt.comm.subgroups import DeviceGroup
 from megackpt.engine.loading import exchange
 from megackpt.storage import LocalStore
 from megackpt.testing.ranks import RankPool
+from tests.support.counting import CountingStore
 
 WAYS = ("all_to_all", "two_stage")
 KIB, MIB = 1 << 10, 1 << 20
-
-
-class CountingStore(LocalStore):
-    """Counts what is read of data files, and may do something before its n-th read."""
-
-    def __init__(self, directory: Path, *, before: Any = None, read: int = -1) -> None:
-        super().__init__(directory)
-        self.nbytes = self.reads = 0
-        self._before, self._read = before, read
-        self._counting = threading.Lock()
-
-    def stream_into(self, name: str, offset_bytes: int, out: memoryview) -> Iterator[int]:
-        self._count(out.nbytes)
-        return super().stream_into(name, offset_bytes, out)
-
-    def borrow(self, name: str, offset_bytes: int, nbytes: int) -> AbstractContextManager[memoryview]:
-        self._count(nbytes)
-        return super().borrow(name, offset_bytes, nbytes)
-
-    def _count(self, nbytes: int) -> None:
-        with self._counting:
-            self.nbytes += nbytes
-            self.reads += 1
-            number = self.reads
-        if number == self._read:
-            self._before()
 
 
 def tensors() -> dict[str, torch.Tensor]:
@@ -210,17 +182,20 @@ def test_damage_that_one_reader_finds_is_raised_on_all_and_names_it(
     assert "failed too" not in text, "a rank that waits for another has not failed itself"
 
 
+class BrokenStore(LocalStore):
+    def stream_into(self, *arguments: Any) -> Any:
+        raise OSError(5, "Input/output error")
+
+    borrow = stream_into
+
+
 def load_in_groups_with_damage(directory: Path) -> None:
     groups = [dist.new_group([tp, tp + 2]) for tp in range(2)]
-    store = CountingStore(directory, before=_fail, read=1 if dist.get_rank() == 3 else -1)
+    store = BrokenStore(directory) if dist.get_rank() == 3 else LocalStore(directory)
     options = LoadOptions(exchange="all_to_all", exchange_bytes=MIB)
     megackpt.load(
         sharded_by_two(False, 2), store, options=options, exchange_group=groups[dist.get_rank() % 2]
     )
-
-
-def _fail() -> None:
-    raise OSError(5, "Input/output error")
 
 
 def test_a_failure_in_one_group_is_raised_in_all_groups(rank_pool: RankPool, tmp_path: Path) -> None:
@@ -252,10 +227,7 @@ def test_ranks_that_choose_different_exchanges_raise_an_error(rank_pool: RankPoo
 
 
 def load_with_unlike_memberships(directory: Path, way: Any) -> bool:
-    """Load over all ranks and over half of them; rank 0 is a member of more groups than the others.
-
-    Pipeline parallelism makes such ranks: the first and the last stage are members of embedding groups too.
-    """
+    """Load over all ranks and over half of them; rank 0 is a member of more groups than the others."""
     for members in ([0, 3], [0]):
         dist.new_group(members, backend="gloo", use_local_synchronization=True)
     parts = [dist.new_group(half, backend="gloo") for half in ([0, 1], [2, 3])]

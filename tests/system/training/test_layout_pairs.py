@@ -79,17 +79,11 @@ MAMBA_LAYOUTS = ["tp8-ep8-etp1", *OTHER_LAYOUTS[1:]]  # more ranks in tp than gr
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """A model that is trained.
+    """A model that is trained."""
 
-    Attributes:
-        config: its config, for float32.
-        layouts: where it is saved and loaded.
-        build: returns its chunks.
-    """
-
-    config: Any
-    layouts: Mapping[str, Case]
-    build: Callable[..., ModelChunks] = build_gpt
+    config: Any  # its config, for float32
+    layouts: Mapping[str, Case]  # where it is saved and loaded
+    build: Callable[..., ModelChunks] = build_gpt  # returns its chunks
 
 
 def _some(names: list[str]) -> dict[str, Case]:
@@ -193,10 +187,7 @@ def train_and_save(model_name: str, name: str, directory: Path) -> None:
 
 
 def load_and_save(model_name: str, name: str, sources: dict[str, Path], directory: Path) -> None:
-    """Load each checkpoint into one model of another seed and its optimizer, and save again.
-
-    Every source was made of another seed, so what stays of the load before is seen.
-    """
+    """Load each checkpoint into one model of another seed and its optimizer, and save again."""
     layouts = MODELS[model_name].layouts
     model, optimizer, _ = build_rank(model_name, layouts[name], seed=len(layouts))
     for source, path in sources.items():

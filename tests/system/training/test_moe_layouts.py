@@ -71,21 +71,13 @@ class Mlp(nn.Module):
 
 
 class Case(NamedTuple):
-    """What a job runs.
+    """What a job runs."""
 
-    Attributes:
-        experts: whether they are stacked, or modules of their own.
-        options: name of the routing options.
-        sequence_parallel: whether the input is cut along the sequence.
-        skewed: whether two experts get two of each token's choices.
-        capacity: limit on the tokens of an expert.
-    """
-
-    experts: str = "stacked"
-    options: str = "deepseek"
-    sequence_parallel: bool = False
-    skewed: bool = False
-    capacity: Capacity | None = None
+    experts: str = "stacked"  # whether they are stacked, or modules of their own
+    options: str = "deepseek"  # name of the routing options
+    sequence_parallel: bool = False  # whether the input is cut along the sequence
+    skewed: bool = False  # whether two experts get two of each token's choices
+    capacity: Capacity | None = None  # limit on the tokens of an expert
 
 
 class Result(NamedTuple):

@@ -1,15 +1,27 @@
-"""How long training waits for an asynchronous save, and when that save is durable."""
+"""Waits of training: for an asynchronous save, until it is durable, and for all but the bytes of a save."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import torch
+
 from megackpt.cli.benchmark.contenders import Contender
 from megackpt.cli.benchmark.measure import timed
 from megackpt.cli.benchmark.settings import PEER_ROUNDS
-from megackpt.cli.benchmark.state import GridLayout, RankState, fingerprints, first_difference, invert, spoil
-from tests.benchmarks.peers.names import ASYNC_STALL, ASYNC_TOTAL
+from megackpt.cli.benchmark.state import (
+    GridLayout,
+    RankState,
+    fingerprints,
+    first_difference,
+    invert,
+    make_small_model,
+    make_state,
+    spoil,
+    state_nbytes,
+)
+from tests.benchmarks.peers.names import ASYNC_STALL, ASYNC_TOTAL, SMALL_LOAD, SMALL_SAVE
 from tests.benchmarks.peers.run import PeerRun
 
 
@@ -43,3 +55,22 @@ def _save_async(
     spoil(target)
     contender.load(contender.declare(target), written[0])
     run.results.verify((ASYNC_STALL, ASYNC_TOTAL), contender.name, first_difference(target, expected))
+
+
+_MORE = 3  # times the repeats: these runs are short, and vary
+
+
+def measure_small(run: PeerRun) -> None:
+    """Save, durably and committed, and load. Collective."""
+    model = make_small_model()
+    layout = GridLayout(dp=run.ranks)
+    source = make_state(model, layout, run.rank, torch.float32)
+    target = make_state(model, layout, run.rank, torch.float32, filled=False)
+    expected = fingerprints(source)
+    nbytes = state_nbytes(model, torch.float32)
+    repeats = run.settings.repeats
+    for contender in run.turns(run.leaders, rounds=_MORE * repeats, peer_rounds=2 * repeats):
+        seconds = run.save(contender, source)
+        run.results.add(SMALL_SAVE, contender.name, seconds, nbytes)
+        run.load(contender, target, expected, SMALL_LOAD, saved=SMALL_SAVE)
+    run.clear()
