@@ -42,6 +42,7 @@ COMMANDS = {
     "pin": "Protect a step from removal.",
     "plan": "Plan saves and loads of a job of any size, without running it.",
     "repair": "Repair a damaged checkpoint.",
+    "rollback": "Let a run go back to an older step.",
     "verify": "Find damage in a checkpoint.",
 }
 """The one-line help of each command, by its name, which is also the name of its module in this package."""

@@ -7,10 +7,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import click
+from rich.filesize import decimal
 
 from megackpt.cli.entry import EPILOG, FAILED_CHECK, note, print_json, wants_json
 from megackpt.cli.locations import check_run_root
-from megackpt.cli.output import ProgressBars, show, table_of
+from megackpt.cli.output import ProgressBars, counted, show, table_of
 from megackpt.errors import DeclarationError, NotACheckpointError
 from megackpt.ground.arguments import MOST_SECONDS, check_number
 
@@ -63,6 +64,7 @@ class _KeepBestType(click.ParamType):  # type: ignore[type-arg]  # click 8.1 has
     metavar="MINUTES",
     help="Remove an incomplete step only if nothing was written to it for so long.",
 )
+@click.option("--abandoned", is_flag=True, help="Also remove steps of abandoned branches, unless pinned.")
 @click.option(
     "--incomplete-newest",
     is_flag=True,
@@ -77,6 +79,7 @@ def command(
     keep_best: KeepBest | None,
     keep_all: bool,
     min_age: float,
+    abandoned: bool,
     incomplete_newest: bool,
     dry_run: bool,
 ) -> int:
@@ -84,8 +87,9 @@ def command(
 
     ROOT is a directory or a URL. Give one of the --keep options: a step is kept if any of them keeps it. The
     newest step, pinned steps, and the newest step without damage (without reading its chunks) are always
-    kept. An incomplete step is removed only if a newer step is committed, or with --incomplete-newest, and
-    only if nothing was written to it within --min-age.
+    kept, and so are steps of abandoned branches without --abandoned. An incomplete step is removed only if a
+    newer step is committed, or with --incomplete-newest, and only if nothing was written to it within
+    --min-age.
     """
     from megackpt.run.checkpointer.options import Retention
 
@@ -103,6 +107,7 @@ def command(
             retention,
             bars,
             idle_s=60 * min_age,
+            abandoned=abandoned,
             incomplete_newest=incomplete_newest,
             dry_run=dry_run,
         )
@@ -120,6 +125,7 @@ def _clean_up(
     bars: ProgressBars,
     *,
     idle_s: float,
+    abandoned: bool,
     incomplete_newest: bool,
     dry_run: bool,
 ) -> _Result:
@@ -130,14 +136,21 @@ def _clean_up(
     directories = step_directories(root, objects=None)
     steps = _scan_checked(directories, retention, root)
     cleanup = Cleanup(directories, retention)
-    undamaged = cleanup.newest_undamaged(steps.committed)
+    tree = cleanup.tree(steps)
+    line = [placed.step for placed in tree.line]
+    undamaged = cleanup.newest_undamaged(line)
+    damaged = tuple(step for step in line if undamaged is None or step > undamaged)
     newest = steps.committed[-1]
     if incomplete_newest:
         newest = max((newest, *steps.incomplete))
-    plan = cleanup.plan(steps, upto=newest, good=() if undamaged is None else (undamaged,))
+    good = () if undamaged is None else (undamaged,)
+    plan = cleanup.plan(steps, upto=newest, good=good, tree=tree)
+    if abandoned:
+        plan = plan.without_abandoned()
     busy = cleanup.being_saved(plan, within_s=idle_s)
     removals = plan.without(busy)
     to_remove = (*removals.incomplete, *removals.retention.removed)
+    sizes = {step: _nbytes(directories, step) for step in to_remove}
     removed = to_remove
     if not dry_run:
         bars.begin_count("removing steps", len(to_remove))
@@ -151,7 +164,16 @@ def _clean_up(
         not_removed=tuple(sorted(set(to_remove) - set(removed))),
         left_alone=tuple(sorted(busy)),
         incomplete_newest=tuple(step for step in steps.incomplete if step > newest),
+        damaged=damaged,
+        undamaged=undamaged,
+        freed_nbytes=sum(sizes[step] for step in removed),
     )
+
+
+def _nbytes(directories: StepDirectories, step: int) -> int:
+    from megackpt.engine.checkpoint.steps import step_name
+
+    return sum(file.nbytes for file in directories.files(step_name(step)) or ())
 
 
 def _scan_checked(directories: StepDirectories, retention: Retention, root: str) -> StepList:
@@ -201,6 +223,9 @@ class _Result:
         not_removed: steps that could not be removed.
         left_alone: steps that were written to within --min-age.
         incomplete_newest: incomplete steps newer than the newest commit.
+        damaged: committed steps in which damage was found; only those newer than `undamaged` were looked at.
+        undamaged: the newest step in which no damage was found, without reading chunks; None without one.
+        freed_nbytes: bytes of the removed steps.
     """
 
     root: str
@@ -210,6 +235,9 @@ class _Result:
     not_removed: tuple[int, ...]
     left_alone: tuple[int, ...]
     incomplete_newest: tuple[int, ...]
+    damaged: tuple[int, ...]
+    undamaged: int | None
+    freed_nbytes: int
 
     def to_json(self) -> dict[str, object]:
         kept = self.plan.retention.kept
@@ -221,6 +249,9 @@ class _Result:
             "kept": [{"step": step, "because": list(reasons)} for step, reasons in kept.items()],
             "left_alone": list(self.left_alone),
             "incomplete_newest": list(self.incomplete_newest),
+            "damaged": list(self.damaged),
+            "newest_undamaged": self.undamaged,
+            "freed_nbytes": self.freed_nbytes,
         }
 
     def show(self) -> None:
@@ -231,10 +262,26 @@ class _Result:
         rows |= {s: (self._state(s), "left alone", "written to within --min-age") for s in self.left_alone}
         reason = "newer than the newest commit: --incomplete-newest"
         rows |= {step: ("incomplete", "left alone", reason) for step in self.incomplete_newest}
-        rows |= {step: ("committed", "kept", ", ".join(reasons)) for step, reasons in kept.items()}
+        rows |= {step: (self._state(step), "kept", self._reasons(step)) for step in kept}
         cells = [(str(step), *rows[step]) for step in sorted(rows)]
         show(table_of(self.root, cells, left=("step", "state", "what", "because")))
-        show(f"{len(self.removed)} {done}, {len(kept)} kept.")
+        freed = decimal(self.freed_nbytes)
+        verb = "would be freed" if self.dry_run else "freed"
+        removed = counted(len(self.removed), "step")
+        show(f"{removed} {done}, {freed} {verb}; {counted(len(kept), 'step')} kept.")
+        if self.damaged:
+            kept_damaged = [step for step in self.damaged if step in kept]
+            good = "no step" if self.undamaged is None else f"step {self.undamaged}"
+            show(
+                f"Damaged steps are kept: {', '.join(map(str, kept_damaged)) or 'none'}. The newest without "
+                f"damage is {good}. `megackpt verify {self.root} --all` says what is wrong."
+            )
+
+    def _reasons(self, step: int) -> str:
+        words = {"good": "newest without damage"}
+        return ", ".join(words.get(why, why) for why in self.plan.retention.kept[step])
 
     def _state(self, step: int) -> str:
+        if step in self.damaged:
+            return "damaged"
         return "incomplete" if step in self.plan.incomplete else "committed"

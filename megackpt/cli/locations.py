@@ -100,8 +100,8 @@ def _latest_step(path: str) -> str | None:
     from megackpt.run.checkpointer.root import RunRoot
 
     run = RunRoot(path)
-    steps = run.steps()
-    return run.location(steps[-1]) if steps else None
+    newest = run.tree().newest
+    return None if newest is None else run.location(newest)
 
 
 def check_run_root(root: str) -> None:

@@ -43,19 +43,28 @@ def show(*tables: RenderableType) -> None:
 
 
 def table_of(
-    title: str, rows: Iterable[Sequence[str]], *, left: Sequence[str], right: Sequence[str] = ()
+    title: str,
+    rows: Iterable[Sequence[str]],
+    *,
+    left: Sequence[str],
+    right: Sequence[str] = (),
+    styles: Sequence[str] = (),
 ) -> Group:
-    """Return a table of plain text with a title; left are columns of text, right are columns of numbers."""
+    """Return a table of plain text with a title; left are columns of text, right are columns of numbers.
+
+    styles has the style of each row, if rows have any. Files, pipes and terminals with NO_COLOR get none.
+    """
     table = Table()
     for name in left:
         table.add_column(name, overflow="fold")
     for name in right:
         table.add_column(name, justify="right")
     wrapped: dict[str, None] = {}
-    for row in rows:
+    for number, row in enumerate(rows):
         cells = [_printable(cell) for cell in row]
         keys: list[RenderableType] = [_Key(cell, wrapped) for cell in cells[: len(left)]]
-        table.add_row(*keys, *map(Text, cells[len(left) :]))
+        style = styles[number] if styles else None
+        table.add_row(*keys, *map(Text, cells[len(left) :]), style=style)
     return Group(Text(_printable(title)), table, _WrappedKeys(wrapped))
 
 
@@ -75,6 +84,27 @@ def natural(key: str) -> list[tuple[int, str]]:
     ['layers.2', 'layers.10']
     """
     return [(int(part) if part.isdecimal() else -1, part) for part in _NUMBER.split(key)]
+
+
+def counted(number: int, noun: str) -> str:
+    """Return a number with a noun, in the plural unless it is 1.
+
+    >>> counted(1, "step"), counted(2, "copy"), counted(1200, "array")
+    ('1 step', '2 copies', '1,200 arrays')
+    """
+    plural = f"{noun[:-1]}ies" if noun.endswith("y") and noun[-2] not in "aeiou" else f"{noun}s"
+    return f"{number:,} {noun if number == 1 else plural}"
+
+
+def listed(steps: Sequence[int]) -> str:
+    """Return steps as text; of more than eight, the first, the last and their number.
+
+    >>> listed([1, 2]), listed(range(100, 1100, 100))
+    ('1, 2', '100, 200, 300, ..., 1000 (10)')
+    """
+    if len(steps) <= 8:
+        return ", ".join(map(str, steps))
+    return f"{', '.join(map(str, steps[:3]))}, ..., {steps[-1]} ({len(steps)})"
 
 
 class _Key:

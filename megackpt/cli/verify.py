@@ -10,7 +10,7 @@ from rich.filesize import decimal
 
 from megackpt.cli.entry import EPILOG, FAILED_CHECK, print_json, unsafe_pickle_option, wants_json
 from megackpt.cli.locations import checkpoint_location
-from megackpt.cli.output import ProgressBars, show, table_of
+from megackpt.cli.output import ProgressBars, counted, show, table_of
 from megackpt.formats.registry import is_foreign
 
 if TYPE_CHECKING:
@@ -21,8 +21,9 @@ if TYPE_CHECKING:
 @click.command(name="verify", epilog=EPILOG)
 @click.argument("path", metavar="PATH")
 @click.option("--deep", is_flag=True, help="Read every byte and compare it with its digest.")
+@click.option("--all", "all_steps", is_flag=True, help="Verify all steps of the run in PATH.")
 @unsafe_pickle_option
-def command(path: str, *, deep: bool, allow_unsafe_pickle: bool) -> int:
+def command(path: str, *, deep: bool, all_steps: bool, allow_unsafe_pickle: bool) -> int:
     """Find all damage of the checkpoint in the directory PATH. Nothing is changed.
 
     Without --deep the structure is checked: the commit, the index and its digest, that every file exists
@@ -33,7 +34,13 @@ def command(path: str, *, deep: bool, allow_unsafe_pickle: bool) -> int:
     common state are decoded. Arrays that were saved with array_digests are also compared as a whole.
 
     All damage is listed, with file, bytes, key and chunk.
+
+    With --all, PATH is the root of a run. Each step is a row: whole, undamaged (in what was checked),
+    damaged, incomplete or unreadable, and whether parity files repair it. The last line names the newest good
+    step.
     """
+    if all_steps:
+        return _verify_all(path, deep, allow_unsafe_pickle)
     with ProgressBars() as bars:
         from megackpt.whole.verify import verify
 
@@ -48,14 +55,30 @@ def command(path: str, *, deep: bool, allow_unsafe_pickle: bool) -> int:
     return 0 if report.is_undamaged else FAILED_CHECK
 
 
+def _verify_all(path: str, deep: bool, allow_unsafe_pickle: bool) -> int:
+    with ProgressBars("reading the steps") as bars:
+        from megackpt.cli.verify_steps import show_steps, steps_as_json, verify_steps
+        from megackpt.options import VerifyOptions
+
+        options = VerifyOptions(deep=deep, allow_unsafe_pickle=allow_unsafe_pickle)
+        verdicts, latest = verify_steps(path, options, bars)
+    if wants_json():
+        print_json(steps_as_json(path, verdicts, latest))
+    else:
+        show_steps(path, verdicts, latest, deep=deep)
+    is_clean = all(verdict.is_good or verdict.state == "incomplete" for verdict in verdicts)
+    return 0 if is_clean and any(verdict.is_good for verdict in verdicts) else FAILED_CHECK
+
+
 def _show(report: VerifyReport) -> None:
     if report.damages:
         columns = ("file", "bytes", "key", "chunk", "what is wrong")
         show(table_of(f"{report.location}: damaged", map(_cells, report.damages), left=columns))
     kind = f" {report.backend} version {report.version}," if report.backend else ""
     show(
-        f"{report.location}: {_verdict(report)};{kind} {report.arrays} arrays and {report.objects} objects, "
-        f"{decimal(report.nbytes)} in {report.chunks} chunks and {report.files} files."
+        f"{report.location}: {_verdict(report)};{kind} {counted(report.arrays, 'array')} and "
+        f"{counted(report.objects, 'object')}, {decimal(report.nbytes)} in {counted(report.chunks, 'chunk')} "
+        f"and {counted(report.files, 'file')}."
     )
     if report.damages:
         repair = "" if is_foreign(report.backend) else f"`megackpt repair {report.location}`, or "
@@ -70,10 +93,9 @@ def _show(report: VerifyReport) -> None:
             f"They were read, and not decoded to instances of these classes."
         )
     if report.deep and report.unchecked_nbytes:
-        show(
-            f"{decimal(report.unchecked_nbytes)} have no stored digest: they can be read, but may have "
-            f"changed."
-        )
+        every = report.unchecked_nbytes == report.nbytes
+        how_many = "None of the bytes has a" if every else f"{decimal(report.unchecked_nbytes)} have no"
+        show(f"{how_many} stored digest: they can be read, but may have changed.")
 
 
 def _verdict(report: VerifyReport) -> str:
@@ -81,9 +103,12 @@ def _verdict(report: VerifyReport) -> str:
     if not report.deep:
         checked = "bytes not read, --deep reads them"
     else:
-        checked = "every byte read, not all have digests" if report.unchecked_nbytes else "every byte read"
+        checked = "every byte read"
+        if report.unchecked_nbytes:
+            has_none = report.unchecked_nbytes == report.nbytes
+            checked += ", none has a digest" if has_none else ", not all have digests"
     if report.damages:
-        return f"{len(report.damages)} damages ({checked})"
+        return f"{counted(len(report.damages), 'damage')} ({checked})"
     return f"whole ({checked})" if report.is_whole else f"structure whole ({checked})"
 
 

@@ -255,6 +255,16 @@ class LoadStrategy(ABC):
         """Return a manifest for a checkpoint of this format without metadata.json; None if there is none."""
         return None
 
+    def published_entries(self, store: Store, manifest: Json) -> Json:
+        """Return the entries that `SaveStrategy.publish` was given for the committed attempt.
+
+        By default they are the manifest. Without those of a save of ours, the result lacks them.
+
+        Raises:
+            FormatError: a document that has them is damaged.
+        """
+        return manifest
+
     def check_files(self, store: Store, manifest: Json, *, deep: bool) -> Iterator[Damage]:
         """Yield what is wrong with files, as far as that is seen without reading the bytes of chunks.
 

@@ -109,6 +109,7 @@ def _planned_save(staged: StagedJob) -> PlannedSave:
         strategy=strategy,
         leftovers=None,
         hooks=job.hooks,
+        commit_fields=job.commit_fields,
         exchanged=job.exchanged,
         unpadded=job.unpadded,
     )

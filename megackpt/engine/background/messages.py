@@ -16,6 +16,7 @@ from megackpt.engine.saving.planned_save import SaveHook
 from megackpt.engine.saving.write import CommonFiles
 from megackpt.engine.tiers.save import NodeLocation
 from megackpt.formats.damage import Damage
+from megackpt.formats.strategy import Json
 from megackpt.options import VerifyOptions
 from megackpt.plans.geometry import Ints
 from megackpt.plans.planning import SavePlan
@@ -56,6 +57,7 @@ class Job:
         strategy: the strategy, pickled: if it cannot be unpickled, only this job fails.
         hooks: optional features of the save.
         plan: number of the plan.
+        commit_fields: further fields of metadata.json; see `PlannedSave`.
         exchanged: whether ranks have exchanged declarations; see `PlannedSave`.
         object_sizes: sizes of the objects that this rank writes, in bytes.
         common: common state; on rank 0.
@@ -73,6 +75,7 @@ class Job:
     strategy: bytes
     hooks: tuple[SaveHook, ...]
     plan: int
+    commit_fields: Json
     exchanged: bool
     object_sizes: Ints | None
     common: CommonFiles | None

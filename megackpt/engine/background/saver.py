@@ -317,6 +317,7 @@ class AsyncSaver:
             strategy=save.strategy,
             hooks=planned.hooks,
             plan=plan,
+            commit_fields=planned.commit_fields,
             exchanged=planned.exchanged,
             object_sizes=planned.parts.object_sizes,
             common=save.common,

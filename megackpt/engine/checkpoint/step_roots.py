@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import shutil
 import socket
@@ -124,6 +125,32 @@ class LocalSteps(StepDirectories):
             # The commit first: rmtree removes files in any order, and may be interrupted.
             remove_saved_files(store)
         shutil.rmtree(directory)
+
+    def new_directory(self, name: str) -> str:
+        """Create a directory in the root that did not exist: `name-1`, or the next free number; return it.
+
+        Raises:
+            StorageError: it cannot be created.
+        """
+        for number in itertools.count(1):
+            path = self._root / f"{name}-{number}"
+            with translated_errors("create", str(path)), contextlib.suppress(FileExistsError):
+                path.mkdir()
+                return str(path)
+        raise AssertionError("count does not end")
+
+    def move(self, name: str, directory: str) -> None:
+        """Move a directory into another one of the same file system, durably.
+
+        Raises:
+            StorageError: it could not be moved, and stays.
+        """
+        source = self._root / name
+        with translated_errors("move", str(source)):
+            os.rename(source, Path(directory) / name)
+        for parent in (Path(directory), self._root):
+            with contextlib.closing(LocalStore(parent)) as store:
+                store.sync()
 
     def identity(self) -> str:
         """Return a text that no other directory on any machine has. The root is created.

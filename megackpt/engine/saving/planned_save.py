@@ -39,6 +39,7 @@ class PlannedSave:
         strategy: writes the format.
         leftovers: the leftover files of earlier saves; known to rank 0. None: the store was not searched yet.
         hooks: optional features of this save.
+        commit_fields: further fields of metadata.json. Only rank 0's are written.
         exchanged: whether ranks have exchanged declarations. If they have not, rank 0 has its own rows only,
             and each rank sends its rows when it has written them.
         unpadded: `ShardedTensor.unpadded_shape` of the tensors of this rank that declare one, by key.
@@ -51,6 +52,7 @@ class PlannedSave:
     strategy: SaveStrategy
     leftovers: LeftoverFiles | None = field(default_factory=LeftoverFiles)
     hooks: tuple[SaveHook, ...] = ()
+    commit_fields: Json = field(default_factory=dict)
     exchanged: bool = True
     unpadded: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
 

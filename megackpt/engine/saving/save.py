@@ -70,6 +70,7 @@ def plan_compared(local: LocalState, compared: CompareStep, group: Group) -> Pla
         strategy=local.strategy,
         leftovers=local.leftovers,
         hooks=local.hooks,
+        commit_fields=request.commit_fields,
         exchanged=request.validate,
         unpadded={t.key: t.unpadded_shape for t in local.flattened.tensors if t.unpadded_shape is not None},
     )

@@ -36,6 +36,7 @@ class SaveRequest:
         plans: the plans of earlier saves; None to make a new plan.
         spread_group: the ranks that may write a chunk which several of them have; None without
             `SaveOptions(spread="group")`.
+        commit_fields: further fields of metadata.json; JSON values. Only rank 0's are written.
         equal_arguments: other arguments that must be equal on all ranks, by the names that a user knows; JSON
             values.
     """
@@ -48,6 +49,7 @@ class SaveRequest:
     common_to_compare: Callable[[Any], Any] | None = None
     plans: PlanCache | None = None
     spread_group: AnyGroup | None = None
+    commit_fields: dict[str, Any] = field(default_factory=dict)
     equal_arguments: Mapping[str, Any] = field(default_factory=dict)
 
     def settings(self, backend: str, version: int) -> dict[str, Any]:

@@ -151,6 +151,7 @@ def commit_attempt(
         "common_backend_version": strategy.version,
         "attempt": attempt,
         "world_size": world_size,
+        **planned.commit_fields,
         **common_entries,
         **strategy.write_index(store, attempt=attempt, plan=written.plan(), receipts=written.receipts),
         **({UNPADDED: unpadded} if unpadded else {}),

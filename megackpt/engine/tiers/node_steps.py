@@ -8,13 +8,14 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
 from megackpt.comm import Group, errors_on_all_ranks, gather_step
 from megackpt.engine.checkpoint.manifest import read_manifest
 from megackpt.engine.checkpoint.opening import open_checkpoint
+from megackpt.engine.checkpoint.origins import FIELD, StepOrigin
 from megackpt.engine.checkpoint.steps import StepDirectories, step_of
 from megackpt.engine.data.progress import NoProgress
 from megackpt.engine.tiers.transfer import broadcast_files
@@ -36,25 +37,33 @@ class NodeStep:
         commit: digest of metadata.json; empty if there is none or it cannot be read.
         files: all files with their sizes in bytes.
         is_described: whether the node has all small files that metadata.json names.
+        origin: what the step records; that of a step without a record, if it is damaged.
     """
 
     name: str
     commit: str
     files: Mapping[str, int]
     is_described: bool
+    origin: StepOrigin = field(default_factory=StepOrigin)
 
     def to_json(self) -> list[object]:
         """Return the step as values of JSON."""
-        return [self.name, self.commit, dict(self.files), self.is_described]
+        return [self.name, self.commit, dict(self.files), self.is_described, self.origin.to_json()]
 
     @classmethod
     def from_json(cls, row: Sequence[object]) -> NodeStep:
         """Return the step from the row that `to_json` returned."""
-        name, commit, files, is_described = row
+        name, commit, files, is_described, origin = row
         assert isinstance(name, str)
         assert isinstance(commit, str)
         assert isinstance(files, dict)
-        return cls(name=name, commit=commit, files=files, is_described=bool(is_described))
+        return cls(
+            name=name,
+            commit=commit,
+            files=files,
+            is_described=bool(is_described),
+            origin=StepOrigin.from_json(origin),
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,21 +98,25 @@ def list_node_steps(directories: StepDirectories) -> Iterator[NodeStep]:
             continue
         with contextlib.suppress(OSError), contextlib.closing(directories.open(name)) as store:
             files = {file: store.size(file) for file in store.names()}
-            commit, small = "", None
+            commit, small, origin = "", None, StepOrigin()
             # A damaged commit counts as none: another node may have the step undamaged.
             with contextlib.suppress(CheckpointError):
-                commit, small = _commit_in(store)
+                commit, small, origin = _commit_in(store)
             described = small is not None and small <= files.keys()
-            yield NodeStep(name=name, commit=commit, files=files, is_described=described)
+            yield NodeStep(name=name, commit=commit, files=files, is_described=described, origin=origin)
 
 
-def _commit_in(store: Store) -> tuple[str, set[str] | None]:
-    """Return the digest of metadata.json and the small files that it names; "" and None if there is none."""
+def _commit_in(store: Store) -> tuple[str, set[str] | None, StepOrigin]:
+    """Return the digest of metadata.json, the small files that it names, and what it records of the run.
+
+    Without metadata.json return "", None and the origin of a step without a record.
+    """
     if not store.exists(MANIFEST):
-        return "", None
+        return "", None, StepOrigin()
     data = store.read(MANIFEST, max_bytes=MANIFEST_MAX_BYTES)
     document = parse_document(data, where=f"{store.location}/{MANIFEST}")
-    return digest_of(data), set(_small_files(store, document))
+    origin = StepOrigin.from_json(document.get(FIELD))
+    return digest_of(data), set(_small_files(store, document)), origin
 
 
 def _small_files(store: Store, document: Json) -> list[str]:

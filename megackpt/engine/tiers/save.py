@@ -11,13 +11,14 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from megackpt.comm import Group, errors_on_all_ranks, gather_step
 from megackpt.engine.checkpoint import manifest
+from megackpt.engine.checkpoint.origins import read_origin
 from megackpt.engine.checkpoint.step_roots import LocalSteps
-from megackpt.engine.checkpoint.steps import step_name, step_of
+from megackpt.engine.checkpoint.steps import StepDirectories, step_name, step_of
 from megackpt.engine.saving.planned_save import PlannedSave, WrittenChunks
 from megackpt.engine.saving.write import commit_attempt, write_chunks
 from megackpt.engine.tiers.transfer import (
@@ -107,14 +108,24 @@ def clean_node(location: NodeLocation, *, rank: int) -> None:
     directories = LocalSteps.at(location.root)
     with contextlib.suppress(OSError):
         steps = {name: step for name in directories.names() if (step := step_of(name)) is not None}
-        committed = sorted(directories.committed(steps), key=steps.__getitem__)
-        # After a run has gone back, the step that was just saved may be older than others in the tier.
+        committed = _by_branch({name: steps[name] for name in directories.committed(steps)}, directories)
+        # Another job may have saved newer steps.
         surplus = [name for name in committed[: -location.keep_last] if steps[name] != location.step]
         # A newer step without a commit may be one that is being saved.
         older = [name for name, step in steps.items() if step <= location.step and name not in committed]
         for name in [*surplus, *(name for name in older if directories.is_leftover(name))]:
             with contextlib.suppress(OSError):
                 directories.remove(name)
+
+
+def _by_branch(steps: Mapping[str, int], directories: StepDirectories) -> list[str]:
+    """Return the names of committed steps: those of older branches first, then by step."""
+    branches: dict[str, int] = {}
+    for name in steps:
+        with contextlib.closing(directories.open(name)) as store:
+            origin = read_origin(store)
+        branches[name] = 0 if origin is None else origin.branch
+    return sorted(steps, key=lambda name: (branches[name], steps[name]))
 
 
 def _write_and_copy(

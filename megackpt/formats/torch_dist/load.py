@@ -44,6 +44,11 @@ class TorchDistLoadStrategy(LoadStrategy):
         """Recognise a directory by its `.metadata`: plain DCP writes no metadata.json."""
         return dict(MANIFEST_CONTENT) if store.exists(names.METADATA) else None
 
+    def published_entries(self, store: Store, manifest: Json) -> Json:
+        """Return the note about the present `.metadata`; the manifest if another library has written it."""
+        note = find_note(store, digest_of(read_metadata(store)))
+        return manifest if note is None else note[0]
+
     def check_files(self, store: Store, manifest: Json, *, deep: bool) -> Iterator[Damage]:
         """Yield what is wrong with documents, the index and zip records, if megackpt wrote the checkpoint."""
         return check_files(store, manifest)

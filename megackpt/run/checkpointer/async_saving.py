@@ -22,7 +22,7 @@ from megackpt.options import AsyncOptions
 from megackpt.run.checkpointer.options import Tier
 from megackpt.run.checkpointer.saving import RootSaving, SaveAttempt
 from megackpt.run.checkpointer.schedule import Destinations
-from megackpt.run.checkpointer.tiers import TierSet, in_native_format, warn_of_failure, warn_of_newer
+from megackpt.run.checkpointer.tiers import TierSet, in_native_format, warn_of_failure
 from megackpt.storage import ObjectOptions, Store
 
 
@@ -154,10 +154,9 @@ class AsyncSaving:
         root_saving, store = self._root_saving, self._store
 
         def follow(damages: Sequence[Damage] | None) -> None:
-            root_saving.warn_of_newer(step, group)
             if store is not None:
                 _check_visible(root_saving, step)
-            root_saving.cleanup.after_commit(step, damages)
+            root_saving.after_commit(step, damages)
 
         def failed(_: Exception) -> bool:
             root_saving.clean_up(step, group)
@@ -224,7 +223,7 @@ def _destination_in_tier(
     location: NodeLocation, tier: Tier, request: SaveRequest, group: Group
 ) -> Destination:
     def follow(_: Sequence[Damage] | None) -> None:
-        warn_of_newer(location, tier)
+        return None
 
     def failed(error: Exception) -> bool:
         if not isinstance(error, StorageError):

@@ -26,8 +26,17 @@ from megackpt.maps import MapChoice
 from megackpt.options import AsyncOptions, LoadOptions, SaveOptions
 from megackpt.plans.validation import LoadReport, ReturnsState, StrictHandling
 from megackpt.run.checkpointer.async_saving import AsyncSaving
+from megackpt.run.checkpointer.branches import RunBranch
 from megackpt.run.checkpointer.loading import LastLoad, RootLoading, StepLoading, StepRequest, load_checkpoint
-from megackpt.run.checkpointer.options import Groups, OnError, Retention, SaveSchedule, Tier, Tiers
+from megackpt.run.checkpointer.options import (
+    Groups,
+    OnError,
+    OnNewerSteps,
+    Retention,
+    SaveSchedule,
+    Tier,
+    Tiers,
+)
 from megackpt.run.checkpointer.root import RunRoot, StepList
 from megackpt.run.checkpointer.saving import (
     DirectSaving,
@@ -74,6 +83,9 @@ class Checkpointer:
             then takes the newest step that is complete over tiers and root.
         on_error: what to do if the store rejects a save, or a step is damaged: `raise`, or `warn` and
             continue training.
+        on_newer_steps: what a save does that does not continue the newest step, because the run has loaded
+            an older one, or none: `keep` the newer steps as an abandoned branch, which no restart takes, with
+            a warning; raise an `error`; or `discard` them after its commit, unless they are pinned.
         verify_after_save: read every byte of a step after its commit, each rank its share, before older steps
             are removed. A damaged step is removed instead, and the save fails.
         timeout_s: deadline of saves and loads, in seconds, instead of those in save_options and load_options.
@@ -93,6 +105,7 @@ class Checkpointer:
         tiers: storage of the nodes.
         async_save: whether `save` returns before the step is committed.
         on_error: the argument.
+        on_newer_steps: the argument.
         verify_after_save: the argument.
         save_options: how steps are saved, with the deadline `timeout_s` if that is given.
         last_load: the step that the last `load` used, with a report; None before a load.
@@ -117,6 +130,7 @@ class Checkpointer:
         async_save: bool | AsyncOptions = False,
         tiers: Sequence[Tier] | Tiers = (),
         on_error: OnError = "raise",
+        on_newer_steps: OnNewerSteps = "keep",
         verify_after_save: bool = False,
         timeout_s: float | None = None,
         save_options: SaveOptions | None = None,
@@ -133,6 +147,7 @@ class Checkpointer:
             async_save=async_save,
             tiers=tiers,
             on_error=on_error,
+            on_newer_steps=on_newer_steps,
             verify_after_save=verify_after_save,
             timeout_s=timeout_s,
             save_options=save_options,
@@ -142,6 +157,7 @@ class Checkpointer:
         self.retention, self.schedule, self.tiers = settings.retention, settings.schedule, settings.tiers
         self.async_save = settings.async_options is not None
         self.on_error, self.verify_after_save = settings.on_error, settings.verify_after_save
+        self.on_newer_steps = settings.on_newer_steps
         self.save_options, self._load_options = settings.save_options, settings.load_options
         self.last_load: LastLoad | None = None
         self.last_report: LoadReport | None = None
@@ -157,7 +173,8 @@ class Checkpointer:
         )
         if len(tier_set):
             self._loading = TierLoading(tiers=tier_set, root=self._loading)
-        root_saving = RootSaving.from_settings(self._root.directories, settings, self._failures)
+        self._branch = RunBranch(self._loading, settings.on_newer_steps, where=str(self.root))
+        root_saving = RootSaving.from_settings(self._root.directories, settings, self._branch, self._failures)
         self._saving: StepSaving = DirectSaving(root_saving, TierSaving(tier_set, self.save_options))
         if settings.async_options is not None:
             self._saving = AsyncSaving(
@@ -171,7 +188,7 @@ class Checkpointer:
         self._signals = SignalWatch(settings.schedule.signals)
         self._trigger = SaveTrigger(settings.schedule, self._signals)
         self._scheduled_saving = ScheduledSaving(
-            self._saving, DestinationChoice(settings.tiers), self._trigger
+            self._saving, DestinationChoice(settings.tiers), self._trigger, self._branch, self._failures
         )
         self._signals.start()
 
@@ -352,10 +369,12 @@ class Checkpointer:
     ) -> StateDict:
         """Load a step. Collective.
 
-        "latest" and None mean the newest committed step that rank 0 finds. With tiers, they mean the newest
-        step that is complete over all nodes and the root; a damaged or incomplete step is skipped with a
-        warning. Without tiers, a damaged step is skipped only with `LoadOptions(on_corrupt="fallback")`. If
-        step is a number, no other step is loaded. `last_load` has the step that was used.
+        "latest" and None mean the newest committed step that rank 0 finds. If the run went back to an older
+        step and saved, it is the last step that it saved, and steps of the abandoned branch are not loaded.
+        With tiers, it is the newest step that is complete over all nodes and the root; a damaged or
+        incomplete step is skipped with a warning. Without tiers, a damaged step is skipped only with
+        `LoadOptions(on_corrupt="fallback")`. If step is a number, no other step is loaded. `last_load` has
+        the step that was used.
 
         Args:
             state: the request, as for `megackpt.load`.
@@ -381,6 +400,7 @@ class Checkpointer:
         loaded, self.last_load = self._loading.load(request, number, group)
         self.last_report = self.last_load.report
         self._trigger.loaded(self.last_load.step)
+        self._branch.loaded(self.last_load)
         return loaded
 
     def load_from(
@@ -420,8 +440,9 @@ class Checkpointer:
     def find_latest(self) -> int | None:
         """Return the step that `load` would take, the same on all ranks; None if there is none. Collective.
 
-        Waits for pending saves. Without tiers, the step is the newest committed one that rank 0 finds; a
-        newer incomplete step is a warning. With tiers, it is the newest step of which every byte is stored.
+        Waits for pending saves. Without tiers, the step is the newest committed one that rank 0 finds, of no
+        abandoned branch; a newer incomplete step is a warning. With tiers, it is the newest step of which
+        every byte is stored.
 
         Raises:
             CheckpointError: a pending save failed.
@@ -450,7 +471,7 @@ class Checkpointer:
         return self._root.steps()
 
     def latest(self) -> int | None:
-        """Return the newest committed step or None. Local.
+        """Return the newest committed step of no abandoned branch, or None. Local.
 
         A newer step that is incomplete is a warning.
         """

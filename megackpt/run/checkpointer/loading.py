@@ -14,7 +14,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
-from megackpt.comm import AnyGroup, Group, gather_step
+from megackpt.comm import AnyGroup, Group, errors_on_all_ranks, gather_step
+from megackpt.engine.checkpoint.origins import PlacedStep, StepTree
 from megackpt.engine.checkpoint.steps import StepDirectories, step_name
 from megackpt.engine.loading.fallback import DAMAGE_ERRORS
 from megackpt.entities import ShardedStateDict, StateDict
@@ -22,7 +23,7 @@ from megackpt.errors import CheckpointError, DeclarationError, NotACheckpointErr
 from megackpt.maps import MapChoice
 from megackpt.options import LoadOptions
 from megackpt.plans.validation import LoadReport, ReturnsState
-from megackpt.run.checkpointer.root import newest_step, scan
+from megackpt.run.checkpointer.root import newest_step, read_tree, scan
 from megackpt.run.collective import load_with_report
 from megackpt.storage import Location
 
@@ -97,6 +98,13 @@ class StepLoading(Protocol):
     def find_latest(self, group: Group) -> int | None:
         """Return the step that a load of the newest step uses; None if there is none. Collective."""
 
+    def survey(self, group: Group) -> Sequence[PlacedStep[Any]]:
+        """Return all committed steps on rank 0, and nothing on other ranks. Collective.
+
+        Raises:
+            StorageError: the store rejected a read; the same on every rank.
+        """
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RootLoading:
@@ -148,18 +156,30 @@ class RootLoading:
             return load_checkpoint(request, store, options, group, self.exchange_group)
 
     def find_latest(self, group: Group) -> int | None:
-        """Return the newest committed step that rank 0 finds. Collective."""
+        """Return the newest committed step of the run's line that rank 0 finds. Collective."""
         return _answer_of_rank_0(
             group, lambda: newest_step(self.directories), doing="looking for the newest checkpoint"
         )
 
+    def survey(self, group: Group) -> Sequence[PlacedStep[Any]]:
+        """Return the committed steps of the root on rank 0. Collective."""
+        steps: list[PlacedStep[Any]] = []
+        with errors_on_all_ranks(group, "looking at the steps of the run"):
+            if group.rank == 0:
+                tree = self._tree()
+                steps += [*tree.line, *tree.abandoned]
+        return steps
+
     def _find_older(self, step: int, group: Group) -> int | None:
-        """Return the newest committed step before another that rank 0 finds. Collective."""
+        """Return the step of the run's line before another that rank 0 finds. Collective."""
         return _answer_of_rank_0(
             group,
-            lambda: max((s for s in scan(self.directories).committed if s < step), default=None),
+            lambda: max((placed.step for placed in self._tree().line if placed.step < step), default=None),
             doing="looking for an older checkpoint",
         )
+
+    def _tree(self) -> StepTree[str]:
+        return read_tree(self.directories, scan(self.directories).committed)
 
 
 def load_checkpoint(

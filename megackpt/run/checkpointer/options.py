@@ -16,6 +16,7 @@ from megackpt.storage import absolute_path
 
 Mode = Literal["min", "max"]
 OnError = Literal["raise", "warn"]
+OnNewerSteps = Literal["error", "keep", "discard"]
 MAX_SIGNALS = 8
 
 

@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass, replace
 from typing import NoReturn
 
+from megackpt.engine.checkpoint.origins import StepOrigin, StepTree
 from megackpt.engine.checkpoint.removal import has_other_attempts
 from megackpt.engine.checkpoint.steps import StepDirectories, step_name
 from megackpt.engine.data.progress import NoProgress
@@ -26,6 +27,7 @@ from megackpt.run.checkpointer.root import (
     is_pinned,
     read_metrics,
     read_pins,
+    read_tree,
     remove_metrics,
     scan,
     steps_with_metrics,
@@ -33,6 +35,9 @@ from megackpt.run.checkpointer.root import (
 )
 
 log = logging.getLogger(__name__)
+
+ABANDONED = "abandoned branch"
+"""The reason why a step stays that a restart does not come from."""
 
 _TEMPORARY_FILE_PREFIXES = (".megackpt/", f".{TRACKER}.")
 
@@ -57,11 +62,21 @@ def decide(
     pinned: Collection[int] = (),
     good: Collection[int] = (),
     metrics: Mapping[int, Mapping[str, float]] | None = None,
+    abandoned: Iterable[int] = (),
 ) -> RetentionDecision:
     """Decide which committed steps stay. Pure.
 
     The steps that `retention` keeps stay, the newest step, pinned steps, and the steps in `good`: the step
-    that was just committed, or the newest step that is known to be undamaged.
+    that was just committed, or the newest step that is known to be undamaged. Steps of abandoned branches
+    stay, and are not counted.
+
+    Args:
+        retention: the rules.
+        committed: the steps of the line that a restart continues.
+        pinned: pinned steps.
+        good: see above.
+        metrics: the metrics of steps.
+        abandoned: the committed steps of other branches.
 
     >>> decide(Retention(keep_last=1, keep_every=100), [50, 100, 150, 200, 250], pinned={50}).removed
     (150,)
@@ -81,7 +96,8 @@ def decide(
         groups[f"best {retention.keep_best.metric}"] = retention.keep_best.best_of(known)
     members = {why: frozenset(group) for why, group in groups.items()}
     reasons = {step: tuple(why for why, group in members.items() if step in group) for step in steps}
-    kept = {step: why for step, why in reasons.items() if why}
+    reasons |= {step: (ABANDONED,) + ("pinned",) * (step in pinned) for step in sorted(abandoned)}
+    kept = {step: reasons[step] for step in sorted(reasons) if reasons[step]}
     return RetentionDecision(kept=kept, removed=tuple(step for step in steps if step not in kept))
 
 
@@ -105,6 +121,16 @@ class Removals:
     retention: RetentionDecision
     incomplete: tuple[int, ...]
 
+    def without_abandoned(self) -> Removals:
+        """Return the same removals, with all steps of abandoned branches that are not pinned."""
+        kept = self.retention.kept
+        abandoned = {step for step, reasons in kept.items() if reasons == (ABANDONED,)}
+        decision = RetentionDecision(
+            kept={step: reasons for step, reasons in kept.items() if step not in abandoned},
+            removed=tuple(sorted({*self.retention.removed, *abandoned})),
+        )
+        return replace(self, retention=decision)
+
     def without(self, steps: Collection[int]) -> Removals:
         """Return the same removals without these steps."""
         removed = tuple(step for step in self.retention.removed if step not in steps)
@@ -125,9 +151,13 @@ class Cleanup:
         self._directories = directories
         self._retention = retention
         self._allow_unsafe_pickle = allow_unsafe_pickle
-        self._metrics: dict[int, dict[str, float]] = {}  # of steps that do not change any more
+        # Of steps that do not change any more:
+        self._metrics: dict[int, dict[str, float]] = {}
+        self._origins: dict[int, StepOrigin | None] = {}
 
-    def after_commit(self, step: int, damages: Sequence[Damage] | None = None) -> None:
+    def after_commit(
+        self, step: int, damages: Sequence[Damage] | None = None, *, discard: Collection[int] = ()
+    ) -> None:
         """Write the tracker, and remove steps that are not kept.
 
         The step is saved: if a write or removal fails, a warning is logged, and it is tried again after the
@@ -136,16 +166,27 @@ class Cleanup:
         Args:
             step: the step that was committed.
             damages: the damage that ranks found when they verified the step; None if it was not verified.
+            discard: other steps to remove, unless they are pinned.
 
         Raises:
             IntegrityError: the step is damaged. Only this step is removed, if the store permits.
         """
         self._metrics.pop(step, None)
+        self._origins.pop(step, None)
         if damages:
             self._remove_damaged(step, damages)
         with _storage_errors_logged(f"after the commit of step {step}"):
-            steps = self._update_tracker()
-            removals = self.plan(steps, upto=step, good={step})
+            for discarded in sorted(set(discard) - {step}, reverse=True):
+                self._remove(discarded)
+            steps, tree = self._update_tracker()
+            if tree.newest != step:
+                log.warning(
+                    "Step %s is saved, but a restart takes step %s: another job has saved it, or its commit "
+                    "is damaged.",
+                    step,
+                    tree.newest,
+                )
+            removals = self.plan(steps, upto=step, good={step}, tree=tree)
             self.remove(removals, steps, upto=step)
 
     def after_failure(self, step: int) -> None:
@@ -155,13 +196,24 @@ class Cleanup:
                 remove_metrics(self._directories.root, step)
             self._directories.prune(step_name(step))
 
-    def plan(self, steps: StepList, *, upto: int, good: Iterable[int]) -> Removals:
-        """Decide which steps to remove: not those in good, and incomplete steps only up to `upto`."""
+    def plan(
+        self, steps: StepList, *, upto: int, good: Iterable[int], tree: StepTree[str] | None = None
+    ) -> Removals:
+        """Decide which steps to remove: not those in good, and incomplete steps only up to `upto`.
+
+        tree has the committed steps; None to read their origins.
+        """
+        tree = tree or self.tree(steps)
         pinned = read_pins(self._directories.root)
         metrics = self._metrics_of(steps.committed) if self._retention.keep_best is not None else {}
         return Removals(
             retention=decide(
-                self._retention, steps.committed, pinned=pinned, good=frozenset(good), metrics=metrics
+                self._retention,
+                [placed.step for placed in tree.line],
+                pinned=pinned,
+                good=frozenset(good),
+                metrics=metrics,
+                abandoned=[placed.step for placed in tree.abandoned],
             ),
             incomplete=stale_leftovers(steps.incomplete, upto=upto, pinned=pinned),
         )
@@ -234,8 +286,14 @@ class Cleanup:
         with contextlib.closing(self._directories.open(step_name(step))) as store:
             return not verify_share(store, options, NoProgress()).damages
 
-    def _update_tracker(self) -> StepList:
-        """Write the newest step into the tracker; return the steps."""
+    def tree(self, steps: StepList) -> StepTree[str]:
+        """Return the committed steps with their origins. Those that were read before are not read again."""
+        for step in self._origins.keys() - set(steps.committed):
+            del self._origins[step]
+        return read_tree(self._directories, steps.committed, known=self._origins)
+
+    def _update_tracker(self) -> tuple[StepList, StepTree[str]]:
+        """Write the step that a restart takes into the tracker; return the steps."""
         steps = scan(self._directories)
         # A crash between writing and renaming a file next to the steps leaves its temporary file.
         leftovers = [
@@ -243,8 +301,9 @@ class Cleanup:
         ]
         if leftovers:
             self._directories.root.delete(leftovers)
-        write_tracker(self._directories.root, max(steps.committed, default=None))
-        return steps
+        tree = self.tree(steps)
+        write_tracker(self._directories.root, tree.newest)
+        return steps, tree
 
     def _metrics_of(self, steps: Iterable[int]) -> Mapping[int, Mapping[str, float]]:
         for step in steps:

@@ -12,10 +12,12 @@ import logging
 import math
 import os
 from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, SupportsFloat
 
+from megackpt.engine.checkpoint.origins import PlacedStep, StepOrigin, StepTree, read_origin, step_tree
 from megackpt.engine.checkpoint.step_roots import step_directories
 from megackpt.engine.checkpoint.steps import StepDirectories, step_name, step_of
 from megackpt.errors import DeclarationError, FormatError, NotACheckpointError, UnsupportedError
@@ -29,6 +31,7 @@ TRACKER = "latest_checkpointed_iteration.txt"
 _METRICS = ".megackpt/metrics/"
 _PINS = ".megackpt/pins/"
 _METRICS_MAX_BYTES = 1024 * 1024
+_THREADS = 16  # that read the commits of steps
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,10 +65,49 @@ def scan(directories: StepDirectories) -> StepList:
     return StepList(steps_of(committed), steps_of(incomplete))
 
 
+def read_tree(
+    directories: StepDirectories,
+    committed: Iterable[int],
+    *,
+    known: dict[int, StepOrigin | None] | None = None,
+) -> StepTree[str]:
+    """Read the origins of committed steps below a root; the location of each is the root. Local.
+
+    Args:
+        directories: the step directories under the root.
+        committed: the steps. One that is gone meanwhile is left out.
+        known: origins that were read before and do not change; those that are read now are added.
+
+    Raises:
+        OSError: a commit cannot be read.
+    """
+    known = {} if known is None else known
+    steps = list(committed)
+    unknown = [step for step in steps if step not in known]
+    if unknown:
+        count = min(_THREADS, len(unknown))
+        with ThreadPoolExecutor(count, thread_name_prefix="megackpt-origins") as threads:
+            read = threads.map(lambda step: _origins_of(directories, step), unknown)
+            for step, origins in zip(unknown, read, strict=True):
+                for origin in origins:
+                    known[step] = origin
+    where = directories.location
+    return step_tree([PlacedStep(step, known[step], where) for step in steps if step in known])
+
+
+def _origins_of(directories: StepDirectories, step: int) -> list[StepOrigin | None]:
+    """Return the origin of a step; an empty list if it was removed meanwhile."""
+    try:
+        with contextlib.closing(directories.open(step_name(step))) as store:
+            return [read_origin(store)]
+    except NotACheckpointError:
+        return []
+
+
 def newest_step(directories: StepDirectories) -> int | None:
-    """Return the newest committed step or None; log a warning for each newer incomplete step. Local."""
+    """Return the step that a restart takes; log a warning for each newer incomplete step. Local."""
     steps = scan(directories)
-    newest = steps.committed[-1] if steps.committed else None
+    newest = read_tree(directories, steps.committed).newest
     for step in steps.incomplete:
         if newest is None or step > newest:
             log.warning(
@@ -140,8 +182,12 @@ class RunRoot:
         return self.scan().committed
 
     def latest(self) -> int | None:
-        """Return the newest committed step or None; log a warning for each newer one that is incomplete."""
+        """Return the step that a restart takes, or None; log a warning for each newer incomplete one."""
         return newest_step(self.directories)
+
+    def tree(self) -> StepTree[str]:
+        """Return the committed steps: those of the line that a restart continues, and abandoned ones."""
+        return read_tree(self.directories, self.steps())
 
     def pin(self, step: int) -> None:
         """Protect a committed step from removal until `unpin`. One rank calls it.

@@ -5,13 +5,14 @@ from __future__ import annotations
 import contextlib
 import logging
 import weakref
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from types import TracebackType
 from typing import Protocol, SupportsFloat, get_args
 
 from megackpt.comm import Group, errors_on_all_ranks
+from megackpt.engine.checkpoint.origins import FIELD
 from megackpt.engine.checkpoint.steps import StepDirectories, step_name
 from megackpt.engine.saving.planned_save import PlannedSave
 from megackpt.engine.saving.save import plan_save
@@ -23,9 +24,10 @@ from megackpt.errors import CheckpointError, DeclarationError, IntegrityError, S
 from megackpt.formats.damage import Damage
 from megackpt.ground.arguments import check_flag
 from megackpt.options import SaveOptions, VerifyOptions
+from megackpt.run.checkpointer.branches import RunBranch
 from megackpt.run.checkpointer.options import OnError
 from megackpt.run.checkpointer.retention import Cleanup
-from megackpt.run.checkpointer.root import checked_metrics, remove_metrics, scan, write_metrics
+from megackpt.run.checkpointer.root import checked_metrics, remove_metrics, write_metrics
 from megackpt.run.checkpointer.schedule import DestinationChoice, Destinations, SaveTrigger
 from megackpt.run.checkpointer.settings import RunSettings, compare_settings
 from megackpt.run.checkpointer.tiers import TierSaving
@@ -112,6 +114,7 @@ class RootSaving:
     Attributes:
         directories: the step directories under the root.
         cleanup: removes files after a commit or a failure.
+        branch: the branch to which steps are saved.
         failures: counts failed saves.
         options: options of the saves.
         verify: how to verify every byte after a commit; None: no verification.
@@ -119,13 +122,18 @@ class RootSaving:
 
     directories: StepDirectories
     cleanup: Cleanup
+    branch: RunBranch
     failures: SaveFailures
     options: SaveOptions
     verify: VerifyOptions | None
 
     @classmethod
     def from_settings(
-        cls, directories: StepDirectories, settings: RunSettings, failures: SaveFailures
+        cls,
+        directories: StepDirectories,
+        settings: RunSettings,
+        branch: RunBranch,
+        failures: SaveFailures,
     ) -> RootSaving:
         """Return what saves the steps of a run with these settings."""
         trusted = settings.load_options.allow_unsafe_pickle
@@ -133,6 +141,7 @@ class RootSaving:
         return cls(
             directories=directories,
             cleanup=Cleanup(directories, settings.retention, allow_unsafe_pickle=trusted),
+            branch=branch,
             failures=failures,
             options=settings.save_options,
             verify=VerifyOptions(deep=True, allow_unsafe_pickle=trusted) if verifies else None,
@@ -146,7 +155,6 @@ class RootSaving:
         Raises:
             CheckpointError: the same on every rank.
         """
-        self.warn_of_newer(step, group)
         with self.failures.attempt(f"Saving step {step}", rank=group.rank) as attempt:
             self.store_metrics(step, metrics, group)
             store = self.directories.open(step_name(step))
@@ -176,25 +184,17 @@ class RootSaving:
 
         with errors_on_all_ranks(group, work_after_commit(damages)):
             if group.rank == 0:
-                self.cleanup.after_commit(step, damages)
+                self.after_commit(step, damages)
 
     def clean_up(self, step: int, group: Group) -> None:
         """Remove on rank 0 the files of a step whose save failed. Local."""
         if group.rank == 0:
             self.cleanup.after_failure(step)
 
-    def warn_of_newer(self, step: int, group: Group) -> None:
-        """Log a warning on rank 0 if a newer step exists. Local."""
-        newest = step
-        with contextlib.suppress(OSError):  # the save meets the same error, and raises it on all ranks
-            newest = max(scan(self.directories).committed, default=step) if group.rank == 0 else step
-        if newest > step:
-            log.warning(
-                "Step %s is saved although step %s exists, which stays the one that is loaded and kept as "
-                "newest.",
-                step,
-                newest,
-            )
+    def after_commit(self, step: int, damages: Sequence[Damage] | None) -> None:
+        """Remove what need not stay, and steps that the run discards, on rank 0. Local."""
+        discard, self.branch.to_discard = self.branch.to_discard, frozenset()
+        self.cleanup.after_commit(step, damages, discard=discard)
 
     def store_metrics(self, step: int, metrics: Mapping[str, SupportsFloat] | None, group: Group) -> None:
         """Store metrics before the commit, so that every committed step has its metrics. Collective."""
@@ -310,10 +310,20 @@ class ScheduledSaving:
         saving: saves to destinations, before `save` returns or in the background.
         choice: chooses the destinations of each step.
         trigger: has the signals, and is notified of each save.
+        branch: the branch to which steps are saved.
+        failures: counts failed saves.
     """
 
-    def __init__(self, saving: StepSaving, choice: DestinationChoice, trigger: SaveTrigger) -> None:
+    def __init__(
+        self,
+        saving: StepSaving,
+        choice: DestinationChoice,
+        trigger: SaveTrigger,
+        branch: RunBranch,
+        failures: SaveFailures,
+    ) -> None:
         self._saving, self._choice, self._trigger = saving, choice, trigger
+        self._branch, self._failures = branch, failures
 
     def destinations(self, step: int, to_root: bool | None, group: Group) -> Destinations:
         """Return the destinations of a step.
@@ -353,6 +363,27 @@ class ScheduledSaving:
             return False
         self._choice.saved(destinations)
         try:
-            return bool(destinations) and self._saving.save(step, destinations, request, metrics, group)
+            return bool(destinations) and self._save(step, destinations, request, metrics, group)
         finally:
             self._trigger.saved(step)
+
+    def _save(
+        self,
+        step: int,
+        destinations: Destinations,
+        request: SaveRequest,
+        metrics: Mapping[str, SupportsFloat] | None,
+        group: Group,
+    ) -> bool:
+        """Save a step with a record of the step that it continues."""
+        if not self._branch.is_decided(step):
+            self._saving.wait()  # all steps of this run are committed, and known, when rank 0 decides
+        with self._failures.attempt(f"Saving step {step}", rank=group.rank) as attempt:
+            origin = self._branch.origin(step, group)
+        if attempt.has_failed:
+            return False
+        request = replace(request, commit_fields={FIELD: origin.to_json()})
+        is_saved = self._saving.save(step, destinations, request, metrics, group)
+        if is_saved:
+            self._branch.saved(step)
+        return is_saved

@@ -8,14 +8,22 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, get_args
 
 from megackpt.comm import Group, check_group, compare_step, world_group
 from megackpt.engine.saving.preparation import Settings, as_number, raise_different_settings
 from megackpt.errors import DeclarationError
 from megackpt.ground.arguments import check_count, check_flag, check_kind
 from megackpt.options import AsyncOptions, LoadOptions, SaveOptions
-from megackpt.run.checkpointer.options import Groups, OnError, Retention, SaveSchedule, Tier, Tiers
+from megackpt.run.checkpointer.options import (
+    Groups,
+    OnError,
+    OnNewerSteps,
+    Retention,
+    SaveSchedule,
+    Tier,
+    Tiers,
+)
 from megackpt.storage import absolute_path
 
 
@@ -32,6 +40,7 @@ class RunSettings:
     async_options: AsyncOptions | None
     tiers: Tiers
     on_error: OnError
+    on_newer_steps: OnNewerSteps
     verify_after_save: bool
     save_options: SaveOptions
     load_options: LoadOptions
@@ -47,6 +56,7 @@ class RunSettings:
         async_save: bool | AsyncOptions,
         tiers: Sequence[Tier] | Tiers,
         on_error: OnError,
+        on_newer_steps: OnNewerSteps,
         verify_after_save: bool,
         timeout_s: float | None,
         save_options: SaveOptions | None,
@@ -58,6 +68,10 @@ class RunSettings:
             DeclarationError: an argument has the wrong type or is out of range, or two contradict each other.
         """
         check_flag("verify_after_save", verify_after_save)
+        if on_newer_steps not in get_args(OnNewerSteps):
+            raise DeclarationError(
+                f"on_newer_steps={on_newer_steps!r} is not known. Give 'error', 'keep' or 'discard'."
+            )
         saving, loading = _options(save_options, load_options, timeout_s)
         return cls(
             retention=_retention(retention, keep_last),
@@ -65,6 +79,7 @@ class RunSettings:
             async_options=_async_options(async_save),
             tiers=_tiers(tiers),
             on_error=on_error,
+            on_newer_steps=on_newer_steps,
             verify_after_save=verify_after_save,
             save_options=saving,
             load_options=loading,
@@ -105,6 +120,7 @@ class RunSettings:
             "SaveOptions.timeout_s": float(self.save_options.timeout_s),
             "LoadOptions.timeout_s": float(self.load_options.timeout_s),
             "on_error": self.on_error,
+            "on_newer_steps": self.on_newer_steps,
             "verify_after_save": self.verify_after_save,
             "Retention.keep_last": self.retention.keep_last,
             "Retention.keep_every": self.retention.keep_every,

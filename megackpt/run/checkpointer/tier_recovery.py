@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from megackpt.comm import Group, broadcast_from_rank_0, errors_on_all_ranks, gather_step
+from megackpt.engine.checkpoint.origins import PlacedStep, StepOrigin
 from megackpt.engine.checkpoint.step_roots import LocalSteps
 from megackpt.engine.checkpoint.steps import step_name
 from megackpt.engine.loading.fallback import DAMAGE_ERRORS
@@ -37,7 +38,7 @@ from megackpt.run.checkpointer.loading import (
     StepRequest,
     with_copies_of_step,
 )
-from megackpt.run.checkpointer.root import scan
+from megackpt.run.checkpointer.root import read_tree, scan
 from megackpt.run.checkpointer.tier_survey import ROOT, StepCandidate, TierSurvey
 from megackpt.run.checkpointer.tiers import TierDirectories, TierSet
 from megackpt.storage import Store
@@ -66,6 +67,10 @@ class TierLoading:
     def find_latest(self, group: Group) -> int | None:
         """Return the newest step that is complete, in the root or over all nodes of a tier."""
         return self._begin_recovery(group).find()
+
+    def survey(self, group: Group) -> Sequence[PlacedStep[Any]]:
+        """Return the committed steps of all tiers and the root on rank 0. Collective."""
+        return _survey(group, self.tiers.open(group), self.root).placed()
 
     def _begin_recovery(self, group: Group) -> Recovery:
         return Recovery.begin(group, self.tiers.open(group), self.root)
@@ -141,7 +146,7 @@ class Recovery:
 
     def _candidates(self, step: int | None) -> list[StepCandidate]:
         """Return the candidates, best first, on every rank."""
-        rows = [[c.step, c.tier, c.commit] for c in self._survey.candidates() if step in (None, c.step)]
+        rows = [[c.step, c.tier, c.commit] for c in self._survey.candidates(step)]
         return [
             StepCandidate(step=number, tier=tier, commit=commit)
             for number, tier, commit in _from_rank_0(self._group, rows)
@@ -312,7 +317,7 @@ def _survey(group: Group, directories: TierDirectories, root: RootLoading) -> Ti
         [{row[0]: NodeStep.from_json(row) for row in tiers[number]} for tiers in by_node]
         for number in range(len(directories.tiers))
     ]
-    return TierSurvey(node_steps, _root_steps(root) if group.rank == 0 else [])
+    return TierSurvey(node_steps, _root_steps(root) if group.rank == 0 else {})
 
 
 def _steps_in(tier: LocalSteps) -> list[list[object]]:
@@ -323,13 +328,14 @@ def _steps_in(tier: LocalSteps) -> list[list[object]]:
         return []
 
 
-def _root_steps(root: RootLoading) -> Sequence[int]:
+def _root_steps(root: RootLoading) -> Mapping[int, StepOrigin | None]:
     try:
-        return scan(root.directories).committed
+        tree = read_tree(root.directories, scan(root.directories).committed)
+        return {placed.step: placed.origin for placed in (*tree.line, *tree.abandoned)}
     except OSError as error:  # the tiers may have the needed step
         location = root.directories.location
         log.warning("%s cannot be listed, so only the tiers are searched: %s", location, error)
-        return []
+        return {}
 
 
 def _from_rank_0(group: Group, value: Any) -> Any:  # plain JSON values

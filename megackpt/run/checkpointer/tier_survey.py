@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from megackpt.engine.checkpoint.origins import PlacedStep, StepOrigin, step_tree
 from megackpt.engine.checkpoint.steps import step_name, step_of
 from megackpt.engine.tiers.node_steps import NodeStep, StepFiles
 
@@ -28,38 +29,56 @@ class StepCandidate:
     commit: str = ""
 
 
+@dataclass(frozen=True, slots=True)
+class _TierLocation:
+    """Where a step is: the number of its tier, after all tiers for the root, and how many nodes have it."""
+
+    tier: int
+    nodes: int
+    candidate: StepCandidate
+
+
 @dataclass(slots=True)
 class TierSurvey:
     """The steps of nodes and root; only rank 0 has them.
 
     Attributes:
         node_steps: by tier and node, the steps there by name.
-        root_steps: committed steps of the root.
+        root_steps: committed steps of the root, with what they record; None if their commit is damaged.
         damaged: damaged files, as (tier, name of the step, node, file).
         damaged_indexes: nodes whose index or commit of a step is damaged, as (tier, name of the step, node).
     """
 
     node_steps: Sequence[Sequence[Mapping[str, NodeStep]]]
-    root_steps: Sequence[int]
+    root_steps: Mapping[int, StepOrigin | None]
     damaged: set[tuple[int, str, int, str]] = field(default_factory=set)
     damaged_indexes: set[tuple[int, str, int]] = field(default_factory=set)
 
-    def candidates(self) -> list[StepCandidate]:
-        """Return committed steps, the newest first. For one step, tiers in their order come before the root.
+    def candidates(self, step: int | None) -> list[StepCandidate]:
+        """Return the places of a step, or for None of all steps that a restart may take, the newest first.
 
-        If nodes have different commits of a step, the commit that more nodes have comes first.
+        For one step, the newest branch comes first, and tiers in their order come before the root. If nodes
+        have different commits of a step, the commit that more nodes have comes first.
         """
-        ranked: list[tuple[int, int, int, StepCandidate]] = []
+        placed = self.placed() if step is not None else step_tree(self.placed()).line
+        ranked = sorted(placed, key=_rank)
+        return [row.location.candidate for row in ranked if step in (None, row.step)]
+
+    def placed(self) -> list[PlacedStep[_TierLocation]]:
+        """Return the committed steps of all tiers and the root, with their origins."""
+        rows: list[PlacedStep[_TierLocation]] = []
         for tier, nodes in enumerate(self.node_steps):
-            counts = Counter(
-                (name, step.commit) for steps in nodes for name, step in steps.items() if step.commit
-            )
+            committed = [step for steps in nodes for step in steps.values() if step.commit]
+            counts = Counter((step.name, step.commit) for step in committed)
+            origins = {(step.name, step.commit): step.origin for step in committed}
             for (name, commit), count in counts.items():
-                step = _number_of(name)
-                ranked.append((-step, tier, -count, StepCandidate(step=step, tier=tier, commit=commit)))
-        after_tiers = len(self.node_steps)
-        ranked += [(-step, after_tiers, 0, StepCandidate(step=step, tier=ROOT)) for step in self.root_steps]
-        return [candidate for *_, candidate in sorted(ranked, key=lambda row: row[:3])]
+                number = _number_of(name)
+                candidate = StepCandidate(step=number, tier=tier, commit=commit)
+                rows.append(PlacedStep(number, origins[name, commit], _TierLocation(tier, count, candidate)))
+        for number, origin in self.root_steps.items():
+            location = _TierLocation(len(self.node_steps), 0, StepCandidate(step=number, tier=ROOT))
+            rows.append(PlacedStep(number, origin, location))
+        return rows
 
     def source_node(self, candidate: StepCandidate) -> int | None:
         """Return a node that has commit, index and common state of a step; None if there is none."""
@@ -124,6 +143,11 @@ class TierSurvey:
         names = {name for steps in self.node_steps[tier] for name in steps}
         committed = {name for steps in self.node_steps[tier] for name, step in steps.items() if step.commit}
         return sorted(names - committed)
+
+
+def _rank(row: PlacedStep[_TierLocation]) -> tuple[int, int, int, int]:
+    branch = -1 if row.origin is None else row.origin.branch
+    return -row.step, -branch, row.location.tier, -row.location.nodes
 
 
 def _number_of(name: str) -> int:

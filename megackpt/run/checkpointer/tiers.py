@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 
 from megackpt.comm import Group, errors_on_all_ranks, gather_step
 from megackpt.engine.checkpoint.step_roots import LocalSteps
-from megackpt.engine.checkpoint.steps import step_of
 from megackpt.engine.saving.save import plan_save
 from megackpt.engine.saving.save_request import SaveRequest
 from megackpt.engine.tiers.save import NodeLocation, clean_node, save_on_nodes
@@ -184,8 +183,6 @@ class TierSaving:
             try:
                 self._save(location, native, group)
                 is_saved = True
-                if group.rank == 0:
-                    warn_of_newer(location, self.tiers[number])
             except StorageError as error:
                 warn_of_failure(location, self.tiers[number], error, rank=group.rank)
         return is_saved
@@ -209,15 +206,3 @@ def warn_of_failure(location: NodeLocation, tier: Tier, error: StorageError, *, 
         log.warning(
             "Step %s is not in %s, which keeps its older steps: %s", location.step, tier, error,
         )  # fmt: skip
-
-
-def warn_of_newer(location: NodeLocation, tier: Tier) -> None:
-    """Log a warning if this node has a newer step in a tier. Local."""
-    with contextlib.suppress(OSError):
-        steps = (step_of(name) for name in LocalSteps.at(location.root).names())
-        newest = max((step for step in steps if step is not None), default=location.step)
-        if newest > location.step:
-            log.warning(
-                "Step %s goes into %s although step %s is there. Loads take the newer step.",
-                location.step, tier, newest,
-            )  # fmt: skip

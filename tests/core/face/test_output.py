@@ -260,6 +260,7 @@ CALLS = {
     "pin": "run 1",
     "plan": "gpt-125m --from tp1",
     "repair": "run/iter_0000002",
+    "rollback": "run 2",
     "verify": "run --deep",
 }
 """Arguments of a call of each command that succeeds."""

@@ -7,6 +7,7 @@ import os
 import shutil
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import pytest
 import torch
 
 from megackpt import Checkpointer, ShardedTensor
+from megackpt.cli.follow import new_lines
 from megackpt.cli.ls import age_as_text, list_steps
 from megackpt.storage import ObjectStore
 from tests.support.command_line import CommandLine
@@ -81,14 +83,15 @@ def test_a_table_marks_the_latest(root: Path, cli: CommandLine) -> None:
 
 
 def test_a_root_without_steps_is_fine_and_anything_else_is_not(
-    tmp_path: Path, root: Path, cli: CommandLine
+    tmp_path: Path, root: Path, cli: CommandLine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     empty = tmp_path / "empty"
     empty.mkdir()
     assert "no steps" in cli.out("ls", empty)
     assert "is not a directory" in cli.err("ls", tmp_path / "nowhere", code=3)
     assert "single checkpoint" in cli.err("ls", root / "iter_0000002", code=3)
-    cli.run("ls", code=2)
+    monkeypatch.chdir(root)
+    assert cli.out("ls") == cli.out("ls", ".")
 
 
 def test_a_url_is_listed_as_a_directory_is(
@@ -306,3 +309,96 @@ def test_ls_shows_pins_and_metrics(scored: Path, cli: CommandLine) -> None:
     out = cli.out("ls", scored)
     assert "committed, latest, pinned" in out
     assert "loss 0.5" in out
+
+
+@pytest.fixture
+def branched(tmp_path: Path) -> Path:
+    """A run with the steps 1 to 4 that has gone back to step 2 and saved steps 3 and 9."""
+    with Checkpointer(tmp_path / "run") as checkpointer:
+        for step in (1, 2, 3, 4, 20):
+            checkpointer.save(step, {"value": step}, metrics={"loss": step})
+        checkpointer.load({}, 2)
+        for step in (3, 9):
+            checkpointer.save(step, {"value": -step})
+    return tmp_path / "run"
+
+
+def test_ls_shows_branches_and_what_was_left_behind(branched: Path, cli: CommandLine) -> None:
+    rows = [line.split("│") for line in cli.out("ls", branched).splitlines() if "committed" in line]
+    shown = [tuple(cell.strip() for cell in row[1:4]) for row in rows]
+    assert shown == [
+        ("1", "committed", "0"),
+        ("2", "committed", "0, after 1"),
+        ("3", "committed", "1, after 2"),
+        ("4", "committed, abandoned", "0, after 3"),
+        ("9", "committed, latest", "1, after 3"),
+        ("20", "committed, abandoned", "0, after 4"),
+    ]
+    out = cli.out("ls", branched)
+    assert "2 steps (" in out
+    assert f"`megackpt gc {branched} --keep-all --abandoned` removes them" in out
+    steps = cli.json("ls", branched)["steps"]
+    assert [step["branch"] for step in steps] == [0, 0, 1, 0, 1, 0]
+    assert len({step["run"] for step in steps}) == 2
+
+
+def test_rollback_moves_newer_steps_aside_and_a_restart_takes_the_step(
+    branched: Path, cli: CommandLine
+) -> None:
+    Checkpointer(branched).pin(20)
+    assert "Nobody can be asked here, so give --yes" in cli.err("rollback", branched, 2, code=2)
+    assert Checkpointer(branched).latest() == 9
+    out = cli.out("rollback", branched, 2, "--yes")
+    assert f"4 steps moved to {branched}/rolled-back-1: 3, 4, 9, 20. A restart takes step 2." in out
+    assert Checkpointer(branched).load({})["value"] == 2
+    assert (branched / "latest_checkpointed_iteration.txt").read_text() == "2"
+    assert Checkpointer(branched).pins() == ()
+    aside = Checkpointer(branched / "rolled-back-1")
+    assert (aside.steps(), aside.pins(), aside.metrics(20)) == ((3, 4, 9, 20), (20,), {"loss": 20.0})
+    result = cli.json("rollback", branched, 1, "--yes", "--remove")
+    assert (result["steps"], result["latest"], result["moved_to"]) == ([2], 1, None)
+    assert "No step is newer, and nothing was changed" in cli.out("rollback", branched, 1)
+    assert "Name one of the committed steps: 1" in cli.err("rollback", branched, 7, code=3)
+
+
+def test_rollback_removes_no_pinned_step_and_takes_lower_numbers_of_newer_branches(
+    branched: Path, cli: CommandLine
+) -> None:
+    Checkpointer(branched).pin(9)
+    assert "the steps 9 are pinned" in cli.err("rollback", branched, 4, "--yes", "--remove", code=2)
+    assert cli.json("rollback", branched, 4, "--yes")["steps"] == [3, 9, 20]
+    assert Checkpointer(branched).latest() == 4
+
+
+def is_data(path: Path) -> bool:
+    return path.is_file() and (path.parent.name == "data" or path.suffix == ".distcp")
+
+
+@pytest.mark.parametrize("format", [None, "torch_dist"])
+@pytest.mark.parametrize("damage", ["cut", "missing"])
+def test_ls_shows_damage_that_sizes_prove(tmp_path: Path, cli: CommandLine, format: Any, damage: str) -> None:
+    tensor = ShardedTensor.from_rank_offsets("w", torch.zeros(1000))
+    with Checkpointer(tmp_path) as checkpointer:
+        for step in (1, 2):
+            checkpointer.save(step, {"w": tensor}, sharded_strategy=format)
+    files = [path for path in (tmp_path / "iter_0000002").rglob("*") if is_data(path)]
+    if damage == "missing":
+        files[0].unlink()
+    else:
+        os.truncate(files[0], files[0].stat().st_size // 2)
+    steps = cli.json("ls", tmp_path)["steps"]
+    assert [step["state"] for step in steps] == ["committed", "damaged"]
+    assert files[0].name in cli.out("ls", tmp_path)
+
+
+def test_follow_shows_when_a_step_was_saved_how_long_it_took_and_when_the_next_is_due(root: Path) -> None:
+    steps = [step for step in list_steps(root) if step.step <= 2]
+    steps = [replace(steps[0], age_s=700.0), replace(steps[1], age_s=100.0, took_s=2.5)]
+    seen: dict[int, float] = {}
+    (line,) = new_lines(steps, seen, now=time.time())
+    assert "step 2 saved" in line
+    assert "took 2.5 s; 10 min after the one before; next due" in line
+    assert list(new_lines(steps, seen, now=time.time())) == []
+    later = [*steps, replace(steps[1], step=3, age_s=0.0)]
+    (line,) = new_lines(later, seen, now=time.time())
+    assert "step 3 saved" in line

@@ -12,7 +12,6 @@ import threading
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock
 
 import pytest
 import torch
@@ -21,14 +20,18 @@ from hypothesis import strategies as st
 
 from megackpt import Checkpointer, MemoryTier, SaveSchedule, ShardedTensor, Tiers
 from megackpt.comm import Group, SingleProcess
+from megackpt.engine.checkpoint.origins import StepOrigin
 from megackpt.engine.checkpoint.step_roots import step_directories
 from megackpt.engine.checkpoint.steps import StepFile, step_name
+from megackpt.engine.saving.save_request import save_request
 from megackpt.errors import DeclarationError
 from megackpt.formats.strategy import MANIFEST
+from megackpt.options import SaveOptions
 from megackpt.run.checkpointer import KeepBest, Retention
 from megackpt.run.checkpointer import checkpointer as checkpointer_module
+from megackpt.run.checkpointer.branches import RunBranch
 from megackpt.run.checkpointer.retention import decide, stale_leftovers
-from megackpt.run.checkpointer.saving import DirectSaving, ScheduledSaving
+from megackpt.run.checkpointer.saving import DirectSaving, SaveFailures, ScheduledSaving
 from megackpt.run.checkpointer.schedule import DestinationChoice, Destinations, SaveTrigger, SignalWatch
 from megackpt.storage import LocalStore, MemoryStore
 from megackpt.testing.world import SimulatedWorld
@@ -354,12 +357,29 @@ class BusySaving(DirectSaving):
         return True
 
 
+class StubBranch(RunBranch):
+    """A run without other steps."""
+
+    def __init__(self) -> None:
+        self.to_discard = frozenset()
+
+    def is_decided(self, step: int) -> bool:
+        return True
+
+    def origin(self, step: int, group: Group) -> StepOrigin:
+        return StepOrigin()
+
+    def saved(self, step: int) -> None:
+        pass
+
+
 def test_a_step_that_is_skipped_leaves_its_destinations_to_the_next_one() -> None:
     tiers = Tiers([MemoryTier("/dev/shm/none", every=10)], root_every=100)
     saving, group = BusySaving(is_free=[False, True]), SingleProcess()
     trigger = SaveTrigger(SaveSchedule(steps=5), no_signals())
-    scheduled = ScheduledSaving(saving, DestinationChoice(tiers), trigger)
-    request = Mock()
+    failures = SaveFailures("raise")
+    scheduled = ScheduledSaving(saving, DestinationChoice(tiers), trigger, StubBranch(), failures)
+    request = save_request({}, options=SaveOptions())
     results = []
     for step in (100, 101, 102):
         destinations = scheduled.destinations(step, None, group)
@@ -401,6 +421,7 @@ def test_signals_that_cannot_be_watched_leave_all_handlers_as_they_were(tmp_path
             r"keep_last=2 and retention=.* are both given.*write Retention\(keep_last=2, \.\.\.\)",
         ),
         ({"on_error": "ignore"}, "on_error='ignore'"),
+        ({"on_newer_steps": "remove"}, "on_newer_steps='remove' is not known. Give 'error', 'keep'"),
         ({"timeout_s": 0.0}, "timeout_s is 0.0"),
     ],
 )

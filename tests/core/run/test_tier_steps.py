@@ -347,15 +347,17 @@ def test_a_full_tier_is_a_warning_and_the_root_still_gets_its_step(
     assert run.load().step == 3
 
 
-def test_a_step_older_than_what_a_tier_has_is_saved_with_a_warning(
+def test_a_step_older_than_what_a_tier_has_is_saved_with_a_warning_and_loaded(
     memory_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     run = Run(memory_path)
     run.save(4)
     with caplog.at_level(logging.WARNING):
         run.save(3)
-    assert f"Step 3 goes into {run.tiers[0]} although step 4 is there" in caplog.text
-    assert run.load().step == 4
+    assert f"Step 3 continues no step and leaves these steps of {memory_path}/root behind: 4" in caplog.text
+    assert run.load().step == 3
+    run.save(4, 5, 6)
+    assert run.kept(0) == ["iter_0000005", "iter_0000006"]
 
 
 class Killed(BaseException):
