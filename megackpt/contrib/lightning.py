@@ -176,9 +176,9 @@ class _SavedByAllRanks:
         path = Path(cast(Any, self).broadcast(checkpoint_path))
         if path.exists() and not (path / MANIFEST).exists():
             raise NotACheckpointError(
-                f"{path} is no checkpoint of megackpt: it has no {MANIFEST}. If Lightning wrote it, resume "
-                f"with the strategy that saved it, or take its weights: "
-                f"module.load_state_dict(torch.load(PATH)['state_dict']), and fit without ckpt_path.",
+                f"{path} is no checkpoint of megackpt: it has no {MANIFEST}. If it is a .ckpt file of "
+                f"Lightning, resume it once with the plugin MegackptIO, or with the "
+                f"strategy that saved it.",
                 path=str(path),
             )
         torch_state = self._torch_state()

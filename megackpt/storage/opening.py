@@ -112,7 +112,7 @@ def _scheme_error(text: str, scheme: str, slashes: str, rest: str) -> StorageErr
     name = scheme.lower()
     name = _OTHER_SPELLINGS.get(name, name)
     is_known = name in OBJECT_SCHEMES or name in _stores_of_packages()
-    known = ", ".join(f"{own}://" for own in (*OBJECT_SCHEMES, *sorted(_stores_of_packages())))
+    known = ", ".join(f"{own}://" for own in ("s3", *sorted(_stores_of_packages())))
     what = f"there is no store for {scheme}:// locations; there are stores for {known}"
     if is_known and scheme == name:
         what = "a URL has two slashes, and a pathlib.Path makes one of them"

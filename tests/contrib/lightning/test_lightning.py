@@ -105,12 +105,27 @@ def test_a_checkpoint_of_lightning_itself_is_an_error_and_stays(
     (tmp_path / "sharded").mkdir()
     torch.save({}, tmp_path / "sharded" / "meta.pt")  # as of FSDP
     again = Trainer(max_epochs=2, strategy=MegackptDDPStrategy(), enable_checkpointing=False, **QUIET)
-    with pytest.raises(NotACheckpointError, match=r"own\.ckpt is no checkpoint of megackpt.*state_dict"):
+    with pytest.raises(NotACheckpointError, match=r"own\.ckpt is no checkpoint of megackpt.*MegackptIO"):
         again.fit(Regression(), DataLoader(torch.ones(2, 4)), ckpt_path=tmp_path / "own.ckpt")
     for name in ("own.ckpt", "sharded"):
         MegackptIO().remove_checkpoint(tmp_path / name)
         assert f"{name} stays: megackpt has not written it" in caplog.text
         assert (tmp_path / name).exists()
+
+
+def test_a_run_goes_on_from_a_file_of_lightning_as_lightning_does(tmp_path: Path) -> None:
+    data = DataLoader(torch.ones(2, 4))
+    trainer = Trainer(max_epochs=1, enable_checkpointing=False, **QUIET)
+    trainer.fit(Regression(), data)
+    trainer.save_checkpoint(tmp_path / "own.ckpt")
+    ended = []
+    for plugins in ([], [MegackptIO()]):
+        module = Regression()
+        trainer = Trainer(max_epochs=3, plugins=plugins, enable_checkpointing=False, **QUIET)
+        trainer.fit(module, data, ckpt_path=tmp_path / "own.ckpt")
+        assert trainer.global_step == 6
+        ended.append(list(module.parameters()))
+    assert all(map(torch.equal, *ended))
 
 
 def test_a_checkpoint_is_not_removed_before_the_one_that_supersedes_it_is_committed(

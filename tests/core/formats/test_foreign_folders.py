@@ -17,6 +17,7 @@ import torch
 import megackpt
 from megackpt import FormatError, IntegrityError, NotACheckpointError, ShardedTensor, StorageError
 from megackpt.cli import main
+from megackpt.formats.folder_kinds import recognise_names
 from megackpt.run import check_is_distributed_checkpoint
 from megackpt.testing.world import SimulatedRank, SimulatedWorld
 from megackpt.whole import CopyReport
@@ -237,3 +238,48 @@ def test_files_that_an_unfinished_save_left_are_none_of_torch_save(tmp_path: Pat
     text.write_text("no checkpoint")
     with pytest.raises(StorageError, match=r"notes\.md is a file where a directory is needed"):
         megackpt.inspect(text)
+
+
+@pytest.mark.parametrize(
+    ("names", "kind", "advice"),
+    [
+        (["weights/.metadata", "context/model.yaml"], "a checkpoint of NeMo", "x/weights"),
+        (["model.nemo"], "an archive of NeMo", "unpack it"),
+        ([f"blobs/{40 * 'a'}", "refs/main"], "in the cache of Hugging Face", "x/snapshots/REVISION"),
+        (["saved_model.pb"], "a checkpoint of TensorFlow", "It is not read"),
+        (
+            ["trainer_state.json", "global_step8/mp_rank_00_model_states.pt"],
+            "Trainer under DeepSpeed",
+            "x/global_step8 with `megackpt convert`",
+        ),
+        (
+            ["trainer_state.json", "pytorch_model_fsdp_0/.metadata"],
+            "Trainer under FSDP",
+            "x/pytorch_model_fsdp_0",
+        ),
+        (["step-9/.metadata", "step-10/.metadata"], "a folder with checkpoints in it", "x/step-10"),
+        (
+            ["checkpoint-9/trainer_state.json", "checkpoint-10/trainer_state.json"],
+            "a run of",
+            "/checkpoint-10;",
+        ),
+        (["iter_0000009/metadata.json", "iter_0000010/metadata.json"], "the root of a run", "/iter_0000010"),
+    ],
+)
+def test_kinds_are_recognised_by_names_of_files(names: list[str], kind: str, advice: str) -> None:
+    seen = recognise_names(names, where="x")
+    assert seen is not None
+    assert kind in seen.name
+    assert advice in seen.advice
+
+
+def test_names_that_no_kind_has_are_not_recognised() -> None:
+    assert recognise_names(["notes.md", "data/x.bin.txt", "mp_rank_00.json"], where="x") is None
+
+
+def test_a_save_of_ours_that_did_not_finish_is_no_folder_of_another_tool(tmp_path: Path) -> None:
+    megackpt.save({"w": torch.ones(2)}, tmp_path, sharded_strategy="torch_dist")
+    (tmp_path / "metadata.json").unlink()
+    (tmp_path / ".metadata").unlink()
+    with pytest.raises(NotACheckpointError, match=r"the save did not finish"):
+        megackpt.load({}, tmp_path)

@@ -310,12 +310,12 @@ def test_urls_are_opened_with_the_environment(s3_server: S3Server, monkeypatch: 
 
 
 @pytest.mark.parametrize(("scheme", "variable"), [("gs", "GOOGLE_APPLICATION_CREDENTIALS"), ("az", "AZURE_")])
-def test_errors_of_stores_without_tests_say_so_and_name_their_own_variables(
+def test_errors_of_untested_stores_have_that_word_and_the_variables_of_the_store(
     scheme: str, variable: str
 ) -> None:
     denied = type("PermissionDeniedError", (OSError,), {})("Server returned error status: 403")
-    refused = OSError("HttpError { kind: Connect }")
-    for error, named in ((denied, variable), (refused, "Check the network and the endpoint.")):
+    disconnected = OSError("HttpError { kind: Connect }")
+    for error, named in ((denied, variable), (disconnected, "Check the network and the endpoint.")):
         with pytest.raises(StorageError) as caught, translated_object_errors("list", f"{scheme}://b/x"):
             raise error
         assert named in str(caught.value)
