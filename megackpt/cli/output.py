@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Iterable, Sequence
+import time
+from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from types import TracebackType
 
@@ -158,7 +159,11 @@ def _printable(text: str) -> str:
     return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
 
 
-# Progress on stderr, where that is a terminal: how much is done, how fast, and how long the rest takes.
+_BAR_WIDTH = 40
+_WIDTH_OF_TEXT = 72  # columns that text next to a bar takes at most
+_LINE_EVERY_S = 10.0
+
+# Progress on stderr, as bars on a terminal: how much is done, how fast, and how long the rest takes.
 #
 # Every command works inside `with ProgressBars() as bars:`, and imports torch there, which may take seconds.
 # Until the command reports a phase of known size, a bar without an end shows what it does and for how long.
@@ -168,20 +173,22 @@ def _printable(text: str) -> str:
 class ProgressBars:
     """The bars of one command, one for each phase. A context manager, and a `Progress` of the library.
 
-    Under torchrun rank 0 alone draws bars, of its own share. With `--quiet`, and where stderr is not a
-    terminal, nothing is drawn.
+    Under torchrun rank 0 alone draws bars, of its own share. Where stderr is not a terminal, a line is
+    printed every ten seconds instead. With `--quiet`, there is neither.
     """
 
     def __init__(self, doing: str = "reading metadata", *, console: Console | None = None) -> None:
         console = console or Console(stderr=True)
         self._progress = Progress(
             TextColumn("{task.description}"),
-            BarColumn(),
+            BarColumn(bar_width=max(4, min(_BAR_WIDTH, console.width - _WIDTH_OF_TEXT))),
             _Figures(),
             console=console,
             disable=is_quiet() or not (is_rank_0() and console.is_terminal),
         )
         self._first = self._progress.add_task(doing, total=None)
+        is_printed = is_rank_0() and not is_quiet() and not console.is_terminal
+        self._lines = ProgressLines(console) if is_printed else None
 
     def __enter__(self) -> ProgressBars:
         self._progress.start()
@@ -204,10 +211,42 @@ class ProgressBars:
     def advance(self, amount: int) -> None:
         """Move the last bar."""
         self._progress.advance(self._task, amount)
+        if self._lines is not None:
+            self._lines.advance(amount)
 
     def _begin(self, doing: str, total: int, *, is_bytes: bool) -> None:
         self._progress.update(self._first, visible=False)
         self._task = self._progress.add_task(doing, total=total, visible=total > 0, is_bytes=is_bytes)
+        if self._lines is not None:
+            self._lines.begin(doing, total, is_bytes=is_bytes)
+
+
+class ProgressLines:
+    """Prints how much of a phase is done, as a line every ten seconds: a log then shows that work goes on.
+
+    Args:
+        console: where to print.
+        clock: returns seconds.
+    """
+
+    def __init__(self, console: Console, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._console, self._clock = console, clock
+        self.begin("", 0, is_bytes=False)
+
+    def begin(self, doing: str, total: int, *, is_bytes: bool) -> None:
+        """Begin a phase of a known size."""
+        self._doing, self._total, self._is_bytes, self._done = doing, total, is_bytes, 0
+        self._printed_s = self._clock()
+
+    def advance(self, amount: int) -> None:
+        """Count what is done. Several threads may call it."""
+        self._done += amount
+        now = self._clock()
+        if self._total and now - self._printed_s >= _LINE_EVERY_S:
+            self._printed_s = now
+            done, total = (decimal(n) if self._is_bytes else f"{n:,}" for n in (self._done, self._total))
+            text = f"megackpt: {self._doing}: {done} of {total} ({self._done / self._total:.0%})"
+            self._console.print(text, highlight=False, soft_wrap=True)
 
 
 class _Figures(ProgressColumn):

@@ -39,6 +39,9 @@ _PIPED_WIDTH = 120  # columns of a table that goes to a file
 @click.option("--total-read-gbps", type=float, help="GB/s that the storage gives to all of them.")
 @click.option("--network-gbps", type=float, help="GB/s that one machine receives from others.")
 @click.option(
+    "--stage-gbps", type=float, help="GB/s that one rank copies to host memory for an asynchronous save."
+)
+@click.option(
     "--mtbf-hours", type=float, help="Hours between failures of the job: advises how often to save."
 )
 @click.option("--chart", type=LocalPath(dir_okay=False), help="Draw heat maps by rank: .png, .svg or .pdf.")
@@ -55,6 +58,7 @@ def command(
     total_write_gbps: float | None,
     total_read_gbps: float | None,
     network_gbps: float | None,
+    stage_gbps: float | None,
     mtbf_hours: float | None,
     chart: str | None,
 ) -> None:
@@ -62,7 +66,8 @@ def command(
 
     MODEL is the name of a published model (an unknown name lists them) or a JSON file with its sizes. To plan
     only loads, give the directory of a CHECKPOINT instead. The command uses no GPU, starts no process and
-    makes no tensor. It runs and times the planner of real jobs.
+    makes no tensor. It runs and times the planner of real jobs. The first save of a job is planned; later
+    saves use its plan, and the advice on how often to save is about these.
 
     megackpt plan llama3-405b --from tp8,pp16,dp128 --to tp4,pp8,dp512 --write-gbps 10 --mtbf-hours 3
     """
@@ -77,6 +82,7 @@ def command(
             total_write=total_write_gbps,
             total_read=total_read_gbps,
             network=network_gbps,
+            stage=stage_gbps,
             mtbf_hours=mtbf_hours,
         )
         at, to = (None if text is None else parse_layout(text) for text in (source, target))
@@ -99,6 +105,8 @@ def command(
     console = Console(width=None if sys.stdout.isatty() else _PIPED_WIDTH)
     for table in report.tables():
         console.print(table)
+    if times.advice:
+        console.print(times.advice, highlight=False)
 
 
 _Planned: TypeAlias = "tuple[str, int | None, SaveOutcome, LoadOutcome | None]"

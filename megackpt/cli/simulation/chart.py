@@ -16,6 +16,7 @@ from megackpt.plans.geometry import Ints
 from megackpt.training.parallel import ParallelLayout
 
 GB = 1e9
+_SCALE = 10.0  # percent
 
 
 def draw(title: str, save: SaveOutcome, load: LoadOutcome | None, path: Path) -> None:
@@ -52,21 +53,27 @@ def _draw_panel(
     rows = placed.reshape(layout.pp * layout.tp, layout.size("dp_cp"))
     mean, most = float(np.nanmean(rows)), float(np.nanmax(rows))
     deviation = 100 * (rows / mean - 1) if mean else np.zeros_like(rows)
-    # Symmetric, so that the mean is white; never below 1 %, so that rounding does not look like imbalance.
-    limit = max(1.0, float(np.nanmax(np.abs(deviation))))
+    # The same scale in every chart, so that charts can be compared; the mean is white.
     drawn = axes.imshow(
-        deviation, aspect="auto", interpolation="nearest", cmap="RdBu_r", vmin=-limit, vmax=limit
+        deviation, aspect="auto", interpolation="nearest", cmap="RdBu_r", vmin=-_SCALE, vmax=_SCALE
     )
+    balance = most / mean if mean else 1.0
     axes.set_title(
-        f"{layout_title(layout)}: {what}; mean {mean:.3g} GB, most {most:.3g} GB", fontsize="medium"
+        f"{layout_title(layout)}: {what}\nbalance {balance:.3f} (most over mean), mean {mean:.3g} GB, "
+        f"most {most:.3g} GB",
+        fontsize="medium",
     )
-    axes.set_xlabel("dp rank" if layout.cp == 1 else "dp rank, in each cp 0 to " + str(layout.cp - 1))
+    inner = "" if layout.cp == 1 else f", in each context-parallel rank (cp) 0 to {layout.cp - 1}"
+    axes.set_xlabel(f"data-parallel rank (dp){inner}")
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    axes.set_ylabel("pp stage" if layout.tp == 1 else f"pp stage, in each tp 0 to {layout.tp - 1}")
+    inner = "" if layout.tp == 1 else f",\nin each tensor-parallel rank (tp) 0 to {layout.tp - 1}"
+    axes.set_ylabel(f"pipeline stage (pp){inner}")
     step = max(1, layout.pp // 8)
     stages = range(0, layout.pp, step)
     axes.set_yticks([pp * layout.tp for pp in stages], [str(pp) for pp in stages])
-    figure.colorbar(drawn, ax=axes, label="% above or below the mean")
+    beyond = float(np.nanmax(np.abs(deviation), initial=0.0)) > _SCALE
+    label = f"% above or below the mean, scale ±{_SCALE:.0f} %"
+    figure.colorbar(drawn, ax=axes, label=label, extend="both" if beyond else "neither")
 
 
 def _everywhere(of_planned: Ints, load: LoadOutcome) -> npt.NDArray[np.float64]:

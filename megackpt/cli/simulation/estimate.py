@@ -30,6 +30,7 @@ class Cluster:
         total_write: what the storage takes from all nodes together.
         total_read: what it gives to all nodes together.
         network: what one node receives from others.
+        stage: what one rank copies from its devices to host memory, for an asynchronous save.
         mtbf_hours: mean time between failures that stop the job.
 
     Raises:
@@ -42,6 +43,7 @@ class Cluster:
     total_write: float | None = None
     total_read: float | None = None
     network: float | None = None
+    stage: float | None = None
     mtbf_hours: float | None = None
 
     def __post_init__(self) -> None:
@@ -56,16 +58,36 @@ class Estimate:
     """Seconds; None where no bandwidth was given for it.
 
     Attributes:
-        save: all bytes written, planning and proof included.
+        first_save: the first save of a state: planning and proof, then as a later one.
+        later_save: a save that uses the plan of an earlier one: all bytes written, and the index.
+        writing: the part of both in which bytes are written.
+        async_stall: how long training waits for an asynchronous save: its bytes are copied, nothing is
+            written.
         load_direct: every rank reads for itself.
         load_exchange: groups read each byte once and exchange it.
         interval: advice about saves, where a time between failures was given.
     """
 
-    save: float | None
+    first_save: float | None
+    later_save: float | None
+    writing: float | None
+    async_stall: float | None
     load_direct: float | None
     load_exchange: float | None
     interval: Interval | None
+
+    @property
+    def advice(self) -> str:
+        """One sentence on how often to save; empty without a time between failures."""
+        if self.interval is None:
+            return ""
+        seconds, efficiency = self.interval.daly, self.interval.efficiency
+        waits = self.later_save if self.async_stall is None else self.async_stall
+        kind = "a save" if self.async_stall is None else "an asynchronous save"
+        return (
+            f"Save every {seconds_text(seconds)}: training waits {seconds_text(waits or 0.0)} for {kind}, "
+            f"and {efficiency:.1%} of the time is progress."
+        )
 
     def to_json(self) -> dict[str, Any]:
         """Return plain JSON."""
@@ -74,7 +96,7 @@ class Estimate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Interval:
-    """How long to train between two saves that training waits for, in seconds.
+    """How long to train between two saves, in seconds.
 
     Attributes:
         young: `sqrt(2 C M)`, for a save that takes C and a mean time between failures of M.
@@ -97,7 +119,13 @@ def estimate(save: SaveOutcome, load: LoadOutcome | None, cluster: Cluster) -> E
     writing = None
     if save.layout is not None:
         writing = slowest(save.nbytes, cluster.ranks_per_node, cluster.write, cluster.total_write)
-    save_s = None if writing is None else writing + save.coordinator_s + float(save.rank_s.max(initial=0.0))
+    later_s = None if writing is None else writing + save.every_save_s
+    first_s = None if later_s is None else later_s + save.first_save_s
+    stall_s = None
+    if save.layout is not None and cluster.stage is not None:
+        copied_s = float(save.nbytes.max(initial=0)) / (cluster.stage * GB)
+        stall_s = copied_s + float(save.rank_s.max(initial=0.0))
+    wait_s = later_s if stall_s is None else stall_s
     direct = exchange = None
     if load is not None:
         planning = float(load.plan_s.max(initial=0.0) + load.region_s.max(initial=0.0))
@@ -105,10 +133,34 @@ def estimate(save: SaveOutcome, load: LoadOutcome | None, cluster: Cluster) -> E
         direct = None if direct is None else direct + planning
         exchange = None if exchange is None else exchange + planning
     interval = None
-    if save_s is not None and cluster.mtbf_hours is not None:
+    if wait_s is not None and cluster.mtbf_hours is not None:
         known = [seconds for seconds in (direct, exchange) if seconds is not None]
-        interval = advise(save_s, mtbf_s=cluster.mtbf_hours * 3600, restart_s=min(known, default=save_s))
-    return Estimate(save=save_s, load_direct=direct, load_exchange=exchange, interval=interval)
+        restart_s = min(known, default=later_s or wait_s)
+        # A save that is written in the background ends before the next one begins.
+        least_s = 0.0 if stall_s is None or later_s is None else later_s
+        interval = advise(wait_s, mtbf_s=cluster.mtbf_hours * 3600, restart_s=restart_s, least_s=least_s)
+    return Estimate(
+        first_save=first_s,
+        later_save=later_s,
+        writing=writing,
+        async_stall=stall_s,
+        load_direct=direct,
+        load_exchange=exchange,
+        interval=interval,
+    )
+
+
+def seconds_text(seconds: float) -> str:
+    """Return a time as text, in a unit that fits it.
+
+    >>> seconds_text(0.25), seconds_text(87.0), seconds_text(1200.0), seconds_text(36000.0)
+    ('250 ms', '87.0 s', '20.0 min', '10.0 h')
+    """
+    if seconds < 1:
+        return f"{1e3 * seconds:.0f} ms"
+    if seconds < 600:
+        return f"{seconds:.1f} s"
+    return f"{seconds / 60:.1f} min" if seconds < 36000 else f"{seconds / 3600:.1f} h"
 
 
 def slowest(nbytes: Ints, ranks_per_node: int, node: float | None, total: float | None) -> float | None:
@@ -119,8 +171,8 @@ def slowest(nbytes: Ints, ranks_per_node: int, node: float | None, total: float 
     return max(times, default=None)
 
 
-def advise(save_s: float, *, mtbf_s: float, restart_s: float) -> Interval:
-    """Return how long to train between saves that take save_s.
+def advise(save_s: float, *, mtbf_s: float, restart_s: float, least_s: float = 0.0) -> Interval:
+    """Return how long to train between saves for which training waits save_s; at least least_s.
 
     >>> advice = advise(60.0, mtbf_s=3 * 3600.0, restart_s=120.0)
     >>> round(advice.young), round(advice.daly), round(advice.efficiency, 3)
@@ -133,6 +185,7 @@ def advise(save_s: float, *, mtbf_s: float, restart_s: float) -> Interval:
     young = math.sqrt(2 * save_s * mtbf_s)
     ratio = save_s / (2 * mtbf_s)
     daly = young * (1 + math.sqrt(ratio) / 3 + ratio / 9) - save_s if save_s < 2 * mtbf_s else mtbf_s
+    young, daly = max(young, least_s), max(daly, least_s)
     # Time to solution over time of computing alone: M e^(R/M) (e^((t + C)/M) - 1) / t.
     exponent = (daly + save_s) / mtbf_s
     slowdown = (

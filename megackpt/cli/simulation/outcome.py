@@ -84,6 +84,16 @@ class SaveOutcome:
         """Time that rank 0 needs in all, without its own part."""
         return self.merge_s + self.prove_s + self.plan_s + self.pack_s + self.index_s
 
+    @property
+    def first_save_s(self) -> float:
+        """Time for planning that only the first save of a structure needs: later ones use its plan."""
+        return self.coordinator_s - self.index_s
+
+    @property
+    def every_save_s(self) -> float:
+        """Time that each save needs in addition to writing: the slowest rank's own part, and the index."""
+        return float(self.rank_s.max(initial=0.0)) + self.index_s
+
     def to_json(self) -> dict[str, Any]:
         """Return plain JSON."""
         return {

@@ -10,7 +10,7 @@ import numpy as np
 from rich.filesize import decimal
 from rich.table import Table
 
-from megackpt.cli.simulation.estimate import Cluster, Estimate
+from megackpt.cli.simulation.estimate import Cluster, Estimate, seconds_text
 from megackpt.cli.simulation.layout import layout_title
 from megackpt.cli.simulation.outcome import LoadOutcome, SaveOutcome, Seconds
 from megackpt.options import LoadOptions
@@ -18,7 +18,7 @@ from megackpt.plans.geometry import Ints
 from megackpt.storage import COMMON_POOL, FileOptions
 from megackpt.training.parallel import ParallelLayout
 
-SCHEMA = 1
+SCHEMA = 2
 """Version of the JSON; what a program that knows an older one would misread gets another."""
 
 Line = tuple[str, str]
@@ -71,6 +71,7 @@ class PlanReport:
             "load": None if self.load is None else self.load.to_json(),
             "host_memory_bytes": self.host_memory,
             "estimate_s": self.times.to_json(),
+            "advice": self.times.advice,
         }
 
     def tables(self) -> Iterator[Table]:
@@ -96,17 +97,25 @@ class PlanReport:
     def _time_lines(self) -> Iterator[Line]:
         times = self.times
         for name, seconds in (
-            ("save", times.save),
+            ("first save", times.first_save),
+            ("later saves, with the plan of the first", times.later_save),
+            ("- of these, writing", times.writing),
+            ("- of these, the index and each rank's own part", self._rest(self.save.every_save_s)),
+            ("- of the first alone, planning and proof", self._rest(self.save.first_save_s)),
+            ("asynchronous save, training waits", times.async_stall),
             ("load, each rank by itself", times.load_direct),
             ("load by exchange", times.load_exchange),
         ):
             if seconds is not None:
-                yield name, _seconds(seconds)
+                yield name, seconds_text(seconds)
         if times.interval is not None:
             interval = times.interval
-            yield "save every (Young 1974)", _seconds(interval.young)
-            yield "save every (Daly 2006)", _seconds(interval.daly)
+            yield "save every (Young 1974)", seconds_text(interval.young)
+            yield "save every (Daly 2006)", seconds_text(interval.daly)
             yield "progress, share of time", f"{interval.efficiency:.1%}"
+
+    def _rest(self, seconds: float) -> float | None:
+        return None if self.times.writing is None else seconds
 
 
 def _save_lines(save: SaveOutcome) -> Iterator[Line]:
@@ -123,11 +132,11 @@ def _save_lines(save: SaveOutcome) -> Iterator[Line]:
     if save.layout is None:
         return
     yield "measured: a rank's own planning", _times(save.rank_s)
-    yield "measured, rank 0: merge what ranks declare", _seconds(save.merge_s)
-    yield "measured, rank 0: prove coverage", _seconds(save.prove_s)
-    yield "measured, rank 0: plan, pack each rank's rows", _seconds(save.plan_s + save.pack_s)
-    yield "measured, rank 0: build the index", _seconds(save.index_s)
-    yield "measured, rank 0: in all", _seconds(save.coordinator_s)
+    yield "measured, rank 0: merge what ranks declare", seconds_text(save.merge_s)
+    yield "measured, rank 0: prove coverage", seconds_text(save.prove_s)
+    yield "measured, rank 0: plan, pack each rank's rows", seconds_text(save.plan_s + save.pack_s)
+    yield "measured, rank 0: build the index", seconds_text(save.index_s)
+    yield "measured, rank 0: in all", seconds_text(save.coordinator_s)
     yield "rank 0 is sent", decimal(save.gathered_nbytes)
 
 
@@ -172,14 +181,6 @@ def _three(numbers: Ints | Seconds) -> tuple[float, float, float]:
     if not len(numbers):
         return 0.0, 0.0, 0.0
     return float(numbers.min()), float(np.median(numbers)), float(numbers.max())
-
-
-def _seconds(seconds: float) -> str:
-    if seconds < 1:
-        return f"{1e3 * seconds:.0f} ms"
-    if seconds < 600:
-        return f"{seconds:.1f} s"
-    return f"{seconds / 60:.1f} min" if seconds < 36000 else f"{seconds / 3600:.1f} h"
 
 
 def _group_text(layout: ParallelLayout) -> str:

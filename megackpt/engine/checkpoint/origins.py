@@ -9,6 +9,7 @@ A step without a record is on branch 0: an older version or another program has 
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
@@ -16,7 +17,8 @@ from typing import Any, Generic, TypeVar
 from megackpt.engine.checkpoint.manifest import read_manifest
 from megackpt.errors import FormatError, NotACheckpointError, StorageError
 from megackpt.formats.registry import load_strategy
-from megackpt.storage import Store
+from megackpt.formats.strategy import Json, LoadStrategy
+from megackpt.storage import Store, digest_of
 
 FIELD = "origin"
 """The field of metadata.json, or of the note of a format whose metadata.json is fixed, with the record."""
@@ -43,14 +45,15 @@ class StepOrigin:
     earlier: Mapping[int, int] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
-        """Return the record as values of JSON."""
-        return {
+        """Return the record as values of JSON, with a digest: no other covers metadata.json."""
+        record = {
             "run": self.run,
             "branch": self.branch,
             "continues": self.continues,
             "continues_run": self.continues_run,
             "earlier": [[branch, step] for branch, step in sorted(self.earlier.items())],
         }
+        return record | {"xxh3_128": _digest(record)}
 
     @classmethod
     def from_json(cls, record: object) -> StepOrigin:
@@ -66,6 +69,8 @@ class StepOrigin:
                 f"The record of the origin of a step is {record!r}: it is damaged. Load another step."
             )
         try:
+            if record["xxh3_128"] != _digest({k: v for k, v in record.items() if k != "xxh3_128"}):
+                raise _damaged_record(record)
             continues = record["continues"]
             return cls(
                 run=str(record["run"]),
@@ -84,6 +89,10 @@ class StepOrigin:
         return step <= self.earlier.get(branch, -1)
 
 
+def _digest(record: Mapping[str, Any]) -> str:
+    return digest_of(json.dumps(record, sort_keys=True).encode())
+
+
 def _damaged_record(record: object) -> FormatError:
     return FormatError(f"The record of the origin of a step is {record!r}: it is damaged. Load another step.")
 
@@ -92,6 +101,15 @@ def _number(value: object) -> int:
     if type(value) is not int or value < 0:
         raise ValueError(value)
     return value
+
+
+def origin_in(store: Store, manifest: Json, strategy: LoadStrategy) -> StepOrigin:
+    """Return the origin of a committed checkpoint with this manifest. Local.
+
+    Raises:
+        FormatError: the record is damaged.
+    """
+    return StepOrigin.from_json(strategy.published_entries(store, manifest).get(FIELD))
 
 
 def read_origin(store: Store) -> StepOrigin | None:
@@ -103,8 +121,7 @@ def read_origin(store: Store) -> StepOrigin | None:
     """
     try:
         manifest = read_manifest(store)
-        strategy = load_strategy(manifest, where=store.location)
-        return StepOrigin.from_json(strategy.published_entries(store, manifest).get(FIELD))
+        return origin_in(store, manifest, load_strategy(manifest, where=store.location))
     except FormatError:
         return None
     except NotACheckpointError:

@@ -15,6 +15,7 @@ import numpy as np
 
 from megackpt.engine.checkpoint.manifest import read_manifest
 from megackpt.engine.checkpoint.opening import open_checkpoint, read_common
+from megackpt.engine.checkpoint.origins import origin_in
 from megackpt.engine.data.progress import Progress
 from megackpt.engine.verification.digests import (
     ArrayShare,
@@ -179,6 +180,10 @@ def find_damages(store: Store, options: VerifyOptions, progress: Progress, share
     is_first = share[0] == 0
     if is_first:
         findings.extend(strategy.check_files(store, manifest, deep=options.deep))
+        try:
+            origin_in(store, manifest, strategy)
+        except CheckpointError as error:
+            findings.add_error(error)
     try:
         contents = open_checkpoint(store, allow_unsafe_pickle=options.allow_unsafe_pickle)
     except CheckpointError as error:

@@ -21,7 +21,7 @@ from tests.support.command_line import CommandLine
 BANDWIDTHS = ["--write-gbps", "2", "--read-gbps", "2", "--network-gbps", "20", "--mtbf-hours", "24"]
 
 KEYS = {
-    "schema": 1,
+    "schema": 2,
     "save": {
         "layout", "arrays", "chunks", "files", "total_bytes", "bytes_by_rank", "balance", "stage_balance",
         "index_bytes", "plan_bytes", "planning",
@@ -30,7 +30,9 @@ KEYS = {
         "layout", "ranks_planned", "needed_bytes", "needed_bytes_by_rank", "files_by_rank", "direct",
         "exchange", "planning", "index_rows_bytes",
     },
-    "estimate_s": {"save", "load_direct", "load_exchange", "interval"},
+    "estimate_s": {
+        "first_save", "later_save", "writing", "async_stall", "load_direct", "load_exchange", "interval",
+    },
 }  # fmt: skip
 
 
@@ -46,7 +48,7 @@ def test_the_json_has_the_content_of_the_tables(model: str, cli: CommandLine) ->
     arguments = [model, "--from", "tp2,pp3,dp2", "--to", "tp1,dp4", *BANDWIDTHS]
     message = cli.json("plan", *arguments)
     text = cli.out("plan", *arguments)
-    assert set(message) == {"subject", "parameters", "host_memory_bytes", *KEYS}
+    assert set(message) == {"subject", "parameters", "host_memory_bytes", "advice", *KEYS}
     for part in ("save", "load", "estimate_s"):
         assert set(message[part]) == KEYS[part], part
     assert message["save"]["layout"] == {
@@ -55,10 +57,12 @@ def test_the_json_has_the_content_of_the_tables(model: str, cli: CommandLine) ->
     assert message["load"]["ranks_planned"] == message["load"]["layout"]["world"] == 4
     assert message["save"]["files"] == 12
     # Seconds of bandwidth alone, as both fit into one machine of 8 ranks, or two.
-    assert message["estimate_s"]["save"] > message["save"]["total_bytes"] / (2 * 2e9)
+    assert message["estimate_s"]["later_save"] > message["save"]["total_bytes"] / (2 * 2e9)
     assert message["estimate_s"]["load_direct"] > message["load"]["direct"]["read_bytes"] / 2e9
     interval = message["estimate_s"]["interval"]
-    assert interval["young"] == pytest.approx((2 * message["estimate_s"]["save"] * 86400) ** 0.5)
+    assert interval["young"] == pytest.approx((2 * message["estimate_s"]["later_save"] * 86400) ** 0.5)
+    assert "- of the first alone, planning and proof" in text
+    assert text.splitlines()[-1].startswith("Save every ")
     assert f"{message['parameters']:,} parameters" in text
     assert "TP2 PP3 DP2" in text
     assert f"{message['save']['balance']:.3f}" in text
@@ -70,7 +74,7 @@ def test_without_a_target_the_load_is_at_the_layout_of_the_save(model: str, cli:
     assert message["load"]["direct"]["over_read"] == 1.0
     # Rows of the vocabulary, twice 300, are padded to 512 each.
     assert message["save"]["total_bytes"] == 2 * (message["parameters"] + 2 * 212 * 64)
-    assert message["estimate_s"] == dict.fromkeys(("save", "load_direct", "load_exchange", "interval"))
+    assert message["estimate_s"] == dict.fromkeys(KEYS["estimate_s"])
 
 
 @pytest.mark.parametrize("ending", ["svg", "png"])
@@ -163,8 +167,25 @@ def test_the_slowest_node_or_the_storage_as_a_whole_counts() -> None:
 
 def test_a_save_takes_its_bytes_and_its_planning() -> None:
     times = estimate(save_of(4 * GB, 2 * GB), None, Cluster(ranks_per_node=1, write=2.0))
-    assert times.save == pytest.approx(2.0 + 1.5)
+    assert times.later_save == pytest.approx(2.0)  # a later save is not planned
+    assert times.first_save == pytest.approx(2.0 + 1.5)
     assert (times.load_direct, times.load_exchange, times.interval) == (None, None, None)
+
+
+def test_the_advice_is_about_later_saves_or_about_what_training_waits_for() -> None:
+    saved = save_of(400 * GB, 200 * GB)
+    times = estimate(saved, None, Cluster(ranks_per_node=1, write=2.0, mtbf_hours=3))
+    assert times.interval == advise(200.0, mtbf_s=10800.0, restart_s=200.0)
+    assert times.advice == (
+        f"Save every {times.interval.daly / 60:.1f} min: training waits 200.0 s for a save, and "
+        f"{times.interval.efficiency:.1%} of the time is progress."
+    )
+    # An asynchronous save stalls for the copy, and ends before the next begins.
+    cluster = Cluster(ranks_per_node=1, write=2.0, stage=40.0, mtbf_hours=0.01)
+    times = estimate(saved, None, cluster)
+    assert times.async_stall == pytest.approx(10.0)
+    assert times.interval is not None
+    assert times.interval.daly == pytest.approx(200.0)
 
 
 def test_an_exchange_takes_the_longer_of_reading_and_sending() -> None:

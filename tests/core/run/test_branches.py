@@ -27,6 +27,7 @@ from megackpt.engine.checkpoint.origins import FIELD, PlacedStep, StepOrigin, st
 from megackpt.errors import CheckpointError
 from megackpt.run.checkpointer.branches import decide_branch
 from megackpt.testing.world import SimulatedWorld
+from megackpt.whole.verify import verify
 from tests.support.effort import few
 
 
@@ -79,7 +80,19 @@ def test_a_restart_takes_the_step_of_the_run_that_went_back(
         "continues_run": record["run"],
         "earlier": [[0, 300]],
         "run": record["run"],
+        "xxh3_128": record["xxh3_128"],
     }
+
+
+def test_a_changed_record_is_damage(tmp_path: Path) -> None:
+    checkpointer = saved(tmp_path, 1)
+    path = tmp_path / "iter_0000001" / "metadata.json"
+    document = json.loads(path.read_text())
+    document[FIELD]["branch"] = 7
+    path.write_text(json.dumps(document))
+    (damage,) = verify(checkpointer.directory(1)).damages
+    assert "The record of the origin of a step is" in damage.what
+    assert value(tmp_path) == 1
 
 
 def test_a_new_run_in_the_root_of_an_old_one_is_loaded_and_keeps_to_itself(tmp_path: Path) -> None:
