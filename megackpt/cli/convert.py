@@ -51,6 +51,11 @@ _SECTIONS = {
 }
 
 
+FORMAT_ALIASES = {"hf": "huggingface"}
+DTYPE_ALIASES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+"""Short names, which mean the names of torch."""
+
+
 @click.command(name="convert", cls=CommandWithSections, sections=_SECTIONS, epilog=EPILOG)
 @click.argument("source", metavar="SRC")
 @click.argument("target", metavar="DST")
@@ -58,13 +63,13 @@ _SECTIONS = {
     "--to",
     "name",
     metavar="FORMAT[:VERSION]",
-    help="The new format: megackpt, torch_dist, zarr, huggingface, or that of a package; by default its "
-    "newest version. Required, except with --map, or if SRC is of another tool: the default is megackpt.",
+    help="The new format: megackpt, torch_dist, zarr, huggingface (or hf), or that of a package; by default "
+    "its newest version. Required, except with --map, or if SRC is of another tool: the default is megackpt.",
 )
 @click.option(
     "--from",
     "source_format",
-    type=click.Choice(["huggingface", "deepspeed", "megatron", "nvrx", "torch"]),
+    type=click.Choice(["huggingface", "hf", "deepspeed", "megatron", "nvrx", "torch"]),
     help="Check what SRC is, which is detected. huggingface: as --map auto. deepspeed: what ZeRO-1, 2 or 3 "
     "saved; weights, masters, moments and steps become whole arrays. megatron: weights that Megatron-LM "
     "saved with --ckpt-format torch. nvrx: the files of all ranks of a local checkpoint, of nvidia-"
@@ -83,7 +88,7 @@ _SECTIONS = {
     metavar="PATH",
     help="With huggingface: a config.json, or a folder that has one; with --to also its tokenizer is copied.",
 )
-@click.option("--dtype", metavar="NAME", help="With huggingface: round floating-point tensors to this dtype.")
+@click.option("--dtype", metavar="NAME", help="With huggingface: round to this dtype, such as bf16.")
 @click.option(
     "--weights",
     type=click.Choice(["model", "masters"]),
@@ -164,7 +169,9 @@ def command(
     With --to huggingface, DST becomes a folder that transformers loads. If that is interrupted, the same
     command goes on after the files that are finished.
     """
-    is_export = name is not None and name.partition(":")[0] == "huggingface"
+    is_export = name is not None and _format(name) == "huggingface"
+    options["dtype"] = DTYPE_ALIASES.get(options["dtype"], options["dtype"])
+    source_format = FORMAT_ALIASES.get(str(source_format), source_format)
     folder = _FolderOptions.of(options)
     if not is_export:
         detected = _foreign_format(source, is_mapped=bool(folder.options))
@@ -368,6 +375,7 @@ def _size(text: str) -> int:
 
 def _format(name: str) -> str | tuple[str, int]:
     backend, colon, version = name.partition(":")
+    backend = FORMAT_ALIASES.get(backend, backend)
     if not colon:
         return backend
     if not version.isdecimal():

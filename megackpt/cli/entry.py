@@ -36,6 +36,7 @@ COMMANDS = {
     "demo": "Save a checkpoint at one layout, load it at another, and show how.",
     "diff": "Compare two checkpoints, bit by bit.",
     "gc": "Remove incomplete steps, and steps that no rule keeps.",
+    "init": "Write a training script to begin with.",
     "inspect": "Show the content of a checkpoint.",
     "ls": "List the steps of a run.",
     "maps": "Show where our arrays are in other families of names.",

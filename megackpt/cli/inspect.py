@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING
@@ -12,11 +13,17 @@ from rich.filesize import decimal
 
 from megackpt.cli.entry import EPILOG, print_json, unsafe_pickle_option, wants_json
 from megackpt.cli.locations import checkpoint_location
-from megackpt.cli.output import ProgressBars, limited_table, show, table_of
+from megackpt.cli.output import ProgressBars, counted, limited_table, show, table_of
+from megackpt.ground.arguments import did_you_mean
 from megackpt.plans.metadata import OBJECT
 
 if TYPE_CHECKING:
     from megackpt.whole.inspect import CheckpointSummary
+
+
+_NESTED = re.compile(r"[.\[]")
+_GROUP = re.compile(r"(.*\bparam_groups[.\[]\d+\]?)(.+)")
+_MAX_VALUE = 200  # characters of the value of a row
 
 
 @click.command(name="inspect", epilog=EPILOG)
@@ -37,7 +44,12 @@ def command(path: str, *, keys: tuple[str, ...], limit: int, allow_unsafe_pickle
 
         summary = inspect(checkpoint_location(path), keys=keys, allow_unsafe_pickle=allow_unsafe_pickle)
     if keys and not summary.arrays:
-        raise click.UsageError(f"No key of {path} matches {', '.join(map(repr, keys))}.")
+        every = inspect(checkpoint_location(path), allow_unsafe_pickle=allow_unsafe_pickle)
+        meant = "".join(did_you_mean(key, (array.key for array in every.arrays)) for key in keys[:1])
+        raise click.UsageError(
+            f"No key of {path} matches {', '.join(map(repr, keys))}. Leave --keys out to see all; a glob "
+            f"matches whole keys, as '*weight*'.{meant}"
+        )
     if wants_json():
         print_json(asdict(summary))
         return
@@ -51,7 +63,7 @@ def command(path: str, *, keys: tuple[str, ...], limit: int, allow_unsafe_pickle
 
 
 def _tables(summary: CheckpointSummary, limit: int) -> Iterator[Group]:
-    ranks = "" if summary.world_size is None else f", saved by {summary.world_size} ranks"
+    ranks = "" if summary.world_size is None else f", saved by {counted(summary.world_size, 'rank')}"
     title = (
         f"{summary.location}: {summary.backend} version {summary.version}{ranks}, {decimal(summary.nbytes)}"
     )
@@ -72,10 +84,10 @@ def _array_tables(summary: CheckpointSummary, limit: int) -> Iterator[Group]:
     if any(a.crc64nvme is not None for a in arrays):
         rows = [(*row, a.crc64nvme or "") for row, a in zip(rows, arrays, strict=True)]
         right = (*right, "crc64nvme")
-    yield limited_table(f"{len(arrays)} arrays", ("key", "dtype", "shape"), right, rows, limit)
+    yield limited_table(counted(len(arrays), "array"), ("key", "dtype", "shape"), right, rows, limit)
     if objects:
         rows = [(a.key, str(list(a.shape)), str(a.chunks), decimal(a.nbytes)) for a in objects]
-        title = f"{len(objects)} arrays of objects"
+        title = f"{counted(len(objects), 'array')} of objects"
         yield limited_table(title, ("key", "shape"), ("objects", "bytes"), rows, limit)
 
 
@@ -86,7 +98,7 @@ def _file_tables(summary: CheckpointSummary, limit: int) -> Iterator[Group]:
             (f.name, "" if f.rank is None else str(f.rank), str(f.chunks), decimal(f.nbytes))
             for f in summary.files
         ]
-        title = f"{len(summary.files)} files with chunks"
+        title = f"{counted(len(summary.files), 'file')} with chunks"
         yield limited_table(title, ("file",), ("rank", "chunks", "bytes of chunks"), rows, limit)
     if summary.rank_nbytes:
         rows = [(str(rank), decimal(nbytes)) for rank, nbytes in summary.rank_nbytes.items()]
@@ -95,4 +107,23 @@ def _file_tables(summary: CheckpointSummary, limit: int) -> Iterator[Group]:
 
 def _leaves(title: str, leaves: Mapping[str, str], limit: int) -> Iterator[Group]:
     if leaves:
-        yield limited_table(title, ("path", "value"), (), list(leaves.items()), limit)
+        yield limited_table(title, ("path", "value"), (), folded_leaves(leaves), limit)
+
+
+def folded_leaves(leaves: Mapping[str, str]) -> list[tuple[str, str]]:
+    """Return leaves as rows: those of the top level first, and a row for each group of an optimizer.
+
+    >>> folded_leaves({"a.b": "1", "o.param_groups.0.lr": "0.1", "o.param_groups.0.eps": "2", "step": "5"})
+    [('step', '5'), ('a.b', '1'), ('o.param_groups.0', 'lr 0.1, eps 2')]
+    """
+    rows: dict[str, str] = {}
+    for path, value in sorted(leaves.items(), key=lambda leaf: bool(_NESTED.search(leaf[0]))):
+        group = _GROUP.match(path)
+        if group is None:
+            rows[path] = value
+        else:
+            member = f"{group.group(2).strip('.')} {value}"
+            before = rows.get(group.group(1))
+            rows[group.group(1)] = member if before is None else f"{before}, {member}"
+    short = {path: value[:_MAX_VALUE] + "..." * (len(value) > _MAX_VALUE) for path, value in rows.items()}
+    return list(short.items())

@@ -13,6 +13,7 @@ from megackpt.cli.entry import EPILOG, print_json, wants_json
 from megackpt.cli.locations import LocalPath, check_chart, checkpoint_location
 from megackpt.cli.output import ProgressBars
 from megackpt.errors import DeclarationError
+from megackpt.ground.arguments import did_you_mean
 from megackpt.plans.metadata import DIGEST_BLOCK_BYTES
 
 if TYPE_CHECKING:
@@ -196,7 +197,7 @@ def _model(subject: str) -> tuple[str, Model]:
     if not path.is_file():
         raise DeclarationError(
             f"{subject!r} is no model, file or directory. Models are {', '.join(sorted(PRESETS))}; a JSON "
-            f"file has the sizes of another one.",
+            f"file has the sizes of another one.{did_you_mean(subject, PRESETS)}",
             path=subject,
         )
     return path.stem, build_model(read_sizes(path))

@@ -17,7 +17,7 @@ from megackpt.cli.entry import (
     wants_json,
 )
 from megackpt.cli.locations import checkpoint_location
-from megackpt.cli.output import ProgressBars, show, table_of
+from megackpt.cli.output import ProgressBars, counted, show, table_of
 
 if TYPE_CHECKING:
     from megackpt.whole.repair import RepairReport
@@ -94,9 +94,9 @@ def _cells(file: RepairedFile) -> tuple[str, ...]:
 def _verdict(report: RepairReport) -> str:
     if not report.damages:
         return f"{report.location}: no damage found; nothing was changed."
-    counts = f"{len(report.damages)} damages, {len(report.remaining)} of them left"
+    counts = f"{counted(len(report.damages), 'damage')}, {len(report.remaining)} left"
     if report.is_applied:
-        return f"{report.location}: {counts}; {len(report.files)} files were repaired."
+        return f"{report.location}: {counts}; {counted(len(report.files), 'file')} repaired."
     if not report.files:
         return f"{report.location}: {counts}; nothing can be repaired. Give a copy with --from."
     if report.remaining:

@@ -31,6 +31,7 @@ from megackpt.formats.file_names import (
     FileNames,
 )
 from megackpt.formats.strategy import Format, Json, LoadStrategy, SaveStrategy
+from megackpt.ground.arguments import did_you_mean
 from megackpt.ground.entry_points import loaded_entry_points
 from megackpt.storage import LocalStore, Store
 
@@ -135,7 +136,11 @@ def check_known(choice: str | Name, *, to_save: bool = False) -> None:
 def _unknown(choice: object, known: Sequence[Name]) -> DeclarationError:
     """Return the error for a format that cannot be saved; known are those that the choice stands for."""
     hint = " (it is only read)" if known else ""
-    return DeclarationError(f"No strategy saves format {choice!r}{hint}. Known are {_list_of_names()}.")
+    name = choice[0] if isinstance(choice, tuple) and choice else choice
+    meant = did_you_mean(name, [backend for backend, _ in _names() if backend != name])
+    return DeclarationError(
+        f"No strategy saves format {choice!r}{hint}. Known are {_list_of_names()}.{meant}"
+    )
 
 
 def check_format(choice: SaveStrategy | LoadStrategy | Name | str, manifest: Json, *, where: str) -> None:

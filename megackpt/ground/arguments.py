@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
+from difflib import get_close_matches
 from numbers import Real
 
 from megackpt.errors import DeclarationError
@@ -151,3 +152,13 @@ def checked_step(value: object) -> int:
 def _shortened(value: object) -> str:
     text = repr(value)
     return text if len(text) <= 100 else f"{text[:97]}... (a {type(value).__name__})"
+
+
+def did_you_mean(name: object, known: Iterable[str]) -> str:
+    """Return a question that names the most similar of some names, to end an error's text; or nothing.
+
+    >>> did_you_mean("torchdist", ["zarr", "torch_dist"]), did_you_mean("x", ["zarr"])
+    (" Did you mean 'torch_dist'?", '')
+    """
+    similar = get_close_matches(str(name), list(known), n=1)
+    return f" Did you mean {similar[0]!r}?" if similar else ""

@@ -14,6 +14,7 @@ from functools import cache
 from typing import Any, TypeAlias
 
 from megackpt.errors import DeclarationError, MapError
+from megackpt.ground.arguments import did_you_mean
 from megackpt.ground.entry_points import loaded_entry_points
 from megackpt.maps.regions import RegionMap
 from megackpt.maps.rules import Rule, region_map
@@ -139,7 +140,8 @@ def family(name: str) -> Family:
     """
     known = known_families()
     if name not in known:
-        raise MapError(f"No map is called {name!r}. Known are {', '.join(sorted(known))}.", key=name)
+        meant = did_you_mean(name, known)
+        raise MapError(f"No map is called {name!r}. Known are {', '.join(sorted(known))}.{meant}", key=name)
     return known[name]
 
 

@@ -150,7 +150,7 @@ def test_every_goal_is_measured_but_those_against_a_peer_that_took_no_part(resul
 def test_nothing_is_left_in_the_directory_and_the_chart_names_the_contenders(results: dict[str, Any]) -> None:
     assert results["left"] == []
     assert "<svg" in results["chart"]
-    assert "dcp takes" in results["stdout"]
+    assert "vs dcp" in results["stdout"]
 
 
 def test_progress_names_each_case_and_round_where_stderr_is_a_file(results: dict[str, Any]) -> None:

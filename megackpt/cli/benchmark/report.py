@@ -161,8 +161,8 @@ def show(report: Report, console: Console) -> None:
     """Print the table of times, and notes on how to read it."""
     console.print(table_of_times(report))
     console.print(
-        "of raw: share of the faster raw I/O of that case. X takes: how many times as long X takes (below "
-        "1, X is faster). read: bytes read from files per byte asked for. equal: what was loaded is what was "
+        "of raw: share of the faster raw I/O of that case. vs X: how many times faster or slower than X. "
+        "read: bytes read from files per byte asked for. equal: what was loaded is what was "
         "saved, by a 128-bit digest of every tensor."
     )
     machine = report.machine
@@ -180,7 +180,7 @@ def table_of_times(report: Report) -> Table:
     title = (
         f"{decimal(report.state['nbytes'])} on {report.command['ranks']} ranks, {report.machine['directory']}"
     )
-    takes = (f"{peer} takes" for peer in report.peers)
+    takes = (f"vs {peer}" for peer in report.peers)
     table = empty_table(title, ("case", "who"), ("median", "rate", "of raw", *takes, "read", "equal"))
     fill_table(table, [(row.case, row.who, *_cells(report, row)) for row in report.rows], has_sections=True)
     return table
@@ -206,6 +206,15 @@ def fill_table(table: Table, rows: Sequence[tuple[str, ...]], *, has_sections: b
         before = first
 
 
+def faster_text(ratio: float) -> str:
+    """Return how many times faster something is than what takes `ratio` times as long.
+
+    >>> faster_text(2.0), faster_text(0.5)
+    ('2.00x faster', '2.00x slower')
+    """
+    return f"{ratio:.2f}x faster" if ratio >= 1 or ratio <= 0 else f"{1 / ratio:.2f}x slower"
+
+
 def _cells(report: Report, row: Row) -> Iterator[str]:
     if row.median_s is None or row.rate is None:
         yield from ("-",) * (5 + len(report.peers))
@@ -215,6 +224,6 @@ def _cells(report: Report, row: Row) -> Iterator[str]:
     yield f"{decimal(int(row.rate))}/s" if row.nbytes else ""
     yield f"{ratios['raw']:.0%}" if "raw" in ratios else ""
     for peer in report.peers:
-        yield f"{ratios[peer]:.2f}x" if peer in ratios else ""
+        yield faster_text(ratios[peer]) if peer in ratios else ""
     yield f"{row.over_read:.2f}x" if row.over_read is not None else ""
     yield {None: "", True: "yes", False: "NO"}[row.verified]

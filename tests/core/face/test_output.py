@@ -253,6 +253,7 @@ CALLS = {
     "demo": "",
     "diff": "run run",
     "gc": "run --keep-last 1",
+    "init": "ddp",
     "inspect": "run",
     "ls": "run",
     "maps": "",
