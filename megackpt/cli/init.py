@@ -8,6 +8,7 @@ import click
 
 from megackpt.cli.entry import EPILOG, print_result
 from megackpt.cli.locations import LocalPath
+from megackpt.cli.output import ProgressBars
 from megackpt.errors import DeclarationError
 
 # Both scripts differ in how the model is spread; everything about checkpoints is the same.
@@ -218,8 +219,11 @@ def command(kind: str, path: str | None) -> None:
     exists is not changed.
     """
     target = Path(path or f"{kind}.py")
-    if target.exists():
-        raise DeclarationError(f"{target} exists, and is not changed. Name another FILE.", path=str(target))
-    target.write_text(SCRIPTS[kind])
+    with ProgressBars("writing the script"):
+        if target.exists() and target.read_bytes() != SCRIPTS[kind].encode():
+            raise DeclarationError(
+                f"{target} exists, and is not changed. Name another FILE.", path=str(target)
+            )
+        target.write_text(SCRIPTS[kind])
     run = f"torchrun --nproc-per-node 2 {target} run 100"
     print_result({"file": str(target), "run": run}, f"{target} is written. Run it: {run}")

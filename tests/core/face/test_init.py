@@ -72,4 +72,6 @@ def test_a_script_is_short_and_compiles_and_replaces_no_file(
     text = (tmp_path / f"{kind}.py").read_text()
     compile(text, kind, "exec")
     assert len(text.splitlines()) < 90
+    (tmp_path / f"{kind}.py").write_text("mine")
     assert "exists, and is not changed" in cli.err("init", kind, code=2)
+    assert (tmp_path / f"{kind}.py").read_text() == "mine"
