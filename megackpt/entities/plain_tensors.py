@@ -6,7 +6,7 @@ model may hold it either way, so a load looks for both.
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable
+from collections.abc import Container, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -56,6 +56,43 @@ def can_be_array(leaf: torch.Tensor) -> bool:
 def plain_tensors(state: Any) -> dict[Steps, torch.Tensor]:
     """Return the plain tensors of a tree by the steps that lead to them."""
     return {steps: leaf for steps, leaf in iter_leaves(state, (), step=add_step) if is_plain_tensor(leaf)}
+
+
+_STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
+_VERSION_WITH_STATISTICS = 2  # of the norms of torch that have all three
+
+
+def module_statistics(state: Any) -> set[Steps]:
+    """Return the steps to the running statistics of norms, in each `module.state_dict()` of a tree.
+
+    Tensors of a state dict do not show whether they are parameters or buffers. These are buffers by the class
+    that a module's metadata in the state dict stands for.
+
+    Source: `torch.nn.modules.batchnorm._NormBase`; `_metadata` is that of `torch.nn.Module.state_dict`.
+    """
+    statistics: set[Steps] = set()
+    for steps, metadata in _module_metadata(state, ()):
+        for module, entry in metadata.items():
+            version = entry.get("version") if isinstance(entry, Mapping) else None
+            if version == _VERSION_WITH_STATISTICS:
+                prefix = f"{module}." if module else ""
+                statistics |= {(*steps, f"{prefix}{name}") for name in _STATISTICS}
+    return statistics
+
+
+def _module_metadata(tree: Any, steps: Steps) -> Iterator[tuple[Steps, Mapping[str, Any]]]:
+    """Yield the steps to each state dict of a module, with its metadata."""
+    metadata = getattr(tree, "_metadata", None)
+    if isinstance(tree, dict) and isinstance(metadata, Mapping):
+        yield steps, metadata
+        return
+    children: Iterable[tuple[Any, Any]] = ()
+    if isinstance(tree, dict):
+        children = tree.items()
+    elif isinstance(tree, (list, tuple)):
+        children = enumerate(tree)
+    for key, child in children:
+        yield from _module_metadata(child, (*steps, key))
 
 
 def match_common_leaves(

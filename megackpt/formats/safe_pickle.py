@@ -47,9 +47,8 @@ from megackpt.ground.notices import notice
 log = logging.getLogger(__name__)
 
 ADVICE = (
-    "Nothing was run. If you trust whoever wrote the checkpoint, load it with "
-    "LoadOptions(allow_unsafe_pickle=True), or convert it with `megackpt convert --allow-unsafe-pickle`: "
-    "both let it run any code."
+    "Nothing was run. If you trust whoever wrote the checkpoint, let it run any code: convert it with "
+    "`megackpt convert --allow-unsafe-pickle`, or load it with LoadOptions(allow_unsafe_pickle=True)."
 )
 """The end of the error text for a pickle of a checkpoint that is not loaded.
 
@@ -109,7 +108,7 @@ def load_value(data: bytes | memoryview, *, where: str, allow_unsafe: bool | Non
         if forbidden and not allow_unsafe:
             raise UnknownClassError(
                 f"{where}: it names {forbidden}, which is not known to be harmless, so it is not loaded. "
-                f"{advice} torch.serialization.add_safe_globals() allows single classes.",
+                f"torch.serialization.add_safe_globals() allows single classes. {advice}",
                 path=where,
             ) from error
         raise FormatError(

@@ -15,7 +15,7 @@ from megackpt.engine.checkpoint.manifest import read_manifest
 from megackpt.errors import FormatError, truncated_list
 from megackpt.formats.contents import Chunks, Contents
 from megackpt.formats.registry import load_strategy
-from megackpt.plans.validation import coverage_faults
+from megackpt.plans.validation import coverage_faults, globs_for
 from megackpt.storage import Store
 
 
@@ -72,7 +72,7 @@ def check_readable(keys: Iterable[str], unreadable: Mapping[str, str], *, where:
         lines = truncated_list([f"{key!r} {unreadable[key]}" for key in faults])
         raise FormatError(
             f"{where}: not all of it can be loaded:\n{lines}\nLoad without these keys: "
-            f"LoadOptions(exclude=...).",
+            f"LoadOptions(exclude={tuple(globs_for(faults))!r}).",
             key=faults[0],
             path=where,
         )

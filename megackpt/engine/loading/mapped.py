@@ -39,7 +39,7 @@ from megackpt.options import Policy
 from megackpt.plans.metadata import OBJECT, ArraySpec
 from megackpt.plans.planning import Copies, plan_load
 from megackpt.plans.planning.read_sizes import read_ratio
-from megackpt.plans.validation import LoadReport, LoadRules
+from megackpt.plans.validation import LoadReport, LoadRules, globs_for
 from megackpt.storage import digest_of
 
 
@@ -195,10 +195,11 @@ class MappedView(CheckpointView):
             if tied
             else ""
         )
+        globs = globs_for([key for key in requested if parameter_key(key) in unknown])
         raise MapError(
             f"{self.where}: the map has no array of the other model for {len(unknown)} of the requested "
-            f"keys:\n{truncated_list(lines)}\n{hint}Build the model of the same config, keep them as "
-            f"they are with LoadOptions(exclude=...), or give a map that has them.",
+            f"keys:\n{truncated_list(lines)}\n{hint}Build the model of the same config, give a map that has "
+            f"them, or keep them as they are with LoadOptions(exclude={tuple(globs)!r}).",
             key=unknown[0],
             path=self.where,
         )

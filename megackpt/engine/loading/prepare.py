@@ -57,9 +57,8 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 LOAD_ON_META = (
-    "Give it memory first (to_empty), or load with LoadOptions(load_on_device=False): the state dict that "
-    "load returns then holds tensors in host memory, for load_state_dict(..., assign=True). DTensors need "
-    "memory."
+    "Give it memory first (to_empty), as DTensors need it. Or let load return tensors in host memory, for "
+    "load_state_dict(..., assign=True), with LoadOptions(load_on_device=False)."
 )
 
 

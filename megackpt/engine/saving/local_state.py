@@ -7,7 +7,7 @@ of the plan.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Any
@@ -35,6 +35,7 @@ from megackpt.engine.saving.save_request import SaveRequest
 from megackpt.entities import ShardedTensor, is_main_replica
 from megackpt.entities.describe import describe
 from megackpt.entities.flatten import FlattenedState, flatten_state
+from megackpt.entities.plain_tensors import module_statistics
 from megackpt.entities.tree import ABSENT, Steps, dotted, without_empty
 from megackpt.errors import DeclarationError, UnsupportedError
 from megackpt.formats.strategy import ChunkParts, SaveStrategy
@@ -63,6 +64,7 @@ class LocalState:
         common: the common state that is stored, with references to its arrays.
         arrays: tensors of common state that are stored as arrays, by their steps in the state dict. Those
             that this rank declares are also among the flattened tensors.
+        statistics: steps to the running statistics of norms, of which rank 0's are stored if ranks differ.
         leftovers: the leftover files of earlier saves, on rank 0; None if the store was not searched.
     """
 
@@ -79,6 +81,7 @@ class LocalState:
     ranks: int
     common: Any
     arrays: Mapping[Steps, ShardedTensor]
+    statistics: Set[Steps]
     leftovers: LeftoverFiles | None = None
 
     def settings(self) -> dict[str, Any]:
@@ -108,6 +111,10 @@ class LocalState:
             parts = host_parts(array.data, part_bytes=DIGEST_BLOCK_BYTES)
             digests[format_path("", steps)] = f"{array.dtype}{array.global_shape}{digest_of_parts(parts)}"
         return digests
+
+    def statistics_paths(self) -> frozenset[str]:
+        """Return the paths of the running statistics of norms, as `common_digests` has them."""
+        return frozenset(format_path("", steps) for steps in self.statistics)
 
     def value_digests(self) -> dict[str, dict[str, str]]:
         """Return digests of what must be equal on ranks that hold copies.
@@ -257,8 +264,9 @@ def make_local_state(
     _check_has_data(flattened)
     arrays = _plain_arrays(request, strategy, flattened)
     common = with_references(flattened.common, arrays)
+    statistics = module_statistics(request.state)
     flattened = replace(
-        flattened, tensors=(*flattened.tensors, *_declared_arrays(request, arrays, rank=rank))
+        flattened, tensors=(*flattened.tensors, *_declared_arrays(request, arrays, statistics, rank=rank))
     )
     for tensor in flattened.tensors:
         check_source(tensor)
@@ -287,6 +295,7 @@ def make_local_state(
         ranks=ranks,
         common=common,
         arrays=arrays,
+        statistics=statistics,
     )
 
 
@@ -318,8 +327,8 @@ def _plain_arrays(
         if request.options.plain_tensors == "arrays":
             raise UnsupportedError(
                 f"Format {strategy.backend} version {strategy.version} holds tensors of common state in "
-                f"common state only. Save in the native format, or without "
-                f"SaveOptions(plain_tensors='arrays')."
+                f"common state only. Save in the native format, or with "
+                f"SaveOptions(plain_tensors='common')."
             )
         return {}
     if request.options.plain_tensors == "common":
@@ -328,19 +337,19 @@ def _plain_arrays(
 
 
 def _declared_arrays(
-    request: SaveRequest, arrays: Mapping[Steps, ShardedTensor], *, rank: int
+    request: SaveRequest, arrays: Mapping[Steps, ShardedTensor], statistics: Set[Steps], *, rank: int
 ) -> list[ShardedTensor]:
     """Return the arrays of common state that this rank declares.
 
     Rank 0 declares all. Another rank declares those that are proved to be equal to rank 0's, so that it may
-    write them.
+    write them; statistics are not.
     """
     if rank and (not request.validate or request.common_to_compare is not None):
         return []
     return [
         replace(array, replica_id=rank)
         for steps, array in arrays.items()
-        if rank == 0 or not is_rank0_value(steps, request.options.rank0_values)
+        if rank == 0 or not (steps in statistics or is_rank0_value(steps, request.options.rank0_values))
     ]
 
 

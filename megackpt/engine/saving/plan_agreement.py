@@ -185,7 +185,7 @@ def compare_values(local: LocalState, group: Group, to_compare: Set[str]) -> Non
         step.data = _encoded_values(local, to_compare)
     with rank_0_errors_on_all_ranks(group, "comparing values"):
         if group.rank == 0:
-            _check_values([json.loads(encoded) for encoded in step.results])
+            _check_values(local, [json.loads(encoded) for encoded in step.results])
 
 
 def _checked_plan(
@@ -200,7 +200,7 @@ def _checked_plan(
     values = [json.loads(message.values) for message in messages] if messages[0].values else []
     if values and "common" in values[0]:
         # First, since tensors of common state are declared, too: this error says more than one of coverage.
-        check_common_equal([of_rank["common"] for of_rank in values])
+        _check_common(local, values)
     # Ranks that declare replicas with equal bytes are merged as one owner group.
     senders, ranks_of_senders = _groups_of_equal(summaries["replica_rows"])
     merged, marks = merge_packed_declarations(
@@ -218,7 +218,7 @@ def _checked_plan(
     check_merged_coverage(merged)
     _check_attachments(local, messages, summaries["attachment"], merged.declared.table)
     if values:
-        _check_values(values)
+        _check_replicas(values)
     labels = summaries["label"].astype(np.int64)
     return plan_merged_save(merged, spread=local.request.options.spread, labels=labels), weights
 
@@ -271,12 +271,21 @@ def _encoded_values(local: LocalState, to_compare: Set[str]) -> bytes:
     return json.dumps(digests).encode() if digests else b""
 
 
-def _check_values(digests_of_ranks: Sequence[dict[str, Any]]) -> None:
+def _check_common(local: LocalState, digests_of_ranks: Sequence[dict[str, Any]]) -> None:
+    by_rank = [digests["common"] for digests in digests_of_ranks]
+    check_common_equal(by_rank, may_differ=local.statistics_paths())
+
+
+def _check_values(local: LocalState, digests_of_ranks: Sequence[dict[str, Any]]) -> None:
+    _check_replicas(digests_of_ranks)
+    if "common" in digests_of_ranks[0]:
+        _check_common(local, digests_of_ranks)
+
+
+def _check_replicas(digests_of_ranks: Sequence[dict[str, Any]]) -> None:
     if "replicated" in digests_of_ranks[0]:
         check_replicated_equal([digests["replicated"] for digests in digests_of_ranks])
         check_copies_equal([digests["copies"] for digests in digests_of_ranks])
-    if "common" in digests_of_ranks[0]:
-        check_common_equal([digests["common"] for digests in digests_of_ranks])
 
 
 def _digest(data: bytes) -> bytes:

@@ -282,7 +282,8 @@ def _structure_error(local: LocalState, cached: CachedPlan) -> DeclarationError:
     subject = f"{changed_keys[0]!r}: the" if changed_keys else "The"
     return DeclarationError(
         f"{subject} structure of the state dict has changed since the last save, but "
-        f"assume_constant_structure is set. Save once without it, or leave it out.",
+        f"assume_constant_structure is set. Leave it out, or save once with "
+        f"SaveOptions(assume_constant_structure=False).",
         key=changed_keys[0] if changed_keys else None,
         rank=local.rank,
     )

@@ -102,8 +102,9 @@ def _divergence_error(differing: Sequence[tuple[Label, Divergence]]) -> Mismatch
     return MismatchError(
         f"Ranks hold different bits in copies of the same chunk:\n{truncated_list(lines)}\n"
         f"Copies have drifted apart: a device is faulty, updates are not deterministic, or the copies were "
-        f"never made equal. Restart from a checkpoint, check the devices of the ranks in the minority, or "
-        f"copy the right values to all ranks.",
+        f"never made equal. Restart from a checkpoint, check the devices of the ranks in the minority, copy "
+        f"the right values to all ranks, or save them anyway with "
+        f"SaveOptions(compare_replicas=Policy.WARN).",
         key=key,
         rank=None if first.majority is None else first.groups[1][0],
     )

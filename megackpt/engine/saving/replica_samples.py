@@ -42,16 +42,16 @@ _TENSORS = (
     "Ranks declare the same chunk of a tensor, as replicas of each other, and hold different bits in it:",
     "If each of these ranks holds a part of the tensor, only one part would be stored: declare how it is "
     "cut, with tp_sharding = {'name': dim} on its module, or as a ShardedTensor with this rank's offset. If "
-    "they are copies that have drifted apart, make them equal, or save them anyway with "
-    "SaveOptions(sample_replicas=Policy.WARN); under Megatron-Core's names, install(replicas='warn').",
+    "they are copies that have drifted apart, make them equal, or save them anyway: under "
+    "Megatron-Core's names by install(replicas='warn'), here by SaveOptions(sample_replicas=Policy.WARN).",
     "Of each chunk, the main replica is stored.",
 )
 _OBJECTS = (
     "Ranks declare the same object, as copies of each other, and hold different values:",
     "Only one of them would be stored, and all ranks would load it. If each of these ranks needs its own, as "
     "of a random stream, declare it as PerRankValue(key, value), or as a ShardedObject with this rank's "
-    "offset. If they are copies, make them equal, or save them anyway with "
-    "SaveOptions(sample_replicas=Policy.WARN); under Megatron-Core's names, install(replicas='warn').",
+    "offset. If they are copies, make them equal, or save them anyway: under "
+    "Megatron-Core's names by install(replicas='warn'), here by SaveOptions(sample_replicas=Policy.WARN).",
     "Of each object, the main replica is stored.",
 )
 """What is wrong, what to do about it, and what is stored if it is only a warning."""

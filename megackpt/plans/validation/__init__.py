@@ -2,6 +2,7 @@
 
 from megackpt.plans.validation.coverage import check_coverage, check_merged_coverage, coverage_faults
 from megackpt.plans.validation.equality import check_common_equal, check_copies_equal, check_replicated_equal
+from megackpt.plans.validation.globs import globs_for
 from megackpt.plans.validation.report import ArrayReport, LoadReport, LoadTimes, PhaseTimes, RecoveredBytes
 from megackpt.plans.validation.request import (
     AllowedDifferences,
@@ -35,5 +36,6 @@ __all__ = [
     "check_resharding",
     "check_unexpected_keys",
     "coverage_faults",
+    "globs_for",
     "report_arrays",
 ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
@@ -10,6 +11,9 @@ import numpy as np
 import numpy.typing as npt
 
 from megackpt.errors import CommonStateError, MismatchError, rank_list, truncated_list
+from megackpt.ground.notices import notice
+
+log = logging.getLogger(__name__)
 
 # Proof that values which ranks share are equal on all of them, by digests of their leaves.
 #
@@ -21,9 +25,15 @@ _SAVED = (
     "stored), or remove it. To store rank 0's value although others differ, as for the buffers of a "
     "BatchNorm, save with SaveOptions(rank0_values={globs}).",
 )
+_RANK_0S = (
+    "Running statistics of norms differ between ranks, and rank 0's are stored:\n{paths}\n"
+    "Make them equal (SyncBatchNorm, or a broadcast before the save), wrap them in a PerRankValue to store "
+    "those of each rank, or save without this warning by SaveOptions(rank0_values={globs})."
+)
 _REQUESTED = (
     "LoadOptions(complete=True) loads only if the common state in the request is equal on all ranks.",
-    "Give all ranks the same (a stage table, for example), or leave out what belongs to one rank.",
+    "Give all ranks the same (a stage table, for example), leave out what belongs to one rank, or load with "
+    "LoadOptions(complete=False).",
 )
 """What is wrong, and what to do, where common state differs between ranks."""
 
@@ -33,12 +43,15 @@ _SIMPLE_STEP = re.compile(r"\['?([\w.]+)'?\]")
 _SIMPLE_PATH = re.compile(r"\w+(\.\w+|\['[\w.]+'\]|\[\d+\])*")
 
 
-def check_common_equal(per_rank: Sequence[Mapping[str, str]], *, requested: bool = False) -> None:
+def check_common_equal(
+    per_rank: Sequence[Mapping[str, str]], *, requested: bool = False, may_differ: Set[str] = frozenset()
+) -> None:
     """Compare the digests of the leaves of every rank's common state with those of rank 0.
 
     Args:
         per_rank: digests by path, of each rank.
         requested: whether it is the common state of a load request, and not of a save; for the error's text.
+        may_differ: paths whose values may differ between ranks, with a warning that rank 0's are stored.
 
     Raises:
         CommonStateError: lists each path that differs, is missing or is extra, and the ranks where it does.
@@ -56,6 +69,12 @@ def check_common_equal(per_rank: Sequence[Mapping[str, str]], *, requested: bool
                 faults.setdefault((path, " (missing on rank 0)"), []).append(rank)
             elif first[path] != leaves[path]:
                 faults.setdefault((path, ""), []).append(rank)
+    differing = {(path, note) for path, note in faults if path in may_differ and not note}
+    if differing:
+        paths = {path for path, _ in differing}
+        text = truncated_list([repr(path) for path in sorted(paths)])
+        notice(log, _RANK_0S.format(paths=text, globs=_globs_for(paths)))
+    faults = {fault: ranks for fault, ranks in faults.items() if fault not in differing}
     if not faults:
         return
     lines = [

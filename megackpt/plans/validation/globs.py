@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 
 _MOST = 4  # keys that are listed one by one
 
@@ -27,6 +27,16 @@ def globs_for(keys: Collection[str]) -> list[str]:
     if len(globs) <= 2 * _MOST:
         return sorted(globs)
     return [_shared(sorted(keys))]
+
+
+def rules_text(globs: Iterable[str], policy: str) -> str:
+    """Return the option with a rule for each glob, to be pasted; policy is the field and its value.
+
+    >>> rules_text(["b"], "missing=Policy.IGNORE")
+    "LoadOptions(rules=(KeyRule(keys='b', missing=Policy.IGNORE),))"
+    """
+    rules = ", ".join(f"KeyRule(keys={glob!r}, {policy})" for glob in globs)
+    return f"LoadOptions(rules=({rules},))"
 
 
 def globs_with_states(keys: Collection[str]) -> list[str]:

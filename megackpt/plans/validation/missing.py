@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 from megackpt.errors import MissingKeyError, truncated_list
+from megackpt.plans.validation.globs import escaped, globs_for, rules_text
 from megackpt.plans.validation.request import LoadRules, apply_policies
 
 
@@ -32,8 +33,8 @@ def check_missing_keys(
         return MissingKeyError(
             f"{where} holds {len(keys)} keys that no rank asks "
             f"for:\n{truncated_list(lines)}\n"
-            f"Ask for them, or leave them: with KeyRule(keys=..., missing=Policy.IGNORE), or by a mode of "
-            f"strict= or LoadOptions(complete=False).",
+            f"Ask for them, or leave them: by a mode of strict=, without complete=True, or with "
+            f"{rules_text(globs_for(keys), 'missing=Policy.IGNORE')}.",
             key=keys[0],
             path=where,
         )
@@ -61,13 +62,14 @@ def check_empty_containers(lost: Mapping[str, Iterable[str]], rules: LoadRules, 
         for key in keys:
             inside.setdefault(container_of[key], []).append(key)
         lines = [f"{name!r}: {len(lost)} keys, {lost[0]!r} for one" for name, lost in sorted(inside.items())]
+        globs = [f"{escaped(name)}.*" for name in sorted(inside)]
         return MissingKeyError(
             f"{where} holds arrays or objects where the state dict has an empty dict or list, so none of "
             f"them would be loaded:\n{truncated_list(lines)}\n"
             f"If it is the state of an optimizer that has not taken a step yet, call "
             f"megackpt.training.optim.initialise_state(optimizer) before optimizer.state_dict(). "
             f"To load without them, leave the empty container out of the state dict, or load with "
-            f"KeyRule(keys='{next(iter(inside))}.*', missing=Policy.IGNORE).",
+            f"{rules_text(globs, 'missing=Policy.IGNORE')}.",
             key=keys[0],
             path=where,
         )

@@ -21,7 +21,7 @@ from megackpt.ground.notices import notice
 from megackpt.options import KeyRule, Policy
 from megackpt.plans.metadata import OBJECT, ArraySpec, ChunkTable, DeclaredChunks
 from megackpt.plans.planning import Copies
-from megackpt.plans.validation.globs import globs_for, globs_with_states
+from megackpt.plans.validation.globs import globs_for, globs_with_states, rules_text
 from megackpt.plans.validation.report import ArrayReport
 from megackpt.plans.validation.strictness import StrictHandling
 
@@ -92,7 +92,7 @@ class LoadRules:
 
 def check_unexpected_keys(
     asked: Iterable[str],
-    stored: Iterable[str],
+    stored: Mapping[str, ArraySpec | None],
     rules: LoadRules,
     *,
     where: str,
@@ -103,7 +103,7 @@ def check_unexpected_keys(
 
     Args:
         asked: the requested keys of this rank.
-        stored: the keys of the checkpoint.
+        stored: the arrays of the checkpoint, by key; None for one of which only the key is known.
         rules: what to do about them.
         where: the checkpoint, for errors.
         plain: those of the requested keys that are paths of plain tensors, not keys of entities. They are
@@ -123,12 +123,16 @@ def check_unexpected_keys(
         lines: list[str] = []
         for key in keys:
             # Finding similar keys is slow, and only the first lines are shown.
-            close = difflib.get_close_matches(key, known, n=1) if len(lines) < 10 else []
-            lines.append(repr(key) + (f" (the checkpoint has {close[0]!r})" if close else ""))
+            stacked = _stack_of(key, stored)
+            close = difflib.get_close_matches(key, known, n=1) if len(lines) < 10 and not stacked else []
+            hint = stacked or (f" (the checkpoint has {close[0]!r})" if close else "")
+            lines.append(f"{key!r}{hint}")
+        rules_to_paste = rules_text(globs_for(keys), "unexpected=Policy.WARN")
+        remedy = _rename_advice(unexpected, known) or f"To keep them as they are: {rules_to_paste}."
         return MissingKeyError(
             f"{where} does not hold {len(keys)} of the keys asked for:\n{truncated_list(lines)}\n"
-            f"{_advice_for(keys, advice)}{_rename_advice(unexpected, known)}Ask for what was saved, or list "
-            f"what is there with megackpt.load_sharded_metadata().",
+            f"{_advice_for(keys, advice)}Ask for what was saved, or list what is there with "
+            f"megackpt.load_sharded_metadata(). {remedy}",
             key=keys[0],
             path=where,
         )
@@ -139,6 +143,20 @@ def check_unexpected_keys(
 
     apply_policies(unexpected, policy_of, error)
     return frozenset(unexpected)
+
+
+def _stack_of(key: str, stored: Mapping[str, ArraySpec | None]) -> str:
+    """Return how to ask for a layer whose array is stored as a part of a stack; "" if there is no stack."""
+    steps = key.split(".")
+    for at in [at for at, step in enumerate(steps) if step.isdigit()]:
+        spec = stored.get(".".join(steps[:at] + steps[at + 1 :]))
+        if spec is not None and spec.global_shape and int(steps[at]) < spec.global_shape[0]:
+            return (
+                f" (the checkpoint has {spec.key!r} {spec.global_shape}, with all layers stacked: ask with "
+                f"from_rank_offsets({spec.key!r}, data, (0, {int(steps[at])}, {spec.global_shape[0]}), "
+                f"prepend_axis_num=1))"
+            )
+    return ""
 
 
 _PREFIX = re.compile(r"(\w+\.)+")
@@ -156,14 +174,14 @@ def _rename_advice(missing: Sequence[str], stored: Set[str]) -> str:
         if not any(key.startswith(prefix) and key.removeprefix(prefix) in stored for key in stored)
     )
     if lacking:
-        several = f" They are also below {', '.join(map(repr, lacking[1:]))}." if len(lacking) > 1 else ""
-        return f'Under other names it has them: LoadOptions(rename={{"{lacking[0]}*": "*"}}).{several} '
+        several = f" (or below {', '.join(map(repr, lacking[1:]))})" if len(lacking) > 1 else ""
+        return f'Under other names it has them{several}: LoadOptions(rename={{"{lacking[0]}*": "*"}}).'
     steps = first.split(".")
     for count in range(1, len(steps)):
         prefix = "".join(f"{step}." for step in steps[:count])
         is_plain = _PREFIX.fullmatch(prefix) is not None
         if is_plain and all(key.startswith(prefix) and key.removeprefix(prefix) in stored for key in missing):
-            return f'Under other names it has them: LoadOptions(rename={{"*": "{prefix}*"}}). '
+            return f'Under other names it has them: LoadOptions(rename={{"*": "{prefix}*"}}).'
     return ""
 
 
@@ -383,7 +401,8 @@ def check_resharding(arrays: Iterable[ArrayReport], rules: LoadRules, *, where: 
             f"{where} was saved at another layout: this rank's chunks of {len(keys)} arrays are not the "
             f"stored ones:\n"
             f"{truncated_list([repr(k) for k in keys])}\n"
-            f"Load at the layout it was saved at, or without a KeyRule that makes this an error.",
+            f"Load at the layout it was saved at, or with "
+            f"{rules_text(globs_for(keys), 'resharded=Policy.IGNORE')}.",
             key=keys[0],
             path=where,
         )

@@ -434,7 +434,7 @@ WRONG: dict[str, tuple[Callable[[int], dict[str, Any]], type[CheckpointError], l
     "a key that no rank requests": (
         lambda rank: {"w": rows(2 * rank, 2), "b": None},
         MissingKeyError,
-        ["'b'", "KeyRule(keys=..., missing=Policy.IGNORE)"],
+        ["'b'", "KeyRule(keys='b', missing=Policy.IGNORE)"],
     ),
     # The arrays are covered, but the ranks belong to different models.
     "common state of another model": (

@@ -7,6 +7,7 @@ import json
 import re
 from argparse import Namespace
 from collections import OrderedDict
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +48,7 @@ from megackpt.storage import MemoryStore, opened_store
 from megackpt.testing.world import SimulatedWorld
 from tests.support.checkpoints import flip
 from tests.support.dcp_alone import ALONE
+from tests.support.pasted import pasted
 from tests.support.states import sharded
 
 ARRAYS = SaveOptions(plain_tensors="arrays")
@@ -145,6 +147,50 @@ def test_buffers_that_differ_are_named_and_rank_0s_can_be_taken(tmp_path: Path, 
     wrong = SaveOptions(plain_tensors=plain_tensors, rank0_values=("model.other.*",))
     for outcome in SimulatedWorld(3).outcomes(lambda g: save(bn(g.rank), tmp_path, options=wrong, group=g)):
         assert isinstance(outcome, CommonStateError)  # only what the globs name may differ
+
+
+def norms(rank: int) -> nn.Module:
+    """Return a module whose parameters are equal on all ranks, and whose running statistics are not."""
+    model = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2), nn.Sequential(nn.BatchNorm1d(2, affine=False)))
+    for param in model.parameters():  # ranks are threads with one generator
+        nn.init.constant_(param, 0.5)
+    model(torch.randn(4, 3, generator=torch.Generator().manual_seed(rank)))
+    return model
+
+
+@pytest.mark.parametrize("plain_tensors", ["arrays", "common"])
+def test_running_statistics_of_a_module_that_differ_are_rank_0s_with_one_warning(
+    tmp_path: Path, plain_tensors: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    options = SaveOptions(plain_tensors=plain_tensors)
+
+    def save_rank(group: Group, options: SaveOptions = options) -> None:
+        save({"nets": [norms(group.rank).state_dict()]}, tmp_path / "c", options=options, group=group)
+
+    SimulatedWorld(3).run(save_rank)
+    (warning,) = caplog.messages
+    assert "rank 0's are stored:\n  \"nets[0]['1.running_mean']\"" in warning
+    stored = load({}, tmp_path / "c")["nets"][0]
+    assert {name: t.tolist() for name, t in stored.items()} == {
+        name: t.tolist() for name, t in norms(0).state_dict().items()
+    }
+    caplog.clear()
+    options = replace(options, rank0_values=pasted(warning).rank0_values)
+    SimulatedWorld(3).run(lambda group: save_rank(group, options))
+    assert not caplog.messages
+
+
+def test_parameters_and_buffers_of_other_names_that_differ_stay_an_error(tmp_path: Path) -> None:
+    def save_rank(group: Group, name: str) -> None:
+        model = norms(0)
+        model.register_buffer("scale", torch.zeros(1))
+        with torch.no_grad():
+            model.state_dict()[name].add_(group.rank)
+        save({"model": model.state_dict()}, tmp_path / "c", group=group)
+
+    for name in ("1.weight", "0.bias", "scale"):
+        with pytest.raises(CommonStateError, match=rf"model.*{re.escape(name)}.* on rank\(s\) 1"):
+            SimulatedWorld(2).run(lambda group, name=name: save_rank(group, name))
 
 
 @pytest.mark.parametrize("plain_tensors", ["arrays", "common"])
@@ -313,7 +359,7 @@ def test_ranks_read_for_each_other(tmp_path: Path, exchange: Any) -> None:
 
 def test_other_formats_raise_an_error() -> None:
     for backend in ("torch_dist", "zarr"):
-        with pytest.raises(UnsupportedError, match="Save in the native format, or without SaveOptions"):
+        with pytest.raises(UnsupportedError, match="Save in the native format, or with SaveOptions"):
             save({"w": torch.ones(2)}, MemoryStore(), backend, options=ARRAYS)
 
 

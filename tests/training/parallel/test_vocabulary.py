@@ -204,7 +204,7 @@ def test_tokens_are_loaded_new_ones_keep_their_values_and_padding_is_zero(
     options = None
     if target.tokens < source.tokens:
         with pytest.raises(MismatchError, match=r"without padding \(\d+(, 3|,)\) is stored") as caught:
-            resumed(target, where / "source", where / "refused", tied=tied)
+            resumed(target, where / "source", where / "rejected", tied=tied)
         options = pasted(str(caught.value))
     before, after = resumed(target, where / "source", where, tied=tied, options=options)
     check(stored, before, after, source.tokens, target.tokens)
