@@ -156,7 +156,8 @@ def grid_position(key: str, box: Sequence[int], rank_offsets: Sequence[RankOffse
     axes = len(box)
     index, fragments = [0] * axes, [1] * axes
     seen: set[int] = set()
-    for axis, position, count in rank_offsets:
+    for offset in rank_offsets:
+        axis, position, count = _checked_offset(key, offset)
         if not 0 <= axis < axes or axis in seen or not 0 <= position < count:
             raise declaration_error(
                 key,
@@ -170,6 +171,39 @@ def grid_position(key: str, box: Sequence[int], rank_offsets: Sequence[RankOffse
 
 MAX_DIMS = 64
 """Dims of an array: those of numpy, through which bytes are written."""
+
+
+def _checked_offset(key: str, offset: object) -> RankOffset:
+    """Return a rank offset, if it is three ints."""
+    try:
+        axis, position, count = map(as_int, offset)  # type: ignore[call-overload]  # that is checked here
+    except (TypeError, ValueError):
+        raise declaration_error(
+            key,
+            f"the rank offset {offset!r} is not (axis, index, fragments). Give three ints for each split "
+            f"axis: (0, rank, ranks) for a cut of axis 0.",
+        ) from None
+    return axis, position, count
+
+
+def box_of(key: str, shape: Sequence[int], prepended: object) -> tuple[int, ...]:
+    """Return the shape of a local box with its prepended axes.
+
+    Raises:
+        DeclarationError: the shape is no sequence of ints, or the number of prepended axes no int >= 0.
+    """
+    if type(prepended) is not int or prepended < 0:
+        raise declaration_error(key, f"prepend_axis_num {prepended!r} must be an int >= 0.")
+    return (1,) * prepended + as_extents(key, "the local shape", shape)
+
+
+def check_tensor(key: object, data: object, example: str) -> None:
+    """Check that the data of a declaration is a tensor; example is a call that gives one."""
+    if not isinstance(data, torch.Tensor):
+        raise declaration_error(
+            key,
+            f"data is a {type(data).__name__}, not a tensor. Give the key, then the tensor: {example}.",
+        )
 
 
 def check_key(key: object, kind: str) -> None:

@@ -119,6 +119,11 @@ class Layout:
             raise self._error(str(error)) from error
 
     def _check_sizes(self, view: View, axis: int, sizes: Mapping[str, int]) -> None:
+        if not isinstance(sizes, Mapping) or not all(type(n) is int for n in (axis, *sizes.values())):
+            raise self._error(
+                f"axis {axis!r} and sizes {sizes!r} are not an int and ints by name. Give them as "
+                f"0, {{'gate': 4, 'up': 4}}."
+            )
         extent = view.shape[axis] if 0 <= axis < len(view.shape) else None
         if sum(sizes.values()) != extent or min(sizes.values(), default=-1) < 0:
             raise self._error(

@@ -23,6 +23,7 @@ from megackpt.entities.base import (
     check_flattened_range,
     check_key,
     check_replica_id,
+    check_tensor,
     declaration_error,
     grid_position,
 )
@@ -209,7 +210,7 @@ class ShardedLayout(ShardedBase):
         return cls.of(
             key,
             data,
-            Layout.of(data.shape, key=key).split(axis, sizes),
+            _whole(key, data).split(axis, sizes),
             *rank_offsets,
             replica_id=replica_id,
             prepend_axis_num=prepend_axis_num,
@@ -249,7 +250,7 @@ class ShardedLayout(ShardedBase):
         return cls.of(
             key,
             data,
-            Layout.of(data.shape, key=key).interleave(axis, sizes),
+            _whole(key, data).interleave(axis, sizes),
             *rank_offsets,
             replica_id=replica_id,
             prepend_axis_num=prepend_axis_num,
@@ -279,7 +280,7 @@ class ShardedLayout(ShardedBase):
         return cls.of(
             key,
             data,
-            Layout.of(data.shape, key=key).stack(axis, count),
+            _whole(key, data).stack(axis, count),
             *rank_offsets,
             replica_id=replica_id,
             prepend_axis_num=prepend_axis_num,
@@ -305,7 +306,7 @@ class ShardedLayout(ShardedBase):
         return cls.of(
             key,
             data,
-            Layout.of(data.shape, key=key).transpose(order),
+            _whole(key, data).transpose(order),
             *rank_offsets,
             replica_id=replica_id,
             prepend_axis_num=prepend_axis_num,
@@ -398,3 +399,9 @@ def _component(
     check_replica_id(key, placement.replica_id)
     box = (1,) * prepended + view.shape
     return LayoutComponent(name, view, *grid_position(key, box, placement.rank_offsets), placement.replica_id)
+
+
+def _whole(key: str, data: torch.Tensor) -> Layout:
+    """Return the layout of data as a whole."""
+    check_tensor(key, data, "ShardedLayout.split('w', tensor, 0, {'gate': 4, 'up': 4})")
+    return Layout.of(data.shape, key=key)

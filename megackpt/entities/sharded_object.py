@@ -20,6 +20,7 @@ from megackpt.entities.base import (
     check_replica_id,
     declaration_error,
 )
+from megackpt.ground.arguments import check_choice
 
 UNKNOWN = -1
 """The last extent of a ShardedObject whose unique key was written by an old version, which left it out."""
@@ -157,6 +158,10 @@ class PerRankValue:
     data: Any  # the user's own value
     elsewhere: Literal["error", "keep"] = "error"
 
+    def __post_init__(self) -> None:
+        check_key(self.key, "PerRankValue")
+        check_choice(f"{self.key!r}: elsewhere", self.elsewhere, ("error", "keep"))
+
     def on(self, rank: int, ranks: int) -> ShardedObject:
         """Return the object that stands for this value on one rank of a job. Pure."""
         return ShardedObject(self.key, self.data, (ranks,), (rank,))
@@ -176,6 +181,9 @@ class ReplicatedValue:
 
     key: str
     data: Any  # the user's own value
+
+    def __post_init__(self) -> None:
+        check_key(self.key, "ReplicatedValue")
 
     def on(self, rank: int) -> ShardedObject:
         """Return the object that stands for this value on a rank; the save chooses the main replica. Pure."""

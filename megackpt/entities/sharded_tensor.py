@@ -19,16 +19,19 @@ from megackpt.entities.base import (
     ReplicaId,
     ShardedBase,
     as_extents,
+    box_of,
     check_box,
     check_data,
     check_flattened_range,
     check_grid,
     check_key,
     check_replica_id,
+    check_tensor,
     data_shape,
     declaration_error,
     grid_position,
 )
+from megackpt.ground.arguments import check_choice
 from megackpt.plans.geometry import Ints, row_major_strides
 
 if TYPE_CHECKING:
@@ -134,8 +137,9 @@ class ShardedTensor(ShardedBase):
                 f"flattened box, whose shape is not given. Call from_rank_offsets_flat(key, data, "
                 f"shape_of_the_box, *rank_offsets, flattened_range=...).",
             )
+        check_tensor(key, data, "from_rank_offsets('w', tensor, (0, rank, ranks))")
         shape = tuple(data.shape)
-        position = grid_position(key, (1,) * prepend_axis_num + shape, rank_offsets)
+        position = grid_position(key, box_of(key, shape, prepend_axis_num), rank_offsets)
         return cls(
             key, data, data.dtype, shape, *position, replica_id, prepend_axis_num, allow_shape_mismatch
         )
@@ -156,8 +160,9 @@ class ShardedTensor(ShardedBase):
 
         The other arguments and errors are those of `from_rank_offsets`.
         """
-        shape = tuple(non_flat_local_shape)
-        position = grid_position(key, (1,) * prepend_axis_num + shape, rank_offsets)
+        check_tensor(key, data, "from_rank_offsets_flat('w', tensor, (4, 2), flattened_range=slice(0, 3))")
+        shape = as_extents(key, "non_flat_local_shape", non_flat_local_shape)
+        position = grid_position(key, box_of(key, shape, prepend_axis_num), rank_offsets)
         return cls(
             key,
             data,
@@ -365,6 +370,7 @@ class ShardedTensor(ShardedBase):
         check_replica_id(self.key, self.replica_id)
         if not isinstance(self.dtype, torch.dtype):
             raise declaration_error(self.key, f"dtype must be a torch.dtype, not {self.dtype!r}.")
+        check_choice(f"{self.key!r}: if_missing", self.if_missing, ("error", "keep"))
         position = self.global_shape, self.global_offset
         check_box(self.key, self.local_shape, *position, prepended=self.prepend_axis_num)
         if self.axis_fragmentations is not None:

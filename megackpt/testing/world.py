@@ -18,6 +18,10 @@ from megackpt.errors import RankFailedError
 T = TypeVar("T")
 
 
+class RankAbsentError(RankFailedError):
+    """Another rank did not join a collective: it has ended, or it did not answer in time."""
+
+
 class SimulatedWorld:
     r"""A number of ranks that run a function at the same time, each in a thread.
 
@@ -42,11 +46,14 @@ class SimulatedWorld:
         self._parts: dict[tuple[int, ...], SimulatedWorld] = {}
 
     def run(self, fn: Callable[[SimulatedRank], T]) -> list[T]:
-        """Return what `fn(group)` returned on each rank, or raise the lowest failing rank's error."""
+        """Return what `fn(group)` returned on each rank, or raise the lowest failing rank's error.
+
+        The error of a rank comes before those of ranks that have waited for it in vain.
+        """
         outcomes = self.outcomes(fn)
-        for outcome in outcomes:
-            if isinstance(outcome, BaseException):
-                raise outcome
+        errors = [outcome for outcome in outcomes if isinstance(outcome, BaseException)]
+        if errors:
+            raise next((error for error in errors if not isinstance(error, RankAbsentError)), errors[0])
         return outcomes
 
     def outcomes(self, fn: Callable[[SimulatedRank], T]) -> list[Any]:
@@ -97,10 +104,15 @@ class SimulatedWorld:
                 self._changed.notify_all()
             self._changed.wait_for(lambda: self._collective != collective or self._absent(), self._timeout_s)
             if self._collective == collective:
-                who = sorted(self._absent() or set(range(self.size)) - set(self._contributions))
+                ended = self._absent()
+                who = sorted(ended or set(range(self.size)) - set(self._contributions))
                 del self._contributions[rank]  # who comes late shall not find it complete
                 self._gone.add(rank)
-                raise RankFailedError(f"Simulated rank(s) {who} did not answer within {self._timeout_s:g} s.")
+                how = "ended without this step" if ended else f"did not answer within {self._timeout_s:g} s"
+                raise RankAbsentError(
+                    f"Simulated rank(s) {who} {how}. Look at what they raised: SimulatedWorld.outcomes(fn) "
+                    f"returns it for each rank."
+                )
             return self._results
 
     def _absent(self) -> set[int]:

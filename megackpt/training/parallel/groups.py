@@ -13,6 +13,7 @@ from typing import Any
 import torch.distributed as dist
 
 from megackpt.errors import MismatchError
+from megackpt.ground.arguments import check_kind
 from megackpt.training.parallel.layout import AxisName, ParallelLayout
 
 
@@ -113,6 +114,7 @@ class ParallelGroups:
         With them one process can build the models of any number of ranks and declare their state. A
         collective over an axis larger than 1 raises an error.
         """
+        check_kind("layout", layout, ParallelLayout, give="ParallelLayout(tp=..., dp=...)")
         pp = layout.ranks_of("pp", rank)
         embedding = _ends(pp) if rank in _ends(pp) else (rank,)
         ranks: dict[str, tuple[int, ...]] = {name: layout.ranks_of(name, rank) for name in _AXES}

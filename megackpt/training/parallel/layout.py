@@ -91,10 +91,10 @@ class ParallelLayout:
         if self.etp == 0:
             object.__setattr__(self, "etp", self.tp)
         for name in ("tp", "pp", "dp", "cp", "ep", "etp", "vpp"):
-            if getattr(self, name) < 1:
+            size = getattr(self, name)
+            if type(size) is not int or size < 1:
                 raise DeclarationError(
-                    f"ParallelLayout has {name}={getattr(self, name)}, in {self}. Each size must be at "
-                    f"least 1."
+                    f"ParallelLayout has {name}={size!r}, in {self}. Each size must be an int of at least 1."
                 )
         if self.stage_size % (self.etp * self.ep):
             raise DeclarationError(
@@ -213,9 +213,9 @@ class ParallelLayout:
         return tuple(self.ranks_of(axis, leader) for leader in leaders)
 
     def _indices(self, rank: int, order: Sequence[DenseAxis | ExpertAxis]) -> dict[str, int]:
-        if not 0 <= rank < self.world_size:
+        if type(rank) is not int or not 0 <= rank < self.world_size:
             raise DeclarationError(
-                f"rank {rank} does not exist in {self}, which has ranks 0 to {self.world_size - 1}. "
+                f"rank {rank!r} does not exist in {self}, which has ranks 0 to {self.world_size - 1}. "
                 f"Start {self.world_size} ranks, or give the layout of the ranks that run.",
                 rank=rank,
             )

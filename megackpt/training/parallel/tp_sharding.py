@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from megackpt.errors import DeclarationError
+from megackpt.ground.arguments import check_count, check_kind
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,6 +37,15 @@ class TpSharding:
     unpadded_extent: int | None = None
 
     def __post_init__(self) -> None:
+        check_count("TpSharding.dim", self.dim, least=0)
+        check_kind("TpSharding.components", self.components, Mapping, give="{name: extent}", optional=True)
+        if self.unpadded_extent is not None:
+            check_count("TpSharding.unpadded_extent", self.unpadded_extent, least=0)
+            if not self.allow_shape_mismatch:
+                raise DeclarationError(
+                    f"unpadded_extent is {self.unpadded_extent} without allow_shape_mismatch: padding may "
+                    f"differ. Set both."
+                )
         if self.components is not None and self.allow_shape_mismatch:
             raise DeclarationError(
                 f"a tensor made of components {list(self.components)} cannot have allow_shape_mismatch: "
