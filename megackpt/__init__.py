@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from megackpt.options import SaveOptions as SaveOptions
     from megackpt.plans.validation import LoadReport as LoadReport
     from megackpt.plans.validation import StrictHandling as StrictHandling
+    from megackpt.run.check import check as check
     from megackpt.run.checkpointer import Checkpointer as Checkpointer
     from megackpt.run.checkpointer import KeepBest as KeepBest
     from megackpt.run.checkpointer import LocalTier as LocalTier
@@ -72,6 +73,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _NAMES_OF = {
+    "megackpt.run.check": ("check",),
     "megackpt.run.collective": ("load", "load_with_report", "save"),
     "megackpt.run.local": (
         "load_common_state_dict",

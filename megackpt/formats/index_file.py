@@ -291,8 +291,9 @@ def check_files_exist(store: Store, stored: StoredChunks, *, prefix: str = "") -
     missing = set(stored.files) - set(store.names(prefix))
     if missing:
         raise StorageError(
-            f"{store.location}: {min(missing)!r}, which this save has written, is gone. Another job saves to "
-            f"the same directory, or something cleans it up; give each its own.",
+            f"{store.location}: {min(missing)!r}, which this save has written, is gone. Do all ranks see one "
+            f"directory? On several nodes it must be in a file system that they share. Or another job saves "
+            f"to the same directory, or something cleans it up; give each its own.",
             path=store.location,
         )
 

@@ -131,6 +131,13 @@ def _advice_on_space(path: str, nbytes: int | None) -> str:
     if free is not None:
         facts.append(f"{free:,} bytes are free")
     known = f"{', '.join(facts)}. " if facts else ""
+    if nbytes is not None and free is not None and free >= nbytes:
+        # Other limits have the same error as a full disk.
+        return (
+            f"{known}So another limit is reached: inodes (df -i), your quota (quota -s), or one full target "
+            f"of a parallel file system (lfs df, lfs quota). Free what is full, raise the quota, or choose "
+            f"another directory."
+        )
     return f"{known}Free space (older checkpoints?), raise the quota, or choose another directory."
 
 

@@ -141,8 +141,9 @@ def commit(
     # The old checkpoint must not be replaced by one whose files are gone.
     if not set(strategy.files_of(entries)) <= set(store.names()):
         raise StorageError(
-            f"{store.location}: files that this save has written are gone. Another job saves to the same "
-            f"directory, or something cleans it up; give each its own.",
+            f"{store.location}: files that this save has written are gone. Do all ranks see one "
+            f"directory? On several nodes it must be in a file system that they share. Or another job saves "
+            f"to the same directory, or something cleans it up; give each its own.",
             path=store.location,
         )
     manifest = strategy.publish(store, attempt=attempt, entries=entries)

@@ -101,7 +101,8 @@ def check_lengths(arrays: Iterable[ArraySpec]) -> None:
         if not 0 < len(quoted(spec.key).encode(errors="replace")) < 256 or not _is_unicode(spec.key):
             raise DeclarationError(
                 f"{spec.key[:80]!r}: format zarr version 3 makes a directory name of the key, which is "
-                f"empty, longer than 255 bytes, or no valid Unicode. Use another key.",
+                f"empty, longer than 255 bytes, or no valid Unicode. Use another key, or "
+                f"save in the native format, which takes any.",
                 key=spec.key,
             )
 
