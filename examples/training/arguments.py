@@ -20,7 +20,14 @@ from megackpt.training.parallel import Capacity, ParallelLayout, RoutingOptions,
 from megackpt.training.state import WhenDifferent
 from models import GPTConfig, MoEConfig
 from training.flags import MODEL_FLAGS, exit_with_error, make_parser
-from training.hugging_face import config_of_flags, flags_unlike_mixtral, model_of, read_config, read_model
+from training.hugging_face import (
+    SEQ_LENGTH,
+    config_of_flags,
+    flags_unlike_mixtral,
+    model_of,
+    read_config,
+    read_model,
+)
 from training.text import VOCAB_SIZE
 
 
@@ -91,6 +98,7 @@ def parse_arguments(argv: list[str] | None = None, *, world_size: int | None = N
             vpp=(1 if table is None else table.vpp) if flags.vpp is None else flags.vpp,
         )
         model, flags.huggingface_config = _model(flags)
+        flags.seq_length = model.seq_length
         model.check_layout(layout, table)
         stages = StageTable.even(model.num_layers, pp=layout.pp, vpp=layout.vpp) if table is None else table
         knobs = CheckpointConfig(
@@ -116,10 +124,11 @@ def _model(flags: argparse.Namespace) -> tuple[GPTConfig, Mapping[str, Any] | No
     if flags.init_from is not None or flags.model_from is not None:
         defaults = make_parser().parse_args([])
         chosen = [flag for flag in MODEL_FLAGS if _value(flags, flag) != _value(defaults, flag)]
-        if chosen:
-            exit_with_error(f"{', '.join(chosen)}: the model is that of {source}; leave them out")
+        faults = [f"{', '.join(chosen)}: the model is that of {source}; leave them out."] if chosen else []
         config = read_config(flags.init_from) if flags.model_from is None else read_model(flags.model_from)
-        model = model_of(config, seq_length=flags.seq_length, dropout=flags.dropout, dtype=dtype)
+        model = model_of(
+            config, seq_length=flags.seq_length, dropout=flags.dropout, dtype=dtype, faults=faults
+        )
         return model, config
     model = GPTConfig(
         vocab_size=VOCAB_SIZE,
@@ -128,7 +137,7 @@ def _model(flags: argparse.Namespace) -> tuple[GPTConfig, Mapping[str, Any] | No
         num_heads=flags.num_heads,
         num_query_groups=flags.num_query_groups,
         ffn_hidden_size=flags.ffn_hidden_size,
-        seq_length=flags.seq_length,
+        seq_length=SEQ_LENGTH if flags.seq_length is None else flags.seq_length,
         dropout=flags.dropout,
         tied_embeddings=not flags.untie_embeddings,
         make_vocab_divisible=1,

@@ -120,7 +120,12 @@ def _add_model(group: argparse._ArgumentGroup) -> None:
     _count(group, "--num-heads", 8, "query heads")
     _count(group, "--num-query-groups", 4, "key and value heads")
     _count(group, "--ffn-hidden-size", None, "width inside of the MLP; if not given, about 8/3 of the width")
-    _count(group, "--seq-length", 128, "tokens of a sample")
+    _count(
+        group,
+        "--seq-length",
+        None,
+        "tokens of a sample; if not given, 128, or what the model of --init-from or --model takes",
+    )
     _number(group, "--dropout", 0.0, "dropout probability")
     _switch(group, "--untie-embeddings", "give the output layer weights of its own")
     _switch(group, "--bf16", "bfloat16 parameters with float32 master weights")

@@ -55,23 +55,46 @@ def read_model(source: str) -> dict[str, Any]:
     return config
 
 
-def model_of(config: Mapping[str, Any], *, seq_length: int, dropout: float, dtype: torch.dtype) -> GPTConfig:
+SEQ_LENGTH = 128
+"""Tokens of a sample, if neither --seq-length nor a model says otherwise."""
+
+
+def model_of(
+    config: Mapping[str, Any],
+    *,
+    seq_length: int | None,
+    dropout: float,
+    dtype: torch.dtype,
+    faults: list[str],
+) -> GPTConfig:
     """Return the model of a config.json, with what a run chooses itself. Pure.
 
+    Args:
+        config: the config.json.
+        seq_length: --seq-length; None for the default, or what the model takes if that is less.
+        dropout: --dropout.
+        dtype: dtype of the parameters.
+        faults: other faults of the flags, which are reported with those of the config.
+
     Raises:
-        CheckpointError: the model cannot be built, or does not fit the run's text.
+        CheckpointError: the model cannot be built, or there are faults: all of them are named.
     """
     model = gpt_config(config)
+    texts = list(faults)
     if model.vocab_size < VOCAB_SIZE:
-        raise DeclarationError(
+        texts.append(
             f"config.json has a vocabulary of {model.vocab_size}, and the text one of {VOCAB_SIZE}: bytes, "
             f"and the end of a text. Give a folder of a model with more."
         )
-    if seq_length > model.seq_length:
-        raise DeclarationError(
+    if seq_length is None:
+        seq_length = min(SEQ_LENGTH, model.seq_length)
+    elif seq_length > model.seq_length:
+        texts.append(
             f"--seq-length {seq_length} is more than the {model.seq_length} tokens of config.json. Give at "
             f"most as many."
         )
+    if texts:
+        raise DeclarationError(" ".join(texts))
     return replace(model, seq_length=seq_length, dropout=dropout, params_dtype=dtype, make_vocab_divisible=1)
 
 

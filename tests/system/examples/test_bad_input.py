@@ -148,7 +148,7 @@ CASES = {
         r"qwen3_next\.",
     ),
     "preset and sizes": Case(
-        "--model deepseek_v3 --num-heads=2", r"--num-heads: the model is that of --model; leave them out"
+        "--model deepseek_v3 --num-heads=2", r"--num-heads: the model is that of --model; leave them out\."
     ),
     "preset and folder": Case("--model gpt_oss --init-from {root}/llama", r"--model and --init-from both .*"),
     "no folder": Case("--init-from {root}/nothing", r"{root}/nothing is not a checkpoint: .*"),
@@ -158,7 +158,12 @@ CASES = {
     "other family": Case("--init-from {root}/bert", r"config\.json: model_type 'bert' is not supported; .*"),
     "sizes of a folder": Case(
         "--init-from {root}/llama --hidden-size=64 --experts=2",
-        r"--hidden-size, --experts: the model is that of config\.json in --init-from; leave them out",
+        r"--hidden-size, --experts: the model is that of config\.json in --init-from; leave them out\.",
+    ),
+    "all faults of a folder": Case(
+        "--init-from {root}/small --seq-length=65 --num-layers=3",
+        r"--num-layers: the model is that of .*; leave them out\. config\.json has a vocabulary of 100, .* "
+        r"--seq-length 65 is more than the 64 tokens of config\.json\. Give at most as many\.",
     ),
     "long sequences": Case(
         "--init-from {root}/llama --seq-length=65",
@@ -169,7 +174,7 @@ CASES = {
         r"config\.json has a vocabulary of 100, and the text one of 257: .*",
     ),
     "folder without weights": Case(
-        "--init-from {root}/llama --seq-length=16",
+        "--init-from {root}/llama",
         r"cannot start from {root}/llama: .* lacks \d+ of the arrays .*",
     ),
     "export of no checkpoint": Case("--export-to {root}/out", r"--export-to writes the last .*; give --ckpt"),
