@@ -162,7 +162,7 @@ def _components(layout: ShardedLayout) -> Iterator[str]:
 
 def _cut_axes(box: Sequence[int], whole: Sequence[int], prepended: int) -> list[int]:
     own = whole[prepended:]
-    return [prepended + i for i, (n, all_) in enumerate(zip(box, own, strict=True)) if n != all_]
+    return [prepended + i for i, (local, extent) in enumerate(zip(box, own, strict=True)) if local != extent]
 
 
 def _is_suspect(tensor: ShardedTensor) -> bool:
@@ -177,10 +177,10 @@ def _suspicion(tensor: ShardedTensor) -> str:
     extent, whole, first = tensor.local_shape[dim], tensor.global_shape[axis], tensor.global_offset[axis]
     parts = -(-whole // max(extent, 1))
     starts = np.arange(min(parts, 3)) * extent
-    pieces = ", ".join(f"[{start}:{start + extent}) of rank {i}" for i, start in enumerate(starts.tolist()))
+    ranges = ", ".join(f"[{start}:{start + extent}) of rank {i}" for i, start in enumerate(starts.tolist()))
     half = extent // 2
     return (
-        f"{tensor.key!r} {tensor.global_shape}, cut along axis {axis}: tp=1 reads {pieces}"
+        f"{tensor.key!r} {tensor.global_shape}, cut along axis {axis}: tp=1 reads {ranges}"
         f"{', ...' if parts > 3 else ''}, each as it is. If each rank's part has two matrices, such as gate "
         f"and up, they would alternate: gate of rank 0, up of rank 0, gate of rank 1. Then declare them: "
         f"ShardedLayout.split({tensor.key!r}, data, {dim}, {{'gate': {half}, 'up': {extent - half}}}, "
