@@ -14,9 +14,10 @@ from typing import Any
 
 import torch
 
+from megackpt.entities.adapters import adapter_of, megatron_adapter_of
 from megackpt.entities.base import Expansion, ShardedBase, ShardedStateDict
 from megackpt.entities.plain_tensors import declare_whole, is_plain_tensor
-from megackpt.entities.recognition import adapter_of, is_torch_sharded, megatron_adapter_of
+from megackpt.entities.recognition import is_torch_sharded
 from megackpt.entities.sharded_object import (
     LocalNonpersistentObject,
     PerRankValue,

@@ -1,55 +1,20 @@
 """Entities and tensors of other libraries, recognised by their classes without importing these libraries.
 
-A library that is not loaded has no instances. An adapter turns a leaf of another library into an entity of
-ours. Each adapter is imported only where a state dict holds a leaf of its library: `torch_sharded`, `xla`,
-`megatron_entities`.
+A library that is not loaded has no instances. `adapters` has what turns them into entities of ours.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any
 
 import torch
-
-if TYPE_CHECKING:
-    from megackpt.entities.tree import PathKeys, Steps
 
 MEGATRON_MODULE = "megatron.core.dist_checkpointing.mapping"
 """The module of Megatron-Core that defines its sharded entities."""
 
 XLA_CLASS = "XLAShardedTensor"
 XLA_PACKAGE = "torch_xla"
-
-
-Adapter: TypeAlias = "Callable[[Steps, Any, PathKeys], Any]"
-"""Takes the steps of a leaf, the leaf, and what names leaves without a key; returns the entity that declares
-it, or the leaf itself if it declares nothing."""
-
-
-def adapter_of(kind: type) -> Adapter | None:
-    """Return the adapter for leaves of a class; None if its library has no adapter."""
-    # XLA before DTensor: from torch_xla 2.9 on its tensors are of a class that is derived from DTensor.
-    is_loaded = f"{XLA_PACKAGE}.distributed.spmd" in sys.modules
-    if is_xla_class(kind) or (is_loaded and issubclass(kind, torch.Tensor)):
-        from megackpt.entities.xla import adopt_xla_tensor
-
-        return adopt_xla_tensor
-    if is_torch_sharded_class(kind):
-        from megackpt.entities.torch_sharded import adopt_torch_sharded_tensor
-
-        return adopt_torch_sharded_tensor
-    return megatron_adapter_of(kind)
-
-
-def megatron_adapter_of(kind: type) -> Adapter | None:
-    """Return what turns leaves of a class of Megatron-Core into entities; None for other classes."""
-    if all(cls.__module__ != MEGATRON_MODULE for cls in kind.__mro__):
-        return None
-    from megackpt.entities.megatron_entities import adopt_megatron_entity
-
-    return adopt_megatron_entity
 
 
 def is_dtensor(value: object) -> bool:

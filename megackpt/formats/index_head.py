@@ -13,13 +13,16 @@ import numpy as np
 import numpy.typing as npt
 
 from megackpt.errors import FormatError, IntegrityError
-from megackpt.formats.index_columns import StoredColumn, column_in, parse_header, require
 from megackpt.formats.index_layout import (
     ARRAY_DIGEST,
     HAS_ARRAY_DIGEST,
     ROW_COLUMNS,
+    StoredColumn,
+    column_in,
     damaged,
+    parse_header,
     read_array_digests,
+    require,
 )
 from megackpt.formats.strategy import Json
 from megackpt.plans.geometry import Ints, position_bases

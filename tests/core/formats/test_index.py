@@ -21,9 +21,15 @@ from hypothesis import strategies as st
 import megackpt
 from megackpt import LoadOptions, ShardedObject, ShardedTensor
 from megackpt.errors import CheckpointError, FormatError, IntegrityError, StorageError
-from megackpt.formats.index_columns import StoredColumn, require
 from megackpt.formats.index_file import WholeIndex, read_index, write_index
-from megackpt.formats.index_layout import ROW_COLUMNS, aligned_head, bytes_of, header_of
+from megackpt.formats.index_layout import (
+    ROW_COLUMNS,
+    StoredColumn,
+    aligned_head,
+    bytes_of,
+    header_of,
+    require,
+)
 from megackpt.formats.index_reader import open_index
 from megackpt.formats.native import names
 from megackpt.formats.native.save import NativeSaveStrategy
