@@ -1,6 +1,7 @@
 """Our `dist_checkpointing` in the place of Megatron-Core's.
 
-An import hook gives the same modules a second name, so a class is the same class under both names.
+An import hook gives the same modules a second name, so a class is the same class under both names. It also
+completes Megatron-Core's distributed optimizer, see `optimizer_ranges`.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 
+from megackpt.contrib.megatron import optimizer_ranges
 from megackpt.contrib.megatron.settings import OPTIONS, Replicas
 from megackpt.errors import CheckpointError, DeclarationError
 from megackpt.ground.arguments import check_kind
@@ -25,6 +27,7 @@ def install(
     *,
     silent_cast: bool = False,
     replicas: Replicas = "warn",
+    gather_optimizer: bool = False,
     save_options: SaveOptions | None = None,
     load_options: LoadOptions | None = None,
 ) -> None:
@@ -39,6 +42,9 @@ def install(
         replicas: what `save` does if copies of an object on several ranks differ, or copies of a tensor, as
             samples show. "warn": as Megatron-Core, it stores the main replica, with a warning that names the
             key and the ranks. "error": it raises a MismatchError instead. "off": it compares none.
+        gather_optimizer: what the distributed optimizer does where `fully_reshardable` is asked for. False:
+            each rank saves and loads the ranges that it owns. True: as Megatron-Core, it gathers the state of
+            all data-parallel ranks before a save. The checkpoint is the same.
         save_options: options that errors of a save propose, and others that no setting of a strategy gives.
             What a strategy is set to counts more.
         load_options: the same for loads.
@@ -55,11 +61,14 @@ def install(
         raise DeclarationError(f"silent_cast is {silent_cast!r}; give True or False.")
     if replicas not in ("warn", "error", "off"):
         raise DeclarationError(f"replicas is {replicas!r}; give 'warn', 'error' or 'off'.")
+    if not isinstance(gather_optimizer, bool):
+        raise DeclarationError(f"gather_optimizer is {gather_optimizer!r}; give True or False.")
     check_kind("save_options", save_options, SaveOptions, give="SaveOptions(...), or None", optional=True)
     check_kind("load_options", load_options, LoadOptions, give="LoadOptions(...), or None", optional=True)
     OPTIONS.silent_cast, OPTIONS.replicas = silent_cast, replicas
     OPTIONS.save_options = SaveOptions() if save_options is None else save_options
     OPTIONS.load_options = LoadOptions() if load_options is None else load_options
+    OPTIONS.gather_optimizer = gather_optimizer
     if any(isinstance(finder, _Finder) for finder in sys.meta_path):
         return
     _check_not_imported()
@@ -77,12 +86,14 @@ def _check_not_imported() -> None:
 
 
 class _Finder(MetaPathFinder):
-    """Finds modules of Megatron-Core's `dist_checkpointing` in ours."""
+    """Finds modules of Megatron-Core's `dist_checkpointing` in ours, and completes its optimizer."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
         """Return where a module is; None for a module that is not ours."""
+        if fullname == optimizer_ranges.MODULE:
+            return self._completed(fullname, path, target)
         if fullname != THEIRS and not fullname.startswith(THEIRS + "."):
             return None
         name = OURS + fullname.removeprefix(THEIRS)
@@ -99,6 +110,17 @@ class _Finder(MetaPathFinder):
             ) from error
         return ModuleSpec(fullname, _Alias(module), is_package=hasattr(module, "__path__"))
 
+    def _completed(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None
+    ) -> ModuleSpec | None:
+        """Return where the other finders have a module, with a loader that completes it."""
+        others = (finder for finder in sys.meta_path if finder is not self)
+        specs = (finder.find_spec(fullname, path, target) for finder in others)
+        spec = next((spec for spec in specs if spec is not None), None)
+        if spec is not None and spec.loader is not None:
+            spec.loader = _Completed(spec.loader)
+        return spec
+
 
 class _Alias(Loader):
     """Gives a module that exists a second name."""
@@ -114,3 +136,22 @@ class _Alias(Loader):
     def exec_module(self, module: ModuleType) -> None:
         """Give the module its own spec back, which the import has replaced."""
         module.__spec__ = self._spec
+
+
+class _Completed(Loader):
+    """Loads the module of Megatron-Core's distributed optimizer, and lets it save ranges."""
+
+    def __init__(self, loader: Loader) -> None:
+        self._loader = loader
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
+        """Return what the module's own loader creates."""
+        return self._loader.create_module(spec)
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Run the module, give it its own loader back, and complete its class."""
+        self._loader.exec_module(module)
+        module.__loader__ = self._loader
+        if module.__spec__ is not None:
+            module.__spec__.loader = self._loader
+        optimizer_ranges.save_ranges_in(module)

@@ -47,12 +47,15 @@ class ProcessOptions:
             megackpt raises an error.
         replicas: what a save does if ranks declare the same object and have different values, or the same
             chunk of a tensor and have different bits in samples of it: "warn", "error" or "off".
+        gather_optimizer: the distributed optimizer gathers its state for `fully_reshardable`, as in
+            Megatron-Core.
         save_options: how to save, but for what a strategy is set to.
         load_options: how to load, but for what a strategy is set to.
     """
 
     silent_cast: bool = False
     replicas: Replicas = "warn"
+    gather_optimizer: bool = False
     save_options: SaveOptions = field(default_factory=SaveOptions)
     load_options: LoadOptions = field(default_factory=LoadOptions)
 

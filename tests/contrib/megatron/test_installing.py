@@ -56,6 +56,11 @@ assert megatron.core.dist_checkpointing.dict_utils is dict_utils is ours.dict_ut
 assert mlp.ShardedTensor is megackpt.ShardedTensor
 assert mlp.ShardedTensorFactory is megackpt.ShardedTensorFactory
 assert dist_checkpointing.mapping.CheckpointingException is megackpt.errors.CheckpointingException
+from megatron.core.optimizer import distrib_optimizer
+changed = distrib_optimizer.DistributedOptimizer.sharded_param_state_fully_reshardable
+assert changed.__module__ == "megackpt.contrib.megatron.optimizer_ranges"
+assert distrib_optimizer.__loader__ is distrib_optimizer.__spec__.loader
+assert type(distrib_optimizer.__loader__).__name__ == "SourceFileLoader"
 assert ours.__spec__.name == ours.__name__ == "megackpt.contrib.megatron.dist_checkpointing"
 try:
     import megatron.core.dist_checkpointing.not_of_ours
@@ -150,6 +155,10 @@ def test_install_sets_the_option() -> None:
         "megatron.install(); assert not OPTIONS.silent_cast\n"
         "megatron.install(replicas='error'); assert OPTIONS.replica_policy.value == 'error'\n"
         "megatron.install(); assert OPTIONS.replica_policy.value == 'warn'\n"
+        "megatron.install(gather_optimizer=True); assert OPTIONS.gather_optimizer\n"
+        "megatron.install(); assert not OPTIONS.gather_optimizer\n"
+        "try: megatron.install(gather_optimizer='no')\n"
+        "except ValueError as error: assert \"gather_optimizer is 'no'\" in str(error)\n"
         "try: megatron.install(replicas='no')\n"
         "except ValueError as error: assert \"replicas is 'no'\" in str(error)\n"
         "try: megatron.install(load_options={'complete': False})\n"
