@@ -186,12 +186,24 @@ def unstacked(arrays: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def stacked_layers(arrays: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return arrays stacked along an axis over layers; each has keys for all layers."""
+    """Return arrays stacked along an axis over layers; each has keys for all layers.
+
+    Raises:
+        MapError: layers have different dtypes, which a stack would convert.
+    """
     layers: dict[str, list[tuple[int, Tensor]]] = defaultdict(list)
     for key, array in arrays.items():
         stack, _, name = key.partition("layers.")
         number, _, name = name.partition(".")
         layers[f"{stack}layers.{name}"].append((int(number), array))
+    for key, parts in layers.items():
+        dtypes = sorted({str(array.dtype) for _, array in parts})
+        if len(dtypes) > 1:
+            raise MapError(
+                f"{key!r} has other dtypes in other layers: {', '.join(dtypes)}. Import it with "
+                f"stacked=False, or convert the folder to one dtype.",
+                key=key,
+            )
     return {
         key: torch.stack([array for _, array in sorted(parts, key=lambda part: part[0])])
         for key, parts in layers.items()

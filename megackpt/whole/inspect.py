@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from megackpt.codec import ArrayReference, keep_unknown_values, leaves
+from megackpt.codec.arrays import tensor_fault
 from megackpt.engine.checkpoint.manifest import read_manifest
 from megackpt.engine.checkpoint.opening import read_common_and_references
 from megackpt.errors import CheckpointError
@@ -36,22 +37,25 @@ def leaves_as_text(value: object) -> dict[str, str]:
 
 def leaf_as_text(value: object) -> str:
     """Return a value as text of bounded length; a tensor as its dtype, shape and first elements."""
+    try:
+        text = _as_text(value)
+    except Exception as error:  # noqa: BLE001 - of any class: a torch.Size beyond 64 bits, a sparse tensor
+        text = f"{type(value).__name__} that cannot be shown: {error}"
+    return text if len(text) <= _MOST_CHARACTERS else text[: _MOST_CHARACTERS - 3] + "..."
+
+
+def _as_text(value: object) -> str:
+    if isinstance(value, torch.Tensor) and (fault := tensor_fault(value.detach())) is not None:
+        return f"{value.dtype} {value.layout}: {fault}"
     if isinstance(value, (torch.Tensor, np.ndarray)):
         flat = (value.detach() if isinstance(value, torch.Tensor) else value).reshape(-1)
         first = ", ".join(map(str, flat[:_MOST_ELEMENTS].tolist()))
         kind = "ndarray " if isinstance(value, np.ndarray) else ""
         more = ", ..." if len(flat) > _MOST_ELEMENTS else ""
-        text = f"{kind}{value.dtype} {list(value.shape)}: {first}{more}"
-    elif isinstance(value, (bytes, bytearray)):
-        text = f"{type(value).__name__} of {len(value)}: {bytes(value[:_MOST_ELEMENTS])!r}"
-    elif isinstance(value, ArrayReference):
-        text = f"array {value.key!r}"
-    else:
-        try:
-            text = repr(value)
-        except Exception as error:  # noqa: BLE001 - repr of any class, such as a torch.Size beyond 64 bits
-            text = f"{type(value).__name__} that cannot be shown: {error}"
-    return text if len(text) <= _MOST_CHARACTERS else text[: _MOST_CHARACTERS - 3] + "..."
+        return f"{kind}{value.dtype} {list(value.shape)}: {first}{more}"
+    if isinstance(value, (bytes, bytearray)):
+        return f"{type(value).__name__} of {len(value)}: {bytes(value[:_MOST_ELEMENTS])!r}"
+    return f"array {value.key!r}" if isinstance(value, ArrayReference) else repr(value)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

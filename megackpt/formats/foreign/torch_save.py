@@ -91,7 +91,8 @@ FORMAT = Format(backend="torch", version=1, load=TorchSaveLoadStrategy)
 _NUMBER = re.compile(r"(\d+)(?!.*\d)")  # the last one in a name
 _SHARD = re.compile(r"(.+)-(\d{5})-of-(\d{5})")
 _INDEX_MAX_BYTES = 100_000_000  # one of a million tensors
-_WRAPPERS = ("module.", "_orig_mod.", "_fsdp_wrapped_module.")
+_WRAPPERS = ("module.", "_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
+_INNER_WRAPPERS = re.compile(r"(?:(?<=\.)|^)(?:_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")
 
 
 def read_torch(path: str, *, prefix: str, checks_bytes: bool) -> ForeignState:
@@ -310,8 +311,10 @@ class _Merge:
     def _check_keys(self, values: Sequence[Any], steps: Steps) -> None:
         first = values[0]
         for rank, value in enumerate(values):
-            is_equal = len(value) == len(first) if isinstance(first, list) else value.keys() == first.keys()
-            if type(value) is not type(first) or not is_equal:
+            is_equal = type(value) is type(first) and (
+                len(value) == len(first) if isinstance(first, list) else value.keys() == first.keys()
+            )
+            if not is_equal:
                 raise FormatError(
                     f"{self.where}: {dotted(steps)!r} has other entries on rank {rank} than on rank 0. Pass "
                     f"the files of one step of one run.",
@@ -364,13 +367,19 @@ class _Merge:
 
 
 def _names(table: Mapping[Any, Any]) -> Iterator[tuple[Any, Any]]:
-    """Yield each key, and the same without the prefix of a wrapper that all keys have."""
+    """Yield each key, and the same without what wrappers of modules have put into it.
+
+    `module.` is left out where all keys begin with it, as it may be a name of the model, too. The others are
+    names that nobody gives a layer, and a wrapper may be inside of a model.
+    """
     keys = list(table)
-    prefix = next(
-        (p for p in _WRAPPERS if keys and all(isinstance(k, str) and k.startswith(p) for k in keys)), ""
-    )
-    for key in keys:
-        yield key, key[len(prefix) :] if prefix else key
+    names = keys
+    if keys and all(isinstance(key, str) for key in keys):
+        while prefix := next((p for p in _WRAPPERS if all(name.startswith(p) for name in names)), ""):
+            names = [name.removeprefix(prefix) for name in names]
+        inner = [_INNER_WRAPPERS.sub("", name) for name in names]
+        names = inner if len(set(inner)) == len(inner) else names
+    yield from zip(keys, names, strict=True)
 
 
 def _array_of_dtensors(key: str, dtensors: Sequence[Any], files: Sequence[str]) -> ForeignArray:

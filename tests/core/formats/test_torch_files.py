@@ -97,6 +97,25 @@ def test_prefixes_of_wrappers_are_left_out_and_a_prefix_is_put_before_bare_weigh
     assert_same(megackpt.load({}, tmp_path / "new"), {"model": model.state_dict()})
 
 
+@pytest.mark.parametrize(
+    ("wrapped", "plain"),
+    [
+        ("module._orig_mod.{}", "{}"),
+        ("_orig_mod.module.{}", "{}"),
+        ("body._orig_mod.{}", "body.{}"),
+        ("a._fsdp_wrapped_module._checkpoint_wrapped_module.{}", "a.{}"),
+        ("my_orig_mod.{}", "my_orig_mod.{}"),
+    ],
+)
+def test_what_wrappers_put_into_names_is_left_out(wrapped: str, plain: str, tmp_path: Path) -> None:
+    torch.save({wrapped.format(name): torch.ones(2) for name in "xy"}, tmp_path / "a.pt")
+    megackpt.import_torch(tmp_path / "a.pt", tmp_path / "new", prefix="model.")
+    assert set(megackpt.load_tensors_metadata(tmp_path / "new")) == {"model." + plain.format(n) for n in "xy"}
+    # Two names are not made one.
+    torch.save({"a.x": torch.ones(1), "a._orig_mod.x": torch.zeros(1)}, tmp_path / "two.pt")
+    assert len(megackpt.load({}, tmp_path / "two.pt")) == 2
+
+
 def test_tensors_in_tuples_are_common_state(tmp_path: Path) -> None:
     torch.save({"pair": (torch.arange(3), 1), "w": torch.ones(2)}, tmp_path / "s.pt")
     for path in (tmp_path / "s.pt", megackpt.import_torch(tmp_path / "s.pt", tmp_path / "c").location):
@@ -346,6 +365,16 @@ def test_files_of_ranks_that_differ_are_rejected_with_advice(tmp_path: Path) -> 
     with pytest.raises(FormatError, match=r"rank_1, of rank 1, is missing"):
         megackpt.import_torch(tmp_path, tmp_path / "new")
     assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize("value", [0.5, None, [1], {"a": 1}, torch.ones(1), "text"])
+def test_ranks_with_values_of_other_types_are_one_error(value: Any, tmp_path: Path) -> None:
+    for table in ({"a": 1, "b": 2}, [1, 2], torch.ones(2)):
+        torch.save({"model": table}, tmp_path / "rank_0.pt")
+        torch.save({"model": value}, tmp_path / "rank_1.pt")
+        with pytest.raises(CheckpointError, match="model"):
+            megackpt.import_torch(tmp_path, tmp_path / "new")
+        assert not (tmp_path / "new").exists()
 
 
 def test_a_damaged_file_and_an_empty_folder_are_one_error(tmp_path: Path) -> None:
