@@ -20,7 +20,11 @@ import torch
 
 from megackpt.comm import Group, errors_on_all_ranks, gather_step, group_or_world
 from megackpt.engine.checkpoint.common_reading import stored_references
-from megackpt.engine.checkpoint.opening import open_checkpoint, read_common_and_references
+from megackpt.engine.checkpoint.opening import (
+    check_readable,
+    open_checkpoint,
+    read_common_and_references,
+)
 from megackpt.engine.data.progress import Progress
 from megackpt.engine.data.workers import run_jobs
 from megackpt.errors import DeclarationError, MapError, MismatchError
@@ -253,7 +257,11 @@ class _OpenedSource:
 
         Raises:
             MapError: there are adapters, and none are to be merged.
+            FormatError: an array cannot be loaded, so that the export would be without it.
         """
+        unreadable = self.contents.unreadable
+        own = [key for key in unreadable if key.startswith(prefix) and not key.startswith(OPTIMIZER)]
+        check_readable(own, unreadable, where=self.store.location)
         weights = {
             key: spec
             for key, spec in self.contents.arrays.items()

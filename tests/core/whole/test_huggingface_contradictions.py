@@ -75,6 +75,20 @@ def test_a_tensor_that_cannot_be_loaded_is_not_left_out_silently(tmp_path: Path)
         megackpt.import_huggingface(tmp_path / "hf", tmp_path / "new")
 
 
+def test_an_export_does_not_leave_out_what_it_cannot_read(tmp_path: Path) -> None:
+    write_folder(tmp_path / "hf")
+    megackpt.import_huggingface(tmp_path / "hf", tmp_path / "new")
+    ours = megackpt.load_plain_tensors(tmp_path / "new")
+    (tmp_path / "ours").mkdir()
+    for others in ({}, {"extra": torch.ones((1,) * 65)}):
+        save_file({**ours, **others}, tmp_path / "ours" / "model.safetensors")
+        if others:
+            with pytest.raises(FormatError, match=r"'extra' has 65 dims"):
+                megackpt.export_huggingface(tmp_path / "ours", tmp_path / "out2", config=CONFIG)
+        else:
+            megackpt.export_huggingface(tmp_path / "ours", tmp_path / "out", config=CONFIG)
+
+
 class Leaking(Family):
     """A family of a user whose maps are made in another way, and have a hole."""
 
