@@ -256,7 +256,7 @@ class MappedView(CheckpointView):
             f"{self.where}: the map has no output layer, as the config ties it to the embedding, and {key!r} "
             f"has other bytes than {embedding or 'the embedding'!r}. Untie both: "
             f"config={{**config, 'tie_word_embeddings': False}}, and a model with an output layer of its "
-            f"own. To leave it: LoadOptions(rules=[KeyRule(keys={key!r}, missing=Policy.IGNORE)]).",
+            f"own. To leave it, give a rule: KeyRule(keys={key!r}, missing=Policy.IGNORE).",
             key=key,
             path=self.where,
         )

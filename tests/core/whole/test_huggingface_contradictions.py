@@ -169,7 +169,7 @@ def test_an_export_has_the_rotary_positions_in_both_spellings(
 
 
 @pytest.mark.parametrize("value", [b"x", torch.ones(1), {1: 2}, {1, 2}, np.float32(1), torch.float32])
-def test_a_config_that_is_no_json_is_an_error_that_names_the_place(value: Any, tmp_path: Path) -> None:
+def test_a_config_that_is_no_json_is_an_error_that_names_its_path(value: Any, tmp_path: Path) -> None:
     write_folder(tmp_path / "hf")
     megackpt.import_huggingface(tmp_path / "hf", tmp_path / "new")
     with pytest.raises(DeclarationError, match=r"config.a.1 (is a|has the key)"):

@@ -82,10 +82,10 @@ KINDS: Mapping[str, Callable[[Tensor], Any]] = {
 
 def change_tree(tree: Tree, draw: Draw) -> None:
     """Change one value in nested dicts, lists and inert objects, in place."""
-    places = list(_places(tree))
-    if not places:
+    positions = list(_positions(tree))
+    if not positions:
         return
-    container, key = draw.choice(places)
+    container, key = draw.choice(positions)
     leaf = container[key]
     way = draw.randrange(8)
     if isinstance(leaf, Tensor) and way < 5:
@@ -94,7 +94,7 @@ def change_tree(tree: Tree, draw: Draw) -> None:
         except RuntimeError:  # torch has no such tensor
             return
     elif isinstance(leaf, Tensor) and way == 5:
-        other, other_key = draw.choice([(c, k) for c, k in places if isinstance(c[k], Tensor)])
+        other, other_key = draw.choice([(c, k) for c, k in positions if isinstance(c[k], Tensor)])
         container[key] = other[other_key]
     elif isinstance(container, dict) and way == 6:
         items = list(container.items())
@@ -107,13 +107,13 @@ def change_tree(tree: Tree, draw: Draw) -> None:
         container[key] = draw.choice(HOSTILE)
 
 
-def _places(tree: Tree) -> Iterator[tuple[Any, Any]]:
+def _positions(tree: Tree) -> Iterator[tuple[Any, Any]]:
     """Yield each container in a tree with each of its keys."""
     container = vars(tree) if hasattr(tree, "is_inert") else tree
     if isinstance(container, (dict, list)):
         for key in list(container) if isinstance(container, dict) else range(len(container)):
             yield container, key
-            yield from _places(container[key])
+            yield from _positions(container[key])
 
 
 def _inert_classes(made: dict[str, ModuleType]) -> Any:
@@ -316,21 +316,21 @@ def _leaves(tree: Tree, path: str = "") -> Iterator[tuple[str, Any]]:
 def _torch_compare(folder: Path, target: Path, report: Any) -> None:
     """Each tensor of a file of rank 0 is stored under its path, and nothing else is a tensor."""
     stored = {path: leaf for path, leaf in _leaves(megackpt.load({}, target)) if isinstance(leaf, Tensor)}
-    found: dict[str, list[Tensor]] = {}
+    by_path: dict[str, list[Tensor]] = {}
     for file in sorted(folder.iterdir()):
         if file.suffix in (".pt", ".bin"):
             tree = torch.load(file, weights_only=False)
             for path, leaf in _leaves(tree):
                 if isinstance(leaf, Tensor):
-                    found.setdefault(path, []).append(leaf)
+                    by_path.setdefault(path, []).append(leaf)
     left_out = " ".join(report.left_out)
-    for path in found:
-        mine = [key for key in stored if key == path or key.endswith(path)]
+    for path in by_path:
+        matches = [key for key in stored if key == path or key.endswith(path)]
         steps = path.strip(".").split(".")
         prefixes = (".".join(steps[:count]) for count in range(1, len(steps) + 1))
-        assert mine or any(prefix in left_out for prefix in prefixes), f"{path} is lost"
+        assert matches or any(prefix in left_out for prefix in prefixes), f"{path} is lost"
     for key, leaf in stored.items():
-        candidates = [t for path, ts in found.items() if key == path or key.endswith(path) for t in ts]
+        candidates = [t for path, ts in by_path.items() if key == path or key.endswith(path) for t in ts]
         faults = []
         for candidate in candidates:
             try:
@@ -361,7 +361,7 @@ def _deepspeed_compare(folder: Path, target: Path, report: Any) -> None:
     for number, shapes in enumerate(models[0]["param_shapes"]):
         parts = [of_rank[number].reshape(-1) for of_rank in groups]
         at = 0
-        for place, (name, shape) in enumerate(shapes.items()):
+        for index, (name, shape) in enumerate(shapes.items()):
             count = torch.Size(shape).numel()
             if is_zero_3:
                 length = -(-count // len(parts))
@@ -369,7 +369,7 @@ def _deepspeed_compare(folder: Path, target: Path, report: Any) -> None:
                 at += length
             else:
                 master = torch.cat(parts)[at : at + count]
-                at += count + (paddings[number][place] if paddings else 0)
+                at += count + (paddings[number][index] if paddings else 0)
             key = f"optimizer.state.fp32_param.{name}"
             assert_bits(arrays[key].reshape(-1), master, key)
             weight = models[0]["module"].get(name)
