@@ -144,8 +144,8 @@ def test_rows_of_the_vocabulary_that_are_padding_become_0(tmp_path: Path) -> Non
 
 
 def test_a_tied_folder_may_hold_the_embedding_twice(tmp_path: Path) -> None:
-    stored = write_folder(tmp_path / "hf", TIED)
-    stored = write_folder(tmp_path / "hf", TIED, **{THEIR_OUTPUT: stored[THEIR_EMBEDDING].clone()})
+    embedding = write_folder(tmp_path / "alone", TIED)[THEIR_EMBEDDING]
+    stored = write_folder(tmp_path / "hf", TIED, **{THEIR_OUTPUT: embedding.clone()})
     state = request(TIED)
     megackpt.load(state, tmp_path / "hf", maps="auto", options=LoadOptions(complete=True))
     assert torch.equal(state[EMBEDDING], stored[THEIR_EMBEDDING])
@@ -157,11 +157,9 @@ def test_a_tied_folder_with_another_output_layer_is_an_error_unless_a_rule_leave
 ) -> None:
     write_folder(tmp_path / "hf", TIED, **{THEIR_OUTPUT: torch.full((11, 8), torch.nan)})
     if strict != "log_all":
-        with pytest.raises(
-            MismatchError, match=r"'lm_head.weight' has other bytes than '.*' Untie|Untie both"
-        ):
+        with pytest.raises(MismatchError, match=r"'lm_head.weight' has other bytes than .* Untie both"):
             megackpt.load(request(TIED), tmp_path / "hf", maps="auto", strict=strict)
-    rules = LoadOptions(rules=[KeyRule(keys=THEIR_OUTPUT, missing=Policy.IGNORE)])
+    rules = LoadOptions(rules=(KeyRule(keys=THEIR_OUTPUT, missing=Policy.IGNORE),))
     state = request(TIED)
     megackpt.load(state, tmp_path / "hf", maps="auto", strict=strict, options=rules)
 
