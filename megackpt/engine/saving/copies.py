@@ -33,8 +33,8 @@ def name_of(label: Label) -> bytes:
 def replica_factors(table: ChunkTable, weights: Ints) -> npt.NDArray[np.uint64]:
     """Return the number that the digest of each row is multiplied with before digests are added. Pure.
 
-    It is the weight of the row, times an odd number that depends on key and box. So two chunks that change
-    alike do not cancel each other out: a second copy of an embedding changes like the first.
+    It is the weight of the row, times an odd number that depends on key and box. So equal changes of two
+    chunks do not cancel each other out: a second copy of an embedding may change as the first.
 
     Args:
         table: the rows of one rank.

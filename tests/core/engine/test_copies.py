@@ -135,7 +135,7 @@ def test_every_format_and_an_assumed_structure_compare(format_: str | None) -> N
     assert "'half'" in str(run.save(drifted("half", 2)))
 
 
-def test_two_copies_that_drift_alike_do_not_cancel_each_other_out() -> None:
+def test_equal_drifts_of_two_tensors_do_not_cancel_each_other_out() -> None:
     def make(rank: int, value: float) -> State:
         # As the second copy of an embedding, whose main replica is on another rank.
         word = torch.full((300,), value if rank == 0 else 1.0)
