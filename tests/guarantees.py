@@ -79,7 +79,7 @@ GUARANTEES: Guarantees = {
         "So every save compares samples of the chunks that several ranks declare": [
             "test_a_copy_of_which_every_element_drifts_is_found_at_the_next_save",
             "test_one_element_in_4096_that_drifts_is_found_within_64_saves",
-            "test_any_64_saves_sample_every_sequence_of_a_4096th",
+            "test_any_64_saves_sample_every_sequence_of_a_1024th",
             "test_ranks_find_copies_that_differ_in_any_save",
         ],
         "Objects that several ranks declare, such as random states, are compared as a whole": [

@@ -1,8 +1,8 @@
 """Samples of tensors, with which ranks compare their replicas: at positions that move, and at fixed ones.
 
-A sample that moves is 72 runs of neighbouring elements at equal distances, 64 bytes each. Save after save,
-the runs move into the gaps. In 64 saves they begin at 4,608 positions. These are spread so evenly that each
-sequence of 1/4,096 of the elements has been sampled.
+A sample that moves is 18 runs of neighbouring elements at equal distances, 256 bytes each. Save after save,
+the runs move into the gaps. In 64 saves they begin at 1,152 positions. These are spread so evenly that each
+sequence of 1/1,024 of the elements has been sampled.
 """
 
 from __future__ import annotations
@@ -20,16 +20,15 @@ from megackpt.storage import digest_list
 
 _SAVES = 64  # after so many, runs begin again near the positions where they have begun before
 _WAVE = 1024  # in so many, they move from one of these positions to the next
-_RUNS = 72
-_RUN_BYTES = 64  # a cache line: to read less costs as much
-_MIN_RUN = 8  # elements, of wide ones
+_RUNS = 18
+_RUN_BYTES = 256  # a page of memory that is not cached costs as much as these bytes, and far more than 64
 
 _POSITIONS = (0.0, 0.5, 1.0)  # of fixed samples: the start, the middle and the end of a tensor
 _POSITION_BYTES = 1024
 
-# The number of rows of a matrix is often a multiple of 8 or 72. If the distance between runs were 1/72 of the
-# matrix, all of them would lie in a few columns. So it is 1/72 of a shorter length, and the runs move from
-# column to column. The length is shorter by so many 4,608ths. With the golden ratio, runs do not come back to
+# The number of rows of a matrix is often a multiple of 9 or 18. If the distance between runs were 1/18 of the
+# matrix, all of them would lie in a few columns. So it is 1/18 of a shorter length, and the runs move from
+# column to column. The length is shorter by so many 1,152ths. With the golden ratio, runs do not come back to
 # the same columns soon.
 _SHORTENED = 1.618
 
@@ -66,7 +65,7 @@ def sample_digests(tensors: Sequence[torch.Tensor], number: int) -> npt.NDArray[
 def _sample(tensor: torch.Tensor, number: int) -> torch.Tensor:
     """Return the sampled elements: a view of the tensor if it is contiguous, else a copy of them."""
     elements = tensor.numel()
-    run = max(_MIN_RUN, _RUN_BYTES // tensor.element_size())
+    run = _RUN_BYTES // tensor.element_size()
     # A lazy conjugate or negative has other bits than the tensor that it was made of.
     is_dense = tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
     if is_dense and tensor.dtype not in _JOINED:
@@ -91,7 +90,7 @@ def run_positions(elements: int, run: int, number: int) -> tuple[int, int]:
         number: of the save.
 
     >>> [run_positions(64_000, 16, number) for number in range(3)]
-    [(0, 888), (468, 888), (230, 888)]
+    [(0, 3550), (1817, 3550), (894, 3550)]
     """
     distance = int(elements - _SHORTENED * elements / (_RUNS * _SAVES)) // _RUNS
     # The first run begins at one of these positions, so that the last one ends with the tensor at most.
