@@ -186,13 +186,16 @@ def train_and_save(model_name: str, name: str, directory: Path) -> None:
     megackpt.save(state_of(model, optimizer), directory)
 
 
-def load_and_save(model_name: str, name: str, sources: dict[str, Path], directory: Path) -> None:
+def load_and_save(
+    model_name: str, name: str, sources: dict[str, Path], directory: Path, gathered: bool = False
+) -> None:
     """Load each checkpoint into one model of another seed and its optimizer, and save again."""
     layouts = MODELS[model_name].layouts
     model, optimizer, _ = build_rank(model_name, layouts[name], seed=len(layouts))
+    how = {"gathered": True} if gathered else {}  # which not all optimizers know
     for source, path in sources.items():
         resume(model, optimizer, path)
-        megackpt.save(state_of(model, optimizer), directory / source)
+        megackpt.save(state_of(model, optimizer, **how), directory / source)
 
 
 class Sources:
@@ -226,6 +229,14 @@ def test_what_one_layout_saved_another_loads_and_saves_bit_equal(
     rank_pool.run(load_and_save, ranks, model_name, target, paths, tmp_path)
     for name, path in paths.items():
         assert_equal_checkpoints(path, tmp_path / name)
+
+
+def test_gathered_state_of_experts_is_the_same_arrays(
+    rank_pool: RankPool, sources: Sources, tmp_path: Path
+) -> None:
+    source = sources.path("experts", "dp8-ep8")
+    rank_pool.run(load_and_save, 8, "experts", "dp8-ep2-etp2", {"gathered": source}, tmp_path, True)
+    assert_equal_checkpoints(source, tmp_path / "gathered")
 
 
 @pytest.mark.parametrize(

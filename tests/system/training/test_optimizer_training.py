@@ -1,7 +1,8 @@
-"""Training on several ranks against plain torch in one process."""
+"""Training on several ranks against plain torch in one process, and Muon with owners of whole matrices."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,8 +11,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import Parameter
 
+from megackpt import load, save
+from megackpt.entities import ShardedStateDict, ShardedTensor
 from megackpt.testing.ranks import RankPool
-from megackpt.training.optim import DistributedOptimizer, MixedPrecisionOptimizer
+from megackpt.training.optim import DistributedOptimizer, MixedPrecisionOptimizer, WholeMatrixOptimizer
 from megackpt.training.optim.master_optimizer import MasterOptimizer
 from megackpt.training.parallel.groups import ParallelGroups
 from megackpt.training.parallel.layout import ParallelLayout
@@ -231,3 +234,80 @@ def run_without_communication(kind: Kind) -> int:
 @pytest.mark.parametrize("kind", KINDS)
 def test_declaring_and_loading_state_needs_no_communication(rank_pool: RankPool, kind: Kind) -> None:
     assert rank_pool.run(run_without_communication, 2, kind) == [0, 0]
+
+
+def declare(model: nn.Module) -> ShardedStateDict:
+    replica = (0, 0, dist.get_rank())
+    state = model.state_dict(keep_vars=True)
+    return {k: ShardedTensor.from_rank_offsets(k, p, replica_id=replica) for k, p in state.items()}
+
+
+class MuonJob:
+    """A bf16 model on every rank, Muon for its matrices and AdamW for the rest."""
+
+    def __init__(self, dp: int, seed: int) -> None:
+        torch.manual_seed(seed)
+        self.model = nn.Sequential(nn.Linear(6, 12), nn.Linear(12, 8), nn.Linear(8, 8)).bfloat16()
+        self.groups = ParallelGroups.create(ParallelLayout(dp=dp))
+        params = list(self.model.parameters())
+        self.muon = WholeMatrixOptimizer([p for p in params if p.ndim == 2], _muon, self.groups)
+        self.adam = DistributedOptimizer([p for p in params if p.ndim == 1], adamw, self.groups)
+
+    def state(self) -> ShardedStateDict:
+        model = declare(self.model)
+        optimizers = {"muon": self.muon, "adam": self.adam}
+        return {"model": model, **{name: o.sharded_state_dict(model) for name, o in optimizers.items()}}
+
+    def train(self, steps: range) -> list[Tensor]:
+        for step in steps:
+            # Each rank has the same gradient, and dp is a power of two: their mean is exact at any dp.
+            generator = torch.Generator().manual_seed(step)
+            for p in self.model.parameters():
+                p.grad = torch.randn(p.shape, generator=generator).to(p.dtype)
+            self.muon.step()
+            self.adam.step()
+            self.muon.zero_grad()
+            self.adam.zero_grad()
+        return self.weights()
+
+    def weights(self) -> list[Tensor]:
+        return [p.detach().clone() for p in self.model.parameters()]
+
+
+def _muon(groups: Any) -> torch.optim.Optimizer:
+    return torch.optim.Muon(groups, lr=0.02)
+
+
+def run_and_save(path: Path) -> tuple[list[Tensor], list[Tensor], int]:
+    job = MuonJob(2, seed=0)
+    job.train(range(2))
+    save(job.state(), path)
+    saved = job.weights()
+    return saved, job.train(range(2, 5)), len(job.muon.inner.state)
+
+
+def resume(dp: int, path: Path) -> tuple[list[Tensor], list[Tensor], int]:
+    job = MuonJob(dp, seed=1)
+    state = load(job.state(), path)
+    if job.groups.dp.rank:  # as if this rank had not loaded the parameters that others own
+        owned = {id(o.param) for o in job.muon._owned_params}
+        for p in job.model.parameters():
+            if p.ndim == 2 and id(p) not in owned:
+                p.detach().zero_()
+    job.muon.load_sharded_state_dict(state["muon"])
+    job.adam.load_sharded_state_dict(state["adam"])
+    restored = job.weights()
+    return restored, job.train(range(2, 5)), len(job.muon.inner.state)
+
+
+@pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="this torch has no Muon")
+@pytest.mark.parametrize("dp", [1, 2, 4])
+def test_a_run_with_owners_of_matrices_that_is_resumed_equals_the_uninterrupted_one_bit_for_bit(
+    rank_pool: RankPool, dp: int, memory_path: Path
+) -> None:
+    whole = rank_pool.run(run_and_save, 2, memory_path)
+    assert sorted(owned for *_, owned in whole) == [1, 2]  # of three matrices, packed by size
+    for rank, (restored, weights, owned) in enumerate(rank_pool.run(resume, dp, dp, memory_path)):
+        assert owned == {1: [3], 2: [1, 2], 4: [1, 1, 1, 0]}[dp][rank]
+        assert all(torch.equal(a, b) for a, b in zip(restored, whole[0][0], strict=True))
+        assert all(torch.equal(a, b) for a, b in zip(weights, whole[0][1], strict=True))
