@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from rich.filesize import decimal
 
-from megackpt.cli.ls import Step, age_as_text
+from megackpt.cli.run_steps import Step, age_as_text
 
 _EVERY_S = 5.0  # between two looks
 

@@ -16,7 +16,7 @@ import torch
 
 from megackpt import Checkpointer, ShardedTensor
 from megackpt.cli.follow import new_lines
-from megackpt.cli.ls import age_as_text, list_steps
+from megackpt.cli.run_steps import age_as_text, list_steps
 from megackpt.storage import ObjectStore
 from tests.support.command_line import CommandLine
 from tests.support.s3_server import BUCKET, S3Server, options_for

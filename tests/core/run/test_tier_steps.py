@@ -24,7 +24,7 @@ from megackpt import (
     StorageError,
     Tiers,
 )
-from megackpt.cli.ls import list_steps
+from megackpt.cli.run_steps import list_steps
 from megackpt.comm import Group
 from megackpt.engine.checkpoint.step_roots import LocalSteps
 from megackpt.engine.tiers import transfer as tier_transfer
