@@ -200,9 +200,10 @@ def wrong_size(store: Store, files: Mapping[str, int]) -> str:
             return wrong
         index = entries.get("index")
         nbytes = index.get("nbytes", 0) if isinstance(index, dict) else 0
-        if isinstance(store, LocalStore) and nbytes <= _MAX_INDEX_BYTES:
+        if isinstance(store, LocalStore) and isinstance(nbytes, int) and nbytes <= _MAX_INDEX_BYTES:
             exact, least = _files_of_chunks(store)
-            return _first_wrong(exact, files, least)
+            wrong = _first_wrong(exact, files, least)
+            return f"{wrong} (a tier has only the files of its node)" if wrong.endswith("missing") else wrong
     except CheckpointError as error:
         return " ".join(str(error).split())
     return ""

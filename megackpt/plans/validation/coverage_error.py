@@ -103,17 +103,18 @@ def faults_of(table: ChunkTable, regions: Sequence[Regions]) -> list[Fault]:
 def coverage_error(declared: DeclaredChunks, regions: Sequence[Regions], doing: Doing) -> CoverageError:
     """Describe the faults, kind by kind: elements, then objects; saved by no rank, then by several."""
     is_object = np.array([spec.dtype == OBJECT for spec in declared.table.arrays])
-    faults_of_kinds: list[list[Fault]] = []
-    sections: list[str] = []
+    kinds: list[tuple[str, list[Fault], int]] = []
     for of_objects in (False, True):
         of_kind = [r for r in regions if is_object[r.array] == of_objects]
         for title, several in (("by no rank", False), ("more than once", True)):
             faults, total = _first_faults(declared, of_kind, several=several, one_by_one=of_objects)
-            if total:
-                faults_of_kinds.append(faults)
-                lines = [str(replace(fault, doing=doing)) for fault in faults]
-                sections.append(f"{doing.capitalize()} {title}:\n{truncated_list(lines, total=total)}")
-    first = min((faults[0] for faults in faults_of_kinds), key=lambda f: (f.spec.key, f.start))
+            kinds += [(title, faults, total)] if total else []
+    sections: list[str] = []
+    for title, faults, total in kinds:
+        # All kinds together fit on a screen.
+        lines = [str(replace(fault, doing=doing)) for fault in faults[: max(3, SHOWN // len(kinds))]]
+        sections.append(f"{doing.capitalize()} {title}:\n{truncated_list(lines, total=total)}")
+    first = min((faults[0] for _, faults, _ in kinds), key=lambda f: (f.spec.key, f.start))
     return CoverageError(
         "The ranks' declarations do not cover everything exactly once.\n" + "\n".join(sections) + "\n"
         "Check global_offset and replica_id in the sharded_state_dict() of these keys, and the spelling of "

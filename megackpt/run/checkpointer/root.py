@@ -11,9 +11,11 @@ import json
 import logging
 import math
 import os
+import threading
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, SupportsFloat
 
@@ -85,12 +87,16 @@ def read_tree(
     steps = list(committed)
     unknown = [step for step in steps if step not in known]
     if unknown:
-        count = min(_THREADS, len(unknown))
-        with ThreadPoolExecutor(count, thread_name_prefix="megackpt-origins") as threads:
-            read = threads.map(lambda step: _origins_of(directories, step), unknown)
-            for step, origins in zip(unknown, read, strict=True):
-                for origin in origins:
-                    known[step] = origin
+        read_one = partial(_origins_of, directories)
+        if threading.main_thread().is_alive():
+            count = min(_THREADS, len(unknown))
+            with ThreadPoolExecutor(count, thread_name_prefix="megackpt-origins") as threads:
+                read = list(threads.map(read_one, unknown))
+        else:  # the last save of a script, when Python starts no more threads
+            read = list(map(read_one, unknown))
+        for step, origins in zip(unknown, read, strict=True):
+            for origin in origins:
+                known[step] = origin
     where = directories.location
     return step_tree([PlacedStep(step, known[step], where) for step in steps if step in known])
 

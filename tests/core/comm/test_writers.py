@@ -352,6 +352,8 @@ def submit(
         common=common,
         start=start,
         in_order=True,
+        commit_fields={},
+        unpadded={},
         keeps=False,
         verify=None,
     )

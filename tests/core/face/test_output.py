@@ -376,7 +376,8 @@ def test_nothing_is_drawn_where_stderr_is_no_terminal() -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "code"), [("verify nowhere", 3), ("verify --depp run", 2), ("verfy run", 2), ("ls", 2)]
+    ("arguments", "code"),
+    [("verify nowhere", 3), ("verify --depp run", 2), ("verfy run", 2), ("ls nowhere", 3)],
 )
 def test_errors_are_json_too(here: Path, arguments: str, code: int, cli: CommandLine) -> None:
     out, err = cli.run(*arguments.split(), "--json", code=code)

@@ -92,12 +92,12 @@ def test_the_verdict_names_what_was_checked_and_nothing_more(tmp_path: Path, cli
 
     directory, unchecked = copy_of_saved(tmp_path / "a"), copy_of_saved(tmp_path / "b", ZARR_1)
     assert verdict(directory, "--deep") == "whole (every byte read)"
-    assert verdict(unchecked, "--deep") == "structure whole (every byte read, not all have digests)"
+    assert verdict(unchecked, "--deep") == "structure whole (every byte read, none has a digest)"
     flip(data_files(directory)[0], position_of(data_files(directory)[0], "long[0:200000]")[0])
     assert verdict(directory) == "structure whole (bytes not read, --deep reads them)"
-    assert verdict(directory, "--deep", code=1) == "1 damages (every byte read)"
+    assert verdict(directory, "--deep", code=1) == "1 damage (every byte read)"
     data_files(directory)[0].unlink()
-    assert verdict(directory, code=1) == "1 damages (bytes not read, --deep reads them)"
+    assert verdict(directory, code=1) == "1 damage (bytes not read, --deep reads them)"
 
 
 def test_damaged_blocks_that_follow_each_other_are_one_damage(tmp_path: Path, cli: CommandLine) -> None:
@@ -279,7 +279,7 @@ def test_damage_is_a_table_and_exit_code_1(tmp_path: Path, cli: CommandLine) -> 
     assert "block" in out
     assert "[0:6, 0:4]" in out
     assert f"{begin}:{end}" in out
-    assert "1 damages" in out
+    assert "1 damage (" in out
 
 
 def test_any_number_of_threads_finds_the_same(tmp_path: Path) -> None:
@@ -455,7 +455,7 @@ def test_tables_show_what_was_repaired_and_what_is_left(tmp_path: Path, cli: Com
     first.unlink()
     out = cli.out("repair", tmp_path)
     assert "parity" in out
-    assert "1 files were repaired" in out
+    assert "1 file repaired" in out
     first.unlink()
     second.unlink()
     out = cli.out("repair", tmp_path, code=1)

@@ -214,10 +214,11 @@ def test_a_step_that_no_node_has_committed_is_never_loaded_and_is_removed(memory
         (run.node(node) / "iter_0000003" / "metadata.json").unlink()
         if node:  # killed while the nodes commit: one of them has
             (run.node(node) / "iter_0000002" / "metadata.json").unlink()
-    assert [(s.step, s.state) for s in list_steps(run.node(0))] == [(2, "committed"), (3, "incomplete")]
+    assert [(s.step, s.state) for s in list_steps(run.node(0))] == [(2, "damaged"), (3, "incomplete")]
     assert run.load().step == 2
     assert [run.kept(node) for node in range(4)] == [["iter_0000002"]] * 4
-    assert [step.state for step in list_steps(run.node(3))] == ["committed"]
+    (step,) = list_steps(run.node(3))
+    assert step.damage.endswith("is missing (a tier has only the files of its node)")
 
 
 def test_a_tier_or_a_root_that_cannot_be_listed_is_a_warning(

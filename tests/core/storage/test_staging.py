@@ -120,7 +120,7 @@ def job_at(start: int) -> Job:
     return Job(
         number=1, label="", attempt="", location=CheckpointLocation(root="", name=""), strategy=b"",
         hooks=(), plan=0, exchanged=True, object_sizes=None, verify=None, common=None, start=start,
-        in_order=True, keeps=False,
+        in_order=True, keeps=False, commit_fields={}, unpadded={},
     )  # fmt: skip
 
 

@@ -364,6 +364,6 @@ OF_CHECKPOINTS: dict[str, Callable[[Path], object]] = {
 
 @pytest.mark.parametrize("name", OF_CHECKPOINTS)
 def test_a_rejected_checkpoint_names_the_class_of_the_argument(name: str, tmp_path: Path) -> None:
-    message = r"`megackpt convert --allow-unsafe-pickle`, or .*LoadOptions\(allow_unsafe_pickle=True\)\.$"
+    message = r"`megackpt convert --allow-unsafe-pickle`, or .*LoadOptions\(allow_unsafe_pickle=True\)\."
     with pytest.raises(FormatError, match=message):
         OF_CHECKPOINTS[name](_checkpoint(tmp_path))

@@ -15,6 +15,7 @@ import random
 import resource
 import shutil
 import sys
+import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -90,7 +91,9 @@ def change_tree(tree: Tree, draw: Draw) -> None:
     way = draw.randrange(8)
     if isinstance(leaf, Tensor) and way < 5:
         try:
-            container[key] = KINDS[draw.choice(sorted(KINDS))](leaf)
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # torch's, that a kind of tensor is in beta state
+                container[key] = KINDS[draw.choice(sorted(KINDS))](leaf)
         except RuntimeError:  # torch has no such tensor
             return
     elif isinstance(leaf, Tensor) and way == 5:

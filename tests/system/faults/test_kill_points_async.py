@@ -16,6 +16,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from itertools import groupby, product
 from multiprocessing.connection import Connection
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -419,7 +420,11 @@ def test_an_asynchronous_save_into_a_tier_does_what_a_synchronous_one_does(tmp_p
     for number, save in enumerate((save_at_once, save_into_tiers)):
         run, nodes = run_of(tmp_path / str(number)), Nodes()
         numbers = (f"{n:016x}" for n in range(9))
-        with patch("megackpt.engine.saving.preparation.new_attempt", side_effect=numbers):
+        one_run = SimpleNamespace(token_hex=lambda count: "0" * 2 * count)
+        with (
+            patch("megackpt.engine.saving.preparation.new_attempt", side_effect=numbers),
+            patch("megackpt.run.checkpointer.branches.secrets", one_run),
+        ):
             run.save(1, nodes=range(2))
             assert not any(save(run, nodes, 2) or [])
         # The number of writes of a row differs: staged parts are contiguous.

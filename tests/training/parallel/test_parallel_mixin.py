@@ -202,13 +202,11 @@ ENTITY = ShardedTensor.from_rank_offsets("w", torch.zeros(2))
             "m.wieght",
             r"'m\.wieght'.*RowCutLinear.*'bias', 'weight'.*Correct",
         ),
-        *(
-            (
-                lambda dim=dim: _row_cut(weight=TpSharding(dim=dim)),
-                None,
-                rf"'m\.weight'.*cuts dim {dim}.*\(2, 3\).*dim from 0 to 1",
-            )
-            for dim in (-1, 2)
+        (lambda: TpSharding(dim=-1), None, r"TpSharding\.dim is -1; give an int of at least 0"),
+        (
+            lambda: _row_cut(weight=TpSharding(dim=2)),
+            None,
+            r"'m\.weight'.*cuts dim 2.*\(2, 3\).*dim from 0 to 1",
         ),
         (
             lambda: _row_cut(weight=TpSharding(dim=0, components={"a": 1, "b": 2})),
