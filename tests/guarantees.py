@@ -400,7 +400,7 @@ GUARANTEES: Guarantees = {
             "test_buffers_that_differ_are_named_and_rank_0s_can_be_taken"
         ],
     },
-    "docs/pipelines.md": {
+    "docs/models.md": {
         (
             "if a layer is on no stage or on two, or if ranks have different tables, every rank raises "
             "the same error before anything is read"
@@ -408,8 +408,6 @@ GUARANTEES: Guarantees = {
             "test_a_layer_on_no_stage_or_on_two_is_named_in_saves_and_loads",
             "test_ranks_with_different_tables_are_named",
         ],
-    },
-    "docs/mixture-of-experts.md": {
         "No key and no shape depends on the layout": [
             "test_weights_biases_and_moments_are_the_same_at_every_layout",
             "test_layout_pairs.py::test_what_one_layout_saved_another_loads_and_saves_bit_equal",
