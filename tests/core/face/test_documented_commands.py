@@ -37,7 +37,6 @@ TESTED_SCRIPTS = {
     "examples/pretrain_gpt.py": "tests/system/examples/test_resumes.py",
     "tests/benchmarks/bench_gpu.py": "needs a CUDA device",
     "tests/benchmarks/bench_peers.py": "tests/system/test_bench.py",
-    "tests/benchmarks/bench_read_limits.py": "measures for minutes",
     "tests/system/attacks/fuzz_reader.py": "runs until it finds a fault; needs atheris",
 }
 """Scripts that the docs start, and what runs them or why nothing does."""
