@@ -28,7 +28,7 @@ from megackpt.plans.metadata import DTYPES
 from tests.support.docs import DOCUMENTS, FENCE, ON_RANKS, ROOT, blocks_of, examples_of, names_by_module, run
 
 PUBLIC_PARTS = {
-    "", "contrib", "maps", "plans", "storage", "testing", "training",
+    "", "contrib", "maps", "plans", "read_checkpoint", "storage", "testing", "training",
     *(module.split(".")[1] for module in names_by_module()),
 }  # fmt: skip
 """Parts of megackpt that users import from; most names are in the package itself."""
