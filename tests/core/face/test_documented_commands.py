@@ -161,7 +161,7 @@ def prepare_quickstart() -> None:
 PREPARATIONS: dict[str, Callable[[], None]] = {
     "docs/operating.md": prepare_operating,
     "docs/checkpointer.md": prepare_checkpointer,
-    "docs/quickstart.md": prepare_quickstart,
+    "docs/index.md": prepare_quickstart,
 }
 FINDS_DAMAGE = ["verify", "run/iter_0001000", "--deep"]
 

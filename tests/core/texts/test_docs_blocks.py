@@ -85,7 +85,7 @@ NO_CODE = {
     ("docs/planning.md", "llama3-405b"): "output with times of one machine",
     ("docs/planning.md", "deepseek-v3"): "output with times of one machine",
     (
-        "docs/quickstart.md",
+        "docs/index.md",
         "step 9",
     ): "tests/system/examples/test_quickstart.py compares it with what the example prints",
     (

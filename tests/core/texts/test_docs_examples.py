@@ -33,7 +33,8 @@ PUBLIC_PARTS = {
 }  # fmt: skip
 """Parts of megackpt that users import from; most names are in the package itself."""
 
-README = ROOT / "README.md"
+WITH_A_GROUP = {ROOT / "README.md", ROOT / "docs" / "index.md"}
+"""One of their examples is FSDP2, which needs a process group."""
 
 _LINK = re.compile(r"\]\(([^)\s]+)\)")
 _PATH = re.compile(r"`((?:megackpt|models|examples|tests|docs)/[\w./-]+)`")
@@ -69,7 +70,7 @@ def test_the_examples_of_a_document_run_and_print_what_it_shows(
     directory.mkdir()
     monkeypatch.chdir(directory)
     namespace: dict[str, Any] = {"__name__": "__main__"}
-    if path == README:  # one of its examples is FSDP2, which needs a process group
+    if path in WITH_A_GROUP:
         request.getfixturevalue("group_of_one")
     for example in examples_of(path.read_text()):
         if re.search("^import zarr$", example.code, re.MULTILINE):

@@ -16,7 +16,7 @@ from tests.system.examples.command_line import TIMEOUT_S, quiet, torchrun
 pytestmark = with_all("other tests resume other examples in this way; .ci/run has this one")
 
 QUICKSTART = ROOT / "examples" / "quickstart.py"
-PAGE = ROOT / "docs" / "quickstart.md"
+PAGE = ROOT / "docs" / "index.md"
 
 
 def run_quickstart(ranks: int, directory: Path) -> str:
