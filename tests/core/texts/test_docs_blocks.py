@@ -46,7 +46,6 @@ RUN_ELSEWHERE = {
     ("docs/integrations.md", "contrib.ray"): [TRAINING, "examples/hosts/ray_train.py"],
     ("docs/integrations.md", "contrib.torchtitan"): [TRAINING, "examples/hosts/torchtitan_train.py"],
     ("docs/integrations.md", "dist_checkpointing.save(state"): [TRAINING, "examples/hosts/megatron_core.py"],
-    ("docs/integrations.md", "megatron.core or megatron.bridge"): ["examples/hosts/megatron_bridge.py"],
     ("docs/integrations.md", "custom_manager_class"): ["tests/contrib/megatron/test_megatron_bridge.py"],
     ("docs/integrations.md", "def resume_training"): ["tests/contrib/torch/test_dtensor_optimizer.py"],
     ("docs/integrations.md", "fully_shard(model"): ["tests/contrib/torch/test_dtensor_optimizer.py"],
