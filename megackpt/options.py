@@ -120,7 +120,7 @@ class SaveOptions:
             separately, such as `("model.*.running_*",)` of a BatchNorm.
         parity: the maximum number of data files that share one parity file. If one of them is lost or
             damaged, it is computed from the others. None writes no parity. Only the native format can do
-            this. See docs/integrity.md for the cost.
+            this. See docs/operating.md for the cost.
         compare_replicas: what to do if ranks that declare the same chunk of a tensor, or the same object,
             have different bits. IGNORE does not compare; otherwise every rank computes digests of everything
             that it declares.
@@ -131,7 +131,7 @@ class SaveOptions:
             If `compare_replicas` compares all bits, nothing is sampled.
         array_digests: store a digest of each array that does not depend on its sharding. With it, `megackpt
             diff` compares arrays of two checkpoints without reading them. Only the native format can do
-            this, and it needs the extra `digests`. See docs/integrity.md for the cost.
+            this, and it needs the extra `digests`. See docs/operating.md for the cost.
     """
 
     timeout_s: float = 600.0

@@ -39,7 +39,11 @@ GUARANTEES: Guarantees = {
             "test_all_dtypes_and_shapes_are_read_by_stock_zarr_and_tensorstore",
         ],
     },
-    "docs/integrity.md": {
+    "docs/operating.md": {
+        "takes the newest committed step, at any number of ranks": [
+            "test_the_newest_committed_step_is_loaded_and_any_other_on_demand",
+            "test_two_ranks_continue_what_four_have_begun",
+        ],
         "A load never returns bytes whose digest is wrong.": [
             "test_a_flipped_bit_is_found_and_named_by_key_file_and_range",
             "test_any_damage_is_harmless_or_named",
@@ -241,8 +245,6 @@ GUARANTEES: Guarantees = {
             "test_each_rank_verifies_its_share_and_no_byte_is_read_twice",
             "test_writers_verify_what_they_have_committed_each_its_share",
         ],
-    },
-    "docs/tiers.md": {
         "It takes the newest step that is complete over all nodes of a tier, or in the root.": [
             "test_tiers_and_root_have_intervals_of_their_own_and_the_newest_step_of_all_wins",
             "test_other_layouts_and_fewer_nodes_take_the_newest_step_from_the_nodes_that_are_left",
@@ -262,8 +264,6 @@ GUARANTEES: Guarantees = {
         "Older steps stay, and the root gets its steps as before.": [
             "test_a_full_tier_is_a_warning_and_the_root_still_gets_its_step"
         ],
-    },
-    "docs/object-stores.md": {
         "If a process is killed at any moment, the previous checkpoint is unchanged.": [
             "test_a_rank_that_is_killed_while_it_uploads_leaves_the_previous_checkpoint"
         ],
@@ -467,12 +467,6 @@ GUARANTEES: Guarantees = {
         "bit for bit with what the ranks had": [
             "test_deepspeed_folders.py::test_every_array_is_bit_equal_with_what_the_ranks_had",
             "test_folders_that_deepspeed_makes_now_are_bit_equal",
-        ],
-    },
-    "docs/operating.md": {
-        "takes the newest committed step, at any number of ranks": [
-            "test_the_newest_committed_step_is_loaded_and_any_other_on_demand",
-            "test_two_ranks_continue_what_four_have_begun",
         ],
     },
     "docs/tools.md": {

@@ -172,7 +172,7 @@ class LocalTier(Tier):
 
 @dataclass(frozen=True, slots=True)
 class Tiers:
-    """Storage of the nodes for steps, in addition to the root. See docs/tiers.md.
+    """Storage of the nodes for steps, in addition to the root. See docs/checkpointer.md.
 
     Attributes:
         tiers: `MemoryTier`s and `LocalTier`s, each with its own directory. If several tiers have the same

@@ -7,6 +7,8 @@ import contextlib
 import re
 import shlex
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -27,9 +29,10 @@ PARSED_ONLY = {
     "docs/huggingface.md": "tests/core/face/test_convert.py converts",
     "docs/fine-tuning.md": "tests/training/models/test_merged_export.py merges adapters",
     "docs/performance.md": "measures for minutes; tests/system/test_bench.py measures less",
-    "docs/planning.md": "plans 16384 ranks for a minute; tests/core/face/test_plan.py plans fewer",
 }
 """Pages whose commands take too long or need folders of others, with the test that has them in small."""
+TOO_LONG = {"plan": "plans 16384 ranks for a minute; tests/core/face/test_plan.py plans fewer"}
+"""Commands that pages whose commands run have, but only parsed."""
 TESTED_SCRIPTS = {
     "examples/elastic_resume.py": "README.md's command, run by .ci/run",
     "examples/quickstart.py": "tests/system/examples/test_quickstart.py",
@@ -150,7 +153,7 @@ def prepare_operating() -> None:
     flip(file, -1)
 
 
-def prepare_checkpointer() -> None:
+def prepare_tools() -> None:
     make_run([4000, 5000, 6000])
 
 
@@ -160,7 +163,7 @@ def prepare_quickstart() -> None:
 
 PREPARATIONS: dict[str, Callable[[], None]] = {
     "docs/operating.md": prepare_operating,
-    "docs/checkpointer.md": prepare_checkpointer,
+    "docs/tools.md": prepare_tools,
     "docs/index.md": prepare_quickstart,
 }
 FINDS_DAMAGE = ["verify", "run/iter_0001000", "--deep"]
@@ -177,11 +180,39 @@ def test_the_commands_of_a_page_run(page: str, tmp_path: Path, monkeypatch: pyte
     PREPARATIONS[page]()
     for words in PAGES[page]:
         arguments = of_megackpt(words)
-        if arguments is not None:
+        if arguments is not None and arguments[0] not in TOO_LONG:
             expected = FAILED_CHECK if arguments == FINDS_DAMAGE else 0
             assert main(arguments) == expected, words
     if page == "docs/operating.md":
         assert main(FINDS_DAMAGE) == 0  # the last command of the page has repaired it
+
+
+def cron_commands() -> list[str]:
+    """Return the commands of the crontab of docs/operating.md, for a run in the present directory."""
+    blocks = blocks_of((ROOT / "docs" / "operating.md").read_text())
+    (table,) = (block.code for block in blocks if block.kind == "crontab")
+    commands_of_times = re.findall(r"^(?:\S+ ){5}(.*)$", table, re.MULTILINE)
+    program = shlex.join([sys.executable, "-m", "megackpt.cli"])
+    return [c.replace("megackpt ", f"{program} ").replace("/mnt/shared/", "") for c in commands_of_times]
+
+
+def test_the_lines_for_cron_print_only_if_a_step_is_damaged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def printed(command: str) -> str:
+        return subprocess.run(["sh", "-c", command], capture_output=True, text=True, check=True).stdout
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    make_run([10, 20])
+    structure, every_byte = cron_commands()
+    assert printed(every_byte) == ""
+    (file,) = Path("run/iter_0000020/data").iterdir()
+    flip(file, -1)
+    assert printed(structure) == ""
+    output = printed(every_byte)
+    assert output.startswith("exit code 1: ")
+    assert output.endswith("newest good step: 10\n")
 
 
 PACKAGE = Path(megackpt.__file__).parent

@@ -1,4 +1,4 @@
-"""What a user mistypes: one clear line on stderr, the exit code of docs/tools.md, no traceback."""
+"""What a user mistypes: one clear line on stderr, the exit code of docs/operating.md, no traceback."""
 
 from __future__ import annotations
 
