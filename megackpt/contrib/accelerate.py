@@ -154,8 +154,8 @@ def load_state(
 def newest(root: str | os.PathLike[str]) -> str | None:
     """Return the newest checkpoint in a directory, None if there is none. Local.
 
-    These are directories whose names end with a number, and of which the largest is the newest: committed
-    ones of `save_state`, and finished ones of `Accelerator.save_state`.
+    The newest is the directory whose name ends with the largest number. Only committed checkpoints of
+    `save_state` and finished ones of `Accelerator.save_state` count.
 
     Raises:
         NotACheckpointError: there is none of these, but another tool's checkpoint is among them.

@@ -22,6 +22,9 @@ from megackpt.plans.geometry import Ints
 from megackpt.plans.metadata import DIGEST_BLOCK_BYTES, OBJECT, ArraySpec, ChunkTable, StoredChunks
 from megackpt.storage import Store, digest_list
 
+MAX_REPEATED_BYTES = 64 * 1024 * 1024
+"""Expanded tensors that are read together may need so many bytes more than are stored of them."""
+
 
 class Part(NamedTuple):
     """A range of the bytes of a chunk; it begins and ends where `Chunks.block_bytes` allows it."""

@@ -39,7 +39,7 @@ class FolderKind:
 
 
 @dataclass(frozen=True, slots=True)
-class Sighting:
+class RecognisedFolder:
     """What a location holds.
 
     Attributes:
@@ -210,7 +210,7 @@ KINDS = (
 """Kinds in the order in which they are looked for: those with more to say come first."""
 
 
-def recognise_names(names: Sequence[str], *, where: str) -> Sighting | None:
+def recognise_names(names: Sequence[str], *, where: str) -> RecognisedFolder | None:
     """Return what files of these names are; None if no kind has such files. Local, pure.
 
     >>> recognise_names(["checkpoint-10/trainer_state.json"], where="out").name
@@ -220,7 +220,7 @@ def recognise_names(names: Sequence[str], *, where: str) -> Sighting | None:
         if any(map(_compiled(kind.files).fullmatch, names)):
             subfolder = "" if kind.subfolder is None else _largest(kind.subfolder, names)
             if subfolder is not None:
-                return Sighting(
+                return RecognisedFolder(
                     kind.name, kind.advice.format(where=where, shell=quote(where), subfolder=subfolder)
                 )
     return None

@@ -36,7 +36,7 @@ from megackpt.ground.entry_points import loaded_entry_points
 from megackpt.storage import LocalStore, Store
 
 if TYPE_CHECKING:
-    from megackpt.formats.folder_kinds import Sighting
+    from megackpt.formats.folder_kinds import RecognisedFolder
 
 log = logging.getLogger(__name__)
 
@@ -224,12 +224,12 @@ def detect_foreign(store: Store) -> Json | None:
     return load().detect(store) if load is not None else None
 
 
-def recognise(store: Store) -> Sighting | None:
+def recognise(store: Store) -> RecognisedFolder | None:
     """Return what a folder or file without metadata.json is, and the next step; None if that is not known.
 
     No file is read, except by a format that has to look into one to recognise it.
     """
-    from megackpt.formats.folder_kinds import Sighting, recognise_names  # for errors only
+    from megackpt.formats.folder_kinds import RecognisedFolder, recognise_names  # for errors only
 
     is_file = isinstance(store, LocalStore) and os.path.isfile(store.location)
     names = [os.path.basename(store.location)] if is_file else store.names()
@@ -240,7 +240,7 @@ def recognise(store: Store) -> Sighting | None:
     if manifest is None:
         return seen
     name = f"a checkpoint in the format {manifest.get('sharded_backend')}"
-    return Sighting(name, f"Look into it with `megackpt inspect {shlex.quote(store.location)}`.")
+    return RecognisedFolder(name, f"Look into it with `megackpt inspect {shlex.quote(store.location)}`.")
 
 
 def is_foreign(backend: str) -> bool:

@@ -12,7 +12,7 @@ import torch
 
 from megackpt.comm import SingleProcess
 from megackpt.engine.checkpoint.common_reading import read_whole_common
-from megackpt.engine.checkpoint.inline_arrays import with_inline_arrays
+from megackpt.engine.checkpoint.inline_arrays import check_repeated, with_inline_arrays
 from megackpt.engine.checkpoint.manifest import is_committed, read_manifest
 from megackpt.engine.checkpoint.opening import (
     check_arrays_complete,
@@ -127,7 +127,8 @@ def load_plain_tensors(
 
     Raises:
         NotACheckpointError: there is no committed checkpoint in this directory.
-        FormatError: an array is stored in a form that cannot be loaded.
+        FormatError: an array is stored in a form that cannot be loaded, or a tensor of common state repeats
+            its elements so often that it would need far more memory than is stored.
         IntegrityError: stored bytes are damaged.
 
     Source: Megatron-Core `dist_checkpointing.load_plain_tensors`.
@@ -138,7 +139,9 @@ def load_plain_tensors(
         check_readable(contents.unreadable, contents.unreadable, where=store.location)
         keys = [key for key, spec in contents.arrays.items() if spec.dtype != OBJECT]
         check_arrays_complete(store, contents.chunks(keys), keys)
-        entities = stored_entities(with_inline_arrays(contents, where=store.location))
+        contents = with_inline_arrays(contents, where=store.location)
+        check_repeated(contents, where=store.location)
+        entities = stored_entities(contents)
     arrays = {key: entity for key, entity in entities.items() if isinstance(entity, ShardedTensor)}
     for entity in arrays.values():
         entity.init_data()

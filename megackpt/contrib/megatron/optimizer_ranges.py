@@ -1,7 +1,7 @@
 """State of Megatron-Core's distributed optimizer in its reshardable form, saved and loaded without a gather.
 
 In the form `fully_reshardable` every state of a parameter is a global array like the parameter's own. A rank
-owns ranges of flattened parameters, so Megatron-Core gathers the state of all data-parallel ranks before a
+owns ranges of flattened parameters. Megatron-Core gathers the state of all data-parallel ranks before a
 save, and every rank asks a load for whole arrays. Here each rank declares its ranges as flat ranges of the
 same global arrays. Keys, shapes and dtypes stay, so either form of the optimizer reads what the other wrote.
 
@@ -134,7 +134,7 @@ def take_ranges(optimizer: Optimizer, loaded: dict[int, dict[str, Tensor]]) -> N
 
 
 def _owned_ranges(optimizer: Optimizer) -> Iterator[tuple[Tensor, slice]]:
-    """Yield each parameter of which this rank owns elements, with the range of its flattening."""
+    """Yield the parameters that this rank owns a part of, with the range in the flattened parameter."""
     for buffer in optimizer.gbuf_ranges:
         for buckets in buffer.values():
             for bucket in buckets:

@@ -21,7 +21,8 @@ from megackpt.engine.checkpoint.opening import read_common_and_references
 from megackpt.entities.describe import dtype_name
 from megackpt.entities.plain_tensors import is_plain_tensor
 from megackpt.entities.tree import Steps, dotted, shown
-from megackpt.formats.contents import Chunks, Contents
+from megackpt.errors import FormatError
+from megackpt.formats.contents import MAX_REPEATED_BYTES, Chunks, Contents
 from megackpt.plans.metadata import DTYPES, ArraySpec
 
 
@@ -77,6 +78,25 @@ def inline_chunks(contents: Contents, keys: Iterable[str], *, where: str) -> Chu
 
     arrays = [ForeignArray.whole(key, contents.inline[key]) for key in sorted(set(keys))]
     return TensorChunks(list(enumerate(arrays)), where=where)
+
+
+def check_repeated(contents: Contents, *, where: str) -> None:
+    """Check that whole copies of the inline arrays need little more memory than common state has of them.
+
+    Raises:
+        FormatError: a tensor repeats its elements (`expand`) too often.
+    """
+    repeated = 0
+    for key, tensor in contents.inline.items():
+        nbytes = tensor.numel() * tensor.element_size()
+        repeated += max(0, nbytes - tensor.untyped_storage().nbytes())
+        if repeated > MAX_REPEATED_BYTES:
+            raise FormatError(
+                f"{where}: {key!r} is an expanded tensor that would need {nbytes:,} bytes, or the file is "
+                f"damaged. Load it into a tensor of its shape, or save tensor.contiguous().",
+                key=key,
+                path=where,
+            )
 
 
 def _is_dense(leaf: Any) -> bool:

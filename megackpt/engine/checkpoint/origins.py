@@ -64,13 +64,14 @@ class StepOrigin:
         """
         if record is None:
             return cls()
+        fault = FormatError(
+            f"The record of the origin of a step is {record!r}: it is damaged. Load another step."
+        )
         if not isinstance(record, dict):
-            raise FormatError(
-                f"The record of the origin of a step is {record!r}: it is damaged. Load another step."
-            )
+            raise fault
+        if record.get("xxh3_128") != _digest({k: v for k, v in record.items() if k != "xxh3_128"}):
+            raise fault
         try:
-            if record["xxh3_128"] != _digest({k: v for k, v in record.items() if k != "xxh3_128"}):
-                raise _damaged_record(record)
             continues = record["continues"]
             return cls(
                 run=str(record["run"]),
@@ -80,9 +81,7 @@ class StepOrigin:
                 earlier={_number(branch): _number(step) for branch, step in record["earlier"]},
             )
         except (KeyError, TypeError, ValueError) as error:
-            raise FormatError(
-                f"The record of the origin of a step is {record!r}: it is damaged. Load another step."
-            ) from error
+            raise fault from error
 
     def includes(self, branch: int, step: int) -> bool:
         """Return whether a step of an earlier branch is one from which this step comes."""
@@ -91,10 +90,6 @@ class StepOrigin:
 
 def _digest(record: Mapping[str, Any]) -> str:
     return digest_of(json.dumps(record, sort_keys=True).encode())
-
-
-def _damaged_record(record: object) -> FormatError:
-    return FormatError(f"The record of the origin of a step is {record!r}: it is damaged. Load another step.")
 
 
 def _number(value: object) -> int:

@@ -7,6 +7,7 @@ without validation ranks exchange no declarations: each plans by itself.
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Sequence, Set
 from dataclasses import dataclass, replace
 from typing import Any
@@ -23,6 +24,7 @@ from megackpt.comm import (
     split_fields,
 )
 from megackpt.engine.saving.local_state import LocalState
+from megackpt.ground.notices import collected_notices, notice
 from megackpt.plans.geometry import Ints
 from megackpt.plans.metadata import (
     ChunkTable,
@@ -273,7 +275,14 @@ def _encoded_values(local: LocalState, to_compare: Set[str]) -> bytes:
 
 def _check_common(local: LocalState, digests_of_ranks: Sequence[dict[str, Any]]) -> None:
     by_rank = [digests["common"] for digests in digests_of_ranks]
-    check_common_equal(by_rank, may_differ=local.statistics_paths())
+    with collected_notices() as notices:
+        check_common_equal(by_rank, may_differ=local.statistics_paths())
+    plans = local.request.plans
+    for name, text in notices:
+        if plans is None or text not in plans.known_warnings:
+            notice(logging.getLogger(name), text)
+        if plans is not None:
+            plans.known_warnings.add(text)
 
 
 def _check_values(local: LocalState, digests_of_ranks: Sequence[dict[str, Any]]) -> None:

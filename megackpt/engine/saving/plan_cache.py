@@ -49,11 +49,13 @@ class PlanCache:
         capacity: how many plans are kept; the plan that was not used for the longest time is dropped first.
             A save looks at the 8 plans that were used last.
         hits: how many saves have found their plan here.
+        known_warnings: texts of warnings about values, which later saves do not repeat.
     """
 
     def __init__(self, *, capacity: int = 8) -> None:
         self.capacity = capacity
         self.hits = 0
+        self.known_warnings: set[str] = set()
         self._plans: OrderedDict[str, CachedPlan] = OrderedDict()
         self._uses: Counter[str] = Counter()
 

@@ -20,6 +20,7 @@ from megackpt.codec.pickled import ForeignObject
 from megackpt.codec.stand_ins import keep_unknown_values
 from megackpt.entities.recognition import is_dtensor
 from megackpt.errors import FormatError, UnknownClassError
+from megackpt.formats.contents import MAX_REPEATED_BYTES
 from megackpt.formats.safe_numpy import UnsupportedValueError
 from megackpt.formats.safe_pickle import OTHER_ADVICE, load_checked, load_safely
 from megackpt.formats.torch_zip import check_archive_file, is_zip_file, tensor_records
@@ -42,8 +43,6 @@ _REPEATED: ContextVar[_Repeated | None] = ContextVar("what the files that are re
 
 _MAX_DEPTH = 200
 _IN_TUPLE = 1_000_000  # added to the depth of what a tuple or set contains
-MAX_REPEATED_BYTES = 64 * 1024 * 1024
-"""Expanded tensors of files that are read together may need so many bytes more than they have in these."""
 _MAX_COPIES = 64
 """How often the bytes of a file may be in it on average: weights that are tied, or shared by all layers."""
 

@@ -180,6 +180,18 @@ def test_running_statistics_of_a_module_that_differ_are_rank_0s_with_one_warning
     assert not caplog.messages
 
 
+def test_a_run_is_warned_once_of_running_statistics_that_differ(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def save_rank(group: Group) -> None:
+        plans = PlanCache()  # as a Checkpointer keeps it
+        for step in range(3):
+            save({"net": norms(group.rank).state_dict()}, tmp_path / str(step), plans=plans, group=group)
+
+    SimulatedWorld(2).run(save_rank)
+    assert [text.startswith("Running statistics of norms differ") for text in caplog.messages] == [True]
+
+
 def test_parameters_and_buffers_of_other_names_that_differ_stay_an_error(tmp_path: Path) -> None:
     def save_rank(group: Group, name: str) -> None:
         model = norms(0)

@@ -35,7 +35,7 @@ from megackpt import (
     verify,
 )
 from megackpt.comm import Group
-from megackpt.errors import UnserializableError
+from megackpt.errors import FormatError, UnserializableError
 from megackpt.formats.torch_dist import TorchDistSaveStrategy
 from megackpt.formats.torch_dist import item as items
 from megackpt.formats.torch_dist.item import frame_of, stream
@@ -200,6 +200,20 @@ def test_each_rank_writes_as_many_files_as_asked_for_balanced_by_bytes(tmp_path:
     assert all(torch.equal(loaded[k], t) for k, t in tensors.items())
     with pytest.raises(DeclarationError, match="thread_count is 0"):
         TorchDistSaveStrategy(thread_count=0)
+
+
+def test_a_tensor_that_repeats_its_elements_takes_no_memory_that_nobody_stored(tmp_path: Path) -> None:
+    save({"step": 1}, tmp_path / "c", ("torch_dist", 1))
+    for file in (*(tmp_path / "c").glob("megackpt-*"), *(tmp_path / "c").glob("common-*")):
+        file.unlink()  # what is left is Megatron-Core's form
+
+    def stored(elements: int) -> dict[str, torch.Tensor]:
+        torch.save({"ones": torch.ones(1).expand(elements)}, tmp_path / "c" / "common.pt")
+        return load_plain_tensors(tmp_path / "c")
+
+    assert stored(1 << 20)["ones"].sum() == 1 << 20
+    with pytest.raises(FormatError, match=r"'ones' is an expanded tensor .* 4,398,046,511,104 bytes"):
+        stored(1 << 40)
 
 
 def test_a_changed_byte_of_a_tensor_is_found(tmp_path: Path) -> None:

@@ -216,7 +216,7 @@ def test_errors_that_are_shown_without_code_are_those_of_the_code(sources: str) 
 
 
 def test_the_pages_quote_errors() -> None:
-    assert sum(len(quotations(page)) for page in PAGES) >= 1
+    assert sum(len(quotations(page)) for page in PAGES) >= 8
 
 
 def test_the_largest_numbers_are_those_of_the_code() -> None:
