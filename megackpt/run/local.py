@@ -21,6 +21,7 @@ from megackpt.engine.checkpoint.opening import (
     read_common,
 )
 from megackpt.engine.checkpoint.removal import remove_arrays
+from megackpt.engine.loading.prepare import matches_any
 from megackpt.entities import ShardedBase, ShardedObject, ShardedTensor, StateDict
 from megackpt.entities.describe import torch_dtype
 from megackpt.errors import truncated_list
@@ -123,7 +124,7 @@ def load_plain_tensors(
     """Return every global array of a checkpoint as a whole tensor, by key. Local.
 
     The tensors are in host memory, with the shapes and dtypes of the arrays: it needs memory for all of them.
-    Dense tensors of common state are among them.
+    Dense tensors of common state are among them. `LoadOptions.exclude` leaves arrays out.
 
     Raises:
         NotACheckpointError: there is no committed checkpoint in this directory.
@@ -133,16 +134,25 @@ def load_plain_tensors(
 
     Source: Megatron-Core `dist_checkpointing.load_plain_tensors`.
     """
-    trusted = options_or_default(options, LoadOptions).allow_unsafe_pickle
+    chosen = options_or_default(options, LoadOptions)
     with opened_store(checkpoint_dir) as store:
-        contents = open_checkpoint(store, allow_unsafe_pickle=trusted)
-        check_readable(contents.unreadable, contents.unreadable, where=store.location)
-        keys = [key for key, spec in contents.arrays.items() if spec.dtype != OBJECT]
+        contents = open_checkpoint(store, allow_unsafe_pickle=chosen.allow_unsafe_pickle)
+        wanted = [key for key in contents.unreadable if not matches_any(key, chosen.exclude)]
+        check_readable(wanted, contents.unreadable, where=store.location)
+        keys = [
+            key
+            for key, spec in contents.arrays.items()
+            if spec.dtype != OBJECT and not matches_any(key, chosen.exclude)
+        ]
         check_arrays_complete(store, contents.chunks(keys), keys)
         contents = with_inline_arrays(contents, where=store.location)
         check_repeated(contents, where=store.location)
         entities = stored_entities(contents)
-    arrays = {key: entity for key, entity in entities.items() if isinstance(entity, ShardedTensor)}
+    arrays = {
+        key: entity
+        for key, entity in entities.items()
+        if isinstance(entity, ShardedTensor) and not matches_any(key, chosen.exclude)
+    }
     for entity in arrays.values():
         entity.init_data()
     load({"arrays": arrays}, checkpoint_dir, options=options, group=SingleProcess())

@@ -253,7 +253,7 @@ def locate(head: bytes, *, length: int, dtype: str, shape: tuple[int, ...]) -> i
         name, start, size = record
         inner = name.partition(b"/")[2]
         if inner == b"data/0":
-            if tensor is None or not tensor.is_plain(dtype, shape):
+            if tensor is None or not _is_filled(head, position, start) or not tensor.is_plain(dtype, shape):
                 return None
             first = start + tensor.offset * DTYPES[dtype].itemsize
             return first if first + nbytes <= length else None
@@ -268,6 +268,13 @@ def locate(head: bytes, *, length: int, dtype: str, shape: tuple[int, ...]) -> i
         # Sizes behind a record take 16 bytes: `_size_of` finds no 64-bit ones, which no small record needs.
         position = start + size + (16 if _is_streamed(head, position) else 0)
     return None
+
+
+def _is_filled(head: bytes, position: int, start: int) -> bool:
+    """Return whether the gap before a record's content is as torch fills it: other bytes have come in."""
+    extra = head[position + _LOCAL.size : start]
+    field, filled = extra.rstrip(b"Z")[-4:], len(extra) - len(extra.rstrip(b"Z"))
+    return not filled or field == struct.pack("<2sH", b"FB", filled)
 
 
 def _is_streamed(head: bytes, position: int) -> bool:

@@ -16,6 +16,7 @@ from megackpt.plans.metadata import OBJECT, ArraySpec, ChunkTable, DeclaredChunk
 Doing: TypeAlias = Literal["saved", "requested"]
 
 SHOWN = 10
+_LINES = 16  # of all kinds of faults together
 """How many faults of one kind the error describes. The others are only counted."""
 
 
@@ -111,8 +112,8 @@ def coverage_error(declared: DeclaredChunks, regions: Sequence[Regions], doing: 
             kinds += [(title, faults, total)] if total else []
     sections: list[str] = []
     for title, faults, total in kinds:
-        # All kinds together fit on a screen.
-        lines = [str(replace(fault, doing=doing)) for fault in faults[: max(3, SHOWN // len(kinds))]]
+        # The lines of all kinds together fit on a screen.
+        lines = [str(replace(fault, doing=doing)) for fault in faults[: _LINES // len(kinds)]]
         sections.append(f"{doing.capitalize()} {title}:\n{truncated_list(lines, total=total)}")
     first = min((faults[0] for _, faults, _ in kinds), key=lambda f: (f.spec.key, f.start))
     return CoverageError(

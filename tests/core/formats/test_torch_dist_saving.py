@@ -21,6 +21,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from megackpt import (
     DeclarationError,
     IntegrityError,
+    LoadOptions,
     NotACheckpointError,
     ShardedObject,
     ShardedTensor,
@@ -200,6 +201,20 @@ def test_each_rank_writes_as_many_files_as_asked_for_balanced_by_bytes(tmp_path:
     assert all(torch.equal(loaded[k], t) for k, t in tensors.items())
     with pytest.raises(DeclarationError, match="thread_count is 0"):
         TorchDistSaveStrategy(thread_count=0)
+
+
+def test_a_gap_before_the_tensor_that_torch_has_not_filled_so_is_left_to_torch() -> None:
+    frame = frame_of("float32", (3,))
+    head = bytearray(frame.head)
+    assert items.locate(bytes(head), length=frame.length, dtype="float32", shape=(3,)) == len(head)
+    head[-5] ^= 1
+    assert items.locate(bytes(head), length=frame.length, dtype="float32", shape=(3,)) is None
+
+
+def test_whole_arrays_are_loaded_without_those_that_the_options_exclude(tmp_path: Path) -> None:
+    save({"model": {"a": torch.ones(2), "b": torch.zeros(3)}, "lr": torch.tensor(0.1)}, tmp_path / "c")
+    options = LoadOptions(exclude=("model.a", "lr"))
+    assert load_plain_tensors(tmp_path / "c", options=options).keys() == {"model.b"}
 
 
 def test_a_tensor_that_repeats_its_elements_takes_no_memory_that_nobody_stored(tmp_path: Path) -> None:
