@@ -33,6 +33,7 @@ from megackpt.formats.file_names import (
 from megackpt.formats.strategy import Format, Json, LoadStrategy, SaveStrategy
 from megackpt.ground.arguments import did_you_mean
 from megackpt.ground.entry_points import loaded_entry_points
+from megackpt.options import LoadOptions, SaveOptions
 from megackpt.storage import LocalStore, Store
 
 if TYPE_CHECKING:
@@ -84,9 +85,9 @@ def save_strategy(choice: SaveChoice) -> SaveStrategy:
     if not isinstance(choice, (str, tuple)):
         if not isinstance(choice, SaveStrategy):
             raise DeclarationError(
-                f"{choice!r} is not a save strategy: its class does not derive from "
+                f"{_shown(choice)} is not a save strategy: its class does not derive from "
                 f"megackpt.formats.strategy.SaveStrategy. Give the name of a format, a pair as ('zarr', 3), "
-                f"or an object of such a class."
+                f"or an object of such a class.{_meant_as_options(choice)}"
             )
         return choice
     # A pair is one format, a name stands for all of its versions: the newest that can be saved is taken.
@@ -157,8 +158,9 @@ def check_format(choice: SaveStrategy | LoadStrategy | Name | str, manifest: Jso
         requested = (choice.backend, choice.version)
     else:
         raise DeclarationError(
-            f"sharded_strategy is {choice!r}; give the name of a format, a pair as ('zarr', 3), a strategy "
-            f"of megackpt.formats, or None to take the format that the checkpoint is in."
+            f"sharded_strategy is {_shown(choice)}; give the name of a format, a pair as ('zarr', 3), a "
+            f"strategy of megackpt.formats, or None to take the format that the checkpoint is in."
+            f"{_meant_as_options(choice)}"
         )
     stored = (manifest.get("sharded_backend"), manifest.get("sharded_backend_version"))
     if requested not in (stored, stored[0]):
@@ -319,3 +321,15 @@ def _list_of_names() -> str:
     return ", ".join(
         f"{backend} version {version}" for backend, version in _names() if (backend, version) not in _FOREIGN
     )
+
+
+def _shown(choice: object) -> str:
+    """Return what a user gave for a strategy, in a line."""
+    text = repr(choice)
+    return text if len(text) <= 60 else f"an object of {type(choice).__name__}"
+
+
+def _meant_as_options(choice: object) -> str:
+    if not isinstance(choice, SaveOptions | LoadOptions):
+        return ""
+    return f" Options are given by name: options={type(choice).__name__}(...)."

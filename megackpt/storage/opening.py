@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points
@@ -174,7 +174,11 @@ def _open_store_of_package(url: str) -> Store:
 
 
 def _location_error(location: object) -> DeclarationError:
+    # A state dict is long, and most likely the arguments are in the wrong order.
+    is_state = isinstance(location, Mapping)
+    shown = f"a {type(location).__name__}" if is_state else repr(location)
+    order = " The state comes first: save(state, path), load(state, path)." if is_state else ""
     return DeclarationError(
-        f"{location!r} is not a location of a checkpoint. Give a path, a URL as text, or an object with the "
-        f"methods of megackpt.storage.Store."
+        f"{shown} is not a location of a checkpoint. Give a path, a URL as text, or an object with the "
+        f"methods of megackpt.storage.Store.{order}"
     )

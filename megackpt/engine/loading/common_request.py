@@ -52,6 +52,16 @@ class CommonRequest:
         return {dotted(steps) for steps in self.plain.keys() - self.steps}
 
     @property
+    def stored_as_other_values(self) -> dict[str, str]:
+        """Dotted names of plain tensors that no stored tensor answers, with the class of the stored value."""
+        answering = {steps: self.answers.get(steps, steps) for steps in self.plain.keys() & self.steps}
+        return {
+            dotted(steps): type(_value_at(self.stored, leaf)).__name__
+            for steps, leaf in answering.items()
+            if leaf not in self.references
+        }
+
+    @property
     def targets(self) -> dict[Steps, torch.Tensor]:
         """The plain tensors that are answered, by the steps of the leaf that answers them."""
         return {leaf: self.plain[steps] for steps, leaf in self.answers.items()}
@@ -136,6 +146,12 @@ def _check_asked_once(
     for steps in plain if asked else ():
         if steps not in answers and (name := dotted(steps)) in asked:
             raise same_name_error(name, [steps, asked[name]])
+
+
+def _value_at(common: Any, steps: Steps) -> Any:
+    for step in steps:
+        common = common[step]
+    return common
 
 
 def _steps_of(common: Any) -> frozenset[Steps]:

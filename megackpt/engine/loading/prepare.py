@@ -34,7 +34,7 @@ from megackpt.entities import PerRankValue, ShardedObject, ShardedStateDict, Sha
 from megackpt.entities.describe import describe
 from megackpt.entities.flatten import FlattenedState, flatten_state
 from megackpt.entities.tree import Steps, dotted, empty_containers, keys_by_container
-from megackpt.errors import MismatchError, MissingKeyError
+from megackpt.errors import MismatchError, MissingKeyError, truncated_list
 from megackpt.formats.contents import Chunks, Contents
 from megackpt.ground.notices import notice
 from megackpt.options import LoadOptions
@@ -200,6 +200,14 @@ class CheckpointView:
         arrays = self.contents.arrays
         stored_common = read_common_and_references(self.contents, where=self.where)[0]
         common = match_common_state(state, stored_common, arrays, self.referable)
+        if others := common.stored_as_other_values:
+            lines = [f"{name!r}: stored as {kind}" for name, kind in sorted(others.items())]
+            notice(
+                log,
+                f"{self.where}: the checkpoint has no tensor where the request has one:\n"
+                f"{truncated_list(lines)}\nThe state that load returns has the stored values; the tensors of "
+                f"the request keep theirs.",
+            )
         objects = {key for key, spec in arrays.items() if spec.dtype == OBJECT}
         flattened = flatten_state(
             state,

@@ -304,6 +304,17 @@ def test_a_plain_tensor_for_whose_path_there_is_nothing_is_an_unexpected_key(
     assert "w" not in state
 
 
+def test_a_plain_tensor_that_a_number_answers_keeps_its_value_with_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    save({"step": 3, "groups": [{"lr": 0.5}], "weight": torch.ones(2)}, tmp_path)
+    step, lr = torch.tensor(0), torch.tensor(0.25)
+    loaded = load({"step": step, "groups": [{"lr": lr}], "weight": torch.zeros(2)}, tmp_path)
+    assert (loaded["step"], loaded["groups"], step.item(), lr.item()) == (3, [{"lr": 0.5}], 0, 0.25)
+    assert "'groups.0.lr': stored as float\n  'step': stored as int" in caplog.text
+    assert "weight" not in caplog.text
+
+
 def test_the_default_mode_warns_of_plain_tensors_without_a_value_and_rules_decide_otherwise(
     module_checkpoint: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -192,6 +192,14 @@ def test_wrong_arguments_of_functions_raise_an_error_with_their_names(tmp_path: 
         save({}, tmp_path, preprocess_common_before_consistancy_check=3)  # type: ignore[arg-type]
     with pytest.raises(DeclarationError, match=r"3.5 is not a save strategy: .* Give the name of a format"):
         save({}, tmp_path, 3.5)  # type: ignore[arg-type]
+    with pytest.raises(DeclarationError, match=r"Options are given by name: options=SaveOptions"):
+        save({}, tmp_path, SaveOptions())  # type: ignore[arg-type]
+    save({"a": 1}, tmp_path / "saved")
+    with pytest.raises(DeclarationError, match=r"Options are given by name: options=LoadOptions"):
+        load({}, tmp_path / "saved", LoadOptions())  # type: ignore[call-overload]
+    for swapped in (save, load):
+        with pytest.raises(DeclarationError, match=r"a dict is not a location .* The state comes first"):
+            swapped(str(tmp_path), {"a": torch.ones(2)})  # type: ignore[arg-type,call-overload]
     with pytest.raises(DeclarationError, match=r"options is SaveOptions.*; give LoadOptions"):
         load({}, tmp_path, options=SaveOptions())  # type: ignore[call-overload]
     with pytest.raises(DeclarationError, match=r"metrics is 0.5; give numbers by name"):
