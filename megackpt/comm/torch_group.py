@@ -215,9 +215,9 @@ class TorchGroup(Group):
         self._transport.begin(sends, receives, timeout_s=self._timeout_s).wait()
 
     def _open_transport(self) -> Any:
-        from megackpt.comm import transport_choice
+        from megackpt.comm.transport import open_transport, transport_name
 
-        if transport_choice.transport_name() == "gloo":
+        if transport_name() == "gloo":
             from megackpt.comm.gloo_transport import MeshTransport
 
             return MeshTransport(self._group)
@@ -228,7 +228,7 @@ class TorchGroup(Group):
             answer_s=self._timeout_s,
         )
         # Only gloo's transport uses the host, and it is not opened here.
-        return transport_choice.open_transport(client, prefix=self._name, rank=self.rank, host="")
+        return open_transport(client, prefix=self._name, rank=self.rank, host="")
 
     def _send_first(
         self, kind: int, numbers: Sequence[int], step: bytes, data: bytes = b""

@@ -18,8 +18,7 @@ from megackpt.comm.group import PeerBuffer, first_line
 from megackpt.comm.store_client import StoreClient
 from megackpt.comm.store_group import StoreGroup
 from megackpt.comm.store_host import StoreAddress, host_towards
-from megackpt.comm.transport import LatePeersError, LostPeerError, Transport
-from megackpt.comm.transport_choice import open_transport
+from megackpt.comm.transport import LatePeersError, LostPeerError, Transport, open_transport
 from megackpt.errors import WriterFailedError
 
 _PAUSE_S = 0.05

@@ -19,7 +19,7 @@ from typing import Any
 import torch.distributed as dist
 
 from megackpt.comm.store_host import StoreAddress, connect_store
-from megackpt.comm.transport_choice import TRANSPORT_VARIABLE, open_transport
+from megackpt.comm.transport import TRANSPORT_VARIABLE, open_transport
 from megackpt.engine.tiers.transfer import PART_BYTES
 from tests.benchmarks.measuring import MIB, options
 

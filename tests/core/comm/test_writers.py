@@ -8,6 +8,7 @@ import pickle
 import re
 import socket
 import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -27,7 +28,7 @@ from megackpt.comm import store_group, writer_group
 from megackpt.comm.child_processes import child_environment
 from megackpt.comm.group import decode_error, encode_error
 from megackpt.comm.store_host import StoreAddress, connect_store, host_towards
-from megackpt.comm.transport_choice import open_transport
+from megackpt.comm.transport import TRANSPORT_VARIABLE, open_transport
 from megackpt.comm.writer_group import WriterGroup
 from megackpt.engine.background import process as writer_process
 from megackpt.engine.background import saver as saver_module
@@ -47,7 +48,7 @@ from megackpt.engine.background.process import WriterProcess
 from megackpt.engine.background.saver import AsyncSaver
 from megackpt.engine.background.staging_memory import StagingMemory, StreamClosedError
 from megackpt.engine.data.workers import run_jobs, useful_threads
-from megackpt.errors import WriterFailedError
+from megackpt.errors import DeclarationError, WriterFailedError
 from megackpt.options import AsyncOptions
 from tests.support.groups import shared
 from tests.support.writers import wait_for
@@ -738,3 +739,16 @@ def test_the_environment_is_changed_for_processes_that_start_in_a_block_only(
             assert os.environ["MEGACKPT_TRIED"] == "1"
         assert os.environ["MEGACKPT_TRIED"] == "1"
     assert os.environ.get("MEGACKPT_TRIED") == before
+
+
+@pytest.mark.parametrize(
+    ("name", "error"),
+    [("pigeons", "names no transport. Known are gloo, nixl"), ("nixl", r"megackpt\[nixl\]")],
+)
+def test_a_transport_that_cannot_be_had_is_an_error(
+    monkeypatch: pytest.MonkeyPatch, name: str, error: str
+) -> None:
+    monkeypatch.setenv(TRANSPORT_VARIABLE, name)
+    monkeypatch.setitem(sys.modules, "nixl_cu12", None)
+    with pytest.raises(DeclarationError, match=error):
+        open_transport(None, prefix="p", rank=0, host="127.0.0.1")  # type: ignore[arg-type]

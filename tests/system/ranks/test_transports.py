@@ -19,7 +19,7 @@ import torch.distributed as dist
 import megackpt
 from megackpt import LoadOptions, ShardedTensor
 from megackpt.comm.store_host import StoreAddress, connect_store
-from megackpt.comm.transport_choice import TRANSPORT_VARIABLE
+from megackpt.comm.transport import TRANSPORT_VARIABLE
 from megackpt.comm.writer_group import WriterGroup
 from megackpt.errors import WriterFailedError
 from megackpt.testing.ranks import RankPool

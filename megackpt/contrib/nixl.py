@@ -103,13 +103,13 @@ class _NixlTransfer(Transfer):
 
 
 class NixlTransport(Transport):
-    """A transport over an agent of NIXL; arguments as of `open_transport`.
+    """A transport over an agent of NIXL, which finds the addresses of hosts; arguments as of `OpenTransport`.
 
     Raises:
         DeclarationError: NIXL is not installed.
     """
 
-    def __init__(self, client: StoreClient, *, prefix: str, rank: int) -> None:
+    def __init__(self, client: StoreClient, *, prefix: str, rank: int, host: str = "") -> None:
         os.environ.setdefault("NIXL_LOG_LEVEL", "WARN")
         try:
             from nixl_cu12 import nixl_agent, nixl_agent_config
