@@ -78,75 +78,156 @@ CheckpointingException = CheckpointError
 
 
 class GeometryError(CheckpointError, ValueError):
-    """A box, split or flat range is impossible."""
+    """A box, split or flat range is impossible.
+
+    Correct the numbers. If they come from megackpt's own code, report it.
+    """
 
 
 class DeclarationError(CheckpointError, ValueError):
-    """A sharded entity, layout, state dict or argument contradicts itself, or another argument."""
+    """A sharded entity, layout, state dict or argument contradicts itself, or another argument.
+
+    Correct what the text names. Ranks also compare their arguments before a save or load begins, and all
+    raise this error if these differ: give all ranks the same path, step, deadlines and options. Only these
+    may differ: `Tiers.node`, `staging_bytes`, `part_bytes`, `threads`, `exchange_bytes`, `nice`, `verify`,
+    `on_corrupt`, `exclude`, and the location of a `Store` that each rank makes for itself.
+    """
 
 
 class CoverageError(CheckpointError, ValueError):
-    """An element of a global array has no main replica, or more than one."""
+    """An element of a global array has no main replica, or more than one.
+
+    A save raises it before anything is written, a load with `LoadOptions(complete=True)` before anything is
+    read. Correct offsets and replica ids as the text says. Often a layer has no `tp_sharding`, so every rank
+    declares all of a parameter.
+    """
 
 
 class MismatchError(CheckpointError, ValueError):
-    """Two ranks, or the request and the checkpoint, differ in shape, dtype or content."""
+    """Two ranks, or the request and the checkpoint, differ in shape, dtype or content.
+
+    A value is never cast, padded or cut without being asked to. Make both sides equal, or allow the
+    difference: docs/loading.md#rules-for-groups-of-keys. Ranks differ if they declare an array in different
+    ways, or have different bits in copies of one chunk: `tp_sharding` is missing, or copies have drifted
+    apart (docs/operating.md#samples-of-replicas). Then nothing was written. For random states and schedules
+    at another layout, see docs/training-state.md.
+    """
 
 
 class CommonStateError(MismatchError):
-    """Ranks have different common state, but only rank 0's is stored; `path` is one that differs."""
+    """Ranks have different common state, but only rank 0's is stored; `path` is one that differs.
+
+    Nothing was written. If each rank has its own value, make it a `PerRankValue`. For the buffers of a
+    BatchNorm, see docs/plain-modules.md#buffers-that-differ-between-ranks.
+    """
 
 
 class MissingKeyError(CheckpointError, KeyError):
-    """A requested key is not in the checkpoint."""
+    """A requested key is not in the checkpoint.
+
+    Nothing was read. Ask for keys that were saved, which the text shows, or choose what an unexpected key
+    means: docs/loading.md#keys-that-only-one-side-has. A `ShardedObject` exists only at the saved
+    offsets: after a change of layout ask for other ones, or leave it out.
+    """
 
 
 class UnserializableError(CheckpointError, TypeError):
-    """A value has no codec; `path` is its path in the state dict."""
+    """A value has no codec; `path` is its path in the state dict.
+
+    Nothing was written. Save plain values, or give the class a codec with `megackpt.register_codec`.
+    """
 
 
 class NotACheckpointError(CheckpointError, FileNotFoundError):
-    """There is no committed checkpoint at this path."""
+    """There is no committed checkpoint at this path.
+
+    Either nothing was saved there, or the save did not finish. Name the directory of one checkpoint, such as
+    `run/iter_0000100`, or give its root to a `Checkpointer`.
+    """
 
 
 class FormatError(CheckpointError, ValueError):
-    """A file of a checkpoint does not have the form that its format requires."""
+    """A file of a checkpoint does not have the form that its format requires.
+
+    If the version is newer than those that the text names, update megackpt. If a file is damaged, repair it
+    (docs/operating.md#repair), copy the checkpoint again, or load another one.
+    """
 
 
 class UnknownClassError(FormatError):
-    """A stored value has a class that this process does not know, or may not load; it may be undamaged."""
+    """A stored value has a class that this process does not know, or may not load; it may be undamaged.
+
+    Import the module that registers the class, or register it. In formats with pickles, if you trust the
+    writer, allow the class with `torch.serialization.add_safe_globals`, or load with
+    `LoadOptions(allow_unsafe_pickle=True)`: docs/security.md#unknown-classes.
+    """
 
 
 class IntegrityError(CheckpointError, ValueError):
-    """Stored bytes do not have the digest that was stored with them."""
+    """Stored bytes do not have the digest that was stored with them.
+
+    A disk, a copy or a person changed them. Repair the file (docs/operating.md#repair), take the bytes from
+    parity files or copies with `LoadOptions(on_corrupt="fallback")`, or load another checkpoint. Check the
+    disk, too. `LoadOptions(verify=False)` loads what is left; then nothing shows which numbers are wrong.
+    After `Checkpointer(verify_after_save=True)` the damaged step is removed, and older ones stay.
+    """
 
 
 class StorageError(CheckpointError, OSError):
-    """The file system or object store raised an error."""
+    """The file system or object store raised an error, or a name could lead out of the checkpoint.
+
+    `errno` is that of the system, if it gave one. The text has its message and the usual cause: a full disk
+    (with the needed and the free bytes), a permission, a read-only file system, a symbolic link. With
+    `Checkpointer(on_error="warn")` a save only warns: docs/checkpointer.md#when-a-save-fails.
+    """
 
 
 class OptimizerError(CheckpointError, RuntimeError):
-    """The state of an inner optimizer cannot be sharded, or the order of calls loses data."""
+    """The state of an inner optimizer cannot be sharded, or the order of calls loses data.
+
+    Use the wrapper that the text names: docs/optimizers.md says which optimizers each one takes.
+    """
 
 
 class MapError(CheckpointError, ValueError):
-    """A map between two families of names is wrong, or does not fit the arrays of a checkpoint."""
+    """A map between two families of names is wrong, or does not fit the arrays of a checkpoint.
+
+    It is raised before anything is read or written. Give the `config.json` of this very model, or correct
+    the rules of your own family: docs/huggingface.md#maps-and-families.
+    """
 
 
 class UnsupportedError(CheckpointError, NotImplementedError):
-    """A format, a store or megackpt does not support a feature; the text says what to use instead."""
+    """A format, a store or megackpt does not support a feature; the text says what to use instead.
+
+    Examples are parity in another format than the native one, a repair in a store that cannot replace files
+    at once, and names of Megatron-Core that docs/megatron-compat.md lists.
+    """
 
 
 class MissingExtraError(CheckpointError, ImportError):
-    """An optional dependency is not installed; the text names the extra."""
+    """An optional dependency is not installed; the text names the extra.
+
+    Nothing was read or written. Install it: `pip install 'megackpt[zarr]'`.
+    """
 
 
 class RankFailedError(CheckpointError, RuntimeError):
-    """Another rank failed, or did not answer before the deadline."""
+    """Another rank failed, or did not answer before the deadline.
+
+    Look at the log of the rank that the text names; there the first error is the `__cause__` of this one. If
+    it was only slow, raise `timeout_s`. A group of torch.distributed that has lost a rank does not recover:
+    restart the job. If rank 0 or the launcher is gone, the text names the rendezvous store.
+    """
 
 
 class WriterFailedError(RankFailedError):
-    """A process that writes an asynchronous save died, hung or lost the others; no rank failed."""
+    """A process that writes an asynchronous save died, hung or lost the others; no rank failed.
+
+    The next call raises it, and the next save starts another process. Look at the log of the rank, at the
+    memory of its machine, and at the disk or mount. Raise `timeout_s` if that is only slow. If ports between
+    nodes are closed, open them: docs/checkpointer.md#asynchronous-saves-into-tiers.
+    """
 
 
 _MOST_CHARACTERS = 2400

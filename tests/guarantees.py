@@ -469,20 +469,21 @@ GUARANTEES: Guarantees = {
             "test_folders_that_deepspeed_makes_now_are_bit_equal",
         ],
     },
-    "docs/tools.md": {
-        "Lists all damage, with file, byte range, key and chunk.": [
+    "docs/commands.md": {
+        "All damage is listed, with file, bytes, key and chunk.": [
             "test_every_flipped_block_is_named_with_key_box_file_and_bytes",
             "test_every_lost_file_is_damage",
         ],
-        "With `--deep` every byte is read and compared with its digest": [
+        "With --deep every byte is also read, in limited memory, and compared with its digest": [
             "test_a_flipped_byte_in_the_middle_of_any_file_of_chunks_is_found",
             "test_an_undamaged_checkpoint_is_called_whole_only_if_every_byte_was_checked",
         ],
-        "The newest step and pinned steps are always kept.": [
-            "test_gc_removes_what_is_incomplete_and_what_the_policy_does_not_keep"
-        ],
-        "if the newest step is damaged, the step before it is not lost": [
-            "test_gc_keeps_a_damaged_newest_step_and_the_newest_undamaged_one"
+        (
+            "The newest step, pinned steps, and the newest step without damage (without reading its chunks) "
+            "are always kept"
+        ): [
+            "test_gc_removes_what_is_incomplete_and_what_the_policy_does_not_keep",
+            "test_gc_keeps_a_damaged_newest_step_and_the_newest_undamaged_one",
         ],
     },
     "docs/errors.md": {

@@ -1,8 +1,9 @@
-"""The fenced blocks of the docs, and their page of options: `python -m tests.support.docs` writes it."""
+"""The fenced blocks of the docs, and the pages that `python -m tests.support.docs` writes from the code."""
 
 from __future__ import annotations
 
 import contextlib
+import importlib
 import io
 import itertools
 import re
@@ -11,6 +12,8 @@ from dataclasses import MISSING, Field, fields
 from inspect import cleandoc, getdoc, signature
 from pathlib import Path
 from typing import Any, NamedTuple
+
+import click
 
 from megackpt import (
     AsyncOptions,
@@ -23,6 +26,7 @@ from megackpt import (
     Tiers,
     convert,
     diff,
+    errors,
     import_deepspeed,
     import_torch,
     inspect,
@@ -31,6 +35,7 @@ from megackpt import (
     save,
     verify,
 )
+from megackpt.cli.entry import COMMANDS, EPILOG, CommandWithSections
 from megackpt.errors import CheckpointError
 from megackpt.options import VerifyOptions
 from megackpt.run.checkpointer import Groups, Tier
@@ -115,8 +120,6 @@ def names_by_module() -> dict[str, list[str]]:
     return {module: re.findall(r"`(\w+)`", names) for module, names in rows}
 
 
-PAGE = Path(__file__).parents[2] / "docs" / "options.md"
-
 FUNCTIONS: dict[Callable[..., object], str] = {
     save: "`megackpt.save`, and in part `Checkpointer.save`",
     load: "`megackpt.load`, `load_with_report`, and in part `Checkpointer.load`",
@@ -144,21 +147,58 @@ CLASSES: dict[type, str] = {
     VerifyOptions: "`megackpt.verify` and `Checkpointer(verify_after_save=True)`, which make one of these",
 }
 
-HEAD = """# Every option
+OPTIONS = """# Every option
 
 What can be set, by where it is given, with its default; made from the docstrings by
 `python -m tests.support.docs`. Arguments of a `Checkpointer` have a [table of their
-own](checkpointer.md#options), and `megackpt COMMAND --help` lists the flags of a command. `CheckpointConfig`
+own](checkpointer.md#options), and [commands](commands.md) have theirs. `CheckpointConfig`
 of `megackpt.contrib.megatron.config`, names that users of Megatron-Core know, is in
 [strategies](strategies.md).
+"""
+
+COMMAND_LINE = """# Every command
+
+After this page you know each argument and flag of `megackpt`; made from the help texts by
+`python -m tests.support.docs`. [Tools](tools.md) says which command answers which question.
+
+```sh
+megackpt ls run --json
+megackpt verify run --all --quiet
+```
+
+`--json` and `--quiet` (`-q`) may stand anywhere in a line of any command.
+"""
+
+ERRORS = """# Every error
+
+After this page you know what an error means and what to do; made from the docstrings of `megackpt.errors` by
+`python -m tests.support.docs`. The text of an error says what happened, where, and how to fix it:
+
+```python
+from megackpt import load
+
+load({"step": 0}, "other")
+```
+
+```text
+/data/other is not a checkpoint: it has no metadata.json. Either nothing was saved there, or the save did \
+not finish. Give the directory of a finished save.
+```
+
+All errors of megackpt derive from `CheckpointError`. Each also derives from a builtin: `except
+FileNotFoundError` catches this one. They have attributes `key`, `rank` and `path` if they apply.
+
+If one rank fails in `save` or `load`, all ranks raise its error, with `Rank 2 failed while reading: ` before
+the text. An error that follows from the declarations of all ranks together has no such prefix. [When
+something goes wrong](operating.md) begins with lines of a log.
 """
 
 _ENTRY = re.compile(r"^(?P<name>\w+): (?P<text>.*?)(?=^\w+: |\Z)", re.MULTILINE | re.DOTALL)
 
 
-def page() -> str:
-    """Return the text of the page."""
-    parts = [HEAD]
+def options_page() -> str:
+    """Return the text of docs/options.md."""
+    parts = [OPTIONS]
     for function, receivers in FUNCTIONS.items():
         parameters = signature(function).parameters.values()
         defaults = {p.name: "" if p.default is p.empty else f"`{_shown(p.default)}`" for p in parameters}
@@ -196,5 +236,78 @@ def _shown(value: object) -> str:
     return str(value) if type(value).__module__.startswith("megackpt") else repr(value)
 
 
+def commands_page() -> str:
+    """Return the text of docs/commands.md."""
+    parts = [COMMAND_LINE, f"{EPILOG.partition('help. ')[2]}\n"]
+    for name in sorted(COMMANDS):
+        command: click.Command = importlib.import_module(f"megackpt.cli.{name}").command
+        parts.append(_command(name, command))
+        inner = command.commands if isinstance(command, click.Group) else {}
+        parts += [_command(f"{name} {part}", inner[part]) for part in sorted(inner)]
+    return "\n".join(parts)
+
+
+BAR = r"\|"
+"""A vertical bar inside of a cell of a table."""
+_LINE = re.compile(r"^((?:torchrun|megackpt) .*)$", re.MULTILINE)
+
+
+def _command(name: str, command: click.Command) -> str:
+    arguments = [param.metavar or str(param.name) for param in command.params if _is_argument(param)]
+    paragraphs = cleandoc((command.help or "").replace("\b\n", "")).split("\n\n")
+    text = [_LINE.sub(r"`\1`", " ".join(paragraph.split())) for paragraph in paragraphs]
+    options = {str(param.name): param for param in command.params if isinstance(param, click.Option)}
+    sections = command.sections if isinstance(command, CommandWithSections) else {}
+    tables = [(title, [options.pop(n) for n in names]) for title, names in sections.items()]
+    lines = [f"## {name}", ""]
+    if arguments:
+        lines += [f"Arguments: `{' '.join(arguments).upper()}`", ""]
+    lines += ["\n\n".join(text)]
+    for title, rows in [*tables, ("option", list(options.values()))]:
+        if rows:
+            lines += ["", f"| {title} | meaning |", "|---|---|", *map(_option, rows)]
+    return "\n".join([*lines, ""])
+
+
+def _is_argument(param: click.Parameter) -> bool:
+    return isinstance(param, click.Argument)
+
+
+def _option(option: click.Option) -> str:
+    """Return the row of an option; not by click, whose versions show defaults in different ways."""
+    names = " / ".join([*option.opts, *option.secondary_opts])
+    value = option.metavar or option.type.name.partition(" ")[0].upper()
+    if isinstance(option.type, click.Choice):
+        value = "|".join(option.type.choices)
+    shown = names if option.is_flag else f"{names} {value}"
+    default = f" Default: `{option.default}`." if option.show_default else ""
+    cells = (f"`{shown}`", f"{option.help}{default}")
+    return f"| {' | '.join(cell.replace('|', BAR) for cell in cells)} |"
+
+
+def errors_page() -> str:
+    """Return the text of docs/errors.md."""
+    parts = [ERRORS]
+    for name in errors.__all__:
+        kind = getattr(errors, name)
+        if kind is not CheckpointError:
+            base = kind.__bases__[-1].__name__  # the builtin, or the error that it refines
+            first, _, rest = (getdoc(kind) or "").partition("\n\n")
+            text = _PAGE_NAME.sub(r"[\1](\1.md\2)", f"{first}\n\n{rest}")
+            parts.append(f"## {name}\n\nAlso a `{base}`. {text}\n")
+    return "\n".join(parts)
+
+
+_PAGE_NAME = re.compile(r"docs/([\w-]+)\.md(#[\w-]+)?")
+
+PAGES: dict[str, Callable[[], str]] = {
+    "options.md": options_page,
+    "commands.md": commands_page,
+    "errors.md": errors_page,
+}
+"""The pages of docs/ that are made from the code."""
+
+
 if __name__ == "__main__":
-    PAGE.write_text(page())
+    for name, make_page in PAGES.items():
+        (ROOT / "docs" / name).write_text(make_page())

@@ -164,6 +164,7 @@ def prepare_quickstart() -> None:
 PREPARATIONS: dict[str, Callable[[], None]] = {
     "docs/operating.md": prepare_operating,
     "docs/tools.md": prepare_tools,
+    "docs/commands.md": prepare_tools,
     "docs/index.md": prepare_quickstart,
 }
 FINDS_DAMAGE = ["verify", "run/iter_0001000", "--deep"]
