@@ -118,7 +118,7 @@ class CommonStateError(MismatchError):
     """Ranks have different common state, but only rank 0's is stored; `path` is one that differs.
 
     Nothing was written. If each rank has its own value, make it a `PerRankValue`. For the buffers of a
-    BatchNorm, see docs/plain-modules.md#buffers-that-differ-between-ranks.
+    BatchNorm, see docs/torch.md#buffers-that-differ-between-ranks.
     """
 
 

@@ -113,7 +113,7 @@ class SaveOptions:
         plain_tensors: how tensors of common state are stored, for example the `state_dict()` of a module
             without sharding. `arrays`: as global arrays under their paths, written by all ranks; only the
             native format can do this. `common`: by rank 0, in one file with the rest of common state.
-            `auto`: as arrays if the format can. See docs/plain-modules.md.
+            `auto`: as arrays if the format can. See docs/torch.md.
         rank0_values: globs of paths of common state, joined with dots, or paths as errors show them, that
             may differ between ranks, also inside of namespaces. The values of rank 0 are stored; those of
             other ranks are not compared. Use it for buffers that each rank updates

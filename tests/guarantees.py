@@ -149,6 +149,14 @@ GUARANTEES: Guarantees = {
         ],
     },
     "docs/loading.md": {
+        (
+            "one rank of the `exchange_group` reads each byte and sends the others exactly the elements "
+            "that they need"
+        ): [
+            "test_a_rank_is_sent_what_it_needs_and_no_more",
+            "test_any_way_loads_what_direct_reading_loads",
+            "test_a_fully_parallel_load_reads_each_byte_once_and_a_direct_one_on_every_rank",
+        ],
         "A load converts, pads or leaves out a value only if you allow it.": [
             "test_a_cast_is_an_error_unless_a_rule_allows_it",
             "test_shapes_may_differ_by_flag_or_by_rule_padded_with_zeros_or_cut_per_axis",
@@ -306,7 +314,7 @@ GUARANTEES: Guarantees = {
             "test_ctrl_c_on_one_rank_lets_no_other_hang",
         ],
     },
-    "docs/strategies.md": {
+    "docs/format.md": {
         "Stock DCP and Megatron-Core 0.16.1 read these checkpoints.": [
             "test_stock_dcp_loads_every_array_bit_for_bit",
             "test_stock_dcp_loads_values_that_are_no_tensors",
@@ -319,14 +327,6 @@ GUARANTEES: Guarantees = {
             "test_a_chunk_that_is_missing_in_a_shard_is_an_error_and_not_the_fill_value",
             "test_every_missing_file_is_an_error_that_names_key_and_chunk",
         ],
-        (
-            "one rank of the `exchange_group` reads each byte and sends the others exactly the elements "
-            "that they need"
-        ): [
-            "test_a_rank_is_sent_what_it_needs_and_no_more",
-            "test_any_way_loads_what_direct_reading_loads",
-            "test_a_fully_parallel_load_reads_each_byte_once_and_a_direct_one_on_every_rank",
-        ],
         "a process needs at most 100 MiB more than its basic memory and the tensors of common state": [
             "test_converting_long_chunks_adds_at_most_100_mib",
         ],
@@ -334,8 +334,6 @@ GUARANTEES: Guarantees = {
             "test_a_target_that_fails_on_any_operation_is_left_without_a_checkpoint",
             "test_a_target_that_differs_when_it_is_read_is_removed",
         ],
-    },
-    "docs/format.md": {
         "This page is enough to write a reader.": [
             "test_the_reader_agrees_with_load_at_any_layout",
             "test_the_reader_fits_in_150_lines_and_imports_only_numpy",
@@ -391,7 +389,15 @@ GUARANTEES: Guarantees = {
             "test_shards_that_change_their_readers_lose_and_repeat_nothing"
         ],
     },
-    "docs/plain-modules.md": {
+    "docs/torch.md": {
+        (
+            "Uneven and empty shards, ranks outside the mesh, replicated, strided (FSDP over tensor "
+            "parallelism) and reordered placements work."
+        ): ["test_any_placement_loads_into_any_other", "test_ranks_without_elements_save_and_load"],
+        "Equal copies are stored once; copies that differ are a `MismatchError`.": [
+            "test_copies_on_meshes_that_do_not_know_of_each_other_are_stored_once",
+            "test_such_copies_that_differ_raise_an_error_that_names_them",
+        ],
         "`load` returns the same values, on any number of ranks": [
             "test_another_number_of_ranks_loads_them",
             "test_a_module_and_its_optimizer_come_back",
@@ -453,14 +459,6 @@ GUARANTEES: Guarantees = {
     "docs/integrations.md": {
         "A run that was killed and resumed on as many processes ends with the same bits.": [
             "test_a_killed_run_goes_on_as_if_nothing_had_happened"
-        ],
-        (
-            "Uneven and empty shards, ranks outside the mesh, replicated, strided (FSDP over tensor "
-            "parallelism) and reordered placements work."
-        ): ["test_any_placement_loads_into_any_other", "test_ranks_without_elements_save_and_load"],
-        "Equal copies are stored once; copies that differ are a `MismatchError`.": [
-            "test_copies_on_meshes_that_do_not_know_of_each_other_are_stored_once",
-            "test_such_copies_that_differ_raise_an_error_that_names_them",
         ],
     },
     "docs/coming-from.md": {

@@ -288,7 +288,7 @@ def _add_checkpoints(group: argparse._ArgumentGroup) -> None:
 
 
 def _add_format(group: argparse._ArgumentGroup) -> None:
-    """Add the knobs of Megatron-LM, under its names; see docs/strategies.md."""
+    """Add the knobs of Megatron-LM, under its names; see docs/megatron-compat.md."""
     group.add_argument(
         "--dist-ckpt-format",
         default="megackpt",

@@ -153,7 +153,7 @@ What can be set, by where it is given, with its default; made from the docstring
 `python -m tests.support.docs`. Arguments of a `Checkpointer` have a [table of their
 own](checkpointer.md#options), and [commands](commands.md) have theirs. `CheckpointConfig`
 of `megackpt.contrib.megatron.config`, names that users of Megatron-Core know, is in
-[strategies](strategies.md).
+[the page of Megatron-Core](megatron-compat.md#megatron-lms-knobs).
 """
 
 COMMAND_LINE = """# Every command
@@ -181,8 +181,8 @@ load({"step": 0}, "other")
 ```
 
 ```text
-/data/other is not a checkpoint: it has no metadata.json. Either nothing was saved there, or the save did \
-not finish. Give the directory of a finished save.
+/data/other is not a checkpoint: it has no metadata.json. Either nothing was saved there, or the save \
+did not finish. Give the directory of a finished save.
 ```
 
 All errors of megackpt derive from `CheckpointError`. Each also derives from a builtin: `except

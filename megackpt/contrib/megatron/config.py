@@ -40,7 +40,7 @@ EXCHANGE_ALGOS = ("all_to_all", *OTHER_NAMES_OF_ALL_TO_ALL)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointConfig:
-    """How a training run saves and loads its checkpoints. docs/strategies.md says which values to choose.
+    """How a training run saves and loads its checkpoints. docs/megatron-compat.md says what to choose.
 
     Each method returns the same options or strategy on all ranks that have the same values. All are local.
 

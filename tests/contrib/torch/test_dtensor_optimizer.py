@@ -19,7 +19,7 @@ from megackpt import Checkpointer, LoadOptions, SaveOptions
 from megackpt.testing.ranks import RankPool
 from tests.contrib.torch.worlds import COMPUTES, full, make, same, train_step
 
-PAGE = Path(__file__).parents[3] / "docs" / "integrations.md"
+PAGE = Path(__file__).parents[3] / "docs" / "torch.md"
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "sgd": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9),
     "adam": lambda params: torch.optim.Adam(params, lr=0.01),

@@ -47,9 +47,9 @@ RUN_ELSEWHERE = {
     ("docs/integrations.md", "contrib.torchtitan"): [TRAINING, "examples/hosts/torchtitan_train.py"],
     ("docs/integrations.md", "dist_checkpointing.save(state"): [TRAINING, "examples/hosts/megatron_core.py"],
     ("docs/integrations.md", "custom_manager_class"): ["tests/contrib/megatron/test_megatron_bridge.py"],
-    ("docs/integrations.md", "def resume_training"): ["tests/contrib/torch/test_dtensor_optimizer.py"],
-    ("docs/integrations.md", "fully_shard(model"): ["tests/contrib/torch/test_dtensor_optimizer.py"],
-    ("docs/integrations.md", "FSDP.set_state_dict_type"): ["tests/contrib/torch/test_fsdp1.py"],
+    ("docs/torch.md", "def resume_training"): ["tests/contrib/torch/test_dtensor_optimizer.py"],
+    ("docs/torch.md", "fully_shard(model"): ["tests/contrib/torch/test_dtensor_optimizer.py"],
+    ("docs/torch.md", "FSDP.set_state_dict_type"): ["tests/contrib/torch/test_fsdp1.py"],
     ("docs/integrations.md", "megatron_state"): ["tests/contrib/megatron/test_megatron_into_models.py"],
     ("docs/huggingface.md", "family_of(config)"): ["tests/contrib/megatron/megatron_world.py"],
     ("docs/megatron-compat.md", "TieredCheckpointManager"): [
