@@ -149,8 +149,16 @@ CLASSES: dict[type, str] = {
 
 OPTIONS = """# Every option
 
-What can be set, by where it is given, with its default; made from the docstrings by
-`python -m tests.support.docs`. Arguments of a `Checkpointer` have a [table of their
+After this page you know what can be set, where it is given, and its default; made from the docstrings by
+`python -m tests.support.docs`. Options are frozen objects:
+
+```python
+from megackpt import Checkpointer, Retention, SaveOptions
+
+checkpointer = Checkpointer("run", retention=Retention(keep_last=3), save_options=SaveOptions(timeout_s=60))
+```
+
+Arguments of a `Checkpointer` have a [table of their
 own](checkpointer.md#options), and [commands](commands.md) have theirs. `CheckpointConfig`
 of `megackpt.contrib.megatron.config`, names that users of Megatron-Core know, is in
 [the page of Megatron-Core](megatron-compat.md#megatron-lms-knobs).
