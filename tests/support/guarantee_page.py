@@ -25,8 +25,8 @@ IN_CI = {PLAIN, SYSTEM, HOSTS, DOCS}
 
 HEAD = """# What is guaranteed, and which test proves it
 
-Each row is a sentence of these docs that you can rely on, with the tests that fail if it is no longer true.
-Run the command in the last column to see it proved on your machine, or read the test to see what it tries.
+After this page you know on which sentences of these docs you can rely, and which tests fail if one is no
+longer true. Run the command in the last column to see it proved on your machine, or read the test.
 
 If tests of a row have different commands, the column has all of them. `.ci/run hosts` and `.ci/run docs`
 install other libraries first. Tests of many cases try a sample of them, and all with `--all`:
