@@ -115,8 +115,9 @@ def _takes_long(hashes: npt.NDArray[np.uint64], *, bits: int, neighbours: int) -
     return False
 
 
-# Only these can be the default factory of a defaultdict: a name in a file must never choose what is called.
-_FACTORIES: dict[str, type] = {
+# Classes that only hold data. Only these can be the default factory of a defaultdict: a name in a file must
+# never choose what is called.
+FACTORIES: dict[str, type] = {
     factory.__name__: factory
     for factory in (
         bool, int, float, complex, str, bytes, bytearray, list, tuple, dict, set, frozenset,
@@ -169,19 +170,19 @@ def _decode_ordered_dict(tree: Json, decoder: ValueDecoder) -> OrderedDict[Any, 
 def _encode_default_dict(value: defaultdict[Any, Any], encoder: ValueEncoder) -> Json:
     factory = value.default_factory
     name = None if factory is None else getattr(factory, "__name__", None)
-    if factory is not None and (name is None or _FACTORIES.get(name) is not factory):
+    if factory is not None and (name is None or FACTORIES.get(name) is not factory):
         raise encoder.error(
             f"The default factory {factory!r} of this defaultdict is a function, which cannot be saved. Save "
-            f"dict(value), or use one of {', '.join(_FACTORIES)} or None as the factory."
+            f"dict(value), or use one of {', '.join(FACTORIES)} or None as the factory."
         )
     return {"factory": name, "items": encoder.items(value)}
 
 
 def _decode_default_dict(tree: Json, decoder: ValueDecoder) -> defaultdict[Any, Any]:
     name, items = fields_of(tree, "factory", "items")
-    if name is not None and name not in _FACTORIES:
-        raise ValueError(f"the factory {name!r} is not one of {', '.join(_FACTORIES)}")
-    factory = None if name is None else _FACTORIES[text_of(name)]
+    if name is not None and name not in FACTORIES:
+        raise ValueError(f"the factory {name!r} is not one of {', '.join(FACTORIES)}")
+    factory = None if name is None else FACTORIES[text_of(name)]
     return defaultdict(factory, decoder.items(items))
 
 

@@ -1,7 +1,7 @@
 """Decodes a JSON tree and tensors to the Python value.
 
 The tree may come from anywhere. Every node is checked. Nothing is imported; a name is looked up in the
-registry and among enumerations and named tuples that are imported already, and nowhere else. No number in a
+registry and among a few kinds of classes that are imported already, and nowhere else. No number in a
 tree decides how much memory is allocated. `encoder` describes the encoding.
 """
 
@@ -29,7 +29,7 @@ from megackpt.codec.stand_ins import ForeignCodecValue, keeps_unknown_values
 from megackpt.codec.tree import DAMAGED, MAX_DEPTH, EncodedValue, Json
 from megackpt.errors import CheckpointError, FormatError, UnknownClassError
 
-_TAGS_OF_PICKLED = ("$enclosing", "$foreign", "$name")
+_TAGS_OF_PICKLED = ("$enclosing", "$foreign")
 
 
 def decode(encoded: EncodedValue, *, where: str = "encoded value") -> Any:

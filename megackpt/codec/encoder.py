@@ -15,6 +15,7 @@ import dataclasses
 import enum
 import math
 from collections.abc import Callable, Container, Hashable, Iterable, Mapping
+from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -30,7 +31,7 @@ from megackpt.codec.kinds import (
     base64_of,
     format_path,
 )
-from megackpt.codec.members import is_named_tuple
+from megackpt.codec.members import is_class, is_named_tuple
 from megackpt.codec.stand_ins import ForeignCodecValue, ForeignMember, ForeignNamedTuple
 from megackpt.codec.tree import MAX_DEPTH, MAX_PLAIN_INT, EncodedValue, Json, dump_tree
 from megackpt.errors import CheckpointError, UnserializableError
@@ -44,6 +45,7 @@ PLAIN_CLASSES: frozenset[type] = frozenset({type(None), bool, str, list})
 
 # Values that leaf digests have as a pickle has them; see `pickled.as_stand_in`.
 _AS_PICKLED = (enum.Enum, tuple, ForeignMember, ForeignNamedTuple)
+_FUNCTIONS = (FunctionType, BuiltinFunctionType, MethodType)
 # So many bytes or more become a tensor: base64 is a third longer, and readers limit the size of JSON headers.
 _MIN_TENSOR_BYTES = 4096
 # An object that several others contain is written in each of them: so many times on average, and in small
@@ -214,6 +216,8 @@ class Encoder:
             return {members.MEMBER.tag: members.MEMBER.encode(value, self)}
         if codec is None and is_named_tuple(type(value)):
             return {members.NAMED_TUPLE.tag: members.NAMED_TUPLE.encode(value, self)}
+        if codec is None and is_class(value):
+            return {members.NAME.tag: members.NAME.encode(value, self)}
         if isinstance(value, ForeignCodecValue):
             return {"$registered": {"name": self._text(value.name), "value": self.encode(value.value)}}
         if codec is None:
@@ -284,10 +288,12 @@ def _no_codec_advice(value: object, *, known: Container[type]) -> str:
             f"{base.__name__}(value), or {register}."
         )
     if callable(value):
-        return (
-            f"{value!r} is code (a {name}), which is never saved. Leave it out and create it again "
-            f"after loading, or {register}."
-        )
+        code = f"{value!r} is code (a {name}), which is never saved. Leave it out and create it again after"
+        named = getattr(value, "__qualname__", "<") if isinstance(value, _FUNCTIONS) else None
+        if named is None:  # an object of a class that has a public name
+            return f"{code} loading, or {register}."
+        # A lambda, and what a function defines, have no name that leads to them.
+        return f"{code} loading." if "<" in named else f"{code} loading, or save its name, {named!r}."
     return (
         f"A value of type {name} has no codec, and nothing is ever pickled. Save plain values instead, or "
         f"{register}."

@@ -191,6 +191,19 @@ def text_of(tree: Json) -> str:
     return tree
 
 
+def is_dotted(name: str) -> bool:
+    """Return whether a name consists of identifiers and dots between them."""
+    return all(part.isidentifier() for part in name.split("."))
+
+
+def dotted_of(tree: Json) -> str:
+    """Return a payload that must be the name of a module or class."""
+    name = text_of(tree)
+    if not is_dotted(name):
+        raise ValueError(f"{name[:80]!r} is not the name of a module or class")
+    return name
+
+
 def integer_of(tree: Json) -> int:
     """Return a payload that must be a plain integer."""
     if type(tree) is not int:

@@ -1,7 +1,7 @@
-"""Codecs of members of enumerations and of named tuples.
+"""Codecs of members of enumerations, of named tuples, and of classes.
 
-A member is encoded by module, class and name, whatever its class; a named tuple by module, class and fields.
-Where the class is not imported at a load, a stand-in takes the place of the value.
+A member is encoded by module, class and name, whatever its class; a named tuple by module, class and fields;
+a class by module and name. Where a load does not find the class, a stand-in takes the place of the value.
 """
 
 from __future__ import annotations
@@ -11,32 +11,41 @@ import sys
 from types import FunctionType, ModuleType
 from typing import Any
 
+import torch
+
+from megackpt.codec.containers import FACTORIES
 from megackpt.codec.kinds import (
     Kind,
     ValueDecoder,
     ValueEncoder,
+    dotted_of,
     fields_of,
+    is_dotted,
     list_of,
     text_of,
 )
 from megackpt.codec.stand_ins import (
     PLAIN_VALUE_CLASSES,
     ForeignMember,
+    ForeignName,
     ForeignNamedTuple,
     PlainValue,
+    keeps_unknown_values,
 )
 from megackpt.codec.tree import Json
 
-# Looks up enumerations and named tuples by names that a file contains, without running any code for it.
+# Looks up classes by names that a file contains, without running any code for it.
 #
-# A class is looked up among the modules that are imported already, and taken only if it is an enumeration or
-# a class of named tuples. Nothing is imported, and no code of a module or class runs: dictionaries are read
-# past module `__getattr__`, metaclasses, properties and `__missing__`.
+# A class is looked up among the modules that are imported already, and taken only if it is an enumeration, a
+# class of named tuples, or one that `named_class` may return. Nothing is imported, and no code of a module or
+# class runs: dictionaries are read past module `__getattr__`, metaclasses, properties and `__missing__`.
 
 # The interpreter's own way to these attributes, which no metaclass and no class of modules can replace.
 _class_dict: Any = vars(type)["__dict__"].__get__
 _class_mro: Any = vars(type)["__mro__"].__get__
 _module_dict: Any = vars(ModuleType)["__dict__"].__get__
+
+_DATA_CLASSES = (*FACTORIES.values(), torch.Tensor, torch.nn.Parameter)
 
 # Methods that Python calls by itself for a value that is put into a dict, tested with isinstance, or dropped.
 IMPLICIT_METHODS = ("__hash__", "__eq__", "__class__", "__getattribute__", "__del__")
@@ -81,6 +90,31 @@ def imported_class(module: str, qualname: str) -> Any:
             return None
         names = _class_dict(cls)
     return cls
+
+
+def named_class(module: str, qualname: str) -> type | ForeignName:
+    """Return a class by its name if a load may return it and it is imported, else a stand-in.
+
+    A program may call what a load returns. So these are classes of optimizers, which Megatron-Core has in its
+    parameter groups, classes that only hold data, and those that the user has allowed with
+    `torch.serialization.add_safe_globals`.
+    """
+    cls = None if keeps_unknown_values() else imported_class(module, qualname)
+    if cls is not None and (
+        _derives(cls, torch.optim.Optimizer)
+        or imported_enum(module, qualname) is not None
+        or imported_named_tuple(module, qualname) is not None
+        # Compared by identity: `in` would run methods of the metaclass.
+        or any(cls is allowed for allowed in (*_DATA_CLASSES, *torch.serialization.get_safe_globals()))
+    ):
+        returned: type = cls
+        return returned
+    return ForeignName(module, qualname)
+
+
+def is_class(value: object) -> bool:
+    """Return whether a value is a class, also where its class says otherwise, as that of `list[int]` does."""
+    return _derives(type(value), type)
 
 
 def is_named_tuple(cls: type) -> bool:
@@ -257,6 +291,23 @@ def _decode_named_tuple(tree: Json, decoder: ValueDecoder) -> tuple[Any, ...] | 
     return ForeignNamedTuple(text_of(module), text_of(qualname), names, values) if loaded is None else loaded
 
 
+def _encode_name(value: type | ForeignName, encoder: ValueEncoder) -> Json:
+    if isinstance(value, ForeignName):
+        return {"module": value.module, "class": value.qualname}
+    module, qualname = value.__module__, value.__qualname__
+    if imported_class(module, qualname) is not value or not is_dotted(f"{module}.{qualname}"):
+        raise encoder.error(
+            f"{value!r} is a class that no load can find by its name, {module}.{qualname}. Define it at the "
+            f"top of a module, or save a name for it, such as {qualname.rpartition('.')[2]!r}."
+        )
+    return {"module": module, "class": qualname}
+
+
+def _decode_name(tree: Json, decoder: ValueDecoder) -> type | ForeignName:
+    module, qualname = fields_of(tree, "module", "class")
+    return named_class(dotted_of(module), dotted_of(qualname))
+
+
 def items_of(value: tuple[Any, ...]) -> tuple[Any, ...]:
     """Return the items of a named tuple as a plain tuple, without `__iter__` of its class."""
     return tuple(tuple.__iter__(value))
@@ -267,4 +318,7 @@ MEMBER = Kind("$enum", (ForeignMember,), _encode_member, _decode_member)
 NAMED_TUPLE = Kind("$namedtuple", (ForeignNamedTuple,), _encode_named_tuple, _decode_named_tuple)
 """Encodes named tuples of all classes, and their stand-ins."""
 
-KINDS = (MEMBER, NAMED_TUPLE)
+NAME = Kind("$name", (ForeignName,), _encode_name, _decode_name)
+"""Encodes classes of all metaclasses, and the stand-ins of classes and functions."""
+
+KINDS = (MEMBER, NAMED_TUPLE, NAME)

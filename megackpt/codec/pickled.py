@@ -1,4 +1,4 @@
-"""Stand-ins for objects and names in pickles, and their codecs.
+"""Stand-ins for objects in pickles, and their codecs.
 
 Readers of pickles import this module, and a decoder that meets one of the tags. So the encoder and the
 decoder know these kinds exactly where there can be such values.
@@ -15,10 +15,10 @@ from megackpt.codec.kinds import (
     ValueDecoder,
     ValueEncoder,
     add_kinds,
+    dotted_of,
     fields_of,
     integer_of,
     list_of,
-    text_of,
 )
 from megackpt.codec.members import (
     check_named_tuple,
@@ -31,19 +31,6 @@ from megackpt.codec.members import (
 )
 from megackpt.codec.stand_ins import PLAIN_VALUE_CLASSES, ForeignMember, ForeignNamedTuple, Unpicklable
 from megackpt.codec.tree import Json
-
-
-@dataclass(frozen=True, slots=True)
-class ForeignName(Unpicklable):
-    """Stands for a class or a function that a pickle refers to by its name.
-
-    Attributes:
-        module: where it is defined.
-        qualname: its name there.
-    """
-
-    module: str
-    qualname: str
 
 
 @dataclass(slots=True, eq=False)
@@ -80,19 +67,6 @@ class ForeignObject(Unpicklable):
     items: list[tuple[Any, Any]] = field(default_factory=list)
 
 
-def is_dotted(name: str) -> bool:
-    """Return whether a name consists of identifiers and dots between them."""
-    return all(part.isidentifier() for part in name.split("."))
-
-
-def _encode_name(value: ForeignName, encoder: ValueEncoder) -> Json:
-    return {"module": value.module, "class": value.qualname}
-
-
-def _decode_name(tree: Json, decoder: ValueDecoder) -> ForeignName:
-    return ForeignName(*map(_dotted, fields_of(tree, "module", "class")))
-
-
 def _encode_object(value: ForeignObject, encoder: ValueEncoder) -> Json:
     encoder.count(value, f"this {value.module}.{value.qualname}")
     args: Json = [encoder.child(index, item) for index, item in enumerate(value.args)]
@@ -115,7 +89,7 @@ def _decode_object(tree: Json, decoder: ValueDecoder) -> enum.Enum | tuple[Any, 
         raise TypeError("true or false is expected")
     pairs = [list_of(pair, length=2) for pair in list_of(items)]
     decoded_args = tuple(decoder.child(index, item) for index, item in enumerate(list_of(args)))
-    value = ForeignObject(_dotted(module), _dotted(qualname), decoded_args, is_called)
+    value = ForeignObject(dotted_of(module), dotted_of(qualname), decoded_args, is_called)
     decoder.enclosing.append(value)
     value.state = decoder.child("state", state)
     value.items += [(decoder.child("key", key), decoder.child("item", item)) for key, item in pairs]
@@ -173,13 +147,6 @@ def as_stand_in(value: object, encoder: ValueEncoder) -> object:
     return value if plain is None else ForeignObject(module, qualname, (plain,), is_called=True)
 
 
-def _dotted(tree: Json) -> str:
-    name = text_of(tree)
-    if not is_dotted(name):
-        raise ValueError(f"{name[:80]!r} is not the name of a module or class")
-    return name
-
-
 def _never_encoded(value: object, encoder: ValueEncoder) -> Json:
     raise AssertionError(
         "no value is of this kind: the encoder writes a reference for an object that it is in"
@@ -188,7 +155,6 @@ def _never_encoded(value: object, encoder: ValueEncoder) -> Json:
 
 KINDS = (
     Kind("$enclosing", (), _never_encoded, _decode_enclosing),
-    Kind("$name", (ForeignName,), _encode_name, _decode_name),
     Kind("$foreign", (ForeignObject,), _encode_object, _decode_object),
 )
 

@@ -1,8 +1,8 @@
 """Stand-ins for values that this process cannot make, as their classes or codecs are not there.
 
-A load returns the first two kinds where a class is not imported. `convert` and `diff` carry along all kinds,
-also those of `pickled`; they ask for it with `keep_unknown_values`. A save writes a stand-in back as what it
-stands for.
+A load returns the first three kinds where a class is not imported. `convert` and `diff` carry along all
+kinds, also those of `pickled`; they ask for it with `keep_unknown_values`. A save writes a stand-in back as
+what it stands for.
 """
 
 from __future__ import annotations
@@ -30,8 +30,38 @@ class Unpicklable:
         raise StandInPickleError(type(self).__name__)  # its repr may be long, or take long
 
 
+class Constant(Unpicklable):
+    """Base class of stand-ins that cannot change: a copy, as optimizers make of their groups, is the same."""
+
+    __slots__ = ()
+
+    def __copy__(self) -> Constant:
+        return self
+
+    def __deepcopy__(self, memo: Any) -> Constant:
+        return self
+
+
 @dataclass(frozen=True, slots=True)
-class ForeignMember(Unpicklable):
+class ForeignName(Constant):
+    """Stands for a class that is not imported or that a load never returns, or a function in a pickle.
+
+    Two are equal if both names are. A save writes it back as the class that it stands for.
+
+    Attributes:
+        module: where it is defined.
+        qualname: its name there.
+    """
+
+    module: str
+    qualname: str
+
+    def __repr__(self) -> str:
+        return f"<{self.module}.{self.qualname}>"
+
+
+@dataclass(frozen=True, slots=True)
+class ForeignMember(Constant):
     """Stands for a member of an enumeration that is not imported, or no longer has the member.
 
     Two are equal if all attributes are. A save writes it back as the member that it stands for.

@@ -17,7 +17,8 @@ from typing import Any
 
 import numpy as np
 
-from megackpt.codec.pickled import ForeignName, ForeignObject, ForeignShardedTensor, named_tuple_for
+from megackpt.codec.members import named_class
+from megackpt.codec.pickled import ForeignObject, ForeignShardedTensor, named_tuple_for
 from megackpt.codec.stand_ins import keeps_unknown_values
 from megackpt.formats.unknown_classes import EnumMembers, PickledShardedTensor, UnknownMembers, UnknownObject
 
@@ -215,11 +216,10 @@ class _StandInReplacer:
             sharded.state = self.replaced(vars(value).get("pickled_state"))
             return sharded
         if isinstance(value, type) and issubclass(value, UnknownObject):
-            return value.of
+            return named_class(value.of.module, value.of.qualname)
         if kind is EnumMembers:
-            return (
-                value.cls if value.is_allowed else ForeignName(value.cls.__module__, value.cls.__qualname__)
-            )
+            of = value.cls
+            return of if value.is_allowed else named_class(of.__module__, of.__qualname__)
         if kind is UnknownMembers:
             return value.of
         if kind in (tuple, frozenset):

@@ -24,8 +24,15 @@ from typing import Any, ClassVar
 
 import torch
 
-from megackpt.codec.pickled import ForeignName, ForeignObject, is_dotted
-from megackpt.codec.stand_ins import ForeignMember, ForeignNamedTuple, StandInPickleError, keep_unknown_values
+from megackpt.codec.kinds import is_dotted
+from megackpt.codec.pickled import ForeignObject
+from megackpt.codec.stand_ins import (
+    ForeignMember,
+    ForeignName,
+    ForeignNamedTuple,
+    StandInPickleError,
+    keep_unknown_values,
+)
 from megackpt.errors import CheckpointError, FormatError, UnknownClassError, UnserializableError
 from megackpt.formats.pickle_values import TIME_CLASSES, check_repeated_values
 from megackpt.formats.safe_numpy import STAND_INS, UnsupportedValueError, no_bytes, plain_values, stand_ins
@@ -38,6 +45,7 @@ from megackpt.formats.unknown_classes import (
     ForbiddenClassError,
     StandInUnpickler,
     UnknownObject,
+    is_of_optimizer,
     joined_flags,
     member_by_getattr,
     stand_in_of,
@@ -134,7 +142,8 @@ def save_value(value: Any, *, path: str) -> bytes:
     try:
         # Loaded again at once: an error at the save can still be repaired, one at the load cannot.
         with keep_unknown_values() if has_stand_ins else nullcontext():
-            load_safely(data)
+            names = check_archive(data)
+            load_checked(io.BytesIO(data), names, nbytes=len(data))
     except (UnsupportedValueError, ForbiddenClassError) as error:
         raise UnserializableError(
             f"{path}: the value holds {error}. Save plain arrays, or lists, in its place.", path=path
@@ -147,6 +156,9 @@ def save_value(value: Any, *, path: str) -> bytes:
             f"the class with torch.serialization.add_safe_globals() here and where it is loaded.",
             path=path,
         ) from error
+    optimizers = sorted(f"{module}.{name}" for module, name in names if is_of_optimizer(module, name))
+    if optimizers:
+        _warn_of_classes(path, ", ".join(optimizers))
     return data
 
 
@@ -169,6 +181,15 @@ def _pickle(value: Any) -> tuple[bytes, bool]:
         torch.save(value, out, pickle_module=_FOREIGN)
         return out.getvalue(), True
     return out.getvalue(), False
+
+
+@cache  # once in a run
+def _warn_of_classes(path: str, names: str) -> None:
+    notice(
+        log,
+        f"{path} refers to {names}. megackpt loads that; torch.load(weights_only=True), as in Megatron-Core, "
+        f"only after torch.serialization.add_safe_globals([{names}]).",
+    )
 
 
 def warn_of_unsafe_pickle(where: str) -> None:

@@ -18,9 +18,15 @@ from typing import Any
 import torch
 import torch._weights_only_unpickler as weights_only
 
-from megackpt.codec.members import imported_enum, imported_named_tuple, member_named, member_of_value
-from megackpt.codec.pickled import ForeignName, is_dotted
-from megackpt.codec.stand_ins import ForeignMember, keeps_unknown_values
+from megackpt.codec.kinds import is_dotted
+from megackpt.codec.members import (
+    imported_enum,
+    imported_named_tuple,
+    member_named,
+    member_of_value,
+    named_class,
+)
+from megackpt.codec.stand_ins import ForeignMember, ForeignName, keeps_unknown_values
 
 # A stand-in for the ShardedTensors in a pickle, such as those of the sharded state dicts of FSDP version 1.
 #
@@ -166,6 +172,8 @@ def joined_flags(left: Any, right: Any) -> Any:
         return EnumMembers(type(left), is_allowed=False)(
             left.value | (right if type(right) is int else right.value)
         )
+    if not keeps_unknown_values():
+        raise ForbiddenClassError("a call of _operator.or_ for something that is no flag")
     return _unknown_class("_operator", "or_", is_harmless=False, is_named_tuple=False)(left, right)
 
 
@@ -182,7 +190,9 @@ class UnknownObject:
     def __new__(cls, *args: Any) -> UnknownObject:
         """Make a stand-in, where unknown values are kept."""
         if not cls.is_harmless and not keeps_unknown_values():
-            raise ForbiddenClassError(f"an object of {cls.of.module}.{cls.of.qualname}")
+            # A name alone may be harmless, such as that of an optimizer's class. An object of it is not.
+            what = f"an object of class {cls.of.module}.{cls.of.qualname}"
+            raise weights_only.UnpicklingError(what)  # type: ignore[attr-defined]
         stand_in = object.__new__(cls)
         vars(stand_in).update(args=args, is_called=False, state=None, items=[])
         return stand_in
@@ -206,6 +216,8 @@ _ENUMERATIONS = {
         "AttnBackend", "CudaGraphModule", "CudaGraphScope", "InferenceCudaGraphScope", "ModelType",
     ),
 }  # fmt: skip
+# Where the classes of optimizers are that Megatron-Core has in its parameter groups, imported or not.
+_OPTIMIZERS = ("torch.optim.", "transformer_engine.", "apex.optimizers.", "megatron.core.optimizer.")
 _CLASSES = {"megatron.core.optimizer.optimizer_config": ("OptimizerConfig",)}
 
 
@@ -226,9 +238,16 @@ def stand_in_of(module: str, name: str) -> Any:
     # Its own class if it is there: the caller then gets what was saved.
     if is_harmless and module in sys.modules and not keeps_unknown_values():
         return getattr(sys.modules[module], name, None)
-    if is_harmless or (keeps_unknown_values() and is_dotted(module) and is_dotted(name)):
+    is_name = is_of_optimizer(module, name) or not isinstance(named_class(module, name), ForeignName)
+    is_name = is_name or keeps_unknown_values()
+    if is_harmless or (is_name and is_dotted(module) and is_dotted(name)):
         return _unknown_class(module, name, is_harmless, is_named_tuple=False)
     return None
+
+
+def is_of_optimizer(module: str, name: str) -> bool:
+    """Return whether a name is that of an optimizer's class that Megatron-Core may refer to."""
+    return name[:1].isupper() and f"{module}.".startswith(_OPTIMIZERS)
 
 
 @lru_cache(maxsize=4 * MAX_UNKNOWN)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import copy
 import dataclasses
 import enum
 import signal
@@ -15,11 +16,20 @@ import pytest
 import torch
 
 import megackpt
-from megackpt.codec import EncodedValue, decode, dump_tree, encode, leaf_digests, pack, unpack
+from megackpt.codec import (
+    EncodedValue,
+    decode,
+    dump_tree,
+    encode,
+    keep_unknown_values,
+    leaf_digests,
+    pack,
+    unpack,
+)
 from megackpt.codec.kinds import REGISTRY
-from megackpt.codec.pickled import ForeignName, ForeignObject
+from megackpt.codec.pickled import ForeignObject
 from megackpt.codec.registration import register_codec
-from megackpt.codec.stand_ins import ForeignMember
+from megackpt.codec.stand_ins import ForeignMember, ForeignName
 from megackpt.errors import DeclarationError, FormatError, UnserializableError
 from megackpt.testing.identical import difference
 from tests.support.codec import (
@@ -182,6 +192,77 @@ def test_nothing_is_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     decoded = decode(EncodedValue(_tree(module="could_be_imported"), ()))
     assert repr(decoded) == "<could_be_imported.Scope.MLP: 'mlp'>"
     assert "could_be_imported" not in sys.modules
+
+
+class Net(torch.nn.Module):
+    class Head(torch.nn.Module):  # noqa: D106
+        pass
+
+
+class Sgd(torch.optim.SGD):
+    pass
+
+
+class _WatchingTypeMeta(WatchingMeta, type):
+    def __eq__(cls, other: object) -> bool:
+        ran.append("eq")
+        return cls is other
+
+    def __hash__(cls) -> int:
+        ran.append("hash")
+        return 1
+
+
+class Watching(torch.optim.SGD, metaclass=_WatchingTypeMeta):
+    pass
+
+
+RETURNED = [torch.optim.AdamW, Sgd, Scope, Parts, int, dict, torch.Tensor, torch.nn.Parameter]
+NAMED = [Net, Net.Head, torch.nn.Linear, torch.FloatTensor, argparse.Namespace, WatchingMeta]
+
+
+@pytest.mark.parametrize("cls", [*RETURNED, *NAMED])
+def test_a_class_is_saved_as_its_name_and_returned_if_it_is_on_the_list(cls: type) -> None:
+    encoded = encode({"cls": cls})
+    assert encoded.tree == {"cls": {"$name": {"module": cls.__module__, "class": cls.__qualname__}}}
+    name = ForeignName(cls.__module__, cls.__qualname__)
+    loaded = decode(encoded)["cls"]
+    assert loaded is cls if cls in RETURNED else loaded == name
+    with keep_unknown_values():
+        assert decode(encoded)["cls"] == name
+    assert encode({"cls": name}).tree == encoded.tree
+    assert leaf_digests([cls]) == leaf_digests([name])
+
+
+def test_a_class_that_the_user_has_allowed_is_returned() -> None:
+    with torch.serialization.safe_globals([Net]):
+        assert decode(encode(Net)) is Net
+    assert decode(encode(Net)) == ForeignName(HERE, "Net")
+
+
+@pytest.mark.parametrize(
+    ("module", "name"),
+    [
+        ("os", "system"),
+        ("os", "_Environ"),
+        ("subprocess", "Popen"),
+        ("nowhere.at.all", "AdamW"),
+        (HERE, "HERE"),
+    ],
+)
+def test_a_name_of_anything_else_stays_a_name_that_can_be_copied(module: str, name: str) -> None:
+    loaded = decode(EncodedValue([{"$name": {"module": module, "class": name}}], ()))
+    assert loaded == copy.deepcopy(loaded) == [ForeignName(module, name)]  # optimizers copy their groups
+    assert repr(loaded) == f"[<{module}.{name}>]"
+
+
+def test_no_code_of_a_metaclass_runs_when_a_class_is_looked_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    import_watching_module(monkeypatch, Watching=Watching)
+    names = [{"$name": {"module": "watching_module", "class": name}} for name in ("Watching", "Missing")]
+    loaded = [decode(EncodedValue(name, ())) for name in names]
+    assert ran == []
+    assert loaded[0] is Watching
+    assert loaded[1] == ForeignName("watching_module", "Missing")
 
 
 OBJECT = ForeignObject(

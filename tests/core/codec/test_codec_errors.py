@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import collections
+import functools
 import io
 import json
 import struct
@@ -22,7 +23,7 @@ from megackpt.codec import EncodedValue, decode, encode, load_tree, pack, unpack
 from megackpt.codec.tree import MAX_DEPTH
 from megackpt.errors import FormatError, UnserializableError
 from megackpt.testing.identical import difference
-from tests.support.codec import Color, Config, nested, recursive_list, round_trip
+from tests.support.codec import Config, nested, recursive_list, round_trip
 
 
 class MyDict(dict[str, int]):
@@ -59,8 +60,11 @@ REJECTED = [
         r"MyDict is a subclass of dict.*lose its class if saved as that\. Save dict\(value\), or register it",
     ),
     (Config(0.1, []), r"Config is a dataclass that .*run its __init__.*register_codec\(Config, '.*Config'\)"),
-    (Color, r"<enum 'Color'> is code \(a enum\.Enum\w+\), which is never saved\. Leave it out"),
-    (len, r"<built-in function len> is code"),
+    (len, r"<built-in function len> is code .* Leave it out and .* loading, or save its name, 'len'\.$"),
+    (lambda: 1, r"<lambda> .* is code \(a function\).* create it again after loading\.$"),
+    (functools.partial(max, 1), r"code \(a functools\.partial\).* or register it .*codec\(partial, '"),
+    (type(None), r"NoneType'> is a class that no load can find by its name, builtins\.NoneType\. Define it"),
+    (type("Local", (), {}), r"Local'> is a class that .* or save a name for it, such as 'Local'"),
     (object(), r"A value of type object has no codec"),
     (np.ma.array([1]), r"MaskedArray is a subclass of ndarray"),
     (np.array([(1, 2)], "i4,i4"), r"numpy array of dtype .* is not supported: structures.*Save its fields"),

@@ -23,7 +23,8 @@ from click.testing import CliRunner
 import megackpt
 from megackpt.cli.verify import command as verify_command
 from megackpt.codec import EncodedValue, ForeignMember, decode, keep_unknown_values, leaf_digests
-from megackpt.codec.pickled import ForeignName, ForeignObject
+from megackpt.codec.pickled import ForeignObject
+from megackpt.codec.stand_ins import ForeignName
 from megackpt.errors import FormatError, UnknownClassError, UnserializableError
 from megackpt.formats.safe_pickle import load_value, save_value
 from tests.system.attacks.opcodes import zipped
@@ -129,6 +130,28 @@ def test_a_conversion_there_and_back_changes_nothing(tmp_path: Path, library: An
     assert type(loaded.made) is library.Made
     assert loaded.partial.func is torch.nn.functional.gelu
     assert loaded.partial.keywords == {"approximate": "tanh"}
+
+
+def test_a_class_in_a_pickle_is_returned_by_its_name_and_never_called() -> None:
+    groups = {"cpu_optimizer_cls": torch.optim.AdamW, "types": [int, torch.Tensor]}
+    assert load_value(save_value(groups, path="w"), where="w") == groups
+    absent = ForeignName("transformer_engine.pytorch.optimizers", "FusedAdam")
+    data = save_value([absent], path="w")
+    assert load_value(data, where="w") == [absent]
+    optimizer = torch.optim.SGD([torch.ones(1)])
+    with pytest.raises(UnknownClassError, match=r"names .*torch\.optim\.sgd\.SGD"):
+        load_value(_pickled(optimizer), where="w")
+    with pytest.raises(UnserializableError, match=r"holds .*torch\.nn\.modules\.linear\.Linear, which"):
+        save_value(torch.nn.Linear, path="w")
+
+
+def test_a_save_warns_once_of_a_class_that_torch_has_to_allow(caplog: pytest.LogCaptureFixture) -> None:
+    for _ in range(2):
+        save_value([torch.optim.NAdam], path="common state")
+    assert [record.getMessage() for record in caplog.records] == [
+        "common state refers to torch.optim.nadam.NAdam. megackpt loads that; torch.load(weights_only=True), "
+        "as in Megatron-Core, only after torch.serialization.add_safe_globals([torch.optim.nadam.NAdam])."
+    ]
 
 
 def test_stand_ins_show_what_they_stand_for(tmp_path: Path, library: Any) -> None:
