@@ -341,6 +341,61 @@ def test_strict_takes_the_modes_and_raises_torch_s_error_too(tmp_path: Path) -> 
     assert not isinstance(plain.value, CheckpointException), "only the face of Megatron-Core does so"
 
 
+MODES = validation.StrictHandling
+RAISES = {MODES.RAISE_UNEXPECTED, MODES.RAISE_ALL}
+ALL = {MODES.RAISE_ALL, MODES.LOG_ALL, MODES.RETURN_ALL}
+ON_UNEXPECTED = {
+    "raised": {MODES.ASSUME_OK_UNEXPECTED, *RAISES},
+    "logged": {MODES.LOG_UNEXPECTED, MODES.LOG_ALL},
+    "returned": {MODES.RETURN_UNEXPECTED, MODES.RETURN_ALL},
+}
+# Where a key is stored in another shape, only the load finds it. Modes compare keys.
+ON_ANOTHER_SHAPE: dict[str, set[Any]] = {"raised": set(MODES), "logged": set(), "returned": set()}
+# What a request adds to `a` and `o`, or an empty dict for leaving `o` out.
+DIFFERENCES: dict[str, tuple[dict[str, Any], dict[str, set[Any]]]] = {
+    "a tensor that is not stored": ({"new": S.from_rank_offsets("new", torch.zeros(1))}, ON_UNEXPECTED),
+    "an object that is not stored": ({"new": mapping.ShardedObject("new", 1, (1,), (0,))}, ON_UNEXPECTED),
+    "an object of a smaller grid": ({"o": mapping.ShardedObject("o", 1, (1,), (0,))}, ON_ANOTHER_SHAPE),
+    "an object of a larger grid": ({"o": mapping.ShardedObject("o", 1, (4,), (3,))}, ON_ANOTHER_SHAPE),
+    "an object of more dims": ({"o": mapping.ShardedObject("o", 1, (2, 1), (0, 0))}, ON_ANOTHER_SHAPE),
+    "a tensor of another shape": ({"a": S.from_rank_offsets("a", torch.zeros(5))}, ON_ANOTHER_SHAPE),
+    "an object that nobody asks for": (
+        {},
+        {"raised": {MODES.RAISE_ALL}, "logged": {MODES.LOG_ALL}, "returned": {MODES.RETURN_ALL}},
+    ),
+}
+
+
+@pytest.mark.parametrize("mode", list(MODES), ids=lambda mode: mode.value)
+@pytest.mark.parametrize("difference", DIFFERENCES)
+def test_each_mode_of_strict_raises_logs_and_returns_what_megatron_core_does(
+    difference: str, mode: Any, tmp_path: Path
+) -> None:
+    """Source: the same table of Megatron-Core 0.16.1 and 0.20, tried on one rank with torch_dist."""
+    path = str(tmp_path / "iter_1")
+    objects = {i: mapping.ShardedObject("o", f"object {i}", (2,), (i,)) for i in range(2)}
+    dist_checkpointing.save({"a": S.from_rank_offsets("a", torch.ones(4)), "objects": objects}, path)
+    added, outcomes = DIFFERENCES[difference]
+    request = {"a": S.from_rank_offsets("a", torch.zeros(4)), **added}
+    if added and "o" not in added:
+        request["o"] = mapping.ShardedObject("o", None, (2,), (1,))
+    key = next(iter(added), "o")
+    with lines_of(logging.getLogger("megackpt")) as lines:
+        if mode in outcomes["raised"]:
+            with pytest.raises((CheckpointException, CheckpointingException), match=repr(key)):
+                dist_checkpointing.load(request, path, strict=mode, validate_access_integrity=False)
+            return
+        loaded = dist_checkpointing.load(request, path, strict=mode, validate_access_integrity=False)
+    assert any(repr(key) in line for line in lines) == (mode in outcomes["logged"])
+    if mode in ON_UNEXPECTED["returned"]:
+        loaded, missing, unexpected = loaded
+        expected = {key} if mode in outcomes["returned"] else set()
+        assert (missing, unexpected) == ((set(), expected) if added else (expected, set()))
+    assert loaded.keys() == {"a", "o"} - ({"o"} if not added else set())
+    assert torch.equal(loaded["a"], torch.ones(4))
+    assert loaded.get("o", "object 1") == "object 1"
+
+
 def test_what_a_save_does_about_copies_that_differ_is_an_option_of_install(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
