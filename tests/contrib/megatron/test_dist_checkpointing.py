@@ -309,6 +309,15 @@ def test_a_bare_dcp_directory_is_none_of_megatron_s_distributed_checkpoints(tmp_
         validation.verify_checkpoint(str(dcp))
     store = megackpt.storage.open_store(dcp)
     assert not dist_checkpointing.check_is_distributed_checkpoint(store)
+    core.save_config(core.CheckpointingConfig("torch_dist"), str(dcp))  # as tools of Megatron-LM do
+    assert core.maybe_load_config(dcp) == core.CheckpointingConfig("torch_dist")
+    wanted = {"w": S.from_rank_offsets("w", torch.zeros(2))}
+    assert torch.equal(dist_checkpointing.load(wanted, str(dcp))["w"], torch.ones(2))
+    ours = str(tmp_path / "ours")
+    dist_checkpointing.save(small_state(), ours)
+    with pytest.raises(megackpt.errors.UnsupportedError, match="the commit of such a checkpoint"):
+        core.save_config(core.CheckpointingConfig("torch_dist"), ours)
+    assert dist_checkpointing.load({}, ours)["step"] == 7
     dist_checkpointing.save(small_state(), str(tmp_path / "c"), ("torch_dist", 1))
     assert dist_checkpointing.check_is_distributed_checkpoint(tmp_path / "c")
     validation.verify_checkpoint(str(tmp_path / "c"))

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from megackpt import Checkpointer, MemoryTier, SaveOptions, Tiers
-from megackpt.contrib.megatron.dist_checkpointing import mapping, tensor_aware_state_dict
+from megackpt.contrib.megatron.dist_checkpointing import mapping, tensor_aware_state_dict, validation
 from megackpt.contrib.megatron.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
 from megackpt.contrib.megatron.dist_checkpointing.tensor_aware_state_dict import MCoreTensorAwareStateDict
 from megackpt.contrib.megatron_lm import TieredCheckpointManager
@@ -227,6 +227,38 @@ def test_what_a_local_checkpoint_lacks_is_an_error_or_a_reported_key() -> None:
     ):
         with pytest.raises(DeclarationError):
             call()
+
+
+@pytest.mark.parametrize("mode", list(validation.StrictHandling), ids=lambda mode: mode.value)
+@pytest.mark.parametrize("asked", ["w", "new", "w and new"])
+def test_to_state_dict_raises_logs_and_returns_keys_by_mode(
+    asked: str, mode: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    kept, _ = MCoreTensorAwareStateDict.from_state_dict(small_state(), "atomic")
+    request = {key: S.from_rank_offsets(key, torch.zeros(2, 3)) for key in asked.split(" and ")}
+    lacking = {"fused.0", "fused.1", "extra"} | ({"w"} if asked == "new" else set())
+    modes = type(mode)
+    unexpected = set() if mode is modes.IGNORE_ALL else request.keys() - {"w"}
+    missing = lacking if mode in (modes.LOG_ALL, modes.RAISE_ALL, modes.RETURN_ALL) else set()
+    raises = {modes.RAISE_ALL} | (
+        {modes.RAISE_UNEXPECTED, modes.ASSUME_OK_UNEXPECTED} if unexpected else set()
+    )
+    state, text = None, ""
+    try:
+        state = kept.to_state_dict(request, strict=mode, return_mismatch_keys=True)
+    except MissingKeyError as error:
+        text = str(error)
+    assert (state is None) == (mode in raises)
+    text = text or caplog.text
+    if mode in (modes.RETURN_UNEXPECTED, modes.RETURN_ALL, modes.IGNORE_ALL):
+        assert text == ""
+    else:
+        assert ("Unexpected keys" in text and "'new'" in text) == bool(unexpected)
+        assert ("Missing keys" in text) == bool(missing)
+        assert all(key in text for key in missing)
+    if state is not None:
+        assert state[1:] == (missing, unexpected)
+        assert state[0].keys() == {"step"} | (request.keys() & {"w"})
 
 
 def _save_and_load_local(path: str, is_async: bool) -> int:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import os
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from megackpt.contrib.megatron.errors import raise_unsupported
 from megackpt.engine.checkpoint.manifest import read_manifest
 from megackpt.errors import CheckpointingException, FormatError
+from megackpt.formats.registry import DEFAULT_BACKEND
 from megackpt.formats.strategy import MANIFEST
 from megackpt.storage import Store, is_url, open_store
 
@@ -90,14 +92,22 @@ def _config_in(store: Store) -> CheckpointingConfig | None:
     return CheckpointingConfig(**{name: manifest[name] for name in names if name in manifest})
 
 
-def save_config(config: CheckpointingConfig, checkpoint_dir: str) -> None:
-    """Raise an error: metadata.json is the commit of a checkpoint.
+def save_config(config: CheckpointingConfig, checkpoint_dir: str | os.PathLike[str]) -> None:
+    """Write metadata.json, for files that a program wrote itself. Local: one process calls it.
 
     Raises:
-        UnsupportedError: always.
+        UnsupportedError: it would be the metadata.json of a checkpoint of megackpt, which names its index.
     """
-    raise_unsupported(
-        "save_config",
-        because="metadata.json is the commit of a checkpoint and names the index it commits.",
-        instead="save() writes it when everything else is durable.",
-    )
+    store = open_store(checkpoint_dir)
+    try:
+        stored = read_manifest(store) if store.exists(CONFIG_FNAME) else {}
+        if DEFAULT_BACKEND in (config.sharded_backend, stored.get("sharded_backend")):
+            raise_unsupported(
+                f"save_config for backend {DEFAULT_BACKEND!r}",
+                because="metadata.json is the commit of such a checkpoint and names the index it commits.",
+                instead="save() writes it when everything else is durable.",
+            )
+        store.replace(CONFIG_FNAME, json.dumps(asdict(config)).encode())
+        store.sync()
+    finally:
+        store.close()

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import copy
 import importlib
+import logging
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -29,12 +30,14 @@ from megackpt.contrib.megatron.dist_checkpointing.mapping import apply_factory_m
 from megackpt.contrib.megatron.dist_checkpointing.state_dict_utils import load_preprocess, save_preprocess
 from megackpt.contrib.megatron.dist_checkpointing.utils import extract_sharded_base, zip_strict
 from megackpt.entities import ShardedBase, ShardedObject, ShardedStateDict, ShardedTensor, StateDict
-from megackpt.errors import DeclarationError, MissingKeyError
+from megackpt.errors import DeclarationError, MissingKeyError, truncated_list
 from megackpt.options import Policy
 from megackpt.plans.validation import StrictHandling
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
+
+log = logging.getLogger(__name__)
 
 ALGORITHMS = ("atomic", "fully_parallel")
 
@@ -130,11 +133,12 @@ class MCoreTensorAwareStateDict(_Base):  # type: ignore[misc]
     ) -> Any:
         """Return a state dict with the tensors and objects that are asked for, common state included. Local.
 
-        With return_mismatch_keys also the keys that nobody has asked for, and those that are not there.
+        With return_mismatch_keys also the keys that this rank has not asked for, and those that it has not
+        saved, as far as strict looks for them. Nothing is loaded for the latter.
 
         Raises:
             DeclarationError: the tensors were taken out, or there is no such algorithm.
-            MissingKeyError: a shard is asked for that this rank did not save, and strict does not pass it.
+            MissingKeyError: there are such keys, and strict makes them an error.
         """
         _check_algorithm(algo)
         self._check_hollow(False)
@@ -146,14 +150,17 @@ class MCoreTensorAwareStateDict(_Base):  # type: ignore[misc]
         wanted, _ = extract_sharded_base(wanted)
         stored = {_identity(entity): entity.data for entity in nested_values(self.sharded_state_dict)}
         asked = list(nested_values(wanted))
+        mode = StrictHandling.of(strict)
         unexpected = {entity.key for entity in asked if _identity(entity) not in stored}
         missing = {identity[0] for identity in stored} - {entity.key for entity in asked}
-        if unexpected and StrictHandling.of(strict).on_unexpected is Policy.ERROR:
-            raise _missing_shards(unexpected, on_other_ranks=self._on_other_ranks)
+        self._report_keys(unexpected, missing if mode.looks_for_missing_keys else set(), mode)
         wanted, _ = extract_matching_values(wanted, lambda entity: _identity(entity) in stored)
         wanted = dict_list_map_inplace(lambda entity: stored[_identity(entity)], wanted)
         merge(state, apply_factory_merges(wanted, factories))
-        return (state, missing, unexpected) if return_mismatch_keys else state
+        if not return_mismatch_keys:
+            return state
+        is_reported = mode is not StrictHandling.IGNORE_ALL
+        return state, missing if mode.looks_for_missing_keys else set(), unexpected if is_reported else set()
 
     @property
     def is_hollow(self) -> bool:
@@ -247,6 +254,16 @@ class MCoreTensorAwareStateDict(_Base):  # type: ignore[misc]
             )
         return [(n, entity, tensor) for n, entity, tensor in tensors if tensor is not None]
 
+    def _report_keys(self, unexpected: set[str], missing: set[str], mode: StrictHandling) -> None:
+        """Log keys that only the request or only this rank's part has, or raise them, as the mode says."""
+        policies = {mode.on_unexpected} if unexpected else set()
+        policies |= {mode.on_missing} if missing else set()
+        error = _mismatch(unexpected, missing, on_other_ranks=self._on_other_ranks)
+        if Policy.ERROR in policies:
+            raise error
+        if Policy.WARN in policies:
+            log.warning("%s", error.message)
+
     def _check_hollow(self, expected: bool) -> None:
         if self._is_hollow != expected:
             fault = (
@@ -257,16 +274,29 @@ class MCoreTensorAwareStateDict(_Base):  # type: ignore[misc]
             raise DeclarationError(fault)
 
 
-def _missing_shards(keys: Collection[str], *, on_other_ranks: Collection[str]) -> MissingKeyError:
-    key = min(keys)
-    fault = f"{len(keys)} keys are asked for in shards that this rank's local checkpoint does not have"
+def _mismatch(
+    unexpected: Collection[str], missing: Collection[str], *, on_other_ranks: Collection[str]
+) -> MissingKeyError:
+    """Return the error for keys that only the request has, and for those that only the checkpoint has."""
+    key = min([*unexpected, *missing], default="")
+    text = ""
+    if missing:
+        text = (
+            f"Missing keys: this rank's local checkpoint has {len(missing)} that it does not ask for:\n"
+            f"{truncated_list(sorted(missing))}\nAsk for them, or leave them by a mode of strict=.\n"
+        )
+    if not unexpected:
+        return MissingKeyError(text.rstrip(), key=key)
+    key = min(unexpected)
+    fault = f"{len(unexpected)} keys are asked for in shards that this rank's local checkpoint does not have"
     cure = "A local checkpoint loads only at the layout that wrote it: load a global one instead."
     if key in on_other_ranks:
         cure = (
             "Megatron-Core wrote it with fully_parallel, so these shards are in the files of other ranks. "
             "Copy the files of all ranks into one folder, and load that with megackpt.load(state, folder)."
         )
-    return MissingKeyError(f"{fault}, {key!r} among them. {cure}", key=key)
+    names = f"Unexpected keys (for this rank):\n{truncated_list(sorted(unexpected))}"
+    return MissingKeyError(f"{text}{fault}, {key!r} among them. {cure} {names}", key=key)
 
 
 def _check_algorithm(algo: str) -> None:
