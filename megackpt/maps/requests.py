@@ -99,6 +99,18 @@ def mapped_tensors(tensor: ShardedTensor, key: str, made: RegionMap) -> Iterator
             yield MappedTensor(_declared(pair, box, data, tensor, made), pair.added)
 
 
+@torch.no_grad()
+def zero_padding(tensor: ShardedTensor, *, rows: int) -> None:
+    """Set the elements of a tensor beyond the first rows of its global array to 0. Local.
+
+    Args:
+        tensor: a tensor with data.
+        rows: how many rows along dim 0 are no padding.
+    """
+    for box, data in _boxes(tensor):
+        data[max(0, rows - box.start[0]) :].zero_()
+
+
 def _boxes(tensor: ShardedTensor) -> Iterator[tuple[Box, torch.Tensor]]:
     """Yield the boxes of the global array that a tensor has, with views of that shape."""
     assert tensor.data is not None

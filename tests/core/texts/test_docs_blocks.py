@@ -50,7 +50,8 @@ RUN_ELSEWHERE = {
     ("docs/torch.md", "def resume_training"): ["tests/contrib/torch/test_dtensor_optimizer.py"],
     ("docs/torch.md", "fully_shard(model"): ["tests/contrib/torch/test_dtensor_optimizer.py"],
     ("docs/torch.md", "FSDP.set_state_dict_type"): ["tests/contrib/torch/test_fsdp1.py"],
-    ("docs/integrations.md", "megatron_state"): ["tests/contrib/megatron/test_megatron_into_models.py"],
+    ("docs/integrations.md", "MoEConfig"): ["tests/contrib/megatron/test_megatron_into_models.py"],
+    ("docs/integrations.md", "resume_from_megatron"): ["tests/contrib/megatron/test_megatron_optimizer.py"],
     ("docs/huggingface.md", "family_of(config)"): ["tests/contrib/megatron/megatron_world.py"],
     ("docs/megatron-compat.md", "TieredCheckpointManager"): [
         "tests/contrib/nvrx/test_tiered_manager.py",

@@ -3,13 +3,27 @@
 from __future__ import annotations
 
 import re
+from argparse import Namespace
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from megackpt.errors import MapError
+from megackpt import (
+    LoadOptions,
+    load,
+    load_common_state_dict,
+    load_plain_tensors,
+    load_sharded_metadata,
+    save,
+)
+from megackpt.comm import Group
+from megackpt.contrib.megatron.resuming import MegatronProgress, resume_from_megatron
+from megackpt.errors import MapError, MismatchError, MissingKeyError
 from megackpt.maps import (
     RegionMap,
     bound_to,
@@ -19,6 +33,11 @@ from megackpt.maps import (
     has_megatron_keys,
     megatron_map,
 )
+from megackpt.testing.world import SimulatedWorld
+from megackpt.training.optim import DistributedOptimizer, initialise_state
+from megackpt.training.parallel import ModelChunks, ParallelGroups, ParallelLayout
+from models import GPTConfig, build_gpt, init_weights
+from models.megatron import megatron_state
 from tests.support.effort import few
 from tests.support.huggingface_configs import IN_MEGATRON, random_fields
 from tests.support.states import assembled, random_arrays
@@ -260,3 +279,184 @@ def test_heads_that_do_not_fit_the_arrays_are_an_error() -> None:
     sizes = {**family.rules(config, ()).sizes, "groups": 7}
     with pytest.raises(MapError, match="7 query groups with"):
         megatron_map(family.region_map(config).left, sizes)
+
+
+# A run that goes on: optimizer state in Megatron-Core's names. tests/contrib/megatron has its own optimizer.
+
+GPT = GPTConfig(
+    vocab_size=30,
+    hidden_size=16,
+    num_layers=2,
+    num_heads=4,
+    num_query_groups=2,
+    ffn_hidden_size=24,
+    seq_length=8,
+    tied_embeddings=False,
+    make_vocab_divisible=1,
+    params_dtype=torch.bfloat16,
+)
+WEIGHTS = [
+    "embedding.word_embeddings.weight",
+    "decoder.layers.self_attention.linear_qkv.layer_norm_weight",
+    "decoder.layers.self_attention.linear_qkv.weight",
+    "decoder.layers.self_attention.linear_proj.weight",
+    "decoder.layers.mlp.linear_fc1.layer_norm_weight",
+    "decoder.layers.mlp.linear_fc1.weight",
+    "decoder.layers.mlp.linear_fc2.weight",
+    "decoder.final_layernorm.weight",
+    "output_layer.weight",
+]
+TIMES = {"fp32_param": 1, "exp_avg": 2, "exp_avg_sq": 3}
+"""Each state of the optimizer is its parameter times this, so that a wrong place shows."""
+DECAYED = {"wd_mult": 1.0, "lr_mult": 1.0, "lr": 0.25, "weight_decay": 0.125, "betas": (0.9, 0.98), "step": 5}
+FREE = {**DECAYED, "wd_mult": 0.0, "weight_decay": 0.0}
+
+
+def trainer(groups: ParallelGroups, config: GPTConfig = GPT) -> tuple[ModelChunks, DistributedOptimizer]:
+    model = build_gpt(config, groups)
+    init_weights(model, seed=3)
+    of_groups: list[dict[str, Any]] = [
+        {"name": "decay", "params": [p for p in model.parameters() if p.ndim > 1], "weight_decay": 0.5},
+        {"name": "free", "params": [p for p in model.parameters() if p.ndim == 1], "wd_mult": 0.0},
+    ]
+    return model, DistributedOptimizer(of_groups, lambda g: torch.optim.AdamW(g, lr=1.0), groups)
+
+
+def stored_run(path: Path, *, names: Mapping[str, str], common: dict[str, Any]) -> None:
+    """Save what Megatron-Core would have stored; names are those of states, with what stands before them."""
+    model, optimizer = trainer(ParallelGroups.offline(ParallelLayout(), 0))
+    keys = [*WEIGHTS, *(f"{name}.{key}" for name in names.values() for key in WEIGHTS)]
+    declared = optimizer.sharded_state_dict(model.sharded_state_dict())
+    for states in declared["state"].values():
+        for name, times in TIMES.items():
+            states[name].data.copy_(times * states["fp32_param"].data)
+    boxes = megatron_state(model, keys, optimizer=declared)
+    save({**boxes, **common}, path)
+    arrays = load_plain_tensors(path)
+    for name, stored in names.items():
+        for key in WEIGHTS:
+            assert torch.equal(arrays[f"{stored}.{key}"], TIMES[name] * arrays[key].float()), (name, key)
+
+
+STATES = {name: f"optimizer.state.{name}" for name in TIMES}
+BY_DISTRIBUTED = {**STATES, "fp32_param": "optimizer.state.param"}
+IN_A_CHAIN = {name: f"chained_0.{key}" for name, key in BY_DISTRIBUTED.items()}
+ONE = {"optimizer": {"optimizer": {"param_groups": [DECAYED, FREE]}}}
+OF_EXPERTS = [{**group, "is_expert_parallel": True} for group in (DECAYED, FREE)]
+CHAIN = {"optimizer": {0: {"optimizer": {"param_groups": [DECAYED, FREE]}}, 1: {"param_groups": OF_EXPERTS}}}
+WITHOUT_STEP = [{k: v for k, v in group.items() if k != "step"} for group in (DECAYED, FREE)]
+WHOLE = {"optimizer": {"state": {"common_step": torch.tensor(5.0)}, "param_groups": WITHOUT_STEP}}
+
+
+@pytest.mark.parametrize(
+    ("names", "common", "layout", "divisible"),
+    [
+        (BY_DISTRIBUTED, ONE, ParallelLayout(dp=2), 1),
+        (BY_DISTRIBUTED, ONE, ParallelLayout(tp=2), 20),
+        (IN_A_CHAIN, CHAIN, ParallelLayout(pp=2), 1),
+        (STATES, WHOLE, ParallelLayout(dp=3), 32),
+    ],
+    ids=["distributed-dp", "distributed-tp", "chain-pp", "whole-dp"],
+)
+def test_masters_moments_and_groups_go_on_at_any_layout(
+    names: dict[str, str], common: dict[str, Any], layout: ParallelLayout, divisible: int, tmp_path: Path
+) -> None:
+    stored_run(tmp_path / "theirs", names=names, common=common)
+    keys = load_sharded_metadata(tmp_path / "theirs")
+
+    def go_on(group: Group) -> None:
+        groups = ParallelGroups.offline(layout, group.rank)
+        model, optimizer = trainer(groups, replace(GPT, make_vocab_divisible=divisible))
+        declared = optimizer.sharded_state_dict(model.sharded_state_dict())
+        load(megatron_state(model, keys, optimizer=declared), tmp_path / "theirs", group=group)
+        resume_from_megatron(optimizer, declared, load_common_state_dict(tmp_path / "theirs"))
+        state = model.sharded_state_dict()
+        save({**state, "optimizer": optimizer.sharded_state_dict(state)}, tmp_path / "ours", group=group)
+
+    SimulatedWorld(layout.world_size).run(go_on)
+    ours, theirs = load_plain_tensors(tmp_path / "ours"), load_plain_tensors(tmp_path / "theirs")
+    weights = {key: value for key, value in ours.items() if not key.startswith("optimizer.")}
+    for key, value in weights.items():
+        for name, times in TIMES.items():
+            assert torch.equal(ours[f"optimizer.state.{name}.{key}"], times * value.float()), (name, key)
+    assert torch.equal(weights["output_layer.weight"][:30], theirs["output_layer.weight"])
+    assert not weights["output_layer.weight"][30:].any(), "padding is 0"
+    assert all((value == 5).all() for key, value in ours.items() if key.startswith("optimizer.state.step."))
+    groups = load_common_state_dict(tmp_path / "ours")["optimizer"]["param_groups"]
+    continued = {name: (group["lr"], group["weight_decay"], group["betas"]) for name, group in groups.items()}
+    assert continued == {"decay": (0.25, 0.125, (0.9, 0.98)), "free": (0.25, 0.0, (0.9, 0.98))}
+
+
+def test_a_missing_moment_is_named_as_megatron_core_names_it(tmp_path: Path) -> None:
+    stored_run(tmp_path / "run", names=BY_DISTRIBUTED, common=ONE)
+    keys = set(load_sharded_metadata(tmp_path / "run"))
+    model, optimizer = trainer(ParallelGroups.offline(ParallelLayout(), 0))
+    declared = optimizer.sharded_state_dict(model.sharded_state_dict())
+    options = LoadOptions(rename={"optimizer.state.exp_avg.output*": "lost*"})
+    with pytest.raises(MissingKeyError, match=r"optimizer\.state\.exp_avg\.output_layer\.weight"):
+        load(megatron_state(model, keys, optimizer=declared), tmp_path / "run", options=options)
+
+
+@pytest.mark.parametrize(
+    ("keys", "error"),
+    [
+        (
+            ["optimizer.distributed.dp_group_idx_0.gbuf_idx_0.exp_avg"],
+            "Load it once with Megatron-Core.*fully",
+        ),
+        ([], "no state of an optimizer.*Leave optimizer= out"),
+    ],
+)
+def test_state_of_one_layout_is_rejected_with_the_way_to_another(keys: list[str], error: str) -> None:
+    model, optimizer = trainer(ParallelGroups.offline(ParallelLayout(), 0))
+    declared = optimizer.sharded_state_dict(model.sharded_state_dict())
+    with pytest.raises(MapError, match=f"(?s){error}"):
+        megatron_state(model, [*WEIGHTS, *keys], optimizer=declared)
+
+
+@pytest.mark.parametrize(
+    ("stored", "error"),
+    [
+        ([], "no parameter groups of an optimizer.*--dist-ckpt-optim-fully-reshardable"),
+        (
+            [DECAYED],
+            "The parameter group 'free': no stored group has wd_mult 0.0.*wd_mult 1.0.*Give",
+        ),
+        ([DECAYED, FREE, {**DECAYED, "lr": 0.5}], "'decay': not one, but several.*lr 0.25.*lr 0.5"),
+        ([DECAYED, {**DECAYED, "step": 6}, FREE], "'decay': not one, but several.*step 5.*step 6"),
+        (WITHOUT_STEP, "'decay': not one"),
+    ],
+    ids=["none", "no-match", "two-rates", "two-steps", "no-step"],
+)
+def test_groups_that_do_not_match_are_shown(stored: list[dict[str, Any]], error: str) -> None:
+    model, optimizer = trainer(ParallelGroups.offline(ParallelLayout(), 0))
+    declared = optimizer.sharded_state_dict(model.sharded_state_dict())
+    with pytest.raises(MismatchError, match=f"(?s){error}"):
+        resume_from_megatron(optimizer, declared, {"optimizer": {"optimizer": {"param_groups": stored}}})
+    assert optimizer.param_groups[0]["lr"] == 1.0, "nothing has changed"
+
+
+def test_a_stored_group_that_nothing_continues_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    weight = torch.nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.AdamW([weight], lr=1.0, weight_decay=0.5)
+    resume_from_megatron(optimizer, {}, ONE)
+    assert "No parameter group goes on as these" in caplog.text
+    assert "wd_mult 0.0" in caplog.text
+    assert optimizer.param_groups[0]["weight_decay"] == 0.125
+
+
+def test_a_torch_optimizer_takes_steps_groups_and_progress() -> None:
+    weight, bias = torch.nn.Parameter(torch.ones(2, 2)), torch.nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.AdamW([{"params": [weight]}, {"params": [bias], "weight_decay": 0.0}], lr=1.0)
+    initialise_state(optimizer)
+    rate = {"max_lr": 0.5, "num_steps": 40}
+    common = {
+        **ONE,
+        "iteration": 5,
+        "args": Namespace(consumed_train_samples=40),
+        "opt_param_scheduler": rate,
+    }
+    progress = resume_from_megatron(optimizer, {}, common)
+    assert progress == MegatronProgress(iteration=5, consumed_samples=40, schedule=rate)
+    assert [optimizer.state[p]["step"].item() for p in (weight, bias)] == [5.0, 5.0]
+    assert [(g["lr"], g["weight_decay"]) for g in optimizer.param_groups] == [(0.25, 0.125), (0.25, 0.0)]
