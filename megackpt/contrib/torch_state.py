@@ -30,6 +30,7 @@ from torch.optim import Optimizer
 from megackpt.entities import ShardedStateDict, StateDict
 from megackpt.entities.sharded_tensor import KeptIfMissing
 from megackpt.errors import UnsupportedError, truncated_list
+from megackpt.ground.wrappers import INNER_WRAPPERS
 from megackpt.training.optim import initialise_state
 from megackpt.training.optim.param_groups import ParamGroup, chosen_options, match_unnamed_groups
 
@@ -37,9 +38,6 @@ log = logging.getLogger(__name__)
 
 _WITH_STATE = "params_with_state"
 """Next to `state` and `param_groups`: the names of the parameters that had state when it was saved."""
-
-_WRAPPED = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
-"""Attributes under which torch.compile, FSDP1 and checkpoint_wrapper have the module that they wrap."""
 
 
 class TorchState:
@@ -122,7 +120,9 @@ def _named_params(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn
         yield f"{prefix}{name}", param
     for name, child in module.named_children():
         # A user's own submodule may be called `module`; in DistributedDataParallel it is what is wrapped.
-        is_wrapped = name in _WRAPPED or (name == "module" and isinstance(module, DistributedDataParallel))
+        is_wrapped = name in INNER_WRAPPERS or (
+            name == "module" and isinstance(module, DistributedDataParallel)
+        )
         yield from _named_params(child, prefix if is_wrapped else f"{prefix}{name}.")
 
 

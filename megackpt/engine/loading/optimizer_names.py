@@ -2,7 +2,8 @@
 
 `optimizer.state_dict()` numbers parameters by their position. Where the optimizer was made of
 `named_parameters()`, its groups also have `param_names`. If a model now registers its parameters in another
-order, positions would give a parameter the moments of another one.
+order, positions would give a parameter the moments of another one. Names that differ by wrappers of modules
+(`_orig_mod`) are of the same parameter.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from megackpt.entities.tree import Steps, add_step, dotted, iter_leaves, path_of
 from megackpt.errors import MismatchError, truncated_list
 from megackpt.formats.contents import Contents
 from megackpt.ground.notices import notice
+from megackpt.ground.wrappers import without_wrappers
 
 log = logging.getLogger(__name__)
 
@@ -128,9 +130,9 @@ def _groups_of(optimizer: Mapping[str, Any]) -> list[tuple[Sequence[Any], Sequen
 
 
 def _numbers_of(optimizer: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the number of each parameter by its name, in order."""
+    """Return the number of each parameter by its name without wrappers, in order."""
     return {
-        name: number
+        without_wrappers(name): number
         for names, numbers in _groups_of(optimizer)
         for name, number in zip(names, numbers, strict=True)
     }
@@ -140,7 +142,7 @@ def _reordered(before: Mapping[str, Any], now: Mapping[str, Any], path: str, whe
     """Return a stored state dict with the numbers and groups of the request; settings stay as stored."""
     stored, wanted = _numbers_of(before), _numbers_of(now)
     others = sorted({type(leaf).__name__ for _, leaf in iter_leaves(now["state"]) if _is_declared(leaf)})
-    if others:
+    if others and stored != wanted:
         raise MismatchError(
             f"{where}: the parameters of the optimizer {path!r} are not in the order of the checkpoint, and "
             f"its state has the type {others[0]}, which is loaded by position. Register the parameters in "
@@ -169,9 +171,9 @@ def _reordered(before: Mapping[str, Any], now: Mapping[str, Any], path: str, whe
 
 def _settings_for(group: Mapping[str, Any], optimizer: Mapping[str, Any]) -> dict[str, Any]:
     """Return the stored group that has the first of some parameters; the group itself if none has."""
-    for name in group["param_names"]:
+    for name in map(without_wrappers, group["param_names"]):
         for stored in optimizer["param_groups"]:
-            if name in stored["param_names"]:
+            if name in map(without_wrappers, stored["param_names"]):
                 return dict(stored)
     return dict(group)
 

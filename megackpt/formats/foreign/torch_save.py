@@ -47,6 +47,7 @@ from megackpt.formats.foreign.stored_shards import StoredShards, array_of_shards
 from megackpt.formats.foreign.strategy import SUFFIXES, ForeignLoadStrategy, names_of
 from megackpt.formats.strategy import Format, Json
 from megackpt.formats.torch_zip import is_zip_file
+from megackpt.ground.wrappers import INNER_WRAPPERS, WRAPPERS, without_wrappers
 from megackpt.storage import LocalStore, Store
 
 
@@ -91,8 +92,6 @@ FORMAT = Format(backend="torch", version=1, load=TorchSaveLoadStrategy)
 _NUMBER = re.compile(r"(\d+)(?!.*\d)")  # the last one in a name
 _SHARD = re.compile(r"(.+)-(\d{5})-of-(\d{5})")
 _INDEX_MAX_BYTES = 100_000_000  # one of a million tensors
-_WRAPPERS = ("module.", "_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
-_INNER_WRAPPERS = re.compile(r"(?:(?<=\.)|^)(?:_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")
 
 
 def read_torch(path: str, *, prefix: str, checks_bytes: bool) -> ForeignState:
@@ -375,9 +374,10 @@ def _names(table: Mapping[Any, Any]) -> Iterator[tuple[Any, Any]]:
     keys = list(table)
     names = keys
     if keys and all(isinstance(key, str) for key in keys):
-        while prefix := next((p for p in _WRAPPERS if all(name.startswith(p) for name in names)), ""):
+        prefixes = [f"{wrapper}." for wrapper in WRAPPERS]
+        while prefix := next((p for p in prefixes if all(name.startswith(p) for name in names)), ""):
             names = [name.removeprefix(prefix) for name in names]
-        inner = [_INNER_WRAPPERS.sub("", name) for name in names]
+        inner = [without_wrappers(name, INNER_WRAPPERS) for name in names]
         names = inner if len(set(inner)) == len(inner) else names
     yield from zip(keys, names, strict=True)
 

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import difflib
+import json
 import logging
 import re
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence, Set
@@ -18,6 +19,7 @@ import numpy.typing as npt
 
 from megackpt.errors import CheckpointError, MismatchError, MissingKeyError, truncated_list
 from megackpt.ground.notices import notice
+from megackpt.ground.wrappers import without_wrappers
 from megackpt.options import KeyRule, Policy
 from megackpt.plans.metadata import OBJECT, ArraySpec, ChunkTable, DeclaredChunks
 from megackpt.plans.planning import Copies
@@ -107,7 +109,8 @@ def check_unexpected_keys(
         rules: what to do about them.
         where: the checkpoint, for errors.
         plain: those of the requested keys that are paths of plain tensors, not keys of entities. They are
-            judged less strictly, unless all requested keys are missing.
+            judged less strictly, unless all requested keys are missing, or the checkpoint has the same name
+            with other wrappers (`_orig_mod`).
         advice: what to do about single keys, for the error.
 
     Raises:
@@ -118,6 +121,7 @@ def check_unexpected_keys(
     unexpected = sorted(wanted - known)
     # Where nothing at all is found, the names differ, and a warning would leave the model as it was.
     is_nothing_found = len(unexpected) == len(wanted)
+    wrapped = _with_other_wrappers(unexpected, known - wanted) if unexpected else {}
 
     def error(keys: list[str]) -> MissingKeyError:
         lines: list[str] = []
@@ -128,7 +132,8 @@ def check_unexpected_keys(
             hint = stacked or (f" (the checkpoint has {close[0]!r})" if close else "")
             lines.append(f"{key!r}{hint}")
         rules_to_paste = rules_text(globs_for(keys), "unexpected=Policy.WARN")
-        remedy = _rename_advice(unexpected, known) or f"To keep them as they are: {rules_to_paste}."
+        remedy = _rename_advice(keys, known) or _wrapper_advice(keys, wrapped, known & wanted)
+        remedy = remedy or f"To keep them as they are: {rules_to_paste}."
         return MissingKeyError(
             f"{where} does not hold {len(keys)} of the keys asked for:\n{truncated_list(lines)}\n"
             f"{_advice_for(keys, advice)}Ask for what was saved, or list what is there with "
@@ -138,7 +143,7 @@ def check_unexpected_keys(
         )
 
     def policy_of(key: str) -> Policy:
-        is_lenient = key in plain and not is_nothing_found
+        is_lenient = key in plain and not is_nothing_found and key not in wrapped
         return rules.on_unexpected_plain(key) if is_lenient else rules.on_unexpected(key)
 
     apply_policies(unexpected, policy_of, error)
@@ -163,6 +168,13 @@ _PREFIX = re.compile(r"(\w+\.)+")
 """A prefix that is a pattern of itself."""
 
 
+def _with_other_wrappers(missing: Iterable[str], stored: Iterable[str]) -> dict[str, str]:
+    """Return the stored key that differs from a missing one by wrappers alone, by the missing key."""
+    by_name = {without_wrappers(key): key for key in stored}
+    names = {key: without_wrappers(key) for key in missing}
+    return {key: by_name[name] for key, name in names.items() if name in by_name}
+
+
 def _rename_advice(missing: Sequence[str], stored: Set[str]) -> str:
     """Return the rename that finds all missing keys, if they lack one prefix or have one too many."""
     first = missing[0]
@@ -183,6 +195,46 @@ def _rename_advice(missing: Sequence[str], stored: Set[str]) -> str:
         if is_plain and all(key.startswith(prefix) and key.removeprefix(prefix) in stored for key in missing):
             return f'Under other names it has them: LoadOptions(rename={{"*": "{prefix}*"}}).'
     return ""
+
+
+_MOST_PATTERNS = 8  # that an error lists to be pasted
+
+
+def _wrapper_advice(missing: Sequence[str], wrapped: Mapping[str, str], present: Iterable[str]) -> str:
+    """Return the rename that finds the keys that have other wrappers in the checkpoint.
+
+    Args:
+        missing: keys that the checkpoint lacks.
+        wrapped: the stored key of those that it has with other wrappers.
+        present: requested keys that it has.
+    """
+    pairs = {wrapped[key]: key for key in missing if key in wrapped}
+    if not pairs:
+        return ""
+    # The first pattern that matches counts, so those of inner modules come first.
+    patterns = dict(sorted((_pattern_of(*pair) for pair in pairs.items()), key=lambda p: -len(p[0])))
+
+    def renamed(key: str) -> str:
+        starts = ((old[:-1], new[:-1]) for old, new in patterns.items())
+        return next((new + key.removeprefix(old) for old, new in starts if key.startswith(old)), key)
+
+    if any(renamed(key) != new for key, new in (*pairs.items(), *zip(present, present, strict=True))):
+        patterns = pairs
+    those = "them" if len(pairs) == len(missing) else "some of them"
+    if len(patterns) > _MOST_PATTERNS:
+        return (
+            f"It has {those} under the names of modules that are wrapped in another way (torch.compile, "
+            f"FSDP). Wrap them as in the save, or give LoadOptions(rename={{stored: asked, ...}}) both names."
+        )
+    return f"Under the names of other wrappers it has {those}: LoadOptions(rename={json.dumps(patterns)})."
+
+
+def _pattern_of(stored: str, asked: str) -> tuple[str, str]:
+    """Return both names with `*` for the steps that they end with."""
+    before, after = stored.split("."), asked.split(".")
+    while before and after and before[-1] == after[-1]:
+        before, after = before[:-1], after[:-1]
+    return ".".join([*before, "*"]), ".".join([*after, "*"])
 
 
 @dataclass(frozen=True, slots=True)

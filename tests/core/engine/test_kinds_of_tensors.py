@@ -32,6 +32,7 @@ from megackpt import (
 from megackpt.run import remove_sharded_tensors
 from megackpt.storage import MemoryStore
 from tests.support.effort import few
+from tests.support.pasted import pasted
 from tests.support.states import sharded
 
 SHAPES = [(), (0,), (3,), (2, 3), (2, 0, 1)]
@@ -218,6 +219,42 @@ def test_a_rename_that_is_proposed_works(stored: dict[str, Any]) -> None:
         load(request, store, options=LoadOptions(rename=ast.literal_eval(proposed[1])))
         assert request["a"].item() == 1.0
     assert (proposed is not None) == bool({"ema", "module"} & stored.keys())
+
+
+WRAPPED = {
+    "not at all": ["l.0.w", "l.1.w", "e.w"],
+    "DDP": ["module.l.0.w", "module.l.1.w", "module.e.w"],
+    "FSDP1": [f"_fsdp_wrapped_module.{name}" for name in ("l.0._fsdp_wrapped_module.w", "l.1.w", "e.w")],
+    "one module": ["l._orig_mod.0.w", "l._orig_mod.1.w", "e.w"],
+    "a module in that": ["l._orig_mod.0.w", "l._orig_mod.1._checkpoint_wrapped_module.w", "e.w"],
+    "several": ["_orig_mod.l.0.w", "_orig_mod.l.module.1.w", "_orig_mod.e.w"],
+}
+
+
+@pytest.mark.parametrize("is_sharded", [False, True])
+@pytest.mark.parametrize(("stored", "asked"), list(itertools.permutations(WRAPPED, 2)))
+def test_names_that_differ_by_wrappers_are_an_error_with_a_rename_that_works(
+    stored: str, asked: str, is_sharded: bool
+) -> None:
+    def state(names: list[str], values: list[float]) -> dict[str, Any]:
+        tensors = {name: torch.tensor([value]) for name, value in zip(names, values, strict=True)}
+        leaves = {n: sharded(f"state.{n}", t) if is_sharded else t for n, t in tensors.items()}
+        return {"state": leaves, "tensors": tensors}
+
+    save({"state": state(WRAPPED[stored], [1.0, 2.0, 3.0])["state"]}, store := MemoryStore())
+    request = state(WRAPPED[asked], [0.0] * 3)
+    with pytest.raises(MissingKeyError) as caught:
+        load({"state": request["state"]}, store)
+    load({"state": request["state"]}, store, options=pasted(str(caught.value)))
+    assert [tensor.item() for tensor in request["tensors"].values()] == [1.0, 2.0, 3.0]
+
+
+def test_wrappers_of_many_modules_are_an_error_with_advice() -> None:
+    saved = {f"l.{i}._orig_mod.w": torch.ones(1) for i in range(9)}
+    save({**saved, "e": torch.ones(1)}, store := MemoryStore())
+    asked = {f"l.{i}.w": torch.zeros(1) for i in range(9)}
+    with pytest.raises(MissingKeyError, match=r"wrapped in another way .* Wrap them as in the save, or"):
+        load({**asked, "e": torch.zeros(1)}, store)
 
 
 def test_one_that_finds_some_warns_of_the_others(caplog: pytest.LogCaptureFixture) -> None:

@@ -47,6 +47,23 @@ def test_another_order_of_parameters_gets_the_moments_of_each_name(
     assert other.state_dict()["param_groups"][0]["param_names"] == list(order)
 
 
+@pytest.mark.parametrize(
+    ("stored", "asked"), [("", "_orig_mod."), ("module.", ""), ("l._orig_mod.", "_fsdp_wrapped_module.l.")]
+)
+def test_names_that_differ_by_wrappers_are_of_the_same_parameter(stored: str, asked: str) -> None:
+    params, optimizer = trained(list("abc"))
+    state = optimizer.state_dict()
+    state["param_groups"][0]["param_names"] = [f"{stored}{name}" for name in "abc"]
+    save({"opt": state}, store := MemoryStore())
+    again, other = trained(list("cab"), steps=1)
+    state = other.state_dict()
+    state["param_groups"][0]["param_names"] = wrapped = [f"{asked}{name}" for name in "cab"]
+    loaded = load({"opt": state}, store)["opt"]
+    assert loaded["param_groups"][0]["param_names"] == wrapped
+    other.load_state_dict(loaded)
+    assert moments(again, other) == moments(params, optimizer)
+
+
 def test_parameters_of_one_side_only_are_named(caplog: pytest.LogCaptureFixture) -> None:
     params, optimizer = trained(list("abc"))
     save({"opt": optimizer.state_dict()}, store := MemoryStore())
