@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
     get_model_state_dict,
     get_optimizer_state_dict,
     set_model_state_dict,
@@ -86,15 +87,21 @@ class TorchState:
         }
 
     def load_models(self, loaded: StateDict) -> None:
-        """Put what a load returned into the models. Collective under FSDP."""
+        """Put what a load returned into the models. Collective under FSDP.
+
+        What the load has left out, with the error or warning that its rules ask for, stays as it is: a
+        parameter that was added to the model.
+        """
+        options = StateDictOptions(strict=False)
         for position, model in enumerate(self._models):
-            set_model_state_dict(model, loaded[_name("model", position)])
+            set_model_state_dict(model, loaded[_name("model", position)], options=options)
 
     def load_optimizers(self, loaded: StateDict) -> None:
         """Put what a load returned into the optimizers. Collective under FSDP.
 
         A parameter of which the checkpoint has no state has none afterwards, and a group whose parameters it
-        lacks keeps its settings; a warning names both.
+        lacks keeps its settings. State of parameters that the optimizer does not have is left out. Warnings
+        name all three.
 
         Raises:
             MismatchError: the parameters of a group were in several groups, or those of several in one.
@@ -110,12 +117,13 @@ class TorchState:
 def param_names(model: nn.Module) -> dict[int, str]:
     """Return the name of each parameter of a model, without wrappers, by the id of the parameter. Local."""
     names: dict[int, str] = {}
-    for name, param in _named_params(model):
+    for name, param in named_params(model):
         names.setdefault(id(param), name)
     return names
 
 
-def _named_params(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Parameter]]:
+def named_params(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Parameter]]:
+    """Yield the parameters of a module under all of their names, without wrappers. Local."""
     for name, param in module.named_parameters(recurse=False, remove_duplicate=False):
         yield f"{prefix}{name}", param
     for name, child in module.named_children():
@@ -123,7 +131,7 @@ def _named_params(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn
         is_wrapped = name in INNER_WRAPPERS or (
             name == "module" and isinstance(module, DistributedDataParallel)
         )
-        yield from _named_params(child, prefix if is_wrapped else f"{prefix}{name}.")
+        yield from named_params(child, prefix if is_wrapped else f"{prefix}{name}.")
 
 
 def _has_flat_params(model: nn.Module) -> bool:
@@ -165,6 +173,13 @@ def _load_optimizer(optimizer: Optimizer, names: Mapping[int, str], stored: Mapp
     absent = sorted({names[id(param)] for param in params if optimizer.state.get(param)} - known)
     if absent:
         log.warning("The checkpoint has no state of the optimizer for:\n%s", truncated_list(absent))
+    known_here = {names[id(param)] for param in params}
+    others = {name for group in stored["param_groups"] for name in group["params"]} & known - known_here
+    if others:
+        log.warning(
+            "The checkpoint has state of parameters that the optimizer does not have; it is left out:\n%s",
+            truncated_list(sorted(others)),
+        )
     state = {
         position: stored["state"][name]
         for position, param in enumerate(params)

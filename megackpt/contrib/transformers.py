@@ -8,6 +8,9 @@
 streams, written by all ranks in parallel. Next to it are the model's config, the tokenizer and
 `trainer_state.json`, as the Trainer writes them. Nothing is a pickle.
 
+Of a model with adapters of peft, the checkpoint lacks the parameters of the base model that no optimizer
+trains, as the Trainer's own does. The adapter is next to it, as peft writes it.
+
 A folder that the Trainer wrote without the mixin is resumed by the Trainer's own functions. It is never
 removed.
 
@@ -25,12 +28,15 @@ from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from megackpt.contrib.torch_state import TorchState
+from megackpt.contrib.torch_state import TorchState, named_params
+from megackpt.entities import ShardedStateDict
+from megackpt.entities.sharded_tensor import KeptIfMissing
 from megackpt.errors import NotACheckpointError, UnsupportedError
 from megackpt.formats.registry import recognise
 from megackpt.formats.strategy import MANIFEST
+from megackpt.options import LoadOptions
 from megackpt.run.collective import load, save
-from megackpt.run.local import check_is_distributed_checkpoint
+from megackpt.run.local import check_is_distributed_checkpoint, load_plain_tensors
 from megackpt.storage import LocalStore
 from megackpt.training.state import CommonObject, RankPosition, RngState, TrainingState
 
@@ -49,6 +55,8 @@ _STEP = re.compile(r"checkpoint-(\d+)")
 _WEIGHTS = re.compile(r"(?:adapter_)?model\.safetensors(?:\.index\.json)?|pytorch_model.*|adapter_model\.bin")
 _OPTIMIZER = re.compile(r"optimizer\.(?:pt|bin)|optimizer_\d+")
 _SCHEDULER = "scheduler.pt"
+
+_MODEL_ALONE = LoadOptions(exclude=("optimizer.*",))
 
 
 class TrainerMixin:
@@ -120,10 +128,9 @@ class TrainerMixin:
         if self.is_deepspeed_enabled or self.args.push_to_hub:
             what = "DeepSpeed" if self.is_deepspeed_enabled else "push_to_hub"
             raise UnsupportedError(f"TrainerMixin does not work with {what}. Use Trainer without the mixin.")
-        torch_state = self._torch_state()
-        state = torch_state.models()
+        state = self._model_state(self.model_wrapped)
         if not self.args.save_only_model:
-            state |= {**torch_state.optimizers(), **self._others().sharded_state_dict()}
+            state |= {**self._torch_state().optimizers(), **self._others().sharded_state_dict()}
         save(state, Path(output_dir, FOLDER))
         if self.args.should_save:
             if _has_optimizer(Path(output_dir)):
@@ -132,7 +139,13 @@ class TrainerMixin:
                     "know which of the two to take.",
                     output_dir,
                 )
-            self.model.config.save_pretrained(output_dir)
+            if _has_adapters(self.model):
+                # Read back, as each rank has only its part of it.
+                stored = load_plain_tensors(Path(output_dir, FOLDER), options=_MODEL_ALONE)
+                weights = {key.removeprefix("model."): tensor for key, tensor in stored.items()}
+                self.model.save_pretrained(output_dir, state_dict=weights)
+            elif hasattr(self.model, "config"):  # a model of transformers
+                self.model.config.save_pretrained(output_dir)
             if self.processing_class is not None:
                 self.processing_class.save_pretrained(output_dir)
 
@@ -149,8 +162,9 @@ class TrainerMixin:
         if not _is_ours(resume_from_checkpoint):
             cast(Any, super())._load_from_checkpoint(resume_from_checkpoint, model)
             return
-        models = TorchState([self.model if model is None else model], [])
-        models.load_models(load(models.models(), Path(resume_from_checkpoint, FOLDER)))
+        model = self.model if model is None else model
+        loaded = load(self._model_state(model, is_loading=True), Path(resume_from_checkpoint, FOLDER))
+        TorchState([model], []).load_models(loaded)
 
     def _load_best_model(self) -> None:
         if _is_ours(self.state.best_model_checkpoint):
@@ -182,8 +196,26 @@ class TrainerMixin:
             others.resume(loaded, step=self.state.global_step)
 
     def _torch_state(self) -> TorchState:
-        optimizer = getattr(self.optimizer, "optimizer", self.optimizer)  # without accelerate's wrapper
-        return TorchState([self.model_wrapped], [optimizer])
+        return TorchState([self.model_wrapped], [self._own_optimizer()])
+
+    def _own_optimizer(self) -> Any:
+        return getattr(self.optimizer, "optimizer", self.optimizer)  # without accelerate's wrapper
+
+    def _model_state(self, model: Any, *, is_loading: bool = False) -> ShardedStateDict:
+        """Declare a model. The base of adapters is not saved, and loaded if an older version has saved it."""
+        state = TorchState([model], []).models()
+        if not _has_adapters(self.model):
+            return state
+        optimizer = self._own_optimizer()
+        trained = {id(p) for group in (optimizer.param_groups if optimizer else ()) for p in group["params"]}
+        base = {name for name, p in named_params(model) if not p.requires_grad and id(p) not in trained}
+        return {
+            "model": {
+                name: KeptIfMissing(value) if name in base else value
+                for name, value in state["model"].items()
+                if is_loading or name not in base
+            }
+        }
 
     def _others(self) -> TrainingState:
         position = RankPosition(
@@ -194,6 +226,11 @@ class TrainerMixin:
         if self.accelerator.scaler is not None:
             parts["scaler"] = CommonObject(self.accelerator.scaler)
         return TrainingState(parts)
+
+
+def _has_adapters(model: Any) -> bool:
+    """Return whether a model is one of peft, or one of transformers with adapters of peft."""
+    return bool(getattr(model, "peft_config", None))
 
 
 def newest_checkpoint(output_dir: str) -> str | None:

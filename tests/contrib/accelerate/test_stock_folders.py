@@ -35,12 +35,12 @@ class OurTrainer(TrainerMixin, transformers.Trainer):  # type: ignore[misc, name
     pass
 
 
-def trainer(kind: type, root: Path, steps: int, **chosen: Any) -> Any:
+def trainer(kind: type, root: Path, steps: int, *, model: Any = None, **chosen: Any) -> Any:
     """A Trainer of a model with dropout, so that the random streams count."""
     torch.manual_seed(0)
     sizes = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
     heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "attention_dropout": 0.3}
-    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, **heads))
+    model = model or transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, **heads))
     quiet = {"report_to": [], "use_cpu": True, "disable_tqdm": True}
     arguments = transformers.TrainingArguments(
         output_dir=str(root),
@@ -162,6 +162,42 @@ def test_a_save_of_the_trainer_that_did_not_finish_is_left_out(run: Path) -> Non
     shutil.copytree(run / "checkpoint-2", run / "checkpoint-4")
     (run / "checkpoint-4" / "trainer_state.json").unlink()
     assert newest_checkpoint(str(run)) == str(run / "checkpoint-2")
+
+
+def adapted() -> Any:
+    peft = pytest.importorskip("peft", reason="peft is not installed")
+    torch.manual_seed(1)
+    config = peft.LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM")
+    return peft.get_peft_model(trainer(OurTrainer, Path("unused"), 1).model, config)
+
+
+def test_a_folder_has_the_adapter_and_not_its_base_as_that_of_the_trainer(tmp_path: Path) -> None:
+    again = trainer(OurTrainer, tmp_path / "run", 4, model=adapted())
+    again.train()
+    shutil.rmtree(tmp_path / "run" / "checkpoint-4")
+    written = tmp_path / "run" / "checkpoint-2"
+    arrays = megackpt.load_tensors_metadata(written / FOLDER)
+    assert {"lora_" in key for key in arrays} == {True}
+    resumed = trainer(OurTrainer, tmp_path / "run", 4, model=adapted())
+    resumed.train(resume_from_checkpoint=True)
+    weights = again.model.state_dict()
+    assert all(torch.equal(value, weights[name]) for name, value in resumed.model.state_dict().items())
+    # What peft reads has the weights of this step, too.
+    of_peft = type(again.model).from_pretrained(adapted().unload(), str(written))
+    stored = megackpt.load_plain_tensors(written / FOLDER)
+    assert all(
+        torch.equal(value, stored[f"model.{name}"])
+        for name, value in of_peft.state_dict().items()
+        if "lora_" in name
+    )
+
+
+def test_a_base_that_an_older_version_has_saved_is_loaded(tmp_path: Path) -> None:
+    model = adapted()
+    base = {name: torch.ones_like(tensor) for name, tensor in model.state_dict().items()}
+    megackpt.save({"model": base}, tmp_path / FOLDER)
+    trainer(OurTrainer, tmp_path, 1, model=model)._load_from_checkpoint(str(tmp_path))
+    assert all(bool((value == 1).all()) for value in model.state_dict().values())
 
 
 def prepared(seed: int) -> tuple[Any, Any, Any]:

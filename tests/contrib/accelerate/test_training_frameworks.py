@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import types
 from pathlib import Path
 from typing import Any
@@ -94,3 +95,79 @@ def test_a_run_without_a_checkpoint_begins_anew_or_is_an_error(tmp_path: Path) -
     trainer.args = types.SimpleNamespace(output_dir=str(tmp_path))
     with pytest.raises(NotACheckpointError, match=r"has no folder checkpoint-N with a whole checkpoint"):
         trainer.train(resume_from_checkpoint=True)
+
+
+class Towers(nn.Module):
+    """Two towers of which a step may use one."""
+
+    def __init__(self, *, has_right: bool = True) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        self.left = nn.Linear(4, 4)
+        if has_right:
+            self.right = nn.Linear(4, 4)
+        self.uses_right = False
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        out = self.left(x) + (self.right(x) if self.uses_right else 0)
+        return {"loss": out.square().mean()}
+
+
+def before_step(kind: str, model: Any, number: int) -> None:
+    """Choose what the step with this number trains; the checkpoint is that of step 2."""
+    if hasattr(model, "right"):
+        model.uses_right = kind != "never used" and (kind != "added" or number >= 2)
+        is_frozen = {"frozen": number >= 1, "thawed": 1 <= number < 3}.get(kind, False)
+        model.right.requires_grad_(not is_frozen)
+
+
+def run_trainer(kind: str, root: Path, model: nn.Module, *, resumes: bool) -> None:
+    transformers = pytest.importorskip("transformers", reason="the extra huggingface is not installed")
+    from megackpt.contrib.transformers import TrainerMixin
+
+    class OurTrainer(TrainerMixin, transformers.Trainer):  # type: ignore[misc, name-defined]  # no types
+        pass
+
+    class Chosen(transformers.TrainerCallback):  # type: ignore[misc, name-defined]  # no types
+        def on_step_begin(self, args: Any, state: Any, control: Any, **others: Any) -> None:
+            before_step(kind, model, state.global_step)
+
+    arguments = transformers.TrainingArguments(
+        output_dir=str(root), max_steps=4, save_steps=2, report_to=[], use_cpu=True, disable_tqdm=True,
+        seed=1, learning_rate=0.1, weight_decay=0.1,
+    )  # fmt: skip
+    batches = [{"x": row} for row in torch.randn(64, 4, generator=torch.Generator().manual_seed(3))]
+    run = OurTrainer(model, arguments, train_dataset=batches, callbacks=[Chosen()])
+    run.train(resume_from_checkpoint=resumes)
+    if not resumes:
+        shutil.rmtree(root / "checkpoint-4")
+
+
+def run_accelerator(kind: str, root: Path, model: nn.Module, *, resumes: bool) -> None:
+    accelerate = pytest.importorskip("accelerate")
+    accelerator = accelerate.Accelerator(cpu=True)
+    accelerator._models.clear(), accelerator._optimizers.clear(), accelerator._schedulers.clear()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    if resumes:
+        load_state(accelerator, root / "step_2")
+    for number in range(2 if resumes else 0, 4):
+        before_step(kind, model, number)
+        optimizer.zero_grad()
+        model(torch.ones(2, 4) + number)["loss"].backward()
+        optimizer.step()
+        if number == 1:
+            save_state(accelerator, root / "step_2")
+
+
+@pytest.mark.parametrize("kind", ["never used", "frozen", "thawed", "added"])
+@pytest.mark.parametrize("run", [run_trainer, run_accelerator])
+def test_a_run_goes_on_bit_for_bit_whatever_it_trains(run: Any, kind: str, tmp_path: Path) -> None:
+    run(kind, tmp_path / "whole", whole := Towers(), resumes=False)
+    run(kind, tmp_path / "run", Towers(has_right=kind != "added"), resumes=False)
+    again = Towers()
+    with torch.no_grad():
+        again.left.weight.zero_()
+    run(kind, tmp_path / "run", again, resumes=True)
+    weights = whole.state_dict()
+    assert all(torch.equal(value, weights[name]) for name, value in again.state_dict().items())

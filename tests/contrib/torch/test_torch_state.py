@@ -227,3 +227,13 @@ def test_state_that_the_checkpoint_lacks_goes(caplog: pytest.LogCaptureFixture) 
     state.load_optimizers(load(state.sharded_state_dict(is_loading=True), store))
     assert with_state(model, other) == set()
     assert "no state of the optimizer for:\n  left.weight" in caplog.text
+
+
+def test_state_of_parameters_that_the_optimizer_lacks_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    model = Towers()
+    optimizer = torch.optim.AdamW(model.parameters())
+    step(model, optimizer, "lm", 0)
+    save(TorchState([model], [optimizer]).sharded_state_dict(), store := MemoryStore())
+    state = TorchState([model], [torch.optim.AdamW(model.left.parameters())])
+    state.load_optimizers(load(state.sharded_state_dict(is_loading=True), store))
+    assert "state of parameters that the optimizer does not have; it is left out:\n  module." in caplog.text
