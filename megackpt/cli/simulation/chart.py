@@ -10,9 +10,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
+from megackpt.cli.simulation.estimate import of_all_ranks
 from megackpt.cli.simulation.layout import layout_title
 from megackpt.cli.simulation.outcome import LoadOutcome, SaveOutcome
-from megackpt.plans.geometry import Ints
 from megackpt.training.parallel import ParallelLayout
 
 GB = 1e9
@@ -22,13 +22,16 @@ _SCALE = 10.0  # percent
 def draw(title: str, save: SaveOutcome, load: LoadOutcome | None, path: Path) -> None:
     """Write heat maps of the deviation from the mean; the suffix of the path chooses the format.
 
-    A row is a (pp, tp), a column is a dp rank.
+    A row is a (pp, tp), a column is a dp rank. Ranks of a load that were not planned have the number of the
+    last planned one before them.
     """
     panels: list[tuple[str, ParallelLayout, npt.NDArray[np.float64]]] = []
     if save.layout is not None:
         panels.append(("written", save.layout, save.nbytes / GB))
     if load is not None:
-        panels.append(("read, each rank by itself", load.layout, _everywhere(load.read, load) / GB))
+        planned, ranks = len(load.planned), load.layout.world_size
+        sample = f" ({planned:,} of {ranks:,} ranks planned)" if planned < ranks else ""
+        panels.append((f"read, each rank by itself{sample}", load.layout, of_all_ranks(load.read, load) / GB))
         group = load.shared_read / load.layout.size("dp_cp") / GB
         panels.append(
             (
@@ -51,7 +54,7 @@ def _draw_panel(
 ) -> None:
     placed = of_rank.reshape(layout.pp, layout.size("dp_cp"), layout.tp).transpose(0, 2, 1)
     rows = placed.reshape(layout.pp * layout.tp, layout.size("dp_cp"))
-    mean, most = float(np.nanmean(rows)), float(np.nanmax(rows))
+    mean, most = float(rows.mean()), float(rows.max())
     deviation = 100 * (rows / mean - 1) if mean else np.zeros_like(rows)
     # The same scale in every chart, so that charts can be compared; the mean is white.
     drawn = axes.imshow(
@@ -71,16 +74,9 @@ def _draw_panel(
     step = max(1, layout.pp // 8)
     stages = range(0, layout.pp, step)
     axes.set_yticks([pp * layout.tp for pp in stages], [str(pp) for pp in stages])
-    beyond = float(np.nanmax(np.abs(deviation), initial=0.0)) > _SCALE
+    beyond = float(np.abs(deviation).max(initial=0.0)) > _SCALE
     label = f"% above or below the mean, scale ±{_SCALE:.0f} %"
     figure.colorbar(drawn, ax=axes, label=label, extend="both" if beyond else "neither")
-
-
-def _everywhere(of_planned: Ints, load: LoadOutcome) -> npt.NDArray[np.float64]:
-    """Return a number for each rank; NaN for ranks that were not planned."""
-    placed = np.full(load.layout.world_size, np.nan)
-    placed[load.planned] = of_planned
-    return placed
 
 
 def _of_groups(of_group: npt.NDArray[np.float64], layout: ParallelLayout) -> npt.NDArray[np.float64]:

@@ -194,13 +194,20 @@ def advise(save_s: float, *, mtbf_s: float, restart_s: float, least_s: float = 0
     return Interval(young=young, daly=daly, efficiency=1 / slowdown)
 
 
+def of_all_ranks(of_planned: Ints, load: LoadOutcome) -> Ints:
+    """Return a number for each rank: ranks that were not planned have that of the last planned one before."""
+    at = np.searchsorted(load.planned, np.arange(load.layout.world_size), side="right") - 1
+    spread: Ints = of_planned[np.maximum(at, 0)]
+    return spread
+
+
 def _load_times(load: LoadOutcome, cluster: Cluster) -> tuple[float | None, float | None]:
     """Return the seconds of reading alone, and of reading and exchanging."""
     layout, per_node = load.layout, cluster.ranks_per_node
     group = np.arange(layout.world_size) % layout.tp + layout.tp * (
         np.arange(layout.world_size) // (layout.stage_size)
     )
-    read, needed = _of_all_ranks(load.read, load), _of_all_ranks(load.needed, load)
+    read, needed = of_all_ranks(load.read, load), of_all_ranks(load.needed, load)
     direct = slowest(read, per_node, cluster.read, cluster.total_read)
     shared = slowest(
         (load.shared_read // layout.size("dp_cp"))[group], per_node, cluster.read, cluster.total_read
@@ -210,10 +217,3 @@ def _load_times(load: LoadOutcome, cluster: Cluster) -> tuple[float | None, floa
     received = np.maximum(needed - (load.unique // layout.size("dp_cp"))[group], 0)
     sent = slowest(received, per_node, cluster.network, None)
     return direct, max(shared, sent or 0.0)
-
-
-def _of_all_ranks(of_planned: Ints, load: LoadOutcome) -> Ints:
-    """Give ranks that were not planned what the last planned one before them has."""
-    at = np.searchsorted(load.planned, np.arange(load.layout.world_size), side="right") - 1
-    spread: Ints = of_planned[np.maximum(at, 0)]
-    return spread

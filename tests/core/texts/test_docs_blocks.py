@@ -11,6 +11,7 @@ import ast
 import importlib
 import inspect
 import re
+import runpy
 import textwrap
 from dataclasses import fields, is_dataclass
 from pathlib import Path
@@ -106,7 +107,7 @@ NO_CODE = {
 def is_covered(page: str, blocks: list[Block], position: int) -> bool:
     """Whether a block is run, or compared with an output, by the test that its kind belongs to."""
     block = blocks[position]
-    if block.kind in {"python", "mermaid", *SHELL}:
+    if block.kind in {"python", *SHELL}:
         return True
     return block.kind == "text" and position > 0 and blocks[position - 1].kind == "python" and not block.lead
 
@@ -242,3 +243,14 @@ def test_every_flag_and_every_knob_is_named_in_the_documents(name: str) -> None:
         names = [param.opts[0] for param in command.params if isinstance(param, click.Option)]
         names += FLAGS_OF_ALL
     assert undocumented(names, *DOCS.glob("*.md")) == []
+
+
+def test_every_image_is_shown_and_has_a_command_and_diagrams_are_drawn_by_today_s() -> None:
+    diagrams = runpy.run_path(str(DOCS / "site" / "pictures.py"))["drawn"]()
+    for name, svg in diagrams.items():
+        assert (DOCS / "images" / name).read_text() == svg, "run: python docs/site/pictures.py"
+    listed = (DOCS / "contributing.md").read_text()
+    shown = "".join(path.read_text() for path in DOCUMENTS)
+    for image in (DOCS / "images").iterdir():
+        assert f"`{image.name}`" in listed
+        assert f"images/{image.name})" in shown
