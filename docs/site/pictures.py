@@ -85,7 +85,7 @@ ARROWS = [
 
 
 def sequence(steps: list[Step], title: str) -> str:
-    """Return a diagram with a lane for each who takes part, and the text of each step to the right of them."""
+    """Return a diagram with a lane for each who takes part, with the text of each step on their right."""
     shapes, y = [], 2 * LINE
     for step in steps:
         if step.condition:
