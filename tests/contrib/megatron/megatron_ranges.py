@@ -16,6 +16,7 @@ from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -35,10 +36,16 @@ from tests.system.interop.megatron_peer import (
 
 start(["--megackpt"])  # before Megatron-Core is imported
 
-from megatron.core import dist_checkpointing, distributed, parallel_state  # noqa: E402
+from megatron.core import dist_checkpointing, distributed, optimizer, parallel_state  # noqa: E402
+from megatron.core.optimizer import optimizer_config  # noqa: E402
 
 import megackpt  # noqa: E402
 from megackpt.contrib import megatron  # noqa: E402
+
+# What stands for streams, and for the version of Transformer Engine, where CPU offload asks for them.
+torch.cuda.Stream = torch.cuda.current_stream = mock.MagicMock()  # type: ignore[assignment,misc]
+torch.cuda.stream = lambda _: nullcontext()  # type: ignore[assignment,misc]
+optimizer_config.is_te_min_version = lambda *_: False
 
 FORMS = {"ranges": False, "gathered": True}
 
@@ -46,13 +53,14 @@ FORMS = {"ranges": False, "gathered": True}
 class Rank:
     """One rank's model and optimizer, with the oracle's values, at a tensor-parallel size."""
 
-    def __init__(self, tp: int, *, overlap: bool = False) -> None:
+    def __init__(self, tp: int, *, overlap: bool = False, offload: float | None = None) -> None:
         self.job = Job("write", "distopt", "", tp=tp, optimizer_format="fully_reshardable")
         parallel_state.destroy_model_parallel()
         parallel_state.initialize_model_parallel(tp)
         with overlapped_gradients() if overlap else nullcontext():
             self.model = build_model(self.job)
-        self.optimizer = build_optimizer(self.job, self.model)
+        with nullcontext() if offload is None else offloaded(offload):
+            self.optimizer = build_optimizer(self.job, self.model)
         take_a_step(self.optimizer, steps=7)
         fill_optimizer(self.optimizer, self.model.sharded_state_dict(), check=False)
 
@@ -74,6 +82,12 @@ class Rank:
         self.optimizer.load_state_dict(loaded["optimizer"])
         return fill_optimizer(self.optimizer, self.model.sharded_state_dict(), check=True)
 
+    def steps_from_states(self) -> bool:
+        """Return whether the parameters of offloaded optimizers, which step next, are those of the states."""
+        hybrids = [part.optimizer for part in parts_of(self.optimizer)]
+        pairs = [(h.state[p]["master_param"], h.param_to_inner_param[p]) for h in hybrids for p in h.state]
+        return all(torch.equal(main, inner) for main, inner in pairs)
+
 
 @contextmanager
 def overlapped_gradients() -> Iterator[None]:
@@ -91,6 +105,43 @@ def overlapped_gradients() -> Iterator[None]:
 
 def _overlapped(config: Any, **options: Any) -> Any:
     return config(**{**options, "overlap_grad_reduce": True})
+
+
+@contextmanager
+def offloaded(fraction: float) -> Iterator[None]:
+    """Let optimizers be built with `--optimizer-cpu-offload`, for a fraction of the parameters."""
+    options = {"optimizer_cpu_offload": True, "optimizer_offload_fraction": fraction, "pin_cpu_grads": False}
+    options |= {"use_precision_aware_optimizer": True, "overlap_cpu_optimizer_d2h_h2d": False}
+    config, hybrid = optimizer.OptimizerConfig, optimizer.HybridDeviceOptimizer
+    divide = hybrid._get_sub_optimizer_param_groups
+    optimizer.OptimizerConfig = partial(config, **options)
+    hybrid._get_sub_optimizer_param_groups = devices_seen(divide)
+    try:
+        yield
+    finally:
+        optimizer.OptimizerConfig, hybrid._get_sub_optimizer_param_groups = config, divide
+
+
+def devices_seen(divide: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a method in which a tensor is on a device unless it comes from `Tensor.cpu`."""
+    copies = {name: getattr(torch.Tensor, name) for name in ("detach", "clone", "float", "cpu", "pin_memory")}
+
+    def copying(name: str) -> Callable[[Any], Any]:
+        def copy(tensor: Any) -> Any:
+            # Memory is not pinned here, and `cpu` would return the tensor itself.
+            copied = tensor if name == "pin_memory" else copies["clone" if name == "cpu" else name](tensor)
+            copied.is_on_host = name == "cpu" or getattr(tensor, "is_on_host", False)
+            return copied
+
+        return copy
+
+    def divided(*args: Any) -> Any:
+        patches = {name: copying(name) for name in copies}
+        patches["is_cuda"] = property(lambda tensor: not getattr(tensor, "is_on_host", False))
+        with mock.patch.multiple(torch.Tensor, **patches):
+            return divide(*args)
+
+    return divided
 
 
 @contextmanager
@@ -138,6 +189,20 @@ def main() -> None:
         for form, written, of_tp in itertools.product(FORMS, FORMS, (1, 2)[:tp]):
             path = str(folder / f"{written}-{of_tp}-torch_dist")
             answers[f"{written} of tp {of_tp} read as {form} at tp {tp}"] = rank.load(form, path)
+    for fraction in (1.0, 0.5):
+        rank = Rank(1, offload=fraction)
+        paths = {form: str(folder / f"{form}-offload-{fraction}") for form in FORMS}
+        with elements_sent() as sent:
+            for form, path in paths.items():
+                rank.save(form, path)
+                answers.setdefault(f"elements sent by {form} with offload {fraction}", sum(sent))
+        if dist.get_rank() == 0:
+            answers[f"difference with offload {fraction}"] = str(megackpt.diff(*paths.values()))
+            answers[f"equal with offload {fraction}"] = megackpt.diff(*paths.values()).is_equal
+        for form, written, of_rank in itertools.product(FORMS, FORMS, (fraction, 1.5 - fraction)):
+            reader = Rank(1, offload=of_rank)
+            read = f"{written} of offload {fraction} by {form} at {of_rank}"
+            answers[read] = reader.load(form, paths[written]) * reader.steps_from_states()
     path = str(folder / "buckets")
     rank = Rank(1, overlap=True)
     (buffer,) = parts_of(rank.optimizer)[0].buffers

@@ -309,6 +309,19 @@ def test_either_form_is_read_as_either_at_another_size(answers: dict[str, Any]) 
 
 
 @needs_megatron
+@pytest.mark.parametrize("fraction", [1.0, 0.5])
+def test_optimizers_offloaded_to_the_host_save_and_load_ranges(
+    fraction: float, answers: dict[str, Any]
+) -> None:
+    """Their parameter groups hold classes, and their states a step and the main parameter."""
+    assert answers[f"elements sent by ranges with offload {fraction}"] == 0
+    assert answers[f"equal with offload {fraction}"], answers[f"difference with offload {fraction}"]
+    elements = [n for name, n in answers.items() if f" of offload {fraction} by " in name]
+    assert len(elements) == 8, "either form, read as either, offloaded as before and otherwise"
+    assert min(elements) > 3000
+
+
+@needs_megatron
 def test_ranges_have_no_padding_of_buckets(answers: dict[str, Any]) -> None:
     assert answers["buckets with padding"] > 1, "where Megatron-Core 0.16.1 itself stores shifted values"
     assert answers["padded buckets read at tp 1"] > 3000
