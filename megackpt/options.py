@@ -101,8 +101,8 @@ class SaveOptions:
     Attributes:
         timeout_s: how long a rank waits for the others in each collective, in seconds. In an asynchronous
             save also how long it waits for a writer process that makes no progress.
-        part_bytes: how many bytes are copied at once if a tensor is not contiguous in host memory; from
-            a CUDA device at most 4 MiB.
+        part_bytes: how many bytes are copied at once if a tensor is not contiguous in host memory, or is on
+            a device; at most 4 MiB.
         assume_constant_structure: with a plan cache, use the plan of the last save without comparing
             declarations and common state between ranks. Each rank still compares its own declarations with
             the plan.

@@ -25,7 +25,7 @@ import numpy.typing as npt
 import torch
 
 from megackpt.engine.data.tensor_bytes import as_bits, as_elements, byte_view, parts_of
-from megackpt.storage.rawio import BUFFER_BYTES
+from megackpt.storage.rawio import BUFFER_BYTES, COMMON_POOL
 
 log = logging.getLogger(__name__)
 
@@ -118,21 +118,35 @@ def host_parts(tensor: torch.Tensor, *, part_bytes: int) -> Iterator[memoryview]
     """Yield the bytes of a tensor's elements, in row-major order.
 
     A contiguous tensor in host memory is yielded as it is, without a copy. Any other tensor is yielded in
-    copied parts of at most part_bytes (at least one element), each valid until the next one. Parts of CUDA
-    tensors have at most 4 MiB and are copied ahead; these copies wait for the work that is now on the
-    caller's stream.
+    copied parts of at most part_bytes and 4 MiB (at least one element), each valid until the next one. Parts
+    of CUDA tensors are copied ahead; these copies wait for the work that is now on the caller's stream.
     """
-    if not tensor.is_cuda:
-        if tensor.is_cpu and tensor.is_contiguous() and tensor.numel():
-            return iter([byte_view(as_bits(tensor))])
-        return (byte_view(as_bits(part).cpu().contiguous()) for part in parts_of(tensor, part_bytes))
-    follow([tensor])
-    return (part for _, part in to_host((None, part) for part in parts_in_buffers(tensor, part_bytes)))
+    if tensor.is_cuda:
+        follow([tensor])
+        return (part for _, part in to_host((None, part) for part in parts_in_buffers(tensor, part_bytes)))
+    # A lazy conjugate or negative has other bits than the memory that it refers to.
+    is_as_stored = not tensor.is_conj() and not tensor.is_neg()
+    if tensor.is_cpu and tensor.is_contiguous() and tensor.numel() and is_as_stored:
+        return iter([byte_view(as_bits(tensor))])
+    return _copied_parts(tensor, part_bytes)
 
 
 def parts_in_buffers(tensor: torch.Tensor, part_bytes: int) -> Iterator[torch.Tensor]:
-    """Yield `parts_of` a tensor that fit into the common buffers."""
-    return parts_of(tensor, min(part_bytes, COMMON_BUFFERS.buffer_bytes))
+    """Yield `parts_of` a tensor that fit into a buffer, of those here or of the pool of `rawio`."""
+    return parts_of(tensor, min(part_bytes, BUFFER_BYTES))
+
+
+def _copied_parts(tensor: torch.Tensor, part_bytes: int) -> Iterator[memoryview]:
+    # One buffer for all parts. Memory that is allocated for each part is freed into the heap of the thread,
+    # which does not use all of it again: two threads have taken 150 MiB.
+    with COMMON_POOL.borrow() as buffer:
+        for part in parts_in_buffers(tensor, part_bytes):
+            # as_bits would copy a lazy conjugate or negative once more.
+            source = part if part.is_conj() or part.is_neg() else as_bits(part)
+            nbytes = source.numel() * source.element_size()
+            into = torch.from_numpy(buffer[:nbytes]).view(source.dtype).view(source.shape)
+            into.copy_(source)
+            yield buffer.data[:nbytes]
 
 
 def to_host(

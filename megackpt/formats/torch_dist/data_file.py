@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import numpy as np
 
 from megackpt.formats.strategy import ChunkParts
-from megackpt.formats.torch_dist.item import ALIGNMENT, frame_of, stream
+from megackpt.formats.torch_dist.item import ALIGNMENT, Frame, frame_of, stream
 from megackpt.plans.geometry import Ints, rectangles_of
 from megackpt.plans.metadata import DIGEST_BLOCK_BYTES, OBJECT, ChunkTable, itemsizes
 from megackpt.storage import BlockDigester, Store
@@ -67,7 +68,9 @@ class DataFile:
         self.item = item  # numbers of its items, in file order
         self._rows = rows  # (row of the plan, positions in `item`)
         self._table = table
-        frames = [_frame(table, i) for i in item.tolist()]
+        # A model has many tensors and few shapes, and a frame takes 2 KiB.
+        shared = cache(frame_of)
+        frames = [_frame(table, i, shared) for i in item.tolist()]
         self._frames = frames
         self.length = np.array([f[2] for f in frames], np.int64)
         ends = np.cumsum(-(-self.length // ALIGNMENT) * ALIGNMENT)
@@ -120,7 +123,9 @@ class DataFile:
         self.digests.append(digester.result())
 
 
-def _frame(table: ChunkTable, item: int) -> tuple[Any, int, int]:
+def _frame(
+    table: ChunkTable, item: int, frame_of: Callable[[str, tuple[int, ...]], Frame]
+) -> tuple[Any, int, int]:
     """Return the frame of an item, None for an object; where its data begins; and its length."""
     spec = table.arrays[int(table.array[item])]
     if spec.dtype == OBJECT:

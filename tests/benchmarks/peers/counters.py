@@ -25,9 +25,9 @@ def open_descriptors() -> int | None:
         return None
 
 
-def resident_bytes() -> int | None:
-    """Return the resident memory of this process."""
-    return _status("VmRSS")
+def resident_bytes(process: int | str = "self") -> int | None:
+    """Return the resident memory of a process, by default of this one."""
+    return _status("VmRSS", process)
 
 
 def peak_above(work: Callable[[], object]) -> int:
@@ -48,9 +48,9 @@ def peak_above(work: Callable[[], object]) -> int:
     return max(0, highest - before)
 
 
-def _status(name: str) -> int | None:
+def _status(name: str, process: int | str = "self") -> int | None:
     try:
-        lines = (_PROC / "status").read_text().splitlines()
+        lines = (_PROC.parent / str(process) / "status").read_text().splitlines()
     except OSError:
         return None
     return next((int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{name}:")), None)

@@ -4,22 +4,29 @@ from __future__ import annotations
 
 import ctypes
 import os
+from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
 
 import megackpt
-from megackpt import LoadOptions, ShardedTensor
+from megackpt import Checkpointer, LoadOptions, ShardedTensor
+from megackpt.engine.data import device_copies
+from megackpt.engine.saving import local_state
 from megackpt.formats.native import NativeSaveStrategy
 from megackpt.run import PlanCache
+from megackpt.storage.rawio import COMMON_POOL
 from megackpt.testing.ranks import RankPool
 from megackpt.training.optim import DistributedOptimizer
 from megackpt.training.parallel import ParallelGroups, ParallelLayout
 from models import GPT, GPTConfig
+from tests.benchmarks import bench_memory
 from tests.benchmarks.peers.collectives import COLLECTIVE_METHODS, MESSAGE_METHODS, observed
+from tests.benchmarks.peers.counters import peak_above
 from tests.support.effort import sampled
 from tests.support.zarr_v1 import copy_as_zarr_v1
 
@@ -111,6 +118,102 @@ def test_save_and_load_add_at_most_64_mib_to_a_state_of_1_gib(rank_pool: RankPoo
         )
         assert state == STATE_BYTES
         assert extra <= ALLOWED_BYTES
+
+
+SAVED_BYTES = 192 * MIB
+WRITTEN_AT_ONCE = {"megackpt": 1, "torch_dist": 2}  # files, by format
+OF_A_TENSOR_BYTES = {
+    "megackpt": 2048,
+    "torch_dist": 6144,
+}  # declarations and plan; of torch_dist .metadata, too
+ON_A_DEVICE = "on a device"
+
+
+def staged_bytes(format_: str, kind: str) -> int:
+    """Return what docs/performance.md promises, and 4 MiB for stacks and heaps of threads."""
+    tensors = SAVED_BYTES // 4096 if kind == "tensors of 4 KiB" else 16
+    return WRITTEN_AT_ONCE[format_] * 28 * MIB + tensors * OF_A_TENSOR_BYTES[format_] + 4 * MIB
+
+
+class OnDevice(torch.Tensor):
+    """A tensor in host memory that says that it is on a device."""
+
+    is_cuda = property(lambda self: True)
+
+
+def added_on_a_device(directory: Path, format_: str) -> int:
+    """Return how many bytes a save of tensors adds that go through the buffers of devices."""
+    with patch.object(local_state, "follow"), patch.object(device_copies, "follow"):
+        for name, nbytes in (("small", 1 << 16), ("large", SAVED_BYTES)):
+            # Contiguous: what a device makes contiguous in its own memory would be memory of the host here.
+            state = bench_memory.STATES["contiguous"](nbytes)
+            for tensor in state.values():
+                tensor.data = tensor.data.as_subclass(OnDevice)
+            COMMON_POOL.clear()
+            device_copies.COMMON_BUFFERS._idle.clear()
+            added = peak_above(partial(megackpt.save, state, directory / name, format_))
+    return added
+
+
+@pytest.mark.parametrize("kind", [*bench_memory.STATES, ON_A_DEVICE])
+@pytest.mark.parametrize("format_", WRITTEN_AT_ONCE)
+def test_a_save_stages_no_more_than_its_buffers(
+    rank_pool: RankPool, tmp_path: Path, format_: str, kind: str
+) -> None:
+    if kind == ON_A_DEVICE:
+        (added,) = rank_pool.run(added_on_a_device, 1, tmp_path, format_)
+    else:
+        (added,) = rank_pool.run(bench_memory.added_by_a_save, 1, tmp_path, format_, kind, SAVED_BYTES)
+    print(f"{kind}, {format_}: {added / MIB:.1f} MiB")
+    assert added <= staged_bytes(format_, kind)
+
+
+@pytest.mark.parametrize("kind", ["contiguous", "transposed"])
+@pytest.mark.parametrize("format_", WRITTEN_AT_ONCE)
+def test_an_asynchronous_save_adds_the_share_of_the_rank_once(
+    rank_pool: RankPool, tmp_path: Path, format_: str, kind: str
+) -> None:
+    ((first, later),) = rank_pool.run(
+        bench_memory.added_by_asynchronous_saves, 1, tmp_path, format_, kind, SAVED_BYTES
+    )
+    print(f"{kind}, {format_}: {first / MIB:.1f} MiB, then {later / MIB:.1f} MiB")
+    assert first <= SAVED_BYTES + staged_bytes(format_, kind)
+    assert later <= staged_bytes(format_, kind)
+
+
+ROUNDS, SETTLED = 60, 20  # saves and loads; the first ones allocate what later ones use again
+
+
+def what_is_held_after_rounds(directory: Path) -> list[tuple[int, int, int]]:
+    """Return resident bytes, descriptors and threads after each save and load of 48 MiB."""
+    held = []
+    tensors = [torch.full((4 * MIB,), float(i)) for i in range(3)]
+    state = {str(i): ShardedTensor.from_rank_offsets(f"t{i}", t) for i, t in enumerate(tensors)}
+    with (
+        Checkpointer(directory / "sync", keep_last=1) as synchronous,
+        Checkpointer(directory / "async", keep_last=1, async_save=True) as asynchronous,
+    ):
+        for step in range(ROUNDS):
+            checkpointer = (synchronous, asynchronous)[step % 2]
+            checkpointer.save(step, state)
+            checkpointer.wait()
+            tensors[0].zero_()
+            checkpointer.load(state)
+            threads, descriptors = (len(os.listdir(f"/proc/self/{name}")) for name in ("task", "fd"))
+            held.append((resident("VmRSS"), descriptors, threads))
+    return held
+
+
+def test_60_saves_and_loads_leave_no_memory_no_descriptor_and_no_thread(
+    rank_pool: RankPool, tmp_path: Path
+) -> None:
+    (held,) = rank_pool.run(what_is_held_after_rounds, 1, tmp_path)
+    memory, descriptors, threads = zip(*held[SETTLED:], strict=True)
+    # The least of ten rounds: a thread that ends, or memory that is freed late, counts for some rounds only.
+    left = [min(values[-10:]) - min(values[:10]) for values in (memory, descriptors, threads)]
+    print(f"{left[0] / MIB:.1f} MiB, {left[1]} descriptors, {left[2]} threads")
+    assert left[0] <= 2 * MIB  # heaps of threads; a single lost buffer has 4 MiB
+    assert left[1:] == [0, 0]
 
 
 def peak_of_an_exchange(directory: Path, way: Any, exchange_bytes: int, tensors: int) -> int:
