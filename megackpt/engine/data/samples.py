@@ -47,37 +47,46 @@ def sample_digests(tensors: Sequence[torch.Tensor], number: int) -> npt.NDArray[
         number: of the save. The samples of 64 saves with numbers in sequence have different positions.
     """
     digests = np.zeros(len(tensors), np.uint64)
-    # Samples that are joined by one call of torch, and so copied from a device at once.
-    joined: dict[tuple[torch.device, torch.dtype, torch.Size], list[int]] = {}
-    samples = []
+    # Tensors of one kind have their runs at the same positions. One call of torch joins their samples, and so
+    # one copy brings them from a device. What is done for each tensor alone is most of the price.
+    kinds: dict[tuple[torch.Size, torch.dtype, torch.device], list[int]] = {}
+    for i, tensor in enumerate(tensors):
+        kinds.setdefault((tensor.shape, tensor.dtype, tensor.device), []).append(i)
     with torch.no_grad():
-        for i, tensor in enumerate(tensors):
-            sample = _sample(tensor, number)
-            samples.append(sample)
-            joined.setdefault((sample.device, sample.dtype, sample.shape), []).append(i)
-        for (_, dtype, shape), indices in joined.items():
-            data = as_bits(torch.cat([samples[i] for i in indices])).cpu().numpy()
-            nbytes = shape.numel() * dtype.itemsize
+        for (shape, dtype, _), indices in kinds.items():
+            samples = _samples([tensors[i] for i in indices], shape.numel(), dtype, number)
+            data = as_bits(torch.cat(samples)).cpu().numpy()
+            nbytes = data.nbytes // len(indices)
             digests[indices] = digest_list(data.reshape(-1).view(np.uint8).data, nbytes) if nbytes else 0
     return digests
 
 
-def _sample(tensor: torch.Tensor, number: int) -> torch.Tensor:
-    """Return the sampled elements: a view of the tensor if it is contiguous, else a copy of them."""
-    elements = tensor.numel()
-    run = _RUN_BYTES // tensor.element_size()
-    # A lazy conjugate or negative has other bits than the tensor that it was made of.
-    is_dense = tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
-    if is_dense and tensor.dtype not in _JOINED:
-        tensor = as_bits(tensor)
-    if elements <= _RUNS * run:
-        return tensor.view(-1) if is_dense else as_bits(tensor).reshape(-1)
-    start, distance = run_positions(elements, run, number)
-    if is_dense:
-        return tensor.as_strided((_RUNS, run), (distance, 1), tensor.storage_offset() + start)
-    positions = start + distance * np.arange(_RUNS)[:, np.newaxis] + np.arange(run)
-    indices = np.unravel_index(positions, tuple(tensor.shape))
-    return as_bits(tensor[tuple(torch.from_numpy(index).to(tensor.device) for index in indices)])
+def _samples(
+    tensors: Sequence[torch.Tensor], elements: int, dtype: torch.dtype, number: int
+) -> list[torch.Tensor]:
+    """Return the sampled elements of tensors of one shape, dtype and device, in one shape and dtype.
+
+    They are a view of a tensor that is contiguous, and a copy of the elements of any other.
+    """
+    run = _RUN_BYTES // dtype.itemsize
+    is_small = elements <= _RUNS * run
+    start, distance = (0, 0) if is_small else run_positions(elements, run, number)
+    size, stride = (elements,) if is_small else (_RUNS, run), (1,) if is_small else (distance, 1)
+    samples = []
+    for tensor in tensors:
+        # A lazy conjugate or negative has other bits than the tensor that it was made of.
+        if tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg():
+            bits = tensor if dtype in _JOINED else as_bits(tensor)
+            samples.append(bits.as_strided(size, stride, bits.storage_offset() + start))
+            continue
+        if is_small:
+            sample = tensor.reshape(-1)
+        else:
+            positions = start + distance * np.arange(_RUNS)[:, np.newaxis] + np.arange(run)
+            indices = np.unravel_index(positions, tuple(tensor.shape))
+            sample = tensor[tuple(torch.from_numpy(index).to(tensor.device) for index in indices)]
+        samples.append(sample.resolve_conj().resolve_neg() if dtype in _JOINED else as_bits(sample))
+    return samples
 
 
 @lru_cache(maxsize=256)  # the tensors of a model have few sizes
