@@ -190,8 +190,39 @@ def _folder_of_accelerate(location: Location) -> Path | None:
     return path if is_whole else None
 
 
+def check_fsdp(path: Path, accelerator: Accelerator) -> None:
+    """Check that accelerate's own functions read a folder in this run. Local.
+
+    The folder is one of `Accelerator.save_state`, or of a Trainer. With FSDP, files have other names, by the
+    type of state dicts, and the errors of these functions do not name this cause.
+
+    Raises:
+        NotACheckpointError: they do not.
+    """
+    kinds = {kind for entry in path.iterdir() if (kind := _fsdp_kind(entry.name)) is not None}
+    plugin = accelerator.state.fsdp_plugin if accelerator.distributed_type.name == "FSDP" else None
+    now = "no FSDP" if plugin is None else f"FSDP with {plugin.state_dict_type.name}"
+    before = f"FSDP with {min(kinds)}" if kinds else "no FSDP"
+    if before != now:
+        raise NotACheckpointError(
+            f"{path} was saved with {before}, and this run has {now}. Such a folder is read with {before} "
+            f"only: resume it so, and save a step with megackpt. That step loads with or without FSDP.",
+            path=str(path),
+        )
+
+
+def _fsdp_kind(name: str) -> str | None:
+    """Return the type of the state dicts of FSDP that a file has; None for a file of no model of FSDP."""
+    patterns = {"SHARDED": r"_\d+", "FULL": r"(?:_\d+)?\.bin", "LOCAL": r"(?:_\d+)?_rank\d+\.bin"}
+    for kind, pattern in patterns.items():
+        if re.fullmatch(f"pytorch_model_fsdp{pattern}", name):
+            return f"{kind}_STATE_DICT"
+    return None
+
+
 def _load_own(accelerator: Accelerator, path: Path) -> list[str]:
     """Load a folder of accelerate's own; return what does not go on."""
+    check_fsdp(path, accelerator)
     # accelerate says so in its log only.
     states = _RANDOM_STATES.format(accelerator.process_index)
     has_states = (path / states).is_file()

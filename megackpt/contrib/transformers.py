@@ -28,6 +28,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
+from megackpt.contrib.accelerate import check_fsdp
 from megackpt.contrib.torch_state import TorchState, named_params
 from megackpt.entities import ShardedStateDict
 from megackpt.entities.sharded_tensor import KeptIfMissing
@@ -87,7 +88,8 @@ class TrainerMixin:
 
         Raises:
             NotACheckpointError: `resume_from_checkpoint=True`, and the output folder has no whole checkpoint;
-                or the folder to resume from has none.
+                or the folder to resume from has none; or the Trainer wrote it with FSDP, and this run has no
+                FSDP, or the other way round.
         """
         if resume_from_checkpoint is True:
             output_dir = self.args.output_dir
@@ -102,6 +104,8 @@ class TrainerMixin:
             fault = _fault(Path(resume_from_checkpoint))
             if fault:
                 raise NotACheckpointError(fault, path=str(resume_from_checkpoint))
+        if resume_from_checkpoint and not _is_ours(resume_from_checkpoint):
+            check_fsdp(Path(resume_from_checkpoint), self.accelerator)
         # The Trainer would also remove folders that it has written without the mixin.
         self._limit, self.args.save_total_limit = self.args.save_total_limit, None
         try:

@@ -5,8 +5,11 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +17,7 @@ import torch
 from torch import nn
 
 import megackpt
-from megackpt.contrib.accelerate import load_state, newest, save_state
+from megackpt.contrib.accelerate import check_fsdp, load_state, newest, save_state
 from megackpt.contrib.transformers import FOLDER, TrainerMixin, newest_checkpoint
 from megackpt.errors import NotACheckpointError
 
@@ -45,11 +48,10 @@ def trainer(kind: type, root: Path, steps: int, *, model: Any = None, **chosen: 
     arguments = transformers.TrainingArguments(
         output_dir=str(root),
         max_steps=steps,
-        per_device_train_batch_size=4,
         logging_steps=1,
         seed=1,
         learning_rate=1e-2,
-        **{"save_steps": 2, **quiet, **chosen},
+        **{"save_steps": 2, "per_device_train_batch_size": 4, **quiet, **chosen},
     )
     return kind(model, arguments, train_dataset=Tokens(), eval_dataset=Tokens())
 
@@ -151,6 +153,63 @@ def test_a_folder_that_the_mixin_cannot_resume_is_an_error_and_no_new_run(
     for chosen in (True, str(run / "checkpoint-2")):
         with pytest.raises(NotACheckpointError, match=named):
             trainer(OurTrainer, run, 3).train(resume_from_checkpoint=chosen)
+
+
+NO_FSDP = None
+FSDP_FILES = {
+    NO_FSDP: "model.safetensors",
+    "SHARDED_STATE_DICT": "pytorch_model_fsdp_0",
+    "FULL_STATE_DICT": "pytorch_model_fsdp.bin",
+    "LOCAL_STATE_DICT": "pytorch_model_fsdp_rank1.bin",
+}
+
+
+@pytest.mark.parametrize("now", [NO_FSDP, "SHARDED_STATE_DICT", "FULL_STATE_DICT"])
+@pytest.mark.parametrize("before", FSDP_FILES)
+def test_a_folder_of_another_kind_of_fsdp_is_an_error(
+    before: str | None, now: str | None, tmp_path: Path
+) -> None:
+    plugin = SimpleNamespace(state_dict_type=SimpleNamespace(name=now))
+    host = SimpleNamespace(
+        distributed_type=SimpleNamespace(name="FSDP" if now else "MULTI_CPU"),
+        state=SimpleNamespace(fsdp_plugin=plugin if now else None),
+    )
+    (tmp_path / FSDP_FILES[before]).touch()
+    if before == now:
+        check_fsdp(tmp_path, host)
+        return
+    text = (
+        f"was saved with .*{before or 'no FSDP'}, and this run has .*{now or 'no FSDP'}. .* resume it so, and"
+    )
+    with pytest.raises(NotACheckpointError, match=text):
+        check_fsdp(tmp_path, host)
+
+
+def test_a_folder_of_the_trainer_with_fsdp_is_resumed_with_fsdp(tmp_path: Path) -> None:
+    """Two ranks: the Trainer without the mixin, then with it from its step 2, then one without FSDP."""
+    first, whole = fsdp_ranks("stock", tmp_path), tmp_path / "checkpoint-4"
+    assert sorted(path.name for path in whole.glob("*_0")) == ["optimizer_0", "pytorch_model_fsdp_0"]
+    shutil.rmtree(whole)
+    assert fsdp_ranks("ours", tmp_path) == first
+    assert FOLDER in folders(whole)
+    assert FOLDER not in folders(tmp_path / "checkpoint-2")
+    shutil.rmtree(whole)
+    for chosen in (True, str(tmp_path / "checkpoint-2")):
+        with pytest.raises(
+            NotACheckpointError, match="saved with FSDP with SHARDED_STATE_DICT, and this run"
+        ):
+            trainer(OurTrainer, tmp_path, 4).train(resume_from_checkpoint=chosen)
+
+
+def fsdp_ranks(kind: str, root: Path) -> str:
+    """Run this file on two ranks, as at its end; return the losses of a run."""
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    done = subprocess.run(
+        [*launch, "-m", __name__, kind, str(root)], capture_output=True, text=True, check=False
+    )
+    lines = [line for line in done.stdout.splitlines() if line.startswith("losses ")]
+    assert lines, done.stderr
+    return lines[0]
 
 
 def test_the_folder_of_all_steps_is_an_error_with_the_newest(run: Path) -> None:
@@ -273,3 +332,33 @@ def test_checkpoints_of_others_alone_are_no_new_run(tmp_path: Path) -> None:
     (tmp_path / "step_5" / "manifest.ocdbt").write_bytes(b"")
     with pytest.raises(NotACheckpointError, match=r"step_5 is a checkpoint of Orbax. It is not read"):
         newest(tmp_path)
+
+
+def train_with_fsdp(kind: str, root: Path) -> None:
+    """Train four steps with FSDP2 on processors, for which accelerate has to believe in a device."""
+    os.environ["ACCELERATE_USE_FSDP"] = "true"
+    original = accelerate.state.AcceleratorState.__init__
+
+    def with_fsdp(self: Any, *args: Any, **chosen: Any) -> None:
+        accelerate.PartialState(cpu=True, backend="gloo")
+        accelerate.PartialState._shared_state["distributed_type"] = accelerate.DistributedType.MULTI_XPU
+        original(self, *args, **chosen)
+
+    accelerate.state.AcceleratorState.__init__ = with_fsdp
+    fsdp = {"version": 2, "state_dict_type": "SHARDED_STATE_DICT"}
+    fsdp |= {"transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"], "cpu_ram_efficient_loading": False}
+    run = trainer(
+        OurTrainer if kind == "ours" else transformers.Trainer,
+        root,
+        4,
+        fsdp="full_shard auto_wrap",
+        fsdp_config=fsdp,
+        per_device_train_batch_size=2,
+    )
+    run.train(resume_from_checkpoint=kind == "ours")
+    if run.args.process_index == 0:
+        print("losses", losses(run), flush=True)
+
+
+if __name__ == "__main__":
+    train_with_fsdp(sys.argv[1], Path(sys.argv[2]))
