@@ -181,7 +181,7 @@ def command(
     if name is None and source_format is None:
         _check_source(source)
         raise click.UsageError("Missing option '--to'. Name the new format.")
-    name = name or "megackpt"
+    name = "megackpt" if name is None else name
     common: dict[str, Any] = {"verify": verify, "overwrite": overwrite, "timeout_s": _TIMEOUT_S}
     read: dict[str, Any] = {"allow_unsafe_pickle": allow_unsafe_pickle}
     written: dict[str, Any] = {"array_digests": array_digests}

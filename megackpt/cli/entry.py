@@ -124,8 +124,9 @@ class _Commands(click.Group):
     ) -> tuple[str | None, click.Command | None, list[str]]:
         """Find the command that the first argument names. The error for an unknown one names similar ones."""
         if args[0] not in COMMANDS and not args[0].startswith("-"):
-            similar = get_close_matches(args[0], COMMANDS) or sorted(COMMANDS)
-            ctx.fail(f"There is no command {args[0]!r}. Did you mean {', '.join(similar)}?")
+            similar = get_close_matches(args[0], COMMANDS)
+            advice = f"Did you mean {', '.join(similar)}?" if similar else f"There are {', '.join(COMMANDS)}."
+            ctx.fail(f"There is no command {args[0]!r}. {advice}")
         return super().resolve_command(ctx, args)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:

@@ -180,13 +180,15 @@ def _scan_checked(directories: StepDirectories, retention: Retention, root: str)
     """Return the steps below root.
 
     Raises:
-        NotACheckpointError: none is committed.
+        NotACheckpointError: none is committed, or the folder is one of another tool.
         DeclarationError: no committed step has the metric of the rules.
     """
+    from megackpt.cli.run_steps import check_not_foreign
     from megackpt.run.checkpointer.root import read_metrics, scan
 
     steps = scan(directories)
     if not steps.committed:
+        check_not_foreign(root, directories.root)
         raise NotACheckpointError(
             f"{root} has no committed step, so nothing in it can be removed safely. Name the directory that "
             f"a Checkpointer saves to.",

@@ -71,6 +71,18 @@ class Step:
     metrics: dict[str, float | str]
 
 
+def check_not_foreign(root: str | os.PathLike[str], store: Store) -> None:
+    """Check that a directory without steps is no folder of another tool. It takes a list of all files.
+
+    Raises:
+        NotACheckpointError: it is one; the text names the tool.
+    """
+    if (seen := recognise(store)) is not None:
+        raise NotACheckpointError(
+            f"{root} has no steps of a Checkpointer: it is {seen.name}. {seen.advice}", path=str(root)
+        )
+
+
 def list_steps(root: str | os.PathLike[str], bars: ProgressBars | None = None) -> list[Step]:
     """Return the steps in a directory or behind a URL, ascending. If bars are given, they count the steps.
 
@@ -84,12 +96,8 @@ def list_steps(root: str | os.PathLike[str], bars: ProgressBars | None = None) -
     directories = step_directories(root, objects=None)
     steps = scan(directories)
     tree = read_tree(directories, steps.committed)
-    has_steps = steps.committed or steps.incomplete
-    # Folders of other tools have no metadata.json; to recognise one takes a list of all files.
-    if not has_steps and (seen := recognise(directories.root)) is not None:
-        raise NotACheckpointError(
-            f"{root} has no steps of a Checkpointer: it is {seen.name}. {seen.advice}", path=str(root)
-        )
+    if not (steps.committed or steps.incomplete):
+        check_not_foreign(root, directories.root)
     describe = partial(
         _describe_step, directories, committed=steps.committed, tree=tree, pins=read_pins(directories.root)
     )

@@ -21,7 +21,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from megackpt.contrib.torch_state import TorchState
+from megackpt.contrib.torch_state import TorchState, check_fsdp
 from megackpt.entities import ShardedStateDict, StateDict
 from megackpt.errors import NotACheckpointError, UnsupportedError
 from megackpt.formats.registry import recognise
@@ -188,36 +188,6 @@ def _folder_of_accelerate(location: Location) -> Path | None:
     states = path / _RANDOM_STATES.format(0)  # which it writes after models and optimizers
     is_whole = not (path / MANIFEST).exists() and states.is_file() and zipfile.is_zipfile(states)
     return path if is_whole else None
-
-
-def check_fsdp(path: Path, accelerator: Accelerator) -> None:
-    """Check that accelerate's own functions read a folder in this run. Local.
-
-    The folder is one of `Accelerator.save_state`, or of a Trainer. With FSDP, files have other names, by the
-    type of state dicts, and the errors of these functions do not name this cause.
-
-    Raises:
-        NotACheckpointError: they do not.
-    """
-    kinds = {kind for entry in path.iterdir() if (kind := _fsdp_kind(entry.name)) is not None}
-    plugin = accelerator.state.fsdp_plugin if accelerator.distributed_type.name == "FSDP" else None
-    now = "no FSDP" if plugin is None else f"FSDP with {plugin.state_dict_type.name}"
-    before = f"FSDP with {min(kinds)}" if kinds else "no FSDP"
-    if before != now:
-        raise NotACheckpointError(
-            f"{path} was saved with {before}, and this run has {now}. Such a folder is read with {before} "
-            f"only: resume it so, and save a step with megackpt. That step loads with or without FSDP.",
-            path=str(path),
-        )
-
-
-def _fsdp_kind(name: str) -> str | None:
-    """Return the type of the state dicts of FSDP that a file has; None for a file of no model of FSDP."""
-    patterns = {"SHARDED": r"_\d+", "FULL": r"(?:_\d+)?\.bin", "LOCAL": r"(?:_\d+)?_rank\d+\.bin"}
-    for kind, pattern in patterns.items():
-        if re.fullmatch(f"pytorch_model_fsdp{pattern}", name):
-            return f"{kind}_STATE_DICT"
-    return None
 
 
 def _load_own(accelerator: Accelerator, path: Path) -> list[str]:

@@ -12,7 +12,9 @@ Source: torch 2.13 `torch.distributed.checkpoint.state_dict`, whose keys these a
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -30,7 +32,7 @@ from torch.optim import Optimizer
 
 from megackpt.entities import ShardedStateDict, StateDict
 from megackpt.entities.sharded_tensor import KeptIfMissing
-from megackpt.errors import UnsupportedError, truncated_list
+from megackpt.errors import NotACheckpointError, UnsupportedError, truncated_list
 from megackpt.ground.wrappers import INNER_WRAPPERS
 from megackpt.training.optim import initialise_state
 from megackpt.training.optim.param_groups import ParamGroup, chosen_options, match_unnamed_groups
@@ -246,3 +248,33 @@ def _model_of(optimizer: Optimizer, position: int, models: Sequence[nn.Module]) 
         f"Optimizer {position} ({type(optimizer).__name__}) has parameters that are not all of one model. "
         f"Make an optimizer for each model."
     )
+
+
+def check_fsdp(path: Path, accelerator: Any) -> None:
+    """Check that accelerate's own functions read a folder in this run. Local.
+
+    The folder is one of `Accelerator.save_state`, or of a Trainer. With FSDP, files have other names, by the
+    type of state dicts, and the errors of these functions do not name this cause.
+
+    Raises:
+        NotACheckpointError: they do not.
+    """
+    kinds = {kind for entry in path.iterdir() if (kind := _fsdp_kind(entry.name)) is not None}
+    plugin = accelerator.state.fsdp_plugin if accelerator.distributed_type.name == "FSDP" else None
+    now = "no FSDP" if plugin is None else f"FSDP with {plugin.state_dict_type.name}"
+    before = f"FSDP with {min(kinds)}" if kinds else "no FSDP"
+    if before != now:
+        raise NotACheckpointError(
+            f"{path} was saved with {before}, and this run has {now}. Such a folder is read with {before} "
+            f"only: resume it so, and save a step with megackpt. That step loads with or without FSDP.",
+            path=str(path),
+        )
+
+
+def _fsdp_kind(name: str) -> str | None:
+    """Return the type of the state dicts of FSDP that a file has; None for a file of no model of FSDP."""
+    patterns = {"SHARDED": r"_\d+", "FULL": r"(?:_\d+)?\.bin", "LOCAL": r"(?:_\d+)?_rank\d+\.bin"}
+    for kind, pattern in patterns.items():
+        if re.fullmatch(f"pytorch_model_fsdp{pattern}", name):
+            return f"{kind}_STATE_DICT"
+    return None

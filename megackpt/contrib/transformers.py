@@ -28,8 +28,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from megackpt.contrib.accelerate import check_fsdp
-from megackpt.contrib.torch_state import TorchState, named_params
+from megackpt.contrib.torch_state import TorchState, check_fsdp, named_params
 from megackpt.entities import ShardedStateDict
 from megackpt.entities.sharded_tensor import KeptIfMissing
 from megackpt.errors import NotACheckpointError, UnsupportedError

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-from megackpt.errors import DeclarationError
+from megackpt.errors import DeclarationError, FormatError
 from megackpt.formats.documents import parse_document
 from megackpt.formats.huggingface.names import CONFIG, GENERATION_CONFIG
 from megackpt.storage import Location, Store, opened_store
@@ -154,7 +154,14 @@ def _of_path(path: str) -> ModelFiles:
     folder: Location = (os.path.dirname(path) or ".") if is_file else path
     name = os.path.basename(path) if is_file else CONFIG
     with opened_store(folder) as store:
-        config = parse_document(store.read(name, max_bytes=_MAX_BYTES), where=f"{store.location}/{name}")
+        data, where = store.read(name, max_bytes=_MAX_BYTES), f"{store.location}/{name}"
+        try:
+            config = parse_document(data, where=where)
+        except FormatError as error:
+            raise DeclarationError(
+                f"{where} is no JSON object, and a config is one. Give config= (or --config) the config.json "
+                f"of a model, or a folder that has it."
+            ) from error
         return ModelFiles(config, {} if is_file else _others_in(store))
 
 

@@ -10,6 +10,7 @@ from megackpt.engine.checkpoint.step_roots import LocalSteps
 from megackpt.engine.checkpoint.steps import step_name
 from megackpt.errors import DeclarationError, NotACheckpointError, UnsupportedError
 from megackpt.run.checkpointer.root import (
+    NO_STEPS,
     RunRoot,
     read_metrics,
     remove_metrics,
@@ -30,10 +31,9 @@ def steps_after(step: int, steps: Sequence[PlacedStep[Any]], *, where: str) -> t
     """
     targets = [placed for placed in steps if placed.step == step]
     if not targets:
-        known = ", ".join(str(placed.step) for placed in sorted(steps, key=lambda p: p.step)) or "none"
-        raise NotACheckpointError(
-            f"{where} has no committed step {step}. Name one of the committed steps: {known}.", path=where
-        )
+        known = ", ".join(str(placed.step) for placed in sorted(steps, key=lambda p: p.step))
+        advice = f"Name one of the committed steps: {known}." if known else NO_STEPS
+        raise NotACheckpointError(f"{where} has no committed step {step}. {advice}", path=where)
     branch = _branch(targets[0])
     return tuple(sorted(p.step for p in steps if p.step > step or (p.step < step and _branch(p) > branch)))
 

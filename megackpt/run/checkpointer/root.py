@@ -27,6 +27,7 @@ from megackpt.ground.arguments import check_flag, checked_step
 from megackpt.run.local import load_content_metadata
 from megackpt.storage import ObjectOptions, Store, is_url
 
+NO_STEPS = "It has no committed step. Name the directory that a Checkpointer saves to."
 log = logging.getLogger(__name__)
 
 TRACKER = "latest_checkpointed_iteration.txt"
@@ -233,10 +234,10 @@ class RunRoot:
 
     def _check_committed(self, step: int) -> None:
         if not self.directories.committed([step_name(step)]):
-            steps = ", ".join(map(str, self.steps())) or "none"
+            steps = ", ".join(map(str, self.steps()))
+            advice = f"Pin one of the committed steps: {steps}." if steps else NO_STEPS
             raise NotACheckpointError(
-                f"{self.location(step)} is not committed, so it cannot be pinned. Pin one of the committed "
-                f"steps: {steps}.",
+                f"{self.location(step)} is not committed, so it cannot be pinned. {advice}",
                 path=self.location(step),
             )
 

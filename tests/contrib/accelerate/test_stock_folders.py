@@ -17,7 +17,8 @@ import torch
 from torch import nn
 
 import megackpt
-from megackpt.contrib.accelerate import check_fsdp, load_state, newest, save_state
+from megackpt.contrib.accelerate import load_state, newest, save_state
+from megackpt.contrib.torch_state import check_fsdp
 from megackpt.contrib.transformers import FOLDER, TrainerMixin, newest_checkpoint
 from megackpt.errors import NotACheckpointError
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from megackpt import Checkpointer, ShardedTensor
 from tests.support.command_line import CommandLine
@@ -66,6 +67,38 @@ CALLS = [
     ("maps show", "Missing option"),
     ("init ddpp", "Choose from|is not one of"),
     ("init", "Missing argument"),
+    ("init ddp file/train.py", "give another path"),
+    ("nosuch", "There are bench, convert, "),
+    ("ls folder", "it is a folder of Hugging Face. Look into it with"),
+    ("ls orbax", "it is a checkpoint of Orbax. It is not read. Restore it with Orbax"),
+    ("ls hdfs://host/run", "Mount the location as a directory"),
+    ("inspect orbax", "Restore it with Orbax"),
+    ("verify orbax", "Restore it with Orbax"),
+    ("diff run/iter_0000001 orbax", "Restore it with Orbax"),
+    ("convert orbax out --to zarr", "Restore it with Orbax"),
+    ("repair orbax", "Restore it with Orbax"),
+    ("gc orbax --keep-all", "it is a checkpoint of Orbax. It is not read. Restore it with Orbax"),
+    ("gc folder --keep-last 1", "it is a folder of Hugging Face. Look into it with"),
+    ("gc run/iter_0000001 --keep-all", "name the directory above it"),
+    ("pin folder 1", "Name the directory that a Checkpointer saves to"),
+    ("pin run x", "not a valid integer"),
+    ("rollback empty 1 --yes", "Name the directory that a Checkpointer saves to"),
+    ("rollback run/iter_0000001 1 --yes", "name the directory above it"),
+    ("repair run/iter_0000001 --from nowhere", "Check the path"),
+    ("convert folder out --to=", "Known are megackpt version 1"),
+    ("convert folder file --to zarr", "Name a directory that is new"),
+    ("convert run/iter_0000001 out --to hf", "Give config="),
+    ("convert run/iter_0000001 out --to hf --config file", "give another path"),
+    ("convert run/iter_0000001 out --to hf --config list.json", "the config.json of a model, or a folder"),
+    ("maps show llama --config list.json", "Give the config.json of a model"),
+    ("maps show llama --config empty", "or the folder that has it"),
+    ("plan list.json --from tp2", "Give the fields of ModelSizes"),
+    ("plan gpt-125m --from tp0", "at least 1"),
+    ("plan folder --from tp2", "Leave it out"),
+    ("bench --dir file --cases save", "is a file"),
+    ("bench --dir new --size 0 --cases save", "give at least 1 MiB"),
+    ("bench --dir new --ranks 3 --cases save", "give 1 or an even number"),
+    ("demo --dir file", "is a file"),
 ]
 
 
@@ -77,6 +110,11 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
             checkpointer.save(step, {"weight": tensor}, metrics={"loss": 1.0})
     (tmp_path / "empty").mkdir()
     (tmp_path / "file").write_text("text")
+    (tmp_path / "list.json").write_text("[1]")
+    (tmp_path / "orbax").mkdir()
+    (tmp_path / "orbax" / "manifest.ocdbt").write_text("")
+    (tmp_path / "folder").mkdir()
+    save_file({"weight": torch.ones(4)}, tmp_path / "folder" / "model.safetensors")
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
     monkeypatch.chdir(tmp_path)
     return tmp_path
@@ -90,3 +128,5 @@ def test_a_wrong_call_names_its_cause_and_the_next_step(words: str, next_step: s
     assert err
     assert "Traceback" not in text
     assert re.search(next_step, text) or next_step in text, text
+    if "--json" not in words:
+        assert "error" in json.loads(cli.run(*words.split(), "--json", code=None)[0])

@@ -225,7 +225,7 @@ def test_metrics_are_those_of_the_last_save_of_a_step(root: Path | Store) -> Non
 
 def test_a_pin_keeps_a_step_whatever_happens_and_needs_a_committed_one(root: Path | Store) -> None:
     checkpointer = Checkpointer(root, keep_last=1)
-    message = r"iter_0000001 is not committed.*Pin one of the committed steps: none"
+    message = r"iter_0000001 is not committed.*Name the directory that a Checkpointer saves to"
     with pytest.raises(NotACheckpointError, match=message):
         checkpointer.pin(1)
     assert checkpointer.pins() == ()
