@@ -36,7 +36,7 @@ def run(root: str, steps: int = 10) -> None:
     """Train for some steps more than the newest checkpoint under root has, and save."""
     groups = ParallelGroups.create(ParallelLayout(tp=2, dp=dist.get_world_size() // 2))
     model = Scale(groups)
-    optimizer = DistributedOptimizer(model.parameters(), lambda p: torch.optim.Adam(p, lr=0.3), groups)
+    optimizer = DistributedOptimizer(model.parameters(), lambda p: torch.optim.Adam(p, lr=0.1), groups)
 
     def state_at(step: int) -> dict[str, Any]:
         model_state = model.sharded_state_dict()

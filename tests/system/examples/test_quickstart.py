@@ -39,7 +39,7 @@ def test_two_ranks_continue_what_four_have_begun(tmp_path: Path) -> None:
     lines = re.findall(r"step (\d+), \d ranks, loss (\S+)", printed)
     losses_by_step = {int(step): float(loss) for step, loss in lines}
     weight = torch.zeros((), requires_grad=True)  # each weight of the layer takes the same course
-    adam = torch.optim.Adam([weight], lr=0.3)
+    adam = torch.optim.Adam([weight], lr=0.1)
     for step in range(1, 21):
         loss = (weight - 3).square()
         adam.zero_grad()
@@ -48,3 +48,4 @@ def test_two_ranks_continue_what_four_have_begun(tmp_path: Path) -> None:
         adam.step()
         assert losses_by_step[step] == pytest.approx(loss.item(), abs=2e-4)  # four digits are printed
     assert len(losses_by_step) == 20
+    assert sorted(losses_by_step.values(), reverse=True) == [losses_by_step[step] for step in range(1, 21)]
