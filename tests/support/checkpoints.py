@@ -116,7 +116,9 @@ SIZES = ModelSizes(vocab_size=300, hidden_size=64, num_layers=3, num_heads=4, ff
 TIED = replace(SIZES, tied_embeddings=True, linear_bias=True)
 
 
-def real_state(sizes: ModelSizes, layout: ParallelLayout, rank: int) -> ShardedStateDict:
+def real_state(
+    sizes: ModelSizes, layout: ParallelLayout, rank: int, *, bucket_size: int = BUCKET
+) -> ShardedStateDict:
     """What a rank that trains the model would save."""
     groups = ParallelGroups.offline(layout, rank)
     config = GPTConfig(
@@ -133,7 +135,7 @@ def real_state(sizes: ModelSizes, layout: ParallelLayout, rank: int) -> ShardedS
     )
     model = build_gpt(config, groups)
     optimizer = DistributedOptimizer(
-        model.parameters(), lambda g: torch.optim.AdamW(g), groups, bucket_size=BUCKET
+        model.parameters(), lambda g: torch.optim.AdamW(g), groups, bucket_size=bucket_size
     )
     declared = model.sharded_state_dict()
     state: dict[str, Any] = {"model": declared, "optimizer": optimizer.sharded_state_dict(declared)}

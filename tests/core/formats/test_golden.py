@@ -168,7 +168,7 @@ def test_the_long_checkpoint_is_written_again_byte_for_byte(
 
 
 @pytest.mark.parametrize("block", range(3))
-def test_a_flipped_bit_is_in_the_block_that_the_format_says(block: int, tmp_path: Path) -> None:
+def test_a_flipped_bit_is_in_a_block_of_the_format(block: int, tmp_path: Path) -> None:
     directory = copied(tmp_path)
     needle = LONG_ARRAY[:4096].numpy().tobytes()
     (file,) = [path for path in (directory / "data").iterdir() if needle in path.read_bytes()]
@@ -183,7 +183,7 @@ def test_a_flipped_bit_is_in_the_block_that_the_format_says(block: int, tmp_path
 
 
 @pytest.mark.parametrize("rank", range(RANKS))
-def test_a_lost_data_file_is_computed_from_the_parity_of_yesterday(rank: int, tmp_path: Path) -> None:
+def test_a_lost_data_file_is_computed_from_golden_parity(rank: int, tmp_path: Path) -> None:
     directory = copied(tmp_path)
     sorted((directory / "data").iterdir())[rank].unlink()
     check_long(directory, on_corrupt="fallback")
