@@ -33,6 +33,7 @@ AHEAD = 2
 """How many copies to the host run while the previous one is written. Each has a buffer."""
 
 _KEPT = 8
+_SMALL_BYTES = 64 << 10  # a tensor of which a copy takes less time than to borrow a buffer
 _FOR_ALL_DEVICES = 1  # cudaHostRegisterPortable
 
 Label = TypeVar("Label")
@@ -128,6 +129,8 @@ def host_parts(tensor: torch.Tensor, *, part_bytes: int) -> Iterator[memoryview]
     is_as_stored = not tensor.is_conj() and not tensor.is_neg()
     if tensor.is_cpu and tensor.is_contiguous() and tensor.numel() and is_as_stored:
         return iter([byte_view(as_bits(tensor))])
+    if 0 < tensor.numel() * tensor.element_size() <= min(part_bytes, _SMALL_BYTES):
+        return iter([byte_view(as_bits(tensor).cpu().contiguous())])
     return _copied_parts(tensor, part_bytes)
 
 
