@@ -186,6 +186,20 @@ def test_on_a_terminal_one_line_names_the_case_and_the_time_left() -> None:
     ]
 
 
+def test_the_time_left_counts_the_parts_of_a_case(monkeypatch: pytest.MonkeyPatch) -> None:
+    stream, now = io.StringIO(), [0.0]
+    monkeypatch.setattr("megackpt.cli.benchmark.measure.time.perf_counter", lambda: now[0])
+    progress = BenchProgress(stream, 1)
+    progress.begin("reshard")
+    now[0] = 90.0
+    progress.begin_part("TP4 to TP2xDP2", 1, 2)
+    progress.show("round 1 of 1", 0.5)
+    assert stream.getvalue().splitlines()[1:] == [
+        "bench: reshard (1 of 1): TP4 to TP2xDP2, 0:01:30 spent, about 0:01:30 left",
+        "bench: reshard (1 of 1): round 1 of 1, 0:01:30 spent, about 0:00:30 left",
+    ]
+
+
 def test_the_trace_has_the_phases_of_both_on_every_rank(results: dict[str, Any]) -> None:
     events = [event for event in results["trace"]["traceEvents"] if event["ph"] == "X"]
     of_save = {"plan", "copy", "digest", "write", "sync"}

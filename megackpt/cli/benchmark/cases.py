@@ -113,11 +113,14 @@ def changes(ranks: int) -> list[list[Change]]:
 
 def measure_reshard(run: BenchRun) -> None:
     """Measure every change of layout. Collective."""
-    for group in changes(run.ranks):
+    groups = changes(run.ranks)
+    cases = [change.case for group in groups for change in group]
+    for group in groups:
         able = _save_with_all(run, group)
         raw = run.raw_files()
         raw.write(direct=False)
         for change in group:
+            run.progress.begin_part(change.case, cases.index(change.case), len(cases))
             _load_resharded(run, change, able, raw)
         del raw
         run.clear()

@@ -139,19 +139,26 @@ class BenchProgress:
         self._stream, self._cases = stream, cases
         self._is_terminal = stream is not None and stream.isatty()
         self._case, self._number = "", 0
+        self._part, self._parts = 0, 1
         self._began = time.perf_counter()
 
     def begin(self, case: str) -> None:
         """Show that the next case begins."""
         self._case, self._number = case, self._number + 1
+        self._part, self._parts = 0, 1
         self.show("begins", 0.0)
 
+    def begin_part(self, name: str, part: int, parts: int) -> None:
+        """Show that one of several parts of the case begins; they are counted from 0."""
+        self._part, self._parts = part, parts
+        self.show(name, 0.0)
+
     def show(self, doing: str, share: float) -> None:
-        """Show what is done now; share is how much of the case is done, from 0 to 1."""
+        """Show what is done now; share is how much of the case, or of its part, is done, from 0 to 1."""
         if self._stream is None:
             return
         spent = time.perf_counter() - self._began
-        done = (max(self._number - 1, 0) + share) / self._cases
+        done = (max(self._number - 1, 0) + (self._part + share) / self._parts) / self._cases
         left = f", about {_clock(spent / done - spent)} left" if done else ""
         where = f"{self._case} ({self._number} of {self._cases}): " if self._case else ""
         line = f"bench: {where}{doing}, {_clock(spent)} spent{left}"
