@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from megackpt.codec import ArrayReference
+from megackpt.codec.kinds import format_path
 from megackpt.entities import ShardedTensor
 from megackpt.entities.plain_tensors import can_be_array
 from megackpt.entities.tree import ABSENT, Steps, dotted
@@ -113,3 +114,24 @@ def is_name(steps: Steps) -> bool:
         return all(type(step) in (str, int) for step in steps) and bool(dotted(steps).encode())
     except UnicodeEncodeError:
         return False
+
+
+def parents_of_parts(common: Any) -> dict[str, str]:
+    """Return the paths of the parts of common state, each with the path around it. Local."""
+    return {path: format_path("", steps[:-1]) for path, steps, _ in common_parts(common)}
+
+
+def common_parts(common: Any) -> Iterator[tuple[str, Steps, dict[Any, Any]]]:
+    """Yield path, steps and content of each dict inside of common state that holds something, but no array.
+
+    Rank 0 declares all arrays of common state, so a part with one of them cannot be on other ranks only.
+    """
+    waiting: list[tuple[Steps, Any]] = [((), common)]
+    while waiting:
+        steps, tree = waiting.pop()
+        if not isinstance(tree, dict):
+            continue
+        leaves = [leaf for _, leaf in common_leaves(tree)]
+        if steps and leaves and not any(isinstance(leaf, ArrayReference) for leaf in leaves):
+            yield format_path("", steps), steps, tree
+        waiting += [((*steps, key), child) for key, child in tree.items()]

@@ -17,7 +17,7 @@ from megackpt.comm import (
     rank_0_errors_on_all_ranks,
     split_fields,
 )
-from megackpt.engine.checkpoint.common_arrays import map_common
+from megackpt.engine.checkpoint.common_arrays import map_common, parents_of_parts
 from megackpt.engine.loading.prepared_load import PreparedLoad
 from megackpt.entities.describe import describe
 from megackpt.entities.tree import ABSENT, Steps, keys_by_container, without_empty
@@ -25,6 +25,7 @@ from megackpt.ground.notices import collected_notices, log_notices
 from megackpt.plans.metadata import PackedDeclarations, merge_packed_declarations, pack_declarations
 from megackpt.plans.planning.main_replicas import choose_main_replicas
 from megackpt.plans.validation import check_common_equal, check_merged_coverage
+from megackpt.plans.validation.equality import absent_parts, fill_absent_parts
 from megackpt.plans.validation.missing import check_empty_containers, check_missing_keys
 from megackpt.storage import digest_of
 
@@ -35,8 +36,8 @@ def check_request_coverage(prepared: PreparedLoad, group: Group) -> None:
     """Prove that main replicas of all ranks request every element of every requested array once. Collective.
 
     Plain tensors, which every rank requests as a whole, and objects are not part of the proof. Common state
-    of the request must be equal on all ranks, tensors aside, though it is not loaded into: a stage table in
-    it shows ranks that disagree about the stages.
+    of the request must be equal on all ranks that have it, tensors aside, though it is not loaded into: a
+    stage table in it shows ranks that disagree about the stages.
 
     Raises:
         CoverageError: names the elements that no rank requests, or several, and the ranks.
@@ -63,16 +64,20 @@ def _check_common(prepared: PreparedLoad, group: Group) -> None:
     if len(set(comparing.results)) == 1:
         return
     with gather_step(group, _DOING) as gathering:
-        gathering.data = _common_digests(prepared)
+        parents = json.dumps(parents_of_parts(prepared.flattened.common)).encode()
+        gathering.data = join_fields([_common_digests(prepared), parents])
     with rank_0_errors_on_all_ranks(group, _DOING):
         if group.rank == 0:
-            check_common_equal([json.loads(of_rank) for of_rank in gathering.results], requested=True)
+            sent = [[json.loads(field) for field in split_fields(message)] for message in gathering.results]
+            absent = absent_parts([parents for _, parents in sent])
+            filled = fill_absent_parts([digests for digests, _ in sent], absent)
+            check_common_equal(filled, requested=True)
 
 
 def _common_digests(prepared: PreparedLoad) -> bytes:
     """Return digests of the leaves of common state of the request, without tensors, as sorted JSON."""
     common = without_empty(map_common(_without_tensor, prepared.flattened.common))
-    return json.dumps(leaf_digests({} if common is ABSENT else common), sort_keys=True).encode()
+    return json.dumps({} if common is ABSENT else leaf_digests(common), sort_keys=True).encode()
 
 
 def _without_tensor(steps: Steps, leaf: Any) -> Any:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -66,6 +66,7 @@ class LocalState:
             that this rank declares are also among the flattened tensors.
         statistics: steps to the running statistics of norms, of which rank 0's are stored if ranks differ.
         leftovers: the leftover files of earlier saves, on rank 0; None if the store was not searched.
+        absent_parts: the parts of common state that some ranks lack, with the lowest rank that has each.
     """
 
     request: SaveRequest
@@ -83,6 +84,7 @@ class LocalState:
     arrays: Mapping[Steps, ShardedTensor]
     statistics: Set[Steps]
     leftovers: LeftoverFiles | None = None
+    absent_parts: Mapping[str, int] = field(default_factory=dict)
 
     def settings(self) -> dict[str, Any]:
         """Return the arguments that must be equal on all ranks; see `SaveRequest.settings`."""
@@ -103,9 +105,9 @@ class LocalState:
         # A container that is empty on one rank may hold sharded entities on another.
         compared = without_empty(common)
         # Leaves inside of namespaces, too, which are leaves of the tree above.
-        digests = leaf_digests(
-            {} if compared is ABSENT else compared, left_out=lambda steps: is_rank0_value(steps, globs)
-        )
+        digests: dict[str, str] = {}
+        if compared is not ABSENT:
+            digests = leaf_digests(compared, left_out=lambda steps: is_rank0_value(steps, globs))
         for steps, array in arrays.items():
             assert array.data is not None  # a tensor of the state dict
             parts = host_parts(array.data, part_bytes=DIGEST_BLOCK_BYTES)

@@ -48,6 +48,7 @@ from megackpt.plans.validation import (
     check_merged_coverage,
     check_replicated_equal,
 )
+from megackpt.plans.validation.equality import fill_absent_parts
 from megackpt.storage import digest_of
 
 _SUMMARY = np.dtype([("replica_rows", "V16"), ("label", "<i8"), ("attachment", "V16")])
@@ -274,7 +275,7 @@ def _encoded_values(local: LocalState, to_compare: Set[str]) -> bytes:
 
 
 def _check_common(local: LocalState, digests_of_ranks: Sequence[dict[str, Any]]) -> None:
-    by_rank = [digests["common"] for digests in digests_of_ranks]
+    by_rank = fill_absent_parts([digests["common"] for digests in digests_of_ranks], local.absent_parts)
     with collected_notices() as notices:
         check_common_equal(by_rank, may_differ=local.statistics_paths())
     plans = local.request.plans

@@ -50,12 +50,15 @@ class PlanCache:
             A save looks at the 8 plans that were used last.
         hits: how many saves have found their plan here.
         known_warnings: texts of warnings about values, which later saves do not repeat.
+        absent_parts: the parts of common state that some ranks lacked at the last save, with the lowest rank
+            that had each; equal on all ranks.
     """
 
     def __init__(self, *, capacity: int = 8) -> None:
         self.capacity = capacity
         self.hits = 0
         self.known_warnings: set[str] = set()
+        self.absent_parts: dict[str, int] = {}
         self._plans: OrderedDict[str, CachedPlan] = OrderedDict()
         self._uses: Counter[str] = Counter()
 

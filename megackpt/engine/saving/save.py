@@ -58,6 +58,10 @@ def plan_compared(local: LocalState, compared: CompareStep, group: Group) -> Pla
     """
     if not compared.is_equal["settings"]:
         raise_different_settings(local.settings(), group)
+    if local.request.validate and "common state" in values_to_compare(local, compared):
+        from megackpt.engine.saving.absent_parts import with_absent_parts
+
+        local = with_absent_parts(local, group, is_assumed=all_assume_structure(local, compared))
     plan = _agree_on_plan(local, compared, group)
     for hook in local.hooks:
         hook.after_planning(local.flattened, local.declared, group)

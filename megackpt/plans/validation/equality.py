@@ -89,6 +89,45 @@ def check_common_equal(
     )
 
 
+def absent_parts(parents_of_ranks: Sequence[Mapping[str, str]]) -> dict[str, int]:
+    """Return the parts of common state that some ranks lack, with the lowest rank that has each. Pure.
+
+    A part that is inside of another one goes with that one.
+
+    Args:
+        parents_of_ranks: for each rank, the paths of its parts, each with the path around it.
+    """
+    owners: dict[str, list[int]] = {}
+    parents: dict[str, str] = {}
+    for rank, of_rank in enumerate(parents_of_ranks):
+        parents.update(of_rank)
+        for path in of_rank:
+            owners.setdefault(path, []).append(rank)
+    absent = {path for path, ranks in owners.items() if len(ranks) < len(parents_of_ranks)}
+    return {path: owners[path][0] for path in sorted(absent) if parents[path] not in absent}
+
+
+def fill_absent_parts(
+    per_rank: Sequence[Mapping[str, str]], absent: Mapping[str, int]
+) -> list[dict[str, str]]:
+    """Return digests by path of each rank, with those of a part that it lacks taken from another rank. Pure.
+
+    So ranks without a part agree with it, and the ranks that have it are compared.
+
+    Args:
+        per_rank: digests by path, of each rank.
+        absent: what `absent_parts` has returned.
+    """
+    filled = [dict(digests) for digests in per_rank]
+    for part, owner in absent.items():
+        inside = (f"{part}.", f"{part}[")
+        of_owner = {path: digest for path, digest in per_rank[owner].items() if path.startswith(inside)}
+        for digests in filled:
+            if not any(path.startswith(inside) for path in digests):
+                digests.update(of_owner)
+    return filled
+
+
 def _globs_for(paths: Set[str]) -> tuple[str, ...]:
     """Return globs that match some paths: where many have simple names, one for each last name."""
     if len(paths) <= _PATHS_SHOWN:

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from megackpt.errors import MismatchError
+from megackpt.errors import DeclarationError, MismatchError
 from megackpt.ground.arguments import check_kind
 from megackpt.training.parallel.layout import AxisName, ParallelLayout
 
@@ -54,8 +54,8 @@ class ParallelGroups:
     """The ranks around one rank, for layers and optimizers.
 
     Attributes:
-        layout: the layout of all ranks.
-        rank: this global rank.
+        layout: the layout of all ranks, or of those that have a module; see `create_on`.
+        rank: this rank, counted in the layout. The ranks of axes are global.
         tp: ranks with the other slices of the same layers.
         cp: ranks with the other parts of the same sequences; they have the same weights.
         pp: ranks with the other stages of the same model replica.
@@ -67,6 +67,8 @@ class ParallelGroups:
         embedding: the first and the last stage of the same replica, which both have a tied embedding; only
             this rank itself if there is one stage, or on a stage between the two.
         for_experts: whether tp and dp are those of experts; see `experts`.
+        reserve: axes with process groups that nothing uses yet, for `with_own_process_groups` of a module
+            that only some ranks have; None if all ranks have it.
     """
 
     layout: ParallelLayout
@@ -81,6 +83,7 @@ class ParallelGroups:
     edp: Axis
     embedding: Axis
     for_experts: bool = False
+    reserve: dict[AxisName, Axis] | None = None
 
     @classmethod
     def create(cls, layout: ParallelLayout, *, backend: str | None = None) -> ParallelGroups:
@@ -106,6 +109,44 @@ class ParallelGroups:
         return cls._of(
             layout, rank, {name: axes[partition] for name, partition in _partitions(layout).items()}
         )
+
+    @classmethod
+    def create_on(
+        cls, ranks: Sequence[int], layout: ParallelLayout, *, backend: str | None = None
+    ) -> ParallelGroups | None:
+        """Create the groups of a module that only some ranks have: an encoder, a teacher.
+
+        Collective: every rank that runs calls it, also those without the module, and for several modules in
+        the same order. Modules may share ranks.
+
+        Args:
+            ranks: the global ranks of the module, in the order of its layout.
+            layout: how the module is divided over them.
+            backend: backend of the new groups; None takes that of the default group.
+
+        Returns:
+            The groups of this rank; None if it is none of `ranks`.
+
+        Raises:
+            MismatchError: the number of ranks is not the layout's.
+            DeclarationError: one of them occurs twice, or does not run.
+        """
+        of_module = _checked_ranks(ranks, layout)
+        own = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+        partitions = {
+            name: tuple(tuple(of_module[rank] for rank in members) for members in partition)
+            for name, partition in _partitions(layout).items()
+        }
+        shared: dict[tuple[tuple[int, ...], ...], Axis] = {}
+        for partition in partitions.values():
+            if partition not in shared:
+                shared[partition] = _axis_with_group(partition, own, backend)
+        # Ranks without the module cannot take part in creating more groups later.
+        reserve = {name: _axis_with_group(partitions[name], own, backend) for name in _RESERVED}
+        if own not in of_module:
+            return None
+        axes = {name: shared[partition] for name, partition in partitions.items()}
+        return replace(cls._of(layout, of_module.index(own), axes), reserve=reserve)
 
     @classmethod
     def offline(cls, layout: ParallelLayout, rank: int) -> ParallelGroups:
@@ -148,7 +189,15 @@ class ParallelGroups:
         made: dict[str, Any] = {}
         for name in axes:
             group = getattr(self, name).group
-            if group is not None:
+            if self.reserve is not None:
+                if name not in self.reserve:
+                    raise DeclarationError(
+                        f"The module is on some ranks only, and an optimizer that sends gradients during the "
+                        f"backward pass has taken its process group of {name}. Create groups for each such "
+                        f"optimizer: ParallelGroups.create_on(ranks, layout)."
+                    )
+                made[name] = self.reserve.pop(name)
+            elif group is not None:
                 partition = self.layout.all_ranks_of(name)
                 made[name] = _axis_with_group(partition, self.rank, dist.get_backend(group))
         return replace(self, **made)
@@ -160,7 +209,8 @@ class ParallelGroups:
         Layers that are made with them are sharded as experts are, and their parameters are marked for the
         optimizer. `LayerStack` and `ShardedModule.expert_axis` add the axis over the experts.
         """
-        no_cp = Axis.of((self.rank,), self.rank)
+        own = self.tp.ranks[self.tp.rank]
+        no_cp = Axis.of((own,), own)
         return replace(self, tp=self.etp, cp=no_cp, dp=self.edp, dp_cp=self.edp, for_experts=True)
 
 
@@ -178,7 +228,27 @@ def _checked_rank(layout: ParallelLayout) -> int:
     return dist.get_rank() if running else 0
 
 
+def _checked_ranks(ranks: Sequence[int], layout: ParallelLayout) -> tuple[int, ...]:
+    """Return the ranks of a module, or raise an error if its layout has another number or they do not run."""
+    world_size = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+    if len(ranks) != layout.world_size:
+        raise MismatchError(
+            f"{layout} needs {layout.world_size} ranks, but ranks={tuple(ranks)} are {len(ranks)}. Give as "
+            f"many as the layout has."
+        )
+    if len(set(ranks)) < len(ranks) or not set(ranks) <= set(range(world_size)):
+        raise DeclarationError(
+            f"ranks={tuple(ranks)}: each must be another one of the {world_size} that run. Give the global "
+            f"ranks of the module."
+        )
+    return tuple(ranks)
+
+
 _AXES: tuple[AxisName, ...] = ("tp", "cp", "pp", "dp", "dp_cp", "etp", "ep", "edp")
+
+
+_RESERVED: tuple[AxisName, ...] = ("dp_cp", "edp")
+"""The axes over which an optimizer reduces gradients during the backward pass."""
 
 
 def _partitions(layout: ParallelLayout) -> dict[str, tuple[tuple[int, ...], ...]]:

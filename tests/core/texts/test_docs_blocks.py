@@ -53,6 +53,7 @@ RUN_ELSEWHERE = {
     ("docs/torch.md", "FSDP.set_state_dict_type"): ["tests/contrib/torch/test_fsdp1.py"],
     ("docs/integrations.md", "MoEConfig"): ["tests/contrib/megatron/test_megatron_into_models.py"],
     ("docs/integrations.md", "resume_from_megatron"): ["tests/contrib/megatron/test_megatron_optimizer.py"],
+    ("docs/models.md", "create_on"): ["tests/system/training/test_modules_on_own_ranks.py"],
     ("docs/huggingface.md", "family_of(config)"): ["tests/contrib/megatron/megatron_world.py"],
     ("docs/megatron-compat.md", "TieredCheckpointManager"): [
         "tests/contrib/nvrx/test_tiered_manager.py",
