@@ -161,7 +161,16 @@ class WriterSession:
         """Return whether a save has failed on this rank, whether one is pending, whether to connect. Local.
 
         with_failure says whether `follow_status` is going to raise the error of a save that has failed.
+
+        Raises:
+            DeclarationError: this process was forked from the one that has the writer.
         """
+        if not self.writer.is_ours:
+            # Staging memory and the threads that talk to the writer are not in this process.
+            raise DeclarationError(
+                "This process was forked from the one that saves in the background, and has no writer of its "
+                "own. Create another Checkpointer here, or save with async_save=False."
+            )
         if with_failure:
             # If the collective fails, the error is neither raised nor lost: the next call sends it again.
             self.unraised = self.failure()

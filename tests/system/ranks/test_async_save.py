@@ -354,6 +354,29 @@ def test_a_rank_whose_state_is_the_same_writes_by_a_new_plan_when_another_rank_h
 
 
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_a_forked_child_that_saves_gets_an_error(tmp_path: Path) -> None:
+    checkpointer = Checkpointer(tmp_path, async_save=True)
+    checkpointer.save(1, {"w": torch.ones(4)})
+    checkpointer.wait()
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:  # no pytest in the child: it ends without a word to it
+        try:
+            checkpointer.save(2, {"w": torch.ones(4)})
+        except DeclarationError as error:
+            os.write(writer, str(error).encode())
+        finally:
+            os._exit(0)
+    os.close(writer)
+    with os.fdopen(reader) as answer:
+        assert "Create another Checkpointer here" in answer.read()
+    os.waitpid(child, 0)
+    checkpointer.save(3, {"w": torch.ones(4)})
+    checkpointer.close()
+    assert checkpointer.steps() == (1, 3)
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 def test_a_forked_child_that_closes_its_copy_of_a_checkpointer_changes_nothing(tmp_path: Path) -> None:
     with single_process_checkpointer(tmp_path, async_save=True) as checkpointer:
         checkpointer.save(1, ones())
