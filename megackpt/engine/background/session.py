@@ -296,9 +296,10 @@ def _close_writer(writer: WriterProcess) -> None:
 
 
 def _writers_of(user: WriterSession | None) -> list[WriterProcess]:
-    """Return the processes of a session; for None the idle ones."""
+    """Return the processes of a session; for None the idle ones, without those inherited by a fork."""
     # Of a copy: another thread may remove a process meanwhile.
-    return [writer for writer in list(_WRITERS) if writer.user is user]
+    writers = [writer for writer in list(_WRITERS) if writer.user is user]
+    return writers if user is not None else [writer for writer in writers if writer.is_ours]
 
 
 @atexit.register

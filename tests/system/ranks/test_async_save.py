@@ -377,6 +377,26 @@ def test_a_forked_child_that_saves_gets_an_error(tmp_path: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_a_forked_child_starts_a_writer_of_its_own(tmp_path: Path) -> None:
+    with Checkpointer(tmp_path / "parent", async_save=True) as checkpointer:
+        checkpointer.save(1, {"w": torch.ones(4)})  # its writer is idle then, and could be taken by another
+    child = os.fork()
+    if child == 0:
+        outcome = 1
+        try:
+            with Checkpointer(tmp_path / "child", async_save=True) as own:
+                own.save(1, {"w": torch.ones(4)})
+            outcome = 0
+        finally:
+            os._exit(outcome)
+    assert os.waitpid(child, 0)[1] == 0
+    assert Checkpointer(tmp_path / "child").steps() == (1,)
+    with Checkpointer(tmp_path / "parent", async_save=True) as checkpointer:
+        checkpointer.save(2, {"w": torch.ones(4)})
+    assert checkpointer.steps() == (1, 2)
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 def test_a_forked_child_that_closes_its_copy_of_a_checkpointer_changes_nothing(tmp_path: Path) -> None:
     with single_process_checkpointer(tmp_path, async_save=True) as checkpointer:
         checkpointer.save(1, ones())
