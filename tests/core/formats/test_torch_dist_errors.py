@@ -126,6 +126,12 @@ def test_allow_unsafe_pickle_lets_it_run_and_warns_once(
     assert str(checkpoint) in warned[0].getMessage()
 
 
+def test_common_state_of_another_class_is_an_error(checkpoint: Path) -> None:
+    torch.save([1, 2], checkpoint / "common.pt")
+    with pytest.raises(FormatError, match="common state is a list, not a dict"):
+        load(request(), checkpoint)
+
+
 def test_a_class_that_the_user_has_allowed_is_loaded_and_stays_allowed(checkpoint: Path) -> None:
     torch.save({"d": Fraction(1)}, checkpoint / "common.pt")
     with pytest.raises(FormatError, match=r"names \S*test_torch_dist_errors\.Fraction"):

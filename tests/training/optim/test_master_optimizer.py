@@ -308,7 +308,8 @@ def build(micro_batches: int) -> tuple[nn.Module, DistributedOptimizer]:
         overlap_grad_reduce=True,
         overlap_param_gather=[model],
     )
-    optimizer.micro_batches = micro_batches
+    if micro_batches != 1:  # which is the default
+        optimizer.micro_batches = micro_batches
     return model, optimizer
 
 

@@ -6,6 +6,7 @@ at several layouts with the models that are made of them (DeepSeek-V3, T5).
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -35,6 +36,7 @@ from megackpt.training.parallel import (
     causal_attention,
     context_positions,
     context_share,
+    mamba,
 )
 from megackpt.training.parallel.attention import join_heads, split_heads
 from megackpt.training.parallel.causal_conv import CausalConv1d
@@ -388,8 +390,33 @@ def test_the_norm_divides_each_group_by_its_own_root_mean_square() -> None:
         torch.testing.assert_close(out[..., group], expected)
 
 
+def test_ranks_that_share_a_group_divide_by_the_root_mean_square_of_all_of_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    y, z = random(2, 1, 8).float(), random(2, 1, 8, seed=1).float()
+    expected = GatedGroupNorm(8, 2, ONE, eps=0.0)(y, z)
+    sent: list[Tensor] = []
+
+    def outputs_of(reduced: Callable[[Tensor, object], Tensor]) -> Tensor:
+        monkeypatch.setattr(mamba, "reduce_from", reduced)
+        monkeypatch.setattr(mamba, "copy_to", lambda x, axis: x)
+        outputs = []
+        for rank in range(4):
+            norm = GatedGroupNorm(8, 2, ParallelGroups.offline(ParallelLayout(tp=4), rank), eps=0.0)
+            own = slice(2 * rank, 2 * rank + 2)
+            outputs.append(norm(y[..., own], z[..., own]))
+        return torch.cat(outputs, -1)
+
+    def send(x: Tensor, axis: object) -> Tensor:
+        sent.append(x)
+        return x
+
+    outputs_of(send)
+    torch.testing.assert_close(outputs_of(lambda x, axis: torch.stack(sent).sum(0)), expected)
+
+
 def test_a_mixer_in_bfloat16_has_some_parameters_in_float32() -> None:
-    mixer = MambaMixer(8, MAMBA_SIZES, ONE, dtype=torch.bfloat16)
+    mixer = MambaMixer(8, MambaSizes(num_heads=4, head_dim=3, state_size=5), ONE, dtype=torch.bfloat16)
     wide = {name for name, param in mixer.named_parameters() if param.dtype == torch.float32}
     assert wide == {"A_log", "D", "dt_bias"}
     out = mixer(random(7, 2, 8).bfloat16())
