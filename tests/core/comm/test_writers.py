@@ -463,7 +463,7 @@ class FakeWriter:
     """A process that has a kind and a user, and may have ended."""
 
     def __init__(self, kind: Any, *, is_lost: bool = False, user: Any = None) -> None:
-        self.kind, self.is_lost, self.user = kind, is_lost, user
+        self.kind, self.is_lost, self.user, self.is_ours = kind, is_lost, user, True
         self.closed_with_free_lock: bool | None = None
         self.rest, self.wait_until = Mock(), Mock()
 
