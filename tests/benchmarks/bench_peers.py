@@ -2,7 +2,18 @@
 
 Run by hand: `python tests/benchmarks/bench_peers.py --dir DIRECTORY [--vs dcp,mcore,torch] [--cases CASES]
 [--json FILE]`, or with torchrun on ranks of several machines. The other options are as for `megackpt bench`.
-docs/performance.md explains the cases.
+
+Cases:
+    save, load: save and durable commit at TP over all ranks; load of cold and of warm files
+    reshard: loads after a change of TP, of PP, of both; with a flat optimizer of DP, of DP and TP
+    async: how long training waits for a save, and when that save is durable; the state changes meanwhile
+    digests: saves and loads with and without digests, in turns
+    memory: peak of resident memory above its size before
+    small: 200 arrays of 1 KiB, equal on all ranks
+    plan: planning of a save with the same structure as the last save, and its collectives
+    long: many saves and loads (--long-run, 50), synchronous and asynchronous in turn: slope of resident
+        memory, open descriptors
+    scaling: one rank and --scaling ranks with the same state
 """
 
 from __future__ import annotations
