@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import subprocess
 import sys
 import warnings
 from pathlib import Path
@@ -32,6 +33,19 @@ def holds(requirement: Requirement, python: str) -> bool:
     """Return whether a requirement counts on Linux with that Python."""
     surroundings = {"python_version": python, "python_full_version": f"{python}.1", "sys_platform": "linux"}
     return requirement.marker is None or requirement.marker.evaluate(surroundings)
+
+
+TOP_LEVEL = {
+    ".ci", ".gitignore", "CHANGELOG.md", "LICENSE", "README.md", "docs", "examples", "megackpt", "mkdocs.yml",
+    "models", "pyproject.toml", "tests",
+}  # fmt: skip
+
+
+def test_the_top_level_has_nothing_that_a_run_has_left() -> None:
+    git = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True)
+    if git.returncode:
+        pytest.skip("not a checkout of git")
+    assert {name.partition("/")[0] for name in git.stdout.splitlines()} == TOP_LEVEL
 
 
 @pytest.mark.parametrize("requirement", ALL.values(), ids=str)
