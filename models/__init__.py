@@ -9,6 +9,7 @@ from models.block_config import (
     LinearScaling,
     Llama3Scaling,
     MLPConfig,
+    MoEConfig,
     MTPConfig,
     NoPositions,
     NormConfig,
@@ -17,11 +18,10 @@ from models.block_config import (
     YarnScaling,
 )
 from models.config import GPTConfig
+from models.encoder_config import T5Config
 from models.gpt import GPT, build_gpt
 from models.init import init_weights
-from models.moe_config import MoEConfig
 from models.t5 import T5, build_t5
-from models.t5_config import T5Config
 
 __all__ = [
     "BERT",

@@ -29,8 +29,7 @@ from models.blocks.mlp import ACTIVATIONS, build_mlp
 from models.blocks.norm import block_norm
 from models.blocks.transformer import residual_dropout
 from models.encoder_config import EncoderConfig
-from models.encoder_model import EncoderModel
-from models.language_model import Shape, with_rows, without_rows
+from models.language_model import EncoderModel, Shape, with_rows, without_rows
 from models.stage import Stage
 
 

@@ -18,12 +18,12 @@ from models.block_config import (
     DeltaNetConfig,
     LearnedPositions,
     MLPConfig,
+    MoEConfig,
     MTPConfig,
     NoPositions,
     NormConfig,
     RotaryConfig,
 )
-from models.moe_config import MoEConfig
 
 # The kinds of layers that a model has: which blocks each layer is made of.
 

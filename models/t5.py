@@ -41,10 +41,9 @@ from models.blocks.full_attention import (
 from models.blocks.mlp import build_mlp
 from models.blocks.norm import block_norm
 from models.blocks.transformer import residual_dropout
-from models.encoder_model import EncoderModel
-from models.language_model import Shape, with_rows, without_rows
+from models.encoder_config import T5Config
+from models.language_model import EncoderModel, Shape, with_rows, without_rows
 from models.stage import Stage
-from models.t5_config import T5Config
 
 
 class T5Layer(ShardedModule):

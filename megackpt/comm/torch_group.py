@@ -218,7 +218,7 @@ class TorchGroup(Group):
         from megackpt.comm.transport import open_transport, transport_name
 
         if transport_name() == "gloo":
-            from megackpt.comm.gloo_transport import MeshTransport
+            from megackpt.comm.transport import MeshTransport
 
             return MeshTransport(self._group)
         client = StoreClient(

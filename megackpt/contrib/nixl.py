@@ -17,10 +17,9 @@ from typing import Any
 
 import numpy as np
 
-from megackpt.comm.gloo_transport import by_peer
 from megackpt.comm.group import PeerBuffer
 from megackpt.comm.store_client import StoreClient
-from megackpt.comm.transport import LatePeersError, LostPeerError, Transfer, Transport
+from megackpt.comm.transport import LatePeersError, LostPeerError, Transfer, Transport, by_peer
 from megackpt.errors import DeclarationError
 
 PART_BYTES = 1 << 20

@@ -42,7 +42,7 @@ from megackpt.run.collective import load, save
 from megackpt.run.local import load_content_metadata, load_tensors_metadata
 from megackpt.storage import Location, opened_store
 from megackpt.training.parallel.adapters import CHILD, check_adapter_name
-from megackpt.training.parallel.lora_config import LoRAConfig
+from megackpt.training.parallel.lora import LoRAConfig
 from megackpt.whole.adapter_arrays import stored_config
 from megackpt.whole.copy_source import check_unchanged
 from megackpt.whole.huggingface_map import with_stacked_layers_where_equal

@@ -15,7 +15,7 @@ from megackpt.errors import DeclarationError, MapError
 from megackpt.maps.requests import MASTER, OPTIMIZER, parameter_key
 from megackpt.plans.metadata import ArraySpec
 from megackpt.training.parallel.adapters import CHILD
-from megackpt.training.parallel.lora_config import LoRAConfig
+from megackpt.training.parallel.lora import LoRAConfig
 
 _B = re.compile(
     rf"(?P<stem>(?P<layer>.+)\.{CHILD}\.(?P<adapter>[^.]+)\.[^.]+)\.linear_out\.weight(?P<component>\.\w+)?"

@@ -21,7 +21,7 @@ from megackpt.engine.checkpoint.opening import open_checkpoint
 from megackpt.engine.data.chunk_bytes import ReadBuffers
 from megackpt.engine.data.progress import Progress
 from megackpt.engine.data.read import read_chunk
-from megackpt.engine.saving.array_digests import with_array_digests
+from megackpt.engine.saving.integrity import with_array_digests
 from megackpt.engine.saving.planned_save import PlannedSave, SaveHook, WrittenChunks
 from megackpt.engine.saving.write import write_and_commit
 from megackpt.errors import IntegrityError

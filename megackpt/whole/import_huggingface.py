@@ -17,7 +17,7 @@ import torch
 from megackpt.comm import Group, group_or_world
 from megackpt.engine.checkpoint.opening import check_readable, open_checkpoint, read_common
 from megackpt.engine.checkpoint.views import with_views
-from megackpt.engine.data.equal_arrays import have_equal_bytes
+from megackpt.engine.data.chunk_bytes import have_equal_bytes
 from megackpt.engine.data.progress import Progress
 from megackpt.errors import MapError
 from megackpt.formats.contents import Contents

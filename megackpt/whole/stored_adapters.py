@@ -22,7 +22,7 @@ from megackpt.engine.checkpoint.opening import open_checkpoint, read_common_and_
 from megackpt.entities import ShardedTensor
 from megackpt.formats.contents import Contents
 from megackpt.storage import Store
-from megackpt.training.parallel.lora_config import LoRAConfig
+from megackpt.training.parallel.lora import LoRAConfig
 from megackpt.whole.adapter_arrays import (
     Change,
     LowRank,

@@ -1,7 +1,7 @@
 """The parts of a transformer layer."""
 
 from models.blocks.attention import SelfAttention
-from models.blocks.latent_attention import LatentAttention
+from models.blocks.mixers import LatentAttention
 from models.blocks.mlp import MLP, GatedMLP, MoE, SharedExperts
 from models.blocks.transformer import TransformerLayer
 

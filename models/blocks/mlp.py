@@ -24,8 +24,7 @@ from megackpt.training.parallel import (
     ShardedModule,
 )
 from megackpt.training.parallel.attributes import mark
-from models.block_config import Activation
-from models.moe_config import MoEConfig
+from models.block_config import Activation, MoEConfig
 from models.stage import Stage
 
 

@@ -22,8 +22,7 @@ from megackpt.training.parallel import (
     ShardedModule,
 )
 from models.blocks.attention import SelfAttention
-from models.blocks.delta_net import build_delta_net
-from models.blocks.latent_attention import LatentAttention
+from models.blocks.mixers import LatentAttention, build_delta_net
 from models.blocks.mlp import MLP, GatedMLP, MoE, build_mlp
 from models.blocks.norm import block_norm
 from models.config import BlockKind

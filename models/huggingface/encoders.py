@@ -11,8 +11,8 @@ from typing import Any
 from megackpt.errors import DeclarationError
 from models.bert import BertConfig
 from models.block_config import AttentionConfig, LearnedPositions, MLPConfig
+from models.encoder_config import T5Config
 from models.huggingface.fields import ACTIVATIONS, WITHOUT_EFFECT, ConfigFields
-from models.t5_config import T5Config
 
 _BERT_DEFAULTS: Mapping[str, Any] = {
     "vocab_size": 30522,

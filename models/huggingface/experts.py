@@ -13,8 +13,8 @@ from collections.abc import Collection
 from typing import Any
 
 from megackpt.training.parallel import RoutingOptions, SwiGLU
+from models.block_config import MoEConfig
 from models.huggingface.fields import ConfigFields
-from models.moe_config import MoEConfig
 
 
 def mixtral_experts(fields: ConfigFields) -> MoEConfig:

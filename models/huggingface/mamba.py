@@ -10,11 +10,10 @@ import math
 from collections.abc import Mapping
 
 from megackpt.training.parallel import MambaSizes
-from models.block_config import AttentionConfig, MLPConfig, NoPositions
+from models.block_config import AttentionConfig, MLPConfig, MoEConfig, NoPositions
 from models.config import BlockKind, GPTConfig
 from models.huggingface.experts import deepseek_routing
 from models.huggingface.fields import ConfigFields
-from models.moe_config import MoEConfig
 
 _KINDS: Mapping[str, BlockKind] = {
     "M": "mamba",

@@ -15,8 +15,7 @@ from megackpt.cli.simulation.replicas import BUCKET_SIZE, data_parallel_groups, 
 from megackpt.plans.geometry import Ints
 from megackpt.plans.metadata import ChunkTable, DeclaredChunks, PackedDeclarations
 from megackpt.plans.planning import SavePlan
-from megackpt.plans.planning.load_plan import StoredPositions
-from megackpt.plans.planning.read_sizes import copied_nbytes, read_nbytes
+from megackpt.plans.planning.load_plan import StoredPositions, copied_nbytes, read_nbytes
 from megackpt.training.parallel import ParallelLayout
 
 # The save of a simulated job: every rank declared, planned and counted.

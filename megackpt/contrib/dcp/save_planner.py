@@ -36,7 +36,7 @@ from megackpt.codec import leaf_digests, pack
 from megackpt.contrib.dcp.location import rank_and_size
 from megackpt.contrib.dcp.state_dicts import Rectangle, flatten, rectangles
 from megackpt.engine.data.tensor_bytes import check_source
-from megackpt.engine.saving.unmarked_replicas import digests_of_unmarked_replicas
+from megackpt.engine.saving.copies import digests_of_unmarked_replicas
 from megackpt.entities import ShardedObject, ShardedTensor, is_main_replica
 from megackpt.entities.describe import describe, dtype_name
 from megackpt.entities.flatten import FlattenedState, flatten_state

@@ -107,7 +107,7 @@ def _open_and_prepare(request: LoadRequest, group: Group, resources: ExitStack) 
     needs_all = request.maps is not None and strict.on_unexpected is Policy.ERROR
     rules = LoadRules(options.rules, strict, complete=options.complete or needs_all)
     if request.exchange_group is not None or not options.cpu_transfer:
-        from megackpt.engine.loading.exchange_setup import check_exchange_group
+        from megackpt.engine.loading.exchange import check_exchange_group
 
         check_exchange_group(options, request.exchange_group, has_map=request.maps is not None)
     with collected_notices() as notices:
@@ -186,6 +186,6 @@ def connect_reader(request: LoadRequest, prepared: PreparedLoad, group: Group) -
     """
     if request.options.exchange == "direct":
         return DirectReader(request.options)
-    from megackpt.engine.loading.exchange_setup import connect_exchange
+    from megackpt.engine.loading.exchange import connect_exchange
 
     return connect_exchange(request, prepared, group) or DirectReader(request.options)

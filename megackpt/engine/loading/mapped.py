@@ -16,7 +16,7 @@ import numpy as np
 from megackpt.comm import Group
 from megackpt.engine.checkpoint.opening import check_readable, read_common
 from megackpt.engine.checkpoint.views import with_renamed_keys, with_views
-from megackpt.engine.data.equal_arrays import have_equal_bytes
+from megackpt.engine.data.chunk_bytes import have_equal_bytes
 from megackpt.engine.loading.common_request import CommonRequest
 from megackpt.engine.loading.mapped_report import check_casts, report_mapped_arrays
 from megackpt.engine.loading.prepare import (
@@ -38,7 +38,7 @@ from megackpt.maps.requests import EMBEDDING, MappedTensor, is_weight, mapped_te
 from megackpt.options import Policy
 from megackpt.plans.metadata import OBJECT, ArraySpec
 from megackpt.plans.planning import Copies, plan_load
-from megackpt.plans.planning.read_sizes import read_ratio
+from megackpt.plans.planning.load_plan import read_ratio
 from megackpt.plans.validation import LoadReport, LoadRules, globs_for
 from megackpt.storage import digest_of
 

@@ -39,7 +39,7 @@ def answer_of(request: LoadRequest, prepared: PreparedLoad, notices: Notices) ->
     looks_for_missing = rules.look_for_missing_keys
     members = ""
     if group is not None:
-        from megackpt.comm.subgroups import subgroup_members
+        from megackpt.comm.process_groups import subgroup_members
 
         members = subgroup_members(group)
     answer = {

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from megackpt.comm import Group, PeerBuffer
-from megackpt.comm.subgroups import DeviceGroup
+from megackpt.comm.process_groups import DeviceGroup
 from megackpt.engine.data.tensor_bytes import byte_view
 from megackpt.plans.planning.exchange_plan import ExchangePlan, aligned
 

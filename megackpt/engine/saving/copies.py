@@ -11,10 +11,13 @@ import numpy.typing as npt
 
 from megackpt.codec import leaf_digests
 from megackpt.comm import Group, broadcast_from_rank_0, gather_step
-from megackpt.plans.geometry import Ints
-from megackpt.plans.metadata import ChunkTable
+from megackpt.engine.data.device_copies import host_parts
+from megackpt.entities import is_main_replica
+from megackpt.entities.flatten import FlattenedState
+from megackpt.plans.geometry import Box, Ints
+from megackpt.plans.metadata import DIGEST_BLOCK_BYTES, ChunkTable
 from megackpt.plans.validation.equality import Divergence, find_divergences
-from megackpt.storage import digest_of
+from megackpt.storage import BlockDigester, digest_of
 
 Label = tuple[str, str]
 """The key of a chunk, and its box as text."""
@@ -91,3 +94,22 @@ def differing_copies(
         naming.data = json.dumps({name.hex(): label for name, label in labels(wanted).items()}).encode()
     known = {name: label for sent in naming.results for name, label in json.loads(sent).items()}
     return sorted((tuple(known[divergence.name.hex()]), divergence) for divergence in divergences)
+
+
+# Digests of DTensor chunks without a replica id, so that ranks can compare them.
+#
+# `planning.main_replicas` chooses one of them as the main replica.
+
+
+def digests_of_unmarked_replicas(flattened: FlattenedState) -> dict[str, str]:
+    """Return a digest of each chunk that ranks outside of its mesh may declare too, by `key[box]`. Local."""
+    digests = {}
+    for tensor in flattened.tensors:
+        if tensor.key in flattened.on_some_ranks and is_main_replica(tensor.replica_id):
+            assert tensor.data is not None  # a DTensor has its local tensor
+            digester = BlockDigester(DIGEST_BLOCK_BYTES)
+            for part in host_parts(tensor.data, part_bytes=DIGEST_BLOCK_BYTES):
+                digester.update(part)
+            name = f"{tensor.key}{Box(tensor.global_offset, tensor.local_shape)}"
+            digests[name] = digest_of(digester.result().tobytes())
+    return digests

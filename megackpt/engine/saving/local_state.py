@@ -126,7 +126,7 @@ class LocalState:
         flattened = self.flattened
         if not flattened.replicated and not flattened.on_some_ranks:
             return {"replicated": {}, "copies": {}}
-        from megackpt.engine.saving.unmarked_replicas import digests_of_unmarked_replicas
+        from megackpt.engine.saving.copies import digests_of_unmarked_replicas
 
         values = {o.key: o.data for o in flattened.objects if o.key in flattened.replicated}
         replicated = {key: value_digest(value) for key, value in values.items()}

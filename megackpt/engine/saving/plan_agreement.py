@@ -41,7 +41,7 @@ from megackpt.plans.planning import (
     plan_merged_save,
     unpack_rows,
 )
-from megackpt.plans.planning.replica_weights import replica_weights
+from megackpt.plans.planning.main_replicas import replica_weights
 from megackpt.plans.validation import (
     check_common_equal,
     check_copies_equal,

@@ -94,7 +94,7 @@ class SaveRequest:
             )
         if self.spread_group is None:
             return 0
-        from megackpt.comm.subgroups import subgroup_label
+        from megackpt.comm.process_groups import subgroup_label
 
         return subgroup_label(self.spread_group, rank=rank)
 
@@ -140,15 +140,15 @@ def hooks_for(options: SaveOptions) -> tuple[SaveHook, ...]:
     """Return the hooks of the features that the options ask for."""
     hooks: list[SaveHook] = []
     if options.parity is not None:
-        from megackpt.engine.saving.parity import ParityHook
+        from megackpt.engine.saving.integrity import ParityHook
 
         hooks.append(ParityHook(max_files=options.parity))
     if options.array_digests:
-        from megackpt.engine.saving.array_digests import ArrayDigestHook
+        from megackpt.engine.saving.integrity import ArrayDigestHook
 
         hooks.append(ArrayDigestHook())
     if options.compare_replicas is not Policy.IGNORE:  # compares all bits, so no samples are needed
-        from megackpt.engine.saving.replica_check import ReplicaCheckHook
+        from megackpt.engine.saving.integrity import ReplicaCheckHook
 
         hooks.append(ReplicaCheckHook(options.compare_replicas, part_bytes=options.part_bytes))
     elif options.sample_replicas is not Policy.IGNORE:

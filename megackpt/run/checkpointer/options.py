@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import ClassVar, Literal, get_args
 
 from megackpt.comm import AnyGroup, Group, check_group
-from megackpt.comm.subgroups import check_group_argument
+from megackpt.comm.process_groups import check_group_argument
 from megackpt.errors import DeclarationError
 from megackpt.ground.arguments import check_count, check_kind, check_seconds
 from megackpt.storage import absolute_path

@@ -14,7 +14,7 @@ from megackpt.training.parallel.embedding import (
     VocabParallelOutput,
     vocab_parallel_cross_entropy,
 )
-from megackpt.training.parallel.experts import ExpertStack, GatedExperts, PlainExperts
+from megackpt.training.parallel.experts import ExpertStack, GatedExperts, PlainExperts, SwiGLU
 from megackpt.training.parallel.groups import Axis, ParallelGroups
 from megackpt.training.parallel.layout import ParallelLayout
 from megackpt.training.parallel.linear import (
@@ -24,7 +24,7 @@ from megackpt.training.parallel.linear import (
     RowParallelLinear,
     divide_over_tp,
 )
-from megackpt.training.parallel.lora_config import LoRAConfig
+from megackpt.training.parallel.lora import LoRAConfig
 from megackpt.training.parallel.mamba import MambaMixer, MambaSizes
 from megackpt.training.parallel.mixin import ShardedModule, sharded_state_dict
 from megackpt.training.parallel.moe import Capacity, MixtureOfExperts
@@ -36,7 +36,6 @@ from megackpt.training.parallel.router import Router, update_expert_bias
 from megackpt.training.parallel.routing import RoutingOptions
 from megackpt.training.parallel.stack import LayerStack
 from megackpt.training.parallel.stages import StageTable
-from megackpt.training.parallel.swiglu import SwiGLU
 from megackpt.training.parallel.tp_sharding import TpSharding
 
 __all__ = [

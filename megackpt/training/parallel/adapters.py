@@ -25,8 +25,7 @@ from megackpt.entities import ShardedLayout, ShardedStateDict, ShardedTensor
 from megackpt.errors import DeclarationError
 from megackpt.training.parallel.collectives import all_reduce
 from megackpt.training.parallel.groups import ParallelGroups
-from megackpt.training.parallel.lora import AdaptedLayer, LoRA, components_of
-from megackpt.training.parallel.lora_config import LoRAConfig
+from megackpt.training.parallel.lora import AdaptedLayer, LoRA, LoRAConfig, components_of
 from megackpt.training.parallel.mixin import sharded_state_dict
 from megackpt.training.parallel.rng import ParallelRng, stable_seed
 

@@ -2,7 +2,6 @@
 
 from megackpt.training.optim.param_groups import WhenDifferent
 from megackpt.training.state.data_position import DataPosition, SampleOrder
-from megackpt.training.state.objects import CommonObject, RankObject, Stateful, loader_object
 from megackpt.training.state.rank_position import RankPosition
 from megackpt.training.state.rng import RngState
 from megackpt.training.state.rng_sources import (
@@ -22,7 +21,14 @@ from megackpt.training.state.rng_sources import (
 )
 from megackpt.training.state.schedule import PROGRESS, ScheduleState
 from megackpt.training.state.sharded_data import SequenceReader, ShardedData, ShardReader, ShuffleBuffer
-from megackpt.training.state.training_state import Resumable, TrainingState
+from megackpt.training.state.training_state import (
+    CommonObject,
+    RankObject,
+    Resumable,
+    Stateful,
+    TrainingState,
+    loader_object,
+)
 
 __all__ = [
     "ACTIVATION_AXES",

@@ -13,7 +13,7 @@ import torch
 from megackpt.entities import ShardedStateDict
 from megackpt.errors import DeclarationError, MismatchError, truncated_list
 from megackpt.training.optim.param_groups import SCHEDULE_OPTIONS, WhenDifferent
-from megackpt.training.state.objects import Stateful
+from megackpt.training.state.training_state import Stateful
 
 PROGRESS = frozenset(
     {

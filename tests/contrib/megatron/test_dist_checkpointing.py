@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 import megackpt
 from megackpt import LoadOptions, MissingKeyError, Policy, SaveOptions
-from megackpt.contrib.megatron import core_version, dist_checkpointing, our_strategies, settings
+from megackpt.contrib.megatron import dist_checkpointing, our_strategies, settings
 from megackpt.contrib.megatron.dist_checkpointing import (
     core,
     mapping,
@@ -180,7 +180,7 @@ BY_POSITION: dict[str, tuple[Any, Any]] = {
 def test_calls_by_position_follow_the_installed_version(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, version: str
 ) -> None:
-    monkeypatch.setattr(core_version.metadata, "version", lambda name: version)
+    monkeypatch.setattr(settings.metadata, "version", lambda name: version)
     monkeypatch.delitem(sys.modules, "megatron.core", raising=False)
     path, (save, load) = str(tmp_path / "here"), BY_POSITION[version]
     assert dist_checkpointing.save(small_state(), path, *save) is None
@@ -209,9 +209,9 @@ def test_without_megatron_core_calls_have_the_order_of_the_newest_version(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def version(name: str) -> str:
-        raise core_version.metadata.PackageNotFoundError(name)
+        raise settings.metadata.PackageNotFoundError(name)
 
-    monkeypatch.setattr(core_version.metadata, "version", version)
+    monkeypatch.setattr(settings.metadata, "version", version)
     monkeypatch.delitem(sys.modules, "megatron.core", raising=False)
     dist_checkpointing.save(small_state(), str(tmp_path / "a"), None, False)
     with pytest.raises(DeclarationError, match=r"Megatron-Core 0\.19\.2 \(the newest known one"):

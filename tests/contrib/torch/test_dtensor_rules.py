@@ -23,8 +23,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from torch.distributed.tensor.placement_types import _StridedShard
 
 import megackpt
-from megackpt.entities.adapters import adapter_of
-from megackpt.entities.flatten import flatten_state
+from megackpt.entities.flatten import adapter_of, flatten_state
 from megackpt.errors import GeometryError
 from megackpt.plans.geometry.box import MeshBox, MeshCut, mesh_boxes
 from megackpt.testing.ranks import RankPool

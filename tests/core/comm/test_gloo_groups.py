@@ -15,12 +15,11 @@ import torch.distributed
 
 from megackpt import DeclarationError, RankFailedError
 from megackpt.comm import missing_ranks, torch_group
-from megackpt.comm.gloo_transport import MeshTransport, PairTransport
 from megackpt.comm.missing_ranks import describe_missing_ranks, rendezvous_port
+from megackpt.comm.process_groups import DeviceGroup
 from megackpt.comm.store_client import StoreClient
-from megackpt.comm.subgroups import DeviceGroup
 from megackpt.comm.torch_group import TorchGroup
-from megackpt.comm.transport import LatePeersError, LostPeerError
+from megackpt.comm.transport import LatePeersError, LostPeerError, MeshTransport, PairTransport
 from megackpt.testing.world import SimulatedWorld
 from tests.support.writers import wait_for
 

@@ -36,10 +36,9 @@ from megackpt.comm import (
     scatter_step,
     store_group,
 )
-from megackpt.comm.gloo_transport import PairTransport, _PeerThread
 from megackpt.comm.store_group import PART_BYTES, StoreGroup
 from megackpt.comm.store_host import StoreAddress, StoreHost, connect_store
-from megackpt.comm.transport import LostPeerError
+from megackpt.comm.transport import LostPeerError, PairTransport, _PeerThread
 from megackpt.ground.notices import collected_notices, log_notices, notice
 from megackpt.testing.world import SimulatedWorld
 from tests.support.groups import MessagesOnly, compared, gathered, scattered, shared

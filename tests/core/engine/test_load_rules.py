@@ -32,7 +32,7 @@ from megackpt import (
     save,
 )
 from megackpt.comm import Group
-from megackpt.comm.subgroups import DeviceGroup
+from megackpt.comm.process_groups import DeviceGroup
 from megackpt.contrib.dcp import MegackptStorageReader
 from megackpt.engine.loading.exchange import RankRequest
 from megackpt.engine.loading.shared_targets import sharing

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from megackpt import Checkpointer, ShardedTensor
-from megackpt.cli.follow import new_lines
+from megackpt.cli.ls import new_lines
 from megackpt.cli.run_steps import age_as_text, list_steps
 from megackpt.storage import ObjectStore
 from tests.support.command_line import CommandLine

@@ -38,8 +38,13 @@ from megackpt.plans.geometry import rectangles_of
 from megackpt.plans.metadata import DIGEST_BLOCK_BYTES, ArraySpec, ChunkTable, DeclaredChunks, pad_shapes
 from megackpt.plans.planning import plan_load, plan_reads, plan_save
 from megackpt.plans.planning.exchange import plan_exchange
-from megackpt.plans.planning.load_plan import search_order, with_bounding_boxes
-from megackpt.plans.planning.read_sizes import copied_nbytes, read_nbytes, read_ratio
+from megackpt.plans.planning.load_plan import (
+    copied_nbytes,
+    read_nbytes,
+    read_ratio,
+    search_order,
+    with_bounding_boxes,
+)
 from megackpt.plans.validation import check_coverage
 from megackpt.training.parallel import ParallelLayout
 from tests.support.checkpoints import BUCKET, SIZES, TIED, real_state, save_for_real

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 import megackpt
 from megackpt import IntegrityError, LoadOptions, MismatchError, ShardedObject, ShardedTensor
-from megackpt.comm.subgroups import DeviceGroup
+from megackpt.comm.process_groups import DeviceGroup
 from megackpt.engine.loading import exchange
 from megackpt.storage import LocalStore
 from megackpt.testing.ranks import RankPool

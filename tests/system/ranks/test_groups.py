@@ -40,7 +40,7 @@ def say():  # registered first, so called last
 atexit.register(say)
 import torch.distributed as dist
 from megackpt.comm import world_group
-from megackpt.comm.subgroups import torch_subgroup
+from megackpt.comm.process_groups import torch_subgroup
 
 dist.init_process_group("gloo", init_method="file://" + sys.argv[1], rank=int(sys.argv[2]), world_size=2)
 groups = world_group(timeout_s=60), torch_subgroup(dist.new_group([0, 1]), timeout_s=30)

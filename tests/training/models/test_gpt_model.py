@@ -34,8 +34,8 @@ from models import (
     init_weights,
 )
 from models.blocks import SelfAttention
+from models.blocks.attention import rotate, rotation
 from models.blocks.full_attention import CrossAttention, FullAttention
-from models.blocks.rotary import rotate, rotation
 from models.stage import Stage
 from tests.support.gpt import FAMILIES, SMALL_GPT, SMALL_GPT_MIXED, SMALL_GPT_MOE, as_family, joined
 

@@ -34,7 +34,7 @@ from models import (
     SlidingWindow,
     YarnScaling,
 )
-from models.blocks.rotary import rotary_frequencies, rotary_magnitude
+from models.blocks.attention import rotary_frequencies, rotary_magnitude
 from models.huggingface import gpt_config
 from tests.support.huggingface_configs import random_fields
 from tests.support.huggingface_models import FAMILIES, SEEDS, random_config

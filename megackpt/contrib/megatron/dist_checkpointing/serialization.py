@@ -16,8 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from megackpt.comm import errors_on_all_ranks, world_group
-from megackpt.comm.subgroups import subgroup
-from megackpt.contrib.megatron.core_version import core_version
+from megackpt.comm.process_groups import subgroup
 from megackpt.contrib.megatron.dist_checkpointing.core import maybe_load_config
 from megackpt.contrib.megatron.dist_checkpointing.strategies import (
     torch as _torch_strategies,  # noqa: F401 - sets the strategies of the format torch_dist
@@ -54,7 +53,7 @@ from megackpt.contrib.megatron.our_strategies import (
     request_by,
     save_as_rank_0,
 )
-from megackpt.contrib.megatron.settings import OPTIONS
+from megackpt.contrib.megatron.settings import OPTIONS, core_version
 from megackpt.contrib.megatron.stored_metadata import stored_metadata, stored_tensors
 from megackpt.contrib.megatron.user_loads import load_with
 from megackpt.contrib.megatron.user_saves import request_with, save_with

@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 from megackpt.comm import Group, SingleProcess, errors_on_all_ranks, gather_step, world_group
-from megackpt.comm.subgroups import subgroup
+from megackpt.comm.process_groups import subgroup
 from megackpt.contrib.megatron.dist_checkpointing.dict_utils import (
     dict_list_map_inplace,
     nested_values,

@@ -1,27 +1,106 @@
-"""The replica check: at a save, ranks compare all bits of the chunks and objects that several of them have.
-
-Without it, a replica that has drifted may be stored: the planner chooses the writer of a chunk by bytes,
-and does not know which replica is right.
-"""
+"""Hooks of a save for integrity: parity files, digests of whole arrays, and the comparison of replicas."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence, Set
+from collections.abc import Collection, Sequence, Set
 from dataclasses import dataclass
 
 import numpy as np
 
-from megackpt.comm import Group, rank_0_errors_on_all_ranks
+from megackpt.comm import Group, gather_step, rank_0_errors_on_all_ranks, scatter_step
 from megackpt.engine.data.device_copies import host_parts
 from megackpt.engine.saving.copies import Label, differing_copies, label_of, name_of, value_digest
-from megackpt.engine.saving.planned_save import SaveHook
+from megackpt.engine.saving.planned_save import SaveHook, WrittenChunks
 from megackpt.entities.flatten import FlattenedState
-from megackpt.errors import MismatchError, truncated_list
+from megackpt.errors import MismatchError, UnsupportedError, truncated_list
+from megackpt.formats.strategy import Json, SaveStrategy
 from megackpt.options import Policy
-from megackpt.plans.metadata import DeclaredChunks
+from megackpt.plans.metadata import ChunkTable, DeclaredChunks
+from megackpt.plans.validation import coverage_faults
 from megackpt.plans.validation.equality import REPLICA_DIGEST, Divergence
-from megackpt.storage import digest_of_parts
+from megackpt.storage import Store, digest_of_parts
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParityHook(SaveHook):
+    """Writes one parity file for each group of data files.
+
+    Attributes:
+        max_files: how many data files a group has at most.
+    """
+
+    max_files: int
+
+    def strategy_for(self, strategy: SaveStrategy) -> SaveStrategy:
+        """Return the strategy as it is, if its format has parity files."""
+        if not strategy.capabilities.writes_parity:
+            raise UnsupportedError(
+                f"Format {strategy.backend} version {strategy.version} has no parity files. Save without "
+                f"SaveOptions.parity, or in the native format."
+            )
+        return strategy
+
+    def after_writing(
+        self, written: WrittenChunks, store: Store, strategy: SaveStrategy, group: Group
+    ) -> list[bytes]:
+        """Compute the parity of the files that were written; rank 0 decides which rank computes what."""
+        attempt = written.planned.attempt
+        with scatter_step(group, "planning parity") as planning:
+            if group.rank == 0:
+                planning.parts = strategy.plan_parity(
+                    attempt=attempt, plan=written.plan(), receipts=written.receipts, most=self.max_files
+                )
+        with gather_step(group, "writing parity files") as writing:
+            writing.data = strategy.write_parity(store, attempt=attempt, work=planning.part)
+        return writing.results
+
+    def index_fields(
+        self, receipts: list[bytes], store: Store, strategy: SaveStrategy, *, attempt: str
+    ) -> Json:
+        """Write the list of parity files, and return what the manifest says of it."""
+        return strategy.list_parity(store, attempt=attempt, receipts=receipts)
+
+
+# Digests of whole arrays in a save; `formats.array_digests` computes them.
+
+
+class ArrayDigestHook(SaveHook):
+    """Stores a digest of each array, which does not depend on how the array is sharded."""
+
+    def strategy_for(self, strategy: SaveStrategy) -> SaveStrategy:
+        """Return a strategy that also stores digests of arrays."""
+        return with_array_digests(strategy)
+
+
+def with_array_digests(strategy: SaveStrategy) -> SaveStrategy:
+    """Return a strategy that writes the same format, and digests of arrays.
+
+    Raises:
+        UnsupportedError: the format stores no digests of arrays.
+        MissingExtraError: the library that computes them is not installed.
+    """
+    if not strategy.capabilities.digests_arrays:
+        raise UnsupportedError(
+            f"Format {strategy.backend} version {strategy.version} stores no digests of arrays. Save without "
+            f"array_digests, or in the native format."
+        )
+    return strategy.with_array_digests(covered_keys)
+
+
+def covered_keys(table: ChunkTable) -> Collection[str]:
+    """Return the keys of the arrays whose chunks cover every element exactly once.
+
+    In a save that validates, these are all arrays.
+    """
+    keys = {spec.key for spec in table.arrays}
+    return keys - {fault.spec.key for fault in coverage_faults(table, keys)}
+
+
+# The replica check: at a save, ranks compare all bits of the chunks and objects that several of them have.
+#
+# Without it, a replica that has drifted may be stored: the planner chooses the writer of a chunk by bytes,
+# and does not know which replica is right.
 
 log = logging.getLogger(__name__)
 
