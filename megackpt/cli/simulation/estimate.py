@@ -61,8 +61,8 @@ class Estimate:
         first_save: the first save of a state: planning and proof, then as a later one.
         later_save: a save that uses the plan of an earlier one: all bytes written, and the index.
         writing: the part of both in which bytes are written.
-        async_stall: how long training waits for an asynchronous save: its bytes are copied, nothing is
-            written.
+        async_stall: how long training waits for an asynchronous save: it describes its state and
+            copies its bytes, and writes nothing.
         load_direct: every rank reads for itself.
         load_exchange: groups read each byte once and exchange it.
         interval: advice about saves, where a time between failures was given.
@@ -124,7 +124,7 @@ def estimate(save: SaveOutcome, load: LoadOutcome | None, cluster: Cluster) -> E
     stall_s = None
     if save.layout is not None and cluster.stage is not None:
         copied_s = float(save.nbytes.max(initial=0)) / (cluster.stage * GB)
-        stall_s = copied_s + float(save.rank_s.max(initial=0.0))
+        stall_s = copied_s + float(save.describe_s.max(initial=0.0))
     wait_s = later_s if stall_s is None else stall_s
     direct = exchange = None
     if load is not None:

@@ -30,6 +30,7 @@ class SaveOutcome:
         index_nbytes: size of the index.
         rank_s: time in which each rank packs what it declares and unpacks what it is to write, `[world]`;
             empty for a checkpoint.
+        describe_s: time in which each rank describes its state, in every save, `[world]`; empty likewise.
         merge_s: time in which rank 0 merges what ranks declare.
         prove_s: its time for the proof that everything is covered once.
         plan_s: its time for the plan of all ranks.
@@ -45,6 +46,7 @@ class SaveOutcome:
     arrays: int
     index_nbytes: int
     rank_s: Seconds
+    describe_s: Seconds
     merge_s: float = 0.0
     prove_s: float = 0.0
     plan_s: float = 0.0
@@ -87,12 +89,12 @@ class SaveOutcome:
     @property
     def first_save_s(self) -> float:
         """Time for planning that only the first save of a structure needs: later ones use its plan."""
-        return self.coordinator_s - self.index_s
+        return self.coordinator_s - self.index_s + float(self.rank_s.max(initial=0.0))
 
     @property
     def every_save_s(self) -> float:
-        """Time that each save needs in addition to writing: the slowest rank's own part, and the index."""
-        return float(self.rank_s.max(initial=0.0)) + self.index_s
+        """Time that each save needs in addition to writing: the slowest rank's description, and the index."""
+        return float(self.describe_s.max(initial=0.0)) + self.index_s
 
     def to_json(self) -> dict[str, Any]:
         """Return plain JSON."""
@@ -109,6 +111,7 @@ class SaveOutcome:
             "plan_bytes": self.plan_nbytes,
             "planning": {
                 "rank_s": spread_json(self.rank_s),
+                "describe_s": spread_json(self.describe_s),
                 "merge_s": self.merge_s,
                 "prove_s": self.prove_s,
                 "plan_s": self.plan_s,

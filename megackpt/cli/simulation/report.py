@@ -100,7 +100,7 @@ class PlanReport:
             ("first save", times.first_save),
             ("later saves, with the plan of the first", times.later_save),
             ("- of these, writing", times.writing),
-            ("- of these, the index and each rank's own part", self._rest(self.save.every_save_s)),
+            ("- of these, the index and the description of the state", self._rest(self.save.every_save_s)),
             ("- of the first alone, planning and proof", self._rest(self.save.first_save_s)),
             ("asynchronous save, training waits", times.async_stall),
             ("load, each rank by itself", times.load_direct),
@@ -131,6 +131,7 @@ def _save_lines(save: SaveOutcome) -> Iterator[Line]:
     yield "index", decimal(save.index_nbytes)
     if save.layout is None:
         return
+    yield "measured: a rank describes its state", _times(save.describe_s)
     yield "measured: a rank's own planning", _times(save.rank_s)
     yield "measured, rank 0: merge what ranks declare", seconds_text(save.merge_s)
     yield "measured, rank 0: prove coverage", seconds_text(save.prove_s)

@@ -77,7 +77,7 @@ def _declare_ranks(
 ) -> _Sent:
     sent = _Sent.nothing(world)
     for rank, declared in each_rank(stages, arrays):
-        sent.add(rank, *run_planner.list_of(declared))
+        sent.add(rank, *run_planner.list_of(declared), len(declared))
         advance(1)
     return sent
 
@@ -105,6 +105,7 @@ class _Sent:
         shared: the different second ones and their numbers, by their digests.
         kind: which of these each rank has, `[world]`.
         seconds: `[world]`.
+        declared: how many chunks each rank declares, `[world]`.
     """
 
     lists: list[PackedDeclarations]
@@ -112,20 +113,22 @@ class _Sent:
     shared: dict[bytes, tuple[int, bytes]]
     kind: Ints
     seconds: Seconds
+    declared: Ints
 
     @classmethod
     def nothing(cls, world: int) -> _Sent:
         none = PackedDeclarations(np.zeros(0, np.int64), b"", b"")
-        return cls([none] * world, [b""] * world, {}, np.zeros(world, np.int64), np.zeros(world))
+        numbers = np.zeros(world, np.int64)
+        return cls([none] * world, [b""] * world, {}, numbers, np.zeros(world), numbers.copy())
 
-    def add(self, rank: int, lists: PackedDeclarations, digest: bytes, seconds: float) -> None:
+    def add(self, rank: int, lists: PackedDeclarations, digest: bytes, seconds: float, count: int) -> None:
         number, _ = self.shared.setdefault(digest, (len(self.shared), lists.replica_rows))
         self.kind[rank] = number
         self.lists[rank], self.main_lists[rank] = (
             replace(lists, main_rows=b"", replica_rows=b""),
             lists.main_rows,
         )
-        self.seconds[rank] = seconds
+        self.seconds[rank], self.declared[rank] = seconds, count
 
     def owner_groups(self) -> list[Ints]:
         return [np.flatnonzero(self.kind == kind) for kind in range(len(self.shared))]
@@ -159,6 +162,7 @@ def _outcome(
         arrays=len(arrays.specs),
         index_nbytes=index_nbytes,
         rank_s=sent.seconds,
+        describe_s=sent.declared * np.float64(run_planner.seconds_per_chunk()),
         merge_s=coordinated.merge_s,
         prove_s=coordinated.prove_s,
         plan_s=coordinated.plan_s,

@@ -63,6 +63,7 @@ def _outcome(stored: StoredCheckpoint, index: object) -> SaveOutcome:
         arrays=len(table.arrays),
         index_nbytes=int(index["nbytes"]) if isinstance(index, dict) and "nbytes" in index else 0,
         rank_s=np.zeros(0),
+        describe_s=np.zeros(0),
         plan_nbytes=table_nbytes(table),
     )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -135,6 +136,7 @@ def save_of(*nbytes: int) -> SaveOutcome:
         arrays=1,
         index_nbytes=100,
         rank_s=np.zeros(len(nbytes)),
+        describe_s=np.zeros(len(nbytes)),
         plan_s=1.0,
         prove_s=0.5,
     )
@@ -154,6 +156,14 @@ def load_of(*, planned: list[int], needed: list[int], read: list[int], **group: 
         unique=np.array([group["unique"]], np.int64),
         shared_read=np.array([group["shared_read"]], np.int64),
     )
+
+
+def test_every_save_describes_the_state_and_the_first_one_plans() -> None:
+    save = replace(save_of(4 * GB), describe_s=np.array([0.25]), rank_s=np.array([8.0]))
+    times = estimate(save, None, Cluster(write=2, stage=4))
+    assert times.later_save == 2.25
+    assert times.async_stall == 1.25
+    assert times.first_save == 2.25 + 1.5 + 8
 
 
 def test_the_slowest_node_or_the_storage_as_a_whole_counts() -> None:
