@@ -24,8 +24,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megackpt.cli.benchmark.world import child_environment
 from megackpt.comm import store_group, writer_group
+from megackpt.comm.child_processes import child_environment
 from megackpt.comm.group import decode_error, encode_error
 from megackpt.comm.store_host import StoreAddress, connect_store, host_towards
 from megackpt.comm.transport import TRANSPORT_VARIABLE, open_transport
