@@ -7,7 +7,7 @@ of the plan.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from typing import Any
@@ -30,7 +30,6 @@ from megackpt.engine.data.device_copies import (
 from megackpt.engine.data.tensor_bytes import check_source
 from megackpt.engine.saving.copies import replica_factors, value_digest
 from megackpt.engine.saving.plan_cache import CachedPlan
-from megackpt.engine.saving.planned_save import SaveHook
 from megackpt.engine.saving.save_request import SaveRequest
 from megackpt.entities import ShardedTensor, is_main_replica
 from megackpt.entities.describe import describe
@@ -52,7 +51,6 @@ class LocalState:
     Attributes:
         request: what is saved.
         strategy: writes the format.
-        hooks: the optional features of this save.
         flattened: the state dict, flattened.
         blobs: its objects, encoded; empty where another rank writes the object.
         declared: its declarations; entities are numbered tensors first, then objects.
@@ -64,14 +62,12 @@ class LocalState:
         common: the common state that is stored, with references to its arrays.
         arrays: tensors of common state that are stored as arrays, by their steps in the state dict. Those
             that this rank declares are also among the flattened tensors.
-        statistics: steps to the running statistics of norms, of which rank 0's are stored if ranks differ.
         leftovers: the leftover files of earlier saves, on rank 0; None if the store was not searched.
         absent_parts: the parts of common state that some ranks lack, with the lowest rank that has each.
     """
 
     request: SaveRequest
     strategy: SaveStrategy
-    hooks: tuple[SaveHook, ...]
     flattened: FlattenedState
     blobs: tuple[bytes, ...]
     declared: DeclaredChunks
@@ -82,7 +78,6 @@ class LocalState:
     ranks: int
     common: Any
     arrays: Mapping[Steps, ShardedTensor]
-    statistics: Set[Steps]
     leftovers: LeftoverFiles | None = None
     absent_parts: Mapping[str, int] = field(default_factory=dict)
 
@@ -115,8 +110,8 @@ class LocalState:
         return digests
 
     def statistics_paths(self) -> frozenset[str]:
-        """Return the paths of the running statistics of norms, as `common_digests` has them."""
-        return frozenset(format_path("", steps) for steps in self.statistics)
+        """Return the paths, as in `common_digests`, of the statistics of norms: rank 0's count if they differ."""
+        return frozenset(format_path("", steps) for steps in module_statistics(self.request.state))
 
     def value_digests(self) -> dict[str, dict[str, str]]:
         """Return digests of what must be equal on ranks that hold copies.
@@ -243,7 +238,6 @@ class StateRowParts(ChunkParts):
 def make_local_state(
     request: SaveRequest,
     strategy: SaveStrategy,
-    hooks: tuple[SaveHook, ...],
     *,
     spread_label: int,
     rank: int,
@@ -254,7 +248,6 @@ def make_local_state(
     Args:
         request: what is saved.
         strategy: writes the format.
-        hooks: the optional features of the save.
         spread_label: what `SaveRequest.spread_label` has returned.
         rank: number of this rank.
         ranks: number of ranks.
@@ -266,10 +259,8 @@ def make_local_state(
     _check_has_data(flattened)
     arrays = _plain_arrays(request, strategy, flattened)
     common = with_references(flattened.common, arrays)
-    statistics = module_statistics(request.state)
-    flattened = replace(
-        flattened, tensors=(*flattened.tensors, *_declared_arrays(request, arrays, statistics, rank=rank))
-    )
+    declared_arrays = _declared_arrays(request, arrays, rank=rank)
+    flattened = replace(flattened, tensors=(*flattened.tensors, *declared_arrays))
     for tensor in flattened.tensors:
         check_source(tensor)
     if rank == 0:  # common state is encoded after the chunks are written, when it is too late for an error
@@ -286,7 +277,6 @@ def make_local_state(
     return LocalState(
         request=request,
         strategy=strategy,
-        hooks=hooks,
         flattened=flattened,
         blobs=blobs,
         declared=declared,
@@ -297,7 +287,6 @@ def make_local_state(
         ranks=ranks,
         common=common,
         arrays=arrays,
-        statistics=statistics,
     )
 
 
@@ -339,19 +328,22 @@ def _plain_arrays(
 
 
 def _declared_arrays(
-    request: SaveRequest, arrays: Mapping[Steps, ShardedTensor], statistics: Set[Steps], *, rank: int
+    request: SaveRequest, arrays: Mapping[Steps, ShardedTensor], *, rank: int
 ) -> list[ShardedTensor]:
     """Return the arrays of common state that this rank declares.
 
     Rank 0 declares all. Another rank declares those that are proved to be equal to rank 0's, so that it may
-    write them; statistics are not.
+    write them; the running statistics of norms are not.
     """
-    if rank and (not request.validate or request.common_to_compare is not None):
+    if rank == 0:
+        return list(arrays.values())
+    if not arrays or not request.validate or request.common_to_compare is not None:
         return []
+    statistics, globs = module_statistics(request.state), request.options.rank0_values
     return [
         replace(array, replica_id=rank)
         for steps, array in arrays.items()
-        if rank == 0 or not (steps in statistics or is_rank0_value(steps, request.options.rank0_values))
+        if not (steps in statistics or is_rank0_value(steps, globs))
     ]
 
 

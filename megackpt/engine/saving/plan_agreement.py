@@ -9,8 +9,8 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Sequence, Set
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -59,23 +59,8 @@ _WEIGHT = np.dtype("<i4")
 """How rank 0 sends the weight of a replica: its absolute value is less than the number of ranks."""
 
 
-@dataclass(frozen=True, slots=True)
-class AgreedPlan:
-    """What a rank receives when rank 0 has planned.
-
-    Attributes:
-        plan: of all ranks on rank 0, and on every rank if the format needs it; else the rank's own rows.
-        replica_weights: for each entity of the rank, the weight of its replica; 0 if there is no other, and
-            if the save has no cache. See `plans.planning.replica_weights`.
-    """
-
-    plan: SavePlan
-    replica_weights: Ints
-
-
-@dataclass(frozen=True, slots=True)
-class _DeclarationMessage:
-    """What a rank sends to rank 0, so that it can plan.
+class _DeclarationMessage(NamedTuple):
+    """What a rank sends to rank 0, so that it can plan; `join_fields` packs it.
 
     Attributes:
         main_rows: chunks of which the rank has the main replica.
@@ -89,15 +74,10 @@ class _DeclarationMessage:
     values: bytes
     attachment: bytes
 
-    def pack(self) -> bytes:
-        return join_fields([self.main_rows, self.replica_rows, self.values, self.attachment])
 
-    @classmethod
-    def unpack(cls, message: bytes) -> _DeclarationMessage:
-        return cls(*split_fields(message))
-
-
-def plan_on_rank_0(local: LocalState, group: Group, to_compare: Set[str], *, number: int) -> AgreedPlan:
+def plan_on_rank_0(
+    local: LocalState, group: Group, to_compare: Set[str], *, number: int
+) -> tuple[SavePlan, Ints]:
     """Check the declarations of all ranks on rank 0 and plan from them. Collective.
 
     Args:
@@ -107,14 +87,20 @@ def plan_on_rank_0(local: LocalState, group: Group, to_compare: Set[str], *, num
             "common state", and "values" (replicated values and copies of chunks). Equal on all ranks.
         number: one of the save, for its hooks. Equal on all ranks.
 
+    Returns:
+        The plan, of all ranks on rank 0 and wherever the format needs it, elsewhere of the rank's own rows.
+        Then for each entity of the rank the weight of its replica; 0 if there is no other, and if the save
+        has no cache. See `main_replicas.replica_weights`.
+
     Raises:
         CheckpointError: the same on every rank: what is wrong with which ranks' declarations or values.
     """
     packed = local.packed(local.declared)
     with gather_step(group, "comparing declarations", on_all_ranks=True) as step:
         values, flattened, declared = _encoded_values(local, to_compare), local.flattened, local.declared
+        hooks = local.request.hooks()
         attachment = join_fields(
-            [hook.attachment(flattened, declared, ranks=local.ranks, number=number) for hook in local.hooks]
+            [hook.attachment(flattened, declared, ranks=local.ranks, number=number) for hook in hooks]
         )
         label = local.spread_label.to_bytes(8, "little", signed=True)
         step.data = _digest(packed.replica_rows) + label + _digest(attachment)
@@ -127,12 +113,12 @@ def plan_on_rank_0(local: LocalState, group: Group, to_compare: Set[str], *, num
         attachment=attachment if _is_first(summaries["attachment"], group.rank) else b"",
     )
     # A plain gather: nothing can fail on one rank between the step above and this line.
-    messages = group.gather(message.pack())
+    messages = group.gather(join_fields(message))
     plan: SavePlan | None = None
     own_rows_only = local.strategy.capabilities.needs_own_rows_only
     with scatter_step(group, "planning the save") as planning:
         if group.rank == 0:
-            unpacked = [_DeclarationMessage.unpack(message) for message in messages]
+            unpacked = [_DeclarationMessage(*split_fields(message)) for message in messages]
             plan, weights = _checked_plan(local, unpacked, summaries)
             rows = pack_rows(plan, ranks=group.size) if own_rows_only else [b""] * group.size
             planning.parts = [join_fields(fields) for fields in zip(rows, weights, strict=True)]
@@ -145,11 +131,11 @@ def plan_on_rank_0(local: LocalState, group: Group, to_compare: Set[str], *, num
         plan = _send_plan(plan, group)
     if plan is None:
         plan = unpack_rows(own_rows, local.declared, packed.entities, rank=group.rank)
-        return AgreedPlan(plan, replica_weights)
+        return plan, replica_weights
     # Of its own rows, a rank knows the entities of its state.
     entity, own = plan.entity.copy(), plan.writer == group.rank
     entity[own] = packed.entities[entity[own]]
-    return AgreedPlan(replace(plan, entity=entity), replica_weights)
+    return replace(plan, entity=entity), replica_weights
 
 
 def _send_plan(plan: SavePlan | None, group: Group) -> SavePlan:
@@ -259,7 +245,7 @@ def _check_attachments(
     _, first, number_of_rank = np.unique(digests, return_index=True, return_inverse=True)
     # Other ranks with the same digest have sent no attachment.
     distinct = [split_fields(messages[rank].attachment) for rank in first.tolist()]
-    for number, hook in enumerate(local.hooks):
+    for number, hook in enumerate(local.request.hooks()):
         of_hook = [attachments[number] for attachments in distinct]
         hook.check_attachments(of_hook, number_of_rank.reshape(-1), table)
 

@@ -19,7 +19,7 @@ from megackpt.comm import SUMMAND_BITS, CompareStep, Group, compare_step, gather
 from megackpt.engine.checkpoint.manifest import LeftoverFiles, find_leftover_files, new_attempt
 from megackpt.engine.saving.local_state import LocalState, make_local_state
 from megackpt.engine.saving.plan_cache import CachedPlan, PlanCache
-from megackpt.engine.saving.save_request import SaveRequest, hooks_for
+from megackpt.engine.saving.save_request import SaveRequest
 from megackpt.errors import DeclarationError
 from megackpt.formats.registry import not_imported, save_strategy
 from megackpt.formats.strategy import SaveStrategy
@@ -102,7 +102,7 @@ def compare_states(
     return local, step
 
 
-def attempt_in(compared: CompareStep) -> str:
+def agreed_attempt(compared: CompareStep) -> str:
     """Return the id of the attempt, which is rank 0's."""
     return "".join(f"{compared.maximum[half]:08x}" for half in _ATTEMPT)
 
@@ -141,8 +141,8 @@ def values_to_compare(local: LocalState, compared: CompareStep) -> frozenset[str
 
 def _prepare(request: SaveRequest, store: Store | None, group: Group, spread_label: int) -> LocalState:
     """Import the format, prepare this rank's state, and look at the store. Local."""
-    strategy, hooks = save_strategy(request.format), hooks_for(request.options)
-    for hook in hooks:
+    strategy = save_strategy(request.format)
+    for hook in request.hooks():
         strategy = hook.strategy_for(strategy)
     if strategy.capabilities.shares_files and not request.validate:
         raise DeclarationError(
@@ -150,9 +150,7 @@ def _prepare(request: SaveRequest, store: Store | None, group: Group, spread_lab
             f"without it ranks do not exchange what they write, and two ranks could write one file at the "
             f"same time."
         )
-    local = make_local_state(
-        request, strategy, hooks, spread_label=spread_label, rank=group.rank, ranks=group.size
-    )
+    local = make_local_state(request, strategy, spread_label=spread_label, rank=group.rank, ranks=group.size)
     if store is None:
         return local
     leftovers = LeftoverFiles()
@@ -180,12 +178,13 @@ def _set_numbers(
             raise _structure_error(local, plans.peek(names[0]))
         if True in fits:
             terms = _terms(local, plans, names[fits.index(True)])
+    cached = [] if plans is None else [(name, plans.save_number(name)) for name in plans.names]
     sends_digests = request.validate and not assumes
     step.equal = {
         "settings": as_number(settings),
         "common state": as_number(local.common_digests()) if sends_digests else 0,
         "values": as_number(local.value_digests()) if sends_digests else 0,
-        "cached plans": as_number(_numbered(plans)),
+        "cached plans": as_number(cached),
         "assumes structure": int(assumes),
     }
     # A number is below 2**62, and an attempt id has 64 bits: it takes two of them.
@@ -198,11 +197,6 @@ def _set_numbers(
     step.added = dict(zip(_COPIES, terms, strict=True))
 
 
-def _numbered(plans: PlanCache | None) -> list[tuple[str, int]]:
-    """Return names and numbers of the cached plans, the one that was used last first."""
-    return [] if plans is None else [(name, plans.save_number(name)) for name in plans.names]
-
-
 def _terms(local: LocalState, plans: PlanCache, name: str) -> tuple[int, int]:
     """Return this rank's terms of the sums that compare copies, by the plan that fits this rank."""
     if local.ranks == 1:
@@ -212,7 +206,7 @@ def _terms(local: LocalState, plans: PlanCache, name: str) -> tuple[int, int]:
     weight = 1 - local.ranks if local.rank == 0 else 1
     tensors = objects = weight * as_number(name)
     cached, number = plans.peek(name), plans.save_number(name)
-    for hook in local.hooks:
+    for hook in local.request.hooks():
         of_tensors, of_objects = hook.terms(local.flattened, cached, number=number)
         tensors, objects = tensors + of_tensors, objects + of_objects
     return tensors % 2**SUMMAND_BITS, objects % 2**SUMMAND_BITS

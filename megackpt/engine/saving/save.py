@@ -13,8 +13,8 @@ from megackpt.engine.saving.local_state import LocalState, StateRowParts
 from megackpt.engine.saving.plan_agreement import compare_values, plan_independently, plan_on_rank_0
 from megackpt.engine.saving.planned_save import PlannedSave
 from megackpt.engine.saving.preparation import (
+    agreed_attempt,
     all_assume_structure,
-    attempt_in,
     compare_states,
     differing_kinds,
     fitting_plan,
@@ -63,17 +63,17 @@ def plan_compared(local: LocalState, compared: CompareStep, group: Group) -> Pla
 
         local = with_absent_parts(local, group, is_assumed=all_assume_structure(local, compared))
     plan = _agree_on_plan(local, compared, group)
-    for hook in local.hooks:
+    request, hooks = local.request, local.request.hooks()
+    for hook in hooks:
         hook.after_planning(local.flattened, local.declared, group)
-    request = local.request
     return PlannedSave(
-        attempt=attempt_in(compared),
+        attempt=agreed_attempt(compared),
         plan=plan,
         parts=StateRowParts(local, plan, part_bytes=request.options.part_bytes),
         common={"state_dict": local.common, "content_metadata": request.content_metadata},
         strategy=local.strategy,
         leftovers=local.leftovers,
-        hooks=local.hooks,
+        hooks=hooks,
         commit_fields=request.commit_fields,
         exchanged=request.validate,
         unpadded={t.key: t.unpadded_shape for t in local.flattened.tensors if t.unpadded_shape is not None},
@@ -82,7 +82,7 @@ def plan_compared(local: LocalState, compared: CompareStep, group: Group) -> Pla
 
 def _agree_on_plan(local: LocalState, compared: CompareStep, group: Group) -> SavePlan:
     """Use a cached plan that fits on all ranks; if there is none, plan on rank 0 and cache the plan."""
-    plans, attempt = local.request.plans, attempt_in(compared)
+    plans, attempt = local.request.plans, agreed_attempt(compared)
     if not local.request.validate:
         return plan_independently(local)
     to_compare = values_to_compare(local, compared)
@@ -94,15 +94,15 @@ def _agree_on_plan(local: LocalState, compared: CompareStep, group: Group) -> Sa
         if to_compare and not all_assume_structure(local, compared):
             compare_values(local, group, to_compare)
         tensors, objects = differing_kinds(compared)
-        for hook in local.hooks if tensors or objects else ():
+        for hook in local.request.hooks() if tensors or objects else ():
             hook.compare_copies(
                 local.flattened, cached, group, number=number, tensors=tensors, objects=objects
             )
         return cached.plan
     # Without a cached plan nothing counts saves; the attempt id is another on each.
-    agreed = plan_on_rank_0(local, group, to_compare, number=int(attempt, 16))
+    plan, replica_weights = plan_on_rank_0(local, group, to_compare, number=int(attempt, 16))
     if plans is not None:
         if not compared.is_equal["cached plans"]:  # from now on all ranks have the same plans
             plans.clear()
-        plans.add(attempt, local.cached_plan(agreed.plan, agreed.replica_weights))
-    return agreed.plan
+        plans.add(attempt, local.cached_plan(plan, replica_weights))
+    return plan

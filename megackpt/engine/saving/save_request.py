@@ -1,7 +1,4 @@
-"""What a save is asked for, and the hooks of the features that its options ask for.
-
-The modules of features that are not used are not imported.
-"""
+"""What a save is asked for: the first of the four records of a save."""
 
 from __future__ import annotations
 
@@ -22,8 +19,8 @@ from megackpt.options import Policy, SaveOptions
 class SaveRequest:
     """What is saved, and how: the arguments of `save`, as they were given.
 
-    Nothing is called, imported or compared here. That can fail on one rank, so a step of the save does it,
-    which raises the error on all ranks.
+    Making one calls, imports and compares nothing. That can fail on one rank, so a step of the save does it
+    with the methods below, and raises the error on all ranks.
 
     Attributes:
         state: this rank's sharded state dict.
@@ -98,6 +95,27 @@ class SaveRequest:
 
         return subgroup_label(self.spread_group, rank=rank)
 
+    def hooks(self) -> tuple[SaveHook, ...]:
+        """Return the hooks of the features that the options ask for. Their modules are imported here."""
+        options, hooks = self.options, list[SaveHook]()
+        if options.parity is not None:
+            from megackpt.engine.saving.integrity import ParityHook
+
+            hooks.append(ParityHook(max_files=options.parity))
+        if options.array_digests:
+            from megackpt.engine.saving.integrity import ArrayDigestHook
+
+            hooks.append(ArrayDigestHook())
+        if options.compare_replicas is not Policy.IGNORE:  # compares all bits, so no samples are needed
+            from megackpt.engine.saving.integrity import ReplicaCheckHook
+
+            hooks.append(ReplicaCheckHook(options.compare_replicas, part_bytes=options.part_bytes))
+        elif options.sample_replicas is not Policy.IGNORE:
+            from megackpt.engine.saving.replica_samples import ReplicaSampleHook
+
+            hooks.append(ReplicaSampleHook(options.sample_replicas))
+        return tuple(hooks)
+
 
 def save_request(
     sharded_state_dict: ShardedStateDict,
@@ -134,25 +152,3 @@ def save_request(
         spread_group=spread_group,
         equal_arguments=equal_arguments or {},
     )
-
-
-def hooks_for(options: SaveOptions) -> tuple[SaveHook, ...]:
-    """Return the hooks of the features that the options ask for."""
-    hooks: list[SaveHook] = []
-    if options.parity is not None:
-        from megackpt.engine.saving.integrity import ParityHook
-
-        hooks.append(ParityHook(max_files=options.parity))
-    if options.array_digests:
-        from megackpt.engine.saving.integrity import ArrayDigestHook
-
-        hooks.append(ArrayDigestHook())
-    if options.compare_replicas is not Policy.IGNORE:  # compares all bits, so no samples are needed
-        from megackpt.engine.saving.integrity import ReplicaCheckHook
-
-        hooks.append(ReplicaCheckHook(options.compare_replicas, part_bytes=options.part_bytes))
-    elif options.sample_replicas is not Policy.IGNORE:
-        from megackpt.engine.saving.replica_samples import ReplicaSampleHook
-
-        hooks.append(ReplicaSampleHook(options.sample_replicas))
-    return tuple(hooks)
