@@ -1,6 +1,6 @@
 """Entities and tensors of other libraries, recognised by their classes without importing these libraries.
 
-A library that is not loaded has no instances. `adapters` has what turns them into entities of ours.
+A library that is not loaded has no instances. `flatten.adapter_of` has what turns them into entities of ours.
 """
 
 from __future__ import annotations

@@ -243,8 +243,7 @@ def load_with_report(
         maps=maps,
         config=config,
     )
-    loaded = load_state(request, group)
-    return loaded.state, loaded.report
+    return load_state(request, group)
 
 
 @contextmanager

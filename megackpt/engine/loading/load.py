@@ -38,21 +38,8 @@ MAX_READ_RATIO = 1.05
 bytes that it needs."""
 
 
-@dataclass(frozen=True, slots=True)
-class LoadResult:
-    """The result of a load.
-
-    Attributes:
-        state: the loaded state dict.
-        report: the load report of this rank.
-    """
-
-    state: StateDict
-    report: LoadReport
-
-
-def load_state(request: LoadRequest, group: Group) -> LoadResult:
-    """Load into a sharded state dict. Collective over the group.
+def load_state(request: LoadRequest, group: Group) -> tuple[StateDict, LoadReport]:
+    """Load into a sharded state dict; return the loaded one, and the report of this rank. Collective.
 
     Raises:
         CheckpointError: the same on every rank. If reading had begun, the given tensors may have any content.
@@ -96,7 +83,7 @@ def load_state(request: LoadRequest, group: Group) -> LoadResult:
         times = LoadTimes.over([PhaseTimes(*json.loads(message)) for message in reading.results])
         report = replace(prepared.report, missing=missing, recovered=prepared.source.recovered, times=times)
         _log_result(request, prepared, report, group)
-        return LoadResult(state, report)
+        return state, report
 
 
 def _open_and_prepare(request: LoadRequest, group: Group, resources: ExitStack) -> tuple[PreparedLoad, bytes]:

@@ -19,13 +19,8 @@ from megackpt.engine.checkpoint.views import with_renamed_keys, with_views
 from megackpt.engine.data.chunk_bytes import have_equal_bytes
 from megackpt.engine.loading.common_request import CommonRequest
 from megackpt.engine.loading.mapped_report import check_casts, report_mapped_arrays
-from megackpt.engine.loading.prepare import (
-    AllKeysBut,
-    CheckpointView,
-    FlattenedRequest,
-    matches_any,
-)
-from megackpt.engine.loading.prepared_load import MappedParts, ReadPlan, RequestedKeys
+from megackpt.engine.loading.prepare import AllKeysBut, CheckpointView, matches_any
+from megackpt.engine.loading.prepared_load import FlattenedRequest, MappedParts, ReadPlan, RequestedKeys
 from megackpt.engine.loading.source import LoadRequest, Source
 from megackpt.entities import ShardedObject, ShardedStateDict, ShardedTensor
 from megackpt.entities.describe import describe, torch_dtype

@@ -11,7 +11,6 @@ from collections import Counter
 from collections.abc import Collection, Container, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -25,14 +24,20 @@ from megackpt.engine.checkpoint.opening import (
 )
 from megackpt.engine.checkpoint.views import matches_rename, with_renamed_keys
 from megackpt.engine.data.tensor_bytes import check_target
-from megackpt.engine.loading.common_request import CommonRequest, match_common_state
+from megackpt.engine.loading.common_request import match_common_state
 from megackpt.engine.loading.optimizer_names import ordered_as_requested
-from megackpt.engine.loading.prepared_load import KeptElements, PreparedLoad, ReadPlan, RequestedKeys
+from megackpt.engine.loading.prepared_load import (
+    FlattenedRequest,
+    KeptElements,
+    PreparedLoad,
+    ReadPlan,
+    RequestedKeys,
+)
 from megackpt.engine.loading.shared_targets import SharedTargets
 from megackpt.engine.loading.source import Source
 from megackpt.entities import PerRankValue, ShardedObject, ShardedStateDict, ShardedTensor
 from megackpt.entities.describe import describe
-from megackpt.entities.flatten import FlattenedState, flatten_state
+from megackpt.entities.flatten import flatten_state
 from megackpt.entities.tree import Steps, dotted, empty_containers, keys_by_container
 from megackpt.errors import MismatchError, MissingKeyError, truncated_list
 from megackpt.formats.contents import Chunks, Contents
@@ -50,9 +55,6 @@ from megackpt.plans.validation import (
     check_unexpected_keys,
     report_arrays,
 )
-
-if TYPE_CHECKING:
-    from megackpt.maps import RegionMap
 
 log = logging.getLogger(__name__)
 
@@ -94,10 +96,7 @@ def prepare_load(view: CheckpointView, state: ShardedStateDict, group: Group) ->
         source=view.source,
         contents=view.contents,
         rules=view.rules,
-        flattened=request.flattened,
-        common=request.common,
-        common_arrays=request.common_arrays,
-        inline_values=request.inline_values,
+        request=request,
         keys=keys,
         idle_patterns=_idle_patterns(
             view.options, view.stored_keys, {*view.contents.arrays, *keys.requested}
@@ -120,27 +119,6 @@ def _kept_elements(targets: SharedTargets, plan: ReadPlan) -> list[KeptElements]
     from megackpt.engine.loading.request_coverage import kept_elements
 
     return kept_elements(targets, plan.grown, plan.shrunk)
-
-
-@dataclass(frozen=True, slots=True)
-class FlattenedRequest:
-    """The request of one rank, flattened.
-
-    Attributes:
-        flattened: its entities and other leaves.
-        common: the part for common state.
-        common_arrays: arrays that common state refers to and that are read, by steps.
-        inline_values: tensors of inline arrays that nothing asks for, by steps.
-        plain_keys: names of plain tensors for which common state has no value.
-        map: the map to the names of the checkpoint, with our keys as the request has them; None without one.
-    """
-
-    flattened: FlattenedState
-    common: CommonRequest
-    common_arrays: Mapping[Steps, ShardedTensor]
-    inline_values: Mapping[Steps, torch.Tensor]
-    plain_keys: Set[str]
-    map: RegionMap | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -27,6 +27,7 @@ from megackpt.plans.planning import Copies
 from megackpt.plans.validation import LoadReport, LoadRules, PhaseTimes
 
 if TYPE_CHECKING:
+    from megackpt.maps import RegionMap
     from megackpt.maps.requests import MappedTensor
 
 
@@ -41,6 +42,27 @@ class ReadResult:
 
     object_bytes: Sequence[bytes]
     times: PhaseTimes
+
+
+@dataclass(frozen=True, slots=True)
+class FlattenedRequest:
+    """The request of one rank, flattened.
+
+    Attributes:
+        flattened: its entities and other leaves.
+        common: the part for common state.
+        common_arrays: arrays that common state refers to and that are read, by steps.
+        inline_values: tensors of inline arrays that nothing asks for, by steps.
+        plain_keys: names of plain tensors for which common state has no value.
+        map: the map to the names of the checkpoint, with our keys as the request has them; None without one.
+    """
+
+    flattened: FlattenedState
+    common: CommonRequest
+    common_arrays: Mapping[Steps, ShardedTensor]
+    inline_values: Mapping[Steps, torch.Tensor]
+    plain_keys: Set[str]
+    map: RegionMap | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,10 +161,7 @@ class PreparedLoad:
         source: where the bytes come from.
         contents: the opened checkpoint, its keys under the names that the request uses, or those of its map.
         rules: what to do about differences.
-        flattened: the request, flattened.
-        common: the part of the request for common state.
-        common_arrays: arrays that common state refers to, those that are left out as well, by steps.
-        inline_values: tensors of common state that nothing asks for, likewise.
+        request: the request, flattened, with what is left out of the load.
         keys: the requested keys.
         loadable: stored keys that `LoadOptions.exclude` does not name.
         empty_containers: names of empty dicts and lists of the request for which something is stored.
@@ -159,18 +178,15 @@ class PreparedLoad:
     source: Source
     contents: Contents
     rules: LoadRules
-    flattened: FlattenedState
-    common: CommonRequest
-    common_arrays: Mapping[Steps, ShardedTensor]
-    inline: ReadPlan | None
+    request: FlattenedRequest
     keys: RequestedKeys
     loadable: Sequence[str]
     empty_containers: Sequence[str]
     targets: SharedTargets
     objects: Sequence[ShardedObject]
     plan: ReadPlan
+    inline: ReadPlan | None
     report: LoadReport
-    inline_values: Mapping[Steps, torch.Tensor]
     idle_patterns: Sequence[str]
     kept: Sequence[KeptElements]
 
@@ -210,20 +226,21 @@ class PreparedLoad:
         self.targets.copy_to_shared()
         for entity, data in zip(self.objects, object_bytes, strict=True):
             entity.data = self.contents.decode_object(data, f"{self.where}: object {entity.unique_key!r}")
-        left_out, targets = self.keys.left_out, self.common.targets
+        request, left_out = self.request, self.keys.left_out
+        targets = request.common.targets
         # An excluded array does not change the plain tensor that it would fill.
         arrays: dict[Steps, torch.Tensor | None] = {
             steps: targets[steps] if array.key in left_out else array.data
-            for steps, array in self.common_arrays.items()
+            for steps, array in request.common_arrays.items()
             if array.key not in left_out or steps in targets
         }
         arrays |= {
             steps: tensor
-            for steps, tensor in self.inline_values.items()
-            if self.common.references[steps] not in left_out
+            for steps, tensor in request.inline_values.items()
+            if request.common.references[steps] not in left_out
         }
         # A reference without a tensor is left out.
-        common = with_tensors(self.common.stored, arrays)
+        common = with_tensors(request.common.stored, arrays)
         self.targets.check(self.where)
-        state: StateDict = self.flattened.unflatten(common, self.keys.unexpected)
+        state: StateDict = request.flattened.unflatten(common, self.keys.unexpected)
         return state

@@ -61,7 +61,7 @@ def _check_common(prepared: PreparedLoad, group: Group) -> None:
     if len(set(comparing.results)) == 1:
         return
     with gather_step(group, _DOING) as gathering:
-        parents = json.dumps(parents_of_parts(prepared.flattened.common)).encode()
+        parents = json.dumps(parents_of_parts(prepared.request.flattened.common)).encode()
         gathering.data = join_fields([_common_digests(prepared), parents])
     with rank_0_errors_on_all_ranks(group, _DOING):
         if group.rank == 0:
@@ -73,7 +73,7 @@ def _check_common(prepared: PreparedLoad, group: Group) -> None:
 
 def _common_digests(prepared: PreparedLoad) -> bytes:
     """Return digests of the leaves of common state of the request, without tensors, as sorted JSON."""
-    common = without_empty(map_common(_without_tensor, prepared.flattened.common))
+    common = without_empty(map_common(_without_tensor, prepared.request.flattened.common))
     return json.dumps({} if common is ABSENT else leaf_digests(common), sort_keys=True).encode()
 
 
@@ -82,8 +82,8 @@ def _without_tensor(steps: Steps, leaf: Any) -> Any:
 
 
 def _packed_request(prepared: PreparedLoad, rank: int) -> PackedDeclarations:
-    flattened = prepared.flattened
-    not_proved = prepared.keys.left_out | prepared.common.unanswered
+    flattened = prepared.request.flattened
+    not_proved = prepared.keys.left_out | prepared.request.common.unanswered
     tensors = [tensor for tensor in flattened.tensors if tensor.key not in not_proved]
     return pack_declarations(
         describe(tensors, rank=rank), replicated=flattened.replicated, on_some_ranks=flattened.on_some_ranks

@@ -28,7 +28,6 @@ from megackpt.ground.notices import collected_notices, notice
 from megackpt.plans.geometry import Ints
 from megackpt.plans.metadata import (
     ChunkTable,
-    MergedDeclarations,
     column,
     merge_packed_declarations,
     pack_columns,
@@ -41,7 +40,11 @@ from megackpt.plans.planning import (
     plan_merged_save,
     unpack_rows,
 )
-from megackpt.plans.planning.main_replicas import replica_weights
+from megackpt.plans.planning.main_replicas import (
+    choose_lowest_rank_as_main,
+    choose_main_replicas,
+    replica_weights,
+)
 from megackpt.plans.validation import (
     check_common_equal,
     check_copies_equal,
@@ -157,8 +160,6 @@ def plan_independently(local: LocalState) -> SavePlan:
 
     No rank knows which others hold a replicated value, so each of them stores it.
     """
-    from megackpt.plans.planning.main_replicas import choose_lowest_rank_as_main
-
     return plan_main_replicas(choose_lowest_rank_as_main(local.declared, set(local.flattened.replicated)))
 
 
@@ -174,7 +175,9 @@ def compare_values(local: LocalState, group: Group, to_compare: Set[str]) -> Non
         step.data = _encoded_values(local, to_compare)
     with rank_0_errors_on_all_ranks(group, "comparing values"):
         if group.rank == 0:
-            _check_values(local, [json.loads(encoded) for encoded in step.results])
+            values = [json.loads(encoded) for encoded in step.results]
+            _check_replicas(values)
+            _check_common(local, values)
 
 
 def _checked_plan(
@@ -187,22 +190,23 @@ def _checked_plan(
     """
     # Ranks compare the same values, so either all of them send digests or none does.
     values = [json.loads(message.values) for message in messages] if messages[0].values else []
-    if values and "common" in values[0]:
+    if values:
         # First, since tensors of common state are declared, too: this error says more than one of coverage.
         _check_common(local, values)
     # Ranks that declare replicas with equal bytes are merged as one owner group.
-    senders, ranks_of_senders = _groups_of_equal(summaries["replica_rows"])
+    senders, group_of_rank = _grouped(summaries["replica_rows"])
+    # The ranks group by group, ascending in each group: the sort is stable.
+    by_group = np.argsort(group_of_rank, kind="stable")
     merged, marks = merge_packed_declarations(
         [message.main_rows for message in messages],
         [messages[rank].replica_rows for rank in senders],
-        ranks_of_senders,
+        np.split(by_group, np.cumsum(np.bincount(group_of_rank))[:-1]),
     )
     weights = [b""] * local.ranks
     if local.request.plans is not None and local.ranks > 1:
-        weights = _packed_weights(merged, marks, ranks_of_senders)
+        of_ranks = replica_weights(merged, marks, group_of_rank)
+        weights = [of_rank.astype(_WEIGHT).tobytes() for of_rank in of_ranks]
     if marks.any():  # of values and chunks whose replicas have no replica ids
-        from megackpt.plans.planning.main_replicas import choose_main_replicas
-
         merged = choose_main_replicas(merged, marks)
     check_merged_coverage(merged)
     _check_attachments(local, messages, summaries["attachment"], merged.declared.table)
@@ -212,23 +216,13 @@ def _checked_plan(
     return plan_merged_save(merged, spread=local.request.options.spread, labels=labels), weights
 
 
-def _packed_weights(merged: MergedDeclarations, marks: Ints, owner_groups: Sequence[Ints]) -> list[bytes]:
-    """Return the weights of the replicas of each rank, in the order in which it has packed its rows."""
-    group_of_rank = np.empty(merged.ranks, np.int64)
-    for group, ranks in enumerate(owner_groups):
-        group_of_rank[ranks] = group
-    return [weights.astype(_WEIGHT).tobytes() for weights in replica_weights(merged, marks, group_of_rank)]
+def _grouped(digests: np.ndarray[Any, Any]) -> tuple[list[int], Ints]:
+    """Group the ranks by digest: return the lowest rank of each group, and the group of each rank.
 
-
-def _groups_of_equal(digests: np.ndarray[Any, Any]) -> tuple[list[int], list[Ints]]:
-    """Group the ranks by digest: return the lowest rank of each group, and the ranks of each group."""
-    # `first` has the first rank with each digest. That is the lowest one, which has sent the rows of its
-    # group.
-    _, first, group_of_rank = np.unique(digests, return_index=True, return_inverse=True)
-    # The ranks group by group, ascending in each group: the sort is stable.
-    order = np.argsort(group_of_rank, kind="stable")
-    group_sizes = np.bincount(group_of_rank, minlength=len(first))
-    return first.tolist(), np.split(order, np.cumsum(group_sizes)[:-1])
+    The lowest rank is the one of its group that has sent the bytes.
+    """
+    _, lowest, group_of_rank = np.unique(digests, return_index=True, return_inverse=True)
+    return lowest.tolist(), group_of_rank.reshape(-1)
 
 
 def _is_first(digests: np.ndarray[Any, Any], rank: int) -> bool:
@@ -242,12 +236,10 @@ def _check_attachments(
     digests: np.ndarray[Any, Any],
     table: ChunkTable,
 ) -> None:
-    _, first, number_of_rank = np.unique(digests, return_index=True, return_inverse=True)
-    # Other ranks with the same digest have sent no attachment.
-    distinct = [split_fields(messages[rank].attachment) for rank in first.tolist()]
+    senders, number_of_rank = _grouped(digests)
+    distinct = [split_fields(messages[rank].attachment) for rank in senders]
     for number, hook in enumerate(local.request.hooks()):
-        of_hook = [attachments[number] for attachments in distinct]
-        hook.check_attachments(of_hook, number_of_rank.reshape(-1), table)
+        hook.check_attachments([of_hooks[number] for of_hooks in distinct], number_of_rank, table)
 
 
 def _encoded_values(local: LocalState, to_compare: Set[str]) -> bytes:
@@ -261,6 +253,8 @@ def _encoded_values(local: LocalState, to_compare: Set[str]) -> bytes:
 
 
 def _check_common(local: LocalState, digests_of_ranks: Sequence[dict[str, Any]]) -> None:
+    if "common" not in digests_of_ranks[0]:
+        return
     by_rank = fill_absent_parts([digests["common"] for digests in digests_of_ranks], local.absent_parts)
     with collected_notices() as notices:
         check_common_equal(by_rank, may_differ=local.statistics_paths())
@@ -270,12 +264,6 @@ def _check_common(local: LocalState, digests_of_ranks: Sequence[dict[str, Any]])
             notice(logging.getLogger(name), text)
         if plans is not None:
             plans.known_warnings.add(text)
-
-
-def _check_values(local: LocalState, digests_of_ranks: Sequence[dict[str, Any]]) -> None:
-    _check_replicas(digests_of_ranks)
-    if "common" in digests_of_ranks[0]:
-        _check_common(local, digests_of_ranks)
 
 
 def _check_replicas(digests_of_ranks: Sequence[dict[str, Any]]) -> None:

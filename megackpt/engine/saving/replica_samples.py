@@ -3,10 +3,10 @@
 If ranks have slices of a parameter, and a module does not declare how the parameter is cut, all ranks
 declare the same chunk. Their slices then look like replicas, and only one of them would be stored. A few
 KiB of each tensor show that these slices differ. Samples also show, within some saves, that true replicas
-have drifted apart. The replica check (`replica_check`) finds that at once.
+have drifted apart. The replica check (`ReplicaCheckHook`) finds that at once.
 
 Where a save makes a new plan, each rank sends names and digests with its declarations. With a cached plan,
-ranks add up their digests with weights (`plans.planning.replica_weights`), in the first message of the save.
+ranks add up their digests with weights (`main_replicas.replica_weights`), in the first message of the save.
 They exchange names and digests only if the sum shows that something differs.
 """
 

@@ -29,8 +29,8 @@ def keep_lowest_main(declared: DeclaredChunks, keys: set[str]) -> DeclaredChunks
     is_chosen = np.array([array.key in keys for array in declared.table.arrays], np.bool_)
     rows = np.flatnonzero(is_chosen[declared.table.array] & declared.main)
     table = declared.table.take(rows)
-    # Equal chunks become neighbours. The sort is stable, so the first of them is that of the lowest rank.
-    order = np.lexsort((table.shape_keys(), table.start_keys()))
+    # Equal chunks become neighbours, that of the lowest rank first.
+    order = index_order(table)
     main = declared.main.copy()
     main[rows] = False
     main[rows[order[first_of_equal_chunks(table.take(order))]]] = True

@@ -243,7 +243,7 @@ class Recovery:
                 maps=request.maps,
                 config=request.config,
             )
-            return load_state(load_request, group).state
+            return load_state(load_request, group)[0]
 
     def _find_damage(self, candidate: StepCandidate) -> bool:
         """Check the files of a step on every node; return whether new damage was found."""
