@@ -35,7 +35,17 @@ def is_plain_tensor(leaf: object) -> bool:
     )
 
 
-def can_be_array(leaf: torch.Tensor) -> bool:
+def is_dense(leaf: Any) -> bool:
+    """Return whether a leaf is a plain tensor that has all of its elements in memory, in a stored dtype."""
+    return (
+        is_plain_tensor(leaf)
+        and not leaf.is_meta
+        and not leaf.is_quantized
+        and dtype_name(leaf.dtype) in DTYPES
+    )
+
+
+def can_be_array(leaf: object) -> bool:
     """Return whether a tensor of common state can be stored as an array, and loaded again as it is.
 
     Elements that share memory become elements of their own. A tensor without dims or elements takes less
@@ -43,13 +53,10 @@ def can_be_array(leaf: torch.Tensor) -> bool:
     """
     return (
         type(leaf) is torch.Tensor
-        and is_plain_tensor(leaf)
+        and is_dense(leaf)
         and 0 < leaf.dim() <= MAX_DIMS
         and leaf.numel() > 0
         and not leaf.requires_grad
-        and not leaf.is_meta
-        and not leaf.is_quantized
-        and dtype_name(leaf.dtype) in DTYPES
     )
 
 

@@ -10,12 +10,10 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Container, Iterator, Mapping
 from typing import Any
 
-import torch
-
 from megackpt.codec import ArrayReference
 from megackpt.codec.kinds import format_path
 from megackpt.entities import ShardedTensor
-from megackpt.entities.plain_tensors import can_be_array
+from megackpt.entities.plain_tensors import can_be_array, declare_whole
 from megackpt.entities.tree import ABSENT, Steps, dotted
 
 
@@ -30,28 +28,25 @@ def find_arrays(common: Any, taken: Container[str]) -> dict[Steps, ShardedTensor
         taken: keys of other entities, which are not used again.
     """
     candidates = {
-        steps: leaf
-        for steps, leaf in common_leaves(common)
-        if isinstance(leaf, torch.Tensor) and can_be_array(leaf) and is_name(steps)
+        steps: leaf for steps, leaf in common_leaves(common) if can_be_array(leaf) and is_name(steps)
     }
     counts = Counter(map(dotted, candidates))
     arrays = {}
     for steps, leaf in candidates.items():
-        key, shape = dotted(steps), tuple(leaf.shape)
+        key = dotted(steps)
         # The path ('a', 'b') and the name 'a.b' give one key. Then none of them becomes an array.
         if counts[key] == 1 and key not in taken:
-            arrays[steps] = ShardedTensor(key, leaf, leaf.dtype, shape, shape, (0,) * len(shape))
+            arrays[steps] = declare_whole(key, leaf)
     return arrays
 
 
-def with_references(common: Any, arrays: Mapping[Steps, ShardedTensor]) -> Any:
-    """Return common state with each of these tensors replaced by a reference to its array."""
+def with_references(common: Any, keys: Mapping[Steps, str]) -> Any:
+    """Return common state with a reference to an array, by its key, in the place of each of these tensors."""
 
     def reference_or_leaf(steps: Steps, leaf: Any) -> Any:
-        array = arrays.get(steps)
-        return leaf if array is None else ArrayReference(array.key)
+        return ArrayReference(keys[steps]) if steps in keys else leaf
 
-    return map_common(reference_or_leaf, common) if arrays else common
+    return map_common(reference_or_leaf, common) if keys else common
 
 
 def array_references(common: Any) -> dict[Steps, str]:

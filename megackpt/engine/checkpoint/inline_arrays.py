@@ -11,19 +11,15 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import replace
-from typing import Any
 
-import torch
-
-from megackpt.codec import ArrayReference
-from megackpt.engine.checkpoint.common_arrays import common_leaves, is_name, map_common
+from megackpt.engine.checkpoint.common_arrays import common_leaves, is_name, with_references
 from megackpt.engine.checkpoint.opening import read_common_and_references
 from megackpt.entities.describe import dtype_name
-from megackpt.entities.plain_tensors import is_plain_tensor
+from megackpt.entities.plain_tensors import is_dense
 from megackpt.entities.tree import Steps, dotted, shown
 from megackpt.errors import FormatError
 from megackpt.formats.contents import MAX_REPEATED_BYTES, Chunks, Contents
-from megackpt.plans.metadata import DTYPES, ArraySpec
+from megackpt.plans.metadata import ArraySpec
 
 
 def with_inline_arrays(contents: Contents, *, where: str) -> Contents:
@@ -40,7 +36,7 @@ def with_inline_arrays(contents: Contents, *, where: str) -> Contents:
         FormatError: the common state does not have the form in which a save writes it.
     """
     common, content = read_common_and_references(contents, where=where)
-    tensors = {steps: leaf for steps, leaf in common_leaves(common) if _is_dense(leaf)}
+    tensors = {steps: leaf for steps, leaf in common_leaves(common) if is_dense(leaf)}
     counts = Counter(map(dotted, tensors))
     taken = contents.arrays.keys() | contents.unreadable.keys()
 
@@ -50,12 +46,7 @@ def with_inline_arrays(contents: Contents, *, where: str) -> Contents:
 
     keys = {steps: key_of(steps) for steps in tensors}
     inline = {keys[steps]: tensor for steps, tensor in tensors.items()}
-
-    def reference_or_leaf(steps: Steps, leaf: Any) -> Any:
-        return ArrayReference(keys[steps]) if steps in keys else leaf
-
-    if inline:
-        common = map_common(reference_or_leaf, common)
+    common = with_references(common, keys)
     specs = {key: ArraySpec(key, dtype_name(t.dtype), tuple(t.shape)) for key, t in inline.items()}
     return replace(
         contents,
@@ -97,14 +88,3 @@ def check_repeated(contents: Contents, *, where: str) -> None:
                 key=key,
                 path=where,
             )
-
-
-def _is_dense(leaf: Any) -> bool:
-    """Return whether a leaf of common state is a tensor that has all of its elements in memory."""
-    return (
-        isinstance(leaf, torch.Tensor)
-        and is_plain_tensor(leaf)
-        and not leaf.is_meta
-        and not leaf.is_quantized
-        and dtype_name(leaf.dtype) in DTYPES
-    )

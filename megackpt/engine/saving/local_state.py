@@ -110,7 +110,7 @@ class LocalState:
         return digests
 
     def statistics_paths(self) -> frozenset[str]:
-        """Return the paths, as in `common_digests`, of the statistics of norms: rank 0's count if they differ."""
+        """Return the paths of the running statistics of norms, as `common_digests` has them."""
         return frozenset(format_path("", steps) for steps in module_statistics(self.request.state))
 
     def value_digests(self) -> dict[str, dict[str, str]]:
@@ -258,7 +258,7 @@ def make_local_state(
     flattened = flatten_state(request.state, rank=rank, ranks=ranks)
     _check_has_data(flattened)
     arrays = _plain_arrays(request, strategy, flattened)
-    common = with_references(flattened.common, arrays)
+    common = with_references(flattened.common, {steps: array.key for steps, array in arrays.items()})
     declared_arrays = _declared_arrays(request, arrays, rank=rank)
     flattened = replace(flattened, tensors=(*flattened.tensors, *declared_arrays))
     for tensor in flattened.tensors:
