@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -60,19 +60,15 @@ def value_digest(value: Any) -> str:
 
 
 def differing_copies(
-    group: Group,
-    digests: Callable[[], npt.NDArray[np.void]],
-    labels: Callable[[Set[bytes]], Mapping[bytes, Label]],
-    *,
-    doing: str,
+    group: Group, labels: Sequence[Label], digests: Callable[[], npt.NDArray[np.void]], *, doing: str
 ) -> list[tuple[Label, Divergence]] | None:
     """Compare the digests of all ranks on rank 0. Collective.
 
     Args:
         group: the ranks.
-        digests: returns name and digest of each copy of this rank, as for `find_divergences`. It is called in
-            a step, so that all ranks raise its error.
-        labels: returns the labels of those copies of this rank that have one of some names.
+        labels: of the copies of this rank.
+        digests: returns name and digest of each of them, as for `find_divergences`. It is called in a step,
+            so that all ranks raise its error.
         doing: what is done, for the text of errors.
 
     Returns:
@@ -91,7 +87,8 @@ def differing_copies(
     length = own.dtype["name"].itemsize
     wanted = {names[at : at + length] for at in range(0, len(names), length)}
     with gather_step(group, "naming replicas that differ") as naming:
-        naming.data = json.dumps({name.hex(): label for name, label in labels(wanted).items()}).encode()
+        held = zip((name.tobytes() for name in own["name"]), labels, strict=True)
+        naming.data = json.dumps({name.hex(): label for name, label in held if name in wanted}).encode()
     known = {name: label for sent in naming.results for name, label in json.loads(sent).items()}
     return sorted((tuple(known[divergence.name.hex()]), divergence) for divergence in divergences)
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Sequence, Set
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 
 from megackpt.comm import Group, gather_step, rank_0_errors_on_all_ranks, scatter_step
 from megackpt.engine.data.device_copies import host_parts
@@ -125,54 +126,40 @@ class ReplicaCheckHook(SaveHook):
 
     def after_planning(self, flattened: FlattenedState, declared: DeclaredChunks, group: Group) -> None:
         """Compare this rank's state with the replicas of other ranks."""
-        replicas = _LocalReplicas(flattened, declared)
-        differing = differing_copies(
-            group, lambda: replicas.digests(self.part_bytes), replicas.labels, doing=_DOING
-        )
+        tensors, table = flattened.tensors, declared.table
+        # Replicated values are compared by value already; chunks without elements have no bits.
+        rows = [
+            row
+            for row, entity in enumerate(flattened.entities)
+            if (row >= len(tensors) or table.nbytes[row] > 0) and entity.key not in flattened.replicated
+        ]
+        labels = [label_of(table, row) for row in rows]
+
+        def digests() -> npt.NDArray[np.void]:
+            named = zip(map(name_of, labels), rows, strict=True)
+            packed = b"".join(name + self._digest(flattened, row) for name, row in named)
+            return np.frombuffer(packed, REPLICA_DIGEST)
+
+        differing = differing_copies(group, labels, digests, doing=_DOING)
         if differing is None:
             return
         with rank_0_errors_on_all_ranks(group, doing=_DOING):
             if group.rank == 0:
                 self._report(_divergence_error(differing))
 
+    def _digest(self, flattened: FlattenedState, row: int) -> bytes:
+        """Return a digest of all bits of a tensor, or of an object leaf by leaf."""
+        tensors = flattened.tensors
+        if row >= len(tensors):
+            return bytes.fromhex(value_digest(flattened.objects[row - len(tensors)].data))
+        data = tensors[row].data
+        assert data is not None  # a tensor without data cannot be saved, which was checked before
+        return bytes.fromhex(digest_of_parts(host_parts(data, part_bytes=self.part_bytes)))
+
     def _report(self, error: MismatchError) -> None:
         if self.policy is Policy.ERROR:
             raise error
         log.warning("%s", error)
-
-
-class _LocalReplicas:
-    """The chunks and objects of this rank that other ranks may hold, too."""
-
-    def __init__(self, flattened: FlattenedState, declared: DeclaredChunks) -> None:
-        self._tensors, self._objects = flattened.tensors, flattened.objects
-        table = declared.table
-        # Replicated values are compared by value already; chunks without elements have no bits.
-        self._rows = [
-            row
-            for row, entity in enumerate(flattened.entities)
-            if (row >= len(self._tensors) or table.nbytes[row] > 0) and entity.key not in flattened.replicated
-        ]
-        self._labels = [label_of(table, row) for row in self._rows]
-        self._names = [name_of(label) for label in self._labels]
-
-    def digests(self, part_bytes: int) -> np.ndarray[tuple[int], np.dtype[np.void]]:
-        """Return name and digest of each chunk and object, `[n]` of REPLICA_DIGEST."""
-        digests = [bytes.fromhex(self._digest(row, part_bytes)) for row in self._rows]
-        packed = b"".join(field for pair in zip(self._names, digests, strict=True) for field in pair)
-        return np.frombuffer(packed, REPLICA_DIGEST)
-
-    def labels(self, wanted: Set[bytes]) -> dict[bytes, Label]:
-        """Return key and box of the chunks with these names."""
-        pairs = zip(self._names, self._labels, strict=True)
-        return {name: label for name, label in pairs if name in wanted}
-
-    def _digest(self, row: int, part_bytes: int) -> str:
-        if row >= len(self._tensors):
-            return value_digest(self._objects[row - len(self._tensors)].data)
-        data = self._tensors[row].data
-        assert data is not None  # a tensor without data cannot be saved, which was checked before
-        return digest_of_parts(host_parts(data, part_bytes=part_bytes))
 
 
 def _divergence_error(differing: Sequence[tuple[Label, Divergence]]) -> MismatchError:

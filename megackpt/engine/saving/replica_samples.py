@@ -13,7 +13,7 @@ They exchange names and digests only if the sum shows that something differs.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence, Set
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -135,18 +135,14 @@ class ReplicaSampleHook(SaveHook):
         rows = np.concatenate([of_kind for of_kind, is_chosen in kinds if is_chosen])
         table = cached.declared.table
         labels = [label_of(table, row) for row in rows.tolist()]
-        names = [name_of(label)[:8] for label in labels]
 
         def digests() -> npt.NDArray[np.void]:
             packed = np.zeros(len(rows), SAMPLE)
-            packed["name"] = np.frombuffer(b"".join(names), "V8")
+            packed["name"] = np.frombuffer(b"".join(name_of(label)[:8] for label in labels), "V8")
             packed["digest"] = _digests(flattened, rows, number=number).view("V8")
             return packed
 
-        def chosen(wanted: Set[bytes]) -> dict[bytes, Label]:
-            return {name: label for name, label in zip(names, labels, strict=True) if name in wanted}
-
-        differing = differing_copies(group, digests, chosen, doing="comparing copies")
+        differing = differing_copies(group, labels, digests, doing="comparing copies")
         if differing is None:
             return
         with rank_0_errors_on_all_ranks(group, doing="comparing copies"):

@@ -33,7 +33,7 @@ def row_major_strides(shape: Sequence[int]) -> tuple[int, ...]:
     return tuple(reversed(strides))
 
 
-class Rectangles(NamedTuple):
+class CutRectangles(NamedTuple):
     """Rectangles cut from rows of boxes.
 
     Attributes:
@@ -55,7 +55,7 @@ def strides_of(shape: Ints) -> Ints:
     return strides
 
 
-def rectangles_of(shape: Ints, flat_start: Ints, flat_stop: Ints) -> Rectangles:
+def rectangles_of(shape: Ints, flat_start: Ints, flat_stop: Ints) -> CutRectangles:
     """Cut each row's flat range into rectangles; empty ranges give none.
 
     shape is `[m, n]` (n >= 1), flat_start and flat_stop are `[m]` with `0 <= start <= stop <= prod(shape)`.
@@ -98,10 +98,10 @@ def rectangles_of(shape: Ints, flat_start: Ints, flat_stop: Ints) -> Rectangles:
 
     if not cut:
         none = np.zeros((0, dims), np.int64)
-        return Rectangles(np.zeros(0, np.int64), none, none.copy())
+        return CutRectangles(np.zeros(0, np.int64), none, none.copy())
     row = np.concatenate([c[0] for c in cut])
     order = np.argsort(row, kind="stable")  # stable: keeps the flat order inside each row
-    return Rectangles(
+    return CutRectangles(
         row[order],
         np.concatenate([c[1] for c in cut])[order],
         np.concatenate([c[2] for c in cut])[order],

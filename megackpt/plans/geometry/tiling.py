@@ -21,7 +21,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from megackpt.plans.geometry.flat import Ints
+from megackpt.plans.geometry.flat import Ints, strides_of
 
 Mask = npt.NDArray[np.bool_]
 
@@ -154,7 +154,7 @@ def _left_over_of_group(
     # A corner of array a at position p is base[a] + p * stride[a]: different corners have different numbers.
     radix = np.where(split[group], whole[group] + 1, 1)
     stride, base = np.zeros_like(whole), np.zeros(len(whole), np.int64)
-    sizes, stride[group] = _strides(radix)
+    stride[group], sizes = strides_of(radix), radix.prod(axis=1)
     base[group] = np.cumsum(sizes) - sizes
     plus, minus = _corners(rectangles, split, stride, base)
     expected_plus, expected_minus = _corners(expected, split, stride, base)
@@ -172,12 +172,6 @@ def _left_over_of_group(
     array = group[np.searchsorted(base[group], corner, side="right") - 1]
     position = (corner - base[array])[:, None] // stride[array] % np.where(split[array], whole[array] + 1, 1)
     return array, position, weight
-
-
-def _strides(radix: Ints) -> tuple[Ints, Ints]:
-    """Return the product of each row and its row-major strides."""
-    products = np.cumprod(radix[:, ::-1], axis=1)[:, ::-1]
-    return products[:, 0], np.concatenate((products[:, 1:], np.ones_like(products[:, :1])), axis=1)
 
 
 def _corners(rectangles: Rectangles, split: Mask, stride: Ints, base: Ints) -> tuple[Ints, Ints]:

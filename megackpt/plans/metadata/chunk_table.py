@@ -190,8 +190,14 @@ class ChunkTable:
             name: integers(columns, name, where=where, length=rows, dims=dims)
             for name, dims in _ROW_DIMS.items()
         }
-        decoded = _decode_arrays(columns, where, {} if known is None else known)
-        return cls.of_rows(decoded, per_row, where=where)
+        encoded = [column(columns, name, where=where) for name in _ARRAY_COLUMNS]
+        # The shape of the column global_shape belongs to the identity: its bytes are equal for [2, 3] and
+        # [3, 2].
+        identity = (repr(encoded[-1].shape).encode(), *(c.tobytes() for c in encoded))
+        known = {} if known is None else known
+        if identity not in known:
+            known[identity] = decode_arrays(columns, where=where)
+        return cls.of_rows(known[identity], per_row, where=where)
 
     @classmethod
     def of_rows(cls, decoded: DecodedArrays, per_row: Mapping[str, Ints], *, where: str) -> ChunkTable:
@@ -258,15 +264,6 @@ KnownArrays = dict[tuple[bytes, ...], DecodedArrays]
 _ROW_DIMS = {"array": 1, "start": 2, "shape": 2, "flat_start": 1, "flat_stop": 1, "nbytes": 1}
 
 _ARRAY_COLUMNS = ("key.utf8", "key.ends", "dtype.utf8", "dtype.ends", "ndim", "global_shape")
-
-
-def _decode_arrays(columns: Mapping[str, Column], where: str, known: KnownArrays) -> DecodedArrays:
-    encoded = [column(columns, name, where=where) for name in _ARRAY_COLUMNS]
-    # The shape of the column global_shape belongs to the identity: its bytes are equal for [2, 3] and [3, 2].
-    identity = (repr(encoded[-1].shape).encode(), *(c.tobytes() for c in encoded))
-    if identity not in known:
-        known[identity] = decode_arrays(columns, where=where)
-    return known[identity]
 
 
 def decode_arrays(columns: Mapping[str, Column], *, where: str) -> DecodedArrays:
