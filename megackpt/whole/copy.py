@@ -27,7 +27,7 @@ from megackpt.engine.saving.write import write_and_commit
 from megackpt.errors import IntegrityError
 from megackpt.formats.contents import Chunks, Contents, Part
 from megackpt.formats.registry import SaveChoice, save_strategy
-from megackpt.formats.strategy import ChunkParts, SaveStrategy
+from megackpt.formats.strategy import ChunkParts
 from megackpt.ground.arguments import check_count, check_flags, check_seconds
 from megackpt.plans.metadata import OBJECT
 from megackpt.storage import FileDigester, Location, Store, opened_store
@@ -278,9 +278,7 @@ class _UnchangedSource(SaveHook):
     changed: Callable[[], str | None]
     source: Store
 
-    def after_writing(
-        self, written: WrittenChunks, store: Store, strategy: SaveStrategy, group: Group
-    ) -> list[bytes]:
+    def after_writing(self, written: WrittenChunks, store: Store, group: Group) -> list[bytes]:
         """Raise an error on all ranks if a file is not the one that was opened."""
         with errors_on_all_ranks(group, "looking at the source again"):
             if self.contents.check_unchanged is not None:

@@ -12,7 +12,7 @@ import numpy.typing as npt
 from megackpt.comm import Group, gather_step, rank_0_errors_on_all_ranks, scatter_step
 from megackpt.engine.data.device_copies import host_parts
 from megackpt.engine.saving.copies import Label, differing_copies, label_of, name_of, value_digest
-from megackpt.engine.saving.planned_save import SaveHook, WrittenChunks
+from megackpt.engine.saving.planned_save import PlannedSave, SaveHook, WrittenChunks
 from megackpt.entities.flatten import FlattenedState
 from megackpt.errors import MismatchError, UnsupportedError, truncated_list
 from megackpt.formats.strategy import Json, SaveStrategy
@@ -42,11 +42,9 @@ class ParityHook(SaveHook):
             )
         return strategy
 
-    def after_writing(
-        self, written: WrittenChunks, store: Store, strategy: SaveStrategy, group: Group
-    ) -> list[bytes]:
+    def after_writing(self, written: WrittenChunks, store: Store, group: Group) -> list[bytes]:
         """Compute the parity of the files that were written; rank 0 decides which rank computes what."""
-        attempt = written.planned.attempt
+        attempt, strategy = written.planned.attempt, written.planned.strategy
         with scatter_step(group, "planning parity") as planning:
             if group.rank == 0:
                 planning.parts = strategy.plan_parity(
@@ -56,11 +54,9 @@ class ParityHook(SaveHook):
             writing.data = strategy.write_parity(store, attempt=attempt, work=planning.part)
         return writing.results
 
-    def index_fields(
-        self, receipts: list[bytes], store: Store, strategy: SaveStrategy, *, attempt: str
-    ) -> Json:
+    def index_fields(self, receipts: list[bytes], planned: PlannedSave, store: Store) -> Json:
         """Write the list of parity files, and return what the manifest says of it."""
-        return strategy.list_parity(store, attempt=attempt, receipts=receipts)
+        return planned.strategy.list_parity(store, attempt=planned.attempt, receipts=receipts)
 
 
 # Digests of whole arrays in a save; `formats.array_digests` computes them.

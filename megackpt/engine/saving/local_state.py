@@ -269,7 +269,7 @@ def make_local_state(
     sizes = [len(blob) for blob in blobs]
     identity = (rank, ranks, request.options.spread, spread_label, strategy.capabilities.needs_own_rows_only)
     source = (identity, *_declaration_source(flattened, sizes))
-    matching_plan = request.plans.recall(source) if request.plans is not None else None
+    matching_plan = request.plans.made_from(source) if request.plans is not None else None
     if matching_plan is None:
         declared = describe(flattened.entities, rank=rank, object_nbytes=sizes)
     else:

@@ -67,7 +67,7 @@ class PlanCache:
         """Names of the plans, the one that was used last first; the same on all ranks."""
         return list(reversed(self._plans))
 
-    def find(self, name: str) -> CachedPlan:
+    def use(self, name: str) -> CachedPlan:
         """Return a plan, and count it as used."""
         self._plans.move_to_end(name)
         self._uses[name] += 1
@@ -85,7 +85,7 @@ class PlanCache:
         """
         return zlib.crc32(name.encode()) + self._uses[name]
 
-    def recall(self, source: tuple[Any, ...]) -> CachedPlan | None:
+    def made_from(self, source: tuple[Any, ...]) -> CachedPlan | None:
         """Return the plan of an earlier save with the same declarations of this rank, if there is one. Local.
 
         Other ranks may have declared something else since.

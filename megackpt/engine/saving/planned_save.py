@@ -196,9 +196,7 @@ class SaveHook:
             CheckpointError: the same on every rank.
         """
 
-    def after_writing(
-        self, written: WrittenChunks, store: Store, strategy: SaveStrategy, group: Group
-    ) -> list[bytes]:
+    def after_writing(self, written: WrittenChunks, store: Store, group: Group) -> list[bytes]:
         """Write more files when all ranks have written their chunks. Collective.
 
         Returns:
@@ -209,8 +207,6 @@ class SaveHook:
         """
         return []
 
-    def index_fields(
-        self, receipts: list[bytes], store: Store, strategy: SaveStrategy, *, attempt: str
-    ) -> Json:
+    def index_fields(self, receipts: list[bytes], planned: PlannedSave, store: Store) -> Json:
         """Return what the manifest says of the files of `after_writing`. Rank 0 only, with the index."""
         return {}

@@ -88,7 +88,7 @@ def _agree_on_plan(local: LocalState, compared: CompareStep, group: Group) -> Sa
     to_compare = values_to_compare(local, compared)
     name = fitting_plan(local, compared)
     if plans is not None and name is not None:
-        number, cached = plans.save_number(name), plans.find(name)
+        number, cached = plans.save_number(name), plans.use(name)
         # A plan that fits does not mean that values are equal. Whether to compare is decided from reduced
         # numbers, so all ranks compare or none does.
         if to_compare and not all_assume_structure(local, compared):

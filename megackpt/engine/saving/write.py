@@ -52,12 +52,11 @@ def write_and_commit(planned: PlannedSave, store: Store, group: Group) -> None:
         CheckpointError: the same on every rank. The checkpoint at this location is the previous one, if any,
             or this one if only the last synchronisation, after the commit, failed.
     """
-    strategy = planned.strategy
     try:
         if planned.leftovers is None:
             planned = _with_leftovers(planned, store, group)
         written = write_chunks(planned, store, group)
-        receipts = [hook.after_writing(written, store, strategy, group) for hook in planned.hooks]
+        receipts = [hook.after_writing(written, store, group) for hook in planned.hooks]
         with errors_on_all_ranks(group, "writing the index"):
             if group.rank == 0:
                 commit_attempt(planned, written, store, world_size=group.size, hook_receipts=receipts)
@@ -65,7 +64,7 @@ def write_and_commit(planned: PlannedSave, store: Store, group: Group) -> None:
         # Rank 0 removes the files of all ranks, which are in one store. What a lost rank still writes is left
         # over, and the next save removes it.
         if group.rank == 0:
-            manifest.discard(store, attempt=planned.attempt, strategy=strategy)
+            manifest.discard(store, attempt=planned.attempt, strategy=planned.strategy)
         raise
 
 
@@ -157,7 +156,7 @@ def commit_attempt(
         **({UNPADDED: unpadded} if unpadded else {}),
     }
     for hook, receipts in zip(planned.hooks, hook_receipts, strict=True):
-        manifest_fields |= hook.index_fields(receipts, store, strategy, attempt=attempt)
+        manifest_fields |= hook.index_fields(receipts, planned, store)
     # Every file has to be durable before the manifest names it.
     store.sync()
     leftovers = planned.leftovers or manifest.LeftoverFiles()

@@ -337,7 +337,8 @@ def widen(values: Ints, dims: int, *, fill: int) -> Ints:
 DIGEST_BLOCK_BYTES = 256 * 1024
 """Bytes of a chunk under one digest. Small enough that a resharded read, which must read whole blocks to
 check them, reads little more than it needs; large enough that the index stays under 100 bytes a chunk for
-ordinary chunks, and that hashing releases the interpreter's lock."""
+ordinary chunks, and that hashing releases the interpreter's lock. No file stores it: another value needs
+another version of the format."""
 
 _DIGEST_BLOCK_BITS = DIGEST_BLOCK_BYTES.bit_length() - 1
 

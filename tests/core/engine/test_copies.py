@@ -283,7 +283,7 @@ def test_ranks_that_take_different_plans_for_the_fitting_one_find_nothing_that_i
 def test_a_rank_that_has_counted_other_saves_plans_anew_and_compares() -> None:
     run = Run()
     run.save(copies)
-    run.plans[1].find(run.plans[1].names[0])  # as after an interrupt on the other ranks
+    run.plans[1].use(run.plans[1].names[0])  # as after an interrupt on the other ranks
     for make in (copies, copies):
         assert run.save(make) is None
     assert {len(plans.names) for plans in run.plans} == {1}

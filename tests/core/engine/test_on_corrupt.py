@@ -32,6 +32,7 @@ from megackpt import (
 from megackpt.comm import Group
 from megackpt.contrib.dcp import MegackptStorageReader, MegackptStorageWriter
 from megackpt.errors import UnsupportedError
+from megackpt.plans.metadata import DIGEST_BLOCK_BYTES
 from megackpt.run import remove_sharded_tensors
 from megackpt.storage import MemoryStore
 from megackpt.testing.world import SimulatedWorld
@@ -96,7 +97,7 @@ def test_the_report_lists_what_parity_recovered_block_by_block(
     flip(file, 4096 + 5)
     (record,) = read(tmp_path).recovered
     assert (record.key, record.box, record.source) == ("rows", f"[{LONG}:{2 * LONG}]", "parity")
-    assert (record.file, record.start, record.stop) == (f"data/{file.name}", 4096, 4096 + 256 * 1024)
+    assert (record.file, record.start, record.stop) == (f"data/{file.name}", 4096, 4096 + DIGEST_BLOCK_BYTES)
     assert "digest differs" in record.why
     assert f"bytes 4096:266240 of data/{file.name}, 'rows'" in caplog.text
     with pytest.raises(IntegrityError):

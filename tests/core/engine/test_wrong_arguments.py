@@ -51,6 +51,7 @@ from megackpt.errors import UnserializableError
 from megackpt.formats.native import NativeSaveStrategy
 from megackpt.ground.arguments import checked_step
 from megackpt.options import VerifyOptions
+from megackpt.plans.metadata import DIGEST_BLOCK_BYTES
 from megackpt.run.checkpointer import Groups
 from megackpt.storage import FileOptions, ObjectOptions
 from megackpt.testing.world import SimulatedWorld
@@ -336,20 +337,19 @@ def test_a_flipped_bit_is_found_and_named_by_key_file_and_range(tmp_path: Path) 
     with pytest.raises(IntegrityError) as caught:
         load({"b": sharded("b", torch.zeros(70_000))}, tmp_path / "c")
     assert caught.value.key == "b"
-    low = nbytes - 70_000 * 4 + 256 * 1024
+    low = nbytes - 70_000 * 4 + DIGEST_BLOCK_BYTES
     assert f"the bytes {low}:{nbytes} of {file}" in str(caught.value)
     load({"b": sharded("b", torch.zeros(70_000))}, tmp_path / "c", options=megackpt.LoadOptions(verify=False))
 
 
 @pytest.mark.parametrize(("key", "block"), [("a", 0), ("b", 3), ("b", 4), ("c", 0)])
 def test_damage_is_named_where_several_chunks_are_read_at_once(tmp_path: Path, key: str, block: int) -> None:
-    block_bytes = 256 * 1024
     nbytes = {"a": 4000, "b": 600 * 512 * 4, "c": 8000}  # b has 5 blocks
     arrays = {"a": torch.zeros(1000), "b": torch.zeros(600, 512), "c": torch.zeros(2000)}
     save({k: sharded(k, t) for k, t in arrays.items()}, tmp_path / "c")
     (file,) = (tmp_path / "c" / "data").iterdir()
     start = file.stat().st_size - sum(n for k, n in nbytes.items() if k >= key)
-    low, high = start + block * block_bytes, start + min((block + 1) * block_bytes, nbytes[key])
+    low, high = start + block * DIGEST_BLOCK_BYTES, start + min((block + 1) * DIGEST_BLOCK_BYTES, nbytes[key])
     flip(file, low)
     half = sharded("b", torch.zeros(600, 256), (1, 0, 2))  # rows lie apart in b
     with pytest.raises(IntegrityError, match=f"'{key}'.* the bytes {low}:{high} of"):
