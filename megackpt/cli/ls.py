@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
-from typing import TYPE_CHECKING
 
 import click
 from rich.filesize import decimal
@@ -14,10 +13,6 @@ from megackpt.cli.entry import EPILOG, print_json, print_result, wants_json
 from megackpt.cli.output import ProgressBars, counted, show, table_of
 from megackpt.cli.run_steps import Step, age_as_text, list_steps
 from megackpt.storage import is_url
-
-if TYPE_CHECKING:
-    pass
-
 
 # `megackpt ls --follow`: a line for each new step of a run.
 
@@ -74,10 +69,6 @@ def _line(step: Step, when: float, before: float | None, *, now: float) -> str:
 
 def _clock(seconds: float) -> str:
     return time.strftime("%H:%M:%S", time.localtime(seconds))
-
-
-_THREADS = 16
-_UNITS = (("d", 86400), ("h", 3600), ("min", 60), ("s", 1))
 
 
 @click.command(name="ls", epilog=EPILOG)

@@ -42,16 +42,6 @@ from megackpt.storage import MemoryStore, digest_of
 _ATTEMPT = "0" * 16  # names of files are as long as real ones
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CoordinatorTimes:
-    """How long the steps of rank 0 took, in s: merge, proof, plan, and packing the rows of each rank."""
-
-    merge_s: float
-    prove_s: float
-    plan_s: float
-    pack_s: float
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class Region:
     """The stored chunks that overlap what some ranks need: their rows of an index.
@@ -93,23 +83,25 @@ def seconds_per_chunk() -> float:
 
 def plan_all(
     main_lists: Sequence[bytes], shared: Sequence[bytes], owner_groups: Sequence[Ints]
-) -> tuple[SavePlan, list[bytes], CoordinatorTimes]:
+) -> tuple[SavePlan, list[bytes], dict[str, float]]:
     """Do what rank 0 does: merge the lists of all ranks, prove coverage, plan, and pack the rows of each.
 
-    shared has the lists that are equal on several ranks, and owner_groups the ranks of each.
+    shared has the lists that are equal on several ranks, and owner_groups the ranks of each. The last result
+    is how long the steps took, by the names of `SaveOutcome`.
 
     Raises:
         CoverageError: main replicas do not cover everything once.
     """
     clock = _Clock()
     merged, _ = merge_packed_declarations(main_lists, shared, owner_groups)
-    merge_s = clock.lap()
+    times = {"merge_s": clock.lap()}
     check_coverage(merged.declared)
-    prove_s = clock.lap()
+    times["prove_s"] = clock.lap()
     plan = plan_merged_save(merged)
-    plan_s = clock.lap()
+    times["plan_s"] = clock.lap()
     rows = pack_rows(plan, ranks=len(main_lists))
-    return plan, rows, CoordinatorTimes(merge_s=merge_s, prove_s=prove_s, plan_s=plan_s, pack_s=clock.lap())
+    times["pack_s"] = clock.lap()
+    return plan, rows, times
 
 
 def take_rows(

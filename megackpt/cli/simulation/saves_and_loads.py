@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 
 import numpy as np
@@ -60,26 +60,19 @@ def simulate_save(
     check_layout(model, layout)
     arrays = job_arrays(model, tp=layout.tp, states=states)
     stages = replica_groups(model, layout, arrays, bucket_size=bucket_size)
-    sent = _declare_ranks(stages, arrays, layout.world_size, advance)
-    plan, rows, coordinated = run_planner.plan_all(
+    sent = _Sent.nothing(layout.world_size)
+    for rank, declared in each_rank(stages, arrays):
+        sent.add(rank, *run_planner.list_of(declared), len(declared))
+        advance(1)
+    plan, rows, times = run_planner.plan_all(
         sent.main_lists, [data for _, data in sent.shared.values()], sent.owner_groups()
     )
     for rank, declared in each_rank(stages, arrays):
         _, seconds = run_planner.take_rows(rows[rank], declared, sent.lists[rank], rank=rank)
         sent.seconds[rank] += seconds
     del rows
-    index_nbytes, index_s = run_planner.build_index(plan, world=layout.world_size)
-    return _outcome(arrays, layout, plan, sent, coordinated, index_nbytes, index_s), plan
-
-
-def _declare_ranks(
-    stages: Sequence[Sequence[ReplicaGroup]], arrays: JobArrays, world: int, advance: Advance
-) -> _Sent:
-    sent = _Sent.nothing(world)
-    for rank, declared in each_rank(stages, arrays):
-        sent.add(rank, *run_planner.list_of(declared), len(declared))
-        advance(1)
-    return sent
+    index_nbytes, times["index_s"] = run_planner.build_index(plan, world=layout.world_size)
+    return _outcome(arrays, layout, plan, sent, index_nbytes, times), plan
 
 
 def each_rank(
@@ -148,9 +141,8 @@ def _outcome(
     layout: ParallelLayout,
     plan: SavePlan,
     sent: _Sent,
-    coordinated: run_planner.CoordinatorTimes,
     index_nbytes: int,
-    index_s: float,
+    times: Mapping[str, float],
 ) -> SaveOutcome:
     nbytes = np.zeros(layout.world_size, np.int64)
     np.add.at(nbytes, plan.writer, plan.table.nbytes)
@@ -163,13 +155,9 @@ def _outcome(
         index_nbytes=index_nbytes,
         rank_s=sent.seconds,
         describe_s=sent.declared * np.float64(run_planner.seconds_per_chunk()),
-        merge_s=coordinated.merge_s,
-        prove_s=coordinated.prove_s,
-        plan_s=coordinated.plan_s,
-        pack_s=coordinated.pack_s,
-        index_s=index_s,
         gathered_nbytes=sent.nbytes,
         plan_nbytes=table_nbytes(plan.table) + sum(column.nbytes for column in columns),
+        **times,
     )
 
 
@@ -203,14 +191,14 @@ def simulate_load(
     chosen = _chosen(layout.world_size, ranks_planned)
     is_chosen = np.zeros(layout.world_size, np.bool_)
     is_chosen[chosen] = True
-    counts, positions = _Counts(), StoredPositions.of(stored.table)
+    counts = _Counts(arrays, stored, StoredPositions.of(stored.table))
     for stage in stages:
         for dense, experts in data_parallel_groups(stage):
-            _count_group([dense, *(group for group, _ in experts)], arrays, stored, positions, counts)
+            counts.add_group([dense, *(group for group, _ in experts)])
             members = [([dense, group], ranks) for group, ranks in experts] or [([dense], dense.ranks)]
             for groups, ranks in members:
                 planned = ranks[is_chosen[ranks]]
-                _plan_ranks(groups, planned, arrays, stored, positions, counts)
+                counts.add_ranks(groups, planned)
                 advance(len(planned))
     return counts.outcome(layout, chosen)
 
@@ -219,6 +207,9 @@ def simulate_load(
 class _Counts:
     """What has been counted so far: by planned rank, and by data-parallel group."""
 
+    arrays: JobArrays
+    stored: StoredCheckpoint
+    positions: StoredPositions
     rank: list[int] = field(default_factory=list)
     needed: list[int] = field(default_factory=list)
     read: list[int] = field(default_factory=list)
@@ -228,6 +219,42 @@ class _Counts:
     region_nbytes: int = 0
     unique: list[int] = field(default_factory=list)
     shared_read: list[int] = field(default_factory=list)
+
+    def add_group(self, groups: Sequence[ReplicaGroup]) -> None:
+        """Count what ranks with the same dense weights ask for together: their flat ranges tile the boxes.
+
+        Where etp differs from tp, some states of their experts are asked for by other ranks only, and counted
+        here, too: the number is an upper bound.
+        """
+        boxes, region = self._region_of(groups)
+        copies, _ = run_planner.plan_rank(boxes, region, where=self.stored.where)
+        self.unique.append(copied_nbytes(copies, region.table))
+        self.shared_read.append(read_nbytes(copies, region.table, block_bytes=self.stored.block_bytes))
+
+    def add_ranks(self, groups: Sequence[ReplicaGroup], ranks: Ints) -> None:
+        """Plan ranks that are members of all the groups, one by one."""
+        if not len(ranks):
+            return
+        stored, (_, region) = self.stored, self._region_of(groups)
+        self.region_s.append(region.seconds)
+        self.region_nbytes = max(self.region_nbytes, table_nbytes(region.table) + region.rows.nbytes)
+        file = stored.file[region.rows]
+        members = [np.searchsorted(group.ranks, ranks) for group in groups]  # ranks of a group are ascending
+        for at, rank in enumerate(ranks.tolist()):
+            pairs = zip(groups, members, strict=True)
+            requested = joined([group.declare(self.arrays, of[at : at + 1]) for group, of in pairs])
+            asked = _stored_only(requested, stored)
+            copies, seconds = run_planner.plan_rank(asked, region, where=stored.where)
+            self.rank.append(rank)
+            self.needed.append(copied_nbytes(copies, region.table))
+            self.read.append(read_nbytes(copies, region.table, block_bytes=stored.block_bytes))
+            self.files.append(len(np.unique(file[copies.stored])))
+            self.plan_s.append(seconds)
+
+    def _region_of(self, groups: Sequence[ReplicaGroup]) -> tuple[DeclaredChunks, run_planner.Region]:
+        """Return what groups ask for together, and the stored chunks that overlap it."""
+        boxes = _stored_only(boxes_of(groups, self.arrays), self.stored)
+        return boxes, run_planner.region_of(boxes.table, self.stored.table, self.positions)
 
     def outcome(self, layout: ParallelLayout, planned: Ints) -> LoadOutcome:
         """Return what the load of these ranks costs; numbers of ranks in the order of ranks."""
@@ -245,53 +272,6 @@ class _Counts:
             unique=np.array(self.unique, np.int64),
             shared_read=np.array(self.shared_read, np.int64),
         )
-
-
-def _count_group(
-    groups: Sequence[ReplicaGroup],
-    arrays: JobArrays,
-    stored: StoredCheckpoint,
-    positions: StoredPositions,
-    counts: _Counts,
-) -> None:
-    """Count what ranks with the same dense weights ask for together: their flat ranges tile the boxes.
-
-    Where etp differs from tp, some states of their experts are asked for by other ranks only, and counted
-    here, too: the number is an upper bound.
-    """
-    boxes = _stored_only(boxes_of(groups, arrays), stored)
-    region = run_planner.region_of(boxes.table, stored.table, positions)
-    copies, _ = run_planner.plan_rank(boxes, region, where=stored.where)
-    counts.unique.append(copied_nbytes(copies, region.table))
-    counts.shared_read.append(read_nbytes(copies, region.table, block_bytes=stored.block_bytes))
-
-
-def _plan_ranks(
-    groups: Sequence[ReplicaGroup],
-    ranks: Ints,
-    arrays: JobArrays,
-    stored: StoredCheckpoint,
-    positions: StoredPositions,
-    counts: _Counts,
-) -> None:
-    """Plan ranks that are members of all the groups, one by one."""
-    if not len(ranks):
-        return
-    boxes = _stored_only(boxes_of(groups, arrays), stored)
-    region = run_planner.region_of(boxes.table, stored.table, positions)
-    counts.region_s.append(region.seconds)
-    counts.region_nbytes = max(counts.region_nbytes, table_nbytes(region.table) + region.rows.nbytes)
-    file = stored.file[region.rows]
-    members = [np.searchsorted(group.ranks, ranks) for group in groups]  # ranks of a group are ascending
-    for at, rank in enumerate(ranks.tolist()):
-        declared = [group.declare(arrays, of[at : at + 1]) for group, of in zip(groups, members, strict=True)]
-        requested = joined(declared)
-        copies, seconds = run_planner.plan_rank(_stored_only(requested, stored), region, where=stored.where)
-        counts.rank.append(rank)
-        counts.needed.append(copied_nbytes(copies, region.table))
-        counts.read.append(read_nbytes(copies, region.table, block_bytes=stored.block_bytes))
-        counts.files.append(len(np.unique(file[copies.stored])))
-        counts.plan_s.append(seconds)
 
 
 def _stored_only(requested: DeclaredChunks, stored: StoredCheckpoint) -> DeclaredChunks:

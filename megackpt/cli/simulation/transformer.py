@@ -352,57 +352,44 @@ def _typed(weights: Iterable[Weight], sizes: ModelSizes) -> tuple[Weight, ...]:
 
 # Published models by name. The tests have their totals and sources.
 
+# Dubey et al. 2024, table 3.
+_LLAMA3_8B = ModelSizes(
+    vocab_size=128256, hidden_size=4096, num_layers=32, num_heads=32, query_groups=8, ffn_size=14336
+)
+# Brown et al. 2020, table 2.1; Radford et al. 2019 for what the table leaves out.
+_GPT_125M = ModelSizes(
+    vocab_size=50257,
+    hidden_size=768,
+    num_layers=12,
+    num_heads=12,
+    ffn_size=3072,
+    gated=False,
+    linear_bias=True,
+    norm_bias=True,
+    tied_embeddings=True,
+    positions=2048,
+)
+
 PRESETS: Mapping[str, ModelSizes] = MappingProxyType(
     {
-        # Dubey et al. 2024, table 3; first and last stage have one layer less each (section 3.3.2).
-        "llama3-8b": ModelSizes(
-            vocab_size=128256, hidden_size=4096, num_layers=32, num_heads=32, query_groups=8, ffn_size=14336
-        ),
-        "llama3-70b": ModelSizes(
-            vocab_size=128256, hidden_size=8192, num_layers=80, num_heads=64, query_groups=8, ffn_size=28672
-        ),
-        "llama3-405b": ModelSizes(
-            vocab_size=128256,
+        "llama3-8b": _LLAMA3_8B,
+        "llama3-70b": replace(_LLAMA3_8B, hidden_size=8192, num_layers=80, num_heads=64, ffn_size=28672),
+        # Its first and last stage have one layer less each (section 3.3.2).
+        "llama3-405b": replace(
+            _LLAMA3_8B,
             hidden_size=16384,
             num_layers=126,
             num_heads=128,
-            query_groups=8,
             ffn_size=53248,
             ends_count_as_layers=True,
         ),
         # meta-llama/Llama-3.2-1B, config.json.
-        "llama3-1b": ModelSizes(
-            vocab_size=128256,
-            hidden_size=2048,
-            num_layers=16,
-            num_heads=32,
-            query_groups=8,
-            ffn_size=8192,
-            tied_embeddings=True,
+        "llama3-1b": replace(
+            _LLAMA3_8B, hidden_size=2048, num_layers=16, ffn_size=8192, tied_embeddings=True
         ),
-        # Brown et al. 2020, table 2.1; Radford et al. 2019 for what the table leaves out.
-        "gpt3-175b": ModelSizes(
-            vocab_size=50257,
-            hidden_size=12288,
-            num_layers=96,
-            num_heads=96,
-            ffn_size=49152,
-            gated=False,
-            linear_bias=True,
-            norm_bias=True,
-            tied_embeddings=True,
-            positions=2048,
-        ),
+        "gpt3-175b": replace(_GPT_125M, hidden_size=12288, num_layers=96, num_heads=96, ffn_size=49152),
         # Jiang et al. 2024, table 1.
-        "mixtral-8x7b": ModelSizes(
-            vocab_size=32000,
-            hidden_size=4096,
-            num_layers=32,
-            num_heads=32,
-            query_groups=8,
-            ffn_size=14336,
-            experts=Experts(count=8, ffn_size=14336),
-        ),
+        "mixtral-8x7b": replace(_LLAMA3_8B, vocab_size=32000, experts=Experts(count=8, ffn_size=14336)),
         # DeepSeek-AI 2024 (DeepSeek-V3), section 4.2, without the module that predicts further tokens.
         "deepseek-v3": ModelSizes(
             vocab_size=129280,
@@ -414,17 +401,6 @@ PRESETS: Mapping[str, ModelSizes] = MappingProxyType(
             experts=Experts(count=256, ffn_size=2048, shared_ffn_size=2048, dense_layers=3, router_bias=True),
         ),
         # Small enough to be planned in a moment.
-        "gpt-125m": ModelSizes(
-            vocab_size=50257,
-            hidden_size=768,
-            num_layers=12,
-            num_heads=12,
-            ffn_size=3072,
-            gated=False,
-            linear_bias=True,
-            norm_bias=True,
-            tied_embeddings=True,
-            positions=2048,
-        ),
+        "gpt-125m": _GPT_125M,
     }
 )
