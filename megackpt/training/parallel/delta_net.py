@@ -10,6 +10,8 @@ Source: Yang et al. 2024 (gated delta networks), equation 10; transformers 5.23,
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -85,39 +87,18 @@ class GatedDeltaNet(ShardedModule):
         self.key_head_dim, self.value_head_dim = key_head_dim, value_head_dim
         keys, values = num_key_heads * key_head_dim, num_value_heads * value_head_dim
         mixed = {"query": keys, "key": keys, "value": values}
-        self.in_proj = ColumnParallelLinear(
-            hidden_size,
-            {**mixed, "z": values, "beta": num_value_heads, "alpha": num_value_heads},
-            groups,
-            bias=False,
-            sequence_parallel=sequence_parallel,
-            dtype=dtype,
-            device=device,
-        )
+        projected = {**mixed, "z": values, "beta": num_value_heads, "alpha": num_value_heads}
+        memory: dict[str, Any] = {"dtype": dtype, "device": device}
+        linear = {"bias": False, "sequence_parallel": sequence_parallel, **memory}
+        self.in_proj = ColumnParallelLinear(hidden_size, projected, groups, **linear)
         self.conv1d = CausalConv1d(
-            mixed,
-            conv_kernel_size,
-            groups,
-            bias=False,
-            heads=self.local_heads,
-            dtype=dtype,
-            device=device,
+            mixed, conv_kernel_size, groups, bias=False, heads=self.local_heads, **memory
         )
         self.A_log = nn.Parameter(torch.zeros(heads, dtype=torch.float32, device=device))
         self.dt_bias = nn.Parameter(torch.ones(heads, dtype=torch.float32, device=device))
         # Each rank of tp has heads of its own, so that the gradients of their norm are partial sums.
-        self.out_norm = RMSNorm(
-            value_head_dim, groups, eps=eps, sequence_parallel=True, dtype=dtype, device=device
-        )
-        self.out_proj = RowParallelLinear(
-            values,
-            hidden_size,
-            groups,
-            bias=False,
-            sequence_parallel=sequence_parallel,
-            dtype=dtype,
-            device=device,
-        )
+        self.out_norm = RMSNorm(value_head_dim, groups, eps=eps, sequence_parallel=True, **memory)
+        self.out_proj = RowParallelLinear(values, hidden_size, groups, **linear)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the block's output, shaped like `x`."""

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -24,7 +24,7 @@ from megackpt.errors import DeclarationError
 from megackpt.training.parallel.attributes import mark
 from megackpt.training.parallel.foreign_modules import Metadata
 from megackpt.training.parallel.groups import ParallelGroups
-from megackpt.training.parallel.linear import INIT_STD, divide_over_tp
+from megackpt.training.parallel.linear import divide_over_tp, new_weights, split_components
 from megackpt.training.parallel.mixin import ShardedModule, sharded_state_dict
 from megackpt.training.parallel.tp_sharding import TpSharding
 
@@ -131,9 +131,8 @@ class GroupedColumnLinear(ShardedModule):
         super().__init__(groups, tp_sharding={"weight": sharding, "bias": sharding})
         experts = divide_over_ep(num_experts, groups)
         self.local_components = local
-        self.weight = nn.Parameter(torch.empty(experts, rows, in_features, dtype=dtype, device=device))
-        self.bias = nn.Parameter(torch.empty(experts, rows, dtype=dtype, device=device)) if bias else None
-        _reset(self.weight, self.bias)
+        shape = (experts, rows, in_features)
+        self.weight, self.bias = new_weights(shape, bias=bias, dtype=dtype, device=device)
 
     def forward(self, x: Tensor, counts: Sequence[int]) -> Tensor:
         """Return this rank's slice of the outputs; `counts[e]` rows are of local expert e."""
@@ -145,11 +144,7 @@ class GroupedColumnLinear(ShardedModule):
         Raises:
             DeclarationError: the layer was made without components.
         """
-        if self.local_components is None:
-            raise DeclarationError(
-                "these layers have no named components. Give out_features as a mapping of component to size."
-            )
-        return torch.split_with_sizes(y, list(self.local_components.values()), dim=-1)
+        return split_components(y, self.local_components)
 
 
 class GroupedRowLinear(ShardedModule):
@@ -188,11 +183,8 @@ class GroupedRowLinear(ShardedModule):
         super().__init__(groups)
         experts = divide_over_ep(num_experts, groups)
         local = divide_over_tp("in_features", in_features, groups.experts)
-        self.weight = nn.Parameter(torch.empty(experts, out_features, local, dtype=dtype, device=device))
-        self.bias = (
-            nn.Parameter(torch.empty(experts, out_features, dtype=dtype, device=device)) if bias else None
-        )
-        _reset(self.weight, self.bias)
+        shape = (experts, out_features, local)
+        self.weight, self.bias = new_weights(shape, bias=bias, dtype=dtype, device=device)
 
     def forward(self, x: Tensor, counts: Sequence[int]) -> Tensor:
         """Return this rank's part of the outputs; `counts[e]` rows are of local expert e."""
@@ -235,11 +227,9 @@ class GroupedReplicatedLinear(ShardedModule):
     ) -> None:
         super().__init__(groups)
         experts = divide_over_ep(num_experts, groups)
-        self.weight = nn.Parameter(
-            torch.empty(experts, out_features, in_features, dtype=dtype, device=device)
-        )
+        shape = (experts, out_features, in_features)
+        self.weight, _ = new_weights(shape, bias=False, dtype=dtype, device=device)
         mark(self.weight, "sequence_parallel")
-        _reset(self.weight, None)
 
     def forward(self, x: Tensor, counts: Sequence[int]) -> Tensor:
         """Return the outputs; `counts[e]` rows are of local expert e."""
@@ -284,12 +274,9 @@ class GatedExperts(ShardedModule):
         self.num_experts = num_experts
         self.activation = SwiGLU() if activation is None else activation
         components = {"gate": ffn_hidden_size, "up": ffn_hidden_size}
-        self.linear_fc1 = GroupedColumnLinear(
-            num_experts, hidden_size, components, groups, bias=bias, dtype=dtype, device=device
-        )
-        self.linear_fc2 = GroupedRowLinear(
-            num_experts, ffn_hidden_size, hidden_size, groups, bias=bias, dtype=dtype, device=device
-        )
+        made: dict[str, Any] = {"bias": bias, "dtype": dtype, "device": device}
+        self.linear_fc1 = GroupedColumnLinear(num_experts, hidden_size, components, groups, **made)
+        self.linear_fc2 = GroupedRowLinear(num_experts, ffn_hidden_size, hidden_size, groups, **made)
 
     def forward(self, rows: Tensor, counts: Sequence[int]) -> Tensor:
         """Return the outputs of `rows`, which are ordered by local expert: `counts[e]` rows of expert e."""
@@ -322,12 +309,9 @@ class PlainExperts(ShardedModule):
         super().__init__(groups)
         self.num_experts = num_experts
         self.activation = activation
-        self.linear_fc1 = GroupedColumnLinear(
-            num_experts, hidden_size, ffn_hidden_size, groups, bias=bias, dtype=dtype, device=device
-        )
-        self.linear_fc2 = GroupedRowLinear(
-            num_experts, ffn_hidden_size, hidden_size, groups, bias=bias, dtype=dtype, device=device
-        )
+        made: dict[str, Any] = {"bias": bias, "dtype": dtype, "device": device}
+        self.linear_fc1 = GroupedColumnLinear(num_experts, hidden_size, ffn_hidden_size, groups, **made)
+        self.linear_fc2 = GroupedRowLinear(num_experts, ffn_hidden_size, hidden_size, groups, **made)
 
     def forward(self, rows: Tensor, counts: Sequence[int]) -> Tensor:
         """Return the outputs of `rows`, which are ordered by local expert: `counts[e]` rows of expert e."""
@@ -344,13 +328,6 @@ def _grouped_linear(x: Tensor, weight: Tensor, bias: Tensor | None, counts: Sequ
     biases = [None] * len(weights) if bias is None else bias.unbind()
     groups = torch.split_with_sizes(x, list(counts))
     return torch.cat([F.linear(rows, w, b) for rows, w, b in zip(groups, weights, biases, strict=True)])
-
-
-def _reset(weight: Tensor, bias: Tensor | None) -> None:
-    with torch.no_grad():
-        weight.normal_(std=INIT_STD)
-        if bias is not None:
-            bias.zero_()
 
 
 # Experts that are modules of their own, one per expert.

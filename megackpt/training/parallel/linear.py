@@ -13,7 +13,7 @@ transpose of the papers' A, hence a column layer cuts dim 0 of the weight.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -74,6 +74,27 @@ def divide_components_over_tp(
     }
 
 
+def new_weights(
+    shape: Sequence[int], *, bias: bool, dtype: torch.dtype | None, device: torch.device | str | None
+) -> tuple[nn.Parameter, nn.Parameter | None]:
+    """Return a random weight of this shape, `[..., out, in]`, and a bias `[..., out]` of zeros, or None."""
+    weight = nn.Parameter(torch.empty(*shape, dtype=dtype, device=device).normal_(std=INIT_STD))
+    return weight, nn.Parameter(torch.zeros(shape[:-1], dtype=dtype, device=device)) if bias else None
+
+
+def split_components(y: Tensor, sizes: Mapping[str, int] | None) -> tuple[Tensor, ...]:
+    """Return the components of an output, which have these extents of its last dim. Local.
+
+    Raises:
+        DeclarationError: the layer was made without components.
+    """
+    if sizes is None:
+        raise DeclarationError(
+            "this layer has no named components. Give out_features as a mapping of component to size."
+        )
+    return torch.split_with_sizes(y, list(sizes.values()), dim=-1)
+
+
 class ColumnParallelLinear(ShardedModule):
     """`y = x W^T + b` with W cut by rows: weight `[out/tp, in]`, bias `[out/tp]`. Collective over tp.
 
@@ -131,9 +152,7 @@ class ColumnParallelLinear(ShardedModule):
         self.shared_rows = sharding.shared_rows(local)
         self.gather_output = gather_output
         self.sequence_parallel = sequence_parallel
-        self.weight = nn.Parameter(torch.empty(local, in_features, dtype=dtype, device=device))
-        self.bias = nn.Parameter(torch.empty(local, dtype=dtype, device=device)) if bias else None
-        _reset(self.weight, self.bias)
+        self.weight, self.bias = new_weights((local, in_features), bias=bias, dtype=dtype, device=device)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return this rank's outputs; shapes above."""
@@ -150,11 +169,7 @@ class ColumnParallelLinear(ShardedModule):
         Raises:
             DeclarationError: the layer was made without components.
         """
-        if self.local_components is None:
-            raise DeclarationError(
-                "this layer has no named components. Give out_features as a mapping of component to size."
-            )
-        return torch.split_with_sizes(y, list(self.local_components.values()), dim=-1)
+        return split_components(y, self.local_components)
 
 
 class ReplicatedLinear(ShardedModule):
@@ -188,12 +203,11 @@ class ReplicatedLinear(ShardedModule):
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__(groups)
-        self.weight = nn.Parameter(torch.empty(out_features, in_features, dtype=dtype, device=device))
-        self.bias = nn.Parameter(torch.empty(out_features, dtype=dtype, device=device)) if bias else None
+        shape = (out_features, in_features)
+        self.weight, self.bias = new_weights(shape, bias=bias, dtype=dtype, device=device)
         if sequence_parallel:
             for param in self.parameters():
                 mark(param, "sequence_parallel")
-        _reset(self.weight, self.bias)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return all output features of the input's tokens."""
@@ -309,11 +323,9 @@ class RowParallelLinear(ShardedModule):
             )
         self.input_is_parallel = input_is_parallel
         self.sequence_parallel = sequence_parallel
-        self.weight = nn.Parameter(torch.empty(out_features, local, dtype=dtype, device=device))
-        self.bias = nn.Parameter(torch.empty(out_features, dtype=dtype, device=device)) if bias else None
+        self.weight, self.bias = new_weights((out_features, local), bias=bias, dtype=dtype, device=device)
         if self.bias is not None and sequence_parallel:
             mark(self.bias, "sequence_parallel")
-        _reset(self.weight, self.bias)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the whole output features; shapes above."""
@@ -323,10 +335,3 @@ class RowParallelLinear(ShardedModule):
         partial = F.linear(x, self.weight)  # [..., out], this rank's share of the sum
         y = reduce_scatter_sequence(partial, tp) if self.sequence_parallel else reduce_from(partial, tp)
         return y if self.bias is None else y + self.bias
-
-
-def _reset(weight: Tensor, bias: Tensor | None) -> None:
-    with torch.no_grad():
-        weight.normal_(std=INIT_STD)
-        if bias is not None:
-            bias.zero_()

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -177,46 +178,20 @@ class MambaMixer(ShardedModule):
         heads = divide_over_tp("num_heads", sizes.num_heads, groups)
         shared = sizes.num_groups * copies // groups.tp.size
         self.local_heads = {"x": heads, "B": shared, "C": shared}
-        channels = {
-            "x": sizes.inner_size,
-            "B": sizes.num_groups * sizes.state_size,
-            "C": sizes.num_groups * sizes.state_size,
-        }
-        self.in_proj = ColumnParallelLinear(
-            hidden_size,
-            {"z": sizes.inner_size, **channels, "dt": sizes.num_heads},
-            groups,
-            bias=sizes.bias,
-            sequence_parallel=sequence_parallel,
-            dtype=dtype,
-            device=device,
-            copies={"B": copies, "C": copies},
-        )
-        self.conv1d = CausalConv1d(
-            channels,
-            sizes.kernel,
-            groups,
-            bias=sizes.conv_bias,
-            heads=self.local_heads,
-            copies={"B": copies, "C": copies},
-            dtype=dtype,
-            device=device,
-        )
+        of_groups = sizes.num_groups * sizes.state_size
+        channels = {"x": sizes.inner_size, "B": of_groups, "C": of_groups}
+        projected = {"z": sizes.inner_size, **channels, "dt": sizes.num_heads}
+        memory: dict[str, Any] = {"dtype": dtype, "device": device}
+        linear = {"bias": sizes.bias, "sequence_parallel": sequence_parallel, **memory}
+        shared_slices = {"B": copies, "C": copies}
+        self.in_proj = ColumnParallelLinear(hidden_size, projected, groups, copies=shared_slices, **linear)
+        convolution = {"bias": sizes.conv_bias, "heads": self.local_heads, **memory}
+        self.conv1d = CausalConv1d(channels, sizes.kernel, groups, copies=shared_slices, **convolution)
         for name, value in (("A_log", 0.0), ("D", 1.0), ("dt_bias", 1.0)):
             start = torch.full((heads,), value, dtype=torch.float32, device=device)
             self.register_parameter(name, nn.Parameter(start))
-        self.norm = GatedGroupNorm(
-            sizes.inner_size, sizes.num_groups, groups, eps=sizes.norm_eps, dtype=dtype, device=device
-        )
-        self.out_proj = RowParallelLinear(
-            sizes.inner_size,
-            hidden_size,
-            groups,
-            bias=sizes.bias,
-            sequence_parallel=sequence_parallel,
-            dtype=dtype,
-            device=device,
-        )
+        self.norm = GatedGroupNorm(sizes.inner_size, sizes.num_groups, groups, eps=sizes.norm_eps, **memory)
+        self.out_proj = RowParallelLinear(sizes.inner_size, hidden_size, groups, **linear)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the block's output, shaped like `x`."""
