@@ -5,14 +5,13 @@ DCP leaves these two questions to planners and storages.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch.distributed as dist
 
 from megackpt.errors import DeclarationError
-from megackpt.storage import Location, Store, as_store, open_store
+from megackpt.storage import Location, Store, opened_store
 
 
 def rank_and_size(process_group: dist.ProcessGroup | None) -> tuple[int, int]:
@@ -34,11 +33,5 @@ def opened(location: Location | None) -> Iterator[Store]:
             "No directory to save to or load from. Give it to the storage writer or reader, or to DCP as "
             "checkpoint_id."
         )
-    if not isinstance(location, (str, os.PathLike)):
-        yield as_store(location)
-        return
-    store = open_store(location)
-    try:
+    with opened_store(location) as store:
         yield store
-    finally:
-        store.close()

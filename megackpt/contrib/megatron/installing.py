@@ -12,11 +12,12 @@ from collections.abc import Sequence
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
+from typing import get_args
 
 from megackpt.contrib.megatron import optimizer_ranges
 from megackpt.contrib.megatron.settings import OPTIONS, Replicas
-from megackpt.errors import CheckpointError, DeclarationError
-from megackpt.ground.arguments import check_kind
+from megackpt.errors import CheckpointError
+from megackpt.ground.arguments import check_choice, check_flags, check_kind
 from megackpt.options import LoadOptions, SaveOptions
 
 THEIRS = "megatron.core.dist_checkpointing"
@@ -57,12 +58,8 @@ def install(
     >>> megatron.install()                                      # doctest: +SKIP
     >>> from megatron.core.models.gpt import GPTModel           # doctest: +SKIP
     """
-    if not isinstance(silent_cast, bool):
-        raise DeclarationError(f"silent_cast is {silent_cast!r}; give True or False.")
-    if replicas not in ("warn", "error", "off"):
-        raise DeclarationError(f"replicas is {replicas!r}; give 'warn', 'error' or 'off'.")
-    if not isinstance(gather_optimizer, bool):
-        raise DeclarationError(f"gather_optimizer is {gather_optimizer!r}; give True or False.")
+    check_flags(silent_cast=silent_cast, gather_optimizer=gather_optimizer)
+    check_choice("replicas", replicas, get_args(Replicas))
     check_kind("save_options", save_options, SaveOptions, give="SaveOptions(...), or None", optional=True)
     check_kind("load_options", load_options, LoadOptions, give="LoadOptions(...), or None", optional=True)
     OPTIONS.silent_cast, OPTIONS.replicas = silent_cast, replicas

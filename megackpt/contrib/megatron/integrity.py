@@ -15,7 +15,7 @@ from typing import Any
 from megackpt.comm import Group, rank_0_errors_on_all_ranks, world_group
 from megackpt.errors import CheckpointError, FormatError, IntegrityError
 from megackpt.formats.documents import parse_document
-from megackpt.storage import Store, open_store
+from megackpt.storage import Store, opened_store
 
 logger = logging.getLogger(__name__)
 
@@ -28,15 +28,12 @@ _TIMEOUT_S = 3600.0  # rank 0 reads the whole checkpoint meanwhile
 
 def save_integrity_manifest(checkpoint_dir: str | os.PathLike[str]) -> None:
     """Hash every file of a checkpoint and write integrity.json. Local: one process calls it."""
-    store = open_store(checkpoint_dir)
-    try:
+    with opened_store(checkpoint_dir) as store:
         names = sorted(name for name in store.names() if name != INTEGRITY_FNAME)
         files = {name: _sha256(store, name) for name in names}
         text = json.dumps({"algorithm": _ALGORITHM, "files": files}, indent=2)
         store.replace(INTEGRITY_FNAME, text.encode())
         store.sync()
-    finally:
-        store.close()
     logger.info("Wrote %s of %d files in %s", INTEGRITY_FNAME, len(files), checkpoint_dir)
 
 
@@ -62,12 +59,9 @@ def write_on_rank_0(checkpoint_dir: str | os.PathLike[str], group: Group | None 
 
 
 def _verify(checkpoint_dir: str | os.PathLike[str]) -> None:
-    store = open_store(checkpoint_dir)
-    try:
+    with opened_store(checkpoint_dir) as store:
         files = _listed(store, checkpoint_dir)
         wrong = [f"{name}: {why}" for name, digest in files.items() if (why := _fault(store, name, digest))]
-    finally:
-        store.close()
     if wrong:
         raise IntegrityError(
             f"{checkpoint_dir}: {len(wrong)} of {len(files)} files differ from {INTEGRITY_FNAME}: "

@@ -23,7 +23,7 @@ from megackpt.contrib.megatron.dist_checkpointing.strategies.base import (
     AsyncSaveShardedStrategy,
     LoadShardedStrategy,
     StrategyAction,
-    get_default_strategy,
+    resolve_strategy,
     set_megackpt_strategy,
 )
 from megackpt.contrib.megatron.errors import also_of_torch, naming_install
@@ -146,8 +146,7 @@ def save_choice(strategy: Any) -> SaveChoice:
     Raises:
         DeclarationError: no such format, or a setting is out of range.
     """
-    if isinstance(strategy, (tuple, list)):
-        strategy = get_default_strategy(StrategyAction.SAVE_SHARDED, *strategy)
+    strategy = resolve_strategy(StrategyAction.SAVE_SHARDED, strategy)
     if strategy is None or hasattr(strategy, "write_chunks"):  # a strategy of our own core is taken as it is
         return strategy  # type: ignore[no-any-return]
     choice: SaveChoice = strategy.choice
@@ -218,8 +217,7 @@ def save_by(
 
     Collective. Inside of a save by a user's strategy the common state of that is saved as well.
     """
-    if isinstance(strategy, (tuple, list)):
-        strategy = get_default_strategy(StrategyAction.SAVE_SHARDED, *strategy)
+    strategy = resolve_strategy(StrategyAction.SAVE_SHARDED, strategy)
     choice = save_choice(strategy)
     sharded_state_dict, arguments = _enclosed(sharded_state_dict, checkpoint_dir, arguments)
     with naming_install():
@@ -257,8 +255,7 @@ def request_by(
 
     Tensors are not copied yet. The format is chosen here, so that an unknown one is an error at once.
     """
-    if isinstance(strategy, (tuple, list)):
-        strategy = get_default_strategy(StrategyAction.SAVE_SHARDED, *strategy)
+    strategy = resolve_strategy(StrategyAction.SAVE_SHARDED, strategy)
     choice = save_choice(strategy)
     save_strategy(choice)
     sharded_state_dict, arguments = _enclosed(sharded_state_dict, checkpoint_dir, arguments)
@@ -328,8 +325,7 @@ def load_by(
     Returns the result of `megackpt.load`. If the strategy has an attribute `times`, it gets the times of the
     load.
     """
-    if isinstance(strategy, (tuple, list)):
-        strategy = get_default_strategy(StrategyAction.LOAD_SHARDED, *strategy)
+    strategy = resolve_strategy(StrategyAction.LOAD_SHARDED, strategy)
     arguments = _load_arguments(strategy)
     with also_of_torch(), naming_install():
         loaded, report = collective.load_with_report(

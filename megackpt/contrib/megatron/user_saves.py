@@ -12,7 +12,7 @@ import json
 import logging
 import os
 from collections.abc import Callable, Sequence
-from contextlib import closing
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +33,7 @@ from megackpt.plans.metadata import pack_columns, unpack_columns
 from megackpt.plans.metadata.merge import decode_declarations, merge_declarations
 from megackpt.plans.validation import check_coverage
 from megackpt.plans.validation.equality import check_common_equal
-from megackpt.storage import open_store
+from megackpt.storage import opened_store
 
 log = logging.getLogger(__name__)
 
@@ -47,56 +47,24 @@ def save_with(
     state: ShardedStateDict,
     checkpoint_dir: str | os.PathLike[str],
     *,
+    is_async: bool,
     validate: bool,
     common_to_compare: Callable[[StateDict], StateDict] | None,
     content_metadata: Any,
-) -> None:
-    """Save with a user's strategy. Collective.
+) -> AsyncRequest | None:
+    """Save with a user's strategy; with is_async, return its request with the commit at the end. Collective.
 
     If there is a checkpoint in the directory, it is removed once the declarations are proved right. The
-    strategy is called afterwards, because it may write over the files.
+    strategy is called afterwards, because it may write over the files. Common state is written in this call.
 
     Raises:
+        UnsupportedError: an asynchronous save is asked for, and the strategy has no async_save.
         CheckpointError: the same on every rank, naming the one that failed. If the strategy had been called,
             the directory holds no checkpoint.
     """
     group = world_group(timeout_s=_TIMEOUT_S)
     directory = path_or_url(checkpoint_dir)
-    sharded, common = _prepare_state(state, group, validate, common_to_compare, content_metadata)
-    _remove_old_checkpoint(directory, group)
-    enclosing = EnclosingSave(directory=str(directory), common=common)
-    with errors_on_all_ranks(group, f"saving with {type(strategy).__name__}"):
-        objects, rest = split_objects(sharded, strategy, common_strategy)
-        with enclosing_save(enclosing):
-            strategy.save(rest, directory)
-        if not enclosing.is_taken:
-            _save_common(common_strategy, common, objects, directory)
-    if not enclosing.is_taken:
-        _commit(strategy, common_strategy, directory, group)
-
-
-def request_with(
-    strategy: Any,
-    common_strategy: Any,
-    state: ShardedStateDict,
-    checkpoint_dir: str | os.PathLike[str],
-    *,
-    validate: bool,
-    common_to_compare: Callable[[StateDict], StateDict] | None,
-    content_metadata: Any,
-) -> AsyncRequest:
-    """Return the request of a user's strategy, with the commit added at its end. Collective.
-
-    Common state is written in this call. A checkpoint in the directory is removed in this call, as in
-    `save_with`.
-
-    Raises:
-        UnsupportedError: the strategy has no async_save.
-        CheckpointError: as `save_with`.
-    """
-    group = world_group(timeout_s=_TIMEOUT_S)
-    directory = path_or_url(checkpoint_dir)
-    if not callable(getattr(strategy, "async_save", None)):
+    if is_async and not callable(getattr(strategy, "async_save", None)):
         raise UnsupportedError(
             f"{strategy} has no async_save, so it cannot save asynchronously. Derive it from "
             f"AsyncSaveShardedStrategy, or save without async_sharded_save."
@@ -104,17 +72,25 @@ def request_with(
     sharded, common = _prepare_state(state, group, validate, common_to_compare, content_metadata)
     _remove_old_checkpoint(directory, group)
     enclosing = EnclosingSave(directory=str(directory), common=common)
-    with errors_on_all_ranks(group, f"preparing an asynchronous save with {type(strategy).__name__}"):
+    request: AsyncRequest | None = None
+    doing = "preparing an asynchronous save" if is_async else "saving"
+    with errors_on_all_ranks(group, f"{doing} with {type(strategy).__name__}"):
         objects, rest = split_objects(sharded, strategy, common_strategy)
         with enclosing_save(enclosing):
-            request = _as_request(strategy.async_save(rest, directory), strategy)
+            if is_async:
+                request = _as_request(strategy.async_save(rest, directory), strategy)
+            else:
+                strategy.save(rest, directory)
         if not enclosing.is_taken:
             _save_common(common_strategy, common, objects, directory)
-    if not enclosing.is_taken:
+    if enclosing.is_taken:
+        return request
+    commit = partial(_commit, strategy, common_strategy, directory, group)
+    if request is not None:
         # A frozen request is replaced, because the commit must follow it.
-        commit = [*request.finalize_fns, lambda: _commit(strategy, common_strategy, directory, group)]
-        request = request._replace(finalize_fns=commit)
-    return request
+        return request._replace(finalize_fns=[*request.finalize_fns, commit])
+    commit()
+    return None
 
 
 def _prepare_state(
@@ -194,7 +170,7 @@ def _remove_old_checkpoint(directory: Path | str, group: Group) -> None:
     with errors_on_all_ranks(group, "preparing the directory"):
         if group.rank != 0:
             return
-        with closing(open_store(directory)) as store:
+        with opened_store(directory) as store:
             store.create()
             if is_committed(store):
                 log.warning("%s holds a checkpoint, which is removed before it is saved over.", directory)
@@ -215,7 +191,7 @@ def _commit(strategy: Any, common_strategy: Any, directory: Path | str, group: G
     }
     with errors_on_all_ranks(group, "committing the checkpoint"):
         if group.rank == 0:
-            with closing(open_store(directory)) as store:
+            with opened_store(directory) as store:
                 store.sync()
                 store.replace(MANIFEST, json.dumps(manifest, indent=1, sort_keys=True).encode())
 

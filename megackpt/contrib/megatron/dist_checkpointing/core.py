@@ -12,7 +12,7 @@ from megackpt.engine.checkpoint.manifest import read_manifest
 from megackpt.errors import CheckpointingException, FormatError
 from megackpt.formats.registry import DEFAULT_BACKEND
 from megackpt.formats.strategy import MANIFEST
-from megackpt.storage import Store, is_url, open_store
+from megackpt.storage import Store, is_url, opened_store
 
 __all__ = [
     "CONFIG_FNAME",
@@ -66,28 +66,20 @@ def maybe_load_config(checkpoint_dir: str | os.PathLike[str] | Store) -> Checkpo
     """
     if not checkpoint_dir:
         return None
-    if not isinstance(checkpoint_dir, (str, os.PathLike)):
-        return _config_in(checkpoint_dir)
-    directory = os.fspath(checkpoint_dir)
-    if not is_url(directory) and not Path(directory).is_dir():
-        return None
-    store = open_store(directory)
-    try:
-        return _config_in(store)
-    finally:
-        store.close()
-
-
-def _config_in(store: Store) -> CheckpointingConfig | None:
-    if not store.exists(CONFIG_FNAME):
-        return None
-    manifest = read_manifest(store)
-    if "sharded_backend" not in manifest:
-        raise FormatError(
-            f"{store.location}/{CONFIG_FNAME} does not name a sharded_backend. The file is damaged or "
-            f"foreign.",
-            path=store.location,
-        )
+    if isinstance(checkpoint_dir, (str, os.PathLike)):
+        directory = os.fspath(checkpoint_dir)
+        if not is_url(directory) and not Path(directory).is_dir():
+            return None
+    with opened_store(checkpoint_dir) as store:
+        if not store.exists(CONFIG_FNAME):
+            return None
+        manifest = read_manifest(store)
+        if "sharded_backend" not in manifest:
+            raise FormatError(
+                f"{store.location}/{CONFIG_FNAME} does not name a sharded_backend. The file is damaged or "
+                f"foreign.",
+                path=store.location,
+            )
     names = ("sharded_backend", "sharded_backend_version", "common_backend", "common_backend_version")
     return CheckpointingConfig(**{name: manifest[name] for name in names if name in manifest})
 
@@ -98,8 +90,7 @@ def save_config(config: CheckpointingConfig, checkpoint_dir: str | os.PathLike[s
     Raises:
         UnsupportedError: it would be the metadata.json of a checkpoint of megackpt, which names its index.
     """
-    store = open_store(checkpoint_dir)
-    try:
+    with opened_store(checkpoint_dir) as store:
         stored = read_manifest(store) if store.exists(CONFIG_FNAME) else {}
         if DEFAULT_BACKEND in (config.sharded_backend, stored.get("sharded_backend")):
             raise_unsupported(
@@ -109,5 +100,3 @@ def save_config(config: CheckpointingConfig, checkpoint_dir: str | os.PathLike[s
             )
         store.replace(CONFIG_FNAME, json.dumps(asdict(config)).encode())
         store.sync()
-    finally:
-        store.close()

@@ -56,7 +56,7 @@ from megackpt.contrib.megatron.our_strategies import (
 from megackpt.contrib.megatron.settings import OPTIONS, core_version
 from megackpt.contrib.megatron.stored_metadata import stored_metadata, stored_tensors
 from megackpt.contrib.megatron.user_loads import load_with
-from megackpt.contrib.megatron.user_saves import request_with, save_with
+from megackpt.contrib.megatron.user_saves import save_with
 from megackpt.entities import ShardedBase, ShardedStateDict, StateDict
 from megackpt.errors import DeclarationError, UnsupportedError
 from megackpt.run import local
@@ -282,12 +282,12 @@ def save(
     common = _chosen(StrategyAction.SAVE_COMMON, common_strategy)
     described = _clean_metadata_for_serialization(content_metadata)
     if not is_saved_by_us(chosen):
-        writes = request_with if async_sharded_save else save_with
-        request = writes(
+        request = save_with(
             chosen,
             common or TorchCommonSaveStrategy("torch", 1),
             sharded_state_dict,
             checkpoint_dir,
+            is_async=async_sharded_save,
             validate=validate_access_integrity,
             common_to_compare=preprocess_common_before_consistancy_check,
             content_metadata=described,

@@ -22,7 +22,7 @@ from megackpt.contrib.megatron.dist_checkpointing.strategies.base import (
     SaveCommonStrategy,
     SaveShardedStrategy,
     StrategyAction,
-    get_default_strategy,
+    resolve_strategy,
 )
 from megackpt.contrib.megatron.errors import unsupported_name
 from megackpt.contrib.megatron.integrity import (
@@ -89,8 +89,8 @@ def verify_checkpoint_and_load_strategy(
     config = _config_of(checkpoint_dir)
     sharded_name = (config.sharded_backend, config.sharded_backend_version)
     common_name = (config.common_backend, config.common_backend_version)
-    sharded = _strategy(StrategyAction.LOAD_SHARDED, sharded_strategy or sharded_name)
-    common = _strategy(StrategyAction.LOAD_COMMON, common_strategy or common_name)
+    sharded = resolve_strategy(StrategyAction.LOAD_SHARDED, sharded_strategy or sharded_name)
+    common = resolve_strategy(StrategyAction.LOAD_COMMON, common_strategy or common_name)
     _check_reads(sharded, *sharded_name, checkpoint_dir)
     _check_reads(common, *common_name, checkpoint_dir)
     return sharded, common
@@ -216,7 +216,3 @@ def validate_sharded_objects_handling(
             f"Neither {sharded_strategy} nor {common_strategy} can handle ShardedObjects. Use one that can; "
             f"megackpt's own can."
         )
-
-
-def _strategy(action: StrategyAction, choice: Any) -> Any:
-    return get_default_strategy(action, *choice) if isinstance(choice, tuple) else choice

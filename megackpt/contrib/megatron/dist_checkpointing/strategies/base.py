@@ -57,6 +57,11 @@ def get_default_strategy(action: StrategyAction, backend: str, version: int) -> 
     return _MEGACKPT_STRATEGIES[action](backend, version) if registered is None else registered
 
 
+def resolve_strategy(action: StrategyAction, strategy: Any) -> Any:
+    """Return the strategy for a format, `(backend, version)`, and any other strategy as it is. Local."""
+    return get_default_strategy(action, *strategy) if isinstance(strategy, (tuple, list)) else strategy
+
+
 def set_megackpt_strategy(action: StrategyAction, make: Callable[[str, int], Any]) -> None:
     """Set what makes megackpt's own strategy of an action from a backend and a version.
 

@@ -7,7 +7,6 @@ sharded strategy of a user, these write and read the files that Megatron-Core do
 from __future__ import annotations
 
 import os
-from contextlib import closing
 from functools import partial
 from typing import Any
 
@@ -26,7 +25,7 @@ from megackpt.errors import DeclarationError, FormatError, NotACheckpointError
 from megackpt.formats.safe_pickle import load_value, save_value
 from megackpt.formats.torch_dist.checking import COMMON_MAX_BYTES
 from megackpt.run import collective, local
-from megackpt.storage import open_store
+from megackpt.storage import opened_store
 
 COMMON_STATE_FNAME = "common.pt"
 """Where Megatron-Core keeps common state."""
@@ -105,7 +104,7 @@ class TorchCommonLoadStrategy(LoadCommonStrategy):
         """Return global arrays and objects without data; where another's strategy saved, objects. Local."""
         if _is_read_here(checkpoint_dir):
             return dict(stored_metadata(checkpoint_dir))
-        with closing(open_store(checkpoint_dir)) as store:
+        with opened_store(checkpoint_dir) as store:
             files = [name.removesuffix(".pt") for name in store.names() if _is_object_file(name)]
         return {name: ShardedObject.empty_from_unique_key(name) for name in files}
 
@@ -168,7 +167,7 @@ def _is_read_here(checkpoint_dir: str | os.PathLike[str]) -> bool:
     try:
         stored_metadata(checkpoint_dir)
     except (FormatError, NotACheckpointError):
-        with closing(open_store(checkpoint_dir)) as store:
+        with opened_store(checkpoint_dir) as store:
             if store.exists(COMMON_STATE_FNAME):
                 return False
         raise
@@ -180,11 +179,11 @@ def _is_object_file(name: str) -> bool:
 
 
 def _write(checkpoint_dir: str | os.PathLike[str], name: str, data: bytes) -> None:
-    with closing(open_store(checkpoint_dir)) as store:
+    with opened_store(checkpoint_dir) as store:
         store.replace(name, data)
 
 
 def _read(checkpoint_dir: str | os.PathLike[str], name: str) -> Any:
-    with closing(open_store(checkpoint_dir)) as store:
+    with opened_store(checkpoint_dir) as store:
         data = store.read(name, max_bytes=COMMON_MAX_BYTES)
     return load_value(data, where=f"{os.fspath(checkpoint_dir)}/{name}")
