@@ -14,15 +14,21 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from megackpt.engine.data.chunk_bytes import parts_of
 from megackpt.engine.data.progress import Progress
 from megackpt.engine.data.workers import run_jobs
 from megackpt.entities.describe import torch_dtype
 from megackpt.errors import CoverageError
-from megackpt.formats.contents import Chunks, Contents, Part
-from megackpt.plans.metadata import DTYPES
+from megackpt.formats.contents import Chunks, Contents
+from megackpt.options import LoadOptions
+from megackpt.plans.metadata import DTYPES, ChunkTable
 from megackpt.plans.validation import coverage_faults
-from megackpt.whole.compare import ByteArray, BytePair, byte_pairs
+from megackpt.whole.windows import ByteArray, RowWindow, read_parts, request_of, windows_of
 
+PARTS_AT_A_TIME = 4096
+"""Parts of small chunks that are planned as one load: to plan each alone would cost more than to read it."""
+
+_OPTIONS = LoadOptions(threads=2)
 _WIDEST_ELEMENT = 16  # bytes
 _UNSIGNED = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 
@@ -86,7 +92,7 @@ def diff_arrays(
     _check_coverage(chunks, keys)
     progress.begin("comparing", int(chunks.table.nbytes.sum()))
     comparison = _Comparison(chunks, second, buffer_bytes=buffer_bytes, where=where, progress=progress)
-    jobs = (partial(comparison.compare, parts) for parts in comparison.batches())
+    jobs = (partial(comparison.compare, window) for window in comparison.windows())
     run_jobs(jobs, threads=threads, name="megackpt-diff")
     return [comparison.differences[key] for key in sorted(comparison.differences)]
 
@@ -105,39 +111,42 @@ class _Comparison:
         # A buffer has whole elements, so that a part never ends within an element.
         self._buffer_bytes = max(buffer_bytes // _WIDEST_ELEMENT, 1) * _WIDEST_ELEMENT
         self._lock = threading.Lock()
+        self._free_buffers: list[npt.NDArray[np.uint8]] = []  # each with the bytes of both checkpoints
         self.differences: dict[str, ArrayDifference] = {}
 
-    def batches(self) -> Iterator[list[Part]]:
-        """Cut all chunks into batches of about two buffers, in their order in files."""
-        batch: list[Part] = []
-        nbytes = 0
-        block = self._chunks.block_bytes
-        step = max(self._buffer_bytes // block, 1) * block
-        for row in np.argsort(self._chunks.position, kind="stable").tolist():
-            length = int(self._chunks.table.nbytes[row])
-            for start in range(0, length, step):
-                batch.append(Part(row, start, min(start + step, length)))
-                nbytes += batch[-1].stop - start
-                if nbytes >= 2 * self._buffer_bytes:
-                    yield batch
-                    batch, nbytes = [], 0
-        if batch:
-            yield batch
-
-    def compare(self, parts: Sequence[Part]) -> None:
-        """Compare a batch of parts."""
-        pairs = byte_pairs(
-            parts, self._chunks, self._other, buffer_bytes=self._buffer_bytes, where=self._where
+    def windows(self) -> Iterator[RowWindow]:
+        """Cut all chunks into windows of a buffer, in their order in files."""
+        chunks, buffer_bytes = self._chunks, self._buffer_bytes
+        parts = (
+            (row, start, stop)
+            for row in np.argsort(chunks.position, kind="stable").tolist()
+            for start, stop in parts_of(chunks, row, buffer_bytes=buffer_bytes)
         )
-        for pair in pairs:
-            if not np.array_equal(pair.first, pair.second):
-                difference = _part_difference(pair, self._chunks)
+        return windows_of(parts, buffer_bytes, most=PARTS_AT_A_TIME)
+
+    def compare(self, window: RowWindow) -> None:
+        """Compare the parts of a window."""
+        chunks = self._chunks
+        with self._lock:
+            buffers = self._free_buffers.pop() if self._free_buffers else np.empty((2, 0), np.uint8)
+        if buffers.shape[1] < window.nbytes:
+            buffers = np.empty((2, window.nbytes), np.uint8)
+        first, second = buffers
+        requests = [request_of(chunks.table, segment, second) for segment in window.segments]
+        read_parts(self._other, requests, where=self._where, options=_OPTIONS)
+        for row, start, stop, at in window.segments:
+            left, right = first[: stop - start], second[at : at + stop - start]
+            chunks.read_into(row, start, left.data, verify=True)
+            if not np.array_equal(left, right):
+                difference = _part_difference(chunks.table, row, start, left, right)
                 with self._lock:
                     known = self.differences.get(difference.key)
                     self.differences[difference.key] = (
                         difference if known is None else merged(known, difference)
                     )
-            self._progress.advance(len(pair.first))
+            self._progress.advance(stop - start)
+        with self._lock:
+            self._free_buffers.append(buffers)
 
 
 def _check_coverage(chunks: Chunks, keys: Sequence[str]) -> None:
@@ -152,15 +161,16 @@ def _check_coverage(chunks: Chunks, keys: Sequence[str]) -> None:
         )
 
 
-def _part_difference(pair: BytePair, chunks: Chunks) -> ArrayDifference:
+def _part_difference(
+    table: ChunkTable, row: int, start_byte: int, first_data: ByteArray, second_data: ByteArray
+) -> ArrayDifference:
     """Return the differences in a part of a chunk, as a difference of its array."""
-    table, row = chunks.table, pair.part.row
     spec = table.arrays[int(table.array[row])]
-    positions = differing_elements(pair.first, pair.second, spec.dtype)
-    largest, nan_elements = element_distance(pair.first, pair.second, spec.dtype, positions)
+    positions = differing_elements(first_data, second_data, spec.dtype)
+    largest, nan_elements = element_distance(first_data, second_data, spec.dtype, positions)
     # From the position in the part to the flat position in the box, and to the index in the array.
     dims = len(spec.global_shape)
-    flat = int(table.flat_start[row]) + pair.part.start // DTYPES[spec.dtype].itemsize + int(positions[0])
+    flat = int(table.flat_start[row]) + start_byte // DTYPES[spec.dtype].itemsize + int(positions[0])
     in_box = np.unravel_index(flat, tuple(table.shape[row, :dims].tolist())) if dims else ()
     start = table.start[row, :dims].tolist()
     return ArrayDifference(

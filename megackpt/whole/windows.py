@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from typing import NamedTuple, Protocol, TypeVar
@@ -95,12 +96,14 @@ def row_windows(table: ChunkTable, rows: Sequence[int], buffer_bytes: int) -> It
     return windows_of(parts, buffer_bytes)
 
 
-def windows_of(parts: Iterable[tuple[int, int, int]], buffer_bytes: int) -> Iterator[RowWindow]:
-    """Yield windows of parts in order, each (row, start, stop), as many at a time as buffer_bytes hold."""
+def windows_of(
+    parts: Iterable[tuple[int, int, int]], buffer_bytes: int, *, most: int = sys.maxsize
+) -> Iterator[RowWindow]:
+    """Yield windows of parts (row, start, stop), in order: as many as buffer_bytes hold, `most` at most."""
     segments: list[Segment] = []
     filled = 0
     for row, start, stop in parts:
-        if segments and filled + stop - start > buffer_bytes:
+        if segments and (filled + stop - start > buffer_bytes or len(segments) == most):
             yield RowWindow(tuple(segments), filled)
             segments, filled = [], 0
         segments.append(Segment(row, start, stop, filled))
@@ -134,7 +137,9 @@ def request_of(table: ChunkTable, segment: Segment, data: ByteArray) -> ShardedT
 READ_OPTIONS = LoadOptions(threads=4)
 
 
-def read_parts(contents: Contents, tensors: Sequence[ShardedTensor], *, where: str) -> None:
+def read_parts(
+    contents: Contents, tensors: Sequence[ShardedTensor], *, where: str, options: LoadOptions = READ_OPTIONS
+) -> None:
     """Fill tensors that declare parts of stored arrays. Local.
 
     Raises:
@@ -143,7 +148,7 @@ def read_parts(contents: Contents, tensors: Sequence[ShardedTensor], *, where: s
     requested = describe(tensors, rank=0)
     chunks = contents.chunks_for([requested.table])
     copies = plan_load(requested, chunks.table, where=where)
-    read_tensors(chunks, copies, tensors, READ_OPTIONS)
+    read_tensors(chunks, copies, tensors, options)
 
 
 def check_can_be_read(contents: Contents, keys: Sequence[str], store: Store) -> None:

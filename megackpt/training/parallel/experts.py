@@ -19,13 +19,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megackpt.entities import RankOffset, ShardedStateDict
 from megackpt.errors import DeclarationError
 from megackpt.training.parallel.attributes import mark
-from megackpt.training.parallel.foreign_modules import Metadata
 from megackpt.training.parallel.groups import ParallelGroups
 from megackpt.training.parallel.linear import divide_over_tp, new_weights, split_components
-from megackpt.training.parallel.mixin import ShardedModule, sharded_state_dict
+from megackpt.training.parallel.mixin import ShardedModule
+from megackpt.training.parallel.stack import Axes, ModuleSequence
 from megackpt.training.parallel.tp_sharding import TpSharding
 
 # The activation of gated MLPs and experts: what is between gate and up, and the projection down.
@@ -336,7 +335,7 @@ def _grouped_linear(x: Tensor, weight: Tensor, bias: Tensor | None, counts: Sequ
 # `LayerStack` adds one over all layers.
 
 
-class ExpertStack(ShardedModule):
+class ExpertStack(ModuleSequence):
     """The experts of a layer on this rank. As collective as an expert is, over etp.
 
     An expert is any module from `[rows, hidden]` to `[rows, hidden]`. If etp is larger than 1, all ranks of
@@ -361,16 +360,11 @@ class ExpertStack(ShardedModule):
     output_is_partial = False
 
     def __init__(self, build: Callable[[int], nn.Module], num_experts: int, groups: ParallelGroups) -> None:
-        super().__init__(groups)
         local = divide_over_ep(num_experts, groups)
+        owned = range(groups.ep.rank * local, (groups.ep.rank + 1) * local)
+        super().__init__((_checked(build(i), i) for i in owned), groups, inner_groups=groups.experts)
         self.num_experts = num_experts
-        self.owned = range(groups.ep.rank * local, (groups.ep.rank + 1) * local)
-        for position, index in enumerate(self.owned):
-            expert = build(index)
-            _check_groups(expert, index)
-            for param in expert.parameters():
-                mark(param, "expert_parallel")
-            self.add_module(str(position), expert)
+        self.owned = owned
 
     def forward(self, rows: Tensor, counts: Sequence[int]) -> Tensor:
         """Return the outputs of `rows`, which are ordered by local expert: `counts[e]` rows of expert e."""
@@ -379,23 +373,19 @@ class ExpertStack(ShardedModule):
         # may communicate.
         return torch.cat([expert(part) for expert, part in zip(self.children(), parts, strict=True)])
 
-    def sharded_state_dict(
-        self, prefix: str = "", sharded_offsets: Sequence[RankOffset] = (), metadata: Metadata = None
-    ) -> ShardedStateDict:
-        """Declare this rank's experts, stacked along an axis after `sharded_offsets`. Local."""
-        result: ShardedStateDict = {}
-        axis = len(sharded_offsets)
-        for (position, expert), index in zip(self.named_children(), self.owned, strict=True):
-            stacked = (*sharded_offsets, (axis, index, self.num_experts))
-            entities = sharded_state_dict(expert, self.groups.experts, prefix, stacked, metadata)
-            result |= {f"{prefix}{position}.{name[len(prefix) :]}": e for name, e in entities.items()}
-        return result
+    def place(self, number: int, prefix: str, axes: Axes) -> tuple[str, Axes]:
+        """Return keys without a number, and an axis over the experts after those of the layer."""
+        return prefix, (*axes, (len(axes), self.owned[number], self.num_experts))
 
 
-def _check_groups(expert: nn.Module, index: int) -> None:
+def _checked(expert: nn.Module, index: int) -> nn.Module:
+    """Check the groups that an expert was made with, and mark its parameters."""
     for name, module in expert.named_modules():
         if isinstance(module, ShardedModule) and not module.groups.for_experts:
             raise DeclarationError(
                 f"expert {index}: {name or 'it'} ({type(module).__name__}) was made with the groups of dense "
                 f"layers, so that it would be cut over tp and not over etp. Make it with groups.experts."
             )
+    for param in expert.parameters():
+        mark(param, "expert_parallel")
+    return expert

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol, cast
 
@@ -13,11 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from megackpt.entities import RankOffset, ShardedStateDict
 from megackpt.errors import DeclarationError
-from megackpt.training.parallel.foreign_modules import Metadata
 from megackpt.training.parallel.groups import Axis, ParallelGroups
-from megackpt.training.parallel.mixin import ShardedModule, sharded_state_dict
 from megackpt.training.parallel.router import set_auxiliary_loss_scale
 from megackpt.training.parallel.schedule import (
     Action,
@@ -28,13 +25,14 @@ from megackpt.training.parallel.schedule import (
     plan_forward,
     plan_interleaved,
 )
+from megackpt.training.parallel.stack import ModuleSequence
 
 # The model chunks of one pipeline stage, as one module with one state dict.
 #
 # With virtual pipeline parallelism a stage has several chunks, which are not neighbours in the model.
 
 
-class ModelChunks(ShardedModule):
+class ModelChunks(ModuleSequence):
     """The chunks of this stage, one for each virtual stage, in the order that a micro-batch visits them.
 
     `forward_backward` and `forward_only` run them; the container has no forward of its own. Names in the
@@ -47,31 +45,7 @@ class ModelChunks(ShardedModule):
     """
 
     def __init__(self, chunks: Sequence[nn.Module], groups: ParallelGroups) -> None:
-        super().__init__(groups)
-        for number, chunk in enumerate(chunks):
-            self.add_module(str(number), chunk)
-
-    def __len__(self) -> int:
-        """Return the number of chunks."""
-        return len(self._modules)
-
-    def __iter__(self) -> Iterator[nn.Module]:
-        """Iterate over the chunks, in order."""
-        return self.children()
-
-    def __getitem__(self, index: int) -> nn.Module:
-        """Return the chunk of a virtual stage."""
-        return list(self)[index]
-
-    def sharded_state_dict(
-        self, prefix: str = "", sharded_offsets: Sequence[RankOffset] = (), metadata: Metadata = None
-    ) -> ShardedStateDict:
-        """Declare the chunks of this stage. Local."""
-        result: ShardedStateDict = {}
-        for number, chunk in self.named_children():
-            entities = sharded_state_dict(chunk, self.groups, prefix, sharded_offsets, metadata)
-            result |= {f"{prefix}{number}.{name[len(prefix) :]}": e for name, e in entities.items()}
-        return result
+        super().__init__(chunks, groups)
 
 
 class MicroBatch(NamedTuple):

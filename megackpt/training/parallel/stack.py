@@ -6,8 +6,8 @@ leading axis or in their names.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from typing import cast, overload
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TypeAlias, cast, overload
 
 from torch import Tensor, nn
 
@@ -16,14 +16,74 @@ from megackpt.training.parallel.foreign_modules import Metadata
 from megackpt.training.parallel.groups import ParallelGroups
 from megackpt.training.parallel.mixin import ShardedModule, sharded_state_dict
 
+Axes: TypeAlias = tuple[RankOffset, ...]
+"""Leading axes of arrays, over layers and experts: number of the axis, position, extent."""
 
-class LayerStack(ShardedModule):
+
+class ModuleSequence(ShardedModule):
+    """Modules of this rank in order. Length, iteration and indices are those of the modules.
+
+    Names in the state dict count the modules (`0.weight`). A subclass says by `place` which keys they have.
+
+    Args:
+        modules: the modules, in order.
+        groups: the ranks around this one.
+        inner_groups: the same, as the modules see them; None for `groups`.
+    """
+
+    def __init__(
+        self,
+        modules: Iterable[nn.Module],
+        groups: ParallelGroups,
+        *,
+        inner_groups: ParallelGroups | None = None,
+    ) -> None:
+        super().__init__(groups)
+        self._inner_groups = groups if inner_groups is None else inner_groups
+        for number, module in enumerate(modules):
+            self.add_module(str(number), module)
+
+    def __len__(self) -> int:
+        """Return the number of modules."""
+        return len(self._modules)
+
+    def __iter__(self) -> Iterator[nn.Module]:
+        """Iterate over the modules, in order."""
+        return self.children()
+
+    @overload
+    def __getitem__(self, index: int) -> nn.Module: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> list[nn.Module]: ...
+
+    def __getitem__(self, index: int | slice) -> nn.Module | list[nn.Module]:
+        """Return a module by its number, or several by a slice."""
+        return list(self)[index]
+
+    def place(self, number: int, prefix: str, axes: Axes) -> tuple[str, Axes]:
+        """Return the begin of the keys of a module, and its leading axes, from those of the sequence."""
+        return prefix, axes
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: Sequence[RankOffset] = (), metadata: Metadata = None
+    ) -> ShardedStateDict:
+        """Declare the modules of this rank, each at its place. Local."""
+        result: ShardedStateDict = {}
+        for number, module in enumerate(self):
+            begin, axes = self.place(number, prefix, tuple(sharded_offsets))
+            entities = sharded_state_dict(module, self._inner_groups, begin, axes, metadata)
+            result |= {f"{prefix}{number}.{name[len(begin) :]}": e for name, e in entities.items()}
+        return result
+
+
+class LayerStack(ModuleSequence):
     """Layers `owned` of a stack of `total`, applied in order. As collective as its layers.
 
-    Length, iteration and indices are those of the layers of this stage. Names in the state dict count the
-    layers of this stage (`0.weight`). In the checkpoint, layers of equal structure have one key for each
-    tensor (`weight`) with a leading axis of `total` layers. Layers that may differ, such as dense layers and
-    mixtures of experts, have keys of their own (`7.weight` for global layer 7) without that axis.
+    Names in the state dict count the layers of this stage (`0.weight`). In the checkpoint, layers of equal
+    structure have one key for each tensor (`weight`) with a leading axis of `total` layers. Layers that may
+    differ, such as dense layers and mixtures of experts, have keys of their own (`7.weight` for global layer
+    7) without that axis.
 
     Args:
         build: returns the layer with a global index.
@@ -44,30 +104,10 @@ class LayerStack(ShardedModule):
         *,
         homogeneous: bool = True,
     ) -> None:
-        super().__init__(groups)
+        super().__init__(map(build, owned), groups)
         self.homogeneous = homogeneous
         self.owned = tuple(owned)
         self.total = total
-        for local, index in enumerate(owned):
-            self.add_module(str(local), build(index))
-
-    def __len__(self) -> int:
-        """Return the number of layers of this stage."""
-        return len(self.owned)
-
-    def __iter__(self) -> Iterator[nn.Module]:
-        """Iterate over the layers of this stage, in order."""
-        return self.children()
-
-    @overload
-    def __getitem__(self, index: int) -> nn.Module: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> list[nn.Module]: ...
-
-    def __getitem__(self, index: int | slice) -> nn.Module | list[nn.Module]:
-        """Return a layer of this stage by its local index: layer `owned[index]` of the model; or a slice."""
-        return list(self)[index]
 
     def forward(self, x: Tensor) -> Tensor:
         """Apply the layers of this stage to `x`."""
@@ -75,15 +115,9 @@ class LayerStack(ShardedModule):
             x = cast(Tensor, layer(x))
         return x
 
-    def sharded_state_dict(
-        self, prefix: str = "", sharded_offsets: Sequence[RankOffset] = (), metadata: Metadata = None
-    ) -> ShardedStateDict:
-        """Declare this stage's layers; equal ones along a leading axis after `sharded_offsets`. Local."""
-        result: ShardedStateDict = {}
-        for (local, layer), index in zip(self.named_children(), self.owned, strict=True):
-            key_prefix, offsets = f"{prefix}{index}.", tuple(sharded_offsets)
-            if self.homogeneous:
-                key_prefix, offsets = prefix, (*offsets, (len(offsets), index, self.total))
-            entities = sharded_state_dict(layer, self.groups, key_prefix, offsets, metadata)
-            result |= {f"{prefix}{local}.{name[len(key_prefix) :]}": e for name, e in entities.items()}
-        return result
+    def place(self, number: int, prefix: str, axes: Axes) -> tuple[str, Axes]:
+        """Return keys without a number and an axis over the layers, or keys with the number of the layer."""
+        index = self.owned[number]
+        if self.homogeneous:
+            return prefix, (*axes, (len(axes), index, self.total))
+        return f"{prefix}{index}.", axes
