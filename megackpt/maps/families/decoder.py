@@ -59,12 +59,13 @@ def layer_rule(
     layers: Sequence[int],
     their_axes: str = "",
     *,
+    their_layer: str = THEIRS,
     keeps_dtype: bool = False,
 ) -> Rule:
     """Return the rule of one array of each layer, by its names inside of the layer."""
     return Rule(
         ours=OURS + ours,
-        theirs=THEIRS + theirs,
+        theirs=their_layer + theirs,
         axes=axes,
         their_axes=their_axes,
         layers=tuple(layers),
@@ -85,16 +86,12 @@ def rules_elsewhere(rules: Sequence[Rule], ours: str, theirs: str) -> list[Rule]
     ]
 
 
-def outer_rules(config: Config) -> list[Rule]:
-    """Return the rules of what is outside of the layers."""
+def outer_rules(config: Config, words: str = "model.embed_tokens", norm: str = "model.norm") -> list[Rule]:
+    """Return the rules of what is outside of the layers, by their names of the embedding and the norm."""
+    ours = "embedding.word_embeddings.weight"
     rules = [
-        Rule(
-            ours="embedding.word_embeddings.weight",
-            theirs="model.embed_tokens.weight",
-            axes="v h",
-            is_padded=True,
-        ),
-        Rule(ours="decoder.final_layernorm.weight", theirs="model.norm.weight", axes="h"),
+        Rule(ours=ours, theirs=f"{words}.weight", axes="v h", is_padded=True),
+        Rule(ours="decoder.final_layernorm.weight", theirs=f"{norm}.weight", axes="h"),
     ]
     if not config.get("tie_word_embeddings", False):
         rules.append(Rule(ours="output_layer.weight", theirs="lm_head.weight", axes="v h", is_padded=True))
@@ -149,15 +146,19 @@ def _qkv_rules(
             yield layer_rule(f"{ours}.bias.{part}", f"{theirs}.bias", axis, layers, their_axis)
 
 
-def gated_mlp_rules(layers: Sequence[int], *, has_bias: bool = False) -> list[Rule]:
-    """Return the rules of a gated MLP."""
-    rules = [layer_rule("mlp.linear_fc2.weight", "mlp.down_proj.weight", "h i", layers)]
+def gated_mlp_rules(
+    layers: Sequence[int], ours: str = "mlp", theirs: str = "mlp", *, axis: str = "i", has_bias: bool = False
+) -> list[Rule]:
+    """Return the rules of a gated MLP; `axis` is what is inside of it."""
+    fc1, fc2 = f"{ours}.linear_fc1", f"{ours}.linear_fc2"
+    rules = [layer_rule(f"{fc2}.weight", f"{theirs}.down_proj.weight", f"h {axis}", layers)]
     for part in ("gate", "up"):
-        rules.append(layer_rule(f"mlp.linear_fc1.weight.{part}", f"mlp.{part}_proj.weight", "i h", layers))
+        projection = f"{theirs}.{part}_proj"
+        rules.append(layer_rule(f"{fc1}.weight.{part}", f"{projection}.weight", f"{axis} h", layers))
         if has_bias:
-            rules.append(layer_rule(f"mlp.linear_fc1.bias.{part}", f"mlp.{part}_proj.bias", "i", layers))
+            rules.append(layer_rule(f"{fc1}.bias.{part}", f"{projection}.bias", axis, layers))
     if has_bias:
-        rules.append(layer_rule("mlp.linear_fc2.bias", "mlp.down_proj.bias", "h", layers))
+        rules.append(layer_rule(f"{fc2}.bias", f"{theirs}.down_proj.bias", "h", layers))
     return rules
 
 

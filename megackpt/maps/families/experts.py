@@ -131,11 +131,9 @@ def _fused_expert_rules(layers: Sequence[int]) -> list[Rule]:
 
 def shared_expert_rules(layers: Sequence[int]) -> list[Rule]:
     """Return the rules of a shared expert whose output is gated; its ffn is the axis `s`."""
-    ours, theirs = "mlp.shared_experts", "mlp.shared_expert"
+    ours = "mlp.shared_experts"
     return [
-        layer_rule(f"{ours}.linear_fc1.weight.gate", f"{theirs}.gate_proj.weight", "s h", layers),
-        layer_rule(f"{ours}.linear_fc1.weight.up", f"{theirs}.up_proj.weight", "s h", layers),
-        layer_rule(f"{ours}.linear_fc2.weight", f"{theirs}.down_proj.weight", "h s", layers),
+        *gated_mlp_rules(layers, ours, "mlp.shared_expert", axis="s"),
         layer_rule(f"{ours}.gate_weight", "mlp.shared_expert_gate.weight", "0/1 h", layers),
     ]
 
@@ -284,9 +282,7 @@ def _deepseek_expert_rules(layers: Sequence[int]) -> list[Rule]:
     return [
         # Its steps are far smaller than its values: rounded, it would choose other experts.
         layer_rule("mlp.router.expert_bias", bias, "expert", layers, keeps_dtype=True),
-        layer_rule(f"{shared}.linear_fc1.weight.gate", f"{shared}.gate_proj.weight", "s h", layers),
-        layer_rule(f"{shared}.linear_fc1.weight.up", f"{shared}.up_proj.weight", "s h", layers),
-        layer_rule(f"{shared}.linear_fc2.weight", f"{shared}.down_proj.weight", "h s", layers),
+        *gated_mlp_rules(layers, shared, shared, axis="s"),
     ]
 
 

@@ -6,14 +6,15 @@ Source: transformers 5.23, `GPT2Config` and `GPT2LMHeadModel`.
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from functools import partial
 
 from megackpt.errors import MapError
-from megackpt.maps.families.decoder import OURS, prefix_is_optional
+from megackpt.maps.families.decoder import layer_rule, outer_rules, prefix_is_optional
 from megackpt.maps.families.sizes import Config, count_of, size_of, with_defaults
 from megackpt.maps.family import Family, FamilyRules
 from megackpt.maps.rules import Rule
 
-_LAYER = "transformer.h.{layer}."
+_rule = partial(layer_rule, their_layer="transformer.h.{layer}.")
 
 
 @prefix_is_optional("transformer.")
@@ -49,18 +50,12 @@ def _sizes(config: Config) -> dict[str, int]:
 
 
 def _outer_rules(config: Config) -> list[Rule]:
-    words, positions = "embedding.word_embeddings.weight", "embedding.position_embeddings.weight"
-    rules = [
-        Rule(ours=words, theirs="transformer.wte.weight", axes="v h", is_padded=True),
+    positions, norm = "embedding.position_embeddings.weight", "transformer.ln_f"
+    return [
+        *outer_rules(config, "transformer.wte", norm),
         Rule(ours=positions, theirs="transformer.wpe.weight", axes="p h"),
+        Rule(ours="decoder.final_layernorm.bias", theirs=f"{norm}.bias", axes="h"),
     ]
-    for kind in ("weight", "bias"):
-        rules.append(
-            Rule(ours=f"decoder.final_layernorm.{kind}", theirs=f"transformer.ln_f.{kind}", axes="h")
-        )
-    if not config["tie_word_embeddings"]:
-        rules.append(Rule(ours="output_layer.weight", theirs="lm_head.weight", axes="v h", is_padded=True))
-    return rules
 
 
 def _attention_rules(layers: Sequence[int]) -> list[Rule]:
@@ -86,12 +81,6 @@ def _norm_and_mlp_rules(layers: Sequence[int]) -> list[Rule]:
         for kind in ("weight", "bias"):
             rules.append(_rule(f"{ours}.{kind}", f"{theirs}.{kind}", "h", layers))
     return rules
-
-
-def _rule(ours: str, theirs: str, axes: str, layers: Sequence[int], their_axes: str = "") -> Rule:
-    return Rule(
-        ours=OURS + ours, theirs=_LAYER + theirs, axes=axes, their_axes=their_axes, layers=tuple(layers)
-    )
 
 
 GPT2 = Family("gpt2", ("gpt2",), gpt2_rules)

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
+from functools import partial
 
 from megackpt.errors import MapError
 from megackpt.maps.families.decoder import (
-    OURS,
     attention_rules,
     gated_mlp_rules,
     layer_rule,
     norm_rules,
+    outer_rules,
     prefix_is_optional,
     rules_elsewhere,
 )
@@ -34,7 +35,8 @@ from megackpt.maps.rules import Rule
 #
 # Source: transformers 5.23, `Mamba2Config`, `NemotronHConfig`, their models, and its `conversion_mapping`.
 
-_LAYER = "backbone.layers.{layer}."
+_rule = partial(layer_rule, their_layer="backbone.layers.{layer}.")
+_OUTER = ("backbone.embeddings", "backbone.norm_f")
 _KINDS = {
     "mamba": ("M", "mamba", "linear_attention"),
     "attention": ("*", "attention", "full_attention"),
@@ -61,7 +63,7 @@ def mamba2_rules(config: Config, keys: Collection[str]) -> FamilyRules:
     layers = range(count_of(config, "num_hidden_layers"))
     sizes = {"v": size_of(config, "vocab_size"), "h": size_of(config, "hidden_size")}
     sizes |= _mixer_sizes(config, "num_heads", "head_dim", "state_size")
-    rules = [*_outer_rules(config, "backbone."), *_mixer_rules(config, layers)]
+    rules = [*outer_rules(config, *_OUTER), *_mixer_rules(config, layers)]
     return FamilyRules(tuple(rules), sizes)
 
 
@@ -72,7 +74,7 @@ def nemotron_h_rules(config: Config, keys: Collection[str]) -> FamilyRules:
         config, keys, n_groups=8, conv_kernel=4, use_conv_bias=True, num_key_value_heads=8, head_dim=128
     )
     layers = layers_by_kind(config)
-    sizes, rules = decoder_sizes(config), _outer_rules({**config, "tie_word_embeddings": False}, "backbone.")
+    sizes, rules = decoder_sizes(config), outer_rules({**config, "tie_word_embeddings": False}, *_OUTER)
     if mixers := layers["mamba"]:
         sizes |= _mixer_sizes(config, "mamba_num_heads", "mamba_head_dim", "ssm_state_size")
         rules += _mixer_rules(config, mixers)
@@ -110,37 +112,6 @@ def layers_by_kind(config: Config) -> dict[str, list[int]]:
     for number, kind in enumerate(kinds):
         layers[known[kind]].append(number)
     return layers
-
-
-def _rule(
-    ours: str,
-    theirs: str,
-    axes: str,
-    layers: Sequence[int],
-    their_axes: str = "",
-    *,
-    keeps_dtype: bool = False,
-) -> Rule:
-    """Return the rule of one array of each layer, by its names inside of the layer."""
-    return Rule(
-        ours=OURS + ours,
-        theirs=_LAYER + theirs,
-        axes=axes,
-        their_axes=their_axes,
-        layers=tuple(layers),
-        keeps_dtype=keeps_dtype,
-    )
-
-
-def _outer_rules(config: Config, prefix: str) -> list[Rule]:
-    word, output = "embedding.word_embeddings.weight", "output_layer.weight"
-    rules = [
-        Rule(ours=word, theirs=f"{prefix}embeddings.weight", axes="v h", is_padded=True),
-        Rule(ours="decoder.final_layernorm.weight", theirs=f"{prefix}norm_f.weight", axes="h"),
-    ]
-    if not config.get("tie_word_embeddings", False):
-        rules.append(Rule(ours=output, theirs="lm_head.weight", axes="v h", is_padded=True))
-    return rules
 
 
 def _norm_rule(ours: str, layers: Sequence[int]) -> Rule:
