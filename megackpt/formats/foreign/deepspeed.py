@@ -31,7 +31,7 @@ from megackpt.formats.foreign.state import (
     StoredWeight,
     have_equal_bits,
 )
-from megackpt.formats.foreign.strategy import ForeignLoadStrategy, first_gap, folder_of_latest
+from megackpt.formats.foreign.strategy import ForeignLoadStrategy, first_gap, folder_of_latest, layout_faults
 from megackpt.formats.strategy import Format
 
 
@@ -236,40 +236,28 @@ class _Step:
 
     def read(self) -> NamedTrainingState:
         """Find every parameter in the flat groups."""
-        try:
-            return self._read()
-        except (KeyError, IndexError, TypeError, ValueError, AttributeError, RuntimeError) as error:
-            # Errors of this library derive from the caught classes as well, and have a better text.
-            if isinstance(error, FormatError | UnsupportedError):
-                raise
-            raise FormatError(
-                f"{self.folder}: the files do not have the layout of ZeRO ({type(error).__name__}: "
-                f"{str(error)[:200]}). They are damaged, or of a version of DeepSpeed that is not known.",
-                path=self.folder,
-            ) from error
-
-    def _read(self) -> NamedTrainingState:
-        model = self.models[0]
-        self._check_rank_count()
-        options = self._options()
-        left = [
-            f"{name!r} of the model (not a tensor)"
-            for name, v in model["module"].items()
-            if not _is_tensor(v)
-        ]
-        own = {name: model[name] for name in _KEPT_ENTRIES if model.get(name) is not None}
-        client = {name: value for name, value in model.items() if name not in _OWN_ENTRIES}
-        return NamedTrainingState(
-            weights={**self._whole_weights(), **self._frozen()},
-            dtypes={name: v.dtype for name, v in model["module"].items() if _is_tensor(v)},
-            params=self._params(options),
-            aliases=dict(model.get("shared_params") or {}),
-            groups=[{k: v for k, v in group.items() if k != "params"} for group in options],
-            others={"deepspeed": {**own, "client_state": client}},
-            origin=f"DeepSpeed {model.get('ds_version')}, ZeRO-{self._stage()}, {len(self.saved)} ranks",
-            left_out=left,
-            where=self.folder,
-        )
+        with layout_faults(self.folder, "ZeRO (DeepSpeed)"):
+            model = self.models[0]
+            self._check_rank_count()
+            options = self._options()
+            left = [
+                f"{name!r} of the model (not a tensor)"
+                for name, v in model["module"].items()
+                if not _is_tensor(v)
+            ]
+            own = {name: model[name] for name in _KEPT_ENTRIES if model.get(name) is not None}
+            client = {name: value for name, value in model.items() if name not in _OWN_ENTRIES}
+            return NamedTrainingState(
+                weights={**self._whole_weights(), **self._frozen()},
+                dtypes={name: v.dtype for name, v in model["module"].items() if _is_tensor(v)},
+                params=self._params(options),
+                aliases=dict(model.get("shared_params") or {}),
+                groups=[{k: v for k, v in group.items() if k != "params"} for group in options],
+                others={"deepspeed": {**own, "client_state": client}},
+                origin=f"DeepSpeed {model.get('ds_version')}, ZeRO-{self._stage()}, {len(self.saved)} ranks",
+                left_out=left,
+                where=self.folder,
+            )
 
     def _params(self, options: Sequence[Mapping[str, Any]]) -> dict[str, NamedParam]:
         """Cut every parameter out of the flat groups; options are those of the torch optimizer."""

@@ -19,11 +19,11 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from megackpt.entities.tree import add_step, dotted, iter_leaves
-from megackpt.errors import CheckpointError, FormatError, NotACheckpointError, UnsupportedError
+from megackpt.errors import FormatError, NotACheckpointError, UnsupportedError
 from megackpt.formats.file_names import LEGACY_MEGATRON
 from megackpt.formats.foreign.mapped_files import load_mapped_file
 from megackpt.formats.foreign.state import CollectedParts, ForeignArray, ForeignState, SourcePart, plain_part
-from megackpt.formats.foreign.strategy import ForeignLoadStrategy, folder_of_latest
+from megackpt.formats.foreign.strategy import ForeignLoadStrategy, folder_of_latest, layout_faults
 from megackpt.formats.strategy import Format
 
 _RANK = re.compile(r"mp_rank_(\d{2,})(?:_(\d{3,}))?(_\d{3,})?")
@@ -61,46 +61,41 @@ class LegacyMegatronLoadStrategy(ForeignLoadStrategy):
 
     def read(self, path: str, *, checks_bytes: bool) -> ForeignState:
         """Return the weights of all files as whole arrays, and the other values of the first file."""
-        try:
-            return self._read(path, checks_bytes=checks_bytes)
-        except (KeyError, IndexError, TypeError, ValueError, AttributeError, RuntimeError) as error:
-            if isinstance(error, CheckpointError):
-                raise
-            raise FormatError(
-                f"{path}: the files do not have the layout of Megatron-LM ({type(error).__name__}: "
-                f"{str(error)[:200]}). They are damaged, or of a version that is not known.",
-                path=path,
-            ) from error
-
-    def _read(self, path: str, *, checks_bytes: bool) -> ForeignState:
-        folder = folder_of_latest(
-            path, "latest_checkpointed_iteration.txt", lambda n: f"iter_{int(n):07d}" if n.isdecimal() else n
-        )
-        files = _files(folder)
-        loaded = {at: load_mapped_file(file, checks_bytes=checks_bytes) for at, file in files.items()}
-        for at, value in loaded.items():
-            if not isinstance(value, dict) or not any(map(_CHUNK.fullmatch, map(str, value))):
-                raise FormatError(
-                    f"{files[at]}: it has no 'model'. Megatron-LM did not write it.", path=files[at]
-                )
-        args = next(iter(loaded.values())).get("args")
-        _check_ranks(folder, files, args)
-        first = loaded[0, 0]
-        left_out = [f"{name} (it is of each rank)" for name in _OF_A_RANK if first.get(name) is not None]
-        arrays = _arrays(_shards(files, loaded, left_out), args, tensor_ranks=max(t for t, _ in files) + 1)
-        rest = {
-            k: v for k, v in first.items() if k not in ("args", *_OF_A_RANK) and not _CHUNK.fullmatch(str(k))
-        }
-        common = plain_part(rest, "", left_out)
-        if isinstance(args, argparse.Namespace):
-            common["args"] = argparse.Namespace(**plain_part(vars(args), "args", left_out))
-        origin = f"Megatron-LM with --ckpt-format torch, {len(files)} ranks of TP and PP"
-        return ForeignState(
-            arrays=arrays, common=common, origin={"imported_from": origin}, left_out=tuple(left_out)
-        )
+        with layout_faults(path, "Megatron-LM"):
+            folder = folder_of_latest(path, "latest_checkpointed_iteration.txt", _folder_of_iteration)
+            files = _files(folder)
+            loaded = {at: load_mapped_file(file, checks_bytes=checks_bytes) for at, file in files.items()}
+            for at, value in loaded.items():
+                if not isinstance(value, dict) or not any(map(_CHUNK.fullmatch, map(str, value))):
+                    raise FormatError(
+                        f"{files[at]}: it has no 'model'. Megatron-LM did not write it.", path=files[at]
+                    )
+            args = next(iter(loaded.values())).get("args")
+            _check_ranks(folder, files, args)
+            first = loaded[0, 0]
+            left_out = [f"{name} (it is of each rank)" for name in _OF_A_RANK if first.get(name) is not None]
+            arrays = _arrays(
+                _shards(files, loaded, left_out), args, tensor_ranks=max(t for t, _ in files) + 1
+            )
+            rest = {
+                k: v
+                for k, v in first.items()
+                if k not in ("args", *_OF_A_RANK) and not _CHUNK.fullmatch(str(k))
+            }
+            common = plain_part(rest, "", left_out)
+            if isinstance(args, argparse.Namespace):
+                common["args"] = argparse.Namespace(**plain_part(vars(args), "args", left_out))
+            origin = f"Megatron-LM with --ckpt-format torch, {len(files)} ranks of TP and PP"
+            return ForeignState(
+                arrays=arrays, common=common, origin={"imported_from": origin}, left_out=tuple(left_out)
+            )
 
 
 FORMAT = Format(backend="megatron", version=1, load=LegacyMegatronLoadStrategy)
+
+
+def _folder_of_iteration(text: str) -> str:
+    return f"iter_{int(text):07d}" if text.isdecimal() else text
 
 
 def _files(folder: str) -> dict[tuple[int, int], str]:

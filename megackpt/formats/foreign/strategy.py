@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 from abc import abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -243,6 +244,21 @@ class ForeignLoadStrategy(LoadStrategy):
             raise
         except CheckpointError as error:
             yield damage_of(error, location=store.location)
+
+
+@contextmanager
+def layout_faults(path: str, tool: str) -> Iterator[None]:
+    """Raise the errors of code that meets files without the layout of a tool as one that says so."""
+    try:
+        yield
+    except CheckpointError:  # derives from the classes below as well, and has a better text
+        raise
+    except (KeyError, IndexError, TypeError, ValueError, AttributeError, RuntimeError) as error:
+        raise FormatError(
+            f"{path}: the files do not have the layout of {tool} ({type(error).__name__}: "
+            f"{str(error)[:200]}). They are damaged, or of a version that is not known.",
+            path=path,
+        ) from error
 
 
 def _have_checksums(path: str) -> bool:

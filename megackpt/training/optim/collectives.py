@@ -7,24 +7,14 @@ Collective over the axis; nothing is exchanged over an axis of size 1.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megackpt.errors import DeclarationError
+from megackpt.training.parallel.collectives import all_gather_single, group_of, reduce_scatter_single
 from megackpt.training.parallel.groups import Axis
-
-# torch 2.13 renamed these two and warns about the old names; torch 2.6 knows only those.
-_all_gather_single: Callable[..., Any] = (
-    getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-)
-_reduce_scatter_single: Callable[..., Any] = (
-    getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-)
 
 
 @dataclass(slots=True)
@@ -74,11 +64,11 @@ def start_reduction(bucket: Tensor, axis: Axis, *, divisor: int) -> BucketReduct
     if bucket.device.type == "cpu":
         # Gloo's own reduce-scatter is an all-reduce: twice the volume, and the order of the sum is not ours.
         received = torch.empty_like(bucket)
-        work = dist.all_to_all_single(received, bucket, group=_group(axis), async_op=True)
+        work = dist.all_to_all_single(received, bucket, group=group_of(axis), async_op=True)
     else:
         # Not every backend may reduce into its own input.
         received = torch.empty_like(bucket.view(axis.size, -1)[axis.rank])
-        work = _reduce_scatter_single(received, bucket, group=_group(axis), async_op=True)
+        work = reduce_scatter_single(received, bucket, group=group_of(axis), async_op=True)
     return BucketReduction(bucket, axis, divisor, received, work)
 
 
@@ -112,20 +102,9 @@ def start_gather(bucket: Tensor, axis: Axis) -> BucketGather:
     own_slice = bucket.view(axis.size, -1)[axis.rank]
     if bucket.device.type == "cpu":
         own_slice = own_slice.clone()  # gloo does not promise to read its input before it writes its output
-    return BucketGather(own_slice, _all_gather_single(bucket, own_slice, group=_group(axis), async_op=True))
+    return BucketGather(own_slice, all_gather_single(bucket, own_slice, group=group_of(axis), async_op=True))
 
 
 def all_gather_slices(bucket: Tensor, axis: Axis) -> None:
     """Gather a bucket as `start_gather` does, and wait for it. Collective."""
     start_gather(bucket, axis).finish()
-
-
-def _group(axis: Axis) -> dist.ProcessGroup:
-    if axis.group is None:
-        raise DeclarationError(
-            f"an optimizer step over ranks {axis.ranks} was called, but these groups were "
-            f"made without communication (ParallelGroups.offline). Make them with ParallelGroups.create on "
-            f"all ranks to train.",
-            rank=axis.ranks[axis.rank],
-        )
-    return axis.group

@@ -44,10 +44,10 @@ from megackpt.training.parallel.groups import Axis
 Exchange = Callable[[Tensor, Axis], Tensor]
 
 # torch 2.13 renamed these two and warns about the old names; torch 2.6 knows only those.
-_all_gather_single: Callable[..., Any] = (
+all_gather_single: Callable[..., Any] = (
     getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 )
-_reduce_scatter_single: Callable[..., Any] = (
+reduce_scatter_single: Callable[..., Any] = (
     getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 )
 
@@ -147,7 +147,7 @@ def all_reduce(x: Tensor, axis: Axis, op: dist.ReduceOp.RedOpType = dist.ReduceO
     if axis.size == 1:
         return x
     result = x.detach().clone(memory_format=torch.contiguous_format)
-    dist.all_reduce(result, op=op, group=_group(axis))
+    dist.all_reduce(result, op=op, group=group_of(axis))
     return result
 
 
@@ -170,12 +170,17 @@ def _exchange(x: Tensor, axis: Axis, forward: Exchange, backward: Exchange) -> T
     return cast(Tensor, _Exchange.apply(x, axis, forward, backward))  # type: ignore[no-untyped-call]
 
 
-def _group(axis: Axis) -> dist.ProcessGroup:
+def group_of(axis: Axis) -> dist.ProcessGroup:
+    """Return the process group of an axis. Local.
+
+    Raises:
+        DeclarationError: the groups were made without communication.
+    """
     if axis.group is None:
         raise DeclarationError(
             f"a collective over ranks {axis.ranks} was called, but these groups were made without "
             f"communication (ParallelGroups.offline). Make them with ParallelGroups.create on all ranks to "
-            f"run the model.",
+            f"run and train the model.",
             rank=axis.ranks[axis.rank],
         )
     return axis.group
@@ -192,7 +197,7 @@ def _sum_over_neighbours(x: Tensor, axis: Axis, rows: Sequence[tuple[int, int, i
         # One entry for each set of neighbours; all other ranks add zeros to it.
         sums = x.new_zeros((axis.size // copies, stop - start, *x.shape[1:]))
         sums[axis.rank // copies] = x[start:stop]
-        dist.all_reduce(sums, group=_group(axis))
+        dist.all_reduce(sums, group=group_of(axis))
         result[start:stop] = sums[axis.rank // copies]
     return result
 
@@ -211,13 +216,13 @@ def _split(x: Tensor, axis: Axis, dim: int) -> Tensor:
 def _gather(x: Tensor, axis: Axis, dim: int) -> Tensor:
     leading = x.movedim(dim, 0).contiguous()  # the collective joins along dim 0 only
     joined = leading.new_empty((leading.shape[0] * axis.size, *leading.shape[1:]))
-    _all_gather_single(joined, leading, group=_group(axis))
+    all_gather_single(joined, leading, group=group_of(axis))
     return joined.movedim(0, dim).contiguous()
 
 
 def _reduce_scatter_first(x: Tensor, axis: Axis) -> Tensor:
     own_slice = torch.empty_like(_split(x, axis, 0))  # also checks that the dim divides
-    _reduce_scatter_single(own_slice, x.contiguous(), group=_group(axis))
+    reduce_scatter_single(own_slice, x.contiguous(), group=group_of(axis))
     return own_slice
 
 
@@ -239,7 +244,7 @@ def _gather_first(x: Tensor, axis: Axis) -> Tensor:
 
 def _all_to_all(x: Tensor, axis: Axis, sent: Sequence[int], received: Sequence[int]) -> Tensor:
     result = x.new_empty((sum(received), *x.shape[1:]))
-    dist.all_to_all_single(result, x.contiguous(), list(received), list(sent), group=_group(axis))
+    dist.all_to_all_single(result, x.contiguous(), list(received), list(sent), group=group_of(axis))
     return result
 
 
