@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megackpt.errors import FormatError
+from megackpt.formats.safetensors_encoding import encode_header
 from megackpt.plans.metadata import OBJECT, ArraySpec, Column
 
 ROW_COLUMNS = ("start", "shape", "flat_start", "flat_stop", "nbytes", "file", "offset_bytes")
@@ -42,7 +43,7 @@ CODES: dict[str, np.dtype[np.integer[Any]]] = {
 }
 _NAMES = {dtype: code for code, dtype in CODES.items()}
 _ALIGNMENT = 64
-_HEADER_ALIGNMENT = 8
+_HEADER_ALIGNMENT = 8  # that of columns of 8-byte integers in the file
 _MAX_EXTENT = 2**48  # a column without elements may claim any extent, also one that numpy cannot hold
 
 
@@ -54,20 +55,16 @@ def header_of(
     Args:
         head: the columns of the head.
         rows: dtypes and shapes of the columns that follow.
-
-    Source: the safetensors format, https://huggingface.co/docs/safetensors.
     """
-    entries: dict[str, object] = {}
-    position = 0
-    head_columns = {name: (c.dtype, c.shape) for name, c in head.items()}
-    for name, (dtype, shape) in {**head_columns, **rows}.items():
-        end = position + dtype.itemsize * math.prod(shape)
-        entries[name] = {"dtype": _NAMES[dtype], "shape": list(shape), "data_offsets": [position, end]}
-        position = end
-    text = json.dumps(entries, separators=(",", ":")).encode()
-    # Spaces at the end of a header are allowed. They align columns of 8-byte integers in the file.
-    padded = -(-len(text) // _HEADER_ALIGNMENT) * _HEADER_ALIGNMENT
-    return padded.to_bytes(8, "little") + text.ljust(padded)
+    columns = {**{name: (c.dtype, c.shape) for name, c in head.items()}, **rows}
+    return encode_header(
+        (
+            (name, _NAMES[dtype], shape, dtype.itemsize * math.prod(shape))
+            for name, (dtype, shape) in columns.items()
+        ),
+        metadata={},
+        alignment=_HEADER_ALIGNMENT,
+    )
 
 
 def aligned_head(columns: Mapping[str, Column]) -> dict[str, Column]:

@@ -33,31 +33,31 @@ class ForwardingStore(Store):
 
     def open_writer(self, name: str, nbytes: int) -> StreamWriter:
         """Start a new file."""
-        return self._inner.open_writer(name, nbytes)
+        return self._inner.open_writer(self._inner_name(name), nbytes)
 
     def write(self, name: str, data: bytes) -> None:
         """Write a small file."""
-        self._inner.write(name, data)
+        self._inner.write(self._inner_name(name), data)
 
     def replace(self, name: str, data: bytes) -> None:
         """Write a small file, atomically."""
-        self._inner.replace(name, data)
+        self._inner.replace(self._inner_name(name), data)
 
     def read(self, name: str, *, max_bytes: int) -> bytes:
         """Return a whole small file."""
-        return self._inner.read(name, max_bytes=max_bytes)
+        return self._inner.read(self._inner_name(name), max_bytes=max_bytes)
 
     def read_into(self, name: str, offset_bytes: int, out: memoryview) -> None:
         """Fill `out`."""
-        self._inner.read_into(name, offset_bytes, out)
+        self._inner.read_into(self._inner_name(name), offset_bytes, out)
 
     def size(self, name: str) -> int:
         """Return the size in bytes."""
-        return self._inner.size(name)
+        return self._inner.size(self._inner_name(name))
 
     def exists(self, name: str) -> bool:
         """Return whether there is such a file."""
-        return self._inner.exists(name)
+        return self._inner.exists(self._inner_name(name))
 
     def names(self, prefix: str = "") -> list[str]:
         """Return the names that begin with `prefix`, sorted."""
@@ -65,7 +65,7 @@ class ForwardingStore(Store):
 
     def delete(self, names: Iterable[str]) -> None:
         """Remove files."""
-        self._inner.delete(names)
+        self._inner.delete([self._inner_name(name) for name in names])
 
     def sync(self) -> None:
         """Make names durable."""
@@ -74,6 +74,10 @@ class ForwardingStore(Store):
     def close(self) -> None:
         """Close the inner store."""
         self._inner.close()
+
+    def _inner_name(self, name: str) -> str:
+        """Return the name of a file in the inner store; by default it is the same."""
+        return name
 
 
 class PrefixStore(ForwardingStore):
@@ -96,88 +100,32 @@ class PrefixStore(ForwardingStore):
         """That of the inner store, and the directory."""
         return f"{self._inner.location}/{self._prefix[:-1]}"
 
-    def open_writer(self, name: str, nbytes: int) -> StreamWriter:
-        """Start a new file."""
-        return super().open_writer(self._full(name), nbytes)
-
-    def write(self, name: str, data: bytes) -> None:
-        """Write a small file."""
-        super().write(self._full(name), data)
-
-    def replace(self, name: str, data: bytes) -> None:
-        """Write a small file, atomically."""
-        super().replace(self._full(name), data)
-
-    def read(self, name: str, *, max_bytes: int) -> bytes:
-        """Return a whole small file."""
-        return super().read(self._full(name), max_bytes=max_bytes)
-
-    def read_into(self, name: str, offset_bytes: int, out: memoryview) -> None:
-        """Fill `out`."""
-        super().read_into(self._full(name), offset_bytes, out)
-
-    def size(self, name: str) -> int:
-        """Return the size in bytes."""
-        return super().size(self._full(name))
-
-    def exists(self, name: str) -> bool:
-        """Return whether there is such a file."""
-        return super().exists(self._full(name))
-
     def names(self, prefix: str = "") -> list[str]:
         """Return the names that begin with `prefix`, sorted."""
         return [name.removeprefix(self._prefix) for name in super().names(self._prefix + prefix)]
 
-    def delete(self, names: Iterable[str]) -> None:
-        """Remove files."""
-        super().delete([self._full(name) for name in names])
-
     def close(self) -> None:
         """Leave the inner store open; others use it, too."""
 
-    def _full(self, name: str) -> str:
+    def _inner_name(self, name: str) -> str:
         check_name(name, location=self.location)  # or a name with '..' could lead out of the directory
         return self._prefix + name
 
 
-class ReadOnlyView(Store):
+class ReadOnlyView(ForwardingStore):
     """A view of another store that rejects every change. Subclasses override what they show differently.
 
     If a view is closed, the store itself stays open.
     """
 
-    def __init__(self, store: Store) -> None:
-        self._store = store
-
-    @property
-    def location(self) -> str:
-        """That of the store."""
-        return self._store.location
-
     def read(self, name: str, *, max_bytes: int) -> bytes:
-        """Return a whole small file."""
+        """Return a whole small file, as the other methods of the view show it."""
         nbytes = self.size(name)
         if nbytes > max_bytes:
             raise large_file_error(f"{self.location}/{name}", nbytes, max_bytes)
         data = bytearray(nbytes)
         self.read_into(name, 0, memoryview(data))
         return bytes(data)
-
-    def read_into(self, name: str, offset_bytes: int, out: memoryview) -> None:
-        """Fill `out` from `offset_bytes` on."""
-        self._store.read_into(name, offset_bytes, out)
-
-    def size(self, name: str) -> int:
-        """Return the size in bytes."""
-        return self._store.size(name)
-
-    def exists(self, name: str) -> bool:
-        """Return whether there is such a file."""
-        return self._store.exists(name)
-
-    def names(self, prefix: str = "") -> list[str]:
-        """Return the names that begin with `prefix`, sorted."""
-        return self._store.names(prefix)
 
     def create(self) -> None:
         """Raise an error."""

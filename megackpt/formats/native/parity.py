@@ -19,6 +19,7 @@ from megackpt.errors import FormatError, StorageError
 from megackpt.formats.documents import parse_document, read_small_file, write_small_file
 from megackpt.formats.native import names
 from megackpt.formats.native.data_file import HEADER_ALIGNMENT
+from megackpt.formats.safetensors_encoding import encode_header
 from megackpt.formats.strategy import Json, WholeFile
 from megackpt.plans.planning.redundancy import parity_groups, parity_writer
 from megackpt.storage import MAX_BORROWED_BYTES, FileDigester, Store, check_name
@@ -111,13 +112,9 @@ def parity_header(nbytes: int) -> bytes:
 
     The rest is one tensor: the exclusive or of all files, each followed by zeros up to that length.
     """
-    entries = {
-        "__metadata__": {"format": "megackpt.parity", "version": "1"},
-        "parity": {"dtype": "U8", "shape": [nbytes], "data_offsets": [0, nbytes]},
-    }
-    text = json.dumps(entries, separators=(",", ":")).encode()
-    padded = -(-(8 + len(text)) // HEADER_ALIGNMENT) * HEADER_ALIGNMENT - 8
-    return padded.to_bytes(8, "little") + text.ljust(padded)
+    parity = ("parity", "U8", [nbytes], nbytes)
+    metadata = {"format": "megackpt.parity", "version": "1"}
+    return encode_header([parity], metadata=metadata, alignment=HEADER_ALIGNMENT)
 
 
 def write_parity_file(
@@ -255,7 +252,7 @@ class RebuiltFiles(ReadOnlyView):
             # The exclusive or of all other files, the parity among them, is the one that is missing.
             part[:] = 0
             for other, offset, nbytes in self._ranges_of_others(group, name, start + position, len(part)):
-                with self._store.borrow(other, offset, nbytes) as data:
+                with self._inner.borrow(other, offset, nbytes) as data:
                     _xor_into(part, data)
 
     def _ranges_of_others(
