@@ -8,6 +8,7 @@ Source: DeepSpeed 0.19.8, `deepspeed/utils/zero_to_fp32.py` and the `state_dict(
 
 from __future__ import annotations
 
+import math
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -31,7 +32,7 @@ from megackpt.formats.foreign.state import (
     StoredWeight,
     have_equal_bits,
 )
-from megackpt.formats.foreign.strategy import ForeignLoadStrategy, first_gap, folder_of_latest, layout_faults
+from megackpt.formats.foreign.strategy import ForeignLoadStrategy, first_gap, folder_of_latest, layout_errors
 from megackpt.formats.strategy import Format
 
 
@@ -130,7 +131,8 @@ def read_deepspeed(path: str, *, checks_bytes: bool) -> NamedTrainingState:
         for f in optimizer_files
     ]
     step = _Step(folder, models, saved)
-    state = step.read()
+    with layout_errors(folder, tool="ZeRO"):
+        state = step.read()
     if checks_bytes:
         step.check_masters(state)
     return state
@@ -236,28 +238,27 @@ class _Step:
 
     def read(self) -> NamedTrainingState:
         """Find every parameter in the flat groups."""
-        with layout_faults(self.folder, "ZeRO (DeepSpeed)"):
-            model = self.models[0]
-            self._check_rank_count()
-            options = self._options()
-            left = [
-                f"{name!r} of the model (not a tensor)"
-                for name, v in model["module"].items()
-                if not _is_tensor(v)
-            ]
-            own = {name: model[name] for name in _KEPT_ENTRIES if model.get(name) is not None}
-            client = {name: value for name, value in model.items() if name not in _OWN_ENTRIES}
-            return NamedTrainingState(
-                weights={**self._whole_weights(), **self._frozen()},
-                dtypes={name: v.dtype for name, v in model["module"].items() if _is_tensor(v)},
-                params=self._params(options),
-                aliases=dict(model.get("shared_params") or {}),
-                groups=[{k: v for k, v in group.items() if k != "params"} for group in options],
-                others={"deepspeed": {**own, "client_state": client}},
-                origin=f"DeepSpeed {model.get('ds_version')}, ZeRO-{self._stage()}, {len(self.saved)} ranks",
-                left_out=left,
-                where=self.folder,
-            )
+        model = self.models[0]
+        self._check_rank_count()
+        options = self._options()
+        left = [
+            f"{name!r} of the model (not a tensor)"
+            for name, v in model["module"].items()
+            if not isinstance(v, Tensor)
+        ]
+        own = {name: model[name] for name in _KEPT_ENTRIES if model.get(name) is not None}
+        client = {name: value for name, value in model.items() if name not in _OWN_ENTRIES}
+        return NamedTrainingState(
+            weights={**self._whole_weights(), **self._frozen()},
+            dtypes={name: v.dtype for name, v in model["module"].items() if isinstance(v, Tensor)},
+            params=self._params(options),
+            aliases=dict(model.get("shared_params") or {}),
+            groups=[{k: v for k, v in group.items() if k != "params"} for group in options],
+            others={"deepspeed": {**own, "client_state": client}},
+            origin=f"DeepSpeed {model.get('ds_version')}, ZeRO-{self._stage()}, {len(self.saved)} ranks",
+            left_out=left,
+            where=self.folder,
+        )
 
     def _params(self, options: Sequence[Mapping[str, Any]]) -> dict[str, NamedParam]:
         """Cut every parameter out of the flat groups; options are those of the torch optimizer."""
@@ -407,7 +408,7 @@ class _Step:
             vectors = {name: group.vectors(name) for name in group.names()}
             at = 0
             for (name, shape), after in zip(of.items(), padding, strict=True):
-                stop = at + _numel(shape)
+                stop = at + math.prod(shape)
                 yield name, {k: list(_stretch(of_ranks, at, stop)) for k, of_ranks in vectors.items()}
                 at = stop + after
             stored = sum(map(len, group.masters))
@@ -424,11 +425,11 @@ class _Step:
             at = 0
             for name, shape in of.items():
                 # The part of the last rank may end with padding, which `_stretch` leaves out.
-                length = -(-_numel(shape) // ranks)
+                length = -(-math.prod(shape) // ranks)
                 yield (
                     name,
                     {
-                        k: list(_stretch([v[at : at + length] for v in of_ranks], 0, _numel(shape)))
+                        k: list(_stretch([v[at : at + length] for v in of_ranks], 0, math.prod(shape)))
                         for k, of_ranks in vectors.items()
                     },
                 )
@@ -445,12 +446,14 @@ class _Step:
         whole = {}
         for name, value in module.items():
             # A weight that ZeRO-3 cuts has a tensor without elements here, so its shape differs.
-            if _is_tensor(value) and tuple(value.shape) == tuple(shapes.get(name, value.shape)):
+            if isinstance(value, Tensor) and tuple(value.shape) == tuple(shapes.get(name, value.shape)):
                 whole[name] = StoredWeight(tuple(value.shape), [value])
         aliases = self.models[0].get("shared_params") or {}
         # In ZeRO-3 a second name of a weight has no elements, as the first.
         return {
-            name: v for name, v in whole.items() if _numel(v.shape) or aliases.get(name, name) not in shapes
+            name: v
+            for name, v in whole.items()
+            if math.prod(v.shape) or aliases.get(name, name) not in shapes
         }
 
     def _frozen(self) -> dict[str, StoredWeight]:
@@ -461,7 +464,7 @@ class _Step:
             return {}
         return {
             name: StoredWeight(
-                shape, list(_stretch([of[name].reshape(-1) for of in fragments], 0, _numel(shape)))
+                shape, list(_stretch([of[name].reshape(-1) for of in fragments], 0, math.prod(shape)))
             )
             for name, shape in ((name, _shape(value)) for name, value in shapes.items())
         }
@@ -482,17 +485,6 @@ def _shape(value: Any) -> tuple[int, ...]:
     """Return a shape of a file."""
     if not isinstance(value, list | tuple) or len(value) > _MAX_DIMS:
         raise ValueError("a shape is none")
-    if not all(type(n) is int and n >= 0 for n in value) or _numel(tuple(value)) >= _MAX_NUMEL:
+    if not all(type(n) is int and n >= 0 for n in value) or math.prod(value) >= _MAX_NUMEL:
         raise ValueError(f"no parameter has the shape {tuple(value)!r:.200}")
     return tuple(value)
-
-
-def _numel(shape: tuple[int, ...]) -> int:
-    count = 1
-    for extent in shape:
-        count *= extent
-    return count
-
-
-def _is_tensor(value: object) -> bool:
-    return isinstance(value, Tensor)

@@ -13,8 +13,9 @@ import argparse
 import os
 import re
 from collections import Counter
-from collections.abc import Container, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
 
 from torch import Tensor
 
@@ -22,14 +23,15 @@ from megackpt.entities.tree import add_step, dotted, iter_leaves
 from megackpt.errors import FormatError, NotACheckpointError, UnsupportedError
 from megackpt.formats.file_names import LEGACY_MEGATRON
 from megackpt.formats.foreign.mapped_files import load_mapped_file
-from megackpt.formats.foreign.state import CollectedParts, ForeignArray, ForeignState, SourcePart, plain_part
-from megackpt.formats.foreign.strategy import ForeignLoadStrategy, folder_of_latest, layout_faults
+from megackpt.formats.foreign.state import CollectedArray, ForeignArray, ForeignState, SourcePart, plain_part
+from megackpt.formats.foreign.strategy import ForeignLoadStrategy, folder_of_latest, layout_errors
 from megackpt.formats.strategy import Format
 
 _RANK = re.compile(r"mp_rank_(\d{2,})(?:_(\d{3,}))?(_\d{3,})?")
 _FILE = "model_optim_rng.pt"
 _CHUNK = re.compile(r"model\d*")  # several under an interleaved schedule
 _LAYER = re.compile(r"(.*\blayers)\.(\d+)\.(.+)")
+Rank: TypeAlias = tuple[int, int]  # the tensor rank and the stage
 _OF_A_RANK = ("optimizer", "rng_state", "rerun_state_machine")
 
 # Modules whose weights tensor parallelism cuts along dim 0 (and their biases), along dim 1, and not at all.
@@ -45,14 +47,6 @@ _NEXT = {"linear_fc1": "linear_fc2", "dense_h_to_4h": "dense_4h_to_h"}  # in an 
 _NORMS = (("input_layernorm", "self_attention.linear_qkv"), ("pre_mlp_layernorm", "mlp.linear_fc1"))
 
 
-class _Shard(NamedTuple):
-    """What one file has of a weight."""
-
-    tensor_rank: int
-    file: str
-    data: Tensor
-
-
 class LegacyMegatronLoadStrategy(ForeignLoadStrategy):
     """Reads the weights and arguments of one iteration, or of the newest in a folder of several."""
 
@@ -61,46 +55,22 @@ class LegacyMegatronLoadStrategy(ForeignLoadStrategy):
 
     def read(self, path: str, *, checks_bytes: bool) -> ForeignState:
         """Return the weights of all files as whole arrays, and the other values of the first file."""
-        with layout_faults(path, "Megatron-LM"):
-            folder = folder_of_latest(path, "latest_checkpointed_iteration.txt", _folder_of_iteration)
-            files = _files(folder)
-            loaded = {at: load_mapped_file(file, checks_bytes=checks_bytes) for at, file in files.items()}
-            for at, value in loaded.items():
-                if not isinstance(value, dict) or not any(map(_CHUNK.fullmatch, map(str, value))):
-                    raise FormatError(
-                        f"{files[at]}: it has no 'model'. Megatron-LM did not write it.", path=files[at]
-                    )
-            args = next(iter(loaded.values())).get("args")
-            _check_ranks(folder, files, args)
-            first = loaded[0, 0]
-            left_out = [f"{name} (it is of each rank)" for name in _OF_A_RANK if first.get(name) is not None]
-            arrays = _arrays(
-                _shards(files, loaded, left_out), args, tensor_ranks=max(t for t, _ in files) + 1
-            )
-            rest = {
-                k: v
-                for k, v in first.items()
-                if k not in ("args", *_OF_A_RANK) and not _CHUNK.fullmatch(str(k))
-            }
-            common = plain_part(rest, "", left_out)
-            if isinstance(args, argparse.Namespace):
-                common["args"] = argparse.Namespace(**plain_part(vars(args), "args", left_out))
-            origin = f"Megatron-LM with --ckpt-format torch, {len(files)} ranks of TP and PP"
-            return ForeignState(
-                arrays=arrays, common=common, origin={"imported_from": origin}, left_out=tuple(left_out)
-            )
+        folder = folder_of_latest(
+            path, "latest_checkpointed_iteration.txt", lambda n: f"iter_{int(n):07d}" if n.isdecimal() else n
+        )
+        files = _files(folder)
+        with layout_errors(path, tool="Megatron-LM"):
+            loaded = {at: _load(file, checks_bytes=checks_bytes) for at, file in files.items()}
+            _check_ranks(folder, files, next(iter(loaded.values())).get("args"))
+            return _state(files, loaded)
 
 
 FORMAT = Format(backend="megatron", version=1, load=LegacyMegatronLoadStrategy)
 
 
-def _folder_of_iteration(text: str) -> str:
-    return f"iter_{int(text):07d}" if text.isdecimal() else text
-
-
-def _files(folder: str) -> dict[tuple[int, int], str]:
+def _files(folder: str) -> dict[Rank, str]:
     """Return the files by tensor rank and stage."""
-    files: dict[tuple[int, int], str] = {}
+    files: dict[Rank, str] = {}
     for name in sorted(os.listdir(folder)) if os.path.isdir(folder) else []:
         match, path = _RANK.fullmatch(name), os.path.join(folder, name, _FILE)
         if match is not None and os.path.isfile(path):
@@ -121,7 +91,7 @@ def _files(folder: str) -> dict[tuple[int, int], str]:
     return files
 
 
-def _check_ranks(folder: str, files: Mapping[tuple[int, int], str], args: Any) -> None:
+def _check_ranks(folder: str, files: Mapping[Rank, str], args: Any) -> None:
     """Check that there is a file for each rank of the run."""
     tensor, stages = (max(at[i] for at in files) + 1 for i in (0, 1))
     tensor = max(tensor, getattr(args, "tensor_model_parallel_size", 0))
@@ -136,35 +106,116 @@ def _check_ranks(folder: str, files: Mapping[tuple[int, int], str], args: Any) -
         )
 
 
-def _shards(
-    files: Mapping[tuple[int, int], str], loaded: Mapping[tuple[int, int], Any], left_out: list[str]
-) -> dict[str, list[_Shard]]:
-    """Return what the files have of each weight, layers by their numbers in the whole model."""
-    shards: dict[str, list[_Shard]] = {}
-    before = Counter[str]()  # layers of each stack in earlier stages and chunks
+def _load(file: str, *, checks_bytes: bool) -> dict[str, Any]:
+    value = load_mapped_file(file, checks_bytes=checks_bytes)
+    if not isinstance(value, dict) or not any(map(_CHUNK.fullmatch, map(str, value))):
+        raise FormatError(f"{file}: it has no 'model'. Megatron-LM did not write it.", path=file)
+    return value
+
+
+def _state(files: Mapping[Rank, str], loaded: Mapping[Rank, dict[str, Any]]) -> ForeignState:
+    first = loaded[0, 0]
+    args = first.get("args")
+    is_tied = getattr(args, "untie_embeddings_and_output_weights", None) is False
+    weights = _Weights(tensor_ranks=max(rank for rank, _ in files) + 1, is_tied=is_tied)
+    weights.left_out += [f"{name} (it is of each rank)" for name in _OF_A_RANK if first.get(name) is not None]
+    # All stages have their first chunks first.
     chunks = {name for value in loaded.values() for name in value if _CHUNK.fullmatch(str(name))}
     for chunk in sorted(chunks, key=lambda name: int(name[len("model") :] or 0)):
-        for stage in sorted({stage for _, stage in files}):  # all stages have their first chunks first
-            numbers: dict[str, set[str]] = {}
-            for rank in sorted(rank for rank, of in files if of == stage):
-                leaves = iter_leaves(loaded[rank, stage].get(chunk, {}), (), step=add_step)
-                values = {dotted(steps): value for steps, value in leaves}
-                for stored, data in values.items():
-                    name = _key_of(stored, values)
-                    if (match := _LAYER.fullmatch(name)) is not None:
-                        numbers.setdefault(match[1], set()).add(match[2])
-                        name = f"{match[1]}.{before[match[1]] + int(match[2])}.{match[3]}"
-                    if isinstance(data, Tensor):
-                        shards.setdefault(name, []).append(_Shard(rank, files[rank, stage], data.detach()))
-                    # None is an empty extra state. All tensor ranks have the same entries, listed once.
-                    elif data is not None and rank == 0:
-                        left_out.append(f"{name} (not a tensor)")
-            # `Counter.update` adds: the layers of the next stage come after these.
-            before.update({stack: len(of) for stack, of in numbers.items()})
-    return shards
+        for stage in sorted({stage for _, stage in files}):
+            ranks = sorted(rank for rank, of in files if of == stage)
+            weights.add_stage([(files[rank, stage], loaded[rank, stage].get(chunk, {})) for rank in ranks])
+    rest = {k: v for k, v in first.items() if k not in ("args", *_OF_A_RANK) and not _CHUNK.fullmatch(str(k))}
+    common = plain_part(rest, "", weights.left_out)
+    if isinstance(args, argparse.Namespace):
+        common["args"] = argparse.Namespace(**plain_part(vars(args), "args", weights.left_out))
+    origin = f"Megatron-LM with --ckpt-format torch, {len(files)} ranks of TP and PP"
+    return ForeignState(
+        arrays=weights.joined_layers(),
+        common=common,
+        origin={"imported_from": origin},
+        left_out=tuple(weights.left_out),
+    )
 
 
-def _key_of(name: str, names: Container[str]) -> str:
+@dataclass(slots=True, kw_only=True)
+class _Weights:
+    """The weights of all files, joined along the dims that tensor parallelism cuts.
+
+    Attributes:
+        tensor_ranks: how many there are.
+        is_tied: whether the last stage has a copy of the embedding in place of an output layer.
+        arrays: each weight by its name; layers have their numbers in the whole model.
+        layers: of each stack, how many layers the stages and chunks so far have.
+        left_out: what does not become part of the checkpoint, with the reason.
+    """
+
+    tensor_ranks: int
+    is_tied: bool
+    arrays: dict[str, CollectedArray] = field(default_factory=dict)
+    layers: Counter[str] = field(default_factory=Counter)
+    left_out: list[str] = field(default_factory=list)
+
+    def add_stage(self, of_ranks: Collection[tuple[str, Any]]) -> None:
+        """Add a model chunk of one stage: of each tensor rank, the file and its values."""
+        numbers: dict[str, set[str]] = {}
+        for rank, (file, chunk) in enumerate(of_ranks):
+            values = {dotted(steps): value for steps, value in iter_leaves(chunk, (), step=add_step)}
+            for stored, value in values.items():
+                name = _key_of(stored, values)
+                if (match := _LAYER.fullmatch(name)) is not None:
+                    numbers.setdefault(match[1], set()).add(match[2])
+                    name = f"{match[1]}.{self.layers[match[1]] + int(match[2])}.{match[3]}"
+                if isinstance(value, Tensor):
+                    # With one tensor rank, a file has both halves as they are in the whole weight.
+                    is_halved = self.tensor_ranks > 1 and _is_gated(stored, values)
+                    self._add(self._untied(name), value.detach(), rank, file, halves=1 + is_halved)
+                # None is an empty extra state. All tensor ranks have the same entries, listed once.
+                elif value is not None and rank == 0:
+                    self.left_out.append(f"{name} (not a tensor)")
+        # `Counter.update` adds: the layers of the next stage come after these.
+        self.layers.update({stack: len(of) for stack, of in numbers.items()})
+
+    def _untied(self, name: str) -> str:
+        """Return the embedding's name for its copy in the last stage, which is compared as any rank's."""
+        if not self.is_tied or not name.endswith("output_layer.weight"):
+            return name
+        return next((key for key in self.arrays if key.endswith("word_embeddings.weight")), name)
+
+    def _add(self, name: str, data: Tensor, rank: int, file: str, *, halves: int) -> None:
+        cut = _cut_dim(name, file)
+        shape = [n * self.tensor_ranks if dim == cut else n for dim, n in enumerate(data.shape)]
+        array = self.arrays.setdefault(name, CollectedArray(name, data.dtype, tuple(shape), file))
+        array.check(data.dtype, tuple(shape), file)
+        # A weight that is not cut is whole on every rank: these copies are compared, and one is kept.
+        for half, part in enumerate(data.chunk(halves, cut) if cut is not None else (data,)):
+            start = [0] * data.dim()
+            if cut is not None:  # the gates of all ranks come first
+                start[cut] = (half * self.tensor_ranks + rank) * part.shape[cut]
+            array.add(SourcePart(part, tuple(start), tuple(part.shape)), file)
+
+    def joined_layers(self) -> tuple[ForeignArray, ...]:
+        """Return the weights, those of equal layers joined along a new first dim."""
+        shapes: dict[str, dict[str, set[Any]]] = {}
+        for name, array in self.arrays.items():
+            if (match := _LAYER.fullmatch(name)) is not None:
+                shapes.setdefault(match[1], {}).setdefault(match[2], set()).add((match[3], array.shape))
+        equal = {stack for stack, of in shapes.items() if len(set(map(frozenset, of.values()))) == 1}
+        arrays: dict[str, ForeignArray] = {}
+        for name, array in self.arrays.items():
+            match, whole = _LAYER.fullmatch(name), array.whole()
+            if match is None or match[1] not in equal:
+                arrays[name] = whole
+                continue
+            key, at = f"{match[1]}.{match[3]}", int(match[2])
+            before = arrays[key].parts if key in arrays else ()
+            parts = (SourcePart(part.data, (at, *part.start), (1, *part.shape)) for part in whole.parts)
+            shape = (len(shapes[match[1]]), *whole.shape)
+            arrays[key] = ForeignArray(key, whole.dtype, shape, (*before, *parts))
+        return tuple(arrays.values())
+
+
+def _key_of(name: str, names: Collection[str]) -> str:
     for norm, module in _NORMS:
         layer, separator, kind = name.rpartition(f".{norm}.")
         if separator and f"{layer}.{module}.weight" in names:
@@ -172,82 +223,27 @@ def _key_of(name: str, names: Container[str]) -> str:
     return name
 
 
-def _arrays(shards: dict[str, list[_Shard]], args: Any, *, tensor_ranks: int) -> tuple[ForeignArray, ...]:
-    """Join weights along the dims that tensor parallelism cuts, and equal layers along a new first one."""
-    if getattr(args, "untie_embeddings_and_output_weights", None) is False:
-        # The last stage has a copy of the embedding. It is compared like that of any other rank.
-        for name in [name for name in shards if name.endswith("output_layer.weight")]:
-            embedding = next((key for key in shards if key.endswith("word_embeddings.weight")), name)
-            shards[embedding] = shards[embedding] + (shards.pop(name) if embedding != name else [])
-    stacks = _equal_layers(shards)
-    joined: dict[str, tuple[tuple[int, ...], CollectedParts]] = {}
-    dtypes = {}
-    for name, of_ranks in shards.items():
-        match = _LAYER.fullmatch(name)
-        layers = stacks.get(match[1]) if match else None
-        key = f"{match[1]}.{match[3]}" if match and layers else name
-        axis, at = ((layers,), (int(match[2]),)) if match and layers else ((), ())
-        # With one tensor rank, a file has both halves as they are in the whole weight.
-        shape, parts = _joined(
-            name, of_ranks, tensor_ranks, halves=2 if tensor_ranks > 1 and _is_gated(name, shards) else 1
-        )
-        dtypes[key] = of_ranks[0].data.dtype
-        collected = joined.setdefault(key, ((*axis, *shape), CollectedParts(key)))[1]
-        for file, start, data in parts:
-            collected.add(SourcePart(data, (*at, *start), ((1,) * len(at)) + tuple(data.shape)), file)
-    return tuple(
-        ForeignArray(key, dtypes[key], shape, parts.once()) for key, (shape, parts) in joined.items()
-    )
-
-
-def _is_gated(name: str, shards: Mapping[str, Sequence[_Shard]]) -> bool:
+def _is_gated(name: str, values: Mapping[str, Any]) -> bool:
     """Return whether a weight has gates before what they open: it has twice the rows that go on from it."""
     before, _, module = name.rpartition(".")[0].rpartition(".")
     if module not in _NEXT:
         return False
-    first, second = (shards.get(f"{before}.{of}.weight") for of in (module, _NEXT[module]))
-    if not first or not second:
+    first, second = (values.get(f"{before}.{of}.weight") for of in (module, _NEXT[module]))
+    if first is None or second is None:
         raise _unsupported(name, "the other weight of its MLP is missing")
-    return first[0].data.shape[0] == 2 * second[0].data.shape[1]
+    return bool(first.shape[0] == 2 * second.shape[1])
 
 
-def _joined(
-    name: str, shards: Sequence[_Shard], tensor_ranks: int, *, halves: int
-) -> tuple[tuple[int, ...], list[tuple[str, tuple[int, ...], Tensor]]]:
-    """Return the shape of a whole weight, and file, start and elements of each part of it."""
+def _cut_dim(name: str, file: str) -> int | None:
+    """Return the dim along which tensor parallelism cuts a weight; None if each rank has it as a whole."""
     module, kind = name.split(".")[-2:] if "." in name else ("", name)
-    is_fused_norm = kind.startswith("layer_norm_")
+    is_norm = kind.startswith("layer_norm_") or module.endswith("norm")  # fused into a module, or one itself
     # A guess could join a weight along the wrong dim without an error, so unknown names are errors.
-    is_known = is_fused_norm or module.endswith("norm") or module in _COLUMN | _ROW | _WHOLE
-    if not is_known or ".experts." in name:
-        raise _unsupported(shards[0].file, f"{name!r} is a weight that ranks divide in an unknown way")
-    cut = 0 if module in _COLUMN and not is_fused_norm else 1 if module in _ROW and kind == "weight" else None
-    shape = list(shards[0].data.shape)
-    if any(
-        (shard.data.shape, shard.data.dtype) != (shards[0].data.shape, shards[0].data.dtype)
-        for shard in shards
-    ):
-        raise FormatError(f"{shards[0].file}: {name!r} has another shape or dtype on other ranks.", key=name)
-    # Every rank has the whole weight. `CollectedParts` compares these copies and keeps one.
-    if cut is None:
-        return tuple(shape), [(file, (0,) * len(shape), data) for _, file, data in shards]
-    extent, parts = shape[cut] // halves, []
-    for rank, file, data in shards:
-        for half in range(halves):  # the gates of all ranks come first
-            start = [(half * tensor_ranks + rank) * extent if dim == cut else 0 for dim in range(len(shape))]
-            parts.append((file, tuple(start), data.narrow(cut, half * extent, extent)))
-    shape[cut] *= tensor_ranks
-    return tuple(shape), parts
-
-
-def _equal_layers(shards: Mapping[str, Sequence[_Shard]]) -> dict[str, int]:
-    """Return the number of layers of each stack whose layers all have the same weights in the same shapes."""
-    stacks: dict[str, dict[str, set[Any]]] = {}
-    for name, of_ranks in shards.items():
-        if (match := _LAYER.fullmatch(name)) is not None:
-            of_layer = stacks.setdefault(match[1], {}).setdefault(match[2], set())
-            of_layer.add((match[3], tuple(of_ranks[0].data.shape)))
-    return {stack: len(of) for stack, of in stacks.items() if len(set(map(frozenset, of.values()))) == 1}
+    if not (is_norm or module in _COLUMN | _ROW | _WHOLE) or ".experts." in name:
+        raise _unsupported(file, f"{name!r} is a weight that ranks divide in an unknown way")
+    if is_norm or module in _WHOLE:
+        return None
+    return 0 if module in _COLUMN else 1 if kind == "weight" else None
 
 
 def _unsupported(where: str, why: str) -> UnsupportedError:

@@ -19,7 +19,6 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from megackpt.codec.pickled import ForeignObject
@@ -27,8 +26,7 @@ from megackpt.errors import FormatError, NotACheckpointError, UnsupportedError
 from megackpt.formats.file_names import NVRX
 from megackpt.formats.foreign.mapped_files import load_mapped_file, record_checksums
 from megackpt.formats.foreign.state import (
-    CollectedParts,
-    ForeignArray,
+    CollectedArray,
     ForeignState,
     SourcePart,
     plain_part,
@@ -76,7 +74,7 @@ def read_nvrx(path: str, *, checks_bytes: bool) -> ForeignState:
             shards.add(entity, files[rank])
     left_out = [f"{key} (an object of each rank, not an array)" for key in sorted(shards.objects)]
     return ForeignState(
-        arrays=shards.arrays(),
+        arrays=tuple(array.whole() for array in shards.arrays.values()),
         common=plain_part(common, "common state", left_out),
         origin={
             "imported_from": f"local checkpoint of nvidia-resiliency-ext, {len(files)} ranks",
@@ -171,13 +169,11 @@ class _Shards:
     """The shards of all ranks. Replicas are compared, and each shard is kept once.
 
     Attributes:
-        types: shape and dtype of each global array, by key.
-        parts: the shards of each array, by their place in it.
+        arrays: the shards of each global array, by key.
         objects: keys of what is not an array.
     """
 
-    types: dict[str, tuple[tuple[int, ...], torch.dtype]] = field(default_factory=dict)
-    parts: dict[str, CollectedParts] = field(default_factory=dict)
+    arrays: dict[str, CollectedArray] = field(default_factory=dict)
     objects: set[str] = field(default_factory=set)
 
     def add(self, entity: ForeignObject, file: str) -> None:
@@ -190,23 +186,10 @@ class _Shards:
         if entity.state.get("data") is None:
             return
         shape, part = _part(entity.state, file)
-        key = entity.state["key"]
-        stored = (shape, part.data.dtype)
-        if self.types.setdefault(key, stored) != stored:
-            raise FormatError(
-                f"{file}: {key!r} has shape and dtype {stored}, and {self.types[key]} on another rank. The "
-                f"files are not of one run.",
-                key=key,
-                path=file,
-            )
-        self.parts.setdefault(key, CollectedParts(key)).add(part, file)
-
-    def arrays(self) -> tuple[ForeignArray, ...]:
-        """Return the global arrays."""
-        return tuple(
-            ForeignArray(key, dtype, shape, self.parts[key].once())
-            for key, (shape, dtype) in self.types.items()
-        )
+        key, dtype = entity.state["key"], part.data.dtype
+        array = self.arrays.setdefault(key, CollectedArray(key, dtype, shape, file))
+        array.check(dtype, shape, file)
+        array.add(part, file)
 
 
 def _part(state: Mapping[str, Any], file: str) -> tuple[tuple[int, ...], SourcePart]:

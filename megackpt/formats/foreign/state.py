@@ -66,15 +66,35 @@ class ForeignArray:
 
 
 @dataclass(slots=True)
-class CollectedParts:
-    """The parts of one array in the files of several ranks. Copies of a part are compared, and one is kept.
+class CollectedArray:
+    """One array in the files of several ranks. Copies of a part are compared, and one is kept.
 
     Attributes:
         key: of the array.
+        dtype: of the array in every file.
+        shape: of the whole array, according to every file.
+        file: the first of the files.
     """
 
     key: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    file: str
     _parts: dict[tuple[object, ...], tuple[SourcePart, str]] = field(default_factory=dict)
+
+    def check(self, dtype: torch.dtype, shape: tuple[int, ...], file: str) -> None:
+        """Check that another file has the same dtype and shape.
+
+        Raises:
+            FormatError: it has not.
+        """
+        if (dtype, shape) != (self.dtype, self.shape):
+            raise FormatError(
+                f"{file}: {self.key!r} is an array of {dtype} {shape}, and one of {self.dtype} {self.shape} "
+                f"in {self.file}. Pass the files of one step of one run.",
+                key=self.key,
+                path=file,
+            )
 
     def add(self, part: SourcePart, file: str) -> None:
         """Add a part of a file. A copy of an earlier part must have its dtype.
@@ -94,9 +114,10 @@ class CollectedParts:
                 path=file,
             )
 
-    def once(self) -> tuple[SourcePart, ...]:
-        """Return each part once, in the order that they were added."""
-        return tuple(part for part, _ in self._parts.values())
+    def whole(self) -> ForeignArray:
+        """Return the array, with each part once, in the order that they were added."""
+        parts = tuple(part for part, _ in self._parts.values())
+        return ForeignArray(self.key, self.dtype, self.shape, parts)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -20,7 +20,7 @@ from torch import Tensor
 from megackpt.codec.pickled import ForeignObject, ForeignShardedTensor
 from megackpt.entities.tree import Steps, dotted
 from megackpt.errors import FormatError, UnsupportedError, rank_list
-from megackpt.formats.foreign.state import CollectedParts, ForeignArray, SourcePart
+from megackpt.formats.foreign.state import CollectedArray, ForeignArray, SourcePart
 from megackpt.plans.geometry import Ints
 from megackpt.plans.geometry.tiling import Rectangles, uncovered_regions
 
@@ -179,16 +179,16 @@ def array_of_shards(key: str, values: Sequence[Any], files: Sequence[str]) -> Fo
         if not isinstance(value, StoredShards):
             raise _error(key, file, "has no ShardedTensor here, and other files have one", _SAME_STEP)
     _check_names(key, values[0].file)
-    _check_equal(key, values)
+    collected = CollectedArray(key, values[0].dtype, values[0].shape, values[0].file)
+    _check_equal(collected, values)
     # All files describe the same boxes from here on, so the first stands for all.
-    collected = CollectedParts(key)
     for value in values:
         for part in value.parts:
             collected.add(part, value.file)
-    parts = collected.once()
-    _check_missing(key, values, {(part.start, part.shape) for part in parts})
+    array = collected.whole()
+    _check_missing(key, values, {(part.start, part.shape) for part in array.parts})
     _check_tiling(key, values[0])
-    return ForeignArray(key, values[0].dtype, values[0].shape, parts)
+    return array
 
 
 _SAME_STEP = "Pass the files of one step of one run."
@@ -209,9 +209,9 @@ def _check_names(key: str, file: str) -> None:
         )
 
 
-def _check_equal(key: str, values: Sequence[StoredShards]) -> None:
+def _check_equal(array: CollectedArray, values: Sequence[StoredShards]) -> None:
     """Check that the files are of different ranks of one job, and say the same of the array."""
-    first = values[0]
+    key, first = array.key, values[0]
     of_rank: dict[int, StoredShards] = {}
     for value in values:
         other = of_rank.setdefault(value.rank, value)
@@ -220,10 +220,7 @@ def _check_equal(key: str, values: Sequence[StoredShards]) -> None:
         if value.ranks != first.ranks:
             what = f"was saved by {value.ranks} ranks, and {first.file} by {first.ranks}"
             raise _error(key, value.file, what, _SAME_STEP)
-        if (value.dtype, value.shape) != (first.dtype, first.shape):
-            ours, theirs = (f"{v.dtype} {v.shape}" for v in (value, first))
-            what = f"has an array of {ours}, and {first.file} one of {theirs}"
-            raise _error(key, value.file, what, _SAME_STEP)
+        array.check(value.dtype, value.shape, value.file)
         if not np.array_equal(value.boxes, first.boxes):
             raise _error(key, value.file, f"has other shards in its metadata than {first.file}", _SAME_STEP)
 

@@ -166,6 +166,26 @@ def _reject_object(data: bytes, where: str) -> Any:
     raise FormatError(f"{where}: files of this tool have no objects.", path=where)
 
 
+@contextmanager
+def layout_errors(where: str, *, tool: str) -> Iterator[None]:
+    """Raise a FormatError where a block finds other values than the files of a tool have.
+
+    Args:
+        where: names the files.
+        tool: that should have written them.
+    """
+    try:
+        yield
+    except CheckpointError:  # some derive from the classes below, and have a better text
+        raise
+    except (KeyError, IndexError, TypeError, ValueError, AttributeError, RuntimeError) as error:
+        raise FormatError(
+            f"{where}: the files do not have the layout of {tool} ({type(error).__name__}: "
+            f"{str(error)[:200]}). They are damaged, or of a version of {tool} that is not known.",
+            path=where,
+        ) from error
+
+
 SUFFIXES = (".pt", ".pth", ".bin", ".ckpt", ".tar")
 """Of files of torch.save, by custom."""
 
@@ -244,21 +264,6 @@ class ForeignLoadStrategy(LoadStrategy):
             raise
         except CheckpointError as error:
             yield damage_of(error, location=store.location)
-
-
-@contextmanager
-def layout_faults(path: str, tool: str) -> Iterator[None]:
-    """Raise the errors of code that meets files without the layout of a tool as one that says so."""
-    try:
-        yield
-    except CheckpointError:  # derives from the classes below as well, and has a better text
-        raise
-    except (KeyError, IndexError, TypeError, ValueError, AttributeError, RuntimeError) as error:
-        raise FormatError(
-            f"{path}: the files do not have the layout of {tool} ({type(error).__name__}: "
-            f"{str(error)[:200]}). They are damaged, or of a version that is not known.",
-            path=path,
-        ) from error
 
 
 def _have_checksums(path: str) -> bool:

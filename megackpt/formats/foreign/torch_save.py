@@ -35,7 +35,7 @@ from megackpt.formats.foreign.mapped_files import load_mapped_file
 from megackpt.formats.foreign.mapped_memory import in_memory
 from megackpt.formats.foreign.state import (
     LEFT_OUT,
-    CollectedParts,
+    CollectedArray,
     ForeignArray,
     ForeignState,
     SourcePart,
@@ -44,7 +44,7 @@ from megackpt.formats.foreign.state import (
     plain_part,
 )
 from megackpt.formats.foreign.stored_shards import StoredShards, array_of_shards, replace_shards
-from megackpt.formats.foreign.strategy import SUFFIXES, ForeignLoadStrategy, names_of
+from megackpt.formats.foreign.strategy import SUFFIXES, ForeignLoadStrategy, first_gap, names_of
 from megackpt.formats.strategy import Format, Json
 from megackpt.formats.torch_zip import is_zip_file
 from megackpt.ground.wrappers import INNER_WRAPPERS, WRAPPERS, without_wrappers
@@ -178,7 +178,7 @@ def _files(path: str) -> dict[str, list[tuple[str, ...]]]:
         )
     for kind, of_rank in kinds.items():
         # The number of one file may be anything, also the time of its save.
-        missing = next((rank for rank in range(len(of_rank)) if rank not in of_rank), None)
+        missing = first_gap(of_rank)
         if len(of_rank) > 1 and missing is not None:
             raise FormatError(
                 f"{path}: {kind.replace('#', str(missing))}, of rank {missing}, is missing. Copy the "
@@ -384,17 +384,9 @@ def _names(table: Mapping[Any, Any]) -> Iterator[tuple[Any, Any]]:
 
 def _array_of_dtensors(key: str, dtensors: Sequence[Any], files: Sequence[str]) -> ForeignArray:
     """Return the array that DTensors of several ranks are parts of."""
-    first = dtensors[0]
-    parts = CollectedParts(key)
+    array = CollectedArray(key, dtensors[0].dtype, tuple(dtensors[0].shape), files[0])
     for dtensor, file in zip(dtensors, files, strict=True):
-        if dtensor.shape != first.shape or dtensor.dtype != first.dtype:
-            ours, theirs = (f"{d.dtype} {tuple(d.shape)}" for d in (dtensor, first))
-            raise FormatError(
-                f"{file}: the DTensor {key!r} is {ours}, and {theirs} in {files[0]}. Pass the files of one "
-                f"step of one run.",
-                key=key,
-                path=file,
-            )
+        array.check(dtensor.dtype, tuple(dtensor.shape), file)
         try:
             chunks = declare_dtensor(key, dtensor).chunks
         except DeclarationError as error:
@@ -403,5 +395,5 @@ def _array_of_dtensors(key: str, dtensors: Sequence[Any], files: Sequence[str]) 
             # A rank may have no elements of a DTensor whose dim is shorter than the mesh.
             if chunk.data is not None and chunk.data.numel():
                 start, shape = tuple(chunk.global_offset), tuple(chunk.local_shape)
-                parts.add(SourcePart(chunk.data, start, shape), file)
-    return ForeignArray(key, first.dtype, tuple(first.shape), parts.once())
+                array.add(SourcePart(chunk.data, start, shape), file)
+    return array.whole()

@@ -168,7 +168,7 @@ FAULTS: dict[str, tuple[Callable[[Path], object], type[Exception], str]] = {
         r"of iteration 10, those of ranks 0 are missing",
     ),
     "damaged": (damage, FormatError, r"_1_local\.pt: it is damaged"),
-    "of two runs": (mix_runs, FormatError, r"'w' has shape and dtype .*, and .* on another rank"),
+    "of two runs": (mix_runs, FormatError, r"'w' is an array of .*, and one of .* in .*\. Pass the files"),
     "of two steps": (
         mix_steps,
         FormatError,

@@ -617,11 +617,11 @@ CRAFTED: dict[str, tuple[Change, str]] = {
     "plain tensor": (_replaced(lambda: ARRAYS["w"]), r"rank_1\.pt: has no ShardedTensor here, .*'model.w'"),
     "array of another shape": (
         _replaced(lambda: sharded_rows(torch.zeros(6, 3), 1, RANKS)),
-        r"rank_1\.pt: has an array of torch.float32 \(6, 3\).*rank_0\.pt",
+        r"rank_1\.pt: 'model.w' is an array of torch.float32 \(6, 3\), .*rank_0\.pt",
     ),
     "array of another dtype": (
         _replaced(lambda: sharded_rows(ARRAYS["w"].double(), 1, RANKS)),
-        r"rank_1\.pt: has an array of torch.float64.*rank_0\.pt",
+        r"rank_1\.pt: 'model.w' is an array of torch.float64.*rank_0\.pt",
     ),
     "copies that differ": (
         _copied(1.0),
