@@ -67,6 +67,18 @@ def tensor_records(path: str) -> list[tuple[str, int, int]]:
     return sorted((name, r.file_size, r.CRC) for name, r in records if name.startswith("data/"))
 
 
+def changed_record(data: bytes) -> str | None:
+    """Return what is wrong with the checksums in a file of torch.save; None if nothing is, or it has none."""
+    if not data.startswith(_ZIP):
+        return None
+    try:
+        with zipfile.ZipFile(io.BytesIO(data)) as archive:
+            bad = archive.testzip()
+    except _ZIP_ERRORS as error:
+        return f"it is no whole zip file ({error})"
+    return None if bad is None else f"its record {bad!r} has another checksum than it was saved with"
+
+
 def is_zip_file(path: str) -> bool:
     """Return whether a file begins as those of torch.save do."""
     with open(path, "rb") as file:

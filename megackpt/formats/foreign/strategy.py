@@ -129,8 +129,7 @@ class TensorChunks(Chunks):
         # In the order in which the files name their tensors, which is that of their bytes. Not by addresses:
         # ranks divide the work by these numbers, and each rank maps the files to other addresses.
         in_files = np.array([order for order, _ in numbered], np.int64)[number][rows]
-        self.position = np.empty(len(rows), np.int64)
-        self.position[np.lexsort((rows, in_files))] = np.arange(len(rows))
+        self.position = np.argsort(np.lexsort((rows, in_files)))
 
     def describe(self, row: int) -> str:
         """Return where a chunk lies."""

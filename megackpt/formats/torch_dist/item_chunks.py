@@ -68,9 +68,7 @@ class ItemChunks(Chunks):
         order = sorted(
             range(len(self._items)), key=lambda i: (self._items[i].file, self._items[i].offset_bytes)
         )
-        position = np.empty(len(order), np.int64)
-        position[order] = np.arange(len(order))
-        return position
+        return np.argsort(order)  # the inverse of the order: the position of each row
 
     def describe(self, row: int) -> str:
         """Return the file and the item of a chunk."""

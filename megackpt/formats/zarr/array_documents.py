@@ -17,12 +17,12 @@ from typing import Any
 
 from megackpt.errors import FormatError
 from megackpt.formats.strategy import Json
-from megackpt.formats.zarr.rounds import Grid
+from megackpt.formats.zarr.names import is_unicode
+from megackpt.formats.zarr.rounds import Grid, grid_extents
 from megackpt.plans.metadata import DTYPES, ArraySpec
 from megackpt.plans.metadata.chunk_table import MAX_NUMEL
 
 V2_FILE, V2_ATTRIBUTES, V3_FILE = ".zarray", ".zattrs", "zarr.json"
-MAX_DOCUMENT_BYTES = 16 * 1024 * 1024
 OURS = "megackpt"
 """The attribute with what zarr v3 has no field for: the key, and the dtype if only its bits are stored."""
 
@@ -79,7 +79,7 @@ class ZarrArray:
     @property
     def file_extents(self) -> tuple[int, ...]:
         """Number of files along each dim."""
-        return tuple(-(-n // c) for n, c in zip(self.spec.global_shape, self.grid.chunk, strict=True))
+        return grid_extents(self.spec.global_shape, self.grid.chunk)
 
     @property
     def file_nbytes(self) -> int:
@@ -116,7 +116,7 @@ class ZarrArray:
         return files | ({self.path + V2_ATTRIBUTES: _encoded(self.attributes)} if self.attributes else {})
 
 
-def array_v2(spec: ArraySpec, grid: Grid, *, directory: str = "") -> ZarrArray:
+def array_v2(spec: ArraySpec, grid: Grid) -> ZarrArray:
     """Return a zarr v2 array like those of Megatron-Core: raw bytes, no fill value.
 
     Source: Megatron-Core 0.12 `dist_checkpointing/strategies/zarr.py`.
@@ -134,7 +134,7 @@ def array_v2(spec: ArraySpec, grid: Grid, *, directory: str = "") -> ZarrArray:
     }
     return ZarrArray(
         spec=spec,
-        path=f"{directory}{spec.key}/",
+        path=f"{spec.key}/",
         grid=grid,
         document=document,
         separator=".",
@@ -262,7 +262,7 @@ def _spec_v3(document: Json, name: str, where: str) -> ArraySpec:
     if dtype != text and (dtype not in _BITS_IN_V3 or _BITS_IN_V3[dtype] != text):
         raise _unsupported(where, f"dtype {str(dtype)[:80]!r} does not fit the data type {str(text)[:80]!r}")
     key = ours.get("key", name)
-    if not isinstance(key, str) or not _is_unicode(key):
+    if not isinstance(key, str) or not is_unicode(key):
         raise _unsupported(where, f"its key {str(key)[:80]!r} is no text")
     return _spec(key, dtype, text, document.get("shape"), where)
 
@@ -311,14 +311,6 @@ def _spec(key: str, dtype: Any, text: Any, shape: Any, where: str) -> ArraySpec:
     if not _are_sizes(shape, least=0) or max([0, *shape]) > MAX_NUMEL or math.prod(shape) > MAX_NUMEL:
         raise _unsupported(where, f"shape {str(shape)[:80]} is none that an array can have")
     return ArraySpec(key, dtype, tuple(shape))
-
-
-def _is_unicode(text: str) -> bool:
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
 
 
 def _extents(sizes: Any, spec: ArraySpec, where: str) -> tuple[int, ...]:

@@ -6,9 +6,7 @@ Documents have no digest.
 
 from __future__ import annotations
 
-import io
 import math
-import zipfile
 from collections.abc import Callable, Collection, Iterable, Iterator
 from itertools import product
 
@@ -17,15 +15,6 @@ from megackpt.formats.damage import Damage, damage_of
 from megackpt.formats.zarr.array_documents import ZarrArray
 from megackpt.storage import Store
 
-_MAX_BYTES = 1 << 34  # of an object, or of common state
-_ZIP_ERRORS = (
-    zipfile.BadZipFile,
-    OSError,
-    ValueError,
-    NotImplementedError,
-    RuntimeError,
-    EOFError,
-)  # of zipfile, for damaged files
 _MAX_CELLS = 1 << 24  # of one array: a document may claim any number
 
 
@@ -72,26 +61,3 @@ def changed_documents(
                 yield Damage(
                     file=name, key=array.spec.key, what="it is not what a save writes of such an array"
                 )
-
-
-def changed_records(store: Store, names: Iterable[str]) -> Iterator[Damage]:
-    """Yield the files of torch.save, which are zip files, with a record that has a wrong checksum.
-
-    torch.load does not check checksums.
-    """
-    for name in names:
-        try:
-            data = store.read(name, max_bytes=_MAX_BYTES)
-        except CheckpointError as error:
-            yield damage_of(error, location=store.location, file=name)
-            continue
-        if not data.startswith(b"PK\3\4"):
-            continue  # written by an old version of torch, or damaged: decoding it reports an error
-        try:
-            with zipfile.ZipFile(io.BytesIO(data)) as records:
-                bad = records.testzip()
-        except _ZIP_ERRORS as error:
-            yield Damage(file=name, what=f"it is no whole zip file ({error})")
-            continue
-        if bad is not None:
-            yield Damage(file=name, what=f"its record {bad!r} has another checksum than it was saved with")

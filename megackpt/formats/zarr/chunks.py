@@ -21,7 +21,14 @@ from megackpt.errors import FormatError, IntegrityError, StorageError
 from megackpt.formats.contents import Chunks, FileRanges
 from megackpt.formats.zarr.array_codec import ArrayCodec, Elements, decoding_error, open_array, tensorstore
 from megackpt.formats.zarr.array_documents import ZarrArray
-from megackpt.formats.zarr.expansion_limits import LARGE_BYTES, ChunkEncoding, check_file, encoding_of
+from megackpt.formats.zarr.expansion_limits import (
+    ENTRY_BYTES,
+    LARGE_BYTES,
+    ChunkEncoding,
+    check_file,
+    encoding_of,
+)
+from megackpt.formats.zarr.rounds import grid_extents
 from megackpt.plans.geometry import Ints, rectangles_of
 from megackpt.plans.metadata import DTYPES, ArraySpec, ChunkTable
 from megackpt.plans.metadata.chunk_table import widen
@@ -36,7 +43,6 @@ MAX_CHUNKS = 1 << 22
 of a table. With chunks of a megabyte this is an array of 4 TiB."""
 
 _OPEN_FILES = 8  # files of stores other than directories, each as a whole in memory
-_INDEX_ENTRY_BYTES = 16  # per chunk in the index of a shard
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +84,8 @@ class ZarrChunks(Chunks):
             _check_files(store, array, files)
         self.table = _table(store, self._arrays)
         self.position = self._positions()
-        self._reader: _ArrayReader | None = None
+        self._context: Any = None  # of tensorstore: all arrays share one cache
+        self._opened: dict[str, _ArrayFiles] = {}  # by path of the array
         self._lock = threading.Lock()
         self._checked: set[tuple[str, int]] = set()  # files, and numbers of chunks in them
         self._encodings: dict[int, ChunkEncoding] = {}  # by number of the array
@@ -209,9 +216,11 @@ class ZarrChunks(Chunks):
 
     def _open(self, array: ZarrArray) -> _ArrayFiles:
         with self._lock:
-            if self._reader is None:
-                self._reader = _ArrayReader(self._store)
-        return self._reader.open(array)
+            if self._context is None:
+                self._context = tensorstore().Context({"cache_pool": {"total_bytes_limit": CACHE_BYTES}})
+            if array.path not in self._opened:
+                self._opened[array.path] = _ArrayFiles(self._store, array, self._context)
+            return self._opened[array.path]
 
     def _cell(self, array: ZarrArray, row: int) -> tuple[int, ...]:
         start = self.table.start[row].tolist()
@@ -233,9 +242,7 @@ class ZarrChunks(Chunks):
         cells = table.start // chunk[table.array] if len(table) else table.start
         # lexsort has the primary key last: the array, then the file, then the start in it.
         order = np.lexsort((*table.start.T[::-1], *cells.T[::-1], table.array))
-        position = np.empty(len(table), np.int64)
-        position[order] = np.arange(len(table))
-        return position
+        return np.argsort(order)  # the inverse of the order: the position of each row
 
 
 class _ArrayFiles:
@@ -275,22 +282,6 @@ class _ArrayFiles:
             return self._codecs[cell]
 
 
-class _ArrayReader:
-    """Opens each array once; all share one cache."""
-
-    def __init__(self, store: Store) -> None:
-        self._store = store
-        self._context = tensorstore().Context({"cache_pool": {"total_bytes_limit": CACHE_BYTES}})
-        self._open: dict[str, _ArrayFiles] = {}
-        self._lock = threading.Lock()
-
-    def open(self, array: ZarrArray) -> _ArrayFiles:
-        with self._lock:
-            if array.path not in self._open:
-                self._open[array.path] = _ArrayFiles(self._store, array, self._context)
-            return self._open[array.path]
-
-
 def _bytes_of(elements: Elements) -> npt.NDArray[np.uint8]:
     return np.ascontiguousarray(elements).reshape(-1).view(np.uint8)
 
@@ -319,8 +310,16 @@ def _check_files(store: Store, array: ZarrArray, files: Set[str]) -> None:
     Raises:
         FormatError: one is missing, or the document claims too many chunks.
     """
-    cells, inside = math.prod(array.file_extents), _chunks_in_file(array)
-    _check_count(array, cells * inside, where=f"{store.location}/{array.path}")
+    cells = math.prod(array.file_extents)
+    inside = math.prod(grid_extents(array.grid.chunk, array.grid.inner))
+    if cells * inside > MAX_CHUNKS:
+        where = f"{store.location}/{array.path}"
+        raise FormatError(
+            f"{array.spec.key!r}: {where} says that it has {cells * inside:,} chunks, more than the "
+            f"{MAX_CHUNKS:,} that an array may have. Its document is damaged; or store it in larger chunks.",
+            key=array.spec.key,
+            path=where,
+        )
     if not cells:  # `product` would still make lists for the other extents
         return
     first = None
@@ -330,26 +329,12 @@ def _check_files(store: Store, array: ZarrArray, files: Set[str]) -> None:
             raise _missing(store, array, name)
         first = first or name
     # One file is enough: a document that claims too many chunks claims as many of every file.
-    if first is not None and inside > 1 and store.size(first) < inside * _INDEX_ENTRY_BYTES:
+    if first is not None and inside > 1 and store.size(first) < inside * ENTRY_BYTES:
         raise FormatError(
             f"{array.spec.key!r}: {store.location}/{first} is too short to hold {inside:,} chunks. It was "
             f"cut short; restore it, or load another checkpoint.",
             key=array.spec.key,
             path=f"{store.location}/{first}",
-        )
-
-
-def _chunks_in_file(array: ZarrArray) -> int:
-    return math.prod(c // i for c, i in zip(array.grid.chunk, array.grid.inner, strict=True))
-
-
-def _check_count(array: ZarrArray, chunks: int, *, where: str) -> None:
-    if chunks > MAX_CHUNKS:
-        raise FormatError(
-            f"{array.spec.key!r}: {where} says that it has {chunks:,} chunks, more than the {MAX_CHUNKS:,} "
-            f"that an array may have. Its document is damaged; or store it in larger chunks.",
-            key=array.spec.key,
-            path=where,
         )
 
 
@@ -391,7 +376,7 @@ def _chunks_of(array: ZarrArray) -> tuple[Ints, Ints]:
         return none, none
     whole = np.array(array.spec.global_shape, np.int64)
     inner = np.array(array.grid.inner, np.int64)
-    counts = [-(-n // i) for n, i in zip(array.spec.global_shape, array.grid.inner, strict=True)]
+    counts = grid_extents(array.spec.global_shape, array.grid.inner)
     total = math.prod(counts)
     # An array without dims has one cell, without coordinates.
     cells = np.indices(counts).reshape(len(counts), total) if counts else np.zeros((0, 1), np.int64)

@@ -18,6 +18,7 @@ import numpy as np
 
 from megackpt.errors import FormatError
 from megackpt.formats.zarr.array_documents import ZarrArray
+from megackpt.formats.zarr.rounds import grid_extents
 from megackpt.plans.metadata import DTYPES
 from megackpt.storage import Store
 
@@ -28,7 +29,7 @@ _MAX_RATIO = 64  # of a large chunk to its file; compressors reach more only for
 _MAX_UNUSED = 4  # ratio of a large chunk to its array
 _SLACK_BYTES = 1024 * 1024  # for headers, and for data that grow when they are compressed
 _PART_BYTES = 1024 * 1024
-_ENTRY_BYTES = 16  # of the index of a shard, for each chunk
+ENTRY_BYTES = 16  # of the index of a shard, for each chunk
 _MISSING = 2**64 - 1
 _ZSTD_FRAME = 0xFD2FB528
 _ZSTD_SKIPPED = range(0x184D2A50, 0x184D2A60)
@@ -70,7 +71,7 @@ def encoding_of(array: ZarrArray) -> ChunkEncoding:
     if not codecs or codecs[0][0] != "sharding_indexed":
         return ChunkEncoding(_one_compressor(codecs, array), nbytes)
     sharding = codecs[0][1]
-    count = math.prod(c // i for c, i in zip(array.grid.chunk, array.grid.inner, strict=True))
+    count = math.prod(grid_extents(array.grid.chunk, array.grid.inner))
     index_codecs = [name for name, _ in _configurations(sharding.get("index_codecs"))]
     is_plain = index_codecs in (["bytes"], ["bytes", "crc32c"])
     # An entry of the index is an offset and a length, 8 bytes each; crc32c adds 4 bytes to the whole index.
@@ -79,7 +80,7 @@ def encoding_of(array: ZarrArray) -> ChunkEncoding:
         nbytes,
         count,
         sharding.get("index_location", "end") == "end",
-        count * _ENTRY_BYTES + 4 * (len(index_codecs) - 1) if is_plain else None,
+        count * ENTRY_BYTES + 4 * (len(index_codecs) - 1) if is_plain else None,
     )
 
 
@@ -114,7 +115,7 @@ def check_file(store: Store, array: ZarrArray, encoding: ChunkEncoding, name: st
 def _fault_of_sizes(array: ZarrArray, encoding: ChunkEncoding, nbytes: int, limit: int) -> str:
     """Return why a file of so many bytes is not decoded; "" if its size is plausible."""
     count, decoded = max(encoding.chunks_per_file, 1), encoding.chunk_nbytes
-    if nbytes > count * (limit + _ENTRY_BYTES):
+    if nbytes > count * (limit + ENTRY_BYTES):
         return f"it has {nbytes:,} bytes, and its elements {count * decoded:,}"
     # A large chunk must be worth its memory: most of it elements of the array, and its file not tiny.
     needed = math.prod(array.spec.global_shape) * DTYPES[array.spec.dtype].itemsize
@@ -131,7 +132,7 @@ def _find_in_shard(
         raise _not_decoded(store, array, name, "the index of its chunks is compressed, or longer than it")
     begin = nbytes - encoding.index_nbytes if encoding.index_at_end else 0
     entry = np.zeros(2, "<u8")
-    store.read_into(name, begin + chunk * _ENTRY_BYTES, entry.data.cast("B"))
+    store.read_into(name, begin + chunk * ENTRY_BYTES, entry.data.cast("B"))
     start, length = entry.tolist()
     if (start, length) == (_MISSING, _MISSING):
         return 0, 0  # tensorstore reports it

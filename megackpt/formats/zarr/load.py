@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 from megackpt.errors import FormatError
 from megackpt.formats.contents import Contents
-from megackpt.formats.documents import parse_document
+from megackpt.formats.documents import parse_document, read_document
 from megackpt.formats.file_names import ZARR_V3
-from megackpt.formats.strategy import Json
 from megackpt.formats.zarr import names
 from megackpt.formats.zarr.array_documents import (
-    MAX_DOCUMENT_BYTES,
     V2_ATTRIBUTES,
     V2_FILE,
     V3_FILE,
@@ -33,15 +31,8 @@ _IDENTIFYING = (f"/{V2_FILE}", f"/{V3_FILE}", ".pt", ".bin")
 """Ends of the names of files without which a reader would not know that there is an array, or an object."""
 
 
-@dataclass(frozen=True, slots=True)
-class Shard:
-    """One object in a file.
-
-    Attributes:
-        offset: its offset in the array of objects.
-        shape: shape of that array, according to the name of the file.
-        name: the file.
-    """
+class Shard(NamedTuple):
+    """One object: its offset in the array of objects, that array's shape by the file's name, and the file."""
 
     offset: tuple[int, ...]
     shape: tuple[int, ...]
@@ -60,16 +51,12 @@ def find_arrays_v2(store: Store, listed: Iterable[str]) -> list[ZarrArray]:
         path = name.removesuffix(V2_FILE)
         if path == name or not path.endswith("/") or name.startswith(names.STAGING):
             continue
-        where = f"{store.location}/{name}"
-        data = store.read(name, max_bytes=MAX_DOCUMENT_BYTES)
         # Below a directory of locks, an empty file of this name locks a document and is none.
-        if not data and path.endswith(_LOCKS):
+        if path.endswith(_LOCKS) and not store.size(name):
             continue
-        document = parse_document(data, where=where)
-        attributes: Json = {}
-        if path + V2_ATTRIBUTES in files:
-            text = store.read(path + V2_ATTRIBUTES, max_bytes=MAX_DOCUMENT_BYTES)
-            attributes = parse_document(text, where=f"{store.location}/{path}{V2_ATTRIBUTES}")
+        where = f"{store.location}/{name}"
+        document = read_document(store, name)
+        attributes = read_document(store, path + V2_ATTRIBUTES) if path + V2_ATTRIBUTES in files else {}
         arrays.append(parse_v2(document, attributes, key=path.rstrip("/"), path=path, where=where))
     return arrays
 
@@ -106,7 +93,7 @@ def find_arrays_v3(store: Store, listed: Iterable[str], *, directory: str) -> li
 def _read_array(store: Store, name: str, *, key: str) -> ZarrArray | None:
     """Return the array that a document describes, of this key unless it says another; None for a group."""
     where = f"{store.location}/{name}"
-    document = parse_document(store.read(name, max_bytes=MAX_DOCUMENT_BYTES), where=where)
+    document = read_document(store, name)
     if document.get("node_type") == "group":
         return None
     if document.get("node_type") != "array":

@@ -98,7 +98,7 @@ def check_lengths(arrays: Iterable[ArraySpec]) -> None:
         DeclarationError: an encoded key is empty, or longer than 255 bytes.
     """
     for spec in arrays:
-        if not 0 < len(quoted(spec.key).encode(errors="replace")) < 256 or not _is_unicode(spec.key):
+        if not 0 < len(quoted(spec.key).encode(errors="replace")) < 256 or not is_unicode(spec.key):
             raise DeclarationError(
                 f"{spec.key[:80]!r}: format zarr version 3 makes a directory name of the key, which is "
                 f"empty, longer than 255 bytes, or no valid Unicode. Use another key, or "
@@ -107,7 +107,8 @@ def check_lengths(arrays: Iterable[ArraySpec]) -> None:
             )
 
 
-def _is_unicode(text: str) -> bool:
+def is_unicode(text: str) -> bool:
+    """Return whether UTF-8 can encode a text: halves of characters cannot be encoded."""
     try:
         text.encode()
     except UnicodeEncodeError:

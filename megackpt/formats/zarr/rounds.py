@@ -76,14 +76,14 @@ def _grid_of(spec: ArraySpec, rows: ChunkTable, width: int, rules: GridRules) ->
     nbytes = spec.numel * width
     most = max(rules.files_per_row * len(rows), -(-nbytes // rules.file_bytes))
     target = rules.file_bytes
-    if _count(exact.chunk, spec.global_shape) <= most:
+    if math.prod(grid_extents(spec.global_shape, exact.chunk)) <= most:
         # Every cut is on a line of this grid, so no two ranks share a file.
         steps = exact
     else:
         # Ranks share files. Few ranks share a file that is no larger than what a rank has.
         least = int((rows.flat_stop - rows.flat_start).min()) * width
         target = min(target, max(least, nbytes // (rules.files_per_row * len(rows)), 1))
-        fits = _count(boxes.chunk, spec.global_shape) <= most
+        fits = math.prod(grid_extents(spec.global_shape, boxes.chunk)) <= most
         whole = tuple(max(n, 1) for n in spec.global_shape)
         steps = boxes if fits else _Steps(whole, (False,) * dims)
     chunk = _shrunk(steps, max(target // width, 1))
@@ -125,10 +125,6 @@ def _common_steps(ends: Ints, shape: tuple[int, ...]) -> _Steps:
         chunk.append(step or max(extent, 1))
         aligned.append(step > 0)
     return _Steps(tuple(chunk), tuple(aligned))
-
-
-def _count(chunk: tuple[int, ...], shape: tuple[int, ...]) -> int:
-    return math.prod(-(-n // c) for n, c in zip(shape, chunk, strict=True))
 
 
 def _shrunk(steps: _Steps, target: int) -> tuple[int, ...]:

@@ -18,12 +18,12 @@ from megackpt.formats.damage import Damage, damage_of
 from megackpt.formats.file_names import ZARR_V1
 from megackpt.formats.safe_pickle import load_value, warn_of_unsafe_pickle
 from megackpt.formats.strategy import MANIFEST, Format, Json, LoadStrategy
+from megackpt.formats.torch_zip import changed_record
 from megackpt.formats.zarr import names
 from megackpt.formats.zarr.array_codec import tensorstore
 from megackpt.formats.zarr.array_documents import V2_FILE, array_v2
 from megackpt.formats.zarr.checking import (
     changed_documents,
-    changed_records,
     missing_chunks,
     missing_files,
 )
@@ -92,7 +92,7 @@ class ZarrV2LoadStrategy(LoadStrategy):
             if attempt is not None:
                 yield from changed_documents(store, arrays, lambda array: array_v2(array.spec, array.grid))
                 if deep:
-                    yield from changed_records(
+                    yield from _changed_records(
                         store, [n for n in files if n.endswith(SUFFIX) and n in listed]
                     )
         except CheckpointError as error:
@@ -128,6 +128,21 @@ class ZarrV2LoadStrategy(LoadStrategy):
             identity=_attempt(listed) or identity_of(arrays, listed),
             names_save=_attempt(listed) is not None,
         )
+
+
+def _changed_records(store: Store, files: Iterable[str]) -> Iterator[Damage]:
+    """Yield the files of torch.save with a record that has a wrong checksum, which torch.load does not check.
+
+    Files of old versions of torch have none.
+    """
+    for name in files:
+        try:
+            what = changed_record(store.read(name, max_bytes=_COMMON_MAX_BYTES))
+        except CheckpointError as error:
+            yield damage_of(error, location=store.location, file=name)
+            continue
+        if what is not None:
+            yield Damage(file=name, what=what)
 
 
 def _check_marked(store: Store, listed: Sequence[str]) -> None:

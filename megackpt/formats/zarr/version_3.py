@@ -21,7 +21,7 @@ from megackpt.formats.damage import Damage, damage_of
 from megackpt.formats.documents import (
     attempt_in_manifest,
     file_entry,
-    parse_document,
+    read_document,
     read_small_file,
     unpadded_shapes,
     write_small_file,
@@ -38,7 +38,7 @@ from megackpt.formats.strategy import (
 )
 from megackpt.formats.zarr import names
 from megackpt.formats.zarr.array_codec import tensorstore
-from megackpt.formats.zarr.array_documents import MAX_DOCUMENT_BYTES, V3_FILE, ZarrArray, array_v3, group_v3
+from megackpt.formats.zarr.array_documents import V3_FILE, ZarrArray, array_v3, group_v3
 from megackpt.formats.zarr.assembly import Assembler, WritePlan, gathered, put_file
 from megackpt.formats.zarr.checking import changed_documents, missing_chunks, missing_files
 from megackpt.formats.zarr.chunks import StoredObjects
@@ -152,11 +152,7 @@ class ZarrV3SaveStrategy(SaveStrategy):
 
     def write_common(self, store: Store, *, attempt: str, common: Any) -> Json:
         """Write common state as one blob."""
-        data = pack(common)
-        put_file(store, names.common_file(attempt), data)
-        return {
-            "common": {"file": names.common_file(attempt), "nbytes": len(data), "xxh3_128": digest_of(data)}
-        }
+        return {"common": write_small_file(store, names.common_file(attempt), pack(common))}
 
     def publish(self, store: Store, *, attempt: str, entries: Json) -> Json:
         """Remove the empty directories of earlier attempts; return the entries."""
@@ -271,6 +267,7 @@ class ZarrV3LoadStrategy(LoadStrategy):
         tensorstore()
         detected = bool(manifest.get("detected"))
         stored = _find(store, manifest)
+        own_identity = f"{manifest.get('attempt')} {manifest.get(_REMOVED, [])}"
         contents = open_contents(
             store,
             arrays=stored.arrays,
@@ -278,7 +275,7 @@ class ZarrV3LoadStrategy(LoadStrategy):
             listed=stored.listed,
             common=lambda: dict(_NOTHING) if detected else _read_common(store, manifest),
             decode_object=lambda data, where: unpack(without_digest(data, where=where), where=where),
-            identity=identity_of(stored.arrays, stored.listed) if detected else _identity(manifest),
+            identity=identity_of(stored.arrays, stored.listed) if detected else own_identity,
             names_save=not detected,
         )
         unpadded = unpadded_shapes(manifest, contents.arrays, where=f"{store.location}/{MANIFEST}")
@@ -339,8 +336,7 @@ def _identifying_files(store: Store, manifest: Json) -> list[str]:
 def _is_array(store: Store, name: str) -> bool:
     """Return whether a document describes an array, or is damaged, which opening it reports."""
     try:
-        data = store.read(name, max_bytes=MAX_DOCUMENT_BYTES)
-        return parse_document(data, where=f"{store.location}/{name}").get("node_type") != "group"
+        return bool(read_document(store, name).get("node_type") != "group")
     except FormatError:
         return True
 
@@ -368,10 +364,6 @@ def _key_of(name: str) -> str:
 
 def _key_of_directory(directory: str) -> str:
     return names.unquoted(directory.rpartition("/")[2])
-
-
-def _identity(manifest: Json) -> str:
-    return f"{manifest.get('attempt')} {manifest.get(_REMOVED, [])}"
 
 
 def with_digest(data: bytes) -> bytes:
