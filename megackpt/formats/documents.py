@@ -124,6 +124,32 @@ def read_small_file(
     return data, where
 
 
+CONTENT_METADATA = "content_metadata"
+"""Key of content metadata in common.pt. Source: Megatron-Core `dist_checkpointing.serialization`."""
+
+
+def manifest_of_megatron(backend: str, version: int) -> Json:
+    """Return the whole content of metadata.json: Megatron-Core up to 0.16 fails on any other field."""
+    common = {"common_backend": "torch", "common_backend_version": 1}
+    return {"sharded_backend": backend, "sharded_backend_version": version, **common}
+
+
+def split_common(state: object, *, where: str, has_content_metadata: bool = True) -> Json:
+    """Return common state as `Contents.common` has it, from the content of common.pt.
+
+    Raises:
+        FormatError: it is not a dict; where is its path.
+    """
+    if not isinstance(state, dict):
+        raise FormatError(
+            f"{where}: common state is a {type(state).__name__}, not a dict. The file is damaged, or "
+            f"{MANIFEST} is of another checkpoint.",
+            path=where,
+        )
+    content = state.pop(CONTENT_METADATA, None) if has_content_metadata else None
+    return {"state_dict": state, CONTENT_METADATA: content}
+
+
 UNPADDED = "unpadded"
 """Entry with the shapes of arrays without their padding, by key; missing if there are none."""
 

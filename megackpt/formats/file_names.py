@@ -33,20 +33,21 @@ class FileNames:
 
     def attempt_of(self, name: str) -> str | None:
         """Return the attempt in a file name; None for a name that carries none, or is of no such file."""
-        match = _compiled(self.attempt).fullmatch(name)
+        match = compiled(self.attempt).fullmatch(name)
         return next((group for group in match.groups() if group), None) if match else None
 
     def is_marker(self, name: str) -> bool:
         """Return whether a file shows that there may be files whose names carry no attempt."""
-        return self.marker is not None and _compiled(self.marker).fullmatch(name) is not None
+        return self.marker is not None and compiled(self.marker).fullmatch(name) is not None
 
     def is_foreign(self, name: str) -> bool:
         """Return whether `LoadStrategy.detect` may recognise a directory with a file of this name."""
-        return self.foreign is None or _compiled(self.foreign).fullmatch(name) is not None
+        return self.foreign is None or compiled(self.foreign).fullmatch(name) is not None
 
 
 @cache
-def _compiled(pattern: str) -> re.Pattern[str]:
+def compiled(pattern: str) -> re.Pattern[str]:
+    """Return the regular expression of a pattern for names."""
     return re.compile(pattern, re.DOTALL)  # a key, and so a name, may contain a newline
 
 
@@ -84,6 +85,12 @@ ZARR_V3 = FileNames(
     attempt=rf"(?:zarr|objects)-{_ATTEMPT}/.*|common-{_ATTEMPT}\.safetensors|files-{_ATTEMPT}\.json",
     foreign=r".*/zarr\.json",
 )
+
+
+def is_of_a_save(name: str) -> bool:
+    """Return whether a file is one that a save in a built-in format leaves before its commit, too."""
+    return any(of.attempt_of(name) is not None for of in (NATIVE, TORCH_DIST, ZARR_V1, ZARR_V3))
+
 
 DEEPSPEED = FileNames(attempt=NOTHING, foreign=r"(?:[^/]+/)?[^/]*mp_rank_\d+_model_states\.pt")
 """Files of a step, in its folder or in the folder of all steps."""

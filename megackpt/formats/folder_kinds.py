@@ -9,10 +9,17 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import cache
 from shlex import quote
 
-from megackpt.formats.file_names import DEEPSPEED, HUGGINGFACE, LEGACY_MEGATRON, NVRX, TORCH_DIST, TORCH_SAVE
+from megackpt.formats.file_names import (
+    DEEPSPEED,
+    HUGGINGFACE,
+    LEGACY_MEGATRON,
+    NVRX,
+    TORCH_DIST,
+    TORCH_SAVE,
+    compiled,
+)
 
 _INSPECT = "Look into it with `megackpt inspect {shell}`"
 _CONVERT = f"{_INSPECT}, or make a checkpoint of it with `megackpt convert {{shell}} NEW`."
@@ -217,7 +224,7 @@ def recognise_names(names: Sequence[str], *, where: str) -> RecognisedFolder | N
     "a run of Hugging Face's Trainer, with a checkpoint for each step"
     """
     for kind in KINDS:
-        if any(map(_compiled(kind.files).fullmatch, names)):
+        if any(map(compiled(kind.files).fullmatch, names)):
             subfolder = "" if kind.subfolder is None else _largest(kind.subfolder, names)
             if subfolder is not None:
                 return RecognisedFolder(
@@ -228,10 +235,5 @@ def recognise_names(names: Sequence[str], *, where: str) -> RecognisedFolder | N
 
 def _largest(pattern: str, names: Iterable[str]) -> str | None:
     """Return the first group of the match with the largest number in it; None if nothing matches."""
-    groups = {match[1] for name in names if (match := _compiled(pattern).fullmatch(name))}
+    groups = {match[1] for name in names if (match := compiled(pattern).fullmatch(name))}
     return max(groups, key=lambda group: ([int(n) for n in re.findall(r"\d+", group)], group), default=None)
-
-
-@cache
-def _compiled(pattern: str) -> re.Pattern[str]:
-    return re.compile(pattern, re.DOTALL)

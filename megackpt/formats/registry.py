@@ -90,13 +90,11 @@ def save_strategy(choice: SaveChoice) -> SaveStrategy:
                 f"or an object of such a class.{_meant_as_options(choice)}"
             )
         return choice
-    # A pair is one format, a name stands for all of its versions: the newest that can be saved is taken.
-    known = [name for name in _names() if choice in (name, name[0])]
-    for name in sorted(known, reverse=True):
+    for name in _chosen(choice):  # the newest that can be saved is taken
         save = _format(name).save
         if save is not None:
             return save()
-    raise _unknown(choice, known)
+    raise _unknown(choice)
 
 
 def not_imported(choice: SaveChoice) -> Name | None:
@@ -108,7 +106,7 @@ def not_imported(choice: SaveChoice) -> Name | None:
     """
     if not isinstance(choice, (str, tuple)):
         return None
-    for name in sorted((name for name in _names() if choice in (name, name[0])), reverse=True):
+    for name in _chosen(choice):
         if name not in _BUILT_IN:
             # The entry point of another package is imported when it is looked up.
             if _format(name).save is not None:
@@ -129,14 +127,19 @@ def check_known(choice: str | Name, *, to_save: bool = False) -> None:
         DeclarationError: there is no such backend or version; or, with to_save, the format is a built-in one
             that can only be read.
     """
-    known = [name for name in _names() if choice in (name, name[0])]
+    known = _chosen(choice)
     if not known or (to_save and _READ_ONLY.issuperset(known)):
-        raise _unknown(choice, known)
+        raise _unknown(choice)
 
 
-def _unknown(choice: object, known: Sequence[Name]) -> DeclarationError:
-    """Return the error for a format that cannot be saved; known are those that the choice stands for."""
-    hint = " (it is only read)" if known else ""
+def _chosen(choice: str | Name) -> list[Name]:
+    """Return the formats that a choice stands for, newest first: a name stands for all of its versions."""
+    return sorted((name for name in _names() if choice in (name, name[0])), reverse=True)
+
+
+def _unknown(choice: str | Name) -> DeclarationError:
+    """Return the error for a format that cannot be saved."""
+    hint = " (it is only read)" if _chosen(choice) else ""
     name = choice[0] if isinstance(choice, tuple) and choice else choice
     meant = did_you_mean(name, [backend for backend, _ in _names() if backend != name])
     return DeclarationError(

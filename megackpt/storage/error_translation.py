@@ -51,7 +51,7 @@ def storage_error(error: OSError, *, action: str, path: str, nbytes: int | None 
     else:
         advice = _ADVICE.get(error.errno or 0, "Check the file system and try again.")
         file = _non_directory_in(path) if error.errno == errno.ENOTDIR else path
-        advice = advice.format(uid=_uid(), file=file)
+        advice = advice.format(uid=os.getuid(), file=file)
     translated = StorageError(
         f"{path}: cannot {action}: {meaning}{code and f' ({code})'}. {advice}", path=path
     )
@@ -163,7 +163,3 @@ def _non_directory_in(path: str) -> str:
     while not os.path.lexists(path) and os.path.dirname(path) != path:
         path = os.path.dirname(path)
     return "A part of the path" if os.path.isdir(path) else path
-
-
-def _uid() -> str:
-    return str(os.getuid()) if hasattr(os, "getuid") else "?"

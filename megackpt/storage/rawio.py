@@ -19,7 +19,7 @@ import mmap
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import numpy as np
 import numpy.typing as npt
@@ -35,7 +35,7 @@ _CACHESTAT = 451  # the number of the system call on every architecture but Alph
 _FILE_SYSTEMS_IN_MEMORY = (0x01021994, 0x858458F6, 0x958458F6)  # tmpfs, ramfs, hugetlbfs
 _SAMPLES = 8
 _SAMPLE_BYTES = 1 << 20
-_libc = ctypes.CDLL(None, use_errno=True) if os.name == "posix" else None
+_libc = ctypes.CDLL(None, use_errno=True)
 
 
 def write_fully(descriptor: int, data: memoryview, offset: int) -> None:
@@ -114,19 +114,11 @@ def reserve(descriptor: int, nbytes: int) -> None:
             return
 
 
-def _load_fallocate() -> Callable[[int, int, int, int], int] | None:
-    # Not os.posix_fallocate: where the file system cannot reserve, the C library writes to every block of the
-    # file instead, which doubles the I/O.
-    try:
-        function = ctypes.CDLL(None, use_errno=True).fallocate64
-    except (OSError, AttributeError):
-        return None
-    function.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
-    function.restype = ctypes.c_int
-    return function
-
-
-_fallocate = _load_fallocate()
+# Not os.posix_fallocate: where the file system cannot reserve, the C library writes to every block of the
+# file instead, which doubles the I/O.
+_fallocate = getattr(_libc, "fallocate64", None)
+if _fallocate is not None:
+    _fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
 
 
 class _CachestatRange(ctypes.Structure):
@@ -146,7 +138,7 @@ def is_in_memory(descriptor: int) -> bool:
 
     Source: fstatfs(2).
     """
-    if _libc is None or sys.platform != "linux":
+    if sys.platform != "linux":
         return False
     state = (ctypes.c_long * 64)()  # struct statfs, which begins with the type and is much shorter
     return not _libc.fstatfs(descriptor, ctypes.byref(state)) and state[0] in _FILE_SYSTEMS_IN_MEMORY
@@ -160,7 +152,7 @@ def is_cached(descriptor: int, offset_bytes: int, nbytes: int) -> bool:
     Source: cachestat(2), since Linux 6.5; mincore(2), which takes 70 times as long.
     """
     global _has_cachestat
-    if _libc is None or sys.platform != "linux" or nbytes <= 0:
+    if sys.platform != "linux" or nbytes <= 0:
         return True
     if _has_cachestat:
         pages = _CachestatPages()
@@ -185,7 +177,6 @@ def is_sampled_cached(descriptor: int) -> bool:
 
 def _is_in_core(descriptor: int, offset_bytes: int, nbytes: int) -> bool:
     """Do the same as `is_cached` with mincore, for systems without cachestat."""
-    assert _libc is not None
     first = offset_bytes // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY
     length = offset_bytes + nbytes - first
     try:

@@ -5,7 +5,7 @@ Nothing is copied: each array is made of parts, which are tensors in mapped file
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -135,16 +135,6 @@ class ForeignState:
     common: Mapping[str, Any]
     origin: Mapping[str, Any]
     left_out: tuple[str, ...] = field(default=())
-
-
-def consecutive_parts(tensors: Iterable[Tensor], shape: tuple[int, ...]) -> tuple[SourcePart, ...]:
-    """Return parts of an array from tensors that follow each other in its flattening. Pure."""
-    parts, at = [], 0
-    for data in tensors:
-        if data.numel():
-            parts.append(SourcePart(data, (0,) * len(shape), shape, at))
-            at += data.numel()
-    return tuple(parts)
 
 
 def check_tensor(tensor: Tensor, key: str) -> None:
@@ -278,13 +268,18 @@ class NamedTrainingState:
         left_out = list(self.left_out)
         others = plain_part(self.others, "", left_out)
         groups = plain_part(list(self.groups), "param_groups", left_out)
-        named = list(self._weights(masters=weights == "masters"))
         if keys == "torch":
             # If the weights are the masters, a second copy under `masters.` has nothing to add.
-            arrays = [*_weight_arrays(named, "model."), *self._torch_states(with_masters=weights == "model")]
+            arrays = [
+                *self._weights("model.", masters=weights == "masters"),
+                *self._torch_states(with_masters=weights == "model"),
+            ]
             optimizer = self._torch_optimizer(groups)
         else:
-            arrays = [*_weight_arrays(named, prefix), *self._megackpt_states(prefix)]
+            arrays = [
+                *self._weights(prefix, masters=weights == "masters"),
+                *self._megackpt_states(prefix),
+            ]
             optimizer = {"param_groups": {str(i): group for i, group in enumerate(groups)}}
         return ForeignState(
             arrays=tuple(arrays),
@@ -293,10 +288,8 @@ class NamedTrainingState:
             left_out=tuple(left_out),
         )
 
-    def _weights(
-        self, *, masters: bool
-    ) -> Iterator[tuple[str, torch.dtype, tuple[int, ...], Sequence[Tensor]]]:
-        """Yield name, dtype, shape and parts of each weight and buffer.
+    def _weights(self, prefix: str, *, masters: bool) -> Iterator[ForeignArray]:
+        """Yield each weight and buffer.
 
         A weight that is not stored itself is the master, rounded to the model's dtype, as ZeRO-3 makes it.
         """
@@ -305,10 +298,11 @@ class NamedTrainingState:
             if param is not None and (masters or name not in self.weights):
                 parts = param.states[MASTER]
                 dtype = parts[0].dtype if masters else self.dtypes.get(name, parts[0].dtype)
-                yield name, dtype, param.shape, parts
+                yield _array(f"{prefix}{name}", dtype, param.shape, parts)
             elif name in self.weights or self.aliases.get(name) in self.weights:
                 shape, parts = self.weights[name if name in self.weights else self.aliases[name]]
-                yield name, self._widened(parts[0].dtype) if masters else parts[0].dtype, shape, parts
+                dtype = self._widened(parts[0].dtype) if masters else parts[0].dtype
+                yield _array(f"{prefix}{name}", dtype, shape, parts)
             else:
                 raise FormatError(
                     f"{self.where}: {name!r} has no values in these files. They are damaged.",
@@ -360,12 +354,11 @@ class NamedTrainingState:
                 yield name, torch.as_tensor(number, dtype=torch.float32 if name == "step" else None).clone()
 
 
-def _weight_arrays(
-    named: Sequence[tuple[str, torch.dtype, tuple[int, ...], Sequence[Tensor]]], prefix: str
-) -> Iterator[ForeignArray]:
-    for name, dtype, shape, parts in named:
-        yield _array(f"{prefix}{name}", dtype, shape, parts)
-
-
-def _array(key: str, dtype: torch.dtype, shape: tuple[int, ...], parts: Sequence[Tensor]) -> ForeignArray:
-    return ForeignArray(key, dtype, shape, consecutive_parts(parts, shape))
+def _array(key: str, dtype: torch.dtype, shape: tuple[int, ...], tensors: Sequence[Tensor]) -> ForeignArray:
+    """Return an array of tensors that follow each other in its flattening."""
+    parts, at = [], 0
+    for data in tensors:
+        if data.numel():
+            parts.append(SourcePart(data, (0,) * len(shape), shape, at))
+            at += data.numel()
+    return ForeignArray(key, dtype, shape, tuple(parts))

@@ -23,14 +23,7 @@ from megackpt.entities.torch_sharded import declare_dtensor
 from megackpt.entities.tree import Steps, dotted
 from megackpt.errors import DeclarationError, FormatError, NotACheckpointError, UnsupportedError
 from megackpt.formats.documents import parse_document
-from megackpt.formats.file_names import (
-    NATIVE,
-    TORCH_DIST,
-    TORCH_SAVE,
-    TRAINER_ARGUMENTS,
-    ZARR_V1,
-    ZARR_V3,
-)
+from megackpt.formats.file_names import TORCH_SAVE, TRAINER_ARGUMENTS, is_of_a_save
 from megackpt.formats.foreign.mapped_files import load_mapped_file
 from megackpt.formats.foreign.mapped_memory import in_memory
 from megackpt.formats.foreign.state import (
@@ -71,16 +64,11 @@ class TorchSaveLoadStrategy(ForeignLoadStrategy):
         """
         if isinstance(store, LocalStore) and os.path.isfile(store.location) and is_zip_file(store.location):
             return self.manifest()
-        ours = (NATIVE, TORCH_DIST, ZARR_V1, ZARR_V3)
-        for name in names_of(store):
-            is_of_a_step = name.endswith("/metadata.json")  # the folder is the root of a run
-            if (
-                is_of_a_step
-                or name.endswith(".distcp")
-                or any(file_names.attempt_of(name) for file_names in ours)
-            ):
-                return None
-        return super().detect(store)
+        # With such a manifest in a subfolder, the folder is the root of a run.
+        is_ours = any(
+            name.endswith(("/metadata.json", ".distcp")) or is_of_a_save(name) for name in names_of(store)
+        )
+        return None if is_ours else super().detect(store)
 
     def read(self, path: str, *, checks_bytes: bool) -> ForeignState:
         """Return what the files hold."""

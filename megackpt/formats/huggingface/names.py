@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection
 
-from megackpt.formats.file_names import HUGGINGFACE, HUGGINGFACE_MODELS, NATIVE, TORCH_DIST, ZARR_V1, ZARR_V3
+from megackpt.formats.file_names import HUGGINGFACE, HUGGINGFACE_MODELS, is_of_a_save
 
 BACKEND = "huggingface"
 VERSION = 1
@@ -44,10 +44,7 @@ def find_model(names: Collection[str]) -> str | None:
     if len(files) != 1 or not HUGGINGFACE.is_foreign(files[0]) or _SHARD.fullmatch(files[0]):
         return None
     # A file that an incomplete save of ours has left does not make a folder of Hugging Face.
-    ours = (NATIVE, TORCH_DIST, ZARR_V1, ZARR_V3)
-    if any(file_names.attempt_of(name) for name in names for file_names in ours):
-        return None
-    return files[0]
+    return None if any(map(is_of_a_save, names)) else files[0]
 
 
 def training_state(names: Collection[str]) -> list[str]:

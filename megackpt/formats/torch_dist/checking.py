@@ -15,7 +15,7 @@ import numpy as np
 
 from megackpt.errors import CheckpointError, FormatError
 from megackpt.formats.damage import Damage, damage_of, size_of
-from megackpt.formats.documents import file_entry, read_document, read_manifest_file
+from megackpt.formats.documents import file_entry, manifest_of_megatron, read_document, read_manifest_file
 from megackpt.formats.index_file import read_index
 from megackpt.formats.strategy import MANIFEST, Json
 from megackpt.formats.torch_dist import names
@@ -32,16 +32,7 @@ METADATA_MAX_BYTES = 2 << 30
 COMMON_MAX_BYTES = 4 << 30
 """Limits of the two files, which are read as a whole."""
 
-CONTENT_METADATA = "content_metadata"
-"""Key of content metadata in common.pt. Source: Megatron-Core `dist_checkpointing.serialization`."""
-
-MANIFEST_CONTENT: Json = {
-    "sharded_backend": names.BACKEND,
-    "sharded_backend_version": names.VERSION,
-    "common_backend": "torch",
-    "common_backend_version": 1,
-}
-"""The whole content of metadata.json: Megatron-Core up to 0.16 fails on any other field."""
+MANIFEST_CONTENT = manifest_of_megatron(names.BACKEND, names.VERSION)
 
 
 def read_metadata(store: Store) -> bytes:

@@ -10,14 +10,19 @@ from typing import Any
 from megackpt.errors import FormatError
 from megackpt.formats.contents import Contents, FileChunks
 from megackpt.formats.damage import Damage
-from megackpt.formats.documents import read_document, read_small_file, unpadded_shapes
+from megackpt.formats.documents import (
+    CONTENT_METADATA,
+    read_document,
+    read_small_file,
+    split_common,
+    unpadded_shapes,
+)
 from megackpt.formats.index_reader import open_index
 from megackpt.formats.safe_pickle import load_value, warn_of_unsafe_pickle
 from megackpt.formats.strategy import Json, LoadStrategy
 from megackpt.formats.torch_dist import names
 from megackpt.formats.torch_dist.checking import (
     COMMON_MAX_BYTES,
-    CONTENT_METADATA,
     MANIFEST_CONTENT,
     check_files,
     find_note,
@@ -78,7 +83,7 @@ def _open_own(store: Store, note: Json, name: str, *, identity: str, allow_unsaf
     def common() -> Json:
         data, where = read_small_file(store, note, "common", document_name=name)
         state = load_value(data, where=where, allow_unsafe=allow_unsafe)
-        return _split_common(state, where=where, has_content_metadata=bool(note.get(CONTENT_METADATA)))
+        return split_common(state, where=where, has_content_metadata=bool(note.get(CONTENT_METADATA)))
 
     arrays = {a.key: a for a in index.arrays}
     return Contents(
@@ -137,7 +142,7 @@ def _foreign_common(
 def _common_of_file(store: Store, allow_unsafe: bool) -> Json:
     where = f"{store.location}/{names.COMMON}"
     data = store.read(names.COMMON, max_bytes=COMMON_MAX_BYTES)
-    return _split_common(load_value(data, where=where, allow_unsafe=allow_unsafe), where=where)
+    return split_common(load_value(data, where=where, allow_unsafe=allow_unsafe), where=where)
 
 
 def _common_of_object(store: Store, metadata: DcpMetadata, allow_unsafe: bool) -> Json:
@@ -149,7 +154,7 @@ def _common_of_object(store: Store, metadata: DcpMetadata, allow_unsafe: bool) -
     chunks.read_into(row, 0, memoryview(data), verify=False)
     where = f"{store.location}: object {COMMON_OBJECT!r}"
     value = load_value(memoryview(data)[1:], where=where, allow_unsafe=allow_unsafe)
-    return _split_common(_only_one(value, where), where=where)
+    return split_common(_only_one(value, where), where=where)
 
 
 def _is_of_another_save(store: Store) -> bool:
@@ -184,12 +189,3 @@ def _only_one(value: Any, where: str) -> Any:
             path=where,
         )
     return value[0]
-
-
-def _split_common(state: Any, *, where: str, has_content_metadata: bool = True) -> Json:
-    if not isinstance(state, dict):
-        raise FormatError(
-            f"{where}: common state is a {type(state).__name__}, not a dict. The file is damaged.", path=where
-        )
-    content = state.pop(CONTENT_METADATA, None) if has_content_metadata else None
-    return {"state_dict": state, "content_metadata": content}

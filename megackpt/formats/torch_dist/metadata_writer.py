@@ -76,7 +76,9 @@ def _listed(written: WrittenItems) -> tuple[dict[str, Any], dict[MetadataIndex, 
     """Return the entries of all arrays and objects, and where each item lies."""
     table = written.table
     entries: dict[str, Any] = {
-        a.key: TensorStorageMetadata(_properties(a.dtype), torch.Size(a.global_shape), [])
+        a.key: TensorStorageMetadata(
+            TensorProperties(dtype=torch_dtype(a.dtype)), torch.Size(a.global_shape), []
+        )
         for a in table.arrays
         if a.dtype != OBJECT
     }
@@ -110,10 +112,6 @@ def _taken(key: str, start: Extents) -> DeclarationError:
         f"overlap, and no key may look like another's object.",
         key=key,
     )
-
-
-def _properties(dtype: str) -> TensorProperties:
-    return TensorProperties(dtype=torch_dtype(dtype))
 
 
 def without_keys(metadata: Any, *, key_prefix: str) -> Metadata:

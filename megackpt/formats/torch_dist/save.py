@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from megackpt.errors import DeclarationError, FormatError, StorageError, UnserializableError
-from megackpt.formats.documents import read_manifest_file, write_small_file
+from megackpt.formats.documents import CONTENT_METADATA, read_manifest_file, write_small_file
 from megackpt.formats.file_names import TORCH_DIST, TORCH_DIST_TEMPORARY
 from megackpt.formats.index_file import (
     check_files_exist,
@@ -27,7 +27,6 @@ from megackpt.formats.strategy import MANIFEST, Capabilities, ChunkParts, Json, 
 from megackpt.formats.torch_dist import names
 from megackpt.formats.torch_dist.checking import (
     COMMON_MAX_BYTES,
-    CONTENT_METADATA,
     MANIFEST_CONTENT,
     METADATA_MAX_BYTES,
     find_note,

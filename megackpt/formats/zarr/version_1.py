@@ -12,9 +12,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-from megackpt.errors import CheckpointError, FormatError
+from megackpt.errors import CheckpointError
 from megackpt.formats.contents import Contents
 from megackpt.formats.damage import Damage, damage_of
+from megackpt.formats.documents import CONTENT_METADATA, manifest_of_megatron, split_common
 from megackpt.formats.file_names import ZARR_V1
 from megackpt.formats.safe_pickle import load_value, warn_of_unsafe_pickle
 from megackpt.formats.strategy import MANIFEST, Format, Json, LoadStrategy
@@ -38,17 +39,8 @@ from megackpt.formats.zarr.load import (
 from megackpt.storage import Store
 
 SUFFIX = ".pt"
-CONTENT_METADATA = "content_metadata"
-"""Key under which Megatron-Core stores content metadata in common state."""
 
-_MANIFEST: Json = {
-    "sharded_backend": names.BACKEND,
-    "sharded_backend_version": 1,
-    "common_backend": "torch",
-    "common_backend_version": 1,
-}
-"""The whole content of metadata.json: Megatron-Core fails on any other field."""
-
+_MANIFEST = manifest_of_megatron(names.BACKEND, 1)
 _COMMON_MAX_BYTES = 2**34
 _MARKER_MAX_BYTES = 2**30
 
@@ -176,17 +168,7 @@ def _attempt(listed: Iterable[str]) -> str | None:
 def _read_common(store: Store, allow_unsafe_pickle: bool) -> Any:
     where = f"{store.location}/{names.COMMON}"
     data = store.read(names.COMMON, max_bytes=_COMMON_MAX_BYTES)
-    state = load_value(data, where=where, allow_unsafe=allow_unsafe_pickle)
-    if not isinstance(state, dict):
-        raise FormatError(
-            f"{where}: the common state is a {type(state).__name__}, not a dict. The file is damaged, or "
-            f"{MANIFEST} is of another checkpoint.",
-            path=where,
-        )
-    return {
-        "state_dict": {key: value for key, value in state.items() if key != CONTENT_METADATA},
-        CONTENT_METADATA: state.get(CONTENT_METADATA),
-    }
+    return split_common(load_value(data, where=where, allow_unsafe=allow_unsafe_pickle), where=where)
 
 
 FORMAT = Format(
