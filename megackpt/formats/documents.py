@@ -16,6 +16,19 @@ from megackpt.plans.metadata import ArraySpec
 from megackpt.storage import Store, digest_of
 
 
+def damaged(reason: str, where: str, *, key: str | None = None) -> FormatError:
+    """Return the error for a file of a checkpoint that is not what its format says.
+
+    Args:
+        reason: what is wrong.
+        where: the path of the file.
+        key: of the array or object, if the file has it of a single one.
+    """
+    return FormatError(
+        f"{where}: {reason}. The file is damaged; load another checkpoint.", key=key, path=where
+    )
+
+
 def parse_document(data: bytes, *, where: str) -> Json:
     """Return a JSON document.
 
@@ -26,13 +39,9 @@ def parse_document(data: bytes, *, where: str) -> Json:
         # Of two equal keys `json` alone would keep the last without a word.
         document = json.loads(data, object_pairs_hook=object_of)
     except (ValueError, RecursionError) as error:
-        raise FormatError(
-            f"{where}: not JSON ({error}). The file is damaged; load another checkpoint.", path=where
-        ) from error
+        raise damaged(f"not JSON ({error})", where) from error
     if not isinstance(document, dict):
-        raise FormatError(
-            f"{where}: not a JSON object. The file is damaged; load another checkpoint.", path=where
-        )
+        raise damaged("not a JSON object", where)
     return document
 
 
@@ -97,9 +106,7 @@ def file_entry(store: Store, document: Json, key: str, *, document_name: str = M
         )
     # No digest covers the document itself, so its entries may have any types.
     if not isinstance(entry["file"], str) or not isinstance(entry["nbytes"], int):
-        raise FormatError(
-            f"{where}: entry {key!r} is malformed. The file is damaged; load another checkpoint.", path=where
-        )
+        raise damaged(f"entry {key!r} is malformed", where)
     return entry, f"{store.location}/{entry['file']}"
 
 
@@ -179,9 +186,6 @@ def unpadded_shapes(
             or len(shape) != len(whole)
             or not all(type(n) is int and 0 <= n <= m for n, m in zip(shape, whole, strict=True))
         ):
-            raise FormatError(
-                f"{where}: entry {UNPADDED!r} is malformed. The file is damaged; load another checkpoint.",
-                path=where,
-            )
+            raise damaged(f"entry {UNPADDED!r} is malformed", where)
         shapes[key] = tuple(shape)
     return shapes

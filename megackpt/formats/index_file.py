@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from megackpt.errors import FormatError, StorageError
-from megackpt.formats.documents import read_small_file
+from megackpt.errors import StorageError
+from megackpt.formats.documents import damaged, read_small_file
 from megackpt.formats.index_layout import (
     BLOCK_DIGESTS,
     BLOCK_ROWS,
@@ -245,7 +245,7 @@ def read_index(store: Store, document: Json, *, document_name: str = MANIFEST) -
     offset = integers(columns, "offset_bytes", where=where, length=len(table))
     # Before lengths are used to count digests: negative or huge ones would overflow the count.
     if np.any(table.nbytes < 0) or np.any(table.nbytes > _MAX_BYTES):
-        raise FormatError(f"{where}: a chunk has an impossible length. The index is damaged.", path=where)
+        raise damaged("a chunk has an impossible length", where)
     blocks = block_counts(table.nbytes)
     digests = column(columns, "digest", where=where, length=int(blocks.sum())).astype(np.uint64, copy=False)
     for name in files:
@@ -266,7 +266,7 @@ def check_locations(table: ChunkTable, file: Ints, offset: Ints, *, files: int, 
     outside = (file < 0) | (file >= files)
     outside |= (offset < 0) | (offset > _MAX_BYTES) | (table.nbytes < 0) | (table.nbytes > _MAX_BYTES)
     if outside.any():
-        raise FormatError(f"{where}: a chunk lies in no file. The index is damaged.", path=where)
+        raise damaged("a chunk lies in no file", where)
     # In the order of files and offsets, a chunk that shares bytes with any other shares some with the next.
     some = np.flatnonzero(table.nbytes)
     order = some[np.lexsort((offset[some], file[some]))]
@@ -274,12 +274,8 @@ def check_locations(table: ChunkTable, file: Ints, offset: Ints, *, files: int, 
     if overlaps.any():
         first, second = order[int(overlaps.argmax()) :][:2].tolist()
         keys = [table.arrays[int(table.array[row])].key for row in (first, second)]
-        raise FormatError(
-            f"{where}: {keys[0]!r} {table.describe(first)} and {keys[1]!r} {table.describe(second)} lie on "
-            f"the same bytes of a file. The index is damaged; load another checkpoint.",
-            key=keys[0],
-            path=where,
-        )
+        chunks = f"{keys[0]!r} {table.describe(first)} and {keys[1]!r} {table.describe(second)}"
+        raise damaged(f"{chunks} lie on the same bytes of a file", where, key=keys[0])
 
 
 def check_files_exist(store: Store, stored: StoredChunks, *, prefix: str = "") -> None:

@@ -13,13 +13,13 @@ import numpy as np
 import numpy.typing as npt
 
 from megackpt.errors import FormatError, IntegrityError
+from megackpt.formats.documents import damaged
 from megackpt.formats.index_layout import (
     ARRAY_DIGEST,
     HAS_ARRAY_DIGEST,
     ROW_COLUMNS,
     StoredColumn,
     column_in,
-    damaged,
     parse_header,
     read_array_digests,
     require,
@@ -236,12 +236,17 @@ def _read_unchanged(store: Store, entry: Json, head_entry: Json, where: str) -> 
     data = memoryview(bytearray(head_entry["nbytes"]))
     store.read_into(name, 0, data)
     if digest_of_parts([data]) != head_entry["xxh3_128"]:
-        raise IntegrityError(
-            f"{where}: the bytes 0:{head_entry['nbytes']} are not those that were saved (their "
-            f"digest differs). The file is damaged; load another checkpoint.",
-            path=where,
-        )
+        raise changed_bytes(where, 0, head_entry["nbytes"])
     return data
+
+
+def changed_bytes(where: str, start: int, stop: int) -> IntegrityError:
+    """Return the error for a range of bytes of an index that has another digest; where is its path."""
+    return IntegrityError(
+        f"{where}: the bytes {start}:{stop} are not those that were saved (their digest differs). The file "
+        f"is damaged; load another checkpoint.",
+        path=where,
+    )
 
 
 def _head_columns(data: memoryview, stored: Mapping[str, StoredColumn], where: str) -> dict[str, Column]:

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from megackpt.errors import FormatError
+from megackpt.formats.documents import damaged
 from megackpt.formats.safetensors_encoding import encode_header
 from megackpt.plans.metadata import OBJECT, ArraySpec, Column
 
@@ -120,11 +120,6 @@ def read_array_digests(
     if objects:
         raise damaged(f"{objects[0]!r} has the digest of an array and holds objects", where)
     return digests
-
-
-def damaged(reason: str, where: str) -> FormatError:
-    """Return the error for an index that is not what the format says; where is its path."""
-    return FormatError(f"{where}: {reason}. The index is damaged; load another checkpoint.", path=where)
 
 
 # Where the columns of a stored index lie.

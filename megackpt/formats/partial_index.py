@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from megackpt.errors import FormatError, IntegrityError
+from megackpt.formats.documents import damaged
 from megackpt.formats.index_file import StoredIndex, check_locations
-from megackpt.formats.index_head import IndexHead, Marks, marked_ranges, read_head
+from megackpt.formats.index_head import IndexHead, Marks, changed_bytes, marked_ranges, read_head
 from megackpt.formats.index_layout import ROW_COLUMNS
 from megackpt.formats.strategy import Json
 from megackpt.plans.geometry import Ints
@@ -218,7 +218,7 @@ class _RowBlocks:
                 wrong = np.flatnonzero(actual != expected[group.start : group.stop])
                 if wrong.size:
                     at = begin + (group.start + int(wrong[0])) * block_nbytes
-                    raise _changed_bytes(head, at, block_nbytes, begin + nbytes)
+                    raise changed_bytes(head.where, at, min(at + block_nbytes, begin + nbytes))
             yield np.frombuffer(data, column.dtype).reshape(self._count, *column.shape[1:])
 
     def _candidates(self, start: npt.NDArray[np.integer[Any]], low: Ints, high: Ints) -> tuple[Ints, Ints]:
@@ -264,11 +264,8 @@ class _RowBlocks:
         fits = np.diff(before_block) == np.diff(block_start)
         is_outside = np.any(start < block_start[block]) or np.any(stop > block_start[block + 1])
         if np.any(~fits & self._needed) or is_outside:
-            raise FormatError(
-                f"{head.where}: of the chunks {self._first}:{self._first + self._count} some have more or "
-                f"fewer digests than blocks. The index is damaged; load another checkpoint.",
-                path=head.where,
-            )
+            chunks = f"{self._first}:{self._first + self._count}"
+            raise damaged(f"of the chunks {chunks} some have more or fewer digests than blocks", head.where)
         return start
 
 
@@ -299,13 +296,6 @@ def _read_digests(store: Store, head: IndexHead, blocks: range) -> npt.NDArray[n
     wrong = np.flatnonzero(block_digests(data, size * 8) != head.digest_digests[blocks.start : blocks.stop])
     if wrong.size:
         low = column.offset_bytes + (begin + int(wrong[0]) * size) * 8
-        raise _changed_bytes(head, low, size * 8, column.offset_bytes + column.nbytes)
+        stop = min(low + size * 8, column.offset_bytes + column.nbytes)
+        raise changed_bytes(head.where, low, stop)
     return digests
-
-
-def _changed_bytes(head: IndexHead, low: int, nbytes: int, stop: int) -> IntegrityError:
-    return IntegrityError(
-        f"{head.where}: the bytes {low}:{min(low + nbytes, stop)} are not those that were saved (their "
-        f"digest differs). The file is damaged; load another checkpoint.",
-        path=head.where,
-    )

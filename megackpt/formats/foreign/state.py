@@ -65,6 +65,11 @@ class ForeignArray:
         return cls(key, dtype or data.dtype, shape, (SourcePart(data, (0,) * len(shape), shape),))
 
 
+def mixed_files(fault: str, file: str, key: str) -> FormatError:
+    """Return the error for a file that contradicts another one about an array or a value."""
+    return FormatError(f"{file}: {key!r} {fault}. Pass the files of one step of one run.", key=key, path=file)
+
+
 @dataclass(slots=True)
 class CollectedArray:
     """One array in the files of several ranks. Copies of a part are compared, and one is kept.
@@ -89,12 +94,8 @@ class CollectedArray:
             FormatError: it has not.
         """
         if (dtype, shape) != (self.dtype, self.shape):
-            raise FormatError(
-                f"{file}: {self.key!r} is an array of {dtype} {shape}, and one of {self.dtype} {self.shape} "
-                f"in {self.file}. Pass the files of one step of one run.",
-                key=self.key,
-                path=file,
-            )
+            before = f"{self.dtype} {self.shape} in {self.file}"
+            raise mixed_files(f"is an array of {dtype} {shape}, and one of {before}", file, self.key)
 
     def add(self, part: SourcePart, file: str) -> None:
         """Add a part of a file. A copy of an earlier part must have its dtype.
@@ -107,12 +108,10 @@ class CollectedArray:
         region = (part.start, part.shape, part.flat_start, part.data.numel())
         copy, file_of_copy = self._parts.setdefault(region, (part, file))
         if copy is not part and not have_equal_bits(copy.data, part.data):
-            raise FormatError(
-                f"{file}: {self.key!r} has other bits than in {file_of_copy}, in the part of shape "
-                f"{part.shape} at {part.start}. Pass the files of one step of one run.",
-                key=self.key,
-                path=file,
+            fault = (
+                f"has other bits than in {file_of_copy}, in the part of shape {part.shape} at {part.start}"
             )
+            raise mixed_files(fault, file, self.key)
 
     def whole(self) -> ForeignArray:
         """Return the array, with each part once, in the order that they were added."""

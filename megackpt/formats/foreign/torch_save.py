@@ -34,6 +34,7 @@ from megackpt.formats.foreign.state import (
     SourcePart,
     check_tensor,
     have_equal_bits,
+    mixed_files,
     plain_part,
 )
 from megackpt.formats.foreign.stored_shards import StoredShards, array_of_shards, replace_shards
@@ -302,23 +303,15 @@ class _Merge:
                 len(value) == len(first) if isinstance(first, list) else value.keys() == first.keys()
             )
             if not is_equal:
-                raise FormatError(
-                    f"{self.where}: {dotted(steps)!r} has other entries on rank {rank} than on rank 0. Pass "
-                    f"the files of one step of one run.",
-                    key=dotted(steps),
-                    path=self.where,
-                )
+                fault = f"has other entries on rank {rank} than on rank 0"
+                raise mixed_files(fault, self.where, dotted(steps))
 
     def _check_tensors(self, values: Sequence[Any], steps: Steps) -> None:
         for file, value in zip(self.files, values, strict=True):
             if not isinstance(value, Tensor) or is_dtensor(value) != is_dtensor(values[0]):
                 kinds = [type(v).__name__ for v in (value, values[0])]
-                raise FormatError(
-                    f"{file}: {dotted(steps)!r} is a {kinds[0]}, and a {kinds[1]} in {self.files[0]}. "
-                    f"Pass the files of one step of one run.",
-                    key=dotted(steps),
-                    path=file,
-                )
+                fault = f"is a {kinds[0]}, and a {kinds[1]} in {self.files[0]}"
+                raise mixed_files(fault, file, dotted(steps))
 
     def _tensor(self, values: Sequence[Tensor], steps: Steps) -> Any:
         first = values[0]

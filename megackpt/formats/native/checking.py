@@ -24,6 +24,7 @@ from megackpt.formats.index_head import read_head
 from megackpt.formats.native import names
 from megackpt.formats.native.data_file import METADATA, header_of, tensors_of
 from megackpt.formats.native.parity import read_groups
+from megackpt.formats.safetensors_header import read_header
 from megackpt.formats.strategy import MANIFEST, Json, WholeFile
 from megackpt.plans.metadata import StoredChunks
 from megackpt.storage import Store, digest_of
@@ -138,11 +139,7 @@ def _check_head(store: Store, manifest: Json, stored: StoredChunks) -> Iterator[
 
 def _has_head(store: Store, index: str) -> bool:
     """Return whether an index, which is known to be undamaged, begins with the columns of a head."""
-    prefix = bytearray(8)
-    store.read_into(index, 0, memoryview(prefix))
-    text = bytearray(int.from_bytes(prefix, "little"))
-    store.read_into(index, 8, memoryview(text))
-    return "block.xxh3" in json.loads(text)
+    return any(column.name == "block.xxh3" for column in read_header(store, index).entries)
 
 
 def _check_data_files(store: Store, manifest: Json, stored: StoredChunks) -> Iterator[Damage]:

@@ -10,9 +10,8 @@ import safetensors.torch
 from safetensors import SafetensorError
 
 from megackpt.codec import EncodedValue, decode, load_tree, unpack
-from megackpt.errors import FormatError
 from megackpt.formats.contents import Contents, FileChunks
-from megackpt.formats.documents import read_small_file, unpadded_shapes
+from megackpt.formats.documents import damaged, read_small_file, unpadded_shapes
 from megackpt.formats.index_file import StoredIndex
 from megackpt.formats.index_reader import open_index
 from megackpt.formats.native import names
@@ -88,23 +87,17 @@ def _read_common(store: Store, manifest: Json) -> Any:
     try:
         text = data.decode()
     except UnicodeDecodeError as error:
-        raise FormatError(f"{where}: not UTF-8 ({error}). The file is damaged.", path=where) from error
+        raise damaged(f"not UTF-8 ({error})", where) from error
     tensors: dict[str, Any] = {}
     if "common_tensors" in manifest:
         blob, where_tensors = read_small_file(store, manifest, "common_tensors")
         try:
             tensors = safetensors.torch.load(blob)
         except SafetensorError as error:
-            raise FormatError(
-                f"{where_tensors}: not a safetensors file ({error}). The file is damaged.", path=where_tensors
-            ) from error
+            raise damaged(f"not a safetensors file ({error})", where_tensors) from error
     # The tree refers to tensors by their numbers, which are their names in the file.
     try:
         ordered = tuple(tensors[str(i)] for i in range(len(tensors)))
     except KeyError as error:
-        raise FormatError(
-            f"{where}: tensor {error} of the common state is missing. The checkpoint is damaged; load "
-            f"another one.",
-            path=where,
-        ) from error
+        raise damaged(f"tensor {error} of the common state is missing", where) from error
     return decode(EncodedValue(tree=load_tree(text, where=where), tensors=ordered), where=where)

@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from megackpt.errors import FormatError, StorageError
-from megackpt.formats.documents import parse_document, read_small_file, write_small_file
+from megackpt.errors import StorageError
+from megackpt.formats.documents import damaged, parse_document, read_small_file, write_small_file
 from megackpt.formats.native import names
 from megackpt.formats.native.data_file import HEADER_ALIGNMENT
 from megackpt.formats.safetensors_encoding import encode_header
@@ -49,7 +49,7 @@ class ListedFile(WholeFile):
         fields = entry if isinstance(entry, dict) else {}
         name, nbytes, digest = fields.get("file"), fields.get("nbytes"), fields.get("xxh3_128")
         if not isinstance(name, str) or type(nbytes) is not int or nbytes < 0 or not isinstance(digest, str):
-            raise FormatError(f"{where}: {entry!r:.200} names no file. The file is damaged.", path=where)
+            raise damaged(f"{entry!r:.200} names no file", where)
         check_name(name, location=location)
         return cls(name=name, nbytes=nbytes, digest=digest)
 
@@ -90,19 +90,17 @@ class ParityGroup:
         """
         members = entry.get("of") if isinstance(entry, dict) else None
         if not isinstance(members, list) or not members:
-            raise FormatError(
-                f"{where}: {entry!r:.200} is no group of files. The file is damaged.", path=where
-            )
+            raise damaged(f"{entry!r:.200} is no group of files", where)
         group = cls(
             parity=ListedFile.from_json(entry, where=where, location=location),
             members=tuple(ListedFile.from_json(m, where=where, location=location) for m in members),
         )
         # The position of the data in the parity file is computed from its size, so the two must fit.
         if group.parity.nbytes != len(parity_header(group.longest)) + group.longest:
-            raise FormatError(
-                f"{where}: {group.parity.name!r} has {group.parity.nbytes:,} bytes, which its longest file "
-                f"of {group.longest:,} rules out. The file is damaged.",
-                path=where,
+            raise damaged(
+                f"{group.parity.name!r} has {group.parity.nbytes:,} bytes, which its longest file of "
+                f"{group.longest:,} rules out",
+                where,
             )
         return group
 
@@ -182,12 +180,12 @@ def read_groups(store: Store, manifest: Json) -> tuple[ParityGroup, ...]:
     data, where = read_small_file(store, manifest, "parity")
     entries = parse_document(data, where=where).get("groups")
     if not isinstance(entries, list):
-        raise FormatError(f"{where}: it lists no groups. The file is damaged.", path=where)
+        raise damaged("it lists no groups", where)
     # A file in two groups, or twice in one, would be computed from itself.
     groups = tuple(ParityGroup.from_json(entry, where=where, location=store.location) for entry in entries)
     listed = [file.name for group in groups for file in group.files]
     if len(set(listed)) != len(listed):
-        raise FormatError(f"{where}: it lists a file twice. The file is damaged.", path=where)
+        raise damaged("it lists a file twice", where)
     return groups
 
 

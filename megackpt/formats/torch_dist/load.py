@@ -12,6 +12,7 @@ from megackpt.formats.contents import Contents, FileChunks
 from megackpt.formats.damage import Damage
 from megackpt.formats.documents import (
     CONTENT_METADATA,
+    damaged,
     read_document,
     read_small_file,
     split_common,
@@ -183,9 +184,5 @@ def _only_one(value: Any, where: str) -> Any:
     Source: Megatron-Core `mcore_to_pyt_state_dict`: objects of one key on one rank are saved as a list.
     """
     if not isinstance(value, list) or not value:
-        raise FormatError(
-            f"{where}: a list with the object was expected, found a {type(value).__name__}. The checkpoint "
-            f"is damaged.",
-            path=where,
-        )
+        raise damaged(f"a list with the object was expected, found a {type(value).__name__}", where)
     return value[0]

@@ -21,6 +21,7 @@ from torch.distributed.checkpoint.metadata import (
 
 from megackpt.codec.containers import check_collisions
 from megackpt.errors import FormatError
+from megackpt.formats.documents import damaged
 from megackpt.formats.torch_dist import names
 from megackpt.ground.notices import notice
 from megackpt.plans.metadata import DTYPES, OBJECT, ArraySpec, ChunkTable, itemsizes, pad_shapes
@@ -87,10 +88,7 @@ class DcpMetadata:
         entries = getattr(metadata, "state_dict_metadata", None)
         storage = getattr(metadata, "storage_data", None)
         if not isinstance(entries, dict) or not isinstance(storage, dict):
-            raise FormatError(
-                f"{self._where}: it has no tables of keys and of storage. The file is damaged.",
-                path=self._where,
-            )
+            raise damaged("it has no tables of keys and of storage", self._where)
         self._entries: dict[str, Any] = entries
         self._storage: dict[Any, Any] = storage
         # Older versions of Megatron-Core save a subclass of DCP's class, with this attribute.
@@ -319,14 +317,14 @@ class DcpMetadata:
         return tuple(value)
 
     def _damaged(self, key: str, what: str) -> FormatError:
-        return FormatError(f"{self._where}: {key!r}: {what}. The file is damaged.", key=key, path=self._where)
+        return damaged(f"{key!r}: {what}", self._where, key=key)
 
 
 def _check_unicode(name: Any, where: str) -> None:
     try:
         name.encode()
     except (AttributeError, UnicodeEncodeError) as error:
-        raise FormatError(f"{where}: {name!r:.100} is no key. The file is damaged.", path=where) from error
+        raise damaged(f"{name!r:.100} is no key", where) from error
 
 
 def _offset_and_shape(offset: str, shape: str) -> tuple[Extents, Extents] | None:

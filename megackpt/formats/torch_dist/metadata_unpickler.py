@@ -22,6 +22,7 @@ import torch.distributed.checkpoint.planner as dcp_planner
 
 from megackpt.codec.containers import check_collisions
 from megackpt.errors import FormatError
+from megackpt.formats.documents import damaged
 from megackpt.formats.pickle_limits import check_opcodes
 from megackpt.formats.pickle_values import check_keys
 from megackpt.formats.safe_pickle import ADVICE, inert_class
@@ -163,7 +164,4 @@ def load_metadata(data: bytes, *, where: str, allow_unsafe: bool = False) -> Any
         ) from error
     except Exception as error:
         # A damaged pickle can raise any error, in whatever class it happens to build.
-        raise FormatError(
-            f"{where}: cannot be unpickled ({type(error).__name__}: {error}). The file is damaged.",
-            path=where,
-        ) from error
+        raise damaged(f"cannot be unpickled ({type(error).__name__}: {error})", where) from error

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from megackpt.errors import FormatError
 from megackpt.formats.contents import Contents
-from megackpt.formats.documents import parse_document, read_document
+from megackpt.formats.documents import damaged, parse_document, read_document
 from megackpt.formats.file_names import ZARR_V3
 from megackpt.formats.zarr import names
 from megackpt.formats.zarr.array_documents import (
@@ -81,12 +81,8 @@ def find_arrays_v3(store: Store, listed: Iterable[str], *, directory: str) -> li
             continue
         other = arrays.setdefault(array.spec.key, array)
         if other is not array:
-            raise FormatError(
-                f"{store.location}/{name}: the key {array.spec.key!r} is also that of {other.path!r}. The "
-                f"checkpoint is damaged.",
-                key=array.spec.key,
-                path=f"{store.location}/{name}",
-            )
+            where, key = f"{store.location}/{name}", array.spec.key
+            raise damaged(f"the key {key!r} is also that of {other.path!r}", where, key=key)
     return list(arrays.values())
 
 
@@ -97,9 +93,7 @@ def _read_array(store: Store, name: str, *, key: str) -> ZarrArray | None:
     if document.get("node_type") == "group":
         return None
     if document.get("node_type") != "array":
-        raise FormatError(
-            f"{where}: it describes neither an array nor a group. The file is damaged.", path=where
-        )
+        raise damaged("it describes neither an array nor a group", where)
     return parse_v3(document, name=key, path=name.removesuffix(V3_FILE), where=where)
 
 
@@ -227,7 +221,7 @@ def parse_files(data: bytes, entry: str, *, where: str) -> list[str]:
     """
     files = parse_document(data, where=where).get(entry)
     if not isinstance(files, list) or not all(isinstance(name, str) for name in files):
-        raise FormatError(f"{where}: {entry!r} is no list of files. The file is damaged.", path=where)
+        raise damaged(f"{entry!r} is no list of files", where)
     return files
 
 

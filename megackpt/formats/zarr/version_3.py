@@ -20,6 +20,7 @@ from megackpt.formats.contents import Contents
 from megackpt.formats.damage import Damage, damage_of
 from megackpt.formats.documents import (
     attempt_in_manifest,
+    damaged,
     file_entry,
     read_document,
     read_small_file,
@@ -320,9 +321,7 @@ def _removed(manifest: Json, where: str) -> tuple[str, ...]:
     """Return the prefixes of keys that were removed."""
     removed = manifest.get(_REMOVED, [])
     if not isinstance(removed, list) or not all(isinstance(prefix, str) for prefix in removed):
-        raise FormatError(
-            f"{where}/{MANIFEST}: {_REMOVED} is no list of keys. The file is damaged.", path=where
-        )
+        raise damaged(f"{_REMOVED} is no list of keys", f"{where}/{MANIFEST}")
     return tuple(removed)
 
 
