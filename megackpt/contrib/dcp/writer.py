@@ -227,7 +227,7 @@ class MegackptStorageWriter(Stager, StorageWriter):
             strategy=save_strategy(None),
             leftovers=self._earlier,
         )
-        chunks = WrittenChunks(planned, rows=[], receipts=[w.receipts for w in written])
+        chunks = WrittenChunks(planned, reports=[], receipts=[w.receipts for w in written])
         commit_attempt(planned, chunks, store, world_size=len(written))
 
     def _common(self, written: Sequence[_Written], paths: Mapping[str, Any]) -> Any:

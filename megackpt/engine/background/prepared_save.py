@@ -70,7 +70,6 @@ class PreparedSave:
         common: common state, encoded; on rank 0.
         rows: the rows that this rank writes.
         layout: where they lie in the stream, from the start of the save on.
-        in_order: whether the strategy takes them in order.
     """
 
     planned: PlannedSave
@@ -79,7 +78,6 @@ class PreparedSave:
     common: CommonFiles | None
     rows: Sequence[int]
     layout: RowLayout
-    in_order: bool
 
     @classmethod
     def of(cls, planned: PlannedSave, *, rank: int) -> PreparedSave:
@@ -93,8 +91,7 @@ class PreparedSave:
         rows = plan.rows_of(rank)
         layout = lay_out_rows(plan.table.nbytes[rows])
         pickled = bytes(ForkingPickler.dumps(strategy))
-        in_order = strategy.capabilities.writes_in_order
-        return cls(planned, parts, pickled, common, rows.tolist(), layout, in_order)
+        return cls(planned, parts, pickled, common, rows.tolist(), layout)
 
 
 @dataclass(slots=True, eq=False)

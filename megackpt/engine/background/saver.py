@@ -92,9 +92,8 @@ class AsyncSaver:
         """
         self.wait()
         self._exchange_status(group, options, doing="warming up for asynchronous saves")
-        planned = plan_compared(
-            *compare_states(request, None, group, writer_status=_status_if_sendable), group
-        )
+        local, compared, _ = compare_states(request, None, group, writer_status=_status_if_sendable)
+        planned = plan_compared(local, compared, group)
         self._stageable(planned, group)
         self._session.writer.use_plan(planned.plan)
         with errors_on_all_ranks(group, "starting its writer process"):
@@ -162,7 +161,7 @@ class AsyncSaver:
         try:
             for destination in destinations:
                 try:
-                    local, compared = compare_states(
+                    local, compared, _ = compare_states(
                         destination.request,
                         None,
                         group,
@@ -322,7 +321,7 @@ class AsyncSaver:
             object_sizes=planned.parts.object_sizes,
             common=save.common,
             start=position if start is None else start,
-            in_order=save.in_order,
+            in_order=planned.strategy.capabilities.writes_in_order,
             keeps=keeps,
             verify=destination.verify,
             unpadded=planned.unpadded,

@@ -122,7 +122,7 @@ class WriterSession:
             self.running().resize(max(needed, self.writer.memory.nbytes))
             return
         self.running().resize(bound)  # raises an error if the thread could not allocate it
-        if not prepared.in_order and needed > self.writer.memory.nbytes:
+        if not prepared.planned.strategy.capabilities.writes_in_order and needed > self.writer.memory.nbytes:
             raise DeclarationError(
                 f"{needed:,} bytes are to be staged, and AsyncOptions.staging_bytes is {bound:,}. This "
                 f"format writes the bytes of a rank in no fixed order, and needs all of them at once. Raise "

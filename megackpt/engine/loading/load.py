@@ -58,7 +58,7 @@ def load_state(request: LoadRequest, group: Group) -> tuple[StateDict, LoadRepor
         # `check_answers` has shown that the rules are equal, and a union is the same on all ranks. So all of
         # them make the collectives below, or none does.
         empty = ranks.union("empty_containers")
-        if prepared.rules.look_for_missing_keys or empty:
+        if prepared.rules.looks_for_missing_keys or empty:
             from megackpt.engine.loading.request_coverage import find_missing_keys
 
             missing = find_missing_keys(

@@ -36,7 +36,6 @@ def answer_of(request: LoadRequest, prepared: PreparedLoad, notices: Notices) ->
     """Return this rank's message about its prepared load, as JSON."""
     options, group, rules = request.options, request.exchange_group, prepared.rules
     by_map = prepared.plan.by_map
-    looks_for_missing = rules.look_for_missing_keys
     members = ""
     if group is not None:
         from megackpt.comm.process_groups import subgroup_members
@@ -47,9 +46,12 @@ def answer_of(request: LoadRequest, prepared: PreparedLoad, notices: Notices) ->
         "where": prepared.where,
         "timeout_s": float(options.timeout_s),
         # Only where they are compared: all ranks receive the keys of all.
-        "requested": sorted(prepared.stored_keys) if looks_for_missing else [],
+        "requested": sorted(prepared.stored_keys) if rules.looks_for_missing_keys else [],
         "empty_containers": prepared.empty_containers,
-        "missing_key_rules": [rules.about_missing_keys, dict(options.rename) if looks_for_missing else 0],
+        "missing_key_rules": [
+            rules.about_missing_keys,
+            dict(options.rename) if rules.looks_for_missing_keys else 0,
+        ],
         "complete": options.complete,
         "maps": "" if by_map is None else by_map.map_digest,
         "idle_patterns": prepared.idle_patterns,

@@ -132,7 +132,7 @@ def _missing_keys(prepared: PreparedLoad, requested: set[str], group: Group) -> 
         MissingKeyError: a rule makes a missing key an error; the same on every rank.
     """
     rules, by_map = prepared.rules, prepared.plan.by_map
-    if not rules.look_for_missing_keys:
+    if not rules.looks_for_missing_keys:
         return frozenset()
     with collected_notices() as notices:  # the same on all ranks
         missing = check_missing_keys(

@@ -18,7 +18,6 @@ import torch
 from megackpt.codec import leaf_digests
 from megackpt.codec.kinds import format_path
 from megackpt.engine.checkpoint.common_arrays import find_arrays, map_common, with_references
-from megackpt.engine.checkpoint.manifest import LeftoverFiles
 from megackpt.engine.data.device_copies import (
     ByteSource,
     bytes_on_device,
@@ -62,7 +61,6 @@ class LocalState:
         common: the common state that is stored, with references to its arrays.
         arrays: tensors of common state that are stored as arrays, by their steps in the state dict. Those
             that this rank declares are also among the flattened tensors.
-        leftovers: the leftover files of earlier saves, on rank 0; None if the store was not searched.
         absent_parts: the parts of common state that some ranks lack, with the lowest rank that has each.
     """
 
@@ -78,7 +76,6 @@ class LocalState:
     ranks: int
     common: Any
     arrays: Mapping[Steps, ShardedTensor]
-    leftovers: LeftoverFiles | None = None
     absent_parts: Mapping[str, int] = field(default_factory=dict)
 
     def settings(self) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from megackpt.comm import Group
+from megackpt.comm import Group, join_fields, split_fields
 from megackpt.engine.checkpoint.manifest import LeftoverFiles
 from megackpt.engine.saving.plan_cache import CachedPlan
 from megackpt.entities.flatten import FlattenedState
@@ -68,15 +68,13 @@ class WrittenChunks:
 
     Attributes:
         planned: the save.
-        rows: what `pack_written_rows` returned, by rank; empty if the plan has all rows and sizes.
+        reports: what `pack_report` returned, by rank; none if rank 0 knows all of it.
         receipts: what `SaveStrategy.write_chunks` returned, by rank and round.
-        unpadded: `PlannedSave.unpadded` as JSON, by rank; empty for a rank that declares none.
     """
 
     planned: PlannedSave
-    rows: Sequence[bytes]
+    reports: Sequence[bytes]
     receipts: list[list[bytes]]
-    unpadded: Sequence[bytes] = ()
 
     def plan(self) -> SavePlan:
         """Return the plan of all ranks, with the sizes of their objects. On rank 0 only.
@@ -84,14 +82,13 @@ class WrittenChunks:
         Raises:
             MismatchError: ranks that have exchanged no declarations contradict each other.
         """
+        rows = [split_fields(report)[0] for report in self.reports]
         if self.planned.exchanged:
-            sizes = {rank: np.frombuffer(of_rank, np.int64) for rank, of_rank in enumerate(self.rows)}
+            sizes = {rank: np.frombuffer(of_rank, np.int64) for rank, of_rank in enumerate(rows)}
             return with_object_sizes(self.planned.plan, sizes)
         from megackpt.plans.metadata.merge import decode_declarations, merge_declarations
 
-        columns = [
-            unpack_columns(of_rank, where=f"rows of rank {rank}") for rank, of_rank in enumerate(self.rows)
-        ]
+        columns = [unpack_columns(of_rank, where=f"rows of rank {rank}") for rank, of_rank in enumerate(rows)]
         return plan_main_replicas(merge_declarations(decode_declarations(columns)))
 
     def unpadded_shapes(self) -> dict[str, list[int]]:
@@ -101,8 +98,8 @@ class WrittenChunks:
             MismatchError: ranks declare different ones for a key.
         """
         shapes: dict[str, list[int]] = {}
-        for rank, of_rank in enumerate(self.unpadded):
-            for key, shape in (json.loads(of_rank) if of_rank else {}).items():
+        for rank, report in enumerate(self.reports):
+            for key, shape in json.loads(split_fields(report)[1]).items():
                 if shapes.setdefault(key, shape) != shape:
                     raise MismatchError(
                         f"{key!r}: rank {rank} declares unpadded_shape {tuple(shape)}, and another rank "
@@ -113,15 +110,18 @@ class WrittenChunks:
         return shapes
 
 
-def pack_written_rows(planned: PlannedSave, sized: SavePlan) -> bytes:
-    """Return what rank 0 does not know of the rows that this rank writes: sizes of objects, or all of them.
+def pack_report(planned: PlannedSave, sized: SavePlan) -> bytes:
+    """Return what rank 0 does not know of this rank, for `WrittenChunks`.
 
-    sized is what `PlannedSave.sized_plan` has returned.
+    These are the sizes of its objects, or all of its rows, which sized has (see `PlannedSave.sized_plan`),
+    and its shapes without padding.
     """
     sizes = planned.parts.object_sizes
     if planned.exchanged:
-        return b"" if sizes is None else sizes.tobytes()
-    return pack_columns(as_declarations(sized).to_columns())
+        rows = b"" if sizes is None else sizes.tobytes()
+    else:
+        rows = pack_columns(as_declarations(sized).to_columns())
+    return join_fields([rows, json.dumps(planned.unpadded).encode()])
 
 
 class SaveHook:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -58,23 +57,25 @@ def compare_states(
     group: Group,
     *,
     writer_status: Callable[[SaveStrategy], WriterStatus] | None = None,
-) -> tuple[LocalState, CompareStep]:
+) -> tuple[LocalState, CompareStep, LeftoverFiles | None]:
     """Prepare this rank's state, and compare digests with other ranks. Collective.
 
     Args:
         request: what is saved.
-        store: where it will be written: rank 0 looks for leftover files. None to do so when it is written.
+        store: where it will be written: rank 0 looks for leftover files. None to look when it is written.
         group: the ranks.
         writer_status: returns the status of the writer process that is to be sent this strategy, empty for
             zeros. It is called in the step, so that all ranks raise its error.
 
     Returns:
-        The state of this rank, and what all ranks have in common; see the functions below.
+        The state of this rank; what all ranks have in common, see the functions below; and the leftover files
+        of earlier saves, on rank 0, or None without a store.
 
     Raises:
         CheckpointError: the same on every rank.
     """
     local: LocalState | None = None
+    leftovers: LeftoverFiles | None = None
     spread_label: int | None = None
     settings: Settings = {}
     for may_import in (False, True):
@@ -88,7 +89,8 @@ def compare_states(
                 settings = request.settings(*unimported)
                 _set_before_import(step, settings)
             else:
-                local = local or _prepare(request, store, group, spread_label)
+                if local is None:
+                    local, leftovers = _prepare(request, store, group, spread_label)
                 settings = local.settings()
                 status = {} if writer_status is None else writer_status(local.strategy)
                 _set_numbers(step, local, settings, status)
@@ -99,7 +101,7 @@ def compare_states(
         if not step.is_equal["settings"]:
             raise_different_settings(settings, group)
     assert local is not None
-    return local, step
+    return local, step, leftovers
 
 
 def agreed_attempt(compared: CompareStep) -> str:
@@ -139,7 +141,9 @@ def values_to_compare(local: LocalState, compared: CompareStep) -> frozenset[str
     return frozenset(name for name in names if not (all_sent and compared.is_equal[name]))
 
 
-def _prepare(request: SaveRequest, store: Store | None, group: Group, spread_label: int) -> LocalState:
+def _prepare(
+    request: SaveRequest, store: Store | None, group: Group, spread_label: int
+) -> tuple[LocalState, LeftoverFiles | None]:
     """Import the format, prepare this rank's state, and look at the store. Local."""
     strategy = save_strategy(request.format)
     for hook in request.hooks():
@@ -152,13 +156,13 @@ def _prepare(request: SaveRequest, store: Store | None, group: Group, spread_lab
         )
     local = make_local_state(request, strategy, spread_label=spread_label, rank=group.rank, ranks=group.size)
     if store is None:
-        return local
+        return local, None
     leftovers = LeftoverFiles()
     if group.rank == 0:
         # All ranks wait for this step, so the directory exists before any of them writes.
         store.create()
         leftovers = find_leftover_files(store, strategy)
-    return replace(local, leftovers=leftovers)
+    return local, leftovers
 
 
 def _set_numbers(

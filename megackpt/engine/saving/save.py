@@ -8,6 +8,8 @@ Optional features (parity, replica check, array digests, samples) are hooks; see
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from megackpt.comm import CompareStep, Group
 from megackpt.engine.saving.local_state import LocalState, StateRowParts
 from megackpt.engine.saving.plan_agreement import compare_values, plan_independently, plan_on_rank_0
@@ -46,12 +48,14 @@ def plan_save(request: SaveRequest, store: Store | None, group: Group) -> Planne
     Raises:
         CheckpointError: the same on every rank; nothing was written.
     """
-    local, compared = compare_states(request, store, group)  # flatten, declare, compare digests
-    return plan_compared(local, compared, group)
+    local, compared, leftovers = compare_states(request, store, group)  # flatten, declare, compare digests
+    return replace(plan_compared(local, compared, group), leftovers=leftovers)
 
 
 def plan_compared(local: LocalState, compared: CompareStep, group: Group) -> PlannedSave:
     """Decide which rank writes what of a state, after `compare_states`. Collective over the group.
+
+    The result has no leftover files: those belong to a store.
 
     Raises:
         CheckpointError: the same on every rank; nothing was written.
@@ -72,7 +76,7 @@ def plan_compared(local: LocalState, compared: CompareStep, group: Group) -> Pla
         parts=StateRowParts(local, plan, part_bytes=request.options.part_bytes),
         common={"state_dict": local.common, "content_metadata": request.content_metadata},
         strategy=local.strategy,
-        leftovers=local.leftovers,
+        leftovers=None,
         hooks=hooks,
         commit_fields=request.commit_fields,
         exchanged=request.validate,

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from megackpt.comm import Group, errors_on_all_ranks, gather_step, join_fields, split_fields
 from megackpt.engine.checkpoint import manifest
-from megackpt.engine.saving.planned_save import PlannedSave, WrittenChunks, pack_written_rows
+from megackpt.engine.saving.planned_save import PlannedSave, WrittenChunks, pack_report
 from megackpt.formats.documents import UNPADDED
 from megackpt.formats.strategy import Json, SaveStrategy
 from megackpt.plans.geometry import Ints
@@ -102,18 +101,15 @@ def write_chunks(planned: PlannedSave, store: Store, group: Group) -> WrittenChu
                 rows=rounds[len(messages_of_rounds)],
                 parts=planned.parts,
             )
-            # The rows are the same in all rounds, so they travel with the first receipt only.
-            is_first = not messages_of_rounds
-            rows = pack_written_rows(planned, plan) if is_first else b""
-            unpadded = json.dumps(planned.unpadded).encode() if is_first and planned.unpadded else b""
-            step.data = join_fields([rows, receipt, unpadded])
+            # The report is the same in all rounds, so it travels with the first receipt only.
+            report = pack_report(planned, plan) if not messages_of_rounds else b""
+            step.data = join_fields([report, receipt])
         messages_of_rounds.append(step.results)
     unpacked = [[split_fields(message) for message in messages] for messages in messages_of_rounds]
     return WrittenChunks(
         planned,
-        rows=[rows for rows, _, _ in unpacked[0]],
-        receipts=[[receipt for _, receipt, _ in of_rank] for of_rank in zip(*unpacked, strict=True)],
-        unpadded=[unpadded for _, _, unpadded in unpacked[0]],
+        reports=[report for report, _ in unpacked[0]],
+        receipts=[[receipt for _, receipt in of_rank] for of_rank in zip(*unpacked, strict=True)],
     )
 
 

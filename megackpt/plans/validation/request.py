@@ -33,19 +33,20 @@ Shape: TypeAlias = tuple[int, ...]
 
 
 class LoadRules:
-    """What a load does about each difference: the first rule for the key, else the default of the mode."""
+    """What a load does about each difference: the first rule for the key, else the default of the mode.
+
+    Attributes:
+        looks_for_missing_keys: whether missing keys matter, so that ranks exchange their requested keys.
+    """
 
     def __init__(self, rules: Sequence[KeyRule], strict: StrictHandling, *, complete: bool = False) -> None:
         self._rules = rules
         self._strict = strict
         self._missing = Policy.ERROR if complete else strict.on_missing
-        self._looks_for_missing_keys = complete or strict.looks_for_missing_keys
-
-    @property
-    def look_for_missing_keys(self) -> bool:
-        """Whether missing keys matter, so that ranks must exchange their requested keys."""
-        return self._looks_for_missing_keys or any(
-            r.missing not in (None, Policy.IGNORE) for r in self._rules
+        self.looks_for_missing_keys = (
+            complete
+            or strict.looks_for_missing_keys
+            or any(rule.missing not in (None, Policy.IGNORE) for rule in rules)
         )
 
     def policy(self, difference: str, key: str, *, default: Policy) -> Policy:
@@ -74,7 +75,7 @@ class LoadRules:
     @property
     def about_missing_keys(self) -> list[str]:
         """The rules about missing keys as text, by which ranks compare them: all must decide equally."""
-        if not self.look_for_missing_keys:
+        if not self.looks_for_missing_keys:
             return []
         by_key = [f"{r.keys}: {r.missing.value}" for r in self._rules if r.missing is not None]
         return [f"*: {self._missing.value}", *by_key]
