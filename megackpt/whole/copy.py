@@ -218,7 +218,6 @@ class _Copy(NewCheckpoint):
     def report(self, opened: SourceCheckpoint, *, is_verified: bool) -> CopyReport:
         """Return the counts of the whole checkpoint."""
         table = opened.plan.table
-        is_object = np.array([spec.dtype == OBJECT for spec in table.arrays], np.bool_)
         return CopyReport(
             location=self.target.location,
             origin=opened.contents.origin,
@@ -226,7 +225,7 @@ class _Copy(NewCheckpoint):
             backend=self.strategy.backend,
             version=self.strategy.version,
             arrays=sum(spec.dtype != OBJECT for spec in opened.contents.arrays.values()),
-            objects=int(is_object[table.array].sum()) if len(table) else 0,
+            objects=int(table.are_objects().sum()),
             chunks=len(table),
             nbytes=int(table.nbytes.sum()),
             is_verified=is_verified,

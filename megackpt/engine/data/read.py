@@ -32,7 +32,6 @@ from megackpt.errors import FormatError
 from megackpt.formats.contents import Borrow, Chunks, Part
 from megackpt.options import LoadOptions
 from megackpt.plans.geometry import Ints
-from megackpt.plans.metadata import itemsizes
 from megackpt.plans.planning import Copies, Reads, StridedCopy, group_reads, plan_reads
 from megackpt.storage import COMMON_POOL, MAX_BORROWED_BYTES
 
@@ -171,8 +170,7 @@ class _Reader:
         self._targets = targets
         self._uploads = uploads
         self._verify = verify
-        table = chunks.table
-        self._itemsize = itemsizes(table.arrays)[table.array] if len(table) else np.zeros(0, np.int64)
+        self._itemsize = chunks.table.widths()
         self._raw = chunks.raw_ranges()
         # Views as bytes are made once: making one for each read would take longer than a short read.
         self._flat_bytes = [byte_view(t.memory) if _is_plain(t) else None for t in targets]

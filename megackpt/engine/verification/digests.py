@@ -28,7 +28,7 @@ from megackpt.formats.contents import Borrow, Chunks, Contents, Part, RawRanges
 from megackpt.formats.damage import Damage, damage_of
 from megackpt.formats.strategy import WholeFile
 from megackpt.options import VerifyOptions
-from megackpt.plans.metadata import OBJECT, ChunkTable
+from megackpt.plans.metadata import ChunkTable
 from megackpt.storage import COMMON_POOL, MAX_BORROWED_BYTES, FileDigester, Store
 from megackpt.storage.crc64 import Crc64
 
@@ -181,8 +181,7 @@ class ByteCheck:
         """Read the readable chunks, `[n]`, and decode objects."""
         table = self._chunks.table
         self._progress.begin("reading", int(table.nbytes[readable].sum()))
-        is_object_array = np.array([spec.dtype == OBJECT for spec in table.arrays], np.bool_)
-        is_object = is_object_array[table.array] if len(table) else np.zeros(0, np.bool_)
+        is_object = table.are_objects()
         # In the order of the files, so that each is read from front to back, and neighbours in one request.
         in_order = np.argsort(self._chunks.position, kind="stable")
         tensors = in_order[(readable & ~is_object)[in_order]].tolist()

@@ -258,9 +258,8 @@ class Findings:
     def count(self, keys: Sequence[str], chunks: Chunks) -> None:
         """Count all chunks of these keys."""
         table, counted = chunks.table, set(keys)
-        is_object = np.array([spec.dtype == OBJECT for spec in table.arrays], np.bool_)
         self._arrays += sum(spec.dtype != OBJECT and spec.key in counted for spec in table.arrays)
-        self._objects += int(is_object[table.array].sum()) if len(table) else 0
+        self._objects += int(table.are_objects().sum())
         self._chunks += len(table)
         self.nbytes += int(table.nbytes.sum())
         ranges = chunks.file_ranges()

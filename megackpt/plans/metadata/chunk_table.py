@@ -140,6 +140,14 @@ class ChunkTable:
         """Return integers that sort and compare the rows as `(array, shape)` does, `[n]`."""
         return lexicographic_keys(self.array, self.shape, self.padded_global_shape() + 1)
 
+    def are_objects(self) -> npt.NDArray[np.bool_]:
+        """Return which rows are encoded objects, `[n]`."""
+        return np.array([a.dtype == OBJECT for a in self.arrays], np.bool_)[self.array]
+
+    def widths(self) -> Ints:
+        """Return the bytes per element of each row; 0 for objects, `[n]`."""
+        return itemsizes(self.arrays)[self.array]
+
     def padded_to(self, dims: int) -> ChunkTable:
         """Return the same chunks with columns of `dims` dims, at least as many as they have."""
         return replace(self, start=widen(self.start, dims, fill=0), shape=widen(self.shape, dims, fill=1))

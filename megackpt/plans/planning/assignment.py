@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megackpt.plans.geometry import Ints, joined_ranges
-from megackpt.plans.metadata import OBJECT, ChunkTable, itemsizes
+from megackpt.plans.metadata import ChunkTable, itemsizes
 from megackpt.plans.metadata.chunk_table import Rows
 
 FEW = 16
@@ -194,11 +194,9 @@ def split_long_chunks(
         The new chunks, not sorted; the row that each comes from, `[n]`; and where it begins in the bytes of
         that row, `[n]`.
     """
-    is_object = np.array([a.dtype == OBJECT for a in table.arrays], np.bool_)
-    long = table.nbytes > most
+    long = (table.nbytes > most) & ~table.are_objects()
     if only is not None:
         long &= only.astype(np.bool_)
-    long &= ~is_object[table.array] if len(table) else long
     if not long.any():
         return table, np.arange(len(table)), np.zeros(len(table), np.int64)
     # Chunks of one array and shape are split in the same way, so they are handled together.

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megackpt.plans.geometry import Ints, joined_ranges
-from megackpt.plans.metadata import DIGEST_BLOCK_BYTES, ChunkTable, itemsizes
+from megackpt.plans.metadata import DIGEST_BLOCK_BYTES, ChunkTable
 from megackpt.plans.metadata.chunk_table import Rows
 
 
@@ -240,7 +240,7 @@ def plan_reads(copies: Copies, table: ChunkTable, *, position: Ints, block_bytes
             f"Chunks.block_bytes is {block_bytes:,}; a format gives 1 to {MAX_BLOCK_BYTES:,}, so that a read "
             f"of whole blocks fits into a buffer."
         )
-    itemsize = itemsizes(table.arrays)[table.array] if len(table) else np.zeros(0, np.int64)
+    itemsize = table.widths()
     compact = _cut(CompactCopies.of(copies), itemsize, block_bytes)
     # After this, copies that read the same blocks are neighbours.
     compact = compact.take(np.lexsort((compact.source, position[compact.stored])))

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megackpt.plans.geometry import Ints, joined_ranges
-from megackpt.plans.metadata import OBJECT, ChunkTable, DeclaredChunks, itemsizes
+from megackpt.plans.metadata import ChunkTable, DeclaredChunks
 from megackpt.plans.planning.completeness import exceed_arrays
 from megackpt.plans.planning.copies import Copies
 from megackpt.plans.planning.exchange_plan import (
@@ -74,7 +74,7 @@ def plan_exchange(
     # Plan once for each group of ranks with equal requests.
     groups = equal_requests(requested)
     merged = merge_requests([requested[ranks[0]] for ranks in groups], stored)
-    width = np.maximum(itemsizes(stored.arrays), 1)[stored.array] if len(stored) else stored.array
+    width = np.maximum(stored.widths(), 1)
     # For now `entity` is the row of the merged requests, which tells the group and the entity.
     numbered = replace(merged, entity=np.arange(len(merged), dtype=np.int64))
     chunks = _chunks_to_read(numbered, stored, where)
@@ -82,8 +82,7 @@ def plan_exchange(
     # Parts are chunks as well, so a load is planned from them as from stored chunks.
     table, parts = _cut(stored, chunks, width, bounds.part_bytes, block_bytes)
     copies = plan_load(numbered, table, where=where)
-    is_object = np.array([a.dtype == OBJECT for a in stored.arrays], np.bool_)
-    copies = _objects_as_bytes(copies, is_object[table.array], table.nbytes)
+    copies = _objects_as_bytes(copies, table.are_objects(), table.nbytes)
     group = merged.rank[copies.entity]
     copies = replace(copies, entity=merged.entity[copies.entity])
     copies, rank = for_each_rank(copies, group, groups)  # sorted by part and rank
@@ -147,7 +146,7 @@ def _cut(
     # The shortest stretch of whole blocks and whole elements; a part has a multiple of it.
     block = np.lcm(min(block_bytes, 2**40), wide)
     step = np.maximum(block, part_bytes // block * block)
-    is_object = np.array([a.dtype == OBJECT for a in stored.arrays], np.bool_)[stored.array[rows]]
+    is_object = stored.are_objects()[rows]
     step = np.where(is_object | (step > nbytes), nbytes, step)
     # Chunks without bytes are left out and a step is at most a chunk, so a chunk has at least one part.
     counts = -(-nbytes // step)

@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from megackpt.plans.geometry import Ints, joined_ranges, position_bases, rectangles_of, strides_of
 from megackpt.plans.geometry.tiling import Rectangles
-from megackpt.plans.metadata import ChunkTable, DeclaredChunks, itemsizes
+from megackpt.plans.metadata import ChunkTable, DeclaredChunks
 from megackpt.plans.planning.completeness import (
     FilledElements,
     NeededElements,
@@ -296,7 +296,7 @@ def _needed(requested: DeclaredChunks, requests: ChunkTable, chunks: ChunkTable)
 
 def copied_nbytes(copies: Copies, table: ChunkTable) -> int:
     """Return the bytes that copies move; table has the stored chunks."""
-    width = itemsizes(table.arrays)[table.array[copies.stored]]
+    width = table.widths()[copies.stored]
     return int((copies.shape.prod(axis=1) * width).sum())
 
 
@@ -329,7 +329,7 @@ def read_ratio(copies: Copies, table: ChunkTable, *, block_bytes: int, kinds: In
         kinds: a number of each entity, from 0 on. Entities of different kinds may need the same bytes, as a
             parameter and its master do: of each chunk, the kind that needs the most counts.
     """
-    width = itemsizes(table.arrays)[table.array[copies.stored]]
+    width = table.widths()[copies.stored]
     needed = np.zeros((int(kinds.max(initial=0)) + 1, len(table)), np.int64)
     np.add.at(needed, (kinds[copies.entity], copies.stored), copies.shape.prod(axis=1) * width)
     total = int(needed.max(axis=0).sum())
@@ -338,7 +338,7 @@ def read_ratio(copies: Copies, table: ChunkTable, *, block_bytes: int, kinds: In
 
 def _byte_ranges(copies: Copies, table: ChunkTable) -> tuple[Ints, Ints, Ints]:
     """Ranges of bytes of chunks that copies touch, without far gaps: (chunk, start, stop)."""
-    width = itemsizes(table.arrays)[table.array[copies.stored]]
+    width = table.widths()[copies.stored]
     chunk, first = copies.stored, copies.source_first
     shape, stride = copies.shape, copies.source_stride
     for d in range(shape.shape[1]):

@@ -13,7 +13,6 @@ import numpy as np
 
 from megackpt.plans.geometry import Ints
 from megackpt.plans.metadata import (
-    OBJECT,
     ON_SOME_RANKS,
     REPLICATED_VALUE,
     DeclaredChunks,
@@ -101,7 +100,9 @@ def replica_weights(merged: MergedDeclarations, marks: Ints, owner_group_of_rank
         # Rows of main replicas come first in `merged`, and the order is stable: if the first row of a chunk
         # belongs to an owner group, the chunk has no main replica.
         first = order[starts]
-        is_compared = (replicas > 1) & (declared.rank[first] < ranks) & _has_bytes(merged)[first]
+        # A rank that does not write an object has not encoded it, so its size says nothing.
+        has_bytes = table.are_objects() | (table.nbytes > 0)
+        is_compared = (replicas > 1) & (declared.rank[first] < ranks) & has_bytes[first]
         is_compared &= ~_is_marked(merged, marks)[first]
         weights[order] = np.repeat(is_compared, np.diff(np.append(starts, len(table))))
         weights[first] = np.where(is_compared, 1 - replicas, 0)
@@ -110,13 +111,6 @@ def replica_weights(merged: MergedDeclarations, marks: Ints, owner_group_of_rank
     by_list = np.split(weights, ends[:-1])
     groups = owner_group_of_rank.tolist()
     return [np.concatenate((by_list[rank], by_list[ranks + group])) for rank, group in enumerate(groups)]
-
-
-def _has_bytes(merged: MergedDeclarations) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
-    """Return which rows have bytes; a rank that does not write an object has not encoded it."""
-    table = merged.declared.table
-    is_object = np.array([array.dtype == OBJECT for array in table.arrays], np.bool_)
-    return is_object[table.array] | (table.nbytes > 0)
 
 
 def _is_marked(merged: MergedDeclarations, marks: Ints) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:

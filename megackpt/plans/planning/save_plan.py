@@ -12,7 +12,7 @@ import numpy as np
 
 from megackpt.options import Spread
 from megackpt.plans.geometry import Ints
-from megackpt.plans.metadata import OBJECT, ChunkTable, DeclaredChunks, MergedDeclarations, itemsizes
+from megackpt.plans.metadata import ChunkTable, DeclaredChunks, MergedDeclarations
 from megackpt.plans.metadata.chunk_table import Rows
 from megackpt.plans.planning.assignment import assign_writers, split_long_chunks
 
@@ -82,10 +82,8 @@ def plan_merged_save(
     """
     # Leave out empty chunks, and replicas that must not write.
     declared = merged.declared
-    candidates = declared.table.nbytes > 0
-    if len(declared.table.arrays):
-        is_object = np.array([a.dtype == OBJECT for a in declared.table.arrays], np.bool_)
-        candidates &= declared.main | (~is_object[declared.table.array] & (spread != "none"))
+    may_write = declared.main | (~declared.table.are_objects() & (spread != "none"))
+    candidates = may_write & (declared.table.nbytes > 0)
     merged = _saved_chunks(merged if candidates.all() else merged.take(candidates))
     # Rows are in index order now, so the rows of one chunk are neighbours; each chunk is known by its first
     # row.
@@ -172,9 +170,8 @@ def with_object_sizes(plan: SavePlan, sizes: Mapping[int, Ints]) -> SavePlan:
     # The rows that these ranks write, and the objects among them.
     has_sizes = np.zeros(int(plan.writer.max()) + 1, np.bool_)
     has_sizes[ranks] = True
-    is_object = np.array([a.dtype == OBJECT for a in plan.table.arrays], np.bool_)
     rows = np.flatnonzero(has_sizes[plan.writer])
-    objects = rows[is_object[plan.table.array[rows]]]
+    objects = rows[plan.table.are_objects()[rows]]
     # Sorted by rank. The sort is stable, so the objects of each rank stay in the order of rows.
     objects = objects[np.argsort(plan.writer[objects], kind="stable")]
     nbytes = plan.table.nbytes.copy()
@@ -215,9 +212,8 @@ def first_of_equal_chunks(table: ChunkTable) -> Ints:
 
 def offsets_in_files(table: ChunkTable, writer: Ints) -> Ints:
     """Return the offset of each chunk in its writer's file, where wider elements come first, `[n]`."""
-    width = itemsizes(table.arrays)[table.array] if len(table) else np.zeros(0, np.int64)
     # With wider elements first, every chunk begins at a multiple of its item size, as views need it.
-    order = np.lexsort((-width, writer))
+    order = np.lexsort((-table.widths(), writer))
     nbytes = table.nbytes[order]
     # Sums over all files, minus what they were where the chunk's file began.
     ends = np.cumsum(nbytes)
