@@ -216,7 +216,7 @@ def _check_ranks(folder: str, ranks: Sequence[int], name: str) -> None:
 
 
 def _load(path: str, entries: Sequence[str], *, checks_bytes: bool) -> Mapping[str, Any]:
-    value = load_mapped_file(path, checks_bytes=checks_bytes)
+    value: Mapping[str, Any] = load_mapped_file(path, checks_bytes=checks_bytes)
     for entry in entries:
         if not isinstance(value, dict) or value.get(entry) is None:
             raise FormatError(
@@ -224,8 +224,7 @@ def _load(path: str, entries: Sequence[str], *, checks_bytes: bool) -> Mapping[s
                 f"step of save_checkpoint().",
                 path=path,
             )
-    result: Mapping[str, Any] = value
-    return result
+    return value
 
 
 @dataclass(frozen=True, slots=True)

@@ -42,8 +42,24 @@ class NvrxLoadStrategy(ForeignLoadStrategy):
     file_names = NVRX
 
     def read(self, path: str, *, checks_bytes: bool) -> ForeignState:
-        """Return what the files hold."""
-        return read_nvrx(path, checks_bytes=checks_bytes)
+        """Return what the files hold. The folder is the manager's, or has copies of those of all nodes."""
+        iteration, files = _newest_step(path)
+        shards, common = _Shards(), {}
+        for rank in sorted(files, reverse=True):  # common state is that of the first rank
+            state = _state_of(files[rank], checks_bytes=checks_bytes)
+            common = state["common"]
+            for entity in _entities(state["sharded_state_dict"], files[rank]):
+                shards.add(entity, files[rank])
+        left_out = [f"{key} (an object of each rank, not an array)" for key in sorted(shards.objects)]
+        return ForeignState(
+            arrays=tuple(array.whole() for array in shards.arrays.values()),
+            common=plain_part(common, "common state", left_out),
+            origin={
+                "imported_from": f"local checkpoint of nvidia-resiliency-ext, {len(files)} ranks",
+                "iteration": iteration,
+            },
+            left_out=tuple(left_out),
+        )
 
 
 FORMAT = Format(backend="nvrx", version=1, load=NvrxLoadStrategy)
@@ -51,37 +67,6 @@ FORMAT = Format(backend="nvrx", version=1, load=NvrxLoadStrategy)
 _FILE = re.compile(r"iter_(\d{7,9})_(\d{1,6})_local\.pt")
 _MAX_DEPTH = 100
 _INVALID = (-1,)
-
-
-def read_nvrx(path: str, *, checks_bytes: bool) -> ForeignState:
-    """Read the newest step that has every rank's file. Arrays stay in the files, which are memory-mapped.
-
-    Args:
-        path: the folder that was given to the manager, or one into which those of all nodes were copied.
-        checks_bytes: whether to compare checksums, for which all bytes are read.
-
-    Raises:
-        NotACheckpointError: there is no file of a local checkpoint, or no step has all files.
-        UnsupportedError: the files do not have Megatron-Core's state dict.
-        FormatError: files are damaged, or contradict each other.
-    """
-    iteration, files = _newest_step(path)
-    shards, common = _Shards(), {}
-    for rank in sorted(files, reverse=True):  # common state is that of the first rank
-        state = _state_of(files[rank], checks_bytes=checks_bytes)
-        common = state["common"]
-        for entity in _entities(state["sharded_state_dict"], files[rank]):
-            shards.add(entity, files[rank])
-    left_out = [f"{key} (an object of each rank, not an array)" for key in sorted(shards.objects)]
-    return ForeignState(
-        arrays=tuple(array.whole() for array in shards.arrays.values()),
-        common=plain_part(common, "common state", left_out),
-        origin={
-            "imported_from": f"local checkpoint of nvidia-resiliency-ext, {len(files)} ranks",
-            "iteration": iteration,
-        },
-        left_out=tuple(left_out),
-    )
 
 
 def _newest_step(path: str) -> tuple[int, dict[int, str]]:

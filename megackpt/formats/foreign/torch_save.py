@@ -105,9 +105,14 @@ def read_torch(path: str, *, prefix: str, checks_bytes: bool) -> ForeignState:
         )
         for name, ranks in groups.items()
     }
-    nested = {name: merge.tree((name,) if len(merged) > 1 else (), prefix) for name, merge in merged.items()}
+    steps = prefix.rstrip(".").split(".") if prefix else []
+    # Common state is rank 0's, with references in place of arrays.
+    nested = {
+        name: merge.merged(merge.values, (*steps, name) if len(merged) > 1 else tuple(steps))
+        for name, merge in merged.items()
+    }
     tree: Any = nested if len(nested) > 1 else next(iter(nested.values()))
-    for step in reversed(prefix.rstrip(".").split(".") if prefix else []):
+    for step in reversed(steps):
         tree = {step: tree}
     if not isinstance(tree, dict):
         left_out = next((text.strip() for merge in merged.values() for text in merge.left_out), "")
@@ -269,11 +274,8 @@ class _Merge:
     arrays: list[ForeignArray] = field(default_factory=list)
     left_out: list[str] = field(default_factory=list)
 
-    def tree(self, steps: Steps, prefix: str) -> Any:
-        """Return common state: rank 0's, with references in place of arrays."""
-        return self._merged(list(self.values), (*(prefix.rstrip(".").split(".") if prefix else ()), *steps))
-
-    def _merged(self, values: list[Any], steps: Steps) -> Any:
+    def merged(self, values: Sequence[Any], steps: Steps) -> Any:
+        """Return the value at a path, of which each file has one."""
         first = values[0]
         if len(steps) > 100:
             raise FormatError(f"{self.where}: values are nested too deep. It is damaged.", path=self.where)
@@ -288,11 +290,11 @@ class _Merge:
             return self._tensor(values, steps)
         if type(first).__name__ in ("dict", "OrderedDict") and isinstance(first, dict):
             self._check_keys(values, steps)
-            items = {k: self._merged([v[k] for v in values], (*steps, new)) for k, new in _names(first)}
+            items = {k: self.merged([v[k] for v in values], (*steps, new)) for k, new in _names(first)}
             return {new: items[k] for k, new in _names(first) if items[k] is not LEFT_OUT}
         if type(first) is list:
             self._check_keys(values, steps)
-            members = [self._merged([v[i] for v in values], (*steps, i)) for i in range(len(first))]
+            members = [self.merged([v[i] for v in values], (*steps, i)) for i in range(len(first))]
             return [member for member in members if member is not LEFT_OUT]
         return self._plain(values, steps)
 
