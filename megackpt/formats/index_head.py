@@ -5,6 +5,7 @@ The head lists the arrays and files. It also shows which blocks of rows have the
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,14 +17,13 @@ from megackpt.errors import FormatError, IntegrityError
 from megackpt.formats.documents import damaged
 from megackpt.formats.index_layout import (
     ARRAY_DIGEST,
+    CODES,
     HAS_ARRAY_DIGEST,
     ROW_COLUMNS,
-    StoredColumn,
-    column_in,
-    parse_header,
     read_array_digests,
-    require,
 )
+from megackpt.formats.safetensors_encoding import LENGTH_BYTES
+from megackpt.formats.safetensors_header import parse_header
 from megackpt.formats.strategy import Json
 from megackpt.plans.geometry import Ints, position_bases
 from megackpt.plans.metadata import ArraySpec, ChunkTable, Column, DecodedArrays, decode_arrays
@@ -51,6 +51,102 @@ _COLUMNS: dict[str, tuple[tuple[str, ...], int]] = {  # dtypes and number of dim
 }
 _OPTIONAL = {ARRAY_DIGEST: (("U64",), 1), HAS_ARRAY_DIGEST: (("U8",), 1)}
 _MAX_BLOCK = 2**32  # rows or digests in a block
+_MAX_EXTENT = 2**48
+
+
+# Where the columns of a stored index lie.
+
+
+@dataclass(frozen=True, slots=True)
+class StoredColumn:
+    """Where a column lies in the file.
+
+    Attributes:
+        code: dtype, as safetensors names it.
+        shape: extents.
+        offset_bytes: first byte, counted from the beginning of the file.
+        nbytes: length.
+    """
+
+    code: str
+    shape: tuple[int, ...]
+    offset_bytes: int
+    nbytes: int
+
+    @property
+    def dtype(self) -> np.dtype[np.integer[Any]]:
+        """The dtype of its elements."""
+        return CODES[self.code]
+
+    @property
+    def row_nbytes(self) -> int:
+        """Size of a row."""
+        return self.dtype.itemsize * math.prod(self.shape[1:])
+
+
+def read_columns(head: memoryview, *, file_nbytes: int, where: str) -> dict[str, StoredColumn]:
+    """Return where the columns lie, checked: they fill the file, one after the other.
+
+    Raises:
+        FormatError: head does not begin with the header of a safetensors file of this size.
+    """
+    length = int.from_bytes(head[:LENGTH_BYTES], "little")
+    if not 2 <= length <= len(head) - LENGTH_BYTES:
+        raise damaged(f"its header has {length} bytes, which the head cannot hold", where)
+    data_start = LENGTH_BYTES + length
+    text = bytes(head[LENGTH_BYTES:data_start])
+    # No byte is outside of all columns or in two of them, so there is none that no check covers.
+    header = parse_header(text, data_nbytes=file_nbytes - data_start, where=where)
+    return {
+        column.name: StoredColumn(
+            column.dtype, column.shape, data_start + column.start, column.stop - column.start
+        )
+        for column in header.entries
+    }
+
+
+def require(
+    columns: Mapping[str, StoredColumn], name: str, codes: tuple[str, ...], shape: tuple[int, ...], where: str
+) -> StoredColumn:
+    """Return where a column lies that has one of these dtypes and this shape; -1 stands for any extent.
+
+    Raises:
+        FormatError: there is no such column.
+    """
+    stored = columns.get(name)
+    if stored is None:
+        raise damaged(f"column {name!r} is missing", where)
+    # A column without elements may claim any extent, also one that numpy cannot hold.
+    fits = len(stored.shape) == len(shape) and all(
+        0 <= extent < _MAX_EXTENT and expected in (-1, extent)
+        for extent, expected in zip(stored.shape, shape, strict=True)
+    )
+    if not fits or stored.code not in codes:
+        raise damaged(
+            f"column {name!r} is {stored.code} {list(stored.shape)} instead of "
+            f"{' or '.join(codes)} {list(shape)}",
+            where,
+        )
+    return stored
+
+
+def column_in(
+    head: memoryview, stored: StoredColumn, where: str
+) -> npt.NDArray[np.int64] | npt.NDArray[np.uint64]:
+    """Return a column of the head: digests as uint64, anything else as int64.
+
+    Raises:
+        FormatError: the column is not in the head.
+    """
+    stop = stored.offset_bytes + stored.nbytes
+    if stop > len(head):
+        raise damaged(f"a column at byte {stored.offset_bytes} is not in the head", where)
+    # Columns are stored in narrow dtypes. Sums and products of them must not overflow.
+    values = np.frombuffer(head[stored.offset_bytes : stop], stored.dtype).reshape(stored.shape)
+    return values.astype(np.uint64) if stored.code == "U64" else values.astype(np.int64)
+
+
+# The head.
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -174,7 +270,7 @@ def read_head(store: Store, entry: Json, where: str) -> IndexHead:
     # The digest is compared before anything is decoded. What passes may still be forged, so each column is
     # checked as well.
     data = _read_unchanged(store, entry, head_entry, where)
-    stored = parse_header(data, file_nbytes=entry["nbytes"], where=where)
+    stored = read_columns(data, file_nbytes=entry["nbytes"], where=where)
     columns = _head_columns(data, stored, where)
     decoded = decode_arrays(columns, where=where)
     head = IndexHead(

@@ -1,20 +1,17 @@
 """The layout of an index file: safetensors, whose first part, the head, tells how to find and check any row.
 
-This module has the names and the order of the columns, and the sizes of their blocks. It makes the header. It
-also reads the header, and checks it before anything is read by it. It has the two columns of the head with
-digests of arrays. `index_file` writes and reads an index as a whole, and `partial_index` reads a few rows.
+This module has the names and the order of the columns, and the sizes of their blocks. It makes the header,
+and has the two columns of the head with digests of arrays. `index_file` writes and reads an index as a whole,
+`index_head` reads the head, and `partial_index` reads a few rows.
 """
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from megackpt.formats.documents import damaged
 from megackpt.formats.safetensors_encoding import encode_header
@@ -44,7 +41,6 @@ CODES: dict[str, np.dtype[np.integer[Any]]] = {
 _NAMES = {dtype: code for code, dtype in CODES.items()}
 _ALIGNMENT = 64
 _HEADER_ALIGNMENT = 8  # that of columns of 8-byte integers in the file
-_MAX_EXTENT = 2**48  # a column without elements may claim any extent, also one that numpy cannot hold
 
 
 def header_of(
@@ -120,108 +116,3 @@ def read_array_digests(
     if objects:
         raise damaged(f"{objects[0]!r} has the digest of an array and holds objects", where)
     return digests
-
-
-# Where the columns of a stored index lie.
-
-
-@dataclass(frozen=True, slots=True)
-class StoredColumn:
-    """Where a column lies in the file.
-
-    Attributes:
-        code: dtype, as safetensors names it.
-        shape: extents.
-        offset_bytes: first byte, counted from the beginning of the file.
-        nbytes: length.
-    """
-
-    code: str
-    shape: tuple[int, ...]
-    offset_bytes: int
-    nbytes: int
-
-    @property
-    def dtype(self) -> np.dtype[np.integer[Any]]:
-        """The dtype of its elements."""
-        return CODES[self.code]
-
-    @property
-    def row_nbytes(self) -> int:
-        """Size of a row."""
-        return self.dtype.itemsize * math.prod(self.shape[1:])
-
-
-def parse_header(head: memoryview, *, file_nbytes: int, where: str) -> dict[str, StoredColumn]:
-    """Return where the columns lie, checked: they fill the file, one after the other.
-
-    Raises:
-        FormatError: head does not begin with such a header.
-    """
-    length = int.from_bytes(head[:8], "little")
-    if not 2 <= length <= len(head) - 8:
-        raise damaged(f"its header has {length} bytes, which the head cannot hold", where)
-    try:
-        entries = json.loads(bytes(head[8 : 8 + length]))
-        entries.pop("__metadata__", None)
-        columns = {name: _stored_column(entry, 8 + length) for name, entry in entries.items()}
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-        raise damaged(f"its header is malformed ({error})", where) from error
-    # No byte is outside of all columns or in two of them, so there is none that no check covers.
-    position = 8 + length
-    for column in sorted(columns.values(), key=lambda c: (c.offset_bytes, c.nbytes)):
-        if column.offset_bytes != position or column.nbytes < 0:
-            raise damaged(f"columns overlap or leave gaps at byte {position}", where)
-        position += column.nbytes
-    if position != file_nbytes:
-        raise damaged(f"its columns end at byte {position} of {file_nbytes}", where)
-    return columns
-
-
-def require(
-    columns: Mapping[str, StoredColumn], name: str, codes: tuple[str, ...], shape: tuple[int, ...], where: str
-) -> StoredColumn:
-    """Return where a column lies that has one of these dtypes and this shape; -1 stands for any extent.
-
-    Raises:
-        FormatError: there is no such column.
-    """
-    stored = columns.get(name)
-    if stored is None:
-        raise damaged(f"column {name!r} is missing", where)
-    # Extents are bounded before any product is taken of them.
-    fits = len(stored.shape) == len(shape) and all(
-        0 <= extent < _MAX_EXTENT and expected in (-1, extent)
-        for extent, expected in zip(stored.shape, shape, strict=True)
-    )
-    if not fits or stored.code not in codes or stored.nbytes != stored.row_nbytes * stored.shape[0]:
-        raise damaged(
-            f"column {name!r} is {stored.code} {list(stored.shape)} in {stored.nbytes} bytes instead of "
-            f"{' or '.join(codes)} {list(shape)}",
-            where,
-        )
-    return stored
-
-
-def column_in(
-    head: memoryview, stored: StoredColumn, where: str
-) -> npt.NDArray[np.int64] | npt.NDArray[np.uint64]:
-    """Return a column of the head: digests as uint64, anything else as int64.
-
-    Raises:
-        FormatError: the column is not in the head.
-    """
-    stop = stored.offset_bytes + stored.nbytes
-    if stop > len(head):
-        raise damaged(f"a column at byte {stored.offset_bytes} is not in the head", where)
-    # Columns are stored in narrow dtypes. Sums and products of them must not overflow.
-    values = np.frombuffer(head[stored.offset_bytes : stop], stored.dtype).reshape(stored.shape)
-    return values.astype(np.uint64) if stored.code == "U64" else values.astype(np.int64)
-
-
-def _stored_column(entry: Mapping[str, list[int]], data: int) -> StoredColumn:
-    begin, end = entry["data_offsets"]
-    shape = tuple(entry["shape"])
-    if not all(type(n) is int for n in (begin, end, *shape)):
-        raise ValueError("numbers that are no integers")
-    return StoredColumn(str(entry["dtype"]), shape, data + begin, end - begin)

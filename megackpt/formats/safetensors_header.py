@@ -323,7 +323,8 @@ def _check_ranges(entries: Sequence[HeaderEntry], data_nbytes: int, where: str) 
 def _error(fault: str, where: str, *, key: str | None = None) -> FormatError:
     of = f"{key!r:.200}: " if key is not None else ""
     return FormatError(
-        f"{where}: {of}{fault}. The file is damaged, or not a safetensors file: fetch it again.",
+        f"{where}: {of}{fault}. The file is damaged, or not a safetensors file: fetch it again, or load "
+        f"another checkpoint.",
         key=key,
         path=where,
     )

@@ -22,14 +22,8 @@ import megackpt
 from megackpt import LoadOptions, ShardedObject, ShardedTensor
 from megackpt.errors import CheckpointError, FormatError, IntegrityError, StorageError
 from megackpt.formats.index_file import WholeIndex, read_index, write_index
-from megackpt.formats.index_layout import (
-    ROW_COLUMNS,
-    StoredColumn,
-    aligned_head,
-    bytes_of,
-    header_of,
-    require,
-)
+from megackpt.formats.index_head import StoredColumn, require
+from megackpt.formats.index_layout import ROW_COLUMNS, aligned_head, bytes_of, header_of
 from megackpt.formats.index_reader import open_index
 from megackpt.formats.native import names
 from megackpt.formats.native.save import NativeSaveStrategy
@@ -574,16 +568,22 @@ def with_header(edit: Callable[[Json], object]) -> tuple[MemoryStore, Json, Stor
 @pytest.mark.parametrize(
     ("edit", "match"),
     [
-        (lambda h: h["start"].update(data_offsets=[0, 2304]), "columns overlap or leave gaps"),
-        (lambda h: h["file"]["data_offsets"].reverse(), "columns overlap or leave gaps"),
-        (lambda h: h["nbytes"].update(data_offsets=[2**60, 2**60 + 768]), "columns overlap or leave gaps"),
-        (lambda h: h["nbytes"].update(shape=[2**58]), "column 'nbytes' is U32"),
-        (lambda h: h["nbytes"].update(shape=[-192]), "column 'nbytes' is U32"),
-        (lambda h: h["array"].update(shape=[2**58]), "column 'array' is U32"),
-        (lambda h: h["block.start"].update(shape=[2**40]), "column 'block.start' is U32"),
-        (lambda h: h["nbytes"].update(shape=["192"]), "its header is malformed"),
-        (lambda h: h["nbytes"].pop("dtype"), "its header is malformed"),
-        (lambda h: h.update(nbytes=[1]), "its header is malformed"),
+        (
+            lambda h: h["start"].update(data_offsets=[0, 2304]),
+            "'start': its bytes .* it overlaps another tensor",
+        ),
+        (lambda h: h["file"]["data_offsets"].reverse(), "'file': its data_offsets are not a range of bytes"),
+        (
+            lambda h: h["nbytes"].update(data_offsets=[2**60, 2**60 + 768]),
+            "'.*': its bytes .* it leaves a gap",
+        ),
+        (lambda h: h["nbytes"].update(shape=[2**58]), "'nbytes': its data_offsets give it 768 bytes"),
+        (lambda h: h["nbytes"].update(shape=[-192]), "'nbytes': its shape is not a list of extents"),
+        (lambda h: h["array"].update(shape=[2**58]), "'array': its data_offsets give it 768 bytes"),
+        (lambda h: h["block.start"].update(shape=[2**40]), "'block.start': its data_offsets give it"),
+        (lambda h: h["nbytes"].update(shape=["192"]), "'nbytes': its shape is not a list of extents"),
+        (lambda h: h["nbytes"].pop("dtype"), "'nbytes': it has no dtype"),
+        (lambda h: h.update(nbytes=[1]), "'nbytes': it has no dtype"),
     ],
 )
 def test_a_header_that_lies_raises_an_error(edit: Callable[[Json], object], match: str) -> None:
@@ -600,12 +600,13 @@ def test_a_column_without_elements_may_not_claim_any_extent() -> None:
 def test_a_head_without_a_header_raises_an_error() -> None:
     store, message, stored = small()
     texts = [b"[" * 10_000, b"null", b"\xff" * 50, b'{"a":1}']
-    cases = [(len(text).to_bytes(8, "little") + text, "is malformed") for text in texts]
-    for head, fault in [*cases, ((2**62).to_bytes(8, "little") + bytes(8), f"has {2**62} bytes")]:
+    cases = [(len(text).to_bytes(8, "little") + text, "its header is not that of") for text in texts[:3]]
+    cases.append((len(texts[3]).to_bytes(8, "little") + texts[3], "'a': it has no dtype"))
+    for head, fault in [*cases, ((2**62).to_bytes(8, "little") + bytes(8), f"its header has {2**62} bytes")]:
         store.write("index", head)
         entry = {"nbytes": len(head), "xxh3_128": digest_of(head)}
         message["index"] |= {**entry, "head": message["index"]["head"] | entry}
-        with pytest.raises(FormatError, match=f"index: its header {fault}"):
+        with pytest.raises(FormatError, match=f"index: {fault}"):
             ask(store, message, stored)
 
 
