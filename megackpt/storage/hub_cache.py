@@ -16,9 +16,9 @@ import contextlib
 import os
 import re
 import stat
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
-from megackpt.storage.sandbox import OPEN_DIRECTORY, Sandbox
+from megackpt.storage.sandbox import Sandbox, opened_directory
 
 _SNAPSHOT = re.compile(r"(?P<model>.*/models--[^/]+)/snapshots/[^/]+", re.DOTALL)
 _LINK = re.compile(r"(?P<up>(?:\.\./)+)blobs/(?P<blob>[0-9A-Za-z][0-9A-Za-z_-]*)")
@@ -55,7 +55,7 @@ class SnapshotSandbox(Sandbox):
         blob = self._blob_of(name)
         if blob is None:
             return super().open_to_read(name)
-        with self._directory_of_blobs() as directory:
+        with opened_directory(self._blobs) as directory:
             return self._open_regular(directory, blob, name)
 
     def stat(self, name: str) -> os.stat_result | None:
@@ -63,7 +63,7 @@ class SnapshotSandbox(Sandbox):
         blob = self._blob_of(name)
         if blob is None:
             return super().stat(name)
-        with contextlib.suppress(FileNotFoundError), self._directory_of_blobs() as directory:
+        with contextlib.suppress(FileNotFoundError), opened_directory(self._blobs) as directory:
             return os.stat(blob, dir_fd=directory, follow_symlinks=False)
         return None
 
@@ -82,11 +82,3 @@ class SnapshotSandbox(Sandbox):
             return None
         levels = name.count("/") + 2
         return link["blob"] if link is not None and link["up"] == "../" * levels else None
-
-    @contextlib.contextmanager
-    def _directory_of_blobs(self) -> Iterator[int]:
-        directory = os.open(self._blobs, OPEN_DIRECTORY | os.O_NOFOLLOW)
-        try:
-            yield directory
-        finally:
-            os.close(directory)

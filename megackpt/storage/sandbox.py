@@ -81,12 +81,9 @@ class Sandbox:
 
     def _remove_if_empty(self, parent: int, leaf: str) -> None:
         with contextlib.suppress(FileNotFoundError):  # removed meanwhile
-            directory = os.open(leaf, OPEN_DIRECTORY | os.O_NOFOLLOW, dir_fd=parent)
-            try:
+            with opened_directory(leaf, dir_fd=parent) as directory:
                 for child in _directories_in(directory):
                     self._remove_if_empty(directory, child)
-            finally:
-                os.close(directory)
             # Never looked up first: between the look and the removal, another process may put a file there.
             try:
                 os.rmdir(leaf, dir_fd=parent)
@@ -207,14 +204,23 @@ class Sandbox:
             name = path + leaf
             # A directory can contain such names if the prefix goes on in it, or ends before its name does.
             if is_directory and (name + "/").startswith(prefix[: len(name) + 1]):
-                with contextlib.suppress(FileNotFoundError):  # deleted meanwhile
-                    child = os.open(leaf, OPEN_DIRECTORY | os.O_NOFOLLOW, dir_fd=directory)
-                    try:
-                        self._collect(child, name + "/", prefix, names)
-                    finally:
-                        os.close(child)
+                with (
+                    contextlib.suppress(FileNotFoundError),  # deleted meanwhile
+                    opened_directory(leaf, dir_fd=directory) as child,
+                ):
+                    self._collect(child, name + "/", prefix, names)
             elif is_file and name.startswith(prefix) and is_allowed_name(name):
                 names.append(name)
+
+
+@contextlib.contextmanager
+def opened_directory(path: str, *, dir_fd: int | None = None) -> Iterator[int]:
+    """Yield a descriptor of a directory, whose path is relative to an open one if that is given; no link."""
+    descriptor = os.open(path, OPEN_DIRECTORY | os.O_NOFOLLOW, dir_fd=dir_fd)
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
 
 
 def flush_directory(descriptor: int) -> None:

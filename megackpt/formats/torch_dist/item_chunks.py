@@ -18,6 +18,7 @@ import torch
 
 from megackpt.errors import FormatError, StorageError
 from megackpt.formats.contents import Chunks, FileRanges
+from megackpt.formats.documents import damaged
 from megackpt.formats.safe_pickle import load_value
 from megackpt.formats.torch_dist.item import HEAD_BYTES, locate
 from megackpt.formats.torch_dist.metadata_reader import Item
@@ -80,14 +81,13 @@ class ItemChunks(Chunks):
 
     def file_ranges(self) -> FileRanges:
         """Return where the items lie, with the bytes around their tensors."""
-        files = tuple(sorted({item.file for item in self._items}))
-        number = {name: i for i, name in enumerate(files)}
+        files, file = np.unique([item.file for item in self._items], return_inverse=True)
         start = np.array([item.offset_bytes for item in self._items], np.int64)
         nbytes = np.array([item.nbytes for item in self._items], np.int64)
         return FileRanges(
-            files,
+            tuple(files.tolist()),
             np.full(len(files), -1, np.int64),
-            np.array([number[item.file] for item in self._items], np.int64),
+            file,
             start,
             start + nbytes,
             np.zeros(len(start), np.bool_),
@@ -192,11 +192,11 @@ class ItemChunks(Chunks):
                     path=item.file,
                 ) from error
         if item.offset_bytes + item.nbytes > sizes[item.file]:
-            raise FormatError(
-                f"{self._store.location}/{item.file} ends at {sizes[item.file]}, before the end of "
-                f"{item.name!r} at {item.offset_bytes + item.nbytes}. The checkpoint is damaged.",
+            end = f"{item.name!r} at {item.offset_bytes + item.nbytes}"
+            raise damaged(
+                f"it ends at {sizes[item.file]}, before the end of {end}",
+                f"{self._store.location}/{item.file}",
                 key=item.name,
-                path=item.file,
             )
 
 

@@ -244,7 +244,6 @@ class ZarrV3LoadStrategy(LoadStrategy):
         listed = store.names()
         try:
             if not manifest.get("detected"):
-                yield from _check_manifest(manifest)
                 directories = _directories(manifest, store.location)
                 files = _identifying_files(store, manifest)
                 yield from missing_files(files, listed, list_name=manifest["files"]["file"])
@@ -338,15 +337,6 @@ def _is_array(store: Store, name: str) -> bool:
         return bool(read_document(store, name).get("node_type") != "group")
     except FormatError:
         return True
-
-
-def _check_manifest(manifest: Json) -> Iterator[Damage]:
-    attempt = str(manifest.get("attempt"))
-    expected = {"arrays": names.arrays_directory(attempt), "objects": names.objects_directory(attempt)}
-    for entry, name in expected.items():
-        if f"{manifest.get(entry)}/" != name:
-            what = f"it is of attempt {attempt:.80}, and its {entry} are in {manifest.get(entry)!r:.200}"
-            yield Damage(file=MANIFEST, what=what)
 
 
 def _check_common(store: Store, manifest: Json) -> Iterator[Damage]:
