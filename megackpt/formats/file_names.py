@@ -88,7 +88,7 @@ ZARR_V3 = FileNames(
 
 
 def is_of_a_save(name: str) -> bool:
-    """Return whether a file is one that a save in a built-in format leaves before its commit, too."""
+    """Return whether a file name carries the attempt of a save in a built-in format, finished or not."""
     return any(of.attempt_of(name) is not None for of in (NATIVE, TORCH_DIST, ZARR_V1, ZARR_V3))
 
 
