@@ -134,6 +134,7 @@ def check_unexpected_keys(
             lines.append(f"{key!r}{hint}")
         rules_to_paste = rules_text(globs_for(keys), "unexpected=Policy.WARN")
         remedy = _rename_advice(keys, known) or _wrapper_advice(keys, wrapped, known & wanted)
+        remedy = remedy or _fused_advice(keys, known, where)
         remedy = remedy or f"To keep them as they are: {rules_to_paste}."
         return MissingKeyError(
             f"{where} does not hold {len(keys)} of the keys asked for:\n{truncated_list(lines)}\n"
@@ -174,6 +175,18 @@ def _with_other_wrappers(missing: Iterable[str], stored: Iterable[str]) -> dict[
     by_name = {without_wrappers(key): key for key in stored}
     names = {key: without_wrappers(key) for key in missing}
     return {key: by_name[name] for key, name in names.items() if name in by_name}
+
+
+def _fused_advice(missing: Sequence[str], stored: Set[str], where: str) -> str:
+    """Return how to load arrays of Megatron-Core, if missing keys name parts of those that it has fused."""
+    parts, fused = (".linear_qkv.weight.q", ".weight.gate"), (".linear_qkv.weight", ".linear_fc1.weight")
+    if not any(key.endswith(parts) for key in missing) or not any(key.endswith(fused) for key in stored):
+        return ""
+    optimizer = ", optimizer=declared" if any(key.startswith("optimizer.") for key in missing) else ""
+    return (
+        f"The checkpoint is Megatron-Core's: from models.megatron import megatron_state; megackpt.load("
+        f"megatron_state(model, megackpt.load_sharded_metadata({where!r}){optimizer}), {where!r})."
+    )
 
 
 def _rename_advice(missing: Sequence[str], stored: Set[str]) -> str:

@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import megackpt
 from megackpt import (
     LoadOptions,
     load,
@@ -388,6 +389,23 @@ def test_masters_moments_and_groups_go_on_at_any_layout(
     groups = load_common_state_dict(tmp_path / "ours")["optimizer"]["param_groups"]
     continued = {name: (group["lr"], group["weight_decay"], group["betas"]) for name, group in groups.items()}
     assert continued == {"decay": (0.25, 0.125, (0.9, 0.98)), "free": (0.25, 0.0, (0.9, 0.98))}
+
+
+@pytest.mark.parametrize("names", [BY_DISTRIBUTED, IN_A_CHAIN])
+def test_a_request_in_our_names_is_an_error_with_the_lines_that_load_it(
+    names: dict[str, str], tmp_path: Path
+) -> None:
+    stored_run(tmp_path / "run", names=names, common=ONE)
+    model, optimizer = trainer(ParallelGroups.offline(ParallelLayout(), 0))
+    for parameter in model.parameters():
+        parameter.data.fill_(float("nan"))
+    declared = optimizer.sharded_state_dict(model.sharded_state_dict())
+    with pytest.raises(MissingKeyError) as raised:
+        load({"optimizer": declared}, tmp_path / "run")
+    lines = str(raised.value).rpartition("The checkpoint is Megatron-Core's: ")[2].removesuffix(".")
+    exec(lines, {"megackpt": megackpt, "model": model, "declared": declared})
+    assert not any(parameter.isnan().any() for parameter in model.parameters())
+    assert all((s["exp_avg"].data == 2 * s["fp32_param"].data).all() for s in declared["state"].values())
 
 
 def test_a_missing_moment_is_named_as_megatron_core_names_it(tmp_path: Path) -> None:
