@@ -34,6 +34,7 @@ from megackpt.entities.tree import iter_leaves
 from megackpt.errors import DeclarationError
 from megackpt.plans.geometry import View
 from megackpt.plans.geometry.view import Axis
+from megackpt.training.optim import join_master, split_master
 
 log = logging.getLogger(__name__)
 
@@ -117,6 +118,8 @@ def declare_ranges(optimizer: Optimizer, model_state: ShardedStateDict) -> dict[
         try:
             range_of_param = _OwnedRange.from_entity(entities.get(id(param)), param, owned, optimizer)
             states = optimizer._get_main_param_and_optimizer_states(param)
+            if _has_remainders(states):
+                states["param"] = join_master(_flat(param)[owned].cpu(), states["param"].cpu())
             declared[number] = {name: range_of_param.declare(name, states) for name in names}
         except DeclarationError as error:
             declared[number] = {"rejected": _rejected(error)}
@@ -126,11 +129,32 @@ def declare_ranges(optimizer: Optimizer, model_state: ShardedStateDict) -> dict[
 @torch.no_grad()
 def take_ranges(optimizer: Optimizer, loaded: dict[int, dict[str, Tensor]]) -> None:
     """Set the optimizer's state to loaded ranges, in the order of `declare_ranges`. Local."""
-    for number, (param, _) in enumerate(_owned_ranges(optimizer)):
-        optimizer._set_main_param_and_optimizer_states(param, dict(loaded[number]))
+    for number, (param, owned) in enumerate(_owned_ranges(optimizer)):
+        states = dict(loaded[number])
+        if _has_remainders(optimizer._get_main_param_and_optimizer_states(param)):
+            states["param"] = _take_masters(states["param"], _flat(param)[owned])
+        optimizer._set_main_param_and_optimizer_states(param, states)
     update_offloaded = getattr(optimizer.optimizer, "_sync_hdo_state_to_sub_optimizers", None)
     if update_offloaded is not None:  # of `--optimizer-cpu-offload`
         update_offloaded()
+
+
+def _has_remainders(states: dict[str, Tensor]) -> bool:
+    """Return whether masters are Transformer Engine's: what their bf16 weights lack of float32."""
+    return "param" in states and states["param"].dtype == torch.int16
+
+
+def _flat(param: Tensor) -> Tensor:
+    return param.detach().view(-1)
+
+
+def _take_masters(loaded: Tensor, weight: Tensor) -> Tensor:
+    """Return the remainders of loaded masters; their weights become the model's."""
+    own_weight, remainder = split_master(loaded.to(weight.device))
+    if not torch.equal(own_weight, weight) and torch.equal(loaded.to(torch.int16).to(loaded.dtype), loaded):
+        return loaded.to(torch.int16)  # Megatron-Core's gathered form stores remainders, as whole numbers
+    weight.copy_(own_weight)
+    return remainder
 
 
 def _owned_ranges(optimizer: Optimizer) -> Iterator[tuple[Tensor, slice]]:

@@ -101,6 +101,40 @@ class FusedAdam(torch.optim.Optimizer):
                 param.addcdiv_(mean, scale, value=-group["lr"] / (1 - first**step))
 
 
+class OrthogonalizedOptimizer(torch.optim.Optimizer):
+    """The base class of Megatron-Core's Muon, with the state and the step of emerging-optimizers 0.1."""
+
+    def __init__(
+        self, params: Any, lr: float, momentum_beta: float, *, scaled_orthogonalize_fn: Any, **settings: Any
+    ) -> None:
+        decay = settings["weight_decay"]
+        super().__init__(params, {"lr": lr, "momentum_beta": momentum_beta, "weight_decay": decay})
+        self.scaled_orthogonalize_fn, self.use_nesterov = scaled_orthogonalize_fn, settings["use_nesterov"]
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        """Take a step; parameters without a gradient stay as they are."""
+        for group in self.param_groups:
+            for param in (p for p in group["params"] if p.grad is not None):
+                momentum = self.state[param].setdefault("momentum_buffer", torch.zeros_like(param.grad))
+                param.mul_(1 - group["lr"] * group["weight_decay"])
+                momentum.lerp_(param.grad, 1 - group["momentum_beta"])
+                ahead = param.grad.lerp(momentum, group["momentum_beta"]) if self.use_nesterov else momentum
+                param.add_(self.orthogonalize(param, ahead), alpha=-group["lr"])
+
+
+def stand_for_emerging_optimizers() -> None:
+    """Give Megatron-Core what it imports for Muon. An update is divided by its norm, not orthogonalized."""
+    names = ("emerging_optimizers", ".orthogonalized_optimizers", ".muon_utils")
+    for count in range(len(names)):
+        sys.modules["".join(names[: count + 1])] = _Empty("".join(names[: count + 1]))
+    package: Any = sys.modules["".join(names[:2])]
+    package.OrthogonalizedOptimizer = OrthogonalizedOptimizer
+    package.get_muon_scale_factor = lambda *_, **__: 1.0
+    utils: Any = sys.modules["".join(names)]
+    utils.newton_schulz_tp = lambda grad, **_: grad / grad.norm()
+
+
 class _Empty(types.ModuleType):
     """A module whose every name is an empty class, or a function that does nothing."""
 

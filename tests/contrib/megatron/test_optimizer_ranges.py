@@ -22,8 +22,10 @@ from megackpt import DeclarationError, ShardedTensor, ShardedTensorFactory, load
 from megackpt.contrib.megatron.optimizer_ranges import declare_ranges, save_ranges_in, take_ranges
 from megackpt.entities import ShardedStateDict
 from megackpt.testing.world import SimulatedWorld
+from megackpt.training.optim import split_master
 from tests.contrib.megatron.test_installing import needs_megatron
 from tests.contrib.megatron.test_megatron_trainer import run_ranks
+from tests.support.effort import with_all
 from tests.support.optimizers import gather, loaded, scatter, tensors_of
 
 PADDING = 3  # elements after each parameter in the buffer, of no parameter
@@ -250,6 +252,45 @@ def test_what_has_no_ranges_is_rejected_on_every_rank_with_the_way_back(tmp_path
     assert "the optimizer has no 'exp_avg_sq' for this parameter, but ['exp_avg', 'param', 'step']" in text
 
 
+def _with_remainders(masters: Tensor, rank: int) -> tuple[Buffered, Parameter, slice]:
+    """Return one of two ranks with Transformer Engine's masters: what the weights lack of float32."""
+    weights, remainders = split_master(masters)
+    param = Parameter(weights)
+    optimizer = Buffered([param], rank, 2, torch.float32)
+    ranges = optimizer.gbuf_ranges[0][torch.float32][0]["param_map"][param]["param"]
+    owned = slice(ranges.start, ranges.end)
+    optimizer.states[param]["param"] = remainders.reshape(-1)[owned]
+    return optimizer, param, owned
+
+
+def _declared(ranks: list[tuple[Buffered, Parameter, slice]]) -> list[Any]:
+    return [declare_ranges(o, {"w": _copied("w", p, 0, 1, r)}) for r, (o, p, _) in enumerate(ranks)]
+
+
+@pytest.mark.parametrize(
+    ("form", "model_is_loaded_first"), [("masters", True), ("masters", False), ("remainders", True)]
+)
+def test_masters_are_stored_whole_where_the_optimizer_keeps_their_remainders(
+    form: str, model_is_loaded_first: bool
+) -> None:
+    """Megatron-Core's own form stores the remainders as numbers, and needs the weights for them, too."""
+    masters = torch.randn(16, 4, generator=torch.Generator().manual_seed(1))
+    ranks = [_with_remainders(masters, rank) for rank in range(2)]
+    arrays = gather(_declared(ranks))
+    assert torch.equal(arrays["optimizer.state.param.w"], masters)
+    if form == "remainders":
+        arrays["optimizer.state.param.w"] = split_master(masters)[1].float()
+    readers = [_with_remainders(masters * 0.7, rank) for rank in range(2)]
+    for (reader, param, owned), (optimizer, weights, _) in zip(readers, ranks, strict=True):
+        if model_is_loaded_first:
+            param.data.copy_(weights)
+        (declared,) = _declared([(reader, param, owned)])
+        scatter(declared, arrays)
+        take_ranges(reader, {number: loaded(states) for number, states in declared.items()})
+        assert torch.equal(reader.states[param]["param"], optimizer.states[weights]["param"])
+        assert torch.equal(param.view(-1)[owned], weights.view(-1)[owned])
+
+
 def test_other_states_are_stored_where_the_optimizer_names_them() -> None:
     optimizer, model = _rank(0, 1, 0, 1, torch.float32)
     optimizer.optimizer_state_keys = ("exp_avg",)  # as Lion's in Megatron-Core 0.19
@@ -326,3 +367,22 @@ def test_ranges_have_no_padding_of_buckets(answers: dict[str, Any]) -> None:
     assert answers["buckets with padding"] > 1, "where Megatron-Core 0.16.1 itself stores shifted values"
     assert answers["padded buckets read at tp 1"] > 3000
     assert answers["padded buckets read at tp 2"] > 3000
+
+
+EXACT = {"other weights": 2, "read from ranges": 0, "read from gathered": 0, "third step": 0}
+
+
+@needs_megatron
+@with_all("it starts Megatron-Core once more; what Muon declares is whole parameters, as in every save")
+def test_muon_s_whole_parameters_resume_with_either_setting(tmp_path: Path) -> None:
+    assert resumed_by(tmp_path) == {
+        "muon": EXACT | {"equal after tp 2": True, "equal to gathered": True},
+        "muon, layer-wise": EXACT | {"equal to gathered": True},
+    }
+
+
+def resumed_by(folder: Path, *transformer_engine: str) -> dict[str, Any]:
+    """Return what two ranks of Megatron-Core answer, see `megatron_resumes.py`."""
+    run_ranks("megatron_resumes.py", str(folder), str(folder / "answers.json"), *transformer_engine)
+    answers: dict[str, Any] = json.loads((folder / "answers.json").read_text())
+    return answers

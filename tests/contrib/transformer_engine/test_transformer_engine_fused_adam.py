@@ -39,6 +39,8 @@ from megackpt.training.optim import (
 from megackpt.training.parallel.groups import ParallelGroups
 from megackpt.training.parallel.layout import ParallelLayout
 from tests.contrib.apex.foreign_optimizers import CHANGES, Kind, outcome, row_of_docs
+from tests.contrib.megatron.test_installing import needs_megatron
+from tests.contrib.megatron.test_optimizer_ranges import EXACT, resumed_by
 from tests.contrib.transformer_engine import te_models
 from tests.contrib.transformer_engine.te_stub import (
     cpu_for_cuda,
@@ -126,7 +128,7 @@ def kernels_of_torch() -> Iterator[None]:
 
 
 def make(params: Any, **options: Any) -> Any:
-    optimizer = te_optimizers.FusedAdam(params, lr=0.01, weight_decay=0.1, **options)
+    optimizer = te_optimizers.FusedAdam(params, **{"lr": 0.01, "weight_decay": 0.1, **options})
     optimizer.multi_tensor_adam = adam(remainders=False)
     optimizer.multi_tensor_adam_param_remainder = adam(remainders=True)
     return optimizer
@@ -398,3 +400,15 @@ def trained(name: str, seed: int) -> tuple[Any, Any]:
 def declared(module: Any, optimizer: Any, *, is_loading: bool = False) -> Any:
     model = sharded_state_dict(module, te_models.ONE)
     return {"model": model, "optimizer": fused_adam.sharded_state_dict(optimizer, model, is_loading)}
+
+
+@needs_megatron
+def test_megatron_core_s_distributed_optimizer_resumes_every_form_of_states(tmp_path: Path) -> None:
+    """Its own form stores remainders of masters as numbers, which it cannot load: that differs."""
+    answers = resumed_by(tmp_path, str(Path(te.__file__).parents[2]))
+    assert len(answers) == 5
+    for form, of_form in answers.items():
+        assert {name: of_form[name] for name in EXACT} == EXACT, form
+        assert of_form["equal to gathered"] == ("remainders" not in form), form
+    assert answers["remainders"]["equal after tp 2"]
+    assert answers["float32"]["equal after tp 2"]
