@@ -72,9 +72,8 @@ def _by_gloo(call: Any) -> Any:
     return called
 
 
-def main() -> None:
-    """Be one rank."""
-    arguments = sys.argv[1:]
+def prepare(arguments: list[str]) -> list[str]:
+    """Import Megatron-LM, over megackpt where asked for; return the script and its arguments."""
     if arguments[0] == "--megackpt":
         from megackpt.contrib import megatron
 
@@ -89,9 +88,14 @@ def main() -> None:
         importlib.import_module("megatron.legacy.fused_kernels").load = lambda _: None
     answer_for_a_gpu()
     pretend()
+    return arguments
+
+
+def run(arguments: list[str]) -> None:
+    """Run a script with its arguments."""
     sys.argv = arguments
     runpy.run_path(arguments[0], run_name="__main__")
 
 
 if __name__ == "__main__":
-    main()
+    run(prepare(sys.argv[1:]))
